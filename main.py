@@ -1,0 +1,398 @@
+"""Generate text: python3 main.py [--checkpoint DIR_OR_ID] [--prompt TEXT]...
+
+With no arguments, a tiny model that ships with this repository answers three prompts. On several hosts, run the same
+command on each: they find one another, and the first one prints.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+import convert_checkpoint
+import model
+from convert_checkpoint import OneLineParser, open_checkpoint, read_json, run
+from model import Config, Sampling
+
+TINY = pathlib.Path(__file__).resolve().parent / "tests" / "checkpoints" / "tiny-llama3"
+PROMPTS = (
+    "Tell me your name",
+    "What is the weather like expressed in long prose in Old English",
+    "Do you like ice cream, be extremely precise",
+)
+NEW_TOKENS = 256  # unless --max-new-tokens or the room that is left say otherwise
+
+# Memory bandwidth by jax's device_kind, bytes per second, from the vendors' data sheets.
+BANDWIDTH = {
+    "TPU v4": 1.228e12, "TPU v5 lite": 0.819e12, "TPU v5": 2.765e12, "TPU v5p": 2.765e12, "TPU v6 lite": 1.64e12,
+    "TPU7x": 7.38e12, "NVIDIA A100-SXM4-40GB": 1.555e12, "NVIDIA A100-SXM4-80GB": 2.039e12,
+    "NVIDIA H100 80GB HBM3": 3.35e12, "NVIDIA H200": 4.8e12,
+}  # fmt: skip
+
+
+def parse_arguments(arguments: list[str] | None = None):
+    parser = OneLineParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    add = parser.add_argument
+    add(
+        "--checkpoint",
+        default=str(TINY),
+        metavar="DIR_OR_ID",
+        help="a converted or Hugging Face folder, or a hub id",
+    )
+    add("--prompt", action="append", metavar="TEXT", help="may be given many times")
+    add("--prompt-file", metavar="FILE", help="one prompt per line")
+    add(
+        "--no-chat-template",
+        action="store_true",
+        help="continue the text, even if the tokenizer has a chat template",
+    )
+    add(
+        "--max-new-tokens",
+        type=int,
+        metavar="N",
+        help=f"per prompt; default: {NEW_TOKENS}, or what --max-len allows",
+    )
+    add(
+        "--max-len",
+        type=int,
+        metavar="N",
+        help="positions per row, prompt included; default: as many as needed",
+    )
+    add("--dp", type=int, metavar="N", help="data parallelism; default: what --ep and --tp leave")
+    add("--ep", type=int, metavar="N", help="expert parallelism; default: 1")
+    add("--tp", type=int, metavar="N", help="tensor parallelism; default: what --dp and --ep leave")
+    add("--dtype", choices=tuple(convert_checkpoint.DTYPES), help="default: float32 on a CPU, else bfloat16")
+    add("--quantize", choices=("int8", "none"), help="the weights; default: as in the checkpoint")
+    add("--kv-cache-dtype", choices=("int8", "bfloat16", "float32"), help="default: --dtype")
+    add(
+        "--temperature",
+        type=float,
+        metavar="T",
+        help="0: always the likeliest token; default: the checkpoint's",
+    )
+    add(
+        "--top-k", type=int, metavar="K", help="sample from the K likeliest tokens; default: the checkpoint's"
+    )
+    add(
+        "--top-p",
+        type=float,
+        metavar="P",
+        help="sample from the likeliest tokens that hold P of the probability",
+    )
+    add("--seed", type=int, default=0, metavar="S", help="of the sampling; default: 0")
+    add("--ignore-eos", action="store_true", help="go on after an end-of-text token")
+    add("--logprobs", action="store_true", help="report the log-probability of every token, the prompt's too")
+    add("--json", action="store_true", help="print one JSON object")
+    args = parser.parse_args(arguments)
+    for name in ("max_new_tokens", "max_len", "dp", "ep", "tp"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} {value} is not at least 1")
+    if not 0 <= args.seed < 2**32:
+        parser.error(f"--seed {args.seed} is not between 0 and {2**32 - 1}")
+    return args
+
+
+def log(*message) -> None:
+    if jax.process_index() == 0:
+        print(*message, file=sys.stderr, flush=True)
+
+
+def join_hosts() -> None:
+    """Join the other hosts of a TPU pod, a cluster job, or JAX_COORDINATOR_ADDRESS; alone, do nothing."""
+    if "JAX_COORDINATOR_ADDRESS" in os.environ or "," in os.environ.get("TPU_WORKER_HOSTNAMES", ""):
+        jax.distributed.initialize()
+
+
+def choose_mesh(cfg: Config, dp: int | None, ep: int | None, tp: int | None, n_devices: int) -> Mesh:
+    """The mesh over all devices, given the degrees that the user fixed. Raises ValueError if they do not fit."""
+    asked = (
+        " ".join(f"--{name} {n}" for name, n in (("dp", dp), ("ep", ep), ("tp", tp)) if n)
+        or "the default mesh"
+    )
+    ep = ep or 1
+    rest = n_devices // (ep * (dp or 1) * (tp or 1))
+    if tp is None:
+        tp = max(rest, 1)
+    elif dp is None:
+        dp = max(rest, 1)
+    dp = dp or 1
+    if dp * ep * tp != n_devices:
+        raise ValueError(
+            f"{asked}: makes {dp} x {ep} x {tp} devices (dp x ep x tp), but there are {n_devices}"
+        )
+    try:
+        return model.make_mesh(cfg, dp, ep, tp)
+    except ValueError as e:
+        raise ValueError(f"{asked} on {n_devices} devices: {e}") from None
+
+
+def read_prompts(args) -> list[str]:
+    prompts = list(args.prompt or ())
+    if args.prompt_file is not None:
+        try:
+            prompts += pathlib.Path(args.prompt_file).expanduser().read_text(encoding="utf-8").splitlines()
+        except UnicodeDecodeError:
+            raise ValueError(f"--prompt-file {args.prompt_file}: not a UTF-8 text file") from None
+        if not prompts:
+            raise ValueError(f"--prompt-file {args.prompt_file}: no prompt in it")
+    for number, prompt in enumerate(prompts, 1):
+        if not prompt.strip():
+            raise ValueError(f"prompt {number} of {len(prompts)} is empty")
+    return prompts or list(PROMPTS)
+
+
+def encode(tokenizer, prompts: list[str], chat: bool) -> list[list[int]]:
+    """Token ids of each prompt, as a user's turn if `chat`."""
+    if not chat:
+        return [tokenizer(prompt).input_ids for prompt in prompts]
+    turns = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    return [tokenizer.apply_chat_template(t, add_generation_prompt=True, return_dict=False) for t in turns]
+
+
+def plan_lengths(
+    encoded: list[list[int]], max_new: int | None, max_len: int | None, cfg: Config
+) -> tuple[int, int]:
+    """(new tokens per row, positions per row). Raises ValueError if the prompts or --max-new-tokens do not fit."""
+    limit, why = cfg.max_positions, "the model's limit"
+    if max_len is not None:
+        if max_len > limit:
+            raise ValueError(f"--max-len {max_len}: the model's limit is {limit} positions")
+        limit, why = max_len, "--max-len"
+    longest = max(map(len, encoded))
+    new = max_new or min(NEW_TOKENS, max(limit - longest, 1))
+    if longest + new > limit:
+        number = 1 + max(range(len(encoded)), key=lambda i: len(encoded[i]))
+        raise ValueError(
+            f"prompt {number} has {longest} tokens, which with {new} new ones exceeds {why} of {limit}"
+        )
+    return new, max_len or longest + new
+
+
+def stop_tokens(folder: pathlib.Path, tokenizer) -> frozenset[int]:
+    """Every token id that ends an answer: generation_config.json's, else config.json's, else the tokenizer's."""
+    config = read_json(folder / "config.json")
+    for source in (_generation_config(folder), config, config.get("text_config") or {}):
+        ids = source.get("eos_token_id")
+        if ids is not None:
+            return frozenset(ids if isinstance(ids, list) else [ids])
+    return frozenset() if tokenizer.eos_token_id is None else frozenset([tokenizer.eos_token_id])
+
+
+def _generation_config(folder: pathlib.Path) -> dict:
+    file = folder / "generation_config.json"
+    return read_json(file) if file.exists() else {}
+
+
+def choose_sampling(args, folder: pathlib.Path) -> Sampling:
+    """What the user asked for; for the rest, what generation_config.json does; greedy if that asks for nothing."""
+    theirs = _generation_config(folder)
+    if not theirs.get("do_sample"):
+        theirs = {"temperature": 0.0}
+    asked = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p")}
+    given = {name: theirs.get(name) if value is None else value for name, value in asked.items()}
+    if given["temperature"] is None:
+        given["temperature"] = 1.0
+    return Sampling(**{name: value for name, value in given.items() if value is not None})
+
+
+@dataclasses.dataclass
+class Generation:
+    """What came of a batch. tokens, logprobs: per row, up to and including a stop token.
+
+    prompt_logprobs: [B,T] or None, of each prompt token after the first. decode_rate: tokens per second, whole batch.
+    """
+
+    tokens: list[list[int]]
+    logprobs: list[list[float]]
+    prompt_logprobs: np.ndarray | None
+    prefill_seconds: float
+    decode_rate: float | None
+    decode_steps_per_second: float | None
+
+
+def fetch(x) -> np.ndarray:
+    """A device array's values, on every host."""
+    return np.asarray(x if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True))
+
+
+def generate(weights, encoded, cfg: Config, mesh: Mesh, new: int, max_len: int, kv_dtype: str, sampling: Sampling,
+             seed: int = 0, stop: frozenset[int] = frozenset(), score: bool = False) -> Generation:  # fmt: skip
+    """Continue each prompt (token ids) by up to `new` tokens, or to one in `stop`."""
+    n = len(encoded)
+    rows = encoded + [[0]] * (-n % mesh.shape["data"])  # every data shard has the same number of rows
+    prompt = model.pieces(rows, score)
+    seeds = (np.arange(len(rows), dtype=np.uint32) * np.uint32(0x9E3779B9)) ^ np.uint32(seed)
+    static = dict(sampling=sampling, cfg=cfg, mesh=mesh)
+    cache = model.init_cache(cfg, mesh, len(rows), max_len, kv_dtype)
+    active = np.arange(len(rows)) < n
+
+    began = time.perf_counter()
+    for piece in {piece.tokens.shape: piece for piece in prompt}.values():
+        model.prefill_step.lower(piece, seeds, weights, cache, **static).compile()
+    next_tokens = jax.device_put(np.zeros(len(rows), np.int32), cache.length.sharding)
+    if new > 1:
+        model.decode_step.lower(next_tokens, active, seeds, weights, cache, **static).compile()
+    log(f"compiled in {time.perf_counter() - began:.1f} s")
+
+    began = time.perf_counter()
+    output, cache = model.prefill(prompt, seeds, weights, cache, **static)
+    fetch(output.tokens)
+    prefill_seconds = time.perf_counter() - began
+
+    tokens, logprobs = [[] for _ in encoded], [[] for _ in encoded]
+    prompt_logprobs = fetch(output.scores) if score else None
+    began, steps = time.perf_counter(), 0
+    for i in range(new):
+        # The next step is under way before this one's tokens are looked at: the device never waits for the host.
+        # A row that has just stopped takes that one step in vain.
+        here = output
+        if i + 1 < new and active.any():
+            output, cache = model.decode_step(output.tokens, active, seeds, weights, cache, **static)
+            steps += 1
+        chosen, chosen_logprobs = fetch(here.tokens), fetch(here.logprobs)
+        for row in np.flatnonzero(active):
+            tokens[row].append(int(chosen[row]))
+            logprobs[row].append(float(chosen_logprobs[row]))
+        active = active & ~np.isin(chosen, list(stop))
+        if not active.any():
+            break
+    seconds = time.perf_counter() - began
+    made = sum(map(len, tokens)) - n
+    return Generation(
+        tokens, logprobs, prompt_logprobs, prefill_seconds,
+        made / seconds if made else None, steps / seconds if steps else None,
+    )  # fmt: skip
+
+
+def bytes_per_step(
+    weights, cfg: Config, mesh: Mesh, batch: int, mean_length: float, kv_bytes: float
+) -> float:
+    """Bytes that one device must read for a decode step: the weights that are used, and the filled cache slots.
+
+    batch: rows on one data shard. mean_length: filled positions per row. kv_bytes: per element.
+    """
+
+    def local(tree) -> int:
+        shards = ((x.sharding.shard_shape(x.shape), x.dtype.itemsize) for x in jax.tree.leaves(tree))
+        return sum(math.prod(shape) * itemsize for shape, itemsize in shards)
+
+    total = local((weights.norm, weights.embed if cfg.tied_embeddings else weights.unembed))
+    for layer, kind in zip(weights.layers, cfg.layers, strict=True):
+        total += local(layer)
+        if kind.moe:  # batch tokens leave E (1 - A/E)^batch experts alone, on average
+            routed = layer.feed_forward
+            total -= local((routed.gate, routed.up, routed.down)) * (1 - cfg.A / cfg.E) ** batch
+        slots = min(mean_length, kind.chunk or math.inf)
+        total += batch * slots * 2 * cfg.K * cfg.H * kv_bytes / model.mesh_size(mesh, model.MODEL)
+    return total
+
+
+def load_tokenizer(folder: pathlib.Path, cfg: Config):
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it advises, on import, to install PyTorch
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as e:  # it raises many kinds, for one reason: files that are not a tokenizer's
+        raise ValueError(
+            f"{folder}: no tokenizer could be loaded from it ({str(e).strip().splitlines()[0]})"
+        ) from None
+    if len(tokenizer) > cfg.V:
+        raise ValueError(
+            f"{folder}: its tokenizer has {len(tokenizer)} tokens, config.json's vocab_size is {cfg.V}"
+        )
+    return tokenizer
+
+
+def main() -> None:
+    args = parse_arguments()
+    prompts = read_prompts(args)
+    join_hosts()
+    checkpoint = open_checkpoint(args.checkpoint)
+    cfg, folder = checkpoint.config, checkpoint.folder
+    sampling = choose_sampling(args, folder)
+    mesh = choose_mesh(cfg, args.dp, args.ep, args.tp, jax.device_count())
+    tokenizer = load_tokenizer(folder, cfg)
+    encoded = encode(tokenizer, prompts, bool(tokenizer.chat_template) and not args.no_chat_template)
+    new, max_len = plan_lengths(encoded, args.max_new_tokens, args.max_len, cfg)
+
+    # On a CPU, XLA's products of anything but float32 are slower than the bytes they save.
+    dtype = args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    if args.quantize == "none" and checkpoint.quantized:
+        raise ValueError(f"--quantize none: the weights in {folder} are int8; use the original model")
+    kv_dtype = args.kv_cache_dtype or dtype
+    weights = convert_checkpoint.load(
+        checkpoint, mesh, dtype, checkpoint.quantized or args.quantize == "int8", progress
+    )
+    stop = frozenset() if args.ignore_eos else stop_tokens(folder, tokenizer)
+    try:
+        result = generate(
+            weights, encoded, cfg, mesh, new, max_len, kv_dtype, sampling, args.seed, stop, args.logprobs
+        )  # fmt: skip
+    except jax.errors.JaxRuntimeError as e:
+        if "RESOURCE_EXHAUSTED" not in str(e):
+            raise
+        raise ValueError(
+            "out of device memory: try fewer prompts, a smaller --max-len, --quantize int8 or more devices"
+        ) from e
+    if jax.process_index() == 0:
+        report(args, cfg, mesh, weights, prompts, encoded, result, tokenizer, stop, kv_dtype)
+
+
+def progress(what: str, done: int, total: int) -> None:
+    if jax.process_index() == 0:
+        convert_checkpoint.show_progress(what, done, total)
+
+
+def report(args, cfg, mesh, weights, prompts, encoded, result: Generation, tokenizer, stop, kv_dtype) -> None:
+    """Print the answers on stdout: text, or with --json one object."""
+    texts = [
+        tokenizer.decode([t for t in row if t not in stop], skip_special_tokens=True) for row in result.tokens
+    ]
+    filled = [len(prompt) + len(row) / 2 for prompt, row in zip(encoded, result.tokens, strict=True)]
+    bandwidth, steps = BANDWIDTH.get(jax.devices()[0].device_kind), result.decode_steps_per_second
+    utilization = None
+    if bandwidth and steps:
+        kv_bytes = jnp.dtype(kv_dtype).itemsize * (
+            1 + 2 / cfg.H * (kv_dtype == "int8")
+        )  # with its bfloat16 scales
+        per_device = -(-len(prompts) // mesh.shape["data"])
+        needed = bytes_per_step(weights, cfg, mesh, per_device, sum(filled) / len(filled), kv_bytes)
+        utilization = needed * steps / bandwidth
+    rate = result.decode_rate
+    log(
+        f"prefill {result.prefill_seconds:.3f} s, decode {f'{rate:.1f} tokens/s' if rate else 'not needed'}"
+        + (f", {100 * utilization:.0f}% of the memory bandwidth" if utilization else "")
+    )
+    if not args.json:
+        for prompt, text in zip(prompts, texts, strict=True):
+            print(f"> {prompt}\n{text}\n")
+        return
+    responses = []
+    for i, prompt in enumerate(prompts):
+        tokens = result.tokens[i]
+        response = dict(prompt=prompt, prompt_tokens=encoded[i])
+        if args.logprobs:
+            scores = result.prompt_logprobs[i][: len(encoded[i]) - 1]
+            response |= dict(prompt_logprobs=[None, *map(float, scores)], logprobs=result.logprobs[i])
+        reason = "stop" if tokens[-1] in stop else "length"
+        responses.append(response | dict(tokens=tokens, text=texts[i], finish_reason=reason))
+    shape = {name: model.mesh_size(mesh, axes) for name, axes in
+             (("data", "data"), ("expert", model.EXPERT), ("tensor", model.TENSOR))}  # fmt: skip
+    print(json.dumps(dict(
+        model=args.checkpoint, mesh=shape, devices=jax.device_count(), responses=responses,
+        prefill_seconds=result.prefill_seconds, decode_tokens_per_second=rate, bandwidth_utilization=utilization,
+    )))  # fmt: skip
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,909 @@
+"""Llama 3 and Llama 4 inference: pure functions over pytrees, inside one shard_map.
+
+Letters, one per dimension, used in every shape, einsum and comment:
+
+    B  rows of the batch     T  query positions         D  model width           E  experts
+    K  key/value heads       S  key positions (slots)   F  feed-forward width    A  experts active per token
+    G  queries per K         H  head width              V  vocabulary            M  feed-forward width of an expert
+
+UPPERCASE: the whole dimension is on this device. lowercase: this device holds its shard of it. So
+`einsum("bTD,DkgH->bTkgH", x, w.q)` says where every byte is, and where a lowercase letter is summed there must be a
+`psum`. SHARDED_BY says which mesh axes split which lowercase letter; nothing else in the program does.
+"""
+
+import dataclasses
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from quantize import QuantizedArray, einsum, quantize
+from ragged_attention import attend, attend_cached, merge, ragged_decode
+
+# ------------------------------------------------------------------------------------------------------- mesh
+#
+# Attention and experts divide the same devices in two ways, so a model mesh is a 2x2 table of axes:
+#
+#                               shares a key/value head's    has other
+#                               cache slots with             key/value heads than the next device
+#   has other experts           expert_slots                 expert_heads
+#   has a slice of each expert  tensor_slots                 tensor_heads
+#
+# Expert parallelism is a row, and attention's split over heads a column. The slot axes are only larger than 1 when
+# there are more devices than key/value heads: then devices share a head by holding every n-th slot of its cache.
+
+HEADS = ("expert_heads", "tensor_heads")
+SLOTS = ("expert_slots", "tensor_slots")
+EXPERT = ("expert_heads", "expert_slots")
+TENSOR = ("tensor_heads", "tensor_slots")
+MODEL = ("expert_heads", "expert_slots", "tensor_heads", "tensor_slots")
+SHARDED_BY = dict(b="data", k=HEADS, g=SLOTS, h=SLOTS, s=SLOTS, e=EXPERT, m=TENSOR, f=MODEL, v=MODEL)
+
+
+def make_mesh(cfg: "Config", data: int = 1, expert: int = 1, tensor: int = 1, devices=None) -> Mesh:
+    """The mesh for data, expert and tensor parallelism of these degrees. Raises ValueError if cfg forbids them."""
+    heads = math.gcd(cfg.K, expert * tensor)
+    slots = expert * tensor // heads
+    if expert > 1 and not cfg.E:
+        raise ValueError(
+            f"expert parallelism {expert}: the model has no experts; use tensor parallelism instead"
+        )
+    if expert > 1 and cfg.E % expert:
+        raise ValueError(f"expert parallelism {expert} does not divide the model's {cfg.E} experts (E)")
+    if cfg.H % slots:
+        raise ValueError(
+            f"expert x tensor parallelism {expert * tensor}: each of the {cfg.K} key/value heads (K) would be shared by"
+            f" {slots} devices, which does not divide the head width {cfg.H} (H)"
+        )
+    expert_heads = math.gcd(expert, heads)
+    tensor_heads = heads // expert_heads
+    shape = (data, expert_heads, expert // expert_heads, tensor_heads, tensor // tensor_heads)
+    names = ("data", *MODEL)
+    return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names), devices=devices)
+
+
+# ----------------------------------------------------------------------------------------------------- config
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerKind:
+    """What tells one decoder layer from another."""
+
+    rope: bool = True  # rotary positions; without them, the attention temperature applies
+    chunk: int | None = None  # attention sees only its own block of this many positions
+    moe: bool = False  # routed experts and a shared one instead of one MLP
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding. `scaling`: (factor, low_freq_factor, high_freq_factor, original length) or None."""
+
+    theta: float
+    scaling: tuple[float, float, float, float] | None = None
+    interleaved: bool = False  # rotate neighbours (2i, 2i+1), not halves (i, i + H/2)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """All that the functions below need to know of a model. Upper-case fields are the letters above."""
+
+    D: int
+    K: int
+    G: int
+    H: int
+    F: int
+    V: int
+    E: int = 0
+    A: int = 0
+    M: int = 0
+    layers: tuple[LayerKind, ...]
+    rope: Rope
+    norm_eps: float
+    max_positions: int
+    tied_embeddings: bool = False
+    qk_norm: bool = False  # RMS norm without weight, per head, on the rotary layers
+    temperature: tuple[float, float] | None = None  # (attn_scale, floor_scale), on the layers without rotary
+
+    @classmethod
+    def from_hf(cls, config: dict[str, Any]) -> "Config":
+        """Read a Hugging Face config.json. Raises ValueError naming a field that is missing or not supported."""
+        config = dict(config)
+        for name in config.get("architectures") or ():
+            if not name.endswith(("ForCausalLM", "ForConditionalGeneration")):
+                raise ValueError(f"config.json: architecture {name!r} is not a language model with a head")
+        if config.get("model_type") == "llama4":
+            config = dict(config.get("text_config") or {})
+        family = config.get("model_type")
+        if family not in ("llama", "llama4_text"):
+            raise ValueError(
+                f"config.json: model_type {family!r} is not supported (llama, llama4, llama4_text)"
+            )
+        fields = _Fields(config)
+        take = fields.take
+        n_heads, depth = take("num_attention_heads"), take("num_hidden_layers")
+        n_kv_heads = take("num_key_value_heads", n_heads) or n_heads
+        width = take("hidden_size")
+        if n_heads % n_kv_heads:
+            raise ValueError(
+                f"config.json: {n_heads} attention heads are no multiple of {n_kv_heads} key/value heads"
+            )
+        common = dict(
+            D=width, K=n_kv_heads, G=n_heads // n_kv_heads, V=take("vocab_size"),
+            H=take("head_dim", None) or width // n_heads,
+            norm_eps=take("rms_norm_eps"), max_positions=take("max_position_embeddings"),
+            tied_embeddings=take("tie_word_embeddings", False), rope=_read_rope(fields, family == "llama4_text"),
+        )  # fmt: skip
+        if family == "llama":
+            cfg = cls(F=take("intermediate_size"), layers=(LayerKind(),) * depth, **common)
+        else:
+            every, moe_every = take("no_rope_layer_interval", 4), take("interleave_moe_layer_step", 1)
+            # 1 in "no_rope_layers" means that the layer does have RoPE
+            rope = take("no_rope_layers", None) or [(i + 1) % every != 0 for i in range(depth)]
+            kinds = take("layer_types", None) or [
+                "chunked_attention" if r else "full_attention" for r in rope
+            ]
+            moe_layers = take("moe_layers", None)
+            if moe_layers is None:
+                moe_layers = range(moe_every - 1, depth, moe_every)
+            if min(len(rope), len(kinds)) < depth or set(kinds) - {"chunked_attention", "full_attention"}:
+                raise ValueError(f"config.json: no_rope_layers or layer_types do not describe {depth} layers")
+            chunk = take("attention_chunk_size", None)
+            scale, floor, tuned = (
+                take("attn_scale", 0.1),
+                take("floor_scale", 8192),
+                take("attn_temperature_tuning", 1),
+            )
+            cfg = cls(
+                F=take("intermediate_size_mlp"), M=take("intermediate_size"),
+                E=take("num_local_experts"), A=take("num_experts_per_tok"),
+                layers=tuple(
+                    LayerKind(bool(rope[i]), chunk if kinds[i] == "chunked_attention" else None, i in moe_layers)
+                    for i in range(depth)
+                ),
+                qk_norm=take("use_qk_norm", True), temperature=(scale, floor) if tuned else None, **common,
+            )  # fmt: skip
+        fields.finish()
+        return cfg
+
+
+class _Fields:
+    """A config.json being read: every field is taken, known to have no effect here, or refused."""
+
+    FIXED = dict(hidden_act="silu", attention_bias=False, mlp_bias=False)
+    NO_EFFECT = frozenset(
+        """architectures attention_dropout bos_token_id dtype eos_token_id for_llm_compressor initializer_range
+        model_type output_router_logits pad_token_id pretraining_tp router_aux_loss_coef router_jitter_noise
+        torch_dtype transformers_version unsloth_fixed use_cache""".split()
+    )
+    REQUIRED = object()
+
+    def __init__(self, config):
+        self.left = {k: v for k, v in config.items() if k not in self.NO_EFFECT and not k.startswith("_")}
+
+    def take(self, name, default=REQUIRED):
+        value = self.left.pop(name, default)
+        if value is self.REQUIRED:
+            raise ValueError(f"config.json: field {name!r} is missing")
+        return value
+
+    def finish(self):
+        for name, value in self.left.items():
+            # A field that is null, false or empty asks for nothing.
+            if value and value != self.FIXED.get(name):
+                raise ValueError(f"config.json: {name} = {value!r} is not supported")
+
+
+def _read_rope(fields: _Fields, interleaved: bool) -> Rope:
+    """RoPE from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
+    theta = fields.take("rope_theta", None)
+    given = _Fields(fields.take("rope_parameters", None) or fields.take("rope_scaling", None) or {})
+    theta = given.take("rope_theta", theta) or (500000.0 if interleaved else 10000.0)
+    kind = given.take("rope_type", None) or given.take("type", "default")
+    given.left.pop("type", None)
+    scaling = None
+    if kind == "llama3":
+        names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        scaling = tuple(float(given.take(name)) for name in names)
+    elif kind != "default":
+        raise ValueError(f"config.json: rope_type {kind!r} is not supported (default, llama3)")
+    given.finish()
+    return Rope(float(theta), scaling, interleaved)
+
+
+# ------------------------------------------------------------------------------------- weights, declared once
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayInfo:
+    """One array, declared. Its shape, sharding, initial scale, int8 form and checkpoint layout all follow from this.
+
+    It is not a pytree node, so jax.tree.map takes it for a leaf.
+    letters:    our layout, lowercase where it is sharded.
+    contracted: the letters that its matmul sums; int8 has one scale per entry of the rest.
+    stored:     (name, letters) in a Hugging Face checkpoint, the first that exists. Parentheses join letters into one
+                dimension; a digit picks that one of two stacked halves; `{e}` in a name is the expert's number.
+    shape:      the true sizes of the letters.
+    """
+
+    letters: str
+    contracted: str = ""
+    stored: tuple[tuple[str, str], ...] = ()
+    shape: tuple[int, ...] = ()
+
+    @property
+    def spec(self) -> P:
+        return _spec(self.letters)
+
+    @property
+    def contracted_axes(self) -> tuple[int, ...]:
+        return tuple(self.letters.index(letter) for letter in self.contracted)
+
+    @property
+    def scale(self) -> "ArrayInfo":
+        """The declaration of the int8 scales."""
+        kept = [i for i in range(len(self.letters)) if i not in self.contracted_axes]
+        return ArrayInfo("".join(self.letters[i] for i in kept), shape=tuple(self.shape[i] for i in kept))
+
+    def padded_shape(self, mesh: Mesh) -> tuple[int, ...]:
+        """The shape with each letter rounded up to its degree on the mesh; padding is zeros, which change nothing."""
+        degrees = [mesh_size(mesh, SHARDED_BY.get(x, ())) for x in self.letters]
+        return tuple(-(-size // degree) * degree for size, degree in zip(self.shape, degrees, strict=True))
+
+
+def mesh_size(mesh: Mesh, axes: str | tuple[str, ...]) -> int:
+    """The number of devices along the given axes."""
+    return math.prod(mesh.shape[axis] for axis in ([axes] if isinstance(axes, str) else axes))
+
+
+def _spec(letters: str) -> P:
+    return P(*(SHARDED_BY.get(letter) for letter in letters))
+
+
+def _array(letters: str, contracted: str = "", *stored: tuple[str, str]) -> Any:
+    return dataclasses.field(metadata={"info": ArrayInfo(letters, contracted, stored)})
+
+
+def _pytree(cls):
+    return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True, kw_only=True)(cls))
+
+
+@_pytree
+class Attention:
+    q: Array = _array("DkgH", "D", ("q_proj.weight", "(KGH)D"))
+    k: Array = _array("Dkh", "D", ("k_proj.weight", "(KH)D"))
+    v: Array = _array("Dkh", "D", ("v_proj.weight", "(KH)D"))
+    o: Array = _array("kgHD", "kgH", ("o_proj.weight", "D(KGH)"))
+
+
+@_pytree
+class MLP:
+    gate: Array = _array("Df", "D", ("gate_proj.weight", "FD"))
+    up: Array = _array("Df", "D", ("up_proj.weight", "FD"))
+    down: Array = _array("fD", "f", ("down_proj.weight", "DF"))
+
+
+@_pytree
+class MoE:
+    router: Array = _array("DE", "", ("router.weight", "ED"))
+    gate: Array = _array(
+        "eDm", "D", ("experts.gate_up_proj", "ED(0M)"), ("experts.{e}.gate_proj.weight", "MD")
+    )
+    up: Array = _array("eDm", "D", ("experts.gate_up_proj", "ED(1M)"), ("experts.{e}.up_proj.weight", "MD"))
+    down: Array = _array("emD", "m", ("experts.down_proj", "EMD"), ("experts.{e}.down_proj.weight", "DM"))
+    shared: MLP
+
+
+@_pytree
+class Layer:
+    attention_norm: Array = _array("D", "", ("input_layernorm.weight", "D"))
+    attention: Attention
+    feed_forward_norm: Array = _array("D", "", ("post_attention_layernorm.weight", "D"))
+    feed_forward: MLP | MoE
+
+
+@_pytree
+class Weights:
+    embed: Array = _array("vD", "", ("model.embed_tokens.weight", "VD"))
+    layers: list[Layer]
+    norm: Array = _array("D", "", ("model.norm.weight", "D"))
+    unembed: Array | None = _array("Dv", "D", ("lm_head.weight", "VD"))  # None: the embedding is used again
+
+
+@_pytree
+class Cache:
+    """Keys and values (in this order on the axis of 2), left-aligned; row b has its first length[b] positions.
+
+    A full-attention layer keeps every position p in slot p; a chunked one is a ring of one chunk: slot p % chunk.
+    Slot s is on device s % n of the n that share the head, in place s // n, so that they fill evenly.
+    """
+
+    layers: list[Array | QuantizedArray]
+    length: Array = _array("b")
+
+
+def _declare(cls, sizes: dict[str, int], prefix: str = "", **children):
+    """An instance of cls with a resolved ArrayInfo in each declared field."""
+
+    def resolve(info: ArrayInfo) -> ArrayInfo:
+        stored = tuple((prefix + name, letters) for name, letters in info.stored)
+        return dataclasses.replace(
+            info, stored=stored, shape=tuple(sizes[letter.upper()] for letter in info.letters)
+        )
+
+    fields = {f.name: f.metadata["info"] for f in dataclasses.fields(cls) if f.name not in children}
+    return cls(**children, **{name: resolve(info) for name, info in fields.items()})
+
+
+def weight_infos(cfg: Config) -> Weights:
+    """The tree of all weights with their ArrayInfo in the place of arrays."""
+    sizes = {x: getattr(cfg, x) for x in "DKGHFVEM"}
+
+    def feed_forward(kind: LayerKind, prefix: str):
+        if not kind.moe:
+            return _declare(MLP, sizes, prefix)
+        shared = _declare(MLP, sizes | {"F": cfg.M}, prefix + "shared_expert.")
+        return _declare(MoE, sizes, prefix, shared=shared)
+
+    def layer(i: int, kind: LayerKind):
+        prefix = f"model.layers.{i}."
+        attention = _declare(Attention, sizes, prefix + "self_attn.")
+        return _declare(
+            Layer, sizes, prefix, attention=attention, feed_forward=feed_forward(kind, prefix + "mlp.")
+        )
+
+    layers = [layer(i, kind) for i, kind in enumerate(cfg.layers)]
+    if not cfg.tied_embeddings:
+        return _declare(Weights, sizes, layers=layers)
+    weights = _declare(Weights, sizes, layers=layers, unembed=None)
+    return dataclasses.replace(weights, embed=dataclasses.replace(weights.embed, contracted="D"))
+
+
+def cache_infos(cfg: Config, batch: int, max_len: int) -> Cache:
+    """The cache of `batch` rows of up to `max_len` positions, declared."""
+    sizes = {"B": batch, "K": cfg.K, "2": 2, "H": cfg.H}
+
+    def layer(kind: LayerKind) -> ArrayInfo:
+        here = sizes | {"S": min(max_len, kind.chunk or max_len)}
+        return ArrayInfo("bk2sH", "H", shape=tuple(here[letter] for letter in "BK2SH"))
+
+    return _declare(Cache, sizes, layers=[layer(kind) for kind in cfg.layers])
+
+
+def specs(infos, arrays):
+    """The PartitionSpec of each array in a tree; `arrays` tells which of the declared ones are int8."""
+
+    def spec(info: ArrayInfo, x):
+        return QuantizedArray(info.spec, info.scale.spec) if isinstance(x, QuantizedArray) else info.spec
+
+    return jax.tree.map(spec, infos, arrays)
+
+
+def abstract(infos, mesh: Mesh, dtype, quantized: bool, scale_dtype=jnp.float32):
+    """The tree as jax.ShapeDtypeStructs with shardings, as on `mesh`; `quantized`: int8 where a matmul contracts."""
+
+    def struct(info: ArrayInfo, dtype):
+        return jax.ShapeDtypeStruct(info.padded_shape(mesh), dtype, sharding=NamedSharding(mesh, info.spec))
+
+    def leaf(info: ArrayInfo):
+        if quantized and info.contracted:
+            return QuantizedArray(struct(info, jnp.int8), struct(info.scale, scale_dtype))
+        return struct(info, jnp.int32 if info.letters == "b" else dtype)
+
+    return jax.tree.map(leaf, infos)
+
+
+def init_cache(cfg: Config, mesh: Mesh, batch: int, max_len: int, dtype) -> Cache:
+    """An empty cache. dtype: a float type, or int8 (with one bfloat16 scale per row, head and slot)."""
+    quantized = jnp.dtype(dtype) == jnp.int8
+    tree = abstract(cache_infos(cfg, batch, max_len), mesh, dtype, quantized, scale_dtype=jnp.bfloat16)
+    zeros = partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), tree)
+    return jax.jit(zeros, out_shardings=jax.tree.map(lambda x: x.sharding, tree))()
+
+
+def init_weights(key: Array, cfg: Config, mesh: Mesh, dtype=jnp.float32, quantized: bool = False) -> Weights:
+    """Random weights: normal with variance 1 / fan-in, norms around 1. The same on every mesh."""
+    infos, treedef = jax.tree.flatten(weight_infos(cfg))
+
+    def init(key: Array, info: ArrayInfo):
+        x = jax.random.normal(key, info.shape)
+        fan_in = math.prod(info.shape[i] for i in info.contracted_axes) if info.contracted else cfg.D
+        x = 1 + x / 10 if info.letters == "D" else x * fan_in**-0.5
+        x = jnp.pad(
+            x, [(0, padded - size) for padded, size in zip(info.padded_shape(mesh), x.shape, strict=True)]
+        )
+        return quantize(x, info.contracted_axes) if quantized and info.contracted else x.astype(dtype)
+
+    def init_all(key: Array):
+        return treedef.unflatten(map(init, jax.random.split(key, len(infos)), infos))
+
+    tree = abstract(weight_infos(cfg), mesh, dtype, quantized)
+    return jax.jit(init_all, out_shardings=jax.tree.map(lambda x: x.sharding, tree))(key)
+
+
+# ------------------------------------------------------------------------------------------------------ layers
+
+
+@_pytree
+class Span:
+    """Where T consecutive tokens stand in each row: after `start` others, and only the first `count` are real.
+
+    start, count: [b] int32. cos, sin: [b,T,H/2] float32, the rotation of each position.
+    """
+
+    start: Array
+    count: Array
+    cos: Array
+    sin: Array
+
+    @property
+    def positions(self) -> Array:
+        return self.start[:, None] + jnp.arange(self.cos.shape[1])
+
+
+def rms_norm(x: Array, scale: Array | None, eps: float) -> Array:
+    """x: [...,D] -> the same, with unit mean square times `scale`. Source: arXiv 1910.07467."""
+    y = x.astype(jnp.float32)
+    y = (y * lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + eps)).astype(x.dtype)
+    return y if scale is None else y * scale
+
+
+def rope_frequencies(rope: Rope, width: int) -> np.ndarray:
+    """Radians per position, [H/2] float32. Source: transformers modeling_rope_utils.py:_compute_llama3_parameters."""
+    frequency = 1 / np.float32(rope.theta) ** (np.arange(0, width, 2, dtype=np.float32) / np.float32(width))
+    if rope.scaling is None:
+        return frequency
+    factor, low, high, original = rope.scaling
+    turns = original * frequency / np.float32(2 * np.pi)  # in the original context
+    # Keep what turns more than `high` times, slow down what turns less than `low` times, blend between.
+    blend = (turns - low) / (high - low) if high > low else np.where(turns >= low, 1, 0)
+    blend = np.clip(blend, 0, 1).astype(np.float32)
+    return (1 - blend) * frequency / np.float32(factor) + blend * frequency
+
+
+def span_at(start: Array, count: Array, width: int, cfg: Config) -> Span:
+    """The Span of `width` tokens per row. start, count: [b] int32."""
+    positions = start[:, None] + jnp.arange(width)
+    angle = positions[..., None].astype(jnp.float32) * rope_frequencies(cfg.rope, cfg.H)
+    return Span(start=start, count=count, cos=jnp.cos(angle), sin=jnp.sin(angle))
+
+
+def rotate(x: Array, span: Span, interleaved: bool) -> Array:
+    """Rotary embedding of x: [b,T,...,H], in float32. Source: arXiv 2104.09864."""
+    pairs = x.astype(jnp.float32)
+    pairs = pairs.reshape(*x.shape[:-1], *((-1, 2) if interleaved else (2, x.shape[-1] // 2)))
+    axis = -1 if interleaved else -2
+    a, b = pairs.take(0, axis), pairs.take(1, axis)
+    per_head = (*span.cos.shape[:2], *(1,) * (x.ndim - 3), -1)
+    cos, sin = span.cos.reshape(per_head), span.sin.reshape(per_head)
+    return jnp.stack([a * cos - b * sin, b * cos + a * sin], axis).reshape(x.shape).astype(x.dtype)
+
+
+def project(x: Array, w: Attention) -> tuple[Array, Array, Array]:
+    """x: [b,T,D] -> q [b,T,k,G,H], k and v [b,T,k,H].
+
+    Devices that share a key/value head each hold a part of its columns, and get the rest by one all-gather.
+    """
+    q = einsum("bTD,DkgH->bTkgH", x, w.q)
+    k = einsum("bTD,Dkh->bTkh", x, w.k)
+    v = einsum("bTD,Dkh->bTkh", x, w.v)
+    if lax.axis_size(SLOTS) == 1:
+        return q, k, v
+    *bTk, g, H = q.shape
+    columns = jnp.concatenate([q.reshape(*bTk, g * H), k, v], -1)
+    columns = lax.all_gather(columns, SLOTS, axis=3)  # [b,T,k,slots,gH+2h]
+    q, k, v = jnp.split(columns, [g * H, g * H + k.shape[-1]], -1)
+    return q.reshape(*bTk, -1, H), k.reshape(*bTk, H), v.reshape(*bTk, H)
+
+
+def merge_slots(o: Array, lse: Array) -> Array:
+    """Attention over this device's slots -> over all, for this device's queries: [b,T,k,G,H] -> [b,T,k,g,H].
+
+    One all-to-all of the partial results; each device merges the queries whose output columns it holds.
+    """
+    slots = lax.axis_size(SLOTS)
+    if slots == 1:
+        return o
+    parts = jnp.concatenate([o, lse[..., None]], -1)
+    parts = parts.reshape(*o.shape[:3], slots, -1, parts.shape[-1])
+    parts = lax.all_to_all(parts, SLOTS, 3, 0)  # [slots,b,T,k,g,H+1]
+    return merge(parts[..., :-1], parts[..., -1])[0]
+
+
+def local_slots(n: Array) -> Array:
+    """How many of a head's first n slots are on this device."""
+    slots = lax.axis_size(SLOTS)
+    return (n + slots - 1 - lax.axis_index(SLOTS)) // slots
+
+
+def attend_span(q: Array, k: Array, v: Array, span: Span, chunk: int | None):
+    """Attention among the span's own tokens, its keys dealt out over the devices that share a head.
+
+    q: [b,T,k,G,H], k, v: [b,T,k,H] -> as `attend`.
+    """
+    slots = lax.axis_size(SLOTS)
+    queries = span.positions[:, :, None]
+    T = q.shape[1]
+
+    def deal(x: Array) -> Array:  # [b,T,k,H] -> [b,k,T/slots,H]
+        x = jnp.pad(x, ((0, 0), (0, -T % slots), (0, 0), (0, 0)))
+        x = x.reshape(x.shape[0], -1, slots, *x.shape[2:])
+        return jnp.moveaxis(lax.dynamic_index_in_dim(x, lax.axis_index(SLOTS), 2, keepdims=False), 1, 2)
+
+    keys = span.start[:, None, None] + jnp.arange(-(-T // slots)) * slots + lax.axis_index(SLOTS)
+    mask = keys <= queries
+    if chunk:
+        mask &= keys >= queries // chunk * chunk
+    return attend(q, deal(k), deal(v), mask)
+
+
+def attend_past(q: Array, kv: Array | QuantizedArray, span: Span, chunk: int | None):
+    """Attention of a span to the positions before it, in the cache. q: [b,T,k,G,H] -> as `attend`."""
+    values, scale = (kv.values, kv.scale) if isinstance(kv, QuantizedArray) else (kv, None)
+    first = jnp.zeros_like(span.positions)
+    length = span.start
+    if chunk:
+        base = jnp.maximum(length - 1, 0) // chunk * chunk  # the chunk that the ring holds
+        first = span.positions // chunk * chunk - base[:, None]
+        length = length - base
+    return attend_cached(q, values, scale, local_slots(first), local_slots(length))
+
+
+def attend_decode(q: Array, kv: Array | QuantizedArray, span: Span, chunk: int | None):
+    """Attention of one token per row to the cache, which holds it already. q: [b,1,k,G,H] -> as `attend`."""
+    values, scale = (kv.values, kv.scale) if isinstance(kv, QuantizedArray) else (kv, None)
+    # The new token counts: at a chunk's first position the length is 1, not 0.
+    length = (span.start % chunk if chunk else span.start) + 1
+    return ragged_decode(q, values, scale, local_slots(length))
+
+
+def write_cache(kv: Array | QuantizedArray, k: Array, v: Array, span: Span, chunk: int | None):
+    """Put a span's keys and values, [b,T,k,H] each, into their slots, in place when the cache is donated."""
+    slots = lax.axis_size(SLOTS)
+    new = jnp.stack([k, v], 1).transpose(0, 3, 1, 2, 4)  # bk2TH
+    if isinstance(kv, QuantizedArray):
+        new = quantize(new, (4,), kv.scale.dtype)
+    position = span.positions
+    keep = jnp.arange(position.shape[1]) < span.count[:, None]
+    slot = position
+    if (
+        chunk
+    ):  # the ring keeps the last `chunk` positions; older ones of this span would land on the same slots
+        keep &= position >= (span.start + span.count)[:, None] - chunk
+        slot = position % chunk
+    mine = keep & (slot % slots == lax.axis_index(SLOTS))
+
+    def write(cache: Array, new: Array) -> Array:  # [b,k,2,s,...] <- [b,k,2,T,...]
+        b, heads, two, s = cache.shape[:4]
+        at = jnp.where(mine, slot // slots, s)  # out of range: dropped
+        at = jnp.repeat(at, heads * two, 0)
+        # One row per index: a wider scatter window makes XLA copy the whole cache.
+        rows = cache.reshape(b * heads * two, s, *cache.shape[4:])
+        new = new.astype(cache.dtype).reshape(b * heads * two, -1, *cache.shape[4:])
+        rows = rows.at[jnp.arange(b * heads * two)[:, None], at].set(new, mode="drop")
+        return rows.reshape(cache.shape)
+
+    return jax.tree.map(write, kv, new)
+
+
+@jax.named_scope("attention")
+def attention(x: Array, w: Attention, kv, span: Span, kind: LayerKind, cfg: Config):
+    """Grouped-query attention. x: [b,T,D] -> ([b,T,D], the layer's cache with the span written, or None).
+
+    Without a cache the span is all there is; with one, T = 1 is decode: written first, then read by the kernel.
+    """
+    q, k, v = project(x, w)
+    if kind.rope:
+        q, k = rotate(q, span, cfg.rope.interleaved), rotate(k, span, cfg.rope.interleaved)
+        if cfg.qk_norm:
+            q, k = rms_norm(q, None, cfg.norm_eps), rms_norm(k, None, cfg.norm_eps)
+    elif cfg.temperature:  # Source: arXiv 2501.19399
+        scale, floor = cfg.temperature
+        temperature = 1 + scale * jnp.log1p(jnp.floor((span.positions + 1) / floor))
+        q = (q * temperature[:, :, None, None, None]).astype(q.dtype)
+    q = q * cfg.H**-0.5
+    if kv is None:
+        o, lse = attend_span(q, k, v, span, kind.chunk)
+    elif x.shape[1] == 1:
+        kv = write_cache(kv, k, v, span, kind.chunk)
+        o, lse = attend_decode(q, kv, span, kind.chunk)
+    else:  # read before writing: a ring may lose the past that the span's first tokens still see
+        parts = attend_past(q, kv, span, kind.chunk), attend_span(q, k, v, span, kind.chunk)
+        o, lse = merge(*(jnp.stack(pair) for pair in zip(*parts, strict=True)))
+        kv = write_cache(kv, k, v, span, kind.chunk)
+    o = merge_slots(o, lse).astype(x.dtype)
+    return lax.psum(einsum("bTkgH,kgHD->bTD", o, w.o), MODEL), kv  # k, g
+
+
+def mlp(x: Array, w: MLP) -> Array:
+    """SwiGLU. x: [...,D] -> [...,D], this device's part of the sum over f. Source: arXiv 2002.05202."""
+    h = jax.nn.silu(einsum("bTD,Df->bTf", x, w.gate)) * einsum("bTD,Df->bTf", x, w.up)
+    return einsum("bTf,fD->bTD", h, w.down)
+
+
+def experts(x: Array, w: MoE, cfg: Config) -> Array:
+    """Each token's A best experts. x: [b,T,D] -> [b,T,D], this device's part of the sum over e and m.
+
+    The sigmoid of the router's logit scales the expert's input. Every device sees all tokens of its rows and has room
+    for all of them on any expert, so none is ever dropped. Source: transformers modeling_llama4.py:Llama4TextMoe.
+    """
+    logits = einsum("bTD,DE->bTE", x.astype(jnp.float32), w.router.astype(jnp.float32))
+    logits, chosen = lax.top_k(logits, cfg.A)  # bTA
+    rows = (x[:, :, None] * jax.nn.sigmoid(logits)[..., None].astype(x.dtype)).reshape(-1, x.shape[-1])
+    # Rows in the order of their expert, with those of other devices' experts at the end.
+    n_local = jax.tree.leaves(w.gate)[0].shape[0]
+    expert = chosen.reshape(-1) - lax.axis_index(EXPERT) * n_local
+    expert = jnp.where((expert >= 0) & (expert < n_local), expert, n_local)
+    order = jnp.argsort(expert)
+    sizes = jnp.bincount(expert, length=n_local + 1)[:n_local]
+    y = grouped_mlp(rows[order], expert[order], sizes, w)
+    y = jnp.where((expert < n_local)[:, None], jnp.zeros_like(y).at[order].set(y), 0)
+    return y.reshape(*chosen.shape, -1).sum(2)
+
+
+def grouped_mlp(x: Array, expert: Array, sizes: Array, w: MoE) -> Array:
+    """SwiGLU with each row's own expert. x: [R,D] sorted by expert [R], sizes [e] rows each -> [R,D]."""
+
+    def dot(x: Array, w: Array | QuantizedArray) -> Array:
+        if not isinstance(w, QuantizedArray):
+            return lax.ragged_dot(x, w, sizes, preferred_element_type=jnp.float32)
+        y = lax.ragged_dot(x, w.values.astype(x.dtype), sizes, preferred_element_type=jnp.float32)
+        return y * w.scale.at[expert].get(mode="clip")
+
+    h = jax.nn.silu(dot(x, w.gate)) * dot(x, w.up)
+    return dot(h.astype(x.dtype), w.down).astype(x.dtype)
+
+
+@jax.named_scope("feed_forward")
+def feed_forward(x: Array, w: MLP | MoE, cfg: Config) -> Array:
+    """x: [b,T,D] -> [b,T,D]. Routed and shared experts are added before the one sum over devices."""
+    y = mlp(x, w.shared) + experts(x, w, cfg) if isinstance(w, MoE) else mlp(x, w)
+    return lax.psum(y, MODEL)  # f; or f, e, m
+
+
+@jax.named_scope("embed")
+def embed(tokens: Array, w: Array | QuantizedArray) -> Array:
+    """tokens: [b,T] -> [b,T,D]. Each device looks up the tokens of its vocabulary shard."""
+    table = jax.tree.leaves(w)[0]
+    row = tokens - lax.axis_index(MODEL) * table.shape[0]
+    here = (row >= 0) & (row < table.shape[0])
+    row = jnp.where(here, row, 0)
+    x = w.values[row] * w.scale[row][..., None] if isinstance(w, QuantizedArray) else w[row]
+    return lax.psum(jnp.where(here[..., None], x, 0), MODEL)  # v
+
+
+@jax.named_scope("unembed")
+def unembed(x: Array, w: Weights, cfg: Config) -> Array:
+    """x: [...,D] -> logits [...,v] float32 of this device's vocabulary shard; padding has -inf."""
+    x = rms_norm(x, w.norm, cfg.norm_eps)
+    if w.unembed is None:
+        logits = einsum("bTD,vD->bTv", x, w.embed, jnp.float32)
+    else:
+        logits = einsum("bTD,Dv->bTv", x, w.unembed, jnp.float32)
+    return jnp.where(vocabulary_shard(logits) < cfg.V, logits, -jnp.inf)
+
+
+def vocabulary_shard(logits: Array) -> Array:
+    """The token ids, [v] int32, that this device's logits stand for."""
+    return lax.axis_index(MODEL) * logits.shape[-1] + jnp.arange(logits.shape[-1])
+
+
+def decoder(tokens: Array, w: Weights, cache: list | None, span: Span, cfg: Config):
+    """tokens: [b,T] -> (hidden states [b,T,D] before the last norm, the layers' caches)."""
+    x = embed(tokens, w.embed).astype(w.norm.dtype)
+    caches = []
+    for layer, kind, kv in zip(w.layers, cfg.layers, cache or [None] * len(cfg.layers), strict=True):
+        y, kv = attention(
+            rms_norm(x, layer.attention_norm, cfg.norm_eps), layer.attention, kv, span, kind, cfg
+        )
+        x = x + y
+        x = x + feed_forward(rms_norm(x, layer.feed_forward_norm, cfg.norm_eps), layer.feed_forward, cfg)
+        caches.append(kv)
+    return x, caches
+
+
+# ---------------------------------------------------------------------------------------------------- sampling
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen. temperature 0: the most likely one. top_k 0 and top_p 1: no restriction."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self):
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature {self.temperature} is not a number of at least 0")
+        if self.top_k < 0:
+            raise ValueError(f"top-k {self.top_k} is not at least 0 (0: no restriction)")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top-p {self.top_p} is not above 0 and at most 1")
+
+
+def argmax(logits: Array) -> Array:
+    """[...,v] -> token ids [...]; the smallest id among equals."""
+    best = jnp.max(logits, -1, keepdims=True)
+    ids = jnp.where(logits == best, vocabulary_shard(logits), jnp.iinfo(jnp.int32).max)
+    best_everywhere = lax.pmax(best, MODEL)
+    return lax.pmin(jnp.min(jnp.where(best == best_everywhere, ids, jnp.iinfo(jnp.int32).max), -1), MODEL)
+
+
+def log_normalizer(logits: Array) -> Array:
+    """[...,v] -> log of the sum of exp(logits) over the whole vocabulary, [...,1]."""
+    peak = lax.stop_gradient(lax.pmax(jnp.max(lax.stop_gradient(logits), -1, keepdims=True), MODEL))
+    return peak + jnp.log(lax.psum(jnp.sum(jnp.exp(logits - peak), -1, keepdims=True), MODEL))
+
+
+def logprob(logits: Array, tokens: Array) -> Array:
+    """Natural log of the probability of each token: logits [...,v], tokens [...] -> [...]."""
+    chosen = jnp.where(vocabulary_shard(logits) == tokens[..., None], logits, 0)
+    return lax.psum(jnp.sum(chosen, -1), MODEL) - log_normalizer(logits)[..., 0]
+
+
+def top_threshold(x: Array, mass: Array, target: float) -> Array:
+    """The largest value t in each row such that the entries of x that are at least t have mass `target`, [b,1].
+
+    x, mass: [b,v]. Exact and the same on every mesh without moving or sorting the vocabulary: a search over the 32
+    bits of a float, 4 per round, in which devices exchange 16 sums.
+    """
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    order = jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))  # sorts like the floats
+    found = jnp.zeros((x.shape[0], 1), jnp.uint32)
+    for shift in range(28, -1, -4):
+        candidates = found + (jnp.arange(16, dtype=jnp.uint32) << shift)  # [b,16]
+        above = jnp.where(order[:, None, :] >= candidates[..., None], mass[:, None, :], 0)
+        enough = lax.psum(jnp.sum(above, -1), MODEL) >= target
+        found = found + (jnp.maximum(jnp.sum(enough, -1, keepdims=True), 1) - 1).astype(jnp.uint32) * (
+            1 << shift
+        )
+    bits = jnp.where(found >> 31 == 1, found ^ jnp.uint32(1 << 31), ~found)
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+@jax.named_scope("sample")
+def sample(logits: Array, seeds: Array, positions: Array, sampling: Sampling, cfg: Config) -> Array:
+    """Choose a token per row: logits [b,v] -> [b] int32.
+
+    seeds: [b] uint32. A draw depends on the row's seed, the position [b] and the logits: not on other rows or the mesh.
+    """
+    if sampling.temperature == 0:
+        return argmax(logits)
+    logits = logits / sampling.temperature
+    if sampling.top_k:
+        threshold = top_threshold(logits, jnp.ones_like(logits), min(sampling.top_k, cfg.V))
+        logits = jnp.where(logits >= threshold, logits, -jnp.inf)
+    if sampling.top_p < 1:
+        threshold = top_threshold(logits, jnp.exp(logits - log_normalizer(logits)), sampling.top_p)
+        logits = jnp.where(logits >= threshold, logits, -jnp.inf)
+
+    def noise(seed: Array, position: Array) -> Array:
+        return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), position), (cfg.V,))
+
+    ids = jnp.minimum(vocabulary_shard(logits), cfg.V - 1)
+    return argmax(logits + jax.vmap(noise)(seeds, positions)[:, ids])  # Source: arXiv 1411.0030, Gumbel-max
+
+
+# ------------------------------------------------------------------------------------- forward, prefill, decode
+
+
+@partial(jax.jit, static_argnames=("cfg", "mesh"))
+def forward(tokens: Array, weights: Weights, *, cfg: Config, mesh: Mesh) -> Array:
+    """Logits of every position, without a cache: tokens [B,T] int32 -> [B,T,V] float32."""
+    layouts = P("data"), specs(weight_infos(cfg), weights)
+
+    @partial(jax.shard_map, mesh=mesh, in_specs=layouts, out_specs=P("data", None, MODEL))
+    def on_device(tokens: Array, w: Weights):
+        start = jnp.zeros_like(tokens[:, 0])
+        span = span_at(start, start + tokens.shape[1], tokens.shape[1], cfg)
+        return unembed(decoder(tokens, w, None, span, cfg)[0], w, cfg)
+
+    return on_device(tokens, weights)[..., : cfg.V]
+
+
+@_pytree
+class Output:
+    """What one step says of each row. tokens: [B], the next one; logprobs: [B], its log-probability.
+
+    scores: [B,T], the log-probability of each given target, if any were.
+    """
+
+    tokens: Array
+    logprobs: Array
+    scores: Array | None
+
+
+def step(tokens, count, seeds, weights, cache, targets, sampling: Sampling, cfg: Config, mesh: Mesh):
+    """Append tokens [B,T] to each row, the first count [B] of them, and choose the next: -> (Output, Cache).
+
+    T = 1 decodes; more is a piece of a prompt. A row of count 0 stays as it is, and its output means nothing.
+    seeds: [B] uint32, see `sample`. targets: [B,T] tokens to score, each given what is before it, or None.
+    """
+    cache_spec = specs(cache_infos(cfg, 0, 0), cache)
+    layouts = P("data"), P("data"), P("data"), specs(weight_infos(cfg), weights), cache_spec, P("data")
+
+    @partial(jax.shard_map, mesh=mesh, in_specs=layouts, out_specs=(P("data"), cache_spec))
+    def on_device(tokens, count, seeds, w: Weights, cache: Cache, targets):
+        span = span_at(cache.length, count, tokens.shape[1], cfg)
+        x, layers = decoder(tokens, w, cache.layers, span, cfg)
+        last = jnp.take_along_axis(x, jnp.maximum(count - 1, 0)[:, None, None], 1)  # b1D
+        logits = unembed(last, w, cfg)[:, 0]
+        length = cache.length + count
+        chosen = sample(logits, seeds, length, sampling, cfg)
+        scores = None
+        if targets is not None:  # row by row: the logits of a whole batch of pieces would not fit
+            scores = lax.map(lambda row: logprob(unembed(row[0][None], w, cfg)[0], row[1]), (x, targets))
+        output = Output(tokens=chosen, logprobs=logprob(logits, chosen), scores=scores)
+        return output, Cache(layers=layers, length=length)
+
+    return on_device(tokens, count, seeds, weights, cache, targets)
+
+
+_compiled = partial(jax.jit, static_argnames=("sampling", "cfg", "mesh"), donate_argnames="cache")
+
+
+@_compiled
+def decode_step(tokens, active, seeds, weights, cache, *, sampling: Sampling, cfg: Config, mesh: Mesh):
+    """Append one token per active row and choose the next. tokens: [B] int32, active: [B] bool -> (Output, Cache).
+
+    The cache is donated: use the returned one.
+    """
+    return step(tokens[:, None], active.astype(jnp.int32), seeds, weights, cache, None, sampling, cfg, mesh)
+
+
+@_compiled
+def prefill_step(piece: "Piece", seeds, weights, cache, *, sampling: Sampling, cfg: Config, mesh: Mesh):
+    """Append a piece of each row's prompt: -> (Output, Cache), as decode_step."""
+    return step(piece.tokens, piece.count, seeds, weights, cache, piece.targets, sampling, cfg, mesh)
+
+
+@_pytree
+class Piece:
+    """T tokens of each prompt, of which row b has count[b]; targets are the tokens that follow, if they are scored."""
+
+    tokens: Array
+    count: Array
+    targets: Array | None
+
+
+PIECE = 512  # the longest piece: bounds the memory of prefill whatever the prompt
+
+
+def pieces(prompts: list[list[int]], score: bool = False) -> list[Piece]:
+    """Cut prompts into pieces, padded to a power of two so that there are few shapes to compile."""
+    longest = max(map(len, prompts))
+    tokens = np.zeros((len(prompts), longest + PIECE + 1), np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    count = np.array([len(prompt) for prompt in prompts], np.int32)
+
+    def piece(first: int) -> Piece:
+        end = first + min(PIECE, max(16, 1 << (longest - first - 1).bit_length()))
+        targets = tokens[:, first + 1 : end + 1] if score else None
+        return Piece(
+            tokens=tokens[:, first:end], count=np.clip(count - first, 0, end - first), targets=targets
+        )
+
+    return [piece(first) for first in range(0, longest, PIECE)]
+
+
+def prefill(prompt: list[Piece], seeds, weights: Weights, cache: Cache, **static) -> tuple[Output, Cache]:
+    """Put prompts into an empty cache and choose each row's first token. static: as for prefill_step.
+
+    Output.scores[b,t], if asked for, is the log-probability of prompt token t + 1 given those before it.
+    """
+    merged, scores = None, []
+    for piece in prompt:
+        output, cache = prefill_step(piece, seeds, weights, cache, **static)
+        scores.append(output.scores)
+        # A row's next token comes from the last piece that has some of its prompt.
+        here = (output.tokens, output.logprobs)
+        merged = here if merged is None else jax.tree.map(partial(jnp.where, piece.count > 0), here, merged)
+    scores = None if scores[0] is None else jnp.concatenate(scores, 1)
+    return Output(tokens=merged[0], logprobs=merged[1], scores=scores), cache

@@ -1,0 +1,59 @@
+"""int8 arrays: the type, how to make one, and how a matmul consumes it."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+INT8_MAX = 127
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class QuantizedArray:
+    """Symmetric int8 values with one scale per channel: the array is `values * scale`.
+
+    values: int8, the array's own shape.
+    scale: float, the shape of `values` without the axes that a matmul contracts, so that it factors out of the sum.
+    """
+
+    values: Array
+    scale: Array
+
+
+def quantize(x: Array, axes: tuple[int, ...], scale_dtype=jnp.float32) -> QuantizedArray:
+    """Round x to int8, with one scale for all elements along `axes`.
+
+    x: float, any shape. Error: at most scale / 2 per element, where scale = max|x| / 127 along `axes`
+    (a scale rounded to bfloat16 may be 0.2% too small, which clips the largest element by as much).
+    """
+    x = x.astype(jnp.float32)
+    scale = (jnp.max(jnp.abs(x), axes, keepdims=True) / INT8_MAX).astype(scale_dtype)
+    divisor = jnp.where(scale == 0, 1, scale).astype(jnp.float32)  # a channel of zeros stays zeros
+    values = jnp.clip(jnp.round(x / divisor), -INT8_MAX, INT8_MAX).astype(jnp.int8)
+    return QuantizedArray(values, jnp.squeeze(scale, axes))
+
+
+def dequantize(x: QuantizedArray, axes: tuple[int, ...]) -> Array:
+    """The float32 array that x stands for; `axes` as in `quantize`."""
+    return x.values.astype(jnp.float32) * jnp.expand_dims(x.scale, axes).astype(jnp.float32)
+
+
+def einsum(spec: str, x: Array, w: Array | QuantizedArray, out_dtype=None) -> Array:
+    """`jnp.einsum(spec, x, w)` summed in float32, where w may be int8.
+
+    int8 values are exact in bfloat16, so the product reads one byte per weight, and the scale, which has just
+    w's uncontracted letters, multiplies the output. Returns `out_dtype` or x's dtype.
+    """
+    out_dtype = out_dtype or x.dtype
+    values = w.values.astype(x.dtype) if isinstance(w, QuantizedArray) else w
+    y = jnp.einsum(spec, x, values, preferred_element_type=jnp.float32)
+    if isinstance(w, QuantizedArray):
+        inputs, output = spec.split("->")
+        kept = [letter for letter in inputs.split(",")[1] if letter in output]
+        # In every product of the model w's letters come in the output's order: a reshape aligns the scale.
+        assert kept == [letter for letter in output if letter in kept], spec
+        sizes = dict(zip(kept, w.scale.shape, strict=True))
+        y = y * w.scale.reshape([sizes.get(letter, 1) for letter in output])
+    return y.astype(out_dtype)
