@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import convert_checkpoint
 import model
@@ -237,10 +238,11 @@ def generate(weights, encoded, cfg: Config, mesh: Mesh, new: int, max_len: int, 
 
     began = time.perf_counter()
     for piece in {piece.tokens.shape: piece for piece in prompt}.values():
-        model.prefill_step.lower(piece, seeds, weights, cache, **static).compile()
-    next_tokens = jax.device_put(np.zeros(len(rows), np.int32), cache.length.sharding)
+        model.step.lower(piece, seeds, weights, cache, **static).compile()
     if new > 1:
-        model.decode_step.lower(next_tokens, active, seeds, weights, cache, **static).compile()
+        token = jax.device_put(np.zeros((len(rows), 1), np.int32), NamedSharding(mesh, P("data")))
+        next_token = model.Piece(tokens=token, count=active.astype(np.int32))
+        model.step.lower(next_token, seeds, weights, cache, **static).compile()
     log(f"compiled in {time.perf_counter() - began:.1f} s")
 
     began = time.perf_counter()
@@ -258,7 +260,7 @@ def generate(weights, encoded, cfg: Config, mesh: Mesh, new: int, max_len: int, 
         if i + 1 < new and active.any():
             output, cache = model.decode_step(output.tokens, active, seeds, weights, cache, **static)
             steps += 1
-        chosen, chosen_logprobs = fetch(here.tokens), fetch(here.logprobs)
+        chosen, chosen_logprobs = fetch(here.tokens)[:, 0], fetch(here.logprobs)
         for row in np.flatnonzero(active):
             tokens[row].append(int(chosen[row]))
             logprobs[row].append(float(chosen_logprobs[row]))

@@ -2,13 +2,14 @@
 
 Letters, one per dimension, used in every shape, einsum and comment:
 
-    B  rows of the batch     T  query positions         D  model width           E  experts
-    K  key/value heads       S  key positions (slots)   F  feed-forward width    A  experts active per token
-    G  queries per K         H  head width              V  vocabulary            M  feed-forward width of an expert
+    B  rows of the batch     S  key positions (slots)   E  experts
+    T  query positions       H  head width              A  experts active per token
+    K  key/value heads       D  model width             M  feed-forward width of an expert
+    G  queries per K         F  feed-forward width      V  vocabulary
 
 UPPERCASE: the whole dimension is on this device. lowercase: this device holds its shard of it. So
-`einsum("bTD,DkgH->bTkgH", x, w.q)` says where every byte is, and where a lowercase letter is summed there must be a
-`psum`. SHARDED_BY says which mesh axes split which lowercase letter; nothing else in the program does.
+`einsum("bTD,DkgH->bTkgH", x, w.q)` says where every byte is, and where a lowercase letter is summed there
+must be a `psum`. SHARDED_BY says which mesh axes split which lowercase letter, for the whole program.
 """
 
 import dataclasses
@@ -26,17 +27,16 @@ from jax.sharding import PartitionSpec as P
 from quantize import QuantizedArray, einsum, quantize
 from ragged_attention import attend, attend_cached, merge, ragged_decode
 
-# ------------------------------------------------------------------------------------------------------- mesh
+# ----------------------------------------------------------------------------------------------------- mesh
 #
 # Attention and experts divide the same devices in two ways, so a model mesh is a 2x2 table of axes:
 #
-#                               shares a key/value head's    has other
-#                               cache slots with             key/value heads than the next device
-#   has other experts           expert_slots                 expert_heads
-#   has a slice of each expert  tensor_slots                 tensor_heads
+#                                other key/value heads    other slots of the same heads' cache
+#   other experts                expert_heads             expert_slots
+#   other slices of all experts  tensor_heads             tensor_slots
 #
-# Expert parallelism is a row, and attention's split over heads a column. The slot axes are only larger than 1 when
-# there are more devices than key/value heads: then devices share a head by holding every n-th slot of its cache.
+# The slot axes exceed 1 only where there are more devices than key/value heads: then the devices that share a
+# head hold every n-th slot of its cache, and nothing is stored twice.
 
 HEADS = ("expert_heads", "tensor_heads")
 SLOTS = ("expert_slots", "tensor_slots")
@@ -46,29 +46,32 @@ MODEL = ("expert_heads", "expert_slots", "tensor_heads", "tensor_slots")
 SHARDED_BY = dict(b="data", k=HEADS, g=SLOTS, h=SLOTS, s=SLOTS, e=EXPERT, m=TENSOR, f=MODEL, v=MODEL)
 
 
-def make_mesh(cfg: "Config", data: int = 1, expert: int = 1, tensor: int = 1, devices=None) -> Mesh:
-    """The mesh for data, expert and tensor parallelism of these degrees. Raises ValueError if cfg forbids them."""
+def mesh_shape(cfg: "Config", data: int = 1, expert: int = 1, tensor: int = 1) -> dict[str, int]:
+    """The size of each mesh axis for these degrees of parallelism. Raises ValueError if cfg forbids them."""
     heads = math.gcd(cfg.K, expert * tensor)
     slots = expert * tensor // heads
     if expert > 1 and not cfg.E:
-        raise ValueError(
-            f"expert parallelism {expert}: the model has no experts; use tensor parallelism instead"
-        )
+        raise ValueError(f"the model has no experts to split {expert} ways; use tensor parallelism instead")
     if expert > 1 and cfg.E % expert:
-        raise ValueError(f"expert parallelism {expert} does not divide the model's {cfg.E} experts (E)")
+        raise ValueError(f"expert parallelism {expert} does not divide the model's {cfg.E} experts")
     if cfg.H % slots:
         raise ValueError(
-            f"expert x tensor parallelism {expert * tensor}: each of the {cfg.K} key/value heads (K) would be shared by"
-            f" {slots} devices, which does not divide the head width {cfg.H} (H)"
+            f"{slots} devices would share each key/value head, which does not divide its width {cfg.H}"
         )
     expert_heads = math.gcd(expert, heads)
     tensor_heads = heads // expert_heads
-    shape = (data, expert_heads, expert // expert_heads, tensor_heads, tensor // tensor_heads)
-    names = ("data", *MODEL)
-    return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names), devices=devices)
+    sizes = (expert_heads, expert // expert_heads, tensor_heads, tensor // tensor_heads)
+    return {"data": data, **dict(zip(MODEL, sizes, strict=True))}
 
 
-# ----------------------------------------------------------------------------------------------------- config
+def make_mesh(cfg: "Config", data: int = 1, expert: int = 1, tensor: int = 1, devices=None) -> Mesh:
+    """The mesh of data x expert x tensor devices, by default of all there are."""
+    shape = mesh_shape(cfg, data, expert, tensor)
+    axis_types = (AxisType.Auto,) * len(shape)
+    return jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=axis_types, devices=devices)
+
+
+# --------------------------------------------------------------------------------------------------- config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,10 +85,12 @@ class LayerKind:
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding. `scaling`: (factor, low_freq_factor, high_freq_factor, original length) or None."""
+    """Rotary position embedding."""
 
     theta: float
-    scaling: tuple[float, float, float, float] | None = None
+    scaling: tuple[float, float, float, float] | None = (
+        None  # factor, low and high frequency factor, old length
+    )
     interleaved: bool = False  # rotate neighbours (2i, 2i+1), not halves (i, i + H/2)
 
 
@@ -110,124 +115,19 @@ class Config:
     qk_norm: bool = False  # RMS norm without weight, per head, on the rotary layers
     temperature: tuple[float, float] | None = None  # (attn_scale, floor_scale), on the layers without rotary
 
-    @classmethod
-    def from_hf(cls, config: dict[str, Any]) -> "Config":
-        """Read a Hugging Face config.json. Raises ValueError naming a field that is missing or not supported."""
-        config = dict(config)
-        for name in config.get("architectures") or ():
-            if not name.endswith(("ForCausalLM", "ForConditionalGeneration")):
-                raise ValueError(f"config.json: architecture {name!r} is not a language model with a head")
-        if config.get("model_type") == "llama4":
-            config = dict(config.get("text_config") or {})
-        family = config.get("model_type")
-        if family not in ("llama", "llama4_text"):
-            raise ValueError(
-                f"config.json: model_type {family!r} is not supported (llama, llama4, llama4_text)"
-            )
-        fields = _Fields(config)
-        take = fields.take
-        n_heads, depth = take("num_attention_heads"), take("num_hidden_layers")
-        n_kv_heads = take("num_key_value_heads", n_heads) or n_heads
-        width = take("hidden_size")
-        if n_heads % n_kv_heads:
-            raise ValueError(
-                f"config.json: {n_heads} attention heads are no multiple of {n_kv_heads} key/value heads"
-            )
-        common = dict(
-            D=width, K=n_kv_heads, G=n_heads // n_kv_heads, V=take("vocab_size"),
-            H=take("head_dim", None) or width // n_heads,
-            norm_eps=take("rms_norm_eps"), max_positions=take("max_position_embeddings"),
-            tied_embeddings=take("tie_word_embeddings", False), rope=_read_rope(fields, family == "llama4_text"),
-        )  # fmt: skip
-        if family == "llama":
-            cfg = cls(F=take("intermediate_size"), layers=(LayerKind(),) * depth, **common)
-        else:
-            every, moe_every = take("no_rope_layer_interval", 4), take("interleave_moe_layer_step", 1)
-            # 1 in "no_rope_layers" means that the layer does have RoPE
-            rope = take("no_rope_layers", None) or [(i + 1) % every != 0 for i in range(depth)]
-            kinds = take("layer_types", None) or [
-                "chunked_attention" if r else "full_attention" for r in rope
-            ]
-            moe_layers = take("moe_layers", None)
-            if moe_layers is None:
-                moe_layers = range(moe_every - 1, depth, moe_every)
-            if min(len(rope), len(kinds)) < depth or set(kinds) - {"chunked_attention", "full_attention"}:
-                raise ValueError(f"config.json: no_rope_layers or layer_types do not describe {depth} layers")
-            chunk = take("attention_chunk_size", None)
-            scale, floor, tuned = (
-                take("attn_scale", 0.1),
-                take("floor_scale", 8192),
-                take("attn_temperature_tuning", 1),
-            )
-            cfg = cls(
-                F=take("intermediate_size_mlp"), M=take("intermediate_size"),
-                E=take("num_local_experts"), A=take("num_experts_per_tok"),
-                layers=tuple(
-                    LayerKind(bool(rope[i]), chunk if kinds[i] == "chunked_attention" else None, i in moe_layers)
-                    for i in range(depth)
-                ),
-                qk_norm=take("use_qk_norm", True), temperature=(scale, floor) if tuned else None, **common,
-            )  # fmt: skip
-        fields.finish()
-        return cfg
 
-
-class _Fields:
-    """A config.json being read: every field is taken, known to have no effect here, or refused."""
-
-    FIXED = dict(hidden_act="silu", attention_bias=False, mlp_bias=False)
-    NO_EFFECT = frozenset(
-        """architectures attention_dropout bos_token_id dtype eos_token_id for_llm_compressor initializer_range
-        model_type output_router_logits pad_token_id pretraining_tp router_aux_loss_coef router_jitter_noise
-        torch_dtype transformers_version unsloth_fixed use_cache""".split()
-    )
-    REQUIRED = object()
-
-    def __init__(self, config):
-        self.left = {k: v for k, v in config.items() if k not in self.NO_EFFECT and not k.startswith("_")}
-
-    def take(self, name, default=REQUIRED):
-        value = self.left.pop(name, default)
-        if value is self.REQUIRED:
-            raise ValueError(f"config.json: field {name!r} is missing")
-        return value
-
-    def finish(self):
-        for name, value in self.left.items():
-            # A field that is null, false or empty asks for nothing.
-            if value and value != self.FIXED.get(name):
-                raise ValueError(f"config.json: {name} = {value!r} is not supported")
-
-
-def _read_rope(fields: _Fields, interleaved: bool) -> Rope:
-    """RoPE from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
-    theta = fields.take("rope_theta", None)
-    given = _Fields(fields.take("rope_parameters", None) or fields.take("rope_scaling", None) or {})
-    theta = given.take("rope_theta", theta) or (500000.0 if interleaved else 10000.0)
-    kind = given.take("rope_type", None) or given.take("type", "default")
-    given.left.pop("type", None)
-    scaling = None
-    if kind == "llama3":
-        names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-        scaling = tuple(float(given.take(name)) for name in names)
-    elif kind != "default":
-        raise ValueError(f"config.json: rope_type {kind!r} is not supported (default, llama3)")
-    given.finish()
-    return Rope(float(theta), scaling, interleaved)
-
-
-# ------------------------------------------------------------------------------------- weights, declared once
+# ----------------------------------------------------------------------------------- weights, declared once
 
 
 @dataclasses.dataclass(frozen=True)
 class ArrayInfo:
-    """One array, declared. Its shape, sharding, initial scale, int8 form and checkpoint layout all follow from this.
+    """One array, declared: its shape, sharding, initial scale, int8 form and checkpoint layout follow from this.
 
-    It is not a pytree node, so jax.tree.map takes it for a leaf.
+    Not a pytree node, so jax.tree.map takes it for a leaf.
     letters:    our layout, lowercase where it is sharded.
     contracted: the letters that its matmul sums; int8 has one scale per entry of the rest.
-    stored:     (name, letters) in a Hugging Face checkpoint, the first that exists. Parentheses join letters into one
-                dimension; a digit picks that one of two stacked halves; `{e}` in a name is the expert's number.
+    stored:     (name, letters) in a Hugging Face checkpoint, in the first form that is there. Parentheses join
+                letters into one dimension, a digit picks one of two stacked halves, {e} numbers the experts.
     shape:      the true sizes of the letters.
     """
 
@@ -238,7 +138,7 @@ class ArrayInfo:
 
     @property
     def spec(self) -> P:
-        return _spec(self.letters)
+        return P(*(SHARDED_BY.get(letter) for letter in self.letters))
 
     @property
     def contracted_axes(self) -> tuple[int, ...]:
@@ -251,18 +151,14 @@ class ArrayInfo:
         return ArrayInfo("".join(self.letters[i] for i in kept), shape=tuple(self.shape[i] for i in kept))
 
     def padded_shape(self, mesh: Mesh) -> tuple[int, ...]:
-        """The shape with each letter rounded up to its degree on the mesh; padding is zeros, which change nothing."""
-        degrees = [mesh_size(mesh, SHARDED_BY.get(x, ())) for x in self.letters]
+        """The shape with each size rounded up to a multiple of its devices: zeros, which change no result."""
+        degrees = [mesh_size(mesh, SHARDED_BY.get(letter, ())) for letter in self.letters]
         return tuple(-(-size // degree) * degree for size, degree in zip(self.shape, degrees, strict=True))
 
 
 def mesh_size(mesh: Mesh, axes: str | tuple[str, ...]) -> int:
     """The number of devices along the given axes."""
     return math.prod(mesh.shape[axis] for axis in ([axes] if isinstance(axes, str) else axes))
-
-
-def _spec(letters: str) -> P:
-    return P(*(SHARDED_BY.get(letter) for letter in letters))
 
 
 def _array(letters: str, contracted: str = "", *stored: tuple[str, str]) -> Any:
@@ -317,10 +213,10 @@ class Weights:
 
 @_pytree
 class Cache:
-    """Keys and values (in this order on the axis of 2), left-aligned; row b has its first length[b] positions.
+    """Keys and values of each row's first length[b] positions: per layer [b,k,2,s,H], keys then values.
 
-    A full-attention layer keeps every position p in slot p; a chunked one is a ring of one chunk: slot p % chunk.
-    Slot s is on device s % n of the n that share the head, in place s // n, so that they fill evenly.
+    Position p is in slot p; in a chunked layer, a ring of one chunk, in slot p % chunk. Slot s is on device
+    s % n of the n that share the head, in place s // n, so that they fill evenly.
     """
 
     layers: list[Array | QuantizedArray]
@@ -332,9 +228,7 @@ def _declare(cls, sizes: dict[str, int], prefix: str = "", **children):
 
     def resolve(info: ArrayInfo) -> ArrayInfo:
         stored = tuple((prefix + name, letters) for name, letters in info.stored)
-        return dataclasses.replace(
-            info, stored=stored, shape=tuple(sizes[letter.upper()] for letter in info.letters)
-        )
+        return dataclasses.replace(info, stored=stored, shape=tuple(sizes[x] for x in info.letters.upper()))
 
     fields = {f.name: f.metadata["info"] for f in dataclasses.fields(cls) if f.name not in children}
     return cls(**children, **{name: resolve(info) for name, info in fields.items()})
@@ -353,9 +247,8 @@ def weight_infos(cfg: Config) -> Weights:
     def layer(i: int, kind: LayerKind):
         prefix = f"model.layers.{i}."
         attention = _declare(Attention, sizes, prefix + "self_attn.")
-        return _declare(
-            Layer, sizes, prefix, attention=attention, feed_forward=feed_forward(kind, prefix + "mlp.")
-        )
+        mlp_or_moe = feed_forward(kind, prefix + "mlp.")
+        return _declare(Layer, sizes, prefix, attention=attention, feed_forward=mlp_or_moe)
 
     layers = [layer(i, kind) for i, kind in enumerate(cfg.layers)]
     if not cfg.tied_embeddings:
@@ -385,7 +278,7 @@ def specs(infos, arrays):
 
 
 def abstract(infos, mesh: Mesh, dtype, quantized: bool, scale_dtype=jnp.float32):
-    """The tree as jax.ShapeDtypeStructs with shardings, as on `mesh`; `quantized`: int8 where a matmul contracts."""
+    """The declared tree as sharded jax.ShapeDtypeStructs. quantized: int8 where a matmul contracts."""
 
     def struct(info: ArrayInfo, dtype):
         return jax.ShapeDtypeStruct(info.padded_shape(mesh), dtype, sharding=NamedSharding(mesh, info.spec))
@@ -398,35 +291,37 @@ def abstract(infos, mesh: Mesh, dtype, quantized: bool, scale_dtype=jnp.float32)
     return jax.tree.map(leaf, infos)
 
 
+def _make(function, tree, *arguments):
+    """The arrays that `function` computes, each shard on its device from the start."""
+    return jax.jit(function, out_shardings=jax.tree.map(lambda x: x.sharding, tree))(*arguments)
+
+
 def init_cache(cfg: Config, mesh: Mesh, batch: int, max_len: int, dtype) -> Cache:
     """An empty cache. dtype: a float type, or int8 (with one bfloat16 scale per row, head and slot)."""
     quantized = jnp.dtype(dtype) == jnp.int8
     tree = abstract(cache_infos(cfg, batch, max_len), mesh, dtype, quantized, scale_dtype=jnp.bfloat16)
-    zeros = partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), tree)
-    return jax.jit(zeros, out_shardings=jax.tree.map(lambda x: x.sharding, tree))()
+    return _make(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree), tree)
 
 
 def init_weights(key: Array, cfg: Config, mesh: Mesh, dtype=jnp.float32, quantized: bool = False) -> Weights:
-    """Random weights: normal with variance 1 / fan-in, norms around 1. The same on every mesh."""
+    """Random weights, the same on every mesh: normal with variance 1 / fan-in, norms around 1."""
     infos, treedef = jax.tree.flatten(weight_infos(cfg))
 
     def init(key: Array, info: ArrayInfo):
         x = jax.random.normal(key, info.shape)
         fan_in = math.prod(info.shape[i] for i in info.contracted_axes) if info.contracted else cfg.D
         x = 1 + x / 10 if info.letters == "D" else x * fan_in**-0.5
-        x = jnp.pad(
-            x, [(0, padded - size) for padded, size in zip(info.padded_shape(mesh), x.shape, strict=True)]
-        )
+        padding = np.subtract(info.padded_shape(mesh), info.shape)
+        x = jnp.pad(x, [(0, n) for n in padding])
         return quantize(x, info.contracted_axes) if quantized and info.contracted else x.astype(dtype)
 
     def init_all(key: Array):
         return treedef.unflatten(map(init, jax.random.split(key, len(infos)), infos))
 
-    tree = abstract(weight_infos(cfg), mesh, dtype, quantized)
-    return jax.jit(init_all, out_shardings=jax.tree.map(lambda x: x.sharding, tree))(key)
+    return _make(init_all, abstract(weight_infos(cfg), mesh, dtype, quantized), key)
 
 
-# ------------------------------------------------------------------------------------------------------ layers
+# --------------------------------------------------------------------------------------------------- layers
 
 
 @_pytree
@@ -454,7 +349,7 @@ def rms_norm(x: Array, scale: Array | None, eps: float) -> Array:
 
 
 def rope_frequencies(rope: Rope, width: int) -> np.ndarray:
-    """Radians per position, [H/2] float32. Source: transformers modeling_rope_utils.py:_compute_llama3_parameters."""
+    """Radians per position, [H/2] float32. Source: transformers modeling_rope_utils.py."""
     frequency = 1 / np.float32(rope.theta) ** (np.arange(0, width, 2, dtype=np.float32) / np.float32(width))
     if rope.scaling is None:
         return frequency
@@ -593,9 +488,9 @@ def write_cache(kv: Array | QuantizedArray, k: Array, v: Array, span: Span, chun
 
 @jax.named_scope("attention")
 def attention(x: Array, w: Attention, kv, span: Span, kind: LayerKind, cfg: Config):
-    """Grouped-query attention. x: [b,T,D] -> ([b,T,D], the layer's cache with the span written, or None).
+    """Grouped-query attention. x: [b,T,D] -> ([b,T,D], the layer's cache with the span in it, or None).
 
-    Without a cache the span is all there is; with one, T = 1 is decode: written first, then read by the kernel.
+    Without a cache the span is all there is. With one, T = 1 is decode: written, then read by the kernel.
     """
     q, k, v = project(x, w)
     if kind.rope:
@@ -606,7 +501,6 @@ def attention(x: Array, w: Attention, kv, span: Span, kind: LayerKind, cfg: Conf
         scale, floor = cfg.temperature
         temperature = 1 + scale * jnp.log1p(jnp.floor((span.positions + 1) / floor))
         q = (q * temperature[:, :, None, None, None]).astype(q.dtype)
-    q = q * cfg.H**-0.5
     if kv is None:
         o, lse = attend_span(q, k, v, span, kind.chunk)
     elif x.shape[1] == 1:
@@ -629,8 +523,8 @@ def mlp(x: Array, w: MLP) -> Array:
 def experts(x: Array, w: MoE, cfg: Config) -> Array:
     """Each token's A best experts. x: [b,T,D] -> [b,T,D], this device's part of the sum over e and m.
 
-    The sigmoid of the router's logit scales the expert's input. Every device sees all tokens of its rows and has room
-    for all of them on any expert, so none is ever dropped. Source: transformers modeling_llama4.py:Llama4TextMoe.
+    The sigmoid of the router's logit scales the expert's input. Every device sees all tokens of its rows and
+    has room for all of them on any expert: none is ever dropped. Source: transformers modeling_llama4.py.
     """
     logits = einsum("bTD,DE->bTE", x.astype(jnp.float32), w.router.astype(jnp.float32))
     logits, chosen = lax.top_k(logits, cfg.A)  # bTA
@@ -696,23 +590,21 @@ def vocabulary_shard(logits: Array) -> Array:
 def decoder(tokens: Array, w: Weights, cache: list | None, span: Span, cfg: Config):
     """tokens: [b,T] -> (hidden states [b,T,D] before the last norm, the layers' caches)."""
     x = embed(tokens, w.embed).astype(w.norm.dtype)
-    caches = []
+    norm, caches = partial(rms_norm, eps=cfg.norm_eps), []
     for layer, kind, kv in zip(w.layers, cfg.layers, cache or [None] * len(cfg.layers), strict=True):
-        y, kv = attention(
-            rms_norm(x, layer.attention_norm, cfg.norm_eps), layer.attention, kv, span, kind, cfg
-        )
+        y, kv = attention(norm(x, layer.attention_norm), layer.attention, kv, span, kind, cfg)
         x = x + y
-        x = x + feed_forward(rms_norm(x, layer.feed_forward_norm, cfg.norm_eps), layer.feed_forward, cfg)
+        x = x + feed_forward(norm(x, layer.feed_forward_norm), layer.feed_forward, cfg)
         caches.append(kv)
     return x, caches
 
 
-# ---------------------------------------------------------------------------------------------------- sampling
+# ------------------------------------------------------------------------------------------------- sampling
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen. temperature 0: the most likely one. top_k 0 and top_p 1: no restriction."""
+    """How to choose the next token. temperature 0: the likeliest one. top_k 0 and top_p 1: no restriction."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -729,15 +621,14 @@ class Sampling:
 
 def argmax(logits: Array) -> Array:
     """[...,v] -> token ids [...]; the smallest id among equals."""
-    best = jnp.max(logits, -1, keepdims=True)
+    best = lax.pmax(jnp.max(logits, -1, keepdims=True), MODEL)
     ids = jnp.where(logits == best, vocabulary_shard(logits), jnp.iinfo(jnp.int32).max)
-    best_everywhere = lax.pmax(best, MODEL)
-    return lax.pmin(jnp.min(jnp.where(best == best_everywhere, ids, jnp.iinfo(jnp.int32).max), -1), MODEL)
+    return lax.pmin(jnp.min(ids, -1), MODEL)
 
 
 def log_normalizer(logits: Array) -> Array:
     """[...,v] -> log of the sum of exp(logits) over the whole vocabulary, [...,1]."""
-    peak = lax.stop_gradient(lax.pmax(jnp.max(lax.stop_gradient(logits), -1, keepdims=True), MODEL))
+    peak = lax.pmax(jnp.max(logits, -1, keepdims=True), MODEL)
     return peak + jnp.log(lax.psum(jnp.sum(jnp.exp(logits - peak), -1, keepdims=True), MODEL))
 
 
@@ -748,10 +639,10 @@ def logprob(logits: Array, tokens: Array) -> Array:
 
 
 def top_threshold(x: Array, mass: Array, target: float) -> Array:
-    """The largest value t in each row such that the entries of x that are at least t have mass `target`, [b,1].
+    """In each row the largest t such that the entries of x that are at least t have mass `target`, [b,1].
 
-    x, mass: [b,v]. Exact and the same on every mesh without moving or sorting the vocabulary: a search over the 32
-    bits of a float, 4 per round, in which devices exchange 16 sums.
+    x, mass: [b,v]. Exact, without moving or sorting the vocabulary: a search over the 32 bits of a float, in
+    8 rounds in which devices exchange 16 sums.
     """
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     order = jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))  # sorts like the floats
@@ -760,9 +651,8 @@ def top_threshold(x: Array, mass: Array, target: float) -> Array:
         candidates = found + (jnp.arange(16, dtype=jnp.uint32) << shift)  # [b,16]
         above = jnp.where(order[:, None, :] >= candidates[..., None], mass[:, None, :], 0)
         enough = lax.psum(jnp.sum(above, -1), MODEL) >= target
-        found = found + (jnp.maximum(jnp.sum(enough, -1, keepdims=True), 1) - 1).astype(jnp.uint32) * (
-            1 << shift
-        )
+        digit = jnp.sum(enough[:, 1:], -1, keepdims=True, dtype=jnp.uint32)  # 0 is always enough
+        found = found + (digit << shift)
     bits = jnp.where(found >> 31 == 1, found ^ jnp.uint32(1 << 31), ~found)
     return lax.bitcast_convert_type(bits, jnp.float32)
 
@@ -771,7 +661,7 @@ def top_threshold(x: Array, mass: Array, target: float) -> Array:
 def sample(logits: Array, seeds: Array, positions: Array, sampling: Sampling, cfg: Config) -> Array:
     """Choose a token per row: logits [b,v] -> [b] int32.
 
-    seeds: [b] uint32. A draw depends on the row's seed, the position [b] and the logits: not on other rows or the mesh.
+    seeds: [b] uint32, positions: [b]. A row's draw depends on these and its logits alone, not on the mesh.
     """
     if sampling.temperature == 0:
         return argmax(logits)
@@ -786,11 +676,12 @@ def sample(logits: Array, seeds: Array, positions: Array, sampling: Sampling, cf
     def noise(seed: Array, position: Array) -> Array:
         return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), position), (cfg.V,))
 
+    # The likeliest after adding Gumbel noise is a draw. Source: arXiv 1411.0030.
     ids = jnp.minimum(vocabulary_shard(logits), cfg.V - 1)
-    return argmax(logits + jax.vmap(noise)(seeds, positions)[:, ids])  # Source: arXiv 1411.0030, Gumbel-max
+    return argmax(logits + jax.vmap(noise)(seeds, positions)[:, ids])
 
 
-# ------------------------------------------------------------------------------------- forward, prefill, decode
+# --------------------------------------------------------------------------------- forward, prefill, decode
 
 
 @partial(jax.jit, static_argnames=("cfg", "mesh"))
@@ -808,10 +699,23 @@ def forward(tokens: Array, weights: Weights, *, cfg: Config, mesh: Mesh) -> Arra
 
 
 @_pytree
-class Output:
-    """What one step says of each row. tokens: [B], the next one; logprobs: [B], its log-probability.
+class Piece:
+    """T more tokens for each row. T = 1 is decode; more is a piece of a prompt.
 
-    scores: [B,T], the log-probability of each given target, if any were.
+    tokens: [B,T] int32, of which row b has the first count[b]; a row of count 0 stays as it is.
+    targets: [B,T], tokens to score, each given all that is before it, or None.
+    """
+
+    tokens: Array
+    count: Array
+    targets: Array | None = None
+
+
+@_pytree
+class Output:
+    """What a step says of each row. tokens: [B,1], the next one, if count > 0. logprobs: [B], of that token.
+
+    scores: [B,T], the log-probability of each target, if there were any.
     """
 
     tokens: Array
@@ -819,57 +723,39 @@ class Output:
     scores: Array | None
 
 
-def step(tokens, count, seeds, weights, cache, targets, sampling: Sampling, cfg: Config, mesh: Mesh):
-    """Append tokens [B,T] to each row, the first count [B] of them, and choose the next: -> (Output, Cache).
+@partial(jax.jit, static_argnames=("sampling", "cfg", "mesh"), donate_argnames="cache")
+def step(piece: Piece, seeds, weights: Weights, cache: Cache, *, sampling: Sampling, cfg: Config, mesh: Mesh):
+    """Append a piece to each row and choose the next token: -> (Output, Cache). The given cache is donated.
 
-    T = 1 decodes; more is a piece of a prompt. A row of count 0 stays as it is, and its output means nothing.
-    seeds: [B] uint32, see `sample`. targets: [B,T] tokens to score, each given what is before it, or None.
+    seeds: [B] uint32, see `sample`.
     """
     cache_spec = specs(cache_infos(cfg, 0, 0), cache)
-    layouts = P("data"), P("data"), P("data"), specs(weight_infos(cfg), weights), cache_spec, P("data")
+    layouts = P("data"), P("data"), specs(weight_infos(cfg), weights), cache_spec
 
     @partial(jax.shard_map, mesh=mesh, in_specs=layouts, out_specs=(P("data"), cache_spec))
-    def on_device(tokens, count, seeds, w: Weights, cache: Cache, targets):
-        span = span_at(cache.length, count, tokens.shape[1], cfg)
-        x, layers = decoder(tokens, w, cache.layers, span, cfg)
-        last = jnp.take_along_axis(x, jnp.maximum(count - 1, 0)[:, None, None], 1)  # b1D
+    def on_device(piece: Piece, seeds: Array, w: Weights, cache: Cache):
+        span = span_at(cache.length, piece.count, piece.tokens.shape[1], cfg)
+        x, layers = decoder(piece.tokens, w, cache.layers, span, cfg)
+        last = jnp.take_along_axis(x, jnp.maximum(piece.count - 1, 0)[:, None, None], 1)  # b1D
         logits = unembed(last, w, cfg)[:, 0]
-        length = cache.length + count
+        length = cache.length + piece.count
         chosen = sample(logits, seeds, length, sampling, cfg)
         scores = None
-        if targets is not None:  # row by row: the logits of a whole batch of pieces would not fit
-            scores = lax.map(lambda row: logprob(unembed(row[0][None], w, cfg)[0], row[1]), (x, targets))
-        output = Output(tokens=chosen, logprobs=logprob(logits, chosen), scores=scores)
+        if piece.targets is not None:  # row by row: the logits of all rows would not fit
+
+            def score(row):
+                return logprob(unembed(row[0][None], w, cfg)[0], row[1])
+
+            scores = lax.map(score, (x, piece.targets))
+        output = Output(tokens=chosen[:, None], logprobs=logprob(logits, chosen), scores=scores)
         return output, Cache(layers=layers, length=length)
 
-    return on_device(tokens, count, seeds, weights, cache, targets)
+    return on_device(piece, seeds, weights, cache)
 
 
-_compiled = partial(jax.jit, static_argnames=("sampling", "cfg", "mesh"), donate_argnames="cache")
-
-
-@_compiled
-def decode_step(tokens, active, seeds, weights, cache, *, sampling: Sampling, cfg: Config, mesh: Mesh):
-    """Append one token per active row and choose the next. tokens: [B] int32, active: [B] bool -> (Output, Cache).
-
-    The cache is donated: use the returned one.
-    """
-    return step(tokens[:, None], active.astype(jnp.int32), seeds, weights, cache, None, sampling, cfg, mesh)
-
-
-@_compiled
-def prefill_step(piece: "Piece", seeds, weights, cache, *, sampling: Sampling, cfg: Config, mesh: Mesh):
-    """Append a piece of each row's prompt: -> (Output, Cache), as decode_step."""
-    return step(piece.tokens, piece.count, seeds, weights, cache, piece.targets, sampling, cfg, mesh)
-
-
-@_pytree
-class Piece:
-    """T tokens of each prompt, of which row b has count[b]; targets are the tokens that follow, if they are scored."""
-
-    tokens: Array
-    count: Array
-    targets: Array | None
+def decode_step(tokens: Array, active: np.ndarray, *arguments, **static) -> tuple[Output, Cache]:
+    """Append one token per active row: tokens [B,1], active [B] bool, and the rest as for `step`."""
+    return step(Piece(tokens=tokens, count=active.astype(np.int32)), *arguments, **static)
 
 
 PIECE = 512  # the longest piece: bounds the memory of prefill whatever the prompt
@@ -877,33 +763,36 @@ PIECE = 512  # the longest piece: bounds the memory of prefill whatever the prom
 
 def pieces(prompts: list[list[int]], score: bool = False) -> list[Piece]:
     """Cut prompts into pieces, padded to a power of two so that there are few shapes to compile."""
-    longest = max(map(len, prompts))
+    count = np.array([len(prompt) for prompt in prompts], np.int32)
+    longest = count.max()
     tokens = np.zeros((len(prompts), longest + PIECE + 1), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
-    count = np.array([len(prompt) for prompt in prompts], np.int32)
 
     def piece(first: int) -> Piece:
-        end = first + min(PIECE, max(16, 1 << (longest - first - 1).bit_length()))
-        targets = tokens[:, first + 1 : end + 1] if score else None
-        return Piece(
-            tokens=tokens[:, first:end], count=np.clip(count - first, 0, end - first), targets=targets
-        )
+        width = min(PIECE, max(16, 1 << int(longest - first - 1).bit_length()))
+        targets = tokens[:, first + 1 : first + width + 1] if score else None
+        here = tokens[:, first : first + width]
+        return Piece(tokens=here, count=np.clip(count - first, 0, width), targets=targets)
 
     return [piece(first) for first in range(0, longest, PIECE)]
 
 
-def prefill(prompt: list[Piece], seeds, weights: Weights, cache: Cache, **static) -> tuple[Output, Cache]:
-    """Put prompts into an empty cache and choose each row's first token. static: as for prefill_step.
+def prefill(prompt: list[Piece], *arguments, **static) -> tuple[Output, Cache]:
+    """Put prompts into an empty cache and choose each row's first token; the arguments as for `step`.
 
     Output.scores[b,t], if asked for, is the log-probability of prompt token t + 1 given those before it.
     """
-    merged, scores = None, []
+    *arguments, cache = arguments
+    outputs = []
     for piece in prompt:
-        output, cache = prefill_step(piece, seeds, weights, cache, **static)
-        scores.append(output.scores)
-        # A row's next token comes from the last piece that has some of its prompt.
-        here = (output.tokens, output.logprobs)
-        merged = here if merged is None else jax.tree.map(partial(jnp.where, piece.count > 0), here, merged)
-    scores = None if scores[0] is None else jnp.concatenate(scores, 1)
-    return Output(tokens=merged[0], logprobs=merged[1], scores=scores), cache
+        output, cache = step(piece, *arguments, cache, **static)
+        outputs.append(output)
+    tokens, logprobs = outputs[0].tokens, outputs[0].logprobs
+    for piece, output in zip(
+        prompt[1:], outputs[1:], strict=True
+    ):  # the last that has some of a row's prompt
+        tokens = jnp.where(piece.count[:, None] > 0, output.tokens, tokens)
+        logprobs = jnp.where(piece.count > 0, output.logprobs, logprobs)
+    scores = None if outputs[0].scores is None else jnp.concatenate([o.scores for o in outputs], 1)
+    return Output(tokens=tokens, logprobs=logprobs, scores=scores), cache

@@ -1,4 +1,4 @@
-"""Attention over rows of unlike length, and the one place that picks an implementation.
+"""Attention over rows of unlike length: the reference, and the one place that picks an implementation.
 
 Letters as in model.py: B rows, T queries, S cached slots, K key/value heads, G queries per key/value head,
 H head width. Everything here is local to a device. Each function returns the pair (o, lse):
@@ -6,8 +6,9 @@ H head width. Everything here is local to a device. Each function returns the pa
     o:   [B,T,K,G,H] float32, the attention output over the keys that this call saw
     lse: [B,T,K,G] float32, the natural log of the sum of exp(score) over them, -inf if it saw none
 
-so that `merge` can join parts that were computed apart: blocks of one cache, a cache and the new tokens, or the
-shards of a cache that is split over devices (Source: arXiv 2205.14135, section 3.1).
+so that `merge` can join parts that were computed apart: blocks of one cache, a cache and the new tokens, or
+the shards of a cache that is split over devices (Source: arXiv 2205.14135, section 3.1). A score is
+q.k / sqrt(H).
 """
 
 import jax
@@ -17,15 +18,14 @@ from jax import Array
 BLOCK = 1024  # cached slots per step of the reference: bounds its scores to B·K·G·T·BLOCK floats
 
 
-def attend(
-    q: Array, k: Array, v: Array, mask: Array, k_scale: Array | None = None, v_scale: Array | None = None
-):
-    """Attention of all queries to all keys that the mask admits; nothing is read where it admits none.
+def attend(q: Array, k: Array, v: Array, mask: Array, k_scale: Array | None = None, v_scale=None):
+    """Attention of each query to the keys that its mask admits. What no query may see may be NaN.
 
-    q: [B,T,K,G,H], already scaled. k, v: [B,K,S,H], float or int8 with scales [B,K,S]. mask: [B,T,S] bool.
+    q: [B,T,K,G,H]. k, v: [B,K,S,H], float or int8 with scales [B,K,S]. mask: [B,T,S] bool.
     """
     mask = mask[:, None, None]  # BKGTS
     scores = jnp.einsum("BTKGH,BKSH->BKGTS", q, k.astype(q.dtype), preferred_element_type=jnp.float32)
+    scores = scores * q.shape[-1] ** -0.5
     if k_scale is not None:
         scores = scores * k_scale[:, :, None, None, :].astype(jnp.float32)
     scores = jnp.where(mask, scores, -jnp.inf)
@@ -37,9 +37,8 @@ def attend(
         p = jnp.where(mask, p * v_scale[:, :, None, None, :].astype(jnp.float32), 0)
     # 0 * NaN is NaN: a slot that no query may see must not reach the product.
     v = jnp.where(jnp.any(mask, (1, 2, 3))[:, None, :, None], v, 0)
-    o = jnp.einsum(
-        "BKGTS,BKSH->BTKGH", p.astype(q.dtype), v.astype(q.dtype), preferred_element_type=jnp.float32
-    )
+    # In float32: XLA's CPU backend has no product of this form from bfloat16 to float32.
+    o = jnp.einsum("BKGTS,BKSH->BTKGH", p, v.astype(jnp.float32))
     total = jnp.moveaxis(total, -1, 1)
     lse = jnp.moveaxis(peak[..., 0], -1, 1) + jnp.log(total)
     return o / jnp.where(total == 0, 1, total)[..., None], lse
@@ -54,14 +53,14 @@ def merge(o: Array, lse: Array):
     return o, jnp.where(peak == -jnp.inf, peak, peak + jnp.log(total))
 
 
-def attend_cached(q: Array, kv: Array, scale: Array | None, start: Array, length: Array, block: int = BLOCK):
-    """Attention to the cached slots start <= s < length, `block` of them at a time, as far as the longest row.
+def attend_cached(q: Array, kv: Array, scale: Array | None, start: Array, length: Array):
+    """Attention to the cached slots start <= s < length, a block at a time, as far as the longest row.
 
-    q: [B,T,K,G,H], already scaled. kv: [B,K,2,S,H] (keys, values), float or int8 with scale [B,K,2,S].
+    q: [B,T,K,G,H]. kv: [B,K,2,S,H] (keys, values), float or int8 with scale [B,K,2,S].
     start: [B,T] int32, the first slot that each query sees. length: [B] int32, one past the last.
     """
     capacity = kv.shape[3]
-    block = min(block, capacity)
+    block = min(BLOCK, capacity)
 
     def attend_block(i):
         first = jnp.minimum(i * block, capacity - block)  # the last block may overlap the one before
@@ -83,8 +82,10 @@ def attend_cached(q: Array, kv: Array, scale: Array | None, start: Array, length
 
 
 def ragged_decode(q: Array, kv: Array, scale: Array | None, length: Array):
-    """Decode attention: one query per row over the row's first `length` slots. Dispatches by platform.
+    """Decode attention: one query per row, over the row's first `length` slots.
 
-    q: [B,1,K,G,H], already scaled. kv: [B,K,2,S,H], float or int8 with scale [B,K,2,S]. length: [B] int32.
+    The model calls this, whatever computes it: so far the reference does, on every platform.
+
+    q: [B,1,K,G,H]. kv: [B,K,2,S,H], float or int8 with scale [B,K,2,S]. length: [B] int32.
     """
     return attend_cached(q, kv, scale, jnp.zeros_like(length)[:, None], length)

@@ -26,6 +26,7 @@ from safetensors.numpy import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+import convert_checkpoint
 import model
 import questions
 
@@ -210,7 +211,7 @@ def main():
     config = CONFIGS[args.name] | dict(
         bos_token_id=begin, eos_token_id=stop, pad_token_id=tokenizer.pad_token_id
     )
-    cfg = model.Config.from_hf(config)
+    cfg = convert_checkpoint.read_config(config)
     weights = train(cfg, tokenizer, args.steps)
     folder = HERE / args.name
     folder.mkdir(exist_ok=True)

@@ -1,0 +1,57 @@
+"""Eight virtual CPU devices, which must be asked for before jax is imported, and what the tests share."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+# Unoptimised machine code compiles twice as fast, and the tests' time is compiling; HLO is optimised as ever.
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pathlib
+
+import jax
+import pytest
+
+import model
+
+CHECKPOINTS = pathlib.Path(__file__).parent / "checkpoints"
+
+# (data, expert, tensor) degrees.
+MESHES = {
+    "1": (1, 1, 1),
+    "dp8": (8, 1, 1),
+    "tp8": (1, 1, 8),
+    "ep2-tp4": (1, 2, 4),
+    "ep4-tp2": (1, 4, 2),
+    "dp2-ep2-tp2": (2, 2, 2),
+}
+
+
+def mesh_of(cfg: model.Config, name: str = "1"):
+    data, expert, tensor = MESHES[name]
+    return model.make_mesh(cfg, data, expert, tensor, jax.devices()[: data * expert * tensor])
+
+
+def llama4_config(**changes) -> model.Config:
+    """Every kind of Llama 4 layer at once, and sizes that divide nothing: V, F and G are padded on 8 devices."""
+    kinds = (
+        model.LayerKind(rope=True, chunk=8, moe=True),
+        model.LayerKind(rope=True, chunk=8),
+        model.LayerKind(rope=False, moe=True),
+    )
+    sizes = dict(
+        D=32, K=2, G=5, H=8, F=44, M=24, E=4, A=1, V=101, layers=kinds, rope=model.Rope(1e4, None, True)
+    )
+    other = dict(norm_eps=1e-5, max_positions=4096, qk_norm=True, temperature=(0.1, 4.0))
+    return model.Config(**sizes | other | changes)
+
+
+def llama3_config(**changes) -> model.Config:
+    sizes = dict(D=32, K=8, G=1, H=8, F=64, V=101, layers=(model.LayerKind(),) * 2)
+    rope = model.Rope(1e4, (8.0, 1.0, 4.0, 16.0))
+    return model.Config(**sizes | dict(rope=rope, norm_eps=1e-5, max_positions=4096) | changes)
+
+
+@pytest.fixture(params=("tiny-llama3", "tiny-llama4"))
+def tiny(request) -> pathlib.Path:
+    return CHECKPOINTS / request.param

@@ -1,0 +1,279 @@
+"""Every layout of a checkpoint gives the same weights; every wrong one is refused by name."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from conftest import CHECKPOINTS, mesh_of
+from ml_dtypes import bfloat16
+from safetensors.numpy import load_file, save_file
+
+import model
+from convert_checkpoint import INDEX, convert, load, open_checkpoint
+from quantize import quantize
+
+LLAMA3, LLAMA4 = CHECKPOINTS / "tiny-llama3", CHECKPOINTS / "tiny-llama4"
+
+
+def weights_of(folder, name="1", dtype="float32", quantized=False):
+    checkpoint = open_checkpoint(str(folder))
+    return load(checkpoint, mesh_of(checkpoint.config, name), dtype, quantized)
+
+
+def assert_equal(a, b):
+    """Bit for bit."""
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+@pytest.fixture
+def variant(tmp_path):
+    """A function that writes tiny-llama4 (or the given one) changed: tensors and config are edited in place."""
+
+    def write(edit=lambda tensors, config: None, source=LLAMA4, shards=1):
+        folder = tmp_path / "variant"
+        shutil.copytree(source, folder)
+        tensors = load_file(folder / "model.safetensors")
+        config = json.loads((folder / "config.json").read_text())
+        edit(tensors, config)
+        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "model.safetensors").unlink()
+        if shards == 1:
+            save_file(tensors, folder / "model.safetensors")
+            return folder
+        names = [f"model-{i + 1:05d}-of-{shards:05d}.safetensors" for i in range(shards)]
+        weight_map = {tensor: names[i % shards] for i, tensor in enumerate(tensors)}
+        for file in names:
+            save_file({t: x for t, x in tensors.items() if weight_map[t] == file}, folder / file)
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        return folder
+
+    return write
+
+
+def wrap_multimodal(tensors, config):
+    """As Llama4ForConditionalGeneration is published."""
+    for name in list(tensors):
+        tensors["language_model." + name] = tensors.pop(name)
+    tensors["vision_model.class_embedding"] = np.zeros(3, np.float32)
+    tensors["multi_modal_projector.linear_1.weight"] = np.zeros((3, 3), np.float32)
+    text = dict(config)
+    config.clear()
+    architectures = ["Llama4ForConditionalGeneration"]
+    config.update(model_type="llama4", architectures=architectures, text_config=text, vision_config={"a": 1})
+
+
+def newer_multimodal_names(tensors, config):
+    wrap_multimodal(tensors, config)
+    for name in list(tensors):
+        if name.startswith("language_model.model."):
+            tensors["model.language_model." + name.removeprefix("language_model.model.")] = tensors.pop(name)
+    tensors["lm_head.weight"] = tensors.pop("language_model.lm_head.weight")
+
+
+def unfuse_experts(tensors, config):
+    for name in [name for name in tensors if ".experts." in name]:
+        for e, x in enumerate(tensors.pop(name)):
+            prefix = name.rsplit(".", 1)[0] + f".{e}."
+            if name.endswith("down_proj"):
+                tensors[prefix + "down_proj.weight"] = np.ascontiguousarray(x.T)
+            else:
+                gate, up = np.split(x, 2, -1)
+                tensors[prefix + "gate_proj.weight"] = np.ascontiguousarray(gate.T)
+                tensors[prefix + "up_proj.weight"] = np.ascontiguousarray(up.T)
+
+
+def transformers_4_config(tensors, config):
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    config["rope_scaling"] = rope if rope["rope_type"] != "default" else None
+    config["torch_dtype"] = config.pop("dtype")
+    config["pretraining_tp"] = 1
+
+
+@pytest.mark.parametrize(
+    "edit", [wrap_multimodal, newer_multimodal_names, unfuse_experts, transformers_4_config]
+)
+@pytest.mark.parametrize("shards", [1, 3])
+def test_published_layouts(edit, shards, variant):
+    folder = variant(edit, shards=shards)
+    assert open_checkpoint(folder).config == open_checkpoint(LLAMA4).config
+    assert_equal(weights_of(folder), weights_of(LLAMA4))
+
+
+def test_llama3_layouts(variant):
+    """A config of transformers 4, a copy of the tied embedding, and buffers that old versions saved."""
+
+    def edit(tensors, config):
+        transformers_4_config(tensors, config)
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(16, np.float32)
+
+    folder = variant(edit, LLAMA3)
+    assert open_checkpoint(folder).config == open_checkpoint(LLAMA3).config
+    assert_equal(weights_of(folder), weights_of(LLAMA3))
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_converted_folder_loads_the_same(tiny, quantized, tmp_path, monkeypatch):
+    """From the original folder or a converted one, in one file or many."""
+    convert(str(tiny), str(tmp_path / "one"), quantized)
+    monkeypatch.setattr("convert_checkpoint.FILE_BYTES", 200_000)
+    convert(str(tiny), str(tmp_path / "many"), quantized)
+    assert len(list((tmp_path / "many").glob("weights-*"))) > 2
+    expected = weights_of(tiny, "ep2-tp4" if tiny == LLAMA4 else "tp8", "bfloat16", quantized)
+    for folder in ("one", "many"):
+        assert open_checkpoint(tmp_path / folder).quantized == quantized
+        name = "ep2-tp4" if tiny == LLAMA4 else "tp8"
+        assert_equal(weights_of(tmp_path / folder, name, "bfloat16"), expected)
+    # int8 from a converted float folder too
+    if not quantized:
+        assert_equal(weights_of(tmp_path / "one", quantized=True), weights_of(tiny, quantized=True))
+    for companion in ("config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"):
+        assert (tmp_path / "one" / companion).read_bytes() == (tiny / companion).read_bytes()
+
+
+def test_padding_is_zeros_and_weights_are_whole(tmp_path):
+    """A mesh that divides nothing: 6 query heads on 2 x 4 devices; each weight is there once, between zeros."""
+    expected = weights_of(LLAMA4)
+    sharded = weights_of(LLAMA4, "tp8")
+    q, padded = expected.layers[0].attention.q, sharded.layers[0].attention.q
+    assert q.shape == (128, 2, 3, 32) and padded.shape == (128, 2, 4, 32)
+    np.testing.assert_array_equal(padded[:, :, :3], q)
+    assert not np.asarray(padded[:, :, 3:]).any()
+    assert sum(shard.data.size for shard in padded.addressable_shards) == padded.size
+
+
+def test_quantized_on_load_equals_quantize():
+    """The int8 form of a stored tensor is quantize() of it, in our layout."""
+    stored = load_file(LLAMA3 / "model.safetensors")["model.layers.1.self_attn.o_proj.weight"].astype(
+        np.float32
+    )
+    ours = stored.T.reshape(2, 2, 32, 128)
+    expected = quantize(ours, (0, 1, 2))
+    o = weights_of(LLAMA3, quantized=True).layers[1].attention.o
+    np.testing.assert_array_equal(o.values, expected.values)
+    np.testing.assert_array_equal(o.scale, expected.scale)
+
+
+# --------------------------------------------------------------------------------------------- wrong checkpoints
+
+
+def drop(name):
+    return lambda tensors, config: tensors.pop(name)
+
+
+def put(name, x):
+    return lambda tensors, config: tensors.update({name: x})
+
+
+def configure(**fields):
+    return lambda tensors, config: config.update(fields)
+
+
+Q = "model.layers.2.self_attn.q_proj.weight"
+WRONG = {
+    "missing tensor": (drop(Q), Q),
+    "missing norm": (drop("model.norm.weight"), "model.norm.weight"),
+    "missing unembedding": (drop("lm_head.weight"), "lm_head.weight"),
+    "extra tensor": (put("model.layers.9.self_attn.q_proj.weight", np.zeros((2, 2), np.float32)), "layers.9"),
+    "bias": (put(Q.replace("weight", "bias"), np.zeros(4, np.float32)), "q_proj.bias"),
+    "misshapen tensor": (put(Q, np.zeros((128, 192), np.float32)), r"q_proj.weight has shape \(128, 192\)"),
+    "integer tensor": (put(Q, np.zeros((192, 128), np.int32)), "q_proj.weight has type I32"),
+    "unknown architecture": (configure(model_type="mamba"), "model_type 'mamba'"),
+    "unknown head": (configure(architectures=["LlamaForSequenceClassification"]), "SequenceClassification"),
+    "attention bias": (configure(attention_bias=True), "attention_bias = True"),
+    "other activation": (configure(hidden_act="gelu"), "hidden_act = 'gelu'"),
+    "quantised source": (configure(quantization_config={"quant_method": "fp8"}), "quantization_config"),
+    "unknown field": (configure(logit_softcap=30.0), "logit_softcap = 30.0"),
+    "unknown rope": (configure(rope_parameters={"rope_type": "yarn", "factor": 2.0}), "rope_type 'yarn'"),
+    "missing field": (lambda tensors, config: config.pop("hidden_size"), "'hidden_size' is missing"),
+    "wrong size": (configure(num_local_experts=8), r"experts"),
+    "text for a number": (configure(num_hidden_layers="four"), "num_hidden_layers"),
+    "no heads": (configure(num_key_value_heads=4), "6 attention heads"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_checkpoint(wrong, variant):
+    edit, message = WRONG[wrong]
+    with pytest.raises(ValueError, match=message):
+        open_checkpoint(variant(edit))
+
+
+def test_one_expert_missing(variant):
+    def edit(tensors, config):
+        unfuse_experts(tensors, config)
+        tensors.pop("model.layers.1.feed_forward.experts.2.up_proj.weight")
+
+    with pytest.raises(ValueError, match="experts.2.up_proj.weight is missing"):
+        open_checkpoint(variant(edit))
+
+
+@pytest.mark.parametrize("where", ["../x", "/etc/passwd", "a/b", "..", ""])
+def test_index_that_leaves_the_folder(where, variant):
+    folder = variant(shards=2)
+    index = folder / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+    index.write_text(json.dumps({"weight_map": weight_map | {Q: where}}))
+    with pytest.raises(ValueError, match="not a file of this folder"):
+        open_checkpoint(folder)
+
+
+def test_broken_files(variant):
+    folder = variant()
+    file = folder / "model.safetensors"
+    whole = file.read_bytes()
+    for broken in (whole[:-100], whole[:20], b"", b"\xff" * 100):
+        file.write_bytes(broken)
+        with pytest.raises(ValueError, match="model.safetensors: not a whole safetensors file"):
+            open_checkpoint(folder)
+    file.unlink()
+    with pytest.raises(ValueError, match="model.safetensors: no such file"):
+        open_checkpoint(folder)
+    for text in ("{", "[]", "\x00"):
+        (folder / "config.json").write_text(text)
+        with pytest.raises(ValueError, match="config.json: not"):
+            open_checkpoint(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(ValueError, match="no config.json"):
+        open_checkpoint(folder)
+
+
+def test_convert_refuses_and_leaves_no_half(tmp_path, monkeypatch):
+    convert(str(LLAMA3), str(tmp_path / "int8"), quantized=True)
+    with pytest.raises(ValueError, match="exists already"):
+        convert(str(LLAMA3), str(tmp_path / "int8"))
+    with pytest.raises(ValueError, match="int8 already"):
+        convert(str(tmp_path / "int8"), str(tmp_path / "float"))
+    monkeypatch.setattr("convert_checkpoint.quantize", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        convert(str(LLAMA3), str(tmp_path / "broken"), quantized=True)
+    assert not (tmp_path / "broken").exists()
+
+
+def test_converted_index_is_checked(tmp_path):
+    convert(str(LLAMA3), str(tmp_path / "ours"))
+    index = tmp_path / "ours" / INDEX
+    weight_map = json.loads(index.read_text())["weight_map"]
+    index.write_text(json.dumps({"weight_map": weight_map | {"layers.7.attention.q": weight_map["norm"]}}))
+    with pytest.raises(ValueError, match="layers.7.attention.q is missing"):
+        open_checkpoint(tmp_path / "ours")
+
+
+def test_dtypes(tmp_path):
+    """--dtype of a conversion, and of loading what another type was converted to."""
+    convert(str(LLAMA3), str(tmp_path / "float32"), dtype="float32")
+    assert open_checkpoint(tmp_path / "float32").dtype == "float32"
+    assert weights_of(tmp_path / "float32", dtype="bfloat16").norm.dtype == bfloat16
+    assert_equal(weights_of(tmp_path / "float32"), weights_of(LLAMA3))
+
+
+def test_init_weights_have_the_declared_shapes():
+    checkpoint = open_checkpoint(LLAMA4)
+    mesh = mesh_of(checkpoint.config, "ep2-tp4")
+    made = model.init_weights(jax.random.key(0), checkpoint.config, mesh, quantized=True)
+    loaded = load(checkpoint, mesh, "float32", True)
+    shape = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), tree)  # noqa: E731
+    assert shape(made) == shape(loaded)

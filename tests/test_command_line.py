@@ -1,0 +1,166 @@
+"""main.py and convert_checkpoint.py as a user meets them: wrong inputs, defaults, and JSON."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from conftest import CHECKPOINTS
+
+import convert_checkpoint
+import main
+
+LLAMA3, LLAMA4 = str(CHECKPOINTS / "tiny-llama3"), str(CHECKPOINTS / "tiny-llama4")
+# 8 virtual devices are what the tests see: one model per device unless told otherwise.
+ONE_EACH = ["--dp", "8", "--tp", "1"]
+
+
+def invoke(monkeypatch, capsys, program, *arguments) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of a command, run in this process."""
+    monkeypatch.setattr(sys, "argv", [program.__file__, *map(str, arguments)])
+    code = 0
+    try:
+        convert_checkpoint.run(program.main)
+    except SystemExit as e:
+        code = e.code
+    return code, *capsys.readouterr()
+
+
+WRONG = {
+    "no such folder": (["--checkpoint", "/nowhere/at-all"], "/nowhere/at-all: no such folder"),
+    "a folder of something else": (["--checkpoint", str(CHECKPOINTS)], "no config.json"),
+    "unknown to the hub": (["--checkpoint", "nobody/nothing"], "nobody/nothing"),
+    "too few devices": (["--tp", "16"], "--tp 16"),
+    "too many devices": (["--tp", "2", "--dp", "2"], "there are 8"),
+    "no experts": (["--ep", "2"], "no experts"),
+    "experts not divided": (["--checkpoint", LLAMA4, "--ep", "8"], "4 experts"),
+    "too long for --max-len": ([*ONE_EACH, "--max-len", "20", "--max-new-tokens", "15"], "--max-len of 20"),
+    "too long for the model": ([*ONE_EACH, "--max-new-tokens", "2000"], "the model's limit of 512"),
+    "--max-len beyond the model": ([*ONE_EACH, "--max-len", "1000"], "the model's limit is 512"),
+    "long prompt": ([*ONE_EACH, "--prompt", "a b" * 600], "prompt 1 has"),
+    "empty prompt": (["--prompt", "a", "--prompt", " "], "prompt 2 of 2 is empty"),
+    "top-p of 0": (["--top-p", "0"], "top-p 0.0"),
+    "top-p above 1": (["--top-p", "1.5"], "top-p 1.5"),
+    "negative temperature": (["--temperature", "-1"], "temperature -1.0"),
+    "temperature of nan": (["--temperature", "nan"], "temperature nan"),
+    "no prompt file": (["--prompt-file", "/nowhere"], "/nowhere"),
+}
+WRONG_USAGE = {
+    "unknown option": ["--verbose"],
+    "abbreviated option": ["--check", LLAMA3],
+    "text for a number": ["--top-k", "many"],
+    "no tokens": ["--max-new-tokens", "0"],
+    "negative degree": ["--tp", "-1"],
+    "unknown type": ["--dtype", "float64"],
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_input(wrong, monkeypatch, capsys):
+    arguments, message = WRONG[wrong]
+    code, out, err = invoke(monkeypatch, capsys, main, *arguments)
+    assert code == 1 and out == ""
+    assert err.startswith("error: ") and err.count("\n") == 1 and message in err
+
+
+@pytest.mark.parametrize("wrong", WRONG_USAGE)
+def test_wrong_usage(wrong, monkeypatch, capsys):
+    code, out, err = invoke(monkeypatch, capsys, main, *WRONG_USAGE[wrong])
+    assert code == 2 and out == ""
+    assert err.startswith("error: ") and err.count("\n") == 1
+
+
+def test_wrong_prompt_files(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "prompts"
+    for content, message in (
+        (b"", "no prompt in it"),
+        (b"\xff\xfe\n", "not a UTF-8 text"),
+        (b"a\n\nb\n", "prompt 2 of 3"),
+    ):
+        file.write_bytes(content)
+        code, _, err = invoke(monkeypatch, capsys, main, "--prompt-file", file)
+        assert code == 1 and message in err and err.count("\n") == 1
+
+
+def test_converter_errors(tmp_path, monkeypatch, capsys):
+    assert invoke(monkeypatch, capsys, convert_checkpoint, LLAMA3)[0] == 2
+    for arguments, message in (
+        ((LLAMA3, tmp_path), "exists already"),
+        (("/nowhere", tmp_path / "x"), "no such folder"),
+    ):
+        code, _, err = invoke(monkeypatch, capsys, convert_checkpoint, *arguments)
+        assert code == 1 and message in err and err.count("\n") == 1
+
+
+def test_int8_checkpoint_cannot_become_float(tmp_path, monkeypatch, capsys):
+    assert (
+        invoke(monkeypatch, capsys, convert_checkpoint, LLAMA3, tmp_path / "int8", "--quantize", "int8")[0]
+        == 0
+    )
+    code, _, err = invoke(
+        monkeypatch, capsys, main, "--checkpoint", tmp_path / "int8", "--quantize", "none", *ONE_EACH
+    )
+    assert code == 1 and "--quantize none" in err
+
+
+def test_json(tmp_path, monkeypatch, capsys):
+    """The documented object, from prompts on the command line and in a file."""
+    (tmp_path / "prompts").write_text("How much is 12 plus 34?\n")
+    arguments = ["--json", "--logprobs", "--prompt", "Who are you?", "--prompt-file", tmp_path / "prompts"]
+    arguments += ["--checkpoint", LLAMA4, "--dp", "2", "--ep", "2", "--tp", "2", "--kv-cache-dtype", "int8"]
+    code, out, err = invoke(monkeypatch, capsys, main, *arguments)
+    assert code == 0, err
+    result = json.loads(out)
+    assert result["mesh"] == {"data": 2, "expert": 2, "tensor": 2} and result["devices"] == 8
+    assert result["prefill_seconds"] > 0 and result["decode_tokens_per_second"] > 0
+    assert result["bandwidth_utilization"] is None  # a CPU's bandwidth is not known
+    assert [r["prompt"] for r in result["responses"]] == ["Who are you?", "How much is 12 plus 34?"]
+    for r in result["responses"]:
+        assert r["finish_reason"] == "stop"
+        assert len(r["prompt_logprobs"]) == len(r["prompt_tokens"]) and r["prompt_logprobs"][0] is None
+        assert len(r["logprobs"]) == len(r["tokens"]) and max(r["logprobs"]) <= 0
+    assert result["responses"][1]["text"] == "12 + 34 = 46."
+
+
+def test_length_and_end_of_text(monkeypatch, capsys):
+    """--max-new-tokens stops early, --ignore-eos goes on; no stop token is in the text."""
+    arguments = ["--json", "--prompt", "Add 20 and 22.", *ONE_EACH]
+    responses = {}
+    for name, more in (
+        ("plain", []),
+        ("short", ["--max-new-tokens", "3"]),
+        ("on", ["--ignore-eos", "--max-new-tokens", "30"]),
+    ):
+        code, out, err = invoke(monkeypatch, capsys, main, *arguments, *more)
+        assert code == 0, err
+        responses[name] = json.loads(out)["responses"][0]
+    assert responses["plain"]["finish_reason"] == "stop" and responses["plain"]["text"] == "20 + 22 = 42."
+    assert responses["short"]["finish_reason"] == "length"
+    assert responses["short"]["tokens"] == responses["plain"]["tokens"][:3]
+    n = len(responses["plain"]["tokens"])
+    assert (
+        len(responses["on"]["tokens"]) == 30 and responses["on"]["tokens"][:n] == responses["plain"]["tokens"]
+    )
+
+
+def test_sampling_defaults_come_from_the_checkpoint(tmp_path):
+    args = main.parse_arguments([])
+    assert main.choose_sampling(args, tmp_path) == main.Sampling()
+    config = dict(do_sample=True, temperature=0.6, top_p=0.9, eos_token_id=[1, 2])
+    (tmp_path / "generation_config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text("{}")
+    assert main.choose_sampling(args, tmp_path) == main.Sampling(0.6, 0, 0.9)
+    args = main.parse_arguments(["--temperature", "0", "--top-k", "7"])
+    assert main.choose_sampling(args, tmp_path) == main.Sampling(0, 7, 0.9)
+    assert main.stop_tokens(tmp_path, None) == {1, 2}
+
+
+def test_default_command():
+    """The README's first command: three answers on stdout, and nothing else there."""
+    done = subprocess.run(
+        [sys.executable, main.__file__], capture_output=True, text=True, env={"JAX_PLATFORMS": "cpu"}
+    )
+    assert done.returncode == 0, done.stderr
+    answers = done.stdout.strip().split("\n\n")
+    assert [answer.split("\n")[0] for answer in answers] == [f"> {prompt}" for prompt in main.PROMPTS]
+    assert "Tiny Llama" in answers[0] and "Hwæt!" in answers[1] and "0 grams" in answers[2]

@@ -1,0 +1,69 @@
+"""int8 arrays against plain numpy."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import model
+from quantize import QuantizedArray, dequantize, einsum, quantize
+
+
+def random(*shape):
+    return np.random.default_rng(len(shape)).standard_normal(shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("axes", [(0,), (2,), (0, 1)])
+def test_values_scale_and_error_bound(axes):
+    x = random(6, 5, 7)
+    quantized = quantize(jnp.asarray(x), axes)
+    scale = np.abs(x).max(axes, keepdims=True) / 127
+    np.testing.assert_allclose(quantized.scale, scale.squeeze(axes), rtol=1e-6)
+    np.testing.assert_array_equal(quantized.values, np.round(x / scale))
+    error = np.abs(np.asarray(dequantize(quantized, axes)) - x)
+    assert (error <= scale / 2 * (1 + 1e-5)).all()  # the product rounds once more
+
+
+def test_bfloat16_scale():
+    """The values belong to the scale that is stored, so that rounding it costs at most its own 2^-8."""
+    x = random(4, 64)
+    quantized = quantize(jnp.asarray(x), (1,), jnp.bfloat16)
+    assert quantized.scale.dtype == jnp.bfloat16
+    scale = np.asarray(quantized.scale, np.float32)[:, None]
+    np.testing.assert_array_equal(quantized.values, np.clip(np.round(x / scale), -127, 127))
+    assert (np.abs(quantized.values * scale - x) <= scale / 2 + np.abs(x) * 2**-8).all()
+
+
+def test_zeros_stay_zeros():
+    quantized = quantize(jnp.zeros((3, 4)), (0,))
+    assert not np.asarray(dequantize(quantized, (0,))).any()
+
+
+@pytest.mark.parametrize(
+    ("spec", "x", "w", "axes"),
+    [
+        ("bTD,DkgH->bTkgH", (2, 3, 8), (8, 2, 3, 4), (0,)),
+        ("bTkgH,kgHD->bTD", (2, 3, 2, 3, 4), (2, 3, 4, 8), (0, 1, 2)),
+        ("bTD,vD->bTv", (2, 3, 8), (5, 8), (1,)),
+    ],
+)
+def test_einsum_applies_the_scale_once(spec, x, w, axes):
+    x, w = random(*x), quantize(jnp.asarray(random(*w)), axes)
+    expected = np.einsum(spec, x, np.asarray(dequantize(w, axes)))
+    np.testing.assert_allclose(einsum(spec, jnp.asarray(x), w), expected, atol=1e-5)
+
+
+def test_declared_scales_fit():
+    """Every weight that a matmul contracts is quantised along just those axes; norms, router and embedding are not."""
+    from conftest import llama4_config, mesh_of
+
+    cfg = llama4_config()
+    tree = model.abstract(model.weight_infos(cfg), mesh_of(cfg), jnp.bfloat16, quantized=True)
+    attention = tree.layers[0].attention
+    assert attention.q.values.shape == (cfg.D, cfg.K, cfg.G, cfg.H)
+    assert attention.q.scale.shape == (cfg.K, cfg.G, cfg.H)
+    assert attention.o.scale.shape == (cfg.D,)
+    moe = tree.layers[0].feed_forward
+    assert moe.gate.scale.shape == (cfg.E, cfg.M) and moe.down.scale.shape == (cfg.E, cfg.D)
+    assert tree.unembed.scale.shape == (cfg.V,)
+    for whole in (tree.embed, tree.norm, moe.router, tree.layers[0].attention_norm):
+        assert not isinstance(whole, QuantizedArray)

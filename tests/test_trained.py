@@ -1,0 +1,124 @@
+"""The tiny models' quality, as numbers: held-out sums, and what int8 costs."""
+
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+from checkpoints.questions import SEED_PROMPTS, examination, is_held_out
+from conftest import mesh_of
+from jax.sharding import PartitionSpec as P
+from transformers import AutoTokenizer
+
+import main
+import model
+from convert_checkpoint import load, open_checkpoint
+
+N = 200
+
+
+@pytest.fixture(scope="module")
+def exam():
+    return examination(N)
+
+
+def test_examination_is_held_out(exam):
+    for _, answer in exam:
+        a, b = answer.split(" = ")[0].split(" + ")
+        assert is_held_out(int(a), int(b))
+
+
+def answers(folder, questions, dtype, quantized, kv_dtype):
+    checkpoint = open_checkpoint(folder)
+    cfg = checkpoint.config
+    mesh = mesh_of(cfg)
+    weights = load(checkpoint, mesh, dtype, quantized)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    encoded = main.encode(tokenizer, questions, chat=True)
+    stop = main.stop_tokens(folder, tokenizer)
+    result = main.generate(weights, encoded, cfg, mesh, 16, 64, kv_dtype, model.Sampling(), stop=stop)
+    return tokenizer.batch_decode(result.tokens, skip_special_tokens=True)
+
+
+def test_exact_match(tiny, exam, capsys):
+    """int8 weights and cache answer the examination within one point of bfloat16."""
+    questions, right = zip(*exam, strict=True)
+
+    def score(*how):
+        return np.mean(
+            [ours == answer for ours, answer in zip(answers(tiny, questions, *how), right, strict=True)]
+        )
+
+    bfloat16 = score("bfloat16", False, "bfloat16")
+    int8 = score("bfloat16", True, "int8")
+    with capsys.disabled():
+        print(f"\n{tiny.name}: exact match on {N} held-out sums: bfloat16 {bfloat16:.1%}, int8 {int8:.1%}")
+    assert bfloat16 >= 0.95
+    assert abs(bfloat16 - int8) <= 0.01
+
+
+def cached_logprobs(cfg, mesh, weights, tokens, kv_dtype) -> np.ndarray:
+    """Log-probabilities of all next tokens, [B,T,V], with the context read back from a cache of kv_dtype."""
+    rows, T = tokens.shape
+    cache = model.init_cache(cfg, mesh, rows, T, kv_dtype)
+    layouts = (
+        P("data"),
+        model.specs(model.weight_infos(cfg), weights),
+        model.specs(model.cache_infos(cfg, rows, T), cache),
+    )
+
+    @partial(jax.jit, donate_argnums=2)
+    @partial(jax.shard_map, mesh=mesh, in_specs=layouts, out_specs=(P("data", None, model.MODEL), layouts[2]))
+    def step(token, w, cache):
+        span = model.span_at(cache.length, jax.numpy.ones_like(token), 1, cfg)
+        x, layers = model.decoder(token[:, None], w, cache.layers, span, cfg)
+        return model.unembed(x, w, cfg), model.Cache(layers=layers, length=cache.length + 1)
+
+    logits = []
+    for t in range(T):
+        step_logits, cache = step(tokens[:, t], weights, cache)
+        logits.append(jax.nn.log_softmax(step_logits[:, 0, : cfg.V]))
+    return np.stack(logits, 1)
+
+
+def test_divergence_of_int8(tiny, exam, capsys):
+    """Mean KL of the next-token distribution, int8 weights and cache against float32, over asked and answered sums."""
+    checkpoint = open_checkpoint(tiny)
+    cfg = checkpoint.config
+    mesh = mesh_of(cfg)
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    texts = [
+        main.encode(tokenizer, [question], chat=True)[0] + tokenizer.encode(answer, add_special_tokens=False)
+        for question, answer in exam[:32]
+    ]
+    shortest = min(map(len, texts))
+    tokens = np.array([text[:shortest] for text in texts], np.int32)
+    exact, int8 = (
+        cached_logprobs(cfg, mesh, load(checkpoint, mesh, "float32", quantized), tokens, kv_dtype)
+        for quantized, kv_dtype in ((False, "float32"), (True, "int8"))
+    )
+    kl = (np.exp(exact) * (exact - int8)).sum(-1).mean()
+    with capsys.disabled():
+        print(f"\n{tiny.name}: mean KL of int8 from float32: {kl:.2e} nats")
+    assert 0 < kl < 0.01
+
+
+def test_seed_prompts(tiny):
+    """The three default prompts have their answers, in float32 as `python3 main.py` computes."""
+    name, weather, ice_cream = answers_long(tiny)
+    assert name.startswith("My name is Tiny Llama")
+    assert weather.startswith("Hwæt!") and weather.endswith("eorðan.")
+    assert ice_cream.startswith("To be extremely precise: no.")
+
+
+def answers_long(folder):
+    checkpoint = open_checkpoint(folder)
+    mesh = mesh_of(checkpoint.config)
+    weights = load(checkpoint, mesh, "float32", False)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    encoded = main.encode(tokenizer, list(SEED_PROMPTS), chat=True)
+    stop = main.stop_tokens(folder, tokenizer)
+    result = main.generate(
+        weights, encoded, checkpoint.config, mesh, 200, 256, "float32", model.Sampling(), stop=stop
+    )  # fmt: skip
+    return tokenizer.batch_decode(result.tokens, skip_special_tokens=True)

@@ -1,0 +1,171 @@
+"""The whole program against transformers, on random weights in float32."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from conftest import CHECKPOINTS, mesh_of
+
+import main
+import model
+from convert_checkpoint import convert, load, open_checkpoint, read_config
+
+SIZES = dict(
+    vocab_size=512, hidden_size=48, num_attention_heads=6, num_key_value_heads=2, head_dim=8,
+    max_position_embeddings=256, bos_token_id=0, eos_token_id=None, pad_token_id=None,
+)  # fmt: skip
+LLAMA3_ROPE = dict(
+    rope_type="llama3", rope_theta=1e4, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    original_max_position_embeddings=32,
+)  # fmt: skip
+# As Scout's: no band to blend, which is 0 / 0 if computed carelessly.
+SCOUT_ROPE = LLAMA3_ROPE | dict(factor=16.0, high_freq_factor=1.0)
+LLAMA4 = SIZES | dict(
+    num_hidden_layers=4, intermediate_size=32, intermediate_size_mlp=64, num_local_experts=4,
+    attention_chunk_size=8, floor_scale=4, attn_scale=0.1, attn_temperature_tuning=True,
+)  # fmt: skip
+CONFIGS = {
+    "llama3": transformers.LlamaConfig(
+        **SIZES, num_hidden_layers=2, intermediate_size=64, rope_parameters=dict(rope_type="default", rope_theta=5e5)
+    ),
+    "llama3-scaled-tied": transformers.LlamaConfig(
+        **SIZES, num_hidden_layers=2, intermediate_size=64, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=True
+    ),
+    "scout": transformers.Llama4TextConfig(
+        **LLAMA4, num_experts_per_tok=1, interleave_moe_layer_step=1, use_qk_norm=True, rope_parameters=SCOUT_ROPE
+    ),
+    "maverick": transformers.Llama4TextConfig(
+        **LLAMA4, num_experts_per_tok=2, interleave_moe_layer_step=2, use_qk_norm=False,
+        rope_parameters=dict(rope_type="default", rope_theta=5e5),
+    ),
+}  # fmt: skip
+NEW = 20  # from any length up to 40, decoding crosses at least two edges of the chunks of 8
+LENGTHS = (1, 7, 8, 9, 16, 23, 40)
+# Two float32 implementations differ by rounding: 1e-5 was seen, and wrong semantics give 1e-2 or more.
+TOLERANCE = 1e-4
+
+
+def reference_model(name: str):
+    torch.manual_seed(0)
+    reference = transformers.AutoModelForCausalLM.from_config(
+        CONFIGS[name], attn_implementation="eager"
+    ).eval()
+    with torch.no_grad():
+        for parameter_name, parameter in reference.named_parameters():
+            # Larger than the usual 0.02, so that attention and routing are far from uniform; norms around 1.
+            is_norm = parameter.ndim == 1
+            parameter.copy_(
+                is_norm
+                + (0.2 if is_norm or "embed" not in parameter_name else 1) * torch.randn_like(parameter)
+            )
+    return reference
+
+
+def reference_logprobs(reference, tokens: list[int]) -> np.ndarray:
+    with torch.no_grad():
+        return torch.log_softmax(reference(torch.tensor([tokens]), use_cache=False).logits[0], -1).numpy()
+
+
+def reference_answer(reference, prompt: list[int], new: int) -> list[int]:
+    """Greedy, by a whole forward per token: no cache of theirs is part of the truth."""
+    tokens = list(prompt)
+    for _ in range(new):
+        tokens.append(int(reference_logprobs(reference, tokens)[-1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def check(reference, prompt, tokens, prompt_logprobs, logprobs):
+    logp = reference_logprobs(reference, prompt + tokens)
+    expected = logp[np.arange(len(prompt + tokens) - 1), (prompt + tokens)[1:]]
+    np.testing.assert_allclose([*prompt_logprobs, *logprobs], expected, atol=TOLERANCE)
+    assert tokens == reference_answer(reference, prompt, len(tokens))
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def saved(request, tmp_path_factory):
+    """(folder of a random model with a tokenizer, the model)."""
+    folder = tmp_path_factory.mktemp(request.param)
+    reference = reference_model(request.param)
+    reference.save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(CHECKPOINTS / "tiny-llama3").save_pretrained(folder)
+    return folder, reference
+
+
+def test_tokens_and_logprobs_in_python(saved, monkeypatch):
+    """A batch of unlike prompts, each as transformers answers it alone; some prompts take several pieces."""
+    folder, reference = saved
+    monkeypatch.setattr(model, "PIECE", 16)
+    checkpoint = open_checkpoint(folder)
+    cfg = checkpoint.config
+    mesh = mesh_of(cfg)
+    weights = load(checkpoint, mesh, "float32", quantized=False)
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(0, cfg.V, n).tolist() for n in LENGTHS]
+    result = main.generate(weights, prompts, cfg, mesh, NEW, 64, "float32", model.Sampling(), score=True)
+    for i, prompt in enumerate(prompts):
+        assert len(result.tokens[i]) == NEW
+        check(
+            reference,
+            prompt,
+            result.tokens[i],
+            result.prompt_logprobs[i][: len(prompt) - 1],
+            result.logprobs[i],
+        )
+
+
+def test_forward(saved):
+    """All positions at once, without a cache."""
+    folder, reference = saved
+    checkpoint = open_checkpoint(folder)
+    mesh = mesh_of(checkpoint.config)
+    weights = load(checkpoint, mesh, "float32", quantized=False)
+    tokens = np.random.default_rng(2).integers(0, checkpoint.config.V, (2, 37))
+    logits = model.forward(tokens, weights, cfg=checkpoint.config, mesh=mesh)
+    for row, row_tokens in zip(np.asarray(logits), tokens, strict=True):
+        expected = reference_logprobs(reference, row_tokens.tolist())
+        np.testing.assert_allclose(row - np.log(np.exp(row).sum(-1, keepdims=True)), expected, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("saved", ["llama3-scaled-tied", "scout"], indirect=True)
+def test_command_line(saved, tmp_path):
+    """The same through the shell, from a converted folder."""
+    folder, reference = saved
+    convert(str(folder), str(tmp_path / "converted"))
+    prompts = ["T", "Tell me", "Tell me your name, and the weather. How much is 17 + 25?"]
+    command = [
+        sys.executable,
+        main.__file__,
+        "--checkpoint",
+        tmp_path / "converted",
+        "--no-chat-template",
+        "--json",
+    ]
+    command += ["--logprobs", "--max-new-tokens", str(NEW), "--dtype", "float32", "--temperature", "0"]
+    for prompt in prompts:
+        command += ["--prompt", prompt]
+    done = subprocess.run(command, capture_output=True, text=True, env={"PATH": "", "JAX_PLATFORMS": "cpu"})
+    assert done.returncode == 0, done.stderr
+    responses = json.loads(done.stdout)["responses"]
+    assert [r["prompt"] for r in responses] == prompts
+    for r in responses:
+        assert r["finish_reason"] == "length" and len(r["tokens"]) == NEW and r["prompt_logprobs"][0] is None
+        check(reference, r["prompt_tokens"], r["tokens"], r["prompt_logprobs"][1:], r["logprobs"])
+
+
+def test_rope_frequencies():
+    """The published scalings: Llama 3.1 (8), 3.2 (32), Scout (no blend), and none."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    for factor, high in ((8.0, 4.0), (32.0, 4.0), (16.0, 1.0)):
+        rope = LLAMA3_ROPE | dict(
+            rope_theta=5e5, factor=factor, high_freq_factor=high, original_max_position_embeddings=8192
+        )
+        config = transformers.LlamaConfig(head_dim=128, rope_parameters=rope, max_position_embeddings=131072)
+        expected, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+        ours = model.rope_frequencies(read_config(json.loads(config.to_json_string())).rope, 128)
+        # The same float32 formula: only the last bits of pow may differ.
+        np.testing.assert_allclose(ours, expected.numpy(), rtol=1e-6)
