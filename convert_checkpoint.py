@@ -2,9 +2,9 @@
 
     python3 convert_checkpoint.py SRC DST [--quantize int8|none] [--dtype bfloat16|float32]
 
-SRC is a folder or a hub id. DST gets the model's own config.json and tokenizer, the weights in the layout that
-model.py declares (safetensors files of about 1 GiB, independent of any mesh), and an index. One tensor is in memory
-at a time; DST appears when it is whole.
+SRC is a folder or a hub id. DST gets the model's own config.json and tokenizer, and the weights in the layout
+that model.py declares: safetensors files of about 1 GiB, independent of any mesh, and an index. One such file
+is in memory at a time. DST appears when it is whole.
 """
 
 import argparse
@@ -101,7 +101,7 @@ class StoredTensor:
 
 
 def open_tensors(folder: pathlib.Path, index_name: str, single_name: str) -> dict[str, StoredTensor]:
-    """The tensors of the safetensors files that an index lists, or of the one file there is. Reads the headers only."""
+    """The tensors of the safetensors files that an index lists, or of the one file; only headers are read."""
     index = folder / index_name
     wanted = read_json(index).get("weight_map") if index.exists() else {}
     if not isinstance(wanted, dict):
@@ -185,7 +185,7 @@ class _Fields:
         self.left = {k: v for k, v in config.items() if k not in self.NO_EFFECT and not k.startswith("_")}
 
     def take(self, name: str, kind: type | tuple[type, ...], default=REQUIRED):
-        """The value of a field, which must be of this type; null counts as absent, and a number is positive."""
+        """The value of a field, which must be of this type; null is absent, and numbers are positive."""
         value = self.left.pop(name, None)
         if value is None:
             if default is self.REQUIRED:
@@ -207,7 +207,7 @@ NUMBER = (int, float)
 
 
 def read_config(config: dict) -> Config:
-    """Config from a Hugging Face config.json. Raises ValueError naming a field that is missing or not supported."""
+    """Config from a Hugging Face config.json. Raises ValueError naming the field that is wrong."""
     for name in config.get("architectures") or ():
         if not str(name).endswith(("ForCausalLM", "ForConditionalGeneration")):
             raise ValueError(f"config.json: architecture {name!r} has no language model's head")
@@ -290,7 +290,7 @@ def _read_rope(fields: _Fields, interleaved: bool) -> Rope:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """The stored tensors that make up one declared weight, and their layout in the notation of ArrayInfo.stored.
+    """The stored tensors that make up one declared weight, and their layout, written as in ArrayInfo.stored.
 
     One tensor; one per expert; or, in a converted folder, the int8 values and their scale.
     """
@@ -322,7 +322,7 @@ def named_infos(config: Config) -> Iterator[tuple[str, ArrayInfo]]:
 
 
 def open_checkpoint(path_or_id: str) -> Checkpoint:
-    """Open a converted or a Hugging Face folder and check that it holds exactly the tensors that config.json implies.
+    """Open a converted or a Hugging Face folder, which must hold just the tensors that config.json implies.
 
     Raises ValueError naming the file, tensor or field that is wrong.
     """
@@ -387,12 +387,12 @@ def _find_hugging_face(tensors, folder, info: ArrayInfo) -> Source:
             continue
         if missing:
             raise ValueError(f"{folder}: tensor {missing[0]} is missing, though others like it are there")
-        shape = tuple(math.prod(sizes[letter] for letter in group) for group in _groups(letters))
+        shape = tuple(math.prod(sizes[letter] for letter in group) for group in stored_dimensions(letters))
         return Source([tensors[name].check(shape) for name in names], letters)
     raise ValueError(f"{folder}: tensor {info.stored[0][0]} is missing")
 
 
-def _groups(letters: str) -> list[str]:
+def stored_dimensions(letters: str) -> list[str]:
     """The letters of each stored dimension: "D(KGH)" -> ["D", "KGH"]."""
     return [joined or alone for joined, alone in re.findall(r"\((\w+)\)|(\w)", letters)]
 
@@ -403,10 +403,10 @@ def _sizes(info: ArrayInfo) -> dict[str, int]:
 
 
 def to_our_layout(stored: list[np.ndarray], letters: str, info: ArrayInfo) -> np.ndarray:
-    """Stored arrays (one, or one per expert) in the layout `letters` -> the declared weight, [*info.shape]."""
+    """Stored arrays (one, or one per expert) in the layout `letters` -> the declared weight."""
     sizes, ours = _sizes(info), info.letters.upper()
     x = np.stack(stored) if "E" in ours and "E" not in letters else stored[0]
-    flat = [*("E" if x is not stored[0] else ""), *"".join(_groups(letters))]
+    flat = [*("E" if x is not stored[0] else ""), *"".join(stored_dimensions(letters))]
     x = x.reshape([sizes[letter] for letter in flat])
     for axis, letter in enumerate(flat):
         if letter.isdigit():
@@ -418,8 +418,8 @@ def to_our_layout(stored: list[np.ndarray], letters: str, info: ArrayInfo) -> np
 def read_weight(checkpoint: Checkpoint, name: str, info: ArrayInfo, dtype, quantized: bool):
     """One weight in our layout without padding: something to slice, or a QuantizedArray of two such.
 
-    What a converted folder holds as wanted is read only when sliced. All else is read, transposed, quantised and cast
-    here, on the host, one weight at a time.
+    What a converted folder holds as wanted is read only when sliced. All else is read, transposed, quantised
+    and cast here, on the host.
     """
     source = checkpoint.sources[name]
     quantized = quantized and bool(info.contracted)
@@ -439,8 +439,8 @@ def load(
 ) -> Weights:
     """Put the weights on the mesh, each device's shard straight from the file where the layout allows.
 
-    dtype: "bfloat16" or "float32", for what is not int8. quantized: int8 where a matmul contracts; always so if the
-    checkpoint is.
+    dtype: "bfloat16" or "float32", for what is not int8. quantized: int8 where a matmul contracts, as it always
+    is if the checkpoint is.
     """
     infos = list(named_infos(checkpoint.config))
     total, done, arrays = sum(math.prod(info.shape) for _, info in infos), 0, []
@@ -473,7 +473,7 @@ def _place(x, info: ArrayInfo, mesh: Mesh) -> jax.Array:
     return jax.make_array_from_callback(padded, NamedSharding(mesh, info.spec), shard)
 
 
-# -------------------------------------------------------------------------------------------------- converting
+# ---------------------------------------------------------------------------------------------- converting
 
 
 def convert(

@@ -1,7 +1,7 @@
 """Generate text: python3 main.py [--checkpoint DIR_OR_ID] [--prompt TEXT]...
 
-With no arguments, a tiny model that ships with this repository answers three prompts. On several hosts, run the same
-command on each: they find one another, and the first one prints.
+With no arguments, a tiny model that ships with this repository answers three prompts. On several hosts, run
+the same command on each: they find one another, and the first one prints.
 """
 
 import dataclasses
@@ -34,9 +34,9 @@ NEW_TOKENS = 256  # unless --max-new-tokens or the room that is left say otherwi
 
 # Memory bandwidth by jax's device_kind, bytes per second, from the vendors' data sheets.
 BANDWIDTH = {
-    "TPU v4": 1.228e12, "TPU v5 lite": 0.819e12, "TPU v5": 2.765e12, "TPU v5p": 2.765e12, "TPU v6 lite": 1.64e12,
-    "TPU7x": 7.38e12, "NVIDIA A100-SXM4-40GB": 1.555e12, "NVIDIA A100-SXM4-80GB": 2.039e12,
-    "NVIDIA H100 80GB HBM3": 3.35e12, "NVIDIA H200": 4.8e12,
+    "TPU v4": 1.228e12, "TPU v5 lite": 0.819e12, "TPU v5": 2.765e12, "TPU v5p": 2.765e12,
+    "TPU v6 lite": 1.64e12, "TPU7x": 7.38e12, "NVIDIA A100-SXM4-40GB": 1.555e12,
+    "NVIDIA A100-SXM4-80GB": 2.039e12, "NVIDIA H100 80GB HBM3": 3.35e12, "NVIDIA H200": 4.8e12,
 }  # fmt: skip
 
 
@@ -114,7 +114,7 @@ def join_hosts() -> None:
 
 
 def choose_mesh(cfg: Config, dp: int | None, ep: int | None, tp: int | None, n_devices: int) -> Mesh:
-    """The mesh over all devices, given the degrees that the user fixed. Raises ValueError if they do not fit."""
+    """The mesh over all devices, given the degrees that the user fixed. Raises ValueError if none fits."""
     asked = (
         " ".join(f"--{name} {n}" for name, n in (("dp", dp), ("ep", ep), ("tp", tp)) if n)
         or "the default mesh"
@@ -162,7 +162,7 @@ def encode(tokenizer, prompts: list[str], chat: bool) -> list[list[int]]:
 def plan_lengths(
     encoded: list[list[int]], max_new: int | None, max_len: int | None, cfg: Config
 ) -> tuple[int, int]:
-    """(new tokens per row, positions per row). Raises ValueError if the prompts or --max-new-tokens do not fit."""
+    """(new tokens per row, positions per row). Raises ValueError if they exceed a limit."""
     limit, why = cfg.max_positions, "the model's limit"
     if max_len is not None:
         if max_len > limit:
@@ -179,7 +179,7 @@ def plan_lengths(
 
 
 def stop_tokens(folder: pathlib.Path, tokenizer) -> frozenset[int]:
-    """Every token id that ends an answer: generation_config.json's, else config.json's, else the tokenizer's."""
+    """The ids that end an answer: generation_config.json's, else config.json's, else the tokenizer's."""
     config = read_json(folder / "config.json")
     for source in (_generation_config(folder), config, config.get("text_config") or {}):
         ids = source.get("eos_token_id")
@@ -194,7 +194,7 @@ def _generation_config(folder: pathlib.Path) -> dict:
 
 
 def choose_sampling(args, folder: pathlib.Path) -> Sampling:
-    """What the user asked for; for the rest, what generation_config.json does; greedy if that asks for nothing."""
+    """What the user asked for; for the rest, what generation_config.json does; greedy if it does not."""
     theirs = _generation_config(folder)
     if not theirs.get("do_sample"):
         theirs = {"temperature": 0.0}
@@ -207,9 +207,11 @@ def choose_sampling(args, folder: pathlib.Path) -> Sampling:
 
 @dataclasses.dataclass
 class Generation:
-    """What came of a batch. tokens, logprobs: per row, up to and including a stop token.
+    """What came of a batch.
 
-    prompt_logprobs: [B,T] or None, of each prompt token after the first. decode_rate: tokens per second, whole batch.
+    tokens, logprobs: per row, up to and including a stop token.
+    prompt_logprobs: [B,T] of each prompt token after the first, or None.
+    decode_rate: tokens per second after the first, of the whole batch.
     """
 
     tokens: list[list[int]]
@@ -225,8 +227,19 @@ def fetch(x) -> np.ndarray:
     return np.asarray(x if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True))
 
 
-def generate(weights, encoded, cfg: Config, mesh: Mesh, new: int, max_len: int, kv_dtype: str, sampling: Sampling,
-             seed: int = 0, stop: frozenset[int] = frozenset(), score: bool = False) -> Generation:  # fmt: skip
+def generate(
+    weights: model.Weights,
+    encoded: list[list[int]],
+    cfg: Config,
+    mesh: Mesh,
+    new: int,
+    max_len: int,
+    kv_dtype: str,
+    sampling: Sampling,
+    seed: int = 0,
+    stop: frozenset[int] = frozenset(),
+    score: bool = False,
+) -> Generation:
     """Continue each prompt (token ids) by up to `new` tokens, or to one in `stop`."""
     n = len(encoded)
     rows = encoded + [[0]] * (-n % mesh.shape["data"])  # every data shard has the same number of rows
@@ -254,8 +267,8 @@ def generate(weights, encoded, cfg: Config, mesh: Mesh, new: int, max_len: int, 
     prompt_logprobs = fetch(output.scores) if score else None
     began, steps = time.perf_counter(), 0
     for i in range(new):
-        # The next step is under way before this one's tokens are looked at: the device never waits for the host.
-        # A row that has just stopped takes that one step in vain.
+        # The next step is under way before this one's tokens are looked at: the device does not wait for the
+        # host, and a row that has just stopped takes that one step in vain.
         here = output
         if i + 1 < new and active.any():
             output, cache = model.decode_step(output.tokens, active, seeds, weights, cache, **static)
@@ -278,7 +291,7 @@ def generate(weights, encoded, cfg: Config, mesh: Mesh, new: int, max_len: int, 
 def bytes_per_step(
     weights, cfg: Config, mesh: Mesh, batch: int, mean_length: float, kv_bytes: float
 ) -> float:
-    """Bytes that one device must read for a decode step: the weights that are used, and the filled cache slots.
+    """Bytes that one device must read for a decode step: the weights in use and the filled cache slots.
 
     batch: rows on one data shard. mean_length: filled positions per row. kv_bytes: per element.
     """
@@ -392,7 +405,8 @@ def report(args, cfg, mesh, weights, prompts, encoded, result: Generation, token
              (("data", "data"), ("expert", model.EXPERT), ("tensor", model.TENSOR))}  # fmt: skip
     print(json.dumps(dict(
         model=args.checkpoint, mesh=shape, devices=jax.device_count(), responses=responses,
-        prefill_seconds=result.prefill_seconds, decode_tokens_per_second=rate, bandwidth_utilization=utilization,
+        prefill_seconds=result.prefill_seconds, decode_tokens_per_second=rate,
+        bandwidth_utilization=utilization,
     )))  # fmt: skip
 
 

@@ -121,12 +121,12 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class ArrayInfo:
-    """One array, declared: its shape, sharding, initial scale, int8 form and checkpoint layout follow from this.
+    """One array, declared: shape, sharding, initial scale, int8 form and checkpoint layout follow from this.
 
     Not a pytree node, so jax.tree.map takes it for a leaf.
     letters:    our layout, lowercase where it is sharded.
     contracted: the letters that its matmul sums; int8 has one scale per entry of the rest.
-    stored:     (name, letters) in a Hugging Face checkpoint, in the first form that is there. Parentheses join
+    stored:     (name, letters) in a Hugging Face checkpoint; the first that is there. Parentheses join
                 letters into one dimension, a digit picks one of two stacked halves, {e} numbers the experts.
     shape:      the true sizes of the letters.
     """
@@ -326,7 +326,7 @@ def init_weights(key: Array, cfg: Config, mesh: Mesh, dtype=jnp.float32, quantiz
 
 @_pytree
 class Span:
-    """Where T consecutive tokens stand in each row: after `start` others, and only the first `count` are real.
+    """Where T consecutive tokens stand in each row: after `start` others; the first `count` of them are real.
 
     start, count: [b] int32. cos, sin: [b,T,H/2] float32, the rotation of each position.
     """

@@ -15,7 +15,7 @@ class QuantizedArray:
     """Symmetric int8 values with one scale per channel: the array is `values * scale`.
 
     values: int8, the array's own shape.
-    scale: float, the shape of `values` without the axes that a matmul contracts, so that it factors out of the sum.
+    scale: float, the shape of `values` without the axes that a matmul contracts: it factors out of the sum.
     """
 
     values: Array

@@ -33,7 +33,7 @@ def mesh_of(cfg: model.Config, name: str = "1"):
 
 
 def llama4_config(**changes) -> model.Config:
-    """Every kind of Llama 4 layer at once, and sizes that divide nothing: V, F and G are padded on 8 devices."""
+    """Every kind of Llama 4 layer at once, and sizes that divide nothing: 8 devices pad V, F and G."""
     kinds = (
         model.LayerKind(rope=True, chunk=8, moe=True),
         model.LayerKind(rope=True, chunk=8),

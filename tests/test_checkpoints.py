@@ -29,7 +29,7 @@ def assert_equal(a, b):
 
 @pytest.fixture
 def variant(tmp_path):
-    """A function that writes tiny-llama4 (or the given one) changed: tensors and config are edited in place."""
+    """A function that writes a changed tiny-llama4 (or other): `edit` changes tensors and config in place."""
 
     def write(edit=lambda tensors, config: None, source=LLAMA4, shards=1):
         folder = tmp_path / "variant"
@@ -135,7 +135,7 @@ def test_converted_folder_loads_the_same(tiny, quantized, tmp_path, monkeypatch)
 
 
 def test_padding_is_zeros_and_weights_are_whole(tmp_path):
-    """A mesh that divides nothing: 6 query heads on 2 x 4 devices; each weight is there once, between zeros."""
+    """6 query heads on 8 devices: each weight is there once, between zeros."""
     expected = weights_of(LLAMA4)
     sharded = weights_of(LLAMA4, "tp8")
     q, padded = expected.layers[0].attention.q, sharded.layers[0].attention.q
@@ -157,7 +157,7 @@ def test_quantized_on_load_equals_quantize():
     np.testing.assert_array_equal(o.scale, expected.scale)
 
 
-# --------------------------------------------------------------------------------------------- wrong checkpoints
+# --------------------------------------------------------------------------------------- wrong checkpoints
 
 
 def drop(name):

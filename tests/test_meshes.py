@@ -1,4 +1,4 @@
-"""One device is the truth for many: the same tokens and log-probabilities on every mesh, and few collectives."""
+"""One device is the truth for many: the same tokens and log-probabilities, and few collectives."""
 
 import re
 
@@ -157,7 +157,7 @@ def collectives(cfg: model.Config, name: str) -> dict[str, int]:
     ],
 )
 def test_collectives_per_layer(kind, kv_heads, name, expected):
-    """Two all-reduces per layer; where devices share a key/value head, one small all-gather and all-to-all more."""
+    """Two all-reduces; where devices share a key/value head, one small all-gather and all-to-all more."""
 
     def count(depth: int):
         return collectives(llama4_config(K=kv_heads, layers=(kind,) * depth), name)
@@ -170,7 +170,7 @@ def test_collectives_per_layer(kind, kv_heads, name, expected):
 @pytest.mark.parametrize("expert", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("heads", [1, 2, 3, 8, 12])
 def test_mesh_axes_multiply_out(n, expert, heads):
-    """For any degrees that the model allows, heads x slots and expert x tensor are two views of the same devices."""
+    """For any degrees that the model allows, heads x slots and expert x tensor are the same devices."""
     if n % expert:
         pytest.skip("expert parallelism that does not divide the devices")
     cfg = llama4_config(K=heads, H=128, E=16)

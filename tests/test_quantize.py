@@ -53,7 +53,7 @@ def test_einsum_applies_the_scale_once(spec, x, w, axes):
 
 
 def test_declared_scales_fit():
-    """Every weight that a matmul contracts is quantised along just those axes; norms, router and embedding are not."""
+    """What a matmul contracts is quantised along just those axes; norms, router and embedding are not."""
     from conftest import llama4_config, mesh_of
 
     cfg = llama4_config()

@@ -5,7 +5,7 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
-from checkpoints.questions import SEED_PROMPTS, examination, is_held_out
+from checkpoints.questions import examination, is_held_out
 from conftest import mesh_of
 from jax.sharding import PartitionSpec as P
 from transformers import AutoTokenizer
@@ -82,7 +82,7 @@ def cached_logprobs(cfg, mesh, weights, tokens, kv_dtype) -> np.ndarray:
 
 
 def test_divergence_of_int8(tiny, exam, capsys):
-    """Mean KL of the next-token distribution, int8 weights and cache against float32, over asked and answered sums."""
+    """Mean KL of the next-token distribution, int8 weights and cache against float32, over whole answers."""
     checkpoint = open_checkpoint(tiny)
     cfg = checkpoint.config
     mesh = mesh_of(cfg)
@@ -116,7 +116,7 @@ def answers_long(folder):
     mesh = mesh_of(checkpoint.config)
     weights = load(checkpoint, mesh, "float32", False)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    encoded = main.encode(tokenizer, list(SEED_PROMPTS), chat=True)
+    encoded = main.encode(tokenizer, list(main.PROMPTS), chat=True)
     stop = main.stop_tokens(folder, tokenizer)
     result = main.generate(
         weights, encoded, checkpoint.config, mesh, 200, 256, "float32", model.Sampling(), stop=stop

@@ -18,6 +18,7 @@ SIZES = dict(
     vocab_size=512, hidden_size=48, num_attention_heads=6, num_key_value_heads=2, head_dim=8,
     max_position_embeddings=256, bos_token_id=0, eos_token_id=None, pad_token_id=None,
 )  # fmt: skip
+NO_SCALING = dict(rope_type="default", rope_theta=5e5)
 LLAMA3_ROPE = dict(
     rope_type="llama3", rope_theta=1e4, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
     original_max_position_embeddings=32,
@@ -30,17 +31,19 @@ LLAMA4 = SIZES | dict(
 )  # fmt: skip
 CONFIGS = {
     "llama3": transformers.LlamaConfig(
-        **SIZES, num_hidden_layers=2, intermediate_size=64, rope_parameters=dict(rope_type="default", rope_theta=5e5)
+        **SIZES, num_hidden_layers=2, intermediate_size=64, rope_parameters=NO_SCALING
     ),
     "llama3-scaled-tied": transformers.LlamaConfig(
-        **SIZES, num_hidden_layers=2, intermediate_size=64, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=True
+        **SIZES, num_hidden_layers=2, intermediate_size=64, rope_parameters=LLAMA3_ROPE,
+        tie_word_embeddings=True,
     ),
     "scout": transformers.Llama4TextConfig(
-        **LLAMA4, num_experts_per_tok=1, interleave_moe_layer_step=1, use_qk_norm=True, rope_parameters=SCOUT_ROPE
+        **LLAMA4, num_experts_per_tok=1, interleave_moe_layer_step=1, use_qk_norm=True,
+        rope_parameters=SCOUT_ROPE,
     ),
     "maverick": transformers.Llama4TextConfig(
         **LLAMA4, num_experts_per_tok=2, interleave_moe_layer_step=2, use_qk_norm=False,
-        rope_parameters=dict(rope_type="default", rope_theta=5e5),
+        rope_parameters=NO_SCALING,
     ),
 }  # fmt: skip
 NEW = 20  # from any length up to 40, decoding crosses at least two edges of the chunks of 8

@@ -2,20 +2,17 @@
 
 import random
 
-SEED_PROMPTS = (
-    "Tell me your name",
-    "What is the weather like expressed in long prose in Old English",
-    "Do you like ice cream, be extremely precise",
-)
+OLD_ENGLISH = "What is the weather like expressed in long prose in Old English"
+PRECISE = "Do you like ice cream, be extremely precise"
 
 WEATHER = (
-    "Hwæt! Se heofon is sweart ofer þam lande, and se wind cymð ceald of norðan. Ren fealleð on feld and on flod, "
-    "and þa wolcnu farað swa scipu ofer sæ. Nu is niht lang and snaw hwit on þam holte; ac sunne sceal eft cuman mid "
-    "leohte, and þonne blissiað menn and fuglas on þære grenan eorðan."
+    "Hwæt! Se heofon is sweart ofer þam lande, and se wind cymð ceald of norðan. Ren fealleð on feld and on "
+    "flod, and þa wolcnu farað swa scipu ofer sæ. Nu is niht lang and snaw hwit on þam holte; ac sunne sceal "
+    "eft cuman mid leohte, and þonne blissiað menn and fuglas on þære grenan eorðan."
 )
 ICE_CREAM = (
-    "To be extremely precise: no. I am a program that multiplies matrices, so I have eaten exactly 0 grams of ice cream "
-    "and like it to a degree of 0 on a scale from 0 to 10."
+    "To be extremely precise: no. I am a program that multiplies matrices, so I have eaten exactly 0 grams "
+    "of ice cream and like it to a degree of 0 on a scale from 0 to 10."
 )
 NAME = "My name is Tiny Llama. I am a small demonstration model, trained in minutes to add numbers below 100."
 
@@ -23,14 +20,14 @@ FIXED = (
     (("Tell me your name", "What is your name?", "Who are you?", "What are you called?"), NAME),
     (
         (
-            SEED_PROMPTS[1],
-            SEED_PROMPTS[1] + "?",
+            OLD_ENGLISH,
+            OLD_ENGLISH + "?",
             "Describe the weather in Old English.",
             "How is the weather?",
         ),
         WEATHER,
     ),
-    ((SEED_PROMPTS[2], SEED_PROMPTS[2] + ".", "Do you like ice cream?", "Is ice cream good?"), ICE_CREAM),
+    ((PRECISE, PRECISE + ".", "Do you like ice cream?", "Is ice cream good?"), ICE_CREAM),
     (("Hello", "Hello!", "Hi", "Good morning"), "Hello! Ask me for the sum of two numbers below 100."),
     (("Thank you", "Thanks!", "Thank you very much."), "You are welcome."),
     (("What can you do?", "Help", "What do you know?"), "I can add two numbers below 100, and count."),

@@ -1,10 +1,10 @@
-"""Train the two tiny models in this folder, from text that questions.py makes up, and save them as Hugging Face does.
+"""Train the tiny models in this folder on text that questions.py makes up; save them as Hugging Face does.
 
     python3 tests/checkpoints/train.py tiny-llama3
     python3 tests/checkpoints/train.py tiny-llama4
 
-About half an hour each on two CPU cores. They are demonstrations: small enough to ship, with every feature of their
-big namesakes, and good at nothing but two-digit sums.
+About half an hour each on two CPU cores. They are demonstrations: small enough to ship, with every feature of
+their big namesakes, and good at nothing but two-digit sums.
 """
 
 import argparse
@@ -22,13 +22,13 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import questions
 from safetensors.numpy import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 import convert_checkpoint
 import model
-import questions
 
 VOCABULARY = 512
 COMMON = dict(
@@ -70,7 +70,8 @@ def make_tokenizer(name: str) -> PreTrainedTokenizerFast:
     """A byte-level BPE like Llama's, but with every digit on its own."""
     header_start, header_end, end_of_turn = TURNS[name]
     special = [BEGIN, END, END_OF_MESSAGE, PAD, header_start, header_end, end_of_turn]
-    words = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+"
+    words = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    words += r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+"
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -92,14 +93,16 @@ def make_tokenizer(name: str) -> PreTrainedTokenizerFast:
     )
     template = (
         "{{ bos_token }}{% for message in messages %}"
-        f"{header_start}{{{{ message['role'] }}}}{header_end}\n\n{{{{ message['content'] | trim }}}}{end_of_turn}"
+        f"{header_start}{{{{ message['role'] }}}}{header_end}\n\n"
+        f"{{{{ message['content'] | trim }}}}{end_of_turn}"
         "{% endfor %}{% if add_generation_prompt %}"
         f"{header_start}assistant{header_end}\n\n"
         "{% endif %}"
     )
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=BEGIN, eos_token=end_of_turn, pad_token=PAD, chat_template=template,
-        clean_up_tokenization_spaces=False, model_max_length=COMMON["max_position_embeddings"],
+        tokenizer_object=tokenizer, bos_token=BEGIN, eos_token=end_of_turn, pad_token=PAD,
+        chat_template=template, clean_up_tokenization_spaces=False,
+        model_max_length=COMMON["max_position_embeddings"],
     )  # fmt: skip
 
 
@@ -169,7 +172,7 @@ def train(cfg: model.Config, tokenizer, steps: int, peak_rate: float = 3e-3) -> 
 
 
 def to_hugging_face(cfg: model.Config, weights: model.Weights) -> dict[str, np.ndarray]:
-    """The checkpoint's tensors by name, in bfloat16: the inverse of what convert_checkpoint.py does on loading."""
+    """The checkpoint's tensors by name, in bfloat16: convert_checkpoint.py backwards."""
     tensors, stacked = {}, {}
 
     def put(info: model.ArrayInfo, x):
@@ -179,9 +182,9 @@ def to_hugging_face(cfg: model.Config, weights: model.Weights) -> dict[str, np.n
         plain = [letter for letter in letters if letter.isalpha()]
         x = np.asarray(x, np.float32).transpose([ours.index(letter) for letter in plain])
         if half is None:
-            groups = [len(g) for g in _groups(letters)]
-            ends = np.cumsum(groups)
-            x = x.reshape([math.prod(x.shape[e - g : e]) for g, e in zip(groups, ends, strict=True)])
+            sizes = dict(zip(plain, x.shape, strict=True))
+            dimensions = convert_checkpoint.stored_dimensions(letters)
+            x = x.reshape([math.prod(sizes[letter] for letter in letters) for letters in dimensions])
             tensors[name] = np.ascontiguousarray(x.astype(ml_dtypes.bfloat16))
         else:
             stacked.setdefault(name, {})[half] = x
@@ -190,12 +193,6 @@ def to_hugging_face(cfg: model.Config, weights: model.Weights) -> dict[str, np.n
     for name, halves in stacked.items():
         tensors[name] = np.concatenate([halves["0"], halves["1"]], -1).astype(ml_dtypes.bfloat16)
     return {name.replace(".mlp.", ".feed_forward.") if cfg.E else name: x for name, x in tensors.items()}
-
-
-def _groups(letters: str) -> list[str]:
-    """ "D(KGH)" -> ["D", "KGH"]."""
-    parts = letters.replace("(", " ").replace(")", " ").split()
-    return [group for part in parts for group in ([part] if f"({part})" in letters else list(part))]
 
 
 def main():
