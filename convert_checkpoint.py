@@ -107,7 +107,7 @@ def open_tensors(folder: pathlib.Path, index_name: str, single_name: str) -> dic
     if not isinstance(wanted, dict):
         raise ValueError(f"{index}: no weight_map in it; download it again")
     for name, file in wanted.items():
-        if not isinstance(file, str) or pathlib.PurePath(file).name != file or file in (".", ".."):
+        if not isinstance(file, str) or pathlib.PurePath(file).name != file or file in ("", ".", ".."):
             raise ValueError(
                 f"{index}: tensor {name} is said to be in {file!r}, which is not a file of this folder"
             )
@@ -439,8 +439,8 @@ def load(
 ) -> Weights:
     """Put the weights on the mesh, each device's shard straight from the file where the layout allows.
 
-    dtype: "bfloat16" or "float32", for what is not int8. quantized: int8 where a matmul contracts, as it always
-    is if the checkpoint is.
+    dtype: "bfloat16" or "float32", for what is not int8. quantized: int8 where a matmul contracts; an int8
+    checkpoint is so anyway.
     """
     infos = list(named_infos(checkpoint.config))
     total, done, arrays = sum(math.prod(info.shape) for _, info in infos), 0, []

@@ -108,17 +108,24 @@ def log(*message) -> None:
 
 
 def join_hosts() -> None:
-    """Join the other hosts of a TPU pod, a cluster job, or JAX_COORDINATOR_ADDRESS; alone, do nothing."""
-    if "JAX_COORDINATOR_ADDRESS" in os.environ or "," in os.environ.get("TPU_WORKER_HOSTNAMES", ""):
-        jax.distributed.initialize()
+    """Join the other hosts of a TPU pod, a cluster job, or the JAX_* variables below; alone, do nothing."""
+    names = {"num_processes": "JAX_NUM_PROCESSES", "process_id": "JAX_PROCESS_ID"}
+    given = {argument: int(os.environ[name]) for argument, name in names.items() if name in os.environ}
+    try:
+        jax.distributed.initialize(**given)
+    except ValueError as e:
+        if "coordinator_address" not in str(e):  # that is jax's word for: there are no others
+            raise
+        return
+    # Gloo, which joins CPU processes, writes to file descriptor 1; keep the user's stdout for answers.
+    sys.stdout = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
 
 
 def choose_mesh(cfg: Config, dp: int | None, ep: int | None, tp: int | None, n_devices: int) -> Mesh:
     """The mesh over all devices, given the degrees that the user fixed. Raises ValueError if none fits."""
-    asked = (
-        " ".join(f"--{name} {n}" for name, n in (("dp", dp), ("ep", ep), ("tp", tp)) if n)
-        or "the default mesh"
-    )
+    given = [f"--{name} {n}" for name, n in (("dp", dp), ("ep", ep), ("tp", tp)) if n]
+    asked = " ".join(given) or "the default mesh"
     ep = ep or 1
     rest = n_devices // (ep * (dp or 1) * (tp or 1))
     if tp is None:

@@ -24,7 +24,7 @@ from jax import Array, lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from quantize import QuantizedArray, einsum, quantize
+from quantize import QuantizedArray, einsum, quantize, values_and_scale
 from ragged_attention import attend, attend_cached, merge, ragged_decode
 
 # ----------------------------------------------------------------------------------------------------- mesh
@@ -56,7 +56,7 @@ def mesh_shape(cfg: "Config", data: int = 1, expert: int = 1, tensor: int = 1) -
         raise ValueError(f"expert parallelism {expert} does not divide the model's {cfg.E} experts")
     if cfg.H % slots:
         raise ValueError(
-            f"{slots} devices would share each key/value head, which does not divide its width {cfg.H}"
+            f"{slots} devices would share a key/value head, which does not divide its width {cfg.H}"
         )
     expert_heads = math.gcd(expert, heads)
     tensor_heads = heads // expert_heads
@@ -88,9 +88,7 @@ class Rope:
     """Rotary position embedding."""
 
     theta: float
-    scaling: tuple[float, float, float, float] | None = (
-        None  # factor, low and high frequency factor, old length
-    )
+    scaling: tuple[float, ...] | None = None  # factor, low and high frequency factor, original length
     interleaved: bool = False  # rotate neighbours (2i, 2i+1), not halves (i, i + H/2)
 
 
@@ -328,17 +326,14 @@ def init_weights(key: Array, cfg: Config, mesh: Mesh, dtype=jnp.float32, quantiz
 class Span:
     """Where T consecutive tokens stand in each row: after `start` others; the first `count` of them are real.
 
-    start, count: [b] int32. cos, sin: [b,T,H/2] float32, the rotation of each position.
+    start, count: [b] int32. positions: [b,T] int32. cos, sin: [b,T,H/2] float32, their rotations.
     """
 
     start: Array
     count: Array
+    positions: Array
     cos: Array
     sin: Array
-
-    @property
-    def positions(self) -> Array:
-        return self.start[:, None] + jnp.arange(self.cos.shape[1])
 
 
 def rms_norm(x: Array, scale: Array | None, eps: float) -> Array:
@@ -365,7 +360,7 @@ def span_at(start: Array, count: Array, width: int, cfg: Config) -> Span:
     """The Span of `width` tokens per row. start, count: [b] int32."""
     positions = start[:, None] + jnp.arange(width)
     angle = positions[..., None].astype(jnp.float32) * rope_frequencies(cfg.rope, cfg.H)
-    return Span(start=start, count=count, cos=jnp.cos(angle), sin=jnp.sin(angle))
+    return Span(start=start, count=count, positions=positions, cos=jnp.cos(angle), sin=jnp.sin(angle))
 
 
 def rotate(x: Array, span: Span, interleaved: bool) -> Array:
@@ -439,22 +434,20 @@ def attend_span(q: Array, k: Array, v: Array, span: Span, chunk: int | None):
 
 def attend_past(q: Array, kv: Array | QuantizedArray, span: Span, chunk: int | None):
     """Attention of a span to the positions before it, in the cache. q: [b,T,k,G,H] -> as `attend`."""
-    values, scale = (kv.values, kv.scale) if isinstance(kv, QuantizedArray) else (kv, None)
     first = jnp.zeros_like(span.positions)
     length = span.start
     if chunk:
         base = jnp.maximum(length - 1, 0) // chunk * chunk  # the chunk that the ring holds
         first = span.positions // chunk * chunk - base[:, None]
         length = length - base
-    return attend_cached(q, values, scale, local_slots(first), local_slots(length))
+    return attend_cached(q, *values_and_scale(kv), local_slots(first), local_slots(length))
 
 
 def attend_decode(q: Array, kv: Array | QuantizedArray, span: Span, chunk: int | None):
     """Attention of one token per row to the cache, which holds it already. q: [b,1,k,G,H] -> as `attend`."""
-    values, scale = (kv.values, kv.scale) if isinstance(kv, QuantizedArray) else (kv, None)
     # The new token counts: at a chunk's first position the length is 1, not 0.
     length = (span.start % chunk if chunk else span.start) + 1
-    return ragged_decode(q, values, scale, local_slots(length))
+    return ragged_decode(q, *values_and_scale(kv), local_slots(length))
 
 
 def write_cache(kv: Array | QuantizedArray, k: Array, v: Array, span: Span, chunk: int | None):
@@ -466,9 +459,7 @@ def write_cache(kv: Array | QuantizedArray, k: Array, v: Array, span: Span, chun
     position = span.positions
     keep = jnp.arange(position.shape[1]) < span.count[:, None]
     slot = position
-    if (
-        chunk
-    ):  # the ring keeps the last `chunk` positions; older ones of this span would land on the same slots
+    if chunk:  # a ring keeps the last ones; older ones of this span would land in the same slots
         keep &= position >= (span.start + span.count)[:, None] - chunk
         slot = position % chunk
     mine = keep & (slot % slots == lax.axis_index(SLOTS))
@@ -530,7 +521,7 @@ def experts(x: Array, w: MoE, cfg: Config) -> Array:
     logits, chosen = lax.top_k(logits, cfg.A)  # bTA
     rows = (x[:, :, None] * jax.nn.sigmoid(logits)[..., None].astype(x.dtype)).reshape(-1, x.shape[-1])
     # Rows in the order of their expert, with those of other devices' experts at the end.
-    n_local = jax.tree.leaves(w.gate)[0].shape[0]
+    n_local = values_and_scale(w.gate)[0].shape[0]
     expert = chosen.reshape(-1) - lax.axis_index(EXPERT) * n_local
     expert = jnp.where((expert >= 0) & (expert < n_local), expert, n_local)
     order = jnp.argsort(expert)
@@ -544,10 +535,9 @@ def grouped_mlp(x: Array, expert: Array, sizes: Array, w: MoE) -> Array:
     """SwiGLU with each row's own expert. x: [R,D] sorted by expert [R], sizes [e] rows each -> [R,D]."""
 
     def dot(x: Array, w: Array | QuantizedArray) -> Array:
-        if not isinstance(w, QuantizedArray):
-            return lax.ragged_dot(x, w, sizes, preferred_element_type=jnp.float32)
-        y = lax.ragged_dot(x, w.values.astype(x.dtype), sizes, preferred_element_type=jnp.float32)
-        return y * w.scale.at[expert].get(mode="clip")
+        values, scale = values_and_scale(w)
+        y = lax.ragged_dot(x, values.astype(x.dtype), sizes, preferred_element_type=jnp.float32)
+        return y if scale is None else y * scale.at[expert].get(mode="clip")
 
     h = jax.nn.silu(dot(x, w.gate)) * dot(x, w.up)
     return dot(h.astype(x.dtype), w.down).astype(x.dtype)
@@ -563,11 +553,10 @@ def feed_forward(x: Array, w: MLP | MoE, cfg: Config) -> Array:
 @jax.named_scope("embed")
 def embed(tokens: Array, w: Array | QuantizedArray) -> Array:
     """tokens: [b,T] -> [b,T,D]. Each device looks up the tokens of its vocabulary shard."""
-    table = jax.tree.leaves(w)[0]
+    table, scale = values_and_scale(w)
     row = tokens - lax.axis_index(MODEL) * table.shape[0]
     here = (row >= 0) & (row < table.shape[0])
-    row = jnp.where(here, row, 0)
-    x = w.values[row] * w.scale[row][..., None] if isinstance(w, QuantizedArray) else w[row]
+    x = table[row] if scale is None else table[row] * scale[row][..., None]
     return lax.psum(jnp.where(here[..., None], x, 0), MODEL)  # v
 
 
@@ -740,13 +729,12 @@ def step(piece: Piece, seeds, weights: Weights, cache: Cache, *, sampling: Sampl
         logits = unembed(last, w, cfg)[:, 0]
         length = cache.length + piece.count
         chosen = sample(logits, seeds, length, sampling, cfg)
-        scores = None
-        if piece.targets is not None:  # row by row: the logits of all rows would not fit
 
-            def score(row):
-                return logprob(unembed(row[0][None], w, cfg)[0], row[1])
+        def score(row):
+            return logprob(unembed(row[0][None], w, cfg)[0], row[1])
 
-            scores = lax.map(score, (x, piece.targets))
+        # Row by row: the logits of a whole batch of pieces would not fit.
+        scores = None if piece.targets is None else lax.map(score, (x, piece.targets))
         output = Output(tokens=chosen[:, None], logprobs=logprob(logits, chosen), scores=scores)
         return output, Cache(layers=layers, length=length)
 

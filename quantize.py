@@ -35,9 +35,9 @@ def quantize(x: Array, axes: tuple[int, ...], scale_dtype=jnp.float32) -> Quanti
     return QuantizedArray(values, jnp.squeeze(scale, axes))
 
 
-def dequantize(x: QuantizedArray, axes: tuple[int, ...]) -> Array:
-    """The float32 array that x stands for; `axes` as in `quantize`."""
-    return x.values.astype(jnp.float32) * jnp.expand_dims(x.scale, axes).astype(jnp.float32)
+def values_and_scale(x: Array | QuantizedArray) -> tuple[Array, Array | None]:
+    """The two parts of an int8 array; of a float one, itself and None."""
+    return (x.values, x.scale) if isinstance(x, QuantizedArray) else (x, None)
 
 
 def einsum(spec: str, x: Array, w: Array | QuantizedArray, out_dtype=None) -> Array:
@@ -47,13 +47,13 @@ def einsum(spec: str, x: Array, w: Array | QuantizedArray, out_dtype=None) -> Ar
     w's uncontracted letters, multiplies the output. Returns `out_dtype` or x's dtype.
     """
     out_dtype = out_dtype or x.dtype
-    values = w.values.astype(x.dtype) if isinstance(w, QuantizedArray) else w
-    y = jnp.einsum(spec, x, values, preferred_element_type=jnp.float32)
-    if isinstance(w, QuantizedArray):
+    values, scale = values_and_scale(w)
+    y = jnp.einsum(spec, x, values.astype(x.dtype), preferred_element_type=jnp.float32)
+    if scale is not None:
         inputs, output = spec.split("->")
         kept = [letter for letter in inputs.split(",")[1] if letter in output]
         # In every product of the model w's letters come in the output's order: a reshape aligns the scale.
         assert kept == [letter for letter in output if letter in kept], spec
-        sizes = dict(zip(kept, w.scale.shape, strict=True))
-        y = y * w.scale.reshape([sizes.get(letter, 1) for letter in output])
+        sizes = dict(zip(kept, scale.shape, strict=True))
+        y = y * scale.reshape([sizes.get(letter, 1) for letter in output])
     return y.astype(out_dtype)

@@ -10,6 +10,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import pathlib
 
 import jax
+import numpy as np
 import pytest
 
 import model
@@ -50,6 +51,11 @@ def llama3_config(**changes) -> model.Config:
     sizes = dict(D=32, K=8, G=1, H=8, F=64, V=101, layers=(model.LayerKind(),) * 2)
     rope = model.Rope(1e4, (8.0, 1.0, 4.0, 16.0))
     return model.Config(**sizes | dict(rope=rope, norm_eps=1e-5, max_positions=4096) | changes)
+
+
+def dequantize(x, axes) -> np.ndarray:
+    """What a QuantizedArray stands for, in float32: its values times its scale, by numpy."""
+    return np.asarray(x.values, np.float32) * np.expand_dims(np.asarray(x.scale, np.float32), axes)
 
 
 @pytest.fixture(params=("tiny-llama3", "tiny-llama4"))

@@ -189,7 +189,7 @@ WRONG = {
     "unknown field": (configure(logit_softcap=30.0), "logit_softcap = 30.0"),
     "unknown rope": (configure(rope_parameters={"rope_type": "yarn", "factor": 2.0}), "rope_type 'yarn'"),
     "missing field": (lambda tensors, config: config.pop("hidden_size"), "'hidden_size' is missing"),
-    "wrong size": (configure(num_local_experts=8), r"experts"),
+    "wrong size": (configure(num_local_experts=8), r"router.weight has shape \(4, 128\)"),
     "text for a number": (configure(num_hidden_layers="four"), "num_hidden_layers"),
     "no heads": (configure(num_key_value_heads=4), "6 attention heads"),
 }

@@ -1,8 +1,10 @@
 """main.py and convert_checkpoint.py as a user meets them: wrong inputs, defaults, and JSON."""
 
 import json
+import socket
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 from conftest import CHECKPOINTS
@@ -153,6 +155,44 @@ def test_sampling_defaults_come_from_the_checkpoint(tmp_path):
     args = main.parse_arguments(["--temperature", "0", "--top-k", "7"])
     assert main.choose_sampling(args, tmp_path) == main.Sampling(0, 7, 0.9)
     assert main.stop_tokens(tmp_path, None) == {1, 2}
+
+
+def test_two_hosts():
+    """The same command in two processes of four devices: the first answers, as one process does."""
+    command = [
+        sys.executable,
+        main.__file__,
+        "--checkpoint",
+        LLAMA4,
+        "--json",
+        "--dp",
+        "2",
+        "--ep",
+        "2",
+        "--tp",
+        "2",
+    ]
+    command += ["--prompt", "Who are you?", "--prompt", "What is 31 + 45?", "--prompt", "Hello"]
+
+    def environment(devices: int, **more):
+        flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
+        return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, **more}
+
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{s.getsockname()[1]}"
+    hosts = {
+        "JAX_COORDINATOR_ADDRESS": address,
+        "JAX_COORDINATOR_BIND_ADDRESS": address,
+        "JAX_NUM_PROCESSES": "2",
+    }
+    run = partial(subprocess.Popen, command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    processes = [run(env=environment(4, **hosts, JAX_PROCESS_ID=str(i))) for i in (0, 1)]
+    alone = run(env=environment(8))
+    (out, err), (silent, _), (expected, _) = [process.communicate() for process in (*processes, alone)]
+    assert processes[0].returncode == processes[1].returncode == 0, err
+    assert silent == ""
+    assert json.loads(out)["responses"] == json.loads(expected)["responses"]
 
 
 def test_default_command():

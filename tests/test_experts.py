@@ -6,11 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import MESHES, llama4_config, mesh_of
+from conftest import MESHES, dequantize, llama4_config, mesh_of
 from jax.sharding import PartitionSpec as P
 
 import model
-from quantize import dequantize
 
 
 def dense_loop(x, w, active):

@@ -1,0 +1,94 @@
+"""Break the program in one place at a time and see a test fail: python3 tests/mutate.py [WORD]...
+
+Every psum, mask term and scale is removed in turn, in a copy of the repository. With words, only the mutations
+whose text has one of them.
+"""
+
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+MESH = "tests/test_meshes.py::test_llama4[ep4-tp2]"
+NAN = "tests/test_meshes.py::test_unwritten_slots_are_never_read"
+SCOUT = "tests/test_transformers.py::test_tokens_and_logprobs_in_python[scout]"
+TIED = "tests/test_transformers.py::test_tokens_and_logprobs_in_python[llama3-scaled-tied]"
+ATTENTION = "tests/test_attention.py"
+EXPERTS = "tests/test_experts.py"
+SAMPLING = "tests/test_sampling.py"
+QUANTIZE = "tests/test_quantize.py"
+INT8 = "tests/test_trained.py::test_divergence_of_int8"
+
+# (file, what is there, what to put in its place, the test that must fail)
+MUTATIONS = [
+    # collectives
+    ("model.py", 'lax.psum(einsum("bTkgH,kgHD->bTD", o, w.o), MODEL), kv', 'einsum("bTkgH,kgHD->bTD", o, w.o), kv', MESH),
+    ("model.py", "return lax.psum(y, MODEL)", "return y", MESH),
+    ("model.py", "return lax.psum(jnp.where(here[..., None], x, 0), MODEL)", "return jnp.where(here[..., None], x, 0)", MESH),
+    ("model.py", "lax.pmax(jnp.max(logits, -1, keepdims=True), MODEL)\n    ids", "jnp.max(logits, -1, keepdims=True)\n    ids", SAMPLING),
+    ("model.py", "lax.pmin(jnp.min(ids, -1), MODEL)", "jnp.min(ids, -1)", SAMPLING),
+    ("model.py", "lax.psum(jnp.sum(jnp.exp(logits - peak), -1, keepdims=True), MODEL)", "jnp.sum(jnp.exp(logits - peak), -1, keepdims=True)", MESH),
+    ("model.py", "lax.psum(jnp.sum(chosen, -1), MODEL)", "jnp.sum(chosen, -1)", MESH),
+    ("model.py", "lax.psum(jnp.sum(above, -1), MODEL)", "jnp.sum(above, -1)", SAMPLING),
+    ("model.py", "if slots == 1:\n        return o", "return o", MESH),
+    # masks
+    ("model.py", "mask = keys <= queries\n", "mask = keys >= 0\n", SCOUT),
+    ("model.py", "mask &= keys >= queries // chunk * chunk", "pass", SCOUT),
+    ("model.py", "first = span.positions // chunk * chunk - base[:, None]", "pass", SCOUT),
+    ("model.py", "jnp.maximum(length - 1, 0) // chunk * chunk", "length // chunk * chunk", SCOUT),
+    ("model.py", "(span.start % chunk if chunk else span.start) + 1", "(span.start + 1) % chunk if chunk else span.start + 1", SCOUT),
+    ("model.py", "(span.start % chunk if chunk else span.start) + 1", "span.start + 1", SCOUT),
+    ("model.py", "keep = jnp.arange(position.shape[1]) < span.count[:, None]", "keep = position >= 0", SCOUT),
+    ("model.py", "keep &= position >= (span.start + span.count)[:, None] - chunk", "pass", SCOUT),
+    ("model.py", "mine = keep & (slot % slots == lax.axis_index(SLOTS))", "mine = keep", MESH),
+    ("model.py", "return jnp.where(vocabulary_shard(logits) < cfg.V, logits, -jnp.inf)", "return logits", MESH),
+    ("ragged_attention.py", "(slots >= i * block) & ", "", ATTENTION),
+    ("ragged_attention.py", "(slots >= start[..., None]) & ", "", ATTENTION),
+    ("ragged_attention.py", " & (slots < length[:, None, None])", "", ATTENTION),
+    ("ragged_attention.py", "v = jnp.where(jnp.any(mask, (1, 2, 3))[:, None, :, None], v, 0)", "pass", ATTENTION),
+    ("ragged_attention.py", "jnp.where(mask, p * v_scale[:, :, None, None, :].astype(jnp.float32), 0)", "p * v_scale[:, :, None, None, :].astype(jnp.float32)", ATTENTION),
+    ("ragged_attention.py", "peak = jnp.where(peak == -jnp.inf, 0, peak)", "pass", ATTENTION),
+    ("model.py", "jnp.where((expert < n_local)[:, None], jnp.zeros_like(y).at[order].set(y), 0)", "jnp.zeros_like(y).at[order].set(y)", EXPERTS),
+    # scales
+    ("ragged_attention.py", "scores = scores * q.shape[-1] ** -0.5", "pass", ATTENTION),
+    ("ragged_attention.py", "scores = scores * k_scale[:, :, None, None, :].astype(jnp.float32)", "pass", ATTENTION),
+    ("ragged_attention.py", "p * v_scale[:, :, None, None, :].astype(jnp.float32)", "p", ATTENTION),
+    ("quantize.py", "y = y * scale.reshape([sizes.get(letter, 1) for letter in output])", "pass", QUANTIZE),
+    ("model.py", "y * scale.at[expert].get(mode=\"clip\")", "y", EXPERTS),
+    ("model.py", "table[row] * scale[row][..., None]", "table[row]", INT8),
+    ("model.py", "jax.nn.sigmoid(logits)[..., None].astype(x.dtype)", "1", EXPERTS),
+    ("model.py", "q = (q * temperature[:, :, None, None, None]).astype(q.dtype)", "pass", SCOUT),
+    ("model.py", "q, k = rms_norm(q, None, cfg.norm_eps), rms_norm(k, None, cfg.norm_eps)", "pass", SCOUT),
+    ("model.py", "else y * scale\n", "else y\n", TIED),
+    ("model.py", "logits = logits / sampling.temperature", "pass", SAMPLING),
+]  # fmt: skip
+
+
+def main() -> None:
+    words = sys.argv[1:]
+    chosen = [m for m in MUTATIONS if not words or any(word in m[1] for word in words)]
+    survived = 0
+    with tempfile.TemporaryDirectory() as folder:
+        copy = pathlib.Path(folder) / "repository"
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "__pycache__"))
+        for number, (file, old, new, test) in enumerate(chosen, 1):
+            source = (ROOT / file).read_text()
+            if old not in source:
+                sys.exit(f"error: {file} has no {old!r}; bring this list up to date")
+            (copy / file).write_text(source.replace(old, new))
+            command = [sys.executable, "-m", "pytest", "-x", "-q", test]
+            failed = subprocess.run(command, cwd=copy, capture_output=True).returncode == 1
+            (copy / file).write_text(source)
+            survived += not failed
+            print(
+                f"{number}/{len(chosen)} {'caught' if failed else 'SURVIVED'}: {file}: {old.strip()}",
+                flush=True,
+            )
+    sys.exit(f"{survived} mutations survived" if survived else 0)
+
+
+if __name__ == "__main__":
+    main()
