@@ -123,24 +123,21 @@ def join_hosts() -> None:
 
 
 def choose_mesh(cfg: Config, dp: int | None, ep: int | None, tp: int | None, n_devices: int) -> Mesh:
-    """The mesh over all devices, given the degrees that the user fixed. Raises ValueError if none fits."""
+    """The mesh of all devices, with the degrees that the user fixed, and as tensor parallel as the model allows.
+
+    Raises ValueError if no degrees fit the devices and the model.
+    """
     given = [f"--{name} {n}" for name, n in (("dp", dp), ("ep", ep), ("tp", tp)) if n]
-    asked = " ".join(given) or "the default mesh"
-    ep = ep or 1
-    rest = n_devices // (ep * (dp or 1) * (tp or 1))
-    if tp is None:
-        tp = max(rest, 1)
-    elif dp is None:
-        dp = max(rest, 1)
-    dp = dp or 1
-    if dp * ep * tp != n_devices:
-        raise ValueError(
-            f"{asked}: makes {dp} x {ep} x {tp} devices (dp x ep x tp), but there are {n_devices}"
-        )
-    try:
-        return model.make_mesh(cfg, dp, ep, tp)
-    except ValueError as e:
-        raise ValueError(f"{asked} on {n_devices} devices: {e}") from None
+    asked, ep = " ".join(given) or "the default mesh", ep or 1
+    degrees = [(n_devices // (ep * t), ep, t) for t in range(n_devices, 0, -1) if n_devices % (ep * t) == 0]
+    degrees = [(d, e, t) for d, e, t in degrees if dp in (None, d) and tp in (None, t)]
+    reasons = ["--dp x --ep x --tp must be the number of devices"]
+    for degree in degrees:
+        try:
+            return model.make_mesh(cfg, *degree)
+        except ValueError as e:
+            reasons.append(str(e))
+    raise ValueError(f"{asked} on {n_devices} devices: {reasons[-1]}")
 
 
 def read_prompts(args) -> list[str]:

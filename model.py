@@ -437,7 +437,7 @@ def attend_past(q: Array, kv: Array | QuantizedArray, span: Span, chunk: int | N
     first = jnp.zeros_like(span.positions)
     length = span.start
     if chunk:
-        base = jnp.maximum(length - 1, 0) // chunk * chunk  # the chunk that the ring holds
+        base = length // chunk * chunk  # only the chunk in which the span starts is still of use
         first = span.positions // chunk * chunk - base[:, None]
         length = length - base
     return attend_cached(q, *values_and_scale(kv), local_slots(first), local_slots(length))

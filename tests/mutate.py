@@ -38,7 +38,7 @@ MUTATIONS = [
     ("model.py", "mask = keys <= queries\n", "mask = keys >= 0\n", SCOUT),
     ("model.py", "mask &= keys >= queries // chunk * chunk", "pass", SCOUT),
     ("model.py", "first = span.positions // chunk * chunk - base[:, None]", "pass", SCOUT),
-    ("model.py", "jnp.maximum(length - 1, 0) // chunk * chunk", "length // chunk * chunk", SCOUT),
+    ("model.py", "length = length - base", "pass", SCOUT),
     ("model.py", "(span.start % chunk if chunk else span.start) + 1", "(span.start + 1) % chunk if chunk else span.start + 1", SCOUT),
     ("model.py", "(span.start % chunk if chunk else span.start) + 1", "span.start + 1", SCOUT),
     ("model.py", "keep = jnp.arange(position.shape[1]) < span.count[:, None]", "keep = position >= 0", SCOUT),

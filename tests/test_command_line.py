@@ -20,6 +20,9 @@ ONE_EACH = ["--dp", "8", "--tp", "1"]
 def invoke(monkeypatch, capsys, program, *arguments) -> tuple[int, str, str]:
     """(exit code, stdout, stderr) of a command, run in this process."""
     monkeypatch.setattr(sys, "argv", [program.__file__, *map(str, arguments)])
+    monkeypatch.setattr(
+        main, "join_hosts", lambda: None
+    )  # which must come before jax is used, as it has been
     code = 0
     try:
         convert_checkpoint.run(program.main)
@@ -33,7 +36,7 @@ WRONG = {
     "a folder of something else": (["--checkpoint", str(CHECKPOINTS)], "no config.json"),
     "unknown to the hub": (["--checkpoint", "nobody/nothing"], "nobody/nothing"),
     "too few devices": (["--tp", "16"], "--tp 16"),
-    "too many devices": (["--tp", "2", "--dp", "2"], "there are 8"),
+    "too few devices used": (["--tp", "2", "--dp", "2"], "--dp 2 --tp 2 on 8 devices"),
     "no experts": (["--ep", "2"], "no experts"),
     "experts not divided": (["--checkpoint", LLAMA4, "--ep", "8"], "4 experts"),
     "too long for --max-len": ([*ONE_EACH, "--max-len", "20", "--max-new-tokens", "15"], "--max-len of 20"),
@@ -103,6 +106,14 @@ def test_int8_checkpoint_cannot_become_float(tmp_path, monkeypatch, capsys):
         monkeypatch, capsys, main, "--checkpoint", tmp_path / "int8", "--quantize", "none", *ONE_EACH
     )
     assert code == 1 and "--quantize none" in err
+
+
+def test_default_mesh():
+    """All devices, as tensor parallel as they go: 3 of them cannot share a head of width 32."""
+    cfg = convert_checkpoint.open_checkpoint(LLAMA4).config
+    sizes = {n: dict(main.choose_mesh(cfg, None, None, None, n).shape) for n in (1, 2, 6, 8)}
+    assert [sizes[n]["data"] for n in sizes] == [1, 1, 3, 1]
+    assert main.choose_mesh(cfg, None, 4, None, 8).shape["data"] == 1
 
 
 def test_json(tmp_path, monkeypatch, capsys):
