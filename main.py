@@ -123,7 +123,7 @@ def join_hosts() -> None:
 
 
 def choose_mesh(cfg: Config, dp: int | None, ep: int | None, tp: int | None, n_devices: int) -> Mesh:
-    """The mesh of all devices, with the degrees that the user fixed, and as tensor parallel as the model allows.
+    """The mesh of all devices: of the degrees that the user fixed, else as tensor parallel as possible.
 
     Raises ValueError if no degrees fit the devices and the model.
     """
