@@ -3,8 +3,8 @@
     python3 convert_checkpoint.py SRC DST [--quantize int8|none] [--dtype bfloat16|float32]
 
 SRC is a folder or a hub id. DST gets the model's own config.json and tokenizer, and the weights in the layout
-that model.py declares: safetensors files of about 1 GiB, independent of any mesh, and an index. One such file
-is in memory at a time. DST appears when it is whole.
+that model.py declares: safetensors files of about 1 GiB or one tensor, independent of any mesh, and an index.
+One such file is in memory at a time. DST appears when it is whole.
 """
 
 import argparse
@@ -53,7 +53,7 @@ Progress = Callable[[str, int, int], None]  # (what, weights done, weights in al
 
 
 def show_progress(what: str, done: int, total: int) -> None:
-    """One line on stderr: rewritten in place on a terminal, a line for every tenth elsewhere."""
+    """One line on stderr: rewritten in place on a terminal, elsewhere only the last."""
     line = f"{what}: {100 * done // max(total, 1)}% of {total:,} weights"
     if sys.stderr.isatty():
         print(f"\r\033[K{line}", end="\n" if done == total else "", file=sys.stderr, flush=True)
@@ -174,7 +174,8 @@ class _Fields:
 
     FIXED = dict(hidden_act="silu", attention_bias=False, mlp_bias=False)
     NO_EFFECT = frozenset(
-        """architectures attention_dropout boi_token_index bos_token_id dtype eoi_token_index eos_token_id
+        """architectures attention_dropout boi_token_index bos_token_id cache_implementation dtype
+        eoi_token_index eos_token_id
         for_llm_compressor image_token_index initializer_range model_type output_router_logits pad_token_id
         pretraining_tp router_aux_loss_coef router_jitter_noise torch_dtype transformers_version unsloth_fixed
         unsloth_version use_cache""".split()

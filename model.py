@@ -35,8 +35,9 @@ from ragged_attention import attend, attend_cached, merge, ragged_decode
 #   other experts                expert_heads             expert_slots
 #   other slices of all experts  tensor_heads             tensor_slots
 #
-# The slot axes exceed 1 only where there are more devices than key/value heads: then the devices that share a
-# head hold every n-th slot of its cache, and nothing is stored twice.
+# The slot axes exceed 1 only where the devices do not divide the key/value heads. Then n devices share a head:
+# each stores 1/n of its queries (g), its key and value columns (h) and its cache slots (s), nothing twice.
+# With 2 heads, for example, 2 x 4 devices (expert x tensor) are expert_heads 2 x tensor_slots 4.
 
 HEADS = ("expert_heads", "tensor_heads")
 SLOTS = ("expert_slots", "tensor_slots")
@@ -50,9 +51,7 @@ def mesh_shape(cfg: "Config", data: int = 1, expert: int = 1, tensor: int = 1) -
     """The size of each mesh axis for these degrees of parallelism. Raises ValueError if cfg forbids them."""
     heads = math.gcd(cfg.K, expert * tensor)
     slots = expert * tensor // heads
-    if expert > 1 and not cfg.E:
-        raise ValueError(f"the model has no experts to split {expert} ways; use tensor parallelism instead")
-    if expert > 1 and cfg.E % expert:
+    if expert > 1 and (not cfg.E or cfg.E % expert):
         raise ValueError(f"expert parallelism {expert} does not divide the model's {cfg.E} experts")
     if cfg.H % slots:
         raise ValueError(
@@ -119,20 +118,21 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class ArrayInfo:
-    """One array, declared: shape, sharding, initial scale, int8 form and checkpoint layout follow from this.
+    """One array, declared: shape, sharding, initial value, int8 form and checkpoint layout follow from it.
 
     Not a pytree node, so jax.tree.map takes it for a leaf.
     letters:    our layout, lowercase where it is sharded.
     contracted: the letters that its matmul sums; int8 has one scale per entry of the rest.
     stored:     (name, letters) in a Hugging Face checkpoint; the first that is there. Parentheses join
                 letters into one dimension, a digit picks one of two stacked halves, {e} numbers the experts.
-    shape:      the true sizes of the letters.
+    shape:      the true sizes of the letters. dtype: None for the float type of the model or cache.
     """
 
     letters: str
     contracted: str = ""
     stored: tuple[tuple[str, str], ...] = ()
     shape: tuple[int, ...] = ()
+    dtype: Any = None
 
     @property
     def spec(self) -> P:
@@ -218,7 +218,7 @@ class Cache:
     """
 
     layers: list[Array | QuantizedArray]
-    length: Array = _array("b")
+    length: Array
 
 
 def _declare(cls, sizes: dict[str, int], prefix: str = "", **children):
@@ -263,7 +263,8 @@ def cache_infos(cfg: Config, batch: int, max_len: int) -> Cache:
         here = sizes | {"S": min(max_len, kind.chunk or max_len)}
         return ArrayInfo("bk2sH", "H", shape=tuple(here[letter] for letter in "BK2SH"))
 
-    return _declare(Cache, sizes, layers=[layer(kind) for kind in cfg.layers])
+    length = ArrayInfo("b", shape=(batch,), dtype=jnp.int32)
+    return Cache(layers=[layer(kind) for kind in cfg.layers], length=length)
 
 
 def specs(infos, arrays):
@@ -284,7 +285,7 @@ def abstract(infos, mesh: Mesh, dtype, quantized: bool, scale_dtype=jnp.float32)
     def leaf(info: ArrayInfo):
         if quantized and info.contracted:
             return QuantizedArray(struct(info, jnp.int8), struct(info.scale, scale_dtype))
-        return struct(info, jnp.int32 if info.letters == "b" else dtype)
+        return struct(info, info.dtype or dtype)
 
     return jax.tree.map(leaf, infos)
 
@@ -336,11 +337,11 @@ class Span:
     sin: Array
 
 
-def rms_norm(x: Array, scale: Array | None, eps: float) -> Array:
-    """x: [...,D] -> the same, with unit mean square times `scale`. Source: arXiv 1910.07467."""
+def rms_norm(x: Array, weight: Array | None, eps: float) -> Array:
+    """x: [...,D] -> the same, with unit mean square times `weight`. Source: arXiv 1910.07467."""
     y = x.astype(jnp.float32)
     y = (y * lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + eps)).astype(x.dtype)
-    return y if scale is None else y * scale
+    return y if weight is None else y * weight
 
 
 def rope_frequencies(rope: Rope, width: int) -> np.ndarray:
@@ -386,7 +387,7 @@ def project(x: Array, w: Attention) -> tuple[Array, Array, Array]:
         return q, k, v
     *bTk, g, H = q.shape
     columns = jnp.concatenate([q.reshape(*bTk, g * H), k, v], -1)
-    columns = lax.all_gather(columns, SLOTS, axis=3)  # [b,T,k,slots,gH+2h]
+    columns = lax.all_gather(columns, SLOTS, axis=3)  # [b,T,k,slots,g*H+2*h]
     q, k, v = jnp.split(columns, [g * H, g * H + k.shape[-1]], -1)
     return q.reshape(*bTk, -1, H), k.reshape(*bTk, H), v.reshape(*bTk, H)
 
@@ -402,11 +403,11 @@ def merge_slots(o: Array, lse: Array) -> Array:
     parts = jnp.concatenate([o, lse[..., None]], -1)
     parts = parts.reshape(*o.shape[:3], slots, -1, parts.shape[-1])
     parts = lax.all_to_all(parts, SLOTS, 3, 0)  # [slots,b,T,k,g,H+1]
-    return merge(parts[..., :-1], parts[..., -1])[0]
+    return merge(*((part[..., :-1], part[..., -1]) for part in parts))[0]
 
 
 def local_slots(n: Array) -> Array:
-    """How many of a head's first n slots are on this device."""
+    """How many of a head's first n slots are on this device, and so the place here of the first one after."""
     slots = lax.axis_size(SLOTS)
     return (n + slots - 1 - lax.axis_index(SLOTS)) // slots
 
@@ -434,13 +435,13 @@ def attend_span(q: Array, k: Array, v: Array, span: Span, chunk: int | None):
 
 def attend_past(q: Array, kv: Array | QuantizedArray, span: Span, chunk: int | None):
     """Attention of a span to the positions before it, in the cache. q: [b,T,k,G,H] -> as `attend`."""
-    first = jnp.zeros_like(span.positions)
+    first_slot = jnp.zeros_like(span.positions)
     length = span.start
     if chunk:
         base = length // chunk * chunk  # only the chunk in which the span starts is still of use
-        first = span.positions // chunk * chunk - base[:, None]
+        first_slot = span.positions // chunk * chunk - base[:, None]
         length = length - base
-    return attend_cached(q, *values_and_scale(kv), local_slots(first), local_slots(length))
+    return attend_cached(q, *values_and_scale(kv), local_slots(first_slot), local_slots(length))
 
 
 def attend_decode(q: Array, kv: Array | QuantizedArray, span: Span, chunk: int | None):
@@ -450,29 +451,29 @@ def attend_decode(q: Array, kv: Array | QuantizedArray, span: Span, chunk: int |
     return ragged_decode(q, *values_and_scale(kv), local_slots(length))
 
 
-def write_cache(kv: Array | QuantizedArray, k: Array, v: Array, span: Span, chunk: int | None):
-    """Put a span's keys and values, [b,T,k,H] each, into their slots, in place when the cache is donated."""
+def places(span: Span, chunk: int | None, capacity: int) -> Array:
+    """Where each of a span's tokens goes among this device's slots, [b,T]; `capacity` if nowhere."""
     slots = lax.axis_size(SLOTS)
+    keep = jnp.arange(span.positions.shape[1]) < span.count[:, None]
+    slot = span.positions
+    if chunk:  # a ring keeps the last ones; older ones of this span would land in the same slots
+        keep &= slot >= (span.start + span.count)[:, None] - chunk
+        slot = slot % chunk
+    return jnp.where(keep & (slot % slots == lax.axis_index(SLOTS)), slot // slots, capacity)
+
+
+def write_cache(kv: Array | QuantizedArray, k: Array, v: Array, span: Span, chunk: int | None):
+    """Put a span's keys and values, [b,T,k,H] each, into their slots."""
     new = jnp.stack([k, v], 1).transpose(0, 3, 1, 2, 4)  # bk2TH
     if isinstance(kv, QuantizedArray):
         new = quantize(new, (4,), kv.scale.dtype)
-    position = span.positions
-    keep = jnp.arange(position.shape[1]) < span.count[:, None]
-    slot = position
-    if chunk:  # a ring keeps the last ones; older ones of this span would land in the same slots
-        keep &= position >= (span.start + span.count)[:, None] - chunk
-        slot = position % chunk
-    mine = keep & (slot % slots == lax.axis_index(SLOTS))
 
     def write(cache: Array, new: Array) -> Array:  # [b,k,2,s,...] <- [b,k,2,T,...]
-        b, heads, two, s = cache.shape[:4]
-        at = jnp.where(mine, slot // slots, s)  # out of range: dropped
-        at = jnp.repeat(at, heads * two, 0)
         # One row per index: a wider scatter window makes XLA copy the whole cache.
-        rows = cache.reshape(b * heads * two, s, *cache.shape[4:])
-        new = new.astype(cache.dtype).reshape(b * heads * two, -1, *cache.shape[4:])
-        rows = rows.at[jnp.arange(b * heads * two)[:, None], at].set(new, mode="drop")
-        return rows.reshape(cache.shape)
+        rows = cache.reshape(-1, *cache.shape[3:])
+        at = jnp.repeat(places(span, chunk, rows.shape[1]), rows.shape[0] // cache.shape[0], 0)
+        new = new.astype(cache.dtype).reshape(rows.shape[0], -1, *rows.shape[2:])
+        return rows.at[jnp.arange(rows.shape[0])[:, None], at].set(new, mode="drop").reshape(cache.shape)
 
     return jax.tree.map(write, kv, new)
 
@@ -481,7 +482,8 @@ def write_cache(kv: Array | QuantizedArray, k: Array, v: Array, span: Span, chun
 def attention(x: Array, w: Attention, kv, span: Span, kind: LayerKind, cfg: Config):
     """Grouped-query attention. x: [b,T,D] -> ([b,T,D], the layer's cache with the span in it, or None).
 
-    Without a cache the span is all there is. With one, T = 1 is decode: written, then read by the kernel.
+    Without a cache the span is all there is. With one, T = 1 is decode: the token is written first, so that
+    the kernel reads one cache and merges nothing.
     """
     q, k, v = project(x, w)
     if kind.rope:
@@ -497,16 +499,19 @@ def attention(x: Array, w: Attention, kv, span: Span, kind: LayerKind, cfg: Conf
     elif x.shape[1] == 1:
         kv = write_cache(kv, k, v, span, kind.chunk)
         o, lse = attend_decode(q, kv, span, kind.chunk)
-    else:  # read before writing: a ring may lose the past that the span's first tokens still see
-        parts = attend_past(q, kv, span, kind.chunk), attend_span(q, k, v, span, kind.chunk)
-        o, lse = merge(*(jnp.stack(pair) for pair in zip(*parts, strict=True)))
-        kv = write_cache(kv, k, v, span, kind.chunk)
+    else:
+        # A ring is read as it was: the span may overwrite what its first tokens see. Any other cache is read
+        # as it will be, which spares XLA a copy of it.
+        written = write_cache(kv, k, v, span, kind.chunk)
+        past = attend_past(q, kv if kind.chunk else written, span, kind.chunk)
+        o, lse = merge(past, attend_span(q, k, v, span, kind.chunk))
+        kv = written
     o = merge_slots(o, lse).astype(x.dtype)
     return lax.psum(einsum("bTkgH,kgHD->bTD", o, w.o), MODEL), kv  # k, g
 
 
 def mlp(x: Array, w: MLP) -> Array:
-    """SwiGLU. x: [...,D] -> [...,D], this device's part of the sum over f. Source: arXiv 2002.05202."""
+    """SwiGLU. x: [b,T,D] -> [b,T,D], this device's part of the sum over f. Source: arXiv 2002.05202."""
     h = jax.nn.silu(einsum("bTD,Df->bTf", x, w.gate)) * einsum("bTD,Df->bTf", x, w.up)
     return einsum("bTf,fD->bTD", h, w.down)
 
@@ -517,11 +522,12 @@ def experts(x: Array, w: MoE, cfg: Config) -> Array:
     The sigmoid of the router's logit scales the expert's input. Every device sees all tokens of its rows and
     has room for all of them on any expert: none is ever dropped. Source: transformers modeling_llama4.py.
     """
-    logits = einsum("bTD,DE->bTE", x.astype(jnp.float32), w.router.astype(jnp.float32))
+    x32, router = x.astype(jnp.float32), w.router.astype(jnp.float32)
+    logits = jnp.einsum("bTD,DE->bTE", x32, router, precision="highest")  # a rounded one may choose another
     logits, chosen = lax.top_k(logits, cfg.A)  # bTA
     rows = (x[:, :, None] * jax.nn.sigmoid(logits)[..., None].astype(x.dtype)).reshape(-1, x.shape[-1])
     # Rows in the order of their expert, with those of other devices' experts at the end.
-    n_local = values_and_scale(w.gate)[0].shape[0]
+    n_local = cfg.E // lax.axis_size(EXPERT)
     expert = chosen.reshape(-1) - lax.axis_index(EXPERT) * n_local
     expert = jnp.where((expert >= 0) & (expert < n_local), expert, n_local)
     order = jnp.argsort(expert)
@@ -562,7 +568,7 @@ def embed(tokens: Array, w: Array | QuantizedArray) -> Array:
 
 @jax.named_scope("unembed")
 def unembed(x: Array, w: Weights, cfg: Config) -> Array:
-    """x: [...,D] -> logits [...,v] float32 of this device's vocabulary shard; padding has -inf."""
+    """x: [b,T,D] -> logits [b,T,v] float32 of this device's vocabulary shard; padding has -inf."""
     x = rms_norm(x, w.norm, cfg.norm_eps)
     if w.unembed is None:
         logits = einsum("bTD,vD->bTv", x, w.embed, jnp.float32)
@@ -627,23 +633,24 @@ def logprob(logits: Array, tokens: Array) -> Array:
     return lax.psum(jnp.sum(chosen, -1), MODEL) - log_normalizer(logits)[..., 0]
 
 
-def top_threshold(x: Array, mass: Array, target: float) -> Array:
-    """In each row the largest t such that the entries of x that are at least t have mass `target`, [b,1].
+def top(x: Array, mass: Array, target: float) -> Array:
+    """Which entries of each row of x to keep, [b,v] bool: the fewest and largest whose masses reach `target`.
 
-    x, mass: [b,v]. Exact, without moving or sorting the vocabulary: a search over the 32 bits of a float, in
-    8 rounds in which devices exchange 16 sums.
+    x, mass: [b,v]. Equal entries go together. Exact, without moving or sorting the vocabulary: a search over
+    the 32 bits of a float, in 8 rounds in which devices exchange 15 sums.
     """
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     order = jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))  # sorts like the floats
-    found = jnp.zeros((x.shape[0], 1), jnp.uint32)
+    least = jnp.zeros((x.shape[0], 1), jnp.uint32)
     for shift in range(28, -1, -4):
-        candidates = found + (jnp.arange(16, dtype=jnp.uint32) << shift)  # [b,16]
-        above = jnp.where(order[:, None, :] >= candidates[..., None], mass[:, None, :], 0)
-        enough = lax.psum(jnp.sum(above, -1), MODEL) >= target
-        digit = jnp.sum(enough[:, 1:], -1, keepdims=True, dtype=jnp.uint32)  # 0 is always enough
-        found = found + (digit << shift)
-    bits = jnp.where(found >> 31 == 1, found ^ jnp.uint32(1 << 31), ~found)
-    return lax.bitcast_convert_type(bits, jnp.float32)
+
+        def mass_from(digit: int, least=least, shift=shift) -> Array:
+            return jnp.sum(jnp.where(order >= least + jnp.uint32(digit << shift), mass, 0), -1)
+
+        masses = lax.psum(jnp.stack([mass_from(digit) for digit in range(1, 16)], -1), MODEL)
+        digit = jnp.sum(masses >= max(target, 1e-30), -1, keepdims=True, dtype=jnp.uint32)
+        least = least + (digit << shift)
+    return order >= least
 
 
 @jax.named_scope("sample")
@@ -654,13 +661,12 @@ def sample(logits: Array, seeds: Array, positions: Array, sampling: Sampling, cf
     """
     if sampling.temperature == 0:
         return argmax(logits)
-    logits = logits / sampling.temperature
+    logits = logits / max(sampling.temperature, 1e-6)  # less is the same, but may overflow
     if sampling.top_k:
-        threshold = top_threshold(logits, jnp.ones_like(logits), min(sampling.top_k, cfg.V))
-        logits = jnp.where(logits >= threshold, logits, -jnp.inf)
+        logits = jnp.where(top(logits, jnp.ones_like(logits), sampling.top_k), logits, -jnp.inf)
     if sampling.top_p < 1:
-        threshold = top_threshold(logits, jnp.exp(logits - log_normalizer(logits)), sampling.top_p)
-        logits = jnp.where(logits >= threshold, logits, -jnp.inf)
+        probability = jnp.exp(logits - log_normalizer(logits))
+        logits = jnp.where(top(logits, probability, sampling.top_p), logits, -jnp.inf)
 
     def noise(seed: Array, position: Array) -> Array:
         return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), position), (cfg.V,))
@@ -675,7 +681,10 @@ def sample(logits: Array, seeds: Array, positions: Array, sampling: Sampling, cf
 
 @partial(jax.jit, static_argnames=("cfg", "mesh"))
 def forward(tokens: Array, weights: Weights, *, cfg: Config, mesh: Mesh) -> Array:
-    """Logits of every position, without a cache: tokens [B,T] int32 -> [B,T,V] float32."""
+    """Logits of every position, without a cache: tokens [B,T] int32 -> [B,T,V] float32.
+
+    For short sequences, and for training: attention holds all T x T scores.
+    """
     layouts = P("data"), specs(weight_infos(cfg), weights)
 
     @partial(jax.shard_map, mesh=mesh, in_specs=layouts, out_specs=P("data", None, MODEL))
@@ -704,7 +713,7 @@ class Piece:
 class Output:
     """What a step says of each row. tokens: [B,1], the next one, if count > 0. logprobs: [B], of that token.
 
-    scores: [B,T], the log-probability of each target, if there were any.
+    scores: [B,T], the log-probability of each target, if any. All are the model's own, before sampling's.
     """
 
     tokens: Array
@@ -716,7 +725,7 @@ class Output:
 def step(piece: Piece, seeds, weights: Weights, cache: Cache, *, sampling: Sampling, cfg: Config, mesh: Mesh):
     """Append a piece to each row and choose the next token: -> (Output, Cache). The given cache is donated.
 
-    seeds: [B] uint32, see `sample`.
+    seeds: [B] uint32, see `sample`. A row must not grow beyond the cache's max_len: what does is not kept.
     """
     cache_spec = specs(cache_infos(cfg, 0, 0), cache)
     layouts = P("data"), P("data"), specs(weight_infos(cfg), weights), cache_spec
@@ -746,14 +755,16 @@ def decode_step(tokens: Array, active: np.ndarray, *arguments, **static) -> tupl
     return step(Piece(tokens=tokens, count=active.astype(np.int32)), *arguments, **static)
 
 
-PIECE = 512  # the longest piece: bounds the memory of prefill whatever the prompt
+PIECE = 512  # the longest piece: bounds the memory of prefill per row, whatever the prompt
 
 
 def pieces(prompts: list[list[int]], score: bool = False) -> list[Piece]:
     """Cut prompts into pieces, padded to a power of two so that there are few shapes to compile."""
     count = np.array([len(prompt) for prompt in prompts], np.int32)
     longest = count.max()
-    tokens = np.zeros((len(prompts), longest + PIECE + 1), np.int32)
+    tokens = np.zeros(
+        (len(prompts), longest + PIECE + 1), np.int32
+    )  # room for the last piece and its targets
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
 
@@ -766,21 +777,17 @@ def pieces(prompts: list[list[int]], score: bool = False) -> list[Piece]:
     return [piece(first) for first in range(0, longest, PIECE)]
 
 
-def prefill(prompt: list[Piece], *arguments, **static) -> tuple[Output, Cache]:
+def prefill(prompt: list[Piece], seeds, weights: Weights, cache: Cache, **static) -> tuple[Output, Cache]:
     """Put prompts into an empty cache and choose each row's first token; the arguments as for `step`.
 
     Output.scores[b,t], if asked for, is the log-probability of prompt token t + 1 given those before it.
     """
-    *arguments, cache = arguments
-    outputs = []
+    tokens, logprobs, scores = 0, 0.0, []
     for piece in prompt:
-        output, cache = step(piece, *arguments, cache, **static)
-        outputs.append(output)
-    tokens, logprobs = outputs[0].tokens, outputs[0].logprobs
-    for piece, output in zip(
-        prompt[1:], outputs[1:], strict=True
-    ):  # the last that has some of a row's prompt
+        output, cache = step(piece, seeds, weights, cache, **static)
+        # The last piece that has some of a row's prompt tells its next token.
         tokens = jnp.where(piece.count[:, None] > 0, output.tokens, tokens)
         logprobs = jnp.where(piece.count > 0, output.logprobs, logprobs)
-    scores = None if outputs[0].scores is None else jnp.concatenate([o.scores for o in outputs], 1)
+        scores.append(output.scores)
+    scores = None if output.scores is None else jnp.concatenate(scores, 1)
     return Output(tokens=tokens, logprobs=logprobs, scores=scores), cache

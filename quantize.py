@@ -43,8 +43,8 @@ def values_and_scale(x: Array | QuantizedArray) -> tuple[Array, Array | None]:
 def einsum(spec: str, x: Array, w: Array | QuantizedArray, out_dtype=None) -> Array:
     """`jnp.einsum(spec, x, w)` summed in float32, where w may be int8.
 
-    int8 values are exact in bfloat16, so the product reads one byte per weight, and the scale, which has just
-    w's uncontracted letters, multiplies the output. Returns `out_dtype` or x's dtype.
+    int8 values are exact in x's type, and the scale, which has just w's uncontracted letters, multiplies the
+    output: where XLA fuses the cast, a weight costs one byte of traffic. Returns `out_dtype` or x's dtype.
     """
     out_dtype = out_dtype or x.dtype
     values, scale = values_and_scale(w)

@@ -1,7 +1,7 @@
 """Attention over rows of unlike length: the reference, and the one place that picks an implementation.
 
 Letters as in model.py: B rows, T queries, S cached slots, K key/value heads, G queries per key/value head,
-H head width. Everything here is local to a device. Each function returns the pair (o, lse):
+H head width; here, uppercase, each is what this device has. Each function returns the pair (o, lse):
 
     o:   [B,T,K,G,H] float32, the attention output over the keys that this call saw
     lse: [B,T,K,G] float32, the natural log of the sum of exp(score) over them, -inf if it saw none
@@ -18,7 +18,7 @@ from jax import Array
 BLOCK = 1024  # cached slots per step of the reference: bounds its scores to B·K·G·T·BLOCK floats
 
 
-def attend(q: Array, k: Array, v: Array, mask: Array, k_scale: Array | None = None, v_scale=None):
+def attend(q: Array, k: Array, v: Array, mask: Array, k_scale=None, v_scale=None):
     """Attention of each query to the keys that its mask admits. What no query may see may be NaN.
 
     q: [B,T,K,G,H]. k, v: [B,K,S,H], float or int8 with scales [B,K,S]. mask: [B,T,S] bool.
@@ -37,15 +37,16 @@ def attend(q: Array, k: Array, v: Array, mask: Array, k_scale: Array | None = No
         p = jnp.where(mask, p * v_scale[:, :, None, None, :].astype(jnp.float32), 0)
     # 0 * NaN is NaN: a slot that no query may see must not reach the product.
     v = jnp.where(jnp.any(mask, (1, 2, 3))[:, None, :, None], v, 0)
-    # In float32: XLA's CPU backend has no product of this form from bfloat16 to float32.
+    # In float32, at the cost of a copy: XLA's CPU backend has no such product from bfloat16 to float32.
     o = jnp.einsum("BKGTS,BKSH->BTKGH", p, v.astype(jnp.float32))
     total = jnp.moveaxis(total, -1, 1)
     lse = jnp.moveaxis(peak[..., 0], -1, 1) + jnp.log(total)
     return o / jnp.where(total == 0, 1, total)[..., None], lse
 
 
-def merge(o: Array, lse: Array):
-    """Join partial attentions stacked along axis 0: o [n,...,H] and lse [n,...] -> o [...,H], lse [...]."""
+def merge(*parts: tuple[Array, Array]):
+    """Join partial attentions over disjoint keys: pairs (o, lse) -> (o, lse) over all of them."""
+    o, lse = (jnp.stack(group) for group in zip(*parts, strict=True))
     peak = jnp.max(lse, 0)
     weight = jnp.exp(lse - jnp.where(peak == -jnp.inf, 0, peak))
     total = jnp.sum(weight, 0)
@@ -74,7 +75,7 @@ def attend_cached(q: Array, kv: Array, scale: Array | None, start: Array, length
         return attend(q, kv_block[:, :, 0], kv_block[:, :, 1], mask, *scales)
 
     def step(i, carry):
-        return merge(*(jnp.stack(pair) for pair in zip(carry, attend_block(i), strict=True)))
+        return merge(carry, attend_block(i))
 
     if block == capacity:
         return attend_block(0)

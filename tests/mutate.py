@@ -20,6 +20,8 @@ ATTENTION = "tests/test_attention.py"
 EXPERTS = "tests/test_experts.py"
 SAMPLING = "tests/test_sampling.py"
 QUANTIZE = "tests/test_quantize.py"
+COPY = "tests/test_meshes.py::test_prefill_does_not_copy_the_cache"
+PLACES = "tests/test_meshes.py::test_places"
 INT8 = "tests/test_trained.py::test_divergence_of_int8"
 
 # (file, what is there, what to put in its place, the test that must fail)
@@ -32,18 +34,27 @@ MUTATIONS = [
     ("model.py", "lax.pmin(jnp.min(ids, -1), MODEL)", "jnp.min(ids, -1)", SAMPLING),
     ("model.py", "lax.psum(jnp.sum(jnp.exp(logits - peak), -1, keepdims=True), MODEL)", "jnp.sum(jnp.exp(logits - peak), -1, keepdims=True)", MESH),
     ("model.py", "lax.psum(jnp.sum(chosen, -1), MODEL)", "jnp.sum(chosen, -1)", MESH),
-    ("model.py", "lax.psum(jnp.sum(above, -1), MODEL)", "jnp.sum(above, -1)", SAMPLING),
     ("model.py", "if slots == 1:\n        return o", "return o", MESH),
+    ("model.py", "lax.psum(jnp.stack([mass_from(digit) for digit in range(1, 16)], -1), MODEL)", "jnp.stack([mass_from(digit) for digit in range(1, 16)], -1)", SAMPLING),
+    ("model.py", "peak = lax.pmax(jnp.max(logits, -1, keepdims=True), MODEL)", "peak = jnp.max(logits, -1, keepdims=True)", MESH),
+    ("model.py", "if lax.axis_size(SLOTS) == 1:", "if True:", MESH),
     # masks
+    ("model.py", "jnp.where(here[..., None], x, 0)", "x", MESH),
+    ("model.py", "jnp.where((expert >= 0) & (expert < n_local), expert, n_local)", "expert", EXPERTS),
+    ("model.py", "(n + slots - 1 - lax.axis_index(SLOTS)) // slots", "n // slots", MESH),
+    ("model.py", "past = attend_past(q, kv if kind.chunk else written", "past = attend_past(q, written", SCOUT),
+    ("model.py", "past = attend_past(q, kv if kind.chunk else written", "past = attend_past(q, kv", COPY),
+    ("ragged_attention.py", "jnp.where(peak == -jnp.inf, peak, peak + jnp.log(total))", "peak + jnp.log(total)", ATTENTION),
+    ("ragged_attention.py", "jnp.exp(lse - jnp.where(peak == -jnp.inf, 0, peak))", "jnp.exp(lse - peak)", ATTENTION),
     ("model.py", "mask = keys <= queries\n", "mask = keys >= 0\n", SCOUT),
     ("model.py", "mask &= keys >= queries // chunk * chunk", "pass", SCOUT),
-    ("model.py", "first = span.positions // chunk * chunk - base[:, None]", "pass", SCOUT),
+    ("model.py", "first_slot = span.positions // chunk * chunk - base[:, None]", "pass", SCOUT),
     ("model.py", "length = length - base", "pass", SCOUT),
     ("model.py", "(span.start % chunk if chunk else span.start) + 1", "(span.start + 1) % chunk if chunk else span.start + 1", SCOUT),
     ("model.py", "(span.start % chunk if chunk else span.start) + 1", "span.start + 1", SCOUT),
-    ("model.py", "keep = jnp.arange(position.shape[1]) < span.count[:, None]", "keep = position >= 0", SCOUT),
-    ("model.py", "keep &= position >= (span.start + span.count)[:, None] - chunk", "pass", SCOUT),
-    ("model.py", "mine = keep & (slot % slots == lax.axis_index(SLOTS))", "mine = keep", MESH),
+    ("model.py", "keep = jnp.arange(span.positions.shape[1]) < span.count[:, None]", "keep = span.positions >= 0", SCOUT),
+    ("model.py", "keep &= slot >= (span.start + span.count)[:, None] - chunk", "pass", PLACES),
+    ("model.py", "keep & (slot % slots == lax.axis_index(SLOTS))", "keep", MESH),
     ("model.py", "return jnp.where(vocabulary_shard(logits) < cfg.V, logits, -jnp.inf)", "return logits", MESH),
     ("ragged_attention.py", "(slots >= i * block) & ", "", ATTENTION),
     ("ragged_attention.py", "(slots >= start[..., None]) & ", "", ATTENTION),
@@ -62,8 +73,8 @@ MUTATIONS = [
     ("model.py", "jax.nn.sigmoid(logits)[..., None].astype(x.dtype)", "1", EXPERTS),
     ("model.py", "q = (q * temperature[:, :, None, None, None]).astype(q.dtype)", "pass", SCOUT),
     ("model.py", "q, k = rms_norm(q, None, cfg.norm_eps), rms_norm(k, None, cfg.norm_eps)", "pass", SCOUT),
-    ("model.py", "else y * scale\n", "else y\n", TIED),
-    ("model.py", "logits = logits / sampling.temperature", "pass", SAMPLING),
+    ("model.py", "else y * weight\n", "else y\n", TIED),
+    ("model.py", "logits = logits / max(sampling.temperature, 1e-6)", "pass", SAMPLING),
 ]  # fmt: skip
 
 

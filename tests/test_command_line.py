@@ -37,7 +37,7 @@ WRONG = {
     "unknown to the hub": (["--checkpoint", "nobody/nothing"], "nobody/nothing"),
     "too few devices": (["--tp", "16"], "--tp 16"),
     "too few devices used": (["--tp", "2", "--dp", "2"], "--dp 2 --tp 2 on 8 devices"),
-    "no experts": (["--ep", "2"], "no experts"),
+    "no experts": (["--ep", "2"], "0 experts"),
     "experts not divided": (["--checkpoint", LLAMA4, "--ep", "8"], "4 experts"),
     "too long for --max-len": ([*ONE_EACH, "--max-len", "20", "--max-new-tokens", "15"], "--max-len of 20"),
     "too long for the model": ([*ONE_EACH, "--max-new-tokens", "2000"], "the model's limit of 512"),

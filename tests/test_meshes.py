@@ -2,12 +2,14 @@
 
 import math
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import MESHES, llama3_config, llama4_config, mesh_of
+from jax.sharding import PartitionSpec as P
 
 import main
 import model
@@ -111,6 +113,45 @@ def test_unwritten_slots_are_never_read(kv_dtype, name, monkeypatch):
     if kv_dtype == "float32":
         assert_same(in_pieces, clean, prompts_for(cfg))
     assert np.isfinite(in_pieces.logprobs).all()
+
+
+@pytest.mark.parametrize("name", ["1", "tp8"])
+@pytest.mark.parametrize("chunk", [None, 8])
+def test_places(name, chunk):
+    """Each kept token has one place on one device, though a span of 20 goes around a ring of 8."""
+    cfg, T, capacity = llama4_config(), 20, 40
+    mesh = mesh_of(cfg, name)
+    slots = model.mesh_size(mesh, model.SLOTS)
+    start, count = np.array([0, 5, 8, 13]), np.array([20, 0, 3, 17])
+
+    @partial(jax.shard_map, mesh=mesh, in_specs=P(), out_specs=P(None, None, model.MODEL))
+    def on_devices(start, count):
+        return model.places(model.span_at(start, count, T, cfg), chunk, capacity)[..., None]
+
+    # Devices that differ only in their heads agree; of the others, take each once.
+    found = np.asarray(on_devices(start, count)).reshape(4, T, -1, slots)[:, :, 0]
+    for b in range(4):
+        last = range(start[b], start[b] + count[b])[-(chunk or T) :]
+        for t in range(T):
+            position = start[b] + t
+            slot = position % (chunk or capacity)
+            expected = [capacity] * slots
+            if position in last:
+                expected[slot % slots] = slot // slots
+            assert found[b, t].tolist() == expected
+
+
+def test_prefill_does_not_copy_the_cache():
+    """A piece needs far less memory than a long cache, which XLA copies if it is read before written."""
+    cfg = llama3_config()
+    mesh = mesh_of(cfg)
+    weights = model.init_weights(jax.random.key(0), cfg, mesh)
+    cache = model.init_cache(cfg, mesh, 1, 32768, "float32")
+    seeds, static = np.zeros(1, np.uint32), dict(sampling=model.Sampling(), cfg=cfg, mesh=mesh)
+    [piece] = model.pieces([[1] * 64])
+    compiled = model.step.lower(piece, seeds, weights, cache, **static).compile()
+    one_layer = cache.layers[0].nbytes
+    assert compiled.memory_analysis().temp_size_in_bytes < one_layer / 2
 
 
 def test_rows_do_not_see_one_another():
