@@ -179,7 +179,7 @@ def plan_lengths(
         raise ValueError(
             f"prompt {number} has {longest} tokens, which with {new} new ones exceeds {why} of {limit}"
         )
-    return new, max_len or longest + new
+    return new, max_len or min(limit, -(-(longest + new) // 128) * 128)  # few sizes to compile for
 
 
 def stop_tokens(folder: pathlib.Path, tokenizer) -> frozenset[int]:
@@ -198,10 +198,10 @@ def _generation_config(folder: pathlib.Path) -> dict:
 
 
 def choose_sampling(args, folder: pathlib.Path) -> Sampling:
-    """What the user asked for; for the rest, what generation_config.json does; greedy if it does not."""
+    """What the user asked for; for the rest, what generation_config.json does; greedy if neither samples."""
     theirs = _generation_config(folder)
     if not theirs.get("do_sample"):
-        theirs = {"temperature": 0.0}
+        theirs = {"temperature": 0.0 if args.top_k is None and args.top_p is None else 1.0}
     asked = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p")}
     given = {name: theirs.get(name) if value is None else value for name, value in asked.items()}
     if given["temperature"] is None:
@@ -228,7 +228,8 @@ class Generation:
 
 def fetch(x) -> np.ndarray:
     """A device array's values, on every host."""
-    return np.asarray(x if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True))
+    here = x.is_fully_addressable or x.is_fully_replicated
+    return np.asarray(x if here else multihost_utils.process_allgather(x, tiled=True))
 
 
 def generate(
@@ -278,6 +279,8 @@ def generate(
             output, cache = model.decode_step(output.tokens, active, seeds, weights, cache, **static)
             steps += 1
         chosen, chosen_logprobs = fetch(here.tokens)[:, 0], fetch(here.logprobs)
+        if chosen[active].max() >= cfg.V:  # no token is the likeliest
+            raise ValueError("the model computes NaN: its weights are damaged, or overflow this --dtype")
         for row in np.flatnonzero(active):
             tokens[row].append(int(chosen[row]))
             logprobs[row].append(float(chosen_logprobs[row]))
@@ -349,6 +352,8 @@ def main() -> None:
     if args.quantize == "none" and checkpoint.quantized:
         raise ValueError(f"--quantize none: the weights in {folder} are int8; use the original model")
     kv_dtype = args.kv_cache_dtype or dtype
+    if dtype == "float32":
+        jax.config.update("jax_default_matmul_precision", "highest")  # else TPUs and GPUs round the factors
     weights = convert_checkpoint.load(
         checkpoint, mesh, dtype, checkpoint.quantized or args.quantize == "int8", progress
     )

@@ -35,7 +35,7 @@ from ragged_attention import attend, attend_cached, merge, ragged_decode
 #   other experts                expert_heads             expert_slots
 #   other slices of all experts  tensor_heads             tensor_slots
 #
-# The slot axes exceed 1 only where the devices do not divide the key/value heads. Then n devices share a head:
+# The slot axes exceed 1 only where the devices do not divide the key/value heads. There n devices share one:
 # each stores 1/n of its queries (g), its key and value columns (h) and its cache slots (s), nothing twice.
 # With 2 heads, for example, 2 x 4 devices (expert x tensor) are expert_heads 2 x tensor_slots 4.
 

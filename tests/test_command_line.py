@@ -1,13 +1,16 @@
 """main.py and convert_checkpoint.py as a user meets them: wrong inputs, defaults, and JSON."""
 
 import json
+import shutil
 import socket
 import subprocess
 import sys
 from functools import partial
 
+import numpy as np
 import pytest
 from conftest import CHECKPOINTS
+from safetensors.numpy import load_file, save_file
 
 import convert_checkpoint
 import main
@@ -166,6 +169,19 @@ def test_sampling_defaults_come_from_the_checkpoint(tmp_path):
     args = main.parse_arguments(["--temperature", "0", "--top-k", "7"])
     assert main.choose_sampling(args, tmp_path) == main.Sampling(0, 7, 0.9)
     assert main.stop_tokens(tmp_path, None) == {1, 2}
+    (tmp_path / "generation_config.json").unlink()
+    args = main.parse_arguments(["--top-p", "0.5"])
+    assert main.choose_sampling(args, tmp_path) == main.Sampling(1.0, 0, 0.5)
+
+
+def test_damaged_weights(tmp_path, monkeypatch, capsys):
+    """Weights that give NaN are an error, not text."""
+    shutil.copytree(LLAMA3, tmp_path / "nan")
+    tensors = load_file(tmp_path / "nan" / "model.safetensors")
+    tensors["model.norm.weight"] = np.full_like(tensors["model.norm.weight"], np.nan)
+    save_file(tensors, tmp_path / "nan" / "model.safetensors")
+    code, out, err = invoke(monkeypatch, capsys, main, "--checkpoint", tmp_path / "nan", *ONE_EACH)
+    assert code == 1 and out == "" and "NaN" in err
 
 
 def test_two_hosts():
