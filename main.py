@@ -144,9 +144,10 @@ def read_prompts(args) -> list[str]:
     prompts = list(args.prompt or ())
     if args.prompt_file is not None:
         try:
-            prompts += pathlib.Path(args.prompt_file).expanduser().read_text(encoding="utf-8").splitlines()
+            text = pathlib.Path(args.prompt_file).expanduser().read_text(encoding="utf-8-sig")
         except UnicodeDecodeError:
             raise ValueError(f"--prompt-file {args.prompt_file}: not a UTF-8 text file") from None
+        prompts += text.removesuffix("\n").split("\n") if text else []
         if not prompts:
             raise ValueError(f"--prompt-file {args.prompt_file}: no prompt in it")
     for number, prompt in enumerate(prompts, 1):
