@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import pathlib
 import re
 import shutil
@@ -138,7 +139,7 @@ def read_json(file: pathlib.Path) -> dict:
     """The object in a JSON file. Raises ValueError naming the file."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as e:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as e:
         raise ValueError(f"{file}: not valid JSON ({e})") from None
     if not isinstance(value, dict):
         raise ValueError(f"{file}: not a JSON object")
@@ -147,7 +148,7 @@ def read_json(file: pathlib.Path) -> dict:
 
 def find_folder(path_or_id: str) -> pathlib.Path:
     """The folder itself, or where the hub's copy of a model (`owner/name`) was downloaded to."""
-    folder = pathlib.Path(path_or_id).expanduser()
+    folder = pathlib.Path(os.path.expanduser(path_or_id))
     if folder.is_dir():
         return folder
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", path_or_id):
@@ -193,7 +194,7 @@ class _Fields:
                 raise ValueError(f"config.json: field {name!r} is missing")
             return default
         number = kind in (int, NUMBER)
-        if not isinstance(value, kind) or (number and (isinstance(value, bool) or not 0 < value < math.inf)):
+        if not isinstance(value, kind) or (number and (isinstance(value, bool) or not 0 < value < 2**31)):
             raise ValueError(f"config.json: {name} = {value!r} makes no sense")
         return value
 
@@ -209,7 +210,8 @@ NUMBER = (int, float)
 
 def read_config(config: dict) -> Config:
     """Config from a Hugging Face config.json. Raises ValueError naming the field that is wrong."""
-    for name in config.get("architectures") or ():
+    names = config.get("architectures") or []
+    for name in names if isinstance(names, list) else [names]:
         if not str(name).endswith(("ForCausalLM", "ForConditionalGeneration")):
             raise ValueError(f"config.json: architecture {name!r} has no language model's head")
     if config.get("model_type") == "llama4":
@@ -237,24 +239,36 @@ def read_config(config: dict) -> Config:
         rope=_read_rope(fields, interleaved=family == "llama4_text"), **special,
     )  # fmt: skip
     fields.finish()
+    if cfg.H % 2:
+        raise ValueError(f"config.json: RoPE needs an even head_dim, not {cfg.H}")
+    if cfg.A > cfg.E:
+        raise ValueError(f"config.json: num_experts_per_tok = {cfg.A} of {cfg.E} experts")
     return cfg
 
 
-def _llama3_fields(fields: _Fields) -> dict:
+def _depth(fields: _Fields) -> int:
     depth = fields.take("num_hidden_layers", int)
+    if depth > 1000:  # a list of that many layers is about to be made
+        raise ValueError(f"config.json: num_hidden_layers = {depth} makes no sense")
+    return depth
+
+
+def _llama3_fields(fields: _Fields) -> dict:
+    depth = _depth(fields)
     return dict(F=fields.take("intermediate_size", int), layers=(LayerKind(),) * depth)
 
 
 def _llama4_fields(fields: _Fields) -> dict:
     take = fields.take
-    depth, every = take("num_hidden_layers", int), take("no_rope_layer_interval", int, 4)
+    depth, every = _depth(fields), take("no_rope_layer_interval", int, 4)
     # A 1 in no_rope_layers means that the layer does have RoPE.
     rope = take("no_rope_layers", list, []) or [(i + 1) % every != 0 for i in range(depth)]
     chunked = ["chunked_attention" if has_rope else "full_attention" for has_rope in rope]
     chunked = take("layer_types", list, chunked)
     moe_every = take("interleave_moe_layer_step", int, 1)
     moe = take("moe_layers", list, list(range(moe_every - 1, depth, moe_every)))
-    if not len(rope) == len(chunked) == depth or set(chunked) - {"chunked_attention", "full_attention"}:
+    known = all(kind in ("chunked_attention", "full_attention") for kind in chunked)
+    if not len(rope) == len(chunked) == depth or not known:
         raise ValueError(f"config.json: no_rope_layers or layer_types do not describe {depth} layers")
     chunk = take("attention_chunk_size", int, None)
     temperature = take("attn_scale", NUMBER, 0.1), take("floor_scale", NUMBER, 8192)
@@ -481,27 +495,48 @@ def convert(
     source: str, destination: str, quantized: bool = False, dtype: str | None = None, progress=show_progress
 ):
     """Write the model at `source` (a folder or hub id) to the new folder `destination` in our layout."""
-    destination = pathlib.Path(destination).expanduser()
+    destination = pathlib.Path(os.path.expanduser(destination))
     if destination.exists():
         raise ValueError(f"{destination}: exists already; choose another name or remove it")
     checkpoint = open_checkpoint(source)
     if checkpoint.quantized and (dtype or not quantized):
         raise ValueError(f"{checkpoint.folder}: is int8 already; convert the original model instead")
     partial = destination.with_name(destination.name + ".incomplete")
-    shutil.rmtree(partial, ignore_errors=True)
+    if partial.exists():
+        raise ValueError(f"{partial}: exists; is another conversion under way? If not, remove it")
     partial.mkdir(parents=True)
+    try:
+        _write(checkpoint, partial, quantized, dtype or checkpoint.dtype, progress)
+        partial.rename(destination)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _write(
+    checkpoint: Checkpoint, folder: pathlib.Path, quantized: bool, dtype: str, progress: Progress
+) -> None:
+    """Write weights, index and the model's small files into an empty folder."""
+    for pattern in COMPANIONS:
+        for companion in checkpoint.folder.glob(pattern):
+            if companion.is_file():
+                shutil.copy(companion, folder)
     infos = list(named_infos(checkpoint.config))
     total, done = sum(math.prod(info.shape) for _, info in infos), 0
     weight_map, file = {}, {}
 
     def flush():
         name = f"weights-{len(set(weight_map.values())) + 1:05d}.safetensors"
-        save_file(file, partial / name)
+        try:
+            save_file(file, folder / name)
+        except SafetensorError as e:
+            raise ValueError(f"{folder / name}: could not be written ({e}); is the disk full?") from None
+        (folder / name).chmod(0o644)  # safetensors' own is for the owner alone
         weight_map.update(dict.fromkeys(file, name))
         file.clear()
 
     for name, info in infos:
-        x = read_weight(checkpoint, name, info, dtype or checkpoint.dtype, quantized)
+        x = read_weight(checkpoint, name, info, dtype, quantized)
         parts = (
             {name + ".values": x.values, name + ".scale": x.scale}
             if isinstance(x, QuantizedArray)
@@ -514,11 +549,7 @@ def convert(
         progress("converting", done, total)
     if file:
         flush()
-    for pattern in COMPANIONS:
-        for companion in checkpoint.folder.glob(pattern):
-            shutil.copy(companion, partial)
-    (partial / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=1) + "\n")
-    partial.rename(destination)
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=1) + "\n")
 
 
 def _whole(x: StoredTensor | np.ndarray) -> np.ndarray:

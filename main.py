@@ -9,6 +9,7 @@ import json
 import math
 import os
 import pathlib
+import signal
 import sys
 import time
 
@@ -78,7 +79,7 @@ def parse_arguments(arguments: list[str] | None = None):
         "--temperature",
         type=float,
         metavar="T",
-        help="0: always the likeliest token; default: the checkpoint's",
+        help="0: greedy; default: the checkpoint's, or 1 with --top-*",
     )
     add(
         "--top-k", type=int, metavar="K", help="sample from the K likeliest tokens; default: the checkpoint's"
@@ -110,16 +111,25 @@ def log(*message) -> None:
 def join_hosts() -> None:
     """Join the other hosts of a TPU pod, a cluster job, or the JAX_* variables below; alone, do nothing."""
     names = {"num_processes": "JAX_NUM_PROCESSES", "process_id": "JAX_PROCESS_ID"}
-    given = {argument: int(os.environ[name]) for argument, name in names.items() if name in os.environ}
+    given = {argument: os.environ[name] for argument, name in names.items() if name in os.environ}
     try:
-        jax.distributed.initialize(**given)
-    except ValueError as e:
-        if "coordinator_address" not in str(e):  # that is jax's word for: there are no others
-            raise
-        return
+        jax.distributed.initialize(**{argument: int(value) for argument, value in given.items()})
+    except (ValueError, IndexError, RuntimeError) as e:
+        if "coordinator_address" in str(e) and not given:  # jax's way to say that there are no others
+            return
+        variables = "JAX_COORDINATOR_ADDRESS (HOST:PORT), JAX_NUM_PROCESSES and JAX_PROCESS_ID"
+        raise ValueError(f"could not join other hosts ({e}); check {variables}") from None
     # Gloo, which joins CPU processes, writes to file descriptor 1; keep the user's stdout for answers.
     sys.stdout = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+
+
+def device_count() -> int:
+    try:
+        return jax.device_count()
+    except Exception as e:  # RuntimeError and AssertionError, among others
+        reason = str(e).strip().split("\n")[0]
+        raise ValueError(f"jax found no devices ({reason}); check JAX_PLATFORMS and XLA_FLAGS") from None
 
 
 def choose_mesh(cfg: Config, dp: int | None, ep: int | None, tp: int | None, n_devices: int) -> Mesh:
@@ -141,46 +151,63 @@ def choose_mesh(cfg: Config, dp: int | None, ep: int | None, tp: int | None, n_d
 
 
 def read_prompts(args) -> list[str]:
-    prompts = list(args.prompt or ())
+    """The prompts of the command line, then the file's, else the default ones. None may be empty."""
+    prompts = [(f"--prompt {prompt!r}", prompt) for prompt in args.prompt or ()]
     if args.prompt_file is not None:
+        name = f"--prompt-file {args.prompt_file}"
         try:
-            text = pathlib.Path(args.prompt_file).expanduser().read_text(encoding="utf-8-sig")
+            text = pathlib.Path(os.path.expanduser(args.prompt_file)).read_text(encoding="utf-8-sig")
         except UnicodeDecodeError:
-            raise ValueError(f"--prompt-file {args.prompt_file}: not a UTF-8 text file") from None
-        prompts += text.removesuffix("\n").split("\n") if text else []
-        if not prompts:
-            raise ValueError(f"--prompt-file {args.prompt_file}: no prompt in it")
-    for number, prompt in enumerate(prompts, 1):
+            raise ValueError(f"{name}: not a UTF-8 text file") from None
+        if not text.strip():
+            raise ValueError(f"{name}: no prompt in it")
+        lines = text.rstrip().split("\n")
+        prompts += [(f"{name}, line {number}", line) for number, line in enumerate(lines, 1)]
+    for where, prompt in prompts:
         if not prompt.strip():
-            raise ValueError(f"prompt {number} of {len(prompts)} is empty")
-    return prompts or list(PROMPTS)
+            raise ValueError(f"{where}: an empty prompt")
+        if not prompt.isprintable() and any("\ud800" <= c <= "\udfff" for c in prompt):
+            raise ValueError(f"{where}: not valid text in this terminal's encoding")
+    return [prompt for _, prompt in prompts] or list(PROMPTS)
 
 
-def encode(tokenizer, prompts: list[str], chat: bool) -> list[list[int]]:
+def encode(tokenizer, prompts: list[str], chat: bool, cfg: Config) -> list[list[int]]:
     """Token ids of each prompt, as a user's turn if `chat`."""
-    if not chat:
-        return [tokenizer(prompt).input_ids for prompt in prompts]
-    turns = [[{"role": "user", "content": prompt}] for prompt in prompts]
-    return [tokenizer.apply_chat_template(t, add_generation_prompt=True, return_dict=False) for t in turns]
+
+    def ids(prompt: str) -> list[int]:
+        if not chat:
+            return tokenizer(prompt).input_ids
+        turn = [{"role": "user", "content": prompt}]
+        return tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False)
+
+    try:
+        encoded = [ids(prompt) for prompt in prompts]
+    except Exception as e:  # a chat template is a program of the checkpoint's, and may raise anything
+        raise ValueError(f"the checkpoint's tokenizer or chat template failed: {e}") from None
+    for prompt, row in zip(prompts, encoded, strict=True):
+        if not row or max(row) >= cfg.V:
+            raise ValueError(
+                f"the checkpoint's tokenizer makes {row} of {prompt!r}; config.json has {cfg.V} tokens"
+            )
+    return encoded
 
 
 def plan_lengths(
     encoded: list[list[int]], max_new: int | None, max_len: int | None, cfg: Config
-) -> tuple[int, int]:
-    """(new tokens per row, positions per row). Raises ValueError if they exceed a limit."""
+) -> tuple[list[int], int]:
+    """(new tokens of each row, positions per row). Raises ValueError if a row exceeds a limit."""
     limit, why = cfg.max_positions, "the model's limit"
     if max_len is not None:
         if max_len > limit:
             raise ValueError(f"--max-len {max_len}: the model's limit is {limit} positions")
         limit, why = max_len, "--max-len"
-    longest = max(map(len, encoded))
-    new = max_new or min(NEW_TOKENS, max(limit - longest, 1))
-    if longest + new > limit:
-        number = 1 + max(range(len(encoded)), key=lambda i: len(encoded[i]))
-        raise ValueError(
-            f"prompt {number} has {longest} tokens, which with {new} new ones exceeds {why} of {limit}"
-        )
-    return new, max_len or min(limit, -(-(longest + new) // 128) * 128)  # few sizes to compile for
+    new = [max_new or min(NEW_TOKENS, max(limit - len(row), 1)) for row in encoded]
+    ends = [len(row) + n for row, n in zip(encoded, new, strict=True)]
+    longest = max(range(len(ends)), key=ends.__getitem__)
+    if ends[longest] > limit:
+        what = f"{len(encoded[longest])} tokens, which with {new[longest]} new ones exceed {why} of {limit}"
+        raise ValueError(f"prompt {longest + 1} has {what}")
+    return new, max_len or min(limit, -(-max(ends) // 128) * 128)  # few sizes to compile for
 
 
 def stop_tokens(folder: pathlib.Path, tokenizer) -> frozenset[int]:
@@ -189,7 +216,12 @@ def stop_tokens(folder: pathlib.Path, tokenizer) -> frozenset[int]:
     for source in (_generation_config(folder), config, config.get("text_config") or {}):
         ids = source.get("eos_token_id")
         if ids is not None:
-            return frozenset(ids if isinstance(ids, list) else [ids])
+            ids = ids if isinstance(ids, list) else [ids]
+            if not all(isinstance(i, int) and 0 <= i < 2**31 for i in ids):
+                raise ValueError(
+                    f"{folder}: eos_token_id = {ids!r} in its configuration is no list of tokens"
+                )
+            return frozenset(ids)
     return frozenset() if tokenizer.eos_token_id is None else frozenset([tokenizer.eos_token_id])
 
 
@@ -201,13 +233,17 @@ def _generation_config(folder: pathlib.Path) -> dict:
 def choose_sampling(args, folder: pathlib.Path) -> Sampling:
     """What the user asked for; for the rest, what generation_config.json does; greedy if neither samples."""
     theirs = _generation_config(folder)
-    if not theirs.get("do_sample"):
+    if theirs.get("do_sample") is not True:
         theirs = {"temperature": 0.0 if args.top_k is None and args.top_p is None else 1.0}
     asked = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p")}
     given = {name: theirs.get(name) if value is None else value for name, value in asked.items()}
     if given["temperature"] is None:
         given["temperature"] = 1.0
-    return Sampling(**{name: value for name, value in given.items() if value is not None})
+    given = {name: value for name, value in given.items() if value is not None}
+    for name, value in given.items():
+        if not isinstance(value, int if name == "top_k" else (int, float)):
+            raise ValueError(f"{folder / 'generation_config.json'}: {name} = {value!r} is no number")
+    return Sampling(**given)
 
 
 @dataclasses.dataclass
@@ -238,7 +274,7 @@ def generate(
     encoded: list[list[int]],
     cfg: Config,
     mesh: Mesh,
-    new: int,
+    new: int | list[int],
     max_len: int,
     kv_dtype: str,
     sampling: Sampling,
@@ -246,11 +282,13 @@ def generate(
     stop: frozenset[int] = frozenset(),
     score: bool = False,
 ) -> Generation:
-    """Continue each prompt (token ids) by up to `new` tokens, or to one in `stop`."""
+    """Continue each prompt (token ids) by up to `new` tokens (of all, or of each row), or to a stop token."""
     n = len(encoded)
     rows = encoded + [[0]] * (-n % mesh.shape["data"])  # every data shard has the same number of rows
     prompt = model.pieces(rows, score)
-    seeds = (np.arange(len(rows), dtype=np.uint32) * np.uint32(0x9E3779B9)) ^ np.uint32(seed)
+    seeds = np.full(len(rows), seed, np.uint32)  # a prompt's answer does not depend on its place in the batch
+    limits = np.zeros(len(rows), int)
+    limits[:n] = new
     static = dict(sampling=sampling, cfg=cfg, mesh=mesh)
     cache = model.init_cache(cfg, mesh, len(rows), max_len, kv_dtype)
     active = np.arange(len(rows)) < n
@@ -258,7 +296,7 @@ def generate(
     began = time.perf_counter()
     for piece in {piece.tokens.shape: piece for piece in prompt}.values():
         model.step.lower(piece, seeds, weights, cache, **static).compile()
-    if new > 1:
+    if limits.max() > 1:
         token = jax.device_put(np.zeros((len(rows), 1), np.int32), NamedSharding(mesh, P("data")))
         next_token = model.Piece(tokens=token, count=active.astype(np.int32))
         model.step.lower(next_token, seeds, weights, cache, **static).compile()
@@ -272,11 +310,11 @@ def generate(
     tokens, logprobs = [[] for _ in encoded], [[] for _ in encoded]
     prompt_logprobs = fetch(output.scores) if score else None
     began, steps = time.perf_counter(), 0
-    for i in range(new):
+    for i in range(limits.max()):
         # The next step is under way before this one's tokens are looked at: the device does not wait for the
         # host, and a row that has just stopped takes that one step in vain.
         here = output
-        if i + 1 < new and active.any():
+        if i + 1 < limits.max():
             output, cache = model.decode_step(output.tokens, active, seeds, weights, cache, **static)
             steps += 1
         chosen, chosen_logprobs = fetch(here.tokens)[:, 0], fetch(here.logprobs)
@@ -285,7 +323,7 @@ def generate(
         for row in np.flatnonzero(active):
             tokens[row].append(int(chosen[row]))
             logprobs[row].append(float(chosen_logprobs[row]))
-        active = active & ~np.isin(chosen, list(stop))
+        active = active & ~np.isin(chosen, list(stop)) & (i + 1 < limits)
         if not active.any():
             break
     seconds = time.perf_counter() - began
@@ -319,21 +357,15 @@ def bytes_per_step(
     return total
 
 
-def load_tokenizer(folder: pathlib.Path, cfg: Config):
+def load_tokenizer(folder: pathlib.Path):
+    """The folder's tokenizer. Not AutoTokenizer, which also reads config.json and refuses Scout's."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it advises, on import, to install PyTorch
-    from transformers import AutoTokenizer
+    from transformers import PreTrainedTokenizerFast
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
     except Exception as e:  # it raises many kinds, for one reason: files that are not a tokenizer's
-        raise ValueError(
-            f"{folder}: no tokenizer could be loaded from it ({str(e).strip().splitlines()[0]})"
-        ) from None
-    if len(tokenizer) > cfg.V:
-        raise ValueError(
-            f"{folder}: its tokenizer has {len(tokenizer)} tokens, config.json's vocab_size is {cfg.V}"
-        )
-    return tokenizer
+        raise ValueError(f"{folder}: no tokenizer could be loaded from its tokenizer.json ({e})") from None
 
 
 def main() -> None:
@@ -343,9 +375,9 @@ def main() -> None:
     checkpoint = open_checkpoint(args.checkpoint)
     cfg, folder = checkpoint.config, checkpoint.folder
     sampling = choose_sampling(args, folder)
-    mesh = choose_mesh(cfg, args.dp, args.ep, args.tp, jax.device_count())
-    tokenizer = load_tokenizer(folder, cfg)
-    encoded = encode(tokenizer, prompts, bool(tokenizer.chat_template) and not args.no_chat_template)
+    mesh = choose_mesh(cfg, args.dp, args.ep, args.tp, device_count())
+    tokenizer = load_tokenizer(folder)
+    encoded = encode(tokenizer, prompts, bool(tokenizer.chat_template) and not args.no_chat_template, cfg)
     new, max_len = plan_lengths(encoded, args.max_new_tokens, args.max_len, cfg)
 
     # On a CPU, XLA's products of anything but float32 are slower than the bytes they save.
@@ -401,6 +433,9 @@ def report(args, cfg, mesh, weights, prompts, encoded, result: Generation, token
     if not args.json:
         for prompt, text in zip(prompts, texts, strict=True):
             print(f"> {prompt}\n{text}\n")
+        if args.logprobs:
+            print("For log-probabilities by token, use --json. Of each answer as a whole:")
+            print(" ".join(f"{sum(row):.4f}" for row in result.logprobs))
         return
     responses = []
     for i, prompt in enumerate(prompts):
@@ -420,5 +455,12 @@ def report(args, cfg, mesh, weights, prompts, encoded, result: Generation, token
     )))  # fmt: skip
 
 
+def interrupt(*_) -> None:
+    """Leave at once: an exception may be lost in one of XLA's callbacks, and there is nothing to clean up."""
+    os.write(2, b"interrupted\n")
+    os._exit(130)
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, interrupt)
     run(main)

@@ -51,7 +51,7 @@ def merge(*parts: tuple[Array, Array]):
     weight = jnp.exp(lse - jnp.where(peak == -jnp.inf, 0, peak))
     total = jnp.sum(weight, 0)
     o = jnp.sum(o * weight[..., None], 0) / jnp.where(total == 0, 1, total)[..., None]
-    return o, jnp.where(peak == -jnp.inf, peak, peak + jnp.log(total))
+    return o, peak + jnp.log(total)
 
 
 def attend_cached(q: Array, kv: Array, scale: Array | None, start: Array, length: Array):

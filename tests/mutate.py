@@ -44,7 +44,6 @@ MUTATIONS = [
     ("model.py", "(n + slots - 1 - lax.axis_index(SLOTS)) // slots", "n // slots", MESH),
     ("model.py", "past = attend_past(q, kv if kind.chunk else written", "past = attend_past(q, written", SCOUT),
     ("model.py", "past = attend_past(q, kv if kind.chunk else written", "past = attend_past(q, kv", COPY),
-    ("ragged_attention.py", "jnp.where(peak == -jnp.inf, peak, peak + jnp.log(total))", "peak + jnp.log(total)", ATTENTION),
     ("ragged_attention.py", "jnp.exp(lse - jnp.where(peak == -jnp.inf, 0, peak))", "jnp.exp(lse - peak)", ATTENTION),
     ("model.py", "mask = keys <= queries\n", "mask = keys >= 0\n", SCOUT),
     ("model.py", "mask &= keys >= queries // chunk * chunk", "pass", SCOUT),

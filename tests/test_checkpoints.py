@@ -191,6 +191,10 @@ WRONG = {
     "missing field": (lambda tensors, config: config.pop("hidden_size"), "'hidden_size' is missing"),
     "wrong size": (configure(num_local_experts=8), r"router.weight has shape \(4, 128\)"),
     "text for a number": (configure(num_hidden_layers="four"), "num_hidden_layers"),
+    "odd head width": (configure(head_dim=31), "even head_dim"),
+    "layer types": (configure(layer_types=[[], [], [], []]), "layer_types do not describe"),
+    "too many active": (configure(num_experts_per_tok=5), "5 of 4 experts"),
+    "absurd depth": (configure(num_hidden_layers=10**9), "num_hidden_layers"),
     "no heads": (configure(num_key_value_heads=4), "6 attention heads"),
 }
 
@@ -250,7 +254,10 @@ def test_convert_refuses_and_leaves_no_half(tmp_path, monkeypatch):
     monkeypatch.setattr("convert_checkpoint.quantize", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         convert(str(LLAMA3), str(tmp_path / "broken"), quantized=True)
-    assert not (tmp_path / "broken").exists()
+    assert not list(tmp_path.glob("broken*"))
+    (tmp_path / "mine.incomplete").mkdir()
+    with pytest.raises(ValueError, match="mine.incomplete: exists"):
+        convert(str(LLAMA3), str(tmp_path / "mine"))
 
 
 def test_converted_index_is_checked(tmp_path):

@@ -46,7 +46,7 @@ WRONG = {
     "too long for the model": ([*ONE_EACH, "--max-new-tokens", "2000"], "the model's limit of 512"),
     "--max-len beyond the model": ([*ONE_EACH, "--max-len", "1000"], "the model's limit is 512"),
     "long prompt": ([*ONE_EACH, "--prompt", "a b" * 600], "prompt 1 has"),
-    "empty prompt": (["--prompt", "a", "--prompt", " "], "prompt 2 of 2 is empty"),
+    "empty prompt": (["--prompt", "a", "--prompt", " "], "--prompt ' ': an empty prompt"),
     "top-p of 0": (["--top-p", "0"], "top-p 0.0"),
     "top-p above 1": (["--top-p", "1.5"], "top-p 1.5"),
     "negative temperature": (["--temperature", "-1"], "temperature -1.0"),
@@ -83,7 +83,7 @@ def test_wrong_prompt_files(tmp_path, monkeypatch, capsys):
     for content, message in (
         (b"", "no prompt in it"),
         (b"\xff\xfe\n", "not a UTF-8 text"),
-        (b"a\n\nb\n", "prompt 2 of 3"),
+        (b"a\n\nb\n", "line 2: an empty prompt"),
     ):
         file.write_bytes(content)
         code, _, err = invoke(monkeypatch, capsys, main, "--prompt-file", file)
@@ -182,6 +182,31 @@ def test_damaged_weights(tmp_path, monkeypatch, capsys):
     save_file(tensors, tmp_path / "nan" / "model.safetensors")
     code, out, err = invoke(monkeypatch, capsys, main, "--checkpoint", tmp_path / "nan", *ONE_EACH)
     assert code == 1 and out == "" and "NaN" in err
+
+
+def test_default_lengths_do_not_depend_on_the_batch():
+    """A long prompt takes its own room, not its neighbour's; only the explicit limits are errors."""
+    cfg = convert_checkpoint.open_checkpoint(LLAMA3).config
+    assert main.plan_lengths([[1] * 10, [1] * 500], None, None, cfg) == ([256, 12], 512)
+    assert main.plan_lengths([[1] * 10], None, 20, cfg) == ([10], 20)
+    assert main.plan_lengths([[1] * 10], 30, None, cfg) == ([30], 128)
+
+
+DAMAGED = {
+    "generation_config.json": ['{"do_sample": true, "top_k": "x"}', '{"eos_token_id": ["6"]}', "[" * 100000],
+    "chat_template.jinja": ["{% if", "{{ raise_exception('no') }}", "{% if false %}x{% endif %}"],
+    "tokenizer.json": ["{}", ""],
+}
+
+
+@pytest.mark.parametrize(
+    ("file", "content"), [(file, c) for file, contents in DAMAGED.items() for c in contents]
+)
+def test_damaged_companions(file, content, tmp_path, monkeypatch, capsys):
+    shutil.copytree(LLAMA3, tmp_path / "damaged")
+    (tmp_path / "damaged" / file).write_text(content)
+    code, out, err = invoke(monkeypatch, capsys, main, "--checkpoint", tmp_path / "damaged", *ONE_EACH)
+    assert code == 1 and out == "" and err.splitlines()[-1].startswith("error: ")
 
 
 def test_two_hosts():

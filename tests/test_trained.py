@@ -8,7 +8,6 @@ import pytest
 from checkpoints.questions import examination, is_held_out
 from conftest import mesh_of
 from jax.sharding import PartitionSpec as P
-from transformers import AutoTokenizer
 
 import main
 import model
@@ -33,8 +32,8 @@ def answers(folder, questions, dtype, quantized, kv_dtype):
     cfg = checkpoint.config
     mesh = mesh_of(cfg)
     weights = load(checkpoint, mesh, dtype, quantized)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    encoded = main.encode(tokenizer, questions, chat=True)
+    tokenizer = main.load_tokenizer(folder)
+    encoded = main.encode(tokenizer, questions, True, cfg)
     stop = main.stop_tokens(folder, tokenizer)
     result = main.generate(weights, encoded, cfg, mesh, 16, 64, kv_dtype, model.Sampling(), stop=stop)
     return tokenizer.batch_decode(result.tokens, skip_special_tokens=True)
@@ -86,9 +85,9 @@ def test_divergence_of_int8(tiny, exam, capsys):
     checkpoint = open_checkpoint(tiny)
     cfg = checkpoint.config
     mesh = mesh_of(cfg)
-    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    tokenizer = main.load_tokenizer(tiny)
     texts = [
-        main.encode(tokenizer, [question], chat=True)[0] + tokenizer.encode(answer, add_special_tokens=False)
+        main.encode(tokenizer, [question], True, cfg)[0] + tokenizer.encode(answer, add_special_tokens=False)
         for question, answer in exam[:32]
     ]
     shortest = min(map(len, texts))
@@ -115,8 +114,8 @@ def answers_long(folder):
     checkpoint = open_checkpoint(folder)
     mesh = mesh_of(checkpoint.config)
     weights = load(checkpoint, mesh, "float32", False)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    encoded = main.encode(tokenizer, list(main.PROMPTS), chat=True)
+    tokenizer = main.load_tokenizer(folder)
+    encoded = main.encode(tokenizer, list(main.PROMPTS), True, checkpoint.config)
     stop = main.stop_tokens(folder, tokenizer)
     result = main.generate(
         weights, encoded, checkpoint.config, mesh, 200, 256, "float32", model.Sampling(), stop=stop
