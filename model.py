@@ -447,7 +447,7 @@ def attend_past(q: Array, kv: Array | QuantizedArray, span: Span, chunk: int | N
 def attend_decode(q: Array, kv: Array | QuantizedArray, span: Span, chunk: int | None):
     """Attention of one token per row to the cache, which holds it already. q: [b,1,k,G,H] -> as `attend`."""
     # The new token counts: at a chunk's first position the length is 1, not 0.
-    length = (span.start % chunk if chunk else span.start) + 1
+    length = (span.start % chunk if chunk else span.start) + span.count
     return ragged_decode(q, *values_and_scale(kv), local_slots(length))
 
 
