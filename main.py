@@ -378,6 +378,7 @@ def main() -> None:
     mesh = choose_mesh(cfg, args.dp, args.ep, args.tp, device_count())
     tokenizer = load_tokenizer(folder)
     encoded = encode(tokenizer, prompts, bool(tokenizer.chat_template) and not args.no_chat_template, cfg)
+    stop = frozenset() if args.ignore_eos else stop_tokens(folder, tokenizer)
     new, max_len = plan_lengths(encoded, args.max_new_tokens, args.max_len, cfg)
 
     # On a CPU, XLA's products of anything but float32 are slower than the bytes they save.
@@ -390,7 +391,6 @@ def main() -> None:
     weights = convert_checkpoint.load(
         checkpoint, mesh, dtype, checkpoint.quantized or args.quantize == "int8", progress
     )
-    stop = frozenset() if args.ignore_eos else stop_tokens(folder, tokenizer)
     try:
         result = generate(
             weights, encoded, cfg, mesh, new, max_len, kv_dtype, sampling, args.seed, stop, args.logprobs
@@ -419,9 +419,8 @@ def report(args, cfg, mesh, weights, prompts, encoded, result: Generation, token
     bandwidth, steps = BANDWIDTH.get(jax.devices()[0].device_kind), result.decode_steps_per_second
     utilization = None
     if bandwidth and steps:
-        kv_bytes = jnp.dtype(kv_dtype).itemsize * (
-            1 + 2 / cfg.H * (kv_dtype == "int8")
-        )  # with its bfloat16 scales
+        scale_bytes = 2 / cfg.H if kv_dtype == "int8" else 0  # one bfloat16 per key or value
+        kv_bytes = jnp.dtype(kv_dtype).itemsize + scale_bytes
         per_device = -(-len(prompts) // mesh.shape["data"])
         needed = bytes_per_step(weights, cfg, mesh, per_device, sum(filled) / len(filled), kv_bytes)
         utilization = needed * steps / bandwidth

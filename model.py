@@ -762,9 +762,8 @@ def pieces(prompts: list[list[int]], score: bool = False) -> list[Piece]:
     """Cut prompts into pieces, padded to a power of two so that there are few shapes to compile."""
     count = np.array([len(prompt) for prompt in prompts], np.int32)
     longest = count.max()
-    tokens = np.zeros(
-        (len(prompts), longest + PIECE + 1), np.int32
-    )  # room for the last piece and its targets
+    # With room for the last piece and its targets.
+    tokens = np.zeros((len(prompts), longest + PIECE + 1), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
 
