@@ -24,8 +24,9 @@ from jax import Array, lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from grouped_matmul import expert_mlp
 from quantize import QuantizedArray, einsum, quantize, values_and_scale
-from ragged_attention import attend, attend_cached, merge, ragged_decode
+from ragged_attention import KV, LANES, attend_cached, attend_causal, merge, ragged_decode, write
 
 # ----------------------------------------------------------------------------------------------------- mesh
 #
@@ -149,9 +150,15 @@ class ArrayInfo:
         return ArrayInfo("".join(self.letters[i] for i in kept), shape=tuple(self.shape[i] for i in kept))
 
     def padded_shape(self, mesh: Mesh) -> tuple[int, ...]:
-        """The shape with each size rounded up to a multiple of its devices: zeros, which change no result."""
+        """The shape with each size rounded up to a multiple of its devices: zeros, which change no result.
+
+        Each device gets a multiple of LANES cache slots: whole tiles, as its kernels want.
+        """
         degrees = [mesh_size(mesh, SHARDED_BY.get(letter, ())) for letter in self.letters]
-        return tuple(-(-size // degree) * degree for size, degree in zip(self.shape, degrees, strict=True))
+        units = [
+            degree * LANES if x == "s" else degree for x, degree in zip(self.letters, degrees, strict=True)
+        ]
+        return tuple(-(-size // unit) * unit for size, unit in zip(self.shape, units, strict=True))
 
 
 def mesh_size(mesh: Mesh, axes: str | tuple[str, ...]) -> int:
@@ -211,13 +218,13 @@ class Weights:
 
 @_pytree
 class Cache:
-    """Keys and values of each row's first length[b] positions: per layer [b,k,2,s,H], keys then values.
+    """Keys and values of each row's first length[b] positions: one KV per layer, [b,k,s,2H].
 
     Position p is in slot p; in a chunked layer, a ring of one chunk, in slot p % chunk. Slot s is on device
     s % n of the n that share the head, in place s // n, so that they fill evenly.
     """
 
-    layers: list[Array | QuantizedArray]
+    layers: list[KV]
     length: Array
 
 
@@ -255,13 +262,15 @@ def weight_infos(cfg: Config) -> Weights:
     return dataclasses.replace(weights, embed=dataclasses.replace(weights.embed, contracted="D"))
 
 
-def cache_infos(cfg: Config, batch: int, max_len: int) -> Cache:
-    """The cache of `batch` rows of up to `max_len` positions, declared."""
-    sizes = {"B": batch, "K": cfg.K, "2": 2, "H": cfg.H}
+def cache_infos(cfg: Config, batch: int, max_len: int, dtype) -> Cache:
+    """The cache of `batch` rows of up to `max_len` positions, declared. dtype: float, or int8 with scales."""
 
-    def layer(kind: LayerKind) -> ArrayInfo:
-        here = sizes | {"S": min(max_len, kind.chunk or max_len)}
-        return ArrayInfo("bk2sH", "H", shape=tuple(here[letter] for letter in "BK2SH"))
+    def layer(kind: LayerKind) -> KV:
+        slots = min(max_len, kind.chunk or max_len)
+        values = ArrayInfo("bksH", shape=(batch, cfg.K, slots, 2 * cfg.H), dtype=dtype)
+        if jnp.dtype(dtype) != jnp.int8:
+            return KV(values, None)
+        return KV(values, ArrayInfo("bk2s", shape=(batch, cfg.K, 2, slots), dtype=jnp.bfloat16))
 
     length = ArrayInfo("b", shape=(batch,), dtype=jnp.int32)
     return Cache(layers=[layer(kind) for kind in cfg.layers], length=length)
@@ -276,7 +285,7 @@ def specs(infos, arrays):
     return jax.tree.map(spec, infos, arrays)
 
 
-def abstract(infos, mesh: Mesh, dtype, quantized: bool, scale_dtype=jnp.float32):
+def abstract(infos, mesh: Mesh, dtype=None, quantized: bool = False):
     """The declared tree as sharded jax.ShapeDtypeStructs. quantized: int8 where a matmul contracts."""
 
     def struct(info: ArrayInfo, dtype):
@@ -284,7 +293,7 @@ def abstract(infos, mesh: Mesh, dtype, quantized: bool, scale_dtype=jnp.float32)
 
     def leaf(info: ArrayInfo):
         if quantized and info.contracted:
-            return QuantizedArray(struct(info, jnp.int8), struct(info.scale, scale_dtype))
+            return QuantizedArray(struct(info, jnp.int8), struct(info.scale, jnp.float32))
         return struct(info, info.dtype or dtype)
 
     return jax.tree.map(leaf, infos)
@@ -296,9 +305,8 @@ def _make(function, tree, *arguments):
 
 
 def init_cache(cfg: Config, mesh: Mesh, batch: int, max_len: int, dtype) -> Cache:
-    """An empty cache. dtype: a float type, or int8 (with one bfloat16 scale per row, head and slot)."""
-    quantized = jnp.dtype(dtype) == jnp.int8
-    tree = abstract(cache_infos(cfg, batch, max_len), mesh, dtype, quantized, scale_dtype=jnp.bfloat16)
+    """An empty cache, see `cache_infos`."""
+    tree = abstract(cache_infos(cfg, batch, max_len, dtype), mesh)
     return _make(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree), tree)
 
 
@@ -392,18 +400,18 @@ def project(x: Array, w: Attention) -> tuple[Array, Array, Array]:
     return q.reshape(*bTk, -1, H), k.reshape(*bTk, H), v.reshape(*bTk, H)
 
 
-def merge_slots(o: Array, lse: Array) -> Array:
+def merge_slots(o: Array, lse: Array) -> tuple[Array, Array]:
     """Attention over this device's slots -> over all, for this device's queries: [b,T,k,G,H] -> [b,T,k,g,H].
 
     One all-to-all of the partial results; each device merges the queries whose output columns it holds.
     """
     slots = lax.axis_size(SLOTS)
     if slots == 1:
-        return o
+        return o, lse
     parts = jnp.concatenate([o, lse[..., None]], -1)
     parts = parts.reshape(*o.shape[:3], slots, -1, parts.shape[-1])
     parts = lax.all_to_all(parts, SLOTS, 3, 0)  # [slots,b,T,k,g,H+1]
-    return merge(*((part[..., :-1], part[..., -1]) for part in parts))[0]
+    return merge(*((part[..., :-1], part[..., -1]) for part in parts))
 
 
 def local_slots(n: Array) -> Array:
@@ -413,42 +421,22 @@ def local_slots(n: Array) -> Array:
 
 
 def attend_span(q: Array, k: Array, v: Array, span: Span, chunk: int | None):
-    """Attention among the span's own tokens, its keys dealt out over the devices that share a head.
+    """Attention among the span's own tokens, by this device's queries.
 
-    q: [b,T,k,G,H], k, v: [b,T,k,H] -> as `attend`.
+    q: [b,T,k,G,H], k, v: [b,T,k,H] -> (o [b,T,k,g,H], lse [b,T,k,g]).
     """
-    slots = lax.axis_size(SLOTS)
-    queries = span.positions[:, :, None]
-    T = q.shape[1]
-
-    def deal(x: Array) -> Array:  # [b,T,k,H] -> [b,k,T/slots,H]
-        x = jnp.pad(x, ((0, 0), (0, -T % slots), (0, 0), (0, 0)))
-        x = x.reshape(x.shape[0], -1, slots, *x.shape[2:])
-        return jnp.moveaxis(lax.dynamic_index_in_dim(x, lax.axis_index(SLOTS), 2, keepdims=False), 1, 2)
-
-    keys = span.start[:, None, None] + jnp.arange(-(-T // slots)) * slots + lax.axis_index(SLOTS)
-    mask = keys <= queries
-    if chunk:
-        mask &= keys >= queries // chunk * chunk
-    return attend(q, deal(k), deal(v), mask)
+    g = q.shape[3] // lax.axis_size(SLOTS)
+    own = lax.dynamic_slice_in_dim(q, lax.axis_index(SLOTS) * g, g, 3)
+    return attend_causal(own, k, v, span.positions // chunk if chunk else jnp.zeros_like(span.positions))
 
 
-def attend_past(q: Array, kv: Array | QuantizedArray, span: Span, chunk: int | None):
-    """Attention of a span to the positions before it, in the cache. q: [b,T,k,G,H] -> as `attend`."""
-    first_slot = jnp.zeros_like(span.positions)
-    length = span.start
-    if chunk:
-        base = length // chunk * chunk  # only the chunk in which the span starts is still of use
-        first_slot = span.positions // chunk * chunk - base[:, None]
-        length = length - base
-    return attend_cached(q, *values_and_scale(kv), local_slots(first_slot), local_slots(length))
-
-
-def attend_decode(q: Array, kv: Array | QuantizedArray, span: Span, chunk: int | None):
-    """Attention of one token per row to the cache, which holds it already. q: [b,1,k,G,H] -> as `attend`."""
-    # The new token counts: at a chunk's first position the length is 1, not 0.
-    length = (span.start % chunk if chunk else span.start) + span.count
-    return ragged_decode(q, *values_and_scale(kv), local_slots(length))
+def attend_past(q: Array, kv: KV, span: Span, chunk: int | None):
+    """Attention of a span to the positions before it, in the cache: as `attend_span`."""
+    length, sees = span.start, None
+    if chunk:  # only the chunk in which the span starts is still of use
+        sees = span.positions // chunk == (length // chunk)[:, None]
+        length = length % chunk
+    return merge_slots(*attend_cached(q, kv, local_slots(length), sees=sees))
 
 
 def places(span: Span, chunk: int | None, capacity: int) -> Array:
@@ -462,28 +450,22 @@ def places(span: Span, chunk: int | None, capacity: int) -> Array:
     return jnp.where(keep & (slot % slots == lax.axis_index(SLOTS)), slot // slots, capacity)
 
 
-def write_cache(kv: Array | QuantizedArray, k: Array, v: Array, span: Span, chunk: int | None):
-    """Put a span's keys and values, [b,T,k,H] each, into their slots."""
-    new = jnp.stack([k, v], 1).transpose(0, 3, 1, 2, 4)  # bk2TH
-    if isinstance(kv, QuantizedArray):
-        new = quantize(new, (4,), kv.scale.dtype)
-
-    def write(cache: Array, new: Array) -> Array:  # [b,k,2,s,...] <- [b,k,2,T,...]
-        # One row per index: a wider scatter window makes XLA copy the whole cache.
-        rows = cache.reshape(-1, *cache.shape[3:])
-        at = jnp.repeat(places(span, chunk, rows.shape[1]), rows.shape[0] // cache.shape[0], 0)
-        new = new.astype(cache.dtype).reshape(rows.shape[0], -1, *rows.shape[2:])
-        return rows.at[jnp.arange(rows.shape[0])[:, None], at].set(new, mode="drop").reshape(cache.shape)
-
-    return jax.tree.map(write, kv, new)
+def cached_form(k: Array, v: Array, kv: KV) -> KV:
+    """A span's keys and values, [b,T,k,H] each, as the cache holds them: [b,k,T,2H]."""
+    new = jnp.stack([k, v], 3).swapaxes(1, 2)  # bkT2H
+    scale = None
+    if kv.scale is not None:
+        quantized = quantize(new, (4,), kv.scale.dtype)
+        new, scale = quantized.values, quantized.scale.swapaxes(2, 3)
+    return KV(new.reshape(*new.shape[:3], -1), scale)
 
 
 @jax.named_scope("attention")
 def attention(x: Array, w: Attention, kv, span: Span, kind: LayerKind, cfg: Config):
     """Grouped-query attention. x: [b,T,D] -> ([b,T,D], the layer's cache with the span in it, or None).
 
-    Without a cache the span is all there is. With one, T = 1 is decode: the token is written first, so that
-    the kernel reads one cache and merges nothing.
+    Without a cache the span is all there is. With one, T = 1 is decode: the kernel writes the token, then
+    reads one cache that holds all there is to see.
     """
     q, k, v = project(x, w)
     if kind.rope:
@@ -495,18 +477,21 @@ def attention(x: Array, w: Attention, kv, span: Span, kind: LayerKind, cfg: Conf
         temperature = 1 + scale * jnp.log1p(jnp.floor((span.positions + 1) / floor))
         q = (q * temperature[:, :, None, None, None]).astype(q.dtype)
     if kv is None:
-        o, lse = attend_span(q, k, v, span, kind.chunk)
-    elif x.shape[1] == 1:
-        kv = write_cache(kv, k, v, span, kind.chunk)
-        o, lse = attend_decode(q, kv, span, kind.chunk)
+        o, _ = attend_span(q, k, v, span, kind.chunk)
     else:
-        # A ring is read as it was: the span may overwrite what its first tokens see. Any other cache is read
-        # as it will be, which spares XLA a copy of it.
-        written = write_cache(kv, k, v, span, kind.chunk)
-        past = attend_past(q, kv if kind.chunk else written, span, kind.chunk)
-        o, lse = merge(past, attend_span(q, k, v, span, kind.chunk))
-        kv = written
-    o = merge_slots(o, lse).astype(x.dtype)
+        new, place = cached_form(k, v, kv), places(span, kind.chunk, kv.values.shape[2])
+        if x.shape[1] == 1:
+            length = (span.start % kind.chunk if kind.chunk else span.start) + span.count
+            part, kv = ragged_decode(q, new, kv, local_slots(length), place[:, 0])
+            o, _ = merge_slots(*part)
+        else:
+            # A ring is read as it was: the span may overwrite what its first tokens see. Any other cache is
+            # read as it will be, which spares XLA a copy of it.
+            written = write(kv, new, place)
+            past = attend_past(q, kv if kind.chunk else written, span, kind.chunk)
+            o, _ = merge(past, attend_span(q, k, v, span, kind.chunk))
+            kv = written
+    o = o.astype(x.dtype)
     return lax.psum(einsum("bTkgH,kgHD->bTD", o, w.o), MODEL), kv  # k, g
 
 
@@ -525,28 +510,11 @@ def experts(x: Array, w: MoE, cfg: Config) -> Array:
     x32, router = x.astype(jnp.float32), w.router.astype(jnp.float32)
     logits = jnp.einsum("bTD,DE->bTE", x32, router, precision="highest")  # a rounded one may choose another
     logits, chosen = lax.top_k(logits, cfg.A)  # bTA
-    rows = (x[:, :, None] * jax.nn.sigmoid(logits)[..., None].astype(x.dtype)).reshape(-1, x.shape[-1])
-    # Rows in the order of their expert, with those of other devices' experts at the end.
     n_local = cfg.E // lax.axis_size(EXPERT)
-    expert = chosen.reshape(-1) - lax.axis_index(EXPERT) * n_local
-    expert = jnp.where((expert >= 0) & (expert < n_local), expert, n_local)
-    order = jnp.argsort(expert)
-    sizes = jnp.bincount(expert, length=n_local + 1)[:n_local]
-    y = grouped_mlp(rows[order], expert[order], sizes, w)
-    y = jnp.where((expert < n_local)[:, None], jnp.zeros_like(y).at[order].set(y), 0)
-    return y.reshape(*chosen.shape, -1).sum(2)
-
-
-def grouped_mlp(x: Array, expert: Array, sizes: Array, w: MoE) -> Array:
-    """SwiGLU with each row's own expert. x: [R,D] sorted by expert [R], sizes [e] rows each -> [R,D]."""
-
-    def dot(x: Array, w: Array | QuantizedArray) -> Array:
-        values, scale = values_and_scale(w)
-        y = lax.ragged_dot(x, values.astype(x.dtype), sizes, preferred_element_type=jnp.float32)
-        return y if scale is None else y * scale.at[expert].get(mode="clip")
-
-    h = jax.nn.silu(dot(x, w.gate)) * dot(x, w.up)
-    return dot(h.astype(x.dtype), w.down).astype(x.dtype)
+    local = chosen - lax.axis_index(EXPERT) * n_local
+    local = jnp.where((local >= 0) & (local < n_local), local, n_local)
+    rows = (array.reshape(-1, array.shape[-1]) for array in (x, local, jax.nn.sigmoid(logits)))
+    return expert_mlp(*rows, w.gate, w.up, w.down).astype(x.dtype).reshape(x.shape)
 
 
 @jax.named_scope("feed_forward")
@@ -679,6 +647,14 @@ def sample(logits: Array, seeds: Array, positions: Array, sampling: Sampling, cf
 # --------------------------------------------------------------------------------- forward, prefill, decode
 
 
+def on_each_device(mesh: Mesh, T: int, in_specs, out_specs):
+    """shard_map, which checks that every psum is there; except on TPUs for T > 1, whose attention, a kernel
+    of jax's library, does not declare over which axes its result varies.
+    """
+    checked = T == 1 or mesh.devices.flat[0].platform != "tpu"
+    return partial(jax.shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=checked)
+
+
 @partial(jax.jit, static_argnames=("cfg", "mesh"))
 def forward(tokens: Array, weights: Weights, *, cfg: Config, mesh: Mesh) -> Array:
     """Logits of every position, without a cache: tokens [B,T] int32 -> [B,T,V] float32.
@@ -687,7 +663,7 @@ def forward(tokens: Array, weights: Weights, *, cfg: Config, mesh: Mesh) -> Arra
     """
     layouts = P("data"), specs(weight_infos(cfg), weights)
 
-    @partial(jax.shard_map, mesh=mesh, in_specs=layouts, out_specs=P("data", None, MODEL))
+    @on_each_device(mesh, tokens.shape[1], layouts, P("data", None, MODEL))
     def on_device(tokens: Array, w: Weights):
         start = jnp.zeros_like(tokens[:, 0])
         span = span_at(start, start + tokens.shape[1], tokens.shape[1], cfg)
@@ -727,10 +703,10 @@ def step(piece: Piece, seeds, weights: Weights, cache: Cache, *, sampling: Sampl
 
     seeds: [B] uint32, see `sample`. A row must not grow beyond the cache's max_len: what does is not kept.
     """
-    cache_spec = specs(cache_infos(cfg, 0, 0), cache)
+    cache_spec = specs(cache_infos(cfg, 0, 0, cache.layers[0].values.dtype), cache)
     layouts = P("data"), P("data"), specs(weight_infos(cfg), weights), cache_spec
 
-    @partial(jax.shard_map, mesh=mesh, in_specs=layouts, out_specs=(P("data"), cache_spec))
+    @on_each_device(mesh, piece.tokens.shape[1], layouts, (P("data"), cache_spec))
     def on_device(piece: Piece, seeds: Array, w: Weights, cache: Cache):
         span = span_at(cache.length, piece.count, piece.tokens.shape[1], cfg)
         x, layers = decoder(piece.tokens, w, cache.layers, span, cfg)

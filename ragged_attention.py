@@ -1,7 +1,7 @@
-"""Attention over rows of unlike length: the reference, and the one place that picks an implementation.
+"""Attention over rows of unlike length: the cache's layout, the reference, TPU kernels, and who picks.
 
 Letters as in model.py: B rows, T queries, S cached slots, K key/value heads, G queries per key/value head,
-H head width; here, uppercase, each is what this device has. Each function returns the pair (o, lse):
+H head width; here, uppercase, each is what this device has. Attention returns the pair (o, lse):
 
     o:   [B,T,K,G,H] float32, the attention output over the keys that this call saw
     lse: [B,T,K,G] float32, the natural log of the sum of exp(score) over them, -inf if it saw none
@@ -11,11 +11,48 @@ the shards of a cache that is split over devices (Source: arXiv 2205.14135, sect
 q.k / sqrt(H).
 """
 
+import dataclasses
+import math
+from functools import partial
+
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash_attention
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+from jax.sharding import ManualAxisType
 
-BLOCK = 1024  # cached slots per step of the reference: bounds its scores to B·K·G·T·BLOCK floats
+BLOCK = 1024  # cached slots per step of attend_cached: bounds its scores to B·K·G·T·BLOCK floats
+LANES, TILE = (
+    128,
+    32,
+)  # of a TPU: one row of a register; the rows of a tile of int8, and two tiles of bfloat16
+MASKED = -1e30  # a score that no exponential survives, without the NaN of inf - inf
+
+# Slots per DMA of the decode kernel, by (head width, bytes per element). Written by benchmarks/tune.py.
+DECODE_BLOCKS = {(64, 1): 8192, (64, 2): 8192, (128, 1): 8192, (128, 2): 4096}
+VMEM_MARGIN = 16 << 20  # bytes for what the compiler keeps beside the kernel's own arrays
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KV:
+    """Keys and values of one layer, laid out as the kernel reads them: one DMA per array and block.
+
+    values: [B,K,S,2H], of each slot its key, then its value; float, or int8.
+    scale: [B,K,2,S], of each int8 key and value its factor; None for floats.
+    """
+
+    values: Array
+    scale: Array | None
+
+
+def on_tpu() -> bool:
+    """Whether the mesh that is being compiled for is of TPUs, which need not be here."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return device is not None and device.platform == "tpu"
 
 
 def attend(q: Array, k: Array, v: Array, mask: Array, k_scale=None, v_scale=None):
@@ -54,39 +91,325 @@ def merge(*parts: tuple[Array, Array]):
     return o, peak + jnp.log(total)
 
 
-def attend_cached(q: Array, kv: Array, scale: Array | None, start: Array, length: Array):
+def write(kv: KV, new: KV, place: Array) -> KV:
+    """Put T new tokens per row, values [B,K,T,2H], into the slots place [B,T]; nowhere if that is S.
+
+    One row per index: a wider scatter window makes XLA copy the whole cache.
+    """
+
+    def put(cache: Array, new: Array, per_row: int) -> Array:
+        rows = cache.reshape(-1, *cache.shape[-2:]) if per_row == 1 else cache.reshape(-1, cache.shape[-1])
+        new = new.astype(cache.dtype).reshape(rows.shape[0], place.shape[1], *rows.shape[2:])
+        at = jnp.repeat(place, rows.shape[0] // place.shape[0], 0)
+        return rows.at[jnp.arange(rows.shape[0])[:, None], at].set(new, mode="drop").reshape(cache.shape)
+
+    scale = None if kv.scale is None else put(kv.scale, new.scale, 2)
+    return KV(put(kv.values, new.values, 1), scale)
+
+
+def attend_cached(q: Array, kv: KV, length: Array, start: Array | None = None, sees: Array | None = None):
     """Attention to the cached slots start <= s < length, a block at a time, as far as the longest row.
 
-    q: [B,T,K,G,H]. kv: [B,K,2,S,H] (keys, values), float or int8 with scale [B,K,2,S].
-    start: [B,T] int32, the first slot that each query sees. length: [B] int32, one past the last.
+    q: [B,T,K,G,H]. start, length: [B] int32; without start, from 0. sees: [B,T] bool, the queries that see
+    any; without it, all.
     """
-    capacity = kv.shape[3]
+    capacity, H = kv.values.shape[2], q.shape[-1]
     block = min(BLOCK, capacity)
+    start = jnp.zeros_like(length) if start is None else start
+    sees = jnp.ones(q.shape[:2], bool) if sees is None else sees
 
     def attend_block(i):
         first = jnp.minimum(i * block, capacity - block)  # the last block may overlap the one before
         slots = first + jnp.arange(block)
-        mask = (slots >= i * block) & (slots >= start[..., None]) & (slots < length[:, None, None])
-        kv_block = jax.lax.dynamic_slice_in_dim(kv, first, block, 3)
-        scales = (None, None)
-        if scale is not None:
-            scale_block = jax.lax.dynamic_slice_in_dim(scale, first, block, 3)
-            scales = scale_block[:, :, 0], scale_block[:, :, 1]
-        return attend(q, kv_block[:, :, 0], kv_block[:, :, 1], mask, *scales)
+        filled = (slots >= jnp.maximum(start[:, None], i * block)) & (slots < length[:, None])  # BS
+        values = lax.dynamic_slice_in_dim(kv.values, first, block, 2)
+        k, v, scales = values[..., :H], values[..., H:], (None, None)
+        if kv.scale is not None:
+            scale = lax.dynamic_slice_in_dim(kv.scale, first, block, 3)
+            scales = scale[:, :, 0], scale[:, :, 1]
+        if use_splash(q):
+            k, v = (
+                dequantize(x, scale, filled).astype(q.dtype) for x, scale in ((k, scales[0]), (v, scales[1]))
+            )
+            everything = masks.FullMask((q.shape[1], block))
+            return splash(q, k, v, everything, jnp.where(sees, 1, 2), filled.astype(jnp.int32))
+        return attend(q, k, v, sees[..., None] & filled[:, None], *scales)
 
     def step(i, carry):
         return merge(carry, attend_block(i))
 
     if block == capacity:
         return attend_block(0)
-    return jax.lax.fori_loop(1, jnp.max(length + block - 1) // block, step, attend_block(0))
+    return lax.fori_loop(1, (jnp.max(length) + block - 1) // block, step, attend_block(0))
 
 
-def ragged_decode(q: Array, kv: Array, scale: Array | None, length: Array):
-    """Decode attention: one query per row, over the row's first `length` slots.
+def dequantize(x: Array, scale: Array | None, filled: Array) -> Array:
+    """Keys or values [B,K,S,H] in float32, with zeros in slots that are not filled [B,S]."""
+    x = x.astype(jnp.float32) if scale is None else x * scale[..., None].astype(jnp.float32)
+    return jnp.where(filled[:, None, :, None], x, 0)
 
-    The model calls this, whatever computes it: so far the reference does, on every platform.
 
-    q: [B,1,K,G,H]. kv: [B,K,2,S,H], float or int8 with scale [B,K,2,S]. length: [B] int32.
+def attend_causal(q: Array, k: Array, v: Array, segment: Array, window: int | None = None):
+    """Attention among T consecutive tokens: to those before, in the same segment, at most window - 1 back.
+
+    q: [B,T,K,G,H]. k, v: [B,T,K,H]. segment: [B,T] int32.
     """
-    return attend_cached(q, kv, scale, jnp.zeros_like(length)[:, None], length)
+    T = q.shape[1]
+    k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+    if use_splash(q):
+        shape = (T, T)
+        mask = masks.CausalMask(shape) if window is None else masks.LocalMask(shape, (window - 1, 0), 0)
+        return splash(q, k, v, mask, segment, segment)
+    back = jnp.arange(T)[:, None] - jnp.arange(T)
+    mask = (back >= 0) & (back < (window or T)) & (segment[:, :, None] == segment[:, None])
+    return attend(q, k, v, mask)
+
+
+def use_splash(q: Array) -> bool:
+    return on_tpu() and q.shape[1] % LANES == 0
+
+
+def splash(q: Array, k: Array, v: Array, mask, q_segment: Array, kv_segment: Array, interpret: bool = False):
+    """jax's flash attention for TPUs: each query to the keys of its segment that `mask` admits.
+
+    q: [B,T,K,G,H]. k, v: [B,K,S,H], without NaN. q_segment: [B,T], kv_segment: [B,S] int32.
+    """
+    T, G, H, S = q.shape[1], q.shape[3], q.shape[4], k.shape[2]
+    block_q, block_kv = math.gcd(T, 512), math.gcd(S, 1024)
+    kernel = splash_attention.make_splash_mqa(
+        masks.MultiHeadMask([mask] * G),
+        block_sizes=splash_attention.BlockSizes(block_q, block_kv, block_kv),
+        head_shards=1,
+        q_seq_shards=1,
+        save_residuals=True,
+        interpret=interpret,
+    )
+
+    def per_head(q: Array, k: Array, v: Array, q_segment: Array, kv_segment: Array):
+        o, (lse,) = kernel(q, k, v, splash_attention.SegmentIds(q_segment, kv_segment))
+        return o, lse
+
+    q = (q * H**-0.5).transpose(0, 2, 3, 1, 4)  # BKGTH
+    per_row = jax.vmap(per_head, (0, 0, 0, None, None))
+    o, lse = jax.vmap(per_row)(q.astype(k.dtype), k, v, q_segment, kv_segment)
+    lse = jnp.where(lse < MASKED / 2, -jnp.inf, lse).transpose(0, 3, 1, 2)
+    return jnp.where(lse[..., None] == -jnp.inf, 0, o.astype(jnp.float32).transpose(0, 3, 1, 2, 4)), lse
+
+
+def ragged_decode(q: Array, new: KV, kv: KV, length: Array, place: Array, start: Array | None = None):
+    """Write one new token per row, then attend to the row's slots start <= s < length: -> (o, lse), KV.
+
+    q: [B,1,K,G,H]. new: the token in the cache's form, values [B,K,1,2H]. place: [B] int32, its slot, or S
+    if it is not for this device. length: [B] int32, with the new token counted. start: [B] int32, or None: 0.
+    The new token is among the slots to attend to. Others, in its tile of 32, may become zeros.
+    """
+    if on_tpu() and q.shape[-1] in (LANES // 2, LANES):
+        return ragged_decode_tpu(q, new, kv, length, place, start)
+    kv = write(kv, new, place[:, None])
+    return attend_cached(q, kv, length, start), kv
+
+
+def ragged_decode_tpu(
+    q: Array, new: KV, kv: KV, length: Array, place: Array, start=None, block=None, interpret=False
+):
+    """`ragged_decode` as one Pallas call, which reads the filled blocks and writes one tile per row.
+
+    The new token is put into its block in VMEM and that tile is written back, which is cheaper than any
+    scatter. int8 keys meet int8 queries in the MXU, without being unpacked; each query is two int8 (16 bits).
+
+    Beyond `ragged_decode`: block, slots per DMA, a multiple of 128; interpret, see pl.pallas_call.
+    """
+    B, _, K, G, H = q.shape
+    R = B * K
+    quantized = kv.scale is not None
+    cache, new = (jax.tree.map(lambda x: x.reshape(R, *x.shape[2:]), x) for x in (kv, new))
+    block = min(block or DECODE_BLOCKS[H, kv.values.dtype.itemsize], kv.values.shape[2])
+    # A key narrower than a register shares it with its value, where the query is 0.
+    lanes = H if H % LANES == 0 else 2 * H
+    q = q.reshape(R, G, H).astype(jnp.float32) * (H**-0.5 * math.log2(math.e))  # the kernel works with exp2
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, lanes - H)))
+    unit = None
+    if quantized:
+        unit = jnp.maximum(jnp.max(jnp.abs(q), -1, keepdims=True), 1e-30) / 127
+        high = jnp.round(q / unit)
+        low = jnp.clip(jnp.round((q / unit - high) * 256), -128, 127)
+        q, unit = jnp.concatenate([high, low], 1), unit / 256
+        new = KV(new.values, new.scale.astype(jnp.float32))
+    vectors = q.astype(jnp.int8 if quantized else kv.values.dtype), unit, new
+    rows = tuple(None if x is None else jnp.repeat(x, K) for x in (length, place, start))
+
+    varying = jax.typeof(q).manual_axis_type.varying | jax.typeof(kv.values).manual_axis_type.varying
+
+    def output(shape: tuple[int, ...], dtype=jnp.float32):
+        return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=ManualAxisType(varying=varying))
+
+    def in_memory(space, tree):
+        return jax.tree.map(lambda _: pl.BlockSpec(memory_space=space), tree)
+
+    results = output((R, G, lanes)), output((R, G, LANES))
+    shapes = KV((2, block, 2 * H), (2, 2, block) if quantized else None)
+    buffer = KV(
+        *(
+            shape and pltpu.VMEM(shape, x.dtype)
+            for shape, x in ((shapes.values, cache.values), (shapes.scale, cache.scale))
+        )
+    )
+    before_cache = len(jax.tree.leaves((rows, vectors)))
+    o, lse, cache = pl.pallas_call(
+        partial(_ragged_decode, block=block),
+        in_specs=(in_memory(pltpu.SMEM, rows), in_memory(pltpu.VMEM, vectors), in_memory(pltpu.HBM, cache)),
+        out_shape=(*results, jax.tree.map(lambda x: output(x.shape, x.dtype), cache)),
+        out_specs=(*in_memory(pltpu.VMEM, results), in_memory(pltpu.HBM, cache)),
+        scratch_shapes=[buffer, pltpu.SemaphoreType.DMA((2, 2)), pltpu.SemaphoreType.DMA((2,))],
+        input_output_aliases={before_cache + i: 2 + i for i in range(len(jax.tree.leaves(cache)))},
+        compiler_params=pltpu.CompilerParams(
+            vmem_limit_bytes=64 << 20,
+            disable_bounds_checks=not interpret,
+            disable_semaphore_checks=not interpret,
+        ),
+        name="ragged_decode",
+        interpret=interpret,
+    )(rows, vectors, cache)
+    o, lse = o[..., -H:].reshape(B, 1, K, G, H), lse[..., 0].reshape(B, 1, K, G)
+    return (o, lse), jax.tree.map(lambda x, like: x.reshape(like.shape), cache, kv)
+
+
+def _ragged_decode(rows, vectors, _, o, lse, cache: KV, buffer: KV, reading, writing, *, block: int):
+    """The kernel. rows in SMEM; vectors, o, lse, buffer in VMEM; cache in HBM, both input and output."""
+    length, place, start = rows
+    q, unit, new = vectors
+    R, S, width = cache.values.shape
+    G, lanes = o.shape[1:]
+    quantized = cache.scale is not None
+
+    def first_block(r):
+        return 0 if start is None else lax.div(jnp.minimum(start[r], S - 1), block)
+
+    def last_block(r):  # a row without slots visits one block, and so has its output written
+        return jnp.maximum(lax.div(length[r] + (block - 1), block) - 1, first_block(r))
+
+    def after(r, b):
+        done = b == last_block(r)
+        r = jnp.where(done, r + 1, r)
+        return r, jnp.where(done, first_block(jnp.minimum(r, R - 1)), b + 1)
+
+    def origin(b):  # the block's first slot; the last block may overlap the one before
+        return pl.multiple_of(b * block if S % block == 0 else jnp.minimum(b * block, S - block), LANES)
+
+    def reads(i, r, b):
+        slots, half = pl.ds(origin(b), block), lax.rem(i, 2)
+        yield pltpu.make_async_copy(cache.values.at[r, slots], buffer.values.at[half], reading.at[0, half])
+        if quantized:
+            yield pltpu.make_async_copy(
+                cache.scale.at[r, :, slots], buffer.scale.at[half], reading.at[1, half]
+            )
+
+    def visit(i, carry):
+        r, b, peak, total, acc = carry
+        following = after(r, b)
+
+        @pl.when(i + 1 < n_blocks)
+        def _():
+            for copy in reads(i + 1, *following):
+                copy.start()
+
+        for copy in reads(i, r, b):
+            copy.wait()
+        half, base = lax.rem(i, 2), origin(b)
+        values = buffer.values.at[half]
+        scale = buffer.scale.at[half] if quantized else None
+
+        low, high = 0 if start is None else start[r] - base, length[r] - base
+        if S % block:
+            low = jnp.maximum(low, b * block - base)
+
+        def seen(shape, axis):
+            slots = lax.broadcasted_iota(jnp.int32, shape, axis)
+            return slots < high if isinstance(low, int) else (slots >= low) & (slots < high)
+
+        if not quantized:  # 0 * NaN is NaN: what was never written must not reach the products
+
+            @pl.when((low > 0) | (high < block))
+            def _():
+                clean = jnp.where(seen((block, width), 0), values[...].astype(jnp.float32), 0)
+                values[...] = clean.astype(values.dtype)
+
+        # The new token, if its slot is in this block.
+        slot = place[r] - base
+        inside = (slot >= b * block - base) & (slot < block)
+        tile = pl.multiple_of(lax.div(jnp.clip(slot, 0, block - 1), TILE) * TILE, TILE)
+        lane = pl.multiple_of(lax.div(jnp.clip(slot, 0, block - 1), LANES) * LANES, LANES)
+
+        def writes():
+            to = pl.ds(pl.multiple_of(base + tile, TILE), TILE)
+            yield pltpu.make_async_copy(values.at[pl.ds(tile, TILE)], cache.values.at[r, to], writing.at[0])
+            if quantized:
+                to = pl.ds(pl.multiple_of(base + lane, LANES), LANES)
+                yield pltpu.make_async_copy(
+                    scale.at[:, pl.ds(lane, LANES)], cache.scale.at[r, :, to], writing.at[1]
+                )
+
+        @pl.when(inside)
+        def _():
+            _put(values.at[pl.ds(tile, TILE)], new.values[r], slot - tile, axis=0)
+            if quantized:
+                _put(scale.at[:, pl.ds(lane, LANES)], new.scale[r], slot - lane, axis=1)
+            for copy in writes():
+                copy.start()
+
+        k, v = values[:, :lanes], values[:, -lanes:]
+        if quantized:
+            scores = _dot(q[r], k, ((1,), (1,)), jnp.int32)
+            scores = ((scores[:G] << 8) + scores[G:]).astype(jnp.float32) * unit[r]
+            scores = scores * scale[0:1].astype(jnp.float32)
+        else:
+            scores = _dot(q[r], k, ((1,), (1,)), jnp.float32)
+        mask = seen(scores.shape, 1)
+        scores = jnp.where(mask, scores, MASKED)
+
+        fresh = b == first_block(r)
+        old_peak, total, acc = (
+            jnp.where(fresh, MASKED, peak),
+            jnp.where(fresh, 0.0, total),
+            jnp.where(fresh, 0.0, acc),
+        )
+        peak = jnp.maximum(old_peak, jnp.max(scores, -1, keepdims=True))
+        p, shrink = jnp.exp2(scores - peak), jnp.exp2(old_peak - peak)
+        total = total * shrink + jnp.sum(p, -1, keepdims=True)
+        if quantized:  # int8 values are exact in bfloat16; the scale of a slot never written may be NaN
+            p, v = jnp.where(mask, p * scale[1:2].astype(jnp.float32), 0), v.astype(jnp.bfloat16)
+        acc = acc * shrink + _dot(p.astype(v.dtype), v, ((1,), (0,)), jnp.float32)
+
+        @pl.when(b == last_block(r))
+        def _():
+            any_seen = length[r] > (0 if start is None else start[r])
+            o[r] = jnp.where(any_seen, acc / total, 0)
+            natural = (peak + jnp.log2(total)) * math.log(2)
+            lse[r] = jnp.broadcast_to(jnp.where(any_seen, natural, -jnp.inf), (G, LANES))
+
+        @pl.when(inside)  # before the buffer is filled again
+        def _():
+            for copy in writes():
+                copy.wait()
+
+        return *following, peak, total, acc
+
+    n_blocks = lax.fori_loop(0, R, lambda r, n: n + last_block(r) - first_block(r) + 1, 0)
+    for copy in reads(0, 0, first_block(0)):
+        copy.start()
+    zeros = jnp.zeros((G, 1), jnp.float32)
+    lax.fori_loop(
+        0, n_blocks, visit, (jnp.int32(0), jnp.int32(first_block(0)), zeros, zeros, jnp.zeros((G, lanes)))
+    )
+
+
+def _put(ref, new: Array, at, axis: int) -> None:
+    """Replace the slice at index `at` along `axis` of a 2-D ref."""
+    old = ref[...]
+    here = lax.broadcasted_iota(jnp.int32, old.shape, axis) == at
+    ref[...] = jnp.where(here, new.astype(jnp.float32), old.astype(jnp.float32)).astype(old.dtype)
+
+
+def _dot(a: Array, b: Array, contracted: tuple[tuple[int], tuple[int]], dtype) -> Array:
+    precision = "highest" if a.dtype == jnp.float32 else None
+    return lax.dot_general(a, b, (contracted, ((), ())), precision=precision, preferred_element_type=dtype)

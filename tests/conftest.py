@@ -12,6 +12,7 @@ import pathlib
 import jax
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
 import model
 
@@ -26,6 +27,17 @@ MESHES = {
     "ep4-tp2": (1, 4, 2),
     "dp2-ep2-tp2": (2, 2, 2),
 }
+
+
+# How a CPU runs a TPU kernel: what was not written is NaN, and reads out of bounds and races are errors.
+INTERPRET = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
+
+
+def assert_no_races() -> None:
+    """No race in the kernel that was interpreted last."""
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+
+    assert not interpret_pallas_call.races.races_found
 
 
 def mesh_of(cfg: model.Config, name: str = "1"):

@@ -1,18 +1,23 @@
-"""The reference attention against plain numpy, with NaN wherever nothing may be read."""
+"""Attention against plain numpy, and the TPU kernels (interpreted) against the reference.
+
+Wherever nothing may be read there is NaN.
+"""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import INTERPRET, assert_no_races
 
 import ragged_attention
 from quantize import quantize
+from ragged_attention import KV
 
 B, T, K, G, H, S = 3, 2, 2, 3, 8, 20
 
 
 def numpy_attention(q, k, v, mask):
     """q [B,T,K,G,H], k, v [B,K,S,H], mask [B,T,S], in float64 -> (o, lse)."""
-    scores = np.einsum("BTKGH,BKSH->BTKGS", q, k) / np.sqrt(H)
+    scores = np.einsum("BTKGH,BKSH->BTKGS", q, k) / np.sqrt(q.shape[-1])
     scores = np.where(mask[:, :, None, None], scores, -np.inf)
     with np.errstate(divide="ignore"):
         lse = np.log(np.exp(scores).sum(-1))
@@ -22,7 +27,7 @@ def numpy_attention(q, k, v, mask):
 
 def inputs():
     rng = np.random.default_rng(0)
-    return rng.standard_normal((B, T, K, G, H)), rng.standard_normal((B, K, 2, S, H))
+    return rng.standard_normal((B, T, K, G, H)), rng.standard_normal((B, K, S, 2 * H))
 
 
 def compare(result, expected, atol=1e-5):
@@ -37,28 +42,107 @@ def compare(result, expected, atol=1e-5):
 def test_cached(lengths, block, start, monkeypatch):
     monkeypatch.setattr(ragged_attention, "BLOCK", block)
     q, kv = inputs()
-    length, first = np.array(lengths), np.full((B, T), start) + np.arange(T)
+    length, first = np.array(lengths), np.full(B, start)
+    sees = np.array([[True, True], [True, False], [False, True]])
     slots = np.arange(S)
-    mask = (slots < length[:, None, None]) & (slots >= first[..., None])
-    expected = numpy_attention(q, kv[:, :, 0], kv[:, :, 1], mask)
-    poisoned = np.where((slots < length[:, None])[:, None, None, :, None], kv, np.nan)
-    q32, kv32 = jnp.float32(q), jnp.float32(poisoned)
-    result = ragged_attention.attend_cached(q32, kv32, None, jnp.int32(first), jnp.int32(length))
-    compare(result, expected)
+    filled = (slots < length[:, None]) & (slots >= first[:, None])
+    expected = numpy_attention(q, kv[..., :H], kv[..., H:], filled[:, None] & sees[..., None])
+    poisoned = KV(jnp.float32(np.where(filled[:, None, :, None], kv, np.nan)), None)
+    length, first = jnp.int32(length), jnp.int32(first)
+    compare(ragged_attention.attend_cached(jnp.float32(q), poisoned, length, first, sees), expected)
 
 
-def test_decode_int8():
+def quantized_kv(kv: np.ndarray) -> KV:
+    """[B,K,S,2H] float -> int8 with scales [B,K,2,S]."""
+    both = quantize(jnp.float32(kv).reshape(*kv.shape[:3], 2, -1), (4,), jnp.bfloat16)
+    return KV(both.values.reshape(kv.shape), both.scale.swapaxes(2, 3))
+
+
+def exact(kv: KV) -> tuple[np.ndarray, np.ndarray]:
+    """The keys and values that a KV stands for, [B,K,S,H] float64."""
+    halves = np.split(np.asarray(kv.values, np.float64), 2, -1)
+    if kv.scale is None:
+        return tuple(halves)
+    return tuple(x * np.asarray(kv.scale, np.float64)[:, :, i, :, None] for i, x in enumerate(halves))
+
+
+def test_cached_int8():
     """Scales of keys and values each reach their own product; unused ones may be NaN."""
     q, kv = inputs()
     length = np.array([1, 7, 20])
-    quantized = quantize(jnp.float32(kv), (4,), jnp.bfloat16)
-    unused = (np.arange(S) >= length[:, None])[:, None, None]
-    scale = jnp.where(unused, jnp.nan, quantized.scale)
-    exact = np.asarray(quantized.values, np.float64) * np.asarray(quantized.scale, np.float64)[..., None]
-    mask = np.arange(S) < length[:, None, None]
-    expected = numpy_attention(q[:, :1], exact[:, :, 0], exact[:, :, 1], mask)
-    result = ragged_attention.ragged_decode(jnp.float32(q[:, :1]), quantized.values, scale, jnp.int32(length))
-    compare(result, expected)
+    quantized = quantized_kv(kv)
+    used = np.arange(S) < length[:, None]
+    poisoned = KV(quantized.values, jnp.where(used[:, None, None], quantized.scale, jnp.nan))
+    mask = np.repeat(used[:, None], T, 1)
+    compare(
+        ragged_attention.attend_cached(jnp.float32(q), poisoned, jnp.int32(length)),
+        numpy_attention(q, *exact(quantized), mask),
+    )
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_causal(window):
+    """Causal, within a segment, and within a window."""
+    rng = np.random.default_rng(0)
+    T = 9
+    q, k, v = (rng.standard_normal((B, T, K, *rest)) for rest in ((G, H), (H,), (H,)))
+    segment = np.array([[0] * 9, [0] * 4 + [1] * 5, [3, 3, 4, 4, 4, 4, 5, 5, 5]])
+    expected = [
+        [s[j] == s[i] and i - (window or T) < j <= i for j in range(T)] for s in segment for i in range(T)
+    ]
+    mask = np.array(expected).reshape(B, T, T)
+    result = ragged_attention.attend_causal(*map(jnp.float32, (q, k, v)), jnp.int32(segment), window)
+    compare(result, numpy_attention(q, k.swapaxes(1, 2), v.swapaxes(1, 2), mask))
+
+
+# ----------------------------------------------------------------------------- the TPU kernels, interpreted
+
+# Empty, one slot, one less, as many and one more than a block, and full; and where the new token goes: the
+# last slot, one in the middle, or none.
+ROWS = [(0, None), (1, 0), (127, 126), (128, 127), (129, 128), (384, 383), (384, None), (300, 200)]
+
+
+@pytest.mark.parametrize("with_start", [False, True])
+@pytest.mark.parametrize("block", [128, 256, 512])
+@pytest.mark.parametrize(
+    ("width", "dtype"), [(64, "int8"), (128, "int8"), (64, "bfloat16"), (128, "float32")]
+)
+def test_ragged_decode_kernel(width, dtype, block, with_start):
+    """The kernel against float64 numpy: its attention, its write, and nothing else of the cache touched.
+
+    256 does not divide the 384 slots: the last block overlaps the one before.
+    """
+    rng, (B, S, K, G) = np.random.default_rng(0), (len(ROWS), 384, 2, 3)
+    length = np.array([n for n, _ in ROWS])
+    place = np.array([S if at is None else at for _, at in ROWS])
+    start = np.array([0, 0, 5, 127, 128, 130, 384, 199]) if with_start else np.zeros(B, int)
+    slots = np.arange(S)
+    q = jnp.asarray(rng.standard_normal((B, 1, K, G, width)), "bfloat16" if dtype == "int8" else dtype)
+    kv, new = rng.standard_normal((B, K, S, 2 * width)), rng.standard_normal((B, K, 1, 2 * width))
+    if dtype == "int8":
+        kv, new = quantized_kv(kv), quantized_kv(new)
+    else:
+        kv, new = (KV(jnp.asarray(x, dtype), None) for x in (kv, new))
+    unused = (slots >= length[:, None]) | (slots < start[:, None]) | (slots == place[:, None])
+    unused = unused[:, None]  # BKS
+    if dtype == "int8":
+        poisoned = KV(kv.values, jnp.where(unused[:, :, None], jnp.nan, kv.scale))
+    else:
+        poisoned = KV(jnp.where(unused[..., None], jnp.nan, kv.values), None)
+    starts = jnp.int32(start) if with_start else None
+    arguments = poisoned, jnp.int32(length), jnp.int32(place), starts, block, INTERPRET
+    (o, lse), cache = ragged_attention.ragged_decode_tpu(q, new, *arguments)
+
+    written = ragged_attention.write(poisoned, new, jnp.int32(place)[:, None])
+    mask = (slots < length[:, None]) & (slots >= start[:, None])
+    for ours, expected in zip(exact(cache), exact(written), strict=True):
+        np.testing.assert_array_equal(*(np.where(mask[:, None, :, None], x, 0) for x in (ours, expected)))
+    keys, values = (np.where(mask[:, None, :, None], x, 0) for x in exact(written))
+    expected = numpy_attention(np.asarray(q, np.float64), keys, values, mask[:, None])
+    # bfloat16 probabilities, and int8 queries of 16 bits: the kernel's products round where float32's do not.
+    tolerance = {"float32": 1e-5, "bfloat16": 1e-2, "int8": 1e-2}[dtype]
+    compare((o, lse), expected, tolerance)
+    assert_no_races()
 
 
 def test_merge():
@@ -66,8 +150,8 @@ def test_merge():
     q, kv = inputs()
     mask = np.zeros((B, T, S), bool)
     mask[0, :, :15] = mask[1, :, 12:] = True  # row 0 sees both halves, row 1 the second, row 2 nothing
-    expected = numpy_attention(q, kv[:, :, 0], kv[:, :, 1], mask)
-    q32, k, v = jnp.float32(q), jnp.float32(kv[:, :, 0]), jnp.float32(kv[:, :, 1])
+    expected = numpy_attention(q, kv[..., :H], kv[..., H:], mask)
+    q32, k, v = jnp.float32(q), jnp.float32(kv[..., :H]), jnp.float32(kv[..., H:])
     halves = [
         ragged_attention.attend(q32, k[:, :, s], v[:, :, s], mask[..., s]) for s in (slice(10), slice(10, S))
     ]

@@ -1,4 +1,4 @@
-"""Routed experts against a dense loop over all of them, on every mesh."""
+"""Routed experts against a dense loop over all of them, on every mesh, and the TPU kernel (interpreted)."""
 
 from functools import partial
 
@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import MESHES, dequantize, llama4_config, mesh_of
+from conftest import INTERPRET, MESHES, assert_no_races, dequantize, llama4_config, mesh_of
 from jax.sharding import PartitionSpec as P
 
+import grouped_matmul
 import model
+from quantize import QuantizedArray, quantize
 
 
 def dense_loop(x, w, active):
@@ -69,3 +71,57 @@ def test_no_token_is_dropped(name, routing, active):
         whole = model.MoE(router=router, shared=w.shared, **float_arrays)
     result = jax.jit(experts)(jnp.float32(x), w)
     np.testing.assert_allclose(result, dense_loop(x, whole, active), atol=1e-5)
+
+
+# Of 8 experts here, "8" being elsewhere: one row; a row with none; all rows on one; more rows than a tile.
+CHOICES = {
+    "one row": [[5]],
+    "two each, one elsewhere": [[2, 8], [7, 2], [0, 7]],
+    "none here": [[8], [8]],
+    "all on the last": [[7]] * 5,
+    "many rows": [[row % 3 * 2] for row in range(12)],
+}
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float32"])
+@pytest.mark.parametrize("choices", CHOICES.values(), ids=CHOICES)
+def test_active_experts_kernel(choices, dtype, monkeypatch):
+    """The kernel against numpy, with NaN in every expert that has no row."""
+    E, D, M = 8, 32, 256
+    monkeypatch.setattr(grouped_matmul, "BLOCK_BYTES", D * 128 * (1 if dtype == "int8" else 4))  # two blocks
+    rng = np.random.default_rng(0)
+    expert = np.array(choices, np.int32)
+    factor = rng.uniform(0.2, 0.9, expert.shape)
+    x = rng.standard_normal((len(expert), D))
+    weights = [rng.standard_normal(shape) / 8 for shape in ((E, D, M), (E, D, M), (E, M, D))]
+    idle = np.setdiff1d(np.arange(E), expert)
+    if dtype == "int8":
+        quantized = [quantize(jnp.float32(w), (1,)) for w in weights]
+        exact = [dequantize(w, 1) for w in quantized]
+        given = [QuantizedArray(w.values, w.scale.at[idle].set(jnp.nan)) for w in quantized]
+    else:
+        exact = [np.float32(w) for w in weights]
+        given = [jnp.float32(w).at[idle].set(jnp.nan) for w in weights]
+
+    arguments = jnp.float32(x), jnp.int32(expert), jnp.float32(factor), *given
+    result = grouped_matmul.active_experts(*arguments, interpret=INTERPRET)
+    assert_no_races()
+    expected = np.zeros_like(x)
+    for row, (its_experts, its_factors) in enumerate(zip(expert, factor, strict=True)):
+        for e, f in zip(its_experts, its_factors, strict=True):
+            if e < E:
+                gate, up = f * x[row] @ exact[0][e], f * x[row] @ exact[1][e]
+                expected[row] += (gate / (1 + np.exp(-gate)) * up) @ exact[2][e]
+    np.testing.assert_allclose(result, expected, atol=1e-5)
+    by_sorting = grouped_matmul.sorted_rows(*arguments[:3], *(jax.tree.map(jnp.nan_to_num, w) for w in given))
+    np.testing.assert_allclose(by_sorting, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("mask", [[0, 1, 0, 1, 1], [0] * 5, [1] * 5, [1, 0, 0, 0, 0], [0, 0, 0, 0, 1]])
+@pytest.mark.parametrize("n", [1, 3, 5])
+def test_active_first(mask, n):
+    """The experts with rows, in order; the last one again for the rest of the list."""
+    found, number = grouped_matmul.active_first(jnp.array(mask, bool), n)
+    active = np.flatnonzero(mask).tolist()
+    assert number.tolist() == [len(active)]
+    assert found.tolist() == (active + (active or [0])[-1:] * n)[:n]

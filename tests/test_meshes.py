@@ -150,7 +150,7 @@ def test_prefill_does_not_copy_the_cache():
     seeds, static = np.zeros(1, np.uint32), dict(sampling=model.Sampling(), cfg=cfg, mesh=mesh)
     [piece] = model.pieces([[1] * 64])
     compiled = model.step.lower(piece, seeds, weights, cache, **static).compile()
-    one_layer = cache.layers[0].nbytes
+    one_layer = cache.layers[0].values.nbytes
     assert compiled.memory_analysis().temp_size_in_bytes < one_layer / 2
 
 

@@ -63,7 +63,7 @@ def cached_logprobs(cfg, mesh, weights, tokens, kv_dtype) -> np.ndarray:
     layouts = (
         P("data"),
         model.specs(model.weight_infos(cfg), weights),
-        model.specs(model.cache_infos(cfg, rows, T), cache),
+        model.specs(model.cache_infos(cfg, rows, T, kv_dtype), cache),
     )
 
     @partial(jax.jit, donate_argnums=2)

@@ -1,0 +1,387 @@
+"""What a compiled TPU program moves, read from its optimised HLO text (`compiled.as_text()`).
+
+An array whose layout ends in S(1) is in VMEM, on the chip's core; one without S is in HBM. So HBM traffic is
+what the instructions of the entry computation, and of the loops that it runs, read and write outside S. That
+is exact for XLA's own instructions; Pallas kernels fetch what they please, and the caller says how much.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Callable, Iterator
+
+BITS = {
+    "pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "bf16": 16, "f16": 16,
+    "s32": 32, "u32": 32, "f32": 32, "s64": 64, "u64": 64, "f64": 64,
+}  # fmt: skip
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+MOVES = ("copy", "copy-start", "transpose", "reshape", "convert")  # the same numbers in another place or form
+SLICES = ("dynamic-slice", "slice", "slice-start", "gather")  # read only what they return
+UPDATES = ("dynamic-update-slice", "scatter")  # write only their update
+FREE = (
+    "parameter", "constant", "bitcast", "tuple", "get-tuple-element", "opt-barrier", "after-all",
+    "add-dependency", "partition-id", "replica-id",
+)  # fmt: skip
+FREE_CALLS = re.compile(r'custom_call_target="(ConcatBitcast|AllocateBuffer|MaskAggregatorBlock)"')
+
+HEADER = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\) -> .* \{$")
+INSTRUCTION = re.compile(r"^  (?:ROOT )?%?([\w.-]+) = (.*?) ([a-z][\w-]*)\((.*)$", re.DOTALL)
+ARRAY = re.compile(r"(\w+)\[([\d,]*)\](?:\{([^}]*)\})?")
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+    """One array of an instruction's result, such as bf16[8,128]{1,0:T(8,128)(2,1)S(1)}."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    layout: str
+
+    @property
+    def in_hbm(self) -> bool:
+        return "S(" not in self.layout
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> float:
+        """In memory: the minor dimensions are padded to whole tiles, T(8,128) for example."""
+        minor_to_major, _, tiling = self.layout.partition(":")
+        shape = [self.shape[int(i)] for i in minor_to_major.split(",") if i] or list(self.shape)[::-1]
+        tile = re.search(r"T\(([\d,]+)\)", tiling)
+        tile = [int(n) for n in tile[1].split(",")][::-1] if tile else []
+        for i, n in enumerate(tile[: len(shape)]):
+            shape[i] = -(-shape[i] // n) * n
+        return math.prod(shape) * BITS.get(self.dtype, 0) / 8
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One instruction. literal: what stands in its parentheses; attributes: what follows them."""
+
+    name: str
+    opcode: str
+    results: tuple[Array, ...]
+    literal: str
+    attributes: str
+
+    @functools.cached_property
+    def operands(self) -> tuple[str, ...]:
+        return tuple(re.findall(r"%([\w.-]+)", self.literal))
+
+    @property
+    def scope(self) -> str:
+        """The named scopes that it stems from; of an entry parameter, the argument's name."""
+        return self.attribute(r'op_name="([^"]*)"')
+
+    @property
+    def calls(self) -> str:
+        return self.attribute(r"(?:calls|to_apply|body)=%?([\w.-]+)")
+
+    @property
+    def is_kernel(self) -> bool:
+        return self.opcode == "custom-call" and 'custom_call_target="tpu_custom_call"' in self.attributes
+
+    @property
+    def part(self) -> Array:
+        """Of a slicing instruction, the slice; slice-start returns ((operand), slice, context)."""
+        return self.results[1 if self.opcode == "slice-start" else 0]
+
+    def attribute(self, pattern: str) -> str:
+        found = re.search(pattern, self.attributes)
+        return found[1] if found else ""
+
+
+Computation = dict[str, Instruction]  # in order; the root is the last
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """HBM bytes that an instruction reads or writes of one array.
+
+    argument: the entry argument that the array is, or is another form of; "" for temporaries.
+    kernel: the name of the Pallas kernel, if it is one.
+    """
+
+    instruction: str
+    argument: str
+    scope: str
+    kernel: str
+    bytes: float
+    count: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """bytes: of the larger of operands and results, on one device. group: devices that exchange."""
+
+    kind: str
+    shape: str
+    bytes: float
+    group: int
+    asynchronous: bool
+    scope: str
+    count: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Copy:
+    """The same numbers in another place, layout or type. prefetch: as any user in VMEM needs them."""
+
+    opcode: str
+    shape: str
+    bytes: float
+    prefetch: bool
+    argument: str
+    scope: str
+    count: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """known: False if the bound is computed; then it is taken to walk once over what it slices."""
+
+    instruction: str
+    trips: int
+    known: bool
+    count: int = 1
+
+
+@dataclasses.dataclass
+class Program:
+    """All that one device does in one run."""
+
+    traffic: list[Traffic]
+    collectives: list[Collective]
+    copies: list[Copy]
+    loops: list[Loop]
+
+    @property
+    def hbm_bytes(self) -> float:
+        return sum(x.bytes * x.count for x in self.traffic)
+
+
+def parse(text: str) -> tuple[dict[str, Computation], Computation]:
+    """All computations by name, and the entry."""
+    lines, entry = {}, ""
+    for line in text.splitlines():
+        if header := HEADER.match(line):
+            here = lines[header[2]] = []
+            entry = header[2] if header[1] else entry
+        elif re.match(r"  (ROOT )?%?[\w.-]+ = ", line):
+            here.append(line)
+        elif lines and here and line.strip() not in ("", "}"):
+            here[-1] += "\n" + line  # attributes may hold line breaks and braces of their own
+    computations = {name: dict(map(_instruction, body)) for name, body in lines.items()}
+    return computations, computations[entry]
+
+
+def _instruction(line: str) -> tuple[str, Instruction]:
+    name, result, opcode, rest = INSTRUCTION.match(line).groups()
+    arrays = ((dtype, shape, layout) for dtype, shape, layout in ARRAY.findall(result))
+    results = tuple(Array(d, tuple(int(n) for n in shape.split(",") if n), x) for d, shape, x in arrays)
+    end, depth = 0, 1
+    while depth:
+        depth += (rest[end] == "(") - (rest[end] == ")")
+        end += 1
+    return name, Instruction(name, opcode, results, rest[: end - 1], rest[end:])
+
+
+def read_program(
+    text: str, kernel_share: Callable[[str, str], float] = lambda kernel, argument: 1
+) -> Program:
+    """Walk through a program as one device runs it.
+
+    kernel_share(kernel, argument): the share of an HBM operand that a Pallas kernel reads, where the operand
+    is (a form of) that entry argument. Outputs that alias an operand are updated in place, and not counted.
+    """
+    computations, entry = parse(text)
+    events = list(_Reader(computations, kernel_share).run(entry))
+    kinds = (Traffic, Collective, Copy, Loop)
+    return Program(*([x for x in events if isinstance(x, kind)] for kind in kinds))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reader:
+    computations: dict[str, Computation]
+    kernel_share: Callable[[str, str], float]
+
+    def run(self, body: Computation, inputs: list[tuple[str, ...]] | None = None) -> Iterator:
+        """All that happens in a computation. inputs: what its parameters are, as from `origin`."""
+        origins: dict[str, tuple[str, ...]] = {}
+        for x in body.values():
+            origins[x.name] = self.origin(x, body, origins, inputs)
+            given = [origins[name] for name in x.operands]
+            if x.opcode == "while":
+                loop = self.loop(x)
+                yield loop
+                for event in self.run(self.computations[x.calls], given):
+                    yield dataclasses.replace(event, count=event.count * loop.trips)
+            elif x.opcode == "conditional":
+                yield from self.largest_branch(x, given[1:])
+            elif x.opcode in ("call", "async-start"):
+                yield from self.run(self.computations[x.calls], given)
+            else:
+                yield from self.execute(x, body, given, origins[x.name])
+
+    def origin(self, x: Instruction, body: Computation, origins, inputs) -> tuple[str, ...]:
+        """The entry argument of which each result is a part or another form; "" if of none."""
+        given = [origins[name] for name in x.operands]
+        if x.opcode == "parameter":
+            return (x.scope,) * len(x.results) if inputs is None else inputs[int(x.literal)]
+        if x.opcode == "tuple":
+            return sum(given, ())
+        if x.opcode == "get-tuple-element":
+            return given[0][int(x.attribute(r"index=(\d+)")) :][:1] or ("",)
+        if x.opcode in ("while", "opt-barrier"):
+            return given[0]
+        if x.opcode in SLICES or x.opcode.endswith("-done") or "ConcatBitcast" in x.attributes:
+            return given[0][:1] * len(x.results)
+        # What is as large as an argument that it is made from is that argument, moved, converted or updated.
+        sizes = [array.size for name in x.operands for array in body[name].results]
+        known = [pair for pair in zip(sizes, sum(given, ()), strict=False) if pair[1]]
+        return tuple(next((a for size, a in known if size == array.size), "") for array in x.results)
+
+    def execute(self, x: Instruction, body: Computation, given, origin) -> Iterator:
+        """What one instruction moves."""
+        if x.opcode in FREE or x.opcode.endswith("-done") or FREE_CALLS.search(x.attributes):
+            return
+        operands = [body[name] for name in x.operands]
+        kernel = re.sub(r"\.\d+$", "", x.name) if x.is_kernel else ""
+        read = [
+            (array, argument, self.share_read(x, operand, i, argument))
+            for i, (operand, arguments) in enumerate(zip(operands, given, strict=True))
+            for array, argument in zip(operand.results, arguments, strict=False)
+        ]
+        written = [
+            (array, argument, self.share_written(x, operands, i))
+            for i, (array, argument) in enumerate(zip(x.results, origin, strict=False))
+        ]
+        for array, argument, share in read + written:
+            if array.in_hbm and share:
+                yield Traffic(x.name, argument, x.scope, kernel, array.bytes * share)
+        yield from self.collectives(x, body)
+        fused = self.computations[x.calls].values() if x.opcode == "fusion" else [x]
+        if operands and all(y.opcode in ("parameter", "bitcast", *MOVES) for y in fused):
+            to_vmem = operands[0].results[0].in_hbm and not x.results[0].in_hbm
+            prefetch = x.opcode == "copy-start" and to_vmem
+            yield Copy(x.opcode, str(x.results[0]), x.results[0].bytes, prefetch, origin[0], x.scope)
+
+    def share_read(self, x: Instruction, operand: Instruction, i: int, argument: str) -> float:
+        """How much of operand number i an instruction reads."""
+        if x.is_kernel:
+            return self.kernel_share(re.sub(r"\.\d+$", "", x.name), argument)
+        if x.opcode == "fusion":
+            fused = self.computations[x.calls]
+            parameters = (y for y in fused.values() if y.opcode == "parameter")
+            return min(1, self.share_used(fused, next(y.name for y in parameters if int(y.literal) == i)))
+        if x.opcode in SLICES and i == 0:
+            return x.part.size / operand.results[0].size
+        return 0 if x.opcode in UPDATES and i == 0 else 1
+
+    def share_used(self, fused: Computation, name: str) -> float:
+        """How much of one of its values a fused computation looks at."""
+        users = [(x, x.operands.index(name)) for x in fused.values() if name in x.operands]
+        if not users:
+            return 1  # the root: all of it is returned
+        return sum(
+            self.share_used(fused, x.name)
+            if x.opcode in ("bitcast", *MOVES)
+            else self.share_read(x, fused[name], i, "")
+            for x, i in users
+        )
+
+    def share_written(self, x: Instruction, operands: list[Instruction], i: int) -> float:
+        """How much of result number i an instruction writes: not what it leaves as it was, in place."""
+        if x.is_kernel:
+            # {}: (2, {}) for a single result, {1}: (2, {}) for the second of several.
+            place = i if len(x.results) > 1 else ""
+            return 0 if re.search(rf"output_to_operand_aliasing=.*?\{{{place}\}}: \(", x.attributes) else 1
+        if x.opcode == "fusion":
+            fused = self.computations[x.calls]
+            root = list(fused.values())[-1]
+            return self.share_updated(fused, fused[root.operands[i]] if root.opcode == "tuple" else root)
+        if x.opcode in UPDATES:
+            update = operands[1 if x.opcode == "dynamic-update-slice" else -1].results[0]
+            return update.size / x.results[i].size
+        if x.opcode.endswith("-start") and x.opcode != "all-reduce-start":
+            # The result holds the operand too: of two that are alike, one is written.
+            given = [array for operand in operands for array in operand.results]
+            return 0 if x.results[i] in given and x.results[i] not in x.results[i + 1 :] else 1
+        return 1
+
+    def share_updated(self, fused: Computation, x: Instruction) -> float:
+        """The same of a value that a fused computation returns."""
+        operands = [fused[name] for name in x.operands]
+        if x.opcode == "bitcast":
+            return self.share_updated(fused, operands[0])
+        target = operands[0] if operands else x
+        while target.opcode == "bitcast":
+            target = fused[target.operands[0]]
+        in_place = x.opcode in UPDATES and target.opcode == "parameter"
+        return self.share_written(x, operands, 0) if x.opcode == "fusion" or in_place else 1
+
+    def collectives(self, x: Instruction, body: Computation, fused: bool = False) -> Iterator[Collective]:
+        kind = x.opcode.removesuffix("-start")
+        if kind in COLLECTIVES:
+            operands = [array for name in x.operands for array in body[name].results]
+            # One that is started returns (operands, results, context).
+            results = x.results[len(operands) :][: len(operands)] or x.results
+            size = max(sum(array.bytes for array in arrays) for arrays in (operands, results))
+            shape, started = " ".join(map(str, results)), fused or x.opcode != kind
+            yield Collective(kind, shape, size, group_size(x.attributes), started, x.scope)
+        elif x.opcode == "fusion":  # XLA may fuse a collective with what it overlaps
+            inner = self.computations[x.calls]
+            for y in inner.values():
+                yield from self.collectives(y, inner, fused=True)
+
+    def largest_branch(self, x: Instruction, given) -> list:
+        """What the branch does that moves the most; one of them runs."""
+        names = re.findall(r"(?:true_computation=|false_computation=|[{,] ?)%([\w.-]+)", x.attributes)
+        branches = [self.run(self.computations[y], [z]) for y, z in zip(names, given, strict=False)]
+        branches = [list(events) for events in branches]
+        return max(
+            branches, key=lambda events: sum(x.bytes * x.count for x in events if isinstance(x, Traffic))
+        )
+
+    def loop(self, x: Instruction) -> Loop:
+        condition = self.computations[x.attribute(r"condition=%?([\w.-]+)")]
+        bounds = [
+            int(c.literal) for c in condition.values() if c.opcode == "constant" and c.literal.isdigit()
+        ]
+        known = x.attribute(r'known_trip_count":\{"n":"(\d+)"')
+        if known or bounds:  # jax counts from 0 to a constant
+            return Loop(x.name, int(known or max(bounds)), True)
+        # It slices the largest array a block at a time along one axis.
+        slices = [(a, b) for a, b in self.slices(x.calls) if len(a.shape) == len(b.shape)]
+        whole, part = max(slices, key=lambda pair: pair[0].bytes, default=(None, None))
+        trips = [-(-n // m) for n, m in zip(whole.shape, part.shape, strict=True)] if slices else [1]
+        return Loop(x.name, max(trips), False)
+
+    def slices(self, name: str) -> Iterator[tuple[Array, Array]]:
+        """Each (array, slice of it) in a computation and in what it fuses."""
+        body = self.computations[name]
+        for x in body.values():
+            if x.opcode in SLICES:
+                yield body[x.operands[0]].results[0], x.part
+            elif x.opcode == "fusion":
+                yield from self.slices(x.calls)
+
+
+def group_size(attributes: str) -> int:
+    """Devices that exchange with one another: 2 in {{0,1},{2,3}}, [2,2]<=[4] and mesh['x'=2,'y'=2] {'x'}."""
+    if groups := re.search(r"replica_groups=\{\{([\d,]+)\}", attributes):
+        return groups[1].count(",") + 1
+    if groups := re.search(r"replica_groups=\[\d+,(\d+)\]", attributes):
+        return int(groups[1])
+    if groups := re.search(r"replica_groups=mesh\[([^\]]*)\](?: \{([^}]*)\})?", attributes):
+        sizes = dict(re.findall(r"'([^']+)'=(\d+)", groups[1]))
+        axes = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", groups[2] or groups[1])
+        return math.prod(int(part or sizes[axis]) for axis, part in axes)
+    return 2  # a permutation: each device sends to one other

@@ -1,0 +1,531 @@
+"""Does a Llama fit on these TPUs, and how fast would it be? Compiled for them here, on a CPU.
+
+    python3 benchmarks/plan.py --model llama3.1-70b --topology v5e:4x4 --batch 8 --context 8192
+
+What the compiler says (it is `pip install -e '.[tpu]'`, for Linux on x86) is fact: memory, HBM traffic,
+collectives. Times are estimates: `collective_seconds` and `Step` say from what.
+"""
+# ruff: noqa: E402  the environment must be set before jax is imported
+
+import dataclasses
+import functools
+import importlib.util
+import json
+import math
+import os
+import pathlib
+import re
+import sys
+import time
+from collections import Counter
+
+if "jax" not in sys.modules:  # a program that has imported jax has chosen its platform
+    os.environ |= {
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",  # else libtpu asks a cloud host's metadata server
+        "TPU_ACCELERATOR_TYPE": "v5litepod-1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # else two compilations cannot run at once
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+    }
+FOLDER = pathlib.Path(__file__).resolve().parent
+sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
+
+import hlo
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import model
+from convert_checkpoint import OneLineParser, read_config, read_json, run
+from model import Config
+
+# The fields of their config.json that say shapes.
+LLAMA3 = dict(model_type="llama", vocab_size=128256, rms_norm_eps=1e-5, max_position_embeddings=131072)
+LLAMA4 = dict(
+    model_type="llama4_text", vocab_size=202048, rms_norm_eps=1e-5, hidden_size=5120, num_attention_heads=40,
+    num_key_value_heads=8, head_dim=128, num_hidden_layers=48, intermediate_size=8192,
+    intermediate_size_mlp=16384, num_experts_per_tok=1, attention_chunk_size=8192, attn_temperature_tuning=4,
+)  # fmt: skip
+
+
+def _llama3(width: int, heads: int, depth: int, feed_forward: int, **other) -> dict:
+    shape = dict(hidden_size=width, num_attention_heads=heads, num_key_value_heads=8, num_hidden_layers=depth)
+    return LLAMA3 | shape | dict(intermediate_size=feed_forward) | other
+
+
+MODELS = {
+    "llama3.1-8b": _llama3(4096, 32, 32, 14336),
+    "llama3.1-70b": _llama3(8192, 64, 80, 28672),
+    "llama3.1-405b": _llama3(16384, 128, 126, 53248),
+    "llama3.2-1b": _llama3(2048, 32, 16, 8192, head_dim=64, tie_word_embeddings=True),
+    "llama3.2-3b": _llama3(3072, 24, 28, 8192, tie_word_embeddings=True),
+    "llama4-scout": LLAMA4 | dict(num_local_experts=16, max_position_embeddings=10485760),
+    "llama4-maverick": LLAMA4 | dict(
+        num_local_experts=128, interleave_moe_layer_step=2, use_qk_norm=False, max_position_embeddings=1048576
+    ),
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """What one jax device has; there are `cores` of them on a chip.
+
+    hbm: bytes that the compiler lets a program have. bandwidth: of HBM, bytes/s. flops: bfloat16, per second.
+    link: bytes/s of one interconnect link, one way. An axis of the torus wraps around if its length is a
+    multiple of `ring`. Source: libtpu 0.0.42 for hbm; docs.cloud.google.com/tpu/docs/{v5e,v6e,v5p,tpu7x},
+    where link is the bidirectional bandwidth per chip / ports / 2; jax-ml/scaling-book tpus.md for ring.
+    """
+
+    hbm: float
+    bandwidth: float
+    flops: float
+    link: float
+    ring: int
+    cores: int = 1
+
+
+CHIPS = {
+    "v5e": Chip(hbm=15.75 * 2**30, bandwidth=819e9, flops=197e12, link=50e9, ring=16),
+    "v6e": Chip(hbm=31.25 * 2**30, bandwidth=1638e9, flops=918e12, link=100e9, ring=16),
+    "v5p": Chip(hbm=95.74 * 2**30, bandwidth=2765e9, flops=459e12, link=100e9, ring=4),
+    "tpu7x": Chip(hbm=94.75 * 2**30, bandwidth=3690e9, flops=1153.5e12, link=100e9, ring=4, cores=2),
+}
+HOP_SECONDS = 0.5e-6  # from one chip to the next. Source: jax-ml/scaling-book tpus.md, question 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """A slice of TPUs that the compiler knows. sizes: chips along each axis of its torus."""
+
+    name: str
+    chip: Chip
+    sizes: tuple[int, ...]
+    devices: tuple
+
+
+def find_topology(name: str) -> Topology:
+    """The topology named like v5e:4x4. Raises ValueError if there is none such, or no TPU compiler."""
+    kind, _, shape = name.partition(":")
+    dimensions = 2 if kind in ("v5e", "v6e") else 3
+    if kind not in CHIPS or not re.fullmatch("x".join([r"[1-9]\d{0,2}"] * dimensions), shape):
+        raise ValueError(f"--topology {name}: not of the form v5e:4x4, v6e:4x4, v5p:2x2x1 or tpu7x:2x2x1")
+    if importlib.util.find_spec("libtpu") is None:
+        raise ValueError("libtpu, the TPU compiler, is not installed: pip install -e '.[tpu]' (Linux on x86)")
+    sizes = tuple(int(n) for n in shape.split("x"))
+    host = [2 if n % 2 == 0 else 1 for n in sizes[:2]] + [1]  # chips on each host: as many as there may be
+    try:
+        found = topologies.get_topology_desc(platform="tpu", topology_name=name, chips_per_host_bounds=host)
+    except (RuntimeError, ValueError) as e:
+        raise ValueError(f"--topology {name}: the TPU compiler refuses it ({e})") from None
+    return Topology(name, CHIPS[kind], sizes, tuple(found.devices))
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """`tokens` more for each of `batch` rows, whose caches have `context` slots and are full."""
+
+    cfg: Config
+    batch: int
+    context: int
+    quantized: bool = True
+    kv_dtype: str = "int8"
+    tokens: int = 1
+
+    def arguments(self, mesh: Mesh) -> tuple:
+        """(piece, seeds, weights, cache) for `model.step`: shapes and shardings, without data."""
+
+        def per_row(*shape: int, dtype=jnp.int32):
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P("data")))
+
+        piece = model.Piece(tokens=per_row(self.batch, self.tokens), count=per_row(self.batch))
+        weights = model.abstract(model.weight_infos(self.cfg), mesh, jnp.bfloat16, self.quantized)
+        infos, dtype = model.cache_infos(self.cfg, self.batch, self.context), jnp.dtype(self.kv_dtype)
+        cache = model.abstract(infos, mesh, dtype, dtype == jnp.int8, scale_dtype=jnp.bfloat16)
+        return piece, per_row(self.batch, dtype=jnp.uint32), weights, cache
+
+    def shards(self, mesh: Mesh):
+        """(name, elements, bytes) of what one device holds of each weight and cache array."""
+        _, _, weights, cache = self.arguments(mesh)
+        for root, tree in (("weights", weights), ("cache", cache)):
+            for path, x in jax.tree_util.tree_leaves_with_path(tree):
+                size = math.prod(x.sharding.shard_shape(x.shape))
+                yield root + jax.tree_util.keystr(path), size, size * x.dtype.itemsize
+
+
+PARTS = ("attention", "mlp", "experts", "kv_cache", "embedding", "other")
+
+
+def part_of(argument: str, cfg: Config) -> str:
+    """Which part of the model an argument of `model.step` is, by its name in the compiled program."""
+    if argument.startswith("cache.layers"):
+        return "kv_cache"
+    if re.match(r"weights\.(un)?embed\b", argument):
+        return "embedding"
+    found = re.match(r"weights\.layers\[(\d+)\]\.(attention|feed_forward)\.(\w+)", argument)
+    if not found or found[2] == "attention":
+        return found[2] if found else "other"
+    return "experts" if cfg.layers[int(found[1])].moe and found[3] not in ("shared", "router") else "mlp"
+
+
+def share_needed(argument: str, job: Job, expert_groups: int) -> float:
+    """How much of an argument a step must read: of experts the active, of an embedding table nothing."""
+    if part_of(argument, job.cfg) == "experts":
+        return active_experts(job.cfg, job.batch * job.tokens, expert_groups)
+    return 0 if argument.startswith("weights.embed") and not job.cfg.tied_embeddings else 1
+
+
+def active_experts(cfg: Config, tokens: int, groups: int) -> float:
+    """The share of its experts that a group of devices reads: of `groups` that divide them, the busiest.
+
+    Each token goes to A experts at random. One group of E expects 1 - (1 - A/E)^tokens.
+    """
+    if groups == 1:
+        return 1 - (1 - cfg.A / cfg.E) ** tokens
+    tokens, draws = min(tokens, 8 * cfg.E), 200  # more tokens leave no expert out
+    chosen = np.random.default_rng(0).random((draws, tokens, cfg.E)).argsort(-1)[..., : cfg.A]
+    active = np.zeros((draws, cfg.E), bool)
+    np.put_along_axis(active, chosen.reshape(draws, -1), True, 1)
+    return float(active.reshape(draws, groups, -1).mean(2).max(1).mean())
+
+
+def needed(job: Job, mesh: Mesh) -> tuple[float, float]:
+    """(HBM bytes, floating-point operations) of one device that reads its shard of what is needed once."""
+    cfg, groups, bytes_read, flops = job.cfg, model.mesh_size(mesh, model.EXPERT), 0, 0
+    rows = job.batch / mesh.shape["data"]
+    for name, size, size_in_bytes in job.shards(mesh):
+        share, part = share_needed(name, job, groups), part_of(name, cfg)
+        bytes_read += size_in_bytes * share
+        if part == "kv_cache":
+            flops += 2 * size * job.tokens * cfg.G  # its rows are in its size
+        elif share:
+            tokens = rows * (1 if part == "embedding" else job.tokens)  # logits of the last token only
+            flops += 2 * size * tokens * (cfg.A / cfg.E if part == "experts" else 1)
+    return bytes_read, flops
+
+
+def floor_bytes(job: Job, topology: Topology) -> float:
+    """HBM bytes per device if all were split evenly over all devices, nothing stored twice, nothing padded."""
+    one = model.make_mesh(job.cfg, devices=topology.devices[:1])
+    return needed(job, one)[0] / len(topology.devices)
+
+
+def collective_seconds(kind: str, size: float, group: int, topology: Topology) -> float:
+    """An estimate of `size` bytes among `group` devices: half a microsecond per hop, and the links' bandwidth.
+
+    The group spans the longest axes of the torus, as few as hold it. Its bytes are divided among these axes,
+    and go one way along each, or both ways where the axis wraps around; an all-reduce sends them twice. The
+    hops are those across the group, once. Nothing else is on the links. Source: scaling-book, sharding.md.
+    """
+    chips, links, hops = -(-group // topology.chip.cores), 0, 0
+    for axis in sorted(topology.sizes, reverse=True):
+        n = min(axis, chips)
+        chips = -(-chips // n)
+        if n > 1:
+            wraps = n == axis and n % topology.chip.ring == 0
+            links, hops = links + (2 if wraps else 1), hops + (n // 2 if wraps else n - 1)
+    sent = size * (group - 1) / group * (2 if kind == "all-reduce" else 1)
+    return hops * HOP_SECONDS + sent / (topology.chip.link * max(links, 1))
+
+
+def expected_collectives(job: Job, mesh: Mesh, topology: Topology) -> float:
+    """Seconds of a layer's two all-reduces, and the two small collectives where devices share a head."""
+    cfg, rows = job.cfg, job.batch // mesh.shape["data"] * job.tokens
+    devices, slots = model.mesh_size(mesh, model.MODEL), model.mesh_size(mesh, model.SLOTS)
+    heads = cfg.K * slots // devices
+    sent = [("all-reduce", 2 * rows * cfg.D, devices)] * 2
+    sent += [("all-gather", 2 * rows * heads * (cfg.G + 2) * cfg.H, slots)]
+    sent += [("all-to-all", 4 * rows * heads * cfg.G * (cfg.H + 1), slots)]
+    return len(cfg.layers) * sum(collective_seconds(*x, topology) for x in sent if x[2] > 1)
+
+
+def limits(bytes_read: float, flops: float, collectives: float, chip: Chip) -> dict[str, float]:
+    """Seconds that each resource alone takes, at the data sheet's speed."""
+    return {"memory": bytes_read / chip.bandwidth, "compute": flops / chip.flops, "interconnect": collectives}
+
+
+def step_seconds(limits: dict[str, float]) -> float:
+    """HBM and matrix units work at the same time; collectives are taken to hide behind neither."""
+    return max(limits["memory"], limits["compute"]) + limits["interconnect"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A mesh as it looks before compiling."""
+
+    dp: int
+    ep: int
+    tp: int
+    fits: bool
+    estimated_step_seconds: float
+
+
+def rank_meshes(job: Job, topology: Topology, dp=None, ep=None, tp=None) -> list[Choice]:
+    """The meshes that the model and the given degrees allow, the most promising first.
+
+    Raises ValueError if there is none.
+    """
+    n, choices, reasons = len(topology.devices), [], []
+    divisors = [d for d in range(1, n + 1) if n % d == 0]
+    for degrees in [(d, e, n // d // e) for d in divisors for e in divisors if n // d % e == 0]:
+        if any(asked not in (None, is_) for asked, is_ in zip((dp, ep, tp), degrees, strict=True)):
+            continue
+        try:
+            if job.batch % degrees[0]:
+                raise ValueError(f"data parallelism {degrees[0]} does not divide the batch of {job.batch}")
+            mesh = model.make_mesh(job.cfg, *degrees, devices=topology.devices)
+        except ValueError as e:
+            reasons.append(str(e))
+            continue
+        stored = sum(size_in_bytes for _, _, size_in_bytes in job.shards(mesh))
+        seconds = step_seconds(
+            limits(*needed(job, mesh), expected_collectives(job, mesh, topology), topology.chip)
+        )
+        choices.append(Choice(*degrees, stored < topology.chip.hbm, seconds))
+    if not choices:
+        reasons.append("--dp x --ep x --tp must be the number of devices")
+        raise ValueError(f"no mesh of {n} devices: {reasons[0]}")
+    return sorted(choices, key=lambda c: (not c.fits, c.estimated_step_seconds, -c.tp))
+
+
+@dataclasses.dataclass
+class Step:
+    """One program on one device. What is None is not known: the compiler found that it does not fit.
+
+    Compiler facts. peak_bytes: of HBM, the sum of arguments (weights, cache, tokens), temporaries, code and what
+    is returned but not updated in place. hbm_bytes_per_step: moved; hbm_bytes_by_part says of what. A Pallas
+    kernel, whose traffic no compiler knows, is taken to read its operands once, of experts the active ones.
+    collectives_per_layer: how many of each kind. collectives, copies: all, alike ones as one with its count;
+    copies without prefetches. assumed_loops: trips of loops whose bound is computed.
+    Estimates. limits: seconds of each resource alone, from the data sheet. bound_by: the longest.
+    """
+
+    fits: bool
+    peak_bytes: float
+    compile_seconds: float
+    floor_bytes_per_step: float
+    argument_bytes: int | None = None
+    temp_bytes: int | None = None
+    code_bytes: int | None = None
+    hbm_bytes_per_step: float | None = None
+    hbm_bytes_by_part: dict[str, float] | None = None
+    collectives_per_layer: dict[str, float] | None = None
+    collectives: list[dict] | None = None
+    copies: list[dict] | None = None
+    assumed_loops: dict[str, int] | None = None
+    limits: dict[str, float] | None = None
+    bound_by: str | None = None
+    estimated_step_seconds: float | None = None
+    tokens_per_second_per_sequence: float | None = None
+    tokens_per_second: float | None = None
+
+
+def compile_step(job: Job, mesh: Mesh, topology: Topology, dump: str | None = None) -> Step:
+    """Compile `model.step` for the mesh and read what it does. dump: a file for its HLO text."""
+    floor, began = floor_bytes(job, topology), time.perf_counter()
+    try:
+        static = dict(sampling=model.Sampling(), cfg=job.cfg, mesh=mesh)
+        compiled = model.step.lower(*job.arguments(mesh), **static).compile()
+    except jax.errors.JaxRuntimeError as e:
+        found = re.search(
+            r"RESOURCE_EXHAUSTED.*hbm.*?(?:Used |required for .*?\()([\d.]+)([MG])", str(e), re.I
+        )
+        if not found:
+            raise
+        peak = float(found[1]) * (2**30 if found[2] == "G" else 2**20)
+        return Step(False, peak, time.perf_counter() - began, floor)
+    seconds, memory, text = time.perf_counter() - began, compiled.memory_analysis(), compiled.as_text()
+    if dump:
+        pathlib.Path(dump).write_text(text)
+    groups, depth = model.mesh_size(mesh, model.EXPERT), len(job.cfg.layers)
+    program = hlo.read_program(text, lambda kernel, argument: share_needed(argument, job, groups))
+    by_part, per_layer, sending = dict.fromkeys(PARTS, 0.0), Counter(), 0.0
+    for x in program.traffic:
+        by_part[part_of(x.argument, job.cfg)] += x.bytes * x.count
+    for x in program.collectives:
+        sending += collective_seconds(x.kind, x.bytes, x.group, topology) * x.count
+        per_layer[x.kind] += x.count * bool(re.search(r"\b(attention|feed_forward)/", x.scope))
+    resources = limits(program.hbm_bytes, needed(job, mesh)[1], sending, topology.chip)
+    rate = job.tokens / step_seconds(resources)
+    returned = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    arguments, temp = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+    peak = arguments + returned + temp + memory.generated_code_size_in_bytes
+    return Step(
+        fits=peak <= topology.chip.hbm,
+        peak_bytes=peak,
+        compile_seconds=seconds,
+        floor_bytes_per_step=floor,
+        argument_bytes=arguments,
+        temp_bytes=temp,
+        code_bytes=memory.generated_code_size_in_bytes,
+        hbm_bytes_per_step=program.hbm_bytes,
+        hbm_bytes_by_part=by_part,
+        collectives_per_layer={
+            kind: n // depth if n % depth == 0 else n / depth for kind, n in per_layer.items() if n
+        },
+        collectives=_alike(program.collectives),
+        copies=_alike([x for x in program.copies if not x.prefetch]),
+        assumed_loops={x.instruction: x.trips for x in program.loops if not x.known},
+        limits=resources,
+        bound_by=max(resources, key=resources.get),
+        estimated_step_seconds=step_seconds(resources),
+        tokens_per_second_per_sequence=rate,
+        tokens_per_second=rate * job.batch,
+    )
+
+
+def _alike(events: list) -> list[dict]:
+    """Those that differ in nothing but the layer as one, with their count; the largest first."""
+    groups = Counter()
+    for x in events:
+        fields = dataclasses.asdict(x)
+        count = fields.pop("count")
+        groups[
+            tuple((k, re.sub(r"\[\d+\]", "[*]", v) if k == "argument" else v) for k, v in fields.items())
+        ] += count
+    return sorted((dict(x) | {"count": n} for x, n in groups.items()), key=lambda x: -x["bytes"] * x["count"])
+
+
+@dataclasses.dataclass
+class Plan:
+    """A job on a topology. mesh: its degrees. ranking: the meshes it might have, this one first."""
+
+    topology: str
+    devices: int
+    hbm_capacity_bytes: float
+    mesh: dict[str, int]
+    batch: int
+    context: int
+    layers: int
+    weights_bytes: int
+    cache_bytes: int
+    decode: Step
+    prefill: Step | None
+    ranking: list[Choice]
+
+
+def plan(
+    job: Job, topology: Topology, prefill: int | None = None, dp=None, ep=None, tp=None, dump=None, log=lambda line: None
+) -> Plan:  # fmt: skip
+    """Compile the decode step, and a prefill piece of that many tokens per row, on the best mesh or the given.
+
+    dump: a file for the decode step's HLO text. Raises ValueError if there is no such mesh.
+    """
+    ranking = rank_meshes(job, topology, dp, ep, tp)
+    degrees = {"data": ranking[0].dp, "expert": ranking[0].ep, "tensor": ranking[0].tp}
+    mesh, stored = model.make_mesh(job.cfg, **degrees, devices=topology.devices), Counter()
+    for name, _, size_in_bytes in job.shards(mesh):
+        stored[name.split(".")[0]] += size_in_bytes
+    log(f"compiling the decode step of {len(job.cfg.layers)} layers for {degrees}")
+    decode, piece = compile_step(job, mesh, topology, dump), None
+    if prefill:
+        log(f"compiling a prefill piece of {prefill} tokens per row")
+        piece = compile_step(dataclasses.replace(job, tokens=prefill), mesh, topology)
+    return Plan(
+        topology.name, len(topology.devices), topology.chip.hbm, degrees, job.batch, job.context, len(job.cfg.layers),
+        stored["weights"], stored["cache"], decode, piece, ranking,
+    )  # fmt: skip
+
+
+def read_model(name: str) -> Config:
+    """A model by its name in MODELS, or from a config.json or the folder that holds one."""
+    file = pathlib.Path(os.path.expanduser(name))
+    file = file / "config.json" if file.is_dir() else file
+    if name not in MODELS and not file.is_file():
+        raise ValueError(f"--model {name}: no config.json there, and none of {', '.join(MODELS)}")
+    return read_config(MODELS[name] if name in MODELS else read_json(file))
+
+
+def parse_arguments(arguments: list[str] | None = None):
+    parser = OneLineParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    add = parser.add_argument
+    names = ", ".join(MODELS)
+    add("--model", required=True, metavar="NAME_OR_CONFIG", help=f"{names}, a config.json or its folder")
+    add("--topology", required=True, metavar="KIND:AxB", help="v5e:4x4, v6e:8x8, v5p:2x2x2, tpu7x:2x2x1, ...")
+    add("--batch", type=int, default=1, metavar="B", help="rows that decode together; default: 1")
+    add("--context", type=int, default=8192, metavar="S", help="filled cache slots per row; default: 8192")
+    add("--prefill", type=int, metavar="T", help="compile also a piece of T prompt tokens per row")
+    for name in ("data", "expert", "tensor"):
+        add(f"--{name[0]}p", type=int, metavar="N", help=f"{name} parallelism; default: the best by estimate")
+    add("--quantize", choices=("int8", "none"), default="int8", help="weights; default: int8; none: bfloat16")
+    add("--kv-cache-dtype", choices=("int8", "bfloat16"), default="int8", help="default: int8")
+    add("--layers", type=int, metavar="L", help="only the first L layers")
+    add("--json", action="store_true", help="print one JSON object")
+    add("--dump-hlo", metavar="FILE", help="write the optimised HLO text of the decode step")
+    args = parser.parse_args(arguments)
+    for name in ("batch", "context", "prefill", "dp", "ep", "tp", "layers"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            parser.error(f"--{name} {value} is not at least 1")
+    if args.prefill and args.prefill > args.context:
+        parser.error(f"--prefill {args.prefill} is more than --context {args.context}")
+    return args
+
+
+def report(title: str, step: Step, plan: Plan) -> None:
+    """Print a compiled step: what is fact, then what is estimated."""
+    gib, mega = (lambda n: f"{n / 2**30:.2f} GiB"), (lambda n: f"{n / 1e6:,.1f} MB")
+    verdict = "fits" if step.fits else "DOES NOT FIT"
+    print(f"\n{title}: {verdict}, {gib(step.peak_bytes)} of {gib(plan.hbm_capacity_bytes)}")
+    print(f"  Compiler facts, per device (compiled in {step.compile_seconds:.0f} s)")
+    print(f"    weights {gib(plan.weights_bytes)}, cache {gib(plan.cache_bytes)}")
+    if step.limits is None:
+        return
+    print(
+        f"    arguments {gib(step.argument_bytes)}, temporaries {gib(step.temp_bytes)}, code {gib(step.code_bytes)}"
+    )
+    times = step.hbm_bytes_per_step / step.floor_bytes_per_step
+    print(
+        f"    HBM traffic {mega(step.hbm_bytes_per_step)}: {times:.3f} x the floor of {mega(step.floor_bytes_per_step)}"
+    )
+    for part, size in step.hbm_bytes_by_part.items():
+        print(f"      {part.replace('_', ' '):10}{mega(size):>14}")
+    for x in step.copies:
+        if x["bytes"] * x["count"] > step.hbm_bytes_per_step / 100:
+            print(f"    copied: {x['count']} x {x['shape']}, {x['argument'] or 'temporary'}")
+    print(
+        "    collectives per layer:",
+        ", ".join(f"{n} {kind}" for kind, n in step.collectives_per_layer.items()),
+    )
+    for x in step.collectives:
+        scope = x["scope"].split("shard_map/")[-1].split("/")[0]
+        print(f"      {x['count']} x {x['kind']} of {x['shape']} among {x['group']}, in {scope}")
+    print("  Estimate (data sheet speeds, no collective hidden)")
+    print("   ", ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in step.limits.items()))
+    print(
+        f"    {step.estimated_step_seconds * 1e3:.2f} ms, bound by {step.bound_by}:"
+        f" {step.tokens_per_second_per_sequence:.1f} tokens/s per sequence, {step.tokens_per_second:.1f} in all"
+    )
+
+
+def main() -> None:
+    args = parse_arguments()
+    cfg = read_model(args.model)
+    if args.context > cfg.max_positions:
+        raise ValueError(f"--context {args.context}: the model's limit is {cfg.max_positions} positions")
+    if args.layers and args.layers > len(cfg.layers):
+        raise ValueError(f"--layers {args.layers}: the model has {len(cfg.layers)}")
+    cfg = dataclasses.replace(cfg, layers=cfg.layers[: args.layers])
+    job = Job(cfg, args.batch, args.context, args.quantize == "int8", args.kv_cache_dtype)
+    topology = find_topology(args.topology)
+    log = functools.partial(print, file=sys.stderr, flush=True)
+    result = plan(job, topology, args.prefill, args.dp, args.ep, args.tp, args.dump_hlo, log)
+    if args.json:
+        fields = dataclasses.asdict(result)
+        print(json.dumps({"model": args.model} | fields | fields.pop("decode")))
+        return
+    print(f"{args.model}, {result.layers} layers, on {args.topology}: {result.devices} device(s)")
+    print(f"batch {args.batch}, context {args.context}, weights {args.quantize}, cache {args.kv_cache_dtype}")
+    for i, x in enumerate(result.ranking[:4]):
+        note = "" if x.fits else ", does not fit"
+        ms = f"{x.estimated_step_seconds * 1e3:.2f} ms before compiling"
+        print(f"{'instead of' if i else 'mesh'} dp {x.dp} x ep {x.ep} x tp {x.tp}: {ms}{note}")
+    report("Decode step", result.decode, result)
+    if result.prefill:
+        report(f"Prefill of {args.prefill} tokens per row", result.prefill, result)
+
+
+if __name__ == "__main__":
+    run(main)

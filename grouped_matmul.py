@@ -1,0 +1,141 @@
+"""Routed experts: each row through the experts chosen for it, reading only the experts that have rows.
+
+Letters as in model.py, uppercase for what this device has: R rows (all tokens of all rows of the batch), A
+choices per row, D model width, E experts, M width of an expert. Weights may be int8.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import ManualAxisType
+
+from quantize import QuantizedArray, values_and_scale
+from ragged_attention import on_tpu
+
+FEW_ROWS = 256  # up to here each active expert takes all rows; reading it costs more than multiplying
+BLOCK_BYTES = 3 << 19  # of one weight matrix per step of the kernel; 6 such blocks are in VMEM at once
+VMEM_BYTES = 48 << 20
+ROW_TILE = 8  # rows of a float32 tile
+
+
+def expert_mlp(x: Array, expert: Array, factor: Array, gate, up, down) -> Array:
+    """The sum over a row's experts of SwiGLU(factor · x): [R,D] -> [R,D] float32.
+
+    expert: [R,A] int32, E for one that is not on this device. factor: [R,A], of the input.
+    gate, up: [E,D,M], down: [E,M,D], float or int8. No row is dropped, however they are distributed.
+    """
+    if on_tpu() and x.shape[0] <= FEW_ROWS and block_width(gate):
+        return active_experts(x, expert, factor, gate, up, down)
+    return sorted_rows(x, expert, factor, gate, up, down)
+
+
+def sorted_rows(x: Array, expert: Array, factor: Array, gate, up, down) -> Array:
+    """`expert_mlp` by XLA's ragged product over the pairs (row, choice), in the order of their expert."""
+    A = expert.shape[1]
+    E = values_and_scale(gate)[0].shape[0]
+    chosen = expert.reshape(-1)
+    order = jnp.argsort(chosen)  # those of other devices' experts come last
+    sizes = jnp.bincount(chosen, length=E + 1)[:E]
+    rows = (x[order // A] * factor.reshape(-1, 1)[order]).astype(x.dtype)
+
+    def dot(x: Array, w: Array | QuantizedArray) -> Array:
+        values, scale = values_and_scale(w)
+        if not on_tpu():  # there int8 goes in as it is; a cast would write all experts to memory again
+            values = values.astype(x.dtype)
+        y = lax.ragged_dot(x, values, sizes, preferred_element_type=jnp.float32)
+        return y if scale is None else y * scale.at[chosen[order]].get(mode="clip")
+
+    h = jax.nn.silu(dot(rows, gate)) * dot(rows, up)
+    y = dot(h.astype(x.dtype), down)
+    y = jnp.where((chosen < E)[:, None], jnp.zeros_like(y).at[order].set(y), 0)
+    return y.reshape(-1, A, y.shape[-1]).sum(1)
+
+
+def active_experts(x: Array, expert: Array, factor: Array, gate, up, down, interpret=False) -> Array:
+    """`expert_mlp` as one Pallas call for TPUs, for few rows.
+
+    The grid goes over the experts that have rows and over blocks of M. All rows go through each of these
+    experts, with factor 0 where it was not chosen: the product costs less than reading the weights. What is
+    left of the grid asks for the last block again, and so fetches nothing.
+    """
+    weights, scales = zip(*map(values_and_scale, (gate, up, down)), strict=True)
+    E, D, M = weights[0].shape
+    R, width, steps = x.shape[0], block_width(gate), min(E, expert.size)
+    chosen = expert[..., None] == jnp.arange(E)  # RAE
+    factors = jnp.sum(jnp.where(chosen, factor[..., None].astype(jnp.float32), 0), 1)
+    padding = ((0, -R % ROW_TILE), (0, 0))
+    x, factors = jnp.pad(x, padding), jnp.pad(factors, padding)
+
+    def weight(shape: tuple[int, int], axis: int | None) -> pl.BlockSpec:
+        """A block of an expert's matrix: of `width` along `axis`, else whole."""
+
+        def index(i, j, active, n_active):
+            j = jnp.where(i < n_active[0], j, M // width - 1)
+            return active[i], *(j if axis == k else 0 for k in range(2))
+
+        return pl.BlockSpec((None, *shape), index)
+
+    def whole(x: Array) -> pl.BlockSpec:
+        return pl.BlockSpec(x.shape, lambda *_: (0, 0))
+
+    weight_specs = weight((D, width), 1), weight((D, width), 1), weight((width, D), 0)
+    scale_specs = (None, None, None)
+    if scales[0] is not None:
+        scales = tuple(scale[:, None] for scale in scales)
+        scale_specs = weight((1, width), 1), weight((1, width), 1), weight((1, D), None)
+    varying = frozenset.union(*(jax.typeof(a).manual_axis_type.varying for a in (x, factors, weights[0])))
+    mat = ManualAxisType(varying=varying)
+    y = pl.pallas_call(
+        _active_experts,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(steps, M // width),
+            in_specs=(whole(x), whole(factors), weight_specs, scale_specs),
+            out_specs=whole(x),
+        ),
+        out_shape=jax.ShapeDtypeStruct(x.shape, jnp.float32, manual_axis_type=mat),
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=VMEM_BYTES),
+        name="active_experts",
+        interpret=interpret,
+    )(*active_first(jnp.any(chosen, (0, 1)), steps), x, factors, weights, scales)
+    return y[:R]
+
+
+def _active_experts(active, n_active, x, factors, weights, scales, y):
+    """The kernel, at expert i of the active ones and block j of M. All refs but the first two are in VMEM."""
+    i, j = pl.program_id(0), pl.program_id(1)
+
+    @pl.when((i == 0) & (j == 0))
+    def _():
+        y[...] = jnp.zeros_like(y)
+
+    @pl.when(i < n_active[0])
+    def _():
+        here = lax.broadcasted_iota(jnp.int32, factors.shape, 1) == active[i]
+        factor = jnp.sum(jnp.where(here, factors[...], 0), 1, keepdims=True)
+
+        def dot(x: Array, which: int) -> Array:
+            w = weights[which][...].astype(x.dtype)
+            precision = "highest" if x.dtype == jnp.float32 else None
+            y = jnp.dot(x, w, precision=precision, preferred_element_type=jnp.float32)
+            return y if scales[which] is None else y * scales[which][...]
+
+        h = jax.nn.silu(dot(x[...], 0) * factor) * (dot(x[...], 1) * factor)
+        y[...] += dot(h.astype(x.dtype), 2)
+
+
+def active_first(active: Array, n: int) -> tuple[Array, Array]:
+    """The first n true entries, the last one repeated, and their number: [E] bool -> [n] int32, [1] int32."""
+    rank = jnp.cumsum(active) - 1
+    place = jnp.minimum(jnp.arange(n), rank[-1])
+    here = active & (rank == place[:, None])
+    return jnp.sum(jnp.where(here, jnp.arange(active.size), 0), 1), rank[-1:] + 1
+
+
+def block_width(gate: Array | QuantizedArray) -> int | None:
+    """Columns of M that the kernel takes per step: a divisor of M, in whole registers; None if none fits."""
+    _, D, M = (values := values_and_scale(gate)[0]).shape
+    fitting = [n for n in {M, 512, 256, 128} if M % n == 0 and D * n * values.dtype.itemsize <= BLOCK_BYTES]
+    return max(fitting, default=None)

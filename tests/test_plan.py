@@ -1,0 +1,408 @@
+"""benchmarks/hlo.py against programs counted by hand, and benchmarks/plan.py against the TPU compiler.
+
+The compiler (libtpu) needs no TPU. What it says is exact and does not vary, so the bounds below are tight.
+"""
+
+import functools
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "benchmarks"))
+
+import hlo
+import plan
+from conftest import llama4_config
+
+needs_compiler = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed"
+)
+
+
+def program(text: str, **keywords) -> hlo.Program:
+    return hlo.read_program(text, **keywords)
+
+
+def moved(text: str, **keywords) -> dict[str, float]:
+    """HBM bytes by instruction."""
+    total = {}
+    for x in program(text, **keywords).traffic:
+        total[x.instruction] = total.get(x.instruction, 0) + x.bytes * x.count
+    return total
+
+
+@pytest.mark.parametrize(
+    ("shape", "layout", "expected"),
+    [
+        ((256, 128), "1,0:T(8,128)(2,1)", 256 * 128 * 2),
+        ((1, 64), "1,0:T(1,128)", 128 * 2),  # 64 columns fill half a tile
+        ((100, 64), "0,1:T(8,128)(2,1)", 128 * 64 * 2),  # the first dimension is the minor one
+        ((3, 5, 200), "2,1,0:T(8,128)(2,1)S(1)", 3 * 8 * 256 * 2),
+        ((1000,), "0:T(1024)(128)(2,1)", 1024 * 2),
+        ((3, 5), "", 3 * 5 * 2),
+    ],
+)
+def test_bytes_include_padding(shape, layout, expected):
+    assert hlo.Array("bf16", shape, layout).bytes == expected
+
+
+MATMUL = """
+HloModule jit_step, num_partitions=4
+
+%fused (p.0: s8[256,128], p.1: bf16[8,256]) -> bf16[8,128] {
+  %p.0 = s8[256,128]{1,0:T(32,128)(4,1)} parameter(0)
+  %p.1 = bf16[8,256]{1,0:T(8,128)(2,1)S(1)} parameter(1)
+  ROOT %dot = bf16[8,128]{1,0:T(8,128)(2,1)S(1)} convolution(%p.1, %p.0), dim_labels=bf_io->bf
+}
+
+ENTRY %main (w: s8[256,128], v: s8[256,128], x: bf16[8,256]) -> bf16[8,128] {
+  %w = s8[256,128]{1,0:T(32,128)(4,1)} parameter(0), metadata={op_name="weights.w"}
+  %v = s8[256,128]{1,0:T(32,128)(4,1)} parameter(1), metadata={op_name="weights.v"}
+  %x = bf16[8,256]{1,0:T(8,128)(2,1)} parameter(2), metadata={op_name="x"}
+  %copy-start = (bf16[8,256]{1,0:T(8,128)(2,1)S(1)}, bf16[8,256]{1,0:T(8,128)(2,1)}, u32[]{:S(2)}) copy-start(%x)
+  %copy-done = bf16[8,256]{1,0:T(8,128)(2,1)S(1)} copy-done(%copy-start)
+  %fusion.1 = bf16[8,128]{1,0:T(8,128)(2,1)S(1)} fusion(%w, %copy-done), kind=kOutput, calls=%fused
+  %slice-start = ((s8[256,128]{1,0:T(32,128)(4,1)}), s8[64,128]{1,0:T(32,128)(4,1)S(1)}, s32[]{:S(2)}) slice-start(%v), slice={[0:64], [0:128]}
+  %slice-done = s8[64,128]{1,0:T(32,128)(4,1)S(1)} slice-done(%slice-start)
+  %turned = s8[256,128]{0,1:T(32,128)(4,1)} copy(%v), metadata={op_name="jit(step)/attention/transpose"}
+  %psum = bf16[8,128]{1,0:T(8,128)(2,1)S(1)} all-reduce(%fusion.1), channel_id=1, replica_groups={{0,1},{2,3}}, to_apply=%add, metadata={op_name="jit(step)/attention/psum"}
+  ROOT %copy.2 = bf16[8,128]{1,0:T(8,128)(2,1)} copy(%psum)
+}
+"""  # noqa: E501
+
+
+def test_vmem_is_free_and_each_hbm_array_counts():
+    """A weight that a matmul streams, a prefetch, a slice of a weight, a copy from HBM to HBM."""
+    assert moved(MATMUL) == {
+        "copy-start": 8 * 256 * 2,
+        "fusion.1": 256 * 128,
+        "slice-start": 64 * 128,
+        "turned": 2 * 256 * 128,
+        "copy.2": 8 * 128 * 2,
+    }
+
+
+def test_traffic_is_told_by_argument():
+    by_argument = {}
+    for x in program(MATMUL).traffic:
+        by_argument[x.argument] = by_argument.get(x.argument, 0) + x.bytes
+    v = 64 * 128 + 2 * 256 * 128  # the slice, and the copy: read and written
+    assert by_argument == {"x": 8 * 256 * 2, "weights.w": 256 * 128, "weights.v": v, "": 8 * 128 * 2}
+
+
+def test_copies_and_prefetches():
+    copies = {x.argument: x for x in program(MATMUL).copies}
+    assert copies["x"].prefetch and not copies["weights.v"].prefetch
+    assert (copies["weights.v"].bytes, copies["weights.v"].scope) == (
+        256 * 128,
+        "jit(step)/attention/transpose",
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("{{0,1,2},{3,4,5}}", 3),
+        ("[4,2]<=[8]", 2),
+        ("[2,4]<=[4,2]T(1,0)", 4),
+        ("mesh['x'=2,'y'=4] {'y'}", 4),
+        ("mesh['x'=2,'y'=4] {'x','y'}", 8),
+        ("mesh['x'=2,'y'=4] {'y':(1)2}", 2),
+        ("mesh['x'=8]", 8),
+    ],
+)
+def test_replica_groups_of_every_version_of_jax(text, size):
+    (found,) = program(MATMUL.replace("{{0,1},{2,3}}", text)).collectives
+    assert (found.kind, found.shape, found.bytes, found.group) == (
+        "all-reduce",
+        "bf16[8,128]",
+        8 * 128 * 2,
+        size,
+    )
+    assert not found.asynchronous and found.scope == "jit(step)/attention/psum"
+
+
+def test_asynchronous_collectives():
+    """One that starts and is done later, whose result holds its operand too; and one fused with other work."""
+    text = """
+%fused (p: f32[8,128]) -> f32[8,128] {
+  %p = f32[8,128]{1,0:T(8,128)S(1)} parameter(0)
+  ROOT %inner = f32[8,128]{1,0:T(8,128)S(1)} all-reduce(%p), replica_groups={{0,1}}, to_apply=%add
+}
+
+ENTRY %main (x: f32[8,128]) -> f32[16,128] {
+  %x = f32[8,128]{1,0:T(8,128)} parameter(0), metadata={op_name="x"}
+  %start = (f32[8,128]{1,0:T(8,128)}, f32[16,128]{1,0:T(8,128)}) all-gather-start(%x), replica_groups=[1,2]<=[2], dimensions={0}
+  %done = f32[16,128]{1,0:T(8,128)} all-gather-done(%start)
+  %fusion = f32[8,128]{1,0:T(8,128)S(1)} fusion(%x), kind=kCustom, calls=%fused
+  ROOT %result = (f32[16,128]{1,0:T(8,128)}) tuple(%done)
+}
+"""  # noqa: E501
+    gather, reduce = program(text).collectives
+    assert (gather.kind, gather.shape, gather.bytes) == ("all-gather", "f32[16,128]", 16 * 128 * 4)
+    assert gather.asynchronous and reduce.asynchronous and reduce.kind == "all-reduce"
+    assert moved(text) == {"start": (8 + 16) * 128 * 4, "fusion": 8 * 128 * 4}
+
+
+IN_PLACE = """
+%update (p.0: s8[1024,128], p.1: s32[2,1], p.2: s8[2,128]) -> s8[1024,128] {
+  %p.0 = s8[1024,128]{1,0:T(8,128)(4,1)} parameter(0)
+  %p.1 = s32[2,1]{0,1:T(1,128)S(1)} parameter(1)
+  %p.2 = s8[2,128]{1,0:T(2,128)(4,1)S(1)} parameter(2)
+  %whole = s8[1024,128]{1,0:T(8,128)(4,1)} bitcast(%p.0)
+  %scatter = s8[1024,128]{1,0:T(8,128)(4,1)} scatter(%whole, %p.1, %p.2), to_apply=%assign
+  ROOT %again = s8[1024,128]{1,0:T(8,128)(4,1)} bitcast(%scatter)
+}
+
+%read (p.0: s8[1024,128], p.1: s32[]) -> bf16[256,128] {
+  %p.0 = s8[1024,128]{1,0:T(8,128)(4,1)} parameter(0)
+  %p.1 = s32[]{:T(128)S(6)} parameter(1)
+  %block = s8[256,128]{1,0:T(8,128)(4,1)} dynamic-slice(%p.0, %p.1, %p.1), dynamic_slice_sizes={256,128}
+  ROOT %converted = bf16[256,128]{1,0:T(8,128)(2,1)S(1)} convert(%block)
+}
+
+%body (state: (s32[], s8[1024,128])) -> (s32[], s8[1024,128]) {
+  %state = (s32[]{:T(128)S(6)}, s8[1024,128]{1,0:T(8,128)(4,1)}) parameter(0)
+  %i = s32[]{:T(128)S(6)} get-tuple-element(%state), index=0
+  %kv = s8[1024,128]{1,0:T(8,128)(4,1)} get-tuple-element(%state), index=1
+  %block.1 = bf16[256,128]{1,0:T(8,128)(2,1)S(1)} fusion(%kv, %i), kind=kLoop, calls=%read
+  ROOT %next = (s32[]{:T(128)S(6)}, s8[1024,128]{1,0:T(8,128)(4,1)}) tuple(%i, %kv)
+}
+
+%condition (state.1: (s32[], s8[1024,128])) -> pred[] {
+  %state.1 = (s32[]{:T(128)S(6)}, s8[1024,128]{1,0:T(8,128)(4,1)}) parameter(0)
+  %j = s32[]{:T(128)S(6)} get-tuple-element(%state.1), index=0
+  ROOT %less = pred[]{:T(512)S(6)} compare(%j, %j), direction=LT
+}
+
+ENTRY %main (kv: s8[1024,128], at: s32[2,1], new: s8[2,128]) -> s8[1024,128] {
+  %kv.0 = s8[1024,128]{1,0:T(8,128)(4,1)} parameter(0), metadata={op_name="cache.layers[0].values"}
+  %at = s32[2,1]{0,1:T(1,128)S(1)} parameter(1), metadata={op_name="at"}
+  %new = s8[2,128]{1,0:T(2,128)(4,1)S(1)} parameter(2), metadata={op_name="new"}
+  %zero = s32[]{:T(128)S(6)} constant(0)
+  %written = s8[1024,128]{1,0:T(8,128)(4,1)} fusion(%kv.0, %at, %new), kind=kCustom, calls=%update
+  %init = (s32[]{:T(128)S(6)}, s8[1024,128]{1,0:T(8,128)(4,1)}) tuple(%zero, %written)
+  %while.1 = (s32[]{:T(128)S(6)}, s8[1024,128]{1,0:T(8,128)(4,1)}) while(%init), condition=%condition, body=%body
+  ROOT %result = s8[1024,128]{1,0:T(8,128)(4,1)} get-tuple-element(%while.1), index=1
+}
+"""
+
+
+def test_an_update_in_place_writes_its_rows_and_a_loop_reads_its_slices():
+    """Two rows are written. A loop with a computed bound walks over the cache once: 4 blocks of 256 slots."""
+    assert moved(IN_PLACE) == {"written": 2 * 128, "block.1": 1024 * 128}
+    assert {x.argument for x in program(IN_PLACE).traffic} == {"cache.layers[0].values"}
+    assert program(IN_PLACE).loops == [hlo.Loop("while.1", 4, known=False)]
+
+
+def test_known_trip_counts_multiply():
+    known = IN_PLACE.replace("body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"7"}}')
+    assert moved(known)["block.1"] == 7 * 256 * 128
+    bound = IN_PLACE.replace("%j = ", "%n = s32[]{:T(128)} constant(9)\n  %j = ")
+    assert moved(bound)["block.1"] == 9 * 256 * 128
+
+
+KERNEL = """
+ENTRY %main (q: bf16[8,128], kv: s8[8,1024,128], w: s8[16,256,128]) -> bf16[8,128] {
+  %q = bf16[8,128]{1,0:T(8,128)(2,1)S(1)} parameter(0), metadata={op_name="q"}
+  %kv = s8[8,1024,128]{2,1,0:T(32,128)(4,1)} parameter(1), metadata={op_name="cache.layers[0].values"}
+  %w = s8[16,256,128]{2,1,0:T(32,128)(4,1)} parameter(2), metadata={op_name="weights.experts"}
+  %ragged_decode.3 = (bf16[8,128]{1,0:T(8,128)(2,1)S(1)}, s8[8,1024,128]{2,1,0:T(32,128)(4,1)}) custom-call(%q, %kv), custom_call_target="tpu_custom_call", output_to_operand_aliasing={{1}: (1, {})}, frontend_attributes={kernel_metadata={
+"note":"{\\"block\\": 128}"
+}}, metadata={op_name="jit(step)/attention/ragged_decode/pallas_call"}
+  %o = bf16[8,128]{1,0:T(8,128)(2,1)S(1)} get-tuple-element(%ragged_decode.3), index=0
+  ROOT %experts.1 = bf16[8,128]{1,0:T(8,128)(2,1)} custom-call(%o, %w), custom_call_target="tpu_custom_call"
+}
+"""  # noqa: E501
+
+
+def test_the_caller_says_what_a_pallas_kernel_reads():
+    """The cache whole, its alias not at all; of 16 experts 3. Attributes may hold line breaks and braces."""
+    output = 8 * 128 * 2
+    whole = {"ragged_decode.3": 8 * 1024 * 128, "experts.1": 16 * 256 * 128 + output}
+    assert moved(KERNEL) == whole
+    active = moved(KERNEL, kernel_share=lambda kernel, argument: 3 / 16 if kernel == "experts" else 1)
+    assert active == whole | {"experts.1": 3 * 256 * 128 + output}
+    assert [x.name for x in program(KERNEL).kernels] == ["ragged_decode", "experts"]
+
+
+def test_one_branch_of_a_conditional_runs():
+    text = """
+%small (p: f32[8,128]) -> f32[8,128] {
+  %p = f32[8,128]{1,0:T(8,128)} parameter(0)
+  ROOT %a = f32[8,128]{1,0:T(8,128)S(1)} negate(%p)
+}
+
+%large (p.1: f32[64,128]) -> f32[8,128] {
+  %p.1 = f32[64,128]{1,0:T(8,128)} parameter(0)
+  ROOT %b = f32[8,128]{1,0:T(8,128)S(1)} slice(%p.1), slice={[0:16], [0:128]}
+}
+
+ENTRY %main (i: s32[], x: f32[8,128], y: f32[64,128]) -> f32[8,128] {
+  %i = s32[]{:T(128)S(6)} parameter(0)
+  %x = f32[8,128]{1,0:T(8,128)} parameter(1)
+  %y = f32[64,128]{1,0:T(8,128)} parameter(2)
+  ROOT %c = f32[8,128]{1,0:T(8,128)S(1)} conditional(%i, %x, %y), branch_computations={%small, %large}
+}
+"""
+    assert sum(moved(text).values()) == 8 * 128 * 4
+
+
+def test_active_experts():
+    """One group expects E (1 - (1 - A/E)^B) experts; a group that one token busies reads one whole expert."""
+    cfg = llama4_config(E=16, A=1)
+    assert plan.active_experts(cfg, 1, 1) == pytest.approx(1 / 16)
+    assert plan.active_experts(cfg, 16, 1) == pytest.approx(1 - (15 / 16) ** 16)
+    assert plan.active_experts(cfg, 1, 16) == 1
+    assert plan.active_experts(cfg, 1, 4) == 1 / 4
+    # Two of E (0), one (1): two tokens in two groups of two experts busy one group twice with chance 1/4.
+    two = plan.active_experts(llama4_config(E=4, A=1), 2, 2)
+    assert two == pytest.approx((1 / 4 * 2 + 3 / 4 * 1) / 2, abs=0.05)
+
+
+def test_parts_of_the_model():
+    cfg = llama4_config()  # layers with experts, without, with
+    names = {
+        "weights.layers[0].attention.q.values": "attention",
+        "weights.layers[0].feed_forward.gate.scale": "experts",
+        "weights.layers[0].feed_forward.router": "mlp",
+        "weights.layers[0].feed_forward.shared.down.values": "mlp",
+        "weights.layers[1].feed_forward.up.values": "mlp",
+        "weights.layers[2].attention_norm": "other",
+        "weights.embed": "embedding",
+        "weights.unembed.values": "embedding",
+        "cache.layers[2].values": "kv_cache",
+        "cache.length": "other",
+        "": "other",
+    }
+    assert {name: plan.part_of(name, cfg) for name in names} == names
+
+
+def test_collectives_take_hops_and_bandwidth():
+    """An all-reduce of 16 on a 4x4 mesh without wraparound: 6 hops, and 15/16 of the bytes twice on 2 links."""
+    v5e = plan.Topology("v5e:4x4", plan.CHIPS["v5e"], (4, 4), ())
+    expected = 6 * 0.5e-6 + 2 * 131072 * 15 / 16 / (2 * 50e9)
+    assert plan.collective_seconds("all-reduce", 131072, 16, v5e) == pytest.approx(expected)
+    assert plan.collective_seconds("all-gather", 131072, 2, v5e) == pytest.approx(0.5e-6 + 131072 / 2 / 50e9)
+    ring = plan.Topology("v5e:16x16", plan.CHIPS["v5e"], (16, 16), ())
+    assert plan.collective_seconds("all-gather", 160, 16, ring) == pytest.approx(
+        8 * 0.5e-6 + 150 / (2 * 50e9)
+    )
+
+
+# ------------------------------------------------------------------------------------------- the TPU compiler
+
+
+def run_plan(*arguments: str) -> subprocess.CompletedProcess:
+    """In a process of its own, without the tests' XLA_FLAGS."""
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    command = [sys.executable, "benchmarks/plan.py", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+
+
+@functools.cache
+def compiled(name: str, layers: int, batch: int, context: int) -> dict:
+    arguments = f"--topology v5e:4x4 --layers {layers} --batch {batch} --context {context} --json"
+    done = run_plan("--model", name, *arguments.split())
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@needs_compiler
+@pytest.mark.parametrize(("name", "batch", "context"), [("llama3.1-70b", 8, 8192), ("llama4-scout", 1, 4096)])
+def test_decode_on_16_chips(name, batch, context):
+    """It fits; a layer sends two all-reduces and at most two small messages; no cache is copied."""
+    found = compiled(name, 4, batch, context)
+    assert found["fits"] and found["peak_bytes"] >= found["weights_bytes"] + found["cache_bytes"]
+    per_layer = dict(found["collectives_per_layer"])
+    assert per_layer.pop("all-reduce") == 2 and sum(per_layer.values()) <= 2
+    cache_of_a_layer = found["cache_bytes"] / 4
+    too_large = [x for x in found["copies"] if x["bytes"] >= cache_of_a_layer / 2]
+    assert not too_large  # half: keys and values apart would be two copies
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("name", "batch", "context", "megabytes"),
+    [
+        ("llama3.1-70b", 8, 8192, 63),
+        ("llama3.1-70b", 32, 8192, 89),
+        ("llama4-scout", 1, 4096, 22),
+        ("llama4-scout", 16, 4096, 104),
+        ("llama4-scout", 32, 4096, 142),
+    ],
+)
+def test_hbm_bytes_per_layer(name, batch, context, megabytes):
+    """Per chip of v5e:4x4, from the slope between two depths; the floor is about 2% below each bound."""
+    few, more = (compiled(name, depth, batch, context) for depth in (4, 8))
+    assert (more["hbm_bytes_per_step"] - few["hbm_bytes_per_step"]) / 4 <= megabytes * 1e6
+
+
+@needs_compiler
+def test_what_does_not_fit_is_no_error(tmp_path):
+    """A cache larger than the chip: a verdict with the compiler's figure, and exit code 0."""
+    dump = tmp_path / "step.hlo"
+    done = run_plan(
+        *"--model llama3.2-1b --topology v5e:1x1 --layers 1 --batch 512 --context 65536 --json --dump-hlo".split(),
+        str(dump),
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert not found["fits"] and found["peak_bytes"] > found["hbm_capacity_bytes"]
+    assert not dump.exists()
+
+
+@needs_compiler
+def test_a_config_on_a_chosen_mesh_with_prefill(tmp_path):
+    """A folder's config.json, --dp, --prefill and --dump-hlo, for a reader instead of a program."""
+    folder, dump = ROOT / "tests" / "checkpoints" / "tiny-llama4", tmp_path / "step.hlo"
+    arguments = (
+        "--topology v5e:2x2 --batch 4 --context 128 --dp 2 --tp 2 --prefill 16 --kv-cache-dtype bfloat16"
+    )
+    done = run_plan("--model", str(folder), *arguments.split(), "--quantize", "none", "--dump-hlo", str(dump))
+    assert done.returncode == 0, done.stderr
+    assert "dp 2 x ep 1 x tp 2" in done.stdout and "Prefill of 16 tokens: fits" in done.stdout
+    assert hlo.read_program(dump.read_text()).hbm_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        ("--model llama3.1-8b", 2, "--topology"),
+        ("--model llama3.1-8b --topology v5e:2x2 --batch 0", 2, "--batch 0 is not at least 1"),
+        ("--model llama3.1-8b --topology v5e:2x2 --context 8 --prefill 9", 2, "--prefill 9 is more than"),
+        ("--model llama9 --topology v5e:2x2", 1, "--model llama9: no config.json there"),
+        ("--model pyproject.toml --topology v5e:2x2", 1, "pyproject.toml: not valid JSON"),
+        ("--model llama3.1-8b --topology v5e:2", 1, "topology 'v5e:2': not of the form"),
+        ("--model llama3.1-8b --topology v5e:2x2 --layers 33", 1, "--layers 33: the model has 32"),
+        (
+            "--model llama3.1-8b --topology v5e:2x2 --context 131073",
+            1,
+            "the model's limit is 131072 positions",
+        ),
+    ],
+)
+def test_bad_input_is_one_line(arguments, code, message):
+    done = run_plan(*arguments.split())
+    assert (done.returncode, done.stdout) == (code, "")
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and message in done.stderr
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--tp 3", "no mesh of 4 devices: --dp x --ep x --tp must be the number of devices"),
+        ("--ep 2", "expert parallelism 2 does not divide the model's 0 experts"),
+        ("--dp 2", "data parallelism 2 does not divide the batch of 1"),
+    ],
+)
+def test_a_mesh_that_cannot_be(arguments, message):
+    done = run_plan("--model", "llama3.1-8b", "--topology", "v5e:2x2", *arguments.split())
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and message in done.stderr
