@@ -68,23 +68,32 @@ def active_experts(x: Array, expert: Array, factor: Array, gate, up, down, inter
     padding = ((0, -R % ROW_TILE), (0, 0))
     x, factors = jnp.pad(x, padding), jnp.pad(factors, padding)
 
-    def weight(shape: tuple[int, int], axis: int | None) -> pl.BlockSpec:
-        """A block of an expert's matrix: of `width` along `axis`, else whole."""
+    def block(i, j, active, n_active):
+        """(expert, block of M) at a point of the grid."""
+        return active[i], jnp.where(i < n_active[0], j, M // width - 1)
 
-        def index(i, j, active, n_active):
-            j = jnp.where(i < n_active[0], j, M // width - 1)
-            return active[i], *(j if axis == k else 0 for k in range(2))
+    def columns(*point):
+        expert, j = block(*point)
+        return expert, 0, j
 
-        return pl.BlockSpec((None, *shape), index)
+    def rows(*point):
+        return *block(*point), 0
+
+    def scale_columns(*point):
+        expert, j = block(*point)
+        return expert // ROW_TILE, j
+
+    def scale_rows(*point):
+        return block(*point)[0] // ROW_TILE, 0
 
     def whole(x: Array) -> pl.BlockSpec:
         return pl.BlockSpec(x.shape, lambda *_: (0, 0))
 
-    weight_specs = weight((D, width), 1), weight((D, width), 1), weight((width, D), 0)
+    column_spec, row_spec = pl.BlockSpec((None, D, width), columns), pl.BlockSpec((None, width, D), rows)
     scale_specs = (None, None, None)
-    if scales[0] is not None:
-        scales = tuple(scale[:, None] for scale in scales)
-        scale_specs = weight((1, width), 1), weight((1, width), 1), weight((1, D), None)
+    if scales[0] is not None:  # of one expert they are no whole tile: take its neighbours' along
+        column_scale = pl.BlockSpec((min(E, ROW_TILE), width), scale_columns)
+        scale_specs = column_scale, column_scale, pl.BlockSpec((min(E, ROW_TILE), D), scale_rows)
     varying = frozenset.union(*(jax.typeof(a).manual_axis_type.varying for a in (x, factors, weights[0])))
     mat = ManualAxisType(varying=varying)
     y = pl.pallas_call(
@@ -92,7 +101,7 @@ def active_experts(x: Array, expert: Array, factor: Array, gate, up, down, inter
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(steps, M // width),
-            in_specs=(whole(x), whole(factors), weight_specs, scale_specs),
+            in_specs=(whole(x), whole(factors), (column_spec, column_spec, row_spec), scale_specs),
             out_specs=whole(x),
         ),
         out_shape=jax.ShapeDtypeStruct(x.shape, jnp.float32, manual_axis_type=mat),
@@ -120,7 +129,7 @@ def _active_experts(active, n_active, x, factors, weights, scales, y):
             w = weights[which][...].astype(x.dtype)
             precision = "highest" if x.dtype == jnp.float32 else None
             y = jnp.dot(x, w, precision=precision, preferred_element_type=jnp.float32)
-            return y if scales[which] is None else y * scales[which][...]
+            return y if scales[which] is None else y * scales[which][pl.ds(lax.rem(active[i], ROW_TILE), 1)]
 
         h = jax.nn.silu(dot(x[...], 0) * factor) * (dot(x[...], 1) * factor)
         y[...] += dot(h.astype(x.dtype), 2)

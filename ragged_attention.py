@@ -31,8 +31,8 @@ LANES, TILE = (
 )  # of a TPU: one row of a register; the rows of a tile of int8, and two tiles of bfloat16
 MASKED = -1e30  # a score that no exponential survives, without the NaN of inf - inf
 
-# Slots per DMA of the decode kernel, by (head width, bytes per element). Written by benchmarks/tune.py.
-DECODE_BLOCKS = {(64, 1): 8192, (64, 2): 8192, (128, 1): 8192, (128, 2): 4096}
+# Slots per block of the decode kernel, large and small, by (head width, bytes per element).
+DECODE_BLOCKS = {(64, 1): (8192, 1024), (64, 2): (8192, 1024), (128, 1): (8192, 1024), (128, 2): (4096, 512)}
 VMEM_MARGIN = 16 << 20  # bytes for what the compiler keeps beside the kernel's own arrays
 
 
@@ -210,20 +210,22 @@ def ragged_decode(q: Array, new: KV, kv: KV, length: Array, place: Array, start:
 
 
 def ragged_decode_tpu(
-    q: Array, new: KV, kv: KV, length: Array, place: Array, start=None, block=None, interpret=False
+    q: Array, new: KV, kv: KV, length: Array, place: Array, start=None, blocks=None, interpret=False
 ):
     """`ragged_decode` as one Pallas call, which reads the filled blocks and writes one tile per row.
 
     The new token is put into its block in VMEM and that tile is written back, which is cheaper than any
     scatter. int8 keys meet int8 queries in the MXU, without being unpacked; each query is two int8 (16 bits).
 
-    Beyond `ragged_decode`: block, slots per DMA, a multiple of 128; interpret, see pl.pallas_call.
+    Beyond `ragged_decode`: blocks, slots of a large and a small one, multiples of 128; interpret, as pallas_call.
     """
     B, _, K, G, H = q.shape
     R = B * K
     quantized = kv.scale is not None
     cache, new = (jax.tree.map(lambda x: x.reshape(R, *x.shape[2:]), x) for x in (kv, new))
-    block = min(block or DECODE_BLOCKS[H, kv.values.dtype.itemsize], kv.values.shape[2])
+    S = kv.values.shape[2]
+    large, small = blocks or DECODE_BLOCKS[H, kv.values.dtype.itemsize]
+    large, small = min(large, S), min(small, S)
     # A key narrower than a register shares it with its value, where the query is 0.
     lanes = H if H % LANES == 0 else 2 * H
     q = q.reshape(R, G, H).astype(jnp.float32) * (H**-0.5 * math.log2(math.e))  # the kernel works with exp2
@@ -247,16 +249,15 @@ def ragged_decode_tpu(
         return jax.tree.map(lambda _: pl.BlockSpec(memory_space=space), tree)
 
     results = output((R, G, lanes)), output((R, G, LANES))
-    shapes = KV((2, block, 2 * H), (2, 2, block) if quantized else None)
     buffer = KV(
-        *(
-            shape and pltpu.VMEM(shape, x.dtype)
-            for shape, x in ((shapes.values, cache.values), (shapes.scale, cache.scale))
-        )
+        pltpu.VMEM((2, large, 2 * H), cache.values.dtype),
+        pltpu.VMEM((2, 2, large), cache.scale.dtype) if quantized else None,
     )
+    if not interpret:  # else XLA may move a small cache to VMEM and back
+        cache = jax.tree.map(lambda x: pltpu.with_memory_space_constraint(x, pltpu.HBM), cache)
     before_cache = len(jax.tree.leaves((rows, vectors)))
     o, lse, cache = pl.pallas_call(
-        partial(_ragged_decode, block=block),
+        partial(_ragged_decode, large=large, small=small),
         in_specs=(in_memory(pltpu.SMEM, rows), in_memory(pltpu.VMEM, vectors), in_memory(pltpu.HBM, cache)),
         out_shape=(*results, jax.tree.map(lambda x: output(x.shape, x.dtype), cache)),
         out_specs=(*in_memory(pltpu.VMEM, results), in_memory(pltpu.HBM, cache)),
@@ -274,80 +275,84 @@ def ragged_decode_tpu(
     return (o, lse), jax.tree.map(lambda x, like: x.reshape(like.shape), cache, kv)
 
 
-def _ragged_decode(rows, vectors, _, o, lse, cache: KV, buffer: KV, reading, writing, *, block: int):
-    """The kernel. rows in SMEM; vectors, o, lse, buffer in VMEM; cache in HBM, both input and output."""
+def _ragged_decode(
+    rows, vectors, _, o, lse, cache: KV, buffer: KV, reading, writing, *, large: int, small: int
+):
+    """The kernel. rows in SMEM; vectors, o, lse, buffer in VMEM; cache in HBM, both input and output.
+
+    A row is read in large blocks as far as its tokens fill them, then in small ones. While one block is
+    computed on, the next, of this row or another, is on its way into the other half of the buffer.
+    """
     length, place, start = rows
     q, unit, new = vectors
     R, S, width = cache.values.shape
     G, lanes = o.shape[1:]
     quantized = cache.scale is not None
 
-    def first_block(r):
-        return 0 if start is None else lax.div(jnp.minimum(start[r], S - 1), block)
+    def first(r):
+        return 0 if start is None else lax.div(jnp.minimum(start[r], S - 1), small) * small
 
-    def last_block(r):  # a row without slots visits one block, and so has its output written
-        return jnp.maximum(lax.div(length[r] + (block - 1), block) - 1, first_block(r))
-
-    def after(r, b):
-        done = b == last_block(r)
+    def after(r, at):
+        """The block after the one at slot `at` of row r."""
+        at = at + jnp.where(length[r] - at >= large, large, small)
+        done = at >= length[r]
         r = jnp.where(done, r + 1, r)
-        return r, jnp.where(done, first_block(jnp.minimum(r, R - 1)), b + 1)
+        return r, jnp.where(done, first(jnp.minimum(r, R - 1)), at)
 
-    def origin(b):  # the block's first slot; the last block may overlap the one before
-        return pl.multiple_of(b * block if S % block == 0 else jnp.minimum(b * block, S - block), LANES)
+    def origin(at, size: int):
+        """Its first slot in memory: the last small block may overlap the one before."""
+        return pl.multiple_of(at if size == large or S % small == 0 else jnp.minimum(at, S - size), LANES)
 
-    def reads(i, r, b):
-        slots, half = pl.ds(origin(b), block), lax.rem(i, 2)
-        yield pltpu.make_async_copy(cache.values.at[r, slots], buffer.values.at[half], reading.at[0, half])
+    def reads(i, r, at, size: int):
+        slots, half = pl.ds(origin(at, size), size), lax.rem(i, 2)
+        to = buffer.values.at[half, pl.ds(0, size)]
+        yield pltpu.make_async_copy(cache.values.at[r, slots], to, reading.at[0, half])
         if quantized:
-            yield pltpu.make_async_copy(
-                cache.scale.at[r, :, slots], buffer.scale.at[half], reading.at[1, half]
-            )
+            to = buffer.scale.at[half, :, pl.ds(0, size)]
+            yield pltpu.make_async_copy(cache.scale.at[r, :, slots], to, reading.at[1, half])
 
-    def visit(i, carry):
-        r, b, peak, total, acc = carry
-        following = after(r, b)
+    def fetch(i, r, at):
+        is_large = length[jnp.minimum(r, R - 1)] - at >= large
+        for size, wanted in ((large, is_large), (small, ~is_large)):
 
-        @pl.when(i + 1 < n_blocks)
-        def _():
-            for copy in reads(i + 1, *following):
-                copy.start()
+            @pl.when((r < R) & wanted)
+            def _(size=size):
+                for copy in reads(i, r, at, size):
+                    copy.start()
 
-        for copy in reads(i, r, b):
+    def visit(i, r, at, size: int, state):
+        fetch(i + 1, *after(r, at))
+        for copy in reads(i, r, at, size):
             copy.wait()
-        half, base = lax.rem(i, 2), origin(b)
-        values = buffer.values.at[half]
-        scale = buffer.scale.at[half] if quantized else None
+        half, base = lax.rem(i, 2), origin(at, size)
+        values = buffer.values.at[half, pl.ds(0, size)]
+        scale = buffer.scale.at[half, :, pl.ds(0, size)] if quantized else None
 
-        low, high = 0 if start is None else start[r] - base, length[r] - base
-        if S % block:
-            low = jnp.maximum(low, b * block - base)
+        masked = size == small or start is not None  # a large block is full
+        low, high = at - base, length[r] - base
+        if start is not None:
+            low = jnp.maximum(low, start[r] - base)
 
-        def seen(shape, axis):
+        def seen(shape: tuple[int, int], axis: int) -> Array:
             slots = lax.broadcasted_iota(jnp.int32, shape, axis)
-            return slots < high if isinstance(low, int) else (slots >= low) & (slots < high)
+            return slots < high if start is None and S % small == 0 else (slots >= low) & (slots < high)
 
-        if not quantized:  # 0 * NaN is NaN: what was never written must not reach the products
-
-            @pl.when((low > 0) | (high < block))
-            def _():
-                clean = jnp.where(seen((block, width), 0), values[...].astype(jnp.float32), 0)
-                values[...] = clean.astype(values.dtype)
+        if masked and not quantized:  # 0 * NaN is NaN: what was never written must not reach the products
+            clean = jnp.where(seen((size, width), 0), values[...].astype(jnp.float32), 0)
+            values[...] = clean.astype(values.dtype)
 
         # The new token, if its slot is in this block.
         slot = place[r] - base
-        inside = (slot >= b * block - base) & (slot < block)
-        tile = pl.multiple_of(lax.div(jnp.clip(slot, 0, block - 1), TILE) * TILE, TILE)
-        lane = pl.multiple_of(lax.div(jnp.clip(slot, 0, block - 1), LANES) * LANES, LANES)
+        inside = (place[r] >= at) & (slot < size)
+        tile = pl.multiple_of(lax.div(jnp.clip(slot, 0, size - 1), TILE) * TILE, TILE)
+        lane = pl.multiple_of(lax.div(jnp.clip(slot, 0, size - 1), LANES) * LANES, LANES)
 
         def writes():
             to = pl.ds(pl.multiple_of(base + tile, TILE), TILE)
             yield pltpu.make_async_copy(values.at[pl.ds(tile, TILE)], cache.values.at[r, to], writing.at[0])
             if quantized:
-                to = pl.ds(pl.multiple_of(base + lane, LANES), LANES)
-                yield pltpu.make_async_copy(
-                    scale.at[:, pl.ds(lane, LANES)], cache.scale.at[r, :, to], writing.at[1]
-                )
+                patch, to = scale.at[:, pl.ds(lane, LANES)], pl.ds(pl.multiple_of(base + lane, LANES), LANES)
+                yield pltpu.make_async_copy(patch, cache.scale.at[r, :, to], writing.at[1])
 
         @pl.when(inside)
         def _():
@@ -364,43 +369,44 @@ def _ragged_decode(rows, vectors, _, o, lse, cache: KV, buffer: KV, reading, wri
             scores = scores * scale[0:1].astype(jnp.float32)
         else:
             scores = _dot(q[r], k, ((1,), (1,)), jnp.float32)
-        mask = seen(scores.shape, 1)
-        scores = jnp.where(mask, scores, MASKED)
-
-        fresh = b == first_block(r)
-        old_peak, total, acc = (
-            jnp.where(fresh, MASKED, peak),
-            jnp.where(fresh, 0.0, total),
-            jnp.where(fresh, 0.0, acc),
-        )
+        if masked:
+            scores = jnp.where(seen(scores.shape, 1), scores, MASKED)
+        old_peak, total, acc = state
         peak = jnp.maximum(old_peak, jnp.max(scores, -1, keepdims=True))
         p, shrink = jnp.exp2(scores - peak), jnp.exp2(old_peak - peak)
         total = total * shrink + jnp.sum(p, -1, keepdims=True)
-        if quantized:  # int8 values are exact in bfloat16; the scale of a slot never written may be NaN
-            p, v = jnp.where(mask, p * scale[1:2].astype(jnp.float32), 0), v.astype(jnp.bfloat16)
+        if quantized:
+            p, v = p * scale[1:2].astype(jnp.float32), v.astype(jnp.bfloat16)  # exact
+            if masked:  # the scale of a slot that was never written may be NaN
+                p = jnp.where(seen(p.shape, 1), p, 0)
         acc = acc * shrink + _dot(p.astype(v.dtype), v, ((1,), (0,)), jnp.float32)
-
-        @pl.when(b == last_block(r))
-        def _():
-            any_seen = length[r] > (0 if start is None else start[r])
-            o[r] = jnp.where(any_seen, acc / total, 0)
-            natural = (peak + jnp.log2(total)) * math.log(2)
-            lse[r] = jnp.broadcast_to(jnp.where(any_seen, natural, -jnp.inf), (G, LANES))
 
         @pl.when(inside)  # before the buffer is filled again
         def _():
             for copy in writes():
                 copy.wait()
 
-        return *following, peak, total, acc
+        return peak, total, acc
 
-    n_blocks = lax.fori_loop(0, R, lambda r, n: n + last_block(r) - first_block(r) + 1, 0)
-    for copy in reads(0, 0, first_block(0)):
-        copy.start()
-    zeros = jnp.zeros((G, 1), jnp.float32)
-    lax.fori_loop(
-        0, n_blocks, visit, (jnp.int32(0), jnp.int32(first_block(0)), zeros, zeros, jnp.zeros((G, lanes)))
-    )
+    def row(r, i):
+        at = first(r)
+        n_large = lax.div(length[r] - at, large)
+        end = at + n_large * large
+        n_small = lax.div(length[r] - end + small - 1, small)
+        n_small = jnp.where(n_large + n_small == 0, 1, n_small)  # as `after` has it for a row without slots
+        state = jnp.full((G, 1), MASKED), jnp.zeros((G, 1)), jnp.zeros((G, lanes))
+        state = lax.fori_loop(0, n_large, lambda j, s: visit(i + j, r, at + j * large, large, s), state)
+        i = i + n_large
+        state = lax.fori_loop(0, n_small, lambda j, s: visit(i + j, r, end + j * small, small, s), state)
+        peak, total, acc = state
+        any_seen = length[r] > (0 if start is None else start[r])
+        o[r] = jnp.where(any_seen, acc / total, 0)
+        natural = (peak + jnp.log2(total)) * math.log(2)
+        lse[r] = jnp.broadcast_to(jnp.where(any_seen, natural, -jnp.inf), (G, LANES))
+        return i + n_small
+
+    fetch(0, 0, first(0))
+    lax.fori_loop(0, R, row, 0)
 
 
 def _put(ref, new: Array, at, axis: int) -> None:

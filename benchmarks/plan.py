@@ -8,7 +8,6 @@ collectives. Times are estimates: `collective_seconds` and `Step` say from what.
 # ruff: noqa: E402  the environment must be set before jax is imported
 
 import dataclasses
-import functools
 import importlib.util
 import json
 import math
@@ -143,8 +142,8 @@ class Job:
 
         piece = model.Piece(tokens=per_row(self.batch, self.tokens), count=per_row(self.batch))
         weights = model.abstract(model.weight_infos(self.cfg), mesh, jnp.bfloat16, self.quantized)
-        infos, dtype = model.cache_infos(self.cfg, self.batch, self.context), jnp.dtype(self.kv_dtype)
-        cache = model.abstract(infos, mesh, dtype, dtype == jnp.int8, scale_dtype=jnp.bfloat16)
+        infos = model.cache_infos(self.cfg, self.batch, self.context, jnp.dtype(self.kv_dtype))
+        cache = model.abstract(infos, mesh)
         return piece, per_row(self.batch, dtype=jnp.uint32), weights, cache
 
     def shards(self, mesh: Mesh):
@@ -208,13 +207,13 @@ def needed(job: Job, mesh: Mesh) -> tuple[float, float]:
 
 
 def floor_bytes(job: Job, topology: Topology) -> float:
-    """HBM bytes per device if all were split evenly over all devices, nothing stored twice, nothing padded."""
+    """HBM bytes per device if all were split evenly over the devices, nothing stored twice or padded."""
     one = model.make_mesh(job.cfg, devices=topology.devices[:1])
     return needed(job, one)[0] / len(topology.devices)
 
 
 def collective_seconds(kind: str, size: float, group: int, topology: Topology) -> float:
-    """An estimate of `size` bytes among `group` devices: half a microsecond per hop, and the links' bandwidth.
+    """Estimate for `size` bytes among `group` devices: half a microsecond per hop, and the links' bandwidth.
 
     The group spans the longest axes of the torus, as few as hold it. Its bytes are divided among these axes,
     and go one way along each, or both ways where the axis wraps around; an all-reduce sends them twice. The
@@ -263,15 +262,15 @@ class Choice:
     estimated_step_seconds: float
 
 
-def rank_meshes(job: Job, topology: Topology, dp=None, ep=None, tp=None) -> list[Choice]:
+def rank_meshes(job: Job, topology: Topology, given: tuple) -> list[Choice]:
     """The meshes that the model and the given degrees allow, the most promising first.
 
-    Raises ValueError if there is none.
+    given: (dp, ep, tp), None where any will do. Raises ValueError if there is none.
     """
     n, choices, reasons = len(topology.devices), [], []
     divisors = [d for d in range(1, n + 1) if n % d == 0]
     for degrees in [(d, e, n // d // e) for d in divisors for e in divisors if n // d % e == 0]:
-        if any(asked not in (None, is_) for asked, is_ in zip((dp, ep, tp), degrees, strict=True)):
+        if any(fixed not in (None, n) for fixed, n in zip(given, degrees, strict=True)):
             continue
         try:
             if job.batch % degrees[0]:
@@ -295,12 +294,12 @@ def rank_meshes(job: Job, topology: Topology, dp=None, ep=None, tp=None) -> list
 class Step:
     """One program on one device. What is None is not known: the compiler found that it does not fit.
 
-    Compiler facts. peak_bytes: of HBM, the sum of arguments (weights, cache, tokens), temporaries, code and what
-    is returned but not updated in place. hbm_bytes_per_step: moved; hbm_bytes_by_part says of what. A Pallas
-    kernel, whose traffic no compiler knows, is taken to read its operands once, of experts the active ones.
-    collectives_per_layer: how many of each kind. collectives, copies: all, alike ones as one with its count;
-    copies without prefetches. assumed_loops: trips of loops whose bound is computed.
-    Estimates. limits: seconds of each resource alone, from the data sheet. bound_by: the longest.
+    Compiler facts. peak_bytes: of HBM, the sum of arguments (weights, cache, tokens), temporaries, code and
+    what is returned but not updated in place. hbm_bytes_per_step: moved; hbm_bytes_by_part: of what.
+    collectives_per_layer: how many of each kind. collectives, copies: all, equal ones as one with its count;
+    copies without prefetches.
+    Assumed. A Pallas kernel reads each operand once, of experts the active ones. assumed_loops: the trips of
+    loops whose bound is computed. limits: seconds of each resource alone. bound_by: the longest of these.
     """
 
     fits: bool
@@ -325,6 +324,8 @@ class Step:
 
 def compile_step(job: Job, mesh: Mesh, topology: Topology, dump: str | None = None) -> Step:
     """Compile `model.step` for the mesh and read what it does. dump: a file for its HLO text."""
+    what = f"{len(job.cfg.layers)} layers for {topology.name}, {job.tokens} new token(s) per row"
+    print(f"compiling {what}", file=sys.stderr, flush=True)
     floor, began = floor_bytes(job, topology), time.perf_counter()
     try:
         static = dict(sampling=model.Sampling(), cfg=job.cfg, mesh=mesh)
@@ -334,7 +335,7 @@ def compile_step(job: Job, mesh: Mesh, topology: Topology, dump: str | None = No
             r"RESOURCE_EXHAUSTED.*hbm.*?(?:Used |required for .*?\()([\d.]+)([MG])", str(e), re.I
         )
         if not found:
-            raise
+            raise ValueError(f"the TPU compiler fails: {str(e)[:400]}") from e
         peak = float(found[1]) * (2**30 if found[2] == "G" else 2**20)
         return Step(False, peak, time.perf_counter() - began, floor)
     seconds, memory, text = time.perf_counter() - began, compiled.memory_analysis(), compiled.as_text()
@@ -350,43 +351,31 @@ def compile_step(job: Job, mesh: Mesh, topology: Topology, dump: str | None = No
         per_layer[x.kind] += x.count * bool(re.search(r"\b(attention|feed_forward)/", x.scope))
     resources = limits(program.hbm_bytes, needed(job, mesh)[1], sending, topology.chip)
     rate = job.tokens / step_seconds(resources)
+    per_layer = {kind: n // depth if n % depth == 0 else n / depth for kind, n in per_layer.items() if n}
     returned = memory.output_size_in_bytes - memory.alias_size_in_bytes
     arguments, temp = memory.argument_size_in_bytes, memory.temp_size_in_bytes
     peak = arguments + returned + temp + memory.generated_code_size_in_bytes
     return Step(
-        fits=peak <= topology.chip.hbm,
-        peak_bytes=peak,
-        compile_seconds=seconds,
-        floor_bytes_per_step=floor,
-        argument_bytes=arguments,
-        temp_bytes=temp,
-        code_bytes=memory.generated_code_size_in_bytes,
-        hbm_bytes_per_step=program.hbm_bytes,
-        hbm_bytes_by_part=by_part,
-        collectives_per_layer={
-            kind: n // depth if n % depth == 0 else n / depth for kind, n in per_layer.items() if n
-        },
-        collectives=_alike(program.collectives),
+        fits=peak <= topology.chip.hbm, peak_bytes=peak, compile_seconds=seconds, floor_bytes_per_step=floor,
+        argument_bytes=arguments, temp_bytes=temp, code_bytes=memory.generated_code_size_in_bytes,
+        hbm_bytes_per_step=program.hbm_bytes, hbm_bytes_by_part=by_part,
+        collectives_per_layer=per_layer, collectives=_alike(program.collectives),
         copies=_alike([x for x in program.copies if not x.prefetch]),
         assumed_loops={x.instruction: x.trips for x in program.loops if not x.known},
-        limits=resources,
-        bound_by=max(resources, key=resources.get),
+        limits=resources, bound_by=max(resources, key=resources.get),
         estimated_step_seconds=step_seconds(resources),
-        tokens_per_second_per_sequence=rate,
-        tokens_per_second=rate * job.batch,
-    )
+        tokens_per_second_per_sequence=rate, tokens_per_second=rate * job.batch,
+    )  # fmt: skip
 
 
 def _alike(events: list) -> list[dict]:
     """Those that differ in nothing but the layer as one, with their count; the largest first."""
     groups = Counter()
     for x in events:
-        fields = dataclasses.asdict(x)
-        count = fields.pop("count")
-        groups[
-            tuple((k, re.sub(r"\[\d+\]", "[*]", v) if k == "argument" else v) for k, v in fields.items())
-        ] += count
-    return sorted((dict(x) | {"count": n} for x, n in groups.items()), key=lambda x: -x["bytes"] * x["count"])
+        fields = dataclasses.asdict(x) | {"count": 1}
+        groups[re.sub(r"layers\[\d+\]", "layers[*]", json.dumps(fields))] += x.count
+    entries = [json.loads(alike) | {"count": n} for alike, n in groups.items()]
+    return sorted(entries, key=lambda x: -x["bytes"] * x["count"])
 
 
 @dataclasses.dataclass
@@ -408,25 +397,30 @@ class Plan:
 
 
 def plan(
-    job: Job, topology: Topology, prefill: int | None = None, dp=None, ep=None, tp=None, dump=None, log=lambda line: None
-) -> Plan:  # fmt: skip
-    """Compile the decode step, and a prefill piece of that many tokens per row, on the best mesh or the given.
+    job: Job,
+    topology: Topology,
+    prefill: int | None = None,
+    degrees: tuple[int | None, int | None, int | None] = (None, None, None),
+    dump: str | None = None,
+) -> Plan:
+    """Compile the decode step, and a prefill piece of `prefill` tokens per row, for the best mesh.
 
-    dump: a file for the decode step's HLO text. Raises ValueError if there is no such mesh.
+    degrees: (dp, ep, tp), those that are to be kept. dump: a file for the decode step's HLO text.
+    Raises ValueError if no mesh has such degrees.
     """
-    ranking = rank_meshes(job, topology, dp, ep, tp)
-    degrees = {"data": ranking[0].dp, "expert": ranking[0].ep, "tensor": ranking[0].tp}
-    mesh, stored = model.make_mesh(job.cfg, **degrees, devices=topology.devices), Counter()
+    ranking = rank_meshes(job, topology, degrees)
+    shape = {"data": ranking[0].dp, "expert": ranking[0].ep, "tensor": ranking[0].tp}
+    mesh, stored = model.make_mesh(job.cfg, **shape, devices=topology.devices), Counter()
     for name, _, size_in_bytes in job.shards(mesh):
         stored[name.split(".")[0]] += size_in_bytes
-    log(f"compiling the decode step of {len(job.cfg.layers)} layers for {degrees}")
     decode, piece = compile_step(job, mesh, topology, dump), None
     if prefill:
-        log(f"compiling a prefill piece of {prefill} tokens per row")
         piece = compile_step(dataclasses.replace(job, tokens=prefill), mesh, topology)
     return Plan(
-        topology.name, len(topology.devices), topology.chip.hbm, degrees, job.batch, job.context, len(job.cfg.layers),
-        stored["weights"], stored["cache"], decode, piece, ranking,
+        topology=topology.name, devices=len(topology.devices), hbm_capacity_bytes=topology.chip.hbm,
+        mesh=shape, batch=job.batch, context=job.context, layers=len(job.cfg.layers),
+        weights_bytes=stored["weights"], cache_bytes=stored["cache"],
+        decode=decode, prefill=piece, ranking=ranking,
     )  # fmt: skip
 
 
@@ -464,39 +458,37 @@ def parse_arguments(arguments: list[str] | None = None):
     return args
 
 
+def gib(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB"
+
+
 def report(title: str, step: Step, plan: Plan) -> None:
     """Print a compiled step: what is fact, then what is estimated."""
-    gib, mega = (lambda n: f"{n / 2**30:.2f} GiB"), (lambda n: f"{n / 1e6:,.1f} MB")
     verdict = "fits" if step.fits else "DOES NOT FIT"
     print(f"\n{title}: {verdict}, {gib(step.peak_bytes)} of {gib(plan.hbm_capacity_bytes)}")
     print(f"  Compiler facts, per device (compiled in {step.compile_seconds:.0f} s)")
     print(f"    weights {gib(plan.weights_bytes)}, cache {gib(plan.cache_bytes)}")
     if step.limits is None:
         return
-    print(
-        f"    arguments {gib(step.argument_bytes)}, temporaries {gib(step.temp_bytes)}, code {gib(step.code_bytes)}"
-    )
-    times = step.hbm_bytes_per_step / step.floor_bytes_per_step
-    print(
-        f"    HBM traffic {mega(step.hbm_bytes_per_step)}: {times:.3f} x the floor of {mega(step.floor_bytes_per_step)}"
-    )
+    print(f"    arguments {gib(step.argument_bytes)}, temporaries {gib(step.temp_bytes)}", end="")
+    print(f", code {gib(step.code_bytes)}")
+    moved, floor = step.hbm_bytes_per_step, step.floor_bytes_per_step
+    print(f"    HBM traffic {moved / 1e6:,.1f} MB: {moved / floor:.3f} x the floor of {floor / 1e6:,.1f} MB")
     for part, size in step.hbm_bytes_by_part.items():
-        print(f"      {part.replace('_', ' '):10}{mega(size):>14}")
-    for x in step.copies:
-        if x["bytes"] * x["count"] > step.hbm_bytes_per_step / 100:
+        print(f"      {part.replace('_', ' '):10}{size / 1e6:11,.1f} MB")
+    for x in step.copies[:5]:
+        if x["bytes"] * x["count"] > moved / 100:
             print(f"    copied: {x['count']} x {x['shape']}, {x['argument'] or 'temporary'}")
-    print(
-        "    collectives per layer:",
-        ", ".join(f"{n} {kind}" for kind, n in step.collectives_per_layer.items()),
-    )
+    counts = ", ".join(f"{n} {kind}" for kind, n in step.collectives_per_layer.items())
+    print(f"    collectives per layer: {counts or 'none'}")
     for x in step.collectives:
         scope = x["scope"].split("shard_map/")[-1].split("/")[0]
         print(f"      {x['count']} x {x['kind']} of {x['shape']} among {x['group']}, in {scope}")
     print("  Estimate (data sheet speeds, no collective hidden)")
     print("   ", ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in step.limits.items()))
+    print(f"    {step.estimated_step_seconds * 1e3:.2f} ms, bound by {step.bound_by}: ", end="")
     print(
-        f"    {step.estimated_step_seconds * 1e3:.2f} ms, bound by {step.bound_by}:"
-        f" {step.tokens_per_second_per_sequence:.1f} tokens/s per sequence, {step.tokens_per_second:.1f} in all"
+        f"{step.tokens_per_second_per_sequence:,.1f} tokens/s per row, {step.tokens_per_second:,.1f} in all"
     )
 
 
@@ -510,11 +502,11 @@ def main() -> None:
     cfg = dataclasses.replace(cfg, layers=cfg.layers[: args.layers])
     job = Job(cfg, args.batch, args.context, args.quantize == "int8", args.kv_cache_dtype)
     topology = find_topology(args.topology)
-    log = functools.partial(print, file=sys.stderr, flush=True)
-    result = plan(job, topology, args.prefill, args.dp, args.ep, args.tp, args.dump_hlo, log)
+    result = plan(job, topology, args.prefill, (args.dp, args.ep, args.tp), args.dump_hlo)
     if args.json:
         fields = dataclasses.asdict(result)
-        print(json.dumps({"model": args.model} | fields | fields.pop("decode")))
+        asked = dict(model=args.model, quantize=args.quantize, kv_cache_dtype=args.kv_cache_dtype)
+        print(json.dumps(asked | fields.pop("decode") | fields))
         return
     print(f"{args.model}, {result.layers} layers, on {args.topology}: {result.devices} device(s)")
     print(f"batch {args.batch}, context {args.context}, weights {args.quantize}, cache {args.kv_cache_dtype}")

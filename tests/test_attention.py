@@ -3,6 +3,8 @@
 Wherever nothing may be read there is NaN.
 """
 
+from functools import partial
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from conftest import INTERPRET, assert_no_races
 
 import ragged_attention
 from quantize import quantize
-from ragged_attention import KV
+from ragged_attention import KV, masks
 
 B, T, K, G, H, S = 3, 2, 2, 3, 8, 20
 
@@ -103,14 +105,14 @@ ROWS = [(0, None), (1, 0), (127, 126), (128, 127), (129, 128), (384, 383), (384,
 
 
 @pytest.mark.parametrize("with_start", [False, True])
-@pytest.mark.parametrize("block", [128, 256, 512])
+@pytest.mark.parametrize("blocks", [(128, 128), (256, 128), (384, 256)])
 @pytest.mark.parametrize(
     ("width", "dtype"), [(64, "int8"), (128, "int8"), (64, "bfloat16"), (128, "float32")]
 )
-def test_ragged_decode_kernel(width, dtype, block, with_start):
+def test_ragged_decode_kernel(width, dtype, blocks, with_start):
     """The kernel against float64 numpy: its attention, its write, and nothing else of the cache touched.
 
-    256 does not divide the 384 slots: the last block overlaps the one before.
+    256 does not divide the 384 slots: the second block overlaps the first.
     """
     rng, (B, S, K, G) = np.random.default_rng(0), (len(ROWS), 384, 2, 3)
     length = np.array([n for n, _ in ROWS])
@@ -130,7 +132,7 @@ def test_ragged_decode_kernel(width, dtype, block, with_start):
     else:
         poisoned = KV(jnp.where(unused[..., None], jnp.nan, kv.values), None)
     starts = jnp.int32(start) if with_start else None
-    arguments = poisoned, jnp.int32(length), jnp.int32(place), starts, block, INTERPRET
+    arguments = poisoned, jnp.int32(length), jnp.int32(place), starts, blocks, INTERPRET
     (o, lse), cache = ragged_attention.ragged_decode_tpu(q, new, *arguments)
 
     written = ragged_attention.write(poisoned, new, jnp.int32(place)[:, None])
@@ -156,3 +158,40 @@ def test_merge():
         ragged_attention.attend(q32, k[:, :, s], v[:, :, s], mask[..., s]) for s in (slice(10), slice(10, S))
     ]
     compare(ragged_attention.merge(*halves), expected)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_splash(window):
+    """The library's kernel: scores, scale, masks, segments and log-sum-exp mean what they do in `attend`."""
+    rng = np.random.default_rng(0)
+    B, T, S, K, G, H = 2, 256, 384, 2, 3, 32
+    q = rng.standard_normal((B, T, K, G, H))
+    k, v = rng.standard_normal((2, B, K, S, H))
+    # Queries of segment 9 see nothing at all.
+    q_segment = np.stack([np.arange(T) // 100, np.where(np.arange(T) < 200, 1, 9)])
+    kv_segment = np.stack([np.arange(S) // 100, np.arange(S) < 300])
+    back = np.arange(T)[:, None] - np.arange(S)
+    mask = (back >= 0) & (back < (window or S)) & (q_segment[..., None] == kv_segment[:, None])
+    shape = (T, S)
+    causal = masks.CausalMask(shape) if window is None else masks.LocalMask(shape, (window - 1, 0), 0)
+    result = ragged_attention.splash(
+        *map(jnp.float32, (q, k, v)), causal, jnp.int32(q_segment), jnp.int32(kv_segment), interpret=True
+    )
+    compare(result, numpy_attention(q, k, v, mask))
+
+
+def test_cached_by_splash(monkeypatch):
+    """A piece of a prompt against an int8 cache, in blocks, the last of which overlaps."""
+    rng = np.random.default_rng(0)
+    B, T, K, G, H, S = 3, 128, 1, 2, 32, 384
+    q, kv = rng.standard_normal((B, T, K, G, H)), rng.standard_normal((B, K, S, 2 * H))
+    length = np.array([0, 200, 384])
+    used = np.arange(S) < length[:, None]
+    sees = np.arange(T) < np.array([128, 50, 128])[:, None]
+    quantized = quantized_kv(kv)
+    poisoned = KV(quantized.values, jnp.where(used[:, None, None], quantized.scale, jnp.nan))
+    monkeypatch.setattr(ragged_attention, "BLOCK", 256)
+    monkeypatch.setattr(ragged_attention, "use_splash", lambda q: True)
+    monkeypatch.setattr(ragged_attention, "splash", partial(ragged_attention.splash, interpret=True))
+    result = ragged_attention.attend_cached(jnp.float32(q), poisoned, jnp.int32(length), sees=jnp.array(sees))
+    compare(result, numpy_attention(q, *exact(quantized), used[:, None] & sees[..., None]))

@@ -44,7 +44,7 @@ def test_whole_model(cfg, kv_dtype, quantized, monkeypatch):
 
         monkeypatch.setattr(model, name, call)
 
-    switch_in("ragged_decode", ragged_attention.ragged_decode_tpu, block=128, interpret=INTERPRET)
+    switch_in("ragged_decode", ragged_attention.ragged_decode_tpu, blocks=(256, 128), interpret=INTERPRET)
     switch_in("expert_mlp", grouped_matmul.active_experts, interpret=INTERPRET)
     jax.clear_caches()  # the step is compiled already, without them
     result = generate(cfg, kv_dtype, quantized)
