@@ -334,6 +334,34 @@ def generate(
     )  # fmt: skip
 
 
+def shard_bytes(tree) -> int:
+    """Bytes that each device holds of a tree of arrays, or of their abstract shapes."""
+    shards = ((x.sharding.shard_shape(x.shape), x.dtype.itemsize) for x in jax.tree.leaves(tree))
+    return sum(math.prod(shape) * itemsize for shape, itemsize in shards)
+
+
+def device_memory() -> int:
+    """Bytes of memory per device; those on a CPU share the host's."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
+    return stats.get("bytes_limit", host)
+
+
+def check_fit(cfg, mesh: Mesh, dtype: str, quantized: bool, rows: int, max_len: int, kv_dtype: str) -> None:
+    """Raise ValueError if weights and cache exceed the devices' memory: before loading, not after."""
+    rows += -rows % mesh.shape["data"]
+    weights = shard_bytes(model.abstract(model.weight_infos(cfg), mesh, jnp.dtype(dtype), quantized))
+    cache = shard_bytes(model.abstract(model.cache_infos(cfg, rows, max_len, jnp.dtype(kv_dtype)), mesh))
+    have = device_memory()
+    if weights + cache <= have:
+        return
+    remedies = ["--quantize int8"] * (not quantized) + ["--kv-cache-dtype int8"] * (kv_dtype != "int8")
+    remedies += ["fewer prompts"] * (rows > mesh.shape["data"]) + ["a smaller --max-len"] + ["more devices"]
+    weights, cache, have = (f"{size / 2**30:.2f} GiB" for size in (weights, cache, have))
+    needs = f"each device needs {weights} for weights and {cache} for a cache of {rows} x {max_len} positions"
+    raise ValueError(f"does not fit: {needs}, and has {have}; try {', '.join(remedies)}")
+
+
 def bytes_per_step(
     weights, cfg: Config, mesh: Mesh, batch: int, mean_length: float, kv_bytes: float
 ) -> float:
@@ -341,17 +369,12 @@ def bytes_per_step(
 
     batch: rows on one data shard. mean_length: filled positions per row. kv_bytes: per element.
     """
-
-    def local(tree) -> int:
-        shards = ((x.sharding.shard_shape(x.shape), x.dtype.itemsize) for x in jax.tree.leaves(tree))
-        return sum(math.prod(shape) * itemsize for shape, itemsize in shards)
-
-    total = local((weights.norm, weights.embed if cfg.tied_embeddings else weights.unembed))
+    total = shard_bytes((weights.norm, weights.embed if cfg.tied_embeddings else weights.unembed))
     for layer, kind in zip(weights.layers, cfg.layers, strict=True):
-        total += local(layer)
+        total += shard_bytes(layer)
         if kind.moe:  # batch tokens leave E (1 - A/E)^batch experts alone, on average
             routed = layer.feed_forward
-            total -= local((routed.gate, routed.up, routed.down)) * (1 - cfg.A / cfg.E) ** batch
+            total -= shard_bytes((routed.gate, routed.up, routed.down)) * (1 - cfg.A / cfg.E) ** batch
         slots = min(mean_length, kind.chunk or math.inf)
         total += batch * slots * 2 * cfg.K * cfg.H * kv_bytes / model.mesh_size(mesh, model.MODEL)
     return total
@@ -388,9 +411,9 @@ def main() -> None:
     kv_dtype = args.kv_cache_dtype or dtype
     if dtype == "float32":
         jax.config.update("jax_default_matmul_precision", "highest")  # else TPUs and GPUs round the factors
-    weights = convert_checkpoint.load(
-        checkpoint, mesh, dtype, checkpoint.quantized or args.quantize == "int8", progress
-    )
+    quantized = checkpoint.quantized or args.quantize == "int8"
+    check_fit(cfg, mesh, dtype, quantized, len(prompts), max_len, kv_dtype)
+    weights = convert_checkpoint.load(checkpoint, mesh, dtype, quantized, progress)
     try:
         result = generate(
             weights, encoded, cfg, mesh, new, max_len, kv_dtype, sampling, args.seed, stop, args.logprobs

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -67,8 +68,9 @@ def mesh_shape(cfg: "Config", data: int = 1, expert: int = 1, tensor: int = 1) -
 def make_mesh(cfg: "Config", data: int = 1, expert: int = 1, tensor: int = 1, devices=None) -> Mesh:
     """The mesh of data x expert x tensor devices, by default of all there are."""
     shape = mesh_shape(cfg, data, expert, tensor)
-    axis_types = (AxisType.Auto,) * len(shape)
-    return jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=axis_types, devices=devices)
+    # Neighbours on the interconnect where they can be; several axes may have to divide one of its dimensions.
+    grid = mesh_utils.create_device_mesh(tuple(shape.values()), devices, allow_split_physical_axes=True)
+    return Mesh(grid, tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
 
 
 # --------------------------------------------------------------------------------------------------- config
@@ -392,7 +394,8 @@ def project(x: Array, w: Attention) -> tuple[Array, Array, Array]:
     k = einsum("bTD,Dkh->bTkh", x, w.k)
     v = einsum("bTD,Dkh->bTkh", x, w.v)
     if lax.axis_size(SLOTS) == 1:
-        return q, k, v
+        # Else XLA applies rotate's reshape to the weights instead, in every step: a copy of q per layer.
+        return lax.optimization_barrier((q, k, v))
     *bTk, g, H = q.shape
     columns = jnp.concatenate([q.reshape(*bTk, g * H), k, v], -1)
     columns = lax.all_gather(columns, SLOTS, axis=3)  # [b,T,k,slots,g*H+2*h]

@@ -215,6 +215,10 @@ class _Reader:
     def run(self, body: Computation, inputs: list[tuple[str, ...]] | None = None) -> Iterator:
         """All that happens in a computation. inputs: what its parameters are, as from `origin`."""
         origins: dict[str, tuple[str, ...]] = {}
+        used = {name for x in body.values() for name in x.operands}
+        fetched_for_the_next_run = {
+            x.operands[0] for x in body.values() if x.opcode == "copy-done" and x.name not in used
+        }
         for x in body.values():
             origins[x.name] = self.origin(x, body, origins, inputs)
             given = [origins[name] for name in x.operands]
@@ -227,7 +231,7 @@ class _Reader:
                 yield from self.largest_branch(x, given[1:])
             elif x.opcode in ("call", "async-start"):
                 yield from self.run(self.computations[x.calls], given)
-            else:
+            elif x.name not in fetched_for_the_next_run:  # else this run began with the same
                 yield from self.execute(x, body, given, origins[x.name])
 
     def origin(self, x: Instruction, body: Computation, origins, inputs) -> tuple[str, ...]:
@@ -243,10 +247,17 @@ class _Reader:
             return given[0]
         if x.opcode in SLICES or x.opcode.endswith("-done") or "ConcatBitcast" in x.attributes:
             return given[0][:1] * len(x.results)
-        # What is as large as an argument that it is made from is that argument, moved, converted or updated.
-        sizes = [array.size for name in x.operands for array in body[name].results]
+        # What is moved, or updated in place, stays what it was: the operand of that size.
+        operands = [body[name] for name in x.operands]
+        moves = x.opcode == "bitcast" or self.only_moves(x)
+        sizes = [array.size for operand in operands for array in operand.results]
         known = [pair for pair in zip(sizes, sum(given, ()), strict=False) if pair[1]]
-        return tuple(next((a for size, a in known if size == array.size), "") for array in x.results)
+        return tuple(
+            next((argument for size, argument in known if size == array.size), "")
+            if moves or self.share_written(x, operands, i) < 1
+            else ""
+            for i, array in enumerate(x.results)
+        )
 
     def execute(self, x: Instruction, body: Computation, given, origin) -> Iterator:
         """What one instruction moves."""
@@ -267,11 +278,14 @@ class _Reader:
             if array.in_hbm and share:
                 yield Traffic(x.name, argument, x.scope, kernel, array.bytes * share)
         yield from self.collectives(x, body)
-        fused = self.computations[x.calls].values() if x.opcode == "fusion" else [x]
-        if operands and all(y.opcode in ("parameter", "bitcast", *MOVES) for y in fused):
+        if self.only_moves(x):
             to_vmem = operands[0].results[0].in_hbm and not x.results[0].in_hbm
             prefetch = x.opcode == "copy-start" and to_vmem
             yield Copy(x.opcode, str(x.results[0]), x.results[0].bytes, prefetch, origin[0], x.scope)
+
+    def only_moves(self, x: Instruction) -> bool:
+        fused = self.computations[x.calls].values() if x.opcode == "fusion" else [x]
+        return bool(x.operands) and all(y.opcode in ("parameter", "bitcast", *MOVES) for y in fused)
 
     def share_read(self, x: Instruction, operand: Instruction, i: int, argument: str) -> float:
         """How much of operand number i an instruction reads."""

@@ -8,6 +8,7 @@ collectives. Times are estimates: `collective_seconds` and `Step` say from what.
 # ruff: noqa: E402  the environment must be set before jax is imported
 
 import dataclasses
+import functools
 import importlib.util
 import json
 import math
@@ -177,6 +178,7 @@ def share_needed(argument: str, job: Job, expert_groups: int) -> float:
     return 0 if argument.startswith("weights.embed") and not job.cfg.tied_embeddings else 1
 
 
+@functools.cache
 def active_experts(cfg: Config, tokens: int, groups: int) -> float:
     """The share of its experts that a group of devices reads: of `groups` that divide them, the busiest.
 
@@ -270,7 +272,7 @@ def rank_meshes(job: Job, topology: Topology, given: tuple) -> list[Choice]:
     n, choices, reasons = len(topology.devices), [], []
     divisors = [d for d in range(1, n + 1) if n % d == 0]
     for degrees in [(d, e, n // d // e) for d in divisors for e in divisors if n // d % e == 0]:
-        if any(fixed not in (None, n) for fixed, n in zip(given, degrees, strict=True)):
+        if any(fixed not in (None, degree) for fixed, degree in zip(given, degrees, strict=True)):
             continue
         try:
             if job.batch % degrees[0]:
@@ -332,7 +334,7 @@ def compile_step(job: Job, mesh: Mesh, topology: Topology, dump: str | None = No
         compiled = model.step.lower(*job.arguments(mesh), **static).compile()
     except jax.errors.JaxRuntimeError as e:
         found = re.search(
-            r"RESOURCE_EXHAUSTED.*hbm.*?(?:Used |required for .*?\()([\d.]+)([MG])", str(e), re.I
+            r"RESOURCE_EXHAUSTED.*hbm.*?(?:Used |required for .*?\()([\d.]+)([MG])", str(e), re.I | re.S
         )
         if not found:
             raise ValueError(f"the TPU compiler fails: {str(e)[:400]}") from e

@@ -111,6 +111,20 @@ def test_int8_checkpoint_cannot_become_float(tmp_path, monkeypatch, capsys):
     assert code == 1 and "--quantize none" in err
 
 
+def test_what_does_not_fit_is_refused_before_loading(monkeypatch, capsys):
+    """One line with the bytes of weights and cache, and only what would help."""
+    monkeypatch.setattr(main, "device_memory", lambda: 500_000)
+    monkeypatch.setattr(main.convert_checkpoint, "load", lambda *_: pytest.fail("loaded"))
+    for arguments, cache, remedies in (
+        ([], "of 8 x 384 positions", "--quantize int8, --kv-cache-dtype int8, a smaller --max-len, more devices"),
+        (["--prompt", "a"] * 9, "of 16 x ", "--quantize int8, --kv-cache-dtype int8, fewer prompts, a smaller"),
+        (["--quantize", "int8", "--kv-cache-dtype", "int8"], "of 8 x ", "a smaller --max-len, more devices"),
+    ):
+        code, out, err = invoke(monkeypatch, capsys, main, *ONE_EACH, *arguments)
+        assert code == 1 and out == "" and err.startswith("error: does not fit: ") and err.count("\n") == 1
+        assert cache in err and f"try {remedies}" in err, err
+
+
 def test_default_mesh():
     """All devices, as tensor parallel as they go: 3 of them cannot share a head of width 32."""
     cfg = convert_checkpoint.open_checkpoint(LLAMA4).config

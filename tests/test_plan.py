@@ -392,6 +392,12 @@ def test_bad_input_is_one_line(arguments, code, message):
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and message in done.stderr
 
 
+def test_without_the_compiler(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"libtpu.* is not installed: pip install"):
+        plan.find_topology("v5e:4x4")
+
+
 @needs_compiler
 @pytest.mark.parametrize(
     ("arguments", "message"),
