@@ -26,7 +26,7 @@ FREE = (
 FREE_CALLS = re.compile(r'custom_call_target="(ConcatBitcast|AllocateBuffer|MaskAggregatorBlock)"')
 
 HEADER = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\) -> .* \{$")
-INSTRUCTION = re.compile(r"^  (?:ROOT )?%?([\w.-]+) = (.*?) ([a-z][\w-]*)\((.*)$", re.DOTALL)
+INSTRUCTION = re.compile(r"^  (ROOT )?%?([\w.-]+) = (.*?) ([a-z][\w-]*)\((.*)$", re.DOTALL)
 ARRAY = re.compile(r"(\w+)\[([\d,]*)\](?:\{([^}]*)\})?")
 
 
@@ -70,6 +70,7 @@ class Instruction:
     results: tuple[Array, ...]
     literal: str
     attributes: str
+    is_root: bool
 
     @functools.cached_property
     def operands(self) -> tuple[str, ...]:
@@ -98,7 +99,7 @@ class Instruction:
         return found[1] if found else ""
 
 
-Computation = dict[str, Instruction]  # in order; the root is the last
+Computation = dict[str, Instruction]  # in order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,14 +184,14 @@ def parse(text: str) -> tuple[dict[str, Computation], Computation]:
 
 
 def _instruction(line: str) -> tuple[str, Instruction]:
-    name, result, opcode, rest = INSTRUCTION.match(line).groups()
+    root, name, result, opcode, rest = INSTRUCTION.match(line).groups()
     arrays = ((dtype, shape, layout) for dtype, shape, layout in ARRAY.findall(result))
     results = tuple(Array(d, tuple(int(n) for n in shape.split(",") if n), x) for d, shape, x in arrays)
     end, depth = 0, 1
     while depth:
         depth += (rest[end] == "(") - (rest[end] == ")")
         end += 1
-    return name, Instruction(name, opcode, results, rest[: end - 1], rest[end:])
+    return name, Instruction(name, opcode, results, rest[: end - 1], rest[end:], bool(root))
 
 
 def read_program(
@@ -215,10 +216,7 @@ class _Reader:
     def run(self, body: Computation, inputs: list[tuple[str, ...]] | None = None) -> Iterator:
         """All that happens in a computation. inputs: what its parameters are, as from `origin`."""
         origins: dict[str, tuple[str, ...]] = {}
-        used = {name for x in body.values() for name in x.operands}
-        fetched_for_the_next_run = {
-            x.operands[0] for x in body.values() if x.opcode == "copy-done" and x.name not in used
-        }
+        for_the_next_run = _unused_prefetches(body)
         for x in body.values():
             origins[x.name] = self.origin(x, body, origins, inputs)
             given = [origins[name] for name in x.operands]
@@ -231,7 +229,7 @@ class _Reader:
                 yield from self.largest_branch(x, given[1:])
             elif x.opcode in ("call", "async-start"):
                 yield from self.run(self.computations[x.calls], given)
-            elif x.name not in fetched_for_the_next_run:  # else this run began with the same
+            elif x.name not in for_the_next_run:  # the one before has fetched it for this run
                 yield from self.execute(x, body, given, origins[x.name])
 
     def origin(self, x: Instruction, body: Computation, origins, inputs) -> tuple[str, ...]:
@@ -301,9 +299,9 @@ class _Reader:
 
     def share_used(self, fused: Computation, name: str) -> float:
         """How much of one of its values a fused computation looks at."""
+        if fused[name].is_root:
+            return 1  # all of it is returned
         users = [(x, x.operands.index(name)) for x in fused.values() if name in x.operands]
-        if not users:
-            return 1  # the root: all of it is returned
         return sum(
             self.share_used(fused, x.name)
             if x.opcode in ("bitcast", *MOVES)
@@ -319,7 +317,7 @@ class _Reader:
             return 0 if re.search(rf"output_to_operand_aliasing=.*?\{{{place}\}}: \(", x.attributes) else 1
         if x.opcode == "fusion":
             fused = self.computations[x.calls]
-            root = list(fused.values())[-1]
+            root = next(y for y in fused.values() if y.is_root)
             return self.share_updated(fused, fused[root.operands[i]] if root.opcode == "tuple" else root)
         if x.opcode in UPDATES:
             update = operands[1 if x.opcode == "dynamic-update-slice" else -1].results[0]
@@ -386,6 +384,13 @@ class _Reader:
                 yield body[x.operands[0]].results[0], x.part
             elif x.opcode == "fusion":
                 yield from self.slices(x.calls)
+
+
+def _unused_prefetches(body: Computation) -> set[str]:
+    """The copies whose results nobody uses: at its end a program fetches what its next run begins with."""
+    used = {name for x in body.values() for name in x.operands}
+    ends = (x for x in body.values() if x.opcode == "copy-done" and not x.is_root and x.name not in used)
+    return {x.operands[0] for x in ends}
 
 
 def group_size(attributes: str) -> int:

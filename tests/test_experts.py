@@ -117,6 +117,44 @@ def test_active_experts_kernel(choices, dtype, monkeypatch):
     np.testing.assert_allclose(by_sorting, expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("chosen", [[5], [0, 15], [3, 9, 3, 4], list(range(16)), [16, 16], [2, 16, 2]])
+def test_only_active_experts_are_fetched(chosen, monkeypatch):
+    """Scout on 16 chips: walk the kernel's grid by its own index maps, and count each block that changes."""
+    E, D, M = 16, 5120, 512
+    found = {}
+
+    def capture(kernel, grid_spec, out_shape, **_):
+        def call(active, n_active, x, factors, weights, scales):
+            found.update(grid=grid_spec.grid, specs=jax.tree.leaves(grid_spec.in_specs[2:]))
+            found.update(arrays=jax.tree.leaves((weights, scales)))
+            return jnp.zeros(out_shape.shape, out_shape.dtype)
+
+        return call
+
+    monkeypatch.setattr(grouped_matmul.pl, "pallas_call", capture)
+
+    def matrix(*shape):
+        scale = jax.ShapeDtypeStruct((E, shape[-1]), jnp.float32)
+        return QuantizedArray(jax.ShapeDtypeStruct((E, *shape), jnp.int8), scale)
+
+    R = len(chosen)
+    x, factor = jax.ShapeDtypeStruct((R, D), jnp.bfloat16), jax.ShapeDtypeStruct((R, 1), jnp.float32)
+    expert = jax.ShapeDtypeStruct((R, 1), jnp.int32)
+    jax.eval_shape(grouped_matmul.active_experts, x, expert, factor, matrix(D, M), matrix(D, M), matrix(M, D))
+    active = np.isin(np.arange(E), chosen)
+    scalars = grouped_matmul.active_first(jnp.array(active), found["grid"][0])
+    before, fetched = {}, 0
+    for point in np.ndindex(*found["grid"]):
+        for i, (spec, array) in enumerate(zip(found["specs"], found["arrays"], strict=True)):
+            index = tuple(map(int, spec.index_map(*point, *map(np.asarray, scalars))))
+            if before.get(i) != index:
+                before[i] = index
+                fetched += np.prod([n or 1 for n in spec.block_shape]) * array.dtype.itemsize
+    one_expert = 3 * D * M
+    # Scales come along, those of 8 experts at a time. Without any expert here, one block of each matrix.
+    assert active.sum() * one_expert <= fetched <= max(active.sum(), 0.5) * 1.03 * one_expert
+
+
 @pytest.mark.parametrize("mask", [[0, 1, 0, 1, 1], [0] * 5, [1] * 5, [1, 0, 0, 0, 0], [0, 0, 0, 0, 1]])
 @pytest.mark.parametrize("n", [1, 3, 5])
 def test_active_first(mask, n):

@@ -88,6 +88,15 @@ def test_vmem_is_free_and_each_hbm_array_counts():
     }
 
 
+def test_what_the_next_run_begins_with_counts_once():
+    """XLA may fetch an array at the end of a run, for the next one, which then need not."""
+    again = """
+  %copy-start.9 = (bf16[8,256]{1,0:T(8,128)(2,1)S(1)}, bf16[8,256]{1,0:T(8,128)(2,1)}, u32[]{:S(2)}) copy-start(%x)
+  %copy-done.9 = bf16[8,256]{1,0:T(8,128)(2,1)S(1)} copy-done(%copy-start.9)
+  ROOT %copy.2"""  # noqa: E501
+    assert moved(MATMUL.replace("\n  ROOT %copy.2", again)) == moved(MATMUL)
+
+
 def test_traffic_is_told_by_argument():
     by_argument = {}
     for x in program(MATMUL).traffic:
