@@ -29,6 +29,7 @@ LANES, TILE = (
     128,
     32,
 )  # of a TPU: one row of a register; the rows of a tile of int8, and two tiles of bfloat16
+ROWS = 256  # rows x heads whose queries the decode kernel has in VMEM at once
 MASKED = -1e30  # a score that no exponential survives, without the NaN of inf - inf
 
 # Slots per block of the decode kernel, large and small, by (head width, bytes per element).
@@ -248,6 +249,12 @@ def ragged_decode_tpu(
     def in_memory(space, tree):
         return jax.tree.map(lambda _: pl.BlockSpec(memory_space=space), tree)
 
+    def by_row(tree):
+        def spec(x):
+            return pl.BlockSpec((min(R, ROWS), *x.shape[1:]), lambda group: (group, 0, 0))
+
+        return jax.tree.map(spec, tree)
+
     results = output((R, G, lanes)), output((R, G, LANES))
     buffer = KV(
         pltpu.VMEM((2, large, 2 * H), cache.values.dtype),
@@ -258,9 +265,10 @@ def ragged_decode_tpu(
     before_cache = len(jax.tree.leaves((rows, vectors)))
     o, lse, cache = pl.pallas_call(
         partial(_ragged_decode, large=large, small=small),
-        in_specs=(in_memory(pltpu.SMEM, rows), in_memory(pltpu.VMEM, vectors), in_memory(pltpu.HBM, cache)),
+        grid=(pl.cdiv(R, ROWS),),
+        in_specs=(in_memory(pltpu.SMEM, rows), by_row(vectors), in_memory(pltpu.HBM, cache)),
         out_shape=(*results, jax.tree.map(lambda x: output(x.shape, x.dtype), cache)),
-        out_specs=(*in_memory(pltpu.VMEM, results), in_memory(pltpu.HBM, cache)),
+        out_specs=(*by_row(results), in_memory(pltpu.HBM, cache)),
         scratch_shapes=[buffer, pltpu.SemaphoreType.DMA((2, 2)), pltpu.SemaphoreType.DMA((2,))],
         input_output_aliases={before_cache + i: 2 + i for i in range(len(jax.tree.leaves(cache)))},
         compiler_params=pltpu.CompilerParams(
@@ -278,7 +286,8 @@ def ragged_decode_tpu(
 def _ragged_decode(
     rows, vectors, _, o, lse, cache: KV, buffer: KV, reading, writing, *, large: int, small: int
 ):
-    """The kernel. rows in SMEM; vectors, o, lse, buffer in VMEM; cache in HBM, both input and output.
+    """The kernel, for one group of rows. Their vectors, o, lse, and the buffer are in VMEM, the length, place
+    and start of all rows in SMEM, the cache, input and output, in HBM.
 
     A row is read in large blocks as far as its tokens fill them, then in small ones. While one block is
     computed on, the next, of this row or another, is on its way into the other half of the buffer.
@@ -286,7 +295,9 @@ def _ragged_decode(
     length, place, start = rows
     q, unit, new = vectors
     R, S, width = cache.values.shape
-    G, lanes = o.shape[1:]
+    group, G, lanes = o.shape
+    begin = pl.program_id(0) * group
+    end = jnp.minimum(begin + group, R)
     quantized = cache.scale is not None
 
     def first(r):
@@ -297,7 +308,7 @@ def _ragged_decode(
         at = at + jnp.where(length[r] - at >= large, large, small)
         done = at >= length[r]
         r = jnp.where(done, r + 1, r)
-        return r, jnp.where(done, first(jnp.minimum(r, R - 1)), at)
+        return r, jnp.where(done, first(jnp.minimum(r, end - 1)), at)
 
     def origin(at, size: int):
         """Its first slot in memory: the last small block may overlap the one before."""
@@ -312,10 +323,10 @@ def _ragged_decode(
             yield pltpu.make_async_copy(cache.scale.at[r, :, slots], to, reading.at[1, half])
 
     def fetch(i, r, at):
-        is_large = length[jnp.minimum(r, R - 1)] - at >= large
+        is_large = length[jnp.minimum(r, end - 1)] - at >= large
         for size, wanted in ((large, is_large), (small, ~is_large)):
 
-            @pl.when((r < R) & wanted)
+            @pl.when((r < end) & wanted)
             def _(size=size):
                 for copy in reads(i, r, at, size):
                     copy.start()
@@ -356,19 +367,19 @@ def _ragged_decode(
 
         @pl.when(inside)
         def _():
-            _put(values.at[pl.ds(tile, TILE)], new.values[r], slot - tile, axis=0)
+            _put(values.at[pl.ds(tile, TILE)], new.values[r - begin], slot - tile, axis=0)
             if quantized:
-                _put(scale.at[:, pl.ds(lane, LANES)], new.scale[r], slot - lane, axis=1)
+                _put(scale.at[:, pl.ds(lane, LANES)], new.scale[r - begin], slot - lane, axis=1)
             for copy in writes():
                 copy.start()
 
         k, v = values[:, :lanes], values[:, -lanes:]
         if quantized:
-            scores = _dot(q[r], k, ((1,), (1,)), jnp.int32)
-            scores = ((scores[:G] << 8) + scores[G:]).astype(jnp.float32) * unit[r]
+            scores = _dot(q[r - begin], k, ((1,), (1,)), jnp.int32)
+            scores = ((scores[:G] << 8) + scores[G:]).astype(jnp.float32) * unit[r - begin]
             scores = scores * scale[0:1].astype(jnp.float32)
         else:
-            scores = _dot(q[r], k, ((1,), (1,)), jnp.float32)
+            scores = _dot(q[r - begin], k, ((1,), (1,)), jnp.float32)
         if masked:
             scores = jnp.where(seen(scores.shape, 1), scores, MASKED)
         old_peak, total, acc = state
@@ -391,22 +402,22 @@ def _ragged_decode(
     def row(r, i):
         at = first(r)
         n_large = lax.div(length[r] - at, large)
-        end = at + n_large * large
-        n_small = lax.div(length[r] - end + small - 1, small)
+        rest = at + n_large * large
+        n_small = lax.div(length[r] - rest + small - 1, small)
         n_small = jnp.where(n_large + n_small == 0, 1, n_small)  # as `after` has it for a row without slots
         state = jnp.full((G, 1), MASKED), jnp.zeros((G, 1)), jnp.zeros((G, lanes))
         state = lax.fori_loop(0, n_large, lambda j, s: visit(i + j, r, at + j * large, large, s), state)
         i = i + n_large
-        state = lax.fori_loop(0, n_small, lambda j, s: visit(i + j, r, end + j * small, small, s), state)
+        state = lax.fori_loop(0, n_small, lambda j, s: visit(i + j, r, rest + j * small, small, s), state)
         peak, total, acc = state
         any_seen = length[r] > (0 if start is None else start[r])
-        o[r] = jnp.where(any_seen, acc / total, 0)
+        o[r - begin] = jnp.where(any_seen, acc / total, 0)
         natural = (peak + jnp.log2(total)) * math.log(2)
-        lse[r] = jnp.broadcast_to(jnp.where(any_seen, natural, -jnp.inf), (G, LANES))
+        lse[r - begin] = jnp.broadcast_to(jnp.where(any_seen, natural, -jnp.inf), (G, LANES))
         return i + n_small
 
-    fetch(0, 0, first(0))
-    lax.fori_loop(0, R, row, 0)
+    fetch(0, begin, first(begin))
+    lax.fori_loop(begin, end, row, 0)
 
 
 def _put(ref, new: Array, at, axis: int) -> None:

@@ -116,8 +116,16 @@ def test_what_does_not_fit_is_refused_before_loading(monkeypatch, capsys):
     monkeypatch.setattr(main, "device_memory", lambda: 500_000)
     monkeypatch.setattr(main.convert_checkpoint, "load", lambda *_: pytest.fail("loaded"))
     for arguments, cache, remedies in (
-        ([], "of 8 x 384 positions", "--quantize int8, --kv-cache-dtype int8, a smaller --max-len, more devices"),
-        (["--prompt", "a"] * 9, "of 16 x ", "--quantize int8, --kv-cache-dtype int8, fewer prompts, a smaller"),
+        (
+            [],
+            "of 8 x 384 positions",
+            "--quantize int8, --kv-cache-dtype int8, a smaller --max-len, more devices",
+        ),
+        (
+            ["--prompt", "a"] * 9,
+            "of 16 x ",
+            "--quantize int8, --kv-cache-dtype int8, fewer prompts, a smaller",
+        ),
         (["--quantize", "int8", "--kv-cache-dtype", "int8"], "of 8 x ", "a smaller --max-len, more devices"),
     ):
         code, out, err = invoke(monkeypatch, capsys, main, *ONE_EACH, *arguments)
