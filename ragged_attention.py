@@ -218,7 +218,7 @@ def ragged_decode_tpu(
     The new token is put into its block in VMEM and that tile is written back, which is cheaper than any
     scatter. int8 keys meet int8 queries in the MXU, without being unpacked; each query is two int8 (16 bits).
 
-    Beyond `ragged_decode`: blocks, slots of a large and a small one, multiples of 128; interpret, as pallas_call.
+    Beyond `ragged_decode`: blocks, slots of a large and a small one, multiples of 128, else DECODE_BLOCKS.
     """
     B, _, K, G, H = q.shape
     R = B * K
