@@ -8,7 +8,7 @@ Letters, one per dimension, used in every shape, einsum and comment:
     G  queries per K         F  feed-forward width      V  vocabulary
 
 UPPERCASE: the whole dimension is on this device. lowercase: this device holds its shard of it. So
-`einsum("bTD,DkgH->bTkgH", x, w.q)` says where every byte is, and where a lowercase letter is summed there
+`einsum("bTD,kgHD->bTkgH", x, w.q)` says where every byte is, and where a lowercase letter is summed there
 must be a `psum`. SHARDED_BY says which mesh axes split which lowercase letter, for the whole program.
 """
 
@@ -178,9 +178,9 @@ def _pytree(cls):
 
 @_pytree
 class Attention:
-    q: Array = _array("DkgH", "D", ("q_proj.weight", "(KGH)D"))
-    k: Array = _array("Dkh", "D", ("k_proj.weight", "(KH)D"))
-    v: Array = _array("Dkh", "D", ("v_proj.weight", "(KH)D"))
+    q: Array = _array("kgHD", "D", ("q_proj.weight", "(KGH)D"))
+    k: Array = _array("khD", "D", ("k_proj.weight", "(KH)D"))
+    v: Array = _array("khD", "D", ("v_proj.weight", "(KH)D"))
     o: Array = _array("kgHD", "kgH", ("o_proj.weight", "D(KGH)"))
 
 
@@ -390,9 +390,9 @@ def project(x: Array, w: Attention) -> tuple[Array, Array, Array]:
 
     Devices that share a key/value head each hold a part of its columns, and get the rest by one all-gather.
     """
-    q = einsum("bTD,DkgH->bTkgH", x, w.q)
-    k = einsum("bTD,Dkh->bTkh", x, w.k)
-    v = einsum("bTD,Dkh->bTkh", x, w.v)
+    q = einsum("bTD,kgHD->bTkgH", x, w.q)
+    k = einsum("bTD,khD->bTkh", x, w.k)
+    v = einsum("bTD,khD->bTkh", x, w.v)
     if lax.axis_size(SLOTS) == 1:
         # Else XLA applies rotate's reshape to the weights instead, in every step: a copy of q per layer.
         return lax.optimization_barrier((q, k, v))

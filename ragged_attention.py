@@ -29,7 +29,8 @@ LANES, TILE = (
     128,
     32,
 )  # of a TPU: one row of a register; the rows of a tile of int8, and two tiles of bfloat16
-ROWS = 256  # rows x heads whose queries the decode kernel has in VMEM at once
+ROWS = 128  # rows x heads whose queries the decode kernel has in VMEM at once
+VMEM_BYTES = 32 << 20  # that XLA leaves to it
 MASKED = -1e30  # a score that no exponential survives, without the NaN of inf - inf
 
 # Slots per block of the decode kernel, large and small, by (head width, bytes per element).
@@ -239,6 +240,7 @@ def ragged_decode_tpu(
         q, unit = jnp.concatenate([high, low], 1), unit / 256
         new = KV(new.values, new.scale.astype(jnp.float32))
     vectors = q.astype(jnp.int8 if quantized else kv.values.dtype), unit, new
+    length = jnp.minimum(length, S)  # a DMA from beyond the cache would stop the device
     rows = tuple(None if x is None else jnp.repeat(x, K) for x in (length, place, start))
 
     varying = jax.typeof(q).manual_axis_type.varying | jax.typeof(kv.values).manual_axis_type.varying
@@ -272,7 +274,7 @@ def ragged_decode_tpu(
         scratch_shapes=[buffer, pltpu.SemaphoreType.DMA((2, 2)), pltpu.SemaphoreType.DMA((2,))],
         input_output_aliases={before_cache + i: 2 + i for i in range(len(jax.tree.leaves(cache)))},
         compiler_params=pltpu.CompilerParams(
-            vmem_limit_bytes=64 << 20,
+            vmem_limit_bytes=VMEM_BYTES,
             disable_bounds_checks=not interpret,
             disable_semaphore_checks=not interpret,
         ),

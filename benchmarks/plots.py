@@ -1,7 +1,7 @@
 """Where the bytes of a decode step go: python3 benchmarks/plots.py [PLANS] [PICTURE]
 
-PLANS holds one object of `plan.py --json` per line, by default images/plans.jsonl. Draws images/decode_bytes.svg
-and prints the table of the README.
+PLANS holds one object of `plan.py --json` per line. Draws the picture and prints the README's table; by
+default from images/plans.jsonl to images/decode_bytes.svg.
 """
 
 import json
@@ -43,7 +43,7 @@ def draw(plans: list[dict], file: pathlib.Path) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("GB moved per device and decode step, as compiled")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(ncols=len(PARTS) + 1, loc="lower center", bbox_to_anchor=(0.4, 1.0), frameon=False, fontsize=8)
+    axes.legend(ncols=7, loc="lower center", bbox_to_anchor=(0.4, 1.0), frameon=False, fontsize=8)
     figure.tight_layout()
     figure.savefig(file, metadata={"Date": None})
 
@@ -51,7 +51,8 @@ def draw(plans: list[dict], file: pathlib.Path) -> None:
 def table(plans: list[dict]) -> str:
     """The plans as a table in Markdown."""
     lines = [
-        "| model | TPU, mesh | batch x context | peak | HBM per step | floor | per layer: collectives | estimate |",
+        "| model | TPU, mesh | batch x context | peak memory | HBM per step | floor | collectives per layer "
+        "| estimate |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for plan in plans:

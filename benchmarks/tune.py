@@ -182,9 +182,7 @@ def main() -> None:
             figures = ", ".join(f"{case} {cost:,.0f}" for case, cost in costs[choice].items())
             print(f"  blocks of {choice[0]} and {choice[1]}: {figures}", flush=True)
         least = {case: min(cost[case] for cost in costs.values()) for case in costs[choice]}
-        relative = {
-            choice: sum(cost[case] / least[case] for case in least) for choice, cost in costs.items()
-        }
+        relative = {choice: sum(cost[case] / least[case] for case in least) for choice, cost in costs.items()}
         best[width, itemsize] = min(relative, key=relative.get)
         print(f"  best: {best[width, itemsize]}")
     if args.write:

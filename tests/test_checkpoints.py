@@ -139,9 +139,9 @@ def test_padding_is_zeros_and_weights_are_whole(tmp_path):
     expected = weights_of(LLAMA4)
     sharded = weights_of(LLAMA4, "tp8")
     q, padded = expected.layers[0].attention.q, sharded.layers[0].attention.q
-    assert q.shape == (128, 2, 3, 32) and padded.shape == (128, 2, 4, 32)
-    np.testing.assert_array_equal(padded[:, :, :3], q)
-    assert not np.asarray(padded[:, :, 3:]).any()
+    assert q.shape == (2, 3, 32, 128) and padded.shape == (2, 4, 32, 128)
+    np.testing.assert_array_equal(padded[:, :3], q)
+    assert not np.asarray(padded[:, 3:]).any()
     assert sum(shard.data.size for shard in padded.addressable_shards) == padded.size
 
 

@@ -42,7 +42,7 @@ def test_zeros_stay_zeros():
 @pytest.mark.parametrize(
     ("spec", "x", "w", "axes"),
     [
-        ("bTD,DkgH->bTkgH", (2, 3, 8), (8, 2, 3, 4), (0,)),
+        ("bTD,kgHD->bTkgH", (2, 3, 8), (2, 3, 4, 8), (3,)),
         ("bTkgH,kgHD->bTD", (2, 3, 2, 3, 4), (2, 3, 4, 8), (0, 1, 2)),
         ("bTD,vD->bTv", (2, 3, 8), (5, 8), (1,)),
     ],
@@ -58,7 +58,7 @@ def test_declared_scales_fit():
     cfg = llama4_config()
     tree = model.abstract(model.weight_infos(cfg), mesh_of(cfg), jnp.bfloat16, quantized=True)
     attention = tree.layers[0].attention
-    assert attention.q.values.shape == (cfg.D, cfg.K, cfg.G, cfg.H)
+    assert attention.q.values.shape == (cfg.K, cfg.G, cfg.H, cfg.D)
     assert attention.q.scale.shape == (cfg.K, cfg.G, cfg.H)
     assert attention.o.scale.shape == (cfg.D,)
     moe = tree.layers[0].feed_forward
