@@ -14,9 +14,8 @@ from jax.sharding import ManualAxisType
 from quantize import QuantizedArray, values_and_scale
 from ragged_attention import on_tpu
 
-FEW_ROWS = 256  # up to here each active expert takes all rows; reading it costs more than multiplying
-BLOCK_BYTES = 3 << 19  # of one weight matrix per step of the kernel; 6 such blocks are in VMEM at once
-VMEM_BYTES = 48 << 20
+FEW_ROWS = 128  # so many times int8 weights are multiplied about as fast as they are read: 120 times on v5e
+VMEM_BYTES = 48 << 20  # of VMEM that the kernel may use; half of it for blocks of weights
 ROW_TILE = 8  # rows of a float32 tile
 
 
@@ -25,6 +24,7 @@ def expert_mlp(x: Array, expert: Array, factor: Array, gate, up, down) -> Array:
 
     expert: [R,A] int32, E for one that is not on this device. factor: [R,A], of the input.
     gate, up: [E,D,M], down: [E,M,D], float or int8. No row is dropped, however they are distributed.
+    On TPUs few rows read active experts only, unless their blocks do not fit, see `block_width`.
     """
     if on_tpu() and x.shape[0] <= FEW_ROWS and block_width(gate):
         return active_experts(x, expert, factor, gate, up, down)
@@ -57,7 +57,7 @@ def active_experts(x: Array, expert: Array, factor: Array, gate, up, down, inter
     """`expert_mlp` as one Pallas call for TPUs, for few rows.
 
     The grid goes over the experts that have rows and over blocks of M. All rows go through each of these
-    experts, with factor 0 where it was not chosen: the product costs less than reading the weights. What is
+    experts, with factor 0 where it was not chosen: that takes no longer than reading the weights. What is
     left of the grid asks for the last block again, and so fetches nothing.
     """
     weights, scales = zip(*map(values_and_scale, (gate, up, down)), strict=True)
@@ -94,8 +94,8 @@ def active_experts(x: Array, expert: Array, factor: Array, gate, up, down, inter
     if scales[0] is not None:  # of one expert they are no whole tile: take its neighbours' along
         column_scale = pl.BlockSpec((min(E, ROW_TILE), width), scale_columns)
         scale_specs = column_scale, column_scale, pl.BlockSpec((min(E, ROW_TILE), D), scale_rows)
+    # Over which mesh axes the result varies, a Pallas call has to say.
     varying = frozenset.union(*(jax.typeof(a).manual_axis_type.varying for a in (x, factors, weights[0])))
-    mat = ManualAxisType(varying=varying)
     y = pl.pallas_call(
         _active_experts,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -104,7 +104,9 @@ def active_experts(x: Array, expert: Array, factor: Array, gate, up, down, inter
             in_specs=(whole(x), whole(factors), (column_spec, column_spec, row_spec), scale_specs),
             out_specs=whole(x),
         ),
-        out_shape=jax.ShapeDtypeStruct(x.shape, jnp.float32, manual_axis_type=mat),
+        out_shape=jax.ShapeDtypeStruct(
+            x.shape, jnp.float32, manual_axis_type=ManualAxisType(varying=varying)
+        ),
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=VMEM_BYTES),
         name="active_experts",
         interpret=interpret,
@@ -127,7 +129,7 @@ def _active_experts(active, n_active, x, factors, weights, scales, y):
 
         def dot(x: Array, which: int) -> Array:
             w = weights[which][...].astype(x.dtype)
-            precision = "highest" if x.dtype == jnp.float32 else None
+            precision = "highest" if x.dtype == jnp.float32 else "default"  # whatever jax's default is set to
             y = jnp.dot(x, w, precision=precision, preferred_element_type=jnp.float32)
             return y if scales[which] is None else y * scales[which][pl.ds(lax.rem(active[i], ROW_TILE), 1)]
 
@@ -144,7 +146,7 @@ def active_first(active: Array, n: int) -> tuple[Array, Array]:
 
 
 def block_width(gate: Array | QuantizedArray) -> int | None:
-    """Columns of M that the kernel takes per step: a divisor of M, in whole registers; None if none fits."""
+    """Columns of M that the kernel takes per step: 256, 128 or all; None if two of each do not fit."""
     _, D, M = (values := values_and_scale(gate)[0]).shape
-    fitting = [n for n in {M, 512, 256, 128} if M % n == 0 and D * n * values.dtype.itemsize <= BLOCK_BYTES]
-    return max(fitting, default=None)
+    largest = VMEM_BYTES // 12 // (D * values.dtype.itemsize)
+    return next((n for n in (256, 128, M) if M % n == 0 and n <= largest), None)

@@ -33,10 +33,11 @@ PROMPTS = (
 )
 NEW_TOKENS = 256  # unless --max-new-tokens or the room that is left say otherwise
 
-# Memory bandwidth by jax's device_kind, bytes per second, from the vendors' data sheets.
+# Memory bandwidth of one jax device (of a TPU7x chip there are two), bytes per second, by jax's device_kind,
+# from the vendors' data sheets.
 BANDWIDTH = {
     "TPU v4": 1.228e12, "TPU v5 lite": 0.819e12, "TPU v5": 2.765e12, "TPU v5p": 2.765e12,
-    "TPU v6 lite": 1.64e12, "TPU7x": 7.38e12, "NVIDIA A100-SXM4-40GB": 1.555e12,
+    "TPU v6 lite": 1.638e12, "TPU7x": 3.69e12, "NVIDIA A100-SXM4-40GB": 1.555e12,
     "NVIDIA A100-SXM4-80GB": 2.039e12, "NVIDIA H100 80GB HBM3": 3.35e12, "NVIDIA H200": 4.8e12,
 }  # fmt: skip
 
@@ -348,7 +349,7 @@ def device_memory() -> int:
 
 
 def check_fit(cfg, mesh: Mesh, dtype: str, quantized: bool, rows: int, max_len: int, kv_dtype: str) -> None:
-    """Raise ValueError if weights and cache exceed the devices' memory: before loading, not after."""
+    """Raise ValueError if weights and cache alone exceed a device's memory; temporaries are not counted."""
     rows += -rows % mesh.shape["data"]
     weights = shard_bytes(model.abstract(model.weight_infos(cfg), mesh, jnp.dtype(dtype), quantized))
     cache = shard_bytes(model.abstract(model.cache_infos(cfg, rows, max_len, jnp.dtype(kv_dtype)), mesh))
@@ -358,7 +359,9 @@ def check_fit(cfg, mesh: Mesh, dtype: str, quantized: bool, rows: int, max_len: 
     remedies = ["--quantize int8"] * (not quantized) + ["--kv-cache-dtype int8"] * (kv_dtype != "int8")
     remedies += ["fewer prompts"] * (rows > mesh.shape["data"]) + ["a smaller --max-len"] + ["more devices"]
     weights, cache, have = (f"{size / 2**30:.2f} GiB" for size in (weights, cache, have))
-    needs = f"each device needs {weights} for weights and {cache} for a cache of {rows} x {max_len} positions"
+    needs = (
+        f"each device needs {weights} for weights and {cache} for its share of {rows} x {max_len} positions"
+    )
     raise ValueError(f"does not fit: {needs}, and has {have}; try {', '.join(remedies)}")
 
 

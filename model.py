@@ -6,6 +6,7 @@ Letters, one per dimension, used in every shape, einsum and comment:
     T  query positions       H  head width              A  experts active per token
     K  key/value heads       D  model width             M  feed-forward width of an expert
     G  queries per K         F  feed-forward width      V  vocabulary
+                             C  a key beside its value, 2H: the cache's columns
 
 UPPERCASE: the whole dimension is on this device. lowercase: this device holds its shard of it. So
 `einsum("bTD,kgHD->bTkgH", x, w.q)` says where every byte is, and where a lowercase letter is summed there
@@ -27,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 
 from grouped_matmul import expert_mlp
 from quantize import QuantizedArray, einsum, quantize, values_and_scale
-from ragged_attention import KV, LANES, attend_cached, attend_causal, merge, ragged_decode, write
+from ragged_attention import KV, LANES, attend_cached, attend_causal, merge, on_tpu, ragged_decode, write
 
 # ----------------------------------------------------------------------------------------------------- mesh
 #
@@ -66,8 +67,9 @@ def mesh_shape(cfg: "Config", data: int = 1, expert: int = 1, tensor: int = 1) -
 
 
 def make_mesh(cfg: "Config", data: int = 1, expert: int = 1, tensor: int = 1, devices=None) -> Mesh:
-    """The mesh of data x expert x tensor devices, by default of all there are."""
+    """The mesh of data x expert x tensor devices, by default the first there are."""
     shape = mesh_shape(cfg, data, expert, tensor)
+    devices = devices or jax.devices()[: data * expert * tensor]
     # Neighbours on the interconnect where they can be; several axes may have to divide one of its dimensions.
     grid = mesh_utils.create_device_mesh(tuple(shape.values()), devices, allow_split_physical_axes=True)
     return Mesh(grid, tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
@@ -220,7 +222,7 @@ class Weights:
 
 @_pytree
 class Cache:
-    """Keys and values of each row's first length[b] positions: one KV per layer, [b,k,s,2H].
+    """Keys and values of each row's first length[b] positions: one KV per layer, [b,k,s,C].
 
     Position p is in slot p; in a chunked layer, a ring of one chunk, in slot p % chunk. Slot s is on device
     s % n of the n that share the head, in place s // n, so that they fill evenly.
@@ -269,7 +271,7 @@ def cache_infos(cfg: Config, batch: int, max_len: int, dtype) -> Cache:
 
     def layer(kind: LayerKind) -> KV:
         slots = min(max_len, kind.chunk or max_len)
-        values = ArrayInfo("bksH", shape=(batch, cfg.K, slots, 2 * cfg.H), dtype=dtype)
+        values = ArrayInfo("bksC", shape=(batch, cfg.K, slots, 2 * cfg.H), dtype=dtype)
         if jnp.dtype(dtype) != jnp.int8:
             return KV(values, None)
         return KV(values, ArrayInfo("bk2s", shape=(batch, cfg.K, 2, slots), dtype=jnp.bfloat16))
@@ -454,7 +456,7 @@ def places(span: Span, chunk: int | None, capacity: int) -> Array:
 
 
 def cached_form(k: Array, v: Array, kv: KV) -> KV:
-    """A span's keys and values, [b,T,k,H] each, as the cache holds them: [b,k,T,2H]."""
+    """A span's keys and values, [b,T,k,H] each, as the cache holds them: [b,k,T,C]."""
     new = jnp.stack([k, v], 3).swapaxes(1, 2)  # bkT2H
     scale = None
     if kv.scale is not None:
@@ -490,7 +492,8 @@ def attention(x: Array, w: Attention, kv, span: Span, kind: LayerKind, cfg: Conf
         else:
             # A ring is read as it was: the span may overwrite what its first tokens see. Any other cache is
             # read as it will be, which spares XLA a copy of it.
-            written = write(kv, new, place)
+            window = place.shape[1] // lax.axis_size(SLOTS) + 1
+            written = write(kv, new, place, window, ring=kind.chunk is not None)
             past = attend_past(q, kv if kind.chunk else written, span, kind.chunk)
             o, _ = merge(past, attend_span(q, k, v, span, kind.chunk))
             kv = written
@@ -654,7 +657,7 @@ def on_each_device(mesh: Mesh, T: int, in_specs, out_specs):
     """shard_map, which checks that every psum is there; except on TPUs for T > 1, whose attention, a kernel
     of jax's library, does not declare over which axes its result varies.
     """
-    checked = T == 1 or mesh.devices.flat[0].platform != "tpu"
+    checked = T == 1 or not on_tpu(mesh)
     return partial(jax.shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=checked)
 
 

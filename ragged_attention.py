@@ -1,7 +1,7 @@
-"""Attention over rows of unlike length: the cache's layout, the reference, TPU kernels, and who picks.
+"""Attention over rows of unlike length: the cache's layout, the reference, TPU kernels, and the choice.
 
 Letters as in model.py: B rows, T queries, S cached slots, K key/value heads, G queries per key/value head,
-H head width; here, uppercase, each is what this device has. Attention returns the pair (o, lse):
+H head width, C = 2H; here, uppercase, each is what this device has. Attention returns the pair (o, lse):
 
     o:   [B,T,K,G,H] float32, the attention output over the keys that this call saw
     lse: [B,T,K,G] float32, the natural log of the sum of exp(score) over them, -inf if it saw none
@@ -22,20 +22,24 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash_attention
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
-from jax.sharding import ManualAxisType
+from jax.sharding import ManualAxisType, Mesh
 
 BLOCK = 1024  # cached slots per step of attend_cached: bounds its scores to B·K·G·T·BLOCK floats
-LANES, TILE = (
-    128,
-    32,
-)  # of a TPU: one row of a register; the rows of a tile of int8, and two tiles of bfloat16
-ROWS = 128  # rows x heads whose queries the decode kernel has in VMEM at once
-VMEM_BYTES = 32 << 20  # that XLA leaves to it
+LANES = 128  # of a TPU register: slots are allocated in multiples of it
+TILE = 32  # slots that are written at once: the rows of one int8 tile, and of several of a wider type
+GROUP = 128  # rows x heads whose queries the decode kernel has in VMEM at once
+VMEM_BYTES = 32 << 20  # of VMEM that it may use
 MASKED = -1e30  # a score that no exponential survives, without the NaN of inf - inf
 
-# Slots per block of the decode kernel, large and small, by (head width, bytes per element).
-DECODE_BLOCKS = {(64, 1): (8192, 1024), (64, 2): (8192, 1024), (128, 1): (8192, 1024), (128, 2): (4096, 512)}
-VMEM_MARGIN = 16 << 20  # bytes for what the compiler keeps beside the kernel's own arrays
+# Slots per block of the decode kernel, large and small, by (head width, bytes per element), from tune.py.
+DECODE_BLOCKS = {
+    (64, 1): (4096, 512),
+    (64, 2): (8192, 512),
+    (64, 4): (4096, 256),
+    (128, 1): (8192, 512),
+    (128, 2): (8192, 256),
+    (128, 4): (4096, 256),
+}
 
 
 @jax.tree_util.register_dataclass
@@ -43,7 +47,7 @@ VMEM_MARGIN = 16 << 20  # bytes for what the compiler keeps beside the kernel's 
 class KV:
     """Keys and values of one layer, laid out as the kernel reads them: one DMA per array and block.
 
-    values: [B,K,S,2H], of each slot its key, then its value; float, or int8.
+    values: [B,K,S,C], of each slot its key, then its value, C = 2H; float, or int8.
     scale: [B,K,2,S], of each int8 key and value its factor; None for floats.
     """
 
@@ -51,10 +55,10 @@ class KV:
     scale: Array | None
 
 
-def on_tpu() -> bool:
-    """Whether the mesh that is being compiled for is of TPUs, which need not be here."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return device is not None and device.platform == "tpu"
+def on_tpu(mesh: Mesh | None = None) -> bool:
+    """Whether a mesh is of TPUs, which need not be here; by default the one that is being compiled for."""
+    mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh.abstract_mesh
+    return mesh.abstract_device is not None and mesh.abstract_device.platform == "tpu"
 
 
 def attend(q: Array, k: Array, v: Array, mask: Array, k_scale=None, v_scale=None):
@@ -93,20 +97,123 @@ def merge(*parts: tuple[Array, Array]):
     return o, peak + jnp.log(total)
 
 
-def write(kv: KV, new: KV, place: Array) -> KV:
-    """Put T new tokens per row, values [B,K,T,2H], into the slots place [B,T]; nowhere if that is S.
+def write(kv: KV, new: KV, place: Array, window: int = 1, ring: bool = False) -> KV:
+    """Put T new tokens per row, values [B,K,T,C], into the slots place [B,T]; nowhere if that is S.
 
-    One row per index: a wider scatter window makes XLA copy the whole cache.
+    window: within how many slots a row's places are; in a ring, those before its end, and those after.
     """
+    if on_tpu():
+        if not ring:
+            return write_window(kv, new, place, window)
+        first = jnp.take_along_axis(place, jnp.argmax(place < kv.values.shape[2], 1, keepdims=True), 1)
+        before_end = jnp.where(place >= first, place, kv.values.shape[2])
+        after_end = jnp.where(place < first, place, kv.values.shape[2])
+        return write_window(write_window(kv, new, before_end, window), new, after_end, window)
 
-    def put(cache: Array, new: Array, per_row: int) -> Array:
-        rows = cache.reshape(-1, *cache.shape[-2:]) if per_row == 1 else cache.reshape(-1, cache.shape[-1])
+    # One row per index: a wider scatter window makes XLA copy the whole cache.
+    def put(cache: Array, new: Array, window_dims: int) -> Array:
+        rows = cache.reshape(-1, *cache.shape[-1 - window_dims :])
         new = new.astype(cache.dtype).reshape(rows.shape[0], place.shape[1], *rows.shape[2:])
         at = jnp.repeat(place, rows.shape[0] // place.shape[0], 0)
         return rows.at[jnp.arange(rows.shape[0])[:, None], at].set(new, mode="drop").reshape(cache.shape)
 
-    scale = None if kv.scale is None else put(kv.scale, new.scale, 2)
+    scale = None if kv.scale is None else put(kv.scale, new.scale, 0)
     return KV(put(kv.values, new.values, 1), scale)
+
+
+def write_window(kv: KV, new: KV, place: Array, window: int) -> KV:
+    """`write` on a TPU: read the slots around each row's places, put the tokens in, and write them back.
+
+    XLA would copy all of an int8 array into another layout before it scatters into it or slices it at a place
+    that is not known beforehand.
+    """
+    blocks = kv.values.shape[2] // LANES
+    n = min(pl.cdiv(window, LANES) + 1, blocks)
+    first = jnp.minimum(jnp.min(place, 1) // LANES, blocks - n)
+    slots = first[:, None] * LANES + jnp.arange(n * LANES)
+    matches = place[:, None] == slots[..., None]  # [B,slots,T]
+    token, written = jnp.argmax(matches, 2)[:, None], jnp.any(matches, 2)[:, None]  # [B,1,slots]
+
+    def put(cache: Array, new: Array, axis: int) -> Array:
+        index, mask = (jnp.expand_dims(x, 5 - axis) for x in (token, written))  # the axis that is not slots
+        new = jnp.take_along_axis(new, index, axis).astype(cache.dtype)
+        merged = jnp.where(mask, new, take_slots(cache, first, LANES, n, axis))
+        return put_slots(cache, merged, first, LANES, axis)
+
+    scale = None if kv.scale is None else put(kv.scale, new.scale, 3)
+    return KV(put(kv.values, new.values, 2), scale)
+
+
+def take_slots(cache: Array, at: Array, unit: int, n: int, axis: int) -> Array:
+    """Of each row, n blocks of `unit` slots, from number at [B] on, by a Pallas copy for TPUs.
+
+    cache: [B,K,S,C], axis 2, or [B,K,2,S], axis 3. Of a block that sticks out beyond S the rest is undefined.
+    """
+    shape = list(cache.shape)
+    shape[axis] = n * unit
+    return pl.pallas_call(
+        _copy,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(*cache.shape[:2], n),
+            in_specs=[_blocks(cache, unit, axis, moving=True)],
+            out_specs=_blocks(cache, unit, axis, moving=False),
+        ),
+        out_shape=_output(shape, cache.dtype, cache, at),
+        name="take_slots",
+    )(at, pltpu.with_memory_space_constraint(cache, pltpu.HBM))
+
+
+def put_slots(cache: Array, new: Array, at: Array, unit: int, axis: int) -> Array:
+    """The reverse of `take_slots`, in place."""
+    return pl.pallas_call(
+        lambda at, new, _, out: _copy(at, new, out),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(*cache.shape[:2], new.shape[axis] // unit),
+            in_specs=[_blocks(cache, unit, axis, moving=False), pl.BlockSpec(memory_space=pltpu.HBM)],
+            out_specs=_blocks(cache, unit, axis, moving=True),
+        ),
+        out_shape=_output(cache.shape, cache.dtype, cache, at),
+        input_output_aliases={2: 0},
+        name="put_slots",
+    )(at, new, pltpu.with_memory_space_constraint(cache, pltpu.HBM))
+
+
+def _blocks(cache: Array, unit: int, axis: int, moving: bool) -> pl.BlockSpec:
+    """Block j of row b and head k: number j, or at[b] + j if moving."""
+
+    def index(b, k, j, at):
+        j = at[b] + j if moving else j
+        return (b, k, j, 0) if axis == 2 else (b, k, 0, j)
+
+    shape = [None, None, *cache.shape[2:]]
+    shape[axis] = unit
+    return pl.BlockSpec(tuple(shape), index)
+
+
+def _copy(at, source, out):
+    out[...] = source[...]
+
+
+def _output(shape, dtype, *inputs: Array) -> jax.ShapeDtypeStruct:
+    """A result of a Pallas call, which has to say over which mesh axes it varies."""
+    varying = frozenset.union(*(jax.typeof(x).manual_axis_type.varying for x in inputs))
+    return jax.ShapeDtypeStruct(tuple(shape), dtype, manual_axis_type=ManualAxisType(varying=varying))
+
+
+def read_block(kv: KV, i: Array, block: int) -> tuple[KV, Array]:
+    """Block i of each row, and the slots that it holds; the last block may overlap the one before."""
+    S = kv.values.shape[2]
+    if block == S:
+        return kv, jnp.arange(S)
+    if on_tpu():
+        at, first = jnp.full(kv.values.shape[:1], i), i * block
+        scale = None if kv.scale is None else take_slots(kv.scale, at, block, 1, 3)
+        return KV(take_slots(kv.values, at, block, 1, 2), scale), first + jnp.arange(block)
+    first = jnp.minimum(i * block, S - block)
+    scale = None if kv.scale is None else lax.dynamic_slice_in_dim(kv.scale, first, block, 3)
+    return KV(lax.dynamic_slice_in_dim(kv.values, first, block, 2), scale), first + jnp.arange(block)
 
 
 def attend_cached(q: Array, kv: KV, length: Array, start: Array | None = None, sees: Array | None = None):
@@ -115,24 +222,18 @@ def attend_cached(q: Array, kv: KV, length: Array, start: Array | None = None, s
     q: [B,T,K,G,H]. start, length: [B] int32; without start, from 0. sees: [B,T] bool, the queries that see
     any; without it, all.
     """
-    capacity, H = kv.values.shape[2], q.shape[-1]
-    block = min(BLOCK, capacity)
+    S, H = kv.values.shape[2], q.shape[-1]
+    block = min(BLOCK, S)
     start = jnp.zeros_like(length) if start is None else start
     sees = jnp.ones(q.shape[:2], bool) if sees is None else sees
 
     def attend_block(i):
-        first = jnp.minimum(i * block, capacity - block)  # the last block may overlap the one before
-        slots = first + jnp.arange(block)
+        part, slots = read_block(kv, i, block)
         filled = (slots >= jnp.maximum(start[:, None], i * block)) & (slots < length[:, None])  # BS
-        values = lax.dynamic_slice_in_dim(kv.values, first, block, 2)
-        k, v, scales = values[..., :H], values[..., H:], (None, None)
-        if kv.scale is not None:
-            scale = lax.dynamic_slice_in_dim(kv.scale, first, block, 3)
-            scales = scale[:, :, 0], scale[:, :, 1]
+        k, v = part.values[..., :H], part.values[..., H:]
+        scales = (None, None) if part.scale is None else (part.scale[:, :, 0], part.scale[:, :, 1])
         if use_splash(q):
-            k, v = (
-                dequantize(x, scale, filled).astype(q.dtype) for x, scale in ((k, scales[0]), (v, scales[1]))
-            )
+            k, v = (dequantize(*pair, filled).astype(q.dtype) for pair in zip((k, v), scales, strict=True))
             everything = masks.FullMask((q.shape[1], block))
             return splash(q, k, v, everything, jnp.where(sees, 1, 2), filled.astype(jnp.int32))
         return attend(q, k, v, sees[..., None] & filled[:, None], *scales)
@@ -140,7 +241,7 @@ def attend_cached(q: Array, kv: KV, length: Array, start: Array | None = None, s
     def step(i, carry):
         return merge(carry, attend_block(i))
 
-    if block == capacity:
+    if block == S:
         return attend_block(0)
     return lax.fori_loop(1, (jnp.max(length) + block - 1) // block, step, attend_block(0))
 
@@ -201,9 +302,10 @@ def splash(q: Array, k: Array, v: Array, mask, q_segment: Array, kv_segment: Arr
 def ragged_decode(q: Array, new: KV, kv: KV, length: Array, place: Array, start: Array | None = None):
     """Write one new token per row, then attend to the row's slots start <= s < length: -> (o, lse), KV.
 
-    q: [B,1,K,G,H]. new: the token in the cache's form, values [B,K,1,2H]. place: [B] int32, its slot, or S
-    if it is not for this device. length: [B] int32, with the new token counted. start: [B] int32, or None: 0.
-    The new token is among the slots to attend to. Others, in its tile of 32, may become zeros.
+    q: [B,1,K,G,H]. new: the token in the cache's form, values [B,K,1,C]. place: [B] int32, its slot, or S
+    if it is not for this device. length: [B] int32, with the new token counted. start: [B] int32, for sliding
+    windows, or None: 0. The new token is among the slots to attend to; slots beside it, in the same tile of
+    32, that are not may become zeros. Queries are rounded to the type of a float cache.
     """
     if on_tpu() and q.shape[-1] in (LANES // 2, LANES):
         return ragged_decode_tpu(q, new, kv, length, place, start)
@@ -217,7 +319,8 @@ def ragged_decode_tpu(
     """`ragged_decode` as one Pallas call, which reads the filled blocks and writes one tile per row.
 
     The new token is put into its block in VMEM and that tile is written back, which is cheaper than any
-    scatter. int8 keys meet int8 queries in the MXU, without being unpacked; each query is two int8 (16 bits).
+    scatter. int8 keys enter the MXU as they are, and each query as two int8 parts, 16 bits in all; int8
+    values are converted to bfloat16.
 
     Beyond `ragged_decode`: blocks, slots of a large and a small one, multiples of 128, else DECODE_BLOCKS.
     """
@@ -243,17 +346,15 @@ def ragged_decode_tpu(
     length = jnp.minimum(length, S)  # a DMA from beyond the cache would stop the device
     rows = tuple(None if x is None else jnp.repeat(x, K) for x in (length, place, start))
 
-    varying = jax.typeof(q).manual_axis_type.varying | jax.typeof(kv.values).manual_axis_type.varying
-
     def output(shape: tuple[int, ...], dtype=jnp.float32):
-        return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=ManualAxisType(varying=varying))
+        return _output(shape, dtype, q, kv.values)
 
     def in_memory(space, tree):
         return jax.tree.map(lambda _: pl.BlockSpec(memory_space=space), tree)
 
     def by_row(tree):
         def spec(x):
-            return pl.BlockSpec((min(R, ROWS), *x.shape[1:]), lambda group: (group, 0, 0))
+            return pl.BlockSpec((min(R, GROUP), *x.shape[1:]), lambda group: (group, 0, 0))
 
         return jax.tree.map(spec, tree)
 
@@ -267,7 +368,7 @@ def ragged_decode_tpu(
     before_cache = len(jax.tree.leaves((rows, vectors)))
     o, lse, cache = pl.pallas_call(
         partial(_ragged_decode, large=large, small=small),
-        grid=(pl.cdiv(R, ROWS),),
+        grid=(pl.cdiv(R, GROUP),),
         in_specs=(in_memory(pltpu.SMEM, rows), by_row(vectors), in_memory(pltpu.HBM, cache)),
         out_shape=(*results, jax.tree.map(lambda x: output(x.shape, x.dtype), cache)),
         out_specs=(*by_row(results), in_memory(pltpu.HBM, cache)),
@@ -292,7 +393,8 @@ def _ragged_decode(
     and start of all rows in SMEM, the cache, input and output, in HBM.
 
     A row is read in large blocks as far as its tokens fill them, then in small ones. While one block is
-    computed on, the next, of this row or another, is on its way into the other half of the buffer.
+    computed on, the next, of this row or another, is on its way into the other half of the buffer: block i
+    of the group is in half i % 2.
     """
     length, place, start = rows
     q, unit, new = vectors
@@ -303,7 +405,9 @@ def _ragged_decode(
     quantized = cache.scale is not None
 
     def first(r):
-        return 0 if start is None else lax.div(jnp.minimum(start[r], S - 1), small) * small
+        if start is None:
+            return 0
+        return lax.div(jnp.minimum(start[r], jnp.maximum(length[r] - 1, 0)), small) * small
 
     def after(r, at):
         """The block after the one at slot `at` of row r."""
@@ -430,5 +534,5 @@ def _put(ref, new: Array, at, axis: int) -> None:
 
 
 def _dot(a: Array, b: Array, contracted: tuple[tuple[int], tuple[int]], dtype) -> Array:
-    precision = "highest" if a.dtype == jnp.float32 else None
+    precision = "highest" if a.dtype == jnp.float32 else "default"  # whatever jax's default is set to
     return lax.dot_general(a, b, (contracted, ((), ())), precision=precision, preferred_element_type=dtype)

@@ -1,8 +1,10 @@
 """What a compiled TPU program moves, read from its optimised HLO text (`compiled.as_text()`).
 
 An array whose layout ends in S(1) is in VMEM, on the chip's core; one without S is in HBM. So HBM traffic is
-what the instructions of the entry computation, and of the loops that it runs, read and write outside S. That
-is exact for XLA's own instructions; Pallas kernels fetch what they please, and the caller says how much.
+what the instructions of the entry computation, and of the loops that it runs, read and write outside S. Each
+operand is taken to be read once, of a slice or a gather its result; Pallas kernels fetch what they please,
+and the caller says how much. (`cost_analysis()["bytes accessed"]` counts copies within VMEM, leaves out what
+Pallas kernels read, and takes a loop's body once.)
 """
 
 import dataclasses
@@ -146,7 +148,7 @@ class Copy:
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """known: False if the bound is computed; then it is taken to walk once over what it slices."""
+    """known: False if the bound is computed."""
 
     instruction: str
     trips: int
@@ -195,15 +197,18 @@ def _instruction(line: str) -> tuple[str, Instruction]:
 
 
 def read_program(
-    text: str, kernel_share: Callable[[str, str], float] = lambda kernel, argument: 1
+    text: str,
+    kernel_share: Callable[[str, str], float] = lambda kernel, argument: 1,
+    computed_trips: int | None = None,
 ) -> Program:
     """Walk through a program as one device runs it.
 
     kernel_share(kernel, argument): the share of an HBM operand that a Pallas kernel reads, where the operand
     is (a form of) that entry argument. Outputs that alias an operand are updated in place, and not counted.
+    computed_trips: of loops whose bound is computed; else they are taken to walk once over what they slice.
     """
     computations, entry = parse(text)
-    events = list(_Reader(computations, kernel_share).run(entry))
+    events = list(_Reader(computations, kernel_share, computed_trips).run(entry))
     kinds = (Traffic, Collective, Copy, Loop)
     return Program(*([x for x in events if isinstance(x, kind)] for kind in kinds))
 
@@ -212,6 +217,7 @@ def read_program(
 class _Reader:
     computations: dict[str, Computation]
     kernel_share: Callable[[str, str], float]
+    computed_trips: int | None
 
     def run(self, body: Computation, inputs: list[tuple[str, ...]] | None = None) -> Iterator:
         """All that happens in a computation. inputs: what its parameters are, as from `origin`."""
@@ -370,6 +376,8 @@ class _Reader:
         known = x.attribute(r'known_trip_count":\{"n":"(\d+)"')
         if known or bounds:  # jax counts from 0 to a constant
             return Loop(x.name, int(known or max(bounds)), True)
+        if self.computed_trips:
+            return Loop(x.name, self.computed_trips, False)
         # It slices the largest array a block at a time along one axis.
         slices = [(a, b) for a, b in self.slices(x.calls) if len(a.shape) == len(b.shape)]
         whole, part = max(slices, key=lambda pair: pair[0].bytes, default=(None, None))

@@ -2,8 +2,9 @@
 
     python3 benchmarks/plan.py --model llama3.1-70b --topology v5e:4x4 --batch 8 --context 8192
 
-What the compiler says (it is `pip install -e '.[tpu]'`, for Linux on x86) is fact: memory, HBM traffic,
-collectives. Times are estimates: `collective_seconds` and `Step` say from what.
+The compiler is `pip install -e '.[tpu]'`, for Linux on x86. Memory and collectives are what it says, HBM
+traffic is counted from what it compiled (hlo.py), and times are estimates: `collective_seconds` and `Step`
+say from what.
 """
 # ruff: noqa: E402  the environment must be set before jax is imported
 
@@ -41,7 +42,9 @@ from jax.sharding import PartitionSpec as P
 
 import model
 from convert_checkpoint import OneLineParser, read_config, read_json, run
+from grouped_matmul import FEW_ROWS
 from model import Config
+from ragged_attention import BLOCK
 
 # The fields of their config.json that say shapes.
 LLAMA3 = dict(model_type="llama", vocab_size=128256, rms_norm_eps=1e-5, max_position_embeddings=131072)
@@ -126,7 +129,7 @@ def find_topology(name: str) -> Topology:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """`tokens` more for each of `batch` rows, whose caches have `context` slots and are full."""
+    """`tokens` more for each of `batch` rows, whose caches have `context` slots and are full, rings too."""
 
     cfg: Config
     batch: int
@@ -171,10 +174,15 @@ def part_of(argument: str, cfg: Config) -> str:
     return "experts" if cfg.layers[int(found[1])].moe and found[3] not in ("shared", "router") else "mlp"
 
 
-def share_needed(argument: str, job: Job, expert_groups: int) -> float:
+def local_tokens(job: Job, mesh: Mesh) -> int:
+    """Tokens of a step on one device: those of its data shard."""
+    return job.batch // mesh.shape["data"] * job.tokens
+
+
+def share_needed(argument: str, job: Job, mesh: Mesh) -> float:
     """How much of an argument a step must read: of experts the active, of an embedding table nothing."""
     if part_of(argument, job.cfg) == "experts":
-        return active_experts(job.cfg, job.batch * job.tokens, expert_groups)
+        return active_experts(job.cfg, local_tokens(job, mesh), model.mesh_size(mesh, model.EXPERT))
     return 0 if argument.startswith("weights.embed") and not job.cfg.tied_embeddings else 1
 
 
@@ -186,7 +194,8 @@ def active_experts(cfg: Config, tokens: int, groups: int) -> float:
     """
     if groups == 1:
         return 1 - (1 - cfg.A / cfg.E) ** tokens
-    tokens, draws = min(tokens, 8 * cfg.E), 200  # more tokens leave no expert out
+    tokens = min(tokens, 8 * cfg.E)  # more leave no expert out
+    draws = min(200, 2**20 // (tokens * cfg.E) + 1)
     chosen = np.random.default_rng(0).random((draws, tokens, cfg.E)).argsort(-1)[..., : cfg.A]
     active = np.zeros((draws, cfg.E), bool)
     np.put_along_axis(active, chosen.reshape(draws, -1), True, 1)
@@ -194,17 +203,21 @@ def active_experts(cfg: Config, tokens: int, groups: int) -> float:
 
 
 def needed(job: Job, mesh: Mesh) -> tuple[float, float]:
-    """(HBM bytes, floating-point operations) of one device that reads its shard of what is needed once."""
-    cfg, groups, bytes_read, flops = job.cfg, model.mesh_size(mesh, model.EXPERT), 0, 0
-    rows = job.batch / mesh.shape["data"]
+    """(HBM bytes, floating-point operations) of one device that reads its shard of what is needed once.
+
+    Few tokens all go through each active expert: that is how its kernel works.
+    """
+    cfg, bytes_read, flops = job.cfg, 0, 0
+    rows, few = job.batch / mesh.shape["data"], local_tokens(job, mesh) <= FEW_ROWS
     for name, size, size_in_bytes in job.shards(mesh):
-        share, part = share_needed(name, job, groups), part_of(name, cfg)
+        share, part = share_needed(name, job, mesh), part_of(name, cfg)
         bytes_read += size_in_bytes * share
         if part == "kv_cache":
             flops += 2 * size * job.tokens * cfg.G  # its rows are in its size
         elif share:
             tokens = rows * (1 if part == "embedding" else job.tokens)  # logits of the last token only
-            flops += 2 * size * tokens * (cfg.A / cfg.E if part == "experts" else 1)
+            through = (share if few else cfg.A / cfg.E) if part == "experts" else 1
+            flops += 2 * size * tokens * through
     return bytes_read, flops
 
 
@@ -243,14 +256,14 @@ def expected_collectives(job: Job, mesh: Mesh, topology: Topology) -> float:
     return len(cfg.layers) * sum(collective_seconds(*x, topology) for x in sent if x[2] > 1)
 
 
-def limits(bytes_read: float, flops: float, collectives: float, chip: Chip) -> dict[str, float]:
-    """Seconds that each resource alone takes, at the data sheet's speed."""
+def resource_seconds(bytes_read: float, flops: float, collectives: float, chip: Chip) -> dict[str, float]:
+    """How long each resource alone takes, at the data sheet's speed."""
     return {"memory": bytes_read / chip.bandwidth, "compute": flops / chip.flops, "interconnect": collectives}
 
 
-def step_seconds(limits: dict[str, float]) -> float:
+def step_seconds(seconds: dict[str, float]) -> float:
     """HBM and matrix units work at the same time; collectives are taken to hide behind neither."""
-    return max(limits["memory"], limits["compute"]) + limits["interconnect"]
+    return max(seconds["memory"], seconds["compute"]) + seconds["interconnect"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -283,7 +296,7 @@ def rank_meshes(job: Job, topology: Topology, given: tuple) -> list[Choice]:
             continue
         stored = sum(size_in_bytes for _, _, size_in_bytes in job.shards(mesh))
         seconds = step_seconds(
-            limits(*needed(job, mesh), expected_collectives(job, mesh, topology), topology.chip)
+            resource_seconds(*needed(job, mesh), expected_collectives(job, mesh, topology), topology.chip)
         )
         choices.append(Choice(*degrees, stored < topology.chip.hbm, seconds))
     if not choices:
@@ -296,12 +309,13 @@ def rank_meshes(job: Job, topology: Topology, given: tuple) -> list[Choice]:
 class Step:
     """One program on one device. What is None is not known: the compiler found that it does not fit.
 
-    Compiler facts. peak_bytes: of HBM, the sum of arguments (weights, cache, tokens), temporaries, code and
-    what is returned but not updated in place. hbm_bytes_per_step: moved; hbm_bytes_by_part: of what.
-    collectives_per_layer: how many of each kind. collectives, copies: all, equal ones as one with its count;
-    copies without prefetches.
-    Assumed. A Pallas kernel reads each operand once, of experts the active ones. assumed_loops: the trips of
-    loops whose bound is computed. limits: seconds of each resource alone. bound_by: the longest of these.
+    From the compiler. peak_bytes: of HBM, the sum of arguments (weights, cache, tokens), temporaries, code
+    and what is returned but not updated in place. collectives_per_layer: how many of each kind. collectives,
+    copies: all, equal ones as one with its count; copies without prefetches.
+    Counted in its program. hbm_bytes_per_step: moved; hbm_bytes_by_part: of what. A Pallas kernel is taken to
+    read each operand once, of experts the active ones. assumed_loops: the trips of loops whose bound is
+    computed.
+    Estimated. seconds: of each resource alone. bound_by: the longest of these.
     """
 
     fits: bool
@@ -317,7 +331,7 @@ class Step:
     collectives: list[dict] | None = None
     copies: list[dict] | None = None
     assumed_loops: dict[str, int] | None = None
-    limits: dict[str, float] | None = None
+    seconds: dict[str, float] | None = None
     bound_by: str | None = None
     estimated_step_seconds: float | None = None
     tokens_per_second_per_sequence: float | None = None
@@ -343,15 +357,21 @@ def compile_step(job: Job, mesh: Mesh, topology: Topology, dump: str | None = No
     seconds, memory, text = time.perf_counter() - began, compiled.memory_analysis(), compiled.as_text()
     if dump:
         pathlib.Path(dump).write_text(text)
-    groups, depth = model.mesh_size(mesh, model.EXPERT), len(job.cfg.layers)
-    program = hlo.read_program(text, lambda kernel, argument: share_needed(argument, job, groups))
+    depth, slots = len(job.cfg.layers), -(-job.context // model.mesh_size(mesh, model.SLOTS))
+
+    def kernel_share(kernel: str, argument: str) -> float:
+        if kernel in ("take_slots", "put_slots"):  # a block of the cache
+            return min(1, BLOCK / slots)
+        return share_needed(argument, job, mesh)
+
+    program = hlo.read_program(text, kernel_share, computed_trips=-(-slots // BLOCK))
     by_part, per_layer, sending = dict.fromkeys(PARTS, 0.0), Counter(), 0.0
     for x in program.traffic:
         by_part[part_of(x.argument, job.cfg)] += x.bytes * x.count
     for x in program.collectives:
         sending += collective_seconds(x.kind, x.bytes, x.group, topology) * x.count
         per_layer[x.kind] += x.count * bool(re.search(r"\b(attention|feed_forward)/", x.scope))
-    resources = limits(program.hbm_bytes, needed(job, mesh)[1], sending, topology.chip)
+    resources = resource_seconds(program.hbm_bytes, needed(job, mesh)[1], sending, topology.chip)
     rate = job.tokens / step_seconds(resources)
     per_layer = {kind: n // depth if n % depth == 0 else n / depth for kind, n in per_layer.items() if n}
     returned = memory.output_size_in_bytes - memory.alias_size_in_bytes
@@ -364,7 +384,7 @@ def compile_step(job: Job, mesh: Mesh, topology: Topology, dump: str | None = No
         collectives_per_layer=per_layer, collectives=_alike(program.collectives),
         copies=_alike([x for x in program.copies if not x.prefetch]),
         assumed_loops={x.instruction: x.trips for x in program.loops if not x.known},
-        limits=resources, bound_by=max(resources, key=resources.get),
+        seconds=resources, bound_by=max(resources, key=resources.get),
         estimated_step_seconds=step_seconds(resources),
         tokens_per_second_per_sequence=rate, tokens_per_second=rate * job.batch,
     )  # fmt: skip
@@ -382,7 +402,7 @@ def _alike(events: list) -> list[dict]:
 
 @dataclasses.dataclass
 class Plan:
-    """A job on a topology. mesh: its degrees. ranking: the meshes it might have, this one first."""
+    """A job on a topology. mesh: its degrees. ranking: the meshes it might have, by their estimates."""
 
     topology: str
     devices: int
@@ -407,15 +427,21 @@ def plan(
 ) -> Plan:
     """Compile the decode step, and a prefill piece of `prefill` tokens per row, for the best mesh.
 
+    The best is the first in order of their estimates whose decode step the compiler makes fit, of three.
     degrees: (dp, ep, tp), those that are to be kept. dump: a file for the decode step's HLO text.
     Raises ValueError if no mesh has such degrees.
     """
-    ranking = rank_meshes(job, topology, degrees)
-    shape = {"data": ranking[0].dp, "expert": ranking[0].ep, "tensor": ranking[0].tp}
-    mesh, stored = model.make_mesh(job.cfg, **shape, devices=topology.devices), Counter()
+    ranking, tried = rank_meshes(job, topology, degrees), []
+    for choice in ranking[:3]:
+        shape = {"data": choice.dp, "expert": choice.ep, "tensor": choice.tp}
+        mesh = model.make_mesh(job.cfg, **shape, devices=topology.devices)
+        tried.append((compile_step(job, mesh, topology, dump), shape, mesh))
+        if tried[-1][0].fits or not choice.fits:
+            break
+    decode, shape, mesh = next((x for x in tried if x[0].fits), tried[0])
+    piece, stored = None, Counter()
     for name, _, size_in_bytes in job.shards(mesh):
         stored[name.split(".")[0]] += size_in_bytes
-    decode, piece = compile_step(job, mesh, topology, dump), None
     if prefill:
         piece = compile_step(dataclasses.replace(job, tokens=prefill), mesh, topology)
     return Plan(
@@ -468,10 +494,10 @@ def report(title: str, step: Step, plan: Plan) -> None:
     """Print a compiled step: what is fact, then what is estimated."""
     verdict = "fits" if step.fits else "DOES NOT FIT"
     print(f"\n{title}: {verdict}, {gib(step.peak_bytes)} of {gib(plan.hbm_capacity_bytes)}")
-    print(f"  Compiler facts, per device (compiled in {step.compile_seconds:.0f} s)")
-    print(f"    weights {gib(plan.weights_bytes)}, cache {gib(plan.cache_bytes)}")
-    if step.limits is None:
+    print(f"  Needed per device: weights {gib(plan.weights_bytes)}, cache {gib(plan.cache_bytes)}")
+    if step.seconds is None:
         return
+    print(f"  As compiled, per device (in {step.compile_seconds:.0f} s)")
     print(f"    arguments {gib(step.argument_bytes)}, temporaries {gib(step.temp_bytes)}", end="")
     print(f", code {gib(step.code_bytes)}")
     moved, floor = step.hbm_bytes_per_step, step.floor_bytes_per_step
@@ -487,7 +513,7 @@ def report(title: str, step: Step, plan: Plan) -> None:
         scope = x["scope"].split("shard_map/")[-1].split("/")[0]
         print(f"      {x['count']} x {x['kind']} of {x['shape']} among {x['group']}, in {scope}")
     print("  Estimate (data sheet speeds, no collective hidden)")
-    print("   ", ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in step.limits.items()))
+    print("   ", ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in step.seconds.items()))
     print(f"    {step.estimated_step_seconds * 1e3:.2f} ms, bound by {step.bound_by}: ", end="")
     print(
         f"{step.tokens_per_second_per_sequence:,.1f} tokens/s per row, {step.tokens_per_second:,.1f} in all"
@@ -512,10 +538,11 @@ def main() -> None:
         return
     print(f"{args.model}, {result.layers} layers, on {args.topology}: {result.devices} device(s)")
     print(f"batch {args.batch}, context {args.context}, weights {args.quantize}, cache {args.kv_cache_dtype}")
-    for i, x in enumerate(result.ranking[:4]):
+    for x in result.ranking[:4]:
         note = "" if x.fits else ", does not fit"
         ms = f"{x.estimated_step_seconds * 1e3:.2f} ms before compiling"
-        print(f"{'instead of' if i else 'mesh'} dp {x.dp} x ep {x.ep} x tp {x.tp}: {ms}{note}")
+        taken = (x.dp, x.ep, x.tp) == tuple(result.mesh.values())
+        print(f"{'mesh' if taken else 'or'} dp {x.dp} x ep {x.ep} x tp {x.tp}: {ms}{note}")
     report("Decode step", result.decode, result)
     if result.prefill:
         report(f"Prefill of {args.prefill} tokens per row", result.prefill, result)

@@ -29,7 +29,7 @@ def title(plan: dict) -> str:
 
 
 def draw(plans: list[dict], file: pathlib.Path) -> None:
-    """One bar per plan: milliseconds to read each part, and the floor."""
+    """One bar per plan: the gigabytes that each part moves, and a mark for the floor."""
     figure, axes = plt.subplots(figsize=(9, 0.55 * len(plans) + 1.4))
     places = range(len(plans))
     left = [0.0] * len(plans)

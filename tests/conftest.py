@@ -12,6 +12,7 @@ import pathlib
 import jax
 import numpy as np
 import pytest
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
 import model
@@ -27,17 +28,6 @@ MESHES = {
     "ep4-tp2": (1, 4, 2),
     "dp2-ep2-tp2": (2, 2, 2),
 }
-
-
-# How a CPU runs a TPU kernel: what was not written is NaN, and reads out of bounds and races are errors.
-INTERPRET = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
-
-
-def assert_no_races() -> None:
-    """No race in the kernel that was interpreted last."""
-    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
-
-    assert not interpret_pallas_call.races.races_found
 
 
 def mesh_of(cfg: model.Config, name: str = "1"):
@@ -73,3 +63,17 @@ def dequantize(x, axes) -> np.ndarray:
 @pytest.fixture(params=("tiny-llama3", "tiny-llama4"))
 def tiny(request) -> pathlib.Path:
     return CHECKPOINTS / request.param
+
+
+@pytest.fixture
+def interpret(monkeypatch) -> pltpu.InterpretParams:
+    """How a CPU runs TPU kernels: what was not written is NaN, and a read out of bounds or a race fails."""
+    states, state = [], interpret_pallas_call.RaceDetectionState
+
+    def recorded(**options):
+        states.append(state(**options))
+        return states[-1]
+
+    monkeypatch.setattr(interpret_pallas_call, "RaceDetectionState", recorded)
+    yield pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
+    assert states and not any(x.races_found for x in states)

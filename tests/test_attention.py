@@ -8,7 +8,6 @@ from functools import partial
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import INTERPRET, assert_no_races
 
 import ragged_attention
 from quantize import quantize
@@ -101,7 +100,18 @@ def test_causal(window):
 
 # Empty, one slot, one less, as many and one more than a block, and full; and where the new token goes: the
 # last slot, one in the middle, or none.
-ROWS = [(0, None), (1, 0), (127, 126), (128, 127), (129, 128), (384, 383), (384, None), (300, 200)]
+CASES = [
+    (0, None),
+    (1, 0),
+    (127, 126),
+    (128, 127),
+    (129, 128),
+    (384, 383),
+    (384, None),
+    (300, 200),
+    (10, None),
+]
+STARTS = [0, 0, 5, 127, 128, 130, 384, 199, 383]  # the last one is beyond the row's length
 
 
 @pytest.mark.parametrize(
@@ -111,16 +121,16 @@ ROWS = [(0, None), (1, 0), (127, 126), (128, 127), (129, 128), (384, 383), (384,
 @pytest.mark.parametrize(
     ("width", "dtype"), [(64, "int8"), (128, "int8"), (64, "bfloat16"), (128, "float32")]
 )
-def test_ragged_decode_kernel(width, dtype, blocks, with_start, monkeypatch):
+def test_ragged_decode_kernel(width, dtype, blocks, with_start, monkeypatch, interpret):
     """The kernel against float64 numpy: its attention, its write, and nothing else of the cache touched.
 
     256 does not divide the 384 slots: the second block overlaps the first.
     """
-    monkeypatch.setattr(ragged_attention, "ROWS", 6)  # of 16 rows x heads: the last group has 4
-    rng, (B, S, K, G) = np.random.default_rng(0), (len(ROWS), 384, 2, 3)
-    length = np.array([n for n, _ in ROWS])
-    place = np.array([S if at is None else at for _, at in ROWS])
-    start = np.array([0, 0, 5, 127, 128, 130, 384, 199]) if with_start else np.zeros(B, int)
+    monkeypatch.setattr(ragged_attention, "GROUP", 7)  # of 18 rows x heads: the last group has 4
+    rng, (B, S, K, G) = np.random.default_rng(0), (len(CASES), 384, 2, 3)
+    length = np.array([n for n, _ in CASES])
+    place = np.array([S if at is None else at for _, at in CASES])
+    start = np.array(STARTS) if with_start else np.zeros(B, int)
     slots = np.arange(S)
     q = jnp.asarray(rng.standard_normal((B, 1, K, G, width)), "bfloat16" if dtype == "int8" else dtype)
     kv, new = rng.standard_normal((B, K, S, 2 * width)), rng.standard_normal((B, K, 1, 2 * width))
@@ -135,19 +145,22 @@ def test_ragged_decode_kernel(width, dtype, blocks, with_start, monkeypatch):
     else:
         poisoned = KV(jnp.where(unused[..., None], jnp.nan, kv.values), None)
     starts = jnp.int32(start) if with_start else None
-    arguments = poisoned, jnp.int32(length), jnp.int32(place), starts, blocks, INTERPRET
+    arguments = poisoned, jnp.int32(length), jnp.int32(place), starts, blocks, interpret
     (o, lse), cache = ragged_attention.ragged_decode_tpu(q, new, *arguments)
 
     written = ragged_attention.write(poisoned, new, jnp.int32(place)[:, None])
     mask = (slots < length[:, None]) & (slots >= start[:, None])
-    for ours, expected in zip(exact(cache), exact(written), strict=True):
-        np.testing.assert_array_equal(*(np.where(mask[:, None, :, None], x, 0) for x in (ours, expected)))
+    # In the tile of a new float token, slots that nobody reads may have become zeros. All else is as it was.
+    beside = (slots // 32 == place[:, None] // 32) & ~mask & (dtype != "int8")
+    ours, expected = (np.where(beside[:, None, :, None], 0, np.float32(x.values)) for x in (cache, written))
+    np.testing.assert_array_equal(ours, expected)
+    if dtype == "int8":
+        np.testing.assert_array_equal(np.float32(cache.scale), np.float32(written.scale))
     keys, values = (np.where(mask[:, None, :, None], x, 0) for x in exact(written))
     expected = numpy_attention(np.asarray(q, np.float64), keys, values, mask[:, None])
     # bfloat16 probabilities, and int8 queries of 16 bits: the kernel's products round where float32's do not.
     tolerance = {"float32": 1e-5, "bfloat16": 1e-2, "int8": 1e-2}[dtype]
     compare((o, lse), expected, tolerance)
-    assert_no_races()
 
 
 def test_merge():

@@ -118,7 +118,7 @@ def test_what_does_not_fit_is_refused_before_loading(monkeypatch, capsys):
     for arguments, cache, remedies in (
         (
             [],
-            "of 8 x 384 positions",
+            "share of 8 x 384 positions",
             "--quantize int8, --kv-cache-dtype int8, a smaller --max-len, more devices",
         ),
         (

@@ -308,11 +308,16 @@ def test_collectives_take_hops_and_bandwidth():
 # ------------------------------------------------------------------------------------------- the TPU compiler
 
 
-def run_plan(*arguments: str) -> subprocess.CompletedProcess:
+def run_python(*arguments: str) -> subprocess.CompletedProcess:
     """In a process of its own, without the tests' XLA_FLAGS."""
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    command = [sys.executable, "benchmarks/plan.py", *arguments]
+    environment["PYTHONPATH"] = str(ROOT / "benchmarks")
+    command = [sys.executable, *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+
+
+def run_plan(*arguments: str) -> subprocess.CompletedProcess:
+    return run_python("benchmarks/plan.py", *arguments)
 
 
 @functools.cache
@@ -351,6 +356,29 @@ def test_hbm_bytes_per_layer(name, batch, context, megabytes):
     """Per chip of v5e:4x4, the slope from 4 to 8 layers. Floors: 62.0, 87.6, 20.2, 101.4, 138.8."""
     few, more = (compiled(name, layers, batch, context) for layers in (4, 8))
     assert (more["hbm_bytes_per_step"] - few["hbm_bytes_per_step"]) / 4 <= megabytes * 1e6
+
+
+@needs_compiler
+def test_decode_kernel_compiles_for_any_batch_and_length():
+    """For v5e and v6e, both head widths, int8 and bfloat16, with the blocks of the table."""
+    code = """
+import itertools, tune
+from ragged_attention import DECODE_BLOCKS
+sizes = (1, 2048), (8, 8192), (32, 8192), (128, 131072)
+for kind, width, itemsize, (B, S) in itertools.product(("v5e", "v6e"), (64, 128), (1, 2), sizes):
+    tune.compile_kernel(f"{kind}:1x1", width, itemsize, *DECODE_BLOCKS[width, itemsize], B=B, S=S)
+"""
+    done = run_python("-c", code)
+    assert done.returncode == 0, done.stderr
+
+
+@needs_compiler
+def test_bundles_are_counted():
+    """Of three loops, over rows, large and small blocks: a large block costs less than many small ones."""
+    rows, large, small = json.loads(
+        run_python("-c", "import tune; print(tune.loop_bundles('v5e:1x1', 128, 1, 8192, 512))").stdout
+    )
+    assert rows < small < large < small * 8192 / 512
 
 
 @needs_compiler
