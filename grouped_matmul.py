@@ -9,10 +9,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import ManualAxisType
 
 from quantize import QuantizedArray, values_and_scale
-from ragged_attention import on_tpu
+from tpu import on_tpu, result
 
 FEW_ROWS = 128  # so many times int8 weights are multiplied about as fast as they are read: 120 times on v5e
 VMEM_BYTES = 48 << 20  # of VMEM that the kernel may use; half of it for blocks of weights
@@ -94,8 +93,6 @@ def active_experts(x: Array, expert: Array, factor: Array, gate, up, down, inter
     if scales[0] is not None:  # of one expert they are no whole tile: take its neighbours' along
         column_scale = pl.BlockSpec((min(E, ROW_TILE), width), scale_columns)
         scale_specs = column_scale, column_scale, pl.BlockSpec((min(E, ROW_TILE), D), scale_rows)
-    # Over which mesh axes the result varies, a Pallas call has to say.
-    varying = frozenset.union(*(jax.typeof(a).manual_axis_type.varying for a in (x, factors, weights[0])))
     y = pl.pallas_call(
         _active_experts,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -104,9 +101,7 @@ def active_experts(x: Array, expert: Array, factor: Array, gate, up, down, inter
             in_specs=(whole(x), whole(factors), (column_spec, column_spec, row_spec), scale_specs),
             out_specs=whole(x),
         ),
-        out_shape=jax.ShapeDtypeStruct(
-            x.shape, jnp.float32, manual_axis_type=ManualAxisType(varying=varying)
-        ),
+        out_shape=result(x.shape, jnp.float32, x, factors, weights[0]),
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=VMEM_BYTES),
         name="active_experts",
         interpret=interpret,

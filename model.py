@@ -28,7 +28,8 @@ from jax.sharding import PartitionSpec as P
 
 from grouped_matmul import expert_mlp
 from quantize import QuantizedArray, einsum, quantize, values_and_scale
-from ragged_attention import KV, LANES, attend_cached, attend_causal, merge, on_tpu, ragged_decode, write
+from ragged_attention import KV, attend_cached, attend_causal, merge, ragged_decode, write
+from tpu import LANES, on_tpu, take_rows
 
 # ----------------------------------------------------------------------------------------------------- mesh
 #
@@ -536,7 +537,10 @@ def embed(tokens: Array, w: Array | QuantizedArray) -> Array:
     table, scale = values_and_scale(w)
     row = tokens - lax.axis_index(MODEL) * table.shape[0]
     here = (row >= 0) & (row < table.shape[0])
-    x = table[row] if scale is None else table[row] * scale[row][..., None]
+    if scale is None:
+        x = table[row]
+    else:
+        x = (take_rows(table, row) if on_tpu() else table[row]) * scale[row][..., None]
     return lax.psum(jnp.where(here[..., None], x, 0), MODEL)  # v
 
 

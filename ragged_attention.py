@@ -22,11 +22,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash_attention
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
-from jax.sharding import ManualAxisType, Mesh
+
+from tpu import LANES, TILE, on_tpu, put_slots, result, take_slots
 
 BLOCK = 1024  # cached slots per step of attend_cached: bounds its scores to B·K·G·T·BLOCK floats
-LANES = 128  # of a TPU register: slots are allocated in multiples of it
-TILE = 32  # slots that are written at once: the rows of one int8 tile, and of several of a wider type
 GROUP = 128  # rows x heads whose queries the decode kernel has in VMEM at once
 VMEM_BYTES = 32 << 20  # of VMEM that it may use
 MASKED = -1e30  # a score that no exponential survives, without the NaN of inf - inf
@@ -53,12 +52,6 @@ class KV:
 
     values: Array
     scale: Array | None
-
-
-def on_tpu(mesh: Mesh | None = None) -> bool:
-    """Whether a mesh is of TPUs, which need not be here; by default the one that is being compiled for."""
-    mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh.abstract_mesh
-    return mesh.abstract_device is not None and mesh.abstract_device.platform == "tpu"
 
 
 def attend(q: Array, k: Array, v: Array, mask: Array, k_scale=None, v_scale=None):
@@ -142,64 +135,6 @@ def write_window(kv: KV, new: KV, place: Array, window: int) -> KV:
 
     scale = None if kv.scale is None else put(kv.scale, new.scale, 3)
     return KV(put(kv.values, new.values, 2), scale)
-
-
-def take_slots(cache: Array, at: Array, unit: int, n: int, axis: int) -> Array:
-    """Of each row, n blocks of `unit` slots, from number at [B] on, by a Pallas copy for TPUs.
-
-    cache: [B,K,S,C], axis 2, or [B,K,2,S], axis 3. Of a block that sticks out beyond S the rest is undefined.
-    """
-    shape = list(cache.shape)
-    shape[axis] = n * unit
-    return pl.pallas_call(
-        _copy,
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=(*cache.shape[:2], n),
-            in_specs=[_blocks(cache, unit, axis, moving=True)],
-            out_specs=_blocks(cache, unit, axis, moving=False),
-        ),
-        out_shape=_output(shape, cache.dtype, cache, at),
-        name="take_slots",
-    )(at, pltpu.with_memory_space_constraint(cache, pltpu.HBM))
-
-
-def put_slots(cache: Array, new: Array, at: Array, unit: int, axis: int) -> Array:
-    """The reverse of `take_slots`, in place."""
-    return pl.pallas_call(
-        lambda at, new, _, out: _copy(at, new, out),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=(*cache.shape[:2], new.shape[axis] // unit),
-            in_specs=[_blocks(cache, unit, axis, moving=False), pl.BlockSpec(memory_space=pltpu.HBM)],
-            out_specs=_blocks(cache, unit, axis, moving=True),
-        ),
-        out_shape=_output(cache.shape, cache.dtype, cache, at),
-        input_output_aliases={2: 0},
-        name="put_slots",
-    )(at, new, pltpu.with_memory_space_constraint(cache, pltpu.HBM))
-
-
-def _blocks(cache: Array, unit: int, axis: int, moving: bool) -> pl.BlockSpec:
-    """Block j of row b and head k: number j, or at[b] + j if moving."""
-
-    def index(b, k, j, at):
-        j = at[b] + j if moving else j
-        return (b, k, j, 0) if axis == 2 else (b, k, 0, j)
-
-    shape = [None, None, *cache.shape[2:]]
-    shape[axis] = unit
-    return pl.BlockSpec(tuple(shape), index)
-
-
-def _copy(at, source, out):
-    out[...] = source[...]
-
-
-def _output(shape, dtype, *inputs: Array) -> jax.ShapeDtypeStruct:
-    """A result of a Pallas call, which has to say over which mesh axes it varies."""
-    varying = frozenset.union(*(jax.typeof(x).manual_axis_type.varying for x in inputs))
-    return jax.ShapeDtypeStruct(tuple(shape), dtype, manual_axis_type=ManualAxisType(varying=varying))
 
 
 def read_block(kv: KV, i: Array, block: int) -> tuple[KV, Array]:
@@ -346,9 +281,6 @@ def ragged_decode_tpu(
     length = jnp.minimum(length, S)  # a DMA from beyond the cache would stop the device
     rows = tuple(None if x is None else jnp.repeat(x, K) for x in (length, place, start))
 
-    def output(shape: tuple[int, ...], dtype=jnp.float32):
-        return _output(shape, dtype, q, kv.values)
-
     def in_memory(space, tree):
         return jax.tree.map(lambda _: pl.BlockSpec(memory_space=space), tree)
 
@@ -358,7 +290,7 @@ def ragged_decode_tpu(
 
         return jax.tree.map(spec, tree)
 
-    results = output((R, G, lanes)), output((R, G, LANES))
+    results = tuple(result((R, G, n), jnp.float32, q, kv.values) for n in (lanes, LANES))
     buffer = KV(
         pltpu.VMEM((2, large, 2 * H), cache.values.dtype),
         pltpu.VMEM((2, 2, large), cache.scale.dtype) if quantized else None,
@@ -370,7 +302,7 @@ def ragged_decode_tpu(
         partial(_ragged_decode, large=large, small=small),
         grid=(pl.cdiv(R, GROUP),),
         in_specs=(in_memory(pltpu.SMEM, rows), by_row(vectors), in_memory(pltpu.HBM, cache)),
-        out_shape=(*results, jax.tree.map(lambda x: output(x.shape, x.dtype), cache)),
+        out_shape=(*results, jax.tree.map(lambda x: result(x.shape, x.dtype, q, x), cache)),
         out_specs=(*by_row(results), in_memory(pltpu.HBM, cache)),
         scratch_shapes=[buffer, pltpu.SemaphoreType.DMA((2, 2)), pltpu.SemaphoreType.DMA((2,))],
         input_output_aliases={before_cache + i: 2 + i for i in range(len(jax.tree.leaves(cache)))},

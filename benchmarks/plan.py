@@ -45,6 +45,7 @@ from convert_checkpoint import OneLineParser, read_config, read_json, run
 from grouped_matmul import FEW_ROWS
 from model import Config
 from ragged_attention import BLOCK
+from tpu import TILE
 
 # The fields of their config.json that say shapes.
 LLAMA3 = dict(model_type="llama", vocab_size=128256, rms_norm_eps=1e-5, max_position_embeddings=131072)
@@ -362,6 +363,9 @@ def compile_step(job: Job, mesh: Mesh, topology: Topology, dump: str | None = No
     def kernel_share(kernel: str, argument: str) -> float:
         if kernel in ("take_slots", "put_slots"):  # a block of the cache
             return min(1, BLOCK / slots)
+        if kernel == "take_rows":  # a tile for each token, of its shard of the embedding
+            vocabulary = job.cfg.V / model.mesh_size(mesh, model.MODEL)
+            return min(1, local_tokens(job, mesh) * TILE / vocabulary)
         return share_needed(argument, job, mesh)
 
     program = hlo.read_program(text, kernel_share, computed_trips=-(-slots // BLOCK))

@@ -1,0 +1,103 @@
+"""What a TPU must be told: what varies over the mesh, and moves of data at places known only at run time."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import ManualAxisType, Mesh
+
+LANES = 128  # numbers in a row of a register: cache slots are allocated in multiples of it
+TILE = 32  # rows of an int8 tile, and of several tiles of a wider type
+
+
+def on_tpu(mesh: Mesh | None = None) -> bool:
+    """Whether a mesh is of TPUs, which need not be here; by default the one that is being compiled for."""
+    mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh.abstract_mesh
+    return mesh.abstract_device is not None and mesh.abstract_device.platform == "tpu"
+
+
+def result(shape, dtype, *inputs: Array) -> jax.ShapeDtypeStruct:
+    """A result of a Pallas call, which has to say over which mesh axes it varies."""
+    varying = frozenset.union(*(jax.typeof(x).manual_axis_type.varying for x in inputs))
+    return jax.ShapeDtypeStruct(tuple(shape), dtype, manual_axis_type=ManualAxisType(varying=varying))
+
+
+def take_rows(matrix: Array, rows: Array) -> Array:
+    """Rows of an int8 matrix, exactly, as bfloat16: [V,D], [...] int32 -> [...,D].
+
+    A Pallas call that reads the tiles which hold them. XLA would copy all of the matrix into another layout.
+    """
+    V, D = matrix.shape
+    flat = jnp.clip(rows.reshape(-1), 0, V - 1)
+
+    def pick(rows, tile, out):
+        here = lax.broadcasted_iota(jnp.int32, tile.shape, 0) == lax.rem(rows[pl.program_id(0)], TILE)
+        out[...] = jnp.sum(jnp.where(here, tile[...].astype(jnp.float32), 0), 0, keepdims=True).astype(
+            out.dtype
+        )
+
+    picked = pl.pallas_call(
+        pick,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=flat.shape,
+            in_specs=[pl.BlockSpec((TILE, D), lambda i, rows: (lax.div(rows[i], TILE), 0))],
+            out_specs=pl.BlockSpec((None, 1, D), lambda i, rows: (i, 0, 0)),
+        ),
+        out_shape=result((flat.size, 1, D), jnp.bfloat16, matrix, rows),
+        name="take_rows",
+    )(flat, matrix)
+    return picked.reshape(*rows.shape, D)
+
+
+def take_slots(cache: Array, at: Array, unit: int, n: int, axis: int) -> Array:
+    """Of each row, n blocks of `unit` slots, from number at [B] on, by a Pallas copy for TPUs.
+
+    cache: [B,K,S,C], axis 2, or [B,K,2,S], axis 3. Of a block that sticks out beyond S the rest is undefined.
+    """
+    shape = list(cache.shape)
+    shape[axis] = n * unit
+    return pl.pallas_call(
+        _copy,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(*cache.shape[:2], n),
+            in_specs=[_blocks(cache, unit, axis, moving=True)],
+            out_specs=_blocks(cache, unit, axis, moving=False),
+        ),
+        out_shape=result(shape, cache.dtype, cache, at),
+        name="take_slots",
+    )(at, pltpu.with_memory_space_constraint(cache, pltpu.HBM))
+
+
+def put_slots(cache: Array, new: Array, at: Array, unit: int, axis: int) -> Array:
+    """The reverse of `take_slots`, in place."""
+    return pl.pallas_call(
+        lambda at, new, _, out: _copy(at, new, out),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(*cache.shape[:2], new.shape[axis] // unit),
+            in_specs=[_blocks(cache, unit, axis, moving=False), pl.BlockSpec(memory_space=pltpu.HBM)],
+            out_specs=_blocks(cache, unit, axis, moving=True),
+        ),
+        out_shape=result(cache.shape, cache.dtype, cache, at),
+        input_output_aliases={2: 0},
+        name="put_slots",
+    )(at, new, pltpu.with_memory_space_constraint(cache, pltpu.HBM))
+
+
+def _blocks(cache: Array, unit: int, axis: int, moving: bool) -> pl.BlockSpec:
+    """Block j of row b and head k: number j, or at[b] + j if moving."""
+
+    def index(b, k, j, at):
+        j = at[b] + j if moving else j
+        return (b, k, j, 0) if axis == 2 else (b, k, 0, j)
+
+    shape = [None, None, *cache.shape[2:]]
+    shape[axis] = unit
+    return pl.BlockSpec(tuple(shape), index)
+
+
+def _copy(at, source, out):
+    out[...] = source[...]
