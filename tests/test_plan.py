@@ -360,13 +360,15 @@ def test_hbm_bytes_per_layer(name, batch, context, megabytes):
 
 @needs_compiler
 def test_decode_kernel_compiles_for_any_batch_and_length():
-    """For v5e and v6e, both head widths, int8 and bfloat16, with the blocks of the table."""
+    """For v5e and v6e, the widths and types of the table, and float32 products as exact as main.py asks."""
     code = """
-import itertools, tune
+import itertools, jax, tune
 from ragged_attention import DECODE_BLOCKS
-sizes = (1, 2048), (8, 8192), (32, 8192), (128, 131072)
-for kind, width, itemsize, (B, S) in itertools.product(("v5e", "v6e"), (64, 128), (1, 2), sizes):
-    tune.compile_kernel(f"{kind}:1x1", width, itemsize, *DECODE_BLOCKS[width, itemsize], B=B, S=S)
+jax.config.update("jax_default_matmul_precision", "highest")
+sizes = list(itertools.product((1, 8, 32, 128), (2048, 8192, 131072)))
+for kind, (width, itemsize) in itertools.product(("v5e", "v6e"), DECODE_BLOCKS):
+    for B, S in sizes if (width, itemsize) == (128, 1) else ((1, 2048), (32, 8192)):
+        tune.compile_kernel(f"{kind}:1x1", width, itemsize, *DECODE_BLOCKS[width, itemsize], B=B, S=S)
 """
     done = run_python("-c", code)
     assert done.returncode == 0, done.stderr
