@@ -200,15 +200,17 @@ def read_program(
     text: str,
     kernel_share: Callable[[str, str], float] = lambda kernel, argument: 1,
     computed_trips: int | None = None,
+    arguments: tuple[str, ...] = (),
 ) -> Program:
     """Walk through a program as one device runs it.
 
     kernel_share(kernel, argument): the share of an HBM operand that a Pallas kernel reads, where the operand
     is (a form of) that entry argument. Outputs that alias an operand are updated in place, and not counted.
     computed_trips: of loops whose bound is computed; else they are taken to walk once over what they slice.
+    arguments: their names in order, which the text lacks where XLA takes very many of them as one tuple.
     """
     computations, entry = parse(text)
-    events = list(_Reader(computations, kernel_share, computed_trips).run(entry))
+    events = list(_Reader(computations, kernel_share, computed_trips, arguments).run(entry))
     kinds = (Traffic, Collective, Copy, Loop)
     return Program(*([x for x in events if isinstance(x, kind)] for kind in kinds))
 
@@ -218,6 +220,7 @@ class _Reader:
     computations: dict[str, Computation]
     kernel_share: Callable[[str, str], float]
     computed_trips: int | None
+    arguments: tuple[str, ...]
 
     def run(self, body: Computation, inputs: list[tuple[str, ...]] | None = None) -> Iterator:
         """All that happens in a computation. inputs: what its parameters are, as from `origin`."""
@@ -241,8 +244,11 @@ class _Reader:
     def origin(self, x: Instruction, body: Computation, origins, inputs) -> tuple[str, ...]:
         """The entry argument of which each result is a part or another form; "" if of none."""
         given = [origins[name] for name in x.operands]
+        if x.opcode == "parameter" and inputs is None:
+            in_one = len(x.results) > 1 and len(x.results) == len(self.arguments)
+            return self.arguments if in_one else (x.scope,) * len(x.results)
         if x.opcode == "parameter":
-            return (x.scope,) * len(x.results) if inputs is None else inputs[int(x.literal)]
+            return inputs[int(x.literal)]
         if x.opcode == "tuple":
             return sum(given, ())
         if x.opcode == "get-tuple-element":

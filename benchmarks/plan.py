@@ -151,6 +151,14 @@ class Job:
         cache = model.abstract(infos, mesh)
         return piece, per_row(self.batch, dtype=jnp.uint32), weights, cache
 
+    def argument_names(self, mesh: Mesh) -> tuple[str, ...]:
+        """What the compiled step calls them; greedy sampling does not use the seeds."""
+        names = []
+        for root, tree in zip(("piece", "", "weights", "cache"), self.arguments(mesh), strict=True):
+            paths = jax.tree_util.tree_leaves_with_path(tree) if root else []
+            names += [root + jax.tree_util.keystr(path) for path, _ in paths]
+        return tuple(names)
+
     def shards(self, mesh: Mesh):
         """(name, elements, bytes) of what one device holds of each weight and cache array."""
         _, _, weights, cache = self.arguments(mesh)
@@ -368,7 +376,8 @@ def compile_step(job: Job, mesh: Mesh, topology: Topology, dump: str | None = No
             return min(1, local_tokens(job, mesh) * TILE / vocabulary)
         return share_needed(argument, job, mesh)
 
-    program = hlo.read_program(text, kernel_share, computed_trips=-(-slots // BLOCK))
+    names = job.argument_names(mesh)
+    program = hlo.read_program(text, kernel_share, computed_trips=-(-slots // BLOCK), arguments=names)
     by_part, per_layer, sending = dict.fromkeys(PARTS, 0.0), Counter(), 0.0
     for x in program.traffic:
         by_part[part_of(x.argument, job.cfg)] += x.bytes * x.count

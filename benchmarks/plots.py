@@ -25,12 +25,12 @@ PARTS = {
 
 
 def title(plan: dict) -> str:
-    return f"{plan['model']}, batch {plan['batch']} x {plan['context']}"
+    return f"{plan['model']} on {plan['topology']}, {plan['batch']} x {plan['context']}"
 
 
 def draw(plans: list[dict], file: pathlib.Path) -> None:
     """One bar per plan: the gigabytes that each part moves, and a mark for the floor."""
-    figure, axes = plt.subplots(figsize=(9, 0.55 * len(plans) + 1.4))
+    figure, axes = plt.subplots(figsize=(9.5, 0.36 * len(plans) + 1.2))
     places = range(len(plans))
     left = [0.0] * len(plans)
     for part, colour in PARTS.items():
@@ -38,12 +38,15 @@ def draw(plans: list[dict], file: pathlib.Path) -> None:
         axes.barh(places, sizes, left=left, color=colour, label=part.replace("_", " "), height=0.62)
         left = [a + b for a, b in zip(left, sizes, strict=True)]
     floors = [plan["floor_bytes_per_step"] / 1e9 for plan in plans]
-    axes.scatter(floors, places, marker="|", s=420, color="black", label="floor", zorder=3)
+    axes.scatter(floors, places, marker="|", s=260, color="black", label="floor", zorder=3)
     axes.set_yticks(places, [title(plan) for plan in plans])
+    axes.margins(y=0.01)
     axes.invert_yaxis()
     axes.set_xlabel("GB moved per device and decode step, as compiled")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(ncols=7, loc="lower center", bbox_to_anchor=(0.4, 1.0), frameon=False, fontsize=8)
+    axes.legend(
+        markerscale=0.6, ncols=7, loc="lower center", bbox_to_anchor=(0.4, 1.0), frameon=False, fontsize=8
+    )
     figure.tight_layout()
     figure.savefig(file, metadata={"Date": None})
 
