@@ -21,6 +21,7 @@ EXPERTS = "tests/test_experts.py"
 SAMPLING = "tests/test_sampling.py"
 QUANTIZE = "tests/test_quantize.py"
 COPY = "tests/test_meshes.py::test_prefill_does_not_copy_the_cache"
+KERNELS = "tests/test_kernels.py"
 PLACES = "tests/test_meshes.py::test_places"
 INT8 = "tests/test_trained.py::test_divergence_of_int8"
 
@@ -77,6 +78,10 @@ MUTATIONS = [
     ("grouped_matmul.py", "jnp.where((chosen < E)[:, None], jnp.zeros_like(y).at[order].set(y), 0)", "jnp.zeros_like(y).at[order].set(y)", EXPERTS),
     ("grouped_matmul.py", "jnp.where(i < n_active[0], j, M // width - 1)", "j", EXPERTS),
     ("grouped_matmul.py", "    @pl.when(i < n_active[0])\n    def _():", "    if True:", EXPERTS),
+    ("tpu.py", "at[b] + j if moving else j", "j", KERNELS),
+    ("ragged_attention.py", "write_window(write_window(kv, new, before_end, window), new, after_end, window)", "write_window(kv, new, before_end, window)", KERNELS),
+    ("ragged_attention.py", "jnp.where(mask, new, take_slots(cache, first, LANES, n, axis))", "new", KERNELS),
+    ("ragged_attention.py", "lse = jnp.where(lse < MASKED / 2, -jnp.inf, lse)", "lse = lse", ATTENTION),
     # scales
     ("ragged_attention.py", "scores = scores * scale[0:1].astype(jnp.float32)", "pass", ATTENTION),
     ("ragged_attention.py", "p * scale[1:2].astype(jnp.float32)", "p", ATTENTION),
@@ -90,7 +95,8 @@ MUTATIONS = [
     ("ragged_attention.py", "scores = scores * k_scale[:, :, None, None, :].astype(jnp.float32)", "pass", ATTENTION),
     ("ragged_attention.py", "p * v_scale[:, :, None, None, :].astype(jnp.float32)", "p", ATTENTION),
     ("quantize.py", "y = y * scale.reshape([sizes.get(letter, 1) for letter in output])", "pass", QUANTIZE),
-    ("model.py", "table[row] * scale[row][..., None]", "table[row]", INT8),
+    ("model.py", " else table[row]) * scale[row][..., None]", " else table[row])", INT8),
+    ("tpu.py", "lax.rem(rows[pl.program_id(0)], TILE)", "0", KERNELS),
     ("model.py", "q = (q * temperature[:, :, None, None, None]).astype(q.dtype)", "pass", SCOUT),
     ("model.py", "q, k = rms_norm(q, None, cfg.norm_eps), rms_norm(k, None, cfg.norm_eps)", "pass", SCOUT),
     ("model.py", "else y * weight\n", "else y\n", TIED),
