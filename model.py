@@ -741,25 +741,27 @@ def decode_step(tokens: Array, active: np.ndarray, *arguments, **static) -> tupl
     return step(Piece(tokens=tokens, count=active.astype(np.int32)), *arguments, **static)
 
 
-PIECE = 512  # the longest piece: bounds the memory of prefill per row, whatever the prompt
+PIECE = 512  # the longest piece, of up to 8 rows; of more, shorter: bounds the memory of prefill
 
 
 def pieces(prompts: list[list[int]], score: bool = False) -> list[Piece]:
     """Cut prompts into pieces, padded to a power of two so that there are few shapes to compile."""
     count = np.array([len(prompt) for prompt in prompts], np.int32)
-    longest = count.max()
+    longest, limit = count.max(), PIECE
+    while limit * len(prompts) > PIECE * 8 and limit > 16:
+        limit //= 2
     # With room for the last piece and its targets.
-    tokens = np.zeros((len(prompts), longest + PIECE + 1), np.int32)
+    tokens = np.zeros((len(prompts), longest + limit + 1), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
 
     def piece(first: int) -> Piece:
-        width = min(PIECE, max(16, 1 << int(longest - first - 1).bit_length()))
+        width = min(limit, max(16, 1 << int(longest - first - 1).bit_length()))
         targets = tokens[:, first + 1 : first + width + 1] if score else None
         here = tokens[:, first : first + width]
         return Piece(tokens=here, count=np.clip(count - first, 0, width), targets=targets)
 
-    return [piece(first) for first in range(0, longest, PIECE)]
+    return [piece(first) for first in range(0, longest, limit)]
 
 
 def prefill(prompt: list[Piece], seeds, weights: Weights, cache: Cache, **static) -> tuple[Output, Cache]:

@@ -215,3 +215,13 @@ def test_mesh_axes_multiply_out(n, heads):
         by_heads, by_slots, by_expert, by_tensor = (math.prod(mesh[axis] for axis in axes) for axes in groups)
         assert (by_expert, by_tensor) == (expert, n // expert)
         assert by_heads * by_slots == n and cfg.K % by_heads == 0
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 512), (8, 512), (9, 256), (128, 32), (5000, 16)])
+def test_pieces_bound_the_tokens_of_a_step(rows, width):
+    """All tokens are in some piece, in order; of many rows the pieces are short."""
+    prompts = [[7] * 3] * (rows - 1) + [list(range(600))]
+    cut = model.pieces(prompts)
+    assert cut[0].tokens.shape == (rows, width)
+    assert sum(int(piece.count[0]) for piece in cut) == len(prompts[0])
+    assert np.concatenate([piece.tokens[-1, : piece.count[-1]] for piece in cut]).tolist() == prompts[-1]
