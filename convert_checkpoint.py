@@ -239,7 +239,7 @@ def read_config(config: dict) -> Config:
         rope=_read_rope(fields, interleaved=family == "llama4_text"), **special,
     )  # fmt: skip
     fields.finish()
-    if cfg.H % 2:
+    if cfg.H < 2 or cfg.H % 2:
         raise ValueError(f"config.json: RoPE needs an even head_dim, not {cfg.H}")
     if cfg.A > cfg.E:
         raise ValueError(f"config.json: num_experts_per_tok = {cfg.A} of {cfg.E} experts")
@@ -567,6 +567,9 @@ def run(main: Callable[[], None]) -> None:
     """Call main; an error that a user can mend is one line on stderr and exit code 1, an interrupt 130."""
     try:
         main()
+    except BrokenPipeError:  # whoever read stdout has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except (ValueError, OSError) as e:
         print("error:", " ".join(str(e).split()), file=sys.stderr)
         sys.exit(1)

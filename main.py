@@ -356,8 +356,12 @@ def check_fit(cfg, mesh: Mesh, dtype: str, quantized: bool, rows: int, max_len: 
     have = device_memory()
     if weights + cache <= have:
         return
-    remedies = ["--quantize int8"] * (not quantized) + ["--kv-cache-dtype int8"] * (kv_dtype != "int8")
-    remedies += ["fewer prompts"] * (rows > mesh.shape["data"]) + ["a smaller --max-len"] + ["more devices"]
+    if weights > cache:  # remedies for the larger of the two
+        remedies = ["--quantize int8"] * (not quantized)
+    else:
+        remedies = ["--kv-cache-dtype int8"] * (kv_dtype != "int8")
+        remedies += ["fewer prompts"] * (rows > mesh.shape["data"]) + ["a smaller --max-len"]
+    remedies += ["more devices"]
     weights, cache, have = (f"{size / 2**30:.2f} GiB" for size in (weights, cache, have))
     needs = (
         f"each device needs {weights} for weights and {cache} for its share of {rows} x {max_len} positions"

@@ -16,10 +16,13 @@ import math
 import os
 import pathlib
 import re
+import signal
 import sys
 import time
 from collections import Counter
 
+if __name__ == "__main__":  # at once: during a compilation Python does not listen
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 if "jax" not in sys.modules:  # a program that has imported jax has chosen its platform
     os.environ |= {
         "JAX_PLATFORMS": "cpu",
@@ -120,6 +123,8 @@ def find_topology(name: str) -> Topology:
     if importlib.util.find_spec("libtpu") is None:
         raise ValueError("libtpu, the TPU compiler, is not installed: pip install -e '.[tpu]' (Linux on x86)")
     sizes = tuple(int(n) for n in shape.split("x"))
+    if dimensions == 2 and max(sizes) > 16:
+        raise ValueError(f"--topology {name}: a {kind} slice has at most 16 chips along an axis")
     host = [2 if n % 2 == 0 else 1 for n in sizes[:2]] + [1]  # chips on each host: as many as there may be
     try:
         found = topologies.get_topology_desc(platform="tpu", topology_name=name, chips_per_host_bounds=host)
@@ -357,11 +362,13 @@ def compile_step(job: Job, mesh: Mesh, topology: Topology, dump: str | None = No
         compiled = model.step.lower(*job.arguments(mesh), **static).compile()
     except jax.errors.JaxRuntimeError as e:
         found = re.search(
-            r"RESOURCE_EXHAUSTED.*hbm.*?(?:Used |required for .*?\()([\d.]+)([MG])", str(e), re.I | re.S
+            r"RESOURCE_EXHAUSTED.*?hbm.*?(?:Used |required for [^(]*\()([\d.]+)([KMGT])",
+            str(e),
+            re.I | re.S,
         )
         if not found:
             raise ValueError(f"the TPU compiler fails: {str(e)[:400]}") from e
-        peak = float(found[1]) * (2**30 if found[2] == "G" else 2**20)
+        peak = float(found[1]) * 2 ** (10 + 10 * "KMGT".index(found[2].upper()))
         return Step(False, peak, time.perf_counter() - began, floor)
     seconds, memory, text = time.perf_counter() - began, compiled.memory_analysis(), compiled.as_text()
     if dump:
@@ -428,6 +435,7 @@ class Plan:
     cache_bytes: int
     decode: Step
     prefill: Step | None
+    prefill_piece: int | None
     ranking: list[Choice]
 
 
@@ -438,7 +446,7 @@ def plan(
     degrees: tuple[int | None, int | None, int | None] = (None, None, None),
     dump: str | None = None,
 ) -> Plan:
-    """Compile the decode step, and a prefill piece of `prefill` tokens per row, for the best mesh.
+    """Compile the decode step, and the first piece of prompts of `prefill` tokens, for the best mesh.
 
     The best is the first in order of their estimates whose decode step the compiler makes fit, of three.
     degrees: (dp, ep, tp), those that are to be kept. dump: a file for the decode step's HLO text.
@@ -456,12 +464,13 @@ def plan(
     for name, _, size_in_bytes in job.shards(mesh):
         stored[name.split(".")[0]] += size_in_bytes
     if prefill:
-        piece = compile_step(dataclasses.replace(job, tokens=prefill), mesh, topology)
+        width = model.pieces([[0] * prefill] * job.batch)[0].tokens.shape[1]
+        piece = compile_step(dataclasses.replace(job, tokens=width), mesh, topology)
     return Plan(
         topology=topology.name, devices=len(topology.devices), hbm_capacity_bytes=topology.chip.hbm,
         mesh=shape, batch=job.batch, context=job.context, layers=len(job.cfg.layers),
         weights_bytes=stored["weights"], cache_bytes=stored["cache"],
-        decode=decode, prefill=piece, ranking=ranking,
+        decode=decode, prefill=piece, prefill_piece=width if prefill else None, ranking=ranking,
     )  # fmt: skip
 
 
@@ -469,9 +478,14 @@ def read_model(name: str) -> Config:
     """A model by its name in MODELS, or from a config.json or the folder that holds one."""
     file = pathlib.Path(os.path.expanduser(name))
     file = file / "config.json" if file.is_dir() else file
-    if name not in MODELS and not file.is_file():
+    if name in MODELS:
+        return read_config(MODELS[name])
+    if not file.is_file():
         raise ValueError(f"--model {name}: no config.json there, and none of {', '.join(MODELS)}")
-    return read_config(MODELS[name] if name in MODELS else read_json(file))
+    try:
+        return read_config(read_json(file))
+    except ValueError as e:
+        raise ValueError(f"--model {name}: {e}") from None
 
 
 def parse_arguments(arguments: list[str] | None = None):
@@ -482,7 +496,7 @@ def parse_arguments(arguments: list[str] | None = None):
     add("--topology", required=True, metavar="KIND:AxB", help="v5e:4x4, v6e:8x8, v5p:2x2x2, tpu7x:2x2x1, ...")
     add("--batch", type=int, default=1, metavar="B", help="rows that decode together; default: 1")
     add("--context", type=int, default=8192, metavar="S", help="filled cache slots per row; default: 8192")
-    add("--prefill", type=int, metavar="T", help="compile also a piece of T prompt tokens per row")
+    add("--prefill", type=int, metavar="T", help="compile also the first piece of prompts of T tokens")
     for name in ("data", "expert", "tensor"):
         add(f"--{name[0]}p", type=int, metavar="N", help=f"{name} parallelism; default: the best by estimate")
     add("--quantize", choices=("int8", "none"), default="int8", help="weights; default: int8; none: bfloat16")
@@ -494,6 +508,8 @@ def parse_arguments(arguments: list[str] | None = None):
     for name in ("batch", "context", "prefill", "dp", "ep", "tp", "layers"):
         if (value := getattr(args, name)) is not None and value < 1:
             parser.error(f"--{name} {value} is not at least 1")
+    if args.batch > 2**20:
+        parser.error(f"--batch {args.batch} is more than {2**20}")
     if args.prefill and args.prefill > args.context:
         parser.error(f"--prefill {args.prefill} is more than --context {args.context}")
     return args
@@ -543,6 +559,11 @@ def main() -> None:
     cfg = dataclasses.replace(cfg, layers=cfg.layers[: args.layers])
     job = Job(cfg, args.batch, args.context, args.quantize == "int8", args.kv_cache_dtype)
     topology = find_topology(args.topology)
+    if args.dump_hlo is not None:
+        try:
+            pathlib.Path(args.dump_hlo).touch()  # now, not after minutes
+        except OSError as e:
+            raise ValueError(f"--dump-hlo {args.dump_hlo!r}: {e.strerror}") from None
     result = plan(job, topology, args.prefill, (args.dp, args.ep, args.tp), args.dump_hlo)
     if args.json:
         fields = dataclasses.asdict(result)
@@ -558,7 +579,7 @@ def main() -> None:
         print(f"{'mesh' if taken else 'or'} dp {x.dp} x ep {x.ep} x tp {x.tp}: {ms}{note}")
     report("Decode step", result.decode, result)
     if result.prefill:
-        report(f"Prefill of {args.prefill} tokens per row", result.prefill, result)
+        report(f"Prefill, a piece of {result.prefill_piece} tokens per row", result.prefill, result)
 
 
 if __name__ == "__main__":

@@ -168,7 +168,9 @@ def write_table(best: dict) -> None:
     )
     if found != 1:
         raise ValueError(f"{file} has no line that begins with DECODE_BLOCKS = {{")
-    file.write_text(source)
+    beside = file.with_suffix(".new")
+    beside.write_text(source)
+    os.replace(beside, file)
 
 
 def main() -> None:
@@ -179,7 +181,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.time and jax.default_backend() != "tpu":
         raise ValueError(f"--time: jax finds no TPU here, but {jax.default_backend()}; leave it out")
-    if not args.time and args.topology.split(":")[0] not in CLOCK:
+    if not args.time and plan.find_topology(args.topology).name.split(":")[0] not in CLOCK:
         raise ValueError(f"--topology {args.topology}: the clock is known of {', '.join(CLOCK)} only")
     best = {}
     for width, itemsize in DECODE_BLOCKS:

@@ -116,17 +116,13 @@ def test_what_does_not_fit_is_refused_before_loading(monkeypatch, capsys):
     monkeypatch.setattr(main, "device_memory", lambda: 500_000)
     monkeypatch.setattr(main.convert_checkpoint, "load", lambda *_: pytest.fail("loaded"))
     for arguments, cache, remedies in (
-        (
-            [],
-            "share of 8 x 384 positions",
-            "--quantize int8, --kv-cache-dtype int8, a smaller --max-len, more devices",
-        ),
+        ([], "of 8 x 384 positions", "--quantize int8, more devices"),
         (
             ["--prompt", "a"] * 9,
             "of 16 x ",
-            "--quantize int8, --kv-cache-dtype int8, fewer prompts, a smaller",
+            "--kv-cache-dtype int8, fewer prompts, a smaller --max-len, more",
         ),
-        (["--quantize", "int8", "--kv-cache-dtype", "int8"], "of 8 x ", "a smaller --max-len, more devices"),
+        (["--quantize", "int8", "--kv-cache-dtype", "int8"], "of 8 x ", "more devices"),
     ):
         code, out, err = invoke(monkeypatch, capsys, main, *ONE_EACH, *arguments)
         assert code == 1 and out == "" and err.startswith("error: does not fit: ") and err.count("\n") == 1
