@@ -118,8 +118,8 @@ def test_what_does_not_fit_is_refused_before_loading(monkeypatch, capsys):
     for arguments, cache, remedies in (
         ([], "of 8 x 384 positions", "--quantize int8, more devices"),
         (
-            ["--prompt", "a"] * 9,
-            "of 16 x ",
+            ["--prompt", "a"] * 80,
+            "of 80 x ",
             "--kv-cache-dtype int8, fewer prompts, a smaller --max-len, more",
         ),
         (["--quantize", "int8", "--kv-cache-dtype", "int8"], "of 8 x ", "more devices"),
