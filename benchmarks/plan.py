@@ -559,11 +559,10 @@ def main() -> None:
     cfg = dataclasses.replace(cfg, layers=cfg.layers[: args.layers])
     job = Job(cfg, args.batch, args.context, args.quantize == "int8", args.kv_cache_dtype)
     topology = find_topology(args.topology)
-    if args.dump_hlo is not None:
-        try:
-            pathlib.Path(args.dump_hlo).touch()  # now, not after minutes
-        except OSError as e:
-            raise ValueError(f"--dump-hlo {args.dump_hlo!r}: {e.strerror}") from None
+    if args.dump_hlo is not None and not os.access(pathlib.Path(args.dump_hlo).parent, os.W_OK):
+        raise ValueError(
+            f"--dump-hlo {args.dump_hlo}: its folder cannot be written to"
+        )  # now, not after minutes
     result = plan(job, topology, args.prefill, (args.dp, args.ep, args.tp), args.dump_hlo)
     if args.json:
         fields = dataclasses.asdict(result)

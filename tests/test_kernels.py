@@ -12,9 +12,9 @@ import main
 import model
 import ragged_attention
 
-# A row that begins with a single token, one that wraps around its ring, and one that decodes past a block's
-# edge. Pieces of 128 tokens are what splash attention takes.
-LENGTHS = (1, 250, 127)
+# A row that begins with a single token, one of several pieces that goes around its ring, and one that decodes
+# past a block's edge. Pieces of 128 tokens are what splash attention takes.
+LENGTHS = (1, 390, 127)
 NEW = 4
 KINDS = (
     model.LayerKind(rope=True, chunk=200, moe=True),
@@ -51,7 +51,7 @@ def generate(cfg, kv_dtype, quantized):
     weights = model.init_weights(jax.random.key(0), cfg, mesh, quantized=quantized)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, cfg.V, n).tolist() for n in LENGTHS]
-    return main.generate(weights, prompts, cfg, mesh, NEW, 384, kv_dtype, model.Sampling(), score=True)
+    return main.generate(weights, prompts, cfg, mesh, NEW, 640, kv_dtype, model.Sampling(), score=True)
 
 
 @pytest.mark.parametrize(
