@@ -410,7 +410,9 @@ def test_a_config_on_a_chosen_mesh_with_prefill(tmp_path):
     )
     done = run_plan("--model", str(folder), *arguments.split(), "--quantize", "none", "--dump-hlo", str(dump))
     assert done.returncode == 0, done.stderr
-    assert "dp 2 x ep 1 x tp 2" in done.stdout and "Prefill of 16 tokens per row: fits" in done.stdout
+    assert (
+        "dp 2 x ep 1 x tp 2" in done.stdout and "Prefill, a piece of 16 tokens per row: fits" in done.stdout
+    )
     assert hlo.read_program(dump.read_text()).hbm_bytes > 0
 
 
