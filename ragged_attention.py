@@ -188,9 +188,9 @@ def dequantize(x: Array, scale: Array | None, filled: Array) -> Array:
 
 
 def attend_causal(q: Array, k: Array, v: Array, segment: Array, window: int | None = None):
-    """Attention among T consecutive tokens: to those before, in the same segment, at most window - 1 back.
+    """Attention among T consecutive tokens: to itself and those before, in the same segment and window.
 
-    q: [B,T,K,G,H]. k, v: [B,T,K,H]. segment: [B,T] int32.
+    q: [B,T,K,G,H]. k, v: [B,T,K,H]. segment: [B,T] int32. window: of positions, the own one counted.
     """
     T = q.shape[1]
     k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
