@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from quantize import QuantizedArray, values_and_scale
-from tpu import on_tpu, result
+from tpu import on_tpu, precision, result
 
 FEW_ROWS = 128  # so many times int8 weights are multiplied about as fast as they are read: 120 times on v5e
 VMEM_BYTES = 48 << 20  # of VMEM that the kernel may use; half of it for blocks of weights
@@ -124,8 +124,7 @@ def _active_experts(active, n_active, x, factors, weights, scales, y):
 
         def dot(x: Array, which: int) -> Array:
             w = weights[which][...].astype(x.dtype)
-            precision = "highest" if x.dtype == jnp.float32 else "default"  # whatever jax's default is set to
-            y = jnp.dot(x, w, precision=precision, preferred_element_type=jnp.float32)
+            y = jnp.dot(x, w, precision=precision(x.dtype), preferred_element_type=jnp.float32)
             return y if scales[which] is None else y * scales[which][pl.ds(lax.rem(active[i], ROW_TILE), 1)]
 
         h = jax.nn.silu(dot(x[...], 0) * factor) * (dot(x[...], 1) * factor)

@@ -537,10 +537,7 @@ def embed(tokens: Array, w: Array | QuantizedArray) -> Array:
     table, scale = values_and_scale(w)
     row = tokens - lax.axis_index(MODEL) * table.shape[0]
     here = (row >= 0) & (row < table.shape[0])
-    if scale is None:
-        x = table[row]
-    else:
-        x = (take_rows(table, row) if on_tpu() else table[row]) * scale[row][..., None]
+    x = table[row] if scale is None else take_rows(table, row) * scale[row][..., None]
     return lax.psum(jnp.where(here[..., None], x, 0), MODEL)  # v
 
 

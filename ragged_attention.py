@@ -23,7 +23,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash_attention
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-from tpu import LANES, TILE, on_tpu, put_slots, result, take_slots
+from tpu import LANES, TILE, on_tpu, precision, put_slots, result, take_slots
 
 BLOCK = 1024  # cached slots per step of attend_cached: bounds its scores to B·K·G·T·BLOCK floats
 GROUP = 128  # rows x heads whose queries the decode kernel has in VMEM at once
@@ -52,6 +52,12 @@ class KV:
 
     values: Array
     scale: Array | None
+
+
+def each(function, *kvs: KV) -> KV:
+    """The KV of function(slot axis, values...) and, if there are scales, function(slot axis, scales...)."""
+    scale = None if kvs[0].scale is None else function(3, *(kv.scale for kv in kvs))
+    return KV(function(2, *(kv.values for kv in kvs)), scale)
 
 
 def attend(q: Array, k: Array, v: Array, mask: Array, k_scale=None, v_scale=None):
@@ -104,14 +110,13 @@ def write(kv: KV, new: KV, place: Array, window: int = 1, ring: bool = False) ->
         return write_window(write_window(kv, new, before_end, window), new, after_end, window)
 
     # One row per index: a wider scatter window makes XLA copy the whole cache.
-    def put(cache: Array, new: Array, window_dims: int) -> Array:
-        rows = cache.reshape(-1, *cache.shape[-1 - window_dims :])
+    def put(axis: int, cache: Array, new: Array) -> Array:
+        rows = cache.reshape(-1, *cache.shape[axis:])
         new = new.astype(cache.dtype).reshape(rows.shape[0], place.shape[1], *rows.shape[2:])
         at = jnp.repeat(place, rows.shape[0] // place.shape[0], 0)
         return rows.at[jnp.arange(rows.shape[0])[:, None], at].set(new, mode="drop").reshape(cache.shape)
 
-    scale = None if kv.scale is None else put(kv.scale, new.scale, 0)
-    return KV(put(kv.values, new.values, 1), scale)
+    return each(put, kv, new)
 
 
 def write_window(kv: KV, new: KV, place: Array, window: int) -> KV:
@@ -127,14 +132,13 @@ def write_window(kv: KV, new: KV, place: Array, window: int) -> KV:
     matches = place[:, None] == slots[..., None]  # [B,slots,T]
     token, written = jnp.argmax(matches, 2)[:, None], jnp.any(matches, 2)[:, None]  # [B,1,slots]
 
-    def put(cache: Array, new: Array, axis: int) -> Array:
+    def put(axis: int, cache: Array, new: Array) -> Array:
         index, mask = (jnp.expand_dims(x, 5 - axis) for x in (token, written))  # the axis that is not slots
         new = jnp.take_along_axis(new, index, axis).astype(cache.dtype)
         merged = jnp.where(mask, new, take_slots(cache, first, LANES, n, axis))
         return put_slots(cache, merged, first, LANES, axis)
 
-    scale = None if kv.scale is None else put(kv.scale, new.scale, 3)
-    return KV(put(kv.values, new.values, 2), scale)
+    return each(put, kv, new)
 
 
 def read_block(kv: KV, i: Array, block: int) -> tuple[KV, Array]:
@@ -143,12 +147,11 @@ def read_block(kv: KV, i: Array, block: int) -> tuple[KV, Array]:
     if block == S:
         return kv, jnp.arange(S)
     if on_tpu():
-        at, first = jnp.full(kv.values.shape[:1], i), i * block
-        scale = None if kv.scale is None else take_slots(kv.scale, at, block, 1, 3)
-        return KV(take_slots(kv.values, at, block, 1, 2), scale), first + jnp.arange(block)
+        at = jnp.full(kv.values.shape[:1], i)
+        return each(lambda axis, x: take_slots(x, at, block, 1, axis), kv), i * block + jnp.arange(block)
     first = jnp.minimum(i * block, S - block)
-    scale = None if kv.scale is None else lax.dynamic_slice_in_dim(kv.scale, first, block, 3)
-    return KV(lax.dynamic_slice_in_dim(kv.values, first, block, 2), scale), first + jnp.arange(block)
+    part = each(lambda axis, x: lax.dynamic_slice_in_dim(x, first, block, axis), kv)
+    return part, first + jnp.arange(block)
 
 
 def attend_cached(q: Array, kv: KV, length: Array, start: Array | None = None, sees: Array | None = None):
@@ -466,5 +469,5 @@ def _put(ref, new: Array, at, axis: int) -> None:
 
 
 def _dot(a: Array, b: Array, contracted: tuple[tuple[int], tuple[int]], dtype) -> Array:
-    precision = "highest" if a.dtype == jnp.float32 else "default"  # whatever jax's default is set to
-    return lax.dot_general(a, b, (contracted, ((), ())), precision=precision, preferred_element_type=dtype)
+    options = dict(precision=precision(a.dtype), preferred_element_type=dtype)
+    return lax.dot_general(a, b, (contracted, ((), ())), **options)

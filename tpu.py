@@ -23,11 +23,19 @@ def result(shape, dtype, *inputs: Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(shape), dtype, manual_axis_type=ManualAxisType(varying=varying))
 
 
-def take_rows(matrix: Array, rows: Array) -> Array:
-    """Rows of an int8 matrix, exactly, as bfloat16: [V,D], [...] int32 -> [...,D].
+def precision(dtype) -> str:
+    """Of a kernel's products, whatever jax's default is set to: exact for float32, no request for others."""
+    return "highest" if dtype == jnp.float32 else "default"
 
-    A Pallas call that reads the tiles which hold them. XLA would copy all of the matrix into another layout.
+
+def take_rows(matrix: Array, rows: Array) -> Array:
+    """Rows of an int8 matrix, exactly: [V,D], [...] int32 -> [...,D]. Those outside of it are undefined.
+
+    On TPUs, as bfloat16, by a Pallas call that reads the tiles which hold them: there XLA would copy all of
+    the matrix into another layout.
     """
+    if not on_tpu():
+        return matrix[rows]
     V, D = matrix.shape
     flat = jnp.clip(rows.reshape(-1), 0, V - 1)
 

@@ -46,6 +46,7 @@ from jax.sharding import PartitionSpec as P
 import model
 from convert_checkpoint import OneLineParser, read_config, read_json, run
 from grouped_matmul import FEW_ROWS
+from main import BANDWIDTH
 from model import Config
 from ragged_attention import BLOCK
 from tpu import TILE
@@ -96,10 +97,12 @@ class Chip:
 
 
 CHIPS = {
-    "v5e": Chip(hbm=15.75 * 2**30, bandwidth=819e9, flops=197e12, link=50e9, ring=16),
-    "v6e": Chip(hbm=31.25 * 2**30, bandwidth=1638e9, flops=918e12, link=100e9, ring=16),
-    "v5p": Chip(hbm=95.74 * 2**30, bandwidth=2765e9, flops=459e12, link=100e9, ring=4),
-    "tpu7x": Chip(hbm=94.75 * 2**30, bandwidth=3690e9, flops=1153.5e12, link=100e9, ring=4, cores=2),
+    "v5e": Chip(hbm=15.75 * 2**30, bandwidth=BANDWIDTH["TPU v5 lite"], flops=197e12, link=50e9, ring=16),
+    "v6e": Chip(hbm=31.25 * 2**30, bandwidth=BANDWIDTH["TPU v6 lite"], flops=918e12, link=100e9, ring=16),
+    "v5p": Chip(hbm=95.74 * 2**30, bandwidth=BANDWIDTH["TPU v5p"], flops=459e12, link=100e9, ring=4),
+    "tpu7x": Chip(
+        hbm=94.75 * 2**30, bandwidth=BANDWIDTH["TPU7x"], flops=1153.5e12, link=100e9, ring=4, cores=2
+    ),
 }
 HOP_SECONDS = 0.5e-6  # from one chip to the next. Source: jax-ml/scaling-book tpus.md, question 5
 
@@ -158,19 +161,22 @@ class Job:
 
     def argument_names(self, mesh: Mesh) -> tuple[str, ...]:
         """What the compiled step calls them; greedy sampling does not use the seeds."""
-        names = []
-        for root, tree in zip(("piece", "", "weights", "cache"), self.arguments(mesh), strict=True):
-            paths = jax.tree_util.tree_leaves_with_path(tree) if root else []
-            names += [root + jax.tree_util.keystr(path) for path, _ in paths]
-        return tuple(names)
+        piece, _, weights, cache = self.arguments(mesh)
+        return tuple(name for name, _ in named(piece=piece, weights=weights, cache=cache))
 
     def shards(self, mesh: Mesh):
         """(name, elements, bytes) of what one device holds of each weight and cache array."""
         _, _, weights, cache = self.arguments(mesh)
-        for root, tree in (("weights", weights), ("cache", cache)):
-            for path, x in jax.tree_util.tree_leaves_with_path(tree):
-                size = math.prod(x.sharding.shard_shape(x.shape))
-                yield root + jax.tree_util.keystr(path), size, size * x.dtype.itemsize
+        for name, x in named(weights=weights, cache=cache):
+            size = math.prod(x.sharding.shard_shape(x.shape))
+            yield name, size, size * x.dtype.itemsize
+
+
+def named(**trees):
+    """(name, leaf) of all leaves, in order: weights.layers[0].attention.q.values, for example."""
+    for root, tree in trees.items():
+        for path, x in jax.tree_util.tree_leaves_with_path(tree):
+            yield root + jax.tree_util.keystr(path), x
 
 
 PARTS = ("attention", "mlp", "experts", "kv_cache", "embedding", "other")
@@ -261,7 +267,7 @@ def collective_seconds(kind: str, size: float, group: int, topology: Topology) -
 
 def expected_collectives(job: Job, mesh: Mesh, topology: Topology) -> float:
     """Seconds of a layer's two all-reduces, and the two small collectives where devices share a head."""
-    cfg, rows = job.cfg, job.batch // mesh.shape["data"] * job.tokens
+    cfg, rows = job.cfg, local_tokens(job, mesh)
     devices, slots = model.mesh_size(mesh, model.MODEL), model.mesh_size(mesh, model.SLOTS)
     heads = cfg.K * slots // devices
     sent = [("all-reduce", 2 * rows * cfg.D, devices)] * 2

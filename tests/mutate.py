@@ -95,7 +95,7 @@ MUTATIONS = [
     ("ragged_attention.py", "scores = scores * k_scale[:, :, None, None, :].astype(jnp.float32)", "pass", ATTENTION),
     ("ragged_attention.py", "p * v_scale[:, :, None, None, :].astype(jnp.float32)", "p", ATTENTION),
     ("quantize.py", "y = y * scale.reshape([sizes.get(letter, 1) for letter in output])", "pass", QUANTIZE),
-    ("model.py", " else table[row]) * scale[row][..., None]", " else table[row])", INT8),
+    ("model.py", "take_rows(table, row) * scale[row][..., None]", "take_rows(table, row)", INT8),
     ("tpu.py", "lax.rem(rows[pl.program_id(0)], TILE)", "0", KERNELS),
     ("model.py", "q = (q * temperature[:, :, None, None, None]).astype(q.dtype)", "pass", SCOUT),
     ("model.py", "q, k = rms_norm(q, None, cfg.norm_eps), rms_norm(k, None, cfg.norm_eps)", "pass", SCOUT),

@@ -11,6 +11,7 @@ import grouped_matmul
 import main
 import model
 import ragged_attention
+import tpu
 
 # A row that begins with a single token, one of several pieces that goes around its ring, and one that decodes
 # past a block's edge. Pieces of 128 tokens are what splash attention takes.
@@ -37,7 +38,7 @@ def as_on_a_tpu(monkeypatch, interpret):
     def switch() -> set[str]:
         monkeypatch.setattr(pallas, "pallas_call", interpreted)
         monkeypatch.setattr(pltpu, "with_memory_space_constraint", lambda x, _: x)
-        for module in (model, ragged_attention, grouped_matmul):
+        for module in (model, ragged_attention, grouped_matmul, tpu):
             monkeypatch.setattr(module, "on_tpu", lambda mesh=None: True)
         jax.clear_caches()  # what is compiled already is for a CPU
         return used
