@@ -12,6 +12,7 @@ import pathlib
 import signal
 import sys
 import time
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -107,6 +108,24 @@ def parse_arguments(arguments: list[str] | None = None):
 def log(*message) -> None:
     if jax.process_index() == 0:
         print(*message, file=sys.stderr, flush=True)
+
+
+def keep_compiled() -> None:
+    """Let jax keep what it compiles in a folder of the user's, unless JAX_COMPILATION_CACHE_DIR names one."""
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        caches = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+        jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(caches) / "llama-jax"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+    warnings.filterwarnings("ignore", message=".*persistent compilation cache", category=UserWarning)
+
+
+LAPS: dict[str, float] = {}  # seconds of CPU time, by what they went to
+
+
+def lap(what: str) -> None:
+    """Charge the CPU time since the last lap, or since this program began, to `what`."""
+    LAPS[what] = time.process_time() - sum(LAPS.values())
 
 
 def join_hosts() -> None:
@@ -302,11 +321,13 @@ def generate(
         next_token = model.Piece(tokens=token, count=active.astype(np.int32))
         model.step.lower(next_token, seeds, weights, cache, **static).compile()
     log(f"compiled in {time.perf_counter() - began:.1f} s")
+    lap("compilation")
 
     began = time.perf_counter()
     output, cache = model.prefill(prompt, seeds, weights, cache, **static)
     fetch(output.tokens)
     prefill_seconds = time.perf_counter() - began
+    lap("prefill")
 
     tokens, logprobs = [[] for _ in encoded], [[] for _ in encoded]
     prompt_logprobs = fetch(output.scores) if score else None
@@ -401,6 +422,8 @@ def load_tokenizer(folder: pathlib.Path):
 def main() -> None:
     args = parse_arguments()
     prompts = read_prompts(args)
+    lap("imports")
+    keep_compiled()
     join_hosts()
     checkpoint = open_checkpoint(args.checkpoint)
     cfg, folder = checkpoint.config, checkpoint.folder
@@ -410,17 +433,19 @@ def main() -> None:
     encoded = encode(tokenizer, prompts, bool(tokenizer.chat_template) and not args.no_chat_template, cfg)
     stop = frozenset() if args.ignore_eos else stop_tokens(folder, tokenizer)
     new, max_len = plan_lengths(encoded, args.max_new_tokens, args.max_len, cfg)
+    lap("tokenizer")
 
     # On a CPU, XLA's products of anything but float32 are slower than the bytes they save.
     dtype = args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     if args.quantize == "none" and checkpoint.quantized:
         raise ValueError(f"--quantize none: the weights in {folder} are int8; use the original model")
-    kv_dtype = args.kv_cache_dtype or dtype
+    kv_dtype = args.kv_cache_dtype or ("float32" if jax.default_backend() == "cpu" else dtype)
     if dtype == "float32":
         jax.config.update("jax_default_matmul_precision", "highest")  # else TPUs and GPUs round the factors
     quantized = checkpoint.quantized or args.quantize == "int8"
     check_fit(cfg, mesh, dtype, quantized, len(prompts), max_len, kv_dtype)
     weights = convert_checkpoint.load(checkpoint, mesh, dtype, quantized, progress)
+    lap("weights")
     try:
         result = generate(
             weights, encoded, cfg, mesh, new, max_len, kv_dtype, sampling, args.seed, stop, args.logprobs
@@ -455,6 +480,8 @@ def report(args, cfg, mesh, weights, prompts, encoded, result: Generation, token
         needed = bytes_per_step(weights, cfg, mesh, per_device, sum(filled) / len(filled), kv_bytes)
         utilization = needed * steps / bandwidth
     rate = result.decode_rate
+    split = ", ".join(f"{what} {seconds:.1f}" for what, seconds in LAPS.items())
+    log(f"first token after {sum(LAPS.values()):.1f} s of CPU time: {split}")
     log(
         f"prefill {result.prefill_seconds:.3f} s, decode {f'{rate:.1f} tokens/s' if rate else 'not needed'}"
         + (f", {100 * utilization:.0f}% of the memory bandwidth" if utilization else "")
@@ -479,7 +506,7 @@ def report(args, cfg, mesh, weights, prompts, encoded, result: Generation, token
              (("data", "data"), ("expert", model.EXPERT), ("tensor", model.TENSOR))}  # fmt: skip
     print(json.dumps(dict(
         model=args.checkpoint, mesh=shape, devices=jax.device_count(), responses=responses,
-        prefill_seconds=result.prefill_seconds, decode_tokens_per_second=rate,
+        startup_cpu_seconds=LAPS, prefill_seconds=result.prefill_seconds, decode_tokens_per_second=rate,
         bandwidth_utilization=utilization,
     )))  # fmt: skip
 

@@ -184,14 +184,14 @@ class Attention:
     q: Array = _array("kgHD", "D", ("q_proj.weight", "(KGH)D"))
     k: Array = _array("khD", "D", ("k_proj.weight", "(KH)D"))
     v: Array = _array("khD", "D", ("v_proj.weight", "(KH)D"))
-    o: Array = _array("kgHD", "kgH", ("o_proj.weight", "D(KGH)"))
+    o: Array = _array("DkgH", "kgH", ("o_proj.weight", "D(KGH)"))
 
 
 @_pytree
 class MLP:
-    gate: Array = _array("Df", "D", ("gate_proj.weight", "FD"))
-    up: Array = _array("Df", "D", ("up_proj.weight", "FD"))
-    down: Array = _array("fD", "f", ("down_proj.weight", "DF"))
+    gate: Array = _array("fD", "D", ("gate_proj.weight", "FD"))
+    up: Array = _array("fD", "D", ("up_proj.weight", "FD"))
+    down: Array = _array("Df", "f", ("down_proj.weight", "DF"))
 
 
 @_pytree
@@ -218,7 +218,7 @@ class Weights:
     embed: Array = _array("vD", "", ("model.embed_tokens.weight", "VD"))
     layers: list[Layer]
     norm: Array = _array("D", "", ("model.norm.weight", "D"))
-    unembed: Array | None = _array("Dv", "D", ("lm_head.weight", "VD"))  # None: the embedding is used again
+    unembed: Array | None = _array("vD", "D", ("lm_head.weight", "VD"))  # None: the embedding is used again
 
 
 @_pytree
@@ -499,13 +499,13 @@ def attention(x: Array, w: Attention, kv, span: Span, kind: LayerKind, cfg: Conf
             o, _ = merge(past, attend_span(q, k, v, span, kind.chunk))
             kv = written
     o = o.astype(x.dtype)
-    return lax.psum(einsum("bTkgH,kgHD->bTD", o, w.o), MODEL), kv  # k, g
+    return lax.psum(einsum("bTkgH,DkgH->bTD", o, w.o), MODEL), kv  # k, g
 
 
 def mlp(x: Array, w: MLP) -> Array:
     """SwiGLU. x: [b,T,D] -> [b,T,D], this device's part of the sum over f. Source: arXiv 2002.05202."""
-    h = jax.nn.silu(einsum("bTD,Df->bTf", x, w.gate)) * einsum("bTD,Df->bTf", x, w.up)
-    return einsum("bTf,fD->bTD", h, w.down)
+    h = jax.nn.silu(einsum("bTD,fD->bTf", x, w.gate)) * einsum("bTD,fD->bTf", x, w.up)
+    return einsum("bTf,Df->bTD", h, w.down)
 
 
 def experts(x: Array, w: MoE, cfg: Config) -> Array:
@@ -545,10 +545,8 @@ def embed(tokens: Array, w: Array | QuantizedArray) -> Array:
 def unembed(x: Array, w: Weights, cfg: Config) -> Array:
     """x: [b,T,D] -> logits [b,T,v] float32 of this device's vocabulary shard; padding has -inf."""
     x = rms_norm(x, w.norm, cfg.norm_eps)
-    if w.unembed is None:
-        logits = einsum("bTD,vD->bTv", x, w.embed, jnp.float32)
-    else:
-        logits = einsum("bTD,Dv->bTv", x, w.unembed, jnp.float32)
+    matrix = w.embed if w.unembed is None else w.unembed
+    logits = einsum("bTD,vD->bTv", x, matrix, jnp.float32)
     return jnp.where(vocabulary_shard(logits) < cfg.V, logits, -jnp.inf)
 
 

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from cpu import contract, on_cpu
+
 INT8_MAX = 127
 
 
@@ -43,17 +45,15 @@ def values_and_scale(x: Array | QuantizedArray) -> tuple[Array, Array | None]:
 def einsum(spec: str, x: Array, w: Array | QuantizedArray, out_dtype=None) -> Array:
     """`jnp.einsum(spec, x, w)` summed in float32, where w may be int8.
 
-    int8 values are exact in x's type, and the scale, which has just w's uncontracted letters, multiplies the
-    output: where XLA fuses the cast, a weight costs one byte of traffic. Returns `out_dtype` or x's dtype.
+    Both end in the letters that are contracted; what is left of x, then of w, is the output. The scale has
+    w's letters in the output and multiplies that: where XLA fuses the cast, an int8 weight costs one byte of
+    traffic. Returns `out_dtype` or x's dtype.
     """
-    out_dtype = out_dtype or x.dtype
     values, scale = values_and_scale(w)
-    y = jnp.einsum(spec, x, values.astype(x.dtype), preferred_element_type=jnp.float32)
-    if scale is not None:
-        inputs, output = spec.split("->")
-        kept = [letter for letter in inputs.split(",")[1] if letter in output]
-        # In every product of the model w's letters come in the output's order: a reshape aligns the scale.
-        assert kept == [letter for letter in output if letter in kept], spec
-        sizes = dict(zip(kept, scale.shape, strict=True))
-        y = y * scale.reshape([sizes.get(letter, 1) for letter in output])
-    return y.astype(out_dtype)
+    if on_cpu():
+        contracted = (x.ndim + values.ndim - len(spec.split("->")[1])) // 2
+        y = contract(x, values, contracted)
+    else:
+        y = jnp.einsum(spec, x, values.astype(x.dtype), preferred_element_type=jnp.float32)
+    y = y if scale is None else y * scale
+    return y.astype(out_dtype or x.dtype)

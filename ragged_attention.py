@@ -26,6 +26,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from tpu import LANES, TILE, on_tpu, precision, put_slots, result, take_slots
 
 BLOCK = 1024  # cached slots per step of attend_cached: bounds its scores to B·K·G·T·BLOCK floats
+DECODE_BLOCK = 256  # if T = 1: little more is read than is filled
 GROUP = 128  # rows x heads whose queries the decode kernel has in VMEM at once
 VMEM_BYTES = 32 << 20  # of VMEM that it may use
 MASKED = -1e30  # a score that no exponential survives, without the NaN of inf - inf
@@ -63,11 +64,14 @@ def each(function, *kvs: KV) -> KV:
 def attend(q: Array, k: Array, v: Array, mask: Array, k_scale=None, v_scale=None):
     """Attention of each query to the keys that its mask admits. What no query may see may be NaN.
 
-    q: [B,T,K,G,H]. k, v: [B,K,S,H], float or int8 with scales [B,K,S]. mask: [B,T,S] bool.
+    q: [B,T,K,G,H]. k, v: [B,K,S,H], float or int8 with scales [B,K,S]; or both the cache's values [B,K,S,C],
+    which spares a copy of each for twice the arithmetic. mask: [B,T,S] bool.
     """
+    H = q.shape[-1]
+    q = jnp.pad(q, [(0, 0)] * 4 + [(0, k.shape[-1] - H)])
     mask = mask[:, None, None]  # BKGTS
     scores = jnp.einsum("BTKGH,BKSH->BKGTS", q, k.astype(q.dtype), preferred_element_type=jnp.float32)
-    scores = scores * q.shape[-1] ** -0.5
+    scores = scores * H**-0.5
     if k_scale is not None:
         scores = scores * k_scale[:, :, None, None, :].astype(jnp.float32)
     scores = jnp.where(mask, scores, -jnp.inf)
@@ -83,7 +87,7 @@ def attend(q: Array, k: Array, v: Array, mask: Array, k_scale=None, v_scale=None
     o = jnp.einsum("BKGTS,BKSH->BTKGH", p, v.astype(jnp.float32))
     total = jnp.moveaxis(total, -1, 1)
     lse = jnp.moveaxis(peak[..., 0], -1, 1) + jnp.log(total)
-    return o / jnp.where(total == 0, 1, total)[..., None], lse
+    return o[..., -H:] / jnp.where(total == 0, 1, total)[..., None], lse
 
 
 def merge(*parts: tuple[Array, Array]):
@@ -160,28 +164,31 @@ def attend_cached(q: Array, kv: KV, length: Array, start: Array | None = None, s
     q: [B,T,K,G,H]. start, length: [B] int32; without start, from 0. sees: [B,T] bool, the queries that see
     any; without it, all.
     """
-    S, H = kv.values.shape[2], q.shape[-1]
-    block = min(BLOCK, S)
+    S, T, H = kv.values.shape[2], q.shape[1], q.shape[-1]
+    block = min(BLOCK if T > 1 else DECODE_BLOCK, S)
     start = jnp.zeros_like(length) if start is None else start
     sees = jnp.ones(q.shape[:2], bool) if sees is None else sees
 
     def attend_block(i):
         part, slots = read_block(kv, i, block)
         filled = (slots >= jnp.maximum(start[:, None], i * block)) & (slots < length[:, None])  # BS
-        k, v = part.values[..., :H], part.values[..., H:]
+        k, v = (part.values[..., :H], part.values[..., H:]) if T > 1 else (part.values, part.values)
         scales = (None, None) if part.scale is None else (part.scale[:, :, 0], part.scale[:, :, 1])
         if use_splash(q):
             k, v = (dequantize(*pair, filled).astype(q.dtype) for pair in zip((k, v), scales, strict=True))
-            everything = masks.FullMask((q.shape[1], block))
+            everything = masks.FullMask((T, block))
             return splash(q, k, v, everything, jnp.where(sees, 1, 2), filled.astype(jnp.int32))
         return attend(q, k, v, sees[..., None] & filled[:, None], *scales)
 
     def step(i, carry):
         return merge(carry, attend_block(i))
 
-    if block == S:
-        return attend_block(0)
-    return lax.fori_loop(1, (jnp.max(length) + block - 1) // block, step, attend_block(0))
+    n_blocks = (jnp.max(length) + block - 1) // block
+    if T == 1:
+        return lax.fori_loop(1, n_blocks, step, attend_block(0)) if S > block else attend_block(0)
+    varying = tuple(jax.typeof(q).manual_axis_type.varying | jax.typeof(kv.values).manual_axis_type.varying)
+    nothing = jnp.zeros(q.shape, jnp.float32), jnp.full(q.shape[:-1], -jnp.inf)
+    return lax.fori_loop(0, n_blocks, step, lax.pcast(nothing, varying, to="varying"))
 
 
 def dequantize(x: Array, scale: Array | None, filled: Array) -> Array:

@@ -1,0 +1,59 @@
+"""What a CPU must be told: in which form XLA multiplies by weights fast there.
+
+Left to itself, XLA converts int8 and bfloat16 weights to float32 in memory, in every step, and packs weights
+anew that are not the left operand. Letters: R rows, that is all tokens, D inputs, N outputs.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+FEW_ROWS = 4  # in so many an int8 product takes no longer for twice the columns
+STEPS = 127  # of int8, to each side
+
+
+def on_cpu() -> bool:
+    """Whether the mesh that is being compiled for is of CPUs."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return device is not None and device.platform == "cpu"
+
+
+def contract(x: Array, w: Array, n: int) -> Array:
+    """The sum of products over the last n axes of both: x [B,T,...] float, w [...] float or int8 -> float32.
+
+    T = 1, decode, waits for the weights. Then x is rounded where w is int8: to 15 bits of its row's largest
+    entry in up to FEW_ROWS rows, to 8 in more.
+    """
+    (B, T), outputs = x.shape[:2], w.shape[:-n]
+    x = x.reshape(B * T, -1)
+    w = w.reshape(math.prod(outputs), -1)
+    if T > 1:
+        y = weights_first(x, w.astype(x.dtype), jnp.float32)
+    elif w.dtype == jnp.int8:
+        y = int8_product(x, w)
+    elif x.dtype == jnp.bfloat16:  # a single row XLA would multiply in float32
+        two = jnp.pad(x, ((0, max(0, 2 - B)), (0, 0)))
+        y = jnp.einsum("RD,ND->RN", two, w, preferred_element_type=jnp.float32)[:B]
+    else:
+        y = weights_first(x, w, jnp.float32)
+    return y.reshape(B, T, *outputs)
+
+
+def int8_product(x: Array, w: Array) -> Array:
+    """[R,D] float, [N,D] int8 -> [R,N] float32: only int8 by int8 is fast."""
+    x = x.astype(jnp.float32)
+    unit = jnp.maximum(jnp.max(jnp.abs(x), -1, keepdims=True), 1e-30) / STEPS
+    parts = [jnp.round(x / unit)]
+    if len(x) <= FEW_ROWS:  # and what that leaves
+        parts.append(jnp.round((x / unit - parts[0]) * (2 * STEPS)))
+    y = weights_first(jnp.concatenate(parts).astype(jnp.int8), w, jnp.int32).astype(jnp.float32)
+    high, *low = jnp.split(y, len(parts))
+    return (high + sum(low) / (2 * STEPS)) * unit
+
+
+def weights_first(x: Array, w: Array, dtype) -> Array:
+    """[R,D], [N,D] -> [R,N] with w as the left operand."""
+    y = jnp.einsum("ND,RD->NR", w, x, preferred_element_type=dtype)
+    return lax.optimization_barrier(y).T  # else XLA would swap them
