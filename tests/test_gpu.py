@@ -113,6 +113,7 @@ def test_grouped_dot(sizes, programs, dtype, monkeypatch, as_on_a_gpu):
     used = as_on_a_gpu()
     result = gpu.grouped_dot(jnp.float32(x), given, jnp.int32(sizes))
     assert used == {"grouped_dot"}
+    assert np.isnan(result[N:]).all()  # as the interpreter left them: a tile writes its own rows only
     expert = np.repeat(np.arange(E), sizes)
     np.testing.assert_allclose(result[:N], np.einsum("nd,ndm->nm", x[:N], w[expert]), atol=1e-3, rtol=1e-5)
 
@@ -142,7 +143,7 @@ def test_whole_model(cfg, kv_dtype, quantized, monkeypatch, as_on_a_gpu):
 @pytest.mark.parametrize("kv_dtype", ["int8", "bfloat16", "float32"])
 @pytest.mark.parametrize("T", [1, 128])
 def test_lowering(T, kv_dtype):
-    """A step on 8 GPUs that are not here: its kernels are valid Triton, and every psum is there."""
+    """A step on 8 GPUs that are not here: shard_map's check passes, and the kernels are valid Triton."""
     cfg = llama4_config(H=64)
     shape = model.mesh_shape(cfg, 2, 2, 2)
     device = AbstractDevice("NVIDIA H200", None, "gpu")
