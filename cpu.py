@@ -6,18 +6,11 @@ anew that are not the left operand. Letters: R rows, that is all tokens, D input
 
 import math
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 FEW_ROWS = 4  # in so many an int8 product takes no longer for twice the columns
 STEPS = 127  # of int8, to each side
-
-
-def on_cpu() -> bool:
-    """Whether the mesh that is being compiled for is of CPUs."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return device is not None and device.platform == "cpu"
 
 
 def contract(x: Array, w: Array, n: int) -> Array:

@@ -10,8 +10,10 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from devices import on_gpu, on_tpu
+from gpu import grouped_dot, takes
 from quantize import QuantizedArray, values_and_scale
-from tpu import on_tpu, precision, result
+from tpu import precision, result
 
 FEW_ROWS = 128  # so many times int8 weights are multiplied about as fast as they are read: 120 times on v5e
 VMEM_BYTES = 48 << 20  # of VMEM that the kernel may use; half of it for blocks of weights
@@ -31,7 +33,7 @@ def expert_mlp(x: Array, expert: Array, factor: Array, gate, up, down) -> Array:
 
 
 def sorted_rows(x: Array, expert: Array, factor: Array, gate, up, down) -> Array:
-    """`expert_mlp` by XLA's ragged product over the pairs (row, choice), in the order of their expert."""
+    """`expert_mlp` by a ragged product over the pairs (row, choice), in the order of their expert."""
     A = expert.shape[1]
     E = values_and_scale(gate)[0].shape[0]
     chosen = expert.reshape(-1)
@@ -41,9 +43,12 @@ def sorted_rows(x: Array, expert: Array, factor: Array, gate, up, down) -> Array
 
     def dot(x: Array, w: Array | QuantizedArray) -> Array:
         values, scale = values_and_scale(w)
-        if not on_tpu():  # there int8 goes in as it is; a cast would write all experts to memory again
-            values = values.astype(x.dtype)
-        y = lax.ragged_dot(x, values, sizes, preferred_element_type=jnp.float32)
+        if on_gpu() and takes(values):  # XLA's product takes each row through all experts there
+            y = grouped_dot(x, values, sizes)
+        else:
+            if not on_tpu():  # there int8 goes in as it is; a cast would write all experts to memory again
+                values = values.astype(x.dtype)
+            y = lax.ragged_dot(x, values, sizes, preferred_element_type=jnp.float32)
         return y if scale is None else y * scale.at[chosen[order]].get(mode="clip")
 
     h = jax.nn.silu(dot(rows, gate)) * dot(rows, up)

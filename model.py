@@ -26,10 +26,11 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from devices import on_tpu
 from grouped_matmul import expert_mlp
 from quantize import QuantizedArray, einsum, quantize, values_and_scale
 from ragged_attention import KV, attend_cached, attend_causal, merge, ragged_decode, write
-from tpu import LANES, on_tpu, take_rows
+from tpu import LANES, take_rows
 
 # ----------------------------------------------------------------------------------------------------- mesh
 #

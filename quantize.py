@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from cpu import contract, on_cpu
+from cpu import contract
+from devices import on_cpu
 
 INT8_MAX = 127
 

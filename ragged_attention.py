@@ -23,7 +23,9 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash_attention
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-from tpu import LANES, TILE, on_tpu, precision, put_slots, result, take_slots
+from devices import on_gpu, on_tpu
+from gpu import flash, takes
+from tpu import LANES, TILE, precision, put_slots, result, take_slots
 
 BLOCK = 1024  # cached slots per step of attend_cached: bounds its scores to B·K·G·T·BLOCK floats
 DECODE_BLOCK = 256  # if T = 1: little more is read than is filled
@@ -92,7 +94,11 @@ def attend(q: Array, k: Array, v: Array, mask: Array, k_scale=None, v_scale=None
 
 def merge(*parts: tuple[Array, Array]):
     """Join partial attentions over disjoint keys: pairs (o, lse) -> (o, lse) over all of them."""
-    o, lse = (jnp.stack(group) for group in zip(*parts, strict=True))
+    return merge_stacked(*(jnp.stack(group) for group in zip(*parts, strict=True)))
+
+
+def merge_stacked(o: Array, lse: Array):
+    """`merge` of parts that are stacked along a first axis."""
     peak = jnp.max(lse, 0)
     weight = jnp.exp(lse - jnp.where(peak == -jnp.inf, 0, peak))
     total = jnp.sum(weight, 0)
@@ -168,6 +174,9 @@ def attend_cached(q: Array, kv: KV, length: Array, start: Array | None = None, s
     block = min(BLOCK if T > 1 else DECODE_BLOCK, S)
     start = jnp.zeros_like(length) if start is None else start
     sees = jnp.ones(q.shape[:2], bool) if sees is None else sees
+    if use_flash(q, kv.values):
+        low, high = jnp.broadcast_to(start[:, None], sees.shape), jnp.where(sees, length[:, None], 0)
+        return merge_stacked(*flash(q, kv.values, kv.scale, low, high))
 
     def attend_block(i):
         part, slots = read_block(kv, i, block)
@@ -200,10 +209,17 @@ def dequantize(x: Array, scale: Array | None, filled: Array) -> Array:
 def attend_causal(q: Array, k: Array, v: Array, segment: Array, window: int | None = None):
     """Attention among T consecutive tokens: to itself and those before, in the same segment and window.
 
-    q: [B,T,K,G,H]. k, v: [B,T,K,H]. segment: [B,T] int32. window: of positions, the own one counted.
+    q: [B,T,K,G,H]. k, v: [B,T,K,H]. segment: [B,T] int32, each without gaps. window: of positions, the own
+    one counted.
     """
     T = q.shape[1]
     k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+    if use_flash(q, k):
+        i = jnp.arange(T)
+        low = lax.cummax(jnp.where(segment == jnp.roll(segment, 1, 1), 0, i), 1)  # where its segment begins
+        low = low if window is None else jnp.maximum(low, i - window + 1)
+        high = jnp.broadcast_to(i + 1, segment.shape)
+        return merge_stacked(*flash(q, jnp.concatenate([k, v], -1), None, low, high))
     if use_splash(q):
         shape = (T, T)
         mask = masks.CausalMask(shape) if window is None else masks.LocalMask(shape, (window - 1, 0), 0)
@@ -211,6 +227,10 @@ def attend_causal(q: Array, k: Array, v: Array, segment: Array, window: int | No
     back = jnp.arange(T)[:, None] - jnp.arange(T)
     mask = (back >= 0) & (back < (window or T)) & (segment[:, :, None] == segment[:, None])
     return attend(q, k, v, mask)
+
+
+def use_flash(q: Array, keys: Array) -> bool:
+    return on_gpu() and q.shape[-1] in (LANES // 2, LANES) and takes(keys)
 
 
 def use_splash(q: Array) -> bool:

@@ -5,16 +5,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import ManualAxisType, Mesh
+from jax.sharding import ManualAxisType
+
+from devices import on_tpu
 
 LANES = 128  # numbers in a row of a register: cache slots are allocated in multiples of it
 TILE = 32  # rows of an int8 tile, and of several tiles of a wider type
-
-
-def on_tpu(mesh: Mesh | None = None) -> bool:
-    """Whether a mesh is of TPUs, which need not be here; by default the one that is being compiled for."""
-    mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh.abstract_mesh
-    return mesh.abstract_device is not None and mesh.abstract_device.platform == "tpu"
 
 
 def result(shape, dtype, *inputs: Array) -> jax.ShapeDtypeStruct:

@@ -1,7 +1,7 @@
-"""Where the bytes of a decode step go: python3 benchmarks/plots.py [PLANS PICTURE]
+"""The pictures in images/ and the README's tables: python3 benchmarks/plots.py [MEASURED PICTURE]
 
-PLANS holds one object of `plan.py --json` per line. Draws the picture and prints the README's table; by
-default from images/plans.jsonl to images/decode_bytes.svg.
+MEASURED is one object of `plan.py --json` per line, or what `speed.py --json FILE` wrote; or, for its table
+alone, what `compare.py --json FILE` wrote. Without arguments, all that images/ holds.
 """
 # ruff: noqa: E402  the folder above must be on the path first
 
@@ -10,7 +10,10 @@ import pathlib
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
+
+import compare
+import speed
 
 from convert_checkpoint import OneLineParser, run
 
@@ -22,19 +25,41 @@ PARTS = {
     "embedding": "#b279a2",
     "other": "#9d9d9d",
 }
+COMPONENTS = {
+    "attention": "#4c78a8",
+    "mlp": "#72b7b2",
+    "experts": "#f58518",
+    "embed": "#eeca3b",
+    "unembed": "#b279a2",
+    "sample": "#54a24b",
+    "collectives": "#e45756",
+    "other": "#9d9d9d",
+}
 
 
 def title(plan: dict) -> str:
     return f"{plan['model']} on {plan['topology']}, {plan['batch']} x {plan['context']}"
 
 
-def draw(plans: list[dict], file: pathlib.Path) -> None:
-    """One bar per plan: the gigabytes that each part moves, and a mark for the floor."""
-    import matplotlib  # here, as the table can do without
+def pyplot():
+    """matplotlib's, here, as the tables can do without."""
+    import matplotlib
     from matplotlib import pyplot
 
-    matplotlib.rcParams["svg.hashsalt"] = "the same picture of the same plans"
-    figure, axes = pyplot.subplots(figsize=(9.5, 0.36 * len(plans) + 1.2))
+    matplotlib.rcParams["svg.hashsalt"] = "the same picture of the same numbers"
+    return pyplot
+
+
+def save(figure, file: pathlib.Path) -> None:
+    for axes in figure.axes:
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(file, metadata={"Date": None})
+
+
+def draw_plans(plans: list[dict], file: pathlib.Path) -> None:
+    """One bar per plan: the gigabytes that each part moves, and a mark for the floor."""
+    figure, axes = pyplot().subplots(figsize=(9.5, 0.36 * len(plans) + 1.2))
     places = range(len(plans))
     left = [0.0] * len(plans)
     for part, colour in PARTS.items():
@@ -47,15 +72,44 @@ def draw(plans: list[dict], file: pathlib.Path) -> None:
     axes.margins(y=0.01)
     axes.invert_yaxis()
     axes.set_xlabel("GB moved per device and decode step, as compiled")
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(
         markerscale=0.6, ncols=7, loc="lower center", bbox_to_anchor=(0.4, 1.0), frameon=False, fontsize=8
     )
-    figure.tight_layout()
-    figure.savefig(file, metadata={"Date": None})
+    save(figure, file)
 
 
-def table(plans: list[dict]) -> str:
+def draw_speed(result: dict, file: pathlib.Path) -> None:
+    """Decode over the batch, with the share of the memory bandwidth, and where each row's time goes."""
+    figure, (left, right) = pyplot().subplots(1, 2, figsize=(9.5, 3.6), width_ratios=(2, 3))
+    decode = [row for row in result["rows"] if row["phase"] == "decode"]
+    for context in sorted({row["context"] for row in decode}):
+        line = [row for row in decode if row["context"] == context]
+        batches, rates = ([row[name] for row in line] for name in ("batch", "tokens_per_second"))
+        left.plot(batches, rates, marker="o", markersize=4, label=f"{context} positions")
+        for row in line:
+            point = row["batch"], row["tokens_per_second"]
+            left.annotate(f"{row['mbu']:.0%}", point, (4, -9), textcoords="offset points", fontsize=7)
+    left.set_xscale("log", base=2)
+    left.set_xticks(batches, batches)
+    left.set_ylim(0)
+    left.set_xlabel("rows")
+    left.set_ylabel("decoded tokens/s, % of the bandwidth")
+    left.legend(frameon=False, fontsize=8)
+    rows = [row for row in result["rows"] if row["components"]]
+    at = [0.0] * len(rows)
+    names = [f"{row['phase']} {row['batch']} x {row['context'] or row['tokens']}" for row in rows]
+    for part, colour in COMPONENTS.items():
+        shares = [100 * row["components"].get(part, 0) for row in rows]
+        if any(shares):
+            right.barh(names, shares, left=at, color=colour, label=part, height=0.62)
+        at = [a + b for a, b in zip(at, shares, strict=True)]
+    right.invert_yaxis()
+    right.set_xlabel("% of the busy time")
+    right.legend(ncols=4, loc="lower center", bbox_to_anchor=(0.4, 1.0), frameon=False, fontsize=8)
+    save(figure, file)
+
+
+def plans_table(plans: list[dict]) -> str:
     """The plans as a table in Markdown."""
     lines = [
         "| model | TPU, mesh | batch x context | peak memory | HBM per step | floor | collectives per layer "
@@ -91,16 +145,40 @@ def read_plans(file: pathlib.Path) -> list[dict]:
     return plans
 
 
+def kind(file: pathlib.Path) -> str:
+    """By which program a file was written."""
+    text = file.read_text()
+    return "compare" if '"samples"' in text else "speed" if '"rows"' in text else "plan"
+
+
+def tables(file: pathlib.Path) -> str:
+    """The tables in Markdown of a file of measurements."""
+    if kind(file) == "compare":
+        return compare.table(json.loads(file.read_text()))
+    return speed.report(speed.read_result(file)) if kind(file) == "speed" else plans_table(read_plans(file))
+
+
+def draw(file: pathlib.Path, picture: pathlib.Path) -> None:
+    """The picture of a file of measurements; of a comparison there is none."""
+    if kind(file) == "speed":
+        draw_speed(speed.read_result(file), picture)
+    elif kind(file) == "plan":
+        draw_plans(read_plans(file), picture)
+
+
 def main() -> None:
     parser = OneLineParser(description=__doc__.split("\n")[0], allow_abbrev=False)
-    parser.add_argument("files", nargs="*", metavar="FILE", help="PLANS and PICTURE, or neither")
+    parser.add_argument("files", nargs="*", metavar="FILE", help="MEASURED and PICTURE, or neither")
     files = parser.parse_args().files
     if len(files) not in (0, 2):
-        parser.error("give both PLANS and PICTURE, or neither")
-    plans, picture = files or [ROOT / "images" / "plans.jsonl", ROOT / "images" / "decode_bytes.svg"]
-    plans = read_plans(pathlib.Path(plans))
-    draw(plans, pathlib.Path(picture))
-    print(table(plans))
+        parser.error("give both MEASURED and PICTURE, or neither")
+    images = ROOT / "images"
+    jobs = [list(map(pathlib.Path, files))] if files else [
+        (file, file.with_suffix(".svg")) for file in sorted(images.glob("*.json*"))
+    ]  # fmt: skip
+    for file, picture in jobs:
+        draw(file, picture)
+        print(tables(file), end="\n\n")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ sys.path.append(str(ROOT / "benchmarks"))
 
 import hlo
 import plan
-import plots
 from conftest import llama4_config
 
 needs_compiler = pytest.mark.skipif(
@@ -304,11 +303,6 @@ def test_collectives_take_hops_and_bandwidth():
     assert plan.collective_seconds("all-gather", 160, 16, ring) == pytest.approx(
         8 * 0.5e-6 + 150 / (2 * 50e9)
     )
-
-
-def test_the_readme_has_the_table_of_the_plans():
-    lines = (ROOT / "images" / "plans.jsonl").read_text().splitlines()
-    assert plots.table([json.loads(line) for line in lines]) in (ROOT / "README.md").read_text()
 
 
 # ------------------------------------------------------------------------------------------- the TPU compiler

@@ -1,0 +1,425 @@
+"""How fast is a model here, and how fast could it be?
+
+    python3 benchmarks/speed.py --model llama3.2-1b --quantize int8 --batch 1,8 --context 1024 --prompt 512
+
+Decode is timed with caches that are filled to `--context` positions, prefill on prompts of `--prompt` tokens;
+each is warmed up, and compiling is not counted. Beside the median stands the best and the worst repetition.
+The roofline is what this device was seen to do in the same run: the bytes per second at which it read a large
+array, and the operations per second of a large product in the type of the activations.
+"""
+# ruff: noqa: E402  the folders must be on the path first
+
+import collections
+import dataclasses
+import datetime
+import gzip
+import importlib.metadata
+import json
+import pathlib
+import platform
+import re
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+
+FOLDER = pathlib.Path(__file__).resolve().parent
+sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from models import MODELS, read_model
+
+import main as program
+import model
+from convert_checkpoint import DTYPES, OneLineParser, load, open_checkpoint, run
+from model import Config, Sampling
+
+COMPONENTS = ("attention", "mlp", "experts", "embed", "unembed", "sample")  # named scopes of model.py
+
+
+# --------------------------------------------------------------------------------------------------- timing
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Seconds of one repetition: the median, the least and the most."""
+
+    median: float
+    least: float
+    most: float
+
+
+def measure(function: Callable[[int], object], repeat: int, n: int = 1) -> Timing:
+    """Time function(n), which starts a piece of work n times and returns arrays; per piece."""
+    seconds = []
+    for _ in range(repeat):
+        began = time.perf_counter()
+        jax.block_until_ready(function(n))
+        seconds.append((time.perf_counter() - began) / n)
+    return Timing(statistics.median(seconds), min(seconds), max(seconds))
+
+
+def measure_bandwidth() -> float:
+    """Bytes per second that one device reads: the better of a sum and of a product with a vector."""
+    on_cpu = jax.default_backend() == "cpu"
+    x = jnp.ones((1 << 13, 1 << (13 if on_cpu else 16)), jnp.float32)  # 256 MiB, else 2 GiB
+    ways = jax.jit(jnp.sum), jax.jit(lambda x: jnp.einsum("ij,j->i", x, x[0]))
+    return max(x.nbytes / _best(way, x) for way in ways)
+
+
+def measure_flops(dtype) -> float:
+    """Operations per second of one device in products of dtype: the better of two layouts."""
+    n = 2048 if jax.default_backend() == "cpu" else 8192
+    x = jnp.ones((n, n), dtype)
+
+    def product(spec: str):
+        return jax.jit(lambda x: jnp.einsum(spec, x, x, preferred_element_type=jnp.float32))
+
+    return max(2 * n**3 / _best(product(spec), x) for spec in ("ij,jk->ik", "ij,kj->ik"))
+
+
+def _best(function, x: jax.Array) -> float:
+    jax.block_until_ready(function(x))
+    return measure(lambda _: function(x), 5).least
+
+
+# ------------------------------------------------------------------------------------------- what is needed
+
+
+def needed_flops(weights: model.Weights, cfg: Config, batch: int, tokens: int, context: int) -> float:
+    """Multiplications and additions of `tokens` new tokens per row after `context` others, one logit each.
+
+    Padding of the vocabulary, norms, rotations and softmax are not counted.
+    """
+    per_token, pairs = 0, 0
+    for layer, kind in zip(weights.layers, cfg.layers, strict=True):
+        per_token += _size(layer.attention)
+        if kind.moe:
+            routed = layer.feed_forward
+            share = cfg.A / cfg.E
+            per_token += _size(routed.shared) + _size(routed.router)
+            per_token += share * _size((routed.gate, routed.up, routed.down))
+        else:
+            per_token += _size(layer.feed_forward)
+        positions = np.arange(context, context + tokens)
+        pairs += np.sum(positions % kind.chunk if kind.chunk else positions) + tokens
+    attention = 4 * pairs * cfg.K * cfg.G * cfg.H  # a query by a key, a weight by a value
+    return batch * (2 * per_token * tokens + attention + 2 * cfg.V * cfg.D)
+
+
+def _size(tree) -> int:
+    """Elements of the matrices in a tree; of int8 ones the values."""
+    return sum(x.size for x in jax.tree.leaves(tree) if x.ndim > 1)
+
+
+# ------------------------------------------------------------------------------------------------------ runs
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """`model.step`, compiled for arrays of some shapes, with all that stays the same. seconds: to compile."""
+
+    compiled: jax.stages.Compiled
+    seeds: np.ndarray
+    weights: model.Weights
+    seconds: float
+
+    def __call__(self, piece: model.Piece, cache: model.Cache) -> tuple[model.Output, model.Cache]:
+        return self.compiled(piece, self.seeds, self.weights, cache)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """A model on a mesh, and what is asked about it."""
+
+    cfg: Config
+    mesh: jax.sharding.Mesh
+    weights: model.Weights
+    kv_dtype: str
+    repeat: int
+    bandwidth: float
+    flops: float
+
+    def compile(self, piece: model.Piece, cache: model.Cache) -> Step:
+        static = dict(sampling=Sampling(), cfg=self.cfg, mesh=self.mesh)
+        seeds = np.zeros(len(piece.count), np.uint32)
+        began = time.perf_counter()
+        compiled = model.step.lower(piece, seeds, self.weights, cache, **static).compile()
+        return Step(compiled, seeds, self.weights, time.perf_counter() - began)
+
+    def cache(self, batch: int, filled: int, room: int) -> model.Cache:
+        """A cache as after `filled` tokens of each row, with room for more."""
+        cache = model.init_cache(self.cfg, self.mesh, batch, -(-(filled + room) // 128) * 128, self.kv_dtype)
+        length = jax.device_put(np.full(batch, filled, np.int32), cache.length.sharding)
+        return dataclasses.replace(cache, length=length)
+
+    def decode(self, batch: int, context: int, trace: pathlib.Path | None = None) -> dict:
+        """Steps of one token per row, around `context` filled positions."""
+        steps = 4
+        room = steps * (self.repeat + 2)
+        cache = self.cache(batch, max(context - room // 2, 0), room)
+        token = jax.device_put(np.zeros((batch, 1), np.int32), cache.length.sharding)
+        piece = model.Piece(tokens=token, count=np.ones(batch, np.int32))
+        step = self.compile(piece, cache)
+        state = [token, cache]
+
+        def go(n: int):
+            for _ in range(n):
+                output, state[1] = step(dataclasses.replace(piece, tokens=state[0]), state[1])
+                state[0] = output.tokens
+            return state
+
+        return self.report("decode", go, steps, batch, 1, context, [step], trace)
+
+    def prefill(self, batch: int, length: int, trace: pathlib.Path | None = None) -> dict:
+        """Prompts of `length` tokens into empty caches, to each row's first token."""
+        prompt = model.pieces([[1] * length] * batch)
+        cache = self.cache(batch, 0, length)
+        steps = {piece.tokens.shape: self.compile(piece, cache) for piece in prompt}
+        state = [cache]
+
+        def go(n: int):
+            for _ in range(n):
+                cache = dataclasses.replace(state[0], length=jnp.zeros_like(state[0].length))
+                for piece in prompt:
+                    output, cache = steps[piece.tokens.shape](piece, cache)
+                state[0] = cache
+            return output
+
+        return self.report("prefill", go, 1, batch, length, 0, list(steps.values()), trace)
+
+    def report(self, phase, go, n, batch, tokens, context, steps: list[Step], trace) -> dict:
+        """Time go(n), which makes `tokens` tokens of each row n times; what is reported of it."""
+        jax.block_until_ready(go(n))
+        timing = measure(go, self.repeat, n)
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = trace / f"{phase}-{batch}x{context or tokens}" if trace else pathlib.Path(temporary)
+            with jax.profiler.trace(folder, create_perfetto_trace=trace is not None):
+                jax.block_until_ready(go(1))
+            parts = components(folder, [step.compiled.as_text() for step in steps])
+        floors = self.floors(phase, batch, tokens, context)
+        bound = max(floors, key=floors.get)
+        return dict(
+            phase=phase, batch=batch, tokens=tokens, context=context,
+            seconds=timing.median, seconds_least=timing.least, seconds_most=timing.most,
+            tokens_per_second=batch * tokens / timing.median, compile_seconds=sum(x.seconds for x in steps),
+            mbu=floors["memory"] / timing.median, mfu=floors["arithmetic"] / timing.median,
+            bound_by=bound, of_roofline=floors[bound] / timing.median, components=parts,
+        )  # fmt: skip
+
+    def floors(self, phase: str, batch: int, tokens: int, context: int) -> dict[str, float]:
+        """Seconds that reading what must be read, and computing what must be computed, take at least."""
+        element = jnp.dtype(self.kv_dtype).itemsize + (2 / self.cfg.H if self.kv_dtype == "int8" else 0)
+        rows = -(-batch // self.mesh.shape["data"])
+        pieces = 1 if phase == "decode" else len(model.pieces([[0] * tokens] * batch))
+        arguments = rows * tokens // pieces, context, element
+        moved = program.bytes_per_step(self.weights, self.cfg, self.mesh, *arguments) * pieces
+        flops = needed_flops(self.weights, self.cfg, batch, tokens, context) / self.mesh.size
+        return dict(memory=moved / self.bandwidth, arithmetic=flops / self.flops)
+
+
+# ------------------------------------------------------------------------------------------------ components
+
+
+def components(folder: pathlib.Path, programs: list[str]) -> dict[str, float] | None:
+    """Shares of the devices' busy time by part of the model, from a profile; a fusion counts as its root.
+
+    folder: as jax.profiler.trace left it. programs: the HLO text of what ran. None if their names for
+    instructions cannot be told apart.
+    """
+    if len(programs) > 1:
+        return None
+    part = {}
+    for line in programs[0].splitlines():
+        if found := re.match(r"\s*(?:ROOT )?%?([\w.\-]+) = .*?\s([\w\-]+)\(", line):
+            part[found[1]] = component(found[2], line)
+    seconds = collections.Counter()
+    for name, duration in operations(folder):
+        if name in part:
+            seconds[part[name]] += duration
+    total = sum(seconds.values())
+    return {name: duration / total for name, duration in seconds.most_common()}
+
+
+def component(opcode: str, line: str) -> str:
+    """The innermost named scope of an instruction of HLO text, or that it is a collective."""
+    if opcode.startswith(("all-", "collective-", "reduce-scatter")):
+        return "collectives"
+    scopes = re.search(r'op_name="([^"]*)"', line)
+    found = [scope for scope in scopes[1].split("/") if scope in COMPONENTS] if scopes else []
+    return found[-1] if found else "other"
+
+
+def operations(folder: pathlib.Path) -> Iterator[tuple[str, float]]:
+    """(name of an HLO instruction, microseconds) of each time that one ran."""
+    for file in folder.rglob("*.trace.json.gz"):
+        if file.name == "perfetto_trace.json.gz":
+            continue
+        for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]:
+            if event.get("ph") == "X":
+                yield event.get("args", {}).get("hlo_op", event["name"]), event["dur"]
+
+
+# -------------------------------------------------------------------------------------------------- reports
+
+
+def table(result: dict, before: dict | None = None) -> str:
+    """The rows in Markdown, beside those of an earlier result."""
+    earlier = {_key(row): row["tokens_per_second"] for row in before["rows"]} if before else {}
+    head = "| | batch x context | tokens/s | ms (least..most) | MBU | MFU | of the roofline | compiled in |"
+    lines = [head + (" before |" if before else ""), "|---" * (8 + bool(before)) + "|"]
+    for row in result["rows"]:
+        size = f"{row['batch']} x {row['context'] or row['tokens']}"
+        ms = [f"{1e3 * row[name]:.1f}" for name in ("seconds", "seconds_least", "seconds_most")]
+        cells = [
+            row["phase"], size, f"{row['tokens_per_second']:,.1f}", f"{ms[0]} ({ms[1]}..{ms[2]})",
+            f"{row['mbu']:.0%}", f"{row['mfu']:.0%}", f"{row['of_roofline']:.0%}, {row['bound_by']}",
+            f"{row['compile_seconds']:.1f} s",
+        ]  # fmt: skip
+        if before:
+            old = earlier.get(_key(row))
+            cells.append(f"{old:,.1f}, {row['tokens_per_second'] / old - 1:+.1%}" if old else "not measured")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _key(row: dict) -> tuple:
+    return row["phase"], row["batch"], row["tokens"], row["context"]
+
+
+def facts(result: dict) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    return (
+        f"{result['model']}, {result['weights']} weights, {result['dtype']} activations, "
+        f"{result['kv_cache_dtype']} cache; {result['devices']} x {result['device']}, mesh {result['mesh']}; "
+        f"{versions}; {result['date']}. Seen to read {result['bandwidth'] / 1e9:.1f} GB/s and to do "
+        f"{result['flops'] / 1e12:.2f} TFLOP/s per device."
+    )
+
+
+def breakdown(result: dict) -> str:
+    """Where the busy time of each row goes, in Markdown."""
+    rows = [row for row in result["rows"] if row["components"]]
+    names = [x for x in (*COMPONENTS, "collectives", "other") if any(x in row["components"] for row in rows)]
+    lines = [f"| share of busy time | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    for row in rows:
+        shares = " | ".join(f"{row['components'].get(name, 0):.0%}" for name in names)
+        lines.append(f"| {row['phase']} {row['batch']} x {row['context'] or row['tokens']} | {shares} |")
+    return "\n".join(lines)
+
+
+def report(result: dict, before: dict | None = None) -> str:
+    return "\n\n".join([table(result, before), facts(result), breakdown(result)])
+
+
+def numbers(text: str) -> list[int]:
+    values = [int(part) for part in text.split(",")]
+    if min(values) < 1:
+        raise ValueError
+    return values
+
+
+numbers.__name__ = "list of numbers from 1"  # as argparse names it in its message
+
+
+def parse_arguments(arguments: list[str] | None = None):
+    parser = OneLineParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    add = parser.add_argument
+    source = parser.add_mutually_exclusive_group(required=True)
+    names = ", ".join(MODELS)
+    source.add_argument("--model", metavar="NAME_OR_CONFIG", help=f"random weights: {names} or a config.json")
+    source.add_argument("--checkpoint", metavar="DIR_OR_ID", help="as for main.py")
+    add("--batch", type=numbers, default=[1, 8], metavar="B,...", help="rows; default: 1,8")
+    add("--context", type=numbers, default=[1024], metavar="S,...", help="of decode; default: 1024")
+    add("--prompt", type=numbers, default=[512], metavar="T,...", help="lengths to prefill; default: 512")
+    for name in ("dp", "ep", "tp"):
+        add(f"--{name}", type=int, metavar="N", help="as for main.py")
+    add("--dtype", choices=tuple(DTYPES), help="default: float32 on a CPU, else bfloat16")
+    add("--quantize", choices=("int8", "none"), default="none", help="the weights; default: none")
+    add("--kv-cache-dtype", choices=("int8", "bfloat16", "float32"), help="default: as for main.py")
+    add("--layers", type=int, metavar="L", help="only the first L layers")
+    add("--repeat", type=int, default=5, metavar="N", help="measurements per row; default: 5")
+    add("--json", metavar="FILE", help="write all that was measured there")
+    add("--compare", metavar="FILE", help="an earlier --json file to stand beside")
+    add("--profile", metavar="DIR", help="keep a trace of each row there, for ui.perfetto.dev")
+    args = parser.parse_args(arguments)
+    for name in ("dp", "ep", "tp", "layers", "repeat"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            parser.error(f"--{name} {value} is not at least 1")
+    return args
+
+
+def read_result(file: pathlib.Path) -> dict:
+    """What --json wrote. Raises ValueError for what is something else."""
+    try:
+        result = json.loads(file.read_text())
+        list(map(_key, result["rows"]))
+        return result
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{file}: not what speed.py --json writes") from None
+
+
+def cpu_name() -> str:
+    """What /proc/cpuinfo calls this CPU."""
+    file = pathlib.Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*: (.*)", file.read_text()) if file.exists() else []
+    return f"{names[0]} ({len(names)} cores)" if names else platform.machine()
+
+
+def main() -> None:
+    args = parse_arguments()
+    before = read_result(pathlib.Path(args.compare)) if args.compare else None
+    if args.json and not pathlib.Path(args.json).resolve().parent.is_dir():
+        raise ValueError(f"--json {args.json}: there is no such folder")
+    program.keep_compiled()
+    program.join_hosts()
+    checkpoint = open_checkpoint(args.checkpoint) if args.checkpoint else None
+    cfg = checkpoint.config if checkpoint else read_model(args.model)
+    if args.layers:
+        if checkpoint:
+            raise ValueError("--layers is for --model: a checkpoint is loaded whole")
+        cfg = dataclasses.replace(cfg, layers=cfg.layers[: args.layers])
+    on_cpu = jax.default_backend() == "cpu"
+    dtype = args.dtype or ("float32" if on_cpu else "bfloat16")
+    kv_dtype = args.kv_cache_dtype or ("float32" if on_cpu else dtype)
+    mesh = program.choose_mesh(cfg, args.dp, args.ep, args.tp, program.device_count())
+    quantized = args.quantize == "int8" or bool(checkpoint and checkpoint.quantized)
+    for name, length in (("context", max(args.context)), ("prompt", max(args.prompt))):
+        if length > cfg.max_positions:
+            raise ValueError(f"--{name} {length}: the model's limit is {cfg.max_positions} positions")
+    longest = max(*args.context, *args.prompt)
+    program.check_fit(cfg, mesh, dtype, quantized, max(args.batch), longest, kv_dtype)
+    if checkpoint:
+        weights = load(checkpoint, mesh, dtype, quantized, program.progress)
+    else:
+        program.log("making random weights")
+        weights = model.init_weights(jax.random.key(0, impl="rbg"), cfg, mesh, jnp.dtype(dtype), quantized)
+    rates = measure_bandwidth(), measure_flops(jnp.dtype(dtype))
+    bench = Bench(cfg, mesh, jax.block_until_ready(weights), kv_dtype, args.repeat, *rates)
+    trace = pathlib.Path(args.profile) if args.profile else None
+    rows = []
+    for batch in args.batch:
+        jobs = [(bench.decode, n) for n in args.context] + [(bench.prefill, n) for n in args.prompt]
+        for job, n in jobs:
+            rows.append(job(batch, n, trace))
+            program.log("{phase} {batch}: {tokens_per_second:,.1f} tokens/s".format(**rows[-1]))
+    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
+    result = dict(
+        model=args.model or args.checkpoint, layers=len(cfg.layers), dtype=dtype, kv_cache_dtype=kv_dtype,
+        weights="int8" if quantized else dtype, devices=mesh.size,
+        device=cpu_name() if on_cpu else jax.devices()[0].device_kind,
+        mesh="x".join(str(n) for n in mesh.shape.values() if n > 1) or "1",
+        bandwidth=rates[0], flops=rates[1], versions=dict(python=platform.python_version(), **versions),
+        date=datetime.date.today().isoformat(), rows=rows,
+    )  # fmt: skip
+    if jax.process_index() == 0:
+        print(report(result, before))
+        if args.json:
+            pathlib.Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    run(main)

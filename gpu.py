@@ -1,0 +1,179 @@
+"""What a GPU must be told: attention that holds no scores, and the product of sorted rows with experts.
+
+Pallas kernels for its Triton backend. Letters as in model.py, uppercase for what this device has. In both
+kernels the programs that share an output divide what they sum over, and XLA joins their parts.
+"""
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from tpu import precision, result
+
+try:
+    from jax.experimental.pallas import triton
+except ImportError:  # deprecated since jax 0.11: without it a GPU takes the forms that are for any device
+    triton = None
+
+PROGRAMS = 512  # that keep all of a GPU busy: a few on each of its 100 to 150 processors
+BLOCK = 64  # slots that a program of `flash` reads at a time
+COLUMNS = 128  # of M, of a program of `grouped_dot`
+MASKED = -1e30  # a score that no exponential survives, without the NaN of inf - inf
+
+
+def takes(x: Array) -> bool:
+    """Whether the kernels can read x: Pallas counts its elements in 32 signed bits, until it has 4 GiB."""
+    return triton is not None and (x.size < 1 << 31 or x.size * x.dtype.itemsize > 1 << 32)
+
+
+def flash(q: Array, values: Array, scale: Array | None, low: Array, high: Array):
+    """Attention of each query to the slots low <= s < high: -> (o, lse) in P parts, stacked, to be merged.
+
+    q: [B,T,K,G,H]. values, scale: as in KV, int8 or float. low, high: [B,T] int32. A tile of queries reads
+    the slots from its smallest low to its largest high, each part an equal share of them.
+    """
+    B, T, K, G, H = q.shape
+    R, N, S = B * K, T * G, values.shape[2]
+    rows = min(128, max(16, pl.next_power_of_2(N)))
+    tiles = pl.cdiv(N, rows)
+    parts = max(1, min(PROGRAMS // (R * tiles), pl.cdiv(S, BLOCK)))
+    padding = tiles * rows - N
+    q = jnp.pad(q.swapaxes(1, 2).reshape(R, N, H), ((0, 0), (0, padding), (0, 0)))
+    low, high = (jnp.pad(jnp.repeat(x, G, 1), ((0, 0), (0, padding))) for x in (low, jnp.minimum(high, S)))
+
+    def of_row(x):
+        return pl.BlockSpec((None, *x.shape[1:]), lambda i, part, r: (r, 0, 0))
+
+    bound = pl.BlockSpec((None, rows), lambda i, part, r: (lax.div(r, K), i))
+    values, scale = (jax.tree.map(lambda x: x.reshape(R, *x.shape[2:]), x) for x in (values, scale))
+    o, lse = pl.pallas_call(
+        partial(_flash, parts=parts),
+        grid=(tiles, parts, R),
+        in_specs=[
+            pl.BlockSpec((None, rows, H), lambda i, part, r: (r, i, 0)),
+            of_row(values),
+            None if scale is None else of_row(scale),
+            bound,
+            bound,
+        ],
+        out_shape=(
+            result((parts, R, tiles * rows, H), jnp.float32, q, values, low, high),
+            result((parts, R, tiles * rows), jnp.float32, q, values, low, high),
+        ),
+        out_specs=(
+            pl.BlockSpec((None, None, rows, H), lambda i, part, r: (part, r, i, 0)),
+            pl.BlockSpec((None, None, rows), lambda i, part, r: (part, r, i)),
+        ),
+        compiler_params=triton.CompilerParams(num_warps=4 if rows < 128 else 8, num_stages=2),
+        name="flash",
+    )(q, values, scale, low, high)
+    return tuple(x[:, :, :N].reshape(parts, B, K, T, G, *x.shape[3:]).swapaxes(2, 3) for x in (o, lse))
+
+
+def _flash(q, values, scale, low, high, o, lse, *, parts: int):
+    """The kernel: one tile of queries, one part of the slots that they see, one row and key/value head."""
+    rows, H = q.shape
+    low, high = low[...], high[...]
+    seen = low < high
+    end = jnp.max(jnp.where(seen, high, 0))
+    begin = jnp.min(jnp.where(seen, low, end))
+    first, last = lax.div(begin, BLOCK), lax.div(end + BLOCK - 1, BLOCK)
+    share = lax.div(last - first + parts - 1, parts)
+    first = first + pl.program_id(1) * share
+    last = jnp.minimum(first + share, last)
+    dtype = jnp.promote_types(q.dtype, values.dtype)
+    dot = partial(jnp.dot, precision=precision(dtype), preferred_element_type=jnp.float32)
+    query = q[...].astype(dtype)
+    unit = H**-0.5 * math.log2(math.e)  # the kernel works with exp2
+
+    def step(i, state):
+        peak, total, acc = state
+        at = i * BLOCK
+        slots = at + lax.broadcasted_iota(jnp.int32, (BLOCK,), 0)
+        inside = (slots >= begin) & (slots < end)  # what is outside may be NaN
+
+        def read(column: int) -> Array:
+            x = values.at[pl.ds(at, BLOCK), pl.ds(column, H)]
+            return triton.load(x, mask=inside[:, None], other=0).astype(dtype)
+
+        def factor(which: int) -> Array:
+            x = scale.at[pl.ds(which, 1), pl.ds(at, BLOCK)]
+            return triton.load(x, mask=inside[None], other=0).astype(jnp.float32)
+
+        scores = dot(query, read(0).T) * unit
+        if scale is not None:
+            scores = scores * factor(0)
+        visible = (slots >= low[:, None]) & (slots < high[:, None])
+        scores = jnp.where(visible, scores, MASKED)
+        # A row that has seen nothing yet counts MASKED as 1; its first true score makes that 0 again.
+        new = jnp.maximum(peak, jnp.max(scores, 1))
+        p, shrink = jnp.exp2(scores - new[:, None]), jnp.exp2(peak - new)
+        total = total * shrink + jnp.sum(p, 1)
+        if scale is not None:
+            p = p * factor(1)
+        return new, total, acc * shrink[:, None] + dot(p.astype(dtype), read(H))
+
+    state = jnp.full(rows, MASKED), jnp.zeros(rows), jnp.zeros((rows, H))
+    peak, total, acc = lax.fori_loop(first, last, step, state)
+    any_seen = peak > MASKED
+    total = jnp.where(any_seen, total, 1)
+    o[...] = jnp.where(any_seen[:, None], acc / total[:, None], 0)
+    lse[...] = jnp.where(any_seen, peak * math.log(2) + jnp.log(total), -jnp.inf)
+
+
+def grouped_dot(x: Array, w: Array, sizes: Array) -> Array:
+    """`lax.ragged_dot`, which reads no expert without rows and no weight in another type: -> [N,M] float32.
+
+    x: [N,D], the rows of expert 0, then those of expert 1... w: [E,D,M], float or int8. sizes: [E] int32.
+    Rows beyond their sum are left undefined.
+    """
+    (N, D), (E, _, M) = x.shape, w.shape
+    rows = min(128, max(16, pl.next_power_of_2(pl.cdiv(N, E))))
+    deep = 64 if x.dtype.itemsize < 4 else 32
+    # A tile has rows of one expert only; each expert may have one that is not full.
+    tiles = min(N, N // rows + min(E, N))
+    per_expert = (sizes + rows - 1) // rows
+    last_tile, last_row = jnp.cumsum(per_expert), jnp.cumsum(sizes)
+    tile = jnp.arange(tiles)
+    expert = jnp.minimum(jnp.sum(tile[:, None] >= last_tile, 1), E - 1)
+    first = (last_row - sizes)[expert] + (tile - (last_tile - per_expert)[expert]) * rows
+    tile = jnp.stack([expert, first, last_row[expert]]).astype(jnp.int32)
+
+    columns = pl.cdiv(M, COLUMNS)
+    parts = max(1, min(PROGRAMS // (tiles * columns), D // (4 * deep)))
+    y = pl.pallas_call(
+        partial(_grouped_dot, rows=rows, deep=deep, parts=parts),
+        grid=(tiles, columns, parts),
+        out_shape=result((parts, N, M), jnp.float32, x, w, tile),
+        compiler_params=triton.CompilerParams(num_warps=4 if rows < 128 else 8, num_stages=3),
+        name="grouped_dot",
+    )(x, w, tile)
+    return jnp.sum(y, 0)
+
+
+def _grouped_dot(x, w, tile, y, *, rows: int, deep: int, parts: int):
+    """The kernel: one tile of rows, COLUMNS columns, and one part of D."""
+    i, j, part = (pl.program_id(axis) for axis in range(3))
+    D, M = w.shape[1:]
+    expert, first, end = tile[0, i], tile[1, i], tile[2, i]
+    share = pl.cdiv(pl.cdiv(D, deep), parts)
+    steps = jnp.where(first < end, jnp.int32(share), 0)
+    dot = partial(jnp.dot, precision=precision(x.dtype), preferred_element_type=jnp.float32)
+    used = (first + lax.broadcasted_iota(jnp.int32, (rows, 1), 0)) < end
+    inside = j * COLUMNS + lax.broadcasted_iota(jnp.int32, (1, COLUMNS), 1) < M
+
+    def step(n, acc):
+        at = (part * share + n) * deep
+        depth = at + lax.broadcasted_iota(jnp.int32, (deep,), 0) < D
+        a = x.at[pl.ds(first, rows), pl.ds(at, deep)]
+        a = triton.load(a, mask=used & depth[None], other=0)
+        b = w.at[expert, pl.ds(at, deep), pl.ds(j * COLUMNS, COLUMNS)]
+        b = triton.load(b, mask=depth[:, None] & inside, other=0)
+        return acc + dot(a, b.astype(a.dtype))
+
+    acc = lax.fori_loop(0, steps, step, jnp.zeros((rows, COLUMNS)))
+    triton.store(y.at[part, pl.ds(first, rows), pl.ds(j * COLUMNS, COLUMNS)], acc, mask=used & inside)

@@ -1,0 +1,109 @@
+"""The products of a CPU against numpy, and what main.py keeps between runs."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import cpu
+import quantize
+import ragged_attention
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+# Largest error, of a row's largest entry times a weight's norm: of float32 sums; of bfloat16 entries; of
+# entries rounded to 1/127, or to 1/254 of that.
+TOLERANCE = {"float32": 1e-6, "bfloat16": 2**-8, "eight bits": 0.5 / 127, "fifteen bits": 0.5 / 127 / 254}
+
+
+@pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("B, T", [(1, 1), (4, 1), (5, 1), (2, 3)])
+def test_products(weights, B, T):
+    rng = np.random.default_rng(B)
+    x = rng.normal(size=(B, T, 3, 32)).astype(np.float32)
+    x[-1, 0] *= 100  # each row has its own scale
+    x[0, 0] *= B > 1  # and one has none
+    x = np.asarray(jnp.asarray(x, weights if weights != "int8" else "float32"))
+    w = rng.integers(-127, 128, (5, 7, 3, 32)).astype(np.int8)
+    y = np.asarray(cpu.contract(jnp.asarray(x), jnp.asarray(w, weights), 2))
+    exact = np.einsum("BTij,NMij->BTNM", x.astype(np.float64), w.astype(np.float64))
+    assert y.dtype == np.float32 and y.shape == exact.shape
+    kind = weights
+    if weights == "int8":
+        kind = "float32" if T > 1 else "fifteen bits" if B <= cpu.FEW_ROWS else "eight bits"
+    largest = np.abs(x).max((2, 3)).astype(np.float64)[..., None, None]
+    norm = np.sqrt(np.square(w.astype(np.float64)).sum((2, 3)))
+    # Roundings are independent: of 5 * 7 sums of 96, none is 6 standard deviations (of 1 / sqrt(3)) away.
+    bound = 6 / 3**0.5 * TOLERANCE[kind] * largest * norm
+    assert (np.abs(y - exact) <= bound).all()
+    if kind.endswith("bits"):  # and it is not rounded less: the fast form was taken
+        assert np.abs(y - exact).max() > bound.max() / 100
+
+
+def test_the_platform_chooses():
+    """Inside a mesh of CPUs, and only there, an einsum is one of these products."""
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 1, 64)), jnp.float32)
+    w = quantize.quantize(jnp.asarray(np.random.default_rng(1).normal(size=(16, 64))), (1,))
+
+    def inside(x):
+        return quantize.einsum("bTD,fD->bTf", x, w)
+
+    spec = jax.sharding.PartitionSpec()
+    mapped = jax.shard_map(inside, mesh=mesh, in_specs=spec, out_specs=spec)
+    assert "s32" in jax.jit(mapped).lower(x).compile().as_text()
+    assert "s32" not in jax.jit(inside).lower(x).compile().as_text()
+    np.testing.assert_allclose(mapped(x), inside(x), atol=0.05)  # eight bits of entries up to 4, of 64
+
+
+def run_main(cache: pathlib.Path, **environment) -> str:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_COMP")} | environment
+    environment["XDG_CACHE_HOME"] = str(cache)
+    command = [sys.executable, "main.py", "--prompt", "Hello", "--max-new-tokens", "2"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def kept(folder: pathlib.Path) -> set[str]:
+    return {file.name for file in folder.rglob("*") if file.name.startswith("jit_step")}
+
+
+def test_compilations_are_kept(tmp_path):
+    stderr = run_main(tmp_path / "a")
+    first = kept(tmp_path / "a" / "llama-jax")
+    assert len(first) >= 2  # of prefill and of decode
+    assert "first token after" in stderr and "compilation" in stderr
+    run_main(tmp_path / "a")
+    assert kept(tmp_path / "a" / "llama-jax") == first
+    run_main(tmp_path / "b", JAX_COMPILATION_CACHE_DIR=str(tmp_path / "own"))
+    assert len(kept(tmp_path / "own")) >= 2 and not (tmp_path / "b").exists()
+
+
+def test_a_cache_folder_that_cannot_be_written_is_no_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    stderr = run_main(tmp_path / "file")
+    assert "Warning" not in stderr and "Error" not in stderr
+
+
+def test_decode_reads_what_is_filled(monkeypatch):
+    """A long cache costs a step of few positions no more blocks than a short one."""
+    blocks = []
+    read = ragged_attention.read_block
+
+    def count(kv, i, block):
+        jax.debug.callback(lambda i: blocks.append(int(i)), i)
+        return read(kv, i, block)
+
+    monkeypatch.setattr(ragged_attention, "read_block", count)
+    rng = np.random.default_rng(0)
+    q = jnp.asarray(rng.normal(size=(2, 1, 1, 2, 8)), jnp.float32)
+    kv = ragged_attention.KV(jnp.asarray(rng.normal(size=(2, 1, 1024, 16)), jnp.float32), None)
+    jax.block_until_ready(ragged_attention.attend_cached(q, kv, jnp.array([3, 300])))
+    jax.effects_barrier()
+    assert sorted(blocks) == [0, 1]

@@ -1,0 +1,174 @@
+"""The GPU's kernels, interpreted on a CPU, against numpy and the CPU's paths; and the model's lowering."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import llama3_config, llama4_config
+from jax._src.lib import triton
+from jax.experimental import pallas
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jaxlib.mlir import ir
+from test_attention import compare, exact, numpy_attention, quantized_kv
+from test_kernels import KINDS, LENGTHS, generate
+
+import gpu
+import grouped_matmul
+import model
+import ragged_attention
+from quantize import quantize
+from ragged_attention import KV
+
+
+def unchecked(mesh, in_specs, out_specs):
+    return partial(jax.shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Switches to the GPU's paths when called; returns the set of kernels that have run since."""
+    used, pallas_call = set(), pallas.pallas_call
+
+    def interpreted(*arguments, **options):
+        used.add(options["name"])
+        return pallas_call(*arguments, **options, interpret=True)
+
+    def switch() -> set[str]:
+        monkeypatch.setattr(pallas, "pallas_call", interpreted)
+        for module in (ragged_attention, grouped_matmul):
+            monkeypatch.setattr(module, "on_gpu", lambda mesh=None: True)
+        # The interpreter mixes what varies over the mesh with what does not; test_lowering checks our part.
+        monkeypatch.setattr(model, "on_each_device", lambda mesh, T, *specs: unchecked(mesh, *specs))
+        jax.clear_caches()  # what is compiled already is for a CPU
+        return used
+
+    yield switch
+    jax.clear_caches()
+
+
+# Empty, one slot, one less, as many and one more than a block of 64, and full; the last start is beyond.
+CASES = [(0, 0), (1, 0), (63, 0), (64, 5), (65, 64), (256, 0), (256, 130), (200, 199), (10, 200)]
+
+
+# Decode and a piece of a prompt, in two tiles; the slots of a row in one part, or in four.
+@pytest.mark.parametrize(
+    ("width", "dtype"), [(64, "int8"), (128, "int8"), (64, "bfloat16"), (128, "float32")]
+)
+@pytest.mark.parametrize(("T", "programs"), [(1, 1), (1, 72), (50, 144)])
+def test_cached(T, width, dtype, programs, monkeypatch, as_on_a_gpu):
+    """Lengths, starts and queries that see nothing, with NaN wherever nothing may be read."""
+    monkeypatch.setattr(gpu, "PROGRAMS", programs)
+    rng, (B, K, G, S) = np.random.default_rng(0), (len(CASES), 2, 3, 256)
+    length, start = np.array(CASES).T
+    sees = rng.random((B, T)) < 0.7 if T > 1 else np.ones((B, 1), bool)
+    q = jnp.asarray(rng.standard_normal((B, T, K, G, width)), "bfloat16" if dtype == "int8" else dtype)
+    kv = rng.standard_normal((B, K, S, 2 * width))
+    kv = quantized_kv(kv) if dtype == "int8" else KV(jnp.asarray(kv, dtype), None)
+    filled = (np.arange(S) < length[:, None]) & (np.arange(S) >= start[:, None])
+    here = filled[:, None]  # BKS
+    if dtype == "int8":
+        poisoned = KV(kv.values, jnp.where(here[:, :, None], kv.scale, jnp.nan))
+    else:
+        poisoned = KV(jnp.where(here[..., None], kv.values, jnp.nan), None)
+    used = as_on_a_gpu()
+    result = ragged_attention.attend_cached(q, poisoned, jnp.int32(length), jnp.int32(start), jnp.array(sees))
+    assert used == {"flash"}
+    mask = sees[..., None] & filled[:, None]
+    expected = numpy_attention(np.asarray(q, np.float64), *exact(kv), mask)
+    compare(result, expected, 1e-5 if dtype == "float32" else 1e-2)
+
+
+@pytest.mark.parametrize("window", [None, 3, 70])
+def test_causal(window, as_on_a_gpu):
+    """Causal, within a segment, and within a window; blocks and tiles before the first visible slot."""
+    rng = np.random.default_rng(0)
+    B, T, K, G, H = 3, 150, 2, 3, 64
+    q, k, v = (rng.standard_normal((B, T, K, *rest)) for rest in ((G, H), (H,), (H,)))
+    segment = np.stack([np.zeros(T, int), np.arange(T) // 100, np.arange(T) * 2 // T * 7])
+    back = np.arange(T)[:, None] - np.arange(T)
+    mask = (back >= 0) & (back < (window or T)) & (segment[..., None] == segment[:, None])
+    used = as_on_a_gpu()
+    result = ragged_attention.attend_causal(*map(jnp.float32, (q, k, v)), jnp.int32(segment), window)
+    assert used == {"flash"}
+    compare(result, numpy_attention(q, k.swapaxes(1, 2), v.swapaxes(1, 2), mask))
+
+
+@pytest.mark.parametrize(("dtype", "programs"), [("int8", 1), ("float32", 512)])
+@pytest.mark.parametrize(
+    "sizes", [[0, 0, 1, 0], [1, 0, 0, 0], [3, 0, 20, 17], [0, 0, 0, 70], [16, 1, 15, 33], [0, 0, 0, 0]]
+)
+def test_grouped_dot(sizes, programs, dtype, monkeypatch, as_on_a_gpu):
+    """Rows of unlike many experts, and two of none, with NaN in every expert without rows."""
+    monkeypatch.setattr(gpu, "PROGRAMS", programs)
+    rng, N, (E, D, M) = np.random.default_rng(0), sum(sizes), (4, 300, 140)
+    x, w = rng.standard_normal((N + 2, D)), rng.standard_normal((E, D, M))
+    idle = np.flatnonzero(np.equal(sizes, 0))
+    if dtype == "int8":
+        given = quantize(jnp.float32(w), (1,)).values
+        w = np.float64(given)
+    else:
+        given = jnp.float32(w).at[idle].set(jnp.nan)
+    used = as_on_a_gpu()
+    result = gpu.grouped_dot(jnp.float32(x), given, jnp.int32(sizes))
+    assert used == {"grouped_dot"}
+    assert np.isnan(result[N:]).all()  # as the interpreter left them: a tile writes its own rows only
+    expert = np.repeat(np.arange(E), sizes)
+    np.testing.assert_allclose(result[:N], np.einsum("nd,ndm->nm", x[:N], w[expert]), atol=1e-3, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("cfg", "kv_dtype", "quantized"),
+    [
+        (llama4_config(H=64, layers=KINDS, A=2), "float32", True),
+        (llama3_config(K=2, G=4, H=64, tied_embeddings=True), "int8", False),
+    ],
+    ids=["llama4", "llama3"],
+)
+def test_whole_model(cfg, kv_dtype, quantized, monkeypatch, as_on_a_gpu):
+    """Prefill in pieces, then decode steps whose lengths differ by row."""
+    monkeypatch.setattr(model, "PIECE", 128)
+    expected = generate(cfg, kv_dtype, quantized)
+    used = as_on_a_gpu()
+    result = generate(cfg, kv_dtype, quantized)
+    assert used == {"flash"} | ({"grouped_dot"} if cfg.E else set())
+    assert result.tokens == expected.tokens
+    np.testing.assert_allclose(result.logprobs, expected.logprobs, atol=1e-4)
+    for ours, theirs, n in zip(result.prompt_logprobs, expected.prompt_logprobs, LENGTHS, strict=True):
+        np.testing.assert_allclose(ours[: n - 1], theirs[: n - 1], atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
+@pytest.mark.parametrize("kv_dtype", ["int8", "bfloat16", "float32"])
+@pytest.mark.parametrize("T", [1, 128])
+def test_lowering(T, kv_dtype):
+    """A step on 8 GPUs that are not here: shard_map's check passes, and the kernels are valid Triton."""
+    cfg = llama4_config(H=64)
+    shape = model.mesh_shape(cfg, 2, 2, 2)
+    device = AbstractDevice("NVIDIA H200", None, "gpu")
+    mesh = AbstractMesh(tuple(shape.values()), tuple(shape), (AxisType.Auto,) * 5, abstract_device=device)
+    dtype = jnp.float32 if kv_dtype == "float32" else jnp.bfloat16
+    weights = model.abstract(model.weight_infos(cfg), mesh, dtype, quantized=kv_dtype == "int8")
+    cache = model.abstract(model.cache_infos(cfg, 4, 256, jnp.dtype(kv_dtype)), mesh)
+    tokens, count, seeds = (
+        jax.ShapeDtypeStruct(s, t) for s, t in (((4, T), "int32"), ((4,), "int32"), ((4,), "uint32"))
+    )
+    arguments = model.Piece(tokens=tokens, count=count), seeds, weights, cache
+    step = model.step.trace(*arguments, sampling=model.Sampling(), cfg=cfg, mesh=mesh)
+    lowered = step.lower(lowering_platforms=("cuda",)).compiler_ir()
+    kernels = []
+
+    def visit(op):
+        if op.name == "stablehlo.custom_call" and "triton" in str(op.attributes["call_target_name"]):
+            kernels.append(op.attributes["mhlo.backend_config"])
+        return ir.WalkResult.ADVANCE
+
+    lowered.operation.walk(visit)
+    names = [kernel["name"].value for kernel in kernels]
+    assert names.count("grouped_dot") == 3 * 2  # matrices, layers
+    assert names.count("flash") == (3 if T == 1 else 6)  # to the cache, or to it and to the piece
+    with ir.Context() as context:
+        triton.dialect.register_dialect(context)
+        for kernel in kernels:
+            assert ir.Module.parse(kernel["ir"].value_bytes).operation.verify()

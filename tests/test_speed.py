@@ -1,0 +1,188 @@
+"""benchmarks/speed.py, compare.py and plots.py: what they count, what they print, what they refuse."""
+
+import gzip
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import compare
+import models
+import plots
+import speed
+
+import model
+
+TINY = "tests/checkpoints/tiny-llama4"
+
+
+def run_speed(*arguments: str) -> subprocess.CompletedProcess:
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    command = [sys.executable, "benchmarks/speed.py", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+
+
+# ------------------------------------------------------------------------------------------------- counting
+
+
+@pytest.mark.parametrize("tokens, context", [(1, 0), (1, 5), (6, 0), (3, 4)])
+def test_operations_are_those_of_each_product(tokens, context):
+    """Counted one by one, for a model with dense and routed, chunked and global layers."""
+    kinds = (model.LayerKind(chunk=4, moe=True), model.LayerKind(rope=False), model.LayerKind(chunk=4))
+    cfg = model.Config(
+        D=8, K=2, G=3, H=4, F=16, V=10, E=4, A=2, M=6, layers=kinds, rope=model.Rope(1e4), norm_eps=1e-5,
+        max_positions=64,
+    )  # fmt: skip
+    weights = model.abstract(model.weight_infos(cfg), model.make_mesh(cfg), np.float32)
+    count = 0
+    for kind in kinds:
+        for position in range(context, context + tokens):
+            count += 2 * 8 * 4 * (2 * 3 + 2 + 2) + 2 * 2 * 3 * 4 * 8  # q, k, v; o
+            seen = position % 4 + 1 if kind.chunk else position + 1
+            count += seen * 2 * 3 * (2 * 4 + 2 * 4)  # of each head: scores, values
+            if kind.moe:
+                count += 2 * 8 * 4 + 3 * 2 * 8 * 6 * (2 + 1)  # router; two experts and the shared one
+            else:
+                count += 3 * 2 * 8 * 16
+    count += 2 * 8 * 10  # the last token's logits
+    assert speed.needed_flops(weights, cfg, 5, tokens, context) == 5 * count
+
+
+HLO = """
+  %fusion.1 = f32[2]{0} fusion(%a), kind=kLoop, metadata={op_name="jit(step)/shard_map/attention/dot"}
+  ROOT %dot.2 = f32[2]{0} dot(%a, %b), metadata={op_name="jit(step)/feed_forward/experts/dot_general"}
+  %all-reduce.3 = f32[2]{0} all-reduce(%a), metadata={op_name="jit(step)/attention/psum"}
+  %copy.4 = (f32[2]{0}, s32[]) copy(%a)
+"""
+
+
+def test_components(tmp_path):
+    """Time goes to the scope of the instruction, whether it is named by its event or by an argument."""
+
+    def event(name, duration, **arguments):
+        return dict(ph="X", name=name, dur=duration, args=arguments)
+
+    events = [
+        event("fusion.1", 3),
+        event("x", 2, hlo_op="dot.2"),
+        event("all-reduce.3", 4),
+        event("copy.4", 1),
+    ]
+    events += [event("somewhere in the host", 100), dict(ph="M", name="fusion.1")]
+    file = tmp_path / "plugins" / "host.trace.json.gz"
+    file.parent.mkdir()
+    file.write_bytes(gzip.compress(json.dumps(dict(traceEvents=events)).encode()))
+    shares = dict(attention=0.3, experts=0.2, collectives=0.4, other=0.1)
+    assert speed.components(tmp_path, [HLO]) == pytest.approx(shares)
+    assert speed.components(tmp_path, [HLO, HLO]) is None
+
+
+def test_every_name_is_a_model():
+    assert {name: models.read_model(name).D for name in ("llama3.2-1b", "llama4-scout")} == {
+        "llama3.2-1b": 2048,
+        "llama4-scout": 5120,
+    }
+
+
+# ------------------------------------------------------------------------------------------------ the command
+
+
+def test_a_run_and_a_comparison_with_it(tmp_path):
+    size = ["--batch", "1,2", "--context", "64", "--prompt", "16", "--repeat", "2"]
+    done = run_speed(
+        "--checkpoint", TINY, *size, "--json", f"{tmp_path}/a.json", "--profile", f"{tmp_path}/p"
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "a.json").read_text())
+    assert [(row["phase"], row["batch"]) for row in result["rows"]] == [
+        ("decode", 1),
+        ("prefill", 1),
+        ("decode", 2),
+        ("prefill", 2),
+    ]
+    for row in result["rows"]:
+        assert row["tokens_per_second"] == row["batch"] * row["tokens"] / row["seconds"]
+        assert row["seconds_least"] <= row["seconds"] <= row["seconds_most"]
+        assert row["of_roofline"] == max(row["mbu"], row["mfu"]) > 0
+        assert sum(row["components"].values()) == pytest.approx(1)
+        assert {"attention", "experts", "unembed"} <= set(row["components"])
+    assert len(list((tmp_path / "p").rglob("perfetto_trace.json.gz"))) == 4
+    assert speed.report(result) in done.stdout
+
+    plots.draw(tmp_path / "a.json", tmp_path / "a.svg")
+    assert "<svg" in (tmp_path / "a.svg").read_text()
+
+    half = json.loads((tmp_path / "a.json").read_text())
+    for row in half["rows"]:
+        row["tokens_per_second"] /= 2
+    half["rows"].pop()
+    table = speed.table(result, half)
+    assert table.count("+100.0%") == 3 and table.count("not measured") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "one of the arguments --model --checkpoint is required"),
+        (["--model", "llama9"], "--model llama9: no config.json there"),
+        (["--model", "llama3.2-1b", "--batch", "0"], "--batch: invalid list of numbers from 1 value: '0'"),
+        (["--model", "llama3.2-1b", "--batch", "1,x"], "--batch: invalid list"),
+        (["--checkpoint", TINY, "--layers", "1"], "--layers is for --model"),
+        (["--checkpoint", TINY, "--context", "100000"], "--context 100000: the model's limit is"),
+        (["--model", "llama3.1-405b"], "does not fit"),
+        (["--checkpoint", TINY, "--compare", "README.md"], "README.md: not what speed.py --json writes"),
+        (["--checkpoint", TINY, "--compare", "nowhere.json"], "nowhere.json"),
+        (["--checkpoint", TINY, "--json", "no/such/folder.json"], "no/such/folder.json"),
+    ],
+)
+def test_refusals(arguments, message):
+    done = run_speed(*arguments)
+    assert done.returncode != 0 and message in done.stderr
+    assert "Traceback" not in done.stderr and done.stdout == ""
+
+
+# -------------------------------------------------------------------------------------------- the comparison
+
+
+def test_the_comparison_of_our_own(tmp_path):
+    """Two contenders of this repository, one layer, one round."""
+    command = [
+        sys.executable,
+        "benchmarks/compare.py",
+        "--contenders",
+        "jax-int8,jax-bfloat16",
+        "--layers",
+        "1",
+    ]
+    command += ["--rounds", "1", "--json", str(tmp_path / "a.json")]
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "a.json").read_text())
+    assert compare.table(result) in done.stdout
+    for samples in result["samples"].values():
+        assert all(found["tokens_per_second"] > 0 for task in samples.values() for found in task)
+
+
+def test_the_comparison_refuses():
+    command = [sys.executable, "benchmarks/compare.py"]
+    done = subprocess.run([*command, "--contenders", "gpt-fast"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and "'gpt-fast' is none of jax-int8" in done.stderr
+    missing = ["--contenders", "llama.cpp-q8_0", "--llama-cpp-python", "/no/python", "--layers", "1"]
+    done = subprocess.run([*command, *missing], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and "/no/python" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_the_readme_has_what_was_measured():
+    """Every table that plots.py makes of images/ is in the README, and every picture is there."""
+    readme = (ROOT / "README.md").read_text()
+    for file in sorted((ROOT / "images").glob("*.json*")):
+        for part in plots.tables(file).split("\n\n"):
+            assert part in readme, (file.name, part.split("\n")[0])
