@@ -20,17 +20,14 @@ def contract(x: Array, w: Array, n: int) -> Array:
     entry in up to FEW_ROWS rows, to 8 in more.
     """
     (B, T), outputs = x.shape[:2], w.shape[:-n]
-    x = x.reshape(B * T, -1)
-    w = w.reshape(math.prod(outputs), -1)
-    if T > 1:
-        y = weights_first(x, w.astype(x.dtype), jnp.float32)
-    elif w.dtype == jnp.int8:
+    x, w = x.reshape(B * T, -1), w.reshape(math.prod(outputs), -1)
+    if T == 1 and w.dtype == jnp.int8:
         y = int8_product(x, w)
-    elif x.dtype == jnp.bfloat16:  # a single row XLA would multiply in float32
-        two = jnp.pad(x, ((0, max(0, 2 - B)), (0, 0)))
-        y = jnp.einsum("RD,ND->RN", two, w, preferred_element_type=jnp.float32)[:B]
+    elif (T == 1) == (x.dtype == jnp.float32):
+        y = weights_first(x, w.astype(x.dtype), jnp.float32)
     else:
-        y = weights_first(x, w, jnp.float32)
+        two = jnp.pad(x, ((0, max(0, 2 - B * T)), (0, 0)))  # one row XLA would multiply in float32
+        y = jnp.einsum("RD,ND->RN", two, w.astype(x.dtype), preferred_element_type=jnp.float32)[: B * T]
     return y.reshape(B, T, *outputs)
 
 

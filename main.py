@@ -74,9 +74,17 @@ def parse_arguments(arguments: list[str] | None = None):
     add("--dp", type=int, metavar="N", help="data parallelism; default: what --ep and --tp leave")
     add("--ep", type=int, metavar="N", help="expert parallelism; default: 1")
     add("--tp", type=int, metavar="N", help="tensor parallelism; default: what --dp and --ep leave")
-    add("--dtype", choices=tuple(convert_checkpoint.DTYPES), help="default: float32 on a CPU, else bfloat16")
+    add(
+        "--dtype",
+        choices=tuple(convert_checkpoint.DTYPES),
+        help="default: float32 on a CPU, unless the weights are int8; else bfloat16",
+    )
     add("--quantize", choices=("int8", "none"), help="the weights; default: as in the checkpoint")
-    add("--kv-cache-dtype", choices=("int8", "bfloat16", "float32"), help="default: --dtype")
+    add(
+        "--kv-cache-dtype",
+        choices=("int8", "bfloat16", "float32"),
+        help="default: float32 on a CPU, else --dtype",
+    )
     add(
         "--temperature",
         type=float,
@@ -210,6 +218,13 @@ def encode(tokenizer, prompts: list[str], chat: bool, cfg: Config) -> list[list[
                 f"the checkpoint's tokenizer makes {row} of {prompt!r}; config.json has {cfg.V} tokens"
             )
     return encoded
+
+
+def choose_dtypes(dtype: str | None, kv_dtype: str | None, quantized: bool) -> tuple[str, str]:
+    """The types of activations and cache that the user asked for, or else those that are fast here."""
+    on_cpu = jax.default_backend() == "cpu"
+    dtype = dtype or ("float32" if on_cpu and not quantized else "bfloat16")
+    return dtype, kv_dtype or ("float32" if on_cpu else dtype)
 
 
 def plan_lengths(
@@ -435,14 +450,12 @@ def main() -> None:
     new, max_len = plan_lengths(encoded, args.max_new_tokens, args.max_len, cfg)
     lap("tokenizer")
 
-    # On a CPU, XLA's products of anything but float32 are slower than the bytes they save.
-    dtype = args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     if args.quantize == "none" and checkpoint.quantized:
         raise ValueError(f"--quantize none: the weights in {folder} are int8; use the original model")
-    kv_dtype = args.kv_cache_dtype or ("float32" if jax.default_backend() == "cpu" else dtype)
+    quantized = checkpoint.quantized or args.quantize == "int8"
+    dtype, kv_dtype = choose_dtypes(args.dtype, args.kv_cache_dtype, quantized)
     if dtype == "float32":
         jax.config.update("jax_default_matmul_precision", "highest")  # else TPUs and GPUs round the factors
-    quantized = checkpoint.quantized or args.quantize == "int8"
     check_fit(cfg, mesh, dtype, quantized, len(prompts), max_len, kv_dtype)
     weights = convert_checkpoint.load(checkpoint, mesh, dtype, quantized, progress)
     lap("weights")

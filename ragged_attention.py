@@ -28,6 +28,7 @@ from gpu import flash, takes
 from tpu import LANES, TILE, precision, put_slots, result, take_slots
 
 BLOCK = 1024  # cached slots per step of attend_cached: bounds its scores to B·K·G·T·BLOCK floats
+QUERIES = 64  # that `attend` takes at once
 DECODE_BLOCK = 256  # if T = 1: little more is read than is filled
 GROUP = 128  # rows x heads whose queries the decode kernel has in VMEM at once
 VMEM_BYTES = 32 << 20  # of VMEM that it may use
@@ -63,17 +64,28 @@ def each(function, *kvs: KV) -> KV:
     return KV(function(2, *(kv.values for kv in kvs)), scale)
 
 
-def attend(q: Array, k: Array, v: Array, mask: Array, k_scale=None, v_scale=None):
+def attend(q: Array, k: Array, v: Array | None, mask: Array, k_scale=None, v_scale=None):
     """Attention of each query to the keys that its mask admits. What no query may see may be NaN.
 
-    q: [B,T,K,G,H]. k, v: [B,K,S,H], float or int8 with scales [B,K,S]; or both the cache's values [B,K,S,C],
-    which spares a copy of each for twice the arithmetic. mask: [B,T,S] bool.
+    q: [B,T,K,G,H]. k, v: [B,K,S,H], float or int8 with scales [B,K,S]. Without v, k is each key beside its
+    value, [B,K,S,C]: that spares a copy of either, for twice the arithmetic. mask: [B,T,S] bool.
     """
-    H = q.shape[-1]
-    q = jnp.pad(q, [(0, 0)] * 4 + [(0, k.shape[-1] - H)])
+    B, T, *_, H = q.shape
+    if T > QUERIES and T % QUERIES == 0:  # a part at a time: the scores of all are slow to write and read
+        parts = (x.reshape(B, -1, QUERIES, *x.shape[2:]).swapaxes(0, 1) for x in (q, mask))
+        parts = lax.map(lambda part: attend(part[0], k, v, part[1], k_scale, v_scale), tuple(parts))
+        return tuple(x.swapaxes(0, 1).reshape(B, T, *x.shape[3:]) for x in parts)
+    # 0 * NaN is NaN: a slot that no query may see must not reach the second product.
+    seen = jnp.any(mask, 1)[:, None, :, None]
+    if v is None:
+        k = v = jnp.where(seen, k, 0)
+        q = jnp.pad(q, [(0, 0)] * 4 + [(0, H)])
+    else:
+        v = jnp.where(seen, v, 0)
     mask = mask[:, None, None]  # BKGTS
-    scores = jnp.einsum("BTKGH,BKSH->BKGTS", q, k.astype(q.dtype), preferred_element_type=jnp.float32)
-    scores = scores * H**-0.5
+    dtype = jnp.promote_types(q.dtype, k.dtype)
+    q, k = q.astype(dtype), k.astype(dtype)
+    scores = jnp.einsum("BTKGH,BKSH->BKGTS", q, k, preferred_element_type=jnp.float32) * H**-0.5
     if k_scale is not None:
         scores = scores * k_scale[:, :, None, None, :].astype(jnp.float32)
     scores = jnp.where(mask, scores, -jnp.inf)
@@ -83,10 +95,8 @@ def attend(q: Array, k: Array, v: Array, mask: Array, k_scale=None, v_scale=None
     total = jnp.sum(p, -1)
     if v_scale is not None:
         p = jnp.where(mask, p * v_scale[:, :, None, None, :].astype(jnp.float32), 0)
-    # 0 * NaN is NaN: a slot that no query may see must not reach the product.
-    v = jnp.where(jnp.any(mask, (1, 2, 3))[:, None, :, None], v, 0)
     # In float32, at the cost of a copy: XLA's CPU backend has no such product from bfloat16 to float32.
-    o = jnp.einsum("BKGTS,BKSH->BTKGH", p, v.astype(jnp.float32))
+    o = jnp.einsum("BKGTS,BKSH->BKGTH", p, v.astype(jnp.float32)).transpose(0, 3, 1, 2, 4)
     total = jnp.moveaxis(total, -1, 1)
     lse = jnp.moveaxis(peak[..., 0], -1, 1) + jnp.log(total)
     return o[..., -H:] / jnp.where(total == 0, 1, total)[..., None], lse
@@ -181,7 +191,7 @@ def attend_cached(q: Array, kv: KV, length: Array, start: Array | None = None, s
     def attend_block(i):
         part, slots = read_block(kv, i, block)
         filled = (slots >= jnp.maximum(start[:, None], i * block)) & (slots < length[:, None])  # BS
-        k, v = (part.values[..., :H], part.values[..., H:]) if T > 1 else (part.values, part.values)
+        k, v = (part.values[..., :H], part.values[..., H:]) if T > 1 else (part.values, None)
         scales = (None, None) if part.scale is None else (part.scale[:, :, 0], part.scale[:, :, 1])
         if use_splash(q):
             k, v = (dequantize(*pair, filled).astype(q.dtype) for pair in zip((k, v), scales, strict=True))

@@ -57,14 +57,14 @@ TASKS = {
 
 
 def jax_library(fields: dict, dtype: str, threads: int, folder: str):
-    """This repository, as main.py runs it: int8 weights have float32 activations and cache."""
+    """This repository, as main.py runs it: int8 weights with bfloat16 activations, the cache in float32."""
     import jax
     import numpy as np
 
     import model
     from convert_checkpoint import read_config
 
-    cfg, caches, float_type = read_config(fields), {}, "float32" if dtype == "int8" else dtype
+    cfg, caches, float_type = read_config(fields), {}, "bfloat16" if dtype == "int8" else dtype
     static = dict(sampling=model.Sampling(), cfg=cfg, mesh=model.make_mesh(cfg))
     weights = model.init_weights(
         jax.random.key(0, impl="rbg"), cfg, static["mesh"], float_type, dtype == "int8"
@@ -72,7 +72,7 @@ def jax_library(fields: dict, dtype: str, threads: int, folder: str):
 
     def cache(rows: int, length: int) -> model.Cache:
         if rows not in caches:
-            caches[rows] = model.init_cache(cfg, static["mesh"], rows, MAX_LEN, float_type)
+            caches[rows] = model.init_cache(cfg, static["mesh"], rows, MAX_LEN, "float32")
         old = caches.pop(rows)  # will be donated
         lengths = jax.device_put(np.full(rows, length, np.int32), old.length.sharding)
         return dataclasses.replace(old, length=lengths)

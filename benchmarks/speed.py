@@ -337,7 +337,7 @@ def parse_arguments(arguments: list[str] | None = None):
     add("--prompt", type=numbers, default=[512], metavar="T,...", help="lengths to prefill; default: 512")
     for name in ("dp", "ep", "tp"):
         add(f"--{name}", type=int, metavar="N", help="as for main.py")
-    add("--dtype", choices=tuple(DTYPES), help="default: float32 on a CPU, else bfloat16")
+    add("--dtype", choices=tuple(DTYPES), help="of activations; default: as for main.py")
     add("--quantize", choices=("int8", "none"), default="none", help="the weights; default: none")
     add("--kv-cache-dtype", choices=("int8", "bfloat16", "float32"), help="default: as for main.py")
     add("--layers", type=int, metavar="L", help="only the first L layers")
@@ -383,10 +383,9 @@ def main() -> None:
             raise ValueError("--layers is for --model: a checkpoint is loaded whole")
         cfg = dataclasses.replace(cfg, layers=cfg.layers[: args.layers])
     on_cpu = jax.default_backend() == "cpu"
-    dtype = args.dtype or ("float32" if on_cpu else "bfloat16")
-    kv_dtype = args.kv_cache_dtype or ("float32" if on_cpu else dtype)
     mesh = program.choose_mesh(cfg, args.dp, args.ep, args.tp, program.device_count())
     quantized = args.quantize == "int8" or bool(checkpoint and checkpoint.quantized)
+    dtype, kv_dtype = program.choose_dtypes(args.dtype, args.kv_cache_dtype, quantized)
     for name, length in (("context", max(args.context)), ("prompt", max(args.prompt))):
         if length > cfg.max_positions:
             raise ValueError(f"--{name} {length}: the model's limit is {cfg.max_positions} positions")
