@@ -9,7 +9,7 @@ import math
 import jax.numpy as jnp
 from jax import Array, lax
 
-FEW_ROWS = 4  # in so many an int8 product takes no longer for twice the columns
+FEW_ROWS = 2  # in so many an int8 product takes no longer for twice the columns
 STEPS = 127  # of int8, to each side
 
 

@@ -503,12 +503,14 @@ def attention(x: Array, w: Attention, kv, span: Span, kind: LayerKind, cfg: Conf
     return lax.psum(einsum("bTkgH,DkgH->bTD", o, w.o), MODEL), kv  # k, g
 
 
+@jax.named_scope("mlp")
 def mlp(x: Array, w: MLP) -> Array:
     """SwiGLU. x: [b,T,D] -> [b,T,D], this device's part of the sum over f. Source: arXiv 2002.05202."""
     h = jax.nn.silu(einsum("bTD,fD->bTf", x, w.gate)) * einsum("bTD,fD->bTf", x, w.up)
     return einsum("bTf,Df->bTD", h, w.down)
 
 
+@jax.named_scope("experts")
 def experts(x: Array, w: MoE, cfg: Config) -> Array:
     """Each token's A best experts. x: [b,T,D] -> [b,T,D], this device's part of the sum over e and m.
 
@@ -665,7 +667,7 @@ def on_each_device(mesh: Mesh, T: int, in_specs, out_specs):
 def forward(tokens: Array, weights: Weights, *, cfg: Config, mesh: Mesh) -> Array:
     """Logits of every position, without a cache: tokens [B,T] int32 -> [B,T,V] float32.
 
-    For short sequences, and for training: attention holds all T x T scores.
+    For short sequences, and on a CPU for training: the kernels of other devices have no derivative.
     """
     layouts = P("data"), specs(weight_infos(cfg), weights)
 

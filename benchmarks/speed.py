@@ -374,7 +374,6 @@ def main() -> None:
     before = read_result(pathlib.Path(args.compare)) if args.compare else None
     if args.json and not pathlib.Path(args.json).resolve().parent.is_dir():
         raise ValueError(f"--json {args.json}: there is no such folder")
-    program.keep_compiled()
     program.join_hosts()
     checkpoint = open_checkpoint(args.checkpoint) if args.checkpoint else None
     cfg = checkpoint.config if checkpoint else read_model(args.model)

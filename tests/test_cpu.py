@@ -22,7 +22,7 @@ TOLERANCE = {"float32": 1e-6, "bfloat16": 2**-8, "eight bits": 0.5 / 127, "fifte
 
 
 @pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8"])
-@pytest.mark.parametrize("B, T", [(1, 1), (4, 1), (5, 1), (2, 3)])
+@pytest.mark.parametrize("B, T", [(1, 1), (2, 1), (3, 1), (2, 3)])
 def test_products(weights, B, T):
     rng = np.random.default_rng(B)
     x = rng.normal(size=(B, T, 3, 32)).astype(np.float32)
