@@ -9,15 +9,14 @@ import math
 import jax.numpy as jnp
 from jax import Array, lax
 
-FEW_ROWS = 2  # in so many an int8 product takes no longer for twice the columns
 STEPS = 127  # of int8, to each side
 
 
 def contract(x: Array, w: Array, n: int) -> Array:
     """The sum of products over the last n axes of both: x [B,T,...] float, w [...] float or int8 -> float32.
 
-    T = 1, decode, waits for the weights. Then x is rounded where w is int8: to 15 bits of its row's largest
-    entry in up to FEW_ROWS rows, to 8 in more.
+    T = 1, decode, waits for the weights. Then x is rounded where w is int8: float32, in two int8 parts, to 15
+    bits of its row's largest entry; bfloat16, which has 8 bits, to 8 bits of it.
     """
     (B, T), outputs = x.shape[:2], w.shape[:-n]
     x, w = x.reshape(B * T, -1), w.reshape(math.prod(outputs), -1)
@@ -32,14 +31,16 @@ def contract(x: Array, w: Array, n: int) -> Array:
 
 
 def int8_product(x: Array, w: Array) -> Array:
-    """[R,D] float, [N,D] int8 -> [R,N] float32: only int8 by int8 is fast."""
+    """[R,D] float, [N,D] int8 -> [R,N] float32: only int8 by int8 is fast, and only of two rows or more."""
+    dtype = x.dtype
     x = x.astype(jnp.float32)
     unit = jnp.maximum(jnp.max(jnp.abs(x), -1, keepdims=True), 1e-30) / STEPS
     parts = [jnp.round(x / unit)]
-    if len(x) <= FEW_ROWS:  # and what that leaves
+    if dtype == jnp.float32:  # and what that leaves
         parts.append(jnp.round((x / unit - parts[0]) * (2 * STEPS)))
-    y = weights_first(jnp.concatenate(parts).astype(jnp.int8), w, jnp.int32).astype(jnp.float32)
-    high, *low = jnp.split(y, len(parts))
+    rows = jnp.concatenate(parts).astype(jnp.int8)
+    y = weights_first(jnp.pad(rows, ((0, max(0, 2 - len(rows))), (0, 0))), w, jnp.int32)
+    high, *low = jnp.split(y[: len(rows)].astype(jnp.float32), len(parts))
     return (high + sum(low) / (2 * STEPS)) * unit
 
 

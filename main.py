@@ -120,11 +120,14 @@ def log(*message) -> None:
 
 def keep_compiled() -> None:
     """Let jax keep what it compiles in a folder of the user's, unless JAX_COMPILATION_CACHE_DIR names one."""
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        caches = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-        jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(caches) / "llama-jax"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    settings = {
+        "jax_compilation_cache_dir": os.path.join(caches, "llama-jax"),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+    }
+    for name, value in settings.items():
+        if name.upper() not in os.environ:
+            jax.config.update(name, value)
     warnings.filterwarnings("ignore", message=".*persistent compilation cache", category=UserWarning)
 
 
@@ -133,7 +136,7 @@ LAPS: dict[str, float] = {}  # seconds of CPU time, by what they went to
 
 def lap(what: str) -> None:
     """Charge the CPU time since the last lap, or since this program began, to `what`."""
-    LAPS[what] = time.process_time() - sum(LAPS.values())
+    LAPS[what] = LAPS.get(what, 0) + time.process_time() - sum(LAPS.values())
 
 
 def join_hosts() -> None:
@@ -224,6 +227,8 @@ def choose_dtypes(dtype: str | None, kv_dtype: str | None, quantized: bool) -> t
     """The types of activations and cache that the user asked for, or else those that are fast here."""
     on_cpu = jax.default_backend() == "cpu"
     dtype = dtype or ("float32" if on_cpu and not quantized else "bfloat16")
+    if dtype == "float32":
+        jax.config.update("jax_default_matmul_precision", "highest")  # else TPUs and GPUs round the factors
     return dtype, kv_dtype or ("float32" if on_cpu else dtype)
 
 
@@ -405,13 +410,13 @@ def check_fit(cfg, mesh: Mesh, dtype: str, quantized: bool, rows: int, max_len: 
     raise ValueError(f"does not fit: {needs}, and has {have}; try {', '.join(remedies)}")
 
 
-def bytes_per_step(
-    weights, cfg: Config, mesh: Mesh, batch: int, mean_length: float, kv_bytes: float
-) -> float:
+def bytes_per_step(weights, cfg: Config, mesh: Mesh, batch: int, mean_length: float, kv_dtype: str) -> float:
     """Bytes that one device must read for a decode step: the weights in use and the filled cache slots.
 
-    batch: rows on one data shard. mean_length: filled positions per row. kv_bytes: per element.
+    batch: rows on one data shard. mean_length: filled positions per row.
     """
+    scale_bytes = 2 / cfg.H if kv_dtype == "int8" else 0  # one bfloat16 per key or value
+    kv_bytes = jnp.dtype(kv_dtype).itemsize + scale_bytes
     total = shard_bytes((weights.norm, weights.embed if cfg.tied_embeddings else weights.unembed))
     for layer, kind in zip(weights.layers, cfg.layers, strict=True):
         total += shard_bytes(layer)
@@ -454,8 +459,6 @@ def main() -> None:
         raise ValueError(f"--quantize none: the weights in {folder} are int8; use the original model")
     quantized = checkpoint.quantized or args.quantize == "int8"
     dtype, kv_dtype = choose_dtypes(args.dtype, args.kv_cache_dtype, quantized)
-    if dtype == "float32":
-        jax.config.update("jax_default_matmul_precision", "highest")  # else TPUs and GPUs round the factors
     check_fit(cfg, mesh, dtype, quantized, len(prompts), max_len, kv_dtype)
     weights = convert_checkpoint.load(checkpoint, mesh, dtype, quantized, progress)
     lap("weights")
@@ -487,10 +490,8 @@ def report(args, cfg, mesh, weights, prompts, encoded, result: Generation, token
     bandwidth, steps = BANDWIDTH.get(jax.devices()[0].device_kind), result.decode_steps_per_second
     utilization = None
     if bandwidth and steps:
-        scale_bytes = 2 / cfg.H if kv_dtype == "int8" else 0  # one bfloat16 per key or value
-        kv_bytes = jnp.dtype(kv_dtype).itemsize + scale_bytes
         per_device = -(-len(prompts) // mesh.shape["data"])
-        needed = bytes_per_step(weights, cfg, mesh, per_device, sum(filled) / len(filled), kv_bytes)
+        needed = bytes_per_step(weights, cfg, mesh, per_device, sum(filled) / len(filled), kv_dtype)
         utilization = needed * steps / bandwidth
     rate = result.decode_rate
     split = ", ".join(f"{what} {seconds:.1f}" for what, seconds in LAPS.items())

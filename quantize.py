@@ -52,8 +52,11 @@ def einsum(spec: str, x: Array, w: Array | QuantizedArray, out_dtype=None) -> Ar
     """
     values, scale = values_and_scale(w)
     if on_cpu():
-        contracted = (x.ndim + values.ndim - len(spec.split("->")[1])) // 2
-        y = contract(x, values, contracted)
+        inputs, output = spec.split("->")
+        ours, theirs = inputs.split(",")
+        n = (len(ours) + len(theirs) - len(output)) // 2
+        assert ours[-n:] == theirs[-n:] and output == ours[:-n] + theirs[:-n], spec
+        y = contract(x, values, n)
     else:
         y = jnp.einsum(spec, x, values.astype(x.dtype), preferred_element_type=jnp.float32)
     y = y if scale is None else y * scale

@@ -27,8 +27,8 @@ from devices import on_gpu, on_tpu
 from gpu import flash, takes
 from tpu import LANES, TILE, precision, put_slots, result, take_slots
 
-BLOCK = 1024  # cached slots per step of attend_cached: bounds its scores to B·K·G·T·BLOCK floats
-QUERIES = 64  # that `attend` takes at once
+BLOCK = 1024  # cached slots per step of attend_cached
+QUERIES = 64  # that `attend` takes at once: its scores are B·K·G·QUERIES·BLOCK floats
 DECODE_BLOCK = 256  # if T = 1: little more is read than is filled
 GROUP = 128  # rows x heads whose queries the decode kernel has in VMEM at once
 VMEM_BYTES = 32 << 20  # of VMEM that it may use

@@ -7,7 +7,7 @@ never two at a time: what disturbs the machine disturbs all alike. The peers may
 
     python3 -m venv ~/peers && ~/peers/bin/pip install torch transformers gguf llama-cpp-python
 
-Memory: making jax's weights takes 13 GB, so its contenders go first, the smallest of them before the others.
+Memory: making jax's weights takes 6 GB, so its contenders go first, the smallest of them before the others.
 """
 
 import contextlib
@@ -272,12 +272,13 @@ class Worker:
     log: pathlib.Path
 
     def ask(self, task: str) -> dict:
-        self.process.stdin.write(task + "\n")
-        self.process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it has ended: `answer` says why
+            self.process.stdin.write(task + "\n")
+            self.process.stdin.flush()
         return self.answer()
 
     def answer(self) -> dict:
-        if line := self.process.stdout.readline():
+        if (line := self.process.stdout.readline()).startswith("{"):
             return json.loads(line)
         reason = (self.log.read_text(errors="replace").strip() or "no message").split("\n")[-1]
         raise ValueError(f"{self.name} ended with code {self.process.wait()}: {reason}")
@@ -287,7 +288,13 @@ def start(name: str, python: str, job: dict, stack: contextlib.ExitStack) -> Wor
     """Start a contender, which ends with the stack."""
     log = pathlib.Path(job["folder"]) / f"{name}.log"
     command = [python, __file__, "--worker", json.dumps(job | dict(contender=name))]
-    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stack.enter_context(log.open("w")))
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
+    pipes = dict(
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=stack.enter_context(log.open("w")),
+    )
     process = stack.enter_context(subprocess.Popen(command, text=True, **pipes))
     stack.callback(process.kill)
     return Worker(name, process, log)
@@ -361,6 +368,12 @@ def parse_arguments(arguments: list[str] | None = None):
 
 def main() -> None:
     args = parse_arguments()
+    if not hasattr(os, "sched_setaffinity"):
+        raise ValueError("this comparison needs Linux, to give each contender the same cores")
+    if args.threads > os.cpu_count():
+        raise ValueError(f"--threads {args.threads}: this machine has {os.cpu_count()} cores")
+    if args.json:
+        open(args.json, "a").close()  # a file that cannot be written is known before the measuring
     peers = {"transformers": args.transformers_python, "llama.cpp": args.llama_cpp_python}
     pythons = {name: peers.get(name.rpartition("-")[0], sys.executable) for name in args.contenders}
     with tempfile.TemporaryDirectory() as temporary:

@@ -82,13 +82,15 @@ def draw_speed(result: dict, file: pathlib.Path) -> None:
     """Decode over the batch, with the share of the memory bandwidth, and where each row's time goes."""
     figure, (left, right) = pyplot().subplots(1, 2, figsize=(9.5, 3.6), width_ratios=(2, 3))
     decode = [row for row in result["rows"] if row["phase"] == "decode"]
-    for context in sorted({row["context"] for row in decode}):
+    for i, context in enumerate(sorted({row["context"] for row in decode})):
         line = [row for row in decode if row["context"] == context]
         batches, rates = ([row[name] for row in line] for name in ("batch", "tokens_per_second"))
         left.plot(batches, rates, marker="o", markersize=4, label=f"{context} positions")
         for row in line:
             point = row["batch"], row["tokens_per_second"]
-            left.annotate(f"{row['mbu']:.0%}", point, (4, -9), textcoords="offset points", fontsize=7)
+            left.annotate(
+                f"{row['mbu']:.0%}", point, (-9, 5 - 15 * i), textcoords="offset points", fontsize=7
+            )
     left.set_xscale("log", base=2)
     left.set_xticks(batches, batches)
     left.set_ylim(0)

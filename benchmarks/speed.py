@@ -36,6 +36,7 @@ import main as program
 import model
 from convert_checkpoint import DTYPES, OneLineParser, load, open_checkpoint, run
 from model import Config, Sampling
+from quantize import QuantizedArray, values_and_scale
 
 COMPONENTS = ("attention", "mlp", "experts", "embed", "unembed", "sample")  # named scopes of model.py
 
@@ -112,7 +113,8 @@ def needed_flops(weights: model.Weights, cfg: Config, batch: int, tokens: int, c
 
 def _size(tree) -> int:
     """Elements of the matrices in a tree; of int8 ones the values."""
-    return sum(x.size for x in jax.tree.leaves(tree) if x.ndim > 1)
+    arrays = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, QuantizedArray))
+    return sum(values_and_scale(x)[0].size for x in arrays)
 
 
 # ------------------------------------------------------------------------------------------------------ runs
@@ -156,12 +158,16 @@ class Bench:
         length = jax.device_put(np.full(batch, filled, np.int32), cache.length.sharding)
         return dataclasses.replace(cache, length=length)
 
+    def tokens(self, batch: int, length: int) -> np.ndarray:
+        """Random ones: equal ones would all go to the same experts."""
+        return np.random.default_rng(0).integers(0, self.cfg.V, (batch, length), np.int32)
+
     def decode(self, batch: int, context: int, trace: pathlib.Path | None = None) -> dict:
         """Steps of one token per row, around `context` filled positions."""
         steps = 4
         room = steps * (self.repeat + 2)
         cache = self.cache(batch, max(context - room // 2, 0), room)
-        token = jax.device_put(np.zeros((batch, 1), np.int32), cache.length.sharding)
+        token = jax.device_put(self.tokens(batch, 1), cache.length.sharding)
         piece = model.Piece(tokens=token, count=np.ones(batch, np.int32))
         step = self.compile(piece, cache)
         state = [token, cache]
@@ -172,11 +178,11 @@ class Bench:
                 state[0] = output.tokens
             return state
 
-        return self.report("decode", go, steps, batch, 1, context, [step], trace)
+        return self.time("decode", go, steps, batch, 1, context, [step], trace)
 
     def prefill(self, batch: int, length: int, trace: pathlib.Path | None = None) -> dict:
         """Prompts of `length` tokens into empty caches, to each row's first token."""
-        prompt = model.pieces([[1] * length] * batch)
+        prompt = model.pieces(self.tokens(batch, length).tolist())
         cache = self.cache(batch, 0, length)
         steps = {piece.tokens.shape: self.compile(piece, cache) for piece in prompt}
         state = [cache]
@@ -189,9 +195,9 @@ class Bench:
                 state[0] = cache
             return output
 
-        return self.report("prefill", go, 1, batch, length, 0, list(steps.values()), trace)
+        return self.time("prefill", go, 1, batch, length, 0, list(steps.values()), trace)
 
-    def report(self, phase, go, n, batch, tokens, context, steps: list[Step], trace) -> dict:
+    def time(self, phase, go, n, batch, tokens, context, steps: list[Step], trace) -> dict:
         """Time go(n), which makes `tokens` tokens of each row n times; what is reported of it."""
         jax.block_until_ready(go(n))
         timing = measure(go, self.repeat, n)
@@ -200,7 +206,7 @@ class Bench:
             with jax.profiler.trace(folder, create_perfetto_trace=trace is not None):
                 jax.block_until_ready(go(1))
             parts = components(folder, [step.compiled.as_text() for step in steps])
-        floors = self.floors(phase, batch, tokens, context)
+        floors = self.floors(batch, tokens, context)
         bound = max(floors, key=floors.get)
         return dict(
             phase=phase, batch=batch, tokens=tokens, context=context,
@@ -210,13 +216,10 @@ class Bench:
             bound_by=bound, of_roofline=floors[bound] / timing.median, components=parts,
         )  # fmt: skip
 
-    def floors(self, phase: str, batch: int, tokens: int, context: int) -> dict[str, float]:
+    def floors(self, batch: int, tokens: int, context: int) -> dict[str, float]:
         """Seconds that reading what must be read, and computing what must be computed, take at least."""
-        element = jnp.dtype(self.kv_dtype).itemsize + (2 / self.cfg.H if self.kv_dtype == "int8" else 0)
-        rows = -(-batch // self.mesh.shape["data"])
-        pieces = 1 if phase == "decode" else len(model.pieces([[0] * tokens] * batch))
-        arguments = rows * tokens // pieces, context, element
-        moved = program.bytes_per_step(self.weights, self.cfg, self.mesh, *arguments) * pieces
+        local = batch // self.mesh.shape["data"] * tokens
+        moved = program.bytes_per_step(self.weights, self.cfg, self.mesh, local, context, self.kv_dtype)
         flops = needed_flops(self.weights, self.cfg, batch, tokens, context) / self.mesh.size
         return dict(memory=moved / self.bandwidth, arithmetic=flops / self.flops)
 
@@ -234,7 +237,8 @@ def components(folder: pathlib.Path, programs: list[str]) -> dict[str, float] | 
         return None
     part = {}
     for line in programs[0].splitlines():
-        if found := re.match(r"\s*(?:ROOT )?%?([\w.\-]+) = .*?\s([\w\-]+)\(", line):
+        found = re.match(r"\s*(?:ROOT )?%?([\w.\-]+) = .*?\s([\w\-]+)\(", line)
+        if found and found[2] not in ("while", "conditional", "call"):  # what is in them counts itself
             part[found[1]] = component(found[2], line)
     seconds = collections.Counter()
     for name, duration in operations(folder):
@@ -255,9 +259,8 @@ def component(opcode: str, line: str) -> str:
 
 def operations(folder: pathlib.Path) -> Iterator[tuple[str, float]]:
     """(name of an HLO instruction, microseconds) of each time that one ran."""
-    for file in folder.rglob("*.trace.json.gz"):
-        if file.name == "perfetto_trace.json.gz":
-            continue
+    sessions = sorted(folder.glob("plugins/profile/*"), key=lambda session: session.stat().st_mtime)
+    for file in (sessions[-1] if sessions else folder).glob("*.trace.json.gz"):
         for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]:
             if event.get("ph") == "X":
                 yield event.get("args", {}).get("hlo_op", event["name"]), event["dur"]
@@ -303,6 +306,8 @@ def facts(result: dict) -> str:
 def breakdown(result: dict) -> str:
     """Where the busy time of each row goes, in Markdown."""
     rows = [row for row in result["rows"] if row["components"]]
+    if not rows:
+        return ""
     names = [x for x in (*COMPONENTS, "collectives", "other") if any(x in row["components"] for row in rows)]
     lines = [f"| share of busy time | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
     for row in rows:
@@ -338,7 +343,7 @@ def parse_arguments(arguments: list[str] | None = None):
     for name in ("dp", "ep", "tp"):
         add(f"--{name}", type=int, metavar="N", help="as for main.py")
     add("--dtype", choices=tuple(DTYPES), help="of activations; default: as for main.py")
-    add("--quantize", choices=("int8", "none"), default="none", help="the weights; default: none")
+    add("--quantize", choices=("int8", "none"), help="the weights; default: as in the checkpoint")
     add("--kv-cache-dtype", choices=("int8", "bfloat16", "float32"), help="default: as for main.py")
     add("--layers", type=int, metavar="L", help="only the first L layers")
     add("--repeat", type=int, default=5, metavar="N", help="measurements per row; default: 5")
@@ -356,9 +361,9 @@ def read_result(file: pathlib.Path) -> dict:
     """What --json wrote. Raises ValueError for what is something else."""
     try:
         result = json.loads(file.read_text())
-        list(map(_key, result["rows"]))
+        assert all(_key(row) and row["tokens_per_second"] > 0 for row in result["rows"])
         return result
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AssertionError):
         raise ValueError(f"{file}: not what speed.py --json writes") from None
 
 
@@ -372,8 +377,12 @@ def cpu_name() -> str:
 def main() -> None:
     args = parse_arguments()
     before = read_result(pathlib.Path(args.compare)) if args.compare else None
-    if args.json and not pathlib.Path(args.json).resolve().parent.is_dir():
-        raise ValueError(f"--json {args.json}: there is no such folder")
+    if args.json:
+        open(args.json, "a").close()  # a file that cannot be written is known before the measuring
+    trace = pathlib.Path(args.profile) if args.profile else None
+    if trace:
+        trace.mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_enable_compilation_cache", False)  # compiling is measured
     program.join_hosts()
     checkpoint = open_checkpoint(args.checkpoint) if args.checkpoint else None
     cfg = checkpoint.config if checkpoint else read_model(args.model)
@@ -383,6 +392,11 @@ def main() -> None:
         cfg = dataclasses.replace(cfg, layers=cfg.layers[: args.layers])
     on_cpu = jax.default_backend() == "cpu"
     mesh = program.choose_mesh(cfg, args.dp, args.ep, args.tp, program.device_count())
+    for batch in args.batch:
+        if batch % mesh.shape["data"]:
+            raise ValueError(f"--batch {batch} is no multiple of the data parallelism {mesh.shape['data']}")
+    if args.quantize == "none" and checkpoint and checkpoint.quantized:
+        raise ValueError(f"--quantize none: the weights in {checkpoint.folder} are int8")
     quantized = args.quantize == "int8" or bool(checkpoint and checkpoint.quantized)
     dtype, kv_dtype = program.choose_dtypes(args.dtype, args.kv_cache_dtype, quantized)
     for name, length in (("context", max(args.context)), ("prompt", max(args.prompt))):
@@ -390,19 +404,23 @@ def main() -> None:
             raise ValueError(f"--{name} {length}: the model's limit is {cfg.max_positions} positions")
     longest = max(*args.context, *args.prompt)
     program.check_fit(cfg, mesh, dtype, quantized, max(args.batch), longest, kv_dtype)
+    rates = measure_bandwidth(), measure_flops(jnp.dtype(dtype))  # before the weights fill the memory
     if checkpoint:
         weights = load(checkpoint, mesh, dtype, quantized, program.progress)
     else:
         program.log("making random weights")
         weights = model.init_weights(jax.random.key(0, impl="rbg"), cfg, mesh, jnp.dtype(dtype), quantized)
-    rates = measure_bandwidth(), measure_flops(jnp.dtype(dtype))
     bench = Bench(cfg, mesh, jax.block_until_ready(weights), kv_dtype, args.repeat, *rates)
-    trace = pathlib.Path(args.profile) if args.profile else None
     rows = []
     for batch in args.batch:
         jobs = [(bench.decode, n) for n in args.context] + [(bench.prefill, n) for n in args.prompt]
         for job, n in jobs:
-            rows.append(job(batch, n, trace))
+            try:
+                rows.append(job(batch, n, trace))
+            except jax.errors.JaxRuntimeError as e:
+                if "RESOURCE_EXHAUSTED" not in str(e):
+                    raise
+                raise ValueError(f"{job.__name__} {batch} x {n}: out of device memory") from e
             program.log("{phase} {batch}: {tokens_per_second:,.1f} tokens/s".format(**rows[-1]))
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
     result = dict(

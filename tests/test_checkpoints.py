@@ -150,8 +150,7 @@ def test_quantized_on_load_equals_quantize():
     stored = load_file(LLAMA3 / "model.safetensors")["model.layers.1.self_attn.o_proj.weight"].astype(
         np.float32
     )
-    ours = stored.T.reshape(2, 2, 32, 128)
-    expected = quantize(ours, (0, 1, 2))
+    expected = quantize(stored.reshape(128, 2, 2, 32), (1, 2, 3))
     o = weights_of(LLAMA3, quantized=True).layers[1].attention.o
     np.testing.assert_array_equal(o.values, expected.values)
     np.testing.assert_array_equal(o.scale, expected.scale)

@@ -134,9 +134,10 @@ def test_whole_model(cfg, kv_dtype, quantized, monkeypatch, as_on_a_gpu):
     result = generate(cfg, kv_dtype, quantized)
     assert used == {"flash"} | ({"grouped_dot"} if cfg.E else set())
     assert result.tokens == expected.tokens
-    np.testing.assert_allclose(result.logprobs, expected.logprobs, atol=1e-4)
+    # A difference in the last bit can round a cached value or an activation to the next step of int8.
+    np.testing.assert_allclose(result.logprobs, expected.logprobs, atol=5e-3)
     for ours, theirs, n in zip(result.prompt_logprobs, expected.prompt_logprobs, LENGTHS, strict=True):
-        np.testing.assert_allclose(ours[: n - 1], theirs[: n - 1], atol=1e-4)
+        np.testing.assert_allclose(ours[: n - 1], theirs[: n - 1], atol=5e-3)
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")

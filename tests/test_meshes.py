@@ -82,6 +82,7 @@ def test_long_cache_is_read_in_blocks(expected, monkeypatch):
     cfg = llama4_config()
     weights = model.init_weights(jax.random.key(0), cfg, mesh := mesh_of(cfg, "ep2-tp4"))
     monkeypatch.setattr("ragged_attention.BLOCK", 2)
+    monkeypatch.setattr("ragged_attention.DECODE_BLOCK", 2)
     result = main.generate(
         weights, prompts_for(cfg), cfg, mesh, NEW, 56, "float32", model.Sampling(), score=True
     )  # fmt: skip

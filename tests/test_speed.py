@@ -32,15 +32,16 @@ def run_speed(*arguments: str) -> subprocess.CompletedProcess:
 # ------------------------------------------------------------------------------------------------- counting
 
 
+@pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("tokens, context", [(1, 0), (1, 5), (6, 0), (3, 4)])
-def test_operations_are_those_of_each_product(tokens, context):
+def test_operations_are_those_of_each_product(tokens, context, quantized):
     """Counted one by one, for a model with dense and routed, chunked and global layers."""
     kinds = (model.LayerKind(chunk=4, moe=True), model.LayerKind(rope=False), model.LayerKind(chunk=4))
     cfg = model.Config(
         D=8, K=2, G=3, H=4, F=16, V=10, E=4, A=2, M=6, layers=kinds, rope=model.Rope(1e4), norm_eps=1e-5,
         max_positions=64,
     )  # fmt: skip
-    weights = model.abstract(model.weight_infos(cfg), model.make_mesh(cfg), np.float32)
+    weights = model.abstract(model.weight_infos(cfg), model.make_mesh(cfg), np.float32, quantized)
     count = 0
     for kind in kinds:
         for position in range(context, context + tokens):
@@ -60,6 +61,7 @@ HLO = """
   ROOT %dot.2 = f32[2]{0} dot(%a, %b), metadata={op_name="jit(step)/feed_forward/experts/dot_general"}
   %all-reduce.3 = f32[2]{0} all-reduce(%a), metadata={op_name="jit(step)/attention/psum"}
   %copy.4 = (f32[2]{0}, s32[]) copy(%a)
+  %while.5 = (f32[2]{0}, s32[]) while(%t), body=%b, metadata={op_name="jit(step)/attention/while"}
 """
 
 
@@ -74,10 +76,11 @@ def test_components(tmp_path):
         event("x", 2, hlo_op="dot.2"),
         event("all-reduce.3", 4),
         event("copy.4", 1),
+        event("while.5", 50),
     ]
     events += [event("somewhere in the host", 100), dict(ph="M", name="fusion.1")]
-    file = tmp_path / "plugins" / "host.trace.json.gz"
-    file.parent.mkdir()
+    file = tmp_path / "plugins" / "profile" / "now" / "host.trace.json.gz"
+    file.parent.mkdir(parents=True)
     file.write_bytes(gzip.compress(json.dumps(dict(traceEvents=events)).encode()))
     shares = dict(attention=0.3, experts=0.2, collectives=0.4, other=0.1)
     assert speed.components(tmp_path, [HLO]) == pytest.approx(shares)
@@ -134,6 +137,7 @@ def test_a_run_and_a_comparison_with_it(tmp_path):
         (["--model", "llama9"], "--model llama9: no config.json there"),
         (["--model", "llama3.2-1b", "--batch", "0"], "--batch: invalid list of numbers from 1 value: '0'"),
         (["--model", "llama3.2-1b", "--batch", "1,x"], "--batch: invalid list"),
+        (["--checkpoint", TINY, "--profile", "README.md/x"], "README.md"),
         (["--checkpoint", TINY, "--layers", "1"], "--layers is for --model"),
         (["--checkpoint", TINY, "--context", "100000"], "--context 100000: the model's limit is"),
         (["--model", "llama3.1-405b"], "does not fit"),
