@@ -93,7 +93,7 @@ def _best(function, x: jax.Array) -> float:
 def needed_flops(weights: model.Weights, cfg: Config, batch: int, tokens: int, context: int) -> float:
     """Multiplications and additions of `tokens` new tokens per row after `context` others, one logit each.
 
-    Padding of the vocabulary, norms, rotations and softmax are not counted.
+    Norms, rotations and softmax are not counted; zeros that pad heads and widths are.
     """
     per_token, pairs = 0, 0
     for layer, kind in zip(weights.layers, cfg.layers, strict=True):

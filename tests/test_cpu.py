@@ -66,12 +66,13 @@ def test_the_platform_chooses():
 
 
 def test_a_row_is_rounded_as_if_it_were_alone():
-    """int8 products are exact, so its neighbours change no bit of it."""
+    """int8 products are exact: its neighbours change no more than the last bit of its unit."""
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(9, 1, 64)), jnp.bfloat16)
     w = jnp.asarray(rng.integers(-127, 128, (16, 64)), jnp.int8)
     alone = np.concatenate([cpu.contract(row[None], w, 1) for row in x])
-    np.testing.assert_array_equal(cpu.contract(x, w, 1), alone)
+    # With a neighbour ten times larger, a shared unit would be off by 1e-2.
+    np.testing.assert_allclose(cpu.contract(x.at[0].mul(10), w, 1)[1:], alone[1:], rtol=1e-6)
 
 
 def run_main(cache: pathlib.Path, **environment) -> str:
