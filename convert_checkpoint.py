@@ -559,6 +559,12 @@ def _whole(x: StoredTensor | np.ndarray) -> np.ndarray:
 class OneLineParser(argparse.ArgumentParser):
     """A bad argument is one line on stderr and exit code 2."""
 
+    def check_positive(self, args, *names: str) -> None:
+        """Refuse what was given for these options and is less than 1."""
+        for name in names:
+            if (value := getattr(args, name)) is not None and value < 1:
+                self.error(f"--{name.replace('_', '-')} {value} is not at least 1")
+
     def error(self, message: str):
         self.exit(2, f"error: {message} (see {self.prog} --help)\n")
 

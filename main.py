@@ -105,9 +105,7 @@ def parse_arguments(arguments: list[str] | None = None):
     add("--logprobs", action="store_true", help="report the log-probability of every token, the prompt's too")
     add("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args(arguments)
-    for name in ("max_new_tokens", "max_len", "dp", "ep", "tp"):
-        if (value := getattr(args, name)) is not None and value < 1:
-            parser.error(f"--{name.replace('_', '-')} {value} is not at least 1")
+    parser.check_positive(args, "max_new_tokens", "max_len", "dp", "ep", "tp")
     if not 0 <= args.seed < 2**32:
         parser.error(f"--seed {args.seed} is not between 0 and {2**32 - 1}")
     return args
@@ -221,6 +219,14 @@ def encode(tokenizer, prompts: list[str], chat: bool, cfg: Config) -> list[list[
                 f"the checkpoint's tokenizer makes {row} of {prompt!r}; config.json has {cfg.V} tokens"
             )
     return encoded
+
+
+def choose_quantized(asked: str | None, checkpoint: convert_checkpoint.Checkpoint) -> bool:
+    """Whether to hold int8 weights: as asked, else as the checkpoint does. ValueError if that cannot be."""
+    if asked == "none" and checkpoint.quantized:
+        where = checkpoint.folder
+        raise ValueError(f"--quantize none: the weights in {where} are int8; use the original model")
+    return checkpoint.quantized or asked == "int8"
 
 
 def choose_dtypes(dtype: str | None, kv_dtype: str | None, quantized: bool) -> tuple[str, str]:
@@ -455,9 +461,7 @@ def main() -> None:
     new, max_len = plan_lengths(encoded, args.max_new_tokens, args.max_len, cfg)
     lap("tokenizer")
 
-    if args.quantize == "none" and checkpoint.quantized:
-        raise ValueError(f"--quantize none: the weights in {folder} are int8; use the original model")
-    quantized = checkpoint.quantized or args.quantize == "int8"
+    quantized = choose_quantized(args.quantize, checkpoint)
     dtype, kv_dtype = choose_dtypes(args.dtype, args.kv_cache_dtype, quantized)
     check_fit(cfg, mesh, dtype, quantized, len(prompts), max_len, kv_dtype)
     weights = convert_checkpoint.load(checkpoint, mesh, dtype, quantized, progress)

@@ -25,7 +25,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 
 from devices import on_gpu, on_tpu
 from gpu import flash, takes
-from tpu import LANES, TILE, precision, put_slots, result, take_slots
+from tpu import LANES, TILE, precision, put_slots, result, take_slots, varying
 
 BLOCK = 1024  # cached slots per step of attend_cached
 QUERIES = 64  # that `attend` takes at once: its scores are B·K·G·QUERIES·BLOCK floats
@@ -205,9 +205,8 @@ def attend_cached(q: Array, kv: KV, length: Array, start: Array | None = None, s
     n_blocks = (jnp.max(length) + block - 1) // block
     if T == 1:
         return lax.fori_loop(1, n_blocks, step, attend_block(0)) if S > block else attend_block(0)
-    varying = tuple(jax.typeof(q).manual_axis_type.varying | jax.typeof(kv.values).manual_axis_type.varying)
     nothing = jnp.zeros(q.shape, jnp.float32), jnp.full(q.shape[:-1], -jnp.inf)
-    return lax.fori_loop(0, n_blocks, step, lax.pcast(nothing, varying, to="varying"))
+    return lax.fori_loop(0, n_blocks, step, lax.pcast(nothing, tuple(varying(q, kv.values)), to="varying"))
 
 
 def dequantize(x: Array, scale: Array | None, filled: Array) -> Array:

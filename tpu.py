@@ -13,10 +13,15 @@ LANES = 128  # numbers in a row of a register: cache slots are allocated in mult
 TILE = 32  # rows of an int8 tile, and of several tiles of a wider type
 
 
+def varying(*inputs: Array) -> frozenset[str]:
+    """The mesh axes over which any of these varies."""
+    return frozenset.union(*(jax.typeof(x).manual_axis_type.varying for x in inputs))
+
+
 def result(shape, dtype, *inputs: Array) -> jax.ShapeDtypeStruct:
     """A result of a Pallas call, which has to say over which mesh axes it varies."""
-    varying = frozenset.union(*(jax.typeof(x).manual_axis_type.varying for x in inputs))
-    return jax.ShapeDtypeStruct(tuple(shape), dtype, manual_axis_type=ManualAxisType(varying=varying))
+    manual = ManualAxisType(varying=varying(*inputs))
+    return jax.ShapeDtypeStruct(tuple(shape), dtype, manual_axis_type=manual)
 
 
 def precision(dtype) -> str:

@@ -360,9 +360,7 @@ def parse_arguments(arguments: list[str] | None = None):
     args.contenders = args.contenders.split(",")
     for name in set(args.contenders) - set(CONTENDERS):
         parser.error(f"--contenders: {name!r} is none of {', '.join(CONTENDERS)}")
-    for name in ("rounds", "threads", "layers"):
-        if (value := getattr(args, name)) is not None and value < 1:
-            parser.error(f"--{name} {value} is not at least 1")
+    parser.check_positive(args, "rounds", "threads", "layers")
     return args
 
 

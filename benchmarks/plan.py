@@ -472,9 +472,7 @@ def parse_arguments(arguments: list[str] | None = None):
     add("--json", action="store_true", help="print one JSON object")
     add("--dump-hlo", metavar="FILE", help="write the optimised HLO text of the decode step")
     args = parser.parse_args(arguments)
-    for name in ("batch", "context", "prefill", "dp", "ep", "tp", "layers"):
-        if (value := getattr(args, name)) is not None and value < 1:
-            parser.error(f"--{name} {value} is not at least 1")
+    parser.check_positive(args, "batch", "context", "prefill", "dp", "ep", "tp", "layers")
     if args.batch > 2**20:
         parser.error(f"--batch {args.batch} is more than {2**20}")
     if args.prefill and args.prefill > args.context:

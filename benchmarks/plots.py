@@ -99,7 +99,7 @@ def draw_speed(result: dict, file: pathlib.Path) -> None:
     left.legend(frameon=False, fontsize=8)
     rows = [row for row in result["rows"] if row["components"]]
     at = [0.0] * len(rows)
-    names = [f"{row['phase']} {row['batch']} x {row['context'] or row['tokens']}" for row in rows]
+    names = [f"{row['phase']} {speed.size(row)}" for row in rows]
     for part, colour in COMPONENTS.items():
         shares = [100 * row["components"].get(part, 0) for row in rows]
         if any(shares):

@@ -275,10 +275,9 @@ def table(result: dict, before: dict | None = None) -> str:
     head = "| | batch x context | tokens/s | ms (least..most) | MBU | MFU | of the roofline | compiled in |"
     lines = [head + (" before |" if before else ""), "|---" * (8 + bool(before)) + "|"]
     for row in result["rows"]:
-        size = f"{row['batch']} x {row['context'] or row['tokens']}"
         ms = [f"{1e3 * row[name]:.1f}" for name in ("seconds", "seconds_least", "seconds_most")]
         cells = [
-            row["phase"], size, f"{row['tokens_per_second']:,.1f}", f"{ms[0]} ({ms[1]}..{ms[2]})",
+            row["phase"], size(row), f"{row['tokens_per_second']:,.1f}", f"{ms[0]} ({ms[1]}..{ms[2]})",
             f"{row['mbu']:.0%}", f"{row['mfu']:.0%}", f"{row['of_roofline']:.0%}, {row['bound_by']}",
             f"{row['compile_seconds']:.1f} s",
         ]  # fmt: skip
@@ -287,6 +286,11 @@ def table(result: dict, before: dict | None = None) -> str:
             cells.append(f"{old:,.1f}, {row['tokens_per_second'] / old - 1:+.1%}" if old else "not measured")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def size(row: dict) -> str:
+    """Rows, and the positions that they have or are given."""
+    return f"{row['batch']} x {row['context'] or row['tokens']}"
 
 
 def _key(row: dict) -> tuple:
@@ -312,7 +316,7 @@ def breakdown(result: dict) -> str:
     lines = [f"| share of busy time | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
     for row in rows:
         shares = " | ".join(f"{row['components'].get(name, 0):.0%}" for name in names)
-        lines.append(f"| {row['phase']} {row['batch']} x {row['context'] or row['tokens']} | {shares} |")
+        lines.append(f"| {row['phase']} {size(row)} | {shares} |")
     return "\n".join(lines)
 
 
@@ -351,9 +355,7 @@ def parse_arguments(arguments: list[str] | None = None):
     add("--compare", metavar="FILE", help="an earlier --json file to stand beside")
     add("--profile", metavar="DIR", help="keep a trace of each row there, for ui.perfetto.dev")
     args = parser.parse_args(arguments)
-    for name in ("dp", "ep", "tp", "layers", "repeat"):
-        if (value := getattr(args, name)) is not None and value < 1:
-            parser.error(f"--{name} {value} is not at least 1")
+    parser.check_positive(args, "dp", "ep", "tp", "layers", "repeat")
     return args
 
 
@@ -395,9 +397,7 @@ def main() -> None:
     for batch in args.batch:
         if batch % mesh.shape["data"]:
             raise ValueError(f"--batch {batch} is no multiple of the data parallelism {mesh.shape['data']}")
-    if args.quantize == "none" and checkpoint and checkpoint.quantized:
-        raise ValueError(f"--quantize none: the weights in {checkpoint.folder} are int8")
-    quantized = args.quantize == "int8" or bool(checkpoint and checkpoint.quantized)
+    quantized = program.choose_quantized(args.quantize, checkpoint) if checkpoint else args.quantize == "int8"
     dtype, kv_dtype = program.choose_dtypes(args.dtype, args.kv_cache_dtype, quantized)
     for name, length in (("context", max(args.context)), ("prompt", max(args.prompt))):
         if length > cfg.max_positions:
