@@ -21,9 +21,9 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import convert_checkpoint
 import model
-from convert_checkpoint import OneLineParser, open_checkpoint, read_json, run
+from checkpoint import TYPES, Checkpoint, load, open_checkpoint, read_json
+from command_line import OneLineParser, run
 from model import Config, Sampling
 
 TINY = pathlib.Path(__file__).resolve().parent / "tests" / "checkpoints" / "tiny-llama3"
@@ -76,7 +76,7 @@ def parse_arguments(arguments: list[str] | None = None):
     add("--tp", type=int, metavar="N", help="tensor parallelism; default: what --dp and --ep leave")
     add(
         "--dtype",
-        choices=tuple(convert_checkpoint.DTYPES),
+        choices=tuple(TYPES),
         help="default: float32 on a CPU, unless the weights are int8; else bfloat16",
     )
     add("--quantize", choices=("int8", "none"), help="the weights; default: as in the checkpoint")
@@ -221,7 +221,7 @@ def encode(tokenizer, prompts: list[str], chat: bool, cfg: Config) -> list[list[
     return encoded
 
 
-def choose_quantized(asked: str | None, checkpoint: convert_checkpoint.Checkpoint) -> bool:
+def choose_quantized(asked: str | None, checkpoint: Checkpoint) -> bool:
     """Whether to hold int8 weights: as asked, else as the checkpoint does. ValueError if that cannot be."""
     if asked == "none" and checkpoint.quantized:
         where = checkpoint.folder
@@ -464,9 +464,9 @@ def main() -> None:
     quantized = choose_quantized(args.quantize, checkpoint)
     dtype, kv_dtype = choose_dtypes(args.dtype, args.kv_cache_dtype, quantized)
     check_fit(cfg, mesh, dtype, quantized, len(prompts), max_len, kv_dtype)
-    weights = convert_checkpoint.load(checkpoint, mesh, dtype, quantized, progress)
-    lap("weights")
     try:
+        weights = load(checkpoint, mesh, dtype, quantized, show=jax.process_index() == 0)
+        lap("weights")
         result = generate(
             weights, encoded, cfg, mesh, new, max_len, kv_dtype, sampling, args.seed, stop, args.logprobs
         )  # fmt: skip
@@ -478,11 +478,6 @@ def main() -> None:
         ) from e
     if jax.process_index() == 0:
         report(args, cfg, mesh, weights, prompts, encoded, result, tokenizer, stop, kv_dtype)
-
-
-def progress(what: str, done: int, total: int) -> None:
-    if jax.process_index() == 0:
-        convert_checkpoint.show_progress(what, done, total)
 
 
 def report(args, cfg, mesh, weights, prompts, encoded, result: Generation, tokenizer, stop, kv_dtype) -> None:

@@ -30,7 +30,7 @@ sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
 if "--worker" not in sys.argv:  # a worker's environment has only what its own library needs
     from models import MODELS
 
-    from convert_checkpoint import OneLineParser, run
+    from command_line import OneLineParser, run
 
 MODEL = "llama3.2-1b"
 MAX_LEN = 1024  # positions per row of a cache
@@ -62,7 +62,7 @@ def jax_library(fields: dict, dtype: str, threads: int, folder: str):
     import numpy as np
 
     import model
-    from convert_checkpoint import read_config
+    from checkpoint import read_config
 
     cfg, caches, float_type = read_config(fields), {}, "bfloat16" if dtype == "int8" else dtype
     static = dict(sampling=model.Sampling(), cfg=cfg, mesh=model.make_mesh(cfg))

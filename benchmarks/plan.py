@@ -45,7 +45,7 @@ from jax.sharding import PartitionSpec as P
 from models import MODELS, read_model
 
 import model
-from convert_checkpoint import OneLineParser, run
+from command_line import OneLineParser, run
 from grouped_matmul import FEW_ROWS
 from main import BANDWIDTH
 from model import Config

@@ -15,7 +15,7 @@ sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
 import compare
 import speed
 
-from convert_checkpoint import OneLineParser, run
+from command_line import OneLineParser, run
 
 PARTS = {
     "attention": "#4c78a8",

@@ -34,7 +34,8 @@ from models import MODELS, read_model
 
 import main as program
 import model
-from convert_checkpoint import DTYPES, OneLineParser, load, open_checkpoint, run
+from checkpoint import TYPES, load, open_checkpoint
+from command_line import OneLineParser, run
 from model import Config, Sampling
 from quantize import QuantizedArray, values_and_scale
 
@@ -346,7 +347,7 @@ def parse_arguments(arguments: list[str] | None = None):
     add("--prompt", type=numbers, default=[512], metavar="T,...", help="lengths to prefill; default: 512")
     for name in ("dp", "ep", "tp"):
         add(f"--{name}", type=int, metavar="N", help="as for main.py")
-    add("--dtype", choices=tuple(DTYPES), help="of activations; default: as for main.py")
+    add("--dtype", choices=tuple(TYPES), help="of activations; default: as for main.py")
     add("--quantize", choices=("int8", "none"), help="the weights; default: as in the checkpoint")
     add("--kv-cache-dtype", choices=("int8", "bfloat16", "float32"), help="default: as for main.py")
     add("--layers", type=int, metavar="L", help="only the first L layers")
@@ -406,7 +407,7 @@ def main() -> None:
     program.check_fit(cfg, mesh, dtype, quantized, max(args.batch), longest, kv_dtype)
     rates = measure_bandwidth(), measure_flops(jnp.dtype(dtype))  # before the weights fill the memory
     if checkpoint:
-        weights = load(checkpoint, mesh, dtype, quantized, program.progress)
+        weights = load(checkpoint, mesh, dtype, quantized)
     else:
         program.log("making random weights")
         weights = model.init_weights(jax.random.key(0, impl="rbg"), cfg, mesh, jnp.dtype(dtype), quantized)

@@ -29,7 +29,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from convert_checkpoint import OneLineParser, run
+from command_line import OneLineParser, run
 from ragged_attention import DECODE_BLOCKS, KV, ragged_decode_tpu
 
 # The cases that count alike: rows that fill their cache, rows of all lengths, short rows. One key/value head.

@@ -14,6 +14,8 @@ from safetensors.numpy import load_file, save_file
 
 import convert_checkpoint
 import main
+from checkpoint import open_checkpoint
+from command_line import run
 
 LLAMA3, LLAMA4 = str(CHECKPOINTS / "tiny-llama3"), str(CHECKPOINTS / "tiny-llama4")
 # 8 virtual devices are what the tests see: one model per device unless told otherwise.
@@ -28,7 +30,7 @@ def invoke(monkeypatch, capsys, program, *arguments) -> tuple[int, str, str]:
     )  # which must come before jax is used, as it has been
     code = 0
     try:
-        convert_checkpoint.run(program.main)
+        run(program.main)
     except SystemExit as e:
         code = e.code
     return code, *capsys.readouterr()
@@ -93,7 +95,7 @@ def test_wrong_prompt_files(tmp_path, monkeypatch, capsys):
 def test_converter_errors(tmp_path, monkeypatch, capsys):
     assert invoke(monkeypatch, capsys, convert_checkpoint, LLAMA3)[0] == 2
     for arguments, message in (
-        ((LLAMA3, tmp_path), "exists already"),
+        ((LLAMA3, tmp_path), "is something else"),
         (("/nowhere", tmp_path / "x"), "no such folder"),
     ):
         code, _, err = invoke(monkeypatch, capsys, convert_checkpoint, *arguments)
@@ -114,7 +116,7 @@ def test_int8_checkpoint_cannot_become_float(tmp_path, monkeypatch, capsys):
 def test_what_does_not_fit_is_refused_before_loading(monkeypatch, capsys):
     """One line with the bytes of weights and cache, and only what would help."""
     monkeypatch.setattr(main, "device_memory", lambda: 500_000)
-    monkeypatch.setattr(main.convert_checkpoint, "load", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr(main, "load", lambda *_: pytest.fail("loaded"))
     for arguments, cache, remedies in (
         ([], "of 8 x 384 positions", "--quantize int8, more devices"),
         (
@@ -131,7 +133,7 @@ def test_what_does_not_fit_is_refused_before_loading(monkeypatch, capsys):
 
 def test_default_mesh():
     """All devices, as tensor parallel as they go: 3 of them cannot share a head of width 32."""
-    cfg = convert_checkpoint.open_checkpoint(LLAMA4).config
+    cfg = open_checkpoint(LLAMA4).config
     sizes = {n: dict(main.choose_mesh(cfg, None, None, None, n).shape) for n in (1, 2, 6, 8)}
     assert [sizes[n]["data"] for n in sizes] == [1, 1, 3, 1]
     assert main.choose_mesh(cfg, None, 4, None, 8).shape["data"] == 1
@@ -204,7 +206,7 @@ def test_damaged_weights(tmp_path, monkeypatch, capsys):
 
 def test_default_lengths_do_not_depend_on_the_batch():
     """A long prompt takes its own room, not its neighbour's; only the explicit limits are errors."""
-    cfg = convert_checkpoint.open_checkpoint(LLAMA3).config
+    cfg = open_checkpoint(LLAMA3).config
     assert main.plan_lengths([[1] * 10, [1] * 500], None, None, cfg) == ([256, 12], 512)
     assert main.plan_lengths([[1] * 10], None, 20, cfg) == ([10], 20)
     assert main.plan_lengths([[1] * 10], 30, None, cfg) == ([30], 128)

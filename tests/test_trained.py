@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import main
 import model
-from convert_checkpoint import load, open_checkpoint
+from checkpoint import load, open_checkpoint
 
 N = 200
 

@@ -12,7 +12,8 @@ from conftest import CHECKPOINTS, mesh_of
 
 import main
 import model
-from convert_checkpoint import convert, load, open_checkpoint, read_config
+from checkpoint import load, open_checkpoint, read_config
+from convert_checkpoint import convert
 
 SIZES = dict(
     vocab_size=512, hidden_size=48, num_attention_heads=6, num_key_value_heads=2, head_dim=8,

@@ -27,7 +27,7 @@ from safetensors.numpy import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-import convert_checkpoint
+import checkpoint
 import model
 
 VOCABULARY = 512
@@ -172,7 +172,7 @@ def train(cfg: model.Config, tokenizer, steps: int, peak_rate: float = 3e-3) -> 
 
 
 def to_hugging_face(cfg: model.Config, weights: model.Weights) -> dict[str, np.ndarray]:
-    """The checkpoint's tensors by name, in bfloat16: convert_checkpoint.py backwards."""
+    """The checkpoint's tensors by name, in bfloat16: checkpoint.py backwards."""
     tensors, stacked = {}, {}
 
     def put(info: model.ArrayInfo, x):
@@ -183,7 +183,7 @@ def to_hugging_face(cfg: model.Config, weights: model.Weights) -> dict[str, np.n
         x = np.asarray(x, np.float32).transpose([ours.index(letter) for letter in plain])
         if half is None:
             sizes = dict(zip(plain, x.shape, strict=True))
-            dimensions = convert_checkpoint.stored_dimensions(letters)
+            dimensions = checkpoint.stored_dimensions(letters)
             x = x.reshape([math.prod(sizes[letter] for letter in letters) for letters in dimensions])
             tensors[name] = np.ascontiguousarray(x.astype(ml_dtypes.bfloat16))
         else:
@@ -208,7 +208,7 @@ def main():
     config = CONFIGS[args.name] | dict(
         bos_token_id=begin, eos_token_id=stop, pad_token_id=tokenizer.pad_token_id
     )
-    cfg = convert_checkpoint.read_config(config)
+    cfg = checkpoint.read_config(config)
     weights = train(cfg, tokenizer, args.steps)
     folder = HERE / args.name
     folder.mkdir(exist_ok=True)

@@ -1,0 +1,610 @@
+"""A model's folder, Hugging Face's or a converted one: its Config, and its weights loaded onto a mesh.
+
+A converted folder has the model's own config.json and tokenizer, and the weights in the layout that model.py
+declares, independent of any mesh: safetensors files, and an index with the sizes and checksums of them all.
+"""
+
+import collections
+import concurrent.futures
+import dataclasses
+import functools
+import itertools
+import math
+import os
+import pathlib
+import re
+from collections.abc import Callable, Iterable, Iterator
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+import model
+from command_line import progress
+from model import ArrayInfo, Config, LayerKind, Rope, Weights
+from quantize import QuantizedArray, quantize
+from tensor_files import DTYPES, StoredTensor, TensorFile, parse_json
+
+FORMAT = 1  # of converted folders
+INDEX = "weights.safetensors.index.json"  # its presence tells our folders from Hugging Face's
+THEIR_INDEX, THEIR_FILE = "model.safetensors.index.json", "model.safetensors"
+TYPES = {"bfloat16": "BF16", "float32": "F32"}  # safetensors' names
+FLOATS = ("F32", "F16", "BF16")
+COMPANIONS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "chat_template*",
+)
+WORKERS = min(os.cpu_count() or 1, 8)  # threads that read, and so parts of weights in memory at a time
+
+# Published checkpoints call the same tensor by several names.
+RENAMES = (
+    (re.compile(r"^(model\.)?language_model\.(model\.)?(?!lm_head)"), "model."),
+    (re.compile(r"^language_model\.(?=lm_head)"), ""),
+    (re.compile(r"\.feed_forward\."), ".mlp."),
+)
+IGNORED = re.compile(r"^(model\.)?(vision_model|multi_modal_projector)\.|\.rotary_emb\.inv_freq$")
+
+
+# ------------------------------------------------------------------------------------------- finding a folder
+
+
+def read_json(file: pathlib.Path) -> dict:
+    """The object in a JSON file. Raises ValueError naming the file."""
+    return parse_json(file.read_bytes(), file)
+
+
+def find_folder(path_or_id: str) -> pathlib.Path:
+    """The folder itself, or where the hub's copy of a model, OWNER/NAME or OWNER/NAME@REVISION, now is."""
+    folder = pathlib.Path(os.path.expanduser(path_or_id))
+    if folder.is_dir():
+        return folder
+    hub_id = re.fullmatch(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:@([\w./-]+))?", path_or_id)
+    if not hub_id:
+        raise ValueError(f"{path_or_id}: no such folder (and a hub id would be OWNER/NAME)")
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return _download(*hub_id.groups())
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as e:
+        reason = str(e).strip().split("\n")[0]
+        raise ValueError(f"{path_or_id}: no such folder, and the hub did not give it: {reason}") from None
+
+
+def _download(name: str, revision: str | None) -> pathlib.Path:
+    """The hub's files that are needed; what is in its cache is not fetched again."""
+    from huggingface_hub import snapshot_download
+
+    folder = pathlib.Path(
+        snapshot_download(name, revision=revision, allow_patterns=[*COMPANIONS, "*.index.json"])
+    )
+    index = next((folder / name for name in (INDEX, THEIR_INDEX) if (folder / name).exists()), None)
+    files = set(read_weight_map(index).values()) if index else {THEIR_FILE}
+    # The folder is named after the commit: the branch may have moved on.
+    return pathlib.Path(snapshot_download(name, revision=folder.name, allow_patterns=sorted(files)))
+
+
+def read_weight_map(index: pathlib.Path) -> dict[str, str]:
+    """The file of each tensor. Raises ValueError naming what is not a file of the same folder."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{index}: no weight_map in it; download it again")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or pathlib.PurePath(file).name != file or file in ("", ".", ".."):
+            raise ValueError(
+                f"{index}: tensor {name} is said to be in {file!r}, which is not a file of this folder"
+            )
+    return weight_map
+
+
+def open_tensors(folder: pathlib.Path, weight_map: dict[str, str]) -> dict[str, StoredTensor]:
+    """The tensors of these files, of which only the headers are read; `weight_map` may not know them all."""
+    tensors = {}
+    for path in (folder / name for name in sorted(set(weight_map.values()))):
+        if not path.is_file():
+            raise ValueError(f"{path}: no such file; is the download complete?")
+        for name, tensor in TensorFile(path).tensors.items():
+            if name in tensors:
+                raise ValueError(f"{path}: tensor {name} is also in {tensors[name].file.path.name}")
+            tensors[name] = tensor
+    for name, file in weight_map.items():
+        if name not in tensors or tensors[name].file.path.name != file:
+            raise ValueError(f"{folder / file}: tensor {name} is not in it, though the index says so")
+    return tensors
+
+
+# --------------------------------------------------------------------------------------- reading config.json
+
+
+class _Fields:
+    """A config.json being read: every field is taken, known to have no effect on inference, or refused."""
+
+    FIXED = dict(hidden_act="silu", attention_bias=False, mlp_bias=False)
+    NO_EFFECT = frozenset(
+        """architectures attention_dropout boi_token_index bos_token_id cache_implementation dtype
+        eoi_token_index eos_token_id
+        for_llm_compressor image_token_index initializer_range model_type output_router_logits pad_token_id
+        pretraining_tp router_aux_loss_coef router_jitter_noise torch_dtype transformers_version unsloth_fixed
+        unsloth_version use_cache""".split()
+    )
+    REQUIRED = object()
+
+    def __init__(self, config: dict):
+        self.left = {k: v for k, v in config.items() if k not in self.NO_EFFECT and not k.startswith("_")}
+
+    def take(self, name: str, kind: type | tuple[type, ...], default=REQUIRED):
+        """The value of a field, which must be of this type; null is absent, and numbers are positive."""
+        value = self.left.pop(name, None)
+        if value is None:
+            if default is self.REQUIRED:
+                raise ValueError(f"config.json: field {name!r} is missing")
+            return default
+        number = kind in (int, NUMBER)
+        if not isinstance(value, kind) or (number and (isinstance(value, bool) or not 0 < value < 2**31)):
+            raise ValueError(f"config.json: {name} = {value!r} makes no sense")
+        return value
+
+    def finish(self) -> None:
+        for name, value in self.left.items():
+            # A field that is null, false or empty asks for nothing.
+            if value and value != self.FIXED.get(name):
+                raise ValueError(f"config.json: {name} = {value!r} is not supported")
+
+
+NUMBER = (int, float)
+
+
+def read_config(config: dict) -> Config:
+    """Config from a Hugging Face config.json. Raises ValueError naming the field that is wrong."""
+    names = config.get("architectures") or []
+    for name in names if isinstance(names, list) else [names]:
+        if not str(name).endswith(("ForCausalLM", "ForConditionalGeneration")):
+            raise ValueError(f"config.json: architecture {name!r} has no language model's head")
+    if config.get("model_type") == "llama4":
+        if not isinstance(config.get("text_config"), dict):
+            raise ValueError("config.json: field 'text_config' is missing")
+        around = {k: v for k, v in config.items() if k not in ("text_config", "vision_config")}
+        config = around | config["text_config"]
+    family = config.get("model_type")
+    if family not in ("llama", "llama4_text"):
+        raise ValueError(f"config.json: model_type {family!r} is not supported (llama, llama4, llama4_text)")
+    fields = _Fields(config)
+    take = fields.take
+    width, heads = take("hidden_size", int), take("num_attention_heads", int)
+    kv_heads = take("num_key_value_heads", int, heads)
+    if heads % kv_heads:
+        raise ValueError(
+            f"config.json: {heads} attention heads are no multiple of {kv_heads} key/value heads"
+        )
+    special = _llama4_fields(fields) if family == "llama4_text" else _llama3_fields(fields)
+    cfg = Config(
+        D=width, K=kv_heads, G=heads // kv_heads, H=take("head_dim", int, width // heads),
+        V=take("vocab_size", int), norm_eps=take("rms_norm_eps", NUMBER),
+        max_positions=take("max_position_embeddings", int),
+        tied_embeddings=take("tie_word_embeddings", bool, False),
+        rope=_read_rope(fields, interleaved=family == "llama4_text"), **special,
+    )  # fmt: skip
+    fields.finish()
+    if cfg.H < 2 or cfg.H % 2:
+        raise ValueError(f"config.json: RoPE needs an even head_dim, not {cfg.H}")
+    if cfg.A > cfg.E:
+        raise ValueError(f"config.json: num_experts_per_tok = {cfg.A} of {cfg.E} experts")
+    return cfg
+
+
+def _depth(fields: _Fields) -> int:
+    depth = fields.take("num_hidden_layers", int)
+    if depth > 1000:  # a list of that many layers is about to be made
+        raise ValueError(f"config.json: num_hidden_layers = {depth} makes no sense")
+    return depth
+
+
+def _llama3_fields(fields: _Fields) -> dict:
+    depth = _depth(fields)
+    return dict(F=fields.take("intermediate_size", int), layers=(LayerKind(),) * depth)
+
+
+def _llama4_fields(fields: _Fields) -> dict:
+    take = fields.take
+    depth, every = _depth(fields), take("no_rope_layer_interval", int, 4)
+    # A 1 in no_rope_layers means that the layer does have RoPE.
+    rope = take("no_rope_layers", list, []) or [(i + 1) % every != 0 for i in range(depth)]
+    chunked = ["chunked_attention" if has_rope else "full_attention" for has_rope in rope]
+    chunked = take("layer_types", list, chunked)
+    moe_every = take("interleave_moe_layer_step", int, 1)
+    moe = take("moe_layers", list, list(range(moe_every - 1, depth, moe_every)))
+    known = all(kind in ("chunked_attention", "full_attention") for kind in chunked)
+    if not len(rope) == len(chunked) == depth or not known:
+        raise ValueError(f"config.json: no_rope_layers or layer_types do not describe {depth} layers")
+    chunk = take("attention_chunk_size", int, None)
+    temperature = take("attn_scale", NUMBER, 0.1), take("floor_scale", NUMBER, 8192)
+    return dict(
+        F=take("intermediate_size_mlp", int), M=take("intermediate_size", int),
+        E=take("num_local_experts", int), A=take("num_experts_per_tok", int),
+        layers=tuple(
+            LayerKind(bool(rope[i]), chunk if chunked[i] == "chunked_attention" else None, i in moe)
+            for i in range(depth)
+        ),
+        qk_norm=take("use_qk_norm", bool, True),
+        temperature=temperature if take("attn_temperature_tuning", (bool, int), True) else None,
+    )  # fmt: skip
+
+
+def _read_rope(fields: _Fields, interleaved: bool) -> Rope:
+    """RoPE from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
+    theta = fields.take("rope_theta", NUMBER, 500000.0 if interleaved else 10000.0)
+    scaling = fields.take("rope_scaling", dict, {})
+    rope = _Fields(fields.take("rope_parameters", dict, scaling))
+    theta = rope.take("rope_theta", NUMBER, theta)
+    kind = rope.take("type", str, "default")  # the name before it was rope_type
+    kind = rope.take("rope_type", str, kind)
+    if kind not in ("default", "llama3"):
+        raise ValueError(f"config.json: rope_type {kind!r} is not supported (default, llama3)")
+    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    numbers = tuple(float(rope.take(name, NUMBER)) for name in names) if kind == "llama3" else None
+    rope.finish()
+    return Rope(float(theta), numbers, interleaved)
+
+
+# ----------------------------------------------------------------------------------- layouts of stored tensors
+#
+# Stored letters are those of ArrayInfo.stored, and one more notation: a letter that is there twice is split,
+# first the number of its block, then the place in it. Our files have the sharded letters first, so that what a
+# device holds of a weight is a few long runs; and where that would leave runs of one element, blocks.
+# "Df" is stored as "FDF": half of f is half of the file.
+
+BLOCKS = 64  # into which a letter is split: a device's share is whole blocks on up to as many devices
+
+
+def file_letters(info: ArrayInfo) -> str:
+    """The order of a weight's letters in our files."""
+    sharded = [letter for letter in info.letters if letter.islower()]
+    if "".join(sharded) == info.letters[: len(sharded)]:
+        return info.letters.upper()
+    whole = [letter for letter in info.letters if letter not in sharded]
+    split = [sharded[-1]] if info.letters.endswith(sharded[-1]) else []
+    return "".join(sharded + whole + split).upper()
+
+
+def stored_dimensions(letters: str) -> list[str]:
+    """The letters of each stored dimension: "D(KGH)" -> ["D", "KGH"]."""
+    return [joined or alone for joined, alone in re.findall(r"\((\w+)\)|(\w)", letters)]
+
+
+def axes_of(letters: str) -> list[tuple[str, int]]:
+    """The axes when all that is joined is taken apart, each with how often its letter came before."""
+    flat = "".join(stored_dimensions(letters))
+    return [(letter, flat[:i].count(letter)) for i, letter in enumerate(flat)]
+
+
+def axis_sizes(letters: str, info: ArrayInfo) -> list[int]:
+    """The size of each of these axes; of a digit, which picks one of two halves, 2."""
+    sizes, axes = dict(zip(info.letters.upper(), info.shape, strict=True)), axes_of(letters)
+
+    def size(letter: str, place: int) -> int:
+        if letter.isdigit():
+            return 2
+        if (letter, 1) not in axes:
+            return sizes[letter]
+        blocks = math.gcd(sizes[letter], BLOCKS)
+        return sizes[letter] // blocks if place else blocks
+
+    return [size(*axis) for axis in axes]
+
+
+def stored_shape(letters: str, info: ArrayInfo) -> tuple[int, ...]:
+    sizes = iter(axis_sizes(letters, info))
+    return tuple(math.prod(next(sizes) for _ in joined) for joined in stored_dimensions(letters))
+
+
+def to_file_order(x, info: ArrayInfo):
+    """An array in our layout, all of it or of some of its unsplit letters -> in the order of our files."""
+    stored = axes_of(file_letters(info))
+    sizes = dict(zip(stored, axis_sizes(file_letters(info), info), strict=True))
+    ours, shape = [], []
+    for letter, size in zip(info.letters.upper(), x.shape, strict=True):
+        parts = [axis for axis in stored if axis[0] == letter]
+        ours += parts
+        shape += [sizes[axis] for axis in parts] if len(parts) > 1 else [size]
+    return x.reshape(shape).transpose([ours.index(axis) for axis in stored])
+
+
+Box = tuple[tuple[int, int], ...]  # of each letter of a weight, which elements [lo, hi)
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """The stored tensors that make up one declared array; several follow one another along the first letter."""
+
+    info: ArrayInfo
+    tensors: tuple[StoredTensor, ...]
+    letters: str
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.info.shape) * DTYPES[self.tensors[0].dtype].itemsize
+
+    def read(self, box: Box) -> np.ndarray:
+        """A part of the array in our layout: in place where the file has it so, else copied from there."""
+        axes, sizes = axes_of(self.letters), axis_sizes(self.letters, self.info)
+        ours, split = self.info.letters.upper(), {letter for letter, place in axes if place}
+        bounds, index = dict(zip(ours, box, strict=True)), []
+        covered = bounds.copy()  # whole blocks
+        for (letter, place), size in zip(axes, sizes, strict=True):
+            if letter.isdigit():
+                index.append(int(letter))
+            elif letter not in split:
+                index.append(slice(*bounds[letter]))
+            elif place == 0:
+                width = sizes[axes.index((letter, 1))]
+                lo, hi = bounds[letter][0] // width, -(-bounds[letter][1] // width)
+                covered[letter] = lo * width, hi * width
+                index.append(slice(lo, hi))
+            else:
+                index.append(slice(0, size))
+        parts, first = [], 0
+        for tensor in self.tensors:
+            x = tensor.values.reshape(-1, *sizes[1:])
+            lo, hi = (min(max(bound - first, 0), len(x)) for bound in (index[0].start, index[0].stop))
+            if lo < hi:
+                parts.append(x[slice(lo, hi), *index[1:]])
+            first += len(x)
+        x = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        axes = [axis for axis in axes if not axis[0].isdigit()]
+        x = x.transpose(
+            [axes.index(axis) for axis in sorted(axes, key=lambda axis: (ours.index(axis[0]), axis[1]))]
+        )
+        x = x.reshape([covered[letter][1] - covered[letter][0] for letter in ours])
+        return x[tuple(slice(bounds[y][0] - covered[y][0], bounds[y][1] - covered[y][0]) for y in ours)]
+
+    def forget(self) -> None:
+        """Give back the memory of what was read in place."""
+        for tensor in self.tensors:
+            tensor.forget()
+
+
+# ------------------------------------------------------------------------------------------- opening a folder
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """An opened folder. sources: by the names of `stored_infos`. converted: in our layout."""
+
+    folder: pathlib.Path
+    config: Config
+    sources: dict[str, Source]
+    converted: bool
+    quantized: bool
+
+    @property
+    def dtype(self) -> str:
+        """The float type of its weights: bfloat16 or float32."""
+        return "float32" if self.sources["norm"].tensors[0].dtype == "F32" else "bfloat16"
+
+
+def named_infos(config: Config) -> Iterator[tuple[str, ArrayInfo]]:
+    """Every declared weight with its name in our files, like `layers.0.attention.q`."""
+    for path, info in jax.tree_util.tree_leaves_with_path(model.weight_infos(config)):
+        yield jax.tree_util.keystr(path, simple=True, separator="."), info
+
+
+def stored_infos(name: str, info: ArrayInfo, quantized: bool) -> dict[str, ArrayInfo]:
+    """The arrays that stand for a weight: itself, or its int8 values and their scale."""
+    if quantized and info.contracted:
+        return {name + ".values": info, name + ".scale": info.scale}
+    return {name: info}
+
+
+def open_checkpoint(path_or_id: str) -> Checkpoint:
+    """Open a converted or a Hugging Face folder, which must hold just the tensors that config.json implies.
+
+    Raises ValueError naming the file, tensor or field that is wrong.
+    """
+    folder = find_folder(path_or_id)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder}: no config.json in it; is it a model's folder?")
+    try:
+        config = read_config(read_json(folder / "config.json"))
+    except ValueError as e:
+        raise ValueError(f"{folder}: {e}") from None
+    converted = (folder / INDEX).exists()
+    return _open_ours(folder, config) if converted else _open_hugging_face(folder, config)
+
+
+def _open_ours(folder: pathlib.Path, config: Config) -> Checkpoint:
+    index = read_index(folder)
+    tensors = open_tensors(folder, index["weight_map"])
+    for name, tensor in tensors.items():
+        checksum = index["checksums"].get(name)
+        if checksum is None or checksum != tensor.file.metadata.get(name):
+            raise ValueError(f"{tensor.file.path}: tensor {name} is not the one that {INDEX} knows")
+    parts = collections.defaultdict(list)
+    for name in sorted(tensors):  # what follows the slash numbers the parts
+        parts[name.partition("/")[0]].append(tensors[name])
+    quantized = any(name.endswith(".scale") for name in parts)
+    sources = {}
+    for weight, declared in named_infos(config):
+        for name, info in stored_infos(weight, declared, quantized).items():
+            if name not in parts:
+                raise ValueError(f"{folder}: tensor {name} is missing; convert the model again")
+            dtypes = tuple(TYPES.values())
+            if name != weight:
+                dtypes = ("I8",) if name.endswith(".values") else ("F32",)
+            sources[name] = _source(info, parts.pop(name), file_letters(info), dtypes)
+    for tensor in itertools.chain(*parts.values()):
+        _no_place(tensor)
+    return Checkpoint(folder, config, sources, converted=True, quantized=quantized)
+
+
+def _open_hugging_face(folder: pathlib.Path, config: Config) -> Checkpoint:
+    if (folder / THEIR_INDEX).exists():
+        tensors = open_tensors(folder, read_weight_map(folder / THEIR_INDEX))
+    elif (folder / THEIR_FILE).exists():
+        tensors = TensorFile(folder / THEIR_FILE).tensors
+    else:
+        raise ValueError(f"{folder}: neither {THEIR_FILE} nor {THEIR_INDEX} in it; is the download complete?")
+    tensors = _canonical(tensors)
+    sources = {name: _find(tensors, folder, info) for name, info in named_infos(config)}
+    used = {tensor.name for source in sources.values() for tensor in source.tensors}
+    for name, tensor in tensors.items():
+        tied_copy = config.tied_embeddings and name == "lm_head.weight"
+        if tensor.name not in used and not IGNORED.search(name) and not tied_copy:
+            _no_place(tensor)
+    return Checkpoint(folder, config, sources, converted=False, quantized=False)
+
+
+def _no_place(tensor: StoredTensor):
+    raise ValueError(
+        f"{tensor.file.path}: tensor {tensor.name} has no place in the model that config.json describes"
+    )
+
+
+def read_index(folder: pathlib.Path) -> dict:
+    """The index of a converted folder, whose files must have the sizes that it says. Raises ValueError."""
+    path = folder / INDEX
+    weight_map, index = read_weight_map(path), read_json(path)
+    version = (index.get("metadata") or {}).get("format")
+    if version != FORMAT:
+        raise ValueError(
+            f"{path}: has format {version}, but this program reads {FORMAT}; convert the model again"
+        )
+    files, checksums = index.get("files"), index.get("checksums")
+    if not isinstance(files, dict) or not isinstance(checksums, dict) or set(checksums) != set(weight_map):
+        raise ValueError(
+            f"{path}: its files and checksums do not fit its weight_map; convert the model again"
+        )
+    for file in set(weight_map.values()):
+        size = (files.get(file) or {}).get("bytes")
+        if (folder / file).is_file() and (folder / file).stat().st_size != size:
+            raise ValueError(
+                f"{folder / file}: has {(folder / file).stat().st_size} bytes, not {size} as {INDEX} says"
+            )
+    return index
+
+
+def _canonical(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The tensors under the names that model.py declares."""
+    renamed = {}
+    for name, tensor in tensors.items():
+        for pattern, replacement in RENAMES:
+            name = pattern.sub(replacement, name)
+        if name in renamed:
+            raise ValueError(
+                f"{tensor.file.path}: tensors {tensor.name} and {renamed[name].name} are the same one"
+            )
+        renamed[name] = tensor
+    return renamed
+
+
+def _find(tensors: dict[str, StoredTensor], folder: pathlib.Path, info: ArrayInfo) -> Source:
+    """What a Hugging Face folder has of a weight, in the first of its published forms that is there."""
+    for pattern, letters in info.stored:
+        one_per_expert = "{e}" in pattern
+        names = [pattern.format(e=e) for e in range(info.shape[0])] if one_per_expert else [pattern]
+        missing = [name for name in names if name not in tensors]
+        if len(missing) == len(names):
+            continue
+        if missing:
+            raise ValueError(f"{folder}: tensor {missing[0]} is missing, though others like it are there")
+        return _source(info, [tensors[name] for name in names], letters, FLOATS, one_per_expert)
+    raise ValueError(f"{folder}: tensor {info.stored[0][0]} is missing")
+
+
+def _source(
+    info: ArrayInfo, tensors: list[StoredTensor], letters: str, dtypes: tuple[str, ...], one_per_expert=False
+) -> Source:
+    """Raises ValueError naming the tensor whose shape or type is wrong."""
+    shape = stored_shape(letters, info)
+    for tensor in tensors:
+        fits = tensor.shape == shape
+        if len(tensors) > 1 and not one_per_expert:  # parts of one
+            fits = tensor.shape[1:] == shape[1:] and sum(part.shape[0] for part in tensors) == shape[0]
+        if not fits:
+            raise ValueError(
+                f"{tensor.file.path}: tensor {tensor.name} has shape {tensor.shape}, "
+                f"but config.json asks for {shape}"
+            )
+        if tensor.dtype not in dtypes:
+            raise ValueError(
+                f"{tensor.file.path}: tensor {tensor.name} has type {tensor.dtype}, not {' or '.join(dtypes)}"
+            )
+    return Source(info, tuple(tensors), "E" + letters if one_per_expert else letters)
+
+
+# --------------------------------------------------------------------------------------------------- loading
+
+
+def in_order(function: Callable, items: Iterable, ahead: int) -> Iterator:
+    """The results of function(item), in order, of threads that are at most `ahead` items ahead."""
+    pending: collections.deque = collections.deque()
+    with concurrent.futures.ThreadPoolExecutor(WORKERS) as pool:
+        try:
+            for item in items:
+                pending.append(pool.submit(function, item))
+                if len(pending) > ahead:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            for future in pending:
+                future.cancel()
+
+
+def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str, quantized: bool, show: bool = True) -> Weights:
+    """Put the weights on the mesh: a process reads what its devices hold, and a CPU uses it in place if it can.
+
+    dtype: "bfloat16" or "float32", for what is not int8. quantized: int8 where a matmul contracts, computed on
+    the devices; an int8 checkpoint is so anyway. show: progress, on stderr.
+    """
+
+    def place(item: tuple[str, ArrayInfo]):
+        name, info = item
+        sources = [checkpoint.sources[part] for part in stored_infos(name, info, checkpoint.quantized)]
+        as_stored = len(sources) == 2 or quantized and info.contracted
+        arrays = [_place(source, mesh, None if as_stored else DTYPES[TYPES[dtype]]) for source in sources]
+        return info, arrays, sum(source.nbytes for source in sources)
+
+    weights, treedef = [], jax.tree.structure(model.weight_infos(checkpoint.config))
+    total = sum(source.nbytes for source in checkpoint.sources.values())
+    with progress("loading weights", total, show=show) as bar:
+        # A few weights ahead: an accelerator has no room for all of them before they are int8.
+        for info, arrays, nbytes in in_order(place, named_infos(checkpoint.config), ahead=2 * WORKERS):
+            if len(arrays) == 2:
+                weights.append(QuantizedArray(*arrays))
+            else:
+                weights.append(_quantize(arrays[0], info) if quantized and info.contracted else arrays[0])
+            bar.update(nbytes)
+    return jax.tree.unflatten(treedef, weights)
+
+
+def _quantize(x: jax.Array, info: ArrayInfo) -> QuantizedArray:
+    mesh = x.sharding.mesh
+    shardings = QuantizedArray(NamedSharding(mesh, info.spec), NamedSharding(mesh, info.scale.spec))
+    return jax.jit(quantize, static_argnums=1, out_shardings=shardings)(x, info.contracted_axes)
+
+
+def _place(source: Source, mesh: Mesh, dtype: np.dtype | None) -> jax.Array:
+    """Give each device its part, with zeros for the padding that the mesh needs. dtype: None, as stored."""
+    info = source.info
+    padded = info.padded_shape(mesh)
+
+    @functools.cache  # devices that hold the same shard ask for the same bounds
+    def read(bounds: Box) -> np.ndarray:
+        inside = tuple((lo, min(hi, size)) for (lo, hi), size in zip(bounds, info.shape, strict=True))
+        shape = [hi - lo for lo, hi in bounds]
+        wanted = dtype or DTYPES[source.tensors[0].dtype]
+        if any(lo >= hi for lo, hi in inside):
+            return np.zeros(shape, wanted)
+        part = source.read(inside).astype(wanted, copy=False)
+        if inside == bounds:
+            return part
+        whole = np.zeros(shape, wanted)
+        whole[tuple(slice(0, size) for size in part.shape)] = part
+        return whole
+
+    def shard(index: tuple[slice, ...]) -> np.ndarray:
+        return read(tuple(part.indices(size)[:2] for part, size in zip(index, padded, strict=True)))
+
+    return jax.make_array_from_callback(padded, NamedSharding(mesh, info.spec), shard)

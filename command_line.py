@@ -1,0 +1,48 @@
+"""What the programs share: arguments, errors in one line, progress."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+
+from tqdm import tqdm
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """A bad argument is one line on stderr and exit code 2."""
+
+    def check_positive(self, args, *names: str) -> None:
+        """Refuse what was given for these options and is less than 1."""
+        for name in names:
+            if (value := getattr(args, name)) is not None and value < 1:
+                self.error(f"--{name.replace('_', '-')} {value} is not at least 1")
+
+    def error(self, message: str):
+        self.exit(2, f"error: {message} (see {self.prog} --help)\n")
+
+
+def run(main: Callable[[], None]) -> None:
+    """Call main; an error that a user can mend is one line on stderr and exit code 1, an interrupt 130."""
+    try:
+        main()
+    except BrokenPipeError:  # whoever read stdout has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except (ValueError, OSError) as e:
+        print("error:", " ".join(str(e).split()), file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+def progress(what: str, total: int, done: int = 0, show: bool = True) -> tqdm:
+    """A line on stderr of how many of `total` bytes are done, how fast, and how long it will take.
+
+    On a terminal it is rewritten in place; elsewhere there is a line every half minute.
+    """
+    seconds = 0.1 if sys.stderr.isatty() else 30
+    return tqdm(
+        desc=what, total=total, initial=done, disable=not show, mininterval=seconds, maxinterval=seconds,
+        unit="B", unit_scale=True, dynamic_ncols=True,
+    )  # fmt: skip

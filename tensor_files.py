@@ -1,0 +1,201 @@
+"""safetensors files: their headers, checked; their values, memory-mapped; and new ones, written in any order.
+
+Not with the safetensors library: it copies what it reads, holds a file in memory to write it, and does not say
+which tensor is wrong. Source of the format: huggingface/safetensors README.
+"""
+
+import collections
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import mmap
+import os
+import pathlib
+
+import numpy as np
+from ml_dtypes import bfloat16
+
+DTYPES = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(bfloat16),
+    "I8": np.dtype(np.int8),
+}
+# Bytes per element of the types that a file may hold besides, but a model here may not.
+OTHER_SIZES = {"BOOL": 1, "U8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I16": 2, "U16": 2, "I32": 4,
+               "U32": 4, "F64": 8, "I64": 8, "U64": 8}  # fmt: skip
+MAX_HEADER = 100_000_000  # the format's own limit
+PAGE = 4096  # the data of our files begin at a multiple of it: a device of a CPU can use them in place
+
+
+def parse_json(text: bytes, path: pathlib.Path) -> dict:
+    """The object that a file, or a file's header, is. Raises ValueError naming the file."""
+
+    def unique(pairs: list[tuple]) -> dict:
+        names = collections.Counter(name for name, _ in pairs)
+        if len(names) < len(pairs):
+            raise ValueError(f"{names.most_common(1)[0][0]} is there twice")
+        return dict(pairs)
+
+    try:
+        value = json.loads(text, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"{path}: not valid JSON ({e})") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: not a JSON object")
+    return value
+
+
+class TensorFile:
+    """A safetensors file, of which the header has been read. tensors: what it holds, by name."""
+
+    def __init__(self, path: pathlib.Path):
+        """Raises ValueError naming the file and the tensor that is wrong."""
+        self.path, self.size = path, path.stat().st_size
+        header, self.data = self._read_header()
+        metadata = header.pop("__metadata__", {})
+        self.metadata = metadata if isinstance(metadata, dict) else {}
+        self.tensors = {name: self._tensor(name, fields) for name, fields in header.items()}
+        end, before = self.data, "the header"
+        for tensor in sorted(self.tensors.values(), key=lambda tensor: (tensor.start, tensor.stop)):
+            if tensor.start < end:
+                self._refuse(f"tensor {tensor.name} overlaps {before}")
+            if tensor.start > end:
+                self._refuse(f"there is a gap before tensor {tensor.name}")
+            end, before = tensor.stop, f"tensor {tensor.name}"
+        if end < self.size:
+            self._refuse(f"{self.size - end} bytes follow {before}, the last")
+
+    def _refuse(self, what: str):
+        raise ValueError(f"{self.path}: {what}; download or convert it again")
+
+    def _read_header(self) -> tuple[dict, int]:
+        """The header, and where it ends."""
+        with self.path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if self.size < 8 or length > min(MAX_HEADER, self.size - 8):
+                self._refuse(
+                    f"not a whole safetensors file: {self.size} bytes, of which {length} are a header"
+                )
+            text = file.read(length)
+        return parse_json(text, self.path), 8 + length
+
+    def _tensor(self, name: str, fields) -> "StoredTensor":
+        try:
+            dtype, shape, (start, stop) = fields["dtype"], tuple(fields["shape"]), fields["data_offsets"]
+            numbers = (*shape, start, stop)
+            if not isinstance(dtype, str) or any(type(n) is not int or not 0 <= n < 2**63 for n in numbers):
+                raise TypeError
+        except (KeyError, TypeError, ValueError):
+            self._refuse(f"tensor {name} has no proper dtype, shape and data_offsets in the header")
+        itemsize = DTYPES[dtype].itemsize if dtype in DTYPES else OTHER_SIZES.get(dtype)
+        if start > stop or itemsize and stop - start != math.prod(shape) * itemsize:
+            self._refuse(f"tensor {name} has shape {shape} of {dtype}, but bytes {start} to {stop}")
+        if self.data + stop > self.size:
+            self._refuse(f"cut off: tensor {name} ends at byte {self.data + stop} of {self.size}")
+        return StoredTensor(name, self, dtype, shape, self.data + start, self.data + stop)
+
+    @functools.cached_property
+    def mapped(self) -> mmap.mmap:
+        with self.path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file, at bytes [start, stop)."""
+
+    name: str
+    file: TensorFile
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @property
+    def values(self) -> np.ndarray:
+        """[*shape], in place: what is looked at is read from the file then, and nothing else."""
+        flat = np.frombuffer(self.file.mapped, np.uint8, self.stop - self.start, self.start)
+        return flat.view(DTYPES[self.dtype]).reshape(self.shape)
+
+    def forget(self) -> None:
+        """Give back the memory of what was looked at. It may be looked at again."""
+        first = self.start // mmap.PAGESIZE * mmap.PAGESIZE
+        if self.stop > first and hasattr(mmap, "MADV_DONTNEED"):
+            self.file.mapped.madvise(mmap.MADV_DONTNEED, first, self.stop - first)
+
+    def checksum(self) -> str:
+        """sha256 of its bytes, in hexadecimal."""
+        return _checksum(self.file.path, self.start, self.stop)
+
+
+def _checksum(path: pathlib.Path, start: int, stop: int) -> str:
+    digest, buffer = hashlib.sha256(), memoryview(mmap.mmap(-1, 2**20))
+    with path.open("rb", buffering=0) as file:
+        file.seek(start)
+        while start < stop:
+            n = file.readinto(buffer[: stop - start])
+            if not n:
+                raise ValueError(f"{path}: became shorter while it was read")
+            digest.update(buffer[:n])
+            start += n
+    return digest.hexdigest()
+
+
+class NewFile:
+    """A safetensors file in the making, under another name until it is whole. Threads may share it.
+
+    tensors: (type, shape) by name. Its metadata will hold the sha256 of each.
+    """
+
+    def __init__(self, path: pathlib.Path, tensors: dict[str, tuple[str, tuple[int, ...]]]):
+        self.path, self.tensors = path, tensors
+        self.partial = path.with_name(path.name + ".partial")
+        blank = dict.fromkeys(tensors, "0" * hashlib.sha256().digest_size * 2)
+        self.starts, position = {}, len(self._header(blank))
+        for name, (dtype, shape) in tensors.items():
+            self.starts[name] = position
+            position += math.prod(shape) * DTYPES[dtype].itemsize
+        self.file = self.partial.open("w+b", buffering=0)
+        self.file.truncate(position)
+
+    def _header(self, checksums: dict[str, str]) -> bytes:
+        """The header, of a length that does not depend on the checksums."""
+        fields, position = {"__metadata__": checksums}, 0
+        for name, (dtype, shape) in self.tensors.items():
+            first, position = position, position + math.prod(shape) * DTYPES[dtype].itemsize
+            fields[name] = {"dtype": dtype, "shape": shape, "data_offsets": [first, position]}
+        text = json.dumps(fields, separators=(",", ":")).encode()
+        text += b" " * (-(8 + len(text)) % PAGE)
+        return len(text).to_bytes(8, "little") + text
+
+    def write(self, name: str, axis: int, first: int, values: np.ndarray) -> None:
+        """Put values at [..., first : first + n, ...] of a tensor, where n is their size along `axis`."""
+        _, shape = self.tensors[name]
+        before, row = math.prod(shape[:axis]), math.prod(shape[axis + 1 :]) * values.itemsize
+        runs = np.ascontiguousarray(values).reshape(before, -1).view(np.uint8)
+        for i, run in enumerate(runs):
+            self._put(run.data, self.starts[name] + (i * shape[axis] + first) * row)
+
+    def _put(self, data: memoryview | bytes, position: int) -> None:
+        while len(data):  # a system call writes at most 2 GiB
+            n = os.pwrite(self.file.fileno(), data, position)
+            data, position = data[n:], position + n
+
+    def checksum(self, name: str) -> str:
+        """sha256 of what the file now holds of a tensor."""
+        dtype, shape = self.tensors[name]
+        start = self.starts[name]
+        return _checksum(self.partial, start, start + math.prod(shape) * DTYPES[dtype].itemsize)
+
+    def finish(self, checksums: dict[str, str]) -> None:
+        """Give it its header and its name, once it is safe on the disk."""
+        self._put(self._header(checksums), 0)
+        os.fsync(self.file.fileno())
+        self.close()
+        self.partial.rename(self.path)
+
+    def close(self) -> None:
+        self.file.close()
