@@ -248,12 +248,12 @@ def _read_rope(fields: _Fields, interleaved: bool) -> Rope:
     return Rope(float(theta), numbers, interleaved)
 
 
-# ----------------------------------------------------------------------------------- layouts of stored tensors
+# ---------------------------------------------------------------------------------- layouts of stored tensors
 #
-# Stored letters are those of ArrayInfo.stored, and one more notation: a letter that is there twice is split,
-# first the number of its block, then the place in it. Our files have the sharded letters first, so that what a
-# device holds of a weight is a few long runs; and where that would leave runs of one element, blocks.
-# "Df" is stored as "FDF": half of f is half of the file.
+# Stored letters are written as in ArrayInfo.stored, and a letter that is there twice is split: first the
+# number of a block, then the place in it. In our files the sharded letters come first, so that what a device
+# holds of a weight is a few long runs: "DkgH" is stored as "KGDH". Where that would leave single elements, a
+# letter is split: "Df" is stored as "FDF", and half of f is half of the tensor.
 
 BLOCKS = 64  # into which a letter is split: a device's share is whole blocks on up to as many devices
 
@@ -316,7 +316,7 @@ Box = tuple[tuple[int, int], ...]  # of each letter of a weight, which elements 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """The stored tensors that make up one declared array; several follow one another along the first letter."""
+    """The stored tensors of one declared array, which follow one another along the first of `letters`."""
 
     info: ArrayInfo
     tensors: tuple[StoredTensor, ...]
@@ -553,10 +553,10 @@ def in_order(function: Callable, items: Iterable, ahead: int) -> Iterator:
 
 
 def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str, quantized: bool, show: bool = True) -> Weights:
-    """Put the weights on the mesh: a process reads what its devices hold, and a CPU uses it in place if it can.
+    """Put the weights on the mesh. A process reads what its devices hold; a CPU uses it in place if it can.
 
-    dtype: "bfloat16" or "float32", for what is not int8. quantized: int8 where a matmul contracts, computed on
-    the devices; an int8 checkpoint is so anyway. show: progress, on stderr.
+    dtype: "bfloat16" or "float32", for what is not int8. quantized: int8 where a matmul contracts, computed
+    on the devices; an int8 checkpoint is so anyway. show: progress, on stderr.
     """
 
     def place(item: tuple[str, ArrayInfo]):

@@ -50,7 +50,7 @@ FILE_MIB = 1024
 SLAB_BYTES = 2**24  # of a stored weight, read and converted at a time
 STATE = "conversion.json"  # in an unfinished folder: what it is to become
 
-Group = list[tuple[str, ArrayInfo]]  # weights that are read from the same tensors
+Group = list[tuple[str, ArrayInfo]]  # weights that Hugging Face stores in one tensor: read together
 
 
 # -------------------------------------------------------------------------------------- what goes where
@@ -106,10 +106,10 @@ def plan(checkpoint: Checkpoint, quantized: bool, dtype: str, file_bytes: int) -
     dtypes = {"values": "I8", "scale": "F32"}
     numbers, batches, last = itertools.count(1), [], None
 
-    def tensors_of(weight: tuple[str, ArrayInfo]) -> list[str]:
-        return [tensor.name for tensor in checkpoint.sources[weight[0]].tensors]
+    def stored_name(weight: tuple[str, ArrayInfo]) -> str:
+        return weight[1].stored[0][0]
 
-    for _, group in itertools.groupby(named_infos(checkpoint.config), tensors_of):
+    for _, group in itertools.groupby(named_infos(checkpoint.config), stored_name):
         group = list(group)
         targets = {
             name: Target(info, dtypes.get(name.rpartition(".")[2], TYPES[dtype]), [])
@@ -208,17 +208,25 @@ def identity_of(folder: pathlib.Path) -> dict | None:
 @contextlib.contextmanager
 def claimed(partial: pathlib.Path, identity: dict):
     """The unfinished folder, for this process alone and for this conversion. Raises ValueError."""
-    folder = os.open(partial, os.O_RDONLY)
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if any(partial.iterdir()) and identity_of(partial) != identity:
+    with contextlib.ExitStack() as stack:
+        folder = os.open(partial, os.O_RDONLY)
+        stack.callback(os.close, folder)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{partial}: another conversion is writing there") from None
+        if {path.name for path in partial.iterdir()} - {STATE} and identity_of(partial) != identity:
             raise ValueError(f"{partial}: is left from another conversion; remove it, or choose another name")
+        stack.callback(_remove_if_empty, partial)
         write_text(partial / STATE, json.dumps(identity))
         yield
-    except BlockingIOError:
-        raise ValueError(f"{partial}: another conversion is writing there") from None
-    finally:
-        os.close(folder)
+
+
+def _remove_if_empty(partial: pathlib.Path) -> None:
+    """Leave nothing of a conversion that wrote no weights."""
+    if partial.exists() and {path.name for path in partial.iterdir()} <= {STATE}:
+        (partial / STATE).unlink(missing_ok=True)
+        partial.rmdir()
 
 
 def write_text(path: pathlib.Path, text: str) -> None:
@@ -311,30 +319,34 @@ def slabs(source: Source) -> tuple[str, list[tuple[int, int]]]:
 
 def convert_group(checkpoint: Checkpoint, group: Group, batch: Batch, quantized: bool, allow_nonfinite: bool):
     """Yields slabs of the weights of a group: (letter, first element along it, array by name)."""
-    sources = {name: checkpoint.sources[name] for name, _ in group}
-    letter, ranges = slabs(sources[group[0][0]])
+    letter, ranges = slabs(checkpoint.sources[group[0][0]])
     for lo, hi in ranges:
         arrays = {}
         for name, info in group:
-            x = sources[name].read(box_of(info, letter, lo, hi))
-            if quantized and info.contracted:
-                on_cpu = jax.device_put(x, jax.local_devices(backend="cpu")[0])
-                q = jax.jit(quantize, static_argnums=1)(on_cpu, info.contracted_axes)
-                arrays |= {name + ".values": np.asarray(q.values), name + ".scale": np.asarray(q.scale)}
-                finite = is_finite(arrays[name + ".scale"])
-            else:
-                arrays[name] = x.astype(DTYPES[batch.targets[name].dtype], copy=False)
-                finite = is_finite(arrays[name])
-            if not finite and not allow_nonfinite:
-                wrong = next(
-                    (x for x in sources[name].tensors if not is_finite(x.values)), sources[name].tensors[0]
-                )
-                raise ValueError(
-                    f"{wrong.file.path}: tensor {wrong.name} holds NaN or Inf; --allow-nonfinite converts it anyway"
-                )
+            source, names = checkpoint.sources[name], list(stored_infos(name, info, quantized))
+            x = source.read(box_of(info, letter, lo, hi))
+            made = (
+                quantize_on_host(x, info)
+                if len(names) == 2
+                else [x.astype(DTYPES[batch.targets[name].dtype], copy=False)]
+            )
+            if not (allow_nonfinite or is_finite(made[-1])):  # int8: the scale tells
+                wrong = [
+                    tensor for tensor in source.tensors if not is_finite(tensor.values)
+                ] or source.tensors
+                where = f"{wrong[0].file.path}: tensor {wrong[0].name}"
+                raise ValueError(f"{where} holds NaN or Inf; --allow-nonfinite converts it anyway")
+            arrays |= zip(names, made, strict=True)
         yield letter, lo, arrays
-        for source in sources.values():
-            source.forget()
+        for name, _ in group:
+            checkpoint.sources[name].forget()
+
+
+def quantize_on_host(x: np.ndarray, info: ArrayInfo) -> list[np.ndarray]:
+    """The int8 values and the scale."""
+    x = jax.device_put(x, jax.local_devices(backend="cpu")[0])
+    q = jax.jit(quantize, static_argnums=1)(x, info.contracted_axes)
+    return [np.asarray(q.values), np.asarray(q.scale)]
 
 
 def box_of(info: ArrayInfo, letter: str, lo: int, hi: int):
@@ -447,11 +459,10 @@ def _int8_error(x: np.ndarray, values: np.ndarray, scale: np.ndarray, info: Arra
     largest = np.abs(x).max(info.contracted_axes, keepdims=True) / np.float32(127)
     if not np.allclose(step, largest, rtol=1e-6, atol=0, equal_nan=True):
         return math.inf
-    error = np.abs(x - values * step)
+    step, known = np.where(np.isfinite(step), step, 1), np.isfinite(largest)
+    error = np.max(np.abs(x - values * step) / np.where(step > 0, step, 1), initial=0, where=known)
     # Rounding of x / step and of values * step: at most 127 steps times 2^-23 each.
-    return float(np.max(error / np.where(step > 0, step, 1), initial=0, where=np.isfinite(error))) / (
-        0.5 + 2**-15
-    )
+    return float(error) / (0.5 + 2**-15)
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """safetensors files: their headers, checked; their values, memory-mapped; and new ones, written in any order.
 
-Not with the safetensors library: it copies what it reads, holds a file in memory to write it, and does not say
-which tensor is wrong. Source of the format: huggingface/safetensors README.
+Not with the safetensors library, which copies what it reads, holds a file in memory to write it, and does not
+say which tensor is wrong. Source of the format: huggingface/safetensors README.
 """
 
 import collections

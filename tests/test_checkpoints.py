@@ -11,7 +11,7 @@ from ml_dtypes import bfloat16
 from safetensors.numpy import load_file, save_file
 
 import model
-from checkpoint import load, open_checkpoint
+from checkpoint import INDEX, load, open_checkpoint
 from convert_checkpoint import convert
 from quantize import quantize
 
@@ -250,6 +250,83 @@ def test_broken_files(variant):
     (folder / "config.json").unlink()
     with pytest.raises(ValueError, match="no config.json"):
         open_checkpoint(folder)
+
+
+def rewrite_header(file, edit):
+    """Change a safetensors header: `edit` gets its JSON text and returns another."""
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    text = edit(data[8 : 8 + length].decode()).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+
+
+def with_offsets(name, offsets):
+    def edit(text):
+        header = json.loads(text)
+        header[name]["data_offsets"] = offsets(*header[name]["data_offsets"])
+        return json.dumps(header)
+
+    return edit
+
+
+NORM = "model.norm.weight"
+WRONG_HEADERS = {
+    f"tensor {NORM} overlaps tensor": with_offsets(NORM, lambda lo, hi: [lo - 256, hi - 256]),
+    f"tensor {NORM} has shape (.*) of BF16, but bytes": with_offsets(NORM, lambda lo, hi: [lo, hi - 2]),
+    f"tensor {NORM} has no proper dtype, shape and data_offsets": with_offsets(NORM, lambda lo, hi: [-1, hi]),
+    f"cut off: tensor {NORM} ends at byte": with_offsets(NORM, lambda lo, hi: [lo + 2**40, hi + 2**40]),
+    f"{NORM} is there twice": lambda text: text.rstrip()[:-1] + f', "{NORM}": {{}}}}',
+    "there is a gap before tensor": lambda text: json.dumps(dict(list(json.loads(text).items())[2:])),
+}
+
+
+@pytest.mark.parametrize("message", WRONG_HEADERS)
+def test_wrong_headers(message, variant):
+    folder = variant()
+    rewrite_header(folder / "model.safetensors", WRONG_HEADERS[message])
+    with pytest.raises(ValueError, match=f"model.safetensors: .*{message}"):
+        open_checkpoint(folder)
+
+
+def test_wrong_shards(variant):
+    """A shard that is not there, a tensor that is not where the index says, and one that is in two files."""
+    folder = variant(shards=2)
+    first, second = sorted(folder.glob("model-*"))
+    index, whole = folder / "model.safetensors.index.json", second.read_bytes()
+    weight_map = json.loads(index.read_text())["weight_map"]
+    second.unlink()
+    with pytest.raises(ValueError, match=f"{second.name}: no such file; is the download complete"):
+        open_checkpoint(folder)
+    second.write_bytes(whole)
+    moved = next(name for name, file in weight_map.items() if file == second.name)
+    index.write_text(json.dumps({"weight_map": weight_map | {moved: first.name}}))
+    with pytest.raises(ValueError, match=f"{first.name}: tensor {moved} is not in it"):
+        open_checkpoint(folder)
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    save_file(load_file(second) | {"model.norm.weight": np.ones(128, np.float32)}, second)
+    save_file(load_file(first) | {"model.norm.weight": np.ones(128, np.float32)}, first)
+    with pytest.raises(ValueError, match=f"{second.name}: tensor model.norm.weight is also in {first.name}"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda index: index["metadata"].pop("format"), "has format None, but this program reads"),
+        (lambda index: index.pop("files"), "its files and checksums do not fit"),
+        (lambda index: index["checksums"].pop("norm"), "its files and checksums do not fit"),
+        (lambda index: index["files"]["weights-00001.safetensors"].update(bytes=5), "bytes, not 5 as"),
+        (lambda index: index["checksums"].update(norm="0" * 64), "tensor norm is not the one that"),
+    ],
+)
+def test_wrong_index(edit, message, tmp_path):
+    """Of a converted folder. Those of another format may have other layouts of the same shape."""
+    convert(str(LLAMA3), str(tmp_path / "x"))
+    index = json.loads((tmp_path / "x" / INDEX).read_text())
+    edit(index)
+    (tmp_path / "x" / INDEX).write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=message):
+        open_checkpoint(tmp_path / "x")
 
 
 def test_convert_refuses(tmp_path):

@@ -1,0 +1,353 @@
+"""Conversions that are killed, run out of room or meet damage: what is written is whole, or is not there."""
+
+import collections
+import errno
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from conftest import CHECKPOINTS
+from ml_dtypes import bfloat16
+from safetensors.numpy import load_file, save_file
+
+import convert_checkpoint
+import model
+import tensor_files
+from checkpoint import INDEX, file_letters, load, named_infos, open_checkpoint, read_config, stored_shape
+from convert_checkpoint import convert, verify
+
+LLAMA3, LLAMA4 = CHECKPOINTS / "tiny-llama3", CHECKPOINTS / "tiny-llama4"
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """tiny-llama4 in int8, in a dozen files."""
+    folder = tmp_path_factory.mktemp("undisturbed") / "int8"
+    convert(str(LLAMA4), str(folder), quantized=True, file_bytes=150_000)
+    return folder
+
+
+# Converts, and kills itself at the n-th of the calls by which something on the disk changes.
+KILLED = """
+import os, pathlib, signal, sys
+import numpy, convert_checkpoint
+calls, fatal = 0, int(sys.argv[3])
+def counted(function):
+    def call(*arguments, **options):
+        global calls
+        calls += 1
+        if calls == fatal:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*arguments, **options)
+    return call
+for place, name in (os, "pwrite"), (os, "fsync"), (pathlib.Path, "rename"), (pathlib.Path, "unlink"):
+    setattr(place, name, counted(getattr(place, name)))
+convert_checkpoint.convert(sys.argv[1], sys.argv[2], True, file_bytes=150_000)
+print(calls)
+"""
+
+
+def test_killed_conversion_goes_on(undisturbed, tmp_path):
+    """SIGKILL at ten random calls: the folder is not there, and the next run makes the same bytes."""
+    command = [sys.executable, "-c", KILLED, LLAMA4]
+
+    def start(name, fatal):
+        environment = os.environ | {"PYTHONPATH": os.getcwd(), "XLA_FLAGS": ""}
+        return subprocess.Popen(
+            [*command, tmp_path / name, str(fatal)], env=environment, stdout=subprocess.PIPE
+        )
+
+    calls = int(start("counted", 0).communicate()[0])
+    assert contents(tmp_path / "counted") == contents(undisturbed)
+    points = random.Random(0).sample(range(1, calls), 8) + [
+        calls - 1,
+        calls,
+    ]  # the last: names safe on the disk
+    killed = {}
+    for pair in zip(points[::2], points[1::2], strict=True):
+        killed |= {point: start(f"at{point}", point) for point in pair}
+        for point in pair:
+            killed[point].communicate()
+            assert killed[point].returncode == -signal.SIGKILL
+    for point in points:
+        folder, partial = tmp_path / f"at{point}", tmp_path / f"at{point}.incomplete"
+        assert folder.exists() == (point == calls)
+        before = {path: path.stat().st_mtime_ns for path in partial.glob("weights-*.safetensors")}
+        if partial.exists() and not (partial / INDEX).exists():
+            with pytest.raises(ValueError):
+                open_checkpoint(partial)
+        convert(str(LLAMA4), str(folder), quantized=True, file_bytes=150_000)
+        assert contents(folder) == contents(undisturbed) and not partial.exists()
+        for path, time in before.items():  # what was whole was not written again
+            assert (folder / path.name).stat().st_mtime_ns == time
+
+
+def test_full_disk(tmp_path, monkeypatch):
+    """No room from the start, and none any more after some writes."""
+    usage = convert_checkpoint.shutil.disk_usage(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.disk_usage", lambda _: usage._replace(free=1000))
+        with pytest.raises(ValueError, match="GB are to be written, and 0.00 GB are free"):
+            convert(str(LLAMA3), str(tmp_path / "x"))
+    writes, pwrite = [], os.pwrite
+
+    def full(*arguments):
+        writes.append(arguments)
+        if len(writes) > 20:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return pwrite(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.pwrite", full)
+        with pytest.raises(ValueError, match="x.incomplete: the disk is full; free some room and run again"):
+            convert(str(LLAMA3), str(tmp_path / "x"), file_bytes=200_000)
+    assert not (tmp_path / "x").exists()
+    convert(str(LLAMA3), str(tmp_path / "x"), file_bytes=200_000)
+    convert(str(LLAMA3), str(tmp_path / "y"), file_bytes=200_000)
+    assert contents(tmp_path / "x") == contents(tmp_path / "y")
+
+
+def test_whose_folder_it_is(undisturbed, tmp_path, capsys):
+    """Done already; under way; begun for something else; not a conversion's."""
+    convert(str(LLAMA4), str(undisturbed), quantized=True, file_bytes=150_000)
+    assert "is there already" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="exists and is something else"):
+        convert(str(LLAMA4), str(undisturbed), quantized=True)
+    (tmp_path / "mine.incomplete").mkdir()
+    (tmp_path / "mine.incomplete" / "diary").write_text("")
+    with pytest.raises(ValueError, match="mine.incomplete: is left from another conversion"):
+        convert(str(LLAMA3), str(tmp_path / "mine"))
+    (tmp_path / "mine.incomplete" / "diary").unlink()
+    with convert_checkpoint.claimed(tmp_path / "mine.incomplete", {"source": "another"}):
+        with pytest.raises(ValueError, match="another conversion is writing there"):
+            convert(str(LLAMA3), str(tmp_path / "mine"))
+        (tmp_path / "mine.incomplete" / "weights-00001.safetensors").write_text("")
+    with pytest.raises(ValueError, match="is left from another conversion"):
+        convert(str(LLAMA3), str(tmp_path / "mine"))
+
+
+def test_another_fine_tune_is_another_source(tmp_path):
+    """The same names and shapes, other weights: neither done already nor to be gone on with."""
+    convert(str(LLAMA3), str(tmp_path / "x"))
+    for path in LLAMA3.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"] + 1
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="exists and is something else"):
+        convert(str(tmp_path), str(tmp_path / "x"))
+
+
+# --------------------------------------------------------------------------------------------------- damage
+
+
+def flip(random, data):
+    position = random.randrange(len(data))
+    return data[:position] + bytes([data[position] ^ 1 << random.randrange(8)]) + data[position + 1 :]
+
+
+def flip_header(random, data):
+    """A bit among the first 4096 bytes: lengths, names, shapes, offsets."""
+    return flip(random, data[:4096]) + data[4096:]
+
+
+def cut(random, data):
+    return data[: random.randrange(len(data))]
+
+
+def zero(random, data):
+    """A block that was never written."""
+    position = random.randrange(len(data))
+    return data[:position] + bytes(min(512, len(data) - position)) + data[position + 512 :]
+
+
+def small_model(folder):
+    """tiny-llama3's configuration and tokenizer with sizes that make a file of a few kilobytes."""
+    folder.mkdir()
+    for path in LLAMA3.glob("*.json"):
+        (folder / path.name).write_bytes(path.read_bytes())
+    config = json.loads((folder / "config.json").read_text())
+    sizes = dict(hidden_size=16, num_attention_heads=4, num_key_value_heads=2, head_dim=4)
+    sizes |= dict(intermediate_size=64, num_hidden_layers=1, vocab_size=40)
+    (folder / "config.json").write_text(json.dumps(config | sizes))
+    rng, tensors = np.random.default_rng(0), {}
+    for _, info in named_infos(read_config(config | sizes)):
+        (name, letters), *_ = info.stored
+        tensors[name] = rng.standard_normal(stored_shape(letters, info)).astype(bfloat16)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def read_all(source):
+    return source.read(tuple((0, size) for size in source.info.shape))
+
+
+def same(x, y):
+    return x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes()
+
+
+def test_random_damage(tmp_path):
+    """2,000 times, a file is damaged: opening it or --verify finds that, or all that is loaded is the same."""
+    folder, rng = tmp_path / "small", random.Random(0)
+    convert(str(small_model(tmp_path / "source")), str(folder), quantized=True, file_bytes=2000)
+    whole, expected = contents(folder), open_checkpoint(folder)
+    arrays = {name: read_all(source).copy() for name, source in expected.sources.items()}
+
+    def outcome():
+        try:
+            opened = open_checkpoint(folder)
+            found = {name: read_all(source) for name, source in opened.sources.items()}
+        except ValueError as e:
+            assert str(folder) in str(e)
+            return "refused"
+        try:
+            verify(str(folder))
+        except ValueError as e:
+            assert str(folder) in str(e)
+            return "found by --verify"
+        assert opened.config == expected.config and found.keys() == arrays.keys()
+        assert all(same(found[name], array) for name, array in arrays.items())
+        return "harmless"
+
+    outcomes = collections.Counter()
+    for _ in range(2000):
+        name, other = rng.choices(sorted(whole), k=2)
+        damage = rng.choice([flip, flip_header, cut, zero, None])
+        if damage:
+            (folder / name).write_bytes(damage(rng, whole[name]))
+        else:  # the two change places
+            (folder / name).write_bytes(whole[other])
+            (folder / other).write_bytes(whole[name])
+        outcomes[outcome()] += 1
+        for file in (name, other):
+            (folder / file).write_bytes(whole[file])
+    assert len(outcomes) == 3 and min(outcomes.values()) > 20, outcomes
+
+
+def test_verify(undisturbed, tmp_path, capsys):
+    """Exactly the source's, or within half a step; damage by name; another model; a source that is int8."""
+    assert "within half a step of int8" in verify(str(undisturbed), str(LLAMA4))[1]
+    for dtype in ("bfloat16", "float32"):
+        convert(str(LLAMA4), str(tmp_path / dtype), dtype=dtype)
+        assert f"in {dtype} exactly" in verify(str(tmp_path / dtype), str(LLAMA4))[1]
+    convert(str(tmp_path / "bfloat16"), str(tmp_path / "int8"), quantized=True, file_bytes=150_000)
+    weights = {name: data for name, data in contents(undisturbed).items() if name.startswith("weights-")}
+    assert weights.items() <= contents(tmp_path / "int8").items()  # with or without the original
+    with pytest.raises(ValueError, match="another model"):
+        verify(str(undisturbed), str(LLAMA3))
+    with pytest.raises(ValueError, match="is int8"):
+        verify(str(undisturbed), str(undisturbed))
+    with pytest.raises(ValueError, match="is not a converted folder"):
+        verify(str(LLAMA4))
+
+
+@pytest.mark.parametrize("kind", ["int8", "scale", "bfloat16"])
+def test_verify_compares_with_the_source(kind, tmp_path, monkeypatch):
+    """A converter that is wrong by one step, by one scale or by one bit, with checksums that are right."""
+    write = convert_checkpoint.Target.write
+
+    def wrong(self, files, letter, lo, values):
+        chosen = {"int8": "I8", "scale": "F32", "bfloat16": "BF16"}[kind]
+        if self.dtype == chosen and values.ndim > (kind != "scale") and ".o" in self.parts[0].name:
+            values = values.copy()
+            values.view(np.dtype(f"u{values.itemsize}")).flat[3] ^= 2 if kind == "int8" else 1 << 8
+        write(self, files, letter, lo, values)
+
+    monkeypatch.setattr(convert_checkpoint.Target, "write", wrong)
+    convert(str(LLAMA4), str(tmp_path / "x"), quantized=kind != "bfloat16")
+    verify(str(tmp_path / "x"))
+    with pytest.raises(ValueError, match="x: layers.0.attention.o is not what .*tiny-llama4 has"):
+        verify(str(tmp_path / "x"), str(LLAMA4))
+
+
+# ------------------------------------------------------------------------------------------ sources and sizes
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_nonfinite_weights(value, quantized, tmp_path):
+    source = small_model(tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"][5, 7] = value
+    save_file(tensors, source / "model.safetensors")
+    with pytest.raises(
+        ValueError, match="model.safetensors: tensor model.layers.0.mlp.up_proj.weight holds NaN"
+    ):
+        convert(str(source), str(tmp_path / "x"), quantized)
+    convert(str(source), str(tmp_path / "x"), quantized, allow_nonfinite=True)
+    verify(str(tmp_path / "x"), str(source))
+
+
+def test_float_that_bfloat16_cannot_hold(tmp_path):
+    """float32 up to 3.4e38, and float16, become bfloat16; what rounds to infinity there is refused."""
+    source = small_model(tmp_path / "source")
+    tensors = {name: x.astype(np.float16) for name, x in load_file(source / "model.safetensors").items()}
+    save_file(tensors, source / "model.safetensors")
+    convert(str(source), str(tmp_path / "x"))
+    assert "exactly" in verify(str(tmp_path / "x"), str(source))[1]
+    tensors = {name: x.astype(np.float32) for name, x in tensors.items()}
+    tensors["model.norm.weight"][0] = np.finfo(np.float32).max
+    save_file(tensors, source / "model.safetensors")
+    with pytest.raises(ValueError, match="model.norm.weight holds NaN or Inf"):
+        convert(str(source), str(tmp_path / "y"), dtype="bfloat16")
+
+
+@pytest.mark.parametrize("file_bytes", [1, 3000, 40_000])
+def test_files_have_the_size_that_was_asked_for(file_bytes, tmp_path):
+    """No file holds more of tensors, unless it is one row of one; what was cut is whole when loaded."""
+    convert(str(LLAMA4), str(tmp_path / "x"), quantized=True, file_bytes=file_bytes)
+    for path in (tmp_path / "x").glob("weights-*.safetensors"):
+        tensors = load_file(path).values()
+        one_row = len(tensors) == 1 and len(*tensors) == 1
+        assert one_row or sum(x.nbytes for x in tensors) <= file_bytes
+    assert "within half a step" in verify(str(tmp_path / "x"), str(LLAMA4))[1]
+
+
+def test_slabs(tmp_path, monkeypatch):
+    """Weights that go through memory a few rows at a time end as the same bytes."""
+    convert(str(LLAMA4), str(tmp_path / "x"), quantized=True)
+    monkeypatch.setattr("convert_checkpoint.SLAB_BYTES", 5000)
+    convert(str(LLAMA4), str(tmp_path / "y"), quantized=True)
+    assert contents(tmp_path / "x") == contents(tmp_path / "y")
+
+
+@pytest.mark.parametrize("name", ["tp2", "ep2"])
+def test_two_processes_read_their_own_bytes(name, undisturbed, monkeypatch):
+    """What the devices of a 2-way split take from the files is 5% more than what they hold, at most."""
+    taken = []
+
+    class Recorded(np.ndarray):
+        def __getitem__(self, index):
+            part = np.asarray(self)[index]
+            taken.append(part.nbytes)
+            return part
+
+    values = tensor_files.StoredTensor.values.fget
+    monkeypatch.setattr(tensor_files.StoredTensor, "values", property(lambda x: values(x).view(Recorded)))
+    checkpoint = open_checkpoint(undisturbed)
+    degrees = dict(data=1, expert=1, tensor=1) | {"tp2": {"tensor": 2}, "ep2": {"expert": 2}}[name]
+    mesh = model.make_mesh(checkpoint.config, **degrees, devices=jax.devices()[:2])
+    weights = load(checkpoint, mesh, "bfloat16", True)
+    held = sum(shard.data.nbytes for x in jax.tree.leaves(weights) for shard in x.addressable_shards)
+    replicated = sum(x.nbytes for x in jax.tree.leaves(weights) if x.is_fully_replicated)
+    assert (
+        held - replicated <= sum(taken) <= 1.05 * held
+    )  # both devices are of one process: it reads those once
+
+
+def test_shards_are_long_runs(undisturbed):
+    """Half of any weight is a few runs of the file, none of them a row's part of an output matrix."""
+    checkpoint = open_checkpoint(undisturbed)
+    for name, letter in (("layers.0.feed_forward.shared.down", "F"), ("layers.1.attention.o", "K")):
+        source = checkpoint.sources[name + ".values"]
+        assert file_letters(source.info)[0] == letter
