@@ -64,12 +64,14 @@ def find_folder(path_or_id: str) -> pathlib.Path:
     hub_id = re.fullmatch(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:@([\w./-]+))?", path_or_id)
     if not hub_id:
         raise ValueError(f"{path_or_id}: no such folder (and a hub id would be OWNER/NAME)")
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
         return _download(*hub_id.groups())
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as e:
-        reason = str(e).strip().split("\n")[0]
+    except Exception as e:  # the hub's, and those of the HTTP and Xet libraries that it lets through
+        # That a file is not in the cache is no reason; why it could not be fetched is.
+        cause = e.__cause__ if type(e) is LocalEntryNotFoundError else None
+        reason = " ".join(str(cause or e).split())
         raise ValueError(f"{path_or_id}: no such folder, and the hub did not give it: {reason}") from None
 
 
@@ -77,9 +79,8 @@ def _download(name: str, revision: str | None) -> pathlib.Path:
     """The hub's files that are needed; what is in its cache is not fetched again."""
     from huggingface_hub import snapshot_download
 
-    folder = pathlib.Path(
-        snapshot_download(name, revision=revision, allow_patterns=[*COMPANIONS, "*.index.json"])
-    )
+    few = [*COMPANIONS, INDEX, THEIR_INDEX]
+    folder = pathlib.Path(snapshot_download(name, revision=revision, allow_patterns=few))
     index = next((folder / name for name in (INDEX, THEIR_INDEX) if (folder / name).exists()), None)
     files = set(read_weight_map(index).values()) if index else {THEIR_FILE}
     # The folder is named after the commit: the branch may have moved on.
@@ -349,6 +350,8 @@ class Source:
             x = tensor.values.reshape(-1, *sizes[1:])
             lo, hi = (min(max(bound - first, 0), len(x)) for bound in (index[0].start, index[0].stop))
             if lo < hi:
+                row = math.prod(x.shape[1:]) * x.itemsize
+                tensor.read_ahead(lo * row, hi * row)
                 parts.append(x[slice(lo, hi), *index[1:]])
             first += len(x)
         x = parts[0] if len(parts) == 1 else np.concatenate(parts)

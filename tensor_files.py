@@ -27,6 +27,7 @@ DTYPES = {
 OTHER_SIZES = {"BOOL": 1, "U8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I16": 2, "U16": 2, "I32": 4,
                "U32": 4, "F64": 8, "I64": 8, "U64": 8}  # fmt: skip
 MAX_HEADER = 100_000_000  # the format's own limit
+READ_AHEAD = 2**17  # bytes that a system reads at a time at least; of a longer wish it may forget the rest
 PAGE = 4096  # the data of our files begin at a multiple of it: a device of a CPU can use them in place
 
 
@@ -100,7 +101,9 @@ class TensorFile:
     @functools.cached_property
     def mapped(self) -> mmap.mmap:
         with self.path.open("rb") as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        mapped.madvise(mmap.MADV_RANDOM)  # what is read around a run would be another process's
+        return mapped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,15 +119,20 @@ class StoredTensor:
 
     @property
     def values(self) -> np.ndarray:
-        """[*shape], in place: what is looked at is read from the file then, and nothing else."""
+        """[*shape], in place: what is looked at is read from the file then, a page at a time."""
         flat = np.frombuffer(self.file.mapped, np.uint8, self.stop - self.start, self.start)
         return flat.view(DTYPES[self.dtype]).reshape(self.shape)
+
+    def read_ahead(self, lo: int, hi: int) -> None:
+        """Have the system begin to read bytes [lo, hi) of the tensor, in large pieces and no others."""
+        first, last = (self.start + lo) // mmap.PAGESIZE * mmap.PAGESIZE, self.start + hi
+        for piece in range(first, last, READ_AHEAD):
+            self.file.mapped.madvise(mmap.MADV_WILLNEED, piece, min(READ_AHEAD, last - piece))
 
     def forget(self) -> None:
         """Give back the memory of what was looked at. It may be looked at again."""
         first = self.start // mmap.PAGESIZE * mmap.PAGESIZE
-        if self.stop > first and hasattr(mmap, "MADV_DONTNEED"):
-            self.file.mapped.madvise(mmap.MADV_DONTNEED, first, self.stop - first)
+        self.file.mapped.madvise(mmap.MADV_DONTNEED, first, max(self.stop - first, 1))
 
     def checksum(self) -> str:
         """sha256 of its bytes, in hexadecimal."""

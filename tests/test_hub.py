@@ -1,0 +1,178 @@
+"""What a hub is asked for, and what is said when it does not give it; the hub is a small one of our own."""
+
+import collections
+import hashlib
+import http.server
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import urllib.parse
+
+import numpy as np
+import pytest
+from conftest import CHECKPOINTS
+from safetensors.numpy import load_file, save
+
+from checkpoint import THEIR_FILE, THEIR_INDEX, open_checkpoint
+
+LLAMA3 = CHECKPOINTS / "tiny-llama3"
+COMPANIONS = {file.name for file in LLAMA3.iterdir()} - {THEIR_FILE}
+SHARDS = [f"model-{i + 1:05d}-of-00003.safetensors" for i in range(3)]
+UNNEEDED = """README.md consolidated.safetensors extra.safetensors original/consolidated.00.pth
+    original/model.safetensors.index.json pytorch_model.bin pytorch_model.bin.index.json""".split()
+
+# Every repository has the model in three files at main, which then moves on, and in one at refs/pr/1.
+SHARDED, SINGLE, MOVED = "1" * 40, "2" * 40, "3" * 40
+GIVEN = ["sharded", "single@refs/pr/1", "private", "cut@refs/pr/1"]
+RESET = "reset@refs/pr/1"
+BREAKS = {"cut": "ends", "reset": "reset"}  # how the connection does, once, in the middle of that one file
+TOKEN = "hf_ours"  # opens "private"
+REFUSED = {  # which question, with what status and X-Error-Code, in what words
+    "gated": ("resolve", 403, "GatedRepo", "Visit its page to ask for access."),
+    "token": ("resolve", 403, "", "Enable access to gated repositories in your token's settings."),
+    "forbidden": ("revision", 403, "", "Not for this token."),
+    "foreign": ("revision", 401, "", "Invalid username or password."),
+    "missing": ("revision", 404, "RepoNotFound", "Repository Not Found"),
+    "branchless": ("revision", 404, "RevisionNotFound", "Revision Not Found"),
+}
+
+
+def commits() -> dict[str, dict[str, bytes]]:
+    tensors = load_file(LLAMA3 / THEIR_FILE)
+    weight_map = {name: SHARDS[i % 3] for i, name in enumerate(tensors)}
+    shards = {file: save({t: x for t, x in tensors.items() if weight_map[t] == file}) for file in SHARDS}
+    common = {name: (LLAMA3 / name).read_bytes() for name in COMPANIONS} | dict.fromkeys(UNNEEDED, b"{}")
+    index = {THEIR_INDEX: json.dumps({"weight_map": weight_map}).encode()}
+    # huggingface_hub takes a file up at a multiple of 10 MiB. This comes first, and is ignored.
+    tensors["vision_model.x"] = np.zeros(12 * 2**18, np.float32)
+    return {SHARDED: common | shards | index, SINGLE: common | {THEIR_FILE: save(tensors)}, MOVED: {}}
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """/api/models/tiny/NAME/revision/REVISION, .../tree/COMMIT, and /tiny/NAME/resolve/COMMIT/FILE."""
+
+    def do_GET(self):
+        hub, path = self.server, urllib.parse.unquote(self.path.partition("?")[0])
+        name, what, rest = path.removeprefix("/api/models").removeprefix("/tiny/").split("/", 2)
+        hub.asked[name, what].append(rest)
+        status, headers, body = self.answer(name, what, rest)
+        end, start = len(body), int(self.headers.get("Range", "bytes=0-")[6:-1])
+        if start:
+            status, headers["Content-Range"] = 206, f"bytes {start}-{end - 1}/{end}"
+            hub.asked[name, "range"].append(start)
+        self.send_response(status)
+        for header, value in {"Content-Length": end - start, **headers}.items():
+            self.send_header(header, value)
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        breaks = hub.breaks.pop(name, None) if rest.endswith("/" + THEIR_FILE) else None
+        self.wfile.write(body[start : end * 9 // 10 if breaks else end])
+        if breaks == "reset":
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, bytes([1] + 7 * [0]))
+            self.connection.close()
+
+    do_HEAD = do_GET
+
+    def answer(self, name, what, rest) -> tuple[int, dict, bytes]:
+        """(status, headers, body)"""
+        if name == "private" and self.headers["Authorization"] != f"Bearer {TOKEN}":
+            name = "foreign"
+        at, status, code, words = REFUSED.get(name, [None] * 4)
+        if what == at:
+            return status, {"X-Error-Code": code, "X-Error-Message": words}, b""
+        if what == "revision":
+            first = self.server.asked[name, what] == [rest]
+            sha = SINGLE if rest == "refs/pr/1" else SHARDED if first else MOVED
+            return 200, {}, json.dumps({"id": f"tiny/{name}", "sha": sha}).encode()
+        commit, _, file = rest.partition("/")
+        files = self.server.commits[commit]
+        if what == "tree":
+            tree = [dict(type="file", path=file, size=len(x), oid="0" * 40) for file, x in files.items()]
+            return 200, {}, json.dumps(tree).encode()
+        return 200, {"ETag": hashlib.sha256(files[file]).hexdigest(), "X-Repo-Commit": commit}, files[file]
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    """first: what a program was told that asked for all of these repositories, and what the hub was asked."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as hub:
+        hub.commits, hub.home, hub.breaks = commits(), tmp_path_factory.mktemp("hub"), dict(BREAKS)
+        threading.Thread(target=hub.serve_forever, daemon=True).start()
+        hub.first = ask(hub, *GIVEN, *REFUSED, RESET)
+        yield hub
+        hub.shutdown()
+
+
+ASK = """
+import json, sys
+from checkpoint import open_checkpoint
+for name in sys.argv[1:]:
+    try:
+        print(json.dumps(str(open_checkpoint("tiny/" + name).folder)))
+    except Exception as e:
+        print(json.dumps(type(e).__name__ + ": " + str(e)))
+"""
+
+
+def ask(hub, *names, **env):
+    """What a new process is told of each, a folder or an error; and the requests of (repository, what)."""
+    hub.asked = collections.defaultdict(list)
+    env |= dict(HF_HOME=str(hub.home), HF_ENDPOINT=f"http://127.0.0.1:{hub.server_port}", HF_TOKEN=TOKEN)
+    env |= dict(HF_HUB_DISABLE_TELEMETRY="1", NO_PROXY="*", JAX_PLATFORMS="cpu", PATH=os.environ["PATH"])
+    command, root = [sys.executable, "-c", ASK, *names], CHECKPOINTS.parents[1]
+    lines = subprocess.check_output(command, cwd=root, env=env, text=True).splitlines()
+    return dict(zip(names, map(json.loads, lines), strict=True)), hub.asked
+
+
+def check_weights(folder):
+    for name, source in open_checkpoint(LLAMA3).sources.items():
+        assert open_checkpoint(folder).sources[name].tensors[0].checksum() == source.tensors[0].checksum()
+
+
+def check_error(error, *words):
+    assert error.startswith("ValueError: ") and "\n" not in error
+    assert all(word in error for word in words), error
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_asks_for_what_is_needed_and_no_more(name, hub):
+    """With the token, and for the commit that the revision was when it was asked for, once."""
+    answers, asked = hub.first
+    repository, _, revision = name.partition("@")
+    commit, weights = (SINGLE, [THEIR_FILE]) if revision else (SHARDED, [THEIR_INDEX, *SHARDS])
+    assert asked[repository, "revision"] == [revision or "main"]
+    assert set(asked[repository, "resolve"]) == {f"{commit}/{file}" for file in (*COMPANIONS, *weights)}
+    assert len(asked[repository, "range"]) == (repository == "cut"), "what broke off was not taken up there"
+    check_weights(answers[name])
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name, hub):
+    check_error(hub.first[0][name], f"tiny/{name}: ", REFUSED[name][-1])
+
+
+def test_reset_connection(hub):
+    """One line; and the same command again asks for what is not there yet."""
+    check_error(hub.first[0][RESET], f"tiny/{RESET}: ", "reset by peer")
+    answers, asked = ask(hub, RESET)
+    assert set(asked["reset", "resolve"]) == {f"{SINGLE}/{THEIR_FILE}"}
+    check_weights(answers[RESET])
+
+
+def test_offline(hub):
+    """What is in the cache is enough, and what is not is named."""
+    for name in ("partial", "unlisted"):
+        copy = hub.home / f"hub/models--tiny--{name}"
+        shutil.copytree(hub.home / "hub/models--tiny--sharded", copy, symlinks=True)
+        (copy / "snapshots" / SHARDED / SHARDS[1]).unlink()
+    shutil.rmtree(copy / "trees")  # the list of a commit's files, which huggingface_hub did not always keep
+    answers, asked = ask(hub, "sharded", "partial", "unlisted", "never", HF_HUB_OFFLINE="1")
+    assert not asked and answers["sharded"] == hub.first[0]["sharded"]
+    check_error(answers["partial"], "tiny/partial: ", SHARDS[1])
+    check_error(answers["unlisted"], SHARDS[1])
+    check_error(answers["never"], "tiny/never: ", "HF_HUB_OFFLINE")
