@@ -465,7 +465,7 @@ def _int8_error(x: np.ndarray, values: np.ndarray, scale: np.ndarray, info: Arra
     return float(error) / (0.5 + 2**-15)
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = OneLineParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("source", metavar="SRC", help="a folder, or OWNER/NAME or OWNER/NAME@REVISION on the hub")
@@ -485,7 +485,7 @@ def main() -> None:
         action="store_true",
         help="write nothing: check DST and compare it with SRC, or given one folder, check that",
     )
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     parser.check_positive(args, "file_mib")
     jax.config.update("jax_platforms", "cpu")  # an accelerator may be busy, and is not needed
     if args.verify:

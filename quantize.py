@@ -1,4 +1,9 @@
-"""int8 arrays: the type, how to make one, and how a matmul consumes it."""
+"""int8 arrays: the type, how to make one, and how a matmul consumes it.
+
+    python3 quantize.py SRC DST
+
+makes an int8 folder of a converted float one, with the options of convert_checkpoint.py.
+"""
 
 import dataclasses
 
@@ -61,3 +66,12 @@ def einsum(spec: str, x: Array, w: Array | QuantizedArray, out_dtype=None) -> Ar
         y = jnp.einsum(spec, x, values.astype(x.dtype), preferred_element_type=jnp.float32)
     y = y if scale is None else y * scale
     return y.astype(out_dtype or x.dtype)
+
+
+if __name__ == "__main__":
+    import sys
+
+    import convert_checkpoint
+    from command_line import run
+
+    run(lambda: convert_checkpoint.main([*sys.argv[1:], "--quantize", "int8"]))

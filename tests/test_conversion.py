@@ -197,7 +197,7 @@ def same(x, y):
 
 
 def test_random_damage(tmp_path):
-    """2,000 times, a file is damaged: opening it or --verify finds that, or all that is loaded is the same."""
+    """2,000 times, a file is damaged: opening or --verify finds that, or all that is loaded is the same."""
     folder, rng = tmp_path / "small", random.Random(0)
     convert(str(small_model(tmp_path / "source")), str(folder), quantized=True, file_bytes=2000)
     whole, expected = contents(folder), open_checkpoint(folder)

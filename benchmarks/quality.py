@@ -1,0 +1,260 @@
+"""What do int8 weights cost? The error of each weight, and with --text that of the predictions.
+
+    python3 benchmarks/quality.py --checkpoint meta-llama/Llama-3.2-1B --text wiki.test.raw
+
+An error is ||q - w|| / ||w||, of a tensor or of one channel, that is all that shares a scale. max / rms is a
+channel's largest element, which sets its step, over its root mean square. KL is KL(float || int8) of the next
+token, in nats, with activations of the same type in both. The text is cut into windows; each begins as the
+tokenizer begins a text, and sees nothing of those before.
+"""
+# ruff: noqa: E402  the folder must be on the path first
+
+import collections
+import datetime
+import json
+import math
+import os
+import pathlib
+import re
+import sys
+from functools import partial
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh
+
+import main as program
+from checkpoint import TYPES, Checkpoint, load, named_infos, open_checkpoint, stored_infos
+from command_line import OneLineParser, progress, run
+from convert_checkpoint import box_of, slabs
+from model import ArrayInfo, Config, Weights, forward
+from quantize import QuantizedArray, quantize
+
+CHANNELS = 3  # the worst of each tensor, to be named
+
+# ---------------------------------------------------------------------------------------------------- weights
+
+
+@partial(jax.jit, static_argnames="axes")
+def channel_sums(w: Array, int8: QuantizedArray | None, axes: tuple[int, ...]) -> tuple[Array, Array, Array]:
+    """Of each channel: the sum of squares of int8 - w, that of w, and max|w|, float32. None: quantize(w)."""
+    q, w = quantize(w, axes) if int8 is None else int8, w.astype(jnp.float32)
+    error = q.values * jnp.expand_dims(q.scale, axes) - w
+    return jnp.sum(error**2, axes), jnp.sum(w**2, axes), jnp.max(jnp.abs(w), axes)
+
+
+def weight_errors(exact: Checkpoint, int8: Checkpoint | None) -> list[dict]:
+    """`summary` of each weight that has an int8 form, a slab in memory at a time. int8 None: quantize's."""
+    infos = [(name, info) for name, info in named_infos(exact.config) if info.contracted]
+    total, found = sum(exact.sources[name].nbytes for name, _ in infos), []
+    with progress("comparing weights", total, show=jax.process_index() == 0) as bar:
+        for name, info in infos:
+            sources = [exact.sources[name]]
+            sources += [int8.sources[part] for part in stored_infos(name, info, True)] if int8 else []
+            letter, ranges = slabs(sources[0])  # in which channels are whole
+            parts = []
+            for lo, hi in ranges:
+                w, *q = (source.read(box_of(source.info, letter, lo, hi)) for source in sources)
+                sums = channel_sums(w, QuantizedArray(*q) if q else None, info.contracted_axes)
+                parts.append(jax.device_get(sums))
+                for source in sources:
+                    source.forget()
+            axis = info.scale.letters.upper().index(letter)
+            sums = (np.concatenate(part, axis).astype(float) for part in zip(*parts, strict=True))
+            found.append(summary(name, info, *sums))
+            bar.update(sources[0].nbytes)
+    return found
+
+
+def summary(name: str, info: ArrayInfo, error: np.ndarray, square: np.ndarray, largest: np.ndarray) -> dict:
+    """A weight's error and its worst channels, from `channel_sums`; channels of zeros have 0.
+
+    Raises ValueError if the weight is not finite, or if int8 cannot be of it.
+    """
+    if not np.isfinite(error + square).all():
+        raise ValueError(f"{name}: holds NaN or Inf, or elements whose squares are too large")
+    if error[square == 0].any():
+        raise ValueError(f"{name}: int8 is not zero where the float model is; is it of the same model?")
+    divisor = np.where(square > 0, square, 1)
+    errors = np.sqrt(error / divisor)
+    peaks = largest / np.sqrt(divisor / math.prod(info.shape[axis] for axis in info.contracted_axes))
+
+    def channel(i: int) -> dict:
+        index = zip(info.scale.letters, np.unravel_index(i, errors.shape), strict=True)
+        where = " ".join(f"{letter}{place}" for letter, place in index)
+        return dict(channel=where, error=float(errors.flat[i]), max_over_rms=float(peaks.flat[i]))
+
+    worst = np.argsort(-errors, axis=None, kind="stable")[:CHANNELS]
+    return dict(
+        name=name, letters=info.letters, scale=info.scale.letters, max_over_rms=float(peaks.max()),
+        error=math.sqrt(error.sum() / (square.sum() or 1)), channels=[channel(i) for i in worst],
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------ predictions
+
+
+def read_text(file: str) -> str:
+    """Raises ValueError if the file is not UTF-8 or has only white space."""
+    try:
+        text = pathlib.Path(os.path.expanduser(file)).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise ValueError(f"--text {file}: not a UTF-8 text file") from None
+    if not text.strip():
+        raise ValueError(f"--text {file}: no text in it")
+    return text
+
+
+def windows(tokenizer, text: str, length: int, rows: int, cfg: Config) -> np.ndarray:
+    """Tokens [N,T+1] int32: T inputs and their successors, -1 where there is none; N is a multiple of `rows`.
+
+    T is `length`, or less for a short text. Raises ValueError for a text of less than two tokens.
+    """
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    if len(ids) < 2:
+        raise ValueError(f"--text: {len(ids)} token is too little, at least 2 are needed")
+    if max(ids) >= cfg.V:
+        raise ValueError(f"--text: the tokenizer makes token {max(ids)}, config.json has {cfg.V}")
+    begin = np.array(tokenizer("").input_ids[:1], np.int32)
+    step = min(length + 1 - len(begin), len(ids))
+    tokens = np.full((-(-len(ids) // (step * rows)) * rows, step), -1, np.int32)
+    tokens.flat[: len(ids)] = ids
+    return np.hstack([np.tile(begin, (len(tokens), 1)), tokens])
+
+
+@jax.jit
+def divergence(exact: Array, int8: Array, targets: Array) -> tuple[Array, Array, Array, Array]:
+    """Of each position: KL(exact || int8); whether the likeliest token is the same; -log p(target) of both.
+
+    exact, int8: logits [B,T,V] float32. targets: [B,T]. Each result: [B,T], in nats.
+    """
+    log_p, log_q = jax.nn.log_softmax(exact), jax.nn.log_softmax(int8)
+    p, ratio = jnp.exp(log_p), log_q - log_p
+    # The sum of -p ratio and of q - p, which is 0: so no term is negative, and small ones survive float32.
+    terms = jnp.where(ratio < 1, p * (jnp.expm1(ratio) - ratio), jnp.exp(log_q) - p - p * ratio)
+    losses = (-jnp.take_along_axis(x, targets[..., None], -1)[..., 0] for x in (log_p, log_q))
+    return jnp.sum(terms, -1), jnp.argmax(exact, -1) == jnp.argmax(int8, -1), *losses
+
+
+def compare(exact: Weights, int8: Weights, tokens: np.ndarray, cfg: Config, mesh: Mesh) -> dict:
+    """How int8 predicts the tokens of `windows`, beside float. Raises ValueError if a model computes NaN."""
+    total, found = int((tokens[:, 1:] >= 0).sum()), []
+    with progress("comparing predictions", total, show=jax.process_index() == 0) as bar:
+        bar.unit = " tokens"
+        for rows in np.split(tokens, len(tokens) // mesh.shape["data"]):
+            inputs, targets = np.maximum(rows[:, :-1], 0), rows[:, 1:]
+            logits = [forward(inputs, weights, cfg=cfg, mesh=mesh) for weights in (exact, int8)]
+            found.append([program.fetch(x)[targets >= 0] for x in divergence(*logits, targets)])
+            bar.update(len(found[-1][0]))
+    kl, same, *losses = (np.concatenate(x).astype(float) for x in zip(*found, strict=True))
+    if not np.isfinite(kl).all():
+        raise ValueError("the model computes NaN: its weights are damaged, or overflow this --dtype")
+    kl_of = dict(mean=kl.mean(), median=np.median(kl), percentile_99=np.percentile(kl, 99), max=kl.max())
+    return dict(
+        tokens=total, window=tokens.shape[1] - 1, kl={name: float(x) for name, x in kl_of.items()},
+        top_1=float(same.mean()), perplexity=[float(np.exp(loss.mean())) for loss in losses],
+    )  # fmt: skip
+
+
+# ----------------------------------------------------------------------------------------------------- report
+
+
+def table(head: str, rows: list[list[str]]) -> str:
+    lines = [f"| {head} |", "|---" * (head.count("|") + 1) + "|"]
+    return "\n".join(lines + [f"| {' | '.join(row)} |" for row in rows])
+
+
+def report(result: dict, top: int) -> str:
+    """The result as Markdown: kinds of weights, the `top` worst tensors, predictions if any, and how."""
+    kinds, rows = collections.defaultdict(list), []
+    for x in result["weights"]:
+        kinds[re.sub(r"^layers\.\d+\.", "", x["name"]), f"{x['letters']}, {x['scale']}"].append(x)
+    for kind, found in kinds.items():
+        errors, channels = [x["error"] for x in found], [x["channels"][0]["error"] for x in found]
+        figures = [f"{x:.2%}" for x in (np.mean(errors), max(errors), max(channels))]
+        rows.append([*kind, str(len(found)), *figures, f"{max(x['max_over_rms'] for x in found):.1f}"])
+    head = "weight | letters, of the scale | tensors | mean error | worst | worst channel | max / rms"
+    parts, rows = [table(head, rows)], []
+    for x in sorted(result["weights"], key=lambda x: -x["error"])[:top]:
+        channels = ["{channel}: {error:.2%}, {max_over_rms:.1f}".format(**y) for y in x["channels"]]
+        rows.append([x["name"], f"{x['error']:.2%}", "; ".join(channels)])
+    parts.append(table("worst tensors | error | worst channels: error, max / rms", rows))
+    how = "{model}, int8 {int8}; {dtype} activations; jax {jax} on {device}; {date}.".format(**result)
+    if text := result["text"]:
+        head = "tokens | mean KL, nats | median | 99% | max | same top-1 | perplexity | with int8"
+        kl, perplexity = (f"{x:.2e}" for x in text["kl"].values()), (f"{x:,.4f}" for x in text["perplexity"])
+        parts.append(table(head, [[f"{text['tokens']:,}", *kl, f"{text['top_1']:.2%}", *perplexity]]))
+        how += f" Text: {text['file']}, in windows of {text['window']}."
+    else:
+        how += " No --text: predictions are not compared."
+    return "\n\n".join([*parts, how])
+
+
+def parse_arguments(arguments: list[str] | None = None):
+    parser = OneLineParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    add = parser.add_argument
+    add("--checkpoint", required=True, metavar="DIR_OR_ID", help="the float model, as for main.py")
+    add("--int8", metavar="DIR", help="its converted int8 folder; default: quantise the float weights")
+    add("--text", metavar="FILE", help="UTF-8, to compare predictions on; default: compare weights alone")
+    add("--window", type=int, default=512, metavar="N", help="positions, at most; default: 512")
+    add("--dtype", choices=tuple(TYPES), help="of activations; default: as for main.py and float weights")
+    for name in ("dp", "ep", "tp"):
+        add(f"--{name}", type=int, metavar="N", help="as for main.py")
+    add("--top", type=int, default=5, metavar="N", help="worst tensors to show; default: 5")
+    add("--json", metavar="FILE", help="write all that was measured there")
+    args = parser.parse_args(arguments)
+    parser.check_positive(args, "window", "dp", "ep", "tp", "top")
+    return args
+
+
+def open_both(ours: str, theirs: str | None) -> tuple[Checkpoint, Checkpoint | None]:
+    """Raises ValueError if they are not a float model and, if there is one, its int8 form."""
+    exact, int8 = open_checkpoint(ours), open_checkpoint(theirs) if theirs is not None else None
+    if exact.quantized:
+        raise ValueError(f"--checkpoint {ours}: its weights are int8 already; give the float model")
+    if int8 and not int8.quantized:
+        raise ValueError(f"--int8 {theirs}: its weights are not int8")
+    if int8 and int8.config != exact.config:
+        raise ValueError(f"--int8 {theirs}: another model, its config.json is not that of {ours}")
+    return exact, int8
+
+
+def main() -> None:
+    args = parse_arguments()
+    text = read_text(args.text) if args.text is not None else None
+    if args.json:
+        open(args.json, "a").close()  # a file that cannot be written is known before the measuring
+    program.keep_compiled()
+    program.join_hosts()
+    exact, int8 = open_both(args.checkpoint, args.int8)
+    cfg, show = exact.config, jax.process_index() == 0
+    mesh = program.choose_mesh(cfg, args.dp, args.ep, args.tp, program.device_count())
+    dtype, _ = program.choose_dtypes(args.dtype, None, quantized=False)
+    if text:
+        length = min(args.window, cfg.max_positions)
+        tokens = windows(program.load_tokenizer(exact.folder), text, length, mesh.shape["data"], cfg)
+    result = dict(
+        model=args.checkpoint, int8=args.int8 or "quantised on load", dtype=dtype, jax=jax.__version__,
+        device=jax.devices()[0].device_kind, date=datetime.date.today().isoformat(),
+        weights=weight_errors(exact, int8), text=None,
+    )  # fmt: skip
+    if text:
+        try:
+            weights = load(exact, mesh, dtype, False, show), load(int8 or exact, mesh, dtype, True, show)
+            result["text"] = dict(file=args.text) | compare(*weights, tokens, cfg, mesh)
+        except jax.errors.JaxRuntimeError as e:
+            if "RESOURCE_EXHAUSTED" not in str(e):
+                raise
+            raise ValueError("out of device memory: a smaller --window or more devices may help") from e
+    if show:
+        print(report(result, args.top))
+        if args.json:
+            pathlib.Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    run(main)
