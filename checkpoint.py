@@ -89,15 +89,21 @@ def _download(name: str, revision: str | None) -> pathlib.Path:
 
 def read_weight_map(index: pathlib.Path) -> dict[str, str]:
     """The file of each tensor. Raises ValueError naming what is not a file of the same folder."""
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ValueError(f"{index}: no weight_map in it; download it again")
+    weight_map = object_in(read_json(index), "weight_map", index)
     for name, file in weight_map.items():
         if not isinstance(file, str) or pathlib.PurePath(file).name != file or file in ("", ".", ".."):
             raise ValueError(
                 f"{index}: tensor {name} is said to be in {file!r}, which is not a file of this folder"
             )
     return weight_map
+
+
+def object_in(around: dict, name: str, file: pathlib.Path) -> dict:
+    """A JSON object in another. Raises ValueError naming the file if it is not there, or empty."""
+    value = around.get(name)
+    if not isinstance(value, dict) or not value:
+        raise ValueError(f"{file}: no {name} in it; download or convert it again")
+    return value
 
 
 def open_tensors(folder: pathlib.Path, weight_map: dict[str, str]) -> dict[str, StoredTensor]:
@@ -330,37 +336,32 @@ class Source:
     def read(self, box: Box) -> np.ndarray:
         """A part of the array in our layout: in place where the file has it so, else copied from there."""
         axes, sizes = axes_of(self.letters), axis_sizes(self.letters, self.info)
-        ours, split = self.info.letters.upper(), {letter for letter, place in axes if place}
-        bounds, index = dict(zip(ours, box, strict=True)), []
-        covered = bounds.copy()  # whole blocks
-        for (letter, place), size in zip(axes, sizes, strict=True):
-            if letter.isdigit():
-                index.append(int(letter))
-            elif letter not in split:
-                index.append(slice(*bounds[letter]))
-            elif place == 0:
-                width = sizes[axes.index((letter, 1))]
-                lo, hi = bounds[letter][0] // width, -(-bounds[letter][1] // width)
-                covered[letter] = lo * width, hi * width
-                index.append(slice(lo, hi))
-            else:
-                index.append(slice(0, size))
+        ours = self.info.letters.upper()
+        width = dict.fromkeys(ours, 1) | {axis[0]: n for axis, n in zip(axes, sizes, strict=True) if axis[1]}
+        blocks = {x: (lo // width[x], -(-hi // width[x])) for x, (lo, hi) in zip(ours, box, strict=True)}
+        index = [
+            int(letter) if letter.isdigit() else slice(None) if place else slice(*blocks[letter])
+            for letter, place in axes
+        ]
+        x = self._rows(*index, shape=sizes[1:])
+        kept = [axis for axis in axes if not axis[0].isdigit()]
+        x = x.transpose([i for letter in ours for i, axis in enumerate(kept) if axis[0] == letter])
+        x = x.reshape([(hi - lo) * width[letter] for letter, (lo, hi) in blocks.items()])
+        first = [lo * width[letter] for letter, (lo, _) in blocks.items()]
+        return x[tuple(slice(lo - start, hi - start) for (lo, hi), start in zip(box, first, strict=True))]
+
+    def _rows(self, rows: slice, *rest: slice | int, shape: list[int]) -> np.ndarray:
+        """[rows, *rest] of the tensors one after another, each [..., *shape]."""
         parts, first = [], 0
         for tensor in self.tensors:
-            x = tensor.values.reshape(-1, *sizes[1:])
-            lo, hi = (min(max(bound - first, 0), len(x)) for bound in (index[0].start, index[0].stop))
+            x = tensor.values.reshape(-1, *shape)
+            lo, hi = (min(max(row - first, 0), len(x)) for row in (rows.start, rows.stop))
             if lo < hi:
-                row = math.prod(x.shape[1:]) * x.itemsize
-                tensor.read_ahead(lo * row, hi * row)
-                parts.append(x[slice(lo, hi), *index[1:]])
+                row_bytes = math.prod(shape) * x.itemsize
+                tensor.read_ahead(lo * row_bytes, hi * row_bytes)
+                parts.append(x[slice(lo, hi), *rest])
             first += len(x)
-        x = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        axes = [axis for axis in axes if not axis[0].isdigit()]
-        x = x.transpose(
-            [axes.index(axis) for axis in sorted(axes, key=lambda axis: (ours.index(axis[0]), axis[1]))]
-        )
-        x = x.reshape([covered[letter][1] - covered[letter][0] for letter in ours])
-        return x[tuple(slice(bounds[y][0] - covered[y][0], bounds[y][1] - covered[y][0]) for y in ours)]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def forget(self) -> None:
         """Give back the memory of what was read in place."""
@@ -468,22 +469,19 @@ def read_index(folder: pathlib.Path) -> dict:
     """The index of a converted folder, whose files must have the sizes that it says. Raises ValueError."""
     path = folder / INDEX
     weight_map, index = read_weight_map(path), read_json(path)
-    version = (index.get("metadata") or {}).get("format")
-    if version != FORMAT:
+    metadata, checksums, files = (object_in(index, name, path) for name in ("metadata", "checksums", "files"))
+    if metadata.get("format") != FORMAT:
         raise ValueError(
-            f"{path}: has format {version}, but this program reads {FORMAT}; convert the model again"
+            f"{path}: has format {metadata.get('format')}, not {FORMAT}, this program's; convert it again"
         )
-    files, checksums = index.get("files"), index.get("checksums")
-    if not isinstance(files, dict) or not isinstance(checksums, dict) or set(checksums) != set(weight_map):
+    if set(checksums) != set(weight_map):
         raise ValueError(
-            f"{path}: its files and checksums do not fit its weight_map; convert the model again"
+            f"{path}: its checksums are not of its weight_map's tensors; convert the model again"
         )
-    for file in set(weight_map.values()):
-        size = (files.get(file) or {}).get("bytes")
-        if (folder / file).is_file() and (folder / file).stat().st_size != size:
-            raise ValueError(
-                f"{folder / file}: has {(folder / file).stat().st_size} bytes, not {size} as {INDEX} says"
-            )
+    for name in set(weight_map.values()):
+        expected, file = object_in(files, name, path).get("bytes"), folder / name
+        if file.is_file() and file.stat().st_size != expected:
+            raise ValueError(f"{file}: has {file.stat().st_size} bytes, not {expected} as {INDEX} says")
     return index
 
 

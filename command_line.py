@@ -36,6 +36,12 @@ def run(main: Callable[[], None]) -> None:
         sys.exit(130)
 
 
+def interrupt(*_) -> None:
+    """Leave at once, on a signal: an exception may be lost in one of XLA's callbacks, or wait for threads."""
+    os.write(2, b"interrupted\n")
+    os._exit(130)
+
+
 def progress(what: str, total: int, done: int = 0, show: bool = True) -> tqdm:
     """A line on stderr of how many of `total` bytes are done, how fast, and how long it will take.
 

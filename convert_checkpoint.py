@@ -16,8 +16,8 @@ import math
 import os
 import pathlib
 import shutil
+import signal
 import sys
-import threading
 from collections.abc import Iterator
 
 import jax
@@ -41,7 +41,7 @@ from checkpoint import (
     stored_shape,
     to_file_order,
 )  # fmt: skip
-from command_line import OneLineParser, progress, run
+from command_line import OneLineParser, interrupt, progress, run
 from model import ArrayInfo
 from quantize import quantize
 from tensor_files import DTYPES, NewFile, TensorFile
@@ -250,43 +250,46 @@ def write_weights(
     checkpoint: Checkpoint, folder: pathlib.Path, batches: list[Batch], quantized: bool, allow_nonfinite: bool
 ) -> dict[str, str]:
     """Write the files that are not there yet; returns the checksum of every tensor."""
-    checksums = [checksums_of(folder, batch) for batch in batches]
-    todo = [batch for batch, known in zip(batches, checksums, strict=True) if known is None]
+    checksums, todo = {}, []
+    for batch in batches:
+        found = checksums_of(folder, batch)
+        checksums |= found or {}
+        todo += [batch] if found is None else []
     total, left = (sum(batch.nbytes for batch in some) for some in (batches, todo))
     if left > (free := shutil.disk_usage(folder).free):
         raise ValueError(f"{folder}: {left / 1e9:.2f} GB are to be written, and {free / 1e9:.2f} GB are free")
-    stop = threading.Event()
 
     def tasks(opened: contextlib.ExitStack):
         for batch in todo:
-            files = {name: NewFile(folder / name, tensors) for name, tensors in batch.files.items()}
-            for file in files.values():
-                opened.callback(file.close)
+            files = {
+                name: opened.enter_context(NewFile(folder / name, tensors))
+                for name, tensors in batch.files.items()
+            }
             for group in batch.groups:
-                yield batch, files, group, group is batch.groups[-1]
+                yield batch, files, group
 
-    def work(task):
-        batch, files, group, last = task
-        names = [name for weight in group for name in stored_infos(*weight, quantized)]
+    def work(task: tuple[Batch, dict[str, NewFile], Group]):
+        batch, files, group = task
         for letter, lo, arrays in convert_group(checkpoint, group, batch, quantized, allow_nonfinite):
             for name, values in arrays.items():
                 batch.targets[name].write(files, letter, lo, values)
-                bar.update(values.nbytes)
-            if stop.is_set():
-                return files, {}, False
+                with bar.get_lock():
+                    bar.update(values.nbytes)
+        names = [name for weight in group for name in stored_infos(*weight, quantized)]
         parts = [part for name in names for part in batch.targets[name].parts]
-        return files, {part.name: files[part.file].checksum(part.name) for part in parts}, last
+        found = {part.name: files[part.file].checksum(part.name) for part in parts}
+        return files if group is batch.groups[-1] else {}, found
 
-    known = {name: checksum for some in checksums for name, checksum in (some or {}).items()}
-    with progress("converting", total, total - left) as bar, contextlib.ExitStack() as opened:
-        results = in_order(work, tasks(opened), ahead=32)
-        opened.callback(results.close)
-        opened.callback(stop.set)
-        for files, found, last in results:
-            known |= found
-            for file in files.values() if last else ():
-                file.finish({name: known[name] for name in file.tensors})
-    return known
+    with (
+        progress("converting", total, total - left) as bar,
+        contextlib.ExitStack() as opened,
+        contextlib.closing(in_order(work, tasks(opened), ahead=32)) as results,
+    ):
+        for whole, found in results:
+            checksums |= found
+            for file in whole.values():
+                file.finish({name: checksums[name] for name in file.tensors})
+    return checksums
 
 
 def checksums_of(folder: pathlib.Path, batch: Batch) -> dict[str, str] | None:
@@ -501,4 +504,5 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, interrupt)
     run(main)

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 import model
 from checkpoint import TYPES, Checkpoint, load, open_checkpoint, read_json
-from command_line import OneLineParser, run
+from command_line import OneLineParser, interrupt, run
 from model import Config, Sampling
 
 TINY = pathlib.Path(__file__).resolve().parent / "tests" / "checkpoints" / "tiny-llama3"
@@ -522,12 +522,6 @@ def report(args, cfg, mesh, weights, prompts, encoded, result: Generation, token
         startup_cpu_seconds=LAPS, prefill_seconds=result.prefill_seconds, decode_tokens_per_second=rate,
         bandwidth_utilization=utilization,
     )))  # fmt: skip
-
-
-def interrupt(*_) -> None:
-    """Leave at once: an exception may be lost in one of XLA's callbacks, and there is nothing to clean up."""
-    os.write(2, b"interrupted\n")
-    os._exit(130)
 
 
 if __name__ == "__main__":

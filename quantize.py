@@ -69,9 +69,11 @@ def einsum(spec: str, x: Array, w: Array | QuantizedArray, out_dtype=None) -> Ar
 
 
 if __name__ == "__main__":
+    import signal
     import sys
 
     import convert_checkpoint
-    from command_line import run
+    from command_line import interrupt, run
 
+    signal.signal(signal.SIGINT, interrupt)
     run(lambda: convert_checkpoint.main([*sys.argv[1:], "--quantize", "int8"]))

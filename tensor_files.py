@@ -202,8 +202,11 @@ class NewFile:
         """Give it its header and its name, once it is safe on the disk."""
         self._put(self._header(checksums), 0)
         os.fsync(self.file.fileno())
-        self.close()
+        self.file.close()
         self.partial.rename(self.path)
 
-    def close(self) -> None:
+    def __enter__(self) -> "NewFile":
+        return self
+
+    def __exit__(self, *_) -> None:
         self.file.close()

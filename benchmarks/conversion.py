@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
@@ -31,50 +32,98 @@ JOBS = {
     "load source": ("source", "load the Hugging Face folder"),
     "load bfloat16": ("bfloat16", "load what was converted, bfloat16"),
     "load int8": ("int8", "load what was converted, int8"),
+    "half bfloat16": ("bfloat16", "what one of two devices holds of it, bfloat16"),
+    "half int8": ("int8", "what one of two devices holds of it, int8"),
 }
 
 
 def work(job: str, folder: pathlib.Path) -> dict:
     """Do one of JOBS in this process, in which nothing was done before.
 
-    Returns the seconds, the bytes to be read, and the peak of memory above the start, imports included.
+    Returns the seconds; the bytes to be read, and those that came from the disk; the peak of memory above the
+    start, imports included.
     """
     start = memory("VmRSS")
+    wanted, do = prepare(job, folder)
+    before, began = bytes_from_disk(), time.perf_counter()
+    do()
+    seconds, read = time.perf_counter() - began, bytes_from_disk() - before
+    return dict(seconds=seconds, bytes=wanted, read=read, peak=memory("VmHWM") - start)
+
+
+def prepare(job: str, folder: pathlib.Path):
+    """The bytes that a job is to read, and the function that does it."""
     source = folder / JOBS[job][0]
+    if job.startswith("half"):
+        return half_load(source)
     files = [path for path in source.iterdir() if path.suffix == ".safetensors"]
+    wanted = sum(path.stat().st_size for path in files)
     if job == "copy":
-        target = folder / "copy"
-        target.mkdir()
-        began = time.perf_counter()
-        for path in files:
-            shutil.copyfile(path, target / path.name)
-            with (target / path.name).open("rb") as copied:
-                os.fsync(copied.fileno())
-    elif job in ("bfloat16", "int8"):
-        from convert_checkpoint import convert
+        return wanted, partial(copy, files, folder / "copy")
+    if job.startswith("load"):
+        return wanted, whole_load(source)
+    from convert_checkpoint import convert
 
-        began = time.perf_counter()
-        convert(str(source), str(folder / job), quantized=job == "int8")
-    else:
-        import jax
-        import jax.numpy as jnp
+    return wanted, partial(convert, str(source), str(folder / job), quantized=job == "int8")
 
-        import model
-        from checkpoint import load, open_checkpoint
 
-        checkpoint = open_checkpoint(str(source))
-        mesh = model.make_mesh(checkpoint.config)
-        infos = model.weight_infos(checkpoint.config)
-        abstract = model.abstract(infos, mesh, jnp.bfloat16, checkpoint.quantized)
-        look = (
-            jax.jit(lambda weights: [jnp.max(x) for x in jax.tree.leaves(weights)]).lower(abstract).compile()
-        )
-        began = time.perf_counter()
+def copy(files: list[pathlib.Path], target: pathlib.Path) -> None:
+    target.mkdir()
+    for path in files:
+        shutil.copyfile(path, target / path.name)
+        with (target / path.name).open("rb") as copied:
+            os.fsync(copied.fileno())
+
+
+def whole_load(source: pathlib.Path):
+    """Loads a folder onto one device, and looks at every weight: some may be in the file still."""
+    import jax
+    import jax.numpy as jnp
+
+    import model
+    from checkpoint import load, open_checkpoint
+
+    checkpoint = open_checkpoint(str(source))
+    mesh, infos = model.make_mesh(checkpoint.config), model.weight_infos(checkpoint.config)
+    abstract = model.abstract(infos, mesh, jnp.bfloat16, checkpoint.quantized)
+    look = jax.jit(lambda weights: [jnp.max(x) for x in jax.tree.leaves(weights)]).lower(abstract).compile()
+
+    def do() -> None:
         weights = load(checkpoint, mesh, "bfloat16", checkpoint.quantized, show=False)
-        jax.block_until_ready(look(weights))  # at all of them: some may be in the file still
-    seconds = time.perf_counter() - began
-    peak = memory("VmHWM") - start
-    return dict(seconds=seconds, bytes=sum(path.stat().st_size for path in files), peak=peak)
+        jax.block_until_ready(look(weights))
+
+    return do
+
+
+def half_load(source: pathlib.Path):
+    """The bytes that the first of two tensor-parallel devices holds, and a function that reads them."""
+    import jax
+    from jax.sharding import NamedSharding
+
+    jax.config.update("jax_num_cpu_devices", 2)
+    import model
+    from checkpoint import open_checkpoint
+
+    checkpoint = open_checkpoint(str(source))
+    mesh = model.make_mesh(checkpoint.config, tensor=2)
+    parts = []
+    for array in checkpoint.sources.values():
+        shape = array.info.shape  # two devices need no padding
+        index = NamedSharding(mesh, array.info.spec).devices_indices_map(shape)[mesh.devices.flat[0]]
+        parts.append((array, tuple(x.indices(n)[:2] for x, n in zip(index, shape, strict=True))))
+    share = [math.prod(hi - lo for lo, hi in box) / math.prod(array.info.shape) for array, box in parts]
+    held = sum(array.nbytes * of for (array, _), of in zip(parts, share, strict=True))
+
+    def do() -> None:
+        for array, box in parts:
+            array.read(box).view("uint8").max()
+
+    return held, do
+
+
+def bytes_from_disk() -> int:
+    """What this process has had read from a disk, as the system counts it."""
+    return int(re.search(r"read_bytes: (\d+)", pathlib.Path("/proc/self/io").read_text())[1])
 
 
 def memory(name: str) -> int:
@@ -86,35 +135,30 @@ def memory(name: str) -> int:
 def make_checkpoint(name: str, layers: int | None, shards: int, folder: pathlib.Path) -> None:
     """A Hugging Face folder of this shape, with weights that are about as large as real ones."""
     import numpy as np
+    from ml_dtypes import bfloat16
     from models import MODELS
+    from safetensors.numpy import save_file
 
     from checkpoint import THEIR_INDEX, named_infos, read_config, stored_shape
-    from tensor_files import NewFile
 
     config = MODELS[name] | ({"num_hidden_layers": layers} if layers else {})
     tensors = {}
     for _, info in named_infos(read_config(config)):
         (stored, letters), *_ = info.stored
-        tensors[stored] = ("BF16", stored_shape(letters, info))
-    size = sum(2 * math.prod(shape) for _, shape in tensors.values())
+        tensors[stored] = stored_shape(letters, info)
+    size = sum(2 * math.prod(shape) for shape in tensors.values())
     noise = np.random.default_rng(0).standard_normal(2**24, np.float32) / 50
     noise = (noise.view(np.uint32) >> 16).astype(np.uint16)  # as bfloat16
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     weight_map, done = {}, 0
-    for stored, (_, shape) in tensors.items():
+    for stored, shape in tensors.items():
         shard = done * shards // size + 1
         weight_map[stored] = f"model-{shard:05d}-of-{shards:05d}.safetensors"
         done += 2 * math.prod(shape)
     for file in sorted(set(weight_map.values())):
-        here = {stored: tensors[stored] for stored in tensors if weight_map[stored] == file}
-        new = NewFile(folder / file, here)
-        for stored, (_, shape) in here.items():
-            rows = max(len(noise) // math.prod(shape[1:]), 1)
-            for lo in range(0, shape[0], rows):
-                part = (min(rows, shape[0] - lo), *shape[1:])
-                new.write(stored, 0, lo, np.resize(noise, part))
-        new.finish(dict.fromkeys(here, "0" * 64))
+        here = {name: np.resize(noise, shape) for name, shape in tensors.items() if weight_map[name] == file}
+        save_file({name: x.view(bfloat16) for name, x in here.items()}, folder / file)
     (folder / THEIR_INDEX).write_text(json.dumps({"weight_map": weight_map}))
 
 
@@ -147,15 +191,16 @@ def measure(folder: pathlib.Path, rounds: int) -> dict[str, list[dict]]:
 
 def table(result: dict) -> str:
     """The README's, in Markdown."""
-    lines = ["| | s (least..most) | GB/s | of a copy's | peak memory |", "|---|---|---|---|---|"]
-    rates = {}
+    head = "| | s (least..most) | GB/s | of a copy's | from the disk | peak memory |"
+    lines, rates = [head, "|---" * 6 + "|"], {}
     for job, (_, words) in JOBS.items():
         runs = result["runs"][job]
-        seconds = [run["seconds"] for run in runs]
-        rates[job] = runs[0]["bytes"] / 1e9 / statistics.median(seconds)
+        seconds, wanted = [run["seconds"] for run in runs], runs[0]["bytes"]
+        rates[job] = wanted / 1e9 / statistics.median(seconds)
         spread = f"{statistics.median(seconds):.1f} ({min(seconds):.1f}..{max(seconds):.1f})"
         share, peak = rates[job] / rates["copy"], max(run["peak"] for run in runs) / 1e9
-        lines.append(f"| {words} | {spread} | {rates[job]:.2f} | {share:.2f} | {peak:.2f} GB |")
+        read = max(run["read"] for run in runs) / wanted
+        lines.append(f"| {words} | {spread} | {rates[job]:.2f} | {share:.2f} | {read:.1%} | {peak:.2f} GB |")
     facts = (
         "{model}, {gigabytes:.1f} GB in {shards} file(s), {layers} layers; {cores} cores; {versions}; {date}."
     )

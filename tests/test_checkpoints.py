@@ -312,9 +312,14 @@ def test_wrong_shards(variant):
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda index: index["metadata"].pop("format"), "has format None, but this program reads"),
-        (lambda index: index.pop("files"), "its files and checksums do not fit"),
-        (lambda index: index["checksums"].pop("norm"), "its files and checksums do not fit"),
+        (lambda index: index["metadata"].pop("format"), "has format None, not 1"),
+        (lambda index: index.update(files=[]), "no files in it"),
+        (lambda index: index.update(metadata="1"), "no metadata in it"),
+        (
+            lambda index: index["files"].update({"weights-00001.safetensors": 5}),
+            "no weights-00001",
+        ),
+        (lambda index: index["checksums"].pop("norm"), "its checksums are not of"),
         (lambda index: index["files"]["weights-00001.safetensors"].update(bytes=5), "bytes, not 5 as"),
         (lambda index: index["checksums"].update(norm="0" * 64), "tensor norm is not the one that"),
     ],
