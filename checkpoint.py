@@ -408,7 +408,7 @@ def open_checkpoint(path_or_id: str) -> Checkpoint:
     """
     folder = find_folder(path_or_id)
     if not (folder / "config.json").is_file():
-        raise ValueError(f"{folder}: no config.json in it; is it a model's folder?")
+        raise ValueError(f"{folder}: no config.json in it; is it a model's folder, and whole?")
     try:
         config = read_config(read_json(folder / "config.json"))
     except ValueError as e:

@@ -26,6 +26,10 @@ CPU = "tests/test_cpu.py"
 GPU = "tests/test_gpu.py"
 SPEED = "tests/test_speed.py"
 PLACES = "tests/test_meshes.py::test_places"
+CHECKPOINTS = "tests/test_checkpoints.py"
+CONVERSION = "tests/test_conversion.py"
+HUB = "tests/test_hub.py"
+QUALITY = "tests/test_quality.py"
 INT8 = "tests/test_trained.py::test_divergence_of_int8"
 
 # (file, what is there, what to put in its place, the test that must fail)
@@ -119,6 +123,23 @@ MUTATIONS = [
     ("model.py", "q, k = rms_norm(q, None, cfg.norm_eps), rms_norm(k, None, cfg.norm_eps)", "pass", SCOUT),
     ("model.py", "else y * weight\n", "else y\n", TIED),
     ("model.py", "logits = logits / max(sampling.temperature, 1e-6)", "pass", SAMPLING),
+    # checkpoints
+    ("tensor_files.py", "if tensor.start < end:", "if False:", CHECKPOINTS),
+    ("tensor_files.py", "if tensor.start > end:", "if False:", CHECKPOINTS),
+    ("tensor_files.py", "if len(names) < len(pairs):", "if False:", CHECKPOINTS),
+    ("tensor_files.py", "(i * shape[axis] + first) * row", "i * shape[axis] * row", CONVERSION),
+    ("checkpoint.py", "-(-hi // width[x])", "hi // width[x]", CHECKPOINTS),
+    ("checkpoint.py", "slice(lo - start, hi - start)", "slice(None)", CHECKPOINTS),
+    ("checkpoint.py", "min(max(row - first, 0), len(x))", "min(row, len(x))", CHECKPOINTS),
+    ("checkpoint.py", "if checksum is None or checksum != tensor.file.metadata.get(name):", "if False:", CHECKPOINTS),
+    ("checkpoint.py", "revision=folder.name", "revision=revision", HUB),
+    ("convert_checkpoint.py", "if not (allow_nonfinite or is_finite(made[-1])):", "if False:", CONVERSION),
+    ("convert_checkpoint.py", "fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)", "pass", CONVERSION),
+    ("convert_checkpoint.py", "todo += [batch] if found is None else []", "todo += [batch]", CONVERSION),
+    ("convert_checkpoint.py", ".encode() + first)", ".encode())", CONVERSION),
+    ("convert_checkpoint.py", "if not np.allclose(step, largest, rtol=1e-6, atol=0, equal_nan=True):", "if False:", CONVERSION),
+    ("benchmarks/quality.py", "jnp.exp(log_q) - p - p * ratio", "-p * ratio", QUALITY),
+    ("benchmarks/quality.py", "targets >= 0", "targets >= -1", QUALITY),
 ]  # fmt: skip
 
 

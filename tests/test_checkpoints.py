@@ -6,12 +6,22 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from conftest import CHECKPOINTS, mesh_of
+from conftest import CHECKPOINTS, llama3_config, llama4_config, mesh_of
 from ml_dtypes import bfloat16
 from safetensors.numpy import load_file, save_file
 
 import model
-from checkpoint import INDEX, load, open_checkpoint
+from checkpoint import (
+    INDEX,
+    Source,
+    file_letters,
+    load,
+    named_infos,
+    open_checkpoint,
+    stored_infos,
+    stored_shape,
+    to_file_order,
+)
 from convert_checkpoint import convert
 from quantize import quantize
 
@@ -132,6 +142,47 @@ def test_converted_folder_loads_the_same(tiny, quantized, tmp_path):
         assert_equal(weights_of(tmp_path / "one", quantized=True), weights_of(tiny, quantized=True))
     for companion in ("config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"):
         assert (tmp_path / "one" / companion).read_bytes() == (tiny / companion).read_bytes()
+
+
+class Held:
+    """Stands for a StoredTensor, with values that are in memory."""
+
+    def __init__(self, values):
+        self.values = np.ascontiguousarray(values)
+
+    def read_ahead(self, lo, hi):
+        assert 0 <= lo < hi <= self.values.nbytes
+
+
+def test_order_in_our_files():
+    """Sharded letters first; what that would leave to single elements in blocks, the place in one last."""
+    infos = dict(named_infos(llama4_config()))
+    orders = {name: file_letters(infos["layers.0." + name]) for name in ("attention.o", "feed_forward.gate")}
+    assert orders == {"attention.o": "KGDH", "feed_forward.gate": "EMDM"}
+    down = infos["layers.0.feed_forward.shared.down"]
+    assert file_letters(down) == "FDF" and down.shape == (32, 24)
+    x = np.arange(32 * 24).reshape(down.shape)
+    stored = to_file_order(x, down)
+    assert stored.shape == stored_shape("FDF", down) == (8, 32, 3)  # gcd(24, 64) blocks
+    for block in range(8):
+        np.testing.assert_array_equal(stored[block], x[:, 3 * block : 3 * block + 3])
+
+
+@pytest.mark.parametrize("cfg", [llama3_config(F=72), llama4_config(), llama4_config(M=30, F=45, V=7)])
+def test_any_part_of_any_array(cfg):
+    """Also what cuts a block or a tensor that is in parts."""
+    rng = np.random.default_rng(0)
+    for name, declared in named_infos(cfg):
+        for info in stored_infos(name, declared, quantized=True).values():
+            x = rng.integers(0, 1 << 30, info.shape)
+            stored = to_file_order(x, info)
+            cuts = np.sort(rng.integers(0, len(stored) + 1, 2))
+            tensors = [Held(part) for part in np.split(stored, cuts) if len(part)]
+            for _ in range(5):
+                bounds = [np.sort(rng.choice(n + 1, 2, replace=False)) for n in info.shape]
+                box = tuple((int(lo), int(hi)) for lo, hi in bounds)
+                found = Source(info, tensors, file_letters(info)).read(box)
+                np.testing.assert_array_equal(found, x[tuple(slice(lo, hi) for lo, hi in box)])
 
 
 def test_padding_is_zeros_and_weights_are_whole(tmp_path):

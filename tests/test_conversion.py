@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import CHECKPOINTS
@@ -19,8 +20,9 @@ from safetensors.numpy import load_file, save_file
 import convert_checkpoint
 import model
 import tensor_files
-from checkpoint import INDEX, file_letters, load, named_infos, open_checkpoint, read_config, stored_shape
+from checkpoint import INDEX, load, named_infos, open_checkpoint, read_config, stored_shape
 from convert_checkpoint import convert, verify
+from quantize import QuantizedArray, quantize
 
 LLAMA3, LLAMA4 = CHECKPOINTS / "tiny-llama3", CHECKPOINTS / "tiny-llama4"
 
@@ -251,22 +253,34 @@ def test_verify(undisturbed, tmp_path, capsys):
         verify(str(LLAMA4))
 
 
-@pytest.mark.parametrize("kind", ["int8", "scale", "bfloat16"])
-def test_verify_compares_with_the_source(kind, tmp_path, monkeypatch):
-    """A converter that is wrong by one step, by one scale or by one bit, with checksums that are right."""
+@pytest.mark.parametrize("wrong", ["I8", "F32", "BF16"])
+def test_verify_compares_with_the_source(wrong, tmp_path, monkeypatch):
+    """A converter that is wrong by one step, one scale or one bit, with checksums that are right."""
     write = convert_checkpoint.Target.write
 
-    def wrong(self, files, letter, lo, values):
-        chosen = {"int8": "I8", "scale": "F32", "bfloat16": "BF16"}[kind]
-        if self.dtype == chosen and values.ndim > (kind != "scale") and ".o" in self.parts[0].name:
+    def write_wrongly(self, files, letter, lo, values):
+        if self.dtype == wrong and self.parts[0].name.startswith("layers.0.attention.o"):
             values = values.copy()
-            values.view(np.dtype(f"u{values.itemsize}")).flat[3] ^= 2 if kind == "int8" else 1 << 8
+            values.view(np.dtype(f"u{values.itemsize}")).flat[3] ^= 2 if wrong == "I8" else 1 << 8
         write(self, files, letter, lo, values)
 
-    monkeypatch.setattr(convert_checkpoint.Target, "write", wrong)
-    convert(str(LLAMA4), str(tmp_path / "x"), quantized=kind != "bfloat16")
+    monkeypatch.setattr(convert_checkpoint.Target, "write", write_wrongly)
+    convert(str(LLAMA4), str(tmp_path / "x"), quantized=wrong != "BF16")
     verify(str(tmp_path / "x"))
     with pytest.raises(ValueError, match="x: layers.0.attention.o is not what .*tiny-llama4 has"):
+        verify(str(tmp_path / "x"), str(LLAMA4))
+
+
+def test_verify_finds_steps_that_are_too_coarse(tmp_path, monkeypatch):
+    """Within half a step of the source, but the steps are twice what they need to be."""
+
+    def coarse(x, axes):
+        q = quantize(x, axes)
+        return QuantizedArray(jnp.round(q.values / 2).astype(jnp.int8), q.scale * 2)
+
+    monkeypatch.setattr(convert_checkpoint, "quantize", coarse)
+    convert(str(LLAMA4), str(tmp_path / "x"), quantized=True)
+    with pytest.raises(ValueError, match="x: layers.0.attention.q is not what .*tiny-llama4 has"):
         verify(str(tmp_path / "x"), str(LLAMA4))
 
 
@@ -343,11 +357,3 @@ def test_two_processes_read_their_own_bytes(name, undisturbed, monkeypatch):
     assert (
         held - replicated <= sum(taken) <= 1.05 * held
     )  # both devices are of one process: it reads those once
-
-
-def test_shards_are_long_runs(undisturbed):
-    """Half of any weight is a few runs of the file, none of them a row's part of an output matrix."""
-    checkpoint = open_checkpoint(undisturbed)
-    for name, letter in (("layers.0.feed_forward.shared.down", "F"), ("layers.1.attention.o", "K")):
-        source = checkpoint.sources[name + ".values"]
-        assert file_letters(source.info)[0] == letter
