@@ -275,8 +275,9 @@ def test_verify_finds_steps_that_are_too_coarse(tmp_path, monkeypatch):
     """Within half a step of the source, but the steps are twice what they need to be."""
 
     def coarse(x, axes):
-        q = quantize(x, axes)
-        return QuantizedArray(jnp.round(q.values / 2).astype(jnp.int8), q.scale * 2)
+        scale = 2 * quantize(x, axes).scale
+        values = jnp.round(x.astype(jnp.float32) / jnp.expand_dims(scale, axes))
+        return QuantizedArray(values.astype(jnp.int8), scale)
 
     monkeypatch.setattr(convert_checkpoint, "quantize", coarse)
     convert(str(LLAMA4), str(tmp_path / "x"), quantized=True)
