@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 import model
 from command_line import progress
 from model import ArrayInfo, Config, LayerKind, Rope, Weights
-from quantize import QuantizedArray, quantize
+from quantize import QuantizedArray, quantize_large
 from tensor_files import DTYPES, StoredTensor, TensorFile, parse_json
 
 FORMAT = 1  # of converted folders
@@ -571,7 +571,7 @@ def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str, quantized: bool, show: 
     total = sum(source.nbytes for source in checkpoint.sources.values())
     with progress("loading weights", total, show=show) as bar:
         # A few weights ahead: an accelerator has no room for all of them before they are int8.
-        for info, arrays, nbytes in in_order(place, named_infos(checkpoint.config), ahead=2 * WORKERS):
+        for info, arrays, nbytes in in_order(place, named_infos(checkpoint.config), ahead=WORKERS):
             if len(arrays) == 2:
                 weights.append(QuantizedArray(*arrays))
             else:
@@ -583,7 +583,7 @@ def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str, quantized: bool, show: 
 def _quantize(x: jax.Array, info: ArrayInfo) -> QuantizedArray:
     mesh = x.sharding.mesh
     shardings = QuantizedArray(NamedSharding(mesh, info.spec), NamedSharding(mesh, info.scale.spec))
-    return jax.jit(quantize, static_argnums=1, out_shardings=shardings)(x, info.contracted_axes)
+    return jax.jit(quantize_large, static_argnums=1, out_shardings=shardings)(x, info.contracted_axes)
 
 
 def _place(source: Source, mesh: Mesh, dtype: np.dtype | None) -> jax.Array:

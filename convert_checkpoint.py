@@ -43,7 +43,7 @@ from checkpoint import (
 )  # fmt: skip
 from command_line import OneLineParser, interrupt, progress, run
 from model import ArrayInfo
-from quantize import quantize
+from quantize import quantize_large
 from tensor_files import DTYPES, NewFile, TensorFile
 
 FILE_MIB = 1024
@@ -348,7 +348,7 @@ def convert_group(checkpoint: Checkpoint, group: Group, batch: Batch, quantized:
 def quantize_on_host(x: np.ndarray, info: ArrayInfo) -> list[np.ndarray]:
     """The int8 values and the scale."""
     x = jax.device_put(x, jax.local_devices(backend="cpu")[0])
-    q = jax.jit(quantize, static_argnums=1)(x, info.contracted_axes)
+    q = jax.jit(quantize_large, static_argnums=1)(x, info.contracted_axes)
     return [np.asarray(q.values), np.asarray(q.scale)]
 
 

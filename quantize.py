@@ -36,11 +36,24 @@ def quantize(x: Array, axes: tuple[int, ...], scale_dtype=jnp.float32) -> Quanti
     x: float, any shape. Error: at most scale / 2 per element, where scale = max|x| / 127 along `axes`
     (a scale rounded to bfloat16 may be 0.2% too small, which clips the largest element by as much).
     """
-    x = x.astype(jnp.float32)
-    scale = (jnp.max(jnp.abs(x), axes, keepdims=True) / INT8_MAX).astype(scale_dtype)
+    scale = _scale(x, axes).astype(scale_dtype)
+    return QuantizedArray(_round(x, scale), jnp.squeeze(scale, axes))
+
+
+def quantize_large(x: Array, axes: tuple[int, ...]) -> QuantizedArray:
+    """`quantize` for what exceeds a processor's caches: 6 times as fast on a CPU, if x is bfloat16."""
+    # Else XLA writes x as float32, to read that for the scales and again to round.
+    scale, x = jax.lax.optimization_barrier((_scale(x, axes), x))
+    return QuantizedArray(_round(x, scale), jnp.squeeze(scale, axes))
+
+
+def _scale(x: Array, axes: tuple[int, ...]) -> Array:
+    return jnp.max(jnp.abs(x.astype(jnp.float32)), axes, keepdims=True) / INT8_MAX
+
+
+def _round(x: Array, scale: Array) -> Array:
     divisor = jnp.where(scale == 0, 1, scale).astype(jnp.float32)  # a channel of zeros stays zeros
-    values = jnp.clip(jnp.round(x / divisor), -INT8_MAX, INT8_MAX).astype(jnp.int8)
-    return QuantizedArray(values, jnp.squeeze(scale, axes))
+    return jnp.clip(jnp.round(x.astype(jnp.float32) / divisor), -INT8_MAX, INT8_MAX).astype(jnp.int8)
 
 
 def values_and_scale(x: Array | QuantizedArray) -> tuple[Array, Array | None]:

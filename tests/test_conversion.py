@@ -279,7 +279,7 @@ def test_verify_finds_steps_that_are_too_coarse(tmp_path, monkeypatch):
         values = jnp.round(x.astype(jnp.float32) / jnp.expand_dims(scale, axes))
         return QuantizedArray(values.astype(jnp.int8), scale)
 
-    monkeypatch.setattr(convert_checkpoint, "quantize", coarse)
+    monkeypatch.setattr(convert_checkpoint, "quantize_large", coarse)
     convert(str(LLAMA4), str(tmp_path / "x"), quantized=True)
     with pytest.raises(ValueError, match="x: layers.0.attention.q is not what .*tiny-llama4 has"):
         verify(str(tmp_path / "x"), str(LLAMA4))
