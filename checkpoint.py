@@ -6,6 +6,7 @@ declares, independent of any mesh: safetensors files, and an index with the size
 
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -13,6 +14,7 @@ import math
 import os
 import pathlib
 import re
+import resource
 from collections.abc import Callable, Iterable, Iterator
 
 import jax
@@ -21,9 +23,10 @@ from jax.sharding import Mesh, NamedSharding
 
 import model
 from command_line import progress
-from model import ArrayInfo, Config, LayerKind, Rope, Weights
+from config_json import read_config
+from model import ArrayInfo, Config, Weights
 from quantize import QuantizedArray, quantize_large
-from tensor_files import DTYPES, StoredTensor, TensorFile, parse_json
+from tensor_files import DTYPES, StoredTensor, TensorFile, array_bytes, parse_json
 
 FORMAT = 1  # of converted folders
 INDEX = "weights.safetensors.index.json"  # its presence tells our folders from Hugging Face's
@@ -87,6 +90,13 @@ def _download(name: str, revision: str | None) -> pathlib.Path:
     return pathlib.Path(snapshot_download(name, revision=folder.name, allow_patterns=sorted(files)))
 
 
+def allow_open_files() -> None:
+    """Let this process hold as many open files as it may: a mapped one is open, there may be thousands."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # a system may have a limit that it does not tell
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2**16 if hard < 0 else hard), hard))
+
+
 def read_weight_map(index: pathlib.Path) -> dict[str, str]:
     """The file of each tensor. Raises ValueError naming what is not a file of the same folder."""
     weight_map = object_in(read_json(index), "weight_map", index)
@@ -108,6 +118,7 @@ def object_in(around: dict, name: str, file: pathlib.Path) -> dict:
 
 def open_tensors(folder: pathlib.Path, weight_map: dict[str, str]) -> dict[str, StoredTensor]:
     """The tensors of these files, of which only the headers are read; `weight_map` may not know them all."""
+    allow_open_files()
     tensors = {}
     for path in (folder / name for name in sorted(set(weight_map.values()))):
         if not path.is_file():
@@ -122,139 +133,6 @@ def open_tensors(folder: pathlib.Path, weight_map: dict[str, str]) -> dict[str, 
     return tensors
 
 
-# --------------------------------------------------------------------------------------- reading config.json
-
-
-class _Fields:
-    """A config.json being read: every field is taken, known to have no effect on inference, or refused."""
-
-    FIXED = dict(hidden_act="silu", attention_bias=False, mlp_bias=False)
-    NO_EFFECT = frozenset(
-        """architectures attention_dropout boi_token_index bos_token_id cache_implementation dtype
-        eoi_token_index eos_token_id
-        for_llm_compressor image_token_index initializer_range model_type output_router_logits pad_token_id
-        pretraining_tp router_aux_loss_coef router_jitter_noise torch_dtype transformers_version unsloth_fixed
-        unsloth_version use_cache""".split()
-    )
-    REQUIRED = object()
-
-    def __init__(self, config: dict):
-        self.left = {k: v for k, v in config.items() if k not in self.NO_EFFECT and not k.startswith("_")}
-
-    def take(self, name: str, kind: type | tuple[type, ...], default=REQUIRED):
-        """The value of a field, which must be of this type; null is absent, and numbers are positive."""
-        value = self.left.pop(name, None)
-        if value is None:
-            if default is self.REQUIRED:
-                raise ValueError(f"config.json: field {name!r} is missing")
-            return default
-        number = kind in (int, NUMBER)
-        if not isinstance(value, kind) or (number and (isinstance(value, bool) or not 0 < value < 2**31)):
-            raise ValueError(f"config.json: {name} = {value!r} makes no sense")
-        return value
-
-    def finish(self) -> None:
-        for name, value in self.left.items():
-            # A field that is null, false or empty asks for nothing.
-            if value and value != self.FIXED.get(name):
-                raise ValueError(f"config.json: {name} = {value!r} is not supported")
-
-
-NUMBER = (int, float)
-
-
-def read_config(config: dict) -> Config:
-    """Config from a Hugging Face config.json. Raises ValueError naming the field that is wrong."""
-    names = config.get("architectures") or []
-    for name in names if isinstance(names, list) else [names]:
-        if not str(name).endswith(("ForCausalLM", "ForConditionalGeneration")):
-            raise ValueError(f"config.json: architecture {name!r} has no language model's head")
-    if config.get("model_type") == "llama4":
-        if not isinstance(config.get("text_config"), dict):
-            raise ValueError("config.json: field 'text_config' is missing")
-        around = {k: v for k, v in config.items() if k not in ("text_config", "vision_config")}
-        config = around | config["text_config"]
-    family = config.get("model_type")
-    if family not in ("llama", "llama4_text"):
-        raise ValueError(f"config.json: model_type {family!r} is not supported (llama, llama4, llama4_text)")
-    fields = _Fields(config)
-    take = fields.take
-    width, heads = take("hidden_size", int), take("num_attention_heads", int)
-    kv_heads = take("num_key_value_heads", int, heads)
-    if heads % kv_heads:
-        raise ValueError(
-            f"config.json: {heads} attention heads are no multiple of {kv_heads} key/value heads"
-        )
-    special = _llama4_fields(fields) if family == "llama4_text" else _llama3_fields(fields)
-    cfg = Config(
-        D=width, K=kv_heads, G=heads // kv_heads, H=take("head_dim", int, width // heads),
-        V=take("vocab_size", int), norm_eps=take("rms_norm_eps", NUMBER),
-        max_positions=take("max_position_embeddings", int),
-        tied_embeddings=take("tie_word_embeddings", bool, False),
-        rope=_read_rope(fields, interleaved=family == "llama4_text"), **special,
-    )  # fmt: skip
-    fields.finish()
-    if cfg.H < 2 or cfg.H % 2:
-        raise ValueError(f"config.json: RoPE needs an even head_dim, not {cfg.H}")
-    if cfg.A > cfg.E:
-        raise ValueError(f"config.json: num_experts_per_tok = {cfg.A} of {cfg.E} experts")
-    return cfg
-
-
-def _depth(fields: _Fields) -> int:
-    depth = fields.take("num_hidden_layers", int)
-    if depth > 1000:  # a list of that many layers is about to be made
-        raise ValueError(f"config.json: num_hidden_layers = {depth} makes no sense")
-    return depth
-
-
-def _llama3_fields(fields: _Fields) -> dict:
-    depth = _depth(fields)
-    return dict(F=fields.take("intermediate_size", int), layers=(LayerKind(),) * depth)
-
-
-def _llama4_fields(fields: _Fields) -> dict:
-    take = fields.take
-    depth, every = _depth(fields), take("no_rope_layer_interval", int, 4)
-    # A 1 in no_rope_layers means that the layer does have RoPE.
-    rope = take("no_rope_layers", list, []) or [(i + 1) % every != 0 for i in range(depth)]
-    chunked = ["chunked_attention" if has_rope else "full_attention" for has_rope in rope]
-    chunked = take("layer_types", list, chunked)
-    moe_every = take("interleave_moe_layer_step", int, 1)
-    moe = take("moe_layers", list, list(range(moe_every - 1, depth, moe_every)))
-    known = all(kind in ("chunked_attention", "full_attention") for kind in chunked)
-    if not len(rope) == len(chunked) == depth or not known:
-        raise ValueError(f"config.json: no_rope_layers or layer_types do not describe {depth} layers")
-    chunk = take("attention_chunk_size", int, None)
-    temperature = take("attn_scale", NUMBER, 0.1), take("floor_scale", NUMBER, 8192)
-    return dict(
-        F=take("intermediate_size_mlp", int), M=take("intermediate_size", int),
-        E=take("num_local_experts", int), A=take("num_experts_per_tok", int),
-        layers=tuple(
-            LayerKind(bool(rope[i]), chunk if chunked[i] == "chunked_attention" else None, i in moe)
-            for i in range(depth)
-        ),
-        qk_norm=take("use_qk_norm", bool, True),
-        temperature=temperature if take("attn_temperature_tuning", (bool, int), True) else None,
-    )  # fmt: skip
-
-
-def _read_rope(fields: _Fields, interleaved: bool) -> Rope:
-    """RoPE from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
-    theta = fields.take("rope_theta", NUMBER, 500000.0 if interleaved else 10000.0)
-    scaling = fields.take("rope_scaling", dict, {})
-    rope = _Fields(fields.take("rope_parameters", dict, scaling))
-    theta = rope.take("rope_theta", NUMBER, theta)
-    kind = rope.take("type", str, "default")  # the name before it was rope_type
-    kind = rope.take("rope_type", str, kind)
-    if kind not in ("default", "llama3"):
-        raise ValueError(f"config.json: rope_type {kind!r} is not supported (default, llama3)")
-    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    numbers = tuple(float(rope.take(name, NUMBER)) for name in names) if kind == "llama3" else None
-    rope.finish()
-    return Rope(float(theta), numbers, interleaved)
-
-
 # ---------------------------------------------------------------------------------- layouts of stored tensors
 #
 # Stored letters are written as in ArrayInfo.stored, and a letter that is there twice is split: first the
@@ -262,6 +140,7 @@ def _read_rope(fields: _Fields, interleaved: bool) -> Rope:
 # holds of a weight is a few long runs: "DkgH" is stored as "KGDH". Where that would leave single elements, a
 # letter is split: "Df" is stored as "FDF", and half of f is half of the tensor.
 
+SLAB_BYTES = 2**24  # of an array, converted or compared at a time
 BLOCKS = 64  # into which a letter is split: a device's share is whole blocks on up to as many devices
 
 
@@ -331,7 +210,7 @@ class Source:
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.info.shape) * DTYPES[self.tensors[0].dtype].itemsize
+        return array_bytes(self.tensors[0].dtype, self.info.shape)
 
     def read(self, box: Box) -> np.ndarray:
         """A part of the array in our layout: in place where the file has it so, else copied from there."""
@@ -357,11 +236,25 @@ class Source:
             x = tensor.values.reshape(-1, *shape)
             lo, hi = (min(max(row - first, 0), len(x)) for row in (rows.start, rows.stop))
             if lo < hi:
-                row_bytes = math.prod(shape) * x.itemsize
-                tensor.read_ahead(lo * row_bytes, hi * row_bytes)
                 parts.append(x[slice(lo, hi), *rest])
+                tensor.read_ahead(parts[-1])
             first += len(x)
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def slabs(self) -> tuple[str, list[tuple[int, int]]]:
+        """How to read it bit by bit: a letter that is not contracted and nowhere split, and its ranges."""
+        axes = axes_of(self.letters)
+        unfit = {x for x, place in axes + axes_of(file_letters(self.info)) if place or x.isdigit()}
+        unfit |= set(self.info.contracted.upper())
+        letter = next(x for x, _ in axes if x not in unfit)
+        size = self.info.shape[self.info.letters.upper().index(letter)]
+        rows = max(SLAB_BYTES * size // self.nbytes, 1)
+        return letter, [(lo, min(lo + rows, size)) for lo in range(0, size, rows)]
+
+    def slab(self, letter: str, lo: int, hi: int) -> np.ndarray:
+        """All of the array, but of one letter the elements [lo, hi)."""
+        letters = zip(self.info.letters.upper(), self.info.shape, strict=True)
+        return self.read(tuple((lo, hi) if x == letter else (0, size) for x, size in letters))
 
     def forget(self) -> None:
         """Give back the memory of what was read in place."""
@@ -384,8 +277,9 @@ class Checkpoint:
 
     @property
     def dtype(self) -> str:
-        """The float type of its weights: bfloat16 or float32."""
-        return "float32" if self.sources["norm"].tensors[0].dtype == "F32" else "bfloat16"
+        """The float type that holds its weights: float32 if any has that, else bfloat16."""
+        weights = (source for name, source in self.sources.items() if not name.endswith(".scale"))
+        return "float32" if any(x.dtype == "F32" for y in weights for x in y.tensors) else "bfloat16"
 
 
 def named_infos(config: Config) -> Iterator[tuple[str, ArrayInfo]]:
@@ -478,6 +372,8 @@ def read_index(folder: pathlib.Path) -> dict:
         raise ValueError(
             f"{path}: its checksums are not of its weight_map's tensors; convert the model again"
         )
+    for name in files:
+        object_in(files, name, path)
     for name in set(weight_map.values()):
         expected, file = object_in(files, name, path).get("bytes"), folder / name
         if file.is_file() and file.stat().st_size != expected:
@@ -518,10 +414,10 @@ def _source(
 ) -> Source:
     """Raises ValueError naming the tensor whose shape or type is wrong."""
     shape = stored_shape(letters, info)
+    parts = len(tensors) > 1 and not one_per_expert
+    together = sum(tensor.shape[0] if tensor.shape else 0 for tensor in tensors)
     for tensor in tensors:
-        fits = tensor.shape == shape
-        if len(tensors) > 1 and not one_per_expert:  # parts of one
-            fits = tensor.shape[1:] == shape[1:] and sum(part.shape[0] for part in tensors) == shape[0]
+        fits = tensor.shape[1:] == shape[1:] and together == shape[0] if parts else tensor.shape == shape
         if not fits:
             raise ValueError(
                 f"{tensor.file.path}: tensor {tensor.name} has shape {tensor.shape}, "
@@ -570,8 +466,9 @@ def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str, quantized: bool, show: 
     weights, treedef = [], jax.tree.structure(model.weight_infos(checkpoint.config))
     total = sum(source.nbytes for source in checkpoint.sources.values())
     with progress("loading weights", total, show=show) as bar:
-        # A few weights ahead: an accelerator has no room for all of them before they are int8.
-        for info, arrays, nbytes in in_order(place, named_infos(checkpoint.config), ahead=WORKERS):
+        # What is to be int8 is larger before; an accelerator may have no room for more of that.
+        ahead = 1 if quantized and not checkpoint.quantized else WORKERS
+        for info, arrays, nbytes in in_order(place, named_infos(checkpoint.config), ahead):
             if len(arrays) == 2:
                 weights.append(QuantizedArray(*arrays))
             else:

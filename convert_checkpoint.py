@@ -27,6 +27,7 @@ from checkpoint import (
     COMPANIONS,
     FORMAT,
     INDEX,
+    SLAB_BYTES,
     TYPES,
     Checkpoint,
     Source,
@@ -44,10 +45,9 @@ from checkpoint import (
 from command_line import OneLineParser, interrupt, progress, run
 from model import ArrayInfo
 from quantize import quantize_large
-from tensor_files import DTYPES, NewFile, TensorFile
+from tensor_files import DTYPES, PARTIAL, NewFile, TensorFile, array_bytes, partial_path, settle, sync
 
 FILE_MIB = 1024
-SLAB_BYTES = 2**24  # of a stored weight, read and converted at a time
 STATE = "conversion.json"  # in an unfinished folder: what it is to become
 
 Group = list[tuple[str, ArrayInfo]]  # weights that Hugging Face stores in one tensor: read together
@@ -98,7 +98,7 @@ class Batch:
 
     @property
     def nbytes(self) -> int:
-        return sum(math.prod(x.info.shape) * DTYPES[x.dtype].itemsize for x in self.targets.values())
+        return sum(array_bytes(x.dtype, x.info.shape) for x in self.targets.values())
 
 
 def plan(checkpoint: Checkpoint, quantized: bool, dtype: str, file_bytes: int) -> list[Batch]:
@@ -132,14 +132,14 @@ def _fill_files(batch: Batch, file_bytes: int, numbers: Iterator[int]) -> None:
     room = 0
     for name, target in batch.targets.items():
         shape = stored_shape(file_letters(target.info), target.info)
-        row = math.prod(shape[1:]) * DTYPES[target.dtype].itemsize
+        row = array_bytes(target.dtype, shape[1:])
         rows = max(file_bytes // row, 1)
         for i, lo in enumerate(range(0, shape[0], rows)):
             hi = min(lo + rows, shape[0])
             if not batch.files or (hi - lo) * row > room:
                 batch.files[f"weights-{next(numbers):05d}.safetensors"], room = {}, file_bytes
             room -= (hi - lo) * row
-            part = Part([*batch.files][-1], f"{name}/{i:05d}" if rows < shape[0] else name, lo, hi)
+            part = Part(next(reversed(batch.files)), f"{name}/{i:05d}" if rows < shape[0] else name, lo, hi)
             batch.files[part.file][part.name] = target.dtype, (hi - lo, *shape[1:])
             target.parts.append(part)
 
@@ -189,12 +189,12 @@ def convert(
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
-    """A checksum of the configuration and of each tensor's name, type, shape and first bytes."""
+    """A checksum of the configuration, and of each file's name, size, time of change and tensors."""
     digest = hashlib.sha256((checkpoint.folder / "config.json").read_bytes())
-    tensors = {tensor for source in checkpoint.sources.values() for tensor in source.tensors}
-    for tensor in sorted(tensors, key=lambda tensor: (tensor.name, tensor.start)):
-        first = tensor.file.mapped[tensor.start : min(tensor.start + 256, tensor.stop)]
-        digest.update(f"{tensor.name} {tensor.dtype} {tensor.shape} ".encode() + first)
+    files = {tensor.file for source in checkpoint.sources.values() for tensor in source.tensors}
+    for file in sorted(files, key=lambda file: file.path):
+        tensors = [(x.name, x.dtype, x.shape) for x in file.tensors.values()]
+        digest.update(repr((file.path.name, file.size, file.path.stat().st_mtime_ns, tensors)).encode())
     return digest.hexdigest()
 
 
@@ -231,25 +231,17 @@ def _remove_if_empty(partial: pathlib.Path) -> None:
 
 def write_text(path: pathlib.Path, text: str) -> None:
     """A small file that is there as a whole or not at all, even if the machine stops."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
-    sync(partial)
-    partial.rename(path)
-
-
-def sync(path: pathlib.Path) -> None:
-    """Wait until a file or a folder's names are safe on the disk."""
-    file = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
+    partial_path(path).write_text(text)
+    settle(path)
+    sync(path.parent)
 
 
 def write_weights(
     checkpoint: Checkpoint, folder: pathlib.Path, batches: list[Batch], quantized: bool, allow_nonfinite: bool
 ) -> dict[str, str]:
     """Write the files that are not there yet; returns the checksum of every tensor."""
+    for stale in folder.glob("*" + PARTIAL):
+        stale.unlink()
     checksums, todo = {}, []
     for batch in batches:
         found = checksums_of(folder, batch)
@@ -261,34 +253,33 @@ def write_weights(
 
     def tasks(opened: contextlib.ExitStack):
         for batch in todo:
-            files = {
-                name: opened.enter_context(NewFile(folder / name, tensors))
-                for name, tensors in batch.files.items()
-            }
+            new = {name: NewFile(folder / name, tensors) for name, tensors in batch.files.items()}
+            for file in new.values():
+                opened.enter_context(file)
             for group in batch.groups:
-                yield batch, files, group
+                yield batch, group, new
 
-    def work(task: tuple[Batch, dict[str, NewFile], Group]):
-        batch, files, group = task
+    def work(task):
+        batch, group, new = task
         for letter, lo, arrays in convert_group(checkpoint, group, batch, quantized, allow_nonfinite):
             for name, values in arrays.items():
-                batch.targets[name].write(files, letter, lo, values)
+                batch.targets[name].write(new, letter, lo, values)
                 with bar.get_lock():
                     bar.update(values.nbytes)
         names = [name for weight in group for name in stored_infos(*weight, quantized)]
         parts = [part for name in names for part in batch.targets[name].parts]
-        found = {part.name: files[part.file].checksum(part.name) for part in parts}
-        return files if group is batch.groups[-1] else {}, found
+        return *task, {part.name: new[part.file].checksum(part.name) for part in parts}
 
     with (
         progress("converting", total, total - left) as bar,
         contextlib.ExitStack() as opened,
         contextlib.closing(in_order(work, tasks(opened), ahead=32)) as results,
     ):
-        for whole, found in results:
+        for batch, group, new, found in results:
             checksums |= found
-            for file in whole.values():
-                file.finish({name: checksums[name] for name in file.tensors})
+            if group is batch.groups[-1]:
+                for file in new.values():
+                    file.finish(checksums)
     return checksums
 
 
@@ -305,44 +296,31 @@ def checksums_of(folder: pathlib.Path, batch: Batch) -> dict[str, str] | None:
     return checksums
 
 
-def slabs(source: Source) -> tuple[str, list[tuple[int, int]]]:
-    """How to divide a weight: a letter that is nowhere split and no scale is summed over, and its ranges."""
-    info = source.info
-    whole = [
-        letter
-        for letter, _ in axes_of(source.letters)
-        if letter.isalpha()
-        and letter not in info.contracted.upper()
-        and (letter, 1) not in axes_of(source.letters) + axes_of(file_letters(info))
-    ]
-    size = info.shape[info.letters.upper().index(whole[0])]
-    rows = max(SLAB_BYTES * size // source.nbytes, 1)
-    return whole[0], [(lo, min(lo + rows, size)) for lo in range(0, size, rows)]
-
-
 def convert_group(checkpoint: Checkpoint, group: Group, batch: Batch, quantized: bool, allow_nonfinite: bool):
     """Yields slabs of the weights of a group: (letter, first element along it, array by name)."""
-    letter, ranges = slabs(checkpoint.sources[group[0][0]])
+    letter, ranges = checkpoint.sources[group[0][0]].slabs()
     for lo, hi in ranges:
         arrays = {}
         for name, info in group:
             source, names = checkpoint.sources[name], list(stored_infos(name, info, quantized))
-            x = source.read(box_of(info, letter, lo, hi))
-            made = (
-                quantize_on_host(x, info)
-                if len(names) == 2
-                else [x.astype(DTYPES[batch.targets[name].dtype], copy=False)]
-            )
+            dtype = np.dtype(np.float32) if len(names) == 2 else DTYPES[batch.targets[name].dtype]
+            x = source.slab(letter, lo, hi)
+            made = quantize_on_host(x, info) if len(names) == 2 else [x.astype(dtype, copy=False)]
             if not (allow_nonfinite or is_finite(made[-1])):  # int8: the scale tells
-                wrong = [
-                    tensor for tensor in source.tensors if not is_finite(tensor.values)
-                ] or source.tensors
-                where = f"{wrong[0].file.path}: tensor {wrong[0].name}"
-                raise ValueError(f"{where} holds NaN or Inf; --allow-nonfinite converts it anyway")
+                refuse_nonfinite(source, dtype)
             arrays |= zip(names, made, strict=True)
         yield letter, lo, arrays
         for name, _ in group:
             checkpoint.sources[name].forget()
+
+
+def refuse_nonfinite(source: Source, dtype: np.dtype):
+    """Raises ValueError naming the tensor that holds NaN or Inf, or what becomes that in `dtype`."""
+    for what in ("holds NaN or Inf", f"holds numbers that are too large for {dtype}"):
+        for tensor in source.tensors:
+            if not is_finite(tensor.values, None if "NaN" in what else dtype):
+                where = f"{tensor.file.path}: tensor {tensor.name}"
+                raise ValueError(f"{where} {what}; --allow-nonfinite converts it anyway")
 
 
 def quantize_on_host(x: np.ndarray, info: ArrayInfo) -> list[np.ndarray]:
@@ -352,40 +330,40 @@ def quantize_on_host(x: np.ndarray, info: ArrayInfo) -> list[np.ndarray]:
     return [np.asarray(q.values), np.asarray(q.scale)]
 
 
-def box_of(info: ArrayInfo, letter: str, lo: int, hi: int):
-    """All of a weight but for one letter's range."""
-    return tuple(
-        (lo, hi) if x == letter else (0, n) for x, n in zip(info.letters.upper(), info.shape, strict=True)
-    )
-
-
-def is_finite(x: np.ndarray) -> bool:
-    """Whether no float in x is NaN or infinite: their exponents have all bits set."""
-    bits = np.dtype(f"u{x.itemsize}")
-    infinity = np.array(np.inf, x.dtype).view(bits)
-    return bool((x.view(bits) << 1).max() < infinity << 1)
+def is_finite(x: np.ndarray, dtype: np.dtype | None = None) -> bool:
+    """Whether no float in x, as `dtype`, is NaN or infinite: their exponents have all bits set."""
+    rows = max(SLAB_BYTES * len(x) // x.nbytes, 1)
+    for first in range(0, len(x), rows):
+        part = x[first : first + rows].astype(dtype or x.dtype, copy=False)
+        bits = np.dtype(f"u{part.itemsize}")
+        infinity = np.array(np.inf, part.dtype).view(bits)
+        if (part.view(bits) << 1).max() >= infinity << 1:
+            return False
+    return True
 
 
 def finish(
     checkpoint: Checkpoint, folder: pathlib.Path, batches: list[Batch], checksums, identity: dict
 ) -> None:
     """Add the model's small files and the index, and leave nothing else."""
-    for stale in folder.glob("*.partial"):
-        stale.unlink()
     weight_map = {
         name: file for batch in batches for file, tensors in batch.files.items() for name in tensors
     }
     files = {name: {"bytes": (folder / name).stat().st_size} for name in sorted(set(weight_map.values()))}
-    for path in sorted(path for pattern in COMPANIONS for path in checkpoint.folder.glob(pattern)):
-        if path.is_file():
-            content = path.read_bytes()
-            (folder / path.name).write_bytes(content)
-            sync(folder / path.name)
-            files[path.name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    for path in companions(checkpoint.folder):
+        content = path.read_bytes()
+        (folder / path.name).write_bytes(content)
+        sync(folder / path.name)
+        files[path.name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     index = {"metadata": identity, "weight_map": weight_map, "checksums": checksums, "files": files}
     write_text(folder / INDEX, json.dumps(index, indent=1) + "\n")
     (folder / STATE).unlink()
     sync(folder)
+
+
+def companions(folder: pathlib.Path) -> list[pathlib.Path]:
+    """The model's small files."""
+    return sorted(path for pattern in COMPANIONS for path in folder.glob(pattern) if path.is_file())
 
 
 # ----------------------------------------------------------------------------------------------- verifying
@@ -400,11 +378,11 @@ def verify(folder: str, source: str | None = None) -> list[str]:
     if not ours.converted:
         raise ValueError(f"{ours.folder}: is not a converted folder; there are no checksums in it")
     index = read_index(ours.folder)
-    for name, facts in index["files"].items():
-        if "sha256" in facts:
-            path = ours.folder / name
-            if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != facts["sha256"]:
-                raise ValueError(f"{path}: is not the file that {INDEX} knows")
+    known = {name: facts.get("sha256") for name, facts in index["files"].items()}
+    weights = set(index["weight_map"].values())
+    for path in {ours.folder / name for name in known.keys() - weights} | set(companions(ours.folder)):
+        if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != known.get(path.name):
+            raise ValueError(f"{path}: is not the file that {INDEX} knows")
     tensors = [tensor for source in ours.sources.values() for tensor in source.tensors]
     with progress("checksums", sum(tensor.stop - tensor.start for tensor in tensors)) as bar:
         for tensor, checksum in zip(
@@ -422,21 +400,22 @@ def verify(folder: str, source: str | None = None) -> list[str]:
 
 
 def _compare(ours: Checkpoint, theirs: Checkpoint) -> str:
-    if theirs.config != ours.config or theirs.quantized:
-        raise ValueError(f"{theirs.folder}: is int8, or another model than {ours.folder}; give its source")
+    if theirs.quantized:
+        raise ValueError(f"{theirs.folder}: is int8; give the float model that {ours.folder} was made of")
+    if theirs.config != ours.config:
+        raise ValueError(f"{theirs.folder}: is another model than {ours.folder}")
 
     def compare(weight: tuple[str, ArrayInfo]) -> tuple[str, float, int]:
         name, info = weight
-        source, worst = theirs.sources[name], 0.0
-        letter, ranges = slabs(source)
-        parts = stored_infos(name, info, ours.quantized)
+        sources = [theirs.sources[name], *(ours.sources[x] for x in stored_infos(name, info, ours.quantized))]
+        letter, ranges = sources[0].slabs()
+        worst = 0.0
         for lo, hi in ranges:
-            x = source.read(box_of(info, letter, lo, hi))
-            here = [ours.sources[part].read(box_of(parts[part], letter, lo, hi)) for part in parts]
+            x, *here = (source.slab(letter, lo, hi) for source in sources)
             worst = max(worst, _int8_error(x, *here, info) if len(here) > 1 else _difference(x, *here))
-            for read in (source, *(ours.sources[part] for part in parts)):
-                read.forget()
-        return name, worst, source.nbytes
+            for source in sources:
+                source.forget()
+        return name, worst, sources[0].nbytes
 
     total = sum(source.nbytes for source in theirs.sources.values())
     with progress("comparing", total) as bar:
@@ -460,7 +439,7 @@ def _int8_error(x: np.ndarray, values: np.ndarray, scale: np.ndarray, info: Arra
     x = x.astype(np.float32)
     step = np.expand_dims(scale, info.contracted_axes)
     largest = np.abs(x).max(info.contracted_axes, keepdims=True) / np.float32(127)
-    if not np.allclose(step, largest, rtol=1e-6, atol=0, equal_nan=True):
+    if not np.allclose(step, largest, rtol=1e-6, atol=np.finfo(np.float32).tiny, equal_nan=True):
         return math.inf
     step, known = np.where(np.isfinite(step), step, 1), np.isfinite(largest)
     error = np.max(np.abs(x - values * step) / np.where(step > 0, step, 1), initial=0, where=known)
@@ -474,7 +453,11 @@ def main(arguments: list[str] | None = None) -> None:
     add("source", metavar="SRC", help="a folder, or OWNER/NAME or OWNER/NAME@REVISION on the hub")
     add("destination", metavar="DST", nargs="?", help="the new folder")
     add("--quantize", choices=("int8", "none"), default="none", help="default: none")
-    add("--dtype", choices=tuple(TYPES), help="of what is not int8; default: the source's")
+    add(
+        "--dtype",
+        choices=tuple(TYPES),
+        help="of what is not int8; default: bfloat16, or float32 if SRC has that",
+    )
     add(
         "--file-mib",
         type=int,

@@ -6,7 +6,6 @@ say which tensor is wrong. Source of the format: huggingface/safetensors README.
 
 import collections
 import dataclasses
-import functools
 import hashlib
 import json
 import math
@@ -27,8 +26,14 @@ DTYPES = {
 OTHER_SIZES = {"BOOL": 1, "U8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I16": 2, "U16": 2, "I32": 4,
                "U32": 4, "F64": 8, "I64": 8, "U64": 8}  # fmt: skip
 MAX_HEADER = 100_000_000  # the format's own limit
-READ_AHEAD = 2**17  # bytes that a system reads at a time at least; of a longer wish it may forget the rest
-PAGE = 4096  # the data of our files begin at a multiple of it: a device of a CPU can use them in place
+READ_AHEAD = 2**17  # bytes that a system reads at once, at least; a longer request may be cut short
+PAGE = 4096  # the data of our files begin at a multiple of it,
+ALIGNMENT = 64  # and tensors at one of this, where XLA can use them in place
+PARTIAL = ".partial"  # after the name of what is not whole yet
+
+
+def array_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    return math.prod(shape) * DTYPES[dtype].itemsize
 
 
 def parse_json(text: bytes, path: pathlib.Path) -> dict:
@@ -55,11 +60,11 @@ class TensorFile:
     def __init__(self, path: pathlib.Path):
         """Raises ValueError naming the file and the tensor that is wrong."""
         self.path, self.size = path, path.stat().st_size
-        header, self.data = self._read_header()
+        header, self.data_start = self._read_header()
         metadata = header.pop("__metadata__", {})
         self.metadata = metadata if isinstance(metadata, dict) else {}
         self.tensors = {name: self._tensor(name, fields) for name, fields in header.items()}
-        end, before = self.data, "the header"
+        end, before = self.data_start, "the header"
         for tensor in sorted(self.tensors.values(), key=lambda tensor: (tensor.start, tensor.stop)):
             if tensor.start < end:
                 self._refuse(f"tensor {tensor.name} overlaps {before}")
@@ -68,6 +73,9 @@ class TensorFile:
             end, before = tensor.stop, f"tensor {tensor.name}"
         if end < self.size:
             self._refuse(f"{self.size - end} bytes follow {before}, the last")
+        with path.open("rb") as file:
+            self.mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self.mapped.madvise(mmap.MADV_RANDOM)  # what is read around a run would be another process's
 
     def _refuse(self, what: str):
         raise ValueError(f"{self.path}: {what}; download or convert it again")
@@ -94,16 +102,10 @@ class TensorFile:
         itemsize = DTYPES[dtype].itemsize if dtype in DTYPES else OTHER_SIZES.get(dtype)
         if start > stop or itemsize and stop - start != math.prod(shape) * itemsize:
             self._refuse(f"tensor {name} has shape {shape} of {dtype}, but bytes {start} to {stop}")
-        if self.data + stop > self.size:
-            self._refuse(f"cut off: tensor {name} ends at byte {self.data + stop} of {self.size}")
-        return StoredTensor(name, self, dtype, shape, self.data + start, self.data + stop)
-
-    @functools.cached_property
-    def mapped(self) -> mmap.mmap:
-        with self.path.open("rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        mapped.madvise(mmap.MADV_RANDOM)  # what is read around a run would be another process's
-        return mapped
+        start, stop = self.data_start + start, self.data_start + stop
+        if stop > self.size:
+            self._refuse(f"cut off: tensor {name} ends at byte {stop} of {self.size}")
+        return StoredTensor(name, self, dtype, shape, start, stop)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,11 +125,17 @@ class StoredTensor:
         flat = np.frombuffer(self.file.mapped, np.uint8, self.stop - self.start, self.start)
         return flat.view(DTYPES[self.dtype]).reshape(self.shape)
 
-    def read_ahead(self, lo: int, hi: int) -> None:
-        """Have the system begin to read bytes [lo, hi) of the tensor, in large pieces and no others."""
-        first, last = (self.start + lo) // mmap.PAGESIZE * mmap.PAGESIZE, self.start + hi
-        for piece in range(first, last, READ_AHEAD):
-            self.file.mapped.madvise(mmap.MADV_WILLNEED, piece, min(READ_AHEAD, last - piece))
+    def read_ahead(self, part: np.ndarray) -> None:
+        """Have the system begin to read a view of `values`, with what is short between its runs."""
+        axis, run = part.ndim, part.itemsize
+        while axis and (part.shape[axis - 1] == 1 or part.strides[axis - 1] < run + READ_AHEAD):
+            axis -= 1
+            run += (part.shape[axis] - 1) * part.strides[axis]
+        start = self.start + part.ctypes.data - self.values.ctypes.data
+        for index in np.ndindex(part.shape[:axis]):
+            first = start + sum(i * stride for i, stride in zip(index, part.strides, strict=False))
+            for piece in range(first // mmap.PAGESIZE * mmap.PAGESIZE, first + run, READ_AHEAD):
+                self.file.mapped.madvise(mmap.MADV_WILLNEED, piece, min(READ_AHEAD, first + run - piece))
 
     def forget(self) -> None:
         """Give back the memory of what was looked at. It may be looked at again."""
@@ -140,7 +148,7 @@ class StoredTensor:
 
 
 def _checksum(path: pathlib.Path, start: int, stop: int) -> str:
-    digest, buffer = hashlib.sha256(), memoryview(mmap.mmap(-1, 2**20))
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(2**20))
     with path.open("rb", buffering=0) as file:
         file.seek(start)
         while start < stop:
@@ -152,28 +160,48 @@ def _checksum(path: pathlib.Path, start: int, stop: int) -> str:
     return digest.hexdigest()
 
 
+def sync(path: pathlib.Path) -> None:
+    """Wait until a file, or a folder's names, are safe on the disk."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def partial_path(path: pathlib.Path) -> pathlib.Path:
+    return path.with_name(path.name + PARTIAL)
+
+
+def settle(path: pathlib.Path) -> None:
+    """Give what was written at `partial_path` its name, once it is safe on the disk."""
+    sync(partial_path(path))
+    partial_path(path).rename(path)
+
+
 class NewFile:
-    """A safetensors file in the making, under another name until it is whole. Threads may share it.
+    """A safetensors file in the making, at `partial_path` until it is whole. Threads may share it.
 
     tensors: (type, shape) by name. Its metadata will hold the sha256 of each.
     """
 
     def __init__(self, path: pathlib.Path, tensors: dict[str, tuple[str, tuple[int, ...]]]):
-        self.path, self.tensors = path, tensors
-        self.partial = path.with_name(path.name + ".partial")
+        # What would push those after it out of alignment comes last.
+        by_alignment = sorted(tensors.items(), key=lambda item: array_bytes(*item[1]) % ALIGNMENT != 0)
+        self.path, self.tensors = path, dict(by_alignment)
         blank = dict.fromkeys(tensors, "0" * hashlib.sha256().digest_size * 2)
         self.starts, position = {}, len(self._header(blank))
-        for name, (dtype, shape) in tensors.items():
+        for name, facts in self.tensors.items():
             self.starts[name] = position
-            position += math.prod(shape) * DTYPES[dtype].itemsize
-        self.file = self.partial.open("w+b", buffering=0)
+            position += array_bytes(*facts)
+        self.file = partial_path(path).open("w+b", buffering=0)
         self.file.truncate(position)
 
     def _header(self, checksums: dict[str, str]) -> bytes:
         """The header, of a length that does not depend on the checksums."""
         fields, position = {"__metadata__": checksums}, 0
         for name, (dtype, shape) in self.tensors.items():
-            first, position = position, position + math.prod(shape) * DTYPES[dtype].itemsize
+            first, position = position, position + array_bytes(dtype, shape)
             fields[name] = {"dtype": dtype, "shape": shape, "data_offsets": [first, position]}
         text = json.dumps(fields, separators=(",", ":")).encode()
         text += b" " * (-(8 + len(text)) % PAGE)
@@ -194,16 +222,14 @@ class NewFile:
 
     def checksum(self, name: str) -> str:
         """sha256 of what the file now holds of a tensor."""
-        dtype, shape = self.tensors[name]
         start = self.starts[name]
-        return _checksum(self.partial, start, start + math.prod(shape) * DTYPES[dtype].itemsize)
+        return _checksum(partial_path(self.path), start, start + array_bytes(*self.tensors[name]))
 
     def finish(self, checksums: dict[str, str]) -> None:
-        """Give it its header and its name, once it is safe on the disk."""
-        self._put(self._header(checksums), 0)
-        os.fsync(self.file.fileno())
+        """Add the header, and the name."""
+        self._put(self._header({name: checksums[name] for name in self.tensors}), 0)
         self.file.close()
-        self.partial.rename(self.path)
+        settle(self.path)
 
     def __enter__(self) -> "NewFile":
         return self

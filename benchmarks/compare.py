@@ -62,7 +62,7 @@ def jax_library(fields: dict, dtype: str, threads: int, folder: str):
     import numpy as np
 
     import model
-    from checkpoint import read_config
+    from config_json import read_config
 
     cfg, caches, float_type = read_config(fields), {}, "bfloat16" if dtype == "int8" else dtype
     static = dict(sampling=model.Sampling(), cfg=cfg, mesh=model.make_mesh(cfg))

@@ -139,7 +139,8 @@ def make_checkpoint(name: str, layers: int | None, shards: int, folder: pathlib.
     from models import MODELS
     from safetensors.numpy import save_file
 
-    from checkpoint import THEIR_INDEX, named_infos, read_config, stored_shape
+    from checkpoint import THEIR_INDEX, named_infos, stored_shape
+    from config_json import read_config
 
     config = MODELS[name] | ({"num_hidden_layers": layers} if layers else {})
     tensors = {}

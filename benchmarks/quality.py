@@ -30,7 +30,6 @@ from jax.sharding import Mesh
 import main as program
 from checkpoint import TYPES, Checkpoint, load, named_infos, open_checkpoint, stored_infos
 from command_line import OneLineParser, progress, run
-from convert_checkpoint import box_of, slabs
 from model import ArrayInfo, Config, Weights, forward
 from quantize import QuantizedArray, quantize
 
@@ -55,10 +54,10 @@ def weight_errors(exact: Checkpoint, int8: Checkpoint | None) -> list[dict]:
         for name, info in infos:
             sources = [exact.sources[name]]
             sources += [int8.sources[part] for part in stored_infos(name, info, True)] if int8 else []
-            letter, ranges = slabs(sources[0])  # in which channels are whole
+            letter, ranges = sources[0].slabs()  # in which channels are whole
             parts = []
             for lo, hi in ranges:
-                w, *q = (source.read(box_of(source.info, letter, lo, hi)) for source in sources)
+                w, *q = (source.slab(letter, lo, hi) for source in sources)
                 sums = channel_sums(w, QuantizedArray(*q) if q else None, info.contracted_axes)
                 parts.append(jax.device_get(sums))
                 for source in sources:

@@ -12,7 +12,8 @@ from conftest import CHECKPOINTS, mesh_of
 
 import main
 import model
-from checkpoint import load, open_checkpoint, read_config
+from checkpoint import load, open_checkpoint
+from config_json import read_config
 from convert_checkpoint import convert
 
 SIZES = dict(

@@ -28,6 +28,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import PreTrainedTokenizerFast
 
 import checkpoint
+import config_json
 import model
 
 VOCABULARY = 512
@@ -208,7 +209,7 @@ def main():
     config = CONFIGS[args.name] | dict(
         bos_token_id=begin, eos_token_id=stop, pad_token_id=tokenizer.pad_token_id
     )
-    cfg = checkpoint.read_config(config)
+    cfg = config_json.read_config(config)
     weights = train(cfg, tokenizer, args.steps)
     folder = HERE / args.name
     folder.mkdir(exist_ok=True)
