@@ -130,6 +130,7 @@ MUTATIONS = [
     ("tensor_files.py", "(i * shape[axis] + first) * row", "i * shape[axis] * row", CONVERSION),
     ("tensor_files.py", "while axis and (", "while axis and (True or ", CONVERSION),
     ("tensor_files.py", "% ALIGNMENT != 0", "* 0", CONVERSION),
+    ("checkpoint.py", "    allow_open_files()\n    tensors", "    tensors", CONVERSION),
     ("checkpoint.py", "-(-hi // width[x])", "hi // width[x]", CHECKPOINTS),
     ("checkpoint.py", "slice(lo - start, hi - start)", "slice(None)", CHECKPOINTS),
     ("checkpoint.py", "min(max(row - first, 0), len(x))", "min(row, len(x))", CHECKPOINTS),
