@@ -339,7 +339,7 @@ def _open_ours(folder: pathlib.Path, config: Config) -> Checkpoint:
 def _open_hugging_face(folder: pathlib.Path, config: Config) -> Checkpoint:
     if (folder / THEIR_INDEX).exists():
         tensors = open_tensors(folder, read_weight_map(folder / THEIR_INDEX))
-    elif (folder / THEIR_FILE).exists():
+    elif (folder / THEIR_FILE).is_file():
         tensors = TensorFile(folder / THEIR_FILE).tensors
     else:
         raise ValueError(f"{folder}: neither {THEIR_FILE} nor {THEIR_INDEX} in it; is the download complete?")
@@ -347,10 +347,27 @@ def _open_hugging_face(folder: pathlib.Path, config: Config) -> Checkpoint:
     sources = {name: _find(tensors, folder, info) for name, info in named_infos(config)}
     used = {tensor.name for source in sources.values() for tensor in source.tensors}
     for name, tensor in tensors.items():
-        tied_copy = config.tied_embeddings and name == "lm_head.weight"
-        if tensor.name not in used and not IGNORED.search(name) and not tied_copy:
+        if config.tied_embeddings and name == "lm_head.weight":
+            _check_copy(tensor, sources["embed"].tensors[0])
+        elif tensor.name not in used and not IGNORED.search(name):
             _no_place(tensor)
     return Checkpoint(folder, config, sources, converted=False, quantized=False)
+
+
+def _check_copy(tensor: StoredTensor, original: StoredTensor) -> None:
+    """Raises ValueError if an unembedding is not the embedding that config.json says to use."""
+    same = (tensor.dtype, tensor.shape) == (original.dtype, original.shape)
+    rows = max(SLAB_BYTES // (array_bytes(original.dtype, original.shape[1:])), 1)
+    for lo in range(0, original.shape[0] if same else 0, rows):
+        x, y = (z.values[lo : lo + rows].view(np.uint8) for z in (tensor, original))
+        same = same and np.array_equal(x, y)
+        for z in (tensor, original):
+            z.forget()
+    if not same:
+        raise ValueError(
+            f"{tensor.file.path}: tensor {tensor.name} is not {original.name}, although config.json says "
+            "tie_word_embeddings; set that to false to use both"
+        )
 
 
 def _no_place(tensor: StoredTensor):

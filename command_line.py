@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Callable
 
@@ -36,10 +37,14 @@ def run(main: Callable[[], None]) -> None:
         sys.exit(130)
 
 
-def interrupt(*_) -> None:
-    """Leave at once, on a signal: an exception may be lost in one of XLA's callbacks, or wait for threads."""
-    os.write(2, b"interrupted\n")
-    os._exit(130)
+def hear_interrupts() -> None:
+    """Leave at once on a Ctrl-C: an exception may be lost in one of XLA's callbacks, or wait for threads."""
+
+    def leave(*_) -> None:
+        os.write(2, b"interrupted\n")
+        os._exit(130)
+
+    signal.signal(signal.SIGINT, leave)
 
 
 def progress(what: str, total: int, done: int = 0, show: bool = True) -> tqdm:
@@ -47,7 +52,8 @@ def progress(what: str, total: int, done: int = 0, show: bool = True) -> tqdm:
 
     On a terminal it is rewritten in place; elsewhere there is a line every half minute.
     """
-    seconds = 0.1 if sys.stderr.isatty() else 30
+    show = show and sys.stderr is not None
+    seconds = 0.1 if show and sys.stderr.isatty() else 30
     return tqdm(
         desc=what, total=total, initial=done, disable=not show, mininterval=seconds, maxinterval=seconds,
         unit="B", unit_scale=True, dynamic_ncols=True,

@@ -4,6 +4,12 @@ SRC is a folder or a hub id, DST a new folder. Weights go through memory in piec
 whole. What was killed goes on where it stopped when it is started again, and ends byte for byte the same.
 With --verify nothing is written: DST's checksums are computed again, and its weights compared with SRC's.
 """
+# ruff: noqa: E402  an interrupt is heard before the imports that take long
+
+import command_line
+
+if __name__ == "__main__":
+    command_line.hear_interrupts()
 
 import contextlib
 import dataclasses
@@ -16,7 +22,6 @@ import math
 import os
 import pathlib
 import shutil
-import signal
 import sys
 from collections.abc import Iterator
 
@@ -42,7 +47,7 @@ from checkpoint import (
     stored_shape,
     to_file_order,
 )  # fmt: skip
-from command_line import OneLineParser, interrupt, progress, run
+from command_line import OneLineParser, progress, run
 from model import ArrayInfo
 from quantize import quantize_large
 from tensor_files import DTYPES, PARTIAL, NewFile, TensorFile, array_bytes, partial_path, settle, sync
@@ -159,18 +164,19 @@ def convert(
 
     dtype: of what is not int8, "bfloat16" or "float32"; None: the source's. Raises ValueError.
     """
-    destination = pathlib.Path(os.path.expanduser(destination))
+    destination = pathlib.Path(os.path.abspath(os.path.expanduser(destination)))
     checkpoint = open_checkpoint(source)
-    if checkpoint.quantized and (dtype or not quantized):
+    if checkpoint.quantized:
         raise ValueError(f"{checkpoint.folder}: is int8 already; convert the original model instead")
     dtype = dtype or checkpoint.dtype
     identity = {
         "format": FORMAT, "dtype": dtype, "quantize": "int8" if quantized else "none",
         "file_bytes": file_bytes, "source": fingerprint(checkpoint),
     }  # fmt: skip
-    if destination.exists():
+    if os.path.lexists(destination):
         if identity_of(destination) != identity:
             raise ValueError(f"{destination}: exists and is something else; choose another name or remove it")
+        open_checkpoint(str(destination))  # it may have been damaged since
         print(f"{destination} is there already, converted from this source", file=sys.stderr)
         return
     partial = destination.with_name(destination.name + ".incomplete")
@@ -181,16 +187,20 @@ def convert(
             checksums = write_weights(checkpoint, partial, batches, quantized, allow_nonfinite)
             finish(checkpoint, partial, batches, checksums, identity)
         except OSError as e:
-            if e.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
-            raise ValueError(f"{partial}: the disk is full; free some room and run again to go on") from None
+            raise ValueError(f"{partial}: {e.strerror}; make room and run again to go on") from None
+        if fingerprint(checkpoint) != identity["source"]:
+            raise ValueError(f"{checkpoint.folder}: changed in the meantime; remove {partial} and run again")
         partial.rename(destination)
         sync(destination.parent)
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
-    """A checksum of the configuration, and of each file's name, size, time of change and tensors."""
-    digest = hashlib.sha256((checkpoint.folder / "config.json").read_bytes())
+    """A checksum of the small files, and of each large one's name, size, time of change and tensors."""
+    digest = hashlib.sha256()
+    for path in companions(checkpoint.folder):
+        digest.update(hashlib.sha256(path.name.encode() + b"\0" + path.read_bytes()).digest())
     files = {tensor.file for source in checkpoint.sources.values() for tensor in source.tensors}
     for file in sorted(files, key=lambda file: file.path):
         tensors = [(x.name, x.dtype, x.shape) for x in file.tensors.values()]
@@ -289,7 +299,10 @@ def checksums_of(folder: pathlib.Path, batch: Batch) -> dict[str, str] | None:
     for name, tensors in batch.files.items():
         if not (folder / name).exists():
             return None
-        file = TensorFile(folder / name)
+        try:
+            file = TensorFile(folder / name)
+        except ValueError as e:
+            raise ValueError(f"{e}, or remove {folder} and run again") from None
         if {tensor.name: (tensor.dtype, tensor.shape) for tensor in file.tensors.values()} != tensors:
             raise ValueError(f"{folder / name}: is left from another conversion; remove {folder}")
         checksums |= file.metadata
@@ -306,7 +319,7 @@ def convert_group(checkpoint: Checkpoint, group: Group, batch: Batch, quantized:
             dtype = np.dtype(np.float32) if len(names) == 2 else DTYPES[batch.targets[name].dtype]
             x = source.slab(letter, lo, hi)
             made = quantize_on_host(x, info) if len(names) == 2 else [x.astype(dtype, copy=False)]
-            if not (allow_nonfinite or is_finite(made[-1])):  # int8: the scale tells
+            if not (allow_nonfinite or is_finite(made[-1])):  # of int8 the scale
                 refuse_nonfinite(source, dtype)
             arrays |= zip(names, made, strict=True)
         yield letter, lo, arrays
@@ -439,6 +452,7 @@ def _int8_error(x: np.ndarray, values: np.ndarray, scale: np.ndarray, info: Arra
     x = x.astype(np.float32)
     step = np.expand_dims(scale, info.contracted_axes)
     largest = np.abs(x).max(info.contracted_axes, keepdims=True) / np.float32(127)
+    largest = np.where(np.isnan(largest), np.inf, largest)
     if not np.allclose(step, largest, rtol=1e-6, atol=np.finfo(np.float32).tiny, equal_nan=True):
         return math.inf
     step, known = np.where(np.isfinite(step), step, 1), np.isfinite(largest)
@@ -487,5 +501,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, interrupt)
     run(main)

@@ -3,13 +3,18 @@
 With no arguments, a tiny model that ships with this repository answers three prompts. On several hosts, run
 the same command on each: they find one another, and the first one prints.
 """
+# ruff: noqa: E402  an interrupt is heard before the imports that take long
+
+import command_line
+
+if __name__ == "__main__":
+    command_line.hear_interrupts()
 
 import dataclasses
 import json
 import math
 import os
 import pathlib
-import signal
 import sys
 import time
 import warnings
@@ -23,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 
 import model
 from checkpoint import TYPES, Checkpoint, load, open_checkpoint, read_json
-from command_line import OneLineParser, interrupt, run
+from command_line import OneLineParser, run
 from model import Config, Sampling
 
 TINY = pathlib.Path(__file__).resolve().parent / "tests" / "checkpoints" / "tiny-llama3"
@@ -525,5 +530,4 @@ def report(args, cfg, mesh, weights, prompts, encoded, result: Generation, token
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, interrupt)
     run(main)

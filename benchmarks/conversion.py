@@ -225,6 +225,8 @@ def main() -> None:
     parser.check_positive(args, "layers", "shards", "rounds")
     import jax
 
+    if args.json:
+        open(args.json, "a").close()  # a file that cannot be written is known before the measuring
     with tempfile.TemporaryDirectory(dir=os.path.expanduser(args.folder)) as folder:
         folder = pathlib.Path(folder)
         print("making a checkpoint", file=sys.stderr)
@@ -236,9 +238,9 @@ def main() -> None:
         versions=f"python {platform.python_version()}, jax {jax.__version__}",
         date=str(datetime.date.today()), runs=runs,
     )  # fmt: skip
+    print(table(result))
     if args.json:
         pathlib.Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
-    print(table(result))
 
 
 if __name__ == "__main__":

@@ -128,6 +128,8 @@ MUTATIONS = [
     ("tensor_files.py", "if tensor.start > end:", "if False:", CHECKPOINTS),
     ("tensor_files.py", "if len(names) < len(pairs):", "if False:", CHECKPOINTS),
     ("tensor_files.py", "(i * shape[axis] + first) * row", "i * shape[axis] * row", CONVERSION),
+    ("quantize.py", "jnp.where(nan, jnp.inf, _scale(x, axes))", "_scale(x, axes)", CONVERSION),
+    ("checkpoint.py", "np.array_equal(x, y)", "True", CHECKPOINTS),
     ("tensor_files.py", "while axis and (", "while axis and (True or ", CONVERSION),
     ("tensor_files.py", "% ALIGNMENT != 0", "* 0", CONVERSION),
     ("checkpoint.py", "    allow_open_files()\n    tensors", "    tensors", CONVERSION),

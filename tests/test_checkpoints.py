@@ -126,6 +126,15 @@ def test_llama3_layouts(variant):
     assert_equal(weights_of(folder), weights_of(LLAMA3))
 
 
+def test_unembedding_that_is_not_the_embedding(variant):
+    def edit(tensors, config):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+        tensors["lm_head.weight"][-1, -1] += 1
+
+    with pytest.raises(ValueError, match="lm_head.weight is not model.embed_tokens.weight, although"):
+        open_checkpoint(variant(edit, LLAMA3))
+
+
 @pytest.mark.parametrize("quantized", [False, True])
 def test_converted_folder_loads_the_same(tiny, quantized, tmp_path):
     """From the original folder or a converted one, in one file or many."""

@@ -7,6 +7,7 @@ import mmap
 import os
 import pathlib
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -113,7 +114,9 @@ def test_full_disk(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr("os.pwrite", full)
-        with pytest.raises(ValueError, match="x.incomplete: the disk is full; free some room and run again"):
+        with pytest.raises(
+            ValueError, match="x.incomplete: No space left on device; make room and run again"
+        ):
             convert(str(LLAMA3), str(tmp_path / "x"), file_bytes=200_000)
     assert not (tmp_path / "x").exists()
     whole = sum(path.stat().st_size for path in (tmp_path / "x.incomplete").glob("*.safetensors"))
@@ -134,6 +137,17 @@ def test_whose_folder_it_is(undisturbed, tmp_path, capsys):
     """Done already; under way; begun for something else; not a conversion's."""
     convert(str(LLAMA4), str(undisturbed), quantized=True, file_bytes=150_000)
     assert "is there already" in capsys.readouterr().err
+    last = sorted(undisturbed.glob("weights-*"))[-1]
+    whole = last.read_bytes()
+    last.write_bytes(whole[:-1])
+    with pytest.raises(ValueError, match=f"{last.name}: has .* bytes, not"):
+        convert(str(LLAMA4), str(undisturbed), quantized=True, file_bytes=150_000)
+    last.write_bytes(whole)
+    with pytest.raises(ValueError, match="is int8 already"):
+        convert(str(undisturbed), str(tmp_path / "x"), quantized=True)
+    (tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(ValueError, match="link: exists and is something else"):
+        convert(str(LLAMA3), str(tmp_path / "link"))
     with pytest.raises(ValueError, match="exists and is something else"):
         convert(str(LLAMA4), str(undisturbed), quantized=True)
     (tmp_path / "mine.incomplete").mkdir()
@@ -338,16 +352,40 @@ def test_verify_finds_steps_that_are_too_coarse(tmp_path, monkeypatch):
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_nonfinite_weights(value, quantized, tmp_path):
-    source = small_model(tmp_path / "source")
-    tensors = load_file(source / "model.safetensors")
-    tensors["model.layers.0.mlp.up_proj.weight"][5, 7] = value
-    save_file(tensors, source / "model.safetensors")
+    """Refused by name; if asked for, their channel is not finite in int8 either, also quantised on load."""
+    shutil.copytree(LLAMA3, tmp_path / "source")
+    tensors = load_file(LLAMA3 / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][5, 7] = value
+    save_file(tensors, tmp_path / "source" / "model.safetensors")
+    source = str(tmp_path / "source")
     with pytest.raises(
-        ValueError, match="model.safetensors: tensor model.layers.0.mlp.up_proj.weight holds NaN"
+        ValueError, match="model.safetensors: tensor model.layers.1.mlp.up_proj.weight holds NaN"
     ):
-        convert(str(source), str(tmp_path / "x"), quantized)
-    convert(str(source), str(tmp_path / "x"), quantized, allow_nonfinite=True)
-    verify(str(tmp_path / "x"), str(source))
+        convert(source, str(tmp_path / "x"), quantized)
+    convert(source, str(tmp_path / "x"), quantized, allow_nonfinite=True)
+    verify(str(tmp_path / "x"), source)
+    for folder in (source, tmp_path / "x"):
+        checkpoint = open_checkpoint(folder)
+        mesh = model.make_mesh(checkpoint.config, devices=jax.devices()[:1])
+        up = load(checkpoint, mesh, "bfloat16", quantized).layers[1].feed_forward.up
+        finite = np.isfinite(up.scale if quantized else np.asarray(up, np.float32).sum(1))
+        assert not finite[5] and finite.sum() == len(finite) - 1
+
+
+def test_source_that_changes_meanwhile(tmp_path, monkeypatch):
+    source, finish = small_model(tmp_path / "source"), convert_checkpoint.finish
+
+    def change(*arguments):
+        finish(*arguments)
+        (source / "model.safetensors").touch()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(convert_checkpoint, "finish", change)
+        with pytest.raises(
+            ValueError, match="source: changed in the meantime; remove .*x.incomplete and run"
+        ):
+            convert(str(source), str(tmp_path / "x"))
+    assert not (tmp_path / "x").exists()
 
 
 def test_tiny_channels(tmp_path):
