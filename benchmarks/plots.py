@@ -1,7 +1,8 @@
 """The pictures in images/ and the README's tables: python3 benchmarks/plots.py [MEASURED PICTURE]
 
 MEASURED is one object of `plan.py --json` per line, or what `speed.py --json FILE` wrote; or, for its table
-alone, what `compare.py --json FILE` wrote. Without arguments, all that images/ holds.
+alone, what `--json FILE` of compare.py, conversion.py or quality.py wrote. Without arguments, all that images/
+holds.
 """
 # ruff: noqa: E402  the folder above must be on the path first
 
@@ -13,6 +14,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
 
 import compare
+import conversion
+import quality
 import speed
 
 from command_line import OneLineParser, run
@@ -147,21 +150,29 @@ def read_plans(file: pathlib.Path) -> list[dict]:
     return plans
 
 
+# By which program a file was written: by a word that is in no other's.
+MARKS = {"samples": "compare", "rows": "speed", "runs": "conversion", "max_over_rms": "quality"}
+
+
 def kind(file: pathlib.Path) -> str:
-    """By which program a file was written."""
     text = file.read_text()
-    return "compare" if '"samples"' in text else "speed" if '"rows"' in text else "plan"
+    return next((program for mark, program in MARKS.items() if f'"{mark}"' in text), "plan")
 
 
 def tables(file: pathlib.Path) -> str:
     """The tables in Markdown of a file of measurements."""
-    if kind(file) == "compare":
-        return compare.table(json.loads(file.read_text()))
-    return speed.report(speed.read_result(file)) if kind(file) == "speed" else plans_table(read_plans(file))
+    if kind(file) == "speed":
+        return speed.report(speed.read_result(file))
+    if kind(file) == "plan":
+        return plans_table(read_plans(file))
+    result = json.loads(file.read_text())
+    if kind(file) == "quality":
+        return quality.report(result, top=3)
+    return compare.table(result) if kind(file) == "compare" else conversion.table(result)
 
 
 def draw(file: pathlib.Path, picture: pathlib.Path) -> None:
-    """The picture of a file of measurements; of a comparison there is none."""
+    """The picture of a file of measurements, if there is one of its kind."""
     if kind(file) == "speed":
         draw_speed(speed.read_result(file), picture)
     elif kind(file) == "plan":
