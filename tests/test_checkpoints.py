@@ -394,14 +394,6 @@ def test_wrong_index(edit, message, tmp_path):
         open_checkpoint(tmp_path / "x")
 
 
-def test_convert_refuses(tmp_path):
-    convert(str(LLAMA3), str(tmp_path / "int8"), quantized=True)
-    with pytest.raises(ValueError, match="exists and is something else"):
-        convert(str(LLAMA3), str(tmp_path / "int8"))
-    with pytest.raises(ValueError, match="int8 already"):
-        convert(str(tmp_path / "int8"), str(tmp_path / "float"))
-
-
 def test_dtypes(tmp_path):
     """--dtype of a conversion, and of loading what another type was converted to."""
     convert(str(LLAMA3), str(tmp_path / "float32"), dtype="float32")

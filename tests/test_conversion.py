@@ -27,6 +27,7 @@ from config_json import read_config
 from convert_checkpoint import convert, verify
 from quantize import QuantizedArray, quantize
 
+ROOT = pathlib.Path(convert_checkpoint.__file__).parent
 LLAMA3, LLAMA4 = CHECKPOINTS / "tiny-llama3", CHECKPOINTS / "tiny-llama4"
 
 
@@ -63,21 +64,21 @@ print(calls)
 
 
 def test_killed_conversion_goes_on(undisturbed, tmp_path):
-    """SIGKILL at ten random calls: the folder is not there, and the next run makes the same bytes."""
+    """SIGKILL at eight random calls and the last two, of which the first gives the folder its name.
+
+    Before that there is none, and the next run makes the same bytes.
+    """
     command = [sys.executable, "-c", KILLED, LLAMA4]
 
     def start(name, fatal):
-        environment = os.environ | {"PYTHONPATH": os.getcwd(), "XLA_FLAGS": ""}
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
         return subprocess.Popen(
             [*command, tmp_path / name, str(fatal)], env=environment, stdout=subprocess.PIPE
         )
 
     calls = int(start("counted", 0).communicate()[0])
     assert contents(tmp_path / "counted") == contents(undisturbed)
-    points = random.Random(0).sample(range(1, calls), 8) + [
-        calls - 1,
-        calls,
-    ]  # the last: names safe on the disk
+    points = random.Random(0).sample(range(1, calls - 1), 8) + [calls - 1, calls]
     killed = {}
     for pair in zip(points[::2], points[1::2], strict=True):
         killed |= {point: start(f"at{point}", point) for point in pair}
@@ -265,7 +266,7 @@ def test_random_damage(tmp_path):
     assert len(outcomes) == 3 and min(outcomes.values()) > 20, outcomes
 
 
-def test_verify(undisturbed, tmp_path, capsys):
+def test_verify(undisturbed, tmp_path):
     """Exactly the source's, or within half a step; damage by name; another model; a source that is int8."""
     assert "within half a step of int8" in verify(str(undisturbed), str(LLAMA4))[1]
     for dtype in ("bfloat16", "float32"):
@@ -298,12 +299,11 @@ def test_verify_of_the_other_files(tmp_path):
         verify(str(folder))
 
 
-def test_commands(tmp_path, monkeypatch, capsys):
+def test_commands(tmp_path, capsys):
     """quantize.py from a converted folder, --verify with and without its source."""
     convert(str(LLAMA3), str(tmp_path / "float"), file_bytes=20_000)
     assert len(list((tmp_path / "float").glob("weights-*"))) > 32
-    root = pathlib.Path(convert_checkpoint.__file__).parent
-    command = [sys.executable, root / "quantize.py", tmp_path / "float", tmp_path / "int8"]
+    command = [sys.executable, ROOT / "quantize.py", tmp_path / "float", tmp_path / "int8"]
     # Fewer open files than there are: the limit is raised as far as it may be.
     done = subprocess.run(["sh", "-c", 'ulimit -Sn 16; exec "$@"', "sh", *command])
     assert done.returncode == 0 and open_checkpoint(tmp_path / "int8").quantized
@@ -503,7 +503,7 @@ def test_a_cpu_uses_weights_in_place(wide):
 
 def test_benchmark(tmp_path, monkeypatch, capsys):
     """benchmarks/conversion.py with a small model: all jobs are done; half a model is what a device holds."""
-    monkeypatch.syspath_prepend(str(pathlib.Path(__file__).parents[1] / "benchmarks"))
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import conversion
     import models
 
