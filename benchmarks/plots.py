@@ -1,7 +1,7 @@
 """The pictures in images/ and the README's tables: python3 benchmarks/plots.py [MEASURED PICTURE]
 
-MEASURED is one object of `plan.py --json` per line, or what `speed.py --json FILE` wrote; or, for tables alone,
-what compare.py, conversion.py or quality.py wrote so. Without arguments, all that images/ holds.
+MEASURED is one object of `plan.py --json` per line, or what `--json FILE` of speed.py wrote; or, for tables
+alone, of compare.py, conversion.py or quality.py. Without arguments, all that images/ holds.
 """
 # ruff: noqa: E402  the folder above must be on the path first
 
