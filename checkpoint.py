@@ -24,9 +24,10 @@ from jax.sharding import Mesh, NamedSharding
 import model
 from command_line import progress
 from config_json import read_config
+from devices import platform
 from model import ArrayInfo, Config, Weights
 from quantize import QuantizedArray, quantize_large
-from tensor_files import DTYPES, StoredTensor, TensorFile, array_bytes, parse_json
+from tensor_files import ALIGNMENT, DTYPES, StoredTensor, TensorFile, array_bytes, parse_json
 
 FORMAT = 1  # of converted folders
 INDEX = "weights.safetensors.index.json"  # its presence tells our folders from Hugging Face's
@@ -255,6 +256,11 @@ class Source:
         """All of the array, but of one letter the elements [lo, hi)."""
         letters = zip(self.info.letters.upper(), self.info.shape, strict=True)
         return self.read(tuple((lo, hi) if x == letter else (0, size) for x, size in letters))
+
+    def can_stay(self, part: np.ndarray) -> bool:
+        """Whether XLA on a CPU uses this array where it is: in the file."""
+        usable = part.flags.c_contiguous and part.ctypes.data % ALIGNMENT == 0
+        return usable and any(np.may_share_memory(part, tensor.values) for tensor in self.tensors)
 
     def forget(self) -> None:
         """Give back the memory of what was read in place."""
@@ -502,7 +508,7 @@ def _quantize(x: jax.Array, info: ArrayInfo) -> QuantizedArray:
 
 def _place(source: Source, mesh: Mesh, dtype: np.dtype | None) -> jax.Array:
     """Give each device its part, with zeros for the padding that the mesh needs. dtype: None, as stored."""
-    info = source.info
+    info, parts = source.info, []
     padded = info.padded_shape(mesh)
 
     @functools.cache  # devices that hold the same shard ask for the same bounds
@@ -514,6 +520,7 @@ def _place(source: Source, mesh: Mesh, dtype: np.dtype | None) -> jax.Array:
             return np.zeros(shape, wanted)
         part = source.read(inside).astype(wanted, copy=False)
         if inside == bounds:
+            parts.append(part)
             return part
         whole = np.zeros(shape, wanted)
         whole[tuple(slice(0, size) for size in part.shape)] = part
@@ -522,4 +529,8 @@ def _place(source: Source, mesh: Mesh, dtype: np.dtype | None) -> jax.Array:
     def shard(index: tuple[slice, ...]) -> np.ndarray:
         return read(tuple(part.indices(size)[:2] for part, size in zip(index, padded, strict=True)))
 
-    return jax.make_array_from_callback(padded, NamedSharding(mesh, info.spec), shard)
+    array = jax.make_array_from_callback(padded, NamedSharding(mesh, info.spec), shard)
+    if not (platform(mesh) == "cpu" and any(map(source.can_stay, parts))):
+        array.block_until_ready()
+        source.forget()
+    return array

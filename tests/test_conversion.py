@@ -7,6 +7,7 @@ import mmap
 import os
 import pathlib
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -499,6 +500,18 @@ def test_a_cpu_uses_weights_in_place(wide):
         assert in_place(x.values)
     assert embed.scale.nbytes % 64 and in_place(layer.feed_forward.router) and in_place(weights.norm)
     assert not in_place(layer.attention.o.values)
+
+
+def test_what_was_copied_is_not_held_twice(wide):
+    """Loaded in another type: few pages of the files stay in this process's memory, where tensors meet."""
+    checkpoint = open_checkpoint(wide / "bfloat16")
+    mesh = model.make_mesh(checkpoint.config, devices=jax.devices()[:1])
+    load(checkpoint, mesh, "float32", False)
+    maps = re.split(r"\n(?=[0-9a-f]+-)", pathlib.Path("/proc/self/smaps").read_text())
+    here = [part for part in maps if str(wide / "bfloat16") in part]
+    resident = sum(int(re.search(r"Rss: +(\d+) kB", part)[1]) for part in here)
+    size = sum(path.stat().st_size for path in (wide / "bfloat16").glob("weights-*"))
+    assert here and 1024 * resident <= 0.01 * size
 
 
 def test_benchmark(tmp_path, monkeypatch, capsys):
