@@ -131,6 +131,7 @@ MUTATIONS = [
     ("quantize.py", "jnp.where(nan, jnp.inf, _scale(x, axes))", "_scale(x, axes)", CONVERSION),
     ("checkpoint.py", "np.array_equal(x, y)", "True", CHECKPOINTS),
     ("tensor_files.py", "while axis and (", "while axis and (True or ", CONVERSION),
+    ("checkpoint.py", "        array.block_until_ready()\n        source.forget()", "        pass", CONVERSION),
     ("tensor_files.py", "% ALIGNMENT != 0", "* 0", CONVERSION),
     ("checkpoint.py", "    allow_open_files()\n    tensors", "    tensors", CONVERSION),
     ("checkpoint.py", "-(-hi // width[x])", "hi // width[x]", CHECKPOINTS),
