@@ -86,7 +86,7 @@ def _download(name: str, revision: str | None) -> pathlib.Path:
     few = [*COMPANIONS, INDEX, THEIR_INDEX]
     folder = pathlib.Path(snapshot_download(name, revision=revision, allow_patterns=few))
     index = next((folder / name for name in (INDEX, THEIR_INDEX) if (folder / name).exists()), None)
-    files = set(read_weight_map(index).values()) if index else {THEIR_FILE}
+    files = set(weight_map_in(read_json(index), index).values()) if index else {THEIR_FILE}
     # The folder is named after the commit: the branch may have moved on.
     return pathlib.Path(snapshot_download(name, revision=folder.name, allow_patterns=sorted(files)))
 
@@ -98,9 +98,9 @@ def allow_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2**16 if hard < 0 else hard), hard))
 
 
-def read_weight_map(index: pathlib.Path) -> dict[str, str]:
-    """The file of each tensor. Raises ValueError naming what is not a file of the same folder."""
-    weight_map = object_in(read_json(index), "weight_map", index)
+def weight_map_in(content: dict, index: pathlib.Path) -> dict[str, str]:
+    """The file of each tensor, by an index. Raises ValueError naming what is no file of the same folder."""
+    weight_map = object_in(content, "weight_map", index)
     for name, file in weight_map.items():
         if not isinstance(file, str) or pathlib.PurePath(file).name != file or file in ("", ".", ".."):
             raise ValueError(
@@ -344,7 +344,7 @@ def _open_ours(folder: pathlib.Path, config: Config) -> Checkpoint:
 
 def _open_hugging_face(folder: pathlib.Path, config: Config) -> Checkpoint:
     if (folder / THEIR_INDEX).exists():
-        tensors = open_tensors(folder, read_weight_map(folder / THEIR_INDEX))
+        tensors = open_tensors(folder, weight_map_in(read_json(folder / THEIR_INDEX), folder / THEIR_INDEX))
     elif (folder / THEIR_FILE).is_file():
         tensors = TensorFile(folder / THEIR_FILE).tensors
     else:
@@ -385,7 +385,8 @@ def _no_place(tensor: StoredTensor):
 def read_index(folder: pathlib.Path) -> dict:
     """The index of a converted folder, whose files must have the sizes that it says. Raises ValueError."""
     path = folder / INDEX
-    weight_map, index = read_weight_map(path), read_json(path)
+    index = read_json(path)
+    weight_map = weight_map_in(index, path)
     metadata, checksums, files = (object_in(index, name, path) for name in ("metadata", "checksums", "files"))
     if metadata.get("format") != FORMAT:
         raise ValueError(

@@ -46,7 +46,7 @@ from checkpoint import (
     stored_infos,
     stored_shape,
     to_file_order,
-)  # fmt: skip
+)
 from command_line import OneLineParser, progress, run
 from model import ArrayInfo
 from quantize import quantize_large
@@ -329,11 +329,11 @@ def convert_group(checkpoint: Checkpoint, group: Group, batch: Batch, quantized:
 
 def refuse_nonfinite(source: Source, dtype: np.dtype):
     """Raises ValueError naming the tensor that holds NaN or Inf, or what becomes that in `dtype`."""
-    for what in ("holds NaN or Inf", f"holds numbers that are too large for {dtype}"):
+    for what, as_type in (("NaN or Inf", None), (f"numbers that are too large for {dtype}", dtype)):
         for tensor in source.tensors:
-            if not is_finite(tensor.values, None if "NaN" in what else dtype):
+            if not is_finite(tensor.values, as_type):
                 where = f"{tensor.file.path}: tensor {tensor.name}"
-                raise ValueError(f"{where} {what}; --allow-nonfinite converts it anyway")
+                raise ValueError(f"{where} holds {what}; --allow-nonfinite converts it anyway")
 
 
 def quantize_on_host(x: np.ndarray, info: ArrayInfo) -> list[np.ndarray]:
@@ -453,7 +453,7 @@ def _int8_error(x: np.ndarray, values: np.ndarray, scale: np.ndarray, info: Arra
     step = np.expand_dims(scale, info.contracted_axes)
     largest = np.abs(x).max(info.contracted_axes, keepdims=True) / np.float32(127)
     largest = np.where(np.isnan(largest), np.inf, largest)
-    if not np.allclose(step, largest, rtol=1e-6, atol=np.finfo(np.float32).tiny, equal_nan=True):
+    if not np.allclose(step, largest, rtol=1e-6, atol=np.finfo(np.float32).tiny):
         return math.inf
     step, known = np.where(np.isfinite(step), step, 1), np.isfinite(largest)
     error = np.max(np.abs(x - values * step) / np.where(step > 0, step, 1), initial=0, where=known)

@@ -407,7 +407,7 @@ def main() -> None:
     program.check_fit(cfg, mesh, dtype, quantized, max(args.batch), longest, kv_dtype)
     rates = measure_bandwidth(), measure_flops(jnp.dtype(dtype))  # before the weights fill the memory
     if checkpoint:
-        weights = load(checkpoint, mesh, dtype, quantized)
+        weights = load(checkpoint, mesh, dtype, quantized, show=jax.process_index() == 0)
     else:
         program.log("making random weights")
         weights = model.init_weights(jax.random.key(0, impl="rbg"), cfg, mesh, jnp.dtype(dtype), quantized)
