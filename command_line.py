@@ -47,8 +47,8 @@ def hear_interrupts() -> None:
     signal.signal(signal.SIGINT, leave)
 
 
-def progress(what: str, total: int, done: int = 0, show: bool = True) -> tqdm:
-    """A line on stderr of how many of `total` bytes are done, how fast, and how long it will take.
+def progress(what: str, total: int, done: int = 0, show: bool = True, unit: str = "B") -> tqdm:
+    """A line on stderr of how much of the total is done, how fast, and how long it will take.
 
     On a terminal it is rewritten in place; elsewhere there is a line every half minute.
     """
@@ -56,5 +56,5 @@ def progress(what: str, total: int, done: int = 0, show: bool = True) -> tqdm:
     seconds = 0.1 if show and sys.stderr.isatty() else 30
     return tqdm(
         desc=what, total=total, initial=done, disable=not show, mininterval=seconds, maxinterval=seconds,
-        unit="B", unit_scale=True, dynamic_ncols=True,
+        unit=unit, unit_scale=unit == "B", dynamic_ncols=True,
     )  # fmt: skip

@@ -119,6 +119,10 @@ class Config:
     qk_norm: bool = False  # RMS norm without weight, per head, on the rotary layers
     temperature: tuple[float, float] | None = None  # (attn_scale, floor_scale), on the layers without rotary
 
+    @property
+    def chunks(self) -> set[int]:
+        return {kind.chunk for kind in self.layers if kind.chunk}
+
 
 # ----------------------------------------------------------------------------------- weights, declared once
 
@@ -224,13 +228,17 @@ class Weights:
 
 @_pytree
 class Cache:
-    """Keys and values of each row's first length[b] positions: one KV per layer, [b,k,s,C].
+    """The text of each row, and what the layers keep of the tokens that they have read.
 
-    Position p is in slot p; in a chunked layer, a ring of one chunk, in slot p % chunk. Slot s is on device
-    s % n of the n that share the head, in place s // n, so that they fill evenly.
+    tokens: [b,S] int32. The first length[b] have been read, the next one is to be read next; what is beyond
+    has no meaning, unless it is the rest of a prompt.
+    layers: one KV each, [b,k,s,C]: the keys and values of the tokens read. Position p is in slot p; in a
+    chunked layer, a ring of one chunk, in slot p % chunk. Slot s is on device s % n of the n that share the
+    head, in place s // n, so that they fill evenly.
     """
 
     layers: list[KV]
+    tokens: Array
     length: Array
 
 
@@ -278,8 +286,9 @@ def cache_infos(cfg: Config, batch: int, max_len: int, dtype) -> Cache:
             return KV(values, None)
         return KV(values, ArrayInfo("bk2s", shape=(batch, cfg.K, 2, slots), dtype=jnp.bfloat16))
 
+    tokens = ArrayInfo("bS", shape=(batch, max_len), dtype=jnp.int32)
     length = ArrayInfo("b", shape=(batch,), dtype=jnp.int32)
-    return Cache(layers=[layer(kind) for kind in cfg.layers], length=length)
+    return Cache(layers=[layer(kind) for kind in cfg.layers], tokens=tokens, length=length)
 
 
 def specs(infos, arrays):
@@ -573,21 +582,22 @@ def decoder(tokens: Array, w: Weights, cache: list | None, span: Span, cfg: Conf
 # ------------------------------------------------------------------------------------------------- sampling
 
 
-@dataclasses.dataclass(frozen=True)
+@_pytree
 class Sampling:
-    """How to choose the next token. temperature 0: the likeliest one. top_k 0 and top_p 1: no restriction."""
+    """How each row chooses its next token: [B] each, or None for what no row asks for. By default greedy.
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
+    In the order in which they apply: repetition_penalty divides the positive logits of tokens that are in the
+    text, and multiplies the negative ones. temperature divides all logits; 0 takes the likeliest. top_k keeps
+    the likeliest k, 0 all. top_p keeps the likeliest that hold this much probability; min_p those at least
+    this much as likely as the likeliest. seed: uint32, with the position makes the draw.
+    """
 
-    def __post_init__(self):
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature {self.temperature} is not a number of at least 0")
-        if self.top_k < 0:
-            raise ValueError(f"top-k {self.top_k} is not at least 0 (0: no restriction)")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top-p {self.top_p} is not above 0 and at most 1")
+    seed: Array | None = None
+    temperature: Array | None = None
+    top_k: Array | None = None
+    top_p: Array | None = None
+    min_p: Array | None = None
+    repetition_penalty: Array | None = None
 
 
 def argmax(logits: Array) -> Array:
@@ -609,14 +619,15 @@ def logprob(logits: Array, tokens: Array) -> Array:
     return lax.psum(jnp.sum(chosen, -1), MODEL) - log_normalizer(logits)[..., 0]
 
 
-def top(x: Array, mass: Array, target: float) -> Array:
+def top(x: Array, mass: Array, target: Array) -> Array:
     """Which entries of each row of x to keep, [b,v] bool: the fewest and largest whose masses reach `target`.
 
-    x, mass: [b,v]. Equal entries go together. Exact, without moving or sorting the vocabulary: a search over
-    the 32 bits of a float, in 8 rounds in which devices exchange 15 sums.
+    x, mass: [b,v], target: [b]. Equal entries go together. Exact, without moving or sorting the vocabulary: a
+    search over the 32 bits of a float, in 8 rounds in which devices exchange 15 sums.
     """
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     order = jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))  # sorts like the floats
+    target = jnp.maximum(target, 1e-30)[:, None]
     least = jnp.zeros((x.shape[0], 1), jnp.uint32)
     for shift in range(28, -1, -4):
 
@@ -624,42 +635,62 @@ def top(x: Array, mass: Array, target: float) -> Array:
             return jnp.sum(jnp.where(order >= least + jnp.uint32(digit << shift), mass, 0), -1)
 
         masses = lax.psum(jnp.stack([mass_from(digit) for digit in range(1, 16)], -1), MODEL)
-        digit = jnp.sum(masses >= max(target, 1e-30), -1, keepdims=True, dtype=jnp.uint32)
+        digit = jnp.sum(masses >= target, -1, keepdims=True, dtype=jnp.uint32)
         least = least + (digit << shift)
     return order >= least
 
 
-@jax.named_scope("sample")
-def sample(logits: Array, seeds: Array, positions: Array, sampling: Sampling, cfg: Config) -> Array:
-    """Choose a token per row: logits [b,v] -> [b] int32.
+def penalize(logits: Array, penalty: Array, text: Array, length: Array) -> Array:
+    """Make the tokens of text [b,:length[b]] less likely: logits [b,v], penalty [b]. arXiv 1909.05858."""
+    ids = text - lax.axis_index(MODEL) * logits.shape[-1]
+    here = (ids >= 0) & (jnp.arange(text.shape[1]) < length[:, None])
+    rows, ids = jnp.arange(text.shape[0])[:, None], jnp.where(here, ids, logits.shape[-1])
+    present = jnp.zeros(logits.shape, bool).at[rows, ids].set(True, mode="drop")
+    penalty = penalty[:, None]
+    return jnp.where(present, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
 
-    seeds: [b] uint32, positions: [b]. A row's draw depends on these and its logits alone, not on the mesh.
+
+@jax.named_scope("sample")
+def sample(logits: Array, how: Sampling, text: Array, length: Array, cfg: Config) -> Array:
+    """Choose a token to follow text [b,:length[b]] in each row: logits [b,v] -> [b] int32.
+
+    A row's draw depends on its seed, its length and its logits alone, not on its neighbours or the mesh.
     """
-    if sampling.temperature == 0:
+    if how.repetition_penalty is not None:
+        logits = penalize(logits, how.repetition_penalty, text, length)
+    if how.temperature is None:
         return argmax(logits)
-    logits = logits / max(sampling.temperature, 1e-6)  # less is the same, but may overflow
-    if sampling.top_k:
-        logits = jnp.where(top(logits, jnp.ones_like(logits), sampling.top_k), logits, -jnp.inf)
-    if sampling.top_p < 1:
-        probability = jnp.exp(logits - log_normalizer(logits))
-        logits = jnp.where(top(logits, probability, sampling.top_p), logits, -jnp.inf)
+    drawn = how.temperature[:, None] > 0
+    logits = logits / jnp.where(drawn, jnp.maximum(how.temperature[:, None], 1e-6), 1)  # less may overflow
+    if how.top_k is not None:
+        target = jnp.where(how.top_k > 0, how.top_k, jnp.inf)
+        logits = jnp.where(top(logits, jnp.ones_like(logits), target), logits, -jnp.inf)
+    if how.top_p is not None:
+        probability, target = (
+            jnp.exp(logits - log_normalizer(logits)),
+            jnp.where(how.top_p < 1, how.top_p, jnp.inf),
+        )
+        logits = jnp.where(top(logits, probability, target), logits, -jnp.inf)
+    if how.min_p is not None:
+        peak = lax.pmax(jnp.max(logits, -1, keepdims=True), MODEL)
+        logits = jnp.where(logits >= peak + jnp.log(how.min_p)[:, None], logits, -jnp.inf)
 
     def noise(seed: Array, position: Array) -> Array:
         return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), position), (cfg.V,))
 
     # The likeliest after adding Gumbel noise is a draw. Source: arXiv 1411.0030.
     ids = jnp.minimum(vocabulary_shard(logits), cfg.V - 1)
-    return argmax(logits + jax.vmap(noise)(seeds, positions)[:, ids])
+    return argmax(logits + jnp.where(drawn, jax.vmap(noise)(how.seed, length)[:, ids], 0))
 
 
 # --------------------------------------------------------------------------------- forward, prefill, decode
 
 
 def on_each_device(mesh: Mesh, T: int, in_specs, out_specs):
-    """shard_map, which checks that every psum is there; except on TPUs for T > 1, whose attention, a kernel
-    of jax's library, does not declare over which axes its result varies.
+    """shard_map, which checks that every psum is there; except on TPUs for T that their library's attention
+    kernel takes, which does not declare over which axes its result varies.
     """
-    checked = T == 1 or not on_tpu(mesh)
+    checked = T % LANES != 0 or not on_tpu(mesh)
     return partial(jax.shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=checked)
 
 
@@ -680,99 +711,139 @@ def forward(tokens: Array, weights: Weights, *, cfg: Config, mesh: Mesh) -> Arra
     return on_device(tokens, weights)[..., : cfg.V]
 
 
-@_pytree
-class Piece:
-    """T more tokens for each row. T = 1 is decode; more is a piece of a prompt.
+def cache_specs(cfg: Config, cache: Cache) -> Cache:
+    return specs(cache_infos(cfg, 0, 0, cache.layers[0].values.dtype), cache)
 
-    tokens: [B,T] int32, of which row b has the first count[b]; a row of count 0 stays as it is.
-    targets: [B,T], tokens to score, each given all that is before it, or None.
+
+def row_of(cache, row: Array):
+    """One row of this device's share of a cache, as a batch of one."""
+    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, row, 1), cache)
+
+
+def with_row(cache, row: Array, new):
+    """The cache with `new`, a batch of one, in the place of this row."""
+    return jax.tree.map(lambda x, new: lax.dynamic_update_slice_in_dim(x, new, row, 0), cache, new)
+
+
+@partial(jax.jit, static_argnames=("cfg", "mesh"), donate_argnames="cache")
+def begin(rows, text, length, source, cache: Cache, *, cfg: Config, mesh: Mesh) -> Cache:
+    """Give one row of each data shard another text, of which some has been read. The cache is donated.
+
+    rows: [data] int32, counted in each shard from 0, -1 for none. text: [data,S] int32. length: [data] int32,
+    how many of its tokens count as read: by row source[d] of the same shard, whose layers are copied, or, if
+    source is None, by the row itself.
     """
+    layout = cache_specs(cfg, cache)
 
-    tokens: Array
-    count: Array
-    targets: Array | None = None
+    @partial(jax.shard_map, mesh=mesh, in_specs=(*(P("data"),) * 4, layout), out_specs=layout)
+    def on_device(rows: Array, text: Array, length: Array, source: Array | None, cache: Cache):
+        layers, row = cache.layers, jnp.maximum(rows[0], 0)
+        if source is not None:
+            layers = with_row(layers, row, row_of(layers, jnp.where(rows[0] < 0, row, source[0])))
+        at = jnp.where(rows < 0, cache.length.size, rows)
+        tokens = cache.tokens.at[at].set(text, mode="drop")
+        return Cache(layers=layers, tokens=tokens, length=cache.length.at[at].set(length, mode="drop"))
+
+    return on_device(rows, text, length, source, cache)
+
+
+def text_at(cache: Cache, positions: Array) -> Array:
+    """The tokens at positions [b,T]; beyond the text's room, any."""
+    return jnp.take_along_axis(cache.tokens, positions, 1, mode="clip")
+
+
+@partial(jax.jit, static_argnames=("width", "score", "cfg", "mesh"), donate_argnames="cache")
+def prefill(
+    rows, count, weights: Weights, cache: Cache, *, width: int, score: bool = False, cfg: Config, mesh: Mesh
+) -> tuple[Array | None, Cache]:
+    """Read more of the text of all rows, or of one row per data shard: -> (scores, Cache).
+
+    rows: None, or [data] int32, counted in each shard from 0. count: [B] or [data] int32, how many tokens of
+    each, at most `width`. scores: [B or data, width], if asked for: the log-probability of the token after
+    each that was read, by the model's own logits. The cache is donated.
+    """
+    cache_layout = cache_specs(cfg, cache)
+    layouts = P("data"), P("data"), specs(weight_infos(cfg), weights), cache_layout
+
+    @on_each_device(mesh, width, layouts, (P("data"), cache_layout))
+    def on_device(rows: Array | None, count: Array, w: Weights, cache: Cache):
+        part = cache if rows is None else row_of(cache, rows[0])
+        span = span_at(part.length, count, width, cfg)
+        x, layers = decoder(text_at(part, span.positions), w, part.layers, span, cfg)
+
+        def score_row(row: tuple[Array, Array]) -> Array:
+            return logprob(unembed(row[0][None], w, cfg)[0], row[1])
+
+        # Row by row: the logits of a whole batch would not fit.
+        scores = lax.map(score_row, (x, text_at(part, span.positions + 1))) if score else None
+        part = Cache(layers=layers, tokens=part.tokens, length=part.length + count)
+        return scores, part if rows is None else with_row(cache, rows[0], part)
+
+    return on_device(rows, count, weights, cache)
 
 
 @_pytree
 class Output:
-    """What a step says of each row. tokens: [B,1], the next one, if count > 0. logprobs: [B], of that token.
+    """What a step chose in each row.
 
-    scores: [B,T], the log-probability of each target, if any. All are the model's own, before sampling's.
+    tokens: [B,T], of which row b has the first count[b]. logprobs: [B,T], of each, by the model's own logits.
+    guessed: [B], how many guesses were looked at; count - 1 of them were right.
     """
 
     tokens: Array
     logprobs: Array
-    scores: Array | None
+    count: Array
+    guessed: Array
 
 
-@partial(jax.jit, static_argnames=("sampling", "cfg", "mesh"), donate_argnames="cache")
-def step(piece: Piece, seeds, weights: Weights, cache: Cache, *, sampling: Sampling, cfg: Config, mesh: Mesh):
-    """Append a piece to each row and choose the next token: -> (Output, Cache). The given cache is donated.
+def room(length: Array, cfg: Config) -> Array:
+    """How many tokens rows of this length can read and still forget: up to the end of their chunk.
 
-    seeds: [B] uint32, see `sample`. A row must not grow beyond the cache's max_len: what does is not kept.
+    Those after it would take the places of tokens that this chunk's next ones see.
     """
-    cache_spec = specs(cache_infos(cfg, 0, 0, cache.layers[0].values.dtype), cache)
-    layouts = P("data"), P("data"), specs(weight_infos(cfg), weights), cache_spec
-
-    @on_each_device(mesh, piece.tokens.shape[1], layouts, (P("data"), cache_spec))
-    def on_device(piece: Piece, seeds: Array, w: Weights, cache: Cache):
-        span = span_at(cache.length, piece.count, piece.tokens.shape[1], cfg)
-        x, layers = decoder(piece.tokens, w, cache.layers, span, cfg)
-        last = jnp.take_along_axis(x, jnp.maximum(piece.count - 1, 0)[:, None, None], 1)  # b1D
-        logits = unembed(last, w, cfg)[:, 0]
-        length = cache.length + piece.count
-        chosen = sample(logits, seeds, length, sampling, cfg)
-
-        def score(row):
-            return logprob(unembed(row[0][None], w, cfg)[0], row[1])
-
-        # Row by row: the logits of a whole batch of pieces would not fit.
-        scores = None if piece.targets is None else lax.map(score, (x, piece.targets))
-        output = Output(tokens=chosen[:, None], logprobs=logprob(logits, chosen), scores=scores)
-        return output, Cache(layers=layers, length=length)
-
-    return on_device(piece, seeds, weights, cache)
+    return jnp.min(
+        jnp.stack([jnp.full_like(length, 2**30)] + [chunk - length % chunk for chunk in cfg.chunks]), 0
+    )
 
 
-def decode_step(tokens: Array, active: np.ndarray, *arguments, **static) -> tuple[Output, Cache]:
-    """Append one token per active row: tokens [B,1], active [B] bool, and the rest as for `step`."""
-    return step(Piece(tokens=tokens, count=active.astype(np.int32)), *arguments, **static)
+@partial(jax.jit, static_argnames=("cfg", "mesh"), donate_argnames="cache")
+def decode_step(
+    count, guesses, sampling: Sampling, weights: Weights, cache: Cache, *, cfg: Config, mesh: Mesh
+) -> tuple[Output, Cache]:
+    """Read each row's next token and choose the one after it: -> (Output, Cache). The cache is donated.
 
-
-PIECE = 512  # the longest piece, of up to 8 rows; of more, shorter: bounds the memory of prefill
-
-
-def pieces(prompts: list[list[int]], score: bool = False) -> list[Piece]:
-    """Cut prompts into pieces, padded to a power of two so that there are few shapes to compile."""
-    count = np.array([len(prompt) for prompt in prompts], np.int32)
-    longest, limit = count.max(), PIECE
-    while limit * len(prompts) > PIECE * 8 and limit > 16:
-        limit //= 2
-    # With room for the last piece and its targets.
-    tokens = np.zeros((len(prompts), longest + limit + 1), np.int32)
-    for row, prompt in zip(tokens, prompts, strict=True):
-        row[: len(prompt)] = prompt
-
-    def piece(first: int) -> Piece:
-        width = min(limit, max(16, 1 << int(longest - first - 1).bit_length()))
-        targets = tokens[:, first + 1 : first + width + 1] if score else None
-        here = tokens[:, first : first + width]
-        return Piece(tokens=here, count=np.clip(count - first, 0, width), targets=targets)
-
-    return [piece(first) for first in range(0, longest, limit)]
-
-
-def prefill(prompt: list[Piece], seeds, weights: Weights, cache: Cache, **static) -> tuple[Output, Cache]:
-    """Put prompts into an empty cache and choose each row's first token; the arguments as for `step`.
-
-    Output.scores[b,t], if asked for, is the log-probability of prompt token t + 1 given those before it.
+    count: [B] int32: 0 leaves a row as it is, 1 reads its next token, 1 + n also the first n guesses.
+    guesses: [B,T-1] int32, tokens that may come after the next, or None. The right ones count as chosen, so a
+    step may choose several; they are those that as many steps without guesses would. A row must not grow
+    beyond the cache's max_len: what does is not kept.
     """
-    tokens, logprobs, scores = 0, 0.0, []
-    for piece in prompt:
-        output, cache = step(piece, seeds, weights, cache, **static)
-        # The last piece that has some of a row's prompt tells its next token.
-        tokens = jnp.where(piece.count[:, None] > 0, output.tokens, tokens)
-        logprobs = jnp.where(piece.count > 0, output.logprobs, logprobs)
-        scores.append(output.scores)
-    scores = None if output.scores is None else jnp.concatenate(scores, 1)
-    return Output(tokens=tokens, logprobs=logprobs, scores=scores), cache
+    T = 1 if guesses is None else 1 + guesses.shape[1]
+    cache_layout = cache_specs(cfg, cache)
+    layouts = *(P("data"),) * 3, specs(weight_infos(cfg), weights), cache_layout
+
+    @on_each_device(mesh, T, layouts, (P("data"), cache_layout))
+    def on_device(count: Array, guesses: Array | None, sampling: Sampling, w: Weights, cache: Cache):
+        count = jnp.minimum(count, room(cache.length, cfg))
+        span = span_at(cache.length, count, T, cfg)
+        tokens = text_at(cache, span.positions[:, :1])
+        if guesses is not None:
+            tokens = jnp.concatenate([tokens, guesses], 1)
+        x, layers = decoder(tokens, w, cache.layers, span, cfg)
+        logits = unembed(x, w, cfg)  # bTv
+
+        rows = jnp.arange(tokens.shape[0])[:, None]
+        text = cache.tokens.at[rows, span.positions].set(tokens, mode="drop")
+        each_token = jax.tree.map(partial(jnp.repeat, repeats=T, axis=0), (sampling, text))
+        after = span.positions.reshape(-1) + 1
+        chosen = sample(logits.reshape(-1, logits.shape[-1]), *each_token, after, cfg).reshape(tokens.shape)
+
+        right = (tokens[:, 1:] == chosen[:, :-1]) & (jnp.arange(1, T) < count[:, None])
+        kept = jnp.minimum(count, 1 + jnp.sum(jnp.cumprod(right, 1, dtype=jnp.int32), 1))
+        at = jnp.where(jnp.arange(T) < kept[:, None], span.positions + 1, text.shape[1])
+        text = cache.tokens.at[rows, at].set(chosen, mode="drop")
+        output = Output(
+            tokens=chosen, logprobs=logprob(logits, chosen), count=kept, guessed=jnp.maximum(count - 1, 0)
+        )
+        return output, Cache(layers=layers, tokens=text, length=cache.length + kept)
+
+    return on_device(count, guesses, sampling, weights, cache)

@@ -65,7 +65,7 @@ def jax_library(fields: dict, dtype: str, threads: int, folder: str):
     from config_json import read_config
 
     cfg, caches, float_type = read_config(fields), {}, "bfloat16" if dtype == "int8" else dtype
-    static = dict(sampling=model.Sampling(), cfg=cfg, mesh=model.make_mesh(cfg))
+    static = dict(cfg=cfg, mesh=model.make_mesh(cfg))
     weights = model.init_weights(
         jax.random.key(0, impl="rbg"), cfg, static["mesh"], float_type, dtype == "int8"
     )
@@ -78,17 +78,19 @@ def jax_library(fields: dict, dtype: str, threads: int, folder: str):
         return dataclasses.replace(old, length=lengths)
 
     def prefill(prompts: list[list[int]]) -> None:
-        rows = len(prompts)
-        arguments = model.pieces(prompts), np.zeros(rows, np.uint32), weights, cache(rows, 0)
-        output, caches[rows] = model.prefill(*arguments, **static)
-        np.asarray(output.tokens)
+        rows, width, here = len(prompts), len(prompts[0]), cache(len(prompts), 0)
+        text = np.zeros(here.tokens.shape, np.int32)
+        text[:, :width] = prompts
+        here = dataclasses.replace(here, tokens=jax.device_put(text, here.tokens.sharding))
+        count = np.full(rows, width - 1, np.int32)
+        _, caches[rows] = model.prefill(None, count, weights, here, width=width, **static)
+        decode(rows, width - 1, 1)  # reads the last token and chooses the next
 
     def decode(rows: int, context: int, steps: int) -> None:
-        here, tokens, active = cache(rows, context), np.ones((rows, 1), np.int32), np.ones(rows, bool)
+        here, count = cache(rows, context), np.ones(rows, np.int32)
         for _ in range(steps):
-            arguments = tokens, active, np.zeros(rows, np.uint32), weights, here
-            output, here = model.decode_step(*arguments, **static)
-            tokens = np.asarray(output.tokens)
+            output, here = model.decode_step(count, None, model.Sampling(), weights, here, **static)
+            np.asarray(output.tokens)
         caches[rows] = here
 
     return prefill, decode

@@ -297,6 +297,10 @@ class _Reader:
         fused = self.computations[x.calls].values() if x.opcode == "fusion" else [x]
         return bool(x.operands) and all(y.opcode in ("parameter", "bitcast", *MOVES) for y in fused)
 
+    def is_view(self, x: Instruction) -> bool:
+        """Whether this is its operand in place, seen in another tiling: XLA so nests fusions of one copy."""
+        return x.opcode == "fusion" and "output_to_operand_aliasing" in x.attributes and self.only_moves(x)
+
     def share_read(self, x: Instruction, operand: Instruction, i: int, argument: str) -> float:
         """How much of operand number i an instruction reads."""
         if x.is_kernel:
@@ -316,7 +320,7 @@ class _Reader:
         users = [(x, x.operands.index(name)) for x in fused.values() if name in x.operands]
         return sum(
             self.share_used(fused, x.name)
-            if x.opcode in ("bitcast", *MOVES)
+            if x.opcode == "bitcast" or self.only_moves(x)
             else self.share_read(x, fused[name], i, "")
             for x, i in users
         )
@@ -346,7 +350,7 @@ class _Reader:
         if x.opcode == "bitcast":
             return self.share_updated(fused, operands[0])
         target = operands[0] if operands else x
-        while target.opcode == "bitcast":
+        while target.opcode == "bitcast" or self.is_view(target):
             target = fused[target.operands[0]]
         in_place = x.opcode in UPDATES and target.opcode == "parameter"
         return self.share_written(x, operands, 0) if x.opcode == "fusion" or in_place else 1

@@ -43,11 +43,12 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from models import MODELS, read_model
+from speed import piece_width
 
 import model
 from command_line import OneLineParser, run
 from grouped_matmul import FEW_ROWS
-from main import BANDWIDTH
+from memory import BANDWIDTH
 from model import Config
 from ragged_attention import BLOCK
 from tpu import TILE
@@ -113,7 +114,10 @@ def find_topology(name: str) -> Topology:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """`tokens` more for each of `batch` rows, whose caches have `context` slots and are full, rings too."""
+    """A decode step of `batch` rows, whose caches have `context` slots and are full, rings too.
+
+    tokens: to read in each row. More than one are a piece of a prompt: no token is chosen.
+    """
 
     cfg: Config
     batch: int
@@ -122,27 +126,27 @@ class Job:
     kv_dtype: str = "int8"
     tokens: int = 1
 
-    def arguments(self, mesh: Mesh) -> tuple:
-        """(piece, seeds, weights, cache) for `model.step`: shapes and shardings, without data."""
+    @property
+    def chooses(self) -> bool:
+        return self.tokens == 1
 
-        def per_row(*shape: int, dtype=jnp.int32):
-            return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P("data")))
-
-        piece = model.Piece(tokens=per_row(self.batch, self.tokens), count=per_row(self.batch))
+    def arguments(self, mesh: Mesh) -> dict:
+        """count, weights and cache for the program: shapes and shardings, without data."""
+        count = jax.ShapeDtypeStruct((self.batch,), jnp.int32, sharding=NamedSharding(mesh, P("data")))
         weights = model.abstract(model.weight_infos(self.cfg), mesh, jnp.bfloat16, self.quantized)
         infos = model.cache_infos(self.cfg, self.batch, self.context, jnp.dtype(self.kv_dtype))
-        cache = model.abstract(infos, mesh)
-        return piece, per_row(self.batch, dtype=jnp.uint32), weights, cache
+        return dict(count=count, weights=weights, cache=model.abstract(infos, mesh))
 
-    def argument_names(self, mesh: Mesh) -> tuple[str, ...]:
-        """What the compiled step calls them; greedy sampling does not use the seeds."""
-        piece, _, weights, cache = self.arguments(mesh)
-        return tuple(name for name, _ in named(piece=piece, weights=weights, cache=cache))
+    def lower(self, mesh: Mesh) -> jax.stages.Lowered:
+        """`model.decode_step`, or `model.prefill` of all rows, for the mesh."""
+        arguments = self.arguments(mesh) | dict(cfg=self.cfg, mesh=mesh)
+        if self.chooses:
+            return model.decode_step.lower(guesses=None, sampling=model.Sampling(), **arguments)
+        return model.prefill.lower(rows=None, width=self.tokens, **arguments)
 
     def shards(self, mesh: Mesh):
-        """(name, elements, bytes) of what one device holds of each weight and cache array."""
-        _, _, weights, cache = self.arguments(mesh)
-        for name, x in named(weights=weights, cache=cache):
+        """(name, elements, bytes) of what one device holds of each argument."""
+        for name, x in named(**self.arguments(mesh)):
             size = math.prod(x.sharding.shard_shape(x.shape))
             yield name, size, size * x.dtype.itemsize
 
@@ -158,7 +162,7 @@ PARTS = ("attention", "mlp", "experts", "kv_cache", "embedding", "other")
 
 
 def part_of(argument: str, cfg: Config) -> str:
-    """Which part of the model an argument of `model.step` is, by its name in the compiled program."""
+    """Which part of the model an argument is, by its name in the compiled program."""
     if argument.startswith("cache.layers"):
         return "kv_cache"
     if re.match(r"weights\.(un)?embed\b", argument):
@@ -175,10 +179,17 @@ def local_tokens(job: Job, mesh: Mesh) -> int:
 
 
 def share_needed(argument: str, job: Job, mesh: Mesh) -> float:
-    """How much of an argument a step must read: of experts the active, of an embedding table nothing."""
+    """How much of an argument must be read: of experts the active, of tables, text or embedding, nothing.
+
+    Reading a prompt ends with the keys and values of the last layer.
+    """
+    last = rf"layers\[{len(job.cfg.layers) - 1}\]"
+    no_use = rf"cache\.{last}|weights\.(norm|unembed|{last}\.(attention\.[qo]|feed_forward))"
+    if argument == "cache.tokens" or (not job.chooses and re.match(no_use, argument)):
+        return 0
     if part_of(argument, job.cfg) == "experts":
         return active_experts(job.cfg, local_tokens(job, mesh), model.mesh_size(mesh, model.EXPERT))
-    return 0 if argument.startswith("weights.embed") and not job.cfg.tied_embeddings else 1
+    return 0 if argument.startswith("weights.embed") and not (job.cfg.tied_embeddings and job.chooses) else 1
 
 
 @functools.cache
@@ -208,11 +219,10 @@ def needed(job: Job, mesh: Mesh) -> tuple[float, float]:
         share, part = share_needed(name, job, mesh), part_of(name, cfg)
         bytes_read += size_in_bytes * share
         if part == "kv_cache":
-            flops += 2 * size * job.tokens * cfg.G  # its rows are in its size
+            flops += 2 * size * share * job.tokens * cfg.G  # its rows are in its size
         elif share:
-            tokens = rows * (1 if part == "embedding" else job.tokens)  # logits of the last token only
             through = (share if few else cfg.A / cfg.E) if part == "experts" else 1
-            flops += 2 * size * tokens * through
+            flops += 2 * size * rows * job.tokens * through
     return bytes_read, flops
 
 
@@ -304,7 +314,7 @@ def rank_meshes(job: Job, topology: Topology, given: tuple) -> list[Choice]:
 class Step:
     """One program on one device. What is None is not known: the compiler found that it does not fit.
 
-    From the compiler. peak_bytes: of HBM, the sum of arguments (weights, cache, tokens), temporaries, code
+    From the compiler. peak_bytes: of HBM, the sum of arguments (weights and cache), temporaries, code
     and what is returned but not updated in place. collectives_per_layer: how many of each kind. collectives,
     copies: all, equal ones as one with its count; copies without prefetches.
     Counted in its program. hbm_bytes_per_step: moved; hbm_bytes_by_part: of what. A Pallas kernel is taken to
@@ -334,13 +344,12 @@ class Step:
 
 
 def compile_step(job: Job, mesh: Mesh, topology: Topology, dump: str | None = None) -> Step:
-    """Compile `model.step` for the mesh and read what it does. dump: a file for its HLO text."""
+    """Compile the job for the mesh and read what it does. dump: a file for its HLO text."""
     what = f"{len(job.cfg.layers)} layers for {topology.name}, {job.tokens} new token(s) per row"
     print(f"compiling {what}", file=sys.stderr, flush=True)
     floor, began = floor_bytes(job, topology), time.perf_counter()
     try:
-        static = dict(sampling=model.Sampling(), cfg=job.cfg, mesh=mesh)
-        compiled = model.step.lower(*job.arguments(mesh), **static).compile()
+        compiled = job.lower(mesh).compile()
     except jax.errors.JaxRuntimeError as e:
         found = re.search(
             r"RESOURCE_EXHAUSTED.*?hbm.*?(?:Used |required for [^(]*\()([\d.]+)([KMGT])",
@@ -364,7 +373,7 @@ def compile_step(job: Job, mesh: Mesh, topology: Topology, dump: str | None = No
             return min(1, local_tokens(job, mesh) * TILE / vocabulary)
         return share_needed(argument, job, mesh)
 
-    names = job.argument_names(mesh)
+    names = tuple(name for name, _ in named(**compiled.input_shardings[1]))  # of those that it uses
     program = hlo.read_program(text, kernel_share, computed_trips=-(-slots // BLOCK), arguments=names)
     by_part, per_layer, sending = dict.fromkeys(PARTS, 0.0), Counter(), 0.0
     for x in program.traffic:
@@ -445,7 +454,7 @@ def plan(
     for name, _, size_in_bytes in job.shards(mesh):
         stored[name.split(".")[0]] += size_in_bytes
     if prefill:
-        width = model.pieces([[0] * prefill] * job.batch)[0].tokens.shape[1]
+        width = piece_width(job.batch, prefill)
         piece = compile_step(dataclasses.replace(job, tokens=width), mesh, topology)
     return Plan(
         topology=topology.name, devices=len(topology.devices), hbm_capacity_bytes=topology.chip.hbm,

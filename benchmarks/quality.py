@@ -25,13 +25,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-import main as program
+import launch
 from checkpoint import TYPES, Checkpoint, load, named_infos, open_checkpoint, stored_infos
 from command_line import OneLineParser, progress, run
 from model import ArrayInfo, Config, Weights, forward
 from quantize import QuantizedArray, quantize
+from text import load_tokenizer
 
 CHANNELS = 3  # the worst of each tensor, to be named
 
@@ -147,7 +149,8 @@ def compare(exact: Weights, int8: Weights, tokens: np.ndarray, cfg: Config, mesh
         for rows in np.split(tokens, len(tokens) // mesh.shape["data"]):
             inputs, targets = np.maximum(rows[:, :-1], 0), rows[:, 1:]
             logits = [forward(inputs, weights, cfg=cfg, mesh=mesh) for weights in (exact, int8)]
-            found.append([program.fetch(x)[targets >= 0] for x in divergence(*logits, targets)])
+            measured = multihost_utils.process_allgather(divergence(*logits, targets), tiled=True)
+            found.append([x[targets >= 0] for x in measured])
             bar.update(len(found[-1][0]))
     kl, same, *losses = (np.concatenate(x).astype(float) for x in zip(*found, strict=True))
     if not np.isfinite(kl).all():
@@ -227,15 +230,15 @@ def main() -> None:
     text = read_text(args.text) if args.text is not None else None
     if args.json:
         open(args.json, "a").close()  # a file that cannot be written is known before the measuring
-    program.keep_compiled()
-    program.join_hosts()
+    launch.keep_compiled()
+    launch.join_hosts()
     exact, int8 = open_both(args.checkpoint, args.int8)
     cfg, show = exact.config, jax.process_index() == 0
-    mesh = program.choose_mesh(cfg, args.dp, args.ep, args.tp, program.device_count())
-    dtype, _ = program.choose_dtypes(args.dtype, None, quantized=False)
+    mesh = launch.choose_mesh(cfg, args.dp, args.ep, args.tp, launch.device_count())
+    dtype, _ = launch.choose_dtypes(args.dtype, None, quantized=False)
     if text:
         length = min(args.window, cfg.max_positions)
-        tokens = windows(program.load_tokenizer(exact.folder), text, length, mesh.shape["data"], cfg)
+        tokens = windows(load_tokenizer(exact.folder), text, length, mesh.shape["data"], cfg)
     result = dict(
         model=args.checkpoint, int8=args.int8 or "quantised on load", dtype=dtype, jax=jax.__version__,
         device=jax.devices()[0].device_kind, date=datetime.date.today().isoformat(),

@@ -2,10 +2,10 @@
 
     python3 benchmarks/speed.py --model llama3.2-1b --quantize int8 --batch 1,8 --context 1024 --prompt 512
 
-Decode is timed with caches that are filled to `--context` positions, prefill on prompts of `--prompt` tokens;
-each is warmed up, and compiling is not counted. Beside the median stands the best and the worst repetition.
-The roofline is what this device was seen to do in the same run: the bytes per second at which it read a large
-array, and the operations per second of a large product in the type of the activations.
+Decode is timed with caches that are filled to `--context` positions, prefill on prompts of `--prompt` tokens,
+without choosing one; each is warmed up, and compiling is not counted. Beside the median stands the best and
+the worst repetition. The roofline is what this device was seen to do in the same run: the bytes per second at
+which it read a large array, and the operations per second of a large product in the type of the activations.
 """
 # ruff: noqa: E402  the folders must be on the path first
 
@@ -32,7 +32,9 @@ import jax.numpy as jnp
 import numpy as np
 from models import MODELS, read_model
 
-import main as program
+import generation
+import launch
+import memory
 import model
 from checkpoint import TYPES, load, open_checkpoint
 from command_line import OneLineParser, run
@@ -91,13 +93,18 @@ def _best(function, x: jax.Array) -> float:
 # ------------------------------------------------------------------------------------------- what is needed
 
 
-def needed_flops(weights: model.Weights, cfg: Config, batch: int, tokens: int, context: int) -> float:
-    """Multiplications and additions of `tokens` new tokens per row after `context` others, one logit each.
+def needed_flops(
+    weights: model.Weights, cfg: Config, batch: int, tokens: int, context: int, chooses: bool
+) -> float:
+    """Multiplications and additions of `tokens` new tokens per row after `context` others.
 
+    chooses: with logits of one position per row; else they end with the keys and values of the last layer.
     Norms, rotations and softmax are not counted; zeros that pad heads and widths are.
     """
-    per_token, pairs = 0, 0
-    for layer, kind in zip(weights.layers, cfg.layers, strict=True):
+    last = weights.layers[-1].attention
+    per_token, pairs = 0 if chooses else _size((last.k, last.v)), 0
+    layers = list(zip(weights.layers, cfg.layers, strict=True))
+    for layer, kind in layers if chooses else layers[:-1]:
         per_token += _size(layer.attention)
         if kind.moe:
             routed = layer.feed_forward
@@ -109,7 +116,7 @@ def needed_flops(weights: model.Weights, cfg: Config, batch: int, tokens: int, c
         positions = np.arange(context, context + tokens)
         pairs += np.sum(positions % kind.chunk if kind.chunk else positions) + tokens
     attention = 4 * pairs * cfg.K * cfg.G * cfg.H  # a query by a key, a weight by a value
-    return batch * (2 * per_token * tokens + attention + 2 * cfg.V * cfg.D)
+    return batch * (2 * per_token * tokens + attention + 2 * cfg.V * cfg.D * chooses)
 
 
 def _size(tree) -> int:
@@ -121,17 +128,20 @@ def _size(tree) -> int:
 # ------------------------------------------------------------------------------------------------------ runs
 
 
+def piece_width(batch: int, length: int) -> int:
+    """Of the pieces in which `batch` prompts are read at once: of many rows shorter ones, for the memory."""
+    limit = 512
+    while limit * batch > 8 * 512 and limit > 16:
+        limit //= 2
+    return min(limit, generation.piece_width(length))
+
+
 @dataclasses.dataclass(frozen=True)
-class Step:
-    """`model.step`, compiled for arrays of some shapes, with all that stays the same. seconds: to compile."""
+class Program:
+    """A function of model.py, compiled for arrays of some shapes. seconds: to compile."""
 
     compiled: jax.stages.Compiled
-    seeds: np.ndarray
-    weights: model.Weights
     seconds: float
-
-    def __call__(self, piece: model.Piece, cache: model.Cache) -> tuple[model.Output, model.Cache]:
-        return self.compiled(piece, self.seeds, self.weights, cache)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,59 +156,54 @@ class Bench:
     bandwidth: float
     flops: float
 
-    def compile(self, piece: model.Piece, cache: model.Cache) -> Step:
-        static = dict(sampling=Sampling(), cfg=self.cfg, mesh=self.mesh)
-        seeds = np.zeros(len(piece.count), np.uint32)
+    def compile(self, function, *arguments, **static) -> Program:
         began = time.perf_counter()
-        compiled = model.step.lower(piece, seeds, self.weights, cache, **static).compile()
-        return Step(compiled, seeds, self.weights, time.perf_counter() - began)
+        compiled = function.lower(*arguments, **static, cfg=self.cfg, mesh=self.mesh).compile()
+        return Program(compiled, time.perf_counter() - began)
 
     def cache(self, batch: int, filled: int, room: int) -> model.Cache:
         """A cache as after `filled` tokens of each row, with room for more."""
         cache = model.init_cache(self.cfg, self.mesh, batch, -(-(filled + room) // 128) * 128, self.kv_dtype)
-        length = jax.device_put(np.full(batch, filled, np.int32), cache.length.sharding)
-        return dataclasses.replace(cache, length=length)
-
-    def tokens(self, batch: int, length: int) -> np.ndarray:
-        """Random ones: equal ones would all go to the same experts."""
-        return np.random.default_rng(0).integers(0, self.cfg.V, (batch, length), np.int32)
+        # A random text: equal tokens would all go to the same experts.
+        text = np.random.default_rng(0).integers(0, self.cfg.V, cache.tokens.shape, np.int32)
+        return dataclasses.replace(
+            cache,
+            tokens=jax.device_put(text, cache.tokens.sharding),
+            length=jax.device_put(np.full(batch, filled, np.int32), cache.length.sharding),
+        )
 
     def decode(self, batch: int, context: int, trace: pathlib.Path | None = None) -> dict:
         """Steps of one token per row, around `context` filled positions."""
         steps = 4
         room = steps * (self.repeat + 2)
-        cache = self.cache(batch, max(context - room // 2, 0), room)
-        token = jax.device_put(self.tokens(batch, 1), cache.length.sharding)
-        piece = model.Piece(tokens=token, count=np.ones(batch, np.int32))
-        step = self.compile(piece, cache)
-        state = [token, cache]
+        state = [self.cache(batch, max(context - room // 2, 0), room)]
+        arguments = np.ones(batch, np.int32), None, Sampling(), self.weights
+        program = self.compile(model.decode_step, *arguments, *state)
 
         def go(n: int):
             for _ in range(n):
-                output, state[1] = step(dataclasses.replace(piece, tokens=state[0]), state[1])
-                state[0] = output.tokens
+                _, state[0] = program.compiled(*arguments, *state)
             return state
 
-        return self.time("decode", go, steps, batch, 1, context, [step], trace)
+        return self.time("decode", go, steps, batch, 1, context, program, trace)
 
     def prefill(self, batch: int, length: int, trace: pathlib.Path | None = None) -> dict:
-        """Prompts of `length` tokens into empty caches, to each row's first token."""
-        prompt = model.pieces(self.tokens(batch, length).tolist())
-        cache = self.cache(batch, 0, length)
-        steps = {piece.tokens.shape: self.compile(piece, cache) for piece in prompt}
-        state = [cache]
+        """Prompts of `length` tokens into empty caches."""
+        state, width = [self.cache(batch, 0, length)], piece_width(batch, length)
+        counts = [np.full(batch, min(width, length - i), np.int32) for i in range(0, length, width)]
+        program = self.compile(model.prefill, None, counts[0], self.weights, *state, width=width)
 
         def go(n: int):
             for _ in range(n):
                 cache = dataclasses.replace(state[0], length=jnp.zeros_like(state[0].length))
-                for piece in prompt:
-                    output, cache = steps[piece.tokens.shape](piece, cache)
+                for count in counts:
+                    _, cache = program.compiled(None, count, self.weights, cache)
                 state[0] = cache
-            return output
+            return state
 
-        return self.time("prefill", go, 1, batch, length, 0, list(steps.values()), trace)
+        return self.time("prefill", go, 1, batch, length, 0, program, trace)
 
-    def time(self, phase, go, n, batch, tokens, context, steps: list[Step], trace) -> dict:
+    def time(self, phase, go, n, batch, tokens, context, program: Program, trace) -> dict:
         """Time go(n), which makes `tokens` tokens of each row n times; what is reported of it."""
         jax.block_until_ready(go(n))
         timing = measure(go, self.repeat, n)
@@ -206,38 +211,42 @@ class Bench:
             folder = trace / f"{phase}-{batch}x{context or tokens}" if trace else pathlib.Path(temporary)
             with jax.profiler.trace(folder, create_perfetto_trace=trace is not None):
                 jax.block_until_ready(go(1))
-            parts = components(folder, [step.compiled.as_text() for step in steps])
-        floors = self.floors(batch, tokens, context)
+            parts = components(folder, program.compiled.as_text())
+        floors = self.floors(batch, tokens, context, phase == "decode")
         bound = max(floors, key=floors.get)
         return dict(
             phase=phase, batch=batch, tokens=tokens, context=context,
             seconds=timing.median, seconds_least=timing.least, seconds_most=timing.most,
-            tokens_per_second=batch * tokens / timing.median, compile_seconds=sum(x.seconds for x in steps),
+            tokens_per_second=batch * tokens / timing.median, compile_seconds=program.seconds,
             mbu=floors["memory"] / timing.median, mfu=floors["arithmetic"] / timing.median,
             bound_by=bound, of_roofline=floors[bound] / timing.median, components=parts,
         )  # fmt: skip
 
-    def floors(self, batch: int, tokens: int, context: int) -> dict[str, float]:
+    def floors(self, batch: int, tokens: int, context: int, chooses: bool) -> dict[str, float]:
         """Seconds that reading what must be read, and computing what must be computed, take at least."""
+        weights, cfg, moved = self.weights, self.cfg, 0
+        if not chooses:  # of the last layer keys and values are all that is needed, and no logits
+            last = weights.layers[-1].attention
+            logits = weights.norm, weights.embed if cfg.tied_embeddings else weights.unembed
+            moved = memory.shard_bytes((last.k, last.v)) - memory.shard_bytes(logits)
+            weights = dataclasses.replace(weights, layers=weights.layers[:-1])
+            cfg = dataclasses.replace(cfg, layers=cfg.layers[:-1])
         local = batch // self.mesh.shape["data"] * tokens
-        moved = program.bytes_per_step(self.weights, self.cfg, self.mesh, local, context, self.kv_dtype)
-        flops = needed_flops(self.weights, self.cfg, batch, tokens, context) / self.mesh.size
+        moved += memory.bytes_per_step(weights, cfg, self.mesh, local, context, self.kv_dtype)
+        flops = needed_flops(self.weights, self.cfg, batch, tokens, context, chooses) / self.mesh.size
         return dict(memory=moved / self.bandwidth, arithmetic=flops / self.flops)
 
 
 # ------------------------------------------------------------------------------------------------ components
 
 
-def components(folder: pathlib.Path, programs: list[str]) -> dict[str, float] | None:
+def components(folder: pathlib.Path, text: str) -> dict[str, float]:
     """Shares of the devices' busy time by part of the model, from a profile; a fusion counts as its root.
 
-    folder: as jax.profiler.trace left it. programs: the HLO text of what ran. None if their names for
-    instructions cannot be told apart.
+    folder: as jax.profiler.trace left it. text: the HLO text of what ran.
     """
-    if len(programs) > 1:
-        return None
     part = {}
-    for line in programs[0].splitlines():
+    for line in text.splitlines():
         found = re.match(r"\s*(?:ROOT )?%?([\w.\-]+) = .*?\s([\w\-]+)\(", line)
         if found and found[2] not in ("while", "conditional", "call"):  # what is in them counts itself
             part[found[1]] = component(found[2], line)
@@ -386,7 +395,7 @@ def main() -> None:
     if trace:
         trace.mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_enable_compilation_cache", False)  # compiling is measured
-    program.join_hosts()
+    launch.join_hosts()
     checkpoint = open_checkpoint(args.checkpoint) if args.checkpoint else None
     cfg = checkpoint.config if checkpoint else read_model(args.model)
     if args.layers:
@@ -394,22 +403,22 @@ def main() -> None:
             raise ValueError("--layers is for --model: a checkpoint is loaded whole")
         cfg = dataclasses.replace(cfg, layers=cfg.layers[: args.layers])
     on_cpu = jax.default_backend() == "cpu"
-    mesh = program.choose_mesh(cfg, args.dp, args.ep, args.tp, program.device_count())
+    mesh = launch.choose_mesh(cfg, args.dp, args.ep, args.tp, launch.device_count())
     for batch in args.batch:
         if batch % mesh.shape["data"]:
             raise ValueError(f"--batch {batch} is no multiple of the data parallelism {mesh.shape['data']}")
-    quantized = program.choose_quantized(args.quantize, checkpoint) if checkpoint else args.quantize == "int8"
-    dtype, kv_dtype = program.choose_dtypes(args.dtype, args.kv_cache_dtype, quantized)
+    quantized = launch.choose_quantized(args.quantize, checkpoint) if checkpoint else args.quantize == "int8"
+    dtype, kv_dtype = launch.choose_dtypes(args.dtype, args.kv_cache_dtype, quantized)
     for name, length in (("context", max(args.context)), ("prompt", max(args.prompt))):
         if length > cfg.max_positions:
             raise ValueError(f"--{name} {length}: the model's limit is {cfg.max_positions} positions")
     longest = max(*args.context, *args.prompt)
-    program.check_fit(cfg, mesh, dtype, quantized, max(args.batch), longest, kv_dtype)
+    memory.plan_cache([memory.Plan(cfg, mesh, dtype, quantized, kv_dtype)], [], max(args.batch), longest)
     rates = measure_bandwidth(), measure_flops(jnp.dtype(dtype))  # before the weights fill the memory
     if checkpoint:
         weights = load(checkpoint, mesh, dtype, quantized, show=jax.process_index() == 0)
     else:
-        program.log("making random weights")
+        launch.log("making random weights")
         weights = model.init_weights(jax.random.key(0, impl="rbg"), cfg, mesh, jnp.dtype(dtype), quantized)
     bench = Bench(cfg, mesh, jax.block_until_ready(weights), kv_dtype, args.repeat, *rates)
     rows = []
@@ -422,7 +431,7 @@ def main() -> None:
                 if "RESOURCE_EXHAUSTED" not in str(e):
                     raise
                 raise ValueError(f"{job.__name__} {batch} x {n}: out of device memory") from e
-            program.log("{phase} {batch}: {tokens_per_second:,.1f} tokens/s".format(**rows[-1]))
+            launch.log("{phase} {batch}: {tokens_per_second:,.1f} tokens/s".format(**rows[-1]))
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
     result = dict(
         model=args.model or args.checkpoint, layers=len(cfg.layers), dtype=dtype, kv_cache_dtype=kv_dtype,

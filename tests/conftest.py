@@ -8,6 +8,7 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 --xla_backen
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pathlib
+import sys
 
 import jax
 import numpy as np
@@ -15,7 +16,10 @@ import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
+import main
 import model
+from command_line import run
+from generation import Answer, Batch, Request
 
 CHECKPOINTS = pathlib.Path(__file__).parent / "checkpoints"
 
@@ -77,3 +81,33 @@ def interpret(monkeypatch) -> pltpu.InterpretParams:
     monkeypatch.setattr(interpret_pallas_call, "RaceDetectionState", recorded)
     yield pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
     assert states and not any(x.races_found for x in states)
+
+
+def generate(
+    weights, prompts, cfg, mesh, new, max_len, kv_dtype, stop=frozenset(), score=False, **options
+) -> list[Answer]:
+    """The answers to prompts (token ids) of up to `new` tokens, of all or of each; greedy."""
+    new = [new] * len(prompts) if isinstance(new, int) else new
+    requests = [Request(prompt, n, stop=stop, score=score) for prompt, n in zip(prompts, new, strict=True)]
+    batch = Batch(weights, cfg, mesh, min(len(requests), 16), max_len, kv_dtype, requests, **options)
+    answers = [batch.add(request) for request in requests]
+    while batch.busy:
+        batch.advance()
+    return answers
+
+
+# 8 virtual devices are what the tests see: one model per device unless told otherwise.
+ONE_EACH = ["--dp", "8", "--tp", "1"]
+
+
+def invoke(monkeypatch, capsys, program, *arguments) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of a command, run in this process."""
+    monkeypatch.setattr(sys, "argv", [program.__file__, *map(str, arguments)])
+    # Which must come before jax is used, as it has been.
+    monkeypatch.setattr(main, "join_hosts", lambda: None)
+    code = 0
+    try:
+        run(program.main)
+    except SystemExit as e:
+        code = e.code
+    return code, *capsys.readouterr()

@@ -1,5 +1,6 @@
 """main.py and convert_checkpoint.py as a user meets them: wrong inputs, defaults, and JSON."""
 
+import dataclasses
 import json
 import shutil
 import socket
@@ -7,33 +8,22 @@ import subprocess
 import sys
 from functools import partial
 
+import jax
 import numpy as np
 import pytest
-from conftest import CHECKPOINTS
+from conftest import CHECKPOINTS, ONE_EACH, invoke
 from safetensors.numpy import load_file, save_file
 
 import convert_checkpoint
 import main
+import memory
+import model
 from checkpoint import open_checkpoint
-from command_line import run
+from model import Sampling
+from prompts import DEFAULTS, Asker, choose_sampling
+from text import load_tokenizer, stop_tokens
 
 LLAMA3, LLAMA4 = str(CHECKPOINTS / "tiny-llama3"), str(CHECKPOINTS / "tiny-llama4")
-# 8 virtual devices are what the tests see: one model per device unless told otherwise.
-ONE_EACH = ["--dp", "8", "--tp", "1"]
-
-
-def invoke(monkeypatch, capsys, program, *arguments) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr) of a command, run in this process."""
-    monkeypatch.setattr(sys, "argv", [program.__file__, *map(str, arguments)])
-    monkeypatch.setattr(
-        main, "join_hosts", lambda: None
-    )  # which must come before jax is used, as it has been
-    code = 0
-    try:
-        run(program.main)
-    except SystemExit as e:
-        code = e.code
-    return code, *capsys.readouterr()
 
 
 WRONG = {
@@ -44,15 +34,28 @@ WRONG = {
     "too few devices used": (["--tp", "2", "--dp", "2"], "--dp 2 --tp 2 on 8 devices"),
     "no experts": (["--ep", "2"], "0 experts"),
     "experts not divided": (["--checkpoint", LLAMA4, "--ep", "8"], "4 experts"),
-    "too long for --max-len": ([*ONE_EACH, "--max-len", "20", "--max-new-tokens", "15"], "--max-len of 20"),
+    "too long for --max-len": (
+        [*ONE_EACH, "--max-len", "20", "--max-new-tokens", "15"],
+        "prompt 1: 15 tokens, which with 15 new ones exceed --max-len of 20 (and 2 more)",
+    ),
     "too long for the model": ([*ONE_EACH, "--max-new-tokens", "2000"], "the model's limit of 512"),
     "--max-len beyond the model": ([*ONE_EACH, "--max-len", "1000"], "the model's limit is 512"),
-    "long prompt": ([*ONE_EACH, "--prompt", "a b" * 600], "prompt 1 has"),
+    "long prompt": ([*ONE_EACH, "--prompt", "a b" * 600], "tokens, which with 1 new ones exceed the model"),
+    "long text to score": ([*ONE_EACH, "--score", "--prompt", "a b" * 600], "tokens, which exceed the model"),
     "empty prompt": (["--prompt", "a", "--prompt", " "], "--prompt ' ': an empty prompt"),
     "top-p of 0": (["--top-p", "0"], "top-p 0.0"),
     "top-p above 1": (["--top-p", "1.5"], "top-p 1.5"),
     "negative temperature": (["--temperature", "-1"], "temperature -1.0"),
     "temperature of nan": (["--temperature", "nan"], "temperature nan"),
+    "top-k below 0": (["--top-k", "-1"], "top-k -1 is not at least 0"),
+    "min-p above 1": (["--min-p", "1.5"], "min-p 1.5"),
+    "penalty of 0": (["--repetition-penalty", "0"], "repetition-penalty 0.0"),
+    "seed too large": (["--seed", str(2**32)], f"seed {2**32} is not between"),
+    "no such token": (["--stop-id", "512"], "--stop-id 512: the model has tokens 0 to 511"),
+    "no draft": ([*ONE_EACH, "--draft", "/nowhere/at-all"], "/nowhere/at-all: no such folder"),
+    "another tokenizer": ([*ONE_EACH, "--draft", LLAMA4], "its tokenizer is not that of"),
+    "no such output folder": ([*ONE_EACH, "--output", "/nowhere/at-all"], "/nowhere/at-all"),
+    "no file for output": ([*ONE_EACH, "--output", "/dev/null"], "/dev/null: not a regular file"),
     "no prompt file": (["--prompt-file", "/nowhere"], "/nowhere"),
 }
 WRONG_USAGE = {
@@ -62,6 +65,13 @@ WRONG_USAGE = {
     "no tokens": ["--max-new-tokens", "0"],
     "negative degree": ["--tp", "-1"],
     "unknown type": ["--dtype", "float64"],
+    "no rows": ["--rows", "0"],
+    "chat with prompts": ["--chat", "--prompt", "Hello"],
+    "two kinds of guesses": ["--lookup", "--draft", LLAMA3],
+    "a score with stops": ["--score", "--stop", "x"],
+    "an empty stop": ["--stop", ""],
+    "system without a template": ["--no-chat-template", "--system", "x"],
+    "file and object": ["--output", "x", "--json"],
 }
 
 
@@ -115,14 +125,14 @@ def test_int8_checkpoint_cannot_become_float(tmp_path, monkeypatch, capsys):
 
 def test_what_does_not_fit_is_refused_before_loading(monkeypatch, capsys):
     """One line with the bytes of weights and cache, and only what would help."""
-    monkeypatch.setattr(main, "device_memory", lambda: 500_000)
+    monkeypatch.setattr(memory, "device_memory", lambda: 500_000)
     monkeypatch.setattr(main, "load", lambda *_: pytest.fail("loaded"))
     for arguments, cache, remedies in (
         ([], "of 8 x 384 positions", "--quantize int8, more devices"),
         (
-            ["--prompt", "a"] * 80,
+            [*["--prompt", "a"] * 80, "--rows", "80"],
             "of 80 x ",
-            "--kv-cache-dtype int8, fewer prompts, a smaller --max-len, more",
+            "--kv-cache-dtype int8, fewer --rows, a smaller --max-len, more",
         ),
         (["--quantize", "int8", "--kv-cache-dtype", "int8"], "of 8 x ", "more devices"),
     ):
@@ -181,17 +191,20 @@ def test_length_and_end_of_text(monkeypatch, capsys):
 
 def test_sampling_defaults_come_from_the_checkpoint(tmp_path):
     args = main.parse_arguments([])
-    assert main.choose_sampling(args, tmp_path) == main.Sampling()
-    config = dict(do_sample=True, temperature=0.6, top_p=0.9, eos_token_id=[1, 2])
+    assert choose_sampling(args, tmp_path) == Sampling(seed=0)
+    config = dict(do_sample=True, temperature=0.6, top_p=0.9, repetition_penalty=1.1, eos_token_id=[1, 2])
     (tmp_path / "generation_config.json").write_text(json.dumps(config))
     (tmp_path / "config.json").write_text("{}")
-    assert main.choose_sampling(args, tmp_path) == main.Sampling(0.6, 0, 0.9)
+    theirs = Sampling(seed=0, temperature=0.6, top_p=0.9, repetition_penalty=1.1)
+    assert choose_sampling(args, tmp_path) == theirs
     args = main.parse_arguments(["--temperature", "0", "--top-k", "7"])
-    assert main.choose_sampling(args, tmp_path) == main.Sampling(0, 7, 0.9)
-    assert main.stop_tokens(tmp_path, None) == {1, 2}
+    assert choose_sampling(args, tmp_path) == dataclasses.replace(theirs, temperature=0, top_k=7)
+    assert stop_tokens(tmp_path, None) == {1, 2}
+    (tmp_path / "generation_config.json").write_text(json.dumps(config | dict(do_sample=False)))
+    assert choose_sampling(main.parse_arguments([]), tmp_path) == Sampling(seed=0, repetition_penalty=1.1)
     (tmp_path / "generation_config.json").unlink()
     args = main.parse_arguments(["--top-p", "0.5"])
-    assert main.choose_sampling(args, tmp_path) == main.Sampling(1.0, 0, 0.5)
+    assert choose_sampling(args, tmp_path) == Sampling(seed=0, temperature=1.0, top_p=0.5)
 
 
 def test_damaged_weights(tmp_path, monkeypatch, capsys):
@@ -206,10 +219,53 @@ def test_damaged_weights(tmp_path, monkeypatch, capsys):
 
 def test_default_lengths_do_not_depend_on_the_batch():
     """A long prompt takes its own room, not its neighbour's; only the explicit limits are errors."""
+    checkpoint = open_checkpoint(LLAMA3)
+    tokenizer = load_tokenizer(checkpoint.folder)
+
+    def new_tokens(length: int, *options: str) -> int:
+        asker = Asker(main.parse_arguments([*options]), checkpoint, tokenizer, [checkpoint.config])
+        return asker.request([1] * length, {}).max_new_tokens
+
+    assert (new_tokens(10), new_tokens(500)) == (256, 12)
+    assert new_tokens(10, "--max-len", "20") == 10
+    assert new_tokens(10, "--max-new-tokens", "30") == 30
+    with pytest.raises(ValueError, match="exceed --max-len of 20"):
+        new_tokens(10, "--max-len", "20", "--max-new-tokens", "11")
+
+
+def plan_of(cfg, n_devices=1) -> memory.Plan:
+    mesh = model.make_mesh(cfg, n_devices, devices=jax.devices()[:n_devices])
+    return memory.Plan(cfg, mesh, "float32", False, "float32")
+
+
+def test_rows_that_fit(monkeypatch):
+    """A row per request up to ROWS; then fewer of them; then shorter ones; by the bytes of real arrays."""
     cfg = open_checkpoint(LLAMA3).config
-    assert main.plan_lengths([[1] * 10, [1] * 500], None, None, cfg) == ([256, 12], 512)
-    assert main.plan_lengths([[1] * 10], None, 20, cfg) == ([10], 20)
-    assert main.plan_lengths([[1] * 10], 30, None, cfg) == ([30], 128)
+    plan = plan_of(cfg)
+    weights = plan.weight_bytes()
+    row = 128 * cfg.K * 2 * cfg.H * 4 * len(cfg.layers) + 128 * 4 + 4
+    assert weights == memory.shard_bytes(model.init_weights(jax.random.key(0), cfg, plan.mesh))
+    assert plan.cache_bytes(3, 128) == 3 * row
+
+    def choose(rows_in_memory: float, lengths: list[int], rows=None, max_len=None):
+        monkeypatch.setattr(memory, "device_memory", lambda: weights + int(rows_in_memory * row))
+        return memory.plan_cache([plan], lengths, rows, max_len)
+
+    assert choose(100, [100] * 3) == (3, 128)
+    assert choose(100, [100] * 300) == (memory.ROWS, 128)
+    assert choose(100, [129] * 300) == (memory.ROWS, 256)
+    assert choose(20, [100] * 300) == (16, 128)
+    assert choose(1.5, [100] * 300) == (1, 128)
+    assert choose(1.5, [100, 400]) == (1, 128)  # the longer one will be refused
+    assert choose(20, [100] * 300, rows=7) == (7, 128)
+    assert choose(20, [100], max_len=200) == (1, 200)
+    for wrong in (dict(rows=30), dict(max_len=512, rows=6)):
+        with pytest.raises(ValueError, match="does not fit: each device needs"):
+            choose(20, [100] * 300, **wrong)
+    with pytest.raises(ValueError, match="does not fit"):
+        choose(0.5, [100])
+    monkeypatch.undo()
+    assert memory.plan_cache([plan_of(cfg, 8)], [100] * 3, None, None)[0] == 8  # each data shard has a row
 
 
 DAMAGED = {
@@ -274,5 +330,5 @@ def test_default_command():
     )
     assert done.returncode == 0, done.stderr
     answers = done.stdout.strip().split("\n\n")
-    assert [answer.split("\n")[0] for answer in answers] == [f"> {prompt}" for prompt in main.PROMPTS]
+    assert [answer.split("\n")[0] for answer in answers] == [f"> {prompt}" for prompt in DEFAULTS]
     assert "Tiny Llama" in answers[0] and "Hwæt!" in answers[1] and "0 grams" in answers[2]

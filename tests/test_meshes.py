@@ -1,9 +1,11 @@
 """One device is the truth for many: the same tokens and log-probabilities, and few collectives."""
 
+import dataclasses
 import math
 import re
-from functools import partial
+from functools import lru_cache, partial
 
+import conftest
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,7 @@ import pytest
 from conftest import MESHES, llama3_config, llama4_config, mesh_of
 from jax.sharding import PartitionSpec as P
 
-import main
+import generation
 import model
 
 LENGTHS = (1, 5, 8, 9, 17, 20, 3, 16)
@@ -20,11 +22,14 @@ NEW = 10
 TOLERANCE = 1e-4
 
 
-def generate(cfg, mesh, prompts, quantized=False, kv_dtype="float32", **options):
-    weights = model.init_weights(jax.random.key(0), cfg, mesh, quantized=quantized)
-    return main.generate(
-        weights, prompts, cfg, mesh, NEW, 48, kv_dtype, model.Sampling(), score=True, **options
-    )
+@lru_cache
+def random_weights(cfg, mesh, quantized=False):
+    return model.init_weights(jax.random.key(0), cfg, mesh, quantized=quantized)
+
+
+def generate(cfg, mesh, prompts, quantized=False, kv_dtype="float32", max_len=48):
+    weights = random_weights(cfg, mesh, quantized)
+    return conftest.generate(weights, prompts, cfg, mesh, NEW, max_len, kv_dtype, score=True)
 
 
 def prompts_for(cfg, lengths=LENGTHS):
@@ -32,12 +37,12 @@ def prompts_for(cfg, lengths=LENGTHS):
     return [rng.integers(0, cfg.V, n).tolist() for n in lengths]
 
 
-def assert_same(result, expected, prompts, atol=TOLERANCE):
-    assert result.tokens == expected.tokens
-    np.testing.assert_allclose(result.logprobs, expected.logprobs, atol=atol)
-    for i, prompt in enumerate(prompts):
-        ours, theirs = result.prompt_logprobs[i], expected.prompt_logprobs[i]
-        np.testing.assert_allclose(ours[: len(prompt) - 1], theirs[: len(prompt) - 1], atol=atol)
+def assert_same(result, expected, atol=TOLERANCE):
+    for ours, theirs in zip(result, expected, strict=True):
+        assert ours.tokens == theirs.tokens and len(ours.tokens) == NEW
+        assert len(ours.prompt_logprobs) == len(ours.request.prompt) - 1
+        np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=atol)
+        np.testing.assert_allclose(ours.prompt_logprobs, theirs.prompt_logprobs, atol=atol)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +63,7 @@ def expected():
 def test_llama4(name, expected):
     """2 key/value heads with 5 queries each: shared heads, padded queries, and every kind of layer."""
     cfg = llama4_config()
-    assert_same(generate(cfg, mesh_of(cfg, name), prompts_for(cfg)), expected(cfg), prompts_for(cfg))
+    assert_same(generate(cfg, mesh_of(cfg, name), prompts_for(cfg)), expected(cfg))
 
 
 @pytest.mark.parametrize("name", ["tp8", "ep2-tp4"])
@@ -67,26 +72,24 @@ def test_llama4_int8(name, expected):
     cfg, options = llama4_config(), dict(quantized=True, kv_dtype="int8")
     result = generate(cfg, mesh_of(cfg, name), prompts_for(cfg), **options)
     # A difference in the last bit can round a cached value to the next of its 255 steps.
-    assert_same(result, expected(cfg, **options), prompts_for(cfg), atol=5e-3)
+    assert_same(result, expected(cfg, **options), atol=5e-3)
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_llama3_whole_heads(tied, expected):
     """As many key/value heads as devices."""
     cfg = llama3_config(tied_embeddings=tied)
-    assert_same(generate(cfg, mesh_of(cfg, "tp8"), prompts_for(cfg)), expected(cfg), prompts_for(cfg))
+    assert_same(generate(cfg, mesh_of(cfg, "tp8"), prompts_for(cfg)), expected(cfg))
 
 
 def test_long_cache_is_read_in_blocks(expected, monkeypatch):
     """A cache longer than the reference's block, with shared heads: the loop over blocks inside shard_map."""
     cfg = llama4_config()
-    weights = model.init_weights(jax.random.key(0), cfg, mesh := mesh_of(cfg, "ep2-tp4"))
+    whole = expected(cfg)
     monkeypatch.setattr("ragged_attention.BLOCK", 2)
     monkeypatch.setattr("ragged_attention.DECODE_BLOCK", 2)
-    result = main.generate(
-        weights, prompts_for(cfg), cfg, mesh, NEW, 56, "float32", model.Sampling(), score=True
-    )  # fmt: skip
-    assert_same(result, expected(cfg), prompts_for(cfg))
+    # Of another length, so that all is compiled again.
+    assert_same(generate(cfg, mesh_of(cfg, "ep2-tp4"), prompts_for(cfg), max_len=56), whole)
 
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
@@ -94,26 +97,27 @@ def test_long_cache_is_read_in_blocks(expected, monkeypatch):
 def test_unwritten_slots_are_never_read(kv_dtype, name, monkeypatch):
     """A cache that starts full of NaN (or of 127 x NaN) changes nothing, in one piece or in several."""
     cfg = llama4_config()
-    clean = generate(cfg, mesh_of(cfg, name), prompts_for(cfg), kv_dtype=kv_dtype)
-    init_cache = model.init_cache
+
+    def answers():
+        return generate(cfg, mesh_of(cfg, name), prompts_for(cfg), kv_dtype=kv_dtype)
+
+    clean, init_cache = answers(), model.init_cache
 
     def poisoned(*arguments):
         def poison(x):
-            full = {"int8": 127, "int32": 0}.get(x.dtype.name, jnp.nan)
-            return jax.device_put(jnp.full_like(x, full), x.sharding)
+            return jax.device_put(jnp.full_like(x, 127 if x.dtype == "int8" else jnp.nan), x.sharding)
 
-        return jax.tree.map(poison, init_cache(*arguments))
+        cache = init_cache(*arguments)
+        return dataclasses.replace(cache, layers=jax.tree.map(poison, cache.layers))
 
     monkeypatch.setattr(model, "init_cache", poisoned)
-    assert_same(
-        generate(cfg, mesh_of(cfg, name), prompts_for(cfg), kv_dtype=kv_dtype), clean, prompts_for(cfg)
-    )
+    assert_same(answers(), clean)
     # In pieces a later one reads what an earlier one wrote; to int8 precision if the cache is int8.
-    monkeypatch.setattr(model, "PIECE", 16)
-    in_pieces = generate(cfg, mesh_of(cfg, name), prompts_for(cfg), kv_dtype=kv_dtype)
+    monkeypatch.setattr(generation, "WIDTHS", (4, 16))
+    in_pieces = answers()
     if kv_dtype == "float32":
-        assert_same(in_pieces, clean, prompts_for(cfg))
-    assert np.isfinite(in_pieces.logprobs).all()
+        assert_same(in_pieces, clean)
+    assert all(np.isfinite(answer.logprobs + answer.prompt_logprobs).all() for answer in in_pieces)
 
 
 @pytest.mark.parametrize("name", ["1", "tp8"])
@@ -142,15 +146,63 @@ def test_places(name, chunk):
             assert found[b, t].tolist() == expected
 
 
-def test_prefill_does_not_copy_the_cache():
+@pytest.mark.parametrize("name", ["1", "dp2-ep2-tp2", "ep2-tp4"])
+def test_prefill_of_all_rows(name):
+    """Pieces of unlike counts, of all rows at once and of one at a time: as a forward of each whole text."""
+    cfg, rng = llama4_config(), np.random.default_rng(0)
+    mesh, one = mesh_of(cfg, name), mesh_of(cfg)
+    data, rows, width, room = mesh.shape["data"], 4, 6, 24
+    texts = rng.integers(0, cfg.V, (rows, room), np.int32)
+    # Of each piece, how many tokens of each row: none, one, all; across the edges of chunks of 8.
+    counts = np.array([[6, 0, 1, 5], [6, 6, 1, 2], [4, 6, 0, 6], [5, 3, 6, 0]], np.int32)
+    weights = random_weights(cfg, mesh)
+    static = dict(cfg=cfg, mesh=mesh)
+
+    def begun():
+        cache, nothing = model.init_cache(cfg, mesh, rows, room, "float32"), np.zeros(data, np.int32)
+        for row in range(rows // data):
+            text = texts[row :: rows // data]
+            cache = model.begin(np.full(data, row, np.int32), text, nothing, None, cache, **static)
+        return cache
+
+    alone, together, scores = begun(), begun(), [[] for _ in texts]
+    assert together.tokens.tolist() == texts.tolist()
+    for count in counts:
+        found, together = model.prefill(None, count, weights, together, width=width, score=True, **static)
+        by_row = []
+        for row in range(rows // data):
+            own = np.full(data, row, np.int32), count[row :: rows // data]
+            parts, alone = model.prefill(*own, weights, alone, width=width, score=True, **static)
+            by_row.append(parts)
+        by_row = np.stack(by_row, 1).reshape(rows, width)
+        for row, n in enumerate(count):
+            np.testing.assert_allclose(found[row, :n], by_row[row, :n], atol=TOLERANCE)
+            scores[row] += found[row, :n].tolist()
+    assert together.length.tolist() == alone.length.tolist() == counts.sum(0).tolist()
+    assert together.tokens.tolist() == alone.tokens.tolist() == texts.tolist()
+    # All slots: what is nobody's stays zero.
+    jax.tree.map(partial(np.testing.assert_allclose, atol=TOLERANCE), together.layers, alone.layers)
+
+    whole = jax.nn.log_softmax(model.forward(texts, random_weights(cfg, one), cfg=cfg, mesh=one))
+    whole = np.asarray(whole)
+    output, _ = model.decode_step(
+        np.ones(rows, np.int32), None, model.Sampling(), weights, together, **static
+    )
+    for row, n in enumerate(counts.sum(0)):
+        expected = whole[row, np.arange(n), texts[row, 1 : n + 1]]
+        np.testing.assert_allclose(scores[row], expected, atol=TOLERANCE)
+        assert output.tokens[row].tolist() == [whole[row, n].argmax()]
+        np.testing.assert_allclose(output.logprobs[row], [whole[row, n].max()], atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(("rows", "batch", "max_len"), [(None, 1, 32768), ([0], 1, 32768), ([3], 8, 16384)])
+def test_prefill_does_not_copy_the_cache(rows, batch, max_len):
     """A piece needs far less memory than a long cache, which XLA copies if it is read before written."""
     cfg = llama3_config()
     mesh = mesh_of(cfg)
-    weights = model.init_weights(jax.random.key(0), cfg, mesh)
-    cache = model.init_cache(cfg, mesh, 1, 32768, "float32")
-    seeds, static = np.zeros(1, np.uint32), dict(sampling=model.Sampling(), cfg=cfg, mesh=mesh)
-    [piece] = model.pieces([[1] * 64])
-    compiled = model.step.lower(piece, seeds, weights, cache, **static).compile()
+    cache = model.init_cache(cfg, mesh, batch, max_len, "float32")
+    arguments = rows and np.array(rows, np.int32), np.array([64], np.int32), random_weights(cfg, mesh), cache
+    compiled = model.prefill.lower(*arguments, width=64, cfg=cfg, mesh=mesh).compile()
     one_layer = cache.layers[0].values.nbytes
     assert compiled.memory_analysis().temp_size_in_bytes < one_layer / 2
 
@@ -162,26 +214,22 @@ def test_rows_do_not_see_one_another():
     together = generate(cfg, mesh_of(cfg), prompts)
     for i in (0, 3, 5):
         alone = generate(cfg, mesh_of(cfg), [prompts[i]])
-        assert alone.tokens == [together.tokens[i]]
-        np.testing.assert_allclose(alone.logprobs, [together.logprobs[i]], atol=TOLERANCE)
+        assert_same(alone, together[i : i + 1])
 
 
 def test_prompts_that_fill_no_data_shard():
     """3 prompts on dp8: the rows that pad the batch leave no trace."""
     cfg = llama3_config()
     prompts = prompts_for(cfg, (4, 9, 2))
-    assert_same(generate(cfg, mesh_of(cfg, "dp8"), prompts), generate(cfg, mesh_of(cfg), prompts), prompts)
+    assert_same(generate(cfg, mesh_of(cfg, "dp8"), prompts), generate(cfg, mesh_of(cfg), prompts))
 
 
 def collectives(cfg: model.Config, name: str) -> dict[str, int]:
     """How often each kind of collective stands in the compiled decode step."""
     mesh = mesh_of(cfg, name)
-    weights = model.init_weights(jax.random.key(0), cfg, mesh)
     cache = model.init_cache(cfg, mesh, 8, 48, "float32")
-    token = model.Piece(tokens=np.zeros((8, 1), np.int32), count=np.ones(8, np.int32))
-    seeds = np.zeros(8, np.uint32)
-    lowered = model.step.lower(token, seeds, weights, cache, sampling=model.Sampling(), cfg=cfg, mesh=mesh)
-    hlo = lowered.compile().as_text()
+    arguments = np.ones(8, np.int32), None, model.Sampling(), random_weights(cfg, mesh), cache
+    hlo = model.decode_step.lower(*arguments, cfg=cfg, mesh=mesh).compile().as_text()
     kinds = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute")
     return {kind: len(re.findall(rf" {kind}(?:-start)?\(", hlo)) for kind in kinds}
 
@@ -216,13 +264,3 @@ def test_mesh_axes_multiply_out(n, heads):
         by_heads, by_slots, by_expert, by_tensor = (math.prod(mesh[axis] for axis in axes) for axes in groups)
         assert (by_expert, by_tensor) == (expert, n // expert)
         assert by_heads * by_slots == n and cfg.K % by_heads == 0
-
-
-@pytest.mark.parametrize(("rows", "width"), [(1, 512), (8, 512), (9, 256), (128, 32), (5000, 16)])
-def test_pieces_bound_the_tokens_of_a_step(rows, width):
-    """All tokens are in some piece, in order; of many rows the pieces are short."""
-    prompts = [[7] * 3] * (rows - 1) + [list(range(600))]
-    cut = model.pieces(prompts)
-    assert cut[0].tokens.shape == (rows, width)
-    assert sum(int(piece.count[0]) for piece in cut) == len(prompts[0])
-    assert np.concatenate([piece.tokens[-1, : piece.count[-1]] for piece in cut]).tolist() == prompts[-1]

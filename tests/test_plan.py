@@ -18,7 +18,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 
 import hlo
 import plan
-from conftest import llama4_config
+from conftest import llama3_config, llama4_config, mesh_of
 
 needs_compiler = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed"
@@ -210,6 +210,48 @@ def test_an_update_in_place_writes_its_rows_and_a_loop_reads_its_slices():
     assert program(IN_PLACE).loops == [hlo.Loop("while.1", 4, known=False)]
 
 
+ONE_ROW = """
+%retiled (a: s8[8,64,256]) -> s8[8,64,256] {
+  %a = s8[8,64,256]{2,1,0:T(32,128)(4,1)} parameter(0)
+  ROOT %copy.1 = s8[8,64,256]{2,1,0:T(8,128)(4,1)} copy(%a)
+}
+
+%take (p.0: s8[8,64,256], p.1: s32[]) -> s8[1,64,256] {
+  %p.0 = s8[8,64,256]{2,1,0:T(32,128)(4,1)} parameter(0)
+  %view = s8[8,64,256]{2,1,0:T(8,128)(4,1)} fusion(%p.0), kind=kLoop, output_to_operand_aliasing={{}: (0, {})}, calls=%retiled
+  %p.1 = s32[]{:T(128)S(6)} parameter(1)
+  %zero = s32[]{:T(128)} constant(0)
+  %row.1 = s8[1,64,256]{2,1,0:T(8,128)(4,1)} dynamic-slice(%view, %p.1, %zero, %zero), dynamic_slice_sizes={1,64,256}
+  ROOT %copy.2 = s8[1,64,256]{2,1,0:T(32,128)(4,1)S(1)} copy(%row.1)
+}
+
+%put (p.2: s8[8,64,256], p.3: s8[1,64,256], p.4: s32[]) -> s8[8,64,256] {
+  %p.2 = s8[8,64,256]{2,1,0:T(32,128)(4,1)} parameter(0)
+  %view.1 = s8[8,64,256]{2,1,0:T(8,128)(4,1)} fusion(%p.2), kind=kLoop, output_to_operand_aliasing={{}: (0, {})}, calls=%retiled
+  %p.3 = s8[1,64,256]{2,1,0:T(8,128)(4,1)S(1)} parameter(1)
+  %p.4 = s32[]{:T(128)S(6)} parameter(2)
+  %zero.1 = s32[]{:T(128)} constant(0)
+  ROOT %update = s8[8,64,256]{2,1,0:T(32,128)(4,1)} dynamic-update-slice(%view.1, %p.3, %p.4, %zero.1, %zero.1)
+}
+
+ENTRY %main (kv: s8[8,64,256], from: s32[], to: s32[]) -> s8[8,64,256] {
+  %kv = s8[8,64,256]{2,1,0:T(32,128)(4,1)} parameter(0), metadata={op_name="cache.layers[0].values"}
+  %from = s32[]{:T(128)S(6)} parameter(1), metadata={op_name="from"}
+  %to = s32[]{:T(128)S(6)} parameter(2), metadata={op_name="to"}
+  %taken = s8[1,64,256]{2,1,0:T(32,128)(4,1)S(1)} fusion(%kv, %from), kind=kLoop, calls=%take
+  ROOT %written = s8[8,64,256]{2,1,0:T(32,128)(4,1)} fusion(%kv, %taken, %to), kind=kLoop, calls=%put
+}
+"""  # noqa: E501
+
+
+def test_a_row_that_is_seen_in_another_tiling_is_moved_alone():
+    """Fusions inside fusions that alias their operand copy nothing."""
+    assert moved(ONE_ROW) == {"taken": 64 * 256, "written": 64 * 256}
+    assert {x.argument for x in program(ONE_ROW).traffic} == {"cache.layers[0].values"}
+    in_truth = ONE_ROW.replace("output_to_operand_aliasing={{}: (0, {})}, ", "")
+    assert moved(in_truth)["written"] == 8 * 64 * 256
+
+
 def test_known_trip_counts_multiply():
     known = IN_PLACE.replace("body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"7"}}')
     assert moved(known)["block.1"] == 7 * 256 * 128
@@ -287,10 +329,29 @@ def test_parts_of_the_model():
         "weights.embed": "embedding",
         "weights.unembed.values": "embedding",
         "cache.layers[2].values": "kv_cache",
+        "cache.tokens": "other",
         "cache.length": "other",
         "": "other",
     }
     assert {name: plan.part_of(name, cfg) for name in names} == names
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_is_needed(tied):
+    """A decode step looks tokens up and reads the rest. Prompts end with the last layer's keys and values."""
+    cfg = llama3_config(tied_embeddings=tied)
+
+    def unneeded(tokens: int) -> set[str]:
+        job, mesh = plan.Job(cfg, 1, 128, False, "float32", tokens), mesh_of(cfg)
+        names = [name for name, _ in plan.named(**job.arguments(mesh))]
+        return {name for name in names if not plan.share_needed(name, job, mesh)}
+
+    tables = {"cache.tokens", "weights.embed"}
+    assert unneeded(1) == (tables - {"weights.embed"} if tied else tables)
+    last = {f"feed_forward.{name}" for name in ("gate", "up", "down")} | {"attention.q", "attention.o"}
+    last = {f"weights.layers[1].{name}" for name in last | {"feed_forward_norm"}}
+    logits = {"weights.norm"} if tied else {"weights.norm", "weights.unembed"}
+    assert unneeded(16) == tables | logits | last | {"cache.layers[1].values"}
 
 
 def test_collectives_take_hops_and_bandwidth():
@@ -359,6 +420,34 @@ def test_hbm_bytes_per_layer(name, batch, context, megabytes):
 
 
 @needs_compiler
+def test_one_row_of_a_cache_is_moved_alone():
+    """Copying a row of int8 caches, and reading a prompt into one, move nothing of half a cache's size."""
+    code = """
+import dataclasses, hlo, jax, jax.numpy as jnp, json, model, plan
+from jax.sharding import NamedSharding, PartitionSpec as P
+from models import read_model
+cfg = read_model("llama3.1-70b")
+cfg = dataclasses.replace(cfg, layers=cfg.layers[:2])
+mesh = model.make_mesh(cfg, tensor=16, devices=plan.find_topology("v5e:4x4").devices)
+_, weights, cache = plan.Job(cfg, 32, 8192).arguments(mesh).values()
+sharding = NamedSharding(mesh, P("data"))
+row, text = (jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding) for shape in [(1,), (1, 8192)])
+found = []
+for lowered in (
+    model.begin.lower(row, text, row, row, cache, cfg=cfg, mesh=mesh),
+    model.prefill.lower(row, row, weights, cache, width=512, cfg=cfg, mesh=mesh),
+):
+    compiled = lowered.compile()
+    found += [x.bytes for x in hlo.read_program(compiled.as_text()).traffic]
+    found.append(compiled.memory_analysis().temp_size_in_bytes)
+print(json.dumps(found))
+"""
+    done = run_python("-c", code)
+    assert done.returncode == 0, done.stderr
+    assert max(json.loads(done.stdout)) < 32 * 4096 * 256 / 2  # slots of one of 16 chips
+
+
+@needs_compiler
 def test_decode_kernel_compiles_for_any_batch_and_length():
     """For v5e and v6e, the widths and types of the table, and float32 products as exact as main.py asks."""
     code = """
@@ -405,7 +494,7 @@ def test_a_config_on_a_chosen_mesh_with_prefill(tmp_path):
     done = run_plan("--model", str(folder), *arguments.split(), "--quantize", "none", "--dump-hlo", str(dump))
     assert done.returncode == 0, done.stderr
     assert (
-        "dp 2 x ep 1 x tp 2" in done.stdout and "Prefill, a piece of 16 tokens per row: fits" in done.stdout
+        "dp 2 x ep 1 x tp 2" in done.stdout and "Prefill, a piece of 32 tokens per row: fits" in done.stdout
     )
     assert hlo.read_program(dump.read_text()).hbm_bytes > 0
 

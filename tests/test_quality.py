@@ -9,9 +9,8 @@ import jax
 import numpy as np
 import pytest
 from checkpoints.questions import WEATHER
-from conftest import CHECKPOINTS, mesh_of
+from conftest import CHECKPOINTS, ONE_EACH, invoke, mesh_of
 from safetensors.numpy import load_file, save_file
-from test_command_line import invoke
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -19,12 +18,17 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import quality
 
 import convert_checkpoint
-import main
 import model
 from checkpoint import load, named_infos, open_checkpoint
+from text import load_tokenizer
 
 LLAMA3, LLAMA4 = CHECKPOINTS / "tiny-llama3", CHECKPOINTS / "tiny-llama4"
-ONE_EACH = ["--dp", "8", "--tp", "1"]  # of the 8 virtual devices that the tests see
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    """Other hosts must be joined before jax is used, as it has been."""
+    monkeypatch.setattr(quality.launch, "join_hosts", lambda: None)
 
 
 # ---------------------------------------------------------------------------------------------------- weights
@@ -152,7 +156,7 @@ def test_predictions(name, mesh_name):
     cfg = checkpoint.config
     mesh = mesh_of(cfg, mesh_name)
     weights = [load(checkpoint, mesh, "float32", quantized) for quantized in (False, True)]
-    tokenizer = main.load_tokenizer(CHECKPOINTS / name)
+    tokenizer = load_tokenizer(CHECKPOINTS / name)
     tokens = quality.windows(tokenizer, WEATHER, 48, mesh.shape["data"], cfg)
     found = quality.compare(*weights, tokens, cfg, mesh)
 

@@ -1,73 +1,143 @@
 """Sampling on a sharded vocabulary: exact sets, the right frequencies, and the same draws on every mesh."""
 
-from functools import partial
+from functools import lru_cache, partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from conftest import llama4_config, mesh_of
+from conftest import MESHES, llama4_config, mesh_of
 from jax.sharding import PartitionSpec as P
-from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers.generation import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 import model
+from generation import NEUTRAL, TYPES
 from model import Sampling
 
 CFG = llama4_config()
-LOGITS = np.random.default_rng(0).standard_normal((6, CFG.V)).astype(np.float32) * 2
+RNG = np.random.default_rng(0)
+LOGITS = RNG.standard_normal((8, CFG.V)).astype(np.float32) * 2
+# Of each row a text, of which the first LENGTH tokens count: the likeliest one twice, and any.
+TEXT = RNG.integers(0, CFG.V, (8, 12)).astype(np.int32)
+TEXT[:, 1] = TEXT[:, 9] = LOGITS.argmax(-1)
+LENGTH = np.array([0, 1, 2, 3, 5, 11, 12, 7], np.int32)
 
 
-def draw(logits, sampling, name="1", seed=0):
-    """One token per row, the vocabulary padded and sharded as in the model."""
-    mesh = mesh_of(CFG, name)
-    width = -(-CFG.V // model.mesh_size(mesh, model.MODEL)) * model.mesh_size(mesh, model.MODEL)
-    padded = np.pad(logits, ((0, 0), (0, width - CFG.V)), constant_values=-np.inf)
-    rows = np.arange(len(logits))
+@lru_cache
+def program(name, scores):
+    """model.sample on a mesh; with `scores`, what it takes the largest of, [B,V], instead of the largest."""
+    layouts = P("data", model.MODEL), P("data"), P("data"), P("data")
+    out = P("data", model.MODEL) if scores else P("data")
 
     @jax.jit
-    @partial(
-        jax.shard_map, mesh=mesh, in_specs=(P("data", model.MODEL), P("data"), P("data")), out_specs=P("data")
-    )
-    def on_device(logits, seeds, positions):
-        return model.sample(logits, seeds, positions, sampling, CFG)
+    @partial(jax.shard_map, mesh=mesh_of(CFG, name), in_specs=layouts, out_specs=out)
+    def on_device(logits, how, text, length):
+        with pytest.MonkeyPatch.context() as patch:
+            if scores:
+                patch.setattr(model, "argmax", lambda x: x)
+            return model.sample(logits, how, text, length, CFG)
 
-    return np.asarray(on_device(padded, np.full(len(logits), seed, np.uint32), rows))
+    return on_device
 
 
-def kept(logits, sampling) -> np.ndarray:
-    """The probabilities that transformers leaves, [B,V]."""
-    scores = TemperatureLogitsWarper(sampling.temperature)(None, torch.tensor(logits))
-    if sampling.top_k:
-        scores = TopKLogitsWarper(sampling.top_k)(None, scores)
-    if sampling.top_p < 1:
-        scores = TopPLogitsWarper(sampling.top_p)(None, scores)
-    return torch.softmax(scores, -1).numpy()
+def draw(logits, how, name="1", text=TEXT, length=LENGTH, scores=False):
+    """One token per row, the vocabulary padded and sharded as in the model. how: of numbers, or of [B]."""
+    shards = model.mesh_size(mesh_of(CFG, name), model.MODEL)
+    padded = np.pad(logits, ((0, 0), (0, -CFG.V % shards)), constant_values=-np.inf)
+    asked = {x: np.broadcast_to(np.asarray(v, TYPES[x]), len(logits)) for x, v in how.items()}
+    found = program(name, scores)(padded, Sampling(**asked), text, length)
+    return np.asarray(found)[:, : CFG.V] if scores else np.asarray(found)
+
+
+def transformers_scores(logits, text, how) -> np.ndarray:
+    """What transformers leaves of the logits of one row, [V], in float64 and in the order that it applies."""
+    scores, how = torch.tensor(logits, dtype=torch.float64)[None], NEUTRAL | how
+    processors = [RepetitionPenaltyLogitsProcessor(float(how["repetition_penalty"]))]
+    processors += [TemperatureLogitsWarper(how["temperature"])] if how["temperature"] else []
+    processors += [TopKLogitsWarper(how["top_k"])] if how["top_k"] else []
+    processors += [TopPLogitsWarper(how["top_p"])] if how["top_p"] < 1 else []
+    processors += [MinPLogitsWarper(how["min_p"])] if how["min_p"] else []
+    for processor in processors:
+        scores = processor(torch.tensor(text, dtype=torch.int64)[None], scores)
+    return scores[0].numpy()
 
 
 @pytest.mark.parametrize("name", ["1", "tp8"])
-def test_greedy(name):
+@pytest.mark.parametrize("how", [{}, dict(temperature=0)], ids=["greedy", "of rows that may be drawn"])
+def test_greedy(name, how):
     """The first of equals, wherever the shards lie."""
     logits = LOGITS.copy()
     logits[0, [3, 70]] = 50
-    np.testing.assert_array_equal(draw(logits, Sampling(), name), logits.argmax(-1))
+    logits[1, [50, 100]] = 50
+    how = how and dict(how, seed=0)
+    np.testing.assert_array_equal(draw(logits, how, name), logits.argmax(-1))
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        Sampling(0.7),
-        Sampling(1.0, top_k=5),
-        Sampling(1.5, top_p=0.6),
-        Sampling(1.0, 20, 0.8),
-        Sampling(2.0, 1),
-    ],
-)
-def test_frequencies(sampling):
+@pytest.mark.parametrize("name", MESHES)
+def test_penalty(name):
+    """Every logit as transformers has it, for unlike penalties; tokens beyond the length do not count."""
+    penalty = np.array([1.5, 3.0, 1.2, 1.0, 0.6, 2.0, 1.1, 1.3])
+    expected = np.stack(
+        [
+            transformers_scores(x, text[:n], dict(repetition_penalty=p))
+            for x, text, n, p in zip(LOGITS, TEXT, LENGTH, penalty, strict=True)
+        ]
+    )
+    assert (expected.argmax(-1) != LOGITS.argmax(-1)).any()
+    how = dict(repetition_penalty=penalty)
+    result = draw(LOGITS, how, name, scores=True)
+    np.testing.assert_allclose(result, expected, rtol=1e-6)
+    beyond = np.where(np.arange(12) < LENGTH[:, None], TEXT, LOGITS.argsort(-1)[:, -12:])
+    np.testing.assert_array_equal(draw(LOGITS, how, name, beyond, scores=True), result)
+    np.testing.assert_array_equal(draw(LOGITS, how, name), expected.argmax(-1))
+
+
+RESTRICTIONS = [
+    {},
+    dict(top_k=5),
+    dict(top_p=0.6),
+    dict(min_p=0.1),
+    dict(top_k=20, top_p=0.8),
+    dict(top_k=8, min_p=0.03),
+    dict(top_p=0.9, min_p=0.08),
+    dict(top_k=30, top_p=0.95, min_p=0.02),
+]
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.3])
+@pytest.mark.parametrize("temperature", [0.7, 1.5])
+@pytest.mark.parametrize("how", RESTRICTIONS, ids=str)
+def test_kept_set(how, temperature, penalty):
+    """Of each of 200 rows the very tokens that transformers keeps."""
+    rng = np.random.default_rng(1)
+    logits = (rng.standard_normal((200, CFG.V)) * rng.uniform(0.5, 4, (200, 1))).astype(np.float32)
+    text, length = rng.integers(0, CFG.V, (200, 12), np.int32), rng.integers(0, 13, 200, np.int32)
+    how = NEUTRAL | how | dict(temperature=temperature, repetition_penalty=penalty)
+    result = draw(logits, how, text=text, length=length, scores=True)
+    expected = [transformers_scores(x, t[:n], how) for x, t, n in zip(logits, text, length, strict=True)]
+    np.testing.assert_array_equal(np.isfinite(result), np.isfinite(expected))
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.5])
+@pytest.mark.parametrize("temperature", [0.7, 1.5])
+@pytest.mark.parametrize("how", RESTRICTIONS, ids=str)
+def test_frequencies(how, temperature, penalty):
     """20,000 draws of one row: nothing outside the kept set, and chi-square within what chance allows."""
-    n = 20_000
-    expected = kept(LOGITS[:1], sampling)[0] * n
-    tokens = draw(np.repeat(LOGITS[:1], n, 0), sampling, "dp8")
+    n, (logits, text) = 20_000, (LOGITS[5], TEXT[5])
+    how = NEUTRAL | how | dict(temperature=temperature, repetition_penalty=penalty)
+    scores = transformers_scores(logits, text, how)
+    expected = np.exp(scores) / np.exp(scores).sum() * n
+    # Half of the draws differ in their seeds, half in their lengths, which no text is longer than.
+    i = np.arange(n)
+    seed, length = np.where(i < n // 2, i, 7), np.int32(len(text) + np.where(i < n // 2, 3, i))
+    tokens = draw(np.tile(logits, (n, 1)), how | dict(seed=seed), "dp8", np.tile(text, (n, 1)), length)
     observed = np.bincount(tokens, minlength=CFG.V)
     assert not observed[expected == 0].any()
     often = expected > 5
@@ -77,11 +147,60 @@ def test_frequencies(sampling):
     assert chi_square <= freedom + 5 * np.sqrt(2 * freedom) + 1e-9
 
 
-@pytest.mark.parametrize("sampling", [Sampling(0.9), Sampling(1.0, 7, 0.9)])
-def test_same_draws_on_every_mesh(sampling):
-    alone = draw(LOGITS, sampling)
-    np.testing.assert_array_equal(draw(LOGITS, sampling, "tp8"), alone)
-    assert (draw(LOGITS, sampling, seed=1) != alone).any()
+# One for each row of a batch. Of the first and the last two, the likeliest is taken.
+UNLIKE = [
+    {},
+    dict(temperature=0.9),
+    dict(temperature=1.0, top_k=7),
+    dict(temperature=1.5, top_p=0.9),
+    dict(temperature=1.2, min_p=0.05),
+    dict(temperature=1.3, top_k=30, top_p=0.95, min_p=0.02, repetition_penalty=1.4),
+    dict(repetition_penalty=3.0),
+    dict(temperature=0, top_k=20, top_p=0.5, min_p=0.1, repetition_penalty=0.8),
+]
+
+
+def columns(rows, seeds) -> dict:
+    """What unlike rows ask, as arrays."""
+    return {x: np.array([(NEUTRAL | row)[x] for row in rows]) for x in NEUTRAL} | dict(seed=seeds)
+
+
+@pytest.mark.parametrize("scores", [True, False], ids=["scores", "tokens"])
+def test_unlike_rows_in_one_batch(scores):
+    """Each row's scores, noise included, and its token are bit for bit what they are alone in a batch."""
+    drawn = []
+    for seeds in np.arange(80).reshape(10, 8):
+        together = draw(LOGITS, columns(UNLIKE, seeds), scores=scores)
+        drawn.append(together)
+        for i, how in enumerate(UNLIKE):
+            how = how | dict(seed=seeds[i]) if "temperature" in how else how
+            row = slice(i, i + 1)
+            alone = draw(LOGITS[row], how, text=TEXT[row], length=LENGTH[row], scores=scores)
+            np.testing.assert_array_equal(together[row], alone)
+    differ = [len(np.unique(of_row, axis=0)) > 1 for of_row in np.stack(drawn, 1)]
+    assert differ == [how.get("temperature", 0) > 0 for how in UNLIKE]
+
+
+@pytest.mark.parametrize("how", UNLIKE, ids=str)
+def test_neutral_values_change_nothing(how):
+    """Bit for bit, each of them and all: they stand where some other row asks for more."""
+    how = how | dict(seed=5) if "temperature" in how else how
+    expected = draw(LOGITS, how, scores=True)
+    drawn = dict(temperature=0.0, seed=3)
+    for neutral in (drawn, *(drawn | {x: NEUTRAL[x]} for x in NEUTRAL), NEUTRAL):
+        np.testing.assert_array_equal(draw(LOGITS, neutral | how, scores=True), expected)
+
+
+@pytest.mark.parametrize("name", [name for name in MESHES if name != "1"])
+def test_same_draws_on_every_mesh(name):
+    """Of unlike rows; other seeds and other lengths draw others."""
+    how = columns(UNLIKE, np.arange(8))
+    alone = draw(LOGITS, how, scores=True)
+    np.testing.assert_array_equal(draw(LOGITS, how, name, scores=True), alone)
+    tokens = draw(LOGITS, how, name)
+    np.testing.assert_array_equal(tokens, alone.argmax(-1))
+    assert (draw(LOGITS, how | dict(seed=np.arange(8) + 9), name) != tokens)[1:6].any()
+    assert (draw(LOGITS, how, name, length=LENGTH + 20) != draw(LOGITS, how, name, length=LENGTH + 30)).any()
 
 
 @pytest.mark.parametrize("target", [1e-46, 0.001, 0.3, 0.95, 0.999999, 0.99999999])
@@ -89,10 +208,9 @@ def test_kept_set_is_exact(target):
     """Against sorting, at masses from less than a token's to all; negative and positive logits."""
     mesh = mesh_of(CFG)
     mass = np.exp(LOGITS) / np.exp(LOGITS).sum(-1, keepdims=True)
-    kept = jax.shard_map(
-        lambda x, m: model.top(x, m, target), mesh=mesh,
-        in_specs=(P("data", model.MODEL),) * 2, out_specs=P("data", model.MODEL),
-    )(jnp.asarray(LOGITS), jnp.asarray(mass))  # fmt: skip
+    layout = P("data", model.MODEL)
+    top = jax.shard_map(model.top, mesh=mesh, in_specs=(layout, layout, P("data")), out_specs=layout)
+    kept = top(jnp.asarray(LOGITS), jnp.asarray(mass), jnp.full(len(LOGITS), target, jnp.float32))
     for row_mass, row_kept in zip(mass, np.asarray(kept), strict=True):
         falling = -np.sort(-row_mass)
         n = row_kept.sum()
@@ -103,15 +221,27 @@ def test_kept_set_is_exact(target):
         assert falling[: n - 1].sum() < target + 1e-6
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [Sampling(1e-40), Sampling(1.0, top_p=1e-46), Sampling(1.0, 1), Sampling(1e-9, 10**9, 0.99999999)],
-)
-def test_extremes_are_greedy(sampling):
-    np.testing.assert_array_equal(draw(LOGITS, sampling), LOGITS.argmax(-1))
+EXTREMES = [
+    dict(temperature=1e-40),
+    dict(temperature=1e-6),
+    dict(temperature=1.0, top_p=1e-46),
+    dict(temperature=2.0, top_k=1),
+    dict(temperature=5.0, min_p=1.0),
+    dict(temperature=1e-9, top_k=10**9, top_p=0.99999999, min_p=1e-46, repetition_penalty=1.0),
+]
 
 
-@pytest.mark.parametrize("wrong", [dict(temperature=-1), dict(top_k=-1), dict(top_p=0), dict(top_p=1.1)])
-def test_wrong_values(wrong):
-    with pytest.raises(ValueError, match=next(iter(wrong)).replace("_", "-")):
-        Sampling(**wrong)
+@pytest.mark.parametrize("how", EXTREMES, ids=str)
+def test_extremes_are_greedy(how):
+    np.testing.assert_array_equal(draw(LOGITS, NEUTRAL | how), LOGITS.argmax(-1))
+
+
+@pytest.mark.parametrize("name", ["1", "tp8"])
+@pytest.mark.parametrize("how", [{}, *(dict(temperature=1.0) | how for how in RESTRICTIONS)], ids=str)
+def test_nan_is_no_token(how, name):
+    """Of a row with a NaN no token is chosen, so that it is noticed; the others are as they were."""
+    logits, how = LOGITS.copy(), how and NEUTRAL | how
+    logits[3, 60] = np.nan
+    tokens = draw(logits, how, name)
+    assert tokens[3] >= CFG.V
+    np.testing.assert_array_equal(np.delete(tokens, 3), np.delete(draw(LOGITS, how, name), 3))

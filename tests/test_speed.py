@@ -33,8 +33,9 @@ def run_speed(*arguments: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("chooses", [False, True])
 @pytest.mark.parametrize("tokens, context", [(1, 0), (1, 5), (6, 0), (3, 4)])
-def test_operations_are_those_of_each_product(tokens, context, quantized):
+def test_operations_are_those_of_each_product(tokens, context, chooses, quantized):
     """Counted one by one, for a model with dense and routed, chunked and global layers."""
     kinds = (model.LayerKind(chunk=4, moe=True), model.LayerKind(rope=False), model.LayerKind(chunk=4))
     cfg = model.Config(
@@ -45,6 +46,9 @@ def test_operations_are_those_of_each_product(tokens, context, quantized):
     count = 0
     for kind in kinds:
         for position in range(context, context + tokens):
+            if kind is kinds[-1] and not chooses:
+                count += 2 * 8 * 4 * (2 + 2)  # k, v
+                continue
             count += 2 * 8 * 4 * (2 * 3 + 2 + 2) + 2 * 2 * 3 * 4 * 8  # q, k, v; o
             seen = position % 4 + 1 if kind.chunk else position + 1
             count += seen * 2 * 3 * (2 * 4 + 2 * 4)  # of each head: scores, values
@@ -52,8 +56,15 @@ def test_operations_are_those_of_each_product(tokens, context, quantized):
                 count += 2 * 8 * 4 + 3 * 2 * 8 * 6 * (2 + 1)  # router; two experts and the shared one
             else:
                 count += 3 * 2 * 8 * 16
-    count += 2 * 8 * 10  # the last token's logits
-    assert speed.needed_flops(weights, cfg, 5, tokens, context) == 5 * count
+    count += 2 * 8 * 10 * chooses  # the last token's logits
+    assert speed.needed_flops(weights, cfg, 5, tokens, context, chooses) == 5 * count
+
+
+@pytest.mark.parametrize(
+    "batch, length, width", [(1, 600, 512), (8, 20, 32), (9, 512, 256), (32, 512, 128), (999, 40, 16)]
+)
+def test_pieces_fit_in_memory(batch, length, width):
+    assert speed.piece_width(batch, length) == width
 
 
 HLO = """
@@ -83,8 +94,7 @@ def test_components(tmp_path):
     file.parent.mkdir(parents=True)
     file.write_bytes(gzip.compress(json.dumps(dict(traceEvents=events)).encode()))
     shares = dict(attention=0.3, experts=0.2, collectives=0.4, other=0.1)
-    assert speed.components(tmp_path, [HLO]) == pytest.approx(shares)
-    assert speed.components(tmp_path, [HLO, HLO]) is None
+    assert speed.components(tmp_path, HLO) == pytest.approx(shares)
 
 
 def test_every_name_is_a_model():
@@ -115,7 +125,8 @@ def test_a_run_and_a_comparison_with_it(tmp_path):
         assert row["seconds_least"] <= row["seconds"] <= row["seconds_most"]
         assert row["of_roofline"] == max(row["mbu"], row["mfu"]) > 0
         assert sum(row["components"].values()) == pytest.approx(1)
-        assert {"attention", "experts", "unembed"} <= set(row["components"])
+        assert {"attention", "experts"} <= set(row["components"])
+        assert ("unembed" in row["components"]) == (row["phase"] == "decode")
     assert len(list((tmp_path / "p").rglob("perfetto_trace.json.gz"))) == 4
     assert speed.report(result) in done.stdout
 

@@ -1,0 +1,387 @@
+"""Answer requests in the rows of one batch: when an answer ends, its row goes on with the next request.
+
+    batch = Batch(weights, cfg, mesh, rows=8, max_len=1024, kv_dtype="bfloat16", requests=requests)
+    answers = [batch.add(request) for request in requests]
+    while batch.busy:
+        for answer in batch.advance():
+            ...  # it has new tokens, or has ended
+
+Reading prompts alternates with decoding: a piece of one prompt per data shard, then a step of all rows that
+are ready, so that a long prompt does not hold up what is being answered. All but a prompt's last token is
+read in pieces; the decode step that chooses the first token of the answer reads the last one.
+
+What a row has read stays in its cache until it is overwritten. A request whose prompt begins like some row of
+its data shard (a system prompt, earlier turns of a chat, another sample of the prompt) goes on from there.
+
+The device does not wait for the host: a step is sent off before the tokens of the last one are looked at.
+"""
+
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import model
+from model import Config, Sampling
+from speculation import Draft, Lookup
+
+WIDTHS = (32, 128, 512)  # of a piece of a prompt: few, for each is compiled
+AHEAD = 1  # steps that are under way when the tokens of the one before them are looked at
+WORTH_COPYING = 16  # tokens that another row has read; of fewer, reading them again costs less
+NEUTRAL = dict(seed=0, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
+TYPES = dict.fromkeys(NEUTRAL, np.float32) | dict(seed=np.uint32, top_k=np.int32)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Request:
+    """A prompt to continue by up to max_new_tokens tokens, or to one of `stop`.
+
+    sampling: of numbers. score: whether the log-probabilities of the prompt's own tokens are wanted.
+    """
+
+    prompt: list[int]
+    max_new_tokens: int
+    sampling: Sampling = Sampling()  # noqa: B008  immutable
+    stop: frozenset[int] = frozenset()
+    score: bool = False
+
+    @property
+    def positions(self) -> int:
+        """Of a row that it may take."""
+        return len(self.prompt) + self.max_new_tokens
+
+
+@dataclasses.dataclass(eq=False)
+class Answer:
+    """What there is of it so far.
+
+    tokens: up to and including a stop token. logprobs: of each, by the model's own logits. prompt_logprobs:
+    of each prompt token after the first, if asked for. finish_reason: None, then "stop", "length" or
+    "cancelled".
+    """
+
+    request: Request
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    prompt_logprobs: list[float] = dataclasses.field(default_factory=list)
+    finish_reason: str | None = None
+
+
+@dataclasses.dataclass(eq=False)
+class Row:
+    """What is known of a row of the cache.
+
+    text: its tokens. read: how many of them have been read. steps: those under way, whose tokens are not
+    known yet. begun: the number of its answer.
+    """
+
+    text: list[int] = dataclasses.field(default_factory=list)
+    read: int = 0
+    steps: int = 0
+    answer: Answer | None = None
+    begun: int = -1
+
+    @property
+    def free(self) -> bool:
+        return self.answer is None or self.answer.finish_reason is not None
+
+    @property
+    def unread(self) -> int:
+        """How many tokens of the prompt are still to be read in pieces."""
+        return 0 if self.free else max(len(self.answer.request.prompt) - 1 - self.read, 0)
+
+    @property
+    def wanted(self) -> int:
+        """How many tokens to choose beyond those that the steps under way choose at least."""
+        if self.free or self.unread:
+            return 0
+        return self.answer.request.max_new_tokens - len(self.answer.tokens) - self.steps
+
+
+@dataclasses.dataclass
+class Stats:
+    """Counts since the first request. seconds, tokens and steps are also known at `filled`, the time at which
+    each of the first rows had its first token, or had ended.
+    """
+
+    prompt_tokens: int = 0
+    reused_tokens: int = 0  # of the prompts', not read again
+    tokens: int = 0
+    steps: int = 0  # decode steps whose tokens are known
+    guessed: int = 0
+    guessed_right: int = 0
+    row_steps: int = 0  # steps times the rows that took part
+    seconds: float = 0.0
+    filled: "Stats | None" = None
+
+
+class Batch:
+    """See above. Several processes must each add the same requests in the same order.
+
+    requests: whatever is to come, or the like of it: for what they ask, and prompts of up to `longest` tokens
+    if that is more, all programs are compiled here, and none later.
+    """
+
+    def __init__(
+        self,
+        weights: model.Weights,
+        cfg: Config,
+        mesh: Mesh,
+        rows: int,
+        max_len: int,
+        kv_dtype: str,
+        requests: list[Request],
+        longest: int = 0,
+        speculate: Lookup | Draft | None = None,
+    ):
+        shards = mesh.shape["data"]
+        rows += -rows % shards
+        self.weights, self.static, self.max_len = weights, dict(cfg=cfg, mesh=mesh), max_len
+        self.cache = model.init_cache(cfg, mesh, rows, max_len, kv_dtype)
+        self.speculate = speculate
+        self.width, self.chunks = 1, cfg.chunks
+        if speculate:
+            speculate.start(cfg, mesh, rows, max_len)
+            self.width, self.chunks = 1 + speculate.guesses, cfg.chunks | speculate.chunks
+        self.rows = [Row() for _ in range(rows)]
+        self.shards = [self.rows[i : i + rows // shards] for i in range(0, rows, rows // shards)]
+        self.queue: deque[Answer] = deque()
+        self.under_way: deque[tuple[Any, Callable]] = deque()
+        self.begun, self.began, self.stats = 0, 0.0, Stats()
+        self.asked = self._asked([request.sampling for request in requests])
+        self.sampling = self._sampling()
+        longest = max([longest, *(len(request.prompt) for request in requests)])
+        self._warm_up(longest, {request.score for request in requests} or {False})
+
+    def _asked(self, samplings: list[Sampling]) -> set[str]:
+        """The fields of Sampling of which some are not neutral: the others are left out of the program."""
+        asked = {name for name in NEUTRAL for x in samplings if getattr(x, name) not in (None, NEUTRAL[name])}
+        return asked | {"seed"} if "temperature" in asked else asked & {"repetition_penalty"}
+
+    def _sampling(self) -> Sampling:
+        """What the rows' requests ask, as arrays."""
+
+        def column(name: str) -> np.ndarray:
+            asked = [getattr(row.answer.request.sampling, name) if row.answer else None for row in self.rows]
+            return np.array([NEUTRAL[name] if x is None else x for x in asked], TYPES[name])
+
+        return Sampling(**{name: column(name) for name in self.asked})
+
+    def _warm_up(self, longest: int, scores: set[bool]) -> None:
+        """Compile what will be run, by running it on no row."""
+        nothing = np.zeros(len(self.shards), np.int32)
+        for source in (None, nothing):
+            self._call_begin(
+                nothing - 1, np.zeros((len(self.shards), self.max_len), np.int32), nothing, source
+            )
+        for width in WIDTHS:
+            for score in scores:
+                if longest > 1 and piece_width(longest - 1) >= width:
+                    self._call_prefill(nothing, nothing, width, score)
+        jax.block_until_ready(self._call_decode(np.zeros(len(self.rows), np.int32)))
+
+    def _call_begin(self, *arguments) -> None:
+        self.cache = model.begin(*arguments, self.cache, **self.static)
+        if self.speculate:
+            self.speculate.begin(*arguments)
+
+    def _call_prefill(self, rows: np.ndarray, count: np.ndarray, width: int, score: bool):
+        scores, self.cache = model.prefill(
+            rows, count, self.weights, self.cache, width=width, score=score, **self.static
+        )
+        if self.speculate:
+            self.speculate.prefill(rows, count, width)
+        return self._on_its_way(scores)
+
+    def _call_decode(self, count: np.ndarray) -> model.Output:
+        guesses = None
+        if self.speculate:
+            guesses, count = self.speculate.guess(count, self.sampling, self.cache)
+        output, self.cache = model.decode_step(
+            count, guesses, self.sampling, self.weights, self.cache, **self.static
+        )
+        if self.speculate:
+            self.speculate.follow(output)
+        return self._on_its_way(output)
+
+    def _on_its_way(self, tree):
+        """Arrays that each process will fetch; now, so that their transfer does not wait for later steps."""
+        if jax.process_count() > 1:
+            tree = _replicated(tree, mesh=self.static["mesh"])
+        for x in jax.tree.leaves(tree):
+            x.copy_to_host_async()
+        return tree
+
+    def add(self, request: Request) -> Answer:
+        """Put a request at the end of the queue. ValueError if it does not suit the rows or the programs."""
+        if not request.prompt or request.positions > self.max_len:
+            what = f"{len(request.prompt)} tokens and {request.max_new_tokens} new ones"
+            raise ValueError(f"{what} do not fit into a row of {self.max_len}")
+        if unknown := self._asked([request.sampling]) - self.asked:
+            raise ValueError(f"nothing was compiled for {', '.join(sorted(unknown))}; see `requests`")
+        answer = Answer(request)
+        self.queue.append(answer)
+        return answer
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.queue or self.under_way) or not all(row.free for row in self.rows)
+
+    def cancel(self, answer: Answer) -> None:
+        """End an answer; it gets no more tokens."""
+        if answer.finish_reason is None:
+            answer.finish_reason = "cancelled"
+            if answer in self.queue:
+                self.queue.remove(answer)
+
+    def advance(self) -> list[Answer]:
+        """Send off the next piece and the next step, and return the answers whose news have arrived."""
+        self.began = self.began or time.perf_counter()
+        self._begin()
+        sent = self._read_piece()
+        sent = self._decode() or sent
+        changed = []
+        while len(self.under_way) > (AHEAD if sent else 0):
+            arrays, receive = self.under_way.popleft()
+            changed += receive(jax.tree.map(np.asarray, arrays))
+        self._count()
+        return changed
+
+    def _begin(self) -> None:
+        """Give the first requests of the queue to free rows, until each data shard has one to read."""
+        while any(starts := [self._next_start(shard) for shard in self.shards]):
+            text = np.zeros((len(self.shards), self.max_len), np.int32)
+            rows, read, source = np.full((3, len(self.shards)), -1, np.int32)
+            for i, start in enumerate(starts):
+                if start:
+                    prompt = start[0].text
+                    text[i, : len(prompt)] = prompt
+                    rows[i], source[i] = (self.shards[i].index(row) for row in start)
+                    read[i] = start[0].read
+            copied = any(start and start[0] is not start[1] for start in starts)
+            self._call_begin(rows, text, read, source if copied else None)
+            self.sampling = self._sampling()
+
+    def _next_start(self, shard: list[Row]) -> tuple[Row, Row] | None:
+        """Begin the next answer, if this shard can: -> (its row, the row of which it takes what is read)."""
+        free = [row for row in shard if row.free]
+        if not self.queue or not free or any(row.unread for row in shard):
+            return None
+        answer = self.queue.popleft()
+        request = answer.request
+        known = {id(row): 0 if request.score else self._known(row, request.prompt) for row in shard}
+        source = max(shard, key=lambda row: (known[id(row)], row.free))
+        row = source if source.free else min(free, key=lambda row: row.begun)
+        if known[id(source)] < WORTH_COPYING:
+            source = row = min(free, key=lambda row: row.begun)
+        row.text, row.read = list(request.prompt), known[id(source)]
+        row.answer, row.steps, row.begun = answer, 0, self.begun
+        self.begun += 1
+        self.stats.prompt_tokens += len(request.prompt)
+        self.stats.reused_tokens += row.read
+        if not request.max_new_tokens and not row.unread:
+            answer.finish_reason = "length"
+            self.under_way.append(((), lambda _: [answer]))
+        return row, source
+
+    def _known(self, row: Row, prompt: list[int]) -> int:
+        """How many of the prompt's tokens, but its last, this row has read and still holds."""
+        n = min(row.read, len(prompt) - 1)
+        differs = np.flatnonzero(np.not_equal(row.text[:n], prompt[:n]))
+        n = int(differs[0]) if len(differs) else n
+        # A ring holds the last chunk. Of an earlier one, nothing; but at its end nothing is needed.
+        latest = row.read + row.steps * self.width
+        while lost := [n % chunk for chunk in self.chunks if n % chunk and latest > n - n % chunk + chunk]:
+            n -= lost[0]
+        return n
+
+    def _read_piece(self) -> bool:
+        """Read more of the prompt of one row per data shard."""
+        reading = [next((row for row in shard if row.unread), None) for shard in self.shards]
+        if not any(reading):
+            return False
+        width = piece_width(max(row.unread for row in reading if row))
+        count = np.array([min(row.unread, width) if row else 0 for row in reading], np.int32)
+        rows = [shard.index(row) if row else 0 for shard, row in zip(self.shards, reading, strict=True)]
+        score = any(row.answer.request.score for row in reading if row)
+        scores = self._call_prefill(np.array(rows, np.int32), count, width, score)
+        of = [(i, row.answer, count[i]) for i, row in enumerate(reading) if row]
+        for row, n in zip(reading, count.tolist(), strict=True):
+            if row:
+                row.read += n
+        if score:
+            self.under_way.append((scores, partial(self._scored, of)))
+        return True
+
+    def _scored(self, of: list[tuple[int, Answer, int]], scores: np.ndarray) -> list[Answer]:
+        for i, answer, n in of:
+            answer.prompt_logprobs += scores[i, :n].tolist()
+            whole = len(answer.prompt_logprobs) == len(answer.request.prompt) - 1
+            if whole and not answer.request.max_new_tokens:
+                answer.finish_reason = answer.finish_reason or "length"
+        return [answer for _, answer, _ in of]
+
+    def _decode(self) -> bool:
+        """One step of all rows that have read their prompts."""
+        count = np.array([min(max(row.wanted, 0), self.width) for row in self.rows], np.int32)
+        if not count.any():
+            return False
+        of = [(i, self.rows[i], self.rows[i].answer) for i in np.flatnonzero(count)]
+        for _, row, _ in of:
+            row.steps += 1
+        self.under_way.append((self._call_decode(count), partial(self._chosen, of)))
+        return True
+
+    def _chosen(self, of: list[tuple[int, Row, Answer]], output: model.Output) -> list[Answer]:
+        changed = []
+        for i, row, answer in of:
+            n = output.count[i]
+            tokens = output.tokens[i, :n].tolist()
+            if row.answer is answer:  # it may have ended since, and the row begun another
+                row.text, row.read, row.steps = row.text + tokens, row.read + len(tokens), row.steps - 1
+            if answer.finish_reason is not None:
+                continue
+            changed.append(answer)
+            for token, logprob in zip(tokens, output.logprobs[i, :n].tolist(), strict=True):
+                if token >= self.static["cfg"].V:  # no token is the likeliest
+                    raise ValueError(
+                        "the model computes NaN: its weights are damaged, or overflow this --dtype"
+                    )
+                answer.tokens.append(token)
+                answer.logprobs.append(logprob)
+                if token in answer.request.stop:
+                    answer.finish_reason = "stop"
+                elif len(answer.tokens) == answer.request.max_new_tokens:
+                    answer.finish_reason = "length"
+                if answer.finish_reason:
+                    break
+            self.stats.tokens += len(tokens)
+            self.stats.row_steps += 1
+            self.stats.guessed += int(output.guessed[i])
+            self.stats.guessed_right += len(tokens) - 1
+        self.stats.steps += 1
+        return changed
+
+    def _count(self) -> None:
+        stats = self.stats
+        stats.seconds = time.perf_counter() - self.began
+        waits = self.queue and any(row.free for row in self.rows)
+        if stats.filled is None and not waits and all(row.free or row.answer.tokens for row in self.rows):
+            stats.filled = dataclasses.replace(stats)
+
+
+def piece_width(unread: int) -> int:
+    """The width of the next piece of a prompt with so many tokens to read: at least half of it is used."""
+    return next((width for width in reversed(WIDTHS) if unread > width // 2), WIDTHS[0])
+
+
+@partial(jax.jit, static_argnames="mesh")
+def _replicated(tree, *, mesh: Mesh):
+    return jax.lax.with_sharding_constraint(tree, NamedSharding(mesh, P()))

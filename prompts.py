@@ -1,0 +1,190 @@
+"""What is asked: prompts of the command line, of text files and of JSON lines, and how to sample for each."""
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import pathlib
+from typing import Any
+
+from checkpoint import Checkpoint
+from generation import Request
+from launch import log
+from model import Config, Sampling
+from text import TextStream, encode, generation_config, stop_tokens
+
+NEW_TOKENS = 256  # unless --max-new-tokens or the room that is left say otherwise
+DEFAULTS = (
+    "Tell me your name",
+    "What is the weather like expressed in long prose in Old English",
+    "Do you like ice cream, be extremely precise",
+)
+# The options of sampling: type, lowest, highest, and in words. model.sample says what they do.
+SAMPLING = {
+    "temperature": (float, 0, math.inf, "a number of at least 0"),
+    "top_k": (int, 0, 2**31 - 1, "at least 0 (0: no restriction)"),
+    "top_p": (float, 0, 1, "above 0 and at most 1"),
+    "min_p": (float, 0, 1, "at least 0 and at most 1"),
+    "repetition_penalty": (float, 0, math.inf, "a number above 0"),
+    "seed": (int, 0, 2**32 - 1, f"between 0 and {2**32 - 1}"),
+}
+ABOVE_ZERO = ("top_p", "repetition_penalty")
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """A text, or the turns of a chat; where it was given; and what was asked for it alone, by option."""
+
+    text: str | list[dict[str, str]]
+    where: str
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        return self.text if isinstance(self.text, str) else self.text[-1]["content"]
+
+
+def read_prompts(args: argparse.Namespace) -> list[Prompt]:
+    """The prompts of the command line, then the file's, else the default ones. ValueError if one is empty."""
+    prompts = [
+        Prompt(text, f"--prompt {text if len(text) < 40 else text[:36] + '...'!r}")
+        for text in args.prompt or ()
+    ]
+    if args.prompt_file is not None:
+        prompts += read_prompt_file(args.prompt_file)
+    for prompt in prompts:
+        texts = [prompt.text] if isinstance(prompt.text, str) else [turn["content"] for turn in prompt.text]
+        if not all(text.strip() for text in texts):
+            raise ValueError(f"{prompt.where}: an empty prompt")
+        if any(is_broken(text) for text in texts):
+            raise ValueError(f"{prompt.where}: not valid text in this terminal's encoding")
+    return prompts or [Prompt(text, f"prompt {i}") for i, text in enumerate(DEFAULTS, 1)]
+
+
+def is_broken(text: str) -> bool:
+    """Whether there is half a surrogate pair in it: what Python makes of bytes that are no text."""
+    return any("\ud800" <= c <= "\udfff" for c in text)
+
+
+def read_prompt_file(name: str) -> list[Prompt]:
+    """One prompt per line; of a .jsonl file, one JSON object per line, see `parse_line`."""
+    option = f"--prompt-file {name}"
+    try:
+        text = pathlib.Path(os.path.expanduser(name)).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise ValueError(f"{option}: not a UTF-8 text file") from None
+    if not text.strip():
+        raise ValueError(f"{option}: no prompt in it")
+    lines = [(f"{option}, line {i}", line) for i, line in enumerate(text.rstrip().split("\n"), 1)]
+    if not name.endswith(".jsonl"):
+        return [Prompt(line.removesuffix("\r"), where) for where, line in lines]
+    return [parse_line(line, where) for where, line in lines if line.strip()]
+
+
+def parse_line(line: str, where: str) -> Prompt:
+    """{"prompt": TEXT} or {"messages": [{"role", "content"}, ...]}, and options for this prompt alone."""
+    try:
+        options = json.loads(line)
+    except (ValueError, RecursionError):
+        raise ValueError(f"{where}: not a JSON object") from None
+    if not isinstance(options, dict) or ("prompt" in options) == ("messages" in options):
+        raise ValueError(f'{where}: not a JSON object with "prompt" or "messages"')
+    text = options.pop("prompt", None)
+    if text is None:
+        text = options.pop("messages")
+        if not (isinstance(text, list) and text and all(is_turn(turn) for turn in text)):
+            raise ValueError(f'{where}: "messages" is no list of objects with a "role" and a "content"')
+    elif not isinstance(text, str):
+        raise ValueError(f'{where}: "prompt" is no text')
+    known = {*SAMPLING, "max_new_tokens"}
+    if unknown := sorted(set(options) - known):
+        raise ValueError(f"{where}: unknown option {unknown[0]!r}; known: {', '.join(sorted(known))}")
+    for name in set(options) & set(SAMPLING):
+        check_sampling(name, options[name], where)
+    new = options.get("max_new_tokens", 1)
+    if type(new) is not int or new < 1:
+        raise ValueError(f"{where}: max_new_tokens {new!r} is not at least 1")
+    return Prompt(text, where, options)
+
+
+def is_turn(x) -> bool:
+    return isinstance(x, dict) and all(isinstance(x.get(key), str) for key in ("role", "content"))
+
+
+def check_sampling(name: str, value, where: str) -> None:
+    """Raise ValueError if this is no value for an option of sampling."""
+    kind, low, high, must = SAMPLING[name]
+    fits = isinstance(value, (int, kind)) and not isinstance(value, bool) and low <= value <= high
+    if not fits or value == math.inf or (value == 0 and name in ABOVE_ZERO):
+        raise ValueError(f"{where}: {name.replace('_', '-')} {value} is not {must}")
+
+
+def choose_sampling(args: argparse.Namespace, folder: pathlib.Path) -> Sampling:
+    """What the user asked for; for the rest, what generation_config.json does; greedy if neither samples."""
+    file, theirs = folder / "generation_config.json", generation_config(folder)
+    asked = {name: getattr(args, name) for name in SAMPLING}
+    defaults = {"repetition_penalty": theirs.get("repetition_penalty")}
+    if theirs.get("do_sample") is True:
+        defaults = {name: theirs.get(name) for name in SAMPLING if name != "seed"}
+    restricted = any(asked[name] is not None for name in ("top_k", "top_p", "min_p"))
+    if asked["temperature"] is None and (restricted or theirs.get("do_sample") is True):
+        defaults["temperature"] = 1.0 if defaults.get("temperature") is None else defaults["temperature"]
+    chosen = {}
+    for name, value in asked.items():
+        where = f"--{name.replace('_', '-')}" if value is not None else str(file)
+        value = defaults.get(name) if value is None else value
+        if value is not None:
+            check_sampling(name, value, where)
+            chosen[name] = value
+    return Sampling(**chosen)
+
+
+def longest_row(args: argparse.Namespace, configs: list[Config]) -> tuple[int, str]:
+    """How many positions a row may have, and why no more."""
+    limit = min(cfg.max_positions for cfg in configs)
+    if args.max_len is None:
+        return limit, "the model's limit"
+    if args.max_len > limit:
+        raise ValueError(f"--max-len {args.max_len}: the model's limit is {limit} positions")
+    return args.max_len, "--max-len"
+
+
+class Asker:
+    """Makes requests of prompts, as the options say."""
+
+    def __init__(self, args: argparse.Namespace, checkpoint: Checkpoint, tokenizer, configs: list[Config]):
+        self.args, self.tokenizer, self.vocabulary = args, tokenizer, checkpoint.config.V
+        self.sampling = choose_sampling(args, checkpoint.folder)
+        self.templated = bool(tokenizer.chat_template) and not args.no_chat_template and not args.score
+        self.limit, self.why = longest_row(args, configs)
+        ends = frozenset() if args.ignore_eos else stop_tokens(checkpoint.folder, tokenizer)
+        self.stop = ends.union(args.stop_id)
+        if wrong := [i for i in args.stop_id if not 0 <= i < self.vocabulary]:
+            raise ValueError(f"--stop-id {wrong[0]}: the model has tokens 0 to {self.vocabulary - 1}")
+        if args.n > 1 and not self.sampling.temperature:
+            log(f"--n {args.n}: greedy answers are all alike; --temperature 1 would make them differ")
+        if args.system is not None and not tokenizer.chat_template:
+            raise ValueError(f"--system: the tokenizer in {checkpoint.folder} has no chat template")
+
+    def encode(self, text: str | list[dict]) -> list[int]:
+        if isinstance(text, str) and self.templated:
+            text = [{"role": "user", "content": text}]
+        if not isinstance(text, str) and self.args.system and text[0]["role"] != "system":
+            text = [{"role": "system", "content": self.args.system}, *text]
+        return encode(self.tokenizer, text, self.vocabulary)
+
+    def request(self, prompt: list[int], options: dict, sample: int = 0) -> Request:
+        """ValueError if the prompt and its answer are too long."""
+        args, room = self.args, self.limit - len(prompt)
+        new = options.get("max_new_tokens") or args.max_new_tokens or min(NEW_TOKENS, max(room, 1))
+        new = 0 if args.score else new
+        if new > room:
+            answer = f", which with {new} new ones" if new else ", which"
+            raise ValueError(f"{len(prompt)} tokens{answer} exceed {self.why} of {self.limit}")
+        asked = vars(self.sampling) | {name: options[name] for name in options if name in SAMPLING}
+        asked["seed"] = (asked["seed"] + sample) % 2**32
+        return Request(prompt, new, Sampling(**asked), self.stop, args.logprobs or args.score)
+
+    def stream(self) -> TextStream:
+        return TextStream(self.tokenizer, self.stop, tuple(self.args.stop))

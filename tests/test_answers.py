@@ -1,0 +1,287 @@
+"""Files of prompts and answers: order, refusals, interrupted runs, samples and scores."""
+
+import fcntl
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checkpoints.questions import sum_question
+from conftest import CHECKPOINTS, ONE_EACH, invoke, mesh_of
+
+import main
+import model
+from checkpoint import load, open_checkpoint
+from text import load_tokenizer
+
+LLAMA3 = CHECKPOINTS / "tiny-llama3"
+
+
+@pytest.fixture
+def ask(monkeypatch, capsys, tmp_path):
+    """Run main.py in tmp_path: -> (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        return invoke(monkeypatch, capsys, main, *ONE_EACH, *arguments)
+
+    return run
+
+
+def parsed(lines: str) -> list[dict]:
+    return [json.loads(line) for line in lines.splitlines()]
+
+
+def questions(n: int) -> list[str]:
+    rng = random.Random(0)
+    return [sum_question(rng, held_out=False)[0] for _ in range(n)]
+
+
+def test_lines_in_order(ask, tmp_path):
+    """The lines of --prompt-file, on stdout and in a file, are the responses of --json, in order."""
+    (tmp_path / "p").write_text("\n".join(questions(30)))
+    code, out, err = ask("--prompt-file", "p", "--rows", "8")
+    assert code == 0, err
+    lines = parsed(out)
+    assert [line["prompt"] for line in lines] == questions(30)
+    assert [line["index"] for line in lines] == list(range(30))
+    assert json.loads(ask("--prompt-file", "p", "--rows", "8", "--json")[1])["responses"] == lines
+    code, out, err = ask("--prompt-file", "p", "--rows", "16", "--output", "o")
+    assert code == 0 and out == "" and "o has all 30 lines" in err
+    in_file = parsed((tmp_path / "o").read_text())
+    assert len({line.pop("settings") for line in in_file}) == 1 and in_file == lines
+
+
+def test_each_prompt_has_its_own_options(ask, tmp_path):
+    """A .jsonl file: chats, and options for one prompt, which gets what it would get alone."""
+    turns = [{"role": "user", "content": "Who are you?"}]
+    asked = [
+        {"prompt": "What is\n1 + 2?"},
+        {"prompt": "Tell me your name", "max_new_tokens": 3},
+        {"messages": turns},
+        {"prompt": "Tell me your name", "temperature": 3.0, "seed": 7, "top_k": 50},
+        {"prompt": "Hello", "repetition_penalty": 50},
+    ]
+    (tmp_path / "p.jsonl").write_text("\n\n".join(map(json.dumps, asked)))
+    code, out, err = ask("--prompt-file", "p.jsonl")
+    assert code == 0, err
+    plain, short, chat, sampled, penalized = parsed(out)
+    assert plain["prompt"] == "What is\n1 + 2?" and plain["text"] == "1 + 2 = 3."
+    assert len(short["tokens"]) == 3 and short["finish_reason"] == "length"
+    assert chat["messages"] == turns and "Tiny Llama" in chat["text"]
+    for line, options in (
+        (sampled, ["--temperature", "3", "--seed", "7", "--top-k", "50"]),
+        (penalized, ["--repetition-penalty", "50"]),
+    ):
+        alone = json.loads(ask("--json", "--prompt", line["prompt"], *options)[1])["responses"][0]
+        assert alone["tokens"] == line["tokens"]
+    greedy = json.loads(ask("--json", "--prompt", "Tell me your name", "--prompt", "Hello")[1])["responses"]
+    assert greedy[0]["tokens"] != sampled["tokens"] and greedy[1]["tokens"] != penalized["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "not a JSON object"),
+        ("[]", 'not a JSON object with "prompt"'),
+        ('{"prompt": "a", "messages": []}', 'with "prompt" or "messages"'),
+        ('{"prompt": 3}', '"prompt" is no text'),
+        ('{"prompt": " "}', "an empty prompt"),
+        ('{"prompt": "\\ud800"}', "not valid text"),
+        ('{"messages": []}', '"messages" is no list'),
+        ('{"messages": [{"role": "user"}]}', '"messages" is no list'),
+        ('{"prompt": "a", "top_q": 1}', "unknown option 'top_q'"),
+        ('{"prompt": "a", "top_p": 0}', "top-p 0 is not above 0"),
+        ('{"prompt": "a", "top_k": true}', "top-k True is not"),
+        ('{"prompt": "a", "seed": 1.5}', "seed 1.5 is not"),
+        ('{"prompt": "a", "max_new_tokens": 0}', "max_new_tokens 0 is not at least 1"),
+        ("[" * 100_000, "not a JSON object"),
+    ],
+)
+def test_wrong_lines(line, message, ask, tmp_path):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n' + line)
+    code, out, err = ask("--prompt-file", "p.jsonl")
+    assert code == 1 and out == "" and err.count("\n") == 1
+    assert err.startswith("error: --prompt-file p.jsonl, line 2: ") and message in err
+
+
+def test_refused_by_name(ask, tmp_path):
+    """What does not fit is named, and has a line that says so; the others are answered; exit code 1."""
+    long = "a b " * 400
+    (tmp_path / "p").write_text("\n".join(["Hello", long, "Tell me your name"]))
+    code, out, err = ask("--prompt-file", "p")
+    first, refused, last = parsed(out)
+    assert code == 1 and "Hello" in first["text"] and "Tiny Llama" in last["text"]
+    assert "error: --prompt-file p, line 2: " in err and "exceed the model's limit of 512" in err
+    assert refused["prompt"] == long and "line 2" in refused["error"] and "text" not in refused
+    code, out, err = ask("--prompt", "Hello", "--prompt", long)
+    assert code == 1 and out.startswith("> Hello\nHello!") and out.count("> ") == 1
+    assert "error: --prompt 'a b a" in err and "exceed the model's limit of 512" in err
+
+
+def test_what_memory_does_not_hold_is_refused(ask, tmp_path, monkeypatch):
+    import memory
+
+    (tmp_path / "p").write_text("\n".join(["Hello", "a b " * 80]))
+    plan_cache = memory.plan_cache
+    monkeypatch.setattr(main, "plan_cache", lambda plans, lengths, *_: plan_cache(plans, lengths, None, 128))
+    code, out, err = ask("--prompt-file", "p", "--max-new-tokens", "60")
+    assert code == 1 and "line 2: it takes" in err and "memory holds rows of 128" in err
+    assert [("text" in line) for line in parsed(out)] == [True, False]
+
+
+def test_interrupted_anywhere(ask, tmp_path):
+    """A file cut at any byte is gone on with, and ends as if nothing had happened; so is one out of order."""
+    (tmp_path / "p").write_text("\n".join(questions(12)))
+    arguments = ["--prompt-file", "p", "--rows", "8", "--output", "o", "--temperature", "0.7"]
+    assert ask(*arguments)[0] == 0
+    whole = (tmp_path / "o").read_bytes()
+    lines = whole.splitlines(keepends=True)
+    for cut in (0, 1, len(lines[0]) - 1, len(lines[0]), len(whole) // 2, len(whole) - 1):
+        (tmp_path / "o").write_bytes(whole[:cut])
+        assert ask(*arguments)[0] == 0
+        assert (tmp_path / "o").read_bytes() == whole
+    (tmp_path / "o").write_bytes(b"".join([lines[7], lines[2], lines[11]]) + lines[5][:20])
+    assert ask(*arguments)[0] == 0
+    assert (tmp_path / "o").read_bytes() == whole
+    assert sorted(os.listdir(tmp_path)) == ["o", "p"]
+
+
+def test_held_answers_are_not_asked_again(ask, tmp_path, monkeypatch):
+    (tmp_path / "p").write_text("\n".join(questions(9)))
+    arguments = ["--prompt-file", "p", "--output", "o"]
+    assert ask(*arguments)[0] == 0
+    whole = (tmp_path / "o").read_bytes()
+    monkeypatch.setattr(main, "load", lambda *_, **__: pytest.fail("loaded"))
+    code, out, err = ask(*arguments)
+    assert code == 0 and out == "" and (tmp_path / "o").read_bytes() == whole
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    # More prompts at the end are new ones; those that were refused are tried again.
+    (tmp_path / "p").write_text("\n".join([*questions(9), "a " * 600, "Hello"]))
+    code, _, err = ask(*arguments, "--max-len", "300", "--max-new-tokens", "256")
+    assert code == 1 and "made with another model or other options" in err
+    for _ in range(2):
+        code, _, err = ask(*arguments)
+        lines = parsed((tmp_path / "o").read_text())
+        assert code == 1 and "line 10: " in err
+        assert ["error" in line for line in lines[:10]] == [False] * 9 + [True]
+        assert (tmp_path / "o").read_bytes().startswith(whole)
+        (tmp_path / "p").write_text("\n".join([*questions(9), "a " * 600, "Hello", "Who are you?"]))
+    assert [line["index"] for line in lines] == list(range(12))
+
+
+def test_wrong_output_files(ask, tmp_path):
+    (tmp_path / "p").write_text("\n".join(questions(3)))
+    arguments = ["--prompt-file", "p", "--output", "o"]
+    assert ask(*arguments)[0] == 0
+    line = json.loads((tmp_path / "o").read_text().splitlines()[0])
+    for content, message in (
+        ("my notes\n", "line 1: not of an earlier run"),
+        ("{}\n", "line 1: not of an earlier run"),
+        ("3\n", "line 1: not of an earlier run"),
+        (json.dumps(line | {"index": 3}) + "\n", "line 1: an answer to another prompt"),
+        (json.dumps(line | {"index": [1]}) + "\n", "line 1: not of an earlier run"),
+        (json.dumps(line | {"prompt": "x"}) + "\n", "line 1: an answer to another prompt"),
+        (json.dumps(line | {"settings": "x"}) + "\n", "line 1: made with another model"),
+    ):
+        (tmp_path / "o").write_text(content)
+        code, out, err = ask(*arguments)
+        assert code == 1 and out == "" and message in err and err.count("\n") == 1
+        assert (tmp_path / "o").read_text() == content  # nothing is lost
+    with open(tmp_path / "o", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert "another process is writing to it" in ask(*arguments)[2]
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_interrupt(how, tmp_path):
+    """A run that is killed leaves whole lines; the next goes on, and ends like an undisturbed one."""
+    (tmp_path / "p").write_text("\n".join(questions(300)))
+    environment = {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled"),
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+    }
+
+    def start(output: str) -> subprocess.Popen:
+        command = [sys.executable, main.__file__, "--prompt-file", "p", "--output", output, "--rows", "4"]
+        return subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
+
+    killed = start("o")
+    while killed.poll() is None and (not (tmp_path / "o").exists() or not (tmp_path / "o").stat().st_size):
+        time.sleep(0.005)
+    killed.send_signal(how)
+    _, err = killed.communicate()
+    assert killed.returncode == (130 if how == signal.SIGINT else -9), err
+    assert "Traceback" not in err
+    left = (tmp_path / "o").read_text()
+    whole_lines = left[: left.rfind("\n") + 1]
+    assert 0 < len(parsed(whole_lines)) < 300
+    again, undisturbed = start("o"), start("u")
+    for process in (again, undisturbed):
+        assert process.communicate()[1] and process.returncode == 0
+    assert (tmp_path / "o").read_bytes() == (tmp_path / "u").read_bytes()
+
+
+def test_samples(ask):
+    """--n samples have the seeds S, S + 1, ...: each is what that seed gives alone."""
+    options = ["--json", "--prompt", "Hello", "--prompt", "Who are you?", "--temperature", "5"]
+    responses = json.loads(ask(*options, "--n", "3", "--seed", "5")[1])["responses"]
+    assert [(r["index"], r["sample"]) for r in responses] == [(i, j) for i in range(2) for j in range(3)]
+    for j in range(3):
+        alone = json.loads(ask(*options, "--seed", str(5 + j))[1])["responses"]
+        assert [r["tokens"] for r in alone] == [r["tokens"] for r in responses if r["sample"] == j]
+    assert len({tuple(r["tokens"]) for r in responses}) == 6
+    text = ask("--prompt", "Hello", "--temperature", "2", "--n", "2")[1]
+    assert "> Hello (1 of 2)\n" in text and "> Hello (2 of 2)\n" in text
+
+
+def test_stop_strings(ask):
+    plain = json.loads(ask("--json", "--prompt", "Tell me your name")[1])["responses"][0]
+    ask_with = ["--json", "--prompt", "Tell me your name", "--stop", "Llama", "--stop", "nowhere"]
+    stopped = json.loads(ask(*ask_with)[1])["responses"][0]
+    assert stopped["text"] == plain["text"][: plain["text"].index("Llama")]
+    assert stopped["finish_reason"] == "stop"
+    n = len(stopped["tokens"])
+    assert stopped["tokens"] == plain["tokens"][:n] and n < len(plain["tokens"])
+    token = plain["tokens"][4]
+    by_id = json.loads(ask("--json", "--prompt", "Tell me your name", "--stop-id", token)[1])["responses"][0]
+    assert by_id["tokens"] == plain["tokens"][:5] and by_id["finish_reason"] == "stop"
+    assert (
+        ask("--prompt", "Tell me your name", "--stop", "Llama")[1]
+        == f"> Tell me your name\n{stopped['text']}\n\n"
+    )
+
+
+def test_score(ask):
+    """Against log-softmax of the whole forward pass."""
+    texts = ["12 + 34 = 46.", "Hello! Ask me for the sum of two numbers below 100."]
+    checkpoint = open_checkpoint(LLAMA3)
+    cfg, mesh = checkpoint.config, mesh_of(checkpoint.config)
+    weights, tokenizer = load(checkpoint, mesh, "float32", False), load_tokenizer(LLAMA3)
+    expected = []
+    for text in texts:
+        tokens = np.array([tokenizer(text).input_ids])
+        logits = np.asarray(model.forward(jnp.asarray(tokens), weights, cfg=cfg, mesh=mesh), np.float64)[0]
+        logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        expected.append(logprobs[np.arange(len(tokens[0]) - 1), tokens[0, 1:]])
+    asked = [x for text in texts for x in ("--prompt", text)]
+    code, out, err = ask("--score", "--json", *asked)
+    assert code == 0, err
+    for response, logprobs in zip(json.loads(out)["responses"], expected, strict=True):
+        assert response["prompt_logprobs"][0] is None
+        # float32 in another order of summation: see test_transformers.
+        np.testing.assert_allclose(response["prompt_logprobs"][1:], logprobs, atol=1e-4)
+        np.testing.assert_allclose(response["log_likelihood"], logprobs.sum(), atol=1e-3)
+        np.testing.assert_allclose(response["perplexity"], np.exp(-logprobs.mean()), rtol=1e-4)
+    every = np.concatenate(expected)
+    last = ask("--score", *asked)[1].splitlines()[-1]
+    likelihood = f"log-likelihood {every.sum():,.4f} of {len(every)} tokens"
+    assert last == f"all: {likelihood}, perplexity {np.exp(-every.mean()):,.4f}"

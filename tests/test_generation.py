@@ -1,0 +1,482 @@
+"""Requests that share the rows of one batch: each is answered as it is alone, and on the way nothing is compiled,
+nothing is read twice, and nothing waits.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import CHECKPOINTS, llama4_config, mesh_of
+
+import generation
+import model
+from checkpoint import load, open_checkpoint
+from generation import Answer, Batch, Request
+from model import Sampling
+
+ROWS, MAX_LEN = 8, 160
+SUBJECTS = ("tiny-llama3", "tiny-llama4", "ring")
+TOLERANCE = 1e-4  # of log-probabilities: in float32, pieces of other widths are summed in another order
+
+
+@functools.cache
+def subject(name: str, mesh: str):
+    """(weights, cfg, mesh) of a trained model, or of a random one with rings of 8 or of 8 and 6."""
+    if name in ("ring", "rings"):
+        kinds = dict(layers=(model.LayerKind(chunk=6), model.LayerKind(chunk=8))) if name == "rings" else {}
+        cfg = llama4_config(**kinds)
+        return model.init_weights(jax.random.key(0), cfg, mesh_of(cfg, mesh)), cfg, mesh_of(cfg, mesh)
+    checkpoint = open_checkpoint(CHECKPOINTS / name)
+    mesh = mesh_of(checkpoint.config, mesh)
+    return load(checkpoint, mesh, "float32", False), checkpoint.config, mesh
+
+
+@functools.cache
+def empty_row(name: str) -> model.Cache:
+    _, cfg, mesh = subject(name, "1")
+    return model.init_cache(cfg, mesh, 1, MAX_LEN, "float32")
+
+
+def alone(request: Request, name: str) -> tuple[list[int], list[float]]:
+    """The answer's tokens and their log-probabilities: a plain loop over a cache of one row. Knows no stop."""
+    weights, cfg, mesh = subject(name, "1")
+    static, one = dict(cfg=cfg, mesh=mesh), np.ones(1, np.int32)
+    text, length = np.zeros((1, MAX_LEN), np.int32), len(request.prompt)
+    text[0, :length] = request.prompt
+    kinds = dict(seed=np.uint32, top_k=np.int32)
+    asked = {name: x for name, x in vars(request.sampling).items() if x is not None}
+    asked = Sampling(**{name: np.array([x], kinds.get(name, np.float32)) for name, x in asked.items()})
+    cache = jax.tree.map(jnp.copy, empty_row(name))  # for it is donated
+    cache = model.begin(0 * one, text, 0 * one, None, cache, **static)
+    for start in range(0, length - 1, 40):
+        count = min(length - 1 - start, 40) * one
+        _, cache = model.prefill(None, count, weights, cache, width=40, **static)
+    outputs = []
+    for _ in range(request.max_new_tokens):
+        output, cache = model.decode_step(one, None, asked, weights, cache, **static)
+        outputs.append(output)
+    return [int(x.tokens[0, 0]) for x in outputs], [float(x.logprobs[0, 0]) for x in outputs]
+
+
+def batch_of(requests: list[Request], name: str, mesh: str = "1", rows: int = ROWS, **options) -> Batch:
+    return Batch(*subject(name, mesh), rows, MAX_LEN, "float32", requests, **options)
+
+
+def finish(batch: Batch) -> None:
+    for _ in range(20_000):
+        if not batch.busy:
+            return
+        batch.advance()
+    raise AssertionError("it does not end")
+
+
+def ask(batch: Batch, requests: list[Request]) -> list[Answer]:
+    answers = [batch.add(request) for request in requests]
+    finish(batch)
+    return answers
+
+
+def assert_as_alone(answers: list[Answer], name: str) -> None:
+    for answer in answers:
+        tokens, logprobs = alone(answer.request, name)
+        assert (answer.tokens, answer.finish_reason) == (tokens, "length")
+        np.testing.assert_allclose(answer.logprobs, logprobs, atol=TOLERANCE)
+
+
+def mixed(cfg: model.Config, n: int) -> list[Request]:
+    """Of four requests, one begins like others, up to some length, and one asks what was asked before."""
+    rng = np.random.default_rng(n)
+
+    def tokens(n: int) -> list[int]:
+        return rng.integers(0, cfg.V, n).tolist()
+
+    heads, requests = [tokens(80) for _ in range(3)], []
+    for i in range(n):
+        prompt = tokens(rng.integers(1, 91))
+        if i % 4 == 1:
+            prompt = heads[rng.integers(3)][: rng.integers(1, 81)] + prompt[:10]
+        if i % 4 == 3:
+            prompt = requests[rng.integers(i)].prompt
+        requests.append(Request(prompt, int(min(rng.exponential(12) + 1, 40))))
+    return requests
+
+
+@pytest.fixture
+def compiled():
+    """What jax traces and compiles, by its own account."""
+    events = []
+
+    def hear(event: str, *_, **__) -> None:
+        if event.startswith("/jax/core/compile"):
+            events.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(hear)
+    jax.jit(lambda: 0)()
+    assert events  # so it would be heard
+    yield events
+    jax.monitoring.unregister_event_duration_listener(hear)
+
+
+def spy(monkeypatch, name: str, tell) -> None:
+    """Call tell(arguments, result) after each call of this function of model.py."""
+    function = getattr(model, name)
+
+    def spied(*arguments, **options):
+        result = function(*arguments, **options)
+        tell(arguments, result)
+        return result
+
+    monkeypatch.setattr(model, name, spied)
+
+
+# ------------------------------------------------------------------------------------------ the same answers
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_200_requests_in_8_rows(name, compiled):
+    """As alone, to the token; and nothing is traced or compiled once the batch is there."""
+    requests = mixed(subject(name, "1")[1], 200)
+    batch = batch_of(requests, name)
+    compiled.clear()
+    answers = ask(batch, requests)
+    assert not compiled
+    assert_as_alone(answers, name)
+    stats = batch.stats
+    assert stats.prompt_tokens == sum(len(request.prompt) for request in requests)
+    assert stats.tokens == stats.row_steps == sum(request.max_new_tokens for request in requests)
+    assert stats.reused_tokens > stats.prompt_tokens / 20
+
+
+@pytest.mark.parametrize("mesh", ["dp8", "tp8", "dp2-ep2-tp2"])
+def test_requests_on_a_mesh(mesh, compiled):
+    """Each data shard has rows of its own, and reads a prompt of its own at a time."""
+    requests = mixed(subject("ring", "1")[1], 60)
+    batch = batch_of(requests, "ring", mesh)
+    compiled.clear()
+    answers = ask(batch, requests)
+    assert not compiled
+    assert_as_alone(answers, "ring")
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_alone_is_what_the_model_says(name):
+    """The truth of these tests against a forward of whole texts, which has no cache."""
+    weights, cfg, mesh = subject(name, "1")
+    requests = mixed(cfg, 24)
+    tokens = [alone(request, name)[0] for request in requests]
+    texts = np.zeros((len(requests), MAX_LEN), np.int32)
+    for text, request, answer in zip(texts, requests, tokens, strict=True):
+        text[: len(request.prompt) + len(answer)] = request.prompt + answer
+    likeliest = np.asarray(jnp.argmax(model.forward(texts, weights, cfg=cfg, mesh=mesh), -1))
+    for row, request, answer in zip(likeliest, requests, tokens, strict=True):
+        assert answer == row[len(request.prompt) - 1 :][: len(answer)].tolist()
+
+
+SETTINGS = (
+    Sampling(),
+    Sampling(seed=1, temperature=0.7),
+    Sampling(seed=2, temperature=1.0, top_p=0.8),
+    Sampling(seed=3, temperature=1.5, top_k=20, top_p=0.9, min_p=0.02, repetition_penalty=1.3),
+)
+
+
+def sampled(cfg: model.Config) -> list[Request]:
+    """Two of each of SETTINGS, with seeds of their own, and prompts and answers of unlike lengths."""
+    rng, requests = np.random.default_rng(0), []
+    for i, sampling in enumerate(SETTINGS * 2):
+        seed = None if sampling.seed is None else 10 * i + sampling.seed
+        prompt = rng.integers(0, cfg.V, rng.integers(1, 60)).tolist()
+        requests.append(Request(prompt, 6 + 2 * i, dataclasses.replace(sampling, seed=seed)))
+    return requests
+
+
+@pytest.fixture(scope="module")
+def draws():
+    """The tokens of each of `sampled`, drawn alone."""
+    return [alone(request, "ring")[0] for request in sampled(subject("ring", "1")[1])]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "rows"), [("1", 1), ("1", 8), ("tp8", 8), ("dp2-ep2-tp2", 8)]
+)
+def test_draws_depend_on_the_request_alone(mesh, rows, draws):
+    """On no neighbour, order, number of rows or mesh."""
+    requests = sampled(subject("ring", "1")[1])
+    batch = batch_of(requests, "ring", mesh, rows)
+    for order in (range(8), (5, 2, 7, 0, 3, 6, 1, 4)):
+        answers = ask(batch, [requests[i] for i in order])
+        assert [answer.tokens for answer in answers] == [draws[i] for i in order]
+
+
+def test_draws_depend_on_the_seed(draws):
+    requests = [request for request in sampled(subject("ring", "1")[1]) if request.sampling.seed is not None]
+    again = [dataclasses.replace(request.sampling, seed=99) for request in requests]
+    others = [dataclasses.replace(request, sampling=how) for request, how in zip(requests, again, strict=True)]
+    for answer in ask(batch_of(requests, "ring"), others):
+        assert answer.tokens not in draws
+
+
+# --------------------------------------------------------------------------------------- what is read already
+
+
+def test_each_prompt_token_is_read_once(monkeypatch):
+    """A system prompt is read with the first question, a question again not at all, a second turn from there.
+
+    The last token of each prompt counts as none here: the step that begins the answer reads it.
+    """
+    rng, counts = np.random.default_rng(0), []
+    spy(monkeypatch, "prefill", lambda arguments, _: counts.append(arguments[1].sum()))
+    system, *own = (rng.integers(0, 512, n).tolist() for n in (40, 3, 20, 9, 1, 16, 2, 12, 5))
+    requests = [Request(system + question, 6) for question in own]
+    batch = batch_of(requests, "tiny-llama3")
+    counts.clear()
+    answers = ask(batch, requests)
+    assert sum(counts) == 40 + sum(len(question) - 1 for question in own)
+    again = ask(batch, requests)
+    assert sum(counts) == 40 + sum(len(question) - 1 for question in own)
+    turns = [Request(x.request.prompt + x.tokens + [7, 8, 9], 6) for x in again]
+    third = ask(batch, turns)
+    # The last token of an answer is chosen, not read; then two more before the last.
+    assert sum(counts) == 40 + sum(len(question) - 1 for question in own) + 8 * 3
+    stats = batch.stats
+    assert stats.reused_tokens == stats.prompt_tokens - 3 * 8 - sum(counts)
+    assert_as_alone(answers + again + third, "tiny-llama3")
+
+
+def held(read: int, n: int, chunks: set[int]) -> bool:
+    """Whether rings that took in `read` tokens one after the other still have what one at place n sees."""
+    for chunk in chunks:
+        slots = {place % chunk: place for place in range(read)}
+        if any(slots[place % chunk] != place for place in range(n - n % chunk, n)):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("name", ["ring", "rings"])
+def test_reuse_at_the_edges_of_chunks(name, monkeypatch):
+    """What begins like a row that has gone on by 0..2 chunks takes from it what its rings hold, and no more."""
+    monkeypatch.setattr(generation, "WORTH_COPYING", 1)
+    cfg, rng = subject(name, "1")[1], np.random.default_rng(0)
+    batch = batch_of([], name, longest=50)
+    for n in (6, 7, 8, 9, 16, 17, 24):
+        for further in (0, 1, 2, 3, 7, 8, 9, 15, 16, 17):
+            [first] = ask(batch, [Request(rng.integers(0, cfg.V, n + further - 2).tolist(), 3)])
+            text = first.request.prompt + first.tokens  # of which the last has not been read
+            reused = batch.stats.reused_tokens
+            [second] = ask(batch, [Request(text[:n] + [(text[n] + 1) % cfg.V, 5], 3)])
+            expected = max(place for place in range(n + 1) if held(n + further, place, cfg.chunks))
+            assert batch.stats.reused_tokens - reused == expected
+            assert_as_alone([second], name)
+
+
+@pytest.mark.parametrize("name", ["ring", "rings"])
+def test_reuse_of_rows_that_go_on(name, monkeypatch):
+    """A row from which another begins may be anywhere: reading, answering, or itself begun from a third.
+
+    A cache that starts full of NaN tells if a row sees what it has not read.
+    """
+    monkeypatch.setattr(generation, "WORTH_COPYING", 1)
+    init_cache = model.init_cache
+
+    def poisoned(*arguments):
+        cache = init_cache(*arguments)
+        layers = jax.tree.map(lambda x: jax.device_put(jnp.full_like(x, jnp.nan), x.sharding), cache.layers)
+        return dataclasses.replace(cache, layers=layers)
+
+    cfg, rng = subject(name, "1")[1], np.random.default_rng(0)
+    family, requests = rng.integers(0, cfg.V, 60).tolist(), []
+    for _ in range(200):
+        n, own = int(rng.choice((1, 6, 7, 8, 9, 12, 13, 15, 16, 17, 18, 23, 24, 25, 30, 50))), rng.integers(1, 3)
+        requests.append(
+            Request(family[:n] + rng.integers(0, cfg.V, own).tolist(), int(rng.choice((1, 2, 9, 20))))
+        )
+    monkeypatch.setattr(model, "init_cache", poisoned)
+    batch = batch_of(requests, name)
+    monkeypatch.setattr(model, "init_cache", init_cache)
+    assert_as_alone(ask(batch, requests), name)
+    assert batch.stats.reused_tokens > batch.stats.prompt_tokens / 2
+
+
+# --------------------------------------------------------------------------------------------- how answers end
+
+
+def test_stop_tokens():
+    """An answer ends with the first of them, and its row goes on with the next request."""
+    [request, *_] = requests = [dataclasses.replace(x, max_new_tokens=30) for x in mixed(subject("ring", "1")[1], 20)]
+    expected = {request: alone(request, "ring")[0] for request in requests}
+    stopped = [dataclasses.replace(x, stop=frozenset(expected[x][5::9])) for x in requests]
+    stopped[3] = dataclasses.replace(requests[3], stop=frozenset([subject("ring", "1")[1].V]))  # which never comes
+    answers = ask(batch_of(requests, "ring", rows=8), stopped)
+    for request, answer in zip(requests, answers, strict=True):
+        stop = answer.request.stop
+        end = next((i + 1 for i, token in enumerate(expected[request]) if token in stop), 30)
+        assert answer.tokens == expected[request][:end] and len(answer.logprobs) == end
+        assert answer.finish_reason == ("length" if answer is answers[3] else "stop")
+
+
+@pytest.mark.parametrize(("name", "mesh"), [("tiny-llama3", "1"), ("ring", "dp8")])
+def test_log_probabilities_of_prompts(name, mesh):
+    """Of those that ask and of no others, with and without an answer, against a forward of the prompts."""
+    weights, cfg, one = subject(name, "1")
+    rng = np.random.default_rng(0)
+    head = rng.integers(0, cfg.V, 150).tolist()
+    prompts = [head[:n] for n in (1, 2, 33, 34, 130, 150, 1, 2, 60)]
+    requests = [
+        Request(prompt, new, score=score)
+        for prompt in prompts
+        for new, score in ((0, True), (4, True), (3, False), (0, False))
+    ]
+    answers = ask(batch_of(requests, name, mesh), requests)
+    texts = np.array([head + [0] * (MAX_LEN - len(head))], np.int32)
+    logprobs = np.asarray(jax.nn.log_softmax(model.forward(texts, weights, cfg=cfg, mesh=one)))[0]
+    for answer in answers:
+        request = answer.request
+        n = len(request.prompt) - 1 if request.score else 0
+        expected = logprobs[np.arange(n), head[1 : n + 1]]
+        assert len(answer.prompt_logprobs) == n
+        np.testing.assert_allclose(answer.prompt_logprobs, expected, atol=TOLERANCE)
+    assert_as_alone(answers, name)
+
+
+def test_requests_that_do_not_fit():
+    """They are refused with numbers, and the others do not notice; those that just fit are answered."""
+    requests = mixed(subject("ring", "1")[1], 12)
+    requests[3] = Request(requests[3].prompt, MAX_LEN - len(requests[3].prompt))
+    batch, answers = batch_of(requests, "ring"), []
+    for request in requests:
+        n = len(request.prompt)
+        with pytest.raises(ValueError, match=f"{n} tokens and {MAX_LEN + 1 - n} new ones .* {MAX_LEN}"):
+            batch.add(Request(request.prompt, MAX_LEN + 1 - n))
+        with pytest.raises(ValueError):
+            batch.add(Request([], 3))
+        answers.append(batch.add(request))
+    finish(batch)
+    assert_as_alone(answers, "ring")
+
+
+def test_cancel():
+    """In the queue, while it is read, while it is answered: it gets no more tokens, and the others all of theirs."""
+    cfg, rng = subject("ring", "1")[1], np.random.default_rng(0)
+    # Of 150 tokens a second piece is left to read after the first call.
+    lengths = (3, 150, 20, 33, 1, 40, 5, 60, 9, 2, 70, 11)
+    requests = [Request(rng.integers(0, cfg.V, n).tolist(), 9) for n in lengths]
+    batch = batch_of(requests, "ring")
+    answered, read, third, *others, queued = [batch.add(request) for request in requests]
+    batch.cancel(queued)
+    while not any(row.answer is read and row.unread for row in batch.rows):
+        batch.advance()
+    batch.cancel(read)
+    while len(answered.tokens) < 5:
+        batch.advance()
+    batch.cancel(answered)
+    finish(batch)
+    batch.cancel(third)  # too late
+    assert [(x.finish_reason, len(x.tokens)) for x in (queued, read, answered)] == [
+        ("cancelled", 0),
+        ("cancelled", 0),
+        ("cancelled", 5),
+    ]
+    assert answered.tokens == alone(answered.request, "ring")[0][:5]
+    assert not {answered, read, queued} & {row.answer for row in batch.rows}
+    assert_as_alone([third, *others], "ring")
+
+
+# ------------------------------------------------------------------------------------- on the way to the device
+
+
+def held_bytes(arrays) -> int:
+    """What all devices together hold of these arrays, or would of their abstract shapes."""
+    shards = [(x.sharding, x.sharding.shard_shape(x.shape), x.dtype.itemsize) for x in arrays]
+    return sum(len(where.device_set) * math.prod(shape) * itemsize for where, shape, itemsize in shards)
+
+
+@pytest.mark.parametrize("mesh", ["1", "tp8"])
+def test_memory(mesh, monkeypatch):
+    """Beside the weights there are the cache that was planned, in one place, and outputs of a few bytes."""
+    _, cfg, devices = subject("ring", mesh)
+    requests, before, found = mixed(cfg, 30), jax.live_arrays(), []
+    old = {id(x) for x in before}
+    for name in ("begin", "prefill", "decode_step"):
+        spy(
+            monkeypatch, name,
+            lambda *_: found.append(held_bytes(x for x in jax.live_arrays() if id(x) not in old)),
+        )  # fmt: skip
+    batch = batch_of(requests, "ring", mesh)
+
+    def places() -> list[int]:
+        layers = jax.tree.leaves(batch.cache.layers)
+        return [shard.data.unsafe_buffer_pointer() for x in layers for shard in x.addressable_shards]
+
+    answers = [batch.add(request) for request in requests]
+    for _ in range(20):
+        batch.advance()
+    at, calls = places(), len(found)
+    finish(batch)
+    planned = held_bytes(
+        jax.tree.leaves(model.abstract(model.cache_infos(cfg, ROWS, MAX_LEN, jnp.float32), devices))
+    )
+    assert len(found) > calls + 50 and all(answer.tokens for answer in answers)
+    assert planned <= min(found) and max(found) <= planned + 5_000
+    assert places() == at
+
+
+def test_a_step_is_fetched_after_the_next_is_sent(monkeypatch):
+    """The device is never without work: step 1 is looked at when step 2 has been sent off, and so on."""
+    events = []
+
+    class Spied:
+        """An output of a step, which tells when its values are asked for."""
+
+        def __init__(self, x, step: int):
+            self.x, self.step = x, step
+
+        def copy_to_host_async(self) -> None:
+            self.x.copy_to_host_async()
+
+        def __array__(self, *_, **__) -> np.ndarray:
+            events.append(("fetch", self.step))
+            return np.asarray(self.x)
+
+    decode_step = model.decode_step
+
+    def spied(*arguments, **options):
+        output, cache = decode_step(*arguments, **options)
+        step = sum(kind == "send" for kind, _ in events)
+        events.append(("send", step))
+        return jax.tree.map(lambda x: Spied(x, step), output), cache
+
+    requests = [Request([1], 6), Request([2], 9)]
+    batch = batch_of(requests, "ring")
+    monkeypatch.setattr(model, "decode_step", spied)
+    answers = [batch.add(request) for request in requests]
+    for call in range(9):
+        events.append(("call", call))
+        changed = batch.advance()
+        assert [len(answer.tokens) for answer in answers] == [min(call, 6), min(call, 9)]
+        assert changed == [answer for answer in answers if 0 < call <= answer.request.max_new_tokens]
+    finish(batch)
+    monkeypatch.undo()
+    first = [event for i, event in enumerate(events) if event not in events[:i]]  # an output has four arrays
+    expected = [("call", 0), ("send", 0)]
+    for step in range(1, 9):
+        expected += [("call", step), ("send", step), ("fetch", step - 1)]
+    assert first == expected + [("fetch", 8)]
+    assert_as_alone(answers, "ring")
+
+
+def test_an_end_does_not_wait_for_another_prompt(monkeypatch):
+    """The last token of an answer is there one call later, though nothing but a long prompt is to be read."""
+    monkeypatch.setattr(generation, "WIDTHS", (32,))
+    cfg, rng = subject("ring", "1")[1], np.random.default_rng(0)
+    requests = [Request([1], 1), Request(rng.integers(0, cfg.V, MAX_LEN - 5).tolist(), 5)]
+    batch = batch_of(requests, "ring")
+    answers = [batch.add(request) for request in requests]
+    batch.advance()
+    batch.advance()
+    assert answers[0].finish_reason == "length" and batch.rows[1].unread
+    finish(batch)
+    assert_as_alone(answers, "ring")

@@ -1,0 +1,171 @@
+"""Guesses change how many steps an answer takes, and nothing else."""
+
+import dataclasses
+import functools
+import random
+
+import jax
+import numpy as np
+import pytest
+from checkpoints.questions import count_question, fixed_question, sum_question
+from conftest import CHECKPOINTS, llama3_config, llama4_config, mesh_of
+from test_generation import ROWS, TOLERANCE, ask, subject
+
+import model
+import speculation
+import text
+from generation import Answer, Batch, Request
+from model import Sampling
+from speculation import Draft, Lookup
+
+GUESSES, MAX_LEN = 4, 96
+END = frozenset((1, 2, 6))  # the tiny models' stop tokens
+
+
+@functools.cache
+def requests_for(name: str, sampled: bool) -> list[Request]:
+    """100 prompts: half of them repeat a phrase, the others are questions, or begin like one another."""
+    rng, py = np.random.default_rng(0), random.Random(0)
+    V, how = subject(name, "1")[1].V, Sampling()
+    prompts = [np.resize(rng.integers(0, V, rng.integers(1, 9)), rng.integers(4, 40)).tolist() for _ in range(50)]
+    if name == "ring":
+        family = rng.integers(0, V, 40).tolist()
+        prompts += [family[: rng.integers(1, 40)] + rng.integers(0, V, 3).tolist() for _ in range(50)]
+    else:
+        questions = [fixed_question(py), count_question(py), sum_question(py, held_out=True)]
+        tokenizer = text.load_tokenizer(CHECKPOINTS / name)
+        for _ in range(50):
+            [question, _] = py.choice((fixed_question, count_question, functools.partial(sum_question, held_out=True)))(py)
+            prompts.append(text.encode(tokenizer, [dict(role="user", content=question)], V))
+    requests = []
+    for i, prompt in enumerate(prompts):
+        if sampled:
+            how = Sampling(seed=i, temperature=0.8, top_p=0.9 if i % 2 else None)
+        requests.append(Request(prompt, int(rng.integers(1, 33)), how, END))
+    return requests
+
+
+def answers_to(name: str, mesh: str, sampled: bool, speculate=None) -> tuple[Batch, list[Answer]]:
+    requests = requests_for(name, sampled)
+    batch = Batch(*subject(name, mesh), ROWS, MAX_LEN, "float32", requests, speculate=speculate)
+    return batch, ask(batch, requests)
+
+
+@functools.cache
+def plain(name: str, sampled: bool) -> list[Answer]:
+    return answers_to(name, "1", sampled)[1]
+
+
+def guesser(how: str, name: str, mesh: str) -> Lookup | Draft:
+    """What `how` says: itself, another trained model, or a random one of this vocabulary."""
+    if how.startswith("lookup"):
+        return Lookup(int(how.split()[1]))
+    if how in ("itself", "tiny-llama3"):
+        weights, cfg, devices = subject(name if how == "itself" else how, mesh)
+    else:
+        V, kind = subject(name, mesh)[1].V, model.LayerKind(chunk=6)
+        cfg = {"heads": llama3_config(V=V), "chunk": llama4_config(V=V, layers=(kind, model.LayerKind()))}[how]
+        devices = mesh_of(cfg, mesh)
+        weights = model.init_weights(jax.random.key(1), cfg, devices)
+    return Draft(weights, cfg, devices, "float32", GUESSES)
+
+
+def assert_same(answers: list[Answer], expected: list[Answer]) -> None:
+    for ours, theirs in zip(answers, expected, strict=True):
+        assert (ours.tokens, ours.finish_reason) == (theirs.tokens, theirs.finish_reason)
+        np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=TOLERANCE)
+
+
+def steps_of(answer: Answer, chunks: set[int]) -> int:
+    """How many steps an answer takes of which all guesses are right."""
+    place, made, steps = len(answer.request.prompt) - 1, 0, 0
+    while made < len(answer.tokens):
+        n = min([1 + GUESSES] + [chunk - place % chunk for chunk in chunks])
+        place, made, steps = place + n, made + n, steps + 1
+    return steps
+
+
+GREEDY = [
+    ("tiny-llama3", "1", "lookup 1"),
+    ("tiny-llama3", "1", "lookup 4"),
+    ("tiny-llama3", "1", "itself"),
+    ("tiny-llama3", "1", "heads"),
+    ("tiny-llama4", "1", "lookup 4"),
+    ("tiny-llama4", "1", "itself"),
+    ("tiny-llama4", "1", "tiny-llama3"),
+    ("ring", "1", "lookup 4"),
+    ("ring", "1", "itself"),
+    ("ring", "1", "chunk"),
+    ("ring", "tp8", "heads"),
+]
+
+
+@pytest.mark.parametrize(("name", "mesh", "how"), GREEDY)
+def test_greedy(name, mesh, how, capsys):
+    assert_same_with_guesses(name, mesh, how, False, capsys)
+
+
+@pytest.mark.parametrize(
+    ("name", "how"), [("tiny-llama3", "itself"), ("tiny-llama4", "lookup 4"), ("ring", "chunk")]
+)
+def test_sampled(name, how, capsys):
+    """At 0.8, half with top-p, each with a seed of its own."""
+    assert_same_with_guesses(name, "1", how, True, capsys)
+
+
+def assert_same_with_guesses(name, mesh, how, sampled, capsys):
+    guess = guesser(how, name, mesh)
+    batch, answers = answers_to(name, mesh, sampled, guess)
+    assert_same(answers, plain(name, sampled))
+    stats = batch.stats
+    made = sum(len(answer.tokens) for answer in answers)
+    assert stats.tokens == made
+    with capsys.disabled():
+        right, steps = stats.guessed_right / stats.guessed, stats.row_steps
+        what = f"{name} on {mesh}, {'sampled' if sampled else 'greedy'}, guesses by {how}"
+        print(f"\n{what}: {made / steps:.2f} tokens per step, {right:.0%} of the guesses right")
+    assert 0 < stats.guessed <= steps * guess.guesses
+    if how == "itself":
+        assert stats.guessed_right == stats.guessed
+        assert steps == sum(steps_of(answer, batch.chunks) for answer in answers)
+    else:
+        assert made - steps <= stats.guessed_right < stats.guessed
+
+
+def test_a_draft_of_another_vocabulary():
+    weights, cfg, mesh = subject("tiny-llama3", "1")
+    other = llama3_config()
+    draft = Draft(model.init_weights(jax.random.key(0), other, mesh), other, mesh, "float32", GUESSES)
+    with pytest.raises(ValueError, match=f"{other.V} tokens.*{cfg.V}"):
+        Batch(weights, cfg, mesh, ROWS, MAX_LEN, "float32", [], speculate=draft)
+
+
+def searched(known: list[int], guesses: int) -> list[int] | None:
+    """What followed the last time that as many as possible, up to 3, of the last tokens stood there."""
+    for n in (3, 2, 1):
+        for end in range(len(known) - 1, n - 1, -1):
+            if known[end - n : end] == known[len(known) - n :]:
+                followed = known[end:]
+                return [followed[i % len(followed)] for i in range(guesses)]
+    return None
+
+
+@pytest.mark.parametrize("mesh", ["1", "dp8"])
+@pytest.mark.parametrize("guesses", [1, 4])
+def test_lookup(mesh, guesses):
+    """Against a search in a list, in texts of few letters; what is beyond their ends has no meaning."""
+    rng, rows = np.random.default_rng(guesses), 512
+    texts = np.stack([rng.integers(0, 1 + row % 7, 24) for row in range(rows)]).astype(np.int32)
+    length = rng.integers(0, 24, rows).astype(np.int32)
+    count = rng.integers(0, guesses + 2, rows).astype(np.int32)
+    found, checked = speculation.lookup(
+        count, texts, length, guesses=guesses, mesh=mesh_of(llama3_config(), mesh)
+    )
+    hits = 0
+    for row in range(rows):
+        expected = searched(texts[row, : length[row] + 1].tolist(), guesses)
+        assert checked[row] == (min(count[row], 1) if expected is None else count[row])
+        if expected is not None:
+            assert found[row].tolist() == expected
+            hits += 1
+    assert rows / 2 < hits < rows
