@@ -6,13 +6,18 @@ import json
 import math
 import os
 import pathlib
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable
+from typing import BinaryIO
 
 from generation import Answer, Batch, Request, Stats
 from launch import LAPS, lap, log
 from prompts import Asker, Prompt
 from text import TextStream
+
+LINE = b'{"index": '  # how a line of an output file begins
 
 
 @dataclasses.dataclass(eq=False)
@@ -43,13 +48,6 @@ class Reply:
         new = self.stream.add(self.answer.tokens[self.stream.used :])
         return new + self.stream.finish() if self.done else new
 
-    def log_likelihood(self) -> float:
-        return math.fsum(self.answer.prompt_logprobs)
-
-    def perplexity(self) -> float | None:
-        n = len(self.answer.prompt_logprobs)
-        return math.exp(-self.log_likelihood() / n) if n else None
-
     def as_json(self, samples: int, logprobs: bool, score: bool) -> dict:
         """What the README says of it. samples, logprobs, score: what was asked for."""
         text = self.prompt.text
@@ -61,7 +59,8 @@ class Reply:
         if logprobs or score:
             found |= dict(prompt_logprobs=[None, *self.answer.prompt_logprobs])
         if score:
-            return found | dict(log_likelihood=self.log_likelihood(), perplexity=self.perplexity())
+            likelihood, n = math.fsum(self.answer.prompt_logprobs), len(self.answer.prompt_logprobs)
+            return found | dict(log_likelihood=likelihood, perplexity=perplexity(likelihood, n))
         used = self.stream.used
         if logprobs:
             found |= dict(logprobs=self.answer.logprobs[:used])
@@ -73,13 +72,20 @@ class Reply:
         """What to print of it; of a refusal, nothing."""
         if self.error is not None:
             return None
-        n = len(self.answer.prompt_logprobs)
-        return f"> {self.prompt.title}\n{score_line(self.log_likelihood(), n)}\n"
+        logprobs = self.answer.prompt_logprobs
+        return f"> {self.prompt.title}\n{score_line(math.fsum(logprobs), len(logprobs))}\n"
+
+
+def perplexity(log_likelihood: float, n: int) -> float | None:
+    """Of n tokens; None of none, and beyond what a float holds."""
+    return math.exp(-log_likelihood / n) if n and -log_likelihood / n < 700 else None
 
 
 def score_line(log_likelihood: float, n: int) -> str:
-    perplexity = f", perplexity {math.exp(-log_likelihood / n):,.4f}" if n else ""
-    return f"log-likelihood {log_likelihood:,.4f} of {n} tokens{perplexity}"
+    value = perplexity(log_likelihood, n)
+    return f"log-likelihood {log_likelihood:,.4f} of {n} tokens" + (
+        f", perplexity {value:,.4f}" if value else ""
+    )
 
 
 class TextPrinter:
@@ -127,17 +133,23 @@ class OutputFile:
     """A file of JSON lines that is whole after every line, and that a later run goes on with.
 
     The line of a reply is written when it is done; `finish` puts all in order. Each has `settings`, a digest
-    of what its answer depends on.
+    of what the answer depends on.
 
     held: the keys of replies that are there already. Raises ValueError if the file is of something else.
     """
 
-    def __init__(self, name: str, replies: list[Reply], settings: str, content: Callable[[Reply], dict]):
-        self.path, self.settings = pathlib.Path(os.path.realpath(os.path.expanduser(name))), settings
-        self.name, self.content = f"--output {name}", content
+    def __init__(
+        self,
+        name: str,
+        replies: list[Reply],
+        settings: Callable[[Reply], str],
+        content: Callable[[Reply], dict],
+    ):
+        self.path = pathlib.Path(os.path.realpath(os.path.expanduser(name)))
+        self.name, self.settings, self.content = f"--output {name}", settings, content
         if self.path.exists() and not self.path.is_file():
             raise ValueError(f"{self.name}: not a regular file")
-        self.file = open(self.path, "a+b", buffering=0)
+        self.file = self._open()
         try:
             self.held = self._read({reply.key: reply for reply in replies})
         except BaseException:
@@ -150,16 +162,26 @@ class OutputFile:
     def __exit__(self, *_) -> None:
         self.file.close()
 
+    def _open(self) -> BinaryIO:
+        """Open the file for this process alone."""
+        file = open(self.path, "a+b")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.path.samestat(os.fstat(file.fileno()), os.stat(self.path)):  # replaced in between
+                raise BlockingIOError
+        except BlockingIOError:
+            file.close()
+            raise ValueError(f"{self.name}: another process is writing to it") from None
+        return file
+
     def _read(self, expected: dict[tuple[int, int], Reply]) -> set[tuple[int, int]]:
         """The keys of the lines that are there; what is cut short, and refusals, are dropped."""
-        try:
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"{self.name}: another process is writing to it") from None
         self.file.seek(0)
         *lines, torn = self.file.read().split(b"\n")
         parsed = [self._parse(line, i, expected) for i, line in enumerate(lines, 1)]
         kept = {key: line for key, line in zip(parsed, lines, strict=True) if key}
+        if torn[: len(LINE)] != LINE[: len(torn)]:
+            raise ValueError(f"{self.name}, line {len(parsed) + 1}: not of an earlier run; give another file")
         if torn or len(kept) < len(lines):
             self._rewrite(list(kept.values()))
         return set(kept)
@@ -169,7 +191,7 @@ class OutputFile:
         where = f"{self.name}, line {number}"
         try:
             found = json.loads(line)
-            key, settings = (found["index"], found.get("sample", 0)), found["settings"]
+            key = found["index"], found.get("sample", 0)
             reply = expected.get(key)
         except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
             raise ValueError(f"{where}: not of an earlier run; give another file") from None
@@ -177,21 +199,22 @@ class OutputFile:
             raise ValueError(f"{where}: an answer to another prompt; give another file")
         if "error" in found:
             return None
-        if settings != self.settings:
+        if reply.error is None and found.get("settings") != self.settings(reply):
             raise ValueError(f"{where}: made with another model or other options; give another file")
         return key
 
     def show(self, done: list[Reply]) -> None:
         for reply in done:
-            line = json.dumps(self.content(reply) | dict(settings=self.settings), ensure_ascii=False)
-            self.file.write(line.encode() + b"\n")
+            settings = {} if reply.error is not None else dict(settings=self.settings(reply))
+            self.file.write(json.dumps(self.content(reply) | settings, ensure_ascii=False).encode() + b"\n")
+        self.file.flush()
 
     def finish(self) -> None:
         self.file.seek(0)
-        lines = self.file.read().splitlines()
+        lines = self.file.read().splitlines(keepends=True)
         ordered = sorted(lines, key=self._place)
         if ordered != lines:
-            self._rewrite(ordered)
+            self._rewrite([line.removesuffix(b"\n") for line in ordered])
 
     def _place(self, line: bytes) -> tuple[int, int]:
         found = json.loads(line)
@@ -199,27 +222,31 @@ class OutputFile:
 
     def _rewrite(self, lines: list[bytes]) -> None:
         """Replace the file as a whole."""
-        beside = self.path.with_name(self.path.name + ".new")
-        beside.write_bytes(b"".join(line + b"\n" for line in lines))
+        descriptor, beside = tempfile.mkstemp(dir=self.path.parent, prefix=self.path.name + ".")
+        with open(descriptor, "wb") as file:
+            file.write(b"".join(line + b"\n" for line in lines))
+            os.fsync(file.fileno())
+        shutil.copymode(self.path, beside)
         os.replace(beside, self.path)
         self.file.close()
-        self.file = open(self.path, "a+b", buffering=0)
-        fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self.file = self._open()
 
 
 def ask_all(asker: Asker, prompts: list[Prompt], samples: int) -> list[Reply]:
     """A reply for each sample of each prompt; a refusal, if it cannot be asked."""
-
-    def ask(index: int, prompt: Prompt, sample: int) -> Reply:
-        reply = Reply(index, sample, prompt)
+    replies = []
+    for index, prompt in enumerate(prompts):
+        asked = [Reply(index, sample, prompt) for sample in range(samples)]
         try:
-            reply.request = asker.request(asker.encode(prompt.text), prompt.options, sample)
-            reply.stream = asker.stream()
+            tokens = asker.encode(prompt.text)
+            for reply in asked:
+                reply.request = asker.request(tokens, prompt.options, reply.sample)
+                reply.stream = asker.stream()
         except ValueError as e:
-            reply.error = f"{prompt.where}: {e}"
-        return reply
-
-    return [ask(i, prompt, sample) for i, prompt in enumerate(prompts) for sample in range(samples)]
+            for reply in asked:
+                reply.error = f"{prompt.where}: {e}"
+        replies += asked
+    return replies
 
 
 def refuse_longer(replies: list[Reply], max_len: int) -> None:
@@ -230,10 +257,10 @@ def refuse_longer(replies: list[Reply], max_len: int) -> None:
             reply.error = f"{reply.prompt.where}: {what}"
 
 
-def say_refused(replies: list[Reply]) -> None:
-    """Say which prompts are refused; ValueError if all are."""
+def say_refused(replies: list[Reply], held: int) -> None:
+    """Say which prompts are refused; ValueError if all are and no answer is held."""
     refused = [reply.error for reply in replies if reply.error is not None and reply.sample == 0]
-    if all(reply.error is not None for reply in replies):
+    if not held and all(reply.error is not None for reply in replies):
         more = f" (and {len(refused) - 1} more)" if len(refused) > 1 else ""
         raise ValueError(refused[0] + more)
     for error in refused:

@@ -3,82 +3,97 @@
 import os
 import signal
 import sys
+import time
 
 from generation import Batch, Request
 from launch import log
 from prompts import Asker, is_broken
 from text import TextStream
 
+PATIENCE = 2.0  # seconds after which a second Ctrl-C leaves at once
 HELP = "/reset begins anew, /exit or Ctrl-D leaves, Ctrl-C ends an answer"
 
 
+class Interrupts:
+    """Ctrl-C: while an answer is made, a note to end it; else KeyboardInterrupt."""
+
+    def __init__(self):
+        self.answering, self.since = False, None  # when the answer was to end
+        signal.signal(signal.SIGINT, self._hear)
+
+    def _hear(self, *_) -> None:
+        if not self.answering:
+            raise KeyboardInterrupt
+        if self.since is not None and time.monotonic() - self.since > PATIENCE:  # a step hangs
+            os.write(2, b"interrupted\n")
+            os._exit(130)
+        self.since = self.since or time.monotonic()
+
+
 def read_turn(prompt: str) -> str | None:
-    """The next line that says something; None at the end. An interrupt only begins the line anew."""
+    """The next line that says something; None at the end."""
     while True:
         try:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
             line = input(prompt)
         except EOFError:
             if prompt:
                 print()
             return None
-        except KeyboardInterrupt:
-            log("\n" + HELP)
-            continue
         except UnicodeDecodeError:
-            log("not valid text in this terminal's encoding")
-            continue
+            line = "\udc80"
         if is_broken(line):
             log("not valid text in this terminal's encoding")
         elif line.strip():
             return line
 
 
-def say(batch: Batch, request: Request, stream: TextStream) -> str:
+def say(batch: Batch, request: Request, stream: TextStream, interrupts: Interrupts) -> str:
     """Print the answer as it is made, and return it; an interrupt ends it."""
-    interrupts = []
-
-    def interrupt(*_) -> None:
-        interrupts.append(1)
-        if len(interrupts) > 1:  # the first has not been heard: a step hangs
-            os.write(2, b"interrupted\n")
-            os._exit(130)
-
-    signal.signal(signal.SIGINT, interrupt)
+    interrupts.answering, interrupts.since = True, None
     answer = batch.add(request)
     while batch.busy:
         batch.advance()
         print(stream.add(answer.tokens[stream.used :]), end="", flush=True)
-        if stream.stopped or interrupts:
+        if stream.stopped or interrupts.since is not None:
             batch.cancel(answer)
     print(stream.finish(), flush=True)
+    interrupts.answering = False
+    if answer.finish_reason == "length":
+        log(f"(cut at {len(answer.tokens)} tokens)")
     return stream.text
 
 
 def converse(batch: Batch, asker: Asker) -> None:
     """Talk until the end of the input."""
-    turns, interactive = [], sys.stdin.isatty()
+    turns, interactive, interrupts = [], sys.stdin.isatty(), Interrupts()
     if interactive:
         import readline  # noqa: F401  lines can be edited, and earlier ones called back
 
         log(HELP)
-    while (line := read_turn("> " if interactive else "")) is not None:
-        command = line.strip()
-        if command == "/exit":
-            break
-        if command == "/reset":
-            turns = []
-            log("a new conversation")
-            continue
-        if command.startswith("/") and command[1:].isalpha():
-            log(f"no such command: {command}; {HELP}")
-            continue
-        asked = [*turns, {"role": "user", "content": line}]
+    while True:
         try:
-            request = asker.request(asker.encode(asked), {})
-        except ValueError as e:
-            log(f"{e}; /reset begins anew")
-            continue
-        said = say(batch, request, asker.stream())
-        if said.strip():
-            turns = [*asked, {"role": "assistant", "content": said}]
+            line = read_turn("> " if interactive else "")
+            command = (line or "/exit").strip()
+            if command == "/exit":
+                return
+            if command == "/reset":
+                turns = []
+                log("a new conversation")
+            elif command.startswith("/") and command[1:].isalpha():
+                log(f"no such command: {command}; {HELP}")
+            else:
+                turns = take_turn(batch, asker, turns, line, interrupts)
+        except KeyboardInterrupt:  # of a line that was being typed
+            log("\n" + HELP)
+
+
+def take_turn(batch: Batch, asker: Asker, turns: list[dict], line: str, interrupts: Interrupts) -> list[dict]:
+    """Answer a line: -> the turns so far, with it and the answer, if there is one."""
+    asked = [*turns, {"role": "user", "content": line}]
+    try:
+        request = asker.request(asker.encode(asked), {})
+    except ValueError as e:
+        log(f"{e}; /reset begins anew")
+        return turns
+    said = say(batch, request, asker.stream(), interrupts)
+    return [*asked, {"role": "assistant", "content": said}] if said.strip() else turns

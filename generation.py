@@ -29,14 +29,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import model
-from model import Config, Sampling
+from model import NEUTRAL, Config, Sampling
 from speculation import Draft, Lookup
 
 WIDTHS = (32, 128, 512)  # of a piece of a prompt: few, for each is compiled
-AHEAD = 1  # steps that are under way when the tokens of the one before them are looked at
 WORTH_COPYING = 16  # tokens that another row has read; of fewer, reading them again costs less
-NEUTRAL = dict(seed=0, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
-TYPES = dict.fromkeys(NEUTRAL, np.float32) | dict(seed=np.uint32, top_k=np.int32)
+NAN = "the model computes NaN: its weights are damaged, or overflow this --dtype"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -121,6 +119,15 @@ class Stats:
     seconds: float = 0.0
     filled: "Stats | None" = None
 
+    @property
+    def tokens_per_step(self) -> float | None:
+        """Of a row."""
+        return self.tokens / self.row_steps if self.row_steps else None
+
+    @property
+    def share_guessed_right(self) -> float | None:
+        return self.guessed_right / self.guessed if self.guessed else None
+
 
 class Batch:
     """See above. Several processes must each add the same requests in the same order.
@@ -157,24 +164,31 @@ class Batch:
         self.begun, self.began, self.stats = 0, 0.0, Stats()
         self.asked = self._asked([request.sampling for request in requests])
         self.sampling = self._sampling()
-        longest = max([longest, *(len(request.prompt) for request in requests)])
-        self._warm_up(longest, {request.score for request in requests} or {False})
+        self.longest = max([longest, *(len(request.prompt) for request in requests)])
+        self.scores = {request.score for request in requests} or {False}
+        self._warm_up()
 
     def _asked(self, samplings: list[Sampling]) -> set[str]:
-        """The fields of Sampling of which some are not neutral: the others are left out of the program."""
-        asked = {name for name in NEUTRAL for x in samplings if getattr(x, name) not in (None, NEUTRAL[name])}
+        """The fields of Sampling that are not always neutral: the others are left out of the program."""
+        asked = {
+            name
+            for name, neutral in vars(NEUTRAL).items()
+            for x in samplings
+            if getattr(x, name) not in (None, neutral)
+        }
         return asked | {"seed"} if "temperature" in asked else asked & {"repetition_penalty"}
 
     def _sampling(self) -> Sampling:
         """What the rows' requests ask, as arrays."""
 
         def column(name: str) -> np.ndarray:
+            neutral = getattr(NEUTRAL, name)
             asked = [getattr(row.answer.request.sampling, name) if row.answer else None for row in self.rows]
-            return np.array([NEUTRAL[name] if x is None else x for x in asked], TYPES[name])
+            return np.array([neutral if x is None else x for x in asked], neutral.dtype)
 
         return Sampling(**{name: column(name) for name in self.asked})
 
-    def _warm_up(self, longest: int, scores: set[bool]) -> None:
+    def _warm_up(self) -> None:
         """Compile what will be run, by running it on no row."""
         nothing = np.zeros(len(self.shards), np.int32)
         for source in (None, nothing):
@@ -182,8 +196,8 @@ class Batch:
                 nothing - 1, np.zeros((len(self.shards), self.max_len), np.int32), nothing, source
             )
         for width in WIDTHS:
-            for score in scores:
-                if longest > 1 and piece_width(longest - 1) >= width:
+            for score in self.scores:
+                if self.longest > 1 and piece_width(self.longest - 1) >= width:
                     self._call_prefill(nothing, nothing, width, score)
         jax.block_until_ready(self._call_decode(np.zeros(len(self.rows), np.int32)))
 
@@ -224,8 +238,9 @@ class Batch:
         if not request.prompt or request.positions > self.max_len:
             what = f"{len(request.prompt)} tokens and {request.max_new_tokens} new ones"
             raise ValueError(f"{what} do not fit into a row of {self.max_len}")
-        if unknown := self._asked([request.sampling]) - self.asked:
-            raise ValueError(f"nothing was compiled for {', '.join(sorted(unknown))}; see `requests`")
+        known = len(request.prompt) <= self.longest and request.score in self.scores
+        if not known or self._asked([request.sampling]) - self.asked:
+            raise ValueError("nothing was compiled for a request of this kind; see `requests` and `longest`")
         answer = Answer(request)
         self.queue.append(answer)
         return answer
@@ -242,13 +257,14 @@ class Batch:
                 self.queue.remove(answer)
 
     def advance(self) -> list[Answer]:
-        """Send off the next piece and the next step, and return the answers whose news have arrived."""
+        """Send off the next piece and the next step, and return the answers with news from those before."""
         self.began = self.began or time.perf_counter()
+        expected = len(self.under_way)
         self._begin()
-        sent = self._read_piece()
-        sent = self._decode() or sent
+        self._read_piece()
+        self._decode()
         changed = []
-        while len(self.under_way) > (AHEAD if sent else 0):
+        for _ in range(expected):
             arrays, receive = self.under_way.popleft()
             changed += receive(jax.tree.map(np.asarray, arrays))
         self._count()
@@ -271,73 +287,91 @@ class Batch:
 
     def _next_start(self, shard: list[Row]) -> tuple[Row, Row] | None:
         """Begin the next answer, if this shard can: -> (its row, the row of which it takes what is read)."""
-        free = [row for row in shard if row.free]
-        if not self.queue or not free or any(row.unread for row in shard):
+        if not self.queue or any(row.unread for row in shard) or not any(row.free for row in shard):
             return None
         answer = self.queue.popleft()
         request = answer.request
-        known = {id(row): 0 if request.score else self._known(row, request.prompt) for row in shard}
-        source = max(shard, key=lambda row: (known[id(row)], row.free))
-        row = source if source.free else min(free, key=lambda row: row.begun)
-        if known[id(source)] < WORTH_COPYING:
-            source = row = min(free, key=lambda row: row.begun)
-        row.text, row.read = list(request.prompt), known[id(source)]
-        row.answer, row.steps, row.begun = answer, 0, self.begun
+        row, source, read = self._choose(shard, request)
+        row.text, row.read, row.steps = list(request.prompt), read, 0
+        row.answer, row.begun = answer, self.begun
         self.begun += 1
         self.stats.prompt_tokens += len(request.prompt)
-        self.stats.reused_tokens += row.read
-        if not request.max_new_tokens and not row.unread:
-            answer.finish_reason = "length"
-            self.under_way.append(((), lambda _: [answer]))
+        self.stats.reused_tokens += read
+        if not row.unread:
+            self._has_read(row)
         return row, source
+
+    def _choose(self, shard: list[Row], request: Request) -> tuple[Row, Row, int]:
+        """A free row for a request, the row that has read the most of its prompt, and how much."""
+        oldest = min((row for row in shard if row.free), key=lambda row: row.begun)
+        if request.score:
+            return oldest, oldest, 0
+        known, source = max(
+            ((self._known(row, request.prompt), row) for row in shard), key=lambda x: (x[0], x[1].free)
+        )
+        if source.free and source.read < 2 * known:  # what is overwritten is less than what is kept
+            return source, source, known
+        if known < WORTH_COPYING:
+            return oldest, oldest, self._known(oldest, request.prompt)
+        return oldest, source, known
 
     def _known(self, row: Row, prompt: list[int]) -> int:
         """How many of the prompt's tokens, but its last, this row has read and still holds."""
         n = min(row.read, len(prompt) - 1)
         differs = np.flatnonzero(np.not_equal(row.text[:n], prompt[:n]))
         n = int(differs[0]) if len(differs) else n
-        # A ring holds the last chunk. Of an earlier one, nothing; but at its end nothing is needed.
+        # A ring holds the row's own chunk and nothing of those before it; at their ends nothing is needed.
         latest = row.read + row.steps * self.width
-        while lost := [n % chunk for chunk in self.chunks if n % chunk and latest > n - n % chunk + chunk]:
-            n -= lost[0]
+        while left := [n % chunk for chunk in self.chunks if n % chunk and n // chunk < latest // chunk]:
+            n -= left[0]
         return n
 
-    def _read_piece(self) -> bool:
+    def _has_read(self, row: Row) -> None:
+        """All pieces of the row's prompt are on their way; if nothing is to follow, that is its end."""
+        answer = row.answer
+
+        def receive(_) -> list[Answer]:
+            answer.finish_reason = answer.finish_reason or "length"
+            return [answer]
+
+        if not answer.request.max_new_tokens:
+            self.under_way.append(((), receive))
+
+    def _read_piece(self) -> None:
         """Read more of the prompt of one row per data shard."""
         reading = [next((row for row in shard if row.unread), None) for shard in self.shards]
         if not any(reading):
-            return False
+            return
         width = piece_width(max(row.unread for row in reading if row))
         count = np.array([min(row.unread, width) if row else 0 for row in reading], np.int32)
         rows = [shard.index(row) if row else 0 for shard, row in zip(self.shards, reading, strict=True)]
         score = any(row.answer.request.score for row in reading if row)
         scores = self._call_prefill(np.array(rows, np.int32), count, width, score)
-        of = [(i, row.answer, count[i]) for i, row in enumerate(reading) if row]
+        of = [(i, row.answer, count[i]) for i, row in enumerate(reading) if row and row.answer.request.score]
+        if of:
+            self.under_way.append((scores, partial(self._scored, of)))
         for row, n in zip(reading, count.tolist(), strict=True):
             if row:
                 row.read += n
-        if score:
-            self.under_way.append((scores, partial(self._scored, of)))
-        return True
+                if not row.unread:
+                    self._has_read(row)
 
     def _scored(self, of: list[tuple[int, Answer, int]], scores: np.ndarray) -> list[Answer]:
         for i, answer, n in of:
+            if np.isnan(scores[i, :n]).any():
+                raise ValueError(NAN)
             answer.prompt_logprobs += scores[i, :n].tolist()
-            whole = len(answer.prompt_logprobs) == len(answer.request.prompt) - 1
-            if whole and not answer.request.max_new_tokens:
-                answer.finish_reason = answer.finish_reason or "length"
         return [answer for _, answer, _ in of]
 
-    def _decode(self) -> bool:
+    def _decode(self) -> None:
         """One step of all rows that have read their prompts."""
         count = np.array([min(max(row.wanted, 0), self.width) for row in self.rows], np.int32)
         if not count.any():
-            return False
+            return
         of = [(i, self.rows[i], self.rows[i].answer) for i in np.flatnonzero(count)]
         for _, row, _ in of:
             row.steps += 1
         self.under_way.append((self._call_decode(count), partial(self._chosen, of)))
-        return True
 
     def _chosen(self, of: list[tuple[int, Row, Answer]], output: model.Output) -> list[Answer]:
         changed = []
@@ -349,11 +383,10 @@ class Batch:
             if answer.finish_reason is not None:
                 continue
             changed.append(answer)
+            before = len(answer.tokens)
             for token, logprob in zip(tokens, output.logprobs[i, :n].tolist(), strict=True):
                 if token >= self.static["cfg"].V:  # no token is the likeliest
-                    raise ValueError(
-                        "the model computes NaN: its weights are damaged, or overflow this --dtype"
-                    )
+                    raise ValueError(NAN)
                 answer.tokens.append(token)
                 answer.logprobs.append(logprob)
                 if token in answer.request.stop:
@@ -362,7 +395,7 @@ class Batch:
                     answer.finish_reason = "length"
                 if answer.finish_reason:
                     break
-            self.stats.tokens += len(tokens)
+            self.stats.tokens += len(answer.tokens) - before
             self.stats.row_steps += 1
             self.stats.guessed += int(output.guessed[i])
             self.stats.guessed_right += len(tokens) - 1

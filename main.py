@@ -56,7 +56,7 @@ from launch import (
 )  # fmt: skip
 from memory import BANDWIDTH, ROWS, Plan, bytes_per_step, plan_cache
 from prompts import NEW_TOKENS, Asker, Prompt, read_prompts
-from speculation import Draft, Lookup
+from speculation import Draft, Lookup, mesh_for_draft
 from text import load_tokenizer
 
 TINY = pathlib.Path(__file__).resolve().parent / "tests" / "checkpoints" / "tiny-llama3"
@@ -80,7 +80,7 @@ def parse_arguments(arguments: list[str] | None = None):
 
     add = parser.add_argument_group("what to ask").add_argument
     add("--prompt", action="append", metavar="TEXT", help="may be given many times")
-    add("--prompt-file", metavar="FILE", help="one prompt per line; of a .jsonl file, one object per line")
+    add("--prompt-file", metavar="FILE", help="a prompt per line; of a .jsonl file, an object; -: the input")
     add("--chat", action="store_true", help="talk: each line of the input is a turn")
     add("--system", metavar="TEXT", help="what the model is told first")
     add("--no-chat-template", action="store_true",
@@ -149,7 +149,7 @@ def open_draft(
     if not same or draft.config.V != target.config.V:
         raise ValueError(f"--draft {args.draft}: its tokenizer is not that of {args.checkpoint}")
     try:
-        return draft, choose_mesh(draft.config, mesh.shape["data"], None, None, mesh.size)
+        return draft, mesh_for_draft(draft.config, mesh)
     except ValueError as e:
         raise ValueError(f"--draft {args.draft}: {e}") from None
 
@@ -183,22 +183,60 @@ def make_batch(
     return batch
 
 
-def settings_of(args: argparse.Namespace, asker: Asker, plan: Plan) -> str:
-    """A digest of what an answer depends on, beside its prompt."""
-    what = (
-        args.checkpoint, plan.dtype, plan.quantized, plan.kv_dtype, asker.templated, args.system,
-        args.max_new_tokens, asker.limit, vars(asker.sampling), sorted(asker.stop), args.stop,
-        args.logprobs, args.score,
-    )  # fmt: skip
-    return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
+def contents(folder: pathlib.Path) -> list:
+    """What tells a checkpoint from others: its configuration and index, and the sizes of its files."""
+    files = sorted(file for file in folder.iterdir() if file.is_file())
+    texts = [
+        file.read_text()
+        for file in files
+        if file.suffix in (".json", ".jinja") and "tokenizer" not in file.name
+    ]
+    return [texts, [(file.name, file.stat().st_size) for file in files]]
 
 
-def not_held(output: OutputFile | None, replies: list[Reply]) -> list[Reply]:
-    """The replies that the output file, which only the first process sees, does not have yet."""
-    held = np.array([output is not None and reply.key in output.held for reply in replies])
+def digest(
+    args: argparse.Namespace, asker: Asker, folder: pathlib.Path, plan: Plan
+) -> Callable[[Reply], str]:
+    """A digest of what a reply depends on."""
+    numbers = (
+        plan.dtype,
+        plan.quantized,
+        plan.kv_dtype,
+        args.logprobs,
+        args.score,
+        args.stop,
+        sorted(asker.stop),
+    )
+    common = hashlib.sha256(json.dumps([contents(folder), numbers]).encode())
+
+    def of(reply: Reply) -> str:
+        request, whole = reply.request, common.copy()
+        whole.update(json.dumps([request.prompt, request.max_new_tokens, vars(request.sampling)]).encode())
+        return whole.hexdigest()[:16]
+
+    return of
+
+
+@contextlib.contextmanager
+def output_file(args: argparse.Namespace, replies: list[Reply], settings, content):
+    """-> (the --output file, of the first process alone, or None; the replies that it does not have)."""
+    file, error = None, None
+    if args.output and jax.process_index() == 0:
+        try:
+            file = OutputFile(args.output, replies, settings, content)
+        except (ValueError, OSError) as e:
+            error = e
+    held = np.array([error is not None, *(file is not None and reply.key in file.held for reply in replies)])
     if jax.process_count() > 1:
         held = multihost_utils.broadcast_one_to_all(held)
-    return [reply for reply, is_held in zip(replies, held, strict=True) if not is_held]
+    if held[0]:
+        raise error or ValueError("the first process could not write --output")
+    missing = [reply for reply, is_held in zip(replies, held[1:], strict=True) if not is_held]
+    with file or contextlib.nullcontext():
+        yield file, missing
+        if file is not None:
+            file.finish()
+            log(f"{args.output} has all {len(replies)} lines")
 
 
 def talk(args: argparse.Namespace, models, asker: Asker) -> None:
@@ -209,6 +247,7 @@ def talk(args: argparse.Namespace, models, asker: Asker) -> None:
         raise ValueError("--chat works on one host; this is one of several")
     if args.max_len is None:
         asker.limit, asker.why = min(asker.limit, CHAT_POSITIONS), "the room for a conversation, --max-len,"
+    asker.new_tokens = asker.limit
     plans = [planned(args, *model) for model in models]
     rows, max_len = plan_cache(plans, [asker.limit], None, asker.limit)
     like = asker.request([0], {})
@@ -238,26 +277,24 @@ def reply_to(args: argparse.Namespace, prompts: list[Prompt], models, asker: Ask
     lap("tokenizer")
     plans = [planned(args, *model) for model in models]
     content = partial(Reply.as_json, samples=args.n, logprobs=args.logprobs, score=args.score)
-    output = contextlib.nullcontext()
-    if args.output and first:
-        output = OutputFile(args.output, every, settings_of(args, asker, plans[0]), content)
-    with output as file:
-        if replies := not_held(file, every):
-            positions = [reply.request.positions for reply in replies if reply.error is None]
-            rows, max_len = plan_cache(plans, positions, args.rows, args.max_len) if positions else (0, 0)
-            refuse_longer(replies, max_len)
-            say_refused(replies)
-            requests = [reply.request for reply in replies if reply.error is None]
+    settings = digest(args, asker, models[0][0].folder, plans[0])
+    with output_file(args, every, settings, content) as (file, replies):
+        positions = [reply.request.positions for reply in replies if reply.error is None]
+        rows, max_len = plan_cache(plans, positions, args.rows, args.max_len) if positions else (0, 0)
+        refuse_longer(replies, max_len)
+        say_refused(replies, held=len(every) - len(replies))
+        show = choose_printer(args, replies, file, content)
+        requests = [reply.request for reply in replies if reply.error is None]
+        if requests:
             batch = make_batch(args, models, plans, rows, max_len, requests=requests)
-            in_file = bool(args.output or args.prompt_file)
-            show, held = choose_printer(args, replies, file, content), len(every) - len(replies)
-            with progress("answers", len(every), held, first and in_file and not args.json, "answer") as bar:
+            in_lines = bool(args.output or args.prompt_file) and not args.json
+            held = len(every) - len(replies)
+            with progress("answers", len(every), held, first and in_lines, "answer") as bar:
                 answer(batch, replies, partial(show_progress, bar, batch.stats, show))
             if first:
                 report(args, plans[0], batch, replies, content)
-        if file is not None:
-            file.finish()
-            log(f"{args.output} has all {len(every)} lines")
+        else:
+            show(replies)
     if any(reply.error is not None for reply in replies):
         sys.exit(1)
 
@@ -283,9 +320,11 @@ def report(args: argparse.Namespace, plan: Plan, batch: Batch, replies: list[Rep
     if stats.reused_tokens:
         parts.append(f"{stats.reused_tokens} of {stats.prompt_tokens} prompt tokens taken from other rows")
     if stats.guessed:
-        parts.append(f"{stats.guessed_right / stats.guessed:.0%} of the guesses right")
-        parts.append(f"{stats.tokens / stats.row_steps:.2f} tokens per step")
+        parts.append(f"{stats.share_guessed_right:.0%} of the guesses right")
+        parts.append(f"{stats.tokens_per_step:.2f} tokens per step")
     log(", ".join(parts))
+    if cut := sum(reply.answer.finish_reason == "length" for reply in answered if not args.score):
+        log(f"{cut} of {len(answered)} answers are cut where their tokens ended; see --max-new-tokens")
     scores = [x for reply in answered for x in reply.answer.prompt_logprobs]
     if args.json:
         axes = dict(data="data", expert=model.EXPERT, tensor=model.TENSOR)
@@ -295,8 +334,7 @@ def report(args: argparse.Namespace, plan: Plan, batch: Batch, replies: list[Rep
             startup_cpu_seconds=LAPS, prefill_seconds=filled.seconds, decode_tokens_per_second=rate,
             bandwidth_utilization=utilization, prompt_tokens=stats.prompt_tokens,
             prompt_tokens_reused=stats.reused_tokens, decode_steps=stats.steps,
-            tokens_per_step=stats.tokens / stats.row_steps if stats.row_steps else None,
-            guesses_right=stats.guessed_right / stats.guessed if stats.guessed else None,
+            tokens_per_step=stats.tokens_per_step, guesses_right=stats.share_guessed_right,
         )))  # fmt: skip
     elif args.score and not (args.output or args.prompt_file) and len(answered) > 1:
         print(f"all: {score_line(math.fsum(scores), len(scores))}")

@@ -6,12 +6,15 @@ import os
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 import model
 from model import Config
 
 ROWS = 32  # of the batch, unless the user says otherwise
+HEADROOM = 0.1  # of the memory, left to temporaries where the user does not say how many rows
 
 # Memory bandwidth of one jax device (of a TPU7x chip there are two), bytes per second, by jax's device_kind,
 # from the vendors' data sheets.
@@ -29,10 +32,13 @@ def shard_bytes(tree) -> int:
 
 
 def device_memory() -> int:
-    """Bytes of memory per device; those on a CPU share the host's."""
+    """Bytes of memory per device, on the host that has the least; those on a CPU share the host's."""
     stats = jax.local_devices()[0].memory_stats() or {}
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
-    return stats.get("bytes_limit", host)
+    have = np.array(stats.get("bytes_limit", host))
+    if jax.process_count() > 1:  # all must plan alike
+        have = multihost_utils.process_allgather(have).min()
+    return int(have)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +85,7 @@ def plan_cache(
         choices += [(counts[-1], length) for length in sorted({rounded(n) for n in lengths}, reverse=True)]
     weights, have = sum(plan.weight_bytes() for plan in plans), device_memory()
     for choice in choices:
-        if weights + sum(plan.cache_bytes(*choice) for plan in plans) <= have:
+        if weights + sum(plan.cache_bytes(*choice) for plan in plans) <= have * (1 if rows else 1 - HEADROOM):
             return choice
 
     count, length = choices[0] if rows else choices[len(counts) - 1]
@@ -88,7 +94,7 @@ def plan_cache(
         remedies = ["--quantize int8"] * (not all(plan.quantized for plan in plans))
     else:
         remedies = ["--kv-cache-dtype int8"] * (plans[0].kv_dtype != "int8")
-        remedies += ["fewer --rows"] * (count > shards) + ["a smaller --max-len"]
+        remedies += ["fewer rows"] * (count > shards) + ["shorter rows"]
     remedies += ["more devices"]
     weights, cache, have = (f"{size / 2**30:.2f} GiB" for size in (weights, cache, have))
     needs = (

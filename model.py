@@ -14,6 +14,7 @@ must be a `psum`. SHARDED_BY says which mesh axes split which lowercase letter, 
 """
 
 import dataclasses
+import functools
 import math
 from functools import partial
 from typing import Any
@@ -497,7 +498,8 @@ def attention(x: Array, w: Attention, kv, span: Span, kind: LayerKind, cfg: Conf
     else:
         new, place = cached_form(k, v, kv), places(span, kind.chunk, kv.values.shape[2])
         if x.shape[1] == 1:
-            length = (span.start % kind.chunk if kind.chunk else span.start) + span.count
+            length = (span.start % kind.chunk if kind.chunk else span.start) + 1
+            length = jnp.where(span.count > 0, length, 0)  # a row without a token reads nothing
             part, kv = ragged_decode(q, new, kv, local_slots(length), place[:, 0])
             o, _ = merge_slots(*part)
         else:
@@ -520,26 +522,28 @@ def mlp(x: Array, w: MLP) -> Array:
 
 
 @jax.named_scope("experts")
-def experts(x: Array, w: MoE, cfg: Config) -> Array:
+def experts(x: Array, w: MoE, span: Span, cfg: Config) -> Array:
     """Each token's A best experts. x: [b,T,D] -> [b,T,D], this device's part of the sum over e and m.
 
     The sigmoid of the router's logit scales the expert's input. Every device sees all tokens of its rows and
-    has room for all of them on any expert: none is ever dropped. Source: transformers modeling_llama4.py.
+    has room for all of them on any expert: none is ever dropped. What is no real token of
+    the span goes to no expert. Source: transformers modeling_llama4.py.
     """
     x32, router = x.astype(jnp.float32), w.router.astype(jnp.float32)
     logits = jnp.einsum("bTD,DE->bTE", x32, router, precision="highest")  # a rounded one may choose another
     logits, chosen = lax.top_k(logits, cfg.A)  # bTA
     n_local = cfg.E // lax.axis_size(EXPERT)
     local = chosen - lax.axis_index(EXPERT) * n_local
-    local = jnp.where((local >= 0) & (local < n_local), local, n_local)
+    real = jnp.arange(x.shape[1]) < span.count[:, None]
+    local = jnp.where((local >= 0) & (local < n_local) & real[..., None], local, n_local)
     rows = (array.reshape(-1, array.shape[-1]) for array in (x, local, jax.nn.sigmoid(logits)))
     return expert_mlp(*rows, w.gate, w.up, w.down).astype(x.dtype).reshape(x.shape)
 
 
 @jax.named_scope("feed_forward")
-def feed_forward(x: Array, w: MLP | MoE, cfg: Config) -> Array:
+def feed_forward(x: Array, w: MLP | MoE, span: Span, cfg: Config) -> Array:
     """x: [b,T,D] -> [b,T,D]. Routed and shared experts are added before the one sum over devices."""
-    y = mlp(x, w.shared) + experts(x, w, cfg) if isinstance(w, MoE) else mlp(x, w)
+    y = mlp(x, w.shared) + experts(x, w, span, cfg) if isinstance(w, MoE) else mlp(x, w)
     return lax.psum(y, MODEL)  # f; or f, e, m
 
 
@@ -567,16 +571,32 @@ def vocabulary_shard(logits: Array) -> Array:
     return lax.axis_index(MODEL) * logits.shape[-1] + jnp.arange(logits.shape[-1])
 
 
-def decoder(tokens: Array, w: Weights, cache: list | None, span: Span, cfg: Config):
-    """tokens: [b,T] -> (hidden states [b,T,D] before the last norm, the layers' caches)."""
+def decoder(tokens: Array, w: Weights, cache: list | None, span: Span, cfg: Config, row: Array | None = None):
+    """tokens: [b,T] -> (hidden states [b,T,D] before the last norm, the layers' caches).
+
+    row: which row of the caches the tokens, then a batch of one, belong to; None if they are of all rows.
+    """
     x = embed(tokens, w.embed).astype(w.norm.dtype)
     norm, caches = partial(rms_norm, eps=cfg.norm_eps), []
     for layer, kind, kv in zip(w.layers, cfg.layers, cache or [None] * len(cfg.layers), strict=True):
+        if row is not None:  # behind a barrier: else XLA takes the row out of all layers before the first
+            x, rows = lax.optimization_barrier((x, kv))
+            kv = row_of(rows, row)
         y, kv = attention(norm(x, layer.attention_norm), layer.attention, kv, span, kind, cfg)
         x = x + y
-        x = x + feed_forward(norm(x, layer.feed_forward_norm), layer.feed_forward, cfg)
-        caches.append(kv)
+        x = x + feed_forward(norm(x, layer.feed_forward_norm), layer.feed_forward, span, cfg)
+        caches.append(kv if row is None else with_row(rows, row, kv))
     return x, caches
+
+
+def row_of(arrays, row: Array):
+    """One row of a tree of arrays [b,...], as a batch of one."""
+    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, row, 1), arrays)
+
+
+def with_row(arrays, row: Array, new):
+    """The arrays with `new`, a batch of one, in the place of this row."""
+    return jax.tree.map(lambda x, new: lax.dynamic_update_slice_in_dim(x, new, row, 0), arrays, new)
 
 
 # ------------------------------------------------------------------------------------------------- sampling
@@ -598,6 +618,16 @@ class Sampling:
     top_p: Array | None = None
     min_p: Array | None = None
     repetition_penalty: Array | None = None
+
+
+NEUTRAL = Sampling(  # what asks for nothing, and the types
+    seed=np.uint32(0),
+    temperature=np.float32(0),
+    top_k=np.int32(0),
+    top_p=np.float32(1),
+    min_p=np.float32(0),
+    repetition_penalty=np.float32(1),
+)
 
 
 def argmax(logits: Array) -> Array:
@@ -666,10 +696,8 @@ def sample(logits: Array, how: Sampling, text: Array, length: Array, cfg: Config
         target = jnp.where(how.top_k > 0, how.top_k, jnp.inf)
         logits = jnp.where(top(logits, jnp.ones_like(logits), target), logits, -jnp.inf)
     if how.top_p is not None:
-        probability, target = (
-            jnp.exp(logits - log_normalizer(logits)),
-            jnp.where(how.top_p < 1, how.top_p, jnp.inf),
-        )
+        probability = jnp.exp(logits - log_normalizer(logits))
+        target = jnp.where(how.top_p < 1, how.top_p, jnp.inf)
         logits = jnp.where(top(logits, probability, target), logits, -jnp.inf)
     if how.min_p is not None:
         peak = lax.pmax(jnp.max(logits, -1, keepdims=True), MODEL)
@@ -715,16 +743,6 @@ def cache_specs(cfg: Config, cache: Cache) -> Cache:
     return specs(cache_infos(cfg, 0, 0, cache.layers[0].values.dtype), cache)
 
 
-def row_of(cache, row: Array):
-    """One row of this device's share of a cache, as a batch of one."""
-    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, row, 1), cache)
-
-
-def with_row(cache, row: Array, new):
-    """The cache with `new`, a batch of one, in the place of this row."""
-    return jax.tree.map(lambda x, new: lax.dynamic_update_slice_in_dim(x, new, row, 0), cache, new)
-
-
 @partial(jax.jit, static_argnames=("cfg", "mesh"), donate_argnames="cache")
 def begin(rows, text, length, source, cache: Cache, *, cfg: Config, mesh: Mesh) -> Cache:
     """Give one row of each data shard another text, of which some has been read. The cache is donated.
@@ -747,9 +765,9 @@ def begin(rows, text, length, source, cache: Cache, *, cfg: Config, mesh: Mesh) 
     return on_device(rows, text, length, source, cache)
 
 
-def text_at(cache: Cache, positions: Array) -> Array:
-    """The tokens at positions [b,T]; beyond the text's room, any."""
-    return jnp.take_along_axis(cache.tokens, positions, 1, mode="clip")
+def text_at(text: Array, positions: Array) -> Array:
+    """The tokens of text [b,S] at positions [b,T]; beyond its end, any."""
+    return jnp.take_along_axis(text, positions, 1, mode="clip")
 
 
 @partial(jax.jit, static_argnames=("width", "score", "cfg", "mesh"), donate_argnames="cache")
@@ -767,17 +785,20 @@ def prefill(
 
     @on_each_device(mesh, width, layouts, (P("data"), cache_layout))
     def on_device(rows: Array | None, count: Array, w: Weights, cache: Cache):
-        part = cache if rows is None else row_of(cache, rows[0])
-        span = span_at(part.length, count, width, cfg)
-        x, layers = decoder(text_at(part, span.positions), w, part.layers, span, cfg)
+        row = None if rows is None else rows[0]
+        text, length = (x if row is None else row_of(x, row) for x in (cache.tokens, cache.length))
+        span = span_at(length, count, width, cfg)
+        x, layers = decoder(text_at(text, span.positions), w, cache.layers, span, cfg, row)
 
         def score_row(row: tuple[Array, Array]) -> Array:
             return logprob(unembed(row[0][None], w, cfg)[0], row[1])
 
         # Row by row: the logits of a whole batch would not fit.
-        scores = lax.map(score_row, (x, text_at(part, span.positions + 1))) if score else None
-        part = Cache(layers=layers, tokens=part.tokens, length=part.length + count)
-        return scores, part if rows is None else with_row(cache, rows[0], part)
+        scores = lax.map(score_row, (x, text_at(text, span.positions + 1))) if score else None
+        length = length + count
+        if row is not None:
+            length = with_row(cache.length, row, length)
+        return scores, Cache(layers=layers, tokens=cache.tokens, length=length)
 
     return on_device(rows, count, weights, cache)
 
@@ -801,9 +822,17 @@ def room(length: Array, cfg: Config) -> Array:
 
     Those after it would take the places of tokens that this chunk's next ones see.
     """
-    return jnp.min(
-        jnp.stack([jnp.full_like(length, 2**30)] + [chunk - length % chunk for chunk in cfg.chunks]), 0
-    )
+    left = [chunk - length % chunk for chunk in cfg.chunks]
+    return functools.reduce(jnp.minimum, left, jnp.full_like(length, jnp.iinfo(jnp.int32).max))
+
+
+def checked(tokens: Array, chosen: Array, count: Array) -> Array:
+    """How many of the tokens [b,T] that were read are right: the first, and guesses that were then chosen.
+
+    chosen: [b,T], after each. count: [b], how many were read.
+    """
+    right = (tokens[:, 1:] == chosen[:, :-1]) & (jnp.arange(1, tokens.shape[1]) < count[:, None])
+    return jnp.minimum(count, 1 + jnp.sum(jnp.cumprod(right, 1, dtype=jnp.int32), 1))
 
 
 @partial(jax.jit, static_argnames=("cfg", "mesh"), donate_argnames="cache")
@@ -825,7 +854,7 @@ def decode_step(
     def on_device(count: Array, guesses: Array | None, sampling: Sampling, w: Weights, cache: Cache):
         count = jnp.minimum(count, room(cache.length, cfg))
         span = span_at(cache.length, count, T, cfg)
-        tokens = text_at(cache, span.positions[:, :1])
+        tokens = text_at(cache.tokens, span.positions[:, :1])
         if guesses is not None:
             tokens = jnp.concatenate([tokens, guesses], 1)
         x, layers = decoder(tokens, w, cache.layers, span, cfg)
@@ -837,8 +866,7 @@ def decode_step(
         after = span.positions.reshape(-1) + 1
         chosen = sample(logits.reshape(-1, logits.shape[-1]), *each_token, after, cfg).reshape(tokens.shape)
 
-        right = (tokens[:, 1:] == chosen[:, :-1]) & (jnp.arange(1, T) < count[:, None])
-        kept = jnp.minimum(count, 1 + jnp.sum(jnp.cumprod(right, 1, dtype=jnp.int32), 1))
+        kept = checked(tokens, chosen, count)
         at = jnp.where(jnp.arange(T) < kept[:, None], span.positions + 1, text.shape[1])
         text = cache.tokens.at[rows, at].set(chosen, mode="drop")
         output = Output(

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import pathlib
+import sys
 from typing import Any
 
 from checkpoint import Checkpoint
@@ -30,6 +31,7 @@ SAMPLING = {
     "seed": (int, 0, 2**32 - 1, f"between 0 and {2**32 - 1}"),
 }
 ABOVE_ZERO = ("top_p", "repetition_penalty")
+RESTRICTIONS = {"top_k", "top_p", "min_p"}  # which ask for samples
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,10 +70,12 @@ def is_broken(text: str) -> bool:
 
 
 def read_prompt_file(name: str) -> list[Prompt]:
-    """One prompt per line; of a .jsonl file, one JSON object per line, see `parse_line`."""
+    """One prompt per line, of stdin if it is "-"; of a .jsonl file, one JSON object, see `parse_line`."""
     option = f"--prompt-file {name}"
     try:
-        text = pathlib.Path(os.path.expanduser(name)).read_text(encoding="utf-8-sig")
+        stdin = name == "-"
+        data = sys.stdin.buffer.read() if stdin else pathlib.Path(os.path.expanduser(name)).read_bytes()
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise ValueError(f"{option}: not a UTF-8 text file") from None
     if not text.strip():
@@ -127,7 +131,7 @@ def choose_sampling(args: argparse.Namespace, folder: pathlib.Path) -> Sampling:
     defaults = {"repetition_penalty": theirs.get("repetition_penalty")}
     if theirs.get("do_sample") is True:
         defaults = {name: theirs.get(name) for name in SAMPLING if name != "seed"}
-    restricted = any(asked[name] is not None for name in ("top_k", "top_p", "min_p"))
+    restricted = any(asked[name] is not None for name in RESTRICTIONS)
     if asked["temperature"] is None and (restricted or theirs.get("do_sample") is True):
         defaults["temperature"] = 1.0 if defaults.get("temperature") is None else defaults["temperature"]
     chosen = {}
@@ -158,6 +162,7 @@ class Asker:
         self.sampling = choose_sampling(args, checkpoint.folder)
         self.templated = bool(tokenizer.chat_template) and not args.no_chat_template and not args.score
         self.limit, self.why = longest_row(args, configs)
+        self.new_tokens = NEW_TOKENS
         ends = frozenset() if args.ignore_eos else stop_tokens(checkpoint.folder, tokenizer)
         self.stop = ends.union(args.stop_id)
         if wrong := [i for i in args.stop_id if not 0 <= i < self.vocabulary]:
@@ -177,12 +182,14 @@ class Asker:
     def request(self, prompt: list[int], options: dict, sample: int = 0) -> Request:
         """ValueError if the prompt and its answer are too long."""
         args, room = self.args, self.limit - len(prompt)
-        new = options.get("max_new_tokens") or args.max_new_tokens or min(NEW_TOKENS, max(room, 1))
+        new = options.get("max_new_tokens") or args.max_new_tokens or min(self.new_tokens, max(room, 1))
         new = 0 if args.score else new
         if new > room:
             answer = f", which with {new} new ones" if new else ", which"
             raise ValueError(f"{len(prompt)} tokens{answer} exceed {self.why} of {self.limit}")
         asked = vars(self.sampling) | {name: options[name] for name in options if name in SAMPLING}
+        if not asked["temperature"] and args.temperature is None and "temperature" not in options:
+            asked["temperature"] = 1.0 if RESTRICTIONS & set(options) else None
         asked["seed"] = (asked["seed"] + sample) % 2**32
         return Request(prompt, new, Sampling(**asked), self.stop, args.logprobs or args.score)
 

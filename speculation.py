@@ -4,6 +4,9 @@ A guess that the model would have chosen itself is as good as chosen, so the tex
 only the number of steps does. This holds for sampling too, where a draw depends on its seed and place alone.
 Source: arXiv 2211.17192, with one draw in the place of two. model.decode_step checks guesses; here they are
 made.
+
+What generation.Batch asks of Lookup and Draft: `start` once; `begin` and `prefill` whenever it calls them of
+the model; `guess` before each decode step and `follow` after it.
 """
 
 from functools import partial
@@ -68,17 +71,22 @@ def lookup(count, text: Array, length: Array, *, guesses: int, mesh: Mesh) -> tu
     return on_device(count, text, length)
 
 
+def mesh_for_draft(cfg: Config, mesh: Mesh) -> Mesh:
+    """A mesh for this model of the devices of another's, in the same order, as one program needs them.
+
+    Raises ValueError if it cannot be divided so.
+    """
+    shape = model.mesh_shape(cfg, mesh.shape["data"], 1, mesh.size // mesh.shape["data"])
+    devices = mesh.devices.reshape(tuple(shape.values()))
+    return Mesh(devices, tuple(shape), axis_types=mesh.axis_types)
+
+
 class Draft:
     """Guesses what a smaller model of the same vocabulary would say, which draws with the same seeds."""
 
     def __init__(self, weights: model.Weights, cfg: Config, mesh: Mesh, kv_dtype: str, guesses: int):
-        self.weights, self.static, self.kv_dtype, self.guesses = (
-            weights,
-            dict(cfg=cfg, mesh=mesh),
-            kv_dtype,
-            guesses,
-        )
-        self.chunks = cfg.chunks
+        self.weights, self.static, self.kv_dtype = weights, dict(cfg=cfg, mesh=mesh), kv_dtype
+        self.guesses, self.chunks = guesses, cfg.chunks
 
     def start(self, cfg: Config, mesh: Mesh, rows: int, max_len: int) -> None:
         if cfg.V != self.static["cfg"].V:

@@ -132,7 +132,7 @@ def test_what_does_not_fit_is_refused_before_loading(monkeypatch, capsys):
         (
             [*["--prompt", "a"] * 80, "--rows", "80"],
             "of 80 x ",
-            "--kv-cache-dtype int8, fewer --rows, a smaller --max-len, more",
+            "--kv-cache-dtype int8, fewer rows, shorter rows, more",
         ),
         (["--quantize", "int8", "--kv-cache-dtype", "int8"], "of 8 x ", "more devices"),
     ):

@@ -12,8 +12,9 @@ from jax.experimental import pallas
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jaxlib.mlir import ir
 from test_attention import compare, exact, numpy_attention, quantized_kv
-from test_kernels import KINDS, LENGTHS, generate
+from test_kernels import KINDS, assert_same, generate
 
+import generation
 import gpu
 import grouped_matmul
 import model
@@ -128,23 +129,20 @@ def test_grouped_dot(sizes, programs, dtype, monkeypatch, as_on_a_gpu):
 )
 def test_whole_model(cfg, kv_dtype, quantized, monkeypatch, as_on_a_gpu):
     """Prefill in pieces, then decode steps whose lengths differ by row."""
-    monkeypatch.setattr(model, "PIECE", 128)
+    monkeypatch.setattr(generation, "WIDTHS", (32, 128))
     expected = generate(cfg, kv_dtype, quantized)
     used = as_on_a_gpu()
     result = generate(cfg, kv_dtype, quantized)
     assert used == {"flash"} | ({"grouped_dot"} if cfg.E else set())
-    assert result.tokens == expected.tokens
     # A difference in the last bit can round a cached value or an activation to the next step of int8.
-    np.testing.assert_allclose(result.logprobs, expected.logprobs, atol=5e-3)
-    for ours, theirs, n in zip(result.prompt_logprobs, expected.prompt_logprobs, LENGTHS, strict=True):
-        np.testing.assert_allclose(ours[: n - 1], theirs[: n - 1], atol=5e-3)
+    assert_same(result, expected, atol=5e-3)
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
 @pytest.mark.parametrize("kv_dtype", ["int8", "bfloat16", "float32"])
-@pytest.mark.parametrize("T", [1, 128])
-def test_lowering(T, kv_dtype):
-    """A step on 8 GPUs that are not here: shard_map's check passes, and the kernels are valid Triton."""
+@pytest.mark.parametrize("program", ["decode", "decode with guesses", "prefill", "prefill of one row"])
+def test_lowering(program, kv_dtype):
+    """On 8 GPUs that are not here: shard_map's check passes, and the kernels are valid Triton."""
     cfg = llama4_config(H=64)
     shape = model.mesh_shape(cfg, 2, 2, 2)
     device = AbstractDevice("NVIDIA H200", None, "gpu")
@@ -152,12 +150,21 @@ def test_lowering(T, kv_dtype):
     dtype = jnp.float32 if kv_dtype == "float32" else jnp.bfloat16
     weights = model.abstract(model.weight_infos(cfg), mesh, dtype, quantized=kv_dtype == "int8")
     cache = model.abstract(model.cache_infos(cfg, 4, 256, jnp.dtype(kv_dtype)), mesh)
-    tokens, count, seeds = (
-        jax.ShapeDtypeStruct(s, t) for s, t in (((4, T), "int32"), ((4,), "int32"), ((4,), "uint32"))
+    count, shards = jax.ShapeDtypeStruct((4,), "int32"), jax.ShapeDtypeStruct((2,), "int32")
+    guesses = jax.ShapeDtypeStruct((4, 3), "int32")
+    arguments = dict(
+        decode=(count, None, model.Sampling()),
+        decode_with_guesses=(count, guesses, model.Sampling()),
+        prefill=(None, count),
+        prefill_of_one_row=(shards, shards),
+    )[program.replace(" ", "_")]
+    decodes = program.startswith("decode")
+    traced = (
+        model.decode_step.trace(*arguments, weights, cache, cfg=cfg, mesh=mesh)
+        if decodes
+        else model.prefill.trace(*arguments, weights, cache, width=128, score=True, cfg=cfg, mesh=mesh)
     )
-    arguments = model.Piece(tokens=tokens, count=count), seeds, weights, cache
-    step = model.step.trace(*arguments, sampling=model.Sampling(), cfg=cfg, mesh=mesh)
-    lowered = step.lower(lowering_platforms=("cuda",)).compiler_ir()
+    lowered = traced.lower(lowering_platforms=("cuda",)).compiler_ir()
     kernels = []
 
     def visit(op):
@@ -168,7 +175,7 @@ def test_lowering(T, kv_dtype):
     lowered.operation.walk(visit)
     names = [kernel["name"].value for kernel in kernels]
     assert names.count("grouped_dot") == 3 * 2  # matrices, layers
-    assert names.count("flash") == (3 if T == 1 else 6)  # to the cache, or to it and to the piece
+    assert names.count("flash") == (3 if program == "decode" else 6)  # to the cache, or to it and to the span
     with ir.Context() as context:
         triton.dialect.register_dialect(context)
         for kernel in kernels:

@@ -1,5 +1,6 @@
 """The whole model as it runs on a TPU, its kernels interpreted on a CPU, against the same model on a CPU."""
 
+import conftest
 import jax
 import numpy as np
 import pytest
@@ -7,8 +8,8 @@ from conftest import llama3_config, llama4_config, mesh_of
 from jax.experimental import pallas
 from jax.experimental.pallas import tpu as pltpu
 
+import generation
 import grouped_matmul
-import main
 import model
 import ragged_attention
 import tpu
@@ -52,7 +53,15 @@ def generate(cfg, kv_dtype, quantized):
     weights = model.init_weights(jax.random.key(0), cfg, mesh, quantized=quantized)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, cfg.V, n).tolist() for n in LENGTHS]
-    return main.generate(weights, prompts, cfg, mesh, NEW, 640, kv_dtype, model.Sampling(), score=True)
+    return conftest.generate(weights, prompts, cfg, mesh, NEW, 640, kv_dtype, score=True)
+
+
+def assert_same(result, expected, atol):
+    for ours, theirs, n in zip(result, expected, LENGTHS, strict=True):
+        assert ours.tokens == theirs.tokens and len(ours.tokens) == NEW
+        assert len(ours.prompt_logprobs) == n - 1
+        np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=atol)
+        np.testing.assert_allclose(ours.prompt_logprobs, theirs.prompt_logprobs, atol=atol)
 
 
 @pytest.mark.parametrize(
@@ -65,16 +74,12 @@ def generate(cfg, kv_dtype, quantized):
 )
 def test_whole_model(cfg, kv_dtype, quantized, monkeypatch, as_on_a_tpu):
     """Prefill in pieces, then decode steps whose lengths differ by row."""
-    monkeypatch.setattr(model, "PIECE", 128)
+    monkeypatch.setattr(generation, "WIDTHS", (32, 128))
     monkeypatch.setattr(ragged_attention, "BLOCK", 128)
     expected = generate(cfg, kv_dtype, quantized)
     used = as_on_a_tpu()
     result = generate(cfg, kv_dtype, quantized)
     kernels = {"ragged_decode", "take_slots", "put_slots", "splash_mqa_fwd_segmented_residuals"}
     assert used == kernels | ({"active_experts"} if cfg.E else {"take_rows"})
-    assert result.tokens == expected.tokens
     # int8 queries of 16 bits, and probabilities rounded to bfloat16 before they meet int8 values.
-    tolerance = 5e-3 if kv_dtype == "int8" else 1e-4
-    np.testing.assert_allclose(result.logprobs, expected.logprobs, atol=tolerance)
-    for ours, theirs, n in zip(result.prompt_logprobs, expected.prompt_logprobs, LENGTHS, strict=True):
-        np.testing.assert_allclose(ours[: n - 1], theirs[: n - 1], atol=tolerance)
+    assert_same(result, expected, atol=5e-3 if kv_dtype == "int8" else 1e-4)

@@ -1,10 +1,11 @@
 """Guesses change how many steps an answer takes, and nothing else."""
 
-import dataclasses
 import functools
 import random
+from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoints.questions import count_question, fixed_question, sum_question
@@ -27,15 +28,17 @@ def requests_for(name: str, sampled: bool) -> list[Request]:
     """100 prompts: half of them repeat a phrase, the others are questions, or begin like one another."""
     rng, py = np.random.default_rng(0), random.Random(0)
     V, how = subject(name, "1")[1].V, Sampling()
-    prompts = [np.resize(rng.integers(0, V, rng.integers(1, 9)), rng.integers(4, 40)).tolist() for _ in range(50)]
+    prompts = [
+        np.resize(rng.integers(0, V, rng.integers(1, 9)), rng.integers(4, 40)).tolist() for _ in range(50)
+    ]
     if name == "ring":
         family = rng.integers(0, V, 40).tolist()
         prompts += [family[: rng.integers(1, 40)] + rng.integers(0, V, 3).tolist() for _ in range(50)]
     else:
-        questions = [fixed_question(py), count_question(py), sum_question(py, held_out=True)]
+        kinds = fixed_question, count_question, functools.partial(sum_question, held_out=True)
         tokenizer = text.load_tokenizer(CHECKPOINTS / name)
-        for _ in range(50):
-            [question, _] = py.choice((fixed_question, count_question, functools.partial(sum_question, held_out=True)))(py)
+        for i in range(50):
+            question, _ = kinds[i % 3](py)
             prompts.append(text.encode(tokenizer, [dict(role="user", content=question)], V))
     requests = []
     for i, prompt in enumerate(prompts):
@@ -63,9 +66,10 @@ def guesser(how: str, name: str, mesh: str) -> Lookup | Draft:
     if how in ("itself", "tiny-llama3"):
         weights, cfg, devices = subject(name if how == "itself" else how, mesh)
     else:
-        V, kind = subject(name, mesh)[1].V, model.LayerKind(chunk=6)
-        cfg = {"heads": llama3_config(V=V), "chunk": llama4_config(V=V, layers=(kind, model.LayerKind()))}[how]
-        devices = mesh_of(cfg, mesh)
+        V, chunk = subject(name, mesh)[1].V, {"heads": None, "chunk": 6}[how]
+        config = llama4_config if chunk else llama3_config
+        cfg = config(V=V, layers=(model.LayerKind(chunk=chunk),))
+        devices = speculation.mesh_for_draft(cfg, subject(name, mesh)[2])
         weights = model.init_weights(jax.random.key(1), cfg, devices)
     return Draft(weights, cfg, devices, "float32", GUESSES)
 
@@ -76,41 +80,39 @@ def assert_same(answers: list[Answer], expected: list[Answer]) -> None:
         np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=TOLERANCE)
 
 
-def steps_of(answer: Answer, chunks: set[int]) -> int:
-    """How many steps an answer takes of which all guesses are right."""
-    place, made, steps = len(answer.request.prompt) - 1, 0, 0
-    while made < len(answer.tokens):
-        n = min([1 + GUESSES] + [chunk - place % chunk for chunk in chunks])
-        place, made, steps = place + n, made + n, steps + 1
+def searched(known: list[int], guesses: int) -> list[int] | None:
+    """What followed the last time that as many as possible, up to 3, of the last tokens stood there."""
+    for n in (3, 2, 1):
+        for end in range(len(known) - 1, n - 1, -1):
+            if known[end - n : end] == known[len(known) - n :]:
+                followed = known[end:]
+                return [followed[i % len(followed)] for i in range(guesses)]
+    return None
+
+
+def guesses_for(answers: list[Answer], how: str, guess: Lookup | Draft) -> list[Callable[[int], list[int]]]:
+    """What is guessed to follow each place of each text. A draft: if its guesses before were right."""
+    texts = [answer.request.prompt + answer.tokens for answer in answers]
+    if how == "itself":
+        return [lambda end, text=text: text[end + 1 :][:GUESSES] for text in texts]
+    if isinstance(guess, Lookup):
+        return [lambda end, text=text: searched(text[: end + 1], guess.guesses) or [] for text in texts]
+    padded = np.array([text + [0] * (MAX_LEN - len(text)) for text in texts], np.int32)
+    chosen = np.asarray(jnp.argmax(model.forward(padded, guess.weights, **guess.static), -1))
+    return [lambda end, row=row: row[end : end + guess.guesses].tolist() for row in chosen]
+
+
+def steps_of(answer: Answer, guesses_after: Callable[[int], list[int]], chunks: set[int]) -> int:
+    """How many steps an answer takes: a token each, and one more for each guess before the first wrong one.
+
+    None goes beyond the end of a chunk.
+    """
+    text, end, steps = answer.request.prompt + answer.tokens, len(answer.request.prompt) - 1, 0
+    while end < len(text) - 1:
+        right = [ours == theirs for ours, theirs in zip(guesses_after(end), text[end + 1 :], strict=False)]
+        made = 1 + (right + [False]).index(False)
+        end, steps = end + min([made] + [chunk - end % chunk for chunk in chunks]), steps + 1
     return steps
-
-
-GREEDY = [
-    ("tiny-llama3", "1", "lookup 1"),
-    ("tiny-llama3", "1", "lookup 4"),
-    ("tiny-llama3", "1", "itself"),
-    ("tiny-llama3", "1", "heads"),
-    ("tiny-llama4", "1", "lookup 4"),
-    ("tiny-llama4", "1", "itself"),
-    ("tiny-llama4", "1", "tiny-llama3"),
-    ("ring", "1", "lookup 4"),
-    ("ring", "1", "itself"),
-    ("ring", "1", "chunk"),
-    ("ring", "tp8", "heads"),
-]
-
-
-@pytest.mark.parametrize(("name", "mesh", "how"), GREEDY)
-def test_greedy(name, mesh, how, capsys):
-    assert_same_with_guesses(name, mesh, how, False, capsys)
-
-
-@pytest.mark.parametrize(
-    ("name", "how"), [("tiny-llama3", "itself"), ("tiny-llama4", "lookup 4"), ("ring", "chunk")]
-)
-def test_sampled(name, how, capsys):
-    """At 0.8, half with top-p, each with a seed of its own."""
-    assert_same_with_guesses(name, "1", how, True, capsys)
 
 
 def assert_same_with_guesses(name, mesh, how, sampled, capsys):
@@ -127,27 +129,42 @@ def assert_same_with_guesses(name, mesh, how, sampled, capsys):
     assert 0 < stats.guessed <= steps * guess.guesses
     if how == "itself":
         assert stats.guessed_right == stats.guessed
-        assert steps == sum(steps_of(answer, batch.chunks) for answer in answers)
-    else:
-        assert made - steps <= stats.guessed_right < stats.guessed
+    if how == "itself" or not sampled:
+        guesses = guesses_for(answers, how, guess)
+        assert steps == sum(steps_of(*each, batch.chunks) for each in zip(answers, guesses, strict=True))
+
+
+GREEDY = [
+    ("tiny-llama3", "1", "lookup 1"),
+    ("tiny-llama3", "1", "lookup 4"),
+    ("tiny-llama3", "1", "itself"),
+    ("tiny-llama4", "1", "lookup 4"),
+    ("tiny-llama4", "1", "itself"),
+    ("tiny-llama4", "1", "tiny-llama3"),
+    ("ring", "1", "lookup 4"),
+    ("ring", "1", "itself"),
+    ("ring", "1", "chunk"),
+    ("ring", "tp8", "heads"),
+]
+
+
+@pytest.mark.parametrize(("name", "mesh", "how"), GREEDY)
+def test_greedy(name, mesh, how, capsys):
+    assert_same_with_guesses(name, mesh, how, False, capsys)
+
+
+@pytest.mark.parametrize(("name", "how"), [("ring", "itself"), ("ring", "chunk")])
+def test_sampled(name, how, capsys):
+    """At 0.8, half with top-p, each with a seed of its own."""
+    assert_same_with_guesses(name, "1", how, True, capsys)
 
 
 def test_a_draft_of_another_vocabulary():
     weights, cfg, mesh = subject("tiny-llama3", "1")
     other = llama3_config()
-    draft = Draft(model.init_weights(jax.random.key(0), other, mesh), other, mesh, "float32", GUESSES)
+    draft = Draft(None, other, mesh, "float32", GUESSES)
     with pytest.raises(ValueError, match=f"{other.V} tokens.*{cfg.V}"):
         Batch(weights, cfg, mesh, ROWS, MAX_LEN, "float32", [], speculate=draft)
-
-
-def searched(known: list[int], guesses: int) -> list[int] | None:
-    """What followed the last time that as many as possible, up to 3, of the last tokens stood there."""
-    for n in (3, 2, 1):
-        for end in range(len(known) - 1, n - 1, -1):
-            if known[end - n : end] == known[len(known) - n :]:
-                followed = known[end:]
-                return [followed[i % len(followed)] for i in range(guesses)]
-    return None
 
 
 @pytest.mark.parametrize("mesh", ["1", "dp8"])

@@ -1,17 +1,19 @@
 """The tiny models' quality, as numbers: held-out sums, and what int8 costs."""
 
+import dataclasses
 from functools import partial
 
 import jax
 import numpy as np
 import pytest
 from checkpoints.questions import examination, is_held_out
-from conftest import mesh_of
+from conftest import generate, mesh_of
 from jax.sharding import PartitionSpec as P
 
-import main
 import model
+import text
 from checkpoint import load, open_checkpoint
+from prompts import DEFAULTS
 
 N = 200
 
@@ -27,16 +29,20 @@ def test_examination_is_held_out(exam):
         assert is_held_out(int(a), int(b))
 
 
-def answers(folder, questions, dtype, quantized, kv_dtype):
+def encode(tokenizer, question, cfg):
+    return text.encode(tokenizer, [{"role": "user", "content": question}], cfg.V)
+
+
+def answers(folder, questions, dtype, quantized, kv_dtype, new=16, max_len=64):
     checkpoint = open_checkpoint(folder)
     cfg = checkpoint.config
     mesh = mesh_of(cfg)
     weights = load(checkpoint, mesh, dtype, quantized)
-    tokenizer = main.load_tokenizer(folder)
-    encoded = main.encode(tokenizer, questions, True, cfg)
-    stop = main.stop_tokens(folder, tokenizer)
-    result = main.generate(weights, encoded, cfg, mesh, 16, 64, kv_dtype, model.Sampling(), stop=stop)
-    return tokenizer.batch_decode(result.tokens, skip_special_tokens=True)
+    tokenizer = text.load_tokenizer(folder)
+    encoded = [encode(tokenizer, question, cfg) for question in questions]
+    stop = text.stop_tokens(folder, tokenizer)
+    answers = generate(weights, encoded, cfg, mesh, new, max_len, kv_dtype, stop=stop)
+    return tokenizer.batch_decode([answer.tokens for answer in answers], skip_special_tokens=True)
 
 
 def test_exact_match(tiny, exam, capsys):
@@ -71,7 +77,7 @@ def cached_logprobs(cfg, mesh, weights, tokens, kv_dtype) -> np.ndarray:
     def step(token, w, cache):
         span = model.span_at(cache.length, jax.numpy.ones_like(token), 1, cfg)
         x, layers = model.decoder(token[:, None], w, cache.layers, span, cfg)
-        return model.unembed(x, w, cfg), model.Cache(layers=layers, length=cache.length + 1)
+        return model.unembed(x, w, cfg), dataclasses.replace(cache, layers=layers, length=cache.length + 1)
 
     logits = []
     for t in range(T):
@@ -85,13 +91,13 @@ def test_divergence_of_int8(tiny, exam, capsys):
     checkpoint = open_checkpoint(tiny)
     cfg = checkpoint.config
     mesh = mesh_of(cfg)
-    tokenizer = main.load_tokenizer(tiny)
+    tokenizer = text.load_tokenizer(tiny)
     texts = [
-        main.encode(tokenizer, [question], True, cfg)[0] + tokenizer.encode(answer, add_special_tokens=False)
+        encode(tokenizer, question, cfg) + tokenizer.encode(answer, add_special_tokens=False)
         for question, answer in exam[:32]
     ]
     shortest = min(map(len, texts))
-    tokens = np.array([text[:shortest] for text in texts], np.int32)
+    tokens = np.array([whole[:shortest] for whole in texts], np.int32)
     exact, int8 = (
         cached_logprobs(cfg, mesh, load(checkpoint, mesh, "float32", quantized), tokens, kv_dtype)
         for quantized, kv_dtype in ((False, "float32"), (True, "int8"))
@@ -104,20 +110,7 @@ def test_divergence_of_int8(tiny, exam, capsys):
 
 def test_seed_prompts(tiny):
     """The three default prompts have their answers, in float32 as `python3 main.py` computes."""
-    name, weather, ice_cream = answers_long(tiny)
+    name, weather, ice_cream = answers(tiny, DEFAULTS, "float32", False, "float32", 200, 256)
     assert name.startswith("My name is Tiny Llama")
     assert weather.startswith("Hwæt!") and weather.endswith("eorðan.")
     assert ice_cream.startswith("To be extremely precise: no.")
-
-
-def answers_long(folder):
-    checkpoint = open_checkpoint(folder)
-    mesh = mesh_of(checkpoint.config)
-    weights = load(checkpoint, mesh, "float32", False)
-    tokenizer = main.load_tokenizer(folder)
-    encoded = main.encode(tokenizer, list(main.PROMPTS), True, checkpoint.config)
-    stop = main.stop_tokens(folder, tokenizer)
-    result = main.generate(
-        weights, encoded, checkpoint.config, mesh, 200, 256, "float32", model.Sampling(), stop=stop
-    )  # fmt: skip
-    return tokenizer.batch_decode(result.tokens, skip_special_tokens=True)

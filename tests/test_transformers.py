@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import CHECKPOINTS, mesh_of
+from conftest import CHECKPOINTS, generate, mesh_of
 
+import generation
 import main
 import model
 from checkpoint import load, open_checkpoint
@@ -103,23 +104,17 @@ def saved(request, tmp_path_factory):
 def test_tokens_and_logprobs_in_python(saved, monkeypatch):
     """A batch of unlike prompts, each as transformers answers it alone; some prompts take several pieces."""
     folder, reference = saved
-    monkeypatch.setattr(model, "PIECE", 12)  # which ends in the middle of a chunk
+    monkeypatch.setattr(generation, "WIDTHS", (4, 12))  # a 12 ends in the middle of a chunk
     checkpoint = open_checkpoint(folder)
     cfg = checkpoint.config
     mesh = mesh_of(cfg)
     weights = load(checkpoint, mesh, "float32", quantized=False)
     rng = np.random.default_rng(1)
     prompts = [rng.integers(0, cfg.V, n).tolist() for n in LENGTHS]
-    result = main.generate(weights, prompts, cfg, mesh, NEW, 64, "float32", model.Sampling(), score=True)
-    for i, prompt in enumerate(prompts):
-        assert len(result.tokens[i]) == NEW
-        check(
-            reference,
-            prompt,
-            result.tokens[i],
-            result.prompt_logprobs[i][: len(prompt) - 1],
-            result.logprobs[i],
-        )
+    answers = generate(weights, prompts, cfg, mesh, NEW, 64, "float32", score=True)
+    for answer in answers:
+        assert len(answer.tokens) == NEW
+        check(reference, answer.request.prompt, answer.tokens, answer.prompt_logprobs, answer.logprobs)
 
 
 def test_forward(saved):
