@@ -19,6 +19,9 @@ TIED = "tests/test_transformers.py::test_tokens_and_logprobs_in_python[llama3-sc
 ATTENTION = "tests/test_attention.py"
 EXPERTS = "tests/test_experts.py"
 SAMPLING = "tests/test_sampling.py"
+GENERATION = "tests/test_generation.py"
+GUESSES = "tests/test_meshes.py::test_guesses_of_a_step"
+PREFILL = "tests/test_meshes.py::test_prefill_of_all_rows"
 QUANTIZE = "tests/test_quantize.py"
 COPY = "tests/test_meshes.py::test_prefill_does_not_copy_the_cache"
 KERNELS = "tests/test_kernels.py"
@@ -44,7 +47,8 @@ MUTATIONS = [
     ("model.py", "lax.psum(jnp.sum(chosen, -1), MODEL)", "jnp.sum(chosen, -1)", MESH),
     ("model.py", "if slots == 1:\n        return o", "return o", MESH),
     ("model.py", "lax.psum(jnp.stack([mass_from(digit) for digit in range(1, 16)], -1), MODEL)", "jnp.stack([mass_from(digit) for digit in range(1, 16)], -1)", SAMPLING),
-    ("model.py", "peak = lax.pmax(jnp.max(logits, -1, keepdims=True), MODEL)", "peak = jnp.max(logits, -1, keepdims=True)", MESH),
+    ("model.py", "peak = lax.pmax(jnp.max(logits, -1, keepdims=True), MODEL)\n    return", "peak = jnp.max(logits, -1, keepdims=True)\n    return", MESH),
+    ("model.py", "peak = lax.pmax(jnp.max(logits, -1, keepdims=True), MODEL)\n        logits", "peak = jnp.max(logits, -1, keepdims=True)\n        logits", SAMPLING),
     ("model.py", "if lax.axis_size(SLOTS) == 1:", "if True:", MESH),
     # masks
     ("model.py", "jnp.where(here[..., None], x, 0)", "x", MESH),
@@ -60,7 +64,8 @@ MUTATIONS = [
     ("ragged_attention.py", "k = v = jnp.where(seen, k, 0)", "v = k", NAN),
     ("ragged_attention.py", "jnp.where(mask, p * v_scale[:, :, None, None, :].astype(jnp.float32), 0)", "p * v_scale[:, :, None, None, :].astype(jnp.float32)", ATTENTION),
     ("ragged_attention.py", "peak = jnp.where(peak == -jnp.inf, 0, peak)", "pass", ATTENTION),
-    ("model.py", "jnp.where((local >= 0) & (local < n_local), local, n_local)", "local", EXPERTS),
+    ("model.py", "jnp.where((local >= 0) & (local < n_local) & real[..., None], local, n_local)", "local", EXPERTS),
+    ("model.py", " & real[..., None]", "", EXPERTS),
     ("ragged_attention.py", "mask = (back >= 0) & ", "mask = (back > -T) & ", ATTENTION),
     ("ragged_attention.py", "(back < (window or T)) & ", "(back < T) & ", ATTENTION),
     ("ragged_attention.py", " & (segment[:, :, None] == segment[:, None])", "", ATTENTION),
@@ -68,8 +73,8 @@ MUTATIONS = [
     ("model.py", "sees = span.positions // chunk == (length // chunk)[:, None]", "pass", SCOUT),
     ("model.py", "        length = length % chunk\n", "", SCOUT),
     ("model.py", "lax.dynamic_slice_in_dim(q, lax.axis_index(SLOTS) * g, g, 3)", "q[:, :, :, :g]", MESH),
-    ("model.py", "(span.start % kind.chunk if kind.chunk else span.start) + span.count", "(span.start + 1) % kind.chunk if kind.chunk else span.start + 1", SCOUT),
-    ("model.py", "(span.start % kind.chunk if kind.chunk else span.start) + span.count", "span.start + 1", SCOUT),
+    ("model.py", "(span.start % kind.chunk if kind.chunk else span.start) + 1", "(span.start + 1) % kind.chunk if kind.chunk else span.start + 1", SCOUT),
+    ("model.py", "(span.start % kind.chunk if kind.chunk else span.start) + 1", "span.start + 1", SCOUT),
     ("ragged_attention.py", "jnp.maximum(start[:, None], i * block)", "start[:, None]", ATTENTION),
     ("ragged_attention.py", "slots >= jnp.maximum(start[:, None], i * block)", "slots >= i * block", ATTENTION),
     ("ragged_attention.py", " & (slots < length[:, None])", "", ATTENTION),
@@ -122,7 +127,31 @@ MUTATIONS = [
     ("model.py", "q = (q * temperature[:, :, None, None, None]).astype(q.dtype)", "pass", SCOUT),
     ("model.py", "q, k = rms_norm(q, None, cfg.norm_eps), rms_norm(k, None, cfg.norm_eps)", "pass", SCOUT),
     ("model.py", "else y * weight\n", "else y\n", TIED),
-    ("model.py", "logits = logits / max(sampling.temperature, 1e-6)", "pass", SAMPLING),
+    # sampling
+    ("model.py", "logits = logits / jnp.where(drawn, jnp.maximum(how.temperature[:, None], 1e-6), 1)", "pass", SAMPLING),
+    ("model.py", "jnp.maximum(how.temperature[:, None], 1e-6)", "how.temperature[:, None]", SAMPLING),
+    ("model.py", "jnp.where(drawn, jax.vmap(noise)(how.seed, length)[:, ids], 0)", "jax.vmap(noise)(how.seed, length)[:, ids]", SAMPLING),
+    ("model.py", "(how.seed, length)[:, ids]", "(how.seed, length)[:, : logits.shape[-1]]", SAMPLING),
+    ("model.py", "jnp.where(how.top_k > 0, how.top_k, jnp.inf)", "how.top_k", SAMPLING),
+    ("model.py", "jnp.where(how.top_p < 1, how.top_p, jnp.inf)", "how.top_p", SAMPLING),
+    ("model.py", "peak + jnp.log(how.min_p)[:, None]", "jnp.log(how.min_p)[:, None]", SAMPLING),
+    ("model.py", "ids = text - lax.axis_index(MODEL) * logits.shape[-1]", "ids = text", SAMPLING),
+    ("model.py", "here = (ids >= 0) & ", "here = ", SAMPLING),
+    ("model.py", " & (jnp.arange(text.shape[1]) < length[:, None])", "", SAMPLING),
+    ("model.py", "jnp.where(logits > 0, logits / penalty, logits * penalty)", "logits / penalty", SAMPLING),
+    # the programs
+    ("model.py", "text_at(text, span.positions + 1)", "text_at(text, span.positions)", PREFILL),
+    ("model.py", "length = length + count\n", "", PREFILL),
+    ("model.py", "length = with_row(cache.length, row, length)", "length = cache.length + count", PREFILL),
+    ("model.py", "jnp.minimum(count, room(cache.length, cfg))", "count", GUESSES),
+    ("model.py", "jnp.cumprod(right, 1, dtype=jnp.int32)", "right.astype(jnp.int32)", GUESSES),
+    ("model.py", "return jnp.minimum(count, 1 + ", "return jnp.minimum(tokens.shape[1], 1 + ", GUESSES),
+    ("model.py", 'text = cache.tokens.at[rows, span.positions].set(tokens, mode="drop")', "text = cache.tokens", GUESSES),
+    ("model.py", "after = span.positions.reshape(-1) + 1", "after = jnp.repeat(cache.length, T) + 1", GUESSES),
+    ("model.py", "tokens=text, length=cache.length + kept", "tokens=text, length=cache.length + count", GUESSES),
+    ("model.py", "jnp.where(rows[0] < 0, row, source[0])", "row", GENERATION),
+    ("model.py", "jnp.where(rows[0] < 0, row, source[0])", "source[0]", GENERATION),
+    ("model.py", 'length=cache.length.at[at].set(length, mode="drop")', "length=cache.length", GENERATION),
     # checkpoints
     ("tensor_files.py", "if tensor.start < end:", "if False:", CHECKPOINTS),
     ("tensor_files.py", "if tensor.start > end:", "if False:", CHECKPOINTS),
@@ -158,8 +187,8 @@ def main() -> None:
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "__pycache__"))
         for number, (file, old, new, test) in enumerate(chosen, 1):
             source = (ROOT / file).read_text()
-            if old not in source:
-                sys.exit(f"error: {file} has no {old!r}; bring this list up to date")
+            if source.count(old) != 1:
+                sys.exit(f"error: {file} has {source.count(old)} of {old!r}; bring this list up to date")
             (copy / file).write_text(source.replace(old, new))
             command = [sys.executable, "-m", "pytest", "-x", "-q", test]
             failed = subprocess.run(command, cwd=copy, capture_output=True).returncode == 1

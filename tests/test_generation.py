@@ -313,7 +313,7 @@ def test_reuse_of_rows_that_go_on(name, monkeypatch):
 
 
 def test_stop_tokens():
-    """An answer ends with the first of them. Its row goes on with the next request, and knows what it has read."""
+    """An answer ends with the first of them. Its row goes on, and knows what it has read."""
     requests = [dataclasses.replace(x, max_new_tokens=30) for x in mixed(subject("tiny-llama3", "1")[1], 20)]
     expected = [alone(request, "tiny-llama3")[0] for request in requests]
     stops = [frozenset(tokens[5::9]) for tokens in expected]

@@ -146,26 +146,29 @@ def test_places(name, chunk):
             assert found[b, t].tolist() == expected
 
 
-@pytest.mark.parametrize("name", ["1", "dp2-ep2-tp2", "ep2-tp4"])
+def begun(texts, cfg, mesh):
+    """A cache whose rows are to read these texts."""
+    data = mesh.shape["data"]
+    cache, nothing = model.init_cache(cfg, mesh, *texts.shape, "float32"), np.zeros(data, np.int32)
+    each = len(texts) // data
+    for row in range(each):
+        rows = np.full(data, row, np.int32)
+        cache = model.begin(rows, texts[row::each], nothing, None, cache, cfg=cfg, mesh=mesh)
+    return cache
+
+
+@pytest.mark.parametrize("name", ["1", "dp2-ep2-tp2"])
 def test_prefill_of_all_rows(name):
     """Pieces of unlike counts, of all rows at once and of one at a time: as a forward of each whole text."""
     cfg, rng = llama4_config(), np.random.default_rng(0)
     mesh, one = mesh_of(cfg, name), mesh_of(cfg)
-    data, rows, width, room = mesh.shape["data"], 4, 6, 24
-    texts = rng.integers(0, cfg.V, (rows, room), np.int32)
+    data, rows, width = mesh.shape["data"], 4, 6
+    texts = rng.integers(0, cfg.V, (rows, 24), np.int32)
     # Of each piece, how many tokens of each row: none, one, all; across the edges of chunks of 8.
     counts = np.array([[6, 0, 1, 5], [6, 6, 1, 2], [4, 6, 0, 6], [5, 3, 6, 0]], np.int32)
     weights = random_weights(cfg, mesh)
     static = dict(cfg=cfg, mesh=mesh)
-
-    def begun():
-        cache, nothing = model.init_cache(cfg, mesh, rows, room, "float32"), np.zeros(data, np.int32)
-        for row in range(rows // data):
-            text = texts[row :: rows // data]
-            cache = model.begin(np.full(data, row, np.int32), text, nothing, None, cache, **static)
-        return cache
-
-    alone, together, scores = begun(), begun(), [[] for _ in texts]
+    alone, together, scores = begun(texts, **static), begun(texts, **static), [[] for _ in texts]
     assert together.tokens.tolist() == texts.tolist()
     for count in counts:
         found, together = model.prefill(None, count, weights, together, width=width, score=True, **static)
@@ -193,6 +196,52 @@ def test_prefill_of_all_rows(name):
         np.testing.assert_allclose(scores[row], expected, atol=TOLERANCE)
         assert output.tokens[row].tolist() == [whole[row, n].argmax()]
         np.testing.assert_allclose(output.logprobs[row], [whole[row, n].max()], atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["1", "dp2-ep2-tp2"])
+def test_guesses_of_a_step(name):
+    """A step's tokens are those of plain steps, whichever guesses are right or looked at; as are the next."""
+    cfg, rng, rows, T = llama4_config(), np.random.default_rng(0), 8, 4
+    mesh = mesh_of(cfg, name)
+    static, weights = dict(cfg=cfg, mesh=mesh), random_weights(cfg, mesh)
+    texts = rng.integers(0, cfg.V, (rows, 48), np.int32)
+    read = np.array([0, 2, 4, 5, 7, 8, 13, 19], np.int32)
+    how = dict(temperature=np.float32([0.9] * rows), repetition_penalty=np.float32([2.0] * rows))
+    sampling = model.Sampling(seed=np.arange(rows, dtype=np.uint32), **how)
+
+    def start():
+        return model.prefill(None, read, weights, begun(texts, **static), width=32, **static)[1]
+
+    def step(count, guesses, cache):
+        output, cache = model.decode_step(np.int32(count), guesses, sampling, weights, cache, **static)
+        return jax.tree.map(np.asarray, output), cache
+
+    cache, outputs = start(), []
+    for _ in range(T + 2):
+        output, cache = step([1] * rows, None, cache)
+        outputs.append(output)
+    tokens, logprobs = (np.concatenate([getattr(x, y) for x in outputs], 1) for y in ("tokens", "logprobs"))
+    for i in range(T):
+        # The first wrong guess. After it comes what would follow it, if it were right.
+        wrong, guesses = (np.arange(rows) + i) % T, tokens[:, : T - 1].copy()
+        guesses += np.arange(T - 1) == wrong[:, None]
+        output, _ = step([T] * rows, guesses % cfg.V, start())
+        guesses = np.where(np.arange(T - 1) == wrong[:, None] + 1, output.tokens[:, : T - 1], guesses % cfg.V)
+        count = rng.integers(0, T + 1, rows)
+        looked_at = np.minimum(count, 8 - read % 8)  # none beyond the chunk of 8
+        kept = np.minimum(looked_at, 1 + wrong)
+        output, cache = step(count, guesses, start())
+        assert output.count.tolist() == kept.tolist()
+        assert output.guessed.tolist() == np.maximum(looked_at - 1, 0).tolist()
+        assert cache.length.tolist() == (read + kept).tolist()
+        after, cache = step([1] * rows, None, cache)
+        for row, n in enumerate(kept):
+            assert output.tokens[row, :n].tolist() == tokens[row, :n].tolist()
+            np.testing.assert_allclose(output.logprobs[row, :n], logprobs[row, :n], atol=TOLERANCE)
+            assert after.tokens[row, 0] == tokens[row, n]
+            np.testing.assert_allclose(after.logprobs[row, 0], logprobs[row, n], atol=TOLERANCE)
+            text = [*texts[row, : read[row] + 1], *tokens[row, : n + 1]]
+            assert cache.tokens[row, : len(text)].tolist() == text
 
 
 @pytest.mark.parametrize(("rows", "batch", "max_len"), [(None, 1, 32768), ([0], 1, 32768), ([3], 8, 16384)])
