@@ -1,5 +1,6 @@
 """What is answered: as text or JSON, in the order of the prompts; a file that a later run goes on with."""
 
+import contextlib
 import dataclasses
 import fcntl
 import json
@@ -145,10 +146,11 @@ class OutputFile:
         settings: Callable[[Reply], str],
         content: Callable[[Reply], dict],
     ):
-        self.path = pathlib.Path(os.path.realpath(os.path.expanduser(name)))
+        path = pathlib.Path(os.path.expanduser(name))
         self.name, self.settings, self.content = f"--output {name}", settings, content
-        if self.path.exists() and not self.path.is_file():
+        if path.exists() and not path.is_file():
             raise ValueError(f"{self.name}: not a regular file")
+        self.path = path.resolve()
         self.file = self._open()
         try:
             self.held = self._read({reply.key: reply for reply in replies})
@@ -160,7 +162,8 @@ class OutputFile:
         return self
 
     def __exit__(self, *_) -> None:
-        self.file.close()
+        with contextlib.suppress(OSError):  # of what could not be written, which `show` has said
+            self.file.close()
 
     def _open(self) -> BinaryIO:
         """Open the file for this process alone."""
@@ -175,10 +178,10 @@ class OutputFile:
         return file
 
     def _read(self, expected: dict[tuple[int, int], Reply]) -> set[tuple[int, int]]:
-        """The keys of the lines that are there; what is cut short, and refusals, are dropped."""
+        """The keys of the lines that are there; empty ones, one cut short, and refusals are dropped."""
         self.file.seek(0)
         *lines, torn = self.file.read().split(b"\n")
-        parsed = [self._parse(line, i, expected) for i, line in enumerate(lines, 1)]
+        parsed = [line.strip() and self._parse(line, i, expected) for i, line in enumerate(lines, 1)]
         kept = {key: line for key, line in zip(parsed, lines, strict=True) if key}
         if torn[: len(LINE)] != LINE[: len(torn)]:
             raise ValueError(f"{self.name}, line {len(parsed) + 1}: not of an earlier run; give another file")
@@ -196,7 +199,7 @@ class OutputFile:
         except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
             raise ValueError(f"{where}: not of an earlier run; give another file") from None
         if reply is None or reply.prompt.text != found.get("prompt", found.get("messages")):
-            raise ValueError(f"{where}: an answer to another prompt; give another file")
+            raise ValueError(f"{where}: not an answer to these prompts; give another file")
         if "error" in found:
             return None
         if reply.error is None and found.get("settings") != self.settings(reply):
@@ -207,7 +210,10 @@ class OutputFile:
         for reply in done:
             settings = {} if reply.error is not None else dict(settings=self.settings(reply))
             self.file.write(json.dumps(self.content(reply) | settings, ensure_ascii=False).encode() + b"\n")
-        self.file.flush()
+        try:
+            self.file.flush()
+        except OSError as e:
+            raise OSError(f"{self.name}: {e.strerror}; run this again to go on from here") from None
 
     def finish(self) -> None:
         self.file.seek(0)
@@ -291,5 +297,5 @@ def show_progress(bar, stats: Stats, show: Callable[[list[Reply]], None], done: 
     """Show the replies that are done, and how far all is."""
     bar.set_postfix_str(f"{stats.tokens / max(stats.seconds, 1e-9):,.0f} tokens/s", refresh=False)
     bar.update(len(done))
-    with bar.external_write_mode(sys.stdout):
+    with bar.external_write_mode(sys.stdout) if sys.stderr.isatty() else contextlib.nullcontext():
         show(done)

@@ -19,7 +19,13 @@ class Interrupts:
 
     def __init__(self):
         self.answering, self.since = False, None  # when the answer was to end
-        signal.signal(signal.SIGINT, self._hear)
+        self.before = signal.signal(signal.SIGINT, self._hear)
+
+    def __enter__(self) -> "Interrupts":
+        return self
+
+    def __exit__(self, *_) -> None:
+        signal.signal(signal.SIGINT, self.before)
 
     def _hear(self, *_) -> None:
         if not self.answering:
@@ -65,14 +71,20 @@ def say(batch: Batch, request: Request, stream: TextStream, interrupts: Interrup
 
 def converse(batch: Batch, asker: Asker) -> None:
     """Talk until the end of the input."""
-    turns, interactive, interrupts = [], sys.stdin.isatty(), Interrupts()
+    interactive = sys.stdin.isatty()
     if interactive:
         import readline  # noqa: F401  lines can be edited, and earlier ones called back
 
         log(HELP)
+    with Interrupts() as interrupts:
+        talk(batch, asker, "> " if interactive else "", interrupts)
+
+
+def talk(batch: Batch, asker: Asker, prompt: str, interrupts: Interrupts) -> None:
+    turns = []
     while True:
         try:
-            line = read_turn("> " if interactive else "")
+            line = read_turn(prompt)
             command = (line or "/exit").strip()
             if command == "/exit":
                 return
@@ -93,7 +105,7 @@ def take_turn(batch: Batch, asker: Asker, turns: list[dict], line: str, interrup
     try:
         request = asker.request(asker.encode(asked), {})
     except ValueError as e:
-        log(f"{e}; /reset begins anew")
+        log(f"{e}; /reset begins anew" if turns else e)
         return turns
     said = say(batch, request, asker.stream(), interrupts)
     return [*asked, {"role": "assistant", "content": said}] if said.strip() else turns

@@ -9,6 +9,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
+import gc
 import itertools
 import math
 import os
@@ -489,7 +490,7 @@ def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str, quantized: bool, show: 
 
     weights, treedef = [], jax.tree.structure(model.weight_infos(checkpoint.config))
     total = sum(source.nbytes for source in checkpoint.sources.values())
-    with progress("loading weights", total, show=show) as bar:
+    with progress("loading weights", total, show=show) as bar, no_garbage_collection():
         # What is to be int8 is larger before; an accelerator may have no room for more of that.
         ahead = 1 if quantized and not checkpoint.quantized else WORKERS
         for info, arrays, nbytes in in_order(place, named_infos(checkpoint.config), ahead):
@@ -499,6 +500,18 @@ def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str, quantized: bool, show: 
                 weights.append(_quantize(arrays[0], info) if quantized and info.contracted else arrays[0])
             bar.update(nbytes)
     return jax.tree.unflatten(treedef, weights)
+
+
+@contextlib.contextmanager
+def no_garbage_collection():
+    """jax runs a callback at each collection; where several threads make arrays, it crashes (jax 0.10.2)."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _quantize(x: jax.Array, info: ArrayInfo) -> QuantizedArray:

@@ -1,12 +1,11 @@
 """What the programs share: arguments, errors in one line, progress."""
 
 import argparse
+import io
 import os
 import signal
 import sys
 from collections.abc import Callable
-
-from tqdm import tqdm
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -24,6 +23,11 @@ class OneLineParser(argparse.ArgumentParser):
 
 def run(main: Callable[[], None]) -> None:
     """Call main; an error that a user can mend is one line on stderr and exit code 1, an interrupt 130."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed
+            setattr(sys, name, open(os.devnull, mode))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a sign gets another
     try:
         main()
     except BrokenPipeError:  # whoever read stdout has seen enough
@@ -47,11 +51,13 @@ def hear_interrupts() -> None:
     signal.signal(signal.SIGINT, leave)
 
 
-def progress(what: str, total: int, done: int = 0, show: bool = True, unit: str = "B") -> tqdm:
-    """A line on stderr of how much of the total is done, how fast, and how long it will take.
+def progress(what: str, total: int, done: int = 0, show: bool = True, unit: str = "B"):
+    """A tqdm: a line on stderr of how much of the total is done, how fast, and how long it will take.
 
     On a terminal it is rewritten in place; elsewhere there is a line every half minute.
     """
+    from tqdm import tqdm  # not before an interrupt is heard
+
     show = show and sys.stderr is not None
     seconds = 0.1 if show and sys.stderr.isatty() else 30
     return tqdm(

@@ -80,7 +80,7 @@ def parse_arguments(arguments: list[str] | None = None):
 
     add = parser.add_argument_group("what to ask").add_argument
     add("--prompt", action="append", metavar="TEXT", help="may be given many times")
-    add("--prompt-file", metavar="FILE", help="a prompt per line; of a .jsonl file, an object; -: the input")
+    add("--prompt-file", metavar="FILE", help="a prompt per line; of a .jsonl file, an object; -: stdin")
     add("--chat", action="store_true", help="talk: each line of the input is a turn")
     add("--system", metavar="TEXT", help="what the model is told first")
     add("--no-chat-template", action="store_true",
@@ -136,8 +136,9 @@ def check_together(parser: OneLineParser, args: argparse.Namespace) -> None:
         for other in given.intersection(others.split()):
             if name in given:
                 parser.error(f"--{name.replace('_', '-')} and --{other.replace('_', '-')} exclude each other")
-    if not all(args.stop):
-        parser.error("--stop '': an empty text")
+    for name, value in vars(args).items():
+        if value == "" or isinstance(value, list) and "" in value and name != "prompt":
+            parser.error(f"--{name.replace('_', '-')} '': empty")
 
 
 def open_draft(
@@ -199,6 +200,7 @@ def digest(
 ) -> Callable[[Reply], str]:
     """A digest of what a reply depends on."""
     numbers = (
+        args.n > 1,
         plan.dtype,
         plan.quantized,
         plan.kv_dtype,
@@ -264,7 +266,8 @@ def choose_printer(
     if args.json or jax.process_index() != 0:
         return lambda done: None
     if args.prompt_file:
-        return LinePrinter(replies, lambda reply: json.dumps(content(reply), ensure_ascii=False)).show
+        ascii = sys.stdout.encoding.lower() != "utf-8"
+        return LinePrinter(replies, lambda reply: json.dumps(content(reply), ensure_ascii=ascii)).show
     if args.score:
         return LinePrinter(replies, Reply.as_score).show
     return TextPrinter(replies, args.n).show
@@ -323,8 +326,9 @@ def report(args: argparse.Namespace, plan: Plan, batch: Batch, replies: list[Rep
         parts.append(f"{stats.share_guessed_right:.0%} of the guesses right")
         parts.append(f"{stats.tokens_per_step:.2f} tokens per step")
     log(", ".join(parts))
-    if cut := sum(reply.answer.finish_reason == "length" for reply in answered if not args.score):
-        log(f"{cut} of {len(answered)} answers are cut where their tokens ended; see --max-new-tokens")
+    cut = sum(reply.answer.finish_reason == "length" for reply in answered)
+    if cut and not args.score and not args.ignore_eos:
+        log(f"{cut} of {len(answered)} answers are cut: they had as many tokens as --max-new-tokens allows")
     scores = [x for reply in answered for x in reply.answer.prompt_logprobs]
     if args.json:
         axes = dict(data="data", expert=model.EXPERT, tensor=model.TENSOR)

@@ -3,11 +3,12 @@
 import argparse
 import dataclasses
 import json
-import math
 import os
 import pathlib
 import sys
 from typing import Any
+
+import numpy as np
 
 from checkpoint import Checkpoint
 from generation import Request
@@ -21,13 +22,14 @@ DEFAULTS = (
     "What is the weather like expressed in long prose in Old English",
     "Do you like ice cream, be extremely precise",
 )
+LARGEST = float(np.finfo(np.float32).max)
 # The options of sampling: type, lowest, highest, and in words. model.sample says what they do.
 SAMPLING = {
-    "temperature": (float, 0, math.inf, "a number of at least 0"),
+    "temperature": (float, 0, LARGEST, "a number of at least 0, in float32"),
     "top_k": (int, 0, 2**31 - 1, "at least 0 (0: no restriction)"),
     "top_p": (float, 0, 1, "above 0 and at most 1"),
     "min_p": (float, 0, 1, "at least 0 and at most 1"),
-    "repetition_penalty": (float, 0, math.inf, "a number above 0"),
+    "repetition_penalty": (float, 0, LARGEST, "a number above 0, in float32"),
     "seed": (int, 0, 2**32 - 1, f"between 0 and {2**32 - 1}"),
 }
 ABOVE_ZERO = ("top_p", "repetition_penalty")
@@ -56,7 +58,11 @@ def read_prompts(args: argparse.Namespace) -> list[Prompt]:
     if args.prompt_file is not None:
         prompts += read_prompt_file(args.prompt_file)
     for prompt in prompts:
-        texts = [prompt.text] if isinstance(prompt.text, str) else [turn["content"] for turn in prompt.text]
+        texts = (
+            [prompt.text]
+            if isinstance(prompt.text, str)
+            else [x for turn in prompt.text for x in turn.values()]
+        )
         if not all(text.strip() for text in texts):
             raise ValueError(f"{prompt.where}: an empty prompt")
         if any(is_broken(text) for text in texts):
@@ -80,9 +86,11 @@ def read_prompt_file(name: str) -> list[Prompt]:
         raise ValueError(f"{option}: not a UTF-8 text file") from None
     if not text.strip():
         raise ValueError(f"{option}: no prompt in it")
-    lines = [(f"{option}, line {i}", line) for i, line in enumerate(text.rstrip().split("\n"), 1)]
+    lines = [(f"{option}, line {i}", line.removesuffix("\r")) for i, line in enumerate(text.split("\n"), 1)]
+    while not lines[-1][1].strip():
+        lines.pop()
     if not name.endswith(".jsonl"):
-        return [Prompt(line.removesuffix("\r"), where) for where, line in lines]
+        return [Prompt(line, where) for where, line in lines]
     return [parse_line(line, where) for where, line in lines if line.strip()]
 
 
@@ -98,14 +106,14 @@ def parse_line(line: str, where: str) -> Prompt:
     if text is None:
         text = options.pop("messages")
         if not (isinstance(text, list) and text and all(is_turn(turn) for turn in text)):
-            raise ValueError(f'{where}: "messages" is no list of objects with a "role" and a "content"')
+            raise ValueError(f'{where}: "messages" is no list of objects of a "role" and a "content"')
     elif not isinstance(text, str):
         raise ValueError(f'{where}: "prompt" is no text')
     known = {*SAMPLING, "max_new_tokens"}
     if unknown := sorted(set(options) - known):
         raise ValueError(f"{where}: unknown option {unknown[0]!r}; known: {', '.join(sorted(known))}")
     for name in set(options) & set(SAMPLING):
-        check_sampling(name, options[name], where)
+        check_sampling(name, options[name], f"{where}: ")
     new = options.get("max_new_tokens", 1)
     if type(new) is not int or new < 1:
         raise ValueError(f"{where}: max_new_tokens {new!r} is not at least 1")
@@ -113,15 +121,17 @@ def parse_line(line: str, where: str) -> Prompt:
 
 
 def is_turn(x) -> bool:
-    return isinstance(x, dict) and all(isinstance(x.get(key), str) for key in ("role", "content"))
+    return (
+        isinstance(x, dict) and set(x) == {"role", "content"} and all(isinstance(v, str) for v in x.values())
+    )
 
 
 def check_sampling(name: str, value, where: str) -> None:
-    """Raise ValueError if this is no value for an option of sampling."""
+    """Raise ValueError if this is no value for an option of sampling. where: what its name follows."""
     kind, low, high, must = SAMPLING[name]
     fits = isinstance(value, (int, kind)) and not isinstance(value, bool) and low <= value <= high
-    if not fits or value == math.inf or (value == 0 and name in ABOVE_ZERO):
-        raise ValueError(f"{where}: {name.replace('_', '-')} {value} is not {must}")
+    if not fits or (value == 0 and name in ABOVE_ZERO):
+        raise ValueError(f"{where}{name.replace('_', '-')} {str(value)[:40]} is not {must}")
 
 
 def choose_sampling(args: argparse.Namespace, folder: pathlib.Path) -> Sampling:
@@ -136,7 +146,7 @@ def choose_sampling(args: argparse.Namespace, folder: pathlib.Path) -> Sampling:
         defaults["temperature"] = 1.0 if defaults.get("temperature") is None else defaults["temperature"]
     chosen = {}
     for name, value in asked.items():
-        where = f"--{name.replace('_', '-')}" if value is not None else str(file)
+        where = "--" if value is not None else f"{file}: "
         value = defaults.get(name) if value is None else value
         if value is not None:
             check_sampling(name, value, where)
@@ -169,6 +179,8 @@ class Asker:
             raise ValueError(f"--stop-id {wrong[0]}: the model has tokens 0 to {self.vocabulary - 1}")
         if args.n > 1 and not self.sampling.temperature:
             log(f"--n {args.n}: greedy answers are all alike; --temperature 1 would make them differ")
+        if is_broken(args.system or ""):
+            raise ValueError("--system: not valid text in this terminal's encoding")
         if args.system is not None and not tokenizer.chat_template:
             raise ValueError(f"--system: the tokenizer in {checkpoint.folder} has no chat template")
 

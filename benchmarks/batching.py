@@ -6,7 +6,7 @@ Each round answers the same requests in each way in turn, with an empty cache; t
 A fixed batch takes the next requests as they come, reads their prompts at once, and decodes until the longest
 answer is done; it too is a step ahead of the host. All else is generation.Batch.
 
-Lengths are log-normal: of prompts with a median of 40 tokens, of answers with one of 60, both with sigma 1:
+Lengths of prompts and of answers are log-normal with a median of 40 tokens and sigma 1, as unlike as in a chat:
 the mean is 1.6 medians, and one in twenty exceeds 5. Half of the prompts follow a system prompt of 64 tokens.
 Neither prompt nor answer is longer than half of --max-len. Prompts are random tokens, answers greedy, and no
 token ends them: they are as long as was drawn.
@@ -41,7 +41,7 @@ from generation import Batch, Request
 from speculation import Lookup
 
 TINY = FOLDER.parent / "tests" / "checkpoints" / "tiny-llama4"
-PROMPT, ANSWER, SYSTEM = 40, 60, 64  # tokens: medians, and of the system prompt
+PROMPT, ANSWER, SYSTEM = 40, 40, 64  # tokens: medians, and of the system prompt
 GUESSES = 4
 
 

@@ -1,6 +1,8 @@
 """Files of prompts and answers: order, refusals, interrupted runs, samples and scores."""
 
+import errno
 import fcntl
+import io
 import json
 import os
 import random
@@ -16,6 +18,7 @@ import pytest
 from checkpoints.questions import sum_question
 from conftest import CHECKPOINTS, ONE_EACH, invoke, mesh_of
 
+import answers
 import main
 import model
 from checkpoint import load, open_checkpoint
@@ -97,6 +100,10 @@ def test_each_prompt_has_its_own_options(ask, tmp_path):
         ('{"prompt": "\\ud800"}', "not valid text"),
         ('{"messages": []}', '"messages" is no list'),
         ('{"messages": [{"role": "user"}]}', '"messages" is no list'),
+        ('{"messages": [{"role": "user", "content": "a", "name": "b"}]}', '"messages" is no list'),
+        ('{"messages": [{"role": "\\ud800", "content": "a"}]}', "not valid text"),
+        ('{"prompt": "a", "temperature": 1' + "0" * 400 + "}", "is not a number of at least 0, in float32"),
+        ('{"prompt": "a", "repetition_penalty": 1e300}', "is not a number above 0, in float32"),
         ('{"prompt": "a", "top_q": 1}', "unknown option 'top_q'"),
         ('{"prompt": "a", "top_p": 0}', "top-p 0 is not above 0"),
         ('{"prompt": "a", "top_k": true}', "top-k True is not"),
@@ -191,12 +198,12 @@ def test_wrong_output_files(ask, tmp_path):
         ("my notes\n", "line 1: not of an earlier run"),
         ("{}\n", "line 1: not of an earlier run"),
         ("3\n", "line 1: not of an earlier run"),
-        (json.dumps(line | {"index": 3}) + "\n", "line 1: an answer to another prompt"),
+        (json.dumps(line | {"index": 3}) + "\n", "line 1: not an answer to these prompts"),
         (json.dumps(line | {"index": [1]}) + "\n", "line 1: not of an earlier run"),
-        (json.dumps(line | {"prompt": "x"}) + "\n", "line 1: an answer to another prompt"),
+        (json.dumps(line | {"prompt": "x"}) + "\n", "line 1: not an answer to these prompts"),
         (json.dumps(line | {"settings": "x"}) + "\n", "line 1: made with another model"),
         ('[{"my": "data"}]', "line 1: not of an earlier run"),
-        (json.dumps(line) + '\n{"inde', None),
+        ("\n" + json.dumps(line) + '\n{"inde', None),
     ):
         (tmp_path / "o").write_text(content)
         code, out, err = ask(*arguments)
@@ -322,3 +329,67 @@ def test_options_that_ask_for_samples(ask, tmp_path):
         line["tokens"]
         == json.loads(ask("--json", "--prompt", "Hello", *options)[1])["responses"][0]["tokens"]
     )
+
+
+def test_spaces_belong_to_a_prompt(ask, tmp_path):
+    """The last line's too: a text is the same wherever it stands in the file. Windows' line ends do not."""
+    (tmp_path / "p").write_bytes(b"\xef\xbb\xbf12 + 34 = \r\n12 + 34 = \n\n  \n")
+    first, last = parsed(ask("--prompt-file", "p", "--no-chat-template", "--max-new-tokens", "3")[1])
+    assert first["prompt"] == last["prompt"] == "12 + 34 = " and first["tokens"] == last["tokens"]
+
+
+def test_a_full_disk(ask, tmp_path, monkeypatch):
+    """One line that says what to do; the next run goes on."""
+    (tmp_path / "p").write_text("\n".join(questions(9)))
+    assert ask("--prompt-file", "p", "--output", "whole")[0] == 0
+    show = answers.OutputFile.show
+
+    class Full(io.BytesIO):
+        def flush(self):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def show_until_full(self, done):
+        show(self, done[:1])
+        if done:
+            self.file.write(b'{"index": 1, "pro')
+            self.file.flush()
+            file, self.file = self.file, Full()
+            file.close()
+            show(self, done[1:])
+
+    monkeypatch.setattr(answers.OutputFile, "show", show_until_full)
+    code, _, err = ask("--prompt-file", "p", "--output", "o")
+    assert code == 1 and "error: --output o: No space left on device; run this again" in err
+    monkeypatch.setattr(answers.OutputFile, "show", show)
+    assert ask("--prompt-file", "p", "--output", "o")[0] == 0
+    assert (tmp_path / "o").read_bytes() == (tmp_path / "whole").read_bytes()
+
+
+def test_closed_streams(tmp_path):
+    """Without stdin, stdout or a terminal's encoding there is no traceback."""
+    command = [sys.executable, main.__file__, "--prompt", "How is the weather?", "--max-new-tokens", "4"]
+    environment = {"JAX_PLATFORMS": "cpu", "PYTHONIOENCODING": "ascii"}
+    for closed in ("<&-", ">&-"):
+        done = subprocess.run(
+            ["bash", "-c", f'exec "$@" {closed}', "-", *command],
+            capture_output=True,
+            text=True,
+            env=environment,
+        )
+        assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+        assert done.stdout == ("> How is the weather?\nHw?t! Se\n\n" if closed == "<&-" else "")
+
+
+def test_garbage_is_not_collected_by_loading_threads():
+    """jax's callback at a collection crashes there: a threshold of 1 makes each allocation a collection."""
+    code = (
+        "import gc, sys, main, checkpoint; real = checkpoint.load\n"
+        "def load(*a, **k):\n    gc.set_threshold(1); assert gc.isenabled(); x = real(*a, **k)\n"
+        "    assert gc.isenabled(); gc.set_threshold(700); return x\n"
+        "main.load = load; main.main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--prompt", "Hello"], capture_output=True, text=True,
+        env={"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(CHECKPOINTS.parents[1])},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr

@@ -240,6 +240,7 @@ def plan_of(cfg, n_devices=1) -> memory.Plan:
 
 def test_rows_that_fit(monkeypatch):
     """A row per request up to ROWS; then fewer of them; then shorter ones; by the bytes of real arrays."""
+    monkeypatch.setattr(memory, "HEADROOM", 0)
     cfg = open_checkpoint(LLAMA3).config
     plan = plan_of(cfg)
     weights = plan.weight_bytes()
@@ -264,6 +265,8 @@ def test_rows_that_fit(monkeypatch):
             choose(20, [100] * 300, **wrong)
     with pytest.raises(ValueError, match="does not fit"):
         choose(0.5, [100])
+    monkeypatch.setattr(memory, "HEADROOM", 0.5)  # of weights and 32 rows, with half of the memory left over
+    assert choose(32.5 + weights / row, [100] * 300)[0] == 16
     monkeypatch.undo()
     assert memory.plan_cache([plan_of(cfg, 8)], [100] * 3, None, None)[0] == 8  # each data shard has a row
 
