@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import gc
 import io
 import json
 import os
@@ -19,6 +20,7 @@ from checkpoints.questions import sum_question
 from conftest import CHECKPOINTS, ONE_EACH, invoke, mesh_of
 
 import answers
+import checkpoint
 import main
 import model
 from checkpoint import load, open_checkpoint
@@ -280,9 +282,9 @@ def test_stop_strings(ask):
 def test_score(ask):
     """Against log-softmax of the whole forward pass."""
     texts = ["12 + 34 = 46.", "Hello! Ask me for the sum of two numbers below 100."]
-    checkpoint = open_checkpoint(LLAMA3)
-    cfg, mesh = checkpoint.config, mesh_of(checkpoint.config)
-    weights, tokenizer = load(checkpoint, mesh, "float32", False), load_tokenizer(LLAMA3)
+    opened = open_checkpoint(LLAMA3)
+    cfg, mesh = opened.config, mesh_of(opened.config)
+    weights, tokenizer = load(opened, mesh, "float32", False), load_tokenizer(LLAMA3)
     expected = []
     for text in texts:
         tokens = np.array([tokenizer(text).input_ids])
@@ -377,19 +379,13 @@ def test_closed_streams(tmp_path):
             env=environment,
         )
         assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
-        assert done.stdout == ("> How is the weather?\nHw?t! Se\n\n" if closed == "<&-" else "")
+        assert done.stdout == ("> How is the weather?\nHw?t!\n\n" if closed == "<&-" else "")
 
 
-def test_garbage_is_not_collected_by_loading_threads():
-    """jax's callback at a collection crashes there: a threshold of 1 makes each allocation a collection."""
-    code = (
-        "import gc, sys, main, checkpoint; real = checkpoint.load\n"
-        "def load(*a, **k):\n    gc.set_threshold(1); assert gc.isenabled(); x = real(*a, **k)\n"
-        "    assert gc.isenabled(); gc.set_threshold(700); return x\n"
-        "main.load = load; main.main()"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, "--prompt", "Hello"], capture_output=True, text=True,
-        env={"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(CHECKPOINTS.parents[1])},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+def test_garbage_is_not_collected_while_loading(monkeypatch):
+    """jax's callback at a collection crashed in the threads that make arrays, with many objects alive."""
+    enabled, place = [], checkpoint._place
+    monkeypatch.setattr(checkpoint, "_place", lambda *a: enabled.append(gc.isenabled()) or place(*a))
+    opened = open_checkpoint(LLAMA3)
+    load(opened, mesh_of(opened.config), "float32", False)
+    assert enabled and not any(enabled) and gc.isenabled()
