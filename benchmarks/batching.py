@@ -6,10 +6,10 @@ Each round answers the same requests in each way in turn, with an empty cache; t
 A fixed batch takes the next requests as they come, reads their prompts at once, and decodes until the longest
 answer is done; it too is a step ahead of the host. All else is generation.Batch.
 
-Lengths of prompts and of answers are log-normal with a median of 40 tokens and sigma 1, as unlike as in a chat:
-the mean is 1.6 medians, and one in twenty exceeds 5. Half of the prompts follow a system prompt of 64 tokens.
-Neither prompt nor answer is longer than half of --max-len. Prompts are random tokens, answers greedy, and no
-token ends them: they are as long as was drawn.
+Lengths are log-normal with sigma 1, of the medians --prompt and --answer: answers are twice as long as prompts,
+as in the chats of arXiv 2309.06180, section 6.1 (161 and 338 tokens on average). Half of the prompts follow a
+system prompt of 32 tokens. Prompts take at most a quarter of --max-len, answers the rest. Prompts are random
+tokens, answers greedy, and no token ends them: they are as long as was drawn.
 """
 # ruff: noqa: E402  the folders must be on the path first
 
@@ -41,23 +41,23 @@ from generation import Batch, Request
 from speculation import Lookup
 
 TINY = FOLDER.parent / "tests" / "checkpoints" / "tiny-llama4"
-PROMPT, ANSWER, SYSTEM = 40, 40, 64  # tokens: medians, and of the system prompt
+SYSTEM = 32  # tokens of the system prompt
 GUESSES = 4
 
 
-def make_requests(n: int, vocabulary: int, max_len: int) -> list[Request]:
-    rng, limit = np.random.default_rng(0), max_len // 2
+def make_requests(n: int, prompt: int, answer: int, vocabulary: int, max_len: int) -> list[Request]:
+    rng = np.random.default_rng(0)
 
-    def lengths(median: int) -> np.ndarray:
+    def lengths(median: int, limit: int) -> np.ndarray:
         return np.clip(rng.lognormal(np.log(median), 1, n).round().astype(int), 1, limit)
 
     def tokens(n: int) -> list[int]:
         return rng.integers(0, vocabulary, n).tolist()
 
     system, requests = tokens(SYSTEM), []
-    for length, new in zip(lengths(PROMPT), lengths(ANSWER), strict=True):
+    for length, new in zip(lengths(prompt, max_len // 4), lengths(answer, max_len * 3 // 4), strict=True):
         begins = system if rng.random() < 0.5 else []
-        requests.append(Request((begins + tokens(length))[:limit], int(new)))
+        requests.append(Request((begins + tokens(length))[: max_len // 4], int(new)))
     return requests
 
 
@@ -210,8 +210,9 @@ def table(result: dict) -> str:
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     how = (
-        "{model}, {weights} weights, {dtype}, cache {kv_cache_dtype}; {requests} requests, {tokens:,} tokens "
-        "in {batch_rows} rows of {max_len}; {device}, mesh {mesh}; jax {versions[jax]}; {date}."
+        "{model}, {weights} weights, {dtype}, cache {kv_cache_dtype}; {requests} requests with medians of "
+        "{median_prompt} and {median_answer}, {tokens:,} tokens in {batch_rows} rows of {max_len}; {device}, "
+        "mesh {mesh}; jax {versions[jax]}; {date}."
     )
     return "\n".join([*lines, "", how.format(**result)])
 
@@ -224,6 +225,8 @@ def parse_arguments(arguments: list[str] | None = None):
     source.add_argument("--model", metavar="NAME_OR_CONFIG", help=f"random weights: {names} or a config.json")
     source.add_argument("--checkpoint", default=str(TINY), metavar="DIR_OR_ID", help="as for main.py")
     add("--requests", type=int, default=200, metavar="N", help="default: 200")
+    add("--prompt", type=int, default=20, metavar="N", help="median of the prompts; default: 20")
+    add("--answer", type=int, default=40, metavar="N", help="median of the answers; default: 40")
     add("--rows", type=int, default=8, metavar="B", help="default: 8")
     add("--max-len", type=int, metavar="N", help="positions per row; default: 1024, or the model's limit")
     add("--rounds", type=int, default=3, metavar="N", help="default: 3")
@@ -234,7 +237,7 @@ def parse_arguments(arguments: list[str] | None = None):
     add("--kv-cache-dtype", choices=("int8", "bfloat16", "float32"), help="default: as for main.py")
     add("--json", metavar="FILE", help="write all that was measured there")
     args = parser.parse_args(arguments)
-    parser.check_positive(args, "requests", "rows", "max_len", "rounds", "dp", "ep", "tp")
+    parser.check_positive(args, "requests", "prompt", "answer", "rows", "max_len", "rounds", "dp", "ep", "tp")
     return args
 
 
@@ -262,7 +265,7 @@ def main() -> None:
     else:
         launch.log("making random weights")
         weights = model.init_weights(jax.random.key(0, impl="rbg"), cfg, mesh, jnp.dtype(dtype), quantized)
-    requests = make_requests(args.requests, cfg.V, max_len)
+    requests = make_requests(args.requests, args.prompt, args.answer, cfg.V, max_len)
     ways = measure(Bench(weights, cfg, mesh, args.rows, max_len, kv_dtype), requests, args.rounds)
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
     result = dict(
@@ -270,7 +273,8 @@ def main() -> None:
         weights="int8" if quantized else dtype, devices=mesh.size,
         device=cpu_name() if jax.default_backend() == "cpu" else jax.devices()[0].device_kind,
         mesh="x".join(str(n) for n in mesh.shape.values() if n > 1) or "1",
-        requests=args.requests, batch_rows=args.rows, max_len=max_len,
+        requests=args.requests, median_prompt=args.prompt, median_answer=args.answer,
+        batch_rows=args.rows, max_len=max_len,
         tokens=sum(request.max_new_tokens for request in requests),
         prompts=[len(request.prompt) for request in requests],
         answers=[request.max_new_tokens for request in requests],

@@ -141,7 +141,7 @@ MUTATIONS = [
     ("model.py", "jnp.where(logits > 0, logits / penalty, logits * penalty)", "logits / penalty", SAMPLING),
     # the programs
     ("model.py", "text_at(text, span.positions + 1)", "text_at(text, span.positions)", PREFILL),
-    ("model.py", "length = length + count\n", "", PREFILL),
+    ("model.py", "length = length + count\n", "pass\n", PREFILL),
     ("model.py", "length = with_row(cache.length, row, length)", "length = cache.length + count", PREFILL),
     ("model.py", "jnp.minimum(count, room(cache.length, cfg))", "count", GUESSES),
     ("model.py", "jnp.cumprod(right, 1, dtype=jnp.int32)", "right.astype(jnp.int32)", GUESSES),

@@ -225,6 +225,7 @@ def test_kept_set_is_exact(target):
 
 EXTREMES = [
     dict(temperature=1e-40),
+    dict(temperature=1.2e-38),
     dict(temperature=1e-6),
     dict(temperature=1.0, top_p=1e-46),
     dict(temperature=2.0, top_k=1),
