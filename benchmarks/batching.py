@@ -6,7 +6,7 @@ Each round answers the same requests in each way in turn, with an empty cache; t
 A fixed batch takes the next requests as they come, reads their prompts at once, and decodes until the longest
 answer is done; it too is a step ahead of the host. All else is generation.Batch.
 
-Lengths are log-normal with sigma 1, of the medians --prompt and --answer: answers are twice as long as prompts,
+Lengths are log-normal with sigma 1, of the medians --prompt and --answer: answers twice as long as prompts,
 as in the chats of arXiv 2309.06180, section 6.1 (161 and 338 tokens on average). Half of the prompts follow a
 system prompt of 32 tokens. Prompts take at most a quarter of --max-len, answers the rest. Prompts are random
 tokens, answers greedy, and no token ends them: they are as long as was drawn.

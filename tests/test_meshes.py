@@ -206,8 +206,7 @@ def test_guesses_of_a_step(name):
     static, weights = dict(cfg=cfg, mesh=mesh), random_weights(cfg, mesh)
     texts = rng.integers(0, cfg.V, (rows, 48), np.int32)
     read = np.array([0, 2, 4, 5, 7, 8, 13, 19], np.int32)
-    # Below 1 it makes what is in the text likelier, a guess too.
-    how = dict(temperature=np.float32([0.9] * rows), repetition_penalty=np.float32([0.4] * rows))
+    how = dict(temperature=np.float32([0.9] * rows), repetition_penalty=np.float32([3.0] * rows))
     sampling = model.Sampling(seed=np.arange(rows, dtype=np.uint32), **how)
 
     def start():
@@ -222,6 +221,9 @@ def test_guesses_of_a_step(name):
         output, cache = step([1] * rows, None, cache)
         outputs.append(output)
     tokens, logprobs = (np.concatenate([getattr(x, y) for x in outputs], 1) for y in ("tokens", "logprobs"))
+    # Beyond what is read stands what would no longer be chosen if it counted as text.
+    for row, n in enumerate(read):
+        texts[row, n + 1 : n + 1 + T] = tokens[row, 1 : 1 + T]
     for i in range(T):
         # The first wrong guess. After it comes what would follow it, if it were right.
         wrong, guesses = (np.arange(rows) + i) % T, tokens[:, : T - 1].copy()
