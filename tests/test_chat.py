@@ -72,6 +72,17 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self.fd, text.encode())
 
+    def type_until(self, text: str, pattern: str) -> None:
+        """Type again if nothing comes of it: what is typed while an interrupt is handled may be lost."""
+        for _ in range(6):
+            self.type(text)
+            try:
+                self.until(pattern, 20)
+                return
+            except AssertionError:
+                assert self.process.poll() is None, self.seen
+        raise AssertionError(self.seen)
+
     def end(self) -> int:
         """Wait for the end: -> the exit code."""
         code = self.process.wait()
@@ -117,20 +128,17 @@ def test_a_terminal(environment):
     terminal = Terminal(environment, "--chat", "--ignore-eos", "--max-new-tokens", "400", "--max-len", "512")
     terminal.until(r"/reset begins anew")
     terminal.until(r"> ")
-    terminal.type("Who are you?\n")
-    terminal.until(r"My name is")
+    terminal.type_until("Who are you?\n", r"My name is")
     terminal.type("\x03")  # the answer, of 400 tokens, is under way
     terminal.until(r"\n> ")
-    terminal.type("half a li\x03")
-    terminal.until(r"ends an answer")
-    terminal.until(r"> ")
-    terminal.type("/reset\n")
-    terminal.until(r"a new conversation")
-    terminal.type("Tell me your name\n")
-    terminal.until(r"My name is")
+    terminal.type_until("half a li\x03", r"ends an answer")
+    terminal.type_until("/reset\n", r"a new conversation")
+    terminal.type_until("Tell me your name\n", r"My name is")
     terminal.type("\x03")
     terminal.until(r"\n> ")
-    terminal.type("\x04")
+    while terminal.process.poll() is None:
+        terminal.type("\x04")
+        time.sleep(0.5)
     assert terminal.end() == 0
 
 
