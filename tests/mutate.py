@@ -19,7 +19,7 @@ TIED = "tests/test_transformers.py::test_tokens_and_logprobs_in_python[llama3-sc
 ATTENTION = "tests/test_attention.py"
 EXPERTS = "tests/test_experts.py"
 SAMPLING = "tests/test_sampling.py"
-GENERATION = "tests/test_generation.py"
+BEGIN = "tests/test_meshes.py::test_begin"
 GUESSES = "tests/test_meshes.py::test_guesses_of_a_step"
 PREFILL = "tests/test_meshes.py::test_prefill_of_all_rows"
 QUANTIZE = "tests/test_quantize.py"
@@ -149,9 +149,10 @@ MUTATIONS = [
     ("model.py", 'text = cache.tokens.at[rows, span.positions].set(tokens, mode="drop")', "text = cache.tokens", GUESSES),
     ("model.py", "after = span.positions.reshape(-1) + 1", "after = jnp.repeat(cache.length, T) + 1", GUESSES),
     ("model.py", "tokens=text, length=cache.length + kept", "tokens=text, length=cache.length + count", GUESSES),
-    ("model.py", "jnp.where(rows[0] < 0, row, source[0])", "row", GENERATION),
-    ("model.py", "jnp.where(rows[0] < 0, row, source[0])", "source[0]", GENERATION),
-    ("model.py", 'length=cache.length.at[at].set(length, mode="drop")', "length=cache.length", GENERATION),
+    ("model.py", "jnp.where(rows[0] < 0, row, source[0])", "row", BEGIN),
+    ("model.py", "jnp.where(rows[0] < 0, row, source[0])", "source[0]", BEGIN),
+    ("model.py", "jnp.where(rows < 0, cache.length.size, rows)", "rows", BEGIN),
+    ("model.py", 'length=cache.length.at[at].set(length, mode="drop")', "length=cache.length", BEGIN),
     # checkpoints
     ("tensor_files.py", "if tensor.start < end:", "if False:", CHECKPOINTS),
     ("tensor_files.py", "if tensor.start > end:", "if False:", CHECKPOINTS),

@@ -157,6 +157,36 @@ def begun(texts, cfg, mesh):
     return cache
 
 
+@pytest.mark.parametrize("copied", [True, False])
+@pytest.mark.parametrize("name", ["1", "dp2-ep2-tp2"])
+def test_begin(name, copied):
+    """In each data shard one row is another's copy with a text of its own, or none is; the others stay."""
+    cfg, rng = llama4_config(), np.random.default_rng(0)
+    mesh = mesh_of(cfg, name)
+    data, rows = mesh.shape["data"], 4
+    each = rows // data
+    static = dict(cfg=cfg, mesh=mesh)
+
+    def any_numbers(x):
+        return jax.device_put(rng.integers(0, 99, x.shape).astype(x.dtype), x.sharding)
+
+    for row, source in [(each - 1, 0), (0, each - 1), (0, 0), (-1, -1)]:
+        cache = jax.tree.map(any_numbers, model.init_cache(cfg, mesh, rows, 24, "int8"))
+        expected = jax.tree.map(np.array, cache)
+        text, length = rng.integers(0, cfg.V, (data, 24), np.int32), rng.integers(0, 24, data, np.int32)
+        # The last shard begins as said, another one the other way round.
+        begins = np.array([row] + [each - 1 - row if row >= 0 else each - 1] * (data - 1), np.int32)[::-1]
+        sources = np.array([source] + [each - 1 - source if row >= 0 else 0] * (data - 1), np.int32)[::-1]
+        for shard, (to, of) in enumerate(zip(begins, sources, strict=True)):
+            if to >= 0:
+                at = shard * each + to
+                expected.tokens[at], expected.length[at] = text[shard], length[shard]
+                for x in jax.tree.leaves(expected.layers) if copied else ():
+                    x[at] = x[shard * each + of]
+        result = model.begin(begins, text, length, sources if copied else None, cache, **static)
+        jax.tree.map(np.testing.assert_array_equal, result, expected)
+
+
 @pytest.mark.parametrize("name", ["1", "dp2-ep2-tp2"])
 def test_prefill_of_all_rows(name):
     """Pieces of unlike counts, of all rows at once and of one at a time: as a forward of each whole text."""
