@@ -701,7 +701,7 @@ def sample(logits: Array, how: Sampling, text: Array, length: Array, cfg: Config
         logits = jnp.where(top(logits, probability, target), logits, -jnp.inf)
     if how.min_p is not None:
         peak = lax.pmax(jnp.max(logits, -1, keepdims=True), MODEL)
-        logits = jnp.where(logits >= peak + jnp.log(how.min_p)[:, None], logits, -jnp.inf)
+        logits = jnp.where(logits < peak + jnp.log(how.min_p)[:, None], -jnp.inf, logits)
 
     def noise(seed: Array, position: Array) -> Array:
         return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), position), (cfg.V,))
