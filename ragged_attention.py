@@ -30,7 +30,8 @@ from tpu import LANES, TILE, precision, put_slots, result, take_slots, varying
 BLOCK = 1024  # cached slots per step of attend_cached
 QUERIES = 64  # that `attend` takes at once: its scores are B·K·G·QUERIES·BLOCK floats
 DECODE_BLOCK = 256  # if T = 1: little more is read than is filled
-GROUP = 128  # rows x heads whose queries the decode kernel has in VMEM at once
+FEW = 128  # queries per key/value head, T·G, that the decode kernel takes
+GROUP = 128  # rows x heads whose tokens it has in VMEM at once
 VMEM_BYTES = 32 << 20  # of VMEM that it may use
 MASKED = -1e30  # a score that no exponential survives, without the NaN of inf - inf
 
@@ -187,6 +188,9 @@ def attend_cached(q: Array, kv: KV, length: Array, start: Array | None = None, s
     if use_flash(q, kv.values):
         low, high = jnp.broadcast_to(start[:, None], sees.shape), jnp.where(sees, length[:, None], 0)
         return merge_stacked(*flash(q, kv.values, kv.scale, low, high))
+    if use_ragged(q) and T * q.shape[3] <= FEW:
+        (o, lse), _ = ragged_attention_tpu(q, kv, length, start)
+        return jnp.where(sees[..., None, None, None], o, 0), jnp.where(sees[..., None, None], lse, -jnp.inf)
 
     def attend_block(i):
         part, slots = read_block(kv, i, block)
@@ -246,6 +250,10 @@ def use_splash(q: Array) -> bool:
     return on_tpu() and q.shape[1] % LANES == 0
 
 
+def use_ragged(q: Array) -> bool:
+    return on_tpu() and q.shape[-1] in (LANES // 2, LANES)
+
+
 def splash(q: Array, k: Array, v: Array, mask, q_segment: Array, kv_segment: Array, interpret: bool = False):
     """jax's flash attention for TPUs: each query to the keys of its segment that `mask` admits.
 
@@ -281,33 +289,36 @@ def ragged_decode(q: Array, new: KV, kv: KV, length: Array, place: Array, start:
     windows, or None: 0. The new token is among the slots to attend to; slots beside it, in the same tile of
     32, that are not may become zeros. Queries are rounded to the type of a float cache.
     """
-    if on_tpu() and q.shape[-1] in (LANES // 2, LANES):
-        return ragged_decode_tpu(q, new, kv, length, place, start)
+    if use_ragged(q):
+        return ragged_attention_tpu(q, kv, length, start, new=new, place=place)
     kv = write(kv, new, place[:, None])
     return attend_cached(q, kv, length, start), kv
 
 
-def ragged_decode_tpu(
-    q: Array, new: KV, kv: KV, length: Array, place: Array, start=None, blocks=None, interpret=False
+def ragged_attention_tpu(
+    q: Array, kv: KV, length: Array, start=None, *, new=None, place=None, blocks=None, interpret=False
 ):
     """`ragged_decode` as one Pallas call, which reads the filled blocks and writes one tile per row.
 
+    Without `new` nothing is written, there may be T queries, which see the same slots, and the KV is None.
     The new token is put into its block in VMEM and that tile is written back, which is cheaper than any
     scatter. int8 keys enter the MXU as they are, and each query as two int8 parts, 16 bits in all; int8
     values are converted to bfloat16.
 
-    Beyond `ragged_decode`: blocks, slots of a large and a small one, multiples of 128, else DECODE_BLOCKS.
+    blocks: slots of a large and a small one, multiples of 128; by default DECODE_BLOCKS.
     """
-    B, _, K, G, H = q.shape
+    B, T, K, G, H = q.shape
     R = B * K
     quantized = kv.scale is not None
-    cache, new = (jax.tree.map(lambda x: x.reshape(R, *x.shape[2:]), x) for x in (kv, new))
+    cache, new = jax.tree.map(lambda x: x.reshape(R, *x.shape[2:]), (kv, new))
     S = kv.values.shape[2]
     large, small = blocks or DECODE_BLOCKS[H, kv.values.dtype.itemsize]
+    large = max(large // T // small, 1) * small  # the scores of a block are T·G rows
     large, small = min(large, S), min(small, S)
     # A key narrower than a register shares it with its value, where the query is 0.
     lanes = H if H % LANES == 0 else 2 * H
-    q = q.reshape(R, G, H).astype(jnp.float32) * (H**-0.5 * math.log2(math.e))  # the kernel works with exp2
+    q = q.swapaxes(1, 2).reshape(R, T * G, H).astype(jnp.float32)
+    q = q * (H**-0.5 * math.log2(math.e))  # the kernel works with exp2
     q = jnp.pad(q, ((0, 0), (0, 0), (0, lanes - H)))
     unit = None
     if quantized:
@@ -315,7 +326,8 @@ def ragged_decode_tpu(
         high = jnp.round(q / unit)
         low = jnp.clip(jnp.round((q / unit - high) * 256), -128, 127)
         q, unit = jnp.concatenate([high, low], 1), unit / 256
-        new = KV(new.values, new.scale.astype(jnp.float32))
+        if new is not None:
+            new = KV(new.values, new.scale.astype(jnp.float32))
     vectors = q.astype(jnp.int8 if quantized else kv.values.dtype), unit, new
     length = jnp.minimum(length, S)  # a DMA from beyond the cache would stop the device
     rows = tuple(None if x is None else jnp.repeat(x, K) for x in (length, place, start))
@@ -325,11 +337,12 @@ def ragged_decode_tpu(
 
     def by_row(tree):
         def spec(x):
-            return pl.BlockSpec((min(R, GROUP), *x.shape[1:]), lambda group: (group, 0, 0))
+            return pl.BlockSpec((group, *x.shape[1:]), lambda i: (i, 0, 0))
 
         return jax.tree.map(spec, tree)
 
-    results = tuple(result((R, G, n), jnp.float32, q, kv.values) for n in (lanes, LANES))
+    group = min(R, max(GROUP // T, 1))
+    results = tuple(result((R, T * G, n), jnp.float32, q, kv.values) for n in (lanes, LANES))
     buffer = KV(
         pltpu.VMEM((2, large, 2 * H), cache.values.dtype),
         pltpu.VMEM((2, 2, large), cache.scale.dtype) if quantized else None,
@@ -337,31 +350,33 @@ def ragged_decode_tpu(
     if not interpret:  # else XLA may move a small cache to VMEM and back
         cache = jax.tree.map(lambda x: pltpu.with_memory_space_constraint(x, pltpu.HBM), cache)
     before_cache = len(jax.tree.leaves((rows, vectors)))
-    o, lse, cache = pl.pallas_call(
+    written = None if new is None else jax.tree.map(lambda x: result(x.shape, x.dtype, q, x), cache)
+    o, lse, written = pl.pallas_call(
         partial(_ragged_decode, large=large, small=small),
-        grid=(pl.cdiv(R, GROUP),),
+        grid=(pl.cdiv(R, group),),
         in_specs=(in_memory(pltpu.SMEM, rows), by_row(vectors), in_memory(pltpu.HBM, cache)),
-        out_shape=(*results, jax.tree.map(lambda x: result(x.shape, x.dtype, q, x), cache)),
-        out_specs=(*by_row(results), in_memory(pltpu.HBM, cache)),
+        out_shape=(*results, written),
+        out_specs=(*by_row(results), in_memory(pltpu.HBM, written)),
         scratch_shapes=[buffer, pltpu.SemaphoreType.DMA((2, 2)), pltpu.SemaphoreType.DMA((2,))],
-        input_output_aliases={before_cache + i: 2 + i for i in range(len(jax.tree.leaves(cache)))},
+        input_output_aliases={before_cache + i: 2 + i for i in range(len(jax.tree.leaves(written)))},
         compiler_params=pltpu.CompilerParams(
             vmem_limit_bytes=VMEM_BYTES,
             disable_bounds_checks=not interpret,
             disable_semaphore_checks=not interpret,
         ),
-        name="ragged_decode",
+        name="ragged_decode" if new is not None else "ragged_attention",
         interpret=interpret,
     )(rows, vectors, cache)
-    o, lse = o[..., -H:].reshape(B, 1, K, G, H), lse[..., 0].reshape(B, 1, K, G)
-    return (o, lse), jax.tree.map(lambda x, like: x.reshape(like.shape), cache, kv)
+    o, lse = o[..., -H:].reshape(B, K, T, G, H), lse[..., 0].reshape(B, K, T, G)
+    parts = o.swapaxes(1, 2), lse.swapaxes(1, 2)
+    return parts, None if new is None else jax.tree.map(lambda x, like: x.reshape(like.shape), written, kv)
 
 
 def _ragged_decode(
-    rows, vectors, _, o, lse, cache: KV, buffer: KV, reading, writing, *, large: int, small: int
+    rows, vectors, cache: KV, o, lse, written, buffer: KV, reading, writing, *, large: int, small: int
 ):
     """The kernel, for one group of rows. Their vectors, o, lse, and the buffer are in VMEM, the length, place
-    and start of all rows in SMEM, the cache, input and output, in HBM.
+    and start of all rows in SMEM, the cache in HBM; `written` is the same memory, or None.
 
     A row is read in large blocks as far as its tokens fill them, then in small ones. While one block is
     computed on, the next, of this row or another, is on its way into the other half of the buffer: block i
@@ -369,6 +384,7 @@ def _ragged_decode(
     """
     length, place, start = rows
     q, unit, new = vectors
+    cache = cache if written is None else written
     R, S, width = cache.values.shape
     group, G, lanes = o.shape
     begin = pl.program_id(0) * group
@@ -389,7 +405,7 @@ def _ragged_decode(
 
     def origin(at, size: int):
         """Its first slot in memory: the last small block may overlap the one before."""
-        return pl.multiple_of(at if size == large or S % small == 0 else jnp.minimum(at, S - size), LANES)
+        return pl.multiple_of(at if S % small == 0 else jnp.minimum(at, S - size), LANES)
 
     def reads(i, r, at, size: int):
         slots, half = pl.ds(origin(at, size), size), lax.rem(i, 2)
@@ -407,6 +423,31 @@ def _ragged_decode(
             def _(size=size):
                 for copy in reads(i, r, at, size):
                     copy.start()
+
+    def put_new(r, at, size: int, values, scale):
+        """If the new token's slot is in this block: put it there, and begin to write its tile back."""
+        base = origin(at, size)
+        slot = place[r] - base
+        inside = (place[r] >= at) & (slot < size)
+        tile = pl.multiple_of(lax.div(jnp.clip(slot, 0, size - 1), TILE) * TILE, TILE)
+        lane = pl.multiple_of(lax.div(jnp.clip(slot, 0, size - 1), LANES) * LANES, LANES)
+
+        def writes():
+            to = pl.ds(pl.multiple_of(base + tile, TILE), TILE)
+            yield pltpu.make_async_copy(values.at[pl.ds(tile, TILE)], cache.values.at[r, to], writing.at[0])
+            if quantized:
+                patch, to = scale.at[:, pl.ds(lane, LANES)], pl.ds(pl.multiple_of(base + lane, LANES), LANES)
+                yield pltpu.make_async_copy(patch, cache.scale.at[r, :, to], writing.at[1])
+
+        @pl.when(inside)
+        def _():
+            _put(values.at[pl.ds(tile, TILE)], new.values[r - begin], slot - tile, axis=0)
+            if quantized:
+                _put(scale.at[:, pl.ds(lane, LANES)], new.scale[r - begin], slot - lane, axis=1)
+            for copy in writes():
+                copy.start()
+
+        return inside, writes
 
     def visit(i, r, at, size: int, state):
         fetch(i + 1, *after(r, at))
@@ -429,27 +470,8 @@ def _ragged_decode(
             clean = jnp.where(seen((size, width), 0), values[...].astype(jnp.float32), 0)
             values[...] = clean.astype(values.dtype)
 
-        # The new token, if its slot is in this block.
-        slot = place[r] - base
-        inside = (place[r] >= at) & (slot < size)
-        tile = pl.multiple_of(lax.div(jnp.clip(slot, 0, size - 1), TILE) * TILE, TILE)
-        lane = pl.multiple_of(lax.div(jnp.clip(slot, 0, size - 1), LANES) * LANES, LANES)
-
-        def writes():
-            to = pl.ds(pl.multiple_of(base + tile, TILE), TILE)
-            yield pltpu.make_async_copy(values.at[pl.ds(tile, TILE)], cache.values.at[r, to], writing.at[0])
-            if quantized:
-                patch, to = scale.at[:, pl.ds(lane, LANES)], pl.ds(pl.multiple_of(base + lane, LANES), LANES)
-                yield pltpu.make_async_copy(patch, cache.scale.at[r, :, to], writing.at[1])
-
-        @pl.when(inside)
-        def _():
-            _put(values.at[pl.ds(tile, TILE)], new.values[r - begin], slot - tile, axis=0)
-            if quantized:
-                _put(scale.at[:, pl.ds(lane, LANES)], new.scale[r - begin], slot - lane, axis=1)
-            for copy in writes():
-                copy.start()
-
+        if new is not None:
+            inside, writes = put_new(r, at, size, values, scale)
         k, v = values[:, :lanes], values[:, -lanes:]
         if quantized:
             scores = _dot(q[r - begin], k, ((1,), (1,)), jnp.int32)
@@ -469,10 +491,12 @@ def _ragged_decode(
                 p = jnp.where(seen(p.shape, 1), p, 0)
         acc = acc * shrink + _dot(p.astype(v.dtype), v, ((1,), (0,)), jnp.float32)
 
-        @pl.when(inside)  # before the buffer is filled again
-        def _():
-            for copy in writes():
-                copy.wait()
+        if new is not None:
+
+            @pl.when(inside)  # before the buffer is filled again
+            def _():
+                for copy in writes():
+                    copy.wait()
 
         return peak, total, acc
 

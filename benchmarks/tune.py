@@ -30,7 +30,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from command_line import OneLineParser, run
-from ragged_attention import DECODE_BLOCKS, KV, ragged_decode_tpu
+from ragged_attention import DECODE_BLOCKS, KV, ragged_attention_tpu
 
 # The cases that count alike: rows that fill their cache, rows of all lengths, short rows. One key/value head.
 SLOTS, QUERIES = 8192, 8
@@ -39,23 +39,24 @@ CHOICES = list(itertools.product((2048, 4096, 8192), (256, 512, 1024, 2048)))
 CLOCK = {"v5e": 1.5e9, "v6e": 1.75e9, "v5p": 1.75e9}  # cycles per second. Source: jax-ml/scaling-book tpus.md
 
 
-def arguments(width: int, itemsize: int, make, B: int = 8, S: int = SLOTS) -> tuple:
-    """(q, new, kv, length, place) of the kernel. make(shape, dtype): each array."""
+def arguments(width: int, itemsize: int, make, B: int = 8, S: int = SLOTS, T: int = 1) -> tuple:
+    """(q, new, kv, length, place) of the kernel, of several tokens nothing new. make(shape, dtype): an array."""
 
     def kv(slots: int) -> KV:
         scale = make((B, 1, 2, slots), jnp.bfloat16) if itemsize == 1 else None
         dtype = {1: jnp.int8, 2: jnp.bfloat16, 4: jnp.float32}[itemsize]
         return KV(make((B, 1, slots, 2 * width), dtype), scale)
 
-    q = make((B, 1, 1, QUERIES, width), jnp.bfloat16)
-    return q, kv(1), kv(S), make((B,), jnp.int32), make((B,), jnp.int32)
+    q = make((B, T, 1, QUERIES, width), jnp.bfloat16)
+    new, place = (kv(1), make((B,), jnp.int32)) if T == 1 else (None, None)
+    return q, new, kv(S), make((B,), jnp.int32), place
 
 
 def kernel(mesh: Mesh, blocks: tuple[int, int]):
     """The jitted kernel on one device; the cache is donated."""
 
-    def on_device(*arguments):
-        return ragged_decode_tpu(*arguments, blocks=blocks)
+    def on_device(q, new, kv, length, place):
+        return ragged_attention_tpu(q, kv, length, new=new, place=place, blocks=blocks)
 
     return jax.jit(jax.shard_map(on_device, mesh=mesh, in_specs=P(), out_specs=P()), donate_argnums=2)
 
@@ -65,7 +66,7 @@ def one_device_mesh(device) -> Mesh:
 
 
 def compile_kernel(topology: str, width: int, itemsize: int, large: int, small: int, **sizes: int) -> None:
-    """Compile it, for what the compiler writes about it. sizes: B and S."""
+    """Compile it, for what the compiler writes about it. sizes: B, S, T."""
     mesh = one_device_mesh(plan.find_topology(topology).devices[0])
     sharding = NamedSharding(mesh, P())
 
@@ -142,7 +143,7 @@ def timed_costs(width: int, itemsize: int, choice: tuple[int, int]) -> dict[str,
     def on_device(q, new, kv, length, place):
         def call(_, carry):
             q, kv = carry
-            (o, _), kv = ragged_decode_tpu(q, new, kv, length, place, blocks=choice)
+            (o, _), kv = ragged_attention_tpu(q, kv, length, new=new, place=place, blocks=choice)
             return o.astype(q.dtype), kv  # one call waits for the other
 
         return jax.lax.fori_loop(0, calls, call, (q, kv))

@@ -116,7 +116,7 @@ STARTS = [0, 0, 5, 127, 128, 130, 384, 199, 383]  # the last one is beyond the r
 
 @pytest.mark.parametrize(
     ("blocks", "with_start"),
-    [((128, 128), True), ((256, 128), False), ((384, 256), False), ((384, 256), True)],
+    [((128, 128), True), ((256, 128), False), ((512, 256), False), ((512, 256), True)],
 )
 @pytest.mark.parametrize(
     ("width", "dtype"), [(64, "int8"), (128, "int8"), (64, "bfloat16"), (128, "float32")]
@@ -145,8 +145,8 @@ def test_ragged_decode_kernel(width, dtype, blocks, with_start, monkeypatch, int
     else:
         poisoned = KV(jnp.where(unused[..., None], jnp.nan, kv.values), None)
     starts = jnp.int32(start) if with_start else None
-    arguments = poisoned, jnp.int32(length), jnp.int32(place), starts, blocks, interpret
-    (o, lse), cache = ragged_attention.ragged_decode_tpu(q, new, *arguments)
+    options = dict(new=new, place=jnp.int32(place), blocks=blocks, interpret=interpret)
+    (o, lse), cache = ragged_attention.ragged_attention_tpu(q, poisoned, jnp.int32(length), starts, **options)
 
     written = ragged_attention.write(poisoned, new, jnp.int32(place)[:, None])
     mask = (slots < length[:, None]) & (slots >= start[:, None])
@@ -161,6 +161,34 @@ def test_ragged_decode_kernel(width, dtype, blocks, with_start, monkeypatch, int
     # bfloat16 probabilities, and int8 queries of 16 bits: the kernel's products round where float32's do not.
     tolerance = {"float32": 1e-5, "bfloat16": 1e-2, "int8": 1e-2}[dtype]
     compare((o, lse), expected, tolerance)
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype", "with_start"),
+    [(64, "int8", True), (128, "int8", False), (64, "bfloat16", False), (128, "float32", True)],
+)
+def test_cached_by_the_decode_kernel(width, dtype, with_start, monkeypatch, interpret):
+    """Several queries per row, some of which see nothing, of a cache to which nothing is written."""
+    monkeypatch.setattr(ragged_attention, "on_tpu", lambda: True)
+    monkeypatch.setattr(ragged_attention, "GROUP", 21)
+    kernel = partial(ragged_attention.ragged_attention_tpu, blocks=(512, 256), interpret=interpret)
+    monkeypatch.setattr(ragged_attention, "ragged_attention_tpu", kernel)
+    rng, (B, S, T, K, G) = np.random.default_rng(0), (len(CASES), 384, 3, 2, 3)
+    length = np.array([n for n, _ in CASES])
+    start = np.array(STARTS) if with_start else np.zeros(B, int)
+    sees = np.arange(T) < np.arange(B)[:, None] % (T + 1)
+    used = (np.arange(S) < length[:, None]) & (np.arange(S) >= start[:, None])
+    q = jnp.asarray(rng.standard_normal((B, T, K, G, width)), "bfloat16" if dtype == "int8" else dtype)
+    kv = rng.standard_normal((B, K, S, 2 * width))
+    kv = quantized_kv(kv) if dtype == "int8" else KV(jnp.asarray(kv, dtype), None)
+    if dtype == "int8":
+        poisoned = KV(kv.values, jnp.where(used[:, None, None], kv.scale, jnp.nan))
+    else:
+        poisoned = KV(jnp.where(used[:, None, :, None], kv.values, jnp.nan), None)
+    starts = jnp.int32(start) if with_start else None
+    result = ragged_attention.attend_cached(q, poisoned, jnp.int32(length), starts, jnp.array(sees))
+    expected = numpy_attention(np.asarray(q, np.float64), *exact(kv), used[:, None] & sees[..., None])
+    compare(result, expected, {"float32": 1e-5, "bfloat16": 1e-2, "int8": 1e-2}[dtype])
 
 
 def test_merge():

@@ -13,6 +13,7 @@ import grouped_matmul
 import model
 import ragged_attention
 import tpu
+from speculation import Draft
 
 # A row that begins with a single token, one of several pieces that goes around its ring, and one that decodes
 # past a block's edge. Pieces of 128 tokens are what splash attention takes.
@@ -48,12 +49,13 @@ def as_on_a_tpu(monkeypatch, interpret):
     jax.clear_caches()
 
 
-def generate(cfg, kv_dtype, quantized):
+def generate(cfg, kv_dtype, quantized, guess=False):
     mesh = mesh_of(cfg)
     weights = model.init_weights(jax.random.key(0), cfg, mesh, quantized=quantized)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, cfg.V, n).tolist() for n in LENGTHS]
-    return conftest.generate(weights, prompts, cfg, mesh, NEW, 640, kv_dtype, score=True)
+    speculate = Draft(weights, cfg, mesh, kv_dtype, NEW - 1) if guess else None
+    return conftest.generate(weights, prompts, cfg, mesh, NEW, 640, kv_dtype, score=True, speculate=speculate)
 
 
 def assert_same(result, expected, atol):
@@ -73,13 +75,17 @@ def assert_same(result, expected, atol):
     ids=["llama4", "llama3-int8"],
 )
 def test_whole_model(cfg, kv_dtype, quantized, monkeypatch, as_on_a_tpu):
-    """Prefill in pieces, then decode steps whose lengths differ by row."""
+    """Prefill in pieces, then decode steps whose lengths differ by row; the same with all answers guessed."""
     monkeypatch.setattr(generation, "WIDTHS", (32, 128))
     monkeypatch.setattr(ragged_attention, "BLOCK", 128)
     expected = generate(cfg, kv_dtype, quantized)
     used = as_on_a_tpu()
     result = generate(cfg, kv_dtype, quantized)
     kernels = {"ragged_decode", "take_slots", "put_slots", "splash_mqa_fwd_segmented_residuals"}
-    assert used == kernels | ({"active_experts"} if cfg.E else {"take_rows"})
+    kernels |= {"active_experts"} if cfg.E else {"take_rows"}
+    assert used == kernels
     # int8 queries of 16 bits, and probabilities rounded to bfloat16 before they meet int8 values.
-    assert_same(result, expected, atol=5e-3 if kv_dtype == "int8" else 1e-4)
+    atol = 5e-3 if kv_dtype == "int8" else 1e-4
+    assert_same(result, expected, atol)
+    assert_same(generate(cfg, kv_dtype, quantized, guess=True), expected, atol)
+    assert used == kernels | {"ragged_attention"}

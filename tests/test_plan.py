@@ -449,15 +449,19 @@ print(json.dumps(found))
 
 @needs_compiler
 def test_decode_kernel_compiles_for_any_batch_and_length():
-    """For v5e and v6e, the widths and types of the table, and float32 products as exact as main.py asks."""
+    """For v5e and v6e, the widths and types of the table, float32 products as exact as main.py asks; for one
+    token per row, and for as many as it takes.
+    """
     code = """
 import itertools, jax, tune
-from ragged_attention import DECODE_BLOCKS
+from ragged_attention import DECODE_BLOCKS, FEW
 jax.config.update("jax_default_matmul_precision", "highest")
 sizes = list(itertools.product((1, 8, 32, 128), (2048, 8192, 131072)))
 for kind, (width, itemsize) in itertools.product(("v5e", "v6e"), DECODE_BLOCKS):
     for B, S in sizes if (width, itemsize) == (128, 1) else ((1, 2048), (32, 8192)):
         tune.compile_kernel(f"{kind}:1x1", width, itemsize, *DECODE_BLOCKS[width, itemsize], B=B, S=S)
+    several = dict(B=32, S=8192, T=FEW // tune.QUERIES)
+    tune.compile_kernel(f"{kind}:1x1", width, itemsize, *DECODE_BLOCKS[width, itemsize], **several)
 """
     done = run_python("-c", code)
     assert done.returncode == 0, done.stderr
