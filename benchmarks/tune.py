@@ -40,7 +40,7 @@ CLOCK = {"v5e": 1.5e9, "v6e": 1.75e9, "v5p": 1.75e9}  # cycles per second. Sourc
 
 
 def arguments(width: int, itemsize: int, make, B: int = 8, S: int = SLOTS, T: int = 1) -> tuple:
-    """(q, new, kv, length, place) of the kernel, of several tokens nothing new. make(shape, dtype): an array."""
+    """(q, new, kv, length, place); of several tokens nothing is new. make(shape, dtype): an array."""
 
     def kv(slots: int) -> KV:
         scale = make((B, 1, 2, slots), jnp.bfloat16) if itemsize == 1 else None
