@@ -477,12 +477,23 @@ def cached_form(k: Array, v: Array, kv: KV) -> KV:
     return KV(new.reshape(*new.shape[:3], -1), scale)
 
 
+def as_cached(new: KV, kv: KV, dtype) -> tuple[Array, Array]:
+    """The keys and values, [b,T,k,H] each, that later tokens will find in the cache."""
+    x = new.values.astype(kv.values.dtype).astype(jnp.float32).swapaxes(1, 2)
+    x = x.reshape(*x.shape[:3], 2, -1)  # bTk2H
+    if new.scale is not None:
+        x = x * new.scale.astype(jnp.float32).transpose(0, 3, 1, 2)[..., None]
+    x = x.astype(dtype)
+    return x[..., 0, :], x[..., 1, :]
+
+
 @jax.named_scope("attention")
 def attention(x: Array, w: Attention, kv, span: Span, kind: LayerKind, cfg: Config):
     """Grouped-query attention. x: [b,T,D] -> ([b,T,D], the layer's cache with the span in it, or None).
 
     Without a cache the span is all there is. With one, T = 1 is decode: the kernel writes the token, then
-    reads one cache that holds all there is to see.
+    reads one cache that holds all there is to see. More tokens see one another as the cache will hold them:
+    so it makes no difference in what pieces a text is read.
     """
     q, k, v = project(x, w)
     if kind.rope:
@@ -508,6 +519,7 @@ def attention(x: Array, w: Attention, kv, span: Span, kind: LayerKind, cfg: Conf
             window = place.shape[1] // lax.axis_size(SLOTS) + 1
             written = write(kv, new, place, window, ring=kind.chunk is not None)
             past = attend_past(q, kv if kind.chunk else written, span, kind.chunk)
+            k, v = as_cached(new, kv, k.dtype)
             o, _ = merge(past, attend_span(q, k, v, span, kind.chunk))
             kv = written
     o = o.astype(x.dtype)

@@ -21,6 +21,7 @@ EXPERTS = "tests/test_experts.py"
 SAMPLING = "tests/test_sampling.py"
 BEGIN = "tests/test_meshes.py::test_begin"
 GUESSES = "tests/test_meshes.py::test_guesses_of_a_step"
+PIECES = "tests/test_meshes.py::test_pieces_of_any_width"
 PREFILL = "tests/test_meshes.py::test_prefill_of_all_rows"
 QUANTIZE = "tests/test_quantize.py"
 COPY = "tests/test_meshes.py::test_prefill_does_not_copy_the_cache"
@@ -55,6 +56,7 @@ MUTATIONS = [
     ("model.py", "(n + slots - 1 - lax.axis_index(SLOTS)) // slots", "n // slots", MESH),
     ("model.py", "past = attend_past(q, kv if kind.chunk else written", "past = attend_past(q, written", SCOUT),
     ("model.py", "past = attend_past(q, kv if kind.chunk else written", "past = attend_past(q, kv", COPY),
+    ("model.py", "k, v = as_cached(new, kv, k.dtype)", "pass", PIECES),
     ("ragged_attention.py", "jnp.exp(lse - jnp.where(peak == -jnp.inf, 0, peak))", "jnp.exp(lse - peak)", ATTENTION),
     ("model.py", "keep = jnp.arange(span.positions.shape[1]) < span.count[:, None]", "keep = span.positions >= 0", SCOUT),
     ("model.py", "keep &= slot >= (span.start + span.count)[:, None] - chunk", "pass", PLACES),

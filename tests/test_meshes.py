@@ -146,10 +146,10 @@ def test_places(name, chunk):
             assert found[b, t].tolist() == expected
 
 
-def begun(texts, cfg, mesh):
+def begun(texts, cfg, mesh, kv_dtype="float32"):
     """A cache whose rows are to read these texts."""
     data = mesh.shape["data"]
-    cache, nothing = model.init_cache(cfg, mesh, *texts.shape, "float32"), np.zeros(data, np.int32)
+    cache, nothing = model.init_cache(cfg, mesh, *texts.shape, kv_dtype), np.zeros(data, np.int32)
     each = len(texts) // data
     for row in range(each):
         rows = np.full(data, row, np.int32)
@@ -226,6 +226,28 @@ def test_prefill_of_all_rows(name):
         np.testing.assert_allclose(scores[row], expected, atol=TOLERANCE)
         assert output.tokens[row].tolist() == [whole[row, n].argmax()]
         np.testing.assert_allclose(output.logprobs[row], [whole[row, n].max()], atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "bfloat16"])
+def test_pieces_of_any_width(kv_dtype):
+    """Tokens see one another as the cache holds them, be they read together or one by one.
+
+    In one layer: a later one would round otherwise what is unlike in its last bit.
+    """
+    cfg, rng = llama4_config(layers=(model.LayerKind(chunk=16),)), np.random.default_rng(0)
+    mesh, length = mesh_of(cfg), 24
+    static, weights = dict(cfg=cfg, mesh=mesh), random_weights(cfg, mesh)
+    texts = rng.integers(0, cfg.V, (2, length + 1), np.int32)
+    found = []
+    for width in (1, 7, length):
+        cache, scores = begun(texts, kv_dtype=kv_dtype, **static), []
+        for start in range(0, length, width):
+            count = np.full(2, min(width, length - start), np.int32)
+            part, cache = model.prefill(None, count, weights, cache, width=width, score=True, **static)
+            scores.append(part[:, : count[0]])
+        found.append(np.concatenate(scores, 1))
+    np.testing.assert_allclose(found[1], found[0], atol=TOLERANCE)
+    np.testing.assert_allclose(found[2], found[0], atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", ["1", "dp2-ep2-tp2"])
