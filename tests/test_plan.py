@@ -372,7 +372,8 @@ def test_collectives_take_hops_and_bandwidth():
 def run_python(*arguments: str) -> subprocess.CompletedProcess:
     """In a process of its own, without the tests' XLA_FLAGS."""
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    environment["PYTHONPATH"] = str(ROOT / "benchmarks")
+    # Else the compiler is for one process at a time.
+    environment |= {"PYTHONPATH": str(ROOT / "benchmarks"), "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     command = [sys.executable, *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
 
@@ -445,6 +446,32 @@ print(json.dumps(found))
     done = run_python("-c", code)
     assert done.returncode == 0, done.stderr
     assert max(json.loads(done.stdout)) < 32 * 4096 * 256 / 2  # slots of one of 16 chips
+
+
+@needs_compiler
+def test_guesses_are_checked_by_the_decode_kernel():
+    """The caches of a chunked layer and of another are read by one kernel each, and not copied."""
+    code = """
+import dataclasses, hlo, jax, jax.numpy as jnp, json, model, plan
+from jax.sharding import NamedSharding, PartitionSpec as P
+from models import read_model
+cfg = read_model("llama4-scout")
+cfg = dataclasses.replace(cfg, layers=cfg.layers[2:4])
+mesh = model.make_mesh(cfg, tensor=16, devices=plan.find_topology("v5e:4x4").devices)
+arguments = plan.Job(cfg, 8, 16384).arguments(mesh) | dict(cfg=cfg, mesh=mesh)
+guesses = jax.ShapeDtypeStruct((8, 4), jnp.int32, sharding=NamedSharding(mesh, P("data")))
+compiled = model.decode_step.lower(guesses=guesses, sampling=model.Sampling(), **arguments).compile()
+program = hlo.read_program(compiled.as_text())
+kernels = sorted({(x.kernel, x.instruction) for x in program.traffic if x.kernel})
+copied = [x.bytes for x in program.copies if not x.prefetch and x.argument.startswith("cache.layers")]
+temporaries = compiled.memory_analysis().temp_size_in_bytes
+print(json.dumps([[kernel for kernel, _ in kernels], copied, temporaries, len(program.loops)]))
+"""
+    done = run_python("-c", code)
+    assert done.returncode == 0, done.stderr
+    kernels, copied, temporaries, loops = json.loads(done.stdout)
+    assert kernels.count("ragged_attention") == 2 and "ragged_decode" not in kernels
+    assert (copied, loops) == ([], 0) and temporaries < 8 * 4096 * 256 / 2  # slots of one of 16 chips
 
 
 @needs_compiler
