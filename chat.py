@@ -1,6 +1,7 @@
 """A conversation in the terminal, or over a pipe: each line a turn, each answer as it is made."""
 
 import os
+import re
 import signal
 import sys
 import time
@@ -91,7 +92,7 @@ def talk(batch: Batch, asker: Asker, prompt: str, interrupts: Interrupts) -> Non
             if command == "/reset":
                 turns = []
                 log("a new conversation")
-            elif command.startswith("/") and command[1:].isalpha():
+            elif re.fullmatch(r"/[a-z]+|/(reset|exit)\b.*", command, re.I):
                 log(f"no such command: {command}; {HELP}")
             else:
                 turns = take_turn(batch, asker, turns, line, interrupts)

@@ -103,12 +103,15 @@ def test_a_pipe(tiny, environment):
         text = tokenizer.decode(answer.tokens, skip_special_tokens=True)
         turns.append({"role": "assistant", "content": text})
         expected.append(text)
-    said = "Who are you?\n\n你好 🦙\nWhat is 20 + 22?\n/nonsense\n/reset\nHello\n/exit\nnever read\n"
+    said = (
+        "Who are you?\n\n你好 🦙\nWhat is 20 + 22?\n/nonsense\n/reset now\n/reset\nHello\n/exit\nnever read\n"
+    )
     out, err = over_a_pipe(
         environment, said, "--checkpoint", str(tiny), "--system", "Be brief.", "--max-new-tokens", "40"
     )
     assert out.startswith("\n".join(expected) + "\n")
-    assert "no such command: /nonsense" in err and "a new conversation" in err and "Traceback" not in err
+    assert "no such command: /nonsense" in err and "no such command: /reset now" in err
+    assert "a new conversation" in err and "Traceback" not in err
     alone = over_a_pipe(
         environment, "Hello", "--checkpoint", str(tiny), "--system", "Be brief.", "--max-new-tokens", "40"
     )
