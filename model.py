@@ -474,17 +474,17 @@ def cached_form(k: Array, v: Array, kv: KV) -> KV:
     if kv.scale is not None:
         quantized = quantize(new, (4,), kv.scale.dtype)
         new, scale = quantized.values, quantized.scale.swapaxes(2, 3)
-    return KV(new.reshape(*new.shape[:3], -1), scale)
+    return KV(new.reshape(*new.shape[:3], -1).astype(kv.values.dtype), scale)
 
 
-def as_cached(new: KV, kv: KV, dtype) -> tuple[Array, Array]:
-    """The keys and values, [b,T,k,H] each, that later tokens will find in the cache."""
-    x = new.values.astype(kv.values.dtype).astype(jnp.float32).swapaxes(1, 2)
+def as_cached(new: KV, dtype) -> tuple[Array, Array]:
+    """The reverse of `cached_form`, but for what it rounded: -> keys and values, [b,T,k,H] each."""
+    x = new.values.swapaxes(1, 2).astype(jnp.float32)
     x = x.reshape(*x.shape[:3], 2, -1)  # bTk2H
     if new.scale is not None:
         x = x * new.scale.astype(jnp.float32).transpose(0, 3, 1, 2)[..., None]
-    x = x.astype(dtype)
-    return x[..., 0, :], x[..., 1, :]
+    k, v = jnp.unstack(x.astype(dtype), axis=3)
+    return k, v
 
 
 @jax.named_scope("attention")
@@ -519,7 +519,7 @@ def attention(x: Array, w: Attention, kv, span: Span, kind: LayerKind, cfg: Conf
             window = place.shape[1] // lax.axis_size(SLOTS) + 1
             written = write(kv, new, place, window, ring=kind.chunk is not None)
             past = attend_past(q, kv if kind.chunk else written, span, kind.chunk)
-            k, v = as_cached(new, kv, k.dtype)
+            k, v = as_cached(new, k.dtype)
             o, _ = merge(past, attend_span(q, k, v, span, kind.chunk))
             kv = written
     o = o.astype(x.dtype)

@@ -56,7 +56,7 @@ MUTATIONS = [
     ("model.py", "(n + slots - 1 - lax.axis_index(SLOTS)) // slots", "n // slots", MESH),
     ("model.py", "past = attend_past(q, kv if kind.chunk else written", "past = attend_past(q, written", SCOUT),
     ("model.py", "past = attend_past(q, kv if kind.chunk else written", "past = attend_past(q, kv", COPY),
-    ("model.py", "k, v = as_cached(new, kv, k.dtype)", "pass", PIECES),
+    ("model.py", "k, v = as_cached(new, k.dtype)", "pass", PIECES),
     ("ragged_attention.py", "jnp.exp(lse - jnp.where(peak == -jnp.inf, 0, peak))", "jnp.exp(lse - peak)", ATTENTION),
     ("model.py", "keep = jnp.arange(span.positions.shape[1]) < span.count[:, None]", "keep = span.positions >= 0", SCOUT),
     ("model.py", "keep &= slot >= (span.start + span.count)[:, None] - chunk", "pass", PLACES),
