@@ -535,5 +535,9 @@ def test_an_end_does_not_wait_for_another_prompt(monkeypatch):
     batch.advance()
     batch.advance()
     assert answers[0].finish_reason == "length" and batch.rows[1].unread
+    while not answers[1].tokens:
+        assert batch.stats.filled is None
+        batch.advance()
+    assert batch.stats.filled.tokens == 2
     finish(batch)
     assert_as_alone(answers, "ring")
