@@ -215,6 +215,7 @@ MUTATIONS = [
     ("generation.py", 'return asked | {"seed"} if', "return asked if", INTERRUPTED),
     ("generation.py", 'asked & {"repetition_penalty"}', "set()", "tests/test_answers.py::test_each_prompt_has_its_own_options"),
     ("generation.py", "piece_width(self.longest - 1) >= width", "piece_width(self.longest - 1) > width", "tests/test_generation.py::test_requests_on_a_mesh[dp8]"),
+    ("generation.py", "all(row.free or row.answer.tokens", "any(row.free or row.answer.tokens", END),
     ("generation.py", "cfg.chunks | speculate.chunks", "cfg.chunks", CHUNK_DRAFT),
     ("speculation.py", "slots < length[:, None], 0", "slots <= length[:, None], 0", LOOKUP),
     ("speculation.py", "for back in range(NGRAM):", "for back in range(NGRAM - 1):", LOOKUP),
@@ -254,6 +255,8 @@ MUTATIONS = [
     ("memory.py", "(1 if rows else 1 - HEADROOM)", "1", MEMORY),
     ("memory.py", "min(mean_length, kind.chunk or math.inf)", "mean_length", BYTES),
     ("memory.py", "* (1 - cfg.A / cfg.E) ** batch", "", BYTES),
+    ("chat.py", "                turns = []\n", "", "tests/test_chat.py::test_a_full_conversation"),
+    ("chat.py", "return turns\n    said", "return asked\n    said", "tests/test_chat.py::test_a_full_conversation"),
     # checkpoints
     ("tensor_files.py", "if tensor.start < end:", "if False:", CHECKPOINTS),
     ("tensor_files.py", "if tensor.start > end:", "if False:", CHECKPOINTS),
