@@ -35,6 +35,27 @@ CONVERSION = "tests/test_conversion.py"
 HUB = "tests/test_hub.py"
 QUALITY = "tests/test_quality.py"
 INT8 = "tests/test_trained.py::test_divergence_of_int8"
+READ_ONCE = "tests/test_generation.py::test_each_prompt_token_is_read_once"
+EDGES = "tests/test_generation.py::test_reuse_at_the_edges_of_chunks[rings]"
+STOPS = "tests/test_generation.py::test_stop_tokens"
+SCORES = "tests/test_generation.py::test_log_probabilities_of_prompts[tiny-llama3-1]"
+REFUSED = "tests/test_generation.py::test_requests_that_do_not_fit"
+CANCEL = "tests/test_generation.py::test_cancel"
+FETCHED = "tests/test_generation.py::test_a_step_is_fetched_after_the_next_is_sent"
+END = "tests/test_generation.py::test_an_end_does_not_wait_for_another_prompt"
+ROWS = "tests/test_generation.py::test_which_row_a_request_takes"
+DRAFT = "tests/test_speculation.py::test_greedy[ring-1-itself]"
+CHUNK_DRAFT = "tests/test_speculation.py::test_greedy[ring-1-chunks]"
+LOOKUP = "tests/test_speculation.py::test_lookup[4-1]"
+DRAFT_MESH = "tests/test_speculation.py::test_the_mesh_of_a_draft"
+STOP_STRINGS = "tests/test_text.py::test_stop_strings"
+SAMPLES = "tests/test_answers.py::test_samples"
+SAMPLES_IN_A_FILE = "tests/test_answers.py::test_samples_in_a_file"
+STOPPED = "tests/test_answers.py::test_stop_strings"
+INTERRUPTED = "tests/test_answers.py::test_interrupted_anywhere"
+DAMAGED = "tests/test_command_line.py::test_damaged_weights"
+BYTES = "tests/test_command_line.py::test_bytes_per_step"
+MEMORY = "tests/test_command_line.py::test_rows_that_fit"
 
 # (file, what is there, what to put in its place, the test that must fail)
 MUTATIONS = [
@@ -135,7 +156,7 @@ MUTATIONS = [
     ("model.py", "else y * weight\n", "else y\n", TIED),
     # sampling
     ("model.py", "logits = logits / jnp.where(drawn, jnp.maximum(how.temperature[:, None], 1e-6), 1)", "pass", SAMPLING),
-    ("model.py", "jnp.maximum(how.temperature[:, None], 1e-6)", "how.temperature[:, None]", SAMPLING),
+    ("model.py", "jnp.maximum(how.temperature[:, None], 1e-6)", "how.temperature[:, None]", "tests/test_sampling.py::test_extremes_are_greedy"),
     ("model.py", "jnp.where(drawn, jax.vmap(noise)(how.seed, length)[:, ids], 0)", "jax.vmap(noise)(how.seed, length)[:, ids]", SAMPLING),
     ("model.py", "(how.seed, length)[:, ids]", "(how.seed, length)[:, : logits.shape[-1]]", SAMPLING),
     ("model.py", "jnp.where(how.top_k > 0, how.top_k, jnp.inf)", "how.top_k", SAMPLING),
@@ -159,6 +180,85 @@ MUTATIONS = [
     ("model.py", "jnp.where(rows[0] < 0, row, source[0])", "source[0]", BEGIN),
     ("model.py", "jnp.where(rows < 0, cache.length.size, rows)", "rows", BEGIN),
     ("model.py", 'length=cache.length.at[at].set(length, mode="drop")', "length=cache.length", BEGIN),
+    # the engine
+    ("generation.py", "n = min(row.read, len(prompt) - 1)", "n = min(row.read, len(prompt))", READ_ONCE),
+    ("generation.py", "int(differs[0]) if len(differs)", "int(differs[-1]) if len(differs)", READ_ONCE),
+    ("generation.py", "while left := [", "if left := [", EDGES),
+    ("generation.py", "n // chunk < latest // chunk", "n < latest - chunk", EDGES),
+    ("generation.py", "if request.score:", "if False:", SCORES),
+    ("generation.py", "key=lambda row: row.begun", "key=lambda row: -row.begun", ROWS),
+    ("generation.py", "key=lambda x: (x[0], x[1].free)", "key=lambda x: x[0]", ROWS),
+    ("generation.py", "if source.free and source.read < 2 * known:", "if source.free:", ROWS),
+    ("generation.py", "if known < WORTH_COPYING:", "if False:", ROWS),
+    ("generation.py", "return oldest, oldest, self._known(oldest, request.prompt)", "return oldest, oldest, known", ROWS),
+    ("generation.py", "return oldest, source, known", "return oldest, oldest, known", READ_ONCE),
+    ("generation.py", "not self.queue or any(row.unread for row in shard) or", "not self.queue or", READ_ONCE),
+    ("generation.py", "rows[i], source[i] = (", "source[i], rows[i] = (", READ_ONCE),
+    ("generation.py", "copied = any(", "copied = all(", "tests/test_generation.py::test_requests_on_a_mesh[dp2-ep2-tp2]"),
+    ("generation.py", "            self._call_begin(rows, text, read, source if copied else None)\n            self.sampling = self._sampling()\n", "            self._call_begin(rows, text, read, source if copied else None)\n", SAMPLES),
+    ("generation.py", "        if not row.unread:\n            self._has_read(row)\n        return", "        return", SCORES),
+    ("generation.py", 'answer.finish_reason or "length"', '"length"', CANCEL),
+    ("generation.py", "score = any(", "score = all(", "tests/test_generation.py::test_log_probabilities_of_prompts[ring-dp8]"),
+    ("generation.py", "min(row.unread, width) if row else 0", "row.unread if row else 0", SCORES),
+    ("generation.py", "if np.isnan(scores[i, :n]).any():", "if False:", DAMAGED),
+    ("generation.py", 'if token >= self.static["cfg"].V:', "if False:", DAMAGED),
+    ("generation.py", "if unread > width // 2", "if unread >= width", "tests/test_generation.py::test_width_of_a_piece"),
+    ("generation.py", "len(self.answer.tokens) - self.steps", "len(self.answer.tokens)", FETCHED),
+    ("generation.py", "for _ in range(expected):", "while self.under_way:", FETCHED),
+    ("generation.py", "if row.answer is answer:", "if True:", STOPS),
+    ("generation.py", "                if token in answer.request.stop:", "                if token in answer.request.stop and len(answer.tokens) < answer.request.max_new_tokens:", STOPS),
+    ("generation.py", 'answer.finish_reason = "stop"', 'answer.finish_reason = "length"', STOPS),
+    ("generation.py", "                if answer.finish_reason:\n                    break\n", "", "tests/test_speculation.py::test_greedy[tiny-llama3-1-lookup 1]"),
+    ("generation.py", "return bool(self.queue or self.under_way) or not", "return bool(self.queue or self.under_way) and not", END),
+    ("generation.py", "request.positions > self.max_len", "request.positions >= self.max_len", REFUSED),
+    ("generation.py", "known = len(request.prompt) <= self.longest and", "known =", REFUSED),
+    ("generation.py", "if answer.finish_reason is None:\n            answer", "if True:\n            answer", CANCEL),
+    ("generation.py", "                self.queue.remove(answer)", "                pass", CANCEL),
+    ("generation.py", 'return asked | {"seed"} if', "return asked if", INTERRUPTED),
+    ("generation.py", 'asked & {"repetition_penalty"}', "set()", "tests/test_answers.py::test_each_prompt_has_its_own_options"),
+    ("generation.py", "piece_width(self.longest - 1) >= width", "piece_width(self.longest - 1) > width", "tests/test_generation.py::test_requests_on_a_mesh[dp8]"),
+    ("generation.py", "all(row.free or row.answer.tokens", "any(row.free or row.answer.tokens", END),
+    ("generation.py", "cfg.chunks | speculate.chunks", "cfg.chunks", CHUNK_DRAFT),
+    ("speculation.py", "slots < length[:, None], 0", "slots <= length[:, None], 0", LOOKUP),
+    ("speculation.py", "for back in range(NGRAM):", "for back in range(NGRAM - 1):", LOOKUP),
+    ("speculation.py", " & (slots >= back)", "", LOOKUP),
+    ("speculation.py", "matches * slots.size + jnp.where(matches > 0, slots, 0)", "matches", LOOKUP),
+    ("speculation.py", "jnp.arange(guesses) % jnp.maximum(period, 1)", "jnp.arange(guesses)", LOOKUP),
+    ("speculation.py", "jnp.where(found, count, jnp.minimum(count, 1))", "count", LOOKUP),
+    ("speculation.py", 'model.mesh_shape(cfg, mesh.shape["data"], 1, mesh.size // mesh.shape["data"])', "model.mesh_shape(cfg, 1, 1, mesh.size)", DRAFT_MESH),
+    ("speculation.py", "mesh.devices.reshape(", "mesh.devices.T.reshape(", DRAFT_MESH),
+    ("speculation.py", 'if cfg.V != self.static["cfg"].V:', "if False:", "tests/test_speculation.py::test_a_draft_of_another_vocabulary"),
+    ("speculation.py", "jnp.minimum(model.room(start, cfg), model.room(start, checked_by))", "model.room(start, checked_by)", CHUNK_DRAFT),
+    ("speculation.py", "lax.fori_loop(0, 1 + guesses, read_one, cache)", "lax.fori_loop(0, guesses, read_one, cache)", DRAFT),
+    ("speculation.py", "cache.length - ahead, output)", "cache.length, output)", DRAFT),
+    ("speculation.py", "jnp.where(i < output.count[:, None], length[:, None] + 1 + i, text.shape[1])", "length[:, None] + 1 + i", DRAFT),
+    ("speculation.py", 'text.at[rows, at].set(output.tokens, mode="drop"), length', "text, length", CHUNK_DRAFT),
+    ("text.py", "max(ids) >= vocabulary", "max(ids) > vocabulary", "tests/test_text.py::test_tokens_beyond_the_vocabulary"),
+    ("text.py", "for source in (generation_config(folder), config,", "for source in (config, generation_config(folder),", "tests/test_command_line.py::test_sampling_defaults_come_from_the_checkpoint"),
+    ("text.py", "keep = max((", "keep = min((", STOP_STRINGS),
+    ("text.py", "self.held[: min(ends)]", "self.held[: max(ends)]", STOP_STRINGS),
+    ("text.py", "range(min(len(text), len(stop) - 1), 0, -1)", "range(1, min(len(text), len(stop) - 1) + 1)", STOP_STRINGS),
+    ("text.py", "whole[before + len(self.held) :]", "whole[before:]", STOP_STRINGS),
+    ("answers.py", "if n and -log_likelihood / n < 700 else None", "if n else None", "tests/test_answers.py::test_perplexity"),
+    ("answers.py", "tokens=self.answer.tokens[:used]", "tokens=self.answer.tokens", STOPPED),
+    ("answers.py", "logprobs=self.answer.logprobs[:used]", "logprobs=self.answer.logprobs", STOPPED),
+    ("answers.py", 'self.stream.stopped or self.answer.finish_reason == "stop"', 'self.answer.finish_reason == "stop"', STOPPED),
+    ("answers.py", "            self.waiting.pop()\n            self.printed = -1\n", "            self.waiting.pop()\n", SAMPLES),
+    ("answers.py", "if torn or len(kept) < len(lines):", "if torn:", "tests/test_answers.py::test_held_answers_are_not_asked_again"),
+    ("answers.py", "if torn[: len(LINE)] != LINE[: len(torn)]:", "if False:", "tests/test_answers.py::test_wrong_output_files"),
+    ("answers.py", 'key = found["index"], found.get("sample", 0)', 'key = found["index"], 0', SAMPLES_IN_A_FILE),
+    ("answers.py", 'return found["index"], found.get("sample", 0)', 'return found["index"], 0', SAMPLES_IN_A_FILE),
+    ("answers.py", "if ordered != lines:", "if False:", INTERRUPTED),
+    ("answers.py", "reply.request.positions > max_len", "reply.request.positions >= max_len", "tests/test_answers.py::test_what_memory_does_not_hold_is_refused"),
+    ("prompts.py", 'asked["seed"] = (asked["seed"] + sample) % 2**32', "pass", SAMPLES),
+    ("prompts.py", "min(self.new_tokens, max(room, 1))", "self.new_tokens", "tests/test_command_line.py::test_default_lengths_do_not_depend_on_the_batch"),
+    ("prompts.py", "1.0 if RESTRICTIONS & set(options) else None", "None", "tests/test_answers.py::test_options_that_ask_for_samples"),
+    ("memory.py", "-(-length // 128) * 128", "length // 128 * 128", MEMORY),
+    ("memory.py", "(1 if rows else 1 - HEADROOM)", "1", MEMORY),
+    ("memory.py", "min(mean_length, kind.chunk or math.inf)", "mean_length", BYTES),
+    ("memory.py", "* (1 - cfg.A / cfg.E) ** batch", "", BYTES),
+    ("chat.py", "                turns = []\n", "", "tests/test_chat.py::test_a_full_conversation"),
+    ("chat.py", "return turns\n    said", "return asked\n    said", "tests/test_chat.py::test_a_full_conversation"),
     # checkpoints
     ("tensor_files.py", "if tensor.start < end:", "if False:", CHECKPOINTS),
     ("tensor_files.py", "if tensor.start > end:", "if False:", CHECKPOINTS),

@@ -24,7 +24,7 @@ import checkpoint
 import main
 import model
 from checkpoint import load, open_checkpoint
-from text import load_tokenizer
+from text import encode, load_tokenizer
 
 LLAMA3 = CHECKPOINTS / "tiny-llama3"
 
@@ -141,7 +141,9 @@ def test_what_memory_does_not_hold_is_refused(ask, tmp_path, monkeypatch):
     (tmp_path / "p").write_text("\n".join(["Hello", "a b " * 80]))
     plan_cache = memory.plan_cache
     monkeypatch.setattr(main, "plan_cache", lambda plans, lengths, *_: plan_cache(plans, lengths, None, 128))
-    code, out, err = ask("--prompt-file", "p", "--max-new-tokens", "60")
+    turns = [{"role": "user", "content": "Hello"}]
+    room = 128 - len(encode(load_tokenizer(LLAMA3), turns, 512))  # so that the first just fits
+    code, out, err = ask("--prompt-file", "p", "--max-new-tokens", room)
     assert code == 1 and "line 2: it takes" in err and "memory holds rows of 128" in err
     assert [("text" in line) for line in parsed(out)] == [True, False]
 
@@ -262,6 +264,20 @@ def test_samples(ask):
     assert "> Hello (1 of 2)\n" in text and "> Hello (2 of 2)\n" in text
 
 
+def test_samples_in_a_file(ask, tmp_path):
+    """Each has a line, which is held by itself and has its place."""
+    asked = ["--prompt", "Hello", "--prompt", "Who are you?", "--temperature", "5", "--max-new-tokens", "4"]
+    arguments = [*asked, "--n", "3", "--output", "o"]
+    assert ask(*arguments)[0] == 0
+    lines = (tmp_path / "o").read_bytes().splitlines(keepends=True)
+    assert [(x["index"], x["sample"]) for x in map(json.loads, lines)] == [
+        (i, j) for i in range(2) for j in range(3)
+    ]
+    (tmp_path / "o").write_bytes(b"".join([lines[5], lines[1], lines[3]]))
+    assert ask(*arguments)[0] == 0
+    assert (tmp_path / "o").read_bytes() == b"".join(lines)
+
+
 def test_stop_strings(ask):
     plain = json.loads(ask("--json", "--prompt", "Tell me your name")[1])["responses"][0]
     ask_with = ["--json", "--prompt", "Tell me your name", "--stop", "Llama", "--stop", "nowhere"]
@@ -270,6 +286,9 @@ def test_stop_strings(ask):
     assert stopped["finish_reason"] == "stop"
     n = len(stopped["tokens"])
     assert stopped["tokens"] == plain["tokens"][:n] and n < len(plain["tokens"])
+    # The model as its own draft is always right: what a step says after the stop string is not of the answer.
+    guessed = json.loads(ask(*ask_with, "--draft", LLAMA3, "--logprobs")[1])["responses"][0]
+    assert all(guessed[x] == stopped[x] for x in stopped) and len(guessed["logprobs"]) == n
     token = plain["tokens"][4]
     by_id = json.loads(ask("--json", "--prompt", "Tell me your name", "--stop-id", token)[1])["responses"][0]
     assert by_id["tokens"] == plain["tokens"][:5] and by_id["finish_reason"] == "stop"
@@ -306,6 +325,11 @@ def test_score(ask):
     assert last == f"all: {likelihood}, perplexity {np.exp(-every.mean()):,.4f}"
 
 
+def test_perplexity():
+    assert answers.perplexity(-6.0, 3) == pytest.approx(np.e**2)
+    assert answers.perplexity(0, 0) is None and answers.perplexity(-2000.0, 2) is None
+
+
 def test_what_a_held_answer_depends_on(ask, tmp_path):
     """Options of one line, of all, or other weights: what was answered otherwise is not taken for this."""
     line = {"prompt": "Hello", "temperature": 1.5}
@@ -324,13 +348,15 @@ def test_what_a_held_answer_depends_on(ask, tmp_path):
 
 def test_options_that_ask_for_samples(ask, tmp_path):
     """top_k in a line samples at temperature 1, as --top-k does."""
-    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "Hello", "top_k": 500, "seed": 3}))
-    line = json.loads(ask("--prompt-file", "p.jsonl")[1])
-    options = ["--top-k", "500", "--seed", "3"]
-    assert (
-        line["tokens"]
-        == json.loads(ask("--json", "--prompt", "Hello", *options)[1])["responses"][0]["tokens"]
-    )
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "The moon over", "top_k": 500, "seed": 3}))
+    text = ["--no-chat-template", "--max-new-tokens", "8"]  # of which the model is not sure
+    line = json.loads(ask("--prompt-file", "p.jsonl", *text)[1])
+
+    def alone(*options: str) -> list[int]:
+        found = json.loads(ask("--json", "--prompt", "The moon over", *text, *options)[1])
+        return found["responses"][0]["tokens"]
+
+    assert line["tokens"] == alone("--top-k", "500", "--seed", "3") != alone("--temperature", "0")
 
 
 def test_spaces_belong_to_a_prompt(ask, tmp_path):

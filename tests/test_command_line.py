@@ -9,9 +9,10 @@ import sys
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import CHECKPOINTS, ONE_EACH, invoke
+from conftest import CHECKPOINTS, ONE_EACH, invoke, llama4_config
 from safetensors.numpy import load_file, save_file
 
 import convert_checkpoint
@@ -194,7 +195,7 @@ def test_sampling_defaults_come_from_the_checkpoint(tmp_path):
     assert choose_sampling(args, tmp_path) == Sampling(seed=0)
     config = dict(do_sample=True, temperature=0.6, top_p=0.9, repetition_penalty=1.1, eos_token_id=[1, 2])
     (tmp_path / "generation_config.json").write_text(json.dumps(config))
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text('{"eos_token_id": 3, "text_config": {"eos_token_id": 4}}')
     theirs = Sampling(seed=0, temperature=0.6, top_p=0.9, repetition_penalty=1.1)
     assert choose_sampling(args, tmp_path) == theirs
     args = main.parse_arguments(["--temperature", "0", "--top-k", "7"])
@@ -203,6 +204,7 @@ def test_sampling_defaults_come_from_the_checkpoint(tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps(config | dict(do_sample=False)))
     assert choose_sampling(main.parse_arguments([]), tmp_path) == Sampling(seed=0, repetition_penalty=1.1)
     (tmp_path / "generation_config.json").unlink()
+    assert stop_tokens(tmp_path, None) == {3}
     args = main.parse_arguments(["--top-p", "0.5"])
     assert choose_sampling(args, tmp_path) == Sampling(seed=0, temperature=1.0, top_p=0.5)
 
@@ -213,8 +215,9 @@ def test_damaged_weights(tmp_path, monkeypatch, capsys):
     tensors = load_file(tmp_path / "nan" / "model.safetensors")
     tensors["model.norm.weight"] = np.full_like(tensors["model.norm.weight"], np.nan)
     save_file(tensors, tmp_path / "nan" / "model.safetensors")
-    code, out, err = invoke(monkeypatch, capsys, main, "--checkpoint", tmp_path / "nan", *ONE_EACH)
-    assert code == 1 and out == "" and "NaN" in err
+    for more in ([], ["--score"]):
+        code, out, err = invoke(monkeypatch, capsys, main, "--checkpoint", tmp_path / "nan", *ONE_EACH, *more)
+        assert code == 1 and out == "" and "NaN" in err
 
 
 def test_default_lengths_do_not_depend_on_the_batch():
@@ -269,6 +272,23 @@ def test_rows_that_fit(monkeypatch):
     assert choose(32.5 + weights / row, [100] * 300)[0] == 16
     monkeypatch.undo()
     assert memory.plan_cache([plan_of(cfg, 8)], [100] * 3, None, None)[0] == 8  # each data shard has a row
+
+
+def test_bytes_per_step():
+    """The weights, of the experts those that are used on average; and what each layer sees of the rows."""
+    cfg = llama4_config()  # two of its three layers are rings of 8, two have experts
+    plan = plan_of(cfg)
+    weights = model.abstract(model.weight_infos(cfg), plan.mesh, jnp.float32)
+
+    def found(batch: int, mean_length: float, kv_dtype: str = "float32") -> float:
+        return memory.bytes_per_step(weights, cfg, plan.mesh, batch, mean_length, kv_dtype)
+
+    experts = 3 * cfg.D * cfg.M * cfg.E * 4
+    assert found(999, 0) == pytest.approx(plan.weight_bytes() - cfg.V * cfg.D * 4)
+    assert found(999, 0) - found(2, 0) == pytest.approx(2 * experts * (1 - cfg.A / cfg.E) ** 2)
+    token = 2 * cfg.K * cfg.H * 4
+    assert found(5, 20) - found(5, 0) == pytest.approx(5 * token * (20 + 8 + 8))
+    assert found(5, 20, "int8") - found(5, 0) == pytest.approx(5 * token * (20 + 8 + 8) * (1 + 2 / cfg.H) / 4)
 
 
 DAMAGED = {

@@ -15,7 +15,7 @@ from conftest import CHECKPOINTS, llama4_config, mesh_of
 import generation
 import model
 from checkpoint import load, open_checkpoint
-from generation import Answer, Batch, Request
+from generation import Answer, Batch, Request, Row
 from model import Sampling
 
 ROWS, MAX_LEN = 8, 160
@@ -309,6 +309,39 @@ def test_reuse_of_rows_that_go_on(name, monkeypatch):
     assert batch.stats.reused_tokens > batch.stats.prompt_tokens / 2
 
 
+def test_which_row_a_request_takes():
+    """The one that has read the most of it, unless that is busy or holds much else; else the oldest."""
+    batch = object.__new__(Batch)  # for the rule needs no model
+    batch.width, batch.chunks = 1, frozenset()
+    head, other = list(range(40)), list(range(100, 140))
+
+    def row(text: list[int], begun: int, free: bool = True) -> Row:
+        answer = Answer(Request(text, 1), finish_reason="length" if free else None)
+        return Row(text=text, read=len(text), answer=answer, begun=begun)
+
+    def choose(*rows: Row, score: bool = False) -> tuple[int, int, int]:
+        row, source, read = batch._choose(rows, Request([*head[:30], 7, 7], 1, score=score))
+        return rows.index(row), rows.index(source), read
+
+    assert choose(row(other, 2), row(other, 0, free=False), row(other, 1)) == (2, 2, 0)
+    assert choose(row(other, 0), row(head, 1)) == (1, 1, 30)
+    assert choose(row(other, 0), row(head + other, 1)) == (0, 1, 30)
+    assert choose(row(other, 0), row(head, 1, free=False)) == (0, 1, 30)
+    assert choose(row(other, 0), row(head, 1, free=False), row(head, 2)) == (2, 2, 30)
+    assert choose(row(head[:3] + other, 0), row(head[:15] + other, 1)) == (0, 0, 3)
+    assert choose(row(head[:3] + other, 0), row(head[:16] + other, 1)) == (0, 1, 16)
+    assert choose(row(other, 0), row(head, 1), score=True) == (0, 0, 0)
+
+
+def test_width_of_a_piece():
+    """The widest of which at least half is used, or the narrowest."""
+    for unread in range(1, 1100):
+        width = generation.piece_width(unread)
+        assert width in generation.WIDTHS
+        assert unread > width / 2 or width == 32
+        assert all(unread <= wider / 2 for wider in generation.WIDTHS if wider > width)
+
+
 # -------------------------------------------------------------------------------------------- how answers end
 
 
@@ -318,6 +351,8 @@ def test_stop_tokens():
     expected = [alone(request, "tiny-llama3")[0] for request in requests]
     stops = [frozenset(tokens[5::9]) for tokens in expected]
     stops[3] = frozenset([512])  # which never comes
+    last = next(i for i, tokens in enumerate(expected) if i != 3 and tokens[29] not in tokens[:29])
+    stops[last] = frozenset(expected[last][29:])
     requests = [dataclasses.replace(x, stop=stop) for x, stop in zip(requests, stops, strict=True)]
     batch = batch_of(requests, "tiny-llama3", longest=MAX_LEN)
     answers = ask(batch, requests)
@@ -400,6 +435,11 @@ def test_cancel():
     assert answered.tokens == alone(answered.request, "ring")[0][:5]
     assert not {answered, read, queued} & {row.answer for row in batch.rows}
     assert_as_alone([third, *others], "ring")
+    silent = batch.add(Request([1, 2], 0))
+    batch.advance()
+    batch.cancel(silent)  # which has been read, and ends with that
+    finish(batch)
+    assert silent.finish_reason == "cancelled"
 
 
 # ----------------------------------------------------------------------------------- on the way to the device
@@ -495,5 +535,9 @@ def test_an_end_does_not_wait_for_another_prompt(monkeypatch):
     batch.advance()
     batch.advance()
     assert answers[0].finish_reason == "length" and batch.rows[1].unread
+    while not answers[1].tokens:
+        assert batch.stats.filled is None
+        batch.advance()
+    assert batch.stats.filled.tokens == 2
     finish(batch)
     assert_as_alone(answers, "ring")

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoints.questions import count_question, fixed_question, sum_question
-from conftest import CHECKPOINTS, llama3_config, mesh_of
+from conftest import CHECKPOINTS, MESHES, llama3_config, llama4_config, mesh_of
 from test_generation import ROWS, TOLERANCE, ask, subject
 
 import model
@@ -167,6 +167,15 @@ def test_a_draft_of_another_vocabulary():
     draft = Draft(None, other, mesh, "float32", GUESSES)
     with pytest.raises(ValueError, match=f"{other.V} tokens.*{cfg.V}"):
         Batch(weights, cfg, mesh, ROWS, MAX_LEN, "float32", [], speculate=draft)
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_the_mesh_of_a_draft(name):
+    """The same devices in the same order, and as many data shards, though its heads are others."""
+    mesh = mesh_of(llama4_config(), name)
+    draft = speculation.mesh_for_draft(llama3_config(), mesh)
+    assert draft.devices.ravel().tolist() == mesh.devices.ravel().tolist()
+    assert draft.shape["data"] == mesh.shape["data"]
 
 
 @pytest.mark.parametrize("mesh", ["1", "dp8"])

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from conftest import CHECKPOINTS
 
-from text import TextStream, load_tokenizer
+from text import TextStream, encode, load_tokenizer
 
 TOKENIZER = load_tokenizer(CHECKPOINTS / "tiny-llama4")
 TEXTS = (
@@ -76,7 +76,18 @@ def test_special_tokens_are_silent():
 
 
 @pytest.mark.parametrize(
-    "stop", [("xyz",), ("z",), ("xx", "xyz"), ("好",), ("nowhere",), ("xyz", "bxx"), ("aa",)]
+    "stop",
+    [
+        ("xyz",),
+        ("z",),
+        ("xx", "xyz"),
+        ("好",),
+        ("nowhere",),
+        ("xyz", "bxx"),
+        ("aa",),
+        ("xxy",),
+        ("yz", "xyz"),
+    ],
 )
 def test_stop_strings(stop):
     """Against cutting the whole text, for every text; nothing of a stop string is ever given out."""
@@ -97,7 +108,15 @@ def test_stop_strings(stop):
             assert any(whole[len(text.text) :].startswith(x) for x in stop) and len(text.text) < first
             before = TOKENIZER.decode(tokens[: text.used - 1])
             assert not any(x in before for x in stop)
-            assert any(x in TOKENIZER.decode(tokens[: text.used]) for x in stop)
+            known = TOKENIZER.decode(tokens[: text.used])
+            assert len(text.text) == min(known.find(x) for x in stop if x in known)
+
+
+def test_tokens_beyond_the_vocabulary():
+    ids = tokens_of("ab")
+    assert encode(TOKENIZER, "ab", max(ids) + 1)[-len(ids) :] == ids
+    with pytest.raises(ValueError, match=f"config.json has {max(ids)} tokens"):
+        encode(TOKENIZER, "ab", max(ids))
 
 
 def test_little_is_held_back():
