@@ -91,7 +91,6 @@ class Draft:
     def start(self, cfg: Config, mesh: Mesh, rows: int, max_len: int) -> None:
         if cfg.V != self.static["cfg"].V:
             raise ValueError(f"the draft has {self.static['cfg'].V} tokens, the model {cfg.V}")
-        self.checked_by = cfg
         self.cache = model.init_cache(**self.static, batch=rows, max_len=max_len, dtype=self.kv_dtype)
 
     def begin(self, *arguments) -> None:
@@ -102,33 +101,24 @@ class Draft:
 
     def guess(self, count, sampling: Sampling, cache: Cache) -> tuple[Array, Array]:
         guesses, self.count, self.cache = read_ahead(
-            count, sampling, self.weights, self.cache,
-            guesses=self.guesses, checked_by=self.checked_by, **self.static,
-        )  # fmt: skip
+            count, sampling, self.weights, self.cache, guesses=self.guesses, **self.static
+        )
         return guesses, self.count
 
     def follow(self, output: Output) -> None:
         self.cache = correct(self.cache, self.count, output, mesh=self.static["mesh"])
 
 
-@partial(jax.jit, static_argnames=("guesses", "checked_by", "cfg", "mesh"), donate_argnames="cache")
+@partial(jax.jit, static_argnames=("guesses", "cfg", "mesh"), donate_argnames="cache")
 def read_ahead(
-    count,
-    sampling: Sampling,
-    weights,
-    cache: Cache,
-    *,
-    guesses: int,
-    checked_by: Config,
-    cfg: Config,
-    mesh: Mesh,
+    count, sampling: Sampling, weights, cache: Cache, *, guesses: int, cfg: Config, mesh: Mesh
 ) -> tuple[Array, Array, Cache]:
     """Decode as many tokens as may be chosen: -> (guesses [B,N], count [B], the cache that has read them).
 
     The last guess is read too, for it may be right.
     """
     start = cache.length
-    count = jnp.minimum(count, jnp.minimum(model.room(start, cfg), model.room(start, checked_by)))
+    count = jnp.minimum(count, model.room(start, cfg))
 
     def read_one(i, cache: Cache) -> Cache:
         reads = (i < count).astype(jnp.int32)

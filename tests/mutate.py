@@ -228,7 +228,7 @@ MUTATIONS = [
     ("speculation.py", 'model.mesh_shape(cfg, mesh.shape["data"], 1, mesh.size // mesh.shape["data"])', "model.mesh_shape(cfg, 1, 1, mesh.size)", DRAFT_MESH),
     ("speculation.py", "mesh.devices.reshape(", "mesh.devices.T.reshape(", DRAFT_MESH),
     ("speculation.py", 'if cfg.V != self.static["cfg"].V:', "if False:", "tests/test_speculation.py::test_a_draft_of_another_vocabulary"),
-    ("speculation.py", "jnp.minimum(model.room(start, cfg), model.room(start, checked_by))", "model.room(start, checked_by)", CHUNK_DRAFT),
+    ("speculation.py", "count = jnp.minimum(count, model.room(start, cfg))", "pass", CHUNK_DRAFT),
     ("speculation.py", "lax.fori_loop(0, 1 + guesses, read_one, cache)", "lax.fori_loop(0, guesses, read_one, cache)", DRAFT),
     ("speculation.py", "cache.length - ahead, output)", "cache.length, output)", DRAFT),
     ("speculation.py", "jnp.where(i < output.count[:, None], length[:, None] + 1 + i, text.shape[1])", "length[:, None] + 1 + i", DRAFT),
