@@ -183,14 +183,14 @@ def attend_cached(q: Array, kv: KV, length: Array, start: Array | None = None, s
     """
     S, T, H = kv.values.shape[2], q.shape[1], q.shape[-1]
     block = min(BLOCK if T > 1 else DECODE_BLOCK, S)
-    start = jnp.zeros_like(length) if start is None else start
     sees = jnp.ones(q.shape[:2], bool) if sees is None else sees
-    if use_flash(q, kv.values):
-        low, high = jnp.broadcast_to(start[:, None], sees.shape), jnp.where(sees, length[:, None], 0)
-        return merge_stacked(*flash(q, kv.values, kv.scale, low, high))
     if use_ragged(q) and T * q.shape[3] <= FEW:
         (o, lse), _ = ragged_attention_tpu(q, kv, length, start)
         return jnp.where(sees[..., None, None, None], o, 0), jnp.where(sees[..., None, None], lse, -jnp.inf)
+    start = jnp.zeros_like(length) if start is None else start
+    if use_flash(q, kv.values):
+        low, high = jnp.broadcast_to(start[:, None], sees.shape), jnp.where(sees, length[:, None], 0)
+        return merge_stacked(*flash(q, kv.values, kv.scale, low, high))
 
     def attend_block(i):
         part, slots = read_block(kv, i, block)
@@ -376,7 +376,8 @@ def _ragged_decode(
     rows, vectors, cache: KV, o, lse, written, buffer: KV, reading, writing, *, large: int, small: int
 ):
     """The kernel, for one group of rows. Their vectors, o, lse, and the buffer are in VMEM, the length, place
-    and start of all rows in SMEM, the cache in HBM; `written` is the same memory, or None.
+    and start of all rows in SMEM, the cache in HBM; `written` is the same memory, or None. G: all queries of
+    a row.
 
     A row is read in large blocks as far as its tokens fill them, then in small ones. While one block is
     computed on, the next, of this row or another, is on its way into the other half of the buffer: block i
