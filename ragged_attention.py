@@ -31,6 +31,7 @@ BLOCK = 1024  # cached slots per step of attend_cached
 QUERIES = 64  # that `attend` takes at once: its scores are B·K·G·QUERIES·BLOCK floats
 DECODE_BLOCK = 256  # if T = 1: little more is read than is filled
 FEW = 128  # queries per key/value head, T·G, that the decode kernel takes
+SCORES = 1 << 18  # that it computes at once: they are in VMEM, several times
 GROUP = 128  # rows x heads whose tokens it has in VMEM at once
 VMEM_BYTES = 32 << 20  # of VMEM that it may use
 MASKED = -1e30  # a score that no exponential survives, without the NaN of inf - inf
@@ -305,7 +306,7 @@ def ragged_attention_tpu(
     scatter. int8 keys enter the MXU as they are, and each query as two int8 parts, 16 bits in all; int8
     values are converted to bfloat16.
 
-    blocks: slots of a large and a small one, multiples of 128; by default DECODE_BLOCKS.
+    blocks: slots of a large and a small one, powers of two from 128 on; by default DECODE_BLOCKS.
     """
     B, T, K, G, H = q.shape
     R = B * K
@@ -313,7 +314,8 @@ def ragged_attention_tpu(
     cache, new = jax.tree.map(lambda x: x.reshape(R, *x.shape[2:]), (kv, new))
     S = kv.values.shape[2]
     large, small = blocks or DECODE_BLOCKS[H, kv.values.dtype.itemsize]
-    large = max(large // T // small, 1) * small  # the scores of a block are T·G rows
+    while large > small and T * G * large > SCORES:
+        large //= 2
     large, small = min(large, S), min(small, S)
     # A key narrower than a register shares it with its value, where the query is 0.
     lanes = H if H % LANES == 0 else 2 * H

@@ -171,6 +171,7 @@ def test_cached_by_the_decode_kernel(width, dtype, with_start, monkeypatch, inte
     """Several queries per row, some of which see nothing, of a cache to which nothing is written."""
     monkeypatch.setattr(ragged_attention, "on_tpu", lambda: True)
     monkeypatch.setattr(ragged_attention, "GROUP", 21)
+    monkeypatch.setattr(ragged_attention, "SCORES", 9 * 256)  # in large blocks, which then are small ones
     kernel = partial(ragged_attention.ragged_attention_tpu, blocks=(512, 256), interpret=interpret)
     monkeypatch.setattr(ragged_attention, "ragged_attention_tpu", kernel)
     rng, (B, S, T, K, G) = np.random.default_rng(0), (len(CASES), 384, 3, 2, 3)
