@@ -10,19 +10,21 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 STEPS = 127  # of int8, to each side
+DECODE = 16  # tokens per row, guesses included, up to which it is decode
 
 
 def contract(x: Array, w: Array, n: int) -> Array:
     """The sum of products over the last n axes of both: x [B,T,...] float, w [...] float or int8 -> float32.
 
-    T = 1, decode, waits for the weights. Then x is rounded where w is int8: float32, in two int8 parts, to 15
-    bits of its row's largest entry; bfloat16, which has 8 bits, to 8 bits of it.
+    Decode waits for the weights. Then x is rounded where w is int8: float32, in two int8 parts, to 15 bits of
+    its row's largest entry; bfloat16, which has 8 bits, to 8 bits of it.
     """
     (B, T), outputs = x.shape[:2], w.shape[:-n]
+    decode = T <= DECODE
     x, w = x.reshape(B * T, -1), w.reshape(math.prod(outputs), -1)
-    if T == 1 and w.dtype == jnp.int8:
+    if decode and w.dtype == jnp.int8:
         y = int8_product(x, w)
-    elif (T == 1) == (x.dtype == jnp.float32):  # float32 gains by it in few rows, bfloat16 in many
+    elif decode == (x.dtype == jnp.float32):  # float32 gains by it in few rows, bfloat16 in many
         y = weights_first(x, w.astype(x.dtype), jnp.float32)
     else:
         two = jnp.pad(x, ((0, max(0, 2 - B * T)), (0, 0)))  # one row XLA would multiply in float32

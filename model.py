@@ -437,19 +437,19 @@ def local_slots(n: Array) -> Array:
     return (n + slots - 1 - lax.axis_index(SLOTS)) // slots
 
 
-def attend_span(q: Array, k: Array, v: Array, span: Span, chunk: int | None):
+def attend_span(q: Array, new: KV, span: Span, chunk: int | None):
     """Attention among the span's own tokens, by this device's queries.
 
-    q: [b,T,k,G,H], k, v: [b,T,k,H] -> (o [b,T,k,g,H], lse [b,T,k,g]).
+    q: [b,T,k,G,H], new: [b,k,T,C] -> (o [b,T,k,g,H], lse [b,T,k,g]).
     """
     g = q.shape[3] // lax.axis_size(SLOTS)
     own = lax.dynamic_slice_in_dim(q, lax.axis_index(SLOTS) * g, g, 3)
-    return attend_causal(own, k, v, span.positions // chunk if chunk else jnp.zeros_like(span.positions))
+    return attend_causal(own, new, span.positions // chunk if chunk else jnp.zeros_like(span.positions))
 
 
 def attend_past(q: Array, kv: KV, span: Span, chunk: int | None):
     """Attention of a span to the positions before it, in the cache: as `attend_span`."""
-    length, sees = span.start, None
+    length, sees = jnp.where(span.count > 0, span.start, 0), None  # a row without a token reads nothing
     if chunk:  # only the chunk in which the span starts is still of use
         sees = span.positions // chunk == (length // chunk)[:, None]
         length = length % chunk
@@ -467,24 +467,14 @@ def places(span: Span, chunk: int | None, capacity: int) -> Array:
     return jnp.where(keep & (slot % slots == lax.axis_index(SLOTS)), slot // slots, capacity)
 
 
-def cached_form(k: Array, v: Array, kv: KV) -> KV:
-    """A span's keys and values, [b,T,k,H] each, as the cache holds them: [b,k,T,C]."""
+def cached_form(k: Array, v: Array, kv: KV | None) -> KV:
+    """A span's keys and values, [b,T,k,H] each, as the cache, if there is one, holds them: [b,k,T,C]."""
     new = jnp.stack([k, v], 3).swapaxes(1, 2)  # bkT2H
-    scale = None
-    if kv.scale is not None:
+    scale, dtype = None, new.dtype if kv is None else kv.values.dtype
+    if dtype == jnp.int8:
         quantized = quantize(new, (4,), kv.scale.dtype)
         new, scale = quantized.values, quantized.scale.swapaxes(2, 3)
-    return KV(new.reshape(*new.shape[:3], -1).astype(kv.values.dtype), scale)
-
-
-def as_cached(new: KV, dtype) -> tuple[Array, Array]:
-    """The reverse of `cached_form`, but for what it rounded: -> keys and values, [b,T,k,H] each."""
-    x = new.values.swapaxes(1, 2).astype(jnp.float32)
-    x = x.reshape(*x.shape[:3], 2, -1)  # bTk2H
-    if new.scale is not None:
-        x = x * new.scale.astype(jnp.float32).transpose(0, 3, 1, 2)[..., None]
-    k, v = jnp.unstack(x.astype(dtype), axis=3)
-    return k, v
+    return KV(new.reshape(*new.shape[:3], -1).astype(dtype), scale)
 
 
 @jax.named_scope("attention")
@@ -492,8 +482,8 @@ def attention(x: Array, w: Attention, kv, span: Span, kind: LayerKind, cfg: Conf
     """Grouped-query attention. x: [b,T,D] -> ([b,T,D], the layer's cache with the span in it, or None).
 
     Without a cache the span is all there is. With one, T = 1 is decode: the kernel writes the token, then
-    reads one cache that holds all there is to see. More tokens see one another as the cache will hold them:
-    so it makes no difference in what pieces a text is read.
+    reads one cache that holds all there is to see. More tokens see one another as the cache will hold them,
+    so that it makes no difference in what pieces a text is read.
     """
     q, k, v = project(x, w)
     if kind.rope:
@@ -504,13 +494,14 @@ def attention(x: Array, w: Attention, kv, span: Span, kind: LayerKind, cfg: Conf
         scale, floor = cfg.temperature
         temperature = 1 + scale * jnp.log1p(jnp.floor((span.positions + 1) / floor))
         q = (q * temperature[:, :, None, None, None]).astype(q.dtype)
+    new = cached_form(k, v, kv)
     if kv is None:
-        o, _ = attend_span(q, k, v, span, kind.chunk)
+        o, _ = attend_span(q, new, span, kind.chunk)
     else:
-        new, place = cached_form(k, v, kv), places(span, kind.chunk, kv.values.shape[2])
+        place = places(span, kind.chunk, kv.values.shape[2])
         if x.shape[1] == 1:
             length = (span.start % kind.chunk if kind.chunk else span.start) + 1
-            length = jnp.where(span.count > 0, length, 0)  # a row without a token reads nothing
+            length = jnp.where(span.count > 0, length, 0)
             part, kv = ragged_decode(q, new, kv, local_slots(length), place[:, 0])
             o, _ = merge_slots(*part)
         else:
@@ -519,8 +510,7 @@ def attention(x: Array, w: Attention, kv, span: Span, kind: LayerKind, cfg: Conf
             window = place.shape[1] // lax.axis_size(SLOTS) + 1
             written = write(kv, new, place, window, ring=kind.chunk is not None)
             past = attend_past(q, kv if kind.chunk else written, span, kind.chunk)
-            k, v = as_cached(new, k.dtype)
-            o, _ = merge(past, attend_span(q, k, v, span, kind.chunk))
+            o, _ = merge(past, attend_span(q, new, span, kind.chunk))
             kv = written
     o = o.astype(x.dtype)
     return lax.psum(einsum("bTkgH,DkgH->bTD", o, w.o), MODEL), kv  # k, g

@@ -34,16 +34,18 @@ def quantize(x: Array, axes: tuple[int, ...], scale_dtype=jnp.float32) -> Quanti
     """Round x to int8, with one scale for all elements along `axes`.
 
     x: float, any shape. Error: at most scale / 2 per element, where scale = max|x| / 127 along `axes`
-    (a scale rounded to bfloat16 may be 0.2% too small, which clips the largest element by as much).
+    (a scale rounded to bfloat16 may be 0.2% too small, which clips the largest element by as much). With a
+    NaN or Inf among them the scale is infinite, which makes all of them NaN.
     """
-    scale = _scale(x, axes).astype(scale_dtype)
+    nan = jnp.any(jnp.isnan(x), axes, keepdims=True)  # XLA's maximum on a CPU may pass over it
+    scale = jnp.where(nan, jnp.inf, _scale(x, axes)).astype(scale_dtype)
     return QuantizedArray(_round(x, scale), jnp.squeeze(scale, axes))
 
 
 def quantize_large(x: Array, axes: tuple[int, ...]) -> QuantizedArray:
-    """`quantize` for what exceeds a processor's caches. A channel with NaN or Inf has an infinite scale."""
+    """`quantize` for what exceeds a processor's caches."""
     # Behind barriers each pass reads x anew. Else XLA writes x as float32 and reads that, which takes a CPU 4
-    # times as long for bfloat16. Its maximum there may pass over a NaN.
+    # times as long for bfloat16.
     nan = jnp.any(jnp.isnan(jax.lax.optimization_barrier(x)), axes, keepdims=True)
     scale, x = jax.lax.optimization_barrier((jnp.where(nan, jnp.inf, _scale(x, axes)), x))
     return QuantizedArray(_round(x, scale), jnp.squeeze(scale, axes))

@@ -30,9 +30,9 @@ from tpu import LANES, TILE, precision, put_slots, result, take_slots, varying
 BLOCK = 1024  # cached slots per step of attend_cached
 QUERIES = 64  # that `attend` takes at once: its scores are B·K·G·QUERIES·BLOCK floats
 DECODE_BLOCK = 256  # if T = 1: little more is read than is filled
-FEW = 128  # queries per key/value head, T·G, that the decode kernel takes
+FEW_QUERIES = 128  # per key/value head, T·G, up to which the decode kernel is used
 SCORES = 1 << 18  # that it computes at once: they are in VMEM, several times
-GROUP = 128  # rows x heads whose tokens it has in VMEM at once
+GROUP = 128  # rows x heads x tokens that it has in VMEM at once
 VMEM_BYTES = 32 << 20  # of VMEM that it may use
 MASKED = -1e30  # a score that no exponential survives, without the NaN of inf - inf
 
@@ -177,15 +177,16 @@ def read_block(kv: KV, i: Array, block: int) -> tuple[KV, Array]:
 
 
 def attend_cached(q: Array, kv: KV, length: Array, start: Array | None = None, sees: Array | None = None):
-    """Attention to the cached slots start <= s < length, a block at a time, as far as the longest row.
+    """Attention to the cached slots start <= s < length, a block at a time, as far as the longest row; few
+    queries on a TPU by `ragged_attention_tpu`, each row as far as it is filled.
 
     q: [B,T,K,G,H]. start, length: [B] int32; without start, from 0. sees: [B,T] bool, the queries that see
     any; without it, all.
     """
-    S, T, H = kv.values.shape[2], q.shape[1], q.shape[-1]
+    S, T = kv.values.shape[2], q.shape[1]
     block = min(BLOCK if T > 1 else DECODE_BLOCK, S)
     sees = jnp.ones(q.shape[:2], bool) if sees is None else sees
-    if use_ragged(q) and T * q.shape[3] <= FEW:
+    if use_ragged(q) and T * q.shape[3] <= FEW_QUERIES:
         (o, lse), _ = ragged_attention_tpu(q, kv, length, start)
         return jnp.where(sees[..., None, None, None], o, 0), jnp.where(sees[..., None, None], lse, -jnp.inf)
     start = jnp.zeros_like(length) if start is None else start
@@ -196,12 +197,14 @@ def attend_cached(q: Array, kv: KV, length: Array, start: Array | None = None, s
     def attend_block(i):
         part, slots = read_block(kv, i, block)
         filled = (slots >= jnp.maximum(start[:, None], i * block)) & (slots < length[:, None])  # BS
-        k, v = (part.values[..., :H], part.values[..., H:]) if T > 1 else (part.values, None)
-        scales = (None, None) if part.scale is None else (part.scale[:, :, 0], part.scale[:, :, 1])
+        k, v, *scales = halves(part)
         if use_splash(q):
-            k, v = (dequantize(*pair, filled).astype(q.dtype) for pair in zip((k, v), scales, strict=True))
+            k, v = (dequantize(*pair) for pair in zip((k, v), scales, strict=True))
+            k, v = (jnp.where(filled[:, None, :, None], x, 0).astype(q.dtype) for x in (k, v))
             everything = masks.FullMask((T, block))
             return splash(q, k, v, everything, jnp.where(sees, 1, 2), filled.astype(jnp.int32))
+        if T == 1:
+            k, v = part.values, None
         return attend(q, k, v, sees[..., None] & filled[:, None], *scales)
 
     def step(i, carry):
@@ -214,33 +217,39 @@ def attend_cached(q: Array, kv: KV, length: Array, start: Array | None = None, s
     return lax.fori_loop(0, n_blocks, step, lax.pcast(nothing, tuple(varying(q, kv.values)), to="varying"))
 
 
-def dequantize(x: Array, scale: Array | None, filled: Array) -> Array:
-    """Keys or values [B,K,S,H] in float32, with zeros in slots that are not filled [B,S]."""
-    x = x.astype(jnp.float32) if scale is None else x * scale[..., None].astype(jnp.float32)
-    return jnp.where(filled[:, None, :, None], x, 0)
-
-
-def attend_causal(q: Array, k: Array, v: Array, segment: Array, window: int | None = None):
+def attend_causal(q: Array, kv: KV, segment: Array, window: int | None = None):
     """Attention among T consecutive tokens: to itself and those before, in the same segment and window.
 
-    q: [B,T,K,G,H]. k, v: [B,T,K,H]. segment: [B,T] int32, each without gaps. window: of positions, the own
-    one counted.
+    q: [B,T,K,G,H]. kv: values [B,K,T,C]. segment: [B,T] int32, each without gaps. window: of positions, the
+    own one counted.
     """
     T = q.shape[1]
-    k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
-    if use_flash(q, k):
+    if use_flash(q, kv.values):
         i = jnp.arange(T)
         low = lax.cummax(jnp.where(segment == jnp.roll(segment, 1, 1), 0, i), 1)  # where its segment begins
         low = low if window is None else jnp.maximum(low, i - window + 1)
         high = jnp.broadcast_to(i + 1, segment.shape)
-        return merge_stacked(*flash(q, jnp.concatenate([k, v], -1), None, low, high))
+        return merge_stacked(*flash(q, kv.values, kv.scale, low, high))
+    k, v, *scales = halves(kv)
     if use_splash(q):
+        k, v = (dequantize(*pair).astype(q.dtype) for pair in zip((k, v), scales, strict=True))
         shape = (T, T)
         mask = masks.CausalMask(shape) if window is None else masks.LocalMask(shape, (window - 1, 0), 0)
         return splash(q, k, v, mask, segment, segment)
     back = jnp.arange(T)[:, None] - jnp.arange(T)
     mask = (back >= 0) & (back < (window or T)) & (segment[:, :, None] == segment[:, None])
-    return attend(q, k, v, mask)
+    return attend(q, k, v, mask, *scales)
+
+
+def halves(kv: KV) -> tuple[Array, Array, Array | None, Array | None]:
+    """Keys and values [B,K,S,H], and their scales [B,K,S], if there are any."""
+    scales = (None, None) if kv.scale is None else (kv.scale[:, :, 0], kv.scale[:, :, 1])
+    return *jnp.split(kv.values, 2, -1), *scales
+
+
+def dequantize(x: Array, scale: Array | None) -> Array:
+    """Keys or values [B,K,S,H] in float32."""
+    return x.astype(jnp.float32) if scale is None else x * scale[..., None].astype(jnp.float32)
 
 
 def use_flash(q: Array, keys: Array) -> bool:
@@ -288,7 +297,7 @@ def ragged_decode(q: Array, new: KV, kv: KV, length: Array, place: Array, start:
     q: [B,1,K,G,H]. new: the token in the cache's form, values [B,K,1,C]. place: [B] int32, its slot, or S
     if it is not for this device. length: [B] int32, with the new token counted. start: [B] int32, for sliding
     windows, or None: 0. The new token is among the slots to attend to; slots beside it, in the same tile of
-    32, that are not may become zeros. Queries are rounded to the type of a float cache.
+    32, that are not may become zeros.
     """
     if use_ragged(q):
         return ragged_attention_tpu(q, kv, length, start, new=new, place=place)
@@ -304,7 +313,7 @@ def ragged_attention_tpu(
     Without `new` nothing is written, there may be T queries, which see the same slots, and the KV is None.
     The new token is put into its block in VMEM and that tile is written back, which is cheaper than any
     scatter. int8 keys enter the MXU as they are, and each query as two int8 parts, 16 bits in all; int8
-    values are converted to bfloat16.
+    values are converted to bfloat16. Queries are rounded to the type of a float cache.
 
     blocks: slots of a large and a small one, powers of two from 128 on; by default DECODE_BLOCKS.
     """
@@ -354,7 +363,7 @@ def ragged_attention_tpu(
     before_cache = len(jax.tree.leaves((rows, vectors)))
     written = None if new is None else jax.tree.map(lambda x: result(x.shape, x.dtype, q, x), cache)
     o, lse, written = pl.pallas_call(
-        partial(_ragged_decode, large=large, small=small),
+        partial(_ragged_attention, large=large, small=small),
         grid=(pl.cdiv(R, group),),
         in_specs=(in_memory(pltpu.SMEM, rows), by_row(vectors), in_memory(pltpu.HBM, cache)),
         out_shape=(*results, written),
@@ -374,7 +383,7 @@ def ragged_attention_tpu(
     return parts, None if new is None else jax.tree.map(lambda x, like: x.reshape(like.shape), written, kv)
 
 
-def _ragged_decode(
+def _ragged_attention(
     rows, vectors, cache: KV, o, lse, written, buffer: KV, reading, writing, *, large: int, small: int
 ):
     """The kernel, for one group of rows. Their vectors, o, lse, and the buffer are in VMEM, the length, place

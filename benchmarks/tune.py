@@ -53,7 +53,7 @@ def arguments(width: int, itemsize: int, make, B: int = 8, S: int = SLOTS, T: in
 
 
 def kernel(mesh: Mesh, blocks: tuple[int, int]):
-    """The jitted kernel on one device; the cache is donated."""
+    """The jitted kernel on one device; the cache is donated, for what writes to it."""
 
     def on_device(q, new, kv, length, place):
         return ragged_attention_tpu(q, kv, length, new=new, place=place, blocks=blocks)
@@ -76,17 +76,18 @@ def compile_kernel(topology: str, width: int, itemsize: int, large: int, small: 
     kernel(mesh, (large, small)).lower(*arguments(width, itemsize, make, **sizes)).compile()
 
 
-def loop_bundles(topology: str, width: int, itemsize: int, large: int, small: int) -> list[int]:
+def loop_bundles(topology: str, width: int, itemsize: int, large: int, small: int, **sizes: int) -> list[int]:
     """Bundles of the kernel's loops, without those inside: over rows, large blocks and small blocks."""
     with tempfile.TemporaryDirectory() as folder:
         flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
-        call = f"import tune; tune.compile_kernel({topology!r}, {width}, {itemsize}, {large}, {small})"
+        what = f"{topology!r}, {width}, {itemsize}, {large}, {small}, **{sizes}"
+        call = f"import tune; tune.compile_kernel({what})"
         command = [sys.executable, "-c", call]  # a process of its own: the flags are read when it starts
         environment = os.environ | {"LIBTPU_INIT_ARGS": flags, "PYTHONPATH": str(FOLDER)}
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         files = [
             file
-            for file in pathlib.Path(folder).glob("*ragged_decode*final_bundles.txt")
+            for file in pathlib.Path(folder).glob("*ragged_*final_bundles.txt")
             if "schedule-analysis" not in file.name
         ]
         if done.returncode or len(files) != 1:

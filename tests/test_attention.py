@@ -92,8 +92,10 @@ def test_causal(window):
         [s[j] == s[i] and i - (window or T) < j <= i for j in range(T)] for s in segment for i in range(T)
     ]
     mask = np.array(expected).reshape(B, T, T)
-    result = ragged_attention.attend_causal(*map(jnp.float32, (q, k, v)), jnp.int32(segment), window)
-    compare(result, numpy_attention(q, k.swapaxes(1, 2), v.swapaxes(1, 2), mask))
+    both = np.concatenate([k, v], -1).swapaxes(1, 2)
+    for kv in (KV(jnp.float32(both), None), quantized_kv(both)):
+        result = ragged_attention.attend_causal(jnp.float32(q), kv, jnp.int32(segment), window)
+        compare(result, numpy_attention(q, *exact(kv), mask))
 
 
 # ----------------------------------------------------------------------------- the TPU kernels, interpreted
@@ -164,15 +166,20 @@ def test_ragged_decode_kernel(width, dtype, blocks, with_start, monkeypatch, int
 
 
 @pytest.mark.parametrize(
-    ("width", "dtype", "with_start"),
-    [(64, "int8", True), (128, "int8", False), (64, "bfloat16", False), (128, "float32", True)],
+    ("width", "dtype", "with_start", "blocks"),
+    [
+        (64, "int8", True, (512, 256)),
+        (128, "int8", False, (256, 128)),
+        (64, "bfloat16", False, (256, 128)),
+        (128, "float32", True, (512, 256)),
+    ],
 )
-def test_cached_by_the_decode_kernel(width, dtype, with_start, monkeypatch, interpret):
+def test_cached_by_the_decode_kernel(width, dtype, with_start, blocks, monkeypatch, interpret):
     """Several queries per row, some of which see nothing, of a cache to which nothing is written."""
     monkeypatch.setattr(ragged_attention, "on_tpu", lambda: True)
     monkeypatch.setattr(ragged_attention, "GROUP", 21)
-    monkeypatch.setattr(ragged_attention, "SCORES", 9 * 256)  # in large blocks, which then are small ones
-    kernel = partial(ragged_attention.ragged_attention_tpu, blocks=(512, 256), interpret=interpret)
+    monkeypatch.setattr(ragged_attention, "SCORES", 9 * 256)  # blocks of 512 are too large
+    kernel = partial(ragged_attention.ragged_attention_tpu, blocks=blocks, interpret=interpret)
     monkeypatch.setattr(ragged_attention, "ragged_attention_tpu", kernel)
     rng, (B, S, T, K, G) = np.random.default_rng(0), (len(CASES), 384, 3, 2, 3)
     length = np.array([n for n, _ in CASES])

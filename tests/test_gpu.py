@@ -91,7 +91,8 @@ def test_causal(window, as_on_a_gpu):
     back = np.arange(T)[:, None] - np.arange(T)
     mask = (back >= 0) & (back < (window or T)) & (segment[..., None] == segment[:, None])
     used = as_on_a_gpu()
-    result = ragged_attention.attend_causal(*map(jnp.float32, (q, k, v)), jnp.int32(segment), window)
+    kv = KV(jnp.float32(np.concatenate([k, v], -1).swapaxes(1, 2)), None)
+    result = ragged_attention.attend_causal(jnp.float32(q), kv, jnp.int32(segment), window)
     assert used == {"flash"}
     compare(result, numpy_attention(q, k.swapaxes(1, 2), v.swapaxes(1, 2), mask))
 

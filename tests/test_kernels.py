@@ -49,17 +49,21 @@ def as_on_a_tpu(monkeypatch, interpret):
 
 
 class Known:
-    """Guesses answers that are known."""
+    """Guesses answers that are known. right: how many tokens of each row a step made certain, at most."""
 
     guesses, chunks = NEW - 1, frozenset()
 
     def __init__(self, answers):
         self.tokens = np.array([answer.tokens[:-1] for answer in answers], np.int32)
+        self.right = np.zeros(len(answers), int)
 
     def start(self, *_):
         pass
 
-    begin = prefill = follow = start
+    begin = prefill = start
+
+    def follow(self, output):
+        self.right = np.maximum(self.right, output.count)
 
     def guess(self, count, *_):
         return self.tokens, count
@@ -104,5 +108,7 @@ def test_whole_model(cfg, kv_dtype, quantized, monkeypatch, as_on_a_tpu):
     atol = 5e-3 if kv_dtype == "int8" else 1e-4
     assert_same(result, expected, atol)
     used.clear()
-    assert_same(generate(cfg, kv_dtype, quantized, Known(expected)), expected, atol)
+    known = Known(expected)
+    assert_same(generate(cfg, kv_dtype, quantized, known), expected, atol)
+    assert known.right.tolist() == [NEW] * len(LENGTHS)
     assert "ragged_attention" in used and "ragged_decode" not in used

@@ -481,13 +481,13 @@ def test_decode_kernel_compiles_for_any_batch_and_length():
     """
     code = """
 import itertools, jax, tune
-from ragged_attention import DECODE_BLOCKS, FEW
+from ragged_attention import DECODE_BLOCKS, FEW_QUERIES
 jax.config.update("jax_default_matmul_precision", "highest")
 sizes = list(itertools.product((1, 8, 32, 128), (2048, 8192, 131072)))
 for kind, (width, itemsize) in itertools.product(("v5e", "v6e"), DECODE_BLOCKS):
     for B, S in sizes if (width, itemsize) == (128, 1) else ((1, 2048), (32, 8192)):
         tune.compile_kernel(f"{kind}:1x1", width, itemsize, *DECODE_BLOCKS[width, itemsize], B=B, S=S)
-    several = dict(B=32, S=8192, T=FEW // tune.QUERIES)
+    several = dict(B=32, S=8192, T=FEW_QUERIES // tune.QUERIES)
     tune.compile_kernel(f"{kind}:1x1", width, itemsize, *DECODE_BLOCKS[width, itemsize], **several)
 """
     done = run_python("-c", code)

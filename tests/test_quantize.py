@@ -1,5 +1,8 @@
 """int8 arrays against plain numpy."""
 
+from functools import partial
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -37,6 +40,21 @@ def test_bfloat16_scale():
 def test_zeros_stay_zeros():
     quantized = quantize(jnp.zeros((3, 4)), (0,))
     assert not dequantize(quantized, (0,)).any()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_no_number_is_noticed(bad):
+    """A compiled maximum on a CPU may pass over a NaN. The channels beside it are as they were."""
+    x = random(3, 5, 128)
+    whole = dequantize(jax.jit(partial(quantize, axes=(2,)))(x), (2,))
+    for i in range(0, 128, 7):
+        y = x.copy()
+        y[1, 2, i] = bad
+        with np.errstate(invalid="ignore"):
+            made = dequantize(jax.jit(partial(quantize, axes=(2,)))(y), (2,))
+        assert np.isnan(made[1, 2]).all()
+        made[1, 2] = whole[1, 2]
+        np.testing.assert_array_equal(made, whole)
 
 
 @pytest.mark.parametrize(
