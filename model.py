@@ -528,8 +528,8 @@ def experts(x: Array, w: MoE, span: Span, cfg: Config) -> Array:
     """Each token's A best experts. x: [b,T,D] -> [b,T,D], this device's part of the sum over e and m.
 
     The sigmoid of the router's logit scales the expert's input. Every device sees all tokens of its rows and
-    has room for all of them on any expert: none is ever dropped. What is no real token of
-    the span goes to no expert. Source: transformers modeling_llama4.py.
+    has room for all of them on any expert: none is ever dropped. What is no real token of the span goes to no
+    expert. Source: transformers modeling_llama4.py.
     """
     x32, router = x.astype(jnp.float32), w.router.astype(jnp.float32)
     logits = jnp.einsum("bTD,DE->bTE", x32, router, precision="highest")  # a rounded one may choose another
