@@ -16,7 +16,7 @@ import tpu
 
 # A row that begins with a single token, one of several pieces that goes around its ring, and one that decodes
 # past a block's edge. Pieces of 128 tokens are what splash attention takes.
-LENGTHS = (1, 390, 127)
+LENGTHS = (1, 260, 127)
 NEW = 4
 KINDS = (
     model.LayerKind(rope=True, chunk=200, moe=True),
