@@ -37,8 +37,7 @@ def quantize(x: Array, axes: tuple[int, ...], scale_dtype=jnp.float32) -> Quanti
     (a scale rounded to bfloat16 may be 0.2% too small, which clips the largest element by as much). With a
     NaN or Inf among them the scale is infinite, which makes all of them NaN.
     """
-    nan = jnp.any(jnp.isnan(x), axes, keepdims=True)  # XLA's maximum on a CPU may pass over it
-    scale = jnp.where(nan, jnp.inf, _scale(x, axes)).astype(scale_dtype)
+    scale = _scale(x, x, axes).astype(scale_dtype)
     return QuantizedArray(_round(x, scale), jnp.squeeze(scale, axes))
 
 
@@ -46,13 +45,15 @@ def quantize_large(x: Array, axes: tuple[int, ...]) -> QuantizedArray:
     """`quantize` for what exceeds a processor's caches."""
     # Behind barriers each pass reads x anew. Else XLA writes x as float32 and reads that, which takes a CPU 4
     # times as long for bfloat16.
-    nan = jnp.any(jnp.isnan(jax.lax.optimization_barrier(x)), axes, keepdims=True)
-    scale, x = jax.lax.optimization_barrier((jnp.where(nan, jnp.inf, _scale(x, axes)), x))
+    scale, x = jax.lax.optimization_barrier((_scale(x, jax.lax.optimization_barrier(x), axes), x))
     return QuantizedArray(_round(x, scale), jnp.squeeze(scale, axes))
 
 
-def _scale(x: Array, axes: tuple[int, ...]) -> Array:
-    return jnp.max(jnp.abs(x.astype(jnp.float32)), axes, keepdims=True) / INT8_MAX
+def _scale(x: Array, again: Array, axes: tuple[int, ...]) -> Array:
+    """again: x, to look for NaN, which XLA's maximum on a CPU may pass over."""
+    nan = jnp.any(jnp.isnan(again), axes, keepdims=True)
+    scale = jnp.max(jnp.abs(x.astype(jnp.float32)), axes, keepdims=True) / INT8_MAX
+    return jnp.where(nan, jnp.inf, scale)
 
 
 def _round(x: Array, scale: Array) -> Array:

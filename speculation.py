@@ -113,7 +113,7 @@ class Draft:
 def read_ahead(
     count, sampling: Sampling, weights, cache: Cache, *, guesses: int, cfg: Config, mesh: Mesh
 ) -> tuple[Array, Array, Cache]:
-    """Decode as many tokens as may be chosen: -> (guesses [B,N], count [B], the cache that has read them).
+    """Decode as many tokens as may be looked at: -> (guesses [B,N], count [B], the cache that has read them).
 
     The last guess is read too, for it may be right.
     """

@@ -103,7 +103,8 @@ def test_whole_model(cfg, kv_dtype, quantized, monkeypatch, as_on_a_tpu):
     result = generate(cfg, kv_dtype, quantized)
     kernels = {"take_slots", "put_slots", "splash_mqa_fwd_segmented_residuals", "ragged_decode"}
     kernels |= {"active_experts"} if cfg.E else {"take_rows"}
-    assert used - {"ragged_attention"} == kernels
+    kernels |= {"ragged_attention"} if 32 * cfg.G <= ragged_attention.FEW_QUERIES else set()  # short pieces
+    assert used == kernels
     # int8 queries of 16 bits, and probabilities rounded to bfloat16 before they meet int8 values.
     atol = 5e-3 if kv_dtype == "int8" else 1e-4
     assert_same(result, expected, atol)

@@ -167,12 +167,12 @@ def test_refusals(arguments, message):
 
 
 def test_the_comparison_of_our_own(tmp_path):
-    """One contender, one layer, one round."""
+    """Two contenders of this repository, one layer, one round."""
     command = [
         sys.executable,
         "benchmarks/compare.py",
         "--contenders",
-        "jax-int8",
+        "jax-int8,jax-bfloat16",
         "--layers",
         "1",
     ]
