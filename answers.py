@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable
 from typing import BinaryIO
 
+from errors import UserError
 from generation import Answer, Batch, Request, Stats
 from launch import LAPS, lap, log
 from prompts import Asker, Prompt
@@ -136,7 +137,7 @@ class OutputFile:
     The line of a reply is written when it is done; `finish` puts all in order. Each has `settings`, a digest
     of what the answer depends on.
 
-    held: the keys of replies that are there already. Raises ValueError if the file is of something else.
+    held: the keys of replies that are there already. Raises UserError if the file is of something else.
     """
 
     def __init__(
@@ -149,7 +150,7 @@ class OutputFile:
         path = pathlib.Path(os.path.expanduser(name))
         self.name, self.settings, self.content = f"--output {name}", settings, content
         if path.exists() and not path.is_file():
-            raise ValueError(f"{self.name}: not a regular file")
+            raise UserError(f"{self.name}: not a regular file")
         self.path = path.resolve()
         self.file = self._open()
         try:
@@ -174,7 +175,7 @@ class OutputFile:
                 raise BlockingIOError
         except BlockingIOError:
             file.close()
-            raise ValueError(f"{self.name}: another process is writing to it") from None
+            raise UserError(f"{self.name}: another process is writing to it") from None
         return file
 
     def _read(self, expected: dict[tuple[int, int], Reply]) -> set[tuple[int, int]]:
@@ -184,7 +185,7 @@ class OutputFile:
         parsed = [line.strip() and self._parse(line, i, expected) for i, line in enumerate(lines, 1)]
         kept = {key: line for key, line in zip(parsed, lines, strict=True) if key}
         if torn[: len(LINE)] != LINE[: len(torn)]:
-            raise ValueError(f"{self.name}, line {len(parsed) + 1}: not of an earlier run; give another file")
+            raise UserError(f"{self.name}, line {len(parsed) + 1}: not of an earlier run; give another file")
         if torn or len(kept) < len(lines):
             self._rewrite(list(kept.values()))
         return set(kept)
@@ -197,13 +198,13 @@ class OutputFile:
             key = found["index"], found.get("sample", 0)
             reply = expected.get(key)
         except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
-            raise ValueError(f"{where}: not of an earlier run; give another file") from None
+            raise UserError(f"{where}: not of an earlier run; give another file") from None
         if reply is None or reply.prompt.text != found.get("prompt", found.get("messages")):
-            raise ValueError(f"{where}: not an answer to these prompts; give another file")
+            raise UserError(f"{where}: not an answer to these prompts; give another file")
         if "error" in found:
             return None
         if reply.error is None and found.get("settings") != self.settings(reply):
-            raise ValueError(f"{where}: made with another model or other options; give another file")
+            raise UserError(f"{where}: made with another model or other options; give another file")
         return key
 
     def show(self, done: list[Reply]) -> None:
@@ -248,7 +249,7 @@ def ask_all(asker: Asker, prompts: list[Prompt], samples: int) -> list[Reply]:
             for reply in asked:
                 reply.request = asker.request(tokens, prompt.options, reply.sample)
                 reply.stream = asker.stream()
-        except ValueError as e:
+        except UserError as e:
             for reply in asked:
                 reply.error = f"{prompt.where}: {e}"
         replies += asked
@@ -264,11 +265,11 @@ def refuse_longer(replies: list[Reply], max_len: int) -> None:
 
 
 def say_refused(replies: list[Reply], held: int) -> None:
-    """Say which prompts are refused; ValueError if all are and no answer is held."""
+    """Say which prompts are refused; UserError if all are and no answer is held."""
     refused = [reply.error for reply in replies if reply.error is not None and reply.sample == 0]
     if not held and all(reply.error is not None for reply in replies):
         more = f" (and {len(refused) - 1} more)" if len(refused) > 1 else ""
-        raise ValueError(refused[0] + more)
+        raise UserError(refused[0] + more)
     for error in refused:
         log("error:", error)
 

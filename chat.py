@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 
+from errors import UserError
 from generation import Batch, Request
 from launch import log
 from prompts import Asker, is_broken
@@ -105,7 +106,7 @@ def take_turn(batch: Batch, asker: Asker, turns: list[dict], line: str, interrup
     asked = [*turns, {"role": "user", "content": line}]
     try:
         request = asker.request(asker.encode(asked), {})
-    except ValueError as e:
+    except UserError as e:
         log(f"{e}; /reset begins anew" if turns else e)
         return turns
     said = say(batch, request, asker.stream(), interrupts)

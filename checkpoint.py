@@ -26,6 +26,7 @@ import model
 from command_line import progress
 from config_json import read_config
 from devices import platform
+from errors import UserError
 from model import ArrayInfo, Config, Weights
 from quantize import QuantizedArray, quantize_large
 from tensor_files import ALIGNMENT, DTYPES, StoredTensor, TensorFile, array_bytes, parse_json
@@ -57,7 +58,7 @@ IGNORED = re.compile(r"^(model\.)?(vision_model|multi_modal_projector)\.|\.rotar
 
 
 def read_json(file: pathlib.Path) -> dict:
-    """The object in a JSON file. Raises ValueError naming the file."""
+    """The object in a JSON file. Raises UserError naming the file."""
     return parse_json(file.read_bytes(), file)
 
 
@@ -68,7 +69,7 @@ def find_folder(path_or_id: str) -> pathlib.Path:
         return folder
     hub_id = re.fullmatch(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:@([\w./-]+))?", path_or_id)
     if not hub_id:
-        raise ValueError(f"{path_or_id}: no such folder (and a hub id would be OWNER/NAME)")
+        raise UserError(f"{path_or_id}: no such folder (and a hub id would be OWNER/NAME)")
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
@@ -77,7 +78,7 @@ def find_folder(path_or_id: str) -> pathlib.Path:
         # That a file is not in the cache is no reason; why it could not be fetched is.
         cause = e.__cause__ if type(e) is LocalEntryNotFoundError else None
         reason = " ".join(str(cause or e).split())
-        raise ValueError(f"{path_or_id}: no such folder, and the hub did not give it: {reason}") from None
+        raise UserError(f"{path_or_id}: no such folder, and the hub did not give it: {reason}") from None
 
 
 def _download(name: str, revision: str | None) -> pathlib.Path:
@@ -100,21 +101,21 @@ def allow_open_files() -> None:
 
 
 def weight_map_in(content: dict, index: pathlib.Path) -> dict[str, str]:
-    """The file of each tensor, by an index. Raises ValueError naming what is no file of the same folder."""
+    """The file of each tensor, by an index. Raises UserError naming what is no file of the same folder."""
     weight_map = object_in(content, "weight_map", index)
     for name, file in weight_map.items():
         if not isinstance(file, str) or pathlib.PurePath(file).name != file or file in ("", ".", ".."):
-            raise ValueError(
+            raise UserError(
                 f"{index}: tensor {name} is said to be in {file!r}, which is not a file of this folder"
             )
     return weight_map
 
 
 def object_in(around: dict, name: str, file: pathlib.Path) -> dict:
-    """A JSON object in another. Raises ValueError naming the file if it is not there, or empty."""
+    """A JSON object in another. Raises UserError naming the file if it is not there, or empty."""
     value = around.get(name)
     if not isinstance(value, dict) or not value:
-        raise ValueError(f"{file}: no {name} in it; download or convert it again")
+        raise UserError(f"{file}: no {name} in it; download or convert it again")
     return value
 
 
@@ -124,14 +125,14 @@ def open_tensors(folder: pathlib.Path, weight_map: dict[str, str]) -> dict[str, 
     tensors = {}
     for path in (folder / name for name in sorted(set(weight_map.values()))):
         if not path.is_file():
-            raise ValueError(f"{path}: no such file; is the download complete?")
+            raise UserError(f"{path}: no such file; is the download complete?")
         for name, tensor in TensorFile(path).tensors.items():
             if name in tensors:
-                raise ValueError(f"{path}: tensor {name} is also in {tensors[name].file.path.name}")
+                raise UserError(f"{path}: tensor {name} is also in {tensors[name].file.path.name}")
             tensors[name] = tensor
     for name, file in weight_map.items():
         if name not in tensors or tensors[name].file.path.name != file:
-            raise ValueError(f"{folder / file}: tensor {name} is not in it, though the index says so")
+            raise UserError(f"{folder / file}: tensor {name} is not in it, though the index says so")
     return tensors
 
 
@@ -305,15 +306,15 @@ def stored_infos(name: str, info: ArrayInfo, quantized: bool) -> dict[str, Array
 def open_checkpoint(path_or_id: str) -> Checkpoint:
     """Open a converted or a Hugging Face folder, which must hold just the tensors that config.json implies.
 
-    Raises ValueError naming the file, tensor or field that is wrong.
+    Raises UserError naming the file, tensor or field that is wrong.
     """
     folder = find_folder(path_or_id)
     if not (folder / "config.json").is_file():
-        raise ValueError(f"{folder}: no config.json in it; is it a model's folder, and whole?")
+        raise UserError(f"{folder}: no config.json in it; is it a model's folder, and whole?")
     try:
         config = read_config(read_json(folder / "config.json"))
-    except ValueError as e:
-        raise ValueError(f"{folder}: {e}") from None
+    except UserError as e:
+        raise UserError(f"{folder}: {e}") from None
     converted = (folder / INDEX).exists()
     return _open_ours(folder, config) if converted else _open_hugging_face(folder, config)
 
@@ -324,7 +325,7 @@ def _open_ours(folder: pathlib.Path, config: Config) -> Checkpoint:
     for name, tensor in tensors.items():
         checksum = index["checksums"].get(name)
         if checksum is None or checksum != tensor.file.metadata.get(name):
-            raise ValueError(f"{tensor.file.path}: tensor {name} is not the one that {INDEX} knows")
+            raise UserError(f"{tensor.file.path}: tensor {name} is not the one that {INDEX} knows")
     parts = collections.defaultdict(list)
     for name in sorted(tensors):  # what follows the slash numbers the parts
         parts[name.partition("/")[0]].append(tensors[name])
@@ -333,7 +334,7 @@ def _open_ours(folder: pathlib.Path, config: Config) -> Checkpoint:
     for weight, declared in named_infos(config):
         for name, info in stored_infos(weight, declared, quantized).items():
             if name not in parts:
-                raise ValueError(f"{folder}: tensor {name} is missing; convert the model again")
+                raise UserError(f"{folder}: tensor {name} is missing; convert the model again")
             dtypes = tuple(TYPES.values())
             if name != weight:
                 dtypes = ("I8",) if name.endswith(".values") else ("F32",)
@@ -349,7 +350,7 @@ def _open_hugging_face(folder: pathlib.Path, config: Config) -> Checkpoint:
     elif (folder / THEIR_FILE).is_file():
         tensors = TensorFile(folder / THEIR_FILE).tensors
     else:
-        raise ValueError(f"{folder}: neither {THEIR_FILE} nor {THEIR_INDEX} in it; is the download complete?")
+        raise UserError(f"{folder}: neither {THEIR_FILE} nor {THEIR_INDEX} in it; is the download complete?")
     tensors = _canonical(tensors)
     sources = {name: _find(tensors, folder, info) for name, info in named_infos(config)}
     used = {tensor.name for source in sources.values() for tensor in source.tensors}
@@ -362,7 +363,7 @@ def _open_hugging_face(folder: pathlib.Path, config: Config) -> Checkpoint:
 
 
 def _check_copy(tensor: StoredTensor, original: StoredTensor) -> None:
-    """Raises ValueError if an unembedding is not the embedding that config.json says to use."""
+    """Raises UserError if an unembedding is not the embedding that config.json says to use."""
     same = (tensor.dtype, tensor.shape) == (original.dtype, original.shape)
     rows = max(SLAB_BYTES // (array_bytes(original.dtype, original.shape[1:])), 1)
     for lo in range(0, original.shape[0] if same else 0, rows):
@@ -371,38 +372,36 @@ def _check_copy(tensor: StoredTensor, original: StoredTensor) -> None:
         for z in (tensor, original):
             z.forget()
     if not same:
-        raise ValueError(
+        raise UserError(
             f"{tensor.file.path}: tensor {tensor.name} is not {original.name}, although config.json says "
             "tie_word_embeddings; set that to false to use both"
         )
 
 
 def _no_place(tensor: StoredTensor):
-    raise ValueError(
+    raise UserError(
         f"{tensor.file.path}: tensor {tensor.name} has no place in the model that config.json describes"
     )
 
 
 def read_index(folder: pathlib.Path) -> dict:
-    """The index of a converted folder, whose files must have the sizes that it says. Raises ValueError."""
+    """The index of a converted folder, whose files must have the sizes that it says. Raises UserError."""
     path = folder / INDEX
     index = read_json(path)
     weight_map = weight_map_in(index, path)
     metadata, checksums, files = (object_in(index, name, path) for name in ("metadata", "checksums", "files"))
     if metadata.get("format") != FORMAT:
-        raise ValueError(
+        raise UserError(
             f"{path}: has format {metadata.get('format')}, not {FORMAT}, this program's; convert it again"
         )
     if set(checksums) != set(weight_map):
-        raise ValueError(
-            f"{path}: its checksums are not of its weight_map's tensors; convert the model again"
-        )
+        raise UserError(f"{path}: its checksums are not of its weight_map's tensors; convert the model again")
     for name in files:
         object_in(files, name, path)
     for name in set(weight_map.values()):
         expected, file = object_in(files, name, path).get("bytes"), folder / name
         if file.is_file() and file.stat().st_size != expected:
-            raise ValueError(f"{file}: has {file.stat().st_size} bytes, not {expected} as {INDEX} says")
+            raise UserError(f"{file}: has {file.stat().st_size} bytes, not {expected} as {INDEX} says")
     return index
 
 
@@ -413,7 +412,7 @@ def _canonical(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
         for pattern, replacement in RENAMES:
             name = pattern.sub(replacement, name)
         if name in renamed:
-            raise ValueError(
+            raise UserError(
                 f"{tensor.file.path}: tensors {tensor.name} and {renamed[name].name} are the same one"
             )
         renamed[name] = tensor
@@ -429,27 +428,27 @@ def _find(tensors: dict[str, StoredTensor], folder: pathlib.Path, info: ArrayInf
         if len(missing) == len(names):
             continue
         if missing:
-            raise ValueError(f"{folder}: tensor {missing[0]} is missing, though others like it are there")
+            raise UserError(f"{folder}: tensor {missing[0]} is missing, though others like it are there")
         return _source(info, [tensors[name] for name in names], letters, FLOATS, one_per_expert)
-    raise ValueError(f"{folder}: tensor {info.stored[0][0]} is missing")
+    raise UserError(f"{folder}: tensor {info.stored[0][0]} is missing")
 
 
 def _source(
     info: ArrayInfo, tensors: list[StoredTensor], letters: str, dtypes: tuple[str, ...], one_per_expert=False
 ) -> Source:
-    """Raises ValueError naming the tensor whose shape or type is wrong."""
+    """Raises UserError naming the tensor whose shape or type is wrong."""
     shape = stored_shape(letters, info)
     parts = len(tensors) > 1 and not one_per_expert
     together = sum(tensor.shape[0] if tensor.shape else 0 for tensor in tensors)
     for tensor in tensors:
         fits = tensor.shape[1:] == shape[1:] and together == shape[0] if parts else tensor.shape == shape
         if not fits:
-            raise ValueError(
+            raise UserError(
                 f"{tensor.file.path}: tensor {tensor.name} has shape {tensor.shape}, "
                 f"but config.json asks for {shape}"
             )
         if tensor.dtype not in dtypes:
-            raise ValueError(
+            raise UserError(
                 f"{tensor.file.path}: tensor {tensor.name} has type {tensor.dtype}, not {' or '.join(dtypes)}"
             )
     return Source(info, tuple(tensors), "E" + letters if one_per_expert else letters)

@@ -7,6 +7,8 @@ import signal
 import sys
 from collections.abc import Callable
 
+from errors import UserError
+
 
 class OneLineParser(argparse.ArgumentParser):
     """A bad argument is one line on stderr and exit code 2."""
@@ -33,7 +35,7 @@ def run(main: Callable[[], None]) -> None:
     except BrokenPipeError:  # whoever read stdout has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except (ValueError, OSError) as e:
+    except (UserError, OSError) as e:
         print("error:", " ".join(str(e).split()), file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:

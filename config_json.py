@@ -1,5 +1,6 @@
 """Config from the config.json of a Hugging Face model."""
 
+from errors import UserError
 from model import Config, LayerKind, Rope
 
 
@@ -24,45 +25,43 @@ class _Fields:
         value = self.left.pop(name, None)
         if value is None:
             if default is self.REQUIRED:
-                raise ValueError(f"config.json: field {name!r} is missing")
+                raise UserError(f"config.json: field {name!r} is missing")
             return default
         number = kind in (int, NUMBER)
         if not isinstance(value, kind) or (number and (isinstance(value, bool) or not 0 < value < 2**31)):
-            raise ValueError(f"config.json: {name} = {value!r} makes no sense")
+            raise UserError(f"config.json: {name} = {value!r} makes no sense")
         return value
 
     def finish(self) -> None:
         for name, value in self.left.items():
             # A field that is null, false or empty asks for nothing.
             if value and value != self.FIXED.get(name):
-                raise ValueError(f"config.json: {name} = {value!r} is not supported")
+                raise UserError(f"config.json: {name} = {value!r} is not supported")
 
 
 NUMBER = (int, float)
 
 
 def read_config(config: dict) -> Config:
-    """Config from a Hugging Face config.json. Raises ValueError naming the field that is wrong."""
+    """Config from a Hugging Face config.json. Raises UserError naming the field that is wrong."""
     names = config.get("architectures") or []
     for name in names if isinstance(names, list) else [names]:
         if not str(name).endswith(("ForCausalLM", "ForConditionalGeneration")):
-            raise ValueError(f"config.json: architecture {name!r} has no language model's head")
+            raise UserError(f"config.json: architecture {name!r} has no language model's head")
     if config.get("model_type") == "llama4":
         if not isinstance(config.get("text_config"), dict):
-            raise ValueError("config.json: field 'text_config' is missing")
+            raise UserError("config.json: field 'text_config' is missing")
         around = {k: v for k, v in config.items() if k not in ("text_config", "vision_config")}
         config = around | config["text_config"]
     family = config.get("model_type")
     if family not in ("llama", "llama4_text"):
-        raise ValueError(f"config.json: model_type {family!r} is not supported (llama, llama4, llama4_text)")
+        raise UserError(f"config.json: model_type {family!r} is not supported (llama, llama4, llama4_text)")
     fields = _Fields(config)
     take = fields.take
     width, heads = take("hidden_size", int), take("num_attention_heads", int)
     kv_heads = take("num_key_value_heads", int, heads)
     if heads % kv_heads:
-        raise ValueError(
-            f"config.json: {heads} attention heads are no multiple of {kv_heads} key/value heads"
-        )
+        raise UserError(f"config.json: {heads} attention heads are no multiple of {kv_heads} key/value heads")
     special = _llama4_fields(fields) if family == "llama4_text" else _llama3_fields(fields)
     cfg = Config(
         D=width, K=kv_heads, G=heads // kv_heads, H=take("head_dim", int, width // heads),
@@ -73,16 +72,16 @@ def read_config(config: dict) -> Config:
     )  # fmt: skip
     fields.finish()
     if cfg.H < 2 or cfg.H % 2:
-        raise ValueError(f"config.json: RoPE needs an even head_dim, not {cfg.H}")
+        raise UserError(f"config.json: RoPE needs an even head_dim, not {cfg.H}")
     if cfg.A > cfg.E:
-        raise ValueError(f"config.json: num_experts_per_tok = {cfg.A} of {cfg.E} experts")
+        raise UserError(f"config.json: num_experts_per_tok = {cfg.A} of {cfg.E} experts")
     return cfg
 
 
 def _depth(fields: _Fields) -> int:
     depth = fields.take("num_hidden_layers", int)
     if depth > 1000:  # a list of that many layers is about to be made
-        raise ValueError(f"config.json: num_hidden_layers = {depth} makes no sense")
+        raise UserError(f"config.json: num_hidden_layers = {depth} makes no sense")
     return depth
 
 
@@ -102,7 +101,7 @@ def _llama4_fields(fields: _Fields) -> dict:
     moe = take("moe_layers", list, list(range(moe_every - 1, depth, moe_every)))
     known = all(kind in ("chunked_attention", "full_attention") for kind in chunked)
     if not len(rope) == len(chunked) == depth or not known:
-        raise ValueError(f"config.json: no_rope_layers or layer_types do not describe {depth} layers")
+        raise UserError(f"config.json: no_rope_layers or layer_types do not describe {depth} layers")
     chunk = take("attention_chunk_size", int, None)
     temperature = take("attn_scale", NUMBER, 0.1), take("floor_scale", NUMBER, 8192)
     return dict(
@@ -126,7 +125,7 @@ def _read_rope(fields: _Fields, interleaved: bool) -> Rope:
     kind = rope.take("type", str, "default")  # the name before it was rope_type
     kind = rope.take("rope_type", str, kind)
     if kind not in ("default", "llama3"):
-        raise ValueError(f"config.json: rope_type {kind!r} is not supported (default, llama3)")
+        raise UserError(f"config.json: rope_type {kind!r} is not supported (default, llama3)")
     names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     numbers = tuple(float(rope.take(name, NUMBER)) for name in names) if kind == "llama3" else None
     rope.finish()

@@ -48,6 +48,7 @@ from checkpoint import (
     to_file_order,
 )
 from command_line import OneLineParser, progress, run
+from errors import UserError
 from model import ArrayInfo
 from quantize import quantize_large
 from tensor_files import DTYPES, PARTIAL, NewFile, TensorFile, array_bytes, partial_path, settle, sync
@@ -162,12 +163,12 @@ def convert(
 ) -> None:
     """Write the model at `source` (a folder or hub id) to the new folder `destination` in our layout.
 
-    dtype: of what is not int8, "bfloat16" or "float32"; None: the source's. Raises ValueError.
+    dtype: of what is not int8, "bfloat16" or "float32"; None: the source's. Raises UserError.
     """
     destination = pathlib.Path(os.path.abspath(os.path.expanduser(destination)))
     checkpoint = open_checkpoint(source)
     if checkpoint.quantized:
-        raise ValueError(f"{checkpoint.folder}: is int8 already; convert the original model instead")
+        raise UserError(f"{checkpoint.folder}: is int8 already; convert the original model instead")
     dtype = dtype or checkpoint.dtype
     identity = {
         "format": FORMAT, "dtype": dtype, "quantize": "int8" if quantized else "none",
@@ -175,7 +176,7 @@ def convert(
     }  # fmt: skip
     if os.path.lexists(destination):
         if identity_of(destination) != identity:
-            raise ValueError(f"{destination}: exists and is something else; choose another name or remove it")
+            raise UserError(f"{destination}: exists and is something else; choose another name or remove it")
         open_checkpoint(str(destination))  # it may have been damaged since
         print(f"{destination} is there already, converted from this source", file=sys.stderr)
         return
@@ -189,9 +190,9 @@ def convert(
         except OSError as e:
             if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
-            raise ValueError(f"{partial}: {e.strerror}; make room and run again to go on") from None
+            raise UserError(f"{partial}: {e.strerror}; make room and run again to go on") from None
         if fingerprint(checkpoint) != identity["source"]:
-            raise ValueError(f"{checkpoint.folder}: changed in the meantime; remove {partial} and run again")
+            raise UserError(f"{checkpoint.folder}: changed in the meantime; remove {partial} and run again")
         partial.rename(destination)
         sync(destination.parent)
 
@@ -217,16 +218,16 @@ def identity_of(folder: pathlib.Path) -> dict | None:
 
 @contextlib.contextmanager
 def claimed(partial: pathlib.Path, identity: dict):
-    """The unfinished folder, for this process alone and for this conversion. Raises ValueError."""
+    """The unfinished folder, for this process alone and for this conversion. Raises UserError."""
     with contextlib.ExitStack() as stack:
         folder = os.open(partial, os.O_RDONLY)
         stack.callback(os.close, folder)
         try:
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"{partial}: another conversion is writing there") from None
+            raise UserError(f"{partial}: another conversion is writing there") from None
         if {path.name for path in partial.iterdir()} - {STATE} and identity_of(partial) != identity:
-            raise ValueError(f"{partial}: is left from another conversion; remove it, or choose another name")
+            raise UserError(f"{partial}: is left from another conversion; remove it, or choose another name")
         stack.callback(_remove_if_empty, partial)
         write_text(partial / STATE, json.dumps(identity))
         yield
@@ -259,7 +260,7 @@ def write_weights(
         todo += [batch] if found is None else []
     total, left = (sum(batch.nbytes for batch in some) for some in (batches, todo))
     if left > (free := shutil.disk_usage(folder).free):
-        raise ValueError(f"{folder}: {left / 1e9:.2f} GB are to be written, and {free / 1e9:.2f} GB are free")
+        raise UserError(f"{folder}: {left / 1e9:.2f} GB are to be written, and {free / 1e9:.2f} GB are free")
 
     def tasks(opened: contextlib.ExitStack):
         for batch in todo:
@@ -301,10 +302,10 @@ def checksums_of(folder: pathlib.Path, batch: Batch) -> dict[str, str] | None:
             return None
         try:
             file = TensorFile(folder / name)
-        except ValueError as e:
-            raise ValueError(f"{e}, or remove {folder} and run again") from None
+        except UserError as e:
+            raise UserError(f"{e}, or remove {folder} and run again") from None
         if {tensor.name: (tensor.dtype, tensor.shape) for tensor in file.tensors.values()} != tensors:
-            raise ValueError(f"{folder / name}: is left from another conversion; remove {folder}")
+            raise UserError(f"{folder / name}: is left from another conversion; remove {folder}")
         checksums |= file.metadata
     return checksums
 
@@ -328,12 +329,12 @@ def convert_group(checkpoint: Checkpoint, group: Group, batch: Batch, quantized:
 
 
 def refuse_nonfinite(source: Source, dtype: np.dtype):
-    """Raises ValueError naming the tensor that holds NaN or Inf, or what becomes that in `dtype`."""
+    """Raises UserError naming the tensor that holds NaN or Inf, or what becomes that in `dtype`."""
     for what, as_type in (("NaN or Inf", None), (f"numbers that are too large for {dtype}", dtype)):
         for tensor in source.tensors:
             if not is_finite(tensor.values, as_type):
                 where = f"{tensor.file.path}: tensor {tensor.name}"
-                raise ValueError(f"{where} holds {what}; --allow-nonfinite converts it anyway")
+                raise UserError(f"{where} holds {what}; --allow-nonfinite converts it anyway")
 
 
 def quantize_on_host(x: np.ndarray, info: ArrayInfo) -> list[np.ndarray]:
@@ -385,24 +386,24 @@ def companions(folder: pathlib.Path) -> list[pathlib.Path]:
 def verify(folder: str, source: str | None = None) -> list[str]:
     """Compute the checksums of a converted folder again, and compare its weights with those of `source`.
 
-    Returns what was found, in sentences. Raises ValueError naming the first tensor or file that is wrong.
+    Returns what was found, in sentences. Raises UserError naming the first tensor or file that is wrong.
     """
     ours = open_checkpoint(folder)
     if not ours.converted:
-        raise ValueError(f"{ours.folder}: is not a converted folder; there are no checksums in it")
+        raise UserError(f"{ours.folder}: is not a converted folder; there are no checksums in it")
     index = read_index(ours.folder)
     known = {name: facts.get("sha256") for name, facts in index["files"].items()}
     weights = set(index["weight_map"].values())
     for path in {ours.folder / name for name in known.keys() - weights} | set(companions(ours.folder)):
         if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != known.get(path.name):
-            raise ValueError(f"{path}: is not the file that {INDEX} knows")
+            raise UserError(f"{path}: is not the file that {INDEX} knows")
     tensors = [tensor for source in ours.sources.values() for tensor in source.tensors]
     with progress("checksums", sum(tensor.stop - tensor.start for tensor in tensors)) as bar:
         for tensor, checksum in zip(
             tensors, in_order(lambda x: x.checksum(), tensors, ahead=32), strict=True
         ):
             if checksum != index["checksums"][tensor.name]:
-                raise ValueError(
+                raise UserError(
                     f"{tensor.file.path}: tensor {tensor.name} is damaged; convert the model again"
                 )
             bar.update(tensor.stop - tensor.start)
@@ -414,9 +415,9 @@ def verify(folder: str, source: str | None = None) -> list[str]:
 
 def _compare(ours: Checkpoint, theirs: Checkpoint) -> str:
     if theirs.quantized:
-        raise ValueError(f"{theirs.folder}: is int8; give the float model that {ours.folder} was made of")
+        raise UserError(f"{theirs.folder}: is int8; give the float model that {ours.folder} was made of")
     if theirs.config != ours.config:
-        raise ValueError(f"{theirs.folder}: is another model than {ours.folder}")
+        raise UserError(f"{theirs.folder}: is another model than {ours.folder}")
 
     def compare(weight: tuple[str, ArrayInfo]) -> tuple[str, float, int]:
         name, info = weight
@@ -434,7 +435,7 @@ def _compare(ours: Checkpoint, theirs: Checkpoint) -> str:
     with progress("comparing", total) as bar:
         for name, worst, nbytes in in_order(compare, named_infos(ours.config), ahead=32):
             if worst > 1:
-                raise ValueError(f"{ours.folder}: {name} is not what {theirs.folder} has")
+                raise UserError(f"{ours.folder}: {name} is not what {theirs.folder} has")
             bar.update(nbytes)
     kind = "within half a step of int8 of" if ours.quantized else f"in {ours.dtype} exactly"
     return f"the weights are {kind} those of {theirs.folder}"

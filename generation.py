@@ -29,6 +29,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import model
+from errors import UserError
 from model import NEUTRAL, Config, Sampling
 from speculation import Draft, Lookup
 
@@ -234,13 +235,13 @@ class Batch:
         return tree
 
     def add(self, request: Request) -> Answer:
-        """Put a request at the end of the queue. ValueError if it does not suit the rows or the programs."""
+        """Put a request at the end of the queue. UserError if it does not suit the rows or the programs."""
         if not request.prompt or request.positions > self.max_len:
             what = f"{len(request.prompt)} tokens and {request.max_new_tokens} new ones"
-            raise ValueError(f"{what} do not fit into a row of {self.max_len}")
+            raise UserError(f"{what} do not fit into a row of {self.max_len}")
         known = len(request.prompt) <= self.longest and request.score in self.scores
         if not known or self._asked([request.sampling]) - self.asked:
-            raise ValueError("nothing was compiled for a request of this kind; see `requests` and `longest`")
+            raise UserError("nothing was compiled for a request of this kind; see `requests` and `longest`")
         answer = Answer(request)
         self.queue.append(answer)
         return answer
@@ -359,7 +360,7 @@ class Batch:
     def _scored(self, of: list[tuple[int, Answer, int]], scores: np.ndarray) -> list[Answer]:
         for i, answer, n in of:
             if np.isnan(scores[i, :n]).any():
-                raise ValueError(NAN)
+                raise UserError(NAN)
             answer.prompt_logprobs += scores[i, :n].tolist()
         return [answer for _, answer, _ in of]
 
@@ -386,7 +387,7 @@ class Batch:
             before = len(answer.tokens)
             for token, logprob in zip(tokens, output.logprobs[i, :n].tolist(), strict=True):
                 if token >= self.static["cfg"].V:  # no token is the likeliest
-                    raise ValueError(NAN)
+                    raise UserError(NAN)
                 answer.tokens.append(token)
                 answer.logprobs.append(logprob)
                 if token in answer.request.stop:

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 import model
 from checkpoint import Checkpoint
+from errors import UserError
 from model import Config
 
 
@@ -49,7 +50,7 @@ def join_hosts() -> None:
         if "coordinator_address" in str(e) and not given:  # jax's way to say that there are no others
             return
         variables = "JAX_COORDINATOR_ADDRESS (HOST:PORT), JAX_NUM_PROCESSES and JAX_PROCESS_ID"
-        raise ValueError(f"could not join other hosts ({e}); check {variables}") from None
+        raise UserError(f"could not join other hosts ({e}); check {variables}") from None
     # Gloo, which joins CPU processes, writes to file descriptor 1; keep the user's stdout for answers.
     sys.stdout = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -60,13 +61,13 @@ def device_count() -> int:
         return jax.device_count()
     except Exception as e:  # RuntimeError and AssertionError, among others
         reason = str(e).strip().split("\n")[0]
-        raise ValueError(f"jax found no devices ({reason}); check JAX_PLATFORMS and XLA_FLAGS") from None
+        raise UserError(f"jax found no devices ({reason}); check JAX_PLATFORMS and XLA_FLAGS") from None
 
 
 def choose_mesh(cfg: Config, dp: int | None, ep: int | None, tp: int | None, n_devices: int) -> Mesh:
     """The mesh of all devices: of the degrees that the user fixed, else as tensor parallel as possible.
 
-    Raises ValueError if no degrees fit the devices and the model.
+    Raises UserError if no degrees fit the devices and the model.
     """
     given = [f"--{name} {n}" for name, n in (("dp", dp), ("ep", ep), ("tp", tp)) if n]
     asked, ep = " ".join(given) or "the default mesh", ep or 1
@@ -76,16 +77,16 @@ def choose_mesh(cfg: Config, dp: int | None, ep: int | None, tp: int | None, n_d
     for degree in degrees:
         try:
             return model.make_mesh(cfg, *degree)
-        except ValueError as e:
+        except UserError as e:
             reasons.append(str(e))
-    raise ValueError(f"{asked} on {n_devices} devices: {reasons[-1]}")
+    raise UserError(f"{asked} on {n_devices} devices: {reasons[-1]}")
 
 
 def choose_quantized(asked: str | None, checkpoint: Checkpoint) -> bool:
-    """Whether to hold int8 weights: as asked, else as the checkpoint does. ValueError if that cannot be."""
+    """Whether to hold int8 weights: as asked, else as the checkpoint does. UserError if that cannot be."""
     if asked == "none" and checkpoint.quantized:
         where = checkpoint.folder
-        raise ValueError(f"--quantize none: the weights in {where} are int8; use the original model")
+        raise UserError(f"--quantize none: the weights in {where} are int8; use the original model")
     return checkpoint.quantized or asked == "int8"
 
 

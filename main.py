@@ -42,6 +42,7 @@ from answers import (
 from chat import converse
 from checkpoint import TYPES, Checkpoint, load, open_checkpoint
 from command_line import OneLineParser, progress, run
+from errors import UserError
 from generation import Batch
 from launch import (
     LAPS,
@@ -144,15 +145,15 @@ def check_together(parser: OneLineParser, args: argparse.Namespace) -> None:
 def open_draft(
     args: argparse.Namespace, target: Checkpoint, mesh: Mesh, tokenizer
 ) -> tuple[Checkpoint, Mesh]:
-    """The draft's checkpoint and its mesh of the same devices. ValueError if it does not suit the model."""
+    """The draft's checkpoint and its mesh of the same devices. UserError if it does not suit the model."""
     draft = open_checkpoint(args.draft)
     same = load_tokenizer(draft.folder).get_vocab() == tokenizer.get_vocab()
     if not same or draft.config.V != target.config.V:
-        raise ValueError(f"--draft {args.draft}: its tokenizer is not that of {args.checkpoint}")
+        raise UserError(f"--draft {args.draft}: its tokenizer is not that of {args.checkpoint}")
     try:
         return draft, mesh_for_draft(draft.config, mesh)
-    except ValueError as e:
-        raise ValueError(f"--draft {args.draft}: {e}") from None
+    except UserError as e:
+        raise UserError(f"--draft {args.draft}: {e}") from None
 
 
 def planned(args: argparse.Namespace, checkpoint: Checkpoint, mesh: Mesh) -> Plan:
@@ -226,13 +227,13 @@ def output_file(args: argparse.Namespace, replies: list[Reply], settings, conten
     if args.output and jax.process_index() == 0:
         try:
             file = OutputFile(args.output, replies, settings, content)
-        except (ValueError, OSError) as e:
+        except (UserError, OSError) as e:
             error = e
     held = np.array([error is not None, *(file is not None and reply.key in file.held for reply in replies)])
     if jax.process_count() > 1:
         held = multihost_utils.broadcast_one_to_all(held)
     if held[0]:
-        raise error or ValueError("the first process could not write --output")
+        raise error or UserError("the first process could not write --output")
     missing = [reply for reply, is_held in zip(replies, held[1:], strict=True) if not is_held]
     with file or contextlib.nullcontext():
         yield file, missing
@@ -244,9 +245,9 @@ def output_file(args: argparse.Namespace, replies: list[Reply], settings, conten
 def talk(args: argparse.Namespace, models, asker: Asker) -> None:
     """--chat: one row, in which the conversation stays."""
     if not asker.templated:
-        raise ValueError(f"--chat: the tokenizer in {args.checkpoint} has no chat template")
+        raise UserError(f"--chat: the tokenizer in {args.checkpoint} has no chat template")
     if jax.process_count() > 1:
-        raise ValueError("--chat works on one host; this is one of several")
+        raise UserError("--chat works on one host; this is one of several")
     if args.max_len is None:
         asker.limit, asker.why = min(asker.limit, CHAT_POSITIONS), "the room for a conversation, --max-len,"
     asker.new_tokens = asker.limit
@@ -365,7 +366,7 @@ def main() -> None:
     except jax.errors.JaxRuntimeError as e:
         if "RESOURCE_EXHAUSTED" not in str(e):
             raise
-        raise ValueError(
+        raise UserError(
             "out of device memory: try fewer --rows, a smaller --max-len, --quantize int8 or more devices"
         ) from e
 

@@ -11,6 +11,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 import model
+from errors import UserError
 from model import Config
 
 ROWS = 32  # of the batch, unless the user says otherwise
@@ -69,7 +70,7 @@ def plan_cache(
     for each request, but at most ROWS, as long as the longest; fewer where the memory does not hold them, and
     then shorter ones, for which the longest requests are too long. Temporaries are not counted.
 
-    Raises ValueError if not even the shortest request fits.
+    Raises UserError if not even the shortest request fits.
     """
     shards, limit = plans[0].mesh.shape["data"], min(plan.cfg.max_positions for plan in plans)
 
@@ -100,7 +101,7 @@ def plan_cache(
     needs = (
         f"each device needs {weights} for weights and {cache} for its share of {count} x {length} positions"
     )
-    raise ValueError(f"does not fit: {needs}, and has {have}; try {', '.join(remedies)}")
+    raise UserError(f"does not fit: {needs}, and has {have}; try {', '.join(remedies)}")
 
 
 def bytes_per_step(weights, cfg: Config, mesh: Mesh, batch: int, mean_length: float, kv_dtype: str) -> float:

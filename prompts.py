@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from checkpoint import Checkpoint
+from errors import UserError
 from generation import Request
 from launch import log
 from model import Config, Sampling
@@ -50,7 +51,7 @@ class Prompt:
 
 
 def read_prompts(args: argparse.Namespace) -> list[Prompt]:
-    """The prompts of the command line, then the file's, else the default ones. ValueError if one is empty."""
+    """The prompts of the command line, then the file's, else the default ones. UserError if one is empty."""
     prompts = [
         Prompt(text, f"--prompt {text if len(text) < 40 else text[:36] + '...'!r}")
         for text in args.prompt or ()
@@ -64,9 +65,9 @@ def read_prompts(args: argparse.Namespace) -> list[Prompt]:
             else [x for turn in prompt.text for x in turn.values()]
         )
         if not all(text.strip() for text in texts):
-            raise ValueError(f"{prompt.where}: an empty prompt")
+            raise UserError(f"{prompt.where}: an empty prompt")
         if any(is_broken(text) for text in texts):
-            raise ValueError(f"{prompt.where}: not valid text in this terminal's encoding")
+            raise UserError(f"{prompt.where}: not valid text in this terminal's encoding")
     return prompts or [Prompt(text, f"prompt {i}") for i, text in enumerate(DEFAULTS, 1)]
 
 
@@ -83,9 +84,9 @@ def read_prompt_file(name: str) -> list[Prompt]:
         data = sys.stdin.buffer.read() if stdin else pathlib.Path(os.path.expanduser(name)).read_bytes()
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError:
-        raise ValueError(f"{option}: not a UTF-8 text file") from None
+        raise UserError(f"{option}: not a UTF-8 text file") from None
     if not text.strip():
-        raise ValueError(f"{option}: no prompt in it")
+        raise UserError(f"{option}: no prompt in it")
     lines = [(f"{option}, line {i}", line.removesuffix("\r")) for i, line in enumerate(text.split("\n"), 1)]
     while not lines[-1][1].strip():
         lines.pop()
@@ -99,24 +100,24 @@ def parse_line(line: str, where: str) -> Prompt:
     try:
         options = json.loads(line)
     except (ValueError, RecursionError):
-        raise ValueError(f"{where}: not a JSON object") from None
+        raise UserError(f"{where}: not a JSON object") from None
     if not isinstance(options, dict) or ("prompt" in options) == ("messages" in options):
-        raise ValueError(f'{where}: not a JSON object with "prompt" or "messages"')
+        raise UserError(f'{where}: not a JSON object with "prompt" or "messages"')
     text = options.pop("prompt", None)
     if text is None:
         text = options.pop("messages")
         if not (isinstance(text, list) and text and all(is_turn(turn) for turn in text)):
-            raise ValueError(f'{where}: "messages" is no list of objects of a "role" and a "content"')
+            raise UserError(f'{where}: "messages" is no list of objects of a "role" and a "content"')
     elif not isinstance(text, str):
-        raise ValueError(f'{where}: "prompt" is no text')
+        raise UserError(f'{where}: "prompt" is no text')
     known = {*SAMPLING, "max_new_tokens"}
     if unknown := sorted(set(options) - known):
-        raise ValueError(f"{where}: unknown option {unknown[0]!r}; known: {', '.join(sorted(known))}")
+        raise UserError(f"{where}: unknown option {unknown[0]!r}; known: {', '.join(sorted(known))}")
     for name in set(options) & set(SAMPLING):
         check_sampling(name, options[name], f"{where}: ")
     new = options.get("max_new_tokens", 1)
     if type(new) is not int or new < 1:
-        raise ValueError(f"{where}: max_new_tokens {new!r} is not at least 1")
+        raise UserError(f"{where}: max_new_tokens {new!r} is not at least 1")
     return Prompt(text, where, options)
 
 
@@ -127,11 +128,11 @@ def is_turn(x) -> bool:
 
 
 def check_sampling(name: str, value, where: str) -> None:
-    """Raise ValueError if this is no value for an option of sampling. where: what its name follows."""
+    """Raise UserError if this is no value for an option of sampling. where: what its name follows."""
     kind, low, high, must = SAMPLING[name]
     fits = isinstance(value, (int, kind)) and not isinstance(value, bool) and low <= value <= high
     if not fits or (value == 0 and name in ABOVE_ZERO):
-        raise ValueError(f"{where}{name.replace('_', '-')} {str(value)[:40]} is not {must}")
+        raise UserError(f"{where}{name.replace('_', '-')} {str(value)[:40]} is not {must}")
 
 
 def choose_sampling(args: argparse.Namespace, folder: pathlib.Path) -> Sampling:
@@ -160,7 +161,7 @@ def longest_row(args: argparse.Namespace, configs: list[Config]) -> tuple[int, s
     if args.max_len is None:
         return limit, "the model's limit"
     if args.max_len > limit:
-        raise ValueError(f"--max-len {args.max_len}: the model's limit is {limit} positions")
+        raise UserError(f"--max-len {args.max_len}: the model's limit is {limit} positions")
     return args.max_len, "--max-len"
 
 
@@ -176,13 +177,13 @@ class Asker:
         ends = frozenset() if args.ignore_eos else stop_tokens(checkpoint.folder, tokenizer)
         self.stop = ends.union(args.stop_id)
         if wrong := [i for i in args.stop_id if not 0 <= i < self.vocabulary]:
-            raise ValueError(f"--stop-id {wrong[0]}: the model has tokens 0 to {self.vocabulary - 1}")
+            raise UserError(f"--stop-id {wrong[0]}: the model has tokens 0 to {self.vocabulary - 1}")
         if args.n > 1 and not self.sampling.temperature:
             log(f"--n {args.n}: greedy answers are all alike; --temperature 1 would make them differ")
         if is_broken(args.system or ""):
-            raise ValueError("--system: not valid text in this terminal's encoding")
+            raise UserError("--system: not valid text in this terminal's encoding")
         if args.system is not None and not tokenizer.chat_template:
-            raise ValueError(f"--system: the tokenizer in {checkpoint.folder} has no chat template")
+            raise UserError(f"--system: the tokenizer in {checkpoint.folder} has no chat template")
 
     def encode(self, text: str | list[dict]) -> list[int]:
         if isinstance(text, str) and self.templated:
@@ -192,13 +193,13 @@ class Asker:
         return encode(self.tokenizer, text, self.vocabulary)
 
     def request(self, prompt: list[int], options: dict, sample: int = 0) -> Request:
-        """ValueError if the prompt and its answer are too long."""
+        """UserError if the prompt and its answer are too long."""
         args, room = self.args, self.limit - len(prompt)
         new = options.get("max_new_tokens") or args.max_new_tokens or min(self.new_tokens, max(room, 1))
         new = 0 if args.score else new
         if new > room:
             answer = f", which with {new} new ones" if new else ", which"
-            raise ValueError(f"{len(prompt)} tokens{answer} exceed {self.why} of {self.limit}")
+            raise UserError(f"{len(prompt)} tokens{answer} exceed {self.why} of {self.limit}")
         asked = vars(self.sampling) | {name: options[name] for name in options if name in SAMPLING}
         if not asked["temperature"] and args.temperature is None and "temperature" not in options:
             asked["temperature"] = 1.0 if RESTRICTIONS & set(options) else None

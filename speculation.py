@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import model
+from errors import UserError
 from model import Cache, Config, Output, Sampling
 
 NGRAM = 3  # tokens that Lookup compares at most
@@ -74,7 +75,7 @@ def lookup(count, text: Array, length: Array, *, guesses: int, mesh: Mesh) -> tu
 def mesh_for_draft(cfg: Config, mesh: Mesh) -> Mesh:
     """A mesh for this model of the devices of another's, in the same order, as one program needs them.
 
-    Raises ValueError if it cannot be divided so.
+    Raises UserError if it cannot be divided so.
     """
     shape = model.mesh_shape(cfg, mesh.shape["data"], 1, mesh.size // mesh.shape["data"])
     devices = mesh.devices.reshape(tuple(shape.values()))
@@ -90,7 +91,7 @@ class Draft:
 
     def start(self, cfg: Config, mesh: Mesh, rows: int, max_len: int) -> None:
         if cfg.V != self.static["cfg"].V:
-            raise ValueError(f"the draft has {self.static['cfg'].V} tokens, the model {cfg.V}")
+            raise UserError(f"the draft has {self.static['cfg'].V} tokens, the model {cfg.V}")
         self.cache = model.init_cache(**self.static, batch=rows, max_len=max_len, dtype=self.kv_dtype)
 
     def begin(self, *arguments) -> None:

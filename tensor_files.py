@@ -16,6 +16,8 @@ import pathlib
 import numpy as np
 from ml_dtypes import bfloat16
 
+from errors import UserError
+
 DTYPES = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
@@ -37,20 +39,20 @@ def array_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def parse_json(text: bytes, path: pathlib.Path) -> dict:
-    """The object that a file, or a file's header, is. Raises ValueError naming the file."""
+    """The object that a file, or a file's header, is. Raises UserError naming the file."""
 
     def unique(pairs: list[tuple]) -> dict:
         names = collections.Counter(name for name, _ in pairs)
         if len(names) < len(pairs):
-            raise ValueError(f"{names.most_common(1)[0][0]} is there twice")
+            raise UserError(f"{names.most_common(1)[0][0]} is there twice")
         return dict(pairs)
 
     try:
         value = json.loads(text, object_pairs_hook=unique)
     except (ValueError, RecursionError) as e:
-        raise ValueError(f"{path}: not valid JSON ({e})") from None
+        raise UserError(f"{path}: not valid JSON ({e})") from None
     if not isinstance(value, dict):
-        raise ValueError(f"{path}: not a JSON object")
+        raise UserError(f"{path}: not a JSON object")
     return value
 
 
@@ -58,7 +60,7 @@ class TensorFile:
     """A safetensors file, of which the header has been read. tensors: what it holds, by name."""
 
     def __init__(self, path: pathlib.Path):
-        """Raises ValueError naming the file and the tensor that is wrong."""
+        """Raises UserError naming the file and the tensor that is wrong."""
         self.path, self.size = path, path.stat().st_size
         header, self.data_start = self._read_header()
         metadata = header.pop("__metadata__", {})
@@ -78,7 +80,7 @@ class TensorFile:
         self.mapped.madvise(mmap.MADV_RANDOM)  # what is read around a run would be another process's
 
     def _refuse(self, what: str):
-        raise ValueError(f"{self.path}: {what}; download or convert it again")
+        raise UserError(f"{self.path}: {what}; download or convert it again")
 
     def _read_header(self) -> tuple[dict, int]:
         """The header, and where it ends."""
@@ -154,7 +156,7 @@ def _checksum(path: pathlib.Path, start: int, stop: int) -> str:
         while start < stop:
             n = file.readinto(buffer[: stop - start])
             if not n:
-                raise ValueError(f"{path}: became shorter while it was read")
+                raise UserError(f"{path}: became shorter while it was read")
             digest.update(buffer[:n])
             start += n
     return digest.hexdigest()

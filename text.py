@@ -5,6 +5,7 @@ import pathlib
 from typing import Any
 
 from checkpoint import read_json
+from errors import UserError
 
 
 def load_tokenizer(folder: pathlib.Path):
@@ -15,13 +16,13 @@ def load_tokenizer(folder: pathlib.Path):
     try:
         return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
     except Exception as e:  # it raises many kinds, for one reason: files that are not a tokenizer's
-        raise ValueError(f"{folder}: no tokenizer could be loaded from its tokenizer.json ({e})") from None
+        raise UserError(f"{folder}: no tokenizer could be loaded from its tokenizer.json ({e})") from None
 
 
 def encode(tokenizer, text: str | list[dict], vocabulary: int) -> list[int]:
     """Token ids of a text, or of the turns of a chat, {"role", "content"} each, and the head of an answer.
 
-    Raises ValueError if the tokenizer or its chat template fail, or do not suit a model of this vocabulary.
+    Raises UserError if the tokenizer or its chat template fail, or do not suit a model of this vocabulary.
     """
     try:
         if isinstance(text, str):
@@ -29,9 +30,9 @@ def encode(tokenizer, text: str | list[dict], vocabulary: int) -> list[int]:
         else:
             ids = tokenizer.apply_chat_template(text, add_generation_prompt=True, return_dict=False)
     except Exception as e:  # a chat template is a program of the checkpoint's, and may raise anything
-        raise ValueError(f"the checkpoint's tokenizer or chat template failed: {e}") from None
+        raise UserError(f"the checkpoint's tokenizer or chat template failed: {e}") from None
     if not ids or max(ids) >= vocabulary:
-        raise ValueError(
+        raise UserError(
             f"the checkpoint's tokenizer makes {ids} of {text!r}; config.json has {vocabulary} tokens"
         )
     return ids
@@ -51,9 +52,7 @@ def stop_tokens(folder: pathlib.Path, tokenizer) -> frozenset[int]:
         if ids is not None:
             ids = ids if isinstance(ids, list) else [ids]
             if not all(isinstance(i, int) and 0 <= i < 2**31 for i in ids):
-                raise ValueError(
-                    f"{folder}: eos_token_id = {ids!r} in its configuration is no list of tokens"
-                )
+                raise UserError(f"{folder}: eos_token_id = {ids!r} in its configuration is no list of tokens")
             return frozenset(ids)
     return frozenset() if tokenizer.eos_token_id is None else frozenset([tokenizer.eos_token_id])
 

@@ -37,6 +37,7 @@ import memory
 import model
 from checkpoint import TYPES, load, open_checkpoint
 from command_line import OneLineParser, run
+from errors import UserError
 from generation import Batch, Request
 from speculation import Lookup
 
@@ -180,8 +181,8 @@ def measure(bench: Bench, requests: list[Request], rounds: int) -> list[dict]:
             launch.log(f"round {number}: {way} took {found[way].seconds:.2f} s")
     expected, lines = found["fixed batches"].answers, []
     for way, one in found.items():
-        if [len(tokens) for tokens in one.answers] != [request.max_new_tokens for request in requests]:
-            raise ValueError(f"{way}: an answer is not as long as it was to be")
+        lengths = [len(tokens) for tokens in one.answers]
+        assert lengths == [request.max_new_tokens for request in requests], f"{way}: a wrong length"
         same = sum(ours == theirs for ours, theirs in zip(one.answers, expected, strict=True))
         counts = {name: x for name, x in vars(one).items() if name not in ("seconds", "answers")}
         lines.append(dict(way=way, seconds=seconds[way][1:], same_answers=same, **counts))
@@ -251,10 +252,10 @@ def main() -> None:
     cfg = checkpoint.config if checkpoint else read_model(args.model)
     mesh = launch.choose_mesh(cfg, args.dp, args.ep, args.tp, launch.device_count())
     if args.rows % mesh.shape["data"]:
-        raise ValueError(f"--rows {args.rows} is no multiple of the data parallelism {mesh.shape['data']}")
+        raise UserError(f"--rows {args.rows} is no multiple of the data parallelism {mesh.shape['data']}")
     max_len = args.max_len or min(1024, cfg.max_positions)
     if not 4 * SYSTEM <= max_len <= cfg.max_positions:
-        raise ValueError(
+        raise UserError(
             f"--max-len {max_len} is not between {4 * SYSTEM} and the model's {cfg.max_positions}"
         )
     quantized = launch.choose_quantized(args.quantize, checkpoint) if checkpoint else args.quantize == "int8"

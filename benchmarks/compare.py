@@ -25,6 +25,8 @@ import sys
 import tempfile
 import time
 
+from errors import UserError
+
 FOLDER = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
 if "--worker" not in sys.argv:  # a worker's environment has only what its own library needs
@@ -155,7 +157,7 @@ def llama_cpp_library(fields: dict, dtype: str, threads: int, folder: str):
             batch.n_seq_id[i] = 1
         batch.n_tokens = len(entries)
         if code := cpp.llama_decode(context_of(rows), batch):
-            raise ValueError(f"llama_decode returns {code}")
+            raise RuntimeError(f"llama_decode returns {code}")
         cpp.llama_batch_free(batch)
         logits = cpp.llama_get_logits(context_of(rows))
         return np.ctypeslib.as_array(logits, (wanted, fields["vocab_size"])).argmax(-1).tolist()
@@ -283,7 +285,7 @@ class Worker:
         if (line := self.process.stdout.readline()).startswith("{"):
             return json.loads(line)
         reason = (self.log.read_text(errors="replace").strip() or "no message").split("\n")[-1]
-        raise ValueError(f"{self.name} ended with code {self.process.wait()}: {reason}")
+        raise UserError(f"{self.name} ended with code {self.process.wait()}: {reason}")
 
 
 def start(name: str, python: str, job: dict, stack: contextlib.ExitStack) -> Worker:
@@ -369,9 +371,9 @@ def parse_arguments(arguments: list[str] | None = None):
 def main() -> None:
     args = parse_arguments()
     if not hasattr(os, "sched_setaffinity"):
-        raise ValueError("this comparison needs Linux, to give each contender the same cores")
+        raise UserError("this comparison needs Linux, to give each contender the same cores")
     if args.threads > os.cpu_count():
-        raise ValueError(f"--threads {args.threads}: this machine has {os.cpu_count()} cores")
+        raise UserError(f"--threads {args.threads}: this machine has {os.cpu_count()} cores")
     if args.json:
         open(args.json, "a").close()  # a file that cannot be written is known before the measuring
     peers = {"transformers": args.transformers_python, "llama.cpp": args.llama_cpp_python}

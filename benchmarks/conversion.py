@@ -21,6 +21,8 @@ import tempfile
 import time
 from functools import partial
 
+from errors import UserError
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
 
@@ -182,7 +184,7 @@ def measure(folder: pathlib.Path, rounds: int) -> dict[str, list[dict]]:
             environment = os.environ | {"JAX_PLATFORMS": "cpu"}
             answer = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
             if answer.returncode:
-                raise ValueError(f"{job} failed with exit code {answer.returncode}")
+                raise UserError(f"{job} failed with exit code {answer.returncode}")
             found[job].append(json.loads(answer.stdout))
             print(f"round {number + 1}: {job} took {found[job][-1]['seconds']:.1f} s", file=sys.stderr)
             if job == "copy":

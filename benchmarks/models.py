@@ -9,6 +9,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from checkpoint import read_json
 from config_json import read_config
+from errors import UserError
 from model import Config
 
 LLAMA3 = dict(model_type="llama", vocab_size=128256, rms_norm_eps=1e-5, max_position_embeddings=131072)
@@ -44,8 +45,8 @@ def read_model(name: str) -> Config:
     if name in MODELS:
         return read_config(MODELS[name])
     if not file.is_file():
-        raise ValueError(f"--model {name}: no config.json there, and none of {', '.join(MODELS)}")
+        raise UserError(f"--model {name}: no config.json there, and none of {', '.join(MODELS)}")
     try:
         return read_config(read_json(file))
-    except ValueError as e:
-        raise ValueError(f"--model {name}: {e}") from None
+    except UserError as e:
+        raise UserError(f"--model {name}: {e}") from None

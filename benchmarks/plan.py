@@ -47,6 +47,7 @@ from speed import piece_width
 
 import model
 from command_line import OneLineParser, run
+from errors import UserError
 from grouped_matmul import FEW_ROWS
 from memory import BANDWIDTH
 from model import Config
@@ -94,21 +95,21 @@ class Topology:
 
 
 def find_topology(name: str) -> Topology:
-    """The topology named like v5e:4x4. Raises ValueError if there is none such, or no TPU compiler."""
+    """The topology named like v5e:4x4. Raises UserError if there is none such, or no TPU compiler."""
     kind, _, shape = name.partition(":")
     dimensions = 2 if kind in ("v5e", "v6e") else 3
     if kind not in CHIPS or not re.fullmatch("x".join([r"[1-9]\d{0,2}"] * dimensions), shape):
-        raise ValueError(f"--topology {name}: not of the form v5e:4x4, v6e:4x4, v5p:2x2x1 or tpu7x:2x2x1")
+        raise UserError(f"--topology {name}: not of the form v5e:4x4, v6e:4x4, v5p:2x2x1 or tpu7x:2x2x1")
     if importlib.util.find_spec("libtpu") is None:
-        raise ValueError("libtpu, the TPU compiler, is not installed: pip install -e '.[tpu]' (Linux on x86)")
+        raise UserError("libtpu, the TPU compiler, is not installed: pip install -e '.[tpu]' (Linux on x86)")
     sizes = tuple(int(n) for n in shape.split("x"))
     if dimensions == 2 and max(sizes) > 16:
-        raise ValueError(f"--topology {name}: a {kind} slice has at most 16 chips along an axis")
+        raise UserError(f"--topology {name}: a {kind} slice has at most 16 chips along an axis")
     host = [2 if n % 2 == 0 else 1 for n in sizes[:2]] + [1]  # chips on each host: as many as there may be
     try:
         found = topologies.get_topology_desc(platform="tpu", topology_name=name, chips_per_host_bounds=host)
     except (RuntimeError, ValueError) as e:
-        raise ValueError(f"--topology {name}: the TPU compiler refuses it ({e})") from None
+        raise UserError(f"--topology {name}: the TPU compiler refuses it ({e})") from None
     return Topology(name, CHIPS[kind], sizes, tuple(found.devices))
 
 
@@ -285,7 +286,7 @@ class Choice:
 def rank_meshes(job: Job, topology: Topology, given: tuple) -> list[Choice]:
     """The meshes that the model and the given degrees allow, the most promising first.
 
-    given: (dp, ep, tp), None where any will do. Raises ValueError if there is none.
+    given: (dp, ep, tp), None where any will do. Raises UserError if there is none.
     """
     n, choices, reasons = len(topology.devices), [], []
     divisors = [d for d in range(1, n + 1) if n % d == 0]
@@ -294,9 +295,9 @@ def rank_meshes(job: Job, topology: Topology, given: tuple) -> list[Choice]:
             continue
         try:
             if job.batch % degrees[0]:
-                raise ValueError(f"data parallelism {degrees[0]} does not divide the batch of {job.batch}")
+                raise UserError(f"data parallelism {degrees[0]} does not divide the batch of {job.batch}")
             mesh = model.make_mesh(job.cfg, *degrees, devices=topology.devices)
-        except ValueError as e:
+        except UserError as e:
             reasons.append(str(e))
             continue
         stored = sum(size_in_bytes for _, _, size_in_bytes in job.shards(mesh))
@@ -306,7 +307,7 @@ def rank_meshes(job: Job, topology: Topology, given: tuple) -> list[Choice]:
         choices.append(Choice(*degrees, stored < topology.chip.hbm, seconds))
     if not choices:
         reasons.append("--dp x --ep x --tp must be the number of devices")
-        raise ValueError(f"no mesh of {n} devices: {reasons[0]}")
+        raise UserError(f"no mesh of {n} devices: {reasons[0]}")
     return sorted(choices, key=lambda c: (not c.fits, c.estimated_step_seconds, -c.tp))
 
 
@@ -357,7 +358,7 @@ def compile_step(job: Job, mesh: Mesh, topology: Topology, dump: str | None = No
             re.I | re.S,
         )
         if not found:
-            raise ValueError(f"the TPU compiler fails: {str(e)[:400]}") from e
+            raise UserError(f"the TPU compiler fails: {str(e)[:400]}") from e
         peak = float(found[1]) * 2 ** (10 + 10 * "KMGT".index(found[2].upper()))
         return Step(False, peak, time.perf_counter() - began, floor)
     seconds, memory, text = time.perf_counter() - began, compiled.memory_analysis(), compiled.as_text()
@@ -440,7 +441,7 @@ def plan(
 
     The best is the first in order of their estimates whose decode step the compiler makes fit, of three.
     degrees: (dp, ep, tp), those that are to be kept. dump: a file for the decode step's HLO text.
-    Raises ValueError if no mesh has such degrees.
+    Raises UserError if no mesh has such degrees.
     """
     ranking, tried = rank_meshes(job, topology, degrees), []
     for choice in ranking[:3]:
@@ -527,14 +528,14 @@ def main() -> None:
     args = parse_arguments()
     cfg = read_model(args.model)
     if args.context > cfg.max_positions:
-        raise ValueError(f"--context {args.context}: the model's limit is {cfg.max_positions} positions")
+        raise UserError(f"--context {args.context}: the model's limit is {cfg.max_positions} positions")
     if args.layers and args.layers > len(cfg.layers):
-        raise ValueError(f"--layers {args.layers}: the model has {len(cfg.layers)}")
+        raise UserError(f"--layers {args.layers}: the model has {len(cfg.layers)}")
     cfg = dataclasses.replace(cfg, layers=cfg.layers[: args.layers])
     job = Job(cfg, args.batch, args.context, args.quantize == "int8", args.kv_cache_dtype)
     topology = find_topology(args.topology)
     if args.dump_hlo is not None and not os.access(pathlib.Path(args.dump_hlo).parent, os.W_OK):
-        raise ValueError(
+        raise UserError(
             f"--dump-hlo {args.dump_hlo}: its folder cannot be written to"
         )  # now, not after minutes
     result = plan(job, topology, args.prefill, (args.dp, args.ep, args.tp), args.dump_hlo)

@@ -18,6 +18,7 @@ import quality
 import speed
 
 from command_line import OneLineParser, run
+from errors import UserError
 
 PARTS = {
     "attention": "#4c78a8",
@@ -134,18 +135,18 @@ def plans_table(plans: list[dict]) -> str:
 
 
 def read_plans(file: pathlib.Path) -> list[dict]:
-    """The plans of a file, one per line. Raises ValueError for what is none, or does not fit."""
+    """The plans of a file, one per line. Raises UserError for what is none, or does not fit."""
     plans = []
     for number, line in enumerate(file.read_text().splitlines(), 1):
         try:
             plans.append(json.loads(line))
             fits = plans[-1]["fits"]
         except (ValueError, KeyError, TypeError):
-            raise ValueError(f"{file}, line {number}: not what plan.py --json prints") from None
+            raise UserError(f"{file}, line {number}: not what plan.py --json prints") from None
         if not fits:
-            raise ValueError(f"{file}, line {number}: a plan that does not fit moves no bytes; leave it out")
+            raise UserError(f"{file}, line {number}: a plan that does not fit moves no bytes; leave it out")
     if not plans:
-        raise ValueError(f"{file}: no plan in it")
+        raise UserError(f"{file}: no plan in it")
     return plans
 
 

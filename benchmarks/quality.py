@@ -31,6 +31,7 @@ from jax.sharding import Mesh
 import launch
 from checkpoint import TYPES, Checkpoint, load, named_infos, open_checkpoint, stored_infos
 from command_line import OneLineParser, progress, run
+from errors import UserError
 from model import ArrayInfo, Config, Weights, forward
 from quantize import QuantizedArray, quantize
 from text import load_tokenizer
@@ -74,12 +75,12 @@ def weight_errors(exact: Checkpoint, int8: Checkpoint | None) -> list[dict]:
 def summary(name: str, info: ArrayInfo, error: np.ndarray, square: np.ndarray, largest: np.ndarray) -> dict:
     """A weight's error and its worst channels, from `channel_sums`; channels of zeros have 0.
 
-    Raises ValueError if the weight is not finite, or if int8 cannot be of it.
+    Raises UserError if the weight is not finite, or if int8 cannot be of it.
     """
     if not np.isfinite(error + square).all():
-        raise ValueError(f"{name}: holds NaN or Inf, or elements whose squares are too large")
+        raise UserError(f"{name}: holds NaN or Inf, or elements whose squares are too large")
     if error[square == 0].any():
-        raise ValueError(f"{name}: int8 is not zero where the float model is; is it of the same model?")
+        raise UserError(f"{name}: int8 is not zero where the float model is; is it of the same model?")
     divisor = np.where(square > 0, square, 1)
     errors = np.sqrt(error / divisor)
     peaks = largest / np.sqrt(divisor / math.prod(info.shape[axis] for axis in info.contracted_axes))
@@ -100,26 +101,26 @@ def summary(name: str, info: ArrayInfo, error: np.ndarray, square: np.ndarray, l
 
 
 def read_text(file: str) -> str:
-    """Raises ValueError if the file is not UTF-8 or has only white space."""
+    """Raises UserError if the file is not UTF-8 or has only white space."""
     try:
         text = pathlib.Path(os.path.expanduser(file)).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
-        raise ValueError(f"--text {file}: not a UTF-8 text file") from None
+        raise UserError(f"--text {file}: not a UTF-8 text file") from None
     if not text.strip():
-        raise ValueError(f"--text {file}: no text in it")
+        raise UserError(f"--text {file}: no text in it")
     return text
 
 
 def windows(tokenizer, text: str, length: int, rows: int, cfg: Config) -> np.ndarray:
     """Tokens [N,T+1] int32: T inputs and their successors, -1 where there is none; N is a multiple of `rows`.
 
-    T is `length`, or less for a short text. Raises ValueError for a text of less than two tokens.
+    T is `length`, or less for a short text. Raises UserError for a text of less than two tokens.
     """
     ids = tokenizer(text, add_special_tokens=False).input_ids
     if len(ids) < 2:
-        raise ValueError(f"--text: {len(ids)} token is too little, at least 2 are needed")
+        raise UserError(f"--text: {len(ids)} token is too little, at least 2 are needed")
     if max(ids) >= cfg.V:
-        raise ValueError(f"--text: the tokenizer makes token {max(ids)}, config.json has {cfg.V}")
+        raise UserError(f"--text: the tokenizer makes token {max(ids)}, config.json has {cfg.V}")
     begin = np.array(tokenizer("").input_ids[:1], np.int32)
     step = min(length + 1 - len(begin), len(ids))
     tokens = np.full((-(-len(ids) // (step * rows)) * rows, step), -1, np.int32)
@@ -142,7 +143,7 @@ def divergence(exact: Array, int8: Array, targets: Array) -> tuple[Array, Array,
 
 
 def compare(exact: Weights, int8: Weights, tokens: np.ndarray, cfg: Config, mesh: Mesh) -> dict:
-    """How int8 predicts the tokens of `windows`, beside float. Raises ValueError if a model computes NaN."""
+    """How int8 predicts the tokens of `windows`, beside float. Raises UserError if a model computes NaN."""
     total, found = int((tokens[:, 1:] >= 0).sum()), []
     with progress("comparing predictions", total, show=jax.process_index() == 0) as bar:
         bar.unit = " tokens"
@@ -154,7 +155,7 @@ def compare(exact: Weights, int8: Weights, tokens: np.ndarray, cfg: Config, mesh
             bar.update(len(found[-1][0]))
     kl, same, *losses = (np.concatenate(x).astype(float) for x in zip(*found, strict=True))
     if not np.isfinite(kl).all():
-        raise ValueError("the model computes NaN: its weights are damaged, or overflow this --dtype")
+        raise UserError("the model computes NaN: its weights are damaged, or overflow this --dtype")
     kl_of = dict(mean=kl.mean(), median=np.median(kl), percentile_99=np.percentile(kl, 99), max=kl.max())
     return dict(
         tokens=total, window=tokens.shape[1] - 1, kl={name: float(x) for name, x in kl_of.items()},
@@ -214,14 +215,14 @@ def parse_arguments(arguments: list[str] | None = None):
 
 
 def open_both(ours: str, theirs: str | None) -> tuple[Checkpoint, Checkpoint | None]:
-    """Raises ValueError if they are not a float model and, if there is one, its int8 form."""
+    """Raises UserError if they are not a float model and, if there is one, its int8 form."""
     exact, int8 = open_checkpoint(ours), open_checkpoint(theirs) if theirs is not None else None
     if exact.quantized:
-        raise ValueError(f"--checkpoint {ours}: its weights are int8 already; give the float model")
+        raise UserError(f"--checkpoint {ours}: its weights are int8 already; give the float model")
     if int8 and not int8.quantized:
-        raise ValueError(f"--int8 {theirs}: its weights are not int8")
+        raise UserError(f"--int8 {theirs}: its weights are not int8")
     if int8 and int8.config != exact.config:
-        raise ValueError(f"--int8 {theirs}: another model, its config.json is not that of {ours}")
+        raise UserError(f"--int8 {theirs}: another model, its config.json is not that of {ours}")
     return exact, int8
 
 
@@ -251,7 +252,7 @@ def main() -> None:
         except jax.errors.JaxRuntimeError as e:
             if "RESOURCE_EXHAUSTED" not in str(e):
                 raise
-            raise ValueError("out of device memory: a smaller --window or more devices may help") from e
+            raise UserError("out of device memory: a smaller --window or more devices may help") from e
     if show:
         print(report(result, args.top))
         if args.json:

@@ -38,6 +38,7 @@ import memory
 import model
 from checkpoint import TYPES, load, open_checkpoint
 from command_line import OneLineParser, run
+from errors import UserError
 from model import Config, Sampling
 from quantize import QuantizedArray, values_and_scale
 
@@ -370,13 +371,13 @@ def parse_arguments(arguments: list[str] | None = None):
 
 
 def read_result(file: pathlib.Path) -> dict:
-    """What --json wrote. Raises ValueError for what is something else."""
+    """What --json wrote. Raises UserError for what is something else."""
     try:
         result = json.loads(file.read_text())
         assert all(_key(row) and row["tokens_per_second"] > 0 for row in result["rows"])
         return result
     except (ValueError, KeyError, TypeError, AssertionError):
-        raise ValueError(f"{file}: not what speed.py --json writes") from None
+        raise UserError(f"{file}: not what speed.py --json writes") from None
 
 
 def cpu_name() -> str:
@@ -400,18 +401,18 @@ def main() -> None:
     cfg = checkpoint.config if checkpoint else read_model(args.model)
     if args.layers:
         if checkpoint:
-            raise ValueError("--layers is for --model: a checkpoint is loaded whole")
+            raise UserError("--layers is for --model: a checkpoint is loaded whole")
         cfg = dataclasses.replace(cfg, layers=cfg.layers[: args.layers])
     on_cpu = jax.default_backend() == "cpu"
     mesh = launch.choose_mesh(cfg, args.dp, args.ep, args.tp, launch.device_count())
     for batch in args.batch:
         if batch % mesh.shape["data"]:
-            raise ValueError(f"--batch {batch} is no multiple of the data parallelism {mesh.shape['data']}")
+            raise UserError(f"--batch {batch} is no multiple of the data parallelism {mesh.shape['data']}")
     quantized = launch.choose_quantized(args.quantize, checkpoint) if checkpoint else args.quantize == "int8"
     dtype, kv_dtype = launch.choose_dtypes(args.dtype, args.kv_cache_dtype, quantized)
     for name, length in (("context", max(args.context)), ("prompt", max(args.prompt))):
         if length > cfg.max_positions:
-            raise ValueError(f"--{name} {length}: the model's limit is {cfg.max_positions} positions")
+            raise UserError(f"--{name} {length}: the model's limit is {cfg.max_positions} positions")
     longest = max(*args.context, *args.prompt)
     memory.plan_cache([memory.Plan(cfg, mesh, dtype, quantized, kv_dtype)], [], max(args.batch), longest)
     rates = measure_bandwidth(), measure_flops(jnp.dtype(dtype))  # before the weights fill the memory
@@ -430,7 +431,7 @@ def main() -> None:
             except jax.errors.JaxRuntimeError as e:
                 if "RESOURCE_EXHAUSTED" not in str(e):
                     raise
-                raise ValueError(f"{job.__name__} {batch} x {n}: out of device memory") from e
+                raise UserError(f"{job.__name__} {batch} x {n}: out of device memory") from e
             launch.log("{phase} {batch}: {tokens_per_second:,.1f} tokens/s".format(**rows[-1]))
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
     result = dict(

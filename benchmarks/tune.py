@@ -30,6 +30,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from command_line import OneLineParser, run
+from errors import UserError
 from ragged_attention import DECODE_BLOCKS, KV, ragged_attention_tpu
 
 # The cases that count alike: rows that fill their cache, rows of all lengths, short rows. One key/value head.
@@ -92,7 +93,7 @@ def loop_bundles(topology: str, width: int, itemsize: int, large: int, small: in
         ]
         if done.returncode or len(files) != 1:
             lines = done.stderr.strip().splitlines()
-            raise ValueError(
+            raise UserError(
                 f"the kernel does not compile for {topology}: {lines[-1] if lines else 'no bundles found'}"
             )
         return count_bundles(files[0].read_text())
@@ -169,7 +170,7 @@ def write_table(best: dict) -> None:
         r"(?ms)^DECODE_BLOCKS = \{.*?\}", f"DECODE_BLOCKS = {{\n{table}}}", file.read_text()
     )
     if found != 1:
-        raise ValueError(f"{file} has no line that begins with DECODE_BLOCKS = {{")
+        raise UserError(f"{file} has no line that begins with DECODE_BLOCKS = {{")
     beside = file.with_suffix(".new")
     beside.write_text(source)
     os.replace(beside, file)
@@ -182,9 +183,9 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="put the best choices into ragged_attention.py")
     args = parser.parse_args()
     if args.time and jax.default_backend() != "tpu":
-        raise ValueError(f"--time: jax finds no TPU here, but {jax.default_backend()}; leave it out")
+        raise UserError(f"--time: jax finds no TPU here, but {jax.default_backend()}; leave it out")
     if not args.time and plan.find_topology(args.topology).name.split(":")[0] not in CLOCK:
-        raise ValueError(f"--topology {args.topology}: the clock is known of {', '.join(CLOCK)} only")
+        raise UserError(f"--topology {args.topology}: the clock is known of {', '.join(CLOCK)} only")
     best = {}
     for width, itemsize in DECODE_BLOCKS:
         print(f"head width {width}, {itemsize} byte(s) per element:", "us" if args.time else "cycles")
