@@ -25,14 +25,13 @@ import sys
 import tempfile
 import time
 
-from errors import UserError
-
 FOLDER = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
 if "--worker" not in sys.argv:  # a worker's environment has only what its own library needs
     from models import MODELS
 
     from command_line import OneLineParser, run
+    from errors import UserError
 
 MODEL = "llama3.2-1b"
 MAX_LEN = 1024  # positions per row of a cache

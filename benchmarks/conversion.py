@@ -21,10 +21,10 @@ import tempfile
 import time
 from functools import partial
 
-from errors import UserError
-
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
+
+from errors import UserError  # noqa: E402  the folders must be on the path first
 
 # What is done, with which folder, and how it is said in the table.
 JOBS = {
