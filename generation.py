@@ -7,16 +7,20 @@
             ...  # it has new tokens, or has ended
 
 Reading prompts alternates with decoding: a piece of one prompt per data shard, then a step of all rows that
-are ready, so that a long prompt does not hold up what is being answered. All but a prompt's last token is
-read in pieces; the decode step that chooses the first token of the answer reads the last one.
+are ready, so that a long prompt does not hold up what is being answered, nor (scheduler.py) shorter prompts.
+All but a prompt's last token is read in pieces; the decode step that chooses the first token of the answer
+reads the last one.
 
 What a row has read stays in its cache until it is overwritten. A request whose prompt begins like some row of
 its data shard (a system prompt, earlier turns of a chat, another sample of the prompt) goes on from there.
 
 The device does not wait for the host: a step is sent off before the tokens of the last one are looked at.
+
+A request that goes wrong ends with an error of its own, and the others go on.
 """
 
 import dataclasses
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -31,77 +35,11 @@ from jax.sharding import PartitionSpec as P
 import model
 from errors import UserError
 from model import NEUTRAL, Config, Sampling
+from scheduler import Answer, Request, Row, Shard
 from speculation import Draft, Lookup
 
 WIDTHS = (32, 128, 512)  # of a piece of a prompt: few, for each is compiled
-WORTH_COPYING = 16  # tokens that another row has read; of fewer, reading them again costs less
 NAN = "the model computes NaN: its weights are damaged, or overflow this --dtype"
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Request:
-    """A prompt to continue by up to max_new_tokens tokens, or to one of `stop`.
-
-    sampling: of numbers. score: whether the log-probabilities of the prompt's own tokens are wanted.
-    """
-
-    prompt: list[int]
-    max_new_tokens: int
-    sampling: Sampling = Sampling()  # noqa: B008  immutable
-    stop: frozenset[int] = frozenset()
-    score: bool = False
-
-    @property
-    def positions(self) -> int:
-        """Of a row that it may take."""
-        return len(self.prompt) + self.max_new_tokens
-
-
-@dataclasses.dataclass(eq=False)
-class Answer:
-    """What there is of it so far.
-
-    tokens: up to and including a stop token. logprobs: of each, by the model's own logits. prompt_logprobs:
-    of each prompt token after the first, if asked for. finish_reason: None, then "stop", "length" or
-    "cancelled".
-    """
-
-    request: Request
-    tokens: list[int] = dataclasses.field(default_factory=list)
-    logprobs: list[float] = dataclasses.field(default_factory=list)
-    prompt_logprobs: list[float] = dataclasses.field(default_factory=list)
-    finish_reason: str | None = None
-
-
-@dataclasses.dataclass(eq=False)
-class Row:
-    """What is known of a row of the cache.
-
-    text: its tokens. read: how many of them have been read. steps: those under way, whose tokens are not
-    known yet. begun: the number of its answer.
-    """
-
-    text: list[int] = dataclasses.field(default_factory=list)
-    read: int = 0
-    steps: int = 0
-    answer: Answer | None = None
-    begun: int = -1
-
-    @property
-    def free(self) -> bool:
-        return self.answer is None or self.answer.finish_reason is not None
-
-    @property
-    def unread(self) -> int:
-        """How many tokens of the prompt are still to be read in pieces."""
-        return 0 if self.free else max(len(self.answer.request.prompt) - 1 - self.read, 0)
-
-    @property
-    def wanted(self) -> int:
-        """How many tokens to choose beyond those that the steps under way choose at least."""
-        if self.free or self.unread:
-            return 0
-        return self.answer.request.max_new_tokens - len(self.answer.tokens) - self.steps
 
 
 @dataclasses.dataclass
@@ -154,15 +92,18 @@ class Batch:
         self.weights, self.static, self.max_len = weights, dict(cfg=cfg, mesh=mesh), max_len
         self.cache = model.init_cache(cfg, mesh, rows, max_len, kv_dtype)
         self.speculate = speculate
-        self.width, self.chunks = 1, cfg.chunks
+        self.width, chunks = 1, cfg.chunks
         if speculate:
             speculate.start(cfg, mesh, rows, max_len)
-            self.width, self.chunks = 1 + speculate.guesses, cfg.chunks | speculate.chunks
-        self.rows = [Row() for _ in range(rows)]
-        self.shards = [self.rows[i : i + rows // shards] for i in range(0, rows, rows // shards)]
+            self.width, chunks = 1 + speculate.guesses, cfg.chunks | speculate.chunks
+        self.rows = [Row(text) for text in np.zeros((rows, max_len), np.int32)]
+        each = rows // shards
+        self.shards = [
+            Shard(self.rows[i : i + each], self.width, frozenset(chunks)) for i in range(0, rows, each)
+        ]
         self.queue: deque[Answer] = deque()
         self.under_way: deque[tuple[Any, Callable]] = deque()
-        self.begun, self.began, self.stats = 0, 0.0, Stats()
+        self.begun, self.pieces, self.began, self.stats = 0, 0, 0.0, Stats()
         self.asked = self._asked([request.sampling for request in requests])
         self.sampling = self._sampling()
         self.longest = max([longest, *(len(request.prompt) for request in requests)])
@@ -236,13 +177,14 @@ class Batch:
 
     def add(self, request: Request) -> Answer:
         """Put a request at the end of the queue. UserError if it does not suit the rows or the programs."""
-        if not request.prompt or request.positions > self.max_len:
-            what = f"{len(request.prompt)} tokens and {request.max_new_tokens} new ones"
+        prompt = request.checked(self.static["cfg"].V)
+        if request.positions > self.max_len:
+            what = f"{len(prompt)} tokens and {request.max_new_tokens} new ones"
             raise UserError(f"{what} do not fit into a row of {self.max_len}")
-        known = len(request.prompt) <= self.longest and request.score in self.scores
+        known = len(prompt) <= self.longest and request.score in self.scores
         if not known or self._asked([request.sampling]) - self.asked:
             raise UserError("nothing was compiled for a request of this kind; see `requests` and `longest`")
-        answer = Answer(request)
+        answer = Answer(request, prompt)
         self.queue.append(answer)
         return answer
 
@@ -272,60 +214,30 @@ class Batch:
         return changed
 
     def _begin(self) -> None:
-        """Give the first requests of the queue to free rows, until each data shard has one to read."""
+        """Give requests of the queue to free rows."""
         while any(starts := [self._next_start(shard) for shard in self.shards]):
             text = np.zeros((len(self.shards), self.max_len), np.int32)
             rows, read, source = np.full((3, len(self.shards)), -1, np.int32)
-            for i, start in enumerate(starts):
+            for i, (shard, start) in enumerate(zip(self.shards, starts, strict=True)):
                 if start:
-                    prompt = start[0].text
+                    prompt = start[0].answer.prompt
                     text[i, : len(prompt)] = prompt
-                    rows[i], source[i] = (self.shards[i].index(row) for row in start)
+                    rows[i], source[i] = (shard.rows.index(row) for row in start)
                     read[i] = start[0].read
             copied = any(start and start[0] is not start[1] for start in starts)
             self._call_begin(rows, text, read, source if copied else None)
             self.sampling = self._sampling()
 
-    def _next_start(self, shard: list[Row]) -> tuple[Row, Row] | None:
+    def _next_start(self, shard: Shard) -> tuple[Row, Row] | None:
         """Begin the next answer, if this shard can: -> (its row, the row of which it takes what is read)."""
-        if not self.queue or any(row.unread for row in shard) or not any(row.free for row in shard):
-            return None
-        answer = self.queue.popleft()
-        request = answer.request
-        row, source, read = self._choose(shard, request)
-        row.text, row.read, row.steps = list(request.prompt), read, 0
-        row.answer, row.begun = answer, self.begun
-        self.begun += 1
-        self.stats.prompt_tokens += len(request.prompt)
-        self.stats.reused_tokens += read
-        if not row.unread:
-            self._has_read(row)
-        return row, source
-
-    def _choose(self, shard: list[Row], request: Request) -> tuple[Row, Row, int]:
-        """A free row for a request, the row that has read the most of its prompt, and how much."""
-        oldest = min((row for row in shard if row.free), key=lambda row: row.begun)
-        if request.score:
-            return oldest, oldest, 0
-        known, source = max(
-            ((self._known(row, request.prompt), row) for row in shard), key=lambda x: (x[0], x[1].free)
-        )
-        if source.free and source.read < 2 * known:  # what is overwritten is less than what is kept
-            return source, source, known
-        if known < WORTH_COPYING:
-            return oldest, oldest, self._known(oldest, request.prompt)
-        return oldest, source, known
-
-    def _known(self, row: Row, prompt: list[int]) -> int:
-        """How many of the prompt's tokens, but its last, this row has read and still holds."""
-        n = min(row.read, len(prompt) - 1)
-        differs = np.flatnonzero(np.not_equal(row.text[:n], prompt[:n]))
-        n = int(differs[0]) if len(differs) else n
-        # A ring holds the row's own chunk and nothing of those before it; at their ends nothing is needed.
-        latest = row.read + row.steps * self.width
-        while left := [n % chunk for chunk in self.chunks if n % chunk and n // chunk < latest // chunk]:
-            n -= left[0]
-        return n
+        if start := shard.begin(self.queue, self.begun):
+            row = start[0]
+            self.begun += 1
+            self.stats.prompt_tokens += len(row.answer.prompt)
+            self.stats.reused_tokens += row.read
+            if not row.unread:
+                self._has_read(row)
+        return start
 
     def _has_read(self, row: Row) -> None:
         """All pieces of the row's prompt are on their way; if nothing is to follow, that is its end."""
@@ -340,15 +252,20 @@ class Batch:
 
     def _read_piece(self) -> None:
         """Read more of the prompt of one row per data shard."""
-        reading = [next((row for row in shard if row.unread), None) for shard in self.shards]
+        reading = [shard.next_to_read(oldest=self.pieces % 2 == 1) for shard in self.shards]
         if not any(reading):
             return
+        self.pieces += 1
         width = piece_width(max(row.unread for row in reading if row))
         count = np.array([min(row.unread, width) if row else 0 for row in reading], np.int32)
-        rows = [shard.index(row) if row else 0 for shard, row in zip(self.shards, reading, strict=True)]
+        rows = [shard.rows.index(row) if row else 0 for shard, row in zip(self.shards, reading, strict=True)]
         score = any(row.answer.request.score for row in reading if row)
         scores = self._call_prefill(np.array(rows, np.int32), count, width, score)
-        of = [(i, row.answer, count[i]) for i, row in enumerate(reading) if row and row.answer.request.score]
+        of = [
+            (i, row, row.answer, count[i])
+            for i, row in enumerate(reading)
+            if row and row.answer.request.score
+        ]
         if of:
             self.under_way.append((scores, partial(self._scored, of)))
         for row, n in zip(reading, count.tolist(), strict=True):
@@ -357,12 +274,22 @@ class Batch:
                 if not row.unread:
                     self._has_read(row)
 
-    def _scored(self, of: list[tuple[int, Answer, int]], scores: np.ndarray) -> list[Answer]:
-        for i, answer, n in of:
+    def _scored(self, of: list[tuple[int, Row, Answer, int]], scores: np.ndarray) -> list[Answer]:
+        for i, row, answer, n in of:
             if np.isnan(scores[i, :n]).any():
-                raise UserError(NAN)
-            answer.prompt_logprobs += scores[i, :n].tolist()
-        return [answer for _, answer, _ in of]
+                self._fail(row, answer)
+            elif answer.finish_reason is None:
+                answer.prompt_logprobs += scores[i, :n].tolist()
+        return [answer for _, _, answer, _ in of]
+
+    def _fail(self, row: Row, answer: Answer) -> None:
+        """End an answer for which the model computes NaN. The row's cache holds NaN; what is not taken from
+        there harms nobody.
+        """
+        if answer.finish_reason is None:
+            answer.finish_reason, answer.error = "error", NAN
+        if row.answer is answer:
+            row.forget()
 
     def _decode(self) -> None:
         """One step of all rows that have read their prompts."""
@@ -378,16 +305,17 @@ class Batch:
         changed = []
         for i, row, answer in of:
             n = output.count[i]
-            tokens = output.tokens[i, :n].tolist()
+            tokens = output.tokens[i, :n]
             if row.answer is answer:  # it may have ended since, and the row begun another
-                row.text, row.read, row.steps = row.text + tokens, row.read + len(tokens), row.steps - 1
+                row.chose(tokens)
             if answer.finish_reason is not None:
                 continue
             changed.append(answer)
             before = len(answer.tokens)
-            for token, logprob in zip(tokens, output.logprobs[i, :n].tolist(), strict=True):
-                if token >= self.static["cfg"].V:  # no token is the likeliest
-                    raise UserError(NAN)
+            for token, logprob in zip(tokens.tolist(), output.logprobs[i, :n].tolist(), strict=True):
+                if math.isnan(logprob) or token >= self.static["cfg"].V:  # no token is the likeliest
+                    self._fail(row, answer)
+                    break
                 answer.tokens.append(token)
                 answer.logprobs.append(logprob)
                 if token in answer.request.stop:

@@ -8,13 +8,12 @@ import pathlib
 import sys
 from typing import Any
 
-import numpy as np
-
 from checkpoint import Checkpoint
 from errors import UserError
 from generation import Request
 from launch import log
 from model import Config, Sampling
+from scheduler import SAMPLING, check_sampling
 from text import TextStream, encode, generation_config, stop_tokens
 
 NEW_TOKENS = 256  # unless --max-new-tokens or the room that is left say otherwise
@@ -23,17 +22,6 @@ DEFAULTS = (
     "What is the weather like expressed in long prose in Old English",
     "Do you like ice cream, be extremely precise",
 )
-LARGEST = float(np.finfo(np.float32).max)
-# The options of sampling: type, lowest, highest, and in words. model.sample says what they do.
-SAMPLING = {
-    "temperature": (float, 0, LARGEST, "a number of at least 0, in float32"),
-    "top_k": (int, 0, 2**31 - 1, "at least 0 (0: no restriction)"),
-    "top_p": (float, 0, 1, "above 0 and at most 1"),
-    "min_p": (float, 0, 1, "at least 0 and at most 1"),
-    "repetition_penalty": (float, 0, LARGEST, "a number above 0, in float32"),
-    "seed": (int, 0, 2**32 - 1, f"between 0 and {2**32 - 1}"),
-}
-ABOVE_ZERO = ("top_p", "repetition_penalty")
 RESTRICTIONS = {"top_k", "top_p", "min_p"}  # which ask for samples
 
 
@@ -125,14 +113,6 @@ def is_turn(x) -> bool:
     return (
         isinstance(x, dict) and set(x) == {"role", "content"} and all(isinstance(v, str) for v in x.values())
     )
-
-
-def check_sampling(name: str, value, where: str) -> None:
-    """Raise UserError if this is no value for an option of sampling. where: what its name follows."""
-    kind, low, high, must = SAMPLING[name]
-    fits = isinstance(value, (int, kind)) and not isinstance(value, bool) and low <= value <= high
-    if not fits or (value == 0 and name in ABOVE_ZERO):
-        raise UserError(f"{where}{name.replace('_', '-')} {str(value)[:40]} is not {must}")
 
 
 def choose_sampling(args: argparse.Namespace, folder: pathlib.Path) -> Sampling:

@@ -14,9 +14,11 @@ from conftest import CHECKPOINTS, llama4_config, mesh_of
 
 import generation
 import model
+import scheduler
 from checkpoint import load, open_checkpoint
-from generation import Answer, Batch, Request, Row
+from generation import Answer, Batch, Request
 from model import Sampling
+from scheduler import Row, Shard
 
 ROWS, MAX_LEN = 8, 160
 SUBJECTS = ("tiny-llama3", "tiny-llama4", "ring")
@@ -264,7 +266,7 @@ def held(read: int, n: int, chunks: set[int]) -> bool:
 @pytest.mark.parametrize("name", ["ring", "rings"])
 def test_reuse_at_the_edges_of_chunks(name, monkeypatch):
     """What begins like a row that has gone on by 0..2 chunks takes from it what its rings hold, no more."""
-    monkeypatch.setattr(generation, "WORTH_COPYING", 1)
+    monkeypatch.setattr(scheduler, "WORTH_COPYING", 1)
     cfg, rng = subject(name, "1")[1], np.random.default_rng(0)
     batch = batch_of([], name, longest=50)
     for n in (6, 7, 8, 9, 16, 17, 24):
@@ -284,7 +286,7 @@ def test_reuse_of_rows_that_go_on(name, monkeypatch):
 
     A cache that starts full of NaN tells if a row sees what it has not read.
     """
-    monkeypatch.setattr(generation, "WORTH_COPYING", 1)
+    monkeypatch.setattr(scheduler, "WORTH_COPYING", 1)
     init_cache = model.init_cache
 
     def poisoned(*arguments):
@@ -311,16 +313,15 @@ def test_reuse_of_rows_that_go_on(name, monkeypatch):
 
 def test_which_row_a_request_takes():
     """The one that has read the most of it, unless that is busy or holds much else; else the oldest."""
-    batch = object.__new__(Batch)  # for the rule needs no model
-    batch.width, batch.chunks = 1, frozenset()
     head, other = list(range(40)), list(range(100, 140))
 
-    def row(text: list[int], begun: int, free: bool = True) -> Row:
-        answer = Answer(Request(text, 1), finish_reason="length" if free else None)
-        return Row(text=text, read=len(text), answer=answer, begun=begun)
+    def row(text: list[int], number: int, free: bool = True) -> Row:
+        answer = Answer(Request(text, 1), np.array(text), finish_reason="length" if free else None)
+        return Row(np.array(text), read=len(text), answer=answer, number=number)
 
     def choose(*rows: Row, score: bool = False) -> tuple[int, int, int]:
-        row, source, read = batch._choose(rows, Request([*head[:30], 7, 7], 1, score=score))
+        request = Request([*head[:30], 7, 7], 1, score=score)
+        row, source, read = Shard(rows, 1, frozenset()).choose(Answer(request, np.array(request.prompt)))
         return rows.index(row), rows.index(source), read
 
     assert choose(row(other, 2), row(other, 0, free=False), row(other, 1)) == (2, 2, 0)

@@ -1,0 +1,244 @@
+"""Which row takes which request, what it need not read again, and which prompt is read next.
+
+All this happens on the host. Nothing in it takes time that grows with what the rows hold, but for the
+comparison of a new prompt with them.
+"""
+
+import dataclasses
+import itertools
+import numbers
+from collections import deque
+
+import numpy as np
+
+from errors import UserError
+from model import Sampling
+
+WORTH_COPYING = 16  # tokens that another row has read; of fewer, reading them again costs less
+LARGEST = float(np.finfo(np.float32).max)
+# The options of sampling: type, lowest, highest, and in words. model.sample says what they do.
+SAMPLING = {
+    "temperature": (numbers.Real, 0, LARGEST, "a number of at least 0, in float32"),
+    "top_k": (numbers.Integral, 0, 2**31 - 1, "at least 0 (0: no restriction)"),
+    "top_p": (numbers.Real, 0, 1, "above 0 and at most 1"),
+    "min_p": (numbers.Real, 0, 1, "at least 0 and at most 1"),
+    "repetition_penalty": (numbers.Real, 0, LARGEST, "a number above 0, in float32"),
+    "seed": (numbers.Integral, 0, 2**32 - 1, f"between 0 and {2**32 - 1}"),
+}
+ABOVE_ZERO = ("top_p", "repetition_penalty")
+
+
+def check_sampling(name: str, value, where: str = "") -> None:
+    """Raise UserError if this is no value for an option of sampling. where: what its name follows."""
+    kind, low, high, must = SAMPLING[name]
+    fits = isinstance(value, kind) and not isinstance(value, bool) and low <= value <= high
+    if not fits or (value == 0 and name in ABOVE_ZERO):
+        raise UserError(f"{where}{name.replace('_', '-')} {str(value)[:40]} is not {must}")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Request:
+    """A prompt to continue by up to max_new_tokens tokens, or to one of `stop`.
+
+    prompt: token ids, a list or an array. sampling: of numbers. score: whether the log-probabilities of the
+    prompt's own tokens are wanted.
+    """
+
+    prompt: list[int] | np.ndarray
+    max_new_tokens: int
+    sampling: Sampling = Sampling()  # noqa: B008  immutable
+    stop: frozenset[int] = frozenset()
+    score: bool = False
+
+    @property
+    def positions(self) -> int:
+        """Of a row that it may take."""
+        return len(self.prompt) + self.max_new_tokens
+
+    def checked(self, vocabulary: int) -> np.ndarray:
+        """The prompt, int32. Raises UserError for tokens that no model of this vocabulary has, and for
+        numbers that make no sense.
+        """
+        prompt = np.asarray(self.prompt)
+        if prompt.ndim != 1 or not prompt.size or prompt.dtype.kind not in "iu":
+            raise UserError("a prompt is a list of one or more token ids")
+        if prompt.min() < 0 or prompt.max() >= vocabulary:
+            wrong = prompt[(prompt < 0) | (prompt >= vocabulary)][0]
+            raise UserError(f"token {wrong}: the model has tokens 0 to {vocabulary - 1}")
+        if self.max_new_tokens < 0:
+            raise UserError(f"max_new_tokens {self.max_new_tokens} is not at least 0")
+        for name, value in vars(self.sampling).items():
+            if value is not None:
+                check_sampling(name, value)
+        return prompt.astype(np.int32, copy=False)
+
+
+@dataclasses.dataclass(eq=False)
+class Answer:
+    """What there is of it so far.
+
+    prompt: [n] int32, the request's. tokens: up to and including a stop token. logprobs: of each, by the
+    model's own logits. prompt_logprobs: of each prompt token after the first, if asked for. finish_reason:
+    None, then "stop", "length", "cancelled" or "error", of which `error` then says more.
+    """
+
+    request: Request
+    prompt: np.ndarray
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    prompt_logprobs: list[float] = dataclasses.field(default_factory=list)
+    finish_reason: str | None = None
+    error: str | None = None
+
+
+@dataclasses.dataclass(eq=False)
+class Row:
+    """What is known of a row of the cache.
+
+    text: [max_len] int32: its tokens, as far as they are known. read: how many of them have been read.
+    steps: those under way, whose tokens are not known yet. number: of its answer, in the order of beginning.
+    """
+
+    text: np.ndarray
+    read: int = 0
+    steps: int = 0
+    answer: Answer | None = None
+    number: int = -1
+
+    @property
+    def free(self) -> bool:
+        return self.answer is None or self.answer.finish_reason is not None
+
+    @property
+    def unread(self) -> int:
+        """How many tokens of the prompt are still to be read in pieces: all but the last."""
+        return 0 if self.free else max(len(self.answer.prompt) - 1 - self.read, 0)
+
+    @property
+    def wanted(self) -> int:
+        """How many tokens to choose beyond those that the steps under way choose at least."""
+        if self.free or self.unread:
+            return 0
+        return self.answer.request.max_new_tokens - len(self.answer.tokens) - self.steps
+
+    def begin(self, answer: Answer, read: int, number: int) -> None:
+        """Take an answer, of whose prompt `read` tokens are in the cache."""
+        self.text[: len(answer.prompt)] = answer.prompt
+        self.answer, self.read, self.steps, self.number = answer, read, 0, number
+
+    def chose(self, tokens: np.ndarray) -> None:
+        """Note what a step chose, one token after each that it read."""
+        places = self.text[self.read + 1 :][: len(tokens)]  # what is beyond max_len is not kept
+        places[:] = tokens[: len(places)]
+        self.read, self.steps = self.read + len(tokens), self.steps - 1
+
+    def forget(self) -> None:
+        """Nobody is to take anything from what has been read."""
+        self.answer, self.read, self.steps = None, 0, 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Wait:
+    """For a row that is reading a prompt: until it has read as many tokens as another one shares with it."""
+
+    row: Row
+    answer: Answer  # the row's
+    shared: int
+
+    @property
+    def left(self) -> int:
+        """How many tokens of them are still to be read; 0 if the row has gone on to something else."""
+        return (
+            max(self.shared - self.row.read, 0) if self.row.answer is self.answer and self.row.unread else 0
+        )
+
+
+@dataclasses.dataclass(eq=False)
+class Shard:
+    """The rows of one data shard.
+
+    width: tokens that a step may read in a row. chunks: of the model's layers, each a ring of so many slots.
+    """
+
+    rows: list[Row]
+    width: int
+    chunks: frozenset[int]
+    waits: dict[Answer, Wait] = dataclasses.field(default_factory=dict)
+
+    def begin(self, queue: deque[Answer], number: int) -> tuple[Row, Row] | None:
+        """Give a free row the first answer of the queue that need not wait: -> (the row, the one of which it
+        takes what is read), or None.
+
+        Neither a prompt that is being read nor an answer that waits holds up those behind it.
+        """
+        waits = {}
+        candidates = itertools.islice(queue, len(self.rows)) if any(row.free for row in self.rows) else ()
+        for answer in candidates:
+            if (wait := self._wait(answer)) is None:
+                queue.remove(answer)
+                row, source, read = self.choose(answer)
+                row.begin(answer, read, number)
+                return row, source
+            waits[answer] = self.waits[answer] = wait
+        self.waits = waits
+        return None
+
+    def _wait(self, answer: Answer) -> Wait | None:
+        """What an answer waits for, if anything: a row that is just now reading much of the same prompt."""
+        if (wait := self.waits.get(answer)) and wait.left:
+            return wait
+        if answer.request.score:
+            return None
+        readers = (row for row in self.rows if row.unread)
+        waits = (Wait(row, row.answer, shared(row.answer.prompt, answer.prompt[:-1])) for row in readers)
+        longest = max((wait for wait in waits if wait.left), key=lambda wait: wait.shared, default=None)
+        if longest is None:
+            return None
+        known = max(self.known(row, answer.prompt) for row in self.rows)
+        return longest if longest.shared - known >= WORTH_COPYING else None
+
+    def choose(self, answer: Answer) -> tuple[Row, Row, int]:
+        """A free row for an answer, the row that has read the most of its prompt, and how much."""
+        oldest = min((row for row in self.rows if row.free), key=lambda row: row.number)
+        if answer.request.score:
+            return oldest, oldest, 0
+        known, source = max(
+            ((self.known(row, answer.prompt), row) for row in self.rows), key=lambda x: (x[0], x[1].free)
+        )
+        if source.free and source.read < 2 * known:  # what is overwritten is less than what is kept
+            return source, source, known
+        if known < WORTH_COPYING:
+            return oldest, oldest, self.known(oldest, answer.prompt)
+        return oldest, source, known
+
+    def known(self, row: Row, prompt: np.ndarray) -> int:
+        """How many of the prompt's tokens, but its last, this row has read and still holds."""
+        n = shared(row.text[: row.read], prompt[:-1])
+        # A ring holds the row's own chunk and nothing of those before it; at their ends nothing is needed.
+        latest = row.read + row.steps * self.width
+        while left := [n % chunk for chunk in self.chunks if n % chunk and n // chunk < latest // chunk]:
+            n -= left[0]
+        return n
+
+    def next_to_read(self, oldest: bool) -> Row | None:
+        """A row whose prompt is still to be read: the one that began first, or the one that is done soonest.
+
+        By turns, a long prompt is never held up for good, nor a short one for long. Done is also a row that
+        has read what an answer waits for.
+        """
+        reading = [row for row in self.rows if row.unread]
+        if oldest:
+            return min(reading, key=lambda row: row.number, default=None)
+        left = {row: row.unread for row in reading}
+        for wait in self.waits.values():
+            if wait.left:
+                left[wait.row] = min(left[wait.row], wait.left)
+        return min(reading, key=lambda row: (left[row], row.number), default=None)
+
+
+def shared(a: np.ndarray, b: np.ndarray) -> int:
+    """How many tokens two texts begin with alike."""
+    n = min(len(a), len(b))
+    differs = a[:n] != b[:n]
+    first = int(differs.argmax()) if n else 0
+    return first if n and differs[first] else n
