@@ -24,9 +24,9 @@ LINE = b'{"index": '  # how a line of an output file begins
 
 @dataclasses.dataclass(eq=False)
 class Reply:
-    """What becomes of a prompt, or of one of several samples for it: an answer, a score, or a refusal.
+    """What becomes of a prompt, or of one of several samples for it: an answer, a score, or an error.
 
-    index: the prompt's number, from 0. error: why there is no request.
+    index: the prompt's number, from 0. error: why there is no request, or why its answer broke off.
     """
 
     index: int
@@ -100,7 +100,7 @@ class TextPrinter:
     def show(self, _: list[Reply]) -> None:
         while self.waiting:
             reply = self.waiting[-1]
-            if reply.error is None:
+            if reply.answer is not None:
                 self._print(reply)
             if not reply.done:
                 break
@@ -109,7 +109,7 @@ class TextPrinter:
         sys.stdout.flush()
 
     def _print(self, reply: Reply) -> None:
-        if self.printed < 0 and (reply.stream.text or reply.done):
+        if self.printed < 0 and (reply.stream.text or reply.done and reply.error is None):
             which = f" ({reply.sample + 1} of {self.samples})" if self.samples > 1 else ""
             print(f"> {reply.prompt.title}{which}")
             self.printed = 0
@@ -285,6 +285,9 @@ def answer(batch: Batch, replies: list[Reply], show: Callable[[list[Reply]], Non
         for given in batch.advance():
             if (reply := asked.get(given)) is not None:
                 reply.update()
+                if given.error is not None:
+                    reply.error = f"{reply.prompt.where}: {given.error}"
+                    log("error:", reply.error)
                 if reply.stream.stopped:
                     batch.cancel(given)
                 if reply.done:

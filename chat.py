@@ -56,7 +56,7 @@ def read_turn(prompt: str) -> str | None:
 
 
 def say(batch: Batch, request: Request, stream: TextStream, interrupts: Interrupts) -> str:
-    """Print the answer as it is made, and return it; an interrupt ends it."""
+    """Print the answer as it is made, and return it; an interrupt ends it. "" if it breaks off."""
     interrupts.answering, interrupts.since = True, None
     answer = batch.add(request)
     while batch.busy:
@@ -66,6 +66,9 @@ def say(batch: Batch, request: Request, stream: TextStream, interrupts: Interrup
             batch.cancel(answer)
     print(stream.finish(), flush=True)
     interrupts.answering = False
+    if answer.error is not None:
+        log("error:", answer.error)
+        return ""
     if answer.finish_reason == "length":
         log(f"(cut at {len(answer.tokens)} tokens)")
     return stream.text

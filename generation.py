@@ -52,6 +52,7 @@ class Stats:
     reused_tokens: int = 0  # of the prompts', not read again
     tokens: int = 0
     steps: int = 0  # decode steps whose tokens are known
+    failed: int = 0  # requests that ended with an error
     guessed: int = 0
     guessed_right: int = 0
     row_steps: int = 0  # steps times the rows that took part
@@ -288,6 +289,7 @@ class Batch:
         """
         if answer.finish_reason is None:
             answer.finish_reason, answer.error = "error", NAN
+            self.stats.failed += 1
         if row.answer is answer:
             row.forget()
 

@@ -51,6 +51,11 @@ def join_hosts() -> None:
             return
         variables = "JAX_COORDINATOR_ADDRESS (HOST:PORT), JAX_NUM_PROCESSES and JAX_PROCESS_ID"
         raise UserError(f"could not join other hosts ({e}); check {variables}") from None
+    device_count()
+    if jax.process_count() > 1 and jax.default_backend() == "cpu":
+        # Of CPU processes only the first would find what was compiled before, and wait for the others in a
+        # collective, which Gloo gives up after 30 s.
+        jax.config.update("jax_enable_compilation_cache", False)
     # Gloo, which joins CPU processes, writes to file descriptor 1; keep the user's stdout for answers.
     sys.stdout = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -22,8 +22,6 @@ from collections.abc import Callable
 from functools import partial
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 import model
@@ -44,6 +42,7 @@ from checkpoint import TYPES, Checkpoint, load, open_checkpoint
 from command_line import OneLineParser, progress, run
 from errors import UserError
 from generation import Batch
+from hosts import from_first
 from launch import (
     LAPS,
     choose_dtypes,
@@ -56,7 +55,7 @@ from launch import (
     log,
 )  # fmt: skip
 from memory import BANDWIDTH, ROWS, Plan, bytes_per_step, plan_cache
-from prompts import NEW_TOKENS, Asker, Prompt, read_prompts
+from prompts import NEW_TOKENS, Asker, Prompt, share_prompts
 from speculation import Draft, Lookup, mesh_for_draft
 from text import load_tokenizer
 
@@ -223,18 +222,15 @@ def digest(
 @contextlib.contextmanager
 def output_file(args: argparse.Namespace, replies: list[Reply], settings, content):
     """-> (the --output file, of the first process alone, or None; the replies that it does not have)."""
-    file, error = None, None
-    if args.output and jax.process_index() == 0:
-        try:
-            file = OutputFile(args.output, replies, settings, content)
-        except (UserError, OSError) as e:
-            error = e
-    held = np.array([error is not None, *(file is not None and reply.key in file.held for reply in replies)])
-    if jax.process_count() > 1:
-        held = multihost_utils.broadcast_one_to_all(held)
-    if held[0]:
-        raise error or UserError("the first process could not write --output")
-    missing = [reply for reply, is_held in zip(replies, held[1:], strict=True) if not is_held]
+    file = None
+
+    def held() -> list[bool]:
+        nonlocal file
+        file = OutputFile(args.output, replies, settings, content)
+        return [reply.key in file.held for reply in replies]
+
+    are_held = from_first(held) if args.output else [False] * len(replies)
+    missing = [reply for reply, is_held in zip(replies, are_held, strict=True) if not is_held]
     with file or contextlib.nullcontext():
         yield file, missing
         if file is not None:
@@ -256,6 +252,8 @@ def talk(args: argparse.Namespace, models, asker: Asker) -> None:
     like = asker.request([0], {})
     batch = make_batch(args, models, plans, rows, max_len, requests=[like], longest=max_len)
     converse(batch, asker)
+    if batch.stats.failed:
+        sys.exit(1)
 
 
 def choose_printer(
@@ -311,7 +309,7 @@ def report(args: argparse.Namespace, plan: Plan, batch: Batch, replies: list[Rep
     rate, utilization = (stats.tokens - filled.tokens) / seconds if steps else None, None
     bandwidth = BANDWIDTH.get(jax.devices()[0].device_kind)
     answered = [reply for reply in replies if reply.error is None]
-    if bandwidth and steps:
+    if bandwidth and steps and answered:
         lengths = [len(reply.request.prompt) + len(reply.answer.tokens) / 2 for reply in answered]
         rows, mean = stats.row_steps / stats.steps / shards, sum(lengths) / len(lengths)
         needed = bytes_per_step(batch.weights, plan.cfg, plan.mesh, rows, mean, plan.kv_dtype)
@@ -350,12 +348,13 @@ def report(args: argparse.Namespace, plan: Plan, batch: Batch, replies: list[Rep
 
 def main() -> None:
     args = parse_arguments()
-    prompts = [] if args.chat else read_prompts(args)
     lap("imports")
     keep_compiled()
     join_hosts()
+    devices = device_count()
+    prompts = [] if args.chat else share_prompts(args)
     checkpoint = open_checkpoint(args.checkpoint)
-    mesh = choose_mesh(checkpoint.config, args.dp, args.ep, args.tp, device_count())
+    mesh = choose_mesh(checkpoint.config, args.dp, args.ep, args.tp, devices)
     tokenizer = load_tokenizer(checkpoint.folder)
     models = [(checkpoint, mesh)]
     if args.draft:

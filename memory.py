@@ -1,17 +1,18 @@
 """What the memory of a device holds, and what a decode step reads of it."""
 
+import collections
 import dataclasses
 import math
 import os
+import socket
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 import model
 from errors import UserError
+from hosts import gather
 from model import Config
 
 ROWS = 32  # of the batch, unless the user says otherwise
@@ -32,14 +33,24 @@ def shard_bytes(tree) -> int:
     return sum(math.prod(shape) * itemsize for shape, itemsize in shards)
 
 
+def host_memory() -> int:
+    """Bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def device_memory() -> int:
-    """Bytes of memory per device, on the host that has the least; those on a CPU share the host's."""
-    stats = jax.local_devices()[0].memory_stats() or {}
-    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
-    have = np.array(stats.get("bytes_limit", host))
-    if jax.process_count() > 1:  # all must plan alike
-        have = multihost_utils.process_allgather(have).min()
-    return int(have)
+    """Bytes of memory of the device that has the least, in any process. CPU devices share their host's."""
+    own = [(device.memory_stats() or {}).get("bytes_limit") for device in jax.local_devices()]
+    every = gather(dict(host=socket.gethostname(), own=own, memory=host_memory()))
+    sharing = collections.Counter()
+    for process in every:
+        sharing[process["host"]] += process["own"].count(None)
+    shares = [
+        process["memory"] // sharing[process["host"]] if own is None else own
+        for process in every
+        for own in process["own"]
+    ]
+    return min(shares)
 
 
 @dataclasses.dataclass(frozen=True)

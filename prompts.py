@@ -11,6 +11,7 @@ from typing import Any
 from checkpoint import Checkpoint
 from errors import UserError
 from generation import Request
+from hosts import from_first
 from launch import log
 from model import Config, Sampling
 from scheduler import SAMPLING, check_sampling
@@ -57,6 +58,12 @@ def read_prompts(args: argparse.Namespace) -> list[Prompt]:
         if any(is_broken(text) for text in texts):
             raise UserError(f"{prompt.where}: not valid text in this terminal's encoding")
     return prompts or [Prompt(text, f"prompt {i}") for i, text in enumerate(DEFAULTS, 1)]
+
+
+def share_prompts(args: argparse.Namespace) -> list[Prompt]:
+    """`read_prompts` of the first process, in all: others may have an empty stdin, and no such file."""
+    found = from_first(lambda: [dataclasses.astuple(prompt) for prompt in read_prompts(args)])
+    return [Prompt(*fields) for fields in found]
 
 
 def is_broken(text: str) -> bool:
