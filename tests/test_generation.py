@@ -16,9 +16,12 @@ import generation
 import model
 import scheduler
 from checkpoint import load, open_checkpoint
+from errors import UserError
 from generation import Answer, Batch, Request
 from model import Sampling
+from quantize import QuantizedArray
 from scheduler import Row, Shard
+from speculation import Lookup
 
 ROWS, MAX_LEN = 8, 160
 SUBJECTS = ("tiny-llama3", "tiny-llama4", "ring")
@@ -408,6 +411,126 @@ def test_requests_that_do_not_fit():
                 batch.add(dataclasses.replace(Request([1], 3), **other))
         answers.append(batch.add(request))
     finish(batch)
+    assert_as_alone(answers, "ring")
+
+
+BAD = {
+    "a negative token": (dict(prompt=[3, -1]), "token -1: the model has tokens 0 to 100"),
+    "a token too many": (dict(prompt=[101, 3]), "token 101: the model has tokens 0 to 100"),
+    "a token of 64 bits": (dict(prompt=[2**32 + 3]), f"token {2**32 + 3}: the model has tokens 0 to 100"),
+    "no token": (dict(prompt=[]), "one or more token ids"),
+    "text": (dict(prompt="Hello"), "one or more token ids"),
+    "halves": (dict(prompt=[1.5]), "one or more token ids"),
+    "fewer than no new ones": (dict(max_new_tokens=-1), "max_new_tokens -1 is not at least 0"),
+    "a wrong top-p": (dict(sampling=Sampling(temperature=1.0, top_p=1.5)), "top-p 1.5 is not above 0"),
+    "a wrong temperature": (dict(sampling=Sampling(temperature=math.nan)), "temperature nan is not a number"),
+    "a wrong seed": (dict(sampling=Sampling(temperature=1.0, seed=2**32)), f"seed {2**32} is not between"),
+}
+
+
+@pytest.fixture(scope="module")
+def sampling_batch():
+    """A batch whose programs know all of Sampling."""
+    return batch_of([Request([1, 2], 2, SETTINGS[2])], "ring")
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_what_no_model_could_answer(bad, sampling_batch):
+    """It is refused when it is added, by what is wrong with it."""
+    changes, message = BAD[bad]
+    with pytest.raises(UserError, match=message):
+        sampling_batch.add(dataclasses.replace(Request([1, 2], 2), **changes))
+    assert not sampling_batch.busy
+
+
+def nan_embedding(weights: model.Weights, token: int) -> model.Weights:
+    def damaged(x):
+        return jax.device_put(x.at[token].set(jnp.nan), x.sharding)
+
+    embed = weights.embed
+    if isinstance(embed, QuantizedArray):
+        return dataclasses.replace(weights, embed=dataclasses.replace(embed, scale=damaged(embed.scale)))
+    return dataclasses.replace(weights, embed=damaged(embed))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "guesses"), [("1", 0), ("1", 3), pytest.param("dp2-ep2-tp2", 0, marks=pytest.mark.deep)]
+)
+def test_a_request_that_computes_nan(mesh, guesses):
+    """It ends with an error of its own; those beside it, and those that its row takes next, do not notice."""
+    weights, cfg, devices = subject("ring", mesh)
+    bad, rng = 7, np.random.default_rng(0)
+    good = [request for request in mixed(cfg, 40) if bad not in [*request.prompt, *alone(request, "ring")[0]]]
+    requests = [dataclasses.replace(request, score=i % 3 == 0) for i, request in enumerate(good)]
+    assert len(requests) > 20
+    for i in (2, 7, 8, 13, 20):
+        prompt = rng.integers(0, cfg.V, 40).tolist()
+        prompt[int(rng.integers(40))] = bad
+        requests.insert(i, Request(prompt, 8, score=i % 2 == 0))
+    weights, speculate = nan_embedding(weights, bad), Lookup(guesses) if guesses else None
+    batch = Batch(weights, cfg, devices, 4, MAX_LEN, "float32", requests, speculate=speculate)
+    answers = ask(batch, requests)
+    failed = [answer for answer in answers if answer.finish_reason == "error"]
+    assert [answer for answer in answers if bad in answer.request.prompt] == failed
+    assert batch.stats.failed == len(failed) == 5 and all("NaN" in answer.error for answer in failed)
+    assert_as_alone([answer for answer in answers if answer not in failed], "ring")
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one(monkeypatch):
+    """Its first token is there within 3 calls, whether it comes with the long one, behind many, or later."""
+    monkeypatch.setattr(generation, "WIDTHS", (8,))
+    cfg, rng = subject("ring", "1")[1], np.random.default_rng(0)
+
+    def request(n: int) -> Request:
+        return Request(rng.integers(0, cfg.V, n).tolist(), 3)
+
+    batch = batch_of([request(150)], "ring")  # read in 19 pieces
+    for long, calls in ((1, 0), (6, 0), (1, 1), (1, 2), (3, 9)):
+        answers = [batch.add(request(150)) for _ in range(long)]
+        for _ in range(calls):
+            batch.advance()
+        short = batch.add(request(3))
+        for _ in range(3):
+            batch.advance()
+        assert short.tokens and not answers[-1].tokens
+        finish(batch)
+        assert_as_alone([*answers, short], "ring")
+
+
+def test_a_long_prompt_is_not_held_up_by_short_ones(monkeypatch):
+    """Every second piece is the oldest prompt's, however many shorter ones come."""
+    monkeypatch.setattr(generation, "WIDTHS", (8,))
+    cfg, rng = subject("ring", "1")[1], np.random.default_rng(0)
+    batch = batch_of([Request([1] * 150, 3)], "ring")
+    long = batch.add(Request(rng.integers(0, cfg.V, 81).tolist(), 3))  # 10 pieces
+    for _ in range(21):
+        batch.add(Request(rng.integers(0, cfg.V, 9).tolist(), 1))
+        batch.advance()
+    assert long.tokens
+    finish(batch)
+    assert_as_alone([long], "ring")
+
+
+def test_what_waits_for_a_prefix(monkeypatch):
+    """What begins like a prompt that is being read waits for that part of it; nobody else does."""
+    monkeypatch.setattr(generation, "WIDTHS", (8,))
+    counts = []
+    spy(monkeypatch, "prefill", lambda arguments, _: counts.append(arguments[1].sum()))
+    cfg, rng = subject("ring", "1")[1], np.random.default_rng(0)
+    first, other = (rng.integers(0, cfg.V, n).tolist() for n in (121, 17))
+    requests = [Request(first, 2), Request(first[:40] + [1, 2, 3], 2), Request(other, 2)]
+    requests += [Request(first[:40] + [4, 5], 2), Request(first[:15] + [1, 2, 3], 2)]
+    batch = batch_of(requests, "ring")
+    counts.clear()
+    answers = [batch.add(request) for request in requests]
+    batch.advance()
+    assert [row.answer for row in batch.rows if row.answer] == [answers[0], answers[2], answers[4]]
+    while not answers[1].tokens:
+        batch.advance()
+    # Five pieces for 40 tokens, each after one of a shorter prompt; then three more prompts take turns.
+    assert len(counts) <= 2 * 5 + 4 and not answers[0].tokens
+    finish(batch)
+    assert sum(counts) == 120 + 2 + 16 + 1 + 17
     assert_as_alone(answers, "ring")
 
 
