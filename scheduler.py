@@ -14,6 +14,7 @@ import numpy as np
 from errors import UserError
 from model import Sampling
 
+BLOCK = 8192  # tokens to compare at a time: most texts differ soon
 WORTH_COPYING = 16  # tokens that another row has read; of fewer, reading them again costs less
 LARGEST = float(np.finfo(np.float32).max)
 # The options of sampling: type, lowest, highest, and in words. model.sample says what they do.
@@ -115,6 +116,11 @@ class Row:
         return 0 if self.free else max(len(self.answer.prompt) - 1 - self.read, 0)
 
     @property
+    def length(self) -> int:
+        """How much of its text is known for certain: what has been read, and the prompt."""
+        return max(self.read, len(self.answer.prompt) if self.answer else 0)
+
+    @property
     def wanted(self) -> int:
         """How many tokens to choose beyond those that the steps under way choose at least."""
         if self.free or self.unread:
@@ -174,51 +180,50 @@ class Shard:
         waits = {}
         candidates = itertools.islice(queue, len(self.rows)) if any(row.free for row in self.rows) else ()
         for answer in candidates:
-            if (wait := self._wait(answer)) is None:
-                queue.remove(answer)
-                row, source, read = self.choose(answer)
-                row.begin(answer, read, number)
-                return row, source
+            wait = self.waits.get(answer)
+            if wait is None or not wait.left:
+                alike = self.alike(answer)
+                held = {row: self.held(row, n) for row, n in alike.items()}
+                if (wait := self.wait(alike, held)) is None:
+                    queue.remove(answer)
+                    row, source = self.choose(held)
+                    row.begin(answer, held[source], number)
+                    return row, source
             waits[answer] = self.waits[answer] = wait
         self.waits = waits
         return None
 
-    def _wait(self, answer: Answer) -> Wait | None:
-        """What an answer waits for, if anything: a row that is just now reading much of the same prompt."""
-        if (wait := self.waits.get(answer)) and wait.left:
-            return wait
-        if answer.request.score:
-            return None
-        readers = (row for row in self.rows if row.unread)
-        waits = (Wait(row, row.answer, shared(row.answer.prompt, answer.prompt[:-1])) for row in readers)
-        longest = max((wait for wait in waits if wait.left), key=lambda wait: wait.shared, default=None)
-        if longest is None:
-            return None
-        known = max(self.known(row, answer.prompt) for row in self.rows)
-        return longest if longest.shared - known >= WORTH_COPYING else None
+    def alike(self, answer: Answer) -> dict[Row, int]:
+        """How many tokens of its prompt, but the last, each row begins with: read, or to be read.
 
-    def choose(self, answer: Answer) -> tuple[Row, Row, int]:
-        """A free row for an answer, the row that has read the most of its prompt, and how much."""
-        oldest = min((row for row in self.rows if row.free), key=lambda row: row.number)
-        if answer.request.score:
-            return oldest, oldest, 0
-        known, source = max(
-            ((self.known(row, answer.prompt), row) for row in self.rows), key=lambda x: (x[0], x[1].free)
-        )
-        if source.free and source.read < 2 * known:  # what is overwritten is less than what is kept
-            return source, source, known
-        if known < WORTH_COPYING:
-            return oldest, oldest, self.known(oldest, answer.prompt)
-        return oldest, source, known
+        None if its scores are wanted, for which it must be read itself.
+        """
+        own = answer.prompt[: 0 if answer.request.score else -1]
+        return {row: shared(row.text[: row.length], own) for row in self.rows}
 
-    def known(self, row: Row, prompt: np.ndarray) -> int:
-        """How many of the prompt's tokens, but its last, this row has read and still holds."""
-        n = shared(row.text[: row.read], prompt[:-1])
+    def held(self, row: Row, alike: int) -> int:
+        """How many of the first tokens that a row has alike it has read, and still holds."""
+        n = min(alike, row.read)
         # A ring holds the row's own chunk and nothing of those before it; at their ends nothing is needed.
         latest = row.read + row.steps * self.width
         while left := [n % chunk for chunk in self.chunks if n % chunk and n // chunk < latest // chunk]:
             n -= left[0]
         return n
+
+    def wait(self, alike: dict[Row, int], held: dict[Row, int]) -> Wait | None:
+        """What to wait for, if anything: a row that is just now reading much of the same prompt."""
+        waits = (Wait(row, row.answer, n) for row, n in alike.items() if row.unread)
+        longest = max((wait for wait in waits if wait.left), key=lambda wait: wait.shared, default=None)
+        worth = longest is not None and longest.shared - max(held.values()) >= WORTH_COPYING
+        return longest if worth else None
+
+    def choose(self, held: dict[Row, int]) -> tuple[Row, Row]:
+        """A free row for an answer, and the row of which it takes what that holds of its prompt."""
+        oldest = min((row for row in self.rows if row.free), key=lambda row: row.number)
+        source = max(self.rows, key=lambda row: (held[row], row.free))
+        if source.free and source.read < 2 * held[source]:  # what is overwritten is less than what is kept
+            return source, source
+        return oldest, source if held[source] >= WORTH_COPYING else oldest
 
     def next_to_read(self, oldest: bool) -> Row | None:
         """A row whose prompt is still to be read: the one that began first, or the one that is done soonest.
@@ -239,6 +244,8 @@ class Shard:
 def shared(a: np.ndarray, b: np.ndarray) -> int:
     """How many tokens two texts begin with alike."""
     n = min(len(a), len(b))
-    differs = a[:n] != b[:n]
-    first = int(differs.argmax()) if n else 0
-    return first if n and differs[first] else n
+    for start in range(0, n, BLOCK):
+        differs = a[start : min(start + BLOCK, n)] != b[start : min(start + BLOCK, n)]
+        if differs.any():
+            return start + int(differs.argmax())
+    return n

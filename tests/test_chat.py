@@ -5,6 +5,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import struct
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import time
 
 import pytest
 from conftest import CHECKPOINTS, generate, mesh_of
+from test_command_line import damage_token
 
 import main
 from checkpoint import load, open_checkpoint
@@ -36,6 +38,19 @@ def over_a_pipe(environment, text: str, *arguments: str) -> tuple[str, str]:
     done = subprocess.run(command, input=text, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout, done.stderr
+
+
+def test_a_turn_that_computes_nan(environment, tmp_path):
+    """It is an error, and as if it had not been said; at the end the exit code tells."""
+    shutil.copytree(CHECKPOINTS / "tiny-llama4", tmp_path / "damaged")
+    damage_token(tmp_path / "damaged", "Z")
+    command = [sys.executable, main.__file__, "--chat", "--checkpoint", tmp_path / "damaged"]
+    found = []
+    for text in ("Hello\nWho are you?\n", "Hello\nWhat is ZZ?\nWho are you?\n"):
+        done = subprocess.run(command, input=text, capture_output=True, text=True, env=environment)
+        found.append([line for line in done.stdout.splitlines() if line])
+    assert len(found[0]) == 2 and found[0] == found[1]
+    assert done.returncode == 1 and "error: the model computes NaN" in done.stderr
 
 
 class Terminal:

@@ -319,13 +319,15 @@ def test_which_row_a_request_takes():
     head, other = list(range(40)), list(range(100, 140))
 
     def row(text: list[int], number: int, free: bool = True) -> Row:
-        answer = Answer(Request(text, 1), np.array(text), finish_reason="length" if free else None)
+        answer = Answer(Request([], 1), np.array(text), finish_reason="length" if free else None)
         return Row(np.array(text), read=len(text), answer=answer, number=number)
 
     def choose(*rows: Row, score: bool = False) -> tuple[int, int, int]:
-        request = Request([*head[:30], 7, 7], 1, score=score)
-        row, source, read = Shard(rows, 1, frozenset()).choose(Answer(request, np.array(request.prompt)))
-        return rows.index(row), rows.index(source), read
+        answer = Answer(Request([], 1, score=score), np.array([*head[:30], 7, 7]))
+        shard = Shard(rows, 1, frozenset())
+        held = {row: shard.held(row, n) for row, n in shard.alike(answer).items()}
+        row, source = shard.choose(held)
+        return rows.index(row), rows.index(source), held[source]
 
     assert choose(row(other, 2), row(other, 0, free=False), row(other, 1)) == (2, 2, 0)
     assert choose(row(other, 0), row(head, 1)) == (1, 1, 30)

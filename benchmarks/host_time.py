@@ -1,0 +1,90 @@
+"""How long is the host busy with a step, and with a request that begins? python3 benchmarks/host_time.py
+
+The device is to wait for neither. Here it has nothing to do: what generation.Batch sends is put on it, what
+the batch gets back is ready. Prompts fill the rows but for their answers, and share half of their tokens, so
+that each is compared with all rows that far. A step is a piece of a prompt and a token for all that are read.
+"""
+# ruff: noqa: E402  the folders must be on the path first
+
+import pathlib
+import statistics
+import sys
+import time
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+import jax
+import numpy as np
+
+import model
+from command_line import OneLineParser, run
+from generation import Batch, Request
+from model import Config, Output, Rope
+
+VOCABULARY = 128256  # of Llama 3
+
+
+class Idle(Batch):
+    """A batch without a model: reading and choosing cost the device nothing.
+
+    admissions: seconds of each request that began.
+    """
+
+    def __init__(self, rows: int, max_len: int):
+        sizes = dict(D=2, K=1, G=1, H=2, F=2, V=VOCABULARY, layers=(), rope=Rope(1e4))
+        cfg = Config(**sizes, norm_eps=1e-5, max_positions=max_len)
+        self.admissions: list[float] = []
+        mesh = model.make_mesh(cfg, devices=jax.devices()[:1])
+        super().__init__(None, cfg, mesh, rows, max_len, "bfloat16", [], longest=max_len)
+
+    def _call_begin(self, *arguments) -> None:
+        jax.block_until_ready(jax.device_put(arguments))
+
+    def _call_prefill(self, rows: np.ndarray, count: np.ndarray, width: int, score: bool) -> None:
+        jax.block_until_ready(jax.device_put((rows, count)))
+
+    def _call_decode(self, count: np.ndarray) -> Output:
+        jax.block_until_ready(jax.device_put((count, self.sampling)))
+        chosen = np.full((len(count), 1), 7, np.int32)
+        return Output(tokens=chosen, logprobs=chosen * -0.5, count=count, guessed=0 * count)
+
+    def _begin(self) -> None:
+        """Time it, for as many requests as begin."""
+        before, began = self.begun, time.perf_counter()
+        super()._begin()
+        if n := self.begun - before:
+            self.admissions.append((time.perf_counter() - began) / n)
+
+
+def measure(rows: int, max_len: int, new: int, requests: int) -> tuple[list[float], list[float]]:
+    """Seconds of each step while all rows are taken, and of each request that begins."""
+    batch, rng, steps = Idle(rows, max_len), np.random.default_rng(0), []
+    head = rng.integers(0, VOCABULARY, max_len // 2, np.int32)
+    for _ in range(rows + requests):
+        own = rng.integers(0, VOCABULARY, max_len - len(head) - new, np.int32)
+        batch.add(Request(np.concatenate([head, own]), new))
+    while batch.busy:
+        begun, began = batch.begun, time.perf_counter()
+        batch.advance()
+        if begun == batch.begun and not any(row.free for row in batch.rows):
+            steps.append(time.perf_counter() - began)
+    return steps, batch.admissions
+
+
+def main() -> None:
+    parser = OneLineParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    for name, default in (("rows", 32), ("max-len", 131072), ("new", 100), ("requests", 32)):
+        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"default: {default}")
+    args = parser.parse_args()
+    parser.check_positive(args, "rows", "max_len", "new", "requests")
+    if args.max_len < 2 * args.new:
+        parser.error(f"--max-len {args.max_len} is less than twice --new {args.new}")
+    found = measure(args.rows, args.max_len, args.new, args.requests)
+    print(f"{args.rows} rows of {args.max_len:,} positions, milliseconds of the host:")
+    for what, seconds in zip(("a step", "a request that begins"), found, strict=True):
+        middle, most = 1e3 * statistics.median(seconds), 1e3 * max(seconds)
+        print(f"{what}: {middle:.2f} (at most {most:.2f}; {len(seconds)} of them)")
+
+
+if __name__ == "__main__":
+    run(main)
