@@ -29,11 +29,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 import model
 from errors import UserError
+from hosts import start_fetching
 from model import NEUTRAL, Config, Sampling
 from scheduler import Answer, Request, Row, Shard
 from speculation import Draft, Lookup
@@ -155,7 +155,7 @@ class Batch:
         )
         if self.speculate:
             self.speculate.prefill(rows, count, width)
-        return self._on_its_way(scores)
+        return start_fetching(scores, self.static["mesh"])
 
     def _call_decode(self, count: np.ndarray) -> model.Output:
         guesses = None
@@ -166,15 +166,7 @@ class Batch:
         )
         if self.speculate:
             self.speculate.follow(output)
-        return self._on_its_way(output)
-
-    def _on_its_way(self, tree):
-        """Arrays that each process will fetch; now, so that their transfer does not wait for later steps."""
-        if jax.process_count() > 1:
-            tree = _replicated(tree, mesh=self.static["mesh"])
-        for x in jax.tree.leaves(tree):
-            x.copy_to_host_async()
-        return tree
+        return start_fetching(output, self.static["mesh"])
 
     def add(self, request: Request) -> Answer:
         """Put a request at the end of the queue. UserError if it does not suit the rows or the programs."""
@@ -344,8 +336,3 @@ class Batch:
 def piece_width(unread: int) -> int:
     """The width of the next piece of a prompt with so many tokens to read: at least half of it is used."""
     return next((width for width in reversed(WIDTHS) if unread > width // 2), WIDTHS[0])
-
-
-@partial(jax.jit, static_argnames="mesh")
-def _replicated(tree, *, mesh: Mesh):
-    return jax.lax.with_sharding_constraint(tree, NamedSharding(mesh, P()))

@@ -6,11 +6,14 @@ bytes, would arrive as -0.25 GiB.
 
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from errors import UserError
 
@@ -49,3 +52,17 @@ def from_first(function: Callable[[], Any]):
 
 def _bytes_of(value) -> np.ndarray:
     return np.frombuffer(json.dumps(value).encode(), np.uint8)
+
+
+def start_fetching(tree, mesh: Mesh):
+    """Arrays that every process will look at, on their way there; later computations do not delay them."""
+    if jax.process_count() > 1:
+        tree = _replicated(tree, mesh=mesh)
+    for x in jax.tree.leaves(tree):
+        x.copy_to_host_async()
+    return tree
+
+
+@partial(jax.jit, static_argnames="mesh")
+def _replicated(tree, *, mesh: Mesh):
+    return jax.lax.with_sharding_constraint(tree, NamedSharding(mesh, P()))

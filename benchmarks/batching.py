@@ -39,6 +39,7 @@ from checkpoint import TYPES, load, open_checkpoint
 from command_line import OneLineParser, run
 from errors import UserError
 from generation import Batch, Request
+from hosts import start_fetching
 from speculation import Lookup
 
 TINY = FOLDER.parent / "tests" / "checkpoints" / "tiny-llama4"
@@ -136,10 +137,9 @@ class Bench:
                 output, cache = model.decode_step(
                     count, None, model.Sampling(), self.weights, cache, **static
                 )
-                output.tokens.copy_to_host_async()
                 if ahead is not None:
                     tokens.append(np.asarray(ahead))
-                ahead = output.tokens
+                ahead = start_fetching(output.tokens, self.mesh)
             tokens = np.hstack([*tokens, ahead])
             answers += [tokens[row, : new[row]].tolist() for row in range(len(group))]
             steps += len(tokens[0])
