@@ -254,11 +254,7 @@ class Batch:
         rows = [shard.rows.index(row) if row else 0 for shard, row in zip(self.shards, reading, strict=True)]
         score = any(row.answer.request.score for row in reading if row)
         scores = self._call_prefill(np.array(rows, np.int32), count, width, score)
-        of = [
-            (i, row, row.answer, count[i])
-            for i, row in enumerate(reading)
-            if row and row.answer.request.score
-        ]
+        of = [(i, row.answer, count[i]) for i, row in enumerate(reading) if row and row.answer.request.score]
         if of:
             self.under_way.append((scores, partial(self._scored, of)))
         for row, n in zip(reading, count.tolist(), strict=True):
@@ -267,23 +263,22 @@ class Batch:
                 if not row.unread:
                     self._has_read(row)
 
-    def _scored(self, of: list[tuple[int, Row, Answer, int]], scores: np.ndarray) -> list[Answer]:
-        for i, row, answer, n in of:
+    def _scored(self, of: list[tuple[int, Answer, int]], scores: np.ndarray) -> list[Answer]:
+        for i, answer, n in of:
             if np.isnan(scores[i, :n]).any():
-                self._fail(row, answer)
+                self._fail(answer)
             elif answer.finish_reason is None:
                 answer.prompt_logprobs += scores[i, :n].tolist()
-        return [answer for _, _, answer, _ in of]
+        return [answer for _, answer, _ in of]
 
-    def _fail(self, row: Row, answer: Answer) -> None:
-        """End an answer for which the model computes NaN. The row's cache holds NaN; what is not taken from
-        there harms nobody.
+    def _fail(self, answer: Answer) -> None:
+        """End an answer for which the model computes NaN.
+
+        What its row holds may be taken from there as ever: a text of which that is NaN would make it again.
         """
         if answer.finish_reason is None:
             answer.finish_reason, answer.error = "error", NAN
             self.stats.failed += 1
-        if row.answer is answer:
-            row.forget()
 
     def _decode(self) -> None:
         """One step of all rows that have read their prompts."""
@@ -308,7 +303,7 @@ class Batch:
             before = len(answer.tokens)
             for token, logprob in zip(tokens.tolist(), output.logprobs[i, :n].tolist(), strict=True):
                 if math.isnan(logprob) or token >= self.static["cfg"].V:  # no token is the likeliest
-                    self._fail(row, answer)
+                    self._fail(answer)
                     break
                 answer.tokens.append(token)
                 answer.logprobs.append(logprob)

@@ -138,10 +138,6 @@ class Row:
         places[:] = tokens[: len(places)]
         self.read, self.steps = self.read + len(tokens), self.steps - 1
 
-    def forget(self) -> None:
-        """Nobody is to take anything from what has been read."""
-        self.answer, self.read, self.steps = None, 0, 0
-
 
 @dataclasses.dataclass(frozen=True)
 class Wait:

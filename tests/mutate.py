@@ -54,6 +54,17 @@ SAMPLES_IN_A_FILE = "tests/test_answers.py::test_samples_in_a_file"
 STOPPED = "tests/test_answers.py::test_stop_strings"
 INTERRUPTED = "tests/test_answers.py::test_interrupted_anywhere"
 DAMAGED = "tests/test_command_line.py::test_damaged_weights"
+WAITS = "tests/test_generation.py::test_what_waits_for_a_prefix"
+SHORT = "tests/test_generation.py::test_a_short_prompt_does_not_wait_for_a_long_one"
+LONG = "tests/test_generation.py::test_a_long_prompt_is_not_held_up_by_short_ones"
+BAD = "tests/test_generation.py::test_what_no_model_could_answer"
+DAMAGED_SCORE = "tests/test_generation.py::test_a_request_that_computes_nan[1-0]"
+DAMAGED_TOKEN = "tests/test_command_line.py::test_a_damaged_token"
+DAMAGED_TURN = "tests/test_chat.py::test_a_turn_that_computes_nan"
+SMALLEST = "tests/test_hosts.py::test_memory_of_the_smallest"
+EXACT = "tests/test_hosts.py::test_bytes_are_exact"
+FIRST = "tests/test_hosts.py::test_errors_of_the_first"
+TWO = "tests/test_hosts.py::test_two_processes_by_default[3-mesh2]"
 BYTES = "tests/test_command_line.py::test_bytes_per_step"
 MEMORY = "tests/test_command_line.py::test_rows_that_fit"
 
@@ -181,38 +192,20 @@ MUTATIONS = [
     ("model.py", "jnp.where(rows < 0, cache.length.size, rows)", "rows", BEGIN),
     ("model.py", 'length=cache.length.at[at].set(length, mode="drop")', "length=cache.length", BEGIN),
     # the engine
-    ("generation.py", "n = min(row.read, len(prompt) - 1)", "n = min(row.read, len(prompt))", READ_ONCE),
-    ("generation.py", "int(differs[0]) if len(differs)", "int(differs[-1]) if len(differs)", READ_ONCE),
-    ("generation.py", "while left := [", "if left := [", EDGES),
-    ("generation.py", "n // chunk < latest // chunk", "n < latest - chunk", EDGES),
-    ("generation.py", "if request.score:", "if False:", SCORES),
-    ("generation.py", "key=lambda row: row.begun", "key=lambda row: -row.begun", ROWS),
-    ("generation.py", "key=lambda x: (x[0], x[1].free)", "key=lambda x: x[0]", ROWS),
-    ("generation.py", "if source.free and source.read < 2 * known:", "if source.free:", ROWS),
-    ("generation.py", "if known < WORTH_COPYING:", "if False:", ROWS),
-    ("generation.py", "return oldest, oldest, self._known(oldest, request.prompt)", "return oldest, oldest, known", ROWS),
-    ("generation.py", "return oldest, source, known", "return oldest, oldest, known", READ_ONCE),
-    ("generation.py", "not self.queue or any(row.unread for row in shard) or", "not self.queue or", READ_ONCE),
     ("generation.py", "rows[i], source[i] = (", "source[i], rows[i] = (", READ_ONCE),
     ("generation.py", "copied = any(", "copied = all(", "tests/test_generation.py::test_requests_on_a_mesh[dp2-ep2-tp2]"),
     ("generation.py", "            self._call_begin(rows, text, read, source if copied else None)\n            self.sampling = self._sampling()\n", "            self._call_begin(rows, text, read, source if copied else None)\n", SAMPLES),
-    ("generation.py", "        if not row.unread:\n            self._has_read(row)\n        return", "        return", SCORES),
     ("generation.py", 'answer.finish_reason or "length"', '"length"', CANCEL),
     ("generation.py", "score = any(", "score = all(", "tests/test_generation.py::test_log_probabilities_of_prompts[ring-dp8]"),
     ("generation.py", "min(row.unread, width) if row else 0", "row.unread if row else 0", SCORES),
     ("generation.py", "if np.isnan(scores[i, :n]).any():", "if False:", DAMAGED),
-    ("generation.py", 'if token >= self.static["cfg"].V:', "if False:", DAMAGED),
     ("generation.py", "if unread > width // 2", "if unread >= width", "tests/test_generation.py::test_width_of_a_piece"),
-    ("generation.py", "len(self.answer.tokens) - self.steps", "len(self.answer.tokens)", FETCHED),
     ("generation.py", "for _ in range(expected):", "while self.under_way:", FETCHED),
-    ("generation.py", "if row.answer is answer:", "if True:", STOPS),
     ("generation.py", "                if token in answer.request.stop:", "                if token in answer.request.stop and len(answer.tokens) < answer.request.max_new_tokens:", STOPS),
     ("generation.py", 'answer.finish_reason = "stop"', 'answer.finish_reason = "length"', STOPS),
     ("generation.py", "                if answer.finish_reason:\n                    break\n", "", "tests/test_speculation.py::test_greedy[tiny-llama3-1-lookup 1]"),
     ("generation.py", "return bool(self.queue or self.under_way) or not", "return bool(self.queue or self.under_way) and not", END),
     ("generation.py", "request.positions > self.max_len", "request.positions >= self.max_len", REFUSED),
-    ("generation.py", "known = len(request.prompt) <= self.longest and", "known =", REFUSED),
-    ("generation.py", "if answer.finish_reason is None:\n            answer", "if True:\n            answer", CANCEL),
     ("generation.py", "                self.queue.remove(answer)", "                pass", CANCEL),
     ("generation.py", 'return asked | {"seed"} if', "return asked if", INTERRUPTED),
     ("generation.py", 'asked & {"repetition_penalty"}', "set()", "tests/test_answers.py::test_each_prompt_has_its_own_options"),
@@ -283,6 +276,43 @@ MUTATIONS = [
     ("convert_checkpoint.py", "np.allclose(step, largest, rtol=1e-6,", "np.allclose(step, step, rtol=1e-6,", CONVERSION),
     ("benchmarks/quality.py", "jnp.exp(log_q) - p - p * ratio", "-p * ratio", QUALITY),
     ("benchmarks/quality.py", "targets >= 0", "targets >= -1", QUALITY),
+    # the scheduler
+    ("scheduler.py", "n = min(alike, row.read)", "n = alike", WAITS),
+    ("scheduler.py", "return start + int(differs.argmax())", "return n", READ_ONCE),
+    ("scheduler.py", "while left := [", "if left := [", EDGES),
+    ("scheduler.py", "n // chunk < latest // chunk", "n < latest - chunk", EDGES),
+    ("scheduler.py", "0 if answer.request.score else -1", "-1", SCORES),
+    ("scheduler.py", "if row.free), key=lambda row: row.number", "if row.free), key=lambda row: -row.number", ROWS),
+    ("scheduler.py", "key=lambda row: (held[row], row.free)", "key=lambda row: held[row]", ROWS),
+    ("scheduler.py", "if source.free and source.read < 2 * held[source]:", "if source.free:", ROWS),
+    ("scheduler.py", "source if held[source] >= WORTH_COPYING else oldest", "source", ROWS),
+    ("scheduler.py", "source if held[source] >= WORTH_COPYING else oldest", "oldest", READ_ONCE),
+    ("scheduler.py", "return longest if worth else None", "return None", WAITS),
+    ("scheduler.py", "itertools.islice(queue, len(self.rows))", "itertools.islice(queue, 1)", WAITS),
+    ("scheduler.py", "longest.shared - max(held.values()) >= WORTH_COPYING", "True", WAITS),
+    ("scheduler.py", "left[wait.row] = min(left[wait.row], wait.left)", "pass", WAITS),
+    ("scheduler.py", "        if oldest:", "        if True:", SHORT),
+    ("scheduler.py", "        if oldest:", "        if False:", LONG),
+    ("scheduler.py", "if prompt.min() < 0 or prompt.max() >= vocabulary:", "if False:", BAD),
+    ("scheduler.py", "                check_sampling(name, value)", "                pass", BAD),
+    ("scheduler.py", "len(self.answer.tokens) - self.steps", "len(self.answer.tokens)", FETCHED),
+    ("scheduler.py", "self.text[self.read + 1 :][: len(tokens)]", "self.text[self.read :][: len(tokens)]", READ_ONCE),
+    ("generation.py", "            if not row.unread:\n                self._has_read(row)\n", "", SCORES),
+    ("generation.py", "if math.isnan(logprob) or token >= self.static[\"cfg\"].V:", "if False:", DAMAGED),
+    ("generation.py", "if np.isnan(scores[i, :n]).any():", "if False:", DAMAGED_SCORE),
+    ("generation.py", "if row.answer is answer:", "if True:", STOPS),
+    ("generation.py", "known = len(prompt) <= self.longest and", "known =", REFUSED),
+    ("generation.py", "if answer.finish_reason is None:\n            answer.finish_reason = \"cancelled\"", "if True:\n            answer.finish_reason = \"cancelled\"", CANCEL),
+    ("answers.py", "if given.error is not None:", "if False:", DAMAGED_TOKEN),
+    ("chat.py", "if answer.error is not None:", "if False:", DAMAGED_TURN),
+    # several processes
+    ("memory.py", "every = gather(", "every = (lambda own: [own])(", SMALLEST),
+    ("memory.py", "return min(shares)", "return shares[0]", SMALLEST),
+    ("memory.py", "// sharing[process[\"host\"]]", "// len(process[\"own\"])", SMALLEST),
+    ("hosts.py", "rows = multihost_utils.process_allgather(np.pad(data, (0, sizes.max() - data.size)))", "return multihost_utils.process_allgather(np.array(value)).tolist()", EXACT),
+    ("hosts.py", "raise UserError(found[\"error\"])", "return None", FIRST),
+    ("hosts.py", "        tree = _replicated(tree, mesh=mesh)", "        pass", TWO),
+    ("prompts.py", "found = from_first(lambda: [dataclasses.astuple(prompt) for prompt in read_prompts(args)])", "found = [dataclasses.astuple(prompt) for prompt in read_prompts(args)]", TWO),
 ]  # fmt: skip
 
 

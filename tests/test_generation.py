@@ -519,9 +519,9 @@ def test_what_waits_for_a_prefix(monkeypatch):
     counts = []
     spy(monkeypatch, "prefill", lambda arguments, _: counts.append(arguments[1].sum()))
     cfg, rng = subject("ring", "1")[1], np.random.default_rng(0)
-    first, other = (rng.integers(0, cfg.V, n).tolist() for n in (121, 17))
-    requests = [Request(first, 2), Request(first[:40] + [1, 2, 3], 2), Request(other, 2)]
-    requests += [Request(first[:40] + [4, 5], 2), Request(first[:15] + [1, 2, 3], 2)]
+    first, other = (rng.integers(0, cfg.V, n).tolist() for n in (121, 60))
+    prompts = [first, first[:40] + [1, 2, 3], other, first[:40] + [4, 5], first[:15] + [1, 2, 3] * 20]
+    requests = [Request(prompt, 2) for prompt in prompts]
     batch = batch_of(requests, "ring")
     counts.clear()
     answers = [batch.add(request) for request in requests]
@@ -529,10 +529,10 @@ def test_what_waits_for_a_prefix(monkeypatch):
     assert [row.answer for row in batch.rows if row.answer] == [answers[0], answers[2], answers[4]]
     while not answers[1].tokens:
         batch.advance()
-    # Five pieces for 40 tokens, each after one of a shorter prompt; then three more prompts take turns.
-    assert len(counts) <= 2 * 5 + 4 and not answers[0].tokens
+    # Five pieces of 8 tokens, for the others have more left; then every second one, and a call for the token.
+    assert len(counts) == 5 + 2 * 2 + 1
     finish(batch)
-    assert sum(counts) == 120 + 2 + 16 + 1 + 17
+    assert sum(counts) == 120 + 2 + 59 + 1 + 74
     assert_as_alone(answers, "ring")
 
 
