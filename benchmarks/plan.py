@@ -9,7 +9,6 @@ say from what.
 # ruff: noqa: E402  the environment must be set before jax is imported
 
 import dataclasses
-import functools
 import importlib.util
 import json
 import math
@@ -38,7 +37,6 @@ sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
 import hlo
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -49,7 +47,7 @@ import model
 from command_line import OneLineParser, run
 from errors import UserError
 from grouped_matmul import FEW_ROWS
-from memory import BANDWIDTH
+from memory import BANDWIDTH, active_experts
 from model import Config
 from ragged_attention import BLOCK
 from tpu import TILE
@@ -191,22 +189,6 @@ def share_needed(argument: str, job: Job, mesh: Mesh) -> float:
     if part_of(argument, job.cfg) == "experts":
         return active_experts(job.cfg, local_tokens(job, mesh), model.mesh_size(mesh, model.EXPERT))
     return 0 if argument.startswith("weights.embed") and not (job.cfg.tied_embeddings and job.chooses) else 1
-
-
-@functools.cache
-def active_experts(cfg: Config, tokens: int, groups: int) -> float:
-    """The share of its experts that a group of devices reads: of `groups` that divide them, the busiest.
-
-    Each token goes to A experts at random. One group of E expects 1 - (1 - A/E)^tokens.
-    """
-    if groups == 1:
-        return 1 - (1 - cfg.A / cfg.E) ** tokens
-    tokens = min(tokens, 8 * cfg.E)  # more leave no expert out
-    draws = min(200, 2**20 // (tokens * cfg.E) + 1)
-    chosen = np.random.default_rng(0).random((draws, tokens, cfg.E)).argsort(-1)[..., : cfg.A]
-    active = np.zeros((draws, cfg.E), bool)
-    np.put_along_axis(active, chosen.reshape(draws, -1), True, 1)
-    return float(active.reshape(draws, groups, -1).mean(2).max(1).mean())
 
 
 def needed(job: Job, mesh: Mesh) -> tuple[float, float]:

@@ -305,18 +305,6 @@ ENTRY %main (i: s32[], x: f32[8,128], y: f32[64,128]) -> f32[8,128] {
     assert sum(moved(text).values()) == 8 * 128 * 4
 
 
-def test_active_experts():
-    """One group expects E (1 - (1 - A/E)^B) experts; a group that one token busies reads one whole expert."""
-    cfg = llama4_config(E=16, A=1)
-    assert plan.active_experts(cfg, 1, 1) == pytest.approx(1 / 16)
-    assert plan.active_experts(cfg, 16, 1) == pytest.approx(1 - (15 / 16) ** 16)
-    assert plan.active_experts(cfg, 1, 16) == 1
-    assert plan.active_experts(cfg, 1, 4) == 1 / 4
-    # Two of E (0), one (1): two tokens in two groups of two experts busy one group twice with chance 1/4.
-    two = plan.active_experts(llama4_config(E=4, A=1), 2, 2)
-    assert two == pytest.approx((1 / 4 * 2 + 3 / 4 * 1) / 2, abs=0.05)
-
-
 def test_parts_of_the_model():
     cfg = llama4_config()  # layers with experts, without, with
     names = {
