@@ -506,6 +506,20 @@ def report(title: str, step: Step, plan: Plan) -> None:
     )
 
 
+def show(plan: Plan, name: str, quantize: str, kv_cache_dtype: str) -> None:
+    """Print a plan for the model of that name."""
+    print(f"{name}, {plan.layers} layers, on {plan.topology}: {plan.devices} device(s)")
+    print(f"batch {plan.batch}, context {plan.context}, weights {quantize}, cache {kv_cache_dtype}")
+    for x in plan.ranking[:4]:
+        note = "" if x.fits else ", does not fit"
+        ms = f"{x.estimated_step_seconds * 1e3:.2f} ms before compiling"
+        taken = (x.dp, x.ep, x.tp) == tuple(plan.mesh.values())
+        print(f"{'mesh' if taken else 'or'} dp {x.dp} x ep {x.ep} x tp {x.tp}: {ms}{note}")
+    report("Decode step", plan.decode, plan)
+    if plan.prefill:
+        report(f"Prefill, a piece of {plan.prefill_piece} tokens per row", plan.prefill, plan)
+
+
 def main() -> None:
     args = parse_arguments()
     cfg = read_model(args.model)
@@ -526,16 +540,7 @@ def main() -> None:
         asked = dict(model=args.model, quantize=args.quantize, kv_cache_dtype=args.kv_cache_dtype)
         print(json.dumps(asked | fields.pop("decode") | fields))
         return
-    print(f"{args.model}, {result.layers} layers, on {args.topology}: {result.devices} device(s)")
-    print(f"batch {args.batch}, context {args.context}, weights {args.quantize}, cache {args.kv_cache_dtype}")
-    for x in result.ranking[:4]:
-        note = "" if x.fits else ", does not fit"
-        ms = f"{x.estimated_step_seconds * 1e3:.2f} ms before compiling"
-        taken = (x.dp, x.ep, x.tp) == tuple(result.mesh.values())
-        print(f"{'mesh' if taken else 'or'} dp {x.dp} x ep {x.ep} x tp {x.tp}: {ms}{note}")
-    report("Decode step", result.decode, result)
-    if result.prefill:
-        report(f"Prefill, a piece of {result.prefill_piece} tokens per row", result.prefill, result)
+    show(result, args.model, args.quantize, args.kv_cache_dtype)
 
 
 if __name__ == "__main__":

@@ -324,6 +324,20 @@ def test_bytes_per_step():
     assert found(999, mesh=groups) - found(1, mesh=groups) == pytest.approx(2 * experts / 2 / 2)
 
 
+def test_utilization_is_of_the_positions_that_were_read(monkeypatch, capsys):
+    """The first step reads the prompt's last token, the last one the answer's last but one."""
+    read = []
+    monkeypatch.setitem(main.BANDWIDTH, "cpu", 1e9)
+    monkeypatch.setattr(main, "bytes_per_step", lambda *given: read.append(given[4]) or 1e6)
+    prompts = ["--prompt", "Hi", "--prompt", "Who are you?", "--max-new-tokens", "20"]
+    code, out, _ = invoke(monkeypatch, capsys, main, *prompts, "--json", "--ignore-eos", *ONE_EACH)
+    result = json.loads(out)
+    lengths = [len(response["prompt_tokens"]) for response in result["responses"]]
+    expected = np.concatenate([np.arange(n - 1, n + 19) for n in lengths])
+    assert code == 0 and result["bandwidth_utilization"] > 0 and len(set(lengths)) == 2
+    np.testing.assert_array_equal(read[0], expected)
+
+
 DAMAGED = {
     "generation_config.json": ['{"do_sample": true, "top_k": "x"}', '{"eos_token_id": ["6"]}', "[" * 100000],
     "chat_template.jinja": ["{% if", "{{ raise_exception('no') }}", "{% if false %}x{% endif %}"],

@@ -3,6 +3,7 @@
 The compiler (libtpu) needs no TPU. What it says is exact and does not vary, so the bounds below are tight.
 """
 
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -352,6 +353,19 @@ def test_collectives_take_hops_and_bandwidth():
     assert plan.collective_seconds("all-gather", 160, 16, ring) == pytest.approx(
         8 * 0.5e-6 + 150 / (2 * 50e9)
     )
+
+
+def test_the_readme_shows_the_first_plan_of_its_table(capsys):
+    """What plan.py printed and the table below it are of one compilation."""
+    found = json.loads((ROOT / "images" / "decode_bytes.jsonl").read_text().splitlines()[0])
+
+    def made(cls, **more):
+        return cls(**{field.name: found.get(field.name) for field in dataclasses.fields(cls)} | more)
+
+    ranking = [plan.Choice(**choice) for choice in found["ranking"]]
+    result = made(plan.Plan, decode=made(plan.Step), prefill=None, ranking=ranking)
+    plan.show(result, found["model"], found["quantize"], found["kv_cache_dtype"])
+    assert capsys.readouterr().out in (ROOT / "README.md").read_text()
 
 
 # ------------------------------------------------------------------------------------------- the TPU compiler
