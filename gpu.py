@@ -4,7 +4,9 @@ Pallas kernels for its Triton backend. Letters as in model.py, uppercase for wha
 kernels the programs that share an output divide what they sum over, and XLA joins their parts.
 """
 
+import functools
 import math
+import sys
 from functools import partial
 
 import jax
@@ -15,9 +17,11 @@ from jax.experimental import pallas as pl
 from tpu import precision, result
 
 try:
-    from jax.experimental.pallas import triton
-except ImportError:  # deprecated since jax 0.11: without it a GPU takes the forms that are for any device
-    triton = None
+    from jax.experimental.pallas.triton import CompilerParams, load, store
+
+    missing = None
+except (ImportError, AttributeError) as e:  # deprecated since jax 0.11
+    missing = e
 
 PROGRAMS = 512  # that keep all of a GPU busy: a few on each of its 100 to 150 processors
 BLOCK = 64  # slots that a program of `flash` reads at a time
@@ -27,7 +31,16 @@ MASKED = -1e30  # a score that no exponential survives, without the NaN of inf -
 
 def takes(x: Array) -> bool:
     """Whether the kernels can read x: Pallas counts its elements in 32 signed bits, until it has 4 GiB."""
-    return triton is not None and (x.size < 1 << 31 or x.size * x.dtype.itemsize > 1 << 32)
+    if missing:
+        say_slow()
+    return not missing and (x.size < 1 << 31 or x.size * x.dtype.itemsize > 1 << 32)
+
+
+@functools.cache  # once
+def say_slow() -> None:
+    """What a GPU does without the kernels: it takes the forms that are for any device."""
+    slow = "attention writes its scores to memory, and experts multiply each row by all of them"
+    print(f"slow on this GPU: {slow}, as Pallas' Triton backend is missing ({missing})", file=sys.stderr)
 
 
 def flash(q: Array, values: Array, scale: Array | None, low: Array, high: Array):
@@ -68,7 +81,7 @@ def flash(q: Array, values: Array, scale: Array | None, low: Array, high: Array)
             pl.BlockSpec((None, None, rows, H), lambda i, part, r: (part, r, i, 0)),
             pl.BlockSpec((None, None, rows), lambda i, part, r: (part, r, i)),
         ),
-        compiler_params=triton.CompilerParams(num_warps=4 if rows < 128 else 8, num_stages=2),
+        compiler_params=CompilerParams(num_warps=4 if rows < 128 else 8, num_stages=2),
         name="flash",
     )(q, values, scale, low, high)
     return tuple(x[:, :, :N].reshape(parts, B, K, T, G, *x.shape[3:]).swapaxes(2, 3) for x in (o, lse))
@@ -98,11 +111,11 @@ def _flash(q, values, scale, low, high, o, lse, *, parts: int):
 
         def read(column: int) -> Array:
             x = values.at[pl.ds(at, BLOCK), pl.ds(column, H)]
-            return triton.load(x, mask=inside[:, None], other=0).astype(dtype)
+            return load(x, mask=inside[:, None], other=0).astype(dtype)
 
         def factor(which: int) -> Array:
             x = scale.at[pl.ds(which, 1), pl.ds(at, BLOCK)]
-            return triton.load(x, mask=inside[None], other=0).astype(jnp.float32)
+            return load(x, mask=inside[None], other=0).astype(jnp.float32)
 
         scores = dot(query, read(0).T) * unit
         if scale is not None:
@@ -149,7 +162,7 @@ def grouped_dot(x: Array, w: Array, sizes: Array) -> Array:
         partial(_grouped_dot, rows=rows, deep=deep, parts=parts),
         grid=(tiles, columns, parts),
         out_shape=result((parts, N, M), jnp.float32, x, w, tile),
-        compiler_params=triton.CompilerParams(num_warps=4 if rows < 128 else 8, num_stages=3),
+        compiler_params=CompilerParams(num_warps=4 if rows < 128 else 8, num_stages=3),
         name="grouped_dot",
     )(x, w, tile)
     return jnp.sum(y, 0)
@@ -170,10 +183,10 @@ def _grouped_dot(x, w, tile, y, *, rows: int, deep: int, parts: int):
         at = (part * share + n) * deep
         depth = at + lax.broadcasted_iota(jnp.int32, (deep,), 0) < D
         a = x.at[pl.ds(first, rows), pl.ds(at, deep)]
-        a = triton.load(a, mask=used & depth[None], other=0)
+        a = load(a, mask=used & depth[None], other=0)
         b = w.at[expert, pl.ds(at, deep), pl.ds(j * COLUMNS, COLUMNS)]
-        b = triton.load(b, mask=depth[:, None] & inside, other=0)
+        b = load(b, mask=depth[:, None] & inside, other=0)
         return acc + dot(a, b.astype(a.dtype))
 
     acc = lax.fori_loop(0, steps, step, jnp.zeros((rows, COLUMNS)))
-    triton.store(y.at[part, pl.ds(first, rows), pl.ds(j * COLUMNS, COLUMNS)], acc, mask=used & inside)
+    store(y.at[part, pl.ds(first, rows), pl.ds(j * COLUMNS, COLUMNS)], acc, mask=used & inside)

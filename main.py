@@ -22,6 +22,7 @@ from collections.abc import Callable
 from functools import partial
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 import model
@@ -310,9 +311,10 @@ def report(args: argparse.Namespace, plan: Plan, batch: Batch, replies: list[Rep
     bandwidth = BANDWIDTH.get(jax.devices()[0].device_kind)
     answered = [reply for reply in replies if reply.error is None]
     if bandwidth and steps and answered:
-        lengths = [len(reply.request.prompt) + len(reply.answer.tokens) / 2 for reply in answered]
-        rows, mean = stats.row_steps / stats.steps / shards, sum(lengths) / len(lengths)
-        needed = bytes_per_step(batch.weights, plan.cfg, plan.mesh, rows, mean, plan.kv_dtype)
+        spans = [(len(reply.request.prompt) - 1, len(reply.answer.tokens)) for reply in answered]
+        positions = np.concatenate([first + np.arange(count) for first, count in spans])
+        rows = stats.row_steps / stats.steps / shards
+        needed = bytes_per_step(batch.weights, plan.cfg, plan.mesh, rows, positions, plan.kv_dtype)
         utilization = needed * steps / seconds / bandwidth
     split = ", ".join(f"{what} {seconds:.1f}" for what, seconds in LAPS.items())
     log(f"first tokens after {sum(LAPS.values()):.1f} s of CPU time: {split}")

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import math
 import os
 import socket
@@ -9,6 +10,7 @@ import socket
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from numpy.polynomial.polynomial import polypow
 
 import model
 from errors import UserError
@@ -115,19 +117,55 @@ def plan_cache(
     raise UserError(f"does not fit: {needs}, and has {have}; try {', '.join(remedies)}")
 
 
-def bytes_per_step(weights, cfg: Config, mesh: Mesh, batch: int, mean_length: float, kv_dtype: str) -> float:
+@functools.cache
+def active_experts(cfg: Config, tokens: float, groups: int) -> float:
+    """The share of its experts that a group of devices reads: of `groups` that divide them, the busiest.
+
+    For it the others wait. tokens: of a step on one data shard, or their mean over steps. Each goes to A of
+    the E experts at random, which leaves E (1 - A/E)^tokens of them idle. By symmetry any n experts are
+    equally likely to be those in use; in the coefficient of x^n in (sum_{k<=m} C(E/groups, k) x^k)^groups of
+    their C(E, n) sets no group has more than m.
+    """
+    E, A, size = cfg.E, cfg.A, cfg.E // groups
+    if groups == 1:
+        return 1 - (1 - A / E) ** tokens
+    if part := tokens % 1:
+        less, more = (active_experts(cfg, float(n), groups) for n in (tokens - part, tokens - part + 1))
+        return (1 - part) * less + part * more
+
+    def one_token(n: int, then: int) -> float:
+        """The probability that one more token makes n experts in use `then` many."""
+        new = then - n
+        return math.comb(E - n, new) * math.comb(n, A - new) / math.comb(E, A) if 0 <= new <= A else 0
+
+    counts = range(E + 1)
+    step = np.array([[one_token(n, then) for n in counts] for then in counts])
+    in_use = np.linalg.matrix_power(step, int(tokens))[:, 0]
+    sets, mean = np.array([float(math.comb(E, n)) for n in counts]), 0.0
+    for m in range(size):  # the mean of a count is the sum of its chances to exceed 0, 1, 2...
+        within = polypow([float(math.comb(size, k)) for k in range(m + 1)], groups)
+        mean += 1 - in_use[: within.size] @ (within / sets[: within.size])
+    return float(mean) / size
+
+
+def bytes_per_step(
+    weights, cfg: Config, mesh: Mesh, batch: float, positions: np.ndarray, kv_dtype: str
+) -> float:
     """Bytes that one device must read for a decode step: the weights in use and the filled cache slots.
 
-    batch: rows on one data shard. mean_length: filled positions per row.
+    The device is one of those that read the most experts. batch: rows on one data shard. positions: of the
+    tokens that steps read, of which the mean counts; none of them for no cache at all.
     """
     scale_bytes = 2 / cfg.H if kv_dtype == "int8" else 0  # one bfloat16 per key or value
     kv_bytes = jnp.dtype(kv_dtype).itemsize + scale_bytes
     total = shard_bytes((weights.norm, weights.embed if cfg.tied_embeddings else weights.unembed))
     for layer, kind in zip(weights.layers, cfg.layers, strict=True):
         total += shard_bytes(layer)
-        if kind.moe:  # batch tokens leave E (1 - A/E)^batch experts alone, on average
+        if kind.moe:
             routed = layer.feed_forward
-            total -= shard_bytes((routed.gate, routed.up, routed.down)) * (1 - cfg.A / cfg.E) ** batch
-        slots = min(mean_length, kind.chunk or math.inf)
-        total += batch * slots * 2 * cfg.K * cfg.H * kv_bytes / model.mesh_size(mesh, model.MODEL)
+            idle = 1 - active_experts(cfg, batch, model.mesh_size(mesh, model.EXPERT))
+            total -= shard_bytes((routed.gate, routed.up, routed.down)) * idle
+        if len(positions):
+            slots = np.mean(positions % kind.chunk if kind.chunk else positions) + 1
+            total += batch * slots * 2 * cfg.K * cfg.H * kv_bytes / model.mesh_size(mesh, model.MODEL)
     return total

@@ -317,8 +317,11 @@ def abstract(infos, mesh: Mesh, dtype=None, quantized: bool = False):
 
 
 def _make(function, tree, *arguments):
-    """The arrays that `function` computes, each shard on its device from the start."""
-    return jax.jit(function, out_shardings=jax.tree.map(lambda x: x.sharding, tree))(*arguments)
+    """The arrays that `function` computes, each shard on its device from the start. Only the first of its
+    arguments may be an array.
+    """
+    shardings = jax.tree.map(lambda x: x.sharding, tree)
+    return jax.jit(function, static_argnums=range(1, len(arguments)), out_shardings=shardings)(*arguments)
 
 
 def init_cache(cfg: Config, mesh: Mesh, batch: int, max_len: int, dtype) -> Cache:
@@ -330,19 +333,23 @@ def init_cache(cfg: Config, mesh: Mesh, batch: int, max_len: int, dtype) -> Cach
 def init_weights(key: Array, cfg: Config, mesh: Mesh, dtype=jnp.float32, quantized: bool = False) -> Weights:
     """Random weights, the same on every mesh: normal with variance 1 / fan-in, norms around 1."""
     infos, treedef = jax.tree.flatten(weight_infos(cfg))
+    weights = []
+    for one, info in zip(jax.random.split(key, len(infos)), infos, strict=True):
+        info = dataclasses.replace(info, stored=())  # those that differ in their names alone share a program
+        tree = abstract(info, mesh, dtype, quantized)
+        weight = _make(_init_weight, tree, one, info, info.padded_shape(mesh), dtype, quantized)
+        weights.append(jax.block_until_ready(weight))  # one is in float32 at a time
+    return treedef.unflatten(weights)
 
-    def init(key: Array, info: ArrayInfo):
-        x = jax.random.normal(key, info.shape)
-        fan_in = math.prod(info.shape[i] for i in info.contracted_axes) if info.contracted else cfg.D
-        x = 1 + x / 10 if info.letters == "D" else x * fan_in**-0.5
-        padding = np.subtract(info.padded_shape(mesh), info.shape)
-        x = jnp.pad(x, [(0, n) for n in padding])
-        return quantize(x, info.contracted_axes) if quantized and info.contracted else x.astype(dtype)
 
-    def init_all(key: Array):
-        return treedef.unflatten(map(init, jax.random.split(key, len(infos)), infos))
-
-    return _make(init_all, abstract(weight_infos(cfg), mesh, dtype, quantized), key)
+def _init_weight(key: Array, info: ArrayInfo, padded: tuple[int, ...], dtype, quantized: bool):
+    x, summed = jax.random.normal(key, info.shape), info.contracted or "D"
+    fan_in = math.prod(n for n, letter in zip(info.shape, info.letters, strict=True) if letter in summed)
+    x = 1 + x / 10 if info.letters == "D" else x * fan_in**-0.5
+    x = jnp.pad(x, [(0, n) for n in np.subtract(padded, info.shape)])
+    if quantized and info.contracted:
+        return quantize(x, info.contracted_axes)
+    return x.astype(info.dtype or dtype)
 
 
 # --------------------------------------------------------------------------------------------------- layers

@@ -7,7 +7,8 @@ never two at a time: what disturbs the machine disturbs all alike. The peers may
 
     python3 -m venv ~/peers && ~/peers/bin/pip install torch transformers gguf llama-cpp-python
 
-Memory: making jax's weights takes 6 GB, so its contenders go first, the smallest of them before the others.
+Memory: making jax's int8 weights takes 3 GB for 1.2, as the embedding is in float32 for a while, so its
+contenders go first, the smallest of them before the others.
 """
 
 import contextlib

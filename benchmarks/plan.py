@@ -9,7 +9,6 @@ say from what.
 # ruff: noqa: E402  the environment must be set before jax is imported
 
 import dataclasses
-import functools
 import importlib.util
 import json
 import math
@@ -38,7 +37,6 @@ sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
 import hlo
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -49,7 +47,7 @@ import model
 from command_line import OneLineParser, run
 from errors import UserError
 from grouped_matmul import FEW_ROWS
-from memory import BANDWIDTH
+from memory import BANDWIDTH, active_experts
 from model import Config
 from ragged_attention import BLOCK
 from tpu import TILE
@@ -191,22 +189,6 @@ def share_needed(argument: str, job: Job, mesh: Mesh) -> float:
     if part_of(argument, job.cfg) == "experts":
         return active_experts(job.cfg, local_tokens(job, mesh), model.mesh_size(mesh, model.EXPERT))
     return 0 if argument.startswith("weights.embed") and not (job.cfg.tied_embeddings and job.chooses) else 1
-
-
-@functools.cache
-def active_experts(cfg: Config, tokens: int, groups: int) -> float:
-    """The share of its experts that a group of devices reads: of `groups` that divide them, the busiest.
-
-    Each token goes to A experts at random. One group of E expects 1 - (1 - A/E)^tokens.
-    """
-    if groups == 1:
-        return 1 - (1 - cfg.A / cfg.E) ** tokens
-    tokens = min(tokens, 8 * cfg.E)  # more leave no expert out
-    draws = min(200, 2**20 // (tokens * cfg.E) + 1)
-    chosen = np.random.default_rng(0).random((draws, tokens, cfg.E)).argsort(-1)[..., : cfg.A]
-    active = np.zeros((draws, cfg.E), bool)
-    np.put_along_axis(active, chosen.reshape(draws, -1), True, 1)
-    return float(active.reshape(draws, groups, -1).mean(2).max(1).mean())
 
 
 def needed(job: Job, mesh: Mesh) -> tuple[float, float]:
@@ -524,6 +506,20 @@ def report(title: str, step: Step, plan: Plan) -> None:
     )
 
 
+def show(plan: Plan, name: str, quantize: str, kv_cache_dtype: str) -> None:
+    """Print a plan for the model of that name."""
+    print(f"{name}, {plan.layers} layers, on {plan.topology}: {plan.devices} device(s)")
+    print(f"batch {plan.batch}, context {plan.context}, weights {quantize}, cache {kv_cache_dtype}")
+    for x in plan.ranking[:4]:
+        note = "" if x.fits else ", does not fit"
+        ms = f"{x.estimated_step_seconds * 1e3:.2f} ms before compiling"
+        taken = (x.dp, x.ep, x.tp) == tuple(plan.mesh.values())
+        print(f"{'mesh' if taken else 'or'} dp {x.dp} x ep {x.ep} x tp {x.tp}: {ms}{note}")
+    report("Decode step", plan.decode, plan)
+    if plan.prefill:
+        report(f"Prefill, a piece of {plan.prefill_piece} tokens per row", plan.prefill, plan)
+
+
 def main() -> None:
     args = parse_arguments()
     cfg = read_model(args.model)
@@ -544,16 +540,7 @@ def main() -> None:
         asked = dict(model=args.model, quantize=args.quantize, kv_cache_dtype=args.kv_cache_dtype)
         print(json.dumps(asked | fields.pop("decode") | fields))
         return
-    print(f"{args.model}, {result.layers} layers, on {args.topology}: {result.devices} device(s)")
-    print(f"batch {args.batch}, context {args.context}, weights {args.quantize}, cache {args.kv_cache_dtype}")
-    for x in result.ranking[:4]:
-        note = "" if x.fits else ", does not fit"
-        ms = f"{x.estimated_step_seconds * 1e3:.2f} ms before compiling"
-        taken = (x.dp, x.ep, x.tp) == tuple(result.mesh.values())
-        print(f"{'mesh' if taken else 'or'} dp {x.dp} x ep {x.ep} x tp {x.tp}: {ms}{note}")
-    report("Decode step", result.decode, result)
-    if result.prefill:
-        report(f"Prefill, a piece of {result.prefill_piece} tokens per row", result.prefill, result)
+    show(result, args.model, args.quantize, args.kv_cache_dtype)
 
 
 if __name__ == "__main__":

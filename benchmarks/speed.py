@@ -233,7 +233,10 @@ class Bench:
             weights = dataclasses.replace(weights, layers=weights.layers[:-1])
             cfg = dataclasses.replace(cfg, layers=cfg.layers[:-1])
         local = batch // self.mesh.shape["data"] * tokens
-        moved += memory.bytes_per_step(weights, cfg, self.mesh, local, context, self.kv_dtype)
+        positions = (
+            np.arange(context, context + 1) if chooses else np.arange(0)
+        )  # of a prompt, nothing is cached
+        moved += memory.bytes_per_step(weights, cfg, self.mesh, local, positions, self.kv_dtype)
         flops = needed_flops(self.weights, self.cfg, batch, tokens, context, chooses) / self.mesh.size
         return dict(memory=moved / self.bandwidth, arithmetic=flops / self.flops)
 

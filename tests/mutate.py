@@ -66,6 +66,7 @@ EXACT = "tests/test_hosts.py::test_bytes_are_exact"
 FIRST = "tests/test_hosts.py::test_errors_of_the_first"
 TWO = "tests/test_hosts.py::test_two_processes_by_default[3-mesh2]"
 BYTES = "tests/test_command_line.py::test_bytes_per_step"
+ACTIVE = "tests/test_command_line.py::test_active_experts"
 MEMORY = "tests/test_command_line.py::test_rows_that_fit"
 
 # (file, what is there, what to put in its place, the test that must fail)
@@ -248,8 +249,11 @@ MUTATIONS = [
     ("prompts.py", "1.0 if RESTRICTIONS & set(options) else None", "None", "tests/test_answers.py::test_options_that_ask_for_samples"),
     ("memory.py", "-(-length // 128) * 128", "length // 128 * 128", MEMORY),
     ("memory.py", "(1 if rows else 1 - HEADROOM)", "1", MEMORY),
-    ("memory.py", "min(mean_length, kind.chunk or math.inf)", "mean_length", BYTES),
-    ("memory.py", "* (1 - cfg.A / cfg.E) ** batch", "", BYTES),
+    ("memory.py", "positions % kind.chunk if kind.chunk else positions", "positions", BYTES),
+    ("memory.py", "* idle", "", BYTES),
+    ("memory.py", "model.mesh_size(mesh, model.EXPERT))", "1)", BYTES),
+    ("memory.py", "/ sets[: within.size]", "", ACTIVE),
+    ("memory.py", "polypow([float(math.comb(size, k)) for k in range(m + 1)], groups)", "np.ones(E + 1)", ACTIVE),
     ("chat.py", "                turns = []\n", "", "tests/test_chat.py::test_a_full_conversation"),
     ("chat.py", "return turns\n    said", "return asked\n    said", "tests/test_chat.py::test_a_full_conversation"),
     # checkpoints

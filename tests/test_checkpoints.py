@@ -1,7 +1,11 @@
 """Every layout of a checkpoint gives the same weights; every wrong one is refused by name."""
 
 import json
+import os
+import pathlib
 import shutil
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -409,3 +413,34 @@ def test_init_weights_have_the_declared_shapes():
     loaded = load(checkpoint, mesh, "float32", True)
     shape = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), tree)  # noqa: E731
     assert shape(made) == shape(loaded)
+
+
+MANY_WEIGHTS = """
+import dataclasses, jax, model, resource
+from conftest import llama3_config
+compiled = []
+jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event))
+
+def made(layers: int):
+    cfg = llama3_config(D=512, F=4096, layers=(model.LayerKind(),) * layers)
+    compiled.clear()
+    weights = model.init_weights(jax.random.key(0), cfg, model.make_mesh(cfg), "bfloat16", True)
+    programs = sum("backend_compile" in event for event in compiled)
+    return weights, programs, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+few, programs, before = made(1)  # with all that compiling takes
+many, more_programs, peak = made(9)
+weights = 8 * sum(x.size for x in jax.tree.leaves(few.layers))
+assert more_programs < programs, (programs, more_programs)
+assert peak - before < 2.5 * weights, (before, peak, weights)
+"""
+
+
+def test_init_weights_one_at_a_time():
+    """Peak memory has one weight in float32, not all; a deeper model compiles no more programs."""
+    root = pathlib.Path(model.__file__).parent
+    environment = os.environ | {"PYTHONPATH": f"{root}:{root / 'tests'}"}
+    done = subprocess.run(
+        [sys.executable, "-c", MANY_WEIGHTS], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr

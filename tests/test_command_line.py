@@ -1,6 +1,7 @@
 """main.py and convert_checkpoint.py as a user meets them: wrong inputs, defaults, and JSON."""
 
 import dataclasses
+import itertools
 import json
 import pathlib
 import shutil
@@ -310,21 +311,67 @@ def test_rows_that_fit(monkeypatch):
     assert memory.plan_cache([plan_of(cfg, 8)], [100] * 3, None, None)[0] == 8  # each data shard has a row
 
 
+def busiest(chosen, E: int, groups: int) -> float:
+    """The share of its experts that the busiest group has in use, after tokens that chose these."""
+    counts = np.bincount([expert // (E // groups) for expert in set(chosen)])
+    return counts.max() / (E // groups)
+
+
+@pytest.mark.parametrize(
+    ("E", "A", "tokens", "groups"), [(4, 1, 1, 2), (4, 1, 4, 2), (6, 2, 3, 3), (6, 2, 2, 2), (5, 2, 3, 1)]
+)
+def test_active_experts(E, A, tokens, groups):
+    """Beside all choices that there are."""
+    choices = itertools.product(itertools.combinations(range(E), A), repeat=tokens)
+    expected = [busiest(itertools.chain(*choice), E, groups) for choice in choices]
+    found = memory.active_experts(llama4_config(E=E, A=A), tokens, groups)
+    assert found == pytest.approx(np.mean(expected))
+
+
+def test_active_experts_of_maverick():
+    """Beside tokens that choose at random; of 2.25 tokens on average, one step in four has 3."""
+    cfg, rng = llama4_config(E=128, A=1), np.random.default_rng(0)
+    drawn = [busiest(rng.integers(0, 128, 40).tolist(), 128, 16) for _ in range(2000)]
+    error = np.std(drawn) / len(drawn) ** 0.5
+    assert memory.active_experts(cfg, 40, 16) == pytest.approx(np.mean(drawn), abs=4 * error)
+    two, mean, three = (memory.active_experts(cfg, tokens, 16) for tokens in (2, 2.25, 3))
+    assert mean == pytest.approx(0.75 * two + 0.25 * three) and two < three
+
+
 def test_bytes_per_step():
-    """The weights, of the experts those that are used on average; and what each layer sees of the rows."""
+    """The weights, the experts that the busiest devices use, and what each layer sees of the rows."""
     cfg = llama4_config()  # two of its three layers are rings of 8, two have experts
     plan = plan_of(cfg)
-    weights = model.abstract(model.weight_infos(cfg), plan.mesh, jnp.float32)
 
-    def found(batch: int, mean_length: float, kv_dtype: str = "float32") -> float:
-        return memory.bytes_per_step(weights, cfg, plan.mesh, batch, mean_length, kv_dtype)
+    def found(batch: float, *positions: int, kv_dtype: str = "float32", mesh=plan.mesh) -> float:
+        weights = model.abstract(model.weight_infos(cfg), mesh, jnp.float32)
+        return memory.bytes_per_step(weights, cfg, mesh, batch, np.array(positions), kv_dtype)
 
     experts = 3 * cfg.D * cfg.M * cfg.E * 4
-    assert found(999, 0) == pytest.approx(plan.weight_bytes() - cfg.V * cfg.D * 4)
-    assert found(999, 0) - found(2, 0) == pytest.approx(2 * experts * (1 - cfg.A / cfg.E) ** 2)
+    assert found(999) == pytest.approx(plan.weight_bytes() - cfg.V * cfg.D * 4)
+    assert found(999) - found(2.5) == pytest.approx(2 * experts * (1 - cfg.A / cfg.E) ** 2.5)
     token = 2 * cfg.K * cfg.H * 4
-    assert found(5, 20) - found(5, 0) == pytest.approx(5 * token * (20 + 8 + 8))
-    assert found(5, 20, "int8") - found(5, 0) == pytest.approx(5 * token * (20 + 8 + 8) * (1 + 2 / cfg.H) / 4)
+    assert found(5, 20) - found(5) == pytest.approx(5 * token * (21 + 5 + 5))
+    assert found(5, 20, kv_dtype="int8") - found(5) == pytest.approx(5 * token * 31 * (1 + 2 / cfg.H) / 4)
+    rings = np.mean([7, 8, 1, 2])  # what tokens at the positions 6 to 9 see
+    assert found(5, 6, 7, 8, 9) - found(5) == pytest.approx(5 * token * (8.5 + 2 * rings))
+    # A token reads one expert of one group: half of the two that each group has, and not a quarter.
+    groups = model.make_mesh(cfg, expert=2, devices=jax.devices()[:2])
+    assert found(999, mesh=groups) - found(1, mesh=groups) == pytest.approx(2 * experts / 2 / 2)
+
+
+def test_utilization_is_of_the_positions_that_were_read(monkeypatch, capsys):
+    """The first step reads the prompt's last token, the last one the answer's last but one."""
+    read = []
+    monkeypatch.setitem(main.BANDWIDTH, "cpu", 1e9)
+    monkeypatch.setattr(main, "bytes_per_step", lambda *given: read.append(given[4]) or 1e6)
+    prompts = ["--prompt", "Hi", "--prompt", "Who are you?", "--max-new-tokens", "20"]
+    code, out, _ = invoke(monkeypatch, capsys, main, *prompts, "--json", "--ignore-eos", *ONE_EACH)
+    result = json.loads(out)
+    lengths = [len(response["prompt_tokens"]) for response in result["responses"]]
+    expected = np.concatenate([np.arange(n - 1, n + 19) for n in lengths])
+    assert code == 0 and result["bandwidth_utilization"] > 0 and len(set(lengths)) == 2
+    np.testing.assert_array_equal(read[0], expected)
 
 
 DAMAGED = {

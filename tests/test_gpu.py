@@ -1,5 +1,7 @@
 """The GPU's kernels, interpreted on a CPU, against numpy and the CPU's paths; and the model's lowering."""
 
+import importlib
+import sys
 from functools import partial
 
 import jax
@@ -137,6 +139,37 @@ def test_whole_model(cfg, kv_dtype, quantized, monkeypatch, as_on_a_gpu):
     assert used == {"flash"} | ({"grouped_dot"} if cfg.E else set())
     # A difference in the last bit can round a cached value or an activation to the next step of int8.
     assert_same(result, expected, atol=5e-3)
+
+
+@pytest.fixture
+def without_triton(monkeypatch):
+    """gpu.py as it is where Pallas' Triton backend cannot be imported."""
+    monkeypatch.setitem(sys.modules, "jax.experimental.pallas.triton", None)
+    importlib.reload(gpu)
+    yield
+    monkeypatch.undo()
+    importlib.reload(gpu)
+
+
+def test_without_triton(without_triton, as_on_a_gpu, capsys):
+    """Attention and experts take the forms that are for any device, and one line says so."""
+    rng, used = np.random.default_rng(0), as_on_a_gpu()
+    q, kv = rng.standard_normal((2, 1, 1, 3, 64)), rng.standard_normal((2, 1, 128, 128))
+    x, gate, up, down = (rng.standard_normal(shape) for shape in [(5, 8)] + [(3, 8, 8)] * 3)
+    length, expert = jnp.int32([100, 7]), rng.integers(0, 3, 5)
+    for _ in range(2):
+        attended = ragged_attention.attend_cached(
+            jnp.float32(q), KV(jnp.float32(kv), None), jnp.int32(length)
+        )
+        weights = map(jnp.float32, (gate, up, down))
+        mixed = grouped_matmul.expert_mlp(jnp.float32(x), expert[:, None], jnp.ones((5, 1)), *weights)
+    mask = np.arange(128) < np.array(length)[:, None, None]
+    compare(attended, numpy_attention(q, *np.split(kv, 2, -1), mask))
+    gate, up = (np.einsum("nd,ndm->nm", x, w[expert]) for w in (gate, up))
+    expected = np.einsum("nm,nmd->nd", gate / (1 + np.exp(-gate)) * up, down[expert])
+    np.testing.assert_allclose(mixed, expected, atol=1e-3, rtol=1e-4)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert not used and line.startswith("slow on this GPU: ") and "Triton backend is missing (" in line
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")

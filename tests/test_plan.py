@@ -3,6 +3,7 @@
 The compiler (libtpu) needs no TPU. What it says is exact and does not vary, so the bounds below are tight.
 """
 
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -305,18 +306,6 @@ ENTRY %main (i: s32[], x: f32[8,128], y: f32[64,128]) -> f32[8,128] {
     assert sum(moved(text).values()) == 8 * 128 * 4
 
 
-def test_active_experts():
-    """One group expects E (1 - (1 - A/E)^B) experts; a group that one token busies reads one whole expert."""
-    cfg = llama4_config(E=16, A=1)
-    assert plan.active_experts(cfg, 1, 1) == pytest.approx(1 / 16)
-    assert plan.active_experts(cfg, 16, 1) == pytest.approx(1 - (15 / 16) ** 16)
-    assert plan.active_experts(cfg, 1, 16) == 1
-    assert plan.active_experts(cfg, 1, 4) == 1 / 4
-    # Two of E (0), one (1): two tokens in two groups of two experts busy one group twice with chance 1/4.
-    two = plan.active_experts(llama4_config(E=4, A=1), 2, 2)
-    assert two == pytest.approx((1 / 4 * 2 + 3 / 4 * 1) / 2, abs=0.05)
-
-
 def test_parts_of_the_model():
     cfg = llama4_config()  # layers with experts, without, with
     names = {
@@ -364,6 +353,19 @@ def test_collectives_take_hops_and_bandwidth():
     assert plan.collective_seconds("all-gather", 160, 16, ring) == pytest.approx(
         8 * 0.5e-6 + 150 / (2 * 50e9)
     )
+
+
+def test_the_readme_shows_the_first_plan_of_its_table(capsys):
+    """What plan.py printed and the table below it are of one compilation."""
+    found = json.loads((ROOT / "images" / "decode_bytes.jsonl").read_text().splitlines()[0])
+
+    def made(cls, **more):
+        return cls(**{field.name: found.get(field.name) for field in dataclasses.fields(cls)} | more)
+
+    ranking = [plan.Choice(**choice) for choice in found["ranking"]]
+    result = made(plan.Plan, decode=made(plan.Step), prefill=None, ranking=ranking)
+    plan.show(result, found["model"], found["quantize"], found["kv_cache_dtype"])
+    assert capsys.readouterr().out in (ROOT / "README.md").read_text()
 
 
 # ------------------------------------------------------------------------------------------- the TPU compiler
