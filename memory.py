@@ -9,6 +9,7 @@ import socket
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from numpy.polynomial.polynomial import polypow
 

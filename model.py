@@ -317,9 +317,7 @@ def abstract(infos, mesh: Mesh, dtype=None, quantized: bool = False):
 
 
 def _make(function, tree, *arguments):
-    """The arrays that `function` computes, each shard on its device from the start. Only the first of its
-    arguments may be an array.
-    """
+    """The arrays that function(array, *static) computes, each shard on its device from the start."""
     shardings = jax.tree.map(lambda x: x.sharding, tree)
     return jax.jit(function, static_argnums=range(1, len(arguments)), out_shardings=shardings)(*arguments)
 
