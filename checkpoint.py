@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import hashlib
 import itertools
 import math
 import os
@@ -44,6 +45,7 @@ COMPANIONS = (
     "chat_template*",
 )
 WORKERS = min(os.cpu_count() or 1, 8)  # threads that read, and so parts of weights in memory at a time
+SAMPLERS = 16  # threads that each wait for a few pages at a time
 
 # Published checkpoints call the same tensor by several names.
 RENAMES = (
@@ -91,6 +93,11 @@ def _download(name: str, revision: str | None) -> pathlib.Path:
     files = set(weight_map_in(read_json(index), index).values()) if index else {THEIR_FILE}
     # The folder is named after the commit: the branch may have moved on.
     return pathlib.Path(snapshot_download(name, revision=folder.name, allow_patterns=sorted(files)))
+
+
+def companions(folder: pathlib.Path) -> list[pathlib.Path]:
+    """The model's small files."""
+    return sorted(path for pattern in COMPANIONS for path in folder.glob(pattern) if path.is_file())
 
 
 def allow_open_files() -> None:
@@ -288,6 +295,27 @@ class Checkpoint:
         """The float type that holds its weights: float32 if any has that, else bfloat16."""
         weights = (source for name, source in self.sources.items() if not name.endswith(".scale"))
         return "float32" if any(x.dtype == "F32" for y in weights for x in y.tensors) else "bfloat16"
+
+    def fingerprint(self) -> str:
+        """A checksum of the small files and of the weights' bytes, wherever they are and since when.
+
+        It reads 64 KiB of a tensor at most, so a change between the sampled pages escapes it: of single
+        elements, or of one of more than 16 experts in a tensor; not one of training, or of another model. Of
+        a converted folder it has the checksums of whole tensors, too, as the files themselves tell them.
+        """
+        digest = hashlib.sha256()
+        for path in companions(self.folder):
+            digest.update(repr((path.name, hashlib.sha256(path.read_bytes()).hexdigest())).encode())
+        every = dict.fromkeys(x for source in self.sources.values() for x in source.tensors)
+        with (
+            progress("looking at the weights", len(every), unit="tensor", delay=1) as bar,
+            concurrent.futures.ThreadPoolExecutor(SAMPLERS) as pool,
+        ):
+            for x, sample in zip(every, pool.map(StoredTensor.sample, every), strict=True):
+                facts = x.name, x.dtype, x.shape, x.file.metadata.get(x.name), sample
+                digest.update(repr(facts).encode())
+                bar.update()
+        return digest.hexdigest()
 
 
 def named_infos(config: Config) -> Iterator[tuple[str, ArrayInfo]]:

@@ -29,7 +29,6 @@ import jax
 import numpy as np
 
 from checkpoint import (
-    COMPANIONS,
     FORMAT,
     INDEX,
     SLAB_BYTES,
@@ -37,6 +36,7 @@ from checkpoint import (
     Checkpoint,
     Source,
     axes_of,
+    companions,
     file_letters,
     in_order,
     named_infos,
@@ -373,11 +373,6 @@ def finish(
     write_text(folder / INDEX, json.dumps(index, indent=1) + "\n")
     (folder / STATE).unlink()
     sync(folder)
-
-
-def companions(folder: pathlib.Path) -> list[pathlib.Path]:
-    """The model's small files."""
-    return sorted(path for pattern in COMPANIONS for path in folder.glob(pattern) if path.is_file())
 
 
 # ----------------------------------------------------------------------------------------------- verifying

@@ -185,21 +185,10 @@ def make_batch(
     return batch
 
 
-def contents(folder: pathlib.Path) -> list:
-    """What tells a checkpoint from others: its configuration and index, and the sizes of its files."""
-    files = sorted(file for file in folder.iterdir() if file.is_file())
-    texts = [
-        file.read_text()
-        for file in files
-        if file.suffix in (".json", ".jinja") and "tokenizer" not in file.name
-    ]
-    return [texts, [(file.name, file.stat().st_size) for file in files]]
-
-
 def digest(
-    args: argparse.Namespace, asker: Asker, folder: pathlib.Path, plan: Plan
+    args: argparse.Namespace, asker: Asker, checkpoint: Checkpoint, plan: Plan
 ) -> Callable[[Reply], str]:
-    """A digest of what a reply depends on."""
+    """A digest of what a reply depends on, for the process that writes --output; others never ask for it."""
     numbers = (
         args.n > 1,
         plan.dtype,
@@ -210,7 +199,9 @@ def digest(
         args.stop,
         sorted(asker.stop),
     )
-    common = hashlib.sha256(json.dumps([contents(folder), numbers]).encode())
+    writes = args.output and jax.process_index() == 0
+    common = [checkpoint.fingerprint() if writes else None, numbers]
+    common = hashlib.sha256(json.dumps(common).encode())
 
     def of(reply: Reply) -> str:
         request, whole = reply.request, common.copy()
@@ -281,7 +272,7 @@ def reply_to(args: argparse.Namespace, prompts: list[Prompt], models, asker: Ask
     lap("tokenizer")
     plans = [planned(args, *model) for model in models]
     content = partial(Reply.as_json, samples=args.n, logprobs=args.logprobs, score=args.score)
-    settings = digest(args, asker, models[0][0].folder, plans[0])
+    settings = digest(args, asker, models[0][0], plans[0])
     with output_file(args, every, settings, content) as (file, replies):
         positions = [reply.request.positions for reply in replies if reply.error is None]
         rows, max_len = plan_cache(plans, positions, args.rows, args.max_len) if positions else (0, 0)

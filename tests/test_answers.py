@@ -24,6 +24,8 @@ import checkpoint
 import main
 import model
 from checkpoint import load, open_checkpoint
+from convert_checkpoint import convert
+from tensor_files import TensorFile
 from text import encode, load_tokenizer
 
 LLAMA3 = CHECKPOINTS / "tiny-llama3"
@@ -344,6 +346,35 @@ def test_what_a_held_answer_depends_on(ask, tmp_path):
     (tmp_path / "p.jsonl").write_text(json.dumps(line))
     (tmp_path / "model" / "generation_config.json").write_text("{}")
     assert "made with another model or other options" in ask(*arguments)[2]
+
+
+@pytest.mark.parametrize("converted", [False, True])
+def test_answers_of_other_weights_are_not_mixed(converted, ask, tmp_path):
+    """Weights exchanged for others of the same names, shapes and sizes are refused; a fresh copy is not."""
+    if converted:
+        convert(str(LLAMA3), str(tmp_path / "model"))
+    else:
+        shutil.copytree(LLAMA3, tmp_path / "model")
+    (tmp_path / "p").write_text("\n".join(questions(3)))
+    arguments = ["--prompt-file", "p", "--output", "o", "--max-new-tokens", "3"]
+    assert ask(*arguments, "--checkpoint", "model")[0] == 0
+    held = (tmp_path / "o").read_bytes()
+    for name in ("copy", "other"):
+        shutil.copytree(tmp_path / "model", tmp_path / name, copy_function=shutil.copyfile)
+    weights = next(path for path in (tmp_path / "other").glob("*.safetensors"))
+    tensor = next(x for x in TensorFile(weights).tensors.values() if x.stop - x.start > 2**16)
+    with weights.open("r+b") as file:
+        file.seek(tensor.start)
+        values = file.read(tensor.stop - tensor.start)
+        file.seek(tensor.start)
+        file.write(values[2**12 :] + values[: 2**12])
+    code, out, err = ask(*arguments, "--checkpoint", "other")
+    assert code == 1 and out == "" and err.count("\n") == 1 and "made with another model" in err
+    for file in (tmp_path / "copy").iterdir():
+        os.utime(file, (1, 1))
+    (tmp_path / "copy" / "NOTES.md").write_text("no part of the model")
+    assert ask(*arguments, "--checkpoint", "copy")[0] == 0
+    assert (tmp_path / "o").read_bytes() == held
 
 
 def test_options_that_ask_for_samples(ask, tmp_path):
