@@ -292,8 +292,13 @@ class Checkpoint:
 
     @property
     def dtype(self) -> str:
-        """The float type that holds its weights: float32 if any has that, else bfloat16."""
-        weights = (source for name, source in self.sources.items() if not name.endswith(".scale"))
+        """The float type that holds its weights, but those of a type of their own: float32 if any has that,
+        else bfloat16.
+        """
+        weights = (
+            source for name, source in self.sources.items()
+            if not name.endswith(".scale") and source.info.dtype is None
+        )  # fmt: skip
         return "float32" if any(x.dtype == "F32" for y in weights for x in y.tensors) else "bfloat16"
 
     def fingerprint(self) -> str:
@@ -331,6 +336,11 @@ def stored_infos(name: str, info: ArrayInfo, quantized: bool) -> dict[str, Array
     return {name: info}
 
 
+def float_type(info: ArrayInfo, dtype: str) -> str:
+    """safetensors' name of a weight's float type in a model of `dtype`."""
+    return TYPES[dtype if info.dtype is None else np.dtype(info.dtype).name]
+
+
 def open_checkpoint(path_or_id: str) -> Checkpoint:
     """Open a converted or a Hugging Face folder, which must hold just the tensors that config.json implies.
 
@@ -363,7 +373,7 @@ def _open_ours(folder: pathlib.Path, config: Config) -> Checkpoint:
         for name, info in stored_infos(weight, declared, quantized).items():
             if name not in parts:
                 raise UserError(f"{folder}: tensor {name} is missing; convert the model again")
-            dtypes = tuple(TYPES.values())
+            dtypes = tuple(dict.fromkeys(float_type(info, dtype) for dtype in TYPES))
             if name != weight:
                 dtypes = ("I8",) if name.endswith(".values") else ("F32",)
             sources[name] = _source(info, parts.pop(name), file_letters(info), dtypes)
@@ -504,15 +514,16 @@ def in_order(function: Callable, items: Iterable, ahead: int) -> Iterator:
 def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str, quantized: bool, show: bool = True) -> Weights:
     """Put the weights on the mesh. A process reads what its devices hold; a CPU uses it in place if it can.
 
-    dtype: "bfloat16" or "float32", for what is not int8. quantized: int8 where a matmul contracts, computed
-    on the devices; an int8 checkpoint is so anyway. show: progress, on stderr.
+    dtype: "bfloat16" or "float32", for what is not int8 and declares no other. quantized: int8 where a matmul
+    contracts, computed on the devices; an int8 checkpoint is so anyway. show: progress, on stderr.
     """
 
     def place(item: tuple[str, ArrayInfo]):
         name, info = item
         sources = [checkpoint.sources[part] for part in stored_infos(name, info, checkpoint.quantized)]
         as_stored = len(sources) == 2 or quantized and info.contracted
-        arrays = [_place(source, mesh, None if as_stored else DTYPES[TYPES[dtype]]) for source in sources]
+        wanted = None if as_stored else DTYPES[float_type(info, dtype)]
+        arrays = [_place(source, mesh, wanted) for source in sources]
         return info, arrays, sum(source.nbytes for source in sources)
 
     weights, treedef = [], jax.tree.structure(model.weight_infos(checkpoint.config))

@@ -337,7 +337,9 @@ def init_weights(key: Array, cfg: Config, mesh: Mesh, dtype=jnp.float32, quantiz
         x = 1 + x / 10 if info.letters == "D" else x * fan_in**-0.5
         padding = np.subtract(info.padded_shape(mesh), info.shape)
         x = jnp.pad(x, [(0, n) for n in padding])
-        return quantize(x, info.contracted_axes) if quantized and info.contracted else x.astype(dtype)
+        if quantized and info.contracted:
+            return quantize(x, info.contracted_axes)
+        return x.astype(info.dtype or dtype)
 
     def init_all(key: Array):
         return treedef.unflatten(map(init, jax.random.split(key, len(infos)), infos))
