@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -272,6 +273,41 @@ def test_rows_that_fit(monkeypatch):
     assert choose(32.5 + weights / row, [100] * 300)[0] == 16
     monkeypatch.undo()
     assert memory.plan_cache([plan_of(cfg, 8)], [100] * 3, None, None)[0] == 8  # each data shard has a row
+
+
+V1 = "5:cpu:/a\n4:rdma,memory:/a/b\n0::/a\n"
+LIMITS = {
+    "no Linux": (None, {}, None),
+    "version 2": ("0::/a/b\n", {"a/b/memory.max": "1000\n", "memory.max": "max\n"}, 1000),
+    "the group above": ("0::/a/b\n", {"a/b/memory.max": "max", "a/memory.max": "70", "memory.max": "80"}, 70),
+    "another group": ("0::/a/b\n", {"a/c/memory.max": "1000"}, None),
+    "a namespace": ("0::/\n", {"memory.max": "1000"}, 1000),
+    "version 1": (V1, {"memory/a/b/memory.limit_in_bytes": "90", "cpu/memory.limit_in_bytes": "1"}, 90),
+    "above, version 1": (
+        V1,
+        {"memory/a/b/memory.limit_in_bytes": str(2**63 - 4096), "memory/a/memory.limit_in_bytes": "90"},
+        90,
+    ),
+    "seen from within": ("4:memory:/docker/1a2b\n", {"memory/memory.limit_in_bytes": "90"}, 90),
+    "no limit": (V1, {"memory/a/b/memory.limit_in_bytes": str(2**63 - 4096)}, None),
+    "outside": ("0::/../x:y\n", {"memory.max": "90"}, 90),
+}
+
+
+@pytest.mark.parametrize("case", LIMITS)
+def test_limits_of_a_container(case, tmp_path, monkeypatch):
+    """The least of those of the process' control groups and of all above, of either version."""
+    groups, files, limit = LIMITS[case]
+    for name, content in {f"sys/fs/cgroup/{name}": text for name, text in files.items()}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    if groups is not None:
+        (tmp_path / "proc/self").mkdir(parents=True)
+        (tmp_path / "proc/self/cgroup").write_text(groups)
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert memory.host_memory(tmp_path) == (limit or physical)
+    monkeypatch.setattr(memory, "host_memory", lambda: 8000)
+    assert memory.device_memory() == 1000  # of 8 devices
 
 
 def test_bytes_per_step():
