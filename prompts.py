@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import json
 import os
 import pathlib
 import sys
@@ -15,9 +14,11 @@ from errors import UserError
 from generation import Request
 from launch import log
 from model import Config, Sampling
+from tensor_files import parse_json
 from text import TextStream, encode, generation_config, stop_tokens
 
 NEW_TOKENS = 256  # unless --max-new-tokens or the room that is left say otherwise
+MOST_NEW_TOKENS = 2**31 - 1  # that a prompt may ask for
 DEFAULTS = (
     "Tell me your name",
     "What is the weather like expressed in long prose in Old English",
@@ -97,27 +98,23 @@ def read_prompt_file(name: str) -> list[Prompt]:
 
 def parse_line(line: str, where: str) -> Prompt:
     """{"prompt": TEXT} or {"messages": [{"role", "content"}, ...]}, and options for this prompt alone."""
-    try:
-        options = json.loads(line)
-    except (ValueError, RecursionError):
-        raise UserError(f"{where}: not a JSON object") from None
-    if not isinstance(options, dict) or ("prompt" in options) == ("messages" in options):
-        raise UserError(f'{where}: not a JSON object with "prompt" or "messages"')
-    text = options.pop("prompt", None)
-    if text is None:
+    options = parse_json(line, where)
+    if ("prompt" in options) == ("messages" in options):
+        raise UserError(f'{where}: not a JSON object with either "prompt" or "messages"')
+    if "messages" in options:
         text = options.pop("messages")
         if not (isinstance(text, list) and text and all(is_turn(turn) for turn in text)):
             raise UserError(f'{where}: "messages" is no list of objects of a "role" and a "content"')
-    elif not isinstance(text, str):
+    elif not isinstance(text := options.pop("prompt"), str):
         raise UserError(f'{where}: "prompt" is no text')
     known = {*SAMPLING, "max_new_tokens"}
     if unknown := sorted(set(options) - known):
-        raise UserError(f"{where}: unknown option {unknown[0]!r}; known: {', '.join(sorted(known))}")
+        raise UserError(f"{where}: unknown option {unknown[0][:40]!r}; known: {', '.join(sorted(known))}")
     for name in set(options) & set(SAMPLING):
         check_sampling(name, options[name], f"{where}: ")
     new = options.get("max_new_tokens", 1)
-    if type(new) is not int or new < 1:
-        raise UserError(f"{where}: max_new_tokens {new!r} is not at least 1")
+    if type(new) is not int or not 1 <= new <= MOST_NEW_TOKENS:
+        raise UserError(f"{where}: max_new_tokens {str(new)[:40]} is not between 1 and {MOST_NEW_TOKENS}")
     return Prompt(text, where, options)
 
 

@@ -39,8 +39,8 @@ def array_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     return math.prod(shape) * DTYPES[dtype].itemsize
 
 
-def parse_json(text: bytes, path: pathlib.Path) -> dict:
-    """The object that a file, or a file's header, is. Raises UserError naming the file."""
+def parse_json(text: bytes | str, path: pathlib.Path | str) -> dict:
+    """The object that a file, its header, or a line of it is. Raises UserError naming the file."""
 
     def unique(pairs: list[tuple]) -> dict:
         names = collections.Counter(name for name, _ in pairs)
