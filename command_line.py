@@ -9,15 +9,18 @@ from collections.abc import Callable
 
 from errors import UserError
 
+LARGEST = 2**31 - 1  # number that an option takes
+
 
 class OneLineParser(argparse.ArgumentParser):
     """A bad argument is one line on stderr and exit code 2."""
 
     def check_positive(self, args, *names: str) -> None:
-        """Refuse what was given for these options and is less than 1."""
+        """Refuse what was given for these options and is less than 1, or no number of 32 bits."""
         for name in names:
-            if (value := getattr(args, name)) is not None and value < 1:
-                self.error(f"--{name.replace('_', '-')} {value} is not at least 1")
+            if (value := getattr(args, name)) is not None and not 1 <= value <= LARGEST:
+                what = "not at least 1" if value < 1 else f"more than {LARGEST}"
+                self.error(f"--{name.replace('_', '-')} {str(value)[:40]} is {what}")
 
     def error(self, message: str):
         self.exit(2, f"error: {message} (see {self.prog} --help)\n")

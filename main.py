@@ -57,7 +57,7 @@ from launch import (
 )  # fmt: skip
 from memory import BANDWIDTH, ROWS, Plan, bytes_per_step, plan_cache
 from prompts import NEW_TOKENS, Asker, Prompt, read_prompts
-from speculation import Draft, Lookup, mesh_for_draft
+from speculation import MOST, Draft, Lookup, check_guesses, mesh_for_draft
 from text import load_tokenizer
 
 TINY = pathlib.Path(__file__).resolve().parent / "tests" / "checkpoints" / "tiny-llama3"
@@ -111,7 +111,8 @@ def parse_arguments(arguments: list[str] | None = None):
         help="positions per row, prompt included; default: as many as needed")
     add("--draft", metavar="DIR_OR_ID", help="a smaller model with the same tokenizer that guesses ahead")
     add("--lookup", action="store_true", help="guess what came after the same tokens before")
-    add("--guesses", type=int, default=4, metavar="N", help="tokens to guess at a time; default: 4")
+    add("--guesses", type=int, default=4, metavar="N",
+        help=f"tokens to guess at a time, up to {MOST}; default: 4")
 
     add = parser.add_argument_group("what to print").add_argument
     add("--output", metavar="FILE", help="write JSON lines to it; what it has is not asked again")
@@ -119,8 +120,9 @@ def parse_arguments(arguments: list[str] | None = None):
     add("--logprobs", action="store_true", help="the log-probability of every token, the prompt's too")
     # fmt: on
     args = parser.parse_args(arguments)
-    parser.check_positive(args, "max_new_tokens", "max_len", "rows", "n", "guesses", "dp", "ep", "tp")
+    parser.check_positive(args, "max_new_tokens", "max_len", "rows", "n", "dp", "ep", "tp")
     check_together(parser, args)
+    check_guesses(args.guesses)  # before anything is loaded
     return args
 
 

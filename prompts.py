@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from checkpoint import Checkpoint
+from command_line import LARGEST as LARGEST_INT
 from errors import UserError
 from generation import Request
 from launch import log
@@ -18,7 +19,6 @@ from tensor_files import parse_json
 from text import TextStream, encode, generation_config, stop_tokens
 
 NEW_TOKENS = 256  # unless --max-new-tokens or the room that is left say otherwise
-MOST_NEW_TOKENS = 2**31 - 1  # that a prompt may ask for
 DEFAULTS = (
     "Tell me your name",
     "What is the weather like expressed in long prose in Old English",
@@ -113,8 +113,8 @@ def parse_line(line: str, where: str) -> Prompt:
     for name in set(options) & set(SAMPLING):
         check_sampling(name, options[name], f"{where}: ")
     new = options.get("max_new_tokens", 1)
-    if type(new) is not int or not 1 <= new <= MOST_NEW_TOKENS:
-        raise UserError(f"{where}: max_new_tokens {str(new)[:40]} is not between 1 and {MOST_NEW_TOKENS}")
+    if type(new) is not int or not 1 <= new <= LARGEST_INT:
+        raise UserError(f"{where}: max_new_tokens {str(new)[:40]} is not between 1 and {LARGEST_INT}")
     return Prompt(text, where, options)
 
 
