@@ -5,6 +5,7 @@ import dataclasses
 import os
 import pathlib
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -189,7 +190,15 @@ class Asker:
             text = [{"role": "system", "content": self.args.system}, *text]
         return encode(self.tokenizer, text, self.vocabulary)
 
-    def request(self, prompt: list[int], options: dict, sample: int = 0) -> Request:
+    def requests(self, prompt: list[int], options: dict, samples: int) -> Iterator[Request]:
+        """For samples with one seed after the other; all else they share. UserError as in `request`."""
+        first = self.request(prompt, options)
+        yield first
+        for i in range(1, samples):
+            sampling = dataclasses.replace(first.sampling, seed=(first.sampling.seed + i) % 2**32)
+            yield dataclasses.replace(first, sampling=sampling)
+
+    def request(self, prompt: list[int], options: dict) -> Request:
         """UserError if the prompt and its answer are too long."""
         args, room = self.args, self.limit - len(prompt)
         new = options.get("max_new_tokens") or args.max_new_tokens or min(self.new_tokens, max(room, 1))
@@ -200,7 +209,6 @@ class Asker:
         asked = vars(self.sampling) | {name: options[name] for name in options if name in SAMPLING}
         if not asked["temperature"] and args.temperature is None and "temperature" not in options:
             asked["temperature"] = 1.0 if RESTRICTIONS & set(options) else None
-        asked["seed"] = (asked["seed"] + sample) % 2**32
         return Request(prompt, new, Sampling(**asked), self.stop, args.logprobs or args.score)
 
     def stream(self) -> TextStream:

@@ -24,7 +24,9 @@ import checkpoint
 import main
 import model
 from checkpoint import load, open_checkpoint
+from command_line import progress
 from convert_checkpoint import convert
+from prompts import Asker, Prompt
 from tensor_files import TensorFile
 from text import encode, load_tokenizer
 
@@ -279,6 +281,29 @@ def test_samples(ask):
     assert len({tuple(r["tokens"]) for r in responses}) == 6
     text = ask("--prompt", "Hello", "--temperature", "2", "--n", "2")[1]
     assert "> Hello (1 of 2)\n" in text and "> Hello (2 of 2)\n" in text
+
+
+def test_a_million_samples_would_not_take_long_to_ask(monkeypatch, capsys):
+    """A prompt is encoded once; its samples share it; none has a stream before it is begun; all is told."""
+    opened, tokenizer = open_checkpoint(LLAMA3), load_tokenizer(LLAMA3)
+    args = main.parse_arguments(["--temperature", "1", "--seed", str(2**32 - 2)])
+    asker, encoded, told = Asker(args, opened, tokenizer, [opened.config]), [], []
+    monkeypatch.setattr(asker, "encode", lambda text: encoded.append(text) or [1, 2, 3])
+    monkeypatch.setattr(asker, "stream", lambda: pytest.fail("not begun"))
+
+    def at_once(*facts, delay: float, **more):
+        told.append(progress(*facts, **more))
+        return told[-1]
+
+    monkeypatch.setattr(answers, "progress", at_once)
+    replies = answers.ask_all(asker, [Prompt("a", "x"), Prompt("b", "y", {"seed": 5})], 4)
+    assert encoded == ["a", "b"] and told[0].n == told[0].total == 8
+    assert "requests: 100%" in capsys.readouterr().err
+    assert [reply.key for reply in replies] == [(i, j) for i in range(2) for j in range(4)]
+    assert [x.request.sampling.seed for x in replies] == [2**32 - 2, 2**32 - 1, 0, 1, 5, 6, 7, 8]
+    assert len({id(reply.request.prompt) for reply in replies}) == 2
+    with pytest.raises(ValueError, match="--n 16777216 of 2 prompts: 33554432 answers; ask for at most"):
+        answers.ask_all(asker, [Prompt("a", "x")] * 2, 2**24)
 
 
 def test_samples_in_a_file(ask, tmp_path):
