@@ -1,5 +1,6 @@
 """What is answered: as text or JSON, in the order of the prompts; a file that a later run goes on with."""
 
+import codecs
 import contextlib
 import dataclasses
 import fcntl
@@ -191,14 +192,17 @@ class OutputFile:
         return file
 
     def _read(self, expected: dict[tuple[int, int], Reply]) -> set[tuple[int, int]]:
-        """The keys of the lines that are there; empty ones, one cut short, and refusals are dropped."""
+        """The keys of the lines that are there; empty ones, one cut short, and refusals are dropped, as is
+        what an editor adds: a byte-order mark, other line ends.
+        """
         self.file.seek(0)
-        *lines, torn = self.file.read().split(b"\n")
-        parsed = [line.strip() and self._parse(line, i, expected) for i, line in enumerate(lines, 1)]
+        held = self.file.read()
+        *lines, torn = (line.strip() for line in held.removeprefix(codecs.BOM_UTF8).split(b"\n"))
+        parsed = [line and self._parse(line, i, expected) for i, line in enumerate(lines, 1)]
         kept = {key: line for key, line in zip(parsed, lines, strict=True) if key}
         if torn[: len(LINE)] != LINE[: len(torn)]:
             raise UserError(f"{self.name}, line {len(parsed) + 1}: not of an earlier run; give another file")
-        if torn or len(kept) < len(lines):
+        if b"".join(line + b"\n" for line in kept.values()) != held:
             self._rewrite(list(kept.values()))
         return set(kept)
 

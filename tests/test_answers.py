@@ -184,6 +184,25 @@ def test_interrupted_anywhere(ask, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["o", "p"]
 
 
+def test_what_an_editor_leaves(ask, tmp_path, monkeypatch):
+    """Windows' line ends, a byte-order mark, spaces and blank lines are cleaned away; nothing is asked."""
+    (tmp_path / "p").write_text("\n".join(questions(3)))
+    arguments = ["--prompt-file", "p", "--output", "o"]
+    assert ask(*arguments)[0] == 0
+    whole = (tmp_path / "o").read_bytes()
+    monkeypatch.setattr(main, "load", lambda *_, **__: pytest.fail("loaded"))
+    for left in (
+        whole.replace(b"\n", b"\r\n"),
+        b"\xef\xbb\xbf" + whole,
+        b"\xef\xbb\xbf" + whole.replace(b"\n", b"\r\n\r\n") + b"\r\n",
+        whole.replace(b"\n", b" \n  "),
+    ):
+        (tmp_path / "o").write_bytes(left)
+        code, _, err = ask(*arguments)
+        assert code == 0, err
+        assert (tmp_path / "o").read_bytes() == whole
+
+
 def test_held_answers_are_not_asked_again(ask, tmp_path, monkeypatch):
     (tmp_path / "p").write_text("\n".join(questions(9)))
     arguments = ["--prompt-file", "p", "--output", "o"]
