@@ -1,8 +1,10 @@
 """What is answered: as text or JSON, in the order of the prompts; a file that a later run goes on with."""
 
+import codecs
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import json
 import math
 import os
@@ -13,12 +15,17 @@ import tempfile
 from collections.abc import Callable
 from typing import BinaryIO
 
+import jax
+
+from checkpoint import no_garbage_collection
+from command_line import progress
 from errors import UserError
 from generation import Answer, Batch, Request, Stats
 from launch import LAPS, lap, log
 from prompts import Asker, Prompt
 from text import TextStream
 
+MOST = 2**24  # answers at a time: there is a kilobyte of each before it is begun
 LINE = b'{"index": '  # how a line of an output file begins
 
 
@@ -27,6 +34,7 @@ class Reply:
     """What becomes of a prompt, or of one of several samples for it: an answer, a score, or an error.
 
     index: the prompt's number, from 0. error: why there is no request, or why its answer broke off.
+    new_stream: makes its stream, when it is wanted: of a million samples few are under way at a time.
     """
 
     index: int
@@ -35,7 +43,12 @@ class Reply:
     request: Request | None = None
     error: str | None = None
     answer: Answer | None = None
-    stream: TextStream | None = None
+    new_stream: Callable[[], TextStream] | None = None
+
+    @functools.cached_property
+    def stream(self) -> TextStream:
+        """The text of the answer."""
+        return self.new_stream()
 
     @property
     def key(self) -> tuple[int, int]:
@@ -179,14 +192,17 @@ class OutputFile:
         return file
 
     def _read(self, expected: dict[tuple[int, int], Reply]) -> set[tuple[int, int]]:
-        """The keys of the lines that are there; empty ones, one cut short, and refusals are dropped."""
+        """The keys of the lines that are there; empty ones, one cut short, and refusals are dropped, as is
+        what an editor adds: a byte-order mark, other line ends.
+        """
         self.file.seek(0)
-        *lines, torn = self.file.read().split(b"\n")
-        parsed = [line.strip() and self._parse(line, i, expected) for i, line in enumerate(lines, 1)]
+        held = self.file.read()
+        *lines, torn = (line.strip() for line in held.removeprefix(codecs.BOM_UTF8).split(b"\n"))
+        parsed = [line and self._parse(line, i, expected) for i, line in enumerate(lines, 1)]
         kept = {key: line for key, line in zip(parsed, lines, strict=True) if key}
         if torn[: len(LINE)] != LINE[: len(torn)]:
             raise UserError(f"{self.name}, line {len(parsed) + 1}: not of an earlier run; give another file")
-        if torn or len(kept) < len(lines):
+        if b"".join(line + b"\n" for line in kept.values()) != held:
             self._rewrite(list(kept.values()))
         return set(kept)
 
@@ -241,18 +257,21 @@ class OutputFile:
 
 def ask_all(asker: Asker, prompts: list[Prompt], samples: int) -> list[Reply]:
     """A reply for each sample of each prompt; a refusal, if it cannot be asked."""
-    replies = []
-    for index, prompt in enumerate(prompts):
-        asked = [Reply(index, sample, prompt) for sample in range(samples)]
-        try:
-            tokens = asker.encode(prompt.text)
-            for reply in asked:
-                reply.request = asker.request(tokens, prompt.options, reply.sample)
-                reply.stream = asker.stream()
-        except UserError as e:
-            for reply in asked:
-                reply.error = f"{prompt.where}: {e}"
-        replies += asked
+    if (total := samples * len(prompts)) > MOST:
+        raise UserError(f"--n {samples} of {len(prompts)} prompts: {total} answers; ask for at most {MOST}")
+    replies, show = [], jax.process_index() == 0
+    made = progress("requests", total, show=show, unit="request", delay=1)
+    with made as bar, no_garbage_collection():  # all of it stays, and looking through it takes as long again
+        for index, prompt in enumerate(prompts):
+            try:
+                tokens = asker.encode(prompt.text)
+                for sample, request in enumerate(asker.requests(tokens, prompt.options, samples)):
+                    replies.append(Reply(index, sample, prompt, request, new_stream=asker.stream))
+                    bar.update()
+            except UserError as e:
+                error = f"{prompt.where}: {e}"
+                replies += [Reply(index, sample, prompt, error=error) for sample in range(samples)]
+                bar.update(samples)
     return replies
 
 
@@ -276,7 +295,8 @@ def say_refused(replies: list[Reply], held: int) -> None:
 
 def answer(batch: Batch, replies: list[Reply], show: Callable[[list[Reply]], None]) -> None:
     """Answer all that is not refused. show: called after news, with the replies that are done since."""
-    asked = {batch.add(reply.request): reply for reply in replies if reply.error is None}
+    with no_garbage_collection():
+        asked = {batch.add(reply.request): reply for reply in replies if reply.error is None}
     for given, reply in asked.items():
         reply.answer = given
     show([reply for reply in replies if reply.error is not None])

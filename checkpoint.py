@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import hashlib
 import itertools
 import math
 import os
@@ -44,6 +45,7 @@ COMPANIONS = (
     "chat_template*",
 )
 WORKERS = min(os.cpu_count() or 1, 8)  # threads that read, and so parts of weights in memory at a time
+SAMPLERS = 16  # threads that each wait for a few pages at a time
 
 # Published checkpoints call the same tensor by several names.
 RENAMES = (
@@ -91,6 +93,11 @@ def _download(name: str, revision: str | None) -> pathlib.Path:
     files = set(weight_map_in(read_json(index), index).values()) if index else {THEIR_FILE}
     # The folder is named after the commit: the branch may have moved on.
     return pathlib.Path(snapshot_download(name, revision=folder.name, allow_patterns=sorted(files)))
+
+
+def companions(folder: pathlib.Path) -> list[pathlib.Path]:
+    """The model's small files."""
+    return sorted(path for pattern in COMPANIONS for path in folder.glob(pattern) if path.is_file())
 
 
 def allow_open_files() -> None:
@@ -285,9 +292,35 @@ class Checkpoint:
 
     @property
     def dtype(self) -> str:
-        """The float type that holds its weights: float32 if any has that, else bfloat16."""
-        weights = (source for name, source in self.sources.items() if not name.endswith(".scale"))
+        """The float type that holds its weights, but those of a type of their own: float32 if any has that,
+        else bfloat16.
+        """
+        weights = (
+            source for name, source in self.sources.items()
+            if not name.endswith(".scale") and source.info.dtype is None
+        )  # fmt: skip
         return "float32" if any(x.dtype == "F32" for y in weights for x in y.tensors) else "bfloat16"
+
+    def fingerprint(self) -> str:
+        """A checksum of the small files and of the weights' bytes, wherever they are and since when.
+
+        It reads 64 KiB of a tensor at most, so a change between the sampled pages escapes it: of single
+        elements, or of one of more than 16 experts in a tensor; not one of training, or of another model. Of
+        a converted folder it has the checksums of whole tensors, too, as the files themselves tell them.
+        """
+        digest = hashlib.sha256()
+        for path in companions(self.folder):
+            digest.update(repr((path.name, hashlib.sha256(path.read_bytes()).hexdigest())).encode())
+        every = dict.fromkeys(x for source in self.sources.values() for x in source.tensors)
+        with (
+            progress("looking at the weights", len(every), unit="tensor", delay=1) as bar,
+            concurrent.futures.ThreadPoolExecutor(SAMPLERS) as pool,
+        ):
+            for x, sample in zip(every, pool.map(StoredTensor.sample, every), strict=True):
+                facts = x.name, x.dtype, x.shape, x.file.metadata.get(x.name), sample
+                digest.update(repr(facts).encode())
+                bar.update()
+        return digest.hexdigest()
 
 
 def named_infos(config: Config) -> Iterator[tuple[str, ArrayInfo]]:
@@ -301,6 +334,11 @@ def stored_infos(name: str, info: ArrayInfo, quantized: bool) -> dict[str, Array
     if quantized and info.contracted:
         return {name + ".values": info, name + ".scale": info.scale}
     return {name: info}
+
+
+def float_type(info: ArrayInfo, dtype: str) -> str:
+    """safetensors' name of a weight's float type in a model of `dtype`."""
+    return TYPES[dtype if info.dtype is None else np.dtype(info.dtype).name]
 
 
 def open_checkpoint(path_or_id: str) -> Checkpoint:
@@ -335,7 +373,7 @@ def _open_ours(folder: pathlib.Path, config: Config) -> Checkpoint:
         for name, info in stored_infos(weight, declared, quantized).items():
             if name not in parts:
                 raise UserError(f"{folder}: tensor {name} is missing; convert the model again")
-            dtypes = tuple(TYPES.values())
+            dtypes = tuple(dict.fromkeys(float_type(info, dtype) for dtype in TYPES))
             if name != weight:
                 dtypes = ("I8",) if name.endswith(".values") else ("F32",)
             sources[name] = _source(info, parts.pop(name), file_letters(info), dtypes)
@@ -476,15 +514,16 @@ def in_order(function: Callable, items: Iterable, ahead: int) -> Iterator:
 def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str, quantized: bool, show: bool = True) -> Weights:
     """Put the weights on the mesh. A process reads what its devices hold; a CPU uses it in place if it can.
 
-    dtype: "bfloat16" or "float32", for what is not int8. quantized: int8 where a matmul contracts, computed
-    on the devices; an int8 checkpoint is so anyway. show: progress, on stderr.
+    dtype: "bfloat16" or "float32", for what is not int8 and declares no other. quantized: int8 where a matmul
+    contracts, computed on the devices; an int8 checkpoint is so anyway. show: progress, on stderr.
     """
 
     def place(item: tuple[str, ArrayInfo]):
         name, info = item
         sources = [checkpoint.sources[part] for part in stored_infos(name, info, checkpoint.quantized)]
         as_stored = len(sources) == 2 or quantized and info.contracted
-        arrays = [_place(source, mesh, None if as_stored else DTYPES[TYPES[dtype]]) for source in sources]
+        wanted = None if as_stored else DTYPES[float_type(info, dtype)]
+        arrays = [_place(source, mesh, wanted) for source in sources]
         return info, arrays, sum(source.nbytes for source in sources)
 
     weights, treedef = [], jax.tree.structure(model.weight_infos(checkpoint.config))

@@ -9,15 +9,18 @@ from collections.abc import Callable
 
 from errors import UserError
 
+LARGEST = 2**31 - 1  # number that an option takes
+
 
 class OneLineParser(argparse.ArgumentParser):
     """A bad argument is one line on stderr and exit code 2."""
 
     def check_positive(self, args, *names: str) -> None:
-        """Refuse what was given for these options and is less than 1."""
+        """Refuse what was given for these options and is less than 1, or no number of 32 bits."""
         for name in names:
-            if (value := getattr(args, name)) is not None and value < 1:
-                self.error(f"--{name.replace('_', '-')} {value} is not at least 1")
+            if (value := getattr(args, name)) is not None and not 1 <= value <= LARGEST:
+                what = "not at least 1" if value < 1 else f"more than {LARGEST}"
+                self.error(f"--{name.replace('_', '-')} {str(value)[:40]} is {what}")
 
     def error(self, message: str):
         self.exit(2, f"error: {message} (see {self.prog} --help)\n")
@@ -53,10 +56,11 @@ def hear_interrupts() -> None:
     signal.signal(signal.SIGINT, leave)
 
 
-def progress(what: str, total: int, done: int = 0, show: bool = True, unit: str = "B"):
+def progress(what: str, total: int, done: int = 0, show: bool = True, unit: str = "B", delay: float = 0):
     """A tqdm: a line on stderr of how much of the total is done, how fast, and how long it will take.
 
-    On a terminal it is rewritten in place; elsewhere there is a line every half minute.
+    On a terminal it is rewritten in place; elsewhere there is a line every half minute. delay: seconds until
+    the first; of what takes less there is none.
     """
     from tqdm import tqdm  # not before an interrupt is heard
 
@@ -64,5 +68,5 @@ def progress(what: str, total: int, done: int = 0, show: bool = True, unit: str 
     seconds = 0.1 if show and sys.stderr.isatty() else 30
     return tqdm(
         desc=what, total=total, initial=done, disable=not show, mininterval=seconds, maxinterval=seconds,
-        unit=unit, unit_scale=unit == "B", dynamic_ncols=True,
+        unit=unit, unit_scale=unit == "B", dynamic_ncols=True, delay=delay,
     )  # fmt: skip

@@ -29,7 +29,6 @@ import jax
 import numpy as np
 
 from checkpoint import (
-    COMPANIONS,
     FORMAT,
     INDEX,
     SLAB_BYTES,
@@ -37,7 +36,9 @@ from checkpoint import (
     Checkpoint,
     Source,
     axes_of,
+    companions,
     file_letters,
+    float_type,
     in_order,
     named_infos,
     open_checkpoint,
@@ -118,7 +119,7 @@ def plan(checkpoint: Checkpoint, quantized: bool, dtype: str, file_bytes: int) -
     for _, group in itertools.groupby(named_infos(checkpoint.config), stored_name):
         group = list(group)
         targets = {
-            name: Target(info, dtypes.get(name.rpartition(".")[2], TYPES[dtype]), [])
+            name: Target(info, dtypes.get(name.rpartition(".")[2]) or float_type(info, dtype), [])
             for weight in group
             for name, info in stored_infos(*weight, quantized).items()
         }
@@ -163,7 +164,8 @@ def convert(
 ) -> None:
     """Write the model at `source` (a folder or hub id) to the new folder `destination` in our layout.
 
-    dtype: of what is not int8, "bfloat16" or "float32"; None: the source's. Raises UserError.
+    dtype: of what is not int8 and declares no other, "bfloat16" or "float32"; None: the source's. Raises
+    UserError.
     """
     destination = pathlib.Path(os.path.abspath(os.path.expanduser(destination)))
     checkpoint = open_checkpoint(source)
@@ -373,11 +375,6 @@ def finish(
     write_text(folder / INDEX, json.dumps(index, indent=1) + "\n")
     (folder / STATE).unlink()
     sync(folder)
-
-
-def companions(folder: pathlib.Path) -> list[pathlib.Path]:
-    """The model's small files."""
-    return sorted(path for pattern in COMPANIONS for path in folder.glob(pattern) if path.is_file())
 
 
 # ----------------------------------------------------------------------------------------------- verifying

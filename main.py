@@ -57,7 +57,7 @@ from launch import (
 )  # fmt: skip
 from memory import BANDWIDTH, ROWS, Plan, bytes_per_step, plan_cache
 from prompts import NEW_TOKENS, Asker, Prompt, share_prompts
-from speculation import Draft, Lookup, mesh_for_draft
+from speculation import MOST, Draft, Lookup, check_guesses, mesh_for_draft
 from text import load_tokenizer
 
 TINY = pathlib.Path(__file__).resolve().parent / "tests" / "checkpoints" / "tiny-llama3"
@@ -111,7 +111,8 @@ def parse_arguments(arguments: list[str] | None = None):
         help="positions per row, prompt included; default: as many as needed")
     add("--draft", metavar="DIR_OR_ID", help="a smaller model with the same tokenizer that guesses ahead")
     add("--lookup", action="store_true", help="guess what came after the same tokens before")
-    add("--guesses", type=int, default=4, metavar="N", help="tokens to guess at a time; default: 4")
+    add("--guesses", type=int, default=4, metavar="N",
+        help=f"tokens to guess at a time, up to {MOST}; default: 4")
 
     add = parser.add_argument_group("what to print").add_argument
     add("--output", metavar="FILE", help="write JSON lines to it; what it has is not asked again")
@@ -119,8 +120,9 @@ def parse_arguments(arguments: list[str] | None = None):
     add("--logprobs", action="store_true", help="the log-probability of every token, the prompt's too")
     # fmt: on
     args = parser.parse_args(arguments)
-    parser.check_positive(args, "max_new_tokens", "max_len", "rows", "n", "guesses", "dp", "ep", "tp")
+    parser.check_positive(args, "max_new_tokens", "max_len", "rows", "n", "dp", "ep", "tp")
     check_together(parser, args)
+    check_guesses(args.guesses)  # before anything is loaded
     return args
 
 
@@ -185,21 +187,10 @@ def make_batch(
     return batch
 
 
-def contents(folder: pathlib.Path) -> list:
-    """What tells a checkpoint from others: its configuration and index, and the sizes of its files."""
-    files = sorted(file for file in folder.iterdir() if file.is_file())
-    texts = [
-        file.read_text()
-        for file in files
-        if file.suffix in (".json", ".jinja") and "tokenizer" not in file.name
-    ]
-    return [texts, [(file.name, file.stat().st_size) for file in files]]
-
-
 def digest(
-    args: argparse.Namespace, asker: Asker, folder: pathlib.Path, plan: Plan
+    args: argparse.Namespace, asker: Asker, checkpoint: Checkpoint, plan: Plan
 ) -> Callable[[Reply], str]:
-    """A digest of what a reply depends on."""
+    """A digest of what a reply depends on, for the process that writes --output; others never ask for it."""
     numbers = (
         args.n > 1,
         plan.dtype,
@@ -210,7 +201,9 @@ def digest(
         args.stop,
         sorted(asker.stop),
     )
-    common = hashlib.sha256(json.dumps([contents(folder), numbers]).encode())
+    writes = args.output and jax.process_index() == 0
+    common = [checkpoint.fingerprint() if writes else None, numbers]
+    common = hashlib.sha256(json.dumps(common).encode())
 
     def of(reply: Reply) -> str:
         request, whole = reply.request, common.copy()
@@ -280,7 +273,7 @@ def reply_to(args: argparse.Namespace, prompts: list[Prompt], models, asker: Ask
     lap("tokenizer")
     plans = [planned(args, *model) for model in models]
     content = partial(Reply.as_json, samples=args.n, logprobs=args.logprobs, score=args.score)
-    settings = digest(args, asker, models[0][0].folder, plans[0])
+    settings = digest(args, asker, models[0][0], plans[0])
     with output_file(args, every, settings, content) as (file, replies):
         positions = [reply.request.positions for reply in replies if reply.error is None]
         rows, max_len = plan_cache(plans, positions, args.rows, args.max_len) if positions else (0, 0)

@@ -1,10 +1,12 @@
 """What the memory of a device holds, and what a decode step reads of it."""
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import math
 import os
+import pathlib
 import socket
 
 import jax
@@ -36,9 +38,25 @@ def shard_bytes(tree) -> int:
     return sum(math.prod(shape) * itemsize for shape, itemsize in shards)
 
 
-def host_memory() -> int:
-    """Bytes."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def host_memory(root: pathlib.Path = pathlib.Path("/")) -> int:
+    """Bytes of memory that this process may use: the machine's, or what a container's limits leave of it.
+
+    root: of the file system. Linux keeps the limits in the process' control groups and those above them, of
+    version 2 in one tree, of version 1 in a tree per resource.
+    """
+    sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    groups = root / "proc/self/cgroup"
+    for line in groups.read_text().splitlines() if groups.exists() else ():
+        _, resources, group = line.split(":", 2)
+        if resources and "memory" not in resources.split(","):
+            continue
+        top = root / ("sys/fs/cgroup/memory" if resources else "sys/fs/cgroup")
+        below = top / group.lstrip("/")  # in a container it may be missing: then its own group is the top
+        for folder in (below, *below.parents):
+            limit = folder / ("memory.limit_in_bytes" if resources else "memory.max")
+            with contextlib.suppress(OSError, ValueError):  # no limit: not there, "max", or very large
+                sizes.append(int(limit.read_text()))
+    return min(sizes)
 
 
 def device_memory() -> int:

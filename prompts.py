@@ -2,19 +2,21 @@
 
 import argparse
 import dataclasses
-import json
 import os
 import pathlib
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from checkpoint import Checkpoint
+from command_line import LARGEST as LARGEST_INT
 from errors import UserError
 from generation import Request
 from hosts import from_first
 from launch import log
 from model import Config, Sampling
 from scheduler import SAMPLING, check_sampling
+from tensor_files import parse_json
 from text import TextStream, encode, generation_config, stop_tokens
 
 NEW_TOKENS = 256  # unless --max-new-tokens or the room that is left say otherwise
@@ -92,27 +94,23 @@ def read_prompt_file(name: str) -> list[Prompt]:
 
 def parse_line(line: str, where: str) -> Prompt:
     """{"prompt": TEXT} or {"messages": [{"role", "content"}, ...]}, and options for this prompt alone."""
-    try:
-        options = json.loads(line)
-    except (ValueError, RecursionError):
-        raise UserError(f"{where}: not a JSON object") from None
-    if not isinstance(options, dict) or ("prompt" in options) == ("messages" in options):
-        raise UserError(f'{where}: not a JSON object with "prompt" or "messages"')
-    text = options.pop("prompt", None)
-    if text is None:
+    options = parse_json(line, where)
+    if ("prompt" in options) == ("messages" in options):
+        raise UserError(f'{where}: not a JSON object with either "prompt" or "messages"')
+    if "messages" in options:
         text = options.pop("messages")
         if not (isinstance(text, list) and text and all(is_turn(turn) for turn in text)):
             raise UserError(f'{where}: "messages" is no list of objects of a "role" and a "content"')
-    elif not isinstance(text, str):
+    elif not isinstance(text := options.pop("prompt"), str):
         raise UserError(f'{where}: "prompt" is no text')
     known = {*SAMPLING, "max_new_tokens"}
     if unknown := sorted(set(options) - known):
-        raise UserError(f"{where}: unknown option {unknown[0]!r}; known: {', '.join(sorted(known))}")
+        raise UserError(f"{where}: unknown option {unknown[0][:40]!r}; known: {', '.join(sorted(known))}")
     for name in set(options) & set(SAMPLING):
         check_sampling(name, options[name], f"{where}: ")
     new = options.get("max_new_tokens", 1)
-    if type(new) is not int or new < 1:
-        raise UserError(f"{where}: max_new_tokens {new!r} is not at least 1")
+    if type(new) is not int or not 1 <= new <= LARGEST_INT:
+        raise UserError(f"{where}: max_new_tokens {str(new)[:40]} is not between 1 and {LARGEST_INT}")
     return Prompt(text, where, options)
 
 
@@ -179,7 +177,15 @@ class Asker:
             text = [{"role": "system", "content": self.args.system}, *text]
         return encode(self.tokenizer, text, self.vocabulary)
 
-    def request(self, prompt: list[int], options: dict, sample: int = 0) -> Request:
+    def requests(self, prompt: list[int], options: dict, samples: int) -> Iterator[Request]:
+        """For samples with one seed after the other; all else they share. UserError as in `request`."""
+        first = self.request(prompt, options)
+        yield first
+        for i in range(1, samples):
+            sampling = dataclasses.replace(first.sampling, seed=(first.sampling.seed + i) % 2**32)
+            yield dataclasses.replace(first, sampling=sampling)
+
+    def request(self, prompt: list[int], options: dict) -> Request:
         """UserError if the prompt and its answer are too long."""
         args, room = self.args, self.limit - len(prompt)
         new = options.get("max_new_tokens") or args.max_new_tokens or min(self.new_tokens, max(room, 1))
@@ -190,7 +196,6 @@ class Asker:
         asked = vars(self.sampling) | {name: options[name] for name in options if name in SAMPLING}
         if not asked["temperature"] and args.temperature is None and "temperature" not in options:
             asked["temperature"] = 1.0 if RESTRICTIONS & set(options) else None
-        asked["seed"] = (asked["seed"] + sample) % 2**32
         return Request(prompt, new, Sampling(**asked), self.stop, args.logprobs or args.score)
 
     def stream(self) -> TextStream:

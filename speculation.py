@@ -17,11 +17,22 @@ from jax import Array, lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+import cpu
 import model
 from errors import UserError
 from model import Cache, Config, Output, Sampling
 
 NGRAM = 3  # tokens that Lookup compares at most
+# Tokens to guess at a time, at most. A longer step is no decode to a CPU, which then rounds int8 products in
+# another way: guesses would change the text. Nor would a TPU's decode kernel take it at 8 heads per key head.
+MOST = cpu.DECODE - 1
+
+
+def check_guesses(guesses: int) -> int:
+    """The number itself. UserError if a step cannot check so many."""
+    if not 1 <= guesses <= MOST:
+        raise UserError(f"{str(guesses)[:40]} guesses at a time are not between 1 and {MOST}")
+    return guesses
 
 
 class Lookup:
@@ -30,7 +41,7 @@ class Lookup:
     chunks = frozenset()
 
     def __init__(self, guesses: int):
-        self.guesses = guesses
+        self.guesses = check_guesses(guesses)
 
     def start(self, cfg: Config, mesh: Mesh, rows: int, max_len: int) -> None:
         self.mesh = mesh
@@ -87,7 +98,7 @@ class Draft:
 
     def __init__(self, weights: model.Weights, cfg: Config, mesh: Mesh, kv_dtype: str, guesses: int):
         self.weights, self.static, self.kv_dtype = weights, dict(cfg=cfg, mesh=mesh), kv_dtype
-        self.guesses, self.chunks = guesses, cfg.chunks
+        self.guesses, self.chunks = check_guesses(guesses), cfg.chunks
 
     def start(self, cfg: Config, mesh: Mesh, rows: int, max_len: int) -> None:
         if cfg.V != self.static["cfg"].V:

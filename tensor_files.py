@@ -31,6 +31,7 @@ MAX_HEADER = 100_000_000  # the format's own limit
 READ_AHEAD = 2**17  # bytes that a system reads at once, at least; a longer request may be cut short
 PAGE = 4096  # the data of our files begin at a multiple of it,
 ALIGNMENT = 64  # and tensors at one of this, where XLA can use them in place
+SAMPLES = 16  # pages that `StoredTensor.sample` reads
 PARTIAL = ".partial"  # after the name of what is not whole yet
 
 
@@ -38,8 +39,8 @@ def array_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     return math.prod(shape) * DTYPES[dtype].itemsize
 
 
-def parse_json(text: bytes, path: pathlib.Path) -> dict:
-    """The object that a file, or a file's header, is. Raises UserError naming the file."""
+def parse_json(text: bytes | str, path: pathlib.Path | str) -> dict:
+    """The object that a file, its header, or a line of it is. Raises UserError naming the file."""
 
     def unique(pairs: list[tuple]) -> dict:
         names = collections.Counter(name for name, _ in pairs)
@@ -143,6 +144,22 @@ class StoredTensor:
         """Give back the memory of what was looked at. It may be looked at again."""
         first = self.start // mmap.PAGESIZE * mmap.PAGESIZE
         self.file.mapped.madvise(mmap.MADV_DONTNEED, first, max(self.stop - first, 1))
+
+    def sample(self) -> str:
+        """sha256 of SAMPLES of its pages at even distances, with the first and the last; of all, if it is no
+        larger. In hexadecimal. Their memory is given back.
+        """
+        size = self.stop - self.start
+        flat, firsts = self.values.reshape(-1).view(np.uint8), range(0, size, PAGE)
+        if size > SAMPLES * PAGE:
+            firsts = [i * (size - PAGE) // (SAMPLES - 1) for i in range(SAMPLES)]
+        digest, pages = hashlib.sha256(), [flat[first : first + PAGE] for first in firsts]
+        for page in pages:
+            self.read_ahead(page)
+        for page in pages:
+            digest.update(page)
+        self.forget()
+        return digest.hexdigest()
 
     def checksum(self) -> str:
         """sha256 of its bytes, in hexadecimal."""

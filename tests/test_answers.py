@@ -24,6 +24,10 @@ import checkpoint
 import main
 import model
 from checkpoint import load, open_checkpoint
+from command_line import progress
+from convert_checkpoint import convert
+from prompts import Asker, Prompt
+from tensor_files import TensorFile
 from text import encode, load_tokenizer
 
 LLAMA3 = CHECKPOINTS / "tiny-llama3"
@@ -94,10 +98,18 @@ def test_each_prompt_has_its_own_options(ask, tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "not a JSON object"),
-        ("[]", 'not a JSON object with "prompt"'),
-        ('{"prompt": "a", "messages": []}', 'with "prompt" or "messages"'),
+        ("{", "not valid JSON (Expecting property name"),
+        ("[]", "not a JSON object"),
+        ("null", "not a JSON object"),
+        ("{}", 'not a JSON object with either "prompt" or "messages"'),
+        ('{"prompt": "a", "messages": []}', 'with either "prompt" or "messages"'),
         ('{"prompt": 3}', '"prompt" is no text'),
+        ('{"prompt": null}', '"prompt" is no text'),
+        ('{"prompt": [["a"]]}', '"prompt" is no text'),
+        ('{"prompt": "a", "prompt": "b"}', "prompt is there twice"),
+        ('{"messages": [{"role": "user", "role": "user", "content": "a"}]}', "role is there twice"),
+        ('{"messages": null}', '"messages" is no list'),
+        ('{"messages": [{"role": "user", "content": null}]}', '"messages" is no list'),
         ('{"prompt": " "}', "an empty prompt"),
         ('{"prompt": "\\ud800"}', "not valid text"),
         ('{"messages": []}', '"messages" is no list'),
@@ -110,8 +122,15 @@ def test_each_prompt_has_its_own_options(ask, tmp_path):
         ('{"prompt": "a", "top_p": 0}', "top-p 0 is not above 0"),
         ('{"prompt": "a", "top_k": true}', "top-k True is not"),
         ('{"prompt": "a", "seed": 1.5}', "seed 1.5 is not"),
-        ('{"prompt": "a", "max_new_tokens": 0}', "max_new_tokens 0 is not at least 1"),
-        ("[" * 100_000, "not a JSON object"),
+        ('{"prompt": "a", "max_new_tokens": 0}', "max_new_tokens 0 is not between 1 and 2147483647"),
+        ('{"prompt": "a", "max_new_tokens": null}', "max_new_tokens None is not"),
+        ('{"prompt": "a", "max_new_tokens": 1' + "0" * 4000 + "}", f"1{'0' * 39} is not between 1 and"),
+        ('{"prompt": "a", "max_new_tokens": [' + "1, " * 99 + "1]}", "1, 1, is not between"),
+        ('{"prompt": "a", "seed": 1' + "0" * 5000 + "}", "not valid JSON (Exceeds the limit"),
+        ('{"prompt": "a", "temperature": NaN}', "temperature nan is not"),
+        ('{"prompt": "a", "top_k": null}', "top-k None is not"),
+        ('{"prompt": "a", "' + "x" * 5000 + '": 1}', f"unknown option '{'x' * 40}'"),
+        ("[" * 100_000, "not valid JSON (maximum recursion depth"),
     ],
 )
 def test_wrong_lines(line, message, ask, tmp_path):
@@ -163,6 +182,25 @@ def test_interrupted_anywhere(ask, tmp_path):
     assert ask(*arguments)[0] == 0
     assert (tmp_path / "o").read_bytes() == whole
     assert sorted(os.listdir(tmp_path)) == ["o", "p"]
+
+
+def test_what_an_editor_leaves(ask, tmp_path, monkeypatch):
+    """Windows' line ends, a byte-order mark, spaces and blank lines are cleaned away; nothing is asked."""
+    (tmp_path / "p").write_text("\n".join(questions(3)))
+    arguments = ["--prompt-file", "p", "--output", "o"]
+    assert ask(*arguments)[0] == 0
+    whole = (tmp_path / "o").read_bytes()
+    monkeypatch.setattr(main, "load", lambda *_, **__: pytest.fail("loaded"))
+    for left in (
+        whole.replace(b"\n", b"\r\n"),
+        b"\xef\xbb\xbf" + whole,
+        b"\xef\xbb\xbf" + whole.replace(b"\n", b"\r\n\r\n") + b"\r\n",
+        whole.replace(b"\n", b" \n  "),
+    ):
+        (tmp_path / "o").write_bytes(left)
+        code, _, err = ask(*arguments)
+        assert code == 0, err
+        assert (tmp_path / "o").read_bytes() == whole
 
 
 def test_held_answers_are_not_asked_again(ask, tmp_path, monkeypatch):
@@ -264,6 +302,29 @@ def test_samples(ask):
     assert "> Hello (1 of 2)\n" in text and "> Hello (2 of 2)\n" in text
 
 
+def test_a_million_samples_would_not_take_long_to_ask(monkeypatch, capsys):
+    """A prompt is encoded once; its samples share it; none has a stream before it is begun; all is told."""
+    opened, tokenizer = open_checkpoint(LLAMA3), load_tokenizer(LLAMA3)
+    args = main.parse_arguments(["--temperature", "1", "--seed", str(2**32 - 2)])
+    asker, encoded, told = Asker(args, opened, tokenizer, [opened.config]), [], []
+    monkeypatch.setattr(asker, "encode", lambda text: encoded.append(text) or [1, 2, 3])
+    monkeypatch.setattr(asker, "stream", lambda: pytest.fail("not begun"))
+
+    def at_once(*facts, delay: float, **more):
+        told.append(progress(*facts, **more))
+        return told[-1]
+
+    monkeypatch.setattr(answers, "progress", at_once)
+    replies = answers.ask_all(asker, [Prompt("a", "x"), Prompt("b", "y", {"seed": 5})], 4)
+    assert encoded == ["a", "b"] and told[0].n == told[0].total == 8
+    assert "requests: 100%" in capsys.readouterr().err
+    assert [reply.key for reply in replies] == [(i, j) for i in range(2) for j in range(4)]
+    assert [x.request.sampling.seed for x in replies] == [2**32 - 2, 2**32 - 1, 0, 1, 5, 6, 7, 8]
+    assert len({id(reply.request.prompt) for reply in replies}) == 2
+    with pytest.raises(ValueError, match="--n 16777216 of 2 prompts: 33554432 answers; ask for at most"):
+        answers.ask_all(asker, [Prompt("a", "x")] * 2, 2**24)
+
+
 def test_samples_in_a_file(ask, tmp_path):
     """Each has a line, which is held by itself and has its place."""
     asked = ["--prompt", "Hello", "--prompt", "Who are you?", "--temperature", "5", "--max-new-tokens", "4"]
@@ -344,6 +405,35 @@ def test_what_a_held_answer_depends_on(ask, tmp_path):
     (tmp_path / "p.jsonl").write_text(json.dumps(line))
     (tmp_path / "model" / "generation_config.json").write_text("{}")
     assert "made with another model or other options" in ask(*arguments)[2]
+
+
+@pytest.mark.parametrize("converted", [False, True])
+def test_answers_of_other_weights_are_not_mixed(converted, ask, tmp_path):
+    """Weights exchanged for others of the same names, shapes and sizes are refused; a fresh copy is not."""
+    if converted:
+        convert(str(LLAMA3), str(tmp_path / "model"))
+    else:
+        shutil.copytree(LLAMA3, tmp_path / "model")
+    (tmp_path / "p").write_text("\n".join(questions(3)))
+    arguments = ["--prompt-file", "p", "--output", "o", "--max-new-tokens", "3"]
+    assert ask(*arguments, "--checkpoint", "model")[0] == 0
+    held = (tmp_path / "o").read_bytes()
+    for name in ("copy", "other"):
+        shutil.copytree(tmp_path / "model", tmp_path / name, copy_function=shutil.copyfile)
+    weights = next(path for path in (tmp_path / "other").glob("*.safetensors"))
+    tensor = next(x for x in TensorFile(weights).tensors.values() if x.stop - x.start > 2**16)
+    with weights.open("r+b") as file:
+        file.seek(tensor.start)
+        values = file.read(tensor.stop - tensor.start)
+        file.seek(tensor.start)
+        file.write(values[2**12 :] + values[: 2**12])
+    code, out, err = ask(*arguments, "--checkpoint", "other")
+    assert code == 1 and out == "" and err.count("\n") == 1 and "made with another model" in err
+    for file in (tmp_path / "copy").iterdir():
+        os.utime(file, (1, 1))
+    (tmp_path / "copy" / "NOTES.md").write_text("no part of the model")
+    assert ask(*arguments, "--checkpoint", "copy")[0] == 0
+    assert (tmp_path / "o").read_bytes() == held
 
 
 def test_options_that_ask_for_samples(ask, tmp_path):

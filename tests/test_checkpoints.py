@@ -1,5 +1,6 @@
 """Every layout of a checkpoint gives the same weights; every wrong one is refused by name."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -8,6 +9,7 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import CHECKPOINTS, llama3_config, llama4_config, mesh_of
@@ -26,7 +28,7 @@ from checkpoint import (
     stored_shape,
     to_file_order,
 )
-from convert_checkpoint import convert
+from convert_checkpoint import convert, verify
 from quantize import quantize
 
 LLAMA3, LLAMA4 = CHECKPOINTS / "tiny-llama3", CHECKPOINTS / "tiny-llama4"
@@ -155,6 +157,38 @@ def test_converted_folder_loads_the_same(tiny, quantized, tmp_path):
         assert_equal(weights_of(tmp_path / "one", quantized=True), weights_of(tiny, quantized=True))
     for companion in ("config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"):
         assert (tmp_path / "one" / companion).read_bytes() == (tiny / companion).read_bytes()
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_a_weight_of_a_type_of_its_own(quantized, tmp_path, variant, monkeypatch):
+    """Declared float32, it is so in a bfloat16 model: converted, verified, planned, loaded."""
+
+    def edit(tensors, config):
+        for name, x in tensors.items():
+            tensors[name] = (x * 1.001).astype(np.float32 if name.endswith("router.weight") else bfloat16)
+
+    declared = model.MoE.__dataclass_fields__["router"].metadata["info"]
+    declaration = {"info": dataclasses.replace(declared, dtype=jnp.float32)}
+    monkeypatch.setattr(model.MoE.__dataclass_fields__["router"], "metadata", declaration)
+    theirs = variant(edit)
+    source = load_file(theirs / "model.safetensors")["model.layers.0.feed_forward.router.weight"]
+    assert (source.astype(bfloat16) != source).any()
+    convert(str(theirs), str(tmp_path / "ours"), quantized)
+    opened = open_checkpoint(tmp_path / "ours")
+    assert {x.dtype for x in opened.sources["layers.0.attention_norm"].tensors} == {"BF16"}
+    mesh = mesh_of(opened.config)
+    planned = model.abstract(model.weight_infos(opened.config), mesh, jnp.bfloat16, quantized)
+    random = model.init_weights(jax.random.key(0), opened.config, mesh, jnp.bfloat16, quantized)
+    for weights in (weights_of(folder, "1", "bfloat16", quantized) for folder in (theirs, opened.folder)):
+        np.testing.assert_array_equal(weights.layers[0].feed_forward.router, source.T)
+        for found in (weights, random):
+            assert jax.tree.map(lambda x: x.dtype, found) == jax.tree.map(lambda x: x.dtype, planned)
+    assert len(verify(str(opened.folder), str(theirs))) == 2
+    monkeypatch.undo()  # converted when it was not declared so, it lacks what is wanted
+    convert(str(theirs), str(tmp_path / "rounded"), dtype="bfloat16")
+    monkeypatch.setattr(model.MoE.__dataclass_fields__["router"], "metadata", declaration)
+    with pytest.raises(ValueError, match="router has type BF16, not F32"):
+        verify(str(tmp_path / "rounded"))
 
 
 class Held:

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import os
 import pathlib
 import shutil
 import subprocess
@@ -54,6 +55,8 @@ WRONG = {
     "seed too large": (["--seed", str(2**32)], f"seed {2**32} is not between"),
     "no such token": (["--stop-id", "512"], "--stop-id 512: the model has tokens 0 to 511"),
     "no draft": ([*ONE_EACH, "--draft", "/nowhere/at-all"], "/nowhere/at-all: no such folder"),
+    "guesses beyond a step": (["--draft", LLAMA3, "--guesses", "16"], "16 guesses at a time are not between"),
+    "endless guesses": (["--lookup", "--guesses", "1" + "0" * 4000], f"1{'0' * 39} guesses at a time"),
     "another tokenizer": ([*ONE_EACH, "--draft", LLAMA4], "its tokenizer is not that of"),
     "no such output folder": ([*ONE_EACH, "--output", "/nowhere/at-all"], "/nowhere/at-all"),
     "no file for output": ([*ONE_EACH, "--output", "/dev/null"], "/dev/null: not a regular file"),
@@ -67,6 +70,8 @@ WRONG_USAGE = {
     "negative degree": ["--tp", "-1"],
     "unknown type": ["--dtype", "float64"],
     "no rows": ["--rows", "0"],
+    "endless rows": ["--rows", "1" + "0" * 4000],
+    "endless samples": ["--n", str(2**31)],
     "chat with prompts": ["--chat", "--prompt", "Hello"],
     "two kinds of guesses": ["--lookup", "--draft", LLAMA3],
     "a score with stops": ["--score", "--stop", "x"],
@@ -336,6 +341,41 @@ def test_active_experts_of_maverick():
     assert memory.active_experts(cfg, 40, 16) == pytest.approx(np.mean(drawn), abs=4 * error)
     two, mean, three = (memory.active_experts(cfg, tokens, 16) for tokens in (2, 2.25, 3))
     assert mean == pytest.approx(0.75 * two + 0.25 * three) and two < three
+
+
+V1 = "5:cpu:/a\n4:rdma,memory:/a/b\n0::/a\n"
+LIMITS = {
+    "no Linux": (None, {}, None),
+    "version 2": ("0::/a/b\n", {"a/b/memory.max": "1000\n", "memory.max": "max\n"}, 1000),
+    "the group above": ("0::/a/b\n", {"a/b/memory.max": "max", "a/memory.max": "70", "memory.max": "80"}, 70),
+    "another group": ("0::/a/b\n", {"a/c/memory.max": "1000"}, None),
+    "a namespace": ("0::/\n", {"memory.max": "1000"}, 1000),
+    "version 1": (V1, {"memory/a/b/memory.limit_in_bytes": "90", "cpu/memory.limit_in_bytes": "1"}, 90),
+    "above, version 1": (
+        V1,
+        {"memory/a/b/memory.limit_in_bytes": str(2**63 - 4096), "memory/a/memory.limit_in_bytes": "90"},
+        90,
+    ),
+    "seen from within": ("4:memory:/docker/1a2b\n", {"memory/memory.limit_in_bytes": "90"}, 90),
+    "no limit": (V1, {"memory/a/b/memory.limit_in_bytes": str(2**63 - 4096)}, None),
+    "outside": ("0::/../x:y\n", {"memory.max": "90"}, 90),
+}
+
+
+@pytest.mark.parametrize("case", LIMITS)
+def test_limits_of_a_container(case, tmp_path, monkeypatch):
+    """The least of those of the process' control groups and of all above, of either version."""
+    groups, files, limit = LIMITS[case]
+    for name, content in {f"sys/fs/cgroup/{name}": text for name, text in files.items()}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    if groups is not None:
+        (tmp_path / "proc/self").mkdir(parents=True)
+        (tmp_path / "proc/self/cgroup").write_text(groups)
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert memory.host_memory(tmp_path) == (limit or physical)
+    monkeypatch.setattr(memory, "host_memory", lambda: 8000)
+    assert memory.device_memory() == 1000  # of 8 devices
 
 
 def test_bytes_per_step():

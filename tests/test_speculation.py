@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import random
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +14,11 @@ from checkpoints.questions import count_question, fixed_question, sum_question
 from conftest import CHECKPOINTS, MESHES, llama3_config, llama4_config, mesh_of
 from test_generation import ROWS, TOLERANCE, ask, subject
 
+import cpu
 import model
 import speculation
 import text
+from errors import UserError
 from generation import Answer, Batch, Request
 from model import Sampling
 from speculation import Draft, Lookup
@@ -159,6 +162,15 @@ def test_greedy(name, mesh, how, capsys):
 def test_sampled(name, how, capsys):
     """At 0.8, half with top-p, each with a seed of its own."""
     assert_same_with_guesses(name, "1", how, True, capsys)
+
+
+@pytest.mark.parametrize("guesses", [-1, 0, cpu.DECODE, 10**14])
+def test_guesses_that_no_step_checks(guesses):
+    cfg = llama3_config()
+    for make in (Lookup, partial(Draft, None, cfg, mesh_of(cfg), "float32")):
+        with pytest.raises(UserError, match=f"{guesses} guesses at a time are not between 1 and 15"):
+            make(guesses)
+    assert Lookup(cpu.DECODE - 1).guesses == 15
 
 
 def test_a_draft_of_another_vocabulary():
