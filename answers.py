@@ -70,7 +70,7 @@ class Reply:
         found |= {"prompt" if isinstance(text, str) else "messages": text}
         if self.error is not None:
             return found | dict(error=self.error)
-        found |= dict(prompt_tokens=self.request.prompt)
+        found |= dict(prompt_tokens=self.request.prompt.tolist())
         if logprobs or score:
             found |= dict(prompt_logprobs=[None, *self.answer.prompt_logprobs])
         if score:

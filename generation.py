@@ -254,29 +254,39 @@ class Batch:
         rows = [shard.rows.index(row) if row else 0 for shard, row in zip(self.shards, reading, strict=True)]
         score = any(row.answer.request.score for row in reading if row)
         scores = self._call_prefill(np.array(rows, np.int32), count, width, score)
-        of = [(i, row.answer, count[i]) for i, row in enumerate(reading) if row and row.answer.request.score]
+        of = [(i, row, row.number) for i, row in enumerate(reading) if row and row.answer.request.score]
         if of:
-            self.under_way.append((scores, partial(self._scored, of)))
+            self.under_way.append((scores, partial(self._scored, of, count)))
         for row, n in zip(reading, count.tolist(), strict=True):
             if row:
                 row.read += n
                 if not row.unread:
                     self._has_read(row)
 
-    def _scored(self, of: list[tuple[int, Answer, int]], scores: np.ndarray) -> list[Answer]:
-        for i, answer, n in of:
-            if np.isnan(scores[i, :n]).any():
-                self._fail(answer)
-            elif answer.finish_reason is None:
-                answer.prompt_logprobs += scores[i, :n].tolist()
-        return [answer for _, answer, _ in of]
+    def _scored(self, of: list[tuple[int, Row, int]], count: np.ndarray, scores: np.ndarray) -> list[Answer]:
+        changed = []
+        for i, row, number in of:
+            if row.number != number or row.answer.finish_reason is not None:
+                continue
+            changed.append(row.answer)
+            if np.isnan(scores[i, : count[i]]).any():
+                self._fail(row)
+            else:
+                row.answer.prompt_logprobs += scores[i, : count[i]].tolist()
+        return changed
 
-    def _fail(self, answer: Answer) -> None:
-        """End an answer for which the model computes NaN.
+    def _fail(self, row: Row) -> None:
+        """The model computes NaN in this row, which ends its answer.
 
-        What its row holds may be taken from there as ever: a text of which that is NaN would make it again.
+        The NaN may be another's: tokens of a prompt that come before the one which makes it may become NaN as
+        well, and the row may have taken those. Then its answer begins once more, and takes nothing.
         """
-        if answer.finish_reason is None:
+        answer, taken = row.answer, row.taken
+        row.forget()
+        if taken and not answer.tokens:
+            answer.takes = False
+            self.queue.appendleft(answer)
+        else:
             answer.finish_reason, answer.error = "error", NAN
             self.stats.failed += 1
 
@@ -285,25 +295,26 @@ class Batch:
         count = np.array([min(max(row.wanted, 0), self.width) for row in self.rows], np.int32)
         if not count.any():
             return
-        of = [(i, self.rows[i], self.rows[i].answer) for i in np.flatnonzero(count)]
+        of = [(i, row, row.number) for i, row in enumerate(self.rows) if count[i]]
         for _, row, _ in of:
             row.steps += 1
         self.under_way.append((self._call_decode(count), partial(self._chosen, of)))
 
-    def _chosen(self, of: list[tuple[int, Row, Answer]], output: model.Output) -> list[Answer]:
+    def _chosen(self, of: list[tuple[int, Row, int]], output: model.Output) -> list[Answer]:
         changed = []
-        for i, row, answer in of:
-            n = output.count[i]
+        for i, row, number in of:
+            if row.number != number:  # the row has begun another answer
+                continue
+            answer, n = row.answer, output.count[i]
             tokens = output.tokens[i, :n]
-            if row.answer is answer:  # it may have ended since, and the row begun another
-                row.chose(tokens)
+            row.chose(tokens)
             if answer.finish_reason is not None:
                 continue
             changed.append(answer)
             before = len(answer.tokens)
             for token, logprob in zip(tokens.tolist(), output.logprobs[i, :n].tolist(), strict=True):
                 if math.isnan(logprob) or token >= self.static["cfg"].V:  # no token is the likeliest
-                    self._fail(answer)
+                    self._fail(row)
                     break
                 answer.tokens.append(token)
                 answer.logprobs.append(logprob)

@@ -207,7 +207,9 @@ def digest(
 
     def of(reply: Reply) -> str:
         request, whole = reply.request, common.copy()
-        whole.update(json.dumps([request.prompt, request.max_new_tokens, vars(request.sampling)]).encode())
+        whole.update(
+            json.dumps([request.prompt.tolist(), request.max_new_tokens, vars(request.sampling)]).encode()
+        )
         return whole.hexdigest()[:16]
 
     return of

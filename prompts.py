@@ -8,8 +8,10 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from checkpoint import Checkpoint
-from command_line import LARGEST as LARGEST_INT
+from command_line import LARGEST
 from errors import UserError
 from generation import Request
 from hosts import from_first
@@ -109,8 +111,8 @@ def parse_line(line: str, where: str) -> Prompt:
     for name in set(options) & set(SAMPLING):
         check_sampling(name, options[name], f"{where}: ")
     new = options.get("max_new_tokens", 1)
-    if type(new) is not int or not 1 <= new <= LARGEST_INT:
-        raise UserError(f"{where}: max_new_tokens {str(new)[:40]} is not between 1 and {LARGEST_INT}")
+    if type(new) is not int or not 1 <= new <= LARGEST:
+        raise UserError(f"{where}: max_new_tokens {str(new)[:40]} is not between 1 and {LARGEST}")
     return Prompt(text, where, options)
 
 
@@ -196,7 +198,9 @@ class Asker:
         asked = vars(self.sampling) | {name: options[name] for name in options if name in SAMPLING}
         if not asked["temperature"] and args.temperature is None and "temperature" not in options:
             asked["temperature"] = 1.0 if RESTRICTIONS & set(options) else None
-        return Request(prompt, new, Sampling(**asked), self.stop, args.logprobs or args.score)
+        return Request(
+            np.array(prompt, np.int32), new, Sampling(**asked), self.stop, args.logprobs or args.score
+        )
 
     def stream(self) -> TextStream:
         return TextStream(self.tokenizer, self.stop, tuple(self.args.stop))

@@ -20,7 +20,7 @@ LARGEST = float(np.finfo(np.float32).max)
 # The options of sampling: type, lowest, highest, and in words. model.sample says what they do.
 SAMPLING = {
     "temperature": (numbers.Real, 0, LARGEST, "a number of at least 0, in float32"),
-    "top_k": (numbers.Integral, 0, 2**31 - 1, "at least 0 (0: no restriction)"),
+    "top_k": (numbers.Integral, 0, 2**31 - 1, f"between 0 (no restriction) and {2**31 - 1}"),
     "top_p": (numbers.Real, 0, 1, "above 0 and at most 1"),
     "min_p": (numbers.Real, 0, 1, "at least 0 and at most 1"),
     "repetition_penalty": (numbers.Real, 0, LARGEST, "a number above 0, in float32"),
@@ -33,7 +33,7 @@ def check_sampling(name: str, value, where: str = "") -> None:
     """Raise UserError if this is no value for an option of sampling. where: what its name follows."""
     kind, low, high, must = SAMPLING[name]
     fits = isinstance(value, kind) and not isinstance(value, bool) and low <= value <= high
-    if not fits or (value == 0 and name in ABOVE_ZERO):
+    if not fits or (name in ABOVE_ZERO and np.float32(value) == 0):
         raise UserError(f"{where}{name.replace('_', '-')} {str(value)[:40]} is not {must}")
 
 
@@ -90,6 +90,7 @@ class Answer:
     prompt_logprobs: list[float] = dataclasses.field(default_factory=list)
     finish_reason: str | None = None
     error: str | None = None
+    takes: bool = True  # from rows that have read the beginning of its prompt
 
 
 @dataclasses.dataclass(eq=False)
@@ -97,11 +98,13 @@ class Row:
     """What is known of a row of the cache.
 
     text: [max_len] int32: its tokens, as far as they are known. read: how many of them have been read.
-    steps: those under way, whose tokens are not known yet. number: of its answer, in the order of beginning.
+    taken: how many it took from another row, or from before. steps: those under way, whose tokens are not
+    known yet. number: of its answer, in the order of beginning.
     """
 
     text: np.ndarray
     read: int = 0
+    taken: int = 0
     steps: int = 0
     answer: Answer | None = None
     number: int = -1
@@ -130,13 +133,19 @@ class Row:
     def begin(self, answer: Answer, read: int, number: int) -> None:
         """Take an answer, of whose prompt `read` tokens are in the cache."""
         self.text[: len(answer.prompt)] = answer.prompt
-        self.answer, self.read, self.steps, self.number = answer, read, 0, number
+        self.answer, self.number = answer, number
+        self.read, self.taken, self.steps = read, read, 0
 
     def chose(self, tokens: np.ndarray) -> None:
         """Note what a step chose, one token after each that it read."""
         places = self.text[self.read + 1 :][: len(tokens)]  # what is beyond max_len is not kept
         places[:] = tokens[: len(places)]
         self.read, self.steps = self.read + len(tokens), self.steps - 1
+
+    def forget(self) -> None:
+        """Nobody is to take anything from what has been read."""
+        self.answer, self.number = None, -1
+        self.read, self.taken, self.steps = 0, 0, 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,9 +201,9 @@ class Shard:
     def alike(self, answer: Answer) -> dict[Row, int]:
         """How many tokens of its prompt, but the last, each row begins with: read, or to be read.
 
-        None if its scores are wanted, for which it must be read itself.
+        None if it takes nothing, as where its scores are wanted, for which all of it must be read.
         """
-        own = answer.prompt[: 0 if answer.request.score else -1]
+        own = answer.prompt[: -1 if answer.takes and not answer.request.score else 0]
         return {row: shared(row.text[: row.length], own) for row in self.rows}
 
     def held(self, row: Row, alike: int) -> int:

@@ -49,7 +49,7 @@ WRONG = {
     "top-p above 1": (["--top-p", "1.5"], "top-p 1.5"),
     "negative temperature": (["--temperature", "-1"], "temperature -1.0"),
     "temperature of nan": (["--temperature", "nan"], "temperature nan"),
-    "top-k below 0": (["--top-k", "-1"], "top-k -1 is not at least 0"),
+    "top-k below 0": (["--top-k", "-1"], "top-k -1 is not between 0"),
     "min-p above 1": (["--min-p", "1.5"], "min-p 1.5"),
     "penalty of 0": (["--repetition-penalty", "0"], "repetition-penalty 0.0"),
     "seed too large": (["--seed", str(2**32)], f"seed {2**32} is not between"),

@@ -465,16 +465,19 @@ def test_a_request_that_computes_nan(mesh, guesses):
     good = [request for request in mixed(cfg, 40) if bad not in [*request.prompt, *alone(request, "ring")[0]]]
     requests = [dataclasses.replace(request, score=i % 3 == 0) for i, request in enumerate(good)]
     assert len(requests) > 20
-    for i in (2, 7, 8, 13, 20):
-        prompt = rng.integers(0, cfg.V, 40).tolist()
-        prompt[int(rng.integers(40))] = bad
+    family = [token for token in rng.integers(0, cfg.V, 200).tolist() if token != bad][:60]
+    for i, n in zip((2, 7, 8, 13, 20), (30, 0, 59, 24, 40), strict=True):
+        prompt = [*family[:n], bad, *family[n:]]
         requests.insert(i, Request(prompt, 8, score=i % 2 == 0))
+        # Those that begin alike take what was read before the bad token, or after another's.
+        requests[i + 1 : i + 1] = [Request([*family[: n + 3], 1, 2], 5), Request([*family[:n], 3], 5)]
     weights, speculate = nan_embedding(weights, bad), Lookup(guesses) if guesses else None
     batch = Batch(weights, cfg, devices, 4, MAX_LEN, "float32", requests, speculate=speculate)
     answers = ask(batch, requests)
     failed = [answer for answer in answers if answer.finish_reason == "error"]
     assert [answer for answer in answers if bad in answer.request.prompt] == failed
     assert batch.stats.failed == len(failed) == 5 and all("NaN" in answer.error for answer in failed)
+    assert not all(answer.takes for answer in answers)
     assert_as_alone([answer for answer in answers if answer not in failed], "ring")
 
 
