@@ -31,20 +31,22 @@ def gather(value) -> list:
 def from_first(function: Callable[[], Any]):
     """What function() returns in the first process, in all; the others do not call it. All must call this.
 
-    It returns what JSON holds. Its UserError or OSError is raised in all processes, as a UserError.
+    It returns what JSON holds. If it raises an exception there, all leave: the others with a UserError.
     """
     if jax.process_count() == 1:
         return function()
-    found = {}
+    found, failure = {}, None
     if jax.process_index() == 0:
         try:
             found = dict(value=function())
-        except (UserError, OSError) as e:
-            found = dict(error=str(e))
+        except Exception as e:
+            found, failure = dict(error=str(e)), e
     data = _bytes_of(found)
     size = int(multihost_utils.broadcast_one_to_all(np.int32(data.size)))
     sent = np.resize(data, size)  # only what the first process holds is looked at
     found = json.loads(multihost_utils.broadcast_one_to_all(sent).tobytes())
+    if failure is not None:
+        raise failure
     if "error" in found:
         raise UserError(found["error"])
     return found["value"]

@@ -159,9 +159,8 @@ class Wait:
     @property
     def left(self) -> int:
         """How many tokens of them are still to be read; 0 if the row has gone on to something else."""
-        return (
-            max(self.shared - self.row.read, 0) if self.row.answer is self.answer and self.row.unread else 0
-        )
+        reads = self.row.answer is self.answer and self.row.unread
+        return max(self.shared - self.row.read, 0) if reads else 0
 
 
 @dataclasses.dataclass(eq=False)

@@ -21,6 +21,8 @@ import main
 import memory
 import model
 from checkpoint import open_checkpoint
+from command_line import run
+from errors import UserError
 from model import Sampling
 from prompts import DEFAULTS, Asker, choose_sampling
 from text import load_tokenizer, stop_tokens
@@ -94,6 +96,21 @@ def test_wrong_usage(wrong, monkeypatch, capsys):
     code, out, err = invoke(monkeypatch, capsys, main, *WRONG_USAGE[wrong])
     assert code == 2 and out == ""
     assert err.startswith("error: ") and err.count("\n") == 1
+
+
+def test_faults_of_ours_keep_their_traceback(capsys):
+    """What a user can mend is one line; an error of numpy's, for one, is not that."""
+    for error in (UserError("no such\nfolder"), FileNotFoundError(2, "No such file", "x")):
+
+        def fail(error=error):
+            raise error
+
+        with pytest.raises(SystemExit) as stop:
+            run(fail)
+        assert stop.value.code == 1
+    assert capsys.readouterr().err == "error: no such folder\nerror: [Errno 2] No such file: 'x'\n"
+    with pytest.raises(ValueError, match="broadcast"):
+        run(lambda: np.zeros(2) + np.zeros(3))
 
 
 def test_wrong_prompt_files(tmp_path, monkeypatch, capsys):
