@@ -22,10 +22,9 @@ from quantize import QuantizedArray
 from speculation import Draft, Lookup
 
 MAX_LEN, REQUESTS = 96, 30
-# Of log-probabilities. In float32 1e-5 was seen. A key or value that rounds to the next step of int8 changed
-# them by up to 5e-3, and a scale that rounds to the next bfloat16 changes 1/256 of what it scales.
+# Of log-probabilities. In float32 1e-5 was seen; in int8 7e-3, where a key or value rounds to another step.
 SAME = {"float32": 1e-4, "int8": 2e-2}
-# Of router logits that rounding may reverse: what changes log-probabilities changes them about as much.
+# Of a router's logits, that rounding may turn: they come from the same hidden states.
 TIE = SAME
 
 
@@ -155,12 +154,12 @@ def search(monkeypatch, seeds, chunks, rows: int, guesses: str, kv: str, moe: bo
         def batch_of(rows: int, speculate=None, weights=weights, kept=kept) -> Batch:
             return Batch(weights, cfg, mesh, rows, MAX_LEN, kv, [kept], speculate=speculate)
 
-        texts, alone = [rng.integers(0, cfg.V, 40).tolist()], []
+        texts, alone = rng.integers(0, cfg.V, (2, 60)).tolist(), []
         single = batch_of(rows)
         for _ in range(REQUESTS):
             text = texts[rng.integers(len(texts))]
             own = rng.integers(0, cfg.V, rng.integers(1, 8)).tolist()
-            prompt = (text[: rng.integers(len(text) + 1)] + own)[-len(kept.prompt) :]
+            prompt = text[: rng.integers(len(text) + 1, size=2).max()][: len(kept.prompt) - len(own)] + own
             stop = frozenset(rng.choice(cfg.V, 8, replace=False).tolist())
             for row in single.rows:
                 row.text, row.read = [], 0  # so that nothing is reused
@@ -202,7 +201,7 @@ def test_the_model_by_hand():
 
 
 def test_guesses_rings_and_reuse_together(monkeypatch):
-    search(monkeypatch, range(2), (8,), 3, "draft", "int8", True)
+    search(monkeypatch, range(1), (8,), 3, "draft", "int8", True)
 
 
 SETTINGS = [
