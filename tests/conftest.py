@@ -46,6 +46,19 @@ MESHES = {
 }
 
 
+def pytest_addoption(parser) -> None:
+    parser.addoption(
+        "--all", action="store_true", help="also the tests marked deep: searches of many minutes"
+    )
+
+
+def pytest_collection_modifyitems(config, items) -> None:
+    deep = [] if config.getoption("--all") else [item for item in items if item.get_closest_marker("deep")]
+    if deep:
+        config.hook.pytest_deselected(items=deep)
+        items[:] = [item for item in items if item not in deep]
+
+
 def mesh_of(cfg: model.Config, name: str = "1"):
     data, expert, tensor = MESHES[name]
     return model.make_mesh(cfg, data, expert, tensor, jax.devices()[: data * expert * tensor])
