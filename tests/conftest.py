@@ -21,18 +21,6 @@ import model
 from command_line import run
 from generation import Answer, Batch, Request
 
-
-def pytest_addoption(parser) -> None:
-    parser.addoption("--all", action="store_true", help="also the deep tests, which take long")
-
-
-def pytest_collection_modifyitems(config, items) -> None:
-    if not config.getoption("--all"):
-        deep = [item for item in items if item.get_closest_marker("deep")]
-        items[:] = [item for item in items if item not in deep]
-        config.hook.pytest_deselected(items=deep)
-
-
 CHECKPOINTS = pathlib.Path(__file__).parent / "checkpoints"
 
 # (data, expert, tensor) degrees.
@@ -47,9 +35,7 @@ MESHES = {
 
 
 def pytest_addoption(parser) -> None:
-    parser.addoption(
-        "--all", action="store_true", help="also the tests marked deep: searches of many minutes"
-    )
+    parser.addoption("--all", action="store_true", help="also the tests marked deep, which take long")
 
 
 def pytest_collection_modifyitems(config, items) -> None:
