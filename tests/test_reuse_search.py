@@ -205,19 +205,18 @@ def test_guesses_rings_and_reuse_together(monkeypatch):
 
 
 SETTINGS = [
-    # chunks, rows, guesses
-    ((16, 16), 4, "draft"),
-    ((16, 16), 2, "lookup"),
-    ((8, 6), 3, "draft"),
-    ((8,), 4, "draft with other chunks"),
-    ((6,), 1, "lookup"),
-    ((8, 16), 5, "none"),
+    # chunks, rows, guesses, cache, experts
+    ((16, 16), 4, "draft", "int8", True),
+    ((16, 16), 4, "draft", "float32", True),
+    ((16, 16), 2, "lookup", "int8", False),
+    ((8, 6), 3, "draft", "int8", True),
+    ((8,), 4, "draft with other chunks", "int8", True),
+    ((6,), 1, "lookup", "float32", True),
+    ((8, 16), 5, "none", "int8", True),
 ]
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("moe", [False, True])
-@pytest.mark.parametrize("kv", ["float32", "int8"])
-@pytest.mark.parametrize(("chunks", "rows", "guesses"), SETTINGS)
+@pytest.mark.parametrize(("chunks", "rows", "guesses", "kv", "moe"), SETTINGS)
 def test_many(chunks, rows, guesses, kv, moe, monkeypatch):
     search(monkeypatch, range(100, 102), chunks, rows, guesses, kv, moe)
