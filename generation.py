@@ -187,7 +187,7 @@ class Batch:
         """End an answer; it gets no more tokens."""
         if answer.finish_reason is None:
             answer.finish_reason = "cancelled"
-            if answer in self.queue:
+            if all(row.answer is not answer for row in self.rows):
                 self.queue.remove(answer)
 
     def advance(self) -> list[Answer]:
@@ -284,6 +284,8 @@ class Batch:
         if taken and not answer.tokens:
             answer.takes = False
             self.queue.appendleft(answer)
+            self.stats.prompt_tokens -= len(answer.prompt)
+            self.stats.reused_tokens -= taken
         else:
             answer.finish_reason, answer.error = "error", NAN
             self.stats.failed += 1

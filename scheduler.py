@@ -15,6 +15,7 @@ from errors import UserError
 from model import Sampling
 
 BLOCK = 8192  # tokens to compare at a time: most texts differ soon
+AHEAD = 100  # answers of the queue that are looked at: those that wait let others pass
 WORTH_COPYING = 16  # tokens that another row has read; of fewer, reading them again costs less
 LARGEST = float(np.finfo(np.float32).max)
 # The options of sampling: type, lowest, highest, and in words. model.sample says what they do.
@@ -66,7 +67,7 @@ class Request:
         if prompt.min() < 0 or prompt.max() >= vocabulary:
             wrong = prompt[(prompt < 0) | (prompt >= vocabulary)][0]
             raise UserError(f"token {wrong}: the model has tokens 0 to {vocabulary - 1}")
-        if self.max_new_tokens < 0:
+        if not isinstance(self.max_new_tokens, numbers.Integral) or self.max_new_tokens < 0:
             raise UserError(f"max_new_tokens {self.max_new_tokens} is not at least 0")
         for name, value in vars(self.sampling).items():
             if value is not None:
@@ -182,7 +183,7 @@ class Shard:
         Neither a prompt that is being read nor an answer that waits holds up those behind it.
         """
         waits = {}
-        candidates = itertools.islice(queue, len(self.rows)) if any(row.free for row in self.rows) else ()
+        candidates = itertools.islice(queue, AHEAD) if any(row.free for row in self.rows) else ()
         for answer in candidates:
             wait = self.waits.get(answer)
             if wait is None or not wait.left:

@@ -21,6 +21,10 @@ import model
 from command_line import run
 from generation import Answer, Batch, Request
 
+# What main.py keeps of its compilations is not for tests; and in a process that has compiled thousands of
+# programs, jax 0.10.2 crashed while it wrote one there.
+jax.config.update("jax_enable_compilation_cache", False)
+
 CHECKPOINTS = pathlib.Path(__file__).parent / "checkpoints"
 
 # (data, expert, tensor) degrees.
@@ -43,6 +47,13 @@ def pytest_collection_modifyitems(config, items) -> None:
     if deep:
         config.hook.pytest_deselected(items=deep)
         items[:] = [item for item in items if item not in deep]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def programs_of_one_file():
+    """Give back the memory of what one file's tests compiled: of all of them it would be gigabytes."""
+    yield
+    jax.clear_caches()
 
 
 def mesh_of(cfg: model.Config, name: str = "1"):

@@ -423,6 +423,7 @@ BAD = {
     "no token": (dict(prompt=[]), "one or more token ids"),
     "text": (dict(prompt="Hello"), "one or more token ids"),
     "halves": (dict(prompt=[1.5]), "one or more token ids"),
+    "half a token": (dict(max_new_tokens=2.5), "max_new_tokens 2.5 is not at least 0"),
     "fewer than no new ones": (dict(max_new_tokens=-1), "max_new_tokens -1 is not at least 0"),
     "a wrong top-p": (dict(sampling=Sampling(temperature=1.0, top_p=1.5)), "top-p 1.5 is not above 0"),
     "a wrong temperature": (dict(sampling=Sampling(temperature=math.nan)), "temperature nan is not a number"),
@@ -478,6 +479,7 @@ def test_a_request_that_computes_nan(mesh, guesses):
     assert [answer for answer in answers if bad in answer.request.prompt] == failed
     assert batch.stats.failed == len(failed) == 5 and all("NaN" in answer.error for answer in failed)
     assert not all(answer.takes for answer in answers)
+    assert batch.stats.prompt_tokens == sum(len(request.prompt) for request in requests)
     assert_as_alone([answer for answer in answers if answer not in failed], "ring")
 
 

@@ -135,7 +135,7 @@ def check_weights(folder):
 
 
 def check_error(error, *words):
-    assert error.startswith("ValueError: ") and "\n" not in error
+    assert error.startswith("UserError: ") and "\n" not in error
     assert all(word in error for word in words), error
 
 
