@@ -6,10 +6,10 @@ With --verify nothing is written: DST's checksums are computed again, and its we
 """
 # ruff: noqa: E402  an interrupt is heard before the imports that take long
 
-import command_line
+from terminal.command_line import hear_interrupts
 
 if __name__ == "__main__":
-    command_line.hear_interrupts()
+    hear_interrupts()
 
 import contextlib
 import dataclasses
@@ -28,7 +28,7 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
-from checkpoint import (
+from checkpoints.checkpoint import (
     FORMAT,
     INDEX,
     SLAB_BYTES,
@@ -48,11 +48,21 @@ from checkpoint import (
     stored_shape,
     to_file_order,
 )
-from command_line import OneLineParser, progress, run
-from errors import UserError
+from checkpoints.errors import UserError
+from checkpoints.progress import progress
+from checkpoints.tensor_files import (
+    DTYPES,
+    PARTIAL,
+    NewFile,
+    TensorFile,
+    array_bytes,
+    partial_path,
+    settle,
+    sync,
+)
 from model import ArrayInfo
 from quantize import quantize_large
-from tensor_files import DTYPES, PARTIAL, NewFile, TensorFile, array_bytes, partial_path, settle, sync
+from terminal.command_line import OneLineParser, run
 
 FILE_MIB = 1024
 STATE = "conversion.json"  # in an unfinished folder: what it is to become

@@ -5,10 +5,10 @@ the same command on each: they find one another, and the first one prints.
 """
 # ruff: noqa: E402  an interrupt is heard before the imports that take long
 
-import command_line
+from terminal.command_line import hear_interrupts
 
 if __name__ == "__main__":
-    command_line.hear_interrupts()
+    hear_interrupts()
 
 import argparse
 import contextlib
@@ -26,7 +26,15 @@ import numpy as np
 from jax.sharding import Mesh
 
 import model
-from answers import (
+from checkpoints.checkpoint import TYPES, Checkpoint, load, open_checkpoint
+from checkpoints.errors import UserError
+from checkpoints.progress import progress
+from serving.engine import Engine
+from serving.hosts import from_first
+from serving.memory import BANDWIDTH, ROWS, Plan, bytes_per_step, plan_cache
+from serving.speculation import MOST, Draft, Lookup, check_guesses, mesh_for_draft
+from serving.text import load_tokenizer
+from terminal.answers import (
     LinePrinter,
     OutputFile,
     Reply,
@@ -38,13 +46,9 @@ from answers import (
     score_line,
     show_progress,
 )  # fmt: skip
-from chat import converse
-from checkpoint import TYPES, Checkpoint, load, open_checkpoint
-from command_line import OneLineParser, progress, run
-from errors import UserError
-from generation import Batch
-from hosts import from_first
-from launch import (
+from terminal.chat import converse
+from terminal.command_line import OneLineParser, run
+from terminal.launch import (
     LAPS,
     choose_dtypes,
     choose_mesh,
@@ -55,10 +59,7 @@ from launch import (
     lap,
     log,
 )  # fmt: skip
-from memory import BANDWIDTH, ROWS, Plan, bytes_per_step, plan_cache
-from prompts import NEW_TOKENS, Asker, Prompt, share_prompts
-from speculation import MOST, Draft, Lookup, check_guesses, mesh_for_draft
-from text import load_tokenizer
+from terminal.prompts import NEW_TOKENS, Asker, Prompt, share_prompts
 
 TINY = pathlib.Path(__file__).resolve().parent / "tests" / "checkpoints" / "tiny-llama3"
 CHAT_POSITIONS = 4096  # of a conversation, unless --max-len or the model say otherwise
@@ -154,7 +155,7 @@ def open_draft(
         raise UserError(f"--draft {args.draft}: its tokenizer is not that of {args.checkpoint}")
     try:
         return draft, mesh_for_draft(draft.config, mesh)
-    except UserError as e:
+    except ValueError as e:
         raise UserError(f"--draft {args.draft}: {e}") from None
 
 
@@ -164,9 +165,9 @@ def planned(args: argparse.Namespace, checkpoint: Checkpoint, mesh: Mesh) -> Pla
     return Plan(checkpoint.config, mesh, dtype, quantized, kv_dtype)
 
 
-def make_batch(
+def make_engine(
     args: argparse.Namespace, models, plans: list[Plan], rows: int, max_len: int, **options
-) -> Batch:
+) -> Engine:
     """Load the models, and compile."""
     show = jax.process_index() == 0
     weights = [
@@ -179,7 +180,7 @@ def make_batch(
         draft = plans[1]
         speculate = Draft(weights[1], draft.cfg, draft.mesh, draft.kv_dtype, args.guesses)
     began, plan = time.perf_counter(), plans[0]
-    batch = Batch(
+    batch = Engine(
         weights[0], plan.cfg, plan.mesh, rows, max_len, plan.kv_dtype, speculate=speculate, **options
     )
     log(f"compiled in {time.perf_counter() - began:.1f} s")
@@ -246,7 +247,7 @@ def talk(args: argparse.Namespace, models, asker: Asker) -> None:
     plans = [planned(args, *model) for model in models]
     rows, max_len = plan_cache(plans, [asker.limit], None, asker.limit)
     like = asker.request([0], {})
-    batch = make_batch(args, models, plans, rows, max_len, requests=[like], longest=max_len)
+    batch = make_engine(args, models, plans, rows, max_len, requests=[like], longest=max_len)
     converse(batch, asker)
     if batch.stats.failed:
         sys.exit(1)
@@ -284,7 +285,7 @@ def reply_to(args: argparse.Namespace, prompts: list[Prompt], models, asker: Ask
         show = choose_printer(args, replies, file, content)
         requests = [reply.request for reply in replies if reply.error is None]
         if requests:
-            batch = make_batch(args, models, plans, rows, max_len, requests=requests)
+            batch = make_engine(args, models, plans, rows, max_len, requests=requests)
             in_lines = bool(args.output or args.prompt_file) and not args.json
             held = len(every) - len(replies)
             with progress("answers", len(every), held, first and in_lines, "answer") as bar:
@@ -297,7 +298,7 @@ def reply_to(args: argparse.Namespace, prompts: list[Prompt], models, asker: Ask
         sys.exit(1)
 
 
-def report(args: argparse.Namespace, plan: Plan, batch: Batch, replies: list[Reply], content) -> None:
+def report(args: argparse.Namespace, plan: Plan, batch: Engine, replies: list[Reply], content) -> None:
     """Say how fast it was; with --json, print everything as one object."""
     stats, shards = batch.stats, plan.mesh.shape["data"]
     filled = stats.filled or stats

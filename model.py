@@ -27,12 +27,13 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from devices import on_tpu
-from errors import UserError
-from grouped_matmul import expert_mlp
-from quantize import QuantizedArray, einsum, quantize, values_and_scale
-from ragged_attention import KV, attend_cached, attend_causal, merge, ragged_decode, write
-from tpu import LANES, take_rows
+from ops.attention import attend_cached, attend_causal, merge, ragged_decode, write
+from ops.grouped_matmul import expert_mlp
+from ops.matmul import einsum
+from ops.platform import on_tpu
+from ops.tpu import LANES, take_rows
+from quantize import QuantizedArray, quantize, values_and_scale
+from ragged_attention import KV
 
 # ----------------------------------------------------------------------------------------------------- mesh
 #
@@ -55,13 +56,13 @@ SHARDED_BY = dict(b="data", k=HEADS, g=SLOTS, h=SLOTS, s=SLOTS, e=EXPERT, m=TENS
 
 
 def mesh_shape(cfg: "Config", data: int = 1, expert: int = 1, tensor: int = 1) -> dict[str, int]:
-    """The size of each mesh axis for these degrees of parallelism. Raises UserError if cfg forbids them."""
+    """The size of each mesh axis for these degrees of parallelism. Raises ValueError if cfg forbids them."""
     heads = math.gcd(cfg.K, expert * tensor)
     slots = expert * tensor // heads
     if expert > 1 and (not cfg.E or cfg.E % expert):
-        raise UserError(f"expert parallelism {expert} does not divide the model's {cfg.E} experts")
+        raise ValueError(f"expert parallelism {expert} does not divide the model's {cfg.E} experts")
     if cfg.H % slots:
-        raise UserError(
+        raise ValueError(
             f"{slots} devices would share a key/value head, which does not divide its width {cfg.H}"
         )
     expert_heads = math.gcd(expert, heads)

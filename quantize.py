@@ -1,18 +1,10 @@
-"""int8 arrays: the type, how to make one, and how a matmul consumes it.
-
-    python3 quantize.py SRC DST
-
-makes an int8 folder of a converted float one, with the options of convert_checkpoint.py.
-"""
+"""int8 arrays: the type, and how to make one. ops/matmul.py multiplies by them."""
 
 import dataclasses
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-
-from cpu import contract
-from devices import on_cpu
 
 INT8_MAX = 127
 
@@ -64,33 +56,3 @@ def _round(x: Array, scale: Array) -> Array:
 def values_and_scale(x: Array | QuantizedArray) -> tuple[Array, Array | None]:
     """The two parts of an int8 array; of a float one, itself and None."""
     return (x.values, x.scale) if isinstance(x, QuantizedArray) else (x, None)
-
-
-def einsum(spec: str, x: Array, w: Array | QuantizedArray, out_dtype=None) -> Array:
-    """`jnp.einsum(spec, x, w)` summed in float32, where w may be int8.
-
-    Both end in the letters that are contracted; what is left of x, then of w, is the output. The scale has
-    w's letters in the output and multiplies that: where XLA fuses the cast, an int8 weight costs one byte of
-    traffic. Returns `out_dtype` or x's dtype.
-    """
-    values, scale = values_and_scale(w)
-    if on_cpu():
-        inputs, output = spec.split("->")
-        ours, theirs = inputs.split(",")
-        n = (len(ours) + len(theirs) - len(output)) // 2
-        assert ours[-n:] == theirs[-n:] and output == ours[:-n] + theirs[:-n], spec
-        y = contract(x, values, n)
-    else:
-        y = jnp.einsum(spec, x, values.astype(x.dtype), preferred_element_type=jnp.float32)
-    y = y if scale is None else y * scale
-    return y.astype(out_dtype or x.dtype)
-
-
-if __name__ == "__main__":
-    import sys
-
-    import convert_checkpoint
-    from command_line import hear_interrupts, run
-
-    hear_interrupts()
-    run(lambda: convert_checkpoint.main([*sys.argv[1:], "--quantize", "int8"]))

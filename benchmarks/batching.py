@@ -4,7 +4,7 @@
 
 Each round answers the same requests in each way in turn, with an empty cache; the first round is not counted.
 A fixed batch takes the next requests as they come, reads their prompts at once, and decodes until the longest
-answer is done; it too is a step ahead of the host. All else is generation.Batch.
+answer is done; it too is a step ahead of the host. All else is engine.Engine.
 
 Lengths are log-normal with sigma 1, of the medians --prompt and --answer: answers twice as long as prompts,
 as in the chats of arXiv 2309.06180, section 6.1 (161 and 338 tokens on average). Half of the prompts follow a
@@ -32,15 +32,15 @@ import numpy as np
 from models import MODELS, read_model
 from speed import cpu_name, piece_width
 
-import launch
-import memory
 import model
-from checkpoint import TYPES, load, open_checkpoint
-from command_line import OneLineParser, run
-from errors import UserError
-from generation import Batch, Request
-from hosts import start_fetching
-from speculation import Lookup
+from checkpoints.checkpoint import TYPES, load, open_checkpoint
+from checkpoints.errors import UserError
+from serving import memory
+from serving.engine import Engine, Request
+from serving.hosts import start_fetching
+from serving.speculation import Lookup
+from terminal import launch
+from terminal.command_line import OneLineParser, run
 
 TINY = FOLDER.parent / "tests" / "checkpoints" / "tiny-llama4"
 SYSTEM = 32  # tokens of the system prompt
@@ -81,7 +81,7 @@ class Found:
     guessed_right: int = 0
 
 
-class Counting(Batch):
+class Counting(Engine):
     """pieces: of prompts, that were read."""
 
     pieces = 0

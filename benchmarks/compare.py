@@ -31,8 +31,8 @@ sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
 if "--worker" not in sys.argv:  # a worker's environment has only what its own library needs
     from models import MODELS
 
-    from command_line import OneLineParser, run
-    from errors import UserError
+    from checkpoints.errors import UserError
+    from terminal.command_line import OneLineParser, run
 
 MODEL = "llama3.2-1b"
 MAX_LEN = 1024  # positions per row of a cache
@@ -64,7 +64,7 @@ def jax_library(fields: dict, dtype: str, threads: int, folder: str):
     import numpy as np
 
     import model
-    from config_json import read_config
+    from checkpoints.config_json import read_config
 
     cfg, caches, float_type = read_config(fields), {}, "bfloat16" if dtype == "int8" else dtype
     static = dict(cfg=cfg, mesh=model.make_mesh(cfg))

@@ -24,7 +24,7 @@ from functools import partial
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
 
-from errors import UserError  # noqa: E402  the folders must be on the path first
+from checkpoints.errors import UserError  # noqa: E402  the folders must be on the path first
 
 # What is done, with which folder, and how it is said in the table.
 JOBS = {
@@ -83,7 +83,7 @@ def whole_load(source: pathlib.Path):
     import jax.numpy as jnp
 
     import model
-    from checkpoint import load, open_checkpoint
+    from checkpoints.checkpoint import load, open_checkpoint
 
     checkpoint = open_checkpoint(str(source))
     mesh, infos = model.make_mesh(checkpoint.config), model.weight_infos(checkpoint.config)
@@ -104,7 +104,7 @@ def half_load(source: pathlib.Path):
 
     jax.config.update("jax_num_cpu_devices", 2)
     import model
-    from checkpoint import open_checkpoint
+    from checkpoints.checkpoint import open_checkpoint
 
     checkpoint = open_checkpoint(str(source))
     mesh = model.make_mesh(checkpoint.config, tensor=2)
@@ -141,8 +141,8 @@ def make_checkpoint(name: str, layers: int | None, shards: int, folder: pathlib.
     from models import MODELS
     from safetensors.numpy import save_file
 
-    from checkpoint import THEIR_INDEX, named_infos, stored_shape
-    from config_json import read_config
+    from checkpoints.checkpoint import THEIR_INDEX, named_infos, stored_shape
+    from checkpoints.config_json import read_config
 
     config = MODELS[name] | ({"num_hidden_layers": layers} if layers else {})
     tensors = {}
@@ -213,7 +213,7 @@ def table(result: dict) -> str:
 def main() -> None:
     from models import MODELS, read_model
 
-    from command_line import OneLineParser
+    from terminal.command_line import OneLineParser
 
     parser = OneLineParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
@@ -249,6 +249,6 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
         print(json.dumps(work(sys.argv[2], pathlib.Path(sys.argv[3]))))
     else:
-        from command_line import run
+        from terminal.command_line import run
 
         run(main)

@@ -1,6 +1,6 @@
 """How long is the host busy with a step, and with a request that begins? python3 benchmarks/host_time.py
 
-The device is to wait for neither. Here it has nothing to do: what generation.Batch sends is put on it, what
+The device is to wait for neither. Here it has nothing to do: what engine.Engine sends is put on it, what
 the batch gets back is ready. Prompts fill the rows but for their answers, and share half of their tokens, so
 that each is compared with all rows that far. A step is a piece of a prompt and a token for all that are read.
 """
@@ -17,14 +17,14 @@ import jax
 import numpy as np
 
 import model
-from command_line import OneLineParser, run
-from generation import Batch, Request
 from model import Config, Output, Rope
+from serving.engine import Engine, Request
+from terminal.command_line import OneLineParser, run
 
 VOCABULARY = 128256  # of Llama 3
 
 
-class Idle(Batch):
+class Idle(Engine):
     """A batch without a model: reading and choosing cost the device nothing.
 
     admissions: seconds of each request that began.

@@ -44,13 +44,13 @@ from models import MODELS, read_model
 from speed import piece_width
 
 import model
-from command_line import OneLineParser, run
-from errors import UserError
-from grouped_matmul import FEW_ROWS
-from memory import BANDWIDTH, active_experts
+from checkpoints.errors import UserError
 from model import Config
-from ragged_attention import BLOCK
-from tpu import TILE
+from ops.attention import BLOCK
+from ops.grouped_matmul import FEW_ROWS
+from ops.tpu import TILE
+from serving.memory import BANDWIDTH, active_experts
+from terminal.command_line import OneLineParser, run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,7 +279,7 @@ def rank_meshes(job: Job, topology: Topology, given: tuple) -> list[Choice]:
             if job.batch % degrees[0]:
                 raise UserError(f"data parallelism {degrees[0]} does not divide the batch of {job.batch}")
             mesh = model.make_mesh(job.cfg, *degrees, devices=topology.devices)
-        except UserError as e:
+        except ValueError as e:
             reasons.append(str(e))
             continue
         stored = sum(size_in_bytes for _, _, size_in_bytes in job.shards(mesh))

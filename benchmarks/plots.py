@@ -17,8 +17,8 @@ import conversion
 import quality
 import speed
 
-from command_line import OneLineParser, run
-from errors import UserError
+from checkpoints.errors import UserError
+from terminal.command_line import OneLineParser, run
 
 PARTS = {
     "attention": "#4c78a8",

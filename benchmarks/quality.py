@@ -28,13 +28,14 @@ from jax import Array
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-import launch
-from checkpoint import TYPES, Checkpoint, load, named_infos, open_checkpoint, stored_infos
-from command_line import OneLineParser, progress, run
-from errors import UserError
+from checkpoints.checkpoint import TYPES, Checkpoint, load, named_infos, open_checkpoint, stored_infos
+from checkpoints.errors import UserError
+from checkpoints.progress import progress
 from model import ArrayInfo, Config, Weights, forward
 from quantize import QuantizedArray, quantize
-from text import load_tokenizer
+from serving.text import load_tokenizer
+from terminal import launch
+from terminal.command_line import OneLineParser, run
 
 CHANNELS = 3  # the worst of each tensor, to be named
 

@@ -32,15 +32,14 @@ import jax.numpy as jnp
 import numpy as np
 from models import MODELS, read_model
 
-import generation
-import launch
-import memory
 import model
-from checkpoint import TYPES, load, open_checkpoint
-from command_line import OneLineParser, run
-from errors import UserError
+from checkpoints.checkpoint import TYPES, load, open_checkpoint
+from checkpoints.errors import UserError
 from model import Config, Sampling
 from quantize import QuantizedArray, values_and_scale
+from serving import engine, memory
+from terminal import launch
+from terminal.command_line import OneLineParser, run
 
 COMPONENTS = ("attention", "mlp", "experts", "embed", "unembed", "sample")  # named scopes of model.py
 
@@ -134,7 +133,7 @@ def piece_width(batch: int, length: int) -> int:
     limit = 512
     while limit * batch > 8 * 512 and limit > 16:
         limit //= 2
-    return min(limit, generation.piece_width(length))
+    return min(limit, engine.piece_width(length))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,9 +29,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from command_line import OneLineParser, run
-from errors import UserError
+from checkpoints.errors import UserError
 from ragged_attention import DECODE_BLOCKS, KV, ragged_attention_tpu
+from terminal.command_line import OneLineParser, run
 
 # The cases that count alike: rows that fill their cache, rows of all lengths, short rows. One key/value head.
 SLOTS, QUERIES = 8192, 8

@@ -18,8 +18,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 import main
 import model
-from command_line import run
-from generation import Answer, Batch, Request
+from serving.engine import Answer, Engine, Request
+from terminal.command_line import run
 
 # What main.py keeps of its compilations is not for tests; and in a process that has compiled thousands of
 # programs, jax 0.10.2 crashed while it wrote one there.
@@ -111,7 +111,7 @@ def generate(
     """The answers to prompts (token ids) of up to `new` tokens, of all or of each; greedy."""
     new = [new] * len(prompts) if isinstance(new, int) else new
     requests = [Request(prompt, n, stop=stop, score=score) for prompt, n in zip(prompts, new, strict=True)]
-    batch = Batch(weights, cfg, mesh, min(len(requests), 16), max_len, kv_dtype, requests, **options)
+    batch = Engine(weights, cfg, mesh, min(len(requests), 16), max_len, kv_dtype, requests, **options)
     answers = [batch.add(request) for request in requests]
     while batch.busy:
         batch.advance()

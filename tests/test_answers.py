@@ -19,16 +19,16 @@ import pytest
 from checkpoints.questions import sum_question
 from conftest import CHECKPOINTS, ONE_EACH, invoke, mesh_of
 
-import answers
-import checkpoint
 import main
 import model
-from checkpoint import load, open_checkpoint
-from command_line import progress
+from checkpoints import checkpoint
+from checkpoints.checkpoint import load, open_checkpoint
+from checkpoints.progress import progress
+from checkpoints.tensor_files import TensorFile
 from convert_checkpoint import convert
-from prompts import Asker, Prompt
-from tensor_files import TensorFile
-from text import encode, load_tokenizer
+from serving.text import encode, load_tokenizer
+from terminal import answers
+from terminal.prompts import Asker, Prompt
 
 LLAMA3 = CHECKPOINTS / "tiny-llama3"
 
@@ -155,7 +155,7 @@ def test_refused_by_name(ask, tmp_path):
 
 
 def test_what_memory_does_not_hold_is_refused(ask, tmp_path, monkeypatch):
-    import memory
+    from serving import memory
 
     (tmp_path / "p").write_text("\n".join(["Hello", "a b " * 80]))
     plan_cache = memory.plan_cache

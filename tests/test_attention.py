@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 import ragged_attention
+from ops import attention
+from ops.attention import masks
 from quantize import quantize
-from ragged_attention import KV, masks
+from ragged_attention import KV
 
 B, T, K, G, H, S = 3, 2, 2, 3, 8, 20
 
@@ -41,7 +43,7 @@ def compare(result, expected, atol=1e-5):
 @pytest.mark.parametrize("block", [3, 4, 64])
 @pytest.mark.parametrize("start", [0, 3])
 def test_cached(lengths, block, start, monkeypatch):
-    monkeypatch.setattr(ragged_attention, "BLOCK", block)
+    monkeypatch.setattr(attention, "BLOCK", block)
     q, kv = inputs()
     length, first = np.array(lengths), np.full(B, start)
     sees = np.array([[True, True], [True, False], [False, True]])
@@ -50,7 +52,7 @@ def test_cached(lengths, block, start, monkeypatch):
     expected = numpy_attention(q, kv[..., :H], kv[..., H:], filled[:, None] & sees[..., None])
     poisoned = KV(jnp.float32(np.where(filled[:, None, :, None], kv, np.nan)), None)
     length, first = jnp.int32(length), jnp.int32(first)
-    compare(ragged_attention.attend_cached(jnp.float32(q), poisoned, length, first, sees), expected)
+    compare(attention.attend_cached(jnp.float32(q), poisoned, length, first, sees), expected)
 
 
 def quantized_kv(kv: np.ndarray) -> KV:
@@ -76,7 +78,7 @@ def test_cached_int8():
     poisoned = KV(quantized.values, jnp.where(used[:, None, None], quantized.scale, jnp.nan))
     mask = np.repeat(used[:, None], T, 1)
     compare(
-        ragged_attention.attend_cached(jnp.float32(q), poisoned, jnp.int32(length)),
+        attention.attend_cached(jnp.float32(q), poisoned, jnp.int32(length)),
         numpy_attention(q, *exact(quantized), mask),
     )
 
@@ -94,7 +96,7 @@ def test_causal(window):
     mask = np.array(expected).reshape(B, T, T)
     both = np.concatenate([k, v], -1).swapaxes(1, 2)
     for kv in (KV(jnp.float32(both), None), quantized_kv(both)):
-        result = ragged_attention.attend_causal(jnp.float32(q), kv, jnp.int32(segment), window)
+        result = attention.attend_causal(jnp.float32(q), kv, jnp.int32(segment), window)
         compare(result, numpy_attention(q, *exact(kv), mask))
 
 
@@ -150,7 +152,7 @@ def test_ragged_decode_kernel(width, dtype, blocks, with_start, monkeypatch, int
     options = dict(new=new, place=jnp.int32(place), blocks=blocks, interpret=interpret)
     (o, lse), cache = ragged_attention.ragged_attention_tpu(q, poisoned, jnp.int32(length), starts, **options)
 
-    written = ragged_attention.write(poisoned, new, jnp.int32(place)[:, None])
+    written = attention.write(poisoned, new, jnp.int32(place)[:, None])
     mask = (slots < length[:, None]) & (slots >= start[:, None])
     # In the tile of a new float token, slots that nobody reads may have become zeros. All else is as it was.
     beside = (slots // 32 == place[:, None] // 32) & ~mask & (dtype != "int8")
@@ -176,11 +178,11 @@ def test_ragged_decode_kernel(width, dtype, blocks, with_start, monkeypatch, int
 )
 def test_cached_by_the_decode_kernel(width, dtype, with_start, blocks, monkeypatch, interpret):
     """Several queries per row, some of which see nothing, of a cache to which nothing is written."""
-    monkeypatch.setattr(ragged_attention, "on_tpu", lambda: True)
+    monkeypatch.setattr(attention, "on_tpu", lambda: True)
     monkeypatch.setattr(ragged_attention, "GROUP", 21)
     monkeypatch.setattr(ragged_attention, "SCORES", 9 * 256)  # blocks of 512 are too large
     kernel = partial(ragged_attention.ragged_attention_tpu, blocks=blocks, interpret=interpret)
-    monkeypatch.setattr(ragged_attention, "ragged_attention_tpu", kernel)
+    monkeypatch.setattr(attention, "ragged_attention_tpu", kernel)
     rng, (B, S, T, K, G) = np.random.default_rng(0), (len(CASES), 384, 3, 2, 3)
     length = np.array([n for n, _ in CASES])
     start = np.array(STARTS) if with_start else np.zeros(B, int)
@@ -194,7 +196,7 @@ def test_cached_by_the_decode_kernel(width, dtype, with_start, blocks, monkeypat
     else:
         poisoned = KV(jnp.where(used[:, None, :, None], kv.values, jnp.nan), None)
     starts = jnp.int32(start) if with_start else None
-    result = ragged_attention.attend_cached(q, poisoned, jnp.int32(length), starts, jnp.array(sees))
+    result = attention.attend_cached(q, poisoned, jnp.int32(length), starts, jnp.array(sees))
     expected = numpy_attention(np.asarray(q, np.float64), *exact(kv), used[:, None] & sees[..., None])
     compare(result, expected, {"float32": 1e-5, "bfloat16": 1e-2, "int8": 1e-2}[dtype])
 
@@ -206,10 +208,8 @@ def test_merge():
     mask[0, :, :15] = mask[1, :, 12:] = True  # row 0 sees both halves, row 1 the second, row 2 nothing
     expected = numpy_attention(q, kv[..., :H], kv[..., H:], mask)
     q32, k, v = jnp.float32(q), jnp.float32(kv[..., :H]), jnp.float32(kv[..., H:])
-    halves = [
-        ragged_attention.attend(q32, k[:, :, s], v[:, :, s], mask[..., s]) for s in (slice(10), slice(10, S))
-    ]
-    compare(ragged_attention.merge(*halves), expected)
+    halves = [attention.attend(q32, k[:, :, s], v[:, :, s], mask[..., s]) for s in (slice(10), slice(10, S))]
+    compare(attention.merge(*halves), expected)
 
 
 @pytest.mark.parametrize("window", [None, 100])
@@ -226,7 +226,7 @@ def test_splash(window):
     mask = (back >= 0) & (back < (window or S)) & (q_segment[..., None] == kv_segment[:, None])
     shape = (T, S)
     causal = masks.CausalMask(shape) if window is None else masks.LocalMask(shape, (window - 1, 0), 0)
-    result = ragged_attention.splash(
+    result = attention.splash(
         *map(jnp.float32, (q, k, v)), causal, jnp.int32(q_segment), jnp.int32(kv_segment), interpret=True
     )
     compare(result, numpy_attention(q, k, v, mask))
@@ -242,8 +242,8 @@ def test_cached_by_splash(monkeypatch):
     sees = np.arange(T) < np.array([128, 50, 128])[:, None]
     quantized = quantized_kv(kv)
     poisoned = KV(quantized.values, jnp.where(used[:, None, None], quantized.scale, jnp.nan))
-    monkeypatch.setattr(ragged_attention, "BLOCK", 256)
-    monkeypatch.setattr(ragged_attention, "use_splash", lambda q: True)
-    monkeypatch.setattr(ragged_attention, "splash", partial(ragged_attention.splash, interpret=True))
-    result = ragged_attention.attend_cached(jnp.float32(q), poisoned, jnp.int32(length), sees=jnp.array(sees))
+    monkeypatch.setattr(attention, "BLOCK", 256)
+    monkeypatch.setattr(attention, "use_splash", lambda q: True)
+    monkeypatch.setattr(attention, "splash", partial(attention.splash, interpret=True))
+    result = attention.attend_cached(jnp.float32(q), poisoned, jnp.int32(length), sees=jnp.array(sees))
     compare(result, numpy_attention(q, *exact(quantized), used[:, None] & sees[..., None]))

@@ -17,8 +17,8 @@ from conftest import CHECKPOINTS, generate, mesh_of
 from test_command_line import damage_token
 
 import main
-from checkpoint import load, open_checkpoint
-from text import encode, load_tokenizer, stop_tokens
+from checkpoints.checkpoint import load, open_checkpoint
+from serving.text import encode, load_tokenizer, stop_tokens
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from ml_dtypes import bfloat16
 from safetensors.numpy import load_file, save_file
 
 import model
-from checkpoint import (
+from checkpoints.checkpoint import (
     INDEX,
     Source,
     file_letters,
@@ -450,7 +450,10 @@ def test_init_weights_have_the_declared_shapes():
 
 
 MANY_WEIGHTS = """
-import dataclasses, jax, model, resource
+import dataclasses
+import jax
+import model
+import resource
 from conftest import llama3_config
 compiled = []
 jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event))

@@ -18,14 +18,14 @@ from safetensors.numpy import load_file, save_file
 
 import convert_checkpoint
 import main
-import memory
 import model
-from checkpoint import open_checkpoint
-from command_line import run
-from errors import UserError
+from checkpoints.checkpoint import open_checkpoint
+from checkpoints.errors import UserError
 from model import Sampling
-from prompts import DEFAULTS, Asker, choose_sampling
-from text import load_tokenizer, stop_tokens
+from serving import memory
+from serving.text import load_tokenizer, stop_tokens
+from terminal.command_line import run
+from terminal.prompts import DEFAULTS, Asker, choose_sampling
 
 LLAMA3, LLAMA4 = str(CHECKPOINTS / "tiny-llama3"), str(CHECKPOINTS / "tiny-llama4")
 

@@ -22,11 +22,11 @@ from safetensors.numpy import load_file, save_file
 
 import convert_checkpoint
 import model
-from checkpoint import INDEX, load, named_infos, open_checkpoint, stored_shape
-from config_json import read_config
+from checkpoints.checkpoint import INDEX, load, named_infos, open_checkpoint, stored_shape
+from checkpoints.config_json import read_config
+from checkpoints.tensor_files import TensorFile
 from convert_checkpoint import convert, verify
 from quantize import QuantizedArray, quantize
-from tensor_files import TensorFile
 
 ROOT = pathlib.Path(convert_checkpoint.__file__).parent
 LLAMA3, LLAMA4 = CHECKPOINTS / "tiny-llama3", CHECKPOINTS / "tiny-llama4"
@@ -46,8 +46,12 @@ def undisturbed(tmp_path_factory):
 
 # Converts, and kills itself at the n-th of the calls by which something on the disk changes.
 KILLED = """
-import os, pathlib, signal, sys
-import numpy, convert_checkpoint
+import os
+import pathlib
+import signal
+import sys
+import numpy
+import convert_checkpoint
 calls, fatal = 0, int(sys.argv[3])
 def counted(function):
     def call(*arguments, **options):
@@ -302,10 +306,11 @@ def test_verify_of_the_other_files(tmp_path):
 
 
 def test_commands(tmp_path, capsys):
-    """quantize.py from a converted folder, --verify with and without its source."""
+    """A converted folder to int8, --verify with and without its source."""
     convert(str(LLAMA3), str(tmp_path / "float"), file_bytes=20_000)
     assert len(list((tmp_path / "float").glob("weights-*"))) > 32
-    command = [sys.executable, ROOT / "quantize.py", tmp_path / "float", tmp_path / "int8"]
+    command = [sys.executable, ROOT / "convert_checkpoint.py", tmp_path / "float", tmp_path / "int8"]
+    command += ["--quantize", "int8"]
     # Fewer open files than there are: the limit is raised as far as it may be.
     done = subprocess.run(["sh", "-c", 'ulimit -Sn 16; exec "$@"', "sh", *command])
     assert done.returncode == 0 and open_checkpoint(tmp_path / "int8").quantized
@@ -440,7 +445,7 @@ def test_files_have_the_size_that_was_asked_for(file_bytes, tmp_path):
 def test_slabs(tmp_path, monkeypatch):
     """Weights that go through memory a few rows at a time end as the same bytes."""
     convert(str(LLAMA4), str(tmp_path / "x"), quantized=True)
-    monkeypatch.setattr("checkpoint.SLAB_BYTES", 5000)
+    monkeypatch.setattr("checkpoints.checkpoint.SLAB_BYTES", 5000)
     convert(str(LLAMA4), str(tmp_path / "y"), quantized=True)
     assert contents(tmp_path / "x") == contents(tmp_path / "y")
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import cpu
 import quantize
 import ragged_attention
+from ops import attention, cpu, matmul
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -55,7 +55,7 @@ def test_the_platform_chooses():
     w = quantize.quantize(jnp.asarray(np.random.default_rng(1).normal(size=(16, 64))), (1,))
 
     def inside(x):
-        return quantize.einsum("bTD,fD->bTf", x, w)
+        return matmul.einsum("bTD,fD->bTf", x, w)
 
     spec = jax.sharding.PartitionSpec()
     mapped = jax.shard_map(inside, mesh=mesh, in_specs=spec, out_specs=spec)
@@ -122,16 +122,16 @@ def test_a_cache_folder_that_cannot_be_written_is_no_error(tmp_path):
 def test_decode_reads_what_is_filled(monkeypatch):
     """A long cache costs a step of few positions no more blocks than a short one."""
     blocks = []
-    read = ragged_attention.read_block
+    read = attention.read_block
 
     def count(kv, i, block):
         jax.debug.callback(lambda i: blocks.append(int(i)), i)
         return read(kv, i, block)
 
-    monkeypatch.setattr(ragged_attention, "read_block", count)
+    monkeypatch.setattr(attention, "read_block", count)
     rng = np.random.default_rng(0)
     q = jnp.asarray(rng.normal(size=(2, 1, 1, 2, 8)), jnp.float32)
     kv = ragged_attention.KV(jnp.asarray(rng.normal(size=(2, 1, 1024, 16)), jnp.float32), None)
-    jax.block_until_ready(ragged_attention.attend_cached(q, kv, jnp.array([3, 300])))
+    jax.block_until_ready(attention.attend_cached(q, kv, jnp.array([3, 300])))
     jax.effects_barrier()
     assert sorted(blocks) == [0, 1]

@@ -9,8 +9,8 @@ import pytest
 from conftest import MESHES, dequantize, llama4_config, mesh_of
 from jax.sharding import PartitionSpec as P
 
-import grouped_matmul
 import model
+from ops import grouped_matmul
 from quantize import QuantizedArray, quantize
 
 

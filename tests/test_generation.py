@@ -12,16 +12,15 @@ import numpy as np
 import pytest
 from conftest import CHECKPOINTS, llama4_config, mesh_of
 
-import generation
 import model
-import scheduler
-from checkpoint import load, open_checkpoint
-from errors import UserError
-from generation import Answer, Batch, Request
+from checkpoints.checkpoint import load, open_checkpoint
+from checkpoints.errors import UserError
 from model import Sampling
 from quantize import QuantizedArray
-from scheduler import Row, Shard
-from speculation import Lookup
+from serving import engine, scheduler
+from serving.engine import Answer, Engine, Request
+from serving.scheduler import Row, Shard
+from serving.speculation import Lookup
 
 ROWS, MAX_LEN = 8, 160
 SUBJECTS = ("tiny-llama3", "tiny-llama4", "ring")
@@ -67,11 +66,11 @@ def alone(request: Request, name: str) -> tuple[list[int], list[float]]:
     return [int(x.tokens[0, 0]) for x in outputs], [float(x.logprobs[0, 0]) for x in outputs]
 
 
-def batch_of(requests: list[Request], name: str, mesh: str = "1", rows: int = ROWS, **options) -> Batch:
-    return Batch(*subject(name, mesh), rows, MAX_LEN, "float32", requests, **options)
+def batch_of(requests: list[Request], name: str, mesh: str = "1", rows: int = ROWS, **options) -> Engine:
+    return Engine(*subject(name, mesh), rows, MAX_LEN, "float32", requests, **options)
 
 
-def finish(batch: Batch) -> None:
+def finish(batch: Engine) -> None:
     for _ in range(20_000):
         if not batch.busy:
             return
@@ -79,7 +78,7 @@ def finish(batch: Batch) -> None:
     raise AssertionError("it does not end")
 
 
-def ask(batch: Batch, requests: list[Request]) -> list[Answer]:
+def ask(batch: Engine, requests: list[Request]) -> list[Answer]:
     answers = [batch.add(request) for request in requests]
     finish(batch)
     return answers
@@ -342,10 +341,10 @@ def test_which_row_a_request_takes():
 def test_width_of_a_piece():
     """The widest of which at least half is used, or the narrowest."""
     for unread in range(1, 1100):
-        width = generation.piece_width(unread)
-        assert width in generation.WIDTHS
+        width = engine.piece_width(unread)
+        assert width in engine.WIDTHS
         assert unread > width / 2 or width == 32
-        assert all(unread <= wider / 2 for wider in generation.WIDTHS if wider > width)
+        assert all(unread <= wider / 2 for wider in engine.WIDTHS if wider > width)
 
 
 # -------------------------------------------------------------------------------------------- how answers end
@@ -473,7 +472,7 @@ def test_a_request_that_computes_nan(mesh, guesses):
         # Those that begin alike take what was read before the bad token, or after another's.
         requests[i + 1 : i + 1] = [Request([*family[: n + 3], 1, 2], 5), Request([*family[:n], 3], 5)]
     weights, speculate = nan_embedding(weights, bad), Lookup(guesses) if guesses else None
-    batch = Batch(weights, cfg, devices, 4, MAX_LEN, "float32", requests, speculate=speculate)
+    batch = Engine(weights, cfg, devices, 4, MAX_LEN, "float32", requests, speculate=speculate)
     answers = ask(batch, requests)
     failed = [answer for answer in answers if answer.finish_reason == "error"]
     assert [answer for answer in answers if bad in answer.request.prompt] == failed
@@ -485,7 +484,7 @@ def test_a_request_that_computes_nan(mesh, guesses):
 
 def test_a_short_prompt_does_not_wait_for_a_long_one(monkeypatch):
     """Its first token is there within 3 calls, whether it comes with the long one, behind many, or later."""
-    monkeypatch.setattr(generation, "WIDTHS", (8,))
+    monkeypatch.setattr(engine, "WIDTHS", (8,))
     cfg, rng = subject("ring", "1")[1], np.random.default_rng(0)
 
     def request(n: int) -> Request:
@@ -506,7 +505,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(monkeypatch):
 
 def test_a_long_prompt_is_not_held_up_by_short_ones(monkeypatch):
     """Every second piece is the oldest prompt's, however many shorter ones come."""
-    monkeypatch.setattr(generation, "WIDTHS", (8,))
+    monkeypatch.setattr(engine, "WIDTHS", (8,))
     cfg, rng = subject("ring", "1")[1], np.random.default_rng(0)
     batch = batch_of([Request([1] * 150, 3)], "ring")
     long = batch.add(Request(rng.integers(0, cfg.V, 81).tolist(), 3))  # 10 pieces
@@ -520,7 +519,7 @@ def test_a_long_prompt_is_not_held_up_by_short_ones(monkeypatch):
 
 def test_what_waits_for_a_prefix(monkeypatch):
     """What begins like a prompt that is being read waits for that part of it; nobody else does."""
-    monkeypatch.setattr(generation, "WIDTHS", (8,))
+    monkeypatch.setattr(engine, "WIDTHS", (8,))
     counts = []
     spy(monkeypatch, "prefill", lambda arguments, _: counts.append(arguments[1].sum()))
     cfg, rng = subject("ring", "1")[1], np.random.default_rng(0)
@@ -658,7 +657,7 @@ def test_a_step_is_fetched_after_the_next_is_sent(monkeypatch):
 
 def test_an_end_does_not_wait_for_another_prompt(monkeypatch):
     """The last token of an answer is there one call later, though nothing but a long prompt is to be read."""
-    monkeypatch.setattr(generation, "WIDTHS", (32,))
+    monkeypatch.setattr(engine, "WIDTHS", (32,))
     cfg, rng = subject("ring", "1")[1], np.random.default_rng(0)
     requests = [Request([1], 1), Request(rng.integers(0, cfg.V, MAX_LEN - 5).tolist(), 5)]
     batch = batch_of(requests, "ring")

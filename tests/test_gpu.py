@@ -16,13 +16,11 @@ from jaxlib.mlir import ir
 from test_attention import compare, exact, numpy_attention, quantized_kv
 from test_kernels import KINDS, assert_same, generate
 
-import generation
-import gpu
-import grouped_matmul
 import model
-import ragged_attention
+from ops import attention, gpu, grouped_matmul
 from quantize import quantize
 from ragged_attention import KV
+from serving import engine
 
 
 def unchecked(mesh, in_specs, out_specs):
@@ -40,7 +38,7 @@ def as_on_a_gpu(monkeypatch):
 
     def switch() -> set[str]:
         monkeypatch.setattr(pallas, "pallas_call", interpreted)
-        for module in (ragged_attention, grouped_matmul):
+        for module in (attention, grouped_matmul):
             monkeypatch.setattr(module, "on_gpu", lambda mesh=None: True)
         # The interpreter mixes what varies over the mesh with what does not; test_lowering checks our part.
         monkeypatch.setattr(model, "on_each_device", lambda mesh, T, *specs: unchecked(mesh, *specs))
@@ -76,7 +74,7 @@ def test_cached(T, width, dtype, programs, monkeypatch, as_on_a_gpu):
     else:
         poisoned = KV(jnp.where(here[..., None], kv.values, jnp.nan), None)
     used = as_on_a_gpu()
-    result = ragged_attention.attend_cached(q, poisoned, jnp.int32(length), jnp.int32(start), jnp.array(sees))
+    result = attention.attend_cached(q, poisoned, jnp.int32(length), jnp.int32(start), jnp.array(sees))
     assert used == {"flash"}
     mask = sees[..., None] & filled[:, None]
     expected = numpy_attention(np.asarray(q, np.float64), *exact(kv), mask)
@@ -94,7 +92,7 @@ def test_causal(window, as_on_a_gpu):
     mask = (back >= 0) & (back < (window or T)) & (segment[..., None] == segment[:, None])
     used = as_on_a_gpu()
     kv = KV(jnp.float32(np.concatenate([k, v], -1).swapaxes(1, 2)), None)
-    result = ragged_attention.attend_causal(jnp.float32(q), kv, jnp.int32(segment), window)
+    result = attention.attend_causal(jnp.float32(q), kv, jnp.int32(segment), window)
     assert used == {"flash"}
     compare(result, numpy_attention(q, k.swapaxes(1, 2), v.swapaxes(1, 2), mask))
 
@@ -132,7 +130,7 @@ def test_grouped_dot(sizes, programs, dtype, monkeypatch, as_on_a_gpu):
 )
 def test_whole_model(cfg, kv_dtype, quantized, monkeypatch, as_on_a_gpu):
     """Prefill in pieces, then decode steps whose lengths differ by row."""
-    monkeypatch.setattr(generation, "WIDTHS", (32, 128))
+    monkeypatch.setattr(engine, "WIDTHS", (32, 128))
     expected = generate(cfg, kv_dtype, quantized)
     used = as_on_a_gpu()
     result = generate(cfg, kv_dtype, quantized)
@@ -158,9 +156,7 @@ def test_without_triton(without_triton, as_on_a_gpu, capsys):
     x, gate, up, down = (rng.standard_normal(shape) for shape in [(5, 8)] + [(3, 8, 8)] * 3)
     length, expert = jnp.int32([100, 7]), rng.integers(0, 3, 5)
     for _ in range(2):
-        attended = ragged_attention.attend_cached(
-            jnp.float32(q), KV(jnp.float32(kv), None), jnp.int32(length)
-        )
+        attended = attention.attend_cached(jnp.float32(q), KV(jnp.float32(kv), None), jnp.int32(length))
         weights = map(jnp.float32, (gate, up, down))
         mixed = grouped_matmul.expert_mlp(jnp.float32(x), expert[:, None], jnp.ones((5, 1)), *weights)
     mask = np.arange(128) < np.array(length)[:, None, None]

@@ -21,13 +21,12 @@ from conftest import CHECKPOINTS
 from jax.experimental import multihost_utils
 from pod import KINDS
 
-import hosts
 import main
-import memory
 from benchmarks.models import MODELS
-from checkpoint import named_infos, stored_shape
-from config_json import read_config
-from errors import UserError
+from checkpoints.checkpoint import named_infos, stored_shape
+from checkpoints.config_json import read_config
+from checkpoints.errors import UserError
+from serving import hosts, memory
 
 LLAMA4 = CHECKPOINTS / "tiny-llama4"
 PROMPTS = ("Who are you?", "What is 31 + 45?", "Hello", "Add 20 and 22.", "How much is 12 plus 34?")

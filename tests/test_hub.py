@@ -17,7 +17,7 @@ import pytest
 from conftest import CHECKPOINTS
 from safetensors.numpy import load_file, save
 
-from checkpoint import THEIR_FILE, THEIR_INDEX, open_checkpoint
+from checkpoints.checkpoint import THEIR_FILE, THEIR_INDEX, open_checkpoint
 
 LLAMA3 = CHECKPOINTS / "tiny-llama3"
 COMPANIONS = {file.name for file in LLAMA3.iterdir()} - {THEIR_FILE}
@@ -109,8 +109,9 @@ def hub(tmp_path_factory):
 
 
 ASK = """
-import json, sys
-from checkpoint import open_checkpoint
+import json
+import sys
+from checkpoints.checkpoint import open_checkpoint
 for name in sys.argv[1:]:
     try:
         print(json.dumps(str(open_checkpoint("tiny/" + name).folder)))

@@ -8,11 +8,9 @@ from conftest import llama3_config, llama4_config, mesh_of
 from jax.experimental import pallas
 from jax.experimental.pallas import tpu as pltpu
 
-import generation
-import grouped_matmul
 import model
-import ragged_attention
-import tpu
+from ops import attention, grouped_matmul, tpu
+from serving import engine
 
 # A row that begins with a single token, one of several pieces that goes around its ring, and one that decodes
 # past a block's edge. Pieces of 128 tokens are what splash attention takes.
@@ -39,7 +37,7 @@ def as_on_a_tpu(monkeypatch, interpret):
     def switch() -> set[str]:
         monkeypatch.setattr(pallas, "pallas_call", interpreted)
         monkeypatch.setattr(pltpu, "with_memory_space_constraint", lambda x, _: x)
-        for module in (model, ragged_attention, grouped_matmul, tpu):
+        for module in (model, attention, grouped_matmul, tpu):
             monkeypatch.setattr(module, "on_tpu", lambda mesh=None: True)
         jax.clear_caches()  # what is compiled already is for a CPU
         return used
@@ -96,14 +94,14 @@ def assert_same(result, expected, atol):
 )
 def test_whole_model(cfg, kv_dtype, quantized, monkeypatch, as_on_a_tpu):
     """Prefill in pieces, then decode steps whose lengths differ by row; or one, that checks whole answers."""
-    monkeypatch.setattr(generation, "WIDTHS", (32, 128))
-    monkeypatch.setattr(ragged_attention, "BLOCK", 128)
+    monkeypatch.setattr(engine, "WIDTHS", (32, 128))
+    monkeypatch.setattr(attention, "BLOCK", 128)
     expected = generate(cfg, kv_dtype, quantized)
     used = as_on_a_tpu()
     result = generate(cfg, kv_dtype, quantized)
     kernels = {"take_slots", "put_slots", "splash_mqa_fwd_segmented_residuals", "ragged_decode"}
     kernels |= {"active_experts"} if cfg.E else {"take_rows"}
-    kernels |= {"ragged_attention"} if 32 * cfg.G <= ragged_attention.FEW_QUERIES else set()  # short pieces
+    kernels |= {"ragged_attention"} if 32 * cfg.G <= attention.FEW_QUERIES else set()  # short pieces
     assert used == kernels
     # int8 queries of 16 bits, and probabilities rounded to bfloat16 before they meet int8 values.
     atol = 5e-3 if kv_dtype == "int8" else 1e-4

@@ -13,8 +13,8 @@ import pytest
 from conftest import MESHES, llama3_config, llama4_config, mesh_of
 from jax.sharding import PartitionSpec as P
 
-import generation
 import model
+from serving import engine
 
 LENGTHS = (1, 5, 8, 9, 17, 20, 3, 16)
 NEW = 10
@@ -86,8 +86,8 @@ def test_long_cache_is_read_in_blocks(expected, monkeypatch):
     """A cache longer than the reference's block, with shared heads: the loop over blocks inside shard_map."""
     cfg = llama4_config()
     whole = expected(cfg)
-    monkeypatch.setattr("ragged_attention.BLOCK", 2)
-    monkeypatch.setattr("ragged_attention.DECODE_BLOCK", 2)
+    monkeypatch.setattr("ops.attention.BLOCK", 2)
+    monkeypatch.setattr("ops.attention.DECODE_BLOCK", 2)
     # Of another length, so that all is compiled again.
     assert_same(generate(cfg, mesh_of(cfg, "ep2-tp4"), prompts_for(cfg), max_len=56), whole)
 
@@ -113,7 +113,7 @@ def test_unwritten_slots_are_never_read(kv_dtype, name, monkeypatch):
     monkeypatch.setattr(model, "init_cache", poisoned)
     assert_same(answers(), clean)
     # In pieces a later one reads what an earlier one wrote; to int8 precision if the cache is int8.
-    monkeypatch.setattr(generation, "WIDTHS", (4, 16))
+    monkeypatch.setattr(engine, "WIDTHS", (4, 16))
     in_pieces = answers()
     if kv_dtype == "float32":
         assert_same(in_pieces, clean)

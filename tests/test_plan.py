@@ -483,8 +483,11 @@ def test_decode_kernel_compiles_for_any_batch_and_length():
     token per row, and for as many as it takes.
     """
     code = """
-import itertools, jax, tune
-from ragged_attention import DECODE_BLOCKS, FEW_QUERIES
+import itertools
+import jax
+import tune
+from ops.attention import FEW_QUERIES
+from ragged_attention import DECODE_BLOCKS
 jax.config.update("jax_default_matmul_precision", "highest")
 sizes = list(itertools.product((1, 8, 32, 128), (2048, 8192, 131072)))
 for kind, (width, itemsize) in itertools.product(("v5e", "v6e"), DECODE_BLOCKS):

@@ -11,7 +11,8 @@ import pytest
 from conftest import dequantize, llama4_config, mesh_of
 
 import model
-from quantize import QuantizedArray, einsum, quantize
+from ops.matmul import einsum
+from quantize import QuantizedArray, quantize
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 

@@ -15,12 +15,11 @@ import pytest
 from conftest import dequantize, llama4_config, mesh_of
 from test_generation import finish
 
-import generation
 import model
-import scheduler
-from generation import Answer, Batch, Request
 from quantize import QuantizedArray
-from speculation import Draft, Lookup
+from serving import engine, scheduler
+from serving.engine import Answer, Engine, Request
+from serving.speculation import Draft, Lookup
 
 MAX_LEN, REQUESTS = 96, 30
 # Of log-probabilities. In float32 1e-5 was seen; in int8 7e-3, where a key or value rounds to another step.
@@ -140,7 +139,7 @@ def near_copy(weights: model.Weights, seed: int) -> model.Weights:
 
 def search(monkeypatch, seeds, chunks, rows: int, guesses: str, kv: str, moe: bool) -> None:
     """Requests that begin like one another, or go on from one another's answers, and end at any time."""
-    monkeypatch.setattr(generation, "WIDTHS", (4, 12))
+    monkeypatch.setattr(engine, "WIDTHS", (4, 12))
     monkeypatch.setattr(scheduler, "WORTH_COPYING", 1)
     kinds = [model.LayerKind(chunk=chunk, moe=moe) for chunk in chunks]
     kinds.append(model.LayerKind(rope=False, moe=moe))
@@ -151,8 +150,8 @@ def search(monkeypatch, seeds, chunks, rows: int, guesses: str, kv: str, moe: bo
         weights = model.init_weights(jax.random.key(seed), cfg, mesh)
         kept = Request(list(range(MAX_LEN - 24)), 1, stop=frozenset())  # the longest
 
-        def batch_of(rows: int, speculate=None, weights=weights, kept=kept) -> Batch:
-            return Batch(weights, cfg, mesh, rows, MAX_LEN, kv, [kept], speculate=speculate)
+        def batch_of(rows: int, speculate=None, weights=weights, kept=kept) -> Engine:
+            return Engine(weights, cfg, mesh, rows, MAX_LEN, kv, [kept], speculate=speculate)
 
         texts, alone = rng.integers(0, cfg.V, (2, 60)).tolist(), []
         single = batch_of(rows)

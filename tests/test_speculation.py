@@ -14,14 +14,13 @@ from checkpoints.questions import count_question, fixed_question, sum_question
 from conftest import CHECKPOINTS, MESHES, llama3_config, llama4_config, mesh_of
 from test_generation import ROWS, TOLERANCE, ask, subject
 
-import cpu
 import model
-import speculation
-import text
-from errors import UserError
-from generation import Answer, Batch, Request
+from checkpoints.errors import UserError
 from model import Sampling
-from speculation import Draft, Lookup
+from ops import cpu
+from serving import speculation, text
+from serving.engine import Answer, Engine, Request
+from serving.speculation import Draft, Lookup
 
 GUESSES, MAX_LEN = 4, 96
 END = frozenset((1, 2, 6))  # the tiny models' stop tokens
@@ -52,9 +51,9 @@ def requests_for(name: str, sampled: bool) -> list[Request]:
     return requests
 
 
-def answers_to(name: str, mesh: str, sampled: bool, speculate=None) -> tuple[Batch, list[Answer]]:
+def answers_to(name: str, mesh: str, sampled: bool, speculate=None) -> tuple[Engine, list[Answer]]:
     requests = requests_for(name, sampled)
-    batch = Batch(*subject(name, mesh), ROWS, MAX_LEN, "float32", requests, speculate=speculate)
+    batch = Engine(*subject(name, mesh), ROWS, MAX_LEN, "float32", requests, speculate=speculate)
     return batch, ask(batch, requests)
 
 
@@ -178,7 +177,7 @@ def test_a_draft_of_another_vocabulary():
     other = llama3_config()
     draft = Draft(None, other, mesh, "float32", GUESSES)
     with pytest.raises(ValueError, match=f"{other.V} tokens.*{cfg.V}"):
-        Batch(weights, cfg, mesh, ROWS, MAX_LEN, "float32", [], speculate=draft)
+        Engine(weights, cfg, mesh, ROWS, MAX_LEN, "float32", [], speculate=draft)
 
 
 @pytest.mark.parametrize("name", MESHES)

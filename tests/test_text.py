@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from conftest import CHECKPOINTS
 
-from text import TextStream, encode, load_tokenizer
+from serving.text import TextStream, encode, load_tokenizer
 
 TOKENIZER = load_tokenizer(CHECKPOINTS / "tiny-llama4")
 TEXTS = (

@@ -11,9 +11,9 @@ from conftest import generate, mesh_of
 from jax.sharding import PartitionSpec as P
 
 import model
-import text
-from checkpoint import load, open_checkpoint
-from prompts import DEFAULTS
+from checkpoints.checkpoint import load, open_checkpoint
+from serving import text
+from terminal.prompts import DEFAULTS
 
 N = 200
 

@@ -27,9 +27,8 @@ from safetensors.numpy import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-import checkpoint
-import config_json
 import model
+from checkpoints import checkpoint, config_json
 
 VOCABULARY = 512
 COMMON = dict(

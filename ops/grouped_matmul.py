@@ -10,10 +10,10 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from devices import on_gpu, on_tpu
-from gpu import grouped_dot, takes
+from ops.gpu import grouped_dot, takes
+from ops.platform import on_gpu, on_tpu
+from ops.tpu import precision, result
 from quantize import QuantizedArray, values_and_scale
-from tpu import precision, result
 
 FEW_ROWS = 128  # so many times int8 weights are multiplied about as fast as they are read: 120 times on v5e
 VMEM_BYTES = 48 << 20  # of VMEM that the kernel may use; half of it for blocks of weights

@@ -10,16 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from checkpoint import Checkpoint
-from command_line import LARGEST
-from errors import UserError
-from generation import Request
-from hosts import from_first
-from launch import log
+from checkpoints.checkpoint import Checkpoint
+from checkpoints.errors import UserError
+from checkpoints.tensor_files import parse_json
 from model import Config, Sampling
-from scheduler import SAMPLING, check_sampling
-from tensor_files import parse_json
-from text import TextStream, encode, generation_config, stop_tokens
+from serving.engine import Request
+from serving.hosts import from_first
+from serving.scheduler import SAMPLING, check_sampling
+from serving.text import TextStream, encode, generation_config, stop_tokens
+from terminal.command_line import LARGEST
+from terminal.launch import log
 
 NEW_TOKENS = 256  # unless --max-new-tokens or the room that is left say otherwise
 DEFAULTS = (

@@ -24,13 +24,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 import model
-from command_line import progress
-from config_json import read_config
-from devices import platform
-from errors import UserError
+from checkpoints.config_json import read_config
+from checkpoints.errors import UserError
+from checkpoints.progress import progress
+from checkpoints.tensor_files import ALIGNMENT, DTYPES, StoredTensor, TensorFile, array_bytes, parse_json
 from model import ArrayInfo, Config, Weights
+from ops.platform import platform
 from quantize import QuantizedArray, quantize_large
-from tensor_files import ALIGNMENT, DTYPES, StoredTensor, TensorFile, array_bytes, parse_json
 
 FORMAT = 1  # of converted folders
 INDEX = "weights.safetensors.index.json"  # its presence tells our folders from Hugging Face's

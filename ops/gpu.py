@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from tpu import precision, result
+from ops.tpu import precision, result
 
 try:
     from jax.experimental.pallas.triton import CompilerParams, load, store

@@ -9,8 +9,8 @@ import jax
 from jax.sharding import Mesh
 
 import model
-from checkpoint import Checkpoint
-from errors import UserError
+from checkpoints.checkpoint import Checkpoint
+from checkpoints.errors import UserError
 from model import Config
 
 
@@ -82,7 +82,7 @@ def choose_mesh(cfg: Config, dp: int | None, ep: int | None, tp: int | None, n_d
     for degree in degrees:
         try:
             return model.make_mesh(cfg, *degree)
-        except UserError as e:
+        except ValueError as e:
             reasons.append(str(e))
     raise UserError(f"{asked} on {n_devices} devices: {reasons[-1]}")
 

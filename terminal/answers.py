@@ -17,13 +17,13 @@ from typing import BinaryIO
 
 import jax
 
-from checkpoint import no_garbage_collection
-from command_line import progress
-from errors import UserError
-from generation import Answer, Batch, Request, Stats
-from launch import LAPS, lap, log
-from prompts import Asker, Prompt
-from text import TextStream
+from checkpoints.checkpoint import no_garbage_collection
+from checkpoints.errors import UserError
+from checkpoints.progress import progress
+from serving.engine import Answer, Engine, Request, Stats
+from serving.text import TextStream
+from terminal.launch import LAPS, lap, log
+from terminal.prompts import Asker, Prompt
 
 MOST = 2**24  # answers at a time: there is a kilobyte of each before it is begun
 LINE = b'{"index": '  # how a line of an output file begins
@@ -293,7 +293,7 @@ def say_refused(replies: list[Reply], held: int) -> None:
         log("error:", error)
 
 
-def answer(batch: Batch, replies: list[Reply], show: Callable[[list[Reply]], None]) -> None:
+def answer(batch: Engine, replies: list[Reply], show: Callable[[list[Reply]], None]) -> None:
     """Answer all that is not refused. show: called after news, with the replies that are done since."""
     with no_garbage_collection():
         asked = {batch.add(reply.request): reply for reply in replies if reply.error is None}

@@ -4,8 +4,8 @@ import os
 import pathlib
 from typing import Any
 
-from checkpoint import read_json
-from errors import UserError
+from checkpoints.checkpoint import read_json
+from checkpoints.errors import UserError
 
 
 def load_tokenizer(folder: pathlib.Path):

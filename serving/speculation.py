@@ -5,7 +5,7 @@ only the number of steps does. This holds for sampling too, where a draw depends
 Source: arXiv 2211.17192, with one draw in the place of two. model.decode_step checks guesses; here they are
 made.
 
-What generation.Batch asks of Lookup and Draft: `start` once; `begin` and `prefill` whenever it calls them of
+What engine.Engine asks of Lookup and Draft: `start` once; `begin` and `prefill` whenever it calls them of
 the model; `guess` before each decode step and `follow` after it.
 """
 
@@ -17,10 +17,10 @@ from jax import Array, lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-import cpu
 import model
-from errors import UserError
+from checkpoints.errors import UserError
 from model import Cache, Config, Output, Sampling
+from ops import cpu
 
 NGRAM = 3  # tokens that Lookup compares at most
 # Tokens to guess at a time, at most. A longer step is no decode to a CPU, which then rounds int8 products in
@@ -86,7 +86,7 @@ def lookup(count, text: Array, length: Array, *, guesses: int, mesh: Mesh) -> tu
 def mesh_for_draft(cfg: Config, mesh: Mesh) -> Mesh:
     """A mesh for this model of the devices of another's, in the same order, as one program needs them.
 
-    Raises UserError if it cannot be divided so.
+    Raises ValueError if it cannot be divided so.
     """
     shape = model.mesh_shape(cfg, mesh.shape["data"], 1, mesh.size // mesh.shape["data"])
     devices = mesh.devices.reshape(tuple(shape.values()))

@@ -1,6 +1,6 @@
 """Answer requests in the rows of one batch: when an answer ends, its row goes on with the next request.
 
-    batch = Batch(weights, cfg, mesh, rows=8, max_len=1024, kv_dtype="bfloat16", requests=requests)
+    batch = Engine(weights, cfg, mesh, rows=8, max_len=1024, kv_dtype="bfloat16", requests=requests)
     answers = [batch.add(request) for request in requests]
     while batch.busy:
         for answer in batch.advance():
@@ -32,11 +32,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 import model
-from errors import UserError
-from hosts import start_fetching
+from checkpoints.errors import UserError
 from model import NEUTRAL, Config, Sampling
-from scheduler import Answer, Request, Row, Shard
-from speculation import Draft, Lookup
+from serving.hosts import start_fetching
+from serving.scheduler import Answer, Request, Row, Shard
+from serving.speculation import Draft, Lookup
 
 WIDTHS = (32, 128, 512)  # of a piece of a prompt: few, for each is compiled
 NAN = "the model computes NaN: its weights are damaged, or overflow this --dtype"
@@ -69,7 +69,7 @@ class Stats:
         return self.guessed_right / self.guessed if self.guessed else None
 
 
-class Batch:
+class Engine:
     """See above. Several processes must each add the same requests in the same order.
 
     requests: whatever is to come, or the like of it: for what they ask, and prompts of up to `longest` tokens

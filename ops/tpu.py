@@ -7,7 +7,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import ManualAxisType
 
-from devices import on_tpu
+from ops.platform import on_tpu
 
 LANES = 128  # numbers in a row of a register: cache slots are allocated in multiples of it
 TILE = 32  # rows of an int8 tile, and of several tiles of a wider type

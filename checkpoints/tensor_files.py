@@ -16,7 +16,7 @@ import pathlib
 import numpy as np
 from ml_dtypes import bfloat16
 
-from errors import UserError
+from checkpoints.errors import UserError
 
 DTYPES = {
     "F32": np.dtype(np.float32),

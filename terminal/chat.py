@@ -6,11 +6,11 @@ import signal
 import sys
 import time
 
-from errors import UserError
-from generation import Batch, Request
-from launch import log
-from prompts import Asker, is_broken
-from text import TextStream
+from checkpoints.errors import UserError
+from serving.engine import Engine, Request
+from serving.text import TextStream
+from terminal.launch import log
+from terminal.prompts import Asker, is_broken
 
 PATIENCE = 2.0  # seconds after which a second Ctrl-C leaves at once
 HELP = "/reset begins anew, /exit or Ctrl-D leaves, Ctrl-C ends an answer"
@@ -55,7 +55,7 @@ def read_turn(prompt: str) -> str | None:
             return line
 
 
-def say(batch: Batch, request: Request, stream: TextStream, interrupts: Interrupts) -> str:
+def say(batch: Engine, request: Request, stream: TextStream, interrupts: Interrupts) -> str:
     """Print the answer as it is made, and return it; an interrupt ends it. "" if it breaks off."""
     interrupts.answering, interrupts.since = True, None
     answer = batch.add(request)
@@ -74,7 +74,7 @@ def say(batch: Batch, request: Request, stream: TextStream, interrupts: Interrup
     return stream.text
 
 
-def converse(batch: Batch, asker: Asker) -> None:
+def converse(batch: Engine, asker: Asker) -> None:
     """Talk until the end of the input."""
     interactive = sys.stdin.isatty()
     if interactive:
@@ -85,7 +85,7 @@ def converse(batch: Batch, asker: Asker) -> None:
         talk(batch, asker, "> " if interactive else "", interrupts)
 
 
-def talk(batch: Batch, asker: Asker, prompt: str, interrupts: Interrupts) -> None:
+def talk(batch: Engine, asker: Asker, prompt: str, interrupts: Interrupts) -> None:
     turns = []
     while True:
         try:
@@ -104,7 +104,9 @@ def talk(batch: Batch, asker: Asker, prompt: str, interrupts: Interrupts) -> Non
             log("\n" + HELP)
 
 
-def take_turn(batch: Batch, asker: Asker, turns: list[dict], line: str, interrupts: Interrupts) -> list[dict]:
+def take_turn(
+    batch: Engine, asker: Asker, turns: list[dict], line: str, interrupts: Interrupts
+) -> list[dict]:
     """Answer a line: -> the turns so far, with it and the answer, if there is one."""
     asked = [*turns, {"role": "user", "content": line}]
     try:

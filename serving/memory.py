@@ -16,9 +16,9 @@ from jax.sharding import Mesh
 from numpy.polynomial.polynomial import polypow
 
 import model
-from errors import UserError
-from hosts import gather
+from checkpoints.errors import UserError
 from model import Config
+from serving.hosts import gather
 
 ROWS = 32  # of the batch, unless the user says otherwise
 HEADROOM = 0.1  # of the memory, left to temporaries where the user does not say how many rows

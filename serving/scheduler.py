@@ -11,7 +11,7 @@ from collections import deque
 
 import numpy as np
 
-from errors import UserError
+from checkpoints.errors import UserError
 from model import Sampling
 
 BLOCK = 8192  # tokens to compare at a time: most texts differ soon

@@ -15,7 +15,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from errors import UserError
+from checkpoints.errors import UserError
 
 
 def gather(value) -> list:

@@ -1,6 +1,6 @@
 """Config from the config.json of a Hugging Face model."""
 
-from errors import UserError
+from checkpoints.errors import UserError
 from model import Config, LayerKind, Rope
 
 

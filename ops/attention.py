@@ -1,0 +1,270 @@
+"""Attention over rows of unlike length: the reference, and the choice among it and the kernels.
+
+Letters as in model.py: B rows, T queries, S cached slots, K key/value heads, G queries per key/value head,
+H head width, C = 2H; here, uppercase, each is what this device has. Attention returns the pair (o, lse):
+
+    o:   [B,T,K,G,H] float32, the attention output over the keys that this call saw
+    lse: [B,T,K,G] float32, the natural log of the sum of exp(score) over them, -inf if it saw none
+
+so that `merge` can join parts that were computed apart: blocks of one cache, a cache and the new tokens, or
+the shards of a cache that is split over devices (Source: arXiv 2205.14135, section 3.1). A score is
+q.k / sqrt(H).
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash_attention
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+from ops.gpu import flash, takes
+from ops.platform import on_gpu, on_tpu
+from ops.tpu import LANES, put_slots, take_slots, varying
+from ragged_attention import KV, MASKED, each, ragged_attention_tpu
+
+BLOCK = 1024  # cached slots per step of attend_cached
+QUERIES = 64  # that `attend` takes at once: its scores are B·K·G·QUERIES·BLOCK floats
+DECODE_BLOCK = 256  # if T = 1: little more is read than is filled
+FEW_QUERIES = 128  # per key/value head, T·G, up to which the decode kernel is used
+
+
+def attend(q: Array, k: Array, v: Array | None, mask: Array, k_scale=None, v_scale=None):
+    """Attention of each query to the keys that its mask admits. What no query may see may be NaN.
+
+    q: [B,T,K,G,H]. k, v: [B,K,S,H], float or int8 with scales [B,K,S]. Without v, k is each key beside its
+    value, [B,K,S,C]: that spares a copy of either, for twice the arithmetic. mask: [B,T,S] bool.
+    """
+    B, T, *_, H = q.shape
+    if T > QUERIES and T % QUERIES == 0:  # a part at a time: the scores of all are slow to write and read
+        parts = (x.reshape(B, -1, QUERIES, *x.shape[2:]).swapaxes(0, 1) for x in (q, mask))
+        parts = lax.map(lambda part: attend(part[0], k, v, part[1], k_scale, v_scale), tuple(parts))
+        return tuple(x.swapaxes(0, 1).reshape(B, T, *x.shape[3:]) for x in parts)
+    # 0 * NaN is NaN: a slot that no query may see must not reach the second product.
+    seen = jnp.any(mask, 1)[:, None, :, None]
+    if v is None:
+        k = v = jnp.where(seen, k, 0)
+        q = jnp.pad(q, [(0, 0)] * 4 + [(0, H)])
+    else:
+        v = jnp.where(seen, v, 0)
+    mask = mask[:, None, None]  # BKGTS
+    dtype = jnp.promote_types(q.dtype, k.dtype)
+    q, k = q.astype(dtype), k.astype(dtype)
+    scores = jnp.einsum("BTKGH,BKSH->BKGTS", q, k, preferred_element_type=jnp.float32) * H**-0.5
+    if k_scale is not None:
+        scores = scores * k_scale[:, :, None, None, :].astype(jnp.float32)
+    scores = jnp.where(mask, scores, -jnp.inf)
+    peak = jnp.max(scores, -1, keepdims=True)
+    peak = jnp.where(peak == -jnp.inf, 0, peak)
+    p = jnp.exp(scores - peak)
+    total = jnp.sum(p, -1)
+    if v_scale is not None:
+        p = jnp.where(mask, p * v_scale[:, :, None, None, :].astype(jnp.float32), 0)
+    # In float32, at the cost of a copy: XLA's CPU backend has no such product from bfloat16 to float32.
+    o = jnp.einsum("BKGTS,BKSH->BKGTH", p, v.astype(jnp.float32)).transpose(0, 3, 1, 2, 4)
+    total = jnp.moveaxis(total, -1, 1)
+    lse = jnp.moveaxis(peak[..., 0], -1, 1) + jnp.log(total)
+    return o[..., -H:] / jnp.where(total == 0, 1, total)[..., None], lse
+
+
+def merge(*parts: tuple[Array, Array]):
+    """Join partial attentions over disjoint keys: pairs (o, lse) -> (o, lse) over all of them."""
+    return merge_stacked(*(jnp.stack(group) for group in zip(*parts, strict=True)))
+
+
+def merge_stacked(o: Array, lse: Array):
+    """`merge` of parts that are stacked along a first axis."""
+    peak = jnp.max(lse, 0)
+    weight = jnp.exp(lse - jnp.where(peak == -jnp.inf, 0, peak))
+    total = jnp.sum(weight, 0)
+    o = jnp.sum(o * weight[..., None], 0) / jnp.where(total == 0, 1, total)[..., None]
+    return o, peak + jnp.log(total)
+
+
+def write(kv: KV, new: KV, place: Array, window: int = 1, ring: bool = False) -> KV:
+    """Put T new tokens per row, values [B,K,T,C], into the slots place [B,T]; nowhere if that is S.
+
+    window: within how many slots a row's places are; in a ring, those before its end, and those after.
+    """
+    if on_tpu():
+        if not ring:
+            return write_window(kv, new, place, window)
+        first = jnp.take_along_axis(place, jnp.argmax(place < kv.values.shape[2], 1, keepdims=True), 1)
+        before_end = jnp.where(place >= first, place, kv.values.shape[2])
+        after_end = jnp.where(place < first, place, kv.values.shape[2])
+        return write_window(write_window(kv, new, before_end, window), new, after_end, window)
+
+    # One row per index: a wider scatter window makes XLA copy the whole cache.
+    def put(axis: int, cache: Array, new: Array) -> Array:
+        rows = cache.reshape(-1, *cache.shape[axis:])
+        new = new.astype(cache.dtype).reshape(rows.shape[0], place.shape[1], *rows.shape[2:])
+        at = jnp.repeat(place, rows.shape[0] // place.shape[0], 0)
+        return rows.at[jnp.arange(rows.shape[0])[:, None], at].set(new, mode="drop").reshape(cache.shape)
+
+    return each(put, kv, new)
+
+
+def write_window(kv: KV, new: KV, place: Array, window: int) -> KV:
+    """`write` on a TPU: read the slots around each row's places, put the tokens in, and write them back.
+
+    XLA would copy all of an int8 array into another layout before it scatters into it or slices it at a place
+    that is not known beforehand.
+    """
+    blocks = kv.values.shape[2] // LANES
+    n = min(pl.cdiv(window, LANES) + 1, blocks)
+    first = jnp.minimum(jnp.min(place, 1) // LANES, blocks - n)
+    slots = first[:, None] * LANES + jnp.arange(n * LANES)
+    matches = place[:, None] == slots[..., None]  # [B,slots,T]
+    token, written = jnp.argmax(matches, 2)[:, None], jnp.any(matches, 2)[:, None]  # [B,1,slots]
+
+    def put(axis: int, cache: Array, new: Array) -> Array:
+        index, mask = (jnp.expand_dims(x, 5 - axis) for x in (token, written))  # the axis that is not slots
+        new = jnp.take_along_axis(new, index, axis).astype(cache.dtype)
+        merged = jnp.where(mask, new, take_slots(cache, first, LANES, n, axis))
+        return put_slots(cache, merged, first, LANES, axis)
+
+    return each(put, kv, new)
+
+
+def read_block(kv: KV, i: Array, block: int) -> tuple[KV, Array]:
+    """Block i of each row, and the slots that it holds; the last block may overlap the one before."""
+    S = kv.values.shape[2]
+    if block == S:
+        return kv, jnp.arange(S)
+    if on_tpu():
+        at = jnp.full(kv.values.shape[:1], i)
+        return each(lambda axis, x: take_slots(x, at, block, 1, axis), kv), i * block + jnp.arange(block)
+    first = jnp.minimum(i * block, S - block)
+    part = each(lambda axis, x: lax.dynamic_slice_in_dim(x, first, block, axis), kv)
+    return part, first + jnp.arange(block)
+
+
+def attend_cached(q: Array, kv: KV, length: Array, start: Array | None = None, sees: Array | None = None):
+    """Attention to the cached slots start <= s < length, a block at a time, as far as the longest row; few
+    queries on a TPU by `ragged_attention_tpu`, each row as far as it is filled.
+
+    q: [B,T,K,G,H]. start, length: [B] int32; without start, from 0. sees: [B,T] bool, the queries that see
+    any; without it, all.
+    """
+    S, T = kv.values.shape[2], q.shape[1]
+    block = min(BLOCK if T > 1 else DECODE_BLOCK, S)
+    sees = jnp.ones(q.shape[:2], bool) if sees is None else sees
+    if use_ragged(q) and T * q.shape[3] <= FEW_QUERIES:
+        (o, lse), _ = ragged_attention_tpu(q, kv, length, start)
+        return jnp.where(sees[..., None, None, None], o, 0), jnp.where(sees[..., None, None], lse, -jnp.inf)
+    start = jnp.zeros_like(length) if start is None else start
+    if use_flash(q, kv.values):
+        low, high = jnp.broadcast_to(start[:, None], sees.shape), jnp.where(sees, length[:, None], 0)
+        return merge_stacked(*flash(q, kv.values, kv.scale, low, high))
+
+    def attend_block(i):
+        part, slots = read_block(kv, i, block)
+        filled = (slots >= jnp.maximum(start[:, None], i * block)) & (slots < length[:, None])  # BS
+        k, v, *scales = halves(part)
+        if use_splash(q):
+            k, v = (dequantize(*pair) for pair in zip((k, v), scales, strict=True))
+            k, v = (jnp.where(filled[:, None, :, None], x, 0).astype(q.dtype) for x in (k, v))
+            everything = masks.FullMask((T, block))
+            return splash(q, k, v, everything, jnp.where(sees, 1, 2), filled.astype(jnp.int32))
+        if T == 1:
+            k, v = part.values, None
+        return attend(q, k, v, sees[..., None] & filled[:, None], *scales)
+
+    def step(i, carry):
+        return merge(carry, attend_block(i))
+
+    n_blocks = (jnp.max(length) + block - 1) // block
+    if T == 1:
+        return lax.fori_loop(1, n_blocks, step, attend_block(0)) if S > block else attend_block(0)
+    nothing = jnp.zeros(q.shape, jnp.float32), jnp.full(q.shape[:-1], -jnp.inf)
+    return lax.fori_loop(0, n_blocks, step, lax.pcast(nothing, tuple(varying(q, kv.values)), to="varying"))
+
+
+def attend_causal(q: Array, kv: KV, segment: Array, window: int | None = None):
+    """Attention among T consecutive tokens: to itself and those before, in the same segment and window.
+
+    q: [B,T,K,G,H]. kv: values [B,K,T,C]. segment: [B,T] int32, each without gaps. window: of positions, the
+    own one counted.
+    """
+    T = q.shape[1]
+    if use_flash(q, kv.values):
+        i = jnp.arange(T)
+        low = lax.cummax(jnp.where(segment == jnp.roll(segment, 1, 1), 0, i), 1)  # where its segment begins
+        low = low if window is None else jnp.maximum(low, i - window + 1)
+        high = jnp.broadcast_to(i + 1, segment.shape)
+        return merge_stacked(*flash(q, kv.values, kv.scale, low, high))
+    k, v, *scales = halves(kv)
+    if use_splash(q):
+        k, v = (dequantize(*pair).astype(q.dtype) for pair in zip((k, v), scales, strict=True))
+        shape = (T, T)
+        mask = masks.CausalMask(shape) if window is None else masks.LocalMask(shape, (window - 1, 0), 0)
+        return splash(q, k, v, mask, segment, segment)
+    back = jnp.arange(T)[:, None] - jnp.arange(T)
+    mask = (back >= 0) & (back < (window or T)) & (segment[:, :, None] == segment[:, None])
+    return attend(q, k, v, mask, *scales)
+
+
+def halves(kv: KV) -> tuple[Array, Array, Array | None, Array | None]:
+    """Keys and values [B,K,S,H], and their scales [B,K,S], if there are any."""
+    scales = (None, None) if kv.scale is None else (kv.scale[:, :, 0], kv.scale[:, :, 1])
+    return *jnp.split(kv.values, 2, -1), *scales
+
+
+def dequantize(x: Array, scale: Array | None) -> Array:
+    """Keys or values [B,K,S,H] in float32."""
+    return x.astype(jnp.float32) if scale is None else x * scale[..., None].astype(jnp.float32)
+
+
+def use_flash(q: Array, keys: Array) -> bool:
+    return on_gpu() and q.shape[-1] in (LANES // 2, LANES) and takes(keys)
+
+
+def use_splash(q: Array) -> bool:
+    return on_tpu() and q.shape[1] % LANES == 0
+
+
+def use_ragged(q: Array) -> bool:
+    return on_tpu() and q.shape[-1] in (LANES // 2, LANES)
+
+
+def splash(q: Array, k: Array, v: Array, mask, q_segment: Array, kv_segment: Array, interpret: bool = False):
+    """jax's flash attention for TPUs: each query to the keys of its segment that `mask` admits.
+
+    q: [B,T,K,G,H]. k, v: [B,K,S,H], without NaN. q_segment: [B,T], kv_segment: [B,S] int32.
+    """
+    T, G, H, S = q.shape[1], q.shape[3], q.shape[4], k.shape[2]
+    block_q, block_kv = math.gcd(T, 512), math.gcd(S, 1024)
+    kernel = splash_attention.make_splash_mqa(
+        masks.MultiHeadMask([mask] * G),
+        block_sizes=splash_attention.BlockSizes(block_q, block_kv, block_kv),
+        head_shards=1,
+        q_seq_shards=1,
+        save_residuals=True,
+        interpret=interpret,
+    )
+
+    def per_head(q: Array, k: Array, v: Array, q_segment: Array, kv_segment: Array):
+        o, (lse,) = kernel(q, k, v, splash_attention.SegmentIds(q_segment, kv_segment))
+        return o, lse
+
+    q = (q * H**-0.5).transpose(0, 2, 3, 1, 4)  # BKGTH
+    per_row = jax.vmap(per_head, (0, 0, 0, None, None))
+    o, lse = jax.vmap(per_row)(q.astype(k.dtype), k, v, q_segment, kv_segment)
+    lse = jnp.where(lse < MASKED / 2, -jnp.inf, lse).transpose(0, 3, 1, 2)
+    return jnp.where(lse[..., None] == -jnp.inf, 0, o.astype(jnp.float32).transpose(0, 3, 1, 2, 4)), lse
+
+
+def ragged_decode(q: Array, new: KV, kv: KV, length: Array, place: Array, start: Array | None = None):
+    """Write one new token per row, then attend to the row's slots start <= s < length: -> (o, lse), KV.
+
+    q: [B,1,K,G,H]. new: the token in the cache's form, values [B,K,1,C]. place: [B] int32, its slot, or S
+    if it is not for this device. length: [B] int32, with the new token counted. start: [B] int32, for sliding
+    windows, or None: 0. The new token is among the slots to attend to; slots beside it, in the same tile of
+    32, that are not may become zeros.
+    """
+    if use_ragged(q):
+        return ragged_attention_tpu(q, kv, length, start, new=new, place=place)
+    kv = write(kv, new, place[:, None])
+    return attend_cached(q, kv, length, start), kv

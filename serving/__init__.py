@@ -1,0 +1,1 @@
+"""Continuous batching, speculation, tokens and text, what fits into memory, many processes."""

@@ -1,0 +1,1 @@
+"""What knows argparse, stdin, stdout and exit codes."""
