@@ -57,13 +57,14 @@ SHARDED_BY = dict(b="data", k=HEADS, g=SLOTS, h=SLOTS, s=SLOTS, e=EXPERT, m=TENS
 
 def mesh_shape(cfg: "Config", data: int = 1, expert: int = 1, tensor: int = 1) -> dict[str, int]:
     """The size of each mesh axis for these degrees of parallelism. Raises ValueError if cfg forbids them."""
-    heads = math.gcd(cfg.K, expert * tensor)
+    heads = math.gcd(cfg.heads.K, expert * tensor)
     slots = expert * tensor // heads
-    if expert > 1 and (not cfg.E or cfg.E % expert):
-        raise ValueError(f"expert parallelism {expert} does not divide the model's {cfg.E} experts")
-    if cfg.H % slots:
+    experts = cfg.experts.E if cfg.experts else 0
+    if expert > 1 and (not experts or experts % expert):
+        raise ValueError(f"expert parallelism {expert} does not divide the model's {experts} experts")
+    if cfg.heads.H % slots:
         raise ValueError(
-            f"{slots} devices would share a key/value head, which does not divide its width {cfg.H}"
+            f"{slots} devices would share a key/value head, which does not divide its width {cfg.heads.H}"
         )
     expert_heads = math.gcd(expert, heads)
     tensor_heads = heads // expert_heads
@@ -84,47 +85,148 @@ def make_mesh(cfg: "Config", data: int = 1, expert: int = 1, tensor: int = 1, de
 
 
 @dataclasses.dataclass(frozen=True)
-class LayerKind:
-    """What tells one decoder layer from another."""
+class Norm:
+    """Division by the root mean square. Source: arXiv 1910.07467."""
 
-    rope: bool = True  # rotary positions; without them, the attention temperature applies
-    chunk: int | None = None  # attention sees only its own block of this many positions
-    moe: bool = False  # routed experts and a shared one instead of one MLP
+    eps: float
+    weight: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class QueryScale:
+    """A factor of queries: 1 + scale * log1p(floor((position + 1) / floor)). Source: arXiv 2501.19399."""
+
+    scale: float
+    floor: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Heads:
+    """Grouped-query attention: K heads of keys and values, for G queries each, of width H."""
+
+    K: int
+    G: int
+    H: int
+    qk_norm: Norm | None = None  # of each query and key
+    query_scale: QueryScale | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Full:
+    """Attention to all that came before."""
+
+    ring = None  # how many slots the cache goes round in
+
+    def first(self, position):
+        """The first position that a query at this one sees."""
+        return position * 0
+
+    def room(self, length: Array) -> Array:
+        """How many tokens a row of this length can read and still forget."""
+        return jnp.full_like(length, jnp.iinfo(jnp.int32).max)
+
+    def reusable(self, n: int, latest: int) -> int:
+        """How many of a row's first n tokens another can go on from, when it has read `latest`."""
+        return n
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunked:
+    """Attention to the earlier positions of the same block of `size`: the cache is a ring of one block."""
+
+    size: int
+
+    @property
+    def ring(self) -> int:
+        return self.size
+
+    def first(self, position):
+        return position - position % self.size
+
+    def room(self, length: Array) -> Array:
+        """Up to the end of the block: what comes after takes the places of what its next tokens see."""
+        return self.size - length % self.size
+
+    def reusable(self, n: int, latest: int) -> int:
+        """The row's own block is there, and nothing of those before it; at their ends nothing is needed."""
+        return n if n // self.size == latest // self.size else self.first(n)
 
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding."""
+    """Rotary position embedding. Source: arXiv 2104.09864."""
 
     theta: float
     scaling: tuple[float, ...] | None = None  # factor, low and high frequency factor, original length
     interleaved: bool = False  # rotate neighbours (2i, 2i+1), not halves (i, i + H/2)
 
 
+@dataclasses.dataclass(frozen=True)
+class Gated:
+    """SwiGLU: a gated MLP of width F. Source: arXiv 2002.05202."""
+
+    F: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Router:
+    """How much a token's experts count: by what score of theirs, and at which end."""
+
+    score: str = "sigmoid"  # or "softmax", over all experts
+    normalized: bool = False  # those of the chosen ones sum to 1
+    scales: str = "input"  # or "output"
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """E gated MLPs of width M, of which each token goes through A; beside them one for all tokens."""
+
+    E: int
+    A: int
+    M: int
+    router: Router
+    shared: Gated | None
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerKind:
+    """What tells one decoder layer from another."""
+
+    attention: Heads
+    feed_forward: Gated | Experts
+    mask: Full | Chunked = Full()
+    rope: Rope | None = None
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """All that the functions below need to know of a model. Upper-case fields are the letters above."""
+    """All that the functions below need to know of a model."""
 
     D: int
-    K: int
-    G: int
-    H: int
-    F: int
     V: int
-    E: int = 0
-    A: int = 0
-    M: int = 0
     layers: tuple[LayerKind, ...]
-    rope: Rope
-    norm_eps: float
+    norm: Norm
     max_positions: int
     tied_embeddings: bool = False
-    qk_norm: bool = False  # RMS norm without weight, per head, on the rotary layers
-    temperature: tuple[float, float] | None = None  # (attn_scale, floor_scale), on the layers without rotary
 
     @property
-    def chunks(self) -> set[int]:
-        return {kind.chunk for kind in self.layers if kind.chunk}
+    def heads(self) -> Heads:
+        """The attention of all layers, as far as its sizes go."""
+        return self.layers[0].attention
+
+    @property
+    def rope(self) -> Rope | None:
+        """That of all layers that have one."""
+        return next((kind.rope for kind in self.layers if kind.rope), None)
+
+    @property
+    def experts(self) -> Experts | None:
+        """Those of all layers that have some, as far as their sizes go."""
+        return next((x.feed_forward for x in self.layers if isinstance(x.feed_forward, Experts)), None)
+
+    @property
+    def masks(self) -> frozenset[Full | Chunked]:
+        return frozenset(kind.mask for kind in self.layers)
 
 
 # ----------------------------------------------------------------------------------- weights, declared once
@@ -140,6 +242,7 @@ class ArrayInfo:
     stored:     (name, letters) in a Hugging Face checkpoint; the first that is there. Parentheses join
                 letters into one dimension, a digit picks one of two stacked halves, {e} numbers the experts.
     shape:      the true sizes of the letters. dtype: None for the float type of the model or cache.
+    initial:    what random values are around; None: around 0, with variance 1 / fan-in.
     """
 
     letters: str
@@ -147,6 +250,7 @@ class ArrayInfo:
     stored: tuple[tuple[str, str], ...] = ()
     shape: tuple[int, ...] = ()
     dtype: Any = None
+    initial: float | None = None
 
     @property
     def spec(self) -> P:
@@ -183,6 +287,10 @@ def _array(letters: str, contracted: str = "", *stored: tuple[str, str]) -> Any:
     return dataclasses.field(metadata={"info": ArrayInfo(letters, contracted, stored)})
 
 
+def _norm(letter: str, name: str) -> Any:
+    return dataclasses.field(metadata={"info": ArrayInfo(letter, stored=((name, letter),), initial=1.0)})
+
+
 def _pytree(cls):
     return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True, kw_only=True)(cls))
 
@@ -193,6 +301,8 @@ class Attention:
     k: Array = _array("khD", "D", ("k_proj.weight", "(KH)D"))
     v: Array = _array("khD", "D", ("v_proj.weight", "(KH)D"))
     o: Array = _array("DkgH", "kgH", ("o_proj.weight", "D(KGH)"))
+    q_norm: Array | None = _norm("H", "q_norm.weight")
+    k_norm: Array | None = _norm("H", "k_norm.weight")
 
 
 @_pytree
@@ -210,14 +320,14 @@ class MoE:
     )
     up: Array = _array("eDm", "D", ("experts.gate_up_proj", "ED(1M)"), ("experts.{e}.up_proj.weight", "MD"))
     down: Array = _array("emD", "m", ("experts.down_proj", "EMD"), ("experts.{e}.down_proj.weight", "DM"))
-    shared: MLP
+    shared: MLP | None
 
 
 @_pytree
 class Layer:
-    attention_norm: Array = _array("D", "", ("input_layernorm.weight", "D"))
+    attention_norm: Array = _norm("D", "input_layernorm.weight")
     attention: Attention
-    feed_forward_norm: Array = _array("D", "", ("post_attention_layernorm.weight", "D"))
+    feed_forward_norm: Array = _norm("D", "post_attention_layernorm.weight")
     feed_forward: MLP | MoE
 
 
@@ -225,7 +335,7 @@ class Layer:
 class Weights:
     embed: Array = _array("vD", "", ("model.embed_tokens.weight", "VD"))
     layers: list[Layer]
-    norm: Array = _array("D", "", ("model.norm.weight", "D"))
+    norm: Array = _norm("D", "model.norm.weight")
     unembed: Array | None = _array("vD", "D", ("lm_head.weight", "VD"))  # None: the embedding is used again
 
 
@@ -245,8 +355,8 @@ class Cache:
     length: Array
 
 
-def _declare(cls, sizes: dict[str, int], prefix: str = "", **children):
-    """An instance of cls with a resolved ArrayInfo in each declared field."""
+def _declare(cls, prefix: str, sizes: dict[str, int], **children):
+    """An instance of cls: a resolved ArrayInfo in each declared field that is not among the children."""
 
     def resolve(info: ArrayInfo) -> ArrayInfo:
         stored = tuple((prefix + name, letters) for name, letters in info.stored)
@@ -258,24 +368,32 @@ def _declare(cls, sizes: dict[str, int], prefix: str = "", **children):
 
 def weight_infos(cfg: Config) -> Weights:
     """The tree of all weights with their ArrayInfo in the place of arrays."""
-    sizes = {x: getattr(cfg, x) for x in "DKGHFVEM"}
+    sizes = dict(D=cfg.D, V=cfg.V)
 
-    def feed_forward(kind: LayerKind, prefix: str):
-        if not kind.moe:
-            return _declare(MLP, sizes, prefix)
-        shared = _declare(MLP, sizes | {"F": cfg.M}, prefix + "shared_expert.")
-        return _declare(MoE, sizes, prefix, shared=shared)
+    def attention(heads: Heads, prefix: str) -> Attention:
+        weighted = heads.qk_norm and heads.qk_norm.weight
+        return _declare(
+            Attention, prefix, sizes | vars(heads), **({} if weighted else dict(q_norm=None, k_norm=None))
+        )
 
-    def layer(i: int, kind: LayerKind):
+    def feed_forward(kind: Gated | Experts, prefix: str) -> MLP | MoE:
+        if isinstance(kind, Gated):
+            return _declare(MLP, prefix, sizes | vars(kind))
+        shared = kind.shared and feed_forward(kind.shared, prefix + "shared_expert.")
+        return _declare(MoE, prefix, sizes | vars(kind), shared=shared)
+
+    def layer(i: int, kind: LayerKind) -> Layer:
         prefix = f"model.layers.{i}."
-        attention = _declare(Attention, sizes, prefix + "self_attn.")
-        mlp_or_moe = feed_forward(kind, prefix + "mlp.")
-        return _declare(Layer, sizes, prefix, attention=attention, feed_forward=mlp_or_moe)
+        parts = dict(
+            attention=attention(kind.attention, prefix + "self_attn."),
+            feed_forward=feed_forward(kind.feed_forward, prefix + "mlp."),
+        )
+        return _declare(Layer, prefix, sizes, **parts)
 
     layers = [layer(i, kind) for i, kind in enumerate(cfg.layers)]
     if not cfg.tied_embeddings:
-        return _declare(Weights, sizes, layers=layers)
-    weights = _declare(Weights, sizes, layers=layers, unembed=None)
+        return _declare(Weights, "", sizes, layers=layers)
+    weights = _declare(Weights, "", sizes, layers=layers, unembed=None)
     return dataclasses.replace(weights, embed=dataclasses.replace(weights.embed, contracted="D"))
 
 
@@ -283,11 +401,11 @@ def cache_infos(cfg: Config, batch: int, max_len: int, dtype) -> Cache:
     """The cache of `batch` rows of up to `max_len` positions, declared. dtype: float, or int8 with scales."""
 
     def layer(kind: LayerKind) -> KV:
-        slots = min(max_len, kind.chunk or max_len)
-        values = ArrayInfo("bksC", shape=(batch, cfg.K, slots, 2 * cfg.H), dtype=dtype)
+        K, H, slots = kind.attention.K, kind.attention.H, min(max_len, kind.mask.ring or max_len)
+        values = ArrayInfo("bksC", shape=(batch, K, slots, 2 * H), dtype=dtype)
         if jnp.dtype(dtype) != jnp.int8:
             return KV(values, None)
-        return KV(values, ArrayInfo("bk2s", shape=(batch, cfg.K, 2, slots), dtype=jnp.bfloat16))
+        return KV(values, ArrayInfo("bk2s", shape=(batch, K, 2, slots), dtype=jnp.bfloat16))
 
     tokens = ArrayInfo("bS", shape=(batch, max_len), dtype=jnp.int32)
     length = ArrayInfo("b", shape=(batch,), dtype=jnp.int32)
@@ -344,7 +462,7 @@ def init_weights(key: Array, cfg: Config, mesh: Mesh, dtype=jnp.float32, quantiz
 def _init_weight(key: Array, info: ArrayInfo, padded: tuple[int, ...], dtype, quantized: bool):
     x, summed = jax.random.normal(key, info.shape), info.contracted or "D"
     fan_in = math.prod(n for n, letter in zip(info.shape, info.letters, strict=True) if letter in summed)
-    x = 1 + x / 10 if info.letters == "D" else x * fan_in**-0.5
+    x = x * fan_in**-0.5 if info.initial is None else info.initial + x / 10
     x = jnp.pad(x, [(0, n) for n in np.subtract(padded, info.shape)])
     if quantized and info.contracted:
         return quantize(x, info.contracted_axes)
@@ -358,9 +476,11 @@ def _init_weight(key: Array, info: ArrayInfo, padded: tuple[int, ...], dtype, qu
 class Span:
     """Where T consecutive tokens stand in each row: after `start` others; the first `count` of them are real.
 
-    start, count: [b] int32. positions: [b,T] int32. cos, sin: [b,T,H/2] float32, their rotations.
+    row: [b] int32, the cache's rows that they belong to; None: all, in order. start, count: [b] int32.
+    positions: [b,T] int32. cos, sin: [b,T,H/2] float32, their rotations.
     """
 
+    row: Array | None
     start: Array
     count: Array
     positions: Array
@@ -368,10 +488,10 @@ class Span:
     sin: Array
 
 
-def rms_norm(x: Array, weight: Array | None, eps: float) -> Array:
-    """x: [...,D] -> the same, with unit mean square times `weight`. Source: arXiv 1910.07467."""
+def normalize(x: Array, weight: Array | None, norm: Norm) -> Array:
+    """x: [...,D] -> the same, with unit mean square times `weight`."""
     y = x.astype(jnp.float32)
-    y = (y * lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + eps)).astype(x.dtype)
+    y = (y * lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + norm.eps)).astype(x.dtype)
     return y if weight is None else y * weight
 
 
@@ -388,15 +508,18 @@ def rope_frequencies(rope: Rope, width: int) -> np.ndarray:
     return (1 - blend) * frequency / np.float32(factor) + blend * frequency
 
 
-def span_at(start: Array, count: Array, width: int, cfg: Config) -> Span:
-    """The Span of `width` tokens per row. start, count: [b] int32."""
+def span_at(start: Array, count: Array, width: int, cfg: Config, row: Array | None = None) -> Span:
+    """The Span of `width` tokens per row. row, start, count: [b] int32."""
     positions = start[:, None] + jnp.arange(width)
-    angle = positions[..., None].astype(jnp.float32) * rope_frequencies(cfg.rope, cfg.H)
-    return Span(start=start, count=count, positions=positions, cos=jnp.cos(angle), sin=jnp.sin(angle))
+    frequencies = rope_frequencies(cfg.rope, cfg.heads.H) if cfg.rope else np.zeros(0, np.float32)
+    angle = positions[..., None].astype(jnp.float32) * frequencies
+    return Span(
+        row=row, start=start, count=count, positions=positions, cos=jnp.cos(angle), sin=jnp.sin(angle)
+    )
 
 
 def rotate(x: Array, span: Span, interleaved: bool) -> Array:
-    """Rotary embedding of x: [b,T,...,H], in float32. Source: arXiv 2104.09864."""
+    """Rotary embedding of x: [b,T,...,H], in float32."""
     pairs = x.astype(jnp.float32)
     pairs = pairs.reshape(*x.shape[:-1], *((-1, 2) if interleaved else (2, x.shape[-1] // 2)))
     axis = -1 if interleaved else -2
@@ -444,33 +567,44 @@ def local_slots(n: Array) -> Array:
     return (n + slots - 1 - lax.axis_index(SLOTS)) // slots
 
 
-def attend_span(q: Array, new: KV, span: Span, chunk: int | None):
+def attend_span(q: Array, new: KV, span: Span, mask: Full | Chunked):
     """Attention among the span's own tokens, by this device's queries.
 
     q: [b,T,k,G,H], new: [b,k,T,C] -> (o [b,T,k,g,H], lse [b,T,k,g]).
     """
     g = q.shape[3] // lax.axis_size(SLOTS)
     own = lax.dynamic_slice_in_dim(q, lax.axis_index(SLOTS) * g, g, 3)
-    return attend_causal(own, new, span.positions // chunk if chunk else jnp.zeros_like(span.positions))
+    return attend_causal(own, new, mask.first(span.positions))
 
 
-def attend_past(q: Array, kv: KV, span: Span, chunk: int | None):
-    """Attention of a span to the positions before it, in the cache: as `attend_span`."""
-    length, sees = jnp.where(span.count > 0, span.start, 0), None  # a row without a token reads nothing
-    if chunk:  # only the chunk in which the span starts is still of use
-        sees = span.positions // chunk == (length // chunk)[:, None]
-        length = length % chunk
-    return merge_slots(*attend_cached(q, kv, local_slots(length), sees=sees))
+def attend_cache(q: Array, new: KV, kv: KV, span: Span, mask: Full | Chunked):
+    """Write a span into the cache, and attend to what the cache holds: -> (as `attend_span`, KV).
+
+    One token sees itself there, too: a kernel writes it, then reads one cache that holds all there is to see.
+    Several see there only what came before them.
+    """
+    T, place = q.shape[1], places(span, mask, kv.values.shape[2])
+    in_ring = span.start - mask.first(span.start) if mask.ring else span.start
+    length = local_slots(jnp.where(span.count > 0, in_ring + (T == 1), 0))  # without a token: nothing
+    if T == 1:
+        part, kv = ragged_decode(q, new, kv, length, place[:, 0], row=span.row)
+        return merge_slots(*part), kv
+    # A ring is read as it was: the span may overwrite what its first tokens see. Any other cache is read as
+    # it will be, which spares XLA a copy of it.
+    written = write(kv, new, place, span.row, T // lax.axis_size(SLOTS) + 1, ring=mask.ring is not None)
+    sees = mask.first(span.positions) < span.start[:, None] if mask.ring else None
+    past = attend_cached(q, kv if mask.ring else written, length, sees=sees, row=span.row)
+    return merge_slots(*past), written
 
 
-def places(span: Span, chunk: int | None, capacity: int) -> Array:
+def places(span: Span, mask: Full | Chunked, capacity: int) -> Array:
     """Where each of a span's tokens goes among this device's slots, [b,T]; `capacity` if nowhere."""
     slots = lax.axis_size(SLOTS)
     keep = jnp.arange(span.positions.shape[1]) < span.count[:, None]
     slot = span.positions
-    if chunk:  # a ring keeps the last ones; older ones of this span would land in the same slots
-        keep &= slot >= (span.start + span.count)[:, None] - chunk
-        slot = slot % chunk
+    if mask.ring:  # it keeps the last ones; older ones of this span would land in the same slots
+        keep &= slot >= (span.start + span.count)[:, None] - mask.ring
+        slot = slot % mask.ring
     return jnp.where(keep & (slot % slots == lax.axis_index(SLOTS)), slot // slots, capacity)
 
 
@@ -485,74 +619,69 @@ def cached_form(k: Array, v: Array, kv: KV | None) -> KV:
 
 
 @jax.named_scope("attention")
-def attention(x: Array, w: Attention, kv, span: Span, kind: LayerKind, cfg: Config):
-    """Grouped-query attention. x: [b,T,D] -> ([b,T,D], the layer's cache with the span in it, or None).
+def attention(x: Array, w: Attention, kv: KV | None, span: Span, kind: LayerKind):
+    """x: [b,T,D] -> ([b,T,D], the layer's cache with the span in it; None without one).
 
-    Without a cache the span is all there is. With one, T = 1 is decode: the kernel writes the token, then
-    reads one cache that holds all there is to see. More tokens see one another as the cache will hold them,
-    so that it makes no difference in what pieces a text is read.
+    A token attends to what the cache holds and, beside several others, to those of its span, as the cache
+    will hold them: so it makes no difference in what prefill chunks a text is read.
     """
     q, k, v = project(x, w)
+    heads = kind.attention
+    if heads.qk_norm:
+        q, k = normalize(q, w.q_norm, heads.qk_norm), normalize(k, w.k_norm, heads.qk_norm)
     if kind.rope:
-        q, k = rotate(q, span, cfg.rope.interleaved), rotate(k, span, cfg.rope.interleaved)
-        if cfg.qk_norm:
-            q, k = rms_norm(q, None, cfg.norm_eps), rms_norm(k, None, cfg.norm_eps)
-    elif cfg.temperature:  # Source: arXiv 2501.19399
-        scale, floor = cfg.temperature
-        temperature = 1 + scale * jnp.log1p(jnp.floor((span.positions + 1) / floor))
-        q = (q * temperature[:, :, None, None, None]).astype(q.dtype)
-    new = cached_form(k, v, kv)
-    if kv is None:
-        o, _ = attend_span(q, new, span, kind.chunk)
-    else:
-        place = places(span, kind.chunk, kv.values.shape[2])
-        if x.shape[1] == 1:
-            length = (span.start % kind.chunk if kind.chunk else span.start) + 1
-            length = jnp.where(span.count > 0, length, 0)
-            part, kv = ragged_decode(q, new, kv, local_slots(length), place[:, 0])
-            o, _ = merge_slots(*part)
-        else:
-            # A ring is read as it was: the span may overwrite what its first tokens see. Any other cache is
-            # read as it will be, which spares XLA a copy of it.
-            window = place.shape[1] // lax.axis_size(SLOTS) + 1
-            written = write(kv, new, place, window, ring=kind.chunk is not None)
-            past = attend_past(q, kv if kind.chunk else written, span, kind.chunk)
-            o, _ = merge(past, attend_span(q, new, span, kind.chunk))
-            kv = written
+        q, k = rotate(q, span, kind.rope.interleaved), rotate(k, span, kind.rope.interleaved)
+    if heads.query_scale:
+        scale, floor = heads.query_scale.scale, heads.query_scale.floor
+        growth = 1 + scale * jnp.log1p(jnp.floor((span.positions + 1) / floor))
+        q = (q * growth[:, :, None, None, None]).astype(q.dtype)
+    new, parts = cached_form(k, v, kv), []
+    if kv is not None:
+        past, kv = attend_cache(q, new, kv, span, kind.mask)
+        parts.append(past)
+    if not parts or x.shape[1] > 1:
+        parts.append(attend_span(q, new, span, kind.mask))
+    o, _ = merge(*parts)
     o = o.astype(x.dtype)
     return lax.psum(einsum("bTkgH,DkgH->bTD", o, w.o), MODEL), kv  # k, g
 
 
 @jax.named_scope("mlp")
 def mlp(x: Array, w: MLP) -> Array:
-    """SwiGLU. x: [b,T,D] -> [b,T,D], this device's part of the sum over f. Source: arXiv 2002.05202."""
+    """x: [b,T,D] -> [b,T,D], this device's part of the sum over f."""
     h = jax.nn.silu(einsum("bTD,fD->bTf", x, w.gate)) * einsum("bTD,fD->bTf", x, w.up)
     return einsum("bTf,Df->bTD", h, w.down)
 
 
 @jax.named_scope("experts")
-def experts(x: Array, w: MoE, span: Span, cfg: Config) -> Array:
+def experts(x: Array, w: MoE, span: Span, kind: Experts) -> Array:
     """Each token's A best experts. x: [b,T,D] -> [b,T,D], this device's part of the sum over e and m.
 
-    The sigmoid of the router's logit scales the expert's input. Every device sees all tokens of its rows and
-    has room for all of them on any expert: none is ever dropped. What is no real token of the span goes to no
-    expert. Source: transformers modeling_llama4.py.
+    Every device sees all tokens of its rows and has room for all of them on any expert: none is ever dropped.
+    What is no real token of the span goes to no expert.
     """
     x32, router = x.astype(jnp.float32), w.router.astype(jnp.float32)
     logits = jnp.einsum("bTD,DE->bTE", x32, router, precision="highest")  # a rounded one may choose another
-    logits, chosen = lax.top_k(logits, cfg.A)  # bTA
-    n_local = cfg.E // lax.axis_size(EXPERT)
+    best, chosen = lax.top_k(logits, kind.A)  # bTA
+    score = jnp.exp(best - jax.nn.logsumexp(logits, -1, keepdims=True))
+    score = jax.nn.sigmoid(best) if kind.router.score == "sigmoid" else score
+    score = score / jnp.sum(score, -1, keepdims=True) if kind.router.normalized else score
+    n_local = kind.E // lax.axis_size(EXPERT)
     local = chosen - lax.axis_index(EXPERT) * n_local
     real = jnp.arange(x.shape[1]) < span.count[:, None]
     local = jnp.where((local >= 0) & (local < n_local) & real[..., None], local, n_local)
-    rows = (array.reshape(-1, array.shape[-1]) for array in (x, local, jax.nn.sigmoid(logits)))
-    return expert_mlp(*rows, w.gate, w.up, w.down).astype(x.dtype).reshape(x.shape)
+    rows = (array.reshape(-1, array.shape[-1]) for array in (x, local, score))
+    y = expert_mlp(*rows, w.gate, w.up, w.down, scales=kind.router.scales)
+    return y.astype(x.dtype).reshape(x.shape)
 
 
 @jax.named_scope("feed_forward")
-def feed_forward(x: Array, w: MLP | MoE, span: Span, cfg: Config) -> Array:
+def feed_forward(x: Array, w: MLP | MoE, span: Span, kind: Gated | Experts) -> Array:
     """x: [b,T,D] -> [b,T,D]. Routed and shared experts are added before the one sum over devices."""
-    y = mlp(x, w.shared) + experts(x, w, span, cfg) if isinstance(w, MoE) else mlp(x, w)
+    if isinstance(kind, Gated):
+        y = mlp(x, w)
+    else:
+        y = experts(x, w, span, kind) if w.shared is None else mlp(x, w.shared) + experts(x, w, span, kind)
     return lax.psum(y, MODEL)  # f; or f, e, m
 
 
@@ -569,7 +698,7 @@ def embed(tokens: Array, w: Array | QuantizedArray) -> Array:
 @jax.named_scope("unembed")
 def unembed(x: Array, w: Weights, cfg: Config) -> Array:
     """x: [b,T,D] -> logits [b,T,v] float32 of this device's vocabulary shard; padding has -inf."""
-    x = rms_norm(x, w.norm, cfg.norm_eps)
+    x = normalize(x, w.norm, cfg.norm)
     matrix = w.embed if w.unembed is None else w.unembed
     logits = einsum("bTD,vD->bTv", x, matrix, jnp.float32)
     return jnp.where(vocabulary_shard(logits) < cfg.V, logits, -jnp.inf)
@@ -580,22 +709,22 @@ def vocabulary_shard(logits: Array) -> Array:
     return lax.axis_index(MODEL) * logits.shape[-1] + jnp.arange(logits.shape[-1])
 
 
-def decoder(tokens: Array, w: Weights, cache: list | None, span: Span, cfg: Config, row: Array | None = None):
-    """tokens: [b,T] -> (hidden states [b,T,D] before the last norm, the layers' caches).
-
-    row: which row of the caches the tokens, then a batch of one, belong to; None if they are of all rows.
-    """
-    x = embed(tokens, w.embed).astype(w.norm.dtype)
-    norm, caches = partial(rms_norm, eps=cfg.norm_eps), []
+def decoder(tokens: Array, w: Weights, cache: list | None, span: Span, cfg: Config):
+    """tokens: [b,T] -> (hidden states [b,T,D] before the last norm, the layers' caches)."""
+    x, caches = embed(tokens, w.embed).astype(w.norm.dtype), []
     for layer, kind, kv in zip(w.layers, cfg.layers, cache or [None] * len(cfg.layers), strict=True):
-        if row is not None:  # behind a barrier: else XLA takes the row out of all layers before the first
-            x, rows = lax.optimization_barrier((x, kv))
-            kv = row_of(rows, row)
-        y, kv = attention(norm(x, layer.attention_norm), layer.attention, kv, span, kind, cfg)
-        x = x + y
-        x = x + feed_forward(norm(x, layer.feed_forward_norm), layer.feed_forward, span, cfg)
-        caches.append(kv if row is None else with_row(rows, row, kv))
+        x, kv = decoder_layer(x, layer, kv, span, kind, cfg.norm)
+        caches.append(kv)
     return x, caches
+
+
+@partial(jax.jit, static_argnames=("kind", "norm"))  # traced once for all layers of a kind
+def decoder_layer(x: Array, w: Layer, kv: KV | None, span: Span, kind: LayerKind, norm: Norm):
+    """x: [b,T,D] -> ([b,T,D], the layer's cache with the span in it, or None)."""
+    y, kv = attention(normalize(x, w.attention_norm, norm), w.attention, kv, span, kind)
+    x = x + y
+    y = feed_forward(normalize(x, w.feed_forward_norm, norm), w.feed_forward, span, kind.feed_forward)
+    return x + y, kv
 
 
 def row_of(arrays, row: Array):
@@ -727,8 +856,8 @@ def on_each_device(mesh: Mesh, T: int, in_specs, out_specs):
     """shard_map, which checks that every psum is there; except on TPUs for T that their library's attention
     kernel takes, which does not declare over which axes its result varies.
     """
-    checked = T % LANES != 0 or not on_tpu(mesh)
-    return partial(jax.shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=checked)
+    check_vma = T % LANES != 0 or not on_tpu(mesh)
+    return partial(jax.shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
 
 
 @partial(jax.jit, static_argnames=("cfg", "mesh"))
@@ -754,19 +883,20 @@ def cache_specs(cfg: Config, cache: Cache) -> Cache:
 
 @partial(jax.jit, static_argnames=("cfg", "mesh"), donate_argnames="cache")
 def begin(rows, text, length, source, cache: Cache, *, cfg: Config, mesh: Mesh) -> Cache:
-    """Give one row of each data shard another text, of which some has been read. The cache is donated.
+    """Give rows another text, of which some has been read. The cache is donated.
 
-    rows: [data] int32, counted in each shard from 0, -1 for none. text: [data,S] int32. length: [data] int32,
-    how many of its tokens count as read: by row source[d] of the same shard, whose layers are copied, or, if
-    source is None, by the row itself.
+    rows: [n] int32, as many on each data shard, counted there from 0; -1 for none. text: [n,S] int32.
+    length: [n] int32, how many of its tokens count as read: by row source[n] of the same shard, whose layers
+    are copied, or, if source is None, by the row itself.
     """
     layout = cache_specs(cfg, cache)
 
     @partial(jax.shard_map, mesh=mesh, in_specs=(*(P("data"),) * 4, layout), out_specs=layout)
     def on_device(rows: Array, text: Array, length: Array, source: Array | None, cache: Cache):
-        layers, row = cache.layers, jnp.maximum(rows[0], 0)
-        if source is not None:
-            layers = with_row(layers, row, row_of(layers, jnp.where(rows[0] < 0, row, source[0])))
+        layers = cache.layers
+        for i in range(0 if source is None else rows.size):
+            to = jnp.maximum(rows[i], 0)
+            layers = with_row(layers, to, row_of(layers, jnp.where(rows[i] < 0, to, source[i])))
         at = jnp.where(rows < 0, cache.length.size, rows)
         tokens = cache.tokens.at[at].set(text, mode="drop")
         return Cache(layers=layers, tokens=tokens, length=cache.length.at[at].set(length, mode="drop"))
@@ -783,30 +913,28 @@ def text_at(text: Array, positions: Array) -> Array:
 def prefill(
     rows, count, weights: Weights, cache: Cache, *, width: int, score: bool = False, cfg: Config, mesh: Mesh
 ) -> tuple[Array | None, Cache]:
-    """Read more of the text of all rows, or of one row per data shard: -> (scores, Cache).
+    """Read more of the text of some rows: -> (scores, Cache). The cache is donated.
 
-    rows: None, or [data] int32, counted in each shard from 0. count: [B] or [data] int32, how many tokens of
-    each, at most `width`. scores: [B or data, width], if asked for: the log-probability of the token after
-    each that was read, by the model's own logits. The cache is donated.
+    rows: [n] int32, as in `begin` but each another one, or None: all. count: [n] int32, how many tokens of
+    each, at most `width`. scores: [n,width], if asked for: the log-probability of the token after each that
+    was read, by the model's own logits.
     """
     cache_layout = cache_specs(cfg, cache)
     layouts = P("data"), P("data"), specs(weight_infos(cfg), weights), cache_layout
 
     @on_each_device(mesh, width, layouts, (P("data"), cache_layout))
     def on_device(rows: Array | None, count: Array, w: Weights, cache: Cache):
-        row = None if rows is None else rows[0]
-        text, length = (x if row is None else row_of(x, row) for x in (cache.tokens, cache.length))
-        span = span_at(length, count, width, cfg)
-        x, layers = decoder(text_at(text, span.positions), w, cache.layers, span, cfg, row)
+        at = slice(None) if rows is None else rows
+        text = cache.tokens[at]
+        span = span_at(cache.length[at], count, width, cfg, rows)
+        x, layers = decoder(text_at(text, span.positions), w, cache.layers, span, cfg)
 
         def score_row(row: tuple[Array, Array]) -> Array:
             return logprob(unembed(row[0][None], w, cfg)[0], row[1])
 
         # Row by row: the logits of a whole batch would not fit.
         scores = lax.map(score_row, (x, text_at(text, span.positions + 1))) if score else None
-        length = length + count
-        if row is not None:
-            length = with_row(cache.length, row, length)
+        length = cache.length.at[at].add(count)
         return scores, Cache(layers=layers, tokens=cache.tokens, length=length)
 
     return on_device(rows, count, weights, cache)
@@ -827,15 +955,11 @@ class Output:
 
 
 def room(length: Array, cfg: Config) -> Array:
-    """How many tokens rows of this length can read and still forget: up to the end of their chunk.
-
-    Those after it would take the places of tokens that this chunk's next ones see.
-    """
-    left = [chunk - length % chunk for chunk in cfg.chunks]
-    return functools.reduce(jnp.minimum, left, jnp.full_like(length, jnp.iinfo(jnp.int32).max))
+    """How many tokens rows of this length can read and still forget, [b]."""
+    return functools.reduce(jnp.minimum, [mask.room(length) for mask in cfg.masks])
 
 
-def checked(tokens: Array, chosen: Array, count: Array) -> Array:
+def accepted(tokens: Array, chosen: Array, count: Array) -> Array:
     """How many of the tokens [b,T] that were read are right: the first, and guesses that were then chosen.
 
     chosen: [b,T], after each. count: [b], how many were read.
@@ -875,7 +999,7 @@ def decode_step(
         after = span.positions.reshape(-1) + 1
         chosen = sample(logits.reshape(-1, logits.shape[-1]), *each_token, after, cfg).reshape(tokens.shape)
 
-        kept = checked(tokens, chosen, count)
+        kept = accepted(tokens, chosen, count)
         at = jnp.where(jnp.arange(T) < kept[:, None], span.positions + 1, text.shape[1])
         text = cache.tokens.at[rows, at].set(chosen, mode="drop")
         output = Output(

@@ -53,8 +53,9 @@ def each(function, *kvs: KV) -> KV:
 
 
 def ragged_attention_tpu(
-    q: Array, kv: KV, length: Array, start=None, *, new=None, place=None, blocks=None, interpret=False
-):
+    q: Array, kv: KV, length: Array, start=None, row=None, *, new=None, place=None, blocks=None,
+    interpret=False,
+):  # fmt: skip
     """`ragged_decode` as one Pallas call, which reads the filled blocks and writes one tile per row.
 
     Without `new` nothing is written, there may be T queries, which see the same slots, and the KV is None.
@@ -65,9 +66,9 @@ def ragged_attention_tpu(
     blocks: slots of a large and a small one, powers of two from 128 on; by default DECODE_BLOCKS.
     """
     B, T, K, G, H = q.shape
-    R = B * K
+    R = B * K  # rows x heads to be computed; the cache may have others
     quantized = kv.scale is not None
-    cache, new = jax.tree.map(lambda x: x.reshape(R, *x.shape[2:]), (kv, new))
+    cache, new = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (kv, new))
     S = kv.values.shape[2]
     large, small = blocks or DECODE_BLOCKS[H, kv.values.dtype.itemsize]
     while large > small and T * G * large > SCORES:
@@ -89,6 +90,7 @@ def ragged_attention_tpu(
     vectors = q.astype(jnp.int8 if quantized else kv.values.dtype), unit, new
     length = jnp.minimum(length, S)  # a DMA from beyond the cache would stop the device
     rows = tuple(None if x is None else jnp.repeat(x, K) for x in (length, place, start))
+    rows += (None if row is None else (row[:, None] * K + jnp.arange(K)).reshape(R),)
 
     def in_memory(space, tree):
         return jax.tree.map(lambda _: pl.BlockSpec(memory_space=space), tree)
@@ -133,18 +135,18 @@ def ragged_attention_tpu(
 def _ragged_attention(
     rows, vectors, cache: KV, o, lse, written, buffer: KV, reading, writing, *, large: int, small: int
 ):
-    """The kernel, for one group of rows. Their vectors, o, lse, and the buffer are in VMEM, the length, place
-    and start of all rows in SMEM, the cache in HBM; `written` is the same memory, or None. G: all queries of
-    a row.
+    """The kernel, for one group of rows. Their vectors, o, lse, and the buffer are in VMEM; length, place,
+    start, and which row of the cache it is, of all rows in SMEM; the cache in HBM; `written` is the same
+    memory, or None. G: all queries of a row.
 
     A row is read in large blocks as far as its tokens fill them, then in small ones. While one block is
     computed on, the next, of this row or another, is on its way into the other half of the buffer: block i
     of the group is in half i % 2.
     """
-    length, place, start = rows
+    length, place, start, home = rows
     q, unit, new = vectors
     cache = cache if written is None else written
-    R, S, width = cache.values.shape
+    R, (_, S, width) = length.shape[0], cache.values.shape
     group, G, lanes = o.shape
     begin = pl.program_id(0) * group
     end = jnp.minimum(begin + group, R)
@@ -168,6 +170,7 @@ def _ragged_attention(
 
     def reads(i, r, at, size: int):
         slots, half = pl.ds(origin(at, size), size), lax.rem(i, 2)
+        r = r if home is None else home[r]
         to = buffer.values.at[half, pl.ds(0, size)]
         yield pltpu.make_async_copy(cache.values.at[r, slots], to, reading.at[0, half])
         if quantized:

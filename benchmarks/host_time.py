@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 import model
-from model import Config, Output, Rope
+from model import Config, Gated, Heads, LayerKind, Norm, Output
 from serving.engine import Engine, Request
 from terminal.command_line import OneLineParser, run
 
@@ -31,8 +31,8 @@ class Idle(Engine):
     """
 
     def __init__(self, rows: int, max_len: int):
-        sizes = dict(D=2, K=1, G=1, H=2, F=2, V=VOCABULARY, layers=(), rope=Rope(1e4))
-        cfg = Config(**sizes, norm_eps=1e-5, max_positions=max_len)
+        layers = (LayerKind(Heads(K=1, G=1, H=2), Gated(F=2)),)
+        cfg = Config(D=2, V=VOCABULARY, layers=layers, norm=Norm(1e-5), max_positions=max_len)
         self.admissions: list[float] = []
         mesh = model.make_mesh(cfg, devices=jax.devices()[:1])
         super().__init__(None, cfg, mesh, rows, max_len, "bfloat16", [], longest=max_len)

@@ -169,7 +169,8 @@ def part_of(argument: str, cfg: Config) -> str:
     found = re.match(r"weights\.layers\[(\d+)\]\.(attention|feed_forward)\.(\w+)", argument)
     if not found or found[2] == "attention":
         return found[2] if found else "other"
-    return "experts" if cfg.layers[int(found[1])].moe and found[3] not in ("shared", "router") else "mlp"
+    routed = isinstance(cfg.layers[int(found[1])].feed_forward, model.Experts)
+    return "experts" if routed and found[3] not in ("shared", "router") else "mlp"
 
 
 def local_tokens(job: Job, mesh: Mesh) -> int:
@@ -202,9 +203,9 @@ def needed(job: Job, mesh: Mesh) -> tuple[float, float]:
         share, part = share_needed(name, job, mesh), part_of(name, cfg)
         bytes_read += size_in_bytes * share
         if part == "kv_cache":
-            flops += 2 * size * share * job.tokens * cfg.G  # its rows are in its size
+            flops += 2 * size * share * job.tokens * cfg.heads.G  # its rows are in its size
         elif share:
-            through = (share if few else cfg.A / cfg.E) if part == "experts" else 1
+            through = (share if few else cfg.experts.A / cfg.experts.E) if part == "experts" else 1
             flops += 2 * size * rows * job.tokens * through
     return bytes_read, flops
 
@@ -237,10 +238,10 @@ def expected_collectives(job: Job, mesh: Mesh, topology: Topology) -> float:
     """Seconds of a layer's two all-reduces, and the two small collectives where devices share a head."""
     cfg, rows = job.cfg, local_tokens(job, mesh)
     devices, slots = model.mesh_size(mesh, model.MODEL), model.mesh_size(mesh, model.SLOTS)
-    heads = cfg.K * slots // devices
+    K, G, H = cfg.heads.K * slots // devices, cfg.heads.G, cfg.heads.H
     sent = [("all-reduce", 2 * rows * cfg.D, devices)] * 2
-    sent += [("all-gather", 2 * rows * heads * (cfg.G + 2) * cfg.H, slots)]
-    sent += [("all-to-all", 4 * rows * heads * cfg.G * (cfg.H + 1), slots)]
+    sent += [("all-gather", 2 * rows * K * (G + 2) * H, slots)]
+    sent += [("all-to-all", 4 * rows * K * G * (H + 1), slots)]
     return len(cfg.layers) * sum(collective_seconds(*x, topology) for x in sent if x[2] > 1)
 
 

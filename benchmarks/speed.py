@@ -106,16 +106,16 @@ def needed_flops(
     layers = list(zip(weights.layers, cfg.layers, strict=True))
     for layer, kind in layers if chooses else layers[:-1]:
         per_token += _size(layer.attention)
-        if kind.moe:
+        if isinstance(kind.feed_forward, model.Experts):
             routed = layer.feed_forward
-            share = cfg.A / cfg.E
+            share = kind.feed_forward.A / kind.feed_forward.E
             per_token += _size(routed.shared) + _size(routed.router)
             per_token += share * _size((routed.gate, routed.up, routed.down))
         else:
             per_token += _size(layer.feed_forward)
         positions = np.arange(context, context + tokens)
-        pairs += np.sum(positions % kind.chunk if kind.chunk else positions) + tokens
-    attention = 4 * pairs * cfg.K * cfg.G * cfg.H  # a query by a key, a weight by a value
+        pairs += np.sum(positions - kind.mask.first(positions)) + tokens
+    attention = 4 * pairs * cfg.heads.K * cfg.heads.G * cfg.heads.H  # a query by a key, a weight by a value
     return batch * (2 * per_token * tokens + attention + 2 * cfg.V * cfg.D * chooses)
 
 

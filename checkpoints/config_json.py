@@ -1,7 +1,9 @@
 """Config from the config.json of a Hugging Face model."""
 
+import dataclasses
+
 from checkpoints.errors import UserError
-from model import Config, LayerKind, Rope
+from model import Chunked, Config, Experts, Full, Gated, Heads, LayerKind, Norm, QueryScale, Rope, Router
 
 
 class _Fields:
@@ -62,19 +64,17 @@ def read_config(config: dict) -> Config:
     kv_heads = take("num_key_value_heads", int, heads)
     if heads % kv_heads:
         raise UserError(f"config.json: {heads} attention heads are no multiple of {kv_heads} key/value heads")
-    special = _llama4_fields(fields) if family == "llama4_text" else _llama3_fields(fields)
+    read = _llama4_layers if family == "llama4_text" else _llama3_layers
+    heads = Heads(kv_heads, heads // kv_heads, take("head_dim", int, width // heads))
+    if heads.H < 2 or heads.H % 2:
+        raise UserError(f"config.json: RoPE needs an even head_dim, not {heads.H}")
+    norm = Norm(take("rms_norm_eps", NUMBER))
     cfg = Config(
-        D=width, K=kv_heads, G=heads // kv_heads, H=take("head_dim", int, width // heads),
-        V=take("vocab_size", int), norm_eps=take("rms_norm_eps", NUMBER),
+        D=width, V=take("vocab_size", int), norm=norm, layers=read(fields, heads, norm),
         max_positions=take("max_position_embeddings", int),
         tied_embeddings=take("tie_word_embeddings", bool, False),
-        rope=_read_rope(fields, interleaved=family == "llama4_text"), **special,
     )  # fmt: skip
     fields.finish()
-    if cfg.H < 2 or cfg.H % 2:
-        raise UserError(f"config.json: RoPE needs an even head_dim, not {cfg.H}")
-    if cfg.A > cfg.E:
-        raise UserError(f"config.json: num_experts_per_tok = {cfg.A} of {cfg.E} experts")
     return cfg
 
 
@@ -85,38 +85,45 @@ def _depth(fields: _Fields) -> int:
     return depth
 
 
-def _llama3_fields(fields: _Fields) -> dict:
-    depth = _depth(fields)
-    return dict(F=fields.take("intermediate_size", int), layers=(LayerKind(),) * depth)
+def _llama3_layers(fields: _Fields, heads: Heads, norm: Norm) -> tuple[LayerKind, ...]:
+    kind = LayerKind(heads, Gated(fields.take("intermediate_size", int)), rope=_read_rope(fields))
+    return (kind,) * _depth(fields)
 
 
-def _llama4_fields(fields: _Fields) -> dict:
+def _llama4_layers(fields: _Fields, heads: Heads, norm: Norm) -> tuple[LayerKind, ...]:
     take = fields.take
     depth, every = _depth(fields), take("no_rope_layer_interval", int, 4)
     # A 1 in no_rope_layers means that the layer does have RoPE.
-    rope = take("no_rope_layers", list, []) or [(i + 1) % every != 0 for i in range(depth)]
-    chunked = ["chunked_attention" if has_rope else "full_attention" for has_rope in rope]
-    chunked = take("layer_types", list, chunked)
+    rotary = take("no_rope_layers", list, []) or [(i + 1) % every != 0 for i in range(depth)]
+    masks = ["chunked_attention" if has_rope else "full_attention" for has_rope in rotary]
+    masks = take("layer_types", list, masks)
     moe_every = take("interleave_moe_layer_step", int, 1)
     moe = take("moe_layers", list, list(range(moe_every - 1, depth, moe_every)))
-    known = all(kind in ("chunked_attention", "full_attention") for kind in chunked)
-    if not len(rope) == len(chunked) == depth or not known:
+    known = {"chunked_attention", "full_attention"}.issuperset(masks)
+    if not len(rotary) == len(masks) == depth or not known:
         raise UserError(f"config.json: no_rope_layers or layer_types do not describe {depth} layers")
     chunk = take("attention_chunk_size", int, None)
-    temperature = take("attn_scale", NUMBER, 0.1), take("floor_scale", NUMBER, 8192)
-    return dict(
-        F=take("intermediate_size_mlp", int), M=take("intermediate_size", int),
-        E=take("num_local_experts", int), A=take("num_experts_per_tok", int),
-        layers=tuple(
-            LayerKind(bool(rope[i]), chunk if chunked[i] == "chunked_attention" else None, i in moe)
-            for i in range(depth)
-        ),
-        qk_norm=take("use_qk_norm", bool, True),
-        temperature=temperature if take("attn_temperature_tuning", (bool, int), True) else None,
-    )  # fmt: skip
+    scale = QueryScale(take("attn_scale", NUMBER, 0.1), take("floor_scale", NUMBER, 8192))
+    scale = scale if take("attn_temperature_tuning", (bool, int), True) else None
+    qk_norm = dataclasses.replace(norm, weight=False) if take("use_qk_norm", bool, True) else None
+    M, dense = take("intermediate_size", int), Gated(take("intermediate_size_mlp", int))
+    E, A = take("num_local_experts", int), take("num_experts_per_tok", int)
+    if A > E:
+        raise UserError(f"config.json: num_experts_per_tok = {A} of {E} experts")
+    experts = Experts(E, A, M, Router("sigmoid", scales="input"), shared=Gated(M))
+    rope = _read_rope(fields, interleaved=True)
+    return tuple(
+        LayerKind(
+            dataclasses.replace(heads, **(dict(qk_norm=qk_norm) if rotary[i] else dict(query_scale=scale))),
+            experts if i in moe else dense,
+            Chunked(chunk) if chunk and masks[i] == "chunked_attention" else Full(),
+            rope if rotary[i] else None,
+        )
+        for i in range(depth)
+    )
 
 
-def _read_rope(fields: _Fields, interleaved: bool) -> Rope:
+def _read_rope(fields: _Fields, interleaved: bool = False) -> Rope:
     """RoPE from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
     theta = fields.take("rope_theta", NUMBER, 500000.0 if interleaved else 10000.0)
     scaling = fields.take("rope_scaling", dict, {})

@@ -71,6 +71,8 @@ def attend(q: Array, k: Array, v: Array | None, mask: Array, k_scale=None, v_sca
 
 def merge(*parts: tuple[Array, Array]):
     """Join partial attentions over disjoint keys: pairs (o, lse) -> (o, lse) over all of them."""
+    if len(parts) == 1:
+        return parts[0]
     return merge_stacked(*(jnp.stack(group) for group in zip(*parts, strict=True)))
 
 
@@ -83,30 +85,34 @@ def merge_stacked(o: Array, lse: Array):
     return o, peak + jnp.log(total)
 
 
-def write(kv: KV, new: KV, place: Array, window: int = 1, ring: bool = False) -> KV:
+def write(kv: KV, new: KV, place: Array, row: Array | None = None, window: int = 1, ring: bool = False) -> KV:
     """Put T new tokens per row, values [B,K,T,C], into the slots place [B,T]; nowhere if that is S.
 
-    window: within how many slots a row's places are; in a ring, those before its end, and those after.
+    row: [B] int32, the rows of the cache; None: all, in order. window: within how many slots a row's places
+    are; in a ring, those before its end, and those after.
     """
+    row = jnp.arange(place.shape[0]) if row is None else row
     if on_tpu():
         if not ring:
-            return write_window(kv, new, place, window)
+            return write_window(kv, new, place, row, window)
         first = jnp.take_along_axis(place, jnp.argmax(place < kv.values.shape[2], 1, keepdims=True), 1)
         before_end = jnp.where(place >= first, place, kv.values.shape[2])
         after_end = jnp.where(place < first, place, kv.values.shape[2])
-        return write_window(write_window(kv, new, before_end, window), new, after_end, window)
+        kv = write_window(kv, new, before_end, row, window)
+        return write_window(kv, new, after_end, row, window)
 
     # One row per index: a wider scatter window makes XLA copy the whole cache.
     def put(axis: int, cache: Array, new: Array) -> Array:
+        heads = math.prod(cache.shape[1:axis])  # of keys, of values, and of the scales of each
         rows = cache.reshape(-1, *cache.shape[axis:])
-        new = new.astype(cache.dtype).reshape(rows.shape[0], place.shape[1], *rows.shape[2:])
-        at = jnp.repeat(place, rows.shape[0] // place.shape[0], 0)
-        return rows.at[jnp.arange(rows.shape[0])[:, None], at].set(new, mode="drop").reshape(cache.shape)
+        new = new.astype(cache.dtype).reshape(-1, place.shape[1], *rows.shape[2:])
+        to = (row[:, None] * heads + jnp.arange(heads)).reshape(-1, 1)
+        return rows.at[to, jnp.repeat(place, heads, 0)].set(new, mode="drop").reshape(cache.shape)
 
     return each(put, kv, new)
 
 
-def write_window(kv: KV, new: KV, place: Array, window: int) -> KV:
+def write_window(kv: KV, new: KV, place: Array, row: Array, window: int) -> KV:
     """`write` on a TPU: read the slots around each row's places, put the tokens in, and write them back.
 
     XLA would copy all of an int8 array into another layout before it scatters into it or slices it at a place
@@ -122,45 +128,56 @@ def write_window(kv: KV, new: KV, place: Array, window: int) -> KV:
     def put(axis: int, cache: Array, new: Array) -> Array:
         index, mask = (jnp.expand_dims(x, 5 - axis) for x in (token, written))  # the axis that is not slots
         new = jnp.take_along_axis(new, index, axis).astype(cache.dtype)
-        merged = jnp.where(mask, new, take_slots(cache, first, LANES, n, axis))
-        return put_slots(cache, merged, first, LANES, axis)
+        merged = jnp.where(mask, new, take_slots(cache, row, first, LANES, n, axis))
+        return put_slots(cache, merged, row, first, LANES, axis)
 
     return each(put, kv, new)
 
 
-def read_block(kv: KV, i: Array, block: int) -> tuple[KV, Array]:
-    """Block i of each row, and the slots that it holds; the last block may overlap the one before."""
+def read_block(kv: KV, row: Array | None, i: Array, block: int) -> tuple[KV, Array]:
+    """Block i of these rows, and the slots that it holds; the last block may overlap the one before."""
     S = kv.values.shape[2]
-    if block == S:
-        return kv, jnp.arange(S)
-    if on_tpu():
-        at = jnp.full(kv.values.shape[:1], i)
-        return each(lambda axis, x: take_slots(x, at, block, 1, axis), kv), i * block + jnp.arange(block)
+    if on_tpu() and (block < S or row is not None):
+        row = jnp.arange(kv.values.shape[0]) if row is None else row
+        at = jnp.full(row.shape, i)
+        return each(lambda axis, x: take_slots(x, row, at, block, 1, axis), kv), i * block + jnp.arange(block)
     first = jnp.minimum(i * block, S - block)
-    part = each(lambda axis, x: lax.dynamic_slice_in_dim(x, first, block, axis), kv)
-    return part, first + jnp.arange(block)
+
+    def read(axis: int, x: Array) -> Array:
+        x = x if block == S else lax.dynamic_slice_in_dim(x, first, block, axis)
+        return x if row is None else jnp.concatenate([lax.dynamic_slice_in_dim(x, r, 1) for r in row])
+
+    return each(read, kv), first + jnp.arange(block)
 
 
-def attend_cached(q: Array, kv: KV, length: Array, start: Array | None = None, sees: Array | None = None):
+def attend_cached(
+    q: Array,
+    kv: KV,
+    length: Array,
+    start: Array | None = None,
+    sees: Array | None = None,
+    row: Array | None = None,
+):
     """Attention to the cached slots start <= s < length, a block at a time, as far as the longest row; few
     queries on a TPU by `ragged_attention_tpu`, each row as far as it is filled.
 
     q: [B,T,K,G,H]. start, length: [B] int32; without start, from 0. sees: [B,T] bool, the queries that see
-    any; without it, all.
+    any; without it, all. row: [B] int32, the rows of the cache; without it, all, in order.
     """
     S, T = kv.values.shape[2], q.shape[1]
     block = min(BLOCK if T > 1 else DECODE_BLOCK, S)
     sees = jnp.ones(q.shape[:2], bool) if sees is None else sees
     if use_ragged(q) and T * q.shape[3] <= FEW_QUERIES:
-        (o, lse), _ = ragged_attention_tpu(q, kv, length, start)
+        (o, lse), _ = ragged_attention_tpu(q, kv, length, start, row)
         return jnp.where(sees[..., None, None, None], o, 0), jnp.where(sees[..., None, None], lse, -jnp.inf)
     start = jnp.zeros_like(length) if start is None else start
     if use_flash(q, kv.values):
+        kv = kv if row is None else jax.tree.map(lambda x: x[row], kv)
         low, high = jnp.broadcast_to(start[:, None], sees.shape), jnp.where(sees, length[:, None], 0)
         return merge_stacked(*flash(q, kv.values, kv.scale, low, high))
 
     def attend_block(i):
-        part, slots = read_block(kv, i, block)
+        part, slots = read_block(kv, row, i, block)
         filled = (slots >= jnp.maximum(start[:, None], i * block)) & (slots < length[:, None])  # BS
         k, v, *scales = halves(part)
         if use_splash(q):
@@ -256,15 +273,15 @@ def splash(q: Array, k: Array, v: Array, mask, q_segment: Array, kv_segment: Arr
     return jnp.where(lse[..., None] == -jnp.inf, 0, o.astype(jnp.float32).transpose(0, 3, 1, 2, 4)), lse
 
 
-def ragged_decode(q: Array, new: KV, kv: KV, length: Array, place: Array, start: Array | None = None):
+def ragged_decode(q: Array, new: KV, kv: KV, length: Array, place: Array, start=None, row=None):
     """Write one new token per row, then attend to the row's slots start <= s < length: -> (o, lse), KV.
 
     q: [B,1,K,G,H]. new: the token in the cache's form, values [B,K,1,C]. place: [B] int32, its slot, or S
     if it is not for this device. length: [B] int32, with the new token counted. start: [B] int32, for sliding
-    windows, or None: 0. The new token is among the slots to attend to; slots beside it, in the same tile of
-    32, that are not may become zeros.
+    windows, or None: 0. row: [B] int32, the rows of the cache, or None: all, in order. The new token is among
+    the slots to attend to; slots beside it, in the same tile of 32, that are not may become zeros.
     """
     if use_ragged(q):
-        return ragged_attention_tpu(q, kv, length, start, new=new, place=place)
-    kv = write(kv, new, place[:, None])
-    return attend_cached(q, kv, length, start), kv
+        return ragged_attention_tpu(q, kv, length, start, row, new=new, place=place)
+    kv = write(kv, new, place[:, None], row)
+    return attend_cached(q, kv, length, start, row=row), kv

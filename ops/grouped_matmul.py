@@ -4,6 +4,8 @@ Letters as in model.py, uppercase for what this device has: R rows (all tokens o
 choices per row, D model width, E experts, M width of an expert. Weights may be int8.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
@@ -20,26 +22,28 @@ VMEM_BYTES = 48 << 20  # of VMEM that the kernel may use; half of it for blocks 
 ROW_TILE = 8  # rows of a float32 tile
 
 
-def expert_mlp(x: Array, expert: Array, factor: Array, gate, up, down) -> Array:
-    """The sum over a row's experts of SwiGLU(factor · x): [R,D] -> [R,D] float32.
+def expert_mlp(x: Array, expert: Array, factor: Array, gate, up, down, scales: str = "input") -> Array:
+    """The sum over a row's experts of SwiGLU(factor · x), or of factor · SwiGLU(x): [R,D] -> [R,D] float32.
 
-    expert: [R,A] int32, E for one that is not on this device. factor: [R,A], of the input.
+    expert: [R,A] int32, E for one that is not on this device. factor: [R,A]. scales: "input" or "output".
     gate, up: [E,D,M], down: [E,M,D], float or int8. No row is dropped, however they are distributed.
     On TPUs few rows read active experts only, unless their blocks do not fit, see `block_width`.
     """
     if on_tpu() and x.shape[0] <= FEW_ROWS and block_width(gate):
-        return active_experts(x, expert, factor, gate, up, down)
-    return sorted_rows(x, expert, factor, gate, up, down)
+        return active_experts(x, expert, factor, gate, up, down, scales)
+    return sorted_rows(x, expert, factor, gate, up, down, scales)
 
 
-def sorted_rows(x: Array, expert: Array, factor: Array, gate, up, down) -> Array:
+def sorted_rows(x: Array, expert: Array, factor: Array, gate, up, down, scales: str) -> Array:
     """`expert_mlp` by a ragged product over the pairs (row, choice), in the order of their expert."""
     A = expert.shape[1]
     E = values_and_scale(gate)[0].shape[0]
     chosen = expert.reshape(-1)
     order = jnp.argsort(chosen)  # those of other devices' experts come last
     sizes = jnp.bincount(chosen, length=E + 1)[:E]
-    rows = (x[order // A] * factor.reshape(-1, 1)[order]).astype(x.dtype)
+    rows, factor = x[order // A], factor.reshape(-1, 1)[order]
+    if scales == "input":
+        rows = (rows * factor).astype(x.dtype)
 
     def dot(x: Array, w: Array | QuantizedArray) -> Array:
         values, scale = values_and_scale(w)
@@ -53,18 +57,21 @@ def sorted_rows(x: Array, expert: Array, factor: Array, gate, up, down) -> Array
 
     h = jax.nn.silu(dot(rows, gate)) * dot(rows, up)
     y = dot(h.astype(x.dtype), down)
+    y = y * factor if scales == "output" else y
     y = jnp.where((chosen < E)[:, None], jnp.zeros_like(y).at[order].set(y), 0)
     return y.reshape(-1, A, y.shape[-1]).sum(1)
 
 
-def active_experts(x: Array, expert: Array, factor: Array, gate, up, down, interpret=False) -> Array:
+def active_experts(
+    x: Array, expert: Array, factor: Array, gate, up, down, scales: str, interpret=False
+) -> Array:
     """`expert_mlp` as one Pallas call for TPUs, for few rows.
 
     The grid goes over the experts that have rows and over blocks of M. All rows go through each of these
     experts, with factor 0 where it was not chosen: that takes no longer than reading the weights. What is
     left of the grid asks for the last block again, and so fetches nothing.
     """
-    weights, scales = zip(*map(values_and_scale, (gate, up, down)), strict=True)
+    weights, units = zip(*map(values_and_scale, (gate, up, down)), strict=True)
     E, D, M = weights[0].shape
     R, width, steps = x.shape[0], block_width(gate), min(E, expert.size)
     chosen = expert[..., None] == jnp.arange(E)  # RAE
@@ -95,11 +102,11 @@ def active_experts(x: Array, expert: Array, factor: Array, gate, up, down, inter
 
     column_spec, row_spec = pl.BlockSpec((None, D, width), columns), pl.BlockSpec((None, width, D), rows)
     scale_specs = (None, None, None)
-    if scales[0] is not None:  # of one expert they are no whole tile: take its neighbours' along
+    if units[0] is not None:  # of one expert they are no whole tile: take its neighbours' along
         column_scale = pl.BlockSpec((min(E, ROW_TILE), width), scale_columns)
         scale_specs = column_scale, column_scale, pl.BlockSpec((min(E, ROW_TILE), D), scale_rows)
     y = pl.pallas_call(
-        _active_experts,
+        partial(_active_experts, scales=scales),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(steps, M // width),
@@ -110,11 +117,11 @@ def active_experts(x: Array, expert: Array, factor: Array, gate, up, down, inter
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=VMEM_BYTES),
         name="active_experts",
         interpret=interpret,
-    )(*active_first(jnp.any(chosen, (0, 1)), steps), x, factors, weights, scales)
+    )(*active_first(jnp.any(chosen, (0, 1)), steps), x, factors, weights, units)
     return y[:R]
 
 
-def _active_experts(active, n_active, x, factors, weights, scales, y):
+def _active_experts(active, n_active, x, factors, weights, units, y, *, scales: str):
     """The kernel, at expert i of the active ones and block j of M. All refs but the first two are in VMEM."""
     i, j = pl.program_id(0), pl.program_id(1)
 
@@ -130,10 +137,13 @@ def _active_experts(active, n_active, x, factors, weights, scales, y):
         def dot(x: Array, which: int) -> Array:
             w = weights[which][...].astype(x.dtype)
             y = jnp.dot(x, w, precision=precision(x.dtype), preferred_element_type=jnp.float32)
-            return y if scales[which] is None else y * scales[which][pl.ds(lax.rem(active[i], ROW_TILE), 1)]
+            return y if units[which] is None else y * units[which][pl.ds(lax.rem(active[i], ROW_TILE), 1)]
 
-        h = jax.nn.silu(dot(x[...], 0) * factor) * (dot(x[...], 1) * factor)
-        y[...] += dot(h.astype(x.dtype), 2)
+        gate, up = dot(x[...], 0), dot(x[...], 1)
+        if scales == "input":
+            gate, up = gate * factor, up * factor
+        down = dot((jax.nn.silu(gate) * up).astype(x.dtype), 2)
+        y[...] += down if scales == "input" else down * factor
 
 
 def active_first(active: Array, n: int) -> tuple[Array, Array]:

@@ -60,47 +60,47 @@ def take_rows(matrix: Array, rows: Array) -> Array:
     return picked.reshape(*rows.shape, D)
 
 
-def take_slots(cache: Array, at: Array, unit: int, n: int, axis: int) -> Array:
-    """Of each row, n blocks of `unit` slots, from number at [B] on, by a Pallas copy for TPUs.
+def take_slots(cache: Array, row: Array, at: Array, unit: int, n: int, axis: int) -> Array:
+    """Of row row[b], n blocks of `unit` slots, from number at[b] on, for each b; a Pallas copy for TPUs.
 
-    cache: [B,K,S,C], axis 2, or [B,K,2,S], axis 3. Of a block that sticks out beyond S the rest is undefined.
+    cache: [_,K,S,C], axis 2, or [_,K,2,S], axis 3. Of a block that sticks out beyond S the rest is undefined.
     """
-    shape = list(cache.shape)
+    shape = [row.size, *cache.shape[1:]]
     shape[axis] = n * unit
     return pl.pallas_call(
         _copy,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=(*cache.shape[:2], n),
+            num_scalar_prefetch=2,
+            grid=(*shape[:2], n),
             in_specs=[_blocks(cache, unit, axis, moving=True)],
             out_specs=_blocks(cache, unit, axis, moving=False),
         ),
         out_shape=result(shape, cache.dtype, cache, at),
         name="take_slots",
-    )(at, pltpu.with_memory_space_constraint(cache, pltpu.HBM))
+    )(row, at, pltpu.with_memory_space_constraint(cache, pltpu.HBM))
 
 
-def put_slots(cache: Array, new: Array, at: Array, unit: int, axis: int) -> Array:
+def put_slots(cache: Array, new: Array, row: Array, at: Array, unit: int, axis: int) -> Array:
     """The reverse of `take_slots`, in place."""
     return pl.pallas_call(
-        lambda at, new, _, out: _copy(at, new, out),
+        lambda row, at, new, _, out: _copy(row, at, new, out),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=(*cache.shape[:2], new.shape[axis] // unit),
+            num_scalar_prefetch=2,
+            grid=(*new.shape[:2], new.shape[axis] // unit),
             in_specs=[_blocks(cache, unit, axis, moving=False), pl.BlockSpec(memory_space=pltpu.HBM)],
             out_specs=_blocks(cache, unit, axis, moving=True),
         ),
         out_shape=result(cache.shape, cache.dtype, cache, at),
-        input_output_aliases={2: 0},
+        input_output_aliases={3: 0},
         name="put_slots",
-    )(at, new, pltpu.with_memory_space_constraint(cache, pltpu.HBM))
+    )(row, at, new, pltpu.with_memory_space_constraint(cache, pltpu.HBM))
 
 
 def _blocks(cache: Array, unit: int, axis: int, moving: bool) -> pl.BlockSpec:
-    """Block j of row b and head k: number j, or at[b] + j if moving."""
+    """Block j of row b and head k: of the cache, where it is `moving`, at[b] + j of row[b]."""
 
-    def index(b, k, j, at):
-        j = at[b] + j if moving else j
+    def index(b, k, j, row, at):
+        b, j = (row[b], at[b] + j) if moving else (b, j)
         return (b, k, j, 0) if axis == 2 else (b, k, 0, j)
 
     shape = [None, None, *cache.shape[2:]]
@@ -108,5 +108,5 @@ def _blocks(cache: Array, unit: int, axis: int, moving: bool) -> pl.BlockSpec:
     return pl.BlockSpec(tuple(shape), index)
 
 
-def _copy(at, source, out):
+def _copy(row, at, source, out):
     out[...] = source[...]

@@ -93,13 +93,13 @@ class Engine:
         self.weights, self.static, self.max_len = weights, dict(cfg=cfg, mesh=mesh), max_len
         self.cache = model.init_cache(cfg, mesh, rows, max_len, kv_dtype)
         self.speculate = speculate
-        self.width, self.chunks = 1, frozenset(cfg.chunks)
+        self.width, self.masks = 1, cfg.masks
         if speculate:
             speculate.start(cfg, mesh, rows, max_len)
-            self.width, self.chunks = 1 + speculate.guesses, self.chunks | speculate.chunks
+            self.width, self.masks = 1 + speculate.guesses, self.masks | speculate.masks
         self.rows = [Row(text) for text in np.zeros((rows, max_len), np.int32)]
         each = rows // shards
-        self.shards = [Shard(self.rows[i : i + each], self.width, self.chunks) for i in range(0, rows, each)]
+        self.shards = [Shard(self.rows[i : i + each], self.width, self.masks) for i in range(0, rows, each)]
         self.queue: deque[Answer] = deque()
         self.under_way: deque[tuple[Any, Callable]] = deque()
         self.begun, self.pieces, self.began, self.stats = 0, 0, 0.0, Stats()

@@ -17,7 +17,7 @@ from numpy.polynomial.polynomial import polypow
 
 import model
 from checkpoints.errors import UserError
-from model import Config
+from model import Config, Experts
 from serving.hosts import gather
 
 ROWS = 32  # of the batch, unless the user says otherwise
@@ -145,7 +145,7 @@ def active_experts(cfg: Config, tokens: float, groups: int) -> float:
     equally likely to be those in use; in the coefficient of x^n in (sum_{k<=m} C(E/groups, k) x^k)^groups of
     their C(E, n) sets no group has more than m.
     """
-    E, A, size = cfg.E, cfg.A, cfg.E // groups
+    E, A, size = cfg.experts.E, cfg.experts.A, cfg.experts.E // groups
     if groups == 1:
         return 1 - (1 - A / E) ** tokens
     if part := tokens % 1:
@@ -175,16 +175,18 @@ def bytes_per_step(
     The device is one of those that read the most experts. batch: rows on one data shard. positions: of the
     tokens that steps read, of which the mean counts; none of them for no cache at all.
     """
-    scale_bytes = 2 / cfg.H if kv_dtype == "int8" else 0  # one bfloat16 per key or value
+    scale_bytes = 2 / cfg.heads.H if kv_dtype == "int8" else 0  # one bfloat16 per key or value
     kv_bytes = jnp.dtype(kv_dtype).itemsize + scale_bytes
     total = shard_bytes((weights.norm, weights.embed if cfg.tied_embeddings else weights.unembed))
     for layer, kind in zip(weights.layers, cfg.layers, strict=True):
         total += shard_bytes(layer)
-        if kind.moe:
+        if isinstance(kind.feed_forward, Experts):
             routed = layer.feed_forward
             idle = 1 - active_experts(cfg, batch, model.mesh_size(mesh, model.EXPERT))
             total -= shard_bytes((routed.gate, routed.up, routed.down)) * idle
         if len(positions):
-            slots = np.mean(positions % kind.chunk if kind.chunk else positions) + 1
-            total += batch * slots * 2 * cfg.K * cfg.H * kv_bytes / model.mesh_size(mesh, model.MODEL)
+            slots = np.mean(positions - kind.mask.first(positions)) + 1
+            total += (
+                batch * slots * 2 * cfg.heads.K * cfg.heads.H * kv_bytes / model.mesh_size(mesh, model.MODEL)
+            )
     return total

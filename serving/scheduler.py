@@ -12,7 +12,7 @@ from collections import deque
 import numpy as np
 
 from checkpoints.errors import UserError
-from model import Sampling
+from model import Chunked, Full, Sampling
 
 BLOCK = 8192  # tokens to compare at a time: most texts differ soon
 AHEAD = 100  # answers of the queue that are looked at: those that wait let others pass
@@ -168,12 +168,12 @@ class Wait:
 class Shard:
     """The rows of one data shard.
 
-    width: tokens that a step may read in a row. chunks: of the model's layers, each a ring of so many slots.
+    width: tokens that a step may read in a row. masks: of the model's layers.
     """
 
     rows: list[Row]
     width: int
-    chunks: frozenset[int]
+    masks: frozenset[Full | Chunked]
     waits: dict[Answer, Wait] = dataclasses.field(default_factory=dict)
 
     def begin(self, queue: deque[Answer], number: int) -> tuple[Row, Row] | None:
@@ -209,10 +209,9 @@ class Shard:
     def held(self, row: Row, alike: int) -> int:
         """How many of the first tokens that a row has alike it has read, and still holds."""
         n = min(alike, row.read)
-        # A ring holds the row's own chunk and nothing of those before it; at their ends nothing is needed.
         latest = row.read + row.steps * self.width
-        while left := [n % chunk for chunk in self.chunks if n % chunk and n // chunk < latest // chunk]:
-            n -= left[0]
+        while (less := min(mask.reusable(n, latest) for mask in self.masks)) < n:
+            n = less
         return n
 
     def wait(self, alike: dict[Row, int], held: dict[Row, int]) -> Wait | None:

@@ -38,7 +38,7 @@ def check_guesses(guesses: int) -> int:
 class Lookup:
     """Guesses what followed when the last few tokens were last in the text. Source: arXiv 2304.04487."""
 
-    chunks = frozenset()
+    masks = frozenset()
 
     def __init__(self, guesses: int):
         self.guesses = check_guesses(guesses)
@@ -98,7 +98,7 @@ class Draft:
 
     def __init__(self, weights: model.Weights, cfg: Config, mesh: Mesh, kv_dtype: str, guesses: int):
         self.weights, self.static, self.kv_dtype = weights, dict(cfg=cfg, mesh=mesh), kv_dtype
-        self.guesses, self.chunks = check_guesses(guesses), cfg.chunks
+        self.guesses, self.masks = check_guesses(guesses), cfg.masks
 
     def start(self, cfg: Config, mesh: Mesh, rows: int, max_len: int) -> None:
         if cfg.V != self.static["cfg"].V:

@@ -7,8 +7,10 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import dataclasses
 import pathlib
 import sys
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -61,24 +63,54 @@ def mesh_of(cfg: model.Config, name: str = "1"):
     return model.make_mesh(cfg, data, expert, tensor, jax.devices()[: data * expert * tensor])
 
 
-def llama4_config(**changes) -> model.Config:
+class Kind(NamedTuple):
+    """A layer of Llama 4, in short."""
+
+    rope: bool = True
+    chunk: int | None = None
+    moe: bool = False
+
+
+EVERY_KIND = Kind(chunk=8, moe=True), Kind(chunk=8), Kind(rope=False, moe=True)
+
+
+def llama4_config(
+    layers=EVERY_KIND, D=32, K=2, G=5, H=8, F=44, M=24, E=4, A=1, V=101, **changes
+) -> model.Config:
     """Every kind of Llama 4 layer at once, and sizes that divide nothing: 8 devices pad V, F and G."""
+    norm, heads = model.Norm(1e-5), model.Heads(K, G, H)
+    rotary = dataclasses.replace(heads, qk_norm=model.Norm(1e-5, weight=False))
+    other = dataclasses.replace(heads, query_scale=model.QueryScale(0.1, 4.0))
+    experts = model.Experts(E, A, M, model.Router("sigmoid", scales="input"), model.Gated(M))
+    kinds = tuple(
+        model.LayerKind(
+            rotary if kind.rope else other,
+            experts if kind.moe else model.Gated(F),
+            model.Chunked(kind.chunk) if kind.chunk else model.Full(),
+            model.Rope(1e4, None, True) if kind.rope else None,
+        )
+        for kind in layers
+    )
+    return model.Config(**dict(D=D, V=V, layers=kinds, norm=norm, max_positions=4096) | changes)
+
+
+def llama3_config(D=32, K=8, G=1, H=8, F=64, V=101, depth=2, **changes) -> model.Config:
+    kind = model.LayerKind(model.Heads(K, G, H), model.Gated(F), rope=model.Rope(1e4, (8.0, 1.0, 4.0, 16.0)))
+    sizes = dict(D=D, V=V, layers=(kind,) * depth, norm=model.Norm(1e-5), max_positions=4096)
+    return model.Config(**sizes | changes)
+
+
+def with_chunks(cfg: model.Config, size: int) -> model.Config:
+    """The same model with other chunks."""
     kinds = (
-        model.LayerKind(rope=True, chunk=8, moe=True),
-        model.LayerKind(rope=True, chunk=8),
-        model.LayerKind(rope=False, moe=True),
+        dataclasses.replace(kind, mask=model.Chunked(size)) if kind.mask.ring else kind for kind in cfg.layers
     )
-    sizes = dict(
-        D=32, K=2, G=5, H=8, F=44, M=24, E=4, A=1, V=101, layers=kinds, rope=model.Rope(1e4, None, True)
-    )
-    other = dict(norm_eps=1e-5, max_positions=4096, qk_norm=True, temperature=(0.1, 4.0))
-    return model.Config(**sizes | other | changes)
+    return dataclasses.replace(cfg, layers=tuple(kinds))
 
 
-def llama3_config(**changes) -> model.Config:
-    sizes = dict(D=32, K=8, G=1, H=8, F=64, V=101, layers=(model.LayerKind(),) * 2)
-    rope = model.Rope(1e4, (8.0, 1.0, 4.0, 16.0))
-    return model.Config(**sizes | dict(rope=rope, norm_eps=1e-5, max_positions=4096) | changes)
+def rings(masks) -> set[int]:
+    """The sizes of those that are rings."""
+    return {mask.ring for mask in masks if mask.ring}
 
 
 def dequantize(x, axes) -> np.ndarray:

@@ -459,7 +459,7 @@ compiled = []
 jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event))
 
 def made(layers: int):
-    cfg = llama3_config(D=512, F=4096, layers=(model.LayerKind(),) * layers)
+    cfg = llama3_config(D=512, F=4096, depth=layers)
     compiled.clear()
     weights = model.init_weights(jax.random.key(0), cfg, model.make_mesh(cfg), "bfloat16", True)
     programs = sum("backend_compile" in event for event in compiled)

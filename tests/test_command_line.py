@@ -306,7 +306,7 @@ def test_rows_that_fit(monkeypatch):
     cfg = open_checkpoint(LLAMA3).config
     plan = plan_of(cfg)
     weights = plan.weight_bytes()
-    row = 128 * cfg.K * 2 * cfg.H * 4 * len(cfg.layers) + 128 * 4 + 4
+    row = 128 * cfg.heads.K * 2 * cfg.heads.H * 4 * len(cfg.layers) + 128 * 4 + 4
     assert weights == memory.shard_bytes(model.init_weights(jax.random.key(0), cfg, plan.mesh))
     assert plan.cache_bytes(3, 128) == 3 * row
 
@@ -404,12 +404,15 @@ def test_bytes_per_step():
         weights = model.abstract(model.weight_infos(cfg), mesh, jnp.float32)
         return memory.bytes_per_step(weights, cfg, mesh, batch, np.array(positions), kv_dtype)
 
-    experts = 3 * cfg.D * cfg.M * cfg.E * 4
+    E, A = cfg.experts.E, cfg.experts.A
+    experts = 3 * cfg.D * cfg.experts.M * E * 4
     assert found(999) == pytest.approx(plan.weight_bytes() - cfg.V * cfg.D * 4)
-    assert found(999) - found(2.5) == pytest.approx(2 * experts * (1 - cfg.A / cfg.E) ** 2.5)
-    token = 2 * cfg.K * cfg.H * 4
+    assert found(999) - found(2.5) == pytest.approx(2 * experts * (1 - A / E) ** 2.5)
+    token = 2 * cfg.heads.K * cfg.heads.H * 4
     assert found(5, 20) - found(5) == pytest.approx(5 * token * (21 + 5 + 5))
-    assert found(5, 20, kv_dtype="int8") - found(5) == pytest.approx(5 * token * 31 * (1 + 2 / cfg.H) / 4)
+    assert found(5, 20, kv_dtype="int8") - found(5) == pytest.approx(
+        5 * token * 31 * (1 + 2 / cfg.heads.H) / 4
+    )
     rings = np.mean([7, 8, 1, 2])  # what tokens at the positions 6 to 9 see
     assert found(5, 6, 7, 8, 9) - found(5) == pytest.approx(5 * token * (8.5 + 2 * rings))
     # A token reads one expert of one group: half of the two that each group has, and not a quarter.

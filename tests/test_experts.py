@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import MESHES, dequantize, llama4_config, mesh_of
+from conftest import MESHES, Kind, dequantize, llama4_config, mesh_of
 from jax.sharding import PartitionSpec as P
 
 import model
@@ -47,7 +47,7 @@ def rows_of_no_group_are_nan(monkeypatch):
 @pytest.mark.parametrize("routing", ["all to one expert", "spread"])
 @pytest.mark.parametrize("active", [1, 2])
 def test_no_token_is_dropped(name, routing, active):
-    cfg = llama4_config(A=active, layers=(model.LayerKind(moe=True),))
+    cfg = llama4_config(A=active, layers=(Kind(moe=True),))
     quantized = name == "ep2-tp4"
     mesh = mesh_of(cfg, name)
     w = model.init_weights(jax.random.key(0), cfg, mesh, quantized=quantized).layers[0].feed_forward

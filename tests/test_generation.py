@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import CHECKPOINTS, llama4_config, mesh_of
+from conftest import CHECKPOINTS, Kind, llama4_config, mesh_of, rings
 
 import model
 from checkpoints.checkpoint import load, open_checkpoint
@@ -31,7 +31,7 @@ TOLERANCE = 1e-4  # of log-probabilities: in float32, pieces of other widths are
 def subject(name: str, mesh: str):
     """(weights, cfg, mesh) of a trained model, or of a random one with rings of 8 or of 8 and 6."""
     if name in ("ring", "rings"):
-        kinds = dict(layers=(model.LayerKind(chunk=6), model.LayerKind(chunk=8))) if name == "rings" else {}
+        kinds = dict(layers=(Kind(chunk=6), Kind(chunk=8))) if name == "rings" else {}
         cfg = llama4_config(**kinds)
         return model.init_weights(jax.random.key(0), cfg, mesh_of(cfg, mesh)), cfg, mesh_of(cfg, mesh)
     checkpoint = open_checkpoint(CHECKPOINTS / name)
@@ -277,7 +277,7 @@ def test_reuse_at_the_edges_of_chunks(name, monkeypatch):
             text = first.request.prompt + first.tokens  # of which the last has not been read
             reused = batch.stats.reused_tokens
             [second] = ask(batch, [Request(text[:n] + [(text[n] + 1) % cfg.V, 5], 3)])
-            expected = max(place for place in range(n + 1) if held(n + further, place, cfg.chunks))
+            expected = max(place for place in range(n + 1) if held(n + further, place, rings(cfg.masks)))
             assert batch.stats.reused_tokens - reused == expected
             assert_as_alone([second], name)
 

@@ -4,7 +4,7 @@ import conftest
 import jax
 import numpy as np
 import pytest
-from conftest import llama3_config, llama4_config, mesh_of
+from conftest import Kind, llama3_config, llama4_config, mesh_of
 from jax.experimental import pallas
 from jax.experimental.pallas import tpu as pltpu
 
@@ -17,9 +17,9 @@ from serving import engine
 LENGTHS = (1, 260, 127)
 NEW = 4
 KINDS = (
-    model.LayerKind(rope=True, chunk=200, moe=True),
-    model.LayerKind(rope=True, chunk=200),
-    model.LayerKind(rope=False, moe=True),
+    Kind(chunk=200, moe=True),
+    Kind(chunk=200),
+    Kind(rope=False, moe=True),
 )
 
 
@@ -100,8 +100,8 @@ def test_whole_model(cfg, kv_dtype, quantized, monkeypatch, as_on_a_tpu):
     used = as_on_a_tpu()
     result = generate(cfg, kv_dtype, quantized)
     kernels = {"take_slots", "put_slots", "splash_mqa_fwd_segmented_residuals", "ragged_decode"}
-    kernels |= {"active_experts"} if cfg.E else {"take_rows"}
-    kernels |= {"ragged_attention"} if 32 * cfg.G <= attention.FEW_QUERIES else set()  # short pieces
+    kernels |= {"active_experts"} if cfg.experts else {"take_rows"}
+    kernels |= {"ragged_attention"} if 32 * cfg.heads.G <= attention.FEW_QUERIES else set()  # short pieces
     assert used == kernels
     # int8 queries of 16 bits, and probabilities rounded to bfloat16 before they meet int8 values.
     atol = 5e-3 if kv_dtype == "int8" else 1e-4

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import MESHES, llama3_config, llama4_config, mesh_of
+from conftest import MESHES, Kind, llama3_config, llama4_config, mesh_of
 from jax.sharding import PartitionSpec as P
 
 import model
@@ -234,7 +234,7 @@ def test_pieces_of_any_width(kv_dtype):
 
     In one layer: a later one would round otherwise what is unlike in its last bit.
     """
-    cfg, rng = llama4_config(layers=(model.LayerKind(chunk=16),)), np.random.default_rng(0)
+    cfg, rng = llama4_config(layers=(Kind(chunk=16),)), np.random.default_rng(0)
     mesh, length = mesh_of(cfg), 24
     static, weights = dict(cfg=cfg, mesh=mesh), random_weights(cfg, mesh)
     texts = rng.integers(0, cfg.V, (2, length + 1), np.int32)
@@ -338,7 +338,7 @@ def collectives(cfg: model.Config, name: str) -> dict[str, int]:
     return {kind: len(re.findall(rf" {kind}(?:-start)?\(", hlo)) for kind in kinds}
 
 
-@pytest.mark.parametrize("kind", [model.LayerKind(), model.LayerKind(chunk=8, moe=True)])
+@pytest.mark.parametrize("kind", [Kind(), Kind(chunk=8, moe=True)])
 @pytest.mark.parametrize(
     ("kv_heads", "name", "expected"),
     [
@@ -367,4 +367,4 @@ def test_mesh_axes_multiply_out(n, heads):
         groups = (model.HEADS, model.SLOTS, model.EXPERT, model.TENSOR)
         by_heads, by_slots, by_expert, by_tensor = (math.prod(mesh[axis] for axis in axes) for axes in groups)
         assert (by_expert, by_tensor) == (expert, n // expert)
-        assert by_heads * by_slots == n and cfg.K % by_heads == 0
+        assert by_heads * by_slots == n and cfg.heads.K % by_heads == 0

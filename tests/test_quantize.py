@@ -85,12 +85,12 @@ def test_declared_scales_fit():
     """What a matmul contracts is quantised along just those axes; norms, router and embedding are not."""
     cfg = llama4_config()
     tree = model.abstract(model.weight_infos(cfg), mesh_of(cfg), jnp.bfloat16, quantized=True)
-    attention = tree.layers[0].attention
-    assert attention.q.values.shape == (cfg.K, cfg.G, cfg.H, cfg.D)
-    assert attention.q.scale.shape == (cfg.K, cfg.G, cfg.H)
+    attention, heads, E = tree.layers[0].attention, cfg.heads, cfg.experts.E
+    assert attention.q.values.shape == (heads.K, heads.G, heads.H, cfg.D)
+    assert attention.q.scale.shape == (heads.K, heads.G, heads.H)
     assert attention.o.scale.shape == (cfg.D,)
     moe = tree.layers[0].feed_forward
-    assert moe.gate.scale.shape == (cfg.E, cfg.M) and moe.down.scale.shape == (cfg.E, cfg.D)
+    assert moe.gate.scale.shape == (E, cfg.experts.M) and moe.down.scale.shape == (E, cfg.D)
     assert tree.unembed.scale.shape == (cfg.V,)
     for whole in (tree.embed, tree.norm, moe.router, tree.layers[0].attention_norm):
         assert not isinstance(whole, QuantizedArray)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import dequantize, llama4_config, mesh_of
+from conftest import Kind, dequantize, llama4_config, mesh_of, with_chunks
 from test_generation import finish
 
 import model
@@ -60,32 +60,33 @@ def by_hand(text: list[int], w: model.Weights, cfg: model.Config, kv: str, other
     """
     logprobs, margins = [], np.full((len(text), len(cfg.layers)), np.inf)
     keys, values = ([[] for _ in cfg.layers] for _ in range(2))
-    turn = cfg.rope.theta ** (-np.arange(0, cfg.H, 2) / cfg.H)
+    H, eps = cfg.heads.H, cfg.norm.eps
+    turn = cfg.rope.theta ** (-np.arange(0, H, 2) / H)
 
     def rotate(x: np.ndarray, t: int) -> np.ndarray:
         pairs = (x[..., 0::2] + 1j * x[..., 1::2]) * np.exp(1j * t * turn)
-        return norm(np.stack([pairs.real, pairs.imag], -1).reshape(x.shape), cfg.norm_eps)
+        return norm(np.stack([pairs.real, pairs.imag], -1).reshape(x.shape), eps)
 
     for t, token in enumerate(text):
         x = w.embed[token]
         for i, (layer, kind) in enumerate(zip(w.layers, cfg.layers, strict=True)):
             a, f = layer.attention, layer.feed_forward
-            h = norm(x, cfg.norm_eps, layer.attention_norm)
+            h = norm(x, eps, layer.attention_norm)
             q, k, v = a.q @ h, a.k @ h, a.v @ h
             if kind.rope:
                 q, k = rotate(q, t), rotate(k, t)
             else:
-                scale, floor = cfg.temperature
+                scale, floor = dataclasses.astuple(kind.attention.query_scale)
                 q = q * (1 + scale * np.log1p((t + 1) // floor))
             keys[i].append(rounded(k) if kv == "int8" else k)
             values[i].append(rounded(v) if kv == "int8" else v)
-            first = t - t % kind.chunk if kind.chunk else 0
-            scores = np.einsum("kgH,SkH->kgS", q, keys[i][first:]) * cfg.H**-0.5
+            first = t - t % kind.mask.ring if kind.mask.ring else 0
+            scores = np.einsum("kgH,SkH->kgS", q, keys[i][first:]) * H**-0.5
             p = np.exp(scores - scores.max(-1, keepdims=True))
             o = np.einsum("kgS,SkH->kgH", p / p.sum(-1, keepdims=True), values[i][first:])
             x = x + np.einsum("kgH,DkgH->D", o, a.o)
-            h = norm(x, cfg.norm_eps, layer.feed_forward_norm)
-            if kind.moe:
+            h = norm(x, eps, layer.feed_forward_norm)
+            if isinstance(f, model.MoE):
                 logits = h @ f.router
                 second, best = np.argsort(logits)[-2:]
                 margins[t, i] = logits[best] - logits[second]
@@ -93,7 +94,7 @@ def by_hand(text: list[int], w: model.Weights, cfg: model.Config, kv: str, other
                 y = swiglu(h / (1 + np.exp(-logits[e])), f.gate[e].T, f.up[e].T, f.down[e].T)
                 f, x = f.shared, x + y
             x = x + swiglu(h, f.gate, f.up, f.down)
-        logits = norm(x, cfg.norm_eps, w.norm) @ w.unembed.T
+        logits = norm(x, eps, w.norm) @ w.unembed.T
         logits = logits - logits.max()
         logprobs.append(logits - np.log(np.exp(logits).sum()))
     return np.array(logprobs), margins
@@ -141,9 +142,8 @@ def search(monkeypatch, seeds, chunks, rows: int, guesses: str, kv: str, moe: bo
     """Requests that begin like one another, or go on from one another's answers, and end at any time."""
     monkeypatch.setattr(engine, "WIDTHS", (4, 12))
     monkeypatch.setattr(scheduler, "WORTH_COPYING", 1)
-    kinds = [model.LayerKind(chunk=chunk, moe=moe) for chunk in chunks]
-    kinds.append(model.LayerKind(rope=False, moe=moe))
-    cfg = llama4_config(G=2, layers=tuple(kinds), E=4 if moe else 0, A=1 if moe else 0)
+    kinds = [Kind(chunk=chunk, moe=moe) for chunk in chunks]
+    cfg = llama4_config(G=2, layers=(*kinds, Kind(rope=False, moe=moe)))
     mesh, reused, forgiven = mesh_of(cfg), 0, 0
     for seed in seeds:
         rng = np.random.default_rng(seed)
@@ -172,8 +172,7 @@ def search(monkeypatch, seeds, chunks, rows: int, guesses: str, kv: str, moe: bo
         if guesses.startswith("draft"):
             other = cfg
             if guesses == "draft with other chunks":
-                kinds = tuple(dataclasses.replace(kind, chunk=kind.chunk and 6) for kind in cfg.layers)
-                other = dataclasses.replace(cfg, layers=kinds)
+                other = with_chunks(cfg, 6)
             speculate = Draft(near_copy(weights, seed), other, mesh, kv, 4)
         batch = batch_of(rows, speculate)
         together = [batch.add(answer.request) for answer in alone]

@@ -1,6 +1,5 @@
 """Guesses change how many steps an answer takes, and nothing else."""
 
-import dataclasses
 import functools
 import random
 from collections.abc import Callable
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoints.questions import count_question, fixed_question, sum_question
-from conftest import CHECKPOINTS, MESHES, llama3_config, llama4_config, mesh_of
+from conftest import CHECKPOINTS, MESHES, llama3_config, llama4_config, mesh_of, rings, with_chunks
 from test_generation import ROWS, TOLERANCE, ask, subject
 
 import model
@@ -68,11 +67,9 @@ def guesser(how: str, name: str, mesh: str) -> Lookup | Draft:
         return Lookup(int(how.split()[1]))
     weights, cfg, devices = subject("tiny-llama3" if how == "tiny-llama3" else name, mesh)
     if how == "chunks":
-        cfg = dataclasses.replace(
-            cfg, layers=tuple(dataclasses.replace(kind, chunk=kind.chunk and 6) for kind in cfg.layers)
-        )
+        cfg = with_chunks(cfg, 6)
     if how == "heads":
-        cfg = llama3_config(V=cfg.V, layers=(model.LayerKind(),))
+        cfg = llama3_config(V=cfg.V, depth=1)
         devices = speculation.mesh_for_draft(cfg, devices)
         weights = model.init_weights(jax.random.key(1), cfg, devices)
     return Draft(weights, cfg, devices, "float32", GUESSES)
@@ -135,7 +132,9 @@ def assert_same_with_guesses(name, mesh, how, sampled, capsys):
         assert stats.guessed_right == stats.guessed
     if how == "itself" or not sampled:
         guesses = guesses_for(answers, how, guess)
-        assert steps == sum(steps_of(*each, batch.chunks) for each in zip(answers, guesses, strict=True))
+        assert steps == sum(
+            steps_of(*each, rings(batch.masks)) for each in zip(answers, guesses, strict=True)
+        )
 
 
 GREEDY = [

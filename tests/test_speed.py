@@ -9,6 +9,7 @@ import sys
 
 import numpy as np
 import pytest
+from conftest import Kind, llama4_config
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -37,11 +38,8 @@ def run_speed(*arguments: str) -> subprocess.CompletedProcess:
 @pytest.mark.parametrize("tokens, context", [(1, 0), (1, 5), (6, 0), (3, 4)])
 def test_operations_are_those_of_each_product(tokens, context, chooses, quantized):
     """Counted one by one, for a model with dense and routed, chunked and global layers."""
-    kinds = (model.LayerKind(chunk=4, moe=True), model.LayerKind(rope=False), model.LayerKind(chunk=4))
-    cfg = model.Config(
-        D=8, K=2, G=3, H=4, F=16, V=10, E=4, A=2, M=6, layers=kinds, rope=model.Rope(1e4), norm_eps=1e-5,
-        max_positions=64,
-    )  # fmt: skip
+    kinds = (Kind(chunk=4, moe=True), Kind(rope=False), Kind(chunk=4))
+    cfg = llama4_config(kinds, D=8, K=2, G=3, H=4, F=16, V=10, E=4, A=2, M=6)
     weights = model.abstract(model.weight_infos(cfg), model.make_mesh(cfg), np.float32, quantized)
     count = 0
     for kind in kinds:

@@ -192,7 +192,9 @@ def to_hugging_face(cfg: model.Config, weights: model.Weights) -> dict[str, np.n
     jax.tree.map(put, model.weight_infos(cfg), weights)
     for name, halves in stacked.items():
         tensors[name] = np.concatenate([halves["0"], halves["1"]], -1).astype(ml_dtypes.bfloat16)
-    return {name.replace(".mlp.", ".feed_forward.") if cfg.E else name: x for name, x in tensors.items()}
+    return {
+        name.replace(".mlp.", ".feed_forward.") if cfg.experts else name: x for name, x in tensors.items()
+    }
 
 
 def main():
