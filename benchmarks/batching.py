@@ -167,7 +167,7 @@ class Bench:
             "fixed batches": self.fixed,
             "continuous, each prompt read whole": lambda requests: self.continuous(requests, Forgetful),
             "continuous": self.continuous,
-            f"continuous, {GUESSES} guesses by lookup": lambda requests: self.continuous(
+            f"continuous, prompt lookup, {GUESSES} draft tokens": lambda requests: self.continuous(
                 requests, speculate=Lookup(GUESSES)
             ),
         }
@@ -195,10 +195,10 @@ def measure(bench: Bench, requests: list[Request], rounds: int) -> list[dict]:
 
 
 def table(result: dict) -> str:
-    """The README's, in Markdown."""
+    """That of docs/, in Markdown."""
     head = (
-        "| | tokens/s (least..most) | | steps | | rows in use | tokens per row and step | guesses right "
-        "| prompt tokens read | reused | pieces | same answers |"
+        "| | tokens/s (least..most) | | steps | | rows in use | tokens per row and step | accepted "
+        "| prompt tokens read | reused | prefill chunks | same answers |"
     )
     lines, (fixed, *_) = [head, "|---" * 12 + "|"], result["ways"]
     for line in result["ways"]:

@@ -193,7 +193,7 @@ def measure(folder: pathlib.Path, rounds: int) -> dict[str, list[dict]]:
 
 
 def table(result: dict) -> str:
-    """The README's, in Markdown."""
+    """That of docs/, in Markdown."""
     head = "| | s (least..most) | GB/s | of a copy's | from the disk | peak memory |"
     lines, rates = [head, "|---" * 6 + "|"], {}
     for job, (_, words) in JOBS.items():

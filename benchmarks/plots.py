@@ -1,11 +1,13 @@
-"""The pictures in images/ and the README's tables: python3 benchmarks/plots.py [MEASURED PICTURE]
+"""The pictures in images/ and the tables in docs/: python3 benchmarks/plots.py [MEASURED PICTURE]
 
 MEASURED is one object of `plan.py --json` per line, or what `--json FILE` of speed.py wrote; or, for tables
-alone, of compare.py, conversion.py or quality.py. Without arguments, all that images/ holds.
+alone, of compare.py, conversion.py or quality.py. Without arguments, all that images/ holds, and the picture
+of one layer's shards, which is drawn from what model.py declares.
 """
 # ruff: noqa: E402  the folder above must be on the path first
 
 import json
+import math
 import pathlib
 import sys
 
@@ -14,9 +16,13 @@ sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
 
 import compare
 import conversion
+import jax.numpy as jnp
 import quality
 import speed
+from jax.sharding import AbstractMesh
+from models import read_model
 
+import model
 from checkpoints.errors import UserError
 from terminal.command_line import OneLineParser, run
 
@@ -114,6 +120,131 @@ def draw_speed(result: dict, file: pathlib.Path) -> None:
     save(figure, file)
 
 
+class Shards:
+    """What one device of a tensor-parallel mesh holds, by what model.py declares."""
+
+    def __init__(self, cfg: model.Config, tensor: int, batch: int):
+        shape = model.mesh_shape(cfg, tensor=tensor)
+        self.mesh = AbstractMesh(tuple(shape.values()), tuple(shape))
+        self.sizes = {x: getattr(cfg, x) for x in "DKGHF"} | dict(B=batch, T=1)
+
+    def degree(self, letter: str) -> int:
+        return model.mesh_size(self.mesh, model.SHARDED_BY.get(letter, ()))
+
+    def size(self, letter: str) -> int:
+        return -(-self.sizes[letter.upper()] // self.degree(letter))
+
+    def text(self, letters: str) -> str:
+        """An activation's letters and shape."""
+        return f"{letters} {[self.size(x) for x in letters]}"
+
+    def array(self, info: model.ArrayInfo) -> list[str]:
+        """The letters, shape and bytes of what is declared, weights in int8."""
+        padded = info.padded_shape(self.mesh)
+        shape = [n // self.degree(x) for n, x in zip(padded, info.letters, strict=True)]
+        width = 1 if info.contracted else jnp.dtype(info.dtype).itemsize
+        return [info.letters, str(shape), f"{math.prod(shape) * width / 1e6:.1f} MB"]
+
+
+WEIGHT, CACHE, SHARERS, ALL = "#cfe0f1", "#f7cfd0", "#f9dcb4", "#d9d2ea"
+
+
+def draw_box(axes, x: float, y: float, width: float, lines: list[str], colour: str | None, height=None):
+    """Centred at x, its top at y, in pixels; the first line is bold. Without a colour, the text alone."""
+    if colour:
+        from matplotlib.patches import FancyBboxPatch
+
+        corner, style = (x - width / 2, y), "round,pad=0,rounding_size=5"
+        height = height or 10 + 14 * len(lines)
+        axes.add_patch(
+            FancyBboxPatch(corner, width, height, style, facecolor=colour, edgecolor="#555", lw=0.8)
+        )
+    for i, line in enumerate(lines):
+        weight = "bold" if i == 0 and colour else "normal"
+        axes.text(x, y + 12 + 14 * i, line, ha="center", va="center", fontsize=8, weight=weight)
+
+
+def draw_flow(axes, x: float, title: str, *steps) -> None:
+    """Steps below one another: (width, lines, colour), or a list of those that stand side by side."""
+    axes.text(x, 18, title, ha="center", fontsize=11, weight="bold")
+    y, arrow = 30, dict(arrowstyle="-|>", color="#555", lw=0.9, shrinkA=0, shrinkB=0)
+    for step in steps:
+        boxes = step if isinstance(step, list) else [step]
+        left = x - sum(width + 8 for width, *_ in boxes) / 2
+        for width, lines, colour in boxes:
+            middle = left + 4 + width / 2
+            draw_box(axes, middle, y, width, lines, colour)
+            if step is not steps[0]:
+                axes.annotate("", (middle, y), (middle, y - 14), arrowprops=arrow)
+            left += width + 8
+        y += 24 + 14 * max(len(lines) for _, lines, _ in boxes)
+
+
+def draw_layer(file: pathlib.Path, name="llama3.1-70b", tensor=16, batch=8, context=8192) -> None:
+    """One layer of a decode step on one of more devices than key/value heads, with what they send."""
+    cfg = read_model(name)
+    at, layer = Shards(cfg, tensor, batch), model.weight_infos(cfg).layers[0]
+    cache = model.cache_infos(cfg, batch, context, jnp.dtype("int8")).layers[0]
+    heads, slots = at.degree("k"), at.degree("h")
+    k, g, h, H = (at.size(x) for x in "kghH")
+    figure = pyplot().figure(figsize=(9.5, 5.9))
+    axes = figure.add_axes((0, 0, 1, 1), xlim=(0, 950), ylim=(590, 0))
+    axes.axis("off")
+
+    def weight(name: str, info: model.ArrayInfo, width: float) -> tuple:
+        letters, *rest = at.array(info)
+        return width, [f"{name}  {letters}", *rest], WEIGHT
+
+    x = 300, [f"RMS norm of x {at.text('bTD')}, the same on all {tensor}"], None
+    values, scales = ("{} {}, {}".format(*at.array(info)) for info in (cache.values, cache.scale))
+    attention, mlp = layer.attention, layer.feed_forward
+    draw_flow(
+        axes, 250, "Attention", x,
+        [weight("q", attention.q, 150), weight("k", attention.k, 132), weight("v", attention.v, 132)],
+        (420, [f"all-gather among the {slots} that share a head",
+               f"bf16 {[batch, 1, k, slots, g * H + 2 * h]}: all queries of the head, whole keys and values"],
+         SHARERS),
+        (420, [f"q {at.text('bTkGH')}   k, v {at.text('bTkH')}", "RoPE; the new key and value to their slot"],
+         None),
+        (420, [f"cache  {values}", f"scales {scales}", f"1 in {slots} positions"], CACHE),
+        (420, [f"output of these slots {at.text('bTkGH')}, and its log-sum-exp"], None),
+        (420, [f"all-to-all among the {slots} that share a head",
+               f"f32 {[slots, batch, 1, k, g, H + 1]}: each gets all parts of its own queries"], SHARERS),
+        (420, [f"merged by their log-sum-exp: {at.text('bTkgH')}"], None),
+        weight("o", attention.o, 190),
+        (420, [f"all-reduce among all {tensor}", f"bf16 {at.text('bTD')}: the sum over k and g"], ALL),
+        (300, ["x + attention, the same on all"], None),
+    )  # fmt: skip
+    draw_flow(
+        axes, 715, "Feed forward", x, [weight("gate", mlp.gate, 170), weight("up", mlp.up, 170)],
+        (348, [f"silu(gate) x up: {at.text('bTf')}"], None), weight("down", mlp.down, 190),
+        (348, [f"all-reduce among all {tensor}", f"bf16 {at.text('bTD')}: the sum over f"], ALL),
+        (300, ["x + feed forward: to the next layer"], None),
+    )  # fmt: skip
+
+    axes.text(715, 361, f"The {tensor} chips", ha="center", fontsize=11, weight="bold")
+    for head in range(heads):
+        width = 348 / heads
+        middle = 541 + width * (head + 0.5)
+        axes.text(middle, 383, f"k {head}", ha="center", va="center", fontsize=8)
+        draw_box(axes, middle, 393, width - 4, [], SHARERS, 28 * slots + 6)
+        for slot in range(slots):
+            draw_box(axes, middle, 397 + 28 * slot, width - 10, [], "#ffffff", 22)
+            place = middle, 408 + 28 * slot
+            axes.text(*place, f"part {slot}", ha="center", va="center", fontsize=7)
+    notes = (
+        "The chips of a column share one key/value head (axes *_heads).",
+        "Each has its part of the head's queries (g), of its columns in k and",
+        "v (h) and of its cache slots (s): axes *_slots. All chips split f.",
+        "",
+        f"{name}, tensor {tensor}: a decode step of {batch} rows of {context} positions.",
+        "Shapes and bytes are those of one chip, weights and cache int8.",
+    )
+    for i, line in enumerate(notes):
+        axes.text(541, 415 + 28 * slots + 17 * i, line, va="center", fontsize=8)
+    figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
+
+
 def plans_table(plans: list[dict]) -> str:
     """The plans as a table in Markdown."""
     lines = [
@@ -192,6 +323,8 @@ def main() -> None:
     for file, picture in jobs:
         draw(file, picture)
         print(tables(file), end="\n\n")
+    if not files:
+        draw_layer(images / "layer.svg")
 
 
 if __name__ == "__main__":

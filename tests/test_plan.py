@@ -355,7 +355,7 @@ def test_collectives_take_hops_and_bandwidth():
     )
 
 
-def test_the_readme_shows_the_first_plan_of_its_table(capsys):
+def test_the_docs_show_the_first_plan_of_their_table(capsys):
     """What plan.py printed and the table below it are of one compilation."""
     found = json.loads((ROOT / "images" / "decode_bytes.jsonl").read_text().splitlines()[0])
 
@@ -365,7 +365,7 @@ def test_the_readme_shows_the_first_plan_of_its_table(capsys):
     ranking = [plan.Choice(**choice) for choice in found["ranking"]]
     result = made(plan.Plan, decode=made(plan.Step), prefill=None, ranking=ranking)
     plan.show(result, found["model"], found["quantize"], found["kv_cache_dtype"])
-    assert capsys.readouterr().out in (ROOT / "README.md").read_text()
+    assert capsys.readouterr().out in (ROOT / "docs" / "tpu.md").read_text()
 
 
 # ------------------------------------------------------------------------------------------- the TPU compiler

@@ -193,9 +193,11 @@ def test_the_comparison_refuses():
     assert done.returncode == 1 and "/no/python" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_the_readme_has_what_was_measured():
-    """Every table that plots.py makes of images/ is in the README, and every picture is there."""
-    readme = (ROOT / "README.md").read_text()
+def test_the_docs_have_what_was_measured():
+    """Every table that plots.py makes of images/ is in docs/, and every picture is shown somewhere."""
+    docs = "\n".join(file.read_text() for file in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
     for file in sorted((ROOT / "images").glob("*.json*")):
         for part in plots.tables(file).split("\n\n"):
-            assert part in readme, (file.name, part.split("\n")[0])
+            assert part in docs, (file.name, part.split("\n")[0])
+    for picture in (ROOT / "images").glob("*.svg"):
+        assert f"images/{picture.name})" in docs, picture.name
