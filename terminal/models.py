@@ -2,6 +2,7 @@
 
 import argparse
 import time
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -17,7 +18,7 @@ from serving.text import load_tokenizer
 from terminal.launch import Startup, choose_dtypes, choose_mesh, choose_quantized, log, set_precision
 
 
-def open_models(args: argparse.Namespace, n_devices: int) -> tuple[list[Deployment], object]:
+def open_models(args: argparse.Namespace, n_devices: int) -> tuple[list[Deployment], Any]:
     """-> (the model, and with --draft one that drafts for it; the tokenizer of both)."""
     checkpoint = open_checkpoint(args.checkpoint)
     mesh = choose_mesh(checkpoint.config, args.dp, args.ep, args.tp, n_devices)

@@ -28,6 +28,7 @@ from terminal.command_line import run
 jax.config.update("jax_enable_compilation_cache", False)
 
 CHECKPOINTS = pathlib.Path(__file__).parent / "checkpoints"
+sys.path.append(str(CHECKPOINTS))  # questions.py, of which the tiny models were trained
 
 # (data, expert, tensor) degrees.
 MESHES = {

@@ -16,8 +16,8 @@ import time
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoints.questions import sum_question
 from conftest import CHECKPOINTS, ONE_EACH, invoke, mesh_of
+from questions import sum_question
 
 import main
 import model
@@ -112,11 +112,11 @@ def test_each_prompt_has_its_own_options(ask, tmp_path):
         ('{"messages": null}', '"messages" is no list'),
         ('{"messages": [{"role": "user", "content": null}]}', '"messages" is no list'),
         ('{"prompt": " "}', "an empty prompt"),
-        ('{"prompt": "\\ud800"}', "not valid text"),
+        ('{"prompt": "\\ud800"}', "not valid text, but half a surrogate pair"),
         ('{"messages": []}', '"messages" is no list'),
         ('{"messages": [{"role": "user"}]}', '"messages" is no list'),
         ('{"messages": [{"role": "user", "content": "a", "name": "b"}]}', '"messages" is no list'),
-        ('{"messages": [{"role": "\\ud800", "content": "a"}]}', "not valid text"),
+        ('{"messages": [{"role": "\\ud800", "content": "a"}]}', "not valid text, but half"),
         ('{"prompt": "a", "temperature": 1' + "0" * 400 + "}", "is not a number of at least 0, in float32"),
         ('{"prompt": "a", "repetition_penalty": 1e300}', "is not a number above 0, in float32"),
         ('{"prompt": "a", "top_q": 1}', "unknown option 'top_q'"),

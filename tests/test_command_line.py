@@ -235,14 +235,16 @@ def test_sampling_defaults_come_from_the_checkpoint(tmp_path):
 
 
 def test_damaged_weights(tmp_path, monkeypatch, capsys):
-    """Weights that give NaN are an error, not text."""
+    """Weights that give NaN are an error, not text, and of samples it is said which."""
     shutil.copytree(LLAMA3, tmp_path / "nan")
     tensors = load_file(tmp_path / "nan" / "model.safetensors")
     tensors["model.norm.weight"] = np.full_like(tensors["model.norm.weight"], np.nan)
     save_file(tensors, tmp_path / "nan" / "model.safetensors")
-    for more in ([], ["--score"]):
+    samples = ["--n", "2", "--temperature", "1"]
+    for more, every in (([], [""]), (["--score"], [""]), (samples, [" (1 of 2)", " (2 of 2)"])):
         code, out, err = invoke(monkeypatch, capsys, main, "--checkpoint", tmp_path / "nan", *ONE_EACH, *more)
-        assert code == 1 and out == "" and "NaN" in err
+        assert code == 1 and out == ""
+        assert all(f"error: prompt 1{which}: the model computes NaN" in err for which in every)
 
 
 def damage_token(folder: pathlib.Path, text: str) -> None:

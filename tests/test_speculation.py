@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoints.questions import count_question, fixed_question, sum_question
 from conftest import CHECKPOINTS, MESHES, llama3_config, llama4_config, mesh_of
+from questions import count_question, fixed_question, sum_question
 from test_generation import ROWS, TOLERANCE, ask, subject
 
 import model
