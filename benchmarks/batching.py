@@ -30,15 +30,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from models import MODELS, read_model
-from speed import cpu_name, piece_width
+from speed import cpu_name, prefill_width
 
 import model
 from checkpoints.checkpoint import TYPES, load, open_checkpoint
 from checkpoints.errors import UserError
 from serving import memory
-from serving.engine import Engine, Request
+from serving.engine import Engine
 from serving.hosts import start_fetching
-from serving.speculation import Lookup
+from serving.programs import Programs
+from serving.requests import Request
+from serving.speculation import PromptLookup
 from terminal import launch
 from terminal.command_line import OneLineParser, run
 
@@ -68,7 +70,7 @@ def make_requests(n: int, prompt: int, answer: int, vocabulary: int, max_len: in
 
 @dataclasses.dataclass
 class Found:
-    """What one way took for all requests. pieces: of prompts. row_steps: steps times the rows in use."""
+    """What one way took for all requests. pieces: prefill chunks. row_steps: steps times the rows in use."""
 
     seconds: float
     answers: list[list[int]]
@@ -81,23 +83,9 @@ class Found:
     guessed_right: int = 0
 
 
-class Counting(Engine):
-    """pieces: of prompts, that were read."""
-
-    pieces = 0
-
-    def _call_prefill(self, *arguments):
-        self.pieces += 1
-        return super()._call_prefill(*arguments)
-
-
-class Forgetful(Counting):
-    """Takes nothing from what its rows have read."""
-
-    def __init__(self, *arguments, **options):
-        super().__init__(*arguments, **options)
-        for shard in self.shards:
-            shard.alike = lambda _, rows=shard.rows: dict.fromkeys(rows, 0)
+def without_prefix_caching(engine: Engine) -> None:
+    for shard in engine.scheduler.shards:
+        shard.match_prefixes = lambda _, rows=shard.rows: dict.fromkeys(rows, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +114,7 @@ class Bench:
                 length=jax.device_put(np.zeros(self.rows, np.int32), cache.length.sharding),
             )
             while unread.any():
-                width = piece_width(self.rows, unread.max())
+                width = prefill_width(self.rows, unread.max())
                 count = np.minimum(unread, width)
                 _, cache = model.prefill(None, count, self.weights, cache, width=width, **static)
                 unread -= count
@@ -147,28 +135,31 @@ class Bench:
         read = sum(len(request.prompt) for request in requests)
         return Found(seconds, answers, steps, made, pieces, read=read)
 
-    def continuous(self, requests: list[Request], kind=Counting, **options) -> Found:
-        batch = kind(
-            self.weights, self.cfg, self.mesh, self.rows, self.max_len, self.kv_dtype, requests, **options
-        )
-        batch.pieces, began = 0, time.perf_counter()
-        answers = [batch.add(request) for request in requests]
-        while batch.busy:
-            batch.advance()
-        seconds, stats = time.perf_counter() - began, batch.stats
+    def continuous(self, requests: list[Request], change=None, speculation=None) -> Found:
+        sizes = self.rows, self.max_len, self.kv_dtype
+        engine = Engine(Programs(self.weights, self.cfg, self.mesh, *sizes, speculation), requests)
+        if change is not None:
+            change(engine)
+        start = time.perf_counter()
+        answers = [engine.add(request) for request in requests]
+        while engine.busy:
+            engine.advance()
+        seconds, stats, prefills = time.perf_counter() - start, engine.stats, engine.scheduler.prefills
         return Found(
-            seconds, [answer.tokens for answer in answers], stats.steps, stats.row_steps, batch.pieces,
+            seconds, [answer.tokens for answer in answers], stats.steps, stats.row_steps, prefills,
             read=stats.prompt_tokens - stats.reused_tokens, reused=stats.reused_tokens,
-            guessed=stats.guessed, guessed_right=stats.guessed_right,
+            guessed=stats.drafted, guessed_right=stats.accepted,
         )  # fmt: skip
 
     def ways(self) -> dict:
         return {
             "fixed batches": self.fixed,
-            "continuous, each prompt read whole": lambda requests: self.continuous(requests, Forgetful),
+            "continuous, each prompt read whole": lambda requests: self.continuous(
+                requests, without_prefix_caching
+            ),
             "continuous": self.continuous,
             f"continuous, prompt lookup, {GUESSES} draft tokens": lambda requests: self.continuous(
-                requests, speculate=Lookup(GUESSES)
+                requests, speculation=PromptLookup(GUESSES)
             ),
         }
 
@@ -262,7 +253,8 @@ def main() -> None:
         )
     quantized = launch.choose_quantized(args.quantize, checkpoint) if checkpoint else args.quantize == "int8"
     dtype, kv_dtype = launch.choose_dtypes(args.dtype, args.kv_cache_dtype, quantized)
-    memory.plan_cache([memory.Plan(cfg, mesh, dtype, quantized, kv_dtype)], [], args.rows, max_len)
+    launch.set_precision(dtype)
+    memory.fit_cache([memory.Deployment(cfg, mesh, dtype, quantized, kv_dtype)], [], args.rows, max_len)
     if checkpoint:
         weights = load(checkpoint, mesh, dtype, quantized, show=jax.process_index() == 0)
     else:

@@ -1,8 +1,8 @@
 """How long is the host busy with a step, and with a request that begins? python3 benchmarks/host_time.py
 
 The device is to wait for neither. Here it has nothing to do: what engine.Engine sends is put on it, what
-the batch gets back is ready. Prompts fill the rows but for their answers, and share half of their tokens, so
-that each is compared with all rows that far. A step is a piece of a prompt and a token for all that are read.
+it gets back is ready. Prompts fill the rows but for their answers, and share half of their tokens, so
+that each is compared with all rows that far. A step is a prefill chunk and a token for all that are read.
 """
 # ruff: noqa: E402  the folders must be on the path first
 
@@ -17,58 +17,65 @@ import jax
 import numpy as np
 
 import model
-from model import Config, Gated, Heads, LayerKind, Norm, Output
-from serving.engine import Engine, Request
+from model import Config, Gated, Heads, LayerKind, Norm, Output, Sampling
+from serving.engine import Engine
+from serving.programs import Programs
+from serving.requests import Request
 from terminal.command_line import OneLineParser, run
 
 VOCABULARY = 128256  # of Llama 3
 
 
-class Idle(Engine):
-    """A batch without a model: reading and choosing cost the device nothing.
-
-    admissions: seconds of each request that began.
-    """
+class Idle(Programs):
+    """No model: reading and choosing cost the device nothing."""
 
     def __init__(self, rows: int, max_len: int):
         layers = (LayerKind(Heads(K=1, G=1, H=2), Gated(F=2)),)
         cfg = Config(D=2, V=VOCABULARY, layers=layers, norm=Norm(1e-5), max_positions=max_len)
-        self.admissions: list[float] = []
-        mesh = model.make_mesh(cfg, devices=jax.devices()[:1])
-        super().__init__(None, cfg, mesh, rows, max_len, "bfloat16", [], longest=max_len)
+        super().__init__(
+            None, cfg, model.make_mesh(cfg, devices=jax.devices()[:1]), rows, max_len, "bfloat16"
+        )
 
-    def _call_begin(self, *arguments) -> None:
+    def begin(self, *arguments) -> None:
         jax.block_until_ready(jax.device_put(arguments))
 
-    def _call_prefill(self, rows: np.ndarray, count: np.ndarray, width: int, score: bool) -> None:
+    def prefill(self, rows: np.ndarray, count: np.ndarray, width: int, score: bool = False) -> None:
         jax.block_until_ready(jax.device_put((rows, count)))
 
-    def _call_decode(self, count: np.ndarray) -> Output:
-        jax.block_until_ready(jax.device_put((count, self.sampling)))
+    def decode(self, count: np.ndarray, sampling: Sampling) -> Output:
+        jax.block_until_ready(jax.device_put((count, sampling)))
         chosen = np.full((len(count), 1), 7, np.int32)
         return Output(tokens=chosen, logprobs=chosen * -0.5, count=count, guessed=0 * count)
 
-    def _begin(self) -> None:
+
+class Timed(Engine):
+    """admissions: seconds of each request that began."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.admissions: list[float] = []
+
+    def _admit(self) -> None:
         """Time it, for as many requests as begin."""
-        before, began = self.begun, time.perf_counter()
-        super()._begin()
-        if n := self.begun - before:
-            self.admissions.append((time.perf_counter() - began) / n)
+        before, start = self.scheduler.admitted, time.perf_counter()
+        super()._admit()
+        if n := self.scheduler.admitted - before:
+            self.admissions.append((time.perf_counter() - start) / n)
 
 
 def measure(rows: int, max_len: int, new: int, requests: int) -> tuple[list[float], list[float]]:
     """Seconds of each step while all rows are taken, and of each request that begins."""
-    batch, rng, steps = Idle(rows, max_len), np.random.default_rng(0), []
+    engine, rng, steps = Timed(Idle(rows, max_len), [], longest=max_len), np.random.default_rng(0), []
     head = rng.integers(0, VOCABULARY, max_len // 2, np.int32)
     for _ in range(rows + requests):
         own = rng.integers(0, VOCABULARY, max_len - len(head) - new, np.int32)
-        batch.add(Request(np.concatenate([head, own]), new))
-    while batch.busy:
-        begun, began = batch.begun, time.perf_counter()
-        batch.advance()
-        if begun == batch.begun and not any(row.free for row in batch.rows):
-            steps.append(time.perf_counter() - began)
-    return steps, batch.admissions
+        engine.add(Request(np.concatenate([head, own]), new))
+    while engine.busy:
+        admitted, start = engine.scheduler.admitted, time.perf_counter()
+        engine.advance()
+        if admitted == engine.scheduler.admitted and not any(row.free for row in engine.scheduler.rows):
+            steps.append(time.perf_counter() - start)
+    return steps, engine.admissions
 
 
 def main() -> None:

@@ -41,7 +41,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from models import MODELS, read_model
-from speed import piece_width
+from speed import prefill_width
 
 import model
 from checkpoints.errors import UserError
@@ -438,7 +438,7 @@ def plan(
     for name, _, size_in_bytes in job.shards(mesh):
         stored[name.split(".")[0]] += size_in_bytes
     if prefill:
-        width = piece_width(job.batch, prefill)
+        width = prefill_width(job.batch, prefill)
         piece = compile_step(dataclasses.replace(job, tokens=width), mesh, topology)
     return Plan(
         topology=topology.name, devices=len(topology.devices), hbm_capacity_bytes=topology.chip.hbm,

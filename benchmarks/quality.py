@@ -238,6 +238,7 @@ def main() -> None:
     cfg, show = exact.config, jax.process_index() == 0
     mesh = launch.choose_mesh(cfg, args.dp, args.ep, args.tp, launch.device_count())
     dtype, _ = launch.choose_dtypes(args.dtype, None, quantized=False)
+    launch.set_precision(dtype)
     if text:
         length = min(args.window, cfg.max_positions)
         tokens = windows(load_tokenizer(exact.folder), text, length, mesh.shape["data"], cfg)

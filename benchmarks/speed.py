@@ -37,7 +37,7 @@ from checkpoints.checkpoint import TYPES, load, open_checkpoint
 from checkpoints.errors import UserError
 from model import Config, Sampling
 from quantize import QuantizedArray, values_and_scale
-from serving import engine, memory
+from serving import memory, programs
 from terminal import launch
 from terminal.command_line import OneLineParser, run
 
@@ -128,12 +128,12 @@ def _size(tree) -> int:
 # ------------------------------------------------------------------------------------------------------ runs
 
 
-def piece_width(batch: int, length: int) -> int:
-    """Of the pieces in which `batch` prompts are read at once: of many rows shorter ones, for the memory."""
+def prefill_width(batch: int, length: int) -> int:
+    """Of the chunks in which `batch` prompts are read at once: of many rows shorter ones, for the memory."""
     limit = 512
     while limit * batch > 8 * 512 and limit > 16:
         limit //= 2
-    return min(limit, engine.piece_width(length))
+    return min(limit, programs.prefill_width(length))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +189,7 @@ class Bench:
 
     def prefill(self, batch: int, length: int, trace: pathlib.Path | None = None) -> dict:
         """Prompts of `length` tokens into empty caches."""
-        state, width = [self.cache(batch, 0, length)], piece_width(batch, length)
+        state, width = [self.cache(batch, 0, length)], prefill_width(batch, length)
         counts = [np.full(batch, min(width, length - i), np.int32) for i in range(0, length, width)]
         program = self.compile(model.prefill, None, counts[0], self.weights, *state, width=width)
 
@@ -412,11 +412,12 @@ def main() -> None:
             raise UserError(f"--batch {batch} is no multiple of the data parallelism {mesh.shape['data']}")
     quantized = launch.choose_quantized(args.quantize, checkpoint) if checkpoint else args.quantize == "int8"
     dtype, kv_dtype = launch.choose_dtypes(args.dtype, args.kv_cache_dtype, quantized)
+    launch.set_precision(dtype)
     for name, length in (("context", max(args.context)), ("prompt", max(args.prompt))):
         if length > cfg.max_positions:
             raise UserError(f"--{name} {length}: the model's limit is {cfg.max_positions} positions")
     longest = max(*args.context, *args.prompt)
-    memory.plan_cache([memory.Plan(cfg, mesh, dtype, quantized, kv_dtype)], [], max(args.batch), longest)
+    memory.fit_cache([memory.Deployment(cfg, mesh, dtype, quantized, kv_dtype)], [], max(args.batch), longest)
     rates = measure_bandwidth(), measure_flops(jnp.dtype(dtype))  # before the weights fill the memory
     if checkpoint:
         weights = load(checkpoint, mesh, dtype, quantized, show=jax.process_index() == 0)

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from numpy.polynomial.polynomial import polypow
 
 import model
+from checkpoints.checkpoint import Checkpoint
 from checkpoints.errors import UserError
 from model import Config, Experts
 from serving.hosts import gather
@@ -75,14 +76,15 @@ def device_memory() -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """A model that is to be loaded, and what its arrays will take."""
+class Deployment:
+    """A model as it is to be loaded, and what its arrays will take. checkpoint: None for random weights."""
 
     cfg: Config
     mesh: Mesh
     dtype: str
     quantized: bool
     kv_dtype: str
+    checkpoint: Checkpoint | None = None
 
     def weight_bytes(self) -> int:
         infos = model.weight_infos(self.cfg)
@@ -93,18 +95,18 @@ class Plan:
         return shard_bytes(model.abstract(infos, self.mesh))
 
 
-def plan_cache(
-    plans: list[Plan], lengths: list[int], rows: int | None, max_len: int | None
+def fit_cache(
+    models: list[Deployment], lengths: list[int], rows: int | None, max_len: int | None
 ) -> tuple[int, int]:
     """How many rows of how many positions to allocate for requests of these lengths: -> (rows, max_len).
 
-    plans: of the model, and of one that drafts for it. rows, max_len: what the user fixed. By default a row
+    models: one, and perhaps one that drafts for it. rows, max_len: what the user fixed. By default a row
     for each request, but at most ROWS, as long as the longest; fewer where the memory does not hold them, and
     then shorter ones, for which the longest requests are too long. Temporaries are not counted.
 
     Raises UserError if not even the shortest request fits.
     """
-    shards, limit = plans[0].mesh.shape["data"], min(plan.cfg.max_positions for plan in plans)
+    shards, limit = models[0].mesh.shape["data"], min(x.cfg.max_positions for x in models)
 
     def rounded(length: int) -> int:
         return min(limit, -(-length // 128) * 128)  # few sizes to compile for
@@ -116,17 +118,17 @@ def plan_cache(
     choices = [(count, max_len or rounded(max(lengths))) for count in counts]
     if not max_len:
         choices += [(counts[-1], length) for length in sorted({rounded(n) for n in lengths}, reverse=True)]
-    weights, have = sum(plan.weight_bytes() for plan in plans), device_memory()
+    weights, have = sum(x.weight_bytes() for x in models), device_memory()
     for choice in choices:
-        if weights + sum(plan.cache_bytes(*choice) for plan in plans) <= have * (1 if rows else 1 - HEADROOM):
+        if weights + sum(x.cache_bytes(*choice) for x in models) <= have * (1 if rows else 1 - HEADROOM):
             return choice
 
     count, length = choices[0] if rows else choices[len(counts) - 1]
-    cache = sum(plan.cache_bytes(count, length) for plan in plans)
+    cache = sum(x.cache_bytes(count, length) for x in models)
     if weights > cache:  # remedies for the larger of the two
-        remedies = ["--quantize int8"] * (not all(plan.quantized for plan in plans))
+        remedies = ["--quantize int8"] * (not all(x.quantized for x in models))
     else:
-        remedies = ["--kv-cache-dtype int8"] * (plans[0].kv_dtype != "int8")
+        remedies = ["--kv-cache-dtype int8"] * (models[0].kv_dtype != "int8")
         remedies += ["fewer rows"] * (count > shards) + ["shorter rows"]
     remedies += ["more devices"]
     weights, cache, have = (f"{size / 2**30:.2f} GiB" for size in (weights, cache, have))

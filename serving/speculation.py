@@ -1,12 +1,8 @@
-"""Guesses of the tokens to come, which a decode step can check all at once.
+"""Speculative decoding: draft tokens, which may come next, and of which a decode step checks several at once.
 
-A guess that the model would have chosen itself is as good as chosen, so the text does not depend on guesses,
-only the number of steps does. This holds for sampling too, where a draw depends on its seed and place alone.
-Source: arXiv 2211.17192, with one draw in the place of two. model.decode_step checks guesses; here they are
-made.
-
-What engine.Engine asks of Lookup and Draft: `start` once; `begin` and `prefill` whenever it calls them of
-the model; `guess` before each decode step and `follow` after it.
+A draft token that the model would have chosen itself is accepted, so the text does not depend on them, only
+the number of steps does. This holds for sampling too, where a draw depends on its seed and place alone.
+Source: arXiv 2211.17192, with one draw in the place of two. model.decode_step checks; here they are made.
 """
 
 from functools import partial
@@ -21,48 +17,41 @@ import model
 from checkpoints.errors import UserError
 from model import Cache, Config, Output, Sampling
 from ops import cpu
+from serving.programs import Programs
 
-NGRAM = 3  # tokens that Lookup compares at most
-# Tokens to guess at a time, at most. A longer step is no decode to a CPU, which then rounds int8 products in
-# another way: guesses would change the text. Nor would a TPU's decode kernel take it at 8 heads per key head.
-MOST = cpu.DECODE - 1
-
-
-def check_guesses(guesses: int) -> int:
-    """The number itself. UserError if a step cannot check so many."""
-    if not 1 <= guesses <= MOST:
-        raise UserError(f"{str(guesses)[:40]} guesses at a time are not between 1 and {MOST}")
-    return guesses
+NGRAM = 3  # tokens that prompt lookup compares at most
+# Draft tokens per step, at most. A longer step is no decode to a CPU, which then rounds int8 products in
+# another way: they would change the text. Nor would a TPU's decode kernel take it at 8 heads per key head.
+MAX_DRAFT = cpu.DECODE - 1
 
 
-class Lookup:
-    """Guesses what followed when the last few tokens were last in the text. Source: arXiv 2304.04487."""
-
-    masks = frozenset()
-
-    def __init__(self, guesses: int):
-        self.guesses = check_guesses(guesses)
-
-    def start(self, cfg: Config, mesh: Mesh, rows: int, max_len: int) -> None:
-        self.mesh = mesh
-
-    def begin(self, *_) -> None:
-        pass
-
-    def prefill(self, *_) -> None:
-        pass
-
-    def guess(self, count, sampling: Sampling, cache: Cache) -> tuple[Array, Array]:
-        """-> (guesses [B,N], count [B] with those that are to be checked)."""
-        return lookup(count, cache.tokens, cache.length, guesses=self.guesses, mesh=self.mesh)
-
-    def follow(self, output: Output) -> None:
-        pass
+def check_n_draft(n: int) -> int:
+    """The number itself. UserError if a step cannot check so many draft tokens."""
+    if not 1 <= n <= MAX_DRAFT:
+        raise UserError(f"{str(n)[:40]} guesses at a time are not between 1 and {MAX_DRAFT}")
+    return n
 
 
-@partial(jax.jit, static_argnames=("guesses", "mesh"))
-def lookup(count, text: Array, length: Array, *, guesses: int, mesh: Mesh) -> tuple[Array, Array]:
-    """text: [B,S], of which each row's first 1 + length[B] tokens are known. count: [B], see decode_step."""
+class PromptLookup:
+    """Drafts what followed when the last few tokens were last in the text. Source: arXiv 2304.04487."""
+
+    draft = None
+
+    def __init__(self, n_draft: int):
+        self.n_draft = check_n_draft(n_draft)
+
+    def decode(self, count, sampling: Sampling, target: Programs) -> Output:
+        cache, mesh = target.cache, target.mesh
+        draft_tokens, count = look_up(count, cache.tokens, cache.length, n_draft=self.n_draft, mesh=mesh)
+        return target.step(count, draft_tokens, sampling)
+
+
+@partial(jax.jit, static_argnames=("n_draft", "mesh"))
+def look_up(count, text: Array, length: Array, *, n_draft: int, mesh: Mesh) -> tuple[Array, Array]:
+    """-> (draft tokens [B,N], count [B] with those that are to be checked).
+
+    text: [B,S], of which each row's first 1 + length[B] tokens are known. count: [B], see decode_step.
+    """
 
     @partial(jax.shard_map, mesh=mesh, in_specs=(P("data"),) * 3, out_specs=(P("data"),) * 2)
     def on_device(count: Array, text: Array, length: Array) -> tuple[Array, Array]:
@@ -76,7 +65,7 @@ def lookup(count, text: Array, length: Array, *, guesses: int, mesh: Mesh) -> tu
         best = jnp.argmax(matches * slots.size + jnp.where(matches > 0, slots, 0), 1)[:, None]
         period = length[:, None] - best
         found = jnp.take_along_axis(matches, best, 1)[:, 0] > 0
-        at = best + 1 + jnp.arange(guesses) % jnp.maximum(period, 1)
+        at = best + 1 + jnp.arange(n_draft) % jnp.maximum(period, 1)
         known = jnp.take_along_axis(text, at, 1, mode="clip")
         return known, jnp.where(found, count, jnp.minimum(count, 1))
 
@@ -93,41 +82,29 @@ def mesh_for_draft(cfg: Config, mesh: Mesh) -> Mesh:
     return Mesh(devices, tuple(shape), axis_types=mesh.axis_types)
 
 
-class Draft:
-    """Guesses what a smaller model of the same vocabulary would say, which draws with the same seeds."""
+class DraftModel:
+    """Drafts what a smaller model of the same vocabulary would choose, which draws with the same seeds."""
 
-    def __init__(self, weights: model.Weights, cfg: Config, mesh: Mesh, kv_dtype: str, guesses: int):
-        self.weights, self.static, self.kv_dtype = weights, dict(cfg=cfg, mesh=mesh), kv_dtype
-        self.guesses, self.masks = check_guesses(guesses), cfg.masks
+    def __init__(self, draft: Programs, n_draft: int):
+        self.draft, self.n_draft = draft, check_n_draft(n_draft)
 
-    def start(self, cfg: Config, mesh: Mesh, rows: int, max_len: int) -> None:
-        if cfg.V != self.static["cfg"].V:
-            raise UserError(f"the draft has {self.static['cfg'].V} tokens, the model {cfg.V}")
-        self.cache = model.init_cache(**self.static, batch=rows, max_len=max_len, dtype=self.kv_dtype)
-
-    def begin(self, *arguments) -> None:
-        self.cache = model.begin(*arguments, self.cache, **self.static)
-
-    def prefill(self, rows, count, width: int) -> None:
-        _, self.cache = model.prefill(rows, count, self.weights, self.cache, width=width, **self.static)
-
-    def guess(self, count, sampling: Sampling, cache: Cache) -> tuple[Array, Array]:
-        guesses, self.count, self.cache = read_ahead(
-            count, sampling, self.weights, self.cache, guesses=self.guesses, **self.static
+    def decode(self, count, sampling: Sampling, target: Programs) -> Output:
+        draft = self.draft
+        draft_tokens, count, draft.cache = read_ahead(
+            count, sampling, draft.weights, draft.cache, n_draft=self.n_draft, **draft.static
         )
-        return guesses, self.count
+        output = target.step(count, draft_tokens, sampling)
+        draft.cache = correct(draft.cache, count, output, mesh=draft.mesh)
+        return output
 
-    def follow(self, output: Output) -> None:
-        self.cache = correct(self.cache, self.count, output, mesh=self.static["mesh"])
 
-
-@partial(jax.jit, static_argnames=("guesses", "cfg", "mesh"), donate_argnames="cache")
+@partial(jax.jit, static_argnames=("n_draft", "cfg", "mesh"), donate_argnames="cache")
 def read_ahead(
-    count, sampling: Sampling, weights, cache: Cache, *, guesses: int, cfg: Config, mesh: Mesh
+    count, sampling: Sampling, weights, cache: Cache, *, n_draft: int, cfg: Config, mesh: Mesh
 ) -> tuple[Array, Array, Cache]:
-    """Decode as many tokens as may be looked at: -> (guesses [B,N], count [B], the cache that has read them).
+    """Decode as many tokens as may be checked: -> (draft tokens [B,N], count [B], the cache).
 
-    The last guess is read too, for it may be right.
+    The cache has read the last of them too, for it may be accepted.
     """
     start = cache.length
     count = jnp.minimum(count, model.room(start, cfg))
@@ -136,14 +113,14 @@ def read_ahead(
         reads = (i < count).astype(jnp.int32)
         return model.decode_step(reads, None, sampling, weights, cache, cfg=cfg, mesh=mesh)[1]
 
-    cache = lax.fori_loop(0, 1 + guesses, read_one, cache)
-    at = start[:, None] + 1 + jnp.arange(guesses)
+    cache = lax.fori_loop(0, 1 + n_draft, read_one, cache)
+    at = start[:, None] + 1 + jnp.arange(n_draft)
     return jnp.take_along_axis(cache.tokens, at, 1, mode="clip"), count, cache
 
 
 @partial(jax.jit, static_argnames="mesh", donate_argnames="cache")
 def correct(cache: Cache, ahead: Array, output: Output, *, mesh: Mesh) -> Cache:
-    """The draft's cache, `ahead` [B] tokens of which were guesses or led to them, with what was chosen."""
+    """The draft model's cache, which has read `ahead` [B] tokens, with what was chosen instead."""
 
     @partial(jax.shard_map, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
     def on_device(text: Array, length: Array, output: Output) -> tuple[Array, Array]:

@@ -1,17 +1,24 @@
 """A conversation in the terminal, or over a pipe: each line a turn, each answer as it is made."""
 
+import argparse
 import os
 import re
 import signal
 import sys
 import time
 
-from checkpoints.errors import UserError
-from serving.engine import Engine, Request
-from serving.text import TextStream
-from terminal.launch import log
-from terminal.prompts import Asker, is_broken
+import jax
 
+from checkpoints.errors import UserError
+from serving.engine import Engine
+from serving.memory import Deployment, fit_cache
+from serving.requests import Request
+from serving.text import TextStream
+from terminal.launch import Startup, log
+from terminal.models import start_engine
+from terminal.prompts import NOT_TEXT, Asker, is_broken
+
+POSITIONS = 4096  # of a conversation, unless --max-len or the model say otherwise
 PATIENCE = 2.0  # seconds after which a second Ctrl-C leaves at once
 HELP = "/reset begins anew, /exit or Ctrl-D leaves, Ctrl-C ends an answer"
 
@@ -50,20 +57,20 @@ def read_turn(prompt: str) -> str | None:
         except UnicodeDecodeError:
             line = "\udc80"
         if is_broken(line):
-            log("not valid text in this terminal's encoding")
+            log(NOT_TEXT)
         elif line.strip():
             return line
 
 
-def say(batch: Engine, request: Request, stream: TextStream, interrupts: Interrupts) -> str:
+def say(engine: Engine, request: Request, stream: TextStream, interrupts: Interrupts) -> str:
     """Print the answer as it is made, and return it; an interrupt ends it. "" if it breaks off."""
     interrupts.answering, interrupts.since = True, None
-    answer = batch.add(request)
-    while batch.busy:
-        batch.advance()
+    answer = engine.add(request)
+    while engine.busy:
+        engine.advance()
         print(stream.add(answer.tokens[stream.used :]), end="", flush=True)
         if stream.stopped or interrupts.since is not None:
-            batch.cancel(answer)
+            engine.cancel(answer)
     print(stream.finish(), flush=True)
     interrupts.answering = False
     if answer.error is not None:
@@ -74,38 +81,57 @@ def say(batch: Engine, request: Request, stream: TextStream, interrupts: Interru
     return stream.text
 
 
-def converse(batch: Engine, asker: Asker) -> None:
+def chat(args: argparse.Namespace, models: list[Deployment], asker: Asker, startup: Startup) -> None:
+    """--chat: one row, in which the conversation stays. Exit code 1 if an answer broke off."""
+    if not asker.templated:
+        raise UserError(f"--chat: the tokenizer in {args.checkpoint} has no chat template")
+    if jax.process_count() > 1:
+        raise UserError("--chat works on one host; this is one of several")
+    if args.max_len is None:
+        asker.limit, asker.why = min(asker.limit, POSITIONS), "the room for a conversation, --max-len,"
+    asker.new_tokens = asker.limit
+    rows, max_len = fit_cache(models, [asker.limit], None, asker.limit)
+    like = asker.request([0], {})
+    engine = start_engine(args, models, rows, max_len, [like], startup, longest=max_len)
+    converse(engine, asker)
+    if engine.stats.failed:
+        sys.exit(1)
+
+
+def converse(engine: Engine, asker: Asker) -> None:
     """Talk until the end of the input."""
-    interactive = sys.stdin.isatty()
+    interactive, turns = sys.stdin.isatty(), []
     if interactive:
         import readline  # noqa: F401  lines can be edited, and earlier ones called back
 
         log(HELP)
     with Interrupts() as interrupts:
-        talk(batch, asker, "> " if interactive else "", interrupts)
+        while turns is not None:
+            try:
+                line = read_turn("> " if interactive else "")
+                turns = obey(engine, asker, turns, line or "/exit", interrupts)
+            except KeyboardInterrupt:  # of a line that was being typed
+                log("\n" + HELP)
 
 
-def talk(batch: Engine, asker: Asker, prompt: str, interrupts: Interrupts) -> None:
-    turns = []
-    while True:
-        try:
-            line = read_turn(prompt)
-            command = (line or "/exit").strip()
-            if command == "/exit":
-                return
-            if command == "/reset":
-                turns = []
-                log("a new conversation")
-            elif re.fullmatch(r"/[a-z]+|/(reset|exit)\b.*", command, re.I):
-                log(f"no such command: {command}; {HELP}")
-            else:
-                turns = take_turn(batch, asker, turns, line, interrupts)
-        except KeyboardInterrupt:  # of a line that was being typed
-            log("\n" + HELP)
+def obey(
+    engine: Engine, asker: Asker, turns: list[dict], line: str, interrupts: Interrupts
+) -> list[dict] | None:
+    """Do what a line says: -> the turns so far, or None at the end."""
+    command = line.strip()
+    if command == "/exit":
+        return None
+    if command == "/reset":
+        log("a new conversation")
+        return []
+    if re.fullmatch(r"/[a-z]+|/(reset|exit)\b.*", command, re.I):
+        log(f"no such command: {command}; {HELP}")
+        return turns
+    return take_turn(engine, asker, turns, line, interrupts)
 
 
 def take_turn(
-    batch: Engine, asker: Asker, turns: list[dict], line: str, interrupts: Interrupts
+    engine: Engine, asker: Asker, turns: list[dict], line: str, interrupts: Interrupts
 ) -> list[dict]:
     """Answer a line: -> the turns so far, with it and the answer, if there is one."""
     asked = [*turns, {"role": "user", "content": line}]
@@ -114,5 +140,5 @@ def take_turn(
     except UserError as e:
         log(f"{e}; /reset begins anew" if turns else e)
         return turns
-    said = say(batch, request, asker.stream(), interrupts)
+    said = say(engine, request, asker.stream(), interrupts)
     return [*asked, {"role": "assistant", "content": said}] if said.strip() else turns

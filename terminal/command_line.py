@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from checkpoints.errors import UserError
 
-LARGEST = 2**31 - 1  # number that an option takes
+INT32_MAX = 2**31 - 1  # the largest number that an option takes
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -18,8 +18,8 @@ class OneLineParser(argparse.ArgumentParser):
     def check_positive(self, args, *names: str) -> None:
         """Refuse what was given for these options and is less than 1, or no number of 32 bits."""
         for name in names:
-            if (value := getattr(args, name)) is not None and not 1 <= value <= LARGEST:
-                what = "not at least 1" if value < 1 else f"more than {LARGEST}"
+            if (value := getattr(args, name)) is not None and not 1 <= value <= INT32_MAX:
+                what = "not at least 1" if value < 1 else f"more than {INT32_MAX}"
                 self.error(f"--{name.replace('_', '-')} {str(value)[:40]} is {what}")
 
     def error(self, message: str):

@@ -32,12 +32,15 @@ def keep_compiled() -> None:
     warnings.filterwarnings("ignore", message=".*persistent compilation cache", category=UserWarning)
 
 
-LAPS: dict[str, float] = {}  # seconds of CPU time, by what they went to
+class Startup:
+    """Seconds of CPU time from the start of this program to the first tokens, by what they went to."""
 
+    def __init__(self):
+        self.laps: dict[str, float] = {}
 
-def lap(what: str) -> None:
-    """Charge the CPU time since the last lap, or since this program began, to `what`."""
-    LAPS[what] = LAPS.get(what, 0) + time.process_time() - sum(LAPS.values())
+    def lap(self, what: str) -> None:
+        """Charge the time since the last lap to `what`, unless it has had its lap."""
+        self.laps.setdefault(what, time.process_time() - sum(self.laps.values()))
 
 
 def join_hosts() -> None:
@@ -99,6 +102,10 @@ def choose_dtypes(dtype: str | None, kv_dtype: str | None, quantized: bool) -> t
     """The types of activations and cache that the user asked for, or else those that are fast here."""
     on_cpu = jax.default_backend() == "cpu"
     dtype = dtype or ("float32" if on_cpu and not quantized else "bfloat16")
-    if dtype == "float32":
-        jax.config.update("jax_default_matmul_precision", "highest")  # else TPUs and GPUs round the factors
     return dtype, kv_dtype or ("float32" if on_cpu else dtype)
+
+
+def set_precision(dtype: str) -> None:
+    """Let products of float32 activations be exact: TPUs and GPUs would round the factors."""
+    if dtype == "float32":
+        jax.config.update("jax_default_matmul_precision", "highest")

@@ -14,11 +14,10 @@ from checkpoints.checkpoint import Checkpoint
 from checkpoints.errors import UserError
 from checkpoints.tensor_files import parse_json
 from model import Config, Sampling
-from serving.engine import Request
 from serving.hosts import from_first
-from serving.scheduler import SAMPLING, check_sampling
+from serving.requests import SAMPLING, Request, check_sampling
 from serving.text import TextStream, encode, generation_config, stop_tokens
-from terminal.command_line import LARGEST
+from terminal.command_line import INT32_MAX
 from terminal.launch import log
 
 NEW_TOKENS = 256  # unless --max-new-tokens or the room that is left say otherwise
@@ -27,6 +26,7 @@ DEFAULTS = (
     "What is the weather like expressed in long prose in Old English",
     "Do you like ice cream, be extremely precise",
 )
+NOT_TEXT = "not valid text in this terminal's encoding"
 RESTRICTIONS = {"top_k", "top_p", "min_p"}  # which ask for samples
 
 
@@ -45,23 +45,26 @@ class Prompt:
 
 def read_prompts(args: argparse.Namespace) -> list[Prompt]:
     """The prompts of the command line, then the file's, else the default ones. UserError if one is empty."""
-    prompts = [
+    typed = [
         Prompt(text, f"--prompt {text if len(text) < 40 else text[:36] + '...'!r}")
         for text in args.prompt or ()
     ]
-    if args.prompt_file is not None:
-        prompts += read_prompt_file(args.prompt_file)
-    for prompt in prompts:
-        texts = (
-            [prompt.text]
-            if isinstance(prompt.text, str)
-            else [x for turn in prompt.text for x in turn.values()]
-        )
-        if not all(text.strip() for text in texts):
-            raise UserError(f"{prompt.where}: an empty prompt")
-        if any(is_broken(text) for text in texts):
-            raise UserError(f"{prompt.where}: not valid text in this terminal's encoding")
-    return prompts or [Prompt(text, f"prompt {i}") for i, text in enumerate(DEFAULTS, 1)]
+    read = [] if args.prompt_file is None else read_prompt_file(args.prompt_file)
+    for prompt in typed:
+        check_text(prompt, NOT_TEXT)
+    for prompt in read:
+        check_text(prompt, "not valid text, but half a surrogate pair")
+    return [*typed, *read] or [Prompt(text, f"prompt {i}") for i, text in enumerate(DEFAULTS, 1)]
+
+
+def check_text(prompt: Prompt, broken: str) -> None:
+    """UserError if there is nothing in the prompt, or if it `is_broken`, in these words."""
+    alone = isinstance(prompt.text, str)
+    texts = [prompt.text] if alone else [x for turn in prompt.text for x in turn.values()]
+    if not all(text.strip() for text in texts):
+        raise UserError(f"{prompt.where}: an empty prompt")
+    if any(is_broken(text) for text in texts):
+        raise UserError(f"{prompt.where}: {broken}")
 
 
 def share_prompts(args: argparse.Namespace) -> list[Prompt]:
@@ -111,8 +114,8 @@ def parse_line(line: str, where: str) -> Prompt:
     for name in set(options) & set(SAMPLING):
         check_sampling(name, options[name], f"{where}: ")
     new = options.get("max_new_tokens", 1)
-    if type(new) is not int or not 1 <= new <= LARGEST:
-        raise UserError(f"{where}: max_new_tokens {str(new)[:40]} is not between 1 and {LARGEST}")
+    if type(new) is not int or not 1 <= new <= INT32_MAX:
+        raise UserError(f"{where}: max_new_tokens {str(new)[:40]} is not between 1 and {INT32_MAX}")
     return Prompt(text, where, options)
 
 
@@ -168,7 +171,7 @@ class Asker:
         if args.n > 1 and not self.sampling.temperature:
             log(f"--n {args.n}: greedy answers are all alike; --temperature 1 would make them differ")
         if is_broken(args.system or ""):
-            raise UserError("--system: not valid text in this terminal's encoding")
+            raise UserError(f"--system: {NOT_TEXT}")
         if args.system is not None and not tokenizer.chat_template:
             raise UserError(f"--system: the tokenizer in {checkpoint.folder} has no chat template")
 

@@ -20,7 +20,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 import main
 import model
-from serving.engine import Answer, Engine, Request
+from serving.engine import Engine
+from serving.programs import Programs
+from serving.requests import Answer, Request
 from terminal.command_line import run
 
 # What main.py keeps of its compilations is not for tests; and in a process that has compiled thousands of
@@ -28,6 +30,7 @@ from terminal.command_line import run
 jax.config.update("jax_enable_compilation_cache", False)
 
 CHECKPOINTS = pathlib.Path(__file__).parent / "checkpoints"
+sys.path.append(str(CHECKPOINTS))  # questions.py, of which the tiny models were trained
 
 # (data, expert, tensor) degrees.
 MESHES = {
@@ -143,10 +146,11 @@ def generate(
     """The answers to prompts (token ids) of up to `new` tokens, of all or of each; greedy."""
     new = [new] * len(prompts) if isinstance(new, int) else new
     requests = [Request(prompt, n, stop=stop, score=score) for prompt, n in zip(prompts, new, strict=True)]
-    batch = Engine(weights, cfg, mesh, min(len(requests), 16), max_len, kv_dtype, requests, **options)
-    answers = [batch.add(request) for request in requests]
-    while batch.busy:
-        batch.advance()
+    programs = Programs(weights, cfg, mesh, min(len(requests), 16), max_len, kv_dtype, **options)
+    engine = Engine(programs, requests)
+    answers = [engine.add(request) for request in requests]
+    while engine.busy:
+        engine.advance()
     return answers
 
 

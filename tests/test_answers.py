@@ -16,8 +16,8 @@ import time
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoints.questions import sum_question
 from conftest import CHECKPOINTS, ONE_EACH, invoke, mesh_of
+from questions import sum_question
 
 import main
 import model
@@ -27,7 +27,8 @@ from checkpoints.progress import progress
 from checkpoints.tensor_files import TensorFile
 from convert_checkpoint import convert
 from serving.text import encode, load_tokenizer
-from terminal import answers
+from terminal import answers, models, output_file
+from terminal.options import parse_arguments
 from terminal.prompts import Asker, Prompt
 
 LLAMA3 = CHECKPOINTS / "tiny-llama3"
@@ -111,11 +112,11 @@ def test_each_prompt_has_its_own_options(ask, tmp_path):
         ('{"messages": null}', '"messages" is no list'),
         ('{"messages": [{"role": "user", "content": null}]}', '"messages" is no list'),
         ('{"prompt": " "}', "an empty prompt"),
-        ('{"prompt": "\\ud800"}', "not valid text"),
+        ('{"prompt": "\\ud800"}', "not valid text, but half a surrogate pair"),
         ('{"messages": []}', '"messages" is no list'),
         ('{"messages": [{"role": "user"}]}', '"messages" is no list'),
         ('{"messages": [{"role": "user", "content": "a", "name": "b"}]}', '"messages" is no list'),
-        ('{"messages": [{"role": "\\ud800", "content": "a"}]}', "not valid text"),
+        ('{"messages": [{"role": "\\ud800", "content": "a"}]}', "not valid text, but half"),
         ('{"prompt": "a", "temperature": 1' + "0" * 400 + "}", "is not a number of at least 0, in float32"),
         ('{"prompt": "a", "repetition_penalty": 1e300}', "is not a number above 0, in float32"),
         ('{"prompt": "a", "top_q": 1}', "unknown option 'top_q'"),
@@ -158,8 +159,8 @@ def test_what_memory_does_not_hold_is_refused(ask, tmp_path, monkeypatch):
     from serving import memory
 
     (tmp_path / "p").write_text("\n".join(["Hello", "a b " * 80]))
-    plan_cache = memory.plan_cache
-    monkeypatch.setattr(main, "plan_cache", lambda plans, lengths, *_: plan_cache(plans, lengths, None, 128))
+    fit_cache = memory.fit_cache
+    monkeypatch.setattr(main, "fit_cache", lambda models, lengths, *_: fit_cache(models, lengths, None, 128))
     turns = [{"role": "user", "content": "Hello"}]
     room = 128 - len(encode(load_tokenizer(LLAMA3), turns, 512))  # so that the first just fits
     code, out, err = ask("--prompt-file", "p", "--max-new-tokens", room)
@@ -190,7 +191,7 @@ def test_what_an_editor_leaves(ask, tmp_path, monkeypatch):
     arguments = ["--prompt-file", "p", "--output", "o"]
     assert ask(*arguments)[0] == 0
     whole = (tmp_path / "o").read_bytes()
-    monkeypatch.setattr(main, "load", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr(models, "load", lambda *_, **__: pytest.fail("loaded"))
     for left in (
         whole.replace(b"\n", b"\r\n"),
         b"\xef\xbb\xbf" + whole,
@@ -208,7 +209,7 @@ def test_held_answers_are_not_asked_again(ask, tmp_path, monkeypatch):
     arguments = ["--prompt-file", "p", "--output", "o"]
     assert ask(*arguments)[0] == 0
     whole = (tmp_path / "o").read_bytes()
-    monkeypatch.setattr(main, "load", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr(models, "load", lambda *_, **__: pytest.fail("loaded"))
     code, out, err = ask(*arguments)
     assert code == 0 and out == "" and (tmp_path / "o").read_bytes() == whole
     monkeypatch.undo()
@@ -305,7 +306,7 @@ def test_samples(ask):
 def test_a_million_samples_would_not_take_long_to_ask(monkeypatch, capsys):
     """A prompt is encoded once; its samples share it; none has a stream before it is begun; all is told."""
     opened, tokenizer = open_checkpoint(LLAMA3), load_tokenizer(LLAMA3)
-    args = main.parse_arguments(["--temperature", "1", "--seed", str(2**32 - 2)])
+    args = parse_arguments(["--temperature", "1", "--seed", str(2**32 - 2)])
     asker, encoded, told = Asker(args, opened, tokenizer, [opened.config]), [], []
     monkeypatch.setattr(asker, "encode", lambda text: encoded.append(text) or [1, 2, 3])
     monkeypatch.setattr(asker, "stream", lambda: pytest.fail("not begun"))
@@ -460,7 +461,7 @@ def test_a_full_disk(ask, tmp_path, monkeypatch):
     """One line that says what to do; the next run goes on."""
     (tmp_path / "p").write_text("\n".join(questions(9)))
     assert ask("--prompt-file", "p", "--output", "whole")[0] == 0
-    show = answers.OutputFile.show
+    show = output_file.OutputFile.show
 
     class Full(io.BytesIO):
         def flush(self):
@@ -475,10 +476,10 @@ def test_a_full_disk(ask, tmp_path, monkeypatch):
             file.close()
             show(self, done[1:])
 
-    monkeypatch.setattr(answers.OutputFile, "show", show_until_full)
+    monkeypatch.setattr(output_file.OutputFile, "show", show_until_full)
     code, _, err = ask("--prompt-file", "p", "--output", "o")
     assert code == 1 and "error: --output o: No space left on device; run this again" in err
-    monkeypatch.setattr(answers.OutputFile, "show", show)
+    monkeypatch.setattr(output_file.OutputFile, "show", show)
     assert ask("--prompt-file", "p", "--output", "o")[0] == 0
     assert (tmp_path / "o").read_bytes() == (tmp_path / "whole").read_bytes()
 

@@ -24,7 +24,10 @@ from checkpoints.errors import UserError
 from model import Sampling
 from serving import memory
 from serving.text import load_tokenizer, stop_tokens
+from terminal import models, report
 from terminal.command_line import run
+from terminal.launch import choose_mesh
+from terminal.options import parse_arguments
 from terminal.prompts import DEFAULTS, Asker, choose_sampling
 
 LLAMA3, LLAMA4 = str(CHECKPOINTS / "tiny-llama3"), str(CHECKPOINTS / "tiny-llama4")
@@ -149,7 +152,7 @@ def test_int8_checkpoint_cannot_become_float(tmp_path, monkeypatch, capsys):
 def test_what_does_not_fit_is_refused_before_loading(monkeypatch, capsys):
     """One line with the bytes of weights and cache, and only what would help."""
     monkeypatch.setattr(memory, "device_memory", lambda: 500_000)
-    monkeypatch.setattr(main, "load", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr(models, "load", lambda *_: pytest.fail("loaded"))
     for arguments, cache, remedies in (
         ([], "of 8 x 384 positions", "--quantize int8, more devices"),
         (
@@ -167,9 +170,9 @@ def test_what_does_not_fit_is_refused_before_loading(monkeypatch, capsys):
 def test_default_mesh():
     """All devices, as tensor parallel as they go: 3 of them cannot share a head of width 32."""
     cfg = open_checkpoint(LLAMA4).config
-    sizes = {n: dict(main.choose_mesh(cfg, None, None, None, n).shape) for n in (1, 2, 6, 8)}
+    sizes = {n: dict(choose_mesh(cfg, None, None, None, n).shape) for n in (1, 2, 6, 8)}
     assert [sizes[n]["data"] for n in sizes] == [1, 1, 3, 1]
-    assert main.choose_mesh(cfg, None, 4, None, 8).shape["data"] == 1
+    assert choose_mesh(cfg, None, 4, None, 8).shape["data"] == 1
 
 
 def test_json(tmp_path, monkeypatch, capsys):
@@ -213,33 +216,35 @@ def test_length_and_end_of_text(monkeypatch, capsys):
 
 
 def test_sampling_defaults_come_from_the_checkpoint(tmp_path):
-    args = main.parse_arguments([])
+    args = parse_arguments([])
     assert choose_sampling(args, tmp_path) == Sampling(seed=0)
     config = dict(do_sample=True, temperature=0.6, top_p=0.9, repetition_penalty=1.1, eos_token_id=[1, 2])
     (tmp_path / "generation_config.json").write_text(json.dumps(config))
     (tmp_path / "config.json").write_text('{"eos_token_id": 3, "text_config": {"eos_token_id": 4}}')
     theirs = Sampling(seed=0, temperature=0.6, top_p=0.9, repetition_penalty=1.1)
     assert choose_sampling(args, tmp_path) == theirs
-    args = main.parse_arguments(["--temperature", "0", "--top-k", "7"])
+    args = parse_arguments(["--temperature", "0", "--top-k", "7"])
     assert choose_sampling(args, tmp_path) == dataclasses.replace(theirs, temperature=0, top_k=7)
     assert stop_tokens(tmp_path, None) == {1, 2}
     (tmp_path / "generation_config.json").write_text(json.dumps(config | dict(do_sample=False)))
-    assert choose_sampling(main.parse_arguments([]), tmp_path) == Sampling(seed=0, repetition_penalty=1.1)
+    assert choose_sampling(parse_arguments([]), tmp_path) == Sampling(seed=0, repetition_penalty=1.1)
     (tmp_path / "generation_config.json").unlink()
     assert stop_tokens(tmp_path, None) == {3}
-    args = main.parse_arguments(["--top-p", "0.5"])
+    args = parse_arguments(["--top-p", "0.5"])
     assert choose_sampling(args, tmp_path) == Sampling(seed=0, temperature=1.0, top_p=0.5)
 
 
 def test_damaged_weights(tmp_path, monkeypatch, capsys):
-    """Weights that give NaN are an error, not text."""
+    """Weights that give NaN are an error, not text, and of samples it is said which."""
     shutil.copytree(LLAMA3, tmp_path / "nan")
     tensors = load_file(tmp_path / "nan" / "model.safetensors")
     tensors["model.norm.weight"] = np.full_like(tensors["model.norm.weight"], np.nan)
     save_file(tensors, tmp_path / "nan" / "model.safetensors")
-    for more in ([], ["--score"]):
+    samples = ["--n", "2", "--temperature", "1"]
+    for more, every in (([], [""]), (["--score"], [""]), (samples, [" (1 of 2)", " (2 of 2)"])):
         code, out, err = invoke(monkeypatch, capsys, main, "--checkpoint", tmp_path / "nan", *ONE_EACH, *more)
-        assert code == 1 and out == "" and "NaN" in err
+        assert code == 1 and out == ""
+        assert all(f"error: prompt 1{which}: the model computes NaN" in err for which in every)
 
 
 def damage_token(folder: pathlib.Path, text: str) -> None:
@@ -285,7 +290,7 @@ def test_default_lengths_do_not_depend_on_the_batch():
     tokenizer = load_tokenizer(checkpoint.folder)
 
     def new_tokens(length: int, *options: str) -> int:
-        asker = Asker(main.parse_arguments([*options]), checkpoint, tokenizer, [checkpoint.config])
+        asker = Asker(parse_arguments([*options]), checkpoint, tokenizer, [checkpoint.config])
         return asker.request([1] * length, {}).max_new_tokens
 
     assert (new_tokens(10), new_tokens(500)) == (256, 12)
@@ -295,24 +300,24 @@ def test_default_lengths_do_not_depend_on_the_batch():
         new_tokens(10, "--max-len", "20", "--max-new-tokens", "11")
 
 
-def plan_of(cfg, n_devices=1) -> memory.Plan:
+def deployment_of(cfg, n_devices=1) -> memory.Deployment:
     mesh = model.make_mesh(cfg, n_devices, devices=jax.devices()[:n_devices])
-    return memory.Plan(cfg, mesh, "float32", False, "float32")
+    return memory.Deployment(cfg, mesh, "float32", False, "float32")
 
 
 def test_rows_that_fit(monkeypatch):
     """A row per request up to ROWS; then fewer of them; then shorter ones; by the bytes of real arrays."""
     monkeypatch.setattr(memory, "HEADROOM", 0)
     cfg = open_checkpoint(LLAMA3).config
-    plan = plan_of(cfg)
-    weights = plan.weight_bytes()
+    deployment = deployment_of(cfg)
+    weights = deployment.weight_bytes()
     row = 128 * cfg.heads.K * 2 * cfg.heads.H * 4 * len(cfg.layers) + 128 * 4 + 4
-    assert weights == memory.shard_bytes(model.init_weights(jax.random.key(0), cfg, plan.mesh))
-    assert plan.cache_bytes(3, 128) == 3 * row
+    assert weights == memory.shard_bytes(model.init_weights(jax.random.key(0), cfg, deployment.mesh))
+    assert deployment.cache_bytes(3, 128) == 3 * row
 
     def choose(rows_in_memory: float, lengths: list[int], rows=None, max_len=None):
         monkeypatch.setattr(memory, "device_memory", lambda: weights + int(rows_in_memory * row))
-        return memory.plan_cache([plan], lengths, rows, max_len)
+        return memory.fit_cache([deployment], lengths, rows, max_len)
 
     assert choose(100, [100] * 3) == (3, 128)
     assert choose(100, [100] * 300) == (memory.ROWS, 128)
@@ -330,7 +335,9 @@ def test_rows_that_fit(monkeypatch):
     monkeypatch.setattr(memory, "HEADROOM", 0.5)  # of weights and 32 rows, with half of the memory left over
     assert choose(32.5 + weights / row, [100] * 300)[0] == 16
     monkeypatch.undo()
-    assert memory.plan_cache([plan_of(cfg, 8)], [100] * 3, None, None)[0] == 8  # each data shard has a row
+    assert (
+        memory.fit_cache([deployment_of(cfg, 8)], [100] * 3, None, None)[0] == 8
+    )  # each data shard has a row
 
 
 def busiest(chosen, E: int, groups: int) -> float:
@@ -398,15 +405,15 @@ def test_limits_of_a_container(case, tmp_path, monkeypatch):
 def test_bytes_per_step():
     """The weights, the experts that the busiest devices use, and what each layer sees of the rows."""
     cfg = llama4_config()  # two of its three layers are rings of 8, two have experts
-    plan = plan_of(cfg)
+    deployment = deployment_of(cfg)
 
-    def found(batch: float, *positions: int, kv_dtype: str = "float32", mesh=plan.mesh) -> float:
+    def found(batch: float, *positions: int, kv_dtype: str = "float32", mesh=deployment.mesh) -> float:
         weights = model.abstract(model.weight_infos(cfg), mesh, jnp.float32)
         return memory.bytes_per_step(weights, cfg, mesh, batch, np.array(positions), kv_dtype)
 
     E, A = cfg.experts.E, cfg.experts.A
     experts = 3 * cfg.D * cfg.experts.M * E * 4
-    assert found(999) == pytest.approx(plan.weight_bytes() - cfg.V * cfg.D * 4)
+    assert found(999) == pytest.approx(deployment.weight_bytes() - cfg.V * cfg.D * 4)
     assert found(999) - found(2.5) == pytest.approx(2 * experts * (1 - A / E) ** 2.5)
     token = 2 * cfg.heads.K * cfg.heads.H * 4
     assert found(5, 20) - found(5) == pytest.approx(5 * token * (21 + 5 + 5))
@@ -423,8 +430,8 @@ def test_bytes_per_step():
 def test_utilization_is_of_the_positions_that_were_read(monkeypatch, capsys):
     """The first step reads the prompt's last token, the last one the answer's last but one."""
     read = []
-    monkeypatch.setitem(main.BANDWIDTH, "cpu", 1e9)
-    monkeypatch.setattr(main, "bytes_per_step", lambda *given: read.append(given[4]) or 1e6)
+    monkeypatch.setitem(report.BANDWIDTH, "cpu", 1e9)
+    monkeypatch.setattr(report, "bytes_per_step", lambda *given: read.append(given[4]) or 1e6)
     prompts = ["--prompt", "Hi", "--prompt", "Who are you?", "--max-new-tokens", "20"]
     code, out, _ = invoke(monkeypatch, capsys, main, *prompts, "--json", "--ignore-eos", *ONE_EACH)
     result = json.loads(out)

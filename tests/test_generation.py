@@ -17,14 +17,18 @@ from checkpoints.checkpoint import load, open_checkpoint
 from checkpoints.errors import UserError
 from model import Sampling
 from quantize import QuantizedArray
-from serving import engine, scheduler
-from serving.engine import Answer, Engine, Request
+from serving import programs, scheduler
+from serving.engine import Engine
+from serving.programs import Programs
+from serving.requests import Answer, Request
 from serving.scheduler import Row, Shard
-from serving.speculation import Lookup
+from serving.speculation import PromptLookup
 
 ROWS, MAX_LEN = 8, 160
 SUBJECTS = ("tiny-llama3", "tiny-llama4", "ring")
-TOLERANCE = 1e-4  # of log-probabilities: in float32, pieces of other widths are summed in another order
+TOLERANCE = (
+    1e-4  # of log-probabilities: in float32, prefill chunks of other widths are summed in another order
+)
 
 
 @functools.cache
@@ -67,7 +71,7 @@ def alone(request: Request, name: str) -> tuple[list[int], list[float]]:
 
 
 def batch_of(requests: list[Request], name: str, mesh: str = "1", rows: int = ROWS, **options) -> Engine:
-    return Engine(*subject(name, mesh), rows, MAX_LEN, "float32", requests, **options)
+    return Engine(Programs(*subject(name, mesh), rows, MAX_LEN, "float32"), requests, **options)
 
 
 def finish(batch: Engine) -> None:
@@ -324,9 +328,9 @@ def test_which_row_a_request_takes():
     def choose(*rows: Row, score: bool = False) -> tuple[int, int, int]:
         answer = Answer(Request([], 1, score=score), np.array([*head[:30], 7, 7]))
         shard = Shard(rows, 1, frozenset())
-        held = {row: shard.held(row, n) for row, n in shard.alike(answer).items()}
-        row, source = shard.choose(held)
-        return rows.index(row), rows.index(source), held[source]
+        cached = {row: shard.cached_prefix(row, n) for row, n in shard.match_prefixes(answer).items()}
+        row, source = shard.choose(cached)
+        return rows.index(row), rows.index(source), cached[source]
 
     assert choose(row(other, 2), row(other, 0, free=False), row(other, 1)) == (2, 2, 0)
     assert choose(row(other, 0), row(head, 1)) == (1, 1, 30)
@@ -338,13 +342,13 @@ def test_which_row_a_request_takes():
     assert choose(row(other, 0), row(head, 1), score=True) == (0, 0, 0)
 
 
-def test_width_of_a_piece():
+def test_width_of_a_prefill_chunk():
     """The widest of which at least half is used, or the narrowest."""
     for unread in range(1, 1100):
-        width = engine.piece_width(unread)
-        assert width in engine.WIDTHS
+        width = programs.prefill_width(unread)
+        assert width in programs.WIDTHS
         assert unread > width / 2 or width == 32
-        assert all(unread <= wider / 2 for wider in engine.WIDTHS if wider > width)
+        assert all(unread <= wider / 2 for wider in programs.WIDTHS if wider > width)
 
 
 # -------------------------------------------------------------------------------------------- how answers end
@@ -365,7 +369,7 @@ def test_stop_tokens():
         end = next((i + 1 for i, token in enumerate(tokens) if token in stop), 30)
         assert answer.tokens == tokens[:end] and len(answer.logprobs) == end
         assert answer.finish_reason == ("length" if stop == stops[3] else "stop")
-    texts = [row.answer.request.prompt + row.answer.tokens for row in batch.rows]
+    texts = [row.answer.request.prompt + row.answer.tokens for row in batch.scheduler.rows]
     reused = batch.stats.reused_tokens
     turns = ask(batch, [Request([*text, 7, 8], 3) for text in texts])
     assert batch.stats.reused_tokens - reused >= sum(len(text) - 1 for text in texts)
@@ -456,9 +460,9 @@ def nan_embedding(weights: model.Weights, token: int) -> model.Weights:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "guesses"), [("1", 0), ("1", 3), pytest.param("dp2-ep2-tp2", 0, marks=pytest.mark.deep)]
+    ("mesh", "n_draft"), [("1", 0), ("1", 3), pytest.param("dp2-ep2-tp2", 0, marks=pytest.mark.deep)]
 )
-def test_a_request_that_computes_nan(mesh, guesses):
+def test_a_request_that_computes_nan(mesh, n_draft):
     """It ends with an error of its own; those beside it, and those that its row takes next, do not notice."""
     weights, cfg, devices = subject("ring", mesh)
     bad, rng = 7, np.random.default_rng(0)
@@ -469,28 +473,28 @@ def test_a_request_that_computes_nan(mesh, guesses):
     for i, n in zip((2, 7, 8, 13, 20), (30, 0, 59, 24, 40), strict=True):
         prompt = [*family[:n], bad, *family[n:]]
         requests.insert(i, Request(prompt, 8, score=i % 2 == 0))
-        # Those that begin alike take what was read before the bad token, or after another's.
+        # Those that begin alike reuse what was read before the bad token, or after another's.
         requests[i + 1 : i + 1] = [Request([*family[: n + 3], 1, 2], 5), Request([*family[:n], 3], 5)]
-    weights, speculate = nan_embedding(weights, bad), Lookup(guesses) if guesses else None
-    batch = Engine(weights, cfg, devices, 4, MAX_LEN, "float32", requests, speculate=speculate)
+    weights, speculation = nan_embedding(weights, bad), PromptLookup(n_draft) if n_draft else None
+    batch = Engine(Programs(weights, cfg, devices, 4, MAX_LEN, "float32", speculation), requests)
     answers = ask(batch, requests)
     failed = [answer for answer in answers if answer.finish_reason == "error"]
     assert [answer for answer in answers if bad in answer.request.prompt] == failed
     assert batch.stats.failed == len(failed) == 5 and all("NaN" in answer.error for answer in failed)
-    assert not all(answer.takes for answer in answers)
+    assert not all(answer.prefix_caching for answer in answers)
     assert batch.stats.prompt_tokens == sum(len(request.prompt) for request in requests)
     assert_as_alone([answer for answer in answers if answer not in failed], "ring")
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one(monkeypatch):
     """Its first token is there within 3 calls, whether it comes with the long one, behind many, or later."""
-    monkeypatch.setattr(engine, "WIDTHS", (8,))
+    monkeypatch.setattr(programs, "WIDTHS", (8,))
     cfg, rng = subject("ring", "1")[1], np.random.default_rng(0)
 
     def request(n: int) -> Request:
         return Request(rng.integers(0, cfg.V, n).tolist(), 3)
 
-    batch = batch_of([request(150)], "ring")  # read in 19 pieces
+    batch = batch_of([request(150)], "ring")  # read in 19 chunks
     for long, calls in ((1, 0), (6, 0), (1, 1), (1, 2), (3, 9)):
         answers = [batch.add(request(150)) for _ in range(long)]
         for _ in range(calls):
@@ -504,11 +508,11 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(monkeypatch):
 
 
 def test_a_long_prompt_is_not_held_up_by_short_ones(monkeypatch):
-    """Every second piece is the oldest prompt's, however many shorter ones come."""
-    monkeypatch.setattr(engine, "WIDTHS", (8,))
+    """Every second prefill chunk is the oldest prompt's, however many shorter ones come."""
+    monkeypatch.setattr(programs, "WIDTHS", (8,))
     cfg, rng = subject("ring", "1")[1], np.random.default_rng(0)
     batch = batch_of([Request([1] * 150, 3)], "ring")
-    long = batch.add(Request(rng.integers(0, cfg.V, 81).tolist(), 3))  # 10 pieces
+    long = batch.add(Request(rng.integers(0, cfg.V, 81).tolist(), 3))  # 10 chunks
     for _ in range(21):
         batch.add(Request(rng.integers(0, cfg.V, 9).tolist(), 1))
         batch.advance()
@@ -519,7 +523,7 @@ def test_a_long_prompt_is_not_held_up_by_short_ones(monkeypatch):
 
 def test_what_waits_for_a_prefix(monkeypatch):
     """What begins like a prompt that is being read waits for that part of it; nobody else does."""
-    monkeypatch.setattr(engine, "WIDTHS", (8,))
+    monkeypatch.setattr(programs, "WIDTHS", (8,))
     counts = []
     spy(monkeypatch, "prefill", lambda arguments, _: counts.append(arguments[1].sum()))
     cfg, rng = subject("ring", "1")[1], np.random.default_rng(0)
@@ -530,10 +534,10 @@ def test_what_waits_for_a_prefix(monkeypatch):
     counts.clear()
     answers = [batch.add(request) for request in requests]
     batch.advance()
-    assert [row.answer for row in batch.rows if row.answer] == [answers[0], answers[2], answers[4]]
+    assert [row.answer for row in batch.scheduler.rows if row.answer] == [answers[0], answers[2], answers[4]]
     while not answers[1].tokens:
         batch.advance()
-    # Five pieces of 8 tokens, for the others have more left; then every second one, and a call for the token.
+    # Five chunks of 8 tokens, for the others have more left; then every second one, and a call for the token.
     assert len(counts) == 5 + 2 * 2 + 1
     finish(batch)
     assert sum(counts) == 120 + 2 + 59 + 1 + 74
@@ -543,13 +547,13 @@ def test_what_waits_for_a_prefix(monkeypatch):
 def test_cancel():
     """In the queue, while it is read, while it is answered: no more tokens for it, and all for the others."""
     cfg, rng = subject("ring", "1")[1], np.random.default_rng(0)
-    # Of 150 tokens a second piece is left to read after the first call.
+    # Of 150 tokens a second chunk is left to read after the first call.
     lengths = (3, 150, 20, 33, 1, 40, 5, 60, 9, 2, 70, 11)
     requests = [Request(rng.integers(0, cfg.V, n).tolist(), 9) for n in lengths]
     batch = batch_of(requests, "ring")
     answered, read, third, *others, queued = [batch.add(request) for request in requests]
     batch.cancel(queued)
-    while not any(row.answer is read and row.unread for row in batch.rows):
+    while not any(row.answer is read and row.unread for row in batch.scheduler.rows):
         batch.advance()
     batch.cancel(read)
     while len(answered.tokens) < 5:
@@ -563,7 +567,7 @@ def test_cancel():
         ("cancelled", 5),
     ]
     assert answered.tokens == alone(answered.request, "ring")[0][:5]
-    assert not {answered, read, queued} & {row.answer for row in batch.rows}
+    assert not {answered, read, queued} & {row.answer for row in batch.scheduler.rows}
     assert_as_alone([third, *others], "ring")
     silent = batch.add(Request([1, 2], 0))
     batch.advance()
@@ -595,7 +599,7 @@ def test_memory(mesh, monkeypatch):
     batch = batch_of(requests, "ring", mesh)
 
     def places() -> list[int]:
-        layers = jax.tree.leaves(batch.cache.layers)
+        layers = jax.tree.leaves(batch.programs.cache.layers)
         return [shard.data.unsafe_buffer_pointer() for x in layers for shard in x.addressable_shards]
 
     answers = [batch.add(request) for request in requests]
@@ -657,17 +661,17 @@ def test_a_step_is_fetched_after_the_next_is_sent(monkeypatch):
 
 def test_an_end_does_not_wait_for_another_prompt(monkeypatch):
     """The last token of an answer is there one call later, though nothing but a long prompt is to be read."""
-    monkeypatch.setattr(engine, "WIDTHS", (32,))
+    monkeypatch.setattr(programs, "WIDTHS", (32,))
     cfg, rng = subject("ring", "1")[1], np.random.default_rng(0)
     requests = [Request([1], 1), Request(rng.integers(0, cfg.V, MAX_LEN - 5).tolist(), 5)]
     batch = batch_of(requests, "ring")
     answers = [batch.add(request) for request in requests]
     batch.advance()
     batch.advance()
-    assert answers[0].finish_reason == "length" and batch.rows[1].unread
+    assert answers[0].finish_reason == "length" and batch.scheduler.rows[1].unread
     while not answers[1].tokens:
-        assert batch.stats.filled is None
+        assert batch.stats.prefilled is None
         batch.advance()
-    assert batch.stats.filled.tokens == 2
+    assert batch.stats.prefilled.tokens == 2
     finish(batch)
     assert_as_alone(answers, "ring")

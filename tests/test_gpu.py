@@ -20,7 +20,7 @@ import model
 from ops import attention, gpu, grouped_matmul
 from quantize import quantize
 from ragged_attention import KV
-from serving import engine
+from serving import programs
 
 
 def unchecked(mesh, in_specs, out_specs):
@@ -130,7 +130,7 @@ def test_grouped_dot(sizes, programs, dtype, monkeypatch, as_on_a_gpu):
 )
 def test_whole_model(cfg, kv_dtype, quantized, monkeypatch, as_on_a_gpu):
     """Prefill in pieces, then decode steps whose lengths differ by row."""
-    monkeypatch.setattr(engine, "WIDTHS", (32, 128))
+    monkeypatch.setattr(programs, "WIDTHS", (32, 128))
     expected = generate(cfg, kv_dtype, quantized)
     used = as_on_a_gpu()
     result = generate(cfg, kv_dtype, quantized)

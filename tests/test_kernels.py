@@ -10,7 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 import model
 from ops import attention, grouped_matmul, tpu
-from serving import engine
+from serving import programs
 
 # A row that begins with a single token, one of several pieces that goes around its ring, and one that decodes
 # past a block's edge. Pieces of 128 tokens are what splash attention takes.
@@ -47,32 +47,26 @@ def as_on_a_tpu(monkeypatch, interpret):
 
 
 class Known:
-    """Guesses answers that are known. right: how many tokens of each row a step made certain, at most."""
+    """Drafts answers that are known. most: how many tokens of each row a step chose, at most."""
 
-    guesses, chunks = NEW - 1, frozenset()
+    n_draft, draft = NEW - 1, None
 
     def __init__(self, answers):
         self.tokens = np.array([answer.tokens[:-1] for answer in answers], np.int32)
-        self.right = np.zeros(len(answers), int)
+        self.most = np.zeros(len(answers), int)
 
-    def start(self, *_):
-        pass
-
-    begin = prefill = start
-
-    def follow(self, output):
-        self.right = np.maximum(self.right, output.count)
-
-    def guess(self, count, *_):
-        return self.tokens, count
+    def decode(self, count, sampling, target):
+        output = target.step(count, self.tokens, sampling)
+        self.most = np.maximum(self.most, output.count)
+        return output
 
 
-def generate(cfg, kv_dtype, quantized, speculate=None):
+def generate(cfg, kv_dtype, quantized, speculation=None):
     mesh = mesh_of(cfg)
     weights = model.init_weights(jax.random.key(0), cfg, mesh, quantized=quantized)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, cfg.V, n).tolist() for n in LENGTHS]
-    options = dict(score=True, speculate=speculate)
+    options = dict(score=True, speculation=speculation)
     return conftest.generate(weights, prompts, cfg, mesh, NEW, 640, kv_dtype, **options)
 
 
@@ -94,7 +88,7 @@ def assert_same(result, expected, atol):
 )
 def test_whole_model(cfg, kv_dtype, quantized, monkeypatch, as_on_a_tpu):
     """Prefill in pieces, then decode steps whose lengths differ by row; or one, that checks whole answers."""
-    monkeypatch.setattr(engine, "WIDTHS", (32, 128))
+    monkeypatch.setattr(programs, "WIDTHS", (32, 128))
     monkeypatch.setattr(attention, "BLOCK", 128)
     expected = generate(cfg, kv_dtype, quantized)
     used = as_on_a_tpu()
@@ -109,5 +103,5 @@ def test_whole_model(cfg, kv_dtype, quantized, monkeypatch, as_on_a_tpu):
     used.clear()
     known = Known(expected)
     assert_same(generate(cfg, kv_dtype, quantized, known), expected, atol)
-    assert known.right.tolist() == [NEW] * len(LENGTHS)
+    assert known.most.tolist() == [NEW] * len(LENGTHS)
     assert "ragged_attention" in used and "ragged_decode" not in used

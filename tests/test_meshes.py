@@ -14,7 +14,7 @@ from conftest import MESHES, Kind, llama3_config, llama4_config, mesh_of
 from jax.sharding import PartitionSpec as P
 
 import model
-from serving import engine
+from serving import programs
 
 LENGTHS = (1, 5, 8, 9, 17, 20, 3, 16)
 NEW = 10
@@ -113,7 +113,7 @@ def test_unwritten_slots_are_never_read(kv_dtype, name, monkeypatch):
     monkeypatch.setattr(model, "init_cache", poisoned)
     assert_same(answers(), clean)
     # In pieces a later one reads what an earlier one wrote; to int8 precision if the cache is int8.
-    monkeypatch.setattr(engine, "WIDTHS", (4, 16))
+    monkeypatch.setattr(programs, "WIDTHS", (4, 16))
     in_pieces = answers()
     if kv_dtype == "float32":
         assert_same(in_pieces, clean)

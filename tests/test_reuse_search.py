@@ -17,9 +17,11 @@ from test_generation import finish
 
 import model
 from quantize import QuantizedArray
-from serving import engine, scheduler
-from serving.engine import Answer, Engine, Request
-from serving.speculation import Draft, Lookup
+from serving import programs, scheduler
+from serving.engine import Engine
+from serving.programs import Programs
+from serving.requests import Answer, Request
+from serving.speculation import DraftModel, PromptLookup
 
 MAX_LEN, REQUESTS = 96, 30
 # Of log-probabilities. In float32 1e-5 was seen; in int8 7e-3, where a key or value rounds to another step.
@@ -140,7 +142,7 @@ def near_copy(weights: model.Weights, seed: int) -> model.Weights:
 
 def search(monkeypatch, seeds, chunks, rows: int, guesses: str, kv: str, moe: bool) -> None:
     """Requests that begin like one another, or go on from one another's answers, and end at any time."""
-    monkeypatch.setattr(engine, "WIDTHS", (4, 12))
+    monkeypatch.setattr(programs, "WIDTHS", (4, 12))
     monkeypatch.setattr(scheduler, "WORTH_COPYING", 1)
     kinds = [Kind(chunk=chunk, moe=moe) for chunk in chunks]
     cfg = llama4_config(G=2, layers=(*kinds, Kind(rope=False, moe=moe)))
@@ -150,31 +152,32 @@ def search(monkeypatch, seeds, chunks, rows: int, guesses: str, kv: str, moe: bo
         weights = model.init_weights(jax.random.key(seed), cfg, mesh)
         kept = Request(list(range(MAX_LEN - 24)), 1, stop=frozenset())  # the longest
 
-        def batch_of(rows: int, speculate=None, weights=weights, kept=kept) -> Engine:
-            return Engine(weights, cfg, mesh, rows, MAX_LEN, kv, [kept], speculate=speculate)
+        def batch_of(speculation=None, weights=weights, kept=kept) -> Engine:
+            return Engine(Programs(weights, cfg, mesh, rows, MAX_LEN, kv, speculation), [kept])
 
         texts, alone = rng.integers(0, cfg.V, (2, 60)).tolist(), []
-        single = batch_of(rows)
+        single = batch_of()
         for _ in range(REQUESTS):
             text = texts[rng.integers(len(texts))]
             own = rng.integers(0, cfg.V, rng.integers(1, 8)).tolist()
             prompt = text[: rng.integers(len(text) + 1, size=2).max()][: len(kept.prompt) - len(own)] + own
             stop = frozenset(rng.choice(cfg.V, 8, replace=False).tolist())
-            for row in single.rows:
+            for row in single.scheduler.rows:
                 row.forget()  # so that nothing is reused
             alone.append(single.add(Request(prompt, int(rng.integers(1, 25)), stop=stop)))
             finish(single)
             texts.append(prompt + alone[-1].tokens)
         assert single.stats.reused_tokens == 0
-        speculate = None
+        speculation = None
         if guesses == "lookup":
-            speculate = Lookup(4)
+            speculation = PromptLookup(4)
         if guesses.startswith("draft"):
             other = cfg
             if guesses == "draft with other chunks":
                 other = with_chunks(cfg, 6)
-            speculate = Draft(near_copy(weights, seed), other, mesh, kv, 4)
-        batch = batch_of(rows, speculate)
+            draft = Programs(near_copy(weights, seed), other, mesh, rows, MAX_LEN, kv)
+            speculation = DraftModel(draft, 4)
+        batch = batch_of(speculation)
         together = [batch.add(answer.request) for answer in alone]
         finish(batch)
         reused += batch.stats.reused_tokens / batch.stats.prompt_tokens

@@ -1,4 +1,4 @@
-"""Guesses change how many steps an answer takes, and nothing else."""
+"""Speculative decoding changes how many steps an answer takes, and nothing else."""
 
 import functools
 import random
@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoints.questions import count_question, fixed_question, sum_question
 from conftest import CHECKPOINTS, MESHES, llama3_config, llama4_config, mesh_of, rings, with_chunks
+from questions import count_question, fixed_question, sum_question
 from test_generation import ROWS, TOLERANCE, ask, subject
 
 import model
@@ -18,10 +18,12 @@ from checkpoints.errors import UserError
 from model import Sampling
 from ops import cpu
 from serving import speculation, text
-from serving.engine import Answer, Engine, Request
-from serving.speculation import Draft, Lookup
+from serving.engine import Engine
+from serving.programs import Programs
+from serving.requests import Answer, Request
+from serving.speculation import DraftModel, PromptLookup
 
-GUESSES, MAX_LEN = 4, 96
+N_DRAFT, MAX_LEN = 4, 96
 END = frozenset((1, 2, 6))  # the tiny models' stop tokens
 
 
@@ -50,9 +52,9 @@ def requests_for(name: str, sampled: bool) -> list[Request]:
     return requests
 
 
-def answers_to(name: str, mesh: str, sampled: bool, speculate=None) -> tuple[Engine, list[Answer]]:
+def answers_to(name: str, mesh: str, sampled: bool, speculation=None) -> tuple[Engine, list[Answer]]:
     requests = requests_for(name, sampled)
-    batch = Engine(*subject(name, mesh), ROWS, MAX_LEN, "float32", requests, speculate=speculate)
+    batch = Engine(Programs(*subject(name, mesh), ROWS, MAX_LEN, "float32", speculation), requests)
     return batch, ask(batch, requests)
 
 
@@ -61,10 +63,10 @@ def plain(name: str, sampled: bool) -> list[Answer]:
     return answers_to(name, "1", sampled)[1]
 
 
-def guesser(how: str, name: str, mesh: str) -> Lookup | Draft:
+def speculation_by(how: str, name: str, mesh: str) -> PromptLookup | DraftModel:
     """The model itself, or with other chunks; another that is trained; or a random one with other heads."""
     if how.startswith("lookup"):
-        return Lookup(int(how.split()[1]))
+        return PromptLookup(int(how.split()[1]))
     weights, cfg, devices = subject("tiny-llama3" if how == "tiny-llama3" else name, mesh)
     if how == "chunks":
         cfg = with_chunks(cfg, 6)
@@ -72,7 +74,7 @@ def guesser(how: str, name: str, mesh: str) -> Lookup | Draft:
         cfg = llama3_config(V=cfg.V, depth=1)
         devices = speculation.mesh_for_draft(cfg, devices)
         weights = model.init_weights(jax.random.key(1), cfg, devices)
-    return Draft(weights, cfg, devices, "float32", GUESSES)
+    return DraftModel(Programs(weights, cfg, devices, ROWS, MAX_LEN, "float32"), N_DRAFT)
 
 
 def assert_same(answers: list[Answer], expected: list[Answer]) -> None:
@@ -81,60 +83,63 @@ def assert_same(answers: list[Answer], expected: list[Answer]) -> None:
         np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=TOLERANCE)
 
 
-def searched(known: list[int], guesses: int) -> list[int] | None:
+def searched(known: list[int], n_draft: int) -> list[int] | None:
     """What followed the last time that as many as possible, up to 3, of the last tokens stood there."""
     for n in (3, 2, 1):
         for end in range(len(known) - 1, n - 1, -1):
             if known[end - n : end] == known[len(known) - n :]:
                 followed = known[end:]
-                return [followed[i % len(followed)] for i in range(guesses)]
+                return [followed[i % len(followed)] for i in range(n_draft)]
     return None
 
 
-def guesses_for(answers: list[Answer], how: str, guess: Lookup | Draft) -> list[Callable[[int], list[int]]]:
-    """What is guessed to follow each place of each text. A draft: if its guesses before were right."""
+def drafts_for(
+    answers: list[Answer], how: str, speculate: PromptLookup | DraftModel
+) -> list[Callable[[int], list[int]]]:
+    """What is drafted to follow each place of each text. A model: if what came before was accepted."""
     texts = [answer.request.prompt + answer.tokens for answer in answers]
     if how == "itself":
-        return [lambda end, text=text: text[end + 1 :][:GUESSES] for text in texts]
-    if isinstance(guess, Lookup):
-        return [lambda end, text=text: searched(text[: end + 1], guess.guesses) or [] for text in texts]
+        return [lambda end, text=text: text[end + 1 :][:N_DRAFT] for text in texts]
+    if isinstance(speculate, PromptLookup):
+        return [lambda end, text=text: searched(text[: end + 1], speculate.n_draft) or [] for text in texts]
     padded = np.array([text + [0] * (MAX_LEN - len(text)) for text in texts], np.int32)
-    chosen = np.asarray(jnp.argmax(model.forward(padded, guess.weights, **guess.static), -1))
-    return [lambda end, row=row: row[end : end + guess.guesses].tolist() for row in chosen]
+    chosen = np.asarray(
+        jnp.argmax(model.forward(padded, speculate.draft.weights, **speculate.draft.static), -1)
+    )
+    return [lambda end, row=row: row[end : end + speculate.n_draft].tolist() for row in chosen]
 
 
-def steps_of(answer: Answer, guesses_after: Callable[[int], list[int]], chunks: set[int]) -> int:
-    """How many steps an answer takes: a token each, and one more for each guess before the first wrong one.
+def steps_of(answer: Answer, drafted_after: Callable[[int], list[int]], chunks: set[int]) -> int:
+    """How many steps an answer takes: a token each, and one more for each accepted draft token.
 
     None goes beyond the end of a chunk.
     """
     text, end, steps = answer.request.prompt + answer.tokens, len(answer.request.prompt) - 1, 0
     while end < len(text) - 1:
-        right = [ours == theirs for ours, theirs in zip(guesses_after(end), text[end + 1 :], strict=False)]
+        right = [ours == theirs for ours, theirs in zip(drafted_after(end), text[end + 1 :], strict=False)]
         made = 1 + (right + [False]).index(False)
         end, steps = end + min([made] + [chunk - end % chunk for chunk in chunks]), steps + 1
     return steps
 
 
-def assert_same_with_guesses(name, mesh, how, sampled, capsys):
-    guess = guesser(how, name, mesh)
-    batch, answers = answers_to(name, mesh, sampled, guess)
+def assert_same_with_speculation(name, mesh, how, sampled, capsys):
+    speculate = speculation_by(how, name, mesh)
+    batch, answers = answers_to(name, mesh, sampled, speculate)
     assert_same(answers, plain(name, sampled))
     stats = batch.stats
     made = sum(len(answer.tokens) for answer in answers)
     assert stats.tokens == made
     with capsys.disabled():
-        right, steps = stats.guessed_right / stats.guessed, stats.row_steps
-        what = f"{name} on {mesh}, {'sampled' if sampled else 'greedy'}, guesses by {how}"
-        print(f"\n{what}: {made / steps:.2f} tokens per step, {right:.0%} of the guesses right")
-    assert 0 < stats.guessed <= steps * guess.guesses
+        rate, steps = stats.acceptance_rate, stats.row_steps
+        what = f"{name} on {mesh}, {'sampled' if sampled else 'greedy'}, drafts by {how}"
+        print(f"\n{what}: {made / steps:.2f} tokens per step, {rate:.0%} accepted")
+    assert 0 < stats.drafted <= steps * speculate.n_draft
     if how == "itself":
-        assert stats.guessed_right == stats.guessed
+        assert stats.accepted == stats.drafted
     if how == "itself" or not sampled:
-        guesses = guesses_for(answers, how, guess)
-        assert steps == sum(
-            steps_of(*each, rings(batch.masks)) for each in zip(answers, guesses, strict=True)
-        )
+        drafts = drafts_for(answers, how, speculate)
+        chunks = rings(batch.programs.masks)
+        assert steps == sum(steps_of(*each, chunks) for each in zip(answers, drafts, strict=True))
 
 
 GREEDY = [
@@ -153,30 +158,29 @@ GREEDY = [
 
 @pytest.mark.parametrize(("name", "mesh", "how"), GREEDY)
 def test_greedy(name, mesh, how, capsys):
-    assert_same_with_guesses(name, mesh, how, False, capsys)
+    assert_same_with_speculation(name, mesh, how, False, capsys)
 
 
 @pytest.mark.parametrize(("name", "how"), [("ring", "itself"), ("ring", "chunks")])
 def test_sampled(name, how, capsys):
     """At 0.8, half with top-p, each with a seed of its own."""
-    assert_same_with_guesses(name, "1", how, True, capsys)
+    assert_same_with_speculation(name, "1", how, True, capsys)
 
 
-@pytest.mark.parametrize("guesses", [-1, 0, cpu.DECODE, 10**14])
-def test_guesses_that_no_step_checks(guesses):
-    cfg = llama3_config()
-    for make in (Lookup, partial(Draft, None, cfg, mesh_of(cfg), "float32")):
-        with pytest.raises(UserError, match=f"{guesses} guesses at a time are not between 1 and 15"):
-            make(guesses)
-    assert Lookup(cpu.DECODE - 1).guesses == 15
+@pytest.mark.parametrize("n_draft", [-1, 0, cpu.DECODE, 10**14])
+def test_draft_tokens_that_no_step_checks(n_draft):
+    for make in (PromptLookup, partial(DraftModel, None)):
+        with pytest.raises(UserError, match=f"{n_draft} guesses at a time are not between 1 and 15"):
+            make(n_draft)
+    assert PromptLookup(cpu.DECODE - 1).n_draft == 15
 
 
 def test_a_draft_of_another_vocabulary():
     weights, cfg, mesh = subject("tiny-llama3", "1")
     other = llama3_config()
-    draft = Draft(None, other, mesh, "float32", GUESSES)
+    draft = DraftModel(Programs(None, other, mesh, ROWS, MAX_LEN, "float32"), N_DRAFT)
     with pytest.raises(ValueError, match=f"{other.V} tokens.*{cfg.V}"):
-        Engine(weights, cfg, mesh, ROWS, MAX_LEN, "float32", [], speculate=draft)
+        Programs(weights, cfg, mesh, ROWS, MAX_LEN, "float32", draft)
 
 
 @pytest.mark.parametrize("name", MESHES)
@@ -189,20 +193,20 @@ def test_the_mesh_of_a_draft(name):
 
 
 @pytest.mark.parametrize("mesh", ["1", "dp8"])
-@pytest.mark.parametrize("guesses", [1, 4])
-def test_lookup(mesh, guesses):
+@pytest.mark.parametrize("n_draft", [1, 4])
+def test_prompt_lookup(mesh, n_draft):
     """Against a search in a list, in texts of few letters; what is beyond their ends has no meaning."""
-    rng, rows = np.random.default_rng(guesses), 512
+    rng, rows = np.random.default_rng(n_draft), 512
     texts = np.stack([rng.integers(0, 1 + row % 7, 24) for row in range(rows)]).astype(np.int32)
     length = rng.integers(0, 24, rows).astype(np.int32)
-    count = rng.integers(0, guesses + 2, rows).astype(np.int32)
-    found, checked = speculation.lookup(
-        count, texts, length, guesses=guesses, mesh=mesh_of(llama3_config(), mesh)
+    count = rng.integers(0, n_draft + 2, rows).astype(np.int32)
+    found, kept = speculation.look_up(
+        count, texts, length, n_draft=n_draft, mesh=mesh_of(llama3_config(), mesh)
     )
     hits = 0
     for row in range(rows):
-        expected = searched(texts[row, : length[row] + 1].tolist(), guesses)
-        assert checked[row] == (min(count[row], 1) if expected is None else count[row])
+        expected = searched(texts[row, : length[row] + 1].tolist(), n_draft)
+        assert kept[row] == (min(count[row], 1) if expected is None else count[row])
         if expected is not None:
             assert found[row].tolist() == expected
             hits += 1

@@ -61,8 +61,8 @@ def test_operations_are_those_of_each_product(tokens, context, chooses, quantize
 @pytest.mark.parametrize(
     "batch, length, width", [(1, 600, 512), (8, 20, 32), (9, 512, 256), (32, 512, 128), (999, 40, 16)]
 )
-def test_pieces_fit_in_memory(batch, length, width):
-    assert speed.piece_width(batch, length) == width
+def test_prefill_chunks_fit_in_memory(batch, length, width):
+    assert speed.prefill_width(batch, length) == width
 
 
 HLO = """

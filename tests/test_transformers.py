@@ -15,7 +15,7 @@ import model
 from checkpoints.checkpoint import load, open_checkpoint
 from checkpoints.config_json import read_config
 from convert_checkpoint import convert
-from serving import engine
+from serving import programs
 
 SIZES = dict(
     vocab_size=512, hidden_size=48, num_attention_heads=6, num_key_value_heads=2, head_dim=8,
@@ -104,7 +104,7 @@ def saved(request, tmp_path_factory):
 def test_tokens_and_logprobs_in_python(saved, monkeypatch):
     """A batch of unlike prompts, each as transformers answers it alone; some prompts take several pieces."""
     folder, reference = saved
-    monkeypatch.setattr(engine, "WIDTHS", (4, 12))  # a 12 ends in the middle of a chunk
+    monkeypatch.setattr(programs, "WIDTHS", (4, 12))  # a 12 ends in the middle of a chunk
     checkpoint = open_checkpoint(folder)
     cfg = checkpoint.config
     mesh = mesh_of(cfg)

@@ -1,0 +1,96 @@
+"""What may be asked of a model, and what is answered."""
+
+import dataclasses
+import numbers
+
+import numpy as np
+
+from checkpoints.errors import UserError
+from model import NEUTRAL, Sampling
+
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+# The options of sampling: type, lowest, highest, and in words. model.sample says what they do.
+SAMPLING = {
+    "temperature": (numbers.Real, 0, FLOAT32_MAX, "a number of at least 0, in float32"),
+    "top_k": (numbers.Integral, 0, 2**31 - 1, f"between 0 (no restriction) and {2**31 - 1}"),
+    "top_p": (numbers.Real, 0, 1, "above 0 and at most 1"),
+    "min_p": (numbers.Real, 0, 1, "at least 0 and at most 1"),
+    "repetition_penalty": (numbers.Real, 0, FLOAT32_MAX, "a number above 0, in float32"),
+    "seed": (numbers.Integral, 0, 2**32 - 1, f"between 0 and {2**32 - 1}"),
+}
+ABOVE_ZERO = ("top_p", "repetition_penalty")
+
+
+def check_sampling(name: str, value, where: str = "") -> None:
+    """Raise UserError if this is no value for an option of sampling. where: what its name follows."""
+    kind, low, high, must = SAMPLING[name]
+    fits = isinstance(value, kind) and not isinstance(value, bool) and low <= value <= high
+    if not fits or (name in ABOVE_ZERO and np.float32(value) == 0):
+        raise UserError(f"{where}{name.replace('_', '-')} {str(value)[:40]} is not {must}")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Request:
+    """A prompt to continue by up to max_new_tokens tokens, or to one of `stop`.
+
+    prompt: token ids, a list or an array. sampling: of numbers. score: whether the log-probabilities of the
+    prompt's own tokens are wanted.
+    """
+
+    prompt: list[int] | np.ndarray
+    max_new_tokens: int
+    sampling: Sampling = Sampling()  # noqa: B008  immutable
+    stop: frozenset[int] = frozenset()
+    score: bool = False
+
+    @property
+    def positions(self) -> int:
+        """Of a row that it may take."""
+        return len(self.prompt) + self.max_new_tokens
+
+    def validated(self, vocabulary: int) -> np.ndarray:
+        """The prompt, int32. Raises UserError for tokens that no model of this vocabulary has, and for
+        numbers that make no sense.
+        """
+        prompt = np.asarray(self.prompt)
+        if prompt.ndim != 1 or not prompt.size or prompt.dtype.kind not in "iu":
+            raise UserError("a prompt is a list of one or more token ids")
+        if prompt.min() < 0 or prompt.max() >= vocabulary:
+            wrong = prompt[(prompt < 0) | (prompt >= vocabulary)][0]
+            raise UserError(f"token {wrong}: the model has tokens 0 to {vocabulary - 1}")
+        if not isinstance(self.max_new_tokens, numbers.Integral) or self.max_new_tokens < 0:
+            raise UserError(f"max_new_tokens {self.max_new_tokens} is not at least 0")
+        for name, value in vars(self.sampling).items():
+            if value is not None:
+                check_sampling(name, value)
+        return prompt.astype(np.int32, copy=False)
+
+
+@dataclasses.dataclass(eq=False)
+class Answer:
+    """What there is of it so far.
+
+    prompt: [n] int32, the request's. tokens: up to and including a stop token. logprobs: of each, by the
+    model's own logits. prompt_logprobs: of each prompt token after the first, if asked for. finish_reason:
+    None, then "stop", "length", "cancelled" or "error", of which `error` then says more.
+    """
+
+    request: Request
+    prompt: np.ndarray
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    prompt_logprobs: list[float] = dataclasses.field(default_factory=list)
+    finish_reason: str | None = None
+    error: str | None = None
+    prefix_caching: bool = True  # whether it may go on from what a row has read of its prompt
+
+
+def options_in_use(samplings: list[Sampling]) -> set[str]:
+    """The fields of Sampling that are not always neutral: the others are left out of the program."""
+    used = {
+        name
+        for name, neutral in vars(NEUTRAL).items()
+        for sampling in samplings
+        if getattr(sampling, name) not in (None, neutral)
+    }
+    return used | {"seed"} if "temperature" in used else used & {"repetition_penalty"}

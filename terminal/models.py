@@ -1,0 +1,79 @@
+"""The models of a run: opened, placed on devices, loaded into an engine."""
+
+import argparse
+import time
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from checkpoints.checkpoint import Checkpoint, load, open_checkpoint
+from checkpoints.errors import UserError
+from serving.engine import Engine
+from serving.memory import Deployment
+from serving.programs import Programs
+from serving.requests import Request
+from serving.speculation import DraftModel, PromptLookup, mesh_for_draft
+from serving.text import load_tokenizer
+from terminal.launch import Startup, choose_dtypes, choose_mesh, choose_quantized, log, set_precision
+
+
+def open_models(args: argparse.Namespace, n_devices: int) -> tuple[list[Deployment], Any]:
+    """-> (the model, and with --draft one that drafts for it; the tokenizer of both)."""
+    checkpoint = open_checkpoint(args.checkpoint)
+    mesh = choose_mesh(checkpoint.config, args.dp, args.ep, args.tp, n_devices)
+    tokenizer = load_tokenizer(checkpoint.folder)
+    models = [deploy(args, checkpoint, mesh)]
+    if args.draft:
+        models.append(deploy(args, *open_draft(args, models[0], tokenizer)))
+    for x in models:
+        set_precision(x.dtype)
+    return models, tokenizer
+
+
+def open_draft(args: argparse.Namespace, target: Deployment, tokenizer) -> tuple[Checkpoint, Mesh]:
+    """The draft's checkpoint and its mesh of the same devices. UserError if it does not suit the model."""
+    draft = open_checkpoint(args.draft)
+    same = load_tokenizer(draft.folder).get_vocab() == tokenizer.get_vocab()
+    if not same or draft.config.V != target.cfg.V:
+        raise UserError(f"--draft {args.draft}: its tokenizer is not that of {args.checkpoint}")
+    try:
+        return draft, mesh_for_draft(draft.config, target.mesh)
+    except ValueError as e:
+        raise UserError(f"--draft {args.draft}: {e}") from None
+
+
+def deploy(args: argparse.Namespace, checkpoint: Checkpoint, mesh: Mesh) -> Deployment:
+    """In the types that the user asked for, or else those that suit the checkpoint and the devices."""
+    quantized = choose_quantized(args.quantize, checkpoint)
+    dtype, kv_dtype = choose_dtypes(args.dtype, args.kv_cache_dtype, quantized)
+    return Deployment(checkpoint.config, mesh, dtype, quantized, kv_dtype, checkpoint)
+
+
+def start_engine(
+    args: argparse.Namespace,
+    models: list[Deployment],
+    rows: int,
+    max_len: int,
+    requests: list[Request],
+    startup: Startup,
+    longest: int = 0,
+) -> Engine:
+    """Load the models, and compile. requests, longest: see Engine."""
+    show = jax.process_index() == 0
+    weights = [load(x.checkpoint, x.mesh, x.dtype, x.quantized, show=show) for x in models]
+    startup.lap("weights")
+
+    def programs(i: int, speculation=None) -> Programs:
+        x = models[i]
+        return Programs(weights[i], x.cfg, x.mesh, rows, max_len, x.kv_dtype, speculation)
+
+    speculation, start = None, time.perf_counter()
+    if args.lookup:
+        speculation = PromptLookup(args.guesses)
+    if args.draft:
+        speculation = DraftModel(programs(1), args.guesses)
+    engine = Engine(programs(0, speculation), requests, longest)
+    log(f"compiled in {time.perf_counter() - start:.1f} s")
+    startup.lap("compilation")
+    return engine

@@ -1,0 +1,86 @@
+"""How fast it was: a few lines for people; with --json, one object with all answers."""
+
+import argparse
+import json
+import math
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+import model
+from serving.engine import Engine
+from serving.memory import BANDWIDTH, Deployment, bytes_per_step
+from terminal.answers import Reply, score_line
+from terminal.launch import Startup, log
+
+
+def report(
+    args: argparse.Namespace,
+    target: Deployment,
+    engine: Engine,
+    replies: list[Reply],
+    content: Callable[[Reply], dict],
+    startup: Startup,
+) -> None:
+    stats, answered = engine.stats, [reply for reply in replies if reply.error is None]
+    prefilled = stats.prefilled or stats
+    seconds, steps = stats.seconds - prefilled.seconds, stats.steps - prefilled.steps
+    rate = (stats.tokens - prefilled.tokens) / seconds if steps else None
+    utilization = bandwidth_utilization(target, engine, answered, seconds / steps) if steps else None
+    split = ", ".join(f"{what} {seconds:.1f}" for what, seconds in startup.laps.items())
+    log(f"first tokens after {sum(startup.laps.values()):.1f} s of CPU time: {split}")
+    parts = [
+        f"prefill {prefilled.seconds:.3f} s",
+        f"decode {f'{rate:.1f} tokens/s' if rate else 'not needed'}",
+    ]
+    if utilization:
+        parts.append(f"{100 * utilization:.0f}% of the memory bandwidth")
+    if stats.reused_tokens:
+        parts.append(f"{stats.reused_tokens} of {stats.prompt_tokens} prompt tokens taken from other rows")
+    if stats.drafted:
+        parts.append(f"{stats.acceptance_rate:.0%} of the guesses right")
+        parts.append(f"{stats.tokens_per_step:.2f} tokens per step")
+    log(", ".join(parts))
+    cut = sum(reply.answer.finish_reason == "length" for reply in answered)
+    if cut and not args.score and not args.ignore_eos:
+        log(f"{cut} of {len(answered)} answers are cut: they had as many tokens as --max-new-tokens allows")
+    if args.json:
+        axes = dict(data="data", expert=model.EXPERT, tensor=model.TENSOR)
+        print(json.dumps(dict(
+            model=args.checkpoint, mesh={name: model.mesh_size(target.mesh, x) for name, x in axes.items()},
+            devices=jax.device_count(), responses=[content(reply) for reply in replies],
+            startup_cpu_seconds=startup.laps, prefill_seconds=prefilled.seconds,
+            decode_tokens_per_second=rate, bandwidth_utilization=utilization,
+            prompt_tokens=stats.prompt_tokens, prompt_tokens_reused=stats.reused_tokens,
+            decode_steps=stats.steps, tokens_per_step=stats.tokens_per_step,
+            guesses_right=stats.acceptance_rate,
+        )))  # fmt: skip
+    elif not (args.output or args.prompt_file):
+        say_total(args, answered)
+
+
+def say_total(args: argparse.Namespace, answered: list[Reply]) -> None:
+    """What the printed text does not tell."""
+    if args.score and len(answered) > 1:
+        scores = [x for reply in answered for x in reply.answer.prompt_logprobs]
+        print(f"all: {score_line(math.fsum(scores), len(scores))}")
+    elif args.logprobs:
+        print("For log-probabilities by token, use --json. Of each answer as a whole:")
+        print(" ".join(f"{math.fsum(reply.answer.logprobs):.4f}" for reply in answered))
+
+
+def bandwidth_utilization(
+    target: Deployment, engine: Engine, answered: list[Reply], seconds: float
+) -> float | None:
+    """The share of the device's memory bandwidth that steps of so many seconds needed, if that is known."""
+    bandwidth = BANDWIDTH.get(jax.devices()[0].device_kind)
+    if not bandwidth or not answered:
+        return None
+    spans = [(len(reply.request.prompt) - 1, len(reply.answer.tokens)) for reply in answered]
+    positions = np.concatenate([first + np.arange(count) for first, count in spans])
+    rows = engine.stats.row_steps / engine.stats.steps / engine.programs.shards
+    needed = bytes_per_step(
+        engine.programs.weights, target.cfg, target.mesh, rows, positions, target.kv_dtype
+    )
+    return needed / seconds / bandwidth
