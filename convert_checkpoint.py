@@ -28,27 +28,11 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
-from checkpoints.checkpoint import (
-    FORMAT,
-    INDEX,
-    SLAB_BYTES,
-    TYPES,
-    Checkpoint,
-    Source,
-    axes_of,
-    companions,
-    file_letters,
-    float_type,
-    in_order,
-    named_infos,
-    open_checkpoint,
-    read_index,
-    read_json,
-    stored_infos,
-    stored_shape,
-    to_file_order,
-)
+from checkpoints.checkpoint import Checkpoint, open_checkpoint
 from checkpoints.errors import UserError
+from checkpoints.folders import FORMAT, INDEX, companions, read_index, read_json
+from checkpoints.layouts import SLAB_BYTES, Source, axes_of, file_letters, stored_shape, to_file_order
+from checkpoints.names import TYPES, float_type, named_infos, stored_infos
 from checkpoints.progress import progress
 from checkpoints.tensor_files import (
     DTYPES,
@@ -60,6 +44,7 @@ from checkpoints.tensor_files import (
     settle,
     sync,
 )
+from checkpoints.threads import in_order
 from model import ArrayInfo
 from quantize import quantize_large
 from terminal.command_line import OneLineParser, run

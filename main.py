@@ -26,8 +26,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 import model
-from checkpoints.checkpoint import TYPES, Checkpoint, load, open_checkpoint
+from checkpoints.checkpoint import Checkpoint, open_checkpoint
 from checkpoints.errors import UserError
+from checkpoints.loading import load
+from checkpoints.names import TYPES
 from checkpoints.progress import progress
 from serving.engine import Engine
 from serving.hosts import from_first

@@ -83,7 +83,8 @@ def whole_load(source: pathlib.Path):
     import jax.numpy as jnp
 
     import model
-    from checkpoints.checkpoint import load, open_checkpoint
+    from checkpoints.checkpoint import open_checkpoint
+    from checkpoints.loading import load
 
     checkpoint = open_checkpoint(str(source))
     mesh, infos = model.make_mesh(checkpoint.config), model.weight_infos(checkpoint.config)
@@ -141,8 +142,10 @@ def make_checkpoint(name: str, layers: int | None, shards: int, folder: pathlib.
     from models import MODELS
     from safetensors.numpy import save_file
 
-    from checkpoints.checkpoint import THEIR_INDEX, named_infos, stored_shape
     from checkpoints.config_json import read_config
+    from checkpoints.folders import THEIR_INDEX
+    from checkpoints.layouts import stored_shape
+    from checkpoints.names import named_infos
 
     config = MODELS[name] | ({"num_hidden_layers": layers} if layers else {})
     tensors = {}

@@ -17,9 +17,9 @@ from typing import BinaryIO
 
 import jax
 
-from checkpoints.checkpoint import no_garbage_collection
 from checkpoints.errors import UserError
 from checkpoints.progress import progress
+from checkpoints.threads import no_garbage_collection
 from serving.engine import Answer, Engine, Request, Stats
 from serving.text import TextStream
 from terminal.launch import LAPS, lap, log

@@ -17,17 +17,11 @@ from ml_dtypes import bfloat16
 from safetensors.numpy import load_file, save_file
 
 import model
-from checkpoints.checkpoint import (
-    INDEX,
-    Source,
-    file_letters,
-    load,
-    named_infos,
-    open_checkpoint,
-    stored_infos,
-    stored_shape,
-    to_file_order,
-)
+from checkpoints.checkpoint import open_checkpoint
+from checkpoints.folders import INDEX
+from checkpoints.layouts import Source, file_letters, stored_shape, to_file_order
+from checkpoints.loading import load
+from checkpoints.names import named_infos, stored_infos
 from convert_checkpoint import convert, verify
 from quantize import quantize
 

@@ -23,9 +23,10 @@ from pod import KINDS
 
 import main
 from benchmarks.models import MODELS
-from checkpoints.checkpoint import named_infos, stored_shape
 from checkpoints.config_json import read_config
 from checkpoints.errors import UserError
+from checkpoints.layouts import stored_shape
+from checkpoints.names import named_infos
 from serving import hosts, memory
 
 LLAMA4 = CHECKPOINTS / "tiny-llama4"

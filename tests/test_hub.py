@@ -17,7 +17,8 @@ import pytest
 from conftest import CHECKPOINTS
 from safetensors.numpy import load_file, save
 
-from checkpoints.checkpoint import THEIR_FILE, THEIR_INDEX, open_checkpoint
+from checkpoints.checkpoint import open_checkpoint
+from checkpoints.folders import THEIR_FILE, THEIR_INDEX
 
 LLAMA3 = CHECKPOINTS / "tiny-llama3"
 COMPANIONS = {file.name for file in LLAMA3.iterdir()} - {THEIR_FILE}

@@ -28,7 +28,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import PreTrainedTokenizerFast
 
 import model
-from checkpoints import checkpoint, config_json
+from checkpoints import config_json, layouts
 
 VOCABULARY = 512
 COMMON = dict(
@@ -172,7 +172,7 @@ def train(cfg: model.Config, tokenizer, steps: int, peak_rate: float = 3e-3) -> 
 
 
 def to_hugging_face(cfg: model.Config, weights: model.Weights) -> dict[str, np.ndarray]:
-    """The checkpoint's tensors by name, in bfloat16: checkpoint.py backwards."""
+    """The checkpoint's tensors by name, in bfloat16: layouts.py backwards."""
     tensors, stacked = {}, {}
 
     def put(info: model.ArrayInfo, x):
@@ -183,7 +183,7 @@ def to_hugging_face(cfg: model.Config, weights: model.Weights) -> dict[str, np.n
         x = np.asarray(x, np.float32).transpose([ours.index(letter) for letter in plain])
         if half is None:
             sizes = dict(zip(plain, x.shape, strict=True))
-            dimensions = checkpoint.stored_dimensions(letters)
+            dimensions = layouts.stored_dimensions(letters)
             x = x.reshape([math.prod(sizes[letter] for letter in letters) for letters in dimensions])
             tensors[name] = np.ascontiguousarray(x.astype(ml_dtypes.bfloat16))
         else:
