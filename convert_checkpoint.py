@@ -31,7 +31,7 @@ import numpy as np
 from checkpoints.checkpoint import Checkpoint, open_checkpoint
 from checkpoints.errors import UserError
 from checkpoints.folders import FORMAT, INDEX, companions, read_index, read_json
-from checkpoints.layouts import SLAB_BYTES, Source, axes_of, file_letters, stored_shape, to_file_order
+from checkpoints.layouts import SLAB_BYTES, Source, file_layout, to_file_order
 from checkpoints.names import TYPES, float_type, named_infos, stored_infos
 from checkpoints.progress import progress
 from checkpoints.tensor_files import (
@@ -79,7 +79,7 @@ class Target:
     def write(self, files: dict[str, NewFile], letter: str, lo: int, values: np.ndarray) -> None:
         """Put values, in our layout and from `lo` on along `letter`, in their places."""
         values = to_file_order(values, self.info)
-        axis = axes_of(file_letters(self.info)).index((letter, 0))
+        axis = [axis.letter for axis in file_layout(self.info).axes].index(letter)
         for part in self.parts:
             if axis:
                 files[part.file].write(part.name, axis, lo, values[part.lo : part.hi])
@@ -109,7 +109,7 @@ def plan(checkpoint: Checkpoint, quantized: bool, dtype: str, file_bytes: int) -
     numbers, batches, last = itertools.count(1), [], None
 
     def stored_name(weight: tuple[str, ArrayInfo]) -> str:
-        return weight[1].stored[0][0]
+        return weight[1].stored[0].name
 
     for _, group in itertools.groupby(named_infos(checkpoint.config), stored_name):
         group = list(group)
@@ -133,7 +133,7 @@ def _fill_files(batch: Batch, file_bytes: int, numbers: Iterator[int]) -> None:
     """One file, or several where one cannot hold it all: then arrays are cut along their first axis."""
     room = 0
     for name, target in batch.targets.items():
-        shape = stored_shape(file_letters(target.info), target.info)
+        shape = file_layout(target.info).shape
         row = array_bytes(target.dtype, shape[1:])
         rows = max(file_bytes // row, 1)
         for i, lo in enumerate(range(0, shape[0], rows)):

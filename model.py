@@ -131,20 +131,35 @@ class Config:
 
 
 @dataclasses.dataclass(frozen=True)
+class Stored:
+    """The tensor of a Hugging Face checkpoint that an array is, or is a part of.
+
+    name:    {e} numbers the experts, if each has a tensor of its own.
+    letters: its dimensions. Parentheses join letters into one; brackets hold parts that follow one another,
+             of which the array is number `part`, from 0: "D[KGH+KH+KH]", or in each head "(K[H+V])D".
+    sizes:   (letter, size) of all letters, also those of the other parts.
+    """
+
+    name: str
+    letters: str
+    part: int = 0
+    sizes: tuple[tuple[str, int], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
 class ArrayInfo:
     """One array, declared: shape, sharding, initial value, int8 form and checkpoint layout follow from it.
 
     Not a pytree node, so jax.tree.map takes it for a leaf.
     letters:    our layout, lowercase where it is sharded.
     contracted: the letters that its matmul sums; int8 has one scale per entry of the rest.
-    stored:     (name, letters) in a Hugging Face checkpoint; the first that is there. Parentheses join
-                letters into one dimension, a digit picks one of two stacked halves, {e} numbers the experts.
+    stored:     where a Hugging Face checkpoint may have it; the first that is there counts.
     shape:      the true sizes of the letters. dtype: None for the float type of the model or cache.
     """
 
     letters: str
     contracted: str = ""
-    stored: tuple[tuple[str, str], ...] = ()
+    stored: tuple[Stored, ...] = ()
     shape: tuple[int, ...] = ()
     dtype: Any = None
 
@@ -179,8 +194,10 @@ def mesh_size(mesh: Mesh, axes: str | tuple[str, ...]) -> int:
     return math.prod(mesh.shape[axis] for axis in ([axes] if isinstance(axes, str) else axes))
 
 
-def _array(letters: str, contracted: str = "", *stored: tuple[str, str]) -> Any:
-    return dataclasses.field(metadata={"info": ArrayInfo(letters, contracted, stored)})
+def _array(letters: str, contracted: str = "", *stored: tuple) -> Any:
+    """A declared field. stored: (name, letters) or (name, letters, part), see Stored."""
+    info = ArrayInfo(letters, contracted, tuple(Stored(*where) for where in stored))
+    return dataclasses.field(metadata={"info": info})
 
 
 def _pytree(cls):
@@ -206,9 +223,11 @@ class MLP:
 class MoE:
     router: Array = _array("DE", "", ("router.weight", "ED"))
     gate: Array = _array(
-        "eDm", "D", ("experts.gate_up_proj", "ED(0M)"), ("experts.{e}.gate_proj.weight", "MD")
+        "eDm", "D", ("experts.gate_up_proj", "ED[M+M]", 0), ("experts.{e}.gate_proj.weight", "MD")
     )
-    up: Array = _array("eDm", "D", ("experts.gate_up_proj", "ED(1M)"), ("experts.{e}.up_proj.weight", "MD"))
+    up: Array = _array(
+        "eDm", "D", ("experts.gate_up_proj", "ED[M+M]", 1), ("experts.{e}.up_proj.weight", "MD")
+    )
     down: Array = _array("emD", "m", ("experts.down_proj", "EMD"), ("experts.{e}.down_proj.weight", "DM"))
     shared: MLP
 
@@ -249,7 +268,8 @@ def _declare(cls, sizes: dict[str, int], prefix: str = "", **children):
     """An instance of cls with a resolved ArrayInfo in each declared field."""
 
     def resolve(info: ArrayInfo) -> ArrayInfo:
-        stored = tuple((prefix + name, letters) for name, letters in info.stored)
+        known = tuple(sizes.items())
+        stored = tuple(dataclasses.replace(x, name=prefix + x.name, sizes=known) for x in info.stored)
         return dataclasses.replace(info, stored=stored, shape=tuple(sizes[x] for x in info.letters.upper()))
 
     fields = {f.name: f.metadata["info"] for f in dataclasses.fields(cls) if f.name not in children}

@@ -27,7 +27,7 @@ from checkpoints.folders import (
     weight_map_in,
 )
 from checkpoints.hub import find_folder
-from checkpoints.layouts import SLAB_BYTES, Source, file_letters, stored_shape
+from checkpoints.layouts import SLAB_BYTES, Layout, Source, file_layout, layout_of
 from checkpoints.names import TYPES, float_type, named_infos, stored_infos
 from checkpoints.progress import progress
 from checkpoints.tensor_files import StoredTensor, TensorFile, array_bytes
@@ -123,7 +123,7 @@ def _open_ours(folder: pathlib.Path, config: Config) -> Checkpoint:
             dtypes = tuple(dict.fromkeys(float_type(info, dtype) for dtype in TYPES))
             if name != weight:
                 dtypes = ("I8",) if name.endswith(".values") else ("F32",)
-            sources[name] = _source(info, parts.pop(name), file_letters(info), dtypes)
+            sources[name] = _source(info, parts.pop(name), file_layout(info), dtypes)
     for tensor in itertools.chain(*parts.values()):
         _no_place(tensor)
     return Checkpoint(folder, config, sources, converted=True, quantized=quantized)
@@ -163,23 +163,30 @@ def _canonical(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
 
 def _find(tensors: dict[str, StoredTensor], folder: pathlib.Path, info: ArrayInfo) -> Source:
     """What a Hugging Face folder has of a weight, in the first of its published forms that is there."""
-    for pattern, letters in info.stored:
-        one_per_expert = "{e}" in pattern
-        names = [pattern.format(e=e) for e in range(info.shape[0])] if one_per_expert else [pattern]
+    for stored in info.stored:
+        one_per_expert = "{e}" in stored.name
+        names = [stored.name.format(e=e) for e in range(info.shape[0])] if one_per_expert else [stored.name]
         missing = [name for name in names if name not in tensors]
         if len(missing) == len(names):
             continue
         if missing:
             raise UserError(f"{folder}: tensor {missing[0]} is missing, though others like it are there")
-        return _source(info, [tensors[name] for name in names], letters, FLOATS, one_per_expert)
-    raise UserError(f"{folder}: tensor {info.stored[0][0]} is missing")
+        if one_per_expert:
+            stored = dataclasses.replace(stored, letters="E" + stored.letters)
+        found = [tensors[name] for name in names]
+        return _source(info, found, layout_of(info, stored), FLOATS, one_per_expert)
+    raise UserError(f"{folder}: tensor {info.stored[0].name} is missing")
 
 
 def _source(
-    info: ArrayInfo, tensors: list[StoredTensor], letters: str, dtypes: tuple[str, ...], one_per_expert=False
+    info: ArrayInfo,
+    tensors: list[StoredTensor],
+    layout: Layout,
+    dtypes: tuple[str, ...],
+    one_per_expert: bool = False,
 ) -> Source:
     """Raises UserError naming the tensor whose shape or type is wrong."""
-    shape = stored_shape(letters, info)
+    shape = layout.shape[1:] if one_per_expert else layout.shape
     parts = len(tensors) > 1 and not one_per_expert
     together = sum(tensor.shape[0] if tensor.shape else 0 for tensor in tensors)
     for tensor in tensors:
@@ -193,7 +200,7 @@ def _source(
             raise UserError(
                 f"{tensor.file.path}: tensor {tensor.name} has type {tensor.dtype}, not {' or '.join(dtypes)}"
             )
-    return Source(info, tuple(tensors), "E" + letters if one_per_expert else letters)
+    return Source(info, tuple(tensors), layout)
 
 
 def _check_copy(tensor: StoredTensor, original: StoredTensor) -> None:

@@ -1,85 +1,121 @@
 """In what order a file holds the elements of a weight, and how any part of it is read in ours.
 
-Stored letters are written as in ArrayInfo.stored, and a letter that is there twice is split: first the
-number of a block, then the place in it. In our files the sharded letters come first, so that what a device
-holds of a weight is a few long runs: "DkgH" is stored as "KGDH". Where that would leave single elements, a
-letter is split: "Df" is stored as "FDF", and half of f is half of the tensor.
+Orders are written in letters as in model.Stored. A letter that is there twice is split: first the number of a
+block, then the place in it. In our files the sharded letters come first, so that what a device holds of a
+weight is a few long runs: "DkgH" is stored as "KGDH". Where that would leave single elements, a letter is
+split: "Df" is stored as "FDF", and half of f is half of the tensor.
 """
 
 import dataclasses
+import itertools
 import math
 import re
 
 import numpy as np
 
 from checkpoints.tensor_files import ALIGNMENT, StoredTensor, array_bytes
-from model import ArrayInfo
+from model import ArrayInfo, Stored
 
 SLAB_BYTES = 2**24  # of an array, converted or compared at a time
 BLOCKS = 64  # into which a letter is split: a device's share is whole blocks on up to as many devices
 Box = tuple[tuple[int, int], ...]  # of each letter of a weight, which elements [lo, hi)
 
 
-def file_letters(info: ArrayInfo) -> str:
-    """The order of a weight's letters in our files."""
+@dataclasses.dataclass(frozen=True)
+class Axis:
+    """An axis of a stored tensor: one step along it is `width` elements along the letter.
+
+    width: 1, but where the letter is split: there the size of a block, and 0 for the place in one.
+    """
+
+    letter: str
+    size: int
+    width: int = 1
+
+    def steps(self, lo: int, hi: int) -> slice:
+        """Those that have the elements [lo, hi) of the letter."""
+        return slice(lo // self.width, -(-hi // self.width)) if self.width else slice(None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a stored tensor holds an array.
+
+    shape:  the tensor's.
+    within: its axes when what is joined is taken apart, the parts in brackets still together: of each its
+            size, and which of it is the array's.
+    axes:   those of the array, in the tensor's order.
+    """
+
+    shape: tuple[int, ...]
+    within: tuple[tuple[int, slice], ...]
+    axes: tuple[Axis, ...]
+
+    def view(self, values: np.ndarray) -> np.ndarray:
+        """The tensor, or some of its first dimension -> what of it is the array's, axis by axis, in place."""
+        values = values.reshape(-1, *(size for size, _ in self.within[1:]))
+        values = values[tuple(ours for _, ours in self.within)]
+        return values.reshape(-1, *(axis.size for axis in self.axes[1:]))
+
+    @property
+    def split(self) -> set[str]:
+        """The letters that have two axes: the number of a block, and the place in it."""
+        return {axis.letter for axis in self.axes if not axis.width}
+
+    def order(self, info: ArrayInfo) -> list[int]:
+        """Which of the axes are those of each of our letters in turn."""
+        axes = list(enumerate(self.axes))
+        return [i for letter in info.letters.upper() for i, axis in axes if axis.letter == letter]
+
+
+def layout_of(info: ArrayInfo, stored: Stored) -> Layout:
+    """How the tensor at one of the places that are declared for an array holds it."""
+    sizes = dict(stored.sizes) | dict(zip(info.letters.upper(), info.shape, strict=True))
+    shape, within, axes = [], [], []
+    for joined, alone in re.findall(r"\((.*?)\)|(\[.*?\]|\w)", stored.letters):
+        shape.append(1)
+        for factor in re.findall(r"\[.*?\]|\w", joined or alone):
+            parts = factor.strip("[]").split("+")
+            part = stored.part if len(parts) > 1 else 0
+            widths = (math.prod(sizes[letter] for letter in letters) for letters in parts)
+            ends = list(itertools.accumulate(widths, initial=0))
+            within.append((ends[-1], slice(*ends[part : part + 2])))
+            axes += [Axis(letter, sizes[letter]) for letter in parts[part]]
+            shape[-1] *= ends[-1]
+    return Layout(tuple(shape), tuple(within), tuple(axes))
+
+
+def file_layout(info: ArrayInfo) -> Layout:
+    """How our files hold an array."""
+    sizes = dict(zip(info.letters, info.shape, strict=True))
     sharded = [letter for letter in info.letters if letter.islower()]
-    if "".join(sharded) == info.letters[: len(sharded)]:
-        return info.letters.upper()
     whole = [letter for letter in info.letters if letter not in sharded]
-    split = [sharded[-1]] if info.letters.endswith(sharded[-1]) else []
-    return "".join(sharded + whole + split).upper()
-
-
-def stored_dimensions(letters: str) -> list[str]:
-    """The letters of each stored dimension: "D(KGH)" -> ["D", "KGH"]."""
-    return [joined or alone for joined, alone in re.findall(r"\((\w+)\)|(\w)", letters)]
-
-
-def axes_of(letters: str) -> list[tuple[str, int]]:
-    """The axes when all that is joined is taken apart, each with how often its letter came before."""
-    flat = "".join(stored_dimensions(letters))
-    return [(letter, flat[:i].count(letter)) for i, letter in enumerate(flat)]
-
-
-def axis_sizes(letters: str, info: ArrayInfo) -> list[int]:
-    """The size of each of these axes; of a digit, which picks one of two halves, 2."""
-    sizes, axes = dict(zip(info.letters.upper(), info.shape, strict=True)), axes_of(letters)
-
-    def size(letter: str, place: int) -> int:
-        if letter.isdigit():
-            return 2
-        if (letter, 1) not in axes:
-            return sizes[letter]
-        blocks = math.gcd(sizes[letter], BLOCKS)
-        return sizes[letter] // blocks if place else blocks
-
-    return [size(*axis) for axis in axes]
-
-
-def stored_shape(letters: str, info: ArrayInfo) -> tuple[int, ...]:
-    sizes = iter(axis_sizes(letters, info))
-    return tuple(math.prod(next(sizes) for _ in joined) for joined in stored_dimensions(letters))
+    axes = [Axis(letter.upper(), sizes[letter]) for letter in sharded + whole]
+    if whole and info.letters[-1] in sharded:
+        letter, size = sharded[-1], sizes[sharded[-1]]
+        blocks = math.gcd(size, BLOCKS)
+        axes[len(sharded) - 1] = Axis(letter.upper(), blocks, size // blocks)
+        axes.append(Axis(letter.upper(), size // blocks, 0))
+    shape = tuple(axis.size for axis in axes)
+    return Layout(shape, tuple((size, slice(size)) for size in shape), tuple(axes))
 
 
 def to_file_order(x, info: ArrayInfo):
     """An array in our layout, all of it or of some of its unsplit letters -> in the order of our files."""
-    stored = axes_of(file_letters(info))
-    sizes = dict(zip(stored, axis_sizes(file_letters(info), info), strict=True))
-    ours, shape = [], []
-    for letter, size in zip(info.letters.upper(), x.shape, strict=True):
-        parts = [axis for axis in stored if axis[0] == letter]
-        ours += parts
-        shape += [sizes[axis] for axis in parts] if len(parts) > 1 else [size]
-    return x.reshape(shape).transpose([ours.index(axis) for axis in stored])
+    layout, sizes = file_layout(info), dict(zip(info.letters.upper(), x.shape, strict=True))
+    order = layout.order(info)
+    axes = [layout.axes[i] for i in order]
+    shape = [axis.size if axis.letter in layout.split else sizes[axis.letter] for axis in axes]
+    return x.reshape(shape).transpose(np.argsort(order))
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """The stored tensors of one declared array, which follow one another along the first of `letters`."""
+    """The stored tensors of one declared array, which follow one another along the first axis of `layout`."""
 
     info: ArrayInfo
     tensors: tuple[StoredTensor, ...]
-    letters: str
+    layout: Layout
 
     @property
     def nbytes(self) -> int:
@@ -87,26 +123,19 @@ class Source:
 
     def read(self, box: Box) -> np.ndarray:
         """A part of the array in our layout: in place where the file has it so, else copied from there."""
-        axes, sizes = axes_of(self.letters), axis_sizes(self.letters, self.info)
-        ours = self.info.letters.upper()
-        width = dict.fromkeys(ours, 1) | {axis[0]: n for axis, n in zip(axes, sizes, strict=True) if axis[1]}
-        blocks = {x: (lo // width[x], -(-hi // width[x])) for x, (lo, hi) in zip(ours, box, strict=True)}
-        index = [
-            int(letter) if letter.isdigit() else slice(None) if place else slice(*blocks[letter])
-            for letter, place in axes
-        ]
-        x = self._rows(*index, shape=sizes[1:])
-        kept = [axis for axis in axes if not axis[0].isdigit()]
-        x = x.transpose([i for letter in ours for i, axis in enumerate(kept) if axis[0] == letter])
-        x = x.reshape([(hi - lo) * width[letter] for letter, (lo, hi) in blocks.items()])
-        first = [lo * width[letter] for letter, (lo, _) in blocks.items()]
-        return x[tuple(slice(lo - start, hi - start) for (lo, hi), start in zip(box, first, strict=True))]
+        axes, bounds = self.layout.axes, dict(zip(self.info.letters.upper(), box, strict=True))
+        width = {axis.letter: axis.width for axis in axes if axis.width}
+        x = self._read(*(axis.steps(*bounds[axis.letter]) for axis in axes))
+        x = x.transpose(self.layout.order(self.info))
+        x = x.reshape([-1 if width[letter] > 1 else hi - lo for letter, (lo, hi) in bounds.items()])
+        before = {letter: lo % width[letter] for letter, (lo, _) in bounds.items()}  # in the first block
+        return x[tuple(slice(before[x], before[x] + hi - lo) for x, (lo, hi) in bounds.items())]
 
-    def _rows(self, rows: slice, *rest: slice | int, shape: list[int]) -> np.ndarray:
-        """[rows, *rest] of the tensors one after another, each [..., *shape]."""
+    def _read(self, rows: slice, *rest: slice) -> np.ndarray:
+        """[rows, *rest] of the array in the order of the tensors, which it joins."""
         parts, first = [], 0
         for tensor in self.tensors:
-            x = tensor.values.reshape(-1, *shape)
+            x = self.layout.view(tensor.values)
             lo, hi = (min(max(row - first, 0), len(x)) for row in (rows.start, rows.stop))
             if lo < hi:
                 parts.append(x[slice(lo, hi), *rest])
@@ -116,10 +145,8 @@ class Source:
 
     def slabs(self) -> tuple[str, list[tuple[int, int]]]:
         """How to read it bit by bit: a letter that is not contracted and nowhere split, and its ranges."""
-        axes = axes_of(self.letters)
-        unfit = {x for x, place in axes + axes_of(file_letters(self.info)) if place or x.isdigit()}
-        unfit |= set(self.info.contracted.upper())
-        letter = next(x for x, _ in axes if x not in unfit)
+        unfit = self.layout.split | file_layout(self.info).split | set(self.info.contracted.upper())
+        letter = next(axis.letter for axis in self.layout.axes if axis.letter not in unfit)
         size = self.info.shape[self.info.letters.upper().index(letter)]
         rows = max(SLAB_BYTES * size // self.nbytes, 1)
         return letter, [(lo, min(lo + rows, size)) for lo in range(0, size, rows)]

@@ -25,7 +25,7 @@ import model
 from checkpoints.checkpoint import open_checkpoint
 from checkpoints.config_json import read_config
 from checkpoints.folders import INDEX
-from checkpoints.layouts import stored_shape
+from checkpoints.layouts import layout_of
 from checkpoints.loading import load
 from checkpoints.names import named_infos
 from checkpoints.tensor_files import TensorFile
@@ -216,8 +216,8 @@ def random_model(folder, like, config):
     (folder / "config.json").write_text(json.dumps(config))
     rng, tensors = np.random.default_rng(0), {}
     for _, info in named_infos(read_config(config)):
-        (name, letters), *_ = info.stored
-        tensors[name] = rng.standard_normal(stored_shape(letters, info)).astype(bfloat16)
+        stored = info.stored[0]
+        tensors[stored.name] = rng.standard_normal(layout_of(info, stored).shape).astype(bfloat16)
     save_file(tensors, folder / "model.safetensors")
     return folder
 
