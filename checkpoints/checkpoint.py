@@ -10,12 +10,12 @@ import dataclasses
 import hashlib
 import itertools
 import pathlib
-import re
 
 import numpy as np
 
 from checkpoints.config_json import read_config
 from checkpoints.errors import UserError
+from checkpoints.families import Family, family_of
 from checkpoints.folders import (
     INDEX,
     THEIR_FILE,
@@ -35,14 +35,6 @@ from model import ArrayInfo, Config
 
 FLOATS = ("F32", "F16", "BF16")
 SAMPLERS = 16  # threads that each wait for a few pages at a time
-
-# Published checkpoints call the same tensor by several names.
-RENAMES = (
-    (re.compile(r"^(model\.)?language_model\.(model\.)?(?!lm_head)"), "model."),
-    (re.compile(r"^language_model\.(?=lm_head)"), ""),
-    (re.compile(r"\.feed_forward\."), ".mlp."),
-)
-IGNORED = re.compile(r"^(model\.)?(vision_model|multi_modal_projector)\.|\.rotary_emb\.inv_freq$")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,11 +89,12 @@ def open_checkpoint(path_or_id: str) -> Checkpoint:
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder}: no config.json in it; is it a model's folder, and whole?")
     try:
-        config = read_config(read_json(folder / "config.json"))
+        content = read_json(folder / "config.json")
+        config, (family, _) = read_config(content), family_of(content)
     except UserError as e:
         raise UserError(f"{folder}: {e}") from None
     converted = (folder / INDEX).exists()
-    return _open_ours(folder, config) if converted else _open_hugging_face(folder, config)
+    return _open_ours(folder, config) if converted else _open_hugging_face(folder, config, family)
 
 
 def _open_ours(folder: pathlib.Path, config: Config) -> Checkpoint:
@@ -129,29 +122,29 @@ def _open_ours(folder: pathlib.Path, config: Config) -> Checkpoint:
     return Checkpoint(folder, config, sources, converted=True, quantized=quantized)
 
 
-def _open_hugging_face(folder: pathlib.Path, config: Config) -> Checkpoint:
+def _open_hugging_face(folder: pathlib.Path, config: Config, family: Family) -> Checkpoint:
     if (folder / THEIR_INDEX).exists():
         tensors = open_tensors(folder, weight_map_in(read_json(folder / THEIR_INDEX), folder / THEIR_INDEX))
     elif (folder / THEIR_FILE).is_file():
         tensors = TensorFile(folder / THEIR_FILE).tensors
     else:
         raise UserError(f"{folder}: neither {THEIR_FILE} nor {THEIR_INDEX} in it; is the download complete?")
-    tensors = _canonical(tensors)
+    tensors = _renamed(tensors, family)
     sources = {name: _find(tensors, folder, info) for name, info in named_infos(config)}
     used = {tensor.name for source in sources.values() for tensor in source.tensors}
     for name, tensor in tensors.items():
         if config.tied_embeddings and name == "lm_head.weight":
             _check_copy(tensor, sources["embed"].tensors[0])
-        elif tensor.name not in used and not IGNORED.search(name):
+        elif tensor.name not in used and not family.ignored.search(name):
             _no_place(tensor)
     return Checkpoint(folder, config, sources, converted=False, quantized=False)
 
 
-def _canonical(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+def _renamed(tensors: dict[str, StoredTensor], family: Family) -> dict[str, StoredTensor]:
     """The tensors under the names that model.py declares."""
     renamed = {}
     for name, tensor in tensors.items():
-        for pattern, replacement in RENAMES:
+        for pattern, replacement in family.renames:
             name = pattern.sub(replacement, name)
         if name in renamed:
             raise UserError(

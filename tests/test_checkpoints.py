@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from ml_dtypes import bfloat16
 from safetensors.numpy import load_file, save_file
 
 import model
+from checkpoints import families
 from checkpoints.checkpoint import open_checkpoint
 from checkpoints.folders import INDEX
 from checkpoints.layouts import Source, file_layout, layout_of, to_file_order
@@ -123,6 +125,27 @@ def test_llama3_layouts(variant):
 
     folder = variant(edit, LLAMA3)
     assert open_checkpoint(folder).config == open_checkpoint(LLAMA3).config
+    assert_equal(weights_of(folder), weights_of(LLAMA3))
+
+
+def test_another_family(variant, monkeypatch):
+    """Its record says all that is told apart: fields, names of tensors, and what is ignored."""
+    llama, *_ = families.FAMILIES
+    renames, ignored = ((re.compile("^decoder"), "model"),), re.compile("^draft")
+    other = dataclasses.replace(
+        llama, model_type="other", fixed={"hidden_act": "swish"}, renames=renames, ignored=ignored
+    )
+
+    def edit(tensors, config):
+        config.update(model_type="other", hidden_act="swish")
+        for name in list(tensors):
+            tensors["decoder" + name.removeprefix("model")] = tensors.pop(name)
+        tensors["draft.weight"] = np.zeros(3, np.float32)
+
+    folder = variant(edit, LLAMA3)
+    with pytest.raises(ValueError, match="'other' is not supported \\(llama, llama4, llama4_text\\)"):
+        open_checkpoint(folder)
+    monkeypatch.setattr(families, "FAMILIES", (*families.FAMILIES, other))
     assert_equal(weights_of(folder), weights_of(LLAMA3))
 
 
