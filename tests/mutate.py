@@ -276,7 +276,7 @@ MUTATIONS = [
     ("checkpoints/hub.py", "revision=folder.name", "revision=revision", HUB),
     ("convert_checkpoint.py", "if not (allow_nonfinite or is_finite(made[-1])):", "if False:", CONVERSION),
     ("convert_checkpoint.py", "fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)", "pass", CONVERSION),
-    ("convert_checkpoint.py", "todo += [batch] if found is None else []", "todo += [batch]", CONVERSION),
+    ("convert_checkpoint.py", "todo += [group] if found is None else []", "todo += [group]", CONVERSION),
     ("convert_checkpoint.py", "file.path.stat().st_mtime_ns", "0", CONVERSION),
     ("convert_checkpoint.py", "np.allclose(step, largest, rtol=1e-6,", "np.allclose(step, step, rtol=1e-6,", CONVERSION),
     ("benchmarks/quality.py", "jnp.exp(log_q) - p - p * ratio", "-p * ratio", QUALITY),
