@@ -28,7 +28,7 @@ from checkpoints.folders import (
 )
 from checkpoints.hub import find_folder
 from checkpoints.layouts import SLAB_BYTES, Layout, Source, file_layout, layout_of
-from checkpoints.names import TYPES, float_type, named_infos, stored_infos
+from checkpoints.names import TYPES, float_type, named_infos, renamed, stored_infos
 from checkpoints.progress import progress
 from checkpoints.tensor_files import StoredTensor, TensorFile, array_bytes
 from model import ArrayInfo, Config
@@ -129,7 +129,7 @@ def _open_hugging_face(folder: pathlib.Path, config: Config, family: Family) -> 
         tensors = TensorFile(folder / THEIR_FILE).tensors
     else:
         raise UserError(f"{folder}: neither {THEIR_FILE} nor {THEIR_INDEX} in it; is the download complete?")
-    tensors = _renamed(tensors, family)
+    tensors = renamed(tensors, family)
     sources = {name: _find(tensors, folder, info) for name, info in named_infos(config)}
     used = {tensor.name for source in sources.values() for tensor in source.tensors}
     for name, tensor in tensors.items():
@@ -138,20 +138,6 @@ def _open_hugging_face(folder: pathlib.Path, config: Config, family: Family) -> 
         elif tensor.name not in used and not family.ignored.search(name):
             _no_place(tensor)
     return Checkpoint(folder, config, sources, converted=False, quantized=False)
-
-
-def _renamed(tensors: dict[str, StoredTensor], family: Family) -> dict[str, StoredTensor]:
-    """The tensors under the names that model.py declares."""
-    renamed = {}
-    for name, tensor in tensors.items():
-        for pattern, replacement in family.renames:
-            name = pattern.sub(replacement, name)
-        if name in renamed:
-            raise UserError(
-                f"{tensor.file.path}: tensors {tensor.name} and {renamed[name].name} are the same one"
-            )
-        renamed[name] = tensor
-    return renamed
 
 
 def _find(tensors: dict[str, StoredTensor], folder: pathlib.Path, info: ArrayInfo) -> Source:

@@ -128,8 +128,8 @@ class Source:
         x = self._read(*(axis.steps(*bounds[axis.letter]) for axis in axes))
         x = x.transpose(self.layout.order(self.info))
         x = x.reshape([-1 if width[letter] > 1 else hi - lo for letter, (lo, hi) in bounds.items()])
-        before = {letter: lo % width[letter] for letter, (lo, _) in bounds.items()}  # in the first block
-        return x[tuple(slice(before[x], before[x] + hi - lo) for x, (lo, hi) in bounds.items())]
+        first = {letter: lo % width[letter] for letter, (lo, _) in bounds.items()}  # in its block
+        return x[tuple(slice(first[key], first[key] + hi - lo) for key, (lo, hi) in bounds.items())]
 
     def _read(self, rows: slice, *rest: slice) -> np.ndarray:
         """[rows, *rest] of the array in the order of the tensors, which it joins."""
