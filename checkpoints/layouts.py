@@ -13,7 +13,7 @@ import re
 
 import numpy as np
 
-from checkpoints.tensor_files import ALIGNMENT, StoredTensor, array_bytes
+from checkpoints.tensor_files import ALIGNMENT, StoredTensor, aligned_copy, array_bytes
 from model import ArrayInfo, Stored
 
 SLAB_BYTES = 2**24  # of an array, converted or compared at a time
@@ -127,6 +127,8 @@ class Source:
         width = {axis.letter: axis.width for axis in axes if axis.width}
         x = self._read(*(axis.steps(*bounds[axis.letter]) for axis in axes))
         x = x.transpose(self.layout.order(self.info))
+        if self.layout.split:
+            x = aligned_copy(x)
         x = x.reshape([-1 if width[letter] > 1 else hi - lo for letter, (lo, hi) in bounds.items()])
         first = {letter: lo % width[letter] for letter, (lo, _) in bounds.items()}  # in its block
         return x[tuple(slice(first[key], first[key] + hi - lo) for key, (lo, hi) in bounds.items())]
