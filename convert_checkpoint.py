@@ -28,27 +28,11 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
-from checkpoints.checkpoint import (
-    FORMAT,
-    INDEX,
-    SLAB_BYTES,
-    TYPES,
-    Checkpoint,
-    Source,
-    axes_of,
-    companions,
-    file_letters,
-    float_type,
-    in_order,
-    named_infos,
-    open_checkpoint,
-    read_index,
-    read_json,
-    stored_infos,
-    stored_shape,
-    to_file_order,
-)
+from checkpoints.checkpoint import Checkpoint, open_checkpoint
 from checkpoints.errors import UserError
+from checkpoints.folders import FORMAT, INDEX, companions, read_index, read_json
+from checkpoints.layouts import SLAB_BYTES, Source, file_layout, to_file_order
+from checkpoints.names import TYPES, float_type, named_infos, stored_infos
 from checkpoints.progress import progress
 from checkpoints.tensor_files import (
     DTYPES,
@@ -60,6 +44,7 @@ from checkpoints.tensor_files import (
     settle,
     sync,
 )
+from checkpoints.threads import in_order
 from model import ArrayInfo
 from quantize import quantize_large
 from terminal.command_line import OneLineParser, run
@@ -67,7 +52,7 @@ from terminal.command_line import OneLineParser, run
 FILE_MIB = 1024
 STATE = "conversion.json"  # in an unfinished folder: what it is to become
 
-Group = list[tuple[str, ArrayInfo]]  # weights that Hugging Face stores in one tensor: read together
+Fused = list[tuple[str, ArrayInfo]]  # weights that Hugging Face stores in one tensor: read together
 
 
 # -------------------------------------------------------------------------------------- what goes where
@@ -94,7 +79,7 @@ class Target:
     def write(self, files: dict[str, NewFile], letter: str, lo: int, values: np.ndarray) -> None:
         """Put values, in our layout and from `lo` on along `letter`, in their places."""
         values = to_file_order(values, self.info)
-        axis = axes_of(file_letters(self.info)).index((letter, 0))
+        axis = [axis.letter for axis in file_layout(self.info).axes].index(letter)
         for part in self.parts:
             if axis:
                 files[part.file].write(part.name, axis, lo, values[part.lo : part.hi])
@@ -103,13 +88,13 @@ class Target:
 
 
 @dataclasses.dataclass(frozen=True)
-class Batch:
-    """Weights, the arrays that stand for them, and the files that hold just those: written together.
+class FileGroup:
+    """Files that are written together, the weights that they hold, and the arrays that stand for those.
 
     files: (type, shape) of each tensor, by its name, by the name of the file.
     """
 
-    groups: list[Group]
+    weights: list[Fused]
     targets: dict[str, Target]
     files: dict[str, dict[str, tuple[str, tuple[int, ...]]]]
 
@@ -118,46 +103,46 @@ class Batch:
         return sum(array_bytes(x.dtype, x.info.shape) for x in self.targets.values())
 
 
-def plan(checkpoint: Checkpoint, quantized: bool, dtype: str, file_bytes: int) -> list[Batch]:
+def plan_files(checkpoint: Checkpoint, quantized: bool, dtype: str, file_bytes: int) -> list[FileGroup]:
     """Divide the weights, in their order, among files of at most `file_bytes` of tensors."""
     dtypes = {"values": "I8", "scale": "F32"}
-    numbers, batches, last = itertools.count(1), [], None
+    numbers, groups, last = itertools.count(1), [], None
 
     def stored_name(weight: tuple[str, ArrayInfo]) -> str:
-        return weight[1].stored[0][0]
+        return weight[1].stored[0].name
 
-    for _, group in itertools.groupby(named_infos(checkpoint.config), stored_name):
-        group = list(group)
+    for _, fused in itertools.groupby(named_infos(checkpoint.config), stored_name):
+        fused = list(fused)
         targets = {
             name: Target(info, dtypes.get(name.rpartition(".")[2]) or float_type(info, dtype), [])
-            for weight in group
+            for weight in fused
             for name, info in stored_infos(*weight, quantized).items()
         }
-        more = Batch([group], targets, {})
+        more = FileGroup([fused], targets, {})
         if last and last.nbytes + more.nbytes <= file_bytes:
-            last.groups.append(group)
+            last.weights.append(fused)
             last.targets.update(targets)
         else:
-            batches.append(last := more)
-    for batch in batches:
-        _fill_files(batch, file_bytes, numbers)
-    return batches
+            groups.append(last := more)
+    for group in groups:
+        _fill_files(group, file_bytes, numbers)
+    return groups
 
 
-def _fill_files(batch: Batch, file_bytes: int, numbers: Iterator[int]) -> None:
+def _fill_files(group: FileGroup, file_bytes: int, numbers: Iterator[int]) -> None:
     """One file, or several where one cannot hold it all: then arrays are cut along their first axis."""
     room = 0
-    for name, target in batch.targets.items():
-        shape = stored_shape(file_letters(target.info), target.info)
+    for name, target in group.targets.items():
+        shape = file_layout(target.info).shape
         row = array_bytes(target.dtype, shape[1:])
         rows = max(file_bytes // row, 1)
         for i, lo in enumerate(range(0, shape[0], rows)):
             hi = min(lo + rows, shape[0])
-            if not batch.files or (hi - lo) * row > room:
-                batch.files[f"weights-{next(numbers):05d}.safetensors"], room = {}, file_bytes
+            if not group.files or (hi - lo) * row > room:
+                group.files[f"weights-{next(numbers):05d}.safetensors"], room = {}, file_bytes
             room -= (hi - lo) * row
-            part = Part(next(reversed(batch.files)), f"{name}/{i:05d}" if rows < shape[0] else name, lo, hi)
-            batch.files[part.file][part.name] = target.dtype, (hi - lo, *shape[1:])
+            part = Part(next(reversed(group.files)), f"{name}/{i:05d}" if rows < shape[0] else name, lo, hi)
+            group.files[part.file][part.name] = target.dtype, (hi - lo, *shape[1:])
             target.parts.append(part)
 
 
@@ -195,10 +180,10 @@ def convert(
     partial = destination.with_name(destination.name + ".incomplete")
     partial.mkdir(parents=True, exist_ok=True)
     with claimed(partial, identity):
-        batches = plan(checkpoint, quantized, dtype, file_bytes)
+        groups = plan_files(checkpoint, quantized, dtype, file_bytes)
         try:
-            checksums = write_weights(checkpoint, partial, batches, quantized, allow_nonfinite)
-            finish(checkpoint, partial, batches, checksums, identity)
+            checksums = write_weights(checkpoint, partial, groups, quantized, allow_nonfinite)
+            finish(checkpoint, partial, groups, checksums, identity)
         except OSError as e:
             if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
@@ -260,37 +245,41 @@ def write_text(path: pathlib.Path, text: str) -> None:
 
 
 def write_weights(
-    checkpoint: Checkpoint, folder: pathlib.Path, batches: list[Batch], quantized: bool, allow_nonfinite: bool
+    checkpoint: Checkpoint,
+    folder: pathlib.Path,
+    groups: list[FileGroup],
+    quantized: bool,
+    allow_nonfinite: bool,
 ) -> dict[str, str]:
     """Write the files that are not there yet; returns the checksum of every tensor."""
     for stale in folder.glob("*" + PARTIAL):
         stale.unlink()
     checksums, todo = {}, []
-    for batch in batches:
-        found = checksums_of(folder, batch)
+    for group in groups:
+        found = checksums_of(folder, group)
         checksums |= found or {}
-        todo += [batch] if found is None else []
-    total, left = (sum(batch.nbytes for batch in some) for some in (batches, todo))
+        todo += [group] if found is None else []
+    total, left = (sum(group.nbytes for group in some) for some in (groups, todo))
     if left > (free := shutil.disk_usage(folder).free):
         raise UserError(f"{folder}: {left / 1e9:.2f} GB are to be written, and {free / 1e9:.2f} GB are free")
 
     def tasks(opened: contextlib.ExitStack):
-        for batch in todo:
-            new = {name: NewFile(folder / name, tensors) for name, tensors in batch.files.items()}
+        for group in todo:
+            new = {name: NewFile(folder / name, tensors) for name, tensors in group.files.items()}
             for file in new.values():
                 opened.enter_context(file)
-            for group in batch.groups:
-                yield batch, group, new
+            for fused in group.weights:
+                yield group, fused, new
 
     def work(task):
-        batch, group, new = task
-        for letter, lo, arrays in convert_group(checkpoint, group, batch, quantized, allow_nonfinite):
+        group, fused, new = task
+        for letter, lo, arrays in convert_fused(checkpoint, fused, group, quantized, allow_nonfinite):
             for name, values in arrays.items():
-                batch.targets[name].write(new, letter, lo, values)
+                group.targets[name].write(new, letter, lo, values)
                 with bar.get_lock():
                     bar.update(values.nbytes)
-        names = [name for weight in group for name in stored_infos(*weight, quantized)]
-        parts = [part for name in names for part in batch.targets[name].parts]
+        names = [name for weight in fused for name in stored_infos(*weight, quantized)]
+        parts = [part for name in names for part in group.targets[name].parts]
         return *task, {part.name: new[part.file].checksum(part.name) for part in parts}
 
     with (
@@ -298,18 +287,18 @@ def write_weights(
         contextlib.ExitStack() as opened,
         contextlib.closing(in_order(work, tasks(opened), ahead=32)) as results,
     ):
-        for batch, group, new, found in results:
+        for group, fused, new, found in results:
             checksums |= found
-            if group is batch.groups[-1]:
+            if fused is group.weights[-1]:
                 for file in new.values():
                     file.finish(checksums)
     return checksums
 
 
-def checksums_of(folder: pathlib.Path, batch: Batch) -> dict[str, str] | None:
-    """The checksums in the batch's files, if these are there."""
+def checksums_of(folder: pathlib.Path, group: FileGroup) -> dict[str, str] | None:
+    """The checksums in the group's files, if these are there."""
     checksums = {}
-    for name, tensors in batch.files.items():
+    for name, tensors in group.files.items():
         if not (folder / name).exists():
             return None
         try:
@@ -322,21 +311,23 @@ def checksums_of(folder: pathlib.Path, batch: Batch) -> dict[str, str] | None:
     return checksums
 
 
-def convert_group(checkpoint: Checkpoint, group: Group, batch: Batch, quantized: bool, allow_nonfinite: bool):
-    """Yields slabs of the weights of a group: (letter, first element along it, array by name)."""
-    letter, ranges = checkpoint.sources[group[0][0]].slabs()
+def convert_fused(
+    checkpoint: Checkpoint, fused: Fused, group: FileGroup, quantized: bool, allow_nonfinite: bool
+):
+    """Yields slabs of weights that are read together: (letter, first element along it, array by name)."""
+    letter, ranges = checkpoint.sources[fused[0][0]].slabs()
     for lo, hi in ranges:
         arrays = {}
-        for name, info in group:
+        for name, info in fused:
             source, names = checkpoint.sources[name], list(stored_infos(name, info, quantized))
-            dtype = np.dtype(np.float32) if len(names) == 2 else DTYPES[batch.targets[name].dtype]
+            dtype = np.dtype(np.float32) if len(names) == 2 else DTYPES[group.targets[name].dtype]
             x = source.slab(letter, lo, hi)
             made = quantize_on_host(x, info) if len(names) == 2 else [x.astype(dtype, copy=False)]
             if not (allow_nonfinite or is_finite(made[-1])):  # of int8 the scale
                 refuse_nonfinite(source, dtype)
             arrays |= zip(names, made, strict=True)
         yield letter, lo, arrays
-        for name, _ in group:
+        for name, _ in fused:
             checkpoint.sources[name].forget()
 
 
@@ -369,12 +360,10 @@ def is_finite(x: np.ndarray, dtype: np.dtype | None = None) -> bool:
 
 
 def finish(
-    checkpoint: Checkpoint, folder: pathlib.Path, batches: list[Batch], checksums, identity: dict
+    checkpoint: Checkpoint, folder: pathlib.Path, groups: list[FileGroup], checksums, identity: dict
 ) -> None:
     """Add the model's small files and the index, and leave nothing else."""
-    weight_map = {
-        name: file for batch in batches for file, tensors in batch.files.items() for name in tensors
-    }
+    weight_map = {name: file for group in groups for file, tensors in group.files.items() for name in tensors}
     files = {name: {"bytes": (folder / name).stat().st_size} for name in sorted(set(weight_map.values()))}
     for path in companions(checkpoint.folder):
         content = path.read_bytes()

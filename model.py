@@ -233,21 +233,36 @@ class Config:
 
 
 @dataclasses.dataclass(frozen=True)
+class Stored:
+    """The tensor of a Hugging Face checkpoint that an array is, or is a part of.
+
+    name:    {e} numbers the experts, if each has a tensor of its own.
+    letters: its dimensions. Parentheses join letters into one; brackets hold parts that follow one another,
+             of which the array is number `part`, from 0: "D[KGH+KH+KH]", or in each head "(K[H+V])D".
+    sizes:   (letter, size) of all letters, also those of the other parts.
+    """
+
+    name: str
+    letters: str
+    part: int = 0
+    sizes: tuple[tuple[str, int], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
 class ArrayInfo:
     """One array, declared: shape, sharding, initial value, int8 form and checkpoint layout follow from it.
 
     Not a pytree node, so jax.tree.map takes it for a leaf.
     letters:    our layout, lowercase where it is sharded.
     contracted: the letters that its matmul sums; int8 has one scale per entry of the rest.
-    stored:     (name, letters) in a Hugging Face checkpoint; the first that is there. Parentheses join
-                letters into one dimension, a digit picks one of two stacked halves, {e} numbers the experts.
+    stored:     where a Hugging Face checkpoint may have it; the first that is there counts.
     shape:      the true sizes of the letters. dtype: None for the float type of the model or cache.
     initial:    what random values are around; None: around 0, with variance 1 / fan-in.
     """
 
     letters: str
     contracted: str = ""
-    stored: tuple[tuple[str, str], ...] = ()
+    stored: tuple[Stored, ...] = ()
     shape: tuple[int, ...] = ()
     dtype: Any = None
     initial: float | None = None
@@ -283,12 +298,14 @@ def mesh_size(mesh: Mesh, axes: str | tuple[str, ...]) -> int:
     return math.prod(mesh.shape[axis] for axis in ([axes] if isinstance(axes, str) else axes))
 
 
-def _array(letters: str, contracted: str = "", *stored: tuple[str, str]) -> Any:
-    return dataclasses.field(metadata={"info": ArrayInfo(letters, contracted, stored)})
+def _array(letters: str, contracted: str = "", *stored: tuple, initial: float | None = None) -> Any:
+    """A declared field. stored: (name, letters) or (name, letters, part), see Stored."""
+    info = ArrayInfo(letters, contracted, tuple(Stored(*where) for where in stored), initial=initial)
+    return dataclasses.field(metadata={"info": info})
 
 
 def _norm(letter: str, name: str) -> Any:
-    return dataclasses.field(metadata={"info": ArrayInfo(letter, stored=((name, letter),), initial=1.0)})
+    return _array(letter, "", (name, letter), initial=1.0)
 
 
 def _pytree(cls):
@@ -316,9 +333,11 @@ class MLP:
 class MoE:
     router: Array = _array("DE", "", ("router.weight", "ED"))
     gate: Array = _array(
-        "eDm", "D", ("experts.gate_up_proj", "ED(0M)"), ("experts.{e}.gate_proj.weight", "MD")
+        "eDm", "D", ("experts.gate_up_proj", "ED[M+M]", 0), ("experts.{e}.gate_proj.weight", "MD")
     )
-    up: Array = _array("eDm", "D", ("experts.gate_up_proj", "ED(1M)"), ("experts.{e}.up_proj.weight", "MD"))
+    up: Array = _array(
+        "eDm", "D", ("experts.gate_up_proj", "ED[M+M]", 1), ("experts.{e}.up_proj.weight", "MD")
+    )
     down: Array = _array("emD", "m", ("experts.down_proj", "EMD"), ("experts.{e}.down_proj.weight", "DM"))
     shared: MLP | None
 
@@ -355,11 +374,17 @@ class Cache:
     length: Array
 
 
+def _sizes(record) -> dict[str, int]:
+    """The letters among its fields."""
+    return {name: size for name, size in vars(record).items() if len(name) == 1}
+
+
 def _declare(cls, prefix: str, sizes: dict[str, int], **children):
     """An instance of cls: a resolved ArrayInfo in each declared field that is not among the children."""
 
     def resolve(info: ArrayInfo) -> ArrayInfo:
-        stored = tuple((prefix + name, letters) for name, letters in info.stored)
+        known = tuple(sizes.items())
+        stored = tuple(dataclasses.replace(x, name=prefix + x.name, sizes=known) for x in info.stored)
         return dataclasses.replace(info, stored=stored, shape=tuple(sizes[x] for x in info.letters.upper()))
 
     fields = {f.name: f.metadata["info"] for f in dataclasses.fields(cls) if f.name not in children}
@@ -368,19 +393,18 @@ def _declare(cls, prefix: str, sizes: dict[str, int], **children):
 
 def weight_infos(cfg: Config) -> Weights:
     """The tree of all weights with their ArrayInfo in the place of arrays."""
-    sizes = dict(D=cfg.D, V=cfg.V)
+    sizes = _sizes(cfg)
 
     def attention(heads: Heads, prefix: str) -> Attention:
         weighted = heads.qk_norm and heads.qk_norm.weight
-        return _declare(
-            Attention, prefix, sizes | vars(heads), **({} if weighted else dict(q_norm=None, k_norm=None))
-        )
+        absent = {} if weighted else dict(q_norm=None, k_norm=None)
+        return _declare(Attention, prefix, sizes | _sizes(heads), **absent)
 
     def feed_forward(kind: Gated | Experts, prefix: str) -> MLP | MoE:
         if isinstance(kind, Gated):
-            return _declare(MLP, prefix, sizes | vars(kind))
+            return _declare(MLP, prefix, sizes | _sizes(kind))
         shared = kind.shared and feed_forward(kind.shared, prefix + "shared_expert.")
-        return _declare(MoE, prefix, sizes | vars(kind), shared=shared)
+        return _declare(MoE, prefix, sizes | _sizes(kind), shared=shared)
 
     def layer(i: int, kind: LayerKind) -> Layer:
         prefix = f"model.layers.{i}."

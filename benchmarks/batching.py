@@ -33,8 +33,10 @@ from models import MODELS, read_model
 from speed import cpu_name, prefill_width
 
 import model
-from checkpoints.checkpoint import TYPES, load, open_checkpoint
+from checkpoints.checkpoint import open_checkpoint
 from checkpoints.errors import UserError
+from checkpoints.loading import load
+from checkpoints.names import TYPES
 from serving import memory
 from serving.engine import Engine
 from serving.hosts import start_fetching

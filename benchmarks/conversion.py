@@ -83,7 +83,8 @@ def whole_load(source: pathlib.Path):
     import jax.numpy as jnp
 
     import model
-    from checkpoints.checkpoint import load, open_checkpoint
+    from checkpoints.checkpoint import open_checkpoint
+    from checkpoints.loading import load
 
     checkpoint = open_checkpoint(str(source))
     mesh, infos = model.make_mesh(checkpoint.config), model.weight_infos(checkpoint.config)
@@ -141,14 +142,15 @@ def make_checkpoint(name: str, layers: int | None, shards: int, folder: pathlib.
     from models import MODELS
     from safetensors.numpy import save_file
 
-    from checkpoints.checkpoint import THEIR_INDEX, named_infos, stored_shape
     from checkpoints.config_json import read_config
+    from checkpoints.folders import THEIR_INDEX
+    from checkpoints.layouts import layout_of
+    from checkpoints.names import named_infos
 
     config = MODELS[name] | ({"num_hidden_layers": layers} if layers else {})
     tensors = {}
     for _, info in named_infos(read_config(config)):
-        (stored, letters), *_ = info.stored
-        tensors[stored] = stored_shape(letters, info)
+        tensors[info.stored[0].name] = layout_of(info, info.stored[0]).shape
     size = sum(2 * math.prod(shape) for shape in tensors.values())
     noise = np.random.default_rng(0).standard_normal(2**24, np.float32) / 50
     noise = (noise.view(np.uint32) >> 16).astype(np.uint16)  # as bfloat16

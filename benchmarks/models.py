@@ -7,9 +7,9 @@ import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-from checkpoints.checkpoint import read_json
 from checkpoints.config_json import read_config
 from checkpoints.errors import UserError
+from checkpoints.folders import read_json
 from model import Config
 
 LLAMA3 = dict(model_type="llama", vocab_size=128256, rms_norm_eps=1e-5, max_position_embeddings=131072)

@@ -28,8 +28,10 @@ from jax import Array
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from checkpoints.checkpoint import TYPES, Checkpoint, load, named_infos, open_checkpoint, stored_infos
+from checkpoints.checkpoint import Checkpoint, open_checkpoint
 from checkpoints.errors import UserError
+from checkpoints.loading import load
+from checkpoints.names import TYPES, named_infos, stored_infos
 from checkpoints.progress import progress
 from model import ArrayInfo, Config, Weights, forward
 from quantize import QuantizedArray, quantize

@@ -33,8 +33,10 @@ import numpy as np
 from models import MODELS, read_model
 
 import model
-from checkpoints.checkpoint import TYPES, load, open_checkpoint
+from checkpoints.checkpoint import open_checkpoint
 from checkpoints.errors import UserError
+from checkpoints.loading import load
+from checkpoints.names import TYPES
 from model import Config, Sampling
 from quantize import QuantizedArray, values_and_scale
 from serving import memory, programs

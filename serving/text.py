@@ -4,8 +4,8 @@ import os
 import pathlib
 from typing import Any
 
-from checkpoints.checkpoint import read_json
 from checkpoints.errors import UserError
+from checkpoints.folders import read_json
 
 
 def load_tokenizer(folder: pathlib.Path):

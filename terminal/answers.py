@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 
 import jax
 
-from checkpoints.checkpoint import no_garbage_collection
 from checkpoints.errors import UserError
 from checkpoints.progress import progress
+from checkpoints.threads import no_garbage_collection
 from serving.engine import Engine
 from serving.requests import Answer, Request
 from serving.text import TextStream

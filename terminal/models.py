@@ -7,8 +7,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from checkpoints.checkpoint import Checkpoint, load, open_checkpoint
+from checkpoints.checkpoint import Checkpoint, open_checkpoint
 from checkpoints.errors import UserError
+from checkpoints.loading import load
 from serving.engine import Engine
 from serving.memory import Deployment
 from serving.programs import Programs

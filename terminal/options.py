@@ -3,7 +3,7 @@
 import argparse
 import pathlib
 
-from checkpoints.checkpoint import TYPES
+from checkpoints.names import TYPES
 from serving.memory import ROWS
 from serving.speculation import MAX_DRAFT, check_n_draft
 from terminal.command_line import OneLineParser

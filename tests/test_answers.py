@@ -21,8 +21,9 @@ from questions import sum_question
 
 import main
 import model
-from checkpoints import checkpoint
-from checkpoints.checkpoint import load, open_checkpoint
+from checkpoints import loading
+from checkpoints.checkpoint import open_checkpoint
+from checkpoints.loading import load
 from checkpoints.progress import progress
 from checkpoints.tensor_files import TensorFile
 from convert_checkpoint import convert
@@ -501,8 +502,8 @@ def test_closed_streams(tmp_path):
 
 def test_garbage_is_not_collected_while_loading(monkeypatch):
     """jax's callback at a collection crashed in the threads that make arrays, with many objects alive."""
-    enabled, place = [], checkpoint._place
-    monkeypatch.setattr(checkpoint, "_place", lambda *a: enabled.append(gc.isenabled()) or place(*a))
+    enabled, place = [], loading._place
+    monkeypatch.setattr(loading, "_place", lambda *a: enabled.append(gc.isenabled()) or place(*a))
     opened = open_checkpoint(LLAMA3)
     load(opened, mesh_of(opened.config), "float32", False)
     assert enabled and not any(enabled) and gc.isenabled()

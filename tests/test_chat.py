@@ -17,7 +17,8 @@ from conftest import CHECKPOINTS, generate, mesh_of
 from test_command_line import damage_token
 
 import main
-from checkpoints.checkpoint import load, open_checkpoint
+from checkpoints.checkpoint import open_checkpoint
+from checkpoints.loading import load
 from serving.text import encode, load_tokenizer, stop_tokens
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -17,17 +18,12 @@ from ml_dtypes import bfloat16
 from safetensors.numpy import load_file, save_file
 
 import model
-from checkpoints.checkpoint import (
-    INDEX,
-    Source,
-    file_letters,
-    load,
-    named_infos,
-    open_checkpoint,
-    stored_infos,
-    stored_shape,
-    to_file_order,
-)
+from checkpoints import families
+from checkpoints.checkpoint import open_checkpoint
+from checkpoints.folders import INDEX
+from checkpoints.layouts import Source, file_layout, layout_of, to_file_order
+from checkpoints.loading import load
+from checkpoints.names import named_infos, stored_infos
 from convert_checkpoint import convert, verify
 from quantize import quantize
 
@@ -132,6 +128,27 @@ def test_llama3_layouts(variant):
     assert_equal(weights_of(folder), weights_of(LLAMA3))
 
 
+def test_another_family(variant, monkeypatch):
+    """Its record says all that is told apart: fields, names of tensors, and what is ignored."""
+    llama, *_ = families.FAMILIES
+    renames, ignored = ((re.compile("^decoder"), "model"),), re.compile("^draft")
+    other = dataclasses.replace(
+        llama, model_type="other", fixed={"hidden_act": "swish"}, renames=renames, ignored=ignored
+    )
+
+    def edit(tensors, config):
+        config.update(model_type="other", hidden_act="swish")
+        for name in list(tensors):
+            tensors["decoder" + name.removeprefix("model")] = tensors.pop(name)
+        tensors["draft.weight"] = np.zeros(3, np.float32)
+
+    folder = variant(edit, LLAMA3)
+    with pytest.raises(ValueError, match="'other' is not supported \\(llama, llama4, llama4_text\\)"):
+        open_checkpoint(folder)
+    monkeypatch.setattr(families, "FAMILIES", (*families.FAMILIES, other))
+    assert_equal(weights_of(folder), weights_of(LLAMA3))
+
+
 def test_unembedding_that_is_not_the_embedding(variant):
     def edit(tensors, config):
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
@@ -204,15 +221,58 @@ class Held:
 def test_order_in_our_files():
     """Sharded letters first; what that would leave to single elements in blocks, the place in one last."""
     infos = dict(named_infos(llama4_config()))
-    orders = {name: file_letters(infos["layers.0." + name]) for name in ("attention.o", "feed_forward.gate")}
-    assert orders == {"attention.o": "KGDH", "feed_forward.gate": "EMDM"}
+
+    def order(name):
+        return "".join(axis.letter for axis in file_layout(infos["layers.0." + name]).axes)
+
+    assert order("attention.o") == "KGDH" and order("feed_forward.gate") == "EMDM"
     down = infos["layers.0.feed_forward.shared.down"]
-    assert file_letters(down) == "FDF" and down.shape == (32, 24)
+    assert order("feed_forward.shared.down") == "FDF" and down.shape == (32, 24)
     x = np.arange(32 * 24).reshape(down.shape)
     stored = to_file_order(x, down)
-    assert stored.shape == stored_shape("FDF", down) == (8, 32, 3)  # gcd(24, 64) blocks
+    assert stored.shape == file_layout(down).shape == (8, 32, 3)  # gcd(24, 64) blocks
     for block in range(8):
         np.testing.assert_array_equal(stored[block], x[:, 3 * block : 3 * block + 3])
+
+
+def random_box(rng, shape):
+    """Of each letter some elements, and the index of them."""
+    bounds = [np.sort(rng.choice(n + 1, 2, replace=False)) for n in shape]
+    box = tuple((int(lo), int(hi)) for lo, hi in bounds)
+    return box, tuple(slice(lo, hi) for lo, hi in box)
+
+
+def fused_tensors():
+    """(our letters and arrays, stored letters, the tensor that has them all) as models are published."""
+    rng, D, K, G, H, V, F, E = np.random.default_rng(0), 5, 3, 2, 4, 6, 7, 2
+    q, k, v = (rng.normal(size=shape) for shape in ((K, G, H, D), (K, H, D), (K, H, D)))
+    columns = np.concatenate([x.reshape(-1, D) for x in (q, k, v)]).T
+    yield ("kgHD", "khD", "khD"), (q, k, v), "D[KGH+KH+KH]", columns
+    gate, up = rng.normal(size=(2, F, D))
+    yield ("fD", "fD"), (gate, up), "[F+F]D", np.concatenate([gate, up])
+    keys, values = rng.normal(size=(K, H, D)), rng.normal(size=(K, V, D))  # unequal parts in each head
+    yield ("kHD", "kVD"), (keys, values), "(K[H+V])D", np.concatenate([keys, values], 1).reshape(-1, D)
+    gate, up = rng.normal(size=(2, E, D, F))
+    yield ("eDf", "eDf"), (gate, up), "ED[F+F]", np.concatenate([gate, up], 2)
+
+
+@pytest.mark.parametrize(("ours", "arrays", "letters", "tensor"), list(fused_tensors()))
+def test_parts_of_a_tensor(ours, arrays, letters, tensor):
+    """Any part of each array is read from it; all arrays put in their places make it."""
+    rng, again = np.random.default_rng(0), np.zeros_like(tensor)
+    sizes = {}
+    for names, array in zip(ours, arrays, strict=True):
+        sizes |= dict(zip(names.upper(), array.shape, strict=True))
+    for part, (names, array) in enumerate(zip(ours, arrays, strict=True)):
+        info = model.ArrayInfo(names, "D", shape=array.shape)
+        layout = layout_of(info, model.Stored("", letters, part, tuple(sizes.items())))
+        assert layout.shape == tensor.shape
+        source = Source(info, [Held(tensor)], layout)
+        for _ in range(5):
+            box, index = random_box(rng, info.shape)
+            np.testing.assert_array_equal(source.read(box), array[index])
+        layout.view(again)[...] = array.transpose(np.argsort(layout.order(info)))
+    np.testing.assert_array_equal(again, tensor)
 
 
 @pytest.mark.parametrize("cfg", [llama3_config(F=72), llama4_config(), llama4_config(M=30, F=45, V=7)])
@@ -226,10 +286,9 @@ def test_any_part_of_any_array(cfg):
             cuts = np.sort(rng.integers(0, len(stored) + 1, 2))
             tensors = [Held(part) for part in np.split(stored, cuts) if len(part)]
             for _ in range(5):
-                bounds = [np.sort(rng.choice(n + 1, 2, replace=False)) for n in info.shape]
-                box = tuple((int(lo), int(hi)) for lo, hi in bounds)
-                found = Source(info, tensors, file_letters(info)).read(box)
-                np.testing.assert_array_equal(found, x[tuple(slice(lo, hi) for lo, hi in box)])
+                box, index = random_box(rng, info.shape)
+                found = Source(info, tensors, file_layout(info)).read(box)
+                np.testing.assert_array_equal(found, x[index])
 
 
 def test_padding_is_zeros_and_weights_are_whole(tmp_path):

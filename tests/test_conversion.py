@@ -22,8 +22,12 @@ from safetensors.numpy import load_file, save_file
 
 import convert_checkpoint
 import model
-from checkpoints.checkpoint import INDEX, load, named_infos, open_checkpoint, stored_shape
+from checkpoints.checkpoint import open_checkpoint
 from checkpoints.config_json import read_config
+from checkpoints.folders import INDEX
+from checkpoints.layouts import layout_of
+from checkpoints.loading import load
+from checkpoints.names import named_infos
 from checkpoints.tensor_files import TensorFile
 from convert_checkpoint import convert, verify
 from quantize import QuantizedArray, quantize
@@ -212,8 +216,8 @@ def random_model(folder, like, config):
     (folder / "config.json").write_text(json.dumps(config))
     rng, tensors = np.random.default_rng(0), {}
     for _, info in named_infos(read_config(config)):
-        (name, letters), *_ = info.stored
-        tensors[name] = rng.standard_normal(stored_shape(letters, info)).astype(bfloat16)
+        stored = info.stored[0]
+        tensors[stored.name] = rng.standard_normal(layout_of(info, stored).shape).astype(bfloat16)
     save_file(tensors, folder / "model.safetensors")
     return folder
 
@@ -445,7 +449,7 @@ def test_files_have_the_size_that_was_asked_for(file_bytes, tmp_path):
 def test_slabs(tmp_path, monkeypatch):
     """Weights that go through memory a few rows at a time end as the same bytes."""
     convert(str(LLAMA4), str(tmp_path / "x"), quantized=True)
-    monkeypatch.setattr("checkpoints.checkpoint.SLAB_BYTES", 5000)
+    monkeypatch.setattr("checkpoints.layouts.SLAB_BYTES", 5000)
     convert(str(LLAMA4), str(tmp_path / "y"), quantized=True)
     assert contents(tmp_path / "x") == contents(tmp_path / "y")
 

@@ -13,8 +13,9 @@ import pytest
 from conftest import CHECKPOINTS, Kind, llama4_config, mesh_of, rings
 
 import model
-from checkpoints.checkpoint import load, open_checkpoint
+from checkpoints.checkpoint import open_checkpoint
 from checkpoints.errors import UserError
+from checkpoints.loading import load
 from model import Sampling
 from quantize import QuantizedArray
 from serving import programs, scheduler

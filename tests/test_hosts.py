@@ -23,9 +23,10 @@ from pod import KINDS
 
 import main
 from benchmarks.models import MODELS
-from checkpoints.checkpoint import named_infos, stored_shape
 from checkpoints.config_json import read_config
 from checkpoints.errors import UserError
+from checkpoints.layouts import layout_of
+from checkpoints.names import named_infos
 from serving import hosts, memory
 
 LLAMA4 = CHECKPOINTS / "tiny-llama4"
@@ -133,8 +134,8 @@ def llama_405b(tmp_path_factory) -> pathlib.Path:
     (folder / "model.safetensors").unlink()
     (folder / "config.json").write_text(json.dumps(MODELS["llama3.1-405b"]))
     for name, info in named_infos(read_config(MODELS["llama3.1-405b"])):
-        stored, letters = info.stored[0]
-        files["-".join(name.split(".")[:2])][stored] = stored_shape(letters, info)
+        stored = info.stored[0]
+        files["-".join(name.split(".")[:2])][stored.name] = layout_of(info, stored).shape
     for file, tensors in files.items():
         header, end = {}, 0
         for name, shape in tensors.items():

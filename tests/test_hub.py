@@ -17,7 +17,8 @@ import pytest
 from conftest import CHECKPOINTS
 from safetensors.numpy import load_file, save
 
-from checkpoints.checkpoint import THEIR_FILE, THEIR_INDEX, open_checkpoint
+from checkpoints.checkpoint import open_checkpoint
+from checkpoints.folders import THEIR_FILE, THEIR_INDEX
 
 LLAMA3 = CHECKPOINTS / "tiny-llama3"
 COMPANIONS = {file.name for file in LLAMA3.iterdir()} - {THEIR_FILE}
@@ -48,7 +49,7 @@ def commits() -> dict[str, dict[str, bytes]]:
     common = {name: (LLAMA3 / name).read_bytes() for name in COMPANIONS} | dict.fromkeys(UNNEEDED, b"{}")
     index = {THEIR_INDEX: json.dumps({"weight_map": weight_map}).encode()}
     # huggingface_hub takes a file up at a multiple of 10 MiB. This comes first, and is ignored.
-    tensors["vision_model.x"] = np.zeros(12 * 2**18, np.float32)
+    tensors["x.rotary_emb.inv_freq"] = np.zeros(12 * 2**18, np.float32)
     return {SHARDED: common | shards | index, SINGLE: common | {THEIR_FILE: save(tensors)}, MOVED: {}}
 
 

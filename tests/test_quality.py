@@ -19,7 +19,9 @@ import quality
 
 import convert_checkpoint
 import model
-from checkpoints.checkpoint import load, named_infos, open_checkpoint
+from checkpoints.checkpoint import open_checkpoint
+from checkpoints.loading import load
+from checkpoints.names import named_infos
 from serving.text import load_tokenizer
 
 LLAMA3, LLAMA4 = CHECKPOINTS / "tiny-llama3", CHECKPOINTS / "tiny-llama4"
@@ -92,7 +94,7 @@ def test_the_int8_folder_is_what_is_compared(int8, tmp_path, monkeypatch):
     converted, exact = open_checkpoint(int8), open_checkpoint(LLAMA3)
     on_load = quality.weight_errors(exact, None)
     with monkeypatch.context() as patch:
-        patch.setattr("checkpoints.checkpoint.SLAB_BYTES", 20_000)
+        patch.setattr("checkpoints.layouts.SLAB_BYTES", 20_000)
         for a, b in zip(quality.weight_errors(exact, converted), on_load, strict=True):
             assert a["error"] == pytest.approx(b["error"], rel=1e-5)
             assert [x["channel"] for x in a["channels"]] == [x["channel"] for x in b["channels"]]

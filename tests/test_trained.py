@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec as P
 from questions import examination, is_held_out
 
 import model
-from checkpoints.checkpoint import load, open_checkpoint
+from checkpoints.checkpoint import open_checkpoint
+from checkpoints.loading import load
 from serving import text
 from terminal.prompts import DEFAULTS
 

@@ -12,8 +12,9 @@ from conftest import CHECKPOINTS, generate, mesh_of
 
 import main
 import model
-from checkpoints.checkpoint import load, open_checkpoint
+from checkpoints.checkpoint import open_checkpoint
 from checkpoints.config_json import read_config
+from checkpoints.loading import load
 from convert_checkpoint import convert
 from serving import programs
 

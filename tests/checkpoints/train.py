@@ -9,7 +9,6 @@ enough to ship, with every feature of their big namesakes, and good at nothing b
 
 import argparse
 import json
-import math
 import pathlib
 import random
 import sys
@@ -28,7 +27,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import PreTrainedTokenizerFast
 
 import model
-from checkpoints import checkpoint, config_json
+from checkpoints import config_json, layouts
 
 VOCABULARY = 512
 COMMON = dict(
@@ -172,29 +171,17 @@ def train(cfg: model.Config, tokenizer, steps: int, peak_rate: float = 3e-3) -> 
 
 
 def to_hugging_face(cfg: model.Config, weights: model.Weights) -> dict[str, np.ndarray]:
-    """The checkpoint's tensors by name, in bfloat16: checkpoint.py backwards."""
-    tensors, stacked = {}, {}
+    """The checkpoint's tensors by name, in bfloat16: layouts.py backwards."""
+    tensors = {}
 
     def put(info: model.ArrayInfo, x):
-        name, letters = info.stored[0]
-        ours = [letter.upper() for letter in info.letters]
-        half = next((letter for letter in letters if letter.isdigit()), None)
-        plain = [letter for letter in letters if letter.isalpha()]
-        x = np.asarray(x, np.float32).transpose([ours.index(letter) for letter in plain])
-        if half is None:
-            sizes = dict(zip(plain, x.shape, strict=True))
-            dimensions = checkpoint.stored_dimensions(letters)
-            x = x.reshape([math.prod(sizes[letter] for letter in letters) for letters in dimensions])
-            tensors[name] = np.ascontiguousarray(x.astype(ml_dtypes.bfloat16))
-        else:
-            stacked.setdefault(name, {})[half] = x
+        layout = layouts.layout_of(info, info.stored[0])
+        tensor = tensors.setdefault(info.stored[0].name, np.zeros(layout.shape, ml_dtypes.bfloat16))
+        layout.view(tensor)[...] = np.asarray(x, np.float32).transpose(np.argsort(layout.order(info)))
 
     jax.tree.map(put, model.weight_infos(cfg), weights)
-    for name, halves in stacked.items():
-        tensors[name] = np.concatenate([halves["0"], halves["1"]], -1).astype(ml_dtypes.bfloat16)
-    return {
-        name.replace(".mlp.", ".feed_forward.") if cfg.experts else name: x for name, x in tensors.items()
-    }
+    named = {name.replace(".mlp.", ".feed_forward."): x for name, x in tensors.items()}
+    return named if cfg.experts else tensors
 
 
 def main():

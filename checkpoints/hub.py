@@ -1,0 +1,39 @@
+"""Where a model is: a folder of this machine, or the hub's, fetched as far as it is needed."""
+
+import os
+import pathlib
+import re
+
+from checkpoints.errors import UserError
+from checkpoints.folders import COMPANIONS, INDEX, THEIR_FILE, THEIR_INDEX, read_json, weight_map_in
+
+
+def find_folder(path_or_id: str) -> pathlib.Path:
+    """The folder itself, or where the hub's copy of a model, OWNER/NAME or OWNER/NAME@REVISION, now is."""
+    folder = pathlib.Path(os.path.expanduser(path_or_id))
+    if folder.is_dir():
+        return folder
+    hub_id = re.fullmatch(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:@([\w./-]+))?", path_or_id)
+    if not hub_id:
+        raise UserError(f"{path_or_id}: no such folder (and a hub id would be OWNER/NAME)")
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return _download(*hub_id.groups())
+    except Exception as e:  # the hub's, and those of the HTTP and Xet libraries that it lets through
+        # That a file is not in the cache is no reason; why it could not be fetched is.
+        cause = e.__cause__ if type(e) is LocalEntryNotFoundError else None
+        reason = " ".join(str(cause or e).split())
+        raise UserError(f"{path_or_id}: no such folder, and the hub did not give it: {reason}") from None
+
+
+def _download(name: str, revision: str | None) -> pathlib.Path:
+    """The hub's files that are needed; what is in its cache is not fetched again."""
+    from huggingface_hub import snapshot_download
+
+    few = [*COMPANIONS, INDEX, THEIR_INDEX]
+    folder = pathlib.Path(snapshot_download(name, revision=revision, allow_patterns=few))
+    index = next((folder / name for name in (INDEX, THEIR_INDEX) if (folder / name).exists()), None)
+    files = set(weight_map_in(read_json(index), index).values()) if index else {THEIR_FILE}
+    # The folder is named after the commit: the branch may have moved on.
+    return pathlib.Path(snapshot_download(name, revision=folder.name, allow_patterns=sorted(files)))

@@ -1,0 +1,169 @@
+"""In what order a file holds the elements of a weight, and how any part of it is read in ours.
+
+Orders are written in letters as in model.Stored. A letter that is there twice is split: first the number of a
+block, then the place in it. In our files the sharded letters come first, so that what a device holds of a
+weight is a few long runs: "DkgH" is stored as "KGDH". Where that would leave single elements, a letter is
+split: "Df" is stored as "FDF", and half of f is half of the tensor.
+"""
+
+import dataclasses
+import itertools
+import math
+import re
+
+import numpy as np
+
+from checkpoints.tensor_files import ALIGNMENT, StoredTensor, aligned_copy, array_bytes
+from model import ArrayInfo, Stored
+
+SLAB_BYTES = 2**24  # of an array, converted or compared at a time
+BLOCKS = 64  # into which a letter is split: a device's share is whole blocks on up to as many devices
+Box = tuple[tuple[int, int], ...]  # of each letter of a weight, which elements [lo, hi)
+
+
+@dataclasses.dataclass(frozen=True)
+class Axis:
+    """An axis of a stored tensor: one step along it is `width` elements along the letter.
+
+    width: 1, but where the letter is split: there the size of a block, and 0 for the place in one.
+    """
+
+    letter: str
+    size: int
+    width: int = 1
+
+    def steps(self, lo: int, hi: int) -> slice:
+        """Those that have the elements [lo, hi) of the letter."""
+        return slice(lo // self.width, -(-hi // self.width)) if self.width else slice(None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a stored tensor holds an array.
+
+    shape:  the tensor's.
+    within: its axes when what is joined is taken apart, the parts in brackets still together: of each its
+            size, and which of it is the array's.
+    axes:   those of the array, in the tensor's order.
+    """
+
+    shape: tuple[int, ...]
+    within: tuple[tuple[int, slice], ...]
+    axes: tuple[Axis, ...]
+
+    def view(self, values: np.ndarray) -> np.ndarray:
+        """The tensor, or some of its first dimension -> what of it is the array's, axis by axis, in place."""
+        values = values.reshape(-1, *(size for size, _ in self.within[1:]))
+        values = values[tuple(ours for _, ours in self.within)]
+        return values.reshape(-1, *(axis.size for axis in self.axes[1:]))
+
+    @property
+    def split(self) -> set[str]:
+        """The letters that have two axes: the number of a block, and the place in it."""
+        return {axis.letter for axis in self.axes if not axis.width}
+
+    def order(self, info: ArrayInfo) -> list[int]:
+        """Which of the axes are those of each of our letters in turn."""
+        axes = list(enumerate(self.axes))
+        return [i for letter in info.letters.upper() for i, axis in axes if axis.letter == letter]
+
+
+def layout_of(info: ArrayInfo, stored: Stored) -> Layout:
+    """How the tensor at one of the places that are declared for an array holds it."""
+    sizes = dict(stored.sizes) | dict(zip(info.letters.upper(), info.shape, strict=True))
+    shape, within, axes = [], [], []
+    for joined, alone in re.findall(r"\((.*?)\)|(\[.*?\]|\w)", stored.letters):
+        shape.append(1)
+        for factor in re.findall(r"\[.*?\]|\w", joined or alone):
+            parts = factor.strip("[]").split("+")
+            part = stored.part if len(parts) > 1 else 0
+            widths = (math.prod(sizes[letter] for letter in letters) for letters in parts)
+            ends = list(itertools.accumulate(widths, initial=0))
+            within.append((ends[-1], slice(*ends[part : part + 2])))
+            axes += [Axis(letter, sizes[letter]) for letter in parts[part]]
+            shape[-1] *= ends[-1]
+    return Layout(tuple(shape), tuple(within), tuple(axes))
+
+
+def file_layout(info: ArrayInfo) -> Layout:
+    """How our files hold an array."""
+    sizes = dict(zip(info.letters, info.shape, strict=True))
+    sharded = [letter for letter in info.letters if letter.islower()]
+    whole = [letter for letter in info.letters if letter not in sharded]
+    axes = [Axis(letter.upper(), sizes[letter]) for letter in sharded + whole]
+    if whole and info.letters[-1] in sharded:
+        letter, size = sharded[-1], sizes[sharded[-1]]
+        blocks = math.gcd(size, BLOCKS)
+        axes[len(sharded) - 1] = Axis(letter.upper(), blocks, size // blocks)
+        axes.append(Axis(letter.upper(), size // blocks, 0))
+    shape = tuple(axis.size for axis in axes)
+    return Layout(shape, tuple((size, slice(size)) for size in shape), tuple(axes))
+
+
+def to_file_order(x, info: ArrayInfo):
+    """An array in our layout, all of it or of some of its unsplit letters -> in the order of our files."""
+    layout, sizes = file_layout(info), dict(zip(info.letters.upper(), x.shape, strict=True))
+    order = layout.order(info)
+    axes = [layout.axes[i] for i in order]
+    shape = [axis.size if axis.letter in layout.split else sizes[axis.letter] for axis in axes]
+    return x.reshape(shape).transpose(np.argsort(order))
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """The stored tensors of one declared array, which follow one another along the first axis of `layout`."""
+
+    info: ArrayInfo
+    tensors: tuple[StoredTensor, ...]
+    layout: Layout
+
+    @property
+    def nbytes(self) -> int:
+        return array_bytes(self.tensors[0].dtype, self.info.shape)
+
+    def read(self, box: Box) -> np.ndarray:
+        """A part of the array in our layout: in place where the file has it so, else copied from there."""
+        axes, bounds = self.layout.axes, dict(zip(self.info.letters.upper(), box, strict=True))
+        width = {axis.letter: axis.width for axis in axes if axis.width}
+        x = self._read(*(axis.steps(*bounds[axis.letter]) for axis in axes))
+        x = x.transpose(self.layout.order(self.info))
+        if self.layout.split:
+            x = aligned_copy(x)
+        x = x.reshape([-1 if width[letter] > 1 else hi - lo for letter, (lo, hi) in bounds.items()])
+        first = {letter: lo % width[letter] for letter, (lo, _) in bounds.items()}  # in its block
+        return x[tuple(slice(first[key], first[key] + hi - lo) for key, (lo, hi) in bounds.items())]
+
+    def _read(self, rows: slice, *rest: slice) -> np.ndarray:
+        """[rows, *rest] of the array in the order of the tensors, which it joins."""
+        parts, first = [], 0
+        for tensor in self.tensors:
+            x = self.layout.view(tensor.values)
+            lo, hi = (min(max(row - first, 0), len(x)) for row in (rows.start, rows.stop))
+            if lo < hi:
+                parts.append(x[slice(lo, hi), *rest])
+                tensor.read_ahead(parts[-1])
+            first += len(x)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def slabs(self) -> tuple[str, list[tuple[int, int]]]:
+        """How to read it bit by bit: a letter that is not contracted and nowhere split, and its ranges."""
+        unfit = self.layout.split | file_layout(self.info).split | set(self.info.contracted.upper())
+        letter = next(axis.letter for axis in self.layout.axes if axis.letter not in unfit)
+        size = self.info.shape[self.info.letters.upper().index(letter)]
+        rows = max(SLAB_BYTES * size // self.nbytes, 1)
+        return letter, [(lo, min(lo + rows, size)) for lo in range(0, size, rows)]
+
+    def slab(self, letter: str, lo: int, hi: int) -> np.ndarray:
+        """All of the array, but of one letter the elements [lo, hi)."""
+        letters = zip(self.info.letters.upper(), self.info.shape, strict=True)
+        return self.read(tuple((lo, hi) if x == letter else (0, size) for x, size in letters))
+
+    def can_stay(self, part: np.ndarray) -> bool:
+        """Whether XLA on a CPU uses this array where it is: in the file."""
+        usable = part.flags.c_contiguous and part.ctypes.data % ALIGNMENT == 0
+        return usable and any(np.may_share_memory(part, tensor.values) for tensor in self.tensors)
+
+    def forget(self) -> None:
+        """Give back the memory of what was read in place."""
+        for tensor in self.tensors:
+            tensor.forget()

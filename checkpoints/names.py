@@ -1,0 +1,46 @@
+"""What weights and their types are called: in our files, and by those who publish them."""
+
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+
+import model
+from checkpoints.errors import UserError
+from checkpoints.families import Family
+from checkpoints.tensor_files import StoredTensor
+from model import ArrayInfo, Config
+
+TYPES = {"bfloat16": "BF16", "float32": "F32"}  # safetensors' names
+
+
+def named_infos(config: Config) -> Iterator[tuple[str, ArrayInfo]]:
+    """Every declared weight with its name in our files, like `layers.0.attention.q`."""
+    for path, info in jax.tree_util.tree_leaves_with_path(model.weight_infos(config)):
+        yield jax.tree_util.keystr(path, simple=True, separator="."), info
+
+
+def stored_infos(name: str, info: ArrayInfo, quantized: bool) -> dict[str, ArrayInfo]:
+    """The arrays that stand for a weight: itself, or its int8 values and their scale."""
+    if quantized and info.contracted:
+        return {name + ".values": info, name + ".scale": info.scale}
+    return {name: info}
+
+
+def float_type(info: ArrayInfo, dtype: str) -> str:
+    """safetensors' name of a weight's float type in a model of `dtype`."""
+    return TYPES[dtype if info.dtype is None else np.dtype(info.dtype).name]
+
+
+def renamed(tensors: dict[str, StoredTensor], family: Family) -> dict[str, StoredTensor]:
+    """Published tensors under the names that model.py declares. Raises UserError if two are the same one."""
+    found = {}
+    for name, tensor in tensors.items():
+        for pattern, replacement in family.renames:
+            name = pattern.sub(replacement, name)
+        if name in found:
+            raise UserError(
+                f"{tensor.file.path}: tensors {tensor.name} and {found[name].name} are the same one"
+            )
+        found[name] = tensor
+    return found

@@ -1,0 +1,38 @@
+"""Threads that read or convert one weight each."""
+
+import collections
+import concurrent.futures
+import contextlib
+import gc
+import os
+from collections.abc import Callable, Iterable, Iterator
+
+WORKERS = min(os.cpu_count() or 1, 8)  # so many parts of weights are in memory at a time
+
+
+def in_order(function: Callable, items: Iterable, ahead: int) -> Iterator:
+    """The results of function(item), in order, of threads that are at most `ahead` items ahead."""
+    pending: collections.deque = collections.deque()
+    with concurrent.futures.ThreadPoolExecutor(WORKERS) as pool:
+        try:
+            for item in items:
+                pending.append(pool.submit(function, item))
+                if len(pending) > ahead:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            for future in pending:
+                future.cancel()
+
+
+@contextlib.contextmanager
+def no_garbage_collection():
+    """jax runs a callback at each collection; where several threads make arrays, it crashes (jax 0.10.2)."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
