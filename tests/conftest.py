@@ -3,14 +3,18 @@
 import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-# Unoptimised machine code compiles twice as fast, and the tests' time is compiling; HLO is optimised as ever.
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+# The tests' time is compiling: machine code that is not optimised takes half as long, and without the newer
+# emitters of fusions half of that. HLO is optimised as ever.
+FAST = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {FAST}"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import functools
 import pathlib
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
@@ -26,6 +30,7 @@ from terminal.command_line import run
 jax.config.update("jax_enable_compilation_cache", False)
 
 CHECKPOINTS = pathlib.Path(__file__).parent / "checkpoints"
+sys.path.append(str(CHECKPOINTS))  # for its questions.py
 
 # (data, expert, tensor) degrees.
 MESHES = {
@@ -79,6 +84,26 @@ def llama3_config(**changes) -> model.Config:
     sizes = dict(D=32, K=8, G=1, H=8, F=64, V=101, layers=(model.LayerKind(),) * 2)
     rope = model.Rope(1e4, (8.0, 1.0, 4.0, 16.0))
     return model.Config(**sizes | dict(rope=rope, norm_eps=1e-5, max_positions=4096) | changes)
+
+
+@functools.cache
+def weights_of_one_device(cfg: model.Config, quantized: bool) -> model.Weights:
+    return jax.tree.map(
+        np.asarray, model.init_weights(jax.random.key(0), cfg, mesh_of(cfg), quantized=quantized)
+    )
+
+
+def random_weights(cfg: model.Config, mesh, quantized: bool = False) -> model.Weights:
+    """model.init_weights of key 0, which takes long to compile for each mesh: computed on one device, and put
+    between the zeros of the others.
+    """
+
+    def place(x: np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:
+        padded = np.pad(x, [(0, n) for n in np.subtract(like.shape, x.shape)])
+        return jax.device_put(padded, like.sharding)
+
+    tree = model.abstract(model.weight_infos(cfg), mesh, jnp.float32, quantized)
+    return jax.tree.map(place, weights_of_one_device(cfg, quantized), tree)
 
 
 def dequantize(x, axes) -> np.ndarray:

@@ -16,8 +16,8 @@ import time
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoints.questions import sum_question
 from conftest import CHECKPOINTS, ONE_EACH, invoke, mesh_of
+from questions import sum_question
 
 import main
 import model
@@ -259,7 +259,7 @@ def test_wrong_output_files(ask, tmp_path):
         assert "another process is writing to it" in ask(*arguments)[2]
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("how", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.deep)])
 def test_interrupt(how, tmp_path):
     """A run that is killed leaves whole lines; the next goes on, and ends like an undisturbed one."""
     (tmp_path / "p").write_text("\n".join(questions(300)))

@@ -55,9 +55,13 @@ CASES = [(0, 0), (1, 0), (63, 0), (64, 5), (65, 64), (256, 0), (256, 130), (200,
 
 # Decode and a piece of a prompt, in two tiles; the slots of a row in one part, or in four.
 @pytest.mark.parametrize(
-    ("width", "dtype"), [(64, "int8"), (128, "int8"), (64, "bfloat16"), (128, "float32")]
+    ("T", "programs", "width", "dtype"),
+    [
+        pytest.param(*shape, *kind, marks=[pytest.mark.deep] * (i % 3 != j))
+        for i, kind in enumerate([(64, "int8"), (128, "int8"), (64, "bfloat16"), (128, "float32")])
+        for j, shape in enumerate([(1, 1), (1, 72), (50, 144)])
+    ],
 )
-@pytest.mark.parametrize(("T", "programs"), [(1, 1), (1, 72), (50, 144)])
 def test_cached(T, width, dtype, programs, monkeypatch, as_on_a_gpu):
     """Lengths, starts and queries that see nothing, with NaN wherever nothing may be read."""
     monkeypatch.setattr(gpu, "PROGRAMS", programs)

@@ -95,7 +95,7 @@ def answers(out: str) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("devices", "mesh"),
     [
-        (1, dict(data=1, expert=1, tensor=2)),
+        pytest.param(1, dict(data=1, expert=1, tensor=2), marks=pytest.mark.deep),
         pytest.param(2, dict(data=1, expert=1, tensor=4), marks=pytest.mark.deep),
         (3, dict(data=3, expert=1, tensor=2)),
         pytest.param(4, dict(data=1, expert=1, tensor=8), marks=pytest.mark.deep),

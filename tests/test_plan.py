@@ -19,8 +19,9 @@ sys.path.append(str(ROOT / "benchmarks"))
 
 import hlo
 import plan
-from conftest import llama3_config, llama4_config, mesh_of
+from conftest import invoke, llama3_config, llama4_config, mesh_of
 
+deep = functools.partial(pytest.param, marks=pytest.mark.deep)
 needs_compiler = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed"
 )
@@ -553,10 +554,11 @@ def test_a_config_on_a_chosen_mesh_with_prefill(tmp_path):
         ),
     ],
 )
-def test_bad_input_is_one_line(arguments, code, message):
-    done = run_plan(*arguments.split())
-    assert (done.returncode, done.stdout) == (code, "")
-    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and message in done.stderr
+def test_bad_input_is_one_line(arguments, code, message, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    found, out, err = invoke(monkeypatch, capsys, plan, *arguments.split())
+    assert (found, out) == (code, "")
+    assert err.startswith("error: ") and err.count("\n") == 1 and message in err
 
 
 def test_without_the_compiler(monkeypatch):
@@ -570,8 +572,8 @@ def test_without_the_compiler(monkeypatch):
     ("arguments", "message"),
     [
         ("--tp 3", "no mesh of 4 devices: --dp x --ep x --tp must be the number of devices"),
-        ("--ep 2", "expert parallelism 2 does not divide the model's 0 experts"),
-        ("--dp 2", "data parallelism 2 does not divide the batch of 1"),
+        deep("--ep 2", "expert parallelism 2 does not divide the model's 0 experts"),
+        deep("--dp 2", "data parallelism 2 does not divide the batch of 1"),
     ],
 )
 def test_a_mesh_that_cannot_be(arguments, message):

@@ -8,8 +8,8 @@ import sys
 import jax
 import numpy as np
 import pytest
-from checkpoints.questions import WEATHER
 from conftest import CHECKPOINTS, ONE_EACH, invoke, mesh_of
+from questions import WEATHER
 from safetensors.numpy import load_file, save_file
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent

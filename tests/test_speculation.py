@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoints.questions import count_question, fixed_question, sum_question
 from conftest import CHECKPOINTS, MESHES, llama3_config, llama4_config, mesh_of
+from questions import count_question, fixed_question, sum_question
 from test_generation import ROWS, TOLERANCE, ask, subject
 
 import model
@@ -138,14 +138,15 @@ def assert_same_with_guesses(name, mesh, how, sampled, capsys):
         assert steps == sum(steps_of(*each, batch.chunks) for each in zip(answers, guesses, strict=True))
 
 
+deep = partial(pytest.param, marks=pytest.mark.deep)
 GREEDY = [
     ("tiny-llama3", "1", "lookup 1"),
-    ("tiny-llama3", "1", "lookup 4"),
-    ("tiny-llama3", "1", "itself"),
-    ("tiny-llama4", "1", "lookup 4"),
-    ("tiny-llama4", "1", "itself"),
-    ("tiny-llama4", "1", "tiny-llama3"),
-    ("ring", "1", "lookup 4"),
+    deep("tiny-llama3", "1", "lookup 4"),
+    deep("tiny-llama3", "1", "itself"),
+    deep("tiny-llama4", "1", "lookup 4"),
+    deep("tiny-llama4", "1", "itself"),
+    deep("tiny-llama4", "1", "tiny-llama3"),
+    deep("ring", "1", "lookup 4"),
     ("ring", "1", "itself"),
     ("ring", "1", "chunks"),
     ("ring", "tp8", "heads"),
@@ -157,7 +158,7 @@ def test_greedy(name, mesh, how, capsys):
     assert_same_with_guesses(name, mesh, how, False, capsys)
 
 
-@pytest.mark.parametrize(("name", "how"), [("ring", "itself"), ("ring", "chunks")])
+@pytest.mark.parametrize(("name", "how"), [deep("ring", "itself"), ("ring", "chunks")])
 def test_sampled(name, how, capsys):
     """At 0.8, half with top-p, each with a seed of its own."""
     assert_same_with_guesses(name, "1", how, True, capsys)

@@ -6,9 +6,9 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
-from checkpoints.questions import examination, is_held_out
 from conftest import generate, mesh_of
 from jax.sharding import PartitionSpec as P
+from questions import examination, is_held_out
 
 import model
 from checkpoints.checkpoint import load, open_checkpoint
