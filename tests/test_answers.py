@@ -16,7 +16,7 @@ import time
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import CHECKPOINTS, ONE_EACH, invoke, mesh_of
+from conftest import CHECKPOINTS, FAST, ONE_EACH, invoke, mesh_of
 from questions import sum_question
 
 import main
@@ -266,7 +266,7 @@ def test_interrupt(how, tmp_path):
     environment = {
         "JAX_PLATFORMS": "cpu",
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled"),
-        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+        "XLA_FLAGS": FAST,
     }
 
     def start(output: str) -> subprocess.Popen:
@@ -486,7 +486,7 @@ def test_a_full_disk(ask, tmp_path, monkeypatch):
 def test_closed_streams(tmp_path):
     """Without stdin, stdout or a terminal's encoding there is no traceback."""
     command = [sys.executable, main.__file__, "--prompt", "How is the weather?", "--max-new-tokens", "4"]
-    environment = {"JAX_PLATFORMS": "cpu", "PYTHONIOENCODING": "ascii"}
+    environment = {"JAX_PLATFORMS": "cpu", "PYTHONIOENCODING": "ascii", "XLA_FLAGS": FAST}
     for closed in ("<&-", ">&-"):
         done = subprocess.run(
             ["bash", "-c", f'exec "$@" {closed}', "-", *command],

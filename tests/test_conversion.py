@@ -433,7 +433,7 @@ def test_float_that_bfloat16_cannot_hold(tmp_path):
         convert(str(source), str(tmp_path / "y"), dtype="bfloat16")
 
 
-@pytest.mark.parametrize("file_bytes", [1, 3000, 40_000])
+@pytest.mark.parametrize("file_bytes", [pytest.param(1, marks=pytest.mark.deep), 3000, 40_000])
 def test_files_have_the_size_that_was_asked_for(file_bytes, tmp_path):
     """No file holds more of tensors, unless it is one row of one; what was cut is whole when loaded."""
     convert(str(LLAMA4), str(tmp_path / "x"), quantized=True, file_bytes=file_bytes)

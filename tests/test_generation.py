@@ -399,8 +399,9 @@ def test_stop_tokens():
 
 
 @pytest.mark.parametrize(("name", "mesh"), [("tiny-llama3", "1"), ("ring", "dp8")])
-def test_log_probabilities_of_prompts(name, mesh):
+def test_log_probabilities_of_prompts(name, mesh, monkeypatch):
     """Of those that ask and of no others, with and without an answer, against a forward of the prompts."""
+    monkeypatch.setattr(engine, "WIDTHS", (32, 128))  # twice the programs: with scores and without
     weights, cfg, one = subject(name, "1")
     rng = np.random.default_rng(0)
     head = rng.integers(0, cfg.V, 150).tolist()
@@ -484,8 +485,9 @@ def nan_embedding(weights: model.Weights, token: int) -> model.Weights:
 @pytest.mark.parametrize(
     ("mesh", "guesses"), [("1", 0), ("1", 3), pytest.param("dp2-ep2-tp2", 0, marks=pytest.mark.deep)]
 )
-def test_a_request_that_computes_nan(mesh, guesses):
+def test_a_request_that_computes_nan(mesh, guesses, monkeypatch):
     """It ends with an error of its own; those beside it, and those that its row takes next, do not notice."""
+    monkeypatch.setattr(engine, "WIDTHS", (64,))  # twice the programs: with scores and without
     weights, cfg, devices = subject("ring", mesh)
     bad, rng = 7, np.random.default_rng(0)
     good = [request for request in mixed(cfg, 40) if bad not in [*request.prompt, *alone(request, "ring")[0]]]
