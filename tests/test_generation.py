@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import CHECKPOINTS, llama4_config, mesh_of
+from conftest import CHECKPOINTS, llama4_config, mesh_of, random_weights
 
 import model
 from checkpoints.checkpoint import load, open_checkpoint
@@ -33,7 +33,7 @@ def subject(name: str, mesh: str):
     if name in ("ring", "rings"):
         kinds = dict(layers=(model.LayerKind(chunk=6), model.LayerKind(chunk=8))) if name == "rings" else {}
         cfg = llama4_config(**kinds)
-        return model.init_weights(jax.random.key(0), cfg, mesh_of(cfg, mesh)), cfg, mesh_of(cfg, mesh)
+        return random_weights(cfg, mesh_of(cfg, mesh)), cfg, mesh_of(cfg, mesh)
     checkpoint = open_checkpoint(CHECKPOINTS / name)
     mesh = mesh_of(checkpoint.config, mesh)
     return load(checkpoint, mesh, "float32", False), checkpoint.config, mesh
@@ -401,7 +401,7 @@ def test_stop_tokens():
 @pytest.mark.parametrize(("name", "mesh"), [("tiny-llama3", "1"), ("ring", "dp8")])
 def test_log_probabilities_of_prompts(name, mesh, monkeypatch):
     """Of those that ask and of no others, with and without an answer, against a forward of the prompts."""
-    monkeypatch.setattr(engine, "WIDTHS", (32, 128))  # twice the programs: with scores and without
+    monkeypatch.setattr(engine, "WIDTHS", (32,))  # twice the programs: with scores and without
     weights, cfg, one = subject(name, "1")
     rng = np.random.default_rng(0)
     head = rng.integers(0, cfg.V, 150).tolist()
