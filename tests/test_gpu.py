@@ -127,7 +127,7 @@ def test_grouped_dot(sizes, programs, dtype, monkeypatch, as_on_a_gpu):
 @pytest.mark.parametrize(
     ("cfg", "kv_dtype", "quantized"),
     [
-        (llama4_config(H=64, layers=KINDS, A=2), "float32", True),
+        pytest.param(llama4_config(H=64, layers=KINDS, A=2), "float32", True, marks=pytest.mark.deep),
         (llama3_config(K=2, G=4, H=64, tied_embeddings=True), "int8", False),
     ],
     ids=["llama4", "llama3"],

@@ -394,7 +394,9 @@ def compiled(name: str, layers: int, batch: int, context: int) -> dict:
 
 
 @needs_compiler
-@pytest.mark.parametrize(("name", "batch", "context"), [("llama3.1-70b", 8, 8192), ("llama4-scout", 1, 4096)])
+@pytest.mark.parametrize(
+    ("name", "batch", "context"), [("llama3.1-70b", 8, 8192), deep("llama4-scout", 1, 4096)]
+)
 def test_decode_on_16_chips(name, batch, context):
     """It fits; a layer sends two all-reduces and at most two small messages; no cache is copied."""
     found = compiled(name, 4, batch, context)
@@ -411,10 +413,10 @@ def test_decode_on_16_chips(name, batch, context):
     ("name", "batch", "context", "megabytes"),
     [
         ("llama3.1-70b", 8, 8192, 63),
-        ("llama3.1-70b", 32, 8192, 89),
-        ("llama4-scout", 1, 4096, 22),
-        ("llama4-scout", 16, 4096, 104),
-        ("llama4-scout", 32, 4096, 142),
+        deep("llama3.1-70b", 32, 8192, 89),
+        deep("llama4-scout", 1, 4096, 22),
+        deep("llama4-scout", 16, 4096, 104),
+        deep("llama4-scout", 32, 4096, 142),
     ],
 )
 def test_hbm_bytes_per_layer(name, batch, context, megabytes):
@@ -478,6 +480,7 @@ print(json.dumps([[kernel for kernel, _ in kernels], copied, temporaries, len(pr
     assert (copied, loops) == ([], 0) and temporaries < 8 * 4096 * 256 / 2  # slots of one of 16 chips
 
 
+@pytest.mark.deep
 @needs_compiler
 def test_decode_kernel_compiles_for_any_batch_and_length():
     """For v5e and v6e, the widths and types of the table, float32 products as exact as main.py asks; for one
