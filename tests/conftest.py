@@ -3,16 +3,20 @@
 import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-# Unoptimised machine code compiles twice as fast, and the tests' time is compiling; HLO is optimised as ever.
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+# The tests' time is compiling: machine code that is not optimised takes half as long, and without the newer
+# emitters of fusions half of that. HLO is optimised as ever.
+FAST = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {FAST}"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import dataclasses
+import functools
 import pathlib
 import sys
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
@@ -47,7 +51,23 @@ def pytest_addoption(parser) -> None:
     parser.addoption("--all", action="store_true", help="also the tests marked deep, which take long")
 
 
+# The files that take longest come first, or a worker would be left with one at the end.
+LONGEST = (
+    "plan answers generation meshes conversion speculation hosts chat kernels gpu reuse_search command_line "
+    "transformers attention speed trained sampling cpu experts quality"
+).split()
+
+
+def pytest_xdist_auto_num_workers(config) -> int:
+    """One file's tests run in this process, those of several files in one process per core, up to 4."""
+    files = {argument.partition("::")[0] for argument in config.args}
+    one = len(files) == 1 and pathlib.Path(*files).is_file()
+    return 0 if one or config.option.collectonly else min(len(os.sched_getaffinity(0)), 4)
+
+
 def pytest_collection_modifyitems(config, items) -> None:
+    rank = {f"test_{name}": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
     deep = [] if config.getoption("--all") else [item for item in items if item.get_closest_marker("deep")]
     if deep:
         config.hook.pytest_deselected(items=deep)
@@ -114,6 +134,26 @@ def with_chunks(cfg: model.Config, size: int) -> model.Config:
 def rings(masks) -> set[int]:
     """The sizes of those that are rings."""
     return {mask.ring for mask in masks if mask.ring}
+
+
+@functools.cache
+def weights_of_one_device(cfg: model.Config, quantized: bool) -> model.Weights:
+    return jax.tree.map(
+        np.asarray, model.init_weights(jax.random.key(0), cfg, mesh_of(cfg), quantized=quantized)
+    )
+
+
+def random_weights(cfg: model.Config, mesh, quantized: bool = False) -> model.Weights:
+    """model.init_weights of key 0, which takes long to compile for each mesh: computed on one device, and put
+    between the zeros of the others.
+    """
+
+    def place(x: np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:
+        padded = np.pad(x, [(0, n) for n in np.subtract(like.shape, x.shape)])
+        return jax.device_put(padded, like.sharding)
+
+    tree = model.abstract(model.weight_infos(cfg), mesh, jnp.float32, quantized)
+    return jax.tree.map(place, weights_of_one_device(cfg, quantized), tree)
 
 
 def dequantize(x, axes) -> np.ndarray:

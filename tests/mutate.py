@@ -336,7 +336,7 @@ def main() -> None:
             if source.count(old) != 1:
                 sys.exit(f"error: {file} has {source.count(old)} of {old!r}; bring this list up to date")
             (copy / file).write_text(source.replace(old, new))
-            command = [sys.executable, "-m", "pytest", "-x", "-q", test]
+            command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "--all", test]
             failed = subprocess.run(command, cwd=copy, capture_output=True).returncode == 1
             (copy / file).write_text(source)
             survived += not failed

@@ -38,6 +38,9 @@ def compare(result, expected, atol=1e-5):
         np.testing.assert_allclose(ours, theirs, atol=atol)
 
 
+deep = partial(pytest.param, marks=pytest.mark.deep)
+
+
 # 0 and 1 slots, and one less, as many and one more than whole blocks of 4.
 @pytest.mark.parametrize("lengths", [(0, 1, 20), (3, 4, 5), (0, 0, 0), (19, 17, 8)])
 @pytest.mark.parametrize("block", [3, 4, 64])
@@ -118,12 +121,18 @@ CASES = [
 STARTS = [0, 0, 5, 127, 128, 130, 384, 199, 383]  # the last one is beyond the row's length
 
 
+BLOCKS = [((128, 128), True), ((256, 128), False), ((512, 256), False), ((512, 256), True)]
+KINDS = [(64, "int8"), (128, "int8"), (64, "bfloat16"), (128, "float32")]
+
+
+# Of each kind one, and of the blocks all.
 @pytest.mark.parametrize(
-    ("blocks", "with_start"),
-    [((128, 128), True), ((256, 128), False), ((512, 256), False), ((512, 256), True)],
-)
-@pytest.mark.parametrize(
-    ("width", "dtype"), [(64, "int8"), (128, "int8"), (64, "bfloat16"), (128, "float32")]
+    ("width", "dtype", "blocks", "with_start"),
+    [
+        pytest.param(*kind, *blocks, marks=[pytest.mark.deep] * (KINDS.index(kind) != BLOCKS.index(blocks)))
+        for kind in KINDS
+        for blocks in BLOCKS
+    ],
 )
 def test_ragged_decode_kernel(width, dtype, blocks, with_start, monkeypatch, interpret):
     """The kernel against float64 numpy: its attention, its write, and nothing else of the cache touched.
@@ -171,9 +180,9 @@ def test_ragged_decode_kernel(width, dtype, blocks, with_start, monkeypatch, int
     ("width", "dtype", "with_start", "blocks"),
     [
         (64, "int8", True, (512, 256)),
-        (128, "int8", False, (256, 128)),
-        (64, "bfloat16", False, (256, 128)),
-        (128, "float32", True, (512, 256)),
+        deep(128, "int8", False, (256, 128)),
+        deep(64, "bfloat16", False, (256, 128)),
+        deep(128, "float32", True, (512, 256)),
     ],
 )
 def test_cached_by_the_decode_kernel(width, dtype, with_start, blocks, monkeypatch, interpret):

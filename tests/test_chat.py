@@ -13,7 +13,7 @@ import termios
 import time
 
 import pytest
-from conftest import CHECKPOINTS, generate, mesh_of
+from conftest import CHECKPOINTS, FAST, generate, mesh_of
 from test_command_line import damage_token
 
 import main
@@ -28,7 +28,7 @@ def environment(tmp_path_factory):
     return {
         "JAX_PLATFORMS": "cpu",
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
-        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+        "XLA_FLAGS": FAST,
         "TERM": "xterm",
         "PYTHONUTF8": "1",
     }

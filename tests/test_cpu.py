@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import FAST
 
 import quantize
 import ragged_attention
@@ -90,7 +91,7 @@ def test_a_row_is_rounded_as_if_it_were_alone():
 
 def run_main(cache: pathlib.Path, **environment) -> str:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_COMP")} | environment
-    environment["XDG_CACHE_HOME"] = str(cache)
+    environment |= {"XDG_CACHE_HOME": str(cache), "XLA_FLAGS": FAST}
     command = [sys.executable, "main.py", "--prompt", "Hello", "--max-new-tokens", "2"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import CHECKPOINTS, Kind, llama4_config, mesh_of, rings
+from conftest import CHECKPOINTS, Kind, llama4_config, mesh_of, random_weights, rings
 
 import model
 from checkpoints.checkpoint import open_checkpoint
@@ -38,10 +38,13 @@ def subject(name: str, mesh: str):
     if name in ("ring", "rings"):
         kinds = dict(layers=(Kind(chunk=6), Kind(chunk=8))) if name == "rings" else {}
         cfg = llama4_config(**kinds)
-        return model.init_weights(jax.random.key(0), cfg, mesh_of(cfg, mesh)), cfg, mesh_of(cfg, mesh)
+        return random_weights(cfg, mesh_of(cfg, mesh)), cfg, mesh_of(cfg, mesh)
     checkpoint = open_checkpoint(CHECKPOINTS / name)
     mesh = mesh_of(checkpoint.config, mesh)
     return load(checkpoint, mesh, "float32", False), checkpoint.config, mesh
+
+
+deep = functools.partial(pytest.param, marks=pytest.mark.deep)
 
 
 @functools.cache
@@ -52,12 +55,17 @@ def empty_row(name: str) -> model.Cache:
 
 def alone(request: Request, name: str) -> tuple[list[int], list[float]]:
     """The answer's tokens and their log-probabilities: a plain loop over one row, which knows no stop."""
+    return alone_once(tuple(request.prompt), request.max_new_tokens, request.sampling, name)
+
+
+@functools.cache
+def alone_once(prompt: tuple[int, ...], new: int, sampling: Sampling, name: str):
     weights, cfg, mesh = subject(name, "1")
     static, one = dict(cfg=cfg, mesh=mesh), np.ones(1, np.int32)
-    text, length = np.zeros((1, MAX_LEN), np.int32), len(request.prompt)
-    text[0, :length] = request.prompt
+    text, length = np.zeros((1, MAX_LEN), np.int32), len(prompt)
+    text[0, :length] = prompt
     kinds = dict(seed=np.uint32, top_k=np.int32)
-    asked = {name: x for name, x in vars(request.sampling).items() if x is not None}
+    asked = {name: x for name, x in vars(sampling).items() if x is not None}
     asked = Sampling(**{name: np.array([x], kinds.get(name, np.float32)) for name, x in asked.items()})
     cache = jax.tree.map(jnp.copy, empty_row(name))  # for it is donated
     cache = model.begin(0 * one, text, 0 * one, None, cache, **static)
@@ -65,7 +73,7 @@ def alone(request: Request, name: str) -> tuple[list[int], list[float]]:
         count = min(length - 1 - start, 40) * one
         _, cache = model.prefill(None, count, weights, cache, width=40, **static)
     outputs = []
-    for _ in range(request.max_new_tokens):
+    for _ in range(new):
         output, cache = model.decode_step(one, None, asked, weights, cache, **static)
         outputs.append(output)
     return [int(x.tokens[0, 0]) for x in outputs], [float(x.logprobs[0, 0]) for x in outputs]
@@ -148,10 +156,19 @@ def spy(monkeypatch, name: str, tell) -> None:
 # ------------------------------------------------------------------------------------------ the same answers
 
 
+def test_requests_in_8_rows(compiled):
+    """As alone, to the token; and nothing is traced or compiled once the batch is there."""
+    assert_answered_as_alone("ring", 40, compiled)
+
+
+@pytest.mark.deep
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_200_requests_in_8_rows(name, compiled):
-    """As alone, to the token; and nothing is traced or compiled once the batch is there."""
-    requests = mixed(subject(name, "1")[1], 200)
+    assert_answered_as_alone(name, 200, compiled)
+
+
+def assert_answered_as_alone(name, n, compiled):
+    requests = mixed(subject(name, "1")[1], n)
     batch = batch_of(requests, name)
     compiled.clear()
     answers = ask(batch, requests)
@@ -163,7 +180,7 @@ def test_200_requests_in_8_rows(name, compiled):
     assert stats.reused_tokens > stats.prompt_tokens / 20
 
 
-@pytest.mark.parametrize("mesh", ["dp8", "tp8", "dp2-ep2-tp2"])
+@pytest.mark.parametrize("mesh", [deep("dp8"), deep("tp8"), "dp2-ep2-tp2"])
 def test_requests_on_a_mesh(mesh, compiled):
     """Each data shard has rows of its own, and reads a prompt of its own at a time."""
     requests = mixed(subject("ring", "1")[1], 40)
@@ -174,7 +191,7 @@ def test_requests_on_a_mesh(mesh, compiled):
     assert_as_alone(answers, "ring")
 
 
-@pytest.mark.parametrize("name", SUBJECTS)
+@pytest.mark.parametrize("name", [deep("tiny-llama3"), deep("tiny-llama4"), "ring"])
 def test_alone_is_what_the_model_says(name):
     """The truth of these tests against a forward of whole texts, which has no cache."""
     weights, cfg, mesh = subject(name, "1")
@@ -211,7 +228,7 @@ def draws():
     return [alone(request, "ring")[0] for request in sampled(subject("ring", "1")[1])]
 
 
-@pytest.mark.parametrize(("mesh", "rows"), [("1", 1), ("1", 8), ("tp8", 8), ("dp2-ep2-tp2", 8)])
+@pytest.mark.parametrize(("mesh", "rows"), [deep("1", 1), ("1", 8), deep("tp8", 8), ("dp2-ep2-tp2", 8)])
 def test_draws_depend_on_the_request_alone(mesh, rows, draws):
     """On no neighbour, order, number of rows or mesh."""
     requests = sampled(subject("ring", "1")[1])
@@ -270,7 +287,7 @@ def held(read: int, n: int, chunks: set[int]) -> bool:
     return True
 
 
-@pytest.mark.parametrize("name", ["ring", "rings"])
+@pytest.mark.parametrize("name", [deep("ring"), "rings"])
 def test_reuse_at_the_edges_of_chunks(name, monkeypatch):
     """What begins like a row that has gone on by 0..2 chunks takes from it what its rings hold, no more."""
     monkeypatch.setattr(scheduler, "WORTH_COPYING", 1)
@@ -287,12 +304,21 @@ def test_reuse_at_the_edges_of_chunks(name, monkeypatch):
             assert_as_alone([second], name)
 
 
-@pytest.mark.parametrize("name", ["ring", "rings"])
-def test_reuse_of_rows_that_go_on(name, monkeypatch):
+def test_reuse_of_a_row_that_goes_on(monkeypatch):
     """A row from which another begins may be anywhere: reading, answering, or itself begun from a third.
 
     A cache that starts full of NaN tells if a row sees what it has not read.
     """
+    assert_reuse_of_rows_that_go_on("rings", 60, monkeypatch)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("name", ["ring", "rings"])
+def test_reuse_of_rows_that_go_on(name, monkeypatch):
+    assert_reuse_of_rows_that_go_on(name, 200, monkeypatch)
+
+
+def assert_reuse_of_rows_that_go_on(name, n_requests, monkeypatch):
     monkeypatch.setattr(scheduler, "WORTH_COPYING", 1)
     init_cache = model.init_cache
 
@@ -303,7 +329,7 @@ def test_reuse_of_rows_that_go_on(name, monkeypatch):
 
     cfg, rng = subject(name, "1")[1], np.random.default_rng(0)
     family, requests = rng.integers(0, cfg.V, 60).tolist(), []
-    for _ in range(200):
+    for _ in range(n_requests):
         n, own = (
             int(rng.choice((1, 6, 7, 8, 9, 12, 13, 15, 16, 17, 18, 23, 24, 25, 30, 50))),
             rng.integers(1, 3),
@@ -378,8 +404,9 @@ def test_stop_tokens():
 
 
 @pytest.mark.parametrize(("name", "mesh"), [("tiny-llama3", "1"), ("ring", "dp8")])
-def test_log_probabilities_of_prompts(name, mesh):
+def test_log_probabilities_of_prompts(name, mesh, monkeypatch):
     """Of those that ask and of no others, with and without an answer, against a forward of the prompts."""
+    monkeypatch.setattr(programs, "WIDTHS", (32,))  # twice the programs: with scores and without
     weights, cfg, one = subject(name, "1")
     rng = np.random.default_rng(0)
     head = rng.integers(0, cfg.V, 150).tolist()
@@ -463,8 +490,9 @@ def nan_embedding(weights: model.Weights, token: int) -> model.Weights:
 @pytest.mark.parametrize(
     ("mesh", "n_draft"), [("1", 0), ("1", 3), pytest.param("dp2-ep2-tp2", 0, marks=pytest.mark.deep)]
 )
-def test_a_request_that_computes_nan(mesh, n_draft):
+def test_a_request_that_computes_nan(mesh, n_draft, monkeypatch):
     """It ends with an error of its own; those beside it, and those that its row takes next, do not notice."""
+    monkeypatch.setattr(programs, "WIDTHS", (64,))  # twice the programs: with scores and without
     weights, cfg, devices = subject("ring", mesh)
     bad, rng = 7, np.random.default_rng(0)
     good = [request for request in mixed(cfg, 40) if bad not in [*request.prompt, *alone(request, "ring")[0]]]
@@ -586,7 +614,7 @@ def held_bytes(arrays) -> int:
     return sum(len(where.device_set) * math.prod(shape) * itemsize for where, shape, itemsize in shards)
 
 
-@pytest.mark.parametrize("mesh", ["1", "tp8"])
+@pytest.mark.parametrize("mesh", ["1", deep("tp8")])
 def test_memory(mesh, monkeypatch):
     """Beside the weights there are the cache that was planned, in one place, and outputs of a few bytes."""
     _, cfg, devices = subject("ring", mesh)

@@ -55,9 +55,13 @@ CASES = [(0, 0), (1, 0), (63, 0), (64, 5), (65, 64), (256, 0), (256, 130), (200,
 
 # Decode and a piece of a prompt, in two tiles; the slots of a row in one part, or in four.
 @pytest.mark.parametrize(
-    ("width", "dtype"), [(64, "int8"), (128, "int8"), (64, "bfloat16"), (128, "float32")]
+    ("T", "programs", "width", "dtype"),
+    [
+        pytest.param(*shape, *kind, marks=[pytest.mark.deep] * (i % 3 != j))
+        for i, kind in enumerate([(64, "int8"), (128, "int8"), (64, "bfloat16"), (128, "float32")])
+        for j, shape in enumerate([(1, 1), (1, 72), (50, 144)])
+    ],
 )
-@pytest.mark.parametrize(("T", "programs"), [(1, 1), (1, 72), (50, 144)])
 def test_cached(T, width, dtype, programs, monkeypatch, as_on_a_gpu):
     """Lengths, starts and queries that see nothing, with NaN wherever nothing may be read."""
     monkeypatch.setattr(gpu, "PROGRAMS", programs)
@@ -123,7 +127,7 @@ def test_grouped_dot(sizes, programs, dtype, monkeypatch, as_on_a_gpu):
 @pytest.mark.parametrize(
     ("cfg", "kv_dtype", "quantized"),
     [
-        (llama4_config(H=64, layers=KINDS, A=2), "float32", True),
+        pytest.param(llama4_config(H=64, layers=KINDS, A=2), "float32", True, marks=pytest.mark.deep),
         (llama3_config(K=2, G=4, H=64, tied_embeddings=True), "int8", False),
     ],
     ids=["llama4", "llama3"],

@@ -22,9 +22,8 @@ NEW = 10
 TOLERANCE = 1e-4
 
 
-@lru_cache
-def random_weights(cfg, mesh, quantized=False):
-    return model.init_weights(jax.random.key(0), cfg, mesh, quantized=quantized)
+random_weights = lru_cache(conftest.random_weights)
+deep = partial(pytest.param, marks=pytest.mark.deep)
 
 
 def generate(cfg, mesh, prompts, quantized=False, kv_dtype="float32", max_len=48):
@@ -59,14 +58,14 @@ def expected():
     return answer
 
 
-@pytest.mark.parametrize("name", [name for name in MESHES if name != "1"])
+@pytest.mark.parametrize("name", ["ep4-tp2", *map(deep, ("dp8", "tp8", "ep2-tp4", "dp2-ep2-tp2"))])
 def test_llama4(name, expected):
     """2 key/value heads with 5 queries each: shared heads, padded queries, and every kind of layer."""
     cfg = llama4_config()
     assert_same(generate(cfg, mesh_of(cfg, name), prompts_for(cfg)), expected(cfg))
 
 
-@pytest.mark.parametrize("name", ["tp8", "ep2-tp4"])
+@pytest.mark.parametrize("name", [deep("tp8"), "ep2-tp4"])
 def test_llama4_int8(name, expected):
     """int8 weights and cache: scales are sharded as their arrays are."""
     cfg, options = llama4_config(), dict(quantized=True, kv_dtype="int8")
@@ -75,7 +74,7 @@ def test_llama4_int8(name, expected):
     assert_same(result, expected(cfg, **options), atol=5e-3)
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [deep(False), True])
 def test_llama3_whole_heads(tied, expected):
     """As many key/value heads as devices."""
     cfg = llama3_config(tied_embeddings=tied)
@@ -92,8 +91,9 @@ def test_long_cache_is_read_in_blocks(expected, monkeypatch):
     assert_same(generate(cfg, mesh_of(cfg, "ep2-tp4"), prompts_for(cfg), max_len=56), whole)
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
-@pytest.mark.parametrize("name", ["1", "tp8"])
+@pytest.mark.parametrize(
+    ("name", "kv_dtype"), [("1", "float32"), ("1", "int8"), deep("tp8", "float32"), deep("tp8", "int8")]
+)
 def test_unwritten_slots_are_never_read(kv_dtype, name, monkeypatch):
     """A cache that starts full of NaN (or of 127 x NaN) changes nothing, in one piece or in several."""
     cfg = llama4_config()
@@ -187,7 +187,7 @@ def test_begin(name, copied):
         jax.tree.map(np.testing.assert_array_equal, result, expected)
 
 
-@pytest.mark.parametrize("name", ["1", "dp2-ep2-tp2"])
+@pytest.mark.parametrize("name", [deep("1"), "dp2-ep2-tp2"])
 def test_prefill_of_all_rows(name):
     """Pieces of unlike counts, of all rows at once and of one at a time: as a forward of each whole text."""
     cfg, rng = llama4_config(), np.random.default_rng(0)
@@ -228,7 +228,7 @@ def test_prefill_of_all_rows(name):
         np.testing.assert_allclose(output.logprobs[row], [whole[row, n].max()], atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8", "bfloat16"])
+@pytest.mark.parametrize("kv_dtype", ["int8", deep("bfloat16")])
 def test_pieces_of_any_width(kv_dtype):
     """Tokens see one another as the cache holds them, be they read together or one by one.
 
@@ -250,7 +250,7 @@ def test_pieces_of_any_width(kv_dtype):
     np.testing.assert_allclose(found[2], found[0], atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["1", "dp2-ep2-tp2"])
+@pytest.mark.parametrize("name", [deep("1"), "dp2-ep2-tp2"])
 def test_guesses_of_a_step(name):
     """A step's tokens are those of plain steps, whichever guesses are right or looked at; as are the next."""
     cfg, rng, rows, T = llama4_config(), np.random.default_rng(0), 8, 4
@@ -299,16 +299,33 @@ def test_guesses_of_a_step(name):
             assert cache.tokens[row, : len(text)].tolist() == text
 
 
-@pytest.mark.parametrize(("rows", "batch", "max_len"), [(None, 1, 32768), ([0], 1, 32768), ([3], 8, 16384)])
+def shapes(cfg, mesh, batch, max_len):
+    """Of weights and cache, in float32: what compiling takes."""
+    infos = model.weight_infos(cfg), model.cache_infos(cfg, batch, max_len, jnp.float32)
+    return (model.abstract(x, mesh, jnp.float32) for x in infos)
+
+
+@pytest.mark.parametrize(
+    ("rows", "batch", "max_len"), [(None, 1, 32768), deep([0], 1, 32768), ([3], 8, 16384)]
+)
 def test_prefill_does_not_copy_the_cache(rows, batch, max_len):
     """A piece needs far less memory than a long cache, which XLA copies if it is read before written."""
     cfg = llama3_config()
     mesh = mesh_of(cfg)
-    cache = model.init_cache(cfg, mesh, batch, max_len, "float32")
-    arguments = rows and np.array(rows, np.int32), np.array([64], np.int32), random_weights(cfg, mesh), cache
+    weights, cache = shapes(cfg, mesh, batch, max_len)
+    arguments = rows and np.array(rows, np.int32), np.array([64], np.int32), weights, cache
     compiled = model.prefill.lower(*arguments, width=64, cfg=cfg, mesh=mesh).compile()
-    one_layer = cache.layers[0].values.nbytes
+    one_layer = 4 * cache.layers[0].values.size
     assert compiled.memory_analysis().temp_size_in_bytes < one_layer / 2
+
+
+@pytest.mark.parametrize("name", ["ep2-tp4", *(deep(name) for name in MESHES if name != "ep2-tp4")])
+@pytest.mark.parametrize("quantized", [False, deep(True)])
+def test_random_weights_are_the_same_on_every_mesh(name, quantized):
+    cfg = llama4_config()
+    mesh = mesh_of(cfg, name)
+    made = model.init_weights(jax.random.key(0), cfg, mesh, quantized=quantized)
+    jax.tree.map(np.testing.assert_array_equal, made, random_weights(cfg, mesh, quantized))
 
 
 def test_rows_do_not_see_one_another():
@@ -331,18 +348,17 @@ def test_prompts_that_fill_no_data_shard():
 def collectives(cfg: model.Config, name: str) -> dict[str, int]:
     """How often each kind of collective stands in the compiled decode step."""
     mesh = mesh_of(cfg, name)
-    cache = model.init_cache(cfg, mesh, 8, 48, "float32")
-    arguments = np.ones(8, np.int32), None, model.Sampling(), random_weights(cfg, mesh), cache
+    arguments = np.ones(8, np.int32), None, model.Sampling(), *shapes(cfg, mesh, 8, 48)
     hlo = model.decode_step.lower(*arguments, cfg=cfg, mesh=mesh).compile().as_text()
     kinds = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute")
     return {kind: len(re.findall(rf" {kind}(?:-start)?\(", hlo)) for kind in kinds}
 
 
-@pytest.mark.parametrize("kind", [Kind(), Kind(chunk=8, moe=True)])
+@pytest.mark.parametrize("kind", [deep(Kind()), Kind(chunk=8, moe=True)])
 @pytest.mark.parametrize(
     ("kv_heads", "name", "expected"),
     [
-        (8, "tp8", {"all-reduce": 2}),
+        deep(8, "tp8", {"all-reduce": 2}),
         (8, "ep4-tp2", {"all-reduce": 2}),
         (2, "tp8", {"all-reduce": 2, "all-gather": 1, "all-to-all": 1}),
     ],

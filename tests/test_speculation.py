@@ -142,14 +142,15 @@ def assert_same_with_speculation(name, mesh, how, sampled, capsys):
         assert steps == sum(steps_of(*each, chunks) for each in zip(answers, drafts, strict=True))
 
 
+deep = partial(pytest.param, marks=pytest.mark.deep)
 GREEDY = [
     ("tiny-llama3", "1", "lookup 1"),
-    ("tiny-llama3", "1", "lookup 4"),
-    ("tiny-llama3", "1", "itself"),
-    ("tiny-llama4", "1", "lookup 4"),
-    ("tiny-llama4", "1", "itself"),
-    ("tiny-llama4", "1", "tiny-llama3"),
-    ("ring", "1", "lookup 4"),
+    deep("tiny-llama3", "1", "lookup 4"),
+    deep("tiny-llama3", "1", "itself"),
+    deep("tiny-llama4", "1", "lookup 4"),
+    deep("tiny-llama4", "1", "itself"),
+    deep("tiny-llama4", "1", "tiny-llama3"),
+    deep("ring", "1", "lookup 4"),
     ("ring", "1", "itself"),
     ("ring", "1", "chunks"),
     ("ring", "tp8", "heads"),
@@ -161,7 +162,7 @@ def test_greedy(name, mesh, how, capsys):
     assert_same_with_speculation(name, mesh, how, False, capsys)
 
 
-@pytest.mark.parametrize(("name", "how"), [("ring", "itself"), ("ring", "chunks")])
+@pytest.mark.parametrize(("name", "how"), [deep("ring", "itself"), ("ring", "chunks")])
 def test_sampled(name, how, capsys):
     """At 0.8, half with top-p, each with a seed of its own."""
     assert_same_with_speculation(name, "1", how, True, capsys)

@@ -9,7 +9,7 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import Kind, llama4_config
+from conftest import Kind, invoke, llama4_config
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -155,10 +155,12 @@ def test_a_run_and_a_comparison_with_it(tmp_path):
         (["--checkpoint", TINY, "--json", "no/such/folder.json"], "no/such/folder.json"),
     ],
 )
-def test_refusals(arguments, message):
-    done = run_speed(*arguments)
-    assert done.returncode != 0 and message in done.stderr
-    assert "Traceback" not in done.stderr and done.stdout == ""
+def test_refusals(arguments, message, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(speed.launch, "join_hosts", lambda: None)  # which must come before jax is used
+    code, out, err = invoke(monkeypatch, capsys, speed, *arguments)
+    assert code != 0 and message in err
+    assert "Traceback" not in err and out == ""
 
 
 # -------------------------------------------------------------------------------------------- the comparison
