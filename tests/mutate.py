@@ -273,6 +273,7 @@ MUTATIONS = [
     ("checkpoints/layouts.py", "slice(*ends[part : part + 2])", "slice(None)", CHECKPOINTS),
     ("checkpoints/layouts.py", "min(max(row - first, 0), len(x))", "min(row, len(x))", CHECKPOINTS),
     ("checkpoints/checkpoint.py", "if checksum is None or checksum != tensor.file.metadata.get(name):", "if False:", CHECKPOINTS),
+    ("checkpoints/tensor_files.py", "start = -room.ctypes.data % ALIGNMENT", "start = 8", CHECKPOINTS),
     ("checkpoints/names.py", "in family.renames:", "in ():", CHECKPOINTS),
     ("checkpoints/checkpoint.py", "not family.ignored.search(name)", "True", CHECKPOINTS),
     ("checkpoints/fields.py", "value != fixed.get(name)", "True", CHECKPOINTS),

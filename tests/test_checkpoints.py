@@ -24,6 +24,7 @@ from checkpoints.folders import INDEX
 from checkpoints.layouts import Source, file_layout, layout_of, to_file_order
 from checkpoints.loading import load
 from checkpoints.names import named_infos, stored_infos
+from checkpoints.tensor_files import ALIGNMENT
 from convert_checkpoint import convert, verify
 from quantize import quantize
 
@@ -233,6 +234,9 @@ def test_order_in_our_files():
     assert stored.shape == file_layout(down).shape == (8, 32, 3)  # gcd(24, 64) blocks
     for block in range(8):
         np.testing.assert_array_equal(stored[block], x[:, 3 * block : 3 * block + 3])
+    whole = Source(down, [Held(stored)], file_layout(down)).read(((0, 32), (0, 24)))
+    np.testing.assert_array_equal(whole, x)
+    assert whole.ctypes.data % ALIGNMENT == 0  # or XLA would copy it once more
 
 
 def random_box(rng, shape):
