@@ -710,13 +710,13 @@ def feed_forward(x: Array, w: MLP | MoE, span: Span, kind: Gated | Experts) -> A
 
 
 @jax.named_scope("embed")
-def embed(tokens: Array, w: Array | QuantizedArray) -> Array:
+def embed(tokens: Array, w: Weights) -> Array:
     """tokens: [b,T] -> [b,T,D]. Each device looks up the tokens of its vocabulary shard."""
-    table, scale = values_and_scale(w)
+    table, scale = values_and_scale(w.embed)
     row = tokens - lax.axis_index(MODEL) * table.shape[0]
     here = (row >= 0) & (row < table.shape[0])
     x = table[row] if scale is None else take_rows(table, row) * scale[row][..., None]
-    return lax.psum(jnp.where(here[..., None], x, 0), MODEL)  # v
+    return lax.psum(jnp.where(here[..., None], x, 0), MODEL).astype(w.norm.dtype)  # v
 
 
 @jax.named_scope("unembed")
@@ -735,7 +735,7 @@ def vocabulary_shard(logits: Array) -> Array:
 
 def decoder(tokens: Array, w: Weights, cache: list | None, span: Span, cfg: Config):
     """tokens: [b,T] -> (hidden states [b,T,D] before the last norm, the layers' caches)."""
-    x, caches = embed(tokens, w.embed).astype(w.norm.dtype), []
+    x, caches = embed(tokens, w), []
     for layer, kind, kv in zip(w.layers, cfg.layers, cache or [None] * len(cfg.layers), strict=True):
         x, kv = decoder_layer(x, layer, kv, span, kind, cfg.norm)
         caches.append(kv)
@@ -933,6 +933,26 @@ def text_at(text: Array, positions: Array) -> Array:
     return jnp.take_along_axis(text, positions, 1, mode="clip")
 
 
+def chunk_at(rows: Array | None, count: Array, width: int, cache: Cache, cfg: Config):
+    """The next `width` tokens of these rows, see `prefill`: -> (tokens [b,T], Span)."""
+    at = slice(None) if rows is None else rows
+    span = span_at(cache.length[at], count, width, cfg, rows)
+    return text_at(cache.tokens[at], span.positions), span
+
+
+def after_chunk(x: Array, span: Span, score: bool, w: Weights, cache: Cache, cfg: Config):
+    """x: [b,T,D], of a chunk that has been read -> (its scores [b,T] or None, see `prefill`, all lengths)."""
+    at = slice(None) if span.row is None else span.row
+    following = text_at(cache.tokens[at], span.positions + 1)
+
+    def score_row(row: tuple[Array, Array]) -> Array:
+        return logprob(unembed(row[0][None], w, cfg)[0], row[1])
+
+    # Row by row: the logits of a whole batch would not fit.
+    scores = lax.map(score_row, (x, following)) if score else None
+    return scores, cache.length.at[at].add(span.count)
+
+
 @partial(jax.jit, static_argnames=("width", "score", "cfg", "mesh"), donate_argnames="cache")
 def prefill(
     rows, count, weights: Weights, cache: Cache, *, width: int, score: bool = False, cfg: Config, mesh: Mesh
@@ -948,17 +968,9 @@ def prefill(
 
     @on_each_device(mesh, width, layouts, (P("data"), cache_layout))
     def on_device(rows: Array | None, count: Array, w: Weights, cache: Cache):
-        at = slice(None) if rows is None else rows
-        text = cache.tokens[at]
-        span = span_at(cache.length[at], count, width, cfg, rows)
-        x, layers = decoder(text_at(text, span.positions), w, cache.layers, span, cfg)
-
-        def score_row(row: tuple[Array, Array]) -> Array:
-            return logprob(unembed(row[0][None], w, cfg)[0], row[1])
-
-        # Row by row: the logits of a whole batch would not fit.
-        scores = lax.map(score_row, (x, text_at(text, span.positions + 1))) if score else None
-        length = cache.length.at[at].add(count)
+        tokens, span = chunk_at(rows, count, width, cache, cfg)
+        x, layers = decoder(tokens, w, cache.layers, span, cfg)
+        scores, length = after_chunk(x, span, score, w, cache, cfg)
         return scores, Cache(layers=layers, tokens=cache.tokens, length=length)
 
     return on_device(rows, count, weights, cache)
@@ -969,13 +981,13 @@ class Output:
     """What a step chose in each row.
 
     tokens: [B,T], of which row b has the first count[b]. logprobs: [B,T], of each, by the model's own logits.
-    guessed: [B], how many guesses were looked at; count - 1 of them were right.
+    drafted: [B], how many draft tokens were looked at; count - 1 of them were accepted.
     """
 
     tokens: Array
     logprobs: Array
     count: Array
-    guessed: Array
+    drafted: Array
 
 
 def room(length: Array, cfg: Config) -> Array:
@@ -984,7 +996,7 @@ def room(length: Array, cfg: Config) -> Array:
 
 
 def accepted(tokens: Array, chosen: Array, count: Array) -> Array:
-    """How many of the tokens [b,T] that were read are right: the first, and guesses that were then chosen.
+    """How many of the tokens [b,T] that were read are right: the first, and drafts that were then chosen.
 
     chosen: [b,T], after each. count: [b], how many were read.
     """
@@ -992,43 +1004,50 @@ def accepted(tokens: Array, chosen: Array, count: Array) -> Array:
     return jnp.minimum(count, 1 + jnp.sum(jnp.cumprod(right, 1, dtype=jnp.int32), 1))
 
 
+def step_at(count: Array, drafts: Array | None, cache: Cache, cfg: Config):
+    """Each row's next token, and drafts of those after it, see `decode_step`: -> (tokens [b,T], Span)."""
+    T = 1 if drafts is None else 1 + drafts.shape[1]
+    span = span_at(cache.length, jnp.minimum(count, room(cache.length, cfg)), T, cfg)
+    tokens = text_at(cache.tokens, span.positions[:, :1])
+    return (tokens if drafts is None else jnp.concatenate([tokens, drafts], 1)), span
+
+
+def after_step(x: Array, tokens: Array, span: Span, sampling: Sampling, w: Weights, cache: Cache, cfg):
+    """x: [b,T,D], of tokens that have been read -> (Output, the rows' texts, their lengths)."""
+    T, rows = tokens.shape[1], jnp.arange(tokens.shape[0])[:, None]
+    logits = unembed(x, w, cfg)  # bTv
+    text = cache.tokens.at[rows, span.positions].set(tokens, mode="drop")
+    each_token = jax.tree.map(partial(jnp.repeat, repeats=T, axis=0), (sampling, text))
+    after = span.positions.reshape(-1) + 1
+    chosen = sample(logits.reshape(-1, logits.shape[-1]), *each_token, after, cfg).reshape(tokens.shape)
+
+    kept = accepted(tokens, chosen, span.count)
+    at = jnp.where(jnp.arange(T) < kept[:, None], span.positions + 1, text.shape[1])
+    text = cache.tokens.at[rows, at].set(chosen, mode="drop")
+    drafted = jnp.maximum(span.count - 1, 0)
+    output = Output(tokens=chosen, logprobs=logprob(logits, chosen), count=kept, drafted=drafted)
+    return output, text, cache.length + kept
+
+
 @partial(jax.jit, static_argnames=("cfg", "mesh"), donate_argnames="cache")
 def decode_step(
-    count, guesses, sampling: Sampling, weights: Weights, cache: Cache, *, cfg: Config, mesh: Mesh
+    count, drafts, sampling: Sampling, weights: Weights, cache: Cache, *, cfg: Config, mesh: Mesh
 ) -> tuple[Output, Cache]:
     """Read each row's next token and choose the one after it: -> (Output, Cache). The cache is donated.
 
-    count: [B] int32: 0 leaves a row as it is, 1 reads its next token, 1 + n also the first n guesses.
-    guesses: [B,T-1] int32, tokens that may come after the next, or None. The right ones count as chosen, so a
-    step may choose several; they are those that as many steps without guesses would. A row must not grow
+    count: [B] int32: 0 leaves a row as it is, 1 reads its next token, 1 + n also the first n drafts.
+    drafts: [B,T-1] int32, tokens that may come after the next, or None. The right ones are accepted, so a
+    step may choose several; they are those that as many steps without drafts would. A row must not grow
     beyond the cache's max_len: what does is not kept.
     """
-    T = 1 if guesses is None else 1 + guesses.shape[1]
     cache_layout = cache_specs(cfg, cache)
     layouts = *(P("data"),) * 3, specs(weight_infos(cfg), weights), cache_layout
 
-    @on_each_device(mesh, T, layouts, (P("data"), cache_layout))
-    def on_device(count: Array, guesses: Array | None, sampling: Sampling, w: Weights, cache: Cache):
-        count = jnp.minimum(count, room(cache.length, cfg))
-        span = span_at(cache.length, count, T, cfg)
-        tokens = text_at(cache.tokens, span.positions[:, :1])
-        if guesses is not None:
-            tokens = jnp.concatenate([tokens, guesses], 1)
+    @on_each_device(mesh, 1 if drafts is None else 1 + drafts.shape[1], layouts, (P("data"), cache_layout))
+    def on_device(count: Array, drafts: Array | None, sampling: Sampling, w: Weights, cache: Cache):
+        tokens, span = step_at(count, drafts, cache, cfg)
         x, layers = decoder(tokens, w, cache.layers, span, cfg)
-        logits = unembed(x, w, cfg)  # bTv
+        output, text, length = after_step(x, tokens, span, sampling, w, cache, cfg)
+        return output, Cache(layers=layers, tokens=text, length=length)
 
-        rows = jnp.arange(tokens.shape[0])[:, None]
-        text = cache.tokens.at[rows, span.positions].set(tokens, mode="drop")
-        each_token = jax.tree.map(partial(jnp.repeat, repeats=T, axis=0), (sampling, text))
-        after = span.positions.reshape(-1) + 1
-        chosen = sample(logits.reshape(-1, logits.shape[-1]), *each_token, after, cfg).reshape(tokens.shape)
-
-        kept = accepted(tokens, chosen, count)
-        at = jnp.where(jnp.arange(T) < kept[:, None], span.positions + 1, text.shape[1])
-        text = cache.tokens.at[rows, at].set(chosen, mode="drop")
-        output = Output(
-            tokens=chosen, logprobs=logprob(logits, chosen), count=kept, guessed=jnp.maximum(count - 1, 0)
-        )
-        return output, Cache(layers=layers, tokens=text, length=cache.length + kept)
-
-    return on_device(count, guesses, sampling, weights, cache)
+    return on_device(count, drafts, sampling, weights, cache)

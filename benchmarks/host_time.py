@@ -45,7 +45,7 @@ class Idle(Programs):
     def decode(self, count: np.ndarray, sampling: Sampling) -> Output:
         jax.block_until_ready(jax.device_put((count, sampling)))
         chosen = np.full((len(count), 1), 7, np.int32)
-        return Output(tokens=chosen, logprobs=chosen * -0.5, count=count, guessed=0 * count)
+        return Output(tokens=chosen, logprobs=chosen * -0.5, count=count, drafted=0 * count)
 
 
 class Timed(Engine):

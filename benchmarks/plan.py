@@ -140,7 +140,7 @@ class Job:
         """`model.decode_step`, or `model.prefill` of all rows, for the mesh."""
         arguments = self.arguments(mesh) | dict(cfg=self.cfg, mesh=mesh)
         if self.chooses:
-            return model.decode_step.lower(guesses=None, sampling=model.Sampling(), **arguments)
+            return model.decode_step.lower(drafts=None, sampling=model.Sampling(), **arguments)
         return model.prefill.lower(rows=None, width=self.tokens, **arguments)
 
     def shards(self, mesh: Mesh):

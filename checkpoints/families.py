@@ -44,7 +44,7 @@ def _read_llama4(fields: Fields, depth: int, heads: Heads, norm: Norm) -> tuple[
     masks = take("layer_types", list, masks)
     moe_every = take("interleave_moe_layer_step", int, 1)
     moe = take("moe_layers", list, list(range(moe_every - 1, depth, moe_every)))
-    known = {"chunked_attention", "full_attention"}.issuperset(masks)
+    known = all(mask in ("chunked_attention", "full_attention") for mask in masks)
     if not len(rotary) == len(masks) == depth or not known:
         raise UserError(f"config.json: no_rope_layers or layer_types do not describe {depth} layers")
     chunk, rope = take("attention_chunk_size", int, None), _read_rope(fields, 500000.0, interleaved=True)
@@ -66,6 +66,15 @@ def _read_llama4(fields: Fields, depth: int, heads: Heads, norm: Norm) -> tuple[
         )
         for i in range(depth)
     )
+
+
+def _read_qwen3(fields: Fields, depth: int, heads: Heads, norm: Norm) -> tuple[LayerKind, ...]:
+    fields.take("max_window_layers", int, None)  # of a sliding window, which another field would ask for
+    if any(mask != "full_attention" for mask in fields.take("layer_types", list, [])):
+        raise UserError("config.json: layer_types other than full_attention are not supported")
+    heads = dataclasses.replace(heads, qk_norm=norm)
+    mlp = Gated(fields.take("intermediate_size", int))
+    return (LayerKind(heads, mlp, rope=_read_rope(fields, 10000.0)),) * depth
 
 
 def _read_rope(fields: Fields, theta: float, interleaved: bool = False) -> Rope:
@@ -100,6 +109,7 @@ FAMILIES = (
         ),
         ignored=re.compile(r"^(model\.)?(vision_model|multi_modal_projector)\.|\.rotary_emb\.inv_freq$"),
     ),
+    Family("qwen3", _read_qwen3),
 )
 
 

@@ -221,7 +221,7 @@ class Engine:
                     break
             self.stats.tokens += len(answer.tokens) - before
             self.stats.row_steps += 1
-            self.stats.drafted += int(output.guessed[i])
+            self.stats.drafted += int(output.drafted[i])
             self.stats.accepted += len(tokens) - 1
         self.stats.steps += 1
         return changed

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 import model
 from checkpoints.errors import UserError
 from model import Config, Output, Sampling, Weights
+from serving import by_layer
 from serving.hosts import start_fetching
 
 WIDTHS = (32, 128, 512)  # of a prefill chunk: few, for each is compiled
@@ -49,7 +50,7 @@ class Programs:
         speculation: Speculation | None = None,
     ):
         """rows: rounded up to whole data shards. Raises UserError for a draft model of another vocabulary."""
-        self.shards = mesh.shape["data"]
+        self.run, self.shards = by_layer if by_layer.suits(mesh) else model, mesh.shape["data"]
         self.rows, self.max_len = rows + -rows % self.shards, max_len
         self.weights, self.cfg, self.mesh, self.static = weights, cfg, mesh, dict(cfg=cfg, mesh=mesh)
         self.cache = model.init_cache(cfg, mesh, self.rows, max_len, kv_dtype)
@@ -79,7 +80,7 @@ class Programs:
 
     def prefill(self, rows, count, width: int, score: bool = False) -> jax.Array | None:
         """Read a chunk of a prompt in a row of each data shard: -> its scores, if asked for."""
-        scores, self.cache = model.prefill(
+        scores, self.cache = self.run.prefill(
             rows, count, self.weights, self.cache, width=width, score=score, **self.static
         )
         if self.draft:
@@ -88,7 +89,7 @@ class Programs:
 
     def step(self, count, draft_tokens, sampling: Sampling) -> Output:
         """One decode step, which also checks draft tokens [B,N], or None: see model.decode_step."""
-        output, self.cache = model.decode_step(
+        output, self.cache = self.run.decode_step(
             count, draft_tokens, sampling, self.weights, self.cache, **self.static
         )
         return output

@@ -135,7 +135,7 @@ class Shard:
         """How many of the tokens that match the row has read, and its cache still holds."""
         n = min(matching, row.read)
         latest = row.read + row.steps * self.width
-        while (less := min(mask.reusable(n, latest) for mask in self.masks)) < n:
+        while (less := min((mask.reusable(n, latest) for mask in self.masks), default=n)) < n:
             n = less
         return n
 

@@ -144,7 +144,7 @@ def test_another_family(variant, monkeypatch):
         tensors["draft.weight"] = np.zeros(3, np.float32)
 
     folder = variant(edit, LLAMA3)
-    with pytest.raises(ValueError, match="'other' is not supported \\(llama, llama4, llama4_text\\)"):
+    with pytest.raises(ValueError, match="'other' is not supported \\(llama, llama4, llama4_text, qwen3\\)"):
         open_checkpoint(folder)
     monkeypatch.setattr(families, "FAMILIES", (*families.FAMILIES, other))
     assert_equal(weights_of(folder), weights_of(LLAMA3))

@@ -1,5 +1,6 @@
 """Routed experts against a dense loop over all of them, on every mesh, and the TPU kernel (interpreted)."""
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -14,19 +15,24 @@ from ops import grouped_matmul
 from quantize import QuantizedArray, quantize
 
 
-def dense_loop(x, w, active):
+def dense_loop(x, w, active, router: model.Router):
     """Every expert sees every token, in float64; the router's weight is 0 where it was not chosen."""
     float64 = partial(np.asarray, dtype=np.float64)
     logits = x @ float64(w.router)
     # On equal logits the smaller index wins.
     chosen = np.argsort(-logits, -1, kind="stable")[..., :active]
+    score = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    score = 1 / (1 + np.exp(-logits)) if router.score == "sigmoid" else score
+    score = np.take_along_axis(score, chosen, -1)
+    score = score / score.sum(-1, keepdims=True) if router.normalized else score
     weight = np.zeros_like(logits)
-    np.put_along_axis(weight, chosen, 1 / (1 + np.exp(-np.take_along_axis(logits, chosen, -1))), -1)
+    np.put_along_axis(weight, chosen, score, -1)
     total = np.zeros_like(x)
     for e in range(logits.shape[-1]):
-        scaled = x * weight[..., e : e + 1]
-        gate, up = scaled @ float64(w.gate[e]), scaled @ float64(w.up[e])
-        total += (gate / (1 + np.exp(-gate)) * up) @ float64(w.down[e])
+        factor = weight[..., e : e + 1]
+        before, after = (factor, factor > 0) if router.scales == "input" else (1, factor)
+        gate, up = before * x @ float64(w.gate[e]), before * x @ float64(w.up[e])
+        total += after * ((gate / (1 + np.exp(-gate)) * up) @ float64(w.down[e]))
     return total
 
 
@@ -57,7 +63,19 @@ def rows_of_no_group_are_nan(monkeypatch):
     ],
 )
 def test_no_token_is_dropped(name, routing, active):
+    assert_like_the_loop(name, routing, active, model.Router())
+
+
+@pytest.mark.parametrize("scales", ["input", "output"])
+@pytest.mark.parametrize("normalized", [False, True])
+@pytest.mark.parametrize("score", ["sigmoid", "softmax"])
+def test_routers(score, normalized, scales):
+    assert_like_the_loop("1", "spread", 2, model.Router(score, normalized, scales))
+
+
+def assert_like_the_loop(name: str, routing: str, active: int, router_kind: model.Router) -> None:
     cfg = llama4_config(A=active, layers=(Kind(moe=True),))
+    kind = dataclasses.replace(cfg.experts, router=router_kind)
     quantized = name == "ep2-tp4"
     mesh = mesh_of(cfg, name)
     w = random_weights(cfg, mesh, quantized).layers[0].feed_forward
@@ -73,7 +91,7 @@ def test_no_token_is_dropped(name, routing, active):
     def experts(x, w):
         start = jnp.zeros_like(x[:, 0, 0], jnp.int32)
         span = model.span_at(start, start + real, x.shape[1], cfg)
-        return jax.lax.psum(model.experts(x, w, span, cfg), model.MODEL)
+        return jax.lax.psum(model.experts(x, w, span, kind), model.MODEL)
 
     whole = w
     if quantized:
@@ -82,7 +100,7 @@ def test_no_token_is_dropped(name, routing, active):
         }
         whole = model.MoE(router=router, shared=w.shared, **float_arrays)
     result = jax.jit(experts)(jnp.float32(x), w)
-    expected = dense_loop(x, whole, active)
+    expected = dense_loop(x, whole, active, router_kind)
     expected[:, real:] = 0  # what is no token goes to no expert
     np.testing.assert_allclose(result, expected, atol=1e-5)
 
@@ -97,9 +115,9 @@ CHOICES = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["int8", "float32"])
+@pytest.mark.parametrize(("dtype", "scales"), [("int8", "input"), ("float32", "output")])
 @pytest.mark.parametrize("choices", CHOICES.values(), ids=CHOICES)
-def test_active_experts_kernel(choices, dtype, monkeypatch, interpret):
+def test_active_experts_kernel(choices, dtype, scales, monkeypatch, interpret):
     """The kernel against numpy, with NaN in every expert that has no row."""
     E, D, M = 8, 32, 256
     monkeypatch.setattr(grouped_matmul, "block_width", lambda gate: 128)  # two blocks
@@ -118,15 +136,18 @@ def test_active_experts_kernel(choices, dtype, monkeypatch, interpret):
         given = [jnp.float32(w).at[idle].set(jnp.nan) for w in weights]
 
     arguments = jnp.float32(x), jnp.int32(expert), jnp.float32(factor), *given
-    result = grouped_matmul.active_experts(*arguments, interpret=interpret)
+    result = grouped_matmul.active_experts(*arguments, scales, interpret=interpret)
     expected = np.zeros_like(x)
     for row, (its_experts, its_factors) in enumerate(zip(expert, factor, strict=True)):
         for e, f in zip(its_experts, its_factors, strict=True):
             if e < E:
-                gate, up = f * x[row] @ exact[0][e], f * x[row] @ exact[1][e]
-                expected[row] += (gate / (1 + np.exp(-gate)) * up) @ exact[2][e]
+                before, after = (f, 1) if scales == "input" else (1, f)
+                gate, up = before * x[row] @ exact[0][e], before * x[row] @ exact[1][e]
+                expected[row] += after * ((gate / (1 + np.exp(-gate)) * up) @ exact[2][e])
     np.testing.assert_allclose(result, expected, atol=1e-5)
-    by_sorting = grouped_matmul.sorted_rows(*arguments[:3], *(jax.tree.map(jnp.nan_to_num, w) for w in given))
+    by_sorting = grouped_matmul.sorted_rows(
+        *arguments[:3], *(jax.tree.map(jnp.nan_to_num, w) for w in given), scales
+    )
     np.testing.assert_allclose(by_sorting, expected, atol=1e-5)
 
 
@@ -154,7 +175,9 @@ def test_only_active_experts_are_fetched(chosen, monkeypatch):
     x, factor = jax.ShapeDtypeStruct((R, D), jnp.bfloat16), jax.ShapeDtypeStruct((R, 1), jnp.float32)
     expert = jax.ShapeDtypeStruct((R, 1), jnp.int32)
     arguments = x, expert, factor, matrix(D, M), matrix(D, M), matrix(M, D)
-    jax.eval_shape(lambda *x: grouped_matmul.active_experts(*x), *arguments)  # a new function: none is cached
+    jax.eval_shape(
+        lambda *x: grouped_matmul.active_experts(*x, "input"), *arguments
+    )  # a new function: none is cached
     active = np.isin(np.arange(E), chosen)
     scalars = grouped_matmul.active_first(jnp.array(active), found["grid"][0])
     before, fetched = {}, 0

@@ -125,13 +125,14 @@ def test_unwritten_slots_are_never_read(kv_dtype, name, monkeypatch):
 def test_places(name, chunk):
     """Each kept token has one place on one device, though a span of 20 goes around a ring of 8."""
     cfg, T, capacity = llama4_config(), 20, 40
+    mask = model.Chunked(chunk) if chunk else model.Full()
     mesh = mesh_of(cfg, name)
     slots = model.mesh_size(mesh, model.SLOTS)
     start, count = np.array([0, 5, 8, 13]), np.array([20, 0, 3, 17])
 
     @partial(jax.shard_map, mesh=mesh, in_specs=P(), out_specs=P(None, None, model.MODEL))
     def on_devices(start, count):
-        return model.places(model.span_at(start, count, T, cfg), chunk, capacity)[..., None]
+        return model.places(model.span_at(start, count, T, cfg), mask, capacity)[..., None]
 
     # Devices that differ only in their heads agree; of the others, take each once.
     found = np.asarray(on_devices(start, count)).reshape(4, T, -1, slots)[:, :, 0]
@@ -287,7 +288,7 @@ def test_guesses_of_a_step(name):
         kept = np.minimum(looked_at, 1 + wrong)
         output, cache = step(count, guesses, start())
         assert output.count.tolist() == kept.tolist()
-        assert output.guessed.tolist() == np.maximum(looked_at - 1, 0).tolist()
+        assert output.drafted.tolist() == np.maximum(looked_at - 1, 0).tolist()
         assert cache.length.tolist() == (read + kept).tolist()
         after, cache = step([1] * rows, None, cache)
         for row, n in enumerate(kept):

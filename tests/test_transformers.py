@@ -49,6 +49,9 @@ CONFIGS = {
         **LLAMA4, num_experts_per_tok=2, interleave_moe_layer_step=2, use_qk_norm=False,
         rope_parameters=NO_SCALING,
     ),
+    "qwen3": transformers.Qwen3Config(
+        **SIZES, num_hidden_layers=2, intermediate_size=64, rope_parameters=NO_SCALING
+    ),
 }  # fmt: skip
 NEW = 20  # from any length up to 40, decoding crosses at least two edges of the chunks of 8
 LENGTHS = (1, 7, 8, 9, 16, 23, 40)
