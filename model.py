@@ -735,9 +735,15 @@ def vocabulary_shard(logits: Array) -> Array:
 
 def decoder(tokens: Array, w: Weights, cache: list | None, span: Span, cfg: Config):
     """tokens: [b,T] -> (hidden states [b,T,D] before the last norm, the layers' caches)."""
-    x, caches = embed(tokens, w), []
-    for layer, kind, kv in zip(w.layers, cfg.layers, cache or [None] * len(cfg.layers), strict=True):
-        x, kv = decoder_layer(x, layer, kv, span, kind, cfg.norm)
+    cache = cache or [None] * len(cfg.layers)
+    return decoder_layers(embed(tokens, w), w.layers, cache, span, cfg.layers, cfg.norm)
+
+
+def decoder_layers(x: Array, weights: list[Layer], cache: list, span: Span, kinds, norm: Norm):
+    """x: [b,T,D] -> (the same after these layers, their caches)."""
+    caches = []
+    for w, kind, kv in zip(weights, kinds, cache, strict=True):
+        x, kv = decoder_layer(x, w, kv, span, kind, norm)
         caches.append(kv)
     return x, caches
 

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 import model
 from checkpoints.errors import UserError
 from model import Config, Output, Sampling, Weights
-from serving import by_layer
+from serving import layer_groups
 from serving.hosts import start_fetching
 
 WIDTHS = (32, 128, 512)  # of a prefill chunk: few, for each is compiled
@@ -50,7 +50,7 @@ class Programs:
         speculation: Speculation | None = None,
     ):
         """rows: rounded up to whole data shards. Raises UserError for a draft model of another vocabulary."""
-        self.run, self.shards = by_layer if by_layer.suits(mesh) else model, mesh.shape["data"]
+        self.run, self.shards = layer_groups if layer_groups.suits(mesh) else model, mesh.shape["data"]
         self.rows, self.max_len = rows + -rows % self.shards, max_len
         self.weights, self.cfg, self.mesh, self.static = weights, cfg, mesh, dict(cfg=cfg, mesh=mesh)
         self.cache = model.init_cache(cfg, mesh, self.rows, max_len, kv_dtype)
@@ -64,7 +64,8 @@ class Programs:
     def warm_up(self, longest: int, scores: Iterable[bool], sampling: Sampling) -> None:
         """Compile what prompts of up to `longest` tokens and this sampling need, by running it on no row."""
         nothing = np.zeros(self.shards, np.int32)
-        for source in (None, nothing):
+        alone = self.rows == self.shards  # a row has no other to take a prefix from
+        for source in (None,) if alone else (None, nothing):
             self.begin(nothing - 1, np.zeros((self.shards, self.max_len), np.int32), nothing, source)
         for width in WIDTHS:
             for score in scores:

@@ -99,7 +99,7 @@ def run_main(cache: pathlib.Path, **environment) -> str:
 
 
 def kept(folder: pathlib.Path) -> set[str]:
-    programs = "jit__layer", "jit_begin"
+    programs = "jit__group", "jit_begin"
     return {file.name for file in folder.rglob("*") if file.name.startswith(programs)}
 
 
