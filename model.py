@@ -1,4 +1,4 @@
-"""Llama 3 and Llama 4 inference: pure functions over pytrees, inside one shard_map.
+"""Inference of Llama 3, Llama 4 and Qwen 3: pure functions over pytrees, inside one shard_map.
 
 Letters, one per dimension, used in every shape, einsum and comment:
 

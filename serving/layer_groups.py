@@ -85,11 +85,8 @@ def _layers(x: Array, weights: Weights, cache: Cache, span: Span, *, cfg: Config
 @functools.cache
 def group_size(kinds: tuple[LayerKind, ...]) -> int:
     """How many layers make a group: as many as may be, if all groups are alike."""
-
-    def alike(n: int) -> bool:
-        return len(kinds) % n == 0 and len({kinds[i : i + n] for i in range(0, len(kinds), n)}) == 1
-
-    return next((n for n in range(LARGEST_GROUP, 0, -1) if alike(n)), 1)
+    sizes = range(min(LARGEST_GROUP, len(kinds)), 0, -1)
+    return next((n for n in sizes if len({kinds[i : i + n] for i in range(0, len(kinds), n)}) == 1), 1)
 
 
 @partial(jax.jit, static_argnames=("kinds", "norm", "mesh"), donate_argnames=("x", "kv"))

@@ -1,0 +1,39 @@
+"""The README: its programs run as they stand, what it and docs/ name is there, and it is short."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+DECODE, SHARD_MAP = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"), [(DECODE, "My name is Tiny Llama. I am a small"), (SHARD_MAP, "[64. 64. 64.")]
+)
+def test_programs(program, expected):
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert expected in done.stdout
+
+
+def test_length():
+    assert len(README.splitlines()) <= 250
+
+
+@pytest.mark.parametrize("file", ["README.md", *(path.name for path in (ROOT / "docs").glob("[!l]*.md"))])
+def test_what_is_named_is_there(file):
+    """Links, and paths in backticks. (docs/log.md has the names of its days.)"""
+    folder = ROOT if file == "README.md" else ROOT / "docs"
+    text = (folder / file).read_text()
+    links = [link.split("#")[0] for link in re.findall(r"\]\(([^)]*)\)", text) if "://" not in link]
+    named = re.findall(r"`((?:benchmarks|checkpoints|docs|ops|serving|terminal|tests)/[\w./-]*)`", text)
+    assert all((folder / link).exists() for link in links), links
+    assert all((ROOT / name).exists() for name in named), named
