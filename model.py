@@ -41,7 +41,7 @@ from ragged_attention import KV
 #
 #                                other key/value heads    other slots of the same heads' cache
 #   other experts                expert_heads             expert_slots
-#   other slices of all experts  tensor_heads             tensor_slots
+#   other slices of the same      tensor_heads             tensor_slots
 #
 # The slot axes exceed 1 only where the devices do not divide the key/value heads. There n devices share one:
 # each stores 1/n of its queries (g), its key and value columns (h) and its cache slots (s), nothing twice.
@@ -122,7 +122,7 @@ class Full:
         return position * 0
 
     def room(self, length: Array) -> Array:
-        """How many tokens a row of this length can read and still forget."""
+        """How many tokens a row of this length can read and still take back, as rejected draft tokens are."""
         return jnp.full_like(length, jnp.iinfo(jnp.int32).max)
 
     def reusable(self, n: int, latest: int) -> int:
@@ -148,7 +148,7 @@ class Chunked:
         return self.size - length % self.size
 
     def reusable(self, n: int, latest: int) -> int:
-        """The row's own block is there, and nothing of those before it; at their ends nothing is needed."""
+        """Only the block that the row is in is still there; at a block's end nothing is needed."""
         return n if n // self.size == latest // self.size else self.first(n)
 
 
@@ -170,10 +170,10 @@ class Gated:
 
 @dataclasses.dataclass(frozen=True)
 class Router:
-    """How much a token's experts count: by what score of theirs, and at which end."""
+    """How a token's experts are weighted: by which score, applied to their input or output."""
 
     score: str = "sigmoid"  # or "softmax", over all experts
-    normalized: bool = False  # those of the chosen ones sum to 1
+    normalized: bool = False  # the scores of the chosen experts sum to 1
     scales: str = "input"  # or "output"
 
 
@@ -646,8 +646,8 @@ def cached_form(k: Array, v: Array, kv: KV | None) -> KV:
 def attention(x: Array, w: Attention, kv: KV | None, span: Span, kind: LayerKind):
     """x: [b,T,D] -> ([b,T,D], the layer's cache with the span in it; None without one).
 
-    A token attends to what the cache holds and, beside several others, to those of its span, as the cache
-    will hold them: so it makes no difference in what prefill chunks a text is read.
+    A token attends to what the cache holds and, if its span has several, to those before it there, as the
+    cache will hold them: so it makes no difference in what prefill chunks a text is read.
     """
     q, k, v = project(x, w)
     heads = kind.attention
@@ -682,7 +682,7 @@ def experts(x: Array, w: MoE, span: Span, kind: Experts) -> Array:
     """Each token's A best experts. x: [b,T,D] -> [b,T,D], this device's part of the sum over e and m.
 
     Every device sees all tokens of its rows and has room for all of them on any expert: none is ever dropped.
-    What is no real token of the span goes to no expert.
+    Padding goes to no expert.
     """
     x32, router = x.astype(jnp.float32), w.router.astype(jnp.float32)
     logits = jnp.einsum("bTD,DE->bTE", x32, router, precision="highest")  # a rounded one may choose another
@@ -883,8 +883,8 @@ def sample(logits: Array, how: Sampling, text: Array, length: Array, cfg: Config
 
 
 def on_each_device(mesh: Mesh, T: int, in_specs, out_specs):
-    """shard_map, which checks that every psum is there; except on TPUs for T that their library's attention
-    kernel takes, which does not declare over which axes its result varies.
+    """shard_map, which checks that every psum is there. Not on TPUs if LANES divides T: a library's kernel
+    attends then, which does not declare over which axes its result varies.
     """
     check_vma = T % LANES != 0 or not on_tpu(mesh)
     return partial(jax.shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
@@ -997,7 +997,7 @@ class Output:
 
 
 def room(length: Array, cfg: Config) -> Array:
-    """How many tokens rows of this length can read and still forget, [b]."""
+    """How many tokens rows of this length can read and still take back, [b]."""
     return functools.reduce(jnp.minimum, [mask.room(length) for mask in cfg.masks])
 
 

@@ -1,4 +1,8 @@
-"""What weights and their types are called: in our files, and by those who publish them."""
+"""What weights and their types are called in our files, and how published names become those of model.py.
+
+The published name of each weight stands with its declaration in model.py, what a family calls otherwise in
+families.py.
+"""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,7 @@
-"""What a TPU must be told: what varies over the mesh, and moves of data at places known only at run time."""
+"""What a TPU must be told: what varies over the mesh, and moves of data at places known only at run time.
+
+The TPU's attention kernel is ../ragged_attention.py, that of experts grouped_matmul.py.
+"""
 
 import jax
 import jax.numpy as jnp

@@ -111,7 +111,7 @@ def _after_chunk(x: Array, span: Span, w: Weights, cache: Cache, *, score: bool,
     return jax.shard_map(on_device, mesh=mesh, in_specs=layouts, out_specs=ROWS)(x, span, w, cache)
 
 
-@partial(jax.jit, static_argnames=("cfg", "mesh"))
+@partial(jax.jit, static_argnames=("cfg", "mesh"), donate_argnames="cache")
 def _after_step(
     x, tokens, span: Span, sampling: Sampling, w: Weights, cache: Cache, *, cfg: Config, mesh: Mesh
 ):

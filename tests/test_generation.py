@@ -18,7 +18,7 @@ from checkpoints.errors import UserError
 from checkpoints.loading import load
 from model import Sampling
 from quantize import QuantizedArray
-from serving import programs, scheduler
+from serving import layer_groups, programs, scheduler
 from serving.engine import Engine
 from serving.programs import Programs
 from serving.requests import Answer, Request
@@ -142,15 +142,16 @@ def compiled():
 
 
 def spy(monkeypatch, name: str, tell) -> None:
-    """Call tell(arguments, result) after each call of this function of model.py."""
-    function = getattr(model, name)
+    """Call tell(arguments, result) after each call of this function, be it by all layers or by groups."""
 
-    def spied(*arguments, **options):
+    def spied(function, *arguments, **options):
         result = function(*arguments, **options)
         tell(arguments, result)
         return result
 
-    monkeypatch.setattr(model, name, spied)
+    for run in (model, layer_groups):
+        if function := getattr(run, name, None):
+            monkeypatch.setattr(run, name, functools.partial(spied, function))
 
 
 # ------------------------------------------------------------------------------------------ the same answers
@@ -661,7 +662,7 @@ def test_a_step_is_fetched_after_the_next_is_sent(monkeypatch):
             events.append(("fetch", self.step))
             return np.asarray(self.x)
 
-    decode_step = model.decode_step
+    decode_step = layer_groups.decode_step
 
     def spied(*arguments, **options):
         output, cache = decode_step(*arguments, **options)
@@ -671,7 +672,7 @@ def test_a_step_is_fetched_after_the_next_is_sent(monkeypatch):
 
     requests = [Request([1], 6), Request([2], 9)]
     batch = batch_of(requests, "ring")
-    monkeypatch.setattr(model, "decode_step", spied)
+    monkeypatch.setattr(layer_groups, "decode_step", spied)
     answers = [batch.add(request) for request in requests]
     for call in range(9):
         events.append(("call", call))
