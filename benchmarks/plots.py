@@ -126,7 +126,8 @@ class Shards:
     def __init__(self, cfg: model.Config, tensor: int, batch: int):
         shape = model.mesh_shape(cfg, tensor=tensor)
         self.mesh = AbstractMesh(tuple(shape.values()), tuple(shape))
-        self.sizes = {x: getattr(cfg, x) for x in "DKGHF"} | dict(B=batch, T=1)
+        records = cfg, cfg.heads, cfg.layers[0].feed_forward
+        self.sizes = dict(B=batch, T=1) | {x: n for record in records for x, n in vars(record).items()}
 
     def degree(self, letter: str) -> int:
         return model.mesh_size(self.mesh, model.SHARDED_BY.get(letter, ()))
