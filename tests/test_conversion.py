@@ -534,6 +534,7 @@ def test_what_was_copied_is_not_held_twice(dtype, wide):
         assert given_back <= {copied}
 
 
+@pytest.mark.deep
 def test_benchmark(tmp_path, monkeypatch, capsys):
     """benchmarks/conversion.py with a small model: all jobs are done; half a model is what a device holds."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))

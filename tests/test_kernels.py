@@ -81,7 +81,7 @@ def assert_same(result, expected, atol):
 @pytest.mark.parametrize(
     ("cfg", "kv_dtype", "quantized"),
     [
-        (llama4_config(H=64, layers=KINDS), "float32", False),
+        pytest.param(llama4_config(H=64, layers=KINDS), "float32", False, marks=pytest.mark.deep),
         (llama3_config(K=2, G=4, H=64, tied_embeddings=True), "int8", True),
     ],
     ids=["llama4", "llama3-int8"],

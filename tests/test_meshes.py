@@ -355,13 +355,18 @@ def collectives(cfg: model.Config, name: str) -> dict[str, int]:
     return {kind: len(re.findall(rf" {kind}(?:-start)?\(", hlo)) for kind in kinds}
 
 
-@pytest.mark.parametrize("kind", [deep(Kind()), Kind(chunk=8, moe=True)])
+DENSE, ROUTED = Kind(), Kind(chunk=8, moe=True)
+SHARED_HEADS = {"all-reduce": 2, "all-gather": 1, "all-to-all": 1}
+
+
 @pytest.mark.parametrize(
-    ("kv_heads", "name", "expected"),
+    ("kind", "kv_heads", "name", "expected"),
     [
-        deep(8, "tp8", {"all-reduce": 2}),
-        (8, "ep4-tp2", {"all-reduce": 2}),
-        (2, "tp8", {"all-reduce": 2, "all-gather": 1, "all-to-all": 1}),
+        deep(DENSE, 8, "tp8", {"all-reduce": 2}),
+        deep(DENSE, 2, "tp8", SHARED_HEADS),
+        deep(ROUTED, 8, "tp8", {"all-reduce": 2}),
+        (ROUTED, 8, "ep4-tp2", {"all-reduce": 2}),
+        (ROUTED, 2, "tp8", SHARED_HEADS),
     ],
 )
 def test_collectives_per_layer(kind, kv_heads, name, expected):

@@ -427,6 +427,7 @@ def test_hbm_bytes_per_layer(name, batch, context, megabytes):
 
 
 @needs_compiler
+@pytest.mark.deep
 def test_one_row_of_a_cache_is_moved_alone():
     """Copying a row of int8 caches, and reading a prompt into one, move nothing of half a cache's size."""
     code = """
@@ -456,6 +457,7 @@ print(json.dumps(found))
 
 
 @needs_compiler
+@pytest.mark.deep
 def test_guesses_are_checked_by_the_decode_kernel():
     """The caches of a chunked layer and of another are read by one kernel each, and not copied."""
     code = """

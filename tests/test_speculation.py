@@ -153,7 +153,7 @@ GREEDY = [
     deep("ring", "1", "lookup 4"),
     ("ring", "1", "itself"),
     ("ring", "1", "chunks"),
-    ("ring", "tp8", "heads"),
+    deep("ring", "tp8", "heads"),
 ]
 
 

@@ -166,6 +166,7 @@ def test_refusals(arguments, message, monkeypatch, capsys):
 # -------------------------------------------------------------------------------------------- the comparison
 
 
+@pytest.mark.deep
 def test_the_comparison_of_our_own(tmp_path):
     """Two contenders of this repository, one layer, one round."""
     command = [

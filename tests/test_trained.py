@@ -46,6 +46,9 @@ def answers(folder, questions, dtype, quantized, kv_dtype, new=16, max_len=64):
     return tokenizer.batch_decode([answer.tokens for answer in answers], skip_special_tokens=True)
 
 
+@pytest.mark.parametrize(
+    "tiny", ["tiny-llama3", pytest.param("tiny-llama4", marks=pytest.mark.deep)], indirect=True
+)
 def test_exact_match(tiny, exam, capsys):
     """int8 weights and cache answer the examination within one point of bfloat16."""
     questions, right = zip(*exam, strict=True)
