@@ -45,8 +45,8 @@ from checkpoints.tensor_files import (
     sync,
 )
 from checkpoints.threads import in_order
-from model import ArrayInfo
 from quantize import quantize_large
+from sharding.arrays import ArrayInfo
 from terminal.command_line import OneLineParser, run
 
 FILE_MIB = 1024

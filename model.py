@@ -1,4 +1,4 @@
-"""Inference of Llama 3, Llama 4 and Qwen 3: pure functions over pytrees, inside one shard_map.
+"""Inference of Llama and its relatives: pure functions over pytrees, inside one shard_map.
 
 Letters, one per dimension, used in every shape, einsum and comment:
 
@@ -6,16 +6,18 @@ Letters, one per dimension, used in every shape, einsum and comment:
     T  query positions       H  head width              A  experts active per token
     K  key/value heads       D  model width             M  feed-forward width of an expert
     G  queries per K         F  feed-forward width      V  vocabulary
-                             C  a key beside its value, 2H: the cache's columns
+    C  columns of a slot of the cache: a key beside its value, 2H; or a latent beside a rotated key, L+R
+
+and of latent attention (see Latent): L  latent, Q  compressed query, and in a head U  value, R  key with
+rotation, N  key without; P  positions that have an embedding.
 
 UPPERCASE: the whole dimension is on this device. lowercase: this device holds its shard of it. So
 `einsum("bTD,kgHD->bTkgH", x, w.q)` says where every byte is, and where a lowercase letter is summed there
-must be a `psum`. SHARDED_BY says which mesh axes split which lowercase letter, for the whole program.
+must be a `psum`. SHARDED_BY in sharding/mesh.py says which mesh axes split which lowercase letter.
 """
 
 import dataclasses
 import functools
-import math
 from functools import partial
 from typing import Any
 
@@ -23,8 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from ops.attention import attend_cached, attend_causal, merge, ragged_decode, write
@@ -32,64 +33,25 @@ from ops.grouped_matmul import expert_mlp
 from ops.matmul import einsum
 from ops.platform import on_tpu
 from ops.tpu import LANES, take_rows
-from quantize import QuantizedArray, quantize, values_and_scale
-from ragged_attention import KV
-
-# ----------------------------------------------------------------------------------------------------- mesh
-#
-# Attention and experts divide the same devices in two ways, so a model mesh is a 2x2 table of axes:
-#
-#                                other key/value heads    other slots of the same heads' cache
-#   other experts                expert_heads             expert_slots
-#   other slices of the same      tensor_heads             tensor_slots
-#
-# The slot axes exceed 1 only where the devices do not divide the key/value heads. There n devices share one:
-# each stores 1/n of its queries (g), its key and value columns (h) and its cache slots (s), nothing twice.
-# With 2 heads, for example, 2 x 4 devices (expert x tensor) are expert_heads 2 x tensor_slots 4.
-
-HEADS = ("expert_heads", "tensor_heads")
-SLOTS = ("expert_slots", "tensor_slots")
-EXPERT = ("expert_heads", "expert_slots")
-TENSOR = ("tensor_heads", "tensor_slots")
-MODEL = ("expert_heads", "expert_slots", "tensor_heads", "tensor_slots")
-SHARDED_BY = dict(b="data", k=HEADS, g=SLOTS, h=SLOTS, s=SLOTS, e=EXPERT, m=TENSOR, f=MODEL, v=MODEL)
-
-
-def mesh_shape(cfg: "Config", data: int = 1, expert: int = 1, tensor: int = 1) -> dict[str, int]:
-    """The size of each mesh axis for these degrees of parallelism. Raises ValueError if cfg forbids them."""
-    heads = math.gcd(cfg.heads.K, expert * tensor)
-    slots = expert * tensor // heads
-    experts = cfg.experts.E if cfg.experts else 0
-    if expert > 1 and (not experts or experts % expert):
-        raise ValueError(f"expert parallelism {expert} does not divide the model's {experts} experts")
-    if cfg.heads.H % slots:
-        raise ValueError(
-            f"{slots} devices would share a key/value head, which does not divide its width {cfg.heads.H}"
-        )
-    expert_heads = math.gcd(expert, heads)
-    tensor_heads = heads // expert_heads
-    sizes = (expert_heads, expert // expert_heads, tensor_heads, tensor // tensor_heads)
-    return {"data": data, **dict(zip(MODEL, sizes, strict=True))}
-
-
-def make_mesh(cfg: "Config", data: int = 1, expert: int = 1, tensor: int = 1, devices=None) -> Mesh:
-    """The mesh of data x expert x tensor devices, by default the first there are."""
-    shape = mesh_shape(cfg, data, expert, tensor)
-    devices = devices or jax.devices()[: data * expert * tensor]
-    # Neighbours on the interconnect where they can be; several axes may have to divide one of its dimensions.
-    grid = mesh_utils.create_device_mesh(tuple(shape.values()), devices, allow_split_physical_axes=True)
-    return Mesh(grid, tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
-
+from quantize import quantize, values_and_scale
+from ragged_attention import KV, Columns, key_beside_value
+from sharding.arrays import ArrayInfo, Stored, abstract, make, random_arrays, specs
+from sharding.mesh import EXPERT, MODEL, SLOTS
 
 # --------------------------------------------------------------------------------------------------- config
 
 
 @dataclasses.dataclass(frozen=True)
 class Norm:
-    """Division by the root mean square. Source: arXiv 1910.07467."""
+    """Division by the root mean square, times a weight. Source: arXiv 1910.07467.
+
+    offset: added to the weight. centered: the mean is subtracted first, and a bias added: arXiv 1607.06450.
+    """
 
     eps: float
     weight: bool = True
+    offset: float = 0
+    centered: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +71,44 @@ class Heads:
     H: int
     qk_norm: Norm | None = None  # of each query and key
     query_scale: QueryScale | None = None
+    bias: bool = False  # of queries, keys and values
+    output_bias: bool = False
+
+    @property
+    def columns(self) -> Columns:
+        return key_beside_value(self.H)
+
+    @property
+    def shared(self) -> tuple[int, ...]:
+        """The widths that devices with the same key/value head divide."""
+        return (self.H,)
+
+
+@dataclasses.dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention, as G queries of one key/value head. Source: arXiv 2405.04434.
+
+    A token's keys and values of all heads come from one latent of width L, and a rotated key of width R that
+    they share. A query of width N is multiplied by its head's part of the key's matrix, and so compared with
+    the latent itself; the sum of latents is multiplied by the value's matrix. So the cache holds the latents.
+    """
+
+    G: int
+    Q: int
+    L: int
+    N: int
+    R: int
+    U: int
+    norm: Norm  # of the compressed query and of the latent
+    K = 1
+
+    @property
+    def columns(self) -> Columns:
+        return Columns(self.L + self.R, (0, self.L), (self.N + self.R) ** -0.5)
+
+    @property
+    def shared(self) -> tuple[int, ...]:
+        return self.L, self.R
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,6 +116,7 @@ class Full:
     """Attention to all that came before."""
 
     ring = None  # how many slots the cache goes round in
+    window = None  # how many tokens a query sees, wherever it is
 
     def first(self, position):
         """The first position that a query at this one sees."""
@@ -135,6 +136,7 @@ class Chunked:
     """Attention to the earlier positions of the same block of `size`: the cache is a ring of one block."""
 
     size: int
+    window = None
 
     @property
     def ring(self) -> int:
@@ -153,19 +155,58 @@ class Chunked:
 
 
 @dataclasses.dataclass(frozen=True)
+class Window:
+    """Attention to the last `size` tokens, the own one counted. Source: arXiv 2004.05150.
+
+    The cache is a ring with room for more: for draft tokens that are rejected, and for another text to go on
+    from a little before the end.
+    """
+
+    size: int
+    spare = 64
+
+    @property
+    def ring(self) -> int:
+        return self.size + 2 * self.spare
+
+    @property
+    def window(self) -> int:
+        return self.size
+
+    def first(self, position):
+        return (position - self.size + 1) * (position >= self.size)
+
+    def room(self, length: Array) -> Array:
+        return jnp.full_like(length, self.spare)
+
+    def reusable(self, n: int, latest: int) -> int:
+        return n if self.first(n) >= latest + self.spare - self.ring else 0
+
+
+@dataclasses.dataclass(frozen=True)
 class Rope:
     """Rotary position embedding. Source: arXiv 2104.09864."""
 
     theta: float
     scaling: tuple[float, ...] | None = None  # factor, low and high frequency factor, original length
     interleaved: bool = False  # rotate neighbours (2i, 2i+1), not halves (i, i + H/2)
+    width: int | None = None  # how many columns of a head rotate, the first; None: all
 
 
 @dataclasses.dataclass(frozen=True)
 class Gated:
-    """SwiGLU: a gated MLP of width F. Source: arXiv 2002.05202."""
+    """A gated MLP of width F. Source: arXiv 2002.05202."""
 
     F: int
+    activation: str = "silu"
+
+
+@dataclasses.dataclass(frozen=True)
+class Plain:
+    """Two matrices with biases, and what is between them. Source: arXiv 1706.03762."""
+
+    F: int
+    activation: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,6 +216,8 @@ class Router:
     score: str = "sigmoid"  # or "softmax", over all experts
     normalized: bool = False  # the scores of the chosen experts sum to 1
     scales: str = "input"  # or "output"
+    bias: bool = False  # added to (sigmoid) scores to choose by, but not to weight by
+    factor: float = 1  # of the scores, at last
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,9 +235,9 @@ class Experts:
 class LayerKind:
     """What tells one decoder layer from another."""
 
-    attention: Heads
-    feed_forward: Gated | Experts
-    mask: Full | Chunked = Full()
+    attention: Heads | Latent
+    feed_forward: Gated | Plain | Experts
+    mask: Full | Chunked | Window = Full()
     rope: Rope | None = None
 
 
@@ -208,9 +251,11 @@ class Config:
     norm: Norm
     max_positions: int
     tied_embeddings: bool = False
+    embedding_scale: float | None = None
+    P: int | None = None  # positions that have an embedding of their own, which is added to the token's
 
     @property
-    def heads(self) -> Heads:
+    def heads(self) -> Heads | Latent:
         """The attention of all layers, as far as its sizes go."""
         return self.layers[0].attention
 
@@ -225,87 +270,25 @@ class Config:
         return next((x.feed_forward for x in self.layers if isinstance(x.feed_forward, Experts)), None)
 
     @property
-    def masks(self) -> frozenset[Full | Chunked]:
+    def masks(self) -> frozenset[Full | Chunked | Window]:
         return frozenset(kind.mask for kind in self.layers)
 
 
 # ----------------------------------------------------------------------------------- weights, declared once
 
 
-@dataclasses.dataclass(frozen=True)
-class Stored:
-    """The tensor of a Hugging Face checkpoint that an array is, or is a part of.
-
-    name:    {e} numbers the experts, if each has a tensor of its own.
-    letters: its dimensions. Parentheses join letters into one; brackets hold parts that follow one another,
-             of which the array is number `part`, from 0: "D[KGH+KH+KH]", or in each head "(K[H+V])D".
-    sizes:   (letter, size) of all letters, also those of the other parts.
-    """
-
-    name: str
-    letters: str
-    part: int = 0
-    sizes: tuple[tuple[str, int], ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class ArrayInfo:
-    """One array, declared: shape, sharding, initial value, int8 form and checkpoint layout follow from it.
-
-    Not a pytree node, so jax.tree.map takes it for a leaf.
-    letters:    our layout, lowercase where it is sharded.
-    contracted: the letters that its matmul sums; int8 has one scale per entry of the rest.
-    stored:     where a Hugging Face checkpoint may have it; the first that is there counts.
-    shape:      the true sizes of the letters. dtype: None for the float type of the model or cache.
-    initial:    what random values are around; None: around 0, with variance 1 / fan-in.
-    """
-
-    letters: str
-    contracted: str = ""
-    stored: tuple[Stored, ...] = ()
-    shape: tuple[int, ...] = ()
-    dtype: Any = None
-    initial: float | None = None
-
-    @property
-    def spec(self) -> P:
-        return P(*(SHARDED_BY.get(letter) for letter in self.letters))
-
-    @property
-    def contracted_axes(self) -> tuple[int, ...]:
-        return tuple(self.letters.index(letter) for letter in self.contracted)
-
-    @property
-    def scale(self) -> "ArrayInfo":
-        """The declaration of the int8 scales."""
-        kept = [i for i in range(len(self.letters)) if i not in self.contracted_axes]
-        return ArrayInfo("".join(self.letters[i] for i in kept), shape=tuple(self.shape[i] for i in kept))
-
-    def padded_shape(self, mesh: Mesh) -> tuple[int, ...]:
-        """The shape with each size rounded up to a multiple of its devices: zeros, which change no result.
-
-        Each device gets a multiple of LANES cache slots: whole tiles, as its kernels want.
-        """
-        degrees = [mesh_size(mesh, SHARDED_BY.get(letter, ())) for letter in self.letters]
-        units = [
-            degree * LANES if x == "s" else degree for x, degree in zip(self.letters, degrees, strict=True)
-        ]
-        return tuple(-(-size // unit) * unit for size, unit in zip(self.shape, units, strict=True))
-
-
-def mesh_size(mesh: Mesh, axes: str | tuple[str, ...]) -> int:
-    """The number of devices along the given axes."""
-    return math.prod(mesh.shape[axis] for axis in ([axes] if isinstance(axes, str) else axes))
-
-
-def _array(letters: str, contracted: str = "", *stored: tuple, initial: float | None = None) -> Any:
+def _array(letters: str, contracted: str = "", *stored: tuple, **other) -> Any:
     """A declared field. stored: (name, letters) or (name, letters, part), see Stored."""
-    info = ArrayInfo(letters, contracted, tuple(Stored(*where) for where in stored), initial=initial)
+    info = ArrayInfo(letters, contracted, tuple(Stored(*where) for where in stored), **other)
     return dataclasses.field(metadata={"info": info})
 
 
 def _norm(letter: str, name: str) -> Any:
     return _array(letter, "", (name, letter), initial=1.0)
+
+
+def _bias(letters: str, *stored: tuple, dtype=None) -> Any:
+    return _array(letters, "", *stored, initial=0.0, dtype=dtype)
 
 
 def _pytree(cls):
@@ -314,47 +297,79 @@ def _pytree(cls):
 
 @_pytree
 class Attention:
-    q: Array = _array("kgHD", "D", ("q_proj.weight", "(KGH)D"))
-    k: Array = _array("khD", "D", ("k_proj.weight", "(KH)D"))
-    v: Array = _array("khD", "D", ("v_proj.weight", "(KH)D"))
-    o: Array = _array("DkgH", "kgH", ("o_proj.weight", "D(KGH)"))
+    q: Array = _array("kgHD", "D", ("q_proj.weight", "(KGH)D"), ("qkv.weight", "D[KGH+KH+KH]", 0))
+    k: Array = _array("khD", "D", ("k_proj.weight", "(KH)D"), ("qkv.weight", "D[KGH+KH+KH]", 1))
+    v: Array = _array("khD", "D", ("v_proj.weight", "(KH)D"), ("qkv.weight", "D[KGH+KH+KH]", 2))
+    o: Array = _array("DkgH", "kgH", ("o_proj.weight", "D(KGH)"), ("out.weight", "(KGH)D"))
     q_norm: Array | None = _norm("H", "q_norm.weight")
     k_norm: Array | None = _norm("H", "k_norm.weight")
+    q_bias: Array | None = _bias("kgH", ("q_proj.bias", "(KGH)"), ("qkv.bias", "[KGH+KH+KH]", 0))
+    k_bias: Array | None = _bias("kh", ("k_proj.bias", "(KH)"), ("qkv.bias", "[KGH+KH+KH]", 1))
+    v_bias: Array | None = _bias("kh", ("v_proj.bias", "(KH)"), ("qkv.bias", "[KGH+KH+KH]", 2))
+    o_bias: Array | None = _bias("D", ("out.bias", "D"))
+
+
+@_pytree
+class LatentAttention:
+    q_a: Array = _array("QD", "D", ("q_a_proj.weight", "QD"))
+    q_a_norm: Array = _norm("Q", "q_a_layernorm.weight")
+    q_b: Array = _array("kgNQ", "Q", ("q_b_proj.weight", "(KG[N+R])Q", 0))
+    q_rope: Array = _array("kgRQ", "Q", ("q_b_proj.weight", "(KG[N+R])Q", 1))
+    kv_a: Array = _array("lD", "D", ("kv_a_proj_with_mqa.weight", "[L+R]D", 0))
+    k_rope: Array = _array("rD", "D", ("kv_a_proj_with_mqa.weight", "[L+R]D", 1))
+    kv_a_norm: Array = _norm("L", "kv_a_layernorm.weight")
+    k_b: Array = _array("kgLN", "N", ("kv_b_proj.weight", "(KG[N+U])L", 0))
+    v_b: Array = _array("kgUL", "L", ("kv_b_proj.weight", "(KG[N+U])L", 1))
+    o: Array = _array("DkgU", "kgU", ("o_proj.weight", "D(KGU)"))
 
 
 @_pytree
 class MLP:
-    gate: Array = _array("fD", "D", ("gate_proj.weight", "FD"))
-    up: Array = _array("fD", "D", ("up_proj.weight", "FD"))
-    down: Array = _array("Df", "f", ("down_proj.weight", "DF"))
+    gate: Array | None = _array("fD", "D", ("gate_proj.weight", "FD"), ("gate_up_proj.weight", "[F+F]D", 0))
+    up: Array = _array(
+        "fD", "D", ("up_proj.weight", "FD"), ("gate_up_proj.weight", "[F+F]D", 1), ("c_fc.weight", "DF")
+    )
+    down: Array = _array("Df", "f", ("down_proj.weight", "DF"), ("c_proj.weight", "FD"))
+    up_bias: Array | None = _bias("f", ("c_fc.bias", "F"))
+    down_bias: Array | None = _bias("D", ("c_proj.bias", "D"))
 
 
 @_pytree
 class MoE:
     router: Array = _array("DE", "", ("router.weight", "ED"))
+    router_bias: Array | None = _bias("E", ("router.bias", "E"), dtype=jnp.float32)
     gate: Array = _array(
-        "eDm", "D", ("experts.gate_up_proj", "ED[M+M]", 0), ("experts.{e}.gate_proj.weight", "MD")
-    )
+        "eDm", "D", ("experts.gate_up_proj", "ED[M+M]", 0), ("experts.{e}.gate_proj.weight", "MD"),
+        ("experts.gate_up_proj.weight", "E[M+M]D", 0),
+    )  # fmt: skip
     up: Array = _array(
-        "eDm", "D", ("experts.gate_up_proj", "ED[M+M]", 1), ("experts.{e}.up_proj.weight", "MD")
-    )
-    down: Array = _array("emD", "m", ("experts.down_proj", "EMD"), ("experts.{e}.down_proj.weight", "DM"))
+        "eDm", "D", ("experts.gate_up_proj", "ED[M+M]", 1), ("experts.{e}.up_proj.weight", "MD"),
+        ("experts.gate_up_proj.weight", "E[M+M]D", 1),
+    )  # fmt: skip
+    down: Array = _array(
+        "emD", "m", ("experts.down_proj", "EMD"), ("experts.{e}.down_proj.weight", "DM"),
+        ("experts.down_proj.weight", "EDM"),
+    )  # fmt: skip
     shared: MLP | None
 
 
 @_pytree
 class Layer:
     attention_norm: Array = _norm("D", "input_layernorm.weight")
-    attention: Attention
+    attention_norm_bias: Array | None = _bias("D", ("input_layernorm.bias", "D"))
+    attention: Attention | LatentAttention
     feed_forward_norm: Array = _norm("D", "post_attention_layernorm.weight")
+    feed_forward_norm_bias: Array | None = _bias("D", ("post_attention_layernorm.bias", "D"))
     feed_forward: MLP | MoE
 
 
 @_pytree
 class Weights:
     embed: Array = _array("vD", "", ("model.embed_tokens.weight", "VD"))
+    positions: Array | None = _array("PD", "", ("model.embed_positions.weight", "PD"))
     layers: list[Layer]
     norm: Array = _norm("D", "model.norm.weight")
+    norm_bias: Array | None = _bias("D", ("model.norm.bias", "D"))
     unembed: Array | None = _array("vD", "D", ("lm_head.weight", "VD"))  # None: the embedding is used again
 
 
@@ -365,7 +380,7 @@ class Cache:
     tokens: [b,S] int32. The first length[b] have been read, the next one is to be read next; what is beyond
     has no meaning, unless it is the rest of a prompt.
     layers: one KV each, [b,k,s,C]: the keys and values of the tokens read. Position p is in slot p; in a
-    chunked layer, a ring of one chunk, in slot p % chunk. Slot s is on device s % n of the n that share the
+    ring, of one chunk or a window, in slot p % ring. Slot s is on device s % n of the n that share the
     head, in place s // n, so that they fill evenly.
     """
 
@@ -379,32 +394,41 @@ def _sizes(record) -> dict[str, int]:
     return {name: size for name, size in vars(record).items() if len(name) == 1}
 
 
-def _declare(cls, prefix: str, sizes: dict[str, int], **children):
-    """An instance of cls: a resolved ArrayInfo in each declared field that is not among the children."""
+def _declare(cls, prefix: str, sizes: dict[str, int], absent: dict[str, bool] = {}, **children):  # noqa: B006
+    """An instance of cls: a resolved ArrayInfo in each declared field that is not among the children.
+
+    absent: whether fields whose names end so are None.
+    """
 
     def resolve(info: ArrayInfo) -> ArrayInfo:
         known = tuple(sizes.items())
         stored = tuple(dataclasses.replace(x, name=prefix + x.name, sizes=known) for x in info.stored)
         return dataclasses.replace(info, stored=stored, shape=tuple(sizes[x] for x in info.letters.upper()))
 
+    missing = tuple(end for end, is_absent in absent.items() if is_absent)
     fields = {f.name: f.metadata["info"] for f in dataclasses.fields(cls) if f.name not in children}
-    return cls(**children, **{name: resolve(info) for name, info in fields.items()})
+    infos = {name: None if name.endswith(missing) else resolve(info) for name, info in fields.items()}
+    return cls(**children, **infos)
 
 
 def weight_infos(cfg: Config) -> Weights:
     """The tree of all weights with their ArrayInfo in the place of arrays."""
-    sizes = _sizes(cfg)
+    sizes, centered = _sizes(cfg), cfg.norm.centered
 
-    def attention(heads: Heads, prefix: str) -> Attention:
-        weighted = heads.qk_norm and heads.qk_norm.weight
-        absent = {} if weighted else dict(q_norm=None, k_norm=None)
-        return _declare(Attention, prefix, sizes | _sizes(heads), **absent)
+    def attention(kind: Heads | Latent, prefix: str) -> Attention | LatentAttention:
+        if isinstance(kind, Latent):
+            return _declare(LatentAttention, prefix, sizes | _sizes(kind) | dict(K=kind.K))
+        absent = {"norm": not (kind.qk_norm and kind.qk_norm.weight), "o_bias": not kind.output_bias}
+        absent |= {name + "_bias": not kind.bias for name in "qkv"}
+        return _declare(Attention, prefix, sizes | _sizes(kind), absent)
 
-    def feed_forward(kind: Gated | Experts, prefix: str) -> MLP | MoE:
-        if isinstance(kind, Gated):
-            return _declare(MLP, prefix, sizes | _sizes(kind))
+    def feed_forward(kind: Gated | Plain | Experts, prefix: str) -> MLP | MoE:
+        if not isinstance(kind, Experts):
+            plain = isinstance(kind, Plain)
+            return _declare(MLP, prefix, sizes | _sizes(kind), dict(gate=plain, bias=not plain))
         shared = kind.shared and feed_forward(kind.shared, prefix + "shared_expert.")
-        return _declare(MoE, prefix, sizes | _sizes(kind), shared=shared)
+        absent = dict(bias=not kind.router.bias)
+        return _declare(MoE, prefix, sizes | _sizes(kind), absent, shared=shared)
 
     def layer(i: int, kind: LayerKind) -> Layer:
         prefix = f"model.layers.{i}."
@@ -412,12 +436,13 @@ def weight_infos(cfg: Config) -> Weights:
             attention=attention(kind.attention, prefix + "self_attn."),
             feed_forward=feed_forward(kind.feed_forward, prefix + "mlp."),
         )
-        return _declare(Layer, prefix, sizes, **parts)
+        return _declare(Layer, prefix, sizes, dict(bias=not centered), **parts)
 
     layers = [layer(i, kind) for i, kind in enumerate(cfg.layers)]
+    absent = dict(unembed=cfg.tied_embeddings, positions=not cfg.P, bias=not centered)
+    weights = _declare(Weights, "", sizes, absent, layers=layers)
     if not cfg.tied_embeddings:
-        return _declare(Weights, "", sizes, layers=layers)
-    weights = _declare(Weights, "", sizes, layers=layers, unembed=None)
+        return weights
     return dataclasses.replace(weights, embed=dataclasses.replace(weights.embed, contracted="D"))
 
 
@@ -425,72 +450,26 @@ def cache_infos(cfg: Config, batch: int, max_len: int, dtype) -> Cache:
     """The cache of `batch` rows of up to `max_len` positions, declared. dtype: float, or int8 with scales."""
 
     def layer(kind: LayerKind) -> KV:
-        K, H, slots = kind.attention.K, kind.attention.H, min(max_len, kind.mask.ring or max_len)
-        values = ArrayInfo("bksC", shape=(batch, K, slots, 2 * H), dtype=dtype)
-        if jnp.dtype(dtype) != jnp.int8:
-            return KV(values, None)
-        return KV(values, ArrayInfo("bk2s", shape=(batch, K, 2, slots), dtype=jnp.bfloat16))
+        K, columns = kind.attention.K, kind.attention.columns
+        slots = min(max_len, kind.mask.ring or max_len)
+        values = ArrayInfo("bksC", shape=(batch, K, slots, columns.width), dtype=dtype)
+        scale = ArrayInfo("bk2s", shape=(batch, K, 2, slots), dtype=jnp.bfloat16)
+        return KV(values, scale if jnp.dtype(dtype) == jnp.int8 else None, columns)
 
     tokens = ArrayInfo("bS", shape=(batch, max_len), dtype=jnp.int32)
     length = ArrayInfo("b", shape=(batch,), dtype=jnp.int32)
     return Cache(layers=[layer(kind) for kind in cfg.layers], tokens=tokens, length=length)
 
 
-def specs(infos, arrays):
-    """The PartitionSpec of each array in a tree; `arrays` tells which of the declared ones are int8."""
-
-    def spec(info: ArrayInfo, x):
-        return QuantizedArray(info.spec, info.scale.spec) if isinstance(x, QuantizedArray) else info.spec
-
-    return jax.tree.map(spec, infos, arrays)
-
-
-def abstract(infos, mesh: Mesh, dtype=None, quantized: bool = False):
-    """The declared tree as sharded jax.ShapeDtypeStructs. quantized: int8 where a matmul contracts."""
-
-    def struct(info: ArrayInfo, dtype):
-        return jax.ShapeDtypeStruct(info.padded_shape(mesh), dtype, sharding=NamedSharding(mesh, info.spec))
-
-    def leaf(info: ArrayInfo):
-        if quantized and info.contracted:
-            return QuantizedArray(struct(info, jnp.int8), struct(info.scale, jnp.float32))
-        return struct(info, info.dtype or dtype)
-
-    return jax.tree.map(leaf, infos)
-
-
-def _make(function, tree, *arguments):
-    """The arrays that function(array, *static) computes, each shard on its device from the start."""
-    shardings = jax.tree.map(lambda x: x.sharding, tree)
-    return jax.jit(function, static_argnums=range(1, len(arguments)), out_shardings=shardings)(*arguments)
-
-
 def init_cache(cfg: Config, mesh: Mesh, batch: int, max_len: int, dtype) -> Cache:
     """An empty cache, see `cache_infos`."""
     tree = abstract(cache_infos(cfg, batch, max_len, dtype), mesh)
-    return _make(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree), tree)
+    return make(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree), tree)
 
 
 def init_weights(key: Array, cfg: Config, mesh: Mesh, dtype=jnp.float32, quantized: bool = False) -> Weights:
     """Random weights, the same on every mesh: normal with variance 1 / fan-in, norms around 1."""
-    infos, treedef = jax.tree.flatten(weight_infos(cfg))
-    weights = []
-    for one, info in zip(jax.random.split(key, len(infos)), infos, strict=True):
-        info = dataclasses.replace(info, stored=())  # those that differ in their names alone share a program
-        tree = abstract(info, mesh, dtype, quantized)
-        weight = _make(_init_weight, tree, one, info, info.padded_shape(mesh), dtype, quantized)
-        weights.append(jax.block_until_ready(weight))  # one is in float32 at a time
-    return treedef.unflatten(weights)
-
-
-def _init_weight(key: Array, info: ArrayInfo, padded: tuple[int, ...], dtype, quantized: bool):
-    x, summed = jax.random.normal(key, info.shape), info.contracted or "D"
-    fan_in = math.prod(n for n, letter in zip(info.shape, info.letters, strict=True) if letter in summed)
-    x = x * fan_in**-0.5 if info.initial is None else info.initial + x / 10
-    x = jnp.pad(x, [(0, n) for n in np.subtract(padded, info.shape)])
-    if quantized and info.contracted:
-        return quantize(x, info.contracted_axes)
-    return x.astype(info.dtype or dtype)
+    return random_arrays(key, weight_infos(cfg), mesh, dtype, quantized)
 
 
 # --------------------------------------------------------------------------------------------------- layers
@@ -512,11 +491,20 @@ class Span:
     sin: Array
 
 
-def normalize(x: Array, weight: Array | None, norm: Norm) -> Array:
-    """x: [...,D] -> the same, with unit mean square times `weight`."""
+def normalize(x: Array, weight: Array | None, norm: Norm, bias: Array | None = None) -> Array:
+    """x: [...,D] -> the same, with unit mean square times `weight`, which an offset or a bias widens."""
     y = x.astype(jnp.float32)
-    y = (y * lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + norm.eps)).astype(x.dtype)
+    y = y - jnp.mean(y, -1, keepdims=True) if norm.centered else y
+    y = y * lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + norm.eps)
+    if norm.offset or norm.centered:
+        y = y * (norm.offset + weight.astype(jnp.float32))
+        return (y if bias is None else y + bias.astype(jnp.float32)).astype(x.dtype)
+    y = y.astype(x.dtype)
     return y if weight is None else y * weight
+
+
+def biased(x: Array, bias: Array | None) -> Array:
+    return x if bias is None else x + bias
 
 
 def rope_frequencies(rope: Rope, width: int) -> np.ndarray:
@@ -535,7 +523,8 @@ def rope_frequencies(rope: Rope, width: int) -> np.ndarray:
 def span_at(start: Array, count: Array, width: int, cfg: Config, row: Array | None = None) -> Span:
     """The Span of `width` tokens per row. row, start, count: [b] int32."""
     positions = start[:, None] + jnp.arange(width)
-    frequencies = rope_frequencies(cfg.rope, cfg.heads.H) if cfg.rope else np.zeros(0, np.float32)
+    rope = cfg.rope
+    frequencies = rope_frequencies(rope, rope.width or cfg.heads.H) if rope else np.zeros(0, np.float32)
     angle = positions[..., None].astype(jnp.float32) * frequencies
     return Span(
         row=row, start=start, count=count, positions=positions, cos=jnp.cos(angle), sin=jnp.sin(angle)
@@ -543,7 +532,10 @@ def span_at(start: Array, count: Array, width: int, cfg: Config, row: Array | No
 
 
 def rotate(x: Array, span: Span, interleaved: bool) -> Array:
-    """Rotary embedding of x: [b,T,...,H], in float32."""
+    """Rotary embedding of x: [b,T,...,H], in float32; of its first columns, if the rotations are fewer."""
+    width = 2 * span.cos.shape[-1]
+    if width < x.shape[-1]:
+        return jnp.concatenate([rotate(x[..., :width], span, interleaved), x[..., width:]], -1)
     pairs = x.astype(jnp.float32)
     pairs = pairs.reshape(*x.shape[:-1], *((-1, 2) if interleaved else (2, x.shape[-1] // 2)))
     axis = -1 if interleaved else -2
@@ -553,22 +545,54 @@ def rotate(x: Array, span: Span, interleaved: bool) -> Array:
     return jnp.stack([a * cos - b * sin, b * cos + a * sin], axis).reshape(x.shape).astype(x.dtype)
 
 
-def project(x: Array, w: Attention) -> tuple[Array, Array, Array]:
-    """x: [b,T,D] -> q [b,T,k,G,H], k and v [b,T,k,H].
+def whole(*parts: Array) -> list[Array]:
+    """Of columns that devices with the same key/value head divide, all: [...,n] each -> [...,slots*n].
 
-    Devices that share a key/value head each hold a part of its columns, and get the rest by one all-gather.
+    One all-gather.
     """
-    q = einsum("bTD,kgHD->bTkgH", x, w.q)
-    k = einsum("bTD,khD->bTkh", x, w.k)
-    v = einsum("bTD,khD->bTkh", x, w.v)
+    columns = lax.all_gather(jnp.concatenate(parts, -1), SLOTS, axis=parts[0].ndim - 1)  # [...,slots,n+n+..]
+    columns = jnp.split(columns, np.cumsum([x.shape[-1] for x in parts])[:-1], -1)
+    return [x.reshape(*x.shape[:-2], -1) for x in columns]
+
+
+def project(x: Array, w: Attention, span: Span, kind: LayerKind) -> tuple[Array, Array]:
+    """x: [b,T,D] -> q [b,T,k,G,H], and the keys beside the values [b,T,k,C]."""
+    q = biased(einsum("bTD,kgHD->bTkgH", x, w.q), w.q_bias)
+    k = biased(einsum("bTD,khD->bTkh", x, w.k), w.k_bias)
+    v = biased(einsum("bTD,khD->bTkh", x, w.v), w.v_bias)
     if lax.axis_size(SLOTS) == 1:
         # Else XLA applies rotate's reshape to the weights instead, in every step: a copy of q per layer.
-        return lax.optimization_barrier((q, k, v))
-    *bTk, g, H = q.shape
-    columns = jnp.concatenate([q.reshape(*bTk, g * H), k, v], -1)
-    columns = lax.all_gather(columns, SLOTS, axis=3)  # [b,T,k,slots,g*H+2*h]
-    q, k, v = jnp.split(columns, [g * H, g * H + k.shape[-1]], -1)
-    return q.reshape(*bTk, -1, H), k.reshape(*bTk, H), v.reshape(*bTk, H)
+        q, k, v = lax.optimization_barrier((q, k, v))
+    else:
+        *bTk, g, H = q.shape
+        q, k, v = whole(q.reshape(*bTk, g * H), k, v)
+        q = q.reshape(*bTk, -1, H)
+    heads = kind.attention
+    if heads.qk_norm:
+        q, k = normalize(q, w.q_norm, heads.qk_norm), normalize(k, w.k_norm, heads.qk_norm)
+    if kind.rope:
+        q, k = rotate(q, span, kind.rope.interleaved), rotate(k, span, kind.rope.interleaved)
+    if heads.query_scale:
+        scale, floor = heads.query_scale.scale, heads.query_scale.floor
+        growth = 1 + scale * jnp.log1p(jnp.floor((span.positions + 1) / floor))
+        q = (q * growth[:, :, None, None, None]).astype(q.dtype)
+    return q, jnp.concatenate([k, v], -1)
+
+
+def project_latent(x: Array, w: LatentAttention, span: Span, kind: LayerKind) -> tuple[Array, Array]:
+    """x: [b,T,D] -> q [b,T,k,G,C], and the latents beside the rotated keys [b,T,k,C]; k is 1.
+
+    Each device has all of q_a: it is small, and so there is one all-gather, not two.
+    """
+    norm, interleaved = kind.attention.norm, kind.rope.interleaved
+    compressed = normalize(einsum("bTD,QD->bTQ", x, w.q_a), w.q_a_norm, norm)
+    q = einsum("bTkgN,kgLN->bTkgL", einsum("bTQ,kgNQ->bTkgN", compressed, w.q_b), w.k_b)
+    q = jnp.concatenate([q, rotate(einsum("bTQ,kgRQ->bTkgR", compressed, w.q_rope), span, interleaved)], -1)
+    latent, k_rope = einsum("bTD,lD->bTl", x, w.kv_a), einsum("bTD,rD->bTr", x, w.k_rope)
+    *bTk, g, C = q.shape
+    q, latent, k_rope = whole(q.reshape(*bTk, g * C), latent[:, :, None], k_rope[:, :, None])
+    latent, k_rope = normalize(latent, w.kv_a_norm, norm), rotate(k_rope, span, interleaved)
+    return q.reshape(*bTk, -1, C), jnp.concatenate([latent, k_rope], -1)
 
 
 def merge_slots(o: Array, lse: Array) -> tuple[Array, Array]:
@@ -591,37 +615,54 @@ def local_slots(n: Array) -> Array:
     return (n + slots - 1 - lax.axis_index(SLOTS)) // slots
 
 
-def attend_span(q: Array, new: KV, span: Span, mask: Full | Chunked):
+def attend_span(q: Array, new: KV, span: Span, mask: Full | Chunked | Window):
     """Attention among the span's own tokens, by this device's queries.
 
     q: [b,T,k,G,H], new: [b,k,T,C] -> (o [b,T,k,g,H], lse [b,T,k,g]).
     """
     g = q.shape[3] // lax.axis_size(SLOTS)
     own = lax.dynamic_slice_in_dim(q, lax.axis_index(SLOTS) * g, g, 3)
-    return attend_causal(own, new, mask.first(span.positions))
+    segment = 0 * span.positions if mask.window else mask.first(span.positions)
+    return attend_causal(own, new, segment, mask.window)
 
 
-def attend_cache(q: Array, new: KV, kv: KV, span: Span, mask: Full | Chunked):
+def attend_cache(q: Array, new: KV, kv: KV, span: Span, mask: Full | Chunked | Window):
     """Write a span into the cache, and attend to what the cache holds: -> (as `attend_span`, KV).
 
     One token sees itself there, too: a kernel writes it, then reads one cache that holds all there is to see.
     Several see there only what came before them.
     """
     T, place = q.shape[1], places(span, mask, kv.values.shape[2])
-    in_ring = span.start - mask.first(span.start) if mask.ring else span.start
-    length = local_slots(jnp.where(span.count > 0, in_ring + (T == 1), 0))  # without a token: nothing
+    length, hidden = seen_slots(span, mask, span.start + (T == 1))
     if T == 1:
-        part, kv = ragged_decode(q, new, kv, length, place[:, 0], row=span.row)
+        part, kv = ragged_decode(q, new, kv, length, place, hidden, span.row)
         return merge_slots(*part), kv
     # A ring is read as it was: the span may overwrite what its first tokens see. Any other cache is read as
     # it will be, which spares XLA a copy of it.
     written = write(kv, new, place, span.row, T // lax.axis_size(SLOTS) + 1, ring=mask.ring is not None)
-    sees = mask.first(span.positions) < span.start[:, None] if mask.ring else None
-    past = attend_cached(q, kv if mask.ring else written, length, sees=sees, row=span.row)
+    past = attend_cached(q, kv if mask.ring else written, length, hidden, span.row)
     return merge_slots(*past), written
 
 
-def places(span: Span, mask: Full | Chunked, capacity: int) -> Array:
+def seen_slots(span: Span, mask: Full | Chunked | Window, held: Array):
+    """What each query sees of a cache that holds the first `held` [b] tokens, on this device.
+
+    -> (length [b,T]: of the first so many slots all but the hidden ones; hidden: from, to, or None: none)
+    """
+    first, end = mask.first(span.positions), held[:, None]
+    any_seen = (first < end) & (span.count > 0)[:, None]
+    if mask.ring:
+        # What a query sees lies between two places of the ring, or before the one and after the other.
+        begin, after = first % mask.ring, end % mask.ring
+        split = after <= begin
+        end = jnp.where(split, jnp.minimum(end, mask.ring), after)
+    length = jnp.where(any_seen, local_slots(end), 0)
+    if not mask.window:
+        return length, None
+    return length, (jnp.where(split, local_slots(after), 0), local_slots(begin))
+
+
+def places(span: Span, mask: Full | Chunked | Window, capacity: int) -> Array:
     """Where each of a span's tokens goes among this device's slots, [b,T]; `capacity` if nowhere."""
     slots = lax.axis_size(SLOTS)
     keep = jnp.arange(span.positions.shape[1]) < span.count[:, None]
@@ -632,34 +673,27 @@ def places(span: Span, mask: Full | Chunked, capacity: int) -> Array:
     return jnp.where(keep & (slot % slots == lax.axis_index(SLOTS)), slot // slots, capacity)
 
 
-def cached_form(k: Array, v: Array, kv: KV | None) -> KV:
-    """A span's keys and values, [b,T,k,H] each, as the cache, if there is one, holds them: [b,k,T,C]."""
-    new = jnp.stack([k, v], 3).swapaxes(1, 2)  # bkT2H
-    scale, dtype = None, new.dtype if kv is None else kv.values.dtype
-    if dtype == jnp.int8:
-        quantized = quantize(new, (4,), kv.scale.dtype)
-        new, scale = quantized.values, quantized.scale.swapaxes(2, 3)
-    return KV(new.reshape(*new.shape[:3], -1).astype(dtype), scale)
+def cached_form(new: Array, kv: KV | None, columns: Columns) -> KV:
+    """A span's keys and values, [b,T,k,C], as the cache, if there is one, holds them: [b,k,T,C]."""
+    new = new.swapaxes(1, 2)
+    if kv is None or kv.scale is None:
+        return KV(new if kv is None else new.astype(kv.values.dtype), None, columns)
+    parts = new.reshape(*new.shape[:3], columns.width // columns.key, -1)  # a latent is key and value
+    quantized = quantize(parts, (4,), kv.scale.dtype)
+    scale = jnp.broadcast_to(quantized.scale.swapaxes(2, 3), (*new.shape[:2], 2, new.shape[2]))
+    return KV(quantized.values.reshape(new.shape), scale, columns)
 
 
 @jax.named_scope("attention")
-def attention(x: Array, w: Attention, kv: KV | None, span: Span, kind: LayerKind):
+def attention(x: Array, w: Attention | LatentAttention, kv: KV | None, span: Span, kind: LayerKind):
     """x: [b,T,D] -> ([b,T,D], the layer's cache with the span in it; None without one).
 
     A token attends to what the cache holds and, if its span has several, to those before it there, as the
     cache will hold them: so it makes no difference in what prefill chunks a text is read.
     """
-    q, k, v = project(x, w)
-    heads = kind.attention
-    if heads.qk_norm:
-        q, k = normalize(q, w.q_norm, heads.qk_norm), normalize(k, w.k_norm, heads.qk_norm)
-    if kind.rope:
-        q, k = rotate(q, span, kind.rope.interleaved), rotate(k, span, kind.rope.interleaved)
-    if heads.query_scale:
-        scale, floor = heads.query_scale.scale, heads.query_scale.floor
-        growth = 1 + scale * jnp.log1p(jnp.floor((span.positions + 1) / floor))
-        q = (q * growth[:, :, None, None, None]).astype(q.dtype)
-    new, parts = cached_form(k, v, kv), []
+    latent = isinstance(kind.attention, Latent)
+    q, new = (project_latent if latent else project)(x, w, span, kind)
+    new, parts = cached_form(new, kv, kind.attention.columns), []
     if kv is not None:
         past, kv = attend_cache(q, new, kv, span, kind.mask)
         parts.append(past)
@@ -667,13 +701,17 @@ def attention(x: Array, w: Attention, kv: KV | None, span: Span, kind: LayerKind
         parts.append(attend_span(q, new, span, kind.mask))
     o, _ = merge(*parts)
     o = o.astype(x.dtype)
-    return lax.psum(einsum("bTkgH,DkgH->bTD", o, w.o), MODEL), kv  # k, g
+    o = einsum("bTkgL,kgUL->bTkgU", o, w.v_b) if latent else o
+    y = lax.psum(einsum("bTkgH,DkgH->bTD", o, w.o), MODEL)  # k, g
+    return (y if latent else biased(y, w.o_bias)), kv
 
 
 @jax.named_scope("mlp")
-def mlp(x: Array, w: MLP) -> Array:
+def mlp(x: Array, w: MLP, activation: str) -> Array:
     """x: [b,T,D] -> [b,T,D], this device's part of the sum over f."""
-    h = jax.nn.silu(einsum("bTD,fD->bTf", x, w.gate)) * einsum("bTD,fD->bTf", x, w.up)
+    activate = dict(silu=jax.nn.silu, gelu_tanh=jax.nn.gelu)[activation]
+    h = biased(einsum("bTD,fD->bTf", x, w.up), w.up_bias)
+    h = activate(h) if w.gate is None else activate(einsum("bTD,fD->bTf", x, w.gate)) * h
     return einsum("bTf,Df->bTD", h, w.down)
 
 
@@ -686,10 +724,15 @@ def experts(x: Array, w: MoE, span: Span, kind: Experts) -> Array:
     """
     x32, router = x.astype(jnp.float32), w.router.astype(jnp.float32)
     logits = jnp.einsum("bTD,DE->bTE", x32, router, precision="highest")  # a rounded one may choose another
-    best, chosen = lax.top_k(logits, kind.A)  # bTA
+    if w.router_bias is None:
+        best, chosen = lax.top_k(logits, kind.A)  # bTA
+    else:
+        _, chosen = lax.top_k(jax.nn.sigmoid(logits) + w.router_bias, kind.A)
+        best = jnp.take_along_axis(logits, chosen, -1)
     score = jnp.exp(best - jax.nn.logsumexp(logits, -1, keepdims=True))
     score = jax.nn.sigmoid(best) if kind.router.score == "sigmoid" else score
     score = score / jnp.sum(score, -1, keepdims=True) if kind.router.normalized else score
+    score = score * kind.router.factor
     n_local = kind.E // lax.axis_size(EXPERT)
     local = chosen - lax.axis_index(EXPERT) * n_local
     real = jnp.arange(x.shape[1]) < span.count[:, None]
@@ -700,29 +743,31 @@ def experts(x: Array, w: MoE, span: Span, kind: Experts) -> Array:
 
 
 @jax.named_scope("feed_forward")
-def feed_forward(x: Array, w: MLP | MoE, span: Span, kind: Gated | Experts) -> Array:
+def feed_forward(x: Array, w: MLP | MoE, span: Span, kind: Gated | Plain | Experts) -> Array:
     """x: [b,T,D] -> [b,T,D]. Routed and shared experts are added before the one sum over devices."""
-    if isinstance(kind, Gated):
-        y = mlp(x, w)
-    else:
-        y = experts(x, w, span, kind) if w.shared is None else mlp(x, w.shared) + experts(x, w, span, kind)
-    return lax.psum(y, MODEL)  # f; or f, e, m
+    if not isinstance(kind, Experts):
+        return biased(lax.psum(mlp(x, w, kind.activation), MODEL), w.down_bias)  # f
+    y = experts(x, w, span, kind)
+    y = y if w.shared is None else mlp(x, w.shared, kind.shared.activation) + y
+    return lax.psum(y, MODEL)  # f, e, m
 
 
 @jax.named_scope("embed")
-def embed(tokens: Array, w: Weights) -> Array:
+def embed(tokens: Array, w: Weights, span: Span, cfg: Config) -> Array:
     """tokens: [b,T] -> [b,T,D]. Each device looks up the tokens of its vocabulary shard."""
     table, scale = values_and_scale(w.embed)
     row = tokens - lax.axis_index(MODEL) * table.shape[0]
     here = (row >= 0) & (row < table.shape[0])
     x = table[row] if scale is None else take_rows(table, row) * scale[row][..., None]
-    return lax.psum(jnp.where(here[..., None], x, 0), MODEL).astype(w.norm.dtype)  # v
+    x = lax.psum(jnp.where(here[..., None], x, 0), MODEL).astype(w.norm.dtype)  # v
+    x = x if cfg.embedding_scale is None else x * jnp.asarray(cfg.embedding_scale, x.dtype)
+    return x if w.positions is None else x + w.positions.at[span.positions].get(mode="clip")
 
 
 @jax.named_scope("unembed")
 def unembed(x: Array, w: Weights, cfg: Config) -> Array:
     """x: [b,T,D] -> logits [b,T,v] float32 of this device's vocabulary shard; padding has -inf."""
-    x = normalize(x, w.norm, cfg.norm)
+    x = normalize(x, w.norm, cfg.norm, w.norm_bias)
     matrix = w.embed if w.unembed is None else w.unembed
     logits = einsum("bTD,vD->bTv", x, matrix, jnp.float32)
     return jnp.where(vocabulary_shard(logits) < cfg.V, logits, -jnp.inf)
@@ -736,7 +781,7 @@ def vocabulary_shard(logits: Array) -> Array:
 def decoder(tokens: Array, w: Weights, cache: list | None, span: Span, cfg: Config):
     """tokens: [b,T] -> (hidden states [b,T,D] before the last norm, the layers' caches)."""
     cache = cache or [None] * len(cfg.layers)
-    return decoder_layers(embed(tokens, w), w.layers, cache, span, cfg.layers, cfg.norm)
+    return decoder_layers(embed(tokens, w, span, cfg), w.layers, cache, span, cfg.layers, cfg.norm)
 
 
 def decoder_layers(x: Array, weights: list[Layer], cache: list, span: Span, kinds, norm: Norm):
@@ -751,10 +796,12 @@ def decoder_layers(x: Array, weights: list[Layer], cache: list, span: Span, kind
 @partial(jax.jit, static_argnames=("kind", "norm"))  # traced once for all layers of a kind
 def decoder_layer(x: Array, w: Layer, kv: KV | None, span: Span, kind: LayerKind, norm: Norm):
     """x: [b,T,D] -> ([b,T,D], the layer's cache with the span in it, or None)."""
-    y, kv = attention(normalize(x, w.attention_norm, norm), w.attention, kv, span, kind)
+    y, kv = attention(
+        normalize(x, w.attention_norm, norm, w.attention_norm_bias), w.attention, kv, span, kind
+    )
     x = x + y
-    y = feed_forward(normalize(x, w.feed_forward_norm, norm), w.feed_forward, span, kind.feed_forward)
-    return x + y, kv
+    y = normalize(x, w.feed_forward_norm, norm, w.feed_forward_norm_bias)
+    return x + feed_forward(y, w.feed_forward, span, kind.feed_forward), kv
 
 
 def row_of(arrays, row: Array):

@@ -1,8 +1,8 @@
 """Ragged attention: the layout of the cache, and the Pallas kernel for TPUs that writes and reads it.
 
 Letters as in model.py: B rows, T queries, S cached slots, K key/value heads, G queries per key/value head,
-H head width, C = 2H; here, uppercase, each is what this device has. ops/attention.py has the reference, and
-chooses. Attention returns the pair (o, lse), see there.
+H width of keys, C columns of a slot; here, uppercase, each is what this device has. ops/attention.py has the
+reference, and chooses. Attention returns the pair (o, lse), see there.
 """
 
 import dataclasses
@@ -22,7 +22,8 @@ GROUP = 128  # rows x heads x tokens that it has in VMEM at once
 VMEM_BYTES = 32 << 20  # of VMEM that it may use
 MASKED = -1e30  # a score that no exponential survives, without the NaN of inf - inf
 
-# Slots per block of the decode kernel, large and small, by (head width, bytes per element), from tune.py.
+# Slots per block of the decode kernel, large and small, by (width of keys, bytes per element): of widths 64
+# and 128 from tune.py, of the others what fits beside it.
 DECODE_BLOCKS = {
     (64, 1): (4096, 512),
     (64, 2): (8192, 512),
@@ -30,30 +31,62 @@ DECODE_BLOCKS = {
     (128, 1): (8192, 512),
     (128, 2): (8192, 256),
     (128, 4): (4096, 256),
+    (256, 1): (4096, 512),
+    (256, 2): (4096, 256),
+    (256, 4): (2048, 256),
+    (576, 1): (4096, 512),
+    (576, 2): (2048, 256),
+    (576, 4): (1024, 256),
 }
 
 
-@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """How the columns of a slot are used: the first `key` are its key, those of `value` (from, to) its value.
+
+    They may overlap: a latent's value is a part of its key. scale: the factor of q.k.
+    """
+
+    key: int
+    value: tuple[int, int]
+    scale: float
+
+    @property
+    def width(self) -> int:
+        return max(self.key, self.value[1])
+
+    @property
+    def value_width(self) -> int:
+        return self.value[1] - self.value[0]
+
+
+def key_beside_value(H: int) -> Columns:
+    """The columns of keys and values of width H."""
+    return Columns(H, (H, 2 * H), H**-0.5)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=["columns"])
 @dataclasses.dataclass(frozen=True)
 class KV:
     """Keys and values of one layer, laid out as the kernel reads them: one DMA per array and block.
 
-    values: [B,K,S,C], of each slot its key, then its value, C = 2H; float, or int8.
-    scale: [B,K,2,S], of each int8 key and value its factor; None for floats.
+    values: [B,K,S,C]; float, or int8. scale: [B,K,2,S], of each int8 key and value its factor; None for
+    floats.
     """
 
     values: Array
     scale: Array | None
+    columns: Columns
 
 
 def each(function, *kvs: KV) -> KV:
     """The KV of function(slot axis, values...) and, if there are scales, function(slot axis, scales...)."""
     scale = None if kvs[0].scale is None else function(3, *(kv.scale for kv in kvs))
-    return KV(function(2, *(kv.values for kv in kvs)), scale)
+    return KV(function(2, *(kv.values for kv in kvs)), scale, kvs[0].columns)
 
 
 def ragged_attention_tpu(
-    q: Array, kv: KV, length: Array, start=None, row=None, *, new=None, place=None, blocks=None,
+    q: Array, kv: KV, length: Array, hidden=None, row=None, *, new=None, place=None, blocks=None,
     interpret=False,
 ):  # fmt: skip
     """`ragged_decode` as one Pallas call, which reads the filled blocks and writes one tile per row.
@@ -74,11 +107,13 @@ def ragged_attention_tpu(
     while large > small and T * G * large > SCORES:
         large //= 2
     large, small = min(large, S), min(small, S)
-    # A key narrower than a register shares it with its value, where the query is 0.
-    lanes = H if H % LANES == 0 else 2 * H
+    C, columns = kv.values.shape[3], kv.columns
+    # A key or value that is no whole registers shares them: all columns are multiplied, where the query is 0.
+    keys = H if H % LANES == 0 else C
+    value = columns.value if all(x % LANES == 0 for x in columns.value) else (0, C)
     q = q.swapaxes(1, 2).reshape(R, T * G, H).astype(jnp.float32)
-    q = q * (H**-0.5 * math.log2(math.e))  # the kernel works with exp2
-    q = jnp.pad(q, ((0, 0), (0, 0), (0, lanes - H)))
+    q = q * (columns.scale * math.log2(math.e))  # the kernel works with exp2
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, keys - H)))
     unit = None
     if quantized:
         unit = jnp.maximum(jnp.max(jnp.abs(q), -1, keepdims=True), 1e-30) / 127
@@ -86,10 +121,10 @@ def ragged_attention_tpu(
         low = jnp.clip(jnp.round((q / unit - high) * 256), -128, 127)
         q, unit = jnp.concatenate([high, low], 1), unit / 256
         if new is not None:
-            new = KV(new.values, new.scale.astype(jnp.float32))
+            new = dataclasses.replace(new, scale=new.scale.astype(jnp.float32))
     vectors = q.astype(jnp.int8 if quantized else kv.values.dtype), unit, new
     length = jnp.minimum(length, S)  # a DMA from beyond the cache would stop the device
-    rows = tuple(None if x is None else jnp.repeat(x, K) for x in (length, place, start))
+    rows = jax.tree.map(partial(jnp.repeat, repeats=K), (length, place, hidden))
     rows += (None if row is None else (row[:, None] * K + jnp.arange(K)).reshape(R),)
 
     def in_memory(space, tree):
@@ -102,17 +137,18 @@ def ragged_attention_tpu(
         return jax.tree.map(spec, tree)
 
     group = min(R, max(GROUP // T, 1))
-    results = tuple(result((R, T * G, n), jnp.float32, q, kv.values) for n in (lanes, LANES))
+    results = tuple(result((R, T * G, n), jnp.float32, q, kv.values) for n in (value[1] - value[0], LANES))
     buffer = KV(
-        pltpu.VMEM((2, large, 2 * H), cache.values.dtype),
+        pltpu.VMEM((2, large, C), cache.values.dtype),
         pltpu.VMEM((2, 2, large), cache.scale.dtype) if quantized else None,
+        columns,
     )
     if not interpret:  # else XLA may move a small cache to VMEM and back
         cache = jax.tree.map(lambda x: pltpu.with_memory_space_constraint(x, pltpu.HBM), cache)
     before_cache = len(jax.tree.leaves((rows, vectors)))
     written = None if new is None else jax.tree.map(lambda x: result(x.shape, x.dtype, q, x), cache)
     o, lse, written = pl.pallas_call(
-        partial(_ragged_attention, large=large, small=small),
+        partial(_ragged_attention, large=large, small=small, value=value),
         grid=(pl.cdiv(R, group),),
         in_specs=(in_memory(pltpu.SMEM, rows), by_row(vectors), in_memory(pltpu.HBM, cache)),
         out_shape=(*results, written),
@@ -127,35 +163,38 @@ def ragged_attention_tpu(
         name="ragged_decode" if new is not None else "ragged_attention",
         interpret=interpret,
     )(rows, vectors, cache)
-    o, lse = o[..., -H:].reshape(B, K, T, G, H), lse[..., 0].reshape(B, K, T, G)
+    o = o[..., columns.value[0] - value[0] : columns.value[1] - value[0]]
+    o, lse = o.reshape(B, K, T, G, -1), lse[..., 0].reshape(B, K, T, G)
     parts = o.swapaxes(1, 2), lse.swapaxes(1, 2)
     return parts, None if new is None else jax.tree.map(lambda x, like: x.reshape(like.shape), written, kv)
 
 
 def _ragged_attention(
-    rows, vectors, cache: KV, o, lse, written, buffer: KV, reading, writing, *, large: int, small: int
-):
+    rows, vectors, cache: KV, o, lse, written, buffer: KV, reading, writing, *,
+    large: int, small: int, value: tuple[int, int],
+):  # fmt: skip
     """The kernel, for one group of rows. Their vectors, o, lse, and the buffer are in VMEM; length, place,
-    start, and which row of the cache it is, of all rows in SMEM; the cache in HBM; `written` is the same
-    memory, or None. G: all queries of a row.
+    what is hidden, and which row of the cache it is, of all rows in SMEM; the cache in HBM; `written` is the
+    same memory, or None. G: all queries of a row. value: the columns that make o.
 
     A row is read in large blocks as far as its tokens fill them, then in small ones. While one block is
     computed on, the next, of this row or another, is on its way into the other half of the buffer: block i
     of the group is in half i % 2.
     """
-    length, place, start, home = rows
+    length, place, hidden, home = rows
     q, unit, new = vectors
     cache = cache if written is None else written
     R, (_, S, width) = length.shape[0], cache.values.shape
-    group, G, lanes = o.shape
+    group, G, _ = o.shape
     begin = pl.program_id(0) * group
     end = jnp.minimum(begin + group, R)
     quantized = cache.scale is not None
 
     def first(r):
-        if start is None:
+        if hidden is None:
             return 0
-        return lax.div(jnp.minimum(start[r], jnp.maximum(length[r] - 1, 0)), small) * small
+        begin = jnp.where(hidden[0][r] == 0, hidden[1][r], 0)
+        return lax.div(jnp.minimum(begin, jnp.maximum(length[r] - 1, 0)), small) * small
 
     def after(r, at):
         """The block after the one at slot `at` of row r."""
@@ -219,14 +258,15 @@ def _ragged_attention(
         values = buffer.values.at[half, pl.ds(0, size)]
         scale = buffer.scale.at[half, :, pl.ds(0, size)] if quantized else None
 
-        masked = size == small or start is not None  # a large block is full
+        masked = size == small or hidden is not None  # a large block is full
         low, high = at - base, length[r] - base
-        if start is not None:
-            low = jnp.maximum(low, start[r] - base)
 
         def seen(shape: tuple[int, int], axis: int) -> Array:
             slots = lax.broadcasted_iota(jnp.int32, shape, axis)
-            return slots < high if start is None and S % small == 0 else (slots >= low) & (slots < high)
+            inside = slots < high if S % small == 0 else (slots >= low) & (slots < high)
+            if hidden is None:
+                return inside
+            return inside & ((slots < hidden[0][r] - base) | (slots >= hidden[1][r] - base))
 
         if masked and not quantized:  # 0 * NaN is NaN: what was never written must not reach the products
             clean = jnp.where(seen((size, width), 0), values[...].astype(jnp.float32), 0)
@@ -234,7 +274,7 @@ def _ragged_attention(
 
         if new is not None:
             inside, writes = put_new(r, at, size, values, scale)
-        k, v = values[:, :lanes], values[:, -lanes:]
+        k, v = values[:, : q.shape[-1]], values[:, slice(*value)]
         if quantized:
             scores = _dot(q[r - begin], k, ((1,), (1,)), jnp.int32)
             scores = ((scores[:G] << 8) + scores[G:]).astype(jnp.float32) * unit[r - begin]
@@ -268,12 +308,14 @@ def _ragged_attention(
         rest = at + n_large * large
         n_small = lax.div(length[r] - rest + small - 1, small)
         n_small = jnp.where(n_large + n_small == 0, 1, n_small)  # as `after` has it for a row without slots
-        state = jnp.full((G, 1), MASKED), jnp.zeros((G, 1)), jnp.zeros((G, lanes))
+        state = jnp.full((G, 1), MASKED), jnp.zeros((G, 1)), jnp.zeros(o.shape[1:])
         state = lax.fori_loop(0, n_large, lambda j, s: visit(i + j, r, at + j * large, large, s), state)
         i = i + n_large
         state = lax.fori_loop(0, n_small, lambda j, s: visit(i + j, r, rest + j * small, small, s), state)
         peak, total, acc = state
-        any_seen = length[r] > (0 if start is None else start[r])
+        any_seen = length[r] > 0
+        if hidden is not None:
+            any_seen &= (hidden[0][r] > 0) | (hidden[1][r] < length[r])
         o[r - begin] = jnp.where(any_seen, acc / total, 0)
         natural = (peak + jnp.log2(total)) * math.log(2)
         lse[r - begin] = jnp.broadcast_to(jnp.where(any_seen, natural, -jnp.inf), (G, LANES))

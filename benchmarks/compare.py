@@ -26,6 +26,8 @@ import sys
 import tempfile
 import time
 
+from sharding.mesh import make_mesh
+
 FOLDER = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
 if "--worker" not in sys.argv:  # a worker's environment has only what its own library needs
@@ -67,7 +69,7 @@ def jax_library(fields: dict, dtype: str, threads: int, folder: str):
     from checkpoints.config_json import read_config
 
     cfg, caches, float_type = read_config(fields), {}, "bfloat16" if dtype == "int8" else dtype
-    static = dict(cfg=cfg, mesh=model.make_mesh(cfg))
+    static = dict(cfg=cfg, mesh=make_mesh(cfg))
     weights = model.init_weights(
         jax.random.key(0, impl="rbg"), cfg, static["mesh"], float_type, dtype == "int8"
     )

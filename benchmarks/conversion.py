@@ -25,6 +25,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
 
 from checkpoints.errors import UserError  # noqa: E402  the folders must be on the path first
+from sharding.arrays import abstract
+from sharding.mesh import make_mesh
 
 # What is done, with which folder, and how it is said in the table.
 JOBS = {
@@ -87,9 +89,9 @@ def whole_load(source: pathlib.Path):
     from checkpoints.loading import load
 
     checkpoint = open_checkpoint(str(source))
-    mesh, infos = model.make_mesh(checkpoint.config), model.weight_infos(checkpoint.config)
-    abstract = model.abstract(infos, mesh, jnp.bfloat16, checkpoint.quantized)
-    look = jax.jit(lambda weights: [jnp.max(x) for x in jax.tree.leaves(weights)]).lower(abstract).compile()
+    mesh, infos = make_mesh(checkpoint.config), model.weight_infos(checkpoint.config)
+    shapes = abstract(infos, mesh, jnp.bfloat16, checkpoint.quantized)
+    look = jax.jit(lambda weights: [jnp.max(x) for x in jax.tree.leaves(weights)]).lower(shapes).compile()
 
     def do() -> None:
         weights = load(checkpoint, mesh, "bfloat16", checkpoint.quantized, show=False)
@@ -104,11 +106,10 @@ def half_load(source: pathlib.Path):
     from jax.sharding import NamedSharding
 
     jax.config.update("jax_num_cpu_devices", 2)
-    import model
     from checkpoints.checkpoint import open_checkpoint
 
     checkpoint = open_checkpoint(str(source))
-    mesh = model.make_mesh(checkpoint.config, tensor=2)
+    mesh = make_mesh(checkpoint.config, tensor=2)
     parts = []
     for array in checkpoint.sources.values():
         shape = array.info.shape  # two devices need no padding

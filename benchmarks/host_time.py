@@ -16,11 +16,11 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 import jax
 import numpy as np
 
-import model
 from model import Config, Gated, Heads, LayerKind, Norm, Output, Sampling
 from serving.engine import Engine
 from serving.programs import Programs
 from serving.requests import Request
+from sharding.mesh import make_mesh
 from terminal.command_line import OneLineParser, run
 
 VOCABULARY = 128256  # of Llama 3
@@ -32,9 +32,7 @@ class Idle(Programs):
     def __init__(self, rows: int, max_len: int):
         layers = (LayerKind(Heads(K=1, G=1, H=2), Gated(F=2)),)
         cfg = Config(D=2, V=VOCABULARY, layers=layers, norm=Norm(1e-5), max_positions=max_len)
-        super().__init__(
-            None, cfg, model.make_mesh(cfg, devices=jax.devices()[:1]), rows, max_len, "bfloat16"
-        )
+        super().__init__(None, cfg, make_mesh(cfg, devices=jax.devices()[:1]), rows, max_len, "bfloat16")
 
     def begin(self, *arguments) -> None:
         jax.block_until_ready(jax.device_put(arguments))

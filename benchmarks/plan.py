@@ -50,6 +50,8 @@ from ops.attention import BLOCK
 from ops.grouped_matmul import FEW_ROWS
 from ops.tpu import TILE
 from serving.memory import BANDWIDTH, active_experts
+from sharding.arrays import abstract
+from sharding.mesh import EXPERT, MODEL, SLOTS, make_mesh, mesh_size
 from terminal.command_line import OneLineParser, run
 
 
@@ -132,9 +134,9 @@ class Job:
     def arguments(self, mesh: Mesh) -> dict:
         """count, weights and cache for the program: shapes and shardings, without data."""
         count = jax.ShapeDtypeStruct((self.batch,), jnp.int32, sharding=NamedSharding(mesh, P("data")))
-        weights = model.abstract(model.weight_infos(self.cfg), mesh, jnp.bfloat16, self.quantized)
+        weights = abstract(model.weight_infos(self.cfg), mesh, jnp.bfloat16, self.quantized)
         infos = model.cache_infos(self.cfg, self.batch, self.context, jnp.dtype(self.kv_dtype))
-        return dict(count=count, weights=weights, cache=model.abstract(infos, mesh))
+        return dict(count=count, weights=weights, cache=abstract(infos, mesh))
 
     def lower(self, mesh: Mesh) -> jax.stages.Lowered:
         """`model.decode_step`, or `model.prefill` of all rows, for the mesh."""
@@ -184,11 +186,11 @@ def share_needed(argument: str, job: Job, mesh: Mesh) -> float:
     Reading a prompt ends with the keys and values of the last layer.
     """
     last = rf"layers\[{len(job.cfg.layers) - 1}\]"
-    no_use = rf"cache\.{last}|weights\.(norm|unembed|{last}\.(attention\.[qo]|feed_forward))"
+    no_use = rf"cache\.{last}|weights\.(norm|unembed|{last}\.(attention\.([qo]|[kv]_b\b)|feed_forward))"
     if argument == "cache.tokens" or (not job.chooses and re.match(no_use, argument)):
         return 0
     if part_of(argument, job.cfg) == "experts":
-        return active_experts(job.cfg, local_tokens(job, mesh), model.mesh_size(mesh, model.EXPERT))
+        return active_experts(job.cfg, local_tokens(job, mesh), mesh_size(mesh, EXPERT))
     return 0 if argument.startswith("weights.embed") and not (job.cfg.tied_embeddings and job.chooses) else 1
 
 
@@ -203,7 +205,9 @@ def needed(job: Job, mesh: Mesh) -> tuple[float, float]:
         share, part = share_needed(name, job, mesh), part_of(name, cfg)
         bytes_read += size_in_bytes * share
         if part == "kv_cache":
-            flops += 2 * size * share * job.tokens * cfg.heads.G  # its rows are in its size
+            columns = cfg.heads.columns  # a latent is read once, as a key and as a value
+            twice = (columns.key + columns.value_width) / columns.width
+            flops += 2 * size * share * job.tokens * cfg.heads.G * twice  # its rows are in its size
         elif share:
             through = (share if few else cfg.experts.A / cfg.experts.E) if part == "experts" else 1
             flops += 2 * size * rows * job.tokens * through
@@ -212,7 +216,7 @@ def needed(job: Job, mesh: Mesh) -> tuple[float, float]:
 
 def floor_bytes(job: Job, topology: Topology) -> float:
     """HBM bytes per device if all were split evenly over the devices, nothing stored twice or padded."""
-    one = model.make_mesh(job.cfg, devices=topology.devices[:1])
+    one = make_mesh(job.cfg, devices=topology.devices[:1])
     return needed(job, one)[0] / len(topology.devices)
 
 
@@ -237,11 +241,11 @@ def collective_seconds(kind: str, size: float, group: int, topology: Topology) -
 def expected_collectives(job: Job, mesh: Mesh, topology: Topology) -> float:
     """Seconds of a layer's two all-reduces, and the two small collectives where devices share a head."""
     cfg, rows = job.cfg, local_tokens(job, mesh)
-    devices, slots = model.mesh_size(mesh, model.MODEL), model.mesh_size(mesh, model.SLOTS)
-    K, G, H = cfg.heads.K * slots // devices, cfg.heads.G, cfg.heads.H
+    devices, slots = mesh_size(mesh, MODEL), mesh_size(mesh, SLOTS)
+    K, G, columns = cfg.heads.K * slots // devices, cfg.heads.G, cfg.heads.columns
     sent = [("all-reduce", 2 * rows * cfg.D, devices)] * 2
-    sent += [("all-gather", 2 * rows * K * (G + 2) * H, slots)]
-    sent += [("all-to-all", 4 * rows * K * G * (H + 1), slots)]
+    sent += [("all-gather", 2 * rows * K * (G * columns.key + columns.width), slots)]
+    sent += [("all-to-all", 4 * rows * K * G * (columns.value_width + 1), slots)]
     return len(cfg.layers) * sum(collective_seconds(*x, topology) for x in sent if x[2] > 1)
 
 
@@ -279,7 +283,7 @@ def rank_meshes(job: Job, topology: Topology, given: tuple) -> list[Choice]:
         try:
             if job.batch % degrees[0]:
                 raise UserError(f"data parallelism {degrees[0]} does not divide the batch of {job.batch}")
-            mesh = model.make_mesh(job.cfg, *degrees, devices=topology.devices)
+            mesh = make_mesh(job.cfg, *degrees, devices=topology.devices)
         except ValueError as e:
             reasons.append(str(e))
             continue
@@ -347,13 +351,13 @@ def compile_step(job: Job, mesh: Mesh, topology: Topology, dump: str | None = No
     seconds, memory, text = time.perf_counter() - began, compiled.memory_analysis(), compiled.as_text()
     if dump:
         pathlib.Path(dump).write_text(text)
-    depth, slots = len(job.cfg.layers), -(-job.context // model.mesh_size(mesh, model.SLOTS))
+    depth, slots = len(job.cfg.layers), -(-job.context // mesh_size(mesh, SLOTS))
 
     def kernel_share(kernel: str, argument: str) -> float:
         if kernel in ("take_slots", "put_slots"):  # a block of the cache
             return min(1, BLOCK / slots)
         if kernel == "take_rows":  # a tile for each token, of its shard of the embedding
-            vocabulary = job.cfg.V / model.mesh_size(mesh, model.MODEL)
+            vocabulary = job.cfg.V / mesh_size(mesh, MODEL)
             return min(1, local_tokens(job, mesh) * TILE / vocabulary)
         return share_needed(argument, job, mesh)
 
@@ -429,7 +433,7 @@ def plan(
     ranking, tried = rank_meshes(job, topology, degrees), []
     for choice in ranking[:3]:
         shape = {"data": choice.dp, "expert": choice.ep, "tensor": choice.tp}
-        mesh = model.make_mesh(job.cfg, **shape, devices=topology.devices)
+        mesh = make_mesh(job.cfg, **shape, devices=topology.devices)
         tried.append((compile_step(job, mesh, topology, dump), shape, mesh))
         if tried[-1][0].fits or not choice.fits:
             break

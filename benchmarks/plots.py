@@ -24,6 +24,8 @@ from models import read_model
 
 import model
 from checkpoints.errors import UserError
+from sharding.arrays import ArrayInfo
+from sharding.mesh import SHARDED_BY, mesh_shape, mesh_size
 from terminal.command_line import OneLineParser, run
 
 PARTS = {
@@ -124,13 +126,13 @@ class Shards:
     """What one device of a tensor-parallel mesh holds, by what model.py declares."""
 
     def __init__(self, cfg: model.Config, tensor: int, batch: int):
-        shape = model.mesh_shape(cfg, tensor=tensor)
+        shape = mesh_shape(cfg, tensor=tensor)
         self.mesh = AbstractMesh(tuple(shape.values()), tuple(shape))
         records = cfg, cfg.heads, cfg.layers[0].feed_forward
         self.sizes = dict(B=batch, T=1) | {x: n for record in records for x, n in vars(record).items()}
 
     def degree(self, letter: str) -> int:
-        return model.mesh_size(self.mesh, model.SHARDED_BY.get(letter, ()))
+        return mesh_size(self.mesh, SHARDED_BY.get(letter, ()))
 
     def size(self, letter: str) -> int:
         return -(-self.sizes[letter.upper()] // self.degree(letter))
@@ -139,7 +141,7 @@ class Shards:
         """An activation's letters and shape."""
         return f"{letters} {[self.size(x) for x in letters]}"
 
-    def array(self, info: model.ArrayInfo) -> list[str]:
+    def array(self, info: ArrayInfo) -> list[str]:
         """The letters, shape and bytes of what is declared, weights in int8."""
         padded = info.padded_shape(self.mesh)
         shape = [n // self.degree(x) for n, x in zip(padded, info.letters, strict=True)]
@@ -192,7 +194,7 @@ def draw_layer(file: pathlib.Path, name="llama3.1-70b", tensor=16, batch=8, cont
     axes = figure.add_axes((0, 0, 1, 1), xlim=(0, 950), ylim=(590, 0))
     axes.axis("off")
 
-    def weight(name: str, info: model.ArrayInfo, width: float) -> tuple:
+    def weight(name: str, info: ArrayInfo, width: float) -> tuple:
         letters, *rest = at.array(info)
         return width, [f"{name}  {letters}", *rest], WEIGHT
 

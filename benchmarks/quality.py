@@ -33,9 +33,10 @@ from checkpoints.errors import UserError
 from checkpoints.loading import load
 from checkpoints.names import TYPES, named_infos, stored_infos
 from checkpoints.progress import progress
-from model import ArrayInfo, Config, Weights, forward
+from model import Config, Weights, forward
 from quantize import QuantizedArray, quantize
 from serving.text import load_tokenizer
+from sharding.arrays import ArrayInfo
 from terminal import launch
 from terminal.command_line import OneLineParser, run
 

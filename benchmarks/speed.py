@@ -103,8 +103,7 @@ def needed_flops(
     chooses: with logits of one position per row; else they end with the keys and values of the last layer.
     Norms, rotations and softmax are not counted; zeros that pad heads and widths are.
     """
-    last = weights.layers[-1].attention
-    per_token, pairs = 0 if chooses else _size((last.k, last.v)), 0
+    per_token, pairs = 0 if chooses else _size(_cached(weights.layers[-1].attention)), 0
     layers = list(zip(weights.layers, cfg.layers, strict=True))
     for layer, kind in layers if chooses else layers[:-1]:
         per_token += _size(layer.attention)
@@ -117,8 +116,16 @@ def needed_flops(
             per_token += _size(layer.feed_forward)
         positions = np.arange(context, context + tokens)
         pairs += np.sum(positions - kind.mask.first(positions)) + tokens
-    attention = 4 * pairs * cfg.heads.K * cfg.heads.G * cfg.heads.H  # a query by a key, a weight by a value
+    heads, columns = cfg.heads.K * cfg.heads.G, cfg.heads.columns
+    attention = (
+        2 * pairs * heads * (columns.key + columns.value_width)
+    )  # a query by a key, a weight by a value
     return batch * (2 * per_token * tokens + attention + 2 * cfg.V * cfg.D * chooses)
+
+
+def _cached(w: model.Attention | model.LatentAttention):
+    """The matrices that make what the cache keeps."""
+    return (w.kv_a, w.k_rope) if isinstance(w, model.LatentAttention) else (w.k, w.v)
 
 
 def _size(tree) -> int:
@@ -228,9 +235,8 @@ class Bench:
         """Seconds that reading what must be read, and computing what must be computed, take at least."""
         weights, cfg, moved = self.weights, self.cfg, 0
         if not chooses:  # of the last layer keys and values are all that is needed, and no logits
-            last = weights.layers[-1].attention
             logits = weights.norm, weights.embed if cfg.tied_embeddings else weights.unembed
-            moved = memory.shard_bytes((last.k, last.v)) - memory.shard_bytes(logits)
+            moved = memory.shard_bytes(_cached(weights.layers[-1].attention)) - memory.shard_bytes(logits)
             weights = dataclasses.replace(weights, layers=weights.layers[:-1])
             cfg = dataclasses.replace(cfg, layers=cfg.layers[:-1])
         local = batch // self.mesh.shape["data"] * tokens

@@ -30,7 +30,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from checkpoints.errors import UserError
-from ragged_attention import DECODE_BLOCKS, KV, ragged_attention_tpu
+from ragged_attention import DECODE_BLOCKS, KV, key_beside_value, ragged_attention_tpu
 from terminal.command_line import OneLineParser, run
 
 # The cases that count alike: rows that fill their cache, rows of all lengths, short rows. One key/value head.
@@ -46,7 +46,7 @@ def arguments(width: int, itemsize: int, make, B: int = 8, S: int = SLOTS, T: in
     def kv(slots: int) -> KV:
         scale = make((B, 1, 2, slots), jnp.bfloat16) if itemsize == 1 else None
         dtype = {1: jnp.int8, 2: jnp.bfloat16, 4: jnp.float32}[itemsize]
-        return KV(make((B, 1, slots, 2 * width), dtype), scale)
+        return KV(make((B, 1, slots, 2 * width), dtype), scale, key_beside_value(width))
 
     q = make((B, T, 1, QUERIES, width), jnp.bfloat16)
     new, place = (kv(1), make((B,), jnp.int32)) if T == 1 else (None, None)

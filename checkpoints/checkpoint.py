@@ -31,7 +31,8 @@ from checkpoints.layouts import SLAB_BYTES, Layout, Source, file_layout, layout_
 from checkpoints.names import TYPES, float_type, named_infos, renamed, stored_infos
 from checkpoints.progress import progress
 from checkpoints.tensor_files import StoredTensor, TensorFile, array_bytes
-from model import ArrayInfo, Config
+from model import Config
+from sharding.arrays import ArrayInfo
 
 FLOATS = ("F32", "F16", "BF16")
 SAMPLERS = 16  # threads that each wait for a few pages at a time
@@ -130,13 +131,15 @@ def _open_hugging_face(folder: pathlib.Path, config: Config, family: Family) -> 
     else:
         raise UserError(f"{folder}: neither {THEIR_FILE} nor {THEIR_INDEX} in it; is the download complete?")
     tensors = renamed(tensors, family)
+    after_last = f"model.layers.{len(config.layers)}."  # it predicts the token after the next
     sources = {name: _find(tensors, folder, info) for name, info in named_infos(config)}
     used = {tensor.name for source in sources.values() for tensor in source.tensors}
     for name, tensor in tensors.items():
         if config.tied_embeddings and name == "lm_head.weight":
             _check_copy(tensor, sources["embed"].tensors[0])
         elif tensor.name not in used and not family.ignored.search(name):
-            _no_place(tensor)
+            if not (family.drafts and name.startswith(after_last)):
+                _no_place(tensor)
     return Checkpoint(folder, config, sources, converted=False, quantized=False)
 
 

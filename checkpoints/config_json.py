@@ -1,19 +1,21 @@
 """Config from the config.json of a Hugging Face model."""
 
+import dataclasses
+
 from checkpoints.errors import UserError
 from checkpoints.families import family_of
 from checkpoints.fields import NUMBER, Fields
-from model import Config, Heads, Norm
+from model import Config, Heads
 
 
 def read_config(config: dict) -> Config:
     """Config from a Hugging Face config.json. Raises UserError naming the field that is wrong."""
     names = config.get("architectures") or []
     for name in names if isinstance(names, list) else [names]:
-        if not str(name).endswith(("ForCausalLM", "ForConditionalGeneration")):
+        if not str(name).endswith(("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")):
             raise UserError(f"config.json: architecture {name!r} has no language model's head")
     family, config = family_of(config)
-    fields = Fields(config)
+    fields = Fields({family.fields.get(name, name): value for name, value in config.items()})
     take = fields.take
     width, heads = take("hidden_size", int), take("num_attention_heads", int)
     kv_heads = take("num_key_value_heads", int, heads)
@@ -25,11 +27,12 @@ def read_config(config: dict) -> Config:
     heads = Heads(kv_heads, heads // kv_heads, take("head_dim", int, width // heads))
     if heads.H < 2 or heads.H % 2:
         raise UserError(f"config.json: RoPE needs an even head_dim, not {heads.H}")
-    norm = Norm(take("rms_norm_eps", NUMBER))
+    norm = family.norm(take("rms_norm_eps", NUMBER))
     cfg = Config(
         D=width, V=take("vocab_size", int), norm=norm, layers=family.read(fields, depth, heads, norm),
         max_positions=take("max_position_embeddings", int),
-        tied_embeddings=take("tie_word_embeddings", bool, False),
+        tied_embeddings=take("tie_word_embeddings", bool, family.tied),
     )  # fmt: skip
+    cfg = dataclasses.replace(cfg, **family.changes(cfg))
     fields.finish(family.fixed)
     return cfg

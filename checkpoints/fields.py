@@ -4,8 +4,9 @@ from checkpoints.errors import UserError
 
 NUMBER = (int, float)
 NO_EFFECT = frozenset(
-    """architectures attention_dropout boi_token_index bos_token_id cache_implementation dtype
-    eoi_token_index eos_token_id
+    """architectures attention_dropout attn_pdrop boi_token_index bos_token_id cache_implementation dtype
+    embd_pdrop eoi_token_index eos_token_id n_ctx resid_pdrop summary_activation summary_first_dropout
+    summary_proj_to_labels summary_type summary_use_proj task_specific_params
     for_llm_compressor image_token_index initializer_range model_type output_router_logits pad_token_id
     pretraining_tp router_aux_loss_coef router_jitter_noise torch_dtype transformers_version unsloth_fixed
     unsloth_version use_cache""".split()
@@ -35,5 +36,6 @@ class Fields:
         """Raises UserError if a field is left, unless it asks for nothing, or for its value in `fixed`."""
         for name, value in self.left.items():
             # A field that is null, false or empty asks for nothing.
-            if value and value != fixed.get(name):
+            allowed = fixed.get(name)
+            if value and value != allowed and value not in (allowed if isinstance(allowed, tuple) else ()):
                 raise UserError(f"config.json: {name} = {value!r} is not supported")

@@ -1,6 +1,6 @@
 """In what order a file holds the elements of a weight, and how any part of it is read in ours.
 
-Orders are written in letters as in model.Stored. A letter that is there twice is split: first the number of a
+Orders are written in letters as in Stored. A letter that is there twice is split: first the number of a
 block, then the place in it. In our files the sharded letters come first, so that what a device holds of a
 weight is a few long runs: "DkgH" is stored as "KGDH". Where that would leave single elements, a letter is
 split: "Df" is stored as "FDF", and half of f is half of the tensor.
@@ -14,7 +14,7 @@ import re
 import numpy as np
 
 from checkpoints.tensor_files import ALIGNMENT, StoredTensor, aligned_copy, array_bytes
-from model import ArrayInfo, Stored
+from sharding.arrays import ArrayInfo, Stored
 
 SLAB_BYTES = 2**24  # of an array, converted or compared at a time
 BLOCKS = 64  # into which a letter is split: a device's share is whole blocks on up to as many devices

@@ -13,9 +13,10 @@ from checkpoints.names import float_type, named_infos, stored_infos
 from checkpoints.progress import progress
 from checkpoints.tensor_files import DTYPES
 from checkpoints.threads import WORKERS, in_order, no_garbage_collection
-from model import ArrayInfo, Weights
+from model import Weights
 from ops.platform import platform
 from quantize import QuantizedArray, quantize_large
+from sharding.arrays import ArrayInfo
 
 
 def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str, quantized: bool, show: bool = True) -> Weights:

@@ -13,7 +13,8 @@ import model
 from checkpoints.errors import UserError
 from checkpoints.families import Family
 from checkpoints.tensor_files import StoredTensor
-from model import ArrayInfo, Config
+from model import Config
+from sharding.arrays import ArrayInfo
 
 TYPES = {"bfloat16": "BF16", "float32": "F32"}  # safetensors' names
 

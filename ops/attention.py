@@ -1,14 +1,14 @@
 """Attention over rows of unlike length: the reference, and the choice among it and the kernels.
 
 Letters as in model.py: B rows, T queries, S cached slots, K key/value heads, G queries per key/value head,
-H head width, C = 2H; here, uppercase, each is what this device has. Attention returns the pair (o, lse):
+H width of keys, C columns of a slot; here, uppercase, each is what this device has. Attention returns the
+pair (o, lse):
 
-    o:   [B,T,K,G,H] float32, the attention output over the keys that this call saw
+    o:   [B,T,K,G,width of values] float32, the attention output over the keys that this call saw
     lse: [B,T,K,G] float32, the natural log of the sum of exp(score) over them, -inf if it saw none
 
 so that `merge` can join parts that were computed apart: blocks of one cache, a cache and the new tokens, or
-the shards of a cache that is split over devices (Source: arXiv 2205.14135, section 3.1). A score is
-q.k / sqrt(H).
+the shards of a cache that is split over devices (Source: arXiv 2205.14135, section 3.1).
 """
 
 import math
@@ -23,36 +23,38 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from ops.gpu import flash, takes
 from ops.platform import on_gpu, on_tpu
 from ops.tpu import LANES, put_slots, take_slots, varying
-from ragged_attention import KV, MASKED, each, ragged_attention_tpu
+from ragged_attention import DECODE_BLOCKS, KV, MASKED, each, key_beside_value, ragged_attention_tpu
 
 BLOCK = 1024  # cached slots per step of attend_cached
 QUERIES = 64  # that `attend` takes at once: its scores are B·K·G·QUERIES·BLOCK floats
 DECODE_BLOCK = 256  # if T = 1: little more is read than is filled
 FEW_QUERIES = 128  # per key/value head, T·G, up to which the decode kernel is used
+FLASH = (64, 128)  # widths of keys that the GPU's kernel takes
 
 
-def attend(q: Array, k: Array, v: Array | None, mask: Array, k_scale=None, v_scale=None):
+def attend(q: Array, kv: KV, mask: Array, whole: bool = False):
     """Attention of each query to the keys that its mask admits. What no query may see may be NaN.
 
-    q: [B,T,K,G,H]. k, v: [B,K,S,H], float or int8 with scales [B,K,S]. Without v, k is each key beside its
-    value, [B,K,S,C]: that spares a copy of either, for twice the arithmetic. mask: [B,T,S] bool.
+    q: [B,T,K,G,H]. kv: S slots. mask: [B,T,S] bool. whole: multiply all columns by keys and by values, which
+    spares a copy of either, for more arithmetic.
     """
     B, T, *_, H = q.shape
     if T > QUERIES and T % QUERIES == 0:  # a part at a time: the scores of all are slow to write and read
         parts = (x.reshape(B, -1, QUERIES, *x.shape[2:]).swapaxes(0, 1) for x in (q, mask))
-        parts = lax.map(lambda part: attend(part[0], k, v, part[1], k_scale, v_scale), tuple(parts))
+        parts = lax.map(lambda part: attend(part[0], kv, part[1], whole), tuple(parts))
         return tuple(x.swapaxes(0, 1).reshape(B, T, *x.shape[3:]) for x in parts)
+    k, v, k_scale, v_scale = keys_and_values(kv)
     # 0 * NaN is NaN: a slot that no query may see must not reach the second product.
     seen = jnp.any(mask, 1)[:, None, :, None]
-    if v is None:
-        k = v = jnp.where(seen, k, 0)
-        q = jnp.pad(q, [(0, 0)] * 4 + [(0, H)])
+    if whole:
+        k = v = jnp.where(seen, kv.values, 0)
+        q = jnp.pad(q, [(0, 0)] * 4 + [(0, k.shape[-1] - H)])
     else:
         v = jnp.where(seen, v, 0)
     mask = mask[:, None, None]  # BKGTS
     dtype = jnp.promote_types(q.dtype, k.dtype)
     q, k = q.astype(dtype), k.astype(dtype)
-    scores = jnp.einsum("BTKGH,BKSH->BKGTS", q, k, preferred_element_type=jnp.float32) * H**-0.5
+    scores = jnp.einsum("BTKGH,BKSH->BKGTS", q, k, preferred_element_type=jnp.float32) * kv.columns.scale
     if k_scale is not None:
         scores = scores * k_scale[:, :, None, None, :].astype(jnp.float32)
     scores = jnp.where(mask, scores, -jnp.inf)
@@ -66,7 +68,8 @@ def attend(q: Array, k: Array, v: Array | None, mask: Array, k_scale=None, v_sca
     o = jnp.einsum("BKGTS,BKSH->BKGTH", p, v.astype(jnp.float32)).transpose(0, 3, 1, 2, 4)
     total = jnp.moveaxis(total, -1, 1)
     lse = jnp.moveaxis(peak[..., 0], -1, 1) + jnp.log(total)
-    return o[..., -H:] / jnp.where(total == 0, 1, total)[..., None], lse
+    o = o[..., slice(*kv.columns.value)] if whole else o
+    return o / jnp.where(total == 0, 1, total)[..., None], lse
 
 
 def merge(*parts: tuple[Array, Array]):
@@ -154,40 +157,50 @@ def attend_cached(
     q: Array,
     kv: KV,
     length: Array,
-    start: Array | None = None,
-    sees: Array | None = None,
+    hidden: tuple[Array, Array] | None = None,
     row: Array | None = None,
 ):
-    """Attention to the cached slots start <= s < length, a block at a time, as far as the longest row; few
-    queries on a TPU by `ragged_attention_tpu`, each row as far as it is filled.
+    """Attention to the first `length` cached slots, a block at a time, as far as the longest row; few queries
+    on a TPU by `ragged_attention_tpu`, each row as far as it is filled.
 
-    q: [B,T,K,G,H]. start, length: [B] int32; without start, from 0. sees: [B,T] bool, the queries that see
-    any; without it, all. row: [B] int32, the rows of the cache; without it, all, in order.
+    q: [B,T,K,G,H]. length: [B,T] int32, of each query; without `hidden`, the queries of a row that see any
+    slots see the same. hidden: (from, to), [B,T] int32 each: slots that a query does not see. row: [B] int32,
+    the rows of the cache; without it, all, in order.
     """
-    S, T = kv.values.shape[2], q.shape[1]
+    B, T = q.shape[:2]
+    S, sees, longest = kv.values.shape[2], length > 0, jnp.max(length, 1)
     block = min(BLOCK if T > 1 else DECODE_BLOCK, S)
-    sees = jnp.ones(q.shape[:2], bool) if sees is None else sees
-    if use_ragged(q) and T * q.shape[3] <= FEW_QUERIES:
-        (o, lse), _ = ragged_attention_tpu(q, kv, length, start, row)
+    if use_ragged(q, kv) and T * q.shape[3] <= FEW_QUERIES:
+        if hidden is None or T == 1:
+            gap = jax.tree.map(lambda x: x[:, 0], hidden)
+            (o, lse), _ = ragged_attention_tpu(q, kv, longest, gap, row)
+        else:  # each query as a row of its own, for each sees other slots
+            row = jnp.repeat(jnp.arange(B) if row is None else row, T)
+            one = jax.tree.map(lambda x: x.reshape(B * T, *x.shape[2:]), (length, hidden))
+            (o, lse), _ = ragged_attention_tpu(q.reshape(B * T, 1, *q.shape[2:]), kv, *one, row)
+            o, lse = (x.reshape(B, T, *x.shape[2:]) for x in (o, lse))
         return jnp.where(sees[..., None, None, None], o, 0), jnp.where(sees[..., None, None], lse, -jnp.inf)
-    start = jnp.zeros_like(length) if start is None else start
-    if use_flash(q, kv.values):
+    if use_flash(q, kv):
         kv = kv if row is None else jax.tree.map(lambda x: x[row], kv)
-        low, high = jnp.broadcast_to(start[:, None], sees.shape), jnp.where(sees, length[:, None], 0)
-        return merge_stacked(*flash(q, kv.values, kv.scale, low, high))
+        parts = [(jnp.zeros_like(length), length)]
+        if hidden is not None:
+            parts = [(parts[0][0], jnp.minimum(length, hidden[0])), (hidden[1], length)]
+        parts = [flash(q, kv.values, kv.scale, *part) for part in parts]
+        return merge_stacked(*map(jnp.concatenate, zip(*parts, strict=True)))
 
     def attend_block(i):
         part, slots = read_block(kv, row, i, block)
-        filled = (slots >= jnp.maximum(start[:, None], i * block)) & (slots < length[:, None])  # BS
-        k, v, *scales = halves(part)
-        if use_splash(q):
-            k, v = (dequantize(*pair) for pair in zip((k, v), scales, strict=True))
-            k, v = (jnp.where(filled[:, None, :, None], x, 0).astype(q.dtype) for x in (k, v))
+        filled = (slots >= i * block) & (slots < longest[:, None])  # BS
+        if use_splash(q) and hidden is None:
+            k, v = (jnp.where(filled[:, None, :, None], x, 0).astype(q.dtype) for x in dequantized(part))
             everything = masks.FullMask((T, block))
-            return splash(q, k, v, everything, jnp.where(sees, 1, 2), filled.astype(jnp.int32))
-        if T == 1:
-            k, v = part.values, None
-        return attend(q, k, v, sees[..., None] & filled[:, None], *scales)
+            return splash(
+                q, k, v, kv.columns.scale, everything, jnp.where(sees, 1, 2), filled.astype(jnp.int32)
+            )
+        mask = (slots < length[..., None]) & filled[:, None]  # BTS
+        if hidden is not None:
+            mask &= (slots < hidden[0][..., None]) | (slots >= hidden[1][..., None])
+        return attend(q, part, mask, whole=T == 1)
 
     def step(i, carry):
         return merge(carry, attend_block(i))
@@ -195,7 +208,7 @@ def attend_cached(
     n_blocks = (jnp.max(length) + block - 1) // block
     if T == 1:
         return lax.fori_loop(1, n_blocks, step, attend_block(0)) if S > block else attend_block(0)
-    nothing = jnp.zeros(q.shape, jnp.float32), jnp.full(q.shape[:-1], -jnp.inf)
+    nothing = jnp.zeros((*q.shape[:-1], kv.columns.value_width)), jnp.full(q.shape[:-1], -jnp.inf)
     return lax.fori_loop(0, n_blocks, step, lax.pcast(nothing, tuple(varying(q, kv.values)), to="varying"))
 
 
@@ -206,52 +219,60 @@ def attend_causal(q: Array, kv: KV, segment: Array, window: int | None = None):
     own one counted.
     """
     T = q.shape[1]
-    if use_flash(q, kv.values):
+    if use_flash(q, kv):
         i = jnp.arange(T)
         low = lax.cummax(jnp.where(segment == jnp.roll(segment, 1, 1), 0, i), 1)  # where its segment begins
         low = low if window is None else jnp.maximum(low, i - window + 1)
         high = jnp.broadcast_to(i + 1, segment.shape)
         return merge_stacked(*flash(q, kv.values, kv.scale, low, high))
-    k, v, *scales = halves(kv)
     if use_splash(q):
-        k, v = (dequantize(*pair).astype(q.dtype) for pair in zip((k, v), scales, strict=True))
+        k, v = (x.astype(q.dtype) for x in dequantized(kv))
         shape = (T, T)
         mask = masks.CausalMask(shape) if window is None else masks.LocalMask(shape, (window - 1, 0), 0)
-        return splash(q, k, v, mask, segment, segment)
+        return splash(q, k, v, kv.columns.scale, mask, segment, segment)
     back = jnp.arange(T)[:, None] - jnp.arange(T)
     mask = (back >= 0) & (back < (window or T)) & (segment[:, :, None] == segment[:, None])
-    return attend(q, k, v, mask, *scales)
+    return attend(q, kv, mask)
 
 
-def halves(kv: KV) -> tuple[Array, Array, Array | None, Array | None]:
-    """Keys and values [B,K,S,H], and their scales [B,K,S], if there are any."""
+def keys_and_values(kv: KV) -> tuple[Array, Array, Array | None, Array | None]:
+    """Keys [B,K,S,H] and values, and their scales [B,K,S], if there are any."""
     scales = (None, None) if kv.scale is None else (kv.scale[:, :, 0], kv.scale[:, :, 1])
-    return *jnp.split(kv.values, 2, -1), *scales
+    return kv.values[..., : kv.columns.key], kv.values[..., slice(*kv.columns.value)], *scales
 
 
-def dequantize(x: Array, scale: Array | None) -> Array:
-    """Keys or values [B,K,S,H] in float32."""
-    return x.astype(jnp.float32) if scale is None else x * scale[..., None].astype(jnp.float32)
+def dequantized(kv: KV) -> tuple[Array, Array]:
+    """Keys and values in float32."""
+    k, v, *scales = keys_and_values(kv)
+    pairs = zip((k, v), scales, strict=True)
+    return tuple(
+        x.astype(jnp.float32) * (1 if s is None else s[..., None].astype(jnp.float32)) for x, s in pairs
+    )
 
 
-def use_flash(q: Array, keys: Array) -> bool:
-    return on_gpu() and q.shape[-1] in (LANES // 2, LANES) and takes(keys)
+def use_flash(q: Array, kv: KV) -> bool:
+    return (
+        on_gpu() and kv.columns == key_beside_value(q.shape[-1]) and q.shape[-1] in FLASH and takes(kv.values)
+    )
 
 
 def use_splash(q: Array) -> bool:
     return on_tpu() and q.shape[1] % LANES == 0
 
 
-def use_ragged(q: Array) -> bool:
-    return on_tpu() and q.shape[-1] in (LANES // 2, LANES)
+def use_ragged(q: Array, kv: KV) -> bool:
+    return on_tpu() and (q.shape[-1], kv.values.dtype.itemsize) in DECODE_BLOCKS
 
 
-def splash(q: Array, k: Array, v: Array, mask, q_segment: Array, kv_segment: Array, interpret: bool = False):
+def splash(
+    q: Array, k: Array, v: Array, scale: float, mask, q_segment: Array, kv_segment: Array, interpret=False
+):
     """jax's flash attention for TPUs: each query to the keys of its segment that `mask` admits.
 
-    q: [B,T,K,G,H]. k, v: [B,K,S,H], without NaN. q_segment: [B,T], kv_segment: [B,S] int32.
+    q: [B,T,K,G,H]. k, v: [B,K,S,H], without NaN. scale: the factor of scores. q_segment: [B,T], kv_segment:
+    [B,S] int32.
     """
-    T, G, H, S = q.shape[1], q.shape[3], q.shape[4], k.shape[2]
+    T, G, S = q.shape[1], q.shape[3], k.shape[2]
     block_q, block_kv = math.gcd(T, 512), math.gcd(S, 1024)
     kernel = splash_attention.make_splash_mqa(
         masks.MultiHeadMask([mask] * G),
@@ -266,22 +287,22 @@ def splash(q: Array, k: Array, v: Array, mask, q_segment: Array, kv_segment: Arr
         o, (lse,) = kernel(q, k, v, splash_attention.SegmentIds(q_segment, kv_segment))
         return o, lse
 
-    q = (q * H**-0.5).transpose(0, 2, 3, 1, 4)  # BKGTH
+    q = (q * scale).transpose(0, 2, 3, 1, 4)  # BKGTH
     per_row = jax.vmap(per_head, (0, 0, 0, None, None))
     o, lse = jax.vmap(per_row)(q.astype(k.dtype), k, v, q_segment, kv_segment)
     lse = jnp.where(lse < MASKED / 2, -jnp.inf, lse).transpose(0, 3, 1, 2)
     return jnp.where(lse[..., None] == -jnp.inf, 0, o.astype(jnp.float32).transpose(0, 3, 1, 2, 4)), lse
 
 
-def ragged_decode(q: Array, new: KV, kv: KV, length: Array, place: Array, start=None, row=None):
-    """Write one new token per row, then attend to the row's slots start <= s < length: -> (o, lse), KV.
+def ragged_decode(q: Array, new: KV, kv: KV, length: Array, place: Array, hidden=None, row=None):
+    """Write one new token per row, then attend to the row's first `length` slots: -> (o, lse), KV.
 
-    q: [B,1,K,G,H]. new: the token in the cache's form, values [B,K,1,C]. place: [B] int32, its slot, or S
-    if it is not for this device. length: [B] int32, with the new token counted. start: [B] int32, for sliding
-    windows, or None: 0. row: [B] int32, the rows of the cache, or None: all, in order. The new token is among
-    the slots to attend to; slots beside it, in the same tile of 32, that are not may become zeros.
+    q: [B,1,K,G,H]. new: the token in the cache's form, values [B,K,1,C]. place: [B,1] int32, its slot, or S
+    if it is not for this device. length, hidden, row: as of `attend_cached`, with the new token counted. It
+    is among the slots to attend to; slots beside it, in the same tile of 32, that are not may become zeros.
     """
-    if use_ragged(q):
-        return ragged_attention_tpu(q, kv, length, start, row, new=new, place=place)
-    kv = write(kv, new, place[:, None], row)
-    return attend_cached(q, kv, length, start, row=row), kv
+    if use_ragged(q, kv):
+        length, place, hidden = jax.tree.map(lambda x: x[:, 0], (length, place, hidden))
+        return ragged_attention_tpu(q, kv, length, hidden, row, new=new, place=place)
+    kv = write(kv, new, place, row)
+    return attend_cached(q, kv, length, hidden, row), kv

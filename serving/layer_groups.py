@@ -15,8 +15,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import model
-from model import KV, Cache, Config, Layer, LayerKind, Norm, Output, Sampling, Span, Weights, specs
+from model import KV, Cache, Config, Layer, LayerKind, Norm, Output, Sampling, Span, Weights
 from ops.platform import platform
+from sharding.arrays import specs
 
 ROWS = P("data")
 LARGEST_GROUP = 6  # of layers: 30 take 18.6 s of CPU time to compile in one program, 3.6 in this, 3.1 alone
@@ -65,7 +66,7 @@ def _before(rows, count, drafts, w: Weights, cache: Cache, *, width: int | None,
             tokens, span = model.step_at(count, drafts, cache, cfg)
         else:
             tokens, span = model.chunk_at(rows, count, width, cache, cfg)
-        return model.embed(tokens, w), tokens, span
+        return model.embed(tokens, w, span, cfg), tokens, span
 
     layouts = (ROWS, ROWS, ROWS, _weight_specs(w, cfg), ROWS)
     run = jax.shard_map(on_device, mesh=mesh, in_specs=layouts, out_specs=ROWS)

@@ -20,6 +20,8 @@ from checkpoints.checkpoint import Checkpoint
 from checkpoints.errors import UserError
 from model import Config, Experts
 from serving.hosts import gather
+from sharding.arrays import abstract
+from sharding.mesh import EXPERT, MODEL, mesh_size
 
 ROWS = 32  # of the batch, unless the user says otherwise
 HEADROOM = 0.1  # of the memory, left to temporaries where the user does not say how many rows
@@ -88,11 +90,11 @@ class Deployment:
 
     def weight_bytes(self) -> int:
         infos = model.weight_infos(self.cfg)
-        return shard_bytes(model.abstract(infos, self.mesh, jnp.dtype(self.dtype), self.quantized))
+        return shard_bytes(abstract(infos, self.mesh, jnp.dtype(self.dtype), self.quantized))
 
     def cache_bytes(self, rows: int, max_len: int) -> int:
         infos = model.cache_infos(self.cfg, rows, max_len, jnp.dtype(self.kv_dtype))
-        return shard_bytes(model.abstract(infos, self.mesh))
+        return shard_bytes(abstract(infos, self.mesh))
 
 
 def fit_cache(
@@ -177,18 +179,16 @@ def bytes_per_step(
     The device is one of those that read the most experts. batch: rows on one data shard. positions: of the
     tokens that steps read, of which the mean counts; none of them for no cache at all.
     """
-    scale_bytes = 2 / cfg.heads.H if kv_dtype == "int8" else 0  # one bfloat16 per key or value
-    kv_bytes = jnp.dtype(kv_dtype).itemsize + scale_bytes
+    scale_bytes = 4 if kv_dtype == "int8" else 0  # a bfloat16 per key and per value
+    slot_bytes = cfg.heads.K * (cfg.heads.columns.width * jnp.dtype(kv_dtype).itemsize + scale_bytes)
     total = shard_bytes((weights.norm, weights.embed if cfg.tied_embeddings else weights.unembed))
     for layer, kind in zip(weights.layers, cfg.layers, strict=True):
         total += shard_bytes(layer)
         if isinstance(kind.feed_forward, Experts):
             routed = layer.feed_forward
-            idle = 1 - active_experts(cfg, batch, model.mesh_size(mesh, model.EXPERT))
+            idle = 1 - active_experts(cfg, batch, mesh_size(mesh, EXPERT))
             total -= shard_bytes((routed.gate, routed.up, routed.down)) * idle
         if len(positions):
             slots = np.mean(positions - kind.mask.first(positions)) + 1
-            total += (
-                batch * slots * 2 * cfg.heads.K * cfg.heads.H * kv_bytes / model.mesh_size(mesh, model.MODEL)
-            )
+            total += batch * slots * slot_bytes / mesh_size(mesh, MODEL)
     return total

@@ -10,7 +10,7 @@ from collections import deque
 
 import numpy as np
 
-from model import NEUTRAL, Chunked, Full, Sampling
+from model import NEUTRAL, Chunked, Full, Sampling, Window
 from serving.requests import Answer
 
 BLOCK = 8192  # tokens to compare at a time: most texts differ soon
@@ -97,7 +97,7 @@ class Shard:
 
     rows: list[Row]
     width: int
-    masks: frozenset[Full | Chunked]
+    masks: frozenset[Full | Chunked | Window]
     waits: dict[Answer, Wait] = dataclasses.field(default_factory=dict)
 
     def admit(self, queue: deque[Answer], number: int) -> tuple[Row, Row] | None:
@@ -186,7 +186,7 @@ class Scheduler:
     admitted: answers that were given to a row. prefills: how often there was a prompt to read more of.
     """
 
-    def __init__(self, rows: int, max_len: int, shards: int, width: int, masks: frozenset[Full | Chunked]):
+    def __init__(self, rows: int, max_len: int, shards: int, width: int, masks: frozenset):
         """width, masks: see Shard."""
         self.rows = [Row(text) for text in np.zeros((rows, max_len), np.int32)]
         each = rows // shards

@@ -18,6 +18,7 @@ from checkpoints.errors import UserError
 from model import Cache, Config, Output, Sampling
 from ops import cpu
 from serving.programs import Programs
+from sharding.mesh import mesh_shape
 
 NGRAM = 3  # tokens that prompt lookup compares at most
 # Draft tokens per step, at most. A longer step is no decode to a CPU, which then rounds int8 products in
@@ -77,7 +78,7 @@ def mesh_for_draft(cfg: Config, mesh: Mesh) -> Mesh:
 
     Raises ValueError if it cannot be divided so.
     """
-    shape = model.mesh_shape(cfg, mesh.shape["data"], 1, mesh.size // mesh.shape["data"])
+    shape = mesh_shape(cfg, mesh.shape["data"], 1, mesh.size // mesh.shape["data"])
     devices = mesh.devices.reshape(tuple(shape.values()))
     return Mesh(devices, tuple(shape), axis_types=mesh.axis_types)
 

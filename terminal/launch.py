@@ -8,10 +8,10 @@ import warnings
 import jax
 from jax.sharding import Mesh
 
-import model
 from checkpoints.checkpoint import Checkpoint
 from checkpoints.errors import UserError
 from model import Config
+from sharding.mesh import make_mesh
 
 
 def log(*message) -> None:
@@ -84,7 +84,7 @@ def choose_mesh(cfg: Config, dp: int | None, ep: int | None, tp: int | None, n_d
     reasons = ["--dp x --ep x --tp must be the number of devices"]
     for degree in degrees:
         try:
-            return model.make_mesh(cfg, *degree)
+            return make_mesh(cfg, *degree)
         except ValueError as e:
             reasons.append(str(e))
     raise UserError(f"{asked} on {n_devices} devices: {reasons[-1]}")

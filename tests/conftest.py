@@ -27,6 +27,8 @@ import model
 from serving.engine import Engine
 from serving.programs import Programs
 from serving.requests import Answer, Request
+from sharding.arrays import abstract
+from sharding.mesh import make_mesh
 from terminal.command_line import run
 
 # What main.py keeps of its compilations is not for tests; and in a process that has compiled thousands of
@@ -83,7 +85,7 @@ def programs_of_one_file():
 
 def mesh_of(cfg: model.Config, name: str = "1"):
     data, expert, tensor = MESHES[name]
-    return model.make_mesh(cfg, data, expert, tensor, jax.devices()[: data * expert * tensor])
+    return make_mesh(cfg, data, expert, tensor, jax.devices()[: data * expert * tensor])
 
 
 class Kind(NamedTuple):
@@ -152,7 +154,7 @@ def random_weights(cfg: model.Config, mesh, quantized: bool = False) -> model.We
         padded = np.pad(x, [(0, n) for n in np.subtract(like.shape, x.shape)])
         return jax.device_put(padded, like.sharding)
 
-    tree = model.abstract(model.weight_infos(cfg), mesh, jnp.float32, quantized)
+    tree = abstract(model.weight_infos(cfg), mesh, jnp.float32, quantized)
     return jax.tree.map(place, weights_of_one_device(cfg, quantized), tree)
 
 

@@ -13,19 +13,27 @@ import ragged_attention
 from ops import attention
 from ops.attention import masks
 from quantize import quantize
-from ragged_attention import KV
+from ragged_attention import KV, Columns, key_beside_value
 
 B, T, K, G, H, S = 3, 2, 2, 3, 8, 20
 
 
-def numpy_attention(q, k, v, mask):
+def numpy_attention(q, k, v, mask, scale=None):
     """q [B,T,K,G,H], k, v [B,K,S,H], mask [B,T,S], in float64 -> (o, lse)."""
-    scores = np.einsum("BTKGH,BKSH->BTKGS", q, k) / np.sqrt(q.shape[-1])
+    scores = np.einsum("BTKGH,BKSH->BTKGS", q, k) * (scale or q.shape[-1] ** -0.5)
     scores = np.where(mask[:, :, None, None], scores, -np.inf)
     with np.errstate(divide="ignore"):
         lse = np.log(np.exp(scores).sum(-1))
     p = np.exp(scores - np.where(np.isfinite(lse), lse, 0)[..., None])
     return np.einsum("BTKGS,BKSH->BTKGH", p, v), lse
+
+
+LATENT = Columns(key=576, value=(0, 512), scale=1 / 16)
+
+
+def kv_of(values, scale=None, columns=None) -> KV:
+    """By default keys beside values [B,K,S,2H]."""
+    return KV(values, scale, columns or key_beside_value(values.shape[-1] // 2))
 
 
 def inputs():
@@ -44,32 +52,38 @@ deep = partial(pytest.param, marks=pytest.mark.deep)
 # 0 and 1 slots, and one less, as many and one more than whole blocks of 4.
 @pytest.mark.parametrize("lengths", [(0, 1, 20), (3, 4, 5), (0, 0, 0), (19, 17, 8)])
 @pytest.mark.parametrize("block", [3, 4, 64])
-@pytest.mark.parametrize("start", [0, 3])
-def test_cached(lengths, block, start, monkeypatch):
+@pytest.mark.parametrize("gap", [None, (0, 3), (5, 6)])
+def test_cached(lengths, block, gap, monkeypatch):
+    """Each query its own slots: of a row's first ones, but for a gap that moves on by one."""
     monkeypatch.setattr(attention, "BLOCK", block)
     q, kv = inputs()
-    length, first = np.array(lengths), np.full(B, start)
-    sees = np.array([[True, True], [True, False], [False, True]])
+    length = np.where([[True, True], [True, False], [False, True]], np.array(lengths)[:, None], 0)
+    hidden = gap and tuple(np.full((B, T), at) + np.arange(T) * (at > 0) for at in gap)
     slots = np.arange(S)
-    filled = (slots < length[:, None]) & (slots >= first[:, None])
-    expected = numpy_attention(q, kv[..., :H], kv[..., H:], filled[:, None] & sees[..., None])
-    poisoned = KV(jnp.float32(np.where(filled[:, None, :, None], kv, np.nan)), None)
-    length, first = jnp.int32(length), jnp.int32(first)
-    compare(attention.attend_cached(jnp.float32(q), poisoned, length, first, sees), expected)
+    mask = slots < length[..., None]
+    if gap:
+        mask &= (slots < hidden[0][..., None]) | (slots >= hidden[1][..., None])
+    expected = numpy_attention(q, kv[..., :H], kv[..., H:], mask)
+    poisoned = kv_of(jnp.float32(np.where(mask.any(1)[:, None, :, None], kv, np.nan)))
+    length, hidden = jnp.int32(length), gap and tuple(map(jnp.int32, hidden))
+    compare(attention.attend_cached(jnp.float32(q), poisoned, length, hidden), expected)
 
 
-def quantized_kv(kv: np.ndarray) -> KV:
-    """[B,K,S,2H] float -> int8 with scales [B,K,2,S]."""
-    both = quantize(jnp.float32(kv).reshape(*kv.shape[:3], 2, -1), (4,), jnp.bfloat16)
-    return KV(both.values.reshape(kv.shape), both.scale.swapaxes(2, 3))
+def quantized_kv(kv: np.ndarray, columns: Columns | None = None) -> KV:
+    """[B,K,S,C] float -> int8 with scales [B,K,2,S]: the same ones where the value is a part of the key."""
+    parts = 1 if columns else 2
+    both = quantize(jnp.float32(kv).reshape(*kv.shape[:3], parts, -1), (4,), jnp.bfloat16)
+    scale = jnp.tile(both.scale.swapaxes(2, 3), (1, 1, 2 // parts, 1))
+    return kv_of(both.values.reshape(kv.shape), scale, columns)
 
 
 def exact(kv: KV) -> tuple[np.ndarray, np.ndarray]:
     """The keys and values that a KV stands for, [B,K,S,H] float64."""
-    halves = np.split(np.asarray(kv.values, np.float64), 2, -1)
+    values = np.asarray(kv.values, np.float64)
+    both = values[..., : kv.columns.key], values[..., slice(*kv.columns.value)]
     if kv.scale is None:
-        return tuple(halves)
-    return tuple(x * np.asarray(kv.scale, np.float64)[:, :, i, :, None] for i, x in enumerate(halves))
+        return both
+    return tuple(x * np.asarray(kv.scale, np.float64)[:, :, i, :, None] for i, x in enumerate(both))
 
 
 def test_cached_int8():
@@ -78,10 +92,10 @@ def test_cached_int8():
     length = np.array([1, 7, 20])
     quantized = quantized_kv(kv)
     used = np.arange(S) < length[:, None]
-    poisoned = KV(quantized.values, jnp.where(used[:, None, None], quantized.scale, jnp.nan))
+    poisoned = kv_of(quantized.values, jnp.where(used[:, None, None], quantized.scale, jnp.nan))
     mask = np.repeat(used[:, None], T, 1)
     compare(
-        attention.attend_cached(jnp.float32(q), poisoned, jnp.int32(length)),
+        attention.attend_cached(jnp.float32(q), poisoned, jnp.int32(length)[:, None].repeat(T, 1)),
         numpy_attention(q, *exact(quantized), mask),
     )
 
@@ -98,7 +112,7 @@ def test_causal(window):
     ]
     mask = np.array(expected).reshape(B, T, T)
     both = np.concatenate([k, v], -1).swapaxes(1, 2)
-    for kv in (KV(jnp.float32(both), None), quantized_kv(both)):
+    for kv in (kv_of(jnp.float32(both), None), quantized_kv(both)):
         result = attention.attend_causal(jnp.float32(q), kv, jnp.int32(segment), window)
         compare(result, numpy_attention(q, *exact(kv), mask))
 
@@ -118,23 +132,25 @@ CASES = [
     (300, 200),
     (10, None),
 ]
-STARTS = [0, 0, 5, 127, 128, 130, 384, 199, 383]  # the last one is beyond the row's length
+# Of each case, which slots are hidden: none, the first, some in the middle, all.
+GAPS = np.array([(0, 0), (0, 0), (0, 5), (0, 127), (100, 128), (0, 130), (10, 384), (130, 199), (0, 383)])
 
 
 BLOCKS = [((128, 128), True), ((256, 128), False), ((512, 256), False), ((512, 256), True)]
 KINDS = [(64, "int8"), (128, "int8"), (64, "bfloat16"), (128, "float32")]
+KINDS += [(576, "bfloat16"), (256, "int8"), (576, "int8"), (576, "float32")]
 
 
 # Of each kind one, and of the blocks all.
 @pytest.mark.parametrize(
-    ("width", "dtype", "blocks", "with_start"),
+    ("width", "dtype", "blocks", "with_gap"),
     [
-        pytest.param(*kind, *blocks, marks=[pytest.mark.deep] * (KINDS.index(kind) != BLOCKS.index(blocks)))
-        for kind in KINDS
-        for blocks in BLOCKS
+        pytest.param(*kind, *blocks, marks=[pytest.mark.deep] * (i % 4 != j or i in (4, 5, 7)))
+        for i, kind in enumerate(KINDS)
+        for j, blocks in enumerate(BLOCKS)
     ],
 )
-def test_ragged_decode_kernel(width, dtype, blocks, with_start, monkeypatch, interpret):
+def test_ragged_decode_kernel(width, dtype, blocks, with_gap, monkeypatch, interpret):
     """The kernel against float64 numpy: its attention, its write, and nothing else of the cache touched.
 
     256 does not divide the 384 slots: the second block overlaps the first.
@@ -143,26 +159,26 @@ def test_ragged_decode_kernel(width, dtype, blocks, with_start, monkeypatch, int
     rng, (B, S, K, G) = np.random.default_rng(0), (len(CASES), 384, 2, 3)
     length = np.array([n for n, _ in CASES])
     place = np.array([S if at is None else at for _, at in CASES])
-    start = np.array(STARTS) if with_start else np.zeros(B, int)
-    slots = np.arange(S)
+    low, high = GAPS.T if with_gap else np.zeros((2, B), int)
+    slots, columns = np.arange(S), LATENT if width == 576 else None
     q = jnp.asarray(rng.standard_normal((B, 1, K, G, width)), "bfloat16" if dtype == "int8" else dtype)
-    kv, new = rng.standard_normal((B, K, S, 2 * width)), rng.standard_normal((B, K, 1, 2 * width))
+    C = width if columns else 2 * width
+    kv, new = rng.standard_normal((B, K, S, C)), rng.standard_normal((B, K, 1, C))
     if dtype == "int8":
-        kv, new = quantized_kv(kv), quantized_kv(new)
+        kv, new = quantized_kv(kv, columns), quantized_kv(new, columns)
     else:
-        kv, new = (KV(jnp.asarray(x, dtype), None) for x in (kv, new))
-    unused = (slots >= length[:, None]) | (slots < start[:, None]) | (slots == place[:, None])
-    unused = unused[:, None]  # BKS
+        kv, new = (kv_of(jnp.asarray(x, dtype), None, columns) for x in (kv, new))
+    mask = (slots < length[:, None]) & ((slots < low[:, None]) | (slots >= high[:, None]))
+    unused = (~mask | (slots == place[:, None]))[:, None]  # BKS
     if dtype == "int8":
-        poisoned = KV(kv.values, jnp.where(unused[:, :, None], jnp.nan, kv.scale))
+        poisoned = kv_of(kv.values, jnp.where(unused[:, :, None], jnp.nan, kv.scale), columns)
     else:
-        poisoned = KV(jnp.where(unused[..., None], jnp.nan, kv.values), None)
-    starts = jnp.int32(start) if with_start else None
+        poisoned = kv_of(jnp.where(unused[..., None], jnp.nan, kv.values), None, columns)
+    hidden = (jnp.int32(low), jnp.int32(high)) if with_gap else None
     options = dict(new=new, place=jnp.int32(place), blocks=blocks, interpret=interpret)
-    (o, lse), cache = ragged_attention.ragged_attention_tpu(q, poisoned, jnp.int32(length), starts, **options)
+    (o, lse), cache = ragged_attention.ragged_attention_tpu(q, poisoned, jnp.int32(length), hidden, **options)
 
     written = attention.write(poisoned, new, jnp.int32(place)[:, None])
-    mask = (slots < length[:, None]) & (slots >= start[:, None])
     # In the tile of a new float token, slots that nobody reads may have become zeros. All else is as it was.
     beside = (slots // 32 == place[:, None] // 32) & ~mask & (dtype != "int8")
     ours, expected = (np.where(beside[:, None, :, None], 0, np.float32(x.values)) for x in (cache, written))
@@ -170,14 +186,14 @@ def test_ragged_decode_kernel(width, dtype, blocks, with_start, monkeypatch, int
     if dtype == "int8":
         np.testing.assert_array_equal(np.float32(cache.scale), np.float32(written.scale))
     keys, values = (np.where(mask[:, None, :, None], x, 0) for x in exact(written))
-    expected = numpy_attention(np.asarray(q, np.float64), keys, values, mask[:, None])
+    expected = numpy_attention(np.asarray(q, np.float64), keys, values, mask[:, None], kv.columns.scale)
     # bfloat16 probabilities, and int8 queries of 16 bits: the kernel's products round where float32's do not.
     tolerance = {"float32": 1e-5, "bfloat16": 1e-2, "int8": 1e-2}[dtype]
     compare((o, lse), expected, tolerance)
 
 
 @pytest.mark.parametrize(
-    ("width", "dtype", "with_start", "blocks"),
+    ("width", "dtype", "with_gap", "blocks"),
     [
         (64, "int8", True, (512, 256)),
         deep(128, "int8", False, (256, 128)),
@@ -185,7 +201,7 @@ def test_ragged_decode_kernel(width, dtype, blocks, with_start, monkeypatch, int
         deep(128, "float32", True, (512, 256)),
     ],
 )
-def test_cached_by_the_decode_kernel(width, dtype, with_start, blocks, monkeypatch, interpret):
+def test_cached_by_the_decode_kernel(width, dtype, with_gap, blocks, monkeypatch, interpret):
     """Several queries per row, some of which see nothing, of a cache to which nothing is written."""
     monkeypatch.setattr(attention, "on_tpu", lambda: True)
     monkeypatch.setattr(ragged_attention, "GROUP", 21)
@@ -194,19 +210,22 @@ def test_cached_by_the_decode_kernel(width, dtype, with_start, blocks, monkeypat
     monkeypatch.setattr(attention, "ragged_attention_tpu", kernel)
     rng, (B, S, T, K, G) = np.random.default_rng(0), (len(CASES), 384, 3, 2, 3)
     length = np.array([n for n, _ in CASES])
-    start = np.array(STARTS) if with_start else np.zeros(B, int)
-    sees = np.arange(T) < np.arange(B)[:, None] % (T + 1)
-    used = (np.arange(S) < length[:, None]) & (np.arange(S) >= start[:, None])
+    length = np.where(np.arange(T) < np.arange(B)[:, None] % (T + 1), length[:, None], 0)
+    low, high = (x[:, None] + np.arange(T) * (x[:, None] > 0) for x in GAPS.T)  # each query another gap
+    mask = np.arange(S) < length[..., None]
+    if with_gap:
+        mask &= (np.arange(S) < low[..., None]) | (np.arange(S) >= high[..., None])
+    used = (np.arange(S) < length.max(1, keepdims=True)) if not with_gap else mask.any(1)
     q = jnp.asarray(rng.standard_normal((B, T, K, G, width)), "bfloat16" if dtype == "int8" else dtype)
     kv = rng.standard_normal((B, K, S, 2 * width))
-    kv = quantized_kv(kv) if dtype == "int8" else KV(jnp.asarray(kv, dtype), None)
+    kv = quantized_kv(kv) if dtype == "int8" else kv_of(jnp.asarray(kv, dtype), None)
     if dtype == "int8":
-        poisoned = KV(kv.values, jnp.where(used[:, None, None], kv.scale, jnp.nan))
+        poisoned = kv_of(kv.values, jnp.where(used[:, None, None], kv.scale, jnp.nan))
     else:
-        poisoned = KV(jnp.where(used[:, None, :, None], kv.values, jnp.nan), None)
-    starts = jnp.int32(start) if with_start else None
-    result = attention.attend_cached(q, poisoned, jnp.int32(length), starts, jnp.array(sees))
-    expected = numpy_attention(np.asarray(q, np.float64), *exact(kv), used[:, None] & sees[..., None])
+        poisoned = kv_of(jnp.where(used[:, None, :, None], kv.values, jnp.nan), None)
+    hidden = (jnp.int32(low), jnp.int32(high)) if with_gap else None
+    result = attention.attend_cached(q, poisoned, jnp.int32(length), hidden)
+    expected = numpy_attention(np.asarray(q, np.float64), *exact(kv), mask)
     compare(result, expected, {"float32": 1e-5, "bfloat16": 1e-2, "int8": 1e-2}[dtype])
 
 
@@ -216,8 +235,8 @@ def test_merge():
     mask = np.zeros((B, T, S), bool)
     mask[0, :, :15] = mask[1, :, 12:] = True  # row 0 sees both halves, row 1 the second, row 2 nothing
     expected = numpy_attention(q, kv[..., :H], kv[..., H:], mask)
-    q32, k, v = jnp.float32(q), jnp.float32(kv[..., :H]), jnp.float32(kv[..., H:])
-    halves = [attention.attend(q32, k[:, :, s], v[:, :, s], mask[..., s]) for s in (slice(10), slice(10, S))]
+    parts = slice(10), slice(10, S)
+    halves = [attention.attend(jnp.float32(q), kv_of(jnp.float32(kv[:, :, s])), mask[..., s]) for s in parts]
     compare(attention.merge(*halves), expected)
 
 
@@ -236,7 +255,12 @@ def test_splash(window):
     shape = (T, S)
     causal = masks.CausalMask(shape) if window is None else masks.LocalMask(shape, (window - 1, 0), 0)
     result = attention.splash(
-        *map(jnp.float32, (q, k, v)), causal, jnp.int32(q_segment), jnp.int32(kv_segment), interpret=True
+        *map(jnp.float32, (q, k, v)),
+        H**-0.5,
+        causal,
+        jnp.int32(q_segment),
+        jnp.int32(kv_segment),
+        interpret=True,
     )
     compare(result, numpy_attention(q, k, v, mask))
 
@@ -250,9 +274,10 @@ def test_cached_by_splash(monkeypatch):
     used = np.arange(S) < length[:, None]
     sees = np.arange(T) < np.array([128, 50, 128])[:, None]
     quantized = quantized_kv(kv)
-    poisoned = KV(quantized.values, jnp.where(used[:, None, None], quantized.scale, jnp.nan))
+    poisoned = kv_of(quantized.values, jnp.where(used[:, None, None], quantized.scale, jnp.nan))
     monkeypatch.setattr(attention, "BLOCK", 256)
     monkeypatch.setattr(attention, "use_splash", lambda q: True)
     monkeypatch.setattr(attention, "splash", partial(attention.splash, interpret=True))
-    result = attention.attend_cached(jnp.float32(q), poisoned, jnp.int32(length), sees=jnp.array(sees))
+    length = jnp.int32(np.where(sees, length[:, None], 0))
+    result = attention.attend_cached(jnp.float32(q), poisoned, length)
     compare(result, numpy_attention(q, *exact(quantized), used[:, None] & sees[..., None]))

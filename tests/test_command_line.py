@@ -24,6 +24,8 @@ from checkpoints.errors import UserError
 from model import Sampling
 from serving import memory
 from serving.text import load_tokenizer, stop_tokens
+from sharding.arrays import abstract
+from sharding.mesh import make_mesh
 from terminal import models, report
 from terminal.command_line import run
 from terminal.launch import choose_mesh
@@ -301,7 +303,7 @@ def test_default_lengths_do_not_depend_on_the_batch():
 
 
 def deployment_of(cfg, n_devices=1) -> memory.Deployment:
-    mesh = model.make_mesh(cfg, n_devices, devices=jax.devices()[:n_devices])
+    mesh = make_mesh(cfg, n_devices, devices=jax.devices()[:n_devices])
     return memory.Deployment(cfg, mesh, "float32", False, "float32")
 
 
@@ -408,7 +410,7 @@ def test_bytes_per_step():
     deployment = deployment_of(cfg)
 
     def found(batch: float, *positions: int, kv_dtype: str = "float32", mesh=deployment.mesh) -> float:
-        weights = model.abstract(model.weight_infos(cfg), mesh, jnp.float32)
+        weights = abstract(model.weight_infos(cfg), mesh, jnp.float32)
         return memory.bytes_per_step(weights, cfg, mesh, batch, np.array(positions), kv_dtype)
 
     E, A = cfg.experts.E, cfg.experts.A
@@ -423,7 +425,7 @@ def test_bytes_per_step():
     rings = np.mean([7, 8, 1, 2])  # what tokens at the positions 6 to 9 see
     assert found(5, 6, 7, 8, 9) - found(5) == pytest.approx(5 * token * (8.5 + 2 * rings))
     # A token reads one expert of one group: half of the two that each group has, and not a quarter.
-    groups = model.make_mesh(cfg, expert=2, devices=jax.devices()[:2])
+    groups = make_mesh(cfg, expert=2, devices=jax.devices()[:2])
     assert found(999, mesh=groups) - found(1, mesh=groups) == pytest.approx(2 * experts / 2 / 2)
 
 

@@ -21,7 +21,6 @@ from ml_dtypes import bfloat16
 from safetensors.numpy import load_file, save_file
 
 import convert_checkpoint
-import model
 from checkpoints.checkpoint import open_checkpoint
 from checkpoints.config_json import read_config
 from checkpoints.folders import INDEX
@@ -31,6 +30,7 @@ from checkpoints.names import named_infos
 from checkpoints.tensor_files import TensorFile
 from convert_checkpoint import convert, verify
 from quantize import QuantizedArray, quantize
+from sharding.mesh import make_mesh
 
 ROOT = pathlib.Path(convert_checkpoint.__file__).parent
 LLAMA3, LLAMA4 = CHECKPOINTS / "tiny-llama3", CHECKPOINTS / "tiny-llama4"
@@ -379,7 +379,7 @@ def test_nonfinite_weights(value, quantized, tmp_path):
     verify(str(tmp_path / "x"), source)
     for folder in (source, tmp_path / "x"):
         checkpoint = open_checkpoint(folder)
-        mesh = model.make_mesh(checkpoint.config, devices=jax.devices()[:1])
+        mesh = make_mesh(checkpoint.config, devices=jax.devices()[:1])
         up = load(checkpoint, mesh, "bfloat16", quantized).layers[1].feed_forward.up
         finite = np.isfinite(up.scale if quantized else np.asarray(up, np.float32).sum(1))
         assert not finite[5] and finite.sum() == len(finite) - 1
@@ -490,7 +490,7 @@ def watch(checkpoint):
 def test_a_process_reads_its_own_bytes(expert, tensor, quantized, wide):
     """What one device's process has read from the files is 5% more than what it holds, at most."""
     checkpoint = open_checkpoint(wide / quantized)
-    mesh = model.make_mesh(checkpoint.config, 1, expert, tensor, jax.devices()[: expert * tensor])
+    mesh = make_mesh(checkpoint.config, 1, expert, tensor, jax.devices()[: expert * tensor])
     advised, held = watch(checkpoint), 0
     for source in checkpoint.sources.values():
         sharding = jax.sharding.NamedSharding(mesh, source.info.spec)
@@ -503,7 +503,7 @@ def test_a_process_reads_its_own_bytes(expert, tensor, quantized, wide):
 def test_a_cpu_uses_weights_in_place(wide):
     """What has our order and type in the file is not copied; not even with an odd vocabulary before it."""
     checkpoint = open_checkpoint(wide / "int8")
-    mesh = model.make_mesh(checkpoint.config, devices=jax.devices()[:1])
+    mesh = make_mesh(checkpoint.config, devices=jax.devices()[:1])
     weights = load(checkpoint, mesh, "bfloat16", True)
     maps = pathlib.Path("/proc/self/maps").read_text().splitlines()
     places = [line.split()[0].split("-") for line in maps if str(wide / "int8") in line]
@@ -524,7 +524,7 @@ def test_what_was_copied_is_not_held_twice(dtype, wide):
     """The pages that were read are given back; in the type of the file, those of matrices that move."""
     checkpoint = open_checkpoint(wide / "bfloat16")
     advised = watch(checkpoint)
-    load(checkpoint, model.make_mesh(checkpoint.config, devices=jax.devices()[:1]), dtype, False)
+    load(checkpoint, make_mesh(checkpoint.config, devices=jax.devices()[:1]), dtype, False)
     moved = {"attention.o", "feed_forward.gate", "feed_forward.up", "feed_forward.shared.down"}
     for name, source in checkpoint.sources.items():
         copied = dtype == "float32" or name.removeprefix("layers.0.") in moved
@@ -556,7 +556,7 @@ def test_benchmark(tmp_path, monkeypatch, capsys):
     conversion.make_checkpoint("llama3.2-1b", None, 3, tmp_path / "source")
     assert len(list((tmp_path / "source").glob("*.safetensors"))) == 3
     checkpoint = open_checkpoint(tmp_path / "source")
-    mesh = model.make_mesh(checkpoint.config, tensor=2, devices=jax.devices()[:2])
+    mesh = make_mesh(checkpoint.config, tensor=2, devices=jax.devices()[:2])
     weights = load(checkpoint, mesh, "bfloat16", False)
     held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(weights))
     assert runs["half bfloat16"]["bytes"] == held

@@ -132,7 +132,8 @@ def test_decode_reads_what_is_filled(monkeypatch):
     monkeypatch.setattr(attention, "read_block", count)
     rng = np.random.default_rng(0)
     q = jnp.asarray(rng.normal(size=(2, 1, 1, 2, 8)), jnp.float32)
-    kv = ragged_attention.KV(jnp.asarray(rng.normal(size=(2, 1, 1024, 16)), jnp.float32), None)
-    jax.block_until_ready(attention.attend_cached(q, kv, jnp.array([3, 300])))
+    columns = ragged_attention.key_beside_value(8)
+    kv = ragged_attention.KV(jnp.asarray(rng.normal(size=(2, 1, 1024, 16)), jnp.float32), None, columns)
+    jax.block_until_ready(attention.attend_cached(q, kv, jnp.array([[3], [300]])))
     jax.effects_barrier()
     assert sorted(blocks) == [0, 1]

@@ -13,6 +13,8 @@ from jax.sharding import PartitionSpec as P
 import model
 from ops import grouped_matmul
 from quantize import QuantizedArray, quantize
+from sharding.arrays import specs
+from sharding.mesh import MODEL
 
 
 def dense_loop(x, w, active, router: model.Router):
@@ -85,13 +87,13 @@ def assert_like_the_loop(name: str, routing: str, active: int, router_kind: mode
     w = model.MoE(router=router, gate=w.gate, up=w.up, down=w.down, shared=w.shared)
     x, real = np.random.default_rng(0).standard_normal((8, 6, cfg.D)), 5
 
-    layouts = P("data"), model.specs(info, w)
+    layouts = P("data"), specs(info, w)
 
     @partial(jax.shard_map, mesh=mesh, in_specs=layouts, out_specs=P("data"))
     def experts(x, w):
         start = jnp.zeros_like(x[:, 0, 0], jnp.int32)
         span = model.span_at(start, start + real, x.shape[1], cfg)
-        return jax.lax.psum(model.experts(x, w, span, kind), model.MODEL)
+        return jax.lax.psum(model.experts(x, w, span, kind), MODEL)
 
     whole = w
     if quantized:

@@ -24,6 +24,7 @@ from serving.programs import Programs
 from serving.requests import Answer, Request
 from serving.scheduler import Row, Shard
 from serving.speculation import PromptLookup
+from sharding.arrays import abstract
 
 ROWS, MAX_LEN = 8, 160
 SUBJECTS = ("tiny-llama3", "tiny-llama4", "ring")
@@ -638,7 +639,7 @@ def test_memory(mesh, monkeypatch):
     at, calls = places(), len(found)
     finish(batch)
     planned = held_bytes(
-        jax.tree.leaves(model.abstract(model.cache_infos(cfg, ROWS, MAX_LEN, jnp.float32), devices))
+        jax.tree.leaves(abstract(model.cache_infos(cfg, ROWS, MAX_LEN, jnp.float32), devices))
     )
     assert len(found) > calls + 50 and all(answer.tokens for answer in answers)
     assert planned <= min(found) and max(found) <= planned + 5_000

@@ -13,14 +13,15 @@ from jax._src.lib import triton
 from jax.experimental import pallas
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jaxlib.mlir import ir
-from test_attention import compare, exact, numpy_attention, quantized_kv
+from test_attention import compare, exact, kv_of, numpy_attention, quantized_kv
 from test_kernels import KINDS, assert_same, generate
 
 import model
 from ops import attention, gpu, grouped_matmul
 from quantize import quantize
-from ragged_attention import KV
 from serving import programs
+from sharding.arrays import abstract
+from sharding.mesh import mesh_shape
 
 
 def unchecked(mesh, in_specs, out_specs):
@@ -70,15 +71,17 @@ def test_cached(T, width, dtype, programs, monkeypatch, as_on_a_gpu):
     sees = rng.random((B, T)) < 0.7 if T > 1 else np.ones((B, 1), bool)
     q = jnp.asarray(rng.standard_normal((B, T, K, G, width)), "bfloat16" if dtype == "int8" else dtype)
     kv = rng.standard_normal((B, K, S, 2 * width))
-    kv = quantized_kv(kv) if dtype == "int8" else KV(jnp.asarray(kv, dtype), None)
+    kv = quantized_kv(kv) if dtype == "int8" else kv_of(jnp.asarray(kv, dtype), None)
     filled = (np.arange(S) < length[:, None]) & (np.arange(S) >= start[:, None])
     here = filled[:, None]  # BKS
     if dtype == "int8":
-        poisoned = KV(kv.values, jnp.where(here[:, :, None], kv.scale, jnp.nan))
+        poisoned = kv_of(kv.values, jnp.where(here[:, :, None], kv.scale, jnp.nan))
     else:
-        poisoned = KV(jnp.where(here[..., None], kv.values, jnp.nan), None)
+        poisoned = kv_of(jnp.where(here[..., None], kv.values, jnp.nan), None)
     used = as_on_a_gpu()
-    result = attention.attend_cached(q, poisoned, jnp.int32(length), jnp.int32(start), jnp.array(sees))
+    hidden = tuple(jnp.broadcast_to(x, sees.shape) for x in (0, jnp.int32(start)[:, None]))
+    lengths = jnp.int32(np.where(sees, length[:, None], 0))
+    result = attention.attend_cached(q, poisoned, lengths, hidden)
     assert used == {"flash"}
     mask = sees[..., None] & filled[:, None]
     expected = numpy_attention(np.asarray(q, np.float64), *exact(kv), mask)
@@ -95,7 +98,7 @@ def test_causal(window, as_on_a_gpu):
     back = np.arange(T)[:, None] - np.arange(T)
     mask = (back >= 0) & (back < (window or T)) & (segment[..., None] == segment[:, None])
     used = as_on_a_gpu()
-    kv = KV(jnp.float32(np.concatenate([k, v], -1).swapaxes(1, 2)), None)
+    kv = kv_of(jnp.float32(np.concatenate([k, v], -1).swapaxes(1, 2)), None)
     result = attention.attend_causal(jnp.float32(q), kv, jnp.int32(segment), window)
     assert used == {"flash"}
     compare(result, numpy_attention(q, k.swapaxes(1, 2), v.swapaxes(1, 2), mask))
@@ -160,7 +163,7 @@ def test_without_triton(without_triton, as_on_a_gpu, capsys):
     x, gate, up, down = (rng.standard_normal(shape) for shape in [(5, 8)] + [(3, 8, 8)] * 3)
     length, expert = jnp.int32([100, 7]), rng.integers(0, 3, 5)
     for _ in range(2):
-        attended = attention.attend_cached(jnp.float32(q), KV(jnp.float32(kv), None), jnp.int32(length))
+        attended = attention.attend_cached(jnp.float32(q), kv_of(jnp.float32(kv)), length[:, None])
         weights = map(jnp.float32, (gate, up, down))
         mixed = grouped_matmul.expert_mlp(jnp.float32(x), expert[:, None], jnp.ones((5, 1)), *weights)
     mask = np.arange(128) < np.array(length)[:, None, None]
@@ -178,12 +181,12 @@ def test_without_triton(without_triton, as_on_a_gpu, capsys):
 def test_lowering(program, kv_dtype):
     """On 8 GPUs that are not here: shard_map's check passes, and the kernels are valid Triton."""
     cfg = llama4_config(H=64)
-    shape = model.mesh_shape(cfg, 2, 2, 2)
+    shape = mesh_shape(cfg, 2, 2, 2)
     device = AbstractDevice("NVIDIA H200", None, "gpu")
     mesh = AbstractMesh(tuple(shape.values()), tuple(shape), (AxisType.Auto,) * 5, abstract_device=device)
     dtype = jnp.float32 if kv_dtype == "float32" else jnp.bfloat16
-    weights = model.abstract(model.weight_infos(cfg), mesh, dtype, quantized=kv_dtype == "int8")
-    cache = model.abstract(model.cache_infos(cfg, 4, 256, jnp.dtype(kv_dtype)), mesh)
+    weights = abstract(model.weight_infos(cfg), mesh, dtype, quantized=kv_dtype == "int8")
+    cache = abstract(model.cache_infos(cfg, 4, 256, jnp.dtype(kv_dtype)), mesh)
     count, shards = jax.ShapeDtypeStruct((4,), "int32"), jax.ShapeDtypeStruct((2,), "int32")
     guesses = jax.ShapeDtypeStruct((4, 3), "int32")
     arguments = dict(

@@ -15,6 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 import model
 from serving import programs
+from sharding.arrays import abstract
+from sharding.mesh import EXPERT, HEADS, MODEL, SLOTS, TENSOR, mesh_shape, mesh_size
 
 LENGTHS = (1, 5, 8, 9, 17, 20, 3, 16)
 NEW = 10
@@ -127,10 +129,10 @@ def test_places(name, chunk):
     cfg, T, capacity = llama4_config(), 20, 40
     mask = model.Chunked(chunk) if chunk else model.Full()
     mesh = mesh_of(cfg, name)
-    slots = model.mesh_size(mesh, model.SLOTS)
+    slots = mesh_size(mesh, SLOTS)
     start, count = np.array([0, 5, 8, 13]), np.array([20, 0, 3, 17])
 
-    @partial(jax.shard_map, mesh=mesh, in_specs=P(), out_specs=P(None, None, model.MODEL))
+    @partial(jax.shard_map, mesh=mesh, in_specs=P(), out_specs=P(None, None, MODEL))
     def on_devices(start, count):
         return model.places(model.span_at(start, count, T, cfg), mask, capacity)[..., None]
 
@@ -303,7 +305,7 @@ def test_guesses_of_a_step(name):
 def shapes(cfg, mesh, batch, max_len):
     """Of weights and cache, in float32: what compiling takes."""
     infos = model.weight_infos(cfg), model.cache_infos(cfg, batch, max_len, jnp.float32)
-    return (model.abstract(x, mesh, jnp.float32) for x in infos)
+    return (abstract(x, mesh, jnp.float32) for x in infos)
 
 
 @pytest.mark.parametrize(
@@ -385,8 +387,8 @@ def test_mesh_axes_multiply_out(n, heads):
     """For any degrees that the model allows, heads x slots and expert x tensor are the same devices."""
     cfg = llama4_config(K=heads, H=128, E=16)
     for expert in (expert for expert in (1, 2, 4, 8, 16) if n % expert == 0):
-        mesh = model.mesh_shape(cfg, 1, expert, n // expert)
-        groups = (model.HEADS, model.SLOTS, model.EXPERT, model.TENSOR)
+        mesh = mesh_shape(cfg, 1, expert, n // expert)
+        groups = (HEADS, SLOTS, EXPERT, TENSOR)
         by_heads, by_slots, by_expert, by_tensor = (math.prod(mesh[axis] for axis in axes) for axes in groups)
         assert (by_expert, by_tensor) == (expert, n // expert)
         assert by_heads * by_slots == n and cfg.heads.K % by_heads == 0

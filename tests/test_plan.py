@@ -436,7 +436,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from models import read_model
 cfg = read_model("llama3.1-70b")
 cfg = dataclasses.replace(cfg, layers=cfg.layers[:2])
-mesh = model.make_mesh(cfg, tensor=16, devices=plan.find_topology("v5e:4x4").devices)
+mesh = make_mesh(cfg, tensor=16, devices=plan.find_topology("v5e:4x4").devices)
 _, weights, cache = plan.Job(cfg, 32, 8192).arguments(mesh).values()
 sharding = NamedSharding(mesh, P("data"))
 row, text = (jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding) for shape in [(1,), (1, 8192)])
@@ -466,7 +466,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from models import read_model
 cfg = read_model("llama4-scout")
 cfg = dataclasses.replace(cfg, layers=cfg.layers[2:4])
-mesh = model.make_mesh(cfg, tensor=16, devices=plan.find_topology("v5e:4x4").devices)
+mesh = make_mesh(cfg, tensor=16, devices=plan.find_topology("v5e:4x4").devices)
 arguments = plan.Job(cfg, 8, 16384).arguments(mesh) | dict(cfg=cfg, mesh=mesh)
 guesses = jax.ShapeDtypeStruct((8, 4), jnp.int32, sharding=NamedSharding(mesh, P("data")))
 compiled = model.decode_step.lower(drafts=guesses, sampling=model.Sampling(), **arguments).compile()

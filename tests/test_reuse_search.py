@@ -22,6 +22,7 @@ from serving.engine import Engine
 from serving.programs import Programs
 from serving.requests import Answer, Request
 from serving.speculation import DraftModel, PromptLookup
+from sharding.arrays import ArrayInfo
 
 MAX_LEN, REQUESTS = 96, 30
 # Of log-probabilities. In float32 1e-5 was seen; in int8 7e-3, where a key or value rounds to another step.
@@ -31,7 +32,7 @@ TIE = SAME
 
 
 def in_float64(weights: model.Weights, cfg: model.Config) -> model.Weights:
-    def convert(info: model.ArrayInfo, x) -> np.ndarray:
+    def convert(info: ArrayInfo, x) -> np.ndarray:
         x = dequantize(x, info.contracted_axes) if isinstance(x, QuantizedArray) else x
         return np.asarray(x, np.float64)
 

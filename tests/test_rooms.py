@@ -12,6 +12,7 @@ ORDER = (
     {"serving"},
     {"checkpoints"},
     {"model"},
+    {"sharding"},
     {"ragged_attention", "ops"},
     {"quantize"},
 )

@@ -18,6 +18,7 @@ from transformers.generation import (
 
 import model
 from model import Sampling
+from sharding.mesh import MODEL, mesh_size
 
 deep = partial(pytest.param, marks=pytest.mark.deep)
 CFG = llama4_config()
@@ -34,8 +35,8 @@ LENGTH = np.array([0, 1, 2, 3, 5, 11, 12, 7], np.int32)
 @lru_cache
 def program(name, scores):
     """model.sample on a mesh; with `scores`, what it takes the largest of, [B,V], instead of the largest."""
-    layouts = P("data", model.MODEL), P("data"), P("data"), P("data")
-    out = P("data", model.MODEL) if scores else P("data")
+    layouts = P("data", MODEL), P("data"), P("data"), P("data")
+    out = P("data", MODEL) if scores else P("data")
 
     @jax.jit
     @partial(jax.shard_map, mesh=mesh_of(CFG, name), in_specs=layouts, out_specs=out)
@@ -50,7 +51,7 @@ def program(name, scores):
 
 def draw(logits, how, name="1", text=TEXT, length=LENGTH, scores=False):
     """One token per row, the vocabulary padded and sharded as in the model. how: of numbers, or of [B]."""
-    shards = model.mesh_size(mesh_of(CFG, name), model.MODEL)
+    shards = mesh_size(mesh_of(CFG, name), MODEL)
     padded = np.pad(logits, ((0, 0), (0, -CFG.V % shards)), constant_values=-np.inf)
     asked = {x: np.broadcast_to(np.asarray(v, TYPES[x]), len(logits)) for x, v in how.items()}
     found = program(name, scores)(padded, Sampling(**asked), text, length)
@@ -214,7 +215,7 @@ def test_same_draws_on_every_mesh(name):
 
 @lru_cache
 def top_of_one_device():
-    layout = P("data", model.MODEL)
+    layout = P("data", MODEL)
     layouts = layout, layout, P("data")
     return jax.jit(jax.shard_map(model.top, mesh=mesh_of(CFG), in_specs=layouts, out_specs=layout))
 

@@ -20,6 +20,8 @@ import plots
 import speed
 
 import model
+from sharding.arrays import abstract
+from sharding.mesh import make_mesh
 
 TINY = "tests/checkpoints/tiny-llama4"
 
@@ -40,7 +42,7 @@ def test_operations_are_those_of_each_product(tokens, context, chooses, quantize
     """Counted one by one, for a model with dense and routed, chunked and global layers."""
     kinds = (Kind(chunk=4, moe=True), Kind(rope=False), Kind(chunk=4))
     cfg = llama4_config(kinds, D=8, K=2, G=3, H=4, F=16, V=10, E=4, A=2, M=6)
-    weights = model.abstract(model.weight_infos(cfg), model.make_mesh(cfg), np.float32, quantized)
+    weights = abstract(model.weight_infos(cfg), make_mesh(cfg), np.float32, quantized)
     count = 0
     for kind in kinds:
         for position in range(context, context + tokens):

@@ -23,6 +23,7 @@ SIZES = dict(
     max_position_embeddings=256, bos_token_id=0, eos_token_id=None, pad_token_id=None,
 )  # fmt: skip
 NO_SCALING = dict(rope_type="default", rope_theta=5e5)
+HALF = dict(partial_rotary_factor=0.5)
 LLAMA3_ROPE = dict(
     rope_type="llama3", rope_theta=1e4, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
     original_max_position_embeddings=32,
@@ -52,6 +53,40 @@ CONFIGS = {
     "qwen3": transformers.Qwen3Config(
         **SIZES, num_hidden_layers=2, intermediate_size=64, rope_parameters=NO_SCALING
     ),
+    "qwen2": transformers.Qwen2Config(
+        **SIZES, num_hidden_layers=3, intermediate_size=64, rope_parameters=NO_SCALING,
+        use_sliding_window=True, sliding_window=8, max_window_layers=1,
+    ),
+    "qwen3-moe": transformers.Qwen3MoeConfig(
+        **SIZES, num_hidden_layers=3, intermediate_size=64, moe_intermediate_size=24, num_experts=4,
+        num_experts_per_tok=2, norm_topk_prob=True, mlp_only_layers=[1], rope_parameters=NO_SCALING,
+    ),
+    "openllama": transformers.LlamaConfig(
+        **SIZES | dict(num_key_value_heads=6), num_hidden_layers=2, intermediate_size=64, rms_norm_eps=1e-6,
+        rope_parameters=NO_SCALING,
+    ),
+    "mistral": transformers.MistralConfig(
+        **SIZES, num_hidden_layers=2, intermediate_size=64, sliding_window=9, rope_parameters=NO_SCALING
+    ),
+    "mixtral": transformers.MixtralConfig(
+        **SIZES, num_hidden_layers=2, intermediate_size=24, num_local_experts=4, num_experts_per_tok=2,
+        rope_parameters=NO_SCALING,
+    ),
+    "gemma": transformers.GemmaConfig(
+        **SIZES | dict(num_key_value_heads=1), num_hidden_layers=2, intermediate_size=64,
+        rope_parameters=NO_SCALING,
+    ),
+    "gpt2": transformers.GPT2Config(
+        vocab_size=512, n_embd=48, n_layer=2, n_head=6, n_positions=256, bos_token_id=0, eos_token_id=None,
+    ),
+    "glm": transformers.GlmConfig(
+        **SIZES, num_hidden_layers=2, intermediate_size=64, rope_parameters=NO_SCALING | HALF,
+    ),
+    "glm4-moe-lite": transformers.Glm4MoeLiteConfig(
+        **SIZES | dict(num_key_value_heads=6, head_dim=8), num_hidden_layers=3, intermediate_size=64,
+        moe_intermediate_size=24, n_routed_experts=4, num_experts_per_tok=2, q_lora_rank=20, kv_lora_rank=24,
+        qk_rope_head_dim=8, qk_nope_head_dim=12, v_head_dim=16, rope_parameters=NO_SCALING,
+    ),
 }  # fmt: skip
 NEW = 20  # from any length up to 40, decoding crosses at least two edges of the chunks of 8
 LENGTHS = (1, 7, 8, 9, 16, 23, 40)
@@ -73,6 +108,9 @@ def reference_model(name: str):
                 is_norm
                 + (0.2 if is_norm or "embed" not in parameter_name else 1) * torch.randn_like(parameter)
             )
+        for buffer_name, buffer in reference.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.2 * torch.randn_like(buffer))
     return reference
 
 

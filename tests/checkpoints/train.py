@@ -28,6 +28,8 @@ from transformers import PreTrainedTokenizerFast
 
 import model
 from checkpoints import config_json, layouts
+from sharding.arrays import ArrayInfo
+from sharding.mesh import make_mesh
 
 VOCABULARY = 512
 COMMON = dict(
@@ -126,7 +128,7 @@ def make_batch(tokenizer, rng: random.Random, rows: int, width: int, ask) -> tup
 
 def train(cfg: model.Config, tokenizer, steps: int, peak_rate: float = 3e-3) -> model.Weights:
     """Adam with warm-up and cosine decay on the answers' tokens."""
-    mesh = model.make_mesh(cfg, devices=jax.devices()[:1])
+    mesh = make_mesh(cfg, devices=jax.devices()[:1])
     weights = model.init_weights(jax.random.key(0), cfg, mesh)
 
     def loss(weights, tokens, trained):
@@ -174,7 +176,7 @@ def to_hugging_face(cfg: model.Config, weights: model.Weights) -> dict[str, np.n
     """The checkpoint's tensors by name, in bfloat16: layouts.py backwards."""
     tensors = {}
 
-    def put(info: model.ArrayInfo, x):
+    def put(info: ArrayInfo, x):
         layout = layouts.layout_of(info, info.stored[0])
         tensor = tensors.setdefault(info.stored[0].name, np.zeros(layout.shape, ml_dtypes.bfloat16))
         layout.view(tensor)[...] = np.asarray(x, np.float32).transpose(np.argsort(layout.order(info)))

@@ -1,0 +1,131 @@
+"""Arrays declared by letters: the shapes, shardings, int8 forms and first values that follow from that.
+
+The letters are those of model.py, which declares the weights and the cache.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ops.tpu import LANES
+from quantize import QuantizedArray, quantize
+from sharding.mesh import SHARDED_BY, mesh_size
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """The tensor of a Hugging Face checkpoint that an array is, or is a part of.
+
+    name:    {e} numbers the experts, if each has a tensor of its own.
+    letters: its dimensions. Parentheses join letters into one; brackets hold parts that follow one another,
+             of which the array is number `part`, from 0: "D[KGH+KH+KH]", or in each head "(K[H+V])D".
+    sizes:   (letter, size) of all letters, also those of the other parts.
+    """
+
+    name: str
+    letters: str
+    part: int = 0
+    sizes: tuple[tuple[str, int], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayInfo:
+    """One array, declared: shape, sharding, initial value, int8 form and checkpoint layout follow from it.
+
+    Not a pytree node, so jax.tree.map takes it for a leaf.
+    letters:    our layout, lowercase where it is sharded.
+    contracted: the letters that its matmul sums; int8 has one scale per entry of the rest.
+    stored:     where a Hugging Face checkpoint may have it; the first that is there counts.
+    shape:      the true sizes of the letters. dtype: None for the float type of the model or cache.
+    initial:    what random values are around; None: around 0, with variance 1 / fan-in.
+    """
+
+    letters: str
+    contracted: str = ""
+    stored: tuple[Stored, ...] = ()
+    shape: tuple[int, ...] = ()
+    dtype: Any = None
+    initial: float | None = None
+
+    @property
+    def spec(self) -> P:
+        return P(*(SHARDED_BY.get(letter) for letter in self.letters))
+
+    @property
+    def contracted_axes(self) -> tuple[int, ...]:
+        return tuple(self.letters.index(letter) for letter in self.contracted)
+
+    @property
+    def scale(self) -> "ArrayInfo":
+        """The declaration of the int8 scales."""
+        kept = [i for i in range(len(self.letters)) if i not in self.contracted_axes]
+        return ArrayInfo("".join(self.letters[i] for i in kept), shape=tuple(self.shape[i] for i in kept))
+
+    def padded_shape(self, mesh: Mesh) -> tuple[int, ...]:
+        """The shape with each size rounded up to a multiple of its devices: zeros, which change no result.
+
+        Each device gets a multiple of LANES cache slots: whole tiles, as its kernels want.
+        """
+        degrees = [mesh_size(mesh, SHARDED_BY.get(letter, ())) for letter in self.letters]
+        units = [
+            degree * LANES if x == "s" else degree for x, degree in zip(self.letters, degrees, strict=True)
+        ]
+        return tuple(-(-size // unit) * unit for size, unit in zip(self.shape, units, strict=True))
+
+
+def specs(infos, arrays):
+    """The PartitionSpec of each array in a tree; `arrays` tells which of the declared ones are int8."""
+
+    def spec(info: ArrayInfo, x):
+        return QuantizedArray(info.spec, info.scale.spec) if isinstance(x, QuantizedArray) else info.spec
+
+    return jax.tree.map(spec, infos, arrays)
+
+
+def abstract(infos, mesh: Mesh, dtype=None, quantized: bool = False):
+    """The declared tree as sharded jax.ShapeDtypeStructs. quantized: int8 where a matmul contracts."""
+
+    def struct(info: ArrayInfo, dtype):
+        return jax.ShapeDtypeStruct(info.padded_shape(mesh), dtype, sharding=NamedSharding(mesh, info.spec))
+
+    def leaf(info: ArrayInfo):
+        if quantized and info.contracted:
+            return QuantizedArray(struct(info, jnp.int8), struct(info.scale, jnp.float32))
+        return struct(info, info.dtype or dtype)
+
+    return jax.tree.map(leaf, infos)
+
+
+def make(function, tree, *arguments):
+    """The arrays that function(array, *static) computes, each shard on its device from the start."""
+    shardings = jax.tree.map(lambda x: x.sharding, tree)
+    return jax.jit(function, static_argnums=range(1, len(arguments)), out_shardings=shardings)(*arguments)
+
+
+def random_arrays(key: Array, infos, mesh: Mesh, dtype, quantized: bool):
+    """A declared tree with random values, the same on every mesh, see ArrayInfo.initial."""
+    infos, treedef = jax.tree.flatten(infos)
+    arrays = []
+    for one, info in zip(jax.random.split(key, len(infos)), infos, strict=True):
+        info = dataclasses.replace(info, stored=())  # those that differ in their names alone share a program
+        tree = abstract(info, mesh, dtype, quantized)
+        array = make(_random, tree, one, info, info.padded_shape(mesh), dtype, quantized)
+        arrays.append(jax.block_until_ready(array))  # one is in float32 at a time
+    return treedef.unflatten(arrays)
+
+
+def _random(key: Array, info: ArrayInfo, padded: tuple[int, ...], dtype, quantized: bool):
+    x, summed = jax.random.normal(key, info.shape), info.contracted or "D"
+    fan_in = math.prod(n for n, letter in zip(info.shape, info.letters, strict=True) if letter in summed)
+    x = x * fan_in**-0.5 if info.initial is None else info.initial + x / 10
+    x = jnp.pad(x, [(0, n) for n in np.subtract(padded, info.shape)])
+    if quantized and info.contracted:
+        return quantize(x, info.contracted_axes)
+    return x.astype(info.dtype or dtype)
