@@ -6,7 +6,8 @@ Letters, one per dimension, used in every shape, einsum and comment:
     T  query positions       H  head width              A  experts active per token
     K  key/value heads       D  model width             M  feed-forward width of an expert
     G  queries per K         F  feed-forward width      V  vocabulary
-    C  columns of a slot of the cache: a key beside its value, 2H; or a latent beside a rotated key, L+R
+    C  columns of a slot of the cache: a key beside its value, 2H, or a latent beside a rotated key, L+R;
+       more than 128 are filled up to a multiple of it
 
 and of latent attention (see Latent): L  latent, Q  compressed query, and in a head U  value, R  key with
 rotation, N  key without; P  positions that have an embedding.
@@ -556,7 +557,7 @@ def whole(*parts: Array) -> list[Array]:
 
 
 def project(x: Array, w: Attention, span: Span, kind: LayerKind) -> tuple[Array, Array]:
-    """x: [b,T,D] -> q [b,T,k,G,H], and the keys beside the values [b,T,k,C]."""
+    """x: [b,T,D] -> q [b,T,k,G,H], and the keys beside the values [b,T,k,2H]."""
     q = biased(einsum("bTD,kgHD->bTkgH", x, w.q), w.q_bias)
     k = biased(einsum("bTD,khD->bTkh", x, w.k), w.k_bias)
     v = biased(einsum("bTD,khD->bTkh", x, w.v), w.v_bias)
@@ -580,7 +581,7 @@ def project(x: Array, w: Attention, span: Span, kind: LayerKind) -> tuple[Array,
 
 
 def project_latent(x: Array, w: LatentAttention, span: Span, kind: LayerKind) -> tuple[Array, Array]:
-    """x: [b,T,D] -> q [b,T,k,G,C], and the latents beside the rotated keys [b,T,k,C]; k is 1.
+    """x: [b,T,D] -> q [b,T,k,G,L+R], and the latents beside the rotated keys [b,T,k,L+R]; k is 1.
 
     Each device has all of q_a: it is small, and so there is one all-gather, not two.
     """
@@ -589,10 +590,10 @@ def project_latent(x: Array, w: LatentAttention, span: Span, kind: LayerKind) ->
     q = einsum("bTkgN,kgLN->bTkgL", einsum("bTQ,kgNQ->bTkgN", compressed, w.q_b), w.k_b)
     q = jnp.concatenate([q, rotate(einsum("bTQ,kgRQ->bTkgR", compressed, w.q_rope), span, interleaved)], -1)
     latent, k_rope = einsum("bTD,lD->bTl", x, w.kv_a), einsum("bTD,rD->bTr", x, w.k_rope)
-    *bTk, g, C = q.shape
-    q, latent, k_rope = whole(q.reshape(*bTk, g * C), latent[:, :, None], k_rope[:, :, None])
+    *bTk, g, width = q.shape
+    q, latent, k_rope = whole(q.reshape(*bTk, g * width), latent[:, :, None], k_rope[:, :, None])
     latent, k_rope = normalize(latent, w.kv_a_norm, norm), rotate(k_rope, span, interleaved)
-    return q.reshape(*bTk, -1, C), jnp.concatenate([latent, k_rope], -1)
+    return q.reshape(*bTk, -1, width), jnp.concatenate([latent, k_rope], -1)
 
 
 def merge_slots(o: Array, lse: Array) -> tuple[Array, Array]:
@@ -674,14 +675,15 @@ def places(span: Span, mask: Full | Chunked | Window, capacity: int) -> Array:
 
 
 def cached_form(new: Array, kv: KV | None, columns: Columns) -> KV:
-    """A span's keys and values, [b,T,k,C], as the cache, if there is one, holds them: [b,k,T,C]."""
-    new = new.swapaxes(1, 2)
-    if kv is None or kv.scale is None:
-        return KV(new if kv is None else new.astype(kv.values.dtype), None, columns)
-    parts = new.reshape(*new.shape[:3], columns.width // columns.key, -1)  # a latent is key and value
-    quantized = quantize(parts, (4,), kv.scale.dtype)
-    scale = jnp.broadcast_to(quantized.scale.swapaxes(2, 3), (*new.shape[:2], 2, new.shape[2]))
-    return KV(quantized.values.reshape(new.shape), scale, columns)
+    """A span's keys and values, [b,T,k,2H] or [b,T,k,L+R], as a cache holds them: [b,k,T,C]."""
+    new, scale = new.swapaxes(1, 2), None
+    if kv is not None and kv.scale is not None:
+        parts = new.reshape(*new.shape[:3], new.shape[3] // columns.key, -1)  # a latent is key and value
+        quantized = quantize(parts, (4,), kv.scale.dtype)
+        new = quantized.values.reshape(new.shape)
+        scale = jnp.broadcast_to(quantized.scale.swapaxes(2, 3), (*new.shape[:2], 2, new.shape[2]))
+    new = jnp.pad(new, [(0, 0)] * 3 + [(0, columns.width - new.shape[3])])
+    return KV(new if kv is None else new.astype(kv.values.dtype), scale, columns)
 
 
 @jax.named_scope("attention")

@@ -22,21 +22,21 @@ GROUP = 128  # rows x heads x tokens that it has in VMEM at once
 VMEM_BYTES = 32 << 20  # of VMEM that it may use
 MASKED = -1e30  # a score that no exponential survives, without the NaN of inf - inf
 
-# Slots per block of the decode kernel, large and small, by (width of keys, bytes per element): of widths 64
-# and 128 from tune.py, of the others what fits beside it.
+# Slots per block of the decode kernel, large and small, by (columns of a slot, bytes per element): of 128 and
+# 256 columns from tune.py, of more what fits as well.
 DECODE_BLOCKS = {
-    (64, 1): (4096, 512),
-    (64, 2): (8192, 512),
-    (64, 4): (4096, 256),
-    (128, 1): (8192, 512),
-    (128, 2): (8192, 256),
+    (128, 1): (4096, 512),
+    (128, 2): (8192, 512),
     (128, 4): (4096, 256),
-    (256, 1): (4096, 512),
-    (256, 2): (4096, 256),
-    (256, 4): (2048, 256),
-    (576, 1): (4096, 512),
-    (576, 2): (2048, 256),
-    (576, 4): (1024, 256),
+    (256, 1): (8192, 512),
+    (256, 2): (8192, 256),
+    (256, 4): (4096, 256),
+    (512, 1): (4096, 512),
+    (512, 2): (4096, 256),
+    (512, 4): (2048, 256),
+    (640, 1): (4096, 512),
+    (640, 2): (2048, 256),
+    (640, 4): (1024, 256),
 }
 
 
@@ -53,7 +53,9 @@ class Columns:
 
     @property
     def width(self) -> int:
-        return max(self.key, self.value[1])
+        """C: all of them, and what fills the last register, without which XLA would choose another layout."""
+        used = max(self.key, self.value[1])
+        return used if used < LANES else -(-used // LANES) * LANES
 
     @property
     def value_width(self) -> int:
@@ -103,7 +105,7 @@ def ragged_attention_tpu(
     quantized = kv.scale is not None
     cache, new = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (kv, new))
     S = kv.values.shape[2]
-    large, small = blocks or DECODE_BLOCKS[H, kv.values.dtype.itemsize]
+    large, small = blocks or DECODE_BLOCKS[kv.values.shape[3], kv.values.dtype.itemsize]
     while large > small and T * G * large > SCORES:
         large //= 2
     large, small = min(large, S), min(small, S)

@@ -26,8 +26,6 @@ import sys
 import tempfile
 import time
 
-from sharding.mesh import make_mesh
-
 FOLDER = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
 if "--worker" not in sys.argv:  # a worker's environment has only what its own library needs
@@ -67,6 +65,7 @@ def jax_library(fields: dict, dtype: str, threads: int, folder: str):
 
     import model
     from checkpoints.config_json import read_config
+    from sharding.mesh import make_mesh
 
     cfg, caches, float_type = read_config(fields), {}, "bfloat16" if dtype == "int8" else dtype
     static = dict(cfg=cfg, mesh=make_mesh(cfg))

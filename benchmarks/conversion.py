@@ -25,8 +25,6 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
 
 from checkpoints.errors import UserError  # noqa: E402  the folders must be on the path first
-from sharding.arrays import abstract
-from sharding.mesh import make_mesh
 
 # What is done, with which folder, and how it is said in the table.
 JOBS = {
@@ -87,6 +85,8 @@ def whole_load(source: pathlib.Path):
     import model
     from checkpoints.checkpoint import open_checkpoint
     from checkpoints.loading import load
+    from sharding.arrays import abstract
+    from sharding.mesh import make_mesh
 
     checkpoint = open_checkpoint(str(source))
     mesh, infos = make_mesh(checkpoint.config), model.weight_infos(checkpoint.config)
@@ -107,6 +107,7 @@ def half_load(source: pathlib.Path):
 
     jax.config.update("jax_num_cpu_devices", 2)
     from checkpoints.checkpoint import open_checkpoint
+    from sharding.mesh import make_mesh
 
     checkpoint = open_checkpoint(str(source))
     mesh = make_mesh(checkpoint.config, tensor=2)

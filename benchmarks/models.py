@@ -25,16 +25,82 @@ def _llama3(width: int, heads: int, depth: int, feed_forward: int, **other) -> d
     return LLAMA3 | shape | dict(intermediate_size=feed_forward) | other
 
 
+def _dense(kind: str, width: int, heads: tuple[int, int], depth: int, F: int, V: int, **other) -> dict:
+    """heads: of queries, of keys and values."""
+    return dict(
+        model_type=kind, hidden_size=width, num_attention_heads=heads[0], num_key_value_heads=heads[1],
+        num_hidden_layers=depth, intermediate_size=F, vocab_size=V, rms_norm_eps=1e-6,
+        max_position_embeddings=32768,
+    ) | other  # fmt: skip
+
+
+def _openllama(width: int, heads: int, depth: int, F: int) -> dict:
+    return _dense("llama", width, (heads, heads), depth, F, 32000, max_position_embeddings=2048)
+
+
+def _qwen2(width: int, heads: tuple[int, int], depth: int, F: int, V=152064, **other) -> dict:
+    return _dense("qwen2", width, heads, depth, F, V, **other)
+
+
+def _qwen3(width: int, heads: tuple[int, int], depth: int, F: int, **other) -> dict:
+    return _dense("qwen3", width, heads, depth, F, 151936, head_dim=128, **other)
+
+
+def _gpt2(width: int, heads: int, depth: int) -> dict:
+    sizes = dict(n_embd=width, n_head=heads, n_layer=depth, n_positions=1024, vocab_size=50257)
+    return dict(model_type="gpt2", layer_norm_epsilon=1e-5, **sizes)
+
+
+TIED = dict(tie_word_embeddings=True)
+GEMMA = dict(head_dim=256, max_position_embeddings=8192)
+QWEN3_MOE = dict(model_type="qwen3_moe", norm_topk_prob=True, num_experts=128, num_experts_per_tok=8)
+MIXTRAL = dict(model_type="mixtral", num_local_experts=8, num_experts_per_tok=2)
 MODELS = {
     "llama3.1-8b": _llama3(4096, 32, 32, 14336),
     "llama3.1-70b": _llama3(8192, 64, 80, 28672),
     "llama3.1-405b": _llama3(16384, 128, 126, 53248),
-    "llama3.2-1b": _llama3(2048, 32, 16, 8192, head_dim=64, tie_word_embeddings=True),
-    "llama3.2-3b": _llama3(3072, 24, 28, 8192, tie_word_embeddings=True),
+    "llama3.2-1b": _llama3(2048, 32, 16, 8192, head_dim=64, **TIED),
+    "llama3.2-3b": _llama3(3072, 24, 28, 8192, **TIED),
     "llama4-scout": LLAMA4 | dict(num_local_experts=16, max_position_embeddings=10485760),
     "llama4-maverick": LLAMA4 | dict(
         num_local_experts=128, interleave_moe_layer_step=2, use_qk_norm=False, max_position_embeddings=1048576
     ),
+    "openllama-3b": _openllama(3200, 32, 26, 8640),
+    "openllama-7b": _openllama(4096, 32, 32, 11008),
+    "openllama-13b": _openllama(5120, 40, 40, 13824),
+    "mistral-7b": _dense("mistral", 4096, (32, 8), 32, 14336, 32000, sliding_window=4096),
+    "mixtral-8x7b": _dense("mixtral", 4096, (32, 8), 32, 14336, 32000) | MIXTRAL,
+    "mixtral-8x22b": _dense("mixtral", 6144, (48, 8), 56, 16384, 32768) | MIXTRAL,
+    "gemma-2b": _dense("gemma", 2048, (8, 1), 18, 16384, 256000, **GEMMA),
+    "gemma-7b": _dense("gemma", 3072, (16, 16), 28, 24576, 256000, **GEMMA),
+    "gpt2": _gpt2(768, 12, 12),
+    "gpt2-medium": _gpt2(1024, 16, 24),
+    "gpt2-large": _gpt2(1280, 20, 36),
+    "gpt2-xl": _gpt2(1600, 25, 48),
+    "glm-4-9b": _dense(
+        "glm", 4096, (32, 2), 40, 13696, 151552, rms_norm_eps=1.5625e-7, head_dim=128, attention_bias=True,
+        max_position_embeddings=131072,
+    ),
+    "glm-4.7-flash": _dense(
+        "glm4_moe_lite", 2048, (20, 20), 47, 10240, 154880, moe_intermediate_size=1536, n_routed_experts=64,
+        num_experts_per_tok=4, q_lora_rank=768, kv_lora_rank=512, qk_nope_head_dim=192, qk_rope_head_dim=64,
+        v_head_dim=256, max_position_embeddings=202752,
+    ),
+    "qwen2.5-0.5b": _qwen2(896, (14, 2), 24, 4864, 151936, **TIED),
+    "qwen2.5-1.5b": _qwen2(1536, (12, 2), 28, 8960, 151936, **TIED),
+    "qwen2.5-3b": _qwen2(2048, (16, 2), 36, 11008, 151936, **TIED),
+    "qwen2.5-7b": _qwen2(3584, (28, 4), 28, 18944),
+    "qwen2.5-14b": _qwen2(5120, (40, 8), 48, 13824),
+    "qwen2.5-32b": _qwen2(5120, (40, 8), 64, 27648),
+    "qwen2.5-72b": _qwen2(8192, (64, 8), 80, 29568),
+    "qwen3-0.6b": _qwen3(1024, (16, 8), 28, 3072, **TIED),
+    "qwen3-1.7b": _qwen3(2048, (16, 8), 28, 6144, **TIED),
+    "qwen3-4b": _qwen3(2560, (32, 8), 36, 9728, **TIED),
+    "qwen3-8b": _qwen3(4096, (32, 8), 36, 12288),
+    "qwen3-14b": _qwen3(5120, (40, 8), 40, 17408),
+    "qwen3-32b": _qwen3(5120, (64, 8), 64, 25600),
+    "qwen3-30b-a3b": _qwen3(2048, (32, 4), 48, 6144, moe_intermediate_size=768) | QWEN3_MOE,
+    "qwen3-235b-a22b": _qwen3(4096, (64, 4), 94, 12288, moe_intermediate_size=1536) | QWEN3_MOE,
 }  # fmt: skip
 
 

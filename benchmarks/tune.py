@@ -5,7 +5,7 @@
 compiles it with each choice for a TPU that need not be here, and counts the instruction bundles of its loops:
 bundles x trips are the cycles that it computes. Work on one block overlaps with reading the next, so a block
 costs the longer of the two. `--time` runs each choice on this machine's TPU instead. `--write` puts the best
-choice for each head width and cache type into ragged_attention.py.
+choice for each number of columns and cache type into ragged_attention.py.
 """
 # ruff: noqa: E402  the environment must be set before jax is imported
 
@@ -30,25 +30,27 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from checkpoints.errors import UserError
-from ragged_attention import DECODE_BLOCKS, KV, key_beside_value, ragged_attention_tpu
+from ragged_attention import DECODE_BLOCKS, KV, Columns, key_beside_value, ragged_attention_tpu
 from terminal.command_line import OneLineParser, run
 
 # The cases that count alike: rows that fill their cache, rows of all lengths, short rows. One key/value head.
 SLOTS, QUERIES = 8192, 8
+LATENT = Columns(key=576, value=(0, 512), scale=1 / 16)  # GLM-4.7-Flash's
 LENGTHS = {"full": [SLOTS] * 8, "ragged": list(range(512, SLOTS, 1024)), "short": [300] * 8}
 CHOICES = list(itertools.product((2048, 4096, 8192), (256, 512, 1024, 2048)))
 CLOCK = {"v5e": 1.5e9, "v6e": 1.75e9, "v5p": 1.75e9}  # cycles per second. Source: jax-ml/scaling-book tpus.md
 
 
-def arguments(width: int, itemsize: int, make, B: int = 8, S: int = SLOTS, T: int = 1) -> tuple:
+def arguments(columns: int, itemsize: int, make, B: int = 8, S: int = SLOTS, T: int = 1) -> tuple:
     """(q, new, kv, length, place); of several tokens nothing is new. make(shape, dtype): an array."""
 
     def kv(slots: int) -> KV:
         scale = make((B, 1, 2, slots), jnp.bfloat16) if itemsize == 1 else None
         dtype = {1: jnp.int8, 2: jnp.bfloat16, 4: jnp.float32}[itemsize]
-        return KV(make((B, 1, slots, 2 * width), dtype), scale, key_beside_value(width))
+        return KV(make((B, 1, slots, columns), dtype), scale, used)
 
-    q = make((B, T, 1, QUERIES, width), jnp.bfloat16)
+    used = LATENT if columns == LATENT.width else key_beside_value(columns // 2)
+    q = make((B, T, 1, QUERIES, used.key), jnp.bfloat16)
     new, place = (kv(1), make((B,), jnp.int32)) if T == 1 else (None, None)
     return q, new, kv(S), make((B,), jnp.int32), place
 
@@ -66,7 +68,7 @@ def one_device_mesh(device) -> Mesh:
     return Mesh(np.array([device]), ("x",), axis_types=(AxisType.Auto,))
 
 
-def compile_kernel(topology: str, width: int, itemsize: int, large: int, small: int, **sizes: int) -> None:
+def compile_kernel(topology: str, columns: int, itemsize: int, large: int, small: int, **sizes: int) -> None:
     """Compile it, for what the compiler writes about it. sizes: B, S, T."""
     mesh = one_device_mesh(plan.find_topology(topology).devices[0])
     sharding = NamedSharding(mesh, P())
@@ -74,14 +76,16 @@ def compile_kernel(topology: str, width: int, itemsize: int, large: int, small: 
     def make(shape, dtype):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-    kernel(mesh, (large, small)).lower(*arguments(width, itemsize, make, **sizes)).compile()
+    kernel(mesh, (large, small)).lower(*arguments(columns, itemsize, make, **sizes)).compile()
 
 
-def loop_bundles(topology: str, width: int, itemsize: int, large: int, small: int, **sizes: int) -> list[int]:
+def loop_bundles(
+    topology: str, columns: int, itemsize: int, large: int, small: int, **sizes: int
+) -> list[int]:
     """Bundles of the kernel's loops, without those inside: over rows, large blocks and small blocks."""
     with tempfile.TemporaryDirectory() as folder:
         flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
-        what = f"{topology!r}, {width}, {itemsize}, {large}, {small}, **{sizes}"
+        what = f"{topology!r}, {columns}, {itemsize}, {large}, {small}, **{sizes}"
         call = f"import tune; tune.compile_kernel({what})"
         command = [sys.executable, "-c", call]  # a process of its own: the flags are read when it starts
         environment = os.environ | {"LIBTPU_INIT_ARGS": flags, "PYTHONPATH": str(FOLDER)}
@@ -127,18 +131,18 @@ def cycles(bundles: list[int], lengths: list[int], large: int, small: int, slot_
     return total
 
 
-def compiled_costs(topology: str, width: int, itemsize: int, choice: tuple[int, int]) -> dict[str, float]:
+def compiled_costs(topology: str, columns: int, itemsize: int, choice: tuple[int, int]) -> dict[str, float]:
     """Cycles for each case, by the compiler."""
     kind = topology.split(":")[0]
-    bundles = loop_bundles(topology, width, itemsize, *choice)
-    slot_bytes = 2 * (width * itemsize + (2 if itemsize == 1 else 0))
+    bundles = loop_bundles(topology, columns, itemsize, *choice)
+    slot_bytes = columns * itemsize + (4 if itemsize == 1 else 0)
     slot_cycles = slot_bytes / plan.CHIPS[kind].bandwidth * CLOCK[kind]
     costs = {case: cycles(bundles, lengths, *choice, slot_cycles) for case, lengths in LENGTHS.items()}
     # What it computes counts too, though reading hides it here: another chip reads faster.
     return costs | {"computing": cycles(bundles, LENGTHS["full"], *choice, 0)}
 
 
-def timed_costs(width: int, itemsize: int, choice: tuple[int, int]) -> dict[str, float]:
+def timed_costs(columns: int, itemsize: int, choice: tuple[int, int]) -> dict[str, float]:
     """Microseconds for each case on this machine's TPU: 200 calls in one program, the median of 10 runs."""
     mesh, costs, calls = one_device_mesh(jax.devices()[0]), {}, 200
 
@@ -151,7 +155,7 @@ def timed_costs(width: int, itemsize: int, choice: tuple[int, int]) -> dict[str,
         return jax.lax.fori_loop(0, calls, call, (q, kv))
 
     run = jax.jit(jax.shard_map(on_device, mesh=mesh, in_specs=P(), out_specs=P()), donate_argnums=2)
-    q, new, kv, _, _ = arguments(width, itemsize, jnp.ones)
+    q, new, kv, _, _ = arguments(columns, itemsize, jnp.ones)
     for case, lengths in LENGTHS.items():
         length, seconds = jnp.array(lengths, jnp.int32), []
         for _ in range(11):  # the first one compiles
@@ -187,20 +191,20 @@ def main() -> None:
     if not args.time and plan.find_topology(args.topology).name.split(":")[0] not in CLOCK:
         raise UserError(f"--topology {args.topology}: the clock is known of {', '.join(CLOCK)} only")
     best = {}
-    for width, itemsize in DECODE_BLOCKS:
-        print(f"head width {width}, {itemsize} byte(s) per element:", "us" if args.time else "cycles")
+    for columns, itemsize in DECODE_BLOCKS:
+        print(f"head width {columns}, {itemsize} byte(s) per element:", "us" if args.time else "cycles")
         costs = {}
         for choice in CHOICES:
             if args.time:
-                costs[choice] = timed_costs(width, itemsize, choice)
+                costs[choice] = timed_costs(columns, itemsize, choice)
             else:
-                costs[choice] = compiled_costs(args.topology, width, itemsize, choice)
+                costs[choice] = compiled_costs(args.topology, columns, itemsize, choice)
             figures = ", ".join(f"{case} {cost:,.0f}" for case, cost in costs[choice].items())
             print(f"  blocks of {choice[0]} and {choice[1]}: {figures}", flush=True)
         least = {case: min(cost[case] for cost in costs.values()) for case in costs[choice]}
         relative = {choice: sum(cost[case] / least[case] for case in least) for choice, cost in costs.items()}
-        best[width, itemsize] = min(relative, key=relative.get)
-        print(f"  best: {best[width, itemsize]}")
+        best[columns, itemsize] = min(relative, key=relative.get)
+        print(f"  best: {best[columns, itemsize]}")
     if args.write:
         write_table(best)
 

@@ -170,7 +170,7 @@ def attend_cached(
     B, T = q.shape[:2]
     S, sees, longest = kv.values.shape[2], length > 0, jnp.max(length, 1)
     block = min(BLOCK if T > 1 else DECODE_BLOCK, S)
-    if use_ragged(q, kv) and T * q.shape[3] <= FEW_QUERIES:
+    if use_ragged(kv) and T * q.shape[3] <= FEW_QUERIES:
         if hidden is None or T == 1:
             gap = jax.tree.map(lambda x: x[:, 0], hidden)
             (o, lse), _ = ragged_attention_tpu(q, kv, longest, gap, row)
@@ -260,8 +260,8 @@ def use_splash(q: Array) -> bool:
     return on_tpu() and q.shape[1] % LANES == 0
 
 
-def use_ragged(q: Array, kv: KV) -> bool:
-    return on_tpu() and (q.shape[-1], kv.values.dtype.itemsize) in DECODE_BLOCKS
+def use_ragged(kv: KV) -> bool:
+    return on_tpu() and (kv.values.shape[3], kv.values.dtype.itemsize) in DECODE_BLOCKS
 
 
 def splash(
@@ -301,7 +301,7 @@ def ragged_decode(q: Array, new: KV, kv: KV, length: Array, place: Array, hidden
     if it is not for this device. length, hidden, row: as of `attend_cached`, with the new token counted. It
     is among the slots to attend to; slots beside it, in the same tile of 32, that are not may become zeros.
     """
-    if use_ragged(q, kv):
+    if use_ragged(kv):
         length, place, hidden = jax.tree.map(lambda x: x[:, 0], (length, place, hidden))
         return ragged_attention_tpu(q, kv, length, hidden, row, new=new, place=place)
     kv = write(kv, new, place, row)

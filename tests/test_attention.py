@@ -28,7 +28,7 @@ def numpy_attention(q, k, v, mask, scale=None):
     return np.einsum("BTKGS,BKSH->BTKGH", p, v), lse
 
 
-LATENT = Columns(key=576, value=(0, 512), scale=1 / 16)
+LATENT = Columns(key=576, value=(0, 512), scale=1 / 16)  # of 640 columns, the last of them unused
 
 
 def kv_of(values, scale=None, columns=None) -> KV:
@@ -162,7 +162,7 @@ def test_ragged_decode_kernel(width, dtype, blocks, with_gap, monkeypatch, inter
     low, high = GAPS.T if with_gap else np.zeros((2, B), int)
     slots, columns = np.arange(S), LATENT if width == 576 else None
     q = jnp.asarray(rng.standard_normal((B, 1, K, G, width)), "bfloat16" if dtype == "int8" else dtype)
-    C = width if columns else 2 * width
+    C = LATENT.width if columns else 2 * width
     kv, new = rng.standard_normal((B, K, S, C)), rng.standard_normal((B, K, 1, C))
     if dtype == "int8":
         kv, new = quantized_kv(kv, columns), quantized_kv(new, columns)

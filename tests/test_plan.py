@@ -486,7 +486,7 @@ print(json.dumps([[kernel for kernel, _ in kernels], copied, temporaries, len(pr
 @pytest.mark.deep
 @needs_compiler
 def test_decode_kernel_compiles_for_any_batch_and_length():
-    """For v5e and v6e, the widths and types of the table, float32 products as exact as main.py asks; for one
+    """For v5e and v6e, the columns and types of the table, float32 products as exact as main.py asks; for one
     token per row, and for as many as it takes.
     """
     code = """
@@ -497,11 +497,11 @@ from ops.attention import FEW_QUERIES
 from ragged_attention import DECODE_BLOCKS
 jax.config.update("jax_default_matmul_precision", "highest")
 sizes = list(itertools.product((1, 8, 32, 128), (2048, 8192, 131072)))
-for kind, (width, itemsize) in itertools.product(("v5e", "v6e"), DECODE_BLOCKS):
-    for B, S in sizes if (width, itemsize) == (128, 1) else ((1, 2048), (32, 8192)):
-        tune.compile_kernel(f"{kind}:1x1", width, itemsize, *DECODE_BLOCKS[width, itemsize], B=B, S=S)
+for kind, (columns, itemsize) in itertools.product(("v5e", "v6e"), DECODE_BLOCKS):
+    for B, S in sizes if (columns, itemsize) == (256, 1) else ((1, 2048), (32, 8192)):
+        tune.compile_kernel(f"{kind}:1x1", columns, itemsize, *DECODE_BLOCKS[columns, itemsize], B=B, S=S)
     several = dict(B=32, S=8192, T=FEW_QUERIES // tune.QUERIES)
-    tune.compile_kernel(f"{kind}:1x1", width, itemsize, *DECODE_BLOCKS[width, itemsize], **several)
+    tune.compile_kernel(f"{kind}:1x1", columns, itemsize, *DECODE_BLOCKS[columns, itemsize], **several)
 """
     done = run_python("-c", code)
     assert done.returncode == 0, done.stderr
