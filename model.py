@@ -159,12 +159,12 @@ class Chunked:
 class Window:
     """Attention to the last `size` tokens, the own one counted. Source: arXiv 2004.05150.
 
-    The cache is a ring with room for more: for draft tokens that are rejected, and for another text to go on
-    from a little before the end.
+    The cache is a ring with room for more, twice `spare`: for draft tokens that are rejected, and for another
+    text to go on from a little before the end.
     """
 
     size: int
-    spare = 64
+    spare: int = 64
 
     @property
     def ring(self) -> int:
@@ -780,17 +780,18 @@ def vocabulary_shard(logits: Array) -> Array:
     return lax.axis_index(MODEL) * logits.shape[-1] + jnp.arange(logits.shape[-1])
 
 
-def decoder(tokens: Array, w: Weights, cache: list | None, span: Span, cfg: Config):
+def decoder(tokens: Array, w: Weights, cache: list | None, span: Span, cfg: Config, remat: bool = False):
     """tokens: [b,T] -> (hidden states [b,T,D] before the last norm, the layers' caches)."""
     cache = cache or [None] * len(cfg.layers)
-    return decoder_layers(embed(tokens, w, span, cfg), w.layers, cache, span, cfg.layers, cfg.norm)
+    return decoder_layers(embed(tokens, w, span, cfg), w.layers, cache, span, cfg.layers, cfg.norm, remat)
 
 
-def decoder_layers(x: Array, weights: list[Layer], cache: list, span: Span, kinds, norm: Norm):
-    """x: [b,T,D] -> (the same after these layers, their caches)."""
+def decoder_layers(x: Array, weights: list[Layer], cache: list, span: Span, kinds, norm: Norm, remat=False):
+    """x: [b,T,D] -> (the same after these layers, their caches). remat: see `forward`."""
+    layer = jax.checkpoint(decoder_layer, static_argnums=(4, 5)) if remat else decoder_layer
     caches = []
     for w, kind, kv in zip(weights, kinds, cache, strict=True):
-        x, kv = decoder_layer(x, w, kv, span, kind, norm)
+        x, kv = layer(x, w, kv, span, kind, norm)
         caches.append(kv)
     return x, caches
 
@@ -939,11 +940,12 @@ def on_each_device(mesh: Mesh, T: int, in_specs, out_specs):
     return partial(jax.shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
 
 
-@partial(jax.jit, static_argnames=("cfg", "mesh"))
-def forward(tokens: Array, weights: Weights, *, cfg: Config, mesh: Mesh) -> Array:
+@partial(jax.jit, static_argnames=("cfg", "mesh", "remat"))
+def forward(tokens: Array, weights: Weights, *, cfg: Config, mesh: Mesh, remat: bool = False) -> Array:
     """Logits of every position, without a cache: tokens [B,T] int32 -> [B,T,V] float32.
 
-    For short sequences, and on a CPU for training: the kernels of other devices have no derivative.
+    For short sequences, and on a CPU for training: the kernels of other devices have no derivative. remat: a
+    derivative keeps what enters each layer, and computes the rest of it again (gradient checkpointing).
     """
     layouts = P("data"), specs(weight_infos(cfg), weights)
 
@@ -951,7 +953,7 @@ def forward(tokens: Array, weights: Weights, *, cfg: Config, mesh: Mesh) -> Arra
     def on_device(tokens: Array, w: Weights):
         start = jnp.zeros_like(tokens[:, 0])
         span = span_at(start, start + tokens.shape[1], tokens.shape[1], cfg)
-        return unembed(decoder(tokens, w, None, span, cfg)[0], w, cfg)
+        return unembed(decoder(tokens, w, None, span, cfg, remat)[0], w, cfg)
 
     return on_device(tokens, weights)[..., : cfg.V]
 

@@ -94,6 +94,14 @@ class Kind(NamedTuple):
     rope: bool = True
     chunk: int | None = None
     moe: bool = False
+    window: int | None = None  # in the place of a chunk
+
+
+def mask_of(kind: Kind) -> model.Full | model.Chunked | model.Window:
+    """A window's ring is little longer than the window, so that short texts go round."""
+    if kind.window:
+        return model.Window(kind.window, spare=4)
+    return model.Chunked(kind.chunk) if kind.chunk else model.Full()
 
 
 EVERY_KIND = Kind(chunk=8, moe=True), Kind(chunk=8), Kind(rope=False, moe=True)
@@ -111,7 +119,7 @@ def llama4_config(
         model.LayerKind(
             rotary if kind.rope else other,
             experts if kind.moe else model.Gated(F),
-            model.Chunked(kind.chunk) if kind.chunk else model.Full(),
+            mask_of(kind),
             model.Rope(1e4, None, True) if kind.rope else None,
         )
         for kind in layers
@@ -123,6 +131,15 @@ def llama3_config(D=32, K=8, G=1, H=8, F=64, V=101, depth=2, **changes) -> model
     kind = model.LayerKind(model.Heads(K, G, H), model.Gated(F), rope=model.Rope(1e4, (8.0, 1.0, 4.0, 16.0)))
     sizes = dict(D=D, V=V, layers=(kind,) * depth, norm=model.Norm(1e-5), max_positions=4096)
     return model.Config(**sizes | changes)
+
+
+def with_short_rings(cfg: model.Config) -> model.Config:
+    """The same model, whose windows have hardly any room beside them."""
+    kinds = (
+        dataclasses.replace(kind, mask=dataclasses.replace(kind.mask, spare=3)) if kind.mask.window else kind
+        for kind in cfg.layers
+    )
+    return dataclasses.replace(cfg, layers=tuple(kinds))
 
 
 def with_chunks(cfg: model.Config, size: int) -> model.Config:

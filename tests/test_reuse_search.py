@@ -84,6 +84,7 @@ def by_hand(text: list[int], w: model.Weights, cfg: model.Config, kv: str, other
             keys[i].append(rounded(k) if kv == "int8" else k)
             values[i].append(rounded(v) if kv == "int8" else v)
             first = t - t % kind.mask.ring if kind.mask.ring else 0
+            first = max(0, t + 1 - kind.mask.window) if kind.mask.window else first
             scores = np.einsum("kgH,SkH->kgS", q, keys[i][first:]) * H**-0.5
             p = np.exp(scores - scores.max(-1, keepdims=True))
             o = np.einsum("kgS,SkH->kgH", p / p.sum(-1, keepdims=True), values[i][first:])
@@ -142,10 +143,13 @@ def near_copy(weights: model.Weights, seed: int) -> model.Weights:
 
 
 def search(monkeypatch, seeds, chunks, rows: int, guesses: str, kv: str, moe: bool) -> None:
-    """Requests that begin like one another, or go on from one another's answers, and end at any time."""
+    """Requests that begin like one another, or go on from one another's answers, and end at any time.
+
+    chunks: of each layer but the last, which sees all; a negative one is a window.
+    """
     monkeypatch.setattr(programs, "WIDTHS", (4, 12))
     monkeypatch.setattr(scheduler, "WORTH_COPYING", 1)
-    kinds = [Kind(chunk=chunk, moe=moe) for chunk in chunks]
+    kinds = [Kind(chunk=n, moe=moe) if n > 0 else Kind(window=-n, moe=moe) for n in chunks]
     cfg = llama4_config(G=2, layers=(*kinds, Kind(rope=False, moe=moe)))
     mesh, reused, forgiven = mesh_of(cfg), 0, 0
     for seed in seeds:
@@ -215,6 +219,8 @@ SETTINGS = [
     ((8,), 4, "draft with other chunks", "int8", True),
     ((6,), 1, "lookup", "float32", True),
     ((8, 16), 5, "none", "int8", True),
+    ((-8, -16), 4, "draft", "float32", True),
+    ((-8, 8), 3, "lookup", "int8", False),
 ]
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import CHECKPOINTS, generate, mesh_of
+from conftest import CHECKPOINTS, generate, mesh_of, with_short_rings
 
 import main
 import model
@@ -147,7 +147,7 @@ def test_tokens_and_logprobs_in_python(saved, monkeypatch):
     folder, reference = saved
     monkeypatch.setattr(programs, "WIDTHS", (4, 12))  # a 12 ends in the middle of a chunk
     checkpoint = open_checkpoint(folder)
-    cfg = checkpoint.config
+    cfg = with_short_rings(checkpoint.config)
     mesh = mesh_of(cfg)
     weights = load(checkpoint, mesh, "float32", quantized=False)
     rng = np.random.default_rng(1)

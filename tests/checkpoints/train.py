@@ -132,7 +132,7 @@ def train(cfg: model.Config, tokenizer, steps: int, peak_rate: float = 3e-3) -> 
     weights = model.init_weights(jax.random.key(0), cfg, mesh)
 
     def loss(weights, tokens, trained):
-        logp = jax.nn.log_softmax(model.forward(tokens[:, :-1], weights, cfg=cfg, mesh=mesh))
+        logp = jax.nn.log_softmax(model.forward(tokens[:, :-1], weights, cfg=cfg, mesh=mesh, remat=True))
         picked = jnp.take_along_axis(logp, tokens[:, 1:, None], -1)[..., 0]
         return -jnp.sum(picked * trained) / jnp.sum(trained)
 
