@@ -52,7 +52,7 @@ from terminal.command_line import OneLineParser, run
 FILE_MIB = 1024
 STATE = "conversion.json"  # in an unfinished folder: what it is to become
 
-Fused = list[tuple[str, ArrayInfo]]  # weights that Hugging Face stores in one tensor: read together
+Fused = list[tuple[str, ArrayInfo]]  # equal parts of one tensor of Hugging Face's: read together
 
 
 # -------------------------------------------------------------------------------------- what goes where
@@ -108,10 +108,10 @@ def plan_files(checkpoint: Checkpoint, quantized: bool, dtype: str, file_bytes: 
     dtypes = {"values": "I8", "scale": "F32"}
     numbers, groups, last = itertools.count(1), [], None
 
-    def stored_name(weight: tuple[str, ArrayInfo]) -> str:
-        return weight[1].stored[0].name
+    def stored(weight: tuple[str, ArrayInfo]) -> tuple[str, str]:
+        return weight[1].stored[0].name, weight[1].letters
 
-    for _, fused in itertools.groupby(named_infos(checkpoint.config), stored_name):
+    for _, fused in itertools.groupby(named_infos(checkpoint.config), stored):
         fused = list(fused)
         targets = {
             name: Target(info, dtypes.get(name.rpartition(".")[2]) or float_type(info, dtype), [])

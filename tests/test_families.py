@@ -131,7 +131,9 @@ def int8_errors(saved):
 @pytest.mark.deep
 @pytest.mark.parametrize("name", FAMILIES)
 def test_int8_is_as_good_as_llamas(name, int8_errors):
-    assert np.all(int8_errors(name) <= 2 * int8_errors("llama3-scaled-tied"))
+    """Random weights have tokens that are nearly as likely as the best: of the Llamas the worst counts."""
+    llamas = [int8_errors(llama) for llama in ("llama3-scaled-tied", "scout", "maverick")]
+    assert np.all(int8_errors(name) <= 2 * np.max(llamas, 0))
 
 
 @pytest.mark.parametrize("name", [x if x in ("gpt2", "glm4-moe-lite") else deep(x) for x in FAMILIES])
