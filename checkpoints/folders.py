@@ -14,6 +14,9 @@ COMPANIONS = (
     "config.json",
     "generation_config.json",
     "tokenizer*",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
     "special_tokens_map.json",
     "chat_template*",
 )

@@ -1,5 +1,6 @@
 """Text to tokens and back: tokenizers, chat templates, and the text of an answer while it grows."""
 
+import functools
 import os
 import pathlib
 from typing import Any
@@ -13,10 +14,51 @@ def load_tokenizer(folder: pathlib.Path):
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it advises, on import, to install PyTorch
     from transformers import PreTrainedTokenizerFast
 
+    fast = PreTrainedTokenizerFast.from_pretrained
+    loaders = {"tokenizer.json": fast, "tokenizer.model": _load_sentencepiece, "merges.txt": _load_gpt2}
+    name = next((name for name in loaders if (folder / name).exists()), None)
+    if name is None:
+        known = "tokenizer.json, tokenizer.model, or vocab.json and merges.txt"
+        raise UserError(f"{folder}: no tokenizer in it; download {known}")
     try:
-        return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+        return loaders[name](folder, local_files_only=True)
     except Exception as e:  # it raises many kinds, for one reason: files that are not a tokenizer's
-        raise UserError(f"{folder}: no tokenizer could be loaded from its tokenizer.json ({e})") from None
+        raise UserError(f"{folder}: no tokenizer could be loaded from its {name} ({e})") from None
+
+
+def _load_sentencepiece(folder: pathlib.Path, **options):
+    """A tokenizer.model alone. transformers reads its pieces; how it treats spaces is added here."""
+    from tokenizers import Regex, decoders, normalizers
+    from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import SentencePieceExtractor
+
+    try:
+        spec = SentencePieceExtractor(str(folder / "tokenizer.model")).proto.normalizer_spec
+    except ImportError:
+        raise ImportError("two packages are missing: pip install sentencepiece protobuf") from None
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, **options)
+    tokenizer.add_bos_token = tokenizer.init_kwargs.get("add_bos_token", True)
+    encoding = [normalizers.Precompiled(spec.precompiled_charsmap)] if spec.precompiled_charsmap else []
+    decoding = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if spec.remove_extra_whitespaces:
+        encoding.append(normalizers.Replace(Regex(r"\A +| +\z|(?<= ) +"), ""))
+    if spec.add_dummy_prefix:
+        encoding.append(normalizers.Prepend("▁"))
+        decoding.append(decoders.Strip(" ", 1, 0))
+    tokenizer.backend_tokenizer.normalizer = normalizers.Sequence([*encoding, normalizers.Replace(" ", "▁")])
+    tokenizer.backend_tokenizer.decoder = decoders.Sequence(decoding)
+    return tokenizer
+
+
+def _load_gpt2(folder: pathlib.Path, **options):
+    """vocab.json and merges.txt alone, which do not say how a text is split into words: as GPT-2 does."""
+    from transformers import GPT2Tokenizer
+
+    file = folder / "tokenizer_config.json"
+    kind = read_json(file).get("tokenizer_class") if file.exists() else None
+    if kind not in (None, "GPT2Tokenizer", "GPT2TokenizerFast"):
+        raise ValueError(f"it is a {kind}'s, which needs a tokenizer.json")
+    return GPT2Tokenizer.from_pretrained(folder, **options)
 
 
 def encode(tokenizer, text: str | list[dict], vocabulary: int) -> list[int]:
@@ -24,6 +66,8 @@ def encode(tokenizer, text: str | list[dict], vocabulary: int) -> list[int]:
 
     Raises UserError if the tokenizer or its chat template fail, or do not suit a model of this vocabulary.
     """
+    if not isinstance(text, str) and not tokenizer.chat_template:
+        raise UserError("the checkpoint's tokenizer has no chat template; give a text instead of turns")
     try:
         if isinstance(text, str):
             ids = tokenizer(text).input_ids
@@ -71,8 +115,10 @@ class TextStream:
         from tokenizers.decoders import DecodeStream
 
         self.tokenizer, self.silent, self.stop_strings = tokenizer.backend_tokenizer, silent, stop_strings
-        self.stream = DecodeStream(skip_special_tokens=True)
-        self.text, self.held, self.tokens, self.used, self.stopped = "", "", [], 0, False
+        self.new_stream = functools.partial(DecodeStream, skip_special_tokens=True)
+        self.stream = self.new_stream()
+        self.last, self.pending = [], []  # the last token that gave text, and those after it
+        self.text, self.held, self.used, self.stopped = "", "", 0, False
 
     def add(self, tokens: list[int]) -> str:
         """-> the text that these tokens add for certain."""
@@ -82,8 +128,14 @@ class TextStream:
                 break
             self.used += 1
             if token not in self.silent:
-                self.tokens.append(token)
-                self._add(self.stream.step(self.tokenizer, token) or "")
+                self.pending.append(token)
+                try:
+                    new = self.stream.step(self.tokenizer, token) or ""
+                except Exception:  # tokens of single bytes made a character, and then only part of another
+                    new, self.stream = self._rest(), self.new_stream([token])
+                if new:
+                    self.last, self.pending = [token], []
+                self._add(new)
         return self.text[before:]
 
     def finish(self) -> str:
@@ -91,11 +143,15 @@ class TextStream:
         if self.stopped:
             return ""
         before = len(self.text)
-        whole = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
-        self._add(whole[before + len(self.held) :])  # half a character, as its replacement sign
+        self._add(self._rest())
         if not self.stopped:
             self.text, self.held = self.text + self.held, ""
         return self.text[before:]
+
+    def _rest(self) -> str:
+        """The text of the pending tokens: half a character, as its replacement sign."""
+        decode = self.tokenizer.decode
+        return decode(self.last + self.pending)[len(decode(self.last)) :]
 
     def _add(self, new: str) -> None:
         self.held += new

@@ -1,9 +1,16 @@
-"""The text of an answer while it grows: whole characters, stop strings, and nothing else held back."""
+"""Tokenizers of each kind of files, against the libraries that made them; and the text of an answer while it
+grows: whole characters, stop strings, and nothing else held back."""
+
+import json
+import re
+import shutil
 
 import numpy as np
 import pytest
 from conftest import CHECKPOINTS
+from tokenizers import ByteLevelBPETokenizer
 
+from checkpoints.errors import UserError
 from serving.text import TextStream, encode, load_tokenizer
 
 TOKENIZER = load_tokenizer(CHECKPOINTS / "tiny-llama4")
@@ -21,9 +28,9 @@ def tokens_of(text: str) -> list[int]:
     return TOKENIZER(text, add_special_tokens=False).input_ids
 
 
-def stream(tokens, stop=(), silent=frozenset()) -> tuple[list[str], TextStream]:
+def stream(tokens, stop=(), silent=frozenset(), tokenizer=TOKENIZER) -> tuple[list[str], TextStream]:
     """What each token and the end give out."""
-    text = TextStream(TOKENIZER, silent, stop)
+    text = TextStream(tokenizer, silent, stop)
     parts = [text.add([token]) for token in tokens]
     return [*parts, text.finish()], text
 
@@ -124,3 +131,169 @@ def test_little_is_held_back():
     text = TextStream(TOKENIZER, stop_strings=("abc",))
     given = "".join(text.add([token]) for token in tokens_of("xxab"))
     assert given == "xx" and text.add(tokens_of("d")) == "abd" and text.finish() == ""
+
+
+MORE_TEXTS = (
+    *TEXTS,
+    "  two  spaces ",
+    "    four",
+    " ",
+    "  ",
+    "\n",
+    "\n\n x\n ",
+    "▁under",
+    "全角　スペース ﬁ½",
+    "<x>",
+)
+SENTENCEPIECE = {  # what the models were made with
+    "llama": dict(normalization_rule_name="identity", remove_extra_whitespaces=False),
+    "open_llama": {},
+    "gemma": dict(normalization_rule_name="identity", remove_extra_whitespaces=False, add_dummy_prefix=False),
+}
+
+
+@pytest.fixture(scope="module", params=SENTENCEPIECE)
+def sentencepiece_model(request, tmp_path_factory):
+    """-> (a folder of a tokenizer.model alone, sentencepiece's own reading of it)."""
+    library = pytest.importorskip("sentencepiece")
+    folder = tmp_path_factory.mktemp(request.param)
+    library.SentencePieceTrainer.train(
+        sentence_iterator=iter([*TEXTS[:1], TEXTS[4], "two spaces, 世界 and a llama"] * 9),
+        model_prefix=str(folder / "tokenizer"),
+        model_type="bpe",
+        vocab_size=310,
+        byte_fallback=True,
+        minloglevel=2,
+        **SENTENCEPIECE[request.param],
+    )
+    (folder / "tokenizer.vocab").unlink()
+    return folder, library.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+
+
+def test_sentencepiece(sentencepiece_model):
+    """The library's tokens after <s>, and its text of them, whole and token by token."""
+    folder, library = sentencepiece_model
+    tokenizer = load_tokenizer(folder)
+    rng = np.random.default_rng(0)
+    random = ["".join(rng.choice([*"abelmp \n世🦙", "  ", "llama"], 20)) for _ in range(300)]
+    exact = folder.name[:-1] != "open_llama"  # which normalizes as NFKC does
+    for text in (*MORE_TEXTS, *random):
+        text = text if exact else text.replace("\u0323", "")  # as a second mark, `tokenizers` drops it
+        tokens = library.encode(text)
+        assert tokenizer(text).input_ids == [library.bos_id(), *tokens]
+        parts, stream_ = stream([library.bos_id(), *tokens], tokenizer=tokenizer)
+        assert "".join(parts) == stream_.text == library.decode(tokens)
+        assert not exact or stream_.text == text.replace("▁", " ")
+
+
+def test_half_a_character_of_single_bytes(sentencepiece_model):
+    """The characters before it stay, also where the library that streams takes them back."""
+    tokenizer = load_tokenizer(sentencepiece_model[0])
+    whole, (a, b, c) = tokenizer("🦙").input_ids[-4:], tokenizer.convert_tokens_to_ids(["a", "l", "▁"])
+    assert all(token.startswith("<0x") for token in tokenizer.convert_ids_to_tokens(whole))
+    for tokens, text in (
+        ([*whole, *whole[:1]], "🦙\ufffd"),
+        ([*whole, *whole[:1], a, c, b], "🦙\ufffda l"),
+        ([a, *whole[:2], b], "a\ufffd\ufffdl"),
+        ([*whole, *whole[:3], b, *whole, *whole, a], "🦙\ufffd\ufffd\ufffdl🦙🦙a"),
+    ):
+        parts, stream_ = stream(tokens, tokenizer=tokenizer)
+        assert "".join(parts) == stream_.text == text
+    rng = np.random.default_rng(0)
+    for _ in range(300):  # most of them bytes
+        parts, stream_ = stream(rng.integers(3, len(tokenizer), 20).tolist(), tokenizer=tokenizer)
+        assert "".join(parts) == stream_.text
+
+
+def test_sentencepiece_special_tokens(sentencepiece_model, tmp_path):
+    """<s> and </s> as tokenizer_config.json says; those in a text are tokens, and silent."""
+    folder, library = sentencepiece_model
+    shutil.copy(folder / "tokenizer.model", tmp_path)
+    first, last = library.bos_id(), library.eos_id()
+    for says, before, after in (
+        ({}, [first], []),
+        ({"add_bos_token": True, "add_eos_token": True}, [first], [last]),
+        ({"add_bos_token": False}, [], []),
+    ):
+        named = {
+            "__type": "AddedToken",
+            "content": "<s>",
+            "lstrip": False,
+            "normalized": True,
+            "rstrip": False,
+        }
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": named, **says}))
+        tokenizer = load_tokenizer(tmp_path)
+        assert tokenizer("ab").input_ids == [*before, *library.encode("ab"), *after]
+        ids = tokenizer("ab</s>", add_special_tokens=False).input_ids
+        assert ids == [*library.encode("ab"), last] and stream(ids, tokenizer=tokenizer)[1].text == "ab"
+        assert tokenizer.eos_token_id == last
+
+
+def test_sentencepiece_is_missing(tmp_path, monkeypatch):
+    def missing(*_):
+        raise ImportError("SentencePieceExtractor requires\nthe SentencePiece library")
+
+    (tmp_path / "tokenizer.model").write_bytes(b"")
+    monkeypatch.setattr("transformers.convert_slow_tokenizer.requires_backends", missing)
+    with pytest.raises(
+        UserError, match=r"^.*its tokenizer.model \(.*: pip install sentencepiece protobuf\)$"
+    ):
+        load_tokenizer(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory):
+    """-> (a folder of vocab.json and merges.txt alone, the tokenizer that made them)."""
+    folder, made = tmp_path_factory.mktemp("gpt2"), ByteLevelBPETokenizer()
+    words = [*TEXTS, " the llama's  words, it'll say 2024 "] * 3
+    made.train_from_iterator(words, 400, show_progress=False, special_tokens=["<|endoftext|>"])
+    made.save_model(str(folder))
+    return folder, made
+
+
+def test_gpt2(gpt2):
+    folder, made = gpt2
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.eos_token_id == 0 and tokenizer.chat_template is None
+    for text in (
+        *MORE_TEXTS,
+        " the llama's  words, it'll say 2024 ",
+        "two.<|endoftext|> more",
+        "<|endoftext|>",
+    ):
+        tokens = tokenizer(text).input_ids
+        assert tokens == made.encode(text).ids == encode(tokenizer, text, len(tokenizer))
+        parts, stream_ = stream(tokens, tokenizer=tokenizer)
+        assert "".join(parts) == stream_.text == text.replace("<|endoftext|>", "")
+
+
+def test_gpt2_of_others(gpt2, tmp_path):
+    """Files that do not tell how a text is split are read only if that is known."""
+    shutil.copytree(gpt2[0], tmp_path, dirs_exist_ok=True)
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text('{"tokenizer_class": "GPT2Tokenizer", "add_bos_token": true}')
+    assert load_tokenizer(tmp_path)("ab").input_ids[0] == 0
+    config.write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
+    with pytest.raises(UserError, match="a Qwen2Tokenizer's, which needs a tokenizer.json"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "merges.txt").unlink()
+    with pytest.raises(UserError, match=f"{re.escape(str(tmp_path))}: no tokenizer in it; download"):
+        load_tokenizer(tmp_path)
+
+
+def test_chat_templates(gpt2, tmp_path):
+    """Of several named ones the default; a file before tokenizer_config.json; without any, no turns."""
+    folder, turns = tmp_path / "gpt2", [{"role": "user", "content": "a llama"}]
+    shutil.copytree(gpt2[0], folder)
+    with pytest.raises(UserError, match="no chat template; give a text instead of turns$"):
+        encode(load_tokenizer(folder), turns, 1000)
+    named = [
+        {"name": name, "template": name + "{{ messages[0].content }}"} for name in ("tool_use", "default")
+    ]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.decode(encode(tokenizer, turns, 1000)) == "defaulta llama"
+    (folder / "chat_template.jinja").write_text("file {{ messages[0].content }}")
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.decode(encode(tokenizer, turns, 1000)) == "file a llama"
