@@ -760,7 +760,8 @@ def embed(tokens: Array, w: Weights, span: Span, cfg: Config) -> Array:
     table, scale = values_and_scale(w.embed)
     row = tokens - lax.axis_index(MODEL) * table.shape[0]
     here = (row >= 0) & (row < table.shape[0])
-    x = table[row] if scale is None else take_rows(table, row) * scale[row][..., None]
+    x = take_rows(table, row)
+    x = x if scale is None else x * scale[row][..., None]
     x = lax.psum(jnp.where(here[..., None], x, 0), MODEL).astype(w.norm.dtype)  # v
     x = x if cfg.embedding_scale is None else x * jnp.asarray(cfg.embedding_scale, x.dtype)
     return x if w.positions is None else x + w.positions.at[span.positions].get(mode="clip")

@@ -33,14 +33,15 @@ def precision(dtype) -> str:
 
 
 def take_rows(matrix: Array, rows: Array) -> Array:
-    """Rows of an int8 matrix, exactly: [V,D], [...] int32 -> [...,D]. Those outside of it are undefined.
+    """Rows of a matrix, exactly: [V,D], [...] int32 -> [...,D]. Those outside of it are undefined.
 
-    On TPUs, as bfloat16, by a Pallas call that reads the tiles which hold them: there XLA would copy all of
-    the matrix into another layout.
+    On TPUs by a Pallas call that reads the tiles which hold them, int8 as bfloat16: XLA would copy all of an
+    int8 matrix into another layout, and all of a small float one into VMEM. Of that, many rows are XLA's.
     """
-    if not on_tpu():
-        return matrix[rows]
     V, D = matrix.shape
+    if not on_tpu() or (matrix.dtype != jnp.int8 and (rows.size > LANES or D % LANES)):
+        return matrix[rows]
+    dtype = jnp.bfloat16 if matrix.dtype == jnp.int8 else matrix.dtype
     flat = jnp.clip(rows.reshape(-1), 0, V - 1)
 
     def pick(rows, tile, out):
@@ -57,9 +58,9 @@ def take_rows(matrix: Array, rows: Array) -> Array:
             in_specs=[pl.BlockSpec((TILE, D), lambda i, rows: (lax.div(rows[i], TILE), 0))],
             out_specs=pl.BlockSpec((None, 1, D), lambda i, rows: (i, 0, 0)),
         ),
-        out_shape=result((flat.size, 1, D), jnp.bfloat16, matrix, rows),
+        out_shape=result((flat.size, 1, D), dtype, matrix, rows),
         name="take_rows",
-    )(flat, matrix)
+    )(flat, pltpu.with_memory_space_constraint(matrix, pltpu.HBM))
     return picked.reshape(*rows.shape, D)
 
 

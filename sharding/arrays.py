@@ -14,6 +14,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ops.platform import on_tpu
 from ops.tpu import LANES
 from quantize import QuantizedArray, quantize
 from sharding.mesh import SHARDED_BY, mesh_size
@@ -71,12 +72,12 @@ class ArrayInfo:
     def padded_shape(self, mesh: Mesh) -> tuple[int, ...]:
         """The shape with each size rounded up to a multiple of its devices: zeros, which change no result.
 
-        Each device gets a multiple of LANES cache slots: whole tiles, as its kernels want.
+        Each device gets a multiple of LANES cache slots, on TPUs also of an expert's width: whole tiles, as
+        its kernels want.
         """
+        whole = "sm" if on_tpu(mesh) else "s"
         degrees = [mesh_size(mesh, SHARDED_BY.get(letter, ())) for letter in self.letters]
-        units = [
-            degree * LANES if x == "s" else degree for x, degree in zip(self.letters, degrees, strict=True)
-        ]
+        units = [n * LANES if x in whole else n for x, n in zip(self.letters, degrees, strict=True)]
         return tuple(-(-size // unit) * unit for size, unit in zip(self.shape, units, strict=True))
 
 

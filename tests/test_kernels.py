@@ -78,10 +78,11 @@ def assert_same(result, expected, atol):
         np.testing.assert_allclose(ours.prompt_logprobs, theirs.prompt_logprobs, atol=atol)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("cfg", "kv_dtype", "quantized"),
     [
-        pytest.param(llama4_config(H=64, layers=KINDS), "float32", False, marks=pytest.mark.deep),
+        (llama4_config(H=64, layers=KINDS), "float32", False),
         (llama3_config(K=2, G=4, H=64, tied_embeddings=True), "int8", True),
     ],
     ids=["llama4", "llama3-int8"],

@@ -27,7 +27,7 @@ def test_groups_are_alike(cfg, size):
     assert layer_groups.group_size(cfg.layers) == size
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["float32", pytest.param("int8", marks=pytest.mark.deep)])
 def test_as_in_one_program(kv_dtype):
     """Two groups: prompts by rows and of all rows, with scores; steps with draft tokens and without."""
     cfg = llama4_config(PERIOD * 2)
