@@ -1,5 +1,8 @@
 """Every family against transformers: on every mesh, in int8, and layer by layer."""
 
+import pathlib
+import shutil
+import sys
 from functools import cache, partial
 
 import jax
@@ -7,12 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+import transformers
 from conftest import mesh_of, with_short_rings
+from safetensors.torch import load_file, save_file
 from test_generation import finish
 from test_transformers import CONFIGS, LENGTHS, NEW, check, reference_model
 
 import model
 from checkpoints.checkpoint import open_checkpoint
+from checkpoints.config_json import read_config
+from checkpoints.errors import UserError
 from checkpoints.loading import load
 from convert_checkpoint import convert
 from serving import programs
@@ -21,6 +28,9 @@ from serving.programs import Programs
 from serving.requests import Request
 from serving.speculation import PromptLookup
 from sharding.mesh import mesh_shape
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "benchmarks"))
+import models  # noqa: E402  the folder must be on the path first
 
 FAMILIES = [name for name in CONFIGS if name != "llama3"]  # whose other form has more
 deep = partial(pytest.param, marks=pytest.mark.deep)
@@ -105,6 +115,140 @@ def test_hidden_states(name, saved):
     expected = np.stack([x.numpy() for x in found[:-1]])
     # Two float32 implementations of values around 1 to 30.
     np.testing.assert_allclose(states(tokens, weights), expected, atol=1e-3, rtol=1e-4)
+
+
+# As they were published, but for sizes; what has no effect on inference is left out of some.
+PUBLISHED = {
+    "mistral": dict(
+        model_type="mistral", hidden_act="silu", hidden_size=64, intermediate_size=96, num_attention_heads=4,
+        max_position_embeddings=32768, num_hidden_layers=2, num_key_value_heads=2, rms_norm_eps=1e-5,
+        rope_theta=10000.0, sliding_window=4096, tie_word_embeddings=False, torch_dtype="bfloat16",
+        use_cache=True, vocab_size=320,
+    ),
+    "qwen2": dict(
+        model_type="qwen2", hidden_act="silu", hidden_size=64, intermediate_size=96, num_attention_heads=4,
+        max_position_embeddings=32768, max_window_layers=28, num_hidden_layers=2, num_key_value_heads=2,
+        rms_norm_eps=1e-6, rope_theta=1000000.0, sliding_window=131072, tie_word_embeddings=True,
+        use_sliding_window=False, use_mrope=False, vocab_size=320,
+    ),
+    "qwen3_moe": dict(
+        model_type="qwen3_moe", attention_bias=False, decoder_sparse_step=1, head_dim=32, hidden_act="silu",
+        hidden_size=64, intermediate_size=96, max_position_embeddings=40960, max_window_layers=48,
+        mlp_only_layers=[], moe_intermediate_size=24, norm_topk_prob=True, num_attention_heads=4,
+        num_experts=8, num_experts_per_tok=2, num_hidden_layers=2, num_key_value_heads=2,
+        output_router_logits=False, rms_norm_eps=1e-6, rope_scaling=None, rope_theta=1000000.0,
+        router_aux_loss_coef=0.001, sliding_window=None, tie_word_embeddings=False, use_sliding_window=False,
+        vocab_size=320,
+    ),
+    "gemma": dict(
+        model_type="gemma", attention_bias=False, head_dim=32, hidden_act="gelu", hidden_activation=None,
+        hidden_size=64, intermediate_size=96, max_position_embeddings=8192, num_attention_heads=4,
+        num_hidden_layers=2, num_key_value_heads=1, rms_norm_eps=1e-6, rope_scaling=None, rope_theta=10000.0,
+        vocab_size=320,
+    ),
+    "gpt2": dict(
+        model_type="gpt2", activation_function="gelu_new", architectures=["GPT2LMHeadModel"], attn_pdrop=0.1,
+        embd_pdrop=0.1, layer_norm_epsilon=1e-5, n_ctx=1024, n_embd=64, n_head=4, n_layer=2, n_positions=1024,
+        resid_pdrop=0.1, summary_activation=None, summary_first_dropout=0.1, summary_proj_to_labels=True,
+        summary_type="cls_index", summary_use_proj=True, vocab_size=320,
+        task_specific_params={"text-generation": {"do_sample": True, "max_length": 50}},
+    ),
+    "glm": dict(
+        model_type="glm", attention_bias=True, head_dim=32, hidden_act="silu", hidden_size=64,
+        intermediate_size=96, max_position_embeddings=131072, num_attention_heads=4, num_hidden_layers=2,
+        num_key_value_heads=2, partial_rotary_factor=0.5, rms_norm_eps=1.5625e-7, rope_theta=10000.0,
+        tie_word_embeddings=False, vocab_size=320,
+    ),
+    "glm4_moe_lite": dict(
+        model_type="glm4_moe_lite", attention_bias=False, first_k_dense_replace=1, hidden_act="silu",
+        hidden_size=64, intermediate_size=96, kv_lora_rank=48, max_position_embeddings=202752,
+        moe_intermediate_size=24, n_group=1, n_routed_experts=8, n_shared_experts=1, norm_topk_prob=True,
+        num_attention_heads=4, num_experts_per_tok=2, num_hidden_layers=2, num_key_value_heads=4,
+        num_nextn_predict_layers=1, partial_rotary_factor=1.0, q_lora_rank=40, qk_nope_head_dim=24,
+        qk_rope_head_dim=16, rms_norm_eps=1e-5, rope_scaling=None, rope_theta=1000000,
+        routed_scaling_factor=1.8, tie_word_embeddings=False, topk_group=1, topk_method="noaux_tc",
+        v_head_dim=32, vocab_size=320,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_config(name):
+    """The same as transformers reads from it, where the two name it alike; and what only we say."""
+    fields = PUBLISHED[name]
+    cfg = read_config(fields)
+    theirs = transformers.AutoConfig.for_model(**fields)
+    assert (cfg.D, cfg.V, len(cfg.layers)) == (
+        theirs.hidden_size,
+        theirs.vocab_size,
+        theirs.num_hidden_layers,
+    )
+    assert cfg.max_positions == theirs.max_position_embeddings
+    assert cfg.tied_embeddings == (name in ("qwen2", "gemma", "gpt2"))
+    assert cfg.layers[0].mask == (model.Window(4096) if name == "mistral" else model.Full())
+    kind = cfg.layers[-1]
+    said = {
+        "mistral": kind.attention == model.Heads(2, 2, 16),
+        "qwen2": kind.attention == model.Heads(2, 2, 16, bias=True),
+        "qwen3_moe": kind.feed_forward.router == model.Router("softmax", True, "output"),
+        "gemma": (cfg.embedding_scale, cfg.norm) == (8, model.Norm(1e-6, offset=1)),
+        "gpt2": (cfg.P, kind.feed_forward, kind.rope) == (1024, model.Plain(256, "gelu_tanh"), None),
+        "glm": kind.rope == model.Rope(10000, None, True, 16),
+        "glm4_moe_lite": kind.attention == model.Latent(4, 40, 48, 24, 16, 32, model.Norm(1e-6))
+        and kind.feed_forward.shared == model.Gated(24)
+        and cfg.layers[0].feed_forward == model.Gated(96),
+    }
+    assert said[name]
+
+
+def test_published_sizes():
+    """Parameters of the models that the planner knows, as their publishers count them, in 1e9."""
+    published = {
+        "openllama-3b": 3.43, "openllama-7b": 6.74, "openllama-13b": 13.02, "mistral-7b": 7.24,
+        "mixtral-8x7b": 46.7, "mixtral-8x22b": 141, "gemma-2b": 2.51, "gemma-7b": 8.54, "gpt2": 0.124,
+        "gpt2-medium": 0.355, "gpt2-large": 0.774, "gpt2-xl": 1.558, "glm-4-9b": 9.4, "qwen2.5-0.5b": 0.49,
+        "qwen2.5-1.5b": 1.54, "qwen2.5-3b": 3.09, "qwen2.5-7b": 7.61, "qwen2.5-14b": 14.7,
+        "qwen2.5-32b": 32.5, "qwen2.5-72b": 72.7, "qwen3-0.6b": 0.6, "qwen3-1.7b": 1.7, "qwen3-4b": 4.0,
+        "qwen3-8b": 8.2, "qwen3-14b": 14.8, "qwen3-32b": 32.8, "qwen3-30b-a3b": 30.5,
+        "qwen3-235b-a22b": 235,
+    }  # fmt: skip
+    for name, billions in published.items():
+        infos = jax.tree.leaves(model.weight_infos(read_config(models.MODELS[name])))
+        assert sum(np.prod(info.shape) for info in infos) / 1e9 == pytest.approx(billions, rel=0.02), name
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "glm4-moe-lite"])
+def test_joined_experts(name, saved, tmp_path):
+    """The matrices of all experts as transformers 5 has them in memory, and some tools save them."""
+    folder, reference = saved(name)
+    for file in folder.iterdir():
+        if file.suffix != ".safetensors":
+            shutil.copy(file, tmp_path)
+    tensors = {key: x.contiguous() for key, x in reference.state_dict().items()}
+    assert any(key.endswith("experts.gate_up_proj") for key in tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    same_weights(folder, tmp_path)
+
+
+def same_weights(*folders) -> None:
+    checkpoints = [open_checkpoint(str(folder)) for folder in folders]
+    weights = [load(x, mesh_of(x.config), "float32", quantized=False) for x in checkpoints]
+    for ours, theirs in zip(*map(jax.tree.leaves, weights), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_layer_that_predicts_the_token_after_the_next(saved, tmp_path):
+    """GLM-4.7-Flash's extra layer is not used, by its number; other families have no such layer."""
+    for name in ("glm4-moe-lite", "mistral"):
+        folder, _ = saved(name)
+        other = tmp_path / name
+        shutil.copytree(folder, other)
+        tensors = load_file(other / "model.safetensors")
+        tensors[f"model.layers.{CONFIGS[name].num_hidden_layers}.eh_proj.weight"] = torch.zeros(3)
+        save_file(tensors, other / "model.safetensors")
+    same_weights(saved("glm4-moe-lite")[0], tmp_path / "glm4-moe-lite")
+    with pytest.raises(UserError, match="eh_proj.weight has no place"):
+        open_checkpoint(str(tmp_path / "mistral"))
 
 
 def logprobs(weights, cfg, tokens) -> np.ndarray:
