@@ -36,7 +36,7 @@ from ops.platform import on_tpu
 from ops.tpu import LANES, take_rows
 from quantize import quantize, values_and_scale
 from ragged_attention import KV, Columns, key_beside_value
-from sharding.arrays import ArrayInfo, Stored, abstract, make, random_arrays, specs
+from sharding.arrays import ArrayInfo, Stored, abstract, declare, make, random_arrays, sizes_of, specs
 from sharding.mesh import EXPERT, MODEL, SLOTS
 
 # --------------------------------------------------------------------------------------------------- config
@@ -390,46 +390,24 @@ class Cache:
     length: Array
 
 
-def _sizes(record) -> dict[str, int]:
-    """The letters among its fields."""
-    return {name: size for name, size in vars(record).items() if len(name) == 1}
-
-
-def _declare(cls, prefix: str, sizes: dict[str, int], absent: dict[str, bool] = {}, **children):  # noqa: B006
-    """An instance of cls: a resolved ArrayInfo in each declared field that is not among the children.
-
-    absent: whether fields whose names end so are None.
-    """
-
-    def resolve(info: ArrayInfo) -> ArrayInfo:
-        known = tuple(sizes.items())
-        stored = tuple(dataclasses.replace(x, name=prefix + x.name, sizes=known) for x in info.stored)
-        return dataclasses.replace(info, stored=stored, shape=tuple(sizes[x] for x in info.letters.upper()))
-
-    missing = tuple(end for end, is_absent in absent.items() if is_absent)
-    fields = {f.name: f.metadata["info"] for f in dataclasses.fields(cls) if f.name not in children}
-    infos = {name: None if name.endswith(missing) else resolve(info) for name, info in fields.items()}
-    return cls(**children, **infos)
-
-
 def weight_infos(cfg: Config) -> Weights:
     """The tree of all weights with their ArrayInfo in the place of arrays."""
-    sizes, centered = _sizes(cfg), cfg.norm.centered
+    sizes, centered = sizes_of(cfg), cfg.norm.centered
 
     def attention(kind: Heads | Latent, prefix: str) -> Attention | LatentAttention:
         if isinstance(kind, Latent):
-            return _declare(LatentAttention, prefix, sizes | _sizes(kind) | dict(K=kind.K))
+            return declare(LatentAttention, prefix, sizes | sizes_of(kind) | dict(K=kind.K))
         absent = {"norm": not (kind.qk_norm and kind.qk_norm.weight), "o_bias": not kind.output_bias}
         absent |= {name + "_bias": not kind.bias for name in "qkv"}
-        return _declare(Attention, prefix, sizes | _sizes(kind), absent)
+        return declare(Attention, prefix, sizes | sizes_of(kind), absent)
 
     def feed_forward(kind: Gated | Plain | Experts, prefix: str) -> MLP | MoE:
         if not isinstance(kind, Experts):
             plain = isinstance(kind, Plain)
-            return _declare(MLP, prefix, sizes | _sizes(kind), dict(gate=plain, bias=not plain))
+            return declare(MLP, prefix, sizes | sizes_of(kind), dict(gate=plain, bias=not plain))
         shared = kind.shared and feed_forward(kind.shared, prefix + "shared_expert.")
         absent = dict(bias=not kind.router.bias)
-        return _declare(MoE, prefix, sizes | _sizes(kind), absent, shared=shared)
+        return declare(MoE, prefix, sizes | sizes_of(kind), absent, shared=shared)
 
     def layer(i: int, kind: LayerKind) -> Layer:
         prefix = f"model.layers.{i}."
@@ -437,11 +415,11 @@ def weight_infos(cfg: Config) -> Weights:
             attention=attention(kind.attention, prefix + "self_attn."),
             feed_forward=feed_forward(kind.feed_forward, prefix + "mlp."),
         )
-        return _declare(Layer, prefix, sizes, dict(bias=not centered), **parts)
+        return declare(Layer, prefix, sizes, dict(bias=not centered), **parts)
 
     layers = [layer(i, kind) for i, kind in enumerate(cfg.layers)]
     absent = dict(unembed=cfg.tied_embeddings, positions=not cfg.P, bias=not centered)
-    weights = _declare(Weights, "", sizes, absent, layers=layers)
+    weights = declare(Weights, "", sizes, absent, layers=layers)
     if not cfg.tied_embeddings:
         return weights
     return dataclasses.replace(weights, embed=dataclasses.replace(weights.embed, contracted="D"))

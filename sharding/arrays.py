@@ -81,6 +81,28 @@ class ArrayInfo:
         return tuple(-(-size // unit) * unit for size, unit in zip(self.shape, units, strict=True))
 
 
+def sizes_of(record) -> dict[str, int]:
+    """The letters among its fields."""
+    return {name: size for name, size in vars(record).items() if len(name) == 1}
+
+
+def declare(cls, prefix: str, sizes: dict[str, int], absent: dict[str, bool] | None = None, **children):
+    """An instance of cls: its declared fields with these sizes, beside the children.
+
+    prefix: of the names in a checkpoint. absent: whether fields whose names end so are None.
+    """
+
+    def resolve(info: ArrayInfo) -> ArrayInfo:
+        known = tuple(sizes.items())
+        stored = tuple(dataclasses.replace(x, name=prefix + x.name, sizes=known) for x in info.stored)
+        return dataclasses.replace(info, stored=stored, shape=tuple(sizes[x] for x in info.letters.upper()))
+
+    missing = tuple(end for end, is_absent in (absent or {}).items() if is_absent)
+    fields = {f.name: f.metadata["info"] for f in dataclasses.fields(cls) if f.name not in children}
+    infos = {name: None if name.endswith(missing) else resolve(info) for name, info in fields.items()}
+    return cls(**children, **infos)
+
+
 def specs(infos, arrays):
     """The PartitionSpec of each array in a tree; `arrays` tells which of the declared ones are int8."""
 
