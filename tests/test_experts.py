@@ -22,11 +22,13 @@ def dense_loop(x, w, active, router: model.Router):
     float64 = partial(np.asarray, dtype=np.float64)
     logits = x @ float64(w.router)
     # On equal logits the smaller index wins.
-    chosen = np.argsort(-logits, -1, kind="stable")[..., :active]
+    ranked = 1 / (1 + np.exp(-logits)) + float64(w.router_bias) if router.bias else logits
+    chosen = np.argsort(-ranked, -1, kind="stable")[..., :active]
     score = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     score = 1 / (1 + np.exp(-logits)) if router.score == "sigmoid" else score
     score = np.take_along_axis(score, chosen, -1)
     score = score / score.sum(-1, keepdims=True) if router.normalized else score
+    score = score * router.factor
     weight = np.zeros_like(logits)
     np.put_along_axis(weight, chosen, score, -1)
     total = np.zeros_like(x)
@@ -75,16 +77,22 @@ def test_routers(score, normalized, scales):
     assert_like_the_loop("1", "spread", 2, model.Router(score, normalized, scales))
 
 
+def test_a_bias_chooses_but_does_not_weight():
+    """GLM-4.7-Flash's router."""
+    assert_like_the_loop("1", "spread", 2, model.Router("sigmoid", True, "output", bias=True, factor=1.8))
+
+
 def assert_like_the_loop(name: str, routing: str, active: int, router_kind: model.Router) -> None:
     cfg = llama4_config(A=active, layers=(Kind(moe=True),))
     kind = dataclasses.replace(cfg.experts, router=router_kind)
+    cfg = dataclasses.replace(cfg, layers=(dataclasses.replace(cfg.layers[0], feed_forward=kind),))
     quantized = name == "ep2-tp4"
     mesh = mesh_of(cfg, name)
     w = random_weights(cfg, mesh, quantized).layers[0].feed_forward
     info = model.weight_infos(cfg).layers[0].feed_forward
     # A router of zeros ties: every token goes to the first expert(s), the worst imbalance there is.
     router = w.router * (0 if routing == "all to one expert" else 3)
-    w = model.MoE(router=router, gate=w.gate, up=w.up, down=w.down, shared=w.shared)
+    w = dataclasses.replace(w, router=router)
     x, real = np.random.default_rng(0).standard_normal((8, 6, cfg.D)), 5
 
     layouts = P("data"), specs(info, w)
@@ -100,7 +108,7 @@ def assert_like_the_loop(name: str, routing: str, active: int, router_kind: mode
         float_arrays = {
             n: dequantize(getattr(w, n), getattr(info, n).contracted_axes) for n in ("gate", "up", "down")
         }
-        whole = model.MoE(router=router, shared=w.shared, **float_arrays)
+        whole = dataclasses.replace(w, **float_arrays)
     result = jax.jit(experts)(jnp.float32(x), w)
     expected = dense_loop(x, whole, active, router_kind)
     expected[:, real:] = 0  # what is no token goes to no expert

@@ -187,18 +187,20 @@ def test_published_config(name):
     assert cfg.tied_embeddings == (name in ("qwen2", "gemma", "gpt2"))
     assert cfg.layers[0].mask == (model.Window(4096) if name == "mistral" else model.Full())
     kind = cfg.layers[-1]
-    said = {
-        "mistral": kind.attention == model.Heads(2, 2, 16),
-        "qwen2": kind.attention == model.Heads(2, 2, 16, bias=True),
-        "qwen3_moe": kind.feed_forward.router == model.Router("softmax", True, "output"),
-        "gemma": (cfg.embedding_scale, cfg.norm) == (8, model.Norm(1e-6, offset=1)),
-        "gpt2": (cfg.P, kind.feed_forward, kind.rope) == (1024, model.Plain(256, "gelu_tanh"), None),
-        "glm": kind.rope == model.Rope(10000, None, True, 16),
-        "glm4_moe_lite": kind.attention == model.Latent(4, 40, 48, 24, 16, 32, model.Norm(1e-6))
-        and kind.feed_forward.shared == model.Gated(24)
-        and cfg.layers[0].feed_forward == model.Gated(96),
-    }
-    assert said[name]
+    experts = isinstance(kind.feed_forward, model.Experts) and kind.feed_forward
+    found, expected = {
+        "mistral": (kind.attention, model.Heads(2, 2, 16)),
+        "qwen2": (kind.attention, model.Heads(2, 2, 16, bias=True)),
+        "qwen3_moe": (experts and experts.router, model.Router("softmax", True, "output")),
+        "gemma": ((cfg.embedding_scale, cfg.norm), (8, model.Norm(1e-6, offset=1))),
+        "gpt2": ((cfg.P, kind.feed_forward, kind.rope), (1024, model.Plain(256, "gelu_tanh"), None)),
+        "glm": (kind.rope, model.Rope(10000, None, True, 16)),
+        "glm4_moe_lite": (
+            (kind.attention, experts and experts.shared, cfg.layers[0].feed_forward),
+            (model.Latent(4, 40, 48, 24, 16, 32, model.Norm(1e-6)), model.Gated(24), model.Gated(96)),
+        ),
+    }[name]
+    assert found == expected
 
 
 def test_published_sizes():

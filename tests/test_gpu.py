@@ -73,13 +73,18 @@ def test_cached(T, width, dtype, programs, monkeypatch, as_on_a_gpu):
     kv = rng.standard_normal((B, K, S, 2 * width))
     kv = quantized_kv(kv) if dtype == "int8" else kv_of(jnp.asarray(kv, dtype), None)
     filled = (np.arange(S) < length[:, None]) & (np.arange(S) >= start[:, None])
+    hidden = (
+        np.arange(len(CASES)) % 2 * start // 2,
+        start,
+    )  # the first slots of some rows, of others the middle
+    filled |= (np.arange(S) < hidden[0][:, None]) & (np.arange(S) < length[:, None])
+    hidden = tuple(jnp.broadcast_to(jnp.int32(x)[:, None], sees.shape) for x in hidden)
     here = filled[:, None]  # BKS
     if dtype == "int8":
         poisoned = kv_of(kv.values, jnp.where(here[:, :, None], kv.scale, jnp.nan))
     else:
         poisoned = kv_of(jnp.where(here[..., None], kv.values, jnp.nan), None)
     used = as_on_a_gpu()
-    hidden = tuple(jnp.broadcast_to(x, sees.shape) for x in (0, jnp.int32(start)[:, None]))
     lengths = jnp.int32(np.where(sees, length[:, None], 0))
     result = attention.attend_cached(q, poisoned, lengths, hidden)
     assert used == {"flash"}
@@ -131,7 +136,9 @@ def test_grouped_dot(sizes, programs, dtype, monkeypatch, as_on_a_gpu):
     ("cfg", "kv_dtype", "quantized"),
     [
         pytest.param(llama4_config(H=64, layers=KINDS, A=2), "float32", True, marks=pytest.mark.deep),
-        (llama3_config(K=2, G=4, H=64, tied_embeddings=True), "int8", False),
+        pytest.param(
+            llama3_config(K=2, G=4, H=64, tied_embeddings=True), "int8", False, marks=pytest.mark.deep
+        ),
     ],
     ids=["llama4", "llama3"],
 )

@@ -162,7 +162,7 @@ def test_greedy(name, mesh, how, capsys):
     assert_same_with_speculation(name, mesh, how, False, capsys)
 
 
-@pytest.mark.parametrize(("name", "how"), [deep("ring", "itself"), ("ring", "chunks")])
+@pytest.mark.parametrize(("name", "how"), [deep("ring", "itself"), deep("ring", "chunks")])
 def test_sampled(name, how, capsys):
     """At 0.8, half with top-p, each with a seed of its own."""
     assert_same_with_speculation(name, "1", how, True, capsys)

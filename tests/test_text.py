@@ -1,6 +1,7 @@
 """Tokenizers of each kind of files, against the libraries that made them; and the text of an answer while it
 grows: whole characters, stop strings, and nothing else held back."""
 
+import importlib
 import json
 import re
 import shutil
@@ -235,7 +236,8 @@ def test_sentencepiece_is_missing(tmp_path, monkeypatch):
         raise ImportError("SentencePieceExtractor requires\nthe SentencePiece library")
 
     (tmp_path / "tokenizer.model").write_bytes(b"")
-    monkeypatch.setattr("transformers.convert_slow_tokenizer.requires_backends", missing)
+    module = importlib.import_module("transformers.convert_slow_tokenizer")
+    monkeypatch.setattr(module, "requires_backends", missing)
     with pytest.raises(
         UserError, match=r"^.*its tokenizer.model \(.*: pip install sentencepiece protobuf\)$"
     ):
