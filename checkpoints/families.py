@@ -21,7 +21,7 @@ from model import (
     Rope,
     Router,
     Window,
-)  # fmt: skip
+)
 
 Layers = tuple[LayerKind, ...]
 
@@ -94,16 +94,12 @@ def _read_llama4(fields: Fields, depth: int, heads: Heads, norm: Norm) -> Layers
 
 
 def _read_mistral(fields: Fields, depth: int, heads: Heads, norm: Norm) -> Layers:
-    size = fields.take("sliding_window", int, None)
-    mask, rope = Window(size) if size else Full(), _read_rope(fields, heads)
-    return (LayerKind(heads, _read_gated(fields), mask, rope),) * depth
+    return (LayerKind(heads, _read_gated(fields), _read_window(fields), _read_rope(fields, heads)),) * depth
 
 
 def _read_mixtral(fields: Fields, depth: int, heads: Heads, norm: Norm) -> Layers:
-    rope, router = _read_rope(fields, heads, 1e6), Router("softmax", normalized=True, scales="output")
-    size = fields.take("sliding_window", int, None)
-    experts = _read_experts(fields, router)
-    return (LayerKind(heads, experts, Window(size) if size else Full(), rope),) * depth
+    experts = _read_experts(fields, Router("softmax", normalized=True, scales="output"))
+    return (LayerKind(heads, experts, _read_window(fields), _read_rope(fields, heads, 1e6)),) * depth
 
 
 def _read_qwen2(fields: Fields, depth: int, heads: Heads, norm: Norm) -> Layers:
@@ -130,14 +126,13 @@ def _read_qwen3_moe(fields: Fields, depth: int, heads: Heads, norm: Norm) -> Lay
 
 
 def _read_gemma(fields: Fields, depth: int, heads: Heads, norm: Norm) -> Layers:
-    # The first configs say "gelu" and mean its tanh form, as hidden_activation does where it is set.
-    fields.take("hidden_activation", str, None)
-    return (
-        LayerKind(heads, _read_gated(fields, activation="gelu_tanh"), rope=_read_rope(fields, heads)),
-    ) * depth
+    mlp = _read_gated(fields, activation="gelu_tanh")
+    return (LayerKind(heads, mlp, rope=_read_rope(fields, heads)),) * depth
 
 
 def _read_gpt2(fields: Fields, depth: int, heads: Heads, norm: Norm) -> Layers:
+    if not fields.take("scale_attn_weights", bool, True):
+        raise UserError("config.json: scale_attn_weights = false is not supported")
     heads = dataclasses.replace(heads, bias=True, output_bias=True)
     mlp = Plain(fields.take("intermediate_size", int, 4 * heads.K * heads.H), "gelu_tanh")
     return (LayerKind(heads, mlp),) * depth
@@ -160,17 +155,12 @@ def _read_glm4_moe_lite(fields: Fields, depth: int, heads: Heads, norm: Norm) ->
     factor = float(fields.take("routed_scaling_factor", NUMBER, 1.8))
     normalized = fields.take("norm_topk_prob", bool, True)
     router = Router("sigmoid", normalized, scales="output", bias=True, factor=factor)
-    experts = _read_experts(
-        fields,
-        router,
-        width="moe_intermediate_size",
-        E="n_routed_experts",
-        shared=fields.take("n_shared_experts", int, 1),
-    )
+    shared = fields.take("n_shared_experts", int, 1)
+    experts = _read_experts(fields, router, "moe_intermediate_size", "n_routed_experts", shared)
     dense, first = _read_gated(fields), fields.take("first_k_dense_replace", int, 1)
     kinds = ["dense"] * first + ["sparse"] * (depth - first)
     kinds = fields.take("mlp_layer_types", list, kinds)
-    if len(kinds) != depth or not set(kinds) <= {"dense", "sparse"}:
+    if len(kinds) != depth or not all(kind in ("dense", "sparse") for kind in kinds):
         raise UserError(f"config.json: mlp_layer_types do not describe {depth} layers")
     return tuple(LayerKind(latent, experts if kind == "sparse" else dense, rope=rope) for kind in kinds)
 
@@ -189,18 +179,21 @@ def _read_experts(
     return Experts(E, A, M, router, shared=Gated(shared * M) if shared else None)
 
 
+def _read_window(fields: Fields) -> Full | Window:
+    """The mask of all layers."""
+    size = fields.take("sliding_window", int, None)
+    return Window(size) if size else Full()
+
+
 def _read_windows(fields: Fields, depth: int) -> list[Full | Window]:
     """The masks of Qwen's layers: all full, but where use_sliding_window is set."""
     on, size = fields.take("use_sliding_window", bool, False), fields.take("sliding_window", int, None)
     full = fields.take("max_window_layers", int, depth)
     types = ["sliding_attention" if on and size and i >= full else "full_attention" for i in range(depth)]
     types = fields.take("layer_types", list, types)
-    if len(types) != depth or not set(types) <= (
-        {"full_attention", "sliding_attention"} if size else {"full_attention"}
-    ):
-        raise UserError(
-            f"config.json: layer_types do not describe {depth} layers of full or sliding attention"
-        )
+    known = ("full_attention", "sliding_attention") if size else ("full_attention",)
+    if len(types) != depth or not all(kind in known for kind in types):
+        raise UserError(f"config.json: layer_types are not {depth} times {' or '.join(known)}")
     return [Window(size) if kind == "sliding_attention" else Full() for kind in types]
 
 
@@ -275,7 +268,8 @@ FAMILIES = (
         _read_gemma,
         norm=lambda eps: Norm(eps, offset=1.0),
         changes=lambda cfg: dict(embedding_scale=cfg.D**0.5),
-        fixed=dict(hidden_act=("gelu", "gelu_pytorch_tanh")),
+        # The first configs say "gelu" and mean its tanh form.
+        fixed=dict(hidden_act=("gelu", "gelu_pytorch_tanh"), hidden_activation="gelu_pytorch_tanh"),
         tied=True,
     ),
     Family(
@@ -283,7 +277,7 @@ FAMILIES = (
         _read_gpt2,
         norm=lambda eps: Norm(eps, centered=True),
         changes=lambda cfg: dict(P=cfg.max_positions),
-        fixed=dict(activation_function="gelu_new", scale_attn_weights=True),
+        fixed=dict(activation_function="gelu_new"),
         fields=dict(
             n_embd="hidden_size",
             n_layer="num_hidden_layers",
