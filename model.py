@@ -14,7 +14,8 @@ rotation, N  key without; P  positions that have an embedding.
 
 UPPERCASE: the whole dimension is on this device. lowercase: this device holds its shard of it. So
 `einsum("bTD,kgHD->bTkgH", x, w.q)` says where every byte is, and where a lowercase letter is summed there
-must be a `psum`. SHARDED_BY in sharding/mesh.py says which mesh axes split which lowercase letter.
+must be a `psum`. SHARDED_BY in sharding/mesh.py says which mesh axes split which lowercase letter. Outside
+of shard_map arrays are global: there [B,T,V] is the shape of all of it, on all devices together.
 """
 
 import dataclasses
@@ -80,8 +81,8 @@ class Heads:
         return key_beside_value(self.H)
 
     @property
-    def shared(self) -> tuple[int, ...]:
-        """The widths that devices with the same key/value head divide."""
+    def divided(self) -> tuple[int, ...]:
+        """The widths that devices with the same key/value head divide among them."""
         return (self.H,)
 
 
@@ -108,13 +109,13 @@ class Latent:
         return Columns(self.L + self.R, (0, self.L), (self.N + self.R) ** -0.5)
 
     @property
-    def shared(self) -> tuple[int, ...]:
+    def divided(self) -> tuple[int, ...]:
         return self.L, self.R
 
 
 @dataclasses.dataclass(frozen=True)
 class Full:
-    """Attention to all that came before."""
+    """Attention to all that came before. The functions of masks take numbers and arrays."""
 
     ring = None  # how many slots the cache goes round in
     window = None  # how many tokens a query sees, wherever it is
@@ -128,7 +129,7 @@ class Full:
         return jnp.full_like(length, jnp.iinfo(jnp.int32).max)
 
     def reusable(self, n: int, latest: int) -> int:
-        """How many of a row's first n tokens another can go on from, when it has read `latest`."""
+        """How many of a row's first n tokens another row can use, when that row has read `latest` tokens."""
         return n
 
 
@@ -151,7 +152,7 @@ class Chunked:
         return self.size - length % self.size
 
     def reusable(self, n: int, latest: int) -> int:
-        """Only the block that the row is in is still there; at a block's end nothing is needed."""
+        """Only the block that the row is in is still there; from a block's start on nothing is needed."""
         return n if n // self.size == latest // self.size else self.first(n)
 
 
@@ -159,8 +160,8 @@ class Chunked:
 class Window:
     """Attention to the last `size` tokens, the own one counted. Source: arXiv 2004.05150.
 
-    The cache is a ring with room for more, twice `spare`: for draft tokens that are rejected, and for another
-    text to go on from a little before the end.
+    The cache is a ring of more slots, twice `spare`: so draft tokens can be rejected, and another row can go
+    on from up to `spare` tokens before the end of what this one has read.
     """
 
     size: int
@@ -191,7 +192,7 @@ class Rope:
     theta: float
     scaling: tuple[float, ...] | None = None  # factor, low and high frequency factor, original length
     interleaved: bool = False  # rotate neighbours (2i, 2i+1), not halves (i, i + H/2)
-    width: int | None = None  # how many columns of a head rotate, the first; None: all
+    width: int | None = None  # how many columns of a head rotate, the first; None: all H; of a latent, R
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,7 +218,7 @@ class Router:
     score: str = "sigmoid"  # or "softmax", over all experts
     normalized: bool = False  # the scores of the chosen experts sum to 1
     scales: str = "input"  # or "output"
-    bias: bool = False  # added to (sigmoid) scores to choose by, but not to weight by
+    bias: bool = False  # of the sigmoid scores, to choose by and not to weight by
     factor: float = 1  # of the scores, at last
 
 
@@ -262,7 +263,7 @@ class Config:
 
     @property
     def rope(self) -> Rope | None:
-        """That of all layers that have one."""
+        """That of all layers that have one: it is the same."""
         return next((kind.rope for kind in self.layers if kind.rope), None)
 
     @property
@@ -459,7 +460,7 @@ class Span:
     """Where T consecutive tokens stand in each row: after `start` others; the first `count` of them are real.
 
     row: [b] int32, the cache's rows that they belong to; None: all, in order. start, count: [b] int32.
-    positions: [b,T] int32. cos, sin: [b,T,H/2] float32, their rotations.
+    positions: [b,T] int32. cos, sin: [b,T,width/2] float32, their rotations.
     """
 
     row: Array | None
@@ -471,7 +472,10 @@ class Span:
 
 
 def normalize(x: Array, weight: Array | None, norm: Norm, bias: Array | None = None) -> Array:
-    """x: [...,D] -> the same, with unit mean square times `weight`, which an offset or a bias widens."""
+    """x: [...,D] -> the same with unit mean square, times (weight + offset), plus bias.
+
+    Each kind in the precision in which transformers computes it.
+    """
     y = x.astype(jnp.float32)
     y = y - jnp.mean(y, -1, keepdims=True) if norm.centered else y
     y = y * lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + norm.eps)
@@ -525,9 +529,9 @@ def rotate(x: Array, span: Span, interleaved: bool) -> Array:
 
 
 def whole(*parts: Array) -> list[Array]:
-    """Of columns that devices with the same key/value head divide, all: [...,n] each -> [...,slots*n].
+    """Gather columns that devices with the same key/value head divide: [...,n] each -> [...,slots*n].
 
-    One all-gather.
+    One all-gather for all of them.
     """
     columns = lax.all_gather(jnp.concatenate(parts, -1), SLOTS, axis=parts[0].ndim - 1)  # [...,slots,n+n+..]
     columns = jnp.split(columns, np.cumsum([x.shape[-1] for x in parts])[:-1], -1)
@@ -540,7 +544,7 @@ def project(x: Array, w: Attention, span: Span, kind: LayerKind) -> tuple[Array,
     k = biased(einsum("bTD,khD->bTkh", x, w.k), w.k_bias)
     v = biased(einsum("bTD,khD->bTkh", x, w.v), w.v_bias)
     if lax.axis_size(SLOTS) == 1:
-        # Else XLA applies rotate's reshape to the weights instead, in every step: a copy of q per layer.
+        # Without it XLA applies rotate's reshape to the weights, in every step: a copy of q per layer.
         q, k, v = lax.optimization_barrier((q, k, v))
     else:
         *bTk, g, H = q.shape
@@ -575,9 +579,9 @@ def project_latent(x: Array, w: LatentAttention, span: Span, kind: LayerKind) ->
 
 
 def merge_slots(o: Array, lse: Array) -> tuple[Array, Array]:
-    """Attention over this device's slots -> over all, for this device's queries: [b,T,k,G,H] -> [b,T,k,g,H].
+    """Join the attention of all queries to each device's slots, and keep this device's queries.
 
-    One all-to-all of the partial results; each device merges the queries whose output columns it holds.
+    o: [b,T,k,G,H] -> [b,T,k,g,H], lse: [b,T,k,G] -> [b,T,k,g]. One all-to-all of the partial results.
     """
     slots = lax.axis_size(SLOTS)
     if slots == 1:
@@ -608,8 +612,8 @@ def attend_span(q: Array, new: KV, span: Span, mask: Full | Chunked | Window):
 def attend_cache(q: Array, new: KV, kv: KV, span: Span, mask: Full | Chunked | Window):
     """Write a span into the cache, and attend to what the cache holds: -> (as `attend_span`, KV).
 
-    One token sees itself there, too: a kernel writes it, then reads one cache that holds all there is to see.
-    Several see there only what came before them.
+    One token is written first, so that all it sees, itself included, is in the cache: one kernel does both.
+    Of several each sees there what came before the span.
     """
     T, place = q.shape[1], places(span, mask, kv.values.shape[2])
     length, hidden = seen_slots(span, mask, span.start + (T == 1))
@@ -626,19 +630,20 @@ def attend_cache(q: Array, new: KV, kv: KV, span: Span, mask: Full | Chunked | W
 def seen_slots(span: Span, mask: Full | Chunked | Window, held: Array):
     """What each query sees of a cache that holds the first `held` [b] tokens, on this device.
 
-    -> (length [b,T]: of the first so many slots all but the hidden ones; hidden: from, to, or None: none)
+    -> (length [b,T], hidden): the slots before `length`, but those from hidden[0] to hidden[1], [b,T] each;
+    None hides nothing.
     """
     first, end = mask.first(span.positions), held[:, None]
     any_seen = (first < end) & (span.count > 0)[:, None]
     if mask.ring:
         # What a query sees lies between two places of the ring, or before the one and after the other.
-        begin, after = first % mask.ring, end % mask.ring
-        split = after <= begin
-        end = jnp.where(split, jnp.minimum(end, mask.ring), after)
+        low, high = first % mask.ring, end % mask.ring
+        split = high <= low
+        end = jnp.where(split, jnp.minimum(end, mask.ring), high)
     length = jnp.where(any_seen, local_slots(end), 0)
-    if not mask.window:
+    if not mask.window:  # a window has a ring
         return length, None
-    return length, (jnp.where(split, local_slots(after), 0), local_slots(begin))
+    return length, (jnp.where(split, local_slots(high), 0), local_slots(low))
 
 
 def places(span: Span, mask: Full | Chunked | Window, capacity: int) -> Array:
@@ -668,8 +673,8 @@ def cached_form(new: Array, kv: KV | None, columns: Columns) -> KV:
 def attention(x: Array, w: Attention | LatentAttention, kv: KV | None, span: Span, kind: LayerKind):
     """x: [b,T,D] -> ([b,T,D], the layer's cache with the span in it; None without one).
 
-    A token attends to what the cache holds and, if its span has several, to those before it there, as the
-    cache will hold them: so it makes no difference in what prefill chunks a text is read.
+    A token attends to what the cache holds and, if its span has several, to those up to itself, as the cache
+    will hold them: so it makes no difference in what prefill chunks a text is read.
     """
     latent = isinstance(kind.attention, Latent)
     q, new = (project_latent if latent else project)(x, w, span, kind)
@@ -682,7 +687,7 @@ def attention(x: Array, w: Attention | LatentAttention, kv: KV | None, span: Spa
     o, _ = merge(*parts)
     o = o.astype(x.dtype)
     o = einsum("bTkgL,kgUL->bTkgU", o, w.v_b) if latent else o
-    y = lax.psum(einsum("bTkgH,DkgH->bTD", o, w.o), MODEL)  # k, g
+    y = lax.psum(einsum("bTkgH,DkgH->bTD", o, w.o), MODEL)  # k, g; H of a latent is U
     return (y if latent else biased(y, w.o_bias)), kv
 
 
@@ -709,8 +714,10 @@ def experts(x: Array, w: MoE, span: Span, kind: Experts) -> Array:
     else:
         _, chosen = lax.top_k(jax.nn.sigmoid(logits) + w.router_bias, kind.A)
         best = jnp.take_along_axis(logits, chosen, -1)
-    score = jnp.exp(best - jax.nn.logsumexp(logits, -1, keepdims=True))
-    score = jax.nn.sigmoid(best) if kind.router.score == "sigmoid" else score
+    if kind.router.score == "sigmoid":
+        score = jax.nn.sigmoid(best)
+    else:
+        score = jnp.exp(best - jax.nn.logsumexp(logits, -1, keepdims=True))
     score = score / jnp.sum(score, -1, keepdims=True) if kind.router.normalized else score
     score = score * kind.router.factor
     n_local = kind.E // lax.axis_size(EXPERT)
@@ -912,8 +919,8 @@ def sample(logits: Array, how: Sampling, text: Array, length: Array, cfg: Config
 
 
 def on_each_device(mesh: Mesh, T: int, in_specs, out_specs):
-    """shard_map, which checks that every psum is there. Not on TPUs if LANES divides T: a library's kernel
-    attends then, which does not declare over which axes its result varies.
+    """shard_map, which checks that every psum is there; but not on TPUs if LANES divides T, as the library's
+    kernel that attends then does not declare over which axes its result varies.
     """
     check_vma = T % LANES != 0 or not on_tpu(mesh)
     return partial(jax.shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
@@ -943,7 +950,7 @@ def cache_specs(cfg: Config, cache: Cache) -> Cache:
 
 @partial(jax.jit, static_argnames=("cfg", "mesh"), donate_argnames="cache")
 def begin(rows, text, length, source, cache: Cache, *, cfg: Config, mesh: Mesh) -> Cache:
-    """Give rows another text, of which some has been read. The cache is donated.
+    """Give rows another text, of which some has been read. The cache is donated: the old one is gone.
 
     rows: [n] int32, as many on each data shard, counted there from 0; -1 for none. text: [n,S] int32.
     length: [n] int32, how many of its tokens count as read: by row source[n] of the same shard, whose layers
@@ -1073,7 +1080,7 @@ def decode_step(
 
     count: [B] int32: 0 leaves a row as it is, 1 reads its next token, 1 + n also the first n drafts.
     drafts: [B,T-1] int32, tokens that may come after the next, or None. The right ones are accepted, so a
-    step may choose several; they are those that as many steps without drafts would. A row must not grow
+    step may choose several, which are what as many steps without drafts would choose. A row must not grow
     beyond the cache's max_len: what does is not kept.
     """
     cache_layout = cache_specs(cfg, cache)

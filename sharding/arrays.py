@@ -42,7 +42,7 @@ class ArrayInfo:
 
     Not a pytree node, so jax.tree.map takes it for a leaf.
     letters:    our layout, lowercase where it is sharded.
-    contracted: the letters that its matmul sums; int8 has one scale per entry of the rest.
+    contracted: the letters that its matmul sums; int8 has one scale per entry of the rest. Empty: never int8.
     stored:     where a Hugging Face checkpoint may have it; the first that is there counts.
     shape:      the true sizes of the letters. dtype: None for the float type of the model or cache.
     initial:    what random values are around; None: around 0, with variance 1 / fan-in.

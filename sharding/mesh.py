@@ -33,8 +33,8 @@ def mesh_shape(cfg, data: int = 1, expert: int = 1, tensor: int = 1) -> dict[str
     experts = cfg.experts.E if cfg.experts else 0
     if expert > 1 and (not experts or experts % expert):
         raise ValueError(f"expert parallelism {expert} does not divide the model's {experts} experts")
-    if any(width % slots for width in cfg.heads.shared):
-        width = next(width for width in cfg.heads.shared if width % slots)
+    if any(width % slots for width in cfg.heads.divided):
+        width = next(width for width in cfg.heads.divided if width % slots)
         raise ValueError(
             f"{slots} devices would share a key/value head, which does not divide its width {width}"
         )

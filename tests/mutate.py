@@ -83,10 +83,11 @@ MEMORY = "tests/test_command_line.py::test_rows_that_fit"
 
 # (file, what is there, what to put in its place, the test that must fail)
 MUTATIONS = [
+    ("ops/grouped_matmul.py", "weights = [pltpu.with_memory_space_constraint(w, pltpu.HBM) for w in weights]", "pass", "tests/test_plan.py::test_latent_attention"),
     ("model.py", "(position - self.size + 1) * (position >= self.size)", "(position - self.size) * (position >= self.size)", MISTRAL),
-    ("model.py", "return length, (jnp.where(split, local_slots(after), 0), local_slots(begin))", "return length, None", MISTRAL),
-    ("model.py", "(jnp.where(split, local_slots(after), 0), local_slots(begin))", "(0 * local_slots(after), local_slots(begin))", MISTRAL),
-    ("model.py", "(jnp.where(split, local_slots(after), 0), local_slots(begin))", "(jnp.where(split, after, 0), begin)", MISTRAL_TP8),
+    ("model.py", "return length, (jnp.where(split, local_slots(high), 0), local_slots(low))", "return length, None", MISTRAL),
+    ("model.py", "(jnp.where(split, local_slots(high), 0), local_slots(low))", "(0 * local_slots(high), local_slots(low))", MISTRAL),
+    ("model.py", "(jnp.where(split, local_slots(high), 0), local_slots(low))", "(jnp.where(split, high, 0), low)", MISTRAL_TP8),
     ("model.py", "return attend_causal(own, new, segment, mask.window)", "return attend_causal(own, new, segment)", MISTRAL),
     ("model.py", "return n if self.first(n) >= latest + self.spare - self.ring else 0", "return n", WINDOWS),
     ("model.py", "y = y - jnp.mean(y, -1, keepdims=True) if norm.centered else y", "y = y", GPT2),
@@ -153,7 +154,7 @@ MUTATIONS = [
     ("ops/attention.py", " & (segment[:, :, None] == segment[:, None])", "", ATTENTION),
     ("model.py", 'segment = 0 * span.positions if mask.window else mask.first(span.positions)', 'segment = 0 * span.positions', SCOUT),
     ("model.py", 'any_seen = (first < end) & (span.count > 0)[:, None]', 'any_seen = (span.count > 0)[:, None]', SCOUT),
-    ("model.py", 'end = jnp.where(split, jnp.minimum(end, mask.ring), after)', 'end = jnp.minimum(end, mask.ring)', SCOUT),
+    ("model.py", 'end = jnp.where(split, jnp.minimum(end, mask.ring), high)', 'end = jnp.minimum(end, mask.ring)', SCOUT),
     ("model.py", "lax.dynamic_slice_in_dim(q, lax.axis_index(SLOTS) * g, g, 3)", "q[:, :, :, :g]", MESH),
     ("ops/attention.py", 'mask = (slots < length[..., None]) & filled[:, None]', 'mask = jnp.broadcast_to(filled[:, None], (*length.shape, block))', ATTENTION),
     ("ops/attention.py", 'filled = (slots >= i * block) & (slots < longest[:, None])', 'filled = slots < longest[:, None]', ATTENTION),
