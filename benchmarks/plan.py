@@ -358,7 +358,8 @@ def compile_step(job: Job, mesh: Mesh, topology: Topology, dump: str | None = No
             return min(1, BLOCK / slots)
         if kernel == "take_rows":  # a tile for each token, of its shard of the embedding
             vocabulary = job.cfg.V / mesh_size(mesh, MODEL)
-            return min(1, local_tokens(job, mesh) * TILE / vocabulary)
+            rows = TILE if argument.endswith("values") else TILE // 2  # int8, bfloat16
+            return min(1, local_tokens(job, mesh) * rows / vocabulary)
         return share_needed(argument, job, mesh)
 
     names = tuple(name for name, _ in named(**compiled.input_shardings[1]))  # of those that it uses

@@ -74,8 +74,9 @@ def active_experts(
     weights, units = zip(*map(values_and_scale, (gate, up, down)), strict=True)
     E, D, M = weights[0].shape
     R, width, steps = x.shape[0], block_width(gate), min(E, expert.size)
-    if not interpret:  # else XLA may move all of an array of experts to VMEM, if it fits
-        weights = [pltpu.with_memory_space_constraint(w, pltpu.HBM) for w in weights]
+    if not interpret:  # else XLA may move what all experts have of an array to VMEM, if it fits
+        in_hbm = partial(pltpu.with_memory_space_constraint, memory_space=pltpu.HBM)
+        weights, units = jax.tree.map(in_hbm, (weights, units))
     chosen = expert[..., None] == jnp.arange(E)  # RAE
     factors = jnp.sum(jnp.where(chosen, factor[..., None].astype(jnp.float32), 0), 1)
     padding = ((0, -R % ROW_TILE), (0, 0))
@@ -119,7 +120,7 @@ def active_experts(
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=VMEM_BYTES),
         name="active_experts",
         interpret=interpret,
-    )(*active_first(jnp.any(chosen, (0, 1)), steps), x, factors, tuple(weights), units)
+    )(*active_first(jnp.any(chosen, (0, 1)), steps), x, factors, weights, units)
     return y[:R]
 
 

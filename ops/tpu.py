@@ -13,7 +13,8 @@ from jax.sharding import ManualAxisType
 from ops.platform import on_tpu
 
 LANES = 128  # numbers in a row of a register: cache slots are allocated in multiples of it
-TILE = 32  # rows of an int8 tile, and of several tiles of a wider type
+TILE = 32  # rows of an int8 tile; of a wider type so many bytes, or several tiles
+VMEM_BYTES = 100 << 20  # of 128 MiB, that XLA might fill with an array
 
 
 def varying(*inputs: Array) -> frozenset[str]:
@@ -36,16 +37,18 @@ def take_rows(matrix: Array, rows: Array) -> Array:
     """Rows of a matrix, exactly: [V,D], [...] int32 -> [...,D]. Those outside of it are undefined.
 
     On TPUs by a Pallas call that reads the tiles which hold them, int8 as bfloat16: XLA would copy all of an
-    int8 matrix into another layout, and all of a small float one into VMEM. Of that, many rows are XLA's.
+    int8 matrix into another layout, and all of a float one into VMEM, if it fits. Else, and for many rows,
+    its gather reads less.
     """
     V, D = matrix.shape
-    if not on_tpu() or (matrix.dtype != jnp.int8 and (rows.size > LANES or D % LANES)):
+    int8, nbytes = matrix.dtype == jnp.int8, matrix.size * matrix.dtype.itemsize
+    if not on_tpu() or not int8 and (rows.size > LANES or D % LANES or nbytes > VMEM_BYTES):
         return matrix[rows]
-    dtype = jnp.bfloat16 if matrix.dtype == jnp.int8 else matrix.dtype
+    dtype, tile_rows = jnp.bfloat16 if int8 else matrix.dtype, TILE // matrix.dtype.itemsize
     flat = jnp.clip(rows.reshape(-1), 0, V - 1)
 
     def pick(rows, tile, out):
-        here = lax.broadcasted_iota(jnp.int32, tile.shape, 0) == lax.rem(rows[pl.program_id(0)], TILE)
+        here = lax.broadcasted_iota(jnp.int32, tile.shape, 0) == lax.rem(rows[pl.program_id(0)], tile_rows)
         out[...] = jnp.sum(jnp.where(here, tile[...].astype(jnp.float32), 0), 0, keepdims=True).astype(
             out.dtype
         )
@@ -55,7 +58,7 @@ def take_rows(matrix: Array, rows: Array) -> Array:
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=flat.shape,
-            in_specs=[pl.BlockSpec((TILE, D), lambda i, rows: (lax.div(rows[i], TILE), 0))],
+            in_specs=[pl.BlockSpec((tile_rows, D), lambda i, rows: (lax.div(rows[i], tile_rows), 0))],
             out_specs=pl.BlockSpec((None, 1, D), lambda i, rows: (i, 0, 0)),
         ),
         out_shape=result((flat.size, 1, D), dtype, matrix, rows),
