@@ -171,9 +171,14 @@ def test_forward(saved):
         np.testing.assert_allclose(row - np.log(np.exp(row).sum(-1, keepdims=True)), expected, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize(
-    "saved", ["llama3-scaled-tied", pytest.param("scout", marks=pytest.mark.deep)], indirect=True
-)
+BY_SHELL = [
+    pytest.param(name, marks=[pytest.mark.deep] * (name != "llama3-scaled-tied"))
+    for name in CONFIGS
+    if name != "llama3"
+]
+
+
+@pytest.mark.parametrize("saved", BY_SHELL, indirect=True)
 def test_command_line(saved, tmp_path):
     """The same through the shell, from a converted folder."""
     folder, reference = saved
