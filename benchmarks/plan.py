@@ -187,7 +187,8 @@ def share_needed(argument: str, job: Job, mesh: Mesh) -> float:
     """
     last = rf"layers\[{len(job.cfg.layers) - 1}\]"
     no_use = rf"cache\.{last}|weights\.(norm|unembed|{last}\.(attention\.([qo]|[kv]_b\b)|feed_forward))"
-    if argument == "cache.tokens" or (not job.chooses and re.match(no_use, argument)):
+    tables = "cache.tokens", "weights.positions"
+    if argument in tables or (not job.chooses and re.match(no_use, argument)):
         return 0
     if part_of(argument, job.cfg) == "experts":
         return active_experts(job.cfg, local_tokens(job, mesh), mesh_size(mesh, EXPERT))
