@@ -23,13 +23,14 @@ class Row:
     """What is known of a row of the cache.
 
     text: [max_len] int32: its tokens, as far as they are known. read: how many of them have been read.
-    reused: how many it had from a cached prefix. steps: those in flight, whose tokens are not known yet.
-    number: of its answer, in the order of admission.
+    reused: how many it had from a cached prefix, of a row that had read `past` tokens. steps: those in
+    flight, whose tokens are not known yet. number: of its answer, in the order of admission.
     """
 
     text: np.ndarray
     read: int = 0
     reused: int = 0
+    past: int = 0
     steps: int = 0
     answer: Answer | None = None
     number: int = -1
@@ -55,11 +56,18 @@ class Row:
             return 0
         return self.answer.request.max_new_tokens - len(self.answer.tokens) - self.steps
 
-    def assign(self, answer: Answer, cached: int, number: int) -> None:
-        """Take an answer, of whose prompt `cached` tokens are in the cache."""
+    def latest(self, width: int) -> int:
+        """How many tokens its cache may have had, of which later ones are in the places of earlier ones.
+
+        width: how many a step in flight may have read.
+        """
+        return max(self.past, self.read + self.steps * width)
+
+    def assign(self, answer: Answer, cached: int, past: int, number: int) -> None:
+        """Take an answer, of whose prompt `cached` tokens are in the cache, of `past` that it has had."""
         self.text[: len(answer.prompt)] = answer.prompt
         self.answer, self.number = answer, number
-        self.read, self.reused, self.steps = cached, cached, 0
+        self.read, self.reused, self.past, self.steps = cached, cached, past if cached else 0, 0
 
     def chose(self, tokens: np.ndarray) -> None:
         """Note what a step chose, one token after each that it read."""
@@ -70,7 +78,7 @@ class Row:
     def forget(self) -> None:
         """Nobody is to reuse anything of what has been read."""
         self.answer, self.number = None, -1
-        self.read, self.reused, self.steps = 0, 0, 0
+        self.read, self.reused, self.past, self.steps = 0, 0, 0, 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +124,7 @@ class Shard:
                 if (wait := self.wait(matches, cached)) is None:
                     queue.remove(answer)
                     row, source = self.choose(cached)
-                    row.assign(answer, cached[source], number)
+                    row.assign(answer, cached[source], source.latest(self.width), number)
                     return row, source
             waits[answer] = self.waits[answer] = wait
         self.waits = waits
@@ -134,7 +142,7 @@ class Shard:
     def cached_prefix(self, row: Row, matching: int) -> int:
         """How many of the tokens that match the row has read, and its cache still holds."""
         n = min(matching, row.read)
-        latest = row.read + row.steps * self.width
+        latest = row.latest(self.width)
         while (less := min((mask.reusable(n, latest) for mask in self.masks), default=n)) < n:
             n = less
         return n

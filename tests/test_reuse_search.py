@@ -210,6 +210,27 @@ def test_guesses_rings_and_reuse_together(monkeypatch):
     search(monkeypatch, range(1), (8,), 3, "draft", "int8", True)
 
 
+def test_a_row_that_goes_back_again_and_again(monkeypatch):
+    """A window's ring holds what its row read before it went back, too, in the place of older tokens."""
+    monkeypatch.setattr(scheduler, "WORTH_COPYING", 1)
+    cfg = llama4_config(G=2, layers=(Kind(window=8), Kind(rope=False)))
+    mesh = mesh_of(cfg)
+    weights = model.init_weights(jax.random.key(0), cfg, mesh)
+    text = np.random.default_rng(0).integers(0, cfg.V, 60).tolist()
+    requests = [Request(text[:n] + [7], 1, stop=frozenset()) for n in range(60, 20, -2)]
+    together, alone = (
+        Engine(Programs(weights, cfg, mesh, 1, MAX_LEN, "float32"), requests) for _ in range(2)
+    )
+    for request in requests:
+        alone.scheduler.rows[0].forget()
+        pair = [batch.add(request) for batch in (together, alone)]
+        finish(together)
+        finish(alone)
+        np.testing.assert_allclose(pair[0].logprobs, pair[1].logprobs, atol=SAME["float32"])
+        assert pair[0].tokens == pair[1].tokens
+    assert together.stats.reused_tokens > 0
+
+
 SETTINGS = [
     # chunks, rows, guesses, cache, experts
     ((16, 16), 4, "draft", "int8", True),
