@@ -75,8 +75,8 @@ def active_experts(
     E, D, M = weights[0].shape
     R, width, steps = x.shape[0], block_width(gate), min(E, expert.size)
     if not interpret:  # else XLA may move what all experts have of an array to VMEM, if it fits
-        in_hbm = partial(pltpu.with_memory_space_constraint, memory_space=pltpu.HBM)
-        weights, units = jax.tree.map(in_hbm, (weights, units))
+        arrays = weights, units
+        weights, units = jax.tree.map(lambda x: pltpu.with_memory_space_constraint(x, pltpu.HBM), arrays)
     chosen = expert[..., None] == jnp.arange(E)  # RAE
     factors = jnp.sum(jnp.where(chosen, factor[..., None].astype(jnp.float32), 0), 1)
     padding = ((0, -R % ROW_TILE), (0, 0))

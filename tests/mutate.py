@@ -84,7 +84,7 @@ MEMORY = "tests/test_command_line.py::test_rows_that_fit"
 # (file, what is there, what to put in its place, the test that must fail)
 MUTATIONS = [
     ("serving/scheduler.py", "return max(self.past, self.read + self.steps * width)", "return self.read + self.steps * width", "tests/test_reuse_search.py::test_a_row_that_goes_back_again_and_again"),
-    ("ops/grouped_matmul.py", "weights, units = jax.tree.map(in_hbm, (weights, units))", "pass", "tests/test_plan.py::test_latent_attention"),
+    ("ops/grouped_matmul.py", "weights, units = jax.tree.map(lambda x: pltpu.with_memory_space_constraint(x, pltpu.HBM), arrays)", "pass", "tests/test_plan.py::test_latent_attention"),
     ("model.py", "(position - self.size + 1) * (position >= self.size)", "(position - self.size) * (position >= self.size)", MISTRAL),
     ("model.py", "return length, (jnp.where(split, local_slots(high), 0), local_slots(low))", "return length, None", MISTRAL),
     ("model.py", "(jnp.where(split, local_slots(high), 0), local_slots(low))", "(0 * local_slots(high), local_slots(low))", MISTRAL),
