@@ -3,13 +3,14 @@
 SRC is a folder or a hub id, DST a new folder. Weights go through memory in pieces, and DST appears when it is
 whole. What was killed goes on where it stopped when it is started again, and ends byte for byte the same.
 With --verify nothing is written: DST's checksums are computed again, and its weights compared with SRC's.
+Several hosts that run the same command and share the disk divide the files among them.
 """
 # ruff: noqa: E402  an interrupt is heard before the imports that take long
 
-from terminal.command_line import hear_interrupts
+from terminal.command_line import hear_signals
 
 if __name__ == "__main__":
-    hear_interrupts()
+    hear_signals()
 
 import contextlib
 import dataclasses
@@ -23,7 +24,9 @@ import os
 import pathlib
 import shutil
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
+from typing import IO
 
 import jax
 import numpy as np
@@ -45,12 +48,15 @@ from checkpoints.tensor_files import (
     sync,
 )
 from checkpoints.threads import in_order
+from distributed.exchange import agree, from_first, gather, process_count, process_index
 from quantize import quantize_large
 from sharding.arrays import ArrayInfo
 from terminal.command_line import OneLineParser, run
+from terminal.launch import add_processes, join_hosts
 
 FILE_MIB = 1024
-STATE = "conversion.json"  # in an unfinished folder: what it is to become
+STATE = "conversion.json"  # in an unfinished folder: what it is to become; locked while it is written to
+SECONDS_UNSEEN = 120  # a network disk shows a file that another host has written a minute later at most
 
 Fused = list[tuple[str, ArrayInfo]]  # equal parts of one tensor of Hugging Face's: read together
 
@@ -171,27 +177,48 @@ def convert(
         "format": FORMAT, "dtype": dtype, "quantize": "int8" if quantized else "none",
         "file_bytes": file_bytes, "source": fingerprint(checkpoint),
     }  # fmt: skip
-    if os.path.lexists(destination):
-        if identity_of(destination) != identity:
-            raise UserError(f"{destination}: exists and is something else; choose another name or remove it")
-        open_checkpoint(str(destination))  # it may have been damaged since
-        print(f"{destination} is there already, converted from this source", file=sys.stderr)
+    agree({f"the conversion of {source}": identity}, "all processes must see the same files")
+    if from_first(lambda: is_there(destination, identity)):
         return
     partial = destination.with_name(destination.name + ".incomplete")
-    partial.mkdir(parents=True, exist_ok=True)
-    with claimed(partial, identity):
-        groups = plan_files(checkpoint, quantized, dtype, file_bytes)
-        try:
-            checksums = write_weights(checkpoint, partial, groups, quantized, allow_nonfinite)
-            finish(checkpoint, partial, groups, checksums, identity)
-        except OSError as e:
-            if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                raise
-            raise UserError(f"{partial}: {e.strerror}; make room and run again to go on") from None
+    groups = plan_files(checkpoint, quantized, dtype, file_bytes)
+
+    def complete() -> None:
+        with room_in(partial):
+            finish(checkpoint, partial, groups, identity)
         if fingerprint(checkpoint) != identity["source"]:
             raise UserError(f"{checkpoint.folder}: changed in the meantime; remove {partial} and run again")
         partial.rename(destination)
         sync(destination.parent)
+
+    with contextlib.ExitStack() as stack:
+        from_first(lambda: stack.enter_context(claimed(partial, identity)))
+        stack.enter_context(shared(partial))
+        write_weights(checkpoint, partial, groups, quantized, allow_nonfinite)
+        gather("written")
+        from_first(complete)
+
+
+@contextlib.contextmanager
+def room_in(folder: pathlib.Path):
+    """Raises UserError where the disk has no more room."""
+    try:
+        yield
+    except OSError as e:
+        if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise UserError(f"{folder}: {e.strerror}; make room and run again to go on") from None
+
+
+def is_there(destination: pathlib.Path, identity: dict) -> bool:
+    """Whether it has been converted before, to the same. Raises UserError if something else is there."""
+    if not os.path.lexists(destination):
+        return False
+    if identity_of(destination) != identity:
+        raise UserError(f"{destination}: exists and is something else; choose another name or remove it")
+    open_checkpoint(str(destination))  # it may have been damaged since
+    print(f"{destination} is there already, converted from this source", file=sys.stderr)
+    return True
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
@@ -208,33 +235,76 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 
 def identity_of(folder: pathlib.Path) -> dict | None:
     """What a finished or unfinished folder is converted from and to; None if that is not known."""
-    if (folder / STATE).is_file():
-        return read_json(folder / STATE)
-    return read_json(folder / INDEX).get("metadata") if (folder / INDEX).is_file() else None
+    if (folder / INDEX).is_file():
+        return read_json(folder / INDEX).get("metadata")
+    return read_json(folder / STATE) if (folder / STATE).is_file() else None
 
 
 @contextlib.contextmanager
 def claimed(partial: pathlib.Path, identity: dict):
-    """The unfinished folder, for this process alone and for this conversion. Raises UserError."""
+    """The unfinished folder, for this conversion alone. Raises UserError."""
+    partial.mkdir(parents=True, exist_ok=True)
+    names = {path.name for path in partial.iterdir()} - {STATE}
+    found = identity_of(partial) if names else identity
     with contextlib.ExitStack() as stack:
-        folder = os.open(partial, os.O_RDONLY)
-        stack.callback(os.close, folder)
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{partial}: another conversion is writing there") from None
-        if {path.name for path in partial.iterdir()} - {STATE} and identity_of(partial) != identity:
+        if found:
+            state = stack.enter_context((partial / STATE).open("a+"))
+            lock(state, fcntl.LOCK_EX)
+            stack.callback(_remove_if_empty, partial)
+        if found != identity:
             raise UserError(f"{partial}: is left from another conversion; remove it, or choose another name")
-        stack.callback(_remove_if_empty, partial)
-        write_text(partial / STATE, json.dumps(identity))
+        if not names:
+            state.truncate(0)
+            state.write(json.dumps(identity))
+            state.flush()
+            os.fsync(state.fileno())
+            sync(partial)
+        lock(state, fcntl.LOCK_SH)
         yield
+
+
+@contextlib.contextmanager
+def shared(partial: pathlib.Path):
+    """What process 0 has claimed, held by the others, too: they may still write when it has been killed."""
+    if process_index() == 0:
+        yield
+        return
+    await_files([partial / STATE])
+    with (partial / STATE).open() as state:
+        lock(state, fcntl.LOCK_SH)
+        yield
+
+
+def lock(file: IO, how: int) -> None:
+    """Lock a file where the disk can. Raises UserError if another conversion holds it.
+
+    A file, open for reading and writing: NFS asks for that, and tells other hosts of no lock on a folder.
+    """
+    try:
+        fcntl.flock(file, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"{pathlib.Path(file.name).parent}: another conversion is writing there") from None
+    except OSError as e:
+        if how == fcntl.LOCK_EX:
+            print(f"{file.name}: {e.strerror}; start no other conversion to there", file=sys.stderr)
+
+
+def await_files(paths: Iterable[pathlib.Path]) -> None:
+    """Wait until files that other processes have written are seen here, too. Raises UserError."""
+    end = time.monotonic() + SECONDS_UNSEEN
+    for path in paths:
+        while not path.exists():
+            if time.monotonic() > end:
+                raise UserError(f"{path}: is not there, though another process wrote it; is the disk shared?")
+            time.sleep(0.1)
 
 
 def _remove_if_empty(partial: pathlib.Path) -> None:
     """Leave nothing of a conversion that wrote no weights."""
     if partial.exists() and {path.name for path in partial.iterdir()} <= {STATE}:
         (partial / STATE).unlink(missing_ok=True)
-        partial.rmdir()
+        with contextlib.suppress(OSError):  # NFS keeps a file that is open, under another name
+            partial.rmdir()
 
 
 def write_text(path: pathlib.Path, text: str) -> None:
@@ -244,24 +314,37 @@ def write_text(path: pathlib.Path, text: str) -> None:
     sync(path.parent)
 
 
+def missing(folder: pathlib.Path, groups: list[FileGroup]) -> list[int]:
+    """Which groups' files are not there yet; those that were begun are removed. UserError without room."""
+    for stale in folder.glob("*" + PARTIAL):
+        stale.unlink()
+    found = [i for i, group in enumerate(groups) if checksums_of(folder, group) is None]
+    left = sum(groups[i].nbytes for i in found)
+    if left > (free := shutil.disk_usage(folder).free):
+        raise UserError(f"{folder}: {left / 1e9:.2f} GB are to be written, and {free / 1e9:.2f} GB are free")
+    return found
+
+
+def divide(groups: list[FileGroup], count: int) -> list[list[FileGroup]]:
+    """So many shares of about as many bytes each; in a share the order stays."""
+    shares, loads = [[] for _ in range(count)], [0] * count
+    for i in sorted(range(len(groups)), key=lambda i: -groups[i].nbytes):
+        least = loads.index(min(loads))
+        shares[least].append(i)
+        loads[least] += groups[i].nbytes
+    return [[groups[i] for i in sorted(share)] for share in shares]
+
+
 def write_weights(
     checkpoint: Checkpoint,
     folder: pathlib.Path,
     groups: list[FileGroup],
     quantized: bool,
     allow_nonfinite: bool,
-) -> dict[str, str]:
-    """Write the files that are not there yet; returns the checksum of every tensor."""
-    for stale in folder.glob("*" + PARTIAL):
-        stale.unlink()
-    checksums, todo = {}, []
-    for group in groups:
-        found = checksums_of(folder, group)
-        checksums |= found or {}
-        todo += [group] if found is None else []
-    total, left = (sum(group.nbytes for group in some) for some in (groups, todo))
-    if left > (free := shutil.disk_usage(folder).free):
-        raise UserError(f"{folder}: {left / 1e9:.2f} GB are to be written, and {free / 1e9:.2f} GB are free")
+) -> None:
+    """Write the files that are not there yet, this process its share of them."""
+    todo = divide([groups[i] for i in from_first(lambda: missing(folder, groups))], process_count())
+    todo, checksums, first = todo[process_index()], {}, process_index() == 0
 
     def tasks(opened: contextlib.ExitStack):
         for group in todo:
@@ -283,7 +366,8 @@ def write_weights(
         return *task, {part.name: new[part.file].checksum(part.name) for part in parts}
 
     with (
-        progress("converting", total, total - left) as bar,
+        progress("converting", sum(group.nbytes for group in todo), show=first) as bar,
+        room_in(folder),
         contextlib.ExitStack() as opened,
         contextlib.closing(in_order(work, tasks(opened), ahead=32)) as results,
     ):
@@ -292,7 +376,6 @@ def write_weights(
             if fused is group.weights[-1]:
                 for file in new.values():
                     file.finish(checksums)
-    return checksums
 
 
 def checksums_of(folder: pathlib.Path, group: FileGroup) -> dict[str, str] | None:
@@ -359,10 +442,10 @@ def is_finite(x: np.ndarray, dtype: np.dtype | None = None) -> bool:
     return True
 
 
-def finish(
-    checkpoint: Checkpoint, folder: pathlib.Path, groups: list[FileGroup], checksums, identity: dict
-) -> None:
+def finish(checkpoint: Checkpoint, folder: pathlib.Path, groups: list[FileGroup], identity: dict) -> None:
     """Add the model's small files and the index, and leave nothing else."""
+    await_files(folder / name for group in groups for name in group.files)
+    checksums = {name: x for group in groups for name, x in checksums_of(folder, group).items()}
     weight_map = {name: file for group in groups for file, tensors in group.files.items() for name in tensors}
     files = {name: {"bytes": (folder / name).stat().st_size} for name in sorted(set(weight_map.values()))}
     for path in companions(checkpoint.folder):
@@ -461,7 +544,7 @@ def _int8_error(x: np.ndarray, values: np.ndarray, scale: np.ndarray, info: Arra
 def main(arguments: list[str] | None = None) -> None:
     parser = OneLineParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
-    add("source", metavar="SRC", help="a folder, or OWNER/NAME or OWNER/NAME@REVISION on the hub")
+    add("source", metavar="SRC", help="a folder, a GGUF file, or OWNER/NAME[@REVISION] on the hub")
     add("destination", metavar="DST", nargs="?", help="the new folder")
     add("--quantize", choices=("int8", "none"), default="none", help="default: none")
     add(
@@ -482,14 +565,18 @@ def main(arguments: list[str] | None = None) -> None:
         action="store_true",
         help="write nothing: check DST and compare it with SRC, or given one folder, check that",
     )
+    add_processes(parser)
     args = parser.parse_args(arguments)
-    parser.check_positive(args, "file_mib")
+    parser.check_positive(args, "file_mib", "timeout")
     jax.config.update("jax_platforms", "cpu")  # an accelerator may be busy, and is not needed
+    if args.destination is None and not args.verify:
+        parser.error("the following arguments are required: DST")
+    join_hosts(args)
     if args.verify:
         folder, source = (args.destination, args.source) if args.destination else (args.source, None)
-        print("\n".join(verify(folder, source)))
-    elif args.destination is None:
-        parser.error("the following arguments are required: DST")
+        found = from_first(lambda: verify(folder, source))
+        if process_index() == 0:
+            print("\n".join(found))
     else:
         convert(
             args.source, args.destination, args.quantize == "int8", args.dtype, args.file_mib * 2**20,

@@ -5,10 +5,10 @@ the same command on each: they find one another, and the first one prints.
 """
 # ruff: noqa: E402  an interrupt is heard before the imports that take long
 
-from terminal.command_line import hear_interrupts
+from terminal.command_line import hear_signals
 
 if __name__ == "__main__":
-    hear_interrupts()
+    hear_signals()
 
 import argparse
 import sys
@@ -35,7 +35,7 @@ def main() -> None:
     args, startup = parse_arguments(), Startup()
     startup.lap("imports")
     keep_compiled()
-    join_hosts()
+    join_hosts(args)
     n_devices = device_count()
     prompts = [] if args.chat else share_prompts(args)
     models, tokenizer = open_models(args, n_devices)

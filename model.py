@@ -16,6 +16,10 @@ UPPERCASE: the whole dimension is on this device. lowercase: this device holds i
 `einsum("bTD,kgHD->bTkgH", x, w.q)` says where every byte is, and where a lowercase letter is summed there
 must be a `psum`. SHARDED_BY in sharding/mesh.py says which mesh axes split which lowercase letter. Outside
 of shard_map arrays are global: there [B,T,V] is the shape of all of it, on all devices together.
+
+The layers may be in stages that are alike. Then their weights begin with p (no shard of P): those that have
+the same place in each stage, of which a device has its own stage's. A stage runs the program of a data shard,
+but its layers begin with the hidden states that the stage before has passed on: see sharding/stages.py.
 """
 
 import dataclasses
@@ -37,8 +41,9 @@ from ops.platform import on_tpu
 from ops.tpu import LANES, take_rows
 from quantize import quantize, values_and_scale
 from ragged_attention import KV, Columns, key_beside_value
-from sharding.arrays import ArrayInfo, Stored, abstract, declare, make, random_arrays, sizes_of, specs
-from sharding.mesh import EXPERT, MODEL, SLOTS
+from sharding.arrays import ArrayInfo, Stored, abstract, declare, random_arrays, sizes_of, specs, zeros
+from sharding.mesh import EXPERT, MODEL, ROWS, SLOTS, STAGE
+from sharding.stages import enter, from_last_stage, is_last_stage, pass_on, result_spec
 
 # --------------------------------------------------------------------------------------------------- config
 
@@ -275,6 +280,10 @@ class Config:
     def masks(self) -> frozenset[Full | Chunked | Window]:
         return frozenset(kind.mask for kind in self.layers)
 
+    def stage(self, stages: int) -> tuple[LayerKind, ...]:
+        """The layers of one of so many stages."""
+        return self.layers[: len(self.layers) // stages]
+
 
 # ----------------------------------------------------------------------------------- weights, declared once
 
@@ -376,11 +385,23 @@ class Weights:
 
 
 @_pytree
+class Passed:
+    """What stages have passed on in the turn before.
+
+    hidden: by T, [b,T,d] each: of steps, and of prefill chunks. chosen: [b,1] int32, by the last stage in the
+    rows that are now the first one's.
+    """
+
+    hidden: dict[int, Array]
+    chosen: Array
+
+
+@_pytree
 class Cache:
     """The text of each row, and what the layers keep of the tokens that they have read.
 
     tokens: [b,S] int32. The first length[b] have been read, the next one is to be read next; what is beyond
-    has no meaning, unless it is the rest of a prompt.
+    has no meaning, unless it is the rest of a prompt. -1: not known to this stage.
     layers: one KV each, [b,k,s,C]: the keys and values of the tokens read. Position p is in slot p; in a
     ring, of one chunk or a window, in slot p % ring. Slot s is on device s % n of the n that share the
     head, in place s // n, so that they fill evenly.
@@ -389,10 +410,14 @@ class Cache:
     layers: list[KV]
     tokens: Array
     length: Array
+    passed: Passed | None = None  # if there are several stages
 
 
-def weight_infos(cfg: Config) -> Weights:
-    """The tree of all weights with their ArrayInfo in the place of arrays."""
+def weight_infos(cfg: Config, stages: int = 1) -> Weights:
+    """The tree of all weights with their ArrayInfo in the place of arrays.
+
+    stages: if there are several, the layers are those of one, each array [p,...].
+    """
     sizes, centered = sizes_of(cfg), cfg.norm.centered
 
     def attention(kind: Heads | Latent, prefix: str) -> Attention | LatentAttention:
@@ -418,7 +443,9 @@ def weight_infos(cfg: Config) -> Weights:
         )
         return declare(Layer, prefix, sizes, dict(bias=not centered), **parts)
 
-    layers = [layer(i, kind) for i, kind in enumerate(cfg.layers)]
+    layers = [layer(i, kind) for i, kind in enumerate(cfg.stage(stages))]
+    if stages > 1:
+        layers = jax.tree.map(lambda info: info.in_stages(stages), layers)
     absent = dict(unembed=cfg.tied_embeddings, positions=not cfg.P, bias=not centered)
     weights = declare(Weights, "", sizes, absent, layers=layers)
     if not cfg.tied_embeddings:
@@ -426,8 +453,11 @@ def weight_infos(cfg: Config) -> Weights:
     return dataclasses.replace(weights, embed=dataclasses.replace(weights.embed, contracted="D"))
 
 
-def cache_infos(cfg: Config, batch: int, max_len: int, dtype) -> Cache:
-    """The cache of `batch` rows of up to `max_len` positions, declared. dtype: float, or int8 with scales."""
+def cache_infos(cfg: Config, batch: int, max_len: int, dtype, stages: int = 1) -> Cache:
+    """The cache of `batch` rows of up to `max_len` positions, declared. dtype: float, or int8 with scales.
+
+    stages: there are as many Caches, and each stage has its layers' share of each.
+    """
 
     def layer(kind: LayerKind) -> KV:
         K, columns = kind.attention.K, kind.attention.columns
@@ -438,18 +468,25 @@ def cache_infos(cfg: Config, batch: int, max_len: int, dtype) -> Cache:
 
     tokens = ArrayInfo("bS", shape=(batch, max_len), dtype=jnp.int32)
     length = ArrayInfo("b", shape=(batch,), dtype=jnp.int32)
-    return Cache(layers=[layer(kind) for kind in cfg.layers], tokens=tokens, length=length)
+    return Cache(layers=[layer(kind) for kind in cfg.stage(stages)], tokens=tokens, length=length)
+
+
+def passed_infos(cfg: Config, rows: dict[int, int]) -> Passed:
+    """What stages pass on of `rows[T]` rows that read T tokens each, declared."""
+    hidden = {T: ArrayInfo("bTd", shape=(n, T, cfg.D)) for T, n in rows.items()}
+    return Passed(hidden=hidden, chosen=ArrayInfo("bT", shape=(rows[1], 1), dtype=jnp.int32))
 
 
 def init_cache(cfg: Config, mesh: Mesh, batch: int, max_len: int, dtype) -> Cache:
     """An empty cache, see `cache_infos`."""
-    tree = abstract(cache_infos(cfg, batch, max_len, dtype), mesh)
-    return make(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree), tree)
+    return zeros(abstract(cache_infos(cfg, batch, max_len, dtype, mesh.shape[STAGE]), mesh))
 
 
 def init_weights(key: Array, cfg: Config, mesh: Mesh, dtype=jnp.float32, quantized: bool = False) -> Weights:
-    """Random weights, the same on every mesh: normal with variance 1 / fan-in, norms around 1."""
-    return random_arrays(key, weight_infos(cfg), mesh, dtype, quantized)
+    """Random weights, the same on every mesh with as many stages: normal with variance 1 / fan-in, norms
+    around 1.
+    """
+    return random_arrays(key, weight_infos(cfg, mesh.shape[STAGE]), mesh, dtype, quantized)
 
 
 # --------------------------------------------------------------------------------------------------- layers
@@ -528,7 +565,7 @@ def rotate(x: Array, span: Span, interleaved: bool) -> Array:
     return jnp.stack([a * cos - b * sin, b * cos + a * sin], axis).reshape(x.shape).astype(x.dtype)
 
 
-def whole(*parts: Array) -> list[Array]:
+def gather_columns(*parts: Array) -> list[Array]:
     """Gather columns that devices with the same key/value head divide: [...,n] each -> [...,slots*n].
 
     One all-gather for all of them.
@@ -548,7 +585,7 @@ def project(x: Array, w: Attention, span: Span, kind: LayerKind) -> tuple[Array,
         q, k, v = lax.optimization_barrier((q, k, v))
     else:
         *bTk, g, H = q.shape
-        q, k, v = whole(q.reshape(*bTk, g * H), k, v)
+        q, k, v = gather_columns(q.reshape(*bTk, g * H), k, v)
         q = q.reshape(*bTk, -1, H)
     heads = kind.attention
     if heads.qk_norm:
@@ -573,7 +610,7 @@ def project_latent(x: Array, w: LatentAttention, span: Span, kind: LayerKind) ->
     q = jnp.concatenate([q, rotate(einsum("bTQ,kgRQ->bTkgR", compressed, w.q_rope), span, interleaved)], -1)
     latent, k_rope = einsum("bTD,lD->bTl", x, w.kv_a), einsum("bTD,rD->bTr", x, w.k_rope)
     *bTk, g, width = q.shape
-    q, latent, k_rope = whole(q.reshape(*bTk, g * width), latent[:, :, None], k_rope[:, :, None])
+    q, latent, k_rope = gather_columns(q.reshape(*bTk, g * width), latent[:, :, None], k_rope[:, :, None])
     latent, k_rope = normalize(latent, w.kv_a_norm, norm), rotate(k_rope, span, interleaved)
     return q.reshape(*bTk, -1, width), jnp.concatenate([latent, k_rope], -1)
 
@@ -691,10 +728,13 @@ def attention(x: Array, w: Attention | LatentAttention, kv: KV | None, span: Spa
     return (y if latent else biased(y, w.o_bias)), kv
 
 
+ACTIVATIONS = dict(silu=jax.nn.silu, gelu_tanh=jax.nn.gelu)
+
+
 @jax.named_scope("mlp")
 def mlp(x: Array, w: MLP, activation: str) -> Array:
     """x: [b,T,D] -> [b,T,D], this device's part of the sum over f."""
-    activate = dict(silu=jax.nn.silu, gelu_tanh=jax.nn.gelu)[activation]
+    activate = ACTIVATIONS[activation]
     h = biased(einsum("bTD,fD->bTf", x, w.up), w.up_bias)
     h = activate(h) if w.gate is None else activate(einsum("bTD,fD->bTf", x, w.gate)) * h
     return einsum("bTf,Df->bTD", h, w.down)
@@ -770,6 +810,18 @@ def decoder(tokens: Array, w: Weights, cache: list | None, span: Span, cfg: Conf
     """tokens: [b,T] -> (hidden states [b,T,D] before the last norm, the layers' caches)."""
     cache = cache or [None] * len(cfg.layers)
     return decoder_layers(embed(tokens, w, span, cfg), w.layers, cache, span, cfg.layers, cfg.norm, remat)
+
+
+def decoder_stage(tokens: Array, w: Weights, cache: Cache, span: Span, cfg: Config):
+    """`decoder`, or this stage's part of it: -> (hidden states, the layers' caches, what is passed on)."""
+    if cache.passed is None:
+        return *decoder(tokens, w, cache.layers, span, cfg), None
+    T, hidden = tokens.shape[1], cache.passed.hidden
+    x = enter(embed(tokens, w, span, cfg), hidden[T])
+    layers = jax.tree.map(lambda x: x[0], w.layers)  # p
+    kinds = cfg.stage(lax.axis_size(STAGE))
+    x, caches = decoder_layers(x, layers, cache.layers, span, kinds, cfg.norm)
+    return x, caches, dataclasses.replace(cache.passed, hidden=hidden | {T: pass_on(x)})
 
 
 def decoder_layers(x: Array, weights: list[Layer], cache: list, span: Span, kinds, norm: Norm, remat=False):
@@ -933,9 +985,11 @@ def forward(tokens: Array, weights: Weights, *, cfg: Config, mesh: Mesh, remat: 
     For short sequences, and on a CPU for training: the kernels of other devices have no derivative. remat: a
     derivative keeps what enters each layer, and computes the rest of it again (gradient checkpointing).
     """
-    layouts = P("data"), specs(weight_infos(cfg), weights)
+    if mesh.shape[STAGE] > 1:
+        raise ValueError(f"forward runs in one stage, not in {mesh.shape[STAGE]}: make a mesh without stages")
+    layouts = P(ROWS), specs(weight_infos(cfg), weights)
 
-    @on_each_device(mesh, tokens.shape[1], layouts, P("data", None, MODEL))
+    @on_each_device(mesh, tokens.shape[1], layouts, P(ROWS, None, MODEL))
     def on_device(tokens: Array, w: Weights):
         start = jnp.zeros_like(tokens[:, 0])
         span = span_at(start, start + tokens.shape[1], tokens.shape[1], cfg)
@@ -944,8 +998,10 @@ def forward(tokens: Array, weights: Weights, *, cfg: Config, mesh: Mesh, remat: 
     return on_device(tokens, weights)[..., : cfg.V]
 
 
-def cache_specs(cfg: Config, cache: Cache) -> Cache:
-    return specs(cache_infos(cfg, 0, 0, cache.layers[0].values.dtype), cache)
+def cache_specs(cfg: Config, cache: Cache, mesh: Mesh) -> Cache:
+    passed = cache.passed and passed_infos(cfg, dict.fromkeys(cache.passed.hidden, 0))
+    infos = cache_infos(cfg, 0, 0, cache.layers[0].values.dtype, mesh.shape[STAGE])
+    return specs(dataclasses.replace(infos, passed=passed), cache)
 
 
 @partial(jax.jit, static_argnames=("cfg", "mesh"), donate_argnames="cache")
@@ -956,9 +1012,9 @@ def begin(rows, text, length, source, cache: Cache, *, cfg: Config, mesh: Mesh) 
     length: [n] int32, how many of its tokens count as read: by row source[n] of the same shard, whose layers
     are copied, or, if source is None, by the row itself.
     """
-    layout = cache_specs(cfg, cache)
+    layout = cache_specs(cfg, cache, mesh)
 
-    @partial(jax.shard_map, mesh=mesh, in_specs=(*(P("data"),) * 4, layout), out_specs=layout)
+    @partial(jax.shard_map, mesh=mesh, in_specs=(*(P(ROWS),) * 4, layout), out_specs=layout)
     def on_device(rows: Array, text: Array, length: Array, source: Array | None, cache: Cache):
         layers = cache.layers
         for i in range(0 if source is None else rows.size):
@@ -966,7 +1022,8 @@ def begin(rows, text, length, source, cache: Cache, *, cfg: Config, mesh: Mesh) 
             layers = with_row(layers, to, row_of(layers, jnp.where(rows[i] < 0, to, source[i])))
         at = jnp.where(rows < 0, cache.length.size, rows)
         tokens = cache.tokens.at[at].set(text, mode="drop")
-        return Cache(layers=layers, tokens=tokens, length=cache.length.at[at].set(length, mode="drop"))
+        length = cache.length.at[at].set(length, mode="drop")
+        return dataclasses.replace(cache, layers=layers, tokens=tokens, length=length)
 
     return on_device(rows, text, length, source, cache)
 
@@ -1006,15 +1063,16 @@ def prefill(
     each, at most `width`. scores: [n,width], if asked for: the log-probability of the token after each that
     was read, by the model's own logits.
     """
-    cache_layout = cache_specs(cfg, cache)
-    layouts = P("data"), P("data"), specs(weight_infos(cfg), weights), cache_layout
+    cache_layout = cache_specs(cfg, cache, mesh)
+    layouts = P(ROWS), P(ROWS), specs(weight_infos(cfg, mesh.shape[STAGE]), weights), cache_layout
 
-    @on_each_device(mesh, width, layouts, (P("data"), cache_layout))
+    @on_each_device(mesh, width, layouts, (result_spec(mesh), cache_layout))
     def on_device(rows: Array | None, count: Array, w: Weights, cache: Cache):
         tokens, span = chunk_at(rows, count, width, cache, cfg)
-        x, layers = decoder(tokens, w, cache.layers, span, cfg)
+        x, layers, passed = decoder_stage(tokens, w, cache, span, cfg)
         scores, length = after_chunk(x, span, score, w, cache, cfg)
-        return scores, Cache(layers=layers, tokens=cache.tokens, length=length)
+        scores = from_last_stage(scores) if passed else scores
+        return scores, Cache(layers=layers, tokens=cache.tokens, length=length, passed=passed)
 
     return on_device(rows, count, weights, cache)
 
@@ -1052,6 +1110,8 @@ def step_at(count: Array, drafts: Array | None, cache: Cache, cfg: Config):
     T = 1 if drafts is None else 1 + drafts.shape[1]
     span = span_at(cache.length, jnp.minimum(count, room(cache.length, cfg)), T, cfg)
     tokens = text_at(cache.tokens, span.positions[:, :1])
+    if cache.passed:
+        tokens = jnp.where(tokens < 0, cache.passed.chosen, tokens)
     return (tokens if drafts is None else jnp.concatenate([tokens, drafts], 1)), span
 
 
@@ -1066,7 +1126,8 @@ def after_step(x: Array, tokens: Array, span: Span, sampling: Sampling, w: Weigh
 
     kept = accepted(tokens, chosen, span.count)
     at = jnp.where(jnp.arange(T) < kept[:, None], span.positions + 1, text.shape[1])
-    text = cache.tokens.at[rows, at].set(chosen, mode="drop")
+    known = jnp.where(is_last_stage(), chosen, -1) if cache.passed else chosen
+    text = cache.tokens.at[rows, at].set(known, mode="drop")
     drafted = jnp.maximum(span.count - 1, 0)
     output = Output(tokens=chosen, logprobs=logprob(logits, chosen), count=kept, drafted=drafted)
     return output, text, cache.length + kept
@@ -1083,14 +1144,19 @@ def decode_step(
     step may choose several, which are what as many steps without drafts would choose. A row must not grow
     beyond the cache's max_len: what does is not kept.
     """
-    cache_layout = cache_specs(cfg, cache)
-    layouts = *(P("data"),) * 3, specs(weight_infos(cfg), weights), cache_layout
+    if drafts is not None and mesh.shape[STAGE] > 1:
+        raise ValueError("draft tokens are for one stage: several do not pass on how many were accepted")
+    T, cache_layout = 1 if drafts is None else 1 + drafts.shape[1], cache_specs(cfg, cache, mesh)
+    layouts = *(P(ROWS),) * 3, specs(weight_infos(cfg, mesh.shape[STAGE]), weights), cache_layout
 
-    @on_each_device(mesh, 1 if drafts is None else 1 + drafts.shape[1], layouts, (P("data"), cache_layout))
+    @on_each_device(mesh, T, layouts, (result_spec(mesh), cache_layout))
     def on_device(count: Array, drafts: Array | None, sampling: Sampling, w: Weights, cache: Cache):
         tokens, span = step_at(count, drafts, cache, cfg)
-        x, layers = decoder(tokens, w, cache.layers, span, cfg)
+        x, layers, passed = decoder_stage(tokens, w, cache, span, cfg)
         output, text, length = after_step(x, tokens, span, sampling, w, cache, cfg)
-        return output, Cache(layers=layers, tokens=text, length=length)
+        if passed:
+            output = from_last_stage(output)
+            passed = dataclasses.replace(passed, chosen=output.tokens)
+        return output, Cache(layers=layers, tokens=text, length=length, passed=passed)
 
     return on_device(count, drafts, sampling, weights, cache)

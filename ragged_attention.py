@@ -15,7 +15,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ops.tpu import LANES, TILE, precision, result
+from ops.tpu import LANES, TILE, in_hbm, precision, result
 
 SCORES = 1 << 18  # that it computes at once: they are in VMEM, several times
 GROUP = 128  # rows x heads x tokens that it has in VMEM at once
@@ -145,8 +145,8 @@ def ragged_attention_tpu(
         pltpu.VMEM((2, 2, large), cache.scale.dtype) if quantized else None,
         columns,
     )
-    if not interpret:  # else XLA may move a small cache to VMEM and back
-        cache = jax.tree.map(lambda x: pltpu.with_memory_space_constraint(x, pltpu.HBM), cache)
+    if not interpret:
+        cache = in_hbm(cache)
     before_cache = len(jax.tree.leaves((rows, vectors)))
     written = None if new is None else jax.tree.map(lambda x: result(x.shape, x.dtype, q, x), cache)
     o, lse, written = pl.pallas_call(

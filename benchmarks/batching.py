@@ -39,8 +39,7 @@ from checkpoints.loading import load
 from checkpoints.names import TYPES
 from serving import memory
 from serving.engine import Engine
-from serving.hosts import start_fetching
-from serving.programs import Programs
+from serving.programs import Programs, start_fetching
 from serving.requests import Request
 from serving.speculation import PromptLookup
 from terminal import launch
@@ -242,7 +241,7 @@ def main() -> None:
     if args.json:
         open(args.json, "a").close()  # a file that cannot be written is known before the measuring
     launch.keep_compiled()
-    launch.join_hosts()
+    launch.join_hosts(args)
     checkpoint = None if args.model else open_checkpoint(args.checkpoint)
     cfg = checkpoint.config if checkpoint else read_model(args.model)
     mesh = launch.choose_mesh(cfg, args.dp, args.ep, args.tp, launch.device_count())

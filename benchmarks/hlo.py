@@ -13,6 +13,8 @@ import math
 import re
 from collections.abc import Callable, Iterator
 
+import numpy as np
+
 BITS = {
     "pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "bf16": 16, "f16": 16,
     "s32": 32, "u32": 32, "f32": 32, "s64": 64, "u64": 64, "f64": 64,
@@ -122,7 +124,10 @@ class Traffic:
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """bytes: of the larger of operands and results, on one device. group: devices that exchange."""
+    """bytes: of the larger of operands and results, on one device. group: devices that exchange.
+
+    between_stages: whether some of them are in other stages of layers.
+    """
 
     kind: str
     shape: str
@@ -130,6 +135,7 @@ class Collective:
     group: int
     asynchronous: bool
     scope: str
+    between_stages: bool = False
     count: int = 1
 
 
@@ -201,6 +207,7 @@ def read_program(
     kernel_share: Callable[[str, str], float] = lambda kernel, argument: 1,
     computed_trips: int | None = None,
     arguments: tuple[str, ...] = (),
+    stages: int = 1,
 ) -> Program:
     """Walk through a program as one device runs it.
 
@@ -208,9 +215,11 @@ def read_program(
     is (a form of) that entry argument. Outputs that alias an operand are updated in place, and not counted.
     computed_trips: of loops whose bound is computed; else they are taken to walk once over what they slice.
     arguments: their names in order, which the text lacks where XLA takes very many of them as one tuple.
+    stages: of layers in a slice of TPUs, of as many devices each, one after the other. Slices are taken to
+    have other stages.
     """
     computations, entry = parse(text)
-    events = list(_Reader(computations, kernel_share, computed_trips, arguments).run(entry))
+    events = list(_Reader(computations, kernel_share, computed_trips, arguments, stages).run(entry))
     kinds = (Traffic, Collective, Copy, Loop)
     return Program(*([x for x in events if isinstance(x, kind)] for kind in kinds))
 
@@ -221,6 +230,7 @@ class _Reader:
     kernel_share: Callable[[str, str], float]
     computed_trips: int | None
     arguments: tuple[str, ...]
+    stages: int
 
     def run(self, body: Computation, inputs: list[tuple[str, ...]] | None = None) -> Iterator:
         """All that happens in a computation. inputs: what its parameters are, as from `origin`."""
@@ -363,7 +373,14 @@ class _Reader:
             results = x.results[len(operands) :][: len(operands)] or x.results
             size = max(sum(array.bytes for array in arrays) for arrays in (operands, results))
             shape, started = " ".join(map(str, results)), fused or x.opcode != kind
-            yield Collective(kind, shape, size, group_size(x.attributes), started, x.scope)
+            groups = device_groups(x.attributes)
+            stages = groups // ((groups.max() + 1) // self.stages)  # that of each device
+            between = bool((stages != stages[:, :1]).any())
+            yield Collective(kind, shape, size, groups.shape[1], started, x.scope, between)
+        elif x.opcode == "send" and "_xla_megascale_target" in x.attributes:  # to another slice
+            kind = "all-reduce" if "ALL_REDUCE" in x.attributes else "collective-permute"
+            array = x.results[0]
+            yield Collective(kind, str(array), array.bytes, 2, True, x.scope, between_stages=True)
         elif x.opcode == "fusion":  # XLA may fuse a collective with what it overlaps
             inner = self.computations[x.calls]
             for y in inner.values():
@@ -411,14 +428,27 @@ def _unused_prefetches(body: Computation) -> set[str]:
     return {x.operands[0] for x in ends}
 
 
-def group_size(attributes: str) -> int:
-    """Devices that exchange with one another: 2 in {{0,1},{2,3}}, [2,2]<=[4] and mesh['x'=2,'y'=2] {'x'}."""
-    if groups := re.search(r"replica_groups=\{\{([\d,]+)\}", attributes):
-        return groups[1].count(",") + 1
-    if groups := re.search(r"replica_groups=\[\d+,(\d+)\]", attributes):
-        return int(groups[1])
-    if groups := re.search(r"replica_groups=mesh\[([^\]]*)\](?: \{([^}]*)\})?", attributes):
-        sizes = dict(re.findall(r"'([^']+)'=(\d+)", groups[1]))
-        axes = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", groups[2] or groups[1])
-        return math.prod(int(part or sizes[axis]) for axis, part in axes)
-    return 2  # a permutation: each device sends to one other
+def device_groups(attributes: str) -> np.ndarray:
+    """Which devices exchange with one another, [groups,n]; of a permutation, who sends to whom.
+
+    {{0,1},{2,3}}, [2,2]<=[4] and mesh['x'=2,'y'=2] {'y'} are the same.
+    """
+    if groups := re.search(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{}]+\})\}", attributes):
+        return np.array([_integers(group) for group in re.findall(r"\{([\d,]+)\}", groups[1])])
+    if groups := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes):
+        shape, sizes, order = map(_integers, groups.groups(""))
+        return np.arange(math.prod(sizes)).reshape(sizes).transpose(order or None).reshape(shape)
+    groups = re.search(r"replica_groups=mesh\[([^\]]*)\](?: \{([^}]*)\})?", attributes)
+    axes = {name: (1, int(size), 1) for name, size in re.findall(r"'([^']+)'=(\d+)", groups[1])}
+    used = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", groups[2] or groups[1])
+    for name, before, part in used:
+        if part:  # a part of the axis, after `before` others
+            axes[name] = int(before), int(part), axes[name][1] // int(before) // int(part)
+    places = [3 * list(axes).index(name) + 1 for name, _, _ in used]
+    devices = np.arange(math.prod(map(math.prod, axes.values()))).reshape(sum(axes.values(), ()))
+    others = [i for i in range(devices.ndim) if i not in places]
+    return devices.transpose(others + places).reshape(-1, math.prod(devices.shape[i] for i in places))
+
+
+def _integers(text: str) -> list[int]:
+    return [int(n) for n in text.split(",") if n]

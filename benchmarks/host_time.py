@@ -19,7 +19,7 @@ import numpy as np
 from model import Config, Gated, Heads, LayerKind, Norm, Output, Sampling
 from serving.engine import Engine
 from serving.programs import Programs
-from serving.requests import Request
+from serving.requests import Answer, Request
 from sharding.mesh import make_mesh
 from terminal.command_line import OneLineParser, run
 
@@ -53,12 +53,13 @@ class Timed(Engine):
         super().__init__(*arguments, **options)
         self.admissions: list[float] = []
 
-    def _admit(self) -> None:
-        """Time it, for as many requests as begin."""
+    def advance(self) -> list[Answer]:
+        """Time it where requests begin, for as many as do."""
         before, start = self.scheduler.admitted, time.perf_counter()
-        super()._admit()
+        changed = super().advance()
         if n := self.scheduler.admitted - before:
             self.admissions.append((time.perf_counter() - start) / n)
+        return changed
 
 
 def measure(rows: int, max_len: int, new: int, requests: int) -> tuple[list[float], list[float]]:

@@ -12,17 +12,11 @@ from checkpoints.errors import UserError
 from checkpoints.folders import read_json
 from model import Config
 
-LLAMA3 = dict(model_type="llama", vocab_size=128256, rms_norm_eps=1e-5, max_position_embeddings=131072)
 LLAMA4 = dict(
     model_type="llama4_text", vocab_size=202048, rms_norm_eps=1e-5, hidden_size=5120, num_attention_heads=40,
     num_key_value_heads=8, head_dim=128, num_hidden_layers=48, intermediate_size=8192,
     intermediate_size_mlp=16384, num_experts_per_tok=1, attention_chunk_size=8192, attn_temperature_tuning=4,
 )  # fmt: skip
-
-
-def _llama3(width: int, heads: int, depth: int, feed_forward: int, **other) -> dict:
-    shape = dict(hidden_size=width, num_attention_heads=heads, num_key_value_heads=8, num_hidden_layers=depth)
-    return LLAMA3 | shape | dict(intermediate_size=feed_forward) | other
 
 
 def _dense(kind: str, width: int, heads: tuple[int, int], depth: int, F: int, V: int, **other) -> dict:
@@ -32,6 +26,11 @@ def _dense(kind: str, width: int, heads: tuple[int, int], depth: int, F: int, V:
         num_hidden_layers=depth, intermediate_size=F, vocab_size=V, rms_norm_eps=1e-6,
         max_position_embeddings=32768,
     ) | other  # fmt: skip
+
+
+def _llama3(width: int, heads: int, depth: int, F: int, **other) -> dict:
+    longest = dict(rms_norm_eps=1e-5, max_position_embeddings=131072)
+    return _dense("llama", width, (heads, 8), depth, F, 128256, **longest | other)
 
 
 def _openllama(width: int, heads: int, depth: int, F: int) -> dict:

@@ -51,7 +51,7 @@ from ops.grouped_matmul import FEW_ROWS
 from ops.tpu import TILE
 from serving.memory import BANDWIDTH, active_experts
 from sharding.arrays import abstract
-from sharding.mesh import EXPERT, MODEL, SLOTS, make_mesh, mesh_size
+from sharding.mesh import EXPERT, MODEL, ROWS, SLOTS, STAGE, make_mesh, mesh_size
 from terminal.command_line import OneLineParser, run
 
 
@@ -61,8 +61,9 @@ class Chip:
 
     hbm: bytes that the compiler lets a program have. bandwidth: of HBM, bytes/s. flops: bfloat16, per second.
     link: bytes/s of one interconnect link, one way. An axis of the torus wraps around if its length is a
-    multiple of `ring`. Source: libtpu 0.0.42 for hbm; docs.cloud.google.com/tpu/docs/{v5e,v6e,v5p,tpu7x},
-    where link is the bidirectional bandwidth per chip / ports / 2; jax-ml/scaling-book tpus.md for ring.
+    multiple of `ring`. network: bytes/s per chip of the network that joins slices. Source: libtpu 0.0.42 for
+    hbm; docs.cloud.google.com/tpu/docs/{v5e,v6e,v5p,tpu7x}, where link is the bidirectional bandwidth per
+    chip / ports / 2, and network that per pod / chips; jax-ml/scaling-book tpus.md for ring.
     """
 
     hbm: float
@@ -70,15 +71,38 @@ class Chip:
     flops: float
     link: float
     ring: int
+    network: float
     cores: int = 1
 
 
 CHIPS = {
-    "v5e": Chip(hbm=15.75 * 2**30, bandwidth=BANDWIDTH["TPU v5 lite"], flops=197e12, link=50e9, ring=16),
-    "v6e": Chip(hbm=31.25 * 2**30, bandwidth=BANDWIDTH["TPU v6 lite"], flops=918e12, link=100e9, ring=16),
-    "v5p": Chip(hbm=95.74 * 2**30, bandwidth=BANDWIDTH["TPU v5p"], flops=459e12, link=100e9, ring=4),
+    "v5e": Chip(
+        hbm=15.75 * 2**30,
+        bandwidth=BANDWIDTH["TPU v5 lite"],
+        flops=197e12,
+        link=50e9,
+        ring=16,
+        network=3.125e9,
+    ),
+    "v6e": Chip(
+        hbm=31.25 * 2**30,
+        bandwidth=BANDWIDTH["TPU v6 lite"],
+        flops=918e12,
+        link=100e9,
+        ring=16,
+        network=12.5e9,
+    ),
+    "v5p": Chip(
+        hbm=95.74 * 2**30, bandwidth=BANDWIDTH["TPU v5p"], flops=459e12, link=100e9, ring=4, network=6.25e9
+    ),
     "tpu7x": Chip(
-        hbm=94.75 * 2**30, bandwidth=BANDWIDTH["TPU7x"], flops=1153.5e12, link=100e9, ring=4, cores=2
+        hbm=94.75 * 2**30,
+        bandwidth=BANDWIDTH["TPU7x"],
+        flops=1153.5e12,
+        link=100e9,
+        ring=4,
+        network=12.5e9,
+        cores=2,
     ),
 }
 HOP_SECONDS = 0.5e-6  # from one chip to the next. Source: jax-ml/scaling-book tpus.md, question 5
@@ -86,15 +110,16 @@ HOP_SECONDS = 0.5e-6  # from one chip to the next. Source: jax-ml/scaling-book t
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """A slice of TPUs that the compiler knows. sizes: chips along each axis of its torus."""
+    """Slices of TPUs that the compiler knows. sizes: chips along each axis of the torus of one."""
 
     name: str
     chip: Chip
     sizes: tuple[int, ...]
     devices: tuple
+    slices: int = 1
 
 
-def find_topology(name: str) -> Topology:
+def find_topology(name: str, slices: int = 1) -> Topology:
     """The topology named like v5e:4x4. Raises UserError if there is none such, or no TPU compiler."""
     kind, _, shape = name.partition(":")
     dimensions = 2 if kind in ("v5e", "v6e") else 3
@@ -107,17 +132,20 @@ def find_topology(name: str) -> Topology:
         raise UserError(f"--topology {name}: a {kind} slice has at most 16 chips along an axis")
     host = [2 if n % 2 == 0 else 1 for n in sizes[:2]] + [1]  # chips on each host: as many as there may be
     try:
-        found = topologies.get_topology_desc(platform="tpu", topology_name=name, chips_per_host_bounds=host)
+        options = dict(chips_per_host_bounds=host) | (dict(num_slices=slices) if slices > 1 else {})
+        found = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
     except (RuntimeError, ValueError) as e:
         raise UserError(f"--topology {name}: the TPU compiler refuses it ({e})") from None
-    return Topology(name, CHIPS[kind], sizes, tuple(found.devices))
+    title = f"{slices} slices of {name}" if slices > 1 else name
+    return Topology(title, CHIPS[kind], sizes, tuple(found.devices), slices)
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
     """A decode step of `batch` rows, whose caches have `context` slots and are full, rings too.
 
-    tokens: to read in each row. More than one are a piece of a prompt: no token is chosen.
+    tokens: to read in each row. More than one are a piece of a prompt: no token is chosen. In several stages
+    of layers it is a turn: each stage reads another group of the rows.
     """
 
     cfg: Config
@@ -133,10 +161,15 @@ class Job:
 
     def arguments(self, mesh: Mesh) -> dict:
         """count, weights and cache for the program: shapes and shardings, without data."""
-        count = jax.ShapeDtypeStruct((self.batch,), jnp.int32, sharding=NamedSharding(mesh, P("data")))
-        weights = abstract(model.weight_infos(self.cfg), mesh, jnp.bfloat16, self.quantized)
-        infos = model.cache_infos(self.cfg, self.batch, self.context, jnp.dtype(self.kv_dtype))
-        return dict(count=count, weights=weights, cache=abstract(infos, mesh))
+        stages, cfg = mesh.shape[STAGE], self.cfg
+        count = jax.ShapeDtypeStruct((self.batch,), jnp.int32, sharding=NamedSharding(mesh, P(ROWS)))
+        weights = abstract(model.weight_infos(cfg, stages), mesh, jnp.bfloat16, self.quantized)
+        infos = model.cache_infos(cfg, self.batch, self.context, jnp.dtype(self.kv_dtype), stages)
+        cache = abstract(infos, mesh)
+        if stages > 1:
+            passed = model.passed_infos(cfg, {1: self.batch, self.tokens: self.batch})
+            cache = dataclasses.replace(cache, passed=abstract(passed, mesh, jnp.bfloat16))
+        return dict(count=count, weights=weights, cache=cache)
 
     def lower(self, mesh: Mesh) -> jax.stages.Lowered:
         """`model.decode_step`, or `model.prefill` of all rows, for the mesh."""
@@ -144,6 +177,11 @@ class Job:
         if self.chooses:
             return model.decode_step.lower(drafts=None, sampling=model.Sampling(), **arguments)
         return model.prefill.lower(rows=None, width=self.tokens, **arguments)
+
+    def waiting_bytes(self, mesh: Mesh) -> int:
+        """Of the caches of other turns, which one device holds besides."""
+        caches = sum(n for name, _, n in self.shards(mesh) if re.match(r"cache\.(?!passed)", name))
+        return caches * (mesh.shape[STAGE] - 1)
 
     def shards(self, mesh: Mesh):
         """(name, elements, bytes) of what one device holds of each argument."""
@@ -177,15 +215,15 @@ def part_of(argument: str, cfg: Config) -> str:
 
 def local_tokens(job: Job, mesh: Mesh) -> int:
     """Tokens of a step on one device: those of its data shard."""
-    return job.batch // mesh.shape["data"] * job.tokens
+    return job.batch // mesh_size(mesh, ROWS) * job.tokens
 
 
 def share_needed(argument: str, job: Job, mesh: Mesh) -> float:
     """How much of an argument must be read: of experts the active, of tables, text or embedding, nothing.
 
-    Reading a prompt ends with the keys and values of the last layer.
+    Reading a prompt ends with the keys and values of the last layer, but in a stage.
     """
-    last = rf"layers\[{len(job.cfg.layers) - 1}\]"
+    last = rf"layers\[{len(job.cfg.layers) - 1}\]"  # which is not the last of any of several stages
     no_use = rf"cache\.{last}|weights\.(norm|unembed|{last}\.(attention\.([qo]|[kv]_b\b)|feed_forward))"
     tables = "cache.tokens", "weights.positions"
     if argument in tables or (not job.chooses and re.match(no_use, argument)):
@@ -201,7 +239,7 @@ def needed(job: Job, mesh: Mesh) -> tuple[float, float]:
     Few tokens all go through each active expert: that is how its kernel works.
     """
     cfg, bytes_read, flops = job.cfg, 0, 0
-    rows, few = job.batch / mesh.shape["data"], local_tokens(job, mesh) <= FEW_ROWS
+    rows, few = job.batch / mesh_size(mesh, ROWS), local_tokens(job, mesh) <= FEW_ROWS
     for name, size, size_in_bytes in job.shards(mesh):
         share, part = share_needed(name, job, mesh), part_of(name, cfg)
         bytes_read += size_in_bytes * share
@@ -215,10 +253,13 @@ def needed(job: Job, mesh: Mesh) -> tuple[float, float]:
     return bytes_read, flops
 
 
-def floor_bytes(job: Job, topology: Topology) -> float:
-    """HBM bytes per device if all were split evenly over the devices, nothing stored twice or padded."""
+def floor_bytes(job: Job, topology: Topology, stages: int = 1) -> float:
+    """HBM bytes per device if all were split evenly over the devices, nothing stored twice or padded.
+
+    stages: in a turn all layers are read, but of each row's cache a stage's only.
+    """
     one = make_mesh(job.cfg, devices=topology.devices[:1])
-    return needed(job, one)[0] / len(topology.devices)
+    return needed(dataclasses.replace(job, batch=job.batch // stages), one)[0] / len(topology.devices)
 
 
 def collective_seconds(kind: str, size: float, group: int, topology: Topology) -> float:
@@ -239,6 +280,14 @@ def collective_seconds(kind: str, size: float, group: int, topology: Topology) -
     return hops * HOP_SECONDS + sent / (topology.chip.link * max(links, 1))
 
 
+def network_seconds(size: float, topology: Topology) -> float:
+    """Estimate for `size` bytes that each device sends to another slice, over its share of the network.
+
+    The network's own delay is left out: nothing published says it.
+    """
+    return size / (topology.chip.network / topology.chip.cores)
+
+
 def expected_collectives(job: Job, mesh: Mesh, topology: Topology) -> float:
     """Seconds of a layer's two all-reduces, and the two small collectives where devices share a head."""
     cfg, rows = job.cfg, local_tokens(job, mesh)
@@ -247,7 +296,8 @@ def expected_collectives(job: Job, mesh: Mesh, topology: Topology) -> float:
     sent = [("all-reduce", 2 * rows * cfg.D, devices)] * 2
     sent += [("all-gather", 2 * rows * K * (G * columns.key + columns.width), slots)]
     sent += [("all-to-all", 4 * rows * K * G * (columns.value_width + 1), slots)]
-    return len(cfg.layers) * sum(collective_seconds(*x, topology) for x in sent if x[2] > 1)
+    depth = len(cfg.stage(mesh.shape[STAGE]))
+    return depth * sum(collective_seconds(*x, topology) for x in sent if x[2] > 1)
 
 
 def resource_seconds(bytes_read: float, flops: float, collectives: float, chip: Chip) -> dict[str, float]:
@@ -271,24 +321,28 @@ class Choice:
     estimated_step_seconds: float
 
 
-def rank_meshes(job: Job, topology: Topology, given: tuple) -> list[Choice]:
+def rank_meshes(job: Job, topology: Topology, given: tuple, stages: int = 1) -> list[Choice]:
     """The meshes that the model and the given degrees allow, the most promising first.
 
     given: (dp, ep, tp), None where any will do. Raises UserError if there is none.
     """
-    n, choices, reasons = len(topology.devices), [], []
+    (n, rest), choices, reasons = divmod(len(topology.devices), stages), [], []
+    if rest:
+        raise UserError(f"--pp {stages} does not divide the {len(topology.devices)} devices")
     divisors = [d for d in range(1, n + 1) if n % d == 0]
     for degrees in [(d, e, n // d // e) for d in divisors for e in divisors if n // d % e == 0]:
         if any(fixed not in (None, degree) for fixed, degree in zip(given, degrees, strict=True)):
             continue
         try:
-            if job.batch % degrees[0]:
+            if job.batch % stages:
+                raise UserError(f"{stages} stages do not divide the batch of {job.batch}")
+            if job.batch // stages % degrees[0]:
                 raise UserError(f"data parallelism {degrees[0]} does not divide the batch of {job.batch}")
-            mesh = make_mesh(job.cfg, *degrees, devices=topology.devices)
+            mesh = make_mesh(job.cfg, *degrees, devices=topology.devices, stage=stages)
         except ValueError as e:
             reasons.append(str(e))
             continue
-        stored = sum(size_in_bytes for _, _, size_in_bytes in job.shards(mesh))
+        stored = sum(size_in_bytes for _, _, size_in_bytes in job.shards(mesh)) + job.waiting_bytes(mesh)
         seconds = step_seconds(
             resource_seconds(*needed(job, mesh), expected_collectives(job, mesh, topology), topology.chip)
         )
@@ -303,9 +357,11 @@ def rank_meshes(job: Job, topology: Topology, given: tuple) -> list[Choice]:
 class Step:
     """One program on one device. What is None is not known: the compiler found that it does not fit.
 
-    From the compiler. peak_bytes: of HBM, the sum of arguments (weights and cache), temporaries, code
-    and what is returned but not updated in place. collectives_per_layer: how many of each kind. collectives,
-    copies: all, equal ones as one with its count; copies without prefetches.
+    From the compiler. peak_bytes: of HBM, the sum of arguments (weights and cache), temporaries, code, what
+    is returned but not updated in place, and the caches that wait for other turns, if there are several
+    stages. collectives_per_layer: how many of each kind; the compiler does not tell it of several slices.
+    between_stages: how many of each kind. collectives, copies: all, equal ones as one with its count; copies
+    without prefetches.
     Counted in its program. hbm_bytes_per_step: moved; hbm_bytes_by_part: of what. A Pallas kernel is taken to
     read each operand once, of experts the active ones. assumed_loops: the trips of loops whose bound is
     computed.
@@ -322,6 +378,7 @@ class Step:
     hbm_bytes_per_step: float | None = None
     hbm_bytes_by_part: dict[str, float] | None = None
     collectives_per_layer: dict[str, float] | None = None
+    between_stages: dict[str, int] | None = None
     collectives: list[dict] | None = None
     copies: list[dict] | None = None
     assumed_loops: dict[str, int] | None = None
@@ -336,7 +393,8 @@ def compile_step(job: Job, mesh: Mesh, topology: Topology, dump: str | None = No
     """Compile the job for the mesh and read what it does. dump: a file for its HLO text."""
     what = f"{len(job.cfg.layers)} layers for {topology.name}, {job.tokens} new token(s) per row"
     print(f"compiling {what}", file=sys.stderr, flush=True)
-    floor, began = floor_bytes(job, topology), time.perf_counter()
+    stages, waiting = mesh.shape[STAGE], job.waiting_bytes(mesh)
+    floor, began = floor_bytes(job, topology, stages), time.perf_counter()
     try:
         compiled = job.lower(mesh).compile()
     except jax.errors.JaxRuntimeError as e:
@@ -348,11 +406,11 @@ def compile_step(job: Job, mesh: Mesh, topology: Topology, dump: str | None = No
         if not found:
             raise UserError(f"the TPU compiler fails: {str(e)[:400]}") from e
         peak = float(found[1]) * 2 ** (10 + 10 * "KMGT".index(found[2].upper()))
-        return Step(False, peak, time.perf_counter() - began, floor)
+        return Step(False, peak + waiting, time.perf_counter() - began, floor)
     seconds, memory, text = time.perf_counter() - began, compiled.memory_analysis(), compiled.as_text()
     if dump:
         pathlib.Path(dump).write_text(text)
-    depth, slots = len(job.cfg.layers), -(-job.context // mesh_size(mesh, SLOTS))
+    depth, slots = len(job.cfg.stage(stages)), -(-job.context // mesh_size(mesh, SLOTS))
 
     def kernel_share(kernel: str, argument: str) -> float:
         if kernel in ("take_slots", "put_slots"):  # a block of the cache
@@ -364,24 +422,31 @@ def compile_step(job: Job, mesh: Mesh, topology: Topology, dump: str | None = No
         return share_needed(argument, job, mesh)
 
     names = tuple(name for name, _ in named(**compiled.input_shardings[1]))  # of those that it uses
-    program = hlo.read_program(text, kernel_share, computed_trips=-(-slots // BLOCK), arguments=names)
-    by_part, per_layer, sending = dict.fromkeys(PARTS, 0.0), Counter(), 0.0
+    trips = -(-slots // BLOCK)
+    in_slice = stages // math.gcd(stages, topology.slices)
+    program = hlo.read_program(text, kernel_share, computed_trips=trips, arguments=names, stages=in_slice)
+    by_part, per_layer, between, sending = dict.fromkeys(PARTS, 0.0), Counter(), Counter(), 0.0
     for x in program.traffic:
         by_part[part_of(x.argument, job.cfg)] += x.bytes * x.count
     for x in program.collectives:
-        sending += collective_seconds(x.kind, x.bytes, x.group, topology) * x.count
+        if x.between_stages and topology.slices > 1:
+            sending += network_seconds(x.bytes, topology) * x.count
+        else:
+            sending += collective_seconds(x.kind, x.bytes, x.group, topology) * x.count
+        between[x.kind] += x.count * x.between_stages
         per_layer[x.kind] += x.count * bool(re.search(r"\b(attention|feed_forward)/", x.scope))
     resources = resource_seconds(program.hbm_bytes, needed(job, mesh)[1], sending, topology.chip)
-    rate = job.tokens / step_seconds(resources)
+    rate = job.tokens / step_seconds(resources) / stages
     per_layer = {kind: n // depth if n % depth == 0 else n / depth for kind, n in per_layer.items() if n}
     returned = memory.output_size_in_bytes - memory.alias_size_in_bytes
     arguments, temp = memory.argument_size_in_bytes, memory.temp_size_in_bytes
-    peak = arguments + returned + temp + memory.generated_code_size_in_bytes
+    peak = arguments + returned + temp + memory.generated_code_size_in_bytes + waiting
     return Step(
         fits=peak <= topology.chip.hbm, peak_bytes=peak, compile_seconds=seconds, floor_bytes_per_step=floor,
         argument_bytes=arguments, temp_bytes=temp, code_bytes=memory.generated_code_size_in_bytes,
         hbm_bytes_per_step=program.hbm_bytes, hbm_bytes_by_part=by_part,
-        collectives_per_layer=per_layer, collectives=_alike(program.collectives),
+        collectives_per_layer=per_layer if topology.slices == 1 else None, between_stages=dict(+between),
+        collectives=_alike(program.collectives),
         copies=_alike([x for x in program.copies if not x.prefetch]),
         assumed_loops={x.instruction: x.trips for x in program.loops if not x.known},
         seconds=resources, bound_by=max(resources, key=resources.get),
@@ -425,6 +490,7 @@ def plan(
     prefill: int | None = None,
     degrees: tuple[int | None, int | None, int | None] = (None, None, None),
     dump: str | None = None,
+    stages: int = 1,
 ) -> Plan:
     """Compile the decode step, and the first piece of prompts of `prefill` tokens, for the best mesh.
 
@@ -432,9 +498,10 @@ def plan(
     degrees: (dp, ep, tp), those that are to be kept. dump: a file for the decode step's HLO text.
     Raises UserError if no mesh has such degrees.
     """
-    ranking, tried = rank_meshes(job, topology, degrees), []
+    ranking, tried = rank_meshes(job, topology, degrees, stages), []
     for choice in ranking[:3]:
         shape = {"data": choice.dp, "expert": choice.ep, "tensor": choice.tp}
+        shape |= {STAGE: stages} if stages > 1 else {}
         mesh = make_mesh(job.cfg, **shape, devices=topology.devices)
         tried.append((compile_step(job, mesh, topology, dump), shape, mesh))
         if tried[-1][0].fits or not choice.fits:
@@ -443,6 +510,7 @@ def plan(
     piece, stored = None, Counter()
     for name, _, size_in_bytes in job.shards(mesh):
         stored[name.split(".")[0]] += size_in_bytes
+    stored["cache"] += job.waiting_bytes(mesh)
     if prefill:
         width = prefill_width(job.batch, prefill)
         piece = compile_step(dataclasses.replace(job, tokens=width), mesh, topology)
@@ -465,13 +533,15 @@ def parse_arguments(arguments: list[str] | None = None):
     add("--prefill", type=int, metavar="T", help="compile also the first piece of prompts of T tokens")
     for name in ("data", "expert", "tensor"):
         add(f"--{name[0]}p", type=int, metavar="N", help=f"{name} parallelism; default: the best by estimate")
+    add("--pp", type=int, default=1, metavar="N", help="stages of layers; default: 1")
+    add("--slices", type=int, default=1, metavar="N", help="so many such slices; default: 1")
     add("--quantize", choices=("int8", "none"), default="int8", help="weights; default: int8; none: bfloat16")
     add("--kv-cache-dtype", choices=("int8", "bfloat16"), default="int8", help="default: int8")
     add("--layers", type=int, metavar="L", help="only the first L layers")
     add("--json", action="store_true", help="print one JSON object")
     add("--dump-hlo", metavar="FILE", help="write the optimised HLO text of the decode step")
     args = parser.parse_args(arguments)
-    parser.check_positive(args, "batch", "context", "prefill", "dp", "ep", "tp", "layers")
+    parser.check_positive(args, "batch", "context", "prefill", "dp", "ep", "tp", "pp", "slices", "layers")
     if args.batch > 2**20:
         parser.error(f"--batch {args.batch} is more than {2**20}")
     if args.prefill and args.prefill > args.context:
@@ -481,6 +551,10 @@ def parse_arguments(arguments: list[str] | None = None):
 
 def gib(size: float) -> str:
     return f"{size / 2**30:.2f} GiB"
+
+
+def counted(kinds: dict[str, float]) -> str:
+    return ", ".join(f"{n} {kind}" for kind, n in kinds.items()) or "none"
 
 
 def report(title: str, step: Step, plan: Plan) -> None:
@@ -500,11 +574,15 @@ def report(title: str, step: Step, plan: Plan) -> None:
     for x in step.copies[:5]:
         if x["bytes"] * x["count"] > moved / 100:
             print(f"    copied: {x['count']} x {x['shape']}, {x['argument'] or 'temporary'}")
-    counts = ", ".join(f"{n} {kind}" for kind, n in step.collectives_per_layer.items())
-    print(f"    collectives per layer: {counts or 'none'}")
+    if step.collectives_per_layer is not None:
+        print(f"    collectives per layer: {counted(step.collectives_per_layer)}")
+    if STAGE in plan.mesh:
+        print(f"    between stages: {counted(step.between_stages)}; all collectives:")
     for x in step.collectives:
         scope = x["scope"].split("shard_map/")[-1].split("/")[0]
-        print(f"      {x['count']} x {x['kind']} of {x['shape']} among {x['group']}, in {scope}")
+        where = "between stages" if x.get("between_stages") else f"among {x['group']}"
+        where += f", in {scope}" if scope else ""
+        print(f"      {x['count']} x {x['kind']} of {x['shape']} {where}")
     print("  Estimate (data sheet speeds, no collective hidden)")
     print("   ", ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in step.seconds.items()))
     print(f"    {step.estimated_step_seconds * 1e3:.2f} ms, bound by {step.bound_by}: ", end="")
@@ -520,9 +598,10 @@ def show(plan: Plan, name: str, quantize: str, kv_cache_dtype: str) -> None:
     for x in plan.ranking[:4]:
         note = "" if x.fits else ", does not fit"
         ms = f"{x.estimated_step_seconds * 1e3:.2f} ms before compiling"
-        taken = (x.dp, x.ep, x.tp) == tuple(plan.mesh.values())
-        print(f"{'mesh' if taken else 'or'} dp {x.dp} x ep {x.ep} x tp {x.tp}: {ms}{note}")
-    report("Decode step", plan.decode, plan)
+        taken = (x.dp, x.ep, x.tp) == tuple(plan.mesh.values())[:3]
+        stages = f"pp {plan.mesh[STAGE]} x " if STAGE in plan.mesh else ""
+        print(f"{'mesh' if taken else 'or'} {stages}dp {x.dp} x ep {x.ep} x tp {x.tp}: {ms}{note}")
+    report("A turn of the decode step" if STAGE in plan.mesh else "Decode step", plan.decode, plan)
     if plan.prefill:
         report(f"Prefill, a piece of {plan.prefill_piece} tokens per row", plan.prefill, plan)
 
@@ -536,12 +615,12 @@ def main() -> None:
         raise UserError(f"--layers {args.layers}: the model has {len(cfg.layers)}")
     cfg = dataclasses.replace(cfg, layers=cfg.layers[: args.layers])
     job = Job(cfg, args.batch, args.context, args.quantize == "int8", args.kv_cache_dtype)
-    topology = find_topology(args.topology)
+    topology = find_topology(args.topology, args.slices)
     if args.dump_hlo is not None and not os.access(pathlib.Path(args.dump_hlo).parent, os.W_OK):
         raise UserError(
             f"--dump-hlo {args.dump_hlo}: its folder cannot be written to"
         )  # now, not after minutes
-    result = plan(job, topology, args.prefill, (args.dp, args.ep, args.tp), args.dump_hlo)
+    result = plan(job, topology, args.prefill, (args.dp, args.ep, args.tp), args.dump_hlo, args.pp)
     if args.json:
         fields = dataclasses.asdict(result)
         asked = dict(model=args.model, quantize=args.quantize, kv_cache_dtype=args.kv_cache_dtype)

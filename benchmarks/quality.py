@@ -236,7 +236,7 @@ def main() -> None:
     if args.json:
         open(args.json, "a").close()  # a file that cannot be written is known before the measuring
     launch.keep_compiled()
-    launch.join_hosts()
+    launch.join_hosts(args)
     exact, int8 = open_both(args.checkpoint, args.int8)
     cfg, show = exact.config, jax.process_index() == 0
     mesh = launch.choose_mesh(cfg, args.dp, args.ep, args.tp, launch.device_count())

@@ -406,7 +406,7 @@ def main() -> None:
     if trace:
         trace.mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_enable_compilation_cache", False)  # compiling is measured
-    launch.join_hosts()
+    launch.join_hosts(args)
     checkpoint = open_checkpoint(args.checkpoint) if args.checkpoint else None
     cfg = checkpoint.config if checkpoint else read_model(args.model)
     if args.layers:

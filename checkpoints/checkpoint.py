@@ -9,13 +9,16 @@ import concurrent.futures
 import dataclasses
 import hashlib
 import itertools
+import os
 import pathlib
+from collections.abc import Callable
 
 import numpy as np
 
 from checkpoints.config_json import read_config
-from checkpoints.errors import UserError
-from checkpoints.families import Family, family_of
+from checkpoints.dequantized import Dequantized, dequantized
+from checkpoints.errors import UserError, located
+from checkpoints.families import family_of
 from checkpoints.folders import (
     INDEX,
     THEIR_FILE,
@@ -26,6 +29,7 @@ from checkpoints.folders import (
     read_json,
     weight_map_in,
 )
+from checkpoints.gguf_model import open_gguf
 from checkpoints.hub import find_folder
 from checkpoints.layouts import SLAB_BYTES, Layout, Source, file_layout, layout_of
 from checkpoints.names import TYPES, float_type, named_infos, renamed, stored_infos
@@ -34,6 +38,7 @@ from checkpoints.tensor_files import StoredTensor, TensorFile, array_bytes
 from model import Config
 from sharding.arrays import ArrayInfo
 
+Tensor = StoredTensor | Dequantized
 FLOATS = ("F32", "F16", "BF16")
 SAMPLERS = 16  # threads that each wait for a few pages at a time
 
@@ -57,48 +62,57 @@ class Checkpoint:
             source for name, source in self.sources.items()
             if not name.endswith(".scale") and source.info.dtype is None
         )  # fmt: skip
-        return "float32" if any(x.dtype == "F32" for y in weights for x in y.tensors) else "bfloat16"
+        stored = (x for source in weights for x in source.tensors if isinstance(x, StoredTensor))
+        return "float32" if any(x.dtype == "F32" for x in stored) else "bfloat16"
 
     def fingerprint(self) -> str:
-        """A checksum of the small files and of the weights' bytes, wherever they are and since when.
+        """A checksum of what `checksums` says of the small files and of all weights."""
+        return hashlib.sha256(repr(sorted(self.checksums().items())).encode()).hexdigest()
+
+    def checksums(self, tensors: int | None = None) -> dict[str, str]:
+        """Of each small file, and of the weights' bytes, wherever they are and since when.
 
         It reads 64 KiB of a tensor at most, so a change between the sampled pages escapes it: of single
         elements, or of one of more than 16 experts in a tensor; not one of training, or of another model. Of
         a converted folder it has the checksums of whole tensors, too, as the files themselves tell them.
+        tensors: how many to look at; by default all, which may be many thousands.
         """
-        digest = hashlib.sha256()
-        for path in companions(self.folder):
-            digest.update(repr((path.name, hashlib.sha256(path.read_bytes()).hexdigest())).encode())
-        every = dict.fromkeys(x for source in self.sources.values() for x in source.tensors)
+        every = list(dict.fromkeys(x for source in self.sources.values() for x in source.tensors))
+        looked_at, weights = every[:: -(-len(every) // (tensors or len(every)))], hashlib.sha256()
+        for x in every:
+            weights.update(repr((x.name, x.dtype, x.shape, x.file.metadata.get(x.name))).encode())
         with (
-            progress("looking at the weights", len(every), unit="tensor", delay=1) as bar,
+            progress("looking at the weights", len(looked_at), unit="tensor", delay=1) as bar,
             concurrent.futures.ThreadPoolExecutor(SAMPLERS) as pool,
         ):
-            for x, sample in zip(every, pool.map(StoredTensor.sample, every), strict=True):
-                facts = x.name, x.dtype, x.shape, x.file.metadata.get(x.name), sample
-                digest.update(repr(facts).encode())
+            for sample in pool.map(lambda x: x.sample(), looked_at):
+                weights.update(sample.encode())
                 bar.update()
-        return digest.hexdigest()
+        files = {x.name: hashlib.sha256(x.read_bytes()).hexdigest()[:12] for x in companions(self.folder)}
+        return files | {"weights": weights.hexdigest()[:12]}
 
 
 def open_checkpoint(path_or_id: str) -> Checkpoint:
-    """Open a converted or a Hugging Face folder, which must hold just the tensors that config.json implies.
+    """Open a converted or a Hugging Face folder, or a GGUF file, which must hold just the tensors that its
+    config.json implies.
 
     Raises UserError naming the file, tensor or field that is wrong.
     """
+    path = pathlib.Path(os.path.expanduser(path_or_id))
+    if path.suffix == ".gguf" and path.is_file():
+        folder, tensors = open_gguf(path)
+        return _open_published(path, folder, lambda _: tensors)
     folder = find_folder(path_or_id)
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder}: no config.json in it; is it a model's folder, and whole?")
-    try:
-        content = read_json(folder / "config.json")
-        config, (family, _) = read_config(content), family_of(content)
-    except UserError as e:
-        raise UserError(f"{folder}: {e}") from None
-    converted = (folder / INDEX).exists()
-    return _open_ours(folder, config) if converted else _open_hugging_face(folder, config, family)
+    if (folder / INDEX).exists():
+        return _open_ours(folder)
+    return _open_published(folder, folder, lambda config: _tensors_in(folder, config))
 
 
-def _open_ours(folder: pathlib.Path, config: Config) -> Checkpoint:
+def _open_ours(folder: pathlib.Path) -> Checkpoint:
+    with located(folder):
+        config = read_config(read_json(folder / "config.json"))
     index = read_index(folder)
     tensors = open_tensors(folder, index["weight_map"])
     for name, tensor in tensors.items():
@@ -123,27 +137,38 @@ def _open_ours(folder: pathlib.Path, config: Config) -> Checkpoint:
     return Checkpoint(folder, config, sources, converted=True, quantized=quantized)
 
 
-def _open_hugging_face(folder: pathlib.Path, config: Config, family: Family) -> Checkpoint:
+def _open_published(
+    path: pathlib.Path, folder: pathlib.Path, open_tensors: Callable[[dict], dict[str, Tensor]]
+) -> Checkpoint:
+    """path: the user's. folder: of the small files. open_tensors: by their names, those of a config.json."""
+    with located(path):
+        content = read_json(folder / "config.json")
+        config, (family, content) = read_config(content), family_of(content)
+    tensors = renamed(open_tensors(content), family)
+    sources = {name: _find(tensors, path, info) for name, info in named_infos(config)}
+    used = {tensor.name for source in sources.values() for tensor in source.tensors}
+    for name, tensor in tensors.items():
+        if config.tied_embeddings and name == "lm_head.weight":
+            _check_copy(tensor, sources["embed"].tensors[0])
+        elif tensor.name not in used and not family.ignores(name, len(config.layers)):
+            _no_place(tensor)
+    return Checkpoint(folder, config, sources, converted=False, quantized=False)
+
+
+def _tensors_in(folder: pathlib.Path, config: dict) -> dict[str, Tensor]:
     if (folder / THEIR_INDEX).exists():
         tensors = open_tensors(folder, weight_map_in(read_json(folder / THEIR_INDEX), folder / THEIR_INDEX))
     elif (folder / THEIR_FILE).is_file():
         tensors = TensorFile(folder / THEIR_FILE).tensors
     else:
         raise UserError(f"{folder}: neither {THEIR_FILE} nor {THEIR_INDEX} in it; is the download complete?")
-    tensors = renamed(tensors, family)
-    after_last = f"model.layers.{len(config.layers)}."  # it predicts the token after the next
-    sources = {name: _find(tensors, folder, info) for name, info in named_infos(config)}
-    used = {tensor.name for source in sources.values() for tensor in source.tensors}
-    for name, tensor in tensors.items():
-        if config.tied_embeddings and name == "lm_head.weight":
-            _check_copy(tensor, sources["embed"].tensors[0])
-        elif tensor.name not in used and not family.ignored.search(name):
-            if not (family.drafts and name.startswith(after_last)):
-                _no_place(tensor)
-    return Checkpoint(folder, config, sources, converted=False, quantized=False)
+    if not (quantization := config.get("quantization_config")):
+        return tensors
+    with located(folder):
+        return dequantized(tensors, quantization)
 
 
-def _find(tensors: dict[str, StoredTensor], folder: pathlib.Path, info: ArrayInfo) -> Source:
+def _find(tensors: dict[str, Tensor], folder: pathlib.Path, info: ArrayInfo) -> Source:
     """What a Hugging Face folder has of a weight, in the first of its published forms that is there."""
     for stored in info.stored:
         one_per_expert = "{e}" in stored.name
@@ -162,7 +187,7 @@ def _find(tensors: dict[str, StoredTensor], folder: pathlib.Path, info: ArrayInf
 
 def _source(
     info: ArrayInfo,
-    tensors: list[StoredTensor],
+    tensors: list[Tensor],
     layout: Layout,
     dtypes: tuple[str, ...],
     one_per_expert: bool = False,
@@ -190,7 +215,7 @@ def _check_copy(tensor: StoredTensor, original: StoredTensor) -> None:
     same = (tensor.dtype, tensor.shape) == (original.dtype, original.shape)
     rows = max(SLAB_BYTES // (array_bytes(original.dtype, original.shape[1:])), 1)
     for lo in range(0, original.shape[0] if same else 0, rows):
-        x, y = (z.values[lo : lo + rows].view(np.uint8) for z in (tensor, original))
+        x, y = (z.rows(lo, lo + rows).view(np.uint8) for z in (tensor, original))
         same = same and np.array_equal(x, y)
         for z in (tensor, original):
             z.forget()

@@ -9,13 +9,17 @@ from model import Config, Heads
 
 
 def read_config(config: dict) -> Config:
-    """Config from a Hugging Face config.json. Raises UserError naming the field that is wrong."""
+    """Config from a Hugging Face config.json. Raises UserError naming the field that is wrong.
+
+    How its weights are quantised, if they are, dequantized.py reads.
+    """
     names = config.get("architectures") or []
     for name in names if isinstance(names, list) else [names]:
         if not str(name).endswith(("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")):
             raise UserError(f"config.json: architecture {name!r} has no language model's head")
     family, config = family_of(config)
     fields = Fields({family.fields.get(name, name): value for name, value in config.items()})
+    fields.left.pop("quantization_config", None)
     take = fields.take
     width, heads = take("hidden_size", int), take("num_attention_heads", int)
     kv_heads = take("num_key_value_heads", int, heads)

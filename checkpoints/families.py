@@ -35,7 +35,7 @@ class Family:
     read:       makes the layers, of config.json's fields, their number, and the heads and norm that all
                 families name alike, see config_json.read_config.
     norm:       of this eps. changes: of the Config, made of it.
-    fixed:      the only value that a field may have, but for null, false and empty.
+    fixed:      the only values that a field may have, but for null, false and empty.
     fields:     what the family calls otherwise: {its name of a field: ours}.
     tied:       what tie_word_embeddings is where it is not said.
     renames:    from the names of published tensors to those that model.py declares: in turn, wherever found.
@@ -47,16 +47,28 @@ class Family:
     around: str | None = None
     norm: Callable[[float], Norm] = Norm
     changes: Callable[[Config], dict] = lambda cfg: {}
-    fixed: dict = dataclasses.field(default_factory=lambda: dict(hidden_act="silu"))
+    fixed: dict[str, tuple] = dataclasses.field(default_factory=lambda: dict(hidden_act=("silu",)))
     fields: dict[str, str] = dataclasses.field(default_factory=dict)
     tied: bool = False
     renames: tuple[tuple[re.Pattern, str], ...] = ()
     ignored: re.Pattern = re.compile(r"\.rotary_emb\.inv_freq$")
     drafts: bool = False
 
+    def ignores(self, name: str, depth: int) -> bool:
+        """Whether a model of so many layers does not use the tensor of this name."""
+        return bool(self.ignored.search(name)) or self.drafts and name.startswith(f"model.layers.{depth}.")
+
+
+def _read_dense(
+    fields: Fields, depth: int, heads: Heads, masks: list | None = None, activation: str = "silu", **rope
+) -> Layers:
+    """Layers that differ in their masks at most, by default full ones. rope: see _read_rope."""
+    mlp, rope = _read_gated(fields, activation=activation), _read_rope(fields, heads, **rope)
+    return tuple(LayerKind(heads, mlp, mask, rope) for mask in masks or [Full()] * depth)
+
 
 def _read_llama3(fields: Fields, depth: int, heads: Heads, norm: Norm) -> Layers:
-    return (LayerKind(heads, _read_gated(fields), rope=_read_rope(fields, heads)),) * depth
+    return _read_dense(fields, depth, heads)
 
 
 def _read_llama4(fields: Fields, depth: int, heads: Heads, norm: Norm) -> Layers:
@@ -64,21 +76,18 @@ def _read_llama4(fields: Fields, depth: int, heads: Heads, norm: Norm) -> Layers
     every = take("no_rope_layer_interval", int, 4)
     # A 1 in no_rope_layers means that the layer does have RoPE.
     rotary = take("no_rope_layers", list, []) or [(i + 1) % every != 0 for i in range(depth)]
+    if len(rotary) != depth:
+        raise UserError(f"config.json: no_rope_layers do not describe {depth} layers")
     masks = ["chunked_attention" if has_rope else "full_attention" for has_rope in rotary]
-    masks = take("layer_types", list, masks)
+    masks = _read_kinds(fields, "layer_types", masks, "chunked_attention", "full_attention")
     moe_every = take("interleave_moe_layer_step", int, 1)
     moe = take("moe_layers", list, list(range(moe_every - 1, depth, moe_every)))
-    known = all(mask in ("chunked_attention", "full_attention") for mask in masks)
-    if not len(rotary) == len(masks) == depth or not known:
-        raise UserError(f"config.json: no_rope_layers or layer_types do not describe {depth} layers")
-    chunk, rope = (
-        take("attention_chunk_size", int, None),
-        _read_rope(fields, heads, 500000.0, interleaved=True),
-    )
+    chunk = take("attention_chunk_size", int, None)
+    rope = _read_rope(fields, heads, 500000.0, interleaved=True)
     scale = QueryScale(take("attn_scale", NUMBER, 0.1), take("floor_scale", NUMBER, 8192))
     scale = scale if take("attn_temperature_tuning", (bool, int), True) else None
     qk_norm = dataclasses.replace(norm, weight=False) if take("use_qk_norm", bool, True) else None
-    experts = _read_experts(fields, Router(), shared=True)
+    experts = _read_experts(fields, Router(), shared=1)
     dense = _read_gated(fields, "intermediate_size_mlp")
     with_rope = dataclasses.replace(heads, qk_norm=qk_norm)
     without = dataclasses.replace(heads, query_scale=scale)
@@ -94,7 +103,7 @@ def _read_llama4(fields: Fields, depth: int, heads: Heads, norm: Norm) -> Layers
 
 
 def _read_mistral(fields: Fields, depth: int, heads: Heads, norm: Norm) -> Layers:
-    return (LayerKind(heads, _read_gated(fields), _read_window(fields), _read_rope(fields, heads)),) * depth
+    return _read_dense(fields, depth, heads, [_read_window(fields)] * depth)
 
 
 def _read_mixtral(fields: Fields, depth: int, heads: Heads, norm: Norm) -> Layers:
@@ -103,15 +112,11 @@ def _read_mixtral(fields: Fields, depth: int, heads: Heads, norm: Norm) -> Layer
 
 
 def _read_qwen2(fields: Fields, depth: int, heads: Heads, norm: Norm) -> Layers:
-    heads = dataclasses.replace(heads, bias=True)
-    mlp, rope = _read_gated(fields), _read_rope(fields, heads)
-    return tuple(LayerKind(heads, mlp, mask, rope) for mask in _read_windows(fields, depth))
+    return _read_dense(fields, depth, dataclasses.replace(heads, bias=True), _read_windows(fields, depth))
 
 
 def _read_qwen3(fields: Fields, depth: int, heads: Heads, norm: Norm) -> Layers:
-    heads = dataclasses.replace(heads, qk_norm=norm)
-    mlp, rope = _read_gated(fields), _read_rope(fields, heads)
-    return tuple(LayerKind(heads, mlp, mask, rope) for mask in _read_windows(fields, depth))
+    return _read_dense(fields, depth, dataclasses.replace(heads, qk_norm=norm), _read_windows(fields, depth))
 
 
 def _read_qwen3_moe(fields: Fields, depth: int, heads: Heads, norm: Norm) -> Layers:
@@ -126,8 +131,7 @@ def _read_qwen3_moe(fields: Fields, depth: int, heads: Heads, norm: Norm) -> Lay
 
 
 def _read_gemma(fields: Fields, depth: int, heads: Heads, norm: Norm) -> Layers:
-    mlp = _read_gated(fields, activation="gelu_tanh")
-    return (LayerKind(heads, mlp, rope=_read_rope(fields, heads)),) * depth
+    return _read_dense(fields, depth, heads, activation="gelu_tanh")
 
 
 def _read_gpt2(fields: Fields, depth: int, heads: Heads, norm: Norm) -> Layers:
@@ -140,8 +144,7 @@ def _read_gpt2(fields: Fields, depth: int, heads: Heads, norm: Norm) -> Layers:
 
 def _read_glm(fields: Fields, depth: int, heads: Heads, norm: Norm) -> Layers:
     heads = dataclasses.replace(heads, bias=fields.take("attention_bias", bool, False))
-    rope = _read_rope(fields, heads, interleaved=True, part=0.5)
-    return (LayerKind(heads, _read_gated(fields), rope=rope),) * depth
+    return _read_dense(fields, depth, heads, interleaved=True, part=0.5)
 
 
 def _read_glm4_moe_lite(fields: Fields, depth: int, heads: Heads, norm: Norm) -> Layers:
@@ -158,10 +161,8 @@ def _read_glm4_moe_lite(fields: Fields, depth: int, heads: Heads, norm: Norm) ->
     shared = fields.take("n_shared_experts", int, 1)
     experts = _read_experts(fields, router, "moe_intermediate_size", "n_routed_experts", shared)
     dense, first = _read_gated(fields), fields.take("first_k_dense_replace", int, 1)
-    kinds = ["dense"] * first + ["sparse"] * (depth - first)
-    kinds = fields.take("mlp_layer_types", list, kinds)
-    if len(kinds) != depth or not all(kind in ("dense", "sparse") for kind in kinds):
-        raise UserError(f"config.json: mlp_layer_types do not describe {depth} layers")
+    kinds = ["dense" if i < first else "sparse" for i in range(depth)]
+    kinds = _read_kinds(fields, "mlp_layer_types", kinds, "dense", "sparse")
     return tuple(LayerKind(latent, experts if kind == "sparse" else dense, rope=rope) for kind in kinds)
 
 
@@ -179,6 +180,15 @@ def _read_experts(
     return Experts(E, A, M, router, shared=Gated(shared * M) if shared else None)
 
 
+def _read_kinds(fields: Fields, name: str, default: list[str], *known: str) -> list[str]:
+    """A field that says of each layer which of the known kinds it is. default: where it is not there."""
+    kinds = fields.take(name, list, default)
+    if len(kinds) != len(default) or not all(kind in known for kind in kinds):
+        kinds = " or ".join(known)
+        raise UserError(f"config.json: {name} do not describe {len(default)} layers, each {kinds}")
+    return kinds
+
+
 def _read_window(fields: Fields) -> Full | Window:
     """The mask of all layers."""
     size = fields.take("sliding_window", int, None)
@@ -190,10 +200,8 @@ def _read_windows(fields: Fields, depth: int) -> list[Full | Window]:
     on, size = fields.take("use_sliding_window", bool, False), fields.take("sliding_window", int, None)
     full = fields.take("max_window_layers", int, depth)
     types = ["sliding_attention" if on and size and i >= full else "full_attention" for i in range(depth)]
-    types = fields.take("layer_types", list, types)
     known = ("full_attention", "sliding_attention") if size else ("full_attention",)
-    if len(types) != depth or not all(kind in known for kind in types):
-        raise UserError(f"config.json: layer_types are not {depth} times {' or '.join(known)}")
+    types = _read_kinds(fields, "layer_types", types, *known)
     return [Window(size) if kind == "sliding_attention" else Full() for kind in types]
 
 
@@ -269,7 +277,7 @@ FAMILIES = (
         norm=lambda eps: Norm(eps, offset=1.0),
         changes=lambda cfg: dict(embedding_scale=cfg.D**0.5),
         # The first configs say "gelu" and mean its tanh form.
-        fixed=dict(hidden_act=("gelu", "gelu_pytorch_tanh"), hidden_activation="gelu_pytorch_tanh"),
+        fixed=dict(hidden_act=("gelu", "gelu_pytorch_tanh"), hidden_activation=("gelu_pytorch_tanh",)),
         tied=True,
     ),
     Family(
@@ -277,7 +285,7 @@ FAMILIES = (
         _read_gpt2,
         norm=lambda eps: Norm(eps, centered=True),
         changes=lambda cfg: dict(P=cfg.max_positions),
-        fixed=dict(activation_function="gelu_new"),
+        fixed=dict(activation_function=("gelu_new",)),
         fields=dict(
             n_embd="hidden_size",
             n_layer="num_hidden_layers",
@@ -304,8 +312,12 @@ FAMILIES = (
         "glm4_moe_lite",
         _read_glm4_moe_lite,
         fixed=dict(
-            hidden_act="silu", n_group=1, topk_group=1, topk_method="noaux_tc", scoring_func="sigmoid"
-        ),
+            hidden_act=("silu",),
+            n_group=(1,),
+            topk_group=(1,),
+            topk_method=("noaux_tc",),
+            scoring_func=("sigmoid",),
+        ),  # fmt: skip
         renames=_renames(
             (r"\.mlp\.gate\.e_score_correction_bias$", ".mlp.router.bias"),
             (r"\.shared_experts\.", ".shared_expert."),

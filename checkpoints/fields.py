@@ -33,9 +33,8 @@ class Fields:
         return value
 
     def finish(self, fixed: dict) -> None:
-        """Raises UserError if a field is left, unless it asks for nothing, or for its value in `fixed`."""
+        """Raises UserError if a field is left, unless it asks for nothing or for what `fixed` allows."""
         for name, value in self.left.items():
             # A field that is null, false or empty asks for nothing.
-            allowed = fixed.get(name)
-            if value and value != allowed and value not in (allowed if isinstance(allowed, tuple) else ()):
+            if value and value not in fixed.get(name, ()):
                 raise UserError(f"config.json: {name} = {value!r} is not supported")

@@ -1,6 +1,7 @@
 """What is in a model's folder: the small files, the index, and the files of tensors, opened."""
 
 import contextlib
+import os
 import pathlib
 import resource
 
@@ -20,6 +21,12 @@ COMPANIONS = (
     "special_tokens_map.json",
     "chat_template*",
 )
+
+
+def cache_folder() -> pathlib.Path:
+    """Where this program keeps what it would else make again."""
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return pathlib.Path(caches) / "llama-jax"
 
 
 def read_json(file: pathlib.Path) -> dict:

@@ -13,6 +13,8 @@ def find_folder(path_or_id: str) -> pathlib.Path:
     folder = pathlib.Path(os.path.expanduser(path_or_id))
     if folder.is_dir():
         return folder
+    if folder.suffix == ".gguf":
+        raise UserError(f"{path_or_id}: no such file")
     hub_id = re.fullmatch(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:@([\w./-]+))?", path_or_id)
     if not hub_id:
         raise UserError(f"{path_or_id}: no such folder (and a hub id would be OWNER/NAME)")

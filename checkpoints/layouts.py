@@ -51,11 +51,18 @@ class Layout:
     within: tuple[tuple[int, slice], ...]
     axes: tuple[Axis, ...]
 
-    def view(self, values: np.ndarray) -> np.ndarray:
-        """The tensor, or some of its first dimension -> what of it is the array's, axis by axis, in place."""
-        values = values.reshape(-1, *(size for size, _ in self.within[1:]))
-        values = values[tuple(ours for _, ours in self.within)]
-        return values.reshape(-1, *(axis.size for axis in self.axes[1:]))
+    def rows(self, lo: int, hi: int) -> tuple[int, int]:
+        """Where in the tensor's first dimension the steps [lo, hi) of the first axis are."""
+        size, ours = self.within[0]
+        width = self.shape[0] // size
+        step = width * (ours.stop - ours.start) // self.axes[0].size
+        return ours.start * width + lo * step, ours.start * width + hi * step
+
+    def view(self, rows: np.ndarray) -> np.ndarray:
+        """Such rows of the tensor -> what of them is the array's, axis by axis, in place."""
+        rows = rows.reshape(-1, *(size for size, _ in self.within[1:]))
+        rows = rows[:, *(ours for _, ours in self.within[1:])]
+        return rows.reshape(-1, *(axis.size for axis in self.axes[1:]))
 
     @property
     def split(self) -> set[str]:
@@ -97,7 +104,7 @@ def file_layout(info: ArrayInfo) -> Layout:
         axes[len(sharded) - 1] = Axis(letter.upper(), blocks, size // blocks)
         axes.append(Axis(letter.upper(), size // blocks, 0))
     shape = tuple(axis.size for axis in axes)
-    return Layout(shape, tuple((size, slice(size)) for size in shape), tuple(axes))
+    return Layout(shape, tuple((size, slice(0, size)) for size in shape), tuple(axes))
 
 
 def to_file_order(x, info: ArrayInfo):
@@ -137,12 +144,15 @@ class Source:
         """[rows, *rest] of the array in the order of the tensors, which it joins."""
         parts, first = [], 0
         for tensor in self.tensors:
-            x = self.layout.view(tensor.values)
-            lo, hi = (min(max(row - first, 0), len(x)) for row in (rows.start, rows.stop))
+            alone = len(tensor.shape) < len(self.layout.shape)  # of one expert: one step of the axis
+            whole = self.layout.axes[0].size if len(self.tensors) == 1 else tensor.shape[0]
+            steps = 1 if alone else whole
+            lo, hi = (min(max(row - first, 0), steps) for row in (rows.start, rows.stop))
             if lo < hi:
-                parts.append(x[slice(lo, hi), *rest])
+                x = tensor.rows(*((0, tensor.shape[0]) if alone else self.layout.rows(lo, hi)))
+                parts.append(self.layout.view(x)[:, *rest])
                 tensor.read_ahead(parts[-1])
-            first += len(x)
+            first += steps
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def slabs(self) -> tuple[str, list[tuple[int, int]]]:
@@ -161,7 +171,7 @@ class Source:
     def can_stay(self, part: np.ndarray) -> bool:
         """Whether XLA on a CPU uses this array where it is: in the file."""
         usable = part.flags.c_contiguous and part.ctypes.data % ALIGNMENT == 0
-        return usable and any(np.may_share_memory(part, tensor.values) for tensor in self.tensors)
+        return usable and any(tensor.holds(part) for tensor in self.tensors)
 
     def forget(self) -> None:
         """Give back the memory of what was read in place."""

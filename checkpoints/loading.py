@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding
 import model
 from checkpoints.checkpoint import Checkpoint
 from checkpoints.layouts import Box, Source
-from checkpoints.names import float_type, named_infos, stored_infos
+from checkpoints.names import float_type, in_each_stage, named_infos, stored_infos
 from checkpoints.progress import progress
 from checkpoints.tensor_files import DTYPES
 from checkpoints.threads import WORKERS, in_order, no_garbage_collection
@@ -17,6 +17,7 @@ from model import Weights
 from ops.platform import platform
 from quantize import QuantizedArray, quantize_large
 from sharding.arrays import ArrayInfo
+from sharding.mesh import STAGE
 
 
 def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str, quantized: bool, show: bool = True) -> Weights:
@@ -26,20 +27,26 @@ def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str, quantized: bool, show: 
     contracts, computed on the devices; an int8 checkpoint is so anyway. show: progress, on stderr.
     """
 
+    config, stages = checkpoint.config, mesh.shape[STAGE]
+
     def place(item: tuple[str, ArrayInfo]):
         name, info = item
-        sources = [checkpoint.sources[part] for part in stored_infos(name, info, checkpoint.quantized)]
-        as_stored = len(sources) == 2 or quantized and info.contracted
+        parts = stored_infos(name, info, checkpoint.quantized)
+        as_stored = len(parts) == 2 or quantized and info.contracted
         wanted = None if as_stored else DTYPES[float_type(info, dtype)]
-        arrays = [_place(source, mesh, wanted) for source in sources]
-        return info, arrays, sum(source.nbytes for source in sources)
+        arrays, nbytes = [], 0
+        for part, declared in parts.items():
+            sources = [checkpoint.sources[x] for x in in_each_stage(part, config, stages)]
+            arrays.append(_place(declared, sources, mesh, wanted))
+            nbytes += sum(source.nbytes for source in sources)
+        return info, arrays, nbytes
 
-    weights, treedef = [], jax.tree.structure(model.weight_infos(checkpoint.config))
+    weights, treedef = [], jax.tree.structure(model.weight_infos(config, stages))
     total = sum(source.nbytes for source in checkpoint.sources.values())
     with progress("loading weights", total, show=show) as bar, no_garbage_collection():
         # What is to be int8 is larger before; an accelerator may have no room for more of that.
         ahead = 1 if quantized and not checkpoint.quantized else WORKERS
-        for info, arrays, nbytes in in_order(place, named_infos(checkpoint.config), ahead):
+        for info, arrays, nbytes in in_order(place, named_infos(config, stages), ahead):
             if len(arrays) == 2:
                 weights.append(QuantizedArray(*arrays))
             else:
@@ -54,31 +61,39 @@ def _quantize(x: jax.Array, info: ArrayInfo) -> QuantizedArray:
     return jax.jit(quantize_large, static_argnums=1, out_shardings=shardings)(x, info.contracted_axes)
 
 
-def _place(source: Source, mesh: Mesh, dtype: np.dtype | None) -> jax.Array:
-    """Give each device its part, with zeros for the padding that the mesh needs. dtype: None, as stored."""
-    info, parts = source.info, []
-    padded = info.padded_shape(mesh)
+def _place(info: ArrayInfo, sources: list[Source], mesh: Mesh, dtype: np.dtype | None) -> jax.Array:
+    """Give each device its part, with zeros for the padding that the mesh needs.
+
+    sources: of each stage, if the array is of a layer and there are several. dtype: None, as stored.
+    """
+    padded, parts = info.padded_shape(mesh), []
 
     @functools.cache  # devices that hold the same shard ask for the same bounds
-    def read(bounds: Box) -> np.ndarray:
-        inside = tuple((lo, min(hi, size)) for (lo, hi), size in zip(bounds, info.shape, strict=True))
+    def read(stage: int, bounds: Box) -> np.ndarray:
+        source = sources[stage]
+        inside = tuple((lo, min(hi, size)) for (lo, hi), size in zip(bounds, source.info.shape, strict=True))
         shape = [hi - lo for lo, hi in bounds]
         wanted = dtype or DTYPES[source.tensors[0].dtype]
         if any(lo >= hi for lo, hi in inside):
             return np.zeros(shape, wanted)
         part = source.read(inside).astype(wanted, copy=False)
         if inside == bounds:
-            parts.append(part)
+            parts.append((source, part))
             return part
         whole = np.zeros(shape, wanted)
         whole[tuple(slice(0, size) for size in part.shape)] = part
         return whole
 
     def shard(index: tuple[slice, ...]) -> np.ndarray:
-        return read(tuple(part.indices(size)[:2] for part, size in zip(index, padded, strict=True)))
+        bounds = tuple(part.indices(size)[:2] for part, size in zip(index, padded, strict=True))
+        if len(sources) == 1:
+            return read(0, bounds)
+        (stage, _), *bounds = bounds  # p
+        return read(stage, tuple(bounds))[None]
 
     array = jax.make_array_from_callback(padded, NamedSharding(mesh, info.spec), shard)
-    if not (platform(mesh) == "cpu" and any(map(source.can_stay, parts))):
+    if not (platform(mesh) == "cpu" and any(source.can_stay(part) for source, part in parts)):
         array.block_until_ready()
-        source.forget()
+        for source in sources:
+            source.forget()
     return array

@@ -4,6 +4,7 @@ The published name of each weight stands with its declaration in model.py, what 
 families.py.
 """
 
+import re
 from collections.abc import Iterator
 
 import jax
@@ -19,10 +20,21 @@ from sharding.arrays import ArrayInfo
 TYPES = {"bfloat16": "BF16", "float32": "F32"}  # safetensors' names
 
 
-def named_infos(config: Config) -> Iterator[tuple[str, ArrayInfo]]:
-    """Every declared weight with its name in our files, like `layers.0.attention.q`."""
-    for path, info in jax.tree_util.tree_leaves_with_path(model.weight_infos(config)):
+def named_infos(config: Config, stages: int = 1) -> Iterator[tuple[str, ArrayInfo]]:
+    """Every declared weight with its name in our files, like `layers.0.attention.q`.
+
+    Of layers in several stages: those of the first.
+    """
+    for path, info in jax.tree_util.tree_leaves_with_path(model.weight_infos(config, stages)):
         yield jax.tree_util.keystr(path, simple=True, separator="."), info
+
+
+def in_each_stage(name: str, config: Config, stages: int) -> list[str]:
+    """The names of what has the same place in each stage, by the first one's; what is no layer's has one."""
+    if not (found := re.fullmatch(r"layers\.(\d+)\.(.*)", name)):
+        return [name]
+    depth = len(config.stage(stages))
+    return [f"layers.{int(found[1]) + stage * depth}.{found[2]}" for stage in range(stages)]
 
 
 def stored_infos(name: str, info: ArrayInfo, quantized: bool) -> dict[str, ArrayInfo]:

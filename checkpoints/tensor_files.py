@@ -14,7 +14,7 @@ import os
 import pathlib
 
 import numpy as np
-from ml_dtypes import bfloat16
+from ml_dtypes import bfloat16, float8_e4m3fn
 
 from checkpoints.errors import UserError
 
@@ -23,10 +23,13 @@ DTYPES = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(bfloat16),
     "I8": np.dtype(np.int8),
+    # Of these a model's weights are computed, see dequantized.py; the others it may not have.
+    "F8_E4M3": np.dtype(float8_e4m3fn),
+    "U8": np.dtype(np.uint8),
+    "I32": np.dtype(np.int32),
+    "I64": np.dtype(np.int64),
 }
-# Bytes per element of the types that a file may hold besides, but a model here may not.
-OTHER_SIZES = {"BOOL": 1, "U8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I16": 2, "U16": 2, "I32": 4,
-               "U32": 4, "F64": 8, "I64": 8, "U64": 8}  # fmt: skip
+OTHER_SIZES = {"BOOL": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I16": 2, "U16": 2, "U32": 4, "F64": 8, "U64": 8}
 MAX_HEADER = 100_000_000  # the format's own limit
 READ_AHEAD = 2**17  # bytes that a system reads at once, at least; a longer request may be cut short
 PAGE = 4096  # the data of our files begin at a multiple of it,
@@ -136,6 +139,14 @@ class StoredTensor:
         """[*shape], in place: what is looked at is read from the file then, a page at a time."""
         flat = np.frombuffer(self.file.mapped, np.uint8, self.stop - self.start, self.start)
         return flat.view(DTYPES[self.dtype]).reshape(self.shape)
+
+    def rows(self, lo: int, hi: int) -> np.ndarray:
+        """[hi - lo, ...]: some of the first dimension, in place."""
+        return self.values[lo:hi]
+
+    def holds(self, part: np.ndarray) -> bool:
+        """Whether an array is a view of `values`."""
+        return np.may_share_memory(part, self.values)
 
     def read_ahead(self, part: np.ndarray) -> None:
         """Have the system begin to read a view of `values`, with what is short between its runs."""

@@ -182,10 +182,11 @@ def attend_cached(
         return jnp.where(sees[..., None, None, None], o, 0), jnp.where(sees[..., None, None], lse, -jnp.inf)
     if use_flash(q, kv):
         kv = kv if row is None else jax.tree.map(lambda x: x[row], kv)
-        parts = [(jnp.zeros_like(length), length)]
+        begin = jnp.zeros_like(length)
+        ranges = [(begin, length)]
         if hidden is not None:
-            parts = [(parts[0][0], jnp.minimum(length, hidden[0])), (hidden[1], length)]
-        parts = [flash(q, kv.values, kv.scale, *part) for part in parts]
+            ranges = [(begin, jnp.minimum(length, hidden[0])), (hidden[1], length)]
+        parts = [flash(q, kv.values, kv.scale, *seen) for seen in ranges]
         return merge_stacked(*map(jnp.concatenate, zip(*parts, strict=True)))
 
     def attend_block(i):

@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ops.gpu import grouped_dot, takes
 from ops.platform import on_gpu, on_tpu
-from ops.tpu import precision, result
+from ops.tpu import in_hbm, precision, result
 from quantize import QuantizedArray, values_and_scale
 
 FEW_ROWS = 128  # so many times int8 weights are multiplied about as fast as they are read: 120 times on v5e
@@ -74,9 +74,8 @@ def active_experts(
     weights, units = zip(*map(values_and_scale, (gate, up, down)), strict=True)
     E, D, M = weights[0].shape
     R, width, steps = x.shape[0], block_width(gate), min(E, expert.size)
-    if not interpret:  # else XLA may move what all experts have of an array to VMEM, if it fits
-        arrays = weights, units
-        weights, units = jax.tree.map(lambda x: pltpu.with_memory_space_constraint(x, pltpu.HBM), arrays)
+    if not interpret:
+        weights, units = in_hbm((weights, units))
     chosen = expert[..., None] == jnp.arange(E)  # RAE
     factors = jnp.sum(jnp.where(chosen, factor[..., None].astype(jnp.float32), 0), 1)
     padding = ((0, -R % ROW_TILE), (0, 0))

@@ -14,7 +14,7 @@ from ops.platform import on_tpu
 
 LANES = 128  # numbers in a row of a register: cache slots are allocated in multiples of it
 TILE = 32  # rows of an int8 tile; of a wider type so many bytes, or several tiles
-VMEM_BYTES = 100 << 20  # of 128 MiB, that XLA might fill with an array
+MOVED_BYTES = 100 << 20  # up to which XLA might move an array into VMEM, of 128 MiB
 
 
 def varying(*inputs: Array) -> frozenset[str]:
@@ -33,6 +33,11 @@ def precision(dtype) -> str:
     return "highest" if dtype == jnp.float32 else "default"
 
 
+def in_hbm(tree):
+    """Arrays that a Pallas call is to read from HBM: XLA may move all of one to VMEM first, if it fits."""
+    return jax.tree.map(lambda x: pltpu.with_memory_space_constraint(x, pltpu.HBM), tree)
+
+
 def take_rows(matrix: Array, rows: Array) -> Array:
     """Rows of a matrix, exactly: [V,D], [...] int32 -> [...,D]. Those outside of it are undefined.
 
@@ -42,7 +47,7 @@ def take_rows(matrix: Array, rows: Array) -> Array:
     """
     V, D = matrix.shape
     int8, nbytes = matrix.dtype == jnp.int8, matrix.size * matrix.dtype.itemsize
-    if not on_tpu() or not int8 and (rows.size > LANES or D % LANES or nbytes > VMEM_BYTES):
+    if not on_tpu() or not int8 and (rows.size > LANES or D % LANES or nbytes > MOVED_BYTES):
         return matrix[rows]
     dtype, tile_rows = jnp.bfloat16 if int8 else matrix.dtype, TILE // matrix.dtype.itemsize
     flat = jnp.clip(rows.reshape(-1), 0, V - 1)
@@ -63,7 +68,7 @@ def take_rows(matrix: Array, rows: Array) -> Array:
         ),
         out_shape=result((flat.size, 1, D), dtype, matrix, rows),
         name="take_rows",
-    )(flat, pltpu.with_memory_space_constraint(matrix, pltpu.HBM))
+    )(flat, in_hbm(matrix))
     return picked.reshape(*rows.shape, D)
 
 
@@ -84,7 +89,7 @@ def take_slots(cache: Array, row: Array, at: Array, unit: int, n: int, axis: int
         ),
         out_shape=result(shape, cache.dtype, cache, at),
         name="take_slots",
-    )(row, at, pltpu.with_memory_space_constraint(cache, pltpu.HBM))
+    )(row, at, in_hbm(cache))
 
 
 def put_slots(cache: Array, new: Array, row: Array, at: Array, unit: int, axis: int) -> Array:
@@ -100,7 +105,7 @@ def put_slots(cache: Array, new: Array, row: Array, at: Array, unit: int, axis: 
         out_shape=result(cache.shape, cache.dtype, cache, at),
         input_output_aliases={3: 0},
         name="put_slots",
-    )(row, at, new, pltpu.with_memory_space_constraint(cache, pltpu.HBM))
+    )(row, at, new, in_hbm(cache))
 
 
 def _blocks(cache: Array, unit: int, axis: int, moving: bool) -> pl.BlockSpec:

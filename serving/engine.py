@@ -19,6 +19,9 @@ on from there.
 
 The device does not wait for the host: a step is sent off before the tokens of the last one are looked at.
 
+Where the layers are in stages (sharding/stages.py), each has another group of rows in a turn. What is decided
+here for a group goes to the first stage, and one turn later to the next; its results come out of the last.
+
 A request that goes wrong ends with an error of its own, and the others go on.
 """
 
@@ -26,8 +29,6 @@ import dataclasses
 import math
 import time
 from collections import deque
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -35,9 +36,9 @@ import numpy as np
 
 import model
 from checkpoints.errors import UserError
-from serving.programs import Programs, prefill_width
+from serving.programs import Begin, Chunk, Programs, Turn, prefill_width
 from serving.requests import Answer, Request, options_in_use
-from serving.scheduler import Row, Scheduler
+from serving.scheduler import Group, Row, Scheduler
 
 NAN = "the model computes NaN: its weights are damaged, or overflow this --dtype"
 
@@ -69,6 +70,19 @@ class Stats:
         return self.accepted / self.drafted if self.drafted else None
 
 
+@dataclasses.dataclass
+class Sent:
+    """A turn of a group, on its way through the stages, and for whom its results are.
+
+    scored, stepped: (index, row, number of its answer). ended: answers with nothing to follow the prompt.
+    """
+
+    turn: Turn | None = None
+    scored: list[tuple[int, Row, int]] = dataclasses.field(default_factory=list)
+    stepped: list[tuple[int, Row, int]] = dataclasses.field(default_factory=list)
+    ended: list[Answer] = dataclasses.field(default_factory=list)
+
+
 class Engine:
     """See above. Several processes must each add the same requests in the same order.
 
@@ -78,14 +92,18 @@ class Engine:
 
     def __init__(self, programs: Programs, requests: list[Request], longest: int = 0):
         self.programs = programs
-        sizes = programs.rows, programs.max_len, programs.shards, programs.width, programs.masks
-        self.scheduler, self.stats, self.start_time = Scheduler(*sizes), Stats(), 0.0
-        self.in_flight: deque[tuple[Any, Callable]] = deque()  # arrays, and who receives them
+        sizes = programs.rows, programs.max_len, programs.stages, programs.shards
+        self.scheduler = Scheduler(*sizes, programs.width, programs.masks)
+        self.stats, self.start_time, self.turns = Stats(), 0.0, 0
         self.options = options_in_use([request.sampling for request in requests])
-        self.sampling = self.scheduler.sampling(self.options)
+        self.sampling = [group.sampling(self.options) for group in self.scheduler.groups]
+        nothing = Turn([], None, np.zeros(len(self.scheduler.groups[0].rows), np.int32), self.sampling[0])
+        # What each stage is about, but the first one; then that of which the results are to be fetched.
+        self.stages: deque[Sent] = deque([Sent(nothing)] * (programs.stages - 1))
+        self.in_flight: deque[tuple[Sent, Any]] = deque()
         self.longest = max([longest, *(len(request.prompt) for request in requests)])
         self.scores = {request.score for request in requests} or {False}
-        programs.warm_up(self.longest, self.scores, self.sampling)
+        programs.warm_up(self.longest, self.scores, self.sampling[0])
 
     def add(self, request: Request) -> Answer:
         """Put a request at the end of the queue. UserError if it does not suit the rows or the programs."""
@@ -115,20 +133,34 @@ class Engine:
         """Send off the next chunk and the next step, and return the answers with news from those before."""
         self.start_time = self.start_time or time.perf_counter()
         expected, changed = len(self.in_flight), []
-        self._admit()
-        self._prefill()
-        self._decode()
+        self.stages.appendleft(self._next_turn())
+        results = self.programs.run([sent.turn for sent in self.stages])
+        sent = self.stages.pop()
+        if sent.scored or sent.stepped or sent.ended:
+            self.in_flight.append((sent, results))
         for _ in range(expected):
-            arrays, receive = self.in_flight.popleft()
-            changed += receive(jax.tree.map(np.asarray, arrays))
+            sent, results = self.in_flight.popleft()
+            changed += self._receive(sent, *jax.tree.map(np.asarray, results))
         self._count()
         return changed
 
-    def _admit(self) -> None:
+    def _next_turn(self) -> Sent:
+        """What the next group is to do."""
+        number, sent = self.turns % len(self.scheduler.groups), Sent()
+        group = self.scheduler.groups[number]
+        begins = self._admit(group, sent)
+        if begins:
+            self.sampling[number] = group.sampling(self.options)
+        chunk = self._prefill(group, sent)
+        sent.turn = Turn(begins, chunk, self._decode(group, sent), self.sampling[number])
+        self.turns += 1
+        return sent
+
+    def _admit(self, group: Group, sent: Sent) -> list[Begin]:
         """Give requests of the queue to free rows, one per data shard at a time."""
-        shards, programs = self.scheduler.shards, self.programs
-        while any(admissions := self.scheduler.admit()):
-            text = np.zeros((len(shards), programs.max_len), np.int32)
+        shards, begins = group.shards, []
+        while any(admissions := self.scheduler.admit(group)):
+            text = np.full((len(shards), self.programs.max_len), -1, np.int32)
             rows, read, sources = np.full((3, len(shards)), -1, np.int32)
             for i, (shard, admission) in enumerate(zip(shards, admissions, strict=True)):
                 if admission:
@@ -139,36 +171,44 @@ class Engine:
                     read[i] = row.read
                     self.stats.prompt_tokens += len(prompt)
                     self.stats.reused_tokens += row.reused
-                    self._end_if_read(row)
-            copied = any(admission and admission[0] is not admission[1] for admission in admissions)
-            programs.begin(rows, text, read, sources if copied else None)
-            self.sampling = self.scheduler.sampling(self.options)
+                    self._end_if_read(row, sent)
+            begins.append(Begin(rows, text, read, sources))
+        return begins
 
-    def _end_if_read(self, row: Row) -> None:
+    def _end_if_read(self, row: Row, sent: Sent) -> None:
         """If no new tokens are to follow a prompt, its answer ends when what is in flight is there."""
         if not row.unread and not row.answer.request.max_new_tokens:
-            self.in_flight.append(((), partial(self._receive_end, row.answer)))
+            sent.ended.append(row.answer)
 
-    def _receive_end(self, answer: Answer, _) -> list[Answer]:
-        answer.finish_reason = answer.finish_reason or "length"
-        return [answer]
-
-    def _prefill(self) -> None:
+    def _prefill(self, group: Group, sent: Sent) -> Chunk | None:
         """Read a chunk of the prompt of one row per data shard."""
-        shards, reading = self.scheduler.shards, self.scheduler.next_to_read()
+        shards, reading = group.shards, group.next_to_read()
         if not any(reading):
-            return
+            return None
         width = prefill_width(max(row.unread for row in reading if row))
         count = np.array([min(row.unread, width) if row else 0 for row in reading], np.int32)
         rows = [shard.rows.index(row) if row else 0 for shard, row in zip(shards, reading, strict=True)]
-        score = any(row.answer.request.score for row in reading if row)
-        scores = self.programs.prefill(np.array(rows, np.int32), count, width, score)
-        if of := [(i, row, row.number) for i, row in enumerate(reading) if row and row.answer.request.score]:
-            self.in_flight.append((scores, partial(self._receive_scores, of, count)))
+        sent.scored = [(i, x, x.number) for i, x in enumerate(reading) if x and x.answer.request.score]
         for row, n in zip(reading, count.tolist(), strict=True):
             if row:
                 row.read += n
-                self._end_if_read(row)
+                self._end_if_read(row, sent)
+        return Chunk(np.array(rows, np.int32), count, width, bool(sent.scored))
+
+    def _decode(self, group: Group, sent: Sent) -> np.ndarray:
+        """How many tokens each row chooses in a step: all that have read their prompts."""
+        count = group.to_choose()
+        sent.stepped = [(i, row, row.number) for i, row in enumerate(group.rows) if count[i]]
+        for _, row, _ in sent.stepped:
+            row.steps += 1
+        return count
+
+    def _receive(self, sent: Sent, scores: np.ndarray | None, output: model.Output | None) -> list[Answer]:
+        changed = self._receive_scores(sent.scored, sent.turn.chunk.count, scores) if sent.scored else []
+        for answer in sent.ended:
+            answer.finish_reason = answer.finish_reason or "length"
+        changed += sent.ended
+        return changed + (self._receive_tokens(sent.stepped, output) if sent.stepped else [])
 
     def _receive_scores(
         self, of: list[tuple[int, Row, int]], count: np.ndarray, scores: np.ndarray
@@ -183,17 +223,6 @@ class Engine:
             else:
                 row.answer.prompt_logprobs += scores[i, : count[i]].tolist()
         return changed
-
-    def _decode(self) -> None:
-        """One step of all rows that have read their prompts."""
-        count = self.scheduler.to_choose()
-        if not count.any():
-            return
-        of = [(i, row, row.number) for i, row in enumerate(self.scheduler.rows) if count[i]]
-        for _, row, _ in of:
-            row.steps += 1
-        output = self.programs.decode(count, self.sampling)
-        self.in_flight.append((output, partial(self._receive_tokens, of)))
 
     def _receive_tokens(self, of: list[tuple[int, Row, int]], output: model.Output) -> list[Answer]:
         changed = []

@@ -18,10 +18,10 @@ from numpy.polynomial.polynomial import polypow
 import model
 from checkpoints.checkpoint import Checkpoint
 from checkpoints.errors import UserError
+from distributed.exchange import gather
 from model import Config, Experts
-from serving.hosts import gather
 from sharding.arrays import abstract
-from sharding.mesh import EXPERT, MODEL, mesh_size
+from sharding.mesh import EXPERT, MODEL, STAGE, mesh_size
 
 ROWS = 32  # of the batch, unless the user says otherwise
 HEADROOM = 0.1  # of the memory, left to temporaries where the user does not say how many rows
@@ -89,12 +89,13 @@ class Deployment:
     checkpoint: Checkpoint | None = None
 
     def weight_bytes(self) -> int:
-        infos = model.weight_infos(self.cfg)
+        infos = model.weight_infos(self.cfg, self.mesh.shape[STAGE])
         return shard_bytes(abstract(infos, self.mesh, jnp.dtype(self.dtype), self.quantized))
 
     def cache_bytes(self, rows: int, max_len: int) -> int:
-        infos = model.cache_infos(self.cfg, rows, max_len, jnp.dtype(self.kv_dtype))
-        return shard_bytes(abstract(infos, self.mesh))
+        stages = self.mesh.shape[STAGE]
+        infos = model.cache_infos(self.cfg, rows, max_len, jnp.dtype(self.kv_dtype), stages)
+        return shard_bytes(abstract(infos, self.mesh)) * stages
 
 
 def fit_cache(
@@ -108,7 +109,7 @@ def fit_cache(
 
     Raises UserError if not even the shortest request fits.
     """
-    shards, limit = models[0].mesh.shape["data"], min(x.cfg.max_positions for x in models)
+    shards, limit = mesh_size(models[0].mesh, (STAGE, "data")), min(x.cfg.max_positions for x in models)
 
     def rounded(length: int) -> int:
         return min(limit, -(-length // 128) * 128)  # few sizes to compile for
@@ -182,7 +183,7 @@ def bytes_per_step(
     scale_bytes = 4 if kv_dtype == "int8" else 0  # a bfloat16 per key and per value
     slot_bytes = cfg.heads.K * (cfg.heads.columns.width * jnp.dtype(kv_dtype).itemsize + scale_bytes)
     total = shard_bytes((weights.norm, weights.embed if cfg.tied_embeddings else weights.unembed))
-    for layer, kind in zip(weights.layers, cfg.layers, strict=True):
+    for layer, kind in zip(weights.layers, cfg.stage(mesh.shape[STAGE]), strict=True):
         total += shard_bytes(layer)
         if isinstance(kind.feed_forward, Experts):
             routed = layer.feed_forward

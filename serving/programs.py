@@ -1,17 +1,22 @@
 """The compiled programs of a batch, over a model's weights and its cache. They know rows, and no requests."""
 
-from collections.abc import Iterable
-from typing import Protocol
+import dataclasses
+import itertools
+from collections import deque
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import model
 from checkpoints.errors import UserError
 from model import Config, Output, Sampling, Weights
 from serving import layer_groups
-from serving.hosts import start_fetching
+from sharding.arrays import abstract, zeros
 
 WIDTHS = (32, 128, 512)  # of a prefill chunk: few, for each is compiled
 
@@ -19,6 +24,34 @@ WIDTHS = (32, 128, 512)  # of a prefill chunk: few, for each is compiled
 def prefill_width(unread: int) -> int:
     """The width of the next prefill chunk of a prompt with so many tokens to read: at least half is used."""
     return next((width for width in reversed(WIDTHS) if unread > width // 2), WIDTHS[0])
+
+
+class Begin(NamedTuple):
+    """Another text for a row of each data shard: see model.begin. source: the row itself, if not another."""
+
+    rows: np.ndarray
+    text: np.ndarray
+    length: np.ndarray
+    source: np.ndarray
+
+
+class Chunk(NamedTuple):
+    """Of a prompt in a row of each data shard: see model.prefill."""
+
+    rows: np.ndarray
+    count: np.ndarray
+    width: int
+    score: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """What is to be done for a group of rows, in this order. count, sampling: see model.decode_step."""
+
+    begins: list[Begin]
+    chunk: Chunk | None
+    count: np.ndarray
+    sampling: Sampling
 
 
 class Speculation(Protocol):
@@ -36,6 +69,10 @@ class Speculation(Protocol):
 class Programs:
     """What runs on the devices for a batch of rows. Each call donates the cache and keeps the new one.
 
+    With several stages the rows are in as many groups (see sharding/stages.py), and a call is for all of
+    them, each in its stage. cache: that of this turn; waiting: those of the next. shards: data shards of a
+    group.
+
     width: how many tokens of a row a decode step may read. masks: of the layers, a draft model's too.
     """
 
@@ -49,29 +86,72 @@ class Programs:
         kv_dtype: str,
         speculation: Speculation | None = None,
     ):
-        """rows: rounded up to whole data shards. Raises UserError for a draft model of another vocabulary."""
-        self.run, self.shards = layer_groups if layer_groups.suits(mesh) else model, mesh.shape["data"]
-        self.rows, self.max_len = rows + -rows % self.shards, max_len
+        """rows: rounded up to whole data shards of all groups. Raises UserError for a draft model of another
+        vocabulary, and for speculation in several stages.
+        """
+        self.model = layer_groups if layer_groups.suits(mesh) else model
+        self.stages, self.shards = mesh.shape["stage"], mesh.shape["data"]
+        self.rows, self.max_len = rows + -rows % (self.stages * self.shards), max_len
         self.weights, self.cfg, self.mesh, self.static = weights, cfg, mesh, dict(cfg=cfg, mesh=mesh)
-        self.cache = model.init_cache(cfg, mesh, self.rows, max_len, kv_dtype)
+        caches = (model.init_cache(cfg, mesh, self.rows, max_len, kv_dtype) for _ in range(self.stages))
+        self.cache, *waiting = caches
+        self.waiting = deque(waiting)
+        if waiting:
+            self.cache = dataclasses.replace(self.cache, passed=self.nothing_passed())
         self.speculation, self.draft = speculation, speculation and speculation.draft
         self.width, self.masks = 1 + (speculation.n_draft if speculation else 0), cfg.masks
         if self.draft:
             if cfg.V != self.draft.cfg.V:
                 raise UserError(f"the draft has {self.draft.cfg.V} tokens, the model {cfg.V}")
             self.masks |= self.draft.masks
+        if speculation and self.stages > 1:
+            what = "do not pass on how many guesses were right"
+            raise UserError(f"{self.stages} stages of layers {what}: leave out --lookup, --draft or --pp")
+
+    def nothing_passed(self) -> model.Passed:
+        """What the stages find in their first turn."""
+        rows = {1: self.rows} | dict.fromkeys(WIDTHS, self.stages * self.shards)
+        return zeros(abstract(model.passed_infos(self.cfg, rows), self.mesh, self.weights.norm.dtype))
 
     def warm_up(self, longest: int, scores: Iterable[bool], sampling: Sampling) -> None:
-        """Compile what prompts of up to `longest` tokens and this sampling need, by running it on no row."""
-        nothing = np.zeros(self.shards, np.int32)
-        alone = self.rows == self.shards  # a row has no other to take a prefix from
+        """Compile what prompts of up to `longest` tokens and this sampling need, by running it on no row.
+
+        sampling: of a group of rows.
+        """
+        nothing = np.zeros(self.stages * self.shards, np.int32)
+        alone = self.rows == nothing.size  # a row has no other to take a prefix from
         for source in (None,) if alone else (None, nothing):
-            self.begin(nothing - 1, np.zeros((self.shards, self.max_len), np.int32), nothing, source)
+            self.begin(nothing - 1, np.zeros((nothing.size, self.max_len), np.int32), nothing, source)
         for width in WIDTHS:
             for score in scores:
                 if longest > 1 and prefill_width(longest - 1) >= width:
                     self.prefill(nothing, nothing, width, score)
+        sampling = jax.tree.map(lambda x: np.tile(x, self.stages), sampling)
         jax.block_until_ready(self.decode(np.zeros(self.rows, np.int32), sampling))
+
+    def run(self, turns: Sequence[Turn]) -> tuple[jax.Array | None, Output | None]:
+        """In each stage s what turns[s] asks for: -> (scores, Output) of the last one, None if it has none.
+
+        The stages are then ready for the turns of the next groups.
+        """
+        scores = output = None
+        nothing, leaving = np.zeros(self.shards, np.int32), turns[-1].chunk
+        no_begin = Begin(nothing - 1, np.zeros((self.shards, self.max_len), np.int32), nothing, nothing - 1)
+        for begins in itertools.zip_longest(*(turn.begins for turn in turns), fillvalue=no_begin):
+            rows, text, length, source = map(np.concatenate, zip(*begins, strict=True))
+            self.begin(rows, text, length, source if (source != rows).any() else None)
+        for width in sorted({turn.chunk.width for turn in turns if turn.chunk}):
+            no_chunk = Chunk(nothing, nothing, width, False)
+            asked = [x.chunk if x.chunk and x.chunk.width == width else no_chunk for x in turns]
+            rows, count = (np.concatenate([getattr(x, name) for x in asked]) for name in ("rows", "count"))
+            found = self.prefill(rows, count, width, any(x.score for x in asked))
+            scores = found if asked[-1] is leaving else scores
+        if any(turn.count.any() for turn in turns):
+            sampling = jax.tree.map(lambda *x: np.concatenate(x), *(turn.sampling for turn in turns))
+            output = self.decode(np.concatenate([turn.count for turn in turns]), sampling)
+        self.waiting.append(self.cache)
+        self.cache = dataclasses.replace(self.waiting.popleft(), passed=self.cache.passed)
+        return scores, output
 
     def begin(self, rows, text, length, source) -> None:
         """Give rows other texts, of which some has been read: see model.begin."""
@@ -81,7 +161,7 @@ class Programs:
 
     def prefill(self, rows, count, width: int, score: bool = False) -> jax.Array | None:
         """Read a chunk of a prompt in a row of each data shard: -> its scores, if asked for."""
-        scores, self.cache = self.run.prefill(
+        scores, self.cache = self.model.prefill(
             rows, count, self.weights, self.cache, width=width, score=score, **self.static
         )
         if self.draft:
@@ -90,7 +170,7 @@ class Programs:
 
     def step(self, count, draft_tokens, sampling: Sampling) -> Output:
         """One decode step, which also checks draft tokens [B,N], or None: see model.decode_step."""
-        output, self.cache = self.run.decode_step(
+        output, self.cache = self.model.decode_step(
             count, draft_tokens, sampling, self.weights, self.cache, **self.static
         )
         return output
@@ -102,3 +182,17 @@ class Programs:
         else:
             output = self.step(count, None, sampling)
         return start_fetching(output, self.mesh)
+
+
+def start_fetching(tree, mesh: Mesh):
+    """Arrays that every process will look at, on their way there; later computations do not delay them."""
+    if jax.process_count() > 1:
+        tree = _replicated(tree, mesh=mesh)
+    for x in jax.tree.leaves(tree):
+        x.copy_to_host_async()
+    return tree
+
+
+@partial(jax.jit, static_argnames="mesh")
+def _replicated(tree, *, mesh: Mesh):
+    return jax.lax.with_sharding_constraint(tree, NamedSharding(mesh, P()))

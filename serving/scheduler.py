@@ -188,19 +188,49 @@ def shared(a: np.ndarray, b: np.ndarray) -> int:
     return n
 
 
-class Scheduler:
-    """All rows, by data shard, and the queue of answers that wait for one.
+class Group:
+    """Rows that have their turn together, by data shard. prefills: how often there was a prompt to read."""
 
-    admitted: answers that were given to a row. prefills: how often there was a prompt to read more of.
+    def __init__(self, shards: list[Shard]):
+        self.shards, self.prefills = shards, 0
+        self.rows = [row for shard in shards for row in shard.rows]
+
+    def next_to_read(self) -> list[Row | None]:
+        """The row of each data shard that reads more of its prompt now."""
+        reading = [shard.next_to_read(oldest=self.prefills % 2 == 1) for shard in self.shards]
+        self.prefills += any(reading)
+        return reading
+
+    def to_choose(self) -> np.ndarray:
+        """How many tokens a step is to choose in each row, at most: [b] int32."""
+        widths = (min(max(row.wanted, 0), shard.width) for shard in self.shards for row in shard.rows)
+        return np.fromiter(widths, np.int32)
+
+    def sampling(self, options: set[str]) -> Sampling:
+        """What the rows' requests ask for these options of sampling, as arrays [b]."""
+
+        def column(name: str) -> np.ndarray:
+            neutral = getattr(NEUTRAL, name)
+            asked = [getattr(row.answer.request.sampling, name) if row.answer else None for row in self.rows]
+            return np.array([neutral if x is None else x for x in asked], neutral.dtype)
+
+        return Sampling(**{name: column(name) for name in options})
+
+
+class Scheduler:
+    """All rows, in groups that take turns, and the queue of answers that wait for one.
+
+    There are as many groups as stages of layers. admitted: answers that were given to a row.
     """
 
-    def __init__(self, rows: int, max_len: int, shards: int, width: int, masks: frozenset):
-        """width, masks: see Shard."""
+    def __init__(self, rows: int, max_len: int, groups: int, shards: int, width: int, masks: frozenset):
+        """shards: in each group. width, masks: see Shard."""
         self.rows = [Row(text) for text in np.zeros((rows, max_len), np.int32)]
-        each = rows // shards
+        each = rows // (groups * shards)
         self.shards = [Shard(self.rows[i : i + each], width, masks) for i in range(0, rows, each)]
+        self.groups = [Group(self.shards[i : i + shards]) for i in range(0, groups * shards, shards)]
         self.queue: deque[Answer] = deque()
-        self.admitted = self.prefills = 0
+        self.admitted = 0
 
     @property
     def busy(self) -> bool:
@@ -211,31 +241,14 @@ class Scheduler:
         """Whether a row is free though an answer waits."""
         return bool(self.queue) and any(row.free for row in self.rows)
 
-    def admit(self) -> list[tuple[Row, Row] | None]:
+    @property
+    def prefills(self) -> int:
+        return sum(group.prefills for group in self.groups)
+
+    def admit(self, group: Group) -> list[tuple[Row, Row] | None]:
         """The next admission of each data shard, see Shard.admit."""
         admissions = []
-        for shard in self.shards:
+        for shard in group.shards:
             admissions.append(shard.admit(self.queue, self.admitted))
             self.admitted += admissions[-1] is not None
         return admissions
-
-    def next_to_read(self) -> list[Row | None]:
-        """The row of each data shard that reads more of its prompt now."""
-        reading = [shard.next_to_read(oldest=self.prefills % 2 == 1) for shard in self.shards]
-        self.prefills += any(reading)
-        return reading
-
-    def to_choose(self) -> np.ndarray:
-        """How many tokens a step is to choose in each row, at most: [B] int32."""
-        widths = (min(max(row.wanted, 0), shard.width) for shard in self.shards for row in shard.rows)
-        return np.fromiter(widths, np.int32)
-
-    def sampling(self, options: set[str]) -> Sampling:
-        """What the rows' requests ask for these options of sampling, as arrays [B]."""
-
-        def column(name: str) -> np.ndarray:
-            neutral = getattr(NEUTRAL, name)
-            asked = [getattr(row.answer.request.sampling, name) if row.answer else None for row in self.rows]
-            return np.array([neutral if x is None else x for x in asked], neutral.dtype)
-
-        return Sampling(**{name: column(name) for name in options})

@@ -18,7 +18,7 @@ from checkpoints.errors import UserError
 from model import Cache, Config, Output, Sampling
 from ops import cpu
 from serving.programs import Programs
-from sharding.mesh import mesh_shape
+from sharding.mesh import ROWS, mesh_shape
 
 NGRAM = 3  # tokens that prompt lookup compares at most
 # Draft tokens per step, at most. A longer step is no decode to a CPU, which then rounds int8 products in
@@ -54,7 +54,7 @@ def look_up(count, text: Array, length: Array, *, n_draft: int, mesh: Mesh) -> t
     text: [B,S], of which each row's first 1 + length[B] tokens are known. count: [B], see decode_step.
     """
 
-    @partial(jax.shard_map, mesh=mesh, in_specs=(P("data"),) * 3, out_specs=(P("data"),) * 2)
+    @partial(jax.shard_map, mesh=mesh, in_specs=(P(ROWS),) * 3, out_specs=(P(ROWS),) * 2)
     def on_device(count: Array, text: Array, length: Array) -> tuple[Array, Array]:
         slots = jnp.arange(text.shape[1])
         same, matches = slots < length[:, None], 0
@@ -123,7 +123,7 @@ def read_ahead(
 def correct(cache: Cache, ahead: Array, output: Output, *, mesh: Mesh) -> Cache:
     """The draft model's cache, which has read `ahead` [B] tokens, with what was chosen instead."""
 
-    @partial(jax.shard_map, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    @partial(jax.shard_map, mesh=mesh, in_specs=P(ROWS), out_specs=P(ROWS))
     def on_device(text: Array, length: Array, output: Output) -> tuple[Array, Array]:
         rows, i = jnp.arange(text.shape[0])[:, None], jnp.arange(output.tokens.shape[1])
         at = jnp.where(i < output.count[:, None], length[:, None] + 1 + i, text.shape[1])

@@ -69,6 +69,10 @@ class ArrayInfo:
         kept = [i for i in range(len(self.letters)) if i not in self.contracted_axes]
         return ArrayInfo("".join(self.letters[i] for i in kept), shape=tuple(self.shape[i] for i in kept))
 
+    def in_stages(self, stages: int) -> "ArrayInfo":
+        """The declaration of as many arrays, each on a stage of its own. stored: of the first stage's."""
+        return dataclasses.replace(self, letters="p" + self.letters, shape=(stages, *self.shape))
+
     def padded_shape(self, mesh: Mesh) -> tuple[int, ...]:
         """The shape with each size rounded up to a multiple of its devices: zeros, which change no result.
 
@@ -130,6 +134,11 @@ def make(function, tree, *arguments):
     """The arrays that function(array, *static) computes, each shard on its device from the start."""
     shardings = jax.tree.map(lambda x: x.sharding, tree)
     return jax.jit(function, static_argnums=range(1, len(arguments)), out_shardings=shardings)(*arguments)
+
+
+def zeros(tree):
+    """A tree of sharded jax.ShapeDtypeStructs as arrays of zeros."""
+    return make(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree), tree)
 
 
 def random_arrays(key: Array, infos, mesh: Mesh, dtype, quantized: bool):

@@ -9,25 +9,38 @@ Attention and experts divide the same devices in two ways, so a model mesh is a 
 The slot axes exceed 1 only where the devices do not divide the key/value heads. There n devices share one:
 each stores 1/n of its queries (g), its key and value columns (h) and its cache slots (s), nothing twice.
 With 2 heads, for example, 2 x 4 devices (expert x tensor) are expert_heads 2 x tensor_slots 4.
+
+There may be several such tables: along `data` they have other rows, along `stage` other rows and other layers
+(see stages.py).
 """
 
 import math
+from functools import partial
 
 import jax
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
+STAGE = "stage"
+ROWS = ("stage", "data")
 HEADS = ("expert_heads", "tensor_heads")
 SLOTS = ("expert_slots", "tensor_slots")
 EXPERT = ("expert_heads", "expert_slots")
 TENSOR = ("tensor_heads", "tensor_slots")
 MODEL = ("expert_heads", "expert_slots", "tensor_heads", "tensor_slots")
-SHARDED_BY = dict(b="data", k=HEADS, g=SLOTS, s=SLOTS, e=EXPERT, m=TENSOR, f=MODEL, v=MODEL)
-SHARDED_BY |= dict(h=SLOTS, l=SLOTS, r=SLOTS)
+SHARDED_BY = dict(b=ROWS, k=HEADS, g=SLOTS, s=SLOTS, e=EXPERT, m=TENSOR, f=MODEL, v=MODEL)
+SHARDED_BY |= dict(h=SLOTS, l=SLOTS, r=SLOTS, p=STAGE, d=MODEL)
 
 
-def mesh_shape(cfg, data: int = 1, expert: int = 1, tensor: int = 1) -> dict[str, int]:
+def mesh_shape(cfg, data: int = 1, expert: int = 1, tensor: int = 1, stage: int = 1) -> dict[str, int]:
     """The size of each mesh axis for these degrees of parallelism. Raises ValueError if cfg forbids them."""
+    depth = len(cfg.layers)
+    if stage > 1 and cfg.layers != cfg.stage(stage) * stage:
+        possible = (str(n) for n in range(1, depth + 1) if cfg.layers == cfg.stage(n) * n)
+        alike = f"{stage} stages that are alike; possible: {', '.join(possible)}"
+        raise ValueError(f"the model's {depth} layers do not make {alike}")
+    if stage > 1 and cfg.D % (expert * tensor):
+        raise ValueError(f"the {expert * tensor} devices of a stage do not divide the model's width {cfg.D}")
     heads = math.gcd(cfg.heads.K, expert * tensor)
     slots = expert * tensor // heads
     experts = cfg.experts.E if cfg.experts else 0
@@ -41,18 +54,31 @@ def mesh_shape(cfg, data: int = 1, expert: int = 1, tensor: int = 1) -> dict[str
     expert_heads = math.gcd(expert, heads)
     tensor_heads = heads // expert_heads
     sizes = (expert_heads, expert // expert_heads, tensor_heads, tensor // tensor_heads)
-    return {"data": data, **dict(zip(MODEL, sizes, strict=True))}
+    return {"stage": stage, "data": data, **dict(zip(MODEL, sizes, strict=True))}
 
 
-def make_mesh(cfg, data: int = 1, expert: int = 1, tensor: int = 1, devices=None) -> Mesh:
-    """The mesh of data x expert x tensor devices, by default the first there are."""
-    shape = mesh_shape(cfg, data, expert, tensor)
-    devices = devices or jax.devices()[: data * expert * tensor]
+def make_mesh(cfg, data: int = 1, expert: int = 1, tensor: int = 1, devices=None, stage: int = 1) -> Mesh:
+    """The mesh of stage x data x expert x tensor devices, by default the first there are."""
+    shape = mesh_shape(cfg, data, expert, tensor, stage)
+    devices = devices or jax.devices()[: math.prod(shape.values())]
+    sizes, slices = list(shape.values()), len({getattr(device, "slice_index", 0) for device in devices})
     # Neighbours on the interconnect where they can be; several axes may have to divide one of its dimensions.
-    grid = mesh_utils.create_device_mesh(tuple(shape.values()), devices, allow_split_physical_axes=True)
+    arrange = mesh_utils.create_device_mesh
+    between = [math.gcd(slices, stage), slices // math.gcd(slices, stage), *[1] * len(MODEL)]
+    if slices > 1 and data % between[1] == 0:  # a slower network joins slices: better stages than a layer
+        sizes = [n // parts for n, parts in zip(sizes, between, strict=True)]
+        arrange = partial(mesh_utils.create_hybrid_device_mesh, dcn_mesh_shape=between)
+    grid = arrange(sizes, devices=devices, allow_split_physical_axes=True)
     return Mesh(grid, tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
 
 
 def mesh_size(mesh: Mesh, axes: str | tuple[str, ...]) -> int:
     """The number of devices along the given axes."""
     return math.prod(mesh.shape[axis] for axis in ([axes] if isinstance(axes, str) else axes))
+
+
+def degrees(mesh: Mesh) -> dict[str, int]:
+    """The degrees of parallelism of a mesh, by name; of stages only if there are several."""
+    axes = dict(data="data", expert=EXPERT, tensor=TENSOR)
+    axes |= dict(stage=STAGE) if mesh.shape[STAGE] > 1 else {}
+    return {name: mesh_size(mesh, some) for name, some in axes.items()}

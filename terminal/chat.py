@@ -29,11 +29,14 @@ class Interrupts:
     def __init__(self):
         self.answering, self.since = False, None  # when the answer was to end
         self.before = signal.signal(signal.SIGINT, self._hear)
+        # From `hear_signals`, whose thread hears what the main thread does not.
+        self.blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
     def __enter__(self) -> "Interrupts":
         return self
 
     def __exit__(self, *_) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self.blocked)
         signal.signal(signal.SIGINT, self.before)
 
     def _hear(self, *_) -> None:

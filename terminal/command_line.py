@@ -1,13 +1,15 @@
-"""What the commands share: arguments, errors in one line, interrupts."""
+"""What the commands share: arguments, errors in one line, signals."""
 
 import argparse
 import io
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 
 from checkpoints.errors import UserError
+from distributed import watch
 
 INT32_MAX = 2**31 - 1  # the largest number that an option takes
 
@@ -27,30 +29,57 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def run(main: Callable[[], None]) -> None:
-    """Call main; an error that a user can mend is one line on stderr and exit code 1, an interrupt 130."""
+    """Call main; an error that a user can mend is one line on stderr and exit code 1.
+
+    Of several processes none leaves before all are done, or without telling the others why.
+    """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed
             setattr(sys, name, open(os.devnull, mode))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a sign gets another
     try:
-        main()
+        try:
+            main()
+        finally:
+            _flush_stdout()
     except BrokenPipeError:  # whoever read stdout has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+        watch.leave(1, "", "has nobody who reads its output")
     except (UserError, OSError) as e:
-        print("error:", " ".join(str(e).split()), file=sys.stderr)
-        sys.exit(1)
+        message = " ".join(str(e).split())
+        watch.leave(1, f"error: {message}", f"has failed: {message}")
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
+        watch.leave(130, "interrupted", "was interrupted")
+    except SystemExit:
+        watch.finish()
+        raise
+    except Exception:
+        watch.failed()
+        raise
+    watch.finish()
 
 
-def hear_interrupts() -> None:
-    """Leave at once on a Ctrl-C: an exception may be lost in one of XLA's callbacks, or wait for threads."""
+def _flush_stdout() -> None:
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as e:
+        raise UserError(f"stdout: {e.strerror}; what was to be printed is lost, try --output FILE") from None
 
-    def leave(*_) -> None:
-        os.write(2, b"interrupted\n")
-        os._exit(130)
 
-    signal.signal(signal.SIGINT, leave)
+def hear_signals() -> None:
+    """Leave at once on a Ctrl-C, or when told to end, as hosts are that are taken back.
+
+    A thread waits for it: an exception may be lost in one of XLA's callbacks, and the main thread hears
+    nothing while it compiles.
+    """
+    endings = {signal.SIGINT: (130, "interrupted"), signal.SIGTERM: (143, "terminated")}
+    signal.pthread_sigmask(signal.SIG_BLOCK, endings)  # in the threads to come, too
+
+    def wait() -> None:
+        code, what = endings[signal.sigwait(endings)]
+        watch.leave(code, what, f"was {what}", at_once=True)
+
+    threading.Thread(target=wait, daemon=True).start()

@@ -10,21 +10,33 @@ from jax.sharding import Mesh
 from checkpoints.checkpoint import Checkpoint, open_checkpoint
 from checkpoints.errors import UserError
 from checkpoints.loading import load
+from distributed.exchange import agree, process_count
 from serving.engine import Engine
-from serving.memory import Deployment
+from serving.memory import HEADROOM, Deployment, device_memory
 from serving.programs import Programs
 from serving.requests import Request
 from serving.speculation import DraftModel, PromptLookup, mesh_for_draft
 from serving.text import load_tokenizer
-from terminal.launch import Startup, choose_dtypes, choose_mesh, choose_quantized, log, set_precision
+from sharding.mesh import degrees
+from terminal.launch import (
+    Startup,
+    choose_dtypes,
+    choose_mesh,
+    choose_quantized,
+    log,
+    patience,
+    set_precision,
+    slice_count,
+)
+
+COMPARED = 256  # tensors whose bytes processes compare
 
 
 def open_models(args: argparse.Namespace, n_devices: int) -> tuple[list[Deployment], Any]:
     """-> (the model, and with --draft one that drafts for it; the tokenizer of both)."""
-    checkpoint = open_checkpoint(args.checkpoint)
-    mesh = choose_mesh(checkpoint.config, args.dp, args.ep, args.tp, n_devices)
+    checkpoint = open_same(args, "checkpoint")
     tokenizer = load_tokenizer(checkpoint.folder)
-    models = [deploy(args, checkpoint, mesh)]
+    models = [deploy(args, checkpoint, place(args, checkpoint, n_devices))]
     if args.draft:
         models.append(deploy(args, *open_draft(args, models[0], tokenizer)))
     for x in models:
@@ -32,9 +44,36 @@ def open_models(args: argparse.Namespace, n_devices: int) -> tuple[list[Deployme
     return models, tokenizer
 
 
+def place(args: argparse.Namespace, checkpoint: Checkpoint, n_devices: int) -> Mesh:
+    """The mesh that the user fixed, or one that suits model and network; several processes are told."""
+
+    def fits(mesh: Mesh) -> bool:
+        return deploy(args, checkpoint, mesh).weight_bytes() <= have * (1 - HEADROOM)
+
+    have, slices = device_memory(), slice_count()
+    stages = args.pp or (1 if args.draft or args.lookup else None)
+    asked = args.dp, args.ep, args.tp, n_devices, stages
+    mesh = choose_mesh(checkpoint.config, *asked, slices, fits)
+    if process_count() > 1:
+        of = f"{n_devices} devices" + f" in {slices} groups that a slower network joins" * (slices > 1)
+        log(f"mesh of {of}: " + ", ".join(f"{name} {n}" for name, n in degrees(mesh).items()))
+    return mesh
+
+
+def open_same(args: argparse.Namespace, option: str) -> Checkpoint:
+    """The checkpoint that this option names. UserError that says what is not the same in all processes."""
+    checkpoint = open_checkpoint(getattr(args, option))
+    if process_count() > 1:
+        checksums = checkpoint.checksums(COMPARED)
+        agree(
+            {f"the checksum of --{option}'s {what}": x for what, x in checksums.items()}, "copy one of them"
+        )
+    return checkpoint
+
+
 def open_draft(args: argparse.Namespace, target: Deployment, tokenizer) -> tuple[Checkpoint, Mesh]:
     """The draft's checkpoint and its mesh of the same devices. UserError if it does not suit the model."""
-    draft = open_checkpoint(args.draft)
+    draft = open_same(args, "draft")
     same = load_tokenizer(draft.folder).get_vocab() == tokenizer.get_vocab()
     if not same or draft.config.V != target.cfg.V:
         raise UserError(f"--draft {args.draft}: its tokenizer is not that of {args.checkpoint}")
@@ -70,11 +109,12 @@ def start_engine(
         return Programs(weights[i], x.cfg, x.mesh, rows, max_len, x.kv_dtype, speculation)
 
     speculation, start = None, time.perf_counter()
-    if args.lookup:
-        speculation = PromptLookup(args.guesses)
-    if args.draft:
-        speculation = DraftModel(programs(1), args.guesses)
-    engine = Engine(programs(0, speculation), requests, longest)
+    with patience("compiling, which takes long for the first time"):
+        if args.lookup:
+            speculation = PromptLookup(args.guesses)
+        if args.draft:
+            speculation = DraftModel(programs(1), args.guesses)
+        engine = Engine(programs(0, speculation), requests, longest)
     log(f"compiled in {time.perf_counter() - start:.1f} s")
     startup.lap("compilation")
     return engine

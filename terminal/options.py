@@ -7,6 +7,7 @@ from checkpoints.names import TYPES
 from serving.memory import ROWS
 from serving.speculation import MAX_DRAFT, check_n_draft
 from terminal.command_line import OneLineParser
+from terminal.launch import add_processes
 from terminal.prompts import NEW_TOKENS
 
 TINY = pathlib.Path(__file__).resolve().parents[1] / "tests" / "checkpoints" / "tiny-llama3"
@@ -18,7 +19,7 @@ def parse_arguments(arguments: list[str] | None = None):
     # fmt: off
     add = parser.add_argument_group("the model").add_argument
     add("--checkpoint", default=str(TINY), metavar="DIR_OR_ID",
-        help="a converted or Hugging Face folder, or a hub id; default: a tiny model that comes along")
+        help="a converted or Hugging Face folder, a GGUF file, or a hub id; default: a tiny model from here")
     add("--dtype", choices=tuple(TYPES),
         help="of activations; default: float32 on a CPU, unless the weights are int8; else bfloat16")
     add("--quantize", choices=("int8", "none"), help="the weights; default: as in the checkpoint")
@@ -27,6 +28,7 @@ def parse_arguments(arguments: list[str] | None = None):
     add("--dp", type=int, metavar="N", help="data parallelism; default: what --ep and --tp leave")
     add("--ep", type=int, metavar="N", help="expert parallelism; default: 1")
     add("--tp", type=int, metavar="N", help="tensor parallelism; default: what --dp and --ep leave")
+    add("--pp", type=int, metavar="N", help="pipeline parallelism: stages of layers; default: 1")
 
     add = parser.add_argument_group("what to ask").add_argument
     add("--prompt", action="append", metavar="TEXT", help="may be given many times")
@@ -68,8 +70,9 @@ def parse_arguments(arguments: list[str] | None = None):
     add("--json", action="store_true", help="print one JSON object")
     add("--logprobs", action="store_true", help="the log-probability of every token, the prompt's too")
     # fmt: on
+    add_processes(parser)
     args = parser.parse_args(arguments)
-    parser.check_positive(args, "max_new_tokens", "max_len", "rows", "n", "dp", "ep", "tp")
+    parser.check_positive(args, "max_new_tokens", "max_len", "rows", "n", "dp", "ep", "tp", "pp", "timeout")
     check_together(parser, args)
     check_n_draft(args.guesses)  # before anything is loaded
     return args
@@ -88,6 +91,8 @@ def check_together(parser: OneLineParser, args: argparse.Namespace) -> None:
         for other in given.intersection(others.split()):
             if name in given:
                 parser.error(f"--{name.replace('_', '-')} and --{other.replace('_', '-')} exclude each other")
+    if (args.pp or 1) > 1 and (args.draft or args.lookup):
+        parser.error("--pp excludes --draft and --lookup: stages do not pass on how many guesses were right")
     for name, value in vars(args).items():
         if value == "" or isinstance(value, list) and "" in value and name != "prompt":
             parser.error(f"--{name.replace('_', '-')} '': empty")

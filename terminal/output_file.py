@@ -16,7 +16,7 @@ from typing import BinaryIO
 import jax
 
 from checkpoints.errors import UserError
-from serving.hosts import from_first
+from distributed.exchange import from_first
 from serving.memory import Deployment
 from terminal.answers import Reply
 from terminal.launch import log

@@ -13,8 +13,8 @@ import numpy as np
 from checkpoints.checkpoint import Checkpoint
 from checkpoints.errors import UserError
 from checkpoints.tensor_files import parse_json
+from distributed.exchange import from_first
 from model import Config, Sampling
-from serving.hosts import from_first
 from serving.requests import SAMPLING, Request, check_sampling
 from serving.text import TextStream, encode, generation_config, stop_tokens
 from terminal.command_line import INT32_MAX

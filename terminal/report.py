@@ -10,7 +10,7 @@ import numpy as np
 
 from serving.engine import Engine
 from serving.memory import BANDWIDTH, Deployment, bytes_per_step
-from sharding.mesh import EXPERT, TENSOR, mesh_size
+from sharding.mesh import degrees
 from terminal.answers import Reply, score_line
 from terminal.launch import Startup, log
 
@@ -46,9 +46,8 @@ def report(
     if cut and not args.score and not args.ignore_eos:
         log(f"{cut} of {len(answered)} answers are cut: they had as many tokens as --max-new-tokens allows")
     if args.json:
-        axes = dict(data="data", expert=EXPERT, tensor=TENSOR)
         print(json.dumps(dict(
-            model=args.checkpoint, mesh={name: mesh_size(target.mesh, x) for name, x in axes.items()},
+            model=args.checkpoint, mesh=degrees(target.mesh),
             devices=jax.device_count(), responses=[content(reply) for reply in replies],
             startup_cpu_seconds=startup.laps, prefill_seconds=prefilled.seconds,
             decode_tokens_per_second=rate, bandwidth_utilization=utilization,

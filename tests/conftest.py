@@ -22,7 +22,6 @@ import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
-import main
 import model
 from serving.engine import Engine
 from serving.programs import Programs
@@ -133,21 +132,20 @@ def llama3_config(D=32, K=8, G=1, H=8, F=64, V=101, depth=2, **changes) -> model
     return model.Config(**sizes | changes)
 
 
+def with_masks(cfg: model.Config, change) -> model.Config:
+    """The same model with change(mask) in each layer."""
+    kinds = (dataclasses.replace(kind, mask=change(kind.mask)) for kind in cfg.layers)
+    return dataclasses.replace(cfg, layers=tuple(kinds))
+
+
 def with_short_rings(cfg: model.Config) -> model.Config:
     """The same model, whose windows have hardly any room beside them."""
-    kinds = (
-        dataclasses.replace(kind, mask=dataclasses.replace(kind.mask, spare=3)) if kind.mask.window else kind
-        for kind in cfg.layers
-    )
-    return dataclasses.replace(cfg, layers=tuple(kinds))
+    return with_masks(cfg, lambda mask: dataclasses.replace(mask, spare=3) if mask.window else mask)
 
 
 def with_chunks(cfg: model.Config, size: int) -> model.Config:
     """The same model with other chunks."""
-    kinds = (
-        dataclasses.replace(kind, mask=model.Chunked(size)) if kind.mask.ring else kind for kind in cfg.layers
-    )
-    return dataclasses.replace(cfg, layers=tuple(kinds))
+    return with_masks(cfg, lambda mask: model.Chunked(size) if mask.ring else mask)
 
 
 def rings(masks) -> set[int]:
@@ -171,13 +169,34 @@ def random_weights(cfg: model.Config, mesh, quantized: bool = False) -> model.We
         padded = np.pad(x, [(0, n) for n in np.subtract(like.shape, x.shape)])
         return jax.device_put(padded, like.sharding)
 
-    tree = abstract(model.weight_infos(cfg), mesh, jnp.float32, quantized)
-    return jax.tree.map(place, weights_of_one_device(cfg, quantized), tree)
+    stages, weights = mesh.shape["stage"], weights_of_one_device(cfg, quantized)
+    if stages > 1:
+        n = len(cfg.layers) // stages
+        layers = [jax.tree.map(lambda *x: np.stack(x), *weights.layers[i::n]) for i in range(n)]
+        weights = dataclasses.replace(weights, layers=layers)
+    tree = abstract(model.weight_infos(cfg, stages), mesh, jnp.float32, quantized)
+    return jax.tree.map(place, weights, tree)
 
 
 def dequantize(x, axes) -> np.ndarray:
     """What a QuantizedArray stands for, in float32: its values times its scale, by numpy."""
     return np.asarray(x.values, np.float32) * np.expand_dims(np.asarray(x.scale, np.float32), axes)
+
+
+@pytest.fixture
+def compiled():
+    """What jax traces and compiles, by its own account."""
+    events = []
+
+    def hear(event: str, *_, **__) -> None:
+        if event.startswith("/jax/core/compile"):
+            events.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(hear)
+    jax.jit(lambda: 0)()
+    assert events  # so it would be heard
+    yield events
+    jax.monitoring.unregister_event_duration_listener(hear)
 
 
 @pytest.fixture(params=("tiny-llama3", "tiny-llama4"))
@@ -221,7 +240,7 @@ def invoke(monkeypatch, capsys, program, *arguments) -> tuple[int, str, str]:
     """(exit code, stdout, stderr) of a command, run in this process."""
     monkeypatch.setattr(sys, "argv", [program.__file__, *map(str, arguments)])
     # Which must come before jax is used, as it has been.
-    monkeypatch.setattr(main, "join_hosts", lambda: None)
+    monkeypatch.setattr(program, "join_hosts", lambda args: None, raising=False)
     code = 0
     try:
         run(program.main)

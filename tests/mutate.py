@@ -32,6 +32,7 @@ SPEED = "tests/test_speed.py"
 PLACES = "tests/test_meshes.py::test_places"
 CHECKPOINTS = "tests/test_checkpoints.py"
 CONVERSION = "tests/test_conversion.py"
+DEQUANTIZED, GGUF = "tests/test_dequantized.py", "tests/test_gguf.py"
 HUB = "tests/test_hub.py"
 QUALITY = "tests/test_quality.py"
 QWEN = "tests/test_transformers.py::test_tokens_and_logprobs_in_python[qwen3]"
@@ -74,17 +75,27 @@ DAMAGED_SCORE = "tests/test_generation.py::test_a_request_that_computes_nan[1-0]
 DAMAGED_TOKEN = "tests/test_command_line.py::test_a_damaged_token"
 DAMAGED_TURN = "tests/test_chat.py::test_a_turn_that_computes_nan"
 SMALLEST = "tests/test_hosts.py::test_memory_of_the_smallest"
-EXACT = "tests/test_hosts.py::test_bytes_are_exact"
-FIRST = "tests/test_hosts.py::test_errors_of_the_first"
+GATHER, FIRST, AGREE, PORT, NOBODY = (
+    f"tests/test_distributed.py::test_{name}"
+    for name in ("gather", "from_first", "agree", "port_in_use", "nobody_comes")
+)
+STOPPED, KILLED, KILLED_FIRST, TERMINATED = (
+    f"tests/test_distributed.py::test_endings[{name}]"
+    for name in ("compiling-19-0", "decoding-9-1", "loading-9-0", "decoding-15-0")
+)
+VERSIONS, WEIGHTS = (
+    f"tests/test_distributed.py::test_differences[{name}]" for name in ("numpy is", "'s weights is")
+)
 TWO = "tests/test_hosts.py::test_two_processes_by_default[3-mesh2]"
 BYTES = "tests/test_command_line.py::test_bytes_per_step"
 ACTIVE = "tests/test_command_line.py::test_active_experts"
+STAGES = "tests/test_stages.py::test_many_requests[short-pp2-ep2-tp2-16]"
 MEMORY = "tests/test_command_line.py::test_rows_that_fit"
 
 # (file, what is there, what to put in its place, the test that must fail)
 MUTATIONS = [
     ("serving/scheduler.py", "return max(self.past, self.read + self.steps * width)", "return self.read + self.steps * width", "tests/test_reuse_search.py::test_a_row_that_goes_back_again_and_again"),
-    ("ops/grouped_matmul.py", "weights, units = jax.tree.map(lambda x: pltpu.with_memory_space_constraint(x, pltpu.HBM), arrays)", "pass", "tests/test_plan.py::test_latent_attention"),
+    ("ops/grouped_matmul.py", "weights, units = in_hbm((weights, units))", "pass", "tests/test_plan.py::test_latent_attention"),
     ("model.py", "(position - self.size + 1) * (position >= self.size)", "(position - self.size) * (position >= self.size)", MISTRAL),
     ("model.py", "return length, (jnp.where(split, local_slots(high), 0), local_slots(low))", "return length, None", MISTRAL),
     ("model.py", "(jnp.where(split, local_slots(high), 0), local_slots(low))", "(0 * local_slots(high), local_slots(low))", MISTRAL),
@@ -115,11 +126,11 @@ MUTATIONS = [
     ("ragged_attention.py", "any_seen &= (hidden[0][r] > 0) | (hidden[1][r] < length[r])", "pass", ATTENTION),
     ("ragged_attention.py", "begin = jnp.where(hidden[0][r] == 0, hidden[1][r], 0)", "begin = hidden[1][r]", ATTENTION),
     ("checkpoints/families.py", '(r"\\.w1\\.weight$", ".gate_proj.weight")', '(r"\\.w1\\.weight$", ".up_proj.weight")', MIXTRAL),
-    ("checkpoints/checkpoint.py", "family.drafts and name.startswith(after_last)", "False", FAMILIES + "::test_a_layer_that_predicts_the_token_after_the_next"),
+    ("checkpoints/families.py", " or self.drafts and name.startswith(f\"model.layers.{depth}.\")", "", FAMILIES + "::test_a_layer_that_predicts_the_token_after_the_next"),
     ("checkpoints/families.py", '(r"\\.experts\\.(gate_up|down)_proj$", r".experts.\\1_proj.weight")', '(r"\\.nothing$", "")', FAMILIES + "::test_joined_experts"),
     ("convert_checkpoint.py", "return weight[1].stored[0].name, weight[1].letters", "return weight[1].stored[0].name", FAMILIES + "::test_converted_int8[glm4-moe-lite]"),
     ("sharding/arrays.py", 'whole = "sm" if on_tpu(mesh) else "s"', 'whole = "s"', "tests/test_plan.py::test_narrow_experts"),
-    ("ops/tpu.py", "not int8 and (rows.size > LANES or D % LANES or nbytes > VMEM_BYTES)", "not int8", "tests/test_plan.py::test_a_small_embedding_stays_where_it_is"),
+    ("ops/tpu.py", "not int8 and (rows.size > LANES or D % LANES or nbytes > MOVED_BYTES)", "not int8", "tests/test_plan.py::test_a_small_embedding_stays_where_it_is"),
     # collectives
     ("model.py", 'y = lax.psum(einsum("bTkgH,DkgH->bTD", o, w.o), MODEL)', 'y = einsum("bTkgH,DkgH->bTD", o, w.o)', MESH),
     ("model.py", "return lax.psum(y, MODEL)", "return y", MESH),
@@ -243,13 +254,13 @@ MUTATIONS = [
     ("model.py", "jnp.where(rows[i] < 0, to, source[i])", "to", BEGIN),
     ("model.py", "jnp.where(rows[i] < 0, to, source[i])", "source[i]", BEGIN),
     ("model.py", "jnp.where(rows < 0, cache.length.size, rows)", "rows", BEGIN),
-    ("model.py", 'length=cache.length.at[at].set(length, mode="drop")', "length=cache.length", BEGIN),
+    ("model.py", 'length = cache.length.at[at].set(length, mode="drop")', "length = cache.length", BEGIN),
     # the engine
     ("serving/engine.py", "rows[i], sources[i] = (", "sources[i], rows[i] = (", READ_ONCE),
-    ("serving/engine.py", "copied = any(", "copied = all(", "tests/test_generation.py::test_requests_on_a_mesh[dp2-ep2-tp2]"),
-    ("serving/engine.py", "            self.sampling = self.scheduler.sampling(self.options)\n", "", SAMPLES),
+    ("serving/programs.py", "(source != rows).any()", "(source != rows).all()", "tests/test_generation.py::test_requests_on_a_mesh[dp2-ep2-tp2]"),
+    ("serving/engine.py", "            self.sampling[number] = group.sampling(self.options)\n", "            pass\n", SAMPLES),
     ("serving/engine.py", 'answer.finish_reason or "length"', '"length"', CANCEL),
-    ("serving/engine.py", "score = any(", "score = all(", "tests/test_generation.py::test_log_probabilities_of_prompts[ring-dp8]"),
+    ("serving/programs.py", "any(x.score for x in asked)", "False", "tests/test_generation.py::test_log_probabilities_of_prompts[ring-dp8]"),
     ("serving/engine.py", "min(row.unread, width) if row else 0", "row.unread if row else 0", SCORES),
     ("serving/engine.py", "if np.isnan(scores[i, : count[i]]).any():", "if False:", DAMAGED),
     ("serving/programs.py", "if unread > width // 2", "if unread >= width", "tests/test_generation.py::test_width_of_a_prefill_chunk"),
@@ -320,22 +331,42 @@ MUTATIONS = [
     ("quantize.py", "jnp.where(nan, jnp.inf, scale)", "scale", QUANTIZE),
     ("checkpoints/checkpoint.py", "np.array_equal(x, y)", "True", CHECKPOINTS),
     ("checkpoints/tensor_files.py", "while axis and (", "while axis and (True or ", CONVERSION),
-    ("checkpoints/loading.py", "        array.block_until_ready()\n        source.forget()", "        pass", CONVERSION),
+    ("checkpoints/loading.py", "        array.block_until_ready()\n        for source in sources:\n            source.forget()", "        pass", CONVERSION),
     ("checkpoints/tensor_files.py", "% ALIGNMENT != 0", "* 0", CONVERSION),
     ("checkpoints/folders.py", "    allow_open_files()\n    tensors", "    tensors", CONVERSION),
     ("checkpoints/layouts.py", "-(-hi // self.width)", "hi // self.width", CHECKPOINTS),
     ("checkpoints/layouts.py", "slice(first[key], first[key] + hi - lo)", "slice(None)", CHECKPOINTS),
     ("checkpoints/layouts.py", "slice(*ends[part : part + 2])", "slice(None)", CHECKPOINTS),
-    ("checkpoints/layouts.py", "min(max(row - first, 0), len(x))", "min(row, len(x))", CHECKPOINTS),
+    ("checkpoints/layouts.py", "min(max(row - first, 0), steps)", "min(row, steps)", CHECKPOINTS),
+    ("checkpoints/dequantized.py", '{"gptq": 1, "gptq_v2": 0}', '{"gptq": 0, "gptq_v2": 0}', DEQUANTIZED),
+    ("checkpoints/dequantized.py", 'if ordered or "g_idx" in parts.tensors:', "if False:", DEQUANTIZED),
+    ("checkpoints/dequantized.py", "lo - first * per_word : hi - first * per_word", "lo : hi", DEQUANTIZED),
+    ("checkpoints/gguf_model.py", "all(_checksum(folder / name) == x for name, x in checksums.items())", "True", GGUF),
+    ("checkpoints/checkpoint.py", "pool.map(lambda x: x.sample(), looked_at)", "pool.map(StoredTensor.sample, looked_at)", DEQUANTIZED),
+    ("checkpoints/dequantized.py", "AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)", "AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)", DEQUANTIZED),
+    ("checkpoints/dequantized.py", "np.arange(lo, hi) // height", "np.arange(hi - lo) // height", DEQUANTIZED),
+    ("checkpoints/dequantized.py", "any(scheme != schemes[0] for scheme in schemes)", "False", DEQUANTIZED),
+    ("checkpoints/dequantized.py", "fields.finish({})", "pass", DEQUANTIZED),
+    ("checkpoints/dequantized.py", "if tensor.dtype not in TYPES[end]:", "if False:", DEQUANTIZED),
+    ("checkpoints/gguf_model.py", ".swapaxes(1, 2)", "", GGUF),
+    ("checkpoints/gguf_model.py", "values[order[lo:hi]]", "values[order][lo : hi - 1]", GGUF),
+    ("checkpoints/gguf_tokenizer.py", "tokenizer.model.ignore_merges = True", "pass", GGUF),
+    ("checkpoints/gguf_tokenizer.py", 'like_llama3 or said.get("ggml.model") == "llama"', "False", GGUF),
+    ("checkpoints/gguf_model.py", "float(str(np.float32(value)))", "value", GGUF),
+    ("checkpoints/gguf_model.py", "file.kinds[name] in PLAIN and file.kinds[name] in matrices", "file.kinds[name] in PLAIN", GGUF),
+    ("checkpoints/gguf_file.py", "if stop > self.size:", "if False:", GGUF),
+    ("checkpoints/gguf_file.py", "-(-self.position // alignment) * alignment", "self.position", GGUF),
+    ("checkpoints/layouts.py", "ours.start * width + lo * step", "lo * step", CHECKPOINTS),
+    ("checkpoints/layouts.py", "1 if alone else whole", "whole", CHECKPOINTS),
     ("checkpoints/checkpoint.py", "if checksum is None or checksum != tensor.file.metadata.get(name):", "if False:", CHECKPOINTS),
     ("checkpoints/tensor_files.py", "start = -room.ctypes.data % ALIGNMENT", "start = 8", CHECKPOINTS),
     ("checkpoints/names.py", "in family.renames:", "in ():", CHECKPOINTS),
-    ("checkpoints/checkpoint.py", "not family.ignored.search(name)", "True", CHECKPOINTS),
-    ("checkpoints/fields.py", 'value != allowed', 'True', CHECKPOINTS),
+    ("checkpoints/checkpoint.py", "not family.ignores(name, len(config.layers))", "True", CHECKPOINTS),
+    ("checkpoints/fields.py", "value not in fixed.get(name, ())", 'True', CHECKPOINTS),
     ("checkpoints/hub.py", "revision=folder.name", "revision=revision", HUB),
     ("convert_checkpoint.py", "if not (allow_nonfinite or is_finite(made[-1])):", "if False:", CONVERSION),
-    ("convert_checkpoint.py", "fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)", "pass", CONVERSION),
-    ("convert_checkpoint.py", "todo += [group] if found is None else []", "todo += [group]", CONVERSION),
+    ("convert_checkpoint.py", "fcntl.flock(file, how | fcntl.LOCK_NB)", "pass", CONVERSION),
+    ("convert_checkpoint.py", " if checksums_of(folder, group) is None]", "]", CONVERSION),
     ("convert_checkpoint.py", "file.path.stat().st_mtime_ns", "0", CONVERSION),
     ("convert_checkpoint.py", "np.allclose(step, largest, rtol=1e-6,", "np.allclose(step, step, rtol=1e-6,", CONVERSION),
     ("benchmarks/quality.py", "jnp.exp(log_q) - p - p * ratio", "-p * ratio", QUALITY),
@@ -362,7 +393,7 @@ MUTATIONS = [
     ("serving/requests.py", "                check_sampling(name, value)", "                pass", BAD),
     ("serving/scheduler.py", "len(self.answer.tokens) - self.steps", "len(self.answer.tokens)", FETCHED),
     ("serving/scheduler.py", "self.text[self.read + 1 :][: len(tokens)]", "self.text[self.read :][: len(tokens)]", READ_ONCE),
-    ("serving/engine.py", "                    self._end_if_read(row)\n            copied", "            copied", SCORES),
+    ("serving/engine.py", "                    self._end_if_read(row, sent)\n            begins", "            begins", SCORES),
     ("serving/engine.py", "if math.isnan(logprob) or token >= self.programs.cfg.V:", "if False:", DAMAGED),
     ("serving/engine.py", "if np.isnan(scores[i, : count[i]]).any():", "if False:", DAMAGED_SCORE),
     ("serving/engine.py", "if row.number != number:  #", "if False:  #", STOPS),
@@ -370,13 +401,38 @@ MUTATIONS = [
     ("serving/engine.py", "if answer.finish_reason is None:\n            answer.finish_reason = \"cancelled\"", "if True:\n            answer.finish_reason = \"cancelled\"", CANCEL),
     ("terminal/answers.py", "if given.error is not None:", "if False:", DAMAGED_TOKEN),
     ("terminal/chat.py", "if answer.error is not None:", "if False:", DAMAGED_TURN),
+    # stages of layers
+    ("sharding/stages.py", "jnp.where(lax.axis_index(STAGE) == 0, x, passed)", "jnp.where(lax.axis_index(STAGE) == 0, x, 0 * passed)", STAGES),
+    ("sharding/stages.py", "lax.axis_index(MODEL) * d, d, 2)", "0 * lax.axis_index(MODEL), d, 2)", STAGES),
+    ("sharding/stages.py", "lax.psum(jnp.where(is_last_stage(), x, 0), STAGE)", "lax.psum(jnp.where(is_last_stage(), 0, x), STAGE)", STAGES),
+    ("model.py", "tokens = jnp.where(tokens < 0, cache.passed.chosen, tokens)", "pass", STAGES),
+    ("model.py", "jnp.where(is_last_stage(), chosen, -1) if cache.passed else chosen", "chosen", STAGES),
+    ("model.py", "passed = dataclasses.replace(passed, chosen=output.tokens)", "pass", STAGES),
+    ("model.py", "scores = from_last_stage(scores) if passed else scores", "pass", "tests/test_stages.py::test_command_line"),
+    ("serving/programs.py", "self.waiting.append(self.cache)", "self.waiting.appendleft(self.cache)", STAGES),
+    ("serving/programs.py", "if asked[-1] is leaving", "if asked[0] is leaving", "tests/test_stages.py::test_command_line"),
+    ("serving/memory.py", "shard_bytes(abstract(infos, self.mesh)) * stages", "shard_bytes(abstract(infos, self.mesh))", "tests/test_stages.py::test_nothing_is_stored_twice"),
+    ("checkpoints/loading.py", "return read(stage, tuple(bounds))[None]", "return read(0, tuple(bounds))[None]", "tests/test_stages.py::test_command_line"),
+    ("sharding/mesh.py", "if stage > 1 and cfg.layers != cfg.stage(stage) * stage:", "if depth % stage:", "tests/test_stages.py::test_refused_in_python"),
     # several processes
     ("serving/memory.py", "every = gather(", "every = (lambda own: [own])(", SMALLEST),
     ("serving/memory.py", "return min(shares)", "return shares[0]", SMALLEST),
     ("serving/memory.py", "// sharing[process[\"host\"]]", "// len(process[\"own\"])", SMALLEST),
-    ("serving/hosts.py", "rows = multihost_utils.process_allgather(np.pad(data, (0, sizes.max() - data.size)))", "return multihost_utils.process_allgather(np.array(value)).tolist()", EXACT),
-    ("serving/hosts.py", "raise UserError(found[\"error\"])", "return None", FIRST),
-    ("serving/hosts.py", "        tree = _replicated(tree, mesh=mesh)", "        pass", TWO),
+    ("distributed/exchange.py", "for i in range(process_count())]", "for i in range(process_count() - 1)]", GATHER),
+    ("distributed/exchange.py", "raise failure or UserError(found[\"error\"])", "return None", FIRST),
+    ("distributed/exchange.py", "            if a != b:", "            if False:", AGREE),
+    ("distributed/exchange.py", "sorted({*first[1], *other[1]})", "sorted(first[1])", AGREE),
+    ("distributed/watch.py", "            if since < time.monotonic() - self.seconds:".strip(), "if False:", STOPPED),
+    ("distributed/watch.py", "while any(since < seen for", "while False and any(since < seen for", KILLED),
+    ("distributed/watch.py", "            time.sleep(2 * INTERVAL)  # the others read", "            pass  # the others read", TERMINATED),
+    ("distributed/runtime.py", "    set_handler(signal.SIGABRT, ", "    print(", KILLED_FIRST),
+    ("distributed/runtime.py", "if WORDS_ON_PEERS.match(line):", "if False:", KILLED_FIRST),
+    ("distributed/join.py", "        _check_port(coordinator)", "        pass", PORT),
+    ("distributed/join.py", "    threading.Thread(target=_wait, args=(joined, seconds), daemon=True).start()", "    pass", NOBODY),
+    ("terminal/launch.py", "agree(asked | versions(),", "agree({},", VERSIONS),
+    ("terminal/models.py", "if process_count() > 1:\n        checksums", "if False:\n        checksums", WEIGHTS),
+    ("terminal/command_line.py", "    signal.pthread_sigmask(signal.SIG_BLOCK, endings)", "    pass", TERMINATED),
+    ("serving/programs.py", "        tree = _replicated(tree, mesh=mesh)", "        pass", TWO),
     ("terminal/prompts.py", "found = from_first(lambda: [dataclasses.astuple(prompt) for prompt in read_prompts(args)])", "found = [dataclasses.astuple(prompt) for prompt in read_prompts(args)]", TWO),
 ]  # fmt: skip
 

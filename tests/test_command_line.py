@@ -1,5 +1,6 @@
 """main.py and convert_checkpoint.py as a user meets them: wrong inputs, defaults, and JSON."""
 
+import collections
 import dataclasses
 import itertools
 import json
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import CHECKPOINTS, ONE_EACH, invoke, llama4_config
+from conftest import CHECKPOINTS, ONE_EACH, invoke, llama3_config, llama4_config
 from safetensors.numpy import load_file, save_file
 
 import convert_checkpoint
@@ -25,8 +26,8 @@ from model import Sampling
 from serving import memory
 from serving.text import load_tokenizer, stop_tokens
 from sharding.arrays import abstract
-from sharding.mesh import make_mesh
-from terminal import models, report
+from sharding.mesh import degrees, make_mesh
+from terminal import launch, models, report
 from terminal.command_line import run
 from terminal.launch import choose_mesh
 from terminal.options import parse_arguments
@@ -175,6 +176,40 @@ def test_default_mesh():
     sizes = {n: dict(choose_mesh(cfg, None, None, None, n).shape) for n in (1, 2, 6, 8)}
     assert [sizes[n]["data"] for n in sizes] == [1, 1, 3, 1]
     assert choose_mesh(cfg, None, 4, None, 8).shape["data"] == 1
+
+
+def test_mesh_over_a_slow_network():
+    """Two groups of four devices: a replica in each, or a stage, or what is said; else one model over all."""
+    cfg, odd = llama3_config(depth=4, K=4), llama3_config(depth=3, K=4)
+
+    def mesh(*asked, cfg=cfg, least=0, pp=None):
+        """least: devices among which a model must be divided to fit."""
+        found = choose_mesh(cfg, *asked, 8, pp, 2, lambda mesh: mesh.size >= least * mesh.shape["data"])
+        return degrees(found)
+
+    free = None, None, None
+    assert mesh(*free) == mesh(*free, least=4) == dict(data=2, expert=1, tensor=4)
+    assert mesh(*free, least=8) == mesh(*free, pp=2) == dict(data=1, expert=1, tensor=4, stage=2)
+    assert mesh(*free, least=8, pp=1) == mesh(None, None, 8) == dict(data=1, expert=1, tensor=8)
+    assert mesh(*free, cfg=odd, least=8) == dict(data=1, expert=1, tensor=8)
+    assert mesh(*free, least=9, pp=1) == dict(data=1, expert=1, tensor=8)  # which says how much it lacks
+    assert mesh(4, None, None) == dict(data=4, expert=1, tensor=2)
+
+
+def test_slices(monkeypatch):
+    """Of TPUs slices, of others hosts; groups of unlike sizes cannot be the same part of a mesh."""
+    device = collections.namedtuple("Device", "platform process_index slice_index")
+    monkeypatch.setattr(launch, "gather", lambda _: ["a", "a", "b", "b"])
+    for platform, slices, expected in (
+        ("tpu", [0, 0, 0, 0], 1),
+        ("tpu", [0, 1, 0, 1], 2),
+        ("tpu", [0, 0, 0, 1], 1),
+        ("gpu", [0, 0, 0, 0], 2),
+        ("cpu", [0, 1, 2, 3], 2),
+    ):
+        devices = [device(platform, i, of) for i, of in enumerate(slices)]
+        monkeypatch.setattr(jax, "devices", lambda devices=devices: devices)
+        assert launch.slice_count() == expected
 
 
 def test_json(tmp_path, monkeypatch, capsys):
@@ -469,3 +504,9 @@ def test_default_command():
     answers = done.stdout.strip().split("\n\n")
     assert [answer.split("\n")[0] for answer in answers] == [f"> {prompt}" for prompt in DEFAULTS]
     assert "Tiny Llama" in answers[0] and "Hwæt!" in answers[1] and "0 grams" in answers[2]
+
+
+def test_what_takes_long_is_said(monkeypatch, capsys):
+    monkeypatch.setattr(launch, "PATIENCE", 0)
+    code, _, err = invoke(monkeypatch, capsys, main, "--prompt", "Hello", "--max-new-tokens", 1)
+    assert code == 0 and "compiling, which takes long for the first time\n" in err

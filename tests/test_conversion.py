@@ -1,14 +1,17 @@
 """Conversions that are killed, run out of room or meet damage: what is written is whole, or is not there."""
 
 import collections
+import contextlib
 import errno
 import json
 import mmap
 import os
 import pathlib
 import random
+import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 
@@ -145,7 +148,7 @@ def test_full_disk(tmp_path, monkeypatch):
     assert contents(tmp_path / "x") == contents(tmp_path / "y")
 
 
-def test_whose_folder_it_is(undisturbed, tmp_path, capsys):
+def test_whose_folder_it_is(undisturbed, tmp_path, monkeypatch, capsys):
     """Done already; under way; begun for something else; not a conversion's."""
     convert(str(LLAMA4), str(undisturbed), quantized=True, file_bytes=150_000)
     assert "is there already" in capsys.readouterr().err
@@ -167,12 +170,30 @@ def test_whose_folder_it_is(undisturbed, tmp_path, capsys):
     with pytest.raises(ValueError, match="mine.incomplete: is left from another conversion"):
         convert(str(LLAMA3), str(tmp_path / "mine"))
     (tmp_path / "mine.incomplete" / "diary").unlink()
+    state = tmp_path / "mine.incomplete" / convert_checkpoint.STATE
+    state.touch()
+    with monkeypatch.context() as patch:  # what is left of several processes, of which the first was killed
+        patch.setattr(convert_checkpoint, "process_index", lambda: 1)
+        with convert_checkpoint.shared(tmp_path / "mine.incomplete"):
+            patch.undo()
+            with pytest.raises(ValueError, match="another conversion is writing there"):
+                convert(str(LLAMA3), str(tmp_path / "mine"))
     with convert_checkpoint.claimed(tmp_path / "mine.incomplete", {"source": "another"}):
         with pytest.raises(ValueError, match="another conversion is writing there"):
             convert(str(LLAMA3), str(tmp_path / "mine"))
         (tmp_path / "mine.incomplete" / "weights-00001.safetensors").write_text("")
     with pytest.raises(ValueError, match="is left from another conversion"):
         convert(str(LLAMA3), str(tmp_path / "mine"))
+
+
+def test_disk_without_locks(tmp_path, monkeypatch, capsys):
+    def flock(file, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    convert(str(LLAMA3), str(tmp_path / "x"))
+    assert "conversion.json: No locks available; start no other conversion" in capsys.readouterr().err
+    verify(str(tmp_path / "x"), str(LLAMA3))
 
 
 def test_another_fine_tune_is_another_source(tmp_path):
@@ -184,6 +205,150 @@ def test_another_fine_tune_is_another_source(tmp_path):
     save_file(tensors, source / "model.safetensors")
     with pytest.raises(ValueError, match="exists and is something else"):
         convert(str(source), str(tmp_path / "x"))
+
+
+# ------------------------------------------------------------------------------------------ several processes
+
+
+# The n-th write of one process kills it, or finds the disk full.
+TOGETHER = """
+import argparse
+import errno
+import os
+import signal
+import sys
+import jax
+import convert_checkpoint
+from terminal.command_line import run
+from terminal.launch import join_hosts
+source, destination, victim, fatal, how = sys.argv[1:]
+join_hosts(argparse.Namespace(timeout=20))
+pwrite, calls = os.pwrite, 0
+def counted(*arguments):
+    global calls
+    calls += 1
+    if jax.process_index() == int(victim) and calls == int(fatal):
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise OSError(errno.ENOSPC, "No space left on device")
+    return pwrite(*arguments)
+os.pwrite = counted
+convert_checkpoint.SECONDS_UNSEEN, dtype = 1, None
+if jax.process_index() == int(victim) and how == "elsewhere":
+    destination = os.path.join(os.path.dirname(destination), "elsewhere", "x")
+if jax.process_index() == int(victim) and how == "dtype":
+    dtype = "float32"
+run(lambda: convert_checkpoint.convert(source, destination, True, dtype, file_bytes=150_000))
+"""
+
+
+@contextlib.contextmanager
+def started(processes, *command):
+    """The same command in each of so many processes, which are one computation; ended on the way out."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{s.getsockname()[1]}"
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT), "XLA_FLAGS": "", "JAX_NUM_PROCESSES": str(processes),
+        "JAX_COORDINATOR_ADDRESS": address, "JAX_COORDINATOR_BIND_ADDRESS": address,
+    }  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        running = []
+        for i in range(processes):
+            own = environment | {"JAX_PROCESS_ID": str(i)}
+            started = subprocess.Popen(
+                [sys.executable, *map(str, command)], env=own, text=True, stderr=subprocess.PIPE
+            )
+            running.append(stack.enter_context(started))
+            stack.callback(started.kill)
+        yield running
+
+
+def run_together(processes, *command):
+    """Exit code and stderr of each."""
+    with started(processes, *command) as running:
+        errors = [process.communicate(timeout=100)[1] for process in running]
+        return [(process.returncode, error) for process, error in zip(running, errors, strict=True)]
+
+
+def test_two_processes_divide_the_files(tmp_path):
+    """The same bytes as of one process; each has written files of its own, and the first one tells."""
+    convert(str(LLAMA4), str(tmp_path / "x"), file_bytes=2**20)
+    command = [convert_checkpoint.__file__, LLAMA4, tmp_path / "new" / "y", "--file-mib", 1]
+    (code, first), (other, second) = run_together(2, *command)
+    assert (code, other) == (0, 0), first + second
+    assert contents(tmp_path / "new" / "y") == contents(tmp_path / "x")
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["y"]
+    assert "converting: 100%" in first and "converting" not in second
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_shares_of_the_files(count):
+    """Each file once, and no process has more bytes than another but by one group."""
+    groups = convert_checkpoint.plan_files(open_checkpoint(str(LLAMA4)), True, "bfloat16", 50_000)
+    shares = convert_checkpoint.divide(groups, count)
+    assert sorted(name for share in shares for group in share for name in group.files) == sorted(
+        name for group in groups for name in group.files
+    )
+    loads = [sum(group.nbytes for group in share) for share in shares]
+    assert max(loads) - min(loads) <= max(group.nbytes for group in groups)
+    assert count > 1 or shares == [groups]
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(("processes", "victim"), [(2, 1), (2, 0), (3, 2), (3, 0)])
+def test_killed_process_of_several(processes, victim, undisturbed, tmp_path):
+    """One is killed at its first write or when some files are whole, and the others leave; others go on."""
+    for fatal, again in ((1, 2), (60, processes)):
+        folder, partial = tmp_path / f"at{fatal}", tmp_path / f"at{fatal}.incomplete"
+        command = ["-c", TOGETHER, LLAMA4, folder]
+        with started(processes, *command, victim, fatal, "kill") as running:
+            running[victim].wait(timeout=100)
+        assert running[victim].returncode == -signal.SIGKILL and not folder.exists()
+        before = {path: path.stat().st_mtime_ns for path in partial.glob("weights-*.safetensors")}
+        assert (fatal == 1) or before
+        outcomes = run_together(again, *command, -1, 0, "")
+        assert [code for code, _ in outcomes] == [0] * again, outcomes
+        assert contents(folder) == contents(undisturbed) and not partial.exists()
+        for path, time in before.items():  # what was whole was not written again
+            assert (folder / path.name).stat().st_mtime_ns == time
+
+
+@pytest.mark.deep
+def test_errors_of_one_process(tmp_path, undisturbed):
+    """A full disk, a disk of its own, NaN: it says what it is, and the other that it was this one."""
+
+    def refused(*command, source=LLAMA4):
+        outcomes = run_together(2, "-c", TOGETHER, source, tmp_path / "x", *command)
+        lines = [error.splitlines()[-1] for _, error in outcomes]
+        assert [code for code, _ in outcomes] == [1, 1], outcomes
+        (own,) = {line for line in lines if not re.match(r"error: process \d of 2 \(on ", line)}
+        (reason,) = {line.partition(" has failed: ")[2] for line in lines} - {""} or {own[7:]}
+        assert f"error: {reason}" == own, lines
+        return own
+
+    partial = tmp_path / "x.incomplete"
+    assert (
+        refused(1, 9, "full")
+        == f"error: {partial}: No space left on device; make room and run again to go on"
+    )
+    shutil.copytree(partial, tmp_path / "y.incomplete")
+    convert(str(LLAMA4), str(tmp_path / "y"), quantized=True, file_bytes=150_000)
+    assert contents(tmp_path / "y") == contents(undisturbed)
+    shutil.rmtree(partial)
+    shutil.copytree(LLAMA4, tmp_path / "source")
+    tensors = load_file(LLAMA4 / "model.safetensors")
+    name = next(name for name in tensors if "down_proj" in name)
+    tensors[name][0] = np.nan
+    save_file(tensors, tmp_path / "source" / "model.safetensors")
+    assert f": tensor {name} holds NaN or Inf; " in refused(-1, 0, "", source=tmp_path / "source")
+    assert "is left from another conversion" in refused(-1, 0, "")
+    elsewhere = tmp_path / "elsewhere" / "x.incomplete" / convert_checkpoint.STATE
+    shutil.rmtree(partial)
+    assert refused(1, 0, "elsewhere") == (
+        f"error: {elsewhere}: is not there, though another process wrote it; is the disk shared?"
+    )
+    assert "all processes must see the same files" in refused(1, 0, "dtype")
 
 
 # --------------------------------------------------------------------------------------------------- damage
@@ -311,7 +476,7 @@ def test_verify_of_the_other_files(tmp_path):
         verify(str(folder))
 
 
-def test_commands(tmp_path, capsys):
+def test_commands(tmp_path, capsys, monkeypatch):
     """A converted folder to int8, --verify with and without its source."""
     convert(str(LLAMA3), str(tmp_path / "float"), file_bytes=20_000)
     assert len(list((tmp_path / "float").glob("weights-*"))) > 32
@@ -320,6 +485,7 @@ def test_commands(tmp_path, capsys):
     # Fewer open files than there are: the limit is raised as far as it may be.
     done = subprocess.run(["sh", "-c", 'ulimit -Sn 16; exec "$@"', "sh", *command])
     assert done.returncode == 0 and open_checkpoint(tmp_path / "int8").quantized
+    monkeypatch.setattr(convert_checkpoint, "join_hosts", lambda args: None)  # jax has been used
     convert_checkpoint.main([str(tmp_path / "float"), str(tmp_path / "int8"), "--verify"])
     out = capsys.readouterr().out
     assert "checksums of" in out and "within half a step of int8 of those of" in out

@@ -126,22 +126,6 @@ def mixed(cfg: model.Config, n: int) -> list[Request]:
     return requests
 
 
-@pytest.fixture
-def compiled():
-    """What jax traces and compiles, by its own account."""
-    events = []
-
-    def hear(event: str, *_, **__) -> None:
-        if event.startswith("/jax/core/compile"):
-            events.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(hear)
-    jax.jit(lambda: 0)()
-    assert events  # so it would be heard
-    yield events
-    jax.monitoring.unregister_event_duration_listener(hear)
-
-
 def spy(monkeypatch, name: str, tell) -> None:
     """Call tell(arguments, result) after each call of this function, be it by all layers or by groups."""
 

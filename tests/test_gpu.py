@@ -190,7 +190,9 @@ def test_lowering(program, kv_dtype):
     cfg = llama4_config(H=64)
     shape = mesh_shape(cfg, 2, 2, 2)
     device = AbstractDevice("NVIDIA H200", None, "gpu")
-    mesh = AbstractMesh(tuple(shape.values()), tuple(shape), (AxisType.Auto,) * 5, abstract_device=device)
+    mesh = AbstractMesh(
+        tuple(shape.values()), tuple(shape), (AxisType.Auto,) * len(shape), abstract_device=device
+    )
     dtype = jnp.float32 if kv_dtype == "float32" else jnp.bfloat16
     weights = abstract(model.weight_infos(cfg), mesh, dtype, quantized=kv_dtype == "int8")
     cache = abstract(model.cache_infos(cfg, 4, 256, jnp.dtype(kv_dtype)), mesh)

@@ -118,19 +118,24 @@ def test_copies_and_prefetches():
 
 
 @pytest.mark.parametrize(
-    ("text", "size"),
+    ("text", "group"),
     [
-        ("{{0,1,2},{3,4,5}}", 3),
-        ("[4,2]<=[8]", 2),
-        ("[2,4]<=[4,2]T(1,0)", 4),
-        ("mesh['x'=2,'y'=4] {'y'}", 4),
-        ("mesh['x'=2,'y'=4] {'x','y'}", 8),
-        ("mesh['x'=2,'y'=4] {'y':(1)2}", 2),
-        ("mesh['x'=8]", 8),
+        ("{{0,1,2},{3,4,5}}", [0, 1, 2]),
+        ("[4,2]<=[8]", [0, 1]),
+        ("[2,4]<=[4,2]T(1,0)", [0, 2, 4, 6]),
+        ("mesh['x'=2,'y'=4] {'y'}", [0, 1, 2, 3]),
+        ("mesh['x'=2,'y'=4] {'x'}", [0, 4]),
+        ("mesh['x'=2,'y'=4] {'x','y'}", [0, 1, 2, 3, 4, 5, 6, 7]),
+        ("mesh['x'=2,'y'=4] {'y':(1)2}", [0, 2]),
+        ("mesh['x'=2,'y'=4] {'y':(2)2}", [0, 1]),
+        ("mesh['x'=8]", [0, 1, 2, 3, 4, 5, 6, 7]),
     ],
 )
-def test_replica_groups_of_every_version_of_jax(text, size):
-    (found,) = program(MATMUL.replace("{{0,1},{2,3}}", text)).collectives
+def test_replica_groups_of_every_version_of_jax(text, group):
+    size = len(group)
+    assert hlo.device_groups(f"replica_groups={text}")[0].tolist() == group
+    (found,) = program(MATMUL.replace("{{0,1},{2,3}}", text), stages=2).collectives
+    assert found.between_stages == (max(group) >= 4)
     assert (found.kind, found.shape, found.bytes, found.group) == (
         "all-reduce",
         "bf16[8,128]",
@@ -138,6 +143,27 @@ def test_replica_groups_of_every_version_of_jax(text, size):
         size,
     )
     assert not found.asynchronous and found.scope == "jit(step)/attention/psum"
+
+
+def test_what_is_sent_to_another_slice():
+    """The compiler makes a transfer by the hosts of it: a permutation, or a sum of what each slice has."""
+    text = """
+ENTRY %main (x: bf16[4,1,256]) -> bf16[4,1,256] {
+  %x = bf16[4,1,256]{2,1,0} parameter(0), metadata={op_name="x"}
+  %start = token[] after-all()
+  %send = (bf16[4,1,256]{2,1,0}, u32[], token[]) send(%x, %start), channel_id=1, is_host_transfer=true, frontend_attributes={_xla_megascale_target={{100000->200000}}}
+  %sum = (bf16[4,1,256]{2,1,0}, u32[], token[]) send(%x, %start), channel_id=2, is_host_transfer=true, frontend_attributes={_xla_megascale_target="{1,2}x{0:1}",_xla_megascale_transfer_type="ALL_REDUCE"}
+  %within = bf16[4,1,256]{2,1,0} all-reduce(%x), replica_groups={{0,1}}, to_apply=%add
+  ROOT %result = (bf16[4,1,256]{2,1,0}) tuple(%within)
+}
+"""  # noqa: E501
+    found = [(x.kind, x.bytes, x.between_stages) for x in program(text).collectives]
+    size = 4 * 256 * 2
+    assert found == [
+        ("collective-permute", size, True),
+        ("all-reduce", size, True),
+        ("all-reduce", size, False),
+    ]
 
 
 def test_asynchronous_collectives():
@@ -629,9 +655,30 @@ def test_without_the_compiler(monkeypatch):
 
 
 @needs_compiler
+@pytest.mark.parametrize(("slices", "tp"), [deep("1", "2"), deep("2", "4")])
+def test_stages(slices, tp):
+    """Half of the layers on each device, all of the embedding; one exchange of hidden states in a turn."""
+    arguments = f"--model llama3.1-8b --topology v5e:2x2 --slices {slices} --batch 8 --context 1024 --json"
+    plans = []
+    for more in (f"--pp 2 --tp {tp} --layers 4", f"--dp 2 --tp {tp} --layers 2"):
+        done = run_plan(*arguments.split(), *more.split())
+        assert done.returncode == 0, done.stderr
+        plans.append(json.loads(done.stdout))
+    staged, layers_of_one = plans
+    assert staged["mesh"] == dict(data=1, expert=1, tensor=int(tp), stage=2)
+    assert staged["between_stages"] == {"all-reduce": 2, "collective-permute": 1}
+    assert staged["weights_bytes"] == layers_of_one["weights_bytes"]
+    assert staged["cache_bytes"] == pytest.approx(2 * layers_of_one["cache_bytes"], rel=0.01)  # of two turns
+    assert layers_of_one["between_stages"] == {}
+    # Beside them what is passed on and the tokens.
+    assert staged["hbm_bytes_per_step"] < 1.01 * layers_of_one["hbm_bytes_per_step"]
+
+
+@needs_compiler
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        deep("--pp 3", "--pp 3 does not divide the 4 devices"),
         ("--tp 3", "no mesh of 4 devices: --dp x --ep x --tp must be the number of devices"),
         deep("--ep 2", "expert parallelism 2 does not divide the model's 0 experts"),
         deep("--dp 2", "data parallelism 2 does not divide the batch of 1"),

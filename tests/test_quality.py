@@ -30,7 +30,7 @@ LLAMA3, LLAMA4 = CHECKPOINTS / "tiny-llama3", CHECKPOINTS / "tiny-llama4"
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
     """Other hosts must be joined before jax is used, as it has been."""
-    monkeypatch.setattr(quality.launch, "join_hosts", lambda: None)
+    monkeypatch.setattr(quality.launch, "join_hosts", lambda args: None)
 
 
 # ---------------------------------------------------------------------------------------------------- weights

@@ -10,6 +10,7 @@ ORDER = (
     {"main", "convert_checkpoint", "benchmarks"},
     {"terminal"},
     {"serving"},
+    {"distributed"},
     {"checkpoints"},
     {"model"},
     {"sharding"},

@@ -159,7 +159,7 @@ def test_a_run_and_a_comparison_with_it(tmp_path):
 )
 def test_refusals(arguments, message, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(speed.launch, "join_hosts", lambda: None)  # which must come before jax is used
+    monkeypatch.setattr(speed.launch, "join_hosts", lambda args: None)  # which must come before jax is used
     code, out, err = invoke(monkeypatch, capsys, speed, *arguments)
     assert code != 0 and message in err
     assert "Traceback" not in err and out == ""

@@ -15,7 +15,7 @@ from checkpoints.checkpoint import open_checkpoint
 from checkpoints.loading import load
 from serving import text
 from sharding.arrays import specs
-from sharding.mesh import MODEL
+from sharding.mesh import MODEL, ROWS
 from terminal.prompts import DEFAULTS
 
 N = 200
@@ -73,13 +73,13 @@ def cached_logprobs(cfg, mesh, weights, tokens, kv_dtype) -> np.ndarray:
     rows, T = tokens.shape
     cache = model.init_cache(cfg, mesh, rows, T, kv_dtype)
     layouts = (
-        P("data"),
+        P(ROWS),
         specs(model.weight_infos(cfg), weights),
         specs(model.cache_infos(cfg, rows, T, kv_dtype), cache),
     )
 
     @partial(jax.jit, donate_argnums=2)
-    @partial(jax.shard_map, mesh=mesh, in_specs=layouts, out_specs=(P("data", None, MODEL), layouts[2]))
+    @partial(jax.shard_map, mesh=mesh, in_specs=layouts, out_specs=(P(ROWS, None, MODEL), layouts[2]))
     def step(token, w, cache):
         span = model.span_at(cache.length, jax.numpy.ones_like(token), 1, cfg)
         x, layers = model.decoder(token[:, None], w, cache.layers, span, cfg)

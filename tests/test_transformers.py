@@ -23,7 +23,6 @@ SIZES = dict(
     max_position_embeddings=256, bos_token_id=0, eos_token_id=None, pad_token_id=None,
 )  # fmt: skip
 NO_SCALING = dict(rope_type="default", rope_theta=5e5)
-HALF = dict(partial_rotary_factor=0.5)
 LLAMA3_ROPE = dict(
     rope_type="llama3", rope_theta=1e4, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
     original_max_position_embeddings=32,
@@ -80,7 +79,8 @@ CONFIGS = {
         vocab_size=512, n_embd=48, n_layer=2, n_head=6, n_positions=256, bos_token_id=0, eos_token_id=None,
     ),
     "glm": transformers.GlmConfig(
-        **SIZES, num_hidden_layers=2, intermediate_size=64, rope_parameters=NO_SCALING | HALF,
+        **SIZES, num_hidden_layers=2, intermediate_size=64,
+        rope_parameters=NO_SCALING | dict(partial_rotary_factor=0.5),
     ),
     "glm4-moe-lite": transformers.Glm4MoeLiteConfig(
         **SIZES | dict(num_key_value_heads=6, head_dim=8), num_hidden_layers=3, intermediate_size=64,

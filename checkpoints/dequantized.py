@@ -1,0 +1,357 @@
+"""Weights that others have quantised, read as the floats that they mean.
+
+A tensor is computed when it is read, some rows at a time: values, less zero points, times scales, in float32,
+which rounds the product alone. What is said in a config.json and not known here, is refused.
+
+Sources: the projects that write these formats, vllm-project/compressed-tensors, ModelCloud/GPTQModel,
+casper-hansen/AutoAWQ, deepseek-ai/DeepSeek-V3 (fp8), and transformers' FbgemmFp8Config for Meta's own.
+"""
+
+import collections
+import dataclasses
+import hashlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from ml_dtypes import float8_e4m3fn
+
+from checkpoints.errors import UserError
+from checkpoints.fields import Fields
+from checkpoints.tensor_files import StoredTensor, TensorFile
+
+WORD = 32  # bits
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word the value of each of eight columns is
+E4M3 = np.arange(256, dtype=np.uint8).view(float8_e4m3fn).astype(np.float32)  # of each byte
+WORDS, NUMBERS, SCALES = ("I32",), ("I32", "I64"), ("F32", "F16", "BF16")
+TYPES = {  # that a part may have
+    "qweight": WORDS, "qzeros": WORDS, "scales": SCALES, "g_idx": NUMBERS,
+    "weight_packed": WORDS, "weight_zero_point": WORDS, "weight_shape": NUMBERS, "weight_g_idx": NUMBERS,
+    "weight": ("I8", "F8_E4M3"), "weight_scale": SCALES, "weight_scale_inv": SCALES,
+}  # fmt: skip
+Rows = Callable[[int, int], np.ndarray]  # [lo, hi) -> [hi - lo, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Dequantized:
+    """A tensor of float32 that is computed from stored ones; for the rest it is like a StoredTensor.
+
+    compute: of its first dimension some rows.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    parts: tuple[StoredTensor, ...]
+    compute: Rows
+    dtype: str = "F32"
+
+    @property
+    def file(self) -> TensorFile:
+        return self.parts[0].file
+
+    @property
+    def values(self) -> np.ndarray:
+        return self.rows(0, self.shape[0])
+
+    def rows(self, lo: int, hi: int) -> np.ndarray:
+        return self.compute(lo, min(hi, self.shape[0]))
+
+    def holds(self, part: np.ndarray) -> bool:
+        return False
+
+    def read_ahead(self, part: np.ndarray) -> None:
+        pass
+
+    def forget(self) -> None:
+        for part in self.parts:
+            part.forget()
+
+    def sample(self) -> str:
+        return hashlib.sha256("".join(part.sample() for part in self.parts).encode()).hexdigest()
+
+
+class Parts(NamedTuple):
+    """What a folder has of one weight: BASE.END, of each END its tensor."""
+
+    base: str
+    tensors: dict[str, StoredTensor]
+
+    def get(self, end: str, *shape: int | None) -> StoredTensor:
+        """Raises UserError if it is not there, or not of this shape, where None is any size."""
+        if end not in self.tensors:
+            there = next(iter(self.tensors.values()))
+            raise UserError(
+                f"{there.file.path}: tensor {self.base}.{end} is missing, though {there.name} is there"
+            )
+        tensor = self.tensors[end]
+        known = [b if a is None else a for a, b in zip(shape, tensor.shape, strict=False)]
+        if len(tensor.shape) != len(shape) or known != list(tensor.shape):
+            wanted = ", ".join("any" if size is None else str(size) for size in shape)
+            self.refuse(end, f"has shape {tensor.shape}, not ({wanted})")
+        if tensor.dtype not in TYPES[end]:
+            self.refuse(end, f"has type {tensor.dtype}, not {' or '.join(TYPES[end])}")
+        return tensor
+
+    def refuse(self, end: str, what: str):
+        tensor = self.tensors[end]
+        raise UserError(f"{tensor.file.path}: tensor {tensor.name} {what}")
+
+
+class Method(NamedTuple):
+    """A way to quantise, as a config.json describes it.
+
+    ends:  what a weight's tensors are called; the first tells that a weight is quantised.
+    read:  from the parts of a weight to its shape and its rows, [out, in].
+    """
+
+    ends: tuple[str, ...]
+    read: Callable[[Parts], tuple[tuple[int, int], Rows]]
+
+
+def dequantized(tensors: dict[str, StoredTensor], config: dict) -> dict[str, StoredTensor | Dequantized]:
+    """A folder's tensors, with NAME.weight, of floats, in the place of each quantised weight's parts.
+
+    config: config.json's quantization_config. Raises UserError naming the field or tensor that is wrong.
+    """
+    config = dict(config)
+    name = config.pop("quant_method", None)
+    if name not in METHODS:
+        raise UserError(f"config.json: quant_method = {name!r} is not supported ({', '.join(METHODS)})")
+    fields = Fields({key: value for key, value in config.items() if key not in NO_EFFECT})
+    method = METHODS[name](fields)
+    fields.finish({})
+    weights, others = collections.defaultdict(dict), {}
+    for name, tensor in tensors.items():
+        base, _, end = name.rpartition(".")
+        quantised = end in method.ends and (end != "weight" or f"{base}.{method.ends[0]}" in tensors)
+        (weights[base] if quantised else others)[end if quantised else name] = tensor
+    for base, parts in weights.items():
+        name = f"{base}.weight"
+        shape, rows = method.read(Parts(base, parts))
+        others[name] = Dequantized(name, shape, tuple(parts.values()), rows)
+    return others
+
+
+# -------------------------------------------------------------------------------------------------- values
+
+
+def unpack(words: np.ndarray, bits: int) -> np.ndarray:
+    """int32 [..., n] -> float32 [..., n, WORD / bits]: the values in each word, the lowest bits first."""
+    shifts = np.arange(0, WORD, bits, dtype=np.uint32)
+    return (words.view(np.uint32)[..., None] >> shifts & np.uint32(2**bits - 1)).astype(np.float32)
+
+
+def unpack_columns(words: np.ndarray, bits: int, lo: int, hi: int, order=slice(None)) -> np.ndarray:
+    """Of int32 [C, N / values per word] the columns [lo, hi), as rows -> float32 [hi - lo, C].
+
+    order: where in a word each of its columns is.
+    """
+    per_word = WORD // bits
+    first = lo // per_word
+    values = unpack(np.ascontiguousarray(words[:, first : -(-hi // per_word)]), bits)[..., order]
+    return values.reshape(len(words), -1)[:, lo - first * per_word : hi - first * per_word].T
+
+
+def scaled(
+    values: np.ndarray, zeros: np.ndarray | float, scales: np.ndarray, group: np.ndarray
+) -> np.ndarray:
+    """[n, C], the zero points and scales of its groups, [n, G], and each column's group -> float32 [n, C]."""
+
+    def of_columns(x: np.ndarray | float) -> np.ndarray | float:
+        return x[:, group] if np.ndim(x) == 2 and x.shape[1] > 1 else x
+
+    return (values - of_columns(zeros)) * of_columns(scales.astype(np.float32))
+
+
+def even_groups(parts: Parts, end: str, columns: int, size: int | None) -> np.ndarray:
+    """[columns]: the group of each. size: None for a single group. end: of the tensor that is to blame."""
+    size = size or columns
+    if columns % size:
+        parts.refuse(end, f"has {columns} columns, which are no groups of {size}")
+    return np.arange(columns) // size
+
+
+def stored_groups(parts: Parts, end: str, columns: int, count: int) -> np.ndarray:
+    """[columns]: the group of each, of `count`, as a tensor has them."""
+    group = parts.get(end, columns).values
+    if group.min() < 0 or group.max() >= count:
+        parts.refuse(end, f"has groups from {group.min()} to {group.max()}, but there are scales of {count}")
+    return group
+
+
+# ------------------------------------------------------------------------------------------------- methods
+
+
+def one_of(fields: Fields, name: str, *known, default=None):
+    """The value of a field that must be one of these."""
+    value = fields.left.pop(name, None)
+    value = default if value is None else value
+    if not any(value == x and type(value) is type(x) for x in known):
+        listed = ", ".join(map(repr, known))
+        raise UserError(f"config.json: {name} = {value!r} of a quantised model is not supported ({listed})")
+    return value
+
+
+def group_size(fields: Fields) -> int | None:
+    """None for one group of all columns, which is written as -1, too."""
+    if fields.left.get("group_size") == -1:
+        del fields.left["group_size"]
+    return fields.take("group_size", int, None)
+
+
+def gptq(fields: Fields) -> Method:
+    bits, size = one_of(fields, "bits", 4, 8, 2), group_size(fields)
+    ordered = fields.take("desc_act", bool, False)  # columns in order of importance, and so the groups
+    version = one_of(fields, "checkpoint_format", "gptq", "gptq_v2", default="gptq")
+    more = {"gptq": 1, "gptq_v2": 0}[version]  # than is stored the zero points are
+    per_word = WORD // bits
+
+    def read(parts: Parts):
+        packed = parts.get("qweight", None, None)
+        C, N = packed.shape[0] * per_word, packed.shape[1]
+        if ordered or "g_idx" in parts.tensors:
+            scales = parts.get("scales", None, N)
+            group = stored_groups(parts, "g_idx", C, scales.shape[0])
+        else:
+            group = even_groups(parts, "qweight", C, size)
+            scales = parts.get("scales", group[-1] + 1, N)
+        zeros = parts.get("qzeros", scales.shape[0], N // per_word)
+
+        def rows(lo: int, hi: int) -> np.ndarray:
+            values = unpack(np.ascontiguousarray(packed.values[:, lo:hi].T), bits).reshape(hi - lo, C)
+            zero = unpack_columns(zeros.values, bits, lo, hi) + more
+            return scaled(values, zero, scales.values[:, lo:hi].T, group)
+
+        return (N, C), rows
+
+    return Method(("qweight", "qzeros", "scales", "g_idx"), read)
+
+
+def awq(fields: Fields) -> Method:
+    bits, size = one_of(fields, "bits", 4), group_size(fields)
+    one_of(fields, "version", "gemm", "GEMM")
+    one_of(fields, "zero_point", True)
+
+    def read(parts: Parts):
+        packed = parts.get("qweight", None, None)
+        C, words = packed.shape
+        group = even_groups(parts, "qweight", C, size)
+        scales = parts.get("scales", group[-1] + 1, words * WORD // bits)
+        zeros = parts.get("qzeros", group[-1] + 1, words)
+
+        def rows(lo: int, hi: int) -> np.ndarray:
+            values, zero = (unpack_columns(x.values, bits, lo, hi, AWQ_ORDER) for x in (packed, zeros))
+            return scaled(values, zero, scales.values[:, lo:hi].T, group)
+
+        return (scales.shape[1], C), rows
+
+    return Method(("qweight", "qzeros", "scales"), read)
+
+
+def compressed_tensors(fields: Fields) -> Method:
+    weights = Fields(_weights_scheme(fields.take("config_groups", dict)))
+    form = one_of(fields, "format", "pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+    one_of(fields, "quantization_status", "compressed", default="compressed")
+    one_of(Fields(fields.take("sparsity_config", dict, {})), "format", "dense", default="dense")
+    fields.take("version", str, None)
+    one_of(weights, "type", "int", "float", default="int")  # which the tensors' own types say
+    strategy = one_of(weights, "strategy", "group", "channel", "tensor", "block")
+    size, block = group_size(weights), weights.take("block_structure", list, None)
+    if bool(size) != (strategy == "group") or bool(block) != (strategy == "block"):
+        raise UserError(
+            f"config.json: strategy {strategy!r} of a quantised model has not the sizes that it needs"
+        )
+    if form == "pack-quantized":
+        return _packed(weights, size)
+    one_of(weights, "num_bits", 8)
+    one_of(weights, "symmetric", True, default=True)
+    weights.finish({})
+    return eight_bits("weight_scale", strategy, size, block)
+
+
+def _weights_scheme(groups: dict) -> dict:
+    """How weights are quantised. UserError unless all groups do it alike."""
+    schemes = [group.get("weights") if isinstance(group, dict) else None for group in groups.values()]
+    if not schemes or not isinstance(schemes[0], dict) or any(scheme != schemes[0] for scheme in schemes):
+        raise UserError("config.json: config_groups of a quantised model do not all have the same weights")
+    return {name: value for name, value in schemes[0].items() if name not in NO_EFFECT}
+
+
+def _packed(weights: Fields, size: int | None) -> Method:
+    """pack-quantized. Values and zero points are stored without a sign."""
+    bits = one_of(weights, "num_bits", 4, 8)
+    ordered = one_of(weights, "actorder", "group", "weight", "static", default="weight") == "group"
+    symmetric = weights.take("symmetric", bool, True)
+    weights.finish({})
+
+    def read(parts: Parts):
+        N, C = map(int, parts.get("weight_shape", 2).values)
+        packed = parts.get("weight_packed", N, -(-C * bits // WORD))
+        if ordered:
+            scales = parts.get("weight_scale", N, None)
+            group = stored_groups(parts, "weight_g_idx", C, scales.shape[1])
+        else:
+            group = even_groups(parts, "weight_packed", C, size)
+            scales = parts.get("weight_scale", N, group[-1] + 1)
+        zeros = None if symmetric else parts.get("weight_zero_point", -(-N * bits // WORD), scales.shape[1])
+
+        def rows(lo: int, hi: int) -> np.ndarray:
+            values = unpack(np.ascontiguousarray(packed.rows(lo, hi)), bits).reshape(hi - lo, -1)[:, :C]
+            zero = 2 ** (bits - 1) if zeros is None else unpack_columns(zeros.values.T, bits, lo, hi)
+            return scaled(values, zero, scales.rows(lo, hi), group)
+
+        return (N, C), rows
+
+    return Method(
+        ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx"), read
+    )
+
+
+def fp8(fields: Fields) -> Method:
+    block = fields.take("weight_block_size", list)
+    one_of(fields, "fmt", "e4m3", default="e4m3")
+    one_of(fields, "activation_scheme", "dynamic", default="dynamic")
+    return eight_bits("weight_scale_inv", "block", None, block)
+
+
+def fbgemm_fp8(fields: Fields) -> Method:
+    return eight_bits("weight_scale", "channel", None, None)
+
+
+def eight_bits(scale: str, strategy: str, size: int | None, block: list | None) -> Method:
+    """Values of a byte each, int8 or float8_e4m3fn, and scales of tensors, channels, groups or blocks."""
+    if block and not (len(block) == 2 and all(type(n) is int and n > 0 for n in block)):
+        raise UserError(f"config.json: a quantised model's blocks of {block!r} make no sense")
+
+    def read(parts: Parts):
+        stored = parts.get("weight", None, None)
+        N, C = stored.shape
+        height, width = block or (N if strategy == "tensor" else 1, size or C)
+        group = np.arange(C) // width if block else even_groups(parts, "weight", C, size)
+        grid = -(-N // height), group[-1] + 1
+        scales = parts.get(scale, *((1,) if strategy == "tensor" else grid))
+
+        def rows(lo: int, hi: int) -> np.ndarray:
+            x = stored.rows(lo, hi)
+            x = E4M3[x.view(np.uint8)] if stored.dtype == "F8_E4M3" else x.astype(np.float32)
+            return scaled(x, 0.0, scales.values.reshape(grid)[np.arange(lo, hi) // height], group)
+
+        return (N, C), rows
+
+    return Method((scale, "weight", "input_scale_ub"), read)
+
+
+METHODS: dict[str, Callable[[Fields], Method]] = {
+    "compressed-tensors": compressed_tensors,
+    "gptq": gptq,
+    "awq": awq,
+    "fp8": fp8,
+    "fbgemm_fp8": fbgemm_fp8,
+}
+# What says nothing of how weights are stored; which of them are quantised, their own tensors say.
+NO_EFFECT = frozenset(
+    """activation_scale_ub backend batch_size damp_percent dataset do_fuse global_compression_ratio ignore
+    is_marlin_format lm_head meta model_file_base_name model_name_or_path modules_to_not_convert observer
+    observer_kwargs pack_dtype quantizer scale_dtype static_groups sym tokenizer true_sequential
+    zp_dtype""".split()
+)

@@ -1,0 +1,256 @@
+"""A GGUF file as a Hugging Face folder: its small files, and its tensors under the names they have there.
+
+Sources: ggml-org/llama.cpp, convert_hf_to_gguf.py and gguf-py/gguf/tensor_mapping.py: undone here.
+"""
+
+import atexit
+import hashlib
+import importlib.metadata
+import json
+import math
+import pathlib
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from checkpoints.dequantized import Dequantized
+from checkpoints.errors import UserError, located
+from checkpoints.folders import cache_folder
+from checkpoints.gguf_file import PLAIN, GgufFile
+from checkpoints.gguf_tokenizer import write_tokenizer
+from checkpoints.tensor_files import StoredTensor
+
+# general.architecture, and whether it has experts: model_type and class of config.json, and whether the rows
+# of q and k stand in the order of interleaved RoPE.
+ARCHITECTURES = {
+    ("llama", False): ("llama", "LlamaForCausalLM", True),
+    ("llama", True): ("mixtral", "MixtralForCausalLM", True),
+    ("qwen2", False): ("qwen2", "Qwen2ForCausalLM", False),
+    ("qwen3", False): ("qwen3", "Qwen3ForCausalLM", False),
+    ("qwen3moe", True): ("qwen3_moe", "Qwen3MoeForCausalLM", False),
+}
+FIELDS = {  # of config.json, by their names after "ARCHITECTURE."
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_count": "num_local_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.key_length": "head_dim",
+    "rope.freq_base": "rope_theta",
+}
+NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{e}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{e}.up_proj",
+    "ffn_down_exps": "mlp.experts.{e}.down_proj",
+}
+FOLDER = 1  # changes when what is written to a folder does
+CHECKSUMS = "checksums.json"  # of the other files in it
+
+
+def open_gguf(path: pathlib.Path) -> tuple[pathlib.Path, dict[str, StoredTensor | Dequantized]]:
+    """-> (a folder with the model's small files, its tensors by their published names). Raises UserError."""
+    file = GgufFile(path)
+    if file.fields.get("split.count", 1) not in (0, 1):
+        raise UserError(
+            f"{path}: is one of several files; join them with llama.cpp's llama-gguf-split --merge"
+        )
+    with located(path):
+        config, interleaved = _config(file)
+        return _small_files(file, config), dict(_tensors(file, config, interleaved))
+
+
+def _config(file: GgufFile) -> tuple[dict[str, Any], bool]:
+    """-> (a config.json, whether the rows of q and k stand in the order of interleaved RoPE)"""
+    said = file.fields.get("general.architecture")
+    prefix = f"{said}."
+    fields = {name.removeprefix(prefix): x for name, x in file.fields.items() if name.startswith(prefix)}
+    experts = bool(fields.get("expert_count"))
+    if (said, experts) not in ARCHITECTURES:
+        known = ", ".join(name + " with experts" * more for name, more in ARCHITECTURES)
+        raise UserError(
+            f"general.architecture = {said!r}{' with experts' * experts} is not supported ({known})"
+        )
+    model_type, name, interleaved = ARCHITECTURES[said, experts]
+    width = fields.pop("rope.dimension_count", None)
+    fields.setdefault("attention.key_length", width)
+    for other in (width, fields.pop("attention.value_length", None)):
+        if other not in (None, fields["attention.key_length"]):
+            raise UserError(f"{prefix}attention.key_length and value_length, rope.dimension_count differ")
+    fields.pop("vocab_size", None)  # the embedding's shape says it
+    config = {"architectures": [name], "model_type": model_type, "hidden_act": "silu"}
+    for field, value in fields.items():
+        if field in FIELDS:
+            # What was a number before it had 32 bits, it is again: 0.00001 rather than 0.0000099999997.
+            config[FIELDS[field]] = float(str(np.float32(value))) if isinstance(value, float) else value
+        elif value:
+            raise UserError(f"{prefix}{field} = {value!r} is not supported")
+    if model_type == "qwen3_moe":
+        config["norm_topk_prob"] = True
+    if "rope_freqs.weight" in file.tensors:
+        factors = file.tensors["rope_freqs.weight"].values
+        config["rope_scaling"] = _scaling(np.array(factors), config.get("rope_theta", 10000.0))
+    for name in ("bos", "eos"):
+        config[f"{name}_token_id"] = file.fields.get(f"tokenizer.ggml.{name}_token_id")
+    if "token_embd.weight" not in file.tensors:
+        raise UserError("tensor token_embd.weight is missing")
+    config["vocab_size"] = file.tensors["token_embd.weight"].shape[0]
+    config["tie_word_embeddings"] = "output.weight" not in file.tensors
+    return config, interleaved
+
+
+def _scaling(factors: np.ndarray, theta: float) -> dict[str, Any] | None:
+    """Llama 3's rope_scaling, of which a file has what it does to each frequency. Raises UserError."""
+    factor, lows, highs = float(factors.max()), 1.0, 4.0
+    wavelengths = 2 * math.pi * theta ** (np.arange(len(factors)) / len(factors))
+    for original in (2**n for n in range(6, 21)):
+        smooth = np.clip((original / wavelengths - lows) / (highs - lows), 0, 1)
+        if np.allclose(factors, 1 / ((1 - smooth) / factor + smooth), rtol=1e-5):
+            return {
+                "rope_type": "llama3", "factor": factor, "low_freq_factor": lows, "high_freq_factor": highs,
+                "original_max_position_embeddings": original,
+            }  # fmt: skip
+    raise UserError("tensor rope_freqs.weight is not that of Llama 3's RoPE with frequency factors 1 and 4")
+
+
+# ------------------------------------------------------------------------------------------------- tensors
+
+
+def _tensors(file: GgufFile, config: dict, interleaved: bool) -> Iterator[tuple[str, Any]]:
+    """The tensors under published names; of experts one each."""
+    matrices = {file.kinds[name] for name, x in file.tensors.items() if len(x.shape) > 1}
+    for name, raw in file.tensors.items():
+        if name == "rope_freqs.weight":
+            continue
+        found = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
+        if not found or found[2] not in NAMES:
+            raise UserError(f"tensor {name} has no place in a {config['model_type']} model")
+        layer, what, end = found.groups()
+        theirs = (f"model.layers.{layer}." if layer else "") + f"{NAMES[what]}.{end}"
+        heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(what)
+        if "{e}" in theirs:
+            for e in range(raw.shape[0]):
+                yield theirs.format(e=e), floats_of(theirs.format(e=e), raw, file.kinds[name], expert=e)
+        elif interleaved and heads:
+            order = _halves(raw.shape[0], config.get(heads) or config["num_attention_heads"])
+            yield theirs, floats_of(theirs, raw, file.kinds[name], order)
+        elif file.kinds[name] in PLAIN and file.kinds[name] in matrices:
+            yield theirs, StoredTensor(theirs, file, raw.dtype, raw.shape, raw.start, raw.stop)
+        else:
+            yield theirs, floats_of(theirs, raw, file.kinds[name])
+
+
+def _halves(rows: int, heads: int) -> np.ndarray:
+    """[rows]: where each row is, if within a head one of the first half and one of the second take turns."""
+    if rows % (2 * heads):
+        raise UserError(f"q or k has {rows} rows for {heads} heads")
+    return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
+
+
+def floats_of(
+    name: str, raw: StoredTensor, kind: int, order: np.ndarray | None = None, expert: int | None = None
+):
+    """A tensor, or that of one expert, with its rows in this order, as floats."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    block, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+
+    def floats(x: np.ndarray) -> np.ndarray:
+        x = np.ascontiguousarray(x)
+        return x.astype(np.float32) if kind in PLAIN else dequantize(x, GGMLQuantizationType(kind))
+
+    try:
+        floats(raw.values.reshape(-1, raw.shape[-1])[:1])
+    except NotImplementedError:
+        raise UserError(
+            f"tensor {raw.name} is {GGMLQuantizationType(kind).name}, which cannot be read"
+        ) from None
+    shape = raw.shape if kind in PLAIN else (*raw.shape[:-1], raw.shape[-1] // nbytes * block)
+    shape = shape if expert is None else shape[1:]
+
+    def rows(lo: int, hi: int) -> np.ndarray:
+        values = raw.values if expert is None else raw.values[expert]
+        return floats(values[lo:hi] if order is None else values[order[lo:hi]])
+
+    return Dequantized(name, shape, (raw,), rows)
+
+
+# --------------------------------------------------------------------------------------------- small files
+
+
+def _small_files(file: GgufFile, config: dict) -> pathlib.Path:
+    """A folder in the cache, made once: config.json, generation_config.json, and the tokenizer's files."""
+    versions = importlib.metadata.version("transformers"), FOLDER
+    name = f"{file.path.stem}-{file.checksum[:16]}-" + "-".join(map(str, versions))
+    folder = cache_folder() / "gguf" / name
+    if _is_whole(folder):
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        new = pathlib.Path(tempfile.mkdtemp(dir=folder.parent))
+    except OSError:  # nothing can be kept there
+        folder = new = pathlib.Path(tempfile.mkdtemp())
+        atexit.register(shutil.rmtree, new, ignore_errors=True)
+    try:
+        _write_small_files(file, config, new)
+    except OSError as e:
+        shutil.rmtree(new)
+        raise UserError(f"{new}: {e.strerror or e}; make room there, or set XDG_CACHE_HOME") from None
+    except UserError:
+        shutil.rmtree(new)
+        raise
+    if new != folder:
+        try:
+            if folder.is_dir() and not _is_whole(folder):
+                shutil.rmtree(folder)
+            new.rename(folder)
+        except OSError:  # another process was first
+            shutil.rmtree(new)
+    return folder
+
+
+def _is_whole(folder: pathlib.Path) -> bool:
+    """Whether all that was written to a folder is still there, as it was."""
+    try:
+        checksums = json.loads((folder / CHECKSUMS).read_text())
+        return all(_checksum(folder / name) == x for name, x in checksums.items())
+    except (OSError, ValueError):
+        return False
+
+
+def _checksum(path: pathlib.Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _write_small_files(file: GgufFile, config: dict, folder: pathlib.Path) -> None:
+    ends = [file.fields.get(f"tokenizer.ggml.{x}_token_id") for x in ("eos", "eot", "eom")]
+    ends = list(dict.fromkeys(x for x in ends if x is not None))
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends} if ends else {}))
+    write_tokenizer(file.fields, folder)
+    checksums = {path.name: _checksum(path) for path in sorted(folder.iterdir())}
+    (folder / CHECKSUMS).write_text(json.dumps(checksums))

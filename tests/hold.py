@@ -1,0 +1,52 @@
+"""A program whose processes say when they have come to a phase, and stay there for a while.
+
+python3 tests/hold.py PHASE PROGRAM [ARG]...
+"""
+
+import os
+import pathlib
+import runpy
+import sys
+import time
+from functools import wraps
+
+PHASE, PROGRAM, *ARGUMENTS = sys.argv[1:]
+sys.argv, sys.path[0] = [PROGRAM, *ARGUMENTS], str(pathlib.Path(PROGRAM).parent)
+
+from terminal.command_line import hear_signals
+
+hear_signals()  # before there are threads, as main.py does
+
+import jax
+
+from serving.programs import Programs
+from terminal import models
+
+
+def announced(function, seconds: float, calls: int = 1):
+    """The same function, which tells of its n-th call, and waits from then on."""
+    count = 0
+
+    @wraps(function)
+    def held(*arguments, **options):
+        nonlocal count
+        count += 1
+        if count == calls:
+            os.write(2, f"at {PHASE}\n".encode())
+        if count >= calls:
+            time.sleep(seconds)
+        return function(*arguments, **options)
+
+    return held
+
+
+if PHASE == "joining":
+    if os.environ["JAX_PROCESS_ID"] != "0":  # which the others, process 0 too, wait for
+        jax.distributed.initialize = announced(jax.distributed.initialize, 4)
+elif PHASE == "loading":
+    models.load = announced(models.load, 2)
+elif PHASE == "compiling":
+    Programs.warm_up = announced(Programs.warm_up, 0)
+elif PHASE == "decoding":
+    Programs.decode = announced(Programs.decode, 0.05, calls=20)
+runpy.run_path(PROGRAM, run_name="__main__")

@@ -1,0 +1,284 @@
+"""Quantised checkpoints: each published format, packed here from its definition, is read as what it means."""
+
+import copy
+import json
+import shutil
+
+import numpy as np
+import pytest
+from conftest import CHECKPOINTS, invoke
+from ml_dtypes import bfloat16, float8_e4m3fn
+from processes import finish, start
+from safetensors.numpy import load_file, save_file
+
+import main
+from checkpoints.checkpoint import open_checkpoint
+from checkpoints.errors import UserError
+from convert_checkpoint import convert
+
+LLAMA3 = CHECKPOINTS / "tiny-llama3"
+GROUP = 32
+AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # the column of each value in a word, the lowest first
+
+
+def pack(values: np.ndarray, bits: int) -> np.ndarray:
+    """Unsigned [..., n] -> int32 [..., n * bits / 32], the first in the lowest bits."""
+    per_word = 32 // bits
+    words = np.zeros((*values.shape[:-1], -(-values.shape[-1] // per_word)), np.uint32)
+    for i in range(values.shape[-1]):
+        words[..., i // per_word] |= values[..., i].astype(np.uint32) << np.uint32(bits * (i % per_word))
+    return words.view(np.int32)
+
+
+def grouped(w: np.ndarray, bits: int, group: np.ndarray, symmetric: bool, rng):
+    """-> unsigned values [N, C], zero points and scales [N, G], and what they stand for."""
+    count = group.max() + 1
+    largest = np.stack([np.abs(w[:, group == g]).max(1) for g in range(count)], 1)
+    scales = (2 * largest / (2**bits - 2)).astype(np.float16)
+    middle = 2 ** (bits - 1)
+    zeros = np.full(scales.shape, middle) if symmetric else rng.integers(1, middle + 1, scales.shape)
+    step = scales.astype(np.float32)[:, group]
+    values = np.clip(np.round(w / step) + zeros[:, group], 0, 2**bits - 1).astype(int)
+    return values, zeros, scales, ((values - zeros[:, group]).astype(np.float32) * step)
+
+
+def groups(C: int, rng, ordered: bool) -> np.ndarray:
+    even = np.arange(C) // GROUP
+    return rng.permutation(even) if ordered else even
+
+
+def gptq(bits=4, version="gptq", ordered=False, told=True):
+    config = dict(quant_method="gptq", bits=bits, group_size=GROUP, desc_act=ordered, sym=False)
+    config |= {} if version == "gptq" else {"checkpoint_format": version}
+
+    def make(w, rng):
+        group = groups(w.shape[1], rng, ordered)
+        values, zeros, scales, meant = grouped(w, bits, group, False, rng)
+        stored = zeros - (version == "gptq")
+        parts = dict(
+            qweight=pack(values, bits).T, qzeros=pack(stored.T, bits), scales=scales.T,
+            g_idx=group.astype(np.int32),
+        )  # fmt: skip
+        return parts if ordered or told else {k: v for k, v in parts.items() if k != "g_idx"}, meant
+
+    return config, make
+
+
+def awq():
+    def make(w, rng):
+        values, zeros, scales, meant = grouped(w, 4, groups(w.shape[1], rng, False), False, rng)
+
+        def in_their_order(x):  # [C, N]
+            return pack(x.reshape(len(x), -1, 8)[..., AWQ_COLUMNS].reshape(x.shape), 4)
+
+        return dict(qweight=in_their_order(values.T), qzeros=in_their_order(zeros.T), scales=scales.T), meant
+
+    return dict(quant_method="awq", bits=4, group_size=GROUP, version="gemm", zero_point=True), make
+
+
+def compressed(form: str, **weights):
+    config = dict(
+        quant_method="compressed-tensors", format=form, quantization_status="compressed", ignore=["lm_head"],
+        version="0.9", config_groups=dict(group_0=dict(targets=["Linear"], weights=weights)),
+    )  # fmt: skip
+    return config
+
+
+def w4a16(bits=4, symmetric=True, ordered=False, channel=False):
+    sizes = dict(strategy="channel") if channel else dict(strategy="group", group_size=GROUP)
+
+    def make(w, rng):
+        group = np.zeros(w.shape[1], int) if channel else groups(w.shape[1], rng, ordered)
+        values, zeros, scales, meant = grouped(w, bits, group, symmetric, rng)
+        parts = dict(weight_packed=pack(values, bits), weight_scale=scales, weight_shape=np.array(w.shape))
+        if not symmetric:
+            parts |= dict(weight_zero_point=pack(zeros.T, bits).T)
+        if ordered:
+            parts |= dict(weight_g_idx=group.astype(np.int32))
+        return parts, meant
+
+    sizes |= dict(actorder="group") if ordered else {}
+    return compressed("pack-quantized", num_bits=bits, type="int", symmetric=symmetric, **sizes), make
+
+
+def bytes_of(kind: str, height: int | None, width: int | None, name="weight_scale", **config):
+    """Values of a byte, int8 or FP8, with a scale for each block; None: for all there are."""
+
+    def make(w, rng):
+        rows, columns = (
+            np.arange(n) // (size or n) for n, size in zip(w.shape, (height, width), strict=True)
+        )
+        scales = rng.uniform(0.001, 0.01, (rows[-1] + 1, columns[-1] + 1)).astype(bfloat16)
+        step = scales.astype(np.float32)[rows][:, columns]
+        x = w / step
+        values = np.clip(np.round(x), -127, 127).astype(np.int8) if kind == "int" else x.astype(float8_e4m3fn)
+        scales = scales.reshape(1) if height is None and width is None else scales
+        return {"weight": values, name: scales}, values.astype(np.float32) * step
+
+    strategy = {(1, None): "channel", (None, None): "tensor"}.get((height, width), "block")
+    sizes = dict(block_structure=[height, width]) if strategy == "block" else {}
+    form = {"int": "int-quantized", "float": "float-quantized"}[kind]
+    scheme = compressed(form, num_bits=8, type=kind, symmetric=True, strategy=strategy, **sizes)
+    return config or scheme, make
+
+
+FORMATS = {
+    "gptq": gptq(),
+    "gptq, without g_idx": gptq(told=False),
+    "gptq, ordered": gptq(ordered=True),
+    "gptq_v2": gptq(version="gptq_v2"),
+    "gptq, 8 bits": gptq(bits=8),
+    "gptq, 2 bits": gptq(bits=2, version="gptq_v2"),
+    "awq": awq(),
+    "w4a16": w4a16(),
+    "w4a16, asymmetric": w4a16(symmetric=False),
+    "w4a16, ordered": w4a16(ordered=True),
+    "w4a16, asymmetric and ordered": w4a16(symmetric=False, ordered=True),
+    "w4a16, channels": w4a16(channel=True),
+    "w8a16": w4a16(bits=8),
+    "int8": bytes_of("int", 1, None),
+    "FP8, channels": bytes_of("float", 1, None),
+    "FP8, tensors": bytes_of("float", None, None),
+    "FP8, blocks": bytes_of("float", 64, 48),
+    "fp8": bytes_of("float", 48, 128, "weight_scale_inv", quant_method="fp8", weight_block_size=[48, 128]),
+    "fbgemm_fp8": bytes_of("float", 1, None, quant_method="fbgemm_fp8", activation_scale_ub=1200.0),
+}
+
+
+def write(folder, more: dict, tensors: dict) -> None:
+    shutil.copytree(LLAMA3, folder)
+    config = json.loads((folder / "config.json").read_text()) | more
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: np.ascontiguousarray(x) for name, x in tensors.items()}, folder / "model.safetensors")
+
+
+def publish(folder, name: str, fault=lambda config, tensors: None):
+    """The tiny model in this format, and with the floats that it stands for, in two folders.
+
+    fault: changes what is written.
+    """
+    rng, (config, make) = np.random.default_rng(0), copy.deepcopy(FORMATS[name])
+    theirs, floats = {}, {}
+    for key, x in load_file(LLAMA3 / "model.safetensors").items():
+        if key.endswith("proj.weight"):
+            parts, floats[key] = make(x.astype(np.float32), rng)
+            theirs |= {f"{key.removesuffix('.weight')}.{end}": part for end, part in parts.items()}
+        else:
+            theirs[key], floats[key] = x, x.astype(np.float32)
+    fault(config, theirs)
+    write(folder / "theirs", dict(quantization_config=config), theirs)
+    write(folder / "floats", {}, floats)
+    return folder / "theirs", folder / "floats"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_read(name, tmp_path):
+    """Every weight, whole and in part, is what its parts stand for; it is converted as those floats are."""
+    theirs, floats = (open_checkpoint(str(x)) for x in publish(tmp_path, name))
+    rng = np.random.default_rng(1)
+    for key, source in theirs.sources.items():
+        shape = source.info.shape
+        ends = [np.sort(rng.choice(n + 1, 2, replace=False)) for n in shape]
+        for box in ([(0, n) for n in shape], [(int(lo), int(hi)) for lo, hi in ends]):
+            expected = floats.sources[key].read(tuple(box))
+            np.testing.assert_array_equal(source.read(tuple(box)).astype(np.float32), expected)
+    assert theirs.dtype == "bfloat16" and floats.dtype == "float32"
+    assert theirs.checksums()["weights"] != floats.checksums()["weights"]
+
+
+def test_converted(tmp_path):
+    theirs, floats = publish(tmp_path, "w4a16")
+    for quantized in (True, False):
+        for source in (theirs, floats):
+            convert(str(source), str(source) + str(quantized), quantized, "float32")
+        ours, expected = (open_checkpoint(str(x) + str(quantized)) for x in (theirs, floats))
+        assert ours.quantized == quantized
+        for key, source in ours.sources.items():
+            box = tuple((0, n) for n in source.info.shape)
+            np.testing.assert_array_equal(source.read(box), expected.sources[key].read(box))
+
+
+def test_answers(tmp_path, monkeypatch, capsys):
+    """The command says of a quantised model what it says of its floats."""
+    answers = []
+    for folder in publish(tmp_path, "awq"):
+        options = "--dtype", "float32", "--logprobs", "--json", "--prompt", "How much is 3 plus 4?"
+        code, out, err = invoke(monkeypatch, capsys, main, "--checkpoint", folder, *options)
+        assert code == 0, err
+        answers.append(json.loads(out)["responses"])
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.deep
+def test_two_processes(tmp_path):
+    """They compare the model, and answer as with its floats."""
+    answers = []
+    for folder in publish(tmp_path, "w4a16"):
+        options = "--dtype", "float32", "--json", "--prompt", "How much is 3 plus 4?"
+        (code, out, err), (other, nothing, _) = finish(start(2, 1, "--checkpoint", folder, *options))
+        assert (code, other, nothing) == (0, 0, ""), err
+        answers.append(json.loads(out)["responses"])
+    assert answers[0] == answers[1]
+
+
+NAME = "model.layers.0.mlp.up_proj"
+
+
+def without(end):
+    return lambda config, tensors: tensors.pop(f"{NAME}.{end}")
+
+
+def cut(end, index):
+    def make(config, tensors):
+        tensors[f"{NAME}.{end}"] = tensors[f"{NAME}.{end}"][index]
+
+    return make
+
+
+def typed(end, dtype):
+    def make(config, tensors):
+        tensors[f"{NAME}.{end}"] = tensors[f"{NAME}.{end}"].astype(dtype)
+
+    return make
+
+
+def weights(**changes):
+    return lambda config, _: config["config_groups"]["group_0"]["weights"].update(changes)
+
+
+WRONG = [
+    ("gptq", lambda config, _: config.update(quant_method="bitsandbytes"), "quant_method = 'bitsandbytes'"),
+    ("gptq", lambda config, _: config.update(bits=3), "bits = 3 "),
+    ("gptq", lambda config, _: config.update(checkpoint_format="marlin"), "checkpoint_format = 'marlin'"),
+    ("gptq", lambda config, _: config.update(dynamic={"-:lm_head": {}}), "dynamic"),
+    ("gptq", lambda config, _: config.update(group_size=-2), "group_size = -2"),
+    ("gptq", without("scales"), f"{NAME}.scales is missing"),
+    ("gptq", without("qweight"), f"{NAME}.qweight is missing"),
+    ("gptq", cut("qzeros", np.s_[1:]), f"{NAME}.qzeros has shape (3, 32), not (4, 32)"),
+    ("gptq", typed("qweight", np.float32), f"{NAME}.qweight has type F32, not I32"),
+    ("gptq, ordered", without("g_idx"), f"{NAME}.g_idx is missing"),
+    ("gptq, ordered", cut("scales", np.s_[1:]), f"{NAME}.g_idx has groups from 0 to 3"),
+    ("gptq, without g_idx", lambda config, _: config.update(group_size=48), "no groups of 48"),
+    ("awq", lambda config, _: config.update(version="gemv"), "version = 'gemv'"),
+    ("awq", lambda config, _: config.update(group_size=64), "scales has shape (8, 128), not (4, 128)"),
+    ("w4a16", weights(actorder="dynamic"), "actorder = 'dynamic'"),
+    ("w4a16", weights(strategy="tensor_group"), "strategy = 'tensor_group'"),
+    ("w4a16", weights(group_size=64), "weight_scale has shape"),
+    ("w4a16", weights(num_bits=3), "num_bits = 3"),
+    ("w4a16", weights(symmetric=False), "weight_zero_point is missing"),
+    ("w4a16", lambda config, _: config.update(format="marlin-24"), "format = 'marlin-24'"),
+    ("w4a16", lambda config, _: config.update(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme"),
+    ("w4a16", lambda config, _: config.update(sparsity_config={"format": "sparse-24"}), "'sparse-24'"),
+    ("w4a16", lambda config, _: config["config_groups"].update(other=dict(weights={})), "config_groups"),
+    ("FP8, channels", without("weight_scale"), f"{NAME}.weight has type F8_E4M3"),
+    ("FP8, blocks", cut("weight_scale", np.s_[:1]), "weight_scale has shape (1, 3), not (4, 3)"),
+    ("int8", weights(symmetric=False), "symmetric = False"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "fault", "message"), WRONG)
+def test_refused(name, fault, message, tmp_path):
+    folder, _ = publish(tmp_path, name, fault)
+    with pytest.raises(UserError) as error:
+        open_checkpoint(str(folder))
+    assert message in str(error.value) and str(folder) in str(error.value)

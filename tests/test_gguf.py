@@ -1,0 +1,379 @@
+"""GGUF files: written here with the package gguf, they are read as what the package says they hold."""
+
+import json
+import re
+import shutil
+
+import gguf
+import numpy as np
+import pytest
+from conftest import CHECKPOINTS, invoke
+from gguf import GGMLQuantizationType as Kind
+from gguf.quants import dequantize, quantize
+from safetensors.numpy import load_file, save_file
+from transformers import AutoTokenizer
+
+import main
+from checkpoints.checkpoint import open_checkpoint
+from checkpoints.config_json import read_config
+from checkpoints.errors import UserError
+from checkpoints.gguf_file import GgufFile
+from checkpoints.gguf_model import floats_of
+from checkpoints.gguf_tokenizer import write_tokenizer
+from convert_checkpoint import convert
+from serving.text import load_tokenizer
+
+LLAMA3 = CHECKPOINTS / "tiny-llama3"
+CONFIG = json.loads((LLAMA3 / "config.json").read_text())
+HEADS, KV_HEADS, WIDTH = 4, 2, 32
+NAMES = {
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def their_order(x: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of q or k as llama.cpp wants them."""
+    return x.reshape(heads, 2, WIDTH // 2, -1).swapaxes(1, 2).reshape(x.shape)
+
+
+def published(folder, floats: dict):
+    """A folder with the same weights as floats."""
+    shutil.copytree(LLAMA3, folder)
+    save_file({name: np.ascontiguousarray(x) for name, x in floats.items()}, folder / "model.safetensors")
+    return folder
+
+
+def write(path, kind=Kind.F32, fault=lambda writer: None, fields=True, tensors=True):
+    """The tiny model, its matrices of this kind -> what they hold, by their names in a published folder."""
+    writer, floats = gguf.GGUFWriter(path, "llama"), {}
+    if fields:
+        rope = CONFIG["rope_parameters"]
+        writer.add_block_count(4)
+        writer.add_context_length(512)
+        writer.add_embedding_length(128)
+        writer.add_feed_forward_length(256)
+        writer.add_head_count(HEADS)
+        writer.add_head_count_kv(KV_HEADS)
+        writer.add_layer_norm_rms_eps(1e-5)
+        writer.add_rope_freq_base(rope["rope_theta"])
+        writer.add_rope_dimension_count(WIDTH)
+        writer.add_vocab_size(512)
+        add_tokenizer(writer)
+        writer.add_tensor("rope_freqs.weight", rope_factors(rope))
+    for name, x in load_file(LLAMA3 / "model.safetensors").items() if tensors else ():
+        x, (base, _, end) = x.astype(np.float32), name.rpartition(".")
+        if x.ndim == 1:
+            data, floats[name] = x, x
+        else:
+            data = quantize(x, kind)
+            floats[name] = dequantize(data, kind)
+            heads = HEADS if "q_proj" in name else KV_HEADS if "k_proj" in name else None
+            if heads:
+                data = their_order(data, heads)
+        found = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", base)
+        theirs = f"blk.{found[1]}.{NAMES[found[2]]}" if found else NAMES[base]
+        writer.add_tensor(f"{theirs}.{end}", data, raw_dtype=None if x.ndim == 1 else kind)
+    fault(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return floats
+
+
+def add_tokenizer(writer) -> None:
+    content = json.loads((LLAMA3 / "tokenizer.json").read_text())
+    tokens = {x["id"]: x["content"] for x in content["added_tokens"]}
+    special = set(tokens)
+    tokens |= {i: token for token, i in content["model"]["vocab"].items()}
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("llama-bpe")
+    writer.add_token_list([tokens[i] for i in range(len(tokens))])
+    writer.add_token_types([3 if i in special else 1 for i in range(len(tokens))])
+    writer.add_token_merges([" ".join(pair) for pair in content["model"]["merges"]])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(6)
+    writer.add_add_bos_token(True)
+    writer.add_chat_template((LLAMA3 / "chat_template.jinja").read_text())
+
+
+def rope_factors(rope: dict) -> np.ndarray:
+    """transformers' _compute_llama3_parameters, in its terms."""
+    old = rope["original_max_position_embeddings"]
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    factors = []
+    for i in range(WIDTH // 2):
+        wavelength = 2 * np.pi * rope["rope_theta"] ** (2 * i / WIDTH)
+        if wavelength < old / high:
+            factors.append(1.0)
+        elif wavelength > old / low:
+            factors.append(rope["factor"])
+        else:
+            smooth = (old / wavelength - low) / (high - low)
+            factors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
+    return np.array(factors, np.float32)
+
+
+KINDS = [Kind.F32, Kind.F16, Kind.BF16, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0]
+K_QUANTS = [Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K]
+
+
+def everything(source) -> np.ndarray:
+    return source.read(tuple((0, n) for n in source.info.shape))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_read(kind, tmp_path):
+    """Config, and each weight, whole and in part."""
+    floats = write(tmp_path / "model.gguf", kind)
+    opened = open_checkpoint(str(tmp_path / "model.gguf"))
+    assert opened.config == read_config(CONFIG)
+    assert opened.dtype == ("float32" if kind == Kind.F32 else "bfloat16")
+    folder = published(tmp_path / "floats", floats)
+    expected, rng = open_checkpoint(str(folder)), np.random.default_rng(1)
+    for name, source in opened.sources.items():
+        np.testing.assert_array_equal(
+            everything(source).astype(np.float32), everything(expected.sources[name])
+        )
+        ends = [np.sort(rng.choice(n + 1, 2, replace=False)) for n in source.info.shape]
+        box = tuple((int(lo), int(hi)) for lo, hi in ends)
+        np.testing.assert_array_equal(source.read(box), expected.sources[name].read(box))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize("kind", K_QUANTS)
+def test_read_k_quants(kind, tmp_path):
+    """Blocks of 256 values; where the package writes none, of random bytes."""
+    rng, shape = np.random.default_rng(0), (48, 512)
+    block, nbytes = gguf.GGML_QUANT_SIZES[kind]
+    data = rng.integers(0, 256, (shape[0], shape[1] // block * nbytes), np.uint8)
+
+    def more(writer):
+        writer.add_tensor("blk.0.ffn_up.weight", data, raw_dtype=kind)
+
+    write(tmp_path / "model.gguf", fault=more, tensors=False)
+    file = GgufFile(tmp_path / "model.gguf")
+    found = floats_of("x", file.tensors["blk.0.ffn_up.weight"], file.kinds["blk.0.ffn_up.weight"])
+    assert found.shape == shape
+    np.testing.assert_array_equal(found.rows(3, 40), dequantize(data, kind)[3:40])
+    with pytest.raises(UserError, match="is Q8_1, which cannot be read"):
+        floats_of("x", file.tensors["blk.0.ffn_up.weight"], Kind.Q8_1)
+
+
+def test_tokenizer(tmp_path):
+    write(tmp_path / "model.gguf", Kind.Q8_0)
+    folder = open_checkpoint(str(tmp_path / "model.gguf")).folder
+    ours, theirs = load_tokenizer(folder), load_tokenizer(LLAMA3)
+    assert (ours.bos_token, ours.eos_token) == (theirs.bos_token, theirs.eos_token)
+    for text in ("How much is 31 plus 4?", "Two words\n", "é 漢 🙂 <|eot_id|>x"):
+        assert ours(text).input_ids == theirs(text).input_ids
+        assert ours.decode(ours(text).input_ids) == theirs.decode(theirs(text).input_ids)
+    turns = [{"role": "user", "content": "Hello?"}]
+    assert ours.apply_chat_template(turns, tokenize=False) == theirs.apply_chat_template(
+        turns, tokenize=False
+    )
+
+
+@pytest.mark.parametrize("adds_bos", [True, False, None])
+def test_sentencepiece(adds_bos, tmp_path):
+    """As transformers reads it from the same file. What is not said of <s> is yes."""
+    letters = [f"<0x{i:02X}>" for i in range(256)] + ["▁", "a", "b", "c", "▁a", "ab", "▁ab", "bc", "▁▁"]
+    tokens = ["<unk>", "<s>", "</s>", *letters]
+
+    def more(writer):
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(tokens)
+        writer.add_token_scores([-float(i) for i in range(len(tokens))])
+        writer.add_token_types([2, 3, 3, *[6] * 256, *[1] * 9])
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+        writer.add_unk_token_id(0)
+        if adds_bos is not None:
+            writer.add_add_bos_token(adds_bos)
+
+    path = tmp_path / "model.gguf"
+    write(path, fault=more, fields=False, tensors=False)
+    (tmp_path / "ours").mkdir()
+    write_tokenizer(GgufFile(path).fields, tmp_path / "ours")
+    ours, theirs = (
+        load_tokenizer(tmp_path / "ours"),
+        AutoTokenizer.from_pretrained(tmp_path, gguf_file="model.gguf"),
+    )
+    for text in ("abc  ab", " a", "ä\nb"):
+        assert ours(text).input_ids == theirs(text).input_ids
+        assert (ours(text).input_ids[0] == 1) == (adds_bos is not False)
+
+
+@pytest.mark.parametrize(("pre", "expected"), [("llama-bpe", [0, 3]), ("gpt-2", [1, 2])])
+def test_words_that_are_tokens(pre, expected, tmp_path):
+    """Llama 3 does not merge them, and begins with a token: so does llama.cpp, if the file says nothing."""
+
+    def more(writer):
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(pre)
+        writer.add_token_list(["<s>", "a", "b", "ab", "ba"])
+        writer.add_token_merges(["b a"])
+        writer.add_bos_token_id(0)
+
+    write(tmp_path / "model.gguf", fault=more, fields=False, tensors=False)
+    write_tokenizer(GgufFile(tmp_path / "model.gguf").fields, tmp_path)
+    assert load_tokenizer(tmp_path)("ab").input_ids == expected
+
+
+def test_commands(tmp_path, monkeypatch, capsys):
+    """Answers and a conversion are those of the same floats; what was made of the head is kept."""
+    path = tmp_path / "model.gguf"
+    folder = published(tmp_path / "floats", write(path, Kind.Q8_0))
+    answers = []
+    for name in (path, folder):
+        options = "--dtype", "float32", "--logprobs", "--json", "--prompt", "How much is 3 plus 4?"
+        code, out, err = invoke(monkeypatch, capsys, main, "--checkpoint", name, *options)
+        assert code == 0, err
+        answers.append(json.loads(out)["responses"])
+        convert(str(name), str(tmp_path / f"{name.stem}-int8"), quantized=True)
+    assert answers[0] == answers[1]
+    ours, expected = (open_checkpoint(str(tmp_path / f"{name.stem}-int8")) for name in (path, folder))
+    for name, source in ours.sources.items():
+        np.testing.assert_array_equal(everything(source), everything(expected.sources[name]))
+    assert load_tokenizer(ours.folder).chat_template
+    kept = list((tmp_path / "cache" / "llama-jax" / "gguf").iterdir())
+    assert len(kept) == 1 and kept[0] == open_checkpoint(str(path)).folder
+
+
+def test_small_files_are_made_again(tmp_path):
+    """If they are damaged, or gone."""
+    path = tmp_path / "model.gguf"
+    write(path)
+    folder = open_checkpoint(str(path)).folder
+    whole = {x.name: x.read_bytes() for x in folder.iterdir()}
+    for name in whole:
+        (folder / name).write_bytes(whole[name][:10])
+        assert {x.name: x.read_bytes() for x in open_checkpoint(str(path)).folder.iterdir()} == whole
+        (folder / name).unlink()
+        assert {x.name: x.read_bytes() for x in open_checkpoint(str(path)).folder.iterdir()} == whole
+    assert [x.name for x in folder.parent.iterdir()] == [folder.name]
+
+
+def experts_file(path, E=4):
+    """A Mixtral of one layer, of random bytes -> what its experts and its router hold."""
+    writer, rng, D, M = gguf.GGUFWriter(path, "llama"), np.random.default_rng(0), 64, 96
+    writer.add_block_count(1)
+    writer.add_context_length(64)
+    writer.add_embedding_length(D)
+    writer.add_feed_forward_length(M)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(1)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_expert_count(E)
+    writer.add_expert_used_count(2)
+    add_tokenizer(writer)
+    held = {}
+    for name, shape in {
+        "token_embd": (512, D), "output": (512, D), "output_norm": (D,), "blk.0.attn_norm": (D,),
+        "blk.0.ffn_norm": (D,), "blk.0.attn_q": (D, D), "blk.0.attn_k": (32, D), "blk.0.attn_v": (32, D),
+        "blk.0.attn_output": (D, D), "blk.0.ffn_gate_inp": (E, D), "blk.0.ffn_gate_exps": (E, M, D),
+        "blk.0.ffn_up_exps": (E, M, D), "blk.0.ffn_down_exps": (E, D, M),
+    }.items():  # fmt: skip
+        x = rng.normal(size=shape).astype(np.float32)
+        kind = Kind.Q4_0 if len(shape) == 3 else Kind.F32
+        data = quantize(x, kind)
+        held[name] = dequantize(data, kind)
+        writer.add_tensor(name + ".weight", data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return held
+
+
+def test_experts(tmp_path):
+    held = experts_file(tmp_path / "model.gguf")
+    opened = open_checkpoint(str(tmp_path / "model.gguf"))
+    moe = opened.config.layers[0].feed_forward
+    assert (moe.E, moe.A, moe.M) == (4, 2, 96) and moe.router.score == "softmax"
+    found = {name: everything(x) for name, x in opened.sources.items() if "feed_forward" in name}
+    for ours, theirs in (("gate", "ffn_gate_exps"), ("up", "ffn_up_exps"), ("down", "ffn_down_exps")):
+        x, letters = held[f"blk.0.{theirs}"], opened.sources[f"layers.0.feed_forward.{ours}"].info.letters
+        stored = "emd" if ours != "down" else "edm"
+        np.testing.assert_array_equal(
+            found[f"layers.0.feed_forward.{ours}"], np.einsum(f"{stored}->{letters.lower()}", x)
+        )
+
+
+def said(name, value):
+    return lambda writer: writer.kv_data[0].update({name: gguf.GGUFValue(value, kind_of(value))})
+
+
+def kind_of(value):
+    return gguf.GGUFValueType.get_type(value)
+
+
+def unsaid(name):
+    return lambda writer: writer.kv_data[0].pop(name)
+
+
+def renamed(name, other):
+    def fault(writer):
+        tensors = writer.tensors[0]
+        writer.tensors[0] = {other if x == name else x: info for x, info in tensors.items()}
+
+    return fault
+
+
+WRONG = [
+    (said("general.architecture", "mamba"), "general.architecture = 'mamba' is not supported"),
+    (said("llama.expert_count", 4), "field 'num_experts_per_tok' is missing"),
+    (said("llama.rope.scaling.type", "yarn"), "llama.rope.scaling.type = 'yarn' is not supported"),
+    (said("llama.attention.key_length", 64), "llama.attention.key_length"),
+    (said("llama.block_count", 5), "model.layers.4."),
+    (said("llama.block_count", 3), "model.layers.3."),
+    (said("llama.block_count", "4"), "num_hidden_layers = '4' makes no sense"),
+    (said("general.alignment", 0), "general.alignment = 0"),
+    (said("split.count", 3), "one of several files"),
+    (unsaid("llama.embedding_length"), "field 'hidden_size' is missing"),
+    (unsaid("tokenizer.ggml.tokens"), "no tokenizer can be made"),
+    (said("tokenizer.ggml.model", "plamo"), "no tokenizer can be made"),
+    (said("tokenizer.ggml.bos_token_id", 10**6), "no tokenizer can be made"),
+    (renamed("blk.0.attn_q.weight", "blk.0.attn_qkv.weight"), "blk.0.attn_qkv.weight has no place"),
+    (renamed("token_embd.weight", "token_embd.bias"), "token_embd.weight is missing"),
+    (lambda writer: writer.add_tensor("output.bias", np.zeros(512, np.float32)), "lm_head.bias"),
+]
+
+
+@pytest.mark.parametrize(("fault", "message"), WRONG)
+def test_refused(fault, message, tmp_path):
+    path = tmp_path / "model.gguf"
+    write(path, fault=fault)
+    with pytest.raises(UserError) as error:
+        open_checkpoint(str(path))
+    assert message in str(error.value) and str(error.value).startswith(str(path))
+
+
+def test_damaged(tmp_path):
+    """Cut off anywhere, or with any byte of its head changed, it is refused in a line, or it is a model."""
+    path, broken = tmp_path / "model.gguf", tmp_path / "broken.gguf"
+    write(path)
+    content, rng = path.read_bytes(), np.random.default_rng(0)
+    head = GgufFile(path).position
+    with pytest.raises(UserError, match="no such file$"):
+        open_checkpoint(str(broken))
+    for length in [0, 3, 4, 8, 23, 24, *rng.integers(24, head, 20), len(content) - 1]:
+        broken.write_bytes(content[:length])
+        with pytest.raises(UserError, match="broken.gguf: "):
+            open_checkpoint(str(broken))
+    for place in [4, 8, 16, 24, *rng.integers(24, head, 60)]:
+        changed = bytearray(content)
+        changed[place] ^= 0xFF
+        broken.write_bytes(changed)
+        try:
+            open_checkpoint(str(broken))
+        except UserError as e:
+            assert str(broken) in str(e)
