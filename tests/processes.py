@@ -2,6 +2,7 @@
 
 import contextlib
 import pathlib
+import re
 import socket
 import subprocess
 import sys
@@ -73,3 +74,9 @@ def finish(processes: list[subprocess.Popen]) -> list[tuple[int, str, str]]:
 
 def errors(stderr: str) -> list[str]:
     return [line for line in stderr.splitlines() if line.startswith("error: ")]
+
+
+def causes(stderr: str) -> list[str]:
+    """What all processes find wrong: one may hear of it from another before it says so itself."""
+    heard = r"^error: process \d+ of \d+ \(on .*?\) has failed: "
+    return [re.sub(heard, "error: ", line) for line in errors(stderr)]

@@ -5,6 +5,7 @@ import fcntl
 import gc
 import io
 import json
+import math
 import os
 import random
 import shutil
@@ -377,16 +378,17 @@ def test_score(ask):
     asked = [x for text in texts for x in ("--prompt", text)]
     code, out, err = ask("--score", "--json", *asked)
     assert code == 0, err
+    every = []
     for response, logprobs in zip(json.loads(out)["responses"], expected, strict=True):
         assert response["prompt_logprobs"][0] is None
         # float32 in another order of summation: see test_transformers.
         np.testing.assert_allclose(response["prompt_logprobs"][1:], logprobs, atol=1e-4)
         np.testing.assert_allclose(response["log_likelihood"], logprobs.sum(), atol=1e-3)
         np.testing.assert_allclose(response["perplexity"], np.exp(-logprobs.mean()), rtol=1e-4)
-    every = np.concatenate(expected)
+        every += response["prompt_logprobs"][1:]
     last = ask("--score", *asked)[1].splitlines()[-1]
-    likelihood = f"log-likelihood {every.sum():,.4f} of {len(every)} tokens"
-    assert last == f"all: {likelihood}, perplexity {np.exp(-every.mean()):,.4f}"
+    likelihood = f"log-likelihood {math.fsum(every):,.4f} of {len(every)} tokens"
+    assert last == f"all: {likelihood}, perplexity {np.exp(-math.fsum(every) / len(every)):,.4f}"
 
 
 def test_perplexity():

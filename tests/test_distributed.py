@@ -13,7 +13,7 @@ import time
 
 import pytest
 from conftest import CHECKPOINTS
-from processes import Own, errors, finish, free_port, start
+from processes import Own, causes, errors, finish, free_port, start
 from safetensors.numpy import load_file, save_file
 
 import main
@@ -241,7 +241,7 @@ def test_differences(what, tmp_path):
     found = finish(start(2, 1, "--timeout", TIMEOUT, own=own))
     assert [(code, out, len(errors(err))) for code, out, err in found] == [(1, "", 1)] * 2, found
     (line,) = {
-        line.replace(str(tmp_path / "model"), str(LLAMA3)) for *_, err in found for line in errors(err)
+        line.replace(str(tmp_path / "model"), str(LLAMA3)) for *_, err in found for line in causes(err)
     }
     assert what in line and " in process 0 (on " in line and " in process 1 (on " in line
 

@@ -14,7 +14,7 @@ import sys
 import pytest
 from conftest import CHECKPOINTS, FAST
 from pod import KINDS
-from processes import errors, finish, start
+from processes import causes, errors, finish, start
 
 import main
 from benchmarks.models import MODELS
@@ -167,7 +167,7 @@ def test_rehearsal_of_what_does_not_fit(kind, processes, llama_405b):
 def test_what_the_first_process_refuses():
     """An error of the first process, here of its stdin, ends all, in one line each."""
     for code, out, err in finish(start(2, 1, "--checkpoint", LLAMA4, "--prompt-file", "-")):
-        assert (code, out, errors(err)) == (1, "", ["error: --prompt-file -: no prompt in it"]), err
+        assert (code, out, causes(err)) == (1, "", ["error: --prompt-file -: no prompt in it"]), err
 
 
 def test_memory_of_the_smallest(monkeypatch):
