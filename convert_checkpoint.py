@@ -1,4 +1,4 @@
-"""Convert a model to a folder that loads fast: python3 convert_checkpoint.py SRC DST [--quantize int8|none]
+"""Convert a model to a folder that loads fast: python3 convert_checkpoint.py SRC DST [--quantize FORMAT]
 
 SRC is a folder or a hub id, DST a new folder. Weights go through memory in pieces, and DST appears when it is
 whole. What was killed goes on where it stopped when it is started again, and ends byte for byte the same.
@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
+import functools
 import hashlib
 import itertools
 import json
@@ -29,13 +30,14 @@ from collections.abc import Iterable, Iterator
 from typing import IO
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from checkpoints.checkpoint import Checkpoint, open_checkpoint
 from checkpoints.errors import UserError
 from checkpoints.folders import FORMAT, INDEX, companions, read_index, read_json
 from checkpoints.layouts import SLAB_BYTES, Source, file_layout, to_file_order
-from checkpoints.names import TYPES, float_type, named_infos, stored_infos
+from checkpoints.names import FLOATS, named_infos, stored_infos, type_name
 from checkpoints.progress import progress
 from checkpoints.tensor_files import (
     DTYPES,
@@ -49,8 +51,19 @@ from checkpoints.tensor_files import (
 )
 from checkpoints.threads import in_order
 from distributed.exchange import agree, from_first, gather, process_count, process_index
-from quantize import quantize_large
-from sharding.arrays import ArrayInfo
+from quantize import (
+    FORMATS,
+    INT4_MAX,
+    INT4_MIN,
+    Format,
+    GroupedArray,
+    dequantize_groups,
+    in_groups,
+    pack,
+    quantize_groups,
+    unpack,
+)
+from sharding.arrays import ArrayInfo, in_form
 from terminal.command_line import OneLineParser, run
 from terminal.launch import add_processes, join_hosts
 
@@ -85,7 +98,9 @@ class Target:
     def write(self, files: dict[str, NewFile], letter: str, lo: int, values: np.ndarray) -> None:
         """Put values, in our layout and from `lo` on along `letter`, in their places."""
         values = to_file_order(values, self.info)
-        axis = [axis.letter for axis in file_layout(self.info).axes].index(letter)
+        axes = file_layout(self.info).axes
+        axis = [axis.letter for axis in axes].index(letter)
+        lo //= axes[axis].width
         for part in self.parts:
             if axis:
                 files[part.file].write(part.name, axis, lo, values[part.lo : part.hi])
@@ -109,20 +124,19 @@ class FileGroup:
         return sum(array_bytes(x.dtype, x.info.shape) for x in self.targets.values())
 
 
-def plan_files(checkpoint: Checkpoint, quantized: bool, dtype: str, file_bytes: int) -> list[FileGroup]:
+def plan_files(checkpoint: Checkpoint, format: Format | None, dtype: str, file_bytes: int) -> list[FileGroup]:
     """Divide the weights, in their order, among files of at most `file_bytes` of tensors."""
-    dtypes = {"values": "I8", "scale": "F32"}
     numbers, groups, last = itertools.count(1), [], None
 
     def stored(weight: tuple[str, ArrayInfo]) -> tuple[str, str]:
         return weight[1].stored[0].name, weight[1].letters
 
-    for _, fused in itertools.groupby(named_infos(checkpoint.config), stored):
+    for _, fused in itertools.groupby(named_infos(checkpoint.config, format=format), stored):
         fused = list(fused)
         targets = {
-            name: Target(info, dtypes.get(name.rpartition(".")[2]) or float_type(info, dtype), [])
+            name: Target(info, type_name(info, dtype), [])
             for weight in fused
-            for name, info in stored_infos(*weight, quantized).items()
+            for name, info in stored_infos(*weight).items()
         }
         more = FileGroup([fused], targets, {})
         if last and last.nbytes + more.nbytes <= file_bytes:
@@ -158,30 +172,31 @@ def _fill_files(group: FileGroup, file_bytes: int, numbers: Iterator[int]) -> No
 def convert(
     source: str,
     destination: str,
-    quantized: bool = False,
+    format: Format | None = None,
     dtype: str | None = None,
     file_bytes: int = FILE_MIB * 2**20,
     allow_nonfinite: bool = False,
 ) -> None:
     """Write the model at `source` (a folder or hub id) to the new folder `destination` in our layout.
 
-    dtype: of what is not int8 and declares no other, "bfloat16" or "float32"; None: the source's. Raises
-    UserError.
+    format: of what a matmul contracts. dtype: of what is not in it and declares no other, "bfloat16" or
+    "float32"; None: the source's. Raises UserError.
     """
     destination = pathlib.Path(os.path.abspath(os.path.expanduser(destination)))
     checkpoint = open_checkpoint(source)
-    if checkpoint.quantized:
-        raise UserError(f"{checkpoint.folder}: is int8 already; convert the original model instead")
+    if checkpoint.format:
+        was = f"{checkpoint.folder}: is {checkpoint.format} already"
+        raise UserError(f"{was}; convert the original model instead")
     dtype = dtype or checkpoint.dtype
     identity = {
-        "format": FORMAT, "dtype": dtype, "quantize": "int8" if quantized else "none",
+        "format": FORMAT, "dtype": dtype, "quantize": str(format or "none"),
         "file_bytes": file_bytes, "source": fingerprint(checkpoint),
     }  # fmt: skip
     agree({f"the conversion of {source}": identity}, "all processes must see the same files")
     if from_first(lambda: is_there(destination, identity)):
         return
     partial = destination.with_name(destination.name + ".incomplete")
-    groups = plan_files(checkpoint, quantized, dtype, file_bytes)
+    groups = plan_files(checkpoint, format, dtype, file_bytes)
 
     def complete() -> None:
         with room_in(partial):
@@ -194,7 +209,7 @@ def convert(
     with contextlib.ExitStack() as stack:
         from_first(lambda: stack.enter_context(claimed(partial, identity)))
         stack.enter_context(shared(partial))
-        write_weights(checkpoint, partial, groups, quantized, allow_nonfinite)
+        write_weights(checkpoint, partial, groups, allow_nonfinite)
         gather("written")
         from_first(complete)
 
@@ -336,11 +351,7 @@ def divide(groups: list[FileGroup], count: int) -> list[list[FileGroup]]:
 
 
 def write_weights(
-    checkpoint: Checkpoint,
-    folder: pathlib.Path,
-    groups: list[FileGroup],
-    quantized: bool,
-    allow_nonfinite: bool,
+    checkpoint: Checkpoint, folder: pathlib.Path, groups: list[FileGroup], allow_nonfinite: bool
 ) -> None:
     """Write the files that are not there yet, this process its share of them."""
     todo = divide([groups[i] for i in from_first(lambda: missing(folder, groups))], process_count())
@@ -356,12 +367,12 @@ def write_weights(
 
     def work(task):
         group, fused, new = task
-        for letter, lo, arrays in convert_fused(checkpoint, fused, group, quantized, allow_nonfinite):
+        for letter, lo, arrays in convert_fused(checkpoint, fused, group, allow_nonfinite):
             for name, values in arrays.items():
                 group.targets[name].write(new, letter, lo, values)
                 with bar.get_lock():
                     bar.update(values.nbytes)
-        names = [name for weight in fused for name in stored_infos(*weight, quantized)]
+        names = [name for weight in fused for name in stored_infos(*weight)]
         parts = [part for name in names for part in group.targets[name].parts]
         return *task, {part.name: new[part.file].checksum(part.name) for part in parts}
 
@@ -394,19 +405,18 @@ def checksums_of(folder: pathlib.Path, group: FileGroup) -> dict[str, str] | Non
     return checksums
 
 
-def convert_fused(
-    checkpoint: Checkpoint, fused: Fused, group: FileGroup, quantized: bool, allow_nonfinite: bool
-):
+def convert_fused(checkpoint: Checkpoint, fused: Fused, group: FileGroup, allow_nonfinite: bool):
     """Yields slabs of weights that are read together: (letter, first element along it, array by name)."""
-    letter, ranges = checkpoint.sources[fused[0][0]].slabs()
+    first = checkpoint.sources[fused[0][0]]
+    letter, ranges = first.slabs(file_layout(x) for x in stored_infos(*fused[0]).values())
     for lo, hi in ranges:
         arrays = {}
         for name, info in fused:
-            source, names = checkpoint.sources[name], list(stored_infos(name, info, quantized))
-            dtype = np.dtype(np.float32) if len(names) == 2 else DTYPES[group.targets[name].dtype]
+            source, names = checkpoint.sources[name], list(stored_infos(name, info))
+            dtype = DTYPES[group.targets[names[-1]].dtype]
             x = source.slab(letter, lo, hi)
-            made = quantize_on_host(x, info) if len(names) == 2 else [x.astype(dtype, copy=False)]
-            if not (allow_nonfinite or is_finite(made[-1])):  # of int8 the scale
+            made = form_on_host(x, info) if info.form else [x.astype(dtype, copy=False)]
+            if not (allow_nonfinite or is_finite(made[-1])):  # of few bits the scale
                 refuse_nonfinite(source, dtype)
             arrays |= zip(names, made, strict=True)
         yield letter, lo, arrays
@@ -423,11 +433,17 @@ def refuse_nonfinite(source: Source, dtype: np.dtype):
                 raise UserError(f"{where} holds {what}; --allow-nonfinite converts it anyway")
 
 
-def quantize_on_host(x: np.ndarray, info: ArrayInfo) -> list[np.ndarray]:
-    """The int8 values and the scale."""
+def form_on_host(x: np.ndarray, info: ArrayInfo) -> list[np.ndarray]:
+    """The values, int4 two by two, and the scale."""
     x = jax.device_put(x, jax.local_devices(backend="cpu")[0])
-    q = jax.jit(quantize_large, static_argnums=1)(x, info.contracted_axes)
-    return [np.asarray(q.values), np.asarray(q.scale)]
+    return [np.asarray(part) for part in _form(x, dataclasses.replace(info, stored=()))]
+
+
+@functools.partial(jax.jit, static_argnames="info")
+def _form(x: jax.Array, info: ArrayInfo) -> tuple[jax.Array, jax.Array]:
+    q = in_form(x, info)
+    values = pack(q.values, info.held.values.letters.index("I")) if info.form.bits == 4 else q.values
+    return values, q.scale
 
 
 def is_finite(x: np.ndarray, dtype: np.dtype | None = None) -> bool:
@@ -493,41 +509,46 @@ def verify(folder: str, source: str | None = None) -> list[str]:
 
 
 def _compare(ours: Checkpoint, theirs: Checkpoint) -> str:
-    if theirs.quantized:
-        raise UserError(f"{theirs.folder}: is int8; give the float model that {ours.folder} was made of")
+    if theirs.format:
+        raise UserError(
+            f"{theirs.folder}: is {theirs.format}; give the float model that {ours.folder} was made of"
+        )
     if theirs.config != ours.config:
         raise UserError(f"{theirs.folder}: is another model than {ours.folder}")
 
     def compare(weight: tuple[str, ArrayInfo]) -> tuple[str, float, int]:
         name, info = weight
-        sources = [theirs.sources[name], *(ours.sources[x] for x in stored_infos(name, info, ours.quantized))]
-        letter, ranges = sources[0].slabs()
+        sources = [theirs.sources[name], *(ours.sources[x] for x in stored_infos(name, info))]
+        letter, ranges = sources[0].slabs(source.layout for source in sources[1:])
+        difference = {None: _difference, 8: _int8_error, 4: _int4_error}[info.form and info.form.bits]
         worst = 0.0
         for lo, hi in ranges:
-            x, *here = (source.slab(letter, lo, hi) for source in sources)
-            worst = max(worst, _int8_error(x, *here, info) if len(here) > 1 else _difference(x, *here))
+            slabs = (source.slab(letter, lo, hi) for source in sources)
+            worst = max(worst, difference(info, *slabs))
             for source in sources:
                 source.forget()
         return name, worst, sources[0].nbytes
 
     total = sum(source.nbytes for source in theirs.sources.values())
     with progress("comparing", total) as bar:
-        for name, worst, nbytes in in_order(compare, named_infos(ours.config), ahead=32):
+        for name, worst, nbytes in in_order(compare, named_infos(ours.config, format=ours.format), ahead=32):
             if worst > 1:
                 raise UserError(f"{ours.folder}: {name} is not what {theirs.folder} has")
             bar.update(nbytes)
-    kind = "within half a step of int8 of" if ours.quantized else f"in {ours.dtype} exactly"
+    kind = f"in {ours.dtype} exactly"
+    if ours.format:
+        kind = f"within half a step of {ours.format} of"
     return f"the weights are {kind} those of {theirs.folder}"
 
 
-def _difference(x: np.ndarray, ours: np.ndarray) -> float:
+def _difference(info: ArrayInfo, x: np.ndarray, ours: np.ndarray) -> float:
     """0 if ours is x in its own type, bit for bit; else infinite."""
     bits = np.dtype(f"u{ours.itemsize}")
     same = np.array_equal(x.astype(ours.dtype, copy=False).view(bits), ours.view(bits))
     return 0.0 if same else math.inf
 
 
-def _int8_error(x: np.ndarray, values: np.ndarray, scale: np.ndarray, info: ArrayInfo) -> float:
+def _int8_error(info: ArrayInfo, x: np.ndarray, values: np.ndarray, scale: np.ndarray) -> float:
     """The largest error, in half steps; infinite if a scale is not that of the largest element."""
     x = x.astype(np.float32)
     step = np.expand_dims(scale, info.contracted_axes)
@@ -541,16 +562,48 @@ def _int8_error(x: np.ndarray, values: np.ndarray, scale: np.ndarray, info: Arra
     return float(error) / (0.5 + 2**-15)
 
 
+def _int4_error(info: ArrayInfo, x: np.ndarray, packed: np.ndarray, scale: np.ndarray) -> float:
+    """The largest error, in half steps, of what the values can reach; infinite if those of a group are, by
+    the sum of squares, further from x than without a search for the scale.
+    """
+    return float(_int4_errors(x, packed, scale, dataclasses.replace(info, stored=())))
+
+
+@functools.partial(jax.jit, static_argnames="info")
+def _int4_errors(x: jax.Array, packed: jax.Array, scale: jax.Array, info: ArrayInfo) -> jax.Array:
+    how = info.contracted_axes, info.form.group, len(info.first_letters)
+    at = info.held.values.letters.index("I")
+    ours, nearest = GroupedArray(unpack(packed, at), scale), quantize_groups(x, *how, searched=False)
+    x = in_groups(x, *how)
+    known = jnp.all(jnp.isfinite(x), at)
+
+    def squares(q: GroupedArray) -> jax.Array:
+        return jnp.sum((dequantize_groups(q, at) - x) ** 2, at)
+
+    worse = squares(ours) > squares(nearest) * (1 + 2**-15)  # for they are summed in another order
+    step = jnp.expand_dims(jnp.where(scale == 0, 1, scale), at).astype(jnp.float32)
+    error = jnp.abs(jnp.clip(x / step, INT4_MIN, INT4_MAX) - ours.values.astype(jnp.float32))
+    error = jnp.max(jnp.where(jnp.expand_dims(known, at), error, 0)) / (0.5 + 2**-15)
+    right = jnp.all(known == jnp.isfinite(scale)) & ~jnp.any(worse & known)
+    return jnp.where(right, error, jnp.inf)
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = OneLineParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("source", metavar="SRC", help="a folder, a GGUF file, or OWNER/NAME[@REVISION] on the hub")
     add("destination", metavar="DST", nargs="?", help="the new folder")
-    add("--quantize", choices=("int8", "none"), default="none", help="default: none")
+    add(
+        "--quantize",
+        choices=FORMATS,
+        default="none",
+        metavar="FORMAT",
+        help=f"{', '.join(FORMATS)}; g64: a scale for every 64 weights, not 128; default: none",
+    )
     add(
         "--dtype",
-        choices=tuple(TYPES),
-        help="of what is not int8; default: bfloat16, or float32 if SRC has that",
+        choices=FLOATS,
+        help="of what stays float; default: bfloat16, or float32 if SRC has that",
     )
     add(
         "--file-mib",
@@ -579,7 +632,7 @@ def main(arguments: list[str] | None = None) -> None:
             print("\n".join(found))
     else:
         convert(
-            args.source, args.destination, args.quantize == "int8", args.dtype, args.file_mib * 2**20,
+            args.source, args.destination, FORMATS[args.quantize], args.dtype, args.file_mib * 2**20,
             args.allow_nonfinite,
         )  # fmt: skip
 

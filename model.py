@@ -39,7 +39,7 @@ from ops.grouped_matmul import expert_mlp
 from ops.matmul import einsum
 from ops.platform import on_tpu
 from ops.tpu import LANES, take_rows
-from quantize import quantize, values_and_scale
+from quantize import Format, quantize, values_and_scale
 from ragged_attention import KV, Columns, key_beside_value
 from sharding.arrays import ArrayInfo, Stored, abstract, declare, random_arrays, sizes_of, specs, zeros
 from sharding.mesh import EXPERT, MODEL, ROWS, SLOTS, STAGE
@@ -329,8 +329,8 @@ class LatentAttention:
     kv_a: Array = _array("lD", "D", ("kv_a_proj_with_mqa.weight", "[L+R]D", 0))
     k_rope: Array = _array("rD", "D", ("kv_a_proj_with_mqa.weight", "[L+R]D", 1))
     kv_a_norm: Array = _norm("L", "kv_a_layernorm.weight")
-    k_b: Array = _array("kgLN", "N", ("kv_b_proj.weight", "(KG[N+U])L", 0))
-    v_b: Array = _array("kgUL", "L", ("kv_b_proj.weight", "(KG[N+U])L", 1))
+    k_b: Array = _array("kgLN", "N", ("kv_b_proj.weight", "(KG[N+U])L", 0), least_bits=8)
+    v_b: Array = _array("kgUL", "L", ("kv_b_proj.weight", "(KG[N+U])L", 1), least_bits=8)
     o: Array = _array("DkgU", "kgU", ("o_proj.weight", "D(KGU)"))
 
 
@@ -381,7 +381,7 @@ class Weights:
     layers: list[Layer]
     norm: Array = _norm("D", "model.norm.weight")
     norm_bias: Array | None = _bias("D", ("model.norm.bias", "D"))
-    unembed: Array | None = _array("vD", "D", ("lm_head.weight", "VD"))  # None: the embedding is used again
+    unembed: Array | None = _array("vD", "D", ("lm_head.weight", "VD"), least_bits=8)  # None: embed, again
 
 
 @_pytree
@@ -413,10 +413,10 @@ class Cache:
     passed: Passed | None = None  # if there are several stages
 
 
-def weight_infos(cfg: Config, stages: int = 1) -> Weights:
+def weight_infos(cfg: Config, stages: int = 1, format: Format | None = None) -> Weights:
     """The tree of all weights with their ArrayInfo in the place of arrays.
 
-    stages: if there are several, the layers are those of one, each array [p,...].
+    stages: if there are several, the layers are those of one, each array [p,...]. format: None for float.
     """
     sizes, centered = sizes_of(cfg), cfg.norm.centered
 
@@ -448,9 +448,10 @@ def weight_infos(cfg: Config, stages: int = 1) -> Weights:
         layers = jax.tree.map(lambda info: info.in_stages(stages), layers)
     absent = dict(unembed=cfg.tied_embeddings, positions=not cfg.P, bias=not centered)
     weights = declare(Weights, "", sizes, absent, layers=layers)
-    if not cfg.tied_embeddings:
-        return weights
-    return dataclasses.replace(weights, embed=dataclasses.replace(weights.embed, contracted="D"))
+    if cfg.tied_embeddings:
+        embed = dataclasses.replace(weights.embed, contracted="D", least_bits=8)
+        weights = dataclasses.replace(weights, embed=embed)
+    return jax.tree.map(lambda info: dataclasses.replace(info, format=format), weights)
 
 
 def cache_infos(cfg: Config, batch: int, max_len: int, dtype, stages: int = 1) -> Cache:
@@ -482,11 +483,13 @@ def init_cache(cfg: Config, mesh: Mesh, batch: int, max_len: int, dtype) -> Cach
     return zeros(abstract(cache_infos(cfg, batch, max_len, dtype, mesh.shape[STAGE]), mesh))
 
 
-def init_weights(key: Array, cfg: Config, mesh: Mesh, dtype=jnp.float32, quantized: bool = False) -> Weights:
+def init_weights(
+    key: Array, cfg: Config, mesh: Mesh, dtype=jnp.float32, format: Format | None = None
+) -> Weights:
     """Random weights, the same on every mesh with as many stages: normal with variance 1 / fan-in, norms
-    around 1.
+    around 1. format: of what a matmul contracts.
     """
-    return random_arrays(key, weight_infos(cfg, mesh.shape[STAGE]), mesh, dtype, quantized)
+    return random_arrays(key, weight_infos(cfg, mesh.shape[STAGE], format), mesh, dtype)
 
 
 # --------------------------------------------------------------------------------------------------- layers

@@ -36,7 +36,8 @@ import model
 from checkpoints.checkpoint import open_checkpoint
 from checkpoints.errors import UserError
 from checkpoints.loading import load
-from checkpoints.names import TYPES
+from checkpoints.names import FLOATS
+from quantize import FORMATS
 from serving import memory
 from serving.engine import Engine
 from serving.programs import Programs, start_fetching
@@ -227,8 +228,8 @@ def parse_arguments(arguments: list[str] | None = None):
     add("--rounds", type=int, default=3, metavar="N", help="default: 3")
     for name in ("dp", "ep", "tp"):
         add(f"--{name}", type=int, metavar="N", help="as for main.py")
-    add("--dtype", choices=tuple(TYPES), help="of activations; default: as for main.py")
-    add("--quantize", choices=("int8", "none"), help="the weights; default: as in the checkpoint")
+    add("--dtype", choices=FLOATS, help="of activations; default: as for main.py")
+    add("--quantize", choices=FORMATS, help="the weights; default: as in the checkpoint")
     add("--kv-cache-dtype", choices=("int8", "bfloat16", "float32"), help="default: as for main.py")
     add("--json", metavar="FILE", help="write all that was measured there")
     args = parser.parse_args(arguments)
@@ -252,21 +253,21 @@ def main() -> None:
         raise UserError(
             f"--max-len {max_len} is not between {4 * SYSTEM} and the model's {cfg.max_positions}"
         )
-    quantized = launch.choose_quantized(args.quantize, checkpoint) if checkpoint else args.quantize == "int8"
-    dtype, kv_dtype = launch.choose_dtypes(args.dtype, args.kv_cache_dtype, quantized)
+    format = launch.choose_format(args.quantize, checkpoint)
+    dtype, kv_dtype = launch.choose_dtypes(args.dtype, args.kv_cache_dtype, format)
     launch.set_precision(dtype)
-    memory.fit_cache([memory.Deployment(cfg, mesh, dtype, quantized, kv_dtype)], [], args.rows, max_len)
+    memory.fit_cache([memory.Deployment(cfg, mesh, dtype, format, kv_dtype)], [], args.rows, max_len)
     if checkpoint:
-        weights = load(checkpoint, mesh, dtype, quantized, show=jax.process_index() == 0)
+        weights = load(checkpoint, mesh, dtype, format, show=jax.process_index() == 0)
     else:
         launch.log("making random weights")
-        weights = model.init_weights(jax.random.key(0, impl="rbg"), cfg, mesh, jnp.dtype(dtype), quantized)
+        weights = model.init_weights(jax.random.key(0, impl="rbg"), cfg, mesh, jnp.dtype(dtype), format)
     requests = make_requests(args.requests, args.prompt, args.answer, cfg.V, max_len)
     ways = measure(Bench(weights, cfg, mesh, args.rows, max_len, kv_dtype), requests, args.rounds)
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
     result = dict(
         model=args.model or args.checkpoint, dtype=dtype, kv_cache_dtype=kv_dtype,
-        weights="int8" if quantized else dtype, devices=mesh.size,
+        weights=str(format or dtype), devices=mesh.size,
         device=cpu_name() if jax.default_backend() == "cpu" else jax.devices()[0].device_kind,
         mesh="x".join(str(n) for n in mesh.shape.values() if n > 1) or "1",
         requests=args.requests, median_prompt=args.prompt, median_answer=args.answer,

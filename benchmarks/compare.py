@@ -65,12 +65,13 @@ def jax_library(fields: dict, dtype: str, threads: int, folder: str):
 
     import model
     from checkpoints.config_json import read_config
+    from quantize import INT8
     from sharding.mesh import make_mesh
 
     cfg, caches, float_type = read_config(fields), {}, "bfloat16" if dtype == "int8" else dtype
     static = dict(cfg=cfg, mesh=make_mesh(cfg))
     weights = model.init_weights(
-        jax.random.key(0, impl="rbg"), cfg, static["mesh"], float_type, dtype == "int8"
+        jax.random.key(0, impl="rbg"), cfg, static["mesh"], float_type, INT8 if dtype == "int8" else None
     )
 
     def cache(rows: int, length: int) -> model.Cache:

@@ -65,8 +65,9 @@ def prepare(job: str, folder: pathlib.Path):
     if job.startswith("load"):
         return wanted, whole_load(source)
     from convert_checkpoint import convert
+    from quantize import INT8
 
-    return wanted, partial(convert, str(source), str(folder / job), quantized=job == "int8")
+    return wanted, partial(convert, str(source), str(folder / job), format=INT8 if job == "int8" else None)
 
 
 def copy(files: list[pathlib.Path], target: pathlib.Path) -> None:
@@ -89,12 +90,13 @@ def whole_load(source: pathlib.Path):
     from sharding.mesh import make_mesh
 
     checkpoint = open_checkpoint(str(source))
-    mesh, infos = make_mesh(checkpoint.config), model.weight_infos(checkpoint.config)
-    shapes = abstract(infos, mesh, jnp.bfloat16, checkpoint.quantized)
+    infos = model.weight_infos(checkpoint.config, format=checkpoint.format)
+    mesh = make_mesh(checkpoint.config)
+    shapes = abstract(infos, mesh, jnp.bfloat16)
     look = jax.jit(lambda weights: [jnp.max(x) for x in jax.tree.leaves(weights)]).lower(shapes).compile()
 
     def do() -> None:
-        weights = load(checkpoint, mesh, "bfloat16", checkpoint.quantized, show=False)
+        weights = load(checkpoint, mesh, "bfloat16", checkpoint.format, show=False)
         jax.block_until_ready(look(weights))
 
     return do

@@ -49,6 +49,7 @@ from model import Config
 from ops.attention import BLOCK
 from ops.grouped_matmul import FEW_ROWS
 from ops.tpu import TILE
+from quantize import FORMATS, INT8, Format
 from serving.memory import BANDWIDTH, active_experts
 from sharding.arrays import abstract
 from sharding.mesh import EXPERT, MODEL, ROWS, SLOTS, STAGE, make_mesh, mesh_size
@@ -151,7 +152,7 @@ class Job:
     cfg: Config
     batch: int
     context: int
-    quantized: bool = True
+    format: Format | None = INT8
     kv_dtype: str = "int8"
     tokens: int = 1
 
@@ -163,7 +164,7 @@ class Job:
         """count, weights and cache for the program: shapes and shardings, without data."""
         stages, cfg = mesh.shape[STAGE], self.cfg
         count = jax.ShapeDtypeStruct((self.batch,), jnp.int32, sharding=NamedSharding(mesh, P(ROWS)))
-        weights = abstract(model.weight_infos(cfg, stages), mesh, jnp.bfloat16, self.quantized)
+        weights = abstract(model.weight_infos(cfg, stages, self.format), mesh, jnp.bfloat16)
         infos = model.cache_infos(cfg, self.batch, self.context, jnp.dtype(self.kv_dtype), stages)
         cache = abstract(infos, mesh)
         if stages > 1:
@@ -187,7 +188,7 @@ class Job:
         """(name, elements, bytes) of what one device holds of each argument."""
         for name, x in named(**self.arguments(mesh)):
             size = math.prod(x.sharding.shard_shape(x.shape))
-            yield name, size, size * x.dtype.itemsize
+            yield name, size, size * jax.dtypes.itemsize_bits(x.dtype) / 8
 
 
 def named(**trees):
@@ -535,7 +536,7 @@ def parse_arguments(arguments: list[str] | None = None):
         add(f"--{name[0]}p", type=int, metavar="N", help=f"{name} parallelism; default: the best by estimate")
     add("--pp", type=int, default=1, metavar="N", help="stages of layers; default: 1")
     add("--slices", type=int, default=1, metavar="N", help="so many such slices; default: 1")
-    add("--quantize", choices=("int8", "none"), default="int8", help="weights; default: int8; none: bfloat16")
+    add("--quantize", choices=FORMATS, default="int8", help="weights; default: int8; none: bfloat16")
     add("--kv-cache-dtype", choices=("int8", "bfloat16"), default="int8", help="default: int8")
     add("--layers", type=int, metavar="L", help="only the first L layers")
     add("--json", action="store_true", help="print one JSON object")
@@ -614,7 +615,7 @@ def main() -> None:
     if args.layers and args.layers > len(cfg.layers):
         raise UserError(f"--layers {args.layers}: the model has {len(cfg.layers)}")
     cfg = dataclasses.replace(cfg, layers=cfg.layers[: args.layers])
-    job = Job(cfg, args.batch, args.context, args.quantize == "int8", args.kv_cache_dtype)
+    job = Job(cfg, args.batch, args.context, FORMATS[args.quantize], args.kv_cache_dtype)
     topology = find_topology(args.topology, args.slices)
     if args.dump_hlo is not None and not os.access(pathlib.Path(args.dump_hlo).parent, os.W_OK):
         raise UserError(

@@ -1,15 +1,16 @@
-"""What do int8 weights cost? The error of each weight, and with --text that of the predictions.
+"""What do weights of few bits cost? The error of each, and with --text that of the predictions.
 
-    python3 benchmarks/quality.py --checkpoint meta-llama/Llama-3.2-1B --text wiki.test.raw
+    python3 benchmarks/quality.py --checkpoint meta-llama/Llama-3.2-1B --quantize int4 --text wiki.test.raw
 
-An error is ||q - w|| / ||w||, of a tensor or of one channel, that is all that shares a scale. max / rms is a
-channel's largest element, which sets its step, over its root mean square. KL is KL(float || int8) of the next
-token, in nats, with activations of the same type in both. The text is cut into windows; each begins as the
-tokenizer begins a text, and sees nothing of those before.
+An error is ||q - w|| / ||w||, of a tensor or of one channel: of all that contributes to one output. max / rms
+is a channel's largest element over its root mean square. KL is KL(float || quantised) of the next token, in
+nats, with activations of the same type in both. The text is cut into windows; each begins as the tokenizer
+begins a text, and sees nothing of those before.
 """
 # ruff: noqa: E402  the folder must be on the path first
 
 import collections
+import dataclasses
 import datetime
 import json
 import math
@@ -28,75 +29,136 @@ from jax import Array
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
+import model
 from checkpoints.checkpoint import Checkpoint, open_checkpoint
 from checkpoints.errors import UserError
-from checkpoints.loading import load
-from checkpoints.names import TYPES, named_infos, stored_infos
+from checkpoints.loading import load, stored_form
+from checkpoints.names import FLOATS, named_infos, stored_infos
 from checkpoints.progress import progress
 from model import Config, Weights, forward
-from quantize import QuantizedArray, quantize
+from quantize import (
+    FORMATS,
+    Format,
+    GroupedArray,
+    QuantizedArray,
+    dequantize_groups,
+    from_groups,
+    in_groups,
+    quantize,
+    quantize_groups,
+    ungroup,
+)
 from serving.text import load_tokenizer
 from sharding.arrays import ArrayInfo
 from terminal import launch
 from terminal.command_line import OneLineParser, run
 
+ROUNDINGS = {
+    "searched": "rounded on load",
+    "nearest": "rounded to the nearest",
+    "rotated": "rotated, rounded and rotated back",
+}
 CHANNELS = 3  # the worst of each tensor, to be named
 
 # ---------------------------------------------------------------------------------------------------- weights
 
 
 @partial(jax.jit, static_argnames="axes")
-def channel_sums(w: Array, int8: QuantizedArray | None, axes: tuple[int, ...]) -> tuple[Array, Array, Array]:
-    """Of each channel: the sum of squares of int8 - w, that of w, and max|w|, float32. None: quantize(w)."""
-    q, w = quantize(w, axes) if int8 is None else int8, w.astype(jnp.float32)
-    error = q.values * jnp.expand_dims(q.scale, axes) - w
-    return jnp.sum(error**2, axes), jnp.sum(w**2, axes), jnp.max(jnp.abs(w), axes)
+def channel_sums(w: Array, q: Array, axes: tuple[int, ...]) -> tuple[Array, Array, Array]:
+    """Of each channel: the sum of squares of q - w, that of w, and max|w|, float32."""
+    w = w.astype(jnp.float32)
+    return jnp.sum((q - w) ** 2, axes), jnp.sum(w**2, axes), jnp.max(jnp.abs(w), axes)
 
 
-def weight_errors(exact: Checkpoint, int8: Checkpoint | None) -> list[dict]:
-    """`summary` of each weight that has an int8 form, a slab in memory at a time. int8 None: quantize's."""
-    infos = [(name, info) for name, info in named_infos(exact.config) if info.contracted]
+@partial(jax.jit, static_argnames=("info", "rounding"))
+def rounded(w: Array, info: ArrayInfo, rounding: str = "searched") -> Array:
+    """What a weight becomes in its form, float32."""
+    axes, first, group = info.contracted_axes, len(info.first_letters), info.form.group
+    if info.form.bits == 8:
+        return exact_values(quantize(w, axes), info)
+    if rounding == "nearest":
+        return exact_values(quantize_groups(w, axes, group, first, searched=False), info)
+    if rounding == "searched":
+        return exact_values(quantize_groups(w, axes, group, first), info)
+    x, at = in_groups(w.astype(jnp.float32), axes, group, first), first + len(axes)
+    turn = jnp.asarray(hadamard(group))
+    x = jnp.moveaxis(jnp.tensordot(x, turn, (at, 0)), -1, at)
+    x = x.reshape(*x.shape[: at - 1], -1, *x.shape[at + 1 :])
+    x = dequantize_groups(quantize_groups(x, (at - 1,), group, at - 1), at)
+    x = jnp.moveaxis(jnp.tensordot(x, turn, (at, 1)), -1, at)
+    return from_groups(x, axes, first)
+
+
+def hadamard(n: int) -> np.ndarray:
+    """An orthogonal matrix of +-n**-0.5, [n,n], by which all of x gets into each entry. n: a power of 2.
+
+    Its rows have random signs: else what is alike in x would gather in one entry.
+    """
+    matrix = np.ones((1, 1))
+    while len(matrix) < n:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    signs = np.random.default_rng(0).choice([-1, 1], (n, 1))
+    return (signs * matrix / n**0.5).astype(np.float32)
+
+
+def exact_values(q: QuantizedArray | GroupedArray, info: ArrayInfo) -> Array:
+    if isinstance(q, GroupedArray):
+        return ungroup(q, info.contracted_axes, len(info.first_letters))
+    return q.values * jnp.expand_dims(q.scale, info.contracted_axes)
+
+
+def weight_errors(
+    exact: Checkpoint, format: Format, converted: Checkpoint | None = None, rounding: str = "searched"
+) -> list[dict]:
+    """`summary` of each weight that the format rounds, a slab in memory at a time. converted: to it, of which
+    the values are taken.
+    """
+    infos = [(name, info) for name, info in named_infos(exact.config, format=format) if info.form]
     total, found = sum(exact.sources[name].nbytes for name, _ in infos), []
     with progress("comparing weights", total, show=jax.process_index() == 0) as bar:
         for name, info in infos:
             sources = [exact.sources[name]]
-            sources += [int8.sources[part] for part in stored_infos(name, info, True)] if int8 else []
-            letter, ranges = sources[0].slabs()  # in which channels are whole
-            parts = []
+            sources += [converted.sources[part] for part in stored_infos(name, info)] if converted else []
+            letter, ranges = sources[0].slabs(x.layout for x in sources[1:])  # in which channels are whole
+            nameless, parts = dataclasses.replace(info, stored=()), []
             for lo, hi in ranges:
                 w, *q = (source.slab(letter, lo, hi) for source in sources)
-                sums = channel_sums(w, QuantizedArray(*q) if q else None, info.contracted_axes)
-                parts.append(jax.device_get(sums))
+                q = exact_values(stored_form(*q, info), info) if q else rounded(w, nameless, rounding)
+                parts.append(jax.device_get(channel_sums(w, q, info.contracted_axes)))
                 for source in sources:
                     source.forget()
-            axis = info.scale.letters.upper().index(letter)
+            axis = channel_letters(info).upper().index(letter)
             sums = (np.concatenate(part, axis).astype(float) for part in zip(*parts, strict=True))
             found.append(summary(name, info, *sums))
             bar.update(sources[0].nbytes)
     return found
 
 
+def channel_letters(info: ArrayInfo) -> str:
+    return "".join(letter for letter in info.letters if letter not in info.contracted)
+
+
 def summary(name: str, info: ArrayInfo, error: np.ndarray, square: np.ndarray, largest: np.ndarray) -> dict:
     """A weight's error and its worst channels, from `channel_sums`; channels of zeros have 0.
 
-    Raises UserError if the weight is not finite, or if int8 cannot be of it.
+    Raises UserError if the weight is not finite, or if what it became cannot be of it.
     """
     if not np.isfinite(error + square).all():
         raise UserError(f"{name}: holds NaN or Inf, or elements whose squares are too large")
     if error[square == 0].any():
-        raise UserError(f"{name}: int8 is not zero where the float model is; is it of the same model?")
+        raise UserError(f"{name}: {info.form} is not zero where the float model is; is it of the same model?")
     divisor = np.where(square > 0, square, 1)
     errors = np.sqrt(error / divisor)
     peaks = largest / np.sqrt(divisor / math.prod(info.shape[axis] for axis in info.contracted_axes))
 
     def channel(i: int) -> dict:
-        index = zip(info.scale.letters, np.unravel_index(i, errors.shape), strict=True)
+        index = zip(channel_letters(info), np.unravel_index(i, errors.shape), strict=True)
         where = " ".join(f"{letter}{place}" for letter, place in index)
         return dict(channel=where, error=float(errors.flat[i]), max_over_rms=float(peaks.flat[i]))
 
     worst = np.argsort(-errors, axis=None, kind="stable")[:CHANNELS]
     return dict(
-        name=name, letters=info.letters, scale=info.scale.letters, max_over_rms=float(peaks.max()),
+        name=name, letters=info.letters, channels_of=channel_letters(info), max_over_rms=float(peaks.max()),
         error=math.sqrt(error.sum() / (square.sum() or 1)), channels=[channel(i) for i in worst],
     )  # fmt: skip
 
@@ -133,27 +195,27 @@ def windows(tokenizer, text: str, length: int, rows: int, cfg: Config) -> np.nda
 
 
 @jax.jit
-def divergence(exact: Array, int8: Array, targets: Array) -> tuple[Array, Array, Array, Array]:
-    """Of each position: KL(exact || int8); whether the likeliest token is the same; -log p(target) of both.
+def divergence(exact: Array, other: Array, targets: Array) -> tuple[Array, Array, Array, Array]:
+    """Of each position: KL(exact || other); whether the likeliest token is the same; -log p(target) of both.
 
-    exact, int8: logits [B,T,V] float32. targets: [B,T]. Each result: [B,T], in nats.
+    exact, other: logits [B,T,V] float32. targets: [B,T]. Each result: [B,T], in nats.
     """
-    log_p, log_q = jax.nn.log_softmax(exact), jax.nn.log_softmax(int8)
+    log_p, log_q = jax.nn.log_softmax(exact), jax.nn.log_softmax(other)
     p, ratio = jnp.exp(log_p), log_q - log_p
     # The sum of -p ratio and of q - p, which is 0: so no term is negative, and small ones survive float32.
     terms = jnp.where(ratio < 1, p * (jnp.expm1(ratio) - ratio), jnp.exp(log_q) - p - p * ratio)
     losses = (-jnp.take_along_axis(x, targets[..., None], -1)[..., 0] for x in (log_p, log_q))
-    return jnp.sum(terms, -1), jnp.argmax(exact, -1) == jnp.argmax(int8, -1), *losses
+    return jnp.sum(terms, -1), jnp.argmax(exact, -1) == jnp.argmax(other, -1), *losses
 
 
-def compare(exact: Weights, int8: Weights, tokens: np.ndarray, cfg: Config, mesh: Mesh) -> dict:
-    """How int8 predicts the tokens of `windows`, beside float. Raises UserError if a model computes NaN."""
+def compare(exact: Weights, other: Weights, tokens: np.ndarray, cfg: Config, mesh: Mesh) -> dict:
+    """How others predict the tokens of `windows`. Raises UserError if a model computes NaN."""
     total, found = int((tokens[:, 1:] >= 0).sum()), []
     with progress("comparing predictions", total, show=jax.process_index() == 0) as bar:
         bar.unit = " tokens"
         for rows in np.split(tokens, len(tokens) // mesh.shape["data"]):
             inputs, targets = np.maximum(rows[:, :-1], 0), rows[:, 1:]
-            logits = [forward(inputs, weights, cfg=cfg, mesh=mesh) for weights in (exact, int8)]
+            logits = [forward(inputs, weights, cfg=cfg, mesh=mesh) for weights in (exact, other)]
             measured = multihost_utils.process_allgather(divergence(*logits, targets), tiled=True)
             found.append([x[targets >= 0] for x in measured])
             bar.update(len(found[-1][0]))
@@ -179,20 +241,21 @@ def report(result: dict, top: int) -> str:
     """The result as Markdown: kinds of weights, the `top` worst tensors, predictions if any, and how."""
     kinds, rows = collections.defaultdict(list), []
     for x in result["weights"]:
-        kinds[re.sub(r"^layers\.\d+\.", "", x["name"]), f"{x['letters']}, {x['scale']}"].append(x)
+        kinds[re.sub(r"^layers\.\d+\.", "", x["name"]), f"{x['letters']}, {x['channels_of']}"].append(x)
     for kind, found in kinds.items():
         errors, channels = [x["error"] for x in found], [x["channels"][0]["error"] for x in found]
         figures = [f"{x:.2%}" for x in (np.mean(errors), max(errors), max(channels))]
         rows.append([*kind, str(len(found)), *figures, f"{max(x['max_over_rms'] for x in found):.1f}"])
-    head = "weight | letters, of the scale | tensors | mean error | worst | worst channel | max / rms"
+    head = "weight | letters, of a channel | tensors | mean error | worst | worst channel | max / rms"
     parts, rows = [table(head, rows)], []
     for x in sorted(result["weights"], key=lambda x: -x["error"])[:top]:
         channels = ["{channel}: {error:.2%}, {max_over_rms:.1f}".format(**y) for y in x["channels"]]
         rows.append([x["name"], f"{x['error']:.2%}", "; ".join(channels)])
     parts.append(table("worst tensors | error | worst channels: error, max / rms", rows))
-    how = "{model}, int8 {int8}; {dtype} activations; jax {jax} on {device}; {date}.".format(**result)
+    how = "{model}, {format} {how}; {dtype} activations; jax {jax} on {device}; {date}.".format(**result)
     if text := result["text"]:
-        head = "tokens | mean KL, nats | median | 99% | max | same top-1 | perplexity | with int8"
+        head = "tokens | mean KL, nats | median | 99% | max | same top-1 | perplexity | with {format}"
+        head = head.format(**result)
         kl, perplexity = (f"{x:.2e}" for x in text["kl"].values()), (f"{x:,.4f}" for x in text["perplexity"])
         parts.append(table(head, [[f"{text['tokens']:,}", *kl, f"{text['top_1']:.2%}", *perplexity]]))
         how += f" Text: {text['file']}, in windows of {text['window']}."
@@ -205,10 +268,13 @@ def parse_arguments(arguments: list[str] | None = None):
     parser = OneLineParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     add = parser.add_argument
     add("--checkpoint", required=True, metavar="DIR_OR_ID", help="the float model, as for main.py")
-    add("--int8", metavar="DIR", help="its converted int8 folder; default: quantise the float weights")
+    add("--quantize", choices=list(FORMATS)[1:], default="int8", help="default: int8")
+    add("--converted", metavar="DIR", help="it, converted to that; default: round the float weights")
+    how = "of int4: by scales of the least squared error, that clip nothing, or as the first after a rotation"
+    add("--rounding", choices=ROUNDINGS, default="searched", help=f"{how}; default: searched")
     add("--text", metavar="FILE", help="UTF-8, to compare predictions on; default: compare weights alone")
     add("--window", type=int, default=512, metavar="N", help="positions, at most; default: 512")
-    add("--dtype", choices=tuple(TYPES), help="of activations; default: as for main.py and float weights")
+    add("--dtype", choices=FLOATS, help="of activations; default: as for main.py and float weights")
     for name in ("dp", "ep", "tp"):
         add(f"--{name}", type=int, metavar="N", help="as for main.py")
     add("--top", type=int, default=5, metavar="N", help="worst tensors to show; default: 5")
@@ -218,16 +284,30 @@ def parse_arguments(arguments: list[str] | None = None):
     return args
 
 
-def open_both(ours: str, theirs: str | None) -> tuple[Checkpoint, Checkpoint | None]:
-    """Raises UserError if they are not a float model and, if there is one, its int8 form."""
-    exact, int8 = open_checkpoint(ours), open_checkpoint(theirs) if theirs is not None else None
-    if exact.quantized:
-        raise UserError(f"--checkpoint {ours}: its weights are int8 already; give the float model")
-    if int8 and not int8.quantized:
-        raise UserError(f"--int8 {theirs}: its weights are not int8")
-    if int8 and int8.config != exact.config:
-        raise UserError(f"--int8 {theirs}: another model, its config.json is not that of {ours}")
-    return exact, int8
+def open_both(ours: str, theirs: str | None, format: Format) -> tuple[Checkpoint, Checkpoint | None]:
+    """Raises UserError if they are not a float model and, if there is one, what it was converted to."""
+    exact, converted = open_checkpoint(ours), open_checkpoint(theirs) if theirs is not None else None
+    if exact.format:
+        raise UserError(f"--checkpoint {ours}: its weights are {exact.format}; give the float model")
+    if converted and converted.format != format:
+        raise UserError(f"--converted {theirs}: its weights are not {format}, see --quantize")
+    if converted and converted.config != exact.config:
+        raise UserError(f"--converted {theirs}: another model, its config.json is not that of {ours}")
+    return exact, converted
+
+
+def load_both(exact: Checkpoint, converted: Checkpoint | None, mesh: Mesh, dtype: str, args) -> tuple:
+    """The weights, and what --quantize and --rounding make of them."""
+    show, format = jax.process_index() == 0, FORMATS[args.quantize]
+    weights = load(exact, mesh, dtype, None, show)
+    if args.rounding == "searched":
+        return weights, load(converted or exact, mesh, dtype, format, show)
+
+    def change(info: ArrayInfo, w: Array) -> Array:
+        info = dataclasses.replace(info, stored=())
+        return rounded(w, info, args.rounding).astype(w.dtype) if info.form else w
+
+    return weights, jax.tree.map(change, model.weight_infos(exact.config, format=format), weights)
 
 
 def main() -> None:
@@ -237,23 +317,25 @@ def main() -> None:
         open(args.json, "a").close()  # a file that cannot be written is known before the measuring
     launch.keep_compiled()
     launch.join_hosts(args)
-    exact, int8 = open_both(args.checkpoint, args.int8)
+    format = FORMATS[args.quantize]
+    exact, converted = open_both(args.checkpoint, args.converted, format)
     cfg, show = exact.config, jax.process_index() == 0
     mesh = launch.choose_mesh(cfg, args.dp, args.ep, args.tp, launch.device_count())
-    dtype, _ = launch.choose_dtypes(args.dtype, None, quantized=False)
+    dtype, _ = launch.choose_dtypes(args.dtype, None, None)
     launch.set_precision(dtype)
     if text:
         length = min(args.window, cfg.max_positions)
         tokens = windows(load_tokenizer(exact.folder), text, length, mesh.shape["data"], cfg)
     result = dict(
-        model=args.checkpoint, int8=args.int8 or "quantised on load", dtype=dtype, jax=jax.__version__,
+        model=args.checkpoint, format=args.quantize, how=args.converted or ROUNDINGS[args.rounding],
+        dtype=dtype, jax=jax.__version__,
         device=jax.devices()[0].device_kind, date=datetime.date.today().isoformat(),
-        weights=weight_errors(exact, int8), text=None,
+        weights=weight_errors(exact, format, converted, args.rounding), text=None,
     )  # fmt: skip
     if text:
         try:
-            weights = load(exact, mesh, dtype, False, show), load(int8 or exact, mesh, dtype, True, show)
-            result["text"] = dict(file=args.text) | compare(*weights, tokens, cfg, mesh)
+            both = load_both(exact, converted, mesh, dtype, args)
+            result["text"] = dict(file=args.text) | compare(*both, tokens, cfg, mesh)
         except jax.errors.JaxRuntimeError as e:
             if "RESOURCE_EXHAUSTED" not in str(e):
                 raise

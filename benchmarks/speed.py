@@ -36,9 +36,9 @@ import model
 from checkpoints.checkpoint import open_checkpoint
 from checkpoints.errors import UserError
 from checkpoints.loading import load
-from checkpoints.names import TYPES
+from checkpoints.names import FLOATS
 from model import Config, Sampling
-from quantize import QuantizedArray, values_and_scale
+from quantize import FORMATS, GroupedArray, QuantizedArray
 from serving import memory, programs
 from terminal import launch
 from terminal.command_line import OneLineParser, run
@@ -129,9 +129,10 @@ def _cached(w: model.Attention | model.LatentAttention):
 
 
 def _size(tree) -> int:
-    """Elements of the matrices in a tree; of int8 ones the values."""
-    arrays = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, QuantizedArray))
-    return sum(values_and_scale(x)[0].size for x in arrays)
+    """Elements of the matrices in a tree; of those of few bits the values."""
+    few_bits = QuantizedArray, GroupedArray
+    arrays = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, few_bits))
+    return sum((x.values if isinstance(x, few_bits) else x).size for x in arrays)
 
 
 # ------------------------------------------------------------------------------------------------------ runs
@@ -367,8 +368,8 @@ def parse_arguments(arguments: list[str] | None = None):
     add("--prompt", type=numbers, default=[512], metavar="T,...", help="lengths to prefill; default: 512")
     for name in ("dp", "ep", "tp"):
         add(f"--{name}", type=int, metavar="N", help="as for main.py")
-    add("--dtype", choices=tuple(TYPES), help="of activations; default: as for main.py")
-    add("--quantize", choices=("int8", "none"), help="the weights; default: as in the checkpoint")
+    add("--dtype", choices=FLOATS, help="of activations; default: as for main.py")
+    add("--quantize", choices=FORMATS, help="the weights; default: as in the checkpoint")
     add("--kv-cache-dtype", choices=("int8", "bfloat16", "float32"), help="default: as for main.py")
     add("--layers", type=int, metavar="L", help="only the first L layers")
     add("--repeat", type=int, default=5, metavar="N", help="measurements per row; default: 5")
@@ -418,20 +419,20 @@ def main() -> None:
     for batch in args.batch:
         if batch % mesh.shape["data"]:
             raise UserError(f"--batch {batch} is no multiple of the data parallelism {mesh.shape['data']}")
-    quantized = launch.choose_quantized(args.quantize, checkpoint) if checkpoint else args.quantize == "int8"
-    dtype, kv_dtype = launch.choose_dtypes(args.dtype, args.kv_cache_dtype, quantized)
+    format = launch.choose_format(args.quantize, checkpoint)
+    dtype, kv_dtype = launch.choose_dtypes(args.dtype, args.kv_cache_dtype, format)
     launch.set_precision(dtype)
     for name, length in (("context", max(args.context)), ("prompt", max(args.prompt))):
         if length > cfg.max_positions:
             raise UserError(f"--{name} {length}: the model's limit is {cfg.max_positions} positions")
     longest = max(*args.context, *args.prompt)
-    memory.fit_cache([memory.Deployment(cfg, mesh, dtype, quantized, kv_dtype)], [], max(args.batch), longest)
+    memory.fit_cache([memory.Deployment(cfg, mesh, dtype, format, kv_dtype)], [], max(args.batch), longest)
     rates = measure_bandwidth(), measure_flops(jnp.dtype(dtype))  # before the weights fill the memory
     if checkpoint:
-        weights = load(checkpoint, mesh, dtype, quantized, show=jax.process_index() == 0)
+        weights = load(checkpoint, mesh, dtype, format, show=jax.process_index() == 0)
     else:
         launch.log("making random weights")
-        weights = model.init_weights(jax.random.key(0, impl="rbg"), cfg, mesh, jnp.dtype(dtype), quantized)
+        weights = model.init_weights(jax.random.key(0, impl="rbg"), cfg, mesh, jnp.dtype(dtype), format)
     bench = Bench(cfg, mesh, jax.block_until_ready(weights), kv_dtype, args.repeat, *rates)
     rows = []
     for batch in args.batch:
@@ -447,7 +448,7 @@ def main() -> None:
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
     result = dict(
         model=args.model or args.checkpoint, layers=len(cfg.layers), dtype=dtype, kv_cache_dtype=kv_dtype,
-        weights="int8" if quantized else dtype, devices=mesh.size,
+        weights=str(format or dtype), devices=mesh.size,
         device=cpu_name() if on_cpu else jax.devices()[0].device_kind,
         mesh="x".join(str(n) for n in mesh.shape.values() if n > 1) or "1",
         bandwidth=rates[0], flops=rates[1], versions=dict(python=platform.python_version(), **versions),

@@ -32,26 +32,29 @@ from checkpoints.folders import (
 from checkpoints.gguf_model import open_gguf
 from checkpoints.hub import find_folder
 from checkpoints.layouts import SLAB_BYTES, Layout, Source, file_layout, layout_of
-from checkpoints.names import TYPES, float_type, named_infos, renamed, stored_infos
+from checkpoints.names import FLOATS, named_infos, renamed, stored_infos, type_name
 from checkpoints.progress import progress
 from checkpoints.tensor_files import StoredTensor, TensorFile, array_bytes
 from model import Config
+from quantize import FORMATS, Format
 from sharding.arrays import ArrayInfo
 
 Tensor = StoredTensor | Dequantized
-FLOATS = ("F32", "F16", "BF16")
+FLOAT_TYPES = ("F32", "F16", "BF16")
 SAMPLERS = 16  # threads that each wait for a few pages at a time
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """An opened folder. sources: by the names of `stored_infos`. converted: in our layout."""
+    """An opened folder. sources: by the names of `stored_infos`. converted: in our layout. format: of what it
+    holds in that, None for floats.
+    """
 
     folder: pathlib.Path
     config: Config
     sources: dict[str, Source]
     converted: bool
-    quantized: bool
+    format: Format | None
 
     @property
     def dtype(self) -> str:
@@ -122,19 +125,18 @@ def _open_ours(folder: pathlib.Path) -> Checkpoint:
     parts = collections.defaultdict(list)
     for name in sorted(tensors):  # what follows the slash numbers the parts
         parts[name.partition("/")[0]].append(tensors[name])
-    quantized = any(name.endswith(".scale") for name in parts)
-    sources = {}
-    for weight, declared in named_infos(config):
-        for name, info in stored_infos(weight, declared, quantized).items():
+    if (quantize := index["metadata"].get("quantize")) not in FORMATS:
+        raise UserError(f"{folder / INDEX}: quantize is {quantize!r}, not {' or '.join(FORMATS)}")
+    format, sources = FORMATS[quantize], {}
+    for weight, declared in named_infos(config, format=format):
+        for name, info in stored_infos(weight, declared).items():
             if name not in parts:
                 raise UserError(f"{folder}: tensor {name} is missing; convert the model again")
-            dtypes = tuple(dict.fromkeys(float_type(info, dtype) for dtype in TYPES))
-            if name != weight:
-                dtypes = ("I8",) if name.endswith(".values") else ("F32",)
+            dtypes = tuple(dict.fromkeys(type_name(info, dtype) for dtype in FLOATS))
             sources[name] = _source(info, parts.pop(name), file_layout(info), dtypes)
     for tensor in itertools.chain(*parts.values()):
         _no_place(tensor)
-    return Checkpoint(folder, config, sources, converted=True, quantized=quantized)
+    return Checkpoint(folder, config, sources, converted=True, format=format)
 
 
 def _open_published(
@@ -152,7 +154,7 @@ def _open_published(
             _check_copy(tensor, sources["embed"].tensors[0])
         elif tensor.name not in used and not family.ignores(name, len(config.layers)):
             _no_place(tensor)
-    return Checkpoint(folder, config, sources, converted=False, quantized=False)
+    return Checkpoint(folder, config, sources, converted=False, format=None)
 
 
 def _tensors_in(folder: pathlib.Path, config: dict) -> dict[str, Tensor]:
@@ -181,7 +183,7 @@ def _find(tensors: dict[str, Tensor], folder: pathlib.Path, info: ArrayInfo) -> 
         if one_per_expert:
             stored = dataclasses.replace(stored, letters="E" + stored.letters)
         found = [tensors[name] for name in names]
-        return _source(info, found, layout_of(info, stored), FLOATS, one_per_expert)
+        return _source(info, found, layout_of(info, stored), FLOAT_TYPES, one_per_expert)
     raise UserError(f"{folder}: tensor {info.stored[0].name} is missing")
 
 

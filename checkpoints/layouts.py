@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import math
 import re
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -108,11 +109,11 @@ def file_layout(info: ArrayInfo) -> Layout:
 
 
 def to_file_order(x, info: ArrayInfo):
-    """An array in our layout, all of it or of some of its unsplit letters -> in the order of our files."""
+    """An array in our layout, all of it or whole blocks of some letters -> in the order of our files."""
     layout, sizes = file_layout(info), dict(zip(info.letters.upper(), x.shape, strict=True))
     order = layout.order(info)
     axes = [layout.axes[i] for i in order]
-    shape = [axis.size if axis.letter in layout.split else sizes[axis.letter] for axis in axes]
+    shape = [sizes[axis.letter] // axis.width if axis.width else axis.size for axis in axes]
     return x.reshape(shape).transpose(np.argsort(order))
 
 
@@ -155,12 +156,16 @@ class Source:
             first += steps
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def slabs(self) -> tuple[str, list[tuple[int, int]]]:
-        """How to read it bit by bit: a letter that is not contracted and nowhere split, and its ranges."""
-        unfit = self.layout.split | file_layout(self.info).split | set(self.info.contracted.upper())
-        letter = next(axis.letter for axis in self.layout.axes if axis.letter not in unfit)
+    def slabs(self, layouts: Iterable[Layout] = ()) -> tuple[str, list[tuple[int, int]]]:
+        """How to read it bit by bit: a letter that is not contracted, and its ranges.
+
+        layouts: of what it is written to. Where one splits the letter, the ranges are whole blocks.
+        """
+        layouts = self.layout, *layouts
+        letter = next(x.letter for x in self.layout.axes if x.letter not in self.info.contracted.upper())
+        block = max(axis.width for layout in layouts for axis in layout.axes if axis.letter == letter)
         size = self.info.shape[self.info.letters.upper().index(letter)]
-        rows = max(SLAB_BYTES * size // self.nbytes, 1)
+        rows = max(SLAB_BYTES * size // self.nbytes // block * block, block)
         return letter, [(lo, min(lo + rows, size)) for lo in range(0, size, rows)]
 
     def slab(self, letter: str, lo: int, hi: int) -> np.ndarray:

@@ -1,5 +1,6 @@
 """The weights of a checkpoint, put on a mesh."""
 
+import dataclasses
 import functools
 
 import jax
@@ -9,31 +10,33 @@ from jax.sharding import Mesh, NamedSharding
 import model
 from checkpoints.checkpoint import Checkpoint
 from checkpoints.layouts import Box, Source
-from checkpoints.names import float_type, in_each_stage, named_infos, stored_infos
+from checkpoints.names import in_each_stage, named_infos, stored_infos, type_name
 from checkpoints.progress import progress
 from checkpoints.tensor_files import DTYPES
 from checkpoints.threads import WORKERS, in_order, no_garbage_collection
 from model import Weights
 from ops.platform import platform
-from quantize import QuantizedArray, quantize_large
-from sharding.arrays import ArrayInfo
+from quantize import INT8, Format, GroupedArray, QuantizedArray, quantize_large, ungroup, unpack
+from sharding.arrays import ArrayInfo, in_form
 from sharding.mesh import STAGE
 
 
-def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str, quantized: bool, show: bool = True) -> Weights:
+def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str, format: Format | None, show: bool = True) -> Weights:
     """Put the weights on the mesh. A process reads what its devices hold; a CPU uses it in place if it can.
 
-    dtype: "bfloat16" or "float32", for what is not int8 and declares no other. quantized: int8 where a matmul
-    contracts, computed on the devices; an int8 checkpoint is so anyway. show: progress, on stderr.
+    dtype: "bfloat16" or "float32", for what is not of few bits and declares no other. format: of what a
+    matmul contracts, computed on the devices; None: as in the checkpoint. If that has one, the others cannot
+    be, but int8 of it. show: progress, on stderr.
     """
-
-    config, stages = checkpoint.config, mesh.shape[STAGE]
+    config, stages, there = checkpoint.config, mesh.shape[STAGE], checkpoint.format
+    format = format or there
+    if there and format not in (there, dataclasses.replace(INT8, of=there)):
+        raise ValueError(f"{checkpoint.folder}: is {there}, and cannot be {format}")
 
     def place(item: tuple[str, ArrayInfo]):
         name, info = item
-        parts = stored_infos(name, info, checkpoint.quantized)
-        as_stored = len(parts) == 2 or quantized and info.contracted
-        wanted = None if as_stored else DTYPES[float_type(info, dtype)]
+        parts = stored_infos(name, dataclasses.replace(info, format=there)) if there else {name: info}
+        wanted = None if info.form else DTYPES[type_name(info, dtype)]
         arrays, nbytes = [], 0
         for part, declared in parts.items():
             sources = [checkpoint.sources[x] for x in in_each_stage(part, config, stages)]
@@ -44,21 +47,37 @@ def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str, quantized: bool, show: 
     weights, treedef = [], jax.tree.structure(model.weight_infos(config, stages))
     total = sum(source.nbytes for source in checkpoint.sources.values())
     with progress("loading weights", total, show=show) as bar, no_garbage_collection():
-        # What is to be int8 is larger before; an accelerator may have no room for more of that.
-        ahead = 1 if quantized and not checkpoint.quantized else WORKERS
-        for info, arrays, nbytes in in_order(place, named_infos(config, stages), ahead):
-            if len(arrays) == 2:
-                weights.append(QuantizedArray(*arrays))
-            else:
-                weights.append(_quantize(arrays[0], info) if quantized and info.contracted else arrays[0])
+        # What is to be of few bits is larger before; an accelerator may have no room for more of that.
+        ahead = 1 if format != there else WORKERS
+        for info, arrays, nbytes in in_order(place, named_infos(config, stages, format), ahead):
+            weights.append(_formed(arrays, info, mesh) if info.form else arrays[0])
             bar.update(nbytes)
     return jax.tree.unflatten(treedef, weights)
 
 
-def _quantize(x: jax.Array, info: ArrayInfo) -> QuantizedArray:
-    mesh = x.sharding.mesh
-    shardings = QuantizedArray(NamedSharding(mesh, info.spec), NamedSharding(mesh, info.scale.spec))
-    return jax.jit(quantize_large, static_argnums=1, out_shardings=shardings)(x, info.contracted_axes)
+def _formed(arrays: list[jax.Array], info: ArrayInfo, mesh: Mesh) -> QuantizedArray | GroupedArray:
+    """A weight in its form, from a float array, or from the values and the scale of a converted folder."""
+    if arrays[0].dtype == np.int8:
+        return stored_form(*arrays, info)
+    info = dataclasses.replace(info, stored=())  # those that differ in their names alone share a program
+    shardings = jax.tree.map(lambda part: NamedSharding(mesh, part.spec), info.held)
+    return jax.jit(_form, static_argnums=1, out_shardings=shardings)(arrays, info)
+
+
+def _form(arrays: list[jax.Array], info: ArrayInfo) -> QuantizedArray | GroupedArray:
+    if len(arrays) == 1:
+        return in_form(arrays[0], info)
+    grouped, axes = stored_form(*arrays, info), info.contracted_axes
+    if info.form.bits == 4:
+        return grouped
+    return quantize_large(ungroup(grouped, axes, len(info.first_letters)), axes)
+
+
+def stored_form(values: jax.Array, scale: jax.Array, info: ArrayInfo) -> QuantizedArray | GroupedArray:
+    """The arrays of a converted folder as the form that they are of."""
+    if values.dtype == np.int8:
+        return QuantizedArray(values, scale)
+    return GroupedArray(unpack(values, len(info.first_letters + info.contracted)), scale)
 
 
 def _place(info: ArrayInfo, sources: list[Source], mesh: Mesh, dtype: np.dtype | None) -> jax.Array:

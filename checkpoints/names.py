@@ -4,6 +4,7 @@ The published name of each weight stands with its declaration in model.py, what 
 families.py.
 """
 
+import dataclasses
 import re
 from collections.abc import Iterator
 
@@ -15,17 +16,21 @@ from checkpoints.errors import UserError
 from checkpoints.families import Family
 from checkpoints.tensor_files import StoredTensor
 from model import Config
+from quantize import Format
 from sharding.arrays import ArrayInfo
 
-TYPES = {"bfloat16": "BF16", "float32": "F32"}  # safetensors' names
+FLOATS = ("bfloat16", "float32")  # that a model may have
+TYPES = {"bfloat16": "BF16", "float32": "F32", "int8": "I8", "uint8": "U8"}  # safetensors' names
 
 
-def named_infos(config: Config, stages: int = 1) -> Iterator[tuple[str, ArrayInfo]]:
+def named_infos(
+    config: Config, stages: int = 1, format: Format | None = None
+) -> Iterator[tuple[str, ArrayInfo]]:
     """Every declared weight with its name in our files, like `layers.0.attention.q`.
 
-    Of layers in several stages: those of the first.
+    Of layers in several stages: those of the first. format: of the weights.
     """
-    for path, info in jax.tree_util.tree_leaves_with_path(model.weight_infos(config, stages)):
+    for path, info in jax.tree_util.tree_leaves_with_path(model.weight_infos(config, stages, format)):
         yield jax.tree_util.keystr(path, simple=True, separator="."), info
 
 
@@ -37,15 +42,26 @@ def in_each_stage(name: str, config: Config, stages: int) -> list[str]:
     return [f"layers.{int(found[1]) + stage * depth}.{found[2]}" for stage in range(stages)]
 
 
-def stored_infos(name: str, info: ArrayInfo, quantized: bool) -> dict[str, ArrayInfo]:
-    """The arrays that stand for a weight: itself, or its int8 values and their scale."""
-    if quantized and info.contracted:
-        return {name + ".values": info, name + ".scale": info.scale}
-    return {name: info}
+def stored_infos(name: str, info: ArrayInfo) -> dict[str, ArrayInfo]:
+    """The arrays that stand for a weight: itself, or the values of its form and their scale.
+
+    int4 values are there two by two, see quantize.pack.
+    """
+    if info.form is None:
+        return {name: info}
+    held = info.held
+    values = packed(held.values) if info.form.bits == 4 else held.values
+    return {name + ".values": values, name + ".scale": held.scale}
 
 
-def float_type(info: ArrayInfo, dtype: str) -> str:
-    """safetensors' name of a weight's float type in a model of `dtype`."""
+def packed(values: ArrayInfo) -> ArrayInfo:
+    """The declaration of the bytes of int4 values."""
+    shape = [n // 2 if letter == "I" else n for letter, n in zip(values.letters, values.shape, strict=True)]
+    return dataclasses.replace(values, shape=tuple(shape), dtype=np.uint8)
+
+
+def type_name(info: ArrayInfo, dtype: str) -> str:
+    """safetensors' name of an array's type in a model of `dtype`."""
     return TYPES[dtype if info.dtype is None else np.dtype(info.dtype).name]
 
 

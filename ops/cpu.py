@@ -9,19 +9,19 @@ import math
 import jax.numpy as jnp
 from jax import Array, lax
 
-STEPS = 127  # of int8, to each side
+from quantize import PART, int8_parts
+
 DECODE = 16  # tokens per row, guesses included, up to which it is decode
 LANES = 32  # inputs that one_row multiplies side by side
 LONGEST = 2048  # row that it takes; of 8192 it is five times slower than int8_product
-PART = 1024  # inputs that it sums in one expression; measured, on AVX2
+PIECE = 1024  # inputs that it sums in one expression; measured, on AVX2
 
 
 def contract(x: Array, w: Array, n: int) -> Array:
     """The sum of products over the last n axes of both: x [B,T,...] float, w [...] float or int8 -> float32.
 
-    Decode waits for the weights. Then x is rounded where w is int8 and there are several rows, in two int8
-    parts, to 15 bits of its row's largest entry: in one, of 8, the outliers of trained models would leave
-    little of the rest.
+    Decode waits for the weights. Then x is rounded where w is int8 and there are several rows, see
+    `int8_parts`.
     """
     (B, T), outputs = x.shape[:2], w.shape[:-n]
     decode = T <= DECODE
@@ -39,20 +39,16 @@ def contract(x: Array, w: Array, n: int) -> Array:
 
 def int8_product(x: Array, w: Array) -> Array:
     """[R,D] float, [N,D] int8 -> [R,N] float32: only int8 by int8 is fast, and only of two rows or more."""
-    x = x.astype(jnp.float32)
-    unit = jnp.maximum(jnp.max(jnp.abs(x), -1, keepdims=True), 1e-30) / STEPS
-    high = jnp.round(x / unit)
-    low = jnp.round((x / unit - high) * (2 * STEPS))  # what that leaves
-    y = weights_first(jnp.concatenate([high, low]).astype(jnp.int8), w, jnp.int32)
-    high, low = jnp.split(y.astype(jnp.float32), 2)
-    return (high + low / (2 * STEPS)) * unit
+    parts, unit = int8_parts(x)
+    high, low = jnp.split(weights_first(parts, w, jnp.int32).astype(jnp.float32), 2)
+    return (high + low / PART) * unit
 
 
 def one_row(x: Array, w: Array) -> Array:
     """[1,D] float, [N,D] int8 -> [1,N] float32: the product of int8 takes as long for one row as for 8."""
     x, sums = x[0].astype(jnp.float32), 0.0  # [N,LANES]
-    for start in range(0, x.size, PART):
-        for i in range(start, min(start + PART, x.size), LANES):
+    for start in range(0, x.size, PIECE):
+        for i in range(start, min(start + PIECE, x.size), LANES):
             sums += w[:, i : i + LANES].astype(jnp.float32) * x[i : i + LANES]
         sums = lax.optimization_barrier(sums)
     return weights_first(jnp.ones((1, LANES)), sums, jnp.float32)

@@ -1,7 +1,8 @@
 """Routed experts: each row through the experts chosen for it, reading only the experts that have rows.
 
 Letters as in model.py, uppercase for what this device has: R rows (all tokens of all rows of the batch), A
-choices per row, D model width, E experts, M width of an expert. Weights may be int8.
+choices per row, D model width, E experts, M width of an expert. Weights may be int8, or int4 in groups, of
+which I is the size: their D or M, where it is contracted, is D,I or M,I and counts groups.
 """
 
 from functools import partial
@@ -9,13 +10,21 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.dtypes import itemsize_bits
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ops.gpu import grouped_dot, takes
 from ops.platform import on_gpu, on_tpu
 from ops.tpu import in_hbm, precision, result
-from quantize import QuantizedArray, values_and_scale
+from quantize import (
+    PART,
+    GroupedArray,
+    QuantizedArray,
+    dequantize_groups,
+    int8_parts,
+    values_and_scale,
+)
 
 FEW_ROWS = 128  # so many times int8 weights are multiplied about as fast as they are read: 120 times on v5e
 VMEM_BYTES = 48 << 20  # of VMEM that the kernel may use; half of it for blocks of weights
@@ -26,7 +35,7 @@ def expert_mlp(x: Array, expert: Array, factor: Array, gate, up, down, scales: s
     """The sum over a row's experts of SwiGLU(factor · x), or of factor · SwiGLU(x): [R,D] -> [R,D] float32.
 
     expert: [R,A] int32, E for one that is not on this device. factor: [R,A]. scales: "input" or "output".
-    gate, up: [E,D,M], down: [E,M,D], float or int8. No row is dropped, however they are distributed.
+    gate, up: [E,D,M], down: [E,M,D], float, int8 or int4. No row is dropped, however they are distributed.
     On TPUs few rows read active experts only, unless their blocks do not fit, see `block_width`.
     """
     if on_tpu() and x.shape[0] <= FEW_ROWS and block_width(gate):
@@ -36,6 +45,8 @@ def expert_mlp(x: Array, expert: Array, factor: Array, gate, up, down, scales: s
 
 def sorted_rows(x: Array, expert: Array, factor: Array, gate, up, down, scales: str) -> Array:
     """`expert_mlp` by a ragged product over the pairs (row, choice), in the order of their expert."""
+    # For many rows, bfloat16 is made of int4 once.
+    gate, up, down = (as_floats(w, x.dtype) if isinstance(w, GroupedArray) else w for w in (gate, up, down))
     A = expert.shape[1]
     E = values_and_scale(gate)[0].shape[0]
     chosen = expert.reshape(-1)
@@ -62,6 +73,12 @@ def sorted_rows(x: Array, expert: Array, factor: Array, gate, up, down, scales: 
     return y.reshape(-1, A, y.shape[-1]).sum(1)
 
 
+def as_floats(w: GroupedArray, dtype) -> Array:
+    """[E,D,I,M] in int4 -> [E,D,M]."""
+    w = dequantize_groups(w, 2, dtype)
+    return w.reshape(w.shape[0], -1, w.shape[-1])
+
+
 def active_experts(
     x: Array, expert: Array, factor: Array, gate, up, down, scales: str, interpret=False
 ) -> Array:
@@ -71,60 +88,111 @@ def active_experts(
     experts, with factor 0 where it was not chosen: that takes no longer than reading the weights. What is
     left of the grid asks for the last block again, and so fetches nothing.
     """
-    weights, units = zip(*map(values_and_scale, (gate, up, down)), strict=True)
-    E, D, M = weights[0].shape
-    R, width, steps = x.shape[0], block_width(gate), min(E, expert.size)
+    grouped = isinstance(gate, GroupedArray)
+    parts = ((w.values, w.scale) if grouped else values_and_scale(w) for w in (gate, up, down))
+    weights, units = zip(*parts, strict=True)
+    E, M = weights[0].shape[0], weights[0].shape[-1]
+    (R, D), width, steps = x.shape, block_width(gate), min(E, expert.size)
     if not interpret:
         weights, units = in_hbm((weights, units))
     chosen = expert[..., None] == jnp.arange(E)  # RAE
     factors = jnp.sum(jnp.where(chosen, factor[..., None].astype(jnp.float32), 0), 1)
-    padding = ((0, -R % ROW_TILE), (0, 0))
+    padding = ((0, -R % (2 * ROW_TILE if grouped else ROW_TILE)), (0, 0))
     x, factors = jnp.pad(x, padding), jnp.pad(factors, padding)
+    rows = int8_parts(x) if grouped else (x,)
 
     def block(i, j, active, n_active):
         """(expert, block of M) at a point of the grid."""
         return active[i], jnp.where(i < n_active[0], j, M // width - 1)
 
-    def columns(*point):
-        expert, j = block(*point)
-        return expert, 0, j
-
-    def rows(*point):
-        return *block(*point), 0
-
-    def scale_columns(*point):
-        expert, j = block(*point)
-        return expert // ROW_TILE, j
-
-    def scale_rows(*point):
-        return block(*point)[0] // ROW_TILE, 0
+    def spec(*shape: int | None, at) -> pl.BlockSpec:
+        return pl.BlockSpec(shape, lambda *point: at(*block(*point)))
 
     def whole(x: Array) -> pl.BlockSpec:
         return pl.BlockSpec(x.shape, lambda *_: (0, 0))
 
-    column_spec, row_spec = pl.BlockSpec((None, D, width), columns), pl.BlockSpec((None, width, D), rows)
-    scale_specs = (None, None, None)
-    if units[0] is not None:  # of one expert they are no whole tile: take its neighbours' along
-        column_scale = pl.BlockSpec((min(E, ROW_TILE), width), scale_columns)
-        scale_specs = column_scale, column_scale, pl.BlockSpec((min(E, ROW_TILE), D), scale_rows)
+    if grouped:
+        n, size = weights[0].shape[1:3]  # of groups
+        columns = spec(None, n, size, width, at=lambda e, j: (e, 0, 0, j))
+        weight_specs = columns, columns, spec(None, width // size, size, D, at=lambda e, j: (e, j, 0, 0))
+        columns = spec(None, n, width, at=lambda e, j: (e, 0, j))
+        unit_specs = columns, columns, spec(None, M // size, D, at=lambda e, j: (e, 0, 0))
+    else:
+        columns = spec(None, D, width, at=lambda e, j: (e, 0, j))
+        weight_specs = columns, columns, spec(None, width, D, at=lambda e, j: (e, j, 0))
+        unit_specs = None, None, None
+        if units[0] is not None:  # of one expert they are no whole tile: take its neighbours' along
+            columns = spec(min(E, ROW_TILE), width, at=lambda e, j: (e // ROW_TILE, j))
+            rest = spec(min(E, ROW_TILE), D, at=lambda e, j: (e // ROW_TILE, 0))
+            unit_specs = columns, columns, rest
     y = pl.pallas_call(
-        partial(_active_experts, scales=scales),
+        partial(_active_grouped_experts if grouped else _active_experts, scales=scales),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(steps, M // width),
-            in_specs=(whole(x), whole(factors), (column_spec, column_spec, row_spec), scale_specs),
+            in_specs=(tuple(map(whole, rows)), whole(factors), weight_specs, unit_specs),
             out_specs=whole(x),
         ),
         out_shape=result(x.shape, jnp.float32, x, factors, weights[0]),
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=VMEM_BYTES),
         name="active_experts",
         interpret=interpret,
-    )(*active_first(jnp.any(chosen, (0, 1)), steps), x, factors, weights, units)
+    )(*active_first(jnp.any(chosen, (0, 1)), steps), rows, factors, weights, units)
     return y[:R]
 
 
-def _active_experts(active, n_active, x, factors, weights, units, y, *, scales: str):
+def _active_experts(active, n_active, rows, factors, weights, units, y, *, scales: str):
     """The kernel, at expert i of the active ones and block j of M. All refs but the first two are in VMEM."""
+    i, (x,) = pl.program_id(0), rows
+
+    def dot(x: Array, which: int) -> Array:
+        w = weights[which][...].astype(x.dtype)
+        y = jnp.dot(x, w, precision=precision(x.dtype), preferred_element_type=jnp.float32)
+        return y if units[which] is None else y * units[which][pl.ds(lax.rem(active[i], ROW_TILE), 1)]
+
+    def gated(factor: Array) -> Array:
+        gate, up = dot(x[...], 0), dot(x[...], 1)
+        gate, up = (gate * factor, up * factor) if scales == "input" else (gate, up)
+        return dot((jax.nn.silu(gate) * up).astype(x.dtype), 2)
+
+    _add_expert(active, n_active, factors, y, gated, scales)
+
+
+def _active_grouped_experts(active, n_active, rows, factors, weights, units, y, *, scales: str):
+    """`_active_experts` of int4 weights: a product of integers for each group, see `int8_parts`."""
+    j, (parts, unit) = pl.program_id(1), rows
+    size = weights[0].shape[1]  # of a group
+
+    def dot(parts: Array, unit: Array, which: int, scale_of) -> Array:
+        total = 0.0
+        for group in range(weights[which].shape[0]):
+            w = weights[which][group].astype(jnp.int8)
+            part = jnp.dot(parts[:, group * size : (group + 1) * size], w, preferred_element_type=jnp.int32)
+            total += part.astype(jnp.float32) * scale_of(group)
+        high, low = jnp.split(total, 2)
+        return (high + low / PART) * unit
+
+    def column_scale(which: int):
+        return lambda group: units[which][group : group + 1].astype(jnp.float32)
+
+    down_units = units[2][...].astype(jnp.float32)
+    number = lax.broadcasted_iota(jnp.int32, down_units.shape, 0)
+
+    def down_scale(group: int) -> Array:
+        """By a mask: a row of bfloat16 cannot be taken at a place known only at run time."""
+        here = number == j * weights[2].shape[0] + group
+        return jnp.sum(jnp.where(here, down_units, 0), 0, keepdims=True)
+
+    def gated(factor: Array) -> Array:
+        x_unit = unit[...] * factor if scales == "input" else unit[...]
+        gate, up = (dot(parts[...], x_unit, which, column_scale(which)) for which in (0, 1))
+        return dot(*int8_parts(jax.nn.silu(gate) * up), 2, down_scale)
+
+    _add_expert(active, n_active, factors, y, gated, scales)
+
+
+def _add_expert(active, n_active, factors, y, gated, scales: str) -> None:
+    """Add what gated(factor) makes of all rows to y. factor: [R,1], of the rows' scores for this expert."""
     i, j = pl.program_id(0), pl.program_id(1)
 
     @pl.when((i == 0) & (j == 0))
@@ -135,16 +203,7 @@ def _active_experts(active, n_active, x, factors, weights, units, y, *, scales: 
     def _():
         here = lax.broadcasted_iota(jnp.int32, factors.shape, 1) == active[i]
         factor = jnp.sum(jnp.where(here, factors[...], 0), 1, keepdims=True)
-
-        def dot(x: Array, which: int) -> Array:
-            w = weights[which][...].astype(x.dtype)
-            y = jnp.dot(x, w, precision=precision(x.dtype), preferred_element_type=jnp.float32)
-            return y if units[which] is None else y * units[which][pl.ds(lax.rem(active[i], ROW_TILE), 1)]
-
-        gate, up = dot(x[...], 0), dot(x[...], 1)
-        if scales == "input":
-            gate, up = gate * factor, up * factor
-        down = dot((jax.nn.silu(gate) * up).astype(x.dtype), 2)
+        down = gated(factor)
         y[...] += down if scales == "input" else down * factor
 
 
@@ -156,8 +215,10 @@ def active_first(active: Array, n: int) -> tuple[Array, Array]:
     return jnp.sum(jnp.where(here, jnp.arange(active.size), 0), 1), rank[-1:] + 1
 
 
-def block_width(gate: Array | QuantizedArray) -> int | None:
+def block_width(gate: Array | QuantizedArray | GroupedArray) -> int | None:
     """Columns of M that the kernel takes per step: 256, 128 or all; None if two of each do not fit."""
-    _, D, M = (values := values_and_scale(gate)[0]).shape
-    largest = VMEM_BYTES // 12 // (D * values.dtype.itemsize)
-    return next((n for n in (256, 128, M) if M % n == 0 and n <= largest), None)
+    values = gate.values if isinstance(gate, GroupedArray) else values_and_scale(gate)[0]
+    M, group = values.shape[-1], values.shape[2] if isinstance(gate, GroupedArray) else 1
+    column = values.size // values.shape[0] // M * itemsize_bits(values.dtype) // 8
+    largest = VMEM_BYTES // 12 // column
+    return next((n for n in (256, 128, M) if M % n == 0 and n % group == 0 and n <= largest), None)

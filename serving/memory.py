@@ -12,6 +12,7 @@ import socket
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.dtypes import itemsize_bits
 from jax.sharding import Mesh
 from numpy.polynomial.polynomial import polypow
 
@@ -20,6 +21,7 @@ from checkpoints.checkpoint import Checkpoint
 from checkpoints.errors import UserError
 from distributed.exchange import gather
 from model import Config, Experts
+from quantize import Format
 from sharding.arrays import abstract
 from sharding.mesh import EXPERT, MODEL, STAGE, mesh_size
 
@@ -37,8 +39,8 @@ BANDWIDTH = {
 
 def shard_bytes(tree) -> int:
     """Bytes that each device holds of a tree of arrays, or of their abstract shapes."""
-    shards = ((x.sharding.shard_shape(x.shape), x.dtype.itemsize) for x in jax.tree.leaves(tree))
-    return sum(math.prod(shape) * itemsize for shape, itemsize in shards)
+    shards = ((x.sharding.shard_shape(x.shape), itemsize_bits(x.dtype)) for x in jax.tree.leaves(tree))
+    return sum(math.prod(shape) * bits for shape, bits in shards) // 8
 
 
 def host_memory(root: pathlib.Path = pathlib.Path("/")) -> int:
@@ -84,13 +86,13 @@ class Deployment:
     cfg: Config
     mesh: Mesh
     dtype: str
-    quantized: bool
+    format: Format | None
     kv_dtype: str
     checkpoint: Checkpoint | None = None
 
     def weight_bytes(self) -> int:
-        infos = model.weight_infos(self.cfg, self.mesh.shape[STAGE])
-        return shard_bytes(abstract(infos, self.mesh, jnp.dtype(self.dtype), self.quantized))
+        infos = model.weight_infos(self.cfg, self.mesh.shape[STAGE], self.format)
+        return shard_bytes(abstract(infos, self.mesh, jnp.dtype(self.dtype)))
 
     def cache_bytes(self, rows: int, max_len: int) -> int:
         stages = self.mesh.shape[STAGE]
@@ -129,7 +131,7 @@ def fit_cache(
     count, length = choices[0] if rows else choices[len(counts) - 1]
     cache = sum(x.cache_bytes(count, length) for x in models)
     if weights > cache:  # remedies for the larger of the two
-        remedies = ["--quantize int8"] * (not all(x.quantized for x in models))
+        remedies = ["--quantize int8"] * (not all(x.format for x in models))
     else:
         remedies = ["--kv-cache-dtype int8"] * (models[0].kv_dtype != "int8")
         remedies += ["fewer rows"] * (count > shards) + ["shorter rows"]

@@ -1,6 +1,7 @@
-"""Arrays declared by letters: the shapes, shardings, int8 forms and first values that follow from that.
+"""Arrays declared by letters: the shapes, shardings, forms in few bits and first values that follow.
 
-The letters are those of model.py, which declares the weights and the cache.
+The letters are those of model.py, which declares the weights and the cache. In an int4 form there is one
+more, I: the place in a group of entries that share a scale.
 """
 
 import dataclasses
@@ -16,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from ops.platform import on_tpu
 from ops.tpu import LANES
-from quantize import QuantizedArray, quantize
+from quantize import INT8, Format, GroupedArray, QuantizedArray, quantize_groups, quantize_large, ungroup
 from sharding.mesh import SHARDED_BY, mesh_size
 
 
@@ -38,14 +39,16 @@ class Stored:
 
 @dataclasses.dataclass(frozen=True)
 class ArrayInfo:
-    """One array, declared: shape, sharding, initial value, int8 form and checkpoint layout follow from it.
+    """One array, declared: shape, sharding, initial value, form of few bits and checkpoint layout follow.
 
     Not a pytree node, so jax.tree.map takes it for a leaf.
     letters:    our layout, lowercase where it is sharded.
-    contracted: the letters that its matmul sums; int8 has one scale per entry of the rest. Empty: never int8.
+    contracted: the letters that its matmul sums; int8 has one scale per entry of the rest. Empty: only float.
     stored:     where a Hugging Face checkpoint may have it; the first that is there counts.
     shape:      the true sizes of the letters. dtype: None for the float type of the model or cache.
     initial:    what random values are around; None: around 0, with variance 1 / fan-in.
+    format:     of the model's weights. least_bits: that suffice for this one.
+    steps:      of a part of an int4 form: (letter, n), where a step along the letter is n of its entries.
     """
 
     letters: str
@@ -54,6 +57,9 @@ class ArrayInfo:
     shape: tuple[int, ...] = ()
     dtype: Any = None
     initial: float | None = None
+    format: Format | None = None
+    least_bits: int = 4
+    steps: tuple[str, int] | None = None
 
     @property
     def spec(self) -> P:
@@ -64,10 +70,46 @@ class ArrayInfo:
         return tuple(self.letters.index(letter) for letter in self.contracted)
 
     @property
-    def scale(self) -> "ArrayInfo":
-        """The declaration of the int8 scales."""
-        kept = [i for i in range(len(self.letters)) if i not in self.contracted_axes]
-        return ArrayInfo("".join(self.letters[i] for i in kept), shape=tuple(self.shape[i] for i in kept))
+    def form(self) -> Format | None:
+        """What of the model's format suits this array."""
+        if not (self.format and self.contracted):
+            return None
+        return self.format.along(self.shape[self.contracted_axes[-1]]) if self.least_bits == 4 else INT8
+
+    @property
+    def held(self) -> "ArrayInfo | QuantizedArray | GroupedArray":
+        """The declarations of the arrays that it is in its form."""
+        if self.form is None:
+            return self
+        return self.in_groups(self.form.group) if self.form.bits == 4 else self.in_channels()
+
+    def in_channels(self) -> QuantizedArray:
+        """The declarations of int8 values and their scale."""
+        kept = "".join(letter for letter in self.letters if letter not in self.contracted)
+        return QuantizedArray(self._part(self.letters, jnp.int8), self._part(kept, jnp.float32))
+
+    def in_groups(self, group: int) -> GroupedArray:
+        """The declarations of int4 values and their scale, see GroupedArray."""
+        last, before = self.contracted[-1], self.first_letters + self.contracted
+        after = "".join(letter for letter in self.letters if letter not in before)
+        values = self._part(f"{before}I{after}", jnp.int4, I=group)
+        scale = self._part(before + after, jnp.bfloat16)
+        return GroupedArray(*(x._counting(last, group) for x in (values, scale)))
+
+    @property
+    def first_letters(self) -> str:
+        """Those that come before what is contracted in an int4 form."""
+        return "".join(letter for letter in self.letters if letter in "pe")
+
+    def _part(self, letters: str, dtype, **more: int) -> "ArrayInfo":
+        sizes = dict(zip(self.letters, self.shape, strict=True)) | more
+        shape = tuple(sizes[letter] for letter in letters)
+        return ArrayInfo(letters, shape=shape, dtype=dtype, format=self.format)
+
+    def _counting(self, letter: str, group: int) -> "ArrayInfo":
+        """A step along the letter is now `group` of its entries."""
+        shape = [n // group if x == letter else n for x, n in zip(self.letters, self.shape, strict=True)]
+        return dataclasses.replace(self, shape=tuple(shape), steps=(letter, group))
 
     def in_stages(self, stages: int) -> "ArrayInfo":
         """The declaration of as many arrays, each on a stage of its own. stored: of the first stage's."""
@@ -77,12 +119,17 @@ class ArrayInfo:
         """The shape with each size rounded up to a multiple of its devices: zeros, which change no result.
 
         Each device gets a multiple of LANES cache slots, on TPUs also of an expert's width: whole tiles, as
-        its kernels want.
+        its kernels want. Of a feed-forward width it gets whole groups of int4.
         """
-        whole = "sm" if on_tpu(mesh) else "s"
-        degrees = [mesh_size(mesh, SHARDED_BY.get(letter, ())) for letter in self.letters]
-        units = [n * LANES if x in whole else n for x, n in zip(self.letters, degrees, strict=True)]
-        return tuple(-(-size // unit) * unit for size, unit in zip(self.shape, units, strict=True))
+        whole, padded = "sm" if on_tpu(mesh) else "s", []
+        for letter, size in zip(self.letters, self.shape, strict=True):
+            step = self.steps[1] if self.steps and self.steps[0] == letter else 1
+            unit = LANES if letter in whole else 1
+            if self.format and letter in "fm":
+                unit = math.lcm(unit, self.format.along(size * step).grouping or 1)
+            unit *= mesh_size(mesh, SHARDED_BY.get(letter, ()))
+            padded.append(-(-size * step // unit) * unit // step)
+        return tuple(padded)
 
 
 def sizes_of(record) -> dict[str, int]:
@@ -108,26 +155,37 @@ def declare(cls, prefix: str, sizes: dict[str, int], absent: dict[str, bool] | N
 
 
 def specs(infos, arrays):
-    """The PartitionSpec of each array in a tree; `arrays` tells which of the declared ones are int8."""
+    """The PartitionSpec of each array in a tree; `arrays` tells in which form each declared one is."""
 
     def spec(info: ArrayInfo, x):
-        return QuantizedArray(info.spec, info.scale.spec) if isinstance(x, QuantizedArray) else info.spec
+        held = info
+        if isinstance(x, QuantizedArray):
+            held = info.in_channels()
+        if isinstance(x, GroupedArray):
+            held = info.in_groups(1)
+        return jax.tree.map(lambda part: part.spec, held)
 
     return jax.tree.map(spec, infos, arrays)
 
 
-def abstract(infos, mesh: Mesh, dtype=None, quantized: bool = False):
-    """The declared tree as sharded jax.ShapeDtypeStructs. quantized: int8 where a matmul contracts."""
+def abstract(infos, mesh: Mesh, dtype=None):
+    """The declared tree as sharded jax.ShapeDtypeStructs. dtype: of those that declare no other."""
 
-    def struct(info: ArrayInfo, dtype):
-        return jax.ShapeDtypeStruct(info.padded_shape(mesh), dtype, sharding=NamedSharding(mesh, info.spec))
+    def struct(info: ArrayInfo):
+        sharding = NamedSharding(mesh, info.spec)
+        return jax.ShapeDtypeStruct(info.padded_shape(mesh), info.dtype or dtype, sharding=sharding)
 
-    def leaf(info: ArrayInfo):
-        if quantized and info.contracted:
-            return QuantizedArray(struct(info, jnp.int8), struct(info.scale, jnp.float32))
-        return struct(info, info.dtype or dtype)
+    return jax.tree.map(lambda info: jax.tree.map(struct, info.held), infos)
 
-    return jax.tree.map(leaf, infos)
+
+def in_form(x: Array, info: ArrayInfo) -> QuantizedArray | GroupedArray:
+    """A float array in the form of its declaration, which must have one."""
+    form, axes, first = info.form, info.contracted_axes, len(info.first_letters)
+    if form.bits == 4:
+        return quantize_groups(x, axes, form.group, first)
+    if form.of:
+        x = ungroup(quantize_groups(x, axes, form.of.group, first), axes, first)
+    return quantize_large(x, axes)
 
 
 def make(function, tree, *arguments):
@@ -141,23 +199,21 @@ def zeros(tree):
     return make(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree), tree)
 
 
-def random_arrays(key: Array, infos, mesh: Mesh, dtype, quantized: bool):
+def random_arrays(key: Array, infos, mesh: Mesh, dtype):
     """A declared tree with random values, the same on every mesh, see ArrayInfo.initial."""
     infos, treedef = jax.tree.flatten(infos)
     arrays = []
     for one, info in zip(jax.random.split(key, len(infos)), infos, strict=True):
         info = dataclasses.replace(info, stored=())  # those that differ in their names alone share a program
-        tree = abstract(info, mesh, dtype, quantized)
-        array = make(_random, tree, one, info, info.padded_shape(mesh), dtype, quantized)
+        tree = abstract(info, mesh, dtype)
+        array = make(_random, tree, one, info, info.padded_shape(mesh), dtype)
         arrays.append(jax.block_until_ready(array))  # one is in float32 at a time
     return treedef.unflatten(arrays)
 
 
-def _random(key: Array, info: ArrayInfo, padded: tuple[int, ...], dtype, quantized: bool):
+def _random(key: Array, info: ArrayInfo, padded: tuple[int, ...], dtype):
     x, summed = jax.random.normal(key, info.shape), info.contracted or "D"
     fan_in = math.prod(n for n, letter in zip(info.shape, info.letters, strict=True) if letter in summed)
     x = x * fan_in**-0.5 if info.initial is None else info.initial + x / 10
     x = jnp.pad(x, [(0, n) for n in np.subtract(padded, info.shape)])
-    if quantized and info.contracted:
-        return quantize(x, info.contracted_axes)
-    return x.astype(info.dtype or dtype)
+    return in_form(x, info) if info.form else x.astype(info.dtype or dtype)

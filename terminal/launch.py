@@ -3,6 +3,7 @@
 import argparse
 import collections
 import contextlib
+import dataclasses
 import hashlib
 import importlib.metadata
 import os
@@ -23,6 +24,7 @@ from checkpoints.folders import cache_folder
 from distributed.exchange import agree, gather, hostname, process_count
 from distributed.join import TIMEOUT, join, watch_aborts
 from model import Config
+from quantize import FORMATS, INT8, Format
 from sharding.mesh import make_mesh
 from terminal.command_line import OneLineParser
 
@@ -180,18 +182,26 @@ def slice_count() -> int:
     return len(sizes) if len(set(sizes.values())) == 1 else 1
 
 
-def choose_quantized(asked: str | None, checkpoint: Checkpoint) -> bool:
-    """Whether to hold int8 weights: as asked, else as the checkpoint does. UserError if that cannot be."""
-    if asked == "none" and checkpoint.quantized:
+def choose_format(asked: str | None, checkpoint: Checkpoint | None) -> Format | None:
+    """How to hold the weights: as asked, else as the checkpoint does. UserError if that cannot be.
+
+    4 bits only on TPUs, for which alone there is a fast product: elsewhere the same weights, as int8.
+    """
+    there = checkpoint and checkpoint.format
+    wanted = FORMATS[asked] if asked else there
+    if there and wanted != there:
         where = checkpoint.folder
-        raise UserError(f"--quantize none: the weights in {where} are int8; use the original model")
-    return checkpoint.quantized or asked == "int8"
+        raise UserError(f"--quantize {asked}: the weights in {where} are {there}; use the original model")
+    if wanted and wanted.bits == 4 and jax.default_backend() != "tpu":
+        log(f"{wanted} weights are held as int8: only on TPUs are 4 bits faster")
+        return dataclasses.replace(INT8, of=wanted)
+    return wanted
 
 
-def choose_dtypes(dtype: str | None, kv_dtype: str | None, quantized: bool) -> tuple[str, str]:
+def choose_dtypes(dtype: str | None, kv_dtype: str | None, format: Format | None) -> tuple[str, str]:
     """The types of activations and cache that the user asked for, or else those that are fast here."""
     on_cpu = jax.default_backend() == "cpu"
-    dtype = dtype or ("float32" if on_cpu and not quantized else "bfloat16")
+    dtype = dtype or ("float32" if on_cpu and not format else "bfloat16")
     return dtype, kv_dtype or ("float32" if on_cpu else dtype)
 
 

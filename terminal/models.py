@@ -21,8 +21,8 @@ from sharding.mesh import degrees
 from terminal.launch import (
     Startup,
     choose_dtypes,
+    choose_format,
     choose_mesh,
-    choose_quantized,
     log,
     patience,
     set_precision,
@@ -85,9 +85,9 @@ def open_draft(args: argparse.Namespace, target: Deployment, tokenizer) -> tuple
 
 def deploy(args: argparse.Namespace, checkpoint: Checkpoint, mesh: Mesh) -> Deployment:
     """In the types that the user asked for, or else those that suit the checkpoint and the devices."""
-    quantized = choose_quantized(args.quantize, checkpoint)
-    dtype, kv_dtype = choose_dtypes(args.dtype, args.kv_cache_dtype, quantized)
-    return Deployment(checkpoint.config, mesh, dtype, quantized, kv_dtype, checkpoint)
+    format = choose_format(args.quantize, checkpoint)
+    dtype, kv_dtype = choose_dtypes(args.dtype, args.kv_cache_dtype, format)
+    return Deployment(checkpoint.config, mesh, dtype, format, kv_dtype, checkpoint)
 
 
 def start_engine(
@@ -101,7 +101,7 @@ def start_engine(
 ) -> Engine:
     """Load the models, and compile. requests, longest: see Engine."""
     show = jax.process_index() == 0
-    weights = [load(x.checkpoint, x.mesh, x.dtype, x.quantized, show=show) for x in models]
+    weights = [load(x.checkpoint, x.mesh, x.dtype, x.format, show=show) for x in models]
     startup.lap("weights")
 
     def programs(i: int, speculation=None) -> Programs:

@@ -3,7 +3,8 @@
 import argparse
 import pathlib
 
-from checkpoints.names import TYPES
+from checkpoints.names import FLOATS
+from quantize import FORMATS
 from serving.memory import ROWS
 from serving.speculation import MAX_DRAFT, check_n_draft
 from terminal.command_line import OneLineParser
@@ -20,9 +21,10 @@ def parse_arguments(arguments: list[str] | None = None):
     add = parser.add_argument_group("the model").add_argument
     add("--checkpoint", default=str(TINY), metavar="DIR_OR_ID",
         help="a converted or Hugging Face folder, a GGUF file, or a hub id; default: a tiny model from here")
-    add("--dtype", choices=tuple(TYPES),
-        help="of activations; default: float32 on a CPU, unless the weights are int8; else bfloat16")
-    add("--quantize", choices=("int8", "none"), help="the weights; default: as in the checkpoint")
+    add("--dtype", choices=FLOATS,
+        help="of activations; default: float32 on a CPU, unless the weights have few bits; else bfloat16")
+    add("--quantize", choices=FORMATS, metavar="FORMAT",
+        help=f"the weights: {', '.join(FORMATS)}; default: as in the checkpoint")
     add("--kv-cache-dtype", choices=("int8", "bfloat16", "float32"),
         help="default: float32 on a CPU, else --dtype")
     add("--dp", type=int, metavar="N", help="data parallelism; default: what --ep and --tp leave")

@@ -138,7 +138,7 @@ class OutputFile:
 
 def digest(args: argparse.Namespace, asker: Asker, target: Deployment) -> Callable[[Reply], str]:
     """A digest of what a reply depends on, for the process that writes --output; others never ask for it."""
-    types = target.dtype, target.quantized, target.kv_dtype
+    types = target.dtype, str(target.format), target.kv_dtype
     asked = args.n > 1, *types, args.logprobs, args.score, args.stop, sorted(asker.stop)
     writes = args.output and jax.process_index() == 0
     common = [target.checkpoint.fingerprint() if writes else None, asked]

@@ -23,6 +23,7 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
 import model
+from quantize import Format
 from serving.engine import Engine
 from serving.programs import Programs
 from serving.requests import Answer, Request
@@ -154,13 +155,11 @@ def rings(masks) -> set[int]:
 
 
 @functools.cache
-def weights_of_one_device(cfg: model.Config, quantized: bool) -> model.Weights:
-    return jax.tree.map(
-        np.asarray, model.init_weights(jax.random.key(0), cfg, mesh_of(cfg), quantized=quantized)
-    )
+def weights_of_one_device(cfg: model.Config, format: Format | None) -> model.Weights:
+    return jax.tree.map(np.asarray, model.init_weights(jax.random.key(0), cfg, mesh_of(cfg), format=format))
 
 
-def random_weights(cfg: model.Config, mesh, quantized: bool = False) -> model.Weights:
+def random_weights(cfg: model.Config, mesh, format: Format | None = None) -> model.Weights:
     """model.init_weights of key 0, which takes long to compile for each mesh: computed on one device, and put
     between the zeros of the others.
     """
@@ -169,12 +168,12 @@ def random_weights(cfg: model.Config, mesh, quantized: bool = False) -> model.We
         padded = np.pad(x, [(0, n) for n in np.subtract(like.shape, x.shape)])
         return jax.device_put(padded, like.sharding)
 
-    stages, weights = mesh.shape["stage"], weights_of_one_device(cfg, quantized)
+    stages, weights = mesh.shape["stage"], weights_of_one_device(cfg, format)
     if stages > 1:
         n = len(cfg.layers) // stages
         layers = [jax.tree.map(lambda *x: np.stack(x), *weights.layers[i::n]) for i in range(n)]
         weights = dataclasses.replace(weights, layers=layers)
-    tree = abstract(model.weight_infos(cfg, stages), mesh, jnp.float32, quantized)
+    tree = abstract(model.weight_infos(cfg, stages, format), mesh, jnp.float32)
     return jax.tree.map(place, weights, tree)
 
 

@@ -35,6 +35,7 @@ CONVERSION = "tests/test_conversion.py"
 DEQUANTIZED, GGUF = "tests/test_dequantized.py", "tests/test_gguf.py"
 HUB = "tests/test_hub.py"
 QUALITY = "tests/test_quality.py"
+INT4 = "tests/test_int4.py"
 QWEN = "tests/test_transformers.py::test_tokens_and_logprobs_in_python[qwen3]"
 FAMILY = "tests/test_transformers.py::test_tokens_and_logprobs_in_python[{}]".format
 MISTRAL, GEMMA, GPT2, QWEN2, GLM = map(FAMILY, ("mistral", "gemma", "gpt2", "qwen2", "glm"))
@@ -129,7 +130,7 @@ MUTATIONS = [
     ("checkpoints/families.py", " or self.drafts and name.startswith(f\"model.layers.{depth}.\")", "", FAMILIES + "::test_a_layer_that_predicts_the_token_after_the_next"),
     ("checkpoints/families.py", '(r"\\.experts\\.(gate_up|down)_proj$", r".experts.\\1_proj.weight")', '(r"\\.nothing$", "")', FAMILIES + "::test_joined_experts"),
     ("convert_checkpoint.py", "return weight[1].stored[0].name, weight[1].letters", "return weight[1].stored[0].name", FAMILIES + "::test_converted_int8[glm4-moe-lite]"),
-    ("sharding/arrays.py", 'whole = "sm" if on_tpu(mesh) else "s"', 'whole = "s"', "tests/test_plan.py::test_narrow_experts"),
+    ("sharding/arrays.py", '"sm" if on_tpu(mesh) else "s"', '"s"', "tests/test_plan.py::test_narrow_experts"),
     ("ops/tpu.py", "not int8 and (rows.size > LANES or D % LANES or nbytes > MOVED_BYTES)", "not int8", "tests/test_plan.py::test_a_small_embedding_stays_where_it_is"),
     # collectives
     ("model.py", 'y = lax.psum(einsum("bTkgH,DkgH->bTD", o, w.o), MODEL)', 'y = einsum("bTkgH,DkgH->bTD", o, w.o)', MESH),
@@ -200,17 +201,17 @@ MUTATIONS = [
     ("ops/attention.py", '(1 if s is None else s[..., None].astype(jnp.float32))', '1', ATTENTION),
     ("ops/grouped_matmul.py", "y * scale.at[chosen[order]].get(mode=\"clip\")", "y", EXPERTS),
     ("ops/grouped_matmul.py", "y * units[which][pl.ds(lax.rem(active[i], ROW_TILE), 1)]", "y", EXPERTS),
-    ("ops/grouped_matmul.py", "gate, up = gate * factor, up * factor", "gate = gate * factor", EXPERTS),
+    ("ops/grouped_matmul.py", "(gate * factor, up * factor)", "(gate * factor, up)", EXPERTS),
     ("ops/grouped_matmul.py", "down if scales == \"input\" else down * factor", "down", EXPERTS),
     ("ops/grouped_matmul.py", "rows = (rows * factor).astype(x.dtype)", "pass", EXPERTS),
     ("ops/grouped_matmul.py", "y * factor if scales == \"output\" else y", "y", EXPERTS),
     ("ops/attention.py", 'preferred_element_type=jnp.float32) * kv.columns.scale', 'preferred_element_type=jnp.float32)', ATTENTION),
     ("ops/attention.py", "scores = scores * k_scale[:, :, None, None, :].astype(jnp.float32)", "pass", ATTENTION),
     ("ops/attention.py", "p * v_scale[:, :, None, None, :].astype(jnp.float32)", "p", ATTENTION),
-    ("ops/cpu.py", "(high + low / (2 * STEPS)) * unit", "high * unit", CPU),
-    ("ops/cpu.py", "(high + low / (2 * STEPS)) * unit", "high + low / (2 * STEPS)", CPU),
+    ("ops/cpu.py", "(high + low / PART) * unit", "high * unit", CPU),
+    ("ops/cpu.py", "(high + low / PART) * unit", "high + low / PART", CPU),
     ("ops/cpu.py", "if decode and w.dtype == jnp.int8:", "if False:", CPU),
-    ("ops/cpu.py", "jnp.max(jnp.abs(x), -1, keepdims=True)", "jnp.max(jnp.abs(x))", CPU),
+    ("quantize.py", "jnp.max(jnp.abs(x), tuple(range(1, x.ndim)), keepdims=True)", "jnp.max(jnp.abs(x))", CPU),
     ("ops/attention.py", "BLOCK if T > 1 else DECODE_BLOCK", "BLOCK", CPU),
     ("ops/gpu.py", "scores = scores * factor(0)", "pass", GPU),
     ("ops/gpu.py", "p = p * factor(1)", "pass", GPU),
@@ -370,6 +371,27 @@ MUTATIONS = [
     ("convert_checkpoint.py", "file.path.stat().st_mtime_ns", "0", CONVERSION),
     ("convert_checkpoint.py", "np.allclose(step, largest, rtol=1e-6,", "np.allclose(step, step, rtol=1e-6,", CONVERSION),
     ("benchmarks/quality.py", "jnp.exp(log_q) - p - p * ratio", "-p * ratio", QUALITY),
+    ("quantize.py", "jnp.concatenate([divisors, -divisors])", "divisors", INT4),
+    ("quantize.py", "jnp.arange(1.0, 9.0)", "jnp.arange(7.0, 9.0)", INT4),
+    ("quantize.py", "better = error < best[0]", "better = error > best[0]", INT4),
+    ("quantize.py", "jnp.where(jnp.all(jnp.isfinite(x), at), scale, jnp.inf)", "scale", INT4),
+    ("quantize.py", "[(bits << 4) >> 4, bits >> 4]", "[bits >> 4, (bits << 4) >> 4]", INT4),
+    ("quantize.py", "low | (high << 4)", "high | (low << 4)", INT4),
+    ("quantize.py", "group >= LEAST_GROUP", "group", INT4),
+    ("ops/matmul.py", "(high + low / PART) * unit", "high * unit", INT4),
+    ("ops/matmul.py", "rows <= FEW_ROWS", "rows < FEW_ROWS", INT4),
+    ("ops/matmul.py", "jnp.expand_dims(w.scale, n)", "1", INT4),
+    ("ops/grouped_matmul.py", "number == j * weights[2].shape[0] + group", "number == group", EXPERTS),
+    ("ops/grouped_matmul.py", "unit[...] * factor if scales", "unit[...] if scales", EXPERTS),
+    ("sharding/arrays.py", "math.lcm(unit, self.format.along(size * step).grouping or 1)", "unit", INT4),
+    ("sharding/arrays.py", "shape=tuple(shape), steps=(letter, group)", "shape=tuple(shape)", INT4),
+    ("sharding/arrays.py", "if self.least_bits == 4 else INT8", "", INT4),
+    ("sharding/arrays.py", 'if letter in "pe"', 'if letter in ""', INT4),
+    ("checkpoints/layouts.py", "// block * block, block)", ", 1)", INT4),
+    ("convert_checkpoint.py", "lo //= axes[axis].width", "pass", INT4),
+    ("convert_checkpoint.py", "~jnp.any(worse & known)", "True", INT4),
+    ("convert_checkpoint.py", "jnp.clip(x / step, INT4_MIN, INT4_MAX)", "ours.values.astype(jnp.float32)", INT4),
+    ("terminal/launch.py", "dataclasses.replace(INT8, of=wanted)", "INT8", INT4),
     ("benchmarks/quality.py", "targets >= 0", "targets >= -1", QUALITY),
     # the scheduler
     ("serving/scheduler.py", "n = min(matching, row.read)", "n = matching", WAITS),

@@ -368,7 +368,7 @@ def test_score(ask):
     texts = ["12 + 34 = 46.", "Hello! Ask me for the sum of two numbers below 100."]
     opened = open_checkpoint(LLAMA3)
     cfg, mesh = opened.config, mesh_of(opened.config)
-    weights, tokenizer = load(opened, mesh, "float32", False), load_tokenizer(LLAMA3)
+    weights, tokenizer = load(opened, mesh, "float32", None), load_tokenizer(LLAMA3)
     expected = []
     for text in texts:
         tokens = np.array([tokenizer(text).input_ids])
@@ -509,5 +509,5 @@ def test_garbage_is_not_collected_while_loading(monkeypatch):
     enabled, place = [], loading._place
     monkeypatch.setattr(loading, "_place", lambda *a: enabled.append(gc.isenabled()) or place(*a))
     opened = open_checkpoint(LLAMA3)
-    load(opened, mesh_of(opened.config), "float32", False)
+    load(opened, mesh_of(opened.config), "float32", None)
     assert enabled and not any(enabled) and gc.isenabled()

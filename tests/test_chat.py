@@ -113,7 +113,7 @@ def test_a_pipe(tiny, environment):
     """Each turn's answer is the model's to the whole conversation, by the checkpoint's own template."""
     checkpoint = open_checkpoint(tiny)
     cfg, mesh = checkpoint.config, mesh_of(checkpoint.config)
-    weights, tokenizer = load(checkpoint, mesh, "float32", False), load_tokenizer(tiny)
+    weights, tokenizer = load(checkpoint, mesh, "float32", None), load_tokenizer(tiny)
     stop, turns, expected = stop_tokens(tiny, tokenizer), [{"role": "system", "content": "Be brief."}], []
     for question in ("Who are you?", "你好 🦙", "What is 20 + 22?"):
         turns.append({"role": "user", "content": question})

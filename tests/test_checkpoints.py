@@ -26,15 +26,15 @@ from checkpoints.loading import load
 from checkpoints.names import named_infos, stored_infos
 from checkpoints.tensor_files import ALIGNMENT
 from convert_checkpoint import convert, verify
-from quantize import quantize
+from quantize import INT8, quantize
 from sharding.arrays import ArrayInfo, Stored, abstract
 
 LLAMA3, LLAMA4 = CHECKPOINTS / "tiny-llama3", CHECKPOINTS / "tiny-llama4"
 
 
-def weights_of(folder, name="1", dtype="float32", quantized=False):
+def weights_of(folder, name="1", dtype="float32", format=None):
     checkpoint = open_checkpoint(str(folder))
-    return load(checkpoint, mesh_of(checkpoint.config, name), dtype, quantized)
+    return load(checkpoint, mesh_of(checkpoint.config, name), dtype, format)
 
 
 def assert_equal(a, b):
@@ -162,26 +162,26 @@ def test_unembedding_that_is_not_the_embedding(variant):
         open_checkpoint(variant(edit, LLAMA3))
 
 
-@pytest.mark.parametrize("quantized", [False, True])
-def test_converted_folder_loads_the_same(tiny, quantized, tmp_path):
+@pytest.mark.parametrize("format", [None, INT8])
+def test_converted_folder_loads_the_same(tiny, format, tmp_path):
     """From the original folder or a converted one, in one file or many."""
-    convert(str(tiny), str(tmp_path / "one"), quantized)
-    convert(str(tiny), str(tmp_path / "many"), quantized, file_bytes=50_000)
+    convert(str(tiny), str(tmp_path / "one"), format)
+    convert(str(tiny), str(tmp_path / "many"), format, file_bytes=50_000)
     assert len(list((tmp_path / "many").glob("weights-*"))) > 2
-    expected = weights_of(tiny, "ep2-tp4" if tiny == LLAMA4 else "tp8", "bfloat16", quantized)
+    expected = weights_of(tiny, "ep2-tp4" if tiny == LLAMA4 else "tp8", "bfloat16", format)
     for folder in ("one", "many"):
-        assert open_checkpoint(tmp_path / folder).quantized == quantized
+        assert open_checkpoint(tmp_path / folder).format == format
         name = "ep2-tp4" if tiny == LLAMA4 else "tp8"
         assert_equal(weights_of(tmp_path / folder, name, "bfloat16"), expected)
     # int8 from a converted float folder too
-    if not quantized:
-        assert_equal(weights_of(tmp_path / "one", quantized=True), weights_of(tiny, quantized=True))
+    if not format:
+        assert_equal(weights_of(tmp_path / "one", format=INT8), weights_of(tiny, format=INT8))
     for companion in ("config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"):
         assert (tmp_path / "one" / companion).read_bytes() == (tiny / companion).read_bytes()
 
 
-@pytest.mark.parametrize("quantized", [False, True])
-def test_a_weight_of_a_type_of_its_own(quantized, tmp_path, variant, monkeypatch):
+@pytest.mark.parametrize("format", [None, INT8])
+def test_a_weight_of_a_type_of_its_own(format, tmp_path, variant, monkeypatch):
     """Declared float32, it is so in a bfloat16 model: converted, verified, planned, loaded."""
 
     def edit(tensors, config):
@@ -194,13 +194,13 @@ def test_a_weight_of_a_type_of_its_own(quantized, tmp_path, variant, monkeypatch
     theirs = variant(edit)
     source = load_file(theirs / "model.safetensors")["model.layers.0.feed_forward.router.weight"]
     assert (source.astype(bfloat16) != source).any()
-    convert(str(theirs), str(tmp_path / "ours"), quantized)
+    convert(str(theirs), str(tmp_path / "ours"), format)
     opened = open_checkpoint(tmp_path / "ours")
     assert {x.dtype for x in opened.sources["layers.0.attention_norm"].tensors} == {"BF16"}
     mesh = mesh_of(opened.config)
-    planned = abstract(model.weight_infos(opened.config), mesh, jnp.bfloat16, quantized)
-    random = model.init_weights(jax.random.key(0), opened.config, mesh, jnp.bfloat16, quantized)
-    for weights in (weights_of(folder, "1", "bfloat16", quantized) for folder in (theirs, opened.folder)):
+    planned = abstract(model.weight_infos(opened.config, format=format), mesh, jnp.bfloat16)
+    random = model.init_weights(jax.random.key(0), opened.config, mesh, jnp.bfloat16, format)
+    for weights in (weights_of(folder, "1", "bfloat16", format) for folder in (theirs, opened.folder)):
         np.testing.assert_array_equal(weights.layers[0].feed_forward.router, source.T)
         for found in (weights, random):
             assert jax.tree.map(lambda x: x.dtype, found) == jax.tree.map(lambda x: x.dtype, planned)
@@ -291,8 +291,8 @@ def test_parts_of_a_tensor(ours, arrays, letters, tensor):
 def test_any_part_of_any_array(cfg):
     """Also what cuts a block or a tensor that is in parts."""
     rng = np.random.default_rng(0)
-    for name, declared in named_infos(cfg):
-        for info in stored_infos(name, declared, quantized=True).values():
+    for name, declared in named_infos(cfg, format=INT8):
+        for info in stored_infos(name, declared).values():
             x = rng.integers(0, 1 << 30, info.shape)
             stored = to_file_order(x, info)
             cuts = np.sort(rng.integers(0, len(stored) + 1, 2))
@@ -320,7 +320,7 @@ def test_quantized_on_load_equals_quantize():
         np.float32
     )
     expected = quantize(stored.reshape(128, 2, 2, 32), (1, 2, 3))
-    o = weights_of(LLAMA3, quantized=True).layers[1].attention.o
+    o = weights_of(LLAMA3, format=INT8).layers[1].attention.o
     np.testing.assert_array_equal(o.values, expected.values)
     np.testing.assert_array_equal(o.scale, expected.scale)
 
@@ -514,8 +514,8 @@ def test_dtypes(tmp_path):
 def test_init_weights_have_the_declared_shapes():
     checkpoint = open_checkpoint(LLAMA4)
     mesh = mesh_of(checkpoint.config, "ep2-tp4")
-    made = model.init_weights(jax.random.key(0), checkpoint.config, mesh, quantized=True)
-    loaded = load(checkpoint, mesh, "float32", True)
+    made = model.init_weights(jax.random.key(0), checkpoint.config, mesh, format=INT8)
+    loaded = load(checkpoint, mesh, "float32", INT8)
     shape = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), tree)  # noqa: E731
     assert shape(made) == shape(loaded)
 
@@ -526,6 +526,7 @@ import jax
 import model
 import resource
 from conftest import llama3_config
+from quantize import INT8
 from sharding.mesh import make_mesh
 compiled = []
 jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event))
@@ -533,7 +534,7 @@ jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: com
 def made(layers: int):
     cfg = llama3_config(D=512, F=4096, depth=layers)
     compiled.clear()
-    weights = model.init_weights(jax.random.key(0), cfg, make_mesh(cfg), "bfloat16", True)
+    weights = model.init_weights(jax.random.key(0), cfg, make_mesh(cfg), "bfloat16", INT8)
     programs = sum("backend_compile" in event for event in compiled)
     return weights, programs, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 

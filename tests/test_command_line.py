@@ -339,7 +339,7 @@ def test_default_lengths_do_not_depend_on_the_batch():
 
 def deployment_of(cfg, n_devices=1) -> memory.Deployment:
     mesh = make_mesh(cfg, n_devices, devices=jax.devices()[:n_devices])
-    return memory.Deployment(cfg, mesh, "float32", False, "float32")
+    return memory.Deployment(cfg, mesh, "float32", None, "float32")
 
 
 def test_rows_that_fit(monkeypatch):

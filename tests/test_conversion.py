@@ -32,7 +32,7 @@ from checkpoints.loading import load
 from checkpoints.names import named_infos
 from checkpoints.tensor_files import TensorFile
 from convert_checkpoint import convert, verify
-from quantize import QuantizedArray, quantize
+from quantize import INT8, quantize
 from sharding.mesh import make_mesh
 
 ROOT = pathlib.Path(convert_checkpoint.__file__).parent
@@ -47,7 +47,7 @@ def contents(folder):
 def undisturbed(tmp_path_factory):
     """tiny-llama4 in int8, in a dozen files."""
     folder = tmp_path_factory.mktemp("undisturbed") / "int8"
-    convert(str(LLAMA4), str(folder), quantized=True, file_bytes=150_000)
+    convert(str(LLAMA4), str(folder), format=INT8, file_bytes=150_000)
     return folder
 
 
@@ -70,7 +70,7 @@ def counted(function):
     return call
 for place, name in (os, "pwrite"), (os, "fsync"), (pathlib.Path, "rename"), (pathlib.Path, "unlink"):
     setattr(place, name, counted(getattr(place, name)))
-convert_checkpoint.convert(sys.argv[1], sys.argv[2], True, file_bytes=150_000)
+convert_checkpoint.convert(sys.argv[1], sys.argv[2], convert_checkpoint.FORMATS['int8'], file_bytes=150_000)
 print(calls)
 """
 
@@ -105,7 +105,7 @@ def test_killed_conversion_goes_on(random_points, undisturbed, tmp_path):
         if partial.exists() and not (partial / INDEX).exists():
             with pytest.raises(ValueError):
                 open_checkpoint(partial)
-        convert(str(LLAMA4), str(folder), quantized=True, file_bytes=150_000)
+        convert(str(LLAMA4), str(folder), format=INT8, file_bytes=150_000)
         assert contents(folder) == contents(undisturbed) and not partial.exists()
         for path, time in before.items():  # what was whole was not written again
             assert (folder / path.name).stat().st_mtime_ns == time
@@ -150,21 +150,21 @@ def test_full_disk(tmp_path, monkeypatch):
 
 def test_whose_folder_it_is(undisturbed, tmp_path, monkeypatch, capsys):
     """Done already; under way; begun for something else; not a conversion's."""
-    convert(str(LLAMA4), str(undisturbed), quantized=True, file_bytes=150_000)
+    convert(str(LLAMA4), str(undisturbed), format=INT8, file_bytes=150_000)
     assert "is there already" in capsys.readouterr().err
     last = sorted(undisturbed.glob("weights-*"))[-1]
     whole = last.read_bytes()
     last.write_bytes(whole[:-1])
     with pytest.raises(ValueError, match=f"{last.name}: has .* bytes, not"):
-        convert(str(LLAMA4), str(undisturbed), quantized=True, file_bytes=150_000)
+        convert(str(LLAMA4), str(undisturbed), format=INT8, file_bytes=150_000)
     last.write_bytes(whole)
     with pytest.raises(ValueError, match="is int8 already"):
-        convert(str(undisturbed), str(tmp_path / "x"), quantized=True)
+        convert(str(undisturbed), str(tmp_path / "x"), format=INT8)
     (tmp_path / "link").symlink_to("nowhere")
     with pytest.raises(ValueError, match="link: exists and is something else"):
         convert(str(LLAMA3), str(tmp_path / "link"))
     with pytest.raises(ValueError, match="exists and is something else"):
-        convert(str(LLAMA4), str(undisturbed), quantized=True)
+        convert(str(LLAMA4), str(undisturbed), format=INT8)
     (tmp_path / "mine.incomplete").mkdir()
     (tmp_path / "mine.incomplete" / "diary").write_text("")
     with pytest.raises(ValueError, match="mine.incomplete: is left from another conversion"):
@@ -238,7 +238,8 @@ if jax.process_index() == int(victim) and how == "elsewhere":
     destination = os.path.join(os.path.dirname(destination), "elsewhere", "x")
 if jax.process_index() == int(victim) and how == "dtype":
     dtype = "float32"
-run(lambda: convert_checkpoint.convert(source, destination, True, dtype, file_bytes=150_000))
+format = convert_checkpoint.FORMATS["int8"]
+run(lambda: convert_checkpoint.convert(source, destination, format, dtype, file_bytes=150_000))
 """
 
 
@@ -285,7 +286,7 @@ def test_two_processes_divide_the_files(tmp_path):
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_shares_of_the_files(count):
     """Each file once, and no process has more bytes than another but by one group."""
-    groups = convert_checkpoint.plan_files(open_checkpoint(str(LLAMA4)), True, "bfloat16", 50_000)
+    groups = convert_checkpoint.plan_files(open_checkpoint(str(LLAMA4)), INT8, "bfloat16", 50_000)
     shares = convert_checkpoint.divide(groups, count)
     assert sorted(name for share in shares for group in share for name in group.files) == sorted(
         name for group in groups for name in group.files
@@ -333,7 +334,7 @@ def test_errors_of_one_process(tmp_path, undisturbed):
         == f"error: {partial}: No space left on device; make room and run again to go on"
     )
     shutil.copytree(partial, tmp_path / "y.incomplete")
-    convert(str(LLAMA4), str(tmp_path / "y"), quantized=True, file_bytes=150_000)
+    convert(str(LLAMA4), str(tmp_path / "y"), format=INT8, file_bytes=150_000)
     assert contents(tmp_path / "y") == contents(undisturbed)
     shutil.rmtree(partial)
     shutil.copytree(LLAMA4, tmp_path / "source")
@@ -408,7 +409,7 @@ def same(x, y):
 def test_random_damage(times, tmp_path):
     """Each time a file is damaged: opening or --verify finds that, or all that is loaded is the same."""
     folder, rng = tmp_path / "small", random.Random(0)
-    convert(str(small_model(tmp_path / "source")), str(folder), quantized=True, file_bytes=2000)
+    convert(str(small_model(tmp_path / "source")), str(folder), format=INT8, file_bytes=2000)
     whole, expected = contents(folder), open_checkpoint(folder)
     arrays = {name: read_all(source).copy() for name, source in expected.sources.items()}
 
@@ -449,7 +450,7 @@ def test_verify(undisturbed, tmp_path):
     for dtype in ("bfloat16", "float32"):
         convert(str(LLAMA4), str(tmp_path / dtype), dtype=dtype)
         assert f"in {dtype} exactly" in verify(str(tmp_path / dtype), str(LLAMA4))[1]
-    convert(str(tmp_path / "bfloat16"), str(tmp_path / "int8"), quantized=True, file_bytes=150_000)
+    convert(str(tmp_path / "bfloat16"), str(tmp_path / "int8"), format=INT8, file_bytes=150_000)
     weights = {name: data for name, data in contents(undisturbed).items() if name.startswith("weights-")}
     assert weights.items() <= contents(tmp_path / "int8").items()  # with or without the original
     with pytest.raises(ValueError, match="another model"):
@@ -484,7 +485,7 @@ def test_commands(tmp_path, capsys, monkeypatch):
     command += ["--quantize", "int8"]
     # Fewer open files than there are: the limit is raised as far as it may be.
     done = subprocess.run(["sh", "-c", 'ulimit -Sn 16; exec "$@"', "sh", *command])
-    assert done.returncode == 0 and open_checkpoint(tmp_path / "int8").quantized
+    assert done.returncode == 0 and open_checkpoint(tmp_path / "int8").format
     monkeypatch.setattr(convert_checkpoint, "join_hosts", lambda args: None)  # jax has been used
     convert_checkpoint.main([str(tmp_path / "float"), str(tmp_path / "int8"), "--verify"])
     out = capsys.readouterr().out
@@ -505,7 +506,7 @@ def test_verify_compares_with_the_source(wrong, tmp_path, monkeypatch):
         write(self, files, letter, lo, values)
 
     monkeypatch.setattr(convert_checkpoint.Target, "write", write_wrongly)
-    convert(str(LLAMA4), str(tmp_path / "x"), quantized=wrong != "BF16")
+    convert(str(LLAMA4), str(tmp_path / "x"), format=None if wrong == "BF16" else INT8)
     verify(str(tmp_path / "x"))
     with pytest.raises(ValueError, match="x: layers.0.attention.o is not what .*tiny-llama4 has"):
         verify(str(tmp_path / "x"), str(LLAMA4))
@@ -514,13 +515,14 @@ def test_verify_compares_with_the_source(wrong, tmp_path, monkeypatch):
 def test_verify_finds_steps_that_are_too_coarse(tmp_path, monkeypatch):
     """Within half a step of the source, but the steps are twice what they need to be."""
 
-    def coarse(x, axes):
-        scale = 2 * quantize(x, axes).scale
+    def coarse(x, info):
+        axes = info.contracted_axes
+        scale = 2 * quantize(jnp.asarray(x), axes).scale
         values = jnp.round(x.astype(jnp.float32) / jnp.expand_dims(scale, axes))
-        return QuantizedArray(values.astype(jnp.int8), scale)
+        return [np.asarray(values.astype(jnp.int8)), np.asarray(scale)]
 
-    monkeypatch.setattr(convert_checkpoint, "quantize_large", coarse)
-    convert(str(LLAMA4), str(tmp_path / "x"), quantized=True)
+    monkeypatch.setattr(convert_checkpoint, "form_on_host", coarse)
+    convert(str(LLAMA4), str(tmp_path / "x"), format=INT8)
     with pytest.raises(ValueError, match="x: layers.0.attention.q is not what .*tiny-llama4 has"):
         verify(str(tmp_path / "x"), str(LLAMA4))
 
@@ -528,9 +530,9 @@ def test_verify_finds_steps_that_are_too_coarse(tmp_path, monkeypatch):
 # ------------------------------------------------------------------------------------------ sources and sizes
 
 
-@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("format", [None, INT8])
 @pytest.mark.parametrize("value", [np.nan, np.inf, pytest.param(-np.inf, marks=pytest.mark.deep)])
-def test_nonfinite_weights(value, quantized, tmp_path):
+def test_nonfinite_weights(value, format, tmp_path):
     """Refused by name; if asked for, their channel is not finite in int8 either, also quantised on load."""
     shutil.copytree(LLAMA3, tmp_path / "source")
     tensors = load_file(LLAMA3 / "model.safetensors")
@@ -540,14 +542,14 @@ def test_nonfinite_weights(value, quantized, tmp_path):
     with pytest.raises(
         ValueError, match="model.safetensors: tensor model.layers.1.mlp.up_proj.weight holds NaN"
     ):
-        convert(source, str(tmp_path / "x"), quantized)
-    convert(source, str(tmp_path / "x"), quantized, allow_nonfinite=True)
+        convert(source, str(tmp_path / "x"), format)
+    convert(source, str(tmp_path / "x"), format, allow_nonfinite=True)
     verify(str(tmp_path / "x"), source)
     for folder in (source, tmp_path / "x"):
         checkpoint = open_checkpoint(folder)
         mesh = make_mesh(checkpoint.config, devices=jax.devices()[:1])
-        up = load(checkpoint, mesh, "bfloat16", quantized).layers[1].feed_forward.up
-        finite = np.isfinite(up.scale if quantized else np.asarray(up, np.float32).sum(1))
+        up = load(checkpoint, mesh, "bfloat16", format).layers[1].feed_forward.up
+        finite = np.isfinite(up.scale if format else np.asarray(up, np.float32).sum(1))
         assert not finite[5] and finite.sum() == len(finite) - 1
 
 
@@ -573,7 +575,7 @@ def test_tiny_channels(tmp_path):
     tensors = load_file(source / "model.safetensors")
     tensors["model.layers.0.mlp.up_proj.weight"][5] *= 1e-37
     save_file(tensors, source / "model.safetensors")
-    convert(str(source), str(tmp_path / "x"), quantized=True)
+    convert(str(source), str(tmp_path / "x"), format=INT8)
     assert "within half a step" in verify(str(tmp_path / "x"), str(source))[1]
 
 
@@ -585,7 +587,7 @@ def test_float32_anywhere_is_kept(tmp_path):
     convert(str(source), str(tmp_path / "x"))
     checkpoint = open_checkpoint(tmp_path / "x")
     np.testing.assert_array_equal(read_all(checkpoint.sources["layers.0.feed_forward.up"]), up)
-    convert(str(source), str(tmp_path / "int8"), quantized=True)
+    convert(str(source), str(tmp_path / "int8"), format=INT8)
     assert open_checkpoint(tmp_path / "int8").dtype == "float32"
 
 
@@ -606,7 +608,7 @@ def test_float_that_bfloat16_cannot_hold(tmp_path):
 @pytest.mark.parametrize("file_bytes", [pytest.param(1, marks=pytest.mark.deep), 3000, 40_000])
 def test_files_have_the_size_that_was_asked_for(file_bytes, tmp_path):
     """No file holds more of tensors, unless it is one row of one; what was cut is whole when loaded."""
-    convert(str(LLAMA4), str(tmp_path / "x"), quantized=True, file_bytes=file_bytes)
+    convert(str(LLAMA4), str(tmp_path / "x"), format=INT8, file_bytes=file_bytes)
     for path in (tmp_path / "x").glob("weights-*.safetensors"):
         tensors = load_file(path).values()
         one_row = len(tensors) == 1 and len(*tensors) == 1
@@ -616,9 +618,9 @@ def test_files_have_the_size_that_was_asked_for(file_bytes, tmp_path):
 
 def test_slabs(tmp_path, monkeypatch):
     """Weights that go through memory a few rows at a time end as the same bytes."""
-    convert(str(LLAMA4), str(tmp_path / "x"), quantized=True)
+    convert(str(LLAMA4), str(tmp_path / "x"), format=INT8)
     monkeypatch.setattr("checkpoints.layouts.SLAB_BYTES", 5000)
-    convert(str(LLAMA4), str(tmp_path / "y"), quantized=True)
+    convert(str(LLAMA4), str(tmp_path / "y"), format=INT8)
     assert contents(tmp_path / "x") == contents(tmp_path / "y")
 
 
@@ -632,7 +634,7 @@ def wide(tmp_path_factory):
     config = {name: value for name, value in config.items() if name not in ("layer_types", "no_rope_layers")}
     random_model(folder / "source", LLAMA4, config | sizes | dict(moe_layers=[0], tie_word_embeddings=True))
     convert(str(folder / "source"), str(folder / "bfloat16"))
-    convert(str(folder / "source"), str(folder / "int8"), quantized=True)
+    convert(str(folder / "source"), str(folder / "int8"), format=INT8)
     return folder
 
 
@@ -651,11 +653,11 @@ def watch(checkpoint):
     return advised
 
 
-@pytest.mark.parametrize("quantized", ["bfloat16", "int8"])
+@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
 @pytest.mark.parametrize("expert, tensor", [(2, 1), (1, 2), (2, 2), (1, 4)])
-def test_a_process_reads_its_own_bytes(expert, tensor, quantized, wide):
+def test_a_process_reads_its_own_bytes(expert, tensor, kind, wide):
     """What one device's process has read from the files is 5% more than what it holds, at most."""
-    checkpoint = open_checkpoint(wide / quantized)
+    checkpoint = open_checkpoint(wide / kind)
     mesh = make_mesh(checkpoint.config, 1, expert, tensor, jax.devices()[: expert * tensor])
     advised, held = watch(checkpoint), 0
     for source in checkpoint.sources.values():
@@ -670,7 +672,7 @@ def test_a_cpu_uses_weights_in_place(wide):
     """What has our order and type in the file is not copied; not even with an odd vocabulary before it."""
     checkpoint = open_checkpoint(wide / "int8")
     mesh = make_mesh(checkpoint.config, devices=jax.devices()[:1])
-    weights = load(checkpoint, mesh, "bfloat16", True)
+    weights = load(checkpoint, mesh, "bfloat16", INT8)
     maps = pathlib.Path("/proc/self/maps").read_text().splitlines()
     places = [line.split()[0].split("-") for line in maps if str(wide / "int8") in line]
 
@@ -690,7 +692,7 @@ def test_what_was_copied_is_not_held_twice(dtype, wide):
     """The pages that were read are given back; in the type of the file, those of matrices that move."""
     checkpoint = open_checkpoint(wide / "bfloat16")
     advised = watch(checkpoint)
-    load(checkpoint, make_mesh(checkpoint.config, devices=jax.devices()[:1]), dtype, False)
+    load(checkpoint, make_mesh(checkpoint.config, devices=jax.devices()[:1]), dtype, None)
     moved = {"attention.o", "feed_forward.gate", "feed_forward.up", "feed_forward.shared.down"}
     for name, source in checkpoint.sources.items():
         copied = dtype == "float32" or name.removeprefix("layers.0.") in moved
@@ -723,6 +725,6 @@ def test_benchmark(tmp_path, monkeypatch, capsys):
     assert len(list((tmp_path / "source").glob("*.safetensors"))) == 3
     checkpoint = open_checkpoint(tmp_path / "source")
     mesh = make_mesh(checkpoint.config, tensor=2, devices=jax.devices()[:2])
-    weights = load(checkpoint, mesh, "bfloat16", False)
+    weights = load(checkpoint, mesh, "bfloat16", None)
     held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(weights))
     assert runs["half bfloat16"]["bytes"] == held

@@ -4,6 +4,7 @@ import copy
 import json
 import shutil
 
+import jax
 import numpy as np
 import pytest
 from conftest import CHECKPOINTS, invoke
@@ -12,9 +13,13 @@ from processes import finish, start
 from safetensors.numpy import load_file, save_file
 
 import main
+import model
 from checkpoints.checkpoint import open_checkpoint
 from checkpoints.errors import UserError
+from checkpoints.loading import load
 from convert_checkpoint import convert
+from quantize import INT8, Format, GroupedArray, QuantizedArray, ungroup
+from sharding.mesh import make_mesh
 
 LLAMA3 = CHECKPOINTS / "tiny-llama3"
 GROUP = 32
@@ -30,11 +35,11 @@ def pack(values: np.ndarray, bits: int) -> np.ndarray:
     return words.view(np.int32)
 
 
-def grouped(w: np.ndarray, bits: int, group: np.ndarray, symmetric: bool, rng):
+def grouped(w: np.ndarray, bits: int, group: np.ndarray, symmetric: bool, rng, dtype=np.float16):
     """-> unsigned values [N, C], zero points and scales [N, G], and what they stand for."""
     count = group.max() + 1
     largest = np.stack([np.abs(w[:, group == g]).max(1) for g in range(count)], 1)
-    scales = (2 * largest / (2**bits - 2)).astype(np.float16)
+    scales = (2 * largest / (2**bits - 2)).astype(dtype)
     middle = 2 ** (bits - 1)
     zeros = np.full(scales.shape, middle) if symmetric else rng.integers(1, middle + 1, scales.shape)
     step = scales.astype(np.float32)[:, group]
@@ -84,12 +89,12 @@ def compressed(form: str, **weights):
     return config
 
 
-def w4a16(bits=4, symmetric=True, ordered=False, channel=False):
+def w4a16(bits=4, symmetric=True, ordered=False, channel=False, dtype=np.float16):
     sizes = dict(strategy="channel") if channel else dict(strategy="group", group_size=GROUP)
 
     def make(w, rng):
         group = np.zeros(w.shape[1], int) if channel else groups(w.shape[1], rng, ordered)
-        values, zeros, scales, meant = grouped(w, bits, group, symmetric, rng)
+        values, zeros, scales, meant = grouped(w, bits, group, symmetric, rng, dtype)
         parts = dict(weight_packed=pack(values, bits), weight_scale=scales, weight_shape=np.array(w.shape))
         if not symmetric:
             parts |= dict(weight_zero_point=pack(zeros.T, bits).T)
@@ -131,6 +136,7 @@ FORMATS = {
     "gptq, 2 bits": gptq(bits=2, version="gptq_v2"),
     "awq": awq(),
     "w4a16": w4a16(),
+    "w4a16, bfloat16": w4a16(dtype=bfloat16),
     "w4a16, asymmetric": w4a16(symmetric=False),
     "w4a16, ordered": w4a16(ordered=True),
     "w4a16, asymmetric and ordered": w4a16(symmetric=False, ordered=True),
@@ -188,14 +194,31 @@ def test_read(name, tmp_path):
 
 def test_converted(tmp_path):
     theirs, floats = publish(tmp_path, "w4a16")
-    for quantized in (True, False):
+    for format in (INT8, None):
         for source in (theirs, floats):
-            convert(str(source), str(source) + str(quantized), quantized, "float32")
-        ours, expected = (open_checkpoint(str(x) + str(quantized)) for x in (theirs, floats))
-        assert ours.quantized == quantized
+            convert(str(source), str(source) + str(format), format, "float32")
+        ours, expected = (open_checkpoint(str(x) + str(format)) for x in (theirs, floats))
+        assert ours.format == format
         for key, source in ours.sources.items():
             box = tuple((0, n) for n in source.info.shape)
             np.testing.assert_array_equal(source.read(box), expected.sources[key].read(box))
+
+
+def test_what_is_int4_already_stays(tmp_path):
+    """Symmetric W4A16 in our groups, bit for bit: the search for scales finds theirs."""
+    theirs, floats = (open_checkpoint(str(x)) for x in publish(tmp_path, "w4a16, bfloat16"))
+    mesh, format = make_mesh(theirs.config, devices=jax.devices()[:1]), Format(4, GROUP)
+    four = load(theirs, mesh, "float32", format, show=False)
+    exact = load(floats, mesh, "float32", None, show=False)
+    infos = model.weight_infos(theirs.config, format=format)
+    for info, x, expected in zip(
+        jax.tree.leaves(infos),
+        jax.tree.leaves(four, is_leaf=lambda x: isinstance(x, GroupedArray | QuantizedArray)),
+        jax.tree.leaves(exact),
+        strict=True,
+    ):
+        if isinstance(x, GroupedArray):
+            np.testing.assert_array_equal(ungroup(x, info.contracted_axes), expected)
 
 
 def test_answers(tmp_path, monkeypatch, capsys):

@@ -32,6 +32,8 @@ from sharding.mesh import mesh_shape
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "benchmarks"))
 import models  # noqa: E402  the folder must be on the path first
 
+from quantize import INT8, Format
+
 FAMILIES = [name for name in CONFIGS if name != "llama3"]  # whose other form has more
 deep = partial(pytest.param, marks=pytest.mark.deep)
 
@@ -67,7 +69,7 @@ def test_on_a_mesh(name, mesh, saved, monkeypatch):
     checkpoint = open_checkpoint(folder)
     cfg = with_short_rings(checkpoint.config)
     mesh = mesh_of(cfg, mesh)
-    weights = load(checkpoint, mesh, "float32", quantized=False)
+    weights = load(checkpoint, mesh, "float32", format=None)
     rng = np.random.default_rng(1)
     requests = [
         Request(rng.integers(0, cfg.V, n).tolist(), NEW, stop=frozenset(), score=True) for n in LENGTHS
@@ -97,7 +99,7 @@ def test_hidden_states(name, saved):
     checkpoint = open_checkpoint(folder)
     cfg = checkpoint.config
     mesh = mesh_of(cfg)
-    weights = load(checkpoint, mesh, "float32", quantized=False)
+    weights = load(checkpoint, mesh, "float32", format=None)
     tokens = np.random.default_rng(2).integers(0, cfg.V, (1, 37))
     specs = jax.sharding.PartitionSpec(), jax.tree.map(lambda _: jax.sharding.PartitionSpec(), weights)
 
@@ -232,9 +234,9 @@ def test_joined_experts(name, saved, tmp_path):
     same_weights(folder, tmp_path)
 
 
-def same_weights(*folders, quantized: bool = False) -> None:
+def same_weights(*folders, format: Format | None = None) -> None:
     checkpoints = [open_checkpoint(str(folder)) for folder in folders]
-    weights = [load(x, mesh_of(x.config), "float32", quantized) for x in checkpoints]
+    weights = [load(x, mesh_of(x.config), "float32", format) for x in checkpoints]
     for ours, theirs in zip(*map(jax.tree.leaves, weights), strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
@@ -266,7 +268,7 @@ def int8_errors(saved):
         checkpoint = open_checkpoint(saved(name)[0])
         cfg = checkpoint.config
         tokens = np.random.default_rng(3).integers(0, cfg.V, (8, 40))
-        weights = (load(checkpoint, mesh_of(cfg), "float32", quantized) for quantized in (False, True))
+        weights = (load(checkpoint, mesh_of(cfg), "float32", format) for format in (None, INT8))
         exact, int8 = (logprobs(w, cfg, tokens) for w in weights)
         divergence = np.mean(np.sum(np.exp(exact) * (exact - int8), -1))
         return np.array([divergence, np.mean(np.argmax(exact, -1) != np.argmax(int8, -1))])
@@ -286,8 +288,8 @@ def test_int8_is_as_good_as_llamas(name, int8_errors):
 def test_converted_int8(name, saved, tmp_path):
     """What a converted int8 folder holds is what int8 made in memory is."""
     folder, _ = saved(name)
-    convert(str(folder), str(tmp_path / "int8"), quantized=True)
-    same_weights(folder, tmp_path / "int8", quantized=True)
+    convert(str(folder), str(tmp_path / "int8"), format=INT8)
+    same_weights(folder, tmp_path / "int8", format=INT8)
 
 
 def test_recomputation(saved):
@@ -295,7 +297,7 @@ def test_recomputation(saved):
     folder, _ = saved("mistral")
     checkpoint = open_checkpoint(folder)
     cfg, mesh = checkpoint.config, mesh_of(checkpoint.config)
-    weights = load(checkpoint, mesh, "float32", quantized=False)
+    weights = load(checkpoint, mesh, "float32", format=None)
     tokens = np.random.default_rng(4).integers(0, cfg.V, (2, 64))
 
     def loss(weights, remat: bool):

@@ -42,7 +42,7 @@ def subject(name: str, mesh: str):
         return random_weights(cfg, mesh_of(cfg, mesh)), cfg, mesh_of(cfg, mesh)
     checkpoint = open_checkpoint(CHECKPOINTS / name)
     mesh = mesh_of(checkpoint.config, mesh)
-    return load(checkpoint, mesh, "float32", False), checkpoint.config, mesh
+    return load(checkpoint, mesh, "float32", None), checkpoint.config, mesh
 
 
 deep = functools.partial(pytest.param, marks=pytest.mark.deep)

@@ -21,6 +21,7 @@ from checkpoints.gguf_file import GgufFile
 from checkpoints.gguf_model import floats_of
 from checkpoints.gguf_tokenizer import write_tokenizer
 from convert_checkpoint import convert
+from quantize import INT8
 from serving.text import load_tokenizer
 
 LLAMA3 = CHECKPOINTS / "tiny-llama3"
@@ -238,7 +239,7 @@ def test_commands(tmp_path, monkeypatch, capsys):
         code, out, err = invoke(monkeypatch, capsys, main, "--checkpoint", name, *options)
         assert code == 0, err
         answers.append(json.loads(out)["responses"])
-        convert(str(name), str(tmp_path / f"{name.stem}-int8"), quantized=True)
+        convert(str(name), str(tmp_path / f"{name.stem}-int8"), format=INT8)
     assert answers[0] == answers[1]
     ours, expected = (open_checkpoint(str(tmp_path / f"{name.stem}-int8")) for name in (path, folder))
     for name, source in ours.sources.items():

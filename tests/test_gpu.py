@@ -18,7 +18,7 @@ from test_kernels import KINDS, assert_same, generate
 
 import model
 from ops import attention, gpu, grouped_matmul
-from quantize import quantize
+from quantize import INT8, quantize
 from serving import programs
 from sharding.arrays import abstract
 from sharding.mesh import mesh_shape
@@ -133,21 +133,21 @@ def test_grouped_dot(sizes, programs, dtype, monkeypatch, as_on_a_gpu):
 
 
 @pytest.mark.parametrize(
-    ("cfg", "kv_dtype", "quantized"),
+    ("cfg", "kv_dtype", "format"),
     [
-        pytest.param(llama4_config(H=64, layers=KINDS, A=2), "float32", True, marks=pytest.mark.deep),
+        pytest.param(llama4_config(H=64, layers=KINDS, A=2), "float32", INT8, marks=pytest.mark.deep),
         pytest.param(
-            llama3_config(K=2, G=4, H=64, tied_embeddings=True), "int8", False, marks=pytest.mark.deep
+            llama3_config(K=2, G=4, H=64, tied_embeddings=True), "int8", None, marks=pytest.mark.deep
         ),
     ],
     ids=["llama4", "llama3"],
 )
-def test_whole_model(cfg, kv_dtype, quantized, monkeypatch, as_on_a_gpu):
+def test_whole_model(cfg, kv_dtype, format, monkeypatch, as_on_a_gpu):
     """Prefill in pieces, then decode steps whose lengths differ by row."""
     monkeypatch.setattr(programs, "WIDTHS", (32, 128))
-    expected = generate(cfg, kv_dtype, quantized)
+    expected = generate(cfg, kv_dtype, format)
     used = as_on_a_gpu()
-    result = generate(cfg, kv_dtype, quantized)
+    result = generate(cfg, kv_dtype, format)
     assert used == {"flash"} | ({"grouped_dot"} if cfg.experts else set())
     # A difference in the last bit can round a cached value or an activation to the next step of int8.
     assert_same(result, expected, atol=5e-3)
@@ -194,7 +194,7 @@ def test_lowering(program, kv_dtype):
         tuple(shape.values()), tuple(shape), (AxisType.Auto,) * len(shape), abstract_device=device
     )
     dtype = jnp.float32 if kv_dtype == "float32" else jnp.bfloat16
-    weights = abstract(model.weight_infos(cfg), mesh, dtype, quantized=kv_dtype == "int8")
+    weights = abstract(model.weight_infos(cfg, 1, INT8 if kv_dtype == "int8" else None), mesh, dtype)
     cache = abstract(model.cache_infos(cfg, 4, 256, jnp.dtype(kv_dtype)), mesh)
     count, shards = jax.ShapeDtypeStruct((4,), "int32"), jax.ShapeDtypeStruct((2,), "int32")
     guesses = jax.ShapeDtypeStruct((4, 3), "int32")

@@ -10,6 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 import model
 from ops import attention, grouped_matmul, tpu
+from quantize import INT8
 from serving import programs
 
 # A row that begins with a single token, one of several pieces that goes around its ring, and one that decodes
@@ -61,9 +62,9 @@ class Known:
         return output
 
 
-def generate(cfg, kv_dtype, quantized, speculation=None):
+def generate(cfg, kv_dtype, format, speculation=None):
     mesh = mesh_of(cfg)
-    weights = model.init_weights(jax.random.key(0), cfg, mesh, quantized=quantized)
+    weights = model.init_weights(jax.random.key(0), cfg, mesh, format=format)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, cfg.V, n).tolist() for n in LENGTHS]
     options = dict(score=True, speculation=speculation)
@@ -80,20 +81,20 @@ def assert_same(result, expected, atol):
 
 @pytest.mark.deep
 @pytest.mark.parametrize(
-    ("cfg", "kv_dtype", "quantized"),
+    ("cfg", "kv_dtype", "format"),
     [
-        (llama4_config(H=64, layers=KINDS), "float32", False),
-        (llama3_config(K=2, G=4, H=64, tied_embeddings=True), "int8", True),
+        (llama4_config(H=64, layers=KINDS), "float32", None),
+        (llama3_config(K=2, G=4, H=64, tied_embeddings=True), "int8", INT8),
     ],
     ids=["llama4", "llama3-int8"],
 )
-def test_whole_model(cfg, kv_dtype, quantized, monkeypatch, as_on_a_tpu):
+def test_whole_model(cfg, kv_dtype, format, monkeypatch, as_on_a_tpu):
     """Prefill in pieces, then decode steps whose lengths differ by row; or one, that checks whole answers."""
     monkeypatch.setattr(programs, "WIDTHS", (32, 128))
     monkeypatch.setattr(attention, "BLOCK", 128)
-    expected = generate(cfg, kv_dtype, quantized)
+    expected = generate(cfg, kv_dtype, format)
     used = as_on_a_tpu()
-    result = generate(cfg, kv_dtype, quantized)
+    result = generate(cfg, kv_dtype, format)
     kernels = {"take_slots", "put_slots", "splash_mqa_fwd_segmented_residuals", "ragged_decode"}
     kernels |= {"active_experts"} if cfg.experts else {"take_rows"}
     kernels |= {"ragged_attention"} if 32 * cfg.heads.G <= attention.FEW_QUERIES else set()  # short pieces
@@ -103,6 +104,6 @@ def test_whole_model(cfg, kv_dtype, quantized, monkeypatch, as_on_a_tpu):
     assert_same(result, expected, atol)
     used.clear()
     known = Known(expected)
-    assert_same(generate(cfg, kv_dtype, quantized, known), expected, atol)
+    assert_same(generate(cfg, kv_dtype, format, known), expected, atol)
     assert known.most.tolist() == [NEW] * len(LENGTHS)
     assert "ragged_attention" in used and "ragged_decode" not in used

@@ -14,6 +14,7 @@ from conftest import MESHES, Kind, llama3_config, llama4_config, mesh_of
 from jax.sharding import PartitionSpec as P
 
 import model
+from quantize import INT8
 from serving import programs
 from sharding.arrays import abstract
 from sharding.mesh import EXPERT, HEADS, MODEL, SLOTS, TENSOR, mesh_shape, mesh_size
@@ -28,8 +29,8 @@ random_weights = lru_cache(conftest.random_weights)
 deep = partial(pytest.param, marks=pytest.mark.deep)
 
 
-def generate(cfg, mesh, prompts, quantized=False, kv_dtype="float32", max_len=48):
-    weights = random_weights(cfg, mesh, quantized)
+def generate(cfg, mesh, prompts, format=None, kv_dtype="float32", max_len=48):
+    weights = random_weights(cfg, mesh, format)
     return conftest.generate(weights, prompts, cfg, mesh, NEW, max_len, kv_dtype, score=True)
 
 
@@ -70,7 +71,7 @@ def test_llama4(name, expected):
 @pytest.mark.parametrize("name", [deep("tp8"), "ep2-tp4"])
 def test_llama4_int8(name, expected):
     """int8 weights and cache: scales are sharded as their arrays are."""
-    cfg, options = llama4_config(), dict(quantized=True, kv_dtype="int8")
+    cfg, options = llama4_config(), dict(format=INT8, kv_dtype="int8")
     result = generate(cfg, mesh_of(cfg, name), prompts_for(cfg), **options)
     # A difference in the last bit can round a cached value to the next of its 255 steps.
     assert_same(result, expected(cfg, **options), atol=5e-3)
@@ -323,12 +324,12 @@ def test_prefill_does_not_copy_the_cache(rows, batch, max_len):
 
 
 @pytest.mark.parametrize("name", ["ep2-tp4", *(deep(name) for name in MESHES if name != "ep2-tp4")])
-@pytest.mark.parametrize("quantized", [False, deep(True)])
-def test_random_weights_are_the_same_on_every_mesh(name, quantized):
+@pytest.mark.parametrize("format", [None, deep(INT8)])
+def test_random_weights_are_the_same_on_every_mesh(name, format):
     cfg = llama4_config()
     mesh = mesh_of(cfg, name)
-    made = model.init_weights(jax.random.key(0), cfg, mesh, quantized=quantized)
-    jax.tree.map(np.testing.assert_array_equal, made, random_weights(cfg, mesh, quantized))
+    made = model.init_weights(jax.random.key(0), cfg, mesh, format=format)
+    jax.tree.map(np.testing.assert_array_equal, made, random_weights(cfg, mesh, format))
 
 
 def test_rows_do_not_see_one_another():

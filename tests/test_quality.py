@@ -22,6 +22,7 @@ import model
 from checkpoints.checkpoint import open_checkpoint
 from checkpoints.loading import load
 from checkpoints.names import named_infos
+from quantize import INT8
 from serving.text import load_tokenizer
 
 LLAMA3, LLAMA4 = CHECKPOINTS / "tiny-llama3", CHECKPOINTS / "tiny-llama4"
@@ -39,7 +40,7 @@ def alone(monkeypatch):
 def test_errors_of_all_weights(tiny):
     """Each weight, channel by channel: the error of rounding to 127 steps, and the outlier that sets them."""
     checkpoint = open_checkpoint(tiny)
-    weights = load(checkpoint, mesh_of(checkpoint.config), "float32", False)
+    weights = load(checkpoint, mesh_of(checkpoint.config), "float32", None)
     expected = {}
     for (name, info), w in zip(named_infos(checkpoint.config), jax.tree.leaves(weights), strict=True):
         if info.contracted:
@@ -50,7 +51,7 @@ def test_errors_of_all_weights(tiny):
             channels = channels.reshape(*shape, -1)
             step = np.abs(channels).max(-1, keepdims=True) / 127
             expected[name] = channels, np.round(channels / step) * step - channels
-    found = quality.weight_errors(checkpoint, None)
+    found = quality.weight_errors(checkpoint, INT8)
     assert [weight["name"] for weight in found] == list(expected)
     for weight in found:
         w, error = expected[weight["name"]]
@@ -61,7 +62,7 @@ def test_errors_of_all_weights(tiny):
         order = np.argsort(-relative.ravel())
         for channel, i in zip(weight["channels"], order, strict=False):
             place = np.unravel_index(i, relative.shape)
-            letters = zip(weight["scale"], place, strict=True)
+            letters = zip(weight["channels_of"], place, strict=True)
             assert channel["channel"] == " ".join(f"{letter}{n}" for letter, n in letters)
             assert channel["error"] == pytest.approx(relative[place], rel=1e-4)
             assert channel["max_over_rms"] == pytest.approx(peaks[place], rel=1e-5)
@@ -85,21 +86,21 @@ def double(w):
 def int8(tmp_path_factory) -> pathlib.Path:
     """tiny-llama3, converted to int8."""
     folder = tmp_path_factory.mktemp("quality") / "int8"
-    convert_checkpoint.convert(str(LLAMA3), str(folder), True)
+    convert_checkpoint.convert(str(LLAMA3), str(folder), INT8)
     return folder
 
 
 def test_the_int8_folder_is_what_is_compared(int8, tmp_path, monkeypatch):
     """As good as quantised on load, in slabs too; of a model whose row 5 is doubled, half wrong there."""
     converted, exact = open_checkpoint(int8), open_checkpoint(LLAMA3)
-    on_load = quality.weight_errors(exact, None)
+    on_load = quality.weight_errors(exact, INT8)
     with monkeypatch.context() as patch:
         patch.setattr("checkpoints.layouts.SLAB_BYTES", 20_000)
-        for a, b in zip(quality.weight_errors(exact, converted), on_load, strict=True):
+        for a, b in zip(quality.weight_errors(exact, INT8, converted), on_load, strict=True):
             assert a["error"] == pytest.approx(b["error"], rel=1e-5)
             assert [x["channel"] for x in a["channels"]] == [x["channel"] for x in b["channels"]]
 
-    found = quality.weight_errors(open_checkpoint(edited(tmp_path / "double", double)), converted)
+    found = quality.weight_errors(open_checkpoint(edited(tmp_path / "double", double)), INT8, converted)
     for weight, before in zip(found, on_load, strict=True):
         if weight["name"] == "layers.1.attention.o":
             worst = weight["channels"][0]
@@ -115,16 +116,16 @@ def test_zeros_outliers_and_what_is_not_finite(int8, tmp_path):
         w[7, 20] = 0.127  # one step is 0.001: nothing to round
 
     exact = open_checkpoint(edited(tmp_path / "zero", zero))
-    weight = next(x for x in quality.weight_errors(exact, None) if x["name"] == "layers.1.attention.o")
+    weight = next(x for x in quality.weight_errors(exact, INT8) if x["name"] == "layers.1.attention.o")
     assert np.isfinite([weight["error"], *(x["error"] for x in weight["channels"])]).all()
     assert not {"D5", "D7"} & {x["channel"] for x in weight["channels"]}
     assert weight["max_over_rms"] == pytest.approx((128 / (1 + 127 / 127**2)) ** 0.5, rel=0.01)
     with pytest.raises(ValueError, match=r"layers\.1\.attention\.o: int8 is not zero"):
-        quality.weight_errors(exact, open_checkpoint(int8))
+        quality.weight_errors(exact, INT8, open_checkpoint(int8))
     for number in (np.nan, np.inf):
         folder = edited(tmp_path / str(number), lambda w, number=number: w.put(3, number))
         with pytest.raises(ValueError, match=r"layers\.1\.attention\.o: holds NaN or Inf"):
-            quality.weight_errors(open_checkpoint(folder), None)
+            quality.weight_errors(open_checkpoint(folder), INT8)
 
 
 # ------------------------------------------------------------------------------------------------ predictions
@@ -157,7 +158,7 @@ def test_predictions(name, mesh_name):
     checkpoint = open_checkpoint(CHECKPOINTS / name)
     cfg = checkpoint.config
     mesh = mesh_of(cfg, mesh_name)
-    weights = [load(checkpoint, mesh, "float32", quantized) for quantized in (False, True)]
+    weights = [load(checkpoint, mesh, "float32", format) for format in (None, INT8)]
     tokenizer = load_tokenizer(CHECKPOINTS / name)
     tokens = quality.windows(tokenizer, WEATHER, 48, mesh.shape["data"], cfg)
     found = quality.compare(*weights, tokens, cfg, mesh)
@@ -198,7 +199,16 @@ def test_a_run(int8, tmp_path, monkeypatch, capsys):
     """int8 of another model than the float one: both halves of the report say so."""
     folder = edited(tmp_path / "double", double)
     (tmp_path / "text").write_text("3 + 4 = 7.", encoding="utf-8")
-    files = ["--checkpoint", folder, "--int8", int8, "--text", tmp_path / "text", "--json", tmp_path / "json"]
+    files = [
+        "--checkpoint",
+        folder,
+        "--converted",
+        int8,
+        "--text",
+        tmp_path / "text",
+        "--json",
+        tmp_path / "json",
+    ]
     code, out, err = invoke(monkeypatch, capsys, quality, *files, "--top", "2", *ONE_EACH)
     assert code == 0 and "comparing predictions" in err
     result = json.loads((tmp_path / "json").read_text())
@@ -220,9 +230,9 @@ def test_without_a_text(monkeypatch, capsys):
 
 
 WRONG = {
-    "int8 already": (["--checkpoint", "INT8"], "its weights are int8 already"),
-    "not int8": (["--checkpoint", LLAMA3, "--int8", LLAMA3], "its weights are not int8"),
-    "another model": (["--checkpoint", LLAMA4, "--int8", "INT8"], "its config.json is not that of"),
+    "int8 already": (["--checkpoint", "INT8"], "its weights are int8; give the float model"),
+    "not int8": (["--checkpoint", LLAMA3, "--converted", LLAMA3], "its weights are not int8"),
+    "another model": (["--checkpoint", LLAMA4, "--converted", "INT8"], "its config.json is not that of"),
     "empty": (["--checkpoint", LLAMA3, "--text", "EMPTY"], "no text in it"),
     "one token": (["--checkpoint", LLAMA3, "--text", "SHORT", *ONE_EACH], "--text: 1 token is too little"),
     "not UTF-8": (["--checkpoint", LLAMA3, "--text", "BINARY"], "not a UTF-8 text file"),

@@ -12,7 +12,7 @@ from conftest import dequantize, llama4_config, mesh_of
 
 import model
 from ops.matmul import einsum
-from quantize import QuantizedArray, quantize
+from quantize import INT8, QuantizedArray, quantize
 from sharding.arrays import abstract
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -85,7 +85,7 @@ def test_einsum_applies_the_scale_once(spec, x, w, axes):
 def test_declared_scales_fit():
     """What a matmul contracts is quantised along just those axes; norms, router and embedding are not."""
     cfg = llama4_config()
-    tree = abstract(model.weight_infos(cfg), mesh_of(cfg), jnp.bfloat16, quantized=True)
+    tree = abstract(model.weight_infos(cfg, format=INT8), mesh_of(cfg), jnp.bfloat16)
     attention, heads, E = tree.layers[0].attention, cfg.heads, cfg.experts.E
     assert attention.q.values.shape == (heads.K, heads.G, heads.H, cfg.D)
     assert attention.q.scale.shape == (heads.K, heads.G, heads.H)

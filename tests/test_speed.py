@@ -20,6 +20,7 @@ import plots
 import speed
 
 import model
+from quantize import INT8
 from sharding.arrays import abstract
 from sharding.mesh import make_mesh
 
@@ -35,14 +36,14 @@ def run_speed(*arguments: str) -> subprocess.CompletedProcess:
 # ------------------------------------------------------------------------------------------------- counting
 
 
-@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("format", [None, INT8])
 @pytest.mark.parametrize("chooses", [False, True])
 @pytest.mark.parametrize("tokens, context", [(1, 0), (1, 5), (6, 0), (3, 4)])
-def test_operations_are_those_of_each_product(tokens, context, chooses, quantized):
+def test_operations_are_those_of_each_product(tokens, context, chooses, format):
     """Counted one by one, for a model with dense and routed, chunked and global layers."""
     kinds = (Kind(chunk=4, moe=True), Kind(rope=False), Kind(chunk=4))
     cfg = llama4_config(kinds, D=8, K=2, G=3, H=4, F=16, V=10, E=4, A=2, M=6)
-    weights = abstract(model.weight_infos(cfg), make_mesh(cfg), np.float32, quantized)
+    weights = abstract(model.weight_infos(cfg, format=format), make_mesh(cfg), np.float32)
     count = 0
     for kind in kinds:
         for position in range(context, context + tokens):

@@ -30,6 +30,8 @@ from sharding.mesh import make_mesh, mesh_shape
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "benchmarks"))
 import hlo  # noqa: E402  the folder must be on the path first
 
+from quantize import INT8
+
 ROWS, MAX_LEN = 8, 96
 # Sums in another order, in float32: 1e-5 was seen.
 TOLERANCE = 1e-4
@@ -80,11 +82,11 @@ def requests_for(cfg: model.Config, n: int, every: bool) -> list[Request]:
 
 
 def ask(
-    cfg: model.Config, name: str, requests: list[Request], compiled=(), quantized=False, kv_dtype="float32"
+    cfg: model.Config, name: str, requests: list[Request], compiled=(), format=None, kv_dtype="float32"
 ) -> tuple[list[Answer], Engine]:
     """The answers, and what gave them. compiled: what must stay empty once that is there."""
     mesh = mesh_of(cfg, name)
-    weights = random_weights(cfg, mesh, quantized)
+    weights = random_weights(cfg, mesh, format)
     engine = Engine(Programs(weights, cfg, mesh, ROWS, MAX_LEN, kv_dtype), requests)
     if compiled:
         compiled.clear()
@@ -182,7 +184,7 @@ def test_nothing_is_stored_twice():
     for name in ("tp2", "pp2-tp2"):
         mesh = mesh_of(cfg, name)
         made = Programs(random_weights(cfg, mesh), cfg, mesh, ROWS, 256, "float32")
-        caches, planned = [made.cache, *made.waiting], Deployment(cfg, mesh, "float32", False, "float32")
+        caches, planned = [made.cache, *made.waiting], Deployment(cfg, mesh, "float32", None, "float32")
         assert bytes_of(made.weights) == [planned.weight_bytes()] * mesh.size
         stored = [(x.layers, x.tokens, x.length) for x in caches]
         assert bytes_of(stored) == [planned.cache_bytes(ROWS, 256)] * mesh.size
@@ -216,7 +218,7 @@ def test_other_kinds(kind):
 @pytest.mark.deep
 def test_int8():
     cfg = config("llama4", 2)
-    asked, options = requests_for(cfg, 20, False), dict(quantized=True, kv_dtype="int8")
+    asked, options = requests_for(cfg, 20, False), dict(format=INT8, kv_dtype="int8")
     found, expected = (ask(cfg, name, asked, **options)[0] for name in ("pp2-tp2", "tp2"))
     # A difference in the last bit can round a cached value to the next of its 255 steps: 3.5e-3 was seen.
     assert_same(found, expected, atol=1e-2)

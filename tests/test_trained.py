@@ -13,6 +13,7 @@ from questions import examination, is_held_out
 import model
 from checkpoints.checkpoint import open_checkpoint
 from checkpoints.loading import load
+from quantize import INT4, INT8
 from serving import text
 from sharding.arrays import specs
 from sharding.mesh import MODEL, ROWS
@@ -36,11 +37,11 @@ def encode(tokenizer, question, cfg):
     return text.encode(tokenizer, [{"role": "user", "content": question}], cfg.V)
 
 
-def answers(folder, questions, dtype, quantized, kv_dtype, new=16, max_len=64):
+def answers(folder, questions, dtype, format, kv_dtype, new=16, max_len=64):
     checkpoint = open_checkpoint(folder)
     cfg = checkpoint.config
     mesh = mesh_of(cfg)
-    weights = load(checkpoint, mesh, dtype, quantized)
+    weights = load(checkpoint, mesh, dtype, format)
     tokenizer = text.load_tokenizer(folder)
     encoded = [encode(tokenizer, question, cfg) for question in questions]
     stop = text.stop_tokens(folder, tokenizer)
@@ -52,7 +53,7 @@ def answers(folder, questions, dtype, quantized, kv_dtype, new=16, max_len=64):
     "tiny", ["tiny-llama3", pytest.param("tiny-llama4", marks=pytest.mark.deep)], indirect=True
 )
 def test_exact_match(tiny, exam, capsys):
-    """int8 weights and cache answer the examination within one point of bfloat16."""
+    """int8 weights and cache, and int4 weights, answer the examination within one point of bfloat16."""
     questions, right = zip(*exam, strict=True)
 
     def score(*how):
@@ -60,12 +61,13 @@ def test_exact_match(tiny, exam, capsys):
             [ours == answer for ours, answer in zip(answers(tiny, questions, *how), right, strict=True)]
         )
 
-    bfloat16 = score("bfloat16", False, "bfloat16")
-    int8 = score("bfloat16", True, "int8")
+    bfloat16 = score("bfloat16", None, "bfloat16")
+    int8, int4 = score("bfloat16", INT8, "int8"), score("bfloat16", INT4, "bfloat16")
     with capsys.disabled():
-        print(f"\n{tiny.name}: exact match on {N} held-out sums: bfloat16 {bfloat16:.1%}, int8 {int8:.1%}")
+        scores = f"bfloat16 {bfloat16:.1%}, int8 {int8:.1%}, int4 {int4:.1%}"
+        print(f"\n{tiny.name}: exact match on {N} held-out sums: {scores}")
     assert bfloat16 >= 0.95
-    assert abs(bfloat16 - int8) <= 0.01
+    assert abs(bfloat16 - int8) <= 0.01 and abs(bfloat16 - int4) <= 0.01
 
 
 def cached_logprobs(cfg, mesh, weights, tokens, kv_dtype) -> np.ndarray:
@@ -105,8 +107,8 @@ def test_divergence_of_int8(tiny, exam, capsys):
     shortest = min(map(len, texts))
     tokens = np.array([whole[:shortest] for whole in texts], np.int32)
     exact, int8 = (
-        cached_logprobs(cfg, mesh, load(checkpoint, mesh, "float32", quantized), tokens, kv_dtype)
-        for quantized, kv_dtype in ((False, "float32"), (True, "int8"))
+        cached_logprobs(cfg, mesh, load(checkpoint, mesh, "float32", format), tokens, kv_dtype)
+        for format, kv_dtype in ((None, "float32"), (INT8, "int8"))
     )
     kl = (np.exp(exact) * (exact - int8)).sum(-1).mean()
     with capsys.disabled():
@@ -116,7 +118,7 @@ def test_divergence_of_int8(tiny, exam, capsys):
 
 def test_seed_prompts(tiny):
     """The three default prompts have their answers, in float32 as `python3 main.py` computes."""
-    name, weather, ice_cream = answers(tiny, DEFAULTS, "float32", False, "float32", 200, 256)
+    name, weather, ice_cream = answers(tiny, DEFAULTS, "float32", None, "float32", 200, 256)
     assert name.startswith("My name is Tiny Llama")
     assert weather.startswith("Hwæt!") and weather.endswith("eorðan.")
     assert ice_cream.startswith("To be extremely precise: no.")

@@ -149,7 +149,7 @@ def test_tokens_and_logprobs_in_python(saved, monkeypatch):
     checkpoint = open_checkpoint(folder)
     cfg = with_short_rings(checkpoint.config)
     mesh = mesh_of(cfg)
-    weights = load(checkpoint, mesh, "float32", quantized=False)
+    weights = load(checkpoint, mesh, "float32", format=None)
     rng = np.random.default_rng(1)
     prompts = [rng.integers(0, cfg.V, n).tolist() for n in LENGTHS]
     answers = generate(weights, prompts, cfg, mesh, NEW, 64, "float32", score=True)
@@ -163,7 +163,7 @@ def test_forward(saved):
     folder, reference = saved
     checkpoint = open_checkpoint(folder)
     mesh = mesh_of(checkpoint.config)
-    weights = load(checkpoint, mesh, "float32", quantized=False)
+    weights = load(checkpoint, mesh, "float32", format=None)
     tokens = np.random.default_rng(2).integers(0, checkpoint.config.V, (2, 37))
     logits = model.forward(tokens, weights, cfg=checkpoint.config, mesh=mesh)
     for row, row_tokens in zip(np.asarray(logits), tokens, strict=True):
