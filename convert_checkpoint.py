@@ -58,6 +58,7 @@ from quantize import (
     Format,
     GroupedArray,
     dequantize_groups,
+    group_errors,
     in_groups,
     pack,
     quantize_groups,
@@ -563,8 +564,8 @@ def _int8_error(info: ArrayInfo, x: np.ndarray, values: np.ndarray, scale: np.nd
 
 
 def _int4_error(info: ArrayInfo, x: np.ndarray, packed: np.ndarray, scale: np.ndarray) -> float:
-    """The largest error, in half steps, of what the values can reach; infinite if those of a group are, by
-    the sum of squares, further from x than without a search for the scale.
+    """The largest error, in half steps, of x clipped to what 4 bits hold; infinite if a group is, by the sum
+    of squares, further from x than without a search for its scale.
     """
     return float(_int4_errors(x, packed, scale, dataclasses.replace(info, stored=())))
 
@@ -577,10 +578,8 @@ def _int4_errors(x: jax.Array, packed: jax.Array, scale: jax.Array, info: ArrayI
     x = in_groups(x, *how)
     known = jnp.all(jnp.isfinite(x), at)
 
-    def squares(q: GroupedArray) -> jax.Array:
-        return jnp.sum((dequantize_groups(q, at) - x) ** 2, at)
-
-    worse = squares(ours) > squares(nearest) * (1 + 2**-15)  # for they are summed in another order
+    errors, nearest_errors = (group_errors(x, dequantize_groups(q, at), at) for q in (ours, nearest))
+    worse = errors > nearest_errors * (1 + 2**-15)  # for they are summed in another order
     step = jnp.expand_dims(jnp.where(scale == 0, 1, scale), at).astype(jnp.float32)
     error = jnp.abs(jnp.clip(x / step, INT4_MIN, INT4_MAX) - ours.values.astype(jnp.float32))
     error = jnp.max(jnp.where(jnp.expand_dims(known, at), error, 0)) / (0.5 + 2**-15)

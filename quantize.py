@@ -127,7 +127,7 @@ def quantize_groups(
     def attempt(best: tuple[Array, Array], divisor: Array):
         scale = (peak / divisor).astype(jnp.bfloat16)
         values, divisor = _round_groups(x, scale, at)
-        error = jnp.sum((values * divisor - x.astype(jnp.float32)) ** 2, at)
+        error = group_errors(x, values * divisor, at)
         better = error < best[0]
         return (jnp.where(better, error, best[0]), jnp.where(better, scale, best[1])), None
 
@@ -135,6 +135,15 @@ def quantize_groups(
     scale = lax.scan(attempt, worst, divisors)[0][1]
     scale = jnp.where(jnp.all(jnp.isfinite(x), at), scale, jnp.inf)
     return GroupedArray(_round_groups(x, scale, at)[0].astype(jnp.int4), scale)
+
+
+def group_errors(x: Array, rounded: Array, at: int) -> Array:
+    """The squared error of each group, relative to a power of 2 near its largest entry.
+
+    So it neither overflows nor vanishes, and is 0 where nothing was rounded.
+    """
+    _, exponent = jnp.frexp(jnp.max(jnp.abs(x.astype(jnp.float32)), at, keepdims=True))
+    return jnp.sum(jnp.ldexp(rounded - x.astype(jnp.float32), -exponent) ** 2, at)
 
 
 def in_groups(x: Array, axes: tuple[int, ...], group: int, first: int = 0) -> Array:

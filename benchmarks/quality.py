@@ -281,6 +281,8 @@ def parse_arguments(arguments: list[str] | None = None):
     add("--json", metavar="FILE", help="write all that was measured there")
     args = parser.parse_args(arguments)
     parser.check_positive(args, "window", "dp", "ep", "tp", "top")
+    if args.rounding != "searched" and (args.converted or FORMATS[args.quantize].bits == 8):
+        parser.error("--rounding is of int4 that is made here, not of --converted, nor of int8")
     return args
 
 
@@ -304,8 +306,12 @@ def load_both(exact: Checkpoint, converted: Checkpoint | None, mesh: Mesh, dtype
         return weights, load(converted or exact, mesh, dtype, format, show)
 
     def change(info: ArrayInfo, w: Array) -> Array:
-        info = dataclasses.replace(info, stored=())
-        return rounded(w, info, args.rounding).astype(w.dtype) if info.form else w
+        if not info.form:
+            return w
+        true = w[tuple(map(slice, info.shape))]  # what pads it for the mesh would be no whole groups
+        true = rounded(true, dataclasses.replace(info, stored=()), args.rounding).astype(w.dtype)
+        true = jnp.pad(true, [(0, n) for n in np.subtract(w.shape, true.shape)])
+        return jax.device_put(true, w.sharding)
 
     return weights, jax.tree.map(change, model.weight_infos(exact.config, format=format), weights)
 

@@ -38,7 +38,7 @@ def expert_mlp(x: Array, expert: Array, factor: Array, gate, up, down, scales: s
     gate, up: [E,D,M], down: [E,M,D], float, int8 or int4. No row is dropped, however they are distributed.
     On TPUs few rows read active experts only, unless their blocks do not fit, see `block_width`.
     """
-    if on_tpu() and x.shape[0] <= FEW_ROWS and block_width(gate):
+    if on_tpu() and x.shape[0] <= FEW_ROWS and block_width(gate, down):
         return active_experts(x, expert, factor, gate, up, down, scales)
     return sorted_rows(x, expert, factor, gate, up, down, scales)
 
@@ -92,7 +92,7 @@ def active_experts(
     parts = ((w.values, w.scale) if grouped else values_and_scale(w) for w in (gate, up, down))
     weights, units = zip(*parts, strict=True)
     E, M = weights[0].shape[0], weights[0].shape[-1]
-    (R, D), width, steps = x.shape, block_width(gate), min(E, expert.size)
+    (R, D), width, steps = x.shape, block_width(gate, down), min(E, expert.size)
     if not interpret:
         weights, units = in_hbm((weights, units))
     chosen = expert[..., None] == jnp.arange(E)  # RAE
@@ -112,11 +112,12 @@ def active_experts(
         return pl.BlockSpec(x.shape, lambda *_: (0, 0))
 
     if grouped:
-        n, size = weights[0].shape[1:3]  # of groups
+        (n, size), (M_groups, M_size) = weights[0].shape[1:3], weights[2].shape[1:3]
         columns = spec(None, n, size, width, at=lambda e, j: (e, 0, 0, j))
-        weight_specs = columns, columns, spec(None, width // size, size, D, at=lambda e, j: (e, j, 0, 0))
+        rest = spec(None, width // M_size, M_size, D, at=lambda e, j: (e, j, 0, 0))
+        weight_specs = columns, columns, rest
         columns = spec(None, n, width, at=lambda e, j: (e, 0, j))
-        unit_specs = columns, columns, spec(None, M // size, D, at=lambda e, j: (e, 0, 0))
+        unit_specs = columns, columns, spec(None, M_groups, D, at=lambda e, j: (e, 0, 0))
     else:
         columns = spec(None, D, width, at=lambda e, j: (e, 0, j))
         weight_specs = columns, columns, spec(None, width, D, at=lambda e, j: (e, j, 0))
@@ -161,11 +162,11 @@ def _active_experts(active, n_active, rows, factors, weights, units, y, *, scale
 def _active_grouped_experts(active, n_active, rows, factors, weights, units, y, *, scales: str):
     """`_active_experts` of int4 weights: a product of integers for each group, see `int8_parts`."""
     j, (parts, unit) = pl.program_id(1), rows
-    size = weights[0].shape[1]  # of a group
 
     def dot(parts: Array, unit: Array, which: int, scale_of) -> Array:
+        groups, size, _ = weights[which].shape
         total = 0.0
-        for group in range(weights[which].shape[0]):
+        for group in range(groups):
             w = weights[which][group].astype(jnp.int8)
             part = jnp.dot(parts[:, group * size : (group + 1) * size], w, preferred_element_type=jnp.int32)
             total += part.astype(jnp.float32) * scale_of(group)
@@ -215,10 +216,15 @@ def active_first(active: Array, n: int) -> tuple[Array, Array]:
     return jnp.sum(jnp.where(here, jnp.arange(active.size), 0), 1), rank[-1:] + 1
 
 
-def block_width(gate: Array | QuantizedArray | GroupedArray) -> int | None:
-    """Columns of M that the kernel takes per step: 256, 128 or all; None if two of each do not fit."""
-    values = gate.values if isinstance(gate, GroupedArray) else values_and_scale(gate)[0]
-    M, group = values.shape[-1], values.shape[2] if isinstance(gate, GroupedArray) else 1
+def block_width(gate, down) -> int | None:
+    """Columns of M that the kernel takes per step: 256, 128 or all; None if two of each do not fit, or if of
+    gate and down only one is int4.
+    """
+    grouped = isinstance(gate, GroupedArray)
+    if grouped != isinstance(down, GroupedArray):
+        return None
+    values, group = (gate.values, down.values.shape[2]) if grouped else (values_and_scale(gate)[0], 1)
+    M = values.shape[-1]
     column = values.size // values.shape[0] // M * itemsize_bits(values.dtype) // 8
     largest = VMEM_BYTES // 12 // column
     return next((n for n in (256, 128, M) if M % n == 0 and n % group == 0 and n <= largest), None)

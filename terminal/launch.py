@@ -4,6 +4,7 @@ import argparse
 import collections
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import importlib.metadata
 import os
@@ -41,6 +42,9 @@ OWN = {
 def log(*message) -> None:
     if jax.process_index() == 0:
         print(*message, file=sys.stderr, flush=True)
+
+
+log_once = functools.cache(log)
 
 
 @contextlib.contextmanager
@@ -193,7 +197,7 @@ def choose_format(asked: str | None, checkpoint: Checkpoint | None) -> Format | 
         where = checkpoint.folder
         raise UserError(f"--quantize {asked}: the weights in {where} are {there}; use the original model")
     if wanted and wanted.bits == 4 and jax.default_backend() != "tpu":
-        log(f"{wanted} weights are held as int8: only on TPUs are 4 bits faster")
+        log_once(f"{wanted} weights are held as int8: only on TPUs are 4 bits faster")
         return dataclasses.replace(INT8, of=wanted)
     return wanted
 

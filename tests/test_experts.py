@@ -132,7 +132,7 @@ CHOICES = {
 def test_active_experts_kernel(choices, dtype, scales, monkeypatch, interpret):
     """The kernel against numpy, with NaN in every expert that has no row."""
     E, D, M = 8, 64, 256
-    monkeypatch.setattr(grouped_matmul, "block_width", lambda gate: 128)  # two blocks
+    monkeypatch.setattr(grouped_matmul, "block_width", lambda *_: 128)  # two blocks
     rng = np.random.default_rng(0)
     expert = np.array(choices, np.int32)
     factor = rng.uniform(0.2, 0.9, expert.shape)
@@ -144,7 +144,9 @@ def test_active_experts_kernel(choices, dtype, scales, monkeypatch, interpret):
         exact = [dequantize(w, 1) for w in quantized]
         given = [QuantizedArray(w.values, w.scale.at[idle].set(jnp.nan)) for w in quantized]
     elif dtype == "int4":
-        grouped = [quantize_groups(jnp.float32(w), (1,), 32, 1) for w in weights]
+        grouped = [
+            quantize_groups(jnp.float32(w), (1,), n, 1) for w, n in zip(weights, (32, 32, 64), strict=True)
+        ]
         exact = [np.asarray(ungroup(w, (1,), 1)) for w in grouped]
         given = [GroupedArray(w.values, w.scale.at[idle].set(jnp.nan)) for w in grouped]
     else:
