@@ -17,7 +17,16 @@ from jax.sharding import PartitionSpec as P
 
 from ops.platform import on_tpu
 from ops.tpu import LANES
-from quantize import INT8, Format, GroupedArray, QuantizedArray, quantize_groups, quantize_large, ungroup
+from quantize import (
+    INT8,
+    Format,
+    GroupedArray,
+    QuantizedArray,
+    quantize,
+    quantize_groups,
+    quantize_large,
+    ungroup,
+)
 from sharding.mesh import SHARDED_BY, mesh_size
 
 
@@ -216,4 +225,6 @@ def _random(key: Array, info: ArrayInfo, padded: tuple[int, ...], dtype):
     fan_in = math.prod(n for n, letter in zip(info.shape, info.letters, strict=True) if letter in summed)
     x = x * fan_in**-0.5 if info.initial is None else info.initial + x / 10
     x = jnp.pad(x, [(0, n) for n in np.subtract(padded, info.shape)])
+    if info.form == INT8:
+        return quantize(x, info.contracted_axes)
     return in_form(x, info) if info.form else x.astype(info.dtype or dtype)

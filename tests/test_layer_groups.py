@@ -6,6 +6,7 @@ import pytest
 from conftest import Kind, llama3_config, llama4_config, mesh_of, random_weights
 
 import model
+from quantize import INT8
 from serving import layer_groups
 
 PERIOD = Kind(chunk=8, moe=True), Kind(chunk=8), Kind(rope=False, moe=True)
@@ -32,7 +33,10 @@ def test_as_in_one_program(kv_dtype):
     """Two groups: prompts by rows and of all rows, with scores; steps with draft tokens and without."""
     cfg = llama4_config(PERIOD * 2)
     mesh, rng = mesh_of(cfg), np.random.default_rng(0)
-    weights, static = random_weights(cfg, mesh, kv_dtype == "int8"), dict(cfg=cfg, mesh=mesh)
+    weights, static = (
+        random_weights(cfg, mesh, INT8 if kv_dtype == "int8" else None),
+        dict(cfg=cfg, mesh=mesh),
+    )
     text = rng.integers(0, cfg.V, (2, 40), np.int32)
     drafts = rng.integers(0, cfg.V, (2, 3), np.int32)
     found = {}

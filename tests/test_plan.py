@@ -359,7 +359,7 @@ def test_what_is_needed(tied):
     cfg = llama3_config(tied_embeddings=tied)
 
     def unneeded(tokens: int) -> set[str]:
-        job, mesh = plan.Job(cfg, 1, 128, False, "float32", tokens), mesh_of(cfg)
+        job, mesh = plan.Job(cfg, 1, 128, None, "float32", tokens), mesh_of(cfg)
         names = [name for name, _ in plan.named(**job.arguments(mesh))]
         return {name for name in names if not plan.share_needed(name, job, mesh)}
 
