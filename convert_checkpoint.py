@@ -37,6 +37,7 @@ from checkpoints.checkpoint import Checkpoint, open_checkpoint
 from checkpoints.errors import UserError
 from checkpoints.folders import FORMAT, INDEX, companions, read_index, read_json
 from checkpoints.layouts import SLAB_BYTES, Source, file_layout, to_file_order
+from checkpoints.loading import stored_form
 from checkpoints.names import FLOATS, named_infos, stored_infos, type_name
 from checkpoints.progress import progress
 from checkpoints.tensor_files import (
@@ -56,13 +57,11 @@ from quantize import (
     INT4_MAX,
     INT4_MIN,
     Format,
-    GroupedArray,
     dequantize_groups,
     group_errors,
     in_groups,
     pack,
     quantize_groups,
-    unpack,
 )
 from sharding.arrays import ArrayInfo, in_form
 from terminal.command_line import OneLineParser, run
@@ -574,7 +573,7 @@ def _int4_error(info: ArrayInfo, x: np.ndarray, packed: np.ndarray, scale: np.nd
 def _int4_errors(x: jax.Array, packed: jax.Array, scale: jax.Array, info: ArrayInfo) -> jax.Array:
     how = info.contracted_axes, info.form.group, len(info.first_letters)
     at = info.held.values.letters.index("I")
-    ours, nearest = GroupedArray(unpack(packed, at), scale), quantize_groups(x, *how, searched=False)
+    ours, nearest = stored_form(packed, scale, info), quantize_groups(x, *how, searched=False)
     x = in_groups(x, *how)
     known = jnp.all(jnp.isfinite(x), at)
 

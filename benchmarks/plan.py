@@ -77,33 +77,11 @@ class Chip:
 
 
 CHIPS = {
-    "v5e": Chip(
-        hbm=15.75 * 2**30,
-        bandwidth=BANDWIDTH["TPU v5 lite"],
-        flops=197e12,
-        link=50e9,
-        ring=16,
-        network=3.125e9,
-    ),
-    "v6e": Chip(
-        hbm=31.25 * 2**30,
-        bandwidth=BANDWIDTH["TPU v6 lite"],
-        flops=918e12,
-        link=100e9,
-        ring=16,
-        network=12.5e9,
-    ),
-    "v5p": Chip(
-        hbm=95.74 * 2**30, bandwidth=BANDWIDTH["TPU v5p"], flops=459e12, link=100e9, ring=4, network=6.25e9
-    ),
+    "v5e": Chip(15.75 * 2**30, BANDWIDTH["TPU v5 lite"], flops=197e12, link=50e9, ring=16, network=3.125e9),
+    "v6e": Chip(31.25 * 2**30, BANDWIDTH["TPU v6 lite"], flops=918e12, link=100e9, ring=16, network=12.5e9),
+    "v5p": Chip(95.74 * 2**30, BANDWIDTH["TPU v5p"], flops=459e12, link=100e9, ring=4, network=6.25e9),
     "tpu7x": Chip(
-        hbm=94.75 * 2**30,
-        bandwidth=BANDWIDTH["TPU7x"],
-        flops=1153.5e12,
-        link=100e9,
-        ring=4,
-        network=12.5e9,
-        cores=2,
+        94.75 * 2**30, BANDWIDTH["TPU7x"], flops=1153.5e12, link=100e9, ring=4, network=12.5e9, cores=2
     ),
 }
 HOP_SECONDS = 0.5e-6  # from one chip to the next. Source: jax-ml/scaling-book tpus.md, question 5

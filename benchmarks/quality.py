@@ -44,12 +44,11 @@ from quantize import (
     dequantize_groups,
     from_groups,
     in_groups,
-    quantize,
     quantize_groups,
     ungroup,
 )
 from serving.text import load_tokenizer
-from sharding.arrays import ArrayInfo
+from sharding.arrays import ArrayInfo, in_form
 from terminal import launch
 from terminal.command_line import OneLineParser, run
 
@@ -74,12 +73,10 @@ def channel_sums(w: Array, q: Array, axes: tuple[int, ...]) -> tuple[Array, Arra
 def rounded(w: Array, info: ArrayInfo, rounding: str = "searched") -> Array:
     """What a weight becomes in its form, float32."""
     axes, first, group = info.contracted_axes, len(info.first_letters), info.form.group
-    if info.form.bits == 8:
-        return exact_values(quantize(w, axes), info)
+    if rounding == "searched":
+        return exact_values(in_form(w, info), info)
     if rounding == "nearest":
         return exact_values(quantize_groups(w, axes, group, first, searched=False), info)
-    if rounding == "searched":
-        return exact_values(quantize_groups(w, axes, group, first), info)
     x, at = in_groups(w.astype(jnp.float32), axes, group, first), first + len(axes)
     turn = jnp.asarray(hadamard(group))
     x = jnp.moveaxis(jnp.tensordot(x, turn, (at, 0)), -1, at)

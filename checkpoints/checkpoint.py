@@ -61,10 +61,7 @@ class Checkpoint:
         """The float type that holds its weights, but those of a type of their own: float32 if any has that,
         else bfloat16.
         """
-        weights = (
-            source for name, source in self.sources.items()
-            if not name.endswith(".scale") and source.info.dtype is None
-        )  # fmt: skip
+        weights = (source for source in self.sources.values() if source.info.dtype is None)
         stored = (x for source in weights for x in source.tensors if isinstance(x, StoredTensor))
         return "float32" if any(x.dtype == "F32" for x in stored) else "bfloat16"
 
