@@ -37,12 +37,16 @@ def main() -> None:
     keep_compiled()
     join_hosts(args)
     n_devices = device_count()
-    prompts = [] if args.chat else share_prompts(args)
+    prompts = [] if args.chat or args.serve else share_prompts(args)
     models, tokenizer = open_models(args, n_devices)
     asker = Asker(args, models[0].checkpoint, tokenizer, [x.cfg for x in models])
     try:
         if args.chat:
             chat(args, models, asker, startup)
+        elif args.serve:
+            from terminal.serve import serve  # its packages are not everyone's
+
+            serve(args, models, asker, startup)
         else:
             reply_to(args, prompts, models, asker, startup)
     except jax.errors.JaxRuntimeError as e:

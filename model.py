@@ -866,9 +866,14 @@ class Sampling:
     """How each row chooses its next token: [B] each, or None for what no row asks for. By default greedy.
 
     In the order in which they apply: repetition_penalty divides the positive logits of tokens that are in the
-    text, and multiplies the negative ones. temperature divides all logits; 0 takes the likeliest. top_k keeps
-    the likeliest k, 0 all. top_p keeps the likeliest that hold this much probability; min_p those at least
-    this much as likely as the likeliest. seed: uint32, with the position makes the draw.
+    text, and multiplies the negative ones. presence_penalty is taken from the logits of tokens that are in
+    the answer, frequency_penalty as often as they are. bias is added. allowed: what a grammar leaves.
+    temperature divides all logits; 0 takes the likeliest. top_k keeps the likeliest k, 0 all. top_p keeps the
+    likeliest that hold this much probability; min_p those at least this much as likely as the likeliest.
+    seed: uint32, with the position makes the draw.
+
+    answer_start: where the answer begins in the text. allowed: [B,W] uint32, a bit for each token, the lowest
+    first. top_logprobs: how many of the likeliest tokens are to be reported; TOP are.
     """
 
     seed: Array | None = None
@@ -877,8 +882,24 @@ class Sampling:
     top_p: Array | None = None
     min_p: Array | None = None
     repetition_penalty: Array | None = None
+    presence_penalty: Array | None = None
+    frequency_penalty: Array | None = None
+    answer_start: Array | None = None
+    bias: "Bias | None" = None
+    allowed: Array | None = None
+    top_logprobs: Array | None = None
 
 
+@_pytree
+class Bias:
+    """What is added to some logits. tokens: [B,N] int32, -1 for none. values: [B,N] float32."""
+
+    tokens: Array
+    values: Array
+
+
+BIASES = 300  # tokens that a request may have a bias for
+TOP = 20  # likeliest tokens that may be reported
 NEUTRAL = Sampling(  # what asks for nothing, and the types
     seed=np.uint32(0),
     temperature=np.float32(0),
@@ -886,6 +907,11 @@ NEUTRAL = Sampling(  # what asks for nothing, and the types
     top_p=np.float32(1),
     min_p=np.float32(0),
     repetition_penalty=np.float32(1),
+    presence_penalty=np.float32(0),
+    frequency_penalty=np.float32(0),
+    answer_start=np.int32(0),
+    bias=Bias(tokens=np.full(BIASES, -1, np.int32), values=np.zeros(BIASES, np.float32)),
+    top_logprobs=np.int32(0),
 )
 
 
@@ -929,14 +955,53 @@ def top(x: Array, mass: Array, target: Array) -> Array:
     return order >= least
 
 
-def penalize(logits: Array, penalty: Array, text: Array, length: Array) -> Array:
-    """Make the tokens of text [b,:length[b]] less likely: logits [b,v], penalty [b]. arXiv 1909.05858."""
-    ids = text - lax.axis_index(MODEL) * logits.shape[-1]
-    here = (ids >= 0) & (jnp.arange(text.shape[1]) < length[:, None])
-    rows, ids = jnp.arange(text.shape[0])[:, None], jnp.where(here, ids, logits.shape[-1])
-    present = jnp.zeros(logits.shape, bool).at[rows, ids].set(True, mode="drop")
-    penalty = penalty[:, None]
-    return jnp.where(present, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+def likeliest(logits: Array, n: int) -> "Likeliest":
+    """The n likeliest tokens: logits [...,v] -> [...,n]. They are among the likeliest n of each device."""
+    devices = lax.axis_size(MODEL)
+
+    def gather(x: Array) -> Array:
+        """[...,m] -> [...,devices*m]."""
+        own = jax.nn.one_hot(lax.axis_index(MODEL), devices, dtype=bool)[:, None]
+        return lax.psum(jnp.where(own, x[..., None, :], 0), MODEL).reshape(*x.shape[:-1], -1)
+
+    best, at = lax.top_k(logits, min(n, logits.shape[-1]))
+    best, tokens = gather(best), gather(vocabulary_shard(logits)[at])
+    best, at = lax.top_k(best, min(n, best.shape[-1]))
+    return Likeliest(tokens=jnp.take_along_axis(tokens, at, -1), logprobs=best - log_normalizer(logits))
+
+
+def add_at(logits: Array, tokens: Array, values) -> Array:
+    """logits [b,v] with values [b,n] added at tokens [b,n]; those of other devices, and -1, are left out."""
+    ids = tokens - lax.axis_index(MODEL) * logits.shape[-1]
+    ids = jnp.where((tokens >= 0) & (ids >= 0), ids, logits.shape[-1])
+    return logits.at[jnp.arange(ids.shape[0])[:, None], ids].add(values, mode="drop")
+
+
+def count_tokens(logits: Array, text: Array, start, end: Array) -> Array:
+    """How often each token of this device's vocabulary shard is in text [b,start[b]:end[b]]: -> [b,v]."""
+    at = jnp.arange(text.shape[1])
+    inside = (at >= jnp.reshape(start, (-1, 1))) & (at < end[:, None])
+    return add_at(jnp.zeros_like(logits), jnp.where(inside, text, -1), 1.0)
+
+
+def penalize(logits: Array, how: Sampling, text: Array, length: Array) -> Array:
+    """The penalties of what text [b,:length[b]] has: logits [b,v] -> [b,v]. Source: arXiv 1909.05858."""
+    if how.repetition_penalty is not None:
+        present, penalty = count_tokens(logits, text, 0, length) > 0, how.repetition_penalty[:, None]
+        logits = jnp.where(present, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+    if how.frequency_penalty is not None:  # and what belongs to it
+        count = count_tokens(logits, text, how.answer_start, length)
+        logits -= how.frequency_penalty[:, None] * count + how.presence_penalty[:, None] * (count > 0)
+    return logits
+
+
+def unpack_bits(allowed: Array, logits: Array) -> Array:
+    """[b,W] uint32 -> [b,v] bool: the bits of this device's vocabulary shard."""
+    bits = (allowed[..., None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+    bits, v = bits.reshape(bits.shape[0], -1), logits.shape[-1]
+    missing = max(0, v * lax.axis_size(MODEL) - bits.shape[1])  # of the vocabulary's padding
+    bits = jnp.pad(bits == 1, ((0, 0), (0, missing)))
+    return lax.dynamic_slice_in_dim(bits, lax.axis_index(MODEL) * v, v, 1)
 
 
 @jax.named_scope("sample")
@@ -945,8 +1010,11 @@ def sample(logits: Array, how: Sampling, text: Array, length: Array, cfg: Config
 
     A row's draw depends on its seed, its length and its logits alone, not on its neighbours or the mesh.
     """
-    if how.repetition_penalty is not None:
-        logits = penalize(logits, how.repetition_penalty, text, length)
+    logits = penalize(logits, how, text, length)
+    if how.bias is not None:
+        logits = add_at(logits, how.bias.tokens, how.bias.values)
+    if how.allowed is not None:
+        logits = jnp.where(unpack_bits(how.allowed, logits), logits, -jnp.inf)
     if how.temperature is None:
         return argmax(logits)
     drawn = how.temperature[:, None] > 0
@@ -1043,28 +1111,30 @@ def chunk_at(rows: Array | None, count: Array, width: int, cache: Cache, cfg: Co
     return text_at(cache.tokens[at], span.positions), span
 
 
-def after_chunk(x: Array, span: Span, score: bool, w: Weights, cache: Cache, cfg: Config):
-    """x: [b,T,D], of a chunk that has been read -> (its scores [b,T] or None, see `prefill`, all lengths)."""
+def after_chunk(x: Array, span: Span, score: int | None, w: Weights, cache: Cache, cfg: Config):
+    """x: [b,T,D], of a chunk that has been read -> (its Scores or None, see `prefill`, all lengths)."""
     at = slice(None) if span.row is None else span.row
     following = text_at(cache.tokens[at], span.positions + 1)
 
-    def score_row(row: tuple[Array, Array]) -> Array:
-        return logprob(unembed(row[0][None], w, cfg)[0], row[1])
+    def score_row(row: tuple[Array, Array]) -> Scores:
+        logits = unembed(row[0][None], w, cfg)[0]
+        best = likeliest(logits, score) if score else None
+        return Scores(logprobs=logprob(logits, row[1]), likeliest=best)
 
     # Row by row: the logits of a whole batch would not fit.
-    scores = lax.map(score_row, (x, following)) if score else None
+    scores = None if score is None else lax.map(score_row, (x, following))
     return scores, cache.length.at[at].add(span.count)
 
 
 @partial(jax.jit, static_argnames=("width", "score", "cfg", "mesh"), donate_argnames="cache")
 def prefill(
-    rows, count, weights: Weights, cache: Cache, *, width: int, score: bool = False, cfg: Config, mesh: Mesh
-) -> tuple[Array | None, Cache]:
-    """Read more of the text of some rows: -> (scores, Cache). The cache is donated.
+    rows, count, weights: Weights, cache: Cache, *,
+    width: int, score: int | None = None, cfg: Config, mesh: Mesh,
+) -> tuple["Scores | None", Cache]:  # fmt: skip
+    """Read more of the text of some rows: -> (Scores [n,width], Cache). The cache is donated.
 
     rows: [n] int32, as in `begin` but each another one, or None: all. count: [n] int32, how many tokens of
-    each, at most `width`. scores: [n,width], if asked for: the log-probability of the token after each that
-    was read, by the model's own logits.
+    each, at most `width`. score: None for no scores, else how many of the likeliest tokens to report.
     """
     cache_layout = cache_specs(cfg, cache, mesh)
     layouts = P(ROWS), P(ROWS), specs(weight_infos(cfg, mesh.shape[STAGE]), weights), cache_layout
@@ -1081,17 +1151,35 @@ def prefill(
 
 
 @_pytree
+class Likeliest:
+    """Tokens in the order of their probability, and its logarithm by the model's own logits: [...,n] each."""
+
+    tokens: Array
+    logprobs: Array
+
+
+@_pytree
+class Scores:
+    """How likely a text is. logprobs: of the token after each. likeliest: of what could be in its place."""
+
+    logprobs: Array
+    likeliest: Likeliest | None
+
+
+@_pytree
 class Output:
     """What a step chose in each row.
 
     tokens: [B,T], of which row b has the first count[b]. logprobs: [B,T], of each, by the model's own logits.
-    drafted: [B], how many draft tokens were looked at; count - 1 of them were accepted.
+    drafted: [B], how many draft tokens were looked at; count - 1 of them were accepted. likeliest: [B,T,n],
+    what could have been chosen, if a row asks for it.
     """
 
     tokens: Array
     logprobs: Array
     count: Array
     drafted: Array
+    likeliest: Likeliest | None = None
 
 
 def room(length: Array, cfg: Config) -> Array:
@@ -1132,7 +1220,10 @@ def after_step(x: Array, tokens: Array, span: Span, sampling: Sampling, w: Weigh
     known = jnp.where(is_last_stage(), chosen, -1) if cache.passed else chosen
     text = cache.tokens.at[rows, at].set(known, mode="drop")
     drafted = jnp.maximum(span.count - 1, 0)
-    output = Output(tokens=chosen, logprobs=logprob(logits, chosen), count=kept, drafted=drafted)
+    best = None if sampling.top_logprobs is None else likeliest(logits, TOP)
+    output = Output(
+        tokens=chosen, logprobs=logprob(logits, chosen), count=kept, drafted=drafted, likeliest=best
+    )
     return output, text, cache.length + kept
 
 

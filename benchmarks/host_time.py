@@ -37,7 +37,7 @@ class Idle(Programs):
     def begin(self, *arguments) -> None:
         jax.block_until_ready(jax.device_put(arguments))
 
-    def prefill(self, rows: np.ndarray, count: np.ndarray, width: int, score: bool = False) -> None:
+    def prefill(self, rows: np.ndarray, count: np.ndarray, width: int, score: int | None = None) -> None:
         jax.block_until_ready(jax.device_put((rows, count)))
 
     def decode(self, count: np.ndarray, sampling: Sampling) -> Output:

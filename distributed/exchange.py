@@ -4,6 +4,7 @@ Values travel as JSON through the key-value store of jax's coordination service,
 device takes part, so nothing is compiled for it, and no number is cut to the 32 bits that jax's arrays have.
 """
 
+import contextlib
 import itertools
 import json
 import socket
@@ -58,6 +59,52 @@ def from_first(function: Callable[[], Any]):
     if "error" in found:
         raise failure or UserError(found["error"])
     return found["value"]
+
+
+class Broadcast:
+    """What the first process says to all others, again and again, for as long as it likes.
+
+    Now and then the others note what they have heard, and the first deletes it.
+    """
+
+    NOTED = 64  # messages between two notes
+
+    def __init__(self):
+        self.number, self.deleted = 0, 0
+
+    def say(self, value) -> None:
+        """value: what JSON holds."""
+        _put(f"say/{self.number}", value)
+        self.number += 1
+        if self.number % self.NOTED == 0:
+            notes = global_state.client.key_value_dir_get("heard/")
+            heard = min((int(n) for _, n in notes), default=0) if len(notes) == process_count() - 1 else 0
+            for number in range(self.deleted, heard):
+                global_state.client.key_value_delete(f"say/{number}")
+            self.deleted = max(self.deleted, heard)
+
+    def hear(self):
+        """The next message; it waits for it."""
+        value = _get(f"say/{self.number}")
+        self.number += 1
+        if self.number % self.NOTED == 0:
+            key = f"heard/{process_index()}"
+            global_state.client.key_value_set(key, str(self.number), allow_overwrite=True)
+        return value
+
+
+def flag(name: str) -> None:
+    """Any process may raise it, for the first."""
+    if process_count() > 1:
+        global_state.client.key_value_set(f"flag/{name}", "", allow_overwrite=True)
+
+
+def wait_for_flag(name: str, then: Callable[[], None]) -> None:
+    """Call `then` when a process has raised it: in a thread of its own, for it waits."""
+    with contextlib.suppress(Exception):  # of jaxlib's: the processes have parted
+        if process_count() > 1:
+            global_state.client.blocking_key_value_get(f"flag/{name}", DAY * 365 * 1000)
+            then()
 
 
 def agree(values: dict[str, Any], remedy: str) -> None:

@@ -29,6 +29,7 @@ import dataclasses
 import math
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -87,23 +88,39 @@ class Engine:
     """See above. Several processes must each add the same requests in the same order.
 
     requests: whatever is to come, or the like of it: for what they ask, and prompts of up to `longest` tokens
-    if that is more, all programs are compiled here, and none later.
+    if that is more, all programs are compiled here, and none later. option_sets: of sampling, each for a
+    program of its own, of which a step takes the first that has all that its rows ask for; by default one.
     """
 
-    def __init__(self, programs: Programs, requests: list[Request], longest: int = 0):
+    def __init__(
+        self,
+        programs: Programs,
+        requests: list[Request],
+        longest: int = 0,
+        option_sets: Sequence[frozenset[str]] = (),
+    ):
         self.programs = programs
         sizes = programs.rows, programs.max_len, programs.stages, programs.shards
-        self.scheduler = Scheduler(*sizes, programs.width, programs.masks)
+        self.scheduler = Scheduler(*sizes, programs.width, programs.masks, programs.cfg.V)
         self.stats, self.start_time, self.turns = Stats(), 0.0, 0
-        self.options = options_in_use([request.sampling for request in requests])
-        self.sampling = [group.sampling(self.options) for group in self.scheduler.groups]
+        self.option_sets = list(option_sets or [options_in_use(requests)])
+        if programs.stages > 1:  # which are in one program
+            self.option_sets = self.option_sets[-1:]
+        neutral = [self.scheduler.groups[0].sampling(options) for options in self.option_sets]
+        self.sampling = [neutral[0]] * programs.stages
         nothing = Turn([], None, np.zeros(len(self.scheduler.groups[0].rows), np.int32), self.sampling[0])
         # What each stage is about, but the first one; then that of which the results are to be fetched.
         self.stages: deque[Sent] = deque([Sent(nothing)] * (programs.stages - 1))
         self.in_flight: deque[tuple[Sent, Any]] = deque()
         self.longest = max([longest, *(len(request.prompt) for request in requests)])
-        self.scores = {request.score for request in requests} or {False}
-        programs.warm_up(self.longest, self.scores, self.sampling[0])
+        self.scores = {request.scoring for request in requests} or {None}
+        programs.warm_up(self.longest, self.scores, neutral)
+
+    def _score(self, request: Request) -> int | None:
+        """How its prompt is read, see model.prefill: of what was compiled, the least that it asks for."""
+        if request.scoring is None:
+            return None
+        return min((n for n in self.scores if n is not None and n >= request.scoring), default=-1)
 
     def add(self, request: Request) -> Answer:
         """Put a request at the end of the queue. UserError if it does not suit the rows or the programs."""
@@ -111,10 +128,10 @@ class Engine:
         if request.positions > max_len:
             what = f"{len(prompt)} tokens and {request.max_new_tokens} new ones"
             raise UserError(f"{what} do not fit into a row of {max_len}")
-        known = len(prompt) <= self.longest and request.score in self.scores
-        if not known or options_in_use([request.sampling]) - self.options:
+        known = len(prompt) <= self.longest and self._score(request) in self.scores
+        if not known or not any(options_in_use([request]) <= options for options in self.option_sets):
             raise UserError("nothing was compiled for a request of this kind; see `requests` and `longest`")
-        answer = Answer(request, prompt)
+        answer = Answer(request, prompt, constraint=request.grammar and request.grammar.start())
         self.scheduler.queue.append(answer)
         return answer
 
@@ -150,9 +167,14 @@ class Engine:
         group = self.scheduler.groups[number]
         begins = self._admit(group, sent)
         if begins:
-            self.sampling[number] = group.sampling(self.options)
+            asked = options_in_use([row.answer.request for row in group.rows if not row.free])
+            options = next(options for options in self.option_sets if asked <= options)
+            self.sampling[number] = group.sampling(options)
         chunk = self._prefill(group, sent)
-        sent.turn = Turn(begins, chunk, self._decode(group, sent), self.sampling[number])
+        sampling = self.sampling[number]
+        if sampling.allowed is not None:  # it changes with each step
+            sampling = dataclasses.replace(sampling, allowed=group.allowed())
+        sent.turn = Turn(begins, chunk, self._decode(group, sent), sampling)
         self.turns += 1
         return sent
 
@@ -193,7 +215,8 @@ class Engine:
             if row:
                 row.read += n
                 self._end_if_read(row, sent)
-        return Chunk(np.array(rows, np.int32), count, width, bool(sent.scored))
+        score = max((self._score(row.answer.request) for _, row, _ in sent.scored), default=None)
+        return Chunk(np.array(rows, np.int32), count, width, score)
 
     def _decode(self, group: Group, sent: Sent) -> np.ndarray:
         """How many tokens each row chooses in a step: all that have read their prompts."""
@@ -203,7 +226,7 @@ class Engine:
             row.steps += 1
         return count
 
-    def _receive(self, sent: Sent, scores: np.ndarray | None, output: model.Output | None) -> list[Answer]:
+    def _receive(self, sent: Sent, scores: model.Scores | None, output: model.Output | None) -> list[Answer]:
         changed = self._receive_scores(sent.scored, sent.turn.chunk.count, scores) if sent.scored else []
         for answer in sent.ended:
             answer.finish_reason = answer.finish_reason or "length"
@@ -211,17 +234,20 @@ class Engine:
         return changed + (self._receive_tokens(sent.stepped, output) if sent.stepped else [])
 
     def _receive_scores(
-        self, of: list[tuple[int, Row, int]], count: np.ndarray, scores: np.ndarray
+        self, of: list[tuple[int, Row, int]], count: np.ndarray, scores: model.Scores
     ) -> list[Answer]:
         changed = []
         for i, row, number in of:
-            if row.number != number or row.answer.finish_reason is not None:
+            answer, n = row.answer, count[i]
+            if row.number != number or answer.finish_reason is not None:
                 continue
-            changed.append(row.answer)
-            if np.isnan(scores[i, : count[i]]).any():
+            changed.append(answer)
+            if np.isnan(scores.logprobs[i, :n]).any():
                 self._fail(row)
             else:
-                row.answer.prompt_logprobs += scores[i, : count[i]].tolist()
+                answer.prompt_logprobs += scores.logprobs[i, :n].tolist()
+                if top := answer.request.sampling.top_logprobs:
+                    answer.prompt_likeliest += by_token(scores.likeliest, i, n, top)
         return changed
 
     def _receive_tokens(self, of: list[tuple[int, Row, int]], output: model.Output) -> list[Answer]:
@@ -236,14 +262,16 @@ class Engine:
                 continue
             changed.append(answer)
             before = len(answer.tokens)
+            if top := answer.request.sampling.top_logprobs:
+                answer.likeliest += by_token(output.likeliest, i, n, top)
             for token, logprob in zip(tokens.tolist(), output.logprobs[i, :n].tolist(), strict=True):
                 if math.isnan(logprob) or token >= self.programs.cfg.V:  # no token is the likeliest
                     self._fail(row)
                     break
                 answer.tokens.append(token)
                 answer.logprobs.append(logprob)
-                if token in answer.request.stop:
-                    answer.finish_reason = "stop"
+                if self._completes(answer, token) or token in answer.request.stop:
+                    answer.finish_reason = answer.finish_reason or "stop"
                 elif len(answer.tokens) == answer.request.max_new_tokens:
                     answer.finish_reason = "length"
                 if answer.finish_reason:
@@ -254,6 +282,15 @@ class Engine:
             self.stats.accepted += len(tokens) - 1
         self.stats.steps += 1
         return changed
+
+    def _completes(self, answer: Answer, token: int) -> bool:
+        """Whether its grammar lets nothing follow this token; then also if there is an error in it."""
+        try:
+            return answer.constraint is not None and answer.constraint.accept(token)
+        except UserError as e:
+            answer.finish_reason, answer.error = "error", str(e)
+            self.stats.failed += 1
+            return True
 
     def _fail(self, row: Row) -> None:
         """The model computes NaN in this row, which ends its answer.
@@ -278,3 +315,9 @@ class Engine:
         started = all(row.free or row.answer.tokens for row in scheduler.rows)
         if stats.prefilled is None and started and not scheduler.starved:
             stats.prefilled = dataclasses.replace(stats)
+
+
+def by_token(likeliest: model.Likeliest, row: int, count: int, n: int) -> list[dict[int, float]]:
+    """At each of the first `count` places of a row the n likeliest tokens, with their log-probabilities."""
+    parts = (x[row, :count, :n].tolist() for x in (likeliest.tokens, likeliest.logprobs))
+    return [dict(zip(*place, strict=True)) for place in zip(*parts, strict=True)]

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import model
-from model import KV, Cache, Config, Layer, LayerKind, Norm, Output, Sampling, Span, Weights
+from model import KV, Cache, Config, Layer, LayerKind, Norm, Output, Sampling, Scores, Span, Weights
 from ops.platform import platform
 from sharding import mesh as axes
 from sharding.arrays import specs
@@ -29,8 +29,9 @@ def suits(mesh: Mesh) -> bool:
 
 
 def prefill(
-    rows, count, weights: Weights, cache: Cache, *, width: int, score: bool = False, cfg: Config, mesh: Mesh
-) -> tuple[Array | None, Cache]:
+    rows, count, weights: Weights, cache: Cache, *,
+    width: int, score: int | None = None, cfg: Config, mesh: Mesh,
+) -> tuple[Scores | None, Cache]:  # fmt: skip
     """See model.prefill."""
     w, state, static = _but_layers(weights), _but_layers(cache), dict(cfg=cfg, mesh=mesh)
     x, _, span = _before(rows, count, None, w, state, width=width, **static)
@@ -105,7 +106,7 @@ def _group(x: Array, w: list[Layer], kv: list[KV], span: Span, *, kinds, norm: N
 
 
 @partial(jax.jit, static_argnames=("score", "cfg", "mesh"))
-def _after_chunk(x: Array, span: Span, w: Weights, cache: Cache, *, score: bool, cfg: Config, mesh: Mesh):
+def _after_chunk(x, span: Span, w: Weights, cache: Cache, *, score: int | None, cfg: Config, mesh: Mesh):
     def on_device(x: Array, span: Span, w: Weights, cache: Cache):
         return model.after_chunk(x, span, score, w, cache, cfg)
 

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import model
 from checkpoints.errors import UserError
-from model import Config, Output, Sampling, Weights
+from model import Config, Output, Sampling, Scores, Weights
 from serving import layer_groups
 from sharding.arrays import abstract, zeros
 
@@ -41,7 +41,7 @@ class Chunk(NamedTuple):
     rows: np.ndarray
     count: np.ndarray
     width: int
-    score: bool
+    score: int | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,10 +113,10 @@ class Programs:
         rows = {1: self.rows} | dict.fromkeys(WIDTHS, self.stages * self.shards)
         return zeros(abstract(model.passed_infos(self.cfg, rows), self.mesh, self.weights.norm.dtype))
 
-    def warm_up(self, longest: int, scores: Iterable[bool], sampling: Sampling) -> None:
-        """Compile what prompts of up to `longest` tokens and this sampling need, by running it on no row.
+    def warm_up(self, longest: int, scores: Iterable[int | None], samplings: Iterable[Sampling]) -> None:
+        """Compile what prompts of up to `longest` tokens and these samplings need, by running it on no row.
 
-        sampling: of a group of rows.
+        samplings: each of a group of rows.
         """
         nothing = np.zeros(self.stages * self.shards, np.int32)
         alone = self.rows == nothing.size  # a row has no other to take a prefix from
@@ -126,10 +126,11 @@ class Programs:
             for score in scores:
                 if longest > 1 and prefill_width(longest - 1) >= width:
                     self.prefill(nothing, nothing, width, score)
-        sampling = jax.tree.map(lambda x: np.tile(x, self.stages), sampling)
-        jax.block_until_ready(self.decode(np.zeros(self.rows, np.int32), sampling))
+        for sampling in samplings:
+            sampling = jax.tree.map(lambda x: np.concatenate([x] * self.stages), sampling)
+            jax.block_until_ready(self.decode(np.zeros(self.rows, np.int32), sampling))
 
-    def run(self, turns: Sequence[Turn]) -> tuple[jax.Array | None, Output | None]:
+    def run(self, turns: Sequence[Turn]) -> tuple[Scores | None, Output | None]:
         """In each stage s what turns[s] asks for: -> (scores, Output) of the last one, None if it has none.
 
         The stages are then ready for the turns of the next groups.
@@ -141,10 +142,11 @@ class Programs:
             rows, text, length, source = map(np.concatenate, zip(*begins, strict=True))
             self.begin(rows, text, length, source if (source != rows).any() else None)
         for width in sorted({turn.chunk.width for turn in turns if turn.chunk}):
-            no_chunk = Chunk(nothing, nothing, width, False)
+            no_chunk = Chunk(nothing, nothing, width, None)
             asked = [x.chunk if x.chunk and x.chunk.width == width else no_chunk for x in turns]
             rows, count = (np.concatenate([getattr(x, name) for x in asked]) for name in ("rows", "count"))
-            found = self.prefill(rows, count, width, any(x.score for x in asked))
+            score = max((x.score for x in asked if x.score is not None), default=None)
+            found = self.prefill(rows, count, width, score)
             scores = found if asked[-1] is leaving else scores
         if any(turn.count.any() for turn in turns):
             sampling = jax.tree.map(lambda *x: np.concatenate(x), *(turn.sampling for turn in turns))
@@ -159,14 +161,14 @@ class Programs:
         if self.draft:
             self.draft.begin(rows, text, length, source)
 
-    def prefill(self, rows, count, width: int, score: bool = False) -> jax.Array | None:
-        """Read a chunk of a prompt in a row of each data shard: -> its scores, if asked for."""
+    def prefill(self, rows, count, width: int, score: int | None = None) -> Scores | None:
+        """Read a chunk of a prompt in a row of each data shard: -> its scores, see model.prefill."""
         scores, self.cache = self.model.prefill(
             rows, count, self.weights, self.cache, width=width, score=score, **self.static
         )
         if self.draft:
             self.draft.prefill(rows, count, width)
-        return start_fetching(scores, self.mesh) if score else None
+        return None if score is None else start_fetching(scores, self.mesh)
 
     def step(self, count, draft_tokens, sampling: Sampling) -> Output:
         """One decode step, which also checks draft tokens [B,N], or None: see model.decode_step."""

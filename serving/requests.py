@@ -2,11 +2,12 @@
 
 import dataclasses
 import numbers
+from typing import Protocol
 
 import numpy as np
 
 from checkpoints.errors import UserError
-from model import NEUTRAL, Sampling
+from model import NEUTRAL, TOP, Sampling
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 # The options of sampling: type, lowest, highest, and in words. model.sample says what they do.
@@ -16,8 +17,12 @@ SAMPLING = {
     "top_p": (numbers.Real, 0, 1, "above 0 and at most 1"),
     "min_p": (numbers.Real, 0, 1, "at least 0 and at most 1"),
     "repetition_penalty": (numbers.Real, 0, FLOAT32_MAX, "a number above 0, in float32"),
+    "presence_penalty": (numbers.Real, -2, 2, "between -2 and 2"),
+    "frequency_penalty": (numbers.Real, -2, 2, "between -2 and 2"),
     "seed": (numbers.Integral, 0, 2**32 - 1, f"between 0 and {2**32 - 1}"),
 }
+DRAWING = {"seed", "temperature", "top_k", "top_p", "min_p"}  # what is of no use to greedy rows
+ANSWER_PENALTIES = {"presence_penalty", "frequency_penalty", "answer_start"}
 ABOVE_ZERO = ("top_p", "repetition_penalty")
 
 
@@ -29,12 +34,26 @@ def check_sampling(name: str, value, where: str = "") -> None:
         raise UserError(f"{where}{name.replace('_', '-')} {str(value)[:40]} is not {must}")
 
 
+class Constraint(Protocol):
+    """Where an answer is in its grammar."""
+
+    def write_allowed(self, bits: np.ndarray) -> None:
+        """Set those of the tokens that may come next: [W] uint32, see model.Sampling."""
+
+    def accept(self, token: int) -> bool:
+        """Go on by a token: -> whether the text is complete. UserError if there is no way to go on."""
+
+
+class Grammar(Protocol):
+    def start(self) -> Constraint: ...
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Request:
     """A prompt to continue by up to max_new_tokens tokens, or to one of `stop`.
 
     prompt: token ids, a list or an array. sampling: of numbers. score: whether the log-probabilities of the
-    prompt's own tokens are wanted.
+    prompt's own tokens are wanted. grammar: what the answer must match.
     """
 
     prompt: list[int] | np.ndarray
@@ -42,6 +61,12 @@ class Request:
     sampling: Sampling = Sampling()  # noqa: B008  immutable
     stop: frozenset[int] = frozenset()
     score: bool = False
+    grammar: Grammar | None = None
+
+    @property
+    def scoring(self) -> int | None:
+        """How to read the prompt, see model.prefill."""
+        return (TOP if self.sampling.top_logprobs else 0) if self.score else None
 
     @property
     def positions(self) -> int:
@@ -61,7 +86,7 @@ class Request:
         if not isinstance(self.max_new_tokens, numbers.Integral) or self.max_new_tokens < 0:
             raise UserError(f"max_new_tokens {self.max_new_tokens} is not at least 0")
         for name, value in vars(self.sampling).items():
-            if value is not None:
+            if value is not None and name in SAMPLING:
                 check_sampling(name, value)
         return prompt.astype(np.int32, copy=False)
 
@@ -71,8 +96,9 @@ class Answer:
     """What there is of it so far.
 
     prompt: [n] int32, the request's. tokens: up to and including a stop token. logprobs: of each, by the
-    model's own logits. prompt_logprobs: of each prompt token after the first, if asked for. finish_reason:
-    None, then "stop", "length", "cancelled" or "error", of which `error` then says more.
+    model's own logits. prompt_logprobs: of each prompt token after the first, if asked for. likeliest,
+    prompt_likeliest: in the place of each of them, top_logprobs tokens and their log-probabilities, if asked
+    for. finish_reason: None, then "stop", "length", "cancelled" or "error", of which `error` then says more.
     """
 
     request: Request
@@ -80,17 +106,26 @@ class Answer:
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     prompt_logprobs: list[float] = dataclasses.field(default_factory=list)
+    likeliest: list[dict[int, float]] = dataclasses.field(default_factory=list)
+    prompt_likeliest: list[dict[int, float]] = dataclasses.field(default_factory=list)
+    constraint: Constraint | None = None
     finish_reason: str | None = None
     error: str | None = None
     prefix_caching: bool = True  # whether it may go on from what a row has read of its prompt
 
 
-def options_in_use(samplings: list[Sampling]) -> set[str]:
+def options_in_use(requests: list[Request]) -> frozenset[str]:
     """The fields of Sampling that are not always neutral: the others are left out of the program."""
+
+    def asked(value, neutral) -> bool:
+        return value is not None and (not isinstance(neutral, np.generic) or value != neutral)
+
     used = {
         name
         for name, neutral in vars(NEUTRAL).items()
-        for sampling in samplings
-        if getattr(sampling, name) not in (None, neutral)
+        for request in requests
+        if asked(getattr(request.sampling, name), neutral)
     }
-    return used | {"seed"} if "temperature" in used else used & {"repetition_penalty"}
+    used = used | {"seed"} if "temperature" in used else used - DRAWING
+    used = used | ANSWER_PENALTIES if used & ANSWER_PENALTIES else used
+    return frozenset(used | {"allowed"} if any(request.grammar for request in requests) else used)

@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 from collections import deque
 
+import jax
 import numpy as np
 
 from model import NEUTRAL, Chunked, Full, Sampling, Window
@@ -52,8 +53,8 @@ class Row:
     @property
     def wanted(self) -> int:
         """How many tokens to choose beyond those that the steps in flight choose at least."""
-        if self.free or self.unread:
-            return 0
+        if self.free or self.unread or (self.answer.constraint and self.steps):
+            return 0  # a grammar must know the last token before it says what may come next
         return self.answer.request.max_new_tokens - len(self.answer.tokens) - self.steps
 
     def latest(self, width: int) -> int:
@@ -191,8 +192,8 @@ def shared(a: np.ndarray, b: np.ndarray) -> int:
 class Group:
     """Rows that have their turn together, by data shard. prefills: how often there was a prompt to read."""
 
-    def __init__(self, shards: list[Shard]):
-        self.shards, self.prefills = shards, 0
+    def __init__(self, shards: list[Shard], vocabulary: int):
+        self.shards, self.vocabulary, self.prefills = shards, vocabulary, 0
         self.rows = [row for shard in shards for row in shard.rows]
 
     def next_to_read(self) -> list[Row | None]:
@@ -203,18 +204,35 @@ class Group:
 
     def to_choose(self) -> np.ndarray:
         """How many tokens a step is to choose in each row, at most: [b] int32."""
-        widths = (min(max(row.wanted, 0), shard.width) for shard in self.shards for row in shard.rows)
+        widths = (
+            min(max(row.wanted, 0), 1 if row.answer and row.answer.constraint else shard.width)
+            for shard in self.shards
+            for row in shard.rows
+        )
         return np.fromiter(widths, np.int32)
 
-    def sampling(self, options: set[str]) -> Sampling:
+    def sampling(self, options: frozenset[str]) -> Sampling:
         """What the rows' requests ask for these options of sampling, as arrays [b]."""
 
-        def column(name: str) -> np.ndarray:
+        def column(name: str):
+            if name == "allowed":
+                return self.allowed()
             neutral = getattr(NEUTRAL, name)
-            asked = [getattr(row.answer.request.sampling, name) if row.answer else None for row in self.rows]
-            return np.array([neutral if x is None else x for x in asked], neutral.dtype)
+            if name == "answer_start":
+                return np.array([len(row.answer.prompt) if row.answer else 0 for row in self.rows], np.int32)
+            asked = (getattr(row.answer.request.sampling, name) if row.answer else None for row in self.rows)
+            each = [neutral if x is None else x for x in asked]
+            return jax.tree.map(lambda like, *x: np.stack(x).astype(like.dtype), neutral, *each)
 
         return Sampling(**{name: column(name) for name in options})
+
+    def allowed(self) -> np.ndarray:
+        """Which tokens each row's grammar allows next, all without one: see Sampling."""
+        bits = np.full((len(self.rows), -(-self.vocabulary // 32)), 0xFFFFFFFF, np.uint32)
+        for row, own in zip(self.rows, bits, strict=True):
+            if not row.free and row.answer.constraint:
+                row.answer.constraint.write_allowed(own)
+        return bits
 
 
 class Scheduler:
@@ -223,12 +241,16 @@ class Scheduler:
     There are as many groups as stages of layers. admitted: answers that were given to a row.
     """
 
-    def __init__(self, rows: int, max_len: int, groups: int, shards: int, width: int, masks: frozenset):
-        """shards: in each group. width, masks: see Shard."""
+    def __init__(
+        self, rows: int, max_len: int, groups: int, shards: int, width: int, masks: frozenset, vocabulary: int
+    ):
+        """shards: in each group. width, masks: see Shard. vocabulary: how many tokens there are."""
         self.rows = [Row(text) for text in np.zeros((rows, max_len), np.int32)]
         each = rows // (groups * shards)
         self.shards = [Shard(self.rows[i : i + each], width, masks) for i in range(0, rows, each)]
-        self.groups = [Group(self.shards[i : i + shards]) for i in range(0, groups * shards, shards)]
+        self.groups = [
+            Group(self.shards[i : i + shards], vocabulary) for i in range(0, groups * shards, shards)
+        ]
         self.queue: deque[Answer] = deque()
         self.admitted = 0
 

@@ -12,6 +12,7 @@ from checkpoints.errors import UserError
 from distributed import watch
 
 INT32_MAX = 2**31 - 1  # the largest number that an option takes
+_before_leaving: Callable[[], None] | None = None
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -80,6 +81,15 @@ def hear_signals() -> None:
 
     def wait() -> None:
         code, what = endings[signal.sigwait(endings)]
+        if _before_leaving:
+            _before_leaving()
+            code, what = endings[signal.sigwait(endings)]
         watch.leave(code, what, f"was {what}", at_once=True)
 
     threading.Thread(target=wait, daemon=True).start()
+
+
+def before_leaving(prepare: Callable[[], None]) -> None:
+    """Let the first signal to end call this, and only a second one end this process at once."""
+    global _before_leaving
+    _before_leaving = prepare

@@ -2,6 +2,7 @@
 
 import argparse
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -98,8 +99,9 @@ def start_engine(
     requests: list[Request],
     startup: Startup,
     longest: int = 0,
+    option_sets: Sequence[frozenset[str]] = (),
 ) -> Engine:
-    """Load the models, and compile. requests, longest: see Engine."""
+    """Load the models, and compile. requests, longest, option_sets: see Engine."""
     show = jax.process_index() == 0
     weights = [load(x.checkpoint, x.mesh, x.dtype, x.format, show=show) for x in models]
     startup.lap("weights")
@@ -114,7 +116,7 @@ def start_engine(
             speculation = PromptLookup(args.guesses)
         if args.draft:
             speculation = DraftModel(programs(1), args.guesses)
-        engine = Engine(programs(0, speculation), requests, longest)
+        engine = Engine(programs(0, speculation), requests, longest, option_sets)
     log(f"compiled in {time.perf_counter() - start:.1f} s")
     startup.lap("compilation")
     return engine

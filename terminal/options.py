@@ -56,6 +56,8 @@ def parse_arguments(arguments: list[str] | None = None):
     add("--top-p", type=float, metavar="P", help="sample from the likeliest that hold P of the probability")
     add("--min-p", type=float, metavar="P", help="sample from those at least P as likely as the likeliest")
     add("--repetition-penalty", type=float, metavar="R", help="above 1: makes what the text has less likely")
+    add("--presence-penalty", type=float, metavar="P", help="above 0: makes what the answer has less likely")
+    add("--frequency-penalty", type=float, metavar="P", help="the same, for each time that the answer has it")
     add("--seed", type=int, default=0, metavar="S", help="of the sampling; default: 0")
 
     add = parser.add_argument_group("how to run").add_argument
@@ -67,6 +69,20 @@ def parse_arguments(arguments: list[str] | None = None):
     add("--guesses", type=int, default=4, metavar="N",
         help=f"tokens to guess at a time, up to {MAX_DRAFT}; default: 4")
 
+    add = parser.add_argument_group("to serve").add_argument
+    add("--serve", action="store_true", help="answer the OpenAI API over HTTP, with a page to chat")
+    add("--host", default="127.0.0.1", metavar="ADDRESS",
+        help="to listen on; 0.0.0.0: on all of this machine; default: 127.0.0.1, for this machine alone")
+    add("--port", type=int, default=8000, metavar="N", help="0: a free one; default: 8000")
+    add("--api-key", metavar="KEY", help="what clients must show; others of this machine may see it here")
+    add("--api-key-file", metavar="FILE", help="the same, from a file; or set LLAMA_JAX_API_KEY")
+    add("--max-queue", type=int, default=256, metavar="N",
+        help="requests that may wait for a row before others are refused; default: 256")
+    add("--request-timeout", type=int, default=600, metavar="SECONDS",
+        help="for a request, waiting included; default: 600")
+    add("--cors", action="append", default=[], metavar="ORIGIN",
+        help="whose pages in a browser may ask; *: all; may be given many times")
+
     add = parser.add_argument_group("what to print").add_argument
     add("--output", metavar="FILE", help="write JSON lines to it; what it has is not asked again")
     add("--json", action="store_true", help="print one JSON object")
@@ -74,7 +90,10 @@ def parse_arguments(arguments: list[str] | None = None):
     # fmt: on
     add_processes(parser)
     args = parser.parse_args(arguments)
-    parser.check_positive(args, "max_new_tokens", "max_len", "rows", "n", "dp", "ep", "tp", "pp", "timeout")
+    parser.check_positive(args, "max_new_tokens", "max_len", "rows", "n", "dp", "ep", "tp", "pp", "timeout",
+                          "max_queue", "request_timeout")  # fmt: skip
+    if not 0 <= args.port < 65536:
+        parser.error(f"--port {args.port} is not between 0 and 65535")
     check_together(parser, args)
     check_n_draft(args.guesses)  # before anything is loaded
     return args
@@ -85,6 +104,7 @@ def check_together(parser: OneLineParser, args: argparse.Namespace) -> None:
     given = {name for name, value in vars(args).items() if value and value != parser.get_default(name)}
     for name, others in {
         "chat": "prompt prompt_file output score n logprobs json no_chat_template rows",
+        "serve": "chat prompt prompt_file output score n logprobs json no_chat_template seed",
         "score": "max_new_tokens n draft lookup system stop stop_id",
         "draft": "lookup",
         "output": "json",

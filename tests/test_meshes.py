@@ -205,16 +205,16 @@ def test_prefill_of_all_rows(name):
     alone, together, scores = begun(texts, **static), begun(texts, **static), [[] for _ in texts]
     assert together.tokens.tolist() == texts.tolist()
     for count in counts:
-        found, together = model.prefill(None, count, weights, together, width=width, score=True, **static)
+        found, together = model.prefill(None, count, weights, together, width=width, score=0, **static)
         by_row = []
         for row in range(rows // data):
             own = np.full(data, row, np.int32), count[row :: rows // data]
-            parts, alone = model.prefill(*own, weights, alone, width=width, score=True, **static)
-            by_row.append(parts)
+            parts, alone = model.prefill(*own, weights, alone, width=width, score=0, **static)
+            by_row.append(parts.logprobs)
         by_row = np.stack(by_row, 1).reshape(rows, width)
         for row, n in enumerate(count):
-            np.testing.assert_allclose(found[row, :n], by_row[row, :n], atol=TOLERANCE)
-            scores[row] += found[row, :n].tolist()
+            np.testing.assert_allclose(found.logprobs[row, :n], by_row[row, :n], atol=TOLERANCE)
+            scores[row] += found.logprobs[row, :n].tolist()
     assert together.length.tolist() == alone.length.tolist() == counts.sum(0).tolist()
     assert together.tokens.tolist() == alone.tokens.tolist() == texts.tolist()
     # All slots: what is nobody's stays zero.
@@ -247,8 +247,8 @@ def test_pieces_of_any_width(kv_dtype):
         cache, scores = begun(texts, kv_dtype=kv_dtype, **static), []
         for start in range(0, length, width):
             count = np.full(2, min(width, length - start), np.int32)
-            part, cache = model.prefill(None, count, weights, cache, width=width, score=True, **static)
-            scores.append(part[:, : count[0]])
+            part, cache = model.prefill(None, count, weights, cache, width=width, score=0, **static)
+            scores.append(part.logprobs[:, : count[0]])
         found.append(np.concatenate(scores, 1))
     np.testing.assert_allclose(found[1], found[0], atol=TOLERANCE)
     np.testing.assert_allclose(found[2], found[0], atol=TOLERANCE)

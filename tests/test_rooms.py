@@ -9,6 +9,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 ORDER = (
     {"main", "convert_checkpoint", "benchmarks"},
     {"terminal"},
+    {"server"},
     {"serving"},
     {"distributed"},
     {"checkpoints"},

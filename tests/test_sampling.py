@@ -22,8 +22,10 @@ from sharding.mesh import MODEL, mesh_size
 
 deep = partial(pytest.param, marks=pytest.mark.deep)
 CFG = llama4_config()
-NEUTRAL = {name: x.item() for name, x in vars(model.NEUTRAL).items()}
-TYPES = {name: x.dtype for name, x in vars(model.NEUTRAL).items()}
+NUMBERS = {name: x for name, x in vars(model.NEUTRAL).items() if isinstance(x, np.generic)}
+NEUTRAL = {name: x.item() for name, x in NUMBERS.items()}
+TYPES = {name: x.dtype for name, x in NUMBERS.items()}
+OF_ANSWERS = dict(presence_penalty=0, frequency_penalty=0, answer_start=0)
 RNG = np.random.default_rng(0)
 LOGITS = RNG.standard_normal((8, CFG.V)).astype(np.float32) * 2
 # Of each row a text, of which the first LENGTH tokens count: the likeliest one twice, and any.
@@ -53,7 +55,9 @@ def draw(logits, how, name="1", text=TEXT, length=LENGTH, scores=False):
     """One token per row, the vocabulary padded and sharded as in the model. how: of numbers, or of [B]."""
     shards = mesh_size(mesh_of(CFG, name), MODEL)
     padded = np.pad(logits, ((0, 0), (0, -CFG.V % shards)), constant_values=-np.inf)
-    asked = {x: np.broadcast_to(np.asarray(v, TYPES[x]), len(logits)) for x, v in how.items()}
+    asked = {
+        x: np.broadcast_to(np.asarray(v, TYPES[x]), len(logits)) if x in TYPES else v for x, v in how.items()
+    }
     found = program(name, scores)(padded, Sampling(**asked), text, length)
     return np.asarray(found)[:, : CFG.V] if scores else np.asarray(found)
 
@@ -99,6 +103,54 @@ def test_penalty(name):
     beyond = np.where(np.arange(12) < LENGTH[:, None], TEXT, LOGITS.argsort(-1)[:, -12:])
     np.testing.assert_array_equal(draw(LOGITS, how, name, beyond, scores=True), result)
     np.testing.assert_array_equal(draw(LOGITS, how, name), expected.argmax(-1))
+
+
+@pytest.mark.parametrize("name", ["1", "dp2-ep2-tp2", deep("tp8")])
+def test_answer_penalties(name):
+    """By the OpenAI API's definition, for unlike rows: of tokens of the answer only, each time or once."""
+    start = np.minimum([0, 0, 1, 2, 9, 3, 0, 8], LENGTH)
+    often, once = np.array([0.5, -2, 1, 0, 0.3, 2, 0.7, 1]), np.array([0, 1, -1.5, 2, 0.1, 0, 0.4, 2])
+    counts = [np.bincount(t[a:b], minlength=CFG.V) for t, a, b in zip(TEXT, start, LENGTH, strict=True)]
+    counts = np.stack(counts)
+    expected = LOGITS - often[:, None] * counts - once[:, None] * (counts > 0)
+    assert counts.max() == 2
+    how = dict(frequency_penalty=often, presence_penalty=once, answer_start=start)
+    np.testing.assert_allclose(draw(LOGITS, how, name, scores=True), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["1", "dp2-ep2-tp2", deep("tp8")])
+def test_bias_and_allowed(name):
+    """Biases of unlike rows, none of a row; then only what is allowed, in a vocabulary of no whole words."""
+    rng, n = np.random.default_rng(2), 5
+    tokens = np.stack([rng.permutation(CFG.V)[:n] for _ in LOGITS]).astype(np.int32)
+    tokens[0], tokens[1, 3:] = -1, -1
+    values = rng.uniform(-9, 9, tokens.shape).astype(np.float32)
+    allowed = rng.random(LOGITS.shape) < 0.1
+    allowed[:2], allowed[2] = True, np.arange(CFG.V) == CFG.V - 1
+    expected = LOGITS.copy()
+    for row, ids, bias in zip(expected, tokens, values, strict=True):
+        row[ids[ids >= 0]] += bias[ids >= 0]
+    assert CFG.V % 32
+    bits = np.packbits(np.pad(allowed, ((0, 0), (0, -CFG.V % 32))), -1, bitorder="little").view(np.uint32)
+    bias = model.Bias(tokens=tokens, values=values)
+    np.testing.assert_allclose(draw(LOGITS, dict(bias=bias), name, scores=True), expected, rtol=1e-6)
+    found = draw(LOGITS, dict(bias=bias, allowed=bits), name, scores=True)
+    np.testing.assert_allclose(found, np.where(allowed, expected, -np.inf), rtol=1e-6)
+    drawn = draw(LOGITS, dict(bias=bias, allowed=bits, temperature=2.0, seed=np.arange(8)), name)
+    assert allowed[np.arange(8), drawn].all() and drawn[2] == CFG.V - 1
+
+
+@pytest.mark.parametrize("name", ["1", "dp2-ep2-tp2", deep("tp8")])
+def test_likeliest(name):
+    """As sorting all of the vocabulary finds them, also where a shard has fewer tokens than are asked for."""
+    layouts, n = (P("data", MODEL),), 20
+    mesh = mesh_of(CFG, name)
+    padded = np.pad(LOGITS, ((0, 0), (0, -CFG.V % mesh_size(mesh, MODEL))), constant_values=-np.inf)
+    run = jax.shard_map(lambda x: model.likeliest(x, n), mesh=mesh, in_specs=layouts, out_specs=P("data"))
+    found, order = jax.jit(run)(padded), np.argsort(-LOGITS, -1)[:, :n]
+    np.testing.assert_array_equal(found.tokens, order)
+    expected = torch.log_softmax(torch.tensor(LOGITS, dtype=torch.float64), -1).numpy()
+    np.testing.assert_allclose(found.logprobs, np.take_along_axis(expected, order, -1), atol=1e-5)
 
 
 RESTRICTIONS = [
@@ -195,7 +247,12 @@ def test_neutral_values_change_nothing(how):
     how = how | dict(seed=5) if "temperature" in how else how
     expected = draw(LOGITS, how, scores=True)
     drawn = dict(temperature=0.0, seed=3)
-    for neutral in (drawn, *(drawn | {x: NEUTRAL[x]} for x in NEUTRAL), NEUTRAL):
+    alone = [OF_ANSWERS if x in OF_ANSWERS else {x: NEUTRAL[x]} for x in NEUTRAL]
+    everything = dict(
+        bias=jax.tree.map(lambda x: np.tile(x, (len(LOGITS), 1)), model.NEUTRAL.bias),
+        allowed=np.full((len(LOGITS), -(-CFG.V // 32)), 0xFFFFFFFF, np.uint32),
+    )
+    for neutral in (drawn, *(drawn | x for x in alone), NEUTRAL, NEUTRAL | everything):
         np.testing.assert_array_equal(draw(LOGITS, neutral | how, scores=True), expected)
 
 

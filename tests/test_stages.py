@@ -151,7 +151,7 @@ def collectives(cfg: model.Config, name: str, width: int) -> tuple[Counter, Coun
     if width == 1:
         lowered = model.decode_step.lower(count, None, Sampling(), **given)
     else:
-        lowered = model.prefill.lower(None, count, width=width, score=True, **given)
+        lowered = model.prefill.lower(None, count, width=width, score=0, **given)
     found = hlo.read_program(lowered.compile().as_text(), stages=MESHES[name][3]).collectives
     return tuple(Counter(x.kind for x in found if x.between_stages == between) for between in (False, True))
 

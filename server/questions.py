@@ -1,0 +1,344 @@
+"""What a request of the API may say: each field is checked by hand, and none is ignored in silence."""
+
+import dataclasses
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from llguidance import LLTokenizer
+
+from checkpoints.errors import UserError
+from checkpoints.tensor_files import parse_json
+from model import BIASES, TOP, Bias, Sampling
+from serving.grammar import Grammar, make_grammar
+from serving.requests import SAMPLING, Request, check_sampling
+from serving.text import TextStream, encode
+
+MAX_SAMPLES = 128  # n, times the prompts of one request
+MAX_STOPS = 16
+COMPLETION_TOKENS = 16  # of a completion that does not say how many, as in OpenAI's API
+ROLES = ("system", "developer", "user", "assistant", "tool")
+PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+RESTRICTIONS = ("top_p", "top_k", "min_p")
+
+COMMON = {
+    "model", "stream", "stream_options", "max_tokens", "temperature", *RESTRICTIONS, *PENALTIES, "stop",
+    "stop_token_ids", "ignore_eos", "seed", "n", "logprobs", "logit_bias", "response_format", "user",
+}  # fmt: skip
+CHAT = COMMON | {"messages", "max_completion_tokens", "top_logprobs"}
+COMPLETION = COMMON | {"prompt", "echo"}
+
+
+class BadRequest(Exception):
+    """param: the field that is wrong, if it is one. status, code: of HTTP and of OpenAI's API."""
+
+    def __init__(self, message: str, param: str | None = None, status: int = 400, code: str | None = None):
+        super().__init__(message)
+        self.param, self.status, self.code = param, status, code
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """What the server has loaded, and what it does unless a request says otherwise.
+
+    names: of the model, the first of which is told. positions: of a row. ends: tokens that end an answer.
+    new_tokens: of an answer, at most; None: what the row has left, 16 of a completion.
+    """
+
+    names: tuple[str, ...]
+    tokenizer: Any
+    tokens: LLTokenizer
+    vocabulary: int
+    positions: int
+    ends: frozenset[int]
+    sampling: Sampling
+    encode_chat: Callable[[list[dict]], list[int]]
+    stop: tuple[str, ...] = ()
+    new_tokens: int | None = None
+    created: int = 0
+
+    def encode(self, text: str) -> list[int]:
+        return encode(self.tokenizer, text, self.vocabulary)
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """A request of the API, checked. requests: for each prompt one after the other its n samples.
+
+    texts: of the prompts, where they were given as texts. logprobs: how many of the likeliest tokens to tell
+    beside each, None for no log-probabilities.
+    """
+
+    served: Served
+    chat: bool
+    requests: list[Request]
+    texts: list[str | None]
+    stop: tuple[str, ...]
+    silent: frozenset[int]
+    n: int
+    stream: bool
+    include_usage: bool
+    logprobs: int | None
+    echo: bool
+
+    def new_stream(self) -> TextStream:
+        return TextStream(self.served.tokenizer, self.silent, self.stop)
+
+
+def read_question(body: bytes, served: Served, chat: bool) -> Question:
+    """Raises BadRequest."""
+    try:
+        fields = parse_json(body, "the body")
+    except (UserError, UnicodeDecodeError) as e:
+        raise BadRequest(f"{e}"[:300]) from None
+    fields = {name: value for name, value in fields.items() if value is not None}
+    if unknown := sorted(set(fields) - (CHAT if chat else COMPLETION)):
+        name = unknown[0][:60]
+        raise BadRequest(f"{name!r} is not supported", name, code="unsupported_parameter")
+    read = Fields(fields)
+    read.check_model(served)
+    stream, options = read.flag("stream"), read.object("stream_options")
+    if set(options) - {"include_usage"} or not isinstance(options.get("include_usage", False), bool):
+        raise BadRequest("'stream_options' takes 'include_usage', true or false", "stream_options")
+    if options and not stream:
+        raise BadRequest("'stream_options' needs 'stream': true", "stream_options")
+    if chat:
+        texts, prompts = [None], [read.messages(served)]
+    else:
+        texts, prompts = read.prompts(served)
+    n = read.integer("n", 1, MAX_SAMPLES, 1)
+    if n * len(prompts) > MAX_SAMPLES:
+        raise BadRequest(
+            f"{len(prompts)} prompts, {n} samples each, are more than {MAX_SAMPLES} answers", "n"
+        )
+    echo, logprobs = read.flag("echo"), read.logprobs(chat)
+    ends = frozenset() if read.flag("ignore_eos") else served.ends
+    ends |= read.tokens("stop_token_ids", served.vocabulary)
+    sampling, grammar = read.sampling(served, logprobs), read.grammar(served.tokens)
+    first = fields.get("seed")
+    first = secrets.randbits(32) if first is None else read.integer("seed", -(2**63), 2**64 - 1)
+    requests = []
+    for prompt in prompts:
+        new = read.new_tokens(served, len(prompt), chat, echo)
+        requests += [
+            Request(
+                np.array(prompt, np.int32), new,
+                dataclasses.replace(sampling, seed=(first + i) % 2**32) if sampling.temperature else sampling,
+                ends, echo and logprobs is not None, grammar,
+            )
+            for i in range(n)
+        ]  # fmt: skip
+    return Question(
+        served, chat, requests, texts, read.stops() or served.stop, ends | served.ends, n, stream,
+        options.get("include_usage", False), logprobs, echo,
+    )  # fmt: skip
+
+
+class Fields:
+    """The fields that are there, each read in its type. All raise BadRequest with its name."""
+
+    def __init__(self, fields: dict[str, Any]):
+        self.fields = fields
+
+    def wrong(self, name: str, must: str) -> BadRequest:
+        return BadRequest(f"{name!r} must be {must}, not {repr(self.fields.get(name))[:60]}", name)
+
+    def flag(self, name: str) -> bool:
+        value = self.fields.get(name, False)
+        if not isinstance(value, bool):
+            raise self.wrong(name, "true or false")
+        return value
+
+    def object(self, name: str) -> dict:
+        value = self.fields.get(name, {})
+        if not isinstance(value, dict):
+            raise self.wrong(name, "an object")
+        return value
+
+    def integer(self, name: str, low: int, high: int, default: int | None = None) -> int | None:
+        value = self.fields.get(name, default)
+        if value is not default and (type(value) is not int or not low <= value <= high):
+            raise self.wrong(name, f"a whole number between {low} and {high}")
+        return value
+
+    def check_model(self, served: Served) -> None:
+        name = self.fields.get("model", served.names[0])
+        if not isinstance(name, str):
+            raise self.wrong("model", "a text")
+        if name not in served.names:
+            what = f"the model {name[:60]!r} is not served here, but {served.names[0]!r}"
+            raise BadRequest(what, "model", 404, "model_not_found")
+        if not isinstance(self.fields.get("user", ""), str):
+            raise self.wrong("user", "a text")
+
+    def messages(self, served: Served) -> list[int]:
+        """The token ids of a chat. A content may be a text, or a list of texts as OpenAI's API has it."""
+        value = self.fields.get("messages")
+        if not isinstance(value, list) or not value:
+            raise self.wrong("messages", 'a list of one or more objects of a "role" and a "content"')
+        turns = []
+        for i, turn in enumerate(value):
+            where = f"'messages[{i}]'"
+            if not isinstance(turn, dict) or set(turn) != {"role", "content"}:
+                raise BadRequest(f'{where} must be an object of a "role" and a "content"', "messages")
+            if turn["role"] not in ROLES:
+                raise BadRequest(f"{where}: the role must be one of {', '.join(ROLES)}", "messages")
+            turns.append(dict(role=turn["role"], content=self._content(turn["content"], where)))
+        try:
+            return served.encode_chat(turns)
+        except UserError as e:
+            raise BadRequest(str(e)[:300], "messages") from None
+
+    def _content(self, content, where: str) -> str:
+        if isinstance(content, list):
+            parts = []
+            for part in content:
+                if not isinstance(part, dict) or set(part) != {"type", "text"} or part["type"] != "text":
+                    raise BadRequest(f"{where}: this model reads texts only", "messages")
+                parts.append(part["text"])
+            content = "".join(x if isinstance(x, str) else "\ud800" for x in parts)
+        if not isinstance(content, str) or not is_text(content):
+            raise BadRequest(f"{where}: its content must be a text", "messages")
+        return content
+
+    def prompts(self, served: Served) -> tuple[list[str | None], list[list[int]]]:
+        """A text, token ids, or a list of either: -> (the texts, None for ids; the token ids)."""
+        value = self.fields.get("prompt")
+        alone = isinstance(value, str) or (isinstance(value, list) and value and type(value[0]) is int)
+        prompts = [value] if alone else value
+        if not isinstance(prompts, list) or not prompts or len(prompts) > MAX_SAMPLES:
+            raise self.wrong("prompt", f"a text, token ids, or a list of 1 to {MAX_SAMPLES} of either")
+        texts, ids = [], []
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                if not prompt or not is_text(prompt):
+                    raise BadRequest("'prompt' is empty or not a text", "prompt")
+                try:
+                    ids.append(served.encode(prompt))
+                except UserError as e:
+                    raise BadRequest(str(e)[:300], "prompt") from None
+            else:
+                check_tokens(prompt, served.vocabulary, "prompt")
+                if not prompt:
+                    raise BadRequest("'prompt' is empty", "prompt")
+                ids.append(prompt)
+            texts.append(prompt if isinstance(prompt, str) else None)
+        return texts, ids
+
+    def tokens(self, name: str, vocabulary: int) -> frozenset[int]:
+        value = self.fields.get(name, [])
+        check_tokens(value, vocabulary, name)
+        return frozenset(value)
+
+    def new_tokens(self, served: Served, prompt: int, chat: bool, echo: bool) -> int:
+        """How many tokens may follow a prompt of so many."""
+        room = served.positions - prompt
+        name = "max_completion_tokens" if "max_completion_tokens" in self.fields else "max_tokens"
+        if {"max_completion_tokens", "max_tokens"} <= set(self.fields):
+            raise BadRequest("'max_tokens' and 'max_completion_tokens' are one thing: give one", name)
+        asked = self.integer(name, 0 if echo else 1, 2**31 - 1)
+        default = served.new_tokens or (max(room, 1) if chat else COMPLETION_TOKENS)
+        new = min(default, max(room, 1)) if asked is None else asked
+        if new > room:
+            what = f"the prompt has {prompt} tokens, which with {new} new ones exceed {served.positions}"
+            raise BadRequest(what, name if room > 0 else None, code="context_length_exceeded")
+        return new
+
+    def logprobs(self, chat: bool) -> int | None:
+        if not chat:
+            return self.integer("logprobs", 0, TOP)
+        top = self.integer("top_logprobs", 0, TOP)
+        if top is not None and not self.flag("logprobs"):
+            raise BadRequest("'top_logprobs' needs 'logprobs': true", "top_logprobs")
+        return (top or 0) if self.flag("logprobs") else None
+
+    def stops(self) -> tuple[str, ...]:
+        value = self.fields.get("stop", [])
+        stops = [value] if isinstance(value, str) else value
+        if not isinstance(stops, list) or len(stops) > MAX_STOPS:
+            raise self.wrong("stop", f"a text, or a list of at most {MAX_STOPS}")
+        if not all(isinstance(x, str) and x and is_text(x) for x in stops):
+            raise self.wrong("stop", "of texts that are not empty")
+        return tuple(stops)
+
+    def sampling(self, served: Served, logprobs: int | None) -> Sampling:
+        """What the request asks, over what the server does; whoever restricts wants samples."""
+        asked = {
+            name: self.fields[name]
+            for name in ("temperature", *RESTRICTIONS, *PENALTIES)
+            if name in self.fields
+        }
+        for name, value in asked.items():
+            if name in SAMPLING:
+                try:
+                    check_sampling(name, value)
+                except UserError as e:
+                    raise BadRequest(str(e).replace(name.replace("_", "-"), repr(name), 1), name) from None
+        if set(asked) & set(RESTRICTIONS) and "temperature" not in asked and not served.sampling.temperature:
+            asked["temperature"] = 1.0
+        return dataclasses.replace(
+            served.sampling, **asked, bias=self.bias(served.vocabulary), top_logprobs=logprobs
+        )
+
+    def bias(self, vocabulary: int) -> Bias | None:
+        value = self.object("logit_bias")
+        if not value:
+            return None
+        if len(value) > BIASES:
+            raise BadRequest(f"'logit_bias' has {len(value)} tokens, of at most {BIASES}", "logit_bias")
+        tokens, values = np.full(BIASES, -1, np.int32), np.zeros(BIASES, np.float32)
+        for i, (token, bias) in enumerate(value.items()):
+            if not (token.isascii() and token.isdigit() and len(token) < 10 and int(token) < vocabulary):
+                raise BadRequest(
+                    f"'logit_bias': {token[:20]!r} is no token id below {vocabulary}", "logit_bias"
+                )
+            if isinstance(bias, bool) or not isinstance(bias, (int, float)) or not -100 <= bias <= 100:
+                raise BadRequest(f"'logit_bias': that of {token} must be between -100 and 100", "logit_bias")
+            tokens[i], values[i] = int(token), bias
+        return Bias(tokens=tokens, values=values)
+
+    def grammar(self, tokens: LLTokenizer) -> Grammar | None:
+        """response_format: OpenAI's types, and {"type": "regex", "regex"}, {"type": "grammar", "grammar"}."""
+        asked = self.object("response_format")
+        kind = asked.get("type", "text" if not asked else None)
+        wanted = {
+            "text": (), "json_object": (), "json_schema": ("json_schema",), "regex": ("regex",),
+            "grammar": ("grammar",),
+        }  # fmt: skip
+        if not isinstance(kind, str) or kind not in wanted or set(asked) - {"type", *wanted[kind]}:
+            raise self.wrong(
+                "response_format", f"an object with a type of {', '.join(wanted)} and what that needs"
+            )
+        try:
+            match kind:
+                case "text":
+                    return None
+                case "json_object":
+                    return make_grammar(tokens, "json_schema", {"type": "object"})
+                case "json_schema":
+                    return make_grammar(tokens, "json_schema", self._schema(asked.get("json_schema")))
+            source = asked.get(kind)
+            if not isinstance(source, str) or not is_text(source):
+                raise self.wrong("response_format", f"an object whose {kind} is a text")
+            return make_grammar(tokens, dict(regex="regex", grammar="lark")[kind], source)
+        except UserError as e:
+            raise BadRequest(f"'response_format': {e}", "response_format") from None
+
+    def _schema(self, given) -> Any:
+        known = {"name", "description", "schema", "strict"}
+        if not isinstance(given, dict) or set(given) - known or not isinstance(given.get("schema"), dict):
+            raise self.wrong("response_format", f"with a json_schema of {', '.join(sorted(known))}")
+        return given["schema"]
+
+
+def check_tokens(value, vocabulary: int, name: str) -> None:
+    if not isinstance(value, list):
+        raise BadRequest(f"{name!r} must be a list of token ids", name)
+    if wrong := [x for x in value if type(x) is not int or not 0 <= x < vocabulary]:
+        raise BadRequest(f"{name!r}: {repr(wrong[0])[:20]} is no token id below {vocabulary}", name)
+
+
+def is_text(x: str) -> bool:
+    """Without half a surrogate pair, which no encoding has."""
+    return not any("\ud800" <= c <= "\udfff" for c in x)
