@@ -6,6 +6,7 @@ import hmac
 import ipaddress
 import json
 import pathlib
+import traceback
 from base64 import b64decode
 from collections.abc import AsyncIterator
 
@@ -49,7 +50,7 @@ def make_app(loop: EngineLoop, key: str | None, origins: list[str], local: bool)
             Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]),
             Middleware(Guard, key=key, local=local),
         ],
-        exception_handlers={404: no_such_path, 405: no_such_path},
+        exception_handlers={404: no_such_path, 405: no_such_path, Exception: unexpected},
     )
     app.state.loop, app.state.served = loop, None
     loop.deliver = deliver_from_thread
@@ -91,6 +92,13 @@ async def no_such_path(request: Request, e) -> Response:
     if e.status_code == 405:
         return error(f"{request.method} is not for {request.url.path[:60]}", 405, **(e.headers or {}))
     return error(f"there is no {request.url.path[:60]} here", 404)
+
+
+async def unexpected(request: Request, e: Exception) -> Response:
+    """A fault of the server's, of which it tells those who run it more."""
+    with contextlib.suppress(OSError):  # stderr may be a file on a full disk
+        traceback.print_exception(e)
+    return error(f"the server has failed at this request: {type(e).__name__}", 500)
 
 
 class Guard:

@@ -159,7 +159,7 @@ class EngineLoop:
     def _look(self, changed: list[Answer]) -> list[tuple[Job, News]]:
         """What these answers have said."""
         news, now = [], time.monotonic()
-        for answer in changed:
+        for answer in dict.fromkeys(changed):  # one may be there twice: with scores, and with its end
             job = self.jobs.get(answer)
             if job is None:
                 continue

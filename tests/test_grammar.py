@@ -1,0 +1,173 @@
+"""Answers that must match something, beside others in a batch; masks on the device, with drafts or without."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+from conftest import CHECKPOINTS
+from test_generation import alone, ask, batch_of, sampled, subject
+
+import model
+from checkpoints.errors import UserError
+from model import Sampling
+from serving.engine import Engine
+from serving.grammar import make_grammar, token_bytes
+from serving.programs import Programs
+from serving.requests import Request
+from serving.speculation import PromptLookup
+from serving.text import load_tokenizer
+from terminal.serve import OPTION_SETS
+
+NEW, V = 12, 101
+
+
+@dataclasses.dataclass
+class Classes:
+    """Each token is in the class after the last one's, of `n` classes; after `length` of them it ends."""
+
+    n: int
+    length: int
+    last: int = 0
+    accepted: int = 0
+
+    def start(self) -> "Classes":
+        return dataclasses.replace(self)
+
+    def next(self) -> np.ndarray:
+        return np.arange(V) % self.n == (self.last + 1) % self.n
+
+    def write_allowed(self, bits: np.ndarray) -> None:
+        bits[:] = np.packbits(np.pad(self.next(), (0, -V % 32)), bitorder="little").view(np.uint32)
+
+    def accept(self, token: int) -> bool:
+        assert self.next()[token]
+        self.last, self.accepted = token, self.accepted + 1
+        return self.accepted == self.length
+
+
+def requests_and_answers() -> list[tuple[Request, list[int]]]:
+    """Greedy ones with a grammar, and the tokens by a forward of the text so far with all else left out."""
+    weights, cfg, mesh = subject("ring", "1")
+    rng, found = np.random.default_rng(0), []
+    for i in range(6):
+        prompt, grammar = rng.integers(0, cfg.V, 3 + 7 * i).tolist(), Classes(2 + i, 4 + 2 * i)
+        tokens, state = [], grammar.start()
+        while len(tokens) < NEW:
+            text = np.zeros((1, 64), np.int32)
+            text[0, : len(prompt + tokens)] = prompt + tokens
+            logits = model.forward(text, weights, cfg=cfg, mesh=mesh)[0, len(prompt + tokens) - 1]
+            tokens.append(int(np.argmax(np.where(state.next(), logits, -np.inf))))
+            if state.accept(tokens[-1]):
+                break
+        found.append((Request(prompt, NEW, grammar=grammar), tokens))
+    return found
+
+
+@pytest.mark.parametrize("mesh", ["1", pytest.param("dp2-ep2-tp2", marks=pytest.mark.deep)])
+@pytest.mark.parametrize("lookup", [False, True])
+def test_beside_others(mesh, lookup, compiled):
+    """Each is what its grammar allows, each other one what it is alone; nothing is compiled for it later."""
+    constrained, others = requests_and_answers(), sampled(subject("ring", "1")[1])
+    requests = [x for pair in zip((x for x, _ in constrained), others, strict=False) for x in pair]
+    speculation = PromptLookup(3) if lookup else None
+    programs = Programs(*subject("ring", mesh), 8, 160, "float32", speculation)
+    engine = Engine(programs, requests)
+    compiled.clear()
+    answers = ask(engine, requests)
+    assert not compiled
+    for answer, (_, tokens) in zip(answers[::2], constrained, strict=True):
+        assert answer.tokens == tokens
+        assert answer.finish_reason == ("stop" if len(tokens) == answer.request.grammar.length else "length")
+    for answer in answers[1::2]:
+        assert answer.tokens == alone(answer.request, "ring")[0]
+    assert not lookup or engine.stats.drafted
+
+
+def test_a_grammar_that_fails():
+    """Its answer is an error, and the others go on."""
+
+    class Failing(Classes):
+        def accept(self, token: int) -> bool:
+            if self.accepted == 2:
+                raise UserError("too complex")
+            return super().accept(token)
+
+    requests = [Request([5, 6], 6, grammar=Failing(3, 99)), Request([5, 6], 6)]
+    failed, other = ask(batch_of(requests, "ring"), requests)
+    assert (failed.finish_reason, failed.error, len(failed.tokens)) == ("error", "too complex", 3)
+    assert other.tokens == alone(other.request, "ring")[0]
+
+
+def test_programs_for_what_rows_ask(compiled):
+    """The smallest of several programs, whichever rows come together; the tokens are those of each alone."""
+    greedy = [Request(list(range(5, 5 + n)), 6) for n in (1, 9, 30)]
+    drawn = sampled(subject("ring", "1")[1])[1:3]
+    special = [
+        Request([9, 8, 7], 6, Sampling(top_logprobs=3), score=True),
+        Request([9, 8, 7], 8, Sampling(temperature=1.0, seed=4, frequency_penalty=0.5)),
+        Request([9, 8, 7], 8, grammar=Classes(3, 99)),
+    ]
+    like = [greedy[0], special[0]]
+    engine = batch_of(like, "ring", longest=60, option_sets=OPTION_SETS)
+    compiled.clear()
+    used, decode = [], engine.programs.decode
+
+    def spied(count, sampling):
+        used.append(frozenset(name for name, x in vars(sampling).items() if x is not None))
+        return decode(count, sampling)
+
+    engine.programs.decode = spied
+    for requests, expected in ((greedy, 0), (drawn + greedy, 1), (special + greedy, 2), (greedy, 0)):
+        used.clear()
+        for answer in ask(engine, requests):
+            if answer.request not in special:
+                assert answer.tokens == alone(answer.request, "ring")[0]
+        assert used[0] == OPTION_SETS[expected]
+    assert not compiled
+    with pytest.raises(UserError, match="nothing was compiled"):
+        batch_of(greedy, "ring").add(special[2])
+
+
+def test_likeliest_of_prompts_and_answers():
+    """By a forward of the whole text; prompts in chunks of unlike widths."""
+    weights, cfg, mesh = subject("ring", "1")
+    rng, how = np.random.default_rng(3), Sampling(temperature=1.0, seed=1, top_logprobs=5)
+    requests = [Request(rng.integers(0, cfg.V, n).tolist(), 7, how, score=True) for n in (1, 2, 40, 90)]
+    for answer in ask(batch_of(requests, "ring"), requests):
+        text = answer.request.prompt + answer.tokens
+        padded = np.array([text + [0] * (100 - len(text))], np.int32)
+        expected = np.asarray(jax.nn.log_softmax(model.forward(padded, weights, cfg=cfg, mesh=mesh)[0]))
+        found = answer.prompt_likeliest + answer.likeliest
+        assert len(found) == len(text) - 1
+        for place, row in zip(found, expected, strict=False):
+            order = np.argsort(-row)[:5]
+            assert list(place) == order.tolist()
+            np.testing.assert_allclose(list(place.values()), row[order], atol=1e-4)
+
+
+def test_a_real_grammar():
+    """llguidance's masks: each text of a schema is allowed token by token, and what is not one is not."""
+    tokenizer = load_tokenizer(CHECKPOINTS / "tiny-llama3")
+    tokens = token_bytes(tokenizer, 512, frozenset([6]))
+    schema = dict(
+        type="object", properties=dict(a=dict(type="integer")), required=["a"], additionalProperties=False
+    )
+    grammar = make_grammar(tokens, "json_schema", schema)
+    for text, fits in (('{"a": 12}', True), ('{"a": -3}', True), ('{"a": 1.5}', False), ('{"b": 1}', False)):
+        state, bits, done = grammar.start(), np.zeros(16, np.uint32), False
+        for token in tokenizer(text, add_special_tokens=False).input_ids:
+            state.write_allowed(bits)
+            if not bits[token // 32] >> (token % 32) & 1:
+                break
+            done = state.accept(token)
+        assert done == fits, text
+        assert not fits or json.loads(text)
+    for kind, what, message in (
+        ("regex", "(a", "unclosed group"),
+        ("lark", "start: x", "unknown name"),
+        ("json_schema", {"type": "no"}, "Invalid type"),
+    ):
+        with pytest.raises(UserError, match=message):
+            make_grammar(tokens, kind, what)

@@ -1,0 +1,675 @@
+"""The server, in this process and over a socket: what clients ask, what they may not, and many at once."""
+
+import asyncio
+import base64
+import contextlib
+import http.client
+import json
+import random
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import openai
+import pytest
+from conftest import CHECKPOINTS
+from processes import free_port
+
+import model
+from server import app as server_app
+from server import questions
+from server.loop import EngineLoop
+from serving import programs
+from terminal import serve
+from terminal.launch import Startup
+from terminal.models import open_models
+from terminal.options import parse_arguments
+from terminal.prompts import Asker
+
+ROWS, MAX_LEN, QUEUE = 8, 128, 400
+GREETING = [{"role": "user", "content": "Tell me your name"}]
+
+
+def started(*options: str) -> SimpleNamespace:
+    """A server in a thread of its own: its url and its EngineLoop; `end` drains it."""
+    loops, port = [], free_port()
+
+    class Kept(EngineLoop):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            loops.append(self)
+
+    arguments = [
+        f"--serve --port {port} --rows {ROWS} --max-len {MAX_LEN} --max-queue {QUEUE}".split(),
+        options,
+    ]
+    args = parse_arguments([x for some in arguments for x in some])
+    models, tokenizer = open_models(args, 1)
+    asker = Asker(args, models[0].checkpoint, tokenizer, [x.cfg for x in models])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(serve, "EngineLoop", Kept)
+        patch.setattr(programs, "WIDTHS", (32, 128))  # fewer to compile
+        thread = threading.Thread(target=serve.serve, args=(args, models, asker, Startup()), daemon=True)
+        thread.start()
+        while not (loops and loops[0].ready) and thread.is_alive():
+            time.sleep(0.05)
+    assert thread.is_alive()
+
+    def end() -> None:
+        loops[0].drain()
+        thread.join(60)
+        assert not thread.is_alive()
+
+    url = f"http://127.0.0.1:{port}"
+    return SimpleNamespace(
+        url=url, port=port, loop=loops[0], engine=loops[0].engine, end=end, tokenizer=tokenizer
+    )
+
+
+@pytest.fixture(scope="module")
+def server():
+    found = started("--checkpoint", str(CHECKPOINTS / "tiny-llama3"))
+    yield found
+    found.end()
+
+
+@pytest.fixture
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def post(server, path: str, body, **headers) -> tuple[int, dict]:
+    """-> (status, the reply's object). body: an object, or bytes as they are."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"content-type": "application/json"} | {
+        name.replace("_", "-"): x for name, x in headers.items()
+    }
+    request = urllib.request.Request(server.url + path, data, headers)
+    try:
+        with urllib.request.urlopen(request) as response:
+            return response.status, json.load(response)
+    except urllib.error.HTTPError as e:
+        with e:
+            return e.code, json.load(e)
+
+
+def complete(server, **fields) -> dict:
+    status, reply = post(server, "/v1/completions", fields)
+    assert status == 200, reply
+    return reply
+
+
+def idle(server) -> bool:
+    return not server.loop.open and all(row.free for row in server.engine.scheduler.rows)
+
+
+def until(condition, seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def metric(server, name: str) -> float:
+    with urllib.request.urlopen(f"{server.url}/metrics") as response:
+        lines = [line.split() for line in response.read().decode().splitlines()]
+    return sum(float(line[1]) for line in lines if line[0].partition("{")[0] == name)
+
+
+# ------------------------------------------------------------------------------------- what clients ask
+
+
+def test_chat(server, client):
+    """Whole and streamed, by the client in both its forms: the same text, of the same tokens."""
+    asked = dict(model="tiny-llama3", messages=GREETING, temperature=0, max_tokens=40)
+    whole = client.chat.completions.create(**asked)
+    text = whole.choices[0].message.content
+    prompt = server.tokenizer.apply_chat_template(GREETING, add_generation_prompt=True, return_dict=False)
+    assert whole.choices[0].finish_reason == "stop" and len(text) > 10
+    assert whole.usage.prompt_tokens == len(prompt)
+    assert whole.usage.total_tokens == len(prompt) + whole.usage.completion_tokens
+
+    parts = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    assert parts[-1].usage == whole.usage and not parts[-1].choices
+    deltas = [part.choices[0] for part in parts[:-1]]
+    assert deltas[0].delta.role == "assistant" and len(deltas) > 5
+    assert "".join(x.delta.content or "" for x in deltas) == text
+    assert [x.finish_reason for x in deltas if x.finish_reason] == ["stop"]
+
+    async def ask() -> str:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+            stream = await client.chat.completions.create(**asked, stream=True)
+            return "".join([part.choices[0].delta.content or "" async for part in stream])
+
+    assert asyncio.run(ask()) == text
+    parts = [dict(role="user", content=[dict(type="text", text=GREETING[0]["content"])])]
+    assert client.chat.completions.create(**asked | dict(messages=parts)).choices[0].message.content == text
+
+
+def test_models_and_health(server, client):
+    (described,) = client.models.list()
+    assert described.id == "tiny-llama3" and described.max_model_len == MAX_LEN
+    assert client.models.retrieve("tiny-llama3").id == "tiny-llama3"
+    with pytest.raises(openai.NotFoundError, match="'other' is not served here"):
+        client.models.retrieve("other")
+    with urllib.request.urlopen(f"{server.url}/health") as response:
+        assert json.load(response) == {"status": "ready"}
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_log_probabilities(server, client, chat):
+    """Of each token and of the likeliest in its place, by a forward of the whole text; streamed, the same."""
+    asked = dict(model="tiny-llama3", temperature=0.7, seed=3, max_tokens=12)
+    if chat:
+        ask = client.chat.completions.create
+        asked |= dict(messages=GREETING, logprobs=True, top_logprobs=4)
+    else:
+        ask = client.completions.create
+        asked |= dict(prompt=[5, 9, 70, 200, 31], logprobs=4, echo=True)
+    found = ask(**asked).choices[0].logprobs
+    streamed = [part.choices[0].logprobs for part in ask(**asked, stream=True) if part.choices]
+    streamed = [x for x in streamed if x]
+    if chat:
+        prompt = server.tokenizer.apply_chat_template(GREETING, add_generation_prompt=True, return_dict=False)
+        logprobs = [x.logprob for x in found.content]
+        tops = [{x.token: x.logprob for x in place.top_logprobs} for place in found.content]
+        texts = [bytes(x.bytes) for x in found.content]
+        assert [x for part in streamed for x in part.content] == found.content
+    else:
+        prompt, logprobs, tops = asked["prompt"], found.token_logprobs, found.top_logprobs
+        texts = [x.encode() for x in found.tokens]
+        assert [x for part in streamed for x in part.tokens] == found.tokens
+        assert [x for part in streamed for x in part.text_offset] == found.text_offset
+        assert [x for part in streamed for x in part.token_logprobs] == logprobs
+        assert logprobs[0] is None and tops[0] is None
+    name = server.tokenizer.decode
+    again = complete(server, prompt=prompt, max_tokens=12, temperature=0.7, seed=3, logprobs=0)
+    tokens = ids_of(server, again["choices"][0]["logprobs"]["tokens"])
+    text = prompt + tokens
+    expected = forward(server, text)
+    first = len(prompt) if chat else 1
+    assert b"".join(texts) == b"".join(name([t]).encode() for t in text[0 if not chat else first :])
+    for i, (logprob, top) in enumerate(zip(logprobs[not chat :], tops[not chat :], strict=True)):
+        row = expected[first + i - 1]
+        assert logprob == pytest.approx(row[text[first + i]], abs=1e-4)
+        best = np.sort(row)[::-1][:4]
+        assert sorted(top.values(), reverse=True)[:4] == pytest.approx(best.tolist(), abs=1e-4)
+
+
+def ids_of(server, texts: list[str]) -> list[int]:
+    """Of tokens whose texts are no others'."""
+    by_text = {server.tokenizer.decode([i]): i for i in range(512)}
+    return [by_text[text] for text in texts]
+
+
+def forward(server, tokens: list[int]) -> np.ndarray:
+    """Log-probabilities [T,V] after each of these tokens."""
+    of = server.engine.programs
+    padded = np.array([tokens + [0] * (MAX_LEN - len(tokens))], np.int32)
+    logits = model.forward(padded, of.weights, cfg=of.cfg, mesh=of.mesh)[0]
+    return np.asarray(jax.nn.log_softmax(logits))
+
+
+def test_samples_and_seeds(server, client):
+    """n samples have the seeds that follow one another; a seed draws the same alone and in a crowd."""
+    asked = dict(
+        model="tiny-llama3", prompt=["What is", [40, 41, 42]], temperature=1.3, max_tokens=10, seed=11
+    )
+    together = [x.text for x in client.completions.create(**asked, n=3).choices]
+    alone = [
+        client.completions.create(**asked | dict(prompt=prompt, seed=11 + i)).choices[0].text
+        for prompt in asked["prompt"]
+        for i in range(3)
+    ]
+    assert together == alone and len(set(together)) > 3
+    asked.pop("seed")
+    other = [x.text for x in client.completions.create(**asked, n=3).choices]
+    assert other != together
+    huge = [
+        client.completions.create(**asked, seed=seed).choices[0].text for seed in (2**33 + 11, 11 - 2**33)
+    ]
+    assert huge == [client.completions.create(**asked, seed=11).choices[0].text] * 2
+
+
+def test_stops(server, client):
+    """Texts end an answer before themselves, tokens with themselves; both say "stop"."""
+    asked = dict(model="tiny-llama3", messages=GREETING, temperature=0)
+    text = client.chat.completions.create(**asked).choices[0].message.content
+    middle = text[7:10]
+    for stop in (middle, ["nothing of this", middle]):
+        choice = client.chat.completions.create(**asked, stop=stop).choices[0]
+        assert choice.message.content == text[: text.index(middle)] and choice.finish_reason == "stop"
+        streamed = client.chat.completions.create(**asked, stop=stop, stream=True)
+        assert "".join(x.choices[0].delta.content or "" for x in streamed) == choice.message.content
+    first = server.tokenizer.encode(text, add_special_tokens=False)[3]
+    more = dict(stop_token_ids=[first])
+    choice = client.chat.completions.create(**asked, extra_body=more).choices[0]
+    assert text.startswith(choice.message.content) and len(choice.message.content) < len(text)
+    on = client.chat.completions.create(**asked, max_tokens=60, extra_body=dict(ignore_eos=True))
+    assert on.choices[0].finish_reason == "length" and on.usage.completion_tokens == 60
+    assert on.choices[0].message.content.startswith(text)
+    until(lambda: idle(server))
+
+
+def test_penalties_and_biases(server):
+    """A bias makes a token certain or impossible; penalties end a repetition. Rows beside do not notice."""
+    asked = dict(prompt="What is", temperature=0, max_tokens=12, ignore_eos=True)
+    plain = complete(server, **asked, logprobs=0)["choices"][0]
+    only = complete(server, **asked, logit_bias={"65": 100})["choices"][0]["text"]
+    assert only == server.tokenizer.decode([65]) * 12
+    banned = ids_of(server, plain["logprobs"]["tokens"][:1])[0]
+    without = complete(server, **asked, logit_bias={str(banned): -100}, logprobs=0)["choices"][0]
+    assert banned not in ids_of(server, without["logprobs"]["tokens"])
+    asked |= dict(logit_bias={str(i): 30 for i in (65, 66, 67)}, logprobs=0)
+    repeated = complete(server, **asked)["choices"][0]["logprobs"]["tokens"]
+    often = complete(server, **asked, frequency_penalty=2)["choices"][0]["logprobs"]["tokens"]
+    once = complete(server, **asked, presence_penalty=2)["choices"][0]["logprobs"]["tokens"]
+    assert len(set(repeated)) < len(set(often)) == 3 and set(once) <= set(often)
+    assert complete(
+        server, **dict(prompt="What is", temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)
+    )["choices"] == [plain]
+
+
+def test_echo_without_an_answer(server):
+    """As `--score`: the log-likelihood of a text; with texts and ids alike, and several at a time."""
+    ids = server.tokenizer("What is 3 + 4?").input_ids
+    fields = dict(max_tokens=0, echo=True, logprobs=1, temperature=0)
+    found = complete(server, prompt=["What is 3 + 4?", ids, ids[:3]], **fields)["choices"]
+    assert found[0]["text"] == "What is 3 + 4?" and found[0]["finish_reason"] == "length"
+    assert found[0]["logprobs"]["token_logprobs"] == found[1]["logprobs"]["token_logprobs"]
+    assert found[2]["logprobs"]["token_logprobs"] == pytest.approx(
+        found[0]["logprobs"]["token_logprobs"][:3], abs=1e-4, nan_ok=True
+    )
+    expected = forward(server, ids)
+    likely = [expected[i - 1, token] for i, token in enumerate(ids)][1:]
+    assert found[0]["logprobs"]["token_logprobs"][1:] == pytest.approx(likely, abs=1e-4)
+    plain = complete(server, prompt="What is 3 + 4?", max_tokens=2, echo=True, temperature=0)["choices"][0]
+    assert plain["text"].startswith("What is 3 + 4?") and plain["logprobs"] is None
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "sum": {"type": "integer", "minimum": -20, "maximum": 999},
+        "kind": {"enum": ["a", "b", "something long"]},
+        "parts": {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3},
+    },
+    "required": ["name", "sum", "kind", "parts"],
+    "additionalProperties": False,
+}
+
+
+def valid(text: str) -> bool:
+    found = json.loads(text)
+    return (
+        list(found) == ["name", "sum", "kind", "parts"]
+        and isinstance(found["name"], str) and len(found["name"]) <= 6
+        and type(found["sum"]) is int and -20 <= found["sum"] <= 999
+        and found["kind"] in SCHEMA["properties"]["kind"]["enum"]
+        and 1 <= len(found["parts"]) <= 3 and all(isinstance(x, bool) for x in found["parts"])
+    )  # fmt: skip
+
+
+def test_json_schema(server):
+    """100 of 100 answers, greedy and drawn, beside rows without a grammar, whose tokens stay as they are."""
+    form = dict(type="json_schema", json_schema=dict(name="x", schema=SCHEMA, strict=True))
+    asked = [
+        dict(
+            messages=[dict(role="user", content=f"What is {i} + {i % 7}?")],
+            response_format=form,
+            max_tokens=80,
+        )
+        | (dict(temperature=0) if i % 2 else dict(temperature=1.5, seed=i))
+        for i in range(100)
+    ]
+    beside = dict(messages=GREETING, temperature=0, max_tokens=30)
+    alone = post(server, "/v1/chat/completions", beside)[1]["choices"]
+    found = at_once(server, [x for some in asked for x in (some, beside)])
+    texts = [reply["choices"][0]["message"]["content"] for reply in found[::2]]
+    assert sum(map(valid, texts)) == 100 and len(set(texts)) > 20
+    assert {reply["choices"][0]["finish_reason"] for reply in found[::2]} == {"stop"}
+    assert all(reply["choices"] == alone for reply in found[1::2])
+
+
+def at_once(server, bodies: list[dict]) -> list[dict]:
+    """The replies to chats that are all asked at the same time."""
+
+    async def ask() -> list:
+        address = dict(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        async with openai.AsyncOpenAI(**address) as client:
+            raw = client.chat.completions.with_raw_response
+            asked = (raw.create(model="tiny-llama3", messages=x["messages"], extra_body=x) for x in bodies)
+            return [json.loads(x.text) for x in await asyncio.gather(*asked)]
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.parametrize(
+    ("form", "right"),
+    [
+        (dict(type="json_object"), lambda x: isinstance(json.loads(x), dict)),
+        (dict(type="regex", regex="(ab|c){2,4}!"), lambda x: x.endswith("!") and set(x) <= set("abc!")),
+        (dict(type="grammar", grammar='start: "yes" | "no"'), lambda x: x in ("yes", "no")),
+        (dict(type="text"), lambda x: len(x) > 10),
+    ],
+    ids=lambda x: x["type"] if isinstance(x, dict) else "",
+)
+def test_other_forms(server, client, form, right):
+    bound = {str(i): -5 for i in ids_of(server, [" "])} | {str(ids_of(server, ["}"])[0]): 20}
+    choice = client.chat.completions.create(
+        model="tiny-llama3", messages=GREETING, temperature=0, max_tokens=60,
+        extra_body=dict(response_format=form, logit_bias=bound if form["type"] == "json_object" else {}),
+    ).choices[0]  # fmt: skip
+    assert choice.finish_reason == "stop" and right(choice.message.content)
+
+
+# --------------------------------------------------------------------------------- what they may not
+
+
+CHAT, TEXT = dict(messages=GREETING), dict(prompt="a")
+WRONG = [
+    (CHAT | dict(tools=[]), "'tools' is not supported"),
+    (TEXT | dict(best_of=2), "'best_of' is not supported"),
+    (TEXT | dict(messages=[]), "'messages' is not supported"),
+    (CHAT | dict(echo=True), "'echo' is not supported"),
+    ({}, "'prompt' must be"),
+    (TEXT | dict(temperature=-1), "'temperature' -1 is not"),
+    (TEXT | dict(temperature=1e400), "inf"),
+    (TEXT | dict(temperature=True), "'temperature' True is not"),
+    (TEXT | dict(top_p=0), "'top_p' 0 is not"),
+    (TEXT | dict(top_k=2**40), "'top_k'"),
+    (TEXT | dict(frequency_penalty=3), "between -2 and 2"),
+    (TEXT | dict(n=0), "'n' must be"),
+    (TEXT | dict(n=10**30), "'n' must be"),
+    (TEXT | dict(n=100, prompt=["a", "b"]), "more than 128 answers"),
+    (TEXT | dict(max_tokens=0), "'max_tokens' must be"),
+    (TEXT | dict(max_tokens=1000), "exceed 128"),
+    (dict(prompt=[7] * 128), "exceed 128"),
+    (dict(prompt=[]), "'prompt'"),
+    (dict(prompt=[[]]), "'prompt' is empty"),
+    (dict(prompt=[1, 512]), "512 is no token id below 512"),
+    (dict(prompt=[1, "a"]), "'a' is no token id"),
+    (dict(prompt="\ud800"), "not a text"),
+    (dict(prompt={}), "'prompt' must be"),
+    (TEXT | dict(stop=[""]), "'stop'"),
+    (TEXT | dict(stop=["a"] * 17), "'stop'"),
+    (TEXT | dict(stop_token_ids=[-1]), "'stop_token_ids'"),
+    (TEXT | dict(logprobs=21), "'logprobs' must be"),
+    (CHAT | dict(logprobs=3), "'logprobs' must be"),
+    (CHAT | dict(top_logprobs=3), "'top_logprobs' needs"),
+    (TEXT | dict(logit_bias={"a": 1}), "'a' is no token id"),
+    (TEXT | dict(logit_bias={"1": 101}), "between -100 and 100"),
+    (TEXT | dict(logit_bias={str(i): 1 for i in range(301)}), "301"),
+    (TEXT | dict(seed=1.5), "'seed' must be"),
+    (TEXT | dict(stream="yes"), "'stream' must be"),
+    (TEXT | dict(stream_options=dict(include_usage=True)), "'stream_options' needs"),
+    (TEXT | dict(user=3), "'user' must be"),
+    (CHAT | dict(max_tokens=3, max_completion_tokens=4), "give one"),
+    (dict(messages=[]), "'messages' must be"),
+    (dict(messages=[dict(role="user")]), "messages[0]"),
+    (dict(messages=[dict(role="boss", content="a")]), "the role must be one of"),
+    (dict(messages=[dict(role="user", content="a", name="b")]), "messages[0]"),
+    (
+        dict(messages=[dict(role="user", content=[dict(type="image_url", image_url="http://x")])]),
+        "texts only",
+    ),
+    (dict(messages=[dict(role="user", content=3)]), "must be a text"),
+    (TEXT | dict(response_format=dict(type="xml")), "'response_format' must be"),
+    (TEXT | dict(response_format=dict(type="regex", regex="(a")), "unclosed group"),
+    (TEXT | dict(response_format=dict(type="grammar", grammar="start: x")), "unknown name"),
+    (CHAT | dict(response_format=dict(type="json_schema", json_schema=dict(schema={"type": "no"}))), "type"),
+    (
+        CHAT | dict(response_format=dict(type="json_schema", json_schema=dict(schema={"$ref": "http://x/"}))),
+        "fetch",
+    ),
+]
+
+
+@pytest.mark.parametrize(("body", "message"), WRONG, ids=[x[1] for x in WRONG])
+def test_wrong_fields(server, body, message):
+    """400, one line that names the field."""
+    status, reply = post(
+        server,
+        "/v1/chat/completions" if "messages" in body and "prompt" not in body else "/v1/completions",
+        body,
+    )
+    assert status == 400 and message in reply["error"]["message"] and "\n" not in reply["error"]["message"]
+    assert reply["error"]["type"] == "invalid_request_error" and idle(server)
+
+
+def test_other_refusals(server):
+    for body in (
+        b"",
+        b"{",
+        b"[]",
+        b"\xff\xfe{}",
+        b'{"prompt": "a", "prompt": "b"}',
+        b"[" * 100_000,
+        b"9" * 5000,
+    ):
+        status, reply = post(server, "/v1/completions", body)
+        assert status == 400 and reply["error"]["message"].startswith("the body: not")
+    assert post(server, "/v1/completions", TEXT | dict(model="other"))[0] == 404
+    assert post(server, "/v1/embeddings", {})[0] == 404
+    assert post(server, "/v1/models", {})[0] == 405
+    assert post(server, "/v1/completions", TEXT, content_type="text/plain")[0] == 415
+    assert post(server, "/v1/completions", TEXT, host="evil.example")[0] == 403
+    assert (
+        post(server, "/v1/completions", TEXT | dict(max_tokens=1), host=f"localhost:{server.port}")[0] == 200
+    )
+    with socket.create_connection(("127.0.0.1", server.port)) as s:  # what is too large is not read
+        s.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n")
+        s.sendall(b"content-length: 99999999\r\n\r\n")
+        assert b" 413 " in s.recv(100)
+
+
+def test_guard(server):
+    """A key guards all but /health; a browser may send it as a password. Origins only as asked."""
+    from starlette.testclient import TestClient
+
+    guarded = TestClient(server_app.make_app(server.loop, "secret", ["https://a.example"], local=False))
+    server.loop.deliver = server_app.deliver_from_thread
+    basic = base64.b64encode(b"me:secret").decode()
+    wrong = (
+        {},
+        dict(authorization="Bearer secre"),
+        dict(authorization="Basic !"),
+        dict(authorization="secret"),
+    )
+    for path in ("/", "/v1/models", "/metrics", "/nothing"):
+        for headers in wrong:
+            reply = guarded.get(path, headers=headers)
+            assert reply.status_code == 401 and "Basic" in reply.headers["www-authenticate"]
+        for header in ("Bearer secret", f"Basic {basic}"):
+            assert guarded.get(path, headers=dict(authorization=header)).status_code != 401
+    assert guarded.get("/health").status_code == 200
+    asks = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    allowed = guarded.options("/v1/models", headers=dict(origin="https://a.example") | asks)
+    assert allowed.headers["access-control-allow-origin"] == "https://a.example"
+    refused = guarded.options("/v1/models", headers=dict(origin="https://b.example") | asks)
+    assert "access-control-allow-origin" not in refused.headers
+
+
+# ------------------------------------------------------------------------------------- many at once
+
+
+def test_queue(server, monkeypatch):
+    """What does not fit into rows and queue is refused with the time to wait; the others are answered."""
+    monkeypatch.setattr(server.loop, "max_queue", 32)
+    body = dict(prompt="What is", n=10, max_tokens=60, ignore_eos=True, temperature=1)
+    results = []
+    threads = [
+        threading.Thread(target=lambda: results.append(post(server, "/v1/completions", body)))
+        for _ in range(6)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    status = sorted(x[0] for x in results)
+    assert set(status) == {200, 429} and status.count(200) >= (ROWS + 32) // 10
+    refused = next(reply for code, reply in results if code == 429)
+    assert refused["error"]["code"] == "queue_full"
+    assert idle(server)
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(300, marks=pytest.mark.deep)])
+def test_many_streams(server, count):
+    """On 8 rows, a third of them cancelled at random moments: the others have exactly their solo tokens."""
+    rng = random.Random(count)
+    before = {name: metric(server, f"llama_{name}_total") for name in ("requests", "generated_tokens")}
+    asked = [
+        dict(
+            prompt=[rng.randrange(5, 512) for _ in range(rng.randint(1, 60))], max_tokens=rng.randint(1, 60),
+            temperature=rng.choice([0, 0, 0.8]), seed=i, ignore_eos=True,
+            **rng.choice([{}, {}, dict(presence_penalty=1), dict(logprobs=2), dict(top_k=9)]),
+        )
+        for i in range(count)
+    ]  # fmt: skip
+    cancelled = {i: rng.choice([0, 0, 1, 2, 5, 20]) for i in rng.sample(range(count), count // 3)}
+    alone = {i: complete(server, **x)["choices"][0] for i, x in enumerate(asked) if i not in cancelled}
+    texts, logprobs = {}, {}
+
+    async def stream(client, i: int) -> None:
+        own = asked[i]
+        more = {name: own[name] for name in ("ignore_eos", "top_k") if name in own}
+        fields = {name: x for name, x in own.items() if name not in more}
+        await asyncio.sleep(rng.random())
+        call = client.completions.create(model="tiny-llama3", **fields, stream=True, extra_body=more)
+        if cancelled.get(i) == 0:  # while it is queued, or its prompt is read
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(call, rng.random() / 20)
+            return
+        parts = await call
+        found = []
+        async for part in parts:
+            found.append(part.choices[0])
+            if len(found) == cancelled.get(i):
+                return await parts.close()
+        texts[i] = "".join(x.text for x in found)
+        logprobs[i] = [x for part in found if part.logprobs for x in part.logprobs.token_logprobs]
+
+    async def ask() -> None:
+        address = dict(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        async with openai.AsyncOpenAI(**address) as client:
+            await asyncio.gather(*(stream(client, i) for i in range(count)))
+
+    asyncio.run(ask())
+    for i, choice in alone.items():
+        assert texts[i] == choice["text"], asked[i]
+        if choice["logprobs"]:
+            assert logprobs[i] == pytest.approx(choice["logprobs"]["token_logprobs"], abs=1e-4)
+    until(lambda: idle(server))
+    assert not server.loop.jobs and not server.engine.scheduler.queue and server.loop.inbox.empty()
+    until(lambda: metric(server, "llama_rows_in_use") == 0)
+    ended = metric(server, "llama_requests_total") - before["requests"]
+    assert len(alone) * 2 <= ended <= len(alone) * 2 + len(cancelled)
+    tokens = metric(server, "llama_generated_tokens_total") - before["generated_tokens"]
+    assert tokens >= 2 * sum(asked[i]["max_tokens"] for i in alone)
+
+
+VALUES = [
+    None,
+    True,
+    -1,
+    0,
+    2,
+    1.5,
+    1e400,
+    10**40,
+    "",
+    "a",
+    "\ud800",
+    [],
+    [[]],
+    [1],
+    ["a"],
+    {},
+    {"a": 1},
+    {"type": "regex", "regex": "("},
+    [{}],
+    [{"role": "user", "content": "a"}],
+]
+
+
+@pytest.mark.parametrize("count", [150, pytest.param(2000, marks=pytest.mark.deep)])
+def test_malformed(server, count):
+    """Wrong types, damaged bytes, cut bodies, half-closed sockets: a 4xx with one message, or an end."""
+    rng, fine = random.Random(count), 0
+    names = sorted((questions.CHAT | questions.COMPLETION) - {"n", "max_tokens"} | {"unknown", "tools"})
+    for _ in range(count):
+        chat = rng.random() < 0.5
+        body = {name: rng.choice(VALUES) for name in rng.sample(names, rng.randint(0, 4))}
+        if rng.random() < 0.7:
+            body |= CHAT if chat else TEXT
+        data = json.dumps(body | dict(max_tokens=1) if rng.random() < 0.5 else body).encode()
+        if rng.random() < 0.4:
+            data = bytearray(data)
+            for _ in range(rng.randint(1, 4)):
+                data[rng.randrange(len(data))] = rng.randrange(256)
+            data = bytes(data)
+        path = "/v1/chat/completions" if chat else "/v1/completions"
+        how = rng.random()
+        if how < 0.15:
+            raw(server, path, data, length=len(data) + rng.randint(1, 50), half=rng.random() < 0.5)
+            continue
+        if how < 0.2:
+            with socket.create_connection(("127.0.0.1", server.port)) as s:
+                s.sendall(rng.randbytes(rng.randint(1, 300)) + b"\r\n\r\n")
+                s.settimeout(5)
+                with contextlib.suppress(OSError):
+                    assert s.recv(4096)[9:12] in (b"400", b"")
+            continue
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+        connection.request("POST", path, data, {"content-type": "application/json"})
+        response = connection.getresponse()
+        text = response.read()
+        connection.close()
+        if response.status == 200:
+            fine += 1
+        else:
+            message = json.loads(text)["error"]["message"]
+            assert 400 <= response.status < 500 and 0 < len(message) < 500 and "\n" not in message, (
+                data,
+                text,
+            )
+            assert "Traceback" not in message
+    assert fine < count / 2
+    until(lambda: idle(server))
+    assert complete(server, prompt="a", max_tokens=3)["usage"]["completion_tokens"] <= 3
+
+
+def raw(server, path: str, data: bytes, length: int, half: bool) -> None:
+    """A body that ends before its length: the client leaves, or only says that it will send no more."""
+    with socket.create_connection(("127.0.0.1", server.port)) as s:
+        head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        s.sendall(f"{head}content-length: {length}\r\n\r\n".encode() + data)
+        if half:
+            s.shutdown(socket.SHUT_WR)
+            s.settimeout(10)
+            with contextlib.suppress(ConnectionError):
+                assert s.recv(4096)[9:10] in (b"4", b"")
+
+
+def test_time_limit(server, monkeypatch):
+    """A request that takes too long ends with 504, and its row is free."""
+    monkeypatch.setattr(server.loop, "seconds", 0.05)
+    status, reply = post(server, "/v1/completions", dict(prompt="a", n=100, max_tokens=100, ignore_eos=True))
+    assert status == 504 and "longer" in reply["error"]["message"]
+    until(lambda: idle(server))
+
+
+def test_slow_body(server, monkeypatch):
+    monkeypatch.setattr(server_app, "BODY_SECONDS", 0.1)
+    with socket.create_connection(("127.0.0.1", server.port)) as s:
+        s.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n")
+        s.sendall(b"content-length: 20\r\n\r\n{")
+        s.settimeout(10)
+        assert b" 408 " in s.recv(4096)

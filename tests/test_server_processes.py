@@ -1,0 +1,202 @@
+"""The server as a command: what it says, how it ends, clients that vanish, two processes as one."""
+
+import contextlib
+import http.client
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import FAST
+from processes import finish, free_port, start
+
+import main
+
+SECONDS = 120
+ASKED = dict(prompt="What is", temperature=0, max_tokens=100, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    """Programs are compiled once for all the tests here."""
+    compiled = str(tmp_path_factory.mktemp("compiled"))
+    return {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": compiled,
+        "XLA_FLAGS": FAST,
+        "PYTHONUTF8": "1",
+    }
+
+
+class Server:
+    """python3 main.py --serve, once it is ready."""
+
+    def __init__(self, environment, *options: str, stderr=subprocess.PIPE):
+        self.port = free_port()
+        command = [
+            sys.executable,
+            main.__file__,
+            *f"--serve --port {self.port} --rows 2 --max-len 256".split(),
+        ]
+        self.process = subprocess.Popen([*command, *options], env=environment, stderr=stderr, text=True)
+        wait_for(self.port, [self.process])
+
+    def end(self) -> tuple[int, str]:
+        """After SIGTERM: -> (exit code, stderr)."""
+        self.process.send_signal(signal.SIGTERM)
+        _, stderr = self.process.communicate(timeout=SECONDS)
+        return self.process.returncode, stderr
+
+
+@contextlib.contextmanager
+def serving(*arguments, **options):
+    server = Server(*arguments, **options)
+    try:
+        yield server
+    finally:
+        server.process.kill()
+        server.process.communicate()
+
+
+def get(port: int, path: str) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)
+    with contextlib.closing(connection):
+        connection.request("GET", path)
+        response = connection.getresponse()
+        return response.status, response.read()
+
+
+def wait_for(port: int, processes: list[subprocess.Popen]) -> None:
+    end = time.monotonic() + SECONDS
+    while True:
+        with contextlib.suppress(OSError):
+            if get(port, "/health")[0] == 200:
+                return
+        assert time.monotonic() < end and all(process.poll() is None for process in processes)
+        time.sleep(0.1)
+
+
+def ask(port: int, **fields) -> http.client.HTTPResponse:
+    """The response, once it begins."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)
+    connection.request("POST", "/v1/completions", json.dumps(fields), {"content-type": "application/json"})
+    return connection.getresponse()
+
+
+def text_of(response) -> str:
+    return json.loads(response.read())["choices"][0]["text"]
+
+
+def parts_of(text: bytes) -> str:
+    """The text of a stream's events, to its end."""
+    lines = [line for line in text.decode().splitlines() if line.startswith("data: ")]
+    assert lines[-1] == "data: [DONE]"
+    return "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines[:-1])
+
+
+def rows_in_use(port: int) -> float:
+    lines = get(port, "/metrics")[1].decode().splitlines()
+    return next(float(line.split()[1]) for line in lines if line.startswith("llama_rows_in_use "))
+
+
+def test_ending(environment):
+    """SIGTERM in the middle of answers, of which some wait: they are finished, and the server leaves."""
+    with serving(environment) as server:
+        whole = text_of(ask(server.port, **ASKED))
+        streams = [ask(server.port, **ASKED, stream=True) for _ in range(5)]
+        begun = streams[0].readline()
+        server.process.send_signal(signal.SIGTERM)
+        assert parts_of(begun + streams[0].read()) == whole
+        assert [parts_of(stream.read()) for stream in streams[1:]] == [whole] * 4
+        _, stderr = server.process.communicate(timeout=SECONDS)
+        assert server.process.returncode == 0 and "Traceback" not in stderr
+
+
+def test_ending_at_once(environment):
+    """Of a second signal: it does not wait for the answer."""
+    with serving(environment) as server:
+        stream = ask(server.port, **ASKED, n=64, stream=True)
+        stream.readline()
+        for code in (signal.SIGTERM, signal.SIGINT):
+            server.process.send_signal(code)
+            time.sleep(0.3)
+        _, stderr = server.process.communicate(timeout=SECONDS)
+        assert server.process.returncode == 130 and stderr.endswith("interrupted\n")
+
+
+def test_a_client_that_is_killed(environment):
+    """kill -9 of a client, while its answer is streamed and while others of its wait: all rows are free."""
+    program = """if True:
+        import http.client, json, sys
+        connection = http.client.HTTPConnection("127.0.0.1", int(sys.argv[1]))
+        asked = dict(prompt="What is", n=40, max_tokens=200, ignore_eos=True, stream=True)
+        connection.request("POST", "/v1/completions", json.dumps(asked), {"content-type": "application/json"})
+        response = connection.getresponse()
+        while True:
+            print(response.readline(), flush=True)
+    """
+    with serving(environment) as server:
+        client = subprocess.Popen([sys.executable, "-c", program, str(server.port)], stdout=subprocess.PIPE)
+        client.stdout.readline()
+        assert rows_in_use(server.port) == 2
+        client.kill()
+        client.communicate()
+        end = time.monotonic() + SECONDS
+        while rows_in_use(server.port):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        assert len(text_of(ask(server.port, **ASKED))) > 10
+        assert server.end()[0] == 0
+
+
+def test_a_full_disk_for_logs(environment):
+    """Nothing that is said there can be said, and it serves all the same."""
+    with open("/dev/full", "w") as full, serving(environment, stderr=full) as server:
+        assert len(text_of(ask(server.port, **ASKED))) > 10
+        assert server.end()[0] == 0
+
+
+@pytest.mark.parametrize("ending", ["drained", pytest.param("killed", marks=pytest.mark.deep)])
+def test_two_processes(ending, environment):
+    """They serve as one; SIGTERM of either drains both; if one dies the other says so, with its name."""
+    port = free_port()
+    options = f"--serve --port {port} --rows 4 --max-len 256 --timeout 12 --dp 1".split()
+    processes = start(2, 1, *options)
+    try:
+        wait_for(port, processes)
+        with serving(environment) as alone:
+            form = dict(response_format=dict(type="regex", regex="[a-c]{5}"))
+            every = [ASKED, ASKED | dict(temperature=1, seed=3, top_k=9, stop="e"), ASKED | form,
+                     ASKED | dict(logit_bias={"65": 5}, presence_penalty=1, echo=True, logprobs=2)]  # fmt: skip
+            expected = [json.loads(ask(alone.port, **x).read())["choices"] for x in every]
+            replies = [ask(port, **x) for x in every * 3]
+            found = [json.loads(reply.read())["choices"] for reply in replies]
+        assert [x[0]["text"] for x in found] == [x[0]["text"] for x in expected] * 3
+        stream = ask(port, **ASKED, n=8, stream=True)
+        stream.readline()
+        if ending == "drained":
+            processes[1].send_signal(signal.SIGTERM)
+            assert stream.read().endswith(b"data: [DONE]\n\n")
+            assert [code for code, _, _ in finish(processes)] == [0, 0]
+        else:
+            processes[1].kill()
+            (code, _, stderr), _ = finish(processes)
+            assert code == 1 and "error: process 1 of 2" in stderr
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def test_no_port(environment):
+    """One that is taken is one line, before anything is loaded."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        s.listen()
+        port = s.getsockname()[1]
+        command = [sys.executable, main.__file__, "--serve", "--port", str(port)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 1
+    assert done.stderr == f"error: --host 127.0.0.1 --port {port}: Address already in use; choose another\n"
