@@ -169,8 +169,13 @@ def test_two_processes(ending, environment):
         wait_for(port, processes)
         with serving(environment) as alone:
             form = dict(response_format=dict(type="regex", regex="[a-c]{5}"))
-            every = [ASKED, ASKED | dict(temperature=1, seed=3, top_k=9, stop="e"), ASKED | form,
-                     ASKED | dict(logit_bias={"65": 5}, presence_penalty=1, echo=True, logprobs=2)]  # fmt: skip
+            more = dict(logit_bias={"65": 5}, presence_penalty=1, echo=True, logprobs=2)
+            every = [
+                ASKED,
+                ASKED | dict(temperature=1, seed=3, top_k=9, stop="e"),
+                ASKED | form,
+                ASKED | more,
+            ]
             expected = [json.loads(ask(alone.port, **x).read())["choices"] for x in every]
             replies = [ask(port, **x) for x in every * 3]
             found = [json.loads(reply.read())["choices"] for reply in replies]
