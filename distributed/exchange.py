@@ -4,7 +4,6 @@ Values travel as JSON through the key-value store of jax's coordination service,
 device takes part, so nothing is compiled for it, and no number is cut to the 32 bits that jax's arrays have.
 """
 
-import contextlib
 import itertools
 import json
 import socket
@@ -101,10 +100,14 @@ def flag(name: str) -> None:
 
 def wait_for_flag(name: str, then: Callable[[], None]) -> None:
     """Call `then` when a process has raised it: in a thread of its own, for it waits."""
-    with contextlib.suppress(Exception):  # of jaxlib's: the processes have parted
-        if process_count() > 1:
-            global_state.client.blocking_key_value_get(f"flag/{name}", DAY * 365 * 1000)
-            then()
+    while process_count() > 1:
+        try:
+            global_state.client.blocking_key_value_get(f"flag/{name}", DAY * 1000)
+        except Exception as e:  # of a type of jaxlib's
+            if "DEADLINE_EXCEEDED" in str(e):
+                continue
+            return  # the processes have parted
+        return then()
 
 
 def agree(values: dict[str, Any], remedy: str) -> None:

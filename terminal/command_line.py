@@ -1,6 +1,7 @@
 """What the commands share: arguments, errors in one line, signals."""
 
 import argparse
+import contextlib
 import io
 import os
 import signal
@@ -29,6 +30,25 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(2, f"error: {message} (see {self.prog} --help)\n")
 
 
+class Stderr:
+    """stderr, where what cannot be said is not said: a full disk is no reason to end."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self.stream.flush()
+
+    def __getattr__(self, name: str):
+        return getattr(self.stream, name)
+
+
 def run(main: Callable[[], None]) -> None:
     """Call main; an error that a user can mend is one line on stderr and exit code 1.
 
@@ -37,6 +57,8 @@ def run(main: Callable[[], None]) -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed
             setattr(sys, name, open(os.devnull, mode))
+    if not isinstance(sys.stderr, Stderr):
+        sys.stderr = Stderr(sys.stderr)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a sign gets another
     try:

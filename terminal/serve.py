@@ -101,7 +101,8 @@ def listen(args: argparse.Namespace, loop: EngineLoop):
         family = socket.AF_INET6 if ip.version == 6 else socket.AF_INET
         listener = socket.create_server((str(ip), args.port), family=family, backlog=2048)
     except OSError as e:
-        raise UserError(f"--host {args.host} --port {args.port}: {e.strerror}; choose another") from None
+        why = e.strerror if isinstance(e, socket.gaierror) else os.strerror(e.errno)
+        raise UserError(f"--host {args.host} --port {args.port}: {why}; choose another") from None
     app = make_app(loop, key, args.cors, ip.is_loopback)
     config = uvicorn.Config(
         app, http=Protocol, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,

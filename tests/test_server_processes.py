@@ -82,7 +82,8 @@ def wait_for(port: int, processes: list[subprocess.Popen]) -> None:
 def ask(port: int, **fields) -> http.client.HTTPResponse:
     """The response, once it begins."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)
-    connection.request("POST", "/v1/completions", json.dumps(fields), {"content-type": "application/json"})
+    headers = {"content-type": "application/json", "connection": "close"}
+    connection.request("POST", "/v1/completions", json.dumps(fields), headers)
     return connection.getresponse()
 
 
@@ -118,11 +119,11 @@ def test_ending(environment):
 def test_ending_at_once(environment):
     """Of a second signal: it does not wait for the answer."""
     with serving(environment) as server:
-        stream = ask(server.port, **ASKED, n=64, stream=True)
-        stream.readline()
-        for code in (signal.SIGTERM, signal.SIGINT):
-            server.process.send_signal(code)
-            time.sleep(0.3)
+        with ask(server.port, **ASKED, n=64, stream=True) as stream:
+            stream.readline()
+            for code in (signal.SIGTERM, signal.SIGINT):
+                server.process.send_signal(code)
+                time.sleep(0.3)
         _, stderr = server.process.communicate(timeout=SECONDS)
         assert server.process.returncode == 130 and stderr.endswith("interrupted\n")
 
@@ -181,13 +182,14 @@ def test_two_processes(ending, environment):
             found = [json.loads(reply.read())["choices"] for reply in replies]
         assert [x[0]["text"] for x in found] == [x[0]["text"] for x in expected] * 3
         stream = ask(port, **ASKED, n=8, stream=True)
-        stream.readline()
+        assert stream.readline()
         if ending == "drained":
             processes[1].send_signal(signal.SIGTERM)
             assert stream.read().endswith(b"data: [DONE]\n\n")
             assert [code for code, _, _ in finish(processes)] == [0, 0]
         else:
             processes[1].kill()
+            stream.close()
             (code, _, stderr), _ = finish(processes)
             assert code == 1 and "error: process 1 of 2" in stderr
     finally:
