@@ -41,8 +41,19 @@ from ops.platform import on_tpu
 from ops.tpu import LANES, take_rows
 from quantize import Format, quantize, values_and_scale
 from ragged_attention import KV, Columns, key_beside_value
-from sharding.arrays import ArrayInfo, Stored, abstract, declare, random_arrays, sizes_of, specs, zeros
+from sharding.arrays import (
+    ArrayInfo,
+    Stored,
+    abstract,
+    declare,
+    pytree,
+    random_arrays,
+    sizes_of,
+    specs,
+    zeros,
+)
 from sharding.mesh import EXPERT, MODEL, ROWS, SLOTS, STAGE
+from sharding.sampling import TOP, Likeliest, Sampling, likeliest, logprob, sample, vocabulary_shard
 from sharding.stages import enter, from_last_stage, is_last_stage, pass_on, result_spec
 
 # --------------------------------------------------------------------------------------------------- config
@@ -302,11 +313,7 @@ def _bias(letters: str, *stored: tuple, dtype=None) -> Any:
     return _array(letters, "", *stored, initial=0.0, dtype=dtype)
 
 
-def _pytree(cls):
-    return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True, kw_only=True)(cls))
-
-
-@_pytree
+@pytree
 class Attention:
     q: Array = _array("kgHD", "D", ("q_proj.weight", "(KGH)D"), ("qkv.weight", "D[KGH+KH+KH]", 0))
     k: Array = _array("khD", "D", ("k_proj.weight", "(KH)D"), ("qkv.weight", "D[KGH+KH+KH]", 1))
@@ -320,7 +327,7 @@ class Attention:
     o_bias: Array | None = _bias("D", ("out.bias", "D"))
 
 
-@_pytree
+@pytree
 class LatentAttention:
     q_a: Array = _array("QD", "D", ("q_a_proj.weight", "QD"))
     q_a_norm: Array = _norm("Q", "q_a_layernorm.weight")
@@ -334,7 +341,7 @@ class LatentAttention:
     o: Array = _array("DkgU", "kgU", ("o_proj.weight", "D(KGU)"))
 
 
-@_pytree
+@pytree
 class MLP:
     gate: Array | None = _array("fD", "D", ("gate_proj.weight", "FD"), ("gate_up_proj.weight", "[F+F]D", 0))
     up: Array = _array(
@@ -345,7 +352,7 @@ class MLP:
     down_bias: Array | None = _bias("D", ("c_proj.bias", "D"))
 
 
-@_pytree
+@pytree
 class MoE:
     router: Array = _array("DE", "", ("router.weight", "ED"))
     router_bias: Array | None = _bias("E", ("router.bias", "E"), dtype=jnp.float32)
@@ -364,7 +371,7 @@ class MoE:
     shared: MLP | None
 
 
-@_pytree
+@pytree
 class Layer:
     attention_norm: Array = _norm("D", "input_layernorm.weight")
     attention_norm_bias: Array | None = _bias("D", ("input_layernorm.bias", "D"))
@@ -374,7 +381,7 @@ class Layer:
     feed_forward: MLP | MoE
 
 
-@_pytree
+@pytree
 class Weights:
     embed: Array = _array("vD", "", ("model.embed_tokens.weight", "VD"))
     positions: Array | None = _array("PD", "", ("model.embed_positions.weight", "PD"))
@@ -384,7 +391,7 @@ class Weights:
     unembed: Array | None = _array("vD", "D", ("lm_head.weight", "VD"), least_bits=8)  # None: embed, again
 
 
-@_pytree
+@pytree
 class Passed:
     """What stages have passed on in the turn before.
 
@@ -396,7 +403,7 @@ class Passed:
     chosen: Array
 
 
-@_pytree
+@pytree
 class Cache:
     """The text of each row, and what the layers keep of the tokens that they have read.
 
@@ -495,7 +502,7 @@ def init_weights(
 # --------------------------------------------------------------------------------------------------- layers
 
 
-@_pytree
+@pytree
 class Span:
     """Where T consecutive tokens stand in each row: after `start` others; the first `count` of them are real.
 
@@ -804,11 +811,6 @@ def unembed(x: Array, w: Weights, cfg: Config) -> Array:
     return jnp.where(vocabulary_shard(logits) < cfg.V, logits, -jnp.inf)
 
 
-def vocabulary_shard(logits: Array) -> Array:
-    """The token ids, [v] int32, that this device's logits stand for."""
-    return lax.axis_index(MODEL) * logits.shape[-1] + jnp.arange(logits.shape[-1])
-
-
 def decoder(tokens: Array, w: Weights, cache: list | None, span: Span, cfg: Config, remat: bool = False):
     """tokens: [b,T] -> (hidden states [b,T,D] before the last norm, the layers' caches)."""
     cache = cache or [None] * len(cfg.layers)
@@ -856,186 +858,6 @@ def row_of(arrays, row: Array):
 def with_row(arrays, row: Array, new):
     """The arrays with `new`, a batch of one, in the place of this row."""
     return jax.tree.map(lambda x, new: lax.dynamic_update_slice_in_dim(x, new, row, 0), arrays, new)
-
-
-# ------------------------------------------------------------------------------------------------- sampling
-
-
-@_pytree
-class Sampling:
-    """How each row chooses its next token: [B] each, or None for what no row asks for. By default greedy.
-
-    In the order in which they apply: repetition_penalty divides the positive logits of tokens that are in the
-    text, and multiplies the negative ones. presence_penalty is taken from the logits of tokens that are in
-    the answer, frequency_penalty as often as they are. bias is added. allowed: what a grammar leaves.
-    temperature divides all logits; 0 takes the likeliest. top_k keeps the likeliest k, 0 all. top_p keeps the
-    likeliest that hold this much probability; min_p those at least this much as likely as the likeliest.
-    seed: uint32, with the position makes the draw.
-
-    answer_start: where the answer begins in the text. allowed: [B,W] uint32, a bit for each token, the lowest
-    first. top_logprobs: how many of the likeliest tokens are to be reported; TOP are.
-    """
-
-    seed: Array | None = None
-    temperature: Array | None = None
-    top_k: Array | None = None
-    top_p: Array | None = None
-    min_p: Array | None = None
-    repetition_penalty: Array | None = None
-    presence_penalty: Array | None = None
-    frequency_penalty: Array | None = None
-    answer_start: Array | None = None
-    bias: "Bias | None" = None
-    allowed: Array | None = None
-    top_logprobs: Array | None = None
-
-
-@_pytree
-class Bias:
-    """What is added to some logits. tokens: [B,N] int32, -1 for none. values: [B,N] float32."""
-
-    tokens: Array
-    values: Array
-
-
-BIASES = 300  # tokens that a request may have a bias for
-TOP = 20  # likeliest tokens that may be reported
-NEUTRAL = Sampling(  # what asks for nothing, and the types
-    seed=np.uint32(0),
-    temperature=np.float32(0),
-    top_k=np.int32(0),
-    top_p=np.float32(1),
-    min_p=np.float32(0),
-    repetition_penalty=np.float32(1),
-    presence_penalty=np.float32(0),
-    frequency_penalty=np.float32(0),
-    answer_start=np.int32(0),
-    bias=Bias(tokens=np.full(BIASES, -1, np.int32), values=np.zeros(BIASES, np.float32)),
-    top_logprobs=np.int32(0),
-)
-
-
-def argmax(logits: Array) -> Array:
-    """[...,v] -> token ids [...]; the smallest id among equals."""
-    best = lax.pmax(jnp.max(logits, -1, keepdims=True), MODEL)
-    ids = jnp.where(logits == best, vocabulary_shard(logits), jnp.iinfo(jnp.int32).max)
-    return lax.pmin(jnp.min(ids, -1), MODEL)
-
-
-def log_normalizer(logits: Array) -> Array:
-    """[...,v] -> log of the sum of exp(logits) over the whole vocabulary, [...,1]."""
-    peak = lax.pmax(jnp.max(logits, -1, keepdims=True), MODEL)
-    return peak + jnp.log(lax.psum(jnp.sum(jnp.exp(logits - peak), -1, keepdims=True), MODEL))
-
-
-def logprob(logits: Array, tokens: Array) -> Array:
-    """Natural log of the probability of each token: logits [...,v], tokens [...] -> [...]."""
-    chosen = jnp.where(vocabulary_shard(logits) == tokens[..., None], logits, 0)
-    return lax.psum(jnp.sum(chosen, -1), MODEL) - log_normalizer(logits)[..., 0]
-
-
-def top(x: Array, mass: Array, target: Array) -> Array:
-    """Which entries of each row of x to keep, [b,v] bool: the fewest and largest whose masses reach `target`.
-
-    x, mass: [b,v], target: [b]. Equal entries go together. Exact, without moving or sorting the vocabulary: a
-    search over the 32 bits of a float, in 8 rounds in which devices exchange 15 sums.
-    """
-    bits = lax.bitcast_convert_type(x, jnp.uint32)
-    order = jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))  # sorts like the floats
-    target = jnp.maximum(target, 1e-30)[:, None]
-    least = jnp.zeros((x.shape[0], 1), jnp.uint32)
-    for shift in range(28, -1, -4):
-
-        def mass_from(digit: int, least=least, shift=shift) -> Array:
-            return jnp.sum(jnp.where(order >= least + jnp.uint32(digit << shift), mass, 0), -1)
-
-        masses = lax.psum(jnp.stack([mass_from(digit) for digit in range(1, 16)], -1), MODEL)
-        digit = jnp.sum(masses >= target, -1, keepdims=True, dtype=jnp.uint32)
-        least = least + (digit << shift)
-    return order >= least
-
-
-def likeliest(logits: Array, n: int) -> "Likeliest":
-    """The n likeliest tokens: logits [...,v] -> [...,n]. They are among the likeliest n of each device."""
-    devices = lax.axis_size(MODEL)
-
-    def gather(x: Array) -> Array:
-        """[...,m] -> [...,devices*m]."""
-        own = jax.nn.one_hot(lax.axis_index(MODEL), devices, dtype=bool)[:, None]
-        return lax.psum(jnp.where(own, x[..., None, :], 0), MODEL).reshape(*x.shape[:-1], -1)
-
-    best, at = lax.top_k(logits, min(n, logits.shape[-1]))
-    best, tokens = gather(best), gather(vocabulary_shard(logits)[at])
-    best, at = lax.top_k(best, min(n, best.shape[-1]))
-    return Likeliest(tokens=jnp.take_along_axis(tokens, at, -1), logprobs=best - log_normalizer(logits))
-
-
-def add_at(logits: Array, tokens: Array, values) -> Array:
-    """logits [b,v] with values [b,n] added at tokens [b,n]; those of other devices, and -1, are left out."""
-    ids = tokens - lax.axis_index(MODEL) * logits.shape[-1]
-    ids = jnp.where((tokens >= 0) & (ids >= 0), ids, logits.shape[-1])
-    return logits.at[jnp.arange(ids.shape[0])[:, None], ids].add(values, mode="drop")
-
-
-def count_tokens(logits: Array, text: Array, start, end: Array) -> Array:
-    """How often each token of this device's vocabulary shard is in text [b,start[b]:end[b]]: -> [b,v]."""
-    at = jnp.arange(text.shape[1])
-    inside = (at >= jnp.reshape(start, (-1, 1))) & (at < end[:, None])
-    return add_at(jnp.zeros_like(logits), jnp.where(inside, text, -1), 1.0)
-
-
-def penalize(logits: Array, how: Sampling, text: Array, length: Array) -> Array:
-    """The penalties of what text [b,:length[b]] has: logits [b,v] -> [b,v]. Source: arXiv 1909.05858."""
-    if how.repetition_penalty is not None:
-        present, penalty = count_tokens(logits, text, 0, length) > 0, how.repetition_penalty[:, None]
-        logits = jnp.where(present, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
-    if how.frequency_penalty is not None:  # and what belongs to it
-        count = count_tokens(logits, text, how.answer_start, length)
-        logits -= how.frequency_penalty[:, None] * count + how.presence_penalty[:, None] * (count > 0)
-    return logits
-
-
-def unpack_bits(allowed: Array, logits: Array) -> Array:
-    """[b,W] uint32 -> [b,v] bool: the bits of this device's vocabulary shard."""
-    bits = (allowed[..., None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
-    bits, v = bits.reshape(bits.shape[0], -1), logits.shape[-1]
-    missing = max(0, v * lax.axis_size(MODEL) - bits.shape[1])  # of the vocabulary's padding
-    bits = jnp.pad(bits == 1, ((0, 0), (0, missing)))
-    return lax.dynamic_slice_in_dim(bits, lax.axis_index(MODEL) * v, v, 1)
-
-
-@jax.named_scope("sample")
-def sample(logits: Array, how: Sampling, text: Array, length: Array, cfg: Config) -> Array:
-    """Choose a token to follow text [b,:length[b]] in each row: logits [b,v] -> [b] int32.
-
-    A row's draw depends on its seed, its length and its logits alone, not on its neighbours or the mesh.
-    """
-    logits = penalize(logits, how, text, length)
-    if how.bias is not None:
-        logits = add_at(logits, how.bias.tokens, how.bias.values)
-    if how.allowed is not None:
-        logits = jnp.where(unpack_bits(how.allowed, logits), logits, -jnp.inf)
-    if how.temperature is None:
-        return argmax(logits)
-    drawn = how.temperature[:, None] > 0
-    logits = logits / jnp.where(drawn, jnp.maximum(how.temperature[:, None], 1e-6), 1)  # less may overflow
-    if how.top_k is not None:
-        target = jnp.where(how.top_k > 0, how.top_k, jnp.inf)
-        logits = jnp.where(top(logits, jnp.ones_like(logits), target), logits, -jnp.inf)
-    if how.top_p is not None:
-        probability = jnp.exp(logits - log_normalizer(logits))
-        target = jnp.where(how.top_p < 1, how.top_p, jnp.inf)
-        logits = jnp.where(top(logits, probability, target), logits, -jnp.inf)
-    if how.min_p is not None:
-        peak = lax.pmax(jnp.max(logits, -1, keepdims=True), MODEL)
-        logits = jnp.where(logits < peak + jnp.log(how.min_p)[:, None], -jnp.inf, logits)
-
-    def noise(seed: Array, position: Array) -> Array:
-        return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), position), (cfg.V,))
-
-    # The likeliest after adding Gumbel noise is a draw. Source: arXiv 1411.0030.
-    ids = jnp.minimum(vocabulary_shard(logits), cfg.V - 1)
-    return argmax(logits + jnp.where(drawn, jax.vmap(noise)(how.seed, length)[:, ids], 0))
 
 
 # --------------------------------------------------------------------------------- forward, prefill, decode
@@ -1150,15 +972,7 @@ def prefill(
     return on_device(rows, count, weights, cache)
 
 
-@_pytree
-class Likeliest:
-    """Tokens in the order of their probability, and its logarithm by the model's own logits: [...,n] each."""
-
-    tokens: Array
-    logprobs: Array
-
-
-@_pytree
+@pytree
 class Scores:
     """How likely a text is. logprobs: of the token after each. likeliest: of what could be in its place."""
 
@@ -1166,7 +980,7 @@ class Scores:
     likeliest: Likeliest | None
 
 
-@_pytree
+@pytree
 class Output:
     """What a step chose in each row.
 
@@ -1213,7 +1027,7 @@ def after_step(x: Array, tokens: Array, span: Span, sampling: Sampling, w: Weigh
     text = cache.tokens.at[rows, span.positions].set(tokens, mode="drop")
     each_token = jax.tree.map(partial(jnp.repeat, repeats=T, axis=0), (sampling, text))
     after = span.positions.reshape(-1) + 1
-    chosen = sample(logits.reshape(-1, logits.shape[-1]), *each_token, after, cfg).reshape(tokens.shape)
+    chosen = sample(logits.reshape(-1, logits.shape[-1]), *each_token, after, cfg.V).reshape(tokens.shape)
 
     kept = accepted(tokens, chosen, span.count)
     at = jnp.where(jnp.arange(T) < kept[:, None], span.positions + 1, text.shape[1])

@@ -1,5 +1,5 @@
 """What an answer must match: a JSON schema, a regular expression, a grammar. llguidance says which tokens may
-come next, on the host; model.sample leaves the others out.
+come next, on the host; `sample` leaves the others out.
 """
 
 import dataclasses

@@ -7,10 +7,11 @@ from typing import Protocol
 import numpy as np
 
 from checkpoints.errors import UserError
-from model import NEUTRAL, TOP, Sampling
+from model import Sampling
+from sharding.sampling import NEUTRAL, TOP
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
-# The options of sampling: type, lowest, highest, and in words. model.sample says what they do.
+# The options of sampling: type, lowest, highest, and in words. sharding/sampling.py says what they do.
 SAMPLING = {
     "temperature": (numbers.Real, 0, FLOAT32_MAX, "a number of at least 0, in float32"),
     "top_k": (numbers.Integral, 0, 2**31 - 1, f"between 0 (no restriction) and {2**31 - 1}"),

@@ -11,8 +11,9 @@ from collections import deque
 import jax
 import numpy as np
 
-from model import NEUTRAL, Chunked, Full, Sampling, Window
+from model import Chunked, Full, Sampling, Window
 from serving.requests import Answer
+from sharding.sampling import NEUTRAL
 
 BLOCK = 8192  # tokens to compare at a time: most texts differ soon
 AHEAD = 100  # answers of the queue that are looked at: those that wait let others pass

@@ -30,6 +30,11 @@ from quantize import (
 from sharding.mesh import SHARDED_BY, mesh_size
 
 
+def pytree(cls):
+    """A frozen dataclass of arrays, whose fields are given by name."""
+    return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True, kw_only=True)(cls))
+
+
 @dataclasses.dataclass(frozen=True)
 class Stored:
     """The tensor of a Hugging Face checkpoint that an array is, or is a part of.

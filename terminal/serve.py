@@ -14,9 +14,10 @@ import jax
 
 from checkpoints.errors import UserError
 from distributed.exchange import flag, wait_for_flag
-from model import NEUTRAL, Sampling
+from model import Sampling
 from serving.memory import Deployment, fit_cache
 from serving.requests import Request
+from sharding.sampling import NEUTRAL
 from terminal import command_line
 from terminal.launch import Startup, log
 from terminal.models import start_engine

@@ -16,13 +16,13 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
-import model
-from model import Sampling
+from sharding import sampling
 from sharding.mesh import MODEL, mesh_size
+from sharding.sampling import Sampling
 
 deep = partial(pytest.param, marks=pytest.mark.deep)
 CFG = llama4_config()
-NUMBERS = {name: x for name, x in vars(model.NEUTRAL).items() if isinstance(x, np.generic)}
+NUMBERS = {name: x for name, x in vars(sampling.NEUTRAL).items() if isinstance(x, np.generic)}
 NEUTRAL = {name: x.item() for name, x in NUMBERS.items()}
 TYPES = {name: x.dtype for name, x in NUMBERS.items()}
 OF_ANSWERS = dict(presence_penalty=0, frequency_penalty=0, answer_start=0)
@@ -36,7 +36,7 @@ LENGTH = np.array([0, 1, 2, 3, 5, 11, 12, 7], np.int32)
 
 @lru_cache
 def program(name, scores):
-    """model.sample on a mesh; with `scores`, what it takes the largest of, [B,V], instead of the largest."""
+    """`sample` on a mesh; with `scores`, what it takes the largest of, [B,V], instead of the largest."""
     layouts = P("data", MODEL), P("data"), P("data"), P("data")
     out = P("data", MODEL) if scores else P("data")
 
@@ -45,8 +45,8 @@ def program(name, scores):
     def on_device(logits, how, text, length):
         with pytest.MonkeyPatch.context() as patch:
             if scores:
-                patch.setattr(model, "argmax", lambda x: x)
-            return model.sample(logits, how, text, length, CFG)
+                patch.setattr(sampling, "argmax", lambda x: x)
+            return sampling.sample(logits, how, text, length, CFG.V)
 
     return on_device
 
@@ -132,7 +132,7 @@ def test_bias_and_allowed(name):
         row[ids[ids >= 0]] += bias[ids >= 0]
     assert CFG.V % 32
     bits = np.packbits(np.pad(allowed, ((0, 0), (0, -CFG.V % 32))), -1, bitorder="little").view(np.uint32)
-    bias = model.Bias(tokens=tokens, values=values)
+    bias = sampling.Bias(tokens=tokens, values=values)
     np.testing.assert_allclose(draw(LOGITS, dict(bias=bias), name, scores=True), expected, rtol=1e-6)
     found = draw(LOGITS, dict(bias=bias, allowed=bits), name, scores=True)
     np.testing.assert_allclose(found, np.where(allowed, expected, -np.inf), rtol=1e-6)
@@ -146,7 +146,7 @@ def test_likeliest(name):
     layouts, n = (P("data", MODEL),), 20
     mesh = mesh_of(CFG, name)
     padded = np.pad(LOGITS, ((0, 0), (0, -CFG.V % mesh_size(mesh, MODEL))), constant_values=-np.inf)
-    run = jax.shard_map(lambda x: model.likeliest(x, n), mesh=mesh, in_specs=layouts, out_specs=P("data"))
+    run = jax.shard_map(lambda x: sampling.likeliest(x, n), mesh=mesh, in_specs=layouts, out_specs=P("data"))
     found, order = jax.jit(run)(padded), np.argsort(-LOGITS, -1)[:, :n]
     np.testing.assert_array_equal(found.tokens, order)
     expected = torch.log_softmax(torch.tensor(LOGITS, dtype=torch.float64), -1).numpy()
@@ -249,7 +249,7 @@ def test_neutral_values_change_nothing(how):
     drawn = dict(temperature=0.0, seed=3)
     alone = [OF_ANSWERS if x in OF_ANSWERS else {x: NEUTRAL[x]} for x in NEUTRAL]
     everything = dict(
-        bias=jax.tree.map(lambda x: np.tile(x, (len(LOGITS), 1)), model.NEUTRAL.bias),
+        bias=jax.tree.map(lambda x: np.tile(x, (len(LOGITS), 1)), sampling.NEUTRAL.bias),
         allowed=np.full((len(LOGITS), -(-CFG.V // 32)), 0xFFFFFFFF, np.uint32),
     )
     for neutral in (drawn, *(drawn | x for x in alone), NEUTRAL, NEUTRAL | everything):
@@ -274,7 +274,7 @@ def test_same_draws_on_every_mesh(name):
 def top_of_one_device():
     layout = P("data", MODEL)
     layouts = layout, layout, P("data")
-    return jax.jit(jax.shard_map(model.top, mesh=mesh_of(CFG), in_specs=layouts, out_specs=layout))
+    return jax.jit(jax.shard_map(sampling.top, mesh=mesh_of(CFG), in_specs=layouts, out_specs=layout))
 
 
 @pytest.mark.parametrize("target", [1e-46, 0.001, 0.3, 0.95, 0.999999, 0.99999999])
