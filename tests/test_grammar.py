@@ -1,6 +1,7 @@
 """Answers that must match something, beside others in a batch: masks on the device, with drafts or none."""
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -47,6 +48,7 @@ class Classes:
         return self.accepted == self.length
 
 
+@functools.cache
 def requests_and_answers() -> list[tuple[Request, list[int]]]:
     """Greedy ones with a grammar, and the tokens by a forward of the text so far with all else left out."""
     weights, cfg, mesh = subject("ring", "1")

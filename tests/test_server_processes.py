@@ -160,7 +160,8 @@ def test_a_full_disk_for_logs(environment):
         assert server.end()[0] == 0
 
 
-@pytest.mark.parametrize("ending", ["drained", pytest.param("killed", marks=pytest.mark.deep)])
+@pytest.mark.deep
+@pytest.mark.parametrize("ending", ["drained", "killed"])
 def test_two_processes(ending, environment):
     """They serve as one; SIGTERM of either drains both; if one dies the other says so, with its name."""
     port = free_port()
