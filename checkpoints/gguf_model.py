@@ -22,7 +22,7 @@ from checkpoints.errors import UserError, located
 from checkpoints.folders import cache_folder
 from checkpoints.gguf_file import PLAIN, GgufFile
 from checkpoints.gguf_tokenizer import write_tokenizer
-from checkpoints.tensor_files import StoredTensor
+from checkpoints.tensor_files import StoredTensor, aligned_empty
 
 # general.architecture, and whether it has experts: model_type and class of config.json, and whether the rows
 # of q and k stand in the order of interleaved RoPE.
@@ -69,6 +69,7 @@ NAMES = {
 }
 FOLDER = 1  # changes when what is written to a folder does
 CHECKSUMS = "checksums.json"  # of the other files in it
+PIECE = 2**15  # values computed at a time: few calls, and a core's cache holds what is between
 
 
 def open_gguf(path: pathlib.Path) -> tuple[pathlib.Path, dict[str, StoredTensor | Dequantized]]:
@@ -177,18 +178,24 @@ def floats_of(
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
     from gguf.quants import dequantize
 
-    block, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+    ggml_type = GGMLQuantizationType(kind)
+    block, nbytes = GGML_QUANT_SIZES[ggml_type]
 
     def floats(x: np.ndarray) -> np.ndarray:
         x = np.ascontiguousarray(x)
-        return x.astype(np.float32) if kind in PLAIN else dequantize(x, GGMLQuantizationType(kind))
+        if kind in PLAIN:
+            return x.astype(np.float32)
+        values = aligned_empty((*x.shape[:-1], x.shape[-1] // nbytes * block), np.float32)
+        stored, found, step = x.reshape(-1, nbytes), values.reshape(-1, block), PIECE // block
+        for lo in range(0, len(stored), step):  # each as one row: of several, gguf takes 16 at a time
+            piece = dequantize(stored[lo : lo + step].reshape(-1), ggml_type)
+            found[lo : lo + step] = piece.reshape(-1, block)
+        return values
 
     try:
-        floats(raw.values.reshape(-1, raw.shape[-1])[:1])
+        dequantize(np.zeros(nbytes, np.uint8), ggml_type)
     except NotImplementedError:
-        raise UserError(
-            f"tensor {raw.name} is {GGMLQuantizationType(kind).name}, which cannot be read"
-        ) from None
+        raise UserError(f"tensor {raw.name} is {ggml_type.name}, which cannot be read") from None
     shape = raw.shape if kind in PLAIN else (*raw.shape[:-1], raw.shape[-1] // nbytes * block)
     shape = shape if expert is None else shape[1:]
 

@@ -42,11 +42,16 @@ def array_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     return math.prod(shape) * DTYPES[dtype].itemsize
 
 
-def aligned_copy(x: np.ndarray) -> np.ndarray:
-    """A copy that XLA on a CPU uses where it is; what numpy places anywhere, it would copy once more."""
-    room = np.empty(x.nbytes + ALIGNMENT, np.uint8)
+def aligned_empty(shape: tuple[int, ...], dtype) -> np.ndarray:
+    """Like np.empty, where XLA on a CPU uses it; what numpy places anywhere, it would copy once more."""
+    nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+    room = np.empty(nbytes + ALIGNMENT, np.uint8)
     start = -room.ctypes.data % ALIGNMENT
-    copy = room[start : start + x.nbytes].view(x.dtype).reshape(x.shape)
+    return room[start : start + nbytes].view(dtype).reshape(shape)
+
+
+def aligned_copy(x: np.ndarray) -> np.ndarray:
+    copy = aligned_empty(x.shape, x.dtype)
     copy[...] = x
     return copy
 
