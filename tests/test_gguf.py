@@ -20,6 +20,7 @@ from checkpoints.errors import UserError
 from checkpoints.gguf_file import GgufFile
 from checkpoints.gguf_model import floats_of
 from checkpoints.gguf_tokenizer import write_tokenizer
+from checkpoints.tensor_files import ALIGNMENT
 from convert_checkpoint import convert
 from quantize import INT8
 from serving.text import load_tokenizer
@@ -165,6 +166,7 @@ def test_read_k_quants(kind, tmp_path):
     found = floats_of("x", file.tensors["blk.0.ffn_up.weight"], file.kinds["blk.0.ffn_up.weight"])
     assert found.shape == shape
     np.testing.assert_array_equal(found.rows(3, 40), dequantize(data, kind)[3:40])
+    assert found.values.ctypes.data % ALIGNMENT == 0  # XLA on a CPU does not copy it
     with pytest.raises(UserError, match="is Q8_1, which cannot be read"):
         floats_of("x", file.tensors["blk.0.ffn_up.weight"], Kind.Q8_1)
 
