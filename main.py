@@ -5,10 +5,13 @@ the same command on each: they find one another, and the first one prints.
 """
 # ruff: noqa: E402  an interrupt is heard before the imports that take long
 
+import gc
+
 from terminal.command_line import hear_signals
 
 if __name__ == "__main__":
     hear_signals()
+    gc.disable()  # until start_engine is done
 
 import argparse
 import sys

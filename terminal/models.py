@@ -1,6 +1,7 @@
 """The models of a run: opened, placed on devices, loaded into an engine."""
 
 import argparse
+import gc
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -119,4 +120,7 @@ def start_engine(
         engine = Engine(programs(0, speculation), requests, longest, option_sets)
     log(f"compiled in {time.perf_counter() - start:.1f} s")
     startup.lap("compilation")
+    if not gc.isenabled():  # main.py starts so: looking for garbage, of which there is none yet, took 0.7 s
+        gc.freeze()  # what is there by now stays, and is never looked at
+        gc.enable()
     return engine

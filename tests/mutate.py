@@ -65,6 +65,7 @@ DRAFT_MESH = "tests/test_speculation.py::test_the_mesh_of_a_draft"
 STOP_STRINGS = "tests/test_text.py::test_stop_strings"
 SENTENCEPIECE = "tests/test_text.py::test_sentencepiece"
 SINGLE_BYTES = "tests/test_text.py::test_half_a_character_of_single_bytes"
+GARBAGE = "tests/test_answers.py::test_garbage_is_not_collected_until_the_programs_are_compiled"
 SAMPLES = "tests/test_answers.py::test_samples"
 SAMPLES_IN_A_FILE = "tests/test_answers.py::test_samples_in_a_file"
 STOPPED = "tests/test_answers.py::test_stop_strings"
@@ -374,6 +375,7 @@ MUTATIONS = [
     ("checkpoints/dequantized.py", "fields.finish({})", "pass", DEQUANTIZED),
     ("checkpoints/dequantized.py", "if tensor.dtype not in TYPES[end]:", "if False:", DEQUANTIZED),
     ("checkpoints/gguf_model.py", ".swapaxes(1, 2)", "", GGUF),
+    ("checkpoints/gguf_model.py", "stored[lo : lo + step]", "stored[:step]", GGUF),
     ("checkpoints/gguf_model.py", "values[order[lo:hi]]", "values[order][lo : hi - 1]", GGUF),
     ("checkpoints/gguf_tokenizer.py", "tokenizer.model.ignore_merges = True", "pass", GGUF),
     ("checkpoints/gguf_tokenizer.py", 'like_llama3 or said.get("ggml.model") == "llama"', "False", GGUF),
@@ -477,6 +479,8 @@ MUTATIONS = [
     ("distributed/join.py", "    threading.Thread(target=_wait, args=(joined, seconds), daemon=True).start()", "    pass", NOBODY),
     ("terminal/launch.py", "agree(asked | versions(),", "agree({},", VERSIONS),
     ("terminal/models.py", "if process_count() > 1:\n        checksums", "if False:\n        checksums", WEIGHTS),
+    ("terminal/models.py", "        gc.enable()", "        pass", GARBAGE),
+    ("main.py", "    gc.disable()", "    pass", GARBAGE),
     ("terminal/command_line.py", "    signal.pthread_sigmask(signal.SIG_BLOCK, endings)", "    pass", TERMINATED),
     ("serving/programs.py", "        tree = _replicated(tree, mesh=mesh)", "        pass", TWO),
     ("terminal/prompts.py", "found = from_first(lambda: [dataclasses.astuple(prompt) for prompt in read_prompts(args)])", "found = [dataclasses.astuple(prompt) for prompt in read_prompts(args)]", TWO),

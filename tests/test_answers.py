@@ -8,6 +8,7 @@ import json
 import math
 import os
 import random
+import runpy
 import shutil
 import signal
 import subprocess
@@ -29,7 +30,7 @@ from checkpoints.progress import progress
 from checkpoints.tensor_files import TensorFile
 from convert_checkpoint import convert
 from serving.text import encode, load_tokenizer
-from terminal import answers, models, output_file
+from terminal import answers, command_line, models, output_file
 from terminal.options import parse_arguments
 from terminal.prompts import Asker, Prompt
 
@@ -511,3 +512,17 @@ def test_garbage_is_not_collected_while_loading(monkeypatch):
     opened = open_checkpoint(LLAMA3)
     load(opened, mesh_of(opened.config), "float32", None)
     assert enabled and not any(enabled) and gc.isenabled()
+
+
+def test_garbage_is_not_collected_until_the_programs_are_compiled(ask, monkeypatch):
+    monkeypatch.setattr(command_line, "hear_signals", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["main.py", "--help"])
+    try:
+        with pytest.raises(SystemExit):
+            runpy.run_path(main.__file__, run_name="__main__")
+        assert not gc.isenabled()
+        assert ask("--prompt", "How is the weather?", "--max-new-tokens", "1")[0] == 0
+        assert gc.isenabled() and gc.get_freeze_count()
+    finally:
+        gc.enable()
+        gc.unfreeze()
