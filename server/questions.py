@@ -20,6 +20,7 @@ MAX_SAMPLES = 128  # n, times the prompts of one request
 MAX_STOPS = 16
 COMPLETION_TOKENS = 16  # of a completion that does not say how many, as in OpenAI's API
 ROLES = ("system", "developer", "user", "assistant", "tool")
+USAGE = ("include_usage", "continuous_usage_stats")
 PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 RESTRICTIONS = ("top_p", "top_k", "min_p")
 
@@ -68,7 +69,7 @@ class Question:
     """A request of the API, checked. requests: for each prompt one after the other its n samples.
 
     texts: of the prompts, where they were given as texts. logprobs: how many of the likeliest tokens to tell
-    beside each, None for no log-probabilities.
+    beside each, None for no log-probabilities. usage: of USAGE, what is wanted.
     """
 
     served: Served
@@ -79,7 +80,7 @@ class Question:
     silent: frozenset[int]
     n: int
     stream: bool
-    include_usage: bool
+    usage: frozenset[str]
     logprobs: int | None
     echo: bool
 
@@ -100,8 +101,8 @@ def read_question(body: bytes, served: Served, chat: bool) -> Question:
     read = Fields(fields)
     read.check_model(served)
     stream, options = read.flag("stream"), read.object("stream_options")
-    if set(options) - {"include_usage"} or not isinstance(options.get("include_usage", False), bool):
-        raise BadRequest("'stream_options' takes 'include_usage', true or false", "stream_options")
+    if options.keys() - USAGE or not all(isinstance(x, bool) for x in options.values()):
+        raise BadRequest(f"'stream_options' takes {' and '.join(USAGE)}, true or false", "stream_options")
     if options and not stream:
         raise BadRequest("'stream_options' needs 'stream': true", "stream_options")
     if chat:
@@ -132,7 +133,7 @@ def read_question(body: bytes, served: Served, chat: bool) -> Question:
         ]  # fmt: skip
     return Question(
         served, chat, requests, texts, read.stops() or served.stop, ends | served.ends, n, stream,
-        options.get("include_usage", False), logprobs, echo,
+        frozenset(name for name, wanted in options.items() if wanted), logprobs, echo,
     )  # fmt: skip
 
 

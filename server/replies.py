@@ -85,12 +85,14 @@ class Reply:
 
     def _part(self, choice: Choice, **what) -> dict:
         kind = "chat.completion.chunk" if self.question.chat else "text_completion"
-        usage = dict(usage=None) if self.question.include_usage else {}
+        wanted = self.question.usage
+        now = self.usage() if "continuous_usage_stats" in wanted else None
+        usage = dict(usage=now) if "include_usage" in wanted else {}
         return self.head | dict(object=kind, choices=[dict(index=choice.index) | what]) | usage
 
     def last_part(self) -> dict | None:
         """The usage, if it is asked for."""
-        if not self.question.include_usage:
+        if "include_usage" not in self.question.usage:
             return None
         kind = "chat.completion.chunk" if self.question.chat else "text_completion"
         return self.head | dict(object=kind, choices=[], usage=self.usage())

@@ -137,6 +137,9 @@ def test_chat(server, client):
 
     parts = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
     assert parts[-1].usage == whole.usage and not parts[-1].choices
+    always = dict(include_usage=True, continuous_usage_stats=True)
+    *_, last, end = client.chat.completions.create(**asked, stream=True, stream_options=always)
+    assert last.usage == end.usage == whole.usage
     deltas = [part.choices[0] for part in parts[:-1]]
     assert deltas[0].delta.role == "assistant" and len(deltas) > 5
     assert "".join(x.delta.content or "" for x in deltas) == text
