@@ -36,6 +36,7 @@ DEQUANTIZED, GGUF = "tests/test_dequantized.py", "tests/test_gguf.py"
 HUB = "tests/test_hub.py"
 QUALITY = "tests/test_quality.py"
 INT4 = "tests/test_int4.py"
+GPU_INT4 = "tests/test_gpu.py::test_int4"
 QWEN = "tests/test_transformers.py::test_tokens_and_logprobs_in_python[qwen3]"
 FAMILY = "tests/test_transformers.py::test_tokens_and_logprobs_in_python[{}]".format
 MISTRAL, GEMMA, GPT2, QWEN2, GLM = map(FAMILY, ("mistral", "gemma", "gpt2", "qwen2", "glm"))
@@ -375,11 +376,14 @@ MUTATIONS = [
     ("quantize.py", "jnp.arange(1.0, 9.0)", "jnp.arange(7.0, 9.0)", INT4),
     ("quantize.py", "better = error < best[0]", "better = error > best[0]", INT4),
     ("quantize.py", "jnp.where(jnp.all(jnp.isfinite(x), at), scale, jnp.inf)", "scale", INT4),
-    ("quantize.py", "[(bits << 4) >> 4, bits >> 4]", "[bits >> 4, (bits << 4) >> 4]", INT4),
+    ("quantize.py", "(pairs << 4) >> 4, pairs >> 4", "pairs >> 4, (pairs << 4) >> 4", INT4),
     ("quantize.py", "low | (high << 4)", "high | (low << 4)", INT4),
     ("quantize.py", "group >= LEAST_GROUP", "group", INT4),
     ("ops/matmul.py", "(high + low / PART) * unit", "high * unit", INT4),
-    ("ops/matmul.py", "rows <= FEW_ROWS", "rows < FEW_ROWS", INT4),
+    ("ops/matmul.py", "on_tpu() and rows <= FEW_ROWS", "on_tpu() and rows < FEW_ROWS", INT4),
+    ("ops/matmul.py", "on_gpu() and rows <= FEW_ROWS", "on_gpu()", GPU_INT4),
+    ("ops/gpu.py", "lax.div(at, D // scale.shape[1])", "0 * at", GPU_INT4),
+    ("ops/gpu.py", "missing or x.shape[-1] % each", "missing", GPU_INT4),
     ("ops/matmul.py", "jnp.expand_dims(w.scale, n)", "1", INT4),
     ("ops/grouped_matmul.py", "number == j * weights[2].shape[0] + group", "number == group", EXPERTS),
     ("ops/grouped_matmul.py", "unit[...] * factor if scales", "unit[...] if scales", EXPERTS),

@@ -294,7 +294,7 @@ def test_a_converted_folder_is_what_loading_makes(name, source, converted, monke
 
 
 def test_as_int8_of_int4(source, converted):
-    """Where 4 bits are not fast: their values, rounded once more."""
+    """As CPUs hold it: its values, rounded once more."""
     theirs, ours = open_checkpoint(str(source)), open_checkpoint(str(converted))
     mesh, format = mesh_of(ours.config, "ep2-tp4"), dataclasses.replace(INT8, of=INT4)
     expected, found = (load(x, mesh, "bfloat16", format, show=False) for x in (theirs, ours))
@@ -367,13 +367,22 @@ def test_what_is_refused(converted, tmp_path, monkeypatch, capsys):
         open_checkpoint(str(changed))
 
 
+@pytest.mark.parametrize(
+    ("backend", "held"), [("tpu", INT4), ("gpu", INT4), ("cpu", dataclasses.replace(INT8, of=INT4))]
+)
+def test_what_a_backend_holds(backend, held, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    assert launch.choose_format("int4", None) == held
+    assert launch.choose_format("int8", None) == INT8
+
+
 @pytest.mark.parametrize("tiny", [LLAMA3, pytest.param(LLAMA4, marks=pytest.mark.deep)])
 def test_the_command(tiny, tmp_path, monkeypatch, capsys):
     """On a CPU int4 is held as int8, and a line says so; a folder of int4 answers the same."""
     asked = "--prompt", "How much is 12 plus 34?", "--json", "--logprobs"
     launch.log_once.cache_clear()
     code, out, err = invoke(monkeypatch, capsys, main, "--checkpoint", tiny, "--quantize", "int4", *asked)
-    assert code == 0 and "int4 weights are held as int8: only on TPUs are 4 bits faster" in err
+    assert code == 0 and "int4 weights are held as int8: on CPUs 4 bits are slower" in err
     convert_checkpoint.convert(str(tiny), str(tmp_path / "int4"), INT4)
     launch.log_once.cache_clear()
     code, again, err = invoke(monkeypatch, capsys, main, "--checkpoint", tmp_path / "int4", *asked)
