@@ -33,7 +33,7 @@ import model
 from checkpoints.checkpoint import Checkpoint, open_checkpoint
 from checkpoints.errors import UserError
 from checkpoints.loading import load, stored_form
-from checkpoints.names import FLOATS, named_infos, stored_infos
+from checkpoints.names import FLOATS, named_infos
 from checkpoints.progress import progress
 from model import Config, Weights, forward
 from quantize import (
@@ -115,7 +115,8 @@ def weight_errors(
     with progress("comparing weights", total, show=jax.process_index() == 0) as bar:
         for name, info in infos:
             sources = [exact.sources[name]]
-            sources += [converted.sources[part] for part in stored_infos(name, info)] if converted else []
+            held = converted or exact
+            sources += [held.sources[part] for part in held.stored(name, info) if part != name]
             letter, ranges = sources[0].slabs(x.layout for x in sources[1:])  # in which channels are whole
             nameless, parts = dataclasses.replace(info, stored=()), []
             for lo, hi in ranges:
