@@ -578,10 +578,9 @@ def _int4_error(info: ArrayInfo, x: np.ndarray, packed: np.ndarray, scale: np.nd
 
 @functools.partial(jax.jit, static_argnames="info")
 def _int4_errors(x: jax.Array, packed: jax.Array, scale: jax.Array, info: ArrayInfo) -> jax.Array:
-    how = info.contracted_axes, info.form.group, len(info.first_letters)
     at = info.held.values.letters.index("I")
-    ours, nearest = stored_form(packed, scale, info), quantize_groups(x, *how, searched=False)
-    x = in_groups(x, *how)
+    ours, nearest = stored_form(packed, scale, info), quantize_groups(x, *info.groups, searched=False)
+    x = in_groups(x, *info.groups)
     known = jnp.all(jnp.isfinite(x), at)
 
     errors, nearest_errors = (group_errors(x, dequantize_groups(q, at), at) for q in (ours, nearest))

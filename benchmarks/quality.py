@@ -72,9 +72,9 @@ def channel_sums(w: Array, q: Array, axes: tuple[int, ...]) -> tuple[Array, Arra
 @partial(jax.jit, static_argnames=("info", "rounding"))
 def rounded(w: Array, info: ArrayInfo, rounding: str = "searched") -> Array:
     """What a weight becomes in its form, float32."""
-    axes, first, group = info.contracted_axes, len(info.first_letters), info.form.group
     if rounding == "searched":
         return exact_values(in_form(w, info), info)
+    axes, group, first = info.groups
     if rounding == "nearest":
         return exact_values(quantize_groups(w, axes, group, first, searched=False), info)
     x, at = in_groups(w.astype(jnp.float32), axes, group, first), first + len(axes)
@@ -100,7 +100,8 @@ def hadamard(n: int) -> np.ndarray:
 
 def exact_values(q: QuantizedArray | GroupedArray, info: ArrayInfo) -> Array:
     if isinstance(q, GroupedArray):
-        return ungroup(q, info.contracted_axes, len(info.first_letters))
+        axes, _, first = info.groups
+        return ungroup(q, axes, first)
     return q.values * jnp.expand_dims(q.scale, info.contracted_axes)
 
 

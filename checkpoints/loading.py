@@ -16,8 +16,8 @@ from checkpoints.tensor_files import DTYPES
 from checkpoints.threads import WORKERS, in_order, no_garbage_collection
 from model import Weights
 from ops.platform import platform
-from quantize import INT8, Format, GroupedArray, QuantizedArray, quantize_large, ungroup, unpack
-from sharding.arrays import ArrayInfo, in_form
+from quantize import INT8, Format, GroupedArray, QuantizedArray, unpack
+from sharding.arrays import ArrayInfo, in_form, regrouped
 from sharding.mesh import STAGE
 
 
@@ -68,10 +68,7 @@ def _formed(arrays: list[jax.Array], info: ArrayInfo, mesh: Mesh) -> QuantizedAr
 def _form(arrays: list[jax.Array], info: ArrayInfo) -> QuantizedArray | GroupedArray:
     if len(arrays) == 1:
         return in_form(arrays[0], info)
-    grouped, axes = stored_form(*arrays, info), info.contracted_axes
-    if info.form.bits == 4:
-        return grouped
-    return quantize_large(ungroup(grouped, axes, len(info.first_letters)), axes)
+    return regrouped(stored_form(*arrays, info), info)
 
 
 def stored_form(values: jax.Array, scale: jax.Array, info: ArrayInfo) -> QuantizedArray | GroupedArray:

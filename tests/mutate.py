@@ -396,6 +396,7 @@ MUTATIONS = [
     ("convert_checkpoint.py", "~jnp.any(worse & known)", "True", INT4),
     ("convert_checkpoint.py", "jnp.clip(x / step, INT4_MIN, INT4_MAX)", "ours.values.astype(jnp.float32)", INT4),
     ("terminal/launch.py", "dataclasses.replace(INT8, of=wanted)", "INT8", INT4),
+    ("serving/memory.py", '(bits > 4 and platform(models[0].mesh) != "cpu")', "(bits > 4)", "tests/test_command_line.py::test_what_does_not_fit_is_refused_before_loading"),
     ("checkpoints/checkpoint.py", "if info.form == INT8 else {}", "if False else {}", DEQUANTIZED),
     ("convert_checkpoint.py", "if len(made) < len(names):", "if info.form:\n                made = [checkpoint.sources[name].slab(letter, lo, hi)]", DEQUANTIZED),
     ("benchmarks/quality.py", "targets >= 0", "targets >= -1", QUALITY),

@@ -184,7 +184,8 @@ def as_floats(weights: model.Weights, cfg: model.Config, format) -> model.Weight
 
     def one(info, x):
         if isinstance(x, GroupedArray):
-            x = ungroup(x, info.contracted_axes, len(info.first_letters))
+            axes, _, first = info.groups
+            x = ungroup(x, axes, first)
         if isinstance(x, QuantizedArray):
             x = x.values * jnp.expand_dims(x.scale, info.contracted_axes)
         return jnp.asarray(np.asarray(x)[tuple(map(slice, info.shape))])
@@ -340,10 +341,10 @@ def test_verify(source, converted):
             scale[(0,) * scale.ndim] *= 2
             assert convert_checkpoint._int4_error(info, x, packed, scale) > 1
             # Rounded rightly, to steps that are twice what they need to be.
-            at, how = info.held.values.letters.index("I"), (info.contracted_axes, info.form.group)
-            q = quantize_groups(jnp.asarray(x), *how, len(info.first_letters), searched=False)
+            at = info.held.values.letters.index("I")
+            q = quantize_groups(jnp.asarray(x), *info.groups, searched=False)
             coarse = jnp.expand_dims(2 * q.scale, at).astype(jnp.float32)
-            groups = in_groups(jnp.asarray(x), *how, len(info.first_letters)).astype(jnp.float32)
+            groups = in_groups(jnp.asarray(x), *info.groups).astype(jnp.float32)
             values = jnp.clip(jnp.round(groups / coarse), -8, 7).astype(jnp.int4)
             packed, scale = np.asarray(pack(values, at)), np.asarray(2 * q.scale)
             assert convert_checkpoint._int4_error(info, x, packed, scale) == np.inf
