@@ -134,7 +134,7 @@ def fit_cache(
     if weights > cache:  # remedies for the larger of the two
         bits = max(x.format.bits if x.format else 16 for x in models)
         remedies = ["--quantize int8"] * (bits > 8)
-        remedies += ["--quantize int4"] * (bits > 4 and platform(models[0].mesh) != "cpu")  # they hold int8
+        remedies += ["--quantize int4"] * (bits > 4 and platform(models[0].mesh) != "cpu")  # CPUs hold int8
     else:
         remedies = ["--kv-cache-dtype int8"] * (models[0].kv_dtype != "int8")
         remedies += ["fewer rows"] * (count > shards) + ["shorter rows"]
