@@ -414,8 +414,11 @@ def convert_fused(checkpoint: Checkpoint, fused: Fused, group: FileGroup, allow_
         for name, info in fused:
             source, names = checkpoint.sources[name], list(stored_infos(name, info))
             dtype = DTYPES[group.targets[names[-1]].dtype]
-            x = source.slab(letter, lo, hi)
-            made = form_on_host(x, info) if info.form else [x.astype(dtype, copy=False)]
+            made = [checkpoint.sources[x].slab(letter, lo, hi) for x in checkpoint.stored(name, info)]
+            if len(made) < len(names):
+                made = form_on_host(*made, info)
+            elif not info.form:
+                made = [made[0].astype(dtype, copy=False)]
             if not (allow_nonfinite or is_finite(made[-1])):  # of few bits the scale
                 refuse_nonfinite(source, dtype)
             arrays |= zip(names, made, strict=True)
@@ -518,18 +521,22 @@ def _compare(ours: Checkpoint, theirs: Checkpoint) -> str:
 
     def compare(weight: tuple[str, ArrayInfo]) -> tuple[str, float, int]:
         name, info = weight
-        sources = [theirs.sources[name], *(ours.sources[x] for x in stored_infos(name, info))]
-        letter, ranges = sources[0].slabs(source.layout for source in sources[1:])
-        difference = {None: _difference, 8: _int8_error, 4: _int4_error}[info.form and info.form.bits]
+        exact = [theirs.sources[x] for x in theirs.stored(name, info)]
+        made = [ours.sources[x] for x in stored_infos(name, info)]
+        whole = theirs.sources[name]
+        letter, ranges = whole.slabs(source.layout for source in made)
         worst = 0.0
         for lo, hi in ranges:
-            slabs = (source.slab(letter, lo, hi) for source in sources)
-            worst = max(worst, difference(info, *slabs))
-            for source in sources:
+            x, y = ([source.slab(letter, lo, hi) for source in sources] for sources in (exact, made))
+            if len(x) == len(y):
+                worst = max(worst, *map(_difference, x, y))
+            else:
+                worst = max(worst, {8: _int8_error, 4: _int4_error}[info.form.bits](info, *x, *y))
+            for source in (*exact, *made):
                 source.forget()
-        return name, worst, sources[0].nbytes
+        return name, worst, whole.nbytes
 
-    total = sum(source.nbytes for source in theirs.sources.values())
+    total = sum(theirs.sources[name].nbytes for name, _ in named_infos(ours.config))
     with progress("comparing", total) as bar:
         for name, worst, nbytes in in_order(compare, named_infos(ours.config, format=ours.format), ahead=32):
             if worst > 1:
@@ -541,7 +548,7 @@ def _compare(ours: Checkpoint, theirs: Checkpoint) -> str:
     return f"the weights are {kind} those of {theirs.folder}"
 
 
-def _difference(info: ArrayInfo, x: np.ndarray, ours: np.ndarray) -> float:
+def _difference(x: np.ndarray, ours: np.ndarray) -> float:
     """0 if ours is x in its own type, bit for bit; else infinite."""
     bits = np.dtype(f"u{ours.itemsize}")
     same = np.array_equal(x.astype(ours.dtype, copy=False).view(bits), ours.view(bits))
@@ -571,10 +578,9 @@ def _int4_error(info: ArrayInfo, x: np.ndarray, packed: np.ndarray, scale: np.nd
 
 @functools.partial(jax.jit, static_argnames="info")
 def _int4_errors(x: jax.Array, packed: jax.Array, scale: jax.Array, info: ArrayInfo) -> jax.Array:
-    how = info.contracted_axes, info.form.group, len(info.first_letters)
     at = info.held.values.letters.index("I")
-    ours, nearest = stored_form(packed, scale, info), quantize_groups(x, *how, searched=False)
-    x = in_groups(x, *how)
+    ours, nearest = stored_form(packed, scale, info), quantize_groups(x, *info.groups, searched=False)
+    x = in_groups(x, *info.groups)
     known = jnp.all(jnp.isfinite(x), at)
 
     errors, nearest_errors = (group_errors(x, dequantize_groups(q, at), at) for q in (ours, nearest))

@@ -187,9 +187,13 @@ def pack(values: Array, at: int) -> Array:
 
 def unpack(packed: Array, at: int) -> Array:
     """The reverse of `pack`."""
-    bits = lax.bitcast_convert_type(packed, jnp.int8)
-    values = jnp.stack([(bits << 4) >> 4, bits >> 4], at + 1).astype(jnp.int4)
+    values = jnp.stack(nibbles(lax.bitcast_convert_type(packed, jnp.int8)), at + 1).astype(jnp.int4)
     return values.reshape(*packed.shape[:at], -1, *packed.shape[at + 1 :])
+
+
+def nibbles(pairs: Array) -> tuple[Array, Array]:
+    """The two int4 values in each int8, the one in its low bits first, as int8."""
+    return (pairs << 4) >> 4, pairs >> 4
 
 
 def int8_parts(x: Array) -> tuple[Array, Array]:

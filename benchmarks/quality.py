@@ -33,7 +33,7 @@ import model
 from checkpoints.checkpoint import Checkpoint, open_checkpoint
 from checkpoints.errors import UserError
 from checkpoints.loading import load, stored_form
-from checkpoints.names import FLOATS, named_infos, stored_infos
+from checkpoints.names import FLOATS, named_infos
 from checkpoints.progress import progress
 from model import Config, Weights, forward
 from quantize import (
@@ -72,9 +72,9 @@ def channel_sums(w: Array, q: Array, axes: tuple[int, ...]) -> tuple[Array, Arra
 @partial(jax.jit, static_argnames=("info", "rounding"))
 def rounded(w: Array, info: ArrayInfo, rounding: str = "searched") -> Array:
     """What a weight becomes in its form, float32."""
-    axes, first, group = info.contracted_axes, len(info.first_letters), info.form.group
     if rounding == "searched":
         return exact_values(in_form(w, info), info)
+    axes, group, first = info.groups
     if rounding == "nearest":
         return exact_values(quantize_groups(w, axes, group, first, searched=False), info)
     x, at = in_groups(w.astype(jnp.float32), axes, group, first), first + len(axes)
@@ -100,7 +100,8 @@ def hadamard(n: int) -> np.ndarray:
 
 def exact_values(q: QuantizedArray | GroupedArray, info: ArrayInfo) -> Array:
     if isinstance(q, GroupedArray):
-        return ungroup(q, info.contracted_axes, len(info.first_letters))
+        axes, _, first = info.groups
+        return ungroup(q, axes, first)
     return q.values * jnp.expand_dims(q.scale, info.contracted_axes)
 
 
@@ -115,7 +116,8 @@ def weight_errors(
     with progress("comparing weights", total, show=jax.process_index() == 0) as bar:
         for name, info in infos:
             sources = [exact.sources[name]]
-            sources += [converted.sources[part] for part in stored_infos(name, info)] if converted else []
+            held = converted or exact
+            sources += [held.sources[part] for part in held.stored(name, info) if part != name]
             letter, ranges = sources[0].slabs(x.layout for x in sources[1:])  # in which channels are whole
             nameless, parts = dataclasses.replace(info, stored=()), []
             for lo, hi in ranges:

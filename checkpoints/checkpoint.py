@@ -9,6 +9,7 @@ import concurrent.futures
 import dataclasses
 import hashlib
 import itertools
+import math
 import os
 import pathlib
 from collections.abc import Callable
@@ -36,7 +37,7 @@ from checkpoints.names import FLOATS, named_infos, renamed, stored_infos, type_n
 from checkpoints.progress import progress
 from checkpoints.tensor_files import StoredTensor, TensorFile, array_bytes
 from model import Config
-from quantize import FORMATS, Format
+from quantize import FORMATS, INT8, Format
 from sharding.arrays import ArrayInfo
 
 Tensor = StoredTensor | Dequantized
@@ -46,8 +47,9 @@ SAMPLERS = 16  # threads that each wait for a few pages at a time
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """An opened folder. sources: by the names of `stored_infos`. converted: in our layout. format: of what it
-    holds in that, None for floats.
+    """An opened folder. sources: by the names of `stored_infos`; a weight that was published in int8 as ours
+    is, is there as floats and as that. converted: in our layout. format: of what it holds in that, None for
+    floats.
     """
 
     folder: pathlib.Path
@@ -55,6 +57,13 @@ class Checkpoint:
     sources: dict[str, Source]
     converted: bool
     format: Format | None
+
+    def stored(self, name: str, info: ArrayInfo) -> dict[str, ArrayInfo]:
+        """The arrays, by their names, from which a weight is to be made: its form's, or one of floats."""
+        if self.format:
+            return stored_infos(name, dataclasses.replace(info, format=self.format))
+        parts = stored_infos(name, info) if info.form == INT8 else {}
+        return parts if parts and parts.keys() <= self.sources.keys() else {name: info}
 
     @property
     def dtype(self) -> str:
@@ -145,6 +154,8 @@ def _open_published(
         config, (family, content) = read_config(content), family_of(content)
     tensors = renamed(open_tensors(content), family)
     sources = {name: _find(tensors, path, info) for name, info in named_infos(config)}
+    for name, info in named_infos(config, format=INT8):
+        sources |= _int8_parts(name, info, sources[name]) if info.form else {}
     used = {tensor.name for source in sources.values() for tensor in source.tensors}
     for name, tensor in tensors.items():
         if config.tied_embeddings and name == "lm_head.weight":
@@ -182,6 +193,21 @@ def _find(tensors: dict[str, Tensor], folder: pathlib.Path, info: ArrayInfo) -> 
         found = [tensors[name] for name in names]
         return _source(info, found, layout_of(info, stored), FLOAT_TYPES, one_per_expert)
     raise UserError(f"{folder}: tensor {info.stored[0].name} is missing")
+
+
+def _int8_parts(name: str, info: ArrayInfo, source: Source) -> dict[str, Source]:
+    """The values and the scale of a weight that was published so, a scale for all that is contracted."""
+    layout, n = source.layout, len(info.contracted)
+    summed = layout.axes[-n:]
+    rows = math.prod(axis.size for axis in summed) == layout.shape[-1]
+    if not rows or {axis.letter for axis in summed} != set(info.contracted.upper()):
+        return {}
+    if not all(isinstance(x, Dequantized) and x.int8 for x in source.tensors):
+        return {}
+    values, scales = zip(*(x.int8 for x in source.tensors), strict=True)
+    of_rows = Layout(layout.shape[:-1], layout.within[:-n], layout.axes[:-n])
+    (first, second), held = stored_infos(name, info), info.held
+    return {first: Source(held.values, values, layout), second: Source(held.scale, scales, of_rows)}
 
 
 def _source(

@@ -36,7 +36,8 @@ Rows = Callable[[int, int], np.ndarray]  # [lo, hi) -> [hi - lo, ...]
 class Dequantized:
     """A tensor of float32 that is computed from stored ones; for the rest it is like a StoredTensor.
 
-    compute: of its first dimension some rows.
+    compute: of its first dimension some rows. int8: the values and the float32 scales of which its rows are
+    multiples, a scale each, if that is what is stored.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Dequantized:
     parts: tuple[StoredTensor, ...]
     compute: Rows
     dtype: str = "F32"
+    int8: "tuple[StoredTensor, Dequantized] | None" = None
 
     @property
     def file(self) -> TensorFile:
@@ -102,10 +104,12 @@ class Method(NamedTuple):
 
     ends:  what a weight's tensors are called; the first tells that a weight is quantised.
     read:  from the parts of a weight to its shape and its rows, [out, in].
+    int8:  whether values that are int8 have one scale in each row.
     """
 
     ends: tuple[str, ...]
     read: Callable[[Parts], tuple[tuple[int, int], Rows]]
+    int8: bool = False
 
 
 def dequantized(tensors: dict[str, StoredTensor], config: dict) -> dict[str, StoredTensor | Dequantized]:
@@ -128,8 +132,19 @@ def dequantized(tensors: dict[str, StoredTensor], config: dict) -> dict[str, Sto
     for base, parts in weights.items():
         name = f"{base}.weight"
         shape, rows = method.read(Parts(base, parts))
-        others[name] = Dequantized(name, shape, tuple(parts.values()), rows)
+        int8 = None
+        if method.int8 and parts["weight"].dtype == "I8":
+            int8 = parts["weight"], float32(parts[method.ends[0]])
+        others[name] = Dequantized(name, shape, tuple(parts.values()), rows, int8=int8)
     return others
+
+
+def float32(scales: StoredTensor) -> Dequantized:
+    """A tensor [N] or [N,1] as one of float32, [N]."""
+    N = scales.shape[0]
+    return Dequantized(
+        scales.name, (N,), (scales,), lambda lo, hi: scales.rows(lo, hi).reshape(-1).astype(np.float32)
+    )
 
 
 # -------------------------------------------------------------------------------------------------- values
@@ -338,7 +353,7 @@ def eight_bits(scale: str, strategy: str, size: int | None, block: list | None) 
 
         return (N, C), rows
 
-    return Method((scale, "weight", "input_scale_ub"), read)
+    return Method((scale, "weight", "input_scale_ub"), read, int8=strategy == "channel")
 
 
 METHODS: dict[str, Callable[[Fields], Method]] = {

@@ -10,14 +10,14 @@ from jax.sharding import Mesh, NamedSharding
 import model
 from checkpoints.checkpoint import Checkpoint
 from checkpoints.layouts import Box, Source
-from checkpoints.names import in_each_stage, named_infos, stored_infos, type_name
+from checkpoints.names import in_each_stage, named_infos, type_name
 from checkpoints.progress import progress
 from checkpoints.tensor_files import DTYPES
 from checkpoints.threads import WORKERS, in_order, no_garbage_collection
 from model import Weights
 from ops.platform import platform
-from quantize import INT8, Format, GroupedArray, QuantizedArray, quantize_large, ungroup, unpack
-from sharding.arrays import ArrayInfo, in_form
+from quantize import INT8, Format, GroupedArray, QuantizedArray, unpack
+from sharding.arrays import ArrayInfo, in_form, regrouped
 from sharding.mesh import STAGE
 
 
@@ -35,7 +35,7 @@ def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str, format: Format | None, 
 
     def place(item: tuple[str, ArrayInfo]):
         name, info = item
-        parts = stored_infos(name, dataclasses.replace(info, format=there)) if there else {name: info}
+        parts = checkpoint.stored(name, info)
         wanted = None if info.form else DTYPES[type_name(info, dtype)]
         arrays, nbytes = [], 0
         for part, declared in parts.items():
@@ -45,7 +45,8 @@ def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str, format: Format | None, 
         return info, arrays, nbytes
 
     weights, treedef = [], jax.tree.structure(model.weight_infos(config, stages))
-    total = sum(source.nbytes for source in checkpoint.sources.values())
+    stored = (x for item in named_infos(config, format=format) for x in checkpoint.stored(*item))
+    total = sum(checkpoint.sources[x].nbytes for x in stored)
     with progress("loading weights", total, show=show) as bar, no_garbage_collection():
         # What is to be of few bits is larger before; an accelerator may have no room for more of that.
         ahead = 1 if format != there else WORKERS
@@ -56,7 +57,7 @@ def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str, format: Format | None, 
 
 
 def _formed(arrays: list[jax.Array], info: ArrayInfo, mesh: Mesh) -> QuantizedArray | GroupedArray:
-    """A weight in its form, from a float array, or from the values and the scale of a converted folder."""
+    """A weight in its form, from a float array, or from the values and the scale that are stored."""
     if arrays[0].dtype == np.int8:
         return stored_form(*arrays, info)
     info = dataclasses.replace(info, stored=())  # those that differ in their names alone share a program
@@ -67,10 +68,7 @@ def _formed(arrays: list[jax.Array], info: ArrayInfo, mesh: Mesh) -> QuantizedAr
 def _form(arrays: list[jax.Array], info: ArrayInfo) -> QuantizedArray | GroupedArray:
     if len(arrays) == 1:
         return in_form(arrays[0], info)
-    grouped, axes = stored_form(*arrays, info), info.contracted_axes
-    if info.form.bits == 4:
-        return grouped
-    return quantize_large(ungroup(grouped, axes, len(info.first_letters)), axes)
+    return regrouped(stored_form(*arrays, info), info)
 
 
 def stored_form(values: jax.Array, scale: jax.Array, info: ArrayInfo) -> QuantizedArray | GroupedArray:

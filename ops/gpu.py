@@ -1,4 +1,4 @@
-"""What a GPU must be told: attention that holds no scores, and the product of sorted rows with experts.
+"""What a GPU must be told: attention that holds no scores, and the product with sorted experts, or with int4.
 
 Pallas kernels for its Triton backend. Letters as in model.py, uppercase for what this device has. In both
 kernels the programs that share an output divide what they sum over, and XLA joins their parts.
@@ -15,6 +15,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from ops.tpu import precision, result
+from quantize import GroupedArray, nibbles
 
 try:
     from jax.experimental.pallas.triton import CompilerParams, load, store
@@ -30,16 +31,21 @@ MASKED = -1e30  # a score that no exponential survives, without the NaN of inf -
 
 
 def takes(x: Array) -> bool:
-    """Whether the kernels can read x: Pallas counts its elements in 32 signed bits, until it has 4 GiB."""
+    """Whether the kernels can read x: Pallas counts its elements in 32 signed bits, until it has 4 GiB.
+
+    int4 they read as pairs, see `grouped_dot`.
+    """
     if missing:
         say_slow()
-    return not missing and (x.size < 1 << 31 or x.size * x.dtype.itemsize > 1 << 32)
+    each = 2 if x.dtype == jnp.int4 else 1
+    count = x.size // each
+    return not (missing or x.shape[-1] % each) and (count < 1 << 31 or count * x.dtype.itemsize > 1 << 32)
 
 
 @functools.cache  # once
 def say_slow() -> None:
     """What a GPU does without the kernels: it takes the forms that are for any device."""
-    slow = "attention writes its scores to memory, and experts multiply each row by all of them"
+    slow = "attention writes its scores to memory, experts multiply each row by all of them, int4 by floats"
     print(f"slow on this GPU: {slow}, as Pallas' Triton backend is missing ({missing})", file=sys.stderr)
 
 
@@ -138,15 +144,21 @@ def _flash(q, values, scale, low, high, o, lse, *, parts: int):
     lse[...] = jnp.where(any_seen, peak * math.log(2) + jnp.log(total), -jnp.inf)
 
 
-def grouped_dot(x: Array, w: Array, sizes: Array) -> Array:
+def grouped_dot(x: Array, w: Array | GroupedArray, sizes: Array) -> Array:
     """`lax.ragged_dot`, which reads no expert without rows and no weight in another type: -> [N,M] float32.
 
-    x: [N,D], the rows of expert 0, then those of expert 1... w: [E,D,M], float or int8. sizes: [E] int32.
-    Rows beyond their sum are left undefined.
+    x: [N,D], the rows of expert 0, then those of expert 1... w: [E,D,M], float or int8; or int4, [E,D,I,M]
+    where D counts groups, and M is even. sizes: [E] int32. Rows beyond their sum are left undefined.
     """
-    (N, D), (E, _, M) = x.shape, w.shape
+    (N, D), E, M = x.shape, sizes.size, jax.tree.leaves(w)[0].shape[-1]
     rows = min(128, max(16, pl.next_power_of_2(pl.cdiv(N, E))))
     deep = 64 if x.dtype.itemsize < 4 else 32
+    scale, each = None, 1  # each: columns in an entry of w
+    if isinstance(w, GroupedArray):
+        deep, each = min(deep, w.values.shape[2]), 2
+        w, scale = (part.reshape(*part.shape[:-1], M // 2, 2) for part in (w.values, w.scale))
+        # XLA holds int4 two a byte, the first in the low bits: nothing moves.
+        w = lax.bitcast_convert_type(w, jnp.int8).reshape(E, D, M // 2)
     # A tile has rows of one expert only; each expert may have one that is not full.
     tiles = min(N, N // rows + min(E, N))
     per_expert = (sizes + rows - 1) // rows
@@ -161,32 +173,45 @@ def grouped_dot(x: Array, w: Array, sizes: Array) -> Array:
     y = pl.pallas_call(
         partial(_grouped_dot, rows=rows, deep=deep, parts=parts),
         grid=(tiles, columns, parts),
-        out_shape=result((parts, N, M), jnp.float32, x, w, tile),
+        out_shape=result((parts, N, M // each, each), jnp.float32, x, w, tile),
         compiler_params=CompilerParams(num_warps=4 if rows < 128 else 8, num_stages=3),
         name="grouped_dot",
-    )(x, w, tile)
-    return jnp.sum(y, 0)
+    )(x, w, scale, tile)
+    return jnp.sum(y, 0).reshape(N, M)
 
 
-def _grouped_dot(x, w, tile, y, *, rows: int, deep: int, parts: int):
+def _grouped_dot(x, w, scale, tile, y, *, rows: int, deep: int, parts: int):
     """The kernel: one tile of rows, COLUMNS columns, and one part of D."""
     i, j, part = (pl.program_id(axis) for axis in range(3))
-    D, M = w.shape[1:]
+    (D, entries), each = w.shape[1:], y.shape[-1]
+    width = COLUMNS // each
+    columns = pl.ds(j * width, width)
     expert, first, end = tile[0, i], tile[1, i], tile[2, i]
     share = pl.cdiv(pl.cdiv(D, deep), parts)
     steps = jnp.where(first < end, jnp.int32(share), 0)
     dot = partial(jnp.dot, precision=precision(x.dtype), preferred_element_type=jnp.float32)
     used = (first + lax.broadcasted_iota(jnp.int32, (rows, 1), 0)) < end
-    inside = j * COLUMNS + lax.broadcasted_iota(jnp.int32, (1, COLUMNS), 1) < M
+    inside = j * width + lax.broadcasted_iota(jnp.int32, (1, width), 1) < entries
 
-    def step(n, acc):
+    def step(n, sums):
         at = (part * share + n) * deep
         depth = at + lax.broadcasted_iota(jnp.int32, (deep,), 0) < D
         a = x.at[pl.ds(first, rows), pl.ds(at, deep)]
         a = load(a, mask=used & depth[None], other=0)
-        b = w.at[expert, pl.ds(at, deep), pl.ds(j * COLUMNS, COLUMNS)]
+        b = w.at[expert, pl.ds(at, deep), columns]
         b = load(b, mask=depth[:, None] & inside, other=0)
-        return acc + dot(a, b.astype(a.dtype))
 
-    acc = lax.fori_loop(0, steps, step, jnp.zeros((rows, COLUMNS)))
-    store(y.at[part, pl.ds(first, rows), pl.ds(j * COLUMNS, COLUMNS)], acc, mask=used & inside)
+        def product(which: int, values: Array) -> Array:
+            y = dot(a, values.astype(a.dtype))
+            if scale is None:
+                return y
+            group = lax.div(at, D // scale.shape[1])
+            unit = scale.at[expert, pl.ds(group, 1), columns, jnp.int32(which)]
+            return y * load(unit, mask=inside & (at < D), other=0).astype(jnp.float32)
+
+        pair = [b] if scale is None else nibbles(b)
+        return [total + product(*half) for total, half in zip(sums, enumerate(pair), strict=True)]
+
+    sums = lax.fori_loop(0, steps, step, [jnp.zeros((rows, width))] * each)
+    for which, total in enumerate(sums):
+        store(y.at[part, pl.ds(first, rows), columns, jnp.int32(which)], total, mask=used & inside)

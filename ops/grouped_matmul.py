@@ -45,10 +45,8 @@ def expert_mlp(x: Array, expert: Array, factor: Array, gate, up, down, scales: s
 
 def sorted_rows(x: Array, expert: Array, factor: Array, gate, up, down, scales: str) -> Array:
     """`expert_mlp` by a ragged product over the pairs (row, choice), in the order of their expert."""
-    # For many rows, bfloat16 is made of int4 once.
-    gate, up, down = (as_floats(w, x.dtype) if isinstance(w, GroupedArray) else w for w in (gate, up, down))
     A = expert.shape[1]
-    E = values_and_scale(gate)[0].shape[0]
+    E = jax.tree.leaves(gate)[0].shape[0]
     chosen = expert.reshape(-1)
     order = jnp.argsort(chosen)  # those of other devices' experts come last
     sizes = jnp.bincount(chosen, length=E + 1)[:E]
@@ -56,7 +54,11 @@ def sorted_rows(x: Array, expert: Array, factor: Array, gate, up, down, scales: 
     if scales == "input":
         rows = (rows * factor).astype(x.dtype)
 
-    def dot(x: Array, w: Array | QuantizedArray) -> Array:
+    def dot(x: Array, w: Array | QuantizedArray | GroupedArray) -> Array:
+        if isinstance(w, GroupedArray):
+            if on_gpu() and takes(w.values):
+                return grouped_dot(x, w, sizes)
+            w = as_floats(w, x.dtype)  # for many rows, once
         values, scale = values_and_scale(w)
         if on_gpu() and takes(values):  # XLA's product takes each row through all experts there
             y = grouped_dot(x, values, sizes)

@@ -1,10 +1,13 @@
 """The product of activations and weights, float, int8 or int4, in the form that this platform is fast at."""
 
+import math
+
 import jax.numpy as jnp
 from jax import Array, lax
 
 from ops.cpu import contract
-from ops.platform import on_cpu, on_tpu
+from ops.gpu import grouped_dot, takes
+from ops.platform import on_cpu, on_gpu, on_tpu
 from quantize import PART, GroupedArray, QuantizedArray, dequantize_groups, int8_parts, values_and_scale
 
 FEW_ROWS = 256  # up to which int4 is multiplied as it is, no slower than after bfloat16 was made of it once
@@ -40,7 +43,8 @@ def grouped(x: Array, w: GroupedArray, n: int) -> Array:
     """The sum of products over the last n axes of x: [b,T,...] and an int4 array -> [b,T,...] float32.
 
     Each group has a scale of its own, so there is a sum for each group, and then one over the scaled sums. On
-    TPUs few rows are multiplied as integers, in two int8 parts: XLA fuses all of it, and reads four bits.
+    TPUs few rows are multiplied as integers, in two int8 parts: XLA fuses all of it, and reads four bits. On
+    GPUs a kernel does, the experts' with one of them.
     """
     group, outputs = w.values.shape[n], w.scale.shape[n:]
     lead, kept = x.shape[:-n], tuple(range(n))
@@ -55,6 +59,10 @@ def grouped(x: Array, w: GroupedArray, n: int) -> Array:
         y = jnp.sum(sums.astype(jnp.float32) * jnp.expand_dims(w.scale, n), kept)
         high, low = jnp.split(y, 2)
         y = (high + low / PART) * unit.reshape(rows, *(1,) * len(outputs))
+    elif on_gpu() and rows <= FEW_ROWS and takes(w.values):
+        M = math.prod(outputs)
+        expert = GroupedArray(w.values.reshape(1, -1, group, M), w.scale.reshape(1, -1, M))
+        y = grouped_dot(x.reshape(rows, -1), expert, jnp.array([rows]))
     else:
         dtype = jnp.float32 if on_cpu() else x.dtype
         # Behind a barrier, for else XLA would make it anew for each block of rows.

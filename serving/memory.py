@@ -21,6 +21,7 @@ from checkpoints.checkpoint import Checkpoint
 from checkpoints.errors import UserError
 from distributed.exchange import gather
 from model import Config, Experts
+from ops.platform import platform
 from quantize import Format
 from sharding.arrays import abstract
 from sharding.mesh import EXPERT, MODEL, STAGE, mesh_size
@@ -131,7 +132,9 @@ def fit_cache(
     count, length = choices[0] if rows else choices[len(counts) - 1]
     cache = sum(x.cache_bytes(count, length) for x in models)
     if weights > cache:  # remedies for the larger of the two
-        remedies = ["--quantize int8"] * (not all(x.format for x in models))
+        bits = max(x.format.bits if x.format else 16 for x in models)
+        remedies = ["--quantize int8"] * (bits > 8)
+        remedies += ["--quantize int4"] * (bits > 4 and platform(models[0].mesh) != "cpu")  # CPUs hold int8
     else:
         remedies = ["--kv-cache-dtype int8"] * (models[0].kv_dtype != "int8")
         remedies += ["fewer rows"] * (count > shards) + ["shorter rows"]

@@ -115,6 +115,11 @@ class ArrayInfo:
         """Those that come before what is contracted in an int4 form."""
         return "".join(letter for letter in self.letters if letter in "pe")
 
+    @property
+    def groups(self) -> tuple[tuple[int, ...], int, int]:
+        """(axes, group, first) of `quantize_groups` and `in_groups`, for its int4 form or the one before."""
+        return self.contracted_axes, self.form.grouping, len(self.first_letters)
+
     def _part(self, letters: str, dtype, **more: int) -> "ArrayInfo":
         sizes = dict(zip(self.letters, self.shape, strict=True)) | more
         shape = tuple(sizes[letter] for letter in letters)
@@ -194,12 +199,15 @@ def abstract(infos, mesh: Mesh, dtype=None):
 
 def in_form(x: Array, info: ArrayInfo) -> QuantizedArray | GroupedArray:
     """A float array in the form of its declaration, which must have one."""
-    form, axes, first = info.form, info.contracted_axes, len(info.first_letters)
-    if form.bits == 4:
-        return quantize_groups(x, axes, form.group, first)
-    if form.of:
-        x = ungroup(quantize_groups(x, axes, form.of.group, first), axes, first)
-    return quantize_large(x, axes)
+    if not info.form.grouping:
+        return quantize_large(x, info.contracted_axes)
+    return regrouped(quantize_groups(x, *info.groups), info)
+
+
+def regrouped(q: GroupedArray, info: ArrayInfo) -> QuantizedArray | GroupedArray:
+    """An int4 array as its declaration holds it: as it is, or as int8."""
+    axes, _, first = info.groups
+    return q if info.form.bits == 4 else quantize_large(ungroup(q, axes, first), axes)
 
 
 def make(function, tree, *arguments):

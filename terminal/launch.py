@@ -189,15 +189,15 @@ def slice_count() -> int:
 def choose_format(asked: str | None, checkpoint: Checkpoint | None) -> Format | None:
     """How to hold the weights: as asked, else as the checkpoint does. UserError if that cannot be.
 
-    4 bits only on TPUs, for which alone there is a fast product: elsewhere the same weights, as int8.
+    On CPUs, for which there is no fast product of 4 bits, the same weights as int8.
     """
     there = checkpoint and checkpoint.format
     wanted = FORMATS[asked] if asked else there
     if there and wanted != there:
         where = checkpoint.folder
         raise UserError(f"--quantize {asked}: the weights in {where} are {there}; use the original model")
-    if wanted and wanted.bits == 4 and jax.default_backend() != "tpu":
-        log_once(f"{wanted} weights are held as int8: only on TPUs are 4 bits faster")
+    if wanted and wanted.bits == 4 and jax.default_backend() == "cpu":
+        log_once(f"{wanted} weights are held as int8: on CPUs 4 bits are slower")
         return dataclasses.replace(INT8, of=wanted)
     return wanted
 

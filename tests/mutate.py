@@ -38,6 +38,7 @@ QUALITY = "tests/test_quality.py"
 INT4 = "tests/test_int4.py"
 GRAMMAR = "tests/test_grammar.py::test_beside_others"
 SERVER = "tests/test_server.py::"
+GPU_INT4 = "tests/test_gpu.py::test_int4"
 QWEN = "tests/test_transformers.py::test_tokens_and_logprobs_in_python[qwen3]"
 FAMILY = "tests/test_transformers.py::test_tokens_and_logprobs_in_python[{}]".format
 MISTRAL, GEMMA, GPT2, QWEN2, GLM = map(FAMILY, ("mistral", "gemma", "gpt2", "qwen2", "glm"))
@@ -404,11 +405,14 @@ MUTATIONS = [
     ("quantize.py", "jnp.arange(1.0, 9.0)", "jnp.arange(7.0, 9.0)", INT4),
     ("quantize.py", "better = error < best[0]", "better = error > best[0]", INT4),
     ("quantize.py", "jnp.where(jnp.all(jnp.isfinite(x), at), scale, jnp.inf)", "scale", INT4),
-    ("quantize.py", "[(bits << 4) >> 4, bits >> 4]", "[bits >> 4, (bits << 4) >> 4]", INT4),
+    ("quantize.py", "(pairs << 4) >> 4, pairs >> 4", "pairs >> 4, (pairs << 4) >> 4", INT4),
     ("quantize.py", "low | (high << 4)", "high | (low << 4)", INT4),
     ("quantize.py", "group >= LEAST_GROUP", "group", INT4),
     ("ops/matmul.py", "(high + low / PART) * unit", "high * unit", INT4),
-    ("ops/matmul.py", "rows <= FEW_ROWS", "rows < FEW_ROWS", INT4),
+    ("ops/matmul.py", "on_tpu() and rows <= FEW_ROWS", "on_tpu() and rows < FEW_ROWS", INT4),
+    ("ops/matmul.py", "on_gpu() and rows <= FEW_ROWS", "on_gpu()", GPU_INT4),
+    ("ops/gpu.py", "lax.div(at, D // scale.shape[1])", "0 * at", GPU_INT4),
+    ("ops/gpu.py", "missing or x.shape[-1] % each", "missing", GPU_INT4),
     ("ops/matmul.py", "jnp.expand_dims(w.scale, n)", "1", INT4),
     ("ops/grouped_matmul.py", "number == j * weights[2].shape[0] + group", "number == group", EXPERTS),
     ("ops/grouped_matmul.py", "unit[...] * factor if scales", "unit[...] if scales", EXPERTS),
@@ -421,6 +425,9 @@ MUTATIONS = [
     ("convert_checkpoint.py", "~jnp.any(worse & known)", "True", INT4),
     ("convert_checkpoint.py", "jnp.clip(x / step, INT4_MIN, INT4_MAX)", "ours.values.astype(jnp.float32)", INT4),
     ("terminal/launch.py", "dataclasses.replace(INT8, of=wanted)", "INT8", INT4),
+    ("serving/memory.py", '(bits > 4 and platform(models[0].mesh) != "cpu")', "(bits > 4)", "tests/test_command_line.py::test_what_does_not_fit_is_refused_before_loading"),
+    ("checkpoints/checkpoint.py", "if info.form == INT8 else {}", "if False else {}", DEQUANTIZED),
+    ("convert_checkpoint.py", "if len(made) < len(names):", "if info.form:\n                made = [checkpoint.sources[name].slab(letter, lo, hi)]", DEQUANTIZED),
     ("benchmarks/quality.py", "targets >= 0", "targets >= -1", QUALITY),
     # the scheduler
     ("serving/scheduler.py", "n = min(matching, row.read)", "n = matching", WAITS),

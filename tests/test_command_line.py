@@ -168,6 +168,14 @@ def test_what_does_not_fit_is_refused_before_loading(monkeypatch, capsys):
         code, out, err = invoke(monkeypatch, capsys, main, *ONE_EACH, *arguments)
         assert code == 1 and out == "" and err.startswith("error: does not fit: ") and err.count("\n") == 1
         assert cache in err and f"try {remedies}" in err, err
+    monkeypatch.setattr(memory, "platform", lambda mesh: "gpu")  # where 4 bits are less than 8
+    for arguments, remedies in (
+        ([], "--quantize int8, --quantize int4"),
+        (["--quantize", "int8"], "--quantize int4"),
+    ):
+        arguments = [*arguments, "--kv-cache-dtype", "int8"]
+        _, _, err = invoke(monkeypatch, capsys, main, *ONE_EACH, *arguments)
+        assert f"try {remedies}, more devices" in err, err
 
 
 def test_default_mesh():

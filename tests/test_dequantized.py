@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import shutil
 
 import jax
@@ -17,7 +18,7 @@ import model
 from checkpoints.checkpoint import open_checkpoint
 from checkpoints.errors import UserError
 from checkpoints.loading import load
-from convert_checkpoint import convert
+from convert_checkpoint import convert, verify
 from quantize import INT8, Format, GroupedArray, QuantizedArray, ungroup
 from sharding.mesh import make_mesh
 
@@ -116,7 +117,7 @@ def bytes_of(kind: str, height: int | None, width: int | None, name="weight_scal
         scales = rng.uniform(0.001, 0.01, (rows[-1] + 1, columns[-1] + 1)).astype(bfloat16)
         step = scales.astype(np.float32)[rows][:, columns]
         x = w / step
-        values = np.clip(np.round(x), -127, 127).astype(np.int8) if kind == "int" else x.astype(float8_e4m3fn)
+        values = np.clip(np.round(x), -128, 127).astype(np.int8) if kind == "int" else x.astype(float8_e4m3fn)
         scales = scales.reshape(1) if height is None and width is None else scales
         return {"weight": values, name: scales}, values.astype(np.float32) * step
 
@@ -182,7 +183,8 @@ def test_read(name, tmp_path):
     """Every weight, whole and in part, is what its parts stand for; it is converted as those floats are."""
     theirs, floats = (open_checkpoint(str(x)) for x in publish(tmp_path, name))
     rng = np.random.default_rng(1)
-    for key, source in theirs.sources.items():
+    for key in floats.sources:
+        source = theirs.sources[key]
         shape = source.info.shape
         ends = [np.sort(rng.choice(n + 1, 2, replace=False)) for n in shape]
         for box in ([(0, n) for n in shape], [(int(lo), int(hi)) for lo, hi in ends]):
@@ -219,6 +221,38 @@ def test_what_is_int4_already_stays(tmp_path):
     ):
         if isinstance(x, GroupedArray):
             np.testing.assert_array_equal(ungroup(x, info.contracted_axes), expected)
+
+
+def test_what_is_int8_already_stays(tmp_path):
+    """Channels' int8 down to -128, whether or not they use all of it; loaded, converted, and on a mesh."""
+    folder, floats = publish(tmp_path, "int8")
+    published = load_file(folder / "model.safetensors")
+    converted, anew = tmp_path / "converted", tmp_path / "anew"
+    convert(str(folder), str(converted), INT8)
+    verify(str(converted), str(folder))
+    convert(str(floats), str(anew), INT8)
+    with pytest.raises(UserError, match="layers.0.attention.q is not what"):
+        verify(str(anew), str(folder))
+    theirs, ours, floats = (open_checkpoint(str(x)) for x in (folder, converted, floats))
+    for checkpoint, degrees in ((theirs, (1, 1, 1)), (theirs, (1, 1, 4)), (ours, (1, 1, 1))):
+        mesh = make_mesh(theirs.config, *degrees, devices=jax.devices()[: math.prod(degrees)])
+        eight = load(checkpoint, mesh, "float32", INT8, show=False)
+        exact = load(floats, mesh, "float32", None, show=False)
+        down = eight.layers[0].feed_forward.down
+        name = "model.layers.0.mlp.down_proj.weight"
+        np.testing.assert_array_equal(down.values, published[name])
+        np.testing.assert_array_equal(down.scale, published[name + "_scale"][:, 0].astype(np.float32))
+        peak = np.abs(np.int32(down.values)).max(1)
+        assert down.values.min() == -128 and peak.min() < 127
+        for info, x, expected in zip(
+            jax.tree.leaves(model.weight_infos(theirs.config, format=INT8).layers),
+            jax.tree.leaves(eight.layers, is_leaf=lambda x: isinstance(x, QuantizedArray)),
+            jax.tree.leaves(exact.layers),
+            strict=True,
+        ):
+            if info.form:
+                meant = np.float32(x.values) * np.expand_dims(x.scale, info.contracted_axes)
+                np.testing.assert_array_equal(meant, expected)
 
 
 def test_answers(tmp_path, monkeypatch, capsys):

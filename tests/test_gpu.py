@@ -14,14 +14,17 @@ from jax.experimental import pallas
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jaxlib.mlir import ir
 from test_attention import compare, exact, kv_of, numpy_attention, quantized_kv
+from test_int4 import PRODUCTS, weights_like_real_ones
 from test_kernels import KINDS, assert_same, generate
 
 import model
-from ops import attention, gpu, grouped_matmul
-from quantize import INT8, quantize
+from ops import attention, gpu, grouped_matmul, matmul
+from quantize import INT4, INT8, GroupedArray, dequantize_groups, quantize, quantize_groups, ungroup
 from serving import programs
 from sharding.arrays import abstract
 from sharding.mesh import mesh_shape
+
+IN_GROUPS = dict(D=64, H=64, F=192, M=96)  # sizes of which int4 has whole groups
 
 
 def unchecked(mesh, in_specs, out_specs):
@@ -39,7 +42,7 @@ def as_on_a_gpu(monkeypatch):
 
     def switch() -> set[str]:
         monkeypatch.setattr(pallas, "pallas_call", interpreted)
-        for module in (attention, grouped_matmul):
+        for module in (attention, grouped_matmul, matmul):
             monkeypatch.setattr(module, "on_gpu", lambda mesh=None: True)
         # The interpreter mixes what varies over the mesh with what does not; test_lowering checks our part.
         monkeypatch.setattr(model, "on_each_device", lambda mesh, T, *specs: unchecked(mesh, *specs))
@@ -109,19 +112,23 @@ def test_causal(window, as_on_a_gpu):
     compare(result, numpy_attention(q, k.swapaxes(1, 2), v.swapaxes(1, 2), mask))
 
 
-@pytest.mark.parametrize(("dtype", "programs"), [("int8", 1), ("float32", 512)])
+@pytest.mark.parametrize(("dtype", "programs"), [("int8", 1), ("float32", 512), ("int4", 1), ("int4", 512)])
 @pytest.mark.parametrize(
     "sizes", [[0, 0, 1, 0], [1, 0, 0, 0], [3, 0, 20, 17], [0, 0, 0, 70], [16, 1, 15, 33], [0, 0, 0, 0]]
 )
 def test_grouped_dot(sizes, programs, dtype, monkeypatch, as_on_a_gpu):
     """Rows of unlike many experts, and two of none, with NaN in every expert without rows."""
     monkeypatch.setattr(gpu, "PROGRAMS", programs)
-    rng, N, (E, D, M) = np.random.default_rng(0), sum(sizes), (4, 300, 140)
+    rng, N, (E, D, M) = np.random.default_rng(0), sum(sizes), (4, 320 if dtype == "int4" else 300, 140)
     x, w = rng.standard_normal((N + 2, D)), rng.standard_normal((E, D, M))
     idle = np.flatnonzero(np.equal(sizes, 0))
     if dtype == "int8":
         given = quantize(jnp.float32(w), (1,)).values
         w = np.float64(given)
+    elif dtype == "int4":
+        given = quantize_groups(jnp.float32(w), (1,), 64, 1)
+        w = np.float64(dequantize_groups(given, 2)).reshape(w.shape)
+        given = GroupedArray(given.values, given.scale.at[idle].set(jnp.nan))
     else:
         given = jnp.float32(w).at[idle].set(jnp.nan)
     used = as_on_a_gpu()
@@ -132,15 +139,31 @@ def test_grouped_dot(sizes, programs, dtype, monkeypatch, as_on_a_gpu):
     np.testing.assert_allclose(result[:N], np.einsum("nd,ndm->nm", x[:N], w[expert]), atol=1e-3, rtol=1e-5)
 
 
+@pytest.mark.parametrize(("spec", "x", "w", "axes"), PRODUCTS)
+def test_int4(spec, x, w, axes, monkeypatch, as_on_a_gpu):
+    """Few rows by whatever letters; many rows, or an odd number of columns, are multiplied by floats."""
+    x = np.random.default_rng(1).standard_normal(x)
+    q = quantize_groups(jnp.float32(weights_like_real_ones(*w)), axes, 32)
+    expected = np.einsum(spec, x, np.float64(ungroup(q, axes)))
+    used = as_on_a_gpu()
+    for limit in (6, 5):
+        monkeypatch.setattr(matmul, "FEW_ROWS", limit)
+        used.clear()
+        result = matmul.einsum(spec, jnp.float32(x), q)
+        assert used == ({"grouped_dot"} if limit == 6 and expected.shape[-1] % 2 == 0 else set())
+        np.testing.assert_allclose(result, expected, atol=1e-4, rtol=1e-5)  # float32 sums of 192 terms
+
+
 @pytest.mark.parametrize(
     ("cfg", "kv_dtype", "format"),
     [
         pytest.param(llama4_config(H=64, layers=KINDS, A=2), "float32", INT8, marks=pytest.mark.deep),
+        pytest.param(llama4_config(**IN_GROUPS, layers=KINDS, A=2), "float32", INT4, marks=pytest.mark.deep),
         pytest.param(
             llama3_config(K=2, G=4, H=64, tied_embeddings=True), "int8", None, marks=pytest.mark.deep
         ),
     ],
-    ids=["llama4", "llama3"],
+    ids=["llama4", "int4", "llama3"],
 )
 def test_whole_model(cfg, kv_dtype, format, monkeypatch, as_on_a_gpu):
     """Prefill in pieces, then decode steps whose lengths differ by row."""
@@ -183,18 +206,20 @@ def test_without_triton(without_triton, as_on_a_gpu, capsys):
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
-@pytest.mark.parametrize("kv_dtype", ["int8", "bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("format", "kv_dtype"), [(INT8, "int8"), (None, "bfloat16"), (None, "float32"), (INT4, "int8")]
+)
 @pytest.mark.parametrize("program", ["decode", "decode with guesses", "prefill", "prefill of one row"])
-def test_lowering(program, kv_dtype):
+def test_lowering(program, format, kv_dtype):
     """On 8 GPUs that are not here: shard_map's check passes, and the kernels are valid Triton."""
-    cfg = llama4_config(H=64)
+    cfg = llama4_config(**IN_GROUPS)
     shape = mesh_shape(cfg, 2, 2, 2)
     device = AbstractDevice("NVIDIA H200", None, "gpu")
     mesh = AbstractMesh(
         tuple(shape.values()), tuple(shape), (AxisType.Auto,) * len(shape), abstract_device=device
     )
     dtype = jnp.float32 if kv_dtype == "float32" else jnp.bfloat16
-    weights = abstract(model.weight_infos(cfg, 1, INT8 if kv_dtype == "int8" else None), mesh, dtype)
+    weights = abstract(model.weight_infos(cfg, 1, format), mesh, dtype)
     cache = abstract(model.cache_infos(cfg, 4, 256, jnp.dtype(kv_dtype)), mesh)
     count, shards = jax.ShapeDtypeStruct((4,), "int32"), jax.ShapeDtypeStruct((2,), "int32")
     guesses = jax.ShapeDtypeStruct((4, 3), "int32")
@@ -220,7 +245,9 @@ def test_lowering(program, kv_dtype):
 
     lowered.operation.walk(visit)
     names = [kernel["name"].value for kernel in kernels]
-    assert names.count("grouped_dot") == 3 * 2  # matrices, layers
+    leaves = jax.tree.leaves(weights, is_leaf=lambda x: isinstance(x, GroupedArray))
+    int4 = sum(isinstance(x, GroupedArray) for x in leaves)
+    assert names.count("grouped_dot") == (int4 or 3 * 2)  # matrices, layers
     assert names.count("flash") == (3 if program == "decode" else 6)  # to the cache, or to it and to the span
     with ir.Context() as context:
         triton.dialect.register_dialect(context)

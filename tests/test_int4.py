@@ -184,7 +184,8 @@ def as_floats(weights: model.Weights, cfg: model.Config, format) -> model.Weight
 
     def one(info, x):
         if isinstance(x, GroupedArray):
-            x = ungroup(x, info.contracted_axes, len(info.first_letters))
+            axes, _, first = info.groups
+            x = ungroup(x, axes, first)
         if isinstance(x, QuantizedArray):
             x = x.values * jnp.expand_dims(x.scale, info.contracted_axes)
         return jnp.asarray(np.asarray(x)[tuple(map(slice, info.shape))])
@@ -294,7 +295,7 @@ def test_a_converted_folder_is_what_loading_makes(name, source, converted, monke
 
 
 def test_as_int8_of_int4(source, converted):
-    """Where 4 bits are not fast: their values, rounded once more."""
+    """As CPUs hold it: its values, rounded once more."""
     theirs, ours = open_checkpoint(str(source)), open_checkpoint(str(converted))
     mesh, format = mesh_of(ours.config, "ep2-tp4"), dataclasses.replace(INT8, of=INT4)
     expected, found = (load(x, mesh, "bfloat16", format, show=False) for x in (theirs, ours))
@@ -340,10 +341,10 @@ def test_verify(source, converted):
             scale[(0,) * scale.ndim] *= 2
             assert convert_checkpoint._int4_error(info, x, packed, scale) > 1
             # Rounded rightly, to steps that are twice what they need to be.
-            at, how = info.held.values.letters.index("I"), (info.contracted_axes, info.form.group)
-            q = quantize_groups(jnp.asarray(x), *how, len(info.first_letters), searched=False)
+            at = info.held.values.letters.index("I")
+            q = quantize_groups(jnp.asarray(x), *info.groups, searched=False)
             coarse = jnp.expand_dims(2 * q.scale, at).astype(jnp.float32)
-            groups = in_groups(jnp.asarray(x), *how, len(info.first_letters)).astype(jnp.float32)
+            groups = in_groups(jnp.asarray(x), *info.groups).astype(jnp.float32)
             values = jnp.clip(jnp.round(groups / coarse), -8, 7).astype(jnp.int4)
             packed, scale = np.asarray(pack(values, at)), np.asarray(2 * q.scale)
             assert convert_checkpoint._int4_error(info, x, packed, scale) == np.inf
@@ -367,13 +368,22 @@ def test_what_is_refused(converted, tmp_path, monkeypatch, capsys):
         open_checkpoint(str(changed))
 
 
+@pytest.mark.parametrize(
+    ("backend", "held"), [("tpu", INT4), ("gpu", INT4), ("cpu", dataclasses.replace(INT8, of=INT4))]
+)
+def test_what_a_backend_holds(backend, held, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    assert launch.choose_format("int4", None) == held
+    assert launch.choose_format("int8", None) == INT8
+
+
 @pytest.mark.parametrize("tiny", [LLAMA3, pytest.param(LLAMA4, marks=pytest.mark.deep)])
 def test_the_command(tiny, tmp_path, monkeypatch, capsys):
     """On a CPU int4 is held as int8, and a line says so; a folder of int4 answers the same."""
     asked = "--prompt", "How much is 12 plus 34?", "--json", "--logprobs"
     launch.log_once.cache_clear()
     code, out, err = invoke(monkeypatch, capsys, main, "--checkpoint", tiny, "--quantize", "int4", *asked)
-    assert code == 0 and "int4 weights are held as int8: only on TPUs are 4 bits faster" in err
+    assert code == 0 and "int4 weights are held as int8: on CPUs 4 bits are slower" in err
     convert_checkpoint.convert(str(tiny), str(tmp_path / "int4"), INT4)
     launch.log_once.cache_clear()
     code, again, err = invoke(monkeypatch, capsys, main, "--checkpoint", tmp_path / "int4", *asked)

@@ -71,15 +71,16 @@ def test_float32(model, expected, monkeypatch, capsys):
         assert found["logprobs"] == pytest.approx(scores, abs=1e-4)
 
 
-def test_int8(model, expected, monkeypatch, capsys):
-    """With int8 weights prompts are about as probable: a token's log-probability differs by 0.12, as measured
-    (KL 0.006); twice that is a fault.
+@pytest.mark.parametrize(("format", "mean", "worst"), [("int8", 0.124, 0.61), ("int4", 1.26, 4.9)])
+def test_few_bits(format, mean, worst, model, expected, monkeypatch, capsys):
+    """How far the log-probabilities of the prompts' 107 tokens are from transformers' in float32, on average
+    and at most: int8 as measured on 8 virtual devices, int4 on one, with jax 0.10.2; twice that is a fault.
     """
-    found = answers(monkeypatch, capsys, model, "--quantize", "int8", "--dtype", "float32")
+    found = answers(monkeypatch, capsys, model, "--quantize", format, "--dtype", "float32")
     differences = [
         abs(ours - theirs)
         for response, (_, _, scores, _) in zip(found, expected, strict=True)
         for ours, theirs in zip(response["prompt_logprobs"][1:], scores, strict=True)
     ]
-    assert sum(differences) / len(differences) < 0.25
+    assert sum(differences) / len(differences) < 2 * mean and max(differences) < 2 * worst
     assert "Paris" in found[0]["text"]
