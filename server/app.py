@@ -11,6 +11,7 @@ import re
 import traceback
 from base64 import b64decode, b64encode
 from collections.abc import AsyncIterator
+from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -85,6 +86,7 @@ def error(
 ) -> Response:
     kinds = {401: "authentication_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+    message, param = (x and x.encode(errors="replace").decode() for x in (message, param))
     content = dict(error=dict(message=message, type=kind, param=param, code=code))
     return JSONResponse(content, status, {name.replace("_", "-"): x for name, x in headers.items()})
 
@@ -130,13 +132,12 @@ class Guard:
 
 
 def is_local(host: str) -> bool:
-    name = host.rsplit(":", 1)[0] if host.count(":") == 1 or host.endswith("]") is False else host
-    name = name.strip("[]").lower()
-    if name == "localhost" or name.endswith(".localhost"):
-        return True
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(name).is_loopback
-    return False
+    """Whether a name in a URL is this machine's for itself."""
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        return name == "localhost" or ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
 
 
 class Counted:

@@ -49,7 +49,10 @@ class News:
 
 @dataclasses.dataclass(eq=False)
 class Job:
-    """A request on its way. owner: what `deliver` finds whom to tell by. Times are of time.monotonic."""
+    """A request on its way. owner: what `deliver` finds whom to tell by. Times are of time.monotonic.
+
+    done: whether its last news are made; there are no others.
+    """
 
     request: Request
     stream: TextStream
@@ -133,6 +136,7 @@ class EngineLoop:
         commands = []
         if not self.engine.busy and not self.draining:
             commands.append(self.inbox.get())
+            self.last_end = time.monotonic()
         while not self.inbox.empty():
             commands.append(self.inbox.get())
         late = time.monotonic() - self.seconds
@@ -147,22 +151,23 @@ class EngineLoop:
             if what == "add":
                 try:
                     job.answer = self.engine.add(job.request)
+                    self.jobs[job.answer] = job
                 except UserError as e:
+                    job.done = True
                     news.append((job, News("", 0, "error", str(e))))
-                    continue
-                self.jobs[job.answer] = job
             elif job and job.answer:
                 self.engine.cancel(job.answer)
                 if not job.done:
+                    job.done = True
                     news.append((job, News("", job.stream.used, what)))
         return news
 
     def _look(self, changed: list[Answer]) -> list[tuple[Job, News]]:
         """What these answers have said."""
         news, now = [], time.monotonic()
-        for answer in dict.fromkeys(changed):  # one may be there twice: with scores, and with its end
+        for answer in changed:
             job = self.jobs.get(answer)
-            if job is None:
+            if job is None or job.done:  # one may be there twice: with scores, and with its end
                 continue
             if answer.tokens and job.first_token is None:
                 job.first_token = now
@@ -171,7 +176,7 @@ class EngineLoop:
                 reason = "stop"
                 self.inbox.put(("stop", job))  # for all processes, before the next step
             if reason:
-                text += job.stream.finish()
+                text, job.done = text + job.stream.finish(), True
             if text or reason or job.request.sampling.top_logprobs is not None:
                 news.append((job, News(text, job.stream.used, reason, answer.error)))
         return news
@@ -180,7 +185,6 @@ class EngineLoop:
         """Let the others know, and count."""
         now, ended = time.monotonic(), [(job, said) for job, said in news if said.finish_reason]
         for job, said in ended:
-            job.done = True
             self.jobs.pop(job.answer, None)
             self.metrics.ended(job, said.finish_reason, now)
             self.pace += 0.1 * (now - self.last_end - self.pace)

@@ -388,6 +388,8 @@ WRONG = [
     (TEXT | dict(temperature=1e400), "inf"),
     (TEXT | dict(temperature=True), "'temperature' True is not"),
     (TEXT | dict(top_p=0), "'top_p' 0 is not"),
+    (TEXT | dict(top_p="\ud800"), "'top_p' ? is not"),
+    (TEXT | {"\ud800": 1}, "is not supported"),
     (TEXT | dict(top_k=2**40), "'top_k'"),
     (TEXT | dict(frequency_penalty=3), "between -2 and 2"),
     (TEXT | dict(n=0), "'n' must be"),
