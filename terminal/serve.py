@@ -106,8 +106,8 @@ def listen(args: argparse.Namespace, loop: EngineLoop):
         raise UserError(f"--host {args.host} --port {args.port}: {why}; choose another") from None
     app = make_app(loop, key, args.cors, ip.is_loopback)
     config = uvicorn.Config(
-        app, http=Protocol, ws="none", lifespan="off", log_config=None, log_level="critical", access_log=False,
-        server_header=False, timeout_keep_alive=30, timeout_graceful_shutdown=5,
+        app, http=Protocol, ws="none", lifespan="off", log_config=None, log_level="critical",
+        access_log=False, server_header=False, timeout_keep_alive=30, timeout_graceful_shutdown=5,
     )  # fmt: skip
     server = uvicorn.Server(config)
     threading.Thread(target=server.run, kwargs=dict(sockets=[listener]), daemon=True).start()
