@@ -31,9 +31,10 @@ from terminal.command_line import OneLineParser
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PATIENCE = 5  # seconds
-# What may be another in each process. The prompts are those of the first, and models are compared whole.
+# What may be another in each process. Prompts and clients are the first one's; models are compared whole.
 OWN = {
     "coordinator", "process_id", "prompt", "prompt_file", "checkpoint", "draft",
+    "host", "port", "api_key", "api_key_file", "cors",
     "JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_BIND_ADDRESS", "JAX_PROCESS_ID", "JAX_LOCAL_DEVICE_IDS",
     "JAX_COMPILATION_CACHE_DIR", "JAX_PARTITION_INDEX", "JAX_SLICE_INDEX",
 }  # fmt: skip
@@ -118,7 +119,7 @@ def versions() -> dict[str, str]:
     for path in sorted(ROOT.glob("*.py")) + sorted(ROOT.glob("*/*.py")):
         program.update(path.read_bytes())
     packages = {}
-    for name in ("jax", "jaxlib", "libtpu", "numpy", "tokenizers", "gguf"):
+    for name in ("jax", "jaxlib", "libtpu", "numpy", "tokenizers", "gguf", "llguidance"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             packages[name] = importlib.metadata.version(name)
     settings = {name: x for name, x in os.environ.items() if name.startswith(("JAX_", "XLA_", "LIBTPU_"))}

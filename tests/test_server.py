@@ -524,6 +524,12 @@ def test_queue(server, monkeypatch):
     refused = next(reply for code, reply in results if code == 429)
     assert refused["error"]["code"] == "queue_full"
     assert idle(server)
+    monkeypatch.setattr(server.loop, "max_queue", -ROWS)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port)
+    connection.request("POST", "/v1/completions", json.dumps(TEXT), {"content-type": "application/json"})
+    response = connection.getresponse()
+    connection.close()
+    assert response.status == 429 and 1 <= int(response.headers["retry-after"]) <= 600
 
 
 @pytest.mark.parametrize("count", [60, pytest.param(300, marks=pytest.mark.deep)])
