@@ -403,7 +403,7 @@ def table(result: dict) -> str:
         lines.append(f"| {' | '.join(cells)} |")
     facts = (
         "{model} {options}; {requests} requests of {prompt_tokens} tokens and {new_tokens} new ones; "
-        "{rounds} rounds, {rows} rows; {cpu}; {versions}; {date}."
+        "rounds: {rounds}, rows: {rows}; {cpu}; {versions}; {date}."
     )
     return "\n".join([*lines, "", facts.format(**result), *result["compared"]])
 
