@@ -7,7 +7,8 @@
 The server is `main.py --serve` with the options after --, started here, or any with OpenAI's /v1/completions.
 For each rate so many requests a second come as a Poisson process, whether or not others are answered; inf is
 all at once. Each asks for the greedy continuation of --prompt-tokens of this repository's own texts, by
---new-tokens; no two prompts begin alike, so that no prefix is cached.
+--new-tokens; no two prompts begin alike, so that no prefix is cached. A server that does not know ignore_eos
+may end an answer before: what came is counted.
 
 The table has a line per server and rate. tokens/s: of all answers, from the first arrival to the last end;
 of several rounds the median. First token: from the time at which the request was to come, so that what waits
@@ -235,9 +236,7 @@ def server_command(name: str, args, port: int) -> list:
         slots = ["-np", args.rows, "-c", args.rows * positions(args), "-t", threads]
         return ["llama-server", "-m", args.checkpoint, "--port", port, *slots]
     if name == "llama-cpp-python":
-        # It would break off an answer when another request comes.
-        one = ["--interrupt_requests", "false", "--n_ctx", positions(args), "--n_threads", threads]
-        return [
+        package = [
             args.llama_cpp_python,
             "-m",
             "llama_cpp.server",
@@ -245,8 +244,9 @@ def server_command(name: str, args, port: int) -> list:
             args.checkpoint,
             "--port",
             port,
-            *one,
         ]
+        whole = ["--interrupt_requests", "false"]  # or it would end an answer when another request comes
+        return [*package, *whole, "--n_ctx", positions(args), "--n_threads", threads]
     sizes = ["--rows", args.rows, "--max-len", positions(args), "--max-queue", args.requests]
     return [*main_command(args), "--serve", "--port", port, *sizes]
 
