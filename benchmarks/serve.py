@@ -33,6 +33,7 @@ import importlib.metadata
 import json
 import os
 import pathlib
+import signal
 import socket
 import statistics
 import subprocess
@@ -487,4 +488,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that it ends what it has started, too
     run(main)
