@@ -50,7 +50,7 @@ def report(
             model=args.checkpoint, mesh=degrees(target.mesh),
             devices=jax.device_count(), responses=[content(reply) for reply in replies],
             startup_cpu_seconds=startup.laps, prefill_seconds=prefilled.seconds,
-            decode_tokens_per_second=rate, bandwidth_utilization=utilization,
+            decode_tokens_per_second=rate, engine_seconds=stats.seconds, bandwidth_utilization=utilization,
             prompt_tokens=stats.prompt_tokens, prompt_tokens_reused=stats.reused_tokens,
             decode_steps=stats.steps, tokens_per_step=stats.tokens_per_step,
             guesses_right=stats.acceptance_rate,

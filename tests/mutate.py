@@ -35,6 +35,7 @@ CONVERSION = "tests/test_conversion.py"
 DEQUANTIZED, GGUF = "tests/test_dequantized.py", "tests/test_gguf.py"
 HUB = "tests/test_hub.py"
 QUALITY = "tests/test_quality.py"
+SERVING = "tests/test_serving_benchmark.py"
 INT4 = "tests/test_int4.py"
 GRAMMAR = "tests/test_grammar.py::test_beside_others"
 SERVER = "tests/test_server.py::"
@@ -429,6 +430,14 @@ MUTATIONS = [
     ("checkpoints/checkpoint.py", "if info.form == INT8 else {}", "if False else {}", DEQUANTIZED),
     ("convert_checkpoint.py", "if len(made) < len(names):", "if info.form:\n                made = [checkpoint.sources[name].slab(letter, lo, hi)]", DEQUANTIZED),
     ("benchmarks/quality.py", "targets >= 0", "targets >= -1", QUALITY),
+    ("benchmarks/serve.py", "x.first - x.due for x", "x.first - x.first for x", SERVING),
+    ("benchmarks/serve.py", "/ (x.tokens - 1)", "/ x.tokens", SERVING),
+    ("benchmarks/serve.py", "- min(x.due for x in outcomes)", "- min(x.first for x in answered)", SERVING),
+    ("benchmarks/serve.py", "self.first or now", "now", SERVING),
+    ("benchmarks/serve.py", "rng.exponential(1 / rate, n)", "np.full(n, 1 / rate)", SERVING),
+    ("benchmarks/serve.py", "beginning not in beginnings", "True", SERVING),
+    ("benchmarks/serve.py", "if not found.finished:", "if False:", SERVING),
+    ("benchmarks/serve.py", "tokens / found[\"engine_seconds\"]", "tokens", SERVING),
     # the scheduler
     ("serving/scheduler.py", "n = min(matching, row.read)", "n = matching", WAITS),
     ("serving/scheduler.py", "return start + int(differs.argmax())", "return n", READ_ONCE),

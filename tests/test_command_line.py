@@ -229,7 +229,7 @@ def test_json(tmp_path, monkeypatch, capsys):
     assert code == 0, err
     result = json.loads(out)
     assert result["mesh"] == {"data": 2, "expert": 2, "tensor": 2} and result["devices"] == 8
-    assert result["prefill_seconds"] > 0 and result["decode_tokens_per_second"] > 0
+    assert result["engine_seconds"] > result["prefill_seconds"] > 0 and result["decode_tokens_per_second"] > 0
     assert result["bandwidth_utilization"] is None  # a CPU's bandwidth is not known
     assert [r["prompt"] for r in result["responses"]] == ["Who are you?", "How much is 12 plus 34?"]
     for r in result["responses"]:
