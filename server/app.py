@@ -28,7 +28,7 @@ from server.replies import Reply
 PAGE = pathlib.Path(__file__).with_name("page.html")
 MAX_BODY = 8 << 20  # bytes
 BODY_SECONDS = 30.0  # for a body to arrive
-KEEP_ALIVE = 5.0  # seconds after which a comment says that a stream is alive
+KEEP_ALIVE = 5.0  # seconds between two comments that say that a stream is alive
 LINGER = 60.0  # seconds that a client may take to read the rest of an answer after its time is over
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
@@ -75,10 +75,18 @@ def put_all(news: list[tuple[Job, News]]) -> None:
 
 
 class Listener:
-    """Where the news of a reply's jobs arrive."""
+    """Where the news of a reply's jobs arrive; from `tick` to `close`, now and then None."""
 
     def __init__(self):
-        self.loop, self.queue = asyncio.get_running_loop(), asyncio.Queue()
+        self.loop, self.queue, self.timer = asyncio.get_running_loop(), asyncio.Queue(), None
+
+    def tick(self) -> None:
+        if self.timer:
+            self.queue.put_nowait(None)
+        self.timer = self.loop.call_later(KEEP_ALIVE, self.tick)
+
+    def close(self) -> None:
+        self.timer.cancel()
 
 
 def error(
@@ -276,6 +284,7 @@ class Pending(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         tell = asyncio.ensure_future(self.tell(scope, receive, send))
         gone = asyncio.ensure_future(self.until_gone(receive))
+        self.listener.tick()
         try:
             limit = self.loop.seconds + LINGER
             await asyncio.wait({tell, gone}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
@@ -283,6 +292,7 @@ class Pending(Response):
                 tell.result()
         finally:
             self.loop.cancel(self.jobs)
+            self.listener.close()
             for task in (tell, gone):
                 task.cancel()
             await asyncio.gather(tell, gone, return_exceptions=True)
@@ -295,16 +305,12 @@ class Pending(Response):
         raise NotImplementedError
 
     async def news(self) -> AsyncIterator[tuple[Job, News] | None]:
-        """All of the jobs' news, to the end; None while there is none for long."""
+        """All of the jobs' news, to the end, and now and then None."""
         left = len(self.jobs)
         while left:
-            try:
-                job, news = await asyncio.wait_for(self.listener.queue.get(), KEEP_ALIVE)
-            except TimeoutError:
-                yield None
-                continue
-            left -= news.finish_reason is not None
-            yield job, news
+            told = await self.listener.queue.get()
+            left -= told is not None and told[1].finish_reason is not None
+            yield told
 
 
 def failure(news: News) -> tuple[str, int] | None:
