@@ -48,13 +48,24 @@ class Classes:
         return self.accepted == self.length
 
 
+@dataclasses.dataclass
+class Runs(Classes):
+    """One token again and again, then another: drafts of it are right until the grammar says otherwise."""
+
+    def next(self) -> np.ndarray:
+        return np.arange(V) == (7 if self.accepted < 5 else 8)
+
+
 @functools.cache
 def requests_and_answers() -> list[tuple[Request, list[int]]]:
     """Greedy ones with a grammar, and the tokens by a forward of the text so far with all else left out."""
     weights, cfg, mesh = subject("ring", "1")
     rng, found = np.random.default_rng(0), []
     for i in range(6):
-        prompt, grammar = rng.integers(0, cfg.V, 3 + 7 * i).tolist(), Classes(2 + i, 4 + 2 * i)
+        prompt, grammar = (
+            rng.integers(0, cfg.V, 3 + 7 * i).tolist(),
+            (Runs if i == 2 else Classes)(2 + i, 4 + 2 * i),
+        )
         tokens, state = [], grammar.start()
         while len(tokens) < NEW:
             text = np.zeros((1, 64), np.int32)

@@ -532,6 +532,20 @@ def test_queue(server, monkeypatch):
     assert response.status == 429 and 1 <= int(response.headers["retry-after"]) <= 600
 
 
+def test_a_client_that_leaves(server):
+    """Of 100 samples, after the first part: what waits and what is answered ends, in the engine too."""
+    body = json.dumps(TEXT | dict(n=100, max_tokens=100, ignore_eos=True, stream=True, temperature=1))
+    connection = http.client.HTTPConnection("127.0.0.1", server.port)
+    connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+    response = connection.getresponse()
+    response.readline()
+    answers = list(server.loop.jobs)
+    response.close()
+    connection.close()
+    until(lambda: idle(server))
+    assert len(answers) > 80 and sum(x.finish_reason == "cancelled" for x in answers) > len(answers) / 2
+
+
 @pytest.mark.parametrize("count", [60, pytest.param(300, marks=pytest.mark.deep)])
 def test_many_streams(server, count):
     """On 8 rows, a third of them cancelled at random moments: the others have exactly their solo tokens."""
