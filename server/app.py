@@ -1,6 +1,7 @@
 """The HTTP side: OpenAI's API with server-sent events, the page, health and metrics. It knows no engine."""
 
 import asyncio
+import concurrent.futures
 import contextlib
 import hashlib
 import hmac
@@ -21,15 +22,16 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from server.http import LINGER
 from server.loop import EngineLoop, Job, News, Refused
 from server.questions import BadRequest, Served, read_question
 from server.replies import Reply
+from serving.grammar import NO_WAY_ON
 
 PAGE = pathlib.Path(__file__).with_name("page.html")
 MAX_BODY = 8 << 20  # bytes
 BODY_SECONDS = 30.0  # for a body to arrive
 KEEP_ALIVE = 5.0  # seconds between two comments that say that a stream is alive
-LINGER = 60.0  # seconds that a client may take to read the rest of an answer after its time is over
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -48,13 +50,13 @@ def make_app(loop: EngineLoop, key: str | None, origins: list[str], local: bool)
             Route("/v1/completions", completions, methods=["POST"]),
         ],
         middleware=[
-            Middleware(Counted, loop=loop),
             Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]),
-            Middleware(Guard, key=key, local=local),
+            Middleware(Guard, loop=loop, key=key, local=local),
         ],
         exception_handlers={404: no_such_path, 405: no_such_path, Exception: unexpected},
     )
     app.state.loop, app.state.served = loop, None
+    app.state.grammars = concurrent.futures.ThreadPoolExecutor(1)  # some take long: they wait for one another
     loop.deliver = deliver_from_thread
     return app
 
@@ -115,11 +117,12 @@ async def unexpected(request: Request, e: Exception) -> Response:
 class Guard:
     """Lets in who has the key, if there is one, and on a local server no page of another origin."""
 
-    def __init__(self, app, key: str | None, local: bool):
-        self.app, self.key, self.local = app, key, local
+    def __init__(self, app, loop: EngineLoop, key: str | None, local: bool):
+        self.app, self.loop, self.key, self.local = app, loop, key, local
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (refusal := self._refusal(Request(scope))):
+            self.loop.metrics.refused.labels(refusal.status_code).inc()
             return await refusal(scope, receive, send)
         await self.app(scope, receive, send)
 
@@ -128,15 +131,21 @@ class Guard:
             return None
         if self.key:
             kind, _, given = request.headers.get("authorization", "").partition(" ")
-            if kind.lower() == "basic":  # a browser, which asks for a password
-                with contextlib.suppress(ValueError):
-                    given = b64decode(given, validate=True).decode().partition(":")[2]
-            if not hmac.compare_digest(given.encode(), self.key.encode()):
+            read = dict(bearer=str, basic=password).get(kind.lower(), lambda given: "")
+            if not hmac.compare_digest(read(given).encode(), self.key.encode()):
                 challenge = dict(www_authenticate='Basic realm="API key as password"')
                 return error("the API key is missing or wrong: Authorization: Bearer KEY", 401, **challenge)
         elif self.local and not is_local(request.headers.get("host", "")):
             return error("this server answers to the names of this machine only; see --host", 403)
         return None
+
+
+def password(credentials: str) -> str:
+    """That of HTTP's basic authentication, by which browsers ask for one; "" if there is none."""
+    try:
+        return b64decode(credentials, validate=True).decode().partition(":")[2]
+    except ValueError:
+        return ""
 
 
 def is_local(host: str) -> bool:
@@ -146,21 +155,6 @@ def is_local(host: str) -> bool:
         return name == "localhost" or ipaddress.ip_address(name).is_loopback
     except ValueError:
         return False
-
-
-class Counted:
-    """Counts refusals by their status."""
-
-    def __init__(self, app, loop: EngineLoop):
-        self.app, self.loop = app, loop
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def count(message) -> None:
-            if message["type"] == "http.response.start" and message["status"] >= 400:
-                self.loop.metrics.refused.labels(message["status"]).inc()
-            await send(message)
-
-        await self.app(scope, receive, count)
 
 
 async def page(request: Request) -> Response:
@@ -197,7 +191,7 @@ async def metrics(request: Request) -> Response:
 async def models(request: Request) -> Response:
     served: Served | None = request.app.state.served
     if served is None:
-        return not_ready(request)
+        return error(f"the server is not ready: {state_of(request.app.state.loop)[1]}", 503, retry_after="5")
     described = dict(
         id=served.names[0], object="model", created=served.created, owned_by="llama-jax",
         max_model_len=served.positions,
@@ -208,11 +202,6 @@ async def models(request: Request) -> Response:
     if name not in served.names:
         return error(f"the model {name[:60]!r} is not served here", 404, "model", "model_not_found")
     return JSONResponse(described)
-
-
-def not_ready(request: Request) -> Response:
-    _, why = state_of(request.app.state.loop)
-    return error(f"the server is not ready: {why}", 503, retry_after="5")
 
 
 async def chat_completions(request: Request) -> Response:
@@ -226,25 +215,33 @@ async def completions(request: Request) -> Response:
 async def answer(request: Request, chat: bool) -> Response:
     """Check, submit, and reply: whole, or in parts as they come."""
     loop, served = request.app.state.loop, request.app.state.served
-    if served is None or not loop.ready:
-        return not_ready(request)
     try:
+        if served is None or not loop.ready:
+            raise Refused(state_of(loop)[1], retry_after=None)
         body = await read_body(request)
-        question = await asyncio.to_thread(read_question, body, served, chat)
-    except BadRequest as e:
-        return error(str(e), e.status, e.param, e.code)
-    listener = Listener()
-    jobs = [Job(x, question.new_stream(), listener) for x in question.requests]
-    try:
+        # Others do not wait for a grammar that takes long.
+        threads = request.app.state.grammars if b"response_format" in body else None
+        question = await asyncio.get_running_loop().run_in_executor(
+            threads, read_question, body, served, chat
+        )
+        if len(question.requests) > loop.capacity:
+            what = f"{len(question.requests)} answers are more than this server has rows and places to wait"
+            raise BadRequest(f"{what}: {loop.capacity}", "n")
+        listener = Listener()
+        jobs = [Job(x, question.new_stream(), listener) for x in question.requests]
         loop.submit(jobs)
+    except BadRequest as e:
+        refusal = error(str(e), e.status, e.param, e.code)
     except Refused as e:
         if e.retry_after is None:
-            return error(str(e), 503)
-        return error(str(e), 429, code="queue_full", retry_after=str(e.retry_after))
-    reply = Reply(question, jobs)
-    if question.stream:
-        return Events(loop, listener, jobs, reply)
-    return Whole(loop, listener, jobs, reply)
+            refusal = error(f"the server is not ready: {e}", 503)
+        else:
+            refusal = error(str(e), 429, code="queue_full", retry_after=str(e.retry_after))
+    else:
+        reply = Reply(question, jobs)
+        return (Events if question.stream else Whole)(loop, listener, jobs, reply)
+    loop.metrics.refused.labels(refusal.status_code).inc()
+    return refusal
 
 
 async def read_body(request: Request) -> bytes:
@@ -317,7 +314,9 @@ def failure(news: News) -> tuple[str, int] | None:
     """What went wrong with an answer, and the status that says so."""
     if news.finish_reason == "timeout":
         return "the request has taken longer than this server allows", 504
-    return (news.error or "it was cancelled", 500) if news.finish_reason in ("error", "cancelled") else None
+    if news.finish_reason == "error":
+        return news.error, 400 if news.error.startswith(NO_WAY_ON) else 500
+    return ("it was cancelled", 500) if news.finish_reason == "cancelled" else None
 
 
 class Whole(Pending):

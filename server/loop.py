@@ -82,15 +82,20 @@ class EngineLoop:
 
     # What other threads call.
 
+    @property
+    def capacity(self) -> int:
+        """How many jobs may be open."""
+        return self.rows + self.max_queue
+
     def submit(self, jobs: list[Job]) -> None:
         """Take all of these jobs, or none: Refused if the queue is full, or the server about to end."""
         with self.lock:
             if self.draining:
-                raise Refused("the server is about to end", None)
-            waiting = self.open + len(jobs) - self.rows
-            if waiting > self.max_queue:
-                seconds = min(max(1, round(self.pace * waiting)), 600)
-                raise Refused(f"{self.open} requests are open, and as many may be", seconds)
+                raise Refused("it is about to end", None)
+            beyond = self.open + len(jobs) - self.capacity
+            if beyond > 0:
+                seconds = min(max(1, round(self.pace * beyond)), 600)
+                raise Refused(f"{self.open} of {self.capacity} places for requests are taken", seconds)
             self.open += len(jobs)
             for job in jobs:
                 job.number, job.submitted = self.numbers, time.monotonic()
@@ -171,13 +176,14 @@ class EngineLoop:
                 continue
             if answer.tokens and job.first_token is None:
                 job.first_token = now
-            text, reason = job.stream.add(answer.tokens[job.stream.used :]), answer.finish_reason
+            tokens, reason = answer.tokens[job.stream.used :], answer.finish_reason
+            text = job.stream.add(tokens)
             if job.stream.stopped and reason != "error":
                 reason = "stop"
                 self.inbox.put(("stop", job))  # for all processes, before the next step
             if reason:
                 text, job.done = text + job.stream.finish(), True
-            if text or reason or job.request.sampling.top_logprobs is not None:
+            if text or reason or (tokens and job.request.sampling.top_logprobs is not None):
                 news.append((job, News(text, job.stream.used, reason, answer.error)))
         return news
 

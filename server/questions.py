@@ -100,6 +100,7 @@ def read_question(body: bytes, served: Served, chat: bool) -> Question:
         raise BadRequest(f"{name!r} is not supported", name, code="unsupported_parameter")
     read = Fields(fields)
     read.check_model(served)
+    read.text("user")
     stream, options = read.flag("stream"), read.object("stream_options")
     if options.keys() - USAGE or not all(isinstance(x, bool) for x in options.values()):
         raise BadRequest(f"'stream_options' takes {' and '.join(USAGE)}, true or false", "stream_options")
@@ -152,6 +153,12 @@ class Fields:
             raise self.wrong(name, "true or false")
         return value
 
+    def text(self, name: str) -> str:
+        value = self.fields.get(name, "")
+        if not isinstance(value, str):
+            raise self.wrong(name, "a text")
+        return value
+
     def object(self, name: str) -> dict:
         value = self.fields.get(name, {})
         if not isinstance(value, dict):
@@ -165,14 +172,10 @@ class Fields:
         return value
 
     def check_model(self, served: Served) -> None:
-        name = self.fields.get("model", served.names[0])
-        if not isinstance(name, str):
-            raise self.wrong("model", "a text")
+        name = self.text("model") or served.names[0]
         if name not in served.names:
             what = f"the model {name[:60]!r} is not served here, but {served.names[0]!r}"
             raise BadRequest(what, "model", 404, "model_not_found")
-        if not isinstance(self.fields.get("user", ""), str):
-            raise self.wrong("user", "a text")
 
     def messages(self, served: Served) -> list[int]:
         """The token ids of a chat. A content may be a text, or a list of texts as OpenAI's API has it."""

@@ -11,8 +11,6 @@ from llguidance import LLTokenizer
 from server.loop import Job, News
 from server.questions import Question
 
-REASONS = {"stop": "stop", "length": "length"}
-
 
 @dataclasses.dataclass
 class Choice:
@@ -69,7 +67,7 @@ class Reply:
     def note(self, job: Job, news: News) -> None:
         choice = self.choices[job]
         choice.text += news.text
-        choice.used, choice.finish_reason = news.used, REASONS.get(news.finish_reason)
+        choice.used, choice.finish_reason = news.used, news.finish_reason
 
     def part(self, job: Job, news: News) -> dict:
         """What is streamed of the news."""

@@ -14,6 +14,8 @@ from checkpoints.errors import UserError
 
 # As json.dumps writes it. Where a model may put any spaces, a small one goes on with them for ever.
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+LONGEST = 256 << 10  # characters of a grammar: it takes a thousand times the memory
+NO_WAY_ON = "the grammar allows nothing more, or is too complex"
 
 
 class Constraint:
@@ -29,21 +31,20 @@ class Constraint:
         """UserError where the grammar is too complex to go on."""
         self.matcher.consume_token(token)
         if error := self.matcher.get_error():
-            raise UserError(f"the grammar allows no more: {one_line(error)}")
+            raise UserError(f"{NO_WAY_ON}: {one_line(error)}")
         return self.matcher.is_stopped()
 
 
 @dataclasses.dataclass(frozen=True)
 class Grammar:
-    """What `make_grammar` has made. source: in llguidance's own form."""
+    """What `make_grammar` has made of a kind and a text. matcher: at the beginning of a text."""
 
-    tokens: LLTokenizer
     kind: str
     what: Any
-    source: str
+    matcher: LLMatcher
 
     def start(self) -> Constraint:
-        return Constraint(LLMatcher(self.tokens, self.source))
+        return Constraint(self.matcher.deep_copy())
 
 
 def token_bytes(tokenizer, vocabulary: int, ends: frozenset[int]) -> LLTokenizer:
@@ -52,16 +53,28 @@ def token_bytes(tokenizer, vocabulary: int, ends: frozenset[int]) -> LLTokenizer
 
 
 def make_grammar(tokens: LLTokenizer, kind: str, what) -> Grammar:
-    """kind: "json_schema", of which `what` is the object, "regex" or "lark". UserError if it is none."""
-    if kind == "json_schema":
-        source = LLMatcher.grammar_from_json_schema(json.dumps(what), defaults=JSON_STYLE)
-    else:
-        source = dict(regex=LLMatcher.grammar_from_regex, lark=LLMatcher.grammar_from_lark)[kind](what)
-    failed, messages = LLMatcher.validate_grammar_with_warnings(source, tokens)
-    if failed:
-        raise UserError(one_line(messages[0]))
-    return Grammar(tokens, kind, what, source)
+    """kind: "json_schema", of which `what` is the object, "regex" or "lark". UserError if nothing matches it.
+
+    It may take seconds, of which Python's other threads lose none.
+    """
+    text = json.dumps(what) if kind == "json_schema" else what
+    if len(text) > LONGEST:
+        raise UserError(f"{len(text)} characters are more than {LONGEST}")
+    try:
+        if kind == "json_schema":
+            source = LLMatcher.grammar_from_json_schema(text, defaults=JSON_STYLE)
+        else:
+            source = dict(regex=LLMatcher.grammar_from_regex, lark=LLMatcher.grammar_from_lark)[kind](text)
+    except ValueError as e:
+        raise UserError(one_line(str(e))) from None
+    matcher = LLMatcher(tokens, source, log_level=0)
+    if not matcher.get_error():
+        Constraint(matcher).write_allowed(np.zeros(-(-tokens.vocab_size // 32), np.uint32))
+    if error := matcher.get_error():
+        raise UserError(one_line(error))
+    return Grammar(kind, what, matcher)
 
 
 def one_line(message: str) -> str:
-    return " ".join(message.split())[:300]
+    """Without the state of llguidance's parser."""
+    return " ".join(message.partition("<state>")[0].split())[:300]

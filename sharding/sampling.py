@@ -182,7 +182,8 @@ def sample(logits: Array, how: Sampling, text: Array, length: Array, V: int) -> 
     if how.temperature is None:
         return argmax(logits)
     drawn = how.temperature[:, None] > 0
-    logits = logits / jnp.where(drawn, jnp.maximum(how.temperature[:, None], 1e-6), 1)  # less may overflow
+    # Less may overflow; of more XLA would make 0, by which what is -inf becomes NaN.
+    logits = logits / jnp.where(drawn, jnp.clip(how.temperature[:, None], 1e-6, 1e30), 1)
     if how.top_k is not None:
         target = jnp.where(how.top_k > 0, how.top_k, jnp.inf)
         logits = jnp.where(top(logits, jnp.ones_like(logits), target), logits, -jnp.inf)

@@ -2,6 +2,7 @@
 
 import argparse
 import pathlib
+import re
 
 from checkpoints.names import FLOATS
 from quantize import FORMATS
@@ -61,9 +62,10 @@ def parse_arguments(arguments: list[str] | None = None):
     add("--seed", type=int, default=0, metavar="S", help="of the sampling; default: 0")
 
     add = parser.add_argument_group("how to run").add_argument
-    add("--rows", type=int, metavar="N", help=f"answered at a time; default: all, but at most {ROWS}")
+    add("--rows", type=int, metavar="N",
+        help=f"answered at a time; default: all, but at most {ROWS}; of a server {ROWS}, on a CPU 8")
     add("--max-len", type=int, metavar="N",
-        help="positions per row, prompt included; default: as many as needed")
+        help="positions per row, prompt included; default: as many as needed; of a server 4096")
     add("--draft", metavar="DIR_OR_ID", help="a smaller model with the same tokenizer that guesses ahead")
     add("--lookup", action="store_true", help="guess what came after the same tokens before")
     add("--guesses", type=int, default=4, metavar="N",
@@ -94,6 +96,9 @@ def parse_arguments(arguments: list[str] | None = None):
                           "max_queue", "request_timeout")  # fmt: skip
     if not 0 <= args.port < 65536:
         parser.error(f"--port {args.port} is not between 0 and 65535")
+    for origin in args.cors:
+        if origin != "*" and not re.fullmatch(r"https?://[\w.:\[\]-]+", origin):
+            parser.error(f"--cors {origin}: not * nor an origin such as https://example.org:8080")
     check_together(parser, args)
     check_n_draft(args.guesses)  # before anything is loaded
     return args
@@ -104,6 +109,7 @@ def check_together(parser: OneLineParser, args: argparse.Namespace) -> None:
     given = {name for name, value in vars(args).items() if value and value != parser.get_default(name)}
     for name, others in {
         "chat": "prompt prompt_file output score n logprobs json no_chat_template rows",
+        "api_key": "api_key_file",
         "serve": "chat prompt prompt_file output score n logprobs json no_chat_template seed",
         "score": "max_new_tokens n draft lookup system stop stop_id",
         "draft": "lookup",

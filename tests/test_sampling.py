@@ -136,8 +136,9 @@ def test_bias_and_allowed(name):
     np.testing.assert_allclose(draw(LOGITS, dict(bias=bias), name, scores=True), expected, rtol=1e-6)
     found = draw(LOGITS, dict(bias=bias, allowed=bits), name, scores=True)
     np.testing.assert_allclose(found, np.where(allowed, expected, -np.inf), rtol=1e-6)
-    drawn = draw(LOGITS, dict(bias=bias, allowed=bits, temperature=2.0, seed=np.arange(8)), name)
-    assert allowed[np.arange(8), drawn].all() and drawn[2] == CFG.V - 1
+    for temperature in (2.0, 3e38):
+        drawn = draw(LOGITS, dict(bias=bias, allowed=bits, temperature=temperature, seed=np.arange(8)), name)
+        assert allowed[np.arange(8), drawn].all() and drawn[2] == CFG.V - 1
 
 
 @pytest.mark.parametrize("name", ["1", "dp2-ep2-tp2", deep("tp8")])

@@ -22,6 +22,7 @@ from processes import free_port
 
 import model
 from server import app as server_app
+from server import http as server_http
 from server import questions
 from server.loop import EngineLoop
 from serving import programs
@@ -53,7 +54,7 @@ def started(*options: str) -> SimpleNamespace:
     asker = Asker(args, models[0].checkpoint, tokenizer, [x.cfg for x in models])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(serve, "EngineLoop", Kept)
-        patch.setattr(programs, "WIDTHS", (32, 128))  # fewer to compile
+        patch.setattr(programs, "WIDTHS", (32,))  # fewer to compile, and more chunks of a prompt
         thread = threading.Thread(target=serve.serve, args=(args, models, asker, Startup()), daemon=True)
         thread.start()
         while not (loops and loops[0].ready) and thread.is_alive():
@@ -174,7 +175,7 @@ def test_log_probabilities(server, client, chat):
         asked |= dict(messages=GREETING, logprobs=True, top_logprobs=4)
     else:
         ask = client.completions.create
-        asked |= dict(prompt=[5, 9, 70, 200, 31], logprobs=4, echo=True)
+        asked |= dict(prompt=[5, 9, 70, 200, *range(31, 100)], logprobs=4, echo=True)
     found = ask(**asked).choices[0].logprobs
     streamed = [part.choices[0].logprobs for part in ask(**asked, stream=True) if part.choices]
     streamed = [x for x in streamed if x]
@@ -365,14 +366,19 @@ def at_once(server, bodies: list[dict]) -> list[dict]:
 )
 def test_other_forms(server, client, form, right):
     bound = {str(i): -5 for i in ids_of(server, [" "])} | {str(ids_of(server, ["}"])[0]): 20}
-    choice = client.chat.completions.create(
+    choices = client.chat.completions.create(
         model="tiny-llama3", messages=GREETING, temperature=0, max_tokens=60,
         extra_body=dict(response_format=form, logit_bias=bound if form["type"] == "json_object" else {}),
-    ).choices[0]  # fmt: skip
-    assert choice.finish_reason == "stop" and right(choice.message.content)
+        n=3,
+    ).choices  # fmt: skip
+    assert all(x.finish_reason == "stop" and right(x.message.content) for x in choices)
 
 
 # --------------------------------------------------------------------------------- what they may not
+
+
+def form(**schema) -> dict:
+    return dict(type="json_schema", json_schema=dict(schema=schema))
 
 
 CHAT, TEXT = dict(messages=GREETING), dict(prompt="a")
@@ -428,11 +434,12 @@ WRONG = [
     (TEXT | dict(response_format=dict(type="xml")), "'response_format' must be"),
     (TEXT | dict(response_format=dict(type="regex", regex="(a")), "unclosed group"),
     (TEXT | dict(response_format=dict(type="grammar", grammar="start: x")), "unknown name"),
-    (CHAT | dict(response_format=dict(type="json_schema", json_schema=dict(schema={"type": "no"}))), "type"),
-    (
-        CHAT | dict(response_format=dict(type="json_schema", json_schema=dict(schema={"$ref": "http://x/"}))),
-        "fetch",
-    ),
+    (TEXT | dict(response_format=dict(type="grammar", grammar="start: start")), "'response_format': "),
+    (TEXT | dict(response_format=dict(type="regex", regex="a" * 300_000)), "300000 characters"),
+    (CHAT | dict(response_format=form(const="\ud800")), "'response_format': "),
+    (CHAT | dict(response_format=form(**{"$ref": "#"})), "'response_format': "),
+    (CHAT | dict(response_format=form(type="no")), "type"),
+    (CHAT | dict(response_format=form(**{"$ref": "http://x/"})), "fetch"),
 ]
 
 
@@ -522,12 +529,16 @@ def test_queue(server, monkeypatch):
     refused = next(reply for code, reply in results if code == 429)
     assert refused["error"]["code"] == "queue_full"
     assert idle(server)
-    monkeypatch.setattr(server.loop, "max_queue", -ROWS)
+    status, reply = post(server, "/v1/completions", body | dict(n=41))
+    assert status == 400 and reply["error"]["message"].endswith("places to wait: 40")
+    monkeypatch.setattr(server.loop, "max_queue", 1 - ROWS)
+    monkeypatch.setattr(server.loop, "open", 1)
     connection = http.client.HTTPConnection("127.0.0.1", server.port)
     connection.request("POST", "/v1/completions", json.dumps(TEXT), {"content-type": "application/json"})
     response = connection.getresponse()
     connection.close()
     assert response.status == 429 and 1 <= int(response.headers["retry-after"]) <= 600
+    monkeypatch.undo()
 
 
 def test_a_client_that_leaves(server):
@@ -688,6 +699,18 @@ def test_time_limit(server, monkeypatch):
     status, reply = post(server, "/v1/completions", dict(prompt="a", n=100, max_tokens=100, ignore_eos=True))
     assert status == 504 and "longer" in reply["error"]["message"]
     until(lambda: idle(server))
+
+
+def test_slow_head(server, monkeypatch):
+    """Of a first request and of a later one on the same connection."""
+    monkeypatch.setattr(server_http, "HEAD_SECONDS", 0.2)
+    for before in (b"", b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"):
+        with socket.create_connection(("127.0.0.1", server.port)) as s:
+            s.settimeout(10)
+            s.sendall(before)
+            assert not before or b"ready" in s.recv(4096) + s.recv(4096)
+            s.sendall(b"GET / HTTP/1.1\r\nho")
+            assert s.recv(4096) == b""
 
 
 def test_slow_body(server, monkeypatch):

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -114,6 +115,20 @@ def test_ending(environment):
         assert [parts_of(stream.read()) for stream in streams[1:]] == [whole] * 4
         _, stderr = server.process.communicate(timeout=SECONDS)
         assert server.process.returncode == 0 and "Traceback" not in stderr
+
+
+def test_ending_with_much_to_tell(environment):
+    """An answer of a megabyte, which takes longer to write than the engine to end: it arrives."""
+    with serving(environment) as server:
+        replies = []
+        asked = ASKED | dict(n=32, logprobs=20, max_tokens=40)
+        thread = threading.Thread(target=lambda: replies.append(ask(server.port, **asked).read()))
+        thread.start()
+        while not rows_in_use(server.port):
+            time.sleep(0.01)
+        assert server.end()[0] == 0
+        thread.join()
+        assert len(json.loads(replies[0])["choices"]) == 32
 
 
 def test_ending_at_once(environment):
