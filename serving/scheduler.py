@@ -42,6 +42,11 @@ class Row:
         return self.answer is None or self.answer.finish_reason is not None
 
     @property
+    def constrained(self) -> bool:
+        """Whether a grammar must know the last token before it says what may come next."""
+        return not self.free and self.answer.constraint is not None
+
+    @property
     def unread(self) -> int:
         """How many tokens of the prompt are still to be prefilled: all but the last."""
         return 0 if self.free else max(len(self.answer.prompt) - 1 - self.read, 0)
@@ -54,8 +59,8 @@ class Row:
     @property
     def wanted(self) -> int:
         """How many tokens to choose beyond those that the steps in flight choose at least."""
-        if self.free or self.unread or (self.answer.constraint and self.steps):
-            return 0  # a grammar must know the last token before it says what may come next
+        if self.free or self.unread or (self.constrained and self.steps):
+            return 0
         return self.answer.request.max_new_tokens - len(self.answer.tokens) - self.steps
 
     def latest(self, width: int) -> int:
@@ -205,12 +210,13 @@ class Group:
 
     def to_choose(self) -> np.ndarray:
         """How many tokens a step is to choose in each row, at most: [b] int32."""
-        widths = (
-            min(max(row.wanted, 0), 1 if row.answer and row.answer.constraint else shard.width)
-            for shard in self.shards
-            for row in shard.rows
-        )
-        return np.fromiter(widths, np.int32)
+        width = self.shards[0].width
+        widths = (min(max(row.wanted, 0), 1 if row.constrained else width) for row in self.rows)
+        count = np.fromiter(widths, np.int32)
+        chosen = [row.constrained for row, n in zip(self.rows, count, strict=True) if n]
+        if all(chosen) and any(row.constrained and row.steps for row in self.rows):
+            count[:] = 0  # they wait for one another, rather than take turns in steps that cost as much
+        return count
 
     def sampling(self, options: frozenset[str]) -> Sampling:
         """What the rows' requests ask for these options of sampling, as arrays [b]."""
@@ -231,7 +237,7 @@ class Group:
         """Which tokens each row's grammar allows next, all without one: see Sampling."""
         bits = np.full((len(self.rows), -(-self.vocabulary // 32)), 0xFFFFFFFF, np.uint32)
         for row, own in zip(self.rows, bits, strict=True):
-            if not row.free and row.answer.constraint:
+            if row.constrained:
                 row.answer.constraint.write_allowed(own)
         return bits
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from ops.platform import on_cpu
 from sharding.arrays import pytree
 from sharding.mesh import MODEL
 
@@ -102,18 +103,20 @@ def top(x: Array, mass: Array, target: Array) -> Array:
     """Which entries of each row of x to keep, [b,v] bool: the fewest and largest whose masses reach `target`.
 
     x, mass: [b,v], target: [b]. Equal entries go together. Exact, without moving or sorting the vocabulary: a
-    search over the 32 bits of a float, in 8 rounds in which devices exchange 15 sums.
+    search over the 32 bits of a float, in 8 rounds in which devices exchange 15 sums. On a CPU a sum costs
+    more than a round: there are 32, of one sum.
     """
+    digit_bits = 1 if on_cpu() else 4
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     order = jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))  # sorts like the floats
     target = jnp.maximum(target, 1e-30)[:, None]
     least = jnp.zeros((x.shape[0], 1), jnp.uint32)
-    for shift in range(28, -1, -4):
+    for shift in range(32 - digit_bits, -1, -digit_bits):
 
         def mass_from(digit: int, least=least, shift=shift) -> Array:
             return jnp.sum(jnp.where(order >= least + jnp.uint32(digit << shift), mass, 0), -1)
 
-        masses = lax.psum(jnp.stack([mass_from(digit) for digit in range(1, 16)], -1), MODEL)
+        masses = lax.psum(jnp.stack([mass_from(digit) for digit in range(1, 1 << digit_bits)], -1), MODEL)
         digit = jnp.sum(masses >= target, -1, keepdims=True, dtype=jnp.uint32)
         least = least + (digit << shift)
     return order >= least

@@ -98,6 +98,17 @@ def test_beside_others(mesh, lookup, compiled):
     assert not lookup or engine.stats.drafted
 
 
+def test_rows_of_grammars_step_together():
+    """As many steps as an answer has tokens, and one for each that begins later; others go on beside them."""
+    same = [Request([5, 6, 7], 10, grammar=Classes(3, 99)) for _ in range(6)]
+    engine = batch_of(same, "ring")
+    ask(engine, same)
+    assert engine.stats.tokens == 60 and engine.stats.steps <= 10 + 6
+    before, other = engine.stats.steps, Request([5, 6, 7], 40)
+    ask(engine, [other, *same])
+    assert engine.stats.steps - before <= 40 + 2
+
+
 def test_a_grammar_that_fails():
     """Its answer is an error, and the others go on."""
 

@@ -272,17 +272,21 @@ def test_same_draws_on_every_mesh(name):
 
 
 @lru_cache
-def top_of_one_device():
+def top_of_one_device(on_cpu: bool):
     layout = P("data", MODEL)
     layouts = layout, layout, P("data")
-    return jax.jit(jax.shard_map(sampling.top, mesh=mesh_of(CFG), in_specs=layouts, out_specs=layout))
+    run = jax.jit(jax.shard_map(sampling.top, mesh=mesh_of(CFG), in_specs=layouts, out_specs=layout))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampling, "on_cpu", lambda: on_cpu)
+        return run.lower(LOGITS, LOGITS, LOGITS[:, 0]).compile()
 
 
+@pytest.mark.parametrize("on_cpu", [True, False])
 @pytest.mark.parametrize("target", [1e-46, 0.001, 0.3, 0.95, 0.999999, 0.99999999])
-def test_kept_set_is_exact(target):
-    """Against sorting, at masses from less than a token's to all; negative and positive logits."""
+def test_kept_set_is_exact(target, on_cpu):
+    """Against sorting, in the rounds of a CPU and of others; from less than a token's mass to all."""
     mass = np.exp(LOGITS) / np.exp(LOGITS).sum(-1, keepdims=True)
-    kept = top_of_one_device()(LOGITS, mass, np.full(len(LOGITS), target, np.float32))
+    kept = top_of_one_device(on_cpu)(LOGITS, mass, np.full(len(LOGITS), target, np.float32))
     for row_mass, row_kept in zip(mass, np.asarray(kept), strict=True):
         falling = -np.sort(-row_mass)
         n = row_kept.sum()
