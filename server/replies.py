@@ -14,7 +14,7 @@ from server.questions import Question
 
 @dataclasses.dataclass
 class Choice:
-    """One of the answers. text, used: what has been told of it; echoed: whether its prompt has been."""
+    """One of the answers. prompt: what is echoed. text, used: what has been told, and in how many tokens."""
 
     index: int
     job: Job
@@ -78,7 +78,7 @@ class Reply:
         if self.question.chat:
             delta = dict(content=news.text) if news.text else {}
             return self._part(choice, delta=delta, logprobs=logprobs, finish_reason=choice.finish_reason)
-        text = choice.prompt * first + news.text
+        text = (choice.prompt if first else "") + news.text
         return self._part(choice, text=text, logprobs=logprobs, finish_reason=choice.finish_reason)
 
     def _part(self, choice: Choice, **what) -> dict:

@@ -255,6 +255,22 @@ def test_markup_is_text(page):
     assert js(page, pieces) == [["P", start], ["PRE", code], ["P", end]]
 
 
+def test_sliders(page):
+    """A slider writes its number, which is sent; a number moves it; without one it says what is usual."""
+    slider = "document.querySelector('[data-of=top_p]')"
+    assert js(page, f"{slider}.value") == "1" and js(page, "settings.top_p.value") == ""
+    page.execute_script(
+        f"{slider}.value = .25; {slider}.dispatchEvent(new Event('input', {{bubbles: true}}))"
+    )
+    assert js(page, "settings.top_p.value") == "0.25"
+    ask(page, "Tell me your name")
+    assert asked(page)["top_p"] == 0.25
+    choose(page, top_p=0.5)
+    assert js(page, f"{slider}.value") == "0.5"
+    choose(page, top_p="")
+    assert js(page, f"{slider}.value") == "1"
+
+
 def test_narrow(page):
     """Nothing of it is wider than a phone, whatever is said in it."""
     page.execute_cdp_cmd(
