@@ -1,4 +1,4 @@
-"""Generate text: python3 main.py [--checkpoint DIR_OR_ID] [--prompt TEXT]...
+"""Generate text: python3 main.py [--checkpoint DIR_OR_ID] [--prompt TEXT]... or --chat, or --serve
 
 With no arguments, a tiny model that ships with this repository answers three prompts. On several hosts, run
 the same command on each: they find one another, and the first one prints.
