@@ -58,8 +58,8 @@ def pytest_addoption(parser) -> None:
 
 # The files that take longest come first, or a worker would be left with one at the end.
 LONGEST = (
-    "plan answers generation meshes conversion speculation hosts chat kernels gpu reuse_search server grammar "
-    "command_line transformers attention speed trained sampling cpu experts quality"
+    "plan answers generation meshes conversion speculation hosts chat kernels gpu reuse_search server "
+    "grammar command_line transformers attention speed trained sampling cpu experts quality"
 ).split()
 
 
