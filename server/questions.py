@@ -12,8 +12,8 @@ from checkpoints.errors import UserError
 from checkpoints.tensor_files import parse_json
 from model import Sampling
 from serving.grammar import Grammar, make_grammar
-from serving.requests import SAMPLING, Request, check_sampling
-from serving.text import TextStream, encode
+from serving.requests import RESTRICTIONS, SAMPLING, Request, check_sampling
+from serving.text import TextStream, encode, is_broken
 from sharding.sampling import BIASES, TOP, Bias
 
 MAX_SAMPLES = 128  # n, times the prompts of one request
@@ -22,7 +22,6 @@ COMPLETION_TOKENS = 16  # of a completion that does not say how many, as in Open
 ROLES = ("system", "developer", "user", "assistant", "tool")
 USAGE = ("include_usage", "continuous_usage_stats")
 PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
-RESTRICTIONS = ("top_p", "top_k", "min_p")
 
 COMMON = {
     "model", "stream", "stream_options", "max_tokens", "temperature", *RESTRICTIONS, *PENALTIES, "stop",
@@ -203,7 +202,7 @@ class Fields:
                     raise BadRequest(f"{where}: this model reads texts only", "messages")
                 parts.append(part["text"])
             content = "".join(x if isinstance(x, str) else "\ud800" for x in parts)
-        if not isinstance(content, str) or not is_text(content):
+        if not isinstance(content, str) or is_broken(content):
             raise BadRequest(f"{where}: its content must be a text", "messages")
         return content
 
@@ -217,7 +216,7 @@ class Fields:
         texts, ids = [], []
         for prompt in prompts:
             if isinstance(prompt, str):
-                if not prompt or not is_text(prompt):
+                if not prompt or is_broken(prompt):
                     raise BadRequest("'prompt' is empty or not a text", "prompt")
                 try:
                     ids.append(served.encode(prompt))
@@ -263,7 +262,7 @@ class Fields:
         stops = [value] if isinstance(value, str) else value
         if not isinstance(stops, list) or len(stops) > MAX_STOPS:
             raise self.wrong("stop", f"a text, or a list of at most {MAX_STOPS}")
-        if not all(isinstance(x, str) and x and is_text(x) for x in stops):
+        if not all(isinstance(x, str) and x and not is_broken(x) for x in stops):
             raise self.wrong("stop", "of texts that are not empty")
         return tuple(stops)
 
@@ -280,7 +279,7 @@ class Fields:
                     check_sampling(name, value)
                 except UserError as e:
                     raise BadRequest(str(e).replace(name.replace("_", "-"), repr(name), 1), name) from None
-        if set(asked) & set(RESTRICTIONS) and "temperature" not in asked and not served.sampling.temperature:
+        if RESTRICTIONS & set(asked) and "temperature" not in asked and not served.sampling.temperature:
             asked["temperature"] = 1.0
         return dataclasses.replace(
             served.sampling, **asked, bias=self.bias(served.vocabulary), top_logprobs=logprobs
@@ -324,7 +323,7 @@ class Fields:
                 case "json_schema":
                     return make_grammar(tokens, "json_schema", self._schema(asked.get("json_schema")))
             source = asked.get(kind)
-            if not isinstance(source, str) or not is_text(source):
+            if not isinstance(source, str) or is_broken(source):
                 raise self.wrong("response_format", f"an object whose {kind} is a text")
             return make_grammar(tokens, dict(regex="regex", grammar="lark")[kind], source)
         except UserError as e:
@@ -342,8 +341,3 @@ def check_tokens(value, vocabulary: int, name: str) -> None:
         raise BadRequest(f"{name!r} must be a list of token ids", name)
     if wrong := [x for x in value if type(x) is not int or not 0 <= x < vocabulary]:
         raise BadRequest(f"{name!r}: {repr(wrong[0])[:20]} is no token id below {vocabulary}", name)
-
-
-def is_text(x: str) -> bool:
-    """Without half a surrogate pair, which no encoding has."""
-    return not any("\ud800" <= c <= "\udfff" for c in x)

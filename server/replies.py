@@ -31,7 +31,9 @@ class Reply:
     def __init__(self, question: Question, jobs: list[Job]):
         self.question, self.tokens = question, question.served.tokens
         self.choices = {job: Choice(i, job, self._echo(i // question.n)) for i, job in enumerate(jobs)}
-        kind = "chatcmpl" if question.chat else "cmpl"
+        of_chat = "chatcmpl", "chat.completion", "chat.completion.chunk"
+        of_text = "cmpl", "text_completion", "text_completion"
+        kind, self.whole_kind, self.part_kind = of_chat if question.chat else of_text
         self.head = dict(id=f"{kind}-{secrets.token_hex(12)}", object="", created=int(time.time()),
                          model=question.served.names[0])  # fmt: skip
 
@@ -46,7 +48,6 @@ class Reply:
 
     def whole(self) -> dict:
         """After the end of all choices."""
-        kind = "chat.completion" if self.question.chat else "text_completion"
         choices = []
         for choice in self.choices.values():
             found = dict(index=choice.index, finish_reason=choice.finish_reason, logprobs=None)
@@ -56,7 +57,7 @@ class Reply:
             else:
                 found |= dict(text=choice.prompt + choice.text, logprobs=logprobs)
             choices.append(found)
-        return self.head | dict(object=kind, choices=choices, usage=self.usage())
+        return self.head | dict(object=self.whole_kind, choices=choices, usage=self.usage())
 
     def beginnings(self) -> Iterator[dict]:
         """What is streamed before there is anything to tell: whose turn it is."""
@@ -82,18 +83,16 @@ class Reply:
         return self._part(choice, text=text, logprobs=logprobs, finish_reason=choice.finish_reason)
 
     def _part(self, choice: Choice, **what) -> dict:
-        kind = "chat.completion.chunk" if self.question.chat else "text_completion"
         wanted = self.question.usage
         now = self.usage() if "continuous_usage_stats" in wanted else None
         usage = dict(usage=now) if "include_usage" in wanted else {}
-        return self.head | dict(object=kind, choices=[dict(index=choice.index) | what]) | usage
+        return self.head | dict(object=self.part_kind, choices=[dict(index=choice.index) | what]) | usage
 
     def last_part(self) -> dict | None:
         """The usage, if it is asked for."""
         if "include_usage" not in self.question.usage:
             return None
-        kind = "chat.completion.chunk" if self.question.chat else "text_completion"
-        return self.head | dict(object=kind, choices=[], usage=self.usage())
+        return self.head | dict(object=self.part_kind, choices=[], usage=self.usage())
 
     def usage(self) -> dict:
         prompts = sum(len(request.prompt) for request in self.question.requests[:: self.question.n])

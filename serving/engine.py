@@ -170,11 +170,10 @@ class Engine:
             asked = options_in_use([row.answer.request for row in group.rows if not row.free])
             options = next(options for options in self.option_sets if asked <= options)
             self.sampling[number] = group.sampling(options)
+        elif self.sampling[number].allowed is not None:  # it changes with each step
+            self.sampling[number] = dataclasses.replace(self.sampling[number], allowed=group.allowed())
         chunk = self._prefill(group, sent)
-        sampling = self.sampling[number]
-        if sampling.allowed is not None:  # it changes with each step
-            sampling = dataclasses.replace(sampling, allowed=group.allowed())
-        sent.turn = Turn(begins, chunk, self._decode(group, sent), sampling)
+        sent.turn = Turn(begins, chunk, self._decode(group, sent), self.sampling[number])
         self.turns += 1
         return sent
 

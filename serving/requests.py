@@ -22,7 +22,8 @@ SAMPLING = {
     "frequency_penalty": (numbers.Real, -2, 2, "between -2 and 2"),
     "seed": (numbers.Integral, 0, 2**32 - 1, f"between 0 and {2**32 - 1}"),
 }
-DRAWING = {"seed", "temperature", "top_k", "top_p", "min_p"}  # what is of no use to greedy rows
+RESTRICTIONS = {"top_k", "top_p", "min_p"}  # who asks for one wants samples
+DRAWING = {"seed", "temperature"} | RESTRICTIONS  # what is of no use to greedy rows
 ANSWER_PENALTIES = {"presence_penalty", "frequency_penalty", "answer_start"}
 ABOVE_ZERO = ("top_p", "repetition_penalty")
 

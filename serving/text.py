@@ -82,6 +82,14 @@ def encode(tokenizer, text: str | list[dict], vocabulary: int) -> list[int]:
     return ids
 
 
+def is_broken(text: str) -> bool:
+    """Whether there is half a surrogate pair in it, which no encoding has.
+
+    Python makes it of bytes that are no text, and JSON may name it.
+    """
+    return any("\ud800" <= c <= "\udfff" for c in text)
+
+
 def generation_config(folder: pathlib.Path) -> dict[str, Any]:
     """What generation_config.json says; nothing without one."""
     file = folder / "generation_config.json"

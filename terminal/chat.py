@@ -13,10 +13,10 @@ from checkpoints.errors import UserError
 from serving.engine import Engine
 from serving.memory import Deployment, fit_cache
 from serving.requests import Request
-from serving.text import TextStream
+from serving.text import TextStream, is_broken
 from terminal.launch import Startup, log
 from terminal.models import start_engine
-from terminal.prompts import NOT_TEXT, Asker, is_broken
+from terminal.prompts import NOT_TEXT, Asker
 
 POSITIONS = 4096  # of a conversation, unless --max-len or the model say otherwise
 PATIENCE = 2.0  # seconds after which a second Ctrl-C leaves at once

@@ -15,8 +15,8 @@ from checkpoints.errors import UserError
 from checkpoints.tensor_files import parse_json
 from distributed.exchange import from_first
 from model import Config, Sampling
-from serving.requests import SAMPLING, Request, check_sampling
-from serving.text import TextStream, encode, generation_config, stop_tokens
+from serving.requests import RESTRICTIONS, SAMPLING, Request, check_sampling
+from serving.text import TextStream, encode, generation_config, is_broken, stop_tokens
 from terminal.command_line import INT32_MAX
 from terminal.launch import log
 
@@ -27,7 +27,6 @@ DEFAULTS = (
     "Do you like ice cream, be extremely precise",
 )
 NOT_TEXT = "not valid text in this terminal's encoding"
-RESTRICTIONS = {"top_k", "top_p", "min_p"}  # which ask for samples
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,11 +70,6 @@ def share_prompts(args: argparse.Namespace) -> list[Prompt]:
     """`read_prompts` of the first process, in all: others may have an empty stdin, and no such file."""
     found = from_first(lambda: [dataclasses.astuple(prompt) for prompt in read_prompts(args)])
     return [Prompt(*fields) for fields in found]
-
-
-def is_broken(text: str) -> bool:
-    """Whether there is half a surrogate pair in it: what Python makes of bytes that are no text."""
-    return any("\ud800" <= c <= "\udfff" for c in text)
 
 
 def read_prompt_file(name: str) -> list[Prompt]:

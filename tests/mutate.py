@@ -253,7 +253,7 @@ MUTATIONS = [
     ("serving/scheduler.py", "1 if row.constrained else width", "width", GRAMMAR + "[True-1]"),
     ("serving/scheduler.py", "            if row.constrained:", "            if False:", GRAMMAR),
     ("serving/scheduler.py", "count[:] = 0", "pass", "tests/test_grammar.py::test_rows_of_grammars_step_together"),
-    ("serving/engine.py", "dataclasses.replace(sampling, allowed=group.allowed())", "sampling", GRAMMAR),
+    ("serving/engine.py", "dataclasses.replace(self.sampling[number], allowed=group.allowed())", "self.sampling[number]", GRAMMAR),
     ("serving/engine.py", "next(options for options in self.option_sets if asked <= options)", "self.option_sets[-1]", "tests/test_grammar.py::test_programs_for_what_rows_ask"),
     ("serving/engine.py", "x[row, :count, :n].tolist()", "x[row, :count, -n:].tolist()", "tests/test_grammar.py::test_likeliest_of_prompts_and_answers"),
     ("serving/grammar.py", "return self.matcher.is_stopped()", "return False", "tests/test_grammar.py::test_a_real_grammar"),

@@ -118,7 +118,7 @@ def test_ending(environment):
 
 
 def test_ending_with_much_to_tell(environment):
-    """An answer of a megabyte, which takes longer to write than the engine to end: it arrives."""
+    """An answer of 0.7 MB, which takes longer to write than the engine to end: it arrives."""
     with serving(environment) as server:
         replies = []
         asked = ASKED | dict(n=32, logprobs=20, max_tokens=40)
