@@ -146,10 +146,10 @@ def make_checkpoint(name: str, layers: int | None, shards: int, folder: pathlib.
     from models import MODELS
     from safetensors.numpy import save_file
 
-    from checkpoints.config_json import read_config
     from checkpoints.folders import THEIR_INDEX
     from checkpoints.layouts import layout_of
     from checkpoints.names import named_infos
+    from families.registry import read_config
 
     config = MODELS[name] | ({"num_hidden_layers": layers} if layers else {})
     tensors = {}

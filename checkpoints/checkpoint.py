@@ -16,10 +16,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from checkpoints.config_json import read_config
 from checkpoints.dequantized import Dequantized, dequantized
 from checkpoints.errors import UserError, located
-from checkpoints.families import family_of
 from checkpoints.folders import (
     INDEX,
     THEIR_FILE,
@@ -36,6 +34,7 @@ from checkpoints.layouts import SLAB_BYTES, Layout, Source, file_layout, layout_
 from checkpoints.names import FLOATS, named_infos, renamed, stored_infos, type_name
 from checkpoints.progress import progress
 from checkpoints.tensor_files import StoredTensor, TensorFile, array_bytes
+from families.registry import find_family, read_config
 from model import Config
 from quantize import FORMATS, INT8, Format
 from sharding.arrays import ArrayInfo
@@ -151,7 +150,7 @@ def _open_published(
     """path: the user's. folder: of the small files. open_tensors: by their names, those of a config.json."""
     with located(path):
         content = read_json(folder / "config.json")
-        config, (family, content) = read_config(content), family_of(content)
+        config, (family, content) = read_config(content), find_family(content)
     tensors = renamed(open_tensors(content), family)
     sources = {name: _find(tensors, path, info) for name, info in named_infos(config)}
     for name, info in named_infos(config, format=INT8):

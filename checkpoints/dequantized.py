@@ -17,8 +17,8 @@ import numpy as np
 from ml_dtypes import float8_e4m3fn
 
 from checkpoints.errors import UserError
-from checkpoints.fields import Fields
 from checkpoints.tensor_files import StoredTensor, TensorFile
+from families.config import ConfigFields
 
 WORD = 32  # bits
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word the value of each of eight columns is
@@ -121,7 +121,7 @@ def dequantized(tensors: dict[str, StoredTensor], config: dict) -> dict[str, Sto
     name = config.pop("quant_method", None)
     if name not in METHODS:
         raise UserError(f"config.json: quant_method = {name!r} is not supported ({', '.join(METHODS)})")
-    fields = Fields({key: value for key, value in config.items() if key not in NO_EFFECT})
+    fields = ConfigFields({key: value for key, value in config.items() if key not in NO_EFFECT})
     method = METHODS[name](fields)
     fields.finish({})
     weights, others = collections.defaultdict(dict), {}
@@ -197,9 +197,9 @@ def stored_groups(parts: Parts, end: str, columns: int, count: int) -> np.ndarra
 # ------------------------------------------------------------------------------------------------- methods
 
 
-def one_of(fields: Fields, name: str, *known, default=None):
+def one_of(fields: ConfigFields, name: str, *known, default=None):
     """The value of a field that must be one of these."""
-    value = fields.left.pop(name, None)
+    value = fields.get(name)
     value = default if value is None else value
     if not any(value == x and type(value) is type(x) for x in known):
         listed = ", ".join(map(repr, known))
@@ -207,14 +207,12 @@ def one_of(fields: Fields, name: str, *known, default=None):
     return value
 
 
-def group_size(fields: Fields) -> int | None:
+def group_size(fields: ConfigFields) -> int | None:
     """None for one group of all columns, which is written as -1, too."""
-    if fields.left.get("group_size") == -1:
-        del fields.left["group_size"]
-    return fields.take("group_size", int, None)
+    return None if fields.get("group_size") == -1 else fields.take("group_size", int, None)
 
 
-def gptq(fields: Fields) -> Method:
+def gptq(fields: ConfigFields) -> Method:
     bits, size = one_of(fields, "bits", 4, 8, 2), group_size(fields)
     ordered = fields.take("desc_act", bool, False)  # columns in order of importance, and so the groups
     version = one_of(fields, "checkpoint_format", "gptq", "gptq_v2", default="gptq")
@@ -242,7 +240,7 @@ def gptq(fields: Fields) -> Method:
     return Method(("qweight", "qzeros", "scales", "g_idx"), read)
 
 
-def awq(fields: Fields) -> Method:
+def awq(fields: ConfigFields) -> Method:
     bits, size = one_of(fields, "bits", 4), group_size(fields)
     one_of(fields, "version", "gemm", "GEMM")
     one_of(fields, "zero_point", True)
@@ -263,11 +261,11 @@ def awq(fields: Fields) -> Method:
     return Method(("qweight", "qzeros", "scales"), read)
 
 
-def compressed_tensors(fields: Fields) -> Method:
-    weights = Fields(_weights_scheme(fields.take("config_groups", dict)))
+def compressed_tensors(fields: ConfigFields) -> Method:
+    weights = ConfigFields(_weights_scheme(fields.take("config_groups", dict)))
     form = one_of(fields, "format", "pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
     one_of(fields, "quantization_status", "compressed", default="compressed")
-    one_of(Fields(fields.take("sparsity_config", dict, {})), "format", "dense", default="dense")
+    one_of(ConfigFields(fields.take("sparsity_config", dict, {})), "format", "dense", default="dense")
     fields.take("version", str, None)
     one_of(weights, "type", "int", "float", default="int")  # which the tensors' own types say
     strategy = one_of(weights, "strategy", "group", "channel", "tensor", "block")
@@ -292,7 +290,7 @@ def _weights_scheme(groups: dict) -> dict:
     return {name: value for name, value in schemes[0].items() if name not in NO_EFFECT}
 
 
-def _packed(weights: Fields, size: int | None) -> Method:
+def _packed(weights: ConfigFields, size: int | None) -> Method:
     """pack-quantized. Values and zero points are stored without a sign."""
     bits = one_of(weights, "num_bits", 4, 8)
     ordered = one_of(weights, "actorder", "group", "weight", "static", default="weight") == "group"
@@ -322,14 +320,14 @@ def _packed(weights: Fields, size: int | None) -> Method:
     )
 
 
-def fp8(fields: Fields) -> Method:
+def fp8(fields: ConfigFields) -> Method:
     block = fields.take("weight_block_size", list)
     one_of(fields, "fmt", "e4m3", default="e4m3")
     one_of(fields, "activation_scheme", "dynamic", default="dynamic")
     return eight_bits("weight_scale_inv", "block", None, block)
 
 
-def fbgemm_fp8(fields: Fields) -> Method:
+def fbgemm_fp8(fields: ConfigFields) -> Method:
     return eight_bits("weight_scale", "channel", None, None)
 
 
@@ -356,7 +354,7 @@ def eight_bits(scale: str, strategy: str, size: int | None, block: list | None) 
     return Method((scale, "weight", "input_scale_ub"), read, int8=strategy == "channel")
 
 
-METHODS: dict[str, Callable[[Fields], Method]] = {
+METHODS: dict[str, Callable[[ConfigFields], Method]] = {
     "compressed-tensors": compressed_tensors,
     "gptq": gptq,
     "awq": awq,

@@ -1,7 +1,7 @@
 """What weights and their types are called in our files, and how published names become those of model.py.
 
-The published name of each weight stands with its declaration in model.py, what a family calls otherwise in
-families.py.
+Llama's name of each weight stands with its declaration in model.py, what a family calls otherwise in its file
+in families/.
 """
 
 import dataclasses
@@ -13,8 +13,8 @@ import numpy as np
 
 import model
 from checkpoints.errors import UserError
-from checkpoints.families import Family
 from checkpoints.tensor_files import StoredTensor
+from families.family import Family
 from model import Config
 from quantize import Format
 from sharding.arrays import ArrayInfo
@@ -66,11 +66,10 @@ def type_name(info: ArrayInfo, dtype: str) -> str:
 
 
 def renamed(tensors: dict[str, StoredTensor], family: Family) -> dict[str, StoredTensor]:
-    """Published tensors under the names that model.py declares. Raises UserError if two are the same one."""
+    """Published tensors under Llama's names. Raises UserError if two of them have the same one."""
     found = {}
     for name, tensor in tensors.items():
-        for pattern, replacement in family.renames:
-            name = pattern.sub(replacement, name)
+        name = family.llama_name(name)
         if name in found:
             raise UserError(
                 f"{tensor.file.path}: tensors {tensor.name} and {found[name].name} are the same one"

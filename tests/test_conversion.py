@@ -25,13 +25,13 @@ from safetensors.numpy import load_file, save_file
 
 import convert_checkpoint
 from checkpoints.checkpoint import open_checkpoint
-from checkpoints.config_json import read_config
 from checkpoints.folders import INDEX
 from checkpoints.layouts import layout_of
 from checkpoints.loading import load
 from checkpoints.names import named_infos
 from checkpoints.tensor_files import TensorFile
 from convert_checkpoint import convert, verify
+from families.registry import read_config
 from quantize import INT8, quantize
 from sharding.mesh import make_mesh
 

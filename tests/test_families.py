@@ -18,10 +18,10 @@ from test_transformers import CONFIGS, LENGTHS, NEW, check, reference_model
 
 import model
 from checkpoints.checkpoint import open_checkpoint
-from checkpoints.config_json import read_config
 from checkpoints.errors import UserError
 from checkpoints.loading import load
 from convert_checkpoint import convert
+from families.registry import read_config
 from serving import programs
 from serving.engine import Engine
 from serving.programs import Programs
@@ -203,6 +203,15 @@ def test_published_config(name):
         ),
     }[name]
     assert found == expected
+
+
+@pytest.mark.parametrize("hidden_size", [60, 2])
+def test_no_head_of_the_hidden_size(hidden_size):
+    """A latent's heads have widths of their own: hidden_size / num_attention_heads may be odd, or 0."""
+    cfg = read_config(PUBLISHED["glm4_moe_lite"] | dict(hidden_size=hidden_size))
+    assert cfg.D == hidden_size and cfg.layers[0].attention.R == 16
+    with pytest.raises(UserError, match="even head_dim, or part of it, not 15"):
+        read_config(PUBLISHED["glm4_moe_lite"] | dict(qk_rope_head_dim=15))
 
 
 def test_published_sizes():

@@ -18,9 +18,9 @@ from processes import causes, errors, finish, start
 
 import main
 from benchmarks.models import MODELS
-from checkpoints.config_json import read_config
 from checkpoints.layouts import layout_of
 from checkpoints.names import named_infos
+from families.registry import read_config
 from serving import memory
 
 LLAMA4 = CHECKPOINTS / "tiny-llama4"

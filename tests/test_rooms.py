@@ -12,7 +12,7 @@ ORDER = (
     {"server"},
     {"serving"},
     {"distributed"},
-    {"checkpoints"},
+    {"checkpoints", "families"},  # the families need its UserError, it needs their names
     {"model"},
     {"sharding"},
     {"ragged_attention", "ops"},

@@ -13,9 +13,9 @@ from conftest import CHECKPOINTS, generate, mesh_of, with_short_rings
 import main
 import model
 from checkpoints.checkpoint import open_checkpoint
-from checkpoints.config_json import read_config
 from checkpoints.loading import load
 from convert_checkpoint import convert
+from families.registry import read_config
 from serving import programs
 
 SIZES = dict(

@@ -1,0 +1,150 @@
+"""What the families' readers of config.json share."""
+
+from checkpoints.errors import UserError
+from model import Config, Experts, Full, Gated, Heads, LayerKind, Norm, Rope, Router, Window
+
+NUMBER = (int, float)
+NO_EFFECT = frozenset(
+    """architectures attention_dropout bos_token_id cache_implementation dtype eos_token_id
+    for_llm_compressor initializer_range model_type output_router_logits pad_token_id pretraining_tp
+    quantization_config router_aux_loss_coef router_jitter_noise torch_dtype transformers_version
+    unsloth_fixed unsloth_version use_cache""".split()
+)
+REQUIRED = object()
+MOST_LAYERS = 1000  # far more than any model has: a list of that many layers is made
+
+
+class ConfigFields:
+    """The fields of a config.json. Each one must be read, have no effect on inference, or be refused."""
+
+    def __init__(self, config: dict, no_effect: tuple[str, ...] = ()):
+        known = NO_EFFECT.union(no_effect)
+        self.values = {k: v for k, v in config.items() if k not in known and not k.startswith("_")}
+        self.unread = dict.fromkeys(self.values)
+
+    def get(self, name: str):
+        """The value of a field, whatever it is; None if the field is not there."""
+        self.unread.pop(name, None)
+        return self.values.get(name)
+
+    def take(self, name: str, kind: type | tuple[type, ...], default=REQUIRED):
+        """The value of a field, which must be of this type. null means absent, and numbers are positive."""
+        value = self.get(name)
+        if value is None:
+            if default is REQUIRED:
+                raise UserError(f"config.json: field {name!r} is missing")
+            return default
+        number = kind in (int, NUMBER)
+        if not isinstance(value, kind) or (number and (isinstance(value, bool) or not 0 < value < 2**31)):
+            raise UserError(f"config.json: {name} = {value!r} makes no sense")
+        return value
+
+    def finish(self, supported: dict[str, tuple]) -> None:
+        """Raises UserError if a field was not read, unless its value is null, false, empty or `supported`."""
+        for name in self.unread:
+            value = self.values[name]
+            if value and value not in supported.get(name, ()):
+                raise UserError(f"config.json: {name} = {value!r} is not supported")
+
+
+def read_model(
+    fields: ConfigFields, layers: tuple[LayerKind, ...], norm: Norm, tied: bool = False, **others
+) -> Config:
+    """The Config of these layers. norm: the last one. tied: where tie_word_embeddings is absent."""
+    return Config(
+        D=fields.take("hidden_size", int),
+        V=fields.take("vocab_size", int),
+        layers=layers,
+        norm=norm,
+        max_positions=fields.take("max_position_embeddings", int),
+        tied_embeddings=fields.take("tie_word_embeddings", bool, tied),
+        **others,
+    )
+
+
+def read_depth(fields: ConfigFields) -> int:
+    """The number of layers."""
+    depth = fields.take("num_hidden_layers", int)
+    if depth > MOST_LAYERS:
+        raise UserError(f"config.json: num_hidden_layers = {depth} makes no sense")
+    return depth
+
+
+def read_norm(fields: ConfigFields, **others) -> Norm:
+    return Norm(fields.take("rms_norm_eps", NUMBER), **others)
+
+
+def read_heads(fields: ConfigFields, **others) -> Heads:
+    """Grouped-query attention. others: what the family adds to Llama's."""
+    heads = fields.take("num_attention_heads", int)
+    kv_heads = fields.take("num_key_value_heads", int, heads)
+    if heads % kv_heads:
+        raise UserError(f"config.json: {heads} attention heads are no multiple of {kv_heads} key/value heads")
+    width = fields.take("head_dim", int, fields.take("hidden_size", int) // heads)
+    if not width:
+        raise UserError(f"config.json: hidden_size is less than num_attention_heads = {heads}")
+    return Heads(kv_heads, heads // kv_heads, width, **others)
+
+
+def read_layer_types(fields: ConfigFields, name: str, default: list[str], *known: str) -> list[str]:
+    """A field that gives each layer's type, one of the known ones. default: where the field is absent."""
+    types = fields.take(name, list, default)
+    if len(types) != len(default) or not all(kind in known for kind in types):
+        known = " or ".join(known)
+        raise UserError(f"config.json: {name} do not describe {len(default)} layers, each {known}")
+    return types
+
+
+def read_window(fields: ConfigFields) -> Full | Window:
+    """The mask of models whose layers all have the same sliding window, or none."""
+    size = fields.take("sliding_window", int, None)
+    return Window(size) if size else Full()
+
+
+def read_gated(fields: ConfigFields, width: str = "intermediate_size", activation: str = "silu") -> Gated:
+    """width: the field with the MLP's width."""
+    return Gated(fields.take(width, int), activation)
+
+
+def read_experts(
+    fields: ConfigFields,
+    router: Router,
+    width: str = "intermediate_size",
+    count: str = "num_local_experts",
+    shared: int = 0,
+) -> Experts:
+    """width, count: the fields with an expert's width and the number of experts.
+
+    shared: the width of the shared expert, in widths of the others.
+    """
+    E, A, M = (fields.take(name, int) for name in (count, "num_experts_per_tok", width))
+    if A > E:
+        raise UserError(f"config.json: num_experts_per_tok = {A} of {E} experts")
+    return Experts(E, A, M, router, shared=Gated(shared * M) if shared else None)
+
+
+def read_rope(
+    fields: ConfigFields, H: int, theta: float = 10000.0, interleaved: bool = False, rotated: float = 1
+) -> Rope:
+    """RoPE from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
+
+    H: the width of a head. theta, rotated: the defaults of rope_theta and of partial_rotary_factor, the part
+    of a head's width that is rotated.
+    """
+    theta = fields.take("rope_theta", NUMBER, theta)
+    rotated = fields.take("partial_rotary_factor", NUMBER, rotated)
+    scaling = fields.take("rope_scaling", dict, {})
+    rope = ConfigFields(fields.take("rope_parameters", dict, scaling))
+    theta = rope.take("rope_theta", NUMBER, theta)
+    rotated = rope.take("partial_rotary_factor", NUMBER, rotated)
+    kind = rope.take("type", str, "default")  # the field's name before it was rope_type
+    kind = rope.take("rope_type", str, kind)
+    if kind not in ("default", "llama3"):
+        raise UserError(f"config.json: rope_type {kind!r} is not supported (default, llama3)")
+    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    numbers = tuple(float(rope.take(name, NUMBER)) for name in names) if kind == "llama3" else None
+    rope.finish({})
+    width = int(H * rotated)
+    if width < 2 or width % 2:
+        raise UserError(f"config.json: RoPE needs an even head_dim, or part of it, not {width}")
+    return Rope(float(theta), numbers, interleaved, width if rotated != 1 else None)
