@@ -18,7 +18,7 @@ from ml_dtypes import float8_e4m3fn
 
 from checkpoints.errors import UserError
 from checkpoints.tensor_files import StoredTensor, TensorFile
-from families.config import ConfigFields
+from families.fields import ConfigFields
 
 WORD = 32  # bits
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word the value of each of eight columns is

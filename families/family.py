@@ -4,7 +4,7 @@ import dataclasses
 import re
 from collections.abc import Callable
 
-from families.config import ConfigFields
+from families.fields import ConfigFields
 from model import Config
 
 
@@ -13,10 +13,10 @@ class Family:
     """Models whose config.json has the same fields and whose tensors have the same names.
 
     model_type:       the model_type of config.json.
-    read:             makes the Config. Raises UserError if a field is missing or makes no sense.
+    config:           from config.json's fields to the Config. Raises UserError about a wrong field.
     multimodal_type:  the model_type of multimodal models whose text_config is of this family.
     field_names:      {this family's name of a field: Llama's}, where the two differ.
-    supported:        the supported values of fields that `read` does not take, besides null, false and empty.
+    supported:        the supported values of fields that `config` does not take; always null, false, empty.
     no_effect:        fields that do not change what the language model computes.
     tensor_names:     (regular expression, replacement), applied in turn: from published names to Llama's.
     unused_tensors:   a regular expression of published tensors that the language model does not use.
@@ -25,7 +25,7 @@ class Family:
     """
 
     model_type: str
-    read: Callable[[ConfigFields], Config]
+    config: Callable[[ConfigFields], Config]
     multimodal_type: str | None = None
     field_names: dict[str, str] = dataclasses.field(default_factory=dict)
     supported: dict[str, tuple] = dataclasses.field(default_factory=lambda: {"hidden_act": ("silu",)})

@@ -1,21 +1,22 @@
 """Gemma 1: norms times 1 + weight, a scaled embedding, GELU. Source: transformers, models/gemma."""
 
-from families.config import ConfigFields, read_depth, read_gated, read_heads, read_model, read_norm, read_rope
+from families import read
 from families.family import Family
+from families.fields import ConfigFields
 from model import Config, LayerKind
 
 
-def read(fields: ConfigFields) -> Config:
-    heads, mlp = read_heads(fields), read_gated(fields, activation="gelu_tanh")
-    layer = LayerKind(heads, mlp, rope=read_rope(fields, heads.H))
+def config(fields: ConfigFields) -> Config:
+    heads, mlp = read.heads(fields), read.gated(fields, activation="gelu_tanh")
+    layer = LayerKind(heads, mlp, rope=read.rope(fields, heads.H))
     scale = fields.take("hidden_size", int) ** 0.5
-    layers, norm = (layer,) * read_depth(fields), read_norm(fields, offset=1.0)
-    return read_model(fields, layers, norm, tied=True, embedding_scale=scale)
+    layers, norm = (layer,) * read.depth(fields), read.norm(fields, offset=1.0)
+    return read.config(fields, layers, norm, tied=True, embedding_scale=scale)
 
 
 GEMMA = Family(
     "gemma",
-    read,
+    config,
     # The first config.json files say "gelu" and mean its tanh form.
     supported={"hidden_act": ("gelu", "gelu_pytorch_tanh"), "hidden_activation": ("gelu_pytorch_tanh",)},
 )

@@ -5,25 +5,16 @@ Source: transformers, models/glm4_moe_lite.
 
 import dataclasses
 
-from families.config import (
-    NUMBER,
-    ConfigFields,
-    read_depth,
-    read_experts,
-    read_gated,
-    read_layer_types,
-    read_model,
-    read_norm,
-    read_rope,
-)
+from families import read
 from families.family import EXPERT_NAMES, Family
+from families.fields import NUMBER, ConfigFields
 from model import Config, Latent, LayerKind, Norm, Router
 
 
-def read(fields: ConfigFields) -> Config:
-    depth = read_depth(fields)
-    latent = read_latent(fields)
-    rope = read_rope(fields, latent.R, interleaved=fields.take("rope_interleave", bool, True))
+def config(fields: ConfigFields) -> Config:
+    depth = read.depth(fields)
+    latent = latent_of(fields)
+    rope = read.rope(fields, latent.R, interleaved=fields.take("rope_interleave", bool, True))
     router = Router(
         "sigmoid",
         normalized=fields.take("norm_topk_prob", bool, True),
@@ -32,16 +23,16 @@ def read(fields: ConfigFields) -> Config:
         factor=float(fields.take("routed_scaling_factor", NUMBER, 1.8)),
     )
     shared = fields.take("n_shared_experts", int, 1)
-    experts = read_experts(fields, router, "moe_intermediate_size", "n_routed_experts", shared)
-    dense, first = read_gated(fields), fields.take("first_k_dense_replace", int, 1)
+    experts = read.experts(fields, router, "moe_intermediate_size", "n_routed_experts", shared)
+    dense, first = read.gated(fields), fields.take("first_k_dense_replace", int, 1)
     types = ["dense" if i < first else "sparse" for i in range(depth)]
-    types = read_layer_types(fields, "mlp_layer_types", types, "dense", "sparse")
+    types = read.layer_types(fields, "mlp_layer_types", types, "dense", "sparse")
     rope = dataclasses.replace(rope, width=latent.R)
     layers = tuple(LayerKind(latent, experts if x == "sparse" else dense, rope=rope) for x in types)
-    return read_model(fields, layers, read_norm(fields))
+    return read.config(fields, layers, read.norm(fields))
 
 
-def read_latent(fields: ConfigFields) -> Latent:
+def latent_of(fields: ConfigFields) -> Latent:
     G = fields.take("num_attention_heads", int)
     names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     Q, L, N, R, U = (fields.take(name, int) for name in names)
@@ -52,7 +43,7 @@ def read_latent(fields: ConfigFields) -> Latent:
 
 GLM4_MOE_LITE = Family(
     "glm4_moe_lite",
-    read,
+    config,
     supported={
         "hidden_act": ("silu",),
         "n_group": (1,),

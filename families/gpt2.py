@@ -4,24 +4,25 @@ Source: transformers, models/gpt2.
 """
 
 from checkpoints.errors import UserError
-from families.config import ConfigFields, read_depth, read_heads, read_model, read_norm
+from families import read
 from families.family import Family
+from families.fields import ConfigFields
 from model import Config, LayerKind, Plain
 
 
-def read(fields: ConfigFields) -> Config:
+def config(fields: ConfigFields) -> Config:
     if not fields.take("scale_attn_weights", bool, True):
         raise UserError("config.json: scale_attn_weights = false is not supported")
-    heads = read_heads(fields, bias=True, output_bias=True)
+    heads = read.heads(fields, bias=True, output_bias=True)
     width = fields.take("intermediate_size", int, 4 * fields.take("hidden_size", int))
-    layers = (LayerKind(heads, Plain(width, "gelu_tanh")),) * read_depth(fields)
+    layers = (LayerKind(heads, Plain(width, "gelu_tanh")),) * read.depth(fields)
     positions = fields.take("max_position_embeddings", int)
-    return read_model(fields, layers, read_norm(fields, centered=True), tied=True, P=positions)
+    return read.config(fields, layers, read.norm(fields, centered=True), tied=True, P=positions)
 
 
 GPT2 = Family(
     "gpt2",
-    read,
+    config,
     field_names={
         "n_embd": "hidden_size",
         "n_layer": "num_hidden_layers",

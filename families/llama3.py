@@ -3,15 +3,16 @@
 Source: transformers, models/llama.
 """
 
-from families.config import ConfigFields, read_depth, read_gated, read_heads, read_model, read_norm, read_rope
+from families import read
 from families.family import Family
+from families.fields import ConfigFields
 from model import Config, LayerKind
 
 
-def read(fields: ConfigFields) -> Config:
-    heads = read_heads(fields)
-    layer = LayerKind(heads, read_gated(fields), rope=read_rope(fields, heads.H))
-    return read_model(fields, (layer,) * read_depth(fields), read_norm(fields))
+def config(fields: ConfigFields) -> Config:
+    heads = read.heads(fields)
+    layer = LayerKind(heads, read.gated(fields), rope=read.rope(fields, heads.H))
+    return read.config(fields, (layer,) * read.depth(fields), read.norm(fields))
 
 
-LLAMA3 = Family("llama", read)
+LLAMA3 = Family("llama", config)

@@ -1,8 +1,8 @@
 """All families, and the Config of a model of any of them."""
 
 from checkpoints.errors import UserError
-from families.config import ConfigFields
 from families.family import Family
+from families.fields import ConfigFields
 from families.gemma import GEMMA
 from families.glm4 import GLM4
 from families.glm4_moe_lite import GLM4_MOE_LITE
@@ -45,6 +45,6 @@ def read_config(config: dict) -> Config:
     family, config = find_family(config)
     named = {family.field_names.get(name, name): value for name, value in config.items()}
     fields = ConfigFields(named, family.no_effect)
-    cfg = family.read(fields)
+    cfg = family.config(fields)
     fields.finish(family.supported)
     return cfg

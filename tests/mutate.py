@@ -395,7 +395,7 @@ MUTATIONS = [
     ("checkpoints/tensor_files.py", "start = -room.ctypes.data % ALIGNMENT", "start = 8", CHECKPOINTS),
     ("families/family.py", "in self.tensor_names:", "in ():", CHECKPOINTS),
     ("checkpoints/checkpoint.py", "not family.ignores(name, len(config.layers))", "True", CHECKPOINTS),
-    ("families/config.py", "value not in supported.get(name, ())", 'True', CHECKPOINTS),
+    ("families/fields.py", "value not in supported.get(name, ())", 'True', CHECKPOINTS),
     ("checkpoints/hub.py", "revision=folder.name", "revision=revision", HUB),
     ("convert_checkpoint.py", "if not (allow_nonfinite or is_finite(made[-1])):", "if False:", CONVERSION),
     ("convert_checkpoint.py", "fcntl.flock(file, how | fcntl.LOCK_NB)", "pass", CONVERSION),

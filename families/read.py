@@ -1,53 +1,13 @@
-"""What the families' readers of config.json share."""
+"""Parts of a Config from the fields of config.json that several families name alike."""
 
 from checkpoints.errors import UserError
+from families.fields import NUMBER, ConfigFields
 from model import Config, Experts, Full, Gated, Heads, LayerKind, Norm, Rope, Router, Window
 
-NUMBER = (int, float)
-NO_EFFECT = frozenset(
-    """architectures attention_dropout bos_token_id cache_implementation dtype eos_token_id
-    for_llm_compressor initializer_range model_type output_router_logits pad_token_id pretraining_tp
-    quantization_config router_aux_loss_coef router_jitter_noise torch_dtype transformers_version
-    unsloth_fixed unsloth_version use_cache""".split()
-)
-REQUIRED = object()
 MOST_LAYERS = 1000  # far more than any model has: a list of that many layers is made
 
 
-class ConfigFields:
-    """The fields of a config.json. Each one must be read, have no effect on inference, or be refused."""
-
-    def __init__(self, config: dict, no_effect: tuple[str, ...] = ()):
-        known = NO_EFFECT.union(no_effect)
-        self.values = {k: v for k, v in config.items() if k not in known and not k.startswith("_")}
-        self.unread = dict.fromkeys(self.values)
-
-    def get(self, name: str):
-        """The value of a field, whatever it is; None if the field is not there."""
-        self.unread.pop(name, None)
-        return self.values.get(name)
-
-    def take(self, name: str, kind: type | tuple[type, ...], default=REQUIRED):
-        """The value of a field, which must be of this type. null means absent, and numbers are positive."""
-        value = self.get(name)
-        if value is None:
-            if default is REQUIRED:
-                raise UserError(f"config.json: field {name!r} is missing")
-            return default
-        number = kind in (int, NUMBER)
-        if not isinstance(value, kind) or (number and (isinstance(value, bool) or not 0 < value < 2**31)):
-            raise UserError(f"config.json: {name} = {value!r} makes no sense")
-        return value
-
-    def finish(self, supported: dict[str, tuple]) -> None:
-        """Raises UserError if a field was not read, unless its value is null, false, empty or `supported`."""
-        for name in self.unread:
-            value = self.values[name]
-            if value and value not in supported.get(name, ()):
-                raise UserError(f"config.json: {name} = {value!r} is not supported")
-
-
-def read_model(
+def config(
     fields: ConfigFields, layers: tuple[LayerKind, ...], norm: Norm, tied: bool = False, **others
 ) -> Config:
     """The Config of these layers. norm: the last one. tied: where tie_word_embeddings is absent."""
@@ -62,7 +22,7 @@ def read_model(
     )
 
 
-def read_depth(fields: ConfigFields) -> int:
+def depth(fields: ConfigFields) -> int:
     """The number of layers."""
     depth = fields.take("num_hidden_layers", int)
     if depth > MOST_LAYERS:
@@ -70,11 +30,11 @@ def read_depth(fields: ConfigFields) -> int:
     return depth
 
 
-def read_norm(fields: ConfigFields, **others) -> Norm:
+def norm(fields: ConfigFields, **others) -> Norm:
     return Norm(fields.take("rms_norm_eps", NUMBER), **others)
 
 
-def read_heads(fields: ConfigFields, **others) -> Heads:
+def heads(fields: ConfigFields, **others) -> Heads:
     """Grouped-query attention. others: what the family adds to Llama's."""
     heads = fields.take("num_attention_heads", int)
     kv_heads = fields.take("num_key_value_heads", int, heads)
@@ -86,7 +46,7 @@ def read_heads(fields: ConfigFields, **others) -> Heads:
     return Heads(kv_heads, heads // kv_heads, width, **others)
 
 
-def read_layer_types(fields: ConfigFields, name: str, default: list[str], *known: str) -> list[str]:
+def layer_types(fields: ConfigFields, name: str, default: list[str], *known: str) -> list[str]:
     """A field that gives each layer's type, one of the known ones. default: where the field is absent."""
     types = fields.take(name, list, default)
     if len(types) != len(default) or not all(kind in known for kind in types):
@@ -95,18 +55,18 @@ def read_layer_types(fields: ConfigFields, name: str, default: list[str], *known
     return types
 
 
-def read_window(fields: ConfigFields) -> Full | Window:
+def window(fields: ConfigFields) -> Full | Window:
     """The mask of models whose layers all have the same sliding window, or none."""
     size = fields.take("sliding_window", int, None)
     return Window(size) if size else Full()
 
 
-def read_gated(fields: ConfigFields, width: str = "intermediate_size", activation: str = "silu") -> Gated:
+def gated(fields: ConfigFields, width: str = "intermediate_size", activation: str = "silu") -> Gated:
     """width: the field with the MLP's width."""
     return Gated(fields.take(width, int), activation)
 
 
-def read_experts(
+def experts(
     fields: ConfigFields,
     router: Router,
     width: str = "intermediate_size",
@@ -123,7 +83,7 @@ def read_experts(
     return Experts(E, A, M, router, shared=Gated(shared * M) if shared else None)
 
 
-def read_rope(
+def rope(
     fields: ConfigFields, H: int, theta: float = 10000.0, interleaved: bool = False, rotated: float = 1
 ) -> Rope:
     """RoPE from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
