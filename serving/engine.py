@@ -37,10 +37,10 @@ import jax
 import numpy as np
 
 from checkpoints.errors import UserError
-from serving.programs import Assignment, Programs, PromptChunk, StepPlan, prefill_width
+from serving.programs import Assignment, Programs, StepPlan, prefill_width
 from serving.requests import Answer, Request, options_in_use
 from serving.scheduler import Group, Row, Scheduler
-from serving.steps import Output, Scores
+from serving.steps import Output, PrefillChunk, Scores
 from sharding.sampling import Likeliest
 
 NAN = "the model computes NaN: its weights are damaged, or overflow this --dtype"
@@ -203,7 +203,7 @@ class Engine:
         if not row.unread and not row.answer.request.max_new_tokens:
             step.ended.append(row.answer)
 
-    def _prefill(self, group: Group, step: InFlight) -> PromptChunk | None:
+    def _prefill(self, group: Group, step: InFlight) -> PrefillChunk | None:
         """Read a chunk of the prompt of one row per data shard."""
         shards, reading = group.shards, group.next_to_read()
         if not any(reading):
@@ -217,7 +217,7 @@ class Engine:
                 row.read += n
                 self._end_if_read(row, step)
         score = max((self._score(row.answer.request) for _, row, _ in step.scored), default=None)
-        return PromptChunk(np.array(rows, np.int32), count, width, score)
+        return PrefillChunk(rows=np.array(rows, np.int32), count=count, width=width, score=score)
 
     def _decode(self, group: Group, step: InFlight) -> np.ndarray:
         """How many tokens each row chooses in a step: all that have read their prompts."""

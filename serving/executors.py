@@ -47,6 +47,33 @@ def finish(step: Step, x: Array, tokens: Array, chunk: Chunk, w: Weights, batch:
 
 jit = partial(jax.jit, static_argnames=("cfg", "mesh"))
 
+
+class StepProgram:
+    """An executor compiled as one program for each kind of step, and named after it for a profile.
+
+    The batch is donated.
+    """
+
+    def __init__(self, execute):
+        self.execute, self.program = execute, functools.cache(self.program)
+
+    def program(self, kind: type):
+        def execute(step: Step, weights: Weights, batch: Batch, *, cfg: Config, mesh: Mesh):
+            return self.execute(step, weights, batch, cfg=cfg, mesh=mesh)
+
+        execute.__name__ = kind.__name__
+        return jit(execute, donate_argnames="batch")
+
+    def __call__(self, step: Step, weights: Weights, batch: Batch, **static):
+        return self.program(type(step))(step, weights, batch, **static)
+
+    def lower(self, step: Step, weights: Weights, batch: Batch, **static) -> jax.stages.Lowered:
+        return self.program(type(step)).lower(step, weights, batch, **static)
+
+    def trace(self, step: Step, weights: Weights, batch: Batch, **static) -> jax.stages.Traced:
+        return self.program(type(step)).trace(step, weights, batch, **static)
+
+
 # ---------------------------------------------------------------------------------------------- one program
 
 
@@ -57,7 +84,7 @@ def all_layers(x: Array, chunk: Chunk, weights: Weights, batch: Batch, *, cfg: C
     return x, batch.replace(layers=kv)
 
 
-@partial(jit, donate_argnames="batch")
+@StepProgram
 def one_program(step: Step, weights: Weights, batch: Batch, *, cfg: Config, mesh: Mesh):
     """The whole step as one program: for accelerators, and for several devices."""
     return run(step, weights, batch, start, all_layers, finish, cfg=cfg, mesh=mesh)
@@ -158,7 +185,7 @@ def finish_stage(step: Step, x, tokens: Array, chunk: Chunk, w: Weights, batch: 
     )
 
 
-@partial(jit, donate_argnames="batch")
+@StepProgram
 def staged(step: Step, weights: Weights, batch: Batch, *, cfg: Config, mesh: Mesh):
     """One program in which each stage runs its own layers: see sharding/stages.py."""
     return run(step, weights, batch, start_stage, stage_layers, finish_stage, cfg=cfg, mesh=mesh)
