@@ -25,7 +25,7 @@ WIDTHS = (32, 128, 512)  # of a prefill chunk: few, because each is a program of
 
 
 def prefill_width(unread: int) -> int:
-    """The widest prefill chunk of which the unread tokens of a prompt fill more than half; the least if none."""
+    """The widest prefill chunk of which a prompt's unread tokens fill more than half, or the narrowest."""
     return next((width for width in reversed(WIDTHS) if unread > width // 2), WIDTHS[0])
 
 
