@@ -1,4 +1,7 @@
-"""Inference of Llama and its relatives: pure functions over pytrees, inside one shard_map.
+"""Inference of Llama and its relatives: pure functions over pytrees.
+
+`embed`, `layers` and `unembed` take and give global arrays; each is one shard_map, and what is above them
+runs inside of it. `forward`, `prefill` and `decode_step` call one after the other in one program.
 
 Letters, one per dimension, used in every shape, einsum and comment:
 
@@ -17,13 +20,9 @@ UPPERCASE: the whole dimension is on this device. lowercase: this device holds i
 must be a `psum`. SHARDED_BY in sharding/mesh.py says which mesh axes split which lowercase letter. Outside
 of shard_map arrays are global: there [B,T,V] is the shape of all of it, on all devices together.
 
-The layers may be in stages that are alike. Then their weights begin with p (no shard of P): those that have
-the same place in each stage, of which a device has its own stage's. A stage runs the program of a data shard,
-but its layers begin with the hidden states that the stage before has passed on: see sharding/stages.py.
 """
 
 import dataclasses
-import functools
 from functools import partial
 from typing import Any
 
@@ -36,11 +35,11 @@ from jax.sharding import PartitionSpec as P
 
 from ops.attention import attend_cached, attend_causal, merge, ragged_decode, write
 from ops.grouped_matmul import expert_mlp
+from ops.kv_cache import KV, Columns, as_cached, key_beside_value
 from ops.matmul import einsum
 from ops.platform import on_tpu
 from ops.tpu import LANES, take_rows
-from quantize import Format, quantize, values_and_scale
-from ragged_attention import KV, Columns, key_beside_value
+from quantize import Format, values_and_scale
 from sharding.arrays import (
     ArrayInfo,
     Stored,
@@ -52,9 +51,8 @@ from sharding.arrays import (
     specs,
     zeros,
 )
-from sharding.mesh import EXPERT, MODEL, ROWS, SLOTS, STAGE
-from sharding.sampling import TOP, Likeliest, Sampling, likeliest, logprob, sample, vocabulary_shard
-from sharding.stages import enter, from_last_stage, is_last_stage, pass_on, result_spec
+from sharding.mesh import EXPERT, MODEL, ROWS, SLOTS
+from sharding.sampling import vocabulary_shard
 
 # --------------------------------------------------------------------------------------------------- config
 
@@ -131,27 +129,19 @@ class Latent:
 
 @dataclasses.dataclass(frozen=True)
 class Full:
-    """Attention to all that came before. The functions of masks take numbers and arrays."""
+    """Attention to all earlier tokens. The functions of masks take numbers as well as arrays."""
 
-    ring = None  # how many slots the cache goes round in
+    ring = None  # slots of a cache that overwrites its oldest tokens; None: the cache keeps all tokens
     window = None  # how many tokens a query sees, wherever it is
 
-    def first(self, position):
-        """The first position that a query at this one sees."""
+    def first_visible(self, position):
+        """The first position that a query at this position sees."""
         return position * 0
-
-    def room(self, length: Array) -> Array:
-        """How many tokens a row of this length can read and still take back, as rejected draft tokens are."""
-        return jnp.full_like(length, jnp.iinfo(jnp.int32).max)
-
-    def reusable(self, n: int, latest: int) -> int:
-        """How many of a row's first n tokens another row can use, when that row has read `latest` tokens."""
-        return n
 
 
 @dataclasses.dataclass(frozen=True)
 class Chunked:
-    """Attention to the earlier positions of the same block of `size`: the cache is a ring of one block."""
+    """Attention to earlier positions of the same block of `size`; the cache is a ring of one block."""
 
     size: int
     window = None
@@ -160,45 +150,34 @@ class Chunked:
     def ring(self) -> int:
         return self.size
 
-    def first(self, position):
+    def first_visible(self, position):
         return position - position % self.size
-
-    def room(self, length: Array) -> Array:
-        """Up to the end of the block: what comes after takes the places of what its next tokens see."""
-        return self.size - length % self.size
-
-    def reusable(self, n: int, latest: int) -> int:
-        """Only the block that the row is in is still there; from a block's start on nothing is needed."""
-        return n if n // self.size == latest // self.size else self.first(n)
 
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """Attention to the last `size` tokens, the own one counted. Source: arXiv 2004.05150.
+    """Attention to the last `size` tokens, the query's own included. Source: arXiv 2004.05150.
 
-    The cache is a ring of more slots, twice `spare`: so draft tokens can be rejected, and another row can go
-    on from up to `spare` tokens before the end of what this one has read.
+    The cache is a ring that keeps `spare` more tokens than a query sees, so that a few of the last tokens can
+    be taken back: see serving/rings.py.
     """
 
     size: int
-    spare: int = 64
+    spare: int = 128
 
     @property
     def ring(self) -> int:
-        return self.size + 2 * self.spare
+        return self.size + self.spare
 
     @property
     def window(self) -> int:
         return self.size
 
-    def first(self, position):
+    def first_visible(self, position):
         return (position - self.size + 1) * (position >= self.size)
 
-    def room(self, length: Array) -> Array:
-        return jnp.full_like(length, self.spare)
 
-    def reusable(self, n: int, latest: int) -> int:
-        return n if self.first(n) >= latest + self.spare - self.ring else 0
+Mask = Full | Chunked | Window
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,7 +234,7 @@ class LayerKind:
 
     attention: Heads | Latent
     feed_forward: Gated | Plain | Experts
-    mask: Full | Chunked | Window = Full()
+    mask: Mask = Full()
     rope: Rope | None = None
 
 
@@ -278,22 +257,13 @@ class Config:
         return self.layers[0].attention
 
     @property
-    def rope(self) -> Rope | None:
-        """That of all layers that have one: it is the same."""
-        return next((kind.rope for kind in self.layers if kind.rope), None)
-
-    @property
     def experts(self) -> Experts | None:
         """Those of all layers that have some, as far as their sizes go."""
         return next((x.feed_forward for x in self.layers if isinstance(x.feed_forward, Experts)), None)
 
     @property
-    def masks(self) -> frozenset[Full | Chunked | Window]:
+    def masks(self) -> frozenset[Mask]:
         return frozenset(kind.mask for kind in self.layers)
-
-    def stage(self, stages: int) -> tuple[LayerKind, ...]:
-        """The layers of one of so many stages."""
-        return self.layers[: len(self.layers) // stages]
 
 
 # ----------------------------------------------------------------------------------- weights, declared once
@@ -392,136 +362,123 @@ class Weights:
 
 
 @pytree
-class Passed:
-    """What stages have passed on in the turn before.
-
-    hidden: by T, [b,T,d] each: of steps, and of prefill chunks. chosen: [b,1] int32, by the last stage in the
-    rows that are now the first one's.
-    """
-
-    hidden: dict[int, Array]
-    chosen: Array
-
-
-@pytree
 class Cache:
-    """The text of each row, and what the layers keep of the tokens that they have read.
+    """The keys and values of the tokens that each row has read.
 
-    tokens: [b,S] int32. The first length[b] have been read, the next one is to be read next; what is beyond
-    has no meaning, unless it is the rest of a prompt. -1: not known to this stage.
-    layers: one KV each, [b,k,s,C]: the keys and values of the tokens read. Position p is in slot p; in a
-    ring, of one chunk or a window, in slot p % ring. Slot s is on device s % n of the n that share the
-    head, in place s // n, so that they fill evenly.
+    layers: one KV per layer, values [b,k,s,C]. The token at position p is in slot p, or in slot p % ring
+    where the cache is a ring. Where n devices share a key/value head, slot s is on device s % n, at local
+    index s // n, so that the devices fill evenly.
+    length: [b] int32, how many tokens a row has read.
     """
 
     layers: list[KV]
-    tokens: Array
     length: Array
-    passed: Passed | None = None  # if there are several stages
 
 
-def weight_infos(cfg: Config, stages: int = 1, format: Format | None = None) -> Weights:
-    """The tree of all weights with their ArrayInfo in the place of arrays.
-
-    stages: if there are several, the layers are those of one, each array [p,...]. format: None for float.
-    """
-    sizes, centered = sizes_of(cfg), cfg.norm.centered
+def layer_infos(kind: LayerKind, D: int, norm: Norm, prefix: str = "") -> Layer:
+    """The tree of a layer's weights with their ArrayInfo in the place of arrays. prefix: of their names."""
 
     def attention(kind: Heads | Latent, prefix: str) -> Attention | LatentAttention:
+        sizes = dict(D=D) | sizes_of(kind)
         if isinstance(kind, Latent):
-            return declare(LatentAttention, prefix, sizes | sizes_of(kind) | dict(K=kind.K))
+            return declare(LatentAttention, prefix, sizes | dict(K=kind.K))
         absent = {"norm": not (kind.qk_norm and kind.qk_norm.weight), "o_bias": not kind.output_bias}
         absent |= {name + "_bias": not kind.bias for name in "qkv"}
-        return declare(Attention, prefix, sizes | sizes_of(kind), absent)
+        return declare(Attention, prefix, sizes, absent)
 
     def feed_forward(kind: Gated | Plain | Experts, prefix: str) -> MLP | MoE:
+        sizes = dict(D=D) | sizes_of(kind)
         if not isinstance(kind, Experts):
             plain = isinstance(kind, Plain)
-            return declare(MLP, prefix, sizes | sizes_of(kind), dict(gate=plain, bias=not plain))
+            return declare(MLP, prefix, sizes, dict(gate=plain, bias=not plain))
         shared = kind.shared and feed_forward(kind.shared, prefix + "shared_expert.")
-        absent = dict(bias=not kind.router.bias)
-        return declare(MoE, prefix, sizes | sizes_of(kind), absent, shared=shared)
+        return declare(MoE, prefix, sizes, dict(bias=not kind.router.bias), shared=shared)
 
-    def layer(i: int, kind: LayerKind) -> Layer:
-        prefix = f"model.layers.{i}."
-        parts = dict(
-            attention=attention(kind.attention, prefix + "self_attn."),
-            feed_forward=feed_forward(kind.feed_forward, prefix + "mlp."),
-        )
-        return declare(Layer, prefix, sizes, dict(bias=not centered), **parts)
+    parts = dict(
+        attention=attention(kind.attention, prefix + "self_attn."),
+        feed_forward=feed_forward(kind.feed_forward, prefix + "mlp."),
+    )
+    return declare(Layer, prefix, dict(D=D), dict(bias=not norm.centered), **parts)
 
-    layers = [layer(i, kind) for i, kind in enumerate(cfg.stage(stages))]
-    if stages > 1:
-        layers = jax.tree.map(lambda info: info.in_stages(stages), layers)
-    absent = dict(unembed=cfg.tied_embeddings, positions=not cfg.P, bias=not centered)
-    weights = declare(Weights, "", sizes, absent, layers=layers)
+
+def outer_infos(cfg: Config) -> Weights:
+    """The declared weights outside of the layers: the embedding, the last norm and the logits' matrix."""
+    absent = dict(unembed=cfg.tied_embeddings, positions=not cfg.P, bias=not cfg.norm.centered)
+    weights = declare(Weights, "", sizes_of(cfg), absent, layers=[])
     if cfg.tied_embeddings:
         embed = dataclasses.replace(weights.embed, contracted="D", least_bits=8)
         weights = dataclasses.replace(weights, embed=embed)
+    return weights
+
+
+def weight_infos(cfg: Config, format: Format | None = None) -> Weights:
+    """The tree of all weights with an ArrayInfo in the place of each array. format: None for float."""
+    numbered = enumerate(cfg.layers)
+    layers = [layer_infos(kind, cfg.D, cfg.norm, f"model.layers.{i}.") for i, kind in numbered]
+    weights = dataclasses.replace(outer_infos(cfg), layers=layers)
     return jax.tree.map(lambda info: dataclasses.replace(info, format=format), weights)
 
 
-def cache_infos(cfg: Config, batch: int, max_len: int, dtype, stages: int = 1) -> Cache:
-    """The cache of `batch` rows of up to `max_len` positions, declared. dtype: float, or int8 with scales.
-
-    stages: there are as many Caches, and each stage has its layers' share of each.
-    """
-
-    def layer(kind: LayerKind) -> KV:
-        K, columns = kind.attention.K, kind.attention.columns
-        slots = min(max_len, kind.mask.ring or max_len)
-        values = ArrayInfo("bksC", shape=(batch, K, slots, columns.width), dtype=dtype)
-        scale = ArrayInfo("bk2s", shape=(batch, K, 2, slots), dtype=jnp.bfloat16)
-        return KV(values, scale if jnp.dtype(dtype) == jnp.int8 else None, columns)
-
-    tokens = ArrayInfo("bS", shape=(batch, max_len), dtype=jnp.int32)
-    length = ArrayInfo("b", shape=(batch,), dtype=jnp.int32)
-    return Cache(layers=[layer(kind) for kind in cfg.stage(stages)], tokens=tokens, length=length)
+def kv_info(kind: LayerKind, batch: int, max_len: int, dtype) -> KV:
+    """A layer's declared cache of `batch` rows of up to `max_len` positions. dtype: float, or int8."""
+    K, columns = kind.attention.K, kind.attention.columns
+    slots = min(max_len, kind.mask.ring or max_len)
+    values = ArrayInfo("bksC", shape=(batch, K, slots, columns.width), dtype=dtype)
+    scale = ArrayInfo("bk2s", shape=(batch, K, 2, slots), dtype=jnp.bfloat16)
+    return KV(values, scale if jnp.dtype(dtype) == jnp.int8 else None, columns)
 
 
-def passed_infos(cfg: Config, rows: dict[int, int]) -> Passed:
-    """What stages pass on of `rows[T]` rows that read T tokens each, declared."""
-    hidden = {T: ArrayInfo("bTd", shape=(n, T, cfg.D)) for T, n in rows.items()}
-    return Passed(hidden=hidden, chosen=ArrayInfo("bT", shape=(rows[1], 1), dtype=jnp.int32))
+def cache_infos(cfg: Config, batch: int, max_len: int, dtype) -> Cache:
+    """The declared cache of all layers, see `kv_info`."""
+    layers = [kv_info(kind, batch, max_len, dtype) for kind in cfg.layers]
+    return Cache(layers=layers, length=ArrayInfo("b", shape=(batch,), dtype=jnp.int32))
 
 
 def init_cache(cfg: Config, mesh: Mesh, batch: int, max_len: int, dtype) -> Cache:
-    """An empty cache, see `cache_infos`."""
-    return zeros(abstract(cache_infos(cfg, batch, max_len, dtype, mesh.shape[STAGE]), mesh))
+    """An empty cache of `batch` rows of up to `max_len` positions. dtype: float, or int8."""
+    return zeros(abstract(cache_infos(cfg, batch, max_len, dtype), mesh))
 
 
 def init_weights(
     key: Array, cfg: Config, mesh: Mesh, dtype=jnp.float32, format: Format | None = None
 ) -> Weights:
-    """Random weights, the same on every mesh with as many stages: normal with variance 1 / fan-in, norms
-    around 1. format: of what a matmul contracts.
-    """
-    return random_arrays(key, weight_infos(cfg, mesh.shape[STAGE], format), mesh, dtype)
+    """Random weights, the same on every mesh: normal with variance 1 / fan-in, norms around 1."""
+    return random_arrays(key, weight_infos(cfg, format), mesh, dtype)
 
 
 # --------------------------------------------------------------------------------------------------- layers
+#
+# These functions run on each device, inside shard_map: `embed`, `layers` and `unembed` below call them.
 
 
 @pytree
-class Span:
-    """Where T consecutive tokens stand in each row: after `start` others; the first `count` of them are real.
+class Chunk:
+    """T consecutive tokens per row, from position `start`; the first `count` are valid, the rest is padding.
 
-    row: [b] int32, the cache's rows that they belong to; None: all, in order. start, count: [b] int32.
-    positions: [b,T] int32. cos, sin: [b,T,width/2] float32, their rotations.
+    row: [b] int32, the cache row of each; None: all rows, in order. start, count: [b] int32.
+    positions: [b,T] int32.
     """
 
     row: Array | None
     start: Array
     count: Array
     positions: Array
-    cos: Array
-    sin: Array
+
+    @property
+    def valid(self) -> Array:
+        """[b,T] bool: which tokens are no padding."""
+        return jnp.arange(self.positions.shape[1]) < self.count[:, None]
+
+
+def chunk_at(start: Array, count: Array, T: int, row: Array | None = None) -> Chunk:
+    """The Chunk of T tokens per row. start, count, row: [b] int32."""
+    return Chunk(row=row, start=start, count=count, positions=start[:, None] + jnp.arange(T))
 
 
 def normalize(x: Array, weight: Array | None, norm: Norm, bias: Array | None = None) -> Array:
-    """x: [...,D] -> the same with unit mean square, times (weight + offset), plus bias.
+    """x: [...,D] -> x divided by its root mean square, times (weight + offset), plus bias; in x's dtype.
 
-    Each kind in the precision in which transformers computes it.
+    RMSNorm casts before it multiplies by the weight, Gemma's norm and LayerNorm after, as transformers does.
     """
     y = x.astype(jnp.float32)
     y = y - jnp.mean(y, -1, keepdims=True) if norm.centered else y
@@ -533,65 +490,62 @@ def normalize(x: Array, weight: Array | None, norm: Norm, bias: Array | None = N
     return y if weight is None else y * weight
 
 
-def biased(x: Array, bias: Array | None) -> Array:
+def add_bias(x: Array, bias: Array | None) -> Array:
     return x if bias is None else x + bias
 
 
 def rope_frequencies(rope: Rope, width: int) -> np.ndarray:
-    """Radians per position, [H/2] float32. Source: transformers modeling_rope_utils.py."""
+    """Radians per position, [width/2] float32. Source: transformers modeling_rope_utils.py."""
     frequency = 1 / np.float32(rope.theta) ** (np.arange(0, width, 2, dtype=np.float32) / np.float32(width))
     if rope.scaling is None:
         return frequency
     factor, low, high, original = rope.scaling
     turns = original * frequency / np.float32(2 * np.pi)  # in the original context
-    # Keep what turns more than `high` times, slow down what turns less than `low` times, blend between.
+    # A frequency of more than `high` turns is kept, one of less than `low` is divided by `factor`, and those
+    # between are blended.
     blend = (turns - low) / (high - low) if high > low else np.where(turns >= low, 1, 0)
     blend = np.clip(blend, 0, 1).astype(np.float32)
     return (1 - blend) * frequency / np.float32(factor) + blend * frequency
 
 
-def span_at(start: Array, count: Array, width: int, cfg: Config, row: Array | None = None) -> Span:
-    """The Span of `width` tokens per row. row, start, count: [b] int32."""
-    positions = start[:, None] + jnp.arange(width)
-    rope = cfg.rope
-    frequencies = rope_frequencies(rope, rope.width or cfg.heads.H) if rope else np.zeros(0, np.float32)
-    angle = positions[..., None].astype(jnp.float32) * frequencies
-    return Span(
-        row=row, start=start, count=count, positions=positions, cos=jnp.cos(angle), sin=jnp.sin(angle)
-    )
+def rotation(positions: Array, rope: Rope, width: int) -> tuple[Array, Array]:
+    """cos and sin of each position's angles: [b,T] -> two of [b,T,width/2] float32."""
+    angle = positions[..., None].astype(jnp.float32) * rope_frequencies(rope, width)
+    return jnp.cos(angle), jnp.sin(angle)
 
 
-def rotate(x: Array, span: Span, interleaved: bool) -> Array:
-    """Rotary embedding of x: [b,T,...,H], in float32; of its first columns, if the rotations are fewer."""
-    width = 2 * span.cos.shape[-1]
+def rotate(x: Array, rotation: tuple[Array, Array], interleaved: bool) -> Array:
+    """Rotary embedding of x [b,T,...,H], in float32; where the rotation is narrower, of x's first columns."""
+    cos, sin = rotation
+    width = 2 * cos.shape[-1]
     if width < x.shape[-1]:
-        return jnp.concatenate([rotate(x[..., :width], span, interleaved), x[..., width:]], -1)
+        return jnp.concatenate([rotate(x[..., :width], rotation, interleaved), x[..., width:]], -1)
     pairs = x.astype(jnp.float32)
     pairs = pairs.reshape(*x.shape[:-1], *((-1, 2) if interleaved else (2, x.shape[-1] // 2)))
     axis = -1 if interleaved else -2
     a, b = pairs.take(0, axis), pairs.take(1, axis)
-    per_head = (*span.cos.shape[:2], *(1,) * (x.ndim - 3), -1)
-    cos, sin = span.cos.reshape(per_head), span.sin.reshape(per_head)
+    per_head = (*cos.shape[:2], *(1,) * (x.ndim - 3), -1)
+    cos, sin = cos.reshape(per_head), sin.reshape(per_head)
     return jnp.stack([a * cos - b * sin, b * cos + a * sin], axis).reshape(x.shape).astype(x.dtype)
 
 
 def gather_columns(*parts: Array) -> list[Array]:
-    """Gather columns that devices with the same key/value head divide: [...,n] each -> [...,slots*n].
+    """Gather columns that are divided over the devices of a key/value head: [...,n] each -> [...,slots*n].
 
-    One all-gather for all of them.
+    One all-gather serves all parts.
     """
     columns = lax.all_gather(jnp.concatenate(parts, -1), SLOTS, axis=parts[0].ndim - 1)  # [...,slots,n+n+..]
     columns = jnp.split(columns, np.cumsum([x.shape[-1] for x in parts])[:-1], -1)
     return [x.reshape(*x.shape[:-2], -1) for x in columns]
 
 
-def project(x: Array, w: Attention, span: Span, kind: LayerKind) -> tuple[Array, Array]:
-    """x: [b,T,D] -> q [b,T,k,G,H], and the keys beside the values [b,T,k,2H]."""
-    q = biased(einsum("bTD,kgHD->bTkgH", x, w.q), w.q_bias)
-    k = biased(einsum("bTD,khD->bTkh", x, w.k), w.k_bias)
-    v = biased(einsum("bTD,khD->bTkh", x, w.v), w.v_bias)
+def project(x: Array, w: Attention, chunk: Chunk, rotation, kind: LayerKind) -> tuple[Array, Array]:
+    """x: [b,T,D] -> queries [b,T,k,G,H], and each key beside its value [b,T,k,2H]."""
+    q = add_bias(einsum("bTD,kgHD->bTkgH", x, w.q), w.q_bias)
+    k = add_bias(einsum("bTD,khD->bTkh", x, w.k), w.k_bias)
+    v = add_bias(einsum("bTD,khD->bTkh", x, w.v), w.v_bias)
     if lax.axis_size(SLOTS) == 1:
-        # Without it XLA applies rotate's reshape to the weights, in every step: a copy of q per layer.
+        # Without the barrier XLA applies rotate's reshape to the weights, and copies q in every step.
         q, k, v = lax.optimization_barrier((q, k, v))
     else:
         *bTk, g, H = q.shape
@@ -601,32 +555,33 @@ def project(x: Array, w: Attention, span: Span, kind: LayerKind) -> tuple[Array,
     if heads.qk_norm:
         q, k = normalize(q, w.q_norm, heads.qk_norm), normalize(k, w.k_norm, heads.qk_norm)
     if kind.rope:
-        q, k = rotate(q, span, kind.rope.interleaved), rotate(k, span, kind.rope.interleaved)
+        q, k = rotate(q, rotation, kind.rope.interleaved), rotate(k, rotation, kind.rope.interleaved)
     if heads.query_scale:
         scale, floor = heads.query_scale.scale, heads.query_scale.floor
-        growth = 1 + scale * jnp.log1p(jnp.floor((span.positions + 1) / floor))
+        growth = 1 + scale * jnp.log1p(jnp.floor((chunk.positions + 1) / floor))
         q = (q * growth[:, :, None, None, None]).astype(q.dtype)
     return q, jnp.concatenate([k, v], -1)
 
 
-def project_latent(x: Array, w: LatentAttention, span: Span, kind: LayerKind) -> tuple[Array, Array]:
-    """x: [b,T,D] -> q [b,T,k,G,L+R], and the latents beside the rotated keys [b,T,k,L+R]; k is 1.
+def project_latent(x: Array, w: LatentAttention, rotation, kind: LayerKind) -> tuple[Array, Array]:
+    """x: [b,T,D] -> queries [b,T,k,G,L+R], and each latent beside its rotated key [b,T,k,L+R]; k is 1.
 
-    Each device has all of q_a: it is small, and so there is one all-gather, not two.
+    Every device holds all of q_a, which is small: so one all-gather is enough where there would be two.
     """
     norm, interleaved = kind.attention.norm, kind.rope.interleaved
     compressed = normalize(einsum("bTD,QD->bTQ", x, w.q_a), w.q_a_norm, norm)
     q = einsum("bTkgN,kgLN->bTkgL", einsum("bTQ,kgNQ->bTkgN", compressed, w.q_b), w.k_b)
-    q = jnp.concatenate([q, rotate(einsum("bTQ,kgRQ->bTkgR", compressed, w.q_rope), span, interleaved)], -1)
+    q_rope = rotate(einsum("bTQ,kgRQ->bTkgR", compressed, w.q_rope), rotation, interleaved)
+    q = jnp.concatenate([q, q_rope], -1)
     latent, k_rope = einsum("bTD,lD->bTl", x, w.kv_a), einsum("bTD,rD->bTr", x, w.k_rope)
     *bTk, g, width = q.shape
     q, latent, k_rope = gather_columns(q.reshape(*bTk, g * width), latent[:, :, None], k_rope[:, :, None])
-    latent, k_rope = normalize(latent, w.kv_a_norm, norm), rotate(k_rope, span, interleaved)
+    latent, k_rope = normalize(latent, w.kv_a_norm, norm), rotate(k_rope, rotation, interleaved)
     return q.reshape(*bTk, -1, width), jnp.concatenate([latent, k_rope], -1)
 
 
 def merge_slots(o: Array, lse: Array) -> tuple[Array, Array]:
-    """Join the attention of all queries to each device's slots, and keep this device's queries.
+    """Merge the attention of all queries to each device's slots, and keep this device's queries.
 
     o: [b,T,k,G,H] -> [b,T,k,g,H], lse: [b,T,k,G] -> [b,T,k,g]. One all-to-all of the partial results.
     """
@@ -640,102 +595,91 @@ def merge_slots(o: Array, lse: Array) -> tuple[Array, Array]:
 
 
 def local_slots(n: Array) -> Array:
-    """How many of a head's first n slots are on this device, and so the place here of the first one after."""
+    """How many of a head's first n slots are on this device, which is also its next free local slot."""
     slots = lax.axis_size(SLOTS)
     return (n + slots - 1 - lax.axis_index(SLOTS)) // slots
 
 
-def attend_span(q: Array, new: KV, span: Span, mask: Full | Chunked | Window):
-    """Attention among the span's own tokens, by this device's queries.
+def attend_chunk(q: Array, new: KV, chunk: Chunk, mask: Mask) -> tuple[Array, Array]:
+    """Attention among the chunk's own tokens, by this device's queries.
 
     q: [b,T,k,G,H], new: [b,k,T,C] -> (o [b,T,k,g,H], lse [b,T,k,g]).
     """
     g = q.shape[3] // lax.axis_size(SLOTS)
     own = lax.dynamic_slice_in_dim(q, lax.axis_index(SLOTS) * g, g, 3)
-    segment = 0 * span.positions if mask.window else mask.first(span.positions)
+    segment = 0 * chunk.positions if mask.window else mask.first_visible(chunk.positions)
     return attend_causal(own, new, segment, mask.window)
 
 
-def attend_cache(q: Array, new: KV, kv: KV, span: Span, mask: Full | Chunked | Window):
-    """Write a span into the cache, and attend to what the cache holds: -> (as `attend_span`, KV).
+def attend_cache(q: Array, new: KV, kv: KV, chunk: Chunk, mask: Mask):
+    """Write a chunk into the cache, and attend to what the cache holds: -> (as `attend_chunk`, KV).
 
-    One token is written first, so that all it sees, itself included, is in the cache: one kernel does both.
-    Of several each sees there what came before the span.
+    A single token is written first, so that the cache holds all that it sees, itself included: one kernel
+    does both. The tokens of a longer chunk attend here to what came before the chunk.
     """
-    T, place = q.shape[1], places(span, mask, kv.values.shape[2])
-    length, hidden = seen_slots(span, mask, span.start + (T == 1))
+    T, slots = q.shape[1], slot_mapping(chunk, mask, kv.values.shape[2])
+    length, gap = visible_slots(chunk, mask, chunk.start + (T == 1))
     if T == 1:
-        part, kv = ragged_decode(q, new, kv, length, place, hidden, span.row)
+        part, kv = ragged_decode(q, new, kv, length, slots, gap, chunk.row)
         return merge_slots(*part), kv
-    # A ring is read as it was: the span may overwrite what its first tokens see. Any other cache is read as
-    # it will be, which spares XLA a copy of it.
-    written = write(kv, new, place, span.row, T // lax.axis_size(SLOTS) + 1, ring=mask.ring is not None)
-    past = attend_cached(q, kv if mask.ring else written, length, hidden, span.row)
+    # A ring is read before it is written, because the chunk may overwrite what its first tokens see. Any
+    # other cache is read after it is written, which spares XLA a copy of it.
+    written = write(kv, new, slots, chunk.row, T // lax.axis_size(SLOTS) + 1, ring=mask.ring is not None)
+    past = attend_cached(q, kv if mask.ring else written, length, gap, chunk.row)
     return merge_slots(*past), written
 
 
-def seen_slots(span: Span, mask: Full | Chunked | Window, held: Array):
-    """What each query sees of a cache that holds the first `held` [b] tokens, on this device.
+def visible_slots(chunk: Chunk, mask: Mask, end: Array) -> tuple[Array, tuple[Array, Array] | None]:
+    """Which of this device's slots each query sees, of a cache that holds a row's first end[b] tokens.
 
-    -> (length [b,T], hidden): the slots before `length`, but those from hidden[0] to hidden[1], [b,T] each;
-    None hides nothing.
+    -> (length [b,T], gap): a query sees the slots before `length`, except those from gap[0] to gap[1],
+    [b,T] each. A gap of None leaves nothing out.
     """
-    first, end = mask.first(span.positions), held[:, None]
-    any_seen = (first < end) & (span.count > 0)[:, None]
+    first, end = mask.first_visible(chunk.positions), end[:, None]
+    any_visible = (first < end) & (chunk.count > 0)[:, None]
     if mask.ring:
-        # What a query sees lies between two places of the ring, or before the one and after the other.
+        # In a ring the visible slots are those from low to high or, where they wrap around, those before
+        # high and those from low on.
         low, high = first % mask.ring, end % mask.ring
-        split = high <= low
-        end = jnp.where(split, jnp.minimum(end, mask.ring), high)
-    length = jnp.where(any_seen, local_slots(end), 0)
-    if not mask.window:  # a window has a ring
+        wraps = high <= low
+        end = jnp.where(wraps, jnp.minimum(end, mask.ring), high)
+    length = jnp.where(any_visible, local_slots(end), 0)
+    if not mask.window:  # full attention begins at slot 0, and so does a chunk's ring
         return length, None
-    return length, (jnp.where(split, local_slots(high), 0), local_slots(low))
+    return length, (jnp.where(wraps, local_slots(high), 0), local_slots(low))
 
 
-def places(span: Span, mask: Full | Chunked | Window, capacity: int) -> Array:
-    """Where each of a span's tokens goes among this device's slots, [b,T]; `capacity` if nowhere."""
-    slots = lax.axis_size(SLOTS)
-    keep = jnp.arange(span.positions.shape[1]) < span.count[:, None]
-    slot = span.positions
-    if mask.ring:  # it keeps the last ones; older ones of this span would land in the same slots
-        keep &= slot >= (span.start + span.count)[:, None] - mask.ring
+def slot_mapping(chunk: Chunk, mask: Mask, capacity: int) -> Array:
+    """The slot of this device that each token is written to, [b,T]; `capacity` if it is written to none."""
+    slots, slot, keep = lax.axis_size(SLOTS), chunk.positions, chunk.valid
+    if mask.ring:  # a ring keeps the chunk's last tokens; earlier ones would be written to the same slots
+        keep &= slot >= (chunk.start + chunk.count)[:, None] - mask.ring
         slot = slot % mask.ring
     return jnp.where(keep & (slot % slots == lax.axis_index(SLOTS)), slot // slots, capacity)
 
 
-def cached_form(new: Array, kv: KV | None, columns: Columns) -> KV:
-    """A span's keys and values, [b,T,k,2H] or [b,T,k,L+R], as a cache holds them: [b,k,T,C]."""
-    new, scale = new.swapaxes(1, 2), None
-    if kv is not None and kv.scale is not None:
-        parts = new.reshape(*new.shape[:3], new.shape[3] // columns.key, -1)  # a latent is key and value
-        quantized = quantize(parts, (4,), kv.scale.dtype)
-        new = quantized.values.reshape(new.shape)
-        scale = jnp.broadcast_to(quantized.scale.swapaxes(2, 3), (*new.shape[:2], 2, new.shape[2]))
-    new = jnp.pad(new, [(0, 0)] * 3 + [(0, columns.width - new.shape[3])])
-    return KV(new if kv is None else new.astype(kv.values.dtype), scale, columns)
-
-
 @jax.named_scope("attention")
-def attention(x: Array, w: Attention | LatentAttention, kv: KV | None, span: Span, kind: LayerKind):
-    """x: [b,T,D] -> ([b,T,D], the layer's cache with the span in it; None without one).
+def attention(
+    x: Array, w: Attention | LatentAttention, kv: KV | None, chunk: Chunk, rotation, kind: LayerKind
+):
+    """x: [b,T,D] -> ([b,T,D], the layer's cache with the chunk in it; None without a cache).
 
-    A token attends to what the cache holds and, if its span has several, to those up to itself, as the cache
-    will hold them: so it makes no difference in what prefill chunks a text is read.
+    A token attends to what the cache holds and to the tokens of its chunk up to itself. Their keys and values
+    are first rounded as the cache will hold them, so that the result does not depend on where chunks begin.
     """
     latent = isinstance(kind.attention, Latent)
-    q, new = (project_latent if latent else project)(x, w, span, kind)
-    new, parts = cached_form(new, kv, kind.attention.columns), []
+    q, new = project_latent(x, w, rotation, kind) if latent else project(x, w, chunk, rotation, kind)
+    new, parts = as_cached(new, kv, kind.attention.columns), []
     if kv is not None:
-        past, kv = attend_cache(q, new, kv, span, kind.mask)
+        past, kv = attend_cache(q, new, kv, chunk, kind.mask)
         parts.append(past)
     if not parts or x.shape[1] > 1:
-        parts.append(attend_span(q, new, span, kind.mask))
+        parts.append(attend_chunk(q, new, chunk, kind.mask))
     o, _ = merge(*parts)
     o = o.astype(x.dtype)
     o = einsum("bTkgL,kgUL->bTkgU", o, w.v_b) if latent else o
     y = lax.psum(einsum("bTkgH,DkgH->bTD", o, w.o), MODEL)  # k, g; H of a latent is U
-    return (y if latent else biased(y, w.o_bias)), kv
+    return (y if latent else add_bias(y, w.o_bias)), kv
 
 
 ACTIVATIONS = dict(silu=jax.nn.silu, gelu_tanh=jax.nn.gelu)
@@ -745,22 +689,18 @@ ACTIVATIONS = dict(silu=jax.nn.silu, gelu_tanh=jax.nn.gelu)
 def mlp(x: Array, w: MLP, activation: str) -> Array:
     """x: [b,T,D] -> [b,T,D], this device's part of the sum over f."""
     activate = ACTIVATIONS[activation]
-    h = biased(einsum("bTD,fD->bTf", x, w.up), w.up_bias)
+    h = add_bias(einsum("bTD,fD->bTf", x, w.up), w.up_bias)
     h = activate(h) if w.gate is None else activate(einsum("bTD,fD->bTf", x, w.gate)) * h
     return einsum("bTf,Df->bTD", h, w.down)
 
 
-@jax.named_scope("experts")
-def experts(x: Array, w: MoE, span: Span, kind: Experts) -> Array:
-    """Each token's A best experts. x: [b,T,D] -> [b,T,D], this device's part of the sum over e and m.
-
-    Every device sees all tokens of its rows and has room for all of them on any expert: none is ever dropped.
-    Padding goes to no expert.
-    """
+@jax.named_scope("route")
+def route(x: Array, w: MoE, kind: Experts) -> tuple[Array, Array]:
+    """x: [b,T,D] -> each token's A experts [b,T,A] int32, and their weights [b,T,A] float32."""
     x32, router = x.astype(jnp.float32), w.router.astype(jnp.float32)
-    logits = jnp.einsum("bTD,DE->bTE", x32, router, precision="highest")  # a rounded one may choose another
+    logits = jnp.einsum("bTD,DE->bTE", x32, router, precision="highest")  # rounded, they could choose others
     if w.router_bias is None:
-        best, chosen = lax.top_k(logits, kind.A)  # bTA
+        best, chosen = lax.top_k(logits, kind.A)
     else:
         _, chosen = lax.top_k(jax.nn.sigmoid(logits) + w.router_bias, kind.A)
         best = jnp.take_along_axis(logits, chosen, -1)
@@ -769,302 +709,207 @@ def experts(x: Array, w: MoE, span: Span, kind: Experts) -> Array:
     else:
         score = jnp.exp(best - jax.nn.logsumexp(logits, -1, keepdims=True))
     score = score / jnp.sum(score, -1, keepdims=True) if kind.router.normalized else score
-    score = score * kind.router.factor
+    return chosen, score * kind.router.factor
+
+
+@jax.named_scope("experts")
+def experts(x: Array, w: MoE, chunk: Chunk, kind: Experts) -> Array:
+    """Each token's A best experts. x: [b,T,D] -> [b,T,D], this device's part of the sum over e and m.
+
+    Every device sees all tokens of its rows and has room for all of them on any expert, so that no token is
+    ever dropped. Padding goes to no expert.
+    """
+    chosen, score = route(x, w, kind)
     n_local = kind.E // lax.axis_size(EXPERT)
     local = chosen - lax.axis_index(EXPERT) * n_local
-    real = jnp.arange(x.shape[1]) < span.count[:, None]
-    local = jnp.where((local >= 0) & (local < n_local) & real[..., None], local, n_local)
+    local = jnp.where((local >= 0) & (local < n_local) & chunk.valid[..., None], local, n_local)
     rows = (array.reshape(-1, array.shape[-1]) for array in (x, local, score))
     y = expert_mlp(*rows, w.gate, w.up, w.down, scales=kind.router.scales)
     return y.astype(x.dtype).reshape(x.shape)
 
 
 @jax.named_scope("feed_forward")
-def feed_forward(x: Array, w: MLP | MoE, span: Span, kind: Gated | Plain | Experts) -> Array:
+def feed_forward(x: Array, w: MLP | MoE, chunk: Chunk, kind: Gated | Plain | Experts) -> Array:
     """x: [b,T,D] -> [b,T,D]. Routed and shared experts are added before the one sum over devices."""
     if not isinstance(kind, Experts):
-        return biased(lax.psum(mlp(x, w, kind.activation), MODEL), w.down_bias)  # f
-    y = experts(x, w, span, kind)
+        return add_bias(lax.psum(mlp(x, w, kind.activation), MODEL), w.down_bias)  # f
+    y = experts(x, w, chunk, kind)
     y = y if w.shared is None else mlp(x, w.shared, kind.shared.activation) + y
     return lax.psum(y, MODEL)  # f, e, m
 
 
-@jax.named_scope("embed")
-def embed(tokens: Array, w: Weights, span: Span, cfg: Config) -> Array:
-    """tokens: [b,T] -> [b,T,D]. Each device looks up the tokens of its vocabulary shard."""
-    table, scale = values_and_scale(w.embed)
-    row = tokens - lax.axis_index(MODEL) * table.shape[0]
-    here = (row >= 0) & (row < table.shape[0])
-    x = take_rows(table, row)
-    x = x if scale is None else x * scale[row][..., None]
-    x = lax.psum(jnp.where(here[..., None], x, 0), MODEL).astype(w.norm.dtype)  # v
-    x = x if cfg.embedding_scale is None else x * jnp.asarray(cfg.embedding_scale, x.dtype)
-    return x if w.positions is None else x + w.positions.at[span.positions].get(mode="clip")
+@partial(jax.jit, static_argnames=("kind", "norm"))  # traced once for all layers of a kind
+def decoder_layer(x: Array, w: Layer, kv: KV | None, chunk: Chunk, rotation, kind: LayerKind, norm: Norm):
+    """x: [b,T,D] -> ([b,T,D], the layer's cache with the chunk in it, or None)."""
+    y = normalize(x, w.attention_norm, norm, w.attention_norm_bias)
+    y, kv = attention(y, w.attention, kv, chunk, rotation, kind)
+    x = x + y
+    y = normalize(x, w.feed_forward_norm, norm, w.feed_forward_norm_bias)
+    return x + feed_forward(y, w.feed_forward, chunk, kind.feed_forward), kv
+
+
+def decoder_layers(
+    x: Array, weights: list[Layer], caches: list[KV] | None, chunk: Chunk, kinds: tuple[LayerKind, ...],
+    norm: Norm, remat: bool = False,
+) -> tuple[Array, list[KV] | None]:  # fmt: skip
+    """x: [b,T,D] -> ([b,T,D] after these layers, their caches with the chunk in them).
+
+    remat: see `forward`.
+    """
+    ropes = {kind.rope: kind.rope.width or kind.attention.H for kind in kinds if kind.rope}
+    rotations = {rope: rotation(chunk.positions, rope, width) for rope, width in ropes.items()}
+    layer, written = jax.checkpoint(decoder_layer, static_argnums=(5, 6)) if remat else decoder_layer, []
+    for w, kv, kind in zip(weights, caches or [None] * len(kinds), kinds, strict=True):
+        x, kv = layer(x, w, kv, chunk, rotations.get(kind.rope), kind, norm)
+        written.append(kv)
+    return x, caches and written
 
 
 @jax.named_scope("unembed")
-def unembed(x: Array, w: Weights, cfg: Config) -> Array:
-    """x: [b,T,D] -> logits [b,T,v] float32 of this device's vocabulary shard; padding has -inf."""
+def local_logits(x: Array, w: Weights, cfg: Config) -> Array:
+    """x: [b,T,D] -> logits [b,T,v] float32 of this device's vocabulary shard; -inf for its padding."""
     x = normalize(x, w.norm, cfg.norm, w.norm_bias)
     matrix = w.embed if w.unembed is None else w.unembed
     logits = einsum("bTD,vD->bTv", x, matrix, jnp.float32)
     return jnp.where(vocabulary_shard(logits) < cfg.V, logits, -jnp.inf)
 
 
-def decoder(tokens: Array, w: Weights, cache: list | None, span: Span, cfg: Config, remat: bool = False):
-    """tokens: [b,T] -> (hidden states [b,T,D] before the last norm, the layers' caches)."""
-    cache = cache or [None] * len(cfg.layers)
-    return decoder_layers(embed(tokens, w, span, cfg), w.layers, cache, span, cfg.layers, cfg.norm, remat)
+# ------------------------------------------------------------ embed, layers, unembed: one shard_map for each
 
 
-def decoder_stage(tokens: Array, w: Weights, cache: Cache, span: Span, cfg: Config):
-    """`decoder`, or this stage's part of it: -> (hidden states, the layers' caches, what is passed on)."""
-    if cache.passed is None:
-        return *decoder(tokens, w, cache.layers, span, cfg), None
-    T, hidden = tokens.shape[1], cache.passed.hidden
-    x = enter(embed(tokens, w, span, cfg), hidden[T])
-    layers = jax.tree.map(lambda x: x[0], w.layers)  # p
-    kinds = cfg.stage(lax.axis_size(STAGE))
-    x, caches = decoder_layers(x, layers, cache.layers, span, kinds, cfg.norm)
-    return x, caches, dataclasses.replace(cache.passed, hidden=hidden | {T: pass_on(x)})
+def outer_specs(cfg: Config, weights: Weights) -> Weights:
+    """The PartitionSpecs of all weights except the layers'."""
+    return specs(outer_infos(cfg), without_layers(weights))
 
 
-def decoder_layers(x: Array, weights: list[Layer], cache: list, span: Span, kinds, norm: Norm, remat=False):
-    """x: [b,T,D] -> (the same after these layers, their caches). remat: see `forward`."""
-    layer = jax.checkpoint(decoder_layer, static_argnums=(4, 5)) if remat else decoder_layer
-    caches = []
-    for w, kind, kv in zip(weights, kinds, cache, strict=True):
-        x, kv = layer(x, w, kv, span, kind, norm)
-        caches.append(kv)
-    return x, caches
+def without_layers(tree: Weights | Cache) -> Weights | Cache:
+    """The same weights or cache with an empty list of layers."""
+    return dataclasses.replace(tree, layers=[])
 
 
-@partial(jax.jit, static_argnames=("kind", "norm"))  # traced once for all layers of a kind
-def decoder_layer(x: Array, w: Layer, kv: KV | None, span: Span, kind: LayerKind, norm: Norm):
-    """x: [b,T,D] -> ([b,T,D], the layer's cache with the span in it, or None)."""
-    y, kv = attention(
-        normalize(x, w.attention_norm, norm, w.attention_norm_bias), w.attention, kv, span, kind
+def cache_specs(kinds: tuple[LayerKind, ...], caches: list[KV] | None) -> list[KV] | None:
+    """The PartitionSpecs of the layers' caches."""
+    if caches is None:
+        return None
+    infos = [kv_info(kind, 0, 0, kv.values.dtype) for kind, kv in zip(kinds, caches, strict=True)]
+    return specs(infos, caches)
+
+
+def can_check_vma(mesh: Mesh, T: int) -> bool:
+    """Whether shard_map can check that every psum is there, for a program that attends with T queries.
+
+    It cannot on TPUs if LANES divides T: the library's kernel that attends then does not declare over which
+    mesh axes its result varies.
+    """
+    return T % LANES != 0 or not on_tpu(mesh)
+
+
+@jax.named_scope("embed")
+def embed(tokens: Array, positions: Array, weights: Weights, *, cfg: Config, mesh: Mesh) -> Array:
+    """tokens, positions: [B,T] int32 -> [B,T,D]. Each device looks up the tokens of its vocabulary shard."""
+
+    def on_device(tokens: Array, positions: Array, w: Weights) -> Array:
+        table, scale = values_and_scale(w.embed)
+        row = tokens - lax.axis_index(MODEL) * table.shape[0]
+        here = (row >= 0) & (row < table.shape[0])
+        x = take_rows(table, row)
+        x = x if scale is None else x * scale[row][..., None]
+        x = lax.psum(jnp.where(here[..., None], x, 0), MODEL).astype(w.norm.dtype)  # v
+        x = x if cfg.embedding_scale is None else x * jnp.asarray(cfg.embedding_scale, x.dtype)
+        return x if w.positions is None else x + w.positions.at[positions].get(mode="clip")
+
+    in_specs = P(ROWS), P(ROWS), outer_specs(cfg, weights)
+    on_devices = jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=P(ROWS))
+    return on_devices(tokens, positions, without_layers(weights))
+
+
+def layers(
+    x: Array, weights: list[Layer], caches: list[KV] | None, chunk: Chunk, *, kinds: tuple[LayerKind, ...],
+    norm: Norm, mesh: Mesh, remat: bool = False,
+) -> tuple[Array, list[KV] | None]:  # fmt: skip
+    """x: [B,T,D] -> ([B,T,D] after these layers, their caches with the chunk in them). remat: see `forward`.
+
+    caches: one per layer, or None to attend to the chunk alone. Raises ValueError if the numbers of weights
+    and of kinds differ.
+    """
+    if len(weights) != len(kinds):
+        raise ValueError(f"weights of {len(weights)} layers do not fit a model of {len(kinds)} layers")
+    infos = [layer_infos(kind, x.shape[2], norm) for kind in kinds]
+    kv_specs = cache_specs(kinds, caches)
+    on_devices = jax.shard_map(
+        partial(decoder_layers, kinds=kinds, norm=norm, remat=remat),
+        mesh=mesh,
+        in_specs=(P(ROWS), specs(infos, weights), kv_specs, P(ROWS)),
+        out_specs=(P(ROWS), kv_specs),
+        check_vma=can_check_vma(mesh, x.shape[1]),
     )
-    x = x + y
-    y = normalize(x, w.feed_forward_norm, norm, w.feed_forward_norm_bias)
-    return x + feed_forward(y, w.feed_forward, span, kind.feed_forward), kv
+    return on_devices(x, weights, caches, chunk)
 
 
-def row_of(arrays, row: Array):
-    """One row of a tree of arrays [b,...], as a batch of one."""
-    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, row, 1), arrays)
+def unembed(x: Array, weights: Weights, *, cfg: Config, mesh: Mesh) -> Array:
+    """x: [B,T,D] -> logits [B,T,V] float32, of which each device holds its shard of the vocabulary.
 
-
-def with_row(arrays, row: Array, new):
-    """The arrays with `new`, a batch of one, in the place of this row."""
-    return jax.tree.map(lambda x, new: lax.dynamic_update_slice_in_dim(x, new, row, 0), arrays, new)
+    V is here cfg.V rounded up to a multiple of the devices; the logits of the padding are -inf.
+    """
+    on_devices = jax.shard_map(
+        partial(local_logits, cfg=cfg),
+        mesh=mesh,
+        in_specs=(P(ROWS), outer_specs(cfg, weights)),
+        out_specs=P(ROWS, None, MODEL),
+    )
+    return on_devices(x, without_layers(weights))
 
 
 # --------------------------------------------------------------------------------- forward, prefill, decode
-
-
-def on_each_device(mesh: Mesh, T: int, in_specs, out_specs):
-    """shard_map, which checks that every psum is there; but not on TPUs if LANES divides T, as the library's
-    kernel that attends then does not declare over which axes its result varies.
-    """
-    check_vma = T % LANES != 0 or not on_tpu(mesh)
-    return partial(jax.shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
 
 
 @partial(jax.jit, static_argnames=("cfg", "mesh", "remat"))
 def forward(tokens: Array, weights: Weights, *, cfg: Config, mesh: Mesh, remat: bool = False) -> Array:
     """Logits of every position, without a cache: tokens [B,T] int32 -> [B,T,V] float32.
 
-    For short sequences, and on a CPU for training: the kernels of other devices have no derivative. remat: a
-    derivative keeps what enters each layer, and computes the rest of it again (gradient checkpointing).
+    For short texts, and on a CPU for training: the kernels of other devices have no derivative. remat keeps
+    only the input of each layer for the derivative and computes the rest again (gradient checkpointing).
     """
-    if mesh.shape[STAGE] > 1:
-        raise ValueError(f"forward runs in one stage, not in {mesh.shape[STAGE]}: make a mesh without stages")
-    layouts = P(ROWS), specs(weight_infos(cfg), weights)
-
-    @on_each_device(mesh, tokens.shape[1], layouts, P(ROWS, None, MODEL))
-    def on_device(tokens: Array, w: Weights):
-        start = jnp.zeros_like(tokens[:, 0])
-        span = span_at(start, start + tokens.shape[1], tokens.shape[1], cfg)
-        return unembed(decoder(tokens, w, None, span, cfg, remat)[0], w, cfg)
-
-    return on_device(tokens, weights)[..., : cfg.V]
-
-
-def cache_specs(cfg: Config, cache: Cache, mesh: Mesh) -> Cache:
-    passed = cache.passed and passed_infos(cfg, dict.fromkeys(cache.passed.hidden, 0))
-    infos = cache_infos(cfg, 0, 0, cache.layers[0].values.dtype, mesh.shape[STAGE])
-    return specs(dataclasses.replace(infos, passed=passed), cache)
+    start = jnp.zeros_like(tokens[:, 0])
+    chunk = chunk_at(start, start + tokens.shape[1], tokens.shape[1])
+    x = embed(tokens, chunk.positions, weights, cfg=cfg, mesh=mesh)
+    x, _ = layers(
+        x, weights.layers, None, chunk, kinds=cfg.layers, norm=cfg.norm, mesh=mesh, remat=remat
+    )  # fmt: skip
+    return unembed(x, weights, cfg=cfg, mesh=mesh)[..., : cfg.V]
 
 
 @partial(jax.jit, static_argnames=("cfg", "mesh"), donate_argnames="cache")
-def begin(rows, text, length, source, cache: Cache, *, cfg: Config, mesh: Mesh) -> Cache:
-    """Give rows another text, of which some has been read. The cache is donated: the old one is gone.
-
-    rows: [n] int32, as many on each data shard, counted there from 0; -1 for none. text: [n,S] int32.
-    length: [n] int32, how many of its tokens count as read: by row source[n] of the same shard, whose layers
-    are copied, or, if source is None, by the row itself.
-    """
-    layout = cache_specs(cfg, cache, mesh)
-
-    @partial(jax.shard_map, mesh=mesh, in_specs=(*(P(ROWS),) * 4, layout), out_specs=layout)
-    def on_device(rows: Array, text: Array, length: Array, source: Array | None, cache: Cache):
-        layers = cache.layers
-        for i in range(0 if source is None else rows.size):
-            to = jnp.maximum(rows[i], 0)
-            layers = with_row(layers, to, row_of(layers, jnp.where(rows[i] < 0, to, source[i])))
-        at = jnp.where(rows < 0, cache.length.size, rows)
-        tokens = cache.tokens.at[at].set(text, mode="drop")
-        length = cache.length.at[at].set(length, mode="drop")
-        return dataclasses.replace(cache, layers=layers, tokens=tokens, length=length)
-
-    return on_device(rows, text, length, source, cache)
-
-
-def text_at(text: Array, positions: Array) -> Array:
-    """The tokens of text [b,S] at positions [b,T]; beyond its end, any."""
-    return jnp.take_along_axis(text, positions, 1, mode="clip")
-
-
-def chunk_at(rows: Array | None, count: Array, width: int, cache: Cache, cfg: Config):
-    """The next `width` tokens of these rows, see `prefill`: -> (tokens [b,T], Span)."""
-    at = slice(None) if rows is None else rows
-    span = span_at(cache.length[at], count, width, cfg, rows)
-    return text_at(cache.tokens[at], span.positions), span
-
-
-def after_chunk(x: Array, span: Span, score: int | None, w: Weights, cache: Cache, cfg: Config):
-    """x: [b,T,D], of a chunk that has been read -> (its Scores or None, see `prefill`, all lengths)."""
-    at = slice(None) if span.row is None else span.row
-    following = text_at(cache.tokens[at], span.positions + 1)
-
-    def score_row(row: tuple[Array, Array]) -> Scores:
-        logits = unembed(row[0][None], w, cfg)[0]
-        best = likeliest(logits, score) if score else None
-        return Scores(logprobs=logprob(logits, row[1]), likeliest=best)
-
-    # Row by row: the logits of a whole batch would not fit.
-    scores = None if score is None else lax.map(score_row, (x, following))
-    return scores, cache.length.at[at].add(span.count)
-
-
-@partial(jax.jit, static_argnames=("width", "score", "cfg", "mesh"), donate_argnames="cache")
 def prefill(
-    rows, count, weights: Weights, cache: Cache, *,
-    width: int, score: int | None = None, cfg: Config, mesh: Mesh,
-) -> tuple["Scores | None", Cache]:  # fmt: skip
-    """Read more of the text of some rows: -> (Scores [n,width], Cache). The cache is donated.
+    tokens: Array, weights: Weights, cache: Cache, count: Array | None = None, *, cfg: Config, mesh: Mesh
+) -> tuple[Array, Cache]:
+    """Read tokens [B,T] int32: -> (logits [B,V] float32 of what follows each row's tokens, Cache).
 
-    rows: [n] int32, as in `begin` but each another one, or None: all. count: [n] int32, how many tokens of
-    each, at most `width`. score: None for no scores, else how many of the likeliest tokens to report.
+    count: [B] int32, at least 1: how many of a row's tokens are valid, the rest is padding; None: all T.
+    A long text may be read in several calls. The cache is donated: the old one is gone.
     """
-    cache_layout = cache_specs(cfg, cache, mesh)
-    layouts = P(ROWS), P(ROWS), specs(weight_infos(cfg, mesh.shape[STAGE]), weights), cache_layout
-
-    @on_each_device(mesh, width, layouts, (result_spec(mesh), cache_layout))
-    def on_device(rows: Array | None, count: Array, w: Weights, cache: Cache):
-        tokens, span = chunk_at(rows, count, width, cache, cfg)
-        x, layers, passed = decoder_stage(tokens, w, cache, span, cfg)
-        scores, length = after_chunk(x, span, score, w, cache, cfg)
-        scores = from_last_stage(scores) if passed else scores
-        return scores, Cache(layers=layers, tokens=cache.tokens, length=length, passed=passed)
-
-    return on_device(rows, count, weights, cache)
-
-
-@pytree
-class Scores:
-    """How likely a text is. logprobs: of the token after each. likeliest: of what could be in its place."""
-
-    logprobs: Array
-    likeliest: Likeliest | None
-
-
-@pytree
-class Output:
-    """What a step chose in each row.
-
-    tokens: [B,T], of which row b has the first count[b]. logprobs: [B,T], of each, by the model's own logits.
-    drafted: [B], how many draft tokens were looked at; count - 1 of them were accepted. likeliest: [B,T,n],
-    what could have been chosen, if a row asks for it.
-    """
-
-    tokens: Array
-    logprobs: Array
-    count: Array
-    drafted: Array
-    likeliest: Likeliest | None = None
-
-
-def room(length: Array, cfg: Config) -> Array:
-    """How many tokens rows of this length can read and still take back, [b]."""
-    return functools.reduce(jnp.minimum, [mask.room(length) for mask in cfg.masks])
-
-
-def accepted(tokens: Array, chosen: Array, count: Array) -> Array:
-    """How many of the tokens [b,T] that were read are right: the first, and drafts that were then chosen.
-
-    chosen: [b,T], after each. count: [b], how many were read.
-    """
-    right = (tokens[:, 1:] == chosen[:, :-1]) & (jnp.arange(1, tokens.shape[1]) < count[:, None])
-    return jnp.minimum(count, 1 + jnp.sum(jnp.cumprod(right, 1, dtype=jnp.int32), 1))
-
-
-def step_at(count: Array, drafts: Array | None, cache: Cache, cfg: Config):
-    """Each row's next token, and drafts of those after it, see `decode_step`: -> (tokens [b,T], Span)."""
-    T = 1 if drafts is None else 1 + drafts.shape[1]
-    span = span_at(cache.length, jnp.minimum(count, room(cache.length, cfg)), T, cfg)
-    tokens = text_at(cache.tokens, span.positions[:, :1])
-    if cache.passed:
-        tokens = jnp.where(tokens < 0, cache.passed.chosen, tokens)
-    return (tokens if drafts is None else jnp.concatenate([tokens, drafts], 1)), span
-
-
-def after_step(x: Array, tokens: Array, span: Span, sampling: Sampling, w: Weights, cache: Cache, cfg):
-    """x: [b,T,D], of tokens that have been read -> (Output, the rows' texts, their lengths)."""
-    T, rows = tokens.shape[1], jnp.arange(tokens.shape[0])[:, None]
-    logits = unembed(x, w, cfg)  # bTv
-    text = cache.tokens.at[rows, span.positions].set(tokens, mode="drop")
-    each_token = jax.tree.map(partial(jnp.repeat, repeats=T, axis=0), (sampling, text))
-    after = span.positions.reshape(-1) + 1
-    chosen = sample(logits.reshape(-1, logits.shape[-1]), *each_token, after, cfg.V).reshape(tokens.shape)
-
-    kept = accepted(tokens, chosen, span.count)
-    at = jnp.where(jnp.arange(T) < kept[:, None], span.positions + 1, text.shape[1])
-    known = jnp.where(is_last_stage(), chosen, -1) if cache.passed else chosen
-    text = cache.tokens.at[rows, at].set(known, mode="drop")
-    drafted = jnp.maximum(span.count - 1, 0)
-    best = None if sampling.top_logprobs is None else likeliest(logits, TOP)
-    output = Output(
-        tokens=chosen, logprobs=logprob(logits, chosen), count=kept, drafted=drafted, likeliest=best
-    )
-    return output, text, cache.length + kept
+    count = jnp.full_like(cache.length, tokens.shape[1]) if count is None else count
+    return read(tokens, count, weights, cache, cfg, mesh)
 
 
 @partial(jax.jit, static_argnames=("cfg", "mesh"), donate_argnames="cache")
 def decode_step(
-    count, drafts, sampling: Sampling, weights: Weights, cache: Cache, *, cfg: Config, mesh: Mesh
-) -> tuple[Output, Cache]:
-    """Read each row's next token and choose the one after it: -> (Output, Cache). The cache is donated.
+    tokens: Array, weights: Weights, cache: Cache, *, cfg: Config, mesh: Mesh
+) -> tuple[Array, Cache]:
+    """Read one token of each row, [B] int32: -> (logits [B,V] float32 of the next one, Cache).
 
-    count: [B] int32: 0 leaves a row as it is, 1 reads its next token, 1 + n also the first n drafts.
-    drafts: [B,T-1] int32, tokens that may come after the next, or None. The right ones are accepted, so a
-    step may choose several, which are what as many steps without drafts would choose. A row must not grow
-    beyond the cache's max_len: what does is not kept.
+    The cache is donated: the old one is gone.
     """
-    if drafts is not None and mesh.shape[STAGE] > 1:
-        raise ValueError("draft tokens are for one stage: several do not pass on how many were accepted")
-    T, cache_layout = 1 if drafts is None else 1 + drafts.shape[1], cache_specs(cfg, cache, mesh)
-    layouts = *(P(ROWS),) * 3, specs(weight_infos(cfg, mesh.shape[STAGE]), weights), cache_layout
+    return read(tokens[:, None], jnp.ones_like(cache.length), weights, cache, cfg, mesh)
 
-    @on_each_device(mesh, T, layouts, (result_spec(mesh), cache_layout))
-    def on_device(count: Array, drafts: Array | None, sampling: Sampling, w: Weights, cache: Cache):
-        tokens, span = step_at(count, drafts, cache, cfg)
-        x, layers, passed = decoder_stage(tokens, w, cache, span, cfg)
-        output, text, length = after_step(x, tokens, span, sampling, w, cache, cfg)
-        if passed:
-            output = from_last_stage(output)
-            passed = dataclasses.replace(passed, chosen=output.tokens)
-        return output, Cache(layers=layers, tokens=text, length=length, passed=passed)
 
-    return on_device(count, drafts, sampling, weights, cache)
+def read(
+    tokens: Array, count: Array, weights: Weights, cache: Cache, cfg: Config, mesh: Mesh
+) -> tuple[Array, Cache]:
+    """What `prefill` and `decode_step` have in common: tokens [B,T] -> (logits [B,V], Cache)."""
+    chunk = chunk_at(cache.length, count, tokens.shape[1])
+    x = embed(tokens, chunk.positions, weights, cfg=cfg, mesh=mesh)
+    x, kv = layers(x, weights.layers, cache.layers, chunk, kinds=cfg.layers, norm=cfg.norm, mesh=mesh)
+    last = jnp.take_along_axis(x, count[:, None, None] - 1, 1)  # [B,1,D]
+    logits = unembed(last, weights, cfg=cfg, mesh=mesh)[:, 0, : cfg.V]
+    return logits, Cache(layers=kv, length=cache.length + count)

@@ -1,4 +1,4 @@
-"""Ragged attention: the layout of the cache, and the Pallas kernel for TPUs that writes and reads it.
+"""Ragged attention: the Pallas kernel for TPUs that writes a token into the cache and attends to the cache.
 
 Letters as in model.py: B rows, T queries, S cached slots, K key/value heads, G queries per key/value head,
 H width of keys, C columns of a slot; here, uppercase, each is what this device has. ops/attention.py has the
@@ -15,6 +15,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ops.kv_cache import KV
 from ops.tpu import LANES, TILE, in_hbm, precision, result
 
 SCORES = 1 << 18  # that it computes at once: they are in VMEM, several times
@@ -38,53 +39,6 @@ DECODE_BLOCKS = {
     (640, 2): (2048, 256),
     (640, 4): (1024, 256),
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Columns:
-    """How the columns of a slot are used: the first `key` are its key, those of `value` (from, to) its value.
-
-    They may overlap: a latent's value is a part of its key. scale: the factor of q.k.
-    """
-
-    key: int
-    value: tuple[int, int]
-    scale: float
-
-    @property
-    def width(self) -> int:
-        """C: all of them, and what fills the last register, without which XLA would choose another layout."""
-        used = max(self.key, self.value[1])
-        return used if used < LANES else -(-used // LANES) * LANES
-
-    @property
-    def value_width(self) -> int:
-        return self.value[1] - self.value[0]
-
-
-def key_beside_value(H: int) -> Columns:
-    """The columns of keys and values of width H."""
-    return Columns(H, (H, 2 * H), H**-0.5)
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=["columns"])
-@dataclasses.dataclass(frozen=True)
-class KV:
-    """Keys and values of one layer, laid out as the kernel reads them: one DMA per array and block.
-
-    values: [B,K,S,C]; float, or int8. scale: [B,K,2,S], of each int8 key and value its factor; None for
-    floats.
-    """
-
-    values: Array
-    scale: Array | None
-    columns: Columns
-
-
-def each(function, *kvs: KV) -> KV:
-    """The KV of function(slot axis, values...) and, if there are scales, function(slot axis, scales...)."""
-    scale = None if kvs[0].scale is None else function(3, *(kv.scale for kv in kvs))
-    return KV(function(2, *(kv.values for kv in kvs)), scale, kvs[0].columns)
 
 
 def ragged_attention_tpu(

@@ -50,9 +50,11 @@ from ops.attention import BLOCK
 from ops.grouped_matmul import FEW_ROWS
 from ops.tpu import TILE
 from quantize import FORMATS, INT8, Format
+from serving import executors, steps
 from serving.memory import BANDWIDTH, active_experts
 from sharding.arrays import abstract
 from sharding.mesh import EXPERT, MODEL, ROWS, SLOTS, STAGE, make_mesh, mesh_size
+from sharding.stages import first_stage, in_stages, stage_input_infos
 from terminal.command_line import OneLineParser, run
 
 
@@ -139,27 +141,27 @@ class Job:
         return self.tokens == 1
 
     def arguments(self, mesh: Mesh) -> dict:
-        """count, weights and cache for the program: shapes and shardings, without data."""
+        """step, weights and batch for the program: shapes and shardings, without data."""
         stages, cfg = mesh.shape[STAGE], self.cfg
         count = jax.ShapeDtypeStruct((self.batch,), jnp.int32, sharding=NamedSharding(mesh, P(ROWS)))
-        weights = abstract(model.weight_infos(cfg, stages, self.format), mesh, jnp.bfloat16)
-        infos = model.cache_infos(cfg, self.batch, self.context, jnp.dtype(self.kv_dtype), stages)
-        cache = abstract(infos, mesh)
+        weights = abstract(in_stages(model.weight_infos(cfg, self.format), stages), mesh, jnp.bfloat16)
+        infos = steps.batch_infos(cfg, self.batch, self.context, jnp.dtype(self.kv_dtype), stages)
+        batch = abstract(infos, mesh)
         if stages > 1:
-            passed = model.passed_infos(cfg, {1: self.batch, self.tokens: self.batch})
-            cache = dataclasses.replace(cache, passed=abstract(passed, mesh, jnp.bfloat16))
-        return dict(count=count, weights=weights, cache=cache)
+            inputs = stage_input_infos(cfg.D, {1: self.batch, self.tokens: self.batch})
+            batch = batch.replace(stage_inputs=abstract(inputs, mesh, jnp.bfloat16))
+        chunk = steps.PrefillChunk(rows=None, count=count, width=self.tokens)
+        step = steps.DecodeStep(count=count) if self.chooses else chunk
+        return dict(step=step, weights=weights, batch=batch)
 
     def lower(self, mesh: Mesh) -> jax.stages.Lowered:
-        """`model.decode_step`, or `model.prefill` of all rows, for the mesh."""
-        arguments = self.arguments(mesh) | dict(cfg=self.cfg, mesh=mesh)
-        if self.chooses:
-            return model.decode_step.lower(drafts=None, sampling=model.Sampling(), **arguments)
-        return model.prefill.lower(rows=None, width=self.tokens, **arguments)
+        """A decode step, or a chunk of all rows, for the mesh."""
+        execute = executors.staged if mesh.shape[STAGE] > 1 else executors.one_program
+        return execute.lower(**self.arguments(mesh), cfg=self.cfg, mesh=mesh)
 
     def waiting_bytes(self, mesh: Mesh) -> int:
         """Of the caches of other turns, which one device holds besides."""
-        caches = sum(n for name, _, n in self.shards(mesh) if re.match(r"cache\.(?!passed)", name))
+        caches = sum(n for name, _, n in self.shards(mesh) if re.match(r"cache|tokens", name))
         return caches * (mesh.shape[STAGE] - 1)
 
     def shards(self, mesh: Mesh):
@@ -173,7 +175,7 @@ def named(**trees):
     """(name, leaf) of all leaves, in order: weights.layers[0].attention.q.values, for example."""
     for root, tree in trees.items():
         for path, x in jax.tree_util.tree_leaves_with_path(tree):
-            yield root + jax.tree_util.keystr(path), x
+            yield (root + jax.tree_util.keystr(path)).removeprefix("batch."), x
 
 
 PARTS = ("attention", "mlp", "experts", "kv_cache", "embedding", "other")
@@ -204,7 +206,7 @@ def share_needed(argument: str, job: Job, mesh: Mesh) -> float:
     """
     last = rf"layers\[{len(job.cfg.layers) - 1}\]"  # which is not the last of any of several stages
     no_use = rf"cache\.{last}|weights\.(norm|unembed|{last}\.(attention\.([qo]|[kv]_b\b)|feed_forward))"
-    tables = "cache.tokens", "weights.positions"
+    tables = "tokens", "weights.positions"
     if argument in tables or (not job.chooses and re.match(no_use, argument)):
         return 0
     if part_of(argument, job.cfg) == "experts":
@@ -275,7 +277,7 @@ def expected_collectives(job: Job, mesh: Mesh, topology: Topology) -> float:
     sent = [("all-reduce", 2 * rows * cfg.D, devices)] * 2
     sent += [("all-gather", 2 * rows * K * (G * columns.key + columns.width), slots)]
     sent += [("all-to-all", 4 * rows * K * G * (columns.value_width + 1), slots)]
-    depth = len(cfg.stage(mesh.shape[STAGE]))
+    depth = len(first_stage(cfg, mesh.shape[STAGE]).layers)
     return depth * sum(collective_seconds(*x, topology) for x in sent if x[2] > 1)
 
 
@@ -387,9 +389,10 @@ def compile_step(job: Job, mesh: Mesh, topology: Topology, dump: str | None = No
         peak = float(found[1]) * 2 ** (10 + 10 * "KMGT".index(found[2].upper()))
         return Step(False, peak + waiting, time.perf_counter() - began, floor)
     seconds, memory, text = time.perf_counter() - began, compiled.memory_analysis(), compiled.as_text()
+    text = text.replace('op_name="batch.', 'op_name="')
     if dump:
         pathlib.Path(dump).write_text(text)
-    depth, slots = len(job.cfg.stage(stages)), -(-job.context // mesh_size(mesh, SLOTS))
+    depth, slots = len(first_stage(job.cfg, stages).layers), -(-job.context // mesh_size(mesh, SLOTS))
 
     def kernel_share(kernel: str, argument: str) -> float:
         if kernel in ("take_slots", "put_slots"):  # a block of the cache

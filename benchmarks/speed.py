@@ -37,9 +37,11 @@ from checkpoints.checkpoint import open_checkpoint
 from checkpoints.errors import UserError
 from checkpoints.loading import load
 from checkpoints.names import FLOATS
-from model import Config, Sampling
+from model import Config
 from quantize import FORMATS, GroupedArray, QuantizedArray
 from serving import memory, programs
+from serving.executors import one_program
+from serving.steps import Batch, DecodeStep, PrefillChunk, init_batch
 from terminal import launch
 from terminal.command_line import OneLineParser, run
 
@@ -171,24 +173,23 @@ class Bench:
         compiled = function.lower(*arguments, **static, cfg=self.cfg, mesh=self.mesh).compile()
         return Program(compiled, time.perf_counter() - began)
 
-    def cache(self, batch: int, filled: int, room: int) -> model.Cache:
-        """A cache as after `filled` tokens of each row, with room for more."""
-        cache = model.init_cache(self.cfg, self.mesh, batch, -(-(filled + room) // 128) * 128, self.kv_dtype)
-        # A random text: equal tokens would all go to the same experts.
-        text = np.random.default_rng(0).integers(0, self.cfg.V, cache.tokens.shape, np.int32)
-        return dataclasses.replace(
-            cache,
-            tokens=jax.device_put(text, cache.tokens.sharding),
-            length=jax.device_put(np.full(batch, filled, np.int32), cache.length.sharding),
+    def rows(self, n: int, filled: int, room: int) -> Batch:
+        """A batch of n rows that have read `filled` tokens each, with room for more."""
+        batch = init_batch(self.cfg, self.mesh, n, -(-(filled + room) // 128) * 128, self.kv_dtype)
+        # Random tokens, because equal ones would all go to the same experts.
+        tokens = np.random.default_rng(0).integers(0, self.cfg.V, batch.tokens.shape, np.int32)
+        return batch.replace(
+            tokens=jax.device_put(tokens, batch.tokens.sharding),
+            length=jax.device_put(np.full(n, filled, np.int32), batch.cache.length.sharding),
         )
 
     def decode(self, batch: int, context: int, trace: pathlib.Path | None = None) -> dict:
         """Steps of one token per row, around `context` filled positions."""
         steps = 4
         room = steps * (self.repeat + 2)
-        state = [self.cache(batch, max(context - room // 2, 0), room)]
-        arguments = np.ones(batch, np.int32), None, Sampling(), self.weights
-        program = self.compile(model.decode_step, *arguments, *state)
+        state = [self.rows(batch, max(context - room // 2, 0), room)]
+        arguments = DecodeStep(count=np.ones(batch, np.int32)), self.weights
+        program = self.compile(one_program, *arguments, *state)
 
         def go(n: int):
             for _ in range(n):
@@ -199,16 +200,17 @@ class Bench:
 
     def prefill(self, batch: int, length: int, trace: pathlib.Path | None = None) -> dict:
         """Prompts of `length` tokens into empty caches."""
-        state, width = [self.cache(batch, 0, length)], prefill_width(batch, length)
+        state, width = [self.rows(batch, 0, length)], prefill_width(batch, length)
         counts = [np.full(batch, min(width, length - i), np.int32) for i in range(0, length, width)]
-        program = self.compile(model.prefill, None, counts[0], self.weights, *state, width=width)
+        chunks = [PrefillChunk(rows=None, count=count, width=width) for count in counts]
+        program = self.compile(one_program, chunks[0], self.weights, *state)
 
         def go(n: int):
             for _ in range(n):
-                cache = dataclasses.replace(state[0], length=jnp.zeros_like(state[0].length))
-                for count in counts:
-                    _, cache = program.compiled(None, count, self.weights, cache)
-                state[0] = cache
+                batch_read = state[0].replace(length=jnp.zeros_like(state[0].cache.length))
+                for chunk in chunks:
+                    _, batch_read = program.compiled(chunk, self.weights, batch_read)
+                state[0] = batch_read
             return state
 
         return self.time("prefill", go, 1, batch, length, 0, program, trace)

@@ -19,9 +19,12 @@ from ops.platform import platform
 from quantize import INT8, Format, GroupedArray, QuantizedArray, unpack
 from sharding.arrays import ArrayInfo, in_form, regrouped
 from sharding.mesh import STAGE
+from sharding.stages import in_stages
 
 
-def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str, format: Format | None, show: bool = True) -> Weights:
+def load(
+    checkpoint: Checkpoint, mesh: Mesh, dtype: str, format: Format | None = None, show: bool = True
+) -> Weights:
     """Put the weights on the mesh. A process reads what its devices hold; a CPU uses it in place if it can.
 
     dtype: "bfloat16" or "float32", for what is not of few bits and declares no other. format: of what a
@@ -44,7 +47,7 @@ def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str, format: Format | None, 
             nbytes += sum(source.nbytes for source in sources)
         return info, arrays, nbytes
 
-    weights, treedef = [], jax.tree.structure(model.weight_infos(config, stages))
+    weights, treedef = [], jax.tree.structure(in_stages(model.weight_infos(config), stages))
     stored = (x for item in named_infos(config, format=format) for x in checkpoint.stored(*item))
     total = sum(checkpoint.sources[x].nbytes for x in stored)
     with progress("loading weights", total, show=show) as bar, no_garbage_collection():

@@ -18,6 +18,7 @@ from families.family import Family
 from model import Config
 from quantize import Format
 from sharding.arrays import ArrayInfo
+from sharding.stages import in_stages
 
 FLOATS = ("bfloat16", "float32")  # that a model may have
 TYPES = {"bfloat16": "BF16", "float32": "F32", "int8": "I8", "uint8": "U8"}  # safetensors' names
@@ -30,7 +31,9 @@ def named_infos(
 
     Of layers in several stages: those of the first. format: of the weights.
     """
-    for path, info in jax.tree_util.tree_leaves_with_path(model.weight_infos(config, stages, format)):
+    for path, info in jax.tree_util.tree_leaves_with_path(
+        in_stages(model.weight_infos(config, format), stages)
+    ):
         yield jax.tree_util.keystr(path, simple=True, separator="."), info
 
 
@@ -38,7 +41,7 @@ def in_each_stage(name: str, config: Config, stages: int) -> list[str]:
     """The names of what has the same place in each stage, by the first one's; what is no layer's has one."""
     if not (found := re.fullmatch(r"layers\.(\d+)\.(.*)", name)):
         return [name]
-    depth = len(config.stage(stages))
+    depth = len(config.layers) // stages
     return [f"layers.{int(found[1]) + stage * depth}.{found[2]}" for stage in range(stages)]
 
 

@@ -21,9 +21,10 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
 from ops.gpu import flash, takes
+from ops.kv_cache import KV, key_beside_value, map_slots
 from ops.platform import on_gpu, on_tpu
 from ops.tpu import LANES, put_slots, take_slots, varying
-from ragged_attention import DECODE_BLOCKS, KV, MASKED, each, key_beside_value, ragged_attention_tpu
+from ragged_attention import DECODE_BLOCKS, MASKED, ragged_attention_tpu
 
 BLOCK = 1024  # cached slots per step of attend_cached
 QUERIES = 64  # that `attend` takes at once: its scores are B·K·G·QUERIES·BLOCK floats
@@ -112,7 +113,7 @@ def write(kv: KV, new: KV, place: Array, row: Array | None = None, window: int =
         to = (row[:, None] * heads + jnp.arange(heads)).reshape(-1, 1)
         return rows.at[to, jnp.repeat(place, heads, 0)].set(new, mode="drop").reshape(cache.shape)
 
-    return each(put, kv, new)
+    return map_slots(put, kv, new)
 
 
 def write_window(kv: KV, new: KV, place: Array, row: Array, window: int) -> KV:
@@ -134,7 +135,7 @@ def write_window(kv: KV, new: KV, place: Array, row: Array, window: int) -> KV:
         merged = jnp.where(mask, new, take_slots(cache, row, first, LANES, n, axis))
         return put_slots(cache, merged, row, first, LANES, axis)
 
-    return each(put, kv, new)
+    return map_slots(put, kv, new)
 
 
 def read_block(kv: KV, row: Array | None, i: Array, block: int) -> tuple[KV, Array]:
@@ -143,14 +144,16 @@ def read_block(kv: KV, row: Array | None, i: Array, block: int) -> tuple[KV, Arr
     if on_tpu() and (block < S or row is not None):
         row = jnp.arange(kv.values.shape[0]) if row is None else row
         at = jnp.full(row.shape, i)
-        return each(lambda axis, x: take_slots(x, row, at, block, 1, axis), kv), i * block + jnp.arange(block)
+        return map_slots(lambda axis, x: take_slots(x, row, at, block, 1, axis), kv), i * block + jnp.arange(
+            block
+        )
     first = jnp.minimum(i * block, S - block)
 
     def read(axis: int, x: Array) -> Array:
         x = x if block == S else lax.dynamic_slice_in_dim(x, first, block, axis)
         return x if row is None else jnp.concatenate([lax.dynamic_slice_in_dim(x, r, 1) for r in row])
 
-    return each(read, kv), first + jnp.arange(block)
+    return map_slots(read, kv), first + jnp.arange(block)
 
 
 def attend_cached(

@@ -10,11 +10,10 @@ from llguidance import LLTokenizer
 
 from checkpoints.errors import UserError
 from checkpoints.tensor_files import parse_json
-from model import Sampling
 from serving.grammar import Grammar, make_grammar
 from serving.requests import RESTRICTIONS, SAMPLING, Request, check_sampling
 from serving.text import TextStream, encode, is_broken
-from sharding.sampling import BIASES, TOP, Bias
+from sharding.sampling import BIASES, TOP, Bias, Sampling
 
 MAX_SAMPLES = 128  # n, times the prompts of one request
 MAX_STOPS = 16

@@ -19,8 +19,9 @@ on from there.
 
 The device does not wait for the host: a step is sent off before the tokens of the last one are looked at.
 
-Where the layers are in stages (sharding/stages.py), each has another group of rows in a turn. What is decided
-here for a group goes to the first stage, and one turn later to the next; its results come out of the last.
+With pipeline stages (sharding/stages.py) each stage works on another microbatch in a turn. The engine plans
+for one microbatch at a time; the plan goes to the first stage and one turn later to the next, and the last
+stage returns the results.
 
 A request that goes wrong ends with an error of its own, and the others go on.
 """
@@ -35,11 +36,12 @@ from typing import Any
 import jax
 import numpy as np
 
-import model
 from checkpoints.errors import UserError
-from serving.programs import Begin, Chunk, Programs, Turn, prefill_width
+from serving.programs import Assignment, Programs, StepPlan, prefill_width
 from serving.requests import Answer, Request, options_in_use
 from serving.scheduler import Group, Row, Scheduler
+from serving.steps import Output, PrefillChunk, Scores
+from sharding.sampling import Likeliest
 
 NAN = "the model computes NaN: its weights are damaged, or overflow this --dtype"
 
@@ -72,13 +74,13 @@ class Stats:
 
 
 @dataclasses.dataclass
-class Sent:
-    """A turn of a group, on its way through the stages, and for whom its results are.
+class InFlight:
+    """A step plan on its way through the stages, and the rows that its results are for.
 
     scored, stepped: (index, row, number of its answer). ended: answers with nothing to follow the prompt.
     """
 
-    turn: Turn | None = None
+    plan: StepPlan | None = None
     scored: list[tuple[int, Row, int]] = dataclasses.field(default_factory=list)
     stepped: list[tuple[int, Row, int]] = dataclasses.field(default_factory=list)
     ended: list[Answer] = dataclasses.field(default_factory=list)
@@ -108,16 +110,16 @@ class Engine:
             self.option_sets = self.option_sets[-1:]
         neutral = [self.scheduler.groups[0].sampling(options) for options in self.option_sets]
         self.sampling = [neutral[0]] * programs.stages
-        nothing = Turn([], None, np.zeros(len(self.scheduler.groups[0].rows), np.int32), self.sampling[0])
+        nothing = StepPlan([], None, np.zeros(len(self.scheduler.groups[0].rows), np.int32), self.sampling[0])
         # What each stage is about, but the first one; then that of which the results are to be fetched.
-        self.stages: deque[Sent] = deque([Sent(nothing)] * (programs.stages - 1))
-        self.in_flight: deque[tuple[Sent, Any]] = deque()
+        self.stages: deque[InFlight] = deque([InFlight(nothing)] * (programs.stages - 1))
+        self.in_flight: deque[tuple[InFlight, Any]] = deque()
         self.longest = max([longest, *(len(request.prompt) for request in requests)])
         self.scores = {request.scoring for request in requests} or {None}
         programs.warm_up(self.longest, self.scores, neutral)
 
     def _score(self, request: Request) -> int | None:
-        """How its prompt is read, see model.prefill: of what was compiled, the least that it asks for."""
+        """The `score` of its prefill chunks: the least of those compiled that gives all that it asks for."""
         if request.scoring is None:
             return None
         return min((n for n in self.scores if n is not None and n >= request.scoring), default=-1)
@@ -151,35 +153,35 @@ class Engine:
         self.start_time = self.start_time or time.perf_counter()
         expected, changed = len(self.in_flight), []
         self.stages.appendleft(self._next_turn())
-        results = self.programs.run([sent.turn for sent in self.stages])
-        sent = self.stages.pop()
-        if sent.scored or sent.stepped or sent.ended:
-            self.in_flight.append((sent, results))
+        results = self.programs.run([step.plan for step in self.stages])
+        step = self.stages.pop()
+        if step.scored or step.stepped or step.ended:
+            self.in_flight.append((step, results))
         for _ in range(expected):
-            sent, results = self.in_flight.popleft()
-            changed += self._receive(sent, *jax.tree.map(np.asarray, results))
+            step, results = self.in_flight.popleft()
+            changed += self._receive(step, *jax.tree.map(np.asarray, results))
         self._count()
         return changed
 
-    def _next_turn(self) -> Sent:
+    def _next_turn(self) -> InFlight:
         """What the next group is to do."""
-        number, sent = self.turns % len(self.scheduler.groups), Sent()
+        number, step = self.turns % len(self.scheduler.groups), InFlight()
         group = self.scheduler.groups[number]
-        begins = self._admit(group, sent)
-        if begins:
+        assignments = self._admit(group, step)
+        if assignments:
             asked = options_in_use([row.answer.request for row in group.rows if not row.free])
             options = next(options for options in self.option_sets if asked <= options)
             self.sampling[number] = group.sampling(options)
         elif self.sampling[number].allowed is not None:  # it changes with each step
             self.sampling[number] = dataclasses.replace(self.sampling[number], allowed=group.allowed())
-        chunk = self._prefill(group, sent)
-        sent.turn = Turn(begins, chunk, self._decode(group, sent), self.sampling[number])
+        chunk = self._prefill(group, step)
+        step.plan = StepPlan(assignments, chunk, self._decode(group, step), self.sampling[number])
         self.turns += 1
-        return sent
+        return step
 
-    def _admit(self, group: Group, sent: Sent) -> list[Begin]:
+    def _admit(self, group: Group, step: InFlight) -> list[Assignment]:
         """Give requests of the queue to free rows, one per data shard at a time."""
-        shards, begins = group.shards, []
+        shards, assignments = group.shards, []
         while any(admissions := self.scheduler.admit(group)):
             text = np.full((len(shards), self.programs.max_len), -1, np.int32)
             rows, read, sources = np.full((3, len(shards)), -1, np.int32)
@@ -192,16 +194,16 @@ class Engine:
                     read[i] = row.read
                     self.stats.prompt_tokens += len(prompt)
                     self.stats.reused_tokens += row.reused
-                    self._end_if_read(row, sent)
-            begins.append(Begin(rows, text, read, sources))
-        return begins
+                    self._end_if_read(row, step)
+            assignments.append(Assignment(rows, text, read, sources))
+        return assignments
 
-    def _end_if_read(self, row: Row, sent: Sent) -> None:
+    def _end_if_read(self, row: Row, step: InFlight) -> None:
         """If no new tokens are to follow a prompt, its answer ends when what is in flight is there."""
         if not row.unread and not row.answer.request.max_new_tokens:
-            sent.ended.append(row.answer)
+            step.ended.append(row.answer)
 
-    def _prefill(self, group: Group, sent: Sent) -> Chunk | None:
+    def _prefill(self, group: Group, step: InFlight) -> PrefillChunk | None:
         """Read a chunk of the prompt of one row per data shard."""
         shards, reading = group.shards, group.next_to_read()
         if not any(reading):
@@ -209,31 +211,31 @@ class Engine:
         width = prefill_width(max(row.unread for row in reading if row))
         count = np.array([min(row.unread, width) if row else 0 for row in reading], np.int32)
         rows = [shard.rows.index(row) if row else 0 for shard, row in zip(shards, reading, strict=True)]
-        sent.scored = [(i, x, x.number) for i, x in enumerate(reading) if x and x.answer.request.score]
+        step.scored = [(i, x, x.number) for i, x in enumerate(reading) if x and x.answer.request.score]
         for row, n in zip(reading, count.tolist(), strict=True):
             if row:
                 row.read += n
-                self._end_if_read(row, sent)
-        score = max((self._score(row.answer.request) for _, row, _ in sent.scored), default=None)
-        return Chunk(np.array(rows, np.int32), count, width, score)
+                self._end_if_read(row, step)
+        score = max((self._score(row.answer.request) for _, row, _ in step.scored), default=None)
+        return PrefillChunk(rows=np.array(rows, np.int32), count=count, width=width, score=score)
 
-    def _decode(self, group: Group, sent: Sent) -> np.ndarray:
+    def _decode(self, group: Group, step: InFlight) -> np.ndarray:
         """How many tokens each row chooses in a step: all that have read their prompts."""
         count = group.to_choose()
-        sent.stepped = [(i, row, row.number) for i, row in enumerate(group.rows) if count[i]]
-        for _, row, _ in sent.stepped:
+        step.stepped = [(i, row, row.number) for i, row in enumerate(group.rows) if count[i]]
+        for _, row, _ in step.stepped:
             row.steps += 1
         return count
 
-    def _receive(self, sent: Sent, scores: model.Scores | None, output: model.Output | None) -> list[Answer]:
-        changed = self._receive_scores(sent.scored, sent.turn.chunk.count, scores) if sent.scored else []
-        for answer in sent.ended:
+    def _receive(self, step: InFlight, scores: Scores | None, output: Output | None) -> list[Answer]:
+        changed = self._receive_scores(step.scored, step.plan.chunk.count, scores) if step.scored else []
+        for answer in step.ended:
             answer.finish_reason = answer.finish_reason or "length"
-        changed += sent.ended
-        return changed + (self._receive_tokens(sent.stepped, output) if sent.stepped else [])
+        changed += step.ended
+        return changed + (self._receive_tokens(step.stepped, output) if step.stepped else [])
 
     def _receive_scores(
-        self, of: list[tuple[int, Row, int]], count: np.ndarray, scores: model.Scores
+        self, of: list[tuple[int, Row, int]], count: np.ndarray, scores: Scores
     ) -> list[Answer]:
         changed = []
         for i, row, number in of:
@@ -249,7 +251,7 @@ class Engine:
                     answer.prompt_likeliest += by_token(scores.likeliest, i, n, top)
         return changed
 
-    def _receive_tokens(self, of: list[tuple[int, Row, int]], output: model.Output) -> list[Answer]:
+    def _receive_tokens(self, of: list[tuple[int, Row, int]], output: Output) -> list[Answer]:
         changed = []
         for i, row, number in of:
             if row.number != number:  # the row has another answer by now
@@ -316,7 +318,7 @@ class Engine:
             stats.prefilled = dataclasses.replace(stats)
 
 
-def by_token(likeliest: model.Likeliest, row: int, count: int, n: int) -> list[dict[int, float]]:
+def by_token(likeliest: Likeliest, row: int, count: int, n: int) -> list[dict[int, float]]:
     """At each of the first `count` places of a row the n likeliest tokens, with their log-probabilities."""
     parts = (x[row, :count, :n].tolist() for x in (likeliest.tokens, likeliest.logprobs))
     return [dict(zip(*place, strict=True)) for place in zip(*parts, strict=True)]

@@ -23,8 +23,10 @@ from distributed.exchange import gather
 from model import Config, Experts
 from ops.platform import platform
 from quantize import Format
+from serving.steps import batch_infos
 from sharding.arrays import abstract
 from sharding.mesh import EXPERT, MODEL, STAGE, mesh_size
+from sharding.stages import first_stage, in_stages
 
 ROWS = 32  # of the batch, unless the user says otherwise
 HEADROOM = 0.1  # of the memory, left to temporaries where the user does not say how many rows
@@ -92,12 +94,12 @@ class Deployment:
     checkpoint: Checkpoint | None = None
 
     def weight_bytes(self) -> int:
-        infos = model.weight_infos(self.cfg, self.mesh.shape[STAGE], self.format)
+        infos = in_stages(model.weight_infos(self.cfg, self.format), self.mesh.shape[STAGE])
         return shard_bytes(abstract(infos, self.mesh, jnp.dtype(self.dtype)))
 
     def cache_bytes(self, rows: int, max_len: int) -> int:
         stages = self.mesh.shape[STAGE]
-        infos = model.cache_infos(self.cfg, rows, max_len, jnp.dtype(self.kv_dtype), stages)
+        infos = batch_infos(self.cfg, rows, max_len, jnp.dtype(self.kv_dtype), stages)
         return shard_bytes(abstract(infos, self.mesh)) * stages
 
 
@@ -188,7 +190,7 @@ def bytes_per_step(
     scale_bytes = 4 if kv_dtype == "int8" else 0  # a bfloat16 per key and per value
     slot_bytes = cfg.heads.K * (cfg.heads.columns.width * jnp.dtype(kv_dtype).itemsize + scale_bytes)
     total = shard_bytes((weights.norm, weights.embed if cfg.tied_embeddings else weights.unembed))
-    for layer, kind in zip(weights.layers, cfg.stage(mesh.shape[STAGE]), strict=True):
+    for layer, kind in zip(weights.layers, first_stage(cfg, mesh.shape[STAGE]).layers, strict=True):
         total += shard_bytes(layer)
         if isinstance(kind.feed_forward, Experts):
             routed = layer.feed_forward

@@ -7,8 +7,7 @@ from typing import Protocol
 import numpy as np
 
 from checkpoints.errors import UserError
-from model import Sampling
-from sharding.sampling import NEUTRAL, TOP
+from sharding.sampling import NEUTRAL, TOP, Sampling
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 # The options of sampling: type, lowest, highest, and in words. sharding/sampling.py says what they do.

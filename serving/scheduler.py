@@ -11,9 +11,10 @@ from collections import deque
 import jax
 import numpy as np
 
-from model import Chunked, Full, Sampling, Window
+from model import Mask
 from serving.requests import Answer
-from sharding.sampling import NEUTRAL
+from serving.rings import reusable_prefix
+from sharding.sampling import NEUTRAL, Sampling
 
 BLOCK = 8192  # tokens to compare at a time: most texts differ soon
 AHEAD = 100  # answers of the queue that are looked at: those that wait let others pass
@@ -112,7 +113,7 @@ class Shard:
 
     rows: list[Row]
     width: int
-    masks: frozenset[Full | Chunked | Window]
+    masks: frozenset[Mask]
     waits: dict[Answer, Wait] = dataclasses.field(default_factory=dict)
 
     def admit(self, queue: deque[Answer], number: int) -> tuple[Row, Row] | None:
@@ -150,7 +151,7 @@ class Shard:
         """How many of the tokens that match the row has read, and its cache still holds."""
         n = min(matching, row.read)
         latest = row.latest(self.width)
-        while (less := min((mask.reusable(n, latest) for mask in self.masks), default=n)) < n:
+        while (less := min((reusable_prefix(mask, n, latest) for mask in self.masks), default=n)) < n:
             n = less
         return n
 

@@ -2,7 +2,8 @@
 
 A draft token that the model would have chosen itself is accepted, so the text does not depend on them, only
 the number of steps does. This holds for sampling too, where a draw depends on its seed and place alone.
-Source: arXiv 2211.17192, with one draw in the place of two. model.decode_step checks; here they are made.
+Source: arXiv 2211.17192, with one draw in the place of two. This module makes drafts, and steps.DecodeStep
+checks them.
 """
 
 from functools import partial
@@ -11,14 +12,15 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
-import model
 from checkpoints.errors import UserError
-from model import Cache, Config, Output, Sampling
+from model import Config
 from ops import cpu
+from serving.executors import one_program
 from serving.programs import Programs
-from sharding.mesh import ROWS, mesh_shape
+from serving.steps import Batch, DecodeStep, Output, by_rows, most_drafts, tokens_at
+from sharding.mesh import mesh_shape
+from sharding.sampling import Sampling
 
 NGRAM = 3  # tokens that prompt lookup compares at most
 # Draft tokens per step, at most. A longer step is no decode to a CPU, which then rounds int8 products in
@@ -42,8 +44,8 @@ class PromptLookup:
         self.n_draft = check_n_draft(n_draft)
 
     def decode(self, count, sampling: Sampling, target: Programs) -> Output:
-        cache, mesh = target.cache, target.mesh
-        draft_tokens, count = look_up(count, cache.tokens, cache.length, n_draft=self.n_draft, mesh=mesh)
+        tokens, length = target.batch.tokens, target.batch.cache.length
+        draft_tokens, count = look_up(count, tokens, length, n_draft=self.n_draft, mesh=target.mesh)
         return target.step(count, draft_tokens, sampling)
 
 
@@ -51,10 +53,10 @@ class PromptLookup:
 def look_up(count, text: Array, length: Array, *, n_draft: int, mesh: Mesh) -> tuple[Array, Array]:
     """-> (draft tokens [B,N], count [B] with those that are to be checked).
 
-    text: [B,S], of which each row's first 1 + length[B] tokens are known. count: [B], see decode_step.
+    text: [B,S], of which each row's first 1 + length[B] tokens are known. count: [B], see steps.DecodeStep.
     """
 
-    @partial(jax.shard_map, mesh=mesh, in_specs=(P(ROWS),) * 3, out_specs=(P(ROWS),) * 2)
+    @by_rows(mesh)
     def on_device(count: Array, text: Array, length: Array) -> tuple[Array, Array]:
         slots = jnp.arange(text.shape[1])
         same, matches = slots < length[:, None], 0
@@ -91,43 +93,43 @@ class DraftModel:
 
     def decode(self, count, sampling: Sampling, target: Programs) -> Output:
         draft = self.draft
-        draft_tokens, count, draft.cache = read_ahead(
-            count, sampling, draft.weights, draft.cache, n_draft=self.n_draft, **draft.static
+        draft_tokens, count, draft.batch = read_ahead(
+            count, sampling, draft.weights, draft.batch, n_draft=self.n_draft, **draft.static
         )
         output = target.step(count, draft_tokens, sampling)
-        draft.cache = correct(draft.cache, count, output, mesh=draft.mesh)
+        draft.batch = correct(draft.batch, count, output, mesh=draft.mesh)
         return output
 
 
-@partial(jax.jit, static_argnames=("n_draft", "cfg", "mesh"), donate_argnames="cache")
+@partial(jax.jit, static_argnames=("n_draft", "cfg", "mesh"), donate_argnames="batch")
 def read_ahead(
-    count, sampling: Sampling, weights, cache: Cache, *, n_draft: int, cfg: Config, mesh: Mesh
-) -> tuple[Array, Array, Cache]:
-    """Decode as many tokens as may be checked: -> (draft tokens [B,N], count [B], the cache).
+    count, sampling: Sampling, weights, batch: Batch, *, n_draft: int, cfg: Config, mesh: Mesh
+) -> tuple[Array, Array, Batch]:
+    """Let the draft model decode n_draft tokens: -> (draft tokens [B,N], count [B], its batch).
 
-    The cache has read the last of them too, for it may be accepted.
+    The draft model also reads the last of them, because the model may accept it.
     """
-    start = cache.length
-    count = jnp.minimum(count, model.room(start, cfg))
+    start = batch.cache.length
+    count = jnp.minimum(count, most_drafts(start, cfg))
 
-    def read_one(i, cache: Cache) -> Cache:
-        reads = (i < count).astype(jnp.int32)
-        return model.decode_step(reads, None, sampling, weights, cache, cfg=cfg, mesh=mesh)[1]
+    def read_one(i, batch: Batch) -> Batch:
+        step = DecodeStep(count=(i < count).astype(jnp.int32), sampling=sampling)
+        return one_program(step, weights, batch, cfg=cfg, mesh=mesh)[1]
 
-    cache = lax.fori_loop(0, 1 + n_draft, read_one, cache)
-    at = start[:, None] + 1 + jnp.arange(n_draft)
-    return jnp.take_along_axis(cache.tokens, at, 1, mode="clip"), count, cache
+    batch = lax.fori_loop(0, 1 + n_draft, read_one, batch)
+    positions = start[:, None] + 1 + jnp.arange(n_draft)
+    return tokens_at(batch.tokens, positions), count, batch
 
 
-@partial(jax.jit, static_argnames="mesh", donate_argnames="cache")
-def correct(cache: Cache, ahead: Array, output: Output, *, mesh: Mesh) -> Cache:
-    """The draft model's cache, which has read `ahead` [B] tokens, with what was chosen instead."""
+@partial(jax.jit, static_argnames="mesh", donate_argnames="batch")
+def correct(batch: Batch, ahead: Array, output: Output, *, mesh: Mesh) -> Batch:
+    """The draft model's batch, which has read `ahead` [B] tokens, rolled back to what the model chose."""
 
-    @partial(jax.shard_map, mesh=mesh, in_specs=P(ROWS), out_specs=P(ROWS))
+    @by_rows(mesh)
     def on_device(text: Array, length: Array, output: Output) -> tuple[Array, Array]:
         rows, i = jnp.arange(text.shape[0])[:, None], jnp.arange(output.tokens.shape[1])
         at = jnp.where(i < output.count[:, None], length[:, None] + 1 + i, text.shape[1])
         return text.at[rows, at].set(output.tokens, mode="drop"), length + output.count
 
-    tokens, length = on_device(cache.tokens, cache.length - ahead, output)
-    return Cache(layers=cache.layers, tokens=tokens, length=length)
+    tokens, length = on_device(batch.tokens, batch.cache.length - ahead, output)
+    return batch.replace(tokens=tokens, length=length)

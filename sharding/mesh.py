@@ -35,8 +35,8 @@ SHARDED_BY |= dict(h=SLOTS, l=SLOTS, r=SLOTS, p=STAGE, d=MODEL)
 def mesh_shape(cfg, data: int = 1, expert: int = 1, tensor: int = 1, stage: int = 1) -> dict[str, int]:
     """The size of each mesh axis for these degrees of parallelism. Raises ValueError if cfg forbids them."""
     depth = len(cfg.layers)
-    if stage > 1 and cfg.layers != cfg.stage(stage) * stage:
-        possible = (str(n) for n in range(1, depth + 1) if cfg.layers == cfg.stage(n) * n)
+    if stage > 1 and cfg.layers != cfg.layers[: depth // stage] * stage:
+        possible = (str(n) for n in range(1, depth + 1) if cfg.layers == cfg.layers[: depth // n] * n)
         alike = f"{stage} stages that are alike; possible: {', '.join(possible)}"
         raise ValueError(f"the model's {depth} layers do not make {alike}")
     if stage > 1 and cfg.D % (expert * tensor):

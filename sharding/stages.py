@@ -1,21 +1,27 @@
-"""Layers in stages, inside shard_map: a stage is a data shard that keeps other layers.
+"""Pipeline stages: each stage holds an equal part of the layers and passes its activations to the next.
 
-The rows are in as many groups as there are stages, and the groups take turns. With three stages, whose tokens
-go through which stage's layers:
+The rows are divided into as many microbatches as there are stages, and the microbatches take turns. With
+three stages, this is the microbatch whose tokens go through each stage's layers:
 
     turn       0    1    2    3    4    5
     stage 0    a    b    c    a    b    c
     stage 1         a    b    c    a    b
     stage 2              a    b    c    a
 
-All stages run the same program in a turn, each on its own group: to the program they are data shards. At the
-end of it each passes on its hidden states, and the last one the tokens that it chose, just when the first one
-is to read them. So a group has a token every three turns, of a third of the layers each.
+All stages run the same program in a turn, each on its own microbatch, as data shards do: to the program the
+stages are data shards that hold other layers. At the end of a turn each stage sends its activations to the
+next stage, and the last stage sends the tokens that it chose to the first, which is about to read them. So a
+microbatch gets a token every three turns, and a turn takes as long as a third of the layers.
 
-A stage's cache holds its layers' keys and values of all groups, in one Cache for each: in turn t all stages
-use Cache t % 3, in which stage s keeps the group (t - s) % 3. What the first stage was told of a group, the
-stage s must be told s turns later.
+A stage's cache holds its own layers' keys and values of all microbatches, in one Cache for each: in turn t
+all stages use Cache t % 3, in which stage s holds microbatch (t - s) % 3. What the first stage is told about
+a microbatch, stage s is told s turns later.
+
+The functions below take and return global arrays.
 """
+
+import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -23,34 +29,86 @@ from jax import Array, lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from sharding.arrays import ArrayInfo, pytree
 from sharding.mesh import MODEL, ROWS, STAGE
 
+HIDDEN = P(ROWS, None, MODEL)  # activations between stages, [b,T,d]: each device sends its share of D
 
-def is_last_stage() -> Array:
+
+def first_stage(cfg, stages: int):
+    """The Config of one stage's layers. All stages are alike: see mesh.mesh_shape."""
+    return dataclasses.replace(cfg, layers=cfg.layers[: len(cfg.layers) // stages])
+
+
+def in_stages(infos, stages: int):
+    """Declared weights of all layers -> those of several stages.
+
+    An array of layer i stacks layer i of every stage along a leading axis p, of which a device holds its own
+    stage's slice.
+    """
+    if stages == 1:
+        return infos
+    layers = infos.layers[: len(infos.layers) // stages]
+    return dataclasses.replace(infos, layers=jax.tree.map(lambda info: info.in_stages(stages), layers))
+
+
+@pytree
+class StageInputs:
+    """What each stage received at the end of the last turn.
+
+    hidden: {T: [b,T,d]}, the activations of T tokens per row from the stage before: of decode steps, and of
+    each width of prefill chunks. tokens: [b,1] int32, in the first stage what the last one chose.
+    """
+
+    hidden: dict[int, Array]
+    tokens: Array
+
+
+def stage_input_infos(D: int, rows: dict[int, int]) -> StageInputs:
+    """The declared inputs of stages, for rows[T] rows that read T tokens each."""
+    hidden = {T: ArrayInfo("bTd", shape=(n, T, D)) for T, n in rows.items()}
+    return StageInputs(hidden=hidden, tokens=ArrayInfo("bT", shape=(rows[1], 1), dtype=jnp.int32))
+
+
+def is_last() -> Array:
+    """Whether this device is in the last stage. Inside shard_map."""
     return lax.axis_index(STAGE) == lax.axis_size(STAGE) - 1
 
 
-def enter(x: Array, passed: Array) -> Array:
-    """What a stage's layers begin with: x [b,T,D] in the first, in the others what was passed on, [b,T,d]."""
-    passed = lax.all_gather(passed, MODEL, axis=2, tiled=True)
-    return jnp.where(lax.axis_index(STAGE) == 0, x, passed)
+def enter(x: Array, received: Array, mesh: Mesh) -> Array:
+    """The input of each stage's layers: x [B,T,D] in the first, in the others what was received."""
+
+    # shard_map does not know that an all-gather gives all devices the same result, so it cannot check this.
+    @partial(jax.shard_map, mesh=mesh, in_specs=(P(ROWS), HIDDEN), out_specs=P(ROWS), check_vma=False)
+    def on_device(x: Array, received: Array) -> Array:
+        received = lax.all_gather(received, MODEL, axis=2, tiled=True)
+        return jnp.where(lax.axis_index(STAGE) == 0, x, received)
+
+    return on_device(x, received)
 
 
-def pass_on(x: Array) -> Array:
-    """Send hidden states [b,T,D] to the next stage, each device its share of D: -> what comes, [b,T,d].
+def pass_on(x: Array, mesh: Mesh) -> Array:
+    """Send activations [B,T,D] to the next stage: -> what each stage received; zeros in the first."""
 
-    The first stage gets zeros.
-    """
-    d = x.shape[2] // lax.axis_size(MODEL)
-    share = lax.dynamic_slice_in_dim(x, lax.axis_index(MODEL) * d, d, 2)
-    return lax.ppermute(share, STAGE, [(i, i + 1) for i in range(lax.axis_size(STAGE) - 1)])
+    @partial(jax.shard_map, mesh=mesh, in_specs=P(ROWS), out_specs=HIDDEN)
+    def on_device(x: Array) -> Array:
+        d = x.shape[2] // lax.axis_size(MODEL)
+        share = lax.dynamic_slice_in_dim(x, lax.axis_index(MODEL) * d, d, 2)
+        return lax.ppermute(share, STAGE, [(i, i + 1) for i in range(lax.axis_size(STAGE) - 1)])
 
-
-def result_spec(mesh: Mesh) -> P:
-    """How what comes out of the last stage, of its rows, is sharded."""
-    return P("data") if mesh.shape[STAGE] > 1 else P(ROWS)
+    return on_device(x)
 
 
-def from_last_stage(tree):
-    """The last stage's arrays, in all stages."""
-    return jax.tree.map(lambda x: lax.psum(jnp.where(is_last_stage(), x, 0), STAGE), tree)
+def from_last_stage(tree, mesh: Mesh):
+    """The last stage's rows, in all stages: arrays [B,...] -> [B/stages,...]."""
+
+    @partial(jax.shard_map, mesh=mesh, in_specs=P(ROWS), out_specs=P("data"))
+    def on_device(tree):
+        return jax.tree.map(lambda x: lax.psum(jnp.where(is_last(), x, 0), STAGE), tree)
+
+    return on_device(tree)
+
+
+def to_all_stages(x: Array, mesh: Mesh) -> Array:
+    """The reverse of `from_last_stage`: every stage gets the same rows as its own."""
+    return jax.shard_map(lambda x: x, mesh=mesh, in_specs=P("data"), out_specs=P(ROWS))(x)

@@ -32,6 +32,7 @@ from serving.programs import Programs
 from serving.requests import Answer, Request
 from sharding.arrays import abstract
 from sharding.mesh import make_mesh
+from sharding.stages import in_stages
 from terminal.command_line import run
 
 # What main.py keeps of its compilations is not for tests; and in a process that has compiled thousands of
@@ -103,7 +104,7 @@ class Kind(NamedTuple):
 def mask_of(kind: Kind) -> model.Full | model.Chunked | model.Window:
     """A window's ring is little longer than the window, so that short texts go round."""
     if kind.window:
-        return model.Window(kind.window, spare=4)
+        return model.Window(kind.window, spare=8)
     return model.Chunked(kind.chunk) if kind.chunk else model.Full()
 
 
@@ -144,7 +145,7 @@ def with_masks(cfg: model.Config, change) -> model.Config:
 
 def with_short_rings(cfg: model.Config) -> model.Config:
     """The same model, whose windows have hardly any room beside them."""
-    return with_masks(cfg, lambda mask: dataclasses.replace(mask, spare=3) if mask.window else mask)
+    return with_masks(cfg, lambda mask: dataclasses.replace(mask, spare=6) if mask.window else mask)
 
 
 def with_chunks(cfg: model.Config, size: int) -> model.Config:
@@ -176,7 +177,7 @@ def random_weights(cfg: model.Config, mesh, format: Format | None = None) -> mod
         n = len(cfg.layers) // stages
         layers = [jax.tree.map(lambda *x: np.stack(x), *weights.layers[i::n]) for i in range(n)]
         weights = dataclasses.replace(weights, layers=layers)
-    tree = abstract(model.weight_infos(cfg, stages, format), mesh, jnp.float32)
+    tree = abstract(in_stages(model.weight_infos(cfg, format), stages), mesh, jnp.float32)
     return jax.tree.map(place, weights, tree)
 
 

@@ -1,0 +1,82 @@
+"""The layout of a layer's key/value cache, which the attention kernels of all platforms read.
+
+Letters as in model.py: B rows, K key/value heads, S slots, H width of a key, C columns of a slot.
+"""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from ops.tpu import LANES
+from quantize import quantize
+
+
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """Which columns of a slot are the key, [0, key), and which are the value, [value[0], value[1]).
+
+    The two may overlap: in latent attention the value is a part of the key. scale: the factor of q·k.
+    """
+
+    key: int
+    value: tuple[int, int]
+    scale: float
+
+    @property
+    def width(self) -> int:
+        """C: above 128 columns, padded to a multiple of 128; XLA would choose another layout otherwise."""
+        used = max(self.key, self.value[1])
+        return used if used < LANES else -(-used // LANES) * LANES
+
+    @property
+    def value_width(self) -> int:
+        return self.value[1] - self.value[0]
+
+
+def key_beside_value(H: int, scale: float | None = None) -> Columns:
+    """The columns of a key and a value of width H each. scale: H**-0.5 by default."""
+    return Columns(H, (H, 2 * H), H**-0.5 if scale is None else scale)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=["columns"])
+@dataclasses.dataclass(frozen=True)
+class KV:
+    """Keys and values of one layer, laid out so that a kernel needs one DMA per array and block.
+
+    values: [B,K,S,C] float or int8. scale: [B,K,2,S] bfloat16, the factors of each int8 key and value; None
+    if the values are floats.
+    """
+
+    values: Array
+    scale: Array | None
+    columns: Columns
+
+
+def map_slots(function, *kvs: KV) -> KV:
+    """The KV of function(2, values...) and, where there are scales, function(3, scales...).
+
+    The first argument tells the function which axis counts slots.
+    """
+    scale = None if kvs[0].scale is None else function(3, *(kv.scale for kv in kvs))
+    return KV(function(2, *(kv.values for kv in kvs)), scale, kvs[0].columns)
+
+
+def as_cached(new: Array, cache: KV | None, columns: Columns) -> KV:
+    """New keys and values [B,T,K,C] in the layout and type of a cache: -> values [B,K,T,C].
+
+    new: a key beside its value, or a latent beside its rotated key, without the padding of C. cache: None
+    keeps the values in the type that they have.
+    """
+    new, scale = new.swapaxes(1, 2), None
+    if cache is not None and cache.scale is not None:
+        parts = new.reshape(
+            *new.shape[:3], new.shape[3] // columns.key, -1
+        )  # a latent has one scale for both
+        quantized = quantize(parts, (4,), cache.scale.dtype)
+        new = quantized.values.reshape(new.shape)
+        scale = jnp.broadcast_to(quantized.scale.swapaxes(2, 3), (*new.shape[:2], 2, new.shape[2]))
+    new = jnp.pad(new, [(0, 0)] * 3 + [(0, columns.width - new.shape[3])])
+    return KV(new if cache is None else new.astype(cache.values.dtype), scale, columns)

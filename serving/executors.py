@@ -1,0 +1,198 @@
+"""How the layers of a step run: in one program, a few layers at a time, or in pipeline stages.
+
+An executor is a function (step, weights, batch) -> (the step's result, Batch). All of them embed the tokens
+that the step reads, run the layers and finish the step; `steps.py` says what a step is.
+"""
+
+import functools
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import model
+from model import Chunk, Config, LayerKind, Weights, without_layers
+from ops.platform import platform
+from serving.steps import Batch, DecodeStep, Step, by_rows
+from sharding import stages
+from sharding.arrays import specs
+from sharding.mesh import ROWS, STAGE
+
+MOST_LAYERS = 6  # in a program of `layer_by_layer`: 30 layers take 18.6 s of CPU time to compile in one
+# program, 3.6 in programs of 6, and 3.1 one by one
+
+
+def run(step: Step, weights: Weights, batch: Batch, start, layers, finish, *, cfg: Config, mesh: Mesh):
+    """What every executor does. start and finish get no layers, so that each can be a program of its own."""
+    w, rows, static = without_layers(weights), batch.replace(layers=[]), dict(cfg=cfg, mesh=mesh)
+    x, tokens, chunk = start(step, w, rows, **static)
+    x, batch = layers(x, chunk, weights, batch, **static)
+    result, rows = finish(step, x, tokens, chunk, w, batch.replace(layers=[]), **static)
+    return result, rows.replace(layers=batch.cache.layers)
+
+
+def start(step: Step, w: Weights, batch: Batch, *, cfg: Config, mesh: Mesh) -> tuple[Array, Array, Chunk]:
+    """-> (the embedded tokens [B,T,D], the tokens [B,T], their Chunk)."""
+    tokens, chunk = step.read_inputs(batch, cfg, mesh)
+    return model.embed(tokens, chunk.positions, w, cfg=cfg, mesh=mesh), tokens, chunk
+
+
+def finish(step: Step, x: Array, tokens: Array, chunk: Chunk, w: Weights, batch: Batch, *, cfg, mesh: Mesh):
+    """-> (the step's result, the Batch)."""
+    return step.finish(x, tokens, chunk, w, batch, cfg, mesh)
+
+
+jit = partial(jax.jit, static_argnames=("cfg", "mesh"))
+
+
+class StepProgram:
+    """An executor compiled as one program for each kind of step, and named after it for a profile.
+
+    The batch is donated.
+    """
+
+    def __init__(self, execute):
+        self.execute, self.program = execute, functools.cache(self.program)
+
+    def program(self, kind: type):
+        def execute(step: Step, weights: Weights, batch: Batch, *, cfg: Config, mesh: Mesh):
+            return self.execute(step, weights, batch, cfg=cfg, mesh=mesh)
+
+        execute.__name__ = kind.__name__
+        return jit(execute, donate_argnames="batch")
+
+    def __call__(self, step: Step, weights: Weights, batch: Batch, **static):
+        return self.program(type(step))(step, weights, batch, **static)
+
+    def lower(self, step: Step, weights: Weights, batch: Batch, **static) -> jax.stages.Lowered:
+        return self.program(type(step)).lower(step, weights, batch, **static)
+
+    def trace(self, step: Step, weights: Weights, batch: Batch, **static) -> jax.stages.Traced:
+        return self.program(type(step)).trace(step, weights, batch, **static)
+
+
+# ---------------------------------------------------------------------------------------------- one program
+
+
+def all_layers(x: Array, chunk: Chunk, weights: Weights, batch: Batch, *, cfg: Config, mesh: Mesh):
+    x, kv = model.layers(
+        x, weights.layers, batch.cache.layers, chunk, kinds=cfg.layers, norm=cfg.norm, mesh=mesh
+    )
+    return x, batch.replace(layers=kv)
+
+
+@StepProgram
+def one_program(step: Step, weights: Weights, batch: Batch, *, cfg: Config, mesh: Mesh):
+    """The whole step as one program: for accelerators, and for several devices."""
+    return run(step, weights, batch, start, all_layers, finish, cfg=cfg, mesh=mesh)
+
+
+# ------------------------------------------------------------------------------------ a few layers at a time
+
+few_layers = jax.jit(model.layers, static_argnames=("kinds", "norm", "mesh"), donate_argnames=("x", "caches"))
+
+
+def layer_programs(x: Array, chunk: Chunk, weights: Weights, batch: Batch, *, cfg: Config, mesh: Mesh):
+    caches, n = [], layers_per_program(cfg.layers)
+    for i in range(0, len(cfg.layers), n):
+        w, kv, kinds = (each[i : i + n] for each in (weights.layers, batch.cache.layers, cfg.layers))
+        x, kv = few_layers(x, w, kv, chunk, kinds=kinds, norm=cfg.norm, mesh=mesh)
+        caches += kv
+    return x, batch.replace(layers=caches)
+
+
+@functools.cache
+def layers_per_program(kinds: tuple[LayerKind, ...]) -> int:
+    """The largest number of layers, up to MOST_LAYERS, of which the model is a repetition."""
+    sizes = range(min(MOST_LAYERS, len(kinds)), 0, -1)
+    return next((n for n in sizes if len({kinds[i : i + n] for i in range(0, len(kinds), n)}) == 1), 1)
+
+
+start_program, finish_program = jit(start), jit(finish, donate_argnames="batch")
+
+
+def several_programs(step: Step, weights: Weights, batch: Batch, *, cfg: Config, mesh: Mesh):
+    """A program of a few layers, called several times: for one CPU device.
+
+    It compiles in a fifth of the time. Each call costs the host some 100 us, which is too much for an
+    accelerator, and little for a CPU, which gains nothing from seeing all layers at once.
+    """
+    return run(step, weights, batch, start_program, layer_programs, finish_program, cfg=cfg, mesh=mesh)
+
+
+# ------------------------------------------------------------------------------------------ pipeline stages
+
+
+def start_stage(step: Step, w: Weights, batch: Batch, *, cfg: Config, mesh: Mesh):
+    """`start`, with the tokens that the last stage chose: the first stage does not know them."""
+    if isinstance(step, DecodeStep):
+        if step.drafts is not None:
+            raise ValueError("pipeline stages cannot check draft tokens: run on a mesh of one stage")
+
+        @by_rows(mesh)
+        def with_chosen(tokens: Array, length: Array, chosen: Array) -> Array:
+            rows, position = jnp.arange(length.size), jnp.minimum(length, tokens.shape[1] - 1)
+            known = tokens[rows, position]
+            return tokens.at[rows, position].set(jnp.where(known < 0, chosen[:, 0], known))
+
+        batch = batch.replace(tokens=with_chosen(batch.tokens, batch.cache.length, batch.stage_inputs.tokens))
+    return start(step, w, batch, cfg=cfg, mesh=mesh)
+
+
+def stage_layers(x: Array, chunk: Chunk, weights: Weights, batch: Batch, *, cfg: Config, mesh: Mesh):
+    """The layers of each stage, on the activations that it received from the stage before."""
+    n, T, received = mesh.shape[STAGE], x.shape[1], batch.stage_inputs
+    infos, kinds = stages.in_stages(model.weight_infos(cfg), n), stages.first_stage(cfg, n).layers
+    kv_specs = model.cache_specs(kinds, batch.cache.layers)
+
+    @partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(P(ROWS), specs(infos.layers, weights.layers), kv_specs, P(ROWS)),
+        out_specs=(P(ROWS), kv_specs),
+        check_vma=model.can_check_vma(mesh, T),
+    )
+    def on_device(x: Array, w: list, kv: list, chunk: Chunk):
+        w = jax.tree.map(lambda x: x[0], w)  # p: this device's stage
+        return model.decoder_layers(x, w, kv, chunk, kinds, cfg.norm)
+
+    x = stages.enter(x, received.hidden[T], mesh)
+    x, kv = on_device(x, weights.layers, batch.cache.layers, chunk)
+    hidden = received.hidden | {T: stages.pass_on(x, mesh)}
+    return x, batch.replace(layers=kv, stage_inputs=stages.StageInputs(hidden=hidden, tokens=received.tokens))
+
+
+def finish_stage(step: Step, x, tokens: Array, chunk: Chunk, w: Weights, batch: Batch, *, cfg, mesh: Mesh):
+    """`finish`, of which only the last stage's result counts: the others' logits have no meaning."""
+    own, batch = finish(step, x, tokens, chunk, w, batch, cfg=cfg, mesh=mesh)
+    result, inputs = stages.from_last_stage(own, mesh), batch.stage_inputs
+    if not isinstance(step, DecodeStep):
+        return result, batch
+
+    @by_rows(mesh)
+    def known(tokens: Array, length: Array, count: Array) -> Array:
+        """The rows' tokens, in which the last stage alone knows the one that was chosen."""
+        position = jnp.where(count > 0, length, tokens.shape[1])
+        unknown = tokens.at[jnp.arange(length.size), position].set(-1, mode="drop")
+        return jnp.where(stages.is_last(), tokens, unknown)
+
+    inputs = stages.StageInputs(hidden=inputs.hidden, tokens=stages.to_all_stages(result.tokens, mesh))
+    return result, batch.replace(
+        tokens=known(batch.tokens, batch.cache.length, own.count), stage_inputs=inputs
+    )
+
+
+@StepProgram
+def staged(step: Step, weights: Weights, batch: Batch, *, cfg: Config, mesh: Mesh):
+    """One program in which each stage runs its own layers: see sharding/stages.py."""
+    return run(step, weights, batch, start_stage, stage_layers, finish_stage, cfg=cfg, mesh=mesh)
+
+
+def executor_for(mesh: Mesh):
+    """The executor that suits a mesh."""
+    if mesh.shape[STAGE] > 1:
+        return staged
+    return several_programs if mesh.size == 1 and platform(mesh) == "cpu" else one_program

@@ -1,0 +1,257 @@
+"""What a server adds to the model: rows of text on the device, and steps that read them and choose tokens.
+
+A row's tokens lie on the device beside its keys and values, so that the next step can be sent off before the
+host has seen what the last one chose. A step says which tokens are read and what becomes of the results;
+executors.py says how the layers run in between.
+"""
+
+import dataclasses
+import functools
+from functools import partial
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import model
+from model import Cache, Chunk, Config, Weights
+from serving.rings import rollback_limit
+from sharding.arrays import ArrayInfo, abstract, pytree, zeros
+from sharding.mesh import MODEL, ROWS, STAGE
+from sharding.sampling import TOP, Likeliest, Sampling, likeliest, logprob, sample
+from sharding.stages import StageInputs, first_stage
+
+
+@pytree
+class Batch:
+    """The rows of a batch: their caches and their tokens.
+
+    tokens: [b,S] int32. A row has read its first cache.length[b] tokens and reads the next one next. Later
+    tokens are the rest of a prompt, or have no meaning. -1: a token that this stage does not know.
+    stage_inputs: None if there is one stage.
+    """
+
+    cache: Cache
+    tokens: Array
+    stage_inputs: StageInputs | None = None
+
+    def replace(self, **changes) -> "Batch":
+        """The batch with other `layers`, `length` or fields of its own."""
+        cache = {name: changes.pop(name) for name in ("layers", "length") if name in changes}
+        return dataclasses.replace(self, cache=dataclasses.replace(self.cache, **cache), **changes)
+
+
+def batch_infos(cfg: Config, rows: int, max_len: int, dtype, stages: int = 1) -> Batch:
+    """The declared Batch of as many rows of up to `max_len` tokens. dtype: of the cache."""
+    tokens = ArrayInfo("bS", shape=(rows, max_len), dtype=jnp.int32)
+    return Batch(cache=model.cache_infos(first_stage(cfg, stages), rows, max_len, dtype), tokens=tokens)
+
+
+def init_batch(cfg: Config, mesh: Mesh, rows: int, max_len: int, dtype) -> Batch:
+    """A Batch of empty rows."""
+    return zeros(abstract(batch_infos(cfg, rows, max_len, dtype, mesh.shape[STAGE]), mesh))
+
+
+def by_rows(mesh: Mesh, *in_specs, out_specs=P(ROWS)):  # noqa: B008  a PartitionSpec is immutable
+    """shard_map for what each data shard does with its own rows. in_specs: P(ROWS) for all by default."""
+    return partial(jax.shard_map, mesh=mesh, in_specs=in_specs or P(ROWS), out_specs=out_specs)
+
+
+@partial(jax.jit, static_argnames=("cfg", "mesh"), donate_argnames="batch")
+def assign_rows(rows, tokens, length, source, batch: Batch, *, cfg: Config, mesh: Mesh) -> Batch:
+    """Give rows new texts, of which a prefix counts as read. The batch is donated: the old one is gone.
+
+    rows: [n] int32, as many for each data shard, numbered within it; -1 assigns none. tokens: [n,S] int32.
+    length: [n] int32, how many tokens of the prefix. source: [n] int32, the row of the same shard that has
+    read this prefix and whose cache is copied; None: each row has read it itself.
+    """
+    layers = batch.cache.layers
+    kinds = first_stage(cfg, mesh.shape[STAGE]).layers
+    kv_specs = model.cache_specs(kinds, layers)
+
+    @by_rows(mesh)
+    def set_texts(rows: Array, tokens: Array, length: Array, old: tuple[Array, Array]):
+        old_tokens, old_length = old
+        rows = jnp.where(rows < 0, old_length.size, rows)
+        return old_tokens.at[rows].set(tokens, mode="drop"), old_length.at[rows].set(length, mode="drop")
+
+    @by_rows(mesh, P(ROWS), P(ROWS), kv_specs, out_specs=kv_specs)
+    def copy_prefixes(rows: Array, source: Array, layers: list):
+        for i in range(rows.size):
+            to = jnp.maximum(rows[i], 0)
+            prefix = row_of(layers, jnp.where(rows[i] < 0, to, source[i]))
+            layers = jax.tree.map(
+                partial(lax.dynamic_update_slice_in_dim, start_index=to, axis=0), layers, prefix
+            )
+        return layers
+
+    tokens, length = set_texts(rows, tokens, length, (batch.tokens, batch.cache.length))
+    layers = layers if source is None else copy_prefixes(rows, source, layers)
+    return batch.replace(layers=layers, length=length, tokens=tokens)
+
+
+def row_of(arrays, row: Array):
+    """One row of a tree of arrays [b,...], as a batch of one."""
+    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, row, 1), arrays)
+
+
+class Step(Protocol):
+    """What is done with the rows of a batch before and after the layers.
+
+    Neither function sees the layers' weights or caches: an executor replaces both by empty lists.
+    """
+
+    def read_inputs(self, batch: Batch, cfg: Config, mesh: Mesh) -> tuple[Array, Chunk]:
+        """-> (tokens [B,T] to be read, the Chunk that they are)."""
+
+    def finish(
+        self, x: Array, tokens: Array, chunk: Chunk, w: Weights, batch: Batch, cfg: Config, mesh: Mesh
+    ):
+        """x: [B,T,D] after the layers -> (what the host is told, the Batch after the step)."""
+
+
+@pytree
+class Scores:
+    """The natural log of each next token's probability, [n,T], and the likeliest tokens in its place."""
+
+    logprobs: Array
+    likeliest: Likeliest | None
+
+
+@pytree
+class PrefillChunk:
+    """Read more of the prompts of some rows: -> Scores [n,T], or None.
+
+    rows: [n] int32, different ones, as in `assign_rows`; None: all rows. count: [n] int32, how many tokens of
+    each. width: T, the most that `count` may be. score: how many of the likeliest tokens to report at each
+    position; None computes no scores.
+    """
+
+    rows: Array | None
+    count: Array
+    width: int = dataclasses.field(metadata=dict(static=True))
+    score: int | None = dataclasses.field(default=None, metadata=dict(static=True))
+
+    def read_inputs(self, batch: Batch, cfg: Config, mesh: Mesh) -> tuple[Array, Chunk]:
+        @by_rows(mesh)
+        def on_device(rows: Array | None, count: Array, tokens: Array, length: Array):
+            rows_read = slice(None) if rows is None else rows
+            chunk = model.chunk_at(length[rows_read], count, self.width, rows)
+            return tokens_at(tokens[rows_read], chunk.positions), chunk
+
+        return on_device(self.rows, self.count, batch.tokens, batch.cache.length)
+
+    def finish(
+        self, x: Array, tokens: Array, chunk: Chunk, w: Weights, batch: Batch, cfg: Config, mesh: Mesh
+    ):
+        @by_rows(mesh)
+        def longer(chunk: Chunk, length: Array):
+            return length.at[slice(None) if chunk.row is None else chunk.row].add(chunk.count)
+
+        scores = None if self.score is None else self.scores(x, chunk, w, batch, cfg, mesh)
+        return scores, batch.replace(length=longer(chunk, batch.cache.length))
+
+    def scores(self, x: Array, chunk: Chunk, w: Weights, batch: Batch, cfg: Config, mesh: Mesh) -> Scores:
+        @by_rows(mesh, P(ROWS), P(ROWS), P(ROWS), model.outer_specs(cfg, w))
+        def on_device(x: Array, chunk: Chunk, tokens: Array, w: Weights):
+            def score_row(row: tuple[Array, Array]) -> Scores:
+                logits = model.local_logits(row[0][None], w, cfg)[0]
+                best = likeliest(logits, self.score) if self.score else None
+                return Scores(logprobs=logprob(logits, row[1]), likeliest=best)
+
+            following = tokens_at(tokens if chunk.row is None else tokens[chunk.row], chunk.positions + 1)
+            return lax.map(score_row, (x, following))  # row by row, because all logits at once may not fit
+
+        return on_device(x, chunk, batch.tokens, w)
+
+
+@pytree
+class Output:
+    """What a decode step chose in each row.
+
+    tokens: [B,T], of which row b has the first count[b]. logprobs: [B,T], of each token by the model's own
+    logits. drafted: [B], how many draft tokens were checked; count - 1 of them were accepted. likeliest:
+    [B,T,n], the tokens with the highest probabilities; None if no row asks for them.
+    """
+
+    tokens: Array
+    logprobs: Array
+    count: Array
+    drafted: Array
+    likeliest: Likeliest | None = None
+
+
+@pytree
+class DecodeStep:
+    """Read each row's next token and choose the one after it: -> Output.
+
+    count: [B] int32: 0 leaves a row as it is, 1 reads its next token, 1 + n reads also n drafts after it.
+    drafts: [B,T-1] int32, guesses of the tokens after the next, or None. A draft that equals what is chosen
+    in its place is accepted, so that one step can choose several tokens: the same ones that as many steps
+    without drafts would choose. A row must not grow beyond max_len: tokens beyond it are dropped.
+    """
+
+    count: Array
+    drafts: Array | None = None
+    sampling: Sampling = Sampling()
+
+    def read_inputs(self, batch: Batch, cfg: Config, mesh: Mesh) -> tuple[Array, Chunk]:
+        T = 1 if self.drafts is None else 1 + self.drafts.shape[1]
+
+        @by_rows(mesh)
+        def on_device(count: Array, drafts: Array | None, tokens: Array, length: Array):
+            chunk = model.chunk_at(length, jnp.minimum(count, most_drafts(length, cfg)), T)
+            tokens = tokens_at(tokens, chunk.positions[:, :1])
+            return tokens if drafts is None else jnp.concatenate([tokens, drafts], 1), chunk
+
+        return on_device(self.count, self.drafts, batch.tokens, batch.cache.length)
+
+    def finish(
+        self, x: Array, tokens: Array, chunk: Chunk, w: Weights, batch: Batch, cfg: Config, mesh: Mesh
+    ):
+        @by_rows(mesh, P(ROWS, None, MODEL), *[P(ROWS)] * 4)
+        def choose(logits: Array, read: Array, chunk: Chunk, sampling: Sampling, tokens: Array):
+            T, rows = read.shape[1], jnp.arange(read.shape[0])[:, None]
+            # Penalties count the drafts before a position as if they were accepted; only `sample` sees them.
+            with_drafts = tokens.at[rows, chunk.positions].set(read, mode="drop")
+            per_token = jax.tree.map(partial(jnp.repeat, repeats=T, axis=0), (sampling, with_drafts))
+            length = chunk.positions.reshape(-1) + 1
+            chosen = sample(logits.reshape(-1, logits.shape[-1]), *per_token, length, cfg.V)
+            chosen = chosen.reshape(read.shape)
+            count = accepted(read, chosen, chunk.count)
+            to = jnp.where(jnp.arange(T) < count[:, None], chunk.positions + 1, tokens.shape[1])
+            output = Output(
+                tokens=chosen,
+                logprobs=logprob(logits, chosen),
+                count=count,
+                drafted=jnp.maximum(chunk.count - 1, 0),
+                likeliest=None if sampling.top_logprobs is None else likeliest(logits, TOP),
+            )
+            return output, tokens.at[rows, to].set(chosen, mode="drop")
+
+        logits = model.unembed(x, w, cfg=cfg, mesh=mesh)
+        output, all_tokens = choose(logits, tokens, chunk, self.sampling, batch.tokens)
+        return output, batch.replace(tokens=all_tokens, length=batch.cache.length + output.count)
+
+
+def tokens_at(tokens: Array, positions: Array) -> Array:
+    """The tokens [b,S] of each row at positions [b,T]; at positions beyond the end, any token."""
+    return jnp.take_along_axis(tokens, positions, 1, mode="clip")
+
+
+def most_drafts(length: Array, cfg: Config) -> Array:
+    """How many tokens rows of these lengths can read and still take back, [b] int32, in all layers."""
+    return functools.reduce(jnp.minimum, [rollback_limit(mask, length) for mask in cfg.masks])
+
+
+def accepted(read: Array, chosen: Array, count: Array) -> Array:
+    """How many tokens a step has chosen: the first, and one more for each draft that was right. -> [b] int32.
+
+    read: [b,T], the next token and the drafts, of which the first count[b] were read. chosen: [b,T], the
+    token chosen after each.
+    """
+    right = (read[:, 1:] == chosen[:, :-1]) & (jnp.arange(1, read.shape[1]) < count[:, None])
+    return jnp.minimum(count, 1 + jnp.sum(jnp.cumprod(right, 1, dtype=jnp.int32), 1))
