@@ -129,7 +129,7 @@ def plan_files(checkpoint: Checkpoint, format: Format | None, dtype: str, file_b
     numbers, groups, last = itertools.count(1), [], None
 
     def stored(weight: tuple[str, ArrayInfo]) -> tuple[str, str]:
-        return weight[1].stored[0].name, weight[1].letters
+        return weight[1].stored.name, weight[1].letters
 
     for _, fused in itertools.groupby(named_infos(checkpoint.config, format=format), stored):
         fused = list(fused)

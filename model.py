@@ -9,17 +9,14 @@ Letters, one per dimension, used in every shape, einsum and comment:
     T  query positions       H  head width              A  experts active per token
     K  key/value heads       D  model width             M  feed-forward width of an expert
     G  queries per K         F  feed-forward width      V  vocabulary
-    C  columns of a slot of the cache: a key beside its value, 2H, or a latent beside a rotated key, L+R;
-       more than 128 are filled up to a multiple of it
+    C  columns of a slot of the cache: a key beside its value, 2H; above 128 padded to a multiple of 128
 
-and of latent attention (see Latent): L  latent, Q  compressed query, and in a head U  value, R  key with
-rotation, N  key without; P  positions that have an embedding.
+A family whose arrays have other dimensions explains their letters in its own file, in families/.
 
 UPPERCASE: the whole dimension is on this device. lowercase: this device holds its shard of it. So
 `einsum("bTD,kgHD->bTkgH", x, w.q)` says where every byte is, and where a lowercase letter is summed there
 must be a `psum`. SHARDED_BY in sharding/mesh.py says which mesh axes split which lowercase letter. Outside
 of shard_map arrays are global: there [B,T,V] is the shape of all of it, on all devices together.
-
 """
 
 import dataclasses
@@ -54,77 +51,55 @@ from sharding.arrays import (
 from sharding.mesh import EXPERT, MODEL, ROWS, SLOTS
 from sharding.sampling import vocabulary_shard
 
-# --------------------------------------------------------------------------------------------------- config
+# ----------------------------------------------------------------------------------------------- declarations
+
+
+def declared(letters: str, contracted: str, name: str, layout: str, part: int = 0, **other) -> Any:
+    """A field that is an array. name, layout, part: of the tensor in a checkpoint of Llama's, see Stored."""
+    info = ArrayInfo(letters, contracted, Stored(name, layout, part), **other)
+    return dataclasses.field(metadata={"info": info})
+
+
+def declared_norm(letter: str, name: str) -> Any:
+    return declared(letter, "", name, letter, initial=1.0)
+
+
+def declared_bias(letters: str, name: str, layout: str, **other) -> Any:
+    return declared(letters, "", name, layout, initial=0.0, **other)
+
+
+def with_norms(infos, **norms):
+    """Declared weights, in which each of these fields becomes what its norm declares; None for no norm."""
+    changed = {name: norm and norm.declare(getattr(infos, name)) for name, norm in norms.items()}
+    return dataclasses.replace(infos, **changed)
+
+
+# ------------------------------------------------------------------------------------ norms, masks, positions
 
 
 @dataclasses.dataclass(frozen=True)
 class Norm:
-    """Division by the root mean square, times a weight. Source: arXiv 1910.07467.
-
-    offset: added to the weight. centered: the mean is subtracted first, and a bias added: arXiv 1607.06450.
-    """
+    """Division by the root mean square, times (offset + weight). Source: arXiv 1910.07467."""
 
     eps: float
     weight: bool = True
     offset: float = 0
-    centered: bool = False
 
+    def declare(self, info: ArrayInfo) -> ArrayInfo | None:
+        """The declaration of the norm's weights. info: that of a single factor per column."""
+        return info if self.weight else None
 
-@dataclasses.dataclass(frozen=True)
-class QueryScale:
-    """A factor of queries: 1 + scale * log1p(floor((position + 1) / floor)). Source: arXiv 2501.19399."""
+    def __call__(self, x: Array, w: Array | None) -> Array:
+        """x: [...,D] -> [...,D] in x's dtype.
 
-    scale: float
-    floor: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Heads:
-    """Grouped-query attention: K heads of keys and values, for G queries each, of width H."""
-
-    K: int
-    G: int
-    H: int
-    qk_norm: Norm | None = None  # of each query and key
-    query_scale: QueryScale | None = None
-    bias: bool = False  # of queries, keys and values
-    output_bias: bool = False
-
-    @property
-    def columns(self) -> Columns:
-        return key_beside_value(self.H)
-
-    @property
-    def divided(self) -> tuple[int, ...]:
-        """The widths that devices with the same key/value head divide among them."""
-        return (self.H,)
-
-
-@dataclasses.dataclass(frozen=True)
-class Latent:
-    """Multi-head latent attention, as G queries of one key/value head. Source: arXiv 2405.04434.
-
-    A token's keys and values of all heads come from one latent of width L, and a rotated key of width R that
-    they share. A query of width N is multiplied by its head's part of the key's matrix, and so compared with
-    the latent itself; the sum of latents is multiplied by the value's matrix. So the cache holds the latents.
-    """
-
-    G: int
-    Q: int
-    L: int
-    N: int
-    R: int
-    U: int
-    norm: Norm  # of the compressed query and of the latent
-    K = 1
-
-    @property
-    def columns(self) -> Columns:
-        return Columns(self.L + self.R, (0, self.L), (self.N + self.R) ** -0.5)
-
-    @property
-    def divided(self) -> tuple[int, ...]:
-        return self.L, self.R
+        It is rounded to that dtype before the weight is applied; with an offset, after, as in transformers.
+        """
+        y = x.astype(jnp.float32)
+        y = y * lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.eps)
+        if self.offset:
+            return (y * (self.offset + w.astype(jnp.float32))).astype(x.dtype)
+        y = y.astype(x.dtype)
+        return y if w is None else y * w
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,14 +155,195 @@ class Window:
 Mask = Full | Chunked | Window
 
 
+@pytree
+class Chunk:
+    """T consecutive tokens per row, from position `start`; the first `count` are valid, the rest is padding.
+
+    row: [b] int32, the cache row of each; None: all rows, in order. start, count: [b] int32.
+    positions: [b,T] int32.
+    """
+
+    row: Array | None
+    start: Array
+    count: Array
+    positions: Array
+
+    @property
+    def valid(self) -> Array:
+        """[b,T] bool: which tokens are no padding."""
+        return jnp.arange(self.positions.shape[1]) < self.count[:, None]
+
+
+def chunk_at(start: Array, count: Array, T: int, row: Array | None = None) -> Chunk:
+    """The Chunk of T tokens per row. start, count, row: [b] int32."""
+    return Chunk(row=row, start=start, count=count, positions=start[:, None] + jnp.arange(T))
+
+
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding. Source: arXiv 2104.09864."""
+    """Rotary position embedding of the first `width` columns of a head. Source: arXiv 2104.09864.
+
+    scaling: Llama 3's factor, low and high frequency factor and original length. interleaved: the pairs that
+    are rotated are neighbors (2i, 2i+1), not halves (i, i + width/2).
+    """
 
     theta: float
-    scaling: tuple[float, ...] | None = None  # factor, low and high frequency factor, original length
-    interleaved: bool = False  # rotate neighbours (2i, 2i+1), not halves (i, i + H/2)
-    width: int | None = None  # how many columns of a head rotate, the first; None: all H; of a latent, R
+    width: int
+    scaling: tuple[float, ...] | None = None
+    interleaved: bool = False
+
+    def rotation(self, positions: Array) -> "Rotation":
+        """positions: [b,T] -> the rotation of queries and keys there."""
+        angle = positions[..., None].astype(jnp.float32) * rope_frequencies(self)
+        return Rotation(jnp.cos(angle), jnp.sin(angle), self.interleaved)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["cos", "sin"], meta_fields=["interleaved"])
+@dataclasses.dataclass(frozen=True)
+class Rotation:
+    """The cosine and sine of each position's angles, [b,T,width/2] float32 each. interleaved: see Rope."""
+
+    cos: Array
+    sin: Array
+    interleaved: bool
+
+
+def rope_frequencies(rope: Rope) -> np.ndarray:
+    """Radians per position, [width/2] float32. Source: transformers modeling_rope_utils.py."""
+    exponent = np.arange(0, rope.width, 2, dtype=np.float32) / np.float32(rope.width)
+    frequency = 1 / np.float32(rope.theta) ** exponent
+    if rope.scaling is None:
+        return frequency
+    factor, low, high, original = rope.scaling
+    turns = original * frequency / np.float32(2 * np.pi)  # in the original context
+    # A frequency of more than `high` turns is kept, one of less than `low` is divided by `factor`, and those
+    # between are blended.
+    blend = (turns - low) / (high - low) if high > low else np.where(turns >= low, 1, 0)
+    blend = np.clip(blend, 0, 1).astype(np.float32)
+    return (1 - blend) * frequency / np.float32(factor) + blend * frequency
+
+
+def rotate(x: Array, rotation: Rotation) -> Array:
+    """Rotary embedding of x [b,T,...,H], in float32; where the rotation is narrower, of x's first columns."""
+    width = 2 * rotation.cos.shape[-1]
+    if width < x.shape[-1]:
+        return jnp.concatenate([rotate(x[..., :width], rotation), x[..., width:]], -1)
+    pairs = x.astype(jnp.float32)
+    pairs = pairs.reshape(*x.shape[:-1], *((-1, 2) if rotation.interleaved else (2, x.shape[-1] // 2)))
+    axis = -1 if rotation.interleaved else -2
+    a, b = pairs.take(0, axis), pairs.take(1, axis)
+    per_head = (*rotation.cos.shape[:2], *(1,) * (x.ndim - 3), -1)
+    cos, sin = rotation.cos.reshape(per_head), rotation.sin.reshape(per_head)
+    return jnp.stack([a * cos - b * sin, b * cos + a * sin], axis).reshape(x.shape).astype(x.dtype)
+
+
+# ------------------------------------------------------------------------------------ attention's projections
+
+
+@pytree
+class Attention:
+    q: Array = declared("kgHD", "D", "q_proj.weight", "(KGH)D")
+    k: Array = declared("khD", "D", "k_proj.weight", "(KH)D")
+    v: Array = declared("khD", "D", "v_proj.weight", "(KH)D")
+    o: Array = declared("DkgH", "kgH", "o_proj.weight", "D(KGH)")
+    q_norm: Array | None = declared_norm("H", "q_norm.weight")
+    k_norm: Array | None = declared_norm("H", "k_norm.weight")
+    q_bias: Array | None = declared_bias("kgH", "q_proj.bias", "(KGH)")
+    k_bias: Array | None = declared_bias("kh", "k_proj.bias", "(KH)")
+    v_bias: Array | None = declared_bias("kh", "v_proj.bias", "(KH)")
+    o_bias: Array | None = declared_bias("D", "o_proj.bias", "D")
+
+
+@dataclasses.dataclass(frozen=True)
+class QueryScale:
+    """A factor of queries: 1 + scale * log1p(floor((position + 1) / floor)). Source: arXiv 2501.19399."""
+
+    scale: float
+    floor: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Heads:
+    """Grouped-query attention: K heads of keys and values, for G queries each, of width H.
+
+    qk_norm: of each query and key, before they are rotated. bias: of queries, keys and values.
+    scale: the factor of q·k; None for H**-0.5. Source: arXiv 2305.13245.
+    """
+
+    K: int
+    G: int
+    H: int
+    qk_norm: Norm | None = None
+    query_scale: QueryScale | None = None
+    bias: bool = False
+    output_bias: bool = False
+    scale: float | None = None
+
+    @property
+    def columns(self) -> Columns:
+        return key_beside_value(self.H, self.scale)
+
+    @property
+    def divided(self) -> tuple[int, ...]:
+        """The widths that devices with the same key/value head divide among them."""
+        return (self.H,)
+
+    def declare(self, prefix: str, D: int) -> Attention:
+        """The declared weights. prefix: of their names in a checkpoint."""
+        absent = dict(q_bias=not self.bias, k_bias=not self.bias, v_bias=not self.bias)
+        absent |= dict(o_bias=not self.output_bias)
+        infos = declare(Attention, prefix, dict(D=D) | sizes_of(self), absent)
+        return with_norms(infos, q_norm=self.qk_norm, k_norm=self.qk_norm)
+
+    def project(self, x: Array, w: Attention, chunk: Chunk, rotation: Rotation | None) -> tuple[Array, Array]:
+        """x: [b,T,D] -> queries [b,T,k,G,H], and each key beside its value [b,T,k,2H]."""
+        q = add_bias(einsum("bTD,kgHD->bTkgH", x, w.q), w.q_bias)
+        k = add_bias(einsum("bTD,khD->bTkh", x, w.k), w.k_bias)
+        v = add_bias(einsum("bTD,khD->bTkh", x, w.v), w.v_bias)
+        if lax.axis_size(SLOTS) == 1:
+            # Without the barrier XLA applies rotate's reshape to the weights, and copies q in every step.
+            q, k, v = lax.optimization_barrier((q, k, v))
+        else:
+            *bTk, g, H = q.shape
+            q, k, v = gather_columns(q.reshape(*bTk, g * H), k, v)
+            q = q.reshape(*bTk, -1, H)
+        if self.qk_norm:
+            q, k = self.qk_norm(q, w.q_norm), self.qk_norm(k, w.k_norm)
+        if rotation:
+            q, k = rotate(q, rotation), rotate(k, rotation)
+        if self.query_scale:
+            scale, floor = self.query_scale.scale, self.query_scale.floor
+            growth = 1 + scale * jnp.log1p(jnp.floor((chunk.positions + 1) / floor))
+            q = (q * growth[:, :, None, None, None]).astype(q.dtype)
+        return q, jnp.concatenate([k, v], -1)
+
+    def output(self, o: Array, w: Attention) -> Array:
+        """o: [b,T,k,g,H], each query's sum of values -> [b,T,D]."""
+        return add_bias(lax.psum(einsum("bTkgH,DkgH->bTD", o, w.o), MODEL), w.o_bias)  # k, g
+
+
+def add_bias(x: Array, bias: Array | None) -> Array:
+    return x if bias is None else x + bias
+
+
+def gather_columns(*parts: Array) -> list[Array]:
+    """Gather columns that are divided over the devices of a key/value head: [...,n] each -> [...,slots*n].
+
+    One all-gather serves all parts.
+    """
+    columns = lax.all_gather(jnp.concatenate(parts, -1), SLOTS, axis=parts[0].ndim - 1)  # [...,slots,n+n+..]
+    columns = jnp.split(columns, np.cumsum([x.shape[-1] for x in parts])[:-1], -1)
+    return [x.reshape(*x.shape[:-2], -1) for x in columns]
+
+
+# ----------------------------------------------------------------------------------------------- feed-forward
+
+
+@pytree
+class MLP:
+    gate: Array = declared("fD", "D", "gate_proj.weight", "FD")
+    up: Array = declared("fD", "D", "up_proj.weight", "FD")
+    down: Array = declared("Df", "f", "down_proj.weight", "DF")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,13 +353,28 @@ class Gated:
     F: int
     activation: str = "silu"
 
+    def declare(self, prefix: str, D: int) -> MLP:
+        """The declared weights. prefix: of their names in a checkpoint."""
+        return declare(MLP, prefix, dict(D=D) | sizes_of(self))
 
-@dataclasses.dataclass(frozen=True)
-class Plain:
-    """Two matrices with biases, and what is between them. Source: arXiv 1706.03762."""
+    def __call__(self, x: Array, w: MLP, chunk: Chunk) -> Array:
+        """x: [b,T,D] -> [b,T,D]."""
+        return lax.psum(self.local(x, w), MODEL)  # f
 
-    F: int
-    activation: str
+    @jax.named_scope("mlp")
+    def local(self, x: Array, w: MLP) -> Array:
+        """x: [b,T,D] -> [b,T,D], this device's part of the sum over f."""
+        up = einsum("bTD,fD->bTf", x, w.up)
+        gate = activation(self.activation)(einsum("bTD,fD->bTf", x, w.gate))
+        return einsum("bTf,Df->bTD", gate * up, w.down)
+
+
+def activation(name: str):
+    """The activation function of this name. Raises ValueError if there is none."""
+    functions = dict(silu=jax.nn.silu, gelu_tanh=jax.nn.gelu)
+    if name not in functions:
+        raise ValueError(f"activation {name!r} is not supported ({', '.join(functions)})")
+    return functions[name]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,42 +388,123 @@ class Router:
     factor: float = 1  # of the scores, at last
 
 
+@pytree
+class MoE:
+    router: Array = declared("DE", "", "router.weight", "ED")
+    router_bias: Array | None = declared_bias("E", "router.bias", "E", dtype=jnp.float32)
+    gate: Array = declared("eDm", "D", "experts.gate_up_proj", "ED[M+M]", 0)
+    up: Array = declared("eDm", "D", "experts.gate_up_proj", "ED[M+M]", 1)
+    down: Array = declared("emD", "m", "experts.down_proj", "EMD")
+    shared: MLP | None
+
+
 @dataclasses.dataclass(frozen=True)
 class Experts:
-    """E gated MLPs of width M, of which each token goes through A; beside them one for all tokens."""
+    """E gated MLPs of width M, of which each token goes through A; beside them one for all tokens.
+
+    Raises ValueError about an activation that the kernels of ops/ do not compute.
+    """
 
     E: int
     A: int
     M: int
     router: Router
     shared: Gated | None
+    activation: str = "silu"
+
+    def __post_init__(self):
+        if self.activation != "silu":
+            raise ValueError(f"experts with activation {self.activation!r} are not supported (silu)")
+
+    def declare(self, prefix: str, D: int) -> MoE:
+        """The declared weights. prefix: of their names in a checkpoint."""
+        shared = self.shared and self.shared.declare(prefix + "shared_expert.", D)
+        absent = dict(router_bias=not self.router.bias)
+        return declare(MoE, prefix, dict(D=D) | sizes_of(self), absent, shared=shared)
+
+    def __call__(self, x: Array, w: MoE, chunk: Chunk) -> Array:
+        """x: [b,T,D] -> [b,T,D]. Routed and shared experts are added before the one sum over devices."""
+        y = experts(x, w, chunk, self)
+        y = y if self.shared is None else self.shared.local(x, w.shared) + y
+        return lax.psum(y, MODEL)  # f, e, m
+
+
+@jax.named_scope("route")
+def route(x: Array, w: MoE, kind: Experts) -> tuple[Array, Array]:
+    """x: [b,T,D] -> each token's A experts [b,T,A] int32, and their weights [b,T,A] float32."""
+    x32, router = x.astype(jnp.float32), w.router.astype(jnp.float32)
+    logits = jnp.einsum("bTD,DE->bTE", x32, router, precision="highest")  # rounded, they could choose others
+    if w.router_bias is None:
+        best, chosen = lax.top_k(logits, kind.A)
+    else:
+        _, chosen = lax.top_k(jax.nn.sigmoid(logits) + w.router_bias, kind.A)
+        best = jnp.take_along_axis(logits, chosen, -1)
+    if kind.router.score == "sigmoid":
+        score = jax.nn.sigmoid(best)
+    else:
+        score = jnp.exp(best - jax.nn.logsumexp(logits, -1, keepdims=True))
+    score = score / jnp.sum(score, -1, keepdims=True) if kind.router.normalized else score
+    return chosen, score * kind.router.factor
+
+
+@jax.named_scope("experts")
+def experts(x: Array, w: MoE, chunk: Chunk, kind: Experts) -> Array:
+    """Each token's A best experts. x: [b,T,D] -> [b,T,D], this device's part of the sum over e and m.
+
+    Every device sees all tokens of its rows and has room for all of them on any expert, so that no token is
+    ever dropped. Padding goes to no expert.
+    """
+    chosen, score = route(x, w, kind)
+    n_local = kind.E // lax.axis_size(EXPERT)
+    local = chosen - lax.axis_index(EXPERT) * n_local
+    local = jnp.where((local >= 0) & (local < n_local) & chunk.valid[..., None], local, n_local)
+    rows = (array.reshape(-1, array.shape[-1]) for array in (x, local, score))
+    y = expert_mlp(*rows, w.gate, w.up, w.down, scales=kind.router.scales)
+    return y.astype(x.dtype).reshape(x.shape)
+
+
+# ----------------------------------------------------------------------------------------------------- config
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerKind:
-    """What tells one decoder layer from another."""
+    """What tells one decoder layer from another.
 
-    attention: Heads | Latent
-    feed_forward: Gated | Plain | Experts
+    attention, feed_forward: records of sizes and functions, those above or a family's own.
+    norm:       before attention and before feed_forward.
+    post_norm:  of what each of the two returns, before it is added to the residual stream; None for no norm.
+    """
+
+    attention: Any
+    feed_forward: Any
+    norm: Any
     mask: Mask = Full()
     rope: Rope | None = None
+    post_norm: Norm | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """All that the functions below need to know of a model."""
+    """All that the functions below need to know of a model.
+
+    norm: after the last layer. position_embedding: None, or a family's record, whose function adds to the
+    embedded tokens what depends on their positions alone.
+    logit_scale, logit_softcap: logits are multiplied by the first, then become cap * tanh(logits / cap).
+    """
 
     D: int
     V: int
     layers: tuple[LayerKind, ...]
-    norm: Norm
+    norm: Any
     max_positions: int
     tied_embeddings: bool = False
     embedding_scale: float | None = None
-    P: int | None = None  # positions that have an embedding of their own, which is added to the token's
+    position_embedding: Any = None
+    logit_scale: float | None = None
+    logit_softcap: float | None = None
 
     @property
-    def heads(self) -> Heads | Latent:
+    def heads(self) -> Any:
         """The attention of all layers, as far as its sizes go."""
         return self.layers[0].attention
 
@@ -266,99 +518,28 @@ class Config:
         return frozenset(kind.mask for kind in self.layers)
 
 
-# ----------------------------------------------------------------------------------- weights, declared once
-
-
-def _array(letters: str, contracted: str = "", *stored: tuple, **other) -> Any:
-    """A declared field. stored: (name, letters) or (name, letters, part), see Stored."""
-    info = ArrayInfo(letters, contracted, tuple(Stored(*where) for where in stored), **other)
-    return dataclasses.field(metadata={"info": info})
-
-
-def _norm(letter: str, name: str) -> Any:
-    return _array(letter, "", (name, letter), initial=1.0)
-
-
-def _bias(letters: str, *stored: tuple, dtype=None) -> Any:
-    return _array(letters, "", *stored, initial=0.0, dtype=dtype)
-
-
-@pytree
-class Attention:
-    q: Array = _array("kgHD", "D", ("q_proj.weight", "(KGH)D"), ("qkv.weight", "D[KGH+KH+KH]", 0))
-    k: Array = _array("khD", "D", ("k_proj.weight", "(KH)D"), ("qkv.weight", "D[KGH+KH+KH]", 1))
-    v: Array = _array("khD", "D", ("v_proj.weight", "(KH)D"), ("qkv.weight", "D[KGH+KH+KH]", 2))
-    o: Array = _array("DkgH", "kgH", ("o_proj.weight", "D(KGH)"), ("out.weight", "(KGH)D"))
-    q_norm: Array | None = _norm("H", "q_norm.weight")
-    k_norm: Array | None = _norm("H", "k_norm.weight")
-    q_bias: Array | None = _bias("kgH", ("q_proj.bias", "(KGH)"), ("qkv.bias", "[KGH+KH+KH]", 0))
-    k_bias: Array | None = _bias("kh", ("k_proj.bias", "(KH)"), ("qkv.bias", "[KGH+KH+KH]", 1))
-    v_bias: Array | None = _bias("kh", ("v_proj.bias", "(KH)"), ("qkv.bias", "[KGH+KH+KH]", 2))
-    o_bias: Array | None = _bias("D", ("out.bias", "D"))
-
-
-@pytree
-class LatentAttention:
-    q_a: Array = _array("QD", "D", ("q_a_proj.weight", "QD"))
-    q_a_norm: Array = _norm("Q", "q_a_layernorm.weight")
-    q_b: Array = _array("kgNQ", "Q", ("q_b_proj.weight", "(KG[N+R])Q", 0))
-    q_rope: Array = _array("kgRQ", "Q", ("q_b_proj.weight", "(KG[N+R])Q", 1))
-    kv_a: Array = _array("lD", "D", ("kv_a_proj_with_mqa.weight", "[L+R]D", 0))
-    k_rope: Array = _array("rD", "D", ("kv_a_proj_with_mqa.weight", "[L+R]D", 1))
-    kv_a_norm: Array = _norm("L", "kv_a_layernorm.weight")
-    k_b: Array = _array("kgLN", "N", ("kv_b_proj.weight", "(KG[N+U])L", 0), least_bits=8)
-    v_b: Array = _array("kgUL", "L", ("kv_b_proj.weight", "(KG[N+U])L", 1), least_bits=8)
-    o: Array = _array("DkgU", "kgU", ("o_proj.weight", "D(KGU)"))
-
-
-@pytree
-class MLP:
-    gate: Array | None = _array("fD", "D", ("gate_proj.weight", "FD"), ("gate_up_proj.weight", "[F+F]D", 0))
-    up: Array = _array(
-        "fD", "D", ("up_proj.weight", "FD"), ("gate_up_proj.weight", "[F+F]D", 1), ("c_fc.weight", "DF")
-    )
-    down: Array = _array("Df", "f", ("down_proj.weight", "DF"), ("c_proj.weight", "FD"))
-    up_bias: Array | None = _bias("f", ("c_fc.bias", "F"))
-    down_bias: Array | None = _bias("D", ("c_proj.bias", "D"))
-
-
-@pytree
-class MoE:
-    router: Array = _array("DE", "", ("router.weight", "ED"))
-    router_bias: Array | None = _bias("E", ("router.bias", "E"), dtype=jnp.float32)
-    gate: Array = _array(
-        "eDm", "D", ("experts.gate_up_proj", "ED[M+M]", 0), ("experts.{e}.gate_proj.weight", "MD"),
-        ("experts.gate_up_proj.weight", "E[M+M]D", 0),
-    )  # fmt: skip
-    up: Array = _array(
-        "eDm", "D", ("experts.gate_up_proj", "ED[M+M]", 1), ("experts.{e}.up_proj.weight", "MD"),
-        ("experts.gate_up_proj.weight", "E[M+M]D", 1),
-    )  # fmt: skip
-    down: Array = _array(
-        "emD", "m", ("experts.down_proj", "EMD"), ("experts.{e}.down_proj.weight", "DM"),
-        ("experts.down_proj.weight", "EDM"),
-    )  # fmt: skip
-    shared: MLP | None
+# ------------------------------------------------------------------------------------------ weights and cache
 
 
 @pytree
 class Layer:
-    attention_norm: Array = _norm("D", "input_layernorm.weight")
-    attention_norm_bias: Array | None = _bias("D", ("input_layernorm.bias", "D"))
-    attention: Attention | LatentAttention
-    feed_forward_norm: Array = _norm("D", "post_attention_layernorm.weight")
-    feed_forward_norm_bias: Array | None = _bias("D", ("post_attention_layernorm.bias", "D"))
-    feed_forward: MLP | MoE
+    attention_norm: Array = declared_norm("D", "input_layernorm.weight")
+    attention: Any
+    attention_post_norm: Array | None = declared_norm("D", "post_self_attn_layernorm.weight")
+    feed_forward_norm: Array = declared_norm("D", "post_attention_layernorm.weight")
+    feed_forward: Any
+    feed_forward_post_norm: Array | None = declared_norm("D", "post_mlp_layernorm.weight")
 
 
 @pytree
 class Weights:
-    embed: Array = _array("vD", "", ("model.embed_tokens.weight", "VD"))
-    positions: Array | None = _array("PD", "", ("model.embed_positions.weight", "PD"))
+    """The weights of a model. unembed: None if it is `embed`, too."""
+
+    embed: Array = declared("vD", "", "model.embed_tokens.weight", "VD")
+    positions: Any
     layers: list[Layer]
-    norm: Array = _norm("D", "model.norm.weight")
-    norm_bias: Array | None = _bias("D", ("model.norm.bias", "D"))
-    unembed: Array | None = _array("vD", "D", ("lm_head.weight", "VD"), least_bits=8)  # None: embed, again
+    norm: Array = declared_norm("D", "model.norm.weight")
+    unembed: Array | None = declared("vD", "D", "lm_head.weight", "VD", least_bits=8)
 
 
 @pytree
@@ -375,46 +556,33 @@ class Cache:
     length: Array
 
 
-def layer_infos(kind: LayerKind, D: int, norm: Norm, prefix: str = "") -> Layer:
+def layer_infos(kind: LayerKind, D: int, prefix: str = "") -> Layer:
     """The tree of a layer's weights with their ArrayInfo in the place of arrays. prefix: of their names."""
-
-    def attention(kind: Heads | Latent, prefix: str) -> Attention | LatentAttention:
-        sizes = dict(D=D) | sizes_of(kind)
-        if isinstance(kind, Latent):
-            return declare(LatentAttention, prefix, sizes | dict(K=kind.K))
-        absent = {"norm": not (kind.qk_norm and kind.qk_norm.weight), "o_bias": not kind.output_bias}
-        absent |= {name + "_bias": not kind.bias for name in "qkv"}
-        return declare(Attention, prefix, sizes, absent)
-
-    def feed_forward(kind: Gated | Plain | Experts, prefix: str) -> MLP | MoE:
-        sizes = dict(D=D) | sizes_of(kind)
-        if not isinstance(kind, Experts):
-            plain = isinstance(kind, Plain)
-            return declare(MLP, prefix, sizes, dict(gate=plain, bias=not plain))
-        shared = kind.shared and feed_forward(kind.shared, prefix + "shared_expert.")
-        return declare(MoE, prefix, sizes, dict(bias=not kind.router.bias), shared=shared)
-
-    parts = dict(
-        attention=attention(kind.attention, prefix + "self_attn."),
-        feed_forward=feed_forward(kind.feed_forward, prefix + "mlp."),
+    attention = kind.attention.declare(prefix + "self_attn.", D)
+    feed_forward = kind.feed_forward.declare(prefix + "mlp.", D)
+    infos = declare(Layer, prefix, dict(D=D), attention=attention, feed_forward=feed_forward)
+    before = dict(attention_norm=kind.norm, feed_forward_norm=kind.norm)
+    return with_norms(
+        infos, **before, attention_post_norm=kind.post_norm, feed_forward_post_norm=kind.post_norm
     )
-    return declare(Layer, prefix, dict(D=D), dict(bias=not norm.centered), **parts)
 
 
 def outer_infos(cfg: Config) -> Weights:
     """The declared weights outside of the layers: the embedding, the last norm and the logits' matrix."""
-    absent = dict(unembed=cfg.tied_embeddings, positions=not cfg.P, bias=not cfg.norm.centered)
-    weights = declare(Weights, "", sizes_of(cfg), absent, layers=[])
+    positions = cfg.position_embedding and cfg.position_embedding.declare(cfg.D)
+    weights = declare(
+        Weights, "", sizes_of(cfg), dict(unembed=cfg.tied_embeddings), layers=[], positions=positions
+    )
     if cfg.tied_embeddings:
         embed = dataclasses.replace(weights.embed, contracted="D", least_bits=8)
         weights = dataclasses.replace(weights, embed=embed)
-    return weights
+    return with_norms(weights, norm=cfg.norm)
 
 
 def weight_infos(cfg: Config, format: Format | None = None) -> Weights:
     """The tree of all weights with an ArrayInfo in the place of each array. format: None for float."""
     numbered = enumerate(cfg.layers)
-    layers = [layer_infos(kind, cfg.D, cfg.norm, f"model.layers.{i}.") for i, kind in numbered]
+    layers = [layer_infos(kind, cfg.D, f"model.layers.{i}.") for i, kind in numbered]
     weights = dataclasses.replace(outer_infos(cfg), layers=layers)
     return jax.tree.map(lambda info: dataclasses.replace(info, format=format), weights)
 
@@ -449,135 +617,6 @@ def init_weights(
 # --------------------------------------------------------------------------------------------------- layers
 #
 # These functions run on each device, inside shard_map: `embed`, `layers` and `unembed` below call them.
-
-
-@pytree
-class Chunk:
-    """T consecutive tokens per row, from position `start`; the first `count` are valid, the rest is padding.
-
-    row: [b] int32, the cache row of each; None: all rows, in order. start, count: [b] int32.
-    positions: [b,T] int32.
-    """
-
-    row: Array | None
-    start: Array
-    count: Array
-    positions: Array
-
-    @property
-    def valid(self) -> Array:
-        """[b,T] bool: which tokens are no padding."""
-        return jnp.arange(self.positions.shape[1]) < self.count[:, None]
-
-
-def chunk_at(start: Array, count: Array, T: int, row: Array | None = None) -> Chunk:
-    """The Chunk of T tokens per row. start, count, row: [b] int32."""
-    return Chunk(row=row, start=start, count=count, positions=start[:, None] + jnp.arange(T))
-
-
-def normalize(x: Array, weight: Array | None, norm: Norm, bias: Array | None = None) -> Array:
-    """x: [...,D] -> x divided by its root mean square, times (weight + offset), plus bias; in x's dtype.
-
-    RMSNorm casts before it multiplies by the weight, Gemma's norm and LayerNorm after, as transformers does.
-    """
-    y = x.astype(jnp.float32)
-    y = y - jnp.mean(y, -1, keepdims=True) if norm.centered else y
-    y = y * lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + norm.eps)
-    if norm.offset or norm.centered:
-        y = y * (norm.offset + weight.astype(jnp.float32))
-        return (y if bias is None else y + bias.astype(jnp.float32)).astype(x.dtype)
-    y = y.astype(x.dtype)
-    return y if weight is None else y * weight
-
-
-def add_bias(x: Array, bias: Array | None) -> Array:
-    return x if bias is None else x + bias
-
-
-def rope_frequencies(rope: Rope, width: int) -> np.ndarray:
-    """Radians per position, [width/2] float32. Source: transformers modeling_rope_utils.py."""
-    frequency = 1 / np.float32(rope.theta) ** (np.arange(0, width, 2, dtype=np.float32) / np.float32(width))
-    if rope.scaling is None:
-        return frequency
-    factor, low, high, original = rope.scaling
-    turns = original * frequency / np.float32(2 * np.pi)  # in the original context
-    # A frequency of more than `high` turns is kept, one of less than `low` is divided by `factor`, and those
-    # between are blended.
-    blend = (turns - low) / (high - low) if high > low else np.where(turns >= low, 1, 0)
-    blend = np.clip(blend, 0, 1).astype(np.float32)
-    return (1 - blend) * frequency / np.float32(factor) + blend * frequency
-
-
-def rotation(positions: Array, rope: Rope, width: int) -> tuple[Array, Array]:
-    """cos and sin of each position's angles: [b,T] -> two of [b,T,width/2] float32."""
-    angle = positions[..., None].astype(jnp.float32) * rope_frequencies(rope, width)
-    return jnp.cos(angle), jnp.sin(angle)
-
-
-def rotate(x: Array, rotation: tuple[Array, Array], interleaved: bool) -> Array:
-    """Rotary embedding of x [b,T,...,H], in float32; where the rotation is narrower, of x's first columns."""
-    cos, sin = rotation
-    width = 2 * cos.shape[-1]
-    if width < x.shape[-1]:
-        return jnp.concatenate([rotate(x[..., :width], rotation, interleaved), x[..., width:]], -1)
-    pairs = x.astype(jnp.float32)
-    pairs = pairs.reshape(*x.shape[:-1], *((-1, 2) if interleaved else (2, x.shape[-1] // 2)))
-    axis = -1 if interleaved else -2
-    a, b = pairs.take(0, axis), pairs.take(1, axis)
-    per_head = (*cos.shape[:2], *(1,) * (x.ndim - 3), -1)
-    cos, sin = cos.reshape(per_head), sin.reshape(per_head)
-    return jnp.stack([a * cos - b * sin, b * cos + a * sin], axis).reshape(x.shape).astype(x.dtype)
-
-
-def gather_columns(*parts: Array) -> list[Array]:
-    """Gather columns that are divided over the devices of a key/value head: [...,n] each -> [...,slots*n].
-
-    One all-gather serves all parts.
-    """
-    columns = lax.all_gather(jnp.concatenate(parts, -1), SLOTS, axis=parts[0].ndim - 1)  # [...,slots,n+n+..]
-    columns = jnp.split(columns, np.cumsum([x.shape[-1] for x in parts])[:-1], -1)
-    return [x.reshape(*x.shape[:-2], -1) for x in columns]
-
-
-def project(x: Array, w: Attention, chunk: Chunk, rotation, kind: LayerKind) -> tuple[Array, Array]:
-    """x: [b,T,D] -> queries [b,T,k,G,H], and each key beside its value [b,T,k,2H]."""
-    q = add_bias(einsum("bTD,kgHD->bTkgH", x, w.q), w.q_bias)
-    k = add_bias(einsum("bTD,khD->bTkh", x, w.k), w.k_bias)
-    v = add_bias(einsum("bTD,khD->bTkh", x, w.v), w.v_bias)
-    if lax.axis_size(SLOTS) == 1:
-        # Without the barrier XLA applies rotate's reshape to the weights, and copies q in every step.
-        q, k, v = lax.optimization_barrier((q, k, v))
-    else:
-        *bTk, g, H = q.shape
-        q, k, v = gather_columns(q.reshape(*bTk, g * H), k, v)
-        q = q.reshape(*bTk, -1, H)
-    heads = kind.attention
-    if heads.qk_norm:
-        q, k = normalize(q, w.q_norm, heads.qk_norm), normalize(k, w.k_norm, heads.qk_norm)
-    if kind.rope:
-        q, k = rotate(q, rotation, kind.rope.interleaved), rotate(k, rotation, kind.rope.interleaved)
-    if heads.query_scale:
-        scale, floor = heads.query_scale.scale, heads.query_scale.floor
-        growth = 1 + scale * jnp.log1p(jnp.floor((chunk.positions + 1) / floor))
-        q = (q * growth[:, :, None, None, None]).astype(q.dtype)
-    return q, jnp.concatenate([k, v], -1)
-
-
-def project_latent(x: Array, w: LatentAttention, rotation, kind: LayerKind) -> tuple[Array, Array]:
-    """x: [b,T,D] -> queries [b,T,k,G,L+R], and each latent beside its rotated key [b,T,k,L+R]; k is 1.
-
-    Every device holds all of q_a, which is small: so one all-gather is enough where there would be two.
-    """
-    norm, interleaved = kind.attention.norm, kind.rope.interleaved
-    compressed = normalize(einsum("bTD,QD->bTQ", x, w.q_a), w.q_a_norm, norm)
-    q = einsum("bTkgN,kgLN->bTkgL", einsum("bTQ,kgNQ->bTkgN", compressed, w.q_b), w.k_b)
-    q_rope = rotate(einsum("bTQ,kgRQ->bTkgR", compressed, w.q_rope), rotation, interleaved)
-    q = jnp.concatenate([q, q_rope], -1)
-    latent, k_rope = einsum("bTD,lD->bTl", x, w.kv_a), einsum("bTD,rD->bTr", x, w.k_rope)
-    *bTk, g, width = q.shape
-    q, latent, k_rope = gather_columns(q.reshape(*bTk, g * width), latent[:, :, None], k_rope[:, :, None])
-    latent, k_rope = normalize(latent, w.kv_a_norm, norm), rotate(k_rope, rotation, interleaved)
-    return q.reshape(*bTk, -1, width), jnp.concatenate([latent, k_rope], -1)
 
 
 def merge_slots(o: Array, lse: Array) -> tuple[Array, Array]:
@@ -659,16 +698,13 @@ def slot_mapping(chunk: Chunk, mask: Mask, capacity: int) -> Array:
 
 
 @jax.named_scope("attention")
-def attention(
-    x: Array, w: Attention | LatentAttention, kv: KV | None, chunk: Chunk, rotation, kind: LayerKind
-):
+def attention(x: Array, w, kv: KV | None, chunk: Chunk, rotation: Rotation | None, kind: LayerKind):
     """x: [b,T,D] -> ([b,T,D], the layer's cache with the chunk in it; None without a cache).
 
     A token attends to what the cache holds and to the tokens of its chunk up to itself. Their keys and values
     are first rounded as the cache will hold them, so that the result does not depend on where chunks begin.
     """
-    latent = isinstance(kind.attention, Latent)
-    q, new = project_latent(x, w, rotation, kind) if latent else project(x, w, chunk, rotation, kind)
+    q, new = kind.attention.project(x, w, chunk, rotation)
     new, parts = as_cached(new, kv, kind.attention.columns), []
     if kv is not None:
         past, kv = attend_cache(q, new, kv, chunk, kind.mask)
@@ -676,91 +712,39 @@ def attention(
     if not parts or x.shape[1] > 1:
         parts.append(attend_chunk(q, new, chunk, kind.mask))
     o, _ = merge(*parts)
-    o = o.astype(x.dtype)
-    o = einsum("bTkgL,kgUL->bTkgU", o, w.v_b) if latent else o
-    y = lax.psum(einsum("bTkgH,DkgH->bTD", o, w.o), MODEL)  # k, g; H of a latent is U
-    return (y if latent else add_bias(y, w.o_bias)), kv
-
-
-ACTIVATIONS = dict(silu=jax.nn.silu, gelu_tanh=jax.nn.gelu)
-
-
-@jax.named_scope("mlp")
-def mlp(x: Array, w: MLP, activation: str) -> Array:
-    """x: [b,T,D] -> [b,T,D], this device's part of the sum over f."""
-    activate = ACTIVATIONS[activation]
-    h = add_bias(einsum("bTD,fD->bTf", x, w.up), w.up_bias)
-    h = activate(h) if w.gate is None else activate(einsum("bTD,fD->bTf", x, w.gate)) * h
-    return einsum("bTf,Df->bTD", h, w.down)
-
-
-@jax.named_scope("route")
-def route(x: Array, w: MoE, kind: Experts) -> tuple[Array, Array]:
-    """x: [b,T,D] -> each token's A experts [b,T,A] int32, and their weights [b,T,A] float32."""
-    x32, router = x.astype(jnp.float32), w.router.astype(jnp.float32)
-    logits = jnp.einsum("bTD,DE->bTE", x32, router, precision="highest")  # rounded, they could choose others
-    if w.router_bias is None:
-        best, chosen = lax.top_k(logits, kind.A)
-    else:
-        _, chosen = lax.top_k(jax.nn.sigmoid(logits) + w.router_bias, kind.A)
-        best = jnp.take_along_axis(logits, chosen, -1)
-    if kind.router.score == "sigmoid":
-        score = jax.nn.sigmoid(best)
-    else:
-        score = jnp.exp(best - jax.nn.logsumexp(logits, -1, keepdims=True))
-    score = score / jnp.sum(score, -1, keepdims=True) if kind.router.normalized else score
-    return chosen, score * kind.router.factor
-
-
-@jax.named_scope("experts")
-def experts(x: Array, w: MoE, chunk: Chunk, kind: Experts) -> Array:
-    """Each token's A best experts. x: [b,T,D] -> [b,T,D], this device's part of the sum over e and m.
-
-    Every device sees all tokens of its rows and has room for all of them on any expert, so that no token is
-    ever dropped. Padding goes to no expert.
-    """
-    chosen, score = route(x, w, kind)
-    n_local = kind.E // lax.axis_size(EXPERT)
-    local = chosen - lax.axis_index(EXPERT) * n_local
-    local = jnp.where((local >= 0) & (local < n_local) & chunk.valid[..., None], local, n_local)
-    rows = (array.reshape(-1, array.shape[-1]) for array in (x, local, score))
-    y = expert_mlp(*rows, w.gate, w.up, w.down, scales=kind.router.scales)
-    return y.astype(x.dtype).reshape(x.shape)
+    return kind.attention.output(o.astype(x.dtype), w), kv
 
 
 @jax.named_scope("feed_forward")
-def feed_forward(x: Array, w: MLP | MoE, chunk: Chunk, kind: Gated | Plain | Experts) -> Array:
-    """x: [b,T,D] -> [b,T,D]. Routed and shared experts are added before the one sum over devices."""
-    if not isinstance(kind, Experts):
-        return add_bias(lax.psum(mlp(x, w, kind.activation), MODEL), w.down_bias)  # f
-    y = experts(x, w, chunk, kind)
-    y = y if w.shared is None else mlp(x, w.shared, kind.shared.activation) + y
-    return lax.psum(y, MODEL)  # f, e, m
+def feed_forward(x: Array, w, chunk: Chunk, kind: LayerKind) -> Array:
+    """x: [b,T,D] -> [b,T,D]."""
+    return kind.feed_forward(x, w, chunk)
 
 
-@partial(jax.jit, static_argnames=("kind", "norm"))  # traced once for all layers of a kind
-def decoder_layer(x: Array, w: Layer, kv: KV | None, chunk: Chunk, rotation, kind: LayerKind, norm: Norm):
+@partial(jax.jit, static_argnames="kind")  # traced once for all layers of a kind
+def decoder_layer(
+    x: Array, w: Layer, kv: KV | None, chunk: Chunk, rotation: Rotation | None, kind: LayerKind
+) -> tuple[Array, KV | None]:
     """x: [b,T,D] -> ([b,T,D], the layer's cache with the chunk in it, or None)."""
-    y = normalize(x, w.attention_norm, norm, w.attention_norm_bias)
-    y, kv = attention(y, w.attention, kv, chunk, rotation, kind)
-    x = x + y
-    y = normalize(x, w.feed_forward_norm, norm, w.feed_forward_norm_bias)
-    return x + feed_forward(y, w.feed_forward, chunk, kind.feed_forward), kv
+    y, kv = attention(kind.norm(x, w.attention_norm), w.attention, kv, chunk, rotation, kind)
+    x = x + (kind.post_norm(y, w.attention_post_norm) if kind.post_norm else y)
+    y = feed_forward(kind.norm(x, w.feed_forward_norm), w.feed_forward, chunk, kind)
+    return x + (kind.post_norm(y, w.feed_forward_post_norm) if kind.post_norm else y), kv
 
 
 def decoder_layers(
     x: Array, weights: list[Layer], caches: list[KV] | None, chunk: Chunk, kinds: tuple[LayerKind, ...],
-    norm: Norm, remat: bool = False,
+    remat: bool = False,
 ) -> tuple[Array, list[KV] | None]:  # fmt: skip
     """x: [b,T,D] -> ([b,T,D] after these layers, their caches with the chunk in them).
 
     remat: see `forward`.
     """
-    ropes = {kind.rope: kind.rope.width or kind.attention.H for kind in kinds if kind.rope}
-    rotations = {rope: rotation(chunk.positions, rope, width) for rope, width in ropes.items()}
-    layer, written = jax.checkpoint(decoder_layer, static_argnums=(5, 6)) if remat else decoder_layer, []
+    rotations = {kind.rope: None for kind in kinds}
+    rotations |= {rope: rope.rotation(chunk.positions) for rope in rotations if rope}
+    layer, written = jax.checkpoint(decoder_layer, static_argnums=5) if remat else decoder_layer, []
     for w, kv, kind in zip(weights, caches or [None] * len(kinds), kinds, strict=True):
-        x, kv = layer(x, w, kv, chunk, rotations.get(kind.rope), kind, norm)
+        x, kv = layer(x, w, kv, chunk, rotations[kind.rope], kind)
         written.append(kv)
     return x, caches and written
 
@@ -768,9 +752,11 @@ def decoder_layers(
 @jax.named_scope("unembed")
 def local_logits(x: Array, w: Weights, cfg: Config) -> Array:
     """x: [b,T,D] -> logits [b,T,v] float32 of this device's vocabulary shard; -inf for its padding."""
-    x = normalize(x, w.norm, cfg.norm, w.norm_bias)
     matrix = w.embed if w.unembed is None else w.unembed
-    logits = einsum("bTD,vD->bTv", x, matrix, jnp.float32)
+    logits = einsum("bTD,vD->bTv", cfg.norm(x, w.norm), matrix, jnp.float32)
+    logits = logits if cfg.logit_scale is None else cfg.logit_scale * logits
+    if cfg.logit_softcap is not None:
+        logits = cfg.logit_softcap * jnp.tanh(logits / cfg.logit_softcap)
     return jnp.where(vocabulary_shard(logits) < cfg.V, logits, -jnp.inf)
 
 
@@ -814,9 +800,10 @@ def embed(tokens: Array, positions: Array, weights: Weights, *, cfg: Config, mes
         here = (row >= 0) & (row < table.shape[0])
         x = take_rows(table, row)
         x = x if scale is None else x * scale[row][..., None]
-        x = lax.psum(jnp.where(here[..., None], x, 0), MODEL).astype(w.norm.dtype)  # v
+        dtype = jax.tree.leaves(w.norm)[0].dtype
+        x = lax.psum(jnp.where(here[..., None], x, 0), MODEL).astype(dtype)  # v
         x = x if cfg.embedding_scale is None else x * jnp.asarray(cfg.embedding_scale, x.dtype)
-        return x if w.positions is None else x + w.positions.at[positions].get(mode="clip")
+        return x if w.positions is None else cfg.position_embedding(x, w.positions, positions)
 
     in_specs = P(ROWS), P(ROWS), outer_specs(cfg, weights)
     on_devices = jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=P(ROWS))
@@ -825,7 +812,7 @@ def embed(tokens: Array, positions: Array, weights: Weights, *, cfg: Config, mes
 
 def layers(
     x: Array, weights: list[Layer], caches: list[KV] | None, chunk: Chunk, *, kinds: tuple[LayerKind, ...],
-    norm: Norm, mesh: Mesh, remat: bool = False,
+    mesh: Mesh, remat: bool = False,
 ) -> tuple[Array, list[KV] | None]:  # fmt: skip
     """x: [B,T,D] -> ([B,T,D] after these layers, their caches with the chunk in them). remat: see `forward`.
 
@@ -834,10 +821,10 @@ def layers(
     """
     if len(weights) != len(kinds):
         raise ValueError(f"weights of {len(weights)} layers do not fit a model of {len(kinds)} layers")
-    infos = [layer_infos(kind, x.shape[2], norm) for kind in kinds]
+    infos = [layer_infos(kind, x.shape[2]) for kind in kinds]
     kv_specs = cache_specs(kinds, caches)
     on_devices = jax.shard_map(
-        partial(decoder_layers, kinds=kinds, norm=norm, remat=remat),
+        partial(decoder_layers, kinds=kinds, remat=remat),
         mesh=mesh,
         in_specs=(P(ROWS), specs(infos, weights), kv_specs, P(ROWS)),
         out_specs=(P(ROWS), kv_specs),
@@ -873,9 +860,7 @@ def forward(tokens: Array, weights: Weights, *, cfg: Config, mesh: Mesh, remat: 
     start = jnp.zeros_like(tokens[:, 0])
     chunk = chunk_at(start, start + tokens.shape[1], tokens.shape[1])
     x = embed(tokens, chunk.positions, weights, cfg=cfg, mesh=mesh)
-    x, _ = layers(
-        x, weights.layers, None, chunk, kinds=cfg.layers, norm=cfg.norm, mesh=mesh, remat=remat
-    )  # fmt: skip
+    x, _ = layers(x, weights.layers, None, chunk, kinds=cfg.layers, mesh=mesh, remat=remat)
     return unembed(x, weights, cfg=cfg, mesh=mesh)[..., : cfg.V]
 
 
@@ -909,7 +894,7 @@ def read(
     """What `prefill` and `decode_step` have in common: tokens [B,T] -> (logits [B,V], Cache)."""
     chunk = chunk_at(cache.length, count, tokens.shape[1])
     x = embed(tokens, chunk.positions, weights, cfg=cfg, mesh=mesh)
-    x, kv = layers(x, weights.layers, cache.layers, chunk, kinds=cfg.layers, norm=cfg.norm, mesh=mesh)
+    x, kv = layers(x, weights.layers, cache.layers, chunk, kinds=cfg.layers, mesh=mesh)
     last = jnp.take_along_axis(x, count[:, None, None] - 1, 1)  # [B,1,D]
     logits = unembed(last, weights, cfg=cfg, mesh=mesh)[:, 0, : cfg.V]
     return logits, Cache(layers=kv, length=cache.length + count)

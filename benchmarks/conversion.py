@@ -154,7 +154,7 @@ def make_checkpoint(name: str, layers: int | None, shards: int, folder: pathlib.
     config = MODELS[name] | ({"num_hidden_layers": layers} if layers else {})
     tensors = {}
     for _, info in named_infos(read_config(config)):
-        tensors[info.stored[0].name] = layout_of(info, info.stored[0]).shape
+        tensors[info.stored.name] = layout_of(info, info.stored).shape
     size = sum(2 * math.prod(shape) for shape in tensors.values())
     noise = np.random.default_rng(0).standard_normal(2**24, np.float32) / 50
     noise = (noise.view(np.uint32) >> 16).astype(np.uint16)  # as bfloat16

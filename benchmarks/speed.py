@@ -37,6 +37,7 @@ from checkpoints.checkpoint import open_checkpoint
 from checkpoints.errors import UserError
 from checkpoints.loading import load
 from checkpoints.names import FLOATS
+from families.latent_attention import LatentWeights
 from model import Config
 from quantize import FORMATS, GroupedArray, QuantizedArray
 from serving import memory, programs
@@ -125,9 +126,9 @@ def needed_flops(
     return batch * (2 * per_token * tokens + attention + 2 * cfg.V * cfg.D * chooses)
 
 
-def _cached(w: model.Attention | model.LatentAttention):
+def _cached(w: model.Attention | LatentWeights):
     """The matrices that make what the cache keeps."""
-    return (w.kv_a, w.k_rope) if isinstance(w, model.LatentAttention) else (w.k, w.v)
+    return (w.kv_a, w.k_rope) if isinstance(w, LatentWeights) else (w.k, w.v)
 
 
 def _size(tree) -> int:

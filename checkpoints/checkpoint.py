@@ -37,7 +37,7 @@ from checkpoints.tensor_files import StoredTensor, TensorFile, array_bytes
 from families.registry import find_family, read_config
 from model import Config
 from quantize import FORMATS, INT8, Format
-from sharding.arrays import ArrayInfo
+from sharding.arrays import ArrayInfo, Stored
 
 Tensor = StoredTensor | Dequantized
 FLOAT_TYPES = ("F32", "F16", "BF16")
@@ -152,7 +152,9 @@ def _open_published(
         content = read_json(folder / "config.json")
         config, (family, content) = read_config(content), find_family(content)
     tensors = renamed(open_tensors(content), family)
-    sources = {name: _find(tensors, path, info) for name, info in named_infos(config)}
+    sources = {
+        name: _find(tensors, path, info, family.places(name, info)) for name, info in named_infos(config)
+    }
     for name, info in named_infos(config, format=INT8):
         sources |= _int8_parts(name, info, sources[name]) if info.form else {}
     used = {tensor.name for source in sources.values() for tensor in source.tensors}
@@ -177,9 +179,9 @@ def _tensors_in(folder: pathlib.Path, config: dict) -> dict[str, Tensor]:
         return dequantized(tensors, quantization)
 
 
-def _find(tensors: dict[str, Tensor], folder: pathlib.Path, info: ArrayInfo) -> Source:
-    """What a Hugging Face folder has of a weight, in the first of its published forms that is there."""
-    for stored in info.stored:
+def _find(tensors: dict[str, Tensor], folder: pathlib.Path, info: ArrayInfo, places: list[Stored]) -> Source:
+    """The tensors of a weight in a Hugging Face folder, at the first of these places where there are any."""
+    for stored in places:
         one_per_expert = "{e}" in stored.name
         names = [stored.name.format(e=e) for e in range(info.shape[0])] if one_per_expert else [stored.name]
         missing = [name for name in names if name not in tensors]
@@ -191,7 +193,7 @@ def _find(tensors: dict[str, Tensor], folder: pathlib.Path, info: ArrayInfo) -> 
             stored = dataclasses.replace(stored, letters="E" + stored.letters)
         found = [tensors[name] for name in names]
         return _source(info, found, layout_of(info, stored), FLOAT_TYPES, one_per_expert)
-    raise UserError(f"{folder}: tensor {info.stored[0].name} is missing")
+    raise UserError(f"{folder}: tensor {places[0].name.format(e=0)} is missing")
 
 
 def _int8_parts(name: str, info: ArrayInfo, source: Source) -> dict[str, Source]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from families.fields import ConfigFields
 from model import Config
+from sharding.arrays import ArrayInfo, Stored
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,6 +20,9 @@ class Family:
     supported:        the supported values of fields that `config` does not take; always null, false, empty.
     no_effect:        fields that do not change what the language model computes.
     tensor_names:     (regular expression, replacement), applied in turn: from published names to Llama's.
+    layouts:          where tensors are joined, split or transposed: {a field of Layer or Weights, with dots:
+                      the places where checkpoints may have it, under names after `tensor_names`}. Those of a
+                      layer begin after "model.layers.0.".
     unused_tensors:   a regular expression of published tensors that the language model does not use.
     extra_layer:      whether checkpoints have one more layer, which predicts the token after the next and is
                       not used either.
@@ -31,6 +35,7 @@ class Family:
     supported: dict[str, tuple] = dataclasses.field(default_factory=lambda: {"hidden_act": ("silu",)})
     no_effect: tuple[str, ...] = ()
     tensor_names: tuple[tuple[str, str], ...] = ()
+    layouts: dict[str, tuple[Stored, ...]] = dataclasses.field(default_factory=dict)
     unused_tensors: str = r"\.rotary_emb\.inv_freq$"
     extra_layer: bool = False
 
@@ -40,14 +45,24 @@ class Family:
             name = re.sub(pattern, replacement, name)
         return name
 
+    def places(self, name: str, info: ArrayInfo) -> list[Stored]:
+        """Where checkpoints may have a weight, like `layers.0.attention.q`; the first that is there counts.
+
+        The fields of a layer's MLP and of its experts have the same names: their letters tell them apart.
+        """
+        layer, field = re.fullmatch(r"(?:layers\.(\d+)\.)?(.*)", name).groups()
+        prefix = f"model.layers.{layer}." if layer else ""
+        letters, sizes = set(info.letters.upper()), info.stored.sizes
+        return [
+            *(
+                dataclasses.replace(x, name=prefix + x.name, sizes=sizes)
+                for x in self.layouts.get(field, ())
+                if letters <= {*x.letters, "E" if "{e}" in x.name else ""}
+            ),
+            info.stored,
+        ]
+
     def ignores(self, name: str, depth: int) -> bool:
         """Whether a model of `depth` layers does not use the published tensor of this name."""
         extra = self.extra_layer and name.startswith(f"model.layers.{depth}.")
         return extra or bool(re.search(self.unused_tensors, name))
-
-
-# transformers 5 holds the matrices of all experts in one tensor, and some tools save it so.
-EXPERT_NAMES = (
-    (r"\.mlp\.gate\.weight$", ".mlp.router.weight"),
-    (r"\.experts\.(gate_up|down)_proj$", r".experts.\1_proj.weight"),
-)

@@ -8,9 +8,9 @@ from model import Config, LayerKind
 
 def config(fields: ConfigFields) -> Config:
     heads, mlp = read.heads(fields), read.gated(fields, activation="gelu_tanh")
-    layer = LayerKind(heads, mlp, rope=read.rope(fields, heads.H))
+    norm = read.norm(fields, offset=1.0)
+    layers = (LayerKind(heads, mlp, norm, rope=read.rope(fields, heads.H)),) * read.depth(fields)
     scale = fields.take("hidden_size", int) ** 0.5
-    layers, norm = (layer,) * read.depth(fields), read.norm(fields, offset=1.0)
     return read.config(fields, layers, norm, tied=True, embedding_scale=scale)
 
 

@@ -4,13 +4,21 @@ from families import read
 from families.family import Family
 from families.fields import ConfigFields
 from model import Config, LayerKind
+from sharding.arrays import Stored
 
 
 def config(fields: ConfigFields) -> Config:
     heads = read.heads(fields, bias=fields.take("attention_bias", bool, False))
     rope = read.rope(fields, heads.H, interleaved=True, rotated=0.5)
-    layer = LayerKind(heads, read.gated(fields), rope=rope)
-    return read.config(fields, (layer,) * read.depth(fields), read.norm(fields))
+    mlp, norm = read.gated(fields), read.norm(fields)
+    return read.config(fields, (LayerKind(heads, mlp, norm, rope=rope),) * read.depth(fields), norm)
 
 
-GLM4 = Family("glm", config)
+GLM4 = Family(
+    "glm",
+    config,
+    layouts={
+        "feed_forward.gate": (Stored("mlp.gate_up_proj.weight", "[F+F]D", 0),),
+        "feed_forward.up": (Stored("mlp.gate_up_proj.weight", "[F+F]D", 1),),
+    },
+)

@@ -3,12 +3,12 @@
 Source: transformers, models/glm4_moe_lite.
 """
 
-import dataclasses
-
 from families import read
-from families.family import EXPERT_NAMES, Family
+from families.experts import ROUTER_NAME, SINGLE_OR_JOINED_EXPERTS
+from families.family import Family
 from families.fields import NUMBER, ConfigFields
-from model import Config, Latent, LayerKind, Norm, Router
+from families.latent_attention import Latent
+from model import Config, LayerKind, Norm, Router
 
 
 def config(fields: ConfigFields) -> Config:
@@ -27,9 +27,9 @@ def config(fields: ConfigFields) -> Config:
     dense, first = read.gated(fields), fields.take("first_k_dense_replace", int, 1)
     types = ["dense" if i < first else "sparse" for i in range(depth)]
     types = read.layer_types(fields, "mlp_layer_types", types, "dense", "sparse")
-    rope = dataclasses.replace(rope, width=latent.R)
-    layers = tuple(LayerKind(latent, experts if x == "sparse" else dense, rope=rope) for x in types)
-    return read.config(fields, layers, read.norm(fields))
+    norm = read.norm(fields)
+    layers = tuple(LayerKind(latent, experts if x == "sparse" else dense, norm, rope=rope) for x in types)
+    return read.config(fields, layers, norm)
 
 
 def latent_of(fields: ConfigFields) -> Latent:
@@ -54,7 +54,8 @@ GLM4_MOE_LITE = Family(
     tensor_names=(
         (r"\.mlp\.gate\.e_score_correction_bias$", ".mlp.router.bias"),
         (r"\.shared_experts\.", ".shared_expert."),
-        *EXPERT_NAMES,
+        ROUTER_NAME,
     ),
+    layouts=SINGLE_OR_JOINED_EXPERTS,
     extra_layer=True,
 )

@@ -7,6 +7,7 @@ import dataclasses
 
 from checkpoints.errors import UserError
 from families import read
+from families.experts import SINGLE_EXPERTS
 from families.family import Family
 from families.fields import NUMBER, ConfigFields
 from model import Chunked, Config, Full, LayerKind, QueryScale, Router
@@ -38,6 +39,7 @@ def config(fields: ConfigFields) -> Config:
         LayerKind(
             with_rope if rotary[i] else without_rope,
             experts if i in sparse else dense,
+            norm,
             Chunked(chunk) if chunk and masks[i] == "chunked_attention" else Full(),
             rope if rotary[i] else None,
         )
@@ -56,5 +58,6 @@ LLAMA4 = Family(
         (r"^language_model\.(?=lm_head)", ""),
         (r"\.feed_forward\.", ".mlp."),
     ),
+    layouts=SINGLE_EXPERTS,  # of some checkpoints
     unused_tensors=r"^(model\.)?(vision_model|multi_modal_projector)\.|\.rotary_emb\.inv_freq$",
 )

@@ -7,9 +7,9 @@ from model import Config, LayerKind
 
 
 def config(fields: ConfigFields) -> Config:
-    heads = read.heads(fields)
-    layer = LayerKind(heads, read.gated(fields), read.window(fields), read.rope(fields, heads.H))
-    return read.config(fields, (layer,) * read.depth(fields), read.norm(fields))
+    heads, mlp, norm = read.heads(fields), read.gated(fields), read.norm(fields)
+    layer = LayerKind(heads, mlp, norm, read.window(fields), read.rope(fields, heads.H))
+    return read.config(fields, (layer,) * read.depth(fields), norm)
 
 
 MISTRAL = Family("mistral", config)

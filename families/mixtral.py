@@ -1,16 +1,17 @@
 """Mixtral: Mistral with experts. Source: transformers, models/mixtral."""
 
 from families import read
-from families.family import EXPERT_NAMES, Family
+from families.experts import ROUTER_NAME, SINGLE_OR_JOINED_EXPERTS
+from families.family import Family
 from families.fields import ConfigFields
 from model import Config, LayerKind, Router
 
 
 def config(fields: ConfigFields) -> Config:
-    heads = read.heads(fields)
+    heads, norm = read.heads(fields), read.norm(fields)
     experts = read.experts(fields, Router("softmax", normalized=True, scales="output"))
-    layer = LayerKind(heads, experts, read.window(fields), read.rope(fields, heads.H, theta=1e6))
-    return read.config(fields, (layer,) * read.depth(fields), read.norm(fields))
+    layer = LayerKind(heads, experts, norm, read.window(fields), read.rope(fields, heads.H, theta=1e6))
+    return read.config(fields, (layer,) * read.depth(fields), norm)
 
 
 MIXTRAL = Family(
@@ -21,6 +22,7 @@ MIXTRAL = Family(
         (r"\.w1\.weight$", ".gate_proj.weight"),
         (r"\.w2\.weight$", ".down_proj.weight"),
         (r"\.w3\.weight$", ".up_proj.weight"),
-        *EXPERT_NAMES,
+        ROUTER_NAME,
     ),
+    layouts=SINGLE_OR_JOINED_EXPERTS,
 )

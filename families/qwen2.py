@@ -7,10 +7,10 @@ from model import Config, Full, LayerKind, Window
 
 
 def config(fields: ConfigFields) -> Config:
-    heads, mlp = read.heads(fields, bias=True), read.gated(fields)
+    heads, mlp, norm = read.heads(fields, bias=True), read.gated(fields), read.norm(fields)
     rope = read.rope(fields, heads.H)
-    layers = tuple(LayerKind(heads, mlp, mask, rope) for mask in masks_of(fields))
-    return read.config(fields, layers, read.norm(fields))
+    layers = tuple(LayerKind(heads, mlp, norm, mask, rope) for mask in masks_of(fields))
+    return read.config(fields, layers, norm)
 
 
 def masks_of(fields: ConfigFields) -> list[Full | Window]:

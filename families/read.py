@@ -31,6 +31,7 @@ def depth(fields: ConfigFields) -> int:
 
 
 def norm(fields: ConfigFields, **others) -> Norm:
+    """The norm before attention and feed-forward. others: what the family adds to Llama's."""
     return Norm(fields.take("rms_norm_eps", NUMBER), **others)
 
 
@@ -107,4 +108,4 @@ def rope(
     width = int(H * rotated)
     if width < 2 or width % 2:
         raise UserError(f"config.json: RoPE needs an even head_dim, or part of it, not {width}")
-    return Rope(float(theta), numbers, interleaved, width if rotated != 1 else None)
+    return Rope(float(theta), width, numbers, interleaved)

@@ -78,9 +78,7 @@ class StepProgram:
 
 
 def all_layers(x: Array, chunk: Chunk, weights: Weights, batch: Batch, *, cfg: Config, mesh: Mesh):
-    x, kv = model.layers(
-        x, weights.layers, batch.cache.layers, chunk, kinds=cfg.layers, norm=cfg.norm, mesh=mesh
-    )
+    x, kv = model.layers(x, weights.layers, batch.cache.layers, chunk, kinds=cfg.layers, mesh=mesh)
     return x, batch.replace(layers=kv)
 
 
@@ -92,14 +90,14 @@ def one_program(step: Step, weights: Weights, batch: Batch, *, cfg: Config, mesh
 
 # ------------------------------------------------------------------------------------ a few layers at a time
 
-few_layers = jax.jit(model.layers, static_argnames=("kinds", "norm", "mesh"), donate_argnames=("x", "caches"))
+few_layers = jax.jit(model.layers, static_argnames=("kinds", "mesh"), donate_argnames=("x", "caches"))
 
 
 def layer_programs(x: Array, chunk: Chunk, weights: Weights, batch: Batch, *, cfg: Config, mesh: Mesh):
     caches, n = [], layers_per_program(cfg.layers)
     for i in range(0, len(cfg.layers), n):
         w, kv, kinds = (each[i : i + n] for each in (weights.layers, batch.cache.layers, cfg.layers))
-        x, kv = few_layers(x, w, kv, chunk, kinds=kinds, norm=cfg.norm, mesh=mesh)
+        x, kv = few_layers(x, w, kv, chunk, kinds=kinds, mesh=mesh)
         caches += kv
     return x, batch.replace(layers=caches)
 
@@ -157,7 +155,7 @@ def stage_layers(x: Array, chunk: Chunk, weights: Weights, batch: Batch, *, cfg:
     )
     def on_device(x: Array, w: list, kv: list, chunk: Chunk):
         w = jax.tree.map(lambda x: x[0], w)  # p: this device's stage
-        return model.decoder_layers(x, w, kv, chunk, kinds, cfg.norm)
+        return model.decoder_layers(x, w, kv, chunk, kinds)
 
     x = stages.enter(x, received.hidden[T], mesh)
     x, kv = on_device(x, weights.layers, batch.cache.layers, chunk)

@@ -39,7 +39,7 @@ def pytree(cls):
 class Stored:
     """The tensor of a Hugging Face checkpoint that an array is, or is a part of.
 
-    name:    {e} numbers the experts, if each has a tensor of its own.
+    name:    where {e} is the number of an expert, if each has a tensor of its own.
     letters: its dimensions. Parentheses join letters into one; brackets hold parts that follow one another,
              of which the array is number `part`, from 0: "D[KGH+KH+KH]", or in each head "(K[H+V])D".
     sizes:   (letter, size) of all letters, also those of the other parts.
@@ -58,7 +58,7 @@ class ArrayInfo:
     Not a pytree node, so jax.tree.map takes it for a leaf.
     letters:    our layout, lowercase where it is sharded.
     contracted: the letters that its matmul sums; int8 has one scale per entry of the rest. Empty: only float.
-    stored:     where a Hugging Face checkpoint may have it; the first that is there counts.
+    stored:     where Llama's checkpoints have it; other families say in their files what differs.
     shape:      the true sizes of the letters. dtype: None for the float type of the model or cache.
     initial:    what random values are around; None: around 0, with variance 1 / fan-in.
     format:     of the model's weights. least_bits: that suffice for this one.
@@ -67,7 +67,7 @@ class ArrayInfo:
 
     letters: str
     contracted: str = ""
-    stored: tuple[Stored, ...] = ()
+    stored: Stored | None = None
     shape: tuple[int, ...] = ()
     dtype: Any = None
     initial: float | None = None
@@ -163,8 +163,7 @@ def declare(cls, prefix: str, sizes: dict[str, int], absent: dict[str, bool] | N
     """
 
     def resolve(info: ArrayInfo) -> ArrayInfo:
-        known = tuple(sizes.items())
-        stored = tuple(dataclasses.replace(x, name=prefix + x.name, sizes=known) for x in info.stored)
+        stored = dataclasses.replace(info.stored, name=prefix + info.stored.name, sizes=tuple(sizes.items()))
         return dataclasses.replace(info, stored=stored, shape=tuple(sizes[x] for x in info.letters.upper()))
 
     missing = tuple(end for end, is_absent in (absent or {}).items() if is_absent)
@@ -226,7 +225,9 @@ def random_arrays(key: Array, infos, mesh: Mesh, dtype):
     infos, treedef = jax.tree.flatten(infos)
     arrays = []
     for one, info in zip(jax.random.split(key, len(infos)), infos, strict=True):
-        info = dataclasses.replace(info, stored=())  # those that differ in their names alone share a program
+        info = dataclasses.replace(
+            info, stored=None
+        )  # those that differ in their names alone share a program
         tree = abstract(info, mesh, dtype)
         array = make(_random, tree, one, info, info.padded_shape(mesh), dtype)
         arrays.append(jax.block_until_ready(array))  # one is in float32 at a time

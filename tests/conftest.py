@@ -123,8 +123,9 @@ def llama4_config(
         model.LayerKind(
             rotary if kind.rope else other,
             experts if kind.moe else model.Gated(F),
+            norm,
             mask_of(kind),
-            model.Rope(1e4, None, True) if kind.rope else None,
+            model.Rope(1e4, H, interleaved=True) if kind.rope else None,
         )
         for kind in layers
     )
@@ -132,8 +133,9 @@ def llama4_config(
 
 
 def llama3_config(D=32, K=8, G=1, H=8, F=64, V=101, depth=2, **changes) -> model.Config:
-    kind = model.LayerKind(model.Heads(K, G, H), model.Gated(F), rope=model.Rope(1e4, (8.0, 1.0, 4.0, 16.0)))
-    sizes = dict(D=D, V=V, layers=(kind,) * depth, norm=model.Norm(1e-5), max_positions=4096)
+    norm, rope = model.Norm(1e-5), model.Rope(1e4, H, (8.0, 1.0, 4.0, 16.0))
+    kind = model.LayerKind(model.Heads(K, G, H), model.Gated(F), norm, rope=rope)
+    sizes = dict(D=D, V=V, layers=(kind,) * depth, norm=norm, max_positions=4096)
     return model.Config(**sizes | changes)
 
 

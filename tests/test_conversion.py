@@ -383,7 +383,7 @@ def random_model(folder, like, config):
     (folder / "config.json").write_text(json.dumps(config))
     rng, tensors = np.random.default_rng(0), {}
     for _, info in named_infos(read_config(config)):
-        stored = info.stored[0]
+        stored = info.stored
         tensors[stored.name] = rng.standard_normal(layout_of(info, stored).shape).astype(bfloat16)
     save_file(tensors, folder / "model.safetensors")
     return folder

@@ -21,6 +21,8 @@ from checkpoints.checkpoint import open_checkpoint
 from checkpoints.errors import UserError
 from checkpoints.loading import load
 from convert_checkpoint import convert
+from families.gpt2 import LearnedPositions, Plain
+from families.latent_attention import Latent
 from families.registry import read_config
 from serving import programs
 from serving.engine import Engine
@@ -84,10 +86,9 @@ def test_on_a_mesh(name, mesh, saved, monkeypatch):
 
 def test_meshes_of_all_sizes():
     """Latent attention of 20 heads on 4, 8 and 16 devices: the latent's columns and slots are divided."""
-    cfg = model.Config(
-        D=8, V=8, norm=model.Norm(1e-5), max_positions=8,
-        layers=(model.LayerKind(model.Latent(20, 768, 512, 192, 64, 256, model.Norm(1e-6)), model.Gated(8)),),
-    )  # fmt: skip
+    latent, norm = Latent(20, 768, 512, 192, 64, 256, model.Norm(1e-6)), model.Norm(1e-5)
+    layers = (model.LayerKind(latent, model.Gated(8), norm, rope=model.Rope(1e4, 64)),)
+    cfg = model.Config(D=8, V=8, layers=layers, norm=norm, max_positions=8)
     for n in (4, 8, 16):
         assert mesh_shape(cfg, tensor=n)["tensor_slots"] == n
 
@@ -101,22 +102,16 @@ def test_hidden_states(name, saved):
     mesh = mesh_of(cfg)
     weights = load(checkpoint, mesh, "float32", format=None)
     tokens = np.random.default_rng(2).integers(0, cfg.V, (1, 37))
-    specs = jax.sharding.PartitionSpec(), jax.tree.map(lambda _: jax.sharding.PartitionSpec(), weights)
-
-    @jax.jit
-    @partial(jax.shard_map, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False)
-    def states(tokens, w):
-        span = model.span_at(jnp.zeros(1, int), jnp.full(1, 37), 37, cfg)
-        x = [model.embed(tokens, w, span, cfg)]
-        for layer, kind in zip(w.layers, cfg.layers, strict=True):
-            x.append(model.decoder_layer(x[-1], layer, None, span, kind, cfg.norm)[0])
-        return jnp.stack(x[:-1])
-
+    chunk = model.chunk_at(jnp.zeros(1, int), jnp.full(1, 37), 37)
+    states = [model.embed(tokens, chunk.positions, weights, cfg=cfg, mesh=mesh)]
+    for w, kind in zip(weights.layers[:-1], cfg.layers, strict=False):
+        x, _ = model.layers(states[-1], [w], None, chunk, kinds=(kind,), mesh=mesh)
+        states.append(x)
     with torch.no_grad():
         found = reference(torch.tensor(tokens), use_cache=False, output_hidden_states=True).hidden_states
     expected = np.stack([x.numpy() for x in found[:-1]])
     # Two float32 implementations of values around 1 to 30.
-    np.testing.assert_allclose(states(tokens, weights), expected, atol=1e-3, rtol=1e-4)
+    np.testing.assert_allclose(np.stack(states), expected, atol=1e-3, rtol=1e-4)
 
 
 # As they were published, but for sizes; what has no effect on inference is left out of some.
@@ -195,11 +190,14 @@ def test_published_config(name):
         "qwen2": (kind.attention, model.Heads(2, 2, 16, bias=True)),
         "qwen3_moe": (experts and experts.router, model.Router("softmax", True, "output")),
         "gemma": ((cfg.embedding_scale, cfg.norm), (8, model.Norm(1e-6, offset=1))),
-        "gpt2": ((cfg.P, kind.feed_forward, kind.rope), (1024, model.Plain(256, "gelu_tanh"), None)),
-        "glm": (kind.rope, model.Rope(10000, None, True, 16)),
+        "gpt2": (
+            (cfg.position_embedding, kind.feed_forward, kind.rope),
+            (LearnedPositions(1024), Plain(256), None),
+        ),
+        "glm": (kind.rope, model.Rope(10000, 16, interleaved=True)),
         "glm4_moe_lite": (
             (kind.attention, experts and experts.shared, cfg.layers[0].feed_forward),
-            (model.Latent(4, 40, 48, 24, 16, 32, model.Norm(1e-6)), model.Gated(24), model.Gated(96)),
+            (Latent(4, 40, 48, 24, 16, 32, model.Norm(1e-6)), model.Gated(24), model.Gated(96)),
         ),
     }[name]
     assert found == expected

@@ -64,7 +64,8 @@ def by_hand(text: list[int], w: model.Weights, cfg: model.Config, kv: str, other
     logprobs, margins = [], np.full((len(text), len(cfg.layers)), np.inf)
     keys, values = ([[] for _ in cfg.layers] for _ in range(2))
     H, eps = cfg.heads.H, cfg.norm.eps
-    turn = cfg.rope.theta ** (-np.arange(0, H, 2) / H)
+    rope = next(kind.rope for kind in cfg.layers if kind.rope)
+    turn = rope.theta ** (-np.arange(0, H, 2) / H)
 
     def rotate(x: np.ndarray, t: int) -> np.ndarray:
         pairs = (x[..., 0::2] + 1j * x[..., 1::2]) * np.exp(1j * t * turn)

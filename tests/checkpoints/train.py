@@ -178,8 +178,8 @@ def to_hugging_face(cfg: model.Config, weights: model.Weights) -> dict[str, np.n
     tensors = {}
 
     def put(info: ArrayInfo, x):
-        layout = layouts.layout_of(info, info.stored[0])
-        tensor = tensors.setdefault(info.stored[0].name, np.zeros(layout.shape, ml_dtypes.bfloat16))
+        layout = layouts.layout_of(info, info.stored)
+        tensor = tensors.setdefault(info.stored.name, np.zeros(layout.shape, ml_dtypes.bfloat16))
         layout.view(tensor)[...] = np.asarray(x, np.float32).transpose(np.argsort(layout.order(info)))
 
     jax.tree.map(put, model.weight_infos(cfg), weights)
