@@ -17,7 +17,6 @@ from conftest import Kind, invoke, llama3_config, llama4_config, random_weights
 import main
 import model
 from checkpoints.errors import UserError
-from model import Sampling
 from serving import programs
 from serving.engine import Engine
 from serving.memory import Deployment
@@ -26,6 +25,7 @@ from serving.requests import Answer, Request
 from serving.speculation import PromptLookup
 from sharding.arrays import abstract
 from sharding.mesh import make_mesh, mesh_shape
+from sharding.sampling import Sampling
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "benchmarks"))
 import hlo  # noqa: E402  the folder must be on the path first
