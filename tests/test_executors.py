@@ -30,8 +30,8 @@ def test_layers_per_program(cfg, size):
 
 @pytest.mark.parametrize("kv_dtype", ["float32", pytest.param("int8", marks=pytest.mark.deep)])
 def test_as_in_one_program(kv_dtype):
-    """Two groups of layers: prompts by rows and of all rows, with scores; steps with draft tokens and without."""
-    cfg = llama4_config(PERIOD * 2)
+    """Prompts by rows and of all rows, with scores; steps with draft tokens and without."""
+    cfg = llama4_config(PERIOD * 2)  # the program of three layers is called twice
     mesh, rng = mesh_of(cfg), np.random.default_rng(0)
     weights, static = (
         random_weights(cfg, mesh, INT8 if kv_dtype == "int8" else None),

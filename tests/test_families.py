@@ -101,15 +101,14 @@ def test_hidden_states(name, saved):
     mesh = mesh_of(cfg)
     weights = load(checkpoint, mesh, "float32", format=None)
     tokens = np.random.default_rng(2).integers(0, cfg.V, (1, 37))
-    specs = jax.sharding.PartitionSpec(), jax.tree.map(lambda _: jax.sharding.PartitionSpec(), weights)
 
     @jax.jit
-    @partial(jax.shard_map, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False)
-    def states(tokens, w):
-        span = model.span_at(jnp.zeros(1, int), jnp.full(1, 37), 37, cfg)
-        x = [model.embed(tokens, w, span, cfg)]
-        for layer, kind in zip(w.layers, cfg.layers, strict=True):
-            x.append(model.decoder_layer(x[-1], layer, None, span, kind, cfg.norm)[0])
+    def states(tokens, weights):
+        chunk = model.chunk_at(jnp.zeros(1, int), jnp.full(1, 37), 37)
+        x = [model.embed(tokens, chunk.positions, weights, cfg=cfg, mesh=mesh)]
+        for layer, kind in zip(weights.layers, cfg.layers, strict=True):
+            y, _ = model.layers(x[-1], [layer], None, chunk, kinds=(kind,), norm=cfg.norm, mesh=mesh)
+            x.append(y)
         return jnp.stack(x[:-1])
 
     with torch.no_grad():

@@ -215,6 +215,6 @@ def test_rope_frequencies():
         )
         config = transformers.LlamaConfig(head_dim=128, rope_parameters=rope, max_position_embeddings=131072)
         expected, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
-        ours = model.rope_frequencies(read_config(json.loads(config.to_json_string())).rope, 128)
+        ours = model.rope_frequencies(read_config(json.loads(config.to_json_string())).layers[0].rope, 128)
         # The same float32 formula: only the last bits of pow may differ.
         np.testing.assert_allclose(ours, expected.numpy(), rtol=1e-6)
