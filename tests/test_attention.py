@@ -12,8 +12,8 @@ import pytest
 import ragged_attention
 from ops import attention
 from ops.attention import masks
+from ops.kv_cache import KV, Columns, key_beside_value
 from quantize import quantize
-from ragged_attention import KV, Columns, key_beside_value
 
 B, T, K, G, H, S = 3, 2, 2, 3, 8, 20
 

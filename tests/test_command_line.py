@@ -22,11 +22,11 @@ import main
 import model
 from checkpoints.checkpoint import open_checkpoint
 from checkpoints.errors import UserError
-from model import Sampling
 from serving import memory
 from serving.text import load_tokenizer, stop_tokens
 from sharding.arrays import abstract
 from sharding.mesh import degrees, make_mesh
+from sharding.sampling import Sampling
 from terminal import launch, models, report
 from terminal.command_line import run
 from terminal.launch import choose_mesh

@@ -12,8 +12,8 @@ import pytest
 from conftest import FAST
 
 import quantize
-import ragged_attention
 from ops import attention, cpu, matmul
+from ops.kv_cache import KV, key_beside_value
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -99,7 +99,7 @@ def run_main(cache: pathlib.Path, **environment) -> str:
 
 
 def kept(folder: pathlib.Path) -> set[str]:
-    programs = "jit__group", "jit_begin"
+    programs = "jit_layers", "jit_assign_rows"
     return {file.name for file in folder.rglob("*") if file.name.startswith(programs)}
 
 
@@ -132,8 +132,8 @@ def test_decode_reads_what_is_filled(monkeypatch):
     monkeypatch.setattr(attention, "read_block", count)
     rng = np.random.default_rng(0)
     q = jnp.asarray(rng.normal(size=(2, 1, 1, 2, 8)), jnp.float32)
-    columns = ragged_attention.key_beside_value(8)
-    kv = ragged_attention.KV(jnp.asarray(rng.normal(size=(2, 1, 1024, 16)), jnp.float32), None, columns)
+    columns = key_beside_value(8)
+    kv = KV(jnp.asarray(rng.normal(size=(2, 1, 1024, 16)), jnp.float32), None, columns)
     jax.block_until_ready(attention.attend_cached(q, kv, jnp.array([[3], [300]])))
     jax.effects_barrier()
     assert sorted(blocks) == [0, 1]

@@ -100,8 +100,8 @@ def assert_like_the_loop(name: str, routing: str, active: int, router_kind: mode
     @partial(jax.shard_map, mesh=mesh, in_specs=layouts, out_specs=P("data"))
     def experts(x, w):
         start = jnp.zeros_like(x[:, 0, 0], jnp.int32)
-        span = model.span_at(start, start + real, x.shape[1], cfg)
-        return jax.lax.psum(model.experts(x, w, span, kind), MODEL)
+        chunk = model.chunk_at(start, start + real, x.shape[1])
+        return jax.lax.psum(model.experts(x, w, chunk, kind), MODEL)
 
     whole = w
     if format:

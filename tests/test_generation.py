@@ -16,15 +16,17 @@ import model
 from checkpoints.checkpoint import open_checkpoint
 from checkpoints.errors import UserError
 from checkpoints.loading import load
-from model import Sampling
 from quantize import QuantizedArray
-from serving import layer_groups, programs, scheduler
+from serving import executors, programs, scheduler, steps
 from serving.engine import Engine
+from serving.executors import one_program
 from serving.programs import Programs
 from serving.requests import Answer, Request
 from serving.scheduler import Row, Shard
 from serving.speculation import PromptLookup
+from serving.steps import Batch, DecodeStep, PrefillChunk, assign_rows, batch_infos, init_batch
 from sharding.arrays import abstract
+from sharding.sampling import Sampling
 
 ROWS, MAX_LEN = 8, 160
 SUBJECTS = ("tiny-llama3", "tiny-llama4", "ring")
@@ -49,9 +51,9 @@ deep = functools.partial(pytest.param, marks=pytest.mark.deep)
 
 
 @functools.cache
-def empty_row(name: str) -> model.Cache:
+def empty_row(name: str) -> Batch:
     _, cfg, mesh = subject(name, "1")
-    return model.init_cache(cfg, mesh, 1, MAX_LEN, "float32")
+    return init_batch(cfg, mesh, 1, MAX_LEN, "float32")
 
 
 def alone(request: Request, name: str) -> tuple[list[int], list[float]]:
@@ -68,14 +70,14 @@ def alone_once(prompt: tuple[int, ...], new: int, sampling: Sampling, name: str)
     kinds = dict(seed=np.uint32, top_k=np.int32)
     asked = {name: x for name, x in vars(sampling).items() if x is not None}
     asked = Sampling(**{name: np.array([x], kinds.get(name, np.float32)) for name, x in asked.items()})
-    cache = jax.tree.map(jnp.copy, empty_row(name))  # for it is donated
-    cache = model.begin(0 * one, text, 0 * one, None, cache, **static)
+    batch = jax.tree.map(jnp.copy, empty_row(name))  # for it is donated
+    batch = assign_rows(0 * one, text, 0 * one, None, batch, **static)
     for start in range(0, length - 1, 40):
-        count = min(length - 1 - start, 40) * one
-        _, cache = model.prefill(None, count, weights, cache, width=40, **static)
+        chunk = PrefillChunk(rows=None, count=min(length - 1 - start, 40) * one, width=40)
+        _, batch = one_program(chunk, weights, batch, **static)
     outputs = []
     for _ in range(new):
-        output, cache = model.decode_step(one, None, asked, weights, cache, **static)
+        output, batch = one_program(DecodeStep(count=one, sampling=asked), weights, batch, **static)
         outputs.append(output)
     return [int(x.tokens[0, 0]) for x in outputs], [float(x.logprobs[0, 0]) for x in outputs]
 
@@ -126,17 +128,30 @@ def mixed(cfg: model.Config, n: int) -> list[Request]:
     return requests
 
 
-def spy(monkeypatch, name: str, tell) -> None:
-    """Call tell(arguments, result) after each call of this function, be it by all layers or by groups."""
+def spy_on_steps(monkeypatch, tell) -> None:
+    """Call tell(step) after each step that an executor runs, in all Programs that are made from now on."""
 
-    def spied(function, *arguments, **options):
-        result = function(*arguments, **options)
-        tell(arguments, result)
+    def spied(execute, step, *arguments, **options):
+        result = execute(step, *arguments, **options)
+        tell(step)
         return result
 
-    for run in (model, layer_groups):
-        if function := getattr(run, name, None):
-            monkeypatch.setattr(run, name, functools.partial(spied, function))
+    def executor_for(mesh):
+        return functools.partial(spied, executors.executor_for(mesh))
+
+    monkeypatch.setattr(programs, "executor_for", executor_for)
+
+
+def spy_on_chunks(monkeypatch) -> list[int]:
+    """How many tokens each prefill chunk reads, as the chunks are sent to the device."""
+    counts = []
+
+    def tell(step) -> None:
+        if isinstance(step, PrefillChunk):
+            counts.append(step.count.sum())
+
+    spy_on_steps(monkeypatch, tell)
+    return counts
 
 
 # ------------------------------------------------------------------------------------------ the same answers
@@ -242,8 +257,7 @@ def test_each_prompt_token_is_read_once(monkeypatch):
 
     The last token of each prompt counts as none here: the step that begins the answer reads it.
     """
-    rng, counts = np.random.default_rng(0), []
-    spy(monkeypatch, "prefill", lambda arguments, _: counts.append(arguments[1].sum()))
+    rng, counts = np.random.default_rng(0), spy_on_chunks(monkeypatch)
     system, *own = (rng.integers(0, 512, n).tolist() for n in (40, 3, 20, 9, 1, 16, 2, 12, 5))
     requests = [Request(system + question, 6) for question in own]
     batch = batch_of(requests, "tiny-llama3", longest=MAX_LEN)
@@ -306,12 +320,13 @@ def test_reuse_of_rows_that_go_on(name, monkeypatch):
 
 def assert_reuse_of_rows_that_go_on(name, n_requests, monkeypatch):
     monkeypatch.setattr(scheduler, "WORTH_COPYING", 1)
-    init_cache = model.init_cache
 
     def poisoned(*arguments):
-        cache = init_cache(*arguments)
-        layers = jax.tree.map(lambda x: jax.device_put(jnp.full_like(x, jnp.nan), x.sharding), cache.layers)
-        return dataclasses.replace(cache, layers=layers)
+        batch = init_batch(*arguments)
+        nan = jax.tree.map(
+            lambda x: jax.device_put(jnp.full_like(x, jnp.nan), x.sharding), batch.cache.layers
+        )
+        return batch.replace(layers=nan)
 
     cfg, rng = subject(name, "1")[1], np.random.default_rng(0)
     family, requests = rng.integers(0, cfg.V, 60).tolist(), []
@@ -323,9 +338,9 @@ def assert_reuse_of_rows_that_go_on(name, n_requests, monkeypatch):
         requests.append(
             Request(family[:n] + rng.integers(0, cfg.V, own).tolist(), int(rng.choice((1, 2, 9, 20))))
         )
-    monkeypatch.setattr(model, "init_cache", poisoned)
+    monkeypatch.setattr(steps, "init_batch", poisoned)
     batch = batch_of(requests, name)
-    monkeypatch.setattr(model, "init_cache", init_cache)
+    monkeypatch.setattr(steps, "init_batch", init_batch)
     assert_as_alone(ask(batch, requests), name)
     assert batch.stats.reused_tokens > batch.stats.prompt_tokens / 2
 
@@ -539,8 +554,7 @@ def test_a_long_prompt_is_not_held_up_by_short_ones(monkeypatch):
 def test_what_waits_for_a_prefix(monkeypatch):
     """What begins like a prompt that is being read waits for that part of it; nobody else does."""
     monkeypatch.setattr(programs, "WIDTHS", (8,))
-    counts = []
-    spy(monkeypatch, "prefill", lambda arguments, _: counts.append(arguments[1].sum()))
+    counts = spy_on_chunks(monkeypatch)
     cfg, rng = subject("ring", "1")[1], np.random.default_rng(0)
     first, other = (rng.integers(0, cfg.V, n).tolist() for n in (121, 60))
     prompts = [first, first[:40] + [1, 2, 3], other, first[:40] + [4, 5], first[:15] + [1, 2, 3] * 20]
@@ -606,15 +620,21 @@ def test_memory(mesh, monkeypatch):
     _, cfg, devices = subject("ring", mesh)
     requests, before, found = mixed(cfg, 30), jax.live_arrays(), []
     old = {id(x) for x in before}
-    for name in ("begin", "prefill", "decode_step"):
-        spy(
-            monkeypatch, name,
-            lambda *_: found.append(held_bytes(x for x in jax.live_arrays() if id(x) not in old)),
-        )  # fmt: skip
+
+    def measure() -> None:
+        found.append(held_bytes(x for x in jax.live_arrays() if id(x) not in old))
+
+    def assign_and_measure(*arguments, **options) -> Batch:
+        result = assign_rows(*arguments, **options)
+        measure()
+        return result
+
+    spy_on_steps(monkeypatch, lambda step: measure())
+    monkeypatch.setattr(steps, "assign_rows", assign_and_measure)
     batch = batch_of(requests, "ring", mesh)
 
     def places() -> list[int]:
-        layers = jax.tree.leaves(batch.programs.cache.layers)
+        layers = jax.tree.leaves(batch.programs.batch.cache.layers)
         return [shard.data.unsafe_buffer_pointer() for x in layers for shard in x.addressable_shards]
 
     answers = [batch.add(request) for request in requests]
@@ -622,9 +642,7 @@ def test_memory(mesh, monkeypatch):
         batch.advance()
     at, calls = places(), len(found)
     finish(batch)
-    planned = held_bytes(
-        jax.tree.leaves(abstract(model.cache_infos(cfg, ROWS, MAX_LEN, jnp.float32), devices))
-    )
+    planned = held_bytes(jax.tree.leaves(abstract(batch_infos(cfg, ROWS, MAX_LEN, jnp.float32), devices)))
     assert len(found) > calls + 50 and all(answer.tokens for answer in answers)
     assert planned <= min(found) and max(found) <= planned + 5_000
     assert places() == at
@@ -647,17 +665,19 @@ def test_a_step_is_fetched_after_the_next_is_sent(monkeypatch):
             events.append(("fetch", self.step))
             return np.asarray(self.x)
 
-    decode_step = layer_groups.decode_step
-
-    def spied(*arguments, **options):
-        output, cache = decode_step(*arguments, **options)
-        step = sum(kind == "send" for kind, _ in events)
-        events.append(("send", step))
-        return jax.tree.map(lambda x: Spied(x, step), output), cache
-
     requests = [Request([1], 6), Request([2], 9)]
     batch = batch_of(requests, "ring")
-    monkeypatch.setattr(layer_groups, "decode_step", spied)
+    execute = batch.programs.execute
+
+    def spied(step, *arguments, **options):
+        output, rows = execute(step, *arguments, **options)
+        if not isinstance(step, DecodeStep):
+            return output, rows
+        number = sum(kind == "send" for kind, _ in events)
+        events.append(("send", number))
+        return jax.tree.map(lambda x: Spied(x, number), output), rows
+
+    monkeypatch.setattr(batch.programs, "execute", spied)
     answers = [batch.add(request) for request in requests]
     for call in range(9):
         events.append(("call", call))

@@ -21,6 +21,8 @@ import model
 from ops import attention, gpu, grouped_matmul, matmul
 from quantize import INT4, INT8, GroupedArray, dequantize_groups, quantize, quantize_groups, ungroup
 from serving import programs
+from serving.executors import one_program
+from serving.steps import DecodeStep, PrefillChunk, batch_infos
 from sharding.arrays import abstract
 from sharding.mesh import mesh_shape
 
@@ -219,22 +221,17 @@ def test_lowering(program, format, kv_dtype):
         tuple(shape.values()), tuple(shape), (AxisType.Auto,) * len(shape), abstract_device=device
     )
     dtype = jnp.float32 if kv_dtype == "float32" else jnp.bfloat16
-    weights = abstract(model.weight_infos(cfg, 1, format), mesh, dtype)
-    cache = abstract(model.cache_infos(cfg, 4, 256, jnp.dtype(kv_dtype)), mesh)
+    weights = abstract(model.weight_infos(cfg, format), mesh, dtype)
+    batch = abstract(batch_infos(cfg, 4, 256, jnp.dtype(kv_dtype)), mesh)
     count, shards = jax.ShapeDtypeStruct((4,), "int32"), jax.ShapeDtypeStruct((2,), "int32")
     guesses = jax.ShapeDtypeStruct((4, 3), "int32")
-    arguments = dict(
-        decode=(count, None, model.Sampling()),
-        decode_with_guesses=(count, guesses, model.Sampling()),
-        prefill=(None, count),
-        prefill_of_one_row=(shards, shards),
-    )[program.replace(" ", "_")]
-    decodes = program.startswith("decode")
-    traced = (
-        model.decode_step.trace(*arguments, weights, cache, cfg=cfg, mesh=mesh)
-        if decodes
-        else model.prefill.trace(*arguments, weights, cache, width=128, score=0, cfg=cfg, mesh=mesh)
-    )
+    step = {
+        "decode": DecodeStep(count=count),
+        "decode with guesses": DecodeStep(count=count, drafts=guesses),
+        "prefill": PrefillChunk(rows=None, count=count, width=128, score=0),
+        "prefill of one row": PrefillChunk(rows=shards, count=shards, width=128, score=0),
+    }[program]
+    traced = one_program.trace(step, weights, batch, cfg=cfg, mesh=mesh)
     lowered = traced.lower(lowering_platforms=("cuda",)).compiler_ir()
     kernels = []
 
@@ -248,7 +245,7 @@ def test_lowering(program, format, kv_dtype):
     leaves = jax.tree.leaves(weights, is_leaf=lambda x: isinstance(x, GroupedArray))
     int4 = sum(isinstance(x, GroupedArray) for x in leaves)
     assert names.count("grouped_dot") == (int4 or 3 * 2)  # matrices, layers
-    assert names.count("flash") == (3 if program == "decode" else 6)  # to the cache, or to it and to the span
+    assert names.count("flash") == (3 if program == "decode" else 6)  # to the cache, or also to the chunk
     with ir.Context() as context:
         triton.dialect.register_dialect(context)
         for kernel in kernels:

@@ -12,13 +12,13 @@ from test_generation import alone, ask, batch_of, sampled, subject
 
 import model
 from checkpoints.errors import UserError
-from model import Sampling
 from serving.engine import Engine
 from serving.grammar import make_grammar, token_bytes
 from serving.programs import Programs
 from serving.requests import Request
 from serving.speculation import PromptLookup
 from serving.text import load_tokenizer
+from sharding.sampling import Sampling
 from terminal.serve import OPTION_SETS
 
 NEW, V = 12, 101

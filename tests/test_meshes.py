@@ -1,6 +1,5 @@
 """One device is the truth for many: the same tokens and log-probabilities, and few collectives."""
 
-import dataclasses
 import math
 import re
 from functools import lru_cache, partial
@@ -15,9 +14,12 @@ from jax.sharding import PartitionSpec as P
 
 import model
 from quantize import INT8
-from serving import programs
+from serving import programs, steps
+from serving.executors import one_program
+from serving.steps import DecodeStep, PrefillChunk, assign_rows, batch_infos, init_batch
 from sharding.arrays import abstract
 from sharding.mesh import EXPERT, HEADS, MODEL, SLOTS, TENSOR, mesh_shape, mesh_size
+from sharding.sampling import Sampling
 
 LENGTHS = (1, 5, 8, 9, 17, 20, 3, 16)
 NEW = 10
@@ -104,16 +106,16 @@ def test_unwritten_slots_are_never_read(kv_dtype, name, monkeypatch):
     def answers():
         return generate(cfg, mesh_of(cfg, name), prompts_for(cfg), kv_dtype=kv_dtype)
 
-    clean, init_cache = answers(), model.init_cache
+    clean = answers()
 
     def poisoned(*arguments):
         def poison(x):
             return jax.device_put(jnp.full_like(x, 127 if x.dtype == "int8" else jnp.nan), x.sharding)
 
-        cache = init_cache(*arguments)
-        return dataclasses.replace(cache, layers=jax.tree.map(poison, cache.layers))
+        batch = init_batch(*arguments)
+        return batch.replace(layers=jax.tree.map(poison, batch.cache.layers))
 
-    monkeypatch.setattr(model, "init_cache", poisoned)
+    monkeypatch.setattr(steps, "init_batch", poisoned)
     assert_same(answers(), clean)
     # In pieces a later one reads what an earlier one wrote; to int8 precision if the cache is int8.
     monkeypatch.setattr(programs, "WIDTHS", (4, 16))
@@ -125,8 +127,8 @@ def test_unwritten_slots_are_never_read(kv_dtype, name, monkeypatch):
 
 @pytest.mark.parametrize("name", ["1", "tp8"])
 @pytest.mark.parametrize("chunk", [None, 8])
-def test_places(name, chunk):
-    """Each kept token has one place on one device, though a span of 20 goes around a ring of 8."""
+def test_slot_mapping(name, chunk):
+    """Each kept token has one slot on one device, though a chunk of 20 tokens goes around a ring of 8."""
     cfg, T, capacity = llama4_config(), 20, 40
     mask = model.Chunked(chunk) if chunk else model.Full()
     mesh = mesh_of(cfg, name)
@@ -135,7 +137,7 @@ def test_places(name, chunk):
 
     @partial(jax.shard_map, mesh=mesh, in_specs=P(), out_specs=P(None, None, MODEL))
     def on_devices(start, count):
-        return model.places(model.span_at(start, count, T, cfg), mask, capacity)[..., None]
+        return model.slot_mapping(model.chunk_at(start, count, T), mask, capacity)[..., None]
 
     # Devices that differ only in their heads agree; of the others, take each once.
     found = np.asarray(on_devices(start, count)).reshape(4, T, -1, slots)[:, :, 0]
@@ -150,20 +152,20 @@ def test_places(name, chunk):
             assert found[b, t].tolist() == expected
 
 
-def begun(texts, cfg, mesh, kv_dtype="float32"):
-    """A cache whose rows are to read these texts."""
+def assigned(texts, cfg, mesh, kv_dtype="float32"):
+    """A batch whose rows are to read these texts."""
     data = mesh.shape["data"]
-    cache, nothing = model.init_cache(cfg, mesh, *texts.shape, kv_dtype), np.zeros(data, np.int32)
+    batch, nothing = init_batch(cfg, mesh, *texts.shape, kv_dtype), np.zeros(data, np.int32)
     each = len(texts) // data
     for row in range(each):
         rows = np.full(data, row, np.int32)
-        cache = model.begin(rows, texts[row::each], nothing, None, cache, cfg=cfg, mesh=mesh)
-    return cache
+        batch = assign_rows(rows, texts[row::each], nothing, None, batch, cfg=cfg, mesh=mesh)
+    return batch
 
 
 @pytest.mark.parametrize("copied", [True, False])
 @pytest.mark.parametrize("name", ["1", "dp2-ep2-tp2"])
-def test_begin(name, copied):
+def test_assign_rows(name, copied):
     """In each data shard one row is another's copy with a text of its own, or none is; the others stay."""
     cfg, rng = llama4_config(), np.random.default_rng(0)
     mesh = mesh_of(cfg, name)
@@ -175,19 +177,19 @@ def test_begin(name, copied):
         return jax.device_put(rng.integers(0, 99, x.shape).astype(x.dtype), x.sharding)
 
     for row, source in [(each - 1, 0), (0, each - 1), (0, 0), (-1, -1)]:
-        cache = jax.tree.map(any_numbers, model.init_cache(cfg, mesh, rows, 24, "int8"))
-        expected = jax.tree.map(np.array, cache)
+        batch = jax.tree.map(any_numbers, init_batch(cfg, mesh, rows, 24, "int8"))
+        expected = jax.tree.map(np.array, batch)
         text, length = rng.integers(0, cfg.V, (data, 24), np.int32), rng.integers(0, 24, data, np.int32)
-        # The last shard begins as said, another one the other way round.
-        begins = np.array([row] + [each - 1 - row if row >= 0 else each - 1] * (data - 1), np.int32)[::-1]
+        # The last shard's assignment is this one, another shard's the other way round.
+        to_rows = np.array([row] + [each - 1 - row if row >= 0 else each - 1] * (data - 1), np.int32)[::-1]
         sources = np.array([source] + [each - 1 - source if row >= 0 else 0] * (data - 1), np.int32)[::-1]
-        for shard, (to, of) in enumerate(zip(begins, sources, strict=True)):
+        for shard, (to, of) in enumerate(zip(to_rows, sources, strict=True)):
             if to >= 0:
                 at = shard * each + to
-                expected.tokens[at], expected.length[at] = text[shard], length[shard]
-                for x in jax.tree.leaves(expected.layers) if copied else ():
+                expected.tokens[at], expected.cache.length[at] = text[shard], length[shard]
+                for x in jax.tree.leaves(expected.cache.layers) if copied else ():
                     x[at] = x[shard * each + of]
-        result = model.begin(begins, text, length, sources if copied else None, cache, **static)
+        result = assign_rows(to_rows, text, length, sources if copied else None, batch, **static)
         jax.tree.map(np.testing.assert_array_equal, result, expected)
 
 
@@ -202,29 +204,30 @@ def test_prefill_of_all_rows(name):
     counts = np.array([[6, 0, 1, 5], [6, 6, 1, 2], [4, 6, 0, 6], [5, 3, 6, 0]], np.int32)
     weights = random_weights(cfg, mesh)
     static = dict(cfg=cfg, mesh=mesh)
-    alone, together, scores = begun(texts, **static), begun(texts, **static), [[] for _ in texts]
+    alone, together, scores = assigned(texts, **static), assigned(texts, **static), [[] for _ in texts]
     assert together.tokens.tolist() == texts.tolist()
     for count in counts:
-        found, together = model.prefill(None, count, weights, together, width=width, score=0, **static)
+        chunk = PrefillChunk(rows=None, count=count, width=width, score=0)
+        found, together = one_program(chunk, weights, together, **static)
         by_row = []
         for row in range(rows // data):
-            own = np.full(data, row, np.int32), count[row :: rows // data]
-            parts, alone = model.prefill(*own, weights, alone, width=width, score=0, **static)
+            own = dict(rows=np.full(data, row, np.int32), count=count[row :: rows // data])
+            chunk = PrefillChunk(**own, width=width, score=0)
+            parts, alone = one_program(chunk, weights, alone, **static)
             by_row.append(parts.logprobs)
         by_row = np.stack(by_row, 1).reshape(rows, width)
         for row, n in enumerate(count):
             np.testing.assert_allclose(found.logprobs[row, :n], by_row[row, :n], atol=TOLERANCE)
             scores[row] += found.logprobs[row, :n].tolist()
-    assert together.length.tolist() == alone.length.tolist() == counts.sum(0).tolist()
+    assert together.cache.length.tolist() == alone.cache.length.tolist() == counts.sum(0).tolist()
     assert together.tokens.tolist() == alone.tokens.tolist() == texts.tolist()
     # All slots: what is nobody's stays zero.
-    jax.tree.map(partial(np.testing.assert_allclose, atol=TOLERANCE), together.layers, alone.layers)
+    caches = together.cache.layers, alone.cache.layers
+    jax.tree.map(partial(np.testing.assert_allclose, atol=TOLERANCE), *caches)
 
     whole = jax.nn.log_softmax(model.forward(texts, random_weights(cfg, one), cfg=cfg, mesh=one))
     whole = np.asarray(whole)
-    output, _ = model.decode_step(
-        np.ones(rows, np.int32), None, model.Sampling(), weights, together, **static
-    )
+    output, _ = one_program(DecodeStep(count=np.ones(rows, np.int32)), weights, together, **static)
     for row, n in enumerate(counts.sum(0)):
         expected = whole[row, np.arange(n), texts[row, 1 : n + 1]]
         np.testing.assert_allclose(scores[row], expected, atol=TOLERANCE)
@@ -244,10 +247,11 @@ def test_pieces_of_any_width(kv_dtype):
     texts = rng.integers(0, cfg.V, (2, length + 1), np.int32)
     found = []
     for width in (1, 7, length):
-        cache, scores = begun(texts, kv_dtype=kv_dtype, **static), []
+        batch, scores = assigned(texts, kv_dtype=kv_dtype, **static), []
         for start in range(0, length, width):
             count = np.full(2, min(width, length - start), np.int32)
-            part, cache = model.prefill(None, count, weights, cache, width=width, score=0, **static)
+            chunk = PrefillChunk(rows=None, count=count, width=width, score=0)
+            part, batch = one_program(chunk, weights, batch, **static)
             scores.append(part.logprobs[:, : count[0]])
         found.append(np.concatenate(scores, 1))
     np.testing.assert_allclose(found[1], found[0], atol=TOLERANCE)
@@ -263,18 +267,20 @@ def test_guesses_of_a_step(name):
     texts = rng.integers(0, cfg.V, (rows, 48), np.int32)
     read = np.array([0, 2, 4, 5, 7, 8, 13, 19], np.int32)
     how = dict(temperature=np.float32([0.9] * rows), repetition_penalty=np.float32([3.0] * rows))
-    sampling = model.Sampling(seed=np.arange(rows, dtype=np.uint32), **how)
+    sampling = Sampling(seed=np.arange(rows, dtype=np.uint32), **how)
 
     def start():
-        return model.prefill(None, read, weights, begun(texts, **static), width=32, **static)[1]
+        chunk = PrefillChunk(rows=None, count=read, width=32)
+        return one_program(chunk, weights, assigned(texts, **static), **static)[1]
 
-    def step(count, guesses, cache):
-        output, cache = model.decode_step(np.int32(count), guesses, sampling, weights, cache, **static)
-        return jax.tree.map(np.asarray, output), cache
+    def step(count, guesses, batch):
+        decode = DecodeStep(count=np.int32(count), drafts=guesses, sampling=sampling)
+        output, batch = one_program(decode, weights, batch, **static)
+        return jax.tree.map(np.asarray, output), batch
 
-    cache, outputs = start(), []
+    batch, outputs = start(), []
     for _ in range(T + 2):
-        output, cache = step([1] * rows, None, cache)
+        output, batch = step([1] * rows, None, batch)
         outputs.append(output)
     tokens, logprobs = (np.concatenate([getattr(x, y) for x in outputs], 1) for y in ("tokens", "logprobs"))
     # Beyond what is read stands what would no longer be chosen if it counted as text.
@@ -289,37 +295,35 @@ def test_guesses_of_a_step(name):
         count = rng.integers(0, T + 1, rows)
         looked_at = np.minimum(count, 8 - read % 8)  # none beyond the chunk of 8
         kept = np.minimum(looked_at, 1 + wrong)
-        output, cache = step(count, guesses, start())
+        output, batch = step(count, guesses, start())
         assert output.count.tolist() == kept.tolist()
         assert output.drafted.tolist() == np.maximum(looked_at - 1, 0).tolist()
-        assert cache.length.tolist() == (read + kept).tolist()
-        after, cache = step([1] * rows, None, cache)
+        assert batch.cache.length.tolist() == (read + kept).tolist()
+        after, batch = step([1] * rows, None, batch)
         for row, n in enumerate(kept):
             assert output.tokens[row, :n].tolist() == tokens[row, :n].tolist()
             np.testing.assert_allclose(output.logprobs[row, :n], logprobs[row, :n], atol=TOLERANCE)
             assert after.tokens[row, 0] == tokens[row, n]
             np.testing.assert_allclose(after.logprobs[row, 0], logprobs[row, n], atol=TOLERANCE)
             text = [*texts[row, : read[row] + 1], *tokens[row, : n + 1]]
-            assert cache.tokens[row, : len(text)].tolist() == text
+            assert batch.tokens[row, : len(text)].tolist() == text
 
 
-def shapes(cfg, mesh, batch, max_len):
-    """Of weights and cache, in float32: what compiling takes."""
-    infos = model.weight_infos(cfg), model.cache_infos(cfg, batch, max_len, jnp.float32)
+def shapes(cfg, mesh, rows, max_len):
+    """Of weights and a batch, in float32: what compiling takes."""
+    infos = model.weight_infos(cfg), batch_infos(cfg, rows, max_len, jnp.float32)
     return (abstract(x, mesh, jnp.float32) for x in infos)
 
 
-@pytest.mark.parametrize(
-    ("rows", "batch", "max_len"), [(None, 1, 32768), deep([0], 1, 32768), ([3], 8, 16384)]
-)
-def test_prefill_does_not_copy_the_cache(rows, batch, max_len):
+@pytest.mark.parametrize(("rows", "n", "max_len"), [(None, 1, 32768), deep([0], 1, 32768), ([3], 8, 16384)])
+def test_prefill_does_not_copy_the_cache(rows, n, max_len):
     """A piece needs far less memory than a long cache, which XLA copies if it is read before written."""
     cfg = llama3_config()
     mesh = mesh_of(cfg)
-    weights, cache = shapes(cfg, mesh, batch, max_len)
-    arguments = rows and np.array(rows, np.int32), np.array([64], np.int32), weights, cache
-    compiled = model.prefill.lower(*arguments, width=64, cfg=cfg, mesh=mesh).compile()
-    one_layer = 4 * cache.layers[0].values.size
+    weights, batch = shapes(cfg, mesh, n, max_len)
+    chunk = PrefillChunk(rows=rows and np.array(rows, np.int32), count=np.array([64], np.int32), width=64)
+    compiled = one_program.lower(chunk, weights, batch, cfg=cfg, mesh=mesh).compile()
+    one_layer = 4 * batch.cache.layers[0].values.size
     assert compiled.memory_analysis().temp_size_in_bytes < one_layer / 2
 
 
@@ -352,8 +356,8 @@ def test_prompts_that_fill_no_data_shard():
 def collectives(cfg: model.Config, name: str) -> dict[str, int]:
     """How often each kind of collective stands in the compiled decode step."""
     mesh = mesh_of(cfg, name)
-    arguments = np.ones(8, np.int32), None, model.Sampling(), *shapes(cfg, mesh, 8, 48)
-    hlo = model.decode_step.lower(*arguments, cfg=cfg, mesh=mesh).compile().as_text()
+    step = DecodeStep(count=np.ones(8, np.int32))
+    hlo = one_program.lower(step, *shapes(cfg, mesh, 8, 48), cfg=cfg, mesh=mesh).compile().as_text()
     kinds = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute")
     return {kind: len(re.findall(rf" {kind}(?:-start)?\(", hlo)) for kind in kinds}
 

@@ -24,6 +24,12 @@ def test_programs(program, expected):
     assert expected in done.stdout
 
 
+def test_the_loop_is_a_dozen_lines():
+    """After its imports the README's first program has about 12 lines, each with one statement."""
+    lines = [line for line in DECODE.splitlines() if line and not line.startswith(("import ", "from "))]
+    assert len(lines) <= 13 and not any(";" in line for line in lines)
+
+
 def test_length():
     assert len(README.splitlines()) <= 250
 

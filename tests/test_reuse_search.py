@@ -64,10 +64,9 @@ def by_hand(text: list[int], w: model.Weights, cfg: model.Config, kv: str, other
     logprobs, margins = [], np.full((len(text), len(cfg.layers)), np.inf)
     keys, values = ([[] for _ in cfg.layers] for _ in range(2))
     H, eps = cfg.heads.H, cfg.norm.eps
-    rope = next(kind.rope for kind in cfg.layers if kind.rope)
-    turn = rope.theta ** (-np.arange(0, H, 2) / H)
 
-    def rotate(x: np.ndarray, t: int) -> np.ndarray:
+    def rotate(x: np.ndarray, t: int, rope: model.Rope) -> np.ndarray:
+        turn = rope.theta ** (-np.arange(0, H, 2) / H)
         pairs = (x[..., 0::2] + 1j * x[..., 1::2]) * np.exp(1j * t * turn)
         return norm(np.stack([pairs.real, pairs.imag], -1).reshape(x.shape), eps)
 
@@ -78,7 +77,7 @@ def by_hand(text: list[int], w: model.Weights, cfg: model.Config, kv: str, other
             h = norm(x, eps, layer.attention_norm)
             q, k, v = a.q @ h, a.k @ h, a.v @ h
             if kind.rope:
-                q, k = rotate(q, t), rotate(k, t)
+                q, k = rotate(q, t, kind.rope), rotate(k, t, kind.rope)
             else:
                 scale, floor = dataclasses.astuple(kind.attention.query_scale)
                 q = q * (1 + scale * np.log1p((t + 1) // floor))

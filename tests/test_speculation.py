@@ -15,13 +15,13 @@ from test_generation import ROWS, TOLERANCE, ask, subject
 
 import model
 from checkpoints.errors import UserError
-from model import Sampling
 from ops import cpu
 from serving import speculation, text
 from serving.engine import Engine
 from serving.programs import Programs
 from serving.requests import Answer, Request
 from serving.speculation import DraftModel, PromptLookup
+from sharding.sampling import Sampling
 
 N_DRAFT, MAX_LEN = 4, 96
 END = frozenset((1, 2, 6))  # the tiny models' stop tokens

@@ -19,15 +19,18 @@ import model
 from checkpoints.errors import UserError
 from families.gpt2 import LayerNorm, LearnedPositions, Plain
 from families.latent_attention import Latent
-from model import Sampling
 from serving import programs
 from serving.engine import Engine
+from serving.executors import one_program, staged
 from serving.memory import Deployment
 from serving.programs import Programs
 from serving.requests import Answer, Request
 from serving.speculation import PromptLookup
+from serving.steps import DecodeStep, PrefillChunk, batch_infos, init_batch
 from sharding.arrays import abstract
 from sharding.mesh import make_mesh, mesh_shape
+from sharding.sampling import Sampling
+from sharding.stages import first_stage, in_stages, stage_input_infos
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "benchmarks"))
 import hlo  # noqa: E402  the folder must be on the path first
@@ -136,24 +139,24 @@ def test_many_requests(family, name, n, compiled, monkeypatch):
 
 
 def arguments(cfg: model.Config, mesh, rows: int, width: int) -> dict:
-    """Weights and cache as shapes: what compiling takes."""
+    """Weights and a batch as shapes: what compiling takes."""
     stages = mesh.shape["stage"]
-    weights = abstract(model.weight_infos(cfg, stages), mesh, jnp.float32)
-    cache = abstract(model.cache_infos(cfg, rows, MAX_LEN, jnp.float32, stages), mesh)
+    weights = abstract(in_stages(model.weight_infos(cfg), stages), mesh, jnp.float32)
+    batch = abstract(batch_infos(cfg, rows, MAX_LEN, jnp.float32, stages), mesh)
     if stages > 1:
-        passed = abstract(model.passed_infos(cfg, {1: rows, width: rows}), mesh, jnp.float32)
-        cache = dataclasses.replace(cache, passed=passed)
-    return dict(weights=weights, cache=cache, cfg=cfg, mesh=mesh)
+        inputs = abstract(stage_input_infos(cfg.D, {1: rows, width: rows}), mesh, jnp.float32)
+        batch = batch.replace(stage_inputs=inputs)
+    return dict(weights=weights, batch=batch, cfg=cfg, mesh=mesh)
 
 
 def collectives(cfg: model.Config, name: str, width: int) -> tuple[Counter, Counter]:
     """How often each kind stands in a compiled step, or in a chunk: within stages and between them."""
     mesh, rows = mesh_of(cfg, name), 8
-    count, given = np.ones(rows, np.int32), arguments(cfg, mesh, rows, width)
-    if width == 1:
-        lowered = model.decode_step.lower(count, None, Sampling(), **given)
-    else:
-        lowered = model.prefill.lower(None, count, width=width, score=0, **given)
+    count = np.ones(rows, np.int32)
+    chunk = PrefillChunk(rows=None, count=count, width=width, score=0)
+    execute = staged if mesh.shape["stage"] > 1 else one_program
+    step = DecodeStep(count=count) if width == 1 else chunk
+    lowered = execute.lower(step, **arguments(cfg, mesh, rows, width))
     found = hlo.read_program(lowered.compile().as_text(), stages=MESHES[name][3]).collectives
     return tuple(Counter(x.kind for x in found if x.between_stages == between) for between in (False, True))
 
@@ -166,7 +169,7 @@ def test_collectives(width):
     """
     cfg = config("short", 2)
     within, between = collectives(cfg, "pp2-ep2-tp2", width)
-    one, none = collectives(dataclasses.replace(cfg, layers=cfg.stage(2)), "ep2-tp2", width)
+    one, none = collectives(first_stage(cfg, 2), "ep2-tp2", width)
     assert within == one + Counter({"all-gather": 1}) and not none
     assert between.pop("collective-permute") == 1 and set(between) == {"all-reduce"}
 
@@ -186,11 +189,11 @@ def test_nothing_is_stored_twice():
     for name in ("tp2", "pp2-tp2"):
         mesh = mesh_of(cfg, name)
         made = Programs(random_weights(cfg, mesh), cfg, mesh, ROWS, 256, "float32")
-        caches, planned = [made.cache, *made.waiting], Deployment(cfg, mesh, "float32", None, "float32")
+        batches, planned = [made.batch, *made.waiting], Deployment(cfg, mesh, "float32", None, "float32")
         assert bytes_of(made.weights) == [planned.weight_bytes()] * mesh.size
-        stored = [(x.layers, x.tokens, x.length) for x in caches]
+        stored = [(x.cache, x.tokens) for x in batches]
         assert bytes_of(stored) == [planned.cache_bytes(ROWS, 256)] * mesh.size
-        total.append([sum(bytes_of(x)) for x in (made.weights.layers, [x.layers for x in caches])])
+        total.append([sum(bytes_of(x)) for x in (made.weights.layers, [x.cache.layers for x in batches])])
     assert total[0] == total[1]
 
 
@@ -264,11 +267,11 @@ def test_refused_in_python():
     cfg = config("llama3", 2)
     mesh = mesh_of(cfg, "pp2")
     static, weights = dict(cfg=cfg, mesh=mesh), random_weights(cfg, mesh)
-    with pytest.raises(ValueError, match="forward runs in one stage, not in 2"):
+    with pytest.raises(ValueError, match="weights of 2 layers do not fit a model of 4 layers"):
         model.forward(np.zeros((2, 4), np.int32), weights, **static)
-    with pytest.raises(ValueError, match="draft tokens are for one stage"):
-        drafts, cache = np.zeros((2, 1), np.int32), model.init_cache(cfg, mesh, 2, 8, "float32")
-        model.decode_step(np.ones(2, np.int32), drafts, Sampling(), weights, cache, **static)
+    with pytest.raises(ValueError, match="pipeline stages cannot check draft tokens"):
+        step = DecodeStep(count=np.ones(2, np.int32), drafts=np.zeros((2, 1), np.int32))
+        staged(step, weights, init_batch(cfg, mesh, 2, 8, "float32"), **static)
     with pytest.raises(UserError, match="2 stages of layers do not pass on how many guesses were right"):
         Programs(weights, cfg, mesh, ROWS, MAX_LEN, "float32", PromptLookup(2))
     with pytest.raises(ValueError, match="the 2 devices of a stage do not divide the model's width 33"):

@@ -1,13 +1,9 @@
 """The tiny models' quality, as numbers: held-out sums, and what int8 costs."""
 
-import dataclasses
-from functools import partial
-
 import jax
 import numpy as np
 import pytest
 from conftest import generate, mesh_of
-from jax.sharding import PartitionSpec as P
 from questions import examination, is_held_out
 
 import model
@@ -15,8 +11,6 @@ from checkpoints.checkpoint import open_checkpoint
 from checkpoints.loading import load
 from quantize import INT4, INT8
 from serving import text
-from sharding.arrays import specs
-from sharding.mesh import MODEL, ROWS
 from terminal.prompts import DEFAULTS
 
 N = 200
@@ -74,24 +68,11 @@ def cached_logprobs(cfg, mesh, weights, tokens, kv_dtype) -> np.ndarray:
     """Log-probabilities of all next tokens, [B,T,V], with the context read back from a cache of kv_dtype."""
     rows, T = tokens.shape
     cache = model.init_cache(cfg, mesh, rows, T, kv_dtype)
-    layouts = (
-        P(ROWS),
-        specs(model.weight_infos(cfg), weights),
-        specs(model.cache_infos(cfg, rows, T, kv_dtype), cache),
-    )
-
-    @partial(jax.jit, donate_argnums=2)
-    @partial(jax.shard_map, mesh=mesh, in_specs=layouts, out_specs=(P(ROWS, None, MODEL), layouts[2]))
-    def step(token, w, cache):
-        span = model.span_at(cache.length, jax.numpy.ones_like(token), 1, cfg)
-        x, layers = model.decoder(token[:, None], w, cache.layers, span, cfg)
-        return model.unembed(x, w, cfg), dataclasses.replace(cache, layers=layers, length=cache.length + 1)
-
-    logits = []
+    logprobs = []
     for t in range(T):
-        step_logits, cache = step(tokens[:, t], weights, cache)
-        logits.append(jax.nn.log_softmax(step_logits[:, 0, : cfg.V]))
-    return np.stack(logits, 1)
+        logits, cache = model.decode_step(tokens[:, t], weights, cache, cfg=cfg, mesh=mesh)
+        logprobs.append(jax.nn.log_softmax(logits))
+    return np.stack(logprobs, 1)
 
 
 def test_divergence_of_int8(tiny, exam, capsys):
