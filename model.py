@@ -183,19 +183,55 @@ def chunk_at(start: Array, count: Array, T: int, row: Array | None = None) -> Ch
 class Rope:
     """Rotary position embedding of the first `width` columns of a head. Source: arXiv 2104.09864.
 
-    scaling: Llama 3's factor, low and high frequency factor and original length. interleaved: the pairs that
-    are rotated are neighbors (2i, 2i+1), not halves (i, i + width/2).
+    interleaved: the pairs that are rotated are neighbors (2i, 2i+1), not halves (i, i + width/2).
     """
 
     theta: float
     width: int
-    scaling: tuple[float, ...] | None = None
+    scaling: "LinearScaling | Llama3Scaling | None" = None
     interleaved: bool = False
+
+    @property
+    def frequencies(self) -> np.ndarray:
+        """Radians per position, [width/2] float32. Source: transformers modeling_rope_utils.py."""
+        exponent = np.arange(0, self.width, 2, dtype=np.float32) / np.float32(self.width)
+        frequencies = 1 / np.float32(self.theta) ** exponent
+        return self.scaling(frequencies) if self.scaling else frequencies
 
     def rotation(self, positions: Array) -> "Rotation":
         """positions: [b,T] -> the rotation of queries and keys there."""
-        angle = positions[..., None].astype(jnp.float32) * rope_frequencies(self)
+        angle = positions[..., None].astype(jnp.float32) * self.frequencies
         return Rotation(jnp.cos(angle), jnp.sin(angle), self.interleaved)
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearScaling:
+    """All frequencies divided by a factor: positions are interpolated. Source: arXiv 2306.15595."""
+
+    factor: float
+
+    def __call__(self, frequencies: np.ndarray) -> np.ndarray:
+        return frequencies / np.float32(self.factor)
+
+
+@dataclasses.dataclass(frozen=True)
+class Llama3Scaling:
+    """High frequencies are kept, low ones divided by `factor`, those between blended.
+
+    low, high: the limits, in turns over `original` positions, for which the model was first trained.
+    """
+
+    factor: float
+    low: float
+    high: float
+    original: float
+
+    def __call__(self, frequencies: np.ndarray) -> np.ndarray:
+        turns = self.original * frequencies / np.float32(2 * np.pi)
+        # low and high may be equal: then nothing is blended.
+        kept = (turns - self.low) / (self.high - self.low) if self.high > self.low else turns >= self.low
+        kept = np.clip(kept, 0, 1).astype(np.float32)
+        return (1 - kept) * frequencies / np.float32(self.factor) + kept * frequencies
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["cos", "sin"], meta_fields=["interleaved"])
@@ -206,21 +242,6 @@ class Rotation:
     cos: Array
     sin: Array
     interleaved: bool
-
-
-def rope_frequencies(rope: Rope) -> np.ndarray:
-    """Radians per position, [width/2] float32. Source: transformers modeling_rope_utils.py."""
-    exponent = np.arange(0, rope.width, 2, dtype=np.float32) / np.float32(rope.width)
-    frequency = 1 / np.float32(rope.theta) ** exponent
-    if rope.scaling is None:
-        return frequency
-    factor, low, high, original = rope.scaling
-    turns = original * frequency / np.float32(2 * np.pi)  # in the original context
-    # A frequency of more than `high` turns is kept, one of less than `low` is divided by `factor`, and those
-    # between are blended.
-    blend = (turns - low) / (high - low) if high > low else np.where(turns >= low, 1, 0)
-    blend = np.clip(blend, 0, 1).astype(np.float32)
-    return (1 - blend) * frequency / np.float32(factor) + blend * frequency
 
 
 def rotate(x: Array, rotation: Rotation) -> Array:
@@ -471,8 +492,8 @@ class LayerKind:
     """What tells one decoder layer from another.
 
     attention, feed_forward: records of sizes and functions, those above or a family's own.
-    norm:       before attention and before feed_forward.
-    post_norm:  of what each of the two returns, before it is added to the residual stream; None for no norm.
+    norm:       of what attention and feed_forward get; None for no norm.
+    post_norm:  of what they return, before it is added to the residual stream; None for no norm.
     """
 
     attention: Any
@@ -697,6 +718,11 @@ def slot_mapping(chunk: Chunk, mask: Mask, capacity: int) -> Array:
     return jnp.where(keep & (slot % slots == lax.axis_index(SLOTS)), slot // slots, capacity)
 
 
+def normalize(x: Array, norm: Norm | None, w: Array | None) -> Array:
+    """x: [b,T,D] -> [b,T,D]."""
+    return x if norm is None else norm(x, w)
+
+
 @jax.named_scope("attention")
 def attention(x: Array, w, kv: KV | None, chunk: Chunk, rotation: Rotation | None, kind: LayerKind):
     """x: [b,T,D] -> ([b,T,D], the layer's cache with the chunk in it; None without a cache).
@@ -726,10 +752,10 @@ def decoder_layer(
     x: Array, w: Layer, kv: KV | None, chunk: Chunk, rotation: Rotation | None, kind: LayerKind
 ) -> tuple[Array, KV | None]:
     """x: [b,T,D] -> ([b,T,D], the layer's cache with the chunk in it, or None)."""
-    y, kv = attention(kind.norm(x, w.attention_norm), w.attention, kv, chunk, rotation, kind)
-    x = x + (kind.post_norm(y, w.attention_post_norm) if kind.post_norm else y)
-    y = feed_forward(kind.norm(x, w.feed_forward_norm), w.feed_forward, chunk, kind)
-    return x + (kind.post_norm(y, w.feed_forward_post_norm) if kind.post_norm else y), kv
+    y, kv = attention(normalize(x, kind.norm, w.attention_norm), w.attention, kv, chunk, rotation, kind)
+    x = x + normalize(y, kind.post_norm, w.attention_post_norm)
+    y = feed_forward(normalize(x, kind.norm, w.feed_forward_norm), w.feed_forward, chunk, kind)
+    return x + normalize(y, kind.post_norm, w.feed_forward_post_norm), kv
 
 
 def decoder_layers(
@@ -740,8 +766,8 @@ def decoder_layers(
 
     remat: see `forward`.
     """
-    rotations = {kind.rope: None for kind in kinds}
-    rotations |= {rope: rope.rotation(chunk.positions) for rope in rotations if rope}
+    ropes = dict.fromkeys(kind.rope for kind in kinds)
+    rotations = {rope: rope and rope.rotation(chunk.positions) for rope in ropes}
     layer, written = jax.checkpoint(decoder_layer, static_argnums=5) if remat else decoder_layer, []
     for w, kv, kind in zip(weights, caches or [None] * len(kinds), kinds, strict=True):
         x, kv = layer(x, w, kv, chunk, rotations[kind.rope], kind)

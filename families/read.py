@@ -2,7 +2,20 @@
 
 from checkpoints.errors import UserError
 from families.fields import NUMBER, ConfigFields
-from model import Config, Experts, Full, Gated, Heads, LayerKind, Norm, Rope, Router, Window
+from model import (
+    Config,
+    Experts,
+    Full,
+    Gated,
+    Heads,
+    LayerKind,
+    LinearScaling,
+    Llama3Scaling,
+    Norm,
+    Rope,
+    Router,
+    Window,
+)
 
 MOST_LAYERS = 1000  # far more than any model has: a list of that many layers is made
 
@@ -84,6 +97,16 @@ def experts(
     return Experts(E, A, M, router, shared=Gated(shared * M) if shared else None)
 
 
+SCALINGS = {
+    "default": (lambda: None, ()),
+    "linear": (LinearScaling, ("factor",)),
+    "llama3": (
+        Llama3Scaling,
+        ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    ),
+}  # rope_type -> the record, and the fields with its numbers
+
+
 def rope(
     fields: ConfigFields, H: int, theta: float = 10000.0, interleaved: bool = False, rotated: float = 1
 ) -> Rope:
@@ -95,17 +118,22 @@ def rope(
     theta = fields.take("rope_theta", NUMBER, theta)
     rotated = fields.take("partial_rotary_factor", NUMBER, rotated)
     scaling = fields.take("rope_scaling", dict, {})
-    rope = ConfigFields(fields.take("rope_parameters", dict, scaling))
-    theta = rope.take("rope_theta", NUMBER, theta)
-    rotated = rope.take("partial_rotary_factor", NUMBER, rotated)
-    kind = rope.take("type", str, "default")  # the field's name before it was rope_type
-    kind = rope.take("rope_type", str, kind)
-    if kind not in ("default", "llama3"):
-        raise UserError(f"config.json: rope_type {kind!r} is not supported (default, llama3)")
-    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    numbers = tuple(float(rope.take(name, NUMBER)) for name in names) if kind == "llama3" else None
-    rope.finish({})
+    return rope_of(fields.take("rope_parameters", dict, scaling), H, theta, interleaved, rotated)
+
+
+def rope_of(parameters: dict, H: int, theta: float, interleaved: bool = False, rotated: float = 1) -> Rope:
+    """RoPE from an object of the form of `rope_parameters`: see `rope`."""
+    fields = ConfigFields(parameters)
+    theta = fields.take("rope_theta", NUMBER, theta)
+    rotated = fields.take("partial_rotary_factor", NUMBER, rotated)
+    kind = fields.take("type", str, "default")  # the field's name before it was rope_type
+    kind = fields.take("rope_type", str, kind)
+    if kind not in SCALINGS:
+        raise UserError(f"config.json: rope_type {kind!r} is not supported ({', '.join(SCALINGS)})")
+    scaling, names = SCALINGS[kind]
+    scaling = scaling(*(float(fields.take(name, NUMBER)) for name in names))
+    fields.finish({})
     width = int(H * rotated)
     if width < 2 or width % 2:
         raise UserError(f"config.json: RoPE needs an even head_dim, or part of it, not {width}")
-    return Rope(float(theta), width, numbers, interleaved)
+    return Rope(float(theta), width, scaling, interleaved)

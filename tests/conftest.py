@@ -133,7 +133,7 @@ def llama4_config(
 
 
 def llama3_config(D=32, K=8, G=1, H=8, F=64, V=101, depth=2, **changes) -> model.Config:
-    norm, rope = model.Norm(1e-5), model.Rope(1e4, H, (8.0, 1.0, 4.0, 16.0))
+    norm, rope = model.Norm(1e-5), model.Rope(1e4, H, model.Llama3Scaling(8.0, 1.0, 4.0, 16.0))
     kind = model.LayerKind(model.Heads(K, G, H), model.Gated(F), norm, rope=rope)
     sizes = dict(D=D, V=V, layers=(kind,) * depth, norm=norm, max_positions=4096)
     return model.Config(**sizes | changes)

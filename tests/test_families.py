@@ -1,5 +1,7 @@
 """Every family against transformers: on every mesh, in int8, and layer by layer."""
 
+import copy
+import dataclasses
 import pathlib
 import shutil
 import sys
@@ -11,10 +13,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import mesh_of, with_short_rings
+from conftest import generate, mesh_of, with_short_rings
 from safetensors.torch import load_file, save_file
 from test_generation import finish
 from test_transformers import CONFIGS, LENGTHS, NEW, check, reference_model
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import model
 from checkpoints.checkpoint import open_checkpoint
@@ -112,6 +115,88 @@ def test_hidden_states(name, saved):
     expected = np.stack([x.numpy() for x in found[:-1]])
     # Two float32 implementations of values around 1 to 30.
     np.testing.assert_allclose(np.stack(states), expected, atol=1e-3, rtol=1e-4)
+
+
+def with_layers(cfg: model.Config, **changes) -> model.Config:
+    """The same model with other fields of each LayerKind."""
+    layers = tuple(dataclasses.replace(kind, **changes) for kind in cfg.layers)
+    return dataclasses.replace(cfg, layers=layers)
+
+
+def two_ropes(reference, cfg, weights):
+    config = copy.deepcopy(reference.config)
+    config.rope_parameters = dict(rope_type="linear", rope_theta=1e4, factor=4.0)
+    rotary = LlamaRotaryEmbedding(config)
+
+    def rotate_otherwise(layer, arguments, named):
+        return arguments, named | dict(position_embeddings=rotary(arguments[0], named["position_ids"]))
+
+    reference.model.layers[1].register_forward_pre_hook(rotate_otherwise, with_kwargs=True)
+    first, second = cfg.layers
+    rope = dataclasses.replace(second.rope, theta=1e4, scaling=model.LinearScaling(4.0))
+    return dataclasses.replace(cfg, layers=(first, dataclasses.replace(second, rope=rope))), weights
+
+
+def normalized(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt(torch.mean(x * x, -1, keepdim=True) + 1e-6)
+
+
+def norms_before_and_after(reference, cfg, weights):
+    for layer in reference.model.layers:
+        layer.self_attn.register_forward_hook(lambda module, x, y: (normalized(y[0]), *y[1:]))
+        layer.mlp.register_forward_hook(lambda module, x, y: normalized(y))
+    return with_layers(cfg, post_norm=model.Norm(1e-6, weight=False)), weights
+
+
+def norms_after(reference, cfg, weights):
+    cfg, weights = norms_before_and_after(reference, cfg, weights)
+    for layer in reference.model.layers:
+        layer.input_layernorm = layer.post_attention_layernorm = torch.nn.Identity()
+    layers = [dataclasses.replace(w, attention_norm=None, feed_forward_norm=None) for w in weights.layers]
+    return with_layers(cfg, norm=None), dataclasses.replace(weights, layers=layers)
+
+
+def scores_times_a_fifth(reference, cfg, weights):
+    for layer in reference.model.layers:
+        layer.self_attn.scaling = 0.2
+    return with_layers(cfg, attention=dataclasses.replace(cfg.heads, scale=0.2)), weights
+
+
+def gelu(reference, cfg, weights):
+    for layer in reference.model.layers:
+        layer.mlp.act_fn = torch.nn.GELU("tanh")
+    feed_forward = dataclasses.replace(cfg.layers[0].feed_forward, activation="gelu_tanh")
+    return with_layers(cfg, feed_forward=feed_forward), weights
+
+
+def capped_logits(reference, cfg, weights):
+    reference.lm_head.register_forward_hook(lambda module, x, y: 3 * torch.tanh(2 * y / 3))
+    return dataclasses.replace(cfg, logit_scale=2.0, logit_softcap=3.0), weights
+
+
+VARIATIONS = (two_ropes, norms_before_and_after, norms_after, scores_times_a_fifth, gelu, capped_logits)
+
+
+@pytest.mark.parametrize("vary", VARIATIONS)
+def test_variations(vary, tmp_path):
+    """What a family can ask for by data alone, each in Llama's layers and in those of transformers."""
+    reference = reference_model("openllama")
+    reference.save_pretrained(tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    mesh = mesh_of(checkpoint.config)
+    weights = load(checkpoint, mesh, "float32", format=None)
+    cfg, weights = vary(reference, checkpoint.config, weights)
+    rng = np.random.default_rng(5)
+    prompts = [rng.integers(0, cfg.V, n).tolist() for n in (1, 23)]
+    for answer in generate(weights, prompts, cfg, mesh, 6, 64, "float32", score=True):
+        check(reference, answer.request.prompt, answer.tokens, answer.prompt_logprobs, answer.logprobs)
+
+
+def test_what_no_kernel_computes():
+    with pytest.raises(ValueError, match="experts with activation 'gelu_tanh' are not supported"):
+        model.Experts(4, 2, 8, model.Router(), shared=None, activation="gelu_tanh")
+    with pytest.raises(ValueError, match="activation 'relu' is not supported \\(silu, gelu_tanh\\)"):
+        model.activation("relu")
 
 
 # As they were published, but for sizes; what has no effect on inference is left out of some.

@@ -206,15 +206,16 @@ def test_command_line(saved, tmp_path):
 
 
 def test_rope_frequencies():
-    """The published scalings: Llama 3.1 (8), 3.2 (32), Scout (no blend), and none."""
+    """The published scalings: Llama 3.1 (8), 3.2 (32), Scout (no blend), and a linear one."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    for factor, high in ((8.0, 4.0), (32.0, 4.0), (16.0, 1.0)):
-        rope = LLAMA3_ROPE | dict(
-            rope_theta=5e5, factor=factor, high_freq_factor=high, original_max_position_embeddings=8192
-        )
+    llama3 = LLAMA3_ROPE | dict(rope_theta=5e5, original_max_position_embeddings=8192)
+    scalings = [
+        llama3 | dict(factor=n, high_freq_factor=x) for n, x in ((8.0, 4.0), (32.0, 4.0), (16.0, 1.0))
+    ]
+    for rope in (*scalings, dict(rope_type="linear", rope_theta=1e6, factor=8.0)):
         config = transformers.LlamaConfig(head_dim=128, rope_parameters=rope, max_position_embeddings=131072)
-        expected, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
-        ours = model.rope_frequencies(read_config(json.loads(config.to_json_string())).layers[0].rope)
+        expected, _ = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, "cpu")
+        ours = read_config(json.loads(config.to_json_string())).layers[0].rope.frequencies
         # The same float32 formula: only the last bits of pow may differ.
         np.testing.assert_allclose(ours, expected.numpy(), rtol=1e-6)
