@@ -8,6 +8,13 @@ from families.fields import ConfigFields
 from model import Config
 from sharding.arrays import ArrayInfo, Stored
 
+# A language model within a multimodal one: the prefixes of its tensors, and which tensors are not its own.
+LANGUAGE_MODEL_NAMES = (
+    (r"^(model\.)?language_model\.(model\.)?(?!lm_head)", "model."),
+    (r"^language_model\.(?=lm_head)", ""),
+)
+VISION_TENSORS = r"^(model\.)?(vision_model|vision_tower|multi_modal_projector)\.|\.rotary_emb\.inv_freq$"
+
 
 @dataclasses.dataclass(frozen=True)
 class Family:
@@ -17,6 +24,7 @@ class Family:
     config:           from config.json's fields to the Config. Raises UserError about a wrong field.
     multimodal_type:  the model_type of multimodal models whose text_config is of this family.
     field_names:      {this family's name of a field: Llama's}, where the two differ.
+    defaults:         fields that config.json may leave out, with the values that they have then.
     supported:        the supported values of fields that `config` does not take; always null, false, empty.
     no_effect:        fields that do not change what the language model computes.
     tensor_names:     (regular expression, replacement), applied in turn: from published names to Llama's.
@@ -32,6 +40,7 @@ class Family:
     config: Callable[[ConfigFields], Config]
     multimodal_type: str | None = None
     field_names: dict[str, str] = dataclasses.field(default_factory=dict)
+    defaults: dict[str, int | float] = dataclasses.field(default_factory=dict)
     supported: dict[str, tuple] = dataclasses.field(default_factory=lambda: {"hidden_act": ("silu",)})
     no_effect: tuple[str, ...] = ()
     tensor_names: tuple[tuple[str, str], ...] = ()

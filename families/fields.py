@@ -4,8 +4,9 @@ from checkpoints.errors import UserError
 
 NUMBER = (int, float)
 NO_EFFECT = frozenset(
-    """architectures attention_dropout bos_token_id cache_implementation dtype eos_token_id
-    for_llm_compressor initializer_range model_type output_router_logits pad_token_id pretraining_tp
+    """architectures attention_dropout boi_token_index bos_token_id cache_implementation dtype
+    eoi_token_index eos_token_id for_llm_compressor image_token_index initializer_range
+    mm_tokens_per_image model_type output_router_logits pad_token_id pretraining_tp
     quantization_config router_aux_loss_coef router_jitter_noise torch_dtype transformers_version
     unsloth_fixed unsloth_version use_cache""".split()
 )

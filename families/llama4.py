@@ -8,7 +8,7 @@ import dataclasses
 from checkpoints.errors import UserError
 from families import read
 from families.experts import SINGLE_EXPERTS
-from families.family import Family
+from families.family import LANGUAGE_MODEL_NAMES, VISION_TENSORS, Family
 from families.fields import NUMBER, ConfigFields
 from model import Chunked, Config, Full, LayerKind, QueryScale, Router
 
@@ -52,12 +52,7 @@ LLAMA4 = Family(
     "llama4_text",
     config,
     multimodal_type="llama4",
-    no_effect=("boi_token_index", "eoi_token_index", "image_token_index"),
-    tensor_names=(
-        (r"^(model\.)?language_model\.(model\.)?(?!lm_head)", "model."),
-        (r"^language_model\.(?=lm_head)", ""),
-        (r"\.feed_forward\.", ".mlp."),
-    ),
+    tensor_names=(*LANGUAGE_MODEL_NAMES, (r"\.feed_forward\.", ".mlp.")),
     layouts=SINGLE_EXPERTS,  # of some checkpoints
-    unused_tensors=r"^(model\.)?(vision_model|multi_modal_projector)\.|\.rotary_emb\.inv_freq$",
+    unused_tensors=VISION_TENSORS,
 )

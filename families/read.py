@@ -121,7 +121,9 @@ def rope(
     return rope_of(fields.take("rope_parameters", dict, scaling), H, theta, interleaved, rotated)
 
 
-def rope_of(parameters: dict, H: int, theta: float, interleaved: bool = False, rotated: float = 1) -> Rope:
+def rope_of(
+    parameters: dict, H: int, theta: float = 10000.0, interleaved: bool = False, rotated: float = 1
+) -> Rope:
     """RoPE from an object of the form of `rope_parameters`: see `rope`."""
     fields = ConfigFields(parameters)
     theta = fields.take("rope_theta", NUMBER, theta)

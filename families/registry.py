@@ -44,7 +44,7 @@ def read_config(config: dict) -> Config:
             raise UserError(f"config.json: architecture {name!r} has no language model's head")
     family, config = find_family(config)
     named = {family.field_names.get(name, name): value for name, value in config.items()}
-    fields = ConfigFields(named, family.no_effect)
+    fields = ConfigFields(family.defaults | named, family.no_effect)
     cfg = family.config(fields)
     fields.finish(family.supported)
     return cfg
