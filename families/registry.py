@@ -15,7 +15,19 @@ from families.qwen2 import QWEN2
 from families.qwen3 import QWEN3, QWEN3_MOE
 from model import Config
 
-FAMILIES = (LLAMA3, LLAMA4, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GEMMA, GPT2, GLM4, GLM4_MOE_LITE)
+FAMILIES = (
+    LLAMA3,
+    LLAMA4,
+    MISTRAL,
+    MIXTRAL,
+    QWEN2,
+    QWEN3,
+    QWEN3_MOE,
+    GEMMA,
+    GPT2,
+    GLM4,
+    GLM4_MOE_LITE,
+)
 
 
 def find_family(config: dict) -> tuple[Family, dict]:
