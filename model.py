@@ -53,7 +53,15 @@ from sharding.arrays import (
     zeros,
 )
 from sharding.mesh import EXPERT, MODEL, ROWS, SLOTS, STAGE
-from sharding.sampling import TOP, Likeliest, Sampling, likeliest, logprob, sample, vocabulary_shard
+from sharding.sampling import (
+    MAX_TOP_LOGPROBS,
+    Sampling,
+    TopLogprobs,
+    logprob,
+    sample,
+    top_logprobs,
+    vocabulary_shard,
+)
 from sharding.stages import enter, from_last_stage, is_last_stage, pass_on, result_spec
 
 # --------------------------------------------------------------------------------------------------- config
@@ -940,7 +948,7 @@ def after_chunk(x: Array, span: Span, score: int | None, w: Weights, cache: Cach
 
     def score_row(row: tuple[Array, Array]) -> Scores:
         logits = unembed(row[0][None], w, cfg)[0]
-        best = likeliest(logits, score) if score else None
+        best = top_logprobs(logits, score) if score else None
         return Scores(logprobs=logprob(logits, row[1]), likeliest=best)
 
     # Row by row: the logits of a whole batch would not fit.
@@ -977,7 +985,7 @@ class Scores:
     """How likely a text is. logprobs: of the token after each. likeliest: of what could be in its place."""
 
     logprobs: Array
-    likeliest: Likeliest | None
+    likeliest: TopLogprobs | None
 
 
 @pytree
@@ -993,7 +1001,7 @@ class Output:
     logprobs: Array
     count: Array
     drafted: Array
-    likeliest: Likeliest | None = None
+    likeliest: TopLogprobs | None = None
 
 
 def room(length: Array, cfg: Config) -> Array:
@@ -1034,7 +1042,7 @@ def after_step(x: Array, tokens: Array, span: Span, sampling: Sampling, w: Weigh
     known = jnp.where(is_last_stage(), chosen, -1) if cache.passed else chosen
     text = cache.tokens.at[rows, at].set(known, mode="drop")
     drafted = jnp.maximum(span.count - 1, 0)
-    best = None if sampling.top_logprobs is None else likeliest(logits, TOP)
+    best = None if sampling.top_logprobs is None else top_logprobs(logits, MAX_TOP_LOGPROBS)
     output = Output(
         tokens=chosen, logprobs=logprob(logits, chosen), count=kept, drafted=drafted, likeliest=best
     )

@@ -14,7 +14,7 @@ from model import Sampling
 from serving.grammar import Grammar, make_grammar
 from serving.requests import RESTRICTIONS, SAMPLING, Request, check_sampling
 from serving.text import TextStream, encode, is_broken
-from sharding.sampling import BIASES, TOP, Bias
+from sharding.sampling import MAX_BIASES, MAX_TOP_LOGPROBS, Bias
 
 MAX_SAMPLES = 128  # n, times the prompts of one request
 MAX_STOPS = 16
@@ -251,8 +251,8 @@ class Fields:
 
     def logprobs(self, chat: bool) -> int | None:
         if not chat:
-            return self.integer("logprobs", 0, TOP)
-        top = self.integer("top_logprobs", 0, TOP)
+            return self.integer("logprobs", 0, MAX_TOP_LOGPROBS)
+        top = self.integer("top_logprobs", 0, MAX_TOP_LOGPROBS)
         if top is not None and not self.flag("logprobs"):
             raise BadRequest("'top_logprobs' needs 'logprobs': true", "top_logprobs")
         return (top or 0) if self.flag("logprobs") else None
@@ -289,9 +289,9 @@ class Fields:
         value = self.object("logit_bias")
         if not value:
             return None
-        if len(value) > BIASES:
-            raise BadRequest(f"'logit_bias' has {len(value)} tokens, of at most {BIASES}", "logit_bias")
-        tokens, values = np.full(BIASES, -1, np.int32), np.zeros(BIASES, np.float32)
+        if len(value) > MAX_BIASES:
+            raise BadRequest(f"'logit_bias' has {len(value)} tokens, of at most {MAX_BIASES}", "logit_bias")
+        tokens, values = np.full(MAX_BIASES, -1, np.int32), np.zeros(MAX_BIASES, np.float32)
         for i, (token, bias) in enumerate(value.items()):
             if not (token.isascii() and token.isdigit() and len(token) < 10 and int(token) < vocabulary):
                 raise BadRequest(

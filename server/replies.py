@@ -105,7 +105,7 @@ class Reply:
             return None
         answer = choice.job.answer
         tokens, logprobs = answer.tokens[low:high], answer.logprobs[low:high]
-        likeliest = answer.likeliest[low:high] or [{}] * len(tokens)
+        likeliest = answer.top_logprobs[low:high] or [{}] * len(tokens)
         if self.question.chat:
             entries = zip(tokens, logprobs, likeliest, strict=True)
             return dict(content=[
@@ -116,7 +116,7 @@ class Reply:
         if self.question.echo and whole:
             prompt = choice.job.request.prompt.tolist()
             tokens, logprobs = prompt + tokens, [None, *answer.prompt_logprobs, *logprobs]
-            likeliest = [None, *(answer.prompt_likeliest or [{}] * (len(prompt) - 1)), *likeliest]
+            likeliest = [None, *(answer.prompt_top_logprobs or [{}] * (len(prompt) - 1)), *likeliest]
         texts = [text_of(token, self.tokens) for token in tokens]
         offsets = []
         for text in texts:

@@ -246,7 +246,7 @@ class Engine:
             else:
                 answer.prompt_logprobs += scores.logprobs[i, :n].tolist()
                 if top := answer.request.sampling.top_logprobs:
-                    answer.prompt_likeliest += by_token(scores.likeliest, i, n, top)
+                    answer.prompt_top_logprobs += by_token(scores.likeliest, i, n, top)
         return changed
 
     def _receive_tokens(self, of: list[tuple[int, Row, int]], output: model.Output) -> list[Answer]:
@@ -262,7 +262,7 @@ class Engine:
             changed.append(answer)
             before = len(answer.tokens)
             if top := answer.request.sampling.top_logprobs:
-                answer.likeliest += by_token(output.likeliest, i, n, top)
+                answer.top_logprobs += by_token(output.likeliest, i, n, top)
             for token, logprob in zip(tokens.tolist(), output.logprobs[i, :n].tolist(), strict=True):
                 if math.isnan(logprob) or token >= self.programs.cfg.V:  # no token is the likeliest
                     self._fail(row)
@@ -316,7 +316,7 @@ class Engine:
             stats.prefilled = dataclasses.replace(stats)
 
 
-def by_token(likeliest: model.Likeliest, row: int, count: int, n: int) -> list[dict[int, float]]:
+def by_token(likeliest: model.TopLogprobs, row: int, count: int, n: int) -> list[dict[int, float]]:
     """At each of the first `count` places of a row the n likeliest tokens, with their log-probabilities."""
     parts = (x[row, :count, :n].tolist() for x in (likeliest.tokens, likeliest.logprobs))
     return [dict(zip(*place, strict=True)) for place in zip(*parts, strict=True)]

@@ -8,7 +8,7 @@ import numpy as np
 
 from checkpoints.errors import UserError
 from model import Sampling
-from sharding.sampling import NEUTRAL, TOP
+from sharding.sampling import MAX_TOP_LOGPROBS, NEUTRAL
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 # The options of sampling: type, lowest, highest, and in words. sharding/sampling.py says what they do.
@@ -68,7 +68,7 @@ class Request:
     @property
     def scoring(self) -> int | None:
         """How to read the prompt, see model.prefill."""
-        return (TOP if self.sampling.top_logprobs else 0) if self.score else None
+        return (MAX_TOP_LOGPROBS if self.sampling.top_logprobs else 0) if self.score else None
 
     @property
     def positions(self) -> int:
@@ -98,8 +98,8 @@ class Answer:
     """What there is of it so far.
 
     prompt: [n] int32, the request's. tokens: up to and including a stop token. logprobs: of each, by the
-    model's own logits. prompt_logprobs: of each prompt token after the first, if asked for. likeliest,
-    prompt_likeliest: in the place of each of them, top_logprobs tokens and their log-probabilities, if asked
+    model's own logits. prompt_logprobs: of each prompt token after the first, if asked for. top_logprobs,
+    prompt_top_logprobs: at each of them, the most probable tokens and their log-probabilities, if asked
     for. finish_reason: None, then "stop", "length", "cancelled" or "error", of which `error` then says more.
     """
 
@@ -108,8 +108,8 @@ class Answer:
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     prompt_logprobs: list[float] = dataclasses.field(default_factory=list)
-    likeliest: list[dict[int, float]] = dataclasses.field(default_factory=list)
-    prompt_likeliest: list[dict[int, float]] = dataclasses.field(default_factory=list)
+    top_logprobs: list[dict[int, float]] = dataclasses.field(default_factory=list)
+    prompt_top_logprobs: list[dict[int, float]] = dataclasses.field(default_factory=list)
     constraint: Constraint | None = None
     finish_reason: str | None = None
     error: str | None = None

@@ -33,7 +33,7 @@ class Sampling:
     seed: uint32, with the position makes the draw.
 
     answer_start: where the answer begins in the text. allowed: [B,W] uint32, a bit for each token, the lowest
-    first. top_logprobs: how many of the likeliest tokens are to be reported; TOP are.
+    first. top_logprobs: how many of the likeliest tokens are to be reported; MAX_TOP_LOGPROBS are.
     """
 
     seed: Array | None = None
@@ -50,8 +50,8 @@ class Sampling:
     top_logprobs: Array | None = None
 
 
-BIASES = 300  # tokens that a request may have a bias for
-TOP = 20  # likeliest tokens that may be reported
+MAX_BIASES = 300  # tokens that a request may have a bias for
+MAX_TOP_LOGPROBS = 20  # likeliest tokens that may be reported
 NEUTRAL = Sampling(  # what asks for nothing, and the types
     seed=np.uint32(0),
     temperature=np.float32(0),
@@ -62,13 +62,13 @@ NEUTRAL = Sampling(  # what asks for nothing, and the types
     presence_penalty=np.float32(0),
     frequency_penalty=np.float32(0),
     answer_start=np.int32(0),
-    bias=Bias(tokens=np.full(BIASES, -1, np.int32), values=np.zeros(BIASES, np.float32)),
+    bias=Bias(tokens=np.full(MAX_BIASES, -1, np.int32), values=np.zeros(MAX_BIASES, np.float32)),
     top_logprobs=np.int32(0),
 )
 
 
 @pytree
-class Likeliest:
+class TopLogprobs:
     """Tokens in the order of their probability, and its logarithm by the model's own logits: [...,n] each."""
 
     tokens: Array
@@ -122,7 +122,7 @@ def top(x: Array, mass: Array, target: Array) -> Array:
     return order >= least
 
 
-def likeliest(logits: Array, n: int) -> Likeliest:
+def top_logprobs(logits: Array, n: int) -> TopLogprobs:
     """The n likeliest tokens: logits [...,v] -> [...,n]. They are among the likeliest n of each device."""
     devices = lax.axis_size(MODEL)
 
@@ -134,7 +134,7 @@ def likeliest(logits: Array, n: int) -> Likeliest:
     best, at = lax.top_k(logits, min(n, logits.shape[-1]))
     best, tokens = gather(best), gather(vocabulary_shard(logits)[at])
     best, at = lax.top_k(best, min(n, best.shape[-1]))
-    return Likeliest(tokens=jnp.take_along_axis(tokens, at, -1), logprobs=best - log_normalizer(logits))
+    return TopLogprobs(tokens=jnp.take_along_axis(tokens, at, -1), logprobs=best - log_normalizer(logits))
 
 
 def add_at(logits: Array, tokens: Array, values) -> Array:

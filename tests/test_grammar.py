@@ -163,7 +163,7 @@ def test_likeliest_of_prompts_and_answers():
         text = answer.request.prompt + answer.tokens
         padded = np.array([text + [0] * (100 - len(text))], np.int32)
         expected = np.asarray(jax.nn.log_softmax(model.forward(padded, weights, cfg=cfg, mesh=mesh)[0]))
-        found = answer.prompt_likeliest + answer.likeliest
+        found = answer.prompt_top_logprobs + answer.top_logprobs
         assert len(found) == len(text) - 1
         for place, row in zip(found, expected, strict=False):
             order = np.argsort(-row)[:5]
