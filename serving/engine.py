@@ -285,7 +285,7 @@ class Engine:
     def _completes(self, answer: Answer, token: int) -> bool:
         """Whether its grammar lets nothing follow this token; then also if there is an error in it."""
         try:
-            return answer.constraint is not None and answer.constraint.accept(token)
+            return answer.constraint is not None and answer.constraint.accept_token(token)
         except UserError as e:
             answer.finish_reason, answer.error = "error", str(e)
             self.stats.failed += 1

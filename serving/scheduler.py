@@ -238,7 +238,7 @@ class Group:
         bits = np.full((len(self.rows), -(-self.vocabulary // 32)), 0xFFFFFFFF, np.uint32)
         for row, own in zip(self.rows, bits, strict=True):
             if row.constrained:
-                row.answer.constraint.write_allowed(own)
+                row.answer.constraint.fill_bitmask(own)
         return bits
 
 

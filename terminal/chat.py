@@ -13,7 +13,7 @@ from checkpoints.errors import UserError
 from serving.engine import Engine
 from serving.memory import Deployment, fit_cache
 from serving.requests import Request
-from serving.text import TextStream, is_broken
+from serving.text import TextStream, has_surrogate
 from terminal.launch import Startup, log
 from terminal.models import start_engine
 from terminal.prompts import NOT_TEXT, Asker
@@ -59,7 +59,7 @@ def read_turn(prompt: str) -> str | None:
             return None
         except UnicodeDecodeError:
             line = "\udc80"
-        if is_broken(line):
+        if has_surrogate(line):
             log(NOT_TEXT)
         elif line.strip():
             return line

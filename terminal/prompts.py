@@ -15,8 +15,8 @@ from checkpoints.errors import UserError
 from checkpoints.tensor_files import parse_json
 from distributed.exchange import from_first
 from model import Config, Sampling
-from serving.requests import RESTRICTIONS, SAMPLING, Request, check_sampling
-from serving.text import TextStream, encode, generation_config, is_broken, stop_tokens
+from serving.requests import RESTRICTIONS, SAMPLING_OPTIONS, Request, check_sampling
+from serving.text import TextStream, encode, generation_config, has_surrogate, stop_tokens
 from terminal.command_line import INT32_MAX
 from terminal.launch import log
 
@@ -57,12 +57,12 @@ def read_prompts(args: argparse.Namespace) -> list[Prompt]:
 
 
 def check_text(prompt: Prompt, broken: str) -> None:
-    """UserError if there is nothing in the prompt, or if it `is_broken`, in these words."""
+    """UserError if there is nothing in the prompt, or if it `has_surrogate`, in these words."""
     alone = isinstance(prompt.text, str)
     texts = [prompt.text] if alone else [x for turn in prompt.text for x in turn.values()]
     if not all(text.strip() for text in texts):
         raise UserError(f"{prompt.where}: an empty prompt")
-    if any(is_broken(text) for text in texts):
+    if any(has_surrogate(text) for text in texts):
         raise UserError(f"{prompt.where}: {broken}")
 
 
@@ -102,10 +102,10 @@ def parse_line(line: str, where: str) -> Prompt:
             raise UserError(f'{where}: "messages" is no list of objects of a "role" and a "content"')
     elif not isinstance(text := options.pop("prompt"), str):
         raise UserError(f'{where}: "prompt" is no text')
-    known = {*SAMPLING, "max_new_tokens"}
+    known = {*SAMPLING_OPTIONS, "max_new_tokens"}
     if unknown := sorted(set(options) - known):
         raise UserError(f"{where}: unknown option {unknown[0][:40]!r}; known: {', '.join(sorted(known))}")
-    for name in set(options) & set(SAMPLING):
+    for name in set(options) & set(SAMPLING_OPTIONS):
         check_sampling(name, options[name], f"{where}: ")
     new = options.get("max_new_tokens", 1)
     if type(new) is not int or not 1 <= new <= INT32_MAX:
@@ -122,10 +122,10 @@ def is_turn(x) -> bool:
 def choose_sampling(args: argparse.Namespace, folder: pathlib.Path) -> Sampling:
     """What the user asked for; for the rest, what generation_config.json does; greedy if neither samples."""
     file, theirs = folder / "generation_config.json", generation_config(folder)
-    asked = {name: getattr(args, name) for name in SAMPLING}
+    asked = {name: getattr(args, name) for name in SAMPLING_OPTIONS}
     defaults = {"repetition_penalty": theirs.get("repetition_penalty")}
     if theirs.get("do_sample") is True:
-        defaults = {name: theirs.get(name) for name in SAMPLING if name != "seed"}
+        defaults = {name: theirs.get(name) for name in SAMPLING_OPTIONS if name != "seed"}
     restricted = any(asked[name] is not None for name in RESTRICTIONS)
     if asked["temperature"] is None and (restricted or theirs.get("do_sample") is True):
         defaults["temperature"] = 1.0 if defaults.get("temperature") is None else defaults["temperature"]
@@ -164,7 +164,7 @@ class Asker:
             raise UserError(f"--stop-id {wrong[0]}: the model has tokens 0 to {self.vocabulary - 1}")
         if args.n > 1 and not self.sampling.temperature:
             log(f"--n {args.n}: greedy answers are all alike; --temperature 1 would make them differ")
-        if is_broken(args.system or ""):
+        if has_surrogate(args.system or ""):
             raise UserError(f"--system: {NOT_TEXT}")
         if args.system is not None and not tokenizer.chat_template:
             raise UserError(f"--system: the tokenizer in {checkpoint.folder} has no chat template")
@@ -192,7 +192,7 @@ class Asker:
         if new > room:
             answer = f", which with {new} new ones" if new else ", which"
             raise UserError(f"{len(prompt)} tokens{answer} exceed {self.why} of {self.limit}")
-        asked = vars(self.sampling) | {name: options[name] for name in options if name in SAMPLING}
+        asked = vars(self.sampling) | {name: options[name] for name in options if name in SAMPLING_OPTIONS}
         if not asked["temperature"] and args.temperature is None and "temperature" not in options:
             asked["temperature"] = 1.0 if RESTRICTIONS & set(options) else None
         return Request(

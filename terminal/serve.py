@@ -13,7 +13,7 @@ import jax
 from checkpoints.errors import UserError
 from distributed.exchange import flag, wait_for_flag
 from serving.memory import ROWS, Deployment, fit_cache
-from serving.requests import DRAWING, Request
+from serving.requests import RANDOM_OPTIONS, Request
 from sharding.sampling import NEUTRAL, Sampling
 from terminal.command_line import before_leaving
 from terminal.launch import Startup, log
@@ -21,12 +21,12 @@ from terminal.models import start_engine
 from terminal.prompts import Asker
 
 try:
+    from server.api_requests import ServedModel
     from server.app import make_app
     from server.http import Port
     from server.loop import EngineLoop, follow
     from server.metrics import Metrics
-    from server.questions import Served
-    from serving.grammar import make_grammar, token_bytes
+    from serving.grammar import grammar_tokenizer, make_grammar
 except ImportError as e:
     raise UserError(f"--serve needs the package {e.name}: pip install -e '.[serve]'") from None
 
@@ -34,7 +34,7 @@ POSITIONS = 4096  # of a row, unless --max-len or the model say otherwise
 CPU_ROWS = 8  # where idle rows cost as much as others, unless --rows says otherwise
 KEY = "LLAMA_JAX_API_KEY"
 # A program for each: most requests ask for no more than the second, and none for more than the last.
-OPTION_SETS = frozenset(), frozenset(DRAWING), frozenset(vars(NEUTRAL))
+OPTION_SETS = frozenset(), frozenset(RANDOM_OPTIONS), frozenset(vars(NEUTRAL))
 
 
 def serve(args: argparse.Namespace, models: list[Deployment], asker: Asker, startup: Startup) -> None:
@@ -43,7 +43,7 @@ def serve(args: argparse.Namespace, models: list[Deployment], asker: Asker, star
         asker.limit, asker.why = min(asker.limit, POSITIONS), "--max-len"
     rows = args.rows or (CPU_ROWS if jax.default_backend() == "cpu" else ROWS)
     rows, max_len = fit_cache(models, [asker.limit] * rows, args.rows, asker.limit)
-    tokens = token_bytes(asker.tokenizer, asker.vocabulary, asker.stop)
+    tokens = grammar_tokenizer(asker.tokenizer, asker.vocabulary, asker.stop)
     like = [Request([0], 1), Request([0], 1, Sampling(top_logprobs=1), score=True)]
     start = partial(start_engine, args, models, rows, max_len, like, startup, max_len, OPTION_SETS)
     if jax.process_index() > 0:
@@ -54,7 +54,7 @@ def serve(args: argparse.Namespace, models: list[Deployment], asker: Asker, star
     loop, key = EngineLoop(rows, args.max_queue, args.request_timeout, Metrics()), read_key(args)
     port = Port(args.host, args.port)
     app = make_app(loop, key, args.cors, port.local)
-    port.answer(app)  # that it is not ready yet
+    port.serve(app)  # until the model is loaded, its answer is that it is not ready
     if not key and not port.local:
         log(f"anyone who reaches {args.host} can ask: --api-key-file or {KEY} would guard it")
     engine = start()
@@ -69,12 +69,12 @@ def serve(args: argparse.Namespace, models: list[Deployment], asker: Asker, star
         port.close()
 
 
-def served(args: argparse.Namespace, asker: Asker, tokens, max_len: int) -> Served:
+def served(args: argparse.Namespace, asker: Asker, tokens, max_len: int) -> ServedModel:
     name = pathlib.Path(args.checkpoint).name if os.path.exists(args.checkpoint) else args.checkpoint
     sampling = asker.sampling
     if sampling.temperature is None:  # as in OpenAI's API
         sampling = dataclasses.replace(sampling, temperature=1.0)
-    return Served(
+    return ServedModel(
         (name, args.checkpoint), asker.tokenizer, tokens, asker.vocabulary, max_len, asker.stop,
         dataclasses.replace(sampling, seed=None), asker.encode, tuple(args.stop), args.max_new_tokens,
         int(time.time()),
