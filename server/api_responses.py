@@ -135,7 +135,7 @@ class ApiResponse:
                     top_logprobs=by_text, text_offset=offsets)  # fmt: skip
 
     def _by_text(self, top: dict[int, float]) -> dict[str, float]:
-        """Log-probabilities by the token's text, highest first. Of tokens with equal texts the first counts."""
+        """Log-probabilities by the token's text, highest first; of tokens with one text the first counts."""
         found = {}
         for token, logprob in sorted(top.items(), key=lambda x: -x[1]):
             found.setdefault(text_of(token, self.tokenizer), finite(logprob))

@@ -39,7 +39,7 @@ import model
 from checkpoints.errors import UserError
 from serving.programs import Begin, Chunk, Programs, Turn, prefill_width
 from serving.requests import Answer, Request, options_in_use
-from serving.scheduler import Group, Row, Scheduler
+from serving.scheduler import MicroBatch, Row, Scheduler
 
 NAN = "the model computes NaN: its weights are damaged, or overflow this --dtype"
 
@@ -106,9 +106,10 @@ class Engine:
         self.option_sets = list(option_sets or [options_in_use(requests)])
         if programs.stages > 1:  # which are in one program
             self.option_sets = self.option_sets[-1:]
-        neutral = [self.scheduler.groups[0].sampling(options) for options in self.option_sets]
+        first = self.scheduler.micro_batches[0]
+        neutral = [first.sampling(options) for options in self.option_sets]
         self.sampling = [neutral[0]] * programs.stages
-        nothing = Turn([], None, np.zeros(len(self.scheduler.groups[0].rows), np.int32), self.sampling[0])
+        nothing = Turn([], None, np.zeros(len(first.rows), np.int32), self.sampling[0])
         # What each stage is about, but the first one; then that of which the results are to be fetched.
         self.stages: deque[Sent] = deque([Sent(nothing)] * (programs.stages - 1))
         self.in_flight: deque[tuple[Sent, Any]] = deque()
@@ -163,24 +164,24 @@ class Engine:
 
     def _next_turn(self) -> Sent:
         """What the next group is to do."""
-        number, sent = self.turns % len(self.scheduler.groups), Sent()
-        group = self.scheduler.groups[number]
-        begins = self._admit(group, sent)
+        number, sent = self.turns % len(self.scheduler.micro_batches), Sent()
+        micro_batch = self.scheduler.micro_batches[number]
+        begins = self._admit(micro_batch, sent)
         if begins:
-            asked = options_in_use([row.answer.request for row in group.rows if not row.free])
+            asked = options_in_use([row.answer.request for row in micro_batch.rows if not row.free])
             options = next(options for options in self.option_sets if asked <= options)
-            self.sampling[number] = group.sampling(options)
+            self.sampling[number] = micro_batch.sampling(options)
         elif self.sampling[number].allowed is not None:  # it changes with each step
-            self.sampling[number] = dataclasses.replace(self.sampling[number], allowed=group.allowed())
-        chunk = self._prefill(group, sent)
-        sent.turn = Turn(begins, chunk, self._decode(group, sent), self.sampling[number])
+            self.sampling[number] = dataclasses.replace(self.sampling[number], allowed=micro_batch.allowed())
+        chunk = self._prefill(micro_batch, sent)
+        sent.turn = Turn(begins, chunk, self._decode(micro_batch, sent), self.sampling[number])
         self.turns += 1
         return sent
 
-    def _admit(self, group: Group, sent: Sent) -> list[Begin]:
+    def _admit(self, micro_batch: MicroBatch, sent: Sent) -> list[Begin]:
         """Give requests of the queue to free rows, one per data shard at a time."""
-        shards, begins = group.shards, []
-        while any(admissions := self.scheduler.admit(group)):
+        shards, begins = micro_batch.shards, []
+        while any(admissions := self.scheduler.admit(micro_batch)):
             text = np.full((len(shards), self.programs.max_len), -1, np.int32)
             rows, read, sources = np.full((3, len(shards)), -1, np.int32)
             for i, (shard, admission) in enumerate(zip(shards, admissions, strict=True)):
@@ -189,7 +190,7 @@ class Engine:
                     prompt = row.answer.prompt
                     text[i, : len(prompt)] = prompt
                     rows[i], sources[i] = (shard.rows.index(row) for row in admission)
-                    read[i] = row.read
+                    read[i] = row.computed
                     self.stats.prompt_tokens += len(prompt)
                     self.stats.reused_tokens += row.reused
                     self._end_if_read(row, sent)
@@ -198,31 +199,31 @@ class Engine:
 
     def _end_if_read(self, row: Row, sent: Sent) -> None:
         """If no new tokens are to follow a prompt, its answer ends when what is in flight is there."""
-        if not row.unread and not row.answer.request.max_new_tokens:
+        if not row.prefill_left and not row.answer.request.max_new_tokens:
             sent.ended.append(row.answer)
 
-    def _prefill(self, group: Group, sent: Sent) -> Chunk | None:
+    def _prefill(self, micro_batch: MicroBatch, sent: Sent) -> Chunk | None:
         """Read a chunk of the prompt of one row per data shard."""
-        shards, reading = group.shards, group.next_to_read()
+        shards, reading = micro_batch.shards, micro_batch.next_to_prefill()
         if not any(reading):
             return None
-        width = prefill_width(max(row.unread for row in reading if row))
-        count = np.array([min(row.unread, width) if row else 0 for row in reading], np.int32)
+        width = prefill_width(max(row.prefill_left for row in reading if row))
+        count = np.array([min(row.prefill_left, width) if row else 0 for row in reading], np.int32)
         rows = [shard.rows.index(row) if row else 0 for shard, row in zip(shards, reading, strict=True)]
         sent.scored = [(i, x, x.number) for i, x in enumerate(reading) if x and x.answer.request.score]
         for row, n in zip(reading, count.tolist(), strict=True):
             if row:
-                row.read += n
+                row.computed += n
                 self._end_if_read(row, sent)
         score = max((self._score(row.answer.request) for _, row, _ in sent.scored), default=None)
         return Chunk(np.array(rows, np.int32), count, width, score)
 
-    def _decode(self, group: Group, sent: Sent) -> np.ndarray:
+    def _decode(self, micro_batch: MicroBatch, sent: Sent) -> np.ndarray:
         """How many tokens each row chooses in a step: all that have read their prompts."""
-        count = group.to_choose()
-        sent.stepped = [(i, row, row.number) for i, row in enumerate(group.rows) if count[i]]
+        count = micro_batch.tokens_to_choose()
+        sent.stepped = [(i, row, row.number) for i, row in enumerate(micro_batch.rows) if count[i]]
         for _, row, _ in sent.stepped:
-            row.steps += 1
+            row.steps_in_flight += 1
         return count
 
     def _receive(self, sent: Sent, scores: model.Scores | None, output: model.Output | None) -> list[Answer]:
@@ -256,7 +257,7 @@ class Engine:
                 continue
             answer, n = row.answer, output.count[i]
             tokens = output.tokens[i, :n]
-            row.chose(tokens)
+            row.append(tokens)
             if answer.finish_reason is not None:
                 continue
             changed.append(answer)
@@ -298,7 +299,7 @@ class Engine:
         well, and they may be in the cached prefix. Then its answer is admitted once more, without one.
         """
         answer, reused = row.answer, row.reused
-        row.forget()
+        row.clear()
         if reused and not answer.tokens:
             answer.prefix_caching = False
             self.scheduler.queue.appendleft(answer)

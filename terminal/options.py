@@ -6,7 +6,7 @@ import re
 
 from checkpoints.names import FLOATS
 from quantize import FORMATS
-from serving.memory import ROWS
+from serving.memory import DEFAULT_ROWS
 from serving.speculation import MAX_DRAFT, check_n_draft
 from terminal.command_line import OneLineParser
 from terminal.launch import add_processes
@@ -63,7 +63,7 @@ def parse_arguments(arguments: list[str] | None = None):
 
     add = parser.add_argument_group("how to run").add_argument
     add("--rows", type=int, metavar="N",
-        help=f"answered at a time; default: all, but at most {ROWS}; of a server {ROWS}, on a CPU 8")
+        help=f"answered at a time; default: all, but at most {DEFAULT_ROWS}; a server: the same, on a CPU 8")
     add("--max-len", type=int, metavar="N",
         help="positions per row, prompt included; default: as many as needed; of a server 4096")
     add("--draft", metavar="DIR_OR_ID", help="a smaller model with the same tokenizer that guesses ahead")

@@ -12,7 +12,7 @@ import jax
 
 from checkpoints.errors import UserError
 from distributed.exchange import flag, wait_for_flag
-from serving.memory import ROWS, Deployment, fit_cache
+from serving.memory import DEFAULT_ROWS, Deployment, fit_cache
 from serving.requests import RANDOM_OPTIONS, Request
 from sharding.sampling import NEUTRAL, Sampling
 from terminal.command_line import before_leaving
@@ -41,7 +41,7 @@ def serve(args: argparse.Namespace, models: list[Deployment], asker: Asker, star
     """Answer until SIGTERM or Ctrl-C; then what has been asked before, and no more."""
     if args.max_len is None:
         asker.limit, asker.why = min(asker.limit, POSITIONS), "--max-len"
-    rows = args.rows or (CPU_ROWS if jax.default_backend() == "cpu" else ROWS)
+    rows = args.rows or (CPU_ROWS if jax.default_backend() == "cpu" else DEFAULT_ROWS)
     rows, max_len = fit_cache(models, [asker.limit] * rows, args.rows, asker.limit)
     tokens = grammar_tokenizer(asker.tokenizer, asker.vocabulary, asker.stop)
     like = [Request([0], 1), Request([0], 1, Sampling(top_logprobs=1), score=True)]

@@ -365,8 +365,8 @@ def test_rows_that_fit(monkeypatch):
         return memory.fit_cache([deployment], lengths, rows, max_len)
 
     assert choose(100, [100] * 3) == (3, 128)
-    assert choose(100, [100] * 300) == (memory.ROWS, 128)
-    assert choose(100, [129] * 300) == (memory.ROWS, 256)
+    assert choose(100, [100] * 300) == (memory.DEFAULT_ROWS, 128)
+    assert choose(100, [129] * 300) == (memory.DEFAULT_ROWS, 256)
     assert choose(20, [100] * 300) == (16, 128)
     assert choose(1.5, [100] * 300) == (1, 128)
     assert choose(1.5, [100, 400]) == (1, 128)  # the longer one will be refused
