@@ -3,15 +3,15 @@
 With no arguments, a tiny model that ships with this repository answers three prompts. On several hosts, run
 the same command on each: they find one another, and the first one prints.
 """
-# ruff: noqa: E402  an interrupt is heard before the imports that take long
+# ruff: noqa: E402  Ctrl-C works before the imports, which take seconds
 
 import gc
 
-from terminal.command_line import hear_signals
+from terminal.command_line import exit_on_signals
 
 if __name__ == "__main__":
-    hear_signals()
-    gc.disable()  # until start_engine is done
+    exit_on_signals()
+    gc.disable()  # start_engine enables it
 
 import argparse
 import sys
@@ -22,36 +22,36 @@ import jax
 from checkpoints.errors import UserError
 from checkpoints.progress import progress
 from serving.memory import Deployment, fit_cache
-from terminal.answers import Reply, answer, ask_all, refuse_longer, say_refused
+from terminal.answers import Reply, answer, make_replies, refuse_too_long, report_refused
 from terminal.chat import chat
 from terminal.command_line import run
-from terminal.launch import Startup, device_count, join_hosts, keep_compiled
+from terminal.launch import Startup, device_count, enable_compilation_cache, join_hosts
 from terminal.models import open_models, start_engine
 from terminal.options import parse_arguments
-from terminal.output_file import digest, output_file
+from terminal.output_file import output_file, settings_digest
 from terminal.printers import choose_printer, show_progress
-from terminal.prompts import Asker, Prompt, share_prompts
+from terminal.prompts import Prompt, RequestBuilder, share_prompts
 from terminal.report import report
 
 
 def main() -> None:
     args, startup = parse_arguments(), Startup()
     startup.lap("imports")
-    keep_compiled()
+    enable_compilation_cache()
     join_hosts(args)
     n_devices = device_count()
     prompts = [] if args.chat or args.serve else share_prompts(args)
     models, tokenizer = open_models(args, n_devices)
-    asker = Asker(args, models[0].checkpoint, tokenizer, [x.cfg for x in models])
+    builder = RequestBuilder(args, models[0].checkpoint, tokenizer, [x.cfg for x in models])
     try:
         if args.chat:
-            chat(args, models, asker, startup)
+            chat(args, models, builder, startup)
         elif args.serve:
-            from terminal.serve import serve  # its packages are not everyone's
+            from terminal.serve import serve  # needs packages that are optional
 
-            serve(args, models, asker, startup)
+            serve(args, models, builder, startup)
         else:
-            reply_to(args, prompts, models, asker, startup)
+            answer_prompts(args, prompts, models, builder, startup)
     except jax.errors.JaxRuntimeError as e:
         if "RESOURCE_EXHAUSTED" not in str(e):
             raise
@@ -60,19 +60,23 @@ def main() -> None:
         ) from e
 
 
-def reply_to(
-    args: argparse.Namespace, prompts: list[Prompt], models: list[Deployment], asker: Asker, startup: Startup
+def answer_prompts(
+    args: argparse.Namespace,
+    prompts: list[Prompt],
+    models: list[Deployment],
+    builder: RequestBuilder,
+    startup: Startup,
 ) -> None:
-    """Answer or score the prompts. Exit code 1 if some were refused."""
-    every = ask_all(asker, prompts, args.n)
+    """Answer or score the prompts. Exit code 1 if any of them has an error."""
+    every = make_replies(builder, prompts, args.n)
     startup.lap("tokenizer")
     content = partial(Reply.as_json, logprobs=args.logprobs, score=args.score)
-    with output_file(args, every, digest(args, asker, models[0]), content) as (file, replies):
+    with output_file(args, every, settings_digest(args, builder, models[0]), content) as (file, replies):
         positions = [reply.request.positions for reply in replies if reply.error is None]
         rows, max_len = fit_cache(models, positions, args.rows, args.max_len) if positions else (0, 0)
-        refuse_longer(replies, max_len)
-        answered = len(every) - len(replies)  # by an earlier run
-        say_refused(replies, answered)
+        refuse_too_long(replies, max_len)
+        answered = len(every) - len(replies)  # in an earlier run
+        report_refused(replies, answered)
         show = choose_printer(args, replies, file, content)
         requests = [reply.request for reply in replies if reply.error is None]
         if not requests:

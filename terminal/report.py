@@ -1,4 +1,4 @@
-"""How fast it was: a few lines for people; with --json, one object with all answers."""
+"""The report at the end: speed in a few lines on stderr and, with --json, one object with all replies."""
 
 import argparse
 import json
@@ -56,11 +56,11 @@ def report(
             guesses_right=stats.acceptance_rate,
         )))  # fmt: skip
     elif not (args.output or args.prompt_file):
-        say_total(args, answered)
+        print_totals(args, answered)
 
 
-def say_total(args: argparse.Namespace, answered: list[Reply]) -> None:
-    """What the printed text does not tell."""
+def print_totals(args: argparse.Namespace, answered: list[Reply]) -> None:
+    """Print totals of scores or log-probabilities, which the texts do not have."""
     if args.score and len(answered) > 1:
         scores = [x for reply in answered for x in reply.answer.prompt_logprobs]
         print(f"all: {score_line(math.fsum(scores), len(scores))}")
@@ -72,12 +72,12 @@ def say_total(args: argparse.Namespace, answered: list[Reply]) -> None:
 def bandwidth_utilization(
     target: Deployment, engine: Engine, answered: list[Reply], seconds: float
 ) -> float | None:
-    """The share of the device's memory bandwidth that steps of so many seconds needed, if that is known."""
+    """The fraction of the device's memory bandwidth that a step of this duration used; None if not known."""
     bandwidth = BANDWIDTH.get(jax.devices()[0].device_kind)
     if not bandwidth or not answered:
         return None
-    spans = [(len(reply.request.prompt) - 1, len(reply.answer.tokens)) for reply in answered]
-    positions = np.concatenate([first + np.arange(count) for first, count in spans])
+    ranges = [(len(reply.request.prompt) - 1, len(reply.answer.tokens)) for reply in answered]
+    positions = np.concatenate([first + np.arange(count) for first, count in ranges])
     rows = engine.stats.row_steps / engine.stats.steps / engine.programs.shards
     needed = bytes_per_step(
         engine.programs.weights, target.cfg, target.mesh, rows, positions, target.kv_dtype

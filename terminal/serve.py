@@ -1,4 +1,4 @@
-"""--serve: the OpenAI API on a port of the first host, until the server is told to end."""
+"""--serve: the OpenAI-compatible server, which the first process runs until SIGTERM or Ctrl-C."""
 
 import argparse
 import dataclasses
@@ -15,10 +15,10 @@ from distributed.exchange import flag, wait_for_flag
 from serving.memory import DEFAULT_ROWS, Deployment, fit_cache
 from serving.requests import RANDOM_OPTIONS, Request
 from sharding.sampling import NEUTRAL, Sampling
-from terminal.command_line import before_leaving
+from terminal.command_line import on_first_signal
 from terminal.launch import Startup, log
 from terminal.models import start_engine
-from terminal.prompts import Asker
+from terminal.prompts import RequestBuilder
 
 try:
     from server.api_requests import ServedModel
@@ -30,26 +30,25 @@ try:
 except ImportError as e:
     raise UserError(f"--serve needs the package {e.name}: pip install -e '.[serve]'") from None
 
-POSITIONS = 4096  # of a row, unless --max-len or the model say otherwise
-CPU_ROWS = 8  # where idle rows cost as much as others, unless --rows says otherwise
+CPU_ROWS = 8  # the default of --rows on a CPU, where idle rows cost as much as busy ones
 KEY = "LLAMA_JAX_API_KEY"
-# A program for each: most requests ask for no more than the second, and none for more than the last.
+# A decode program is compiled for each set. Most requests need the first or second; the last has all options.
 OPTION_SETS = frozenset(), frozenset(RANDOM_OPTIONS), frozenset(vars(NEUTRAL))
 
 
-def serve(args: argparse.Namespace, models: list[Deployment], asker: Asker, startup: Startup) -> None:
-    """Answer until SIGTERM or Ctrl-C; then what has been asked before, and no more."""
-    if args.max_len is None:
-        asker.limit, asker.why = min(asker.limit, POSITIONS), "--max-len"
+def serve(
+    args: argparse.Namespace, models: list[Deployment], builder: RequestBuilder, startup: Startup
+) -> None:
+    """Serve until SIGTERM or Ctrl-C, then finish the open requests."""
     rows = args.rows or (CPU_ROWS if jax.default_backend() == "cpu" else DEFAULT_ROWS)
-    rows, max_len = fit_cache(models, [asker.limit] * rows, args.rows, asker.limit)
-    tokens = grammar_tokenizer(asker.tokenizer, asker.vocabulary, asker.stop)
+    rows, max_len = fit_cache(models, [builder.limit] * rows, args.rows, builder.limit)
+    tokenizer = grammar_tokenizer(builder.tokenizer, builder.vocabulary, builder.stop)
     like = [Request([0], 1), Request([0], 1, Sampling(top_logprobs=1), score=True)]
     start = partial(start_engine, args, models, rows, max_len, like, startup, max_len, OPTION_SETS)
     if jax.process_index() > 0:
         engine = start()
-        before_leaving(partial(flag, "drain"))
-        return follow(engine, partial(make_grammar, tokens))
+        on_first_signal(partial(flag, "drain"))
+        return follow(engine, partial(make_grammar, tokenizer))
 
     loop, key = EngineLoop(rows, args.max_queue, args.request_timeout, Metrics()), read_key(args)
     port = Port(args.host, args.port)
@@ -58,8 +57,8 @@ def serve(args: argparse.Namespace, models: list[Deployment], asker: Asker, star
     if not key and not port.local:
         log(f"anyone who reaches {args.host} can ask: --api-key-file or {KEY} would guard it")
     engine = start()
-    loop.rows, app.state.served = engine.programs.rows, served(args, asker, tokens, max_len)
-    before_leaving(loop.drain)
+    loop.rows, app.state.served = engine.programs.rows, served_model(args, builder, tokenizer, max_len)
+    on_first_signal(loop.drain)
     threading.Thread(target=wait_for_flag, args=("drain", loop.drain), daemon=True).start()
     name = app.state.served.names[0]
     log(f"serving {name} at http://{port.address}: {loop.rows} rows of {max_len} positions")
@@ -69,20 +68,20 @@ def serve(args: argparse.Namespace, models: list[Deployment], asker: Asker, star
         port.close()
 
 
-def served(args: argparse.Namespace, asker: Asker, tokens, max_len: int) -> ServedModel:
+def served_model(args: argparse.Namespace, builder: RequestBuilder, tokenizer, max_len: int) -> ServedModel:
     name = pathlib.Path(args.checkpoint).name if os.path.exists(args.checkpoint) else args.checkpoint
-    sampling = asker.sampling
-    if sampling.temperature is None:  # as in OpenAI's API
+    sampling = builder.sampling
+    if sampling.temperature is None:  # the default of OpenAI's API
         sampling = dataclasses.replace(sampling, temperature=1.0)
     return ServedModel(
-        (name, args.checkpoint), asker.tokenizer, tokens, asker.vocabulary, max_len, asker.stop,
-        dataclasses.replace(sampling, seed=None), asker.encode, tuple(args.stop), args.max_new_tokens,
+        (name, args.checkpoint), builder.tokenizer, tokenizer, builder.vocabulary, max_len, builder.stop,
+        dataclasses.replace(sampling, seed=None), builder.encode, tuple(args.stop), args.max_new_tokens,
         int(time.time()),
     )  # fmt: skip
 
 
 def read_key(args: argparse.Namespace) -> str | None:
-    """The API key: of --api-key, a file, or the environment. UserError if it is empty."""
+    """The API key of --api-key, --api-key-file or the environment. UserError if it is empty."""
     key, where = args.api_key or os.environ.get(KEY), "--api-key" if args.api_key else KEY
     if args.api_key_file:
         where = f"--api-key-file {args.api_key_file}"

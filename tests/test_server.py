@@ -31,7 +31,7 @@ from terminal import serve
 from terminal.launch import Startup
 from terminal.models import open_models
 from terminal.options import parse_arguments
-from terminal.prompts import Asker
+from terminal.prompts import RequestBuilder
 
 ROWS, MAX_LEN, QUEUE = 8, 128, 400
 GREETING = [{"role": "user", "content": "Tell me your name"}]
@@ -52,11 +52,11 @@ def started(*options: str) -> SimpleNamespace:
     ]
     args = parse_arguments([x for some in arguments for x in some])
     models, tokenizer = open_models(args, 1)
-    asker = Asker(args, models[0].checkpoint, tokenizer, [x.cfg for x in models])
+    builder = RequestBuilder(args, models[0].checkpoint, tokenizer, [x.cfg for x in models])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(serve, "EngineLoop", Kept)
         patch.setattr(programs, "WIDTHS", (32,))  # fewer to compile, and more chunks of a prompt
-        thread = threading.Thread(target=serve.serve, args=(args, models, asker, Startup()), daemon=True)
+        thread = threading.Thread(target=serve.serve, args=(args, models, builder, Startup()), daemon=True)
         thread.start()
         while not (loops and loops[0].ready) and thread.is_alive():
             time.sleep(0.05)
