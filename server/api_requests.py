@@ -1,8 +1,9 @@
 """Requests of the API: every field is checked, and a field that is not supported is refused."""
 
+import contextlib
 import dataclasses
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from checkpoints.errors import UserError
 from checkpoints.tensor_files import parse_json
 from model import Sampling
 from serving.grammar import Grammar, make_grammar
-from serving.requests import RESTRICTIONS, SAMPLING_OPTIONS, Request, check_sampling
+from serving.requests import RESTRICTIONS, Request, check_sampling
 from serving.text import TextStream, encode, has_surrogate
 from sharding.sampling import MAX_BIASES, MAX_TOP_LOGPROBS, Bias
 
@@ -22,6 +23,8 @@ COMPLETION_TOKENS = 16  # the default max_tokens of completions, as in OpenAI's 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 USAGE = ("include_usage", "continuous_usage_stats")
 PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+FORMATS = "text", "json_object"  # types of response_format: OpenAI's, and two more
+SOURCE_FORMATS = "json_schema", "regex", "grammar"  # those with a field of this name
 
 COMMON = {
     "model", "stream", "stream_options", "max_tokens", "temperature", *RESTRICTIONS, *PENALTIES, "stop",
@@ -139,6 +142,14 @@ def parse_request(body: bytes, served: ServedModel, chat: bool) -> ApiRequest:
     )  # fmt: skip
 
 
+@contextlib.contextmanager
+def user_errors_as_bad_requests(field: str, prefix: str = "") -> Iterator[None]:
+    try:
+        yield
+    except UserError as e:
+        raise BadRequest(f"{prefix}{e}"[:300], field) from None
+
+
 class RequestFields:
     """The fields of a request, by name. Each method checks one; if it is wrong, it raises BadRequest."""
 
@@ -191,10 +202,8 @@ class RequestFields:
             if turn["role"] not in ROLES:
                 raise BadRequest(f"{where}: the role must be one of {', '.join(ROLES)}", "messages")
             turns.append(dict(role=turn["role"], content=self._content(turn["content"], where)))
-        try:
+        with user_errors_as_bad_requests("messages"):
             return served.encode_chat(turns)
-        except UserError as e:
-            raise BadRequest(str(e)[:300], "messages") from None
 
     def _content(self, content, where: str) -> str:
         if isinstance(content, list):
@@ -220,10 +229,8 @@ class RequestFields:
             if isinstance(prompt, str):
                 if not prompt or has_surrogate(prompt):
                     raise BadRequest("'prompt' is empty or not a text", "prompt")
-                try:
+                with user_errors_as_bad_requests("prompt"):
                     ids.append(served.encode(prompt))
-                except UserError as e:
-                    raise BadRequest(str(e)[:300], "prompt") from None
             else:
                 check_tokens(prompt, served.vocabulary, "prompt")
                 if not prompt:
@@ -270,17 +277,13 @@ class RequestFields:
 
     def sampling(self, served: ServedModel, logprobs: int | None) -> Sampling:
         """The request's sampling options, else the server's. top_k, top_p or min_p imply temperature 1."""
-        asked = {
-            name: self.fields[name]
-            for name in ("temperature", *RESTRICTIONS, *PENALTIES)
-            if name in self.fields
-        }
+        names = "temperature", *RESTRICTIONS, *PENALTIES
+        asked = {name: self.fields[name] for name in names if name in self.fields}
         for name, value in asked.items():
-            if name in SAMPLING_OPTIONS:
-                try:
-                    check_sampling(name, value)
-                except UserError as e:
-                    raise BadRequest(str(e).replace(name.replace("_", "-"), repr(name), 1), name) from None
+            try:
+                check_sampling(name, value)
+            except UserError as e:
+                raise BadRequest(str(e).replace(name.replace("_", "-"), repr(name), 1), name) from None
         if RESTRICTIONS & set(asked) and "temperature" not in asked and not served.sampling.temperature:
             asked["temperature"] = 1.0
         return dataclasses.replace(
@@ -304,32 +307,25 @@ class RequestFields:
             tokens[i], values[i] = int(token), bias
         return Bias(tokens=tokens, values=values)
 
-    def grammar(self, tokens: LLTokenizer) -> Grammar | None:
-        """response_format: OpenAI's types, and {"type": "regex", "regex"}, {"type": "grammar", "grammar"}."""
+    def grammar(self, tokenizer: LLTokenizer) -> Grammar | None:
+        """The grammar of response_format; None for text."""
         asked = self.object("response_format")
-        kind = asked.get("type", "text" if not asked else None)
-        wanted = {
-            "text": (), "json_object": (), "json_schema": ("json_schema",), "regex": ("regex",),
-            "grammar": ("grammar",),
-        }  # fmt: skip
-        if not isinstance(kind, str) or kind not in wanted or set(asked) - {"type", *wanted[kind]}:
-            raise self.wrong(
-                "response_format", f"an object with a type of {', '.join(wanted)} and what that needs"
-            )
-        try:
-            match kind:
-                case "text":
-                    return None
-                case "json_object":
-                    return make_grammar(tokens, "json_schema", {"type": "object"})
-                case "json_schema":
-                    return make_grammar(tokens, "json_schema", self._schema(asked.get("json_schema")))
-            source = asked.get(kind)
-            if not isinstance(source, str) or has_surrogate(source):
-                raise self.wrong("response_format", f"an object whose {kind} is a text")
-            return make_grammar(tokens, dict(regex="regex", grammar="lark")[kind], source)
-        except UserError as e:
-            raise BadRequest(f"'response_format': {e}", "response_format") from None
+        kind = asked.get("type", None if asked else "text")
+        fields = {kind} if kind in SOURCE_FORMATS else set()
+        if kind not in (*FORMATS, *SOURCE_FORMATS) or asked.keys() - fields - {"type"}:
+            every = ", ".join((*FORMATS, *SOURCE_FORMATS))
+            raise self.wrong("response_format", f"an object with a type of {every} and what that needs")
+        source = asked.get(kind)
+        if kind == "text":
+            return None
+        if kind == "json_object":
+            kind, source = "json_schema", {"type": "object"}
+        elif kind == "json_schema":
+            source = self._schema(source)
+        elif not isinstance(source, str) or has_surrogate(source):
+            raise self.wrong("response_format", f"an object whose {kind} is a text")
+        with user_errors_as_bad_requests("response_format", "'response_format': "):
+            return make_grammar(tokenizer, "lark" if kind == "grammar" else kind, source)
 
     def _schema(self, given) -> Any:
         known = {"name", "description", "schema", "strict"}

@@ -1,6 +1,5 @@
 """--chat: a conversation in the terminal or over a pipe, one turn per line. Answers are streamed."""
 
-import argparse
 import os
 import re
 import signal
@@ -11,11 +10,11 @@ import jax
 
 from checkpoints.errors import UserError
 from serving.engine import Engine
-from serving.memory import Deployment, fit_cache
+from serving.memory import fit_cache
 from serving.requests import Request
 from serving.text import TextStream, has_surrogate
-from terminal.launch import Startup, log
-from terminal.models import start_engine
+from terminal.launch import log
+from terminal.models import Session
 from terminal.prompts import NOT_TEXT, RequestBuilder
 
 HANGING = 2.0  # seconds after a first Ctrl-C from which on a second one ends the process at once
@@ -86,17 +85,15 @@ def stream_answer(engine: Engine, request: Request, stream: TextStream, interrup
     return stream.text
 
 
-def chat(
-    args: argparse.Namespace, models: list[Deployment], builder: RequestBuilder, startup: Startup
-) -> None:
+def chat(session: Session) -> None:
     """Chat in one row of the cache. Exit code 1 if an answer ended with an error."""
+    builder = session.builder
     if not builder.templated:
-        raise UserError(f"--chat: the tokenizer in {args.checkpoint} has no chat template")
+        raise UserError(f"--chat: the tokenizer in {session.args.checkpoint} has no chat template")
     if jax.process_count() > 1:
         raise UserError("--chat works on one host; this is one of several")
-    rows, max_len = fit_cache(models, [builder.limit], None, builder.limit)
-    like = builder.request([0], {})
-    engine = start_engine(args, models, rows, max_len, [like], startup, longest=max_len)
+    rows, max_len = fit_cache(session.models, [builder.limit], None, builder.limit)
+    engine = session.start_engine(rows, max_len, [builder.request([0], {})], longest=max_len)
     converse(engine, builder)
     if engine.stats.failed:
         sys.exit(1)

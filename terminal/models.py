@@ -1,10 +1,10 @@
-"""Opens the models of a run, places them on devices and loads them into an engine."""
+"""Opens the models of a command, places them on devices and loads them into an engine."""
 
 import argparse
+import dataclasses
 import gc
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -22,12 +22,53 @@ from serving.speculation import DraftModel, PromptLookup, mesh_for_draft
 from serving.text import load_tokenizer
 from sharding.mesh import degrees
 from terminal.launch import Startup, log, log_if_slow, log_once
+from terminal.prompts import RequestBuilder
 
 COMPARED_TENSORS = 256  # of a checkpoint, whose bytes all processes compare
 
 
-def open_models(args: argparse.Namespace, n_devices: int) -> tuple[list[Deployment], Any]:
-    """-> (the model, followed by the draft model if there is one; their tokenizer)."""
+@dataclasses.dataclass(frozen=True)
+class Session:
+    """What the ways to use a model share. models: the model, and the draft model if there is one."""
+
+    args: argparse.Namespace
+    models: list[Deployment]
+    builder: RequestBuilder
+    startup: Startup
+
+    def start_engine(
+        self,
+        rows: int,
+        max_len: int,
+        requests: list[Request],
+        longest: int = 0,
+        option_sets: Sequence[frozenset[str]] = (),
+    ) -> Engine:
+        """Load the models and compile their programs. requests, longest, option_sets: see Engine."""
+        show, args = jax.process_index() == 0, self.args
+        weights = [load(x.checkpoint, x.mesh, x.dtype, x.format, show=show) for x in self.models]
+        self.startup.lap("weights")
+
+        def programs(i: int, speculation=None) -> Programs:
+            x = self.models[i]
+            return Programs(weights[i], x.cfg, x.mesh, rows, max_len, x.kv_dtype, speculation)
+
+        speculation, start = None, time.perf_counter()
+        with log_if_slow("compiling, which takes long for the first time"):
+            if args.lookup:
+                speculation = PromptLookup(args.guesses)
+            if args.draft:
+                speculation = DraftModel(programs(1), args.guesses)
+            engine = Engine(programs(0, speculation), requests, longest, option_sets)
+        log(f"compiled in {time.perf_counter() - start:.1f} s")
+        self.startup.lap("compilation")
+        if not gc.isenabled():  # main.py disables garbage collection, which took 0.7 s and found nothing
+            gc.freeze()  # never examine the objects that exist by now
+            gc.enable()
+        return engine
+
+
+def open_session(args: argparse.Namespace, n_devices: int, startup: Startup) -> Session:
     checkpoint = open_agreed(args, "checkpoint")
     tokenizer = load_tokenizer(checkpoint.folder)
     models = [deploy(args, checkpoint, mesh_for(args, checkpoint, n_devices))]
@@ -35,7 +76,8 @@ def open_models(args: argparse.Namespace, n_devices: int) -> tuple[list[Deployme
         models.append(deploy(args, *open_draft(args, models[0], tokenizer)))
     for x in models:
         set_precision(x.dtype)
-    return models, tokenizer
+    builder = RequestBuilder(args, checkpoint, tokenizer, [x.cfg for x in models])
+    return Session(args, models, builder, startup)
 
 
 def mesh_for(args: argparse.Namespace, checkpoint: Checkpoint, n_devices: int) -> Mesh:
@@ -82,37 +124,3 @@ def deploy(args: argparse.Namespace, checkpoint: Checkpoint, mesh: Mesh) -> Depl
     format = choose_format(args.quantize, checkpoint, log_once)
     dtype, kv_dtype = choose_dtypes(args.dtype, args.kv_cache_dtype, format)
     return Deployment(checkpoint.config, mesh, dtype, format, kv_dtype, checkpoint)
-
-
-def start_engine(
-    args: argparse.Namespace,
-    models: list[Deployment],
-    rows: int,
-    max_len: int,
-    requests: list[Request],
-    startup: Startup,
-    longest: int = 0,
-    option_sets: Sequence[frozenset[str]] = (),
-) -> Engine:
-    """Load the models and compile their programs. requests, longest, option_sets: see Engine."""
-    show = jax.process_index() == 0
-    weights = [load(x.checkpoint, x.mesh, x.dtype, x.format, show=show) for x in models]
-    startup.lap("weights")
-
-    def programs(i: int, speculation=None) -> Programs:
-        x = models[i]
-        return Programs(weights[i], x.cfg, x.mesh, rows, max_len, x.kv_dtype, speculation)
-
-    speculation, start = None, time.perf_counter()
-    with log_if_slow("compiling, which takes long for the first time"):
-        if args.lookup:
-            speculation = PromptLookup(args.guesses)
-        if args.draft:
-            speculation = DraftModel(programs(1), args.guesses)
-        engine = Engine(programs(0, speculation), requests, longest, option_sets)
-    log(f"compiled in {time.perf_counter() - start:.1f} s")
-    startup.lap("compilation")
-    if not gc.isenabled():  # main.py disables garbage collection, which took 0.7 s and found nothing
-        gc.freeze()  # never examine the objects that exist by now
-        gc.enable()
-    return engine

@@ -17,10 +17,9 @@ import jax
 
 from checkpoints.errors import UserError
 from distributed.exchange import from_first
-from serving.memory import Deployment
 from terminal.answers import Reply
 from terminal.launch import log
-from terminal.prompts import RequestBuilder
+from terminal.models import Session
 
 LINE = b'{"index": '  # the beginning of every line
 
@@ -136,12 +135,11 @@ class OutputFile:
         self.file = self._open()
 
 
-def settings_digest(
-    args: argparse.Namespace, builder: RequestBuilder, target: Deployment
-) -> Callable[[Reply], str]:
+def settings_digest(session: Session) -> Callable[[Reply], str]:
     """The function that digests all that a reply depends on, for the process that writes --output."""
+    args, target = session.args, session.models[0]
     types = target.dtype, str(target.format), target.kv_dtype
-    asked = args.n > 1, *types, args.logprobs, args.score, args.stop, sorted(builder.stop)
+    asked = args.n > 1, *types, args.logprobs, args.score, args.stop, sorted(session.builder.stop)
     writes = args.output and jax.process_index() == 0
     common = [target.checkpoint.fingerprint() if writes else None, asked]
     common = hashlib.sha256(json.dumps(common).encode())

@@ -12,24 +12,19 @@ from serving.engine import Engine
 from serving.memory import BANDWIDTH, Deployment, bytes_per_step
 from sharding.mesh import degrees
 from terminal.answers import Reply, score_line
-from terminal.launch import Startup, log
+from terminal.launch import log
+from terminal.models import Session
 
 
-def report(
-    args: argparse.Namespace,
-    target: Deployment,
-    engine: Engine,
-    replies: list[Reply],
-    content: Callable[[Reply], dict],
-    startup: Startup,
-) -> None:
+def report(session: Session, engine: Engine, replies: list[Reply], content: Callable[[Reply], dict]) -> None:
+    args, target, laps = session.args, session.models[0], session.startup.laps
     stats, answered = engine.stats, [reply for reply in replies if reply.error is None]
     prefilled = stats.prefilled or stats
     seconds, steps = stats.seconds - prefilled.seconds, stats.steps - prefilled.steps
     rate = (stats.tokens - prefilled.tokens) / seconds if steps else None
     utilization = bandwidth_utilization(target, engine, answered, seconds / steps) if steps else None
-    split = ", ".join(f"{what} {seconds:.1f}" for what, seconds in startup.laps.items())
-    log(f"first tokens after {sum(startup.laps.values()):.1f} s of CPU time: {split}")
+    split = ", ".join(f"{what} {seconds:.1f}" for what, seconds in laps.items())
+    log(f"first tokens after {sum(laps.values()):.1f} s of CPU time: {split}")
     parts = [
         f"prefill {prefilled.seconds:.3f} s",
         f"decode {f'{rate:.1f} tokens/s' if rate else 'not needed'}",
@@ -49,7 +44,7 @@ def report(
         print(json.dumps(dict(
             model=args.checkpoint, mesh=degrees(target.mesh),
             devices=jax.device_count(), responses=[content(reply) for reply in replies],
-            startup_cpu_seconds=startup.laps, prefill_seconds=prefilled.seconds,
+            startup_cpu_seconds=laps, prefill_seconds=prefilled.seconds,
             decode_tokens_per_second=rate, engine_seconds=stats.seconds, bandwidth_utilization=utilization,
             prompt_tokens=stats.prompt_tokens, prompt_tokens_reused=stats.reused_tokens,
             decode_steps=stats.steps, tokens_per_step=stats.tokens_per_step,

@@ -12,13 +12,12 @@ import jax
 
 from checkpoints.errors import UserError
 from distributed.exchange import flag, wait_for_flag
-from serving.memory import DEFAULT_ROWS, Deployment, fit_cache
+from serving.memory import DEFAULT_ROWS, fit_cache
 from serving.requests import RANDOM_OPTIONS, Request
 from sharding.sampling import NEUTRAL, Sampling
 from terminal.command_line import on_first_signal
-from terminal.launch import Startup, log
-from terminal.models import start_engine
-from terminal.prompts import RequestBuilder
+from terminal.launch import log
+from terminal.models import Session
 
 try:
     from server.api_requests import ServedModel
@@ -36,15 +35,14 @@ KEY = "LLAMA_JAX_API_KEY"
 OPTION_SETS = frozenset(), frozenset(RANDOM_OPTIONS), frozenset(vars(NEUTRAL))
 
 
-def serve(
-    args: argparse.Namespace, models: list[Deployment], builder: RequestBuilder, startup: Startup
-) -> None:
+def serve(session: Session) -> None:
     """Serve until SIGTERM or Ctrl-C, then finish the open requests."""
+    args, builder = session.args, session.builder
     rows = args.rows or (CPU_ROWS if jax.default_backend() == "cpu" else DEFAULT_ROWS)
-    rows, max_len = fit_cache(models, [builder.limit] * rows, args.rows, builder.limit)
+    rows, max_len = fit_cache(session.models, [builder.limit] * rows, args.rows, builder.limit)
     tokenizer = grammar_tokenizer(builder.tokenizer, builder.vocabulary, builder.stop)
     like = [Request([0], 1), Request([0], 1, Sampling(top_logprobs=1), score=True)]
-    start = partial(start_engine, args, models, rows, max_len, like, startup, max_len, OPTION_SETS)
+    start = partial(session.start_engine, rows, max_len, like, max_len, OPTION_SETS)
     if jax.process_index() > 0:
         engine = start()
         on_first_signal(partial(flag, "drain"))
@@ -57,7 +55,7 @@ def serve(
     if not key and not port.local:
         log(f"anyone who reaches {args.host} can ask: --api-key-file or {KEY} would guard it")
     engine = start()
-    loop.rows, app.state.served = engine.programs.rows, served_model(args, builder, tokenizer, max_len)
+    loop.rows, app.state.served = engine.programs.rows, served_model(session, tokenizer, max_len)
     on_first_signal(loop.drain)
     threading.Thread(target=wait_for_flag, args=("drain", loop.drain), daemon=True).start()
     name = app.state.served.names[0]
@@ -68,7 +66,8 @@ def serve(
         port.close()
 
 
-def served_model(args: argparse.Namespace, builder: RequestBuilder, tokenizer, max_len: int) -> ServedModel:
+def served_model(session: Session, tokenizer, max_len: int) -> ServedModel:
+    args, builder = session.args, session.builder
     name = pathlib.Path(args.checkpoint).name if os.path.exists(args.checkpoint) else args.checkpoint
     sampling = builder.sampling
     if sampling.temperature is None:  # the default of OpenAI's API

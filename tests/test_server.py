@@ -29,9 +29,8 @@ from server.loop import EngineLoop
 from serving import programs
 from terminal import serve
 from terminal.launch import Startup
-from terminal.models import open_models
+from terminal.models import open_session
 from terminal.options import parse_arguments
-from terminal.prompts import RequestBuilder
 
 ROWS, MAX_LEN, QUEUE = 8, 128, 400
 GREETING = [{"role": "user", "content": "Tell me your name"}]
@@ -51,12 +50,11 @@ def started(*options: str) -> SimpleNamespace:
         options,
     ]
     args = parse_arguments([x for some in arguments for x in some])
-    models, tokenizer = open_models(args, 1)
-    builder = RequestBuilder(args, models[0].checkpoint, tokenizer, [x.cfg for x in models])
+    session = open_session(args, 1, Startup())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(serve, "EngineLoop", Kept)
         patch.setattr(programs, "WIDTHS", (32,))  # fewer to compile, and more chunks of a prompt
-        thread = threading.Thread(target=serve.serve, args=(args, models, builder, Startup()), daemon=True)
+        thread = threading.Thread(target=serve.serve, args=(session,), daemon=True)
         thread.start()
         while not (loops and loops[0].ready) and thread.is_alive():
             time.sleep(0.05)
@@ -69,7 +67,12 @@ def started(*options: str) -> SimpleNamespace:
 
     url = f"http://127.0.0.1:{port}"
     return SimpleNamespace(
-        url=url, port=port, loop=loops[0], engine=loops[0].engine, end=end, tokenizer=tokenizer
+        url=url,
+        port=port,
+        loop=loops[0],
+        engine=loops[0].engine,
+        end=end,
+        tokenizer=session.builder.tokenizer,
     )
 
 
@@ -561,12 +564,13 @@ def test_a_client_that_leaves_unnoticed(server, caplog):
 
     The server's event loop is held up while the client resets the connection, and meanwhile events pile up.
     """
-    body = json.dumps(TEXT | dict(n=8, max_tokens=100, ignore_eos=True, stream=True, temperature=1)).encode()
+    body = json.dumps(TEXT | dict(n=32, max_tokens=100, ignore_eos=True, stream=True, temperature=1)).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n"
     released = threading.Event()
     with socket.create_connection(("127.0.0.1", server.port)) as s:
         s.sendall(f"{head}content-type: application/json\r\n\r\n".encode() + body)
         assert s.recv(9) == b"HTTP/1.1 "
+        until(lambda: server.loop.jobs)
         jobs = list(server.loop.jobs.values())
         jobs[0].listener.loop.call_soon_threadsafe(released.wait, 20)
         before = server.engine.stats.tokens
