@@ -7,10 +7,10 @@ Several hosts that run the same command and share the disk divide the files amon
 """
 # ruff: noqa: E402  an interrupt is heard before the imports that take long
 
-from terminal.command_line import hear_signals
+from terminal.command_line import exit_on_signals
 
 if __name__ == "__main__":
-    hear_signals()
+    exit_on_signals()
 
 import contextlib
 import dataclasses
@@ -65,7 +65,7 @@ from quantize import (
 )
 from sharding.arrays import ArrayInfo, in_form
 from terminal.command_line import OneLineParser, run
-from terminal.launch import add_processes, join_hosts
+from terminal.launch import add_process_options, join_hosts
 
 FILE_MIB = 1024
 STATE = "conversion.json"  # in an unfinished folder: what it is to become; locked while it is written to
@@ -622,7 +622,7 @@ def main(arguments: list[str] | None = None) -> None:
         action="store_true",
         help="write nothing: check DST and compare it with SRC, or given one folder, check that",
     )
-    add_processes(parser)
+    add_process_options(parser)
     args = parser.parse_args(arguments)
     parser.check_positive(args, "file_mib", "timeout")
     jax.config.update("jax_platforms", "cpu")  # an accelerator may be busy, and is not needed

@@ -47,6 +47,7 @@ from quantize import (
     quantize_groups,
     ungroup,
 )
+from serving import placement
 from serving.text import load_tokenizer
 from sharding.arrays import ArrayInfo, in_form
 from terminal import launch
@@ -320,14 +321,14 @@ def main() -> None:
     text = read_text(args.text) if args.text is not None else None
     if args.json:
         open(args.json, "a").close()  # a file that cannot be written is known before the measuring
-    launch.keep_compiled()
+    launch.enable_compilation_cache()
     launch.join_hosts(args)
     format = FORMATS[args.quantize]
     exact, converted = open_both(args.checkpoint, args.converted, format)
     cfg, show = exact.config, jax.process_index() == 0
-    mesh = launch.choose_mesh(cfg, args.dp, args.ep, args.tp, launch.device_count())
-    dtype, _ = launch.choose_dtypes(args.dtype, None, None)
-    launch.set_precision(dtype)
+    mesh = placement.choose_mesh(cfg, args.dp, args.ep, args.tp, launch.device_count())
+    dtype, _ = placement.choose_dtypes(args.dtype, None, None)
+    placement.set_precision(dtype)
     if text:
         length = min(args.window, cfg.max_positions)
         tokens = windows(load_tokenizer(exact.folder), text, length, mesh.shape["data"], cfg)

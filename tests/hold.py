@@ -13,9 +13,9 @@ from functools import wraps
 PHASE, PROGRAM, *ARGUMENTS = sys.argv[1:]
 sys.argv, sys.path[0] = [PROGRAM, *ARGUMENTS], str(pathlib.Path(PROGRAM).parent)
 
-from terminal.command_line import hear_signals
+from terminal.command_line import exit_on_signals
 
-hear_signals()  # before there are threads, as main.py does
+exit_on_signals()  # before there are threads, as main.py does
 
 import jax
 

@@ -29,6 +29,7 @@ from quantize import (
     ungroup,
     unpack,
 )
+from serving import placement
 from serving.memory import shard_bytes
 from sharding.arrays import abstract
 from sharding.mesh import make_mesh
@@ -373,8 +374,8 @@ def test_what_is_refused(converted, tmp_path, monkeypatch, capsys):
 )
 def test_what_a_backend_holds(backend, held, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    assert launch.choose_format("int4", None) == held
-    assert launch.choose_format("int8", None) == INT8
+    assert placement.choose_format("int4", None, print) == held
+    assert placement.choose_format("int8", None, print) == INT8
 
 
 @pytest.mark.parametrize("tiny", [LLAMA3, pytest.param(LLAMA4, marks=pytest.mark.deep)])
