@@ -14,8 +14,6 @@ import os
 import pathlib
 from collections.abc import Callable
 
-import numpy as np
-
 from checkpoints.config_json import read_config
 from checkpoints.dequantized import Dequantized, dequantized
 from checkpoints.errors import UserError, located
@@ -32,10 +30,10 @@ from checkpoints.folders import (
 )
 from checkpoints.gguf_model import open_gguf
 from checkpoints.hub import find_folder
-from checkpoints.layouts import SLAB_BYTES, Layout, Source, file_layout, layout_of
+from checkpoints.layouts import Layout, Source, file_layout, layout_of, same_bits
 from checkpoints.names import FLOATS, named_infos, renamed, stored_infos, type_name
 from checkpoints.progress import progress
-from checkpoints.tensor_files import StoredTensor, TensorFile, array_bytes
+from checkpoints.tensor_files import StoredTensor, TensorFile, file_checksum
 from model import Config
 from quantize import FORMATS, INT8, Format
 from sharding.arrays import ArrayInfo
@@ -66,6 +64,11 @@ class Checkpoint:
         return parts if parts and parts.keys() <= self.sources.keys() else {name: info}
 
     @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors of all weights, each once."""
+        return list(dict.fromkeys(x for source in self.sources.values() for x in source.tensors))
+
+    @property
     def dtype(self) -> str:
         """The float type that holds its weights, but those of a type of their own: float32 if any has that,
         else bfloat16.
@@ -86,8 +89,8 @@ class Checkpoint:
         a converted folder it has the checksums of whole tensors, too, as the files themselves tell them.
         tensors: how many to look at; by default all, which may be many thousands.
         """
-        every = list(dict.fromkeys(x for source in self.sources.values() for x in source.tensors))
-        looked_at, weights = every[:: -(-len(every) // (tensors or len(every)))], hashlib.sha256()
+        every, weights = self.tensors, hashlib.sha256()
+        looked_at = every[:: -(-len(every) // (tensors or len(every)))]
         for x in every:
             weights.update(repr((x.name, x.dtype, x.shape, x.file.metadata.get(x.name))).encode())
         with (
@@ -97,7 +100,7 @@ class Checkpoint:
             for sample in pool.map(lambda x: x.sample(), looked_at):
                 weights.update(sample.encode())
                 bar.update()
-        files = {x.name: hashlib.sha256(x.read_bytes()).hexdigest()[:12] for x in companions(self.folder)}
+        files = {x.name: file_checksum(x)[:12] for x in companions(self.folder)}
         return files | {"weights": weights.hexdigest()[:12]}
 
 
@@ -159,7 +162,7 @@ def _open_published(
     used = {tensor.name for source in sources.values() for tensor in source.tensors}
     for name, tensor in tensors.items():
         if config.tied_embeddings and name == "lm_head.weight":
-            _check_copy(tensor, sources["embed"].tensors[0])
+            _check_copy(tensor, sources["embed"])
         elif tensor.name not in used and not family.ignores(name, len(config.layers)):
             _no_place(tensor)
     return Checkpoint(folder, config, sources, converted=False, format=None)
@@ -235,18 +238,13 @@ def _source(
     return Source(info, tuple(tensors), layout)
 
 
-def _check_copy(tensor: StoredTensor, original: StoredTensor) -> None:
+def _check_copy(tensor: Tensor, original: Source) -> None:
     """Raises UserError if an unembedding is not the embedding that config.json says to use."""
-    same = (tensor.dtype, tensor.shape) == (original.dtype, original.shape)
-    rows = max(SLAB_BYTES // (array_bytes(original.dtype, original.shape[1:])), 1)
-    for lo in range(0, original.shape[0] if same else 0, rows):
-        x, y = (z.rows(lo, lo + rows).view(np.uint8) for z in (tensor, original))
-        same = same and np.array_equal(x, y)
-        for z in (tensor, original):
-            z.forget()
-    if not same:
+    (embedding,), copy = original.tensors, dataclasses.replace(original, tensors=(tensor,))
+    same = (tensor.dtype, tensor.shape) == (embedding.dtype, embedding.shape)
+    if not same or not all(same_bits(x, y) for _, _, (x, y) in original.read_slices([original, copy])):
         raise UserError(
-            f"{tensor.file.path}: tensor {tensor.name} is not {original.name}, although config.json says "
+            f"{tensor.file.path}: tensor {tensor.name} is not {embedding.name}, although config.json says "
             "tie_word_embeddings; set that to false to use both"
         )
 

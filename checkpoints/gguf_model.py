@@ -4,7 +4,6 @@ Sources: ggml-org/llama.cpp, convert_hf_to_gguf.py and gguf-py/gguf/tensor_mappi
 """
 
 import atexit
-import hashlib
 import importlib.metadata
 import json
 import math
@@ -22,7 +21,7 @@ from checkpoints.errors import UserError, located
 from checkpoints.folders import cache_folder
 from checkpoints.gguf_file import PLAIN, GgufFile
 from checkpoints.gguf_tokenizer import write_tokenizer
-from checkpoints.tensor_files import StoredTensor, aligned_empty
+from checkpoints.tensor_files import StoredTensor, aligned_empty, file_checksum
 
 # general.architecture, and whether it has experts: model_type and class of config.json, and whether the rows
 # of q and k stand in the order of interleaved RoPE.
@@ -244,13 +243,9 @@ def _is_whole(folder: pathlib.Path) -> bool:
     """Whether all that was written to a folder is still there, as it was."""
     try:
         checksums = json.loads((folder / CHECKSUMS).read_text())
-        return all(_checksum(folder / name) == x for name, x in checksums.items())
+        return all(file_checksum(folder / name) == x for name, x in checksums.items())
     except (OSError, ValueError):
         return False
-
-
-def _checksum(path: pathlib.Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _write_small_files(file: GgufFile, config: dict, folder: pathlib.Path) -> None:
@@ -259,5 +254,5 @@ def _write_small_files(file: GgufFile, config: dict, folder: pathlib.Path) -> No
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends} if ends else {}))
     write_tokenizer(file.fields, folder)
-    checksums = {path.name: _checksum(path) for path in sorted(folder.iterdir())}
+    checksums = {path.name: file_checksum(path) for path in sorted(folder.iterdir())}
     (folder / CHECKSUMS).write_text(json.dumps(checksums))

@@ -10,14 +10,14 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
 from checkpoints.tensor_files import ALIGNMENT, StoredTensor, aligned_copy, array_bytes
 from sharding.arrays import ArrayInfo, Stored
 
-SLAB_BYTES = 2**24  # of an array, converted or compared at a time
+SLICE_BYTES = 2**24  # of an array, converted or compared at a time
 BLOCKS = 64  # into which a letter is split: a device's share is whole blocks on up to as many devices
 Box = tuple[tuple[int, int], ...]  # of each letter of a weight, which elements [lo, hi)
 
@@ -156,20 +156,27 @@ class Source:
             first += steps
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def slabs(self, layouts: Iterable[Layout] = ()) -> tuple[str, list[tuple[int, int]]]:
-        """How to read it bit by bit: a letter that is not contracted, and its ranges.
+    def read_slices(
+        self, sources: Iterable["Source"], layouts: Iterable[Layout] = ()
+    ) -> Iterator[tuple[str, int, list[np.ndarray]]]:
+        """Read arrays with the letters of this one together, about SLICE_BYTES of this one at a time.
 
-        layouts: of what it is written to. Where one splits the letter, the ranges are whole blocks.
+        Yields (letter, lo, the slice of each source from `lo` on along the letter, which is not contracted).
+        layouts: of the files that the slices are written to or compared with; each slice is whole blocks of
+        a letter that one of them splits. The memory of a slice is given back when the next one is asked for.
         """
-        layouts = self.layout, *layouts
+        sources, sizes = list(sources), dict(zip(self.info.letters.upper(), self.info.shape, strict=True))
         letter = next(x.letter for x in self.layout.axes if x.letter not in self.info.contracted.upper())
-        block = max(axis.width for layout in layouts for axis in layout.axes if axis.letter == letter)
-        size = self.info.shape[self.info.letters.upper().index(letter)]
-        rows = max(SLAB_BYTES * size // self.nbytes // block * block, block)
-        return letter, [(lo, min(lo + rows, size)) for lo in range(0, size, rows)]
+        axes = (axis for layout in (self.layout, *layouts) for axis in layout.axes)
+        block, size = max(axis.width for axis in axes if axis.letter == letter), sizes[letter]
+        step = max(SLICE_BYTES * size // self.nbytes // block * block, block)
+        for lo in range(0, size, step):
+            yield letter, lo, [source._read_range(letter, lo, min(lo + step, size)) for source in sources]
+            for source in sources:
+                source.forget()
 
-    def slab(self, letter: str, lo: int, hi: int) -> np.ndarray:
-        """All of the array, but of one letter the elements [lo, hi)."""
+    def _read_range(self, letter: str, lo: int, hi: int) -> np.ndarray:
+        """The elements [lo, hi) of one letter and all of the others."""
         letters = zip(self.info.letters.upper(), self.info.shape, strict=True)
         return self.read(tuple((lo, hi) if x == letter else (0, size) for x, size in letters))
 
@@ -182,3 +189,9 @@ class Source:
         """Give back the memory of what was read in place."""
         for tensor in self.tensors:
             tensor.forget()
+
+
+def same_bits(x: np.ndarray, y: np.ndarray) -> bool:
+    """Whether two arrays of one type are equal, NaN and signs of zero included."""
+    bits = np.dtype(f"u{x.itemsize}")
+    return np.array_equal(x.view(bits), y.view(bits))

@@ -140,9 +140,13 @@ class StoredTensor:
     stop: int
 
     @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+    @property
     def values(self) -> np.ndarray:
         """[*shape], in place: what is looked at is read from the file then, a page at a time."""
-        flat = np.frombuffer(self.file.mapped, np.uint8, self.stop - self.start, self.start)
+        flat = np.frombuffer(self.file.mapped, np.uint8, self.nbytes, self.start)
         return flat.view(DTYPES[self.dtype]).reshape(self.shape)
 
     def rows(self, lo: int, hi: int) -> np.ndarray:
@@ -174,7 +178,7 @@ class StoredTensor:
         """sha256 of SAMPLES of its pages at even distances, with the first and the last; of all, if it is no
         larger. In hexadecimal. Their memory is given back.
         """
-        size = self.stop - self.start
+        size = self.nbytes
         flat, firsts = self.values.reshape(-1).view(np.uint8), range(0, size, PAGE)
         if size > SAMPLES * PAGE:
             firsts = [i * (size - PAGE) // (SAMPLES - 1) for i in range(SAMPLES)]
@@ -188,10 +192,12 @@ class StoredTensor:
 
     def checksum(self) -> str:
         """sha256 of its bytes, in hexadecimal."""
-        return _checksum(self.file.path, self.start, self.stop)
+        return file_checksum(self.file.path, self.start, self.stop)
 
 
-def _checksum(path: pathlib.Path, start: int, stop: int) -> str:
+def file_checksum(path: pathlib.Path, start: int = 0, stop: int | None = None) -> str:
+    """sha256 of bytes [start, stop) of a file, by default of all, in hexadecimal."""
+    stop = path.stat().st_size if stop is None else stop
     digest, buffer = hashlib.sha256(), memoryview(bytearray(2**20))
     with path.open("rb", buffering=0) as file:
         file.seek(start)
@@ -221,6 +227,7 @@ def settle(path: pathlib.Path) -> None:
     """Give what was written at `partial_path` its name, once it is safe on the disk."""
     sync(partial_path(path))
     partial_path(path).rename(path)
+    sync(path.parent)
 
 
 class NewFile:
@@ -267,7 +274,7 @@ class NewFile:
     def checksum(self, name: str) -> str:
         """sha256 of what the file now holds of a tensor."""
         start = self.starts[name]
-        return _checksum(partial_path(self.path), start, start + array_bytes(*self.tensors[name]))
+        return file_checksum(partial_path(self.path), start, start + array_bytes(*self.tensors[name]))
 
     def finish(self, checksums: dict[str, str]) -> None:
         """Add the header, and the name."""

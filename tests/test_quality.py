@@ -95,7 +95,7 @@ def test_the_int8_folder_is_what_is_compared(int8, tmp_path, monkeypatch):
     converted, exact = open_checkpoint(int8), open_checkpoint(LLAMA3)
     on_load = quality.weight_errors(exact, INT8)
     with monkeypatch.context() as patch:
-        patch.setattr("checkpoints.layouts.SLAB_BYTES", 20_000)
+        patch.setattr("checkpoints.layouts.SLICE_BYTES", 20_000)
         for a, b in zip(quality.weight_errors(exact, INT8, converted), on_load, strict=True):
             assert a["error"] == pytest.approx(b["error"], rel=1e-5)
             assert [x["channel"] for x in a["channels"]] == [x["channel"] for x in b["channels"]]
