@@ -208,7 +208,7 @@ def _int8_parts(name: str, info: ArrayInfo, source: Source) -> dict[str, Source]
     if not all(isinstance(x, Dequantized) and x.int8 for x in source.tensors):
         return {}
     values, scales = zip(*(x.int8 for x in source.tensors), strict=True)
-    of_rows = Layout(layout.shape[:-1], layout.within[:-n], layout.axes[:-n])
+    of_rows = Layout(layout.shape[:-1], layout.dims[:-n], layout.axes[:-n])
     (first, second), held = stored_infos(name, info), info.held
     return {first: Source(held.values, values, layout), second: Source(held.scale, scales, of_rows)}
 

@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding
 
 import model
 from checkpoints.checkpoint import Checkpoint
-from checkpoints.layouts import Box, Source
+from checkpoints.layouts import Bounds, Source
 from checkpoints.names import in_each_stage, named_infos, type_name
 from checkpoints.progress import progress
 from checkpoints.tensor_files import DTYPES
@@ -86,7 +86,7 @@ def _place(info: ArrayInfo, sources: list[Source], mesh: Mesh, dtype: np.dtype |
     padded, parts = info.padded_shape(mesh), []
 
     @functools.cache  # devices that hold the same shard ask for the same bounds
-    def read(stage: int, bounds: Box) -> np.ndarray:
+    def read(stage: int, bounds: Bounds) -> np.ndarray:
         source = sources[stage]
         inside = tuple((lo, min(hi, size)) for (lo, hi), size in zip(bounds, source.info.shape, strict=True))
         shape = [hi - lo for lo, hi in bounds]
