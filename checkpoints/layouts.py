@@ -130,7 +130,7 @@ class Source:
         return array_bytes(self.tensors[0].dtype, self.info.shape)
 
     def read(self, bounds: Bounds) -> np.ndarray:
-        """A part of the array in the declared order: a view of the file if that has this order, else a copy."""
+        """A part of the array in the declared order: a view of the file if it has that order, else a copy."""
         axes, bounds = self.layout.axes, dict(zip(self.info.letters.upper(), bounds, strict=True))
         width = {axis.letter: axis.width for axis in axes if axis.width}
         x = self._read(*(axis.steps(*bounds[axis.letter]) for axis in axes))

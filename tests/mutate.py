@@ -392,7 +392,7 @@ MUTATIONS = [
     ("checkpoints/layouts.py", "ours.start * width + lo * step", "lo * step", CHECKPOINTS),
     ("checkpoints/layouts.py", "1 if alone else whole", "whole", CHECKPOINTS),
     ("checkpoints/checkpoint.py", "if checksum is None or checksum != tensor.file.metadata.get(name):", "if False:", CHECKPOINTS),
-    ("checkpoints/tensor_files.py", "start = -room.ctypes.data % ALIGNMENT", "start = 8", CHECKPOINTS),
+    ("checkpoints/tensor_files.py", "start = -buffer.ctypes.data % ALIGNMENT", "start = 8", CHECKPOINTS),
     ("checkpoints/names.py", "in family.renames:", "in ():", CHECKPOINTS),
     ("checkpoints/checkpoint.py", "not family.ignores(name, len(config.layers))", "True", CHECKPOINTS),
     ("checkpoints/fields.py", "value not in fixed.get(name, ())", 'True', CHECKPOINTS),
