@@ -1,7 +1,7 @@
-"""A model's folder, Hugging Face's or a converted one, opened: its Config, and where its weights are.
+"""Open a checkpoint, published or converted: read its Config, and find the stored tensors of every weight.
 
-A converted folder has the model's own config.json and tokenizer, and the weights in the layout that model.py
-declares, independent of any mesh: safetensors files, and an index with the sizes and checksums of them all.
+A converted folder has the model's own config.json and tokenizer files, the weights in safetensors files whose
+layout follows from model.py's declarations and not from a mesh, and an index with all sizes and checksums.
 """
 
 import collections
@@ -40,14 +40,16 @@ from sharding.arrays import ArrayInfo
 
 Tensor = StoredTensor | Dequantized
 FLOAT_TYPES = ("F32", "F16", "BF16")
-SAMPLERS = 16  # threads that each wait for a few pages at a time
+SAMPLERS = 16  # threads that sample tensors; most of the time they wait for the disk
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """An opened folder. sources: by the names of `stored_infos`; a weight that was published in int8 as ours
-    is, is there as floats and as that. converted: in our layout. format: of what it holds in that, None for
-    floats.
+    """An opened checkpoint.
+
+    sources:   the stored tensors of each array, by the names of `stored_infos`. A weight that was published
+               in our int8 format has a source of floats, and sources of the int8 values and of the scale.
+    converted: whether this is a converted folder. format: of its quantized weights; None: all are floats.
     """
 
     folder: pathlib.Path
@@ -57,7 +59,7 @@ class Checkpoint:
     format: Format | None
 
     def stored(self, name: str, info: ArrayInfo) -> dict[str, ArrayInfo]:
-        """The arrays, by their names, from which a weight is to be made: its form's, or one of floats."""
+        """The declarations of the stored arrays to make a weight of: one of floats, or its components."""
         if self.format:
             return stored_infos(name, dataclasses.replace(info, format=self.format))
         parts = stored_infos(name, info) if info.form == INT8 else {}
@@ -70,34 +72,32 @@ class Checkpoint:
 
     @property
     def dtype(self) -> str:
-        """The float type that holds its weights, but those of a type of their own: float32 if any has that,
-        else bfloat16.
-        """
+        """The float type of the weights that declare none: float32 if one is stored in it, else bfloat16."""
         weights = (source for source in self.sources.values() if source.info.dtype is None)
         stored = (x for source in weights for x in source.tensors if isinstance(x, StoredTensor))
         return "float32" if any(x.dtype == "F32" for x in stored) else "bfloat16"
 
     def fingerprint(self) -> str:
-        """A checksum of what `checksums` says of the small files and of all weights."""
+        """One checksum of all small files and weights, see `checksums`."""
         return hashlib.sha256(repr(sorted(self.checksums().items())).encode()).hexdigest()
 
     def checksums(self, tensors: int | None = None) -> dict[str, str]:
-        """Of each small file, and of the weights' bytes, wherever they are and since when.
+        """A checksum of each small file, and one, "weights", of samples of all weights.
 
-        It reads 64 KiB of a tensor at most, so a change between the sampled pages escapes it: of single
-        elements, or of one of more than 16 experts in a tensor; not one of training, or of another model. Of
-        a converted folder it has the checksums of whole tensors, too, as the files themselves tell them.
-        tensors: how many to look at; by default all, which may be many thousands.
+        At most 64 KiB of a tensor are read. Training, or another model, changes the sampled pages; a change
+        of single elements, or of one of more than 16 experts in a tensor, may not. A converted folder's files
+        state the checksums of whole tensors, and these count, too.
+        tensors: how many to sample; None: all, which may be many thousands.
         """
         every, weights = self.tensors, hashlib.sha256()
-        looked_at = every[:: -(-len(every) // (tensors or len(every)))]
+        sampled = every[:: -(-len(every) // (tensors or len(every)))]
         for x in every:
             weights.update(repr((x.name, x.dtype, x.shape, x.file.metadata.get(x.name))).encode())
         with (
-            progress("looking at the weights", len(looked_at), unit="tensor", delay=1) as bar,
+            progress("looking at the weights", len(sampled), unit="tensor", delay=1) as bar,
             concurrent.futures.ThreadPoolExecutor(SAMPLERS) as pool,
         ):
-            for sample in pool.map(lambda x: x.sample(), looked_at):
+            for sample in pool.map(lambda x: x.sample(), sampled):
                 weights.update(sample.encode())
                 bar.update()
         files = {x.name: file_checksum(x)[:12] for x in companions(self.folder)}
@@ -105,10 +105,10 @@ class Checkpoint:
 
 
 def open_checkpoint(path_or_id: str) -> Checkpoint:
-    """Open a converted or a Hugging Face folder, or a GGUF file, which must hold just the tensors that its
-    config.json implies.
+    """Open a converted folder, a Hugging Face folder or hub id, or a GGUF file.
 
-    Raises UserError naming the file, tensor or field that is wrong.
+    Raises UserError naming the file, tensor or field that is wrong: a checkpoint must have exactly the
+    tensors that its config.json implies.
     """
     path = pathlib.Path(os.path.expanduser(path_or_id))
     if path.suffix == ".gguf" and path.is_file():
@@ -132,7 +132,7 @@ def _open_ours(folder: pathlib.Path) -> Checkpoint:
         if checksum is None or checksum != tensor.file.metadata.get(name):
             raise UserError(f"{tensor.file.path}: tensor {name} is not the one that {INDEX} knows")
     parts = collections.defaultdict(list)
-    for name in sorted(tensors):  # what follows the slash numbers the parts
+    for name in sorted(tensors):  # the number of a part follows a slash
         parts[name.partition("/")[0]].append(tensors[name])
     if (quantize := index["metadata"].get("quantize")) not in FORMATS:
         raise UserError(f"{folder / INDEX}: quantize is {quantize!r}, not {' or '.join(FORMATS)}")
@@ -151,7 +151,10 @@ def _open_ours(folder: pathlib.Path) -> Checkpoint:
 def _open_published(
     path: pathlib.Path, folder: pathlib.Path, open_tensors: Callable[[dict], dict[str, Tensor]]
 ) -> Checkpoint:
-    """path: the user's. folder: of the small files. open_tensors: by their names, those of a config.json."""
+    """Open what others published. path: to name in errors. folder: of config.json and other small files.
+
+    open_tensors: from the content of config.json to the tensors by their names.
+    """
     with located(path):
         content = read_json(folder / "config.json")
         config, (family, content) = read_config(content), family_of(content)
@@ -182,7 +185,7 @@ def _tensors_in(folder: pathlib.Path, config: dict) -> dict[str, Tensor]:
 
 
 def _find(tensors: dict[str, Tensor], folder: pathlib.Path, info: ArrayInfo) -> Source:
-    """What a Hugging Face folder has of a weight, in the first of its published forms that is there."""
+    """The stored tensors of a weight: the first of its declared alternatives that the folder has."""
     for stored in info.stored:
         one_per_expert = "{e}" in stored.name
         names = [stored.name.format(e=e) for e in range(info.shape[0])] if one_per_expert else [stored.name]
@@ -199,7 +202,7 @@ def _find(tensors: dict[str, Tensor], folder: pathlib.Path, info: ArrayInfo) -> 
 
 
 def _int8_parts(name: str, info: ArrayInfo, source: Source) -> dict[str, Source]:
-    """The values and the scale of a weight that was published so, a scale for all that is contracted."""
+    """The values and the scale of a weight that was published in int8 with one scale per channel; else {}."""
     layout, n = source.layout, len(info.contracted)
     summed = layout.axes[-n:]
     rows = math.prod(axis.size for axis in summed) == layout.shape[-1]
@@ -220,13 +223,14 @@ def _source(
     dtypes: tuple[str, ...],
     one_per_expert: bool = False,
 ) -> Source:
-    """Raises UserError naming the tensor whose shape or type is wrong."""
+    """An array's stored tensors: parts of its first axis, or one for each expert.
+
+    Raises UserError naming the tensor whose shape or type is wrong.
+    """
     shape = layout.shape[1:] if one_per_expert else layout.shape
-    parts = len(tensors) > 1 and not one_per_expert
-    together = sum(tensor.shape[0] if tensor.shape else 0 for tensor in tensors)
+    rows = sum(tensor.shape[0] for tensor in tensors if tensor.shape)
     for tensor in tensors:
-        fits = tensor.shape[1:] == shape[1:] and together == shape[0] if parts else tensor.shape == shape
-        if not fits:
+        if (tensor.shape if one_per_expert else (rows, *tensor.shape[1:])) != shape:
             raise UserError(
                 f"{tensor.file.path}: tensor {tensor.name} has shape {tensor.shape}, "
                 f"but config.json asks for {shape}"
@@ -239,7 +243,7 @@ def _source(
 
 
 def _check_copy(tensor: Tensor, original: Source) -> None:
-    """Raises UserError if an unembedding is not the embedding that config.json says to use."""
+    """Raises UserError if a stored unembedding is not a copy of the tied embedding."""
     (embedding,), copy = original.tensors, dataclasses.replace(original, tensors=(tensor,))
     same = (tensor.dtype, tensor.shape) == (embedding.dtype, embedding.shape)
     if not same or not all(same_bits(x, y) for _, _, (x, y) in original.read_slices([original, copy])):

@@ -1,4 +1,4 @@
-"""The weights of a checkpoint, put on a mesh."""
+"""Load the weights of a checkpoint onto a mesh."""
 
 import dataclasses
 import functools
@@ -79,9 +79,9 @@ def stored_form(values: jax.Array, scale: jax.Array, info: ArrayInfo) -> Quantiz
 
 
 def _place(info: ArrayInfo, sources: list[Source], mesh: Mesh, dtype: np.dtype | None) -> jax.Array:
-    """Give each device its part, with zeros for the padding that the mesh needs.
+    """Put an array on the mesh, padded with zeros to the shape that the mesh needs.
 
-    sources: of each stage, if the array is of a layer and there are several. dtype: None, as stored.
+    sources: one, or if an axis p stacks a layer of every stage, one per stage. dtype: None: the stored one.
     """
     padded, parts = info.padded_shape(mesh), []
 

@@ -536,7 +536,7 @@ def test_verify_finds_steps_that_are_too_coarse(tmp_path, monkeypatch):
 @pytest.mark.parametrize("format", [None, INT8])
 @pytest.mark.parametrize("value", [np.nan, np.inf, pytest.param(-np.inf, marks=pytest.mark.deep)])
 def test_nonfinite_weights(value, format, tmp_path):
-    """Refused by name; if asked for, their channel is not finite in int8 either, also quantised on load."""
+    """Refused by name; if asked for, their channel is not finite in int8 either, also quantized on load."""
     shutil.copytree(LLAMA3, tmp_path / "source")
     tensors = load_file(LLAMA3 / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"][5, 7] = value
@@ -620,7 +620,7 @@ def test_files_have_the_size_that_was_asked_for(file_bytes, tmp_path):
 
 
 def test_slices(tmp_path, monkeypatch):
-    """Weights that go through memory a few rows at a time end as the same bytes."""
+    """Weights that are converted in slices of a few rows end as the same bytes."""
     convert(str(LLAMA4), str(tmp_path / "x"), format=INT8)
     monkeypatch.setattr("checkpoints.layouts.SLICE_BYTES", 5000)
     convert(str(LLAMA4), str(tmp_path / "y"), format=INT8)

@@ -91,7 +91,7 @@ def int8(tmp_path_factory) -> pathlib.Path:
 
 
 def test_the_int8_folder_is_what_is_compared(int8, tmp_path, monkeypatch):
-    """As good as quantised on load, in slabs too; of a model whose row 5 is doubled, half wrong there."""
+    """As good as quantized on load, in slices too; of a model whose row 5 is doubled, half wrong there."""
     converted, exact = open_checkpoint(int8), open_checkpoint(LLAMA3)
     on_load = quality.weight_errors(exact, INT8)
     with monkeypatch.context() as patch:
