@@ -33,13 +33,12 @@ from checkpoints.hub import find_folder
 from checkpoints.layouts import Layout, Source, file_layout, layout_of, same_bits
 from checkpoints.names import FLOATS, named_infos, renamed, stored_infos, type_name
 from checkpoints.progress import progress
-from checkpoints.tensor_files import StoredTensor, TensorFile, file_checksum
+from checkpoints.tensor_files import FLOAT_TYPES, StoredTensor, TensorFile, file_checksum
 from model import Config
 from quantize import FORMATS, INT8, Format
 from sharding.arrays import ArrayInfo
 
 Tensor = StoredTensor | Dequantized
-FLOAT_TYPES = ("F32", "F16", "BF16")
 SAMPLERS = 16  # threads that sample tensors; most of the time they wait for the disk
 
 
@@ -130,7 +129,7 @@ def _open_ours(folder: pathlib.Path) -> Checkpoint:
     for name, tensor in tensors.items():
         checksum = index["checksums"].get(name)
         if checksum is None or checksum != tensor.file.metadata.get(name):
-            raise UserError(f"{tensor.file.path}: tensor {name} is not the one that {INDEX} knows")
+            raise UserError(f"{tensor} is not the one that {INDEX} knows")
     parts = collections.defaultdict(list)
     for name in sorted(tensors):  # the number of a part follows a slash
         parts[name.partition("/")[0]].append(tensors[name])
@@ -231,14 +230,9 @@ def _source(
     rows = sum(tensor.shape[0] for tensor in tensors if tensor.shape)
     for tensor in tensors:
         if (tensor.shape if one_per_expert else (rows, *tensor.shape[1:])) != shape:
-            raise UserError(
-                f"{tensor.file.path}: tensor {tensor.name} has shape {tensor.shape}, "
-                f"but config.json asks for {shape}"
-            )
+            raise UserError(f"{tensor} has shape {tensor.shape}, but config.json asks for {shape}")
         if tensor.dtype not in dtypes:
-            raise UserError(
-                f"{tensor.file.path}: tensor {tensor.name} has type {tensor.dtype}, not {' or '.join(dtypes)}"
-            )
+            raise UserError(f"{tensor} has type {tensor.dtype}, not {' or '.join(dtypes)}")
     return Source(info, tuple(tensors), layout)
 
 
@@ -248,12 +242,10 @@ def _check_copy(tensor: Tensor, original: Source) -> None:
     same = (tensor.dtype, tensor.shape) == (embedding.dtype, embedding.shape)
     if not same or not all(same_bits(x, y) for _, _, (x, y) in original.read_slices([original, copy])):
         raise UserError(
-            f"{tensor.file.path}: tensor {tensor.name} is not {embedding.name}, although config.json says "
-            "tie_word_embeddings; set that to false to use both"
+            f"{tensor} is not {embedding.name}, although config.json says tie_word_embeddings; "
+            "set that to false to use both"
         )
 
 
-def _no_place(tensor: StoredTensor):
-    raise UserError(
-        f"{tensor.file.path}: tensor {tensor.name} has no place in the model that config.json describes"
-    )
+def _no_place(tensor: Tensor):
+    raise UserError(f"{tensor} has no place in the model that config.json describes")

@@ -18,12 +18,12 @@ from ml_dtypes import float8_e4m3fn
 
 from checkpoints.errors import UserError
 from checkpoints.fields import Fields
-from checkpoints.tensor_files import StoredTensor, TensorFile
+from checkpoints.tensor_files import FLOAT_TYPES, StoredTensor, TensorFile
 
 WORD = 32  # bits
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the position in a word of each of eight columns
 E4M3 = np.arange(256, dtype=np.uint8).view(float8_e4m3fn).astype(np.float32)  # the value of each byte
-WORDS, NUMBERS, SCALES = ("I32",), ("I32", "I64"), ("F32", "F16", "BF16")
+WORDS, NUMBERS, SCALES = ("I32",), ("I32", "I64"), FLOAT_TYPES
 TYPES = {  # of a quantized weight's tensors, by the end of their names
     "qweight": WORDS, "qzeros": WORDS, "scales": SCALES, "g_idx": NUMBERS,
     "weight_packed": WORDS, "weight_zero_point": WORDS, "weight_shape": NUMBERS, "weight_g_idx": NUMBERS,
@@ -46,6 +46,8 @@ class Dequantized:
     compute: Rows
     dtype: str = "F32"
     int8: "tuple[StoredTensor, Dequantized] | None" = None
+
+    __str__ = StoredTensor.__str__
 
     @property
     def file(self) -> TensorFile:
@@ -82,9 +84,7 @@ class Parts(NamedTuple):
         """The tensor BASE.END. Raises UserError if it is missing or has another shape; None: any size."""
         if end not in self.tensors:
             other = next(iter(self.tensors.values()))
-            raise UserError(
-                f"{other.file.path}: tensor {self.base}.{end} is missing, though {other.name} is there"
-            )
+            raise UserError(f"{other} is there, but {self.base}.{end} is missing")
         tensor = self.tensors[end]
         known = [b if a is None else a for a, b in zip(shape, tensor.shape, strict=False)]
         if len(tensor.shape) != len(shape) or known != list(tensor.shape):
@@ -95,8 +95,7 @@ class Parts(NamedTuple):
         return tensor
 
     def refuse(self, end: str, what: str):
-        tensor = self.tensors[end]
-        raise UserError(f"{tensor.file.path}: tensor {tensor.name} {what}")
+        raise UserError(f"{self.tensors[end]} {what}")
 
 
 class Method(NamedTuple):

@@ -29,6 +29,7 @@ DTYPES = {
     "I32": np.dtype(np.int32),
     "I64": np.dtype(np.int64),
 }
+FLOAT_TYPES = ("F32", "F16", "BF16")
 OTHER_SIZES = {"BOOL": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I16": 2, "U16": 2, "U32": 4, "F64": 8, "U64": 8}
 MAX_HEADER = 100_000_000  # the format's own limit
 READ_AHEAD = 2**17  # bytes; systems may cut a longer request short
@@ -144,6 +145,9 @@ class StoredTensor:
     shape: tuple[int, ...]
     start: int
     stop: int
+
+    def __str__(self) -> str:
+        return f"{self.file.path}: tensor {self.name}"
 
     @property
     def nbytes(self) -> int:
@@ -288,9 +292,3 @@ class NewFile:
         self._put(self._header({name: checksums[name] for name in self.tensors}), 0)
         self.file.close()
         settle(self.path)
-
-    def __enter__(self) -> "NewFile":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.file.close()

@@ -40,9 +40,7 @@ def verify(folder: str, source: str | None = None) -> list[str]:
         checksums = in_order(lambda tensor: tensor.checksum(), tensors, ahead=32)
         for tensor, checksum in zip(tensors, checksums, strict=True):
             if checksum != index["checksums"][tensor.name]:
-                raise UserError(
-                    f"{tensor.file.path}: tensor {tensor.name} is damaged; convert the model again"
-                )
+                raise UserError(f"{tensor} is damaged; convert the model again")
             bar.update(tensor.nbytes)
     found = [f"{folder}: the checksums of {len(tensors)} tensors and of the model's other files are right"]
     if source is not None:

@@ -52,8 +52,8 @@ def write_weights(
     def tasks(opened: contextlib.ExitStack):
         for file_set in share:
             files = {name: NewFile(folder / name, tensors) for name, tensors in file_set.files.items()}
-            for file in files.values():
-                opened.enter_context(file)
+            for new in files.values():
+                opened.callback(new.file.close)
             for fused in file_set.weights:
                 yield file_set, fused, files
 
@@ -167,8 +167,7 @@ def _refuse_nonfinite(source: Source, dtype: np.dtype):
     for what, as_type in (("NaN or Inf", None), (f"numbers that are too large for {dtype}", dtype)):
         for tensor in source.tensors:
             if not _is_finite(tensor.values, as_type):
-                where = f"{tensor.file.path}: tensor {tensor.name}"
-                raise UserError(f"{where} holds {what}; --allow-nonfinite converts it anyway")
+                raise UserError(f"{tensor} holds {what}; --allow-nonfinite converts it anyway")
 
 
 def publish(
