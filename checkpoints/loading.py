@@ -97,9 +97,7 @@ def _place(info: ArrayInfo, sources: list[Source], mesh: Mesh, dtype: np.dtype |
         if inside == bounds:
             parts.append((source, part))
             return part
-        whole = np.zeros(shape, wanted)
-        whole[tuple(slice(0, size) for size in part.shape)] = part
-        return whole
+        return np.pad(part, [(0, size) for size in np.subtract(shape, part.shape)])
 
     def shard(index: tuple[slice, ...]) -> np.ndarray:
         bounds = tuple(part.indices(size)[:2] for part, size in zip(index, padded, strict=True))

@@ -71,8 +71,9 @@ def unfinished_folder(destination: pathlib.Path, identity: dict) -> Iterator[pat
     partial = destination.with_name(destination.name + ".incomplete")
     with contextlib.ExitStack() as stack:
         from_first(lambda: stack.enter_context(claimed(partial, identity)))
-        if process_index() != 0:
-            stack.enter_context(shared(partial))
+        if process_index() != 0:  # if process 0 is killed, this process may still write
+            await_files([partial / STATE])
+            _lock(stack.enter_context((partial / STATE).open()), fcntl.LOCK_SH)
         yield partial
 
 
@@ -106,15 +107,6 @@ def claimed(partial: pathlib.Path, identity: dict) -> Iterator[None]:
             state.flush()
             os.fsync(state.fileno())
             sync(partial)
-        _lock(state, fcntl.LOCK_SH)
-        yield
-
-
-@contextlib.contextmanager
-def shared(partial: pathlib.Path) -> Iterator[None]:
-    """Hold the lock that process 0 has taken: if process 0 is killed, this process may still write."""
-    await_files([partial / STATE])
-    with (partial / STATE).open() as state:
         _lock(state, fcntl.LOCK_SH)
         yield
 

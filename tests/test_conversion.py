@@ -176,7 +176,8 @@ def test_whose_folder_it_is(undisturbed, tmp_path, monkeypatch, capsys):
     state.touch()
     with monkeypatch.context() as patch:  # what is left of several processes, of which the first was killed
         patch.setattr(unfinished, "process_index", lambda: 1)
-        with unfinished.shared(tmp_path / "mine.incomplete"):
+        patch.setattr(unfinished, "from_first", lambda function: None)
+        with unfinished.unfinished_folder(tmp_path / "mine", {}):
             patch.undo()
             with pytest.raises(ValueError, match="another conversion is writing there"):
                 convert(str(LLAMA3), str(tmp_path / "mine"))
