@@ -109,8 +109,9 @@ def exact_values(q: QuantizedArray | GroupedArray, info: ArrayInfo) -> Array:
 def weight_errors(
     exact: Checkpoint, format: Format, converted: Checkpoint | None = None, rounding: str = "searched"
 ) -> list[dict]:
-    """`summary` of each weight that the format rounds, a slab in memory at a time. converted: to it, of which
-    the values are taken.
+    """`summary` of each weight that the format rounds, a slice in memory at a time.
+
+    converted: a checkpoint in the format, whose values are compared; None: they are computed here.
     """
     infos = [(name, info) for name, info in named_infos(exact.config, format=format) if info.form]
     total, found = sum(exact.sources[name].nbytes for name, _ in infos), []
@@ -119,15 +120,11 @@ def weight_errors(
             sources = [exact.sources[name]]
             held = converted or exact
             sources += [held.sources[part] for part in held.stored(name, info) if part != name]
-            letter, ranges = sources[0].slabs(x.layout for x in sources[1:])  # in which channels are whole
             nameless, parts = dataclasses.replace(info, stored=()), []
-            for lo, hi in ranges:
-                w, *q = (source.slab(letter, lo, hi) for source in sources)
+            for letter, _, (w, *q) in sources[0].read_slices(sources, [x.layout for x in sources[1:]]):
+                axis = channel_letters(info).upper().index(letter)  # in a slice channels are whole
                 q = exact_values(stored_form(*q, info), info) if q else rounded(w, nameless, rounding)
                 parts.append(jax.device_get(channel_sums(w, q, info.contracted_axes)))
-                for source in sources:
-                    source.forget()
-            axis = channel_letters(info).upper().index(letter)
             sums = (np.concatenate(part, axis).astype(float) for part in zip(*parts, strict=True))
             found.append(summary(name, info, *sums))
             bar.update(sources[0].nbytes)

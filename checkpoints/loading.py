@@ -1,4 +1,4 @@
-"""The weights of a checkpoint, put on a mesh."""
+"""Load the weights of a checkpoint onto a mesh."""
 
 import dataclasses
 import functools
@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding
 
 import model
 from checkpoints.checkpoint import Checkpoint
-from checkpoints.layouts import Box, Source
+from checkpoints.layouts import Bounds, Source
 from checkpoints.names import in_each_stage, named_infos, type_name
 from checkpoints.progress import progress
 from checkpoints.tensor_files import DTYPES
@@ -82,14 +82,14 @@ def stored_form(values: jax.Array, scale: jax.Array, info: ArrayInfo) -> Quantiz
 
 
 def _place(info: ArrayInfo, sources: list[Source], mesh: Mesh, dtype: np.dtype | None) -> jax.Array:
-    """Give each device its part, with zeros for the padding that the mesh needs.
+    """Put an array on the mesh, padded with zeros to the shape that the mesh needs.
 
-    sources: of each stage, if the array is of a layer and there are several. dtype: None, as stored.
+    sources: one, or if an axis p stacks a layer of every stage, one per stage. dtype: None: the stored one.
     """
     padded, parts = info.padded_shape(mesh), []
 
     @functools.cache  # devices that hold the same shard ask for the same bounds
-    def read(stage: int, bounds: Box) -> np.ndarray:
+    def read(stage: int, bounds: Bounds) -> np.ndarray:
         source = sources[stage]
         inside = tuple((lo, min(hi, size)) for (lo, hi), size in zip(bounds, source.info.shape, strict=True))
         shape = [hi - lo for lo, hi in bounds]
@@ -100,9 +100,7 @@ def _place(info: ArrayInfo, sources: list[Source], mesh: Mesh, dtype: np.dtype |
         if inside == bounds:
             parts.append((source, part))
             return part
-        whole = np.zeros(shape, wanted)
-        whole[tuple(slice(0, size) for size in part.shape)] = part
-        return whole
+        return np.pad(part, [(0, size) for size in np.subtract(shape, part.shape)])
 
     def shard(index: tuple[slice, ...]) -> np.ndarray:
         bounds = tuple(part.indices(size)[:2] for part, size in zip(index, padded, strict=True))

@@ -256,7 +256,7 @@ def test_what_is_int8_already_stays(tmp_path):
 
 
 def test_answers(tmp_path, monkeypatch, capsys):
-    """The command says of a quantised model what it says of its floats."""
+    """The command says of a quantized model what it says of its floats."""
     answers = []
     for folder in publish(tmp_path, "awq"):
         options = "--dtype", "float32", "--logprobs", "--json", "--prompt", "How much is 3 plus 4?"

@@ -16,6 +16,7 @@ from checkpoints.checkpoint import open_checkpoint
 from checkpoints.folders import INDEX
 from checkpoints.loading import load
 from checkpoints.names import named_infos
+from checkpoints.verify import int4_error
 from ops import matmul
 from quantize import (
     FORMATS,
@@ -278,7 +279,7 @@ def converted(source):
 
 @pytest.mark.parametrize("name", ["1", "ep2-tp4"])
 def test_a_converted_folder_is_what_loading_makes(name, source, converted, monkeypatch):
-    """Bit for bit, in many slabs, on each mesh; and no larger than it says."""
+    """Bit for bit, in many slices, on each mesh; and no larger than it says."""
     theirs, ours = open_checkpoint(str(source)), open_checkpoint(str(converted))
     assert ours.format == INT4
     mesh = mesh_of(ours.config, name)
@@ -288,7 +289,7 @@ def test_a_converted_folder_is_what_loading_makes(name, source, converted, monke
     total = sum(source.nbytes for source in ours.sources.values())
     planned = abstract(model.weight_infos(ours.config, format=INT4), mesh_of(ours.config), jnp.bfloat16)
     assert total == shard_bytes(planned)
-    monkeypatch.setattr("checkpoints.layouts.SLAB_BYTES", 2100)  # no whole blocks
+    monkeypatch.setattr("checkpoints.layouts.SLICE_BYTES", 2100)  # no whole blocks
     again = source.with_name(f"again-{name}")
     convert_checkpoint.convert(str(source), str(again), INT4)
     for file in converted.glob("*.safetensors"):
@@ -335,12 +336,12 @@ def test_verify(source, converted):
             packed, scale = (x.read(tuple((0, n) for n in x.info.shape)).copy() for x in parts)
             x = open_checkpoint(str(source)).sources[name]
             x = x.read(tuple((0, n) for n in x.info.shape))
-            assert convert_checkpoint._int4_error(info, x, packed, scale) <= 1
+            assert int4_error(info, x, packed, scale) <= 1
             packed[(0,) * packed.ndim] ^= 1
-            assert convert_checkpoint._int4_error(info, x, packed, scale) > 1
+            assert int4_error(info, x, packed, scale) > 1
             packed[(0,) * packed.ndim] ^= 1
             scale[(0,) * scale.ndim] *= 2
-            assert convert_checkpoint._int4_error(info, x, packed, scale) > 1
+            assert int4_error(info, x, packed, scale) > 1
             # Rounded rightly, to steps that are twice what they need to be.
             at = info.held.values.letters.index("I")
             q = quantize_groups(jnp.asarray(x), *info.groups, searched=False)
@@ -348,7 +349,7 @@ def test_verify(source, converted):
             groups = in_groups(jnp.asarray(x), *info.groups).astype(jnp.float32)
             values = jnp.clip(jnp.round(groups / coarse), -8, 7).astype(jnp.int4)
             packed, scale = np.asarray(pack(values, at)), np.asarray(2 * q.scale)
-            assert convert_checkpoint._int4_error(info, x, packed, scale) == np.inf
+            assert int4_error(info, x, packed, scale) == np.inf
 
 
 def test_what_is_refused(converted, tmp_path, monkeypatch, capsys):
