@@ -79,6 +79,12 @@ def pytest_collection_modifyitems(config, items) -> None:
         items[:] = [item for item in items if item not in deep]
 
 
+def pytest_terminal_summary(terminalreporter, config) -> None:
+    """Skipped tests are listed with their reasons (-rs, in pyproject.toml); deselected ones are not."""
+    if not config.getoption("--all"):
+        terminalreporter.write_line("The tests marked deep did not run; --all runs them, too.")
+
+
 @pytest.fixture(autouse=True, scope="module")
 def programs_of_one_file():
     """Give back the memory of what one file's tests compiled: of all of them it would be gigabytes."""

@@ -12,12 +12,10 @@ import urllib.request
 
 import pytest
 from conftest import FAST
+from selenium import webdriver
 
 import main
 
-webdriver = pytest.importorskip("selenium.webdriver")
-for package in ("starlette", "uvicorn", "llguidance", "prometheus_client"):
-    pytest.importorskip(package)
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 pytestmark = [
     pytest.mark.deep,
