@@ -70,7 +70,7 @@ SINGLE_BYTES = "tests/test_text.py::test_half_a_character_of_single_bytes"
 GARBAGE = "tests/test_answers.py::test_garbage_is_not_collected_until_the_programs_are_compiled"
 SAMPLES = "tests/test_answers.py::test_samples"
 SAMPLES_IN_A_FILE = "tests/test_answers.py::test_samples_in_a_file"
-STOPPED = "tests/test_answers.py::test_stop_strings"
+STOP_STRINGS_OF_ANSWERS = "tests/test_answers.py::test_stop_strings"
 INTERRUPTED = "tests/test_answers.py::test_interrupted_anywhere"
 DAMAGED = "tests/test_command_line.py::test_damaged_weights"
 WAITS = "tests/test_generation.py::test_what_waits_for_a_prefix"
@@ -332,9 +332,9 @@ MUTATIONS = [
     ("serving/text.py", "encoding.append(normalizers.Prepend(", "encoding.insert(0, normalizers.Prepend(", SENTENCEPIECE),
     ("serving/text.py", 'get("add_bos_token", True)', 'get("add_bos_token", False)', SENTENCEPIECE),
     ("terminal/answers.py", "if n and -log_likelihood / n < 700 else None", "if n else None", "tests/test_answers.py::test_perplexity"),
-    ("terminal/answers.py", "tokens=self.answer.tokens[:used]", "tokens=self.answer.tokens", STOPPED),
-    ("terminal/answers.py", "logprobs=self.answer.logprobs[:used]", "logprobs=self.answer.logprobs", STOPPED),
-    ("terminal/answers.py", 'self.stream.stopped or self.answer.finish_reason == "stop"', 'self.answer.finish_reason == "stop"', STOPPED),
+    ("terminal/answers.py", "tokens=self.answer.tokens[:used]", "tokens=self.answer.tokens", STOP_STRINGS_OF_ANSWERS),
+    ("terminal/answers.py", "logprobs=self.answer.logprobs[:used]", "logprobs=self.answer.logprobs", STOP_STRINGS_OF_ANSWERS),
+    ("terminal/answers.py", 'self.stream.stopped or self.answer.finish_reason == "stop"', 'self.answer.finish_reason == "stop"', STOP_STRINGS_OF_ANSWERS),
     ("terminal/printers.py", "            self.waiting.pop()\n            self.printed = -1\n", "            self.waiting.pop()\n", SAMPLES),
     ("terminal/output_file.py", "for line in kept.values()) != whole:", "for line in kept.values()) == whole:", "tests/test_answers.py::test_held_answers_are_not_asked_again"),
     ("terminal/output_file.py", "if torn[: len(LINE)] != LINE[: len(torn)]:", "if False:", "tests/test_answers.py::test_wrong_output_files"),
@@ -507,17 +507,33 @@ MUTATIONS = [
 ]  # fmt: skip
 
 
+def out_of_date(mutations: list[tuple[str, str, str, str]]) -> list[str]:
+    """A line for each mutation whose text is not exactly once in its file, and for each test that is not there."""
+    found = []
+    for file, old, _, _ in mutations:
+        count = (ROOT / file).read_text().count(old) if (ROOT / file).exists() else 0
+        if count != 1:
+            found.append(f"{file} has {count} of {old!r}")
+    wanted = {test for *_, test in mutations}
+    files = sorted({test.partition("::")[0] for test in wanted})
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-n", "0", "--all", *files]
+    collected = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
+    # A file of tests, or one without its parameters, stands for all of them.
+    names = {name for line in collected for name in (line, line.partition("[")[0], line.partition("::")[0])}
+    return found + [f"there is no {test}" for test in sorted(wanted - names)]
+
+
 def main() -> None:
     words = sys.argv[1:]
     chosen = [m for m in MUTATIONS if not words or any(word in m[1] for word in words)]
+    if lines := out_of_date(chosen):
+        sys.exit("\n".join(["error: bring the list of mutations up to date:", *lines]))
     survived = 0
     with tempfile.TemporaryDirectory() as folder:
         copy = pathlib.Path(folder) / "repository"
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "__pycache__"))
         for number, (file, old, new, test) in enumerate(chosen, 1):
             source = (ROOT / file).read_text()
-            if source.count(old) != 1:
-                sys.exit(f"error: {file} has {source.count(old)} of {old!r}; bring this list up to date")
             (copy / file).write_text(source.replace(old, new))
             command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "--all", test]
             failed = subprocess.run(command, cwd=copy, capture_output=True).returncode == 1
