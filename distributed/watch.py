@@ -9,7 +9,6 @@ Nothing here takes long to import: a command may have to leave before it has imp
 """
 
 import contextlib
-import json
 import os
 import sys
 import threading
@@ -28,14 +27,15 @@ watch: "Watch | None" = None  # of this process, once it has joined others
 class Watch:
     """What a process knows of the others.
 
-    client: of jax's coordination service. seconds: how long a process may be silent.
+    client: of jax's coordination service. hosts: the host of each process. seconds: how long a process may be
+    silent.
     """
 
-    def __init__(self, client, index: int, count: int, host: str, seconds: float):
-        self.client, self.index, self.count, self.seconds = client, index, count, seconds
-        self.hosts = {index: host}
-        self.answered = time.monotonic()  # when process 0 last did
-        self.signs = {i: ("", self.answered) for i in range(count) if i != index}  # the last, and since when
+    def __init__(self, client, index: int, hosts: list[str], seconds: float):
+        self.client, self.index, self.hosts, self.seconds = client, index, hosts, seconds
+        self.answered = time.monotonic()  # when the store, which is in process 0, last answered
+        # The last sign of life of each other process, and when it was first seen.
+        self.signs = {i: ("", self.answered) for i in range(len(hosts)) if i != index}
         self.ended, self.leaving = threading.Event(), threading.Lock()
         self.threads = [threading.Thread(target=f, daemon=True) for f in (self._exchange_signs, self._judge)]
         for thread in self.threads:
@@ -45,16 +45,14 @@ class Watch:
         number = 0
         while not self.ended.wait(INTERVAL if number else 0):
             number += 1
-            sign = json.dumps([self.hosts[self.index], number])
             try:
-                self.client.key_value_set(f"sign/{self.index}", sign, allow_overwrite=True)
+                self.client.key_value_set(f"sign/{self.index}", str(number), allow_overwrite=True)
                 signs = self.client.key_value_dir_get("sign/")
                 reasons = self.client.key_value_dir_get("reason/")
             except Exception:  # of a type of jaxlib's: nobody listens where process 0 did
                 self.blame(0, "has ended")
             self.answered = time.monotonic()
             for index, sign in _by_index(signs):
-                self.hosts[index] = json.loads(sign)[0]
                 if index != self.index and sign != self.signs[index][0]:
                     self.signs[index] = sign, self.answered
             for index, reason in _by_index(reasons):
@@ -71,8 +69,8 @@ class Watch:
 
     def blame(self, index: int, reason: str) -> NoReturn:
         """Leave because of another process, and say so once more for those who did not hear it."""
-        host = f" (on {self.hosts[index]})" if index in self.hosts else ""
-        self.leave(1, f"\nerror: process {index} of {self.count}{host} {reason}", index, reason)
+        process = f"process {index} of {len(self.hosts)} (on {self.hosts[index]})"
+        self.leave(1, f"\nerror: {process} {reason}", index, reason)
 
     def leave(self, code: int, line: str, index: int, reason: str) -> NoReturn:
         """End this process, whatever its threads do, and so all. index: of the process that is the reason."""
@@ -127,9 +125,9 @@ def _by_index(entries: list[tuple[str, str]]) -> Iterator[tuple[int, str]]:
         yield int(key.rpartition("/")[2]), value
 
 
-def start(client, index: int, count: int, host: str, seconds: float) -> None:
+def start(client, index: int, hosts: list[str], seconds: float) -> None:
     global watch
-    watch = Watch(client, index, count, host, seconds)
+    watch = Watch(client, index, hosts, seconds)
 
 
 def leave(code: int, line: str, reason: str, at_once: bool = False) -> NoReturn:

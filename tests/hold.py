@@ -19,6 +19,7 @@ hear_signals()  # before there are threads, as main.py does
 
 import jax
 
+from distributed import join
 from serving.programs import Programs
 from terminal import models
 
@@ -40,9 +41,10 @@ def announced(function, seconds: float, calls: int = 1):
     return held
 
 
-if PHASE == "joining":
-    if os.environ["JAX_PROCESS_ID"] != "0":  # which the others, process 0 too, wait for
-        jax.distributed.initialize = announced(jax.distributed.initialize, 4)
+if PHASE in ("coming", "joining"):
+    if os.environ["JAX_PROCESS_ID"] != "0":  # the others, process 0 too, wait for this one
+        where, name = {"coming": (join, "call_roll"), "joining": (jax.distributed, "initialize")}[PHASE]
+        setattr(where, name, announced(getattr(where, name), 4))
 elif PHASE == "loading":
     models.load = announced(models.load, 2)
 elif PHASE == "compiling":
