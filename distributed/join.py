@@ -18,8 +18,10 @@ from distributed.exchange import hostname
 from distributed.roll_call import REMEDY, address_of, call_roll, can_connect
 
 TIMEOUT = 60  # seconds, unless the user says otherwise
-MIN_TIMEOUT = 3  # seconds: a busy process gives a sign of life every second or two
-SILENCE = 0.9  # the part of the timeout after which a silent process is given up; the rest is for ending
+MIN_TIMEOUT = 3  # seconds: the heartbeats of a busy process are a second or two apart
+GIVE_UP = (
+    0.9  # the part of the timeout without a heartbeat after which a process is given up; all end in the rest
+)
 PATIENCE = 5  # seconds after which the user is told what this process waits for
 OPTIONS = (
     "--coordinator (HOST:PORT), --num-processes and --process-id, or the variables "
@@ -37,7 +39,9 @@ def join(coordinator: str | None, count: int | None, index: int | None, seconds:
     Raises UserError.
     """
     if seconds < MIN_TIMEOUT:
-        raise UserError(f"--timeout {seconds}: at least {MIN_TIMEOUT} s, for processes to give signs of life")
+        raise UserError(
+            f"--timeout {seconds}: at least {MIN_TIMEOUT} s, for heartbeats that are a second or two apart"
+        )
     coordinator = coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS")
     count, index = _number(count, "JAX_NUM_PROCESSES"), _number(index, "JAX_PROCESS_ID")
     try:
@@ -60,7 +64,7 @@ def join(coordinator: str | None, count: int | None, index: int | None, seconds:
         hosts = call_roll(coordinator, index, count, hostname(), seconds)
     _initialize(coordinator, index, hosts, seconds)
     if count > 1:
-        watch.start(global_state.client, index, hosts, SILENCE * seconds)
+        watch.start(global_state.client, index, hosts, GIVE_UP * seconds)
         watch_aborts()
 
 
@@ -71,11 +75,11 @@ def _initialize(coordinator: str, index: int, hosts: list[str], seconds: int) ->
         _not_joined(coordinator, index, hosts)
 
     def undo() -> None:
-        pass_words_on()
+        stop_withholding()
         signal.signal(signal.SIGABRT, signal.SIG_DFL)
 
     jax.config.update("jax_enable_preemption_service", False)  # it would catch SIGTERM and go on
-    pass_words_on = runtime.keep_back_words()
+    stop_withholding = runtime.withhold_output()
     runtime.call_on_abort(give_up)
     try:
         with _unless_done_in(seconds, give_up):
@@ -105,7 +109,7 @@ def watch_aborts() -> None:
 def _aborted(because_of_peers: bool) -> None:
     if because_of_peers:  # the coordination service is in process 0
         watch.watch.blame(0, "has ended")
-    sys.stderr.write(runtime.words())
+    sys.stderr.write(runtime.withheld_output())
     watch.leave(1, "error: jax's runtime aborted, see above", "has crashed")
 
 

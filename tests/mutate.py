@@ -494,7 +494,7 @@ MUTATIONS = [
     ("distributed/watch.py", "while any(since < seen for", "while False and any(since < seen for", KILLED),
     ("distributed/watch.py", "            time.sleep(2 * INTERVAL)  # the others read", "            pass  # the others read", TERMINATED),
     ("distributed/runtime.py", "    set_handler(signal.SIGABRT, ", "    print(", KILLED_FIRST),
-    ("distributed/runtime.py", "if WORDS_ON_PEERS.match(line):", "if False:", KILLED_FIRST),
+    ("distributed/runtime.py", "if ABOUT_PEERS.match(line):", "if False:", KILLED_FIRST),
     ("distributed/join.py", "        _check_port(coordinator)", "        pass", PORT),
     ("distributed/join.py", "    threading.Thread(target=_wait, args=(joined, seconds), daemon=True).start()", "    pass", NOBODY),
     ("terminal/launch.py", "agree(asked | versions(),", "agree({},", VERSIONS),
