@@ -85,6 +85,10 @@ GATHER, FIRST, AGREE, PORT, NOBODY = (
     f"tests/test_distributed.py::test_{name}"
     for name in ("gather", "from_first", "agree", "port_in_use", "nobody_comes")
 )
+ROLL_LEFT, ROLL_STRANGERS, ROLL_OPTIONS = (
+    f"tests/test_distributed.py::test_roll_call_{name}"
+    for name in ("of_one_that_leaves", "among_strangers", "of_wrong_options")
+)
 STOPPED, KILLED, KILLED_FIRST, TERMINATED = (
     f"tests/test_distributed.py::test_endings[{name}]"
     for name in ("compiling-19-0", "decoding-9-1", "loading-9-0", "decoding-15-0")
@@ -495,8 +499,14 @@ MUTATIONS = [
     ("distributed/watch.py", "            time.sleep(2 * INTERVAL)  # the others read", "            pass  # the others read", TERMINATED),
     ("distributed/runtime.py", "    set_handler(signal.SIGABRT, ", "    print(", KILLED_FIRST),
     ("distributed/runtime.py", "if ABOUT_PEERS.match(line):", "if False:", KILLED_FIRST),
-    ("distributed/join.py", "        _check_port(coordinator)", "        pass", PORT),
-    ("distributed/join.py", "    threading.Thread(target=_wait, args=(joined, seconds), daemon=True).start()", "    pass", NOBODY),
+    ("distributed/roll_call.py", "raise UserError(f\"--coordinator {coordinator}: {os.strerror", "raise OSError(f\"{os.strerror", PORT),
+    ("distributed/roll_call.py", "raise UserError(_missing(count, hosts, left, f\"in {seconds} s\"))", "return [host] * count", NOBODY),
+    ("distributed/roll_call.py", "left[index] = hosts.pop(index)", "left[index] = hosts[index]", ROLL_LEFT),
+    ("distributed/roll_call.py", "elif message := _receive(connection):", "elif message := json.loads(connection.recv(4096)):", ROLL_STRANGERS),
+    ("distributed/roll_call.py", "if message[\"count\"] != count:", "if False:", ROLL_OPTIONS),
+    ("distributed/roll_call.py", "if index in hosts:", "if False:", ROLL_OPTIONS),
+    ("distributed/join.py", "with _unless_done_in(min(PATIENCE, seconds / 2), lambda: print(waiting, file=sys.stderr)):", "if True:", NOBODY),
+    ("distributed/join.py", "with _unless_done_in(seconds, give_up):", "if True:", "tests/test_distributed.py::test_endings[joining-9-1]"),
     ("terminal/launch.py", "agree(asked | versions(),", "agree({},", VERSIONS),
     ("terminal/models.py", "if process_count() > 1:\n        checksums", "if False:\n        checksums", WEIGHTS),
     ("terminal/models.py", "        gc.enable()", "        pass", GARBAGE),
