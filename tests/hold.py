@@ -1,4 +1,4 @@
-"""A program whose processes say when they have come to a phase, and stay there for a while.
+"""Run a program that writes a line when it reaches a phase, and then stays in that phase for a while.
 
 python3 tests/hold.py PHASE PROGRAM [ARG]...
 """
@@ -15,7 +15,7 @@ sys.argv, sys.path[0] = [PROGRAM, *ARGUMENTS], str(pathlib.Path(PROGRAM).parent)
 
 from terminal.command_line import hear_signals
 
-hear_signals()  # before there are threads, as main.py does
+hear_signals()  # main.py also calls it before there are threads
 
 import jax
 
@@ -25,7 +25,10 @@ from terminal import models
 
 
 def announced(function, seconds: float, calls: int = 1):
-    """The same function, which tells of its n-th call, and waits from then on."""
+    """The same function, but its n-th call writes a line, and that call and all later ones first wait.
+
+    calls: n.
+    """
     count = 0
 
     @wraps(function)

@@ -27,7 +27,7 @@ LLAMA3_ROPE = dict(
     rope_type="llama3", rope_theta=1e4, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
     original_max_position_embeddings=32,
 )  # fmt: skip
-# As Scout's: no band to blend, which is 0 / 0 if computed carelessly.
+# Scout's RoPE has no band of frequencies to blend: computed carelessly, that is 0 / 0.
 SCOUT_ROPE = LLAMA3_ROPE | dict(factor=16.0, high_freq_factor=1.0)
 LLAMA4 = SIZES | dict(
     num_hidden_layers=4, intermediate_size=32, intermediate_size_mlp=64, num_local_experts=4,
@@ -88,7 +88,7 @@ CONFIGS = {
         qk_rope_head_dim=8, qk_nope_head_dim=12, v_head_dim=16, rope_parameters=NO_SCALING,
     ),
 }  # fmt: skip
-NEW = 20  # from any length up to 40, decoding crosses at least two edges of the chunks of 8
+NEW = 20  # tokens, so that decoding crosses at least two edges of the chunks of 8
 LENGTHS = (1, 7, 8, 9, 16, 23, 40)
 # Two float32 implementations differ by rounding, which grows with the numbers that are added up. Differences
 # are therefore measured in units of the largest log-probability at their position, 13 for Llama and 125 for
@@ -127,8 +127,9 @@ def assert_close(logprobs, expected: np.ndarray, sizes: np.ndarray) -> None:
 
 
 def check(reference, prompt, tokens, prompt_logprobs, logprobs):
-    """Against one forward of prompt and answer, without a cache of theirs: each token is the likeliest there,
-    so that the answer is what they would choose token by token.
+    """Compare with transformers' forward of prompt and answer, without a cache.
+
+    Each token of the answer must be the most probable one there: transformers would give the same answer.
     """
     logp = reference_logprobs(reference, prompt + tokens)
     expected = logp[np.arange(len(prompt + tokens) - 1), (prompt + tokens)[1:]]
@@ -136,7 +137,7 @@ def check(reference, prompt, tokens, prompt_logprobs, logprobs):
     assert tokens == logp[len(prompt) - 1 : -1].argmax(-1).tolist()
 
 
-DEEP = pytest.param("llama3", marks=pytest.mark.deep)  # what it has, the others have too
+DEEP = pytest.param("llama3", marks=pytest.mark.deep)  # the others test all that it tests
 
 
 @pytest.fixture(scope="module", params=[DEEP, *(name for name in CONFIGS if name != "llama3")])
@@ -150,9 +151,12 @@ def saved(request, tmp_path_factory):
 
 
 def test_tokens_and_logprobs_in_python(saved, monkeypatch):
-    """A batch of unlike prompts, each as transformers answers it alone; some prompts take several pieces."""
+    """Each of a batch of unlike prompts is answered as transformers answers it alone.
+
+    Some prompts are prefilled in several chunks.
+    """
     folder, reference = saved
-    monkeypatch.setattr(programs, "WIDTHS", (4, 12))  # a 12 ends in the middle of a chunk
+    monkeypatch.setattr(programs, "WIDTHS", (4, 12))  # a prefill of 12 tokens ends in the middle of a chunk
     checkpoint = open_checkpoint(folder)
     cfg = with_short_rings(checkpoint.config)
     mesh = mesh_of(cfg)
