@@ -70,7 +70,7 @@ SINGLE_BYTES = "tests/test_text.py::test_half_a_character_of_single_bytes"
 GARBAGE = "tests/test_answers.py::test_garbage_is_not_collected_until_the_programs_are_compiled"
 SAMPLES = "tests/test_answers.py::test_samples"
 SAMPLES_IN_A_FILE = "tests/test_answers.py::test_samples_in_a_file"
-STOPPED = "tests/test_answers.py::test_stop_strings"
+STOP_STRINGS_OF_ANSWERS = "tests/test_answers.py::test_stop_strings"
 INTERRUPTED = "tests/test_answers.py::test_interrupted_anywhere"
 DAMAGED = "tests/test_command_line.py::test_damaged_weights"
 WAITS = "tests/test_generation.py::test_what_waits_for_a_prefix"
@@ -84,6 +84,10 @@ SMALLEST = "tests/test_hosts.py::test_memory_of_the_smallest"
 GATHER, FIRST, AGREE, PORT, NOBODY = (
     f"tests/test_distributed.py::test_{name}"
     for name in ("gather", "from_first", "agree", "port_in_use", "nobody_comes")
+)
+ROLL_LEFT, ROLL_STRANGERS, ROLL_OPTIONS = (
+    f"tests/test_distributed.py::test_roll_call_{name}"
+    for name in ("of_one_that_leaves", "among_strangers", "of_wrong_options")
 )
 STOPPED, KILLED, KILLED_FIRST, TERMINATED = (
     f"tests/test_distributed.py::test_endings[{name}]"
@@ -332,9 +336,9 @@ MUTATIONS = [
     ("serving/text.py", "encoding.append(normalizers.Prepend(", "encoding.insert(0, normalizers.Prepend(", SENTENCEPIECE),
     ("serving/text.py", 'get("add_bos_token", True)', 'get("add_bos_token", False)', SENTENCEPIECE),
     ("terminal/answers.py", "if n and -log_likelihood / n < 700 else None", "if n else None", "tests/test_answers.py::test_perplexity"),
-    ("terminal/answers.py", "tokens=self.answer.tokens[:used]", "tokens=self.answer.tokens", STOPPED),
-    ("terminal/answers.py", "logprobs=self.answer.logprobs[:used]", "logprobs=self.answer.logprobs", STOPPED),
-    ("terminal/answers.py", 'self.stream.stopped or self.answer.finish_reason == "stop"', 'self.answer.finish_reason == "stop"', STOPPED),
+    ("terminal/answers.py", "tokens=self.answer.tokens[:used]", "tokens=self.answer.tokens", STOP_STRINGS_OF_ANSWERS),
+    ("terminal/answers.py", "logprobs=self.answer.logprobs[:used]", "logprobs=self.answer.logprobs", STOP_STRINGS_OF_ANSWERS),
+    ("terminal/answers.py", 'self.stream.stopped or self.answer.finish_reason == "stop"', 'self.answer.finish_reason == "stop"', STOP_STRINGS_OF_ANSWERS),
     ("terminal/printers.py", "            self.waiting.pop()\n            self.printed = -1\n", "            self.waiting.pop()\n", SAMPLES),
     ("terminal/output_file.py", "for line in kept.values()) != whole:", "for line in kept.values()) == whole:", "tests/test_answers.py::test_held_answers_are_not_asked_again"),
     ("terminal/output_file.py", "if torn[: len(LINE)] != LINE[: len(torn)]:", "if False:", "tests/test_answers.py::test_wrong_output_files"),
@@ -494,9 +498,15 @@ MUTATIONS = [
     ("distributed/watch.py", "while any(since < seen for", "while False and any(since < seen for", KILLED),
     ("distributed/watch.py", "            time.sleep(2 * INTERVAL)  # the others read", "            pass  # the others read", TERMINATED),
     ("distributed/runtime.py", "    set_handler(signal.SIGABRT, ", "    print(", KILLED_FIRST),
-    ("distributed/runtime.py", "if WORDS_ON_PEERS.match(line):", "if False:", KILLED_FIRST),
-    ("distributed/join.py", "        _check_port(coordinator)", "        pass", PORT),
-    ("distributed/join.py", "    threading.Thread(target=_wait, args=(joined, seconds), daemon=True).start()", "    pass", NOBODY),
+    ("distributed/runtime.py", "if ABOUT_PEERS.match(line):", "if False:", KILLED_FIRST),
+    ("distributed/roll_call.py", "raise UserError(f\"--coordinator {coordinator}: {os.strerror", "raise OSError(f\"{os.strerror", PORT),
+    ("distributed/roll_call.py", "raise UserError(_missing(count, hosts, left, f\"in {seconds} s\"))", "return [host] * count", NOBODY),
+    ("distributed/roll_call.py", "left[index] = hosts.pop(index)", "left[index] = hosts[index]", ROLL_LEFT),
+    ("distributed/roll_call.py", "elif message := _receive(connection):", "elif message := json.loads(connection.recv(4096)):", ROLL_STRANGERS),
+    ("distributed/roll_call.py", "if message[\"count\"] != count:", "if False:", ROLL_OPTIONS),
+    ("distributed/roll_call.py", "if index in hosts:", "if False:", ROLL_OPTIONS),
+    ("distributed/join.py", "with _unless_done_in(min(PATIENCE, seconds / 2), lambda: print(waiting, file=sys.stderr)):", "if True:", NOBODY),
+    ("distributed/join.py", "with _unless_done_in(seconds, give_up):", "if True:", "tests/test_distributed.py::test_endings[joining-9-1]"),
     ("terminal/launch.py", "agree(asked | versions(),", "agree({},", VERSIONS),
     ("terminal/models.py", "if process_count() > 1:\n        checksums", "if False:\n        checksums", WEIGHTS),
     ("terminal/models.py", "        gc.enable()", "        pass", GARBAGE),
@@ -507,17 +517,33 @@ MUTATIONS = [
 ]  # fmt: skip
 
 
+def out_of_date(mutations: list[tuple[str, str, str, str]]) -> list[str]:
+    """A line for each mutation whose text is not exactly once in its file, and for each test that is not there."""
+    found = []
+    for file, old, _, _ in mutations:
+        count = (ROOT / file).read_text().count(old) if (ROOT / file).exists() else 0
+        if count != 1:
+            found.append(f"{file} has {count} of {old!r}")
+    wanted = {test for *_, test in mutations}
+    files = sorted({test.partition("::")[0] for test in wanted})
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-n", "0", "--all", *files]
+    collected = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
+    # A file of tests, or one without its parameters, stands for all of them.
+    names = {name for line in collected for name in (line, line.partition("[")[0], line.partition("::")[0])}
+    return found + [f"there is no {test}" for test in sorted(wanted - names)]
+
+
 def main() -> None:
     words = sys.argv[1:]
     chosen = [m for m in MUTATIONS if not words or any(word in m[1] for word in words)]
+    if lines := out_of_date(chosen):
+        sys.exit("\n".join(["error: bring the list of mutations up to date:", *lines]))
     survived = 0
     with tempfile.TemporaryDirectory() as folder:
         copy = pathlib.Path(folder) / "repository"
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "__pycache__"))
         for number, (file, old, new, test) in enumerate(chosen, 1):
             source = (ROOT / file).read_text()
-            if source.count(old) != 1:
-                sys.exit(f"error: {file} has {source.count(old)} of {old!r}; bring this list up to date")
             (copy / file).write_text(source.replace(old, new))
             command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "--all", test]
             failed = subprocess.run(command, cwd=copy, capture_output=True).returncode == 1
