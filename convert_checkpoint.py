@@ -30,14 +30,12 @@ from collections.abc import Iterable, Iterator
 from typing import IO
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from checkpoints.checkpoint import Checkpoint, open_checkpoint
 from checkpoints.errors import UserError
 from checkpoints.folders import FORMAT, INDEX, companions, read_index, read_json
 from checkpoints.layouts import SLAB_BYTES, Source, file_layout, to_file_order
-from checkpoints.loading import stored_form
 from checkpoints.names import FLOATS, named_infos, stored_infos, type_name
 from checkpoints.progress import progress
 from checkpoints.tensor_files import (
@@ -52,18 +50,8 @@ from checkpoints.tensor_files import (
 )
 from checkpoints.threads import in_order
 from distributed.exchange import agree, from_first, gather, process_count, process_index
-from quantize import (
-    FORMATS,
-    INT4_MAX,
-    INT4_MIN,
-    Format,
-    dequantize_groups,
-    group_errors,
-    in_groups,
-    pack,
-    quantize_groups,
-)
-from sharding.arrays import ArrayInfo, in_form
+from quantize import FORMATS, Format
+from sharding.arrays import ArrayInfo
 from terminal.command_line import OneLineParser, run
 from terminal.launch import add_processes, join_hosts
 
@@ -416,10 +404,10 @@ def convert_fused(checkpoint: Checkpoint, fused: Fused, group: FileGroup, allow_
             dtype = DTYPES[group.targets[names[-1]].dtype]
             made = [checkpoint.sources[x].slab(letter, lo, hi) for x in checkpoint.stored(name, info)]
             if len(made) < len(names):
-                made = form_on_host(*made, info)
-            elif not info.form:
+                made = quantize_on_host(*made, info)
+            elif not info.quantization:
                 made = [made[0].astype(dtype, copy=False)]
-            if not (allow_nonfinite or is_finite(made[-1])):  # of few bits the scale
+            if not (allow_nonfinite or is_finite(made[-1])):  # of a quantized weight the scale
                 refuse_nonfinite(source, dtype)
             arrays |= zip(names, made, strict=True)
         yield letter, lo, arrays
@@ -436,17 +424,15 @@ def refuse_nonfinite(source: Source, dtype: np.dtype):
                 raise UserError(f"{where} holds {what}; --allow-nonfinite converts it anyway")
 
 
-def form_on_host(x: np.ndarray, info: ArrayInfo) -> list[np.ndarray]:
-    """The values, int4 two by two, and the scale."""
+def quantize_on_host(x: np.ndarray, info: ArrayInfo) -> list[np.ndarray]:
+    """A weight's components as files have them."""
     x = jax.device_put(x, jax.local_devices(backend="cpu")[0])
-    return [np.asarray(part) for part in _form(x, dataclasses.replace(info, stored=()))]
+    return [np.asarray(component) for component in _quantize(x, dataclasses.replace(info, stored=()))]
 
 
 @functools.partial(jax.jit, static_argnames="info")
-def _form(x: jax.Array, info: ArrayInfo) -> tuple[jax.Array, jax.Array]:
-    q = in_form(x, info)
-    values = pack(q.values, info.held.values.letters.index("I")) if info.form.bits == 4 else q.values
-    return values, q.scale
+def _quantize(x: jax.Array, info: ArrayInfo) -> tuple[jax.Array, jax.Array]:
+    return info.quantization.pack(info.quantization.encode(x, info), info)
 
 
 def is_finite(x: np.ndarray, dtype: np.dtype | None = None) -> bool:
@@ -531,7 +517,7 @@ def _compare(ours: Checkpoint, theirs: Checkpoint) -> str:
             if len(x) == len(y):
                 worst = max(worst, *map(_difference, x, y))
             else:
-                worst = max(worst, {8: _int8_error, 4: _int4_error}[info.form.bits](info, *x, *y))
+                worst = max(worst, info.quantization.error(*x, *y, info))
             for source in (*exact, *made):
                 source.forget()
         return name, worst, whole.nbytes
@@ -553,43 +539,6 @@ def _difference(x: np.ndarray, ours: np.ndarray) -> float:
     bits = np.dtype(f"u{ours.itemsize}")
     same = np.array_equal(x.astype(ours.dtype, copy=False).view(bits), ours.view(bits))
     return 0.0 if same else math.inf
-
-
-def _int8_error(info: ArrayInfo, x: np.ndarray, values: np.ndarray, scale: np.ndarray) -> float:
-    """The largest error, in half steps; infinite if a scale is not that of the largest element."""
-    x = x.astype(np.float32)
-    step = np.expand_dims(scale, info.contracted_axes)
-    largest = np.abs(x).max(info.contracted_axes, keepdims=True) / np.float32(127)
-    largest = np.where(np.isnan(largest), np.inf, largest)
-    if not np.allclose(step, largest, rtol=1e-6, atol=np.finfo(np.float32).tiny):
-        return math.inf
-    step, known = np.where(np.isfinite(step), step, 1), np.isfinite(largest)
-    error = np.max(np.abs(x - values * step) / np.where(step > 0, step, 1), initial=0, where=known)
-    # Rounding of x / step and of values * step: at most 127 steps times 2^-23 each.
-    return float(error) / (0.5 + 2**-15)
-
-
-def _int4_error(info: ArrayInfo, x: np.ndarray, packed: np.ndarray, scale: np.ndarray) -> float:
-    """The largest error, in half steps, of x clipped to what 4 bits hold; infinite if a group is, by the sum
-    of squares, further from x than without a search for its scale.
-    """
-    return float(_int4_errors(x, packed, scale, dataclasses.replace(info, stored=())))
-
-
-@functools.partial(jax.jit, static_argnames="info")
-def _int4_errors(x: jax.Array, packed: jax.Array, scale: jax.Array, info: ArrayInfo) -> jax.Array:
-    at = info.held.values.letters.index("I")
-    ours, nearest = stored_form(packed, scale, info), quantize_groups(x, *info.groups, searched=False)
-    x = in_groups(x, *info.groups)
-    known = jnp.all(jnp.isfinite(x), at)
-
-    errors, nearest_errors = (group_errors(x, dequantize_groups(q, at), at) for q in (ours, nearest))
-    worse = errors > nearest_errors * (1 + 2**-15)  # for they are summed in another order
-    step = jnp.expand_dims(jnp.where(scale == 0, 1, scale), at).astype(jnp.float32)
-    error = jnp.abs(jnp.clip(x / step, INT4_MIN, INT4_MAX) - ours.values.astype(jnp.float32))
-    error = jnp.max(jnp.where(jnp.expand_dims(known, at), error, 0)) / (0.5 + 2**-15)
-    right = jnp.all(known == jnp.isfinite(scale)) & ~jnp.any(worse & known)
-    return jnp.where(right, error, jnp.inf)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -36,9 +36,9 @@ from jax.sharding import PartitionSpec as P
 
 from ops.attention import attend_cached, attend_causal, merge, ragged_decode, write
 from ops.grouped_matmul import expert_mlp
-from ops.matmul import einsum
+from ops.matmul import einsum, take_rows
 from ops.platform import on_tpu
-from ops.tpu import LANES, take_rows
+from ops.tpu import LANES
 from quantize import Format, quantize, values_and_scale
 from ragged_attention import KV, Columns, key_beside_value
 from sharding.arrays import (
@@ -336,8 +336,8 @@ class LatentAttention:
     kv_a: Array = _array("lD", "D", ("kv_a_proj_with_mqa.weight", "[L+R]D", 0))
     k_rope: Array = _array("rD", "D", ("kv_a_proj_with_mqa.weight", "[L+R]D", 1))
     kv_a_norm: Array = _norm("L", "kv_a_layernorm.weight")
-    k_b: Array = _array("kgLN", "N", ("kv_b_proj.weight", "(KG[N+U])L", 0), least_bits=8)
-    v_b: Array = _array("kgUL", "L", ("kv_b_proj.weight", "(KG[N+U])L", 1), least_bits=8)
+    k_b: Array = _array("kgLN", "N", ("kv_b_proj.weight", "(KG[N+U])L", 0), min_bits=8)
+    v_b: Array = _array("kgUL", "L", ("kv_b_proj.weight", "(KG[N+U])L", 1), min_bits=8)
     o: Array = _array("DkgU", "kgU", ("o_proj.weight", "D(KGU)"))
 
 
@@ -388,7 +388,7 @@ class Weights:
     layers: list[Layer]
     norm: Array = _norm("D", "model.norm.weight")
     norm_bias: Array | None = _bias("D", ("model.norm.bias", "D"))
-    unembed: Array | None = _array("vD", "D", ("lm_head.weight", "VD"), least_bits=8)  # None: embed, again
+    unembed: Array | None = _array("vD", "D", ("lm_head.weight", "VD"), min_bits=8)  # None: embed, again
 
 
 @pytree
@@ -456,7 +456,7 @@ def weight_infos(cfg: Config, stages: int = 1, format: Format | None = None) -> 
     absent = dict(unembed=cfg.tied_embeddings, positions=not cfg.P, bias=not centered)
     weights = declare(Weights, "", sizes, absent, layers=layers)
     if cfg.tied_embeddings:
-        embed = dataclasses.replace(weights.embed, contracted="D", least_bits=8)
+        embed = dataclasses.replace(weights.embed, contracted="D", min_bits=8)
         weights = dataclasses.replace(weights, embed=embed)
     return jax.tree.map(lambda info: dataclasses.replace(info, format=format), weights)
 
@@ -792,11 +792,10 @@ def feed_forward(x: Array, w: MLP | MoE, span: Span, kind: Gated | Plain | Exper
 @jax.named_scope("embed")
 def embed(tokens: Array, w: Weights, span: Span, cfg: Config) -> Array:
     """tokens: [b,T] -> [b,T,D]. Each device looks up the tokens of its vocabulary shard."""
-    table, scale = values_and_scale(w.embed)
+    table, _ = values_and_scale(w.embed)
     row = tokens - lax.axis_index(MODEL) * table.shape[0]
     here = (row >= 0) & (row < table.shape[0])
-    x = take_rows(table, row)
-    x = x if scale is None else x * scale[row][..., None]
+    x = take_rows(w.embed, row)
     x = lax.psum(jnp.where(here[..., None], x, 0), MODEL).astype(w.norm.dtype)  # v
     x = x if cfg.embedding_scale is None else x * jnp.asarray(cfg.embedding_scale, x.dtype)
     return x if w.positions is None else x + w.positions.at[span.positions].get(mode="clip")

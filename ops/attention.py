@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash_attention
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-from ops.gpu import flash, takes
+from ops.gpu import flash, supports
 from ops.platform import on_gpu, on_tpu
 from ops.tpu import LANES, put_slots, take_slots, varying
 from ragged_attention import DECODE_BLOCKS, KV, MASKED, each, key_beside_value, ragged_attention_tpu
@@ -253,7 +253,10 @@ def dequantized(kv: KV) -> tuple[Array, Array]:
 
 def use_flash(q: Array, kv: KV) -> bool:
     return (
-        on_gpu() and kv.columns == key_beside_value(q.shape[-1]) and q.shape[-1] in FLASH and takes(kv.values)
+        on_gpu()
+        and kv.columns == key_beside_value(q.shape[-1])
+        and q.shape[-1] in FLASH
+        and supports(kv.values)
     )
 
 

@@ -3,7 +3,6 @@
 import argparse
 import collections
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import importlib.metadata
@@ -25,7 +24,7 @@ from checkpoints.folders import cache_folder
 from distributed.exchange import agree, gather, hostname, process_count
 from distributed.join import TIMEOUT, join, watch_aborts
 from model import Config
-from quantize import FORMATS, INT8, Format
+from quantize import FORMATS, Format
 from sharding.mesh import make_mesh
 from terminal.command_line import OneLineParser
 
@@ -190,17 +189,17 @@ def slice_count() -> int:
 def choose_format(asked: str | None, checkpoint: Checkpoint | None) -> Format | None:
     """How to hold the weights: as asked, else as the checkpoint does. UserError if that cannot be.
 
-    On CPUs, for which there is no fast product of 4 bits, the same weights as int8.
+    Some formats are held in another one where the platform has no fast product of them, see `Format.on`.
     """
     there = checkpoint and checkpoint.format
     wanted = FORMATS[asked] if asked else there
     if there and wanted != there:
         where = checkpoint.folder
         raise UserError(f"--quantize {asked}: the weights in {where} are {there}; use the original model")
-    if wanted and wanted.bits == 4 and jax.default_backend() == "cpu":
-        log_once(f"{wanted} weights are held as int8: on CPUs 4 bits are slower")
-        return dataclasses.replace(INT8, of=wanted)
-    return wanted
+    held = wanted and wanted.on(jax.default_backend())
+    if held != wanted:
+        log_once(f"{wanted} weights are held as {held.scheme}: on this platform {wanted} is slower")
+    return held
 
 
 def choose_dtypes(dtype: str | None, kv_dtype: str | None, format: Format | None) -> tuple[str, str]:
