@@ -404,7 +404,7 @@ def convert_fused(checkpoint: Checkpoint, fused: Fused, group: FileGroup, allow_
             dtype = DTYPES[group.targets[names[-1]].dtype]
             made = [checkpoint.sources[x].slab(letter, lo, hi) for x in checkpoint.stored(name, info)]
             if len(made) < len(names):
-                made = quantize_on_host(*made, info)
+                made = form_on_host(*made, info)
             elif not info.quantization:
                 made = [made[0].astype(dtype, copy=False)]
             if not (allow_nonfinite or is_finite(made[-1])):  # of a quantized weight the scale
@@ -424,14 +424,14 @@ def refuse_nonfinite(source: Source, dtype: np.dtype):
                 raise UserError(f"{where} holds {what}; --allow-nonfinite converts it anyway")
 
 
-def quantize_on_host(x: np.ndarray, info: ArrayInfo) -> list[np.ndarray]:
+def form_on_host(x: np.ndarray, info: ArrayInfo) -> list[np.ndarray]:
     """A weight's components as files have them."""
     x = jax.device_put(x, jax.local_devices(backend="cpu")[0])
-    return [np.asarray(component) for component in _quantize(x, dataclasses.replace(info, stored=()))]
+    return [np.asarray(component) for component in _form(x, dataclasses.replace(info, stored=()))]
 
 
 @functools.partial(jax.jit, static_argnames="info")
-def _quantize(x: jax.Array, info: ArrayInfo) -> tuple[jax.Array, jax.Array]:
+def _form(x: jax.Array, info: ArrayInfo) -> tuple[jax.Array, jax.Array]:
     return info.quantization.pack(info.quantization.encode(x, info), info)
 
 

@@ -63,8 +63,8 @@ class Format(Protocol):
     def decode(self, q: QuantizedArray, info) -> Array:
         """The weight that an encoded one stands for, float32."""
 
-    def einsum(self, spec: str, x: Array, q: QuantizedArray) -> Array:
-        """`jnp.einsum(spec, x, weight)`, summed in float32; a weight of few bits is converted to x's type."""
+    def einsum(self, spec: str, x: Array, q: QuantizedArray, dtype) -> Array:
+        """`jnp.einsum(spec, x, weight)`, multiplied in dtype and summed in float32."""
 
     def expert_matrices(self, q: QuantizedArray, dtype) -> tuple[Array, Array | None]:
         """Experts' matrices [E,D,M] in dtype, for `lax.ragged_dot`, and a scale [E,M] of it or None."""
@@ -129,9 +129,10 @@ class PerChannel:
     def decode(self, q: QuantizedArray, info) -> Array:
         return q.values.astype(jnp.float32) * jnp.expand_dims(q.scale, info.contracted_axes)
 
-    def einsum(self, spec: str, x: Array, q: QuantizedArray) -> Array:
+    def einsum(self, spec: str, x: Array, q: QuantizedArray, dtype) -> Array:
         # Where XLA fuses the conversion, an int8 weight costs one byte of traffic.
-        return jnp.einsum(spec, x, q.values.astype(x.dtype), preferred_element_type=jnp.float32) * q.scale
+        x, values = x.astype(dtype), q.values.astype(dtype)
+        return jnp.einsum(spec, x, values, preferred_element_type=jnp.float32) * q.scale
 
     def expert_matrices(self, q: QuantizedArray, dtype) -> tuple[Array, Array | None]:
         return q.values.astype(dtype), q.scale
@@ -244,14 +245,13 @@ class PerGroup:
     def decode(self, q: QuantizedArray, info) -> Array:
         return ungroup(q, *contracted_axes(info))
 
-    def einsum(self, spec: str, x: Array, q: QuantizedArray) -> Array:
+    def einsum(self, spec: str, x: Array, q: QuantizedArray, dtype) -> Array:
         n = contracted_count(spec)
-        # Behind a barrier, for else XLA would make it anew for each block of rows.
-        whole = lax.optimization_barrier(dequantize_groups(q, n, x.dtype))
+        rows = activation_groups(x, q, n).astype(dtype)
+        # Behind a barrier: else XLA would compute it again for each block of rows.
+        whole = lax.optimization_barrier(dequantize_groups(q, n, dtype))
         axes = tuple(range(1, n + 2)), tuple(range(n + 1))
-        y = lax.dot_general(
-            activation_groups(x, q, n), whole, (axes, ((), ())), preferred_element_type=jnp.float32
-        )
+        y = lax.dot_general(rows, whole, (axes, ((), ())), preferred_element_type=jnp.float32)
         return y.reshape(*x.shape[:-n], *q.scale.shape[n:])
 
     def expert_matrices(self, q: QuantizedArray, dtype) -> tuple[Array, Array | None]:

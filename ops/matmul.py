@@ -37,10 +37,10 @@ def einsum(spec: str, x: Array, w: Array | QuantizedArray, out_dtype=None) -> Ar
 
 def plain_einsum(spec: str, x: Array, w: Array | QuantizedArray) -> Array:
     """The product on any platform, float32. A CPU multiplies in float32: XLA has no other batched product."""
-    x = x.astype(jnp.float32) if platform() == "cpu" else x
+    dtype = jnp.float32 if platform() == "cpu" else x.dtype
     if isinstance(w, QuantizedArray):
-        return w.format.einsum(spec, x, w)
-    return jnp.einsum(spec, x, w.astype(x.dtype), preferred_element_type=jnp.float32)
+        return w.format.einsum(spec, x, w, dtype)
+    return jnp.einsum(spec, x.astype(dtype), w.astype(dtype), preferred_element_type=jnp.float32)
 
 
 def einsum_on_cpu(spec: str, x: Array, w: Array | QuantizedArray) -> Array:
