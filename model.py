@@ -682,7 +682,7 @@ class Weights:
     positions: Any
     layers: list[Layer]
     norm: Array = declared_norm("D", "model.norm.weight")
-    unembed: Array | None = declared("vD", "D", "lm_head.weight", "VD", least_bits=8)
+    unembed: Array | None = declared("vD", "D", "lm_head.weight", "VD", min_bits=8)
 
 
 def outer_infos(cfg: Config) -> Weights:
@@ -692,7 +692,7 @@ def outer_infos(cfg: Config) -> Weights:
         Weights, "", sizes_of(cfg), dict(unembed=cfg.tied_embeddings), layers=[], positions=positions
     )
     if cfg.tied_embeddings:
-        embed = dataclasses.replace(weights.embed, contracted="D", least_bits=8)
+        embed = dataclasses.replace(weights.embed, contracted="D", min_bits=8)
         weights = dataclasses.replace(weights, embed=embed)
     return with_norms(weights, norm=cfg.norm)
 

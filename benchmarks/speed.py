@@ -39,7 +39,7 @@ from checkpoints.loading import load
 from checkpoints.names import FLOATS
 from families.latent_attention import LatentWeights
 from model import Config
-from quantize import FORMATS, GroupedArray, QuantizedArray
+from quantize import FORMATS, QuantizedArray, values_and_scale
 from serving import memory, placement, programs
 from serving.executors import one_program
 from serving.steps import Batch, DecodeStep, PrefillChunk, init_batch
@@ -132,10 +132,9 @@ def _cached(w: model.Attention | LatentWeights):
 
 
 def _size(tree) -> int:
-    """Elements of the matrices in a tree; of those of few bits the values."""
-    few_bits = QuantizedArray, GroupedArray
-    arrays = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, few_bits))
-    return sum((x.values if isinstance(x, few_bits) else x).size for x in arrays)
+    """Elements of the matrices in a tree; of quantized ones, of the values."""
+    arrays = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, QuantizedArray))
+    return sum(values_and_scale(x)[0].size for x in arrays)
 
 
 # ------------------------------------------------------------------------------------------------------ runs

@@ -60,7 +60,7 @@ class Checkpoint:
         """The declarations of the stored arrays to make a weight of: one of floats, or its components."""
         if self.format:
             return stored_infos(name, dataclasses.replace(info, format=self.format))
-        parts = stored_infos(name, info) if info.form == INT8 else {}
+        parts = stored_infos(name, info) if info.quantization == INT8 else {}
         return parts if parts and parts.keys() <= self.sources.keys() else {name: info}
 
     @property
@@ -161,7 +161,7 @@ def _open_published(
         name: _find(tensors, path, info, family.places(name, info)) for name, info in named_infos(config)
     }
     for name, info in named_infos(config, format=INT8):
-        sources |= _int8_parts(name, info, sources[name]) if info.form else {}
+        sources |= _int8_parts(name, info, sources[name]) if info.quantization else {}
     used = {tensor.name for source in sources.values() for tensor in source.tensors}
     for name, tensor in tensors.items():
         if config.tied_embeddings and name == "lm_head.weight":
@@ -212,8 +212,11 @@ def _int8_parts(name: str, info: ArrayInfo, source: Source) -> dict[str, Source]
         return {}
     values, scales = zip(*(x.int8 for x in source.tensors), strict=True)
     of_rows = Layout(layout.shape[:-1], layout.dims[:-n], layout.axes[:-n])
-    (first, second), held = stored_infos(name, info), info.held
-    return {first: Source(held.values, values, layout), second: Source(held.scale, scales, of_rows)}
+    (first, second), components = stored_infos(name, info), info.components
+    return {
+        first: Source(components.values, values, layout),
+        second: Source(components.scale, scales, of_rows),
+    }
 
 
 def _source(

@@ -35,8 +35,7 @@ from checkpoints.tensor_files import (
 from checkpoints.threads import in_order
 from checkpoints.unfinished import STATE, await_files, full_disk_reported, source_fingerprint
 from distributed.exchange import from_first, gather, process_count, process_index
-from quantize import pack
-from sharding.arrays import ArrayInfo, in_form
+from sharding.arrays import ArrayInfo
 
 
 def write_weights(
@@ -128,8 +127,8 @@ def convert_fused(
             names, made = list(stored_infos(name, info)), [next(left) for _ in sources]
             dtype = DTYPES[file_set.arrays[names[-1]].dtype]
             if len(made) < len(names):
-                made = form_on_host(*made, info)
-            elif not info.form:
+                made = quantize_on_host(*made, info)
+            elif not info.quantization:
                 made = [made[0].astype(dtype, copy=False)]
             if not (allow_nonfinite or _is_finite(made[-1])):  # a quantized weight's last array is its scale
                 _refuse_nonfinite(checkpoint.sources[name], dtype)
@@ -137,17 +136,15 @@ def convert_fused(
         yield letter, lo, arrays
 
 
-def form_on_host(x: np.ndarray, info: ArrayInfo) -> list[np.ndarray]:
-    """Quantize on the CPU -> [values, scale] as files hold them: two int4 values in a byte."""
+def quantize_on_host(x: np.ndarray, info: ArrayInfo) -> list[np.ndarray]:
+    """Quantize on the CPU: -> a weight's components as files hold them."""
     x = jax.device_put(x, jax.local_devices(backend="cpu")[0])
-    return [np.asarray(part) for part in _form(x, dataclasses.replace(info, stored=()))]
+    return [np.asarray(component) for component in _quantize(x, dataclasses.replace(info, stored=None))]
 
 
 @functools.partial(jax.jit, static_argnames="info")
-def _form(x: jax.Array, info: ArrayInfo) -> tuple[jax.Array, jax.Array]:
-    q = in_form(x, info)
-    values = pack(q.values, info.held.values.letters.index("I")) if info.form.bits == 4 else q.values
-    return values, q.scale
+def _quantize(x: jax.Array, info: ArrayInfo) -> tuple[jax.Array, jax.Array]:
+    return info.quantization.pack(info.quantization.encode(x, info), info)
 
 
 def _is_finite(x: np.ndarray, dtype: np.dtype | None = None) -> bool:

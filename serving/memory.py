@@ -22,7 +22,7 @@ from checkpoints.errors import UserError
 from distributed.exchange import gather
 from model import Config, Experts
 from ops.platform import platform
-from quantize import Format
+from quantize import FORMATS, Format
 from serving.steps import batch_infos
 from sharding.arrays import abstract
 from sharding.mesh import EXPERT, MODEL, STAGE, mesh_size
@@ -135,9 +135,10 @@ def fit_cache(
     count, length = choices[0] if rows else choices[len(counts) - 1]
     cache = sum(x.cache_bytes(count, length) for x in models)
     if weights > cache:  # suggest what makes the larger of the two smaller
-        bits = max(x.format.bits if x.format else 16 for x in models)
-        remedies = ["--quantize int8"] * (bits > 8)
-        remedies += ["--quantize int4"] * (bits > 4 and platform(models[0].mesh) != "cpu")  # held as int8
+        bits, remedies = max(x.format.bits if x.format else 16 for x in models), []
+        for name, format in FORMATS.items():
+            if format and (fewer := format.on(platform(models[0].mesh)).bits) < bits:
+                remedies, bits = [*remedies, f"--quantize {name}"], fewer
     else:
         remedies = ["--kv-cache-dtype int8"] * (models[0].kv_dtype != "int8")
         remedies += ["fewer rows"] * (count > shards) + ["shorter rows"]

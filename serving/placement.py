@@ -1,7 +1,6 @@
 """How a model is placed on devices: its mesh, and the number formats of weights, activations and cache."""
 
 import collections
-import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -11,7 +10,7 @@ from checkpoints.checkpoint import Checkpoint
 from checkpoints.errors import UserError
 from distributed.exchange import gather, hostname
 from model import Config
-from quantize import FORMATS, INT8, Format
+from quantize import FORMATS, Format
 from sharding.mesh import make_mesh
 
 
@@ -73,17 +72,17 @@ def choose_format(
 ) -> Format | None:
     """The format of the weights: the one asked for, else the checkpoint's. UserError if they conflict.
 
-    CPUs have no fast product of 4-bit weights: there they are held as int8, and `log` is told.
+    Where a platform has no fast product of a format, weights are held in another, and `log` is told.
     """
     there = checkpoint and checkpoint.format
     wanted = FORMATS[asked] if asked else there
     if there and wanted != there:
         where = checkpoint.folder
         raise UserError(f"--quantize {asked}: the weights in {where} are {there}; use the original model")
-    if wanted and wanted.bits == 4 and jax.default_backend() == "cpu":
-        log(f"{wanted} weights are held as int8: on CPUs 4 bits are slower")
-        return dataclasses.replace(INT8, of=wanted)
-    return wanted
+    held = wanted and wanted.on(jax.default_backend())
+    if held != wanted:
+        log(f"{wanted} weights are held as {held.scheme}: on this platform {wanted} is slower")
+    return held
 
 
 def choose_dtypes(dtype: str | None, kv_dtype: str | None, format: Format | None) -> tuple[str, str]:

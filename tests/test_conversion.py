@@ -525,7 +525,7 @@ def test_verify_finds_steps_that_are_too_coarse(tmp_path, monkeypatch):
         values = jnp.round(x.astype(jnp.float32) / jnp.expand_dims(scale, axes))
         return [np.asarray(values.astype(jnp.int8)), np.asarray(scale)]
 
-    monkeypatch.setattr(writing, "form_on_host", coarse)
+    monkeypatch.setattr(writing, "quantize_on_host", coarse)
     convert(str(LLAMA4), str(tmp_path / "x"), format=INT8)
     with pytest.raises(ValueError, match="x: layers.0.attention.q is not what .*tiny-llama4 has"):
         verify(str(tmp_path / "x"), str(LLAMA4))
