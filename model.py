@@ -1,9 +1,10 @@
-"""Inference of Llama and its relatives: pure functions over pytrees.
+"""Llama as pure functions over pytrees of weights: tokens in, logits out.
 
-`embed`, `layers` and `unembed` take and give global arrays; each is one shard_map, and what is above them
-runs inside of it. `forward`, `prefill` and `decode_step` call one after the other in one program.
+`forward`, `prefill` and `decode_step`, at the end of this file, each call `embed`, `layers` and `unembed`.
+These three take and return global arrays. Each of them is one shard_map, and the functions above them run
+inside it, on every device.
 
-Letters, one per dimension, used in every shape, einsum and comment:
+Letters, one per dimension, are used in every shape, einsum and comment:
 
     B  rows of the batch     S  key positions (slots)   E  experts
     T  query positions       H  head width              A  experts active per token
@@ -11,12 +12,14 @@ Letters, one per dimension, used in every shape, einsum and comment:
     G  queries per K         F  feed-forward width      V  vocabulary
     C  columns of a slot of the cache: a key beside its value, 2H; above 128 padded to a multiple of 128
 
-A family whose arrays have other dimensions explains their letters in its own file, in families/.
+An uppercase letter means that the whole dimension is on this device, a lowercase letter that this device
+holds its shard of the dimension. So `einsum("bTD,kgHD->bTkgH", x, w.q)` says where every byte is, and where
+a lowercase letter is summed there must be a `psum`. SHARDED_BY in sharding/mesh.py says which mesh axes
+split which letter. The shapes of global arrays, [B,T,V], are those of all devices together.
 
-UPPERCASE: the whole dimension is on this device. lowercase: this device holds its shard of it. So
-`einsum("bTD,kgHD->bTkgH", x, w.q)` says where every byte is, and where a lowercase letter is summed there
-must be a `psum`. SHARDED_BY in sharding/mesh.py says which mesh axes split which lowercase letter. Outside
-of shard_map arrays are global: there [B,T,V] is the shape of all of it, on all devices together.
+A model is data: a Config lists a LayerKind for each layer, and a LayerKind has records such as Heads and
+Gated, which know their sizes, their weights and what to compute. Llama's records are in this file; what only
+another model family computes is a record of the same kind in families/.
 """
 
 import dataclasses
@@ -51,7 +54,7 @@ from sharding.arrays import (
 from sharding.mesh import EXPERT, MODEL, ROWS, SLOTS
 from sharding.sampling import vocabulary_shard
 
-# ----------------------------------------------------------------------------------------------- declarations
+# ---------------------------------------------------------------------------------------------- declarations
 
 
 def declared(letters: str, contracted: str, name: str, layout: str, part: int = 0, **other) -> Any:
@@ -74,7 +77,7 @@ def with_norms(infos, **norms):
     return dataclasses.replace(infos, **changed)
 
 
-# ------------------------------------------------------------------------------------ norms, masks, positions
+# --------------------------------------------------------------------------------------- norms and positions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,83 +103,6 @@ class Norm:
             return (y * (self.offset + w.astype(jnp.float32))).astype(x.dtype)
         y = y.astype(x.dtype)
         return y if w is None else y * w
-
-
-@dataclasses.dataclass(frozen=True)
-class Full:
-    """Attention to all earlier tokens. The functions of masks take numbers as well as arrays."""
-
-    ring = None  # slots of a cache that overwrites its oldest tokens; None: the cache keeps all tokens
-    window = None  # how many tokens a query sees, wherever it is
-
-    def first_visible(self, position):
-        """The first position that a query at this position sees."""
-        return position * 0
-
-
-@dataclasses.dataclass(frozen=True)
-class Chunked:
-    """Attention to earlier positions of the same block of `size`; the cache is a ring of one block."""
-
-    size: int
-    window = None
-
-    @property
-    def ring(self) -> int:
-        return self.size
-
-    def first_visible(self, position):
-        return position - position % self.size
-
-
-@dataclasses.dataclass(frozen=True)
-class Window:
-    """Attention to the last `size` tokens, the query's own included. Source: arXiv 2004.05150.
-
-    The cache is a ring that keeps `spare` more tokens than a query sees, so that a few of the last tokens can
-    be taken back: see serving/rings.py.
-    """
-
-    size: int
-    spare: int = 128
-
-    @property
-    def ring(self) -> int:
-        return self.size + self.spare
-
-    @property
-    def window(self) -> int:
-        return self.size
-
-    def first_visible(self, position):
-        return (position - self.size + 1) * (position >= self.size)
-
-
-Mask = Full | Chunked | Window
-
-
-@pytree
-class Chunk:
-    """T consecutive tokens per row, from position `start`; the first `count` are valid, the rest is padding.
-
-    row: [b] int32, the cache row of each; None: all rows, in order. start, count: [b] int32.
-    positions: [b,T] int32.
-    """
-
-    row: Array | None
-    start: Array
-    count: Array
-    positions: Array
-
-    @property
-    def valid(self) -> Array:
-        """[b,T] bool: which tokens are no padding."""
-        return jnp.arange(self.positions.shape[1]) < self.count[:, None]
-
-
-def chunk_at(start: Array, count: Array, T: int, row: Array | None = None) -> Chunk:
-    """The Chunk of T tokens per row. start, count, row: [b] int32."""
-    return Chunk(row=row, start=start, count=count, positions=start[:, None] + jnp.arange(T))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,7 +184,31 @@ def rotate(x: Array, rotation: Rotation) -> Array:
     return jnp.stack([a * cos - b * sin, b * cos + a * sin], axis).reshape(x.shape).astype(x.dtype)
 
 
-# ------------------------------------------------------------------------------------ attention's projections
+@pytree
+class Chunk:
+    """T consecutive tokens per row, from position `start`; the first `count` are valid, the rest is padding.
+
+    row: [b] int32, the cache row of each; None: all rows, in order. start, count: [b] int32.
+    positions: [b,T] int32.
+    """
+
+    row: Array | None
+    start: Array
+    count: Array
+    positions: Array
+
+    @property
+    def valid(self) -> Array:
+        """[b,T] bool: which tokens are no padding."""
+        return jnp.arange(self.positions.shape[1]) < self.count[:, None]
+
+
+def chunk_at(start: Array, count: Array, T: int, row: Array | None = None) -> Chunk:
+    """The Chunk of T tokens per row. start, count, row: [b] int32."""
+    return Chunk(row=row, start=start, count=count, positions=start[:, None] + jnp.arange(T))
+
+
+# ------------------------------------------------------------------------------------ attention: projections
 
 
 @pytree
@@ -357,7 +307,159 @@ def gather_columns(*parts: Array) -> list[Array]:
     return [x.reshape(*x.shape[:-2], -1) for x in columns]
 
 
-# ----------------------------------------------------------------------------------------------- feed-forward
+# ---------------------------------------------------------------------------- attention: masks and the cache
+
+
+@dataclasses.dataclass(frozen=True)
+class Full:
+    """Attention to all earlier tokens. The functions of masks take numbers as well as arrays."""
+
+    ring = None  # slots of a cache that overwrites its oldest tokens; None: the cache keeps all tokens
+    window = None  # how many tokens a query sees, wherever it is
+
+    def first_visible(self, position):
+        """The first position that a query at this position sees."""
+        return position * 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunked:
+    """Attention to earlier positions of the same block of `size`; the cache is a ring of one block."""
+
+    size: int
+    window = None
+
+    @property
+    def ring(self) -> int:
+        return self.size
+
+    def first_visible(self, position):
+        return position - position % self.size
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """Attention to the last `size` tokens, the query's own included. Source: arXiv 2004.05150.
+
+    The cache is a ring that keeps `spare` more tokens than a query sees, so that a few of the last tokens can
+    be taken back: see serving/rings.py.
+    """
+
+    size: int
+    spare: int = 128
+
+    @property
+    def ring(self) -> int:
+        return self.size + self.spare
+
+    @property
+    def window(self) -> int:
+        return self.size
+
+    def first_visible(self, position):
+        return (position - self.size + 1) * (position >= self.size)
+
+
+Mask = Full | Chunked | Window
+
+
+@jax.named_scope("attention")
+def attention(x: Array, w, kv: KV | None, chunk: Chunk, rotation: Rotation | None, kind: "LayerKind"):
+    """x: [b,T,D] -> ([b,T,D], the layer's cache with the chunk in it; None without a cache).
+
+    A token attends to what the cache holds and to the tokens of its chunk up to itself. Their keys and values
+    are first rounded as the cache will hold them, so that the result does not depend on where chunks begin.
+    """
+    q, new = kind.attention.project(x, w, chunk, rotation)
+    new, parts = as_cached(new, kv, kind.attention.columns), []
+    if kv is not None:
+        past, kv = attend_cache(q, new, kv, chunk, kind.mask)
+        parts.append(past)
+    if not parts or x.shape[1] > 1:
+        parts.append(attend_chunk(q, new, chunk, kind.mask))
+    o, _ = merge(*parts)
+    return kind.attention.output(o.astype(x.dtype), w), kv
+
+
+def attend_cache(q: Array, new: KV, kv: KV, chunk: Chunk, mask: Mask):
+    """Write a chunk into the cache, and attend to what the cache holds: -> (as `attend_chunk`, KV).
+
+    A single token is written first, so that the cache holds all that it sees, itself included: one kernel
+    does both. The tokens of a longer chunk attend here to what came before the chunk.
+    """
+    T, slots = q.shape[1], slot_mapping(chunk, mask, kv.values.shape[2])
+    length, gap = visible_slots(chunk, mask, chunk.start + (T == 1))
+    if T == 1:
+        part, kv = ragged_decode(q, new, kv, length, slots, gap, chunk.row)
+        return merge_slots(*part), kv
+    # A ring is read before it is written, because the chunk may overwrite what its first tokens see. Any
+    # other cache is read after it is written, which spares XLA a copy of it.
+    written = write(kv, new, slots, chunk.row, T // lax.axis_size(SLOTS) + 1, ring=mask.ring is not None)
+    past = attend_cached(q, kv if mask.ring else written, length, gap, chunk.row)
+    return merge_slots(*past), written
+
+
+def attend_chunk(q: Array, new: KV, chunk: Chunk, mask: Mask) -> tuple[Array, Array]:
+    """Attention among the chunk's own tokens, by this device's queries.
+
+    q: [b,T,k,G,H], new: [b,k,T,C] -> (o [b,T,k,g,H], lse [b,T,k,g]).
+    """
+    g = q.shape[3] // lax.axis_size(SLOTS)
+    own = lax.dynamic_slice_in_dim(q, lax.axis_index(SLOTS) * g, g, 3)
+    segment = 0 * chunk.positions if mask.window else mask.first_visible(chunk.positions)
+    return attend_causal(own, new, segment, mask.window)
+
+
+def visible_slots(chunk: Chunk, mask: Mask, end: Array) -> tuple[Array, tuple[Array, Array] | None]:
+    """Which of this device's slots each query sees, of a cache that holds a row's first end[b] tokens.
+
+    -> (length [b,T], gap): a query sees the slots before `length`, except those from gap[0] to gap[1],
+    [b,T] each. A gap of None leaves nothing out.
+    """
+    first, end = mask.first_visible(chunk.positions), end[:, None]
+    any_visible = (first < end) & (chunk.count > 0)[:, None]
+    if mask.ring:
+        # In a ring the visible slots are those from low to high or, where they wrap around, those before
+        # high and those from low on.
+        low, high = first % mask.ring, end % mask.ring
+        wraps = high <= low
+        end = jnp.where(wraps, jnp.minimum(end, mask.ring), high)
+    length = jnp.where(any_visible, local_slots(end), 0)
+    if not mask.window:  # full attention begins at slot 0, and so does a chunk's ring
+        return length, None
+    return length, (jnp.where(wraps, local_slots(high), 0), local_slots(low))
+
+
+def slot_mapping(chunk: Chunk, mask: Mask, capacity: int) -> Array:
+    """The slot of this device that each token is written to, [b,T]; `capacity` if it is written to none."""
+    slots, slot, keep = lax.axis_size(SLOTS), chunk.positions, chunk.valid
+    if mask.ring:  # a ring keeps the chunk's last tokens; earlier ones would be written to the same slots
+        keep &= slot >= (chunk.start + chunk.count)[:, None] - mask.ring
+        slot = slot % mask.ring
+    return jnp.where(keep & (slot % slots == lax.axis_index(SLOTS)), slot // slots, capacity)
+
+
+def local_slots(n: Array) -> Array:
+    """How many of a head's first n slots are on this device, which is also its next free local slot."""
+    slots = lax.axis_size(SLOTS)
+    return (n + slots - 1 - lax.axis_index(SLOTS)) // slots
+
+
+def merge_slots(o: Array, lse: Array) -> tuple[Array, Array]:
+    """Merge the attention of all queries to each device's slots, and keep this device's queries.
+
+    o: [b,T,k,G,H] -> [b,T,k,g,H], lse: [b,T,k,G] -> [b,T,k,g]. One all-to-all of the partial results.
+    """
+    slots = lax.axis_size(SLOTS)
+    if slots == 1:
+        return o, lse
+    parts = jnp.concatenate([o, lse[..., None]], -1)
+    parts = parts.reshape(*o.shape[:3], slots, -1, parts.shape[-1])
+    parts = lax.all_to_all(parts, SLOTS, 3, 0)  # [slots,b,T,k,g,H+1]
+    return merge(*((part[..., :-1], part[..., -1]) for part in parts))
+
+
+# ---------------------------------------------------------------------------------------------- feed-forward
 
 
 @pytree
@@ -484,7 +586,7 @@ def experts(x: Array, w: MoE, chunk: Chunk, kind: Experts) -> Array:
     return y.astype(x.dtype).reshape(x.shape)
 
 
-# ----------------------------------------------------------------------------------------------------- config
+# --------------------------------------------------------------------------------------------- decoder layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -502,6 +604,66 @@ class LayerKind:
     mask: Mask = Full()
     rope: Rope | None = None
     post_norm: Norm | None = None
+
+
+@pytree
+class Layer:
+    attention_norm: Array = declared_norm("D", "input_layernorm.weight")
+    attention: Any
+    attention_post_norm: Array | None = declared_norm("D", "post_self_attn_layernorm.weight")
+    feed_forward_norm: Array = declared_norm("D", "post_attention_layernorm.weight")
+    feed_forward: Any
+    feed_forward_post_norm: Array | None = declared_norm("D", "post_mlp_layernorm.weight")
+
+
+@partial(jax.jit, static_argnames="kind")  # traced once for all layers of a kind
+def decoder_layer(
+    x: Array, w: Layer, kv: KV | None, chunk: Chunk, rotation: Rotation | None, kind: LayerKind
+) -> tuple[Array, KV | None]:
+    """x: [b,T,D] -> ([b,T,D], the layer's cache with the chunk in it, or None)."""
+    y = normalize(x, kind.norm, w.attention_norm)
+    y, kv = attention(y, w.attention, kv, chunk, rotation, kind)
+    x = x + normalize(y, kind.post_norm, w.attention_post_norm)
+    y = normalize(x, kind.norm, w.feed_forward_norm)
+    with jax.named_scope("feed_forward"):
+        y = kind.feed_forward(y, w.feed_forward, chunk)
+    return x + normalize(y, kind.post_norm, w.feed_forward_post_norm), kv
+
+
+def normalize(x: Array, norm: Norm | None, w: Array | None) -> Array:
+    """x: [b,T,D] -> [b,T,D]."""
+    return x if norm is None else norm(x, w)
+
+
+def decoder_layers(
+    x: Array, weights: list[Layer], caches: list[KV] | None, chunk: Chunk, kinds: tuple[LayerKind, ...],
+    remat: bool = False,
+) -> tuple[Array, list[KV] | None]:  # fmt: skip
+    """x: [b,T,D] -> ([b,T,D] after these layers, their caches with the chunk in them).
+
+    remat: see `forward`.
+    """
+    ropes = dict.fromkeys(kind.rope for kind in kinds)
+    rotations = {rope: rope and rope.rotation(chunk.positions) for rope in ropes}
+    layer, written = jax.checkpoint(decoder_layer, static_argnums=5) if remat else decoder_layer, []
+    for w, kv, kind in zip(weights, caches or [None] * len(kinds), kinds, strict=True):
+        x, kv = layer(x, w, kv, chunk, rotations[kind.rope], kind)
+        written.append(kv)
+    return x, caches and written
+
+
+def layer_infos(kind: LayerKind, D: int, prefix: str = "") -> Layer:
+    """The tree of a layer's weights with their ArrayInfo in the place of arrays. prefix: of their names."""
+    attention = kind.attention.declare(prefix + "self_attn.", D)
+    feed_forward = kind.feed_forward.declare(prefix + "mlp.", D)
+    infos = declare(Layer, prefix, dict(D=D), attention=attention, feed_forward=feed_forward)
+    before = dict(attention_norm=kind.norm, feed_forward_norm=kind.norm)
+    return with_norms(
+        infos, **before, attention_post_norm=kind.post_norm, feed_forward_post_norm=kind.post_norm
+    )
+
+
+# ----------------------------------------------------------------------------- the model's weights and cache
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -539,19 +701,6 @@ class Config:
         return frozenset(kind.mask for kind in self.layers)
 
 
-# ------------------------------------------------------------------------------------------ weights and cache
-
-
-@pytree
-class Layer:
-    attention_norm: Array = declared_norm("D", "input_layernorm.weight")
-    attention: Any
-    attention_post_norm: Array | None = declared_norm("D", "post_self_attn_layernorm.weight")
-    feed_forward_norm: Array = declared_norm("D", "post_attention_layernorm.weight")
-    feed_forward: Any
-    feed_forward_post_norm: Array | None = declared_norm("D", "post_mlp_layernorm.weight")
-
-
 @pytree
 class Weights:
     """The weights of a model. unembed: None if it is `embed`, too."""
@@ -560,7 +709,34 @@ class Weights:
     positions: Any
     layers: list[Layer]
     norm: Array = declared_norm("D", "model.norm.weight")
-    unembed: Array | None = declared("vD", "D", "lm_head.weight", "VD", least_bits=8)
+    unembed: Array | None = declared("vD", "D", "lm_head.weight", "VD", min_bits=8)
+
+
+def outer_infos(cfg: Config) -> Weights:
+    """The declared weights outside of the layers: the embedding, the last norm and the logits' matrix."""
+    positions = cfg.position_embedding and cfg.position_embedding.declare(cfg.D)
+    weights = declare(
+        Weights, "", sizes_of(cfg), dict(unembed=cfg.tied_embeddings), layers=[], positions=positions
+    )
+    if cfg.tied_embeddings:
+        embed = dataclasses.replace(weights.embed, contracted="D", min_bits=8)
+        weights = dataclasses.replace(weights, embed=embed)
+    return with_norms(weights, norm=cfg.norm)
+
+
+def weight_infos(cfg: Config, format: Format | None = None) -> Weights:
+    """The tree of all weights with an ArrayInfo in the place of each array. format: None for float."""
+    numbered = enumerate(cfg.layers)
+    layers = [layer_infos(kind, cfg.D, f"model.layers.{i}.") for i, kind in numbered]
+    weights = dataclasses.replace(outer_infos(cfg), layers=layers)
+    return jax.tree.map(lambda info: dataclasses.replace(info, format=format), weights)
+
+
+def init_weights(
+    key: Array, cfg: Config, mesh: Mesh, dtype=jnp.float32, format: Format | None = None
+) -> Weights:
+    """Random weights, the same on every mesh: normal with variance 1 / fan-in, norms around 1."""
+    return random_arrays(key, weight_infos(cfg, format), mesh, dtype)
 
 
 @pytree
@@ -575,37 +751,6 @@ class Cache:
 
     layers: list[KV]
     length: Array
-
-
-def layer_infos(kind: LayerKind, D: int, prefix: str = "") -> Layer:
-    """The tree of a layer's weights with their ArrayInfo in the place of arrays. prefix: of their names."""
-    attention = kind.attention.declare(prefix + "self_attn.", D)
-    feed_forward = kind.feed_forward.declare(prefix + "mlp.", D)
-    infos = declare(Layer, prefix, dict(D=D), attention=attention, feed_forward=feed_forward)
-    before = dict(attention_norm=kind.norm, feed_forward_norm=kind.norm)
-    return with_norms(
-        infos, **before, attention_post_norm=kind.post_norm, feed_forward_post_norm=kind.post_norm
-    )
-
-
-def outer_infos(cfg: Config) -> Weights:
-    """The declared weights outside of the layers: the embedding, the last norm and the logits' matrix."""
-    positions = cfg.position_embedding and cfg.position_embedding.declare(cfg.D)
-    weights = declare(
-        Weights, "", sizes_of(cfg), dict(unembed=cfg.tied_embeddings), layers=[], positions=positions
-    )
-    if cfg.tied_embeddings:
-        embed = dataclasses.replace(weights.embed, contracted="D", least_bits=8)
-        weights = dataclasses.replace(weights, embed=embed)
-    return with_norms(weights, norm=cfg.norm)
-
-
-def weight_infos(cfg: Config, format: Format | None = None) -> Weights:
-    """The tree of all weights with an ArrayInfo in the place of each array. format: None for float."""
-    numbered = enumerate(cfg.layers)
-    layers = [layer_infos(kind, cfg.D, f"model.layers.{i}.") for i, kind in numbered]
-    weights = dataclasses.replace(outer_infos(cfg), layers=layers)
-    return jax.tree.map(lambda info: dataclasses.replace(info, format=format), weights)
 
 
 def kv_info(kind: LayerKind, batch: int, max_len: int, dtype) -> KV:
@@ -628,192 +773,7 @@ def init_cache(cfg: Config, mesh: Mesh, batch: int, max_len: int, dtype) -> Cach
     return zeros(abstract(cache_infos(cfg, batch, max_len, dtype), mesh))
 
 
-def init_weights(
-    key: Array, cfg: Config, mesh: Mesh, dtype=jnp.float32, format: Format | None = None
-) -> Weights:
-    """Random weights, the same on every mesh: normal with variance 1 / fan-in, norms around 1."""
-    return random_arrays(key, weight_infos(cfg, format), mesh, dtype)
-
-
-# --------------------------------------------------------------------------------------------------- layers
-#
-# These functions run on each device, inside shard_map: `embed`, `layers` and `unembed` below call them.
-
-
-def merge_slots(o: Array, lse: Array) -> tuple[Array, Array]:
-    """Merge the attention of all queries to each device's slots, and keep this device's queries.
-
-    o: [b,T,k,G,H] -> [b,T,k,g,H], lse: [b,T,k,G] -> [b,T,k,g]. One all-to-all of the partial results.
-    """
-    slots = lax.axis_size(SLOTS)
-    if slots == 1:
-        return o, lse
-    parts = jnp.concatenate([o, lse[..., None]], -1)
-    parts = parts.reshape(*o.shape[:3], slots, -1, parts.shape[-1])
-    parts = lax.all_to_all(parts, SLOTS, 3, 0)  # [slots,b,T,k,g,H+1]
-    return merge(*((part[..., :-1], part[..., -1]) for part in parts))
-
-
-def local_slots(n: Array) -> Array:
-    """How many of a head's first n slots are on this device, which is also its next free local slot."""
-    slots = lax.axis_size(SLOTS)
-    return (n + slots - 1 - lax.axis_index(SLOTS)) // slots
-
-
-def attend_chunk(q: Array, new: KV, chunk: Chunk, mask: Mask) -> tuple[Array, Array]:
-    """Attention among the chunk's own tokens, by this device's queries.
-
-    q: [b,T,k,G,H], new: [b,k,T,C] -> (o [b,T,k,g,H], lse [b,T,k,g]).
-    """
-    g = q.shape[3] // lax.axis_size(SLOTS)
-    own = lax.dynamic_slice_in_dim(q, lax.axis_index(SLOTS) * g, g, 3)
-    segment = 0 * chunk.positions if mask.window else mask.first_visible(chunk.positions)
-    return attend_causal(own, new, segment, mask.window)
-
-
-def attend_cache(q: Array, new: KV, kv: KV, chunk: Chunk, mask: Mask):
-    """Write a chunk into the cache, and attend to what the cache holds: -> (as `attend_chunk`, KV).
-
-    A single token is written first, so that the cache holds all that it sees, itself included: one kernel
-    does both. The tokens of a longer chunk attend here to what came before the chunk.
-    """
-    T, slots = q.shape[1], slot_mapping(chunk, mask, kv.values.shape[2])
-    length, gap = visible_slots(chunk, mask, chunk.start + (T == 1))
-    if T == 1:
-        part, kv = ragged_decode(q, new, kv, length, slots, gap, chunk.row)
-        return merge_slots(*part), kv
-    # A ring is read before it is written, because the chunk may overwrite what its first tokens see. Any
-    # other cache is read after it is written, which spares XLA a copy of it.
-    written = write(kv, new, slots, chunk.row, T // lax.axis_size(SLOTS) + 1, ring=mask.ring is not None)
-    past = attend_cached(q, kv if mask.ring else written, length, gap, chunk.row)
-    return merge_slots(*past), written
-
-
-def visible_slots(chunk: Chunk, mask: Mask, end: Array) -> tuple[Array, tuple[Array, Array] | None]:
-    """Which of this device's slots each query sees, of a cache that holds a row's first end[b] tokens.
-
-    -> (length [b,T], gap): a query sees the slots before `length`, except those from gap[0] to gap[1],
-    [b,T] each. A gap of None leaves nothing out.
-    """
-    first, end = mask.first_visible(chunk.positions), end[:, None]
-    any_visible = (first < end) & (chunk.count > 0)[:, None]
-    if mask.ring:
-        # In a ring the visible slots are those from low to high or, where they wrap around, those before
-        # high and those from low on.
-        low, high = first % mask.ring, end % mask.ring
-        wraps = high <= low
-        end = jnp.where(wraps, jnp.minimum(end, mask.ring), high)
-    length = jnp.where(any_visible, local_slots(end), 0)
-    if not mask.window:  # full attention begins at slot 0, and so does a chunk's ring
-        return length, None
-    return length, (jnp.where(wraps, local_slots(high), 0), local_slots(low))
-
-
-def slot_mapping(chunk: Chunk, mask: Mask, capacity: int) -> Array:
-    """The slot of this device that each token is written to, [b,T]; `capacity` if it is written to none."""
-    slots, slot, keep = lax.axis_size(SLOTS), chunk.positions, chunk.valid
-    if mask.ring:  # a ring keeps the chunk's last tokens; earlier ones would be written to the same slots
-        keep &= slot >= (chunk.start + chunk.count)[:, None] - mask.ring
-        slot = slot % mask.ring
-    return jnp.where(keep & (slot % slots == lax.axis_index(SLOTS)), slot // slots, capacity)
-
-
-def normalize(x: Array, norm: Norm | None, w: Array | None) -> Array:
-    """x: [b,T,D] -> [b,T,D]."""
-    return x if norm is None else norm(x, w)
-
-
-@jax.named_scope("attention")
-def attention(x: Array, w, kv: KV | None, chunk: Chunk, rotation: Rotation | None, kind: LayerKind):
-    """x: [b,T,D] -> ([b,T,D], the layer's cache with the chunk in it; None without a cache).
-
-    A token attends to what the cache holds and to the tokens of its chunk up to itself. Their keys and values
-    are first rounded as the cache will hold them, so that the result does not depend on where chunks begin.
-    """
-    q, new = kind.attention.project(x, w, chunk, rotation)
-    new, parts = as_cached(new, kv, kind.attention.columns), []
-    if kv is not None:
-        past, kv = attend_cache(q, new, kv, chunk, kind.mask)
-        parts.append(past)
-    if not parts or x.shape[1] > 1:
-        parts.append(attend_chunk(q, new, chunk, kind.mask))
-    o, _ = merge(*parts)
-    return kind.attention.output(o.astype(x.dtype), w), kv
-
-
-@jax.named_scope("feed_forward")
-def feed_forward(x: Array, w, chunk: Chunk, kind: LayerKind) -> Array:
-    """x: [b,T,D] -> [b,T,D]."""
-    return kind.feed_forward(x, w, chunk)
-
-
-@partial(jax.jit, static_argnames="kind")  # traced once for all layers of a kind
-def decoder_layer(
-    x: Array, w: Layer, kv: KV | None, chunk: Chunk, rotation: Rotation | None, kind: LayerKind
-) -> tuple[Array, KV | None]:
-    """x: [b,T,D] -> ([b,T,D], the layer's cache with the chunk in it, or None)."""
-    y, kv = attention(normalize(x, kind.norm, w.attention_norm), w.attention, kv, chunk, rotation, kind)
-    x = x + normalize(y, kind.post_norm, w.attention_post_norm)
-    y = feed_forward(normalize(x, kind.norm, w.feed_forward_norm), w.feed_forward, chunk, kind)
-    return x + normalize(y, kind.post_norm, w.feed_forward_post_norm), kv
-
-
-def decoder_layers(
-    x: Array, weights: list[Layer], caches: list[KV] | None, chunk: Chunk, kinds: tuple[LayerKind, ...],
-    remat: bool = False,
-) -> tuple[Array, list[KV] | None]:  # fmt: skip
-    """x: [b,T,D] -> ([b,T,D] after these layers, their caches with the chunk in them).
-
-    remat: see `forward`.
-    """
-    ropes = dict.fromkeys(kind.rope for kind in kinds)
-    rotations = {rope: rope and rope.rotation(chunk.positions) for rope in ropes}
-    layer, written = jax.checkpoint(decoder_layer, static_argnums=5) if remat else decoder_layer, []
-    for w, kv, kind in zip(weights, caches or [None] * len(kinds), kinds, strict=True):
-        x, kv = layer(x, w, kv, chunk, rotations[kind.rope], kind)
-        written.append(kv)
-    return x, caches and written
-
-
-@jax.named_scope("unembed")
-def local_logits(x: Array, w: Weights, cfg: Config) -> Array:
-    """x: [b,T,D] -> logits [b,T,v] float32 of this device's vocabulary shard; -inf for its padding."""
-    matrix = w.embed if w.unembed is None else w.unembed
-    logits = einsum("bTD,vD->bTv", cfg.norm(x, w.norm), matrix, jnp.float32)
-    logits = logits if cfg.logit_scale is None else cfg.logit_scale * logits
-    if cfg.logit_softcap is not None:
-        logits = cfg.logit_softcap * jnp.tanh(logits / cfg.logit_softcap)
-    return jnp.where(vocabulary_shard(logits) < cfg.V, logits, -jnp.inf)
-
-
 # ------------------------------------------------------------ embed, layers, unembed: one shard_map for each
-
-
-def outer_specs(cfg: Config, weights: Weights) -> Weights:
-    """The PartitionSpecs of all weights except the layers'."""
-    return specs(outer_infos(cfg), without_layers(weights))
-
-
-def without_layers(tree: Weights | Cache) -> Weights | Cache:
-    """The same weights or cache with an empty list of layers."""
-    return dataclasses.replace(tree, layers=[])
-
-
-def cache_specs(kinds: tuple[LayerKind, ...], caches: list[KV] | None) -> list[KV] | None:
-    """The PartitionSpecs of the layers' caches."""
-    if caches is None:
-        return None
-    infos = [kv_info(kind, 0, 0, kv.values.dtype) for kind, kv in zip(kinds, caches, strict=True)]
-    return specs(infos, caches)
-
-
-def can_check_vma(mesh: Mesh, T: int) -> bool:
-    """Whether shard_map can check that every psum is there, for a program that attends with T queries.
-
-    It cannot on TPUs if LANES divides T: the library's kernel that attends then does not declare over which
-    mesh axes its result varies.
-    """
-    return T % LANES != 0 or not on_tpu(mesh)
 
 
 @jax.named_scope("embed")
@@ -873,7 +833,45 @@ def unembed(x: Array, weights: Weights, *, cfg: Config, mesh: Mesh) -> Array:
     return on_devices(x, without_layers(weights))
 
 
-# --------------------------------------------------------------------------------- forward, prefill, decode
+@jax.named_scope("unembed")
+def local_logits(x: Array, w: Weights, cfg: Config) -> Array:
+    """x: [b,T,D] -> logits [b,T,v] float32 of this device's vocabulary shard; -inf for its padding."""
+    matrix = w.embed if w.unembed is None else w.unembed
+    logits = einsum("bTD,vD->bTv", cfg.norm(x, w.norm), matrix, jnp.float32)
+    logits = logits if cfg.logit_scale is None else cfg.logit_scale * logits
+    if cfg.logit_softcap is not None:
+        logits = cfg.logit_softcap * jnp.tanh(logits / cfg.logit_softcap)
+    return jnp.where(vocabulary_shard(logits) < cfg.V, logits, -jnp.inf)
+
+
+def outer_specs(cfg: Config, weights: Weights) -> Weights:
+    """The PartitionSpecs of all weights except the layers'."""
+    return specs(outer_infos(cfg), without_layers(weights))
+
+
+def without_layers(tree: Weights | Cache) -> Weights | Cache:
+    """The same weights or cache with an empty list of layers."""
+    return dataclasses.replace(tree, layers=[])
+
+
+def cache_specs(kinds: tuple[LayerKind, ...], caches: list[KV] | None) -> list[KV] | None:
+    """The PartitionSpecs of the layers' caches."""
+    if caches is None:
+        return None
+    infos = [kv_info(kind, 0, 0, kv.values.dtype) for kind, kv in zip(kinds, caches, strict=True)]
+    return specs(infos, caches)
+
+
+def can_check_vma(mesh: Mesh, T: int) -> bool:
+    """Whether shard_map can check that every psum is there, for a program that attends with T queries.
+
+    It cannot on TPUs if LANES divides T: the library's kernel that attends then does not declare over which
+    mesh axes its result varies.
+    """
+    return T % LANES != 0 or not on_tpu(mesh)
+
+
+# ---------------------------------------------------------------------------------- forward, prefill, decode
 
 
 @partial(jax.jit, static_argnames=("cfg", "mesh", "remat"))

@@ -25,8 +25,8 @@ class LatentWeights:
     kv_a: Array = declared("lD", "D", "kv_a_proj_with_mqa.weight", "[L+R]D", 0)
     k_rope: Array = declared("rD", "D", "kv_a_proj_with_mqa.weight", "[L+R]D", 1)
     kv_a_norm: Array = declared_norm("L", "kv_a_layernorm.weight")
-    k_b: Array = declared("kgLN", "N", "kv_b_proj.weight", "(KG[N+U])L", 0, least_bits=8)
-    v_b: Array = declared("kgUL", "L", "kv_b_proj.weight", "(KG[N+U])L", 1, least_bits=8)
+    k_b: Array = declared("kgLN", "N", "kv_b_proj.weight", "(KG[N+U])L", 0, min_bits=8)
+    v_b: Array = declared("kgUL", "L", "kv_b_proj.weight", "(KG[N+U])L", 1, min_bits=8)
     o: Array = declared("DkgU", "kgU", "o_proj.weight", "D(KGU)")
 
 

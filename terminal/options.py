@@ -6,11 +6,11 @@ import re
 
 from checkpoints.names import FLOATS
 from quantize import FORMATS
-from serving.memory import ROWS
+from serving.memory import DEFAULT_ROWS
 from serving.speculation import MAX_DRAFT, check_n_draft
 from terminal.command_line import OneLineParser
-from terminal.launch import add_processes
-from terminal.prompts import NEW_TOKENS
+from terminal.launch import add_process_options
+from terminal.prompts import DEFAULT_NEW_TOKENS
 
 TINY = pathlib.Path(__file__).resolve().parents[1] / "tests" / "checkpoints" / "tiny-llama3"
 
@@ -46,7 +46,7 @@ def parse_arguments(arguments: list[str] | None = None):
 
     add = parser.add_argument_group("how to answer").add_argument
     add("--max-new-tokens", type=int, metavar="N",
-        help=f"per answer; default: {NEW_TOKENS}, or what --max-len allows")
+        help=f"per answer; default: {DEFAULT_NEW_TOKENS}, or what --max-len allows")
     add("--stop", action="append", default=[], metavar="TEXT",
         help="a text that ends an answer; may be given many times")
     add("--stop-id", action="append", default=[], type=int, metavar="ID", help="a token that ends an answer")
@@ -63,7 +63,7 @@ def parse_arguments(arguments: list[str] | None = None):
 
     add = parser.add_argument_group("how to run").add_argument
     add("--rows", type=int, metavar="N",
-        help=f"answered at a time; default: all, but at most {ROWS}; of a server {ROWS}, on a CPU 8")
+        help=f"answered at a time; default: all, but at most {DEFAULT_ROWS}; a server: the same, on a CPU 8")
     add("--max-len", type=int, metavar="N",
         help="positions per row, prompt included; default: as many as needed; of a server 4096")
     add("--draft", metavar="DIR_OR_ID", help="a smaller model with the same tokenizer that guesses ahead")
@@ -90,7 +90,7 @@ def parse_arguments(arguments: list[str] | None = None):
     add("--json", action="store_true", help="print one JSON object")
     add("--logprobs", action="store_true", help="the log-probability of every token, the prompt's too")
     # fmt: on
-    add_processes(parser)
+    add_process_options(parser)
     args = parser.parse_args(arguments)
     parser.check_positive(args, "max_new_tokens", "max_len", "rows", "n", "dp", "ep", "tp", "pp", "timeout",
                           "max_queue", "request_timeout")  # fmt: skip

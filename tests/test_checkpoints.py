@@ -354,7 +354,7 @@ WRONG = {
     "unknown head": (configure(architectures=["LlamaForSequenceClassification"]), "SequenceClassification"),
     "attention bias": (configure(attention_bias=True), "attention_bias = True"),
     "other activation": (configure(hidden_act="gelu"), "hidden_act = 'gelu'"),
-    "quantised source": (configure(quantization_config={"quant_method": "fp7"}), "quant_method = 'fp7'"),
+    "quantized source": (configure(quantization_config={"quant_method": "fp7"}), "quant_method = 'fp7'"),
     "unknown field": (configure(logit_softcap=30.0), "logit_softcap = 30.0"),
     "unknown rope": (configure(rope_parameters={"rope_type": "yarn", "factor": 2.0}), "rope_type 'yarn'"),
     "missing field": (lambda tensors, config: config.pop("hidden_size"), "'hidden_size' is missing"),

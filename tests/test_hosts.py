@@ -82,7 +82,7 @@ def test_hosts_far_from_one_another(processes, options, mesh, tokens):
     arguments = ["--checkpoint", LLAMA4, "--json", "--prompt-file", "-", *options]
     out, err = together("far", processes, 4, *arguments, stdin="\n".join(PROMPTS))
     assert answers(out) == tokens and json.loads(out)["mesh"] == mesh
-    assert "in 2 groups that a slower network joins: data 2, " in err
+    assert "in 2 slices that a slower network joins: data 2, " in err
 
 
 @pytest.mark.deep

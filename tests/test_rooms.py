@@ -11,8 +11,7 @@ ORDER = (
     {"terminal"},
     {"server"},
     {"serving"},
-    {"distributed"},
-    {"checkpoints", "families"},  # the families need its UserError, it needs their names
+    {"checkpoints", "distributed", "families"},
     {"model"},
     {"sharding"},
     {"ragged_attention", "ops"},

@@ -201,7 +201,7 @@ def test_prompt_lookup(mesh, n_draft):
     texts = np.stack([rng.integers(0, 1 + row % 7, 24) for row in range(rows)]).astype(np.int32)
     length = rng.integers(0, 24, rows).astype(np.int32)
     count = rng.integers(0, n_draft + 2, rows).astype(np.int32)
-    found, kept = speculation.look_up(
+    found, kept = speculation.prompt_lookup(
         count, texts, length, n_draft=n_draft, mesh=mesh_of(llama3_config(), mesh)
     )
     hits = 0
