@@ -363,7 +363,7 @@ def test_what_is_needed(tied):
         names = [name for name, _ in plan.named(**job.arguments(mesh))]
         return {name for name in names if not plan.share_needed(name, job, mesh)}
 
-    tables = {"cache.tokens", "weights.embed"}
+    tables = {"tokens", "weights.embed"}
     assert unneeded(1) == (tables - {"weights.embed"} if tied else tables)
     last = {f"feed_forward.{name}" for name in ("gate", "up", "down")} | {"attention.q", "attention.o"}
     last = {f"weights.layers[1].{name}" for name in last | {"feed_forward_norm"}}
@@ -519,20 +519,22 @@ def test_a_small_embedding_stays_where_it_is():
 def test_one_row_of_a_cache_is_moved_alone():
     """Copying a row of int8 caches, and reading a prompt into one, move nothing of half a cache's size."""
     code = """
-import dataclasses, hlo, jax, jax.numpy as jnp, json, model, plan
+import dataclasses, hlo, jax, jax.numpy as jnp, json, plan
 from jax.sharding import NamedSharding, PartitionSpec as P
 from models import read_model
+from serving.executors import one_program
+from serving.steps import PrefillChunk, assign_rows
 from sharding.mesh import make_mesh
 cfg = read_model("llama3.1-70b")
 cfg = dataclasses.replace(cfg, layers=cfg.layers[:2])
 mesh = make_mesh(cfg, tensor=16, devices=plan.find_topology("v5e:4x4").devices)
-_, weights, cache = plan.Job(cfg, 32, 8192).arguments(mesh).values()
+_, weights, batch = plan.Job(cfg, 32, 8192).arguments(mesh).values()
 sharding = NamedSharding(mesh, P("data"))
 row, text = (jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding) for shape in [(1,), (1, 8192)])
 found = []
 for lowered in (
-    model.begin.lower(row, text, row, row, cache, cfg=cfg, mesh=mesh),
-    model.prefill.lower(row, row, weights, cache, width=512, cfg=cfg, mesh=mesh),
+    assign_rows.lower(row, text, row, row, batch, cfg=cfg, mesh=mesh),
+    one_program.lower(PrefillChunk(rows=row, count=row, width=512), weights, batch, cfg=cfg, mesh=mesh),
 ):
     compiled = lowered.compile()
     moved = hlo.read_program(compiled.as_text()).traffic
@@ -550,19 +552,21 @@ print(json.dumps(found))
 def test_guesses_are_checked_by_the_decode_kernel():
     """The caches of a chunked layer and of another are read by one kernel each, and not copied."""
     code = """
-import dataclasses, hlo, jax, jax.numpy as jnp, json, model, plan
+import dataclasses, hlo, jax, jax.numpy as jnp, json, plan
 from jax.sharding import NamedSharding, PartitionSpec as P
 from models import read_model
+from serving.executors import one_program
 from sharding.mesh import make_mesh
 cfg = read_model("llama4-scout")
 cfg = dataclasses.replace(cfg, layers=cfg.layers[2:4])
 mesh = make_mesh(cfg, tensor=16, devices=plan.find_topology("v5e:4x4").devices)
 arguments = plan.Job(cfg, 8, 16384).arguments(mesh) | dict(cfg=cfg, mesh=mesh)
 guesses = jax.ShapeDtypeStruct((8, 4), jnp.int32, sharding=NamedSharding(mesh, P("data")))
-compiled = model.decode_step.lower(drafts=guesses, sampling=model.Sampling(), **arguments).compile()
+arguments["step"] = dataclasses.replace(arguments["step"], drafts=guesses)
+compiled = one_program.lower(**arguments).compile()
 program = hlo.read_program(compiled.as_text())
 kernels = sorted({(x.kernel, x.instruction) for x in program.traffic if x.kernel})
-copied = [x.bytes for x in program.copies if not x.prefetch and x.argument.startswith("cache.layers")]
+copied = [x.bytes for x in program.copies if not x.prefetch and "cache.layers" in x.argument]
 temporaries = compiled.memory_analysis().temp_size_in_bytes
 print(json.dumps([[kernel for kernel, _ in kernels], copied, temporaries, len(program.loops)]))
 """
