@@ -68,7 +68,7 @@ def make_app(loop: EngineLoop, key: str | None, origins: list[str], local: bool)
 
 
 def deliver_from_thread(events: list[tuple[Job, Event]]) -> None:
-    """Put events into their jobs' queues. Called in the engine's thread: the queues belong to event loops."""
+    """Called in the engine's thread: pass events to their jobs' listeners, which belong to event loops."""
     by_loop = {}
     for job, event in events:
         by_loop.setdefault(job.listener.loop, []).append((job, event))
@@ -79,31 +79,31 @@ def deliver_from_thread(events: list[tuple[Job, Event]]) -> None:
 
 def put_all(events: list[tuple[Job, Event]]) -> None:
     for job, event in events:
-        job.listener.queue.put_nowait((job, event))
+        job.listener.events.append((job, event))
+        job.listener.woken.set()
 
 
 class Listener:
-    """The queue of the events of one response's jobs. From `tick` to `close` it also gets a None every
-    KEEP_ALIVE seconds.
-    """
+    """Collects the events of one response's jobs; after `tick` it also wakes up every KEEP_ALIVE seconds."""
 
     def __init__(self):
-        self.loop, self.queue, self.timer = asyncio.get_running_loop(), asyncio.Queue(), None
+        self.loop, self.events, self.woken = asyncio.get_running_loop(), [], asyncio.Event()
+        self.timer = None
 
     def tick(self) -> None:
         if self.timer:
-            self.queue.put_nowait(None)
+            self.woken.set()
         self.timer = self.loop.call_later(KEEP_ALIVE, self.tick)
 
     def close(self) -> None:
         self.timer.cancel()
 
     async def take(self) -> list[tuple[Job, Event]]:
-        """Wait until the queue is not empty, and empty it: the events, none after a tick."""
-        taken = [await self.queue.get()]
-        while not self.queue.empty():
-            taken.append(self.queue.get_nowait())
-        return [item for item in taken if item]
+        """The events since the last call; it waits for one, or for a tick."""
+        await self.woken.wait()
+        self.woken.clear()
+        taken, self.events = self.events, []
+        return taken
 
 
 def error(
@@ -321,7 +321,7 @@ class JobsResponse(Response):
         raise NotImplementedError
 
     async def events(self) -> AsyncIterator[list[tuple[Job, Event]]]:
-        """The events of all jobs up to their ends: all that have come at a time, none after a tick."""
+        """The events of all jobs up to their ends, as Listener.take returns them."""
         left = len(self.jobs)
         while left:
             events = await self.listener.take()
