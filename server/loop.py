@@ -17,13 +17,12 @@ import numpy as np
 
 from checkpoints.errors import UserError
 from distributed.exchange import Broadcast, process_count
-from model import Sampling
 from server.metrics import Metrics
 from serving.engine import Engine
 from serving.grammar import Grammar
 from serving.requests import Answer, Request
 from serving.text import TextStream
-from sharding.sampling import Bias
+from sharding.sampling import Bias, Sampling
 
 
 class Refused(Exception):

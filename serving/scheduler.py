@@ -11,9 +11,9 @@ from collections import deque
 import jax
 import numpy as np
 
-from model import Chunked, Full, Sampling, Window
+from model import Chunked, Full, Window
 from serving.requests import Answer
-from sharding.sampling import NEUTRAL
+from sharding.sampling import NEUTRAL, Sampling
 
 COMPARED = 8192  # tokens that are compared at a time: most texts differ early
 LOOKAHEAD = 100  # answers of the queue that are considered: one that waits for a prefix lets others pass

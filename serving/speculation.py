@@ -15,10 +15,11 @@ from jax.sharding import PartitionSpec as P
 
 import model
 from checkpoints.errors import UserError
-from model import Cache, Config, Output, Sampling
+from model import Cache, Config, Output
 from ops import cpu
 from serving.programs import Programs
 from sharding.mesh import ROWS, mesh_shape
+from sharding.sampling import Sampling
 
 NGRAM = 3  # the longest match of prompt lookup, in tokens
 # The most draft tokens per step. With more tokens a CPU uses another int8 matmul, whose rounding differs, so

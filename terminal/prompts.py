@@ -14,9 +14,10 @@ from checkpoints.checkpoint import Checkpoint
 from checkpoints.errors import UserError
 from checkpoints.tensor_files import parse_json
 from distributed.exchange import from_first
-from model import Config, Sampling
+from model import Config
 from serving.requests import RESTRICTIONS, SAMPLING_OPTIONS, Request, check_sampling
 from serving.text import TextStream, encode, generation_config, has_surrogate, stop_tokens
+from sharding.sampling import Sampling
 from terminal.command_line import INT32_MAX
 from terminal.launch import log
 
