@@ -101,32 +101,32 @@ def parse_request(body: bytes, served: ServedModel, chat: bool) -> ApiRequest:
     if unknown := sorted(set(fields) - (CHAT if chat else COMPLETION)):
         name = unknown[0][:60]
         raise BadRequest(f"{name!r} is not supported", name, code="unsupported_parameter")
-    read = RequestFields(fields)
-    read.check_model(served)
-    read.text("user")
-    stream, options = read.flag("stream"), read.object("stream_options")
+    checked = RequestFields(fields)
+    checked.check_model(served)
+    checked.read("user", "")
+    stream, options = checked.read("stream", False), checked.read("stream_options", {})
     if options.keys() - USAGE or not all(isinstance(x, bool) for x in options.values()):
         raise BadRequest(f"'stream_options' takes {' and '.join(USAGE)}, true or false", "stream_options")
     if options and not stream:
         raise BadRequest("'stream_options' needs 'stream': true", "stream_options")
     if chat:
-        texts, prompts = [None], [read.messages(served)]
+        texts, prompts = [None], [checked.messages(served)]
     else:
-        texts, prompts = read.prompts(served)
-    n = read.integer("n", 1, MAX_SAMPLES, 1)
+        texts, prompts = checked.prompts(served)
+    n = checked.integer("n", 1, MAX_SAMPLES, 1)
     if n * len(prompts) > MAX_SAMPLES:
         raise BadRequest(
             f"{len(prompts)} prompts, {n} samples each, are more than {MAX_SAMPLES} answers", "n"
         )
-    echo, logprobs = read.flag("echo"), read.logprobs(chat)
-    stop_ids = frozenset() if read.flag("ignore_eos") else served.stop_ids
-    stop_ids |= read.tokens("stop_token_ids", served.vocabulary)
-    sampling, grammar = read.sampling(served, logprobs), read.grammar(served.grammar_tokenizer)
-    seed = read.integer("seed", -(2**63), 2**64 - 1)
+    echo, logprobs = checked.read("echo", False), checked.logprobs(chat)
+    stop_ids = frozenset() if checked.read("ignore_eos", False) else served.stop_ids
+    stop_ids |= checked.tokens("stop_token_ids", served.vocabulary)
+    sampling, grammar = checked.sampling(served, logprobs), checked.grammar(served.grammar_tokenizer)
+    seed = checked.integer("seed", -(2**63), 2**64 - 1)
     seed = secrets.randbits(32) if seed is None else seed
     requests = []
     for prompt in prompts:
-        new = read.max_new_tokens(served, len(prompt), chat, echo)
+        new = checked.max_new_tokens(served, len(prompt), chat, echo)
         requests += [
             Request(
                 np.array(prompt, np.int32), new,
@@ -136,7 +136,7 @@ def parse_request(body: bytes, served: ServedModel, chat: bool) -> ApiRequest:
             for i in range(n)
         ]  # fmt: skip
     return ApiRequest(
-        served, chat, requests, texts, read.stops() or served.stop, stop_ids | served.stop_ids, n, stream,
+        served, chat, requests, texts, checked.stops() or served.stop, stop_ids | served.stop_ids, n, stream,
         frozenset(name for name, wanted in options.items() if wanted), logprobs, echo,
     )  # fmt: skip
 
@@ -158,22 +158,12 @@ class RequestFields:
     def wrong(self, name: str, must: str) -> BadRequest:
         return BadRequest(f"{name!r} must be {must}, not {repr(self.fields.get(name))[:60]}", name)
 
-    def flag(self, name: str) -> bool:
-        value = self.fields.get(name, False)
-        if not isinstance(value, bool):
-            raise self.wrong(name, "true or false")
-        return value
-
-    def text(self, name: str) -> str:
-        value = self.fields.get(name, "")
-        if not isinstance(value, str):
-            raise self.wrong(name, "a text")
-        return value
-
-    def object(self, name: str) -> dict:
-        value = self.fields.get(name, {})
-        if not isinstance(value, dict):
-            raise self.wrong(name, "an object")
+    def read(self, name: str, default: Any) -> Any:
+        """A field of the default's type."""
+        value = self.fields.get(name, default)
+        if type(value) is not type(default):
+            must = {bool: "true or false", str: "a text", dict: "an object"}
+            raise self.wrong(name, must[type(default)])
         return value
 
     def integer(self, name: str, low: int, high: int, default: int | None = None) -> int | None:
@@ -183,7 +173,7 @@ class RequestFields:
         return value
 
     def check_model(self, served: ServedModel) -> None:
-        name = self.text("model") or served.names[0]
+        name = self.read("model", "") or served.names[0]
         if name not in served.names:
             what = f"the model {name[:60]!r} is not served here, but {served.names[0]!r}"
             raise BadRequest(what, "model", 404, "model_not_found")
@@ -261,9 +251,9 @@ class RequestFields:
         if not chat:
             return self.integer("logprobs", 0, MAX_TOP_LOGPROBS)
         top = self.integer("top_logprobs", 0, MAX_TOP_LOGPROBS)
-        if top is not None and not self.flag("logprobs"):
+        if top is not None and not self.read("logprobs", False):
             raise BadRequest("'top_logprobs' needs 'logprobs': true", "top_logprobs")
-        return (top or 0) if self.flag("logprobs") else None
+        return (top or 0) if self.read("logprobs", False) else None
 
     def stops(self) -> tuple[str, ...]:
         value = self.fields.get("stop", [])
@@ -290,7 +280,7 @@ class RequestFields:
         )
 
     def bias(self, vocabulary: int) -> Bias | None:
-        value = self.object("logit_bias")
+        value = self.read("logit_bias", {})
         if not value:
             return None
         if len(value) > MAX_BIASES:
@@ -308,7 +298,7 @@ class RequestFields:
 
     def grammar(self, tokenizer: LLTokenizer) -> Grammar | None:
         """The grammar of response_format; None for text."""
-        asked = self.object("response_format")
+        asked = self.read("response_format", {})
         kind = asked.get("type", None if asked else "text")
         fields = {kind} if kind in SOURCE_FORMATS else set()
         if kind not in (*FORMATS, *SOURCE_FORMATS) or asked.keys() - fields - {"type"}:

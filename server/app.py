@@ -45,6 +45,7 @@ def make_app(loop: EngineLoop, key: str | None, origins: list[str], local: bool)
     whether the port can be reached from this machine only; then requests for any other host name are refused,
     because a page of another site can make its own name resolve to this machine (DNS rebinding).
     """
+    refusals = {404: no_such_path, 405: no_such_path, BadRequest: refused, Refused: refused}
     app = Starlette(
         routes=[
             Route("/", page),
@@ -59,7 +60,7 @@ def make_app(loop: EngineLoop, key: str | None, origins: list[str], local: bool)
             Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]),
             Middleware(Guard, loop=loop, key=key, local=local),
         ],
-        exception_handlers={404: no_such_path, 405: no_such_path, Exception: unexpected},
+        exception_handlers=refusals | {Exception: unexpected},
     )
     app.state.loop, app.state.served = loop, None
     app.state.grammars = concurrent.futures.ThreadPoolExecutor(1)  # a slow grammar delays grammars only
@@ -68,7 +69,7 @@ def make_app(loop: EngineLoop, key: str | None, origins: list[str], local: bool)
 
 
 def deliver_from_thread(events: list[tuple[Job, Event]]) -> None:
-    """Put events into their jobs' queues. Called in the engine's thread: the queues belong to event loops."""
+    """Called in the engine's thread: pass events to their jobs' listeners, which belong to event loops."""
     by_loop = {}
     for job, event in events:
         by_loop.setdefault(job.listener.loop, []).append((job, event))
@@ -79,31 +80,31 @@ def deliver_from_thread(events: list[tuple[Job, Event]]) -> None:
 
 def put_all(events: list[tuple[Job, Event]]) -> None:
     for job, event in events:
-        job.listener.queue.put_nowait((job, event))
+        job.listener.events.append((job, event))
+        job.listener.woken.set()
 
 
 class Listener:
-    """The queue of the events of one response's jobs. From `tick` to `close` it also gets a None every
-    KEEP_ALIVE seconds.
-    """
+    """Collects the events of one response's jobs; after `tick` it also wakes up every KEEP_ALIVE seconds."""
 
     def __init__(self):
-        self.loop, self.queue, self.timer = asyncio.get_running_loop(), asyncio.Queue(), None
+        self.loop, self.events, self.woken = asyncio.get_running_loop(), [], asyncio.Event()
+        self.timer = None
 
     def tick(self) -> None:
         if self.timer:
-            self.queue.put_nowait(None)
+            self.woken.set()
         self.timer = self.loop.call_later(KEEP_ALIVE, self.tick)
 
     def close(self) -> None:
         self.timer.cancel()
 
     async def take(self) -> list[tuple[Job, Event]]:
-        """Wait until the queue is not empty, and empty it: the events, none after a tick."""
-        taken = [await self.queue.get()]
-        while not self.queue.empty():
-            taken.append(self.queue.get_nowait())
-        return [item for item in taken if item]
+        """The events since the last call; it waits for one, or for a tick."""
+        await self.woken.wait()
+        self.woken.clear()
+        taken, self.events = self.events, []
+        return taken
 
 
 def error(
@@ -120,6 +121,17 @@ async def no_such_path(request: Request, e) -> Response:
     if e.status_code == 405:
         return error(f"{request.method} is not for {request.url.path[:60]}", 405, **(e.headers or {}))
     return error(f"there is no {request.url.path[:60]} here", 404)
+
+
+async def refused(request: Request, e: BadRequest | Refused) -> Response:
+    if isinstance(e, BadRequest):
+        response = error(str(e), e.status, e.param, e.code)
+    elif e.retry_after is None:
+        response = error(f"the server is not ready: {e}", 503)
+    else:
+        response = error(str(e), 429, code="queue_full", retry_after=str(e.retry_after))
+    request.app.state.loop.metrics.refused.labels(response.status_code).inc()
+    return response
 
 
 async def unexpected(request: Request, e: Exception) -> Response:
@@ -235,31 +247,20 @@ async def completions(request: Request) -> Response:
 async def answer(request: Request, chat: bool) -> Response:
     """Parse the request, submit its jobs, and respond with one JSON object or a stream."""
     loop, served = request.app.state.loop, request.app.state.served
-    try:
-        if served is None or not loop.ready:
-            raise Refused(state_of(loop)[1], retry_after=None)
-        body = await read_body(request)
-        # A grammar that takes seconds to compile must not delay requests without one.
-        threads = request.app.state.grammars if b"response_format" in body else None
-        parsed = await asyncio.get_running_loop().run_in_executor(threads, parse_request, body, served, chat)
-        if len(parsed.requests) > loop.capacity:
-            what = f"{len(parsed.requests)} answers are more than this server has rows and places to wait"
-            raise BadRequest(f"{what}: {loop.capacity}", "n")
-        listener = Listener()
-        jobs = [Job(request, parsed.new_stream(), listener) for request in parsed.requests]
-        loop.submit(jobs)
-    except BadRequest as e:
-        refusal = error(str(e), e.status, e.param, e.code)
-    except Refused as e:
-        if e.retry_after is None:
-            refusal = error(f"the server is not ready: {e}", 503)
-        else:
-            refusal = error(str(e), 429, code="queue_full", retry_after=str(e.retry_after))
-    else:
-        kind = StreamedResponse if parsed.stream else WholeResponse
-        return kind(loop, listener, jobs, ApiResponse(parsed, jobs))
-    loop.metrics.refused.labels(refusal.status_code).inc()
-    return refusal
+    if served is None or not loop.ready:
+        raise Refused(state_of(loop)[1], retry_after=None)
+    body = await read_body(request)
+    # A grammar that takes seconds to compile must not delay requests without one.
+    threads = request.app.state.grammars if b"response_format" in body else None
+    parsed = await asyncio.get_running_loop().run_in_executor(threads, parse_request, body, served, chat)
+    if len(parsed.requests) > loop.capacity:
+        what = f"{len(parsed.requests)} answers are more than this server has rows and places to wait"
+        raise BadRequest(f"{what}: {loop.capacity}", "n")
+    listener = Listener()
+    jobs = [Job(request, parsed.new_stream(), listener) for request in parsed.requests]
+    loop.submit(jobs)
+    kind = StreamedResponse if parsed.stream else WholeResponse
+    return kind(loop, listener, jobs, ApiResponse(parsed, jobs))
 
 
 async def read_body(request: Request) -> bytes:
@@ -291,7 +292,7 @@ async def read_body(request: Request) -> bytes:
 
 
 class JobsResponse(Response):
-    """A response whose jobs are cancelled when the client disconnects or reads too slowly."""
+    """Sends a response by `respond`; cancels its jobs when the client disconnects or reads too slowly."""
 
     def __init__(self, loop: EngineLoop, listener: Listener, jobs: list[Job], content: ApiResponse):
         self.loop, self.listener, self.jobs, self.content = loop, listener, jobs, content
@@ -317,11 +318,8 @@ class JobsResponse(Response):
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    async def respond(self, scope: Scope, receive: Receive, send: Send) -> None:
-        raise NotImplementedError
-
     async def events(self) -> AsyncIterator[list[tuple[Job, Event]]]:
-        """The events of all jobs up to their ends: all that have come at a time, none after a tick."""
+        """The events of all jobs up to their ends, as Listener.take returns them."""
         left = len(self.jobs)
         while left:
             events = await self.listener.take()

@@ -21,15 +21,17 @@ GRAMMAR_STUCK = "the grammar allows nothing more, or is too complex"
 
 
 class Constraint:
-    """The state of an answer in its grammar, see serving.requests.Constraint."""
+    """The state of an answer in its grammar."""
 
     def __init__(self, matcher: LLMatcher):
         self.matcher = matcher
 
     def fill_bitmask(self, bits: np.ndarray) -> None:
+        """Set the bits of the tokens that may come next: [W] uint32, see Sampling.allowed."""
         self.matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
 
     def accept_token(self, token: int) -> bool:
+        """Advance by a token: -> whether the text is complete. UserError if no text can continue it."""
         self.matcher.consume_token(token)
         if error := self.matcher.get_error():
             raise UserError(f"{GRAMMAR_STUCK}: {one_line(error)}")

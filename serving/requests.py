@@ -2,12 +2,15 @@
 
 import dataclasses
 import numbers
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from checkpoints.errors import UserError
 from sharding.sampling import MAX_TOP_LOGPROBS, NEUTRAL, Sampling
+
+if TYPE_CHECKING:  # llguidance is optional
+    from serving.grammar import Constraint, Grammar
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 # Each option of sampling: its type, lowest and highest value, and these in words. sharding.sampling.Sampling
@@ -36,20 +39,6 @@ def check_sampling(name: str, value, where: str = "") -> None:
         raise UserError(f"{where}{name.replace('_', '-')} {str(value)[:40]} is not {allowed}")
 
 
-class Constraint(Protocol):
-    """The state of an answer in its grammar."""
-
-    def fill_bitmask(self, bits: np.ndarray) -> None:
-        """Set the bits of the tokens that may come next: [W] uint32, see Sampling.allowed."""
-
-    def accept_token(self, token: int) -> bool:
-        """Advance by a token: -> whether the text is complete. UserError if no text can continue it."""
-
-
-class Grammar(Protocol):
-    def start(self) -> Constraint: ...
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Request:
     """A prompt, to be continued by up to max_new_tokens tokens, or until one of `stop`.
@@ -63,7 +52,7 @@ class Request:
     sampling: Sampling = Sampling()  # noqa: B008  immutable
     stop: frozenset[int] = frozenset()
     score: bool = False
-    grammar: Grammar | None = None
+    grammar: "Grammar | None" = None
 
     @property
     def scoring(self) -> int | None:
@@ -110,7 +99,7 @@ class Answer:
     prompt_logprobs: list[float] = dataclasses.field(default_factory=list)
     top_logprobs: list[dict[int, float]] = dataclasses.field(default_factory=list)
     prompt_top_logprobs: list[dict[int, float]] = dataclasses.field(default_factory=list)
-    constraint: Constraint | None = None
+    constraint: "Constraint | None" = None
     finish_reason: str | None = None
     error: str | None = None
     prefix_caching: bool = True

@@ -30,7 +30,7 @@ MAX_DRAFT = cpu.DECODE - 1
 def check_n_draft(n: int) -> int:
     """-> n. Raises UserError if a decode step cannot verify n draft tokens."""
     if not 1 <= n <= MAX_DRAFT:
-        raise UserError(f"{str(n)[:40]} guesses at a time are not between 1 and {MAX_DRAFT}")
+        raise UserError(f"{str(n)[:40]} draft tokens per step are not between 1 and {MAX_DRAFT}")
     return n
 
 

@@ -55,10 +55,11 @@ class Reply:
     def done(self) -> bool:
         return self.error is not None or (self.answer is not None and self.answer.finish_reason is not None)
 
-    def update(self) -> str:
-        """Add the answer's new tokens to the stream: -> the new text."""
-        new = self.stream.add(self.answer.tokens[self.stream.used :])
-        return new + self.stream.finish() if self.done else new
+    def update(self) -> None:
+        """Add the answer's new tokens to the stream."""
+        self.stream.add(self.answer.tokens[self.stream.used :])
+        if self.done:
+            self.stream.finish()
 
     def as_json(self, logprobs: bool, score: bool) -> dict:
         """The object that docs/usage.md describes. logprobs, score: the options of these names."""

@@ -33,13 +33,8 @@ class OutputFile:
     answered: the keys of replies that the file has already. Raises UserError if the file has other lines.
     """
 
-    def __init__(
-        self,
-        name: str,
-        replies: list[Reply],
-        settings: Callable[[Reply], str],
-        content: Callable[[Reply], dict],
-    ):
+    def __init__(self, name: str, replies: list[Reply], settings: Callable, content: Callable):
+        """settings, content: functions of a reply: its digest, and its object."""
         path = pathlib.Path(os.path.expanduser(name))
         self.name, self.settings, self.content = f"--output {name}", settings, content
         if path.exists() and not path.is_file():

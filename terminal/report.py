@@ -32,9 +32,9 @@ def report(session: Session, engine: Engine, replies: list[Reply], content: Call
     if utilization:
         parts.append(f"{100 * utilization:.0f}% of the memory bandwidth")
     if stats.reused_tokens:
-        parts.append(f"{stats.reused_tokens} of {stats.prompt_tokens} prompt tokens taken from other rows")
+        parts.append(f"{stats.reused_tokens} of {stats.prompt_tokens} prompt tokens from cached prefixes")
     if stats.drafted:
-        parts.append(f"{stats.acceptance_rate:.0%} of the guesses right")
+        parts.append(f"{stats.acceptance_rate:.0%} of the draft tokens accepted")
         parts.append(f"{stats.tokens_per_step:.2f} tokens per step")
     log(", ".join(parts))
     cut = sum(reply.answer.finish_reason == "length" for reply in answered)

@@ -63,8 +63,11 @@ WRONG = {
     "seed too large": (["--seed", str(2**32)], f"seed {2**32} is not between"),
     "no such token": (["--stop-id", "512"], "--stop-id 512: the model has tokens 0 to 511"),
     "no draft": ([*ONE_EACH, "--draft", "/nowhere/at-all"], "/nowhere/at-all: no such folder"),
-    "guesses beyond a step": (["--draft", LLAMA3, "--guesses", "16"], "16 guesses at a time are not between"),
-    "endless guesses": (["--lookup", "--guesses", "1" + "0" * 4000], f"1{'0' * 39} guesses at a time"),
+    "guesses beyond a step": (
+        ["--draft", LLAMA3, "--guesses", "16"],
+        "16 draft tokens per step are not between",
+    ),
+    "endless guesses": (["--lookup", "--guesses", "1" + "0" * 4000], f"1{'0' * 39} draft tokens per step"),
     "another tokenizer": ([*ONE_EACH, "--draft", LLAMA4], "its tokenizer is not that of"),
     "no such output folder": ([*ONE_EACH, "--output", "/nowhere/at-all"], "/nowhere/at-all"),
     "no file for output": ([*ONE_EACH, "--output", "/dev/null"], "/dev/null: not a regular file"),

@@ -171,7 +171,7 @@ def test_sampled(name, how, capsys):
 @pytest.mark.parametrize("n_draft", [-1, 0, cpu.DECODE, 10**14])
 def test_draft_tokens_that_no_step_checks(n_draft):
     for make in (PromptLookup, partial(DraftModel, None)):
-        with pytest.raises(UserError, match=f"{n_draft} guesses at a time are not between 1 and 15"):
+        with pytest.raises(UserError, match=f"{n_draft} draft tokens per step are not between 1 and 15"):
             make(n_draft)
     assert PromptLookup(cpu.DECODE - 1).n_draft == 15
 
