@@ -1,4 +1,4 @@
-"""benchmarks/hlo.py against programs counted by hand, and benchmarks/plan.py against the TPU compiler.
+"""planner/traffic.py against programs counted by hand, and benchmarks/plan.py against the TPU compiler.
 
 The compiler (libtpu) needs no TPU. What it says is exact and does not vary, so the bounds below are tight.
 """
@@ -16,11 +16,21 @@ import numpy as np
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT / "benchmarks"))
 
-import hlo
-import plan
 from conftest import invoke, llama3_config, llama4_config, mesh_of
+
+from planner import command
+from planner.compiled import Step
+from planner.estimates import collective_seconds
+from planner.floor import share_needed
+from planner.hlo import Array, device_groups
+from planner.job import Job, named_leaves, part_of, prefill_width
+from planner.models import read_model
+from planner.plan import Choice, Plan
+from planner.report import show
+from planner.topologies import CHIPS, Topology, find_topology
+from planner.traffic import Loop, Program, read_program
+from ragged_attention import DECODE_BLOCKS
 
 deep = functools.partial(pytest.param, marks=pytest.mark.deep)
 needs_compiler = pytest.mark.skipif(
@@ -28,8 +38,8 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
-def program(text: str, **keywords) -> hlo.Program:
-    return hlo.read_program(text, **keywords)
+def program(text: str, **keywords) -> Program:
+    return read_program(text, **keywords)
 
 
 def moved(text: str, **keywords) -> dict[str, float]:
@@ -52,7 +62,7 @@ def moved(text: str, **keywords) -> dict[str, float]:
     ],
 )
 def test_bytes_include_padding(shape, layout, expected):
-    assert hlo.Array("bf16", shape, layout).bytes == expected
+    assert Array("bf16", shape, layout).bytes == expected
 
 
 MATMUL = """
@@ -133,7 +143,7 @@ def test_copies_and_prefetches():
 )
 def test_replica_groups_of_every_version_of_jax(text, group):
     size = len(group)
-    assert hlo.device_groups(f"replica_groups={text}")[0].tolist() == group
+    assert device_groups(f"replica_groups={text}")[0].tolist() == group
     (found,) = program(MATMUL.replace("{{0,1},{2,3}}", text), stages=2).collectives
     assert found.between_stages == (max(group) >= 4)
     assert (found.kind, found.shape, found.bytes, found.group) == (
@@ -236,7 +246,7 @@ def test_an_update_in_place_writes_its_rows_and_a_loop_reads_its_slices():
     """Two rows are written. A loop with a computed bound walks over the cache once: 4 blocks of 256 slots."""
     assert moved(IN_PLACE) == {"written": 2 * 128, "block.1": 1024 * 128}
     assert {x.argument for x in program(IN_PLACE).traffic} == {"cache.layers[0].values"}
-    assert program(IN_PLACE).loops == [hlo.Loop("while.1", 4, known=False)]
+    assert program(IN_PLACE).loops == [Loop("while.1", 4, known=False)]
 
 
 ONE_ROW = """
@@ -350,7 +360,21 @@ def test_parts_of_the_model():
         "cache.length": "other",
         "": "other",
     }
-    assert {name: plan.part_of(name, cfg) for name in names} == names
+    assert {name: part_of(name, cfg) for name in names} == names
+
+
+@pytest.mark.parametrize(
+    "batch, length, width", [(1, 600, 512), (8, 20, 32), (9, 512, 256), (32, 512, 128), (999, 40, 16)]
+)
+def test_prefill_chunks_fit_in_memory(batch, length, width):
+    assert prefill_width(batch, length) == width
+
+
+def test_every_name_is_a_model():
+    assert {name: read_model(name).D for name in ("llama3.2-1b", "llama4-scout")} == {
+        "llama3.2-1b": 2048,
+        "llama4-scout": 5120,
+    }
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -359,9 +383,9 @@ def test_what_is_needed(tied):
     cfg = llama3_config(tied_embeddings=tied)
 
     def unneeded(tokens: int) -> set[str]:
-        job, mesh = plan.Job(cfg, 1, 128, None, "float32", tokens), mesh_of(cfg)
-        names = [name for name, _ in plan.named(**job.arguments(mesh))]
-        return {name for name in names if not plan.share_needed(name, job, mesh)}
+        job, mesh = Job(cfg, 1, 128, None, "float32", tokens), mesh_of(cfg)
+        names = [name for name, _ in named_leaves(**job.arguments(mesh))]
+        return {name for name in names if not share_needed(name, job, mesh)}
 
     tables = {"cache.tokens", "weights.embed"}
     assert unneeded(1) == (tables - {"weights.embed"} if tied else tables)
@@ -373,14 +397,12 @@ def test_what_is_needed(tied):
 
 def test_collectives_take_hops_and_bandwidth():
     """An all-reduce of 16 on 4x4 chips without wraparound: 6 hops; 15/16 of the bytes twice, on 2 links."""
-    v5e = plan.Topology("v5e:4x4", plan.CHIPS["v5e"], (4, 4), ())
+    v5e = Topology("v5e:4x4", CHIPS["v5e"], (4, 4), ())
     expected = 6 * 0.5e-6 + 2 * 131072 * 15 / 16 / (2 * 50e9)
-    assert plan.collective_seconds("all-reduce", 131072, 16, v5e) == pytest.approx(expected)
-    assert plan.collective_seconds("all-gather", 131072, 2, v5e) == pytest.approx(0.5e-6 + 131072 / 2 / 50e9)
-    ring = plan.Topology("v5e:16x16", plan.CHIPS["v5e"], (16, 16), ())
-    assert plan.collective_seconds("all-gather", 160, 16, ring) == pytest.approx(
-        8 * 0.5e-6 + 150 / (2 * 50e9)
-    )
+    assert collective_seconds("all-reduce", 131072, 16, v5e) == pytest.approx(expected)
+    assert collective_seconds("all-gather", 131072, 2, v5e) == pytest.approx(0.5e-6 + 131072 / 2 / 50e9)
+    ring = Topology("v5e:16x16", CHIPS["v5e"], (16, 16), ())
+    assert collective_seconds("all-gather", 160, 16, ring) == pytest.approx(8 * 0.5e-6 + 150 / (2 * 50e9))
 
 
 def test_the_docs_show_the_first_plan_of_their_table(capsys):
@@ -390,9 +412,9 @@ def test_the_docs_show_the_first_plan_of_their_table(capsys):
     def made(cls, **more):
         return cls(**{field.name: found.get(field.name) for field in dataclasses.fields(cls)} | more)
 
-    ranking = [plan.Choice(**choice) for choice in found["ranking"]]
-    result = made(plan.Plan, decode=made(plan.Step), prefill=None, ranking=ranking)
-    plan.show(result, found["model"], found["quantize"], found["kv_cache_dtype"])
+    ranking = [Choice(**choice) for choice in found["ranking"]]
+    result = made(Plan, decode=made(Step), prefill=None, ranking=ranking)
+    show(result, found["model"], found["quantize"], found["kv_cache_dtype"])
     assert capsys.readouterr().out in (ROOT / "docs" / "tpu.md").read_text()
 
 
@@ -403,7 +425,7 @@ def run_python(*arguments: str) -> subprocess.CompletedProcess:
     """In a process of its own, without the tests' XLA_FLAGS."""
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     # Else the compiler is for one process at a time.
-    environment |= {"PYTHONPATH": str(ROOT / "benchmarks"), "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    environment |= {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     command = [sys.executable, *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
 
@@ -519,14 +541,18 @@ def test_a_small_embedding_stays_where_it_is():
 def test_one_row_of_a_cache_is_moved_alone():
     """Copying a row of int8 caches, and reading a prompt into one, move nothing of half a cache's size."""
     code = """
-import dataclasses, hlo, jax, jax.numpy as jnp, json, model, plan
+import dataclasses, jax, jax.numpy as jnp, json, model
 from jax.sharding import NamedSharding, PartitionSpec as P
-from models import read_model
+from planner.job import Job
+from planner.models import read_model
+from planner.topologies import find_topology
+from planner.traffic import read_program
 from sharding.mesh import make_mesh
+from sharding.sampling import Sampling
 cfg = read_model("llama3.1-70b")
 cfg = dataclasses.replace(cfg, layers=cfg.layers[:2])
-mesh = make_mesh(cfg, tensor=16, devices=plan.find_topology("v5e:4x4").devices)
-_, weights, cache = plan.Job(cfg, 32, 8192).arguments(mesh).values()
+mesh = make_mesh(cfg, tensor=16, devices=find_topology("v5e:4x4").devices)
+_, weights, cache = Job(cfg, 32, 8192).arguments(mesh).values()
 sharding = NamedSharding(mesh, P("data"))
 row, text = (jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding) for shape in [(1,), (1, 8192)])
 found = []
@@ -535,7 +561,7 @@ for lowered in (
     model.prefill.lower(row, row, weights, cache, width=512, cfg=cfg, mesh=mesh),
 ):
     compiled = lowered.compile()
-    moved = hlo.read_program(compiled.as_text()).traffic
+    moved = read_program(compiled.as_text()).traffic
     found += [x.bytes for x in moved if x.kernel not in ("take_slots", "put_slots")]  # they move blocks
     found.append(compiled.memory_analysis().temp_size_in_bytes)
 print(json.dumps(found))
@@ -550,17 +576,21 @@ print(json.dumps(found))
 def test_guesses_are_checked_by_the_decode_kernel():
     """The caches of a chunked layer and of another are read by one kernel each, and not copied."""
     code = """
-import dataclasses, hlo, jax, jax.numpy as jnp, json, model, plan
+import dataclasses, jax, jax.numpy as jnp, json, model
 from jax.sharding import NamedSharding, PartitionSpec as P
-from models import read_model
+from planner.job import Job
+from planner.models import read_model
+from planner.topologies import find_topology
+from planner.traffic import read_program
 from sharding.mesh import make_mesh
+from sharding.sampling import Sampling
 cfg = read_model("llama4-scout")
 cfg = dataclasses.replace(cfg, layers=cfg.layers[2:4])
-mesh = make_mesh(cfg, tensor=16, devices=plan.find_topology("v5e:4x4").devices)
-arguments = plan.Job(cfg, 8, 16384).arguments(mesh) | dict(cfg=cfg, mesh=mesh)
+mesh = make_mesh(cfg, tensor=16, devices=find_topology("v5e:4x4").devices)
+arguments = Job(cfg, 8, 16384).arguments(mesh) | dict(cfg=cfg, mesh=mesh)
 guesses = jax.ShapeDtypeStruct((8, 4), jnp.int32, sharding=NamedSharding(mesh, P("data")))
-compiled = model.decode_step.lower(drafts=guesses, sampling=model.Sampling(), **arguments).compile()
-program = hlo.read_program(compiled.as_text())
+compiled = model.decode_step.lower(drafts=guesses, sampling=Sampling(), **arguments).compile()
+program = read_program(compiled.as_text())
 kernels = sorted({(x.kernel, x.instruction) for x in program.traffic if x.kernel})
 copied = [x.bytes for x in program.copies if not x.prefetch and x.argument.startswith("cache.layers")]
 temporaries = compiled.memory_analysis().temp_size_in_bytes
@@ -582,28 +612,34 @@ def test_decode_kernel_compiles_for_any_batch_and_length():
     code = """
 import itertools
 import jax
-import tune
 from ops.attention import FEW_QUERIES
+from planner.decode_kernel import QUERIES, compile_kernel
 from ragged_attention import DECODE_BLOCKS
 jax.config.update("jax_default_matmul_precision", "highest")
 sizes = list(itertools.product((1, 8, 32, 128), (2048, 8192, 131072)))
 for kind, (columns, itemsize) in itertools.product(("v5e", "v6e"), DECODE_BLOCKS):
+    blocks = DECODE_BLOCKS[columns, itemsize]
     for B, S in sizes if (columns, itemsize) == (256, 1) else ((1, 2048), (32, 8192)):
-        tune.compile_kernel(f"{kind}:1x1", columns, itemsize, *DECODE_BLOCKS[columns, itemsize], B=B, S=S)
-    several = dict(B=32, S=8192, T=FEW_QUERIES // tune.QUERIES)
-    tune.compile_kernel(f"{kind}:1x1", columns, itemsize, *DECODE_BLOCKS[columns, itemsize], **several)
+        compile_kernel(f"{kind}:1x1", columns, itemsize, blocks, B=B, S=S)
+    several = dict(B=32, S=8192, T=FEW_QUERIES // QUERIES)
+    compile_kernel(f"{kind}:1x1", columns, itemsize, blocks, **several)
 """
     done = run_python("-c", code)
     assert done.returncode == 0, done.stderr
 
 
 @needs_compiler
-def test_bundles_are_counted():
-    """Of three loops, over rows, large and small blocks: a large block costs less than many small ones."""
-    rows, large, small = json.loads(
-        run_python("-c", "import tune; print(tune.loop_bundles('v5e:1x1', 128, 1, 8192, 512))").stdout
-    )
-    assert rows < small < large < small * 8192 / 512
+@pytest.mark.parametrize(("topology", "cycles"), [("v5e:1x1", 11_800), deep("v6e:1x1", 9_500)])
+def test_bundles_of_the_decode_kernel(topology, cycles):
+    """8 rows of 8192 int8 slots, head width 128: no more than docs/tpu.md says, rounded up to hundreds."""
+    large, small = blocks = DECODE_BLOCKS[256, 1]
+    arguments = f"{topology!r}, 256, 1, {blocks}"
+    code = f"from planner.decode_kernel import loop_bundles\nprint(loop_bundles({arguments}))"
+    done = run_python("-c", code)
+    assert done.returncode == 0, done.stderr
+    per_row, per_large, per_small = json.loads(done.stdout)
+    assert per_row < per_small < per_large < per_small * large / small
+    assert 8 * (per_row + 8192 // large * per_large) <= cycles
 
 
 @needs_compiler
@@ -628,9 +664,9 @@ def test_a_config_on_a_chosen_mesh_with_prefill(tmp_path):
     done = run_plan("--model", str(folder), *arguments.split(), "--quantize", "none", "--dump-hlo", str(dump))
     assert done.returncode == 0, done.stderr
     assert (
-        "dp 2 x ep 1 x tp 2" in done.stdout and "Prefill, a piece of 32 tokens per row: fits" in done.stdout
+        "dp 2 x ep 1 x tp 2" in done.stdout and "Prefill, a chunk of 32 tokens per row: fits" in done.stdout
     )
-    assert hlo.read_program(dump.read_text()).hbm_bytes > 0
+    assert read_program(dump.read_text()).hbm_bytes > 0
 
 
 @pytest.mark.parametrize(
@@ -652,7 +688,7 @@ def test_a_config_on_a_chosen_mesh_with_prefill(tmp_path):
 )
 def test_bad_input_is_one_line(arguments, code, message, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    found, out, err = invoke(monkeypatch, capsys, plan, *arguments.split())
+    found, out, err = invoke(monkeypatch, capsys, command, *arguments.split())
     assert (found, out) == (code, "")
     assert err.startswith("error: ") and err.count("\n") == 1 and message in err
 
@@ -660,7 +696,7 @@ def test_bad_input_is_one_line(arguments, code, message, monkeypatch, capsys):
 def test_without_the_compiler(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"libtpu.* is not installed: pip install"):
-        plan.find_topology("v5e:4x4")
+        find_topology("v5e:4x4")
 
 
 @needs_compiler

@@ -2,18 +2,15 @@
 
 import contextlib
 import json
-import pathlib
 import sys
 import threading
+import types
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
-from conftest import CHECKPOINTS, invoke
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "benchmarks"))
-
 import serve
+from conftest import CHECKPOINTS, invoke
 
 from checkpoints.errors import UserError
 from serving.text import encode, load_tokenizer
@@ -195,7 +192,7 @@ print(json.dumps(dict(responses=answers, engine_seconds=2.0)))
 """
     monkeypatch.setattr(serve, "main_command", lambda args: [sys.executable, "-c", program])
     with fake_server(lambda fields: [event(fields["prompt"][:4]), *end(5)]) as url:
-        monkeypatch.setattr(serve, "started", lambda name, args: contextlib.nullcontext(url))
+        monkeypatch.setattr(serve, "started", lambda args: contextlib.nullcontext(url))
         arguments = ["--rates", "inf", "--requests", "4", "--prompt-tokens", "20", "--new-tokens", "5"]
         code, out, err = invoke(monkeypatch, capsys, serve, *arguments, "--against", "prompt-file")
     assert code == 0, err
@@ -205,19 +202,19 @@ print(json.dumps(dict(responses=answers, engine_seconds=2.0)))
 
 def test_a_server_that_does_not_start(monkeypatch):
     command = [sys.executable, "-c", "import sys; sys.exit('no such model')"]
-    monkeypatch.setattr(serve, "server_command", lambda *_: command)
-    with pytest.raises(UserError, match="llama-server ended: no such model"):
-        with serve.started("llama-server", None):
+    monkeypatch.setattr(serve, "main_command", lambda args: command)
+    with pytest.raises(UserError, match="main.py --serve ended: no such model"):
+        with serve.started(types.SimpleNamespace(requests=1)):
             raise AssertionError
 
 
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        ("--rates 1,0", "invalid list of numbers above 0, or inf"),
-        ("--against vllm", "'vllm' is none of"),
+        ("--rates 1,0", "invalid list of numbers above 0 value"),
+        ("--against vllm", "invalid choice: 'vllm'"),
         ("--rates 1 --against prompt-file", "needs inf among the --rates"),
-        ("--url http://127.0.0.1:9 --against llama-server", "--url excludes --against"),
+        ("--url http://127.0.0.1:9 --rates inf --against prompt-file", "--url excludes --against"),
         ("--url http://127.0.0.1:9", "no OpenAI server there"),
     ],
 )

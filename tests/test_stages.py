@@ -4,8 +4,6 @@ import dataclasses
 import functools
 import json
 import math
-import pathlib
-import sys
 from collections import Counter
 
 import jax
@@ -18,6 +16,8 @@ import main
 import model
 from checkpoints.errors import UserError
 from model import Sampling
+from planner.traffic import read_program
+from quantize import INT8
 from serving import programs
 from serving.engine import Engine
 from serving.memory import Deployment
@@ -26,11 +26,6 @@ from serving.requests import Answer, Request
 from serving.speculation import PromptLookup
 from sharding.arrays import abstract
 from sharding.mesh import make_mesh, mesh_shape
-
-sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "benchmarks"))
-import hlo  # noqa: E402  the folder must be on the path first
-
-from quantize import INT8
 
 ROWS, MAX_LEN = 8, 96
 # Sums in another order, in float32: 1e-5 was seen.
@@ -152,7 +147,7 @@ def collectives(cfg: model.Config, name: str, width: int) -> tuple[Counter, Coun
         lowered = model.decode_step.lower(count, None, Sampling(), **given)
     else:
         lowered = model.prefill.lower(None, count, width=width, score=0, **given)
-    found = hlo.read_program(lowered.compile().as_text(), stages=MESHES[name][3]).collectives
+    found = read_program(lowered.compile().as_text(), stages=MESHES[name][3]).collectives
     return tuple(Counter(x.kind for x in found if x.between_stages == between) for between in (False, True))
 
 
