@@ -275,53 +275,60 @@ def ask_command_line(prompts: list[str], args) -> tuple[float, list[str]]:
 
 @dataclasses.dataclass
 class Found:
-    """The measurements of a server, or of the command line.
+    """What was measured.
 
-    loads: for each rate, the outcomes of each round. engine: tokens per second of each round of the command
-    line. answers: of each round, the texts of the requests that came all at once.
+    loads: for each rate, the outcomes of the server's requests in each round. command_line: for each round,
+    the tokens per second of the command line's engine, and its answers.
     """
 
     loads: dict[float, list[list[Outcome]]] = dataclasses.field(default_factory=dict)
-    engine: list[float] = dataclasses.field(default_factory=list)
-    answers: list[list[str]] = dataclasses.field(default_factory=list)
+    command_line: list[tuple[float, list[str]]] = dataclasses.field(default_factory=list)
 
-    def lines(self, name: str) -> list[dict]:
+    def lines(self, server: str) -> list[dict]:
         """The lines of the table."""
-        if self.engine:
-            return [dict(server=name, rate=str(ALL_AT_ONCE), tokens_per_second=self.engine)]
-        return [dict(server=name, rate=str(rate), **summary(rounds)) for rate, rounds in self.loads.items()]
+        found = [
+            dict(server=server, rate=str(rate), **summary(rounds)) for rate, rounds in self.loads.items()
+        ]
+        if self.command_line:
+            rates = [rate for rate, _ in self.command_line]
+            found.append(dict(server=PROMPT_FILE, rate=str(ALL_AT_ONCE), tokens_per_second=rates))
+        return found
+
+    def comparison(self) -> str:
+        """The server beside the command line, on the same requests."""
+        rounds = self.loads[ALL_AT_ONCE]
+        rate = statistics.median(map(tokens_per_second, rounds))
+        share = rate / statistics.median(rate for rate, _ in self.command_line)
+        ours = [x.text for outcomes in rounds for x in outcomes]
+        same = sum(a == b for a, b in zip(ours, sum((x for _, x in self.command_line), []), strict=True))
+        of_all = f"{same} of {len(ours)} answers are the same"
+        return f"The server has {share:.1%} of the command line's tokens/s; {of_all}."
 
 
-def measure(names: list[str], args, prompts: Iterator[str]) -> dict[str, Found]:
-    """Measure each name in turn, never two at the same time, once in each round."""
-    found, rng = {name: Found() for name in names}, np.random.default_rng(0)
+def measure(args, prompts: Iterator[str]) -> Found:
+    """Measure the server and, if asked for, the command line: one after the other in each round."""
+    found, rng = Found(), np.random.default_rng(0)
 
     def new_prompts(n: int) -> list[str]:
         return [next(prompts) for _ in range(n)]
 
     for number in range(args.rounds):
+        log(f"round {number}")
         first = new_prompts(args.rows)
         asked = {
             rate: (new_prompts(args.requests), make_arrivals(args.requests, rate, rng)) for rate in args.rates
         }
-        for name in names:
-            log(f"round {number}: {name}")
-            if name == PROMPT_FILE:
-                rate, answers = ask_command_line(asked[ALL_AT_ONCE][0], args)
-                found[name].engine.append(rate)
-                found[name].answers.append(answers)
-                log(f"  {rate:.1f} tokens/s")
-                continue
-            with contextlib.nullcontext(args.url) if args.url else started(args) as url:
-                server = meet(url)
-                load(server, first, args.new_tokens, np.zeros(args.rows))  # warms up
-                for rate, (of_rate, arrivals) in asked.items():
-                    busy = time.process_time()
-                    outcomes = load(server, of_rate, args.new_tokens, arrivals)
-                    log_load(rate, outcomes, time.process_time() - busy)
-                    found[name].loads.setdefault(rate, []).append(outcomes)
-                    if rate == ALL_AT_ONCE:
-                        found[name].answers.append([x.text for x in outcomes])
+        with contextlib.nullcontext(args.url) if args.url else started(args) as url:
+            server = meet(url)
+            load(server, first, args.new_tokens, np.zeros(args.rows))  # warms up
+            for rate, (of_rate, arrivals) in asked.items():
+                busy = time.process_time()
+                outcomes = load(server, of_rate, args.new_tokens, arrivals)
+                log_load(rate, outcomes, time.process_time() - busy)
+                found.loads.setdefault(rate, []).append(outcomes)
+        if args.against:
+            found.command_line.append(ask_command_line(asked[ALL_AT_ONCE][0], args))
+            log(f"  {PROMPT_FILE}: {found.command_line[-1][0]:.1f} tokens/s")
     return found
 
 
@@ -358,16 +365,6 @@ def report(result: dict) -> str:
     return "\n".join([table, "", facts.format(**result), *result["compared"]])
 
 
-def compare(ours: Found, command_line: Found) -> str:
-    """The server beside the command line, on the same requests."""
-    rate = statistics.median(map(tokens_per_second, ours.loads[ALL_AT_ONCE]))
-    share = rate / statistics.median(command_line.engine)
-    answers = [sum(x.answers, []) for x in (ours, command_line)]
-    same = sum(a == b for a, b in zip(*answers, strict=True))
-    of_all = f"{same} of {len(answers[0])} answers are the same"
-    return f"The server has {share:.1%} of the command line's tokens/s; {of_all}."
-
-
 def parse_arguments(arguments: list[str] | None = None):
     parser = OneLineParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     add = parser.add_argument
@@ -401,14 +398,12 @@ def main() -> None:
     count = args.rounds * (args.rows + len(args.rates) * args.requests)
     tokenizer = load_tokenizer(checkpoint.folder)
     prompts = make_prompts(text, count, args.prompt_tokens, tokenizer, checkpoint.config.V)
-    names = [args.url or OURS, *([PROMPT_FILE] if args.against else [])]
-    found = measure(names, args, iter(prompts))
+    found = measure(args, iter(prompts))
     result = dict(
         model=args.checkpoint, options=" ".join(args.options), requests=args.requests,
         prompt_tokens=args.prompt_tokens, new_tokens=args.new_tokens, rounds=args.rounds, rows=args.rows,
         cpu=results.cpu_name(), **results.versions_and_date(),
-        lines=[line for name, x in found.items() for line in x.lines(name)],
-        compared=[compare(found[OURS], found[PROMPT_FILE])] if PROMPT_FILE in found else [],
+        lines=found.lines(args.url or OURS), compared=[found.comparison()] if args.against else [],
     )  # fmt: skip
     print(report(result))
     results.write(result, args.json)

@@ -149,6 +149,25 @@ class Bench:
         compiled = function.lower(*arguments, **static, cfg=self.cfg, mesh=self.mesh).compile()
         return Program(compiled, time.perf_counter() - began)
 
+    def decode_program(self, batch: int, cache: model.Cache) -> tuple[Program, Callable]:
+        """The decode step of one token per row, and step(cache) -> cache, which runs it."""
+        arguments = np.ones(batch, np.int32), None, Sampling(), self.weights
+        program = self.compile(model.decode_step, *arguments, cache)
+
+        def step(cache: model.Cache) -> model.Cache:
+            return program.compiled(*arguments, cache)[1]
+
+        return program, step
+
+    def prefill_program(self, count: np.ndarray, width: int, cache: model.Cache) -> tuple[Program, Callable]:
+        """The prefill chunk of `width` positions, and read(count, cache) -> cache, which runs it."""
+        program = self.compile(model.prefill, None, count, self.weights, cache, width=width)
+
+        def read(count: np.ndarray, cache: model.Cache) -> model.Cache:
+            return program.compiled(None, count, self.weights, cache)[1]
+
+        return program, read
+
     def cache(self, batch: int, filled: int, room: int) -> model.Cache:
         """A cache in the state after `filled` tokens of each row, with room for more."""
         cache = model.init_cache(self.cfg, self.mesh, batch, -(-(filled + room) // 128) * 128, self.kv_dtype)
@@ -165,12 +184,11 @@ class Bench:
         steps = 4
         room = steps * (self.repeat + 2)
         state = [self.cache(batch, max(context - room // 2, 0), room)]
-        arguments = np.ones(batch, np.int32), None, Sampling(), self.weights
-        program = self.compile(model.decode_step, *arguments, *state)
+        program, step = self.decode_program(batch, *state)
 
         def go(n: int):
             for _ in range(n):
-                _, state[0] = program.compiled(*arguments, *state)
+                state[0] = step(state[0])
             return state
 
         return self.time("decode", go, steps, batch, 1, context, program, trace)
@@ -179,13 +197,13 @@ class Bench:
         """Prompts of `length` tokens into empty caches."""
         state, width = [self.cache(batch, 0, length)], prefill_width(batch, length)
         counts = [np.full(batch, min(width, length - i), np.int32) for i in range(0, length, width)]
-        program = self.compile(model.prefill, None, counts[0], self.weights, *state, width=width)
+        program, read = self.prefill_program(counts[0], width, *state)
 
         def go(n: int):
             for _ in range(n):
                 cache = dataclasses.replace(state[0], length=jnp.zeros_like(state[0].length))
                 for count in counts:
-                    _, cache = program.compiled(None, count, self.weights, cache)
+                    cache = read(count, cache)
                 state[0] = cache
             return state
 
@@ -264,8 +282,9 @@ def operations(folder: pathlib.Path) -> Iterator[tuple[str, float]]:
 def table(result: dict, before: dict | None = None) -> str:
     """The rows in Markdown, beside those of an earlier result."""
     earlier = {_key(row): row["tokens_per_second"] for row in before["rows"]} if before else {}
-    head = ["", "batch x context", "tokens/s", "ms (least..most)", "MBU", "MFU", "of the roofline"]
-    head, lines = [*head, "compiled in", *(["before"] if before else [])], []
+    head = ["", "batch x context", "tokens/s", "ms (least..most)", "MBU", "MFU"]
+    head += ["of the roofline", "compiled in"] + ["before"] * bool(before)
+    lines = []
     for row in result["rows"]:
         ms = [f"{1e3 * row[name]:.1f}" for name in ("seconds", "seconds_least", "seconds_most")]
         cells = [
