@@ -78,7 +78,7 @@ class Outcome:
     finished: bool = False
     error: str | None = None
 
-    def note(self, event: dict, now: float) -> None:
+    def record(self, event: dict, now: float) -> None:
         """Take in an event of the stream. `usage` comes after the end; a token without text has no event."""
         if "error" in event:
             self.error = str(event["error"])
@@ -108,28 +108,28 @@ class Server:
             model=self.model, prompt=prompt, max_tokens=new_tokens, temperature=0, stream=True,
             stream_options=dict(include_usage=True), **self.more,
         )  # fmt: skip
-        found = Outcome(due)
+        outcome = Outcome(due)
         try:
             with fetch(f"{self.url}/v1/completions", fields) as lines:
                 for line in lines:
                     if line.startswith(b"data: {"):
-                        found.note(json.loads(line.removeprefix(b"data: ")), time.perf_counter())
+                        outcome.record(json.loads(line.removeprefix(b"data: ")), time.perf_counter())
         except (OSError, http.client.HTTPException, ValueError, LookupError) as e:
-            found.error = f"{type(e).__name__}: {e}"
-        if not found.finished:
-            found.error = found.error or "the answer broke off"
-        return found
+            outcome.error = f"{type(e).__name__}: {e}"
+        if not outcome.finished:
+            outcome.error = outcome.error or "the answer broke off"
+        return outcome
 
 
 def fetch(url: str, fields: dict | None = None) -> http.client.HTTPResponse:
     headers = {"content-type": "application/json"}
-    if key := os.environ.get("LLAMA_JAX_API_KEY"):  # as main.py --serve has it
+    if key := os.environ.get("LLAMA_JAX_API_KEY"):  # the variable that main.py --serve reads
         headers["authorization"] = f"Bearer {key}"
     body = json.dumps(fields).encode() if fields else None
     return WITHOUT_PROXY.open(urllib.request.Request(url, body, headers), timeout=TIMEOUT)
 
 
-def meet(url: str) -> Server:
+def find_server(url: str) -> Server:
     """The server at the address. One that refuses ignore_eos is asked without it: answers may be shorter."""
     url = url.rstrip("/").removesuffix("/v1")
     try:
@@ -218,7 +218,7 @@ def main_command(args) -> list:
 
 
 @contextlib.contextmanager
-def started(args) -> Iterator[str]:
+def running_server(args) -> Iterator[str]:
     """`main.py --serve` in a process of its own: yields its address when it is ready."""
     port = free_port()
     command = [*main_command(args), "--serve", "--port", port, "--max-queue", args.requests]
@@ -274,8 +274,8 @@ def ask_command_line(prompts: list[str], args) -> tuple[float, list[str]]:
 
 
 @dataclasses.dataclass
-class Found:
-    """What was measured.
+class Measurements:
+    """All measurements of a run.
 
     loads: for each rate, the outcomes of the server's requests in each round. command_line: for each round,
     the tokens per second of the command line's engine, and its answers.
@@ -305,9 +305,9 @@ class Found:
         return f"The server has {share:.1%} of the command line's tokens/s; {of_all}."
 
 
-def measure(args, prompts: Iterator[str]) -> Found:
+def measure(args, prompts: Iterator[str]) -> Measurements:
     """Measure the server and, if asked for, the command line: one after the other in each round."""
-    found, rng = Found(), np.random.default_rng(0)
+    measured, rng = Measurements(), np.random.default_rng(0)
 
     def new_prompts(n: int) -> list[str]:
         return [next(prompts) for _ in range(n)]
@@ -318,28 +318,29 @@ def measure(args, prompts: Iterator[str]) -> Found:
         asked = {
             rate: (new_prompts(args.requests), make_arrivals(args.requests, rate, rng)) for rate in args.rates
         }
-        with contextlib.nullcontext(args.url) if args.url else started(args) as url:
-            server = meet(url)
+        with contextlib.nullcontext(args.url) if args.url else running_server(args) as url:
+            server = find_server(url)
             load(server, first, args.new_tokens, np.zeros(args.rows))  # warms up
             for rate, (of_rate, arrivals) in asked.items():
                 busy = time.process_time()
                 outcomes = load(server, of_rate, args.new_tokens, arrivals)
                 log_load(rate, outcomes, time.process_time() - busy)
-                found.loads.setdefault(rate, []).append(outcomes)
+                measured.loads.setdefault(rate, []).append(outcomes)
         if args.against:
-            found.command_line.append(ask_command_line(asked[ALL_AT_ONCE][0], args))
-            log(f"  {PROMPT_FILE}: {found.command_line[-1][0]:.1f} tokens/s")
-    return found
+            measured.command_line.append(ask_command_line(asked[ALL_AT_ONCE][0], args))
+            log(f"  {PROMPT_FILE}: {measured.command_line[-1][0]:.1f} tokens/s")
+    return measured
 
 
 def log_load(rate: float, outcomes: list[Outcome], busy: float) -> None:
     """busy: seconds of CPU time of this process, which a server on the same machine had to do without."""
-    log(f"  {named(rate)}: {tokens_per_second(outcomes):.1f} tokens/s; asking took {busy:.2f} s of CPU time")
+    rate_reached = tokens_per_second(outcomes)
+    log(f"  {rate_name(rate)}: {rate_reached:.1f} tokens/s; asking took {busy:.2f} s of CPU time")
     for error, count in collections.Counter(x.error for x in outcomes if x.error).most_common():
         log(f"  {count} failed: {error}")
 
 
-def named(rate: float) -> str:
+def rate_name(rate: float) -> str:
     return "all at once" if rate == ALL_AT_ONCE else f"{rate:g} a second"
 
 
@@ -351,7 +352,7 @@ def report(result: dict) -> str:
         rates = line["tokens_per_second"]
         first, each = line.get("first_token"), line.get("per_token")
         lines.append([
-            line["server"], named(float(line["rate"])),
+            line["server"], rate_name(float(line["rate"])),
             f"{statistics.median(rates):,.1f} ({min(rates):,.1f}..{max(rates):,.1f})",
             f"{first[0]:.2f}, {first[1]:.2f}" if first else "",
             f"{1e3 * each[0]:.1f}, {1e3 * each[1]:.1f}" if each else "",

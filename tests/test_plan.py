@@ -1,6 +1,6 @@
 """planner/traffic.py against programs counted by hand, and benchmarks/plan.py against the TPU compiler.
 
-The compiler (libtpu) needs no TPU. What it says is exact and does not vary, so the bounds below are tight.
+The compiler (libtpu) needs no TPU. Its figures are exact and do not vary, so the bounds below are tight.
 """
 
 import dataclasses
@@ -102,7 +102,7 @@ def test_vmem_is_free_and_each_hbm_array_counts():
 
 
 def test_what_the_next_run_begins_with_counts_once():
-    """XLA may fetch an array at the end of a run, for the next one, which then need not."""
+    """XLA may fetch an array at the end of a run for the next run, which then does not fetch it."""
     again = """
   %copy-start.9 = (bf16[8,256]{1,0:T(8,128)(2,1)S(1)}, bf16[8,256]{1,0:T(8,128)(2,1)}, u32[]{:S(2)}) copy-start(%x)
   %copy-done.9 = bf16[8,256]{1,0:T(8,128)(2,1)S(1)} copy-done(%copy-start.9)
@@ -156,7 +156,7 @@ def test_replica_groups_of_every_version_of_jax(text, group):
 
 
 def test_what_is_sent_to_another_slice():
-    """The compiler makes a transfer by the hosts of it: a permutation, or a sum of what each slice has."""
+    """Hosts transfer between slices of TPUs: a permutation, or a sum over the slices."""
     text = """
 ENTRY %main (x: bf16[4,1,256]) -> bf16[4,1,256] {
   %x = bf16[4,1,256]{2,1,0} parameter(0), metadata={op_name="x"}
@@ -177,7 +177,7 @@ ENTRY %main (x: bf16[4,1,256]) -> bf16[4,1,256] {
 
 
 def test_asynchronous_collectives():
-    """One is started and done later, and returns its operand too; one is fused with other work."""
+    """One is started and done later, and returns its operand too; another is fused with other work."""
     text = """
 %fused (p: f32[8,128]) -> f32[8,128] {
   %p = f32[8,128]{1,0:T(8,128)S(1)} parameter(0)
@@ -243,7 +243,7 @@ ENTRY %main (kv: s8[1024,128], at: s32[2,1], new: s8[2,128]) -> s8[1024,128] {
 
 
 def test_an_update_in_place_writes_its_rows_and_a_loop_reads_its_slices():
-    """Two rows are written. A loop with a computed bound walks over the cache once: 4 blocks of 256 slots."""
+    """Two rows are written. A loop with computed trips walks over the cache once: 4 blocks of 256 slots."""
     assert moved(IN_PLACE) == {"written": 2 * 128, "block.1": 1024 * 128}
     assert {x.argument for x in program(IN_PLACE).traffic} == {"cache.layers[0].values"}
     assert program(IN_PLACE).loops == [Loop("while.1", 4, known=False)]
@@ -313,7 +313,10 @@ ENTRY %main (q: bf16[8,128], kv: s8[8,1024,128], w: s8[16,256,128]) -> bf16[8,12
 
 
 def test_the_caller_says_what_a_pallas_kernel_reads():
-    """The cache whole, its alias not at all; of 16 experts 3. Attributes may hold line breaks and braces."""
+    """A kernel reads the whole cache, and writes nothing to its alias; another reads 3 of 16 experts.
+
+    Attributes may hold line breaks and braces.
+    """
     output = 8 * 128 * 2
     whole = {"ragged_decode.3": 8 * 1024 * 128, "experts.1": 16 * 256 * 128 + output}
     assert moved(KERNEL) == whole
@@ -379,7 +382,7 @@ def test_every_name_is_a_model():
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_what_is_needed(tied):
-    """A decode step looks tokens up and reads the rest. Prompts end with the last layer's keys and values."""
+    """Decode looks up tokens and reads all else; prefill ends with the keys and values of the last layer."""
     cfg = llama3_config(tied_embeddings=tied)
 
     def unneeded(tokens: int) -> set[str]:
@@ -406,7 +409,7 @@ def test_collectives_take_hops_and_bandwidth():
 
 
 def test_the_docs_show_the_first_plan_of_their_table(capsys):
-    """What plan.py printed and the table below it are of one compilation."""
+    """The output of plan.py in docs/tpu.md is that of the first row of the table there."""
     found = json.loads((ROOT / "images" / "decode_bytes.jsonl").read_text().splitlines()[0])
 
     def made(cls, **more):
@@ -422,9 +425,9 @@ def test_the_docs_show_the_first_plan_of_their_table(capsys):
 
 
 def run_python(*arguments: str) -> subprocess.CompletedProcess:
-    """In a process of its own, without the tests' XLA_FLAGS."""
+    """Run Python in a process of its own, without the tests' XLA_FLAGS."""
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    # Else the compiler is for one process at a time.
+    # Otherwise only one process at a time can use the compiler.
     environment |= {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     command = [sys.executable, *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
@@ -450,14 +453,14 @@ def compiled(
     ("name", "batch", "context"), [("llama3.1-70b", 8, 8192), deep("llama4-scout", 1, 4096)]
 )
 def test_decode_on_16_chips(name, batch, context):
-    """It fits; a layer sends two all-reduces and at most two small messages; no cache is copied."""
+    """The step fits; a layer has two all-reduces and at most two small collectives; no cache is copied."""
     found = compiled(name, 4, batch, context)
     assert found["fits"] and found["peak_bytes"] >= found["weights_bytes"] + found["cache_bytes"]
     per_layer = dict(found["collectives_per_layer"])
     assert per_layer.pop("all-reduce") == 2 and sum(per_layer.values()) <= 2
     cache_of_a_layer = found["cache_bytes"] / 4
     too_large = [x for x in found["copies"] if x["bytes"] >= cache_of_a_layer / 2]
-    assert not too_large  # half: keys and values apart would be two copies
+    assert not too_large  # half of a cache: keys and values may be copied apart
 
 
 @needs_compiler
@@ -493,8 +496,9 @@ def bytes_over_floor(name: str, batch: int, context: int, topology: str, layers=
 @needs_compiler
 @pytest.mark.parametrize("batch", [1, deep(32)])
 def test_latent_attention(batch):
-    """GLM-4.7-Flash: four collectives per layer, no copy of the cache, and little more than the floor: of the
-    11% that 640 columns are more than 576, and of the queries' first matrix, which each device has.
+    """GLM-4.7-Flash: four collectives per layer, no copy of the cache, and bytes little above the floor.
+
+    Each device has the queries' first matrix. The floor counts slots of 640 columns, of which 576 are used.
     """
     name, topology = "glm-4.7-flash", "v6e:2x2"
     found = compiled(name, 4, batch, 8192, topology)
@@ -522,7 +526,7 @@ def test_bytes_of_other_families(name, topology):
 @needs_compiler
 @pytest.mark.deep
 def test_narrow_experts():
-    """96 columns of an expert on each of 8 chips are padded to 128: no copy, and the kernel for few rows."""
+    """A chip has 96 columns of an expert, padded to 128: the kernel runs, and nothing is copied."""
     found = compiled("qwen3-30b-a3b", 2, 8, 8192, "v5e:2x4 --ep 1 --tp 8")
     assert not [x for x in found["copies"] if x["bytes"] > 1e6]
     assert bytes_over_floor("qwen3-30b-a3b", 8, 8192, "v5e:2x4 --ep 1 --tp 8") < 1.4
@@ -539,7 +543,7 @@ def test_a_small_embedding_stays_where_it_is():
 @needs_compiler
 @pytest.mark.deep
 def test_one_row_of_a_cache_is_moved_alone():
-    """Copying a row of int8 caches, and reading a prompt into one, move nothing of half a cache's size."""
+    """Copying a row of int8 caches, and prefilling one row, move no array of half the size of a cache."""
     code = """
 import dataclasses, jax, jax.numpy as jnp, json, model
 from jax.sharding import NamedSharding, PartitionSpec as P
@@ -562,7 +566,7 @@ for lowered in (
 ):
     compiled = lowered.compile()
     moved = read_program(compiled.as_text()).traffic
-    found += [x.bytes for x in moved if x.kernel not in ("take_slots", "put_slots")]  # they move blocks
+    found += [x.bytes for x in moved if x.kernel not in ("take_slots", "put_slots")]  # which move blocks
     found.append(compiled.memory_analysis().temp_size_in_bytes)
 print(json.dumps(found))
 """
@@ -573,8 +577,8 @@ print(json.dumps(found))
 
 @needs_compiler
 @pytest.mark.deep
-def test_guesses_are_checked_by_the_decode_kernel():
-    """The caches of a chunked layer and of another are read by one kernel each, and not copied."""
+def test_draft_tokens_go_through_the_decode_kernel():
+    """One kernel each reads the caches of a chunked layer and of a full layer, and nothing copies them."""
     code = """
 import dataclasses, jax, jax.numpy as jnp, json, model
 from jax.sharding import NamedSharding, PartitionSpec as P
@@ -588,8 +592,8 @@ cfg = read_model("llama4-scout")
 cfg = dataclasses.replace(cfg, layers=cfg.layers[2:4])
 mesh = make_mesh(cfg, tensor=16, devices=find_topology("v5e:4x4").devices)
 arguments = Job(cfg, 8, 16384).arguments(mesh) | dict(cfg=cfg, mesh=mesh)
-guesses = jax.ShapeDtypeStruct((8, 4), jnp.int32, sharding=NamedSharding(mesh, P("data")))
-compiled = model.decode_step.lower(drafts=guesses, sampling=Sampling(), **arguments).compile()
+drafts = jax.ShapeDtypeStruct((8, 4), jnp.int32, sharding=NamedSharding(mesh, P("data")))
+compiled = model.decode_step.lower(drafts=drafts, sampling=Sampling(), **arguments).compile()
 program = read_program(compiled.as_text())
 kernels = sorted({(x.kernel, x.instruction) for x in program.traffic if x.kernel})
 copied = [x.bytes for x in program.copies if not x.prefetch and x.argument.startswith("cache.layers")]
@@ -606,8 +610,9 @@ print(json.dumps([[kernel for kernel, _ in kernels], copied, temporaries, len(pr
 @pytest.mark.deep
 @needs_compiler
 def test_decode_kernel_compiles_for_any_batch_and_length():
-    """For v5e and v6e, the columns and types of the table, float32 products as exact as main.py asks; for one
-    token per row, and for as many as it takes.
+    """For v5e and v6e, all columns and types of the table, and float32 products as exact as main.py asks for.
+
+    For one token per row, and for as many as the kernel supports.
     """
     code = """
 import itertools
@@ -629,7 +634,7 @@ for kind, (columns, itemsize) in itertools.product(("v5e", "v6e"), DECODE_BLOCKS
 
 
 @needs_compiler
-@pytest.mark.parametrize(("topology", "cycles"), [("v5e:1x1", 11_800), deep("v6e:1x1", 9_500)])
+@pytest.mark.parametrize(("topology", "cycles"), [("v5e:1x1", 11_700), deep("v6e:1x1", 9_400)])
 def test_bundles_of_the_decode_kernel(topology, cycles):
     """8 rows of 8192 int8 slots, head width 128: no more than docs/tpu.md says, rounded up to hundreds."""
     large, small = blocks = DECODE_BLOCKS[256, 1]
@@ -644,7 +649,7 @@ def test_bundles_of_the_decode_kernel(topology, cycles):
 
 @needs_compiler
 def test_what_does_not_fit_is_no_error(tmp_path):
-    """A cache larger than the chip: a verdict with the compiler's figure, and exit code 0."""
+    """A cache larger than the chip gives a verdict with the compiler's figure, and exit code 0."""
     dump = tmp_path / "step.hlo"
     arguments = "--model llama3.2-1b --topology v5e:1x1 --layers 1 --batch 512 --context 65536 --json"
     done = run_plan(*arguments.split(), "--dump-hlo", str(dump))
@@ -656,7 +661,7 @@ def test_what_does_not_fit_is_no_error(tmp_path):
 
 @needs_compiler
 def test_a_config_on_a_chosen_mesh_with_prefill(tmp_path):
-    """A folder's config.json, --dp, --prefill and --dump-hlo, for a reader instead of a program."""
+    """A folder's config.json, --dp, --prefill and --dump-hlo, with the output as text."""
     folder, dump = ROOT / "tests" / "checkpoints" / "tiny-llama4", tmp_path / "step.hlo"
     arguments = (
         "--topology v5e:2x2 --batch 4 --context 128 --dp 2 --tp 2 --prefill 16 --kv-cache-dtype bfloat16"
@@ -702,7 +707,7 @@ def test_without_the_compiler(monkeypatch):
 @needs_compiler
 @pytest.mark.parametrize(("slices", "tp"), [deep("1", "2"), deep("2", "4")])
 def test_stages(slices, tp):
-    """Half of the layers on each device, all of the embedding; one exchange of hidden states in a turn."""
+    """A device has half of the layers and all of the embedding; a turn exchanges hidden states once."""
     arguments = f"--model llama3.1-8b --topology v5e:2x2 --slices {slices} --batch 8 --context 1024 --json"
     plans = []
     for more in (f"--pp 2 --tp {tp} --layers 4", f"--dp 2 --tp {tp} --layers 2"):
@@ -715,7 +720,7 @@ def test_stages(slices, tp):
     assert staged["weights_bytes"] == layers_of_one["weights_bytes"]
     assert staged["cache_bytes"] == pytest.approx(2 * layers_of_one["cache_bytes"], rel=0.01)  # of two turns
     assert layers_of_one["between_stages"] == {}
-    # Beside them what is passed on and the tokens.
+    # The rest is the hidden states that are passed on, and the tokens.
     assert staged["hbm_bytes_per_step"] < 1.01 * layers_of_one["hbm_bytes_per_step"]
 
 
