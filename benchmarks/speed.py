@@ -35,7 +35,7 @@ from model import Config
 from planner.job import prefill_width
 from planner.models import MODELS, read_model
 from quantize import FORMATS, QuantizedArray, values_and_scale
-from serving import memory
+from serving import memory, placement
 from serving.executors import one_program
 from serving.steps import Batch, DecodeStep, PrefillChunk, init_batch
 from terminal import launch
