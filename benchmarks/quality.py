@@ -1,4 +1,4 @@
-"""What do weights of few bits cost? The error of each, and with --text that of the predictions.
+"""What does quantization cost? The error of each weight, and with --text that of the predictions.
 
     python3 benchmarks/quality.py --checkpoint meta-llama/Llama-3.2-1B --quantize int4 --text wiki.test.raw
 

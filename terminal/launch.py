@@ -187,9 +187,9 @@ def slice_count() -> int:
 
 
 def choose_format(asked: str | None, checkpoint: Checkpoint | None) -> Format | None:
-    """How to hold the weights: as asked, else as the checkpoint does. UserError if that cannot be.
+    """The weights' number format: as asked, else the checkpoint's. UserError if that cannot be.
 
-    Some formats are held in another one where the platform has no fast product of them, see `Format.on`.
+    Where the platform has no fast product of a format, the weights are held in another one, see `Format.on`.
     """
     there = checkpoint and checkpoint.format
     wanted = FORMATS[asked] if asked else there

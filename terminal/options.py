@@ -23,7 +23,7 @@ def parse_arguments(arguments: list[str] | None = None):
     add("--checkpoint", default=str(TINY), metavar="DIR_OR_ID",
         help="a converted or Hugging Face folder, a GGUF file, or a hub id; default: a tiny model from here")
     add("--dtype", choices=FLOATS,
-        help="of activations; default: float32 on a CPU, unless the weights have few bits; else bfloat16")
+        help="of activations; default: float32 on a CPU, unless the weights are quantized; else bfloat16")
     add("--quantize", choices=FORMATS, metavar="FORMAT",
         help=f"the weights: {', '.join(FORMATS)}; default: as in the checkpoint")
     add("--kv-cache-dtype", choices=("int8", "bfloat16", "float32"),
