@@ -3,17 +3,16 @@
 With no arguments, a tiny model that ships with this repository answers three prompts. On several hosts, run
 the same command on each: they find one another, and the first one prints.
 """
-# ruff: noqa: E402  an interrupt is heard before the imports that take long
+# ruff: noqa: E402  Ctrl-C works before the imports, which take seconds
 
 import gc
 
-from terminal.command_line import hear_signals
+from terminal.command_line import exit_on_signals
 
 if __name__ == "__main__":
-    hear_signals()
-    gc.disable()  # until start_engine is done
+    exit_on_signals()
+    gc.disable()  # Session.start_engine enables it
 
-import argparse
 import sys
 from functools import partial
 
@@ -21,37 +20,36 @@ import jax
 
 from checkpoints.errors import UserError
 from checkpoints.progress import progress
-from serving.memory import Deployment, fit_cache
-from terminal.answers import Reply, answer, ask_all, refuse_longer, say_refused
+from serving.memory import fit_cache
+from terminal.answers import Reply, answer, make_replies, refuse_too_long, report_refused
 from terminal.chat import chat
 from terminal.command_line import run
-from terminal.launch import Startup, device_count, join_hosts, keep_compiled
-from terminal.models import open_models, start_engine
+from terminal.launch import Startup, device_count, enable_compilation_cache, join_hosts
+from terminal.models import Session, open_session
 from terminal.options import parse_arguments
-from terminal.output_file import digest, output_file
+from terminal.output_file import output_file, settings_digest
 from terminal.printers import choose_printer, show_progress
-from terminal.prompts import Asker, Prompt, share_prompts
+from terminal.prompts import Prompt, share_prompts
 from terminal.report import report
 
 
 def main() -> None:
     args, startup = parse_arguments(), Startup()
     startup.lap("imports")
-    keep_compiled()
+    enable_compilation_cache()
     join_hosts(args)
     n_devices = device_count()
     prompts = [] if args.chat or args.serve else share_prompts(args)
-    models, tokenizer = open_models(args, n_devices)
-    asker = Asker(args, models[0].checkpoint, tokenizer, [x.cfg for x in models])
+    session = open_session(args, n_devices, startup)
     try:
         if args.chat:
-            chat(args, models, asker, startup)
+            chat(session)
         elif args.serve:
-            from terminal.serve import serve  # its packages are not everyone's
+            from terminal.serve import serve  # needs packages that are optional
 
-            serve(args, models, asker, startup)
+            serve(session)
         else:
-            reply_to(args, prompts, models, asker, startup)
+            answer_prompts(session, prompts)
     except jax.errors.JaxRuntimeError as e:
         if "RESOURCE_EXHAUSTED" not in str(e):
             raise
@@ -60,36 +58,32 @@ def main() -> None:
         ) from e
 
 
-def reply_to(
-    args: argparse.Namespace, prompts: list[Prompt], models: list[Deployment], asker: Asker, startup: Startup
-) -> None:
-    """Answer or score the prompts. Exit code 1 if some were refused."""
-    every = ask_all(asker, prompts, args.n)
+def answer_prompts(session: Session, prompts: list[Prompt]) -> None:
+    """Answer or score the prompts. Exit code 1 if any of them has an error."""
+    args, startup = session.args, session.startup
+    every = make_replies(session.builder, prompts, args.n)
     startup.lap("tokenizer")
     content = partial(Reply.as_json, logprobs=args.logprobs, score=args.score)
-    with output_file(args, every, digest(args, asker, models[0]), content) as (file, replies):
+    with output_file(args, every, settings_digest(session), content) as (file, replies):
         positions = [reply.request.positions for reply in replies if reply.error is None]
-        rows, max_len = fit_cache(models, positions, args.rows, args.max_len) if positions else (0, 0)
-        refuse_longer(replies, max_len)
-        answered = len(every) - len(replies)  # by an earlier run
-        say_refused(replies, answered)
+        rows, max_len = fit_cache(session.models, positions, args.rows, args.max_len) if positions else (0, 0)
+        refuse_too_long(replies, max_len)
+        answered = len(every) - len(replies)  # in an earlier run
+        report_refused(replies, answered)
         show = choose_printer(args, replies, file, content)
         requests = [reply.request for reply in replies if reply.error is None]
         if not requests:
             show(replies)
         else:
-            engine = start_engine(args, models, rows, max_len, requests, startup)
-            first, in_lines = (
-                jax.process_index() == 0,
-                bool(args.output or args.prompt_file) and not args.json,
-            )
-            with progress("answers", len(every), answered, first and in_lines, "answer") as bar:
+            engine = session.start_engine(rows, max_len, requests)
+            first, in_lines = jax.process_index() == 0, (args.output or args.prompt_file) and not args.json
+            with progress("answers", len(every), answered, bool(first and in_lines), "answer") as bar:
                 for done in answer(engine, replies):
                     if engine.stats.prefilled:
                         startup.lap("prefill")
                     show_progress(bar, engine.stats, show, done)
             if first:
-                report(args, models[0], engine, replies, content, startup)
+                report(session, engine, replies, content)
     if any(reply.error is not None for reply in replies):
         sys.exit(1)
 

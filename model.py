@@ -1,25 +1,25 @@
-"""Inference of Llama and its relatives: pure functions over pytrees.
+"""Llama as pure functions over pytrees of weights: tokens in, logits out.
 
-`embed`, `layers` and `unembed` take and give global arrays; each is one shard_map, and what is above them
-runs inside of it. `forward`, `prefill` and `decode_step` call one after the other in one program.
+`forward`, `prefill` and `decode_step`, at the end of this file, each call `embed`, `layers` and `unembed`.
+These three take and return global arrays. Each of them is one shard_map, and the functions above them run
+inside it, on every device.
 
-Letters, one per dimension, used in every shape, einsum and comment:
+Letters, one per dimension, are used in every shape, einsum and comment:
 
     B  rows of the batch     S  key positions (slots)   E  experts
     T  query positions       H  head width              A  experts active per token
     K  key/value heads       D  model width             M  feed-forward width of an expert
     G  queries per K         F  feed-forward width      V  vocabulary
-    C  columns of a slot of the cache: a key beside its value, 2H, or a latent beside a rotated key, L+R;
-       more than 128 are filled up to a multiple of it
+    C  columns of a slot of the cache: a key beside its value, 2H; above 128 padded to a multiple of 128
 
-and of latent attention (see Latent): L  latent, Q  compressed query, and in a head U  value, R  key with
-rotation, N  key without; P  positions that have an embedding.
+An uppercase letter means that the whole dimension is on this device, a lowercase letter that this device
+holds its shard of the dimension. So `einsum("bTD,kgHD->bTkgH", x, w.q)` says where every byte is, and where
+a lowercase letter is summed there must be a `psum`. SHARDED_BY in sharding/mesh.py says which mesh axes
+split which letter. The shapes of global arrays, [B,T,V], are those of all devices together.
 
-UPPERCASE: the whole dimension is on this device. lowercase: this device holds its shard of it. So
-`einsum("bTD,kgHD->bTkgH", x, w.q)` says where every byte is, and where a lowercase letter is summed there
-must be a `psum`. SHARDED_BY in sharding/mesh.py says which mesh axes split which lowercase letter. Outside
-of shard_map arrays are global: there [B,T,V] is the shape of all of it, on all devices together.
-
+A model is data: a Config lists a LayerKind for each layer, and a LayerKind has records such as Heads and
+Gated, which know their sizes, their weights and what to compute. Llama's records are in this file; what only
+another model family computes is a record of the same kind in families/.
 """
 
 import dataclasses
@@ -54,20 +54,175 @@ from sharding.arrays import (
 from sharding.mesh import EXPERT, MODEL, ROWS, SLOTS
 from sharding.sampling import vocabulary_shard
 
-# --------------------------------------------------------------------------------------------------- config
+# ---------------------------------------------------------------------------------------------- declarations
+
+
+def declared(letters: str, contracted: str, name: str, layout: str, part: int = 0, **other) -> Any:
+    """A field that is an array. name, layout, part: of the tensor in a checkpoint of Llama's, see Stored."""
+    info = ArrayInfo(letters, contracted, Stored(name, layout, part), **other)
+    return dataclasses.field(metadata={"info": info})
+
+
+def declared_norm(letter: str, name: str) -> Any:
+    return declared(letter, "", name, letter, initial=1.0)
+
+
+def declared_bias(letters: str, name: str, layout: str, **other) -> Any:
+    return declared(letters, "", name, layout, initial=0.0, **other)
+
+
+def with_norms(infos, **norms):
+    """Declared weights, in which each of these fields becomes what its norm declares; None for no norm."""
+    changed = {name: norm and norm.declare(getattr(infos, name)) for name, norm in norms.items()}
+    return dataclasses.replace(infos, **changed)
+
+
+# --------------------------------------------------------------------------------------- norms and positions
 
 
 @dataclasses.dataclass(frozen=True)
 class Norm:
-    """Division by the root mean square, times a weight. Source: arXiv 1910.07467.
-
-    offset: added to the weight. centered: the mean is subtracted first, and a bias added: arXiv 1607.06450.
-    """
+    """Division by the root mean square, times (offset + weight). Source: arXiv 1910.07467."""
 
     eps: float
     weight: bool = True
     offset: float = 0
-    centered: bool = False
+
+    def declare(self, info: ArrayInfo) -> ArrayInfo | None:
+        """The declaration of the norm's weights. info: that of a single factor per column."""
+        return info if self.weight else None
+
+    def __call__(self, x: Array, w: Array | None) -> Array:
+        """x: [...,D] -> [...,D] in x's dtype.
+
+        It is rounded to that dtype before the weight is applied; with an offset, after, as in transformers.
+        """
+        y = x.astype(jnp.float32)
+        y = y * lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.eps)
+        if self.offset:
+            return (y * (self.offset + w.astype(jnp.float32))).astype(x.dtype)
+        y = y.astype(x.dtype)
+        return y if w is None else y * w
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding of the first `width` columns of a head. Source: arXiv 2104.09864.
+
+    interleaved: the pairs that are rotated are neighbors (2i, 2i+1), not halves (i, i + width/2).
+    """
+
+    theta: float
+    width: int
+    scaling: "LinearScaling | Llama3Scaling | None" = None
+    interleaved: bool = False
+
+    @property
+    def frequencies(self) -> np.ndarray:
+        """Radians per position, [width/2] float32. Source: transformers modeling_rope_utils.py."""
+        exponent = np.arange(0, self.width, 2, dtype=np.float32) / np.float32(self.width)
+        frequencies = 1 / np.float32(self.theta) ** exponent
+        return self.scaling(frequencies) if self.scaling else frequencies
+
+    def rotation(self, positions: Array) -> "Rotation":
+        """positions: [b,T] -> the rotation of queries and keys there."""
+        angle = positions[..., None].astype(jnp.float32) * self.frequencies
+        return Rotation(jnp.cos(angle), jnp.sin(angle), self.interleaved)
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearScaling:
+    """All frequencies divided by a factor: positions are interpolated. Source: arXiv 2306.15595."""
+
+    factor: float
+
+    def __call__(self, frequencies: np.ndarray) -> np.ndarray:
+        return frequencies / np.float32(self.factor)
+
+
+@dataclasses.dataclass(frozen=True)
+class Llama3Scaling:
+    """High frequencies are kept, low ones divided by `factor`, those between blended.
+
+    low, high: the limits, in turns over `original` positions, for which the model was first trained.
+    """
+
+    factor: float
+    low: float
+    high: float
+    original: float
+
+    def __call__(self, frequencies: np.ndarray) -> np.ndarray:
+        turns = self.original * frequencies / np.float32(2 * np.pi)
+        # low and high may be equal: then nothing is blended.
+        kept = (turns - self.low) / (self.high - self.low) if self.high > self.low else turns >= self.low
+        kept = np.clip(kept, 0, 1).astype(np.float32)
+        return (1 - kept) * frequencies / np.float32(self.factor) + kept * frequencies
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["cos", "sin"], meta_fields=["interleaved"])
+@dataclasses.dataclass(frozen=True)
+class Rotation:
+    """The cosine and sine of each position's angles, [b,T,width/2] float32 each. interleaved: see Rope."""
+
+    cos: Array
+    sin: Array
+    interleaved: bool
+
+
+def rotate(x: Array, rotation: Rotation) -> Array:
+    """Rotary embedding of x [b,T,...,H], in float32; where the rotation is narrower, of x's first columns."""
+    width = 2 * rotation.cos.shape[-1]
+    if width < x.shape[-1]:
+        return jnp.concatenate([rotate(x[..., :width], rotation), x[..., width:]], -1)
+    pairs = x.astype(jnp.float32)
+    pairs = pairs.reshape(*x.shape[:-1], *((-1, 2) if rotation.interleaved else (2, x.shape[-1] // 2)))
+    axis = -1 if rotation.interleaved else -2
+    a, b = pairs.take(0, axis), pairs.take(1, axis)
+    per_head = (*rotation.cos.shape[:2], *(1,) * (x.ndim - 3), -1)
+    cos, sin = rotation.cos.reshape(per_head), rotation.sin.reshape(per_head)
+    return jnp.stack([a * cos - b * sin, b * cos + a * sin], axis).reshape(x.shape).astype(x.dtype)
+
+
+@pytree
+class Chunk:
+    """T consecutive tokens per row, from position `start`; the first `count` are valid, the rest is padding.
+
+    row: [b] int32, the cache row of each; None: all rows, in order. start, count: [b] int32.
+    positions: [b,T] int32.
+    """
+
+    row: Array | None
+    start: Array
+    count: Array
+    positions: Array
+
+    @property
+    def valid(self) -> Array:
+        """[b,T] bool: which tokens are no padding."""
+        return jnp.arange(self.positions.shape[1]) < self.count[:, None]
+
+
+def chunk_at(start: Array, count: Array, T: int, row: Array | None = None) -> Chunk:
+    """The Chunk of T tokens per row. start, count, row: [b] int32."""
+    return Chunk(row=row, start=start, count=count, positions=start[:, None] + jnp.arange(T))
+
+
+# ------------------------------------------------------------------------------------ attention: projections
+
+
+@pytree
+class Attention:
+    q: Array = declared("kgHD", "D", "q_proj.weight", "(KGH)D")
+    k: Array = declared("khD", "D", "k_proj.weight", "(KH)D")
+    v: Array = declared("khD", "D", "v_proj.weight", "(KH)D")
+    o: Array = declared("DkgH", "kgH", "o_proj.weight", "D(KGH)")
+    q_norm: Array | None = declared_norm("H", "q_norm.weight")
+    k_norm: Array | None = declared_norm("H", "k_norm.weight")
+    q_bias: Array | None = declared_bias("kgH", "q_proj.bias", "(KGH)")
+    k_bias: Array | None = declared_bias("kh", "k_proj.bias", "(KH)")
+    v_bias: Array | None = declared_bias("kh", "v_proj.bias", "(KH)")
+    o_bias: Array | None = declared_bias("D", "o_proj.bias", "D")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,51 +235,79 @@ class QueryScale:
 
 @dataclasses.dataclass(frozen=True)
 class Heads:
-    """Grouped-query attention: K heads of keys and values, for G queries each, of width H."""
+    """Grouped-query attention: K heads of keys and values, for G queries each, of width H.
+
+    qk_norm: of each query and key, before they are rotated. bias: of queries, keys and values.
+    scale: the factor of q·k; None for H**-0.5. Source: arXiv 2305.13245.
+    """
 
     K: int
     G: int
     H: int
-    qk_norm: Norm | None = None  # of each query and key
+    qk_norm: Norm | None = None
     query_scale: QueryScale | None = None
-    bias: bool = False  # of queries, keys and values
+    bias: bool = False
     output_bias: bool = False
+    scale: float | None = None
 
     @property
     def columns(self) -> Columns:
-        return key_beside_value(self.H)
+        return key_beside_value(self.H, self.scale)
 
     @property
     def divided(self) -> tuple[int, ...]:
         """The widths that devices with the same key/value head divide among them."""
         return (self.H,)
 
+    def declare(self, prefix: str, D: int) -> Attention:
+        """The declared weights. prefix: of their names in a checkpoint."""
+        absent = dict(q_bias=not self.bias, k_bias=not self.bias, v_bias=not self.bias)
+        absent |= dict(o_bias=not self.output_bias)
+        infos = declare(Attention, prefix, dict(D=D) | sizes_of(self), absent)
+        return with_norms(infos, q_norm=self.qk_norm, k_norm=self.qk_norm)
 
-@dataclasses.dataclass(frozen=True)
-class Latent:
-    """Multi-head latent attention, as G queries of one key/value head. Source: arXiv 2405.04434.
+    def project(self, x: Array, w: Attention, chunk: Chunk, rotation: Rotation | None) -> tuple[Array, Array]:
+        """x: [b,T,D] -> queries [b,T,k,G,H], and each key beside its value [b,T,k,2H]."""
+        q = add_bias(einsum("bTD,kgHD->bTkgH", x, w.q), w.q_bias)
+        k = add_bias(einsum("bTD,khD->bTkh", x, w.k), w.k_bias)
+        v = add_bias(einsum("bTD,khD->bTkh", x, w.v), w.v_bias)
+        if lax.axis_size(SLOTS) == 1:
+            # Without the barrier XLA applies rotate's reshape to the weights, and copies q in every step.
+            q, k, v = lax.optimization_barrier((q, k, v))
+        else:
+            *bTk, g, H = q.shape
+            q, k, v = gather_columns(q.reshape(*bTk, g * H), k, v)
+            q = q.reshape(*bTk, -1, H)
+        if self.qk_norm:
+            q, k = self.qk_norm(q, w.q_norm), self.qk_norm(k, w.k_norm)
+        if rotation:
+            q, k = rotate(q, rotation), rotate(k, rotation)
+        if self.query_scale:
+            scale, floor = self.query_scale.scale, self.query_scale.floor
+            growth = 1 + scale * jnp.log1p(jnp.floor((chunk.positions + 1) / floor))
+            q = (q * growth[:, :, None, None, None]).astype(q.dtype)
+        return q, jnp.concatenate([k, v], -1)
 
-    A token's keys and values of all heads come from one latent of width L, and a rotated key of width R that
-    they share. A query of width N is multiplied by its head's part of the key's matrix, and so compared with
-    the latent itself; the sum of latents is multiplied by the value's matrix. So the cache holds the latents.
+    def output(self, o: Array, w: Attention) -> Array:
+        """o: [b,T,k,g,H], each query's sum of values -> [b,T,D]."""
+        return add_bias(lax.psum(einsum("bTkgH,DkgH->bTD", o, w.o), MODEL), w.o_bias)  # k, g
+
+
+def add_bias(x: Array, bias: Array | None) -> Array:
+    return x if bias is None else x + bias
+
+
+def gather_columns(*parts: Array) -> list[Array]:
+    """Gather columns that are divided over the devices of a key/value head: [...,n] each -> [...,slots*n].
+
+    One all-gather serves all parts.
     """
+    columns = lax.all_gather(jnp.concatenate(parts, -1), SLOTS, axis=parts[0].ndim - 1)  # [...,slots,n+n+..]
+    columns = jnp.split(columns, np.cumsum([x.shape[-1] for x in parts])[:-1], -1)
+    return [x.reshape(*x.shape[:-2], -1) for x in columns]
 
-    G: int
-    Q: int
-    L: int
-    N: int
-    R: int
-    U: int
-    norm: Norm  # of the compressed query and of the latent
-    K = 1
 
-    @property
-    def columns(self) -> Columns:
-        return Columns(self.L + self.R, (0, self.L), (self.N + self.R) ** -0.5)
-
-    @property
-    def divided(self) -> tuple[int, ...]:
-        return self.L, self.R
+# ---------------------------------------------------------------------------- attention: masks and the cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,435 +363,22 @@ class Window:
 Mask = Full | Chunked | Window
 
 
-@dataclasses.dataclass(frozen=True)
-class Rope:
-    """Rotary position embedding. Source: arXiv 2104.09864."""
+@jax.named_scope("attention")
+def attention(x: Array, w, kv: KV | None, chunk: Chunk, rotation: Rotation | None, kind: "LayerKind"):
+    """x: [b,T,D] -> ([b,T,D], the layer's cache with the chunk in it; None without a cache).
 
-    theta: float
-    scaling: tuple[float, ...] | None = None  # factor, low and high frequency factor, original length
-    interleaved: bool = False  # rotate neighbours (2i, 2i+1), not halves (i, i + H/2)
-    width: int | None = None  # how many columns of a head rotate, the first; None: all H; of a latent, R
-
-
-@dataclasses.dataclass(frozen=True)
-class Gated:
-    """A gated MLP of width F. Source: arXiv 2002.05202."""
-
-    F: int
-    activation: str = "silu"
-
-
-@dataclasses.dataclass(frozen=True)
-class Plain:
-    """Two matrices with biases, and what is between them. Source: arXiv 1706.03762."""
-
-    F: int
-    activation: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Router:
-    """How a token's experts are weighted: by which score, applied to their input or output."""
-
-    score: str = "sigmoid"  # or "softmax", over all experts
-    normalized: bool = False  # the scores of the chosen experts sum to 1
-    scales: str = "input"  # or "output"
-    bias: bool = False  # of the sigmoid scores, to choose by and not to weight by
-    factor: float = 1  # of the scores, at last
-
-
-@dataclasses.dataclass(frozen=True)
-class Experts:
-    """E gated MLPs of width M, of which each token goes through A; beside them one for all tokens."""
-
-    E: int
-    A: int
-    M: int
-    router: Router
-    shared: Gated | None
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerKind:
-    """What tells one decoder layer from another."""
-
-    attention: Heads | Latent
-    feed_forward: Gated | Plain | Experts
-    mask: Mask = Full()
-    rope: Rope | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
-    """All that the functions below need to know of a model."""
-
-    D: int
-    V: int
-    layers: tuple[LayerKind, ...]
-    norm: Norm
-    max_positions: int
-    tied_embeddings: bool = False
-    embedding_scale: float | None = None
-    P: int | None = None  # positions that have an embedding of their own, which is added to the token's
-
-    @property
-    def heads(self) -> Heads | Latent:
-        """The attention of all layers, as far as its sizes go."""
-        return self.layers[0].attention
-
-    @property
-    def experts(self) -> Experts | None:
-        """Those of all layers that have some, as far as their sizes go."""
-        return next((x.feed_forward for x in self.layers if isinstance(x.feed_forward, Experts)), None)
-
-    @property
-    def masks(self) -> frozenset[Mask]:
-        return frozenset(kind.mask for kind in self.layers)
-
-
-# ----------------------------------------------------------------------------------- weights, declared once
-
-
-def _array(letters: str, contracted: str = "", *stored: tuple, **other) -> Any:
-    """A declared field. stored: (name, letters) or (name, letters, part), see Stored."""
-    info = ArrayInfo(letters, contracted, tuple(Stored(*where) for where in stored), **other)
-    return dataclasses.field(metadata={"info": info})
-
-
-def _norm(letter: str, name: str) -> Any:
-    return _array(letter, "", (name, letter), initial=1.0)
-
-
-def _bias(letters: str, *stored: tuple, dtype=None) -> Any:
-    return _array(letters, "", *stored, initial=0.0, dtype=dtype)
-
-
-@pytree
-class Attention:
-    q: Array = _array("kgHD", "D", ("q_proj.weight", "(KGH)D"), ("qkv.weight", "D[KGH+KH+KH]", 0))
-    k: Array = _array("khD", "D", ("k_proj.weight", "(KH)D"), ("qkv.weight", "D[KGH+KH+KH]", 1))
-    v: Array = _array("khD", "D", ("v_proj.weight", "(KH)D"), ("qkv.weight", "D[KGH+KH+KH]", 2))
-    o: Array = _array("DkgH", "kgH", ("o_proj.weight", "D(KGH)"), ("out.weight", "(KGH)D"))
-    q_norm: Array | None = _norm("H", "q_norm.weight")
-    k_norm: Array | None = _norm("H", "k_norm.weight")
-    q_bias: Array | None = _bias("kgH", ("q_proj.bias", "(KGH)"), ("qkv.bias", "[KGH+KH+KH]", 0))
-    k_bias: Array | None = _bias("kh", ("k_proj.bias", "(KH)"), ("qkv.bias", "[KGH+KH+KH]", 1))
-    v_bias: Array | None = _bias("kh", ("v_proj.bias", "(KH)"), ("qkv.bias", "[KGH+KH+KH]", 2))
-    o_bias: Array | None = _bias("D", ("out.bias", "D"))
-
-
-@pytree
-class LatentAttention:
-    q_a: Array = _array("QD", "D", ("q_a_proj.weight", "QD"))
-    q_a_norm: Array = _norm("Q", "q_a_layernorm.weight")
-    q_b: Array = _array("kgNQ", "Q", ("q_b_proj.weight", "(KG[N+R])Q", 0))
-    q_rope: Array = _array("kgRQ", "Q", ("q_b_proj.weight", "(KG[N+R])Q", 1))
-    kv_a: Array = _array("lD", "D", ("kv_a_proj_with_mqa.weight", "[L+R]D", 0))
-    k_rope: Array = _array("rD", "D", ("kv_a_proj_with_mqa.weight", "[L+R]D", 1))
-    kv_a_norm: Array = _norm("L", "kv_a_layernorm.weight")
-    k_b: Array = _array("kgLN", "N", ("kv_b_proj.weight", "(KG[N+U])L", 0), least_bits=8)
-    v_b: Array = _array("kgUL", "L", ("kv_b_proj.weight", "(KG[N+U])L", 1), least_bits=8)
-    o: Array = _array("DkgU", "kgU", ("o_proj.weight", "D(KGU)"))
-
-
-@pytree
-class MLP:
-    gate: Array | None = _array("fD", "D", ("gate_proj.weight", "FD"), ("gate_up_proj.weight", "[F+F]D", 0))
-    up: Array = _array(
-        "fD", "D", ("up_proj.weight", "FD"), ("gate_up_proj.weight", "[F+F]D", 1), ("c_fc.weight", "DF")
-    )
-    down: Array = _array("Df", "f", ("down_proj.weight", "DF"), ("c_proj.weight", "FD"))
-    up_bias: Array | None = _bias("f", ("c_fc.bias", "F"))
-    down_bias: Array | None = _bias("D", ("c_proj.bias", "D"))
-
-
-@pytree
-class MoE:
-    router: Array = _array("DE", "", ("router.weight", "ED"))
-    router_bias: Array | None = _bias("E", ("router.bias", "E"), dtype=jnp.float32)
-    gate: Array = _array(
-        "eDm", "D", ("experts.gate_up_proj", "ED[M+M]", 0), ("experts.{e}.gate_proj.weight", "MD"),
-        ("experts.gate_up_proj.weight", "E[M+M]D", 0),
-    )  # fmt: skip
-    up: Array = _array(
-        "eDm", "D", ("experts.gate_up_proj", "ED[M+M]", 1), ("experts.{e}.up_proj.weight", "MD"),
-        ("experts.gate_up_proj.weight", "E[M+M]D", 1),
-    )  # fmt: skip
-    down: Array = _array(
-        "emD", "m", ("experts.down_proj", "EMD"), ("experts.{e}.down_proj.weight", "DM"),
-        ("experts.down_proj.weight", "EDM"),
-    )  # fmt: skip
-    shared: MLP | None
-
-
-@pytree
-class Layer:
-    attention_norm: Array = _norm("D", "input_layernorm.weight")
-    attention_norm_bias: Array | None = _bias("D", ("input_layernorm.bias", "D"))
-    attention: Attention | LatentAttention
-    feed_forward_norm: Array = _norm("D", "post_attention_layernorm.weight")
-    feed_forward_norm_bias: Array | None = _bias("D", ("post_attention_layernorm.bias", "D"))
-    feed_forward: MLP | MoE
-
-
-@pytree
-class Weights:
-    embed: Array = _array("vD", "", ("model.embed_tokens.weight", "VD"))
-    positions: Array | None = _array("PD", "", ("model.embed_positions.weight", "PD"))
-    layers: list[Layer]
-    norm: Array = _norm("D", "model.norm.weight")
-    norm_bias: Array | None = _bias("D", ("model.norm.bias", "D"))
-    unembed: Array | None = _array("vD", "D", ("lm_head.weight", "VD"), least_bits=8)  # None: embed, again
-
-
-@pytree
-class Cache:
-    """The keys and values of the tokens that each row has read.
-
-    layers: one KV per layer, values [b,k,s,C]. The token at position p is in slot p, or in slot p % ring
-    where the cache is a ring. Where n devices share a key/value head, slot s is on device s % n, at local
-    index s // n, so that the devices fill evenly.
-    length: [b] int32, how many tokens a row has read.
+    A token attends to what the cache holds and to the tokens of its chunk up to itself. Their keys and values
+    are first rounded as the cache will hold them, so that the result does not depend on where chunks begin.
     """
-
-    layers: list[KV]
-    length: Array
-
-
-def layer_infos(kind: LayerKind, D: int, norm: Norm, prefix: str = "") -> Layer:
-    """The tree of a layer's weights with their ArrayInfo in the place of arrays. prefix: of their names."""
-
-    def attention(kind: Heads | Latent, prefix: str) -> Attention | LatentAttention:
-        sizes = dict(D=D) | sizes_of(kind)
-        if isinstance(kind, Latent):
-            return declare(LatentAttention, prefix, sizes | dict(K=kind.K))
-        absent = {"norm": not (kind.qk_norm and kind.qk_norm.weight), "o_bias": not kind.output_bias}
-        absent |= {name + "_bias": not kind.bias for name in "qkv"}
-        return declare(Attention, prefix, sizes, absent)
-
-    def feed_forward(kind: Gated | Plain | Experts, prefix: str) -> MLP | MoE:
-        sizes = dict(D=D) | sizes_of(kind)
-        if not isinstance(kind, Experts):
-            plain = isinstance(kind, Plain)
-            return declare(MLP, prefix, sizes, dict(gate=plain, bias=not plain))
-        shared = kind.shared and feed_forward(kind.shared, prefix + "shared_expert.")
-        return declare(MoE, prefix, sizes, dict(bias=not kind.router.bias), shared=shared)
-
-    parts = dict(
-        attention=attention(kind.attention, prefix + "self_attn."),
-        feed_forward=feed_forward(kind.feed_forward, prefix + "mlp."),
-    )
-    return declare(Layer, prefix, dict(D=D), dict(bias=not norm.centered), **parts)
-
-
-def outer_infos(cfg: Config) -> Weights:
-    """The declared weights outside of the layers: the embedding, the last norm and the logits' matrix."""
-    absent = dict(unembed=cfg.tied_embeddings, positions=not cfg.P, bias=not cfg.norm.centered)
-    weights = declare(Weights, "", sizes_of(cfg), absent, layers=[])
-    if cfg.tied_embeddings:
-        embed = dataclasses.replace(weights.embed, contracted="D", least_bits=8)
-        weights = dataclasses.replace(weights, embed=embed)
-    return weights
-
-
-def weight_infos(cfg: Config, format: Format | None = None) -> Weights:
-    """The tree of all weights with an ArrayInfo in the place of each array. format: None for float."""
-    numbered = enumerate(cfg.layers)
-    layers = [layer_infos(kind, cfg.D, cfg.norm, f"model.layers.{i}.") for i, kind in numbered]
-    weights = dataclasses.replace(outer_infos(cfg), layers=layers)
-    return jax.tree.map(lambda info: dataclasses.replace(info, format=format), weights)
-
-
-def kv_info(kind: LayerKind, batch: int, max_len: int, dtype) -> KV:
-    """A layer's declared cache of `batch` rows of up to `max_len` positions. dtype: float, or int8."""
-    K, columns = kind.attention.K, kind.attention.columns
-    slots = min(max_len, kind.mask.ring or max_len)
-    values = ArrayInfo("bksC", shape=(batch, K, slots, columns.width), dtype=dtype)
-    scale = ArrayInfo("bk2s", shape=(batch, K, 2, slots), dtype=jnp.bfloat16)
-    return KV(values, scale if jnp.dtype(dtype) == jnp.int8 else None, columns)
-
-
-def cache_infos(cfg: Config, batch: int, max_len: int, dtype) -> Cache:
-    """The declared cache of all layers, see `kv_info`."""
-    layers = [kv_info(kind, batch, max_len, dtype) for kind in cfg.layers]
-    return Cache(layers=layers, length=ArrayInfo("b", shape=(batch,), dtype=jnp.int32))
-
-
-def init_cache(cfg: Config, mesh: Mesh, batch: int, max_len: int, dtype) -> Cache:
-    """An empty cache of `batch` rows of up to `max_len` positions. dtype: float, or int8."""
-    return zeros(abstract(cache_infos(cfg, batch, max_len, dtype), mesh))
-
-
-def init_weights(
-    key: Array, cfg: Config, mesh: Mesh, dtype=jnp.float32, format: Format | None = None
-) -> Weights:
-    """Random weights, the same on every mesh: normal with variance 1 / fan-in, norms around 1."""
-    return random_arrays(key, weight_infos(cfg, format), mesh, dtype)
-
-
-# --------------------------------------------------------------------------------------------------- layers
-#
-# These functions run on each device, inside shard_map: `embed`, `layers` and `unembed` below call them.
-
-
-@pytree
-class Chunk:
-    """T consecutive tokens per row, from position `start`; the first `count` are valid, the rest is padding.
-
-    row: [b] int32, the cache row of each; None: all rows, in order. start, count: [b] int32.
-    positions: [b,T] int32.
-    """
-
-    row: Array | None
-    start: Array
-    count: Array
-    positions: Array
-
-    @property
-    def valid(self) -> Array:
-        """[b,T] bool: which tokens are no padding."""
-        return jnp.arange(self.positions.shape[1]) < self.count[:, None]
-
-
-def chunk_at(start: Array, count: Array, T: int, row: Array | None = None) -> Chunk:
-    """The Chunk of T tokens per row. start, count, row: [b] int32."""
-    return Chunk(row=row, start=start, count=count, positions=start[:, None] + jnp.arange(T))
-
-
-def normalize(x: Array, weight: Array | None, norm: Norm, bias: Array | None = None) -> Array:
-    """x: [...,D] -> x divided by its root mean square, times (weight + offset), plus bias; in x's dtype.
-
-    RMSNorm casts before it multiplies by the weight, Gemma's norm and LayerNorm after, as transformers does.
-    """
-    y = x.astype(jnp.float32)
-    y = y - jnp.mean(y, -1, keepdims=True) if norm.centered else y
-    y = y * lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + norm.eps)
-    if norm.offset or norm.centered:
-        y = y * (norm.offset + weight.astype(jnp.float32))
-        return (y if bias is None else y + bias.astype(jnp.float32)).astype(x.dtype)
-    y = y.astype(x.dtype)
-    return y if weight is None else y * weight
-
-
-def add_bias(x: Array, bias: Array | None) -> Array:
-    return x if bias is None else x + bias
-
-
-def rope_frequencies(rope: Rope, width: int) -> np.ndarray:
-    """Radians per position, [width/2] float32. Source: transformers modeling_rope_utils.py."""
-    frequency = 1 / np.float32(rope.theta) ** (np.arange(0, width, 2, dtype=np.float32) / np.float32(width))
-    if rope.scaling is None:
-        return frequency
-    factor, low, high, original = rope.scaling
-    turns = original * frequency / np.float32(2 * np.pi)  # in the original context
-    # A frequency of more than `high` turns is kept, one of less than `low` is divided by `factor`, and those
-    # between are blended.
-    blend = (turns - low) / (high - low) if high > low else np.where(turns >= low, 1, 0)
-    blend = np.clip(blend, 0, 1).astype(np.float32)
-    return (1 - blend) * frequency / np.float32(factor) + blend * frequency
-
-
-def rotation(positions: Array, rope: Rope, width: int) -> tuple[Array, Array]:
-    """cos and sin of each position's angles: [b,T] -> two of [b,T,width/2] float32."""
-    angle = positions[..., None].astype(jnp.float32) * rope_frequencies(rope, width)
-    return jnp.cos(angle), jnp.sin(angle)
-
-
-def rotate(x: Array, rotation: tuple[Array, Array], interleaved: bool) -> Array:
-    """Rotary embedding of x [b,T,...,H], in float32; where the rotation is narrower, of x's first columns."""
-    cos, sin = rotation
-    width = 2 * cos.shape[-1]
-    if width < x.shape[-1]:
-        return jnp.concatenate([rotate(x[..., :width], rotation, interleaved), x[..., width:]], -1)
-    pairs = x.astype(jnp.float32)
-    pairs = pairs.reshape(*x.shape[:-1], *((-1, 2) if interleaved else (2, x.shape[-1] // 2)))
-    axis = -1 if interleaved else -2
-    a, b = pairs.take(0, axis), pairs.take(1, axis)
-    per_head = (*cos.shape[:2], *(1,) * (x.ndim - 3), -1)
-    cos, sin = cos.reshape(per_head), sin.reshape(per_head)
-    return jnp.stack([a * cos - b * sin, b * cos + a * sin], axis).reshape(x.shape).astype(x.dtype)
-
-
-def gather_columns(*parts: Array) -> list[Array]:
-    """Gather columns that are divided over the devices of a key/value head: [...,n] each -> [...,slots*n].
-
-    One all-gather serves all parts.
-    """
-    columns = lax.all_gather(jnp.concatenate(parts, -1), SLOTS, axis=parts[0].ndim - 1)  # [...,slots,n+n+..]
-    columns = jnp.split(columns, np.cumsum([x.shape[-1] for x in parts])[:-1], -1)
-    return [x.reshape(*x.shape[:-2], -1) for x in columns]
-
-
-def project(x: Array, w: Attention, chunk: Chunk, rotation, kind: LayerKind) -> tuple[Array, Array]:
-    """x: [b,T,D] -> queries [b,T,k,G,H], and each key beside its value [b,T,k,2H]."""
-    q = add_bias(einsum("bTD,kgHD->bTkgH", x, w.q), w.q_bias)
-    k = add_bias(einsum("bTD,khD->bTkh", x, w.k), w.k_bias)
-    v = add_bias(einsum("bTD,khD->bTkh", x, w.v), w.v_bias)
-    if lax.axis_size(SLOTS) == 1:
-        # Without the barrier XLA applies rotate's reshape to the weights, and copies q in every step.
-        q, k, v = lax.optimization_barrier((q, k, v))
-    else:
-        *bTk, g, H = q.shape
-        q, k, v = gather_columns(q.reshape(*bTk, g * H), k, v)
-        q = q.reshape(*bTk, -1, H)
-    heads = kind.attention
-    if heads.qk_norm:
-        q, k = normalize(q, w.q_norm, heads.qk_norm), normalize(k, w.k_norm, heads.qk_norm)
-    if kind.rope:
-        q, k = rotate(q, rotation, kind.rope.interleaved), rotate(k, rotation, kind.rope.interleaved)
-    if heads.query_scale:
-        scale, floor = heads.query_scale.scale, heads.query_scale.floor
-        growth = 1 + scale * jnp.log1p(jnp.floor((chunk.positions + 1) / floor))
-        q = (q * growth[:, :, None, None, None]).astype(q.dtype)
-    return q, jnp.concatenate([k, v], -1)
-
-
-def project_latent(x: Array, w: LatentAttention, rotation, kind: LayerKind) -> tuple[Array, Array]:
-    """x: [b,T,D] -> queries [b,T,k,G,L+R], and each latent beside its rotated key [b,T,k,L+R]; k is 1.
-
-    Every device holds all of q_a, which is small: so one all-gather is enough where there would be two.
-    """
-    norm, interleaved = kind.attention.norm, kind.rope.interleaved
-    compressed = normalize(einsum("bTD,QD->bTQ", x, w.q_a), w.q_a_norm, norm)
-    q = einsum("bTkgN,kgLN->bTkgL", einsum("bTQ,kgNQ->bTkgN", compressed, w.q_b), w.k_b)
-    q_rope = rotate(einsum("bTQ,kgRQ->bTkgR", compressed, w.q_rope), rotation, interleaved)
-    q = jnp.concatenate([q, q_rope], -1)
-    latent, k_rope = einsum("bTD,lD->bTl", x, w.kv_a), einsum("bTD,rD->bTr", x, w.k_rope)
-    *bTk, g, width = q.shape
-    q, latent, k_rope = gather_columns(q.reshape(*bTk, g * width), latent[:, :, None], k_rope[:, :, None])
-    latent, k_rope = normalize(latent, w.kv_a_norm, norm), rotate(k_rope, rotation, interleaved)
-    return q.reshape(*bTk, -1, width), jnp.concatenate([latent, k_rope], -1)
-
-
-def merge_slots(o: Array, lse: Array) -> tuple[Array, Array]:
-    """Merge the attention of all queries to each device's slots, and keep this device's queries.
-
-    o: [b,T,k,G,H] -> [b,T,k,g,H], lse: [b,T,k,G] -> [b,T,k,g]. One all-to-all of the partial results.
-    """
-    slots = lax.axis_size(SLOTS)
-    if slots == 1:
-        return o, lse
-    parts = jnp.concatenate([o, lse[..., None]], -1)
-    parts = parts.reshape(*o.shape[:3], slots, -1, parts.shape[-1])
-    parts = lax.all_to_all(parts, SLOTS, 3, 0)  # [slots,b,T,k,g,H+1]
-    return merge(*((part[..., :-1], part[..., -1]) for part in parts))
-
-
-def local_slots(n: Array) -> Array:
-    """How many of a head's first n slots are on this device, which is also its next free local slot."""
-    slots = lax.axis_size(SLOTS)
-    return (n + slots - 1 - lax.axis_index(SLOTS)) // slots
-
-
-def attend_chunk(q: Array, new: KV, chunk: Chunk, mask: Mask) -> tuple[Array, Array]:
-    """Attention among the chunk's own tokens, by this device's queries.
-
-    q: [b,T,k,G,H], new: [b,k,T,C] -> (o [b,T,k,g,H], lse [b,T,k,g]).
-    """
-    g = q.shape[3] // lax.axis_size(SLOTS)
-    own = lax.dynamic_slice_in_dim(q, lax.axis_index(SLOTS) * g, g, 3)
-    segment = 0 * chunk.positions if mask.window else mask.first_visible(chunk.positions)
-    return attend_causal(own, new, segment, mask.window)
+    q, new = kind.attention.project(x, w, chunk, rotation)
+    new, parts = as_cached(new, kv, kind.attention.columns), []
+    if kv is not None:
+        past, kv = attend_cache(q, new, kv, chunk, kind.mask)
+        parts.append(past)
+    if not parts or x.shape[1] > 1:
+        parts.append(attend_chunk(q, new, chunk, kind.mask))
+    o, _ = merge(*parts)
+    return kind.attention.output(o.astype(x.dtype), w), kv
 
 
 def attend_cache(q: Array, new: KV, kv: KV, chunk: Chunk, mask: Mask):
@@ -627,6 +397,17 @@ def attend_cache(q: Array, new: KV, kv: KV, chunk: Chunk, mask: Mask):
     written = write(kv, new, slots, chunk.row, T // lax.axis_size(SLOTS) + 1, ring=mask.ring is not None)
     past = attend_cached(q, kv if mask.ring else written, length, gap, chunk.row)
     return merge_slots(*past), written
+
+
+def attend_chunk(q: Array, new: KV, chunk: Chunk, mask: Mask) -> tuple[Array, Array]:
+    """Attention among the chunk's own tokens, by this device's queries.
+
+    q: [b,T,k,G,H], new: [b,k,T,C] -> (o [b,T,k,g,H], lse [b,T,k,g]).
+    """
+    g = q.shape[3] // lax.axis_size(SLOTS)
+    own = lax.dynamic_slice_in_dim(q, lax.axis_index(SLOTS) * g, g, 3)
+    segment = 0 * chunk.positions if mask.window else mask.first_visible(chunk.positions)
+    return attend_causal(own, new, segment, mask.window)
 
 
 def visible_slots(chunk: Chunk, mask: Mask, end: Array) -> tuple[Array, tuple[Array, Array] | None]:
@@ -658,40 +439,117 @@ def slot_mapping(chunk: Chunk, mask: Mask, capacity: int) -> Array:
     return jnp.where(keep & (slot % slots == lax.axis_index(SLOTS)), slot // slots, capacity)
 
 
-@jax.named_scope("attention")
-def attention(
-    x: Array, w: Attention | LatentAttention, kv: KV | None, chunk: Chunk, rotation, kind: LayerKind
-):
-    """x: [b,T,D] -> ([b,T,D], the layer's cache with the chunk in it; None without a cache).
+def local_slots(n: Array) -> Array:
+    """How many of a head's first n slots are on this device, which is also its next free local slot."""
+    slots = lax.axis_size(SLOTS)
+    return (n + slots - 1 - lax.axis_index(SLOTS)) // slots
 
-    A token attends to what the cache holds and to the tokens of its chunk up to itself. Their keys and values
-    are first rounded as the cache will hold them, so that the result does not depend on where chunks begin.
+
+def merge_slots(o: Array, lse: Array) -> tuple[Array, Array]:
+    """Merge the attention of all queries to each device's slots, and keep this device's queries.
+
+    o: [b,T,k,G,H] -> [b,T,k,g,H], lse: [b,T,k,G] -> [b,T,k,g]. One all-to-all of the partial results.
     """
-    latent = isinstance(kind.attention, Latent)
-    q, new = project_latent(x, w, rotation, kind) if latent else project(x, w, chunk, rotation, kind)
-    new, parts = as_cached(new, kv, kind.attention.columns), []
-    if kv is not None:
-        past, kv = attend_cache(q, new, kv, chunk, kind.mask)
-        parts.append(past)
-    if not parts or x.shape[1] > 1:
-        parts.append(attend_chunk(q, new, chunk, kind.mask))
-    o, _ = merge(*parts)
-    o = o.astype(x.dtype)
-    o = einsum("bTkgL,kgUL->bTkgU", o, w.v_b) if latent else o
-    y = lax.psum(einsum("bTkgH,DkgH->bTD", o, w.o), MODEL)  # k, g; H of a latent is U
-    return (y if latent else add_bias(y, w.o_bias)), kv
+    slots = lax.axis_size(SLOTS)
+    if slots == 1:
+        return o, lse
+    parts = jnp.concatenate([o, lse[..., None]], -1)
+    parts = parts.reshape(*o.shape[:3], slots, -1, parts.shape[-1])
+    parts = lax.all_to_all(parts, SLOTS, 3, 0)  # [slots,b,T,k,g,H+1]
+    return merge(*((part[..., :-1], part[..., -1]) for part in parts))
 
 
-ACTIVATIONS = dict(silu=jax.nn.silu, gelu_tanh=jax.nn.gelu)
+# ---------------------------------------------------------------------------------------------- feed-forward
 
 
-@jax.named_scope("mlp")
-def mlp(x: Array, w: MLP, activation: str) -> Array:
-    """x: [b,T,D] -> [b,T,D], this device's part of the sum over f."""
-    activate = ACTIVATIONS[activation]
-    h = add_bias(einsum("bTD,fD->bTf", x, w.up), w.up_bias)
-    h = activate(h) if w.gate is None else activate(einsum("bTD,fD->bTf", x, w.gate)) * h
-    return einsum("bTf,Df->bTD", h, w.down)
+@pytree
+class MLP:
+    gate: Array = declared("fD", "D", "gate_proj.weight", "FD")
+    up: Array = declared("fD", "D", "up_proj.weight", "FD")
+    down: Array = declared("Df", "f", "down_proj.weight", "DF")
+
+
+@dataclasses.dataclass(frozen=True)
+class Gated:
+    """A gated MLP of width F. Source: arXiv 2002.05202."""
+
+    F: int
+    activation: str = "silu"
+
+    def declare(self, prefix: str, D: int) -> MLP:
+        """The declared weights. prefix: of their names in a checkpoint."""
+        return declare(MLP, prefix, dict(D=D) | sizes_of(self))
+
+    def __call__(self, x: Array, w: MLP, chunk: Chunk) -> Array:
+        """x: [b,T,D] -> [b,T,D]."""
+        return lax.psum(self.local(x, w), MODEL)  # f
+
+    @jax.named_scope("mlp")
+    def local(self, x: Array, w: MLP) -> Array:
+        """x: [b,T,D] -> [b,T,D], this device's part of the sum over f."""
+        up = einsum("bTD,fD->bTf", x, w.up)
+        gate = activation(self.activation)(einsum("bTD,fD->bTf", x, w.gate))
+        return einsum("bTf,Df->bTD", gate * up, w.down)
+
+
+def activation(name: str):
+    """The activation function of this name. Raises ValueError if there is none."""
+    functions = dict(silu=jax.nn.silu, gelu_tanh=jax.nn.gelu)
+    if name not in functions:
+        raise ValueError(f"activation {name!r} is not supported ({', '.join(functions)})")
+    return functions[name]
+
+
+@dataclasses.dataclass(frozen=True)
+class Router:
+    """How a token's experts are weighted: by which score, applied to their input or output."""
+
+    score: str = "sigmoid"  # or "softmax", over all experts
+    normalized: bool = False  # the scores of the chosen experts sum to 1
+    scales: str = "input"  # or "output"
+    bias: bool = False  # of the sigmoid scores, to choose by and not to weight by
+    factor: float = 1  # of the scores, at last
+
+
+@pytree
+class MoE:
+    router: Array = declared("DE", "", "router.weight", "ED")
+    router_bias: Array | None = declared_bias("E", "router.bias", "E", dtype=jnp.float32)
+    gate: Array = declared("eDm", "D", "experts.gate_up_proj", "ED[M+M]", 0)
+    up: Array = declared("eDm", "D", "experts.gate_up_proj", "ED[M+M]", 1)
+    down: Array = declared("emD", "m", "experts.down_proj", "EMD")
+    shared: MLP | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """E gated MLPs of width M, of which each token goes through A; beside them one for all tokens.
+
+    Raises ValueError about an activation that the kernels of ops/ do not compute.
+    """
+
+    E: int
+    A: int
+    M: int
+    router: Router
+    shared: Gated | None
+    activation: str = "silu"
+
+    def __post_init__(self):
+        if self.activation != "silu":
+            raise ValueError(f"experts with activation {self.activation!r} are not supported (silu)")
+
+    def declare(self, prefix: str, D: int) -> MoE:
+        """The declared weights. prefix: of their names in a checkpoint."""
+        shared = self.shared and self.shared.declare(prefix + "shared_expert.", D)
+        absent = dict(router_bias=not self.router.bias)
+        return declare(MoE, prefix, dict(D=D) | sizes_of(self), absent, shared=shared)
+
+    def __call__(self, x: Array, w: MoE, chunk: Chunk) -> Array:
+        """x: [b,T,D] -> [b,T,D]. Routed and shared experts are added before the one sum over devices."""
+        y = experts(x, w, chunk, self)
+        y = y if self.shared is None else self.shared.local(x, w.shared) + y
+        return lax.psum(y, MODEL)  # f, e, m
 
 
 @jax.named_scope("route")
@@ -728,53 +586,262 @@ def experts(x: Array, w: MoE, chunk: Chunk, kind: Experts) -> Array:
     return y.astype(x.dtype).reshape(x.shape)
 
 
-@jax.named_scope("feed_forward")
-def feed_forward(x: Array, w: MLP | MoE, chunk: Chunk, kind: Gated | Plain | Experts) -> Array:
-    """x: [b,T,D] -> [b,T,D]. Routed and shared experts are added before the one sum over devices."""
-    if not isinstance(kind, Experts):
-        return add_bias(lax.psum(mlp(x, w, kind.activation), MODEL), w.down_bias)  # f
-    y = experts(x, w, chunk, kind)
-    y = y if w.shared is None else mlp(x, w.shared, kind.shared.activation) + y
-    return lax.psum(y, MODEL)  # f, e, m
+# --------------------------------------------------------------------------------------------- decoder layer
 
 
-@partial(jax.jit, static_argnames=("kind", "norm"))  # traced once for all layers of a kind
-def decoder_layer(x: Array, w: Layer, kv: KV | None, chunk: Chunk, rotation, kind: LayerKind, norm: Norm):
+@dataclasses.dataclass(frozen=True)
+class LayerKind:
+    """What tells one decoder layer from another.
+
+    attention, feed_forward: records of sizes and functions, those above or a family's own.
+    norm:       of what attention and feed_forward get; None for no norm.
+    post_norm:  of what they return, before it is added to the residual stream; None for no norm.
+    """
+
+    attention: Any
+    feed_forward: Any
+    norm: Any
+    mask: Mask = Full()
+    rope: Rope | None = None
+    post_norm: Norm | None = None
+
+
+@pytree
+class Layer:
+    attention_norm: Array = declared_norm("D", "input_layernorm.weight")
+    attention: Any
+    attention_post_norm: Array | None = declared_norm("D", "post_self_attn_layernorm.weight")
+    feed_forward_norm: Array = declared_norm("D", "post_attention_layernorm.weight")
+    feed_forward: Any
+    feed_forward_post_norm: Array | None = declared_norm("D", "post_mlp_layernorm.weight")
+
+
+@partial(jax.jit, static_argnames="kind")  # traced once for all layers of a kind
+def decoder_layer(
+    x: Array, w: Layer, kv: KV | None, chunk: Chunk, rotation: Rotation | None, kind: LayerKind
+) -> tuple[Array, KV | None]:
     """x: [b,T,D] -> ([b,T,D], the layer's cache with the chunk in it, or None)."""
-    y = normalize(x, w.attention_norm, norm, w.attention_norm_bias)
+    y = normalize(x, kind.norm, w.attention_norm)
     y, kv = attention(y, w.attention, kv, chunk, rotation, kind)
-    x = x + y
-    y = normalize(x, w.feed_forward_norm, norm, w.feed_forward_norm_bias)
-    return x + feed_forward(y, w.feed_forward, chunk, kind.feed_forward), kv
+    x = x + normalize(y, kind.post_norm, w.attention_post_norm)
+    y = normalize(x, kind.norm, w.feed_forward_norm)
+    with jax.named_scope("feed_forward"):
+        y = kind.feed_forward(y, w.feed_forward, chunk)
+    return x + normalize(y, kind.post_norm, w.feed_forward_post_norm), kv
+
+
+def normalize(x: Array, norm: Norm | None, w: Array | None) -> Array:
+    """x: [b,T,D] -> [b,T,D]."""
+    return x if norm is None else norm(x, w)
 
 
 def decoder_layers(
     x: Array, weights: list[Layer], caches: list[KV] | None, chunk: Chunk, kinds: tuple[LayerKind, ...],
-    norm: Norm, remat: bool = False,
+    remat: bool = False,
 ) -> tuple[Array, list[KV] | None]:  # fmt: skip
     """x: [b,T,D] -> ([b,T,D] after these layers, their caches with the chunk in them).
 
     remat: see `forward`.
     """
-    ropes = {kind.rope: kind.rope.width or kind.attention.H for kind in kinds if kind.rope}
-    rotations = {rope: rotation(chunk.positions, rope, width) for rope, width in ropes.items()}
-    layer, written = jax.checkpoint(decoder_layer, static_argnums=(5, 6)) if remat else decoder_layer, []
+    ropes = dict.fromkeys(kind.rope for kind in kinds)
+    rotations = {rope: rope and rope.rotation(chunk.positions) for rope in ropes}
+    layer, written = jax.checkpoint(decoder_layer, static_argnums=5) if remat else decoder_layer, []
     for w, kv, kind in zip(weights, caches or [None] * len(kinds), kinds, strict=True):
-        x, kv = layer(x, w, kv, chunk, rotations.get(kind.rope), kind, norm)
+        x, kv = layer(x, w, kv, chunk, rotations[kind.rope], kind)
         written.append(kv)
     return x, caches and written
+
+
+def layer_infos(kind: LayerKind, D: int, prefix: str = "") -> Layer:
+    """The tree of a layer's weights with their ArrayInfo in the place of arrays. prefix: of their names."""
+    attention = kind.attention.declare(prefix + "self_attn.", D)
+    feed_forward = kind.feed_forward.declare(prefix + "mlp.", D)
+    infos = declare(Layer, prefix, dict(D=D), attention=attention, feed_forward=feed_forward)
+    before = dict(attention_norm=kind.norm, feed_forward_norm=kind.norm)
+    return with_norms(
+        infos, **before, attention_post_norm=kind.post_norm, feed_forward_post_norm=kind.post_norm
+    )
+
+
+# ----------------------------------------------------------------------------- the model's weights and cache
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """All that the functions below need to know of a model.
+
+    norm: after the last layer. position_embedding: None, or a family's record, whose function adds to the
+    embedded tokens what depends on their positions alone.
+    logit_scale, logit_softcap: logits are multiplied by the first, then become cap * tanh(logits / cap).
+    """
+
+    D: int
+    V: int
+    layers: tuple[LayerKind, ...]
+    norm: Any
+    max_positions: int
+    tied_embeddings: bool = False
+    embedding_scale: float | None = None
+    position_embedding: Any = None
+    logit_scale: float | None = None
+    logit_softcap: float | None = None
+
+    @property
+    def heads(self) -> Any:
+        """The attention of all layers, as far as its sizes go."""
+        return self.layers[0].attention
+
+    @property
+    def experts(self) -> Experts | None:
+        """Those of all layers that have some, as far as their sizes go."""
+        return next((x.feed_forward for x in self.layers if isinstance(x.feed_forward, Experts)), None)
+
+    @property
+    def masks(self) -> frozenset[Mask]:
+        return frozenset(kind.mask for kind in self.layers)
+
+
+@pytree
+class Weights:
+    """The weights of a model. unembed: None if it is `embed`, too."""
+
+    embed: Array = declared("vD", "", "model.embed_tokens.weight", "VD")
+    positions: Any
+    layers: list[Layer]
+    norm: Array = declared_norm("D", "model.norm.weight")
+    unembed: Array | None = declared("vD", "D", "lm_head.weight", "VD", min_bits=8)
+
+
+def outer_infos(cfg: Config) -> Weights:
+    """The declared weights outside of the layers: the embedding, the last norm and the logits' matrix."""
+    positions = cfg.position_embedding and cfg.position_embedding.declare(cfg.D)
+    weights = declare(
+        Weights, "", sizes_of(cfg), dict(unembed=cfg.tied_embeddings), layers=[], positions=positions
+    )
+    if cfg.tied_embeddings:
+        embed = dataclasses.replace(weights.embed, contracted="D", min_bits=8)
+        weights = dataclasses.replace(weights, embed=embed)
+    return with_norms(weights, norm=cfg.norm)
+
+
+def weight_infos(cfg: Config, format: Format | None = None) -> Weights:
+    """The tree of all weights with an ArrayInfo in the place of each array. format: None for float."""
+    numbered = enumerate(cfg.layers)
+    layers = [layer_infos(kind, cfg.D, f"model.layers.{i}.") for i, kind in numbered]
+    weights = dataclasses.replace(outer_infos(cfg), layers=layers)
+    return jax.tree.map(lambda info: dataclasses.replace(info, format=format), weights)
+
+
+def init_weights(
+    key: Array, cfg: Config, mesh: Mesh, dtype=jnp.float32, format: Format | None = None
+) -> Weights:
+    """Random weights, the same on every mesh: normal with variance 1 / fan-in, norms around 1."""
+    return random_arrays(key, weight_infos(cfg, format), mesh, dtype)
+
+
+@pytree
+class Cache:
+    """The keys and values of the tokens that each row has read.
+
+    layers: one KV per layer, values [b,k,s,C]. The token at position p is in slot p, or in slot p % ring
+    where the cache is a ring. Where n devices share a key/value head, slot s is on device s % n, at local
+    index s // n, so that the devices fill evenly.
+    length: [b] int32, how many tokens a row has read.
+    """
+
+    layers: list[KV]
+    length: Array
+
+
+def kv_info(kind: LayerKind, batch: int, max_len: int, dtype) -> KV:
+    """A layer's declared cache of `batch` rows of up to `max_len` positions. dtype: float, or int8."""
+    K, columns = kind.attention.K, kind.attention.columns
+    slots = min(max_len, kind.mask.ring or max_len)
+    values = ArrayInfo("bksC", shape=(batch, K, slots, columns.width), dtype=dtype)
+    scale = ArrayInfo("bk2s", shape=(batch, K, 2, slots), dtype=jnp.bfloat16)
+    return KV(values, scale if jnp.dtype(dtype) == jnp.int8 else None, columns)
+
+
+def cache_infos(cfg: Config, batch: int, max_len: int, dtype) -> Cache:
+    """The declared cache of all layers, see `kv_info`."""
+    layers = [kv_info(kind, batch, max_len, dtype) for kind in cfg.layers]
+    return Cache(layers=layers, length=ArrayInfo("b", shape=(batch,), dtype=jnp.int32))
+
+
+def init_cache(cfg: Config, mesh: Mesh, batch: int, max_len: int, dtype) -> Cache:
+    """An empty cache of `batch` rows of up to `max_len` positions. dtype: float, or int8."""
+    return zeros(abstract(cache_infos(cfg, batch, max_len, dtype), mesh))
+
+
+# ------------------------------------------------------------ embed, layers, unembed: one shard_map for each
+
+
+@jax.named_scope("embed")
+def embed(tokens: Array, positions: Array, weights: Weights, *, cfg: Config, mesh: Mesh) -> Array:
+    """tokens, positions: [B,T] int32 -> [B,T,D]. Each device looks up the tokens of its vocabulary shard."""
+
+    def on_device(tokens: Array, positions: Array, w: Weights) -> Array:
+        table, scale = values_and_scale(w.embed)
+        row = tokens - lax.axis_index(MODEL) * table.shape[0]
+        here = (row >= 0) & (row < table.shape[0])
+        x = take_rows(table, row)
+        x = x if scale is None else x * scale[row][..., None]
+        dtype = jax.tree.leaves(w.norm)[0].dtype
+        x = lax.psum(jnp.where(here[..., None], x, 0), MODEL).astype(dtype)  # v
+        x = x if cfg.embedding_scale is None else x * jnp.asarray(cfg.embedding_scale, x.dtype)
+        return x if w.positions is None else cfg.position_embedding(x, w.positions, positions)
+
+    in_specs = P(ROWS), P(ROWS), outer_specs(cfg, weights)
+    on_devices = jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=P(ROWS))
+    return on_devices(tokens, positions, without_layers(weights))
+
+
+def layers(
+    x: Array, weights: list[Layer], caches: list[KV] | None, chunk: Chunk, *, kinds: tuple[LayerKind, ...],
+    mesh: Mesh, remat: bool = False,
+) -> tuple[Array, list[KV] | None]:  # fmt: skip
+    """x: [B,T,D] -> ([B,T,D] after these layers, their caches with the chunk in them). remat: see `forward`.
+
+    caches: one per layer, or None to attend to the chunk alone. Raises ValueError if the numbers of weights
+    and of kinds differ.
+    """
+    if len(weights) != len(kinds):
+        raise ValueError(f"weights of {len(weights)} layers do not fit a model of {len(kinds)} layers")
+    infos = [layer_infos(kind, x.shape[2]) for kind in kinds]
+    kv_specs = cache_specs(kinds, caches)
+    on_devices = jax.shard_map(
+        partial(decoder_layers, kinds=kinds, remat=remat),
+        mesh=mesh,
+        in_specs=(P(ROWS), specs(infos, weights), kv_specs, P(ROWS)),
+        out_specs=(P(ROWS), kv_specs),
+        check_vma=can_check_vma(mesh, x.shape[1]),
+    )
+    return on_devices(x, weights, caches, chunk)
+
+
+def unembed(x: Array, weights: Weights, *, cfg: Config, mesh: Mesh) -> Array:
+    """x: [B,T,D] -> logits [B,T,V] float32, of which each device holds its shard of the vocabulary.
+
+    V is here cfg.V rounded up to a multiple of the devices; the logits of the padding are -inf.
+    """
+    on_devices = jax.shard_map(
+        partial(local_logits, cfg=cfg),
+        mesh=mesh,
+        in_specs=(P(ROWS), outer_specs(cfg, weights)),
+        out_specs=P(ROWS, None, MODEL),
+    )
+    return on_devices(x, without_layers(weights))
 
 
 @jax.named_scope("unembed")
 def local_logits(x: Array, w: Weights, cfg: Config) -> Array:
     """x: [b,T,D] -> logits [b,T,v] float32 of this device's vocabulary shard; -inf for its padding."""
-    x = normalize(x, w.norm, cfg.norm, w.norm_bias)
     matrix = w.embed if w.unembed is None else w.unembed
-    logits = einsum("bTD,vD->bTv", x, matrix, jnp.float32)
+    logits = einsum("bTD,vD->bTv", cfg.norm(x, w.norm), matrix, jnp.float32)
+    logits = logits if cfg.logit_scale is None else cfg.logit_scale * logits
+    if cfg.logit_softcap is not None:
+        logits = cfg.logit_softcap * jnp.tanh(logits / cfg.logit_softcap)
     return jnp.where(vocabulary_shard(logits) < cfg.V, logits, -jnp.inf)
-
-
-# ------------------------------------------------------------ embed, layers, unembed: one shard_map for each
 
 
 def outer_specs(cfg: Config, weights: Weights) -> Weights:
@@ -804,63 +871,7 @@ def can_check_vma(mesh: Mesh, T: int) -> bool:
     return T % LANES != 0 or not on_tpu(mesh)
 
 
-@jax.named_scope("embed")
-def embed(tokens: Array, positions: Array, weights: Weights, *, cfg: Config, mesh: Mesh) -> Array:
-    """tokens, positions: [B,T] int32 -> [B,T,D]. Each device looks up the tokens of its vocabulary shard."""
-
-    def on_device(tokens: Array, positions: Array, w: Weights) -> Array:
-        table, scale = values_and_scale(w.embed)
-        row = tokens - lax.axis_index(MODEL) * table.shape[0]
-        here = (row >= 0) & (row < table.shape[0])
-        x = take_rows(table, row)
-        x = x if scale is None else x * scale[row][..., None]
-        x = lax.psum(jnp.where(here[..., None], x, 0), MODEL).astype(w.norm.dtype)  # v
-        x = x if cfg.embedding_scale is None else x * jnp.asarray(cfg.embedding_scale, x.dtype)
-        return x if w.positions is None else x + w.positions.at[positions].get(mode="clip")
-
-    in_specs = P(ROWS), P(ROWS), outer_specs(cfg, weights)
-    on_devices = jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=P(ROWS))
-    return on_devices(tokens, positions, without_layers(weights))
-
-
-def layers(
-    x: Array, weights: list[Layer], caches: list[KV] | None, chunk: Chunk, *, kinds: tuple[LayerKind, ...],
-    norm: Norm, mesh: Mesh, remat: bool = False,
-) -> tuple[Array, list[KV] | None]:  # fmt: skip
-    """x: [B,T,D] -> ([B,T,D] after these layers, their caches with the chunk in them). remat: see `forward`.
-
-    caches: one per layer, or None to attend to the chunk alone. Raises ValueError if the numbers of weights
-    and of kinds differ.
-    """
-    if len(weights) != len(kinds):
-        raise ValueError(f"weights of {len(weights)} layers do not fit a model of {len(kinds)} layers")
-    infos = [layer_infos(kind, x.shape[2], norm) for kind in kinds]
-    kv_specs = cache_specs(kinds, caches)
-    on_devices = jax.shard_map(
-        partial(decoder_layers, kinds=kinds, norm=norm, remat=remat),
-        mesh=mesh,
-        in_specs=(P(ROWS), specs(infos, weights), kv_specs, P(ROWS)),
-        out_specs=(P(ROWS), kv_specs),
-        check_vma=can_check_vma(mesh, x.shape[1]),
-    )
-    return on_devices(x, weights, caches, chunk)
-
-
-def unembed(x: Array, weights: Weights, *, cfg: Config, mesh: Mesh) -> Array:
-    """x: [B,T,D] -> logits [B,T,V] float32, of which each device holds its shard of the vocabulary.
-
-    V is here cfg.V rounded up to a multiple of the devices; the logits of the padding are -inf.
-    """
-    on_devices = jax.shard_map(
-        partial(local_logits, cfg=cfg),
-        mesh=mesh,
-        in_specs=(P(ROWS), outer_specs(cfg, weights)),
-        out_specs=P(ROWS, None, MODEL),
-    )
-    return on_devices(x, without_layers(weights))
-
-
-# --------------------------------------------------------------------------------- forward, prefill, decode
+# ---------------------------------------------------------------------------------- forward, prefill, decode
 
 
 @partial(jax.jit, static_argnames=("cfg", "mesh", "remat"))
@@ -873,9 +884,7 @@ def forward(tokens: Array, weights: Weights, *, cfg: Config, mesh: Mesh, remat: 
     start = jnp.zeros_like(tokens[:, 0])
     chunk = chunk_at(start, start + tokens.shape[1], tokens.shape[1])
     x = embed(tokens, chunk.positions, weights, cfg=cfg, mesh=mesh)
-    x, _ = layers(
-        x, weights.layers, None, chunk, kinds=cfg.layers, norm=cfg.norm, mesh=mesh, remat=remat
-    )  # fmt: skip
+    x, _ = layers(x, weights.layers, None, chunk, kinds=cfg.layers, mesh=mesh, remat=remat)
     return unembed(x, weights, cfg=cfg, mesh=mesh)[..., : cfg.V]
 
 
@@ -909,7 +918,7 @@ def read(
     """What `prefill` and `decode_step` have in common: tokens [B,T] -> (logits [B,V], Cache)."""
     chunk = chunk_at(cache.length, count, tokens.shape[1])
     x = embed(tokens, chunk.positions, weights, cfg=cfg, mesh=mesh)
-    x, kv = layers(x, weights.layers, cache.layers, chunk, kinds=cfg.layers, norm=cfg.norm, mesh=mesh)
+    x, kv = layers(x, weights.layers, cache.layers, chunk, kinds=cfg.layers, mesh=mesh)
     last = jnp.take_along_axis(x, count[:, None, None] - 1, 1)  # [B,1,D]
     logits = unembed(last, weights, cfg=cfg, mesh=mesh)[:, 0, : cfg.V]
     return logits, Cache(layers=kv, length=cache.length + count)

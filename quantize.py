@@ -1,124 +1,312 @@
-"""Arrays of few bits: the formats, the types, and how to make one. ops/matmul.py multiplies by them."""
+"""Number formats for weights: how each one is declared, encoded, decoded, multiplied and stored.
+
+`Format` lists what a format has to define. `PerChannel` (int8) and `PerGroup` (int4) define it, `Requantized`
+combines two formats, and FORMATS names the formats that a user can ask for. A new format is one more entry of
+FORMATS, and a class if none of these fits. ops/matmul.py and ops/grouped_matmul.py list the platforms that
+have a kernel for a format; without one, the format's own product is used.
+"""
 
 import dataclasses
 import math
+from functools import partial
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 INT8_MAX = 127
 INT4_MIN, INT4_MAX = -8, 7
-PART = 2 * INT8_MAX  # so many of an activation's low parts are a high one
-LEAST_GROUP = 32  # smaller ones have too many scales
+PART = 2 * INT8_MAX  # units of an activation's low part in one unit of its high part
+MIN_GROUP_SIZE = 32  # smaller groups would have too many scales
 
 
-@dataclasses.dataclass(frozen=True)
-class Format:
-    """How weights that a matmul contracts are held.
-
-    bits:  8, with a scale per channel; or 4, with one per group.
-    group: of 4 bits, how many entries along what is contracted share a scale, at most.
-    of:    the format that the weights were rounded to before, if they were.
-    """
-
-    bits: int
-    group: int | None = None
-    of: "Format | None" = None
-
-    def __str__(self) -> str:
-        if self.of:
-            return f"int8 of {self.of}"
-        return next(name for name, known in FORMATS.items() if known == self)
-
-    @property
-    def grouping(self) -> int | None:
-        """The group of the format, or of the one before."""
-        return (self.of or self).group
-
-    def along(self, size: int) -> "Format":
-        """What of it suits arrays whose groups lie along a dimension of this size: whole groups, or int8."""
-        if self.of:
-            of = self.of.along(size)
-            return dataclasses.replace(self, of=of) if of.group else of
-        group = math.gcd(self.group or 0, size)
-        return dataclasses.replace(self, group=group) if self.group and group >= LEAST_GROUP else INT8
-
-
-INT8, INT4 = Format(8), Format(4, 128)
-FORMATS = {"none": None, "int8": INT8, "int4": INT4, "int4-g64": Format(4, 64), "int4-g32": Format(4, 32)}
-
-
-@jax.tree_util.register_dataclass
+@partial(jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=["format"])
 @dataclasses.dataclass(frozen=True)
 class QuantizedArray:
-    """Symmetric int8 values with one scale per channel: the array is `values * scale`.
+    """A weight in a number format: `values * scale`, where a scale belongs to many values.
 
-    values: int8, the array's own shape.
-    scale: float, the shape of `values` without the axes that a matmul contracts: it factors out of the sum.
+    Both components may also be the declarations of the arrays (sharding.arrays.ArrayInfo), or their specs.
     """
 
     values: Array
     scale: Array
+    format: "Format"
 
 
-@jax.tree_util.register_dataclass
+class Format(Protocol):
+    """A number format. `info` is always a weight's declaration, see sharding.arrays.ArrayInfo."""
+
+    scheme: str  # the key of the format's kernels
+    bits: int  # of a value
+
+    @property
+    def stored_as(self) -> "Format":
+        """The format that a checkpoint holds for these weights."""
+
+    def on(self, platform: str) -> "Format":
+        """The format that weights of this format are held in on a platform: "cpu", "gpu" or "tpu"."""
+
+    def for_array(self, info) -> "Format":
+        """The format of one weight of a model in this format."""
+
+    def pad_multiple(self, size: int) -> int:
+        """The number of which each device must get a multiple, of a contracted dimension of this size."""
+
+    def declare(self, info) -> QuantizedArray:
+        """The declarations of the components."""
+
+    def encode(self, x: Array, info, large: bool = True) -> QuantizedArray:
+        """Round a float weight. large: x is in memory, and too large for a processor's caches."""
+
+    def decode(self, q: QuantizedArray, info) -> Array:
+        """The weight that an encoded one stands for, float32."""
+
+    def einsum(self, spec: str, x: Array, q: QuantizedArray, dtype) -> Array:
+        """`jnp.einsum(spec, x, weight)`, multiplied in dtype and summed in float32."""
+
+    def expert_matrices(self, q: QuantizedArray, dtype) -> tuple[Array, Array | None]:
+        """Experts' matrices [E,D,M] in dtype, for `lax.ragged_dot`, and a scale [E,M] of it or None."""
+
+    def declare_stored(self, info) -> QuantizedArray:
+        """The declarations of the components as they are in files."""
+
+    def pack(self, q: QuantizedArray, info) -> tuple[Array, Array]:
+        """The components as they are in files."""
+
+    def unpack(self, values: Array, scale: Array, info) -> QuantizedArray:
+        """The reverse of `pack`."""
+
+    def error(self, x: np.ndarray, values: np.ndarray, scale: np.ndarray, info) -> float:
+        """The largest error of stored components, in half steps: at most 1 if they are x, rounded rightly."""
+
+
+# ---------------------------------------------------------------------------------------- a scale per channel
+
+
 @dataclasses.dataclass(frozen=True)
-class GroupedArray:
-    """Symmetric int4 values in groups along what a matmul contracts, with one scale each: `values * scale`.
+class PerChannel:
+    """Symmetric values with one float32 scale per channel, that is per output of the matmul.
 
-    values: int4. First the axes that are contracted, of which the last counts groups, then the place in a
-            group, then the others; before all of them that of experts, if there is one.
-    scale:  bfloat16, of either sign, the shape of `values` without the place in a group.
+    values: dtype, the shape of the weight. scale: the letters that are not contracted, so it factors out of
+    the sum. largest: the value that a channel's largest magnitude becomes.
     """
 
-    values: Array
-    scale: Array
+    scheme: str
+    dtype: np.dtype
+    largest: int
+
+    def __str__(self) -> str:
+        return self.scheme
+
+    @property
+    def bits(self) -> int:
+        return 8 * self.dtype.itemsize
+
+    @property
+    def stored_as(self) -> "PerChannel":
+        return self
+
+    def on(self, platform: str) -> "PerChannel":
+        return self
+
+    def for_array(self, info) -> "PerChannel":
+        return self
+
+    def pad_multiple(self, size: int) -> int:
+        return 1
+
+    def declare(self, info) -> QuantizedArray:
+        kept = "".join(letter for letter in info.letters if letter not in info.contracted)
+        return QuantizedArray(
+            info.component(info.letters, self.dtype), info.component(kept, jnp.float32), self
+        )
+
+    def encode(self, x: Array, info, large: bool = True) -> QuantizedArray:
+        return quantize(x, info.contracted_axes, format=self, large=large)
+
+    def decode(self, q: QuantizedArray, info) -> Array:
+        return q.values.astype(jnp.float32) * jnp.expand_dims(q.scale, info.contracted_axes)
+
+    def einsum(self, spec: str, x: Array, q: QuantizedArray, dtype) -> Array:
+        # Where XLA fuses the conversion, an int8 weight costs one byte of traffic.
+        x, values = x.astype(dtype), q.values.astype(dtype)
+        return jnp.einsum(spec, x, values, preferred_element_type=jnp.float32) * q.scale
+
+    def expert_matrices(self, q: QuantizedArray, dtype) -> tuple[Array, Array | None]:
+        return q.values.astype(dtype), q.scale
+
+    def declare_stored(self, info) -> QuantizedArray:
+        return self.declare(info)
+
+    def pack(self, q: QuantizedArray, info) -> tuple[Array, Array]:
+        return q.values, q.scale
+
+    def unpack(self, values: Array, scale: Array, info) -> QuantizedArray:
+        return QuantizedArray(values, scale, self)
+
+    def round(self, x: Array, scale: Array) -> Array:
+        """x / scale as values; a channel of zeros stays zeros."""
+        divisor = jnp.where(scale == 0, 1, scale).astype(jnp.float32)
+        values = jnp.round(x.astype(jnp.float32) / divisor)
+        return jnp.clip(values, -self.largest, self.largest).astype(self.dtype)
+
+    def error(self, x: np.ndarray, values: np.ndarray, scale: np.ndarray, info) -> float:
+        """Infinite if a scale is not that of the channel's largest element."""
+        x = x.astype(np.float32)
+        step = np.expand_dims(scale, info.contracted_axes)
+        largest = np.abs(x).max(info.contracted_axes, keepdims=True) / np.float32(self.largest)
+        largest = np.where(np.isnan(largest), np.inf, largest)
+        if not np.allclose(step, largest, rtol=1e-6, atol=np.finfo(np.float32).tiny):
+            return math.inf
+        step, known = np.where(np.isfinite(step), step, 1), np.isfinite(largest)
+        error = np.max(np.abs(x - values * step) / np.where(step > 0, step, 1), initial=0, where=known)
+        # Rounding of x / step and of values * step: at most 127 steps times 2^-23 each.
+        return float(error) / (0.5 + 2**-15)
 
 
-def quantize(x: Array, axes: tuple[int, ...], scale_dtype=jnp.float32) -> QuantizedArray:
-    """Round x to int8, with one scale for all elements along `axes`.
+INT8 = PerChannel("int8", np.dtype(np.int8), INT8_MAX)
 
-    x: float, any shape. Error: at most scale / 2 per element, where scale = max|x| / 127 along `axes`
-    (a scale rounded to bfloat16 may be 0.2% too small, which clips the largest element by as much). With a
-    NaN or Inf among them the scale is infinite, which makes all of them NaN.
+
+def quantize(
+    x: Array,
+    axes: tuple[int, ...],
+    scale_dtype=jnp.float32,
+    format: PerChannel = INT8,
+    large: bool = False,
+) -> QuantizedArray:
+    """Round x, with one scale for all elements along `axes`. large: see `Format.encode`.
+
+    x: float, any shape. Error in int8: at most scale / 2 per element, where scale = max|x| / 127 along `axes`
+    (a scale rounded to bfloat16 may be 0.2% too small, which clips the largest element by as much). If one of
+    these elements is NaN or Inf, the scale is infinite, which makes all of them NaN.
     """
-    scale = _scale(x, x, axes).astype(scale_dtype)
-    return QuantizedArray(_round(x, scale), jnp.squeeze(scale, axes))
-
-
-def quantize_large(x: Array, axes: tuple[int, ...]) -> QuantizedArray:
-    """`quantize` for what exceeds a processor's caches."""
     # Behind barriers each pass reads x anew. Else XLA writes x as float32 and reads that, which takes a CPU 4
     # times as long for bfloat16.
-    scale, x = jax.lax.optimization_barrier((_scale(x, jax.lax.optimization_barrier(x), axes), x))
-    return QuantizedArray(_round(x, scale), jnp.squeeze(scale, axes))
+    again = lax.optimization_barrier(x) if large else x
+    nan = jnp.any(jnp.isnan(again), axes, keepdims=True)  # which XLA's maximum on a CPU may pass over
+    scale = jnp.max(jnp.abs(x.astype(jnp.float32)), axes, keepdims=True) / format.largest
+    scale = jnp.where(nan, jnp.inf, scale).astype(scale_dtype)
+    scale, x = lax.optimization_barrier((scale, x)) if large else (scale, x)
+    return QuantizedArray(format.round(x, scale), jnp.squeeze(scale, axes), format)
 
 
-def _scale(x: Array, again: Array, axes: tuple[int, ...]) -> Array:
-    """again: x, to look for NaN, which XLA's maximum on a CPU may pass over."""
-    nan = jnp.any(jnp.isnan(again), axes, keepdims=True)
-    scale = jnp.max(jnp.abs(x.astype(jnp.float32)), axes, keepdims=True) / INT8_MAX
-    return jnp.where(nan, jnp.inf, scale)
+# ------------------------------------------------------------------------------------------ a scale per group
 
 
-def _round(x: Array, scale: Array) -> Array:
-    divisor = jnp.where(scale == 0, 1, scale).astype(jnp.float32)  # a channel of zeros stays zeros
-    return jnp.clip(jnp.round(x.astype(jnp.float32) / divisor), -INT8_MAX, INT8_MAX).astype(jnp.int8)
+@dataclasses.dataclass(frozen=True)
+class PerGroup:
+    """Symmetric int4 values with one bfloat16 scale per group of entries along the last contracted dimension.
+
+    values: int4. First the contracted letters, of which the last counts groups, then I, the place in a group,
+            then the other letters; before them all the stage's and the expert's letter, if there is one.
+    scale:  of either sign, the letters of `values` without I.
+    group_size: of one weight, or the largest for a model.
+    """
+
+    group_size: int
+    scheme = "int4"
+    bits = 4
+
+    def __str__(self) -> str:
+        return "int4" if self.group_size == 128 else f"int4-g{self.group_size}"
+
+    @property
+    def stored_as(self) -> "PerGroup":
+        return self
+
+    def on(self, platform: str) -> Format:
+        """On CPUs unpacked int4 goes through memory in each step: 34 ms where int8 takes 2.8."""
+        return Requantized(self, INT8) if platform == "cpu" else self
+
+    def for_array(self, info) -> Format:
+        """With the largest groups that divide the dimension; int8 where none do or 4 bits are too few."""
+        group_size = math.gcd(self.group_size, info.shape[info.contracted_axes[-1]])
+        if info.min_bits > self.bits or group_size < MIN_GROUP_SIZE:
+            return INT8
+        return PerGroup(group_size)
+
+    def pad_multiple(self, size: int) -> int:
+        group_size = math.gcd(self.group_size, size)
+        return group_size if group_size >= MIN_GROUP_SIZE else 1
+
+    def declare(self, info) -> QuantizedArray:
+        before = leading_letters(info) + info.contracted
+        after = "".join(letter for letter in info.letters if letter not in before)
+        group = info.contracted[-1], self.group_size
+        values = info.component(f"{before}I{after}", np.dtype(jnp.int4), group)
+        return QuantizedArray(values, info.component(before + after, jnp.bfloat16, group), self)
+
+    def encode(self, x: Array, info, large: bool = True, searched: bool = True) -> QuantizedArray:
+        axes, leading = contracted_axes(info)
+        return quantize_groups(x, axes, self.group_size, leading, searched)
+
+    def decode(self, q: QuantizedArray, info) -> Array:
+        return ungroup(q, *contracted_axes(info))
+
+    def einsum(self, spec: str, x: Array, q: QuantizedArray, dtype) -> Array:
+        n = contracted_count(spec)
+        rows = activation_groups(x, q, n).astype(dtype)
+        # Behind a barrier: else XLA would compute it again for each block of rows.
+        whole = lax.optimization_barrier(dequantize_groups(q, n, dtype))
+        axes = tuple(range(1, n + 2)), tuple(range(n + 1))
+        y = lax.dot_general(rows, whole, (axes, ((), ())), preferred_element_type=jnp.float32)
+        return y.reshape(*x.shape[:-n], *q.scale.shape[n:])
+
+    def expert_matrices(self, q: QuantizedArray, dtype) -> tuple[Array, Array | None]:
+        matrices = dequantize_groups(q, 2, dtype)
+        return matrices.reshape(matrices.shape[0], -1, matrices.shape[-1]), None
+
+    def declare_stored(self, info) -> QuantizedArray:
+        q = self.declare(info)
+        shape = [
+            n // 2 if letter == "I" else n for letter, n in zip(q.values.letters, q.values.shape, strict=True)
+        ]
+        packed = dataclasses.replace(q.values, shape=tuple(shape), dtype=np.dtype(np.uint8))
+        return dataclasses.replace(q, values=packed)
+
+    def pack(self, q: QuantizedArray, info) -> tuple[Array, Array]:
+        return pack_int4(q.values, group_axis(info)), q.scale
+
+    def unpack(self, values: Array, scale: Array, info) -> QuantizedArray:
+        return QuantizedArray(unpack_int4(values, group_axis(info)), scale, self)
+
+    def error(self, x: np.ndarray, values: np.ndarray, scale: np.ndarray, info) -> float:
+        """Of x clipped to 4 bits; infinite if a group is worse than without a search for its scale."""
+        return float(_int4_error(x, values, scale, dataclasses.replace(info, stored=None)))
+
+
+INT4 = PerGroup(128)
+
+
+def leading_letters(info) -> str:
+    """The letters that stay before the contracted ones: the stage's and the expert's."""
+    return "".join(letter for letter in info.letters if letter in "pe")
+
+
+def contracted_axes(info) -> tuple[tuple[int, ...], int]:
+    """The contracted axes of a weight, and how many axes stay before them in groups."""
+    return info.contracted_axes, len(leading_letters(info))
+
+
+def group_axis(info) -> int:
+    """The axis I of a weight's values."""
+    return len(leading_letters(info) + info.contracted)
 
 
 def quantize_groups(
-    x: Array, axes: tuple[int, ...], group: int, first: int = 0, searched: bool = True
-) -> GroupedArray:
-    """Round x to int4, with one scale for each `group` of entries that follow one another along axes[-1].
+    x: Array, axes: tuple[int, ...], group_size: int, leading: int = 0, searched: bool = True
+) -> QuantizedArray:
+    """Round x to int4, with one scale for each `group_size` consecutive entries along axes[-1].
 
-    x: float, any shape; axes: what is contracted. first: axes before those that stay first, as of experts.
-    Of 32 sizes and two signs a scale has those of the least squared error; not searched, that which rounds
-    to the nearest and clips nothing. What is 4 bits already, in such groups with a bfloat16 scale, stays what
-    it is. With a NaN or Inf in its group a scale is infinite, which makes all of it NaN.
+    x: float, any shape; axes: the contracted ones. leading: axes that stay first, as that of experts.
+    The scale has the least squared error of 32 sizes and two signs; not searched, that which rounds to the
+    nearest and clips nothing. What is 4 bits already, in such groups with a bfloat16 scale, stays what it is.
+    If one entry is NaN or Inf, its group's scale is infinite, which makes the whole group NaN.
     """
-    at = first + len(axes)
-    x = in_groups(x, axes, group, first)
+    at = leading + len(axes)
+    x = split_groups(x, axes, group_size, leading)
     peak = jnp.max(jnp.abs(x.astype(jnp.float32)), at)
     # The largest is 1 to 8 steps, or up to 13 of them, which clips it.
     divisors = jnp.concatenate([jnp.arange(1.0, 9.0), 8 / jnp.linspace(0.6, 8 / 7, 24)])
@@ -134,7 +322,7 @@ def quantize_groups(
     worst = jnp.full_like(peak, jnp.inf), jnp.zeros_like(peak, jnp.bfloat16)
     scale = lax.scan(attempt, worst, divisors)[0][1]
     scale = jnp.where(jnp.all(jnp.isfinite(x), at), scale, jnp.inf)
-    return GroupedArray(_round_groups(x, scale, at)[0].astype(jnp.int4), scale)
+    return QuantizedArray(_round_groups(x, scale, at)[0].astype(jnp.int4), scale, PerGroup(group_size))
 
 
 def group_errors(x: Array, rounded: Array, at: int) -> Array:
@@ -146,18 +334,18 @@ def group_errors(x: Array, rounded: Array, at: int) -> Array:
     return jnp.sum(jnp.ldexp(rounded - x.astype(jnp.float32), -exponent) ** 2, at)
 
 
-def in_groups(x: Array, axes: tuple[int, ...], group: int, first: int = 0) -> Array:
-    """x with its axes as those of the values of a GroupedArray."""
-    others = [i for i in range(first, x.ndim) if i not in axes]
-    x, at = x.transpose(*range(first), *axes, *others), first + len(axes)
-    return x.reshape(*x.shape[: at - 1], -1, group, *x.shape[at:])
+def split_groups(x: Array, axes: tuple[int, ...], group_size: int, leading: int = 0) -> Array:
+    """x with the axes of the values of int4, see `PerGroup`."""
+    others = [i for i in range(leading, x.ndim) if i not in axes]
+    x, at = x.transpose(*range(leading), *axes, *others), leading + len(axes)
+    return x.reshape(*x.shape[: at - 1], -1, group_size, *x.shape[at:])
 
 
-def from_groups(x: Array, axes: tuple[int, ...], first: int = 0) -> Array:
-    """The reverse of `in_groups`."""
-    at = first + len(axes)
+def join_groups(x: Array, axes: tuple[int, ...], leading: int = 0) -> Array:
+    """The reverse of `split_groups`."""
+    at = leading + len(axes)
     x = x.reshape(*x.shape[: at - 1], -1, *x.shape[at + 1 :])
-    order = [*range(first), *axes, *(i for i in range(first, x.ndim) if i not in axes)]
+    order = [*range(leading), *axes, *(i for i in range(leading, x.ndim) if i not in axes)]
     return x.transpose([order.index(i) for i in range(x.ndim)])
 
 
@@ -167,17 +355,39 @@ def _round_groups(x: Array, scale: Array, at: int) -> tuple[Array, Array]:
     return jnp.clip(jnp.round(x.astype(jnp.float32) / divisor), INT4_MIN, INT4_MAX), divisor
 
 
-def dequantize_groups(q: GroupedArray, at: int, dtype=jnp.float32) -> Array:
-    """The array of values * scale, of the shape of `values`. at: the axis of the place in a group."""
+def dequantize_groups(q: QuantizedArray, at: int, dtype=jnp.float32) -> Array:
+    """values * scale, in the shape of `values`. at: the axis I."""
     return q.values.astype(dtype) * jnp.expand_dims(q.scale, at).astype(dtype)
 
 
-def ungroup(q: GroupedArray, axes: tuple[int, ...], first: int = 0) -> Array:
+def ungroup(q: QuantizedArray, axes: tuple[int, ...], leading: int = 0) -> Array:
     """The float32 array that `quantize_groups` has rounded, with the same axes."""
-    return from_groups(dequantize_groups(q, first + len(axes)), axes, first)
+    return join_groups(dequantize_groups(q, leading + len(axes)), axes, leading)
 
 
-def pack(values: Array, at: int) -> Array:
+def activation_groups(x: Array, q: QuantizedArray, n: int) -> Array:
+    """Activations [b,T,...] whose last n axes are contracted with int4 -> [rows, the n axes, I]."""
+    group_size = q.values.shape[n]
+    return x.reshape(-1, *x.shape[-n:-1], x.shape[-1] // group_size, group_size)
+
+
+@partial(jax.jit, static_argnames="info")
+def _int4_error(x: Array, packed: Array, scale: Array, info) -> Array:
+    format, at, (axes, leading) = info.quantization, group_axis(info), contracted_axes(info)
+    ours, nearest = format.unpack(packed, scale, info), format.encode(x, info, searched=False)
+    x = split_groups(x, axes, format.group_size, leading)
+    known = jnp.all(jnp.isfinite(x), at)
+
+    errors, nearest_errors = (group_errors(x, dequantize_groups(q, at), at) for q in (ours, nearest))
+    worse = errors > nearest_errors * (1 + 2**-15)  # for they are summed in another order
+    step = jnp.expand_dims(jnp.where(scale == 0, 1, scale), at).astype(jnp.float32)
+    error = jnp.abs(jnp.clip(x / step, INT4_MIN, INT4_MAX) - ours.values.astype(jnp.float32))
+    error = jnp.max(jnp.where(jnp.expand_dims(known, at), error, 0)) / (0.5 + 2**-15)
+    right = jnp.all(known == jnp.isfinite(scale)) & ~jnp.any(worse & known)
+    return jnp.where(right, error, jnp.inf)
+
+
+def pack_int4(values: Array, at: int) -> Array:
     """int4 [...] -> uint8, half as many along axis `at`: two neighbours a byte, the first in its low bits."""
     bits = lax.bitcast_convert_type(values.astype(jnp.int8), jnp.uint8) & 15
     bits = bits.reshape(*bits.shape[:at], -1, 2, *bits.shape[at + 1 :])
@@ -185,8 +395,8 @@ def pack(values: Array, at: int) -> Array:
     return low | (high << 4)
 
 
-def unpack(packed: Array, at: int) -> Array:
-    """The reverse of `pack`."""
+def unpack_int4(packed: Array, at: int) -> Array:
+    """The reverse of `pack_int4`."""
     values = jnp.stack(nibbles(lax.bitcast_convert_type(packed, jnp.int8)), at + 1).astype(jnp.int4)
     return values.reshape(*packed.shape[:at], -1, *packed.shape[at + 1 :])
 
@@ -194,6 +404,77 @@ def unpack(packed: Array, at: int) -> Array:
 def nibbles(pairs: Array) -> tuple[Array, Array]:
     """The two int4 values in each int8, the one in its low bits first, as int8."""
     return (pairs << 4) >> 4, pairs >> 4
+
+
+# ----------------------------------------------------------------------------- one format, held in another
+
+
+@dataclasses.dataclass(frozen=True)
+class Requantized:
+    """Weights rounded to one format, then held in another: the accuracy of the first, the speed of the other.
+
+    The arrays are in the format `held`, so they are multiplied as that.
+    """
+
+    stored_as: Format
+    held: Format
+
+    def __str__(self) -> str:
+        return f"{self.held} of {self.stored_as}"
+
+    @property
+    def scheme(self) -> str:
+        return self.held.scheme
+
+    @property
+    def bits(self) -> int:
+        return self.held.bits
+
+    def on(self, platform: str) -> "Requantized":
+        return self
+
+    def for_array(self, info) -> Format:
+        stored_as = self.stored_as.for_array(info)
+        return stored_as if stored_as == self.held else Requantized(stored_as, self.held)
+
+    def pad_multiple(self, size: int) -> int:
+        return self.stored_as.pad_multiple(size)
+
+    def declare(self, info) -> QuantizedArray:
+        return self.held.declare(info)
+
+    def encode(self, x: Array, info, large: bool = True) -> QuantizedArray:
+        return self._requantize(self.stored_as.encode(x, info), info)
+
+    def decode(self, q: QuantizedArray, info) -> Array:
+        return self.held.decode(q, info)
+
+    def declare_stored(self, info) -> QuantizedArray:
+        return self.stored_as.declare_stored(info)
+
+    def unpack(self, values: Array, scale: Array, info) -> QuantizedArray:
+        return self._requantize(self.stored_as.unpack(values, scale, info), info)
+
+    def _requantize(self, q: QuantizedArray, info) -> QuantizedArray:
+        return self.held.encode(self.stored_as.decode(q, info), info)
+
+
+FORMATS = {"none": None} | {str(format): format for format in (INT8, INT4, PerGroup(64), PerGroup(32))}
+
+
+# ------------------------------------------------------------------------------------------------- products
+
+
+def contracted_count(spec: str) -> int:
+    """How many letters an einsum of activations and a weight contracts."""
+    inputs, output = spec.split("->")
+    ours, theirs = inputs.split(",")
+    return len(set(ours) & set(theirs) - set(output))
+
+
+def values_and_scale(x: Array | QuantizedArray) -> tuple[Array, Array | None]:
+    """The components of a quantized array; of a float array, itself and None."""
+    return (x.values, x.scale) if isinstance(x, QuantizedArray) else (x, None)
 
 
 def int8_parts(x: Array) -> tuple[Array, Array]:
@@ -208,8 +489,3 @@ def int8_parts(x: Array) -> tuple[Array, Array]:
     high = jnp.round(x / unit)
     low = jnp.round((x / unit - high) * PART)
     return jnp.concatenate([high, low]).astype(jnp.int8), unit
-
-
-def values_and_scale(x: Array | QuantizedArray) -> tuple[Array, Array | None]:
-    """The two parts of an int8 array; of a float one, itself and None."""
-    return (x.values, x.scale) if isinstance(x, QuantizedArray) else (x, None)

@@ -38,7 +38,7 @@ from checkpoints.errors import UserError
 from checkpoints.loading import load
 from checkpoints.names import FLOATS
 from quantize import FORMATS
-from serving import memory
+from serving import memory, placement
 from serving.engine import Engine
 from serving.programs import Programs, start_fetching
 from serving.requests import Request
@@ -241,11 +241,11 @@ def main() -> None:
     args = parse_arguments()
     if args.json:
         open(args.json, "a").close()  # a file that cannot be written is known before the measuring
-    launch.keep_compiled()
+    launch.enable_compilation_cache()
     launch.join_hosts(args)
     checkpoint = None if args.model else open_checkpoint(args.checkpoint)
     cfg = checkpoint.config if checkpoint else read_model(args.model)
-    mesh = launch.choose_mesh(cfg, args.dp, args.ep, args.tp, launch.device_count())
+    mesh = placement.choose_mesh(cfg, args.dp, args.ep, args.tp, launch.device_count())
     if args.rows % mesh.shape["data"]:
         raise UserError(f"--rows {args.rows} is no multiple of the data parallelism {mesh.shape['data']}")
     max_len = args.max_len or min(1024, cfg.max_positions)
@@ -253,9 +253,9 @@ def main() -> None:
         raise UserError(
             f"--max-len {max_len} is not between {4 * SYSTEM} and the model's {cfg.max_positions}"
         )
-    format = launch.choose_format(args.quantize, checkpoint)
-    dtype, kv_dtype = launch.choose_dtypes(args.dtype, args.kv_cache_dtype, format)
-    launch.set_precision(dtype)
+    format = placement.choose_format(args.quantize, checkpoint, launch.log_once)
+    dtype, kv_dtype = placement.choose_dtypes(args.dtype, args.kv_cache_dtype, format)
+    placement.set_precision(dtype)
     memory.fit_cache([memory.Deployment(cfg, mesh, dtype, format, kv_dtype)], [], args.rows, max_len)
     if checkpoint:
         weights = load(checkpoint, mesh, dtype, format, show=jax.process_index() == 0)

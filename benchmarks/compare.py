@@ -64,7 +64,7 @@ def jax_library(fields: dict, dtype: str, threads: int, folder: str):
     import numpy as np
 
     import model
-    from checkpoints.config_json import read_config
+    from families.registry import read_config
     from quantize import INT8
     from sharding.mesh import make_mesh
 

@@ -146,15 +146,15 @@ def make_checkpoint(name: str, layers: int | None, shards: int, folder: pathlib.
     from models import MODELS
     from safetensors.numpy import save_file
 
-    from checkpoints.config_json import read_config
     from checkpoints.folders import THEIR_INDEX
     from checkpoints.layouts import layout_of
     from checkpoints.names import named_infos
+    from families.registry import read_config
 
     config = MODELS[name] | ({"num_hidden_layers": layers} if layers else {})
     tensors = {}
     for _, info in named_infos(read_config(config)):
-        tensors[info.stored[0].name] = layout_of(info, info.stored[0]).shape
+        tensors[info.stored.name] = layout_of(info, info.stored).shape
     size = sum(2 * math.prod(shape) for shape in tensors.values())
     noise = np.random.default_rng(0).standard_normal(2**24, np.float32) / 50
     noise = (noise.view(np.uint32) >> 16).astype(np.uint16)  # as bfloat16

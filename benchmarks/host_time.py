@@ -30,7 +30,7 @@ class Idle(Programs):
     """No model: reading and choosing cost the device nothing."""
 
     def __init__(self, rows: int, max_len: int):
-        layers = (LayerKind(Heads(K=1, G=1, H=2), Gated(F=2)),)
+        layers = (LayerKind(Heads(K=1, G=1, H=2), Gated(F=2), Norm(1e-5)),)
         cfg = Config(D=2, V=VOCABULARY, layers=layers, norm=Norm(1e-5), max_positions=max_len)
         super().__init__(None, cfg, make_mesh(cfg, devices=jax.devices()[:1]), rows, max_len, "bfloat16")
 

@@ -7,9 +7,9 @@ import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-from checkpoints.config_json import read_config
 from checkpoints.errors import UserError
 from checkpoints.folders import read_json
+from families.registry import read_config
 from model import Config
 
 LLAMA4 = dict(

@@ -32,23 +32,23 @@ from jax.sharding import Mesh
 import model
 from checkpoints.checkpoint import Checkpoint, open_checkpoint
 from checkpoints.errors import UserError
-from checkpoints.loading import load, stored_form
+from checkpoints.loading import load
 from checkpoints.names import FLOATS, named_infos
 from checkpoints.progress import progress
 from model import Config, Weights, forward
 from quantize import (
     FORMATS,
     Format,
-    GroupedArray,
-    QuantizedArray,
+    PerGroup,
+    contracted_axes,
     dequantize_groups,
-    from_groups,
-    in_groups,
+    join_groups,
     quantize_groups,
-    ungroup,
+    split_groups,
 )
+from serving import placement
 from serving.text import load_tokenizer
-from sharding.arrays import ArrayInfo, in_form
+from sharding.arrays import ArrayInfo
 from terminal import launch
 from terminal.command_line import OneLineParser, run
 
@@ -71,19 +71,25 @@ def channel_sums(w: Array, q: Array, axes: tuple[int, ...]) -> tuple[Array, Arra
 
 @partial(jax.jit, static_argnames=("info", "rounding"))
 def rounded(w: Array, info: ArrayInfo, rounding: str = "searched") -> Array:
-    """What a weight becomes in its form, float32."""
-    if rounding == "searched":
-        return exact_values(in_form(w, info), info)
-    axes, group, first = info.groups
+    """What a weight becomes in its format, float32. Only int4 is rounded in other ways than "searched"."""
+    format = info.quantization
+    if rounding == "searched" or not isinstance(format, PerGroup):
+        return format.decode(format.encode(w, info), info)
     if rounding == "nearest":
-        return exact_values(quantize_groups(w, axes, group, first, searched=False), info)
-    x, at = in_groups(w.astype(jnp.float32), axes, group, first), first + len(axes)
-    turn = jnp.asarray(hadamard(group))
+        return format.decode(format.encode(w, info, searched=False), info)
+    (axes, leading), group_size = contracted_axes(info), format.group_size
+    x, at = split_groups(w.astype(jnp.float32), axes, group_size, leading), leading + len(axes)
+    turn = jnp.asarray(hadamard(group_size))
     x = jnp.moveaxis(jnp.tensordot(x, turn, (at, 0)), -1, at)
     x = x.reshape(*x.shape[: at - 1], -1, *x.shape[at + 1 :])
-    x = dequantize_groups(quantize_groups(x, (at - 1,), group, at - 1), at)
+    x = dequantize_groups(quantize_groups(x, (at - 1,), group_size, at - 1), at)
     x = jnp.moveaxis(jnp.tensordot(x, turn, (at, 1)), -1, at)
-    return from_groups(x, axes, first)
+    return join_groups(x, axes, leading)
+
+
+def decoded(values: np.ndarray, scale: np.ndarray, info: ArrayInfo) -> Array:
+    """The weight that stored components stand for, float32."""
+    return info.quantization.decode(info.quantization.unpack(values, scale, info), info)
 
 
 def hadamard(n: int) -> np.ndarray:
@@ -98,35 +104,25 @@ def hadamard(n: int) -> np.ndarray:
     return (signs * matrix / n**0.5).astype(np.float32)
 
 
-def exact_values(q: QuantizedArray | GroupedArray, info: ArrayInfo) -> Array:
-    if isinstance(q, GroupedArray):
-        axes, _, first = info.groups
-        return ungroup(q, axes, first)
-    return q.values * jnp.expand_dims(q.scale, info.contracted_axes)
-
-
 def weight_errors(
     exact: Checkpoint, format: Format, converted: Checkpoint | None = None, rounding: str = "searched"
 ) -> list[dict]:
-    """`summary` of each weight that the format rounds, a slab in memory at a time. converted: to it, of which
-    the values are taken.
+    """`summary` of each weight that the format rounds, a slice in memory at a time.
+
+    converted: a checkpoint in the format, whose values are compared; None: they are computed here.
     """
-    infos = [(name, info) for name, info in named_infos(exact.config, format=format) if info.form]
+    infos = [(name, info) for name, info in named_infos(exact.config, format=format) if info.quantization]
     total, found = sum(exact.sources[name].nbytes for name, _ in infos), []
     with progress("comparing weights", total, show=jax.process_index() == 0) as bar:
         for name, info in infos:
             sources = [exact.sources[name]]
-            held = converted or exact
-            sources += [held.sources[part] for part in held.stored(name, info) if part != name]
-            letter, ranges = sources[0].slabs(x.layout for x in sources[1:])  # in which channels are whole
-            nameless, parts = dataclasses.replace(info, stored=()), []
-            for lo, hi in ranges:
-                w, *q = (source.slab(letter, lo, hi) for source in sources)
-                q = exact_values(stored_form(*q, info), info) if q else rounded(w, nameless, rounding)
+            quantized = converted or exact
+            sources += [quantized.sources[part] for part in quantized.stored(name, info) if part != name]
+            nameless, parts = dataclasses.replace(info, stored=None), []
+            for letter, _, (w, *stored) in sources[0].read_slices(sources, [x.layout for x in sources[1:]]):
+                axis = channel_letters(info).upper().index(letter)  # in a slice channels are whole
+                q = decoded(*stored, info) if stored else rounded(w, nameless, rounding)
                 parts.append(jax.device_get(channel_sums(w, q, info.contracted_axes)))
-                for source in sources:
-                    source.forget()
-            axis = channel_letters(info).upper().index(letter)
             sums = (np.concatenate(part, axis).astype(float) for part in zip(*parts, strict=True))
             found.append(summary(name, info, *sums))
             bar.update(sources[0].nbytes)
@@ -145,7 +141,9 @@ def summary(name: str, info: ArrayInfo, error: np.ndarray, square: np.ndarray, l
     if not np.isfinite(error + square).all():
         raise UserError(f"{name}: holds NaN or Inf, or elements whose squares are too large")
     if error[square == 0].any():
-        raise UserError(f"{name}: {info.form} is not zero where the float model is; is it of the same model?")
+        raise UserError(
+            f"{name}: {info.quantization} is not zero where the float model is; is it of the same model?"
+        )
     divisor = np.where(square > 0, square, 1)
     errors = np.sqrt(error / divisor)
     peaks = largest / np.sqrt(divisor / math.prod(info.shape[axis] for axis in info.contracted_axes))
@@ -280,8 +278,8 @@ def parse_arguments(arguments: list[str] | None = None):
     add("--json", metavar="FILE", help="write all that was measured there")
     args = parser.parse_args(arguments)
     parser.check_positive(args, "window", "dp", "ep", "tp", "top")
-    if args.rounding != "searched" and (args.converted or FORMATS[args.quantize].bits == 8):
-        parser.error("--rounding is of int4 that is made here, not of --converted, nor of int8")
+    if args.rounding != "searched" and (args.converted or not isinstance(FORMATS[args.quantize], PerGroup)):
+        parser.error("--rounding is of int4 that is made here, not of --converted, nor of other formats")
     return args
 
 
@@ -305,10 +303,10 @@ def load_both(exact: Checkpoint, converted: Checkpoint | None, mesh: Mesh, dtype
         return weights, load(converted or exact, mesh, dtype, format, show)
 
     def change(info: ArrayInfo, w: Array) -> Array:
-        if not info.form:
+        if not info.quantization:
             return w
         true = w[tuple(map(slice, info.shape))]  # what pads it for the mesh would be no whole groups
-        true = rounded(true, dataclasses.replace(info, stored=()), args.rounding).astype(w.dtype)
+        true = rounded(true, dataclasses.replace(info, stored=None), args.rounding).astype(w.dtype)
         true = jnp.pad(true, [(0, n) for n in np.subtract(w.shape, true.shape)])
         return jax.device_put(true, w.sharding)
 
@@ -320,14 +318,14 @@ def main() -> None:
     text = read_text(args.text) if args.text is not None else None
     if args.json:
         open(args.json, "a").close()  # a file that cannot be written is known before the measuring
-    launch.keep_compiled()
+    launch.enable_compilation_cache()
     launch.join_hosts(args)
     format = FORMATS[args.quantize]
     exact, converted = open_both(args.checkpoint, args.converted, format)
     cfg, show = exact.config, jax.process_index() == 0
-    mesh = launch.choose_mesh(cfg, args.dp, args.ep, args.tp, launch.device_count())
-    dtype, _ = launch.choose_dtypes(args.dtype, None, None)
-    launch.set_precision(dtype)
+    mesh = placement.choose_mesh(cfg, args.dp, args.ep, args.tp, launch.device_count())
+    dtype, _ = placement.choose_dtypes(args.dtype, None, None)
+    placement.set_precision(dtype)
     if text:
         length = min(args.window, cfg.max_positions)
         tokens = windows(load_tokenizer(exact.folder), text, length, mesh.shape["data"], cfg)

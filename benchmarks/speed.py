@@ -37,9 +37,10 @@ from checkpoints.checkpoint import open_checkpoint
 from checkpoints.errors import UserError
 from checkpoints.loading import load
 from checkpoints.names import FLOATS
+from families.latent_attention import LatentWeights
 from model import Config
-from quantize import FORMATS, GroupedArray, QuantizedArray
-from serving import memory, programs
+from quantize import FORMATS, QuantizedArray, values_and_scale
+from serving import memory, placement, programs
 from serving.executors import one_program
 from serving.steps import Batch, DecodeStep, PrefillChunk, init_batch
 from terminal import launch
@@ -125,16 +126,15 @@ def needed_flops(
     return batch * (2 * per_token * tokens + attention + 2 * cfg.V * cfg.D * chooses)
 
 
-def _cached(w: model.Attention | model.LatentAttention):
+def _cached(w: model.Attention | LatentWeights):
     """The matrices that make what the cache keeps."""
-    return (w.kv_a, w.k_rope) if isinstance(w, model.LatentAttention) else (w.k, w.v)
+    return (w.kv_a, w.k_rope) if isinstance(w, LatentWeights) else (w.k, w.v)
 
 
 def _size(tree) -> int:
-    """Elements of the matrices in a tree; of those of few bits the values."""
-    few_bits = QuantizedArray, GroupedArray
-    arrays = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, few_bits))
-    return sum((x.values if isinstance(x, few_bits) else x).size for x in arrays)
+    """Elements of the matrices in a tree; of quantized ones, of the values."""
+    arrays = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, QuantizedArray))
+    return sum(values_and_scale(x)[0].size for x in arrays)
 
 
 # ------------------------------------------------------------------------------------------------------ runs
@@ -417,13 +417,13 @@ def main() -> None:
             raise UserError("--layers is for --model: a checkpoint is loaded whole")
         cfg = dataclasses.replace(cfg, layers=cfg.layers[: args.layers])
     on_cpu = jax.default_backend() == "cpu"
-    mesh = launch.choose_mesh(cfg, args.dp, args.ep, args.tp, launch.device_count())
+    mesh = placement.choose_mesh(cfg, args.dp, args.ep, args.tp, launch.device_count())
     for batch in args.batch:
         if batch % mesh.shape["data"]:
             raise UserError(f"--batch {batch} is no multiple of the data parallelism {mesh.shape['data']}")
-    format = launch.choose_format(args.quantize, checkpoint)
-    dtype, kv_dtype = launch.choose_dtypes(args.dtype, args.kv_cache_dtype, format)
-    launch.set_precision(dtype)
+    format = placement.choose_format(args.quantize, checkpoint, launch.log_once)
+    dtype, kv_dtype = placement.choose_dtypes(args.dtype, args.kv_cache_dtype, format)
+    placement.set_precision(dtype)
     for name, length in (("context", max(args.context)), ("prompt", max(args.prompt))):
         if length > cfg.max_positions:
             raise UserError(f"--{name} {length}: the model's limit is {cfg.max_positions} positions")

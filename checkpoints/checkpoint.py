@@ -1,7 +1,7 @@
-"""A model's folder, Hugging Face's or a converted one, opened: its Config, and where its weights are.
+"""Open a checkpoint, published or converted: read its Config, and find the stored tensors of every weight.
 
-A converted folder has the model's own config.json and tokenizer, and the weights in the layout that model.py
-declares, independent of any mesh: safetensors files, and an index with the sizes and checksums of them all.
+A converted folder has the model's own config.json and tokenizer files, the weights in safetensors files whose
+layout follows from model.py's declarations and not from a mesh, and an index with all sizes and checksums.
 """
 
 import collections
@@ -14,12 +14,8 @@ import os
 import pathlib
 from collections.abc import Callable
 
-import numpy as np
-
-from checkpoints.config_json import read_config
 from checkpoints.dequantized import Dequantized, dequantized
 from checkpoints.errors import UserError, located
-from checkpoints.families import family_of
 from checkpoints.folders import (
     INDEX,
     THEIR_FILE,
@@ -32,24 +28,26 @@ from checkpoints.folders import (
 )
 from checkpoints.gguf_model import open_gguf
 from checkpoints.hub import find_folder
-from checkpoints.layouts import SLAB_BYTES, Layout, Source, file_layout, layout_of
+from checkpoints.layouts import Layout, Source, file_layout, layout_of, same_bits
 from checkpoints.names import FLOATS, named_infos, renamed, stored_infos, type_name
 from checkpoints.progress import progress
-from checkpoints.tensor_files import StoredTensor, TensorFile, array_bytes
+from checkpoints.tensor_files import FLOAT_TYPES, StoredTensor, TensorFile, file_checksum
+from families.registry import find_family, read_config
 from model import Config
 from quantize import FORMATS, INT8, Format
-from sharding.arrays import ArrayInfo
+from sharding.arrays import ArrayInfo, Stored
 
 Tensor = StoredTensor | Dequantized
-FLOAT_TYPES = ("F32", "F16", "BF16")
-SAMPLERS = 16  # threads that each wait for a few pages at a time
+SAMPLERS = 16  # threads that sample tensors; most of the time they wait for the disk
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """An opened folder. sources: by the names of `stored_infos`; a weight that was published in int8 as ours
-    is, is there as floats and as that. converted: in our layout. format: of what it holds in that, None for
-    floats.
+    """An opened checkpoint.
+
+    sources:   the stored tensors of each array, by the names of `stored_infos`. A weight that was published
+               in our int8 format has a source of floats, and sources of the int8 values and of the scale.
+    converted: whether this is a converted folder. format: of its quantized weights; None: all are floats.
     """
 
     folder: pathlib.Path
@@ -59,53 +57,56 @@ class Checkpoint:
     format: Format | None
 
     def stored(self, name: str, info: ArrayInfo) -> dict[str, ArrayInfo]:
-        """The arrays, by their names, from which a weight is to be made: its form's, or one of floats."""
+        """The declarations of the stored arrays to make a weight of: one of floats, or its components."""
         if self.format:
             return stored_infos(name, dataclasses.replace(info, format=self.format))
-        parts = stored_infos(name, info) if info.form == INT8 else {}
+        parts = stored_infos(name, info) if info.quantization == INT8 else {}
         return parts if parts and parts.keys() <= self.sources.keys() else {name: info}
 
     @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors of all weights, each once."""
+        return list(dict.fromkeys(x for source in self.sources.values() for x in source.tensors))
+
+    @property
     def dtype(self) -> str:
-        """The float type that holds its weights, but those of a type of their own: float32 if any has that,
-        else bfloat16.
-        """
+        """The float type of the weights that declare none: float32 if one is stored in it, else bfloat16."""
         weights = (source for source in self.sources.values() if source.info.dtype is None)
         stored = (x for source in weights for x in source.tensors if isinstance(x, StoredTensor))
         return "float32" if any(x.dtype == "F32" for x in stored) else "bfloat16"
 
     def fingerprint(self) -> str:
-        """A checksum of what `checksums` says of the small files and of all weights."""
+        """One checksum of all small files and weights, see `checksums`."""
         return hashlib.sha256(repr(sorted(self.checksums().items())).encode()).hexdigest()
 
     def checksums(self, tensors: int | None = None) -> dict[str, str]:
-        """Of each small file, and of the weights' bytes, wherever they are and since when.
+        """A checksum of each small file, and one, "weights", of samples of all weights.
 
-        It reads 64 KiB of a tensor at most, so a change between the sampled pages escapes it: of single
-        elements, or of one of more than 16 experts in a tensor; not one of training, or of another model. Of
-        a converted folder it has the checksums of whole tensors, too, as the files themselves tell them.
-        tensors: how many to look at; by default all, which may be many thousands.
+        At most 64 KiB of a tensor are read. Training, or another model, changes the sampled pages; a change
+        of single elements, or of one of more than 16 experts in a tensor, may not. A converted folder's files
+        state the checksums of whole tensors, and these count, too.
+        tensors: how many to sample; None: all, which may be many thousands.
         """
-        every = list(dict.fromkeys(x for source in self.sources.values() for x in source.tensors))
-        looked_at, weights = every[:: -(-len(every) // (tensors or len(every)))], hashlib.sha256()
+        every, weights = self.tensors, hashlib.sha256()
+        sampled = every[:: -(-len(every) // (tensors or len(every)))]
         for x in every:
             weights.update(repr((x.name, x.dtype, x.shape, x.file.metadata.get(x.name))).encode())
         with (
-            progress("looking at the weights", len(looked_at), unit="tensor", delay=1) as bar,
+            progress("looking at the weights", len(sampled), unit="tensor", delay=1) as bar,
             concurrent.futures.ThreadPoolExecutor(SAMPLERS) as pool,
         ):
-            for sample in pool.map(lambda x: x.sample(), looked_at):
+            for sample in pool.map(lambda x: x.sample(), sampled):
                 weights.update(sample.encode())
                 bar.update()
-        files = {x.name: hashlib.sha256(x.read_bytes()).hexdigest()[:12] for x in companions(self.folder)}
+        files = {x.name: file_checksum(x)[:12] for x in companions(self.folder)}
         return files | {"weights": weights.hexdigest()[:12]}
 
 
 def open_checkpoint(path_or_id: str) -> Checkpoint:
-    """Open a converted or a Hugging Face folder, or a GGUF file, which must hold just the tensors that its
-    config.json implies.
+    """Open a converted folder, a Hugging Face folder or hub id, or a GGUF file.
 
-    Raises UserError naming the file, tensor or field that is wrong.
+    Raises UserError naming the file, tensor or field that is wrong: a checkpoint must have exactly the
+    tensors that its config.json implies.
     """
     path = pathlib.Path(os.path.expanduser(path_or_id))
     if path.suffix == ".gguf" and path.is_file():
@@ -127,9 +128,9 @@ def _open_ours(folder: pathlib.Path) -> Checkpoint:
     for name, tensor in tensors.items():
         checksum = index["checksums"].get(name)
         if checksum is None or checksum != tensor.file.metadata.get(name):
-            raise UserError(f"{tensor.file.path}: tensor {name} is not the one that {INDEX} knows")
+            raise UserError(f"{tensor} is not the one that {INDEX} knows")
     parts = collections.defaultdict(list)
-    for name in sorted(tensors):  # what follows the slash numbers the parts
+    for name in sorted(tensors):  # the number of a part follows a slash
         parts[name.partition("/")[0]].append(tensors[name])
     if (quantize := index["metadata"].get("quantize")) not in FORMATS:
         raise UserError(f"{folder / INDEX}: quantize is {quantize!r}, not {' or '.join(FORMATS)}")
@@ -148,18 +149,23 @@ def _open_ours(folder: pathlib.Path) -> Checkpoint:
 def _open_published(
     path: pathlib.Path, folder: pathlib.Path, open_tensors: Callable[[dict], dict[str, Tensor]]
 ) -> Checkpoint:
-    """path: the user's. folder: of the small files. open_tensors: by their names, those of a config.json."""
+    """Open what others published. path: to name in errors. folder: of config.json and other small files.
+
+    open_tensors: from the content of config.json to the tensors by their names.
+    """
     with located(path):
         content = read_json(folder / "config.json")
-        config, (family, content) = read_config(content), family_of(content)
+        config, (family, content) = read_config(content), find_family(content)
     tensors = renamed(open_tensors(content), family)
-    sources = {name: _find(tensors, path, info) for name, info in named_infos(config)}
+    sources = {
+        name: _find(tensors, path, info, family.places(name, info)) for name, info in named_infos(config)
+    }
     for name, info in named_infos(config, format=INT8):
-        sources |= _int8_parts(name, info, sources[name]) if info.form else {}
+        sources |= _int8_parts(name, info, sources[name]) if info.quantization else {}
     used = {tensor.name for source in sources.values() for tensor in source.tensors}
     for name, tensor in tensors.items():
         if config.tied_embeddings and name == "lm_head.weight":
-            _check_copy(tensor, sources["embed"].tensors[0])
+            _check_copy(tensor, sources["embed"])
         elif tensor.name not in used and not family.ignores(name, len(config.layers)):
             _no_place(tensor)
     return Checkpoint(folder, config, sources, converted=False, format=None)
@@ -178,9 +184,9 @@ def _tensors_in(folder: pathlib.Path, config: dict) -> dict[str, Tensor]:
         return dequantized(tensors, quantization)
 
 
-def _find(tensors: dict[str, Tensor], folder: pathlib.Path, info: ArrayInfo) -> Source:
-    """What a Hugging Face folder has of a weight, in the first of its published forms that is there."""
-    for stored in info.stored:
+def _find(tensors: dict[str, Tensor], folder: pathlib.Path, info: ArrayInfo, places: list[Stored]) -> Source:
+    """The stored tensors of a weight: the first of these places that the folder has."""
+    for stored in places:
         one_per_expert = "{e}" in stored.name
         names = [stored.name.format(e=e) for e in range(info.shape[0])] if one_per_expert else [stored.name]
         missing = [name for name in names if name not in tensors]
@@ -192,11 +198,11 @@ def _find(tensors: dict[str, Tensor], folder: pathlib.Path, info: ArrayInfo) -> 
             stored = dataclasses.replace(stored, letters="E" + stored.letters)
         found = [tensors[name] for name in names]
         return _source(info, found, layout_of(info, stored), FLOAT_TYPES, one_per_expert)
-    raise UserError(f"{folder}: tensor {info.stored[0].name} is missing")
+    raise UserError(f"{folder}: tensor {places[0].name.format(e=0)} is missing")
 
 
 def _int8_parts(name: str, info: ArrayInfo, source: Source) -> dict[str, Source]:
-    """The values and the scale of a weight that was published so, a scale for all that is contracted."""
+    """The values and the scale of a weight that was published in int8 with one scale per channel; else {}."""
     layout, n = source.layout, len(info.contracted)
     summed = layout.axes[-n:]
     rows = math.prod(axis.size for axis in summed) == layout.shape[-1]
@@ -205,9 +211,12 @@ def _int8_parts(name: str, info: ArrayInfo, source: Source) -> dict[str, Source]
     if not all(isinstance(x, Dequantized) and x.int8 for x in source.tensors):
         return {}
     values, scales = zip(*(x.int8 for x in source.tensors), strict=True)
-    of_rows = Layout(layout.shape[:-1], layout.within[:-n], layout.axes[:-n])
-    (first, second), held = stored_infos(name, info), info.held
-    return {first: Source(held.values, values, layout), second: Source(held.scale, scales, of_rows)}
+    of_rows = Layout(layout.shape[:-1], layout.dims[:-n], layout.axes[:-n])
+    (first, second), components = stored_infos(name, info), info.components
+    return {
+        first: Source(components.values, values, layout),
+        second: Source(components.scale, scales, of_rows),
+    }
 
 
 def _source(
@@ -217,41 +226,30 @@ def _source(
     dtypes: tuple[str, ...],
     one_per_expert: bool = False,
 ) -> Source:
-    """Raises UserError naming the tensor whose shape or type is wrong."""
+    """An array's stored tensors: parts of its first axis, or one for each expert.
+
+    Raises UserError naming the tensor whose shape or type is wrong.
+    """
     shape = layout.shape[1:] if one_per_expert else layout.shape
-    parts = len(tensors) > 1 and not one_per_expert
-    together = sum(tensor.shape[0] if tensor.shape else 0 for tensor in tensors)
+    rows = sum(tensor.shape[0] for tensor in tensors if tensor.shape)
     for tensor in tensors:
-        fits = tensor.shape[1:] == shape[1:] and together == shape[0] if parts else tensor.shape == shape
-        if not fits:
-            raise UserError(
-                f"{tensor.file.path}: tensor {tensor.name} has shape {tensor.shape}, "
-                f"but config.json asks for {shape}"
-            )
+        if (tensor.shape if one_per_expert else (rows, *tensor.shape[1:])) != shape:
+            raise UserError(f"{tensor} has shape {tensor.shape}, but config.json asks for {shape}")
         if tensor.dtype not in dtypes:
-            raise UserError(
-                f"{tensor.file.path}: tensor {tensor.name} has type {tensor.dtype}, not {' or '.join(dtypes)}"
-            )
+            raise UserError(f"{tensor} has type {tensor.dtype}, not {' or '.join(dtypes)}")
     return Source(info, tuple(tensors), layout)
 
 
-def _check_copy(tensor: StoredTensor, original: StoredTensor) -> None:
-    """Raises UserError if an unembedding is not the embedding that config.json says to use."""
-    same = (tensor.dtype, tensor.shape) == (original.dtype, original.shape)
-    rows = max(SLAB_BYTES // (array_bytes(original.dtype, original.shape[1:])), 1)
-    for lo in range(0, original.shape[0] if same else 0, rows):
-        x, y = (z.rows(lo, lo + rows).view(np.uint8) for z in (tensor, original))
-        same = same and np.array_equal(x, y)
-        for z in (tensor, original):
-            z.forget()
-    if not same:
+def _check_copy(tensor: Tensor, original: Source) -> None:
+    """Raises UserError if a stored unembedding is not a copy of the tied embedding."""
+    (embedding,), copy = original.tensors, dataclasses.replace(original, tensors=(tensor,))
+    same = (tensor.dtype, tensor.shape) == (embedding.dtype, embedding.shape)
+    if not same or not all(same_bits(x, y) for _, _, (x, y) in original.read_slices([original, copy])):
         raise UserError(
-            f"{tensor.file.path}: tensor {tensor.name} is not {original.name}, although config.json says "
-            "tie_word_embeddings; set that to false to use both"
+            f"{tensor} is not {embedding.name}, although config.json says tie_word_embeddings; "
+            "set that to false to use both"
         )
 
 
-def _no_place(tensor: StoredTensor):
-    raise UserError(
-        f"{tensor.file.path}: tensor {tensor.name} has no place in the model that config.json describes"
-    )
+def _no_place(tensor: Tensor):
+    raise UserError(f"{tensor} has no place in the model that config.json describes")

@@ -1,7 +1,7 @@
-"""Weights that others have quantised, read as the floats that they mean.
+"""Weights that others quantized, read as floats.
 
-A tensor is computed when it is read, some rows at a time: values, less zero points, times scales, in float32,
-which rounds the product alone. What is said in a config.json and not known here, is refused.
+A tensor is dequantized when it is read, some rows at a time: (values - zero points) * scales in float32,
+where only the product is rounded. An unknown field of config.json's quantization_config is refused.
 
 Sources: the projects that write these formats, vllm-project/compressed-tensors, ModelCloud/GPTQModel,
 casper-hansen/AutoAWQ, deepseek-ai/DeepSeek-V3 (fp8), and transformers' FbgemmFp8Config for Meta's own.
@@ -17,14 +17,14 @@ import numpy as np
 from ml_dtypes import float8_e4m3fn
 
 from checkpoints.errors import UserError
-from checkpoints.fields import Fields
-from checkpoints.tensor_files import StoredTensor, TensorFile
+from checkpoints.tensor_files import FLOAT_TYPES, StoredTensor, TensorFile
+from families.fields import ConfigFields
 
 WORD = 32  # bits
-AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word the value of each of eight columns is
-E4M3 = np.arange(256, dtype=np.uint8).view(float8_e4m3fn).astype(np.float32)  # of each byte
-WORDS, NUMBERS, SCALES = ("I32",), ("I32", "I64"), ("F32", "F16", "BF16")
-TYPES = {  # that a part may have
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the position in a word of each of eight columns
+E4M3 = np.arange(256, dtype=np.uint8).view(float8_e4m3fn).astype(np.float32)  # the value of each byte
+WORDS, NUMBERS, SCALES = ("I32",), ("I32", "I64"), FLOAT_TYPES
+TYPES = {  # of a quantized weight's tensors, by the end of their names
     "qweight": WORDS, "qzeros": WORDS, "scales": SCALES, "g_idx": NUMBERS,
     "weight_packed": WORDS, "weight_zero_point": WORDS, "weight_shape": NUMBERS, "weight_g_idx": NUMBERS,
     "weight": ("I8", "F8_E4M3"), "weight_scale": SCALES, "weight_scale_inv": SCALES,
@@ -34,10 +34,10 @@ Rows = Callable[[int, int], np.ndarray]  # [lo, hi) -> [hi - lo, ...]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Dequantized:
-    """A tensor of float32 that is computed from stored ones; for the rest it is like a StoredTensor.
+    """A float32 tensor that is computed from stored ones. It has the attributes of a StoredTensor, and:
 
-    compute: of its first dimension some rows. int8: the values and the float32 scales of which its rows are
-    multiples, a scale each, if that is what is stored.
+    parts:   the stored tensors. compute: from [lo, hi) to these rows.
+    int8:    int8 values and one float32 scale per row, if the tensor is stored in that way.
     """
 
     name: str
@@ -46,6 +46,8 @@ class Dequantized:
     compute: Rows
     dtype: str = "F32"
     int8: "tuple[StoredTensor, Dequantized] | None" = None
+
+    __str__ = StoredTensor.__str__
 
     @property
     def file(self) -> TensorFile:
@@ -73,18 +75,16 @@ class Dequantized:
 
 
 class Parts(NamedTuple):
-    """What a folder has of one weight: BASE.END, of each END its tensor."""
+    """The stored tensors of one quantized weight, by the ENDs of their names BASE.END."""
 
     base: str
     tensors: dict[str, StoredTensor]
 
     def get(self, end: str, *shape: int | None) -> StoredTensor:
-        """Raises UserError if it is not there, or not of this shape, where None is any size."""
+        """The tensor BASE.END. Raises UserError if it is missing or has another shape; None: any size."""
         if end not in self.tensors:
-            there = next(iter(self.tensors.values()))
-            raise UserError(
-                f"{there.file.path}: tensor {self.base}.{end} is missing, though {there.name} is there"
-            )
+            other = next(iter(self.tensors.values()))
+            raise UserError(f"{other} is there, but {self.base}.{end} is missing")
         tensor = self.tensors[end]
         known = [b if a is None else a for a, b in zip(shape, tensor.shape, strict=False)]
         if len(tensor.shape) != len(shape) or known != list(tensor.shape):
@@ -95,16 +95,15 @@ class Parts(NamedTuple):
         return tensor
 
     def refuse(self, end: str, what: str):
-        tensor = self.tensors[end]
-        raise UserError(f"{tensor.file.path}: tensor {tensor.name} {what}")
+        raise UserError(f"{self.tensors[end]} {what}")
 
 
 class Method(NamedTuple):
-    """A way to quantise, as a config.json describes it.
+    """A quantization method with the settings of a config.json.
 
-    ends:  what a weight's tensors are called; the first tells that a weight is quantised.
-    read:  from the parts of a weight to its shape and its rows, [out, in].
-    int8:  whether values that are int8 have one scale in each row.
+    ends:  of the names of a weight's tensors; a weight that has the first of them is quantized.
+    read:  from a weight's parts to its shape [out, in] and the function that computes its rows.
+    int8:  whether int8 values have one scale per row.
     """
 
     ends: tuple[str, ...]
@@ -113,7 +112,7 @@ class Method(NamedTuple):
 
 
 def dequantized(tensors: dict[str, StoredTensor], config: dict) -> dict[str, StoredTensor | Dequantized]:
-    """A folder's tensors, with NAME.weight, of floats, in the place of each quantised weight's parts.
+    """A folder's tensors, with the parts of each quantized weight replaced by one tensor of floats.
 
     config: config.json's quantization_config. Raises UserError naming the field or tensor that is wrong.
     """
@@ -121,14 +120,14 @@ def dequantized(tensors: dict[str, StoredTensor], config: dict) -> dict[str, Sto
     name = config.pop("quant_method", None)
     if name not in METHODS:
         raise UserError(f"config.json: quant_method = {name!r} is not supported ({', '.join(METHODS)})")
-    fields = Fields({key: value for key, value in config.items() if key not in NO_EFFECT})
+    fields = ConfigFields({key: value for key, value in config.items() if key not in NO_EFFECT})
     method = METHODS[name](fields)
     fields.finish({})
     weights, others = collections.defaultdict(dict), {}
     for name, tensor in tensors.items():
         base, _, end = name.rpartition(".")
-        quantised = end in method.ends and (end != "weight" or f"{base}.{method.ends[0]}" in tensors)
-        (weights[base] if quantised else others)[end if quantised else name] = tensor
+        quantized = end in method.ends and (end != "weight" or f"{base}.{method.ends[0]}" in tensors)
+        (weights[base] if quantized else others)[end if quantized else name] = tensor
     for base, parts in weights.items():
         name = f"{base}.weight"
         shape, rows = method.read(Parts(base, parts))
@@ -140,7 +139,7 @@ def dequantized(tensors: dict[str, StoredTensor], config: dict) -> dict[str, Sto
 
 
 def float32(scales: StoredTensor) -> Dequantized:
-    """A tensor [N] or [N,1] as one of float32, [N]."""
+    """Scales [N] or [N,1] as float32 [N]."""
     N = scales.shape[0]
     return Dequantized(
         scales.name, (N,), (scales,), lambda lo, hi: scales.rows(lo, hi).reshape(-1).astype(np.float32)
@@ -151,15 +150,15 @@ def float32(scales: StoredTensor) -> Dequantized:
 
 
 def unpack(words: np.ndarray, bits: int) -> np.ndarray:
-    """int32 [..., n] -> float32 [..., n, WORD / bits]: the values in each word, the lowest bits first."""
+    """int32 [..., n] -> float32 [..., n, WORD / bits]: the values in each word, from the lowest bits on."""
     shifts = np.arange(0, WORD, bits, dtype=np.uint32)
     return (words.view(np.uint32)[..., None] >> shifts & np.uint32(2**bits - 1)).astype(np.float32)
 
 
 def unpack_columns(words: np.ndarray, bits: int, lo: int, hi: int, order=slice(None)) -> np.ndarray:
-    """Of int32 [C, N / values per word] the columns [lo, hi), as rows -> float32 [hi - lo, C].
+    """int32 [C, N / values per word] -> float32 [hi - lo, C]: columns [lo, hi) of N, transposed.
 
-    order: where in a word each of its columns is.
+    order: the position in a word of each of its columns.
     """
     per_word = WORD // bits
     first = lo // per_word
@@ -170,7 +169,7 @@ def unpack_columns(words: np.ndarray, bits: int, lo: int, hi: int, order=slice(N
 def scaled(
     values: np.ndarray, zeros: np.ndarray | float, scales: np.ndarray, group: np.ndarray
 ) -> np.ndarray:
-    """[n, C], the zero points and scales of its groups, [n, G], and each column's group -> float32 [n, C]."""
+    """(values - zeros) * scales -> [n, C]: values [n, C], zeros and scales [n, G], a column's group [C]."""
 
     def of_columns(x: np.ndarray | float) -> np.ndarray | float:
         return x[:, group] if np.ndim(x) == 2 and x.shape[1] > 1 else x
@@ -179,7 +178,7 @@ def scaled(
 
 
 def even_groups(parts: Parts, end: str, columns: int, size: int | None) -> np.ndarray:
-    """[columns]: the group of each. size: None for a single group. end: of the tensor that is to blame."""
+    """[columns]: each column's group of `size` columns; None: one group. end: names the tensor to blame."""
     size = size or columns
     if columns % size:
         parts.refuse(end, f"has {columns} columns, which are no groups of {size}")
@@ -187,7 +186,7 @@ def even_groups(parts: Parts, end: str, columns: int, size: int | None) -> np.nd
 
 
 def stored_groups(parts: Parts, end: str, columns: int, count: int) -> np.ndarray:
-    """[columns]: the group of each, of `count`, as a tensor has them."""
+    """[columns]: each column's group, from 0 to count - 1, as a tensor states them."""
     group = parts.get(end, columns).values
     if group.min() < 0 or group.max() >= count:
         parts.refuse(end, f"has groups from {group.min()} to {group.max()}, but there are scales of {count}")
@@ -197,28 +196,26 @@ def stored_groups(parts: Parts, end: str, columns: int, count: int) -> np.ndarra
 # ------------------------------------------------------------------------------------------------- methods
 
 
-def one_of(fields: Fields, name: str, *known, default=None):
+def one_of(fields: ConfigFields, name: str, *known, default=None):
     """The value of a field that must be one of these."""
-    value = fields.left.pop(name, None)
+    value = fields.get(name)
     value = default if value is None else value
     if not any(value == x and type(value) is type(x) for x in known):
         listed = ", ".join(map(repr, known))
-        raise UserError(f"config.json: {name} = {value!r} of a quantised model is not supported ({listed})")
+        raise UserError(f"config.json: {name} = {value!r} of a quantized model is not supported ({listed})")
     return value
 
 
-def group_size(fields: Fields) -> int | None:
+def group_size(fields: ConfigFields) -> int | None:
     """None for one group of all columns, which is written as -1, too."""
-    if fields.left.get("group_size") == -1:
-        del fields.left["group_size"]
-    return fields.take("group_size", int, None)
+    return None if fields.get("group_size") == -1 else fields.take("group_size", int, None)
 
 
-def gptq(fields: Fields) -> Method:
+def gptq(fields: ConfigFields) -> Method:
     bits, size = one_of(fields, "bits", 4, 8, 2), group_size(fields)
     ordered = fields.take("desc_act", bool, False)  # columns in order of importance, and so the groups
     version = one_of(fields, "checkpoint_format", "gptq", "gptq_v2", default="gptq")
-    more = {"gptq": 1, "gptq_v2": 0}[version]  # than is stored the zero points are
+    more = {"gptq": 1, "gptq_v2": 0}[version]  # what must be added to stored zero points
     per_word = WORD // bits
 
     def read(parts: Parts):
@@ -242,7 +239,7 @@ def gptq(fields: Fields) -> Method:
     return Method(("qweight", "qzeros", "scales", "g_idx"), read)
 
 
-def awq(fields: Fields) -> Method:
+def awq(fields: ConfigFields) -> Method:
     bits, size = one_of(fields, "bits", 4), group_size(fields)
     one_of(fields, "version", "gemm", "GEMM")
     one_of(fields, "zero_point", True)
@@ -263,18 +260,18 @@ def awq(fields: Fields) -> Method:
     return Method(("qweight", "qzeros", "scales"), read)
 
 
-def compressed_tensors(fields: Fields) -> Method:
-    weights = Fields(_weights_scheme(fields.take("config_groups", dict)))
+def compressed_tensors(fields: ConfigFields) -> Method:
+    weights = ConfigFields(_weights_scheme(fields.take("config_groups", dict)))
     form = one_of(fields, "format", "pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
     one_of(fields, "quantization_status", "compressed", default="compressed")
-    one_of(Fields(fields.take("sparsity_config", dict, {})), "format", "dense", default="dense")
+    one_of(ConfigFields(fields.take("sparsity_config", dict, {})), "format", "dense", default="dense")
     fields.take("version", str, None)
     one_of(weights, "type", "int", "float", default="int")  # which the tensors' own types say
     strategy = one_of(weights, "strategy", "group", "channel", "tensor", "block")
     size, block = group_size(weights), weights.take("block_structure", list, None)
     if bool(size) != (strategy == "group") or bool(block) != (strategy == "block"):
         raise UserError(
-            f"config.json: strategy {strategy!r} of a quantised model has not the sizes that it needs"
+            f"config.json: strategy {strategy!r} of a quantized model has not the sizes that it needs"
         )
     if form == "pack-quantized":
         return _packed(weights, size)
@@ -285,14 +282,14 @@ def compressed_tensors(fields: Fields) -> Method:
 
 
 def _weights_scheme(groups: dict) -> dict:
-    """How weights are quantised. UserError unless all groups do it alike."""
+    """How weights are quantized. Raises UserError unless all groups of layers have the same scheme."""
     schemes = [group.get("weights") if isinstance(group, dict) else None for group in groups.values()]
     if not schemes or not isinstance(schemes[0], dict) or any(scheme != schemes[0] for scheme in schemes):
-        raise UserError("config.json: config_groups of a quantised model do not all have the same weights")
+        raise UserError("config.json: config_groups of a quantized model do not all have the same weights")
     return {name: value for name, value in schemes[0].items() if name not in NO_EFFECT}
 
 
-def _packed(weights: Fields, size: int | None) -> Method:
+def _packed(weights: ConfigFields, size: int | None) -> Method:
     """pack-quantized. Values and zero points are stored without a sign."""
     bits = one_of(weights, "num_bits", 4, 8)
     ordered = one_of(weights, "actorder", "group", "weight", "static", default="weight") == "group"
@@ -322,21 +319,21 @@ def _packed(weights: Fields, size: int | None) -> Method:
     )
 
 
-def fp8(fields: Fields) -> Method:
+def fp8(fields: ConfigFields) -> Method:
     block = fields.take("weight_block_size", list)
     one_of(fields, "fmt", "e4m3", default="e4m3")
     one_of(fields, "activation_scheme", "dynamic", default="dynamic")
     return eight_bits("weight_scale_inv", "block", None, block)
 
 
-def fbgemm_fp8(fields: Fields) -> Method:
+def fbgemm_fp8(fields: ConfigFields) -> Method:
     return eight_bits("weight_scale", "channel", None, None)
 
 
 def eight_bits(scale: str, strategy: str, size: int | None, block: list | None) -> Method:
     """Values of a byte each, int8 or float8_e4m3fn, and scales of tensors, channels, groups or blocks."""
     if block and not (len(block) == 2 and all(type(n) is int and n > 0 for n in block)):
-        raise UserError(f"config.json: a quantised model's blocks of {block!r} make no sense")
+        raise UserError(f"config.json: a quantized model's blocks of {block!r} make no sense")
 
     def read(parts: Parts):
         stored = parts.get("weight", None, None)
@@ -356,14 +353,14 @@ def eight_bits(scale: str, strategy: str, size: int | None, block: list | None) 
     return Method((scale, "weight", "input_scale_ub"), read, int8=strategy == "channel")
 
 
-METHODS: dict[str, Callable[[Fields], Method]] = {
+METHODS: dict[str, Callable[[ConfigFields], Method]] = {
     "compressed-tensors": compressed_tensors,
     "gptq": gptq,
     "awq": awq,
     "fp8": fp8,
     "fbgemm_fp8": fbgemm_fp8,
 }
-# What says nothing of how weights are stored; which of them are quantised, their own tensors say.
+# Fields that do not change how weights are stored. Which weights are quantized, their tensors say.
 NO_EFFECT = frozenset(
     """activation_scale_ub backend batch_size damp_percent dataset do_fuse global_compression_ratio ignore
     is_marlin_format lm_head meta model_file_base_name model_name_or_path modules_to_not_convert observer

@@ -1,4 +1,4 @@
-"""What a user can mend."""
+"""Errors that a user can correct."""
 
 import contextlib
 import pathlib
@@ -15,7 +15,7 @@ class UserError(ValueError):
 
 @contextlib.contextmanager
 def located(path: pathlib.Path) -> Iterator[None]:
-    """A UserError says where, if it does not yet."""
+    """Put a path in front of a UserError that does not begin with it."""
     try:
         yield
     except UserError as e:

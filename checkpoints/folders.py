@@ -1,4 +1,4 @@
-"""What is in a model's folder: the small files, the index, and the files of tensors, opened."""
+"""The files in a model's folder: small files, the index, and the files of tensors."""
 
 import contextlib
 import os
@@ -8,8 +8,8 @@ import resource
 from checkpoints.errors import UserError
 from checkpoints.tensor_files import StoredTensor, TensorFile, parse_json
 
-FORMAT = 1  # of converted folders
-INDEX = "weights.safetensors.index.json"  # its presence tells our folders from Hugging Face's
+FORMAT = 1  # version of converted folders
+INDEX = "weights.safetensors.index.json"  # a folder that has it is a converted one
 THEIR_INDEX, THEIR_FILE = "model.safetensors.index.json", "model.safetensors"
 COMPANIONS = (
     "config.json",
@@ -24,7 +24,7 @@ COMPANIONS = (
 
 
 def cache_folder() -> pathlib.Path:
-    """Where this program keeps what it would else make again."""
+    """The folder of files that this program would otherwise make again."""
     caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return pathlib.Path(caches) / "llama-jax"
 
@@ -35,12 +35,12 @@ def read_json(file: pathlib.Path) -> dict:
 
 
 def companions(folder: pathlib.Path) -> list[pathlib.Path]:
-    """The model's small files."""
+    """The model's small files: config.json, the tokenizer's and others."""
     return sorted(path for pattern in COMPANIONS for path in folder.glob(pattern) if path.is_file())
 
 
 def object_in(around: dict, name: str, file: pathlib.Path) -> dict:
-    """A JSON object in another. Raises UserError naming the file if it is not there, or empty."""
+    """The JSON object in a field of another. Raises UserError naming the file if it is missing or empty."""
     value = around.get(name)
     if not isinstance(value, dict) or not value:
         raise UserError(f"{file}: no {name} in it; download or convert it again")
@@ -48,7 +48,7 @@ def object_in(around: dict, name: str, file: pathlib.Path) -> dict:
 
 
 def weight_map_in(content: dict, index: pathlib.Path) -> dict[str, str]:
-    """The file of each tensor, by an index. Raises UserError naming what is no file of the same folder."""
+    """The file name of each tensor. Raises UserError if an index names a file that is not in its folder."""
     weight_map = object_in(content, "weight_map", index)
     for name, file in weight_map.items():
         if not isinstance(file, str) or pathlib.PurePath(file).name != file or file in ("", ".", ".."):
@@ -59,7 +59,7 @@ def weight_map_in(content: dict, index: pathlib.Path) -> dict[str, str]:
 
 
 def read_index(folder: pathlib.Path) -> dict:
-    """The index of a converted folder, whose files must have the sizes that it says. Raises UserError."""
+    """The index of a converted folder. Raises UserError, also if a file has not the size in the index."""
     path = folder / INDEX
     index = read_json(path)
     weight_map = weight_map_in(index, path)
@@ -80,7 +80,7 @@ def read_index(folder: pathlib.Path) -> dict:
 
 
 def open_tensors(folder: pathlib.Path, weight_map: dict[str, str]) -> dict[str, StoredTensor]:
-    """The tensors of these files, of which only the headers are read; `weight_map` may not know them all."""
+    """The tensors of the files in a weight map, which may lack some of the tensors. Only headers are read."""
     allow_open_files()
     tensors = {}
     for path in (folder / name for name in sorted(set(weight_map.values()))):
@@ -97,7 +97,7 @@ def open_tensors(folder: pathlib.Path, weight_map: dict[str, str]) -> dict[str, 
 
 
 def allow_open_files() -> None:
-    """Let this process hold as many open files as it may: a mapped one is open, there may be thousands."""
+    """Raise the limit of open files: every mapped file is an open one, and there may be thousands."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):  # a system may have a limit that it does not tell
+    with contextlib.suppress(ValueError, OSError):  # some systems have a lower limit than they say
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2**16 if hard < 0 else hard), hard))

@@ -1,11 +1,10 @@
-"""GGUF files: what is said in front, and the tensors behind it, memory-mapped.
+"""GGUF files: the header with its fields, and the tensors behind it, memory-mapped.
 
-Not with gguf's own reader, which takes 4 s of a CPU for a vocabulary of 49,152 and more for Llama 3's.
+gguf's own reader takes 4 s of a CPU for a vocabulary of 49,152 tokens, and more for Llama 3's.
 Source: ggml-org/ggml, docs/gguf.md.
 """
 
 import hashlib
-import mmap
 import pathlib
 import struct
 from typing import Any
@@ -13,28 +12,28 @@ from typing import Any
 import numpy as np
 
 from checkpoints.errors import UserError
-from checkpoints.tensor_files import StoredTensor
+from checkpoints.tensor_files import StoredTensor, map_file
 
 VERSIONS = (2, 3)
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
-PLAIN = {0: "F32", 1: "F16", 30: "BF16"}  # types of tensors that are no blocks
+PLAIN = {0: "F32", 1: "F16", 30: "BF16"}  # types of tensors that are not quantized
 ALIGNMENT = 32  # of tensors, unless the file says otherwise
 
 
 class GgufFile:
-    """A GGUF file, of which the head has been read. Like a TensorFile.
+    """A GGUF file whose header has been read. It has the attributes of a TensorFile, and:
 
-    fields:  what it says, by name: numbers, texts, lists.
-    tensors: what it holds, by name; of quantised ones their bytes, [..., bytes of a row].
-    kinds:   the number of each one's type. checksum: of the head.
+    fields:   numbers, texts and lists by name.
+    tensors:  by name; a quantized tensor is one of bytes, [..., bytes of a row].
+    kinds:    GGML's number of each tensor's type, by the tensor's name.
+    checksum: of the header.
     """
 
     def __init__(self, path: pathlib.Path):
         """Raises UserError naming the file, and the tensor that is wrong."""
         self.path, self.size, self.metadata = path, path.stat().st_size, {}
-        with path.open("rb") as file:
-            self.mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if self.size else b""
+        self.mapped = map_file(path) if self.size else b""
         self.position, self.fields = 4, {}
         if self.mapped[:4] != b"GGUF":
             self._refuse("not a GGUF file" if self.size else "is empty; download it again")
@@ -57,8 +56,6 @@ class GgufFile:
         self.kinds = {name: kind for name, _, kind, _ in heads}
         for head in heads:
             self._add(*head)
-        if isinstance(self.mapped, mmap.mmap):
-            self.mapped.madvise(mmap.MADV_RANDOM)
 
     def _refuse(self, what: str):
         raise UserError(f"{self.path}: {what}")
@@ -89,7 +86,7 @@ class GgufFile:
         return [self._value(kind) for _ in range(count)]
 
     def _head(self) -> tuple[str, tuple[int, ...], int, int]:
-        """Of a tensor: name, shape with the last dimension last, type, and where its data begin."""
+        """-> a tensor's (name, shape in numpy's order, number of its type, offset in the data section)"""
         name, dimensions = self._text(), self._number("I")
         shape = [self._number("Q") for _ in range(dimensions)]
         return name, tuple(reversed(shape)), self._number("I"), self._number("Q")

@@ -1,10 +1,9 @@
-"""A GGUF file as a Hugging Face folder: its small files, and its tensors under the names they have there.
+"""A GGUF file as a Hugging Face folder: config.json, tokenizer files, and tensors with Hugging Face's names.
 
-Sources: ggml-org/llama.cpp, convert_hf_to_gguf.py and gguf-py/gguf/tensor_mapping.py: undone here.
+This undoes what ggml-org/llama.cpp's convert_hf_to_gguf.py and gguf-py/gguf/tensor_mapping.py do.
 """
 
 import atexit
-import hashlib
 import importlib.metadata
 import json
 import math
@@ -22,10 +21,10 @@ from checkpoints.errors import UserError, located
 from checkpoints.folders import cache_folder
 from checkpoints.gguf_file import PLAIN, GgufFile
 from checkpoints.gguf_tokenizer import write_tokenizer
-from checkpoints.tensor_files import StoredTensor, aligned_empty
+from checkpoints.tensor_files import StoredTensor, aligned_empty, file_checksum
 
-# general.architecture, and whether it has experts: model_type and class of config.json, and whether the rows
-# of q and k stand in the order of interleaved RoPE.
+# (general.architecture, whether there are experts) -> (model_type and class in config.json, whether the rows
+# of q and k are in the order of interleaved RoPE).
 ARCHITECTURES = {
     ("llama", False): ("llama", "LlamaForCausalLM", True),
     ("llama", True): ("mixtral", "MixtralForCausalLM", True),
@@ -67,13 +66,13 @@ NAMES = {
     "ffn_up_exps": "mlp.experts.{e}.up_proj",
     "ffn_down_exps": "mlp.experts.{e}.down_proj",
 }
-FOLDER = 1  # changes when what is written to a folder does
-CHECKSUMS = "checksums.json"  # of the other files in it
-PIECE = 2**15  # values computed at a time: few calls, and a core's cache holds what is between
+FOLDER = 1  # version of the small files that are written
+CHECKSUMS = "checksums.json"  # of the other small files
+PIECE = 2**15  # values that are dequantized at a time: few calls, and temporaries fit in a core's cache
 
 
 def open_gguf(path: pathlib.Path) -> tuple[pathlib.Path, dict[str, StoredTensor | Dequantized]]:
-    """-> (a folder with the model's small files, its tensors by their published names). Raises UserError."""
+    """-> (a folder with the model's small files, tensors by Hugging Face's names). Raises UserError."""
     file = GgufFile(path)
     if file.fields.get("split.count", 1) not in (0, 1):
         raise UserError(
@@ -85,17 +84,17 @@ def open_gguf(path: pathlib.Path) -> tuple[pathlib.Path, dict[str, StoredTensor 
 
 
 def _config(file: GgufFile) -> tuple[dict[str, Any], bool]:
-    """-> (a config.json, whether the rows of q and k stand in the order of interleaved RoPE)"""
-    said = file.fields.get("general.architecture")
-    prefix = f"{said}."
+    """-> (a config.json's content, whether the rows of q and k are in the order of interleaved RoPE)"""
+    architecture = file.fields.get("general.architecture")
+    prefix = f"{architecture}."
     fields = {name.removeprefix(prefix): x for name, x in file.fields.items() if name.startswith(prefix)}
     experts = bool(fields.get("expert_count"))
-    if (said, experts) not in ARCHITECTURES:
+    if (architecture, experts) not in ARCHITECTURES:
         known = ", ".join(name + " with experts" * more for name, more in ARCHITECTURES)
         raise UserError(
-            f"general.architecture = {said!r}{' with experts' * experts} is not supported ({known})"
+            f"general.architecture = {architecture!r}{' with experts' * experts} is not supported ({known})"
         )
-    model_type, name, interleaved = ARCHITECTURES[said, experts]
+    model_type, name, interleaved = ARCHITECTURES[architecture, experts]
     width = fields.pop("rope.dimension_count", None)
     fields.setdefault("attention.key_length", width)
     for other in (width, fields.pop("attention.value_length", None)):
@@ -105,7 +104,7 @@ def _config(file: GgufFile) -> tuple[dict[str, Any], bool]:
     config = {"architectures": [name], "model_type": model_type, "hidden_act": "silu"}
     for field, value in fields.items():
         if field in FIELDS:
-            # What was a number before it had 32 bits, it is again: 0.00001 rather than 0.0000099999997.
+            # The shortest decimal of a 32-bit float: 0.00001, not 0.0000099999997.
             config[FIELDS[field]] = float(str(np.float32(value))) if isinstance(value, float) else value
         elif value:
             raise UserError(f"{prefix}{field} = {value!r} is not supported")
@@ -124,7 +123,7 @@ def _config(file: GgufFile) -> tuple[dict[str, Any], bool]:
 
 
 def _scaling(factors: np.ndarray, theta: float) -> dict[str, Any] | None:
-    """Llama 3's rope_scaling, of which a file has what it does to each frequency. Raises UserError."""
+    """Llama 3's rope_scaling, found from its factor of each frequency. Raises UserError."""
     factor, lows, highs = float(factors.max()), 1.0, 4.0
     wavelengths = 2 * math.pi * theta ** (np.arange(len(factors)) / len(factors))
     for original in (2**n for n in range(6, 21)):
@@ -141,7 +140,7 @@ def _scaling(factors: np.ndarray, theta: float) -> dict[str, Any] | None:
 
 
 def _tensors(file: GgufFile, config: dict, interleaved: bool) -> Iterator[tuple[str, Any]]:
-    """The tensors under published names; of experts one each."""
+    """Yields (Hugging Face's name, tensor); each expert has a tensor of its own."""
     matrices = {file.kinds[name] for name, x in file.tensors.items() if len(x.shape) > 1}
     for name, raw in file.tensors.items():
         if name == "rope_freqs.weight":
@@ -165,7 +164,7 @@ def _tensors(file: GgufFile, config: dict, interleaved: bool) -> Iterator[tuple[
 
 
 def _halves(rows: int, heads: int) -> np.ndarray:
-    """[rows]: where each row is, if within a head one of the first half and one of the second take turns."""
+    """[rows]: the index of each row in a file that interleaves the two halves of a head."""
     if rows % (2 * heads):
         raise UserError(f"q or k has {rows} rows for {heads} heads")
     return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
@@ -174,7 +173,7 @@ def _halves(rows: int, heads: int) -> np.ndarray:
 def floats_of(
     name: str, raw: StoredTensor, kind: int, order: np.ndarray | None = None, expert: int | None = None
 ):
-    """A tensor, or that of one expert, with its rows in this order, as floats."""
+    """A tensor, or one expert's part of it, dequantized. order: the indices of its rows."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
     from gguf.quants import dequantize
 
@@ -187,7 +186,7 @@ def floats_of(
             return x.astype(np.float32)
         values = aligned_empty((*x.shape[:-1], x.shape[-1] // nbytes * block), np.float32)
         stored, found, step = x.reshape(-1, nbytes), values.reshape(-1, block), PIECE // block
-        for lo in range(0, len(stored), step):  # each as one row: of several, gguf takes 16 at a time
+        for lo in range(0, len(stored), step):  # as one row each: gguf loops over rows, 16 at a time
             piece = dequantize(stored[lo : lo + step].reshape(-1), ggml_type)
             found[lo : lo + step] = piece.reshape(-1, block)
         return values
@@ -210,7 +209,7 @@ def floats_of(
 
 
 def _small_files(file: GgufFile, config: dict) -> pathlib.Path:
-    """A folder in the cache, made once: config.json, generation_config.json, and the tokenizer's files."""
+    """A folder in the cache, written once: config.json, generation_config.json, and the tokenizer's files."""
     versions = importlib.metadata.version("transformers"), FOLDER
     name = f"{file.path.stem}-{file.checksum[:16]}-" + "-".join(map(str, versions))
     folder = cache_folder() / "gguf" / name
@@ -219,17 +218,16 @@ def _small_files(file: GgufFile, config: dict) -> pathlib.Path:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         new = pathlib.Path(tempfile.mkdtemp(dir=folder.parent))
-    except OSError:  # nothing can be kept there
+    except OSError:  # the cache cannot be written
         folder = new = pathlib.Path(tempfile.mkdtemp())
         atexit.register(shutil.rmtree, new, ignore_errors=True)
     try:
         _write_small_files(file, config, new)
-    except OSError as e:
+    except (OSError, UserError) as e:
         shutil.rmtree(new)
+        if isinstance(e, UserError):
+            raise
         raise UserError(f"{new}: {e.strerror or e}; make room there, or set XDG_CACHE_HOME") from None
-    except UserError:
-        shutil.rmtree(new)
-        raise
     if new != folder:
         try:
             if folder.is_dir() and not _is_whole(folder):
@@ -241,16 +239,12 @@ def _small_files(file: GgufFile, config: dict) -> pathlib.Path:
 
 
 def _is_whole(folder: pathlib.Path) -> bool:
-    """Whether all that was written to a folder is still there, as it was."""
+    """Whether all files of a folder are there and have their checksums."""
     try:
         checksums = json.loads((folder / CHECKSUMS).read_text())
-        return all(_checksum(folder / name) == x for name, x in checksums.items())
+        return all(file_checksum(folder / name) == x for name, x in checksums.items())
     except (OSError, ValueError):
         return False
-
-
-def _checksum(path: pathlib.Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _write_small_files(file: GgufFile, config: dict, folder: pathlib.Path) -> None:
@@ -259,5 +253,5 @@ def _write_small_files(file: GgufFile, config: dict, folder: pathlib.Path) -> No
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends} if ends else {}))
     write_tokenizer(file.fields, folder)
-    checksums = {path.name: _checksum(path) for path in sorted(folder.iterdir())}
+    checksums = {path.name: file_checksum(path) for path in sorted(folder.iterdir())}
     (folder / CHECKSUMS).write_text(json.dumps(checksums))

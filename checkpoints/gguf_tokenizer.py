@@ -1,4 +1,4 @@
-"""The tokenizer that a GGUF file describes, as the files that Hugging Face's loaders read."""
+"""The tokenizer of a GGUF file, written as Hugging Face's tokenizer.json and tokenizer_config.json."""
 
 import json
 import os
@@ -7,26 +7,28 @@ from typing import Any
 
 from checkpoints.errors import UserError
 
-LLAMA3 = ("llama3", "llama-v3", "llama-bpe")  # what such a file calls the way to split a text into words
+LLAMA3 = ("llama3", "llama-v3", "llama-bpe")  # GGUF's names of Llama 3's pre-tokenizer
 SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 
 def write_tokenizer(fields: dict[str, Any], folder: pathlib.Path) -> None:
     """Write tokenizer.json and tokenizer_config.json to a folder. fields: the file's. Raises UserError."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it advises, on import, to install PyTorch
-    said = {name.removeprefix("tokenizer."): x for name, x in fields.items() if name.startswith("tokenizer.")}
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # on import it advises to install PyTorch
+    settings = {
+        name.removeprefix("tokenizer."): x for name, x in fields.items() if name.startswith("tokenizer.")
+    }
     try:
-        tokenizer, special = _made_by_transformers(fields["general.architecture"], said)
+        tokenizer, special = _made_by_transformers(fields["general.architecture"], settings)
     except ImportError as e:
         raise UserError(f"its tokenizer needs a newer package: pip install -U transformers ({e})") from None
-    except Exception as e:  # it raises many kinds, for one reason: what is said of the tokenizer
+    except Exception as e:  # transformers raises many kinds where the file's description is wrong
         raise UserError(f"no tokenizer can be made of what is said of it ({e})") from None
     (folder / "tokenizer.json").write_text(tokenizer.to_str())
-    template = {"chat_template": said["chat_template"]} if "chat_template" in said else {}
+    template = {"chat_template": settings["chat_template"]} if "chat_template" in settings else {}
     (folder / "tokenizer_config.json").write_text(json.dumps(special | template))
 
 
-def _made_by_transformers(architecture: str, said: dict[str, Any]):
+def _made_by_transformers(architecture: str, settings: dict[str, Any]):
     """-> (a tokenizers.Tokenizer, its special tokens by their names)"""
     from tokenizers.processors import TemplateProcessing
     from transformers.integrations.gguf.gguf_tokenizer_mapping import (
@@ -35,15 +37,17 @@ def _made_by_transformers(architecture: str, said: dict[str, Any]):
     )
 
     known = GGUF_TOKENIZER_MAPPING["tokenizer"]
-    tokenizer, _ = convert_gguf_tokenizer(architecture, {known[x]: said[x] for x in known if x in said})
-    ids = {name: said.get(f"ggml.{theirs}_token_id") for name, theirs in SPECIAL.items()}
-    special = {name: said["ggml.tokens"][i] for name, i in ids.items() if i is not None}
-    like_llama3 = said.get("ggml.pre") in LLAMA3
+    tokenizer, _ = convert_gguf_tokenizer(
+        architecture, {known[x]: settings[x] for x in known if x in settings}
+    )
+    ids = {name: settings.get(f"ggml.{theirs}_token_id") for name, theirs in SPECIAL.items()}
+    special = {name: settings["ggml.tokens"][i] for name, i in ids.items() if i is not None}
+    like_llama3 = settings.get("ggml.pre") in LLAMA3
     if like_llama3:
-        tokenizer.model.ignore_merges = True  # a word that is a token is that
-    # What is not said of the first token is as llama.cpp has it.
-    first = said.get("ggml.add_bos_token", like_llama3 or said.get("ggml.model") == "llama")
-    around = {"bos_token": first, "eos_token": said.get("ggml.add_eos_token", False)}
+        tokenizer.model.ignore_merges = True  # a word that is a token is not split
+    # Where a file does not say whether a text begins with the BOS token, llama.cpp's default counts.
+    first = settings.get("ggml.add_bos_token", like_llama3 or settings.get("ggml.model") == "llama")
+    around = {"bos_token": first, "eos_token": settings.get("ggml.add_eos_token", False)}
     added = {name: [special[name]] if wanted and name in special else [] for name, wanted in around.items()}
     tokenizer.post_processor = TemplateProcessing(
         single=[*added["bos_token"], "$A", *added["eos_token"]],

@@ -1,32 +1,32 @@
-"""In what order a file holds the elements of a weight, and how any part of it is read in ours.
+"""The order in which a file stores the elements of a weight, and how any part of a weight is read from it.
 
-Orders are written in letters as in Stored. A letter that is there twice is split: first the number of a
-block, then the place in it. In our files the sharded letters come first, so that what a device holds of a
-weight is a few long runs: "DkgH" is stored as "KGDH". Where that would leave single elements, a letter is
-split: "Df" is stored as "FDF", and half of f is half of the tensor.
+A layout is written in letters, as in sharding.arrays.Stored. In a converted folder sharded letters come
+first, so that a device's shard is a few long runs of the file: "DkgH" is stored as "KGDH". If the innermost
+letter is sharded, runs would be short, so that letter is split into two axes, the number of a block and the
+position in the block: "Df" is stored as "FDF", and half of f is half of the tensor.
 """
 
 import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
 from checkpoints.tensor_files import ALIGNMENT, StoredTensor, aligned_copy, array_bytes
 from sharding.arrays import ArrayInfo, Stored
 
-SLAB_BYTES = 2**24  # of an array, converted or compared at a time
-BLOCKS = 64  # into which a letter is split: a device's share is whole blocks on up to as many devices
-Box = tuple[tuple[int, int], ...]  # of each letter of a weight, which elements [lo, hi)
+SLICE_BYTES = 2**24  # of an array that are converted or compared at a time
+BLOCKS = 64  # of a split letter, at most: on up to 64 devices a device's share is whole blocks
+Bounds = tuple[tuple[int, int], ...]  # the elements [lo, hi) of each letter of a weight
 
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
     """An axis of a stored tensor: one step along it is `width` elements along the letter.
 
-    width: 1, but where the letter is split: there the size of a block, and 0 for the place in one.
+    width: 1. Of a split letter: the block size on the axis of blocks, 0 on the axis of positions in a block.
     """
 
     letter: str
@@ -34,52 +34,52 @@ class Axis:
     width: int = 1
 
     def steps(self, lo: int, hi: int) -> slice:
-        """Those that have the elements [lo, hi) of the letter."""
+        """The steps that contain the elements [lo, hi) of the letter."""
         return slice(lo // self.width, -(-hi // self.width)) if self.width else slice(None)
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How a stored tensor holds an array.
+    """How a stored tensor contains an array.
 
-    shape:  the tensor's.
-    within: its axes when what is joined is taken apart, the parts in brackets still together: of each its
-            size, and which of it is the array's.
-    axes:   those of the array, in the tensor's order.
+    shape: of the tensor.
+    dims:  (size, the slice of it that belongs to the array) of each factor of the tensor's dimensions:
+           "(KH)D" has the factors K, H and D; parts in brackets, as in "[H+V]", are one factor.
+    axes:  of the array, in the tensor's order.
     """
 
     shape: tuple[int, ...]
-    within: tuple[tuple[int, slice], ...]
+    dims: tuple[tuple[int, slice], ...]
     axes: tuple[Axis, ...]
 
     def rows(self, lo: int, hi: int) -> tuple[int, int]:
-        """Where in the tensor's first dimension the steps [lo, hi) of the first axis are."""
-        size, ours = self.within[0]
+        """The rows [first, last) of the tensor that contain the steps [lo, hi) of the first axis."""
+        size, ours = self.dims[0]
         width = self.shape[0] // size
         step = width * (ours.stop - ours.start) // self.axes[0].size
         return ours.start * width + lo * step, ours.start * width + hi * step
 
     def view(self, rows: np.ndarray) -> np.ndarray:
-        """Such rows of the tensor -> what of them is the array's, axis by axis, in place."""
-        rows = rows.reshape(-1, *(size for size, _ in self.within[1:]))
-        rows = rows[:, *(ours for _, ours in self.within[1:])]
+        """Rows of the tensor -> a view of the array's part of them, one dimension for each axis."""
+        rows = rows.reshape(-1, *(size for size, _ in self.dims[1:]))
+        rows = rows[:, *(ours for _, ours in self.dims[1:])]
         return rows.reshape(-1, *(axis.size for axis in self.axes[1:]))
 
     @property
     def split(self) -> set[str]:
-        """The letters that have two axes: the number of a block, and the place in it."""
+        """The letters that have two axes: the number of a block, and the position in the block."""
         return {axis.letter for axis in self.axes if not axis.width}
 
     def order(self, info: ArrayInfo) -> list[int]:
-        """Which of the axes are those of each of our letters in turn."""
+        """The indices of the axes in the order of the declared letters."""
         axes = list(enumerate(self.axes))
         return [i for letter in info.letters.upper() for i, axis in axes if axis.letter == letter]
 
 
 def layout_of(info: ArrayInfo, stored: Stored) -> Layout:
-    """How the tensor at one of the places that are declared for an array holds it."""
+    """The layout of an array in one of the published tensors that are declared for it."""
     sizes = dict(stored.sizes) | dict(zip(info.letters.upper(), info.shape, strict=True))
-    shape, within, axes = [], [], []
+    shape, dims, axes = [], [], []
     for joined, alone in re.findall(r"\((.*?)\)|(\[.*?\]|\w)", stored.letters):
         shape.append(1)
         for factor in re.findall(r"\[.*?\]|\w", joined or alone):
@@ -87,14 +87,14 @@ def layout_of(info: ArrayInfo, stored: Stored) -> Layout:
             part = stored.part if len(parts) > 1 else 0
             widths = (math.prod(sizes[letter] for letter in letters) for letters in parts)
             ends = list(itertools.accumulate(widths, initial=0))
-            within.append((ends[-1], slice(*ends[part : part + 2])))
+            dims.append((ends[-1], slice(*ends[part : part + 2])))
             axes += [Axis(letter, sizes[letter]) for letter in parts[part]]
             shape[-1] *= ends[-1]
-    return Layout(tuple(shape), tuple(within), tuple(axes))
+    return Layout(tuple(shape), tuple(dims), tuple(axes))
 
 
 def file_layout(info: ArrayInfo) -> Layout:
-    """How our files hold an array."""
+    """The layout of an array in a converted folder."""
     sizes = dict(zip(info.letters, info.shape, strict=True))
     sharded = [letter for letter in info.letters if letter.islower()]
     whole = [letter for letter in info.letters if letter not in sharded]
@@ -109,7 +109,7 @@ def file_layout(info: ArrayInfo) -> Layout:
 
 
 def to_file_order(x, info: ArrayInfo):
-    """An array in our layout, all of it or whole blocks of some letters -> in the order of our files."""
+    """An array in the declared order, or whole blocks of it -> the order of `file_layout`."""
     layout, sizes = file_layout(info), dict(zip(info.letters.upper(), x.shape, strict=True))
     order = layout.order(info)
     axes = [layout.axes[i] for i in order]
@@ -119,7 +119,7 @@ def to_file_order(x, info: ArrayInfo):
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """The stored tensors of one declared array, which follow one another along the first axis of `layout`."""
+    """The stored tensors of one declared array: together they are the first axis of `layout`."""
 
     info: ArrayInfo
     tensors: tuple[StoredTensor, ...]
@@ -129,23 +129,23 @@ class Source:
     def nbytes(self) -> int:
         return array_bytes(self.tensors[0].dtype, self.info.shape)
 
-    def read(self, box: Box) -> np.ndarray:
-        """A part of the array in our layout: in place where the file has it so, else copied from there."""
-        axes, bounds = self.layout.axes, dict(zip(self.info.letters.upper(), box, strict=True))
+    def read(self, bounds: Bounds) -> np.ndarray:
+        """A part of the array in the declared order: a view of the file if it has that order, else a copy."""
+        axes, bounds = self.layout.axes, dict(zip(self.info.letters.upper(), bounds, strict=True))
         width = {axis.letter: axis.width for axis in axes if axis.width}
         x = self._read(*(axis.steps(*bounds[axis.letter]) for axis in axes))
         x = x.transpose(self.layout.order(self.info))
         if self.layout.split:
             x = aligned_copy(x)
         x = x.reshape([-1 if width[letter] > 1 else hi - lo for letter, (lo, hi) in bounds.items()])
-        first = {letter: lo % width[letter] for letter, (lo, _) in bounds.items()}  # in its block
+        first = {letter: lo % width[letter] for letter, (lo, _) in bounds.items()}  # position in its block
         return x[tuple(slice(first[key], first[key] + hi - lo) for key, (lo, hi) in bounds.items())]
 
     def _read(self, rows: slice, *rest: slice) -> np.ndarray:
-        """[rows, *rest] of the array in the order of the tensors, which it joins."""
+        """[rows, *rest] of the array in the order of the tensors, which are concatenated."""
         parts, first = [], 0
         for tensor in self.tensors:
-            alone = len(tensor.shape) < len(self.layout.shape)  # of one expert: one step of the axis
+            alone = len(tensor.shape) < len(self.layout.shape)  # one expert's tensor: one step of the axis
             whole = self.layout.axes[0].size if len(self.tensors) == 1 else tensor.shape[0]
             steps = 1 if alone else whole
             lo, hi = (min(max(row - first, 0), steps) for row in (rows.start, rows.stop))
@@ -156,29 +156,43 @@ class Source:
             first += steps
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def slabs(self, layouts: Iterable[Layout] = ()) -> tuple[str, list[tuple[int, int]]]:
-        """How to read it bit by bit: a letter that is not contracted, and its ranges.
+    def read_slices(
+        self, sources: Iterable["Source"], layouts: Iterable[Layout] = ()
+    ) -> Iterator[tuple[str, int, list[np.ndarray]]]:
+        """Read arrays with the letters of this one together, about SLICE_BYTES of this one at a time.
 
-        layouts: of what it is written to. Where one splits the letter, the ranges are whole blocks.
+        Yields (letter, lo, slices): of each source the elements of one letter from `lo` on, and all of the
+        other letters. The letter is not contracted. The slices' memory is released at the next step.
+        layouts: of the files that slices are written to or compared with; where one of them splits the
+        letter, a slice is whole blocks.
         """
-        layouts = self.layout, *layouts
+        sources, sizes = list(sources), dict(zip(self.info.letters.upper(), self.info.shape, strict=True))
         letter = next(x.letter for x in self.layout.axes if x.letter not in self.info.contracted.upper())
-        block = max(axis.width for layout in layouts for axis in layout.axes if axis.letter == letter)
-        size = self.info.shape[self.info.letters.upper().index(letter)]
-        rows = max(SLAB_BYTES * size // self.nbytes // block * block, block)
-        return letter, [(lo, min(lo + rows, size)) for lo in range(0, size, rows)]
+        axes = (axis for layout in (self.layout, *layouts) for axis in layout.axes)
+        block, size = max(axis.width for axis in axes if axis.letter == letter), sizes[letter]
+        step = max(SLICE_BYTES * size // self.nbytes // block * block, block)
+        for lo in range(0, size, step):
+            yield letter, lo, [source._read_range(letter, lo, min(lo + step, size)) for source in sources]
+            for source in sources:
+                source.forget()
 
-    def slab(self, letter: str, lo: int, hi: int) -> np.ndarray:
-        """All of the array, but of one letter the elements [lo, hi)."""
+    def _read_range(self, letter: str, lo: int, hi: int) -> np.ndarray:
+        """The elements [lo, hi) of one letter and all of the others."""
         letters = zip(self.info.letters.upper(), self.info.shape, strict=True)
         return self.read(tuple((lo, hi) if x == letter else (0, size) for x, size in letters))
 
     def can_stay(self, part: np.ndarray) -> bool:
-        """Whether XLA on a CPU uses this array where it is: in the file."""
+        """Whether XLA on a CPU uses this array in place, that is in the mapped file."""
         usable = part.flags.c_contiguous and part.ctypes.data % ALIGNMENT == 0
         return usable and any(tensor.holds(part) for tensor in self.tensors)
 
     def forget(self) -> None:
-        """Give back the memory of what was read in place."""
+        """Release the pages of the files that were read."""
         for tensor in self.tensors:
             tensor.forget()
+
+
+def same_bits(x: np.ndarray, y: np.ndarray) -> bool:
+    """Whether two arrays of one type are equal, NaN and signs of zero included."""
+    bits = np.dtype(f"u{x.itemsize}")
+    return np.array_equal(x.view(bits), y.view(bits))

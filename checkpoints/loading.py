@@ -1,4 +1,4 @@
-"""The weights of a checkpoint, put on a mesh."""
+"""Load the weights of a checkpoint onto a mesh."""
 
 import dataclasses
 import functools
@@ -9,15 +9,15 @@ from jax.sharding import Mesh, NamedSharding
 
 import model
 from checkpoints.checkpoint import Checkpoint
-from checkpoints.layouts import Box, Source
+from checkpoints.layouts import Bounds, Source
 from checkpoints.names import in_each_stage, named_infos, type_name
 from checkpoints.progress import progress
 from checkpoints.tensor_files import DTYPES
 from checkpoints.threads import WORKERS, in_order, no_garbage_collection
 from model import Weights
 from ops.platform import platform
-from quantize import INT8, Format, GroupedArray, QuantizedArray, unpack
-from sharding.arrays import ArrayInfo, in_form, regrouped
+from quantize import Format, QuantizedArray
+from sharding.arrays import ArrayInfo
 from sharding.mesh import STAGE
 from sharding.stages import in_stages
 
@@ -27,19 +27,19 @@ def load(
 ) -> Weights:
     """Put the weights on the mesh. A process reads what its devices hold; a CPU uses it in place if it can.
 
-    dtype: "bfloat16" or "float32", for what is not of few bits and declares no other. format: of what a
-    matmul contracts, computed on the devices; None: as in the checkpoint. If that has one, the others cannot
-    be, but int8 of it. show: progress, on stderr.
+    dtype: "bfloat16" or "float32", for what is not quantized and declares no other. format: of what a matmul
+    contracts, computed on the devices; None: as in the checkpoint. If the checkpoint has a format, it must be
+    stored as that. show: progress, on stderr.
     """
     config, stages, there = checkpoint.config, mesh.shape[STAGE], checkpoint.format
     format = format or there
-    if there and format not in (there, dataclasses.replace(INT8, of=there)):
+    if there and format.stored_as != there:
         raise ValueError(f"{checkpoint.folder}: is {there}, and cannot be {format}")
 
     def place(item: tuple[str, ArrayInfo]):
         name, info = item
         parts = checkpoint.stored(name, info)
-        wanted = None if info.form else DTYPES[type_name(info, dtype)]
+        wanted = None if info.quantization else DTYPES[type_name(info, dtype)]
         arrays, nbytes = [], 0
         for part, declared in parts.items():
             sources = [checkpoint.sources[x] for x in in_each_stage(part, config, stages)]
@@ -51,45 +51,38 @@ def load(
     stored = (x for item in named_infos(config, format=format) for x in checkpoint.stored(*item))
     total = sum(checkpoint.sources[x].nbytes for x in stored)
     with progress("loading weights", total, show=show) as bar, no_garbage_collection():
-        # What is to be of few bits is larger before; an accelerator may have no room for more of that.
+        # What is to be quantized is larger before; an accelerator may have no room for more of that.
         ahead = 1 if format != there else WORKERS
         for info, arrays, nbytes in in_order(place, named_infos(config, stages, format), ahead):
-            weights.append(_formed(arrays, info, mesh) if info.form else arrays[0])
+            weights.append(_quantized(arrays, info, mesh) if info.quantization else arrays[0])
             bar.update(nbytes)
     return jax.tree.unflatten(treedef, weights)
 
 
-def _formed(arrays: list[jax.Array], info: ArrayInfo, mesh: Mesh) -> QuantizedArray | GroupedArray:
-    """A weight in its form, from a float array, or from the values and the scale that are stored."""
-    if arrays[0].dtype == np.int8:
-        return stored_form(*arrays, info)
-    info = dataclasses.replace(info, stored=())  # those that differ in their names alone share a program
-    shardings = jax.tree.map(lambda part: NamedSharding(mesh, part.spec), info.held)
-    return jax.jit(_form, static_argnums=1, out_shardings=shardings)(arrays, info)
+def _quantized(arrays: list[jax.Array], info: ArrayInfo, mesh: Mesh) -> QuantizedArray:
+    """A quantized weight, from a float array, or from the components that are stored."""
+    info = dataclasses.replace(info, stored=None)  # those that differ in their names alone share a program
+    quantization, components = info.quantization, info.components
+    if len(arrays) > 1 and quantization.declare_stored(info) == components:  # as it is, perhaps in the file
+        return quantization.unpack(*arrays, info)
+    shardings = jax.tree.map(lambda component: NamedSharding(mesh, component.spec), components)
+    return jax.jit(_quantize, static_argnums=1, out_shardings=shardings)(arrays, info)
 
 
-def _form(arrays: list[jax.Array], info: ArrayInfo) -> QuantizedArray | GroupedArray:
-    if len(arrays) == 1:
-        return in_form(arrays[0], info)
-    return regrouped(stored_form(*arrays, info), info)
-
-
-def stored_form(values: jax.Array, scale: jax.Array, info: ArrayInfo) -> QuantizedArray | GroupedArray:
-    """The arrays of a converted folder as the form that they are of."""
-    if values.dtype == np.int8:
-        return QuantizedArray(values, scale)
-    return GroupedArray(unpack(values, len(info.first_letters + info.contracted)), scale)
+def _quantize(arrays: list[jax.Array], info: ArrayInfo) -> QuantizedArray:
+    quantization = info.quantization
+    return quantization.encode(*arrays, info) if len(arrays) == 1 else quantization.unpack(*arrays, info)
 
 
 def _place(info: ArrayInfo, sources: list[Source], mesh: Mesh, dtype: np.dtype | None) -> jax.Array:
-    """Give each device its part, with zeros for the padding that the mesh needs.
+    """Put an array on the mesh, padded with zeros to the shape that the mesh needs.
 
-    sources: of each stage, if the array is of a layer and there are several. dtype: None, as stored.
+    sources: one, or if an axis p stacks a layer of every stage, one per stage. dtype: None: the stored one.
     """
     padded, parts = info.padded_shape(mesh), []
 
     @functools.cache  # devices that hold the same shard ask for the same bounds
-    def read(stage: int, bounds: Box) -> np.ndarray:
+    def read(stage: int, bounds: Bounds) -> np.ndarray:
         source = sources[stage]
         inside = tuple((lo, min(hi, size)) for (lo, hi), size in zip(bounds, source.info.shape, strict=True))
         shape = [hi - lo for lo, hi in bounds]
@@ -100,9 +93,7 @@ def _place(info: ArrayInfo, sources: list[Source], mesh: Mesh, dtype: np.dtype |
         if inside == bounds:
             parts.append((source, part))
             return part
-        whole = np.zeros(shape, wanted)
-        whole[tuple(slice(0, size) for size in part.shape)] = part
-        return whole
+        return np.pad(part, [(0, size) for size in np.subtract(shape, part.shape)])
 
     def shard(index: tuple[slice, ...]) -> np.ndarray:
         bounds = tuple(part.indices(size)[:2] for part, size in zip(index, padded, strict=True))

@@ -1,27 +1,26 @@
 """What weights and their types are called in our files, and how published names become those of model.py.
 
-The published name of each weight stands with its declaration in model.py, what a family calls otherwise in
-families.py.
+Llama's name of each weight stands with its declaration in model.py, what a family calls otherwise in its file
+in families/.
 """
 
-import dataclasses
 import re
 from collections.abc import Iterator
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 
 import model
 from checkpoints.errors import UserError
-from checkpoints.families import Family
-from checkpoints.tensor_files import StoredTensor
+from checkpoints.tensor_files import DTYPES, StoredTensor
+from families.family import Family
 from model import Config
 from quantize import Format
 from sharding.arrays import ArrayInfo
 from sharding.stages import in_stages
 
 FLOATS = ("bfloat16", "float32")  # that a model may have
-TYPES = {"bfloat16": "BF16", "float32": "F32", "int8": "I8", "uint8": "U8"}  # safetensors' names
+TYPES = {dtype.name: name for name, dtype in DTYPES.items()}  # safetensors' names
 
 
 def named_infos(
@@ -46,34 +45,23 @@ def in_each_stage(name: str, config: Config, stages: int) -> list[str]:
 
 
 def stored_infos(name: str, info: ArrayInfo) -> dict[str, ArrayInfo]:
-    """The arrays that stand for a weight: itself, or the values of its form and their scale.
-
-    int4 values are there two by two, see quantize.pack.
-    """
-    if info.form is None:
+    """The arrays of a weight in our files: itself, or its components as its format stores them."""
+    if info.quantization is None:
         return {name: info}
-    held = info.held
-    values = packed(held.values) if info.form.bits == 4 else held.values
-    return {name + ".values": values, name + ".scale": held.scale}
-
-
-def packed(values: ArrayInfo) -> ArrayInfo:
-    """The declaration of the bytes of int4 values."""
-    shape = [n // 2 if letter == "I" else n for letter, n in zip(values.letters, values.shape, strict=True)]
-    return dataclasses.replace(values, shape=tuple(shape), dtype=np.uint8)
+    stored = info.quantization.declare_stored(info)
+    return {name + ".values": stored.values, name + ".scale": stored.scale}
 
 
 def type_name(info: ArrayInfo, dtype: str) -> str:
     """safetensors' name of an array's type in a model of `dtype`."""
-    return TYPES[dtype if info.dtype is None else np.dtype(info.dtype).name]
+    return TYPES[dtype if info.dtype is None else jnp.dtype(info.dtype).name]
 
 
 def renamed(tensors: dict[str, StoredTensor], family: Family) -> dict[str, StoredTensor]:
-    """Published tensors under the names that model.py declares. Raises UserError if two are the same one."""
+    """Published tensors under Llama's names. Raises UserError if two of them have the same one."""
     found = {}
     for name, tensor in tensors.items():
-        for pattern, replacement in family.renames:
-            name = pattern.sub(replacement, name)
+        name = family.llama_name(name)
         if name in found:
             raise UserError(
                 f"{tensor.file.path}: tensors {tensor.name} and {found[name].name} are the same one"

@@ -1,15 +1,15 @@
-"""How far long work is, on stderr."""
+"""Progress of long work, on stderr."""
 
 import sys
 
 
 def progress(what: str, total: int, done: int = 0, show: bool = True, unit: str = "B", delay: float = 0):
-    """A tqdm: a line on stderr of how much of the total is done, how fast, and how long it will take.
+    """A tqdm: a line on stderr with the part of the total that is done, the speed, and the time left.
 
-    On a terminal it is rewritten in place; elsewhere there is a line every half minute. delay: seconds until
-    the first; of what takes less there is none.
+    On a terminal the line is rewritten in place; elsewhere a line is printed every half minute.
+    delay: seconds without a line; shorter work prints none.
     """
-    from tqdm import tqdm  # not before an interrupt is heard
+    from tqdm import tqdm  # the import takes long, and signals must be handled before
 
     show = show and sys.stderr is not None
     seconds = 0.1 if show and sys.stderr.isatty() else 30

@@ -1,7 +1,7 @@
-"""safetensors files: their headers, checked; their values, memory-mapped; and new ones, written in any order.
+"""safetensors files: headers are checked, values memory-mapped, and new files written in any order.
 
-Not with the safetensors library, which copies what it reads, holds a file in memory to write it, and does not
-say which tensor is wrong. Source of the format: huggingface/safetensors README.
+The safetensors library would copy what it reads, hold a file in memory to write it, and not say which tensor
+is wrong. Source of the format: huggingface/safetensors README.
 """
 
 import collections
@@ -23,19 +23,20 @@ DTYPES = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(bfloat16),
     "I8": np.dtype(np.int8),
-    # Of these a model's weights are computed, see dequantized.py; the others it may not have.
+    # Only in checkpoints that others quantized, see dequantized.py.
     "F8_E4M3": np.dtype(float8_e4m3fn),
     "U8": np.dtype(np.uint8),
     "I32": np.dtype(np.int32),
     "I64": np.dtype(np.int64),
 }
+FLOAT_TYPES = ("F32", "F16", "BF16")
 OTHER_SIZES = {"BOOL": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I16": 2, "U16": 2, "U32": 4, "F64": 8, "U64": 8}
 MAX_HEADER = 100_000_000  # the format's own limit
-READ_AHEAD = 2**17  # bytes that a system reads at once, at least; a longer request may be cut short
-PAGE = 4096  # the data of our files begin at a multiple of it,
-ALIGNMENT = 64  # and tensors at one of this, where XLA can use them in place
+READ_AHEAD = 2**17  # bytes; systems may cut a longer request short
+PAGE = 4096  # the data section of our files begins at a multiple of PAGE,
+ALIGNMENT = 64  # and a tensor at a multiple of ALIGNMENT, so that XLA can use it in place
 SAMPLES = 16  # pages that `StoredTensor.sample` reads
-PARTIAL = ".partial"  # after the name of what is not whole yet
+PARTIAL = ".partial"  # suffix of a file that is being written
 
 
 def array_bytes(dtype: str, shape: tuple[int, ...]) -> int:
@@ -43,11 +44,11 @@ def array_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def aligned_empty(shape: tuple[int, ...], dtype) -> np.ndarray:
-    """Like np.empty, where XLA on a CPU uses it; what numpy places anywhere, it would copy once more."""
+    """Like np.empty, but aligned, so that XLA on a CPU uses the array in place instead of copying it."""
     nbytes = math.prod(shape) * np.dtype(dtype).itemsize
-    room = np.empty(nbytes + ALIGNMENT, np.uint8)
-    start = -room.ctypes.data % ALIGNMENT
-    return room[start : start + nbytes].view(dtype).reshape(shape)
+    buffer = np.empty(nbytes + ALIGNMENT, np.uint8)
+    start = -buffer.ctypes.data % ALIGNMENT
+    return buffer[start : start + nbytes].view(dtype).reshape(shape)
 
 
 def aligned_copy(x: np.ndarray) -> np.ndarray:
@@ -57,7 +58,7 @@ def aligned_copy(x: np.ndarray) -> np.ndarray:
 
 
 def parse_json(text: bytes | str, path: pathlib.Path | str) -> dict:
-    """The object that a file, its header, or a line of it is. Raises UserError naming the file."""
+    """Parse a JSON object in which no name occurs twice. Raises UserError naming the text's file."""
 
     def unique(pairs: list[tuple]) -> dict:
         names = collections.Counter(name for name, _ in pairs)
@@ -74,8 +75,16 @@ def parse_json(text: bytes | str, path: pathlib.Path | str) -> dict:
     return value
 
 
+def map_file(path: pathlib.Path) -> mmap.mmap:
+    """A file's bytes, read from the disk when they are used."""
+    with path.open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    mapped.madvise(mmap.MADV_RANDOM)  # reading ahead would fetch other processes' shards
+    return mapped
+
+
 class TensorFile:
-    """A safetensors file, of which the header has been read. tensors: what it holds, by name."""
+    """A safetensors file whose header has been read. tensors: by name. metadata: texts by name."""
 
     def __init__(self, path: pathlib.Path):
         """Raises UserError naming the file and the tensor that is wrong."""
@@ -93,15 +102,13 @@ class TensorFile:
             end, before = tensor.stop, f"tensor {tensor.name}"
         if end < self.size:
             self._refuse(f"{self.size - end} bytes follow {before}, the last")
-        with path.open("rb") as file:
-            self.mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self.mapped.madvise(mmap.MADV_RANDOM)  # what is read around a run would be another process's
+        self.mapped = map_file(path)
 
     def _refuse(self, what: str):
         raise UserError(f"{self.path}: {what}; download or convert it again")
 
     def _read_header(self) -> tuple[dict, int]:
-        """The header, and where it ends."""
+        """-> (the header, the position of its end)"""
         with self.path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if self.size < 8 or length > min(MAX_HEADER, self.size - 8):
@@ -130,7 +137,7 @@ class TensorFile:
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file, at bytes [start, stop)."""
+    """A tensor in bytes [start, stop) of a file."""
 
     name: str
     file: TensorFile
@@ -139,14 +146,21 @@ class StoredTensor:
     start: int
     stop: int
 
+    def __str__(self) -> str:
+        return f"{self.file.path}: tensor {self.name}"
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
     @property
     def values(self) -> np.ndarray:
-        """[*shape], in place: what is looked at is read from the file then, a page at a time."""
-        flat = np.frombuffer(self.file.mapped, np.uint8, self.stop - self.start, self.start)
+        """[*shape], a view of the file, which is read page by page when elements are used."""
+        flat = np.frombuffer(self.file.mapped, np.uint8, self.nbytes, self.start)
         return flat.view(DTYPES[self.dtype]).reshape(self.shape)
 
     def rows(self, lo: int, hi: int) -> np.ndarray:
-        """[hi - lo, ...]: some of the first dimension, in place."""
+        """[hi - lo, ...]: a view of rows [lo, hi)."""
         return self.values[lo:hi]
 
     def holds(self, part: np.ndarray) -> bool:
@@ -154,7 +168,7 @@ class StoredTensor:
         return np.may_share_memory(part, self.values)
 
     def read_ahead(self, part: np.ndarray) -> None:
-        """Have the system begin to read a view of `values`, with what is short between its runs."""
+        """Have the system begin to read a view of `values`, and gaps in it shorter than READ_AHEAD."""
         axis, run = part.ndim, part.itemsize
         while axis and (part.shape[axis - 1] == 1 or part.strides[axis - 1] < run + READ_AHEAD):
             axis -= 1
@@ -166,15 +180,16 @@ class StoredTensor:
                 self.file.mapped.madvise(mmap.MADV_WILLNEED, piece, min(READ_AHEAD, first + run - piece))
 
     def forget(self) -> None:
-        """Give back the memory of what was looked at. It may be looked at again."""
+        """Release the pages that were read; they are read again when they are used again."""
         first = self.start // mmap.PAGESIZE * mmap.PAGESIZE
         self.file.mapped.madvise(mmap.MADV_DONTNEED, first, max(self.stop - first, 1))
 
     def sample(self) -> str:
-        """sha256 of SAMPLES of its pages at even distances, with the first and the last; of all, if it is no
-        larger. In hexadecimal. Their memory is given back.
+        """sha256, in hexadecimal, of SAMPLES pages at even distances; of all bytes if there are no more.
+
+        The pages are released.
         """
-        size = self.stop - self.start
+        size = self.nbytes
         flat, firsts = self.values.reshape(-1).view(np.uint8), range(0, size, PAGE)
         if size > SAMPLES * PAGE:
             firsts = [i * (size - PAGE) // (SAMPLES - 1) for i in range(SAMPLES)]
@@ -188,10 +203,12 @@ class StoredTensor:
 
     def checksum(self) -> str:
         """sha256 of its bytes, in hexadecimal."""
-        return _checksum(self.file.path, self.start, self.stop)
+        return file_checksum(self.file.path, self.start, self.stop)
 
 
-def _checksum(path: pathlib.Path, start: int, stop: int) -> str:
+def file_checksum(path: pathlib.Path, start: int = 0, stop: int | None = None) -> str:
+    """sha256 of bytes [start, stop) of a file, by default of the whole file, in hexadecimal."""
+    stop = path.stat().st_size if stop is None else stop
     digest, buffer = hashlib.sha256(), memoryview(bytearray(2**20))
     with path.open("rb", buffering=0) as file:
         file.seek(start)
@@ -205,7 +222,7 @@ def _checksum(path: pathlib.Path, start: int, stop: int) -> str:
 
 
 def sync(path: pathlib.Path) -> None:
-    """Wait until a file, or a folder's names, are safe on the disk."""
+    """Wait until a file's content or a folder's list of names is on the disk."""
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)
@@ -218,19 +235,20 @@ def partial_path(path: pathlib.Path) -> pathlib.Path:
 
 
 def settle(path: pathlib.Path) -> None:
-    """Give what was written at `partial_path` its name, once it is safe on the disk."""
+    """Rename the file at `partial_path` to `path` once its content is on the disk."""
     sync(partial_path(path))
     partial_path(path).rename(path)
+    sync(path.parent)
 
 
 class NewFile:
-    """A safetensors file in the making, at `partial_path` until it is whole. Threads may share it.
+    """A safetensors file that is being written, at `partial_path` until it is whole. Threads may share it.
 
-    tensors: (type, shape) by name. Its metadata will hold the sha256 of each.
+    tensors: (type, shape) by name. The finished file's metadata has the sha256 of each tensor.
     """
 
     def __init__(self, path: pathlib.Path, tensors: dict[str, tuple[str, tuple[int, ...]]]):
-        # What would push those after it out of alignment comes last.
+        # A tensor whose size is no multiple of ALIGNMENT comes last: tensors behind it are not aligned.
         by_alignment = sorted(tensors.items(), key=lambda item: array_bytes(*item[1]) % ALIGNMENT != 0)
         self.path, self.tensors = path, dict(by_alignment)
         blank = dict.fromkeys(tensors, "0" * hashlib.sha256().digest_size * 2)
@@ -242,7 +260,7 @@ class NewFile:
         self.file.truncate(position)
 
     def _header(self, checksums: dict[str, str]) -> bytes:
-        """The header, of a length that does not depend on the checksums."""
+        """The header. Its length does not depend on the checksums."""
         fields, position = {"__metadata__": checksums}, 0
         for name, (dtype, shape) in self.tensors.items():
             first, position = position, position + array_bytes(dtype, shape)
@@ -252,7 +270,7 @@ class NewFile:
         return len(text).to_bytes(8, "little") + text
 
     def write(self, name: str, axis: int, first: int, values: np.ndarray) -> None:
-        """Put values at [..., first : first + n, ...] of a tensor, where n is their size along `axis`."""
+        """Write values to [..., first : first + n, ...] of a tensor, where n is their size along `axis`."""
         _, shape = self.tensors[name]
         before, row = math.prod(shape[:axis]), math.prod(shape[axis + 1 :]) * values.itemsize
         runs = np.ascontiguousarray(values).reshape(before, -1).view(np.uint8)
@@ -265,18 +283,12 @@ class NewFile:
             data, position = data[n:], position + n
 
     def checksum(self, name: str) -> str:
-        """sha256 of what the file now holds of a tensor."""
+        """sha256 of a tensor's bytes as they are in the file now."""
         start = self.starts[name]
-        return _checksum(partial_path(self.path), start, start + array_bytes(*self.tensors[name]))
+        return file_checksum(partial_path(self.path), start, start + array_bytes(*self.tensors[name]))
 
     def finish(self, checksums: dict[str, str]) -> None:
-        """Add the header, and the name."""
+        """Write the header, and give the file its name."""
         self._put(self._header({name: checksums[name] for name in self.tensors}), 0)
         self.file.close()
         settle(self.path)
-
-    def __enter__(self) -> "NewFile":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.file.close()

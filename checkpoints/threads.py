@@ -7,11 +7,11 @@ import gc
 import os
 from collections.abc import Callable, Iterable, Iterator
 
-WORKERS = min(os.cpu_count() or 1, 8)  # so many parts of weights are in memory at a time
+WORKERS = min(os.cpu_count() or 1, 8)  # threads, and so the number of weights that are in memory at a time
 
 
 def in_order(function: Callable, items: Iterable, ahead: int) -> Iterator:
-    """The results of function(item), in order, of threads that are at most `ahead` items ahead."""
+    """The results of function(item), in order; threads compute at most `ahead` of them in advance."""
     pending: collections.deque = collections.deque()
     with concurrent.futures.ThreadPoolExecutor(WORKERS) as pool:
         try:
@@ -28,7 +28,7 @@ def in_order(function: Callable, items: Iterable, ahead: int) -> Iterator:
 
 @contextlib.contextmanager
 def no_garbage_collection():
-    """jax runs a callback at each collection; where several threads make arrays, it crashes (jax 0.10.2)."""
+    """jax 0.10.2 crashes if Python collects garbage, which calls jax, while several threads make arrays."""
     enabled = gc.isenabled()
     gc.disable()
     try:

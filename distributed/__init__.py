@@ -1,1 +1,1 @@
-"""Several processes, one per host, are one computation: how they join, agree, and end together."""
+"""Several processes, usually one per host, run one computation: how they join, agree, and end together."""

@@ -1,7 +1,7 @@
-"""What the processes of a computation tell one another.
+"""How the processes of a computation exchange values.
 
-Values travel as JSON through the key-value store of jax's coordination service, which process 0 holds. No
-device takes part, so nothing is compiled for it, and no number is cut to the 32 bits that jax's arrays have.
+Values travel as JSON through the key-value store of jax's coordination service, which runs in process 0. No
+device takes part, so nothing is compiled, and no number is cut to the 32 bits of jax's arrays.
 """
 
 import itertools
@@ -15,11 +15,11 @@ from jax._src.distributed import global_state  # jax has no public name for the 
 from checkpoints.errors import UserError
 from distributed.watch import DAY
 
-_exchanges = itertools.count()  # the same in all processes: they exchange the same things in the same order
+_exchanges = itertools.count()  # the same number in all processes: they exchange values in the same order
 
 
 def process_count() -> int:
-    """As jax.process_count(), but before there are devices, too."""
+    """The same as jax.process_count(), which would initialize the devices."""
     return global_state.num_processes
 
 
@@ -32,7 +32,7 @@ def hostname() -> str:
 
 
 def gather(value) -> list:
-    """This value of every process, in their order. value: what JSON holds. All processes must call it."""
+    """The values of all processes, by process index. value: anything that JSON holds. All must call this."""
     if process_count() == 1:
         return [value]
     key = f"exchange/{next(_exchanges)}"
@@ -41,9 +41,10 @@ def gather(value) -> list:
 
 
 def from_first(function: Callable[[], Any]):
-    """What function() returns in the first process, in all; the others do not call it. All must call this.
+    """Call the function in process 0 and return its result in all processes. All must call this.
 
-    It returns what JSON holds. If it raises an exception there, all leave: the others with a UserError.
+    The result must be something that JSON holds. An exception of the function is raised in process 0, and in
+    the others a UserError with the same message.
     """
     if process_count() == 1:
         return function()
@@ -61,59 +62,61 @@ def from_first(function: Callable[[], Any]):
 
 
 class Broadcast:
-    """What the first process says to all others, again and again, for as long as it likes.
+    """Messages from process 0 to all others, any number of them.
 
-    Now and then the others note what they have heard, and the first deletes it.
+    The store keeps every message. So after every ACKNOWLEDGED messages each receiver writes how many it has
+    read into the store, and process 0 deletes those that all have read.
     """
 
-    NOTED = 64  # messages between two notes
+    ACKNOWLEDGED = 64  # messages
 
     def __init__(self):
-        self.number, self.deleted = 0, 0
+        self.number, self.deleted = 0, 0  # the next message; the first that is not deleted
 
     def say(self, value) -> None:
-        """value: what JSON holds."""
+        """Send a message, in process 0. value: anything that JSON holds."""
         _put(f"say/{self.number}", value)
         self.number += 1
-        if self.number % self.NOTED == 0:
-            notes = global_state.client.key_value_dir_get("heard/")
-            heard = min((int(n) for _, n in notes), default=0) if len(notes) == process_count() - 1 else 0
-            for number in range(self.deleted, heard):
+        if self.number % self.ACKNOWLEDGED == 0:
+            counts = [int(count) for _, count in global_state.client.key_value_dir_get("heard/")]
+            heard_by_all = min(counts) if len(counts) == process_count() - 1 else 0
+            for number in range(self.deleted, heard_by_all):
                 global_state.client.key_value_delete(f"say/{number}")
-            self.deleted = max(self.deleted, heard)
+            self.deleted = max(self.deleted, heard_by_all)
 
     def hear(self):
-        """The next message; it waits for it."""
+        """Wait for the next message and return it, in the other processes."""
         value = _get(f"say/{self.number}")
         self.number += 1
-        if self.number % self.NOTED == 0:
+        if self.number % self.ACKNOWLEDGED == 0:
             key = f"heard/{process_index()}"
             global_state.client.key_value_set(key, str(self.number), allow_overwrite=True)
         return value
 
 
 def flag(name: str) -> None:
-    """Any process may raise it, for the first."""
+    """Raise the flag of this name, in any process; `wait_for_flag` sees it in any other."""
     if process_count() > 1:
         global_state.client.key_value_set(f"flag/{name}", "", allow_overwrite=True)
 
 
 def wait_for_flag(name: str, then: Callable[[], None]) -> None:
-    """Call `then` when a process has raised it: in a thread of its own, for it waits."""
+    """Wait until a process raises the flag of this name, and call `then`. It blocks: give it a thread."""
     while process_count() > 1:
         try:
             global_state.client.blocking_key_value_get(f"flag/{name}", DAY * 1000)
-        except Exception as e:  # of a type of jaxlib's
+        except Exception as e:  # jaxlib's, whose type is not public
             if "DEADLINE_EXCEEDED" in str(e):
                 continue
-            return  # the processes have parted
+            return  # the processes have ended
         return then()
 
 
 def agree(values: dict[str, Any], remedy: str) -> None:
-    """Raises a UserError in every process unless all have the same values; all must call this.
+    """Raise the same UserError in every process if their values differ. All must call this.
 
-    values: what JSON holds, by what it is. remedy: what to do about a difference.
+    values: by the names that users know them by; anything that JSON holds. remedy: what to do about a
+    difference.
     """
     first, *others = gather([hostname(), values])
     for i, other in enumerate(others, 1):
@@ -129,5 +132,5 @@ def _put(key: str, value) -> None:
 
 
 def _get(key: str):
-    """It waits as long as it must: watch.py ends this process if the one that is to put it is gone."""
+    """Wait for the value of this key, without a limit: watch.py ends this process if its sender is gone."""
     return json.loads(global_state.client.blocking_key_value_get_bytes(key, DAY * 1000))

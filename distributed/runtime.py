@@ -1,6 +1,6 @@
-"""What jax's C++ runtime does when another process is gone: it prints stack traces, and aborts.
+"""When another process is gone, jax's C++ runtime prints stack traces and aborts.
 
-Here these words are kept back, and the abort becomes a call of ours.
+Here what it prints is withheld, and its abort calls a Python function instead.
 """
 
 import collections
@@ -13,19 +13,19 @@ import threading
 import time
 from collections.abc import Callable
 
-# Gloo's greetings; the coordination service's errors, and the stack traces that go with them.
-WORDS_ON_PEERS = re.compile(
+# Gloo's greetings, the coordination service's errors, and their stack traces.
+ABOUT_PEERS = re.compile(
     rb"\[Gloo\]|[EFW]\d{4} .*(coordination_|distributed service|distributed_runtime)|Additional GRPC"
     rb"|:UNKNOWN:Error|RPC: /xla|RPC: /tensorflow|\*\*\* Check failure|\s+@ |\s*$"
 )
-_kept_back: collections.deque[bytes] = collections.deque(maxlen=200)
-_callbacks: list = []  # as long as C may call them
+_withheld: collections.deque[bytes] = collections.deque(maxlen=200)  # lines
+_callbacks: list = []  # they must not be garbage collected while C may call them
 
 
-def keep_back_words() -> Callable[[], None]:
-    """Take what C++ writes to stdout and stderr; pass on to stderr what is not about other processes.
+def withhold_output() -> Callable[[], None]:
+    """Redirect what C++ prints: lines about other processes are withheld, all others go to stderr.
 
-    What Python prints goes on as before. -> a function that undoes this.
+    What Python prints goes to stdout and stderr as before. Returns a function that undoes all this.
     """
     standard = {1: sys.stdout, 2: sys.stderr}
     originals = {descriptor: os.dup(descriptor) for descriptor in standard}
@@ -40,8 +40,8 @@ def keep_back_words() -> Callable[[], None]:
     def pass_on() -> None:
         with open(reading, "rb") as lines:
             for line in lines:
-                if WORDS_ON_PEERS.match(line):
-                    _kept_back.append(line)
+                if ABOUT_PEERS.match(line):
+                    _withheld.append(line)
                 else:
                     os.write(originals[2], line)
 
@@ -62,15 +62,16 @@ def keep_back_words() -> Callable[[], None]:
 
 
 def call_on_abort(function: Callable[[bool], None]) -> None:
-    """Call this function when C++ aborts, in the thread that does, with whether the words are about peers.
+    """Call this function when C++ aborts, in the thread that aborts.
 
-    To be called once more when devices are there: the runtime of TPUs installs a handler of its own.
+    function: its argument says whether the coordination service is the reason. Call this once more when there
+    are devices: the TPU runtime installs a signal handler of its own.
     """
 
     @ctypes.CFUNCTYPE(None, ctypes.c_int)
     def handler(_) -> None:
-        time.sleep(0.2)  # until the last words have been read
-        function(any(b"distributed service" in line for line in _kept_back))
+        time.sleep(0.2)  # until `pass_on` has read the last lines
+        function(any(b"distributed service" in line for line in _withheld))
 
     _callbacks.append(handler)
     set_handler = ctypes.CDLL(None).signal
@@ -78,6 +79,6 @@ def call_on_abort(function: Callable[[bool], None]) -> None:
     set_handler(signal.SIGABRT, ctypes.cast(handler, ctypes.c_void_p))
 
 
-def words() -> str:
-    """What was kept back, the latest."""
-    return b"".join(_kept_back).decode(errors="replace")
+def withheld_output() -> str:
+    """The latest lines that were withheld."""
+    return b"".join(_withheld).decode(errors="replace")

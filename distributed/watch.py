@@ -1,15 +1,14 @@
-"""No process waits for one that is gone: they watch one another, and end together.
+"""Processes watch one another and end together, so that none waits for another that is gone.
 
-Every second a thread writes a sign of life into the key-value store of jax's coordination service, and reads
-those of the others. A process that is silent for too long is gone; one that must leave says why before it
-does. Then all leave, with one line that names it and its host. The store is in process 0: if that does not
-answer, process 0 is gone.
+Every second each process writes a heartbeat into the key-value store of jax's coordination service, and reads
+the heartbeats of the others. A process whose heartbeats stop is given up. A process that must end writes its
+reason into the store first. In both cases all processes end, with one line that names that process and its
+host. The store is in process 0: if the store does not answer, process 0 is given up.
 
-Nothing here takes long to import: a command may have to leave before it has imported jax.
+This file imports nothing that takes long: a command may have to end before it has imported jax.
 """
 
 import contextlib
-import json
 import os
 import sys
 import threading
@@ -18,76 +17,79 @@ import traceback
 from collections.abc import Iterator
 from typing import NoReturn
 
-INTERVAL = 1.0  # seconds between two signs of life
-SUSPICIOUS = 5.0  # seconds of silence that say enough when a computation with the others has failed
+INTERVAL = 1.0  # seconds between two heartbeats
+SUSPICIOUS = 5.0  # seconds without a heartbeat, after which another process is to blame for an exception
 DAY = 24 * 60 * 60  # seconds
 
-watch: "Watch | None" = None  # of this process, once it has joined others
+watch: "Watch | None" = None  # this process's own, once it has joined others
 
 
 class Watch:
-    """What a process knows of the others.
+    """Two threads: one exchanges heartbeats with the other processes, one decides which process is gone.
 
-    client: of jax's coordination service. seconds: how long a process may be silent.
+    client: jax's client of its coordination service. index: of this process. hosts: the host of each process.
+    seconds: without a heartbeat, after which a process is given up.
     """
 
-    def __init__(self, client, index: int, count: int, host: str, seconds: float):
-        self.client, self.index, self.count, self.seconds = client, index, count, seconds
-        self.hosts = {index: host}
-        self.answered = time.monotonic()  # when process 0 last did
-        self.signs = {i: ("", self.answered) for i in range(count) if i != index}  # the last, and since when
+    def __init__(self, client, index: int, hosts: list[str], seconds: float):
+        self.client, self.index, self.hosts, self.seconds = client, index, hosts, seconds
+        self.answered = time.monotonic()  # when the store, which is in process 0, last answered
+        # The last heartbeat of each other process, and when it was first seen.
+        self.heartbeats = {i: ("", self.answered) for i in range(len(hosts)) if i != index}
         self.ended, self.leaving = threading.Event(), threading.Lock()
-        self.threads = [threading.Thread(target=f, daemon=True) for f in (self._exchange_signs, self._judge)]
+        loops = self._exchange_heartbeats, self._judge
+        self.threads = [threading.Thread(target=loop, daemon=True) for loop in loops]
         for thread in self.threads:
             thread.start()
 
-    def _exchange_signs(self) -> None:
+    def _exchange_heartbeats(self) -> None:
         number = 0
         while not self.ended.wait(INTERVAL if number else 0):
             number += 1
-            sign = json.dumps([self.hosts[self.index], number])
             try:
-                self.client.key_value_set(f"sign/{self.index}", sign, allow_overwrite=True)
-                signs = self.client.key_value_dir_get("sign/")
+                self.client.key_value_set(f"heartbeat/{self.index}", str(number), allow_overwrite=True)
+                heartbeats = self.client.key_value_dir_get("heartbeat/")
                 reasons = self.client.key_value_dir_get("reason/")
-            except Exception:  # of a type of jaxlib's: nobody listens where process 0 did
+            except Exception:  # jaxlib's, whose type is not public: process 0 does not listen any more
                 self.blame(0, "has ended")
             self.answered = time.monotonic()
-            for index, sign in _by_index(signs):
-                self.hosts[index] = json.loads(sign)[0]
-                if index != self.index and sign != self.signs[index][0]:
-                    self.signs[index] = sign, self.answered
+            for index, heartbeat in _by_index(heartbeats):
+                if index != self.index and heartbeat != self.heartbeats[index][0]:
+                    self.heartbeats[index] = heartbeat, self.answered
             for index, reason in _by_index(reasons):
                 if index != self.index:
                     self.blame(index, reason)
 
     def _judge(self) -> None:
-        """In a thread of its own: while process 0 is stopped, whoever asks its store waits."""
+        """Give up processes. The thread that reads the store cannot: it waits while process 0 is stopped."""
         while not self.ended.wait(INTERVAL / 2):
-            seen = [(0, self.answered), *((index, since) for index, (_, since) in self.signs.items())]
+            seen = [(0, self.answered), *((index, since) for index, (_, since) in self.heartbeats.items())]
             for index, since in seen:
                 if since < time.monotonic() - self.seconds:
                     self.blame(index, f"has not answered for {self.seconds:.0f} s: it is stopped, or dead")
 
     def blame(self, index: int, reason: str) -> NoReturn:
-        """Leave because of another process, and say so once more for those who did not hear it."""
-        host = f" (on {self.hosts[index]})" if index in self.hosts else ""
-        self.leave(1, f"\nerror: process {index} of {self.count}{host} {reason}", index, reason)
+        """Leave because of another process, and put the reason into the store for the others to read."""
+        process = f"process {index} of {len(self.hosts)} (on {self.hosts[index]})"
+        self.leave(1, f"\nerror: {process} {reason}", index, reason)
 
     def leave(self, code: int, line: str, index: int, reason: str) -> NoReturn:
-        """End this process, whatever its threads do, and so all. index: of the process that is the reason."""
+        """End this process, whatever its threads do, and with it all others.
+
+        line: for stderr. index, reason: which process is to blame, and for what, as the others will say.
+        """
         if not self.leaving.acquire(blocking=False):
-            time.sleep(DAY)  # another thread is about to end this process
+            time.sleep(DAY)  # another thread is ending this process
         with contextlib.suppress(Exception):
             if line:
                 print(line, file=sys.stderr, flush=True)
-                _silence_stderr()  # where a progress bar would go on
+                _silence_stderr()  # a progress bar of another thread would write after the line
             sys.stdout.flush()
         telling = threading.Thread(target=self._tell, args=(index, reason), daemon=True)
         telling.start()
         telling.join(2 * INTERVAL)  # the store may not answer
         if self.index == 0:
-            time.sleep(2 * INTERVAL)  # the others read the reason from this process
+            time.sleep(2 * INTERVAL)  # the others read the reason from the store, which is in this process
         os._exit(code)
 
     def _tell(self, index: int, reason: str) -> None:
@@ -95,18 +97,20 @@ class Watch:
             self.client.key_value_set(f"reason/{index}", reason, allow_overwrite=True)
 
     def failed(self) -> NoReturn:
-        """Leave because of the exception that is being handled, unless another process is gone: a computation
-        with it fails, too.
+        """Leave because of the exception that is being handled.
+
+        The computation also fails if another process is gone, and then that process is to be named. So wait
+        until every other process has sent a heartbeat after the failure, or `_judge` has given one up.
         """
-        # What is read three intervals from now was written after the failure.
+        # A heartbeat that is first seen three intervals from now was sent after the failure.
         seen, self.seconds = time.monotonic() + 3 * INTERVAL, min(self.seconds, SUSPICIOUS)
-        while any(since < seen for _, since in self.signs.values()):  # `_judge` does not wait for ever
+        while any(since < seen for _, since in self.heartbeats.values()):
             time.sleep(INTERVAL / 2)
         reason = " ".join(str(sys.exception()).split()) or type(sys.exception()).__name__
         self.leave(1, traceback.format_exc().rstrip(), self.index, f"has failed: {reason}")
 
     def finish(self) -> None:
-        """Wait until all have come to their end, and part from them."""
+        """Wait until all processes have come to their end, then disconnect from them."""
         import jax
 
         self.client.wait_at_barrier("finish", DAY * 1000)
@@ -127,15 +131,16 @@ def _by_index(entries: list[tuple[str, str]]) -> Iterator[tuple[int, str]]:
         yield int(key.rpartition("/")[2]), value
 
 
-def start(client, index: int, count: int, host: str, seconds: float) -> None:
+def start(client, index: int, hosts: list[str], seconds: float) -> None:
     global watch
-    watch = Watch(client, index, count, host, seconds)
+    watch = Watch(client, index, hosts, seconds)
 
 
 def leave(code: int, line: str, reason: str, at_once: bool = False) -> NoReturn:
-    """End this process with a line on stderr; others that it has joined end too, with the reason.
+    """End this process with a line on stderr; the processes that it has joined end with it.
 
-    at_once: not by an exception, which only the main thread could raise.
+    reason: what they say of this process. at_once: by os._exit instead of SystemExit, for threads other than
+    the main one.
     """
     if watch:
         watch.leave(code, line, watch.index, reason)
@@ -145,12 +150,12 @@ def leave(code: int, line: str, reason: str, at_once: bool = False) -> NoReturn:
 
 
 def failed() -> None:
-    """What an exception that no user can mend means to the others, if there are any."""
+    """Tell the other processes, if any, of the exception that is being handled, and end with them."""
     if watch:
         watch.failed()
 
 
 def finish() -> None:
-    """Come to the end together with the others, if there are any."""
+    """Wait for the other processes, if there are any, to come to their end too."""
     if watch:
         watch.finish()

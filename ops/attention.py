@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash_attention
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-from ops.gpu import flash, takes
+from ops.gpu import flash, supports
 from ops.kv_cache import KV, key_beside_value, map_slots
 from ops.platform import on_gpu, on_tpu
 from ops.tpu import LANES, put_slots, take_slots, varying
@@ -256,7 +256,10 @@ def dequantized(kv: KV) -> tuple[Array, Array]:
 
 def use_flash(q: Array, kv: KV) -> bool:
     return (
-        on_gpu() and kv.columns == key_beside_value(q.shape[-1]) and q.shape[-1] in FLASH and takes(kv.values)
+        on_gpu()
+        and kv.columns == key_beside_value(q.shape[-1])
+        and q.shape[-1] in FLASH
+        and supports(kv.values)
     )
 
 

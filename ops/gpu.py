@@ -15,7 +15,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from ops.tpu import precision, result
-from quantize import GroupedArray, nibbles
+from quantize import QuantizedArray, nibbles
 
 try:
     from jax.experimental.pallas.triton import CompilerParams, load, store
@@ -30,7 +30,7 @@ COLUMNS = 128  # of M, of a program of `grouped_dot`
 MASKED = -1e30  # a score that no exponential survives, without the NaN of inf - inf
 
 
-def takes(x: Array) -> bool:
+def supports(x: Array) -> bool:
     """Whether the kernels can read x: Pallas counts its elements in 32 signed bits, until it has 4 GiB.
 
     int4 they read as pairs, see `grouped_dot`.
@@ -144,17 +144,18 @@ def _flash(q, values, scale, low, high, o, lse, *, parts: int):
     lse[...] = jnp.where(any_seen, peak * math.log(2) + jnp.log(total), -jnp.inf)
 
 
-def grouped_dot(x: Array, w: Array | GroupedArray, sizes: Array) -> Array:
+def grouped_dot(x: Array, w: Array | QuantizedArray, sizes: Array) -> Array:
     """`lax.ragged_dot`, which reads no expert without rows and no weight in another type: -> [N,M] float32.
 
-    x: [N,D], the rows of expert 0, then those of expert 1... w: [E,D,M], float or int8; or int4, [E,D,I,M]
-    where D counts groups, and M is even. sizes: [E] int32. Rows beyond their sum are left undefined.
+    x: [N,D], the rows of expert 0, then those of expert 1... w: [E,D,M], float or int8 values; or int4,
+    values [E,D,I,M] where D counts groups, and M is even. sizes: [E] int32. Rows beyond their sum are left
+    undefined.
     """
     (N, D), E, M = x.shape, sizes.size, jax.tree.leaves(w)[0].shape[-1]
     rows = min(128, max(16, pl.next_power_of_2(pl.cdiv(N, E))))
     deep = 64 if x.dtype.itemsize < 4 else 32
     scale, each = None, 1  # each: columns in an entry of w
-    if isinstance(w, GroupedArray):
+    if isinstance(w, QuantizedArray):
         deep, each = min(deep, w.values.shape[2]), 2
         w, scale = (part.reshape(*part.shape[:-1], M // 2, 2) for part in (w.values, w.scale))
         # XLA holds int4 two a byte, the first in the low bits: nothing moves.

@@ -1,8 +1,8 @@
 """Routed experts: each row through the experts chosen for it, reading only the experts that have rows.
 
 Letters as in model.py, uppercase for what this device has: R rows (all tokens of all rows of the batch), A
-choices per row, D model width, E experts, M width of an expert. Weights may be int8, or int4 in groups, of
-which I is the size: their D or M, where it is contracted, is D,I or M,I and counts groups.
+choices per row, D model width, E experts, M width of an expert. Weights may be quantized. Of int4 the D or M
+that is contracted is D,I or M,I: the first counts groups, I is the place in a group.
 """
 
 from functools import partial
@@ -14,17 +14,11 @@ from jax.dtypes import itemsize_bits
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ops.gpu import grouped_dot, takes
-from ops.platform import on_gpu, on_tpu
+from ops import gpu
+from ops.matmul import scheme_of
+from ops.platform import platform
 from ops.tpu import in_hbm, precision, result
-from quantize import (
-    PART,
-    GroupedArray,
-    QuantizedArray,
-    dequantize_groups,
-    int8_parts,
-    values_and_scale,
-)
+from quantize import PART, QuantizedArray, int8_parts, values_and_scale
 
 FEW_ROWS = 128  # so many times int8 weights are multiplied about as fast as they are read: 120 times on v5e
 VMEM_BYTES = 48 << 20  # of VMEM that the kernel may use; half of it for blocks of weights
@@ -35,10 +29,10 @@ def expert_mlp(x: Array, expert: Array, factor: Array, gate, up, down, scales: s
     """The sum over a row's experts of SwiGLU(factor · x), or of factor · SwiGLU(x): [R,D] -> [R,D] float32.
 
     expert: [R,A] int32, E for one that is not on this device. factor: [R,A]. scales: "input" or "output".
-    gate, up: [E,D,M], down: [E,M,D], float, int8 or int4. No row is dropped, however they are distributed.
+    gate, up: [E,D,M], down: [E,M,D], float or quantized. No row is dropped, however they are distributed.
     On TPUs few rows read active experts only, unless their blocks do not fit, see `block_width`.
     """
-    if on_tpu() and x.shape[0] <= FEW_ROWS and block_width(gate, down):
+    if platform() == "tpu" and x.shape[0] <= FEW_ROWS and block_width(gate, down):
         return active_experts(x, expert, factor, gate, up, down, scales)
     return sorted_rows(x, expert, factor, gate, up, down, scales)
 
@@ -54,18 +48,8 @@ def sorted_rows(x: Array, expert: Array, factor: Array, gate, up, down, scales: 
     if scales == "input":
         rows = (rows * factor).astype(x.dtype)
 
-    def dot(x: Array, w: Array | QuantizedArray | GroupedArray) -> Array:
-        if isinstance(w, GroupedArray):
-            if on_gpu() and takes(w.values):
-                return grouped_dot(x, w, sizes)
-            w = as_floats(w, x.dtype)  # for many rows, once
-        values, scale = values_and_scale(w)
-        if on_gpu() and takes(values):  # XLA's product takes each row through all experts there
-            y = grouped_dot(x, values, sizes)
-        else:
-            if not on_tpu():  # there int8 goes in as it is; a cast would write all experts to memory again
-                values = values.astype(x.dtype)
-            y = lax.ragged_dot(x, values, sizes, preferred_element_type=jnp.float32)
+    def dot(x: Array, w: Array | QuantizedArray) -> Array:
+        y, scale = RAGGED_DOTS.get((platform(), scheme_of(w)), plain_ragged_dot)(x, w, sizes)
         return y if scale is None else y * scale.at[chosen[order]].get(mode="clip")
 
     h = jax.nn.silu(dot(rows, gate)) * dot(rows, up)
@@ -75,10 +59,42 @@ def sorted_rows(x: Array, expert: Array, factor: Array, gate, up, down, scales: 
     return y.reshape(-1, A, y.shape[-1]).sum(1)
 
 
-def as_floats(w: GroupedArray, dtype) -> Array:
-    """[E,D,I,M] in int4 -> [E,D,M]."""
-    w = dequantize_groups(w, 2, dtype)
-    return w.reshape(w.shape[0], -1, w.shape[-1])
+def plain_ragged_dot(x: Array, w: Array | QuantizedArray, sizes: Array) -> tuple[Array, Array | None]:
+    """Sorted rows times their experts' matrices: -> ([N,M] float32, its scale [E,M] or None)."""
+    quantized = isinstance(w, QuantizedArray)
+    matrices, scale = w.format.expert_matrices(w, x.dtype) if quantized else (w.astype(x.dtype), None)
+    return lax.ragged_dot(x, matrices, sizes, preferred_element_type=jnp.float32), scale
+
+
+def ragged_dot_on_tpu(x: Array, w: Array | QuantizedArray, sizes: Array) -> tuple[Array, Array | None]:
+    """int8 goes in as it is: a conversion would write all experts to memory again."""
+    values, scale = values_and_scale(w)
+    return lax.ragged_dot(x, values, sizes, preferred_element_type=jnp.float32), scale
+
+
+def ragged_dot_on_gpu(x: Array, w: Array | QuantizedArray, sizes: Array) -> tuple[Array, Array | None]:
+    """XLA's product takes each row through all experts."""
+    values, scale = values_and_scale(w)
+    return (
+        (gpu.grouped_dot(x, values, sizes), scale) if gpu.supports(values) else plain_ragged_dot(x, w, sizes)
+    )
+
+
+def int4_ragged_dot_on_gpu(x: Array, w: QuantizedArray, sizes: Array) -> tuple[Array, Array | None]:
+    """The kernel multiplies by the groups' scales, too."""
+    if gpu.supports(w.values):
+        return gpu.grouped_dot(x, w, sizes), None
+    return ragged_dot_on_gpu(x, w.format.expert_matrices(w, x.dtype)[0], sizes)
+
+
+# By platform and scheme. What is not here is multiplied by `plain_ragged_dot`.
+RAGGED_DOTS = {
+    ("tpu", "float"): ragged_dot_on_tpu,
+    ("tpu", "int8"): ragged_dot_on_tpu,
+    ("gpu", "float"): ragged_dot_on_gpu,
+    ("gpu", "int8"): ragged_dot_on_gpu,
+    ("gpu", "int4"): int4_ragged_dot_on_gpu,
+}
 
 
 def active_experts(
@@ -90,18 +106,17 @@ def active_experts(
     experts, with factor 0 where it was not chosen: that takes no longer than reading the weights. What is
     left of the grid asks for the last block again, and so fetches nothing.
     """
-    grouped = isinstance(gate, GroupedArray)
-    parts = ((w.values, w.scale) if grouped else values_and_scale(w) for w in (gate, up, down))
-    weights, units = zip(*parts, strict=True)
+    int4 = scheme_of(gate) == "int4"
+    weights, units = zip(*map(values_and_scale, (gate, up, down)), strict=True)
     E, M = weights[0].shape[0], weights[0].shape[-1]
     (R, D), width, steps = x.shape, block_width(gate, down), min(E, expert.size)
     if not interpret:
         weights, units = in_hbm((weights, units))
     chosen = expert[..., None] == jnp.arange(E)  # RAE
     factors = jnp.sum(jnp.where(chosen, factor[..., None].astype(jnp.float32), 0), 1)
-    padding = ((0, -R % (2 * ROW_TILE if grouped else ROW_TILE)), (0, 0))
+    padding = ((0, -R % (2 * ROW_TILE if int4 else ROW_TILE)), (0, 0))
     x, factors = jnp.pad(x, padding), jnp.pad(factors, padding)
-    rows = int8_parts(x) if grouped else (x,)
+    rows = int8_parts(x) if int4 else (x,)
 
     def block(i, j, active, n_active):
         """(expert, block of M) at a point of the grid."""
@@ -113,7 +128,7 @@ def active_experts(
     def whole(x: Array) -> pl.BlockSpec:
         return pl.BlockSpec(x.shape, lambda *_: (0, 0))
 
-    if grouped:
+    if int4:
         (n, size), (M_groups, M_size) = weights[0].shape[1:3], weights[2].shape[1:3]
         columns = spec(None, n, size, width, at=lambda e, j: (e, 0, 0, j))
         rest = spec(None, width // M_size, M_size, D, at=lambda e, j: (e, j, 0, 0))
@@ -129,7 +144,7 @@ def active_experts(
             rest = spec(min(E, ROW_TILE), D, at=lambda e, j: (e // ROW_TILE, 0))
             unit_specs = columns, columns, rest
     y = pl.pallas_call(
-        partial(_active_grouped_experts if grouped else _active_experts, scales=scales),
+        partial(ACTIVE_EXPERTS[scheme_of(gate)], scales=scales),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(steps, M // width),
@@ -161,7 +176,7 @@ def _active_experts(active, n_active, rows, factors, weights, units, y, *, scale
     _add_expert(active, n_active, factors, y, gated, scales)
 
 
-def _active_grouped_experts(active, n_active, rows, factors, weights, units, y, *, scales: str):
+def _active_int4_experts(active, n_active, rows, factors, weights, units, y, *, scales: str):
     """`_active_experts` of int4 weights: a product of integers for each group, see `int8_parts`."""
     j, (parts, unit) = pl.program_id(1), rows
 
@@ -210,6 +225,10 @@ def _add_expert(active, n_active, factors, y, gated, scales: str) -> None:
         y[...] += down if scales == "input" else down * factor
 
 
+# The TPU's kernels, by scheme. What is not here goes through `sorted_rows`.
+ACTIVE_EXPERTS = {"float": _active_experts, "int8": _active_experts, "int4": _active_int4_experts}
+
+
 def active_first(active: Array, n: int) -> tuple[Array, Array]:
     """The first n true entries, the last one repeated, and their number: [E] bool -> [n] int32, [1] int32."""
     rank = jnp.cumsum(active) - 1
@@ -219,14 +238,15 @@ def active_first(active: Array, n: int) -> tuple[Array, Array]:
 
 
 def block_width(gate, down) -> int | None:
-    """Columns of M that the kernel takes per step: 256, 128 or all; None if two of each do not fit, or if of
-    gate and down only one is int4.
+    """Columns of M that the kernel takes per step: 256, 128 or all.
+
+    None if two blocks of each matrix do not fit, or if gate and down have different kernels or none.
     """
-    grouped = isinstance(gate, GroupedArray)
-    if grouped != isinstance(down, GroupedArray):
+    kernels = {ACTIVE_EXPERTS.get(scheme_of(w)) for w in (gate, down)}
+    if len(kernels) > 1 or None in kernels:
         return None
-    values, group = (gate.values, down.values.shape[2]) if grouped else (values_and_scale(gate)[0], 1)
-    M = values.shape[-1]
+    values, M = values_and_scale(gate)[0], jax.tree.leaves(gate)[0].shape[-1]
+    group_size = down.values.shape[2] if scheme_of(down) == "int4" else 1
     column = values.size // values.shape[0] // M * itemsize_bits(values.dtype) // 8
     largest = VMEM_BYTES // 12 // column
-    return next((n for n in (256, 128, M) if M % n == 0 and n % group == 0 and n <= largest), None)
+    return next((n for n in (256, 128, M) if M % n == 0 and n % group_size == 0 and n <= largest), None)

@@ -1,72 +1,106 @@
-"""The product of activations and weights, float, int8 or int4, in the form that this platform is fast at."""
+"""The product of activations and weights, by the kernel that this platform has for the weights' format."""
 
 import math
 
 import jax.numpy as jnp
 from jax import Array, lax
 
+from ops import gpu, tpu
 from ops.cpu import contract
-from ops.gpu import grouped_dot, takes
-from ops.platform import on_cpu, on_gpu, on_tpu
-from quantize import PART, GroupedArray, QuantizedArray, dequantize_groups, int8_parts, values_and_scale
+from ops.platform import platform
+from quantize import (
+    PART,
+    QuantizedArray,
+    activation_groups,
+    contracted_count,
+    int8_parts,
+    values_and_scale,
+)
 
 FEW_ROWS = 256  # up to which int4 is multiplied as it is, no slower than after bfloat16 was made of it once
 
 
-def einsum(spec: str, x: Array, w: Array | QuantizedArray | GroupedArray, out_dtype=None) -> Array:
-    """`jnp.einsum(spec, x, w)` summed in float32, where w may be int8 or int4.
+def scheme_of(w: Array | QuantizedArray) -> str:
+    """The key of a weight in a table of kernels: the scheme of its format, or "float"."""
+    return w.format.scheme if isinstance(w, QuantizedArray) else "float"
 
-    Both end in the letters that are contracted; what is left of x, then of w, is the output, where a letter
-    of both stands once: of a matrix per head, "bTgN,gLN->bTgL". Of int4 they are the letters of what it
-    stands for, see GroupedArray. The int8 scale has w's letters in the output and
-    multiplies that: where XLA fuses the cast, an int8 weight costs one byte of traffic. Returns `out_dtype`
-    or x's dtype.
+
+def einsum(spec: str, x: Array, w: Array | QuantizedArray, out_dtype=None) -> Array:
+    """`jnp.einsum(spec, x, w)` summed in float32, where w may be quantized. Returns `out_dtype` or x's dtype.
+
+    Both operands end in the contracted letters. The output has what is left of x's letters, then of w's; a
+    letter that is in all three, as of one matrix per head in "bTgN,gLN->bTgL", stands once in the output.
     """
+    kernel = KERNELS.get((platform(), scheme_of(w)), plain_einsum)
+    return kernel(spec, x, w).astype(out_dtype or x.dtype)
+
+
+def plain_einsum(spec: str, x: Array, w: Array | QuantizedArray) -> Array:
+    """The product on any platform, float32. A CPU multiplies in float32: XLA has no other batched product."""
+    dtype = jnp.float32 if platform() == "cpu" else x.dtype
+    if isinstance(w, QuantizedArray):
+        return w.format.einsum(spec, x, w, dtype)
+    return jnp.einsum(spec, x.astype(dtype), w.astype(dtype), preferred_element_type=jnp.float32)
+
+
+def einsum_on_cpu(spec: str, x: Array, w: Array | QuantizedArray) -> Array:
+    """Floats, or int8 with a scale per channel; one matrix per head is multiplied as on any platform."""
     inputs, output = spec.split("->")
     ours, theirs = inputs.split(",")
-    n = (len(ours) + len(theirs) - len(output)) // 2  # contracted, if no letter is in all three
-    if isinstance(w, GroupedArray):
-        return grouped(x, w, n).astype(out_dtype or x.dtype)
+    if set(ours) & set(theirs) & set(output):
+        return plain_einsum(spec, x, w)
+    n = contracted_count(spec)
+    assert ours[-n:] == theirs[-n:] and output == ours[:-n] + theirs[:-n], spec
     values, scale = values_and_scale(w)
-    if not on_cpu():
-        y = jnp.einsum(spec, x, values.astype(x.dtype), preferred_element_type=jnp.float32)
-    elif set(ours) & set(theirs) & set(output):
-        y = jnp.einsum(spec, x.astype(jnp.float32), values.astype(jnp.float32))
-    else:
-        assert ours[-n:] == theirs[-n:] and output == ours[:-n] + theirs[:-n], spec
-        y = contract(x, values, n)
-    y = y if scale is None else y * scale
-    return y.astype(out_dtype or x.dtype)
+    y = contract(x, values, n)
+    return y if scale is None else y * scale
 
 
-def grouped(x: Array, w: GroupedArray, n: int) -> Array:
-    """The sum of products over the last n axes of x: [b,T,...] and an int4 array -> [b,T,...] float32.
+def int4_on_tpu(spec: str, x: Array, w: QuantizedArray) -> Array:
+    """Few rows are multiplied as integers, in two int8 parts: XLA fuses all of it, and reads four bits.
 
-    Each group has a scale of its own, so there is a sum for each group, and then one over the scaled sums. On
-    TPUs few rows are multiplied as integers, in two int8 parts: XLA fuses all of it, and reads four bits. On
-    GPUs a kernel does, the experts' with one of them.
+    Each group has a scale of its own, so there is a sum for each group, and then one over the scaled sums.
     """
-    group, outputs = w.values.shape[n], w.scale.shape[n:]
-    lead, kept = x.shape[:-n], tuple(range(n))
-    x = x.reshape(-1, *x.shape[-n:-1], x.shape[-1] // group, group)  # rows, sums, place in a group
-    places, rows = n + 1, x.shape[0]
-    if on_tpu() and rows <= FEW_ROWS:
-        parts, unit = int8_parts(x)
-        sums = lax.dot_general(
-            parts, w.values.astype(jnp.int8), (((places,), (n,)), (tuple(range(1, places)), kept)),
-            preferred_element_type=jnp.int32,
-        )  # fmt: skip
-        y = jnp.sum(sums.astype(jnp.float32) * jnp.expand_dims(w.scale, n), kept)
-        high, low = jnp.split(y, 2)
-        y = (high + low / PART) * unit.reshape(rows, *(1,) * len(outputs))
-    elif on_gpu() and rows <= FEW_ROWS and takes(w.values):
-        M = math.prod(outputs)
-        expert = GroupedArray(w.values.reshape(1, -1, group, M), w.scale.reshape(1, -1, M))
-        y = grouped_dot(x.reshape(rows, -1), expert, jnp.array([rows]))
-    else:
-        dtype = jnp.float32 if on_cpu() else x.dtype
-        # Behind a barrier, for else XLA would make it anew for each block of rows.
-        whole = lax.optimization_barrier(dequantize_groups(w, n, dtype))
-        axes = (tuple(range(1, places + 1)), tuple(range(places)))
-        y = lax.dot_general(x.astype(dtype), whole, (axes, ((), ())), preferred_element_type=jnp.float32)
+    n = contracted_count(spec)
+    lead, outputs = x.shape[:-n], w.scale.shape[n:]
+    if math.prod(lead) > FEW_ROWS:
+        return plain_einsum(spec, x, w)
+    groups, kept = tuple(range(1, n + 1)), tuple(range(n))
+    parts, unit = int8_parts(activation_groups(x, w, n))
+    sums = lax.dot_general(
+        parts, w.values.astype(jnp.int8), (((n + 1,), (n,)), (groups, kept)),
+        preferred_element_type=jnp.int32,
+    )  # fmt: skip
+    y = jnp.sum(sums.astype(jnp.float32) * jnp.expand_dims(w.scale, n), kept)
+    high, low = jnp.split(y, 2)
+    y = (high + low / PART) * unit.reshape(-1, *(1,) * len(outputs))
     return y.reshape(*lead, *outputs)
+
+
+def int4_on_gpu(spec: str, x: Array, w: QuantizedArray) -> Array:
+    """Few rows go through the experts' kernel, as those of one expert."""
+    n = contracted_count(spec)
+    lead, outputs = x.shape[:-n], w.scale.shape[n:]
+    rows, M = math.prod(lead), math.prod(outputs)
+    if rows > FEW_ROWS or not gpu.supports(w.values):
+        return plain_einsum(spec, x, w)
+    expert = QuantizedArray(
+        w.values.reshape(1, -1, w.values.shape[n], M), w.scale.reshape(1, -1, M), w.format
+    )
+    return gpu.grouped_dot(x.reshape(rows, -1), expert, jnp.array([rows])).reshape(*lead, *outputs)
+
+
+# By platform and scheme. What is not here is multiplied by `plain_einsum`.
+KERNELS = {
+    ("cpu", "float"): einsum_on_cpu,
+    ("cpu", "int8"): einsum_on_cpu,
+    ("tpu", "int4"): int4_on_tpu,
+    ("gpu", "int4"): int4_on_gpu,
+}
+
+
+def take_rows(matrix: Array | QuantizedArray, rows: Array) -> Array:
+    """`tpu.take_rows` of a matrix [V,D] that may be quantized, with a scale per row."""
+    values, scale = values_and_scale(matrix)
+    x = tpu.take_rows(values, rows)
+    return x if scale is None else x.astype(scale.dtype) * scale[rows][..., None]

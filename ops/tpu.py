@@ -39,15 +39,17 @@ def in_hbm(tree):
 
 
 def take_rows(matrix: Array, rows: Array) -> Array:
-    """Rows of a matrix, exactly: [V,D], [...] int32 -> [...,D]. Those outside of it are undefined.
+    """Rows of a matrix, exactly: [V,D], [...] int32 -> [...,D]. Rows outside of it are undefined.
 
-    On TPUs by a Pallas call that reads the tiles which hold them, int8 as bfloat16: XLA would copy all of an
-    int8 matrix into another layout, and all of a float one into VMEM, if it fits. Else, and for many rows,
-    its gather reads less.
+    On TPUs by a Pallas call that reads the tiles of these rows, int8 as bfloat16: XLA would copy a whole int8
+    matrix into another layout, and a whole float one into VMEM, if it fits. For other matrices, and for many
+    rows of a float one, XLA's gather reads less.
     """
     V, D = matrix.shape
     int8, nbytes = matrix.dtype == jnp.int8, matrix.size * matrix.dtype.itemsize
-    if not on_tpu() or not int8 and (rows.size > LANES or D % LANES or nbytes > MOVED_BYTES):
+    if not (on_tpu() and matrix.dtype in (jnp.int8, jnp.bfloat16, jnp.float32)):
+        return matrix[rows]
+    if not int8 and (rows.size > LANES or D % LANES or nbytes > MOVED_BYTES):
         return matrix[rows]
     dtype, tile_rows = jnp.bfloat16 if int8 else matrix.dtype, TILE // matrix.dtype.itemsize
     flat = jnp.clip(rows.reshape(-1), 0, V - 1)

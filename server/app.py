@@ -1,4 +1,7 @@
-"""The HTTP side: OpenAI's API with server-sent events, the page, health and metrics. It knows no engine."""
+"""The HTTP application: OpenAI's API with server-sent events, the chat page, health and metrics.
+
+It runs on an event loop of its own thread and reaches the engine only through server.loop.EngineLoop.
+"""
 
 import asyncio
 import concurrent.futures
@@ -22,23 +25,27 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from server.api_requests import BadRequest, ServedModel, parse_request
+from server.api_responses import ApiResponse
 from server.http import LINGER
-from server.loop import EngineLoop, Job, News, Refused
-from server.questions import BadRequest, Served, read_question
-from server.replies import Reply
-from serving.grammar import NO_WAY_ON
+from server.loop import EngineLoop, Event, Job, Refused
+from serving.grammar import GRAMMAR_STUCK
 
 PAGE = pathlib.Path(__file__).with_name("page.html")
 MAX_BODY = 8 << 20  # bytes
-BODY_SECONDS = 30.0  # for a body to arrive
-KEEP_ALIVE = 5.0  # seconds between two comments that say that a stream is alive
-HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+BODY_SECONDS = 30.0  # within which the body of a request must arrive
+KEEP_ALIVE = 5.0  # seconds between two comments that keep a stream open
+STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 def make_app(loop: EngineLoop, key: str | None, origins: list[str], local: bool) -> Starlette:
-    """key: what a client must show, if anything. origins: whose pages may ask. local: whether only this
-    machine can ask; then pages of other names, which another machine may have made lead here, cannot.
+    """The application around an EngineLoop.
+
+    key: the API key that clients must send, if any. origins: web origins whose pages may use the API. local:
+    whether the port can be reached from this machine only; then requests for any other host name are refused,
+    because a page of another site can make its own name resolve to this machine (DNS rebinding).
     """
+    refusals = {404: no_such_path, 405: no_such_path, BadRequest: refused, Refused: refused}
     app = Starlette(
         routes=[
             Route("/", page),
@@ -53,42 +60,51 @@ def make_app(loop: EngineLoop, key: str | None, origins: list[str], local: bool)
             Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]),
             Middleware(Guard, loop=loop, key=key, local=local),
         ],
-        exception_handlers={404: no_such_path, 405: no_such_path, Exception: unexpected},
+        exception_handlers=refusals | {Exception: unexpected},
     )
     app.state.loop, app.state.served = loop, None
-    app.state.grammars = concurrent.futures.ThreadPoolExecutor(1)  # some take long: they wait for one another
+    app.state.grammars = concurrent.futures.ThreadPoolExecutor(1)  # a slow grammar delays grammars only
     loop.deliver = deliver_from_thread
     return app
 
 
-def deliver_from_thread(news: list[tuple[Job, News]]) -> None:
-    """What the engine's thread calls: each job's owner is a queue of an event loop that runs in another."""
-    loops = {}
-    for job, said in news:
-        loops.setdefault(job.owner.loop, []).append((job, said))
-    for loop, told in loops.items():
-        with contextlib.suppress(RuntimeError):  # it has ended
-            loop.call_soon_threadsafe(put_all, told)
+def deliver_from_thread(events: list[tuple[Job, Event]]) -> None:
+    """Called in the engine's thread: pass events to their jobs' listeners, which belong to event loops."""
+    by_loop = {}
+    for job, event in events:
+        by_loop.setdefault(job.listener.loop, []).append((job, event))
+    for loop, own in by_loop.items():
+        with contextlib.suppress(RuntimeError):  # the event loop has ended
+            loop.call_soon_threadsafe(put_all, own)
 
 
-def put_all(news: list[tuple[Job, News]]) -> None:
-    for job, said in news:
-        job.owner.queue.put_nowait((job, said))
+def put_all(events: list[tuple[Job, Event]]) -> None:
+    for job, event in events:
+        job.listener.events.append((job, event))
+        job.listener.woken.set()
 
 
 class Listener:
-    """Where the news of a reply's jobs arrive; from `tick` to `close`, now and then None."""
+    """Collects the events of one response's jobs; after `tick` it also wakes up every KEEP_ALIVE seconds."""
 
     def __init__(self):
-        self.loop, self.queue, self.timer = asyncio.get_running_loop(), asyncio.Queue(), None
+        self.loop, self.events, self.woken = asyncio.get_running_loop(), [], asyncio.Event()
+        self.timer = None
 
     def tick(self) -> None:
         if self.timer:
-            self.queue.put_nowait(None)
+            self.woken.set()
         self.timer = self.loop.call_later(KEEP_ALIVE, self.tick)
 
     def close(self) -> None:
         self.timer.cancel()
+
+    async def take(self) -> list[tuple[Job, Event]]:
+        """The events since the last call; it waits for one, or for a tick."""
+        await self.woken.wait()
+        self.woken.clear()
+        taken, self.events = self.events, []
+        return taken
 
 
 def error(
@@ -107,15 +123,26 @@ async def no_such_path(request: Request, e) -> Response:
     return error(f"there is no {request.url.path[:60]} here", 404)
 
 
+async def refused(request: Request, e: BadRequest | Refused) -> Response:
+    if isinstance(e, BadRequest):
+        response = error(str(e), e.status, e.param, e.code)
+    elif e.retry_after is None:
+        response = error(f"the server is not ready: {e}", 503)
+    else:
+        response = error(str(e), 429, code="queue_full", retry_after=str(e.retry_after))
+    request.app.state.loop.metrics.refused.labels(response.status_code).inc()
+    return response
+
+
 async def unexpected(request: Request, e: Exception) -> Response:
-    """A fault of the server's, of which it tells those who run it more."""
+    """A fault of the server: the traceback goes to stderr, its type to the client."""
     with contextlib.suppress(OSError):  # stderr may be a file on a full disk
         traceback.print_exception(e)
     return error(f"the server has failed at this request: {type(e).__name__}", 500)
 
 
 class Guard:
-    """Lets in who has the key, if there is one, and on a local server no page of another origin."""
+    """Middleware that refuses requests without the API key or, if there is none, for foreign host names."""
 
     def __init__(self, app, loop: EngineLoop, key: str | None, local: bool):
         self.app, self.loop, self.key, self.local = app, loop, key, local
@@ -141,7 +168,10 @@ class Guard:
 
 
 def password(credentials: str) -> str:
-    """That of HTTP's basic authentication, by which browsers ask for one; "" if there is none."""
+    """The password in the credentials of HTTP basic authentication, which browsers ask their users for.
+
+    "" if there is none.
+    """
     try:
         return b64decode(credentials, validate=True).decode().partition(":")[2]
     except ValueError:
@@ -149,7 +179,7 @@ def password(credentials: str) -> str:
 
 
 def is_local(host: str) -> bool:
-    """Whether a name in a URL is this machine's for itself."""
+    """Whether a Host header names the loopback interface."""
     try:
         name = urlsplit(f"//{host}").hostname or ""
         return name == "localhost" or ipaddress.ip_address(name).is_loopback
@@ -158,22 +188,24 @@ def is_local(host: str) -> bool:
 
 
 async def page(request: Request) -> Response:
-    """It may run and ask for nothing but what is in it and on this server, and stand in no other page."""
+    """The chat page. Its content security policy allows its own inline style and script, requests to this
+    server, and no embedding in other pages.
+    """
     text = PAGE.read_text()
     policy = dict.fromkeys(("default-src", "base-uri", "form-action", "frame-ancestors"), "'none'")
-    policy |= {"connect-src": "'self'"} | {f"{tag}-src": hashed(tag, text) for tag in ("style", "script")}
+    policy |= {"connect-src": "'self'"} | {f"{tag}-src": csp_hash(tag, text) for tag in ("style", "script")}
     header = "; ".join(f"{name} {value}" for name, value in policy.items())
     return HTMLResponse(text, headers={"content-security-policy": header})
 
 
-def hashed(tag: str, page: str) -> str:
-    """What allows the page's own element of this kind, and no other."""
+def csp_hash(tag: str, page: str) -> str:
+    """The policy's source expression for the page's inline element of this tag."""
     content = re.search(f"<{tag}[^>]*>(.*?)</{tag}>", page, re.DOTALL)[1]
     return f"'sha256-{b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
 
 
 def state_of(loop: EngineLoop) -> tuple[str, str | None]:
-    """-> (a word, why the server is not ready)."""
+    """-> (the status in one word, why the server is not ready or None)."""
     if loop.draining:
         return "draining", "it is about to end"
     return ("ready", None) if loop.ready else ("loading", "the model is being loaded, or compiled")
@@ -189,12 +221,12 @@ async def metrics(request: Request) -> Response:
 
 
 async def models(request: Request) -> Response:
-    served: Served | None = request.app.state.served
+    served: ServedModel | None = request.app.state.served
     if served is None:
         return error(f"the server is not ready: {state_of(request.app.state.loop)[1]}", 503, retry_after="5")
     described = dict(
         id=served.names[0], object="model", created=served.created, owned_by="llama-jax",
-        max_model_len=served.positions,
+        max_model_len=served.max_len,
     )  # fmt: skip
     name = request.path_params.get("name")
     if name is None:
@@ -213,41 +245,29 @@ async def completions(request: Request) -> Response:
 
 
 async def answer(request: Request, chat: bool) -> Response:
-    """Check, submit, and reply: whole, or in parts as they come."""
+    """Parse the request, submit its jobs, and respond with one JSON object or a stream."""
     loop, served = request.app.state.loop, request.app.state.served
-    try:
-        if served is None or not loop.ready:
-            raise Refused(state_of(loop)[1], retry_after=None)
-        body = await read_body(request)
-        # Others do not wait for a grammar that takes long.
-        threads = request.app.state.grammars if b"response_format" in body else None
-        question = await asyncio.get_running_loop().run_in_executor(
-            threads, read_question, body, served, chat
-        )
-        if len(question.requests) > loop.capacity:
-            what = f"{len(question.requests)} answers are more than this server has rows and places to wait"
-            raise BadRequest(f"{what}: {loop.capacity}", "n")
-        listener = Listener()
-        jobs = [Job(x, question.new_stream(), listener) for x in question.requests]
-        loop.submit(jobs)
-    except BadRequest as e:
-        refusal = error(str(e), e.status, e.param, e.code)
-    except Refused as e:
-        if e.retry_after is None:
-            refusal = error(f"the server is not ready: {e}", 503)
-        else:
-            refusal = error(str(e), 429, code="queue_full", retry_after=str(e.retry_after))
-    else:
-        reply = Reply(question, jobs)
-        return (Events if question.stream else Whole)(loop, listener, jobs, reply)
-    loop.metrics.refused.labels(refusal.status_code).inc()
-    return refusal
+    if served is None or not loop.ready:
+        raise Refused(state_of(loop)[1], retry_after=None)
+    body = await read_body(request)
+    # A grammar that takes seconds to compile must not delay requests without one.
+    threads = request.app.state.grammars if b"response_format" in body else None
+    parsed = await asyncio.get_running_loop().run_in_executor(threads, parse_request, body, served, chat)
+    if len(parsed.requests) > loop.capacity:
+        what = f"{len(parsed.requests)} answers are more than this server has rows and places to wait"
+        raise BadRequest(f"{what}: {loop.capacity}", "n")
+    listener = Listener()
+    jobs = [Job(request, parsed.new_stream(), listener) for request in parsed.requests]
+    loop.submit(jobs)
+    kind = StreamedResponse if parsed.stream else WholeResponse
+    return kind(loop, listener, jobs, ApiResponse(parsed, jobs))
 
 
 async def read_body(request: Request) -> bytes:
-    """Raises BadRequest for one that is too large, too slow, or does not say that it is JSON.
+    """The body of a request. Raises BadRequest if it is too large or too slow, or its type is not JSON.
 
-    A page of another origin cannot send JSON unasked, as it can send a text.
+    The type matters: a browser lets a page of another origin send text without asking this server, but not
+    JSON.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -271,90 +291,94 @@ async def read_body(request: Request) -> bytes:
     return b"".join(parts)
 
 
-class Pending(Response):
-    """A response whose jobs are cancelled when its client leaves, or does not read it."""
+class JobsResponse(Response):
+    """Sends a response by `respond`; cancels its jobs when the client disconnects or reads too slowly."""
 
-    def __init__(self, loop: EngineLoop, listener: Listener, jobs: list[Job], reply: Reply):
-        self.loop, self.listener, self.jobs, self.reply = loop, listener, jobs, reply
+    def __init__(self, loop: EngineLoop, listener: Listener, jobs: list[Job], content: ApiResponse):
+        self.loop, self.listener, self.jobs, self.content = loop, listener, jobs, content
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        tell = asyncio.ensure_future(self.tell(scope, receive, send))
-        gone = asyncio.ensure_future(self.until_gone(receive))
+        respond = asyncio.ensure_future(self.respond(scope, receive, send))
+        disconnected = asyncio.ensure_future(self.until_disconnected(receive))
         self.listener.tick()
         try:
             limit = self.loop.seconds + LINGER
-            await asyncio.wait({tell, gone}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
-            if tell.done():
-                tell.result()
+            await asyncio.wait({respond, disconnected}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            if respond.done():
+                respond.result()
         finally:
             self.loop.cancel(self.jobs)
             self.listener.close()
-            for task in (tell, gone):
+            for task in (respond, disconnected):
                 task.cancel()
-            await asyncio.gather(tell, gone, return_exceptions=True)
+            await asyncio.gather(respond, disconnected, return_exceptions=True)
 
-    async def until_gone(self, receive: Receive) -> None:
+    async def until_disconnected(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    async def tell(self, scope: Scope, receive: Receive, send: Send) -> None:
-        raise NotImplementedError
-
-    async def news(self) -> AsyncIterator[tuple[Job, News] | None]:
-        """All of the jobs' news, to the end, and now and then None."""
+    async def events(self) -> AsyncIterator[list[tuple[Job, Event]]]:
+        """The events of all jobs up to their ends, as Listener.take returns them."""
         left = len(self.jobs)
         while left:
-            told = await self.listener.queue.get()
-            left -= told is not None and told[1].finish_reason is not None
-            yield told
+            events = await self.listener.take()
+            left -= sum(event.finish_reason is not None for _, event in events)
+            yield events
 
 
-def failure(news: News) -> tuple[str, int] | None:
-    """What went wrong with an answer, and the status that says so."""
-    if news.finish_reason == "timeout":
+def failure(event: Event) -> tuple[str, int] | None:
+    """The error that ended an answer, as a message and an HTTP status; None if there is none."""
+    if event.finish_reason == "timeout":
         return "the request has taken longer than this server allows", 504
-    if news.finish_reason == "error":
-        return news.error, 400 if news.error.startswith(NO_WAY_ON) else 500
-    return ("it was cancelled", 500) if news.finish_reason == "cancelled" else None
+    if event.finish_reason == "error":
+        return event.error, 400 if event.error.startswith(GRAMMAR_STUCK) else 500
+    return ("it was cancelled", 500) if event.finish_reason == "cancelled" else None
 
 
-class Whole(Pending):
-    async def tell(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async for told in self.news():
-            if told and (failed := failure(told[1])):
-                return await error(*failed)(scope, receive, send)
-            if told:
-                self.reply.note(*told)
-        await JSONResponse(self.reply.whole())(scope, receive, send)
+class WholeResponse(JobsResponse):
+    """One JSON object when all jobs have ended."""
+
+    async def respond(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async for events in self.events():
+            for job, event in events:
+                if failed := failure(event):
+                    return await error(*failed)(scope, receive, send)
+                self.content.add(job, event)
+        await JSONResponse(self.content.whole())(scope, receive, send)
 
 
-class Events(Pending):
-    """Server-sent events, the last of which is [DONE]."""
+class StreamedResponse(JobsResponse):
+    """Server-sent events, the last of which is [DONE].
 
-    async def tell(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = HEADERS | {"content-type": "text/event-stream; charset=utf-8"}
+    Events that have come together are written together. After a client has left, uvicorn drops what is
+    written only once the event loop has run, and asyncio warns of several writes until then.
+    """
+
+    async def respond(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = STREAM_HEADERS | {"content-type": "text/event-stream; charset=utf-8"}
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
         await send(dict(type="http.response.start", status=200, headers=raw))
 
         async def write(text: str, more: bool = True) -> None:
             await send(dict(type="http.response.body", body=text.encode(), more_body=more))
 
-        for part in self.reply.beginnings():
-            await write(event(part))
-        async for told in self.news():
-            if told is None:
-                await write(": the answer is on its way\n\n")
-            elif failed := failure(told[1]):
-                await write(event(dict(error=dict(message=failed[0], type="server_error", code=failed[1]))))
+        await write("".join(map(server_sent, self.content.first_chunks())))
+        failed = None
+        async for events in self.events():
+            chunks = []
+            for job, event in events:
+                if failed := failure(event):
+                    message, status = failed
+                    chunks.append(dict(error=dict(message=message, type="server_error", code=status)))
+                    break
+                chunks.append(self.content.chunk(job, event))
+            await write("".join(map(server_sent, chunks)) or ": the answer is on its way\n\n")
+            if failed:
                 break
-            else:
-                await write(event(self.reply.part(*told)))
-        else:
-            if last := self.reply.last_part():
-                await write(event(last))
-        await write("data: [DONE]\n\n", more=False)
+        last = () if failed else self.content.last_chunks()
+        await write("".join(map(server_sent, last)) + "data: [DONE]\n\n", more=False)
 
 
-def event(content: dict) -> str:
+def server_sent(content: dict) -> str:
     return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"

@@ -1,4 +1,4 @@
-"""A port, and the thread that answers on it."""
+"""A listening socket, and the thread in which uvicorn serves it."""
 
 import ipaddress
 import os
@@ -11,13 +11,13 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from checkpoints.errors import UserError
 
-HEAD_SECONDS = 20.0  # for the head of a request to arrive
-IDLE_SECONDS = 30  # of a connection between two requests
-LINGER = 60  # seconds that clients may take at the end to read the rest of their answers
+HEAD_SECONDS = 20.0  # within which the head of a request must arrive
+IDLE_SECONDS = 30  # after which a connection without a request is closed
+LINGER = 60  # seconds that clients have for reading the rest of their responses when the server ends
 
 
 class Protocol(H11Protocol):
-    """Closes connections on which the head of a request does not arrive in time."""
+    """uvicorn's HTTP/1.1, with a time limit for the head of each request."""
 
     timer = None
 
@@ -44,10 +44,10 @@ class Protocol(H11Protocol):
 
 
 class Port:
-    """An open port. address: HOST:PORT for a URL. local: whether only this machine can reach it."""
+    """A listening socket. address: HOST:PORT, for a URL. local: whether only this machine can reach it."""
 
     def __init__(self, host: str, port: int):
-        """UserError if it cannot be had. port: 0 for any that is free."""
+        """port: 0 for any free one. Raises UserError if the address cannot be bound."""
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
             ip = ipaddress.ip_address(found)
@@ -60,8 +60,8 @@ class Port:
         name = f"[{host}]" if ":" in host else host
         self.address = f"{name}:{self.socket.getsockname()[1]}"
 
-    def answer(self, app) -> None:
-        """Let the application answer, from a thread of its own, until `close`."""
+    def serve(self, app) -> None:
+        """Serve the application in a thread of its own, until `close`."""
         config = uvicorn.Config(
             app, http=Protocol, ws="none", lifespan="off", log_config=None, log_level="critical",
             access_log=False, server_header=False, timeout_keep_alive=IDLE_SECONDS,
@@ -74,6 +74,6 @@ class Port:
         self.thread.start()
 
     def close(self) -> None:
-        """Wait until what has been answered is read, too."""
+        """Stop, when clients have read their responses or LINGER seconds are over."""
         self.server.should_exit = True
         self.thread.join(LINGER + 5)

@@ -1,7 +1,7 @@
-"""The one thread that owns the engine. Others submit jobs and cancel them; news of the answers go back.
+"""The thread that owns the engine: other threads submit and cancel jobs, and get events of their answers.
 
-On several processes the first one decides: before each step it tells the others what it adds and cancels, and
-they do the same. Without anything to do all of them sleep.
+With several processes the first one decides: before each step it broadcasts which requests it adds and
+cancels, and the others do the same. A process without requests sleeps.
 """
 
 import contextlib
@@ -26,7 +26,9 @@ from sharding.sampling import Bias, Sampling
 
 
 class Refused(Exception):
-    """No job can be taken now. retry_after: seconds until there may be room; None: never."""
+    """No job is accepted now. retry_after: seconds until the queue may have space; None if the server is not
+    ready or is shutting down.
+    """
 
     def __init__(self, message: str, retry_after: int | None):
         super().__init__(message)
@@ -34,10 +36,10 @@ class Refused(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class News:
-    """What has become certain of an answer since the last news. used: how many of its tokens are in the text.
+class Event:
+    """Progress of an answer. text: what was added to it. used: how many tokens its whole text took so far.
 
-    finish_reason, error: as in Answer, at its end; or "timeout".
+    finish_reason, error: of the last event, as in Answer; finish_reason may also be "timeout".
     """
 
     text: str
@@ -48,14 +50,14 @@ class News:
 
 @dataclasses.dataclass(eq=False)
 class Job:
-    """A request on its way. owner: what `deliver` finds whom to tell by. Times are of time.monotonic.
+    """A submitted request. listener: who gets its events, for `deliver`. Times are of time.monotonic.
 
-    done: whether its last news are made; there are no others.
+    number: the same in all processes. done: whether its last event has been made.
     """
 
     request: Request
     stream: TextStream
-    owner: Any = None
+    listener: Any = None
     number: int = -1
     answer: Answer | None = None
     submitted: float = 0.0
@@ -64,79 +66,82 @@ class Job:
 
 
 class EngineLoop:
-    """See above.
+    """The engine's loop. ready: whether jobs are accepted. draining: whether it accepts no more and ends.
 
-    deliver: what is done with news, a list of (job, News) for each step; it must not take long.
+    open_jobs: how many have not ended. deliver: called with the events of each step; it must not take long.
+    pace: seconds between the ends of two jobs, a moving average. inbox: commands of other threads.
     """
 
     def __init__(self, rows: int, max_queue: int, seconds: float, metrics: Metrics):
-        """rows: of the engine. max_queue: jobs that may wait. seconds: for a job, waiting included."""
+        """rows: of the engine. max_queue: jobs that may wait for a row. seconds: time limit of a job, waiting
+        included.
+        """
         self.rows, self.max_queue, self.seconds, self.metrics = rows, max_queue, seconds, metrics
-        self.deliver: Callable[[list[tuple[Job, News]]], None] = lambda news: None
+        self.deliver: Callable[[list[tuple[Job, Event]]], None] = lambda events: None
         self.inbox: queue.SimpleQueue = queue.SimpleQueue()
-        self.lock, self.open, self.numbers = threading.Lock(), 0, 0
-        self.ready, self.draining, self.pace = False, False, 1.0  # seconds between two jobs that end
-        self.jobs: dict[Answer, Job] = {}  # in the order in which they came
+        self.lock, self.open_jobs, self.submitted = threading.Lock(), 0, 0
+        self.ready, self.draining, self.pace = False, False, 1.0
+        self.jobs: dict[Answer, Job] = {}  # in the order of submission
         self.last_end = time.monotonic()
 
-    # What other threads call.
+    # Called by other threads.
 
     @property
     def capacity(self) -> int:
-        """How many jobs may be open."""
+        """How many jobs may be open at a time."""
         return self.rows + self.max_queue
 
     def submit(self, jobs: list[Job]) -> None:
-        """Take all of these jobs, or none: Refused if the queue is full, or the server about to end."""
+        """Accept all of these jobs or none. Raises Refused if the queue is full or the server is draining."""
         with self.lock:
             if self.draining:
                 raise Refused("it is about to end", None)
-            beyond = self.open + len(jobs) - self.capacity
+            beyond = self.open_jobs + len(jobs) - self.capacity
             if beyond > 0:
                 seconds = min(max(1, round(self.pace * beyond)), 600)
-                raise Refused(f"{self.open} of {self.capacity} places for requests are taken", seconds)
-            self.open += len(jobs)
+                raise Refused(f"{self.open_jobs} of {self.capacity} places for requests are taken", seconds)
+            self.open_jobs += len(jobs)
             for job in jobs:
-                job.number, job.submitted = self.numbers, time.monotonic()
-                self.numbers += 1
+                job.number, job.submitted = self.submitted, time.monotonic()
+                self.submitted += 1
                 self.inbox.put(("add", job))
 
     def cancel(self, jobs: Iterable[Job]) -> None:
-        """End those that have not ended."""
+        """Cancel those of these jobs that have not ended."""
         for job in jobs:
             if not job.done:
                 self.inbox.put(("cancelled", job))
 
     def drain(self) -> None:
-        """Take no more jobs; when those that are there have ended, `run` returns."""
+        """Accept no more jobs; `run` returns when the open ones have ended."""
         with self.lock:
             self.draining = True
         self.inbox.put(("wake", None))
 
-    # What the thread of the engine does.
+    # Called by the thread of the engine.
 
     def run(self, engine: Engine) -> None:
-        """Serve until `drain`."""
+        """Serve until `drain` is called and the open jobs have ended."""
         self.engine, self.ready = engine, True
         others = Broadcast() if process_count() > 1 else None
         try:
-            while not self.draining or self.open:
-                commands = self._commands()
+            while not self.draining or self.open_jobs:
+                commands = self._next_commands()
                 if others:
-                    others.say([describe(what, job) for what, job in commands if job])
-                news = self._obey(commands)
+                    others.say([command_as_json(what, job) for what, job in commands if job])
+                events = self._execute(commands)
                 if engine.busy:
-                    news += self._look(engine.advance())
-                self._publish(news)
+                    events += self._events_of(engine.advance())
+                self._publish(events)
         except BaseException:
-            lost = News("", 0, "error", "the server has failed")
+            lost = Event("", 0, "error", "the server has failed")
             self.deliver([(job, lost) for job in self.jobs.values()])
             raise
         if others:
             others.say(None)
 
-    def _commands(self) -> list[tuple[str, Job | None]]:
-        """What has come since the last step; while there is nothing to do, wait."""
+    def _next_commands(self) -> list[tuple[str, Job | None]]:
+        """The commands since the last step, and those to cancel jobs out of time. Waits while all is idle."""
         commands = []
         if not self.engine.busy and not self.draining:
             commands.append(self.inbox.get())
@@ -149,8 +154,9 @@ class EngineLoop:
             for job in itertools.takewhile(lambda job: job.submitted < late, self.jobs.values())
         ]
 
-    def _obey(self, commands: list[tuple[str, Job | None]]) -> list[tuple[Job, News]]:
-        news = []
+    def _execute(self, commands: list[tuple[str, Job | None]]) -> list[tuple[Job, Event]]:
+        """Add and cancel requests: -> the events of jobs that end with it."""
+        events = []
         for what, job in commands:
             if what == "add":
                 try:
@@ -158,20 +164,20 @@ class EngineLoop:
                     self.jobs[job.answer] = job
                 except UserError as e:
                     job.done = True
-                    news.append((job, News("", 0, "error", str(e))))
+                    events.append((job, Event("", 0, "error", str(e))))
             elif job and job.answer:
                 self.engine.cancel(job.answer)
                 if not job.done:
                     job.done = True
-                    news.append((job, News("", job.stream.used, what)))
-        return news
+                    events.append((job, Event("", job.stream.used, what)))
+        return events
 
-    def _look(self, changed: list[Answer]) -> list[tuple[Job, News]]:
-        """What these answers have said."""
-        news, now = [], time.monotonic()
+    def _events_of(self, changed: list[Answer]) -> list[tuple[Job, Event]]:
+        """The events of answers that have changed in a step."""
+        events, now = [], time.monotonic()
         for answer in changed:
             job = self.jobs.get(answer)
-            if job is None or job.done:  # one may be there twice: with scores, and with its end
+            if job is None or job.done:  # an answer may be listed twice: for its prompt's scores and its end
                 continue
             if answer.tokens and job.first_token is None:
                 job.first_token = now
@@ -179,36 +185,39 @@ class EngineLoop:
             text = job.stream.add(tokens)
             if job.stream.stopped and reason != "error":
                 reason = "stop"
-                self.inbox.put(("stop", job))  # for all processes, before the next step
+                self.inbox.put(("stop", job))  # before the next step, so that all processes cancel it then
             if reason:
                 text, job.done = text + job.stream.finish(), True
             if text or reason or (tokens and job.request.sampling.top_logprobs is not None):
-                news.append((job, News(text, job.stream.used, reason, answer.error)))
-        return news
+                events.append((job, Event(text, job.stream.used, reason, answer.error)))
+        return events
 
-    def _publish(self, news: list[tuple[Job, News]]) -> None:
-        """Let the others know, and count."""
-        now, ended = time.monotonic(), [(job, said) for job, said in news if said.finish_reason]
-        for job, said in ended:
+    def _publish(self, events: list[tuple[Job, Event]]) -> None:
+        """Update counts and metrics, and deliver the events."""
+        now, ended = time.monotonic(), [(job, event) for job, event in events if event.finish_reason]
+        for job, event in ended:
             self.jobs.pop(job.answer, None)
-            self.metrics.ended(job, said.finish_reason, now)
+            self.metrics.ended(job, event.finish_reason, now)
             self.pace += 0.1 * (now - self.last_end - self.pace)
             self.last_end = now
         with self.lock:
-            self.open -= len(ended)
-        self.metrics.look(self.engine, self.open)
-        if news:
-            self.deliver(news)
+            self.open_jobs -= len(ended)
+        self.metrics.update(self.engine, self.open_jobs)
+        if events:
+            self.deliver(events)
 
 
-def follow(engine: Engine, grammar_of: Callable[..., Grammar]) -> None:
-    """What all processes but the first do: the same as it, until it ends. grammar_of: as make_grammar."""
+def follow(engine: Engine, make_grammar: Callable[..., Grammar]) -> None:
+    """The loop of every process but the first: execute its commands and steps until it ends.
+
+    make_grammar: serving.grammar.make_grammar for the model's tokenizer.
+    """
     first, answers = Broadcast(), {}
     while (commands := first.hear()) is not None:
         for what, number, *fields in commands:
             if what == "add":
-                with contextlib.suppress(UserError):  # as it does there
-                    answers[number] = engine.add(parse(*fields, grammar_of))
+                with contextlib.suppress(UserError):  # the first process reports it
+                    answers[number] = engine.add(request_from_json(*fields, make_grammar))
             elif number in answers:
                 engine.cancel(answers[number])
         if engine.busy:
@@ -216,8 +225,8 @@ def follow(engine: Engine, grammar_of: Callable[..., Grammar]) -> None:
         answers = {number: x for number, x in answers.items() if x.finish_reason is None}
 
 
-def describe(what: str, job: Job) -> list:
-    """A command of the first process as JSON."""
+def command_as_json(what: str, job: Job) -> list:
+    """A command of the first process, for the others."""
     if what != "add":
         return [what, job.number]
     request, bias = job.request, job.request.sampling.bias
@@ -225,18 +234,18 @@ def describe(what: str, job: Job) -> list:
     fields = dict(
         prompt=request.prompt.tolist(), max_new_tokens=request.max_new_tokens, sampling=numbers,
         bias=bias and [bias.tokens.tolist(), bias.values.tolist()], stop=sorted(request.stop),
-        score=request.score, grammar=request.grammar and [request.grammar.kind, request.grammar.what],
+        score=request.score, grammar=request.grammar and [request.grammar.kind, request.grammar.source],
     )  # fmt: skip
     return [what, job.number, fields]
 
 
-def parse(fields: dict, grammar_of: Callable[..., Grammar]) -> Request:
-    """The reverse of `describe`, of a request."""
+def request_from_json(fields: dict, make_grammar: Callable[..., Grammar]) -> Request:
+    """The request whose fields `command_as_json` has written."""
     bias = fields["bias"] and Bias(
         tokens=np.array(fields["bias"][0], np.int32), values=np.array(fields["bias"][1], np.float32)
     )
     return Request(
         np.array(fields["prompt"], np.int32), fields["max_new_tokens"],
         Sampling(**fields["sampling"], bias=bias), frozenset(fields["stop"]), fields["score"],
-        fields["grammar"] and grammar_of(*fields["grammar"]),
+        fields["grammar"] and make_grammar(*fields["grammar"]),
     )  # fmt: skip

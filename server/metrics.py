@@ -1,4 +1,4 @@
-"""What the server counts, for Prometheus."""
+"""The server's metrics, for Prometheus."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -9,7 +9,9 @@ TOKEN_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 
 
 
 class Metrics:
-    """A request of n samples counts n times. `ended` and `look` belong to one thread."""
+    """Counters, gauges and histograms. A request of n samples counts n times. `ended` and `update` must be
+    called by one thread.
+    """
 
     def __init__(self):
         self.registry = CollectorRegistry()
@@ -42,7 +44,7 @@ class Metrics:
         self.counted = dict.fromkeys(("prompt_tokens", "reused_tokens", "tokens", "drafted", "accepted"), 0)
 
     def ended(self, job, reason: str, now: float) -> None:
-        """job: a server.loop.Job, which ended just now."""
+        """Count a server.loop.Job that has just ended."""
         self.requests.labels(reason).inc()
         self.whole.observe(now - job.submitted)
         if job.first_token is not None:
@@ -50,11 +52,11 @@ class Metrics:
             if len(job.answer.tokens) > 1:
                 self.each.observe((now - job.first_token) / (len(job.answer.tokens) - 1))
 
-    def look(self, engine: Engine, open_requests: int) -> None:
-        """Note what the engine has counted."""
+    def update(self, engine: Engine, open_requests: int) -> None:
+        """Take over the engine's counts, and set the gauges."""
         for name, before in self.counted.items():
             value = getattr(engine.stats, name)
-            getattr(self, name).inc(max(value - before, 0))  # a prompt may be taken back, and admitted again
+            getattr(self, name).inc(max(value - before, 0))  # Engine._fail takes some back
             self.counted[name] = max(value, before)
         in_use = sum(not row.free for row in engine.scheduler.rows)
         self.rows.set(len(engine.scheduler.rows))

@@ -9,19 +9,20 @@
 
 This is the loop between the rows (scheduler.py) and the compiled programs (programs.py).
 
-Prefill alternates with decoding: a chunk of one prompt per data shard, then a step of all rows whose prompts
-are read, so that a long prompt does not hold up what is being answered, nor shorter prompts. All but a
-prompt's last token is prefilled; the decode step that chooses the first token of the answer reads the last.
+Prefill alternates with decoding: a turn reads a chunk of one prompt per data shard, and then decodes one step
+of all rows whose prompts have been read. So a long prompt holds up neither the answers in progress nor
+shorter prompts. Prefill reads all tokens of a prompt except the last; the decode step that chooses the first
+token of the answer reads the last.
 
-Prefix caching: what a row has read stays in its cache until it is overwritten. A request whose prompt begins
-like some row of its data shard (a system prompt, earlier turns of a chat, another sample of the prompt) goes
-on from there.
+Prefix caching: the keys and values of a row stay in its cache until they are overwritten. A request whose
+prompt has a prefix in common with some row of its data shard (a system prompt, earlier turns of a chat,
+another sample of the same prompt) starts from that prefix.
 
-The device does not wait for the host: a step is sent off before the tokens of the last one are looked at.
+The device does not wait for the host: the host starts a step before it looks at the tokens of the last one.
 
 With pipeline stages (sharding/stages.py) each stage works on another microbatch in a turn. The engine plans
-for one microbatch at a time; the plan goes to the first stage and one turn later to the next, and the last
-stage returns the results.
+one microbatch at a time; the plan goes to the first stage and one turn later to the next, and the last stage
+returns the results.
 
 A request that goes wrong ends with an error of its own, and the others go on.
 """
@@ -37,23 +38,24 @@ import jax
 import numpy as np
 
 from checkpoints.errors import UserError
-from serving.programs import Assignment, Programs, PromptChunk, StepPlan, prefill_width
+from serving.programs import Assignment, Programs, StepPlan, prefill_width
 from serving.requests import Answer, Request, options_in_use
-from serving.scheduler import Group, Row, Scheduler
-from serving.steps import Output, Scores
-from sharding.sampling import Likeliest
+from serving.scheduler import MicroBatch, Row, Scheduler
+from serving.steps import Output, PrefillChunk, Scores
+from sharding.sampling import TopLogprobs
 
 NAN = "the model computes NaN: its weights are damaged, or overflow this --dtype"
 
 
 @dataclasses.dataclass
 class Stats:
-    """Counts since the first request. seconds, tokens and steps are also known at `prefilled`, the time at
-    which each of the first rows had its first token, or had ended.
+    """Counts since the first request.
+
+    prefilled: the same counts at the time when every row's first answer had a token, or had ended.
     """
 
     prompt_tokens: int = 0
-    reused_tokens: int = 0  # of the prompts', not read again
+    reused_tokens: int = 0  # tokens of prompts that came from cached prefixes
     tokens: int = 0
     steps: int = 0  # decode steps whose tokens are known
     failed: int = 0  # requests that ended with an error
@@ -65,7 +67,7 @@ class Stats:
 
     @property
     def tokens_per_step(self) -> float | None:
-        """Of a row."""
+        """How many tokens a row got per step that it took part in."""
         return self.tokens / self.row_steps if self.row_steps else None
 
     @property
@@ -77,7 +79,8 @@ class Stats:
 class InFlight:
     """A step plan on its way through the stages, and the rows that its results are for.
 
-    scored, stepped: (index, row, number of its answer). ended: answers with nothing to follow the prompt.
+    scored, stepped: rows whose prompts are scored, and rows that choose tokens: (index in the results, row,
+    number of its answer). ended: answers that end with this step because they ask for no new tokens.
     """
 
     plan: StepPlan | None = None
@@ -87,11 +90,14 @@ class InFlight:
 
 
 class Engine:
-    """See above. Several processes must each add the same requests in the same order.
+    """The loop of continuous batching, see above.
 
-    requests: whatever is to come, or the like of it: for what they ask, and prompts of up to `longest` tokens
-    if that is more, all programs are compiled here, and none later. option_sets: of sampling, each for a
-    program of its own, of which a step takes the first that has all that its rows ask for; by default one.
+    Where there are several processes, each must add the same requests in the same order.
+
+    requests: examples of what will be asked. All programs that such requests need, with prompts of up to
+    `longest` tokens, are compiled here, and none later. option_sets: sampling options, each set with a decode
+    program of its own; a step takes the first set that has all options that its rows ask for. By default
+    there is one set, of the options that `requests` ask for.
     """
 
     def __init__(
@@ -106,12 +112,13 @@ class Engine:
         self.scheduler = Scheduler(*sizes, programs.width, programs.masks, programs.cfg.V)
         self.stats, self.start_time, self.turns = Stats(), 0.0, 0
         self.option_sets = list(option_sets or [options_in_use(requests)])
-        if programs.stages > 1:  # which are in one program
+        if programs.stages > 1:  # all microbatches of a turn are in one program
             self.option_sets = self.option_sets[-1:]
-        neutral = [self.scheduler.groups[0].sampling(options) for options in self.option_sets]
+        first = self.scheduler.micro_batches[0]
+        neutral = [first.sampling(options) for options in self.option_sets]
         self.sampling = [neutral[0]] * programs.stages
-        nothing = StepPlan([], None, np.zeros(len(self.scheduler.groups[0].rows), np.int32), self.sampling[0])
-        # What each stage is about, but the first one; then that of which the results are to be fetched.
+        nothing = StepPlan([], None, np.zeros(len(first.rows), np.int32), self.sampling[0])
+        # The plans of the later stages' microbatches; then the plans whose results are still to be fetched.
         self.stages: deque[InFlight] = deque([InFlight(nothing)] * (programs.stages - 1))
         self.in_flight: deque[tuple[InFlight, Any]] = deque()
         self.longest = max([longest, *(len(request.prompt) for request in requests)])
@@ -119,13 +126,16 @@ class Engine:
         programs.warm_up(self.longest, self.scores, neutral)
 
     def _score(self, request: Request) -> int | None:
-        """The `score` of its prefill chunks: the least of those compiled that gives all that it asks for."""
+        """The `score` of the request's prefill chunks: the least compiled one that is enough for it."""
         if request.scoring is None:
             return None
         return min((n for n in self.scores if n is not None and n >= request.scoring), default=-1)
 
     def add(self, request: Request) -> Answer:
-        """Put a request at the end of the queue. UserError if it does not suit the rows or the programs."""
+        """Put a request at the end of the queue: -> its Answer, which `advance` fills.
+
+        Raises UserError if it does not fit into a row, or needs a program that was not compiled.
+        """
         prompt, max_len = request.validated(self.programs.cfg.V), self.programs.max_len
         if request.positions > max_len:
             what = f"{len(prompt)} tokens and {request.max_new_tokens} new ones"
@@ -149,10 +159,10 @@ class Engine:
                 self.scheduler.queue.remove(answer)
 
     def advance(self) -> list[Answer]:
-        """Send off the next chunk and the next step, and return the answers with news from those before."""
+        """Start the next turn and fetch the results of the last: -> the answers that have changed."""
         self.start_time = self.start_time or time.perf_counter()
         expected, changed = len(self.in_flight), []
-        self.stages.appendleft(self._next_turn())
+        self.stages.appendleft(self._plan_turn())
         results = self.programs.run([step.plan for step in self.stages])
         step = self.stages.pop()
         if step.scored or step.stepped or step.ended:
@@ -163,68 +173,68 @@ class Engine:
         self._count()
         return changed
 
-    def _next_turn(self) -> InFlight:
-        """What the next group is to do."""
-        number, step = self.turns % len(self.scheduler.groups), InFlight()
-        group = self.scheduler.groups[number]
-        assignments = self._admit(group, step)
+    def _plan_turn(self) -> InFlight:
+        """Plan what the next microbatch does in its turn."""
+        number, step = self.turns % len(self.scheduler.micro_batches), InFlight()
+        micro_batch = self.scheduler.micro_batches[number]
+        assignments = self._admit(micro_batch, step)
         if assignments:
-            asked = options_in_use([row.answer.request for row in group.rows if not row.free])
+            asked = options_in_use([row.answer.request for row in micro_batch.rows if not row.free])
             options = next(options for options in self.option_sets if asked <= options)
-            self.sampling[number] = group.sampling(options)
-        elif self.sampling[number].allowed is not None:  # it changes with each step
-            self.sampling[number] = dataclasses.replace(self.sampling[number], allowed=group.allowed())
-        chunk = self._prefill(group, step)
-        step.plan = StepPlan(assignments, chunk, self._decode(group, step), self.sampling[number])
+            self.sampling[number] = micro_batch.sampling(options)
+        elif self.sampling[number].allowed is not None:  # a grammar's mask changes with each step
+            self.sampling[number] = dataclasses.replace(self.sampling[number], allowed=micro_batch.allowed())
+        chunk = self._prefill(micro_batch, step)
+        step.plan = StepPlan(assignments, chunk, self._decode(micro_batch, step), self.sampling[number])
         self.turns += 1
         return step
 
-    def _admit(self, group: Group, step: InFlight) -> list[Assignment]:
-        """Give requests of the queue to free rows, one per data shard at a time."""
-        shards, assignments = group.shards, []
-        while any(admissions := self.scheduler.admit(group)):
-            text = np.full((len(shards), self.programs.max_len), -1, np.int32)
+    def _admit(self, micro_batch: MicroBatch, step: InFlight) -> list[Assignment]:
+        """Assign queued requests to free rows, one row per data shard at a time."""
+        shards, assignments = micro_batch.shards, []
+        while any(admissions := self.scheduler.admit(micro_batch)):
+            tokens = np.full((len(shards), self.programs.max_len), -1, np.int32)
             rows, read, sources = np.full((3, len(shards)), -1, np.int32)
             for i, (shard, admission) in enumerate(zip(shards, admissions, strict=True)):
                 if admission:
                     row, _ = admission
                     prompt = row.answer.prompt
-                    text[i, : len(prompt)] = prompt
+                    tokens[i, : len(prompt)] = prompt
                     rows[i], sources[i] = (shard.rows.index(row) for row in admission)
-                    read[i] = row.read
+                    read[i] = row.computed
                     self.stats.prompt_tokens += len(prompt)
                     self.stats.reused_tokens += row.reused
                     self._end_if_read(row, step)
-            assignments.append(Assignment(rows, text, read, sources))
+            assignments.append(Assignment(rows, tokens, read, sources))
         return assignments
 
     def _end_if_read(self, row: Row, step: InFlight) -> None:
-        """If no new tokens are to follow a prompt, its answer ends when what is in flight is there."""
-        if not row.unread and not row.answer.request.max_new_tokens:
+        """An answer of no new tokens ends when the results of its last prefill chunk arrive."""
+        if not row.prefill_left and not row.answer.request.max_new_tokens:
             step.ended.append(row.answer)
 
-    def _prefill(self, group: Group, step: InFlight) -> PromptChunk | None:
-        """Read a chunk of the prompt of one row per data shard."""
-        shards, reading = group.shards, group.next_to_read()
+    def _prefill(self, micro_batch: MicroBatch, step: InFlight) -> PrefillChunk | None:
+        """Plan a prefill chunk of one row per data shard; None if no prompt is left to read."""
+        shards, reading = micro_batch.shards, micro_batch.next_to_prefill()
         if not any(reading):
             return None
-        width = prefill_width(max(row.unread for row in reading if row))
-        count = np.array([min(row.unread, width) if row else 0 for row in reading], np.int32)
+        width = prefill_width(max(row.prefill_left for row in reading if row))
+        count = np.array([min(row.prefill_left, width) if row else 0 for row in reading], np.int32)
         rows = [shard.rows.index(row) if row else 0 for shard, row in zip(shards, reading, strict=True)]
         step.scored = [(i, x, x.number) for i, x in enumerate(reading) if x and x.answer.request.score]
         for row, n in zip(reading, count.tolist(), strict=True):
             if row:
-                row.read += n
+                row.computed += n
                 self._end_if_read(row, step)
         score = max((self._score(row.answer.request) for _, row, _ in step.scored), default=None)
-        return PromptChunk(np.array(rows, np.int32), count, width, score)
+        return PrefillChunk(rows=np.array(rows, np.int32), count=count, width=width, score=score)
 
-    def _decode(self, group: Group, step: InFlight) -> np.ndarray:
-        """How many tokens each row chooses in a step: all that have read their prompts."""
-        count = group.to_choose()
-        step.stepped = [(i, row, row.number) for i, row in enumerate(group.rows) if count[i]]
+    def _decode(self, micro_batch: MicroBatch, step: InFlight) -> np.ndarray:
+        """Plan a decode step: -> how many tokens each row may choose, [rows] int32."""
+        count = micro_batch.tokens_to_choose()
+        step.stepped = [(i, row, row.number) for i, row in enumerate(micro_batch.rows) if count[i]]
         for _, row, _ in step.stepped:
-            row.steps += 1
+            row.steps_in_flight += 1
         return count
 
     def _receive(self, step: InFlight, scores: Scores | None, output: Output | None) -> list[Answer]:
@@ -248,7 +258,7 @@ class Engine:
             else:
                 answer.prompt_logprobs += scores.logprobs[i, :n].tolist()
                 if top := answer.request.sampling.top_logprobs:
-                    answer.prompt_likeliest += by_token(scores.likeliest, i, n, top)
+                    answer.prompt_top_logprobs += by_token(scores.top_logprobs, i, n, top)
         return changed
 
     def _receive_tokens(self, of: list[tuple[int, Row, int]], output: Output) -> list[Answer]:
@@ -258,15 +268,15 @@ class Engine:
                 continue
             answer, n = row.answer, output.count[i]
             tokens = output.tokens[i, :n]
-            row.chose(tokens)
+            row.append(tokens)
             if answer.finish_reason is not None:
                 continue
             changed.append(answer)
             before = len(answer.tokens)
             if top := answer.request.sampling.top_logprobs:
-                answer.likeliest += by_token(output.likeliest, i, n, top)
+                answer.top_logprobs += by_token(output.top_logprobs, i, n, top)
             for token, logprob in zip(tokens.tolist(), output.logprobs[i, :n].tolist(), strict=True):
-                if math.isnan(logprob) or token >= self.programs.cfg.V:  # no token is the likeliest
+                if math.isnan(logprob) or token >= self.programs.cfg.V:  # NaN has no likeliest token
                     self._fail(row)
                     break
                 answer.tokens.append(token)
@@ -285,22 +295,22 @@ class Engine:
         return changed
 
     def _completes(self, answer: Answer, token: int) -> bool:
-        """Whether its grammar lets nothing follow this token; then also if there is an error in it."""
+        """Whether the answer's grammar ends with this token, be it because the grammar fails."""
         try:
-            return answer.constraint is not None and answer.constraint.accept(token)
+            return answer.constraint is not None and answer.constraint.accept_token(token)
         except UserError as e:
             answer.finish_reason, answer.error = "error", str(e)
             self.stats.failed += 1
             return True
 
     def _fail(self, row: Row) -> None:
-        """The model computes NaN in this row, which ends its answer.
+        """End the answer of a row in which the model computes NaN.
 
-        The NaN may be another's: tokens of a prompt that come before the one which makes it may become NaN as
-        well, and they may be in the cached prefix. Then its answer is admitted once more, without one.
+        The NaN may come from a cached prefix that another request has read: then the answer goes back to the
+        queue once, and reads its whole prompt itself.
         """
         answer, reused = row.answer, row.reused
-        row.forget()
+        row.clear()
         if reused and not answer.tokens:
             answer.prefix_caching = False
             self.scheduler.queue.appendleft(answer)
@@ -318,7 +328,7 @@ class Engine:
             stats.prefilled = dataclasses.replace(stats)
 
 
-def by_token(likeliest: Likeliest, row: int, count: int, n: int) -> list[dict[int, float]]:
-    """At each of the first `count` places of a row the n likeliest tokens, with their log-probabilities."""
-    parts = (x[row, :count, :n].tolist() for x in (likeliest.tokens, likeliest.logprobs))
-    return [dict(zip(*place, strict=True)) for place in zip(*parts, strict=True)]
+def by_token(best: TopLogprobs, row: int, count: int, n: int) -> list[dict[int, float]]:
+    """The n likeliest tokens and their log-probabilities at each of a row's first `count` positions."""
+    parts = (x[row, :count, :n].tolist() for x in (best.tokens, best.logprobs))
+    return [dict(zip(*position, strict=True)) for position in zip(*parts, strict=True)]

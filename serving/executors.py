@@ -47,17 +47,42 @@ def finish(step: Step, x: Array, tokens: Array, chunk: Chunk, w: Weights, batch:
 
 jit = partial(jax.jit, static_argnames=("cfg", "mesh"))
 
+
+class StepProgram:
+    """An executor compiled as one program for each kind of step, and named after it for a profile.
+
+    The batch is donated.
+    """
+
+    def __init__(self, execute):
+        self.execute, self.program = execute, functools.cache(self.program)
+
+    def program(self, kind: type):
+        def execute(step: Step, weights: Weights, batch: Batch, *, cfg: Config, mesh: Mesh):
+            return self.execute(step, weights, batch, cfg=cfg, mesh=mesh)
+
+        execute.__name__ = kind.__name__
+        return jit(execute, donate_argnames="batch")
+
+    def __call__(self, step: Step, weights: Weights, batch: Batch, **static):
+        return self.program(type(step))(step, weights, batch, **static)
+
+    def lower(self, step: Step, weights: Weights, batch: Batch, **static) -> jax.stages.Lowered:
+        return self.program(type(step)).lower(step, weights, batch, **static)
+
+    def trace(self, step: Step, weights: Weights, batch: Batch, **static) -> jax.stages.Traced:
+        return self.program(type(step)).trace(step, weights, batch, **static)
+
+
 # ---------------------------------------------------------------------------------------------- one program
 
 
 def all_layers(x: Array, chunk: Chunk, weights: Weights, batch: Batch, *, cfg: Config, mesh: Mesh):
-    x, kv = model.layers(
-        x, weights.layers, batch.cache.layers, chunk, kinds=cfg.layers, norm=cfg.norm, mesh=mesh
-    )
+    x, kv = model.layers(x, weights.layers, batch.cache.layers, chunk, kinds=cfg.layers, mesh=mesh)
     return x, batch.replace(layers=kv)
 
 
-@partial(jit, donate_argnames="batch")
+@StepProgram
 def one_program(step: Step, weights: Weights, batch: Batch, *, cfg: Config, mesh: Mesh):
     """The whole step as one program: for accelerators, and for several devices."""
     return run(step, weights, batch, start, all_layers, finish, cfg=cfg, mesh=mesh)
@@ -65,14 +90,14 @@ def one_program(step: Step, weights: Weights, batch: Batch, *, cfg: Config, mesh
 
 # ------------------------------------------------------------------------------------ a few layers at a time
 
-few_layers = jax.jit(model.layers, static_argnames=("kinds", "norm", "mesh"), donate_argnames=("x", "caches"))
+few_layers = jax.jit(model.layers, static_argnames=("kinds", "mesh"), donate_argnames=("x", "caches"))
 
 
 def layer_programs(x: Array, chunk: Chunk, weights: Weights, batch: Batch, *, cfg: Config, mesh: Mesh):
     caches, n = [], layers_per_program(cfg.layers)
     for i in range(0, len(cfg.layers), n):
         w, kv, kinds = (each[i : i + n] for each in (weights.layers, batch.cache.layers, cfg.layers))
-        x, kv = few_layers(x, w, kv, chunk, kinds=kinds, norm=cfg.norm, mesh=mesh)
+        x, kv = few_layers(x, w, kv, chunk, kinds=kinds, mesh=mesh)
         caches += kv
     return x, batch.replace(layers=caches)
 
@@ -130,7 +155,7 @@ def stage_layers(x: Array, chunk: Chunk, weights: Weights, batch: Batch, *, cfg:
     )
     def on_device(x: Array, w: list, kv: list, chunk: Chunk):
         w = jax.tree.map(lambda x: x[0], w)  # p: this device's stage
-        return model.decoder_layers(x, w, kv, chunk, kinds, cfg.norm)
+        return model.decoder_layers(x, w, kv, chunk, kinds)
 
     x = stages.enter(x, received.hidden[T], mesh)
     x, kv = on_device(x, weights.layers, batch.cache.layers, chunk)
@@ -158,7 +183,7 @@ def finish_stage(step: Step, x, tokens: Array, chunk: Chunk, w: Weights, batch: 
     )
 
 
-@partial(jit, donate_argnames="batch")
+@StepProgram
 def staged(step: Step, weights: Weights, batch: Batch, *, cfg: Config, mesh: Mesh):
     """One program in which each stage runs its own layers: see sharding/stages.py."""
     return run(step, weights, batch, start_stage, stage_layers, finish_stage, cfg=cfg, mesh=mesh)

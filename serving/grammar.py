@@ -1,5 +1,7 @@
-"""What an answer must match: a JSON schema, a regular expression, a grammar. llguidance says which tokens may
-come next, on the host; `sample` leaves the others out.
+"""Structured output: answers that match a JSON schema, a regular expression or a grammar.
+
+After each token llguidance computes, on the host, a bitmask of the tokens that may come next;
+`sharding.sampling.sample` masks the others.
 """
 
 import dataclasses
@@ -12,69 +14,71 @@ from llguidance.hf import from_tokenizer
 
 from checkpoints.errors import UserError
 
-# As json.dumps writes it. Where a model may put any spaces, a small one goes on with them for ever.
+# JSON as json.dumps writes it. Where a grammar allows any whitespace, small models write it without end.
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-LONGEST = 256 << 10  # characters of a grammar: it takes a thousand times the memory
-NO_WAY_ON = "the grammar allows nothing more, or is too complex"
+MAX_CHARACTERS = 256 << 10  # of a grammar, which takes a thousand times its size in memory
+GRAMMAR_STUCK = "the grammar allows nothing more, or is too complex"
 
 
 class Constraint:
-    """See serving.requests.Constraint."""
+    """The state of an answer in its grammar."""
 
     def __init__(self, matcher: LLMatcher):
         self.matcher = matcher
 
-    def write_allowed(self, bits: np.ndarray) -> None:
+    def fill_bitmask(self, bits: np.ndarray) -> None:
+        """Set the bits of the tokens that may come next: [W] uint32, see Sampling.allowed."""
         self.matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
 
-    def accept(self, token: int) -> bool:
-        """UserError where the grammar is too complex to go on."""
+    def accept_token(self, token: int) -> bool:
+        """Advance by a token: -> whether the text is complete. UserError if no text can continue it."""
         self.matcher.consume_token(token)
         if error := self.matcher.get_error():
-            raise UserError(f"{NO_WAY_ON}: {one_line(error)}")
+            raise UserError(f"{GRAMMAR_STUCK}: {one_line(error)}")
         return self.matcher.is_stopped()
 
 
 @dataclasses.dataclass(frozen=True)
 class Grammar:
-    """What `make_grammar` has made of a kind and a text. matcher: at the beginning of a text."""
+    """A compiled grammar. kind, source: the arguments of `make_grammar`. matcher: in the initial state."""
 
     kind: str
-    what: Any
+    source: Any
     matcher: LLMatcher
 
     def start(self) -> Constraint:
         return Constraint(self.matcher.deep_copy())
 
 
-def token_bytes(tokenizer, vocabulary: int, ends: frozenset[int]) -> LLTokenizer:
-    """A tokenizer as bytes per token, which grammars work with. ends: tokens that end an answer."""
-    return from_tokenizer(tokenizer, n_vocab=vocabulary, eos_token=sorted(ends) or None)
+def grammar_tokenizer(tokenizer, vocabulary: int, stop_ids: frozenset[int]) -> LLTokenizer:
+    """llguidance's tokenizer, which knows the bytes of each token. stop_ids: tokens that end an answer."""
+    return from_tokenizer(tokenizer, n_vocab=vocabulary, eos_token=sorted(stop_ids) or None)
 
 
-def make_grammar(tokens: LLTokenizer, kind: str, what) -> Grammar:
-    """kind: "json_schema", of which `what` is the object, "regex" or "lark". UserError if nothing matches it.
+def make_grammar(tokenizer: LLTokenizer, kind: str, source) -> Grammar:
+    """Compile a grammar. kind: "json_schema", whose source is an object, or "regex" or "lark", a text.
 
-    It may take seconds, of which Python's other threads lose none.
+    It may take seconds, during which other Python threads run. Raises UserError if the grammar is invalid, or
+    nothing matches it.
     """
-    text = json.dumps(what) if kind == "json_schema" else what
-    if len(text) > LONGEST:
-        raise UserError(f"{len(text)} characters are more than {LONGEST}")
+    text = json.dumps(source) if kind == "json_schema" else source
+    if len(text) > MAX_CHARACTERS:
+        raise UserError(f"{len(text)} characters are more than {MAX_CHARACTERS}")
     try:
         if kind == "json_schema":
-            source = LLMatcher.grammar_from_json_schema(text, defaults=JSON_STYLE)
+            compiled = LLMatcher.grammar_from_json_schema(text, defaults=JSON_STYLE)
         else:
-            source = dict(regex=LLMatcher.grammar_from_regex, lark=LLMatcher.grammar_from_lark)[kind](text)
+            compiled = dict(regex=LLMatcher.grammar_from_regex, lark=LLMatcher.grammar_from_lark)[kind](text)
     except ValueError as e:
         raise UserError(one_line(str(e))) from None
-    matcher = LLMatcher(tokens, source, log_level=0)
+    matcher = LLMatcher(tokenizer, compiled, log_level=0)
     if not matcher.get_error():
-        Constraint(matcher).write_allowed(np.zeros(-(-tokens.vocab_size // 32), np.uint32))
+        Constraint(matcher).fill_bitmask(np.zeros(-(-tokenizer.vocab_size // 32), np.uint32))
     if error := matcher.get_error():
         raise UserError(one_line(error))
-    return Grammar(kind, what, matcher)
+    return Grammar(kind, source, matcher)
 
 
 def one_line(message: str) -> str:
-    """Without the state of llguidance's parser."""
+    """llguidance's message without the state of its parser."""
     return " ".join(message.partition("<state>")[0].split())[:300]

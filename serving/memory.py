@@ -1,4 +1,4 @@
-"""What the memory of a device holds, and what a decode step reads of it."""
+"""Memory: what fits into a device, and how many bytes a decode step reads."""
 
 import collections
 import contextlib
@@ -22,17 +22,17 @@ from checkpoints.errors import UserError
 from distributed.exchange import gather
 from model import Config, Experts
 from ops.platform import platform
-from quantize import Format
+from quantize import FORMATS, Format
 from serving.steps import batch_infos
 from sharding.arrays import abstract
 from sharding.mesh import EXPERT, MODEL, STAGE, mesh_size
 from sharding.stages import first_stage, in_stages
 
-ROWS = 32  # of the batch, unless the user says otherwise
-HEADROOM = 0.1  # of the memory, left to temporaries where the user does not say how many rows
+DEFAULT_ROWS = 32  # of the batch
+HEADROOM = 0.1  # fraction of the memory that is left for temporaries, unless the user gives --rows
 
-# Memory bandwidth of one jax device (of a TPU7x chip there are two), bytes per second, by jax's device_kind,
-# from the vendors' data sheets.
+# Memory bandwidth in bytes per second of one jax device, by its device_kind, from the vendors' data sheets. A
+# TPU7x chip has two devices.
 BANDWIDTH = {
     "TPU v4": 1.228e12, "TPU v5 lite": 0.819e12, "TPU v5": 2.765e12, "TPU v5p": 2.765e12,
     "TPU v6 lite": 1.638e12, "TPU7x": 3.69e12, "NVIDIA A100-SXM4-40GB": 1.555e12,
@@ -41,16 +41,16 @@ BANDWIDTH = {
 
 
 def shard_bytes(tree) -> int:
-    """Bytes that each device holds of a tree of arrays, or of their abstract shapes."""
+    """Bytes per device of a tree of arrays or abstract arrays."""
     shards = ((x.sharding.shard_shape(x.shape), itemsize_bits(x.dtype)) for x in jax.tree.leaves(tree))
     return sum(math.prod(shape) * bits for shape, bits in shards) // 8
 
 
 def host_memory(root: pathlib.Path = pathlib.Path("/")) -> int:
-    """Bytes of memory that this process may use: the machine's, or what a container's limits leave of it.
+    """Bytes of memory that this process may use: the machine's, or less if a container limits it.
 
-    root: of the file system. Linux keeps the limits in the process' control groups and those above them, of
-    version 2 in one tree, of version 1 in a tree per resource.
+    root: of the file system. Linux keeps the limits in the process's control groups and their parents, in one
+    tree (version 2) or a tree per resource (version 1).
     """
     sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     groups = root / "proc/self/cgroup"
@@ -59,16 +59,18 @@ def host_memory(root: pathlib.Path = pathlib.Path("/")) -> int:
         if resources and "memory" not in resources.split(","):
             continue
         top = root / ("sys/fs/cgroup/memory" if resources else "sys/fs/cgroup")
-        below = top / group.lstrip("/")  # in a container it may be missing: then its own group is the top
+        below = top / group.lstrip("/")  # a container may see only its own group, as the top
         for folder in (below, *below.parents):
             limit = folder / ("memory.limit_in_bytes" if resources else "memory.max")
-            with contextlib.suppress(OSError, ValueError):  # no limit: not there, "max", or very large
+            with contextlib.suppress(
+                OSError, ValueError
+            ):  # without a limit the file is missing, or says "max"
                 sizes.append(int(limit.read_text()))
     return min(sizes)
 
 
 def device_memory() -> int:
-    """Bytes of memory of the device that has the least, in any process. CPU devices share their host's."""
+    """Bytes of the smallest device memory in any process. CPU devices share the memory of their host."""
     own = [(device.memory_stats() or {}).get("bytes_limit") for device in jax.local_devices()]
     every = gather(dict(host=socket.gethostname(), own=own, memory=host_memory()))
     sharing = collections.Counter()
@@ -84,7 +86,7 @@ def device_memory() -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Deployment:
-    """A model as it is to be loaded, and what its arrays will take. checkpoint: None for random weights."""
+    """A model, its mesh and its number formats. checkpoint: None for random weights."""
 
     cfg: Config
     mesh: Mesh
@@ -106,20 +108,19 @@ class Deployment:
 def fit_cache(
     models: list[Deployment], lengths: list[int], rows: int | None, max_len: int | None
 ) -> tuple[int, int]:
-    """How many rows of how many positions to allocate for requests of these lengths: -> (rows, max_len).
+    """The cache to allocate for requests of these lengths: -> (rows, max_len), its rows and their positions.
 
-    models: one, and perhaps one that drafts for it. rows, max_len: what the user fixed. By default a row
-    for each request, but at most ROWS, as long as the longest; fewer where the memory does not hold them, and
-    then shorter ones, for which the longest requests are too long. Temporaries are not counted.
-
-    Raises UserError if not even the shortest request fits.
+    models: the model, and the draft model if there is one. rows, max_len: the user's choice, or None. By
+    default there is a row for each request, but at most DEFAULT_ROWS, as long as the longest request; fewer
+    if they do not fit, and then shorter rows, into which the longest requests do not fit. Temporaries are not
+    counted. Raises UserError if not even the shortest request fits.
     """
     shards, limit = mesh_size(models[0].mesh, (STAGE, "data")), min(x.cfg.max_positions for x in models)
 
     def rounded(length: int) -> int:
-        return min(limit, -(-length // 128) * 128)  # few sizes to compile for
+        return min(limit, -(-length // 128) * 128)  # so that few sizes are compiled
 
-    counts = [rows or min(ROWS, len(lengths))]
+    counts = [rows or min(DEFAULT_ROWS, len(lengths))]
     while not rows and counts[-1] > shards:
         counts.append(max(counts[-1] // 2, shards))
     counts = [-(-count // shards) * shards for count in counts]
@@ -133,10 +134,11 @@ def fit_cache(
 
     count, length = choices[0] if rows else choices[len(counts) - 1]
     cache = sum(x.cache_bytes(count, length) for x in models)
-    if weights > cache:  # remedies for the larger of the two
-        bits = max(x.format.bits if x.format else 16 for x in models)
-        remedies = ["--quantize int8"] * (bits > 8)
-        remedies += ["--quantize int4"] * (bits > 4 and platform(models[0].mesh) != "cpu")  # CPUs hold int8
+    if weights > cache:  # suggest what makes the larger of the two smaller
+        bits, remedies = max(x.format.bits if x.format else 16 for x in models), []
+        for name, format in FORMATS.items():
+            if format and (fewer := format.on(platform(models[0].mesh)).bits) < bits:
+                remedies, bits = [*remedies, f"--quantize {name}"], fewer
     else:
         remedies = ["--kv-cache-dtype int8"] * (models[0].kv_dtype != "int8")
         remedies += ["fewer rows"] * (count > shards) + ["shorter rows"]
@@ -149,23 +151,23 @@ def fit_cache(
 
 
 @functools.cache
-def active_experts(cfg: Config, tokens: float, groups: int) -> float:
-    """The share of its experts that a group of devices reads: of `groups` that divide them, the busiest.
+def active_experts(cfg: Config, tokens: float, shards: int) -> float:
+    """The expected fraction of its experts that the busiest of `shards` expert shards reads in a step.
 
-    For it the others wait. tokens: of a step on one data shard, or their mean over steps. Each goes to A of
-    the E experts at random, which leaves E (1 - A/E)^tokens of them idle. By symmetry any n experts are
-    equally likely to be those in use; in the coefficient of x^n in (sum_{k<=m} C(E/groups, k) x^k)^groups of
-    their C(E, n) sets no group has more than m.
+    The other shards wait for it. tokens: of a step on one data shard, or their mean over steps. Each token
+    goes to A of the E experts at random, which leaves E (1 - A/E)^tokens of them idle. By symmetry all
+    C(E, n) sets of n experts are equally likely to be in use. The coefficient of x^n in
+    (sum_{k<=m} C(E/shards, k) x^k)^shards is the number of these sets with at most m experts in each shard.
     """
-    E, A, size = cfg.experts.E, cfg.experts.A, cfg.experts.E // groups
-    if groups == 1:
+    E, A, size = cfg.experts.E, cfg.experts.A, cfg.experts.E // shards
+    if shards == 1:
         return 1 - (1 - A / E) ** tokens
     if part := tokens % 1:
-        less, more = (active_experts(cfg, float(n), groups) for n in (tokens - part, tokens - part + 1))
+        less, more = (active_experts(cfg, float(n), shards) for n in (tokens - part, tokens - part + 1))
         return (1 - part) * less + part * more
 
     def one_token(n: int, then: int) -> float:
-        """The probability that one more token makes n experts in use `then` many."""
+        """The probability that one more token increases the experts in use from n to `then`."""
         new = then - n
         return math.comb(E - n, new) * math.comb(n, A - new) / math.comb(E, A) if 0 <= new <= A else 0
 
@@ -173,8 +175,8 @@ def active_experts(cfg: Config, tokens: float, groups: int) -> float:
     step = np.array([[one_token(n, then) for n in counts] for then in counts])
     in_use = np.linalg.matrix_power(step, int(tokens))[:, 0]
     sets, mean = np.array([float(math.comb(E, n)) for n in counts]), 0.0
-    for m in range(size):  # the mean of a count is the sum of its chances to exceed 0, 1, 2...
-        within = polypow([float(math.comb(size, k)) for k in range(m + 1)], groups)
+    for m in range(size):  # the mean of a count is the sum of its probabilities to exceed m
+        within = polypow([float(math.comb(size, k)) for k in range(m + 1)], shards)
         mean += 1 - in_use[: within.size] @ (within / sets[: within.size])
     return float(mean) / size
 
@@ -182,10 +184,10 @@ def active_experts(cfg: Config, tokens: float, groups: int) -> float:
 def bytes_per_step(
     weights, cfg: Config, mesh: Mesh, batch: float, positions: np.ndarray, kv_dtype: str
 ) -> float:
-    """Bytes that one device must read for a decode step: the weights in use and the filled cache slots.
+    """Bytes that a device must read in a decode step: the weights in use and the filled slots of the cache.
 
-    The device is one of those that read the most experts. batch: rows on one data shard. positions: of the
-    tokens that steps read, of which the mean counts; none of them for no cache at all.
+    It is the device that reads the most experts. batch: rows of a data shard. positions: of the tokens of
+    many steps, over which the slots are averaged; an empty array leaves the cache out.
     """
     scale_bytes = 4 if kv_dtype == "int8" else 0  # a bfloat16 per key and per value
     slot_bytes = cfg.heads.K * (cfg.heads.columns.width * jnp.dtype(kv_dtype).itemsize + scale_bytes)

@@ -1,4 +1,4 @@
-"""The compiled programs of a batch, over a model's weights and its cache. They know rows, and no requests."""
+"""The compiled programs of a batch, with a model's weights and cache. They know rows, but no requests."""
 
 import dataclasses
 import itertools
@@ -21,38 +21,36 @@ from sharding.arrays import abstract, zeros
 from sharding.sampling import Sampling
 from sharding.stages import StageInputs, stage_input_infos
 
-WIDTHS = (32, 128, 512)  # of a prefill chunk: few, for each is compiled
+WIDTHS = (32, 128, 512)  # of a prefill chunk: few, because each is a program of its own
 
 
 def prefill_width(unread: int) -> int:
-    """The width of the next prefill chunk of a prompt with so many tokens to read: at least half is used."""
+    """The widest prefill chunk of which a prompt's unread tokens fill more than half, or the narrowest."""
     return next((width for width in reversed(WIDTHS) if unread > width // 2), WIDTHS[0])
 
 
 class Assignment(NamedTuple):
-    """A new text for one row of each data shard: see steps.assign_rows."""
+    """A new text for one row of each data shard: see steps.assign_rows.
+
+    source: the row itself where no prefix is copied from another.
+    """
 
     rows: np.ndarray
-    text: np.ndarray
+    tokens: np.ndarray
     length: np.ndarray
     source: np.ndarray
 
 
-class PromptChunk(NamedTuple):
-    """A chunk of the prompt in one row of each data shard: see steps.PrefillChunk."""
-
-    rows: np.ndarray
-    count: np.ndarray
-    width: int
-    score: int | None
-
-
 @dataclasses.dataclass(frozen=True)
 class StepPlan:
-    """What is to be done for a microbatch, in this order. count, sampling: see steps.DecodeStep."""
+    """What a turn does for a microbatch: assign rows, prefill a chunk of a prompt, decode a token per row.
+
+    chunk: of one row per data shard; None if there is no prompt to read. count, sampling: see
+    steps.DecodeStep.
+    """
 
     assignments: list[Assignment]
-    chunk: PromptChunk | None
+    chunk: PrefillChunk | None
     count: np.ndarray
     sampling: Sampling
 
@@ -60,7 +58,8 @@ class StepPlan:
 class Speculation(Protocol):
     """How to choose several tokens in one step: see speculation.py.
 
-    n_draft: draft tokens per step, at most. draft: a second model, which reads all that the first one reads.
+    n_draft: the most draft tokens per step. draft: a second model, which reads every token that the model
+    reads; None if drafts come from elsewhere.
     """
 
     n_draft: int
@@ -72,11 +71,11 @@ class Speculation(Protocol):
 class Programs:
     """What runs on the devices for a batch of rows. Each call donates the batch and keeps the new one.
 
-    With several stages there are as many microbatches (see sharding/stages.py), and a call is for all of
-    them, each in its stage. batch: the microbatches of this turn; waiting: those of the next turns. shards:
-    data shards of a microbatch.
+    With several stages there are as many microbatches (see sharding/stages.py), and a call serves all of
+    them, each in its stage.
 
-    width: how many tokens of a row a decode step may read. masks: of the layers, a draft model's too.
+    batch: the Batch of this turn; waiting: those of the next turns. shards: data shards of a microbatch.
+    width: the most tokens of a row that a decode step reads. masks: of all layers, a draft model's included.
     """
 
     def __init__(
@@ -89,8 +88,9 @@ class Programs:
         kv_dtype: str,
         speculation: Speculation | None = None,
     ):
-        """rows: rounded up to whole data shards of all groups. Raises UserError for a draft model of another
-        vocabulary, and for speculation in several stages.
+        """rows: rounded up, so that all data shards of all microbatches have as many.
+
+        Raises UserError for a draft model of another vocabulary, and for speculation with several stages.
         """
         self.execute = executor_for(mesh)
         self.stages, self.shards = mesh.shape["stage"], mesh.shape["data"]
@@ -112,17 +112,17 @@ class Programs:
             raise UserError(f"{self.stages} stages of layers {what}: leave out --lookup, --draft or --pp")
 
     def no_inputs(self) -> StageInputs:
-        """What the stages find in their first turn."""
+        """What the stages have received before their first turn: zeros."""
         rows = {1: self.rows} | dict.fromkeys(WIDTHS, self.stages * self.shards)
         return zeros(abstract(stage_input_infos(self.cfg.D, rows), self.mesh, self.weights.norm.dtype))
 
     def warm_up(self, longest: int, scores: Iterable[int | None], samplings: Iterable[Sampling]) -> None:
         """Compile what prompts of up to `longest` tokens and these samplings need, by running it on no row.
 
-        samplings: each of a group of rows.
+        samplings: each for the rows of one microbatch.
         """
         nothing = np.zeros(self.stages * self.shards, np.int32)
-        alone = self.rows == nothing.size  # a row has no other to take a prefix from
+        alone = self.rows == nothing.size  # no row has another to copy a prefix from
         for source in (None,) if alone else (None, nothing):
             self.assign_rows(nothing - 1, np.zeros((nothing.size, self.max_len), np.int32), nothing, source)
         for width in WIDTHS:
@@ -133,30 +133,30 @@ class Programs:
             sampling = jax.tree.map(lambda x: np.concatenate([x] * self.stages), sampling)
             jax.block_until_ready(self.decode(np.zeros(self.rows, np.int32), sampling))
 
-    def run(self, turns: Sequence[StepPlan]) -> tuple[Scores | None, Output | None]:
-        """In each stage s what turns[s] asks for: -> (scores, Output) of the last one, None if it has none.
+    def run(self, plans: Sequence[StepPlan]) -> tuple[Scores | None, Output | None]:
+        """A turn of all stages, stage s with plans[s]: -> (Scores, Output) of the last stage's plan.
 
-        The stages are then ready for the turns of the next groups.
+        Either is None if that plan does not ask for it. Then the next microbatches take their turn.
         """
         scores = output = None
-        nothing, leaving = np.zeros(self.shards, np.int32), turns[-1].chunk
-        no_assignment = Assignment(
-            nothing - 1, np.zeros((self.shards, self.max_len), np.int32), nothing, nothing - 1
-        )
-        assignments = itertools.zip_longest(*(turn.assignments for turn in turns), fillvalue=no_assignment)
-        for assignment in assignments:
-            rows, text, length, source = map(np.concatenate, zip(*assignment, strict=True))
-            self.assign_rows(rows, text, length, source if (source != rows).any() else None)
-        for width in sorted({turn.chunk.width for turn in turns if turn.chunk}):
-            no_chunk = PromptChunk(nothing, nothing, width, None)
-            asked = [x.chunk if x.chunk and x.chunk.width == width else no_chunk for x in turns]
-            rows, count = (np.concatenate([getattr(x, name) for x in asked]) for name in ("rows", "count"))
-            score = max((x.score for x in asked if x.score is not None), default=None)
+        nothing, last_chunk = np.zeros(self.shards, np.int32), plans[-1].chunk
+        no_tokens = np.zeros((self.shards, self.max_len), np.int32)
+        no_assignment = Assignment(nothing - 1, no_tokens, nothing, nothing - 1)
+        for assignments in itertools.zip_longest(
+            *(plan.assignments for plan in plans), fillvalue=no_assignment
+        ):
+            rows, tokens, length, source = map(np.concatenate, zip(*assignments, strict=True))
+            self.assign_rows(rows, tokens, length, source if (source != rows).any() else None)
+        for width in sorted({plan.chunk.width for plan in plans if plan.chunk}):
+            no_chunk = PrefillChunk(rows=nothing, count=nothing, width=width)
+            chunks = [x.chunk if x.chunk and x.chunk.width == width else no_chunk for x in plans]
+            rows, count = (np.concatenate([getattr(x, name) for x in chunks]) for name in ("rows", "count"))
+            score = max((x.score for x in chunks if x.score is not None), default=None)
             found = self.prefill(rows, count, width, score)
-            scores = found if asked[-1] is leaving else scores
-        if any(turn.count.any() for turn in turns):
-            sampling = jax.tree.map(lambda *x: np.concatenate(x), *(turn.sampling for turn in turns))
-            output = self.decode(np.concatenate([turn.count for turn in turns]), sampling)
+            scores = found if chunks[-1] is last_chunk else scores
+        if any(plan.count.any() for plan in plans):
+            sampling = jax.tree.map(lambda *x: np.concatenate(x), *(plan.sampling for plan in plans))
+            output = self.decode(np.concatenate([plan.count for plan in plans]), sampling)
         self.waiting.append(self.batch)
         self.batch = self.waiting.popleft().replace(stage_inputs=self.batch.stage_inputs)
         return scores, output

@@ -1,17 +1,21 @@
-"""What may be asked of a model, and what is answered."""
+"""Requests to the engine, and their answers."""
 
 import dataclasses
 import numbers
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from checkpoints.errors import UserError
-from sharding.sampling import NEUTRAL, TOP, Sampling
+from sharding.sampling import MAX_TOP_LOGPROBS, NEUTRAL, Sampling
+
+if TYPE_CHECKING:  # llguidance is optional
+    from serving.grammar import Constraint, Grammar
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
-# The options of sampling: type, lowest, highest, and in words. sharding/sampling.py says what they do.
-SAMPLING = {
+# Each option of sampling: its type, lowest and highest value, and these in words. sharding.sampling.Sampling
+# says what it does.
+SAMPLING_OPTIONS = {
     "temperature": (numbers.Real, 0, FLOAT32_MAX, "a number of at least 0, in float32"),
     "top_k": (numbers.Integral, 0, 2**31 - 1, f"between 0 (no restriction) and {2**31 - 1}"),
     "top_p": (numbers.Real, 0, 1, "above 0 and at most 1"),
@@ -21,40 +25,26 @@ SAMPLING = {
     "frequency_penalty": (numbers.Real, -2, 2, "between -2 and 2"),
     "seed": (numbers.Integral, 0, 2**32 - 1, f"between 0 and {2**32 - 1}"),
 }
-RESTRICTIONS = {"top_k", "top_p", "min_p"}  # who asks for one wants samples
-DRAWING = {"seed", "temperature"} | RESTRICTIONS  # what is of no use to greedy rows
+RESTRICTIONS = {"top_k", "top_p", "min_p"}  # these imply a temperature of 1, unless one is given
+RANDOM_OPTIONS = {"seed", "temperature"} | RESTRICTIONS  # without effect on greedy rows
 ANSWER_PENALTIES = {"presence_penalty", "frequency_penalty", "answer_start"}
-ABOVE_ZERO = ("top_p", "repetition_penalty")
+NOT_ZERO = ("top_p", "repetition_penalty")
 
 
 def check_sampling(name: str, value, where: str = "") -> None:
-    """Raise UserError if this is no value for an option of sampling. where: what its name follows."""
-    kind, low, high, must = SAMPLING[name]
-    fits = isinstance(value, kind) and not isinstance(value, bool) and low <= value <= high
-    if not fits or (name in ABOVE_ZERO and np.float32(value) == 0):
-        raise UserError(f"{where}{name.replace('_', '-')} {str(value)[:40]} is not {must}")
-
-
-class Constraint(Protocol):
-    """Where an answer is in its grammar."""
-
-    def write_allowed(self, bits: np.ndarray) -> None:
-        """Set those of the tokens that may come next: [W] uint32, see model.Sampling."""
-
-    def accept(self, token: int) -> bool:
-        """Go on by a token: -> whether the text is complete. UserError if there is no way to go on."""
-
-
-class Grammar(Protocol):
-    def start(self) -> Constraint: ...
+    """Raise UserError if the value does not suit this option of sampling. where: precedes the name."""
+    kind, low, high, allowed = SAMPLING_OPTIONS[name]
+    valid = isinstance(value, kind) and not isinstance(value, bool) and low <= value <= high
+    if not valid or (name in NOT_ZERO and np.float32(value) == 0):
+        raise UserError(f"{where}{name.replace('_', '-')} {str(value)[:40]} is not {allowed}")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Request:
-    """A prompt to continue by up to max_new_tokens tokens, or to one of `stop`.
+    """A prompt, to be continued by up to max_new_tokens tokens, or until one of `stop`.
 
-    prompt: token ids, a list or an array. sampling: of numbers. score: whether the log-probabilities of the
-    prompt's own tokens are wanted. grammar: what the answer must match.
+    prompt: token ids, a list or an array. sampling: fields are numbers. stop: token ids. score: whether to
+    compute the log-probabilities of the prompt's tokens. grammar: what the answer must match.
     """
 
     prompt: list[int] | np.ndarray
@@ -62,22 +52,20 @@ class Request:
     sampling: Sampling = Sampling()  # noqa: B008  immutable
     stop: frozenset[int] = frozenset()
     score: bool = False
-    grammar: Grammar | None = None
+    grammar: "Grammar | None" = None
 
     @property
     def scoring(self) -> int | None:
-        """How to read the prompt, see model.prefill."""
-        return (TOP if self.sampling.top_logprobs else 0) if self.score else None
+        """How many top log-probabilities to compute at each prompt token; None: the prompt is not scored."""
+        return (MAX_TOP_LOGPROBS if self.sampling.top_logprobs else 0) if self.score else None
 
     @property
     def positions(self) -> int:
-        """Of a row that it may take."""
+        """The positions of a row that it may fill."""
         return len(self.prompt) + self.max_new_tokens
 
     def validated(self, vocabulary: int) -> np.ndarray:
-        """The prompt, int32. Raises UserError for tokens that no model of this vocabulary has, and for
-        numbers that make no sense.
-        """
+        """The prompt, int32. Raises UserError for tokens outside the vocabulary and numbers out of range."""
         prompt = np.asarray(self.prompt)
         if prompt.ndim != 1 or not prompt.size or prompt.dtype.kind not in "iu":
             raise UserError("a prompt is a list of one or more token ids")
@@ -87,19 +75,21 @@ class Request:
         if not isinstance(self.max_new_tokens, numbers.Integral) or self.max_new_tokens < 0:
             raise UserError(f"max_new_tokens {self.max_new_tokens} is not at least 0")
         for name, value in vars(self.sampling).items():
-            if value is not None and name in SAMPLING:
+            if value is not None and name in SAMPLING_OPTIONS:
                 check_sampling(name, value)
         return prompt.astype(np.int32, copy=False)
 
 
 @dataclasses.dataclass(eq=False)
 class Answer:
-    """What there is of it so far.
+    """What has been computed of an answer so far.
 
-    prompt: [n] int32, the request's. tokens: up to and including a stop token. logprobs: of each, by the
-    model's own logits. prompt_logprobs: of each prompt token after the first, if asked for. likeliest,
-    prompt_likeliest: in the place of each of them, top_logprobs tokens and their log-probabilities, if asked
-    for. finish_reason: None, then "stop", "length", "cancelled" or "error", of which `error` then says more.
+    prompt: [n] int32. tokens: up to and including a stop token; logprobs: of each, from the model's own
+    logits. prompt_logprobs: of each prompt token after the first, if the request has `score`. top_logprobs,
+    prompt_top_logprobs: for each of these tokens, the most probable tokens in its place and their
+    log-probabilities, if the request asks for them. constraint: its state in the request's grammar.
+    finish_reason: None, then "stop", "length", "cancelled" or "error", which `error` explains.
+    prefix_caching: whether it may start from a prefix that a row has cached.
     """
 
     request: Request
@@ -107,16 +97,16 @@ class Answer:
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     prompt_logprobs: list[float] = dataclasses.field(default_factory=list)
-    likeliest: list[dict[int, float]] = dataclasses.field(default_factory=list)
-    prompt_likeliest: list[dict[int, float]] = dataclasses.field(default_factory=list)
-    constraint: Constraint | None = None
+    top_logprobs: list[dict[int, float]] = dataclasses.field(default_factory=list)
+    prompt_top_logprobs: list[dict[int, float]] = dataclasses.field(default_factory=list)
+    constraint: "Constraint | None" = None
     finish_reason: str | None = None
     error: str | None = None
-    prefix_caching: bool = True  # whether it may go on from what a row has read of its prompt
+    prefix_caching: bool = True
 
 
 def options_in_use(requests: list[Request]) -> frozenset[str]:
-    """The fields of Sampling that are not always neutral: the others are left out of the program."""
+    """The fields of Sampling that any of these requests uses; a program computes no others."""
 
     def asked(value, neutral) -> bool:
         return value is not None and (not isinstance(neutral, np.generic) or value != neutral)
@@ -127,6 +117,6 @@ def options_in_use(requests: list[Request]) -> frozenset[str]:
         for request in requests
         if asked(getattr(request.sampling, name), neutral)
     }
-    used = used | {"seed"} if "temperature" in used else used - DRAWING
+    used = used | {"seed"} if "temperature" in used else used - RANDOM_OPTIONS
     used = used | ANSWER_PENALTIES if used & ANSWER_PENALTIES else used
     return frozenset(used | {"allowed"} if any(request.grammar for request in requests) else used)

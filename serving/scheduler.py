@@ -1,7 +1,7 @@
-"""Which row takes which request, what of its prompt is cached already, and which prompt is read next.
+"""Which row takes which request, which prefix of its prompt is already cached, and which prompt is read next.
 
-All this happens on the host. Nothing in it takes time that grows with what the rows hold, but for the
-comparison of a new prompt with them.
+All of this runs on the host. Its work does not grow with the lengths of the rows, except that each new prompt
+is compared with their texts.
 """
 
 import dataclasses
@@ -16,25 +16,26 @@ from serving.requests import Answer
 from serving.rings import reusable_prefix
 from sharding.sampling import NEUTRAL, Sampling
 
-BLOCK = 8192  # tokens to compare at a time: most texts differ soon
-AHEAD = 100  # answers of the queue that are looked at: those that wait let others pass
-WORTH_COPYING = 16  # tokens of a cached prefix; of fewer, reading them again costs less
+COMPARED = 8192  # tokens that are compared at a time: most texts differ early
+LOOKAHEAD = 100  # answers of the queue that are considered: one that waits for a prefix lets others pass
+MIN_COPIED = 16  # tokens of a cached prefix; computing fewer again costs less than copying them
 
 
 @dataclasses.dataclass(eq=False)
 class Row:
-    """What is known of a row of the cache.
+    """What the host knows of a row of the cache.
 
-    text: [max_len] int32: its tokens, as far as they are known. read: how many of them have been read.
-    reused: how many it had from a cached prefix, of a row that had read `past` tokens. steps: those in
-    flight, whose tokens are not known yet. number: of its answer, in the order of admission.
+    text: [max_len] int32, its tokens as far as they are known. computed: how many of them have their keys and
+    values in the cache. reused: how many of these came from a cached prefix, and source_computed: how many
+    tokens the row that had cached it had computed. steps_in_flight: decode steps whose tokens are not known
+    yet. number: of its answer, in the order of admission.
     """
 
     text: np.ndarray
-    read: int = 0
+    computed: int = 0
     reused: int = 0
-    past: int = 0
-    steps: int = 0
+    source_computed: int = 0
+    steps_in_flight: int = 0
     answer: Answer | None = None
     number: int = -1
 
@@ -44,54 +45,55 @@ class Row:
 
     @property
     def constrained(self) -> bool:
-        """Whether a grammar must know the last token before it says what may come next."""
+        """Whether a grammar must accept each token before the next one can be chosen."""
         return not self.free and self.answer.constraint is not None
 
     @property
-    def unread(self) -> int:
-        """How many tokens of the prompt are still to be prefilled: all but the last."""
-        return 0 if self.free else max(len(self.answer.prompt) - 1 - self.read, 0)
+    def prefill_left(self) -> int:
+        """How many tokens of the prompt are still to be prefilled: its last one is left to a decode step."""
+        return 0 if self.free else max(len(self.answer.prompt) - 1 - self.computed, 0)
 
     @property
-    def length(self) -> int:
-        """How much of its text is known for certain: what has been read, and the prompt."""
-        return max(self.read, len(self.answer.prompt) if self.answer else 0)
+    def known(self) -> int:
+        """How many tokens of the text are known: the computed ones, and the prompt."""
+        return max(self.computed, len(self.answer.prompt) if self.answer else 0)
 
     @property
-    def wanted(self) -> int:
-        """How many tokens to choose beyond those that the steps in flight choose at least."""
-        if self.free or self.unread or (self.constrained and self.steps):
+    def tokens_left(self) -> int:
+        """How many more tokens to choose if each step in flight chooses one; 0 if it cannot decode now."""
+        if self.free or self.prefill_left or (self.constrained and self.steps_in_flight):
             return 0
-        return self.answer.request.max_new_tokens - len(self.answer.tokens) - self.steps
+        return self.answer.request.max_new_tokens - len(self.answer.tokens) - self.steps_in_flight
 
-    def latest(self, width: int) -> int:
-        """How many tokens its cache may have had, of which later ones are in the places of earlier ones.
+    def most_computed(self, width: int) -> int:
+        """The most tokens that its cache may have held: in a ring, later tokens overwrite earlier ones.
 
-        width: how many a step in flight may have read.
+        width: the most tokens that a step in flight may have computed.
         """
-        return max(self.past, self.read + self.steps * width)
+        return max(self.source_computed, self.computed + self.steps_in_flight * width)
 
-    def assign(self, answer: Answer, cached: int, past: int, number: int) -> None:
-        """Take an answer, of whose prompt `cached` tokens are in the cache, of `past` that it has had."""
+    def assign(self, answer: Answer, cached: int, source_computed: int, number: int) -> None:
+        """Take an answer whose first `cached` tokens come from a row that had computed `source_computed`."""
         self.text[: len(answer.prompt)] = answer.prompt
         self.answer, self.number = answer, number
-        self.read, self.reused, self.past, self.steps = cached, cached, past if cached else 0, 0
+        self.computed, self.reused, self.steps_in_flight = cached, cached, 0
+        self.source_computed = source_computed if cached else 0
 
-    def chose(self, tokens: np.ndarray) -> None:
-        """Note what a step chose, one token after each that it read."""
-        places = self.text[self.read + 1 :][: len(tokens)]  # what is beyond max_len is not kept
-        places[:] = tokens[: len(places)]
-        self.read, self.steps = self.read + len(tokens), self.steps - 1
+    def append(self, tokens: np.ndarray) -> None:
+        """Add the tokens that a step has chosen, one after each token that it has computed."""
+        following = self.text[self.computed + 1 :][: len(tokens)]  # none beyond max_len
+        following[:] = tokens[: len(following)]
+        self.computed, self.steps_in_flight = self.computed + len(tokens), self.steps_in_flight - 1
 
-    def forget(self) -> None:
-        """Nobody is to reuse anything of what has been read."""
+    def clear(self) -> None:
+        """Give up the answer and all that is cached."""
         self.answer, self.number = None, -1
-        self.read, self.reused, self.past, self.steps = 0, 0, 0, 0
+        self.computed, self.reused, self.source_computed, self.steps_in_flight = 0, 0, 0, 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Wait:
-    """For a row that is reading a prompt: until it has read as many tokens as another one shares with it."""
+    """An answer waits until this row, which prefills another one, has computed the prefix of both prompts."""
 
     row: Row
     answer: Answer  # the row's
@@ -99,16 +101,17 @@ class Wait:
 
     @property
     def left(self) -> int:
-        """How many tokens of them are still to be read; 0 if the row has gone on to something else."""
-        reads = self.row.answer is self.answer and self.row.unread
-        return max(self.shared - self.row.read, 0) if reads else 0
+        """How many tokens of the prefix are still to be computed; 0 if the row has another answer by now."""
+        prefills = self.row.answer is self.answer and self.row.prefill_left
+        return max(self.shared - self.row.computed, 0) if prefills else 0
 
 
 @dataclasses.dataclass(eq=False)
 class Shard:
     """The rows of one data shard.
 
-    width: tokens that a step may read in a row. masks: of the model's layers.
+    width: the most tokens of a row that a decode step may compute. masks: of the model's layers. waits: of
+    the answers in the queue that wait for a row of this shard.
     """
 
     rows: list[Row]
@@ -117,13 +120,13 @@ class Shard:
     waits: dict[Answer, Wait] = dataclasses.field(default_factory=dict)
 
     def admit(self, queue: deque[Answer], number: int) -> tuple[Row, Row] | None:
-        """Give a free row the first answer of the queue that need not wait: -> (the row, the one whose cached
-        prefix it goes on from), or None.
+        """Give a free row the first answer of the queue that need not wait for a prefix.
 
-        Neither a prompt that is being read nor an answer that waits holds up those behind it.
+        -> (the row, the row whose cached prefix is copied, which may be the same), or None. Answers that wait
+        do not hold up those behind them.
         """
         waits = {}
-        candidates = itertools.islice(queue, AHEAD) if any(row.free for row in self.rows) else ()
+        candidates = itertools.islice(queue, LOOKAHEAD) if any(row.free for row in self.rows) else ()
         for answer in candidates:
             wait = self.waits.get(answer)
             if wait is None or not wait.left:
@@ -132,95 +135,98 @@ class Shard:
                 if (wait := self.wait(matches, cached)) is None:
                     queue.remove(answer)
                     row, source = self.choose(cached)
-                    row.assign(answer, cached[source], source.latest(self.width), number)
+                    row.assign(answer, cached[source], source.most_computed(self.width), number)
                     return row, source
             waits[answer] = self.waits[answer] = wait
         self.waits = waits
         return None
 
     def match_prefixes(self, answer: Answer) -> dict[Row, int]:
-        """How many tokens of its prompt, but the last, each row begins with: read, or to be read.
+        """How many tokens of the prompt, without its last one, each row's text begins with.
 
-        None without prefix caching, nor where its scores are wanted, for which all of it must be read.
+        0 without prefix caching, and if the prompt is scored: then all of it must be computed.
         """
         reuses = answer.prefix_caching and not answer.request.score
         own = answer.prompt[: -1 if reuses else 0]
-        return {row: shared(row.text[: row.length], own) for row in self.rows}
+        return {row: common_prefix(row.text[: row.known], own) for row in self.rows}
 
     def cached_prefix(self, row: Row, matching: int) -> int:
-        """How many of the tokens that match the row has read, and its cache still holds."""
-        n = min(matching, row.read)
-        latest = row.latest(self.width)
+        """How many of the matching tokens the row has computed and its cache still holds."""
+        n = min(matching, row.computed)
+        latest = row.most_computed(self.width)
         while (less := min((reusable_prefix(mask, n, latest) for mask in self.masks), default=n)) < n:
             n = less
         return n
 
     def wait(self, matches: dict[Row, int], cached: dict[Row, int]) -> Wait | None:
-        """What to wait for, if anything: a row that is just now reading much of the same prompt."""
-        waits = (Wait(row, row.answer, n) for row, n in matches.items() if row.unread)
+        """Whether it is worth waiting for a row that is prefilling a prompt with the same beginning."""
+        waits = (Wait(row, row.answer, n) for row, n in matches.items() if row.prefill_left)
         longest = max((wait for wait in waits if wait.left), key=lambda wait: wait.shared, default=None)
-        worth = longest is not None and longest.shared - max(cached.values()) >= WORTH_COPYING
+        worth = longest is not None and longest.shared - max(cached.values()) >= MIN_COPIED
         return longest if worth else None
 
     def choose(self, cached: dict[Row, int]) -> tuple[Row, Row]:
-        """A free row for an answer, and the row whose cached prefix it goes on from."""
+        """-> (a free row for an answer, the row whose cached prefix it starts from)."""
         oldest = min((row for row in self.rows if row.free), key=lambda row: row.number)
         source = max(self.rows, key=lambda row: (cached[row], row.free))
-        if source.free and source.read < 2 * cached[source]:  # what is overwritten is less than what is kept
+        if source.free and source.computed < 2 * cached[source]:  # less is overwritten than is kept
             return source, source
-        return oldest, source if cached[source] >= WORTH_COPYING else oldest
+        return oldest, source if cached[source] >= MIN_COPIED else oldest
 
-    def next_to_read(self, oldest: bool) -> Row | None:
-        """A row whose prompt is still to be read: the one admitted first, or the one that is done soonest.
+    def next_to_prefill(self, oldest: bool) -> Row | None:
+        """The row whose prompt is read next: the one admitted first, or the one with the fewest tokens left.
 
-        By turns, a long prompt is never held up for good, nor a short one for long. Done is also a row that
-        has read what an answer waits for.
+        Taking these by turns delays no short prompt for long and no long prompt for ever. If an answer waits
+        for a prefix, only the tokens of that prefix count as left.
         """
-        reading = [row for row in self.rows if row.unread]
+        rows = [row for row in self.rows if row.prefill_left]
         if oldest:
-            return min(reading, key=lambda row: row.number, default=None)
-        left = {row: row.unread for row in reading}
+            return min(rows, key=lambda row: row.number, default=None)
+        left = {row: row.prefill_left for row in rows}
         for wait in self.waits.values():
             if wait.left:
                 left[wait.row] = min(left[wait.row], wait.left)
-        return min(reading, key=lambda row: (left[row], row.number), default=None)
+        return min(rows, key=lambda row: (left[row], row.number), default=None)
 
 
-def shared(a: np.ndarray, b: np.ndarray) -> int:
-    """How many tokens two texts begin with alike."""
+def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+    """The length of the longest common prefix of two texts."""
     n = min(len(a), len(b))
-    for start in range(0, n, BLOCK):
-        differs = a[start : min(start + BLOCK, n)] != b[start : min(start + BLOCK, n)]
+    for start in range(0, n, COMPARED):
+        differs = a[start : min(start + COMPARED, n)] != b[start : min(start + COMPARED, n)]
         if differs.any():
             return start + int(differs.argmax())
     return n
 
 
-class Group:
-    """Rows that have their turn together, by data shard. prefills: how often there was a prompt to read."""
+class MicroBatch:
+    """The rows that a stage of a pipeline computes together, by data shard; without stages all rows.
+
+    prefills: how many chunks of prompts were scheduled.
+    """
 
     def __init__(self, shards: list[Shard], vocabulary: int):
         self.shards, self.vocabulary, self.prefills = shards, vocabulary, 0
         self.rows = [row for shard in shards for row in shard.rows]
 
-    def next_to_read(self) -> list[Row | None]:
-        """The row of each data shard that reads more of its prompt now."""
-        reading = [shard.next_to_read(oldest=self.prefills % 2 == 1) for shard in self.shards]
-        self.prefills += any(reading)
-        return reading
+    def next_to_prefill(self) -> list[Row | None]:
+        """For each data shard, the row whose prompt is read next."""
+        rows = [shard.next_to_prefill(oldest=self.prefills % 2 == 1) for shard in self.shards]
+        self.prefills += any(rows)
+        return rows
 
-    def to_choose(self) -> np.ndarray:
-        """How many tokens a step is to choose in each row, at most: [b] int32."""
+    def tokens_to_choose(self) -> np.ndarray:
+        """The most tokens that the next decode step may choose in each row: [b] int32."""
         width = self.shards[0].width
-        widths = (min(max(row.wanted, 0), 1 if row.constrained else width) for row in self.rows)
-        count = np.fromiter(widths, np.int32)
-        chosen = [row.constrained for row, n in zip(self.rows, count, strict=True) if n]
-        if all(chosen) and any(row.constrained and row.steps for row in self.rows):
-            count[:] = 0  # they wait for one another, rather than take turns in steps that cost as much
+        counts = (min(max(row.tokens_left, 0), 1 if row.constrained else width) for row in self.rows)
+        count = np.fromiter(counts, np.int32)
+        constrained = [row.constrained for row, n in zip(self.rows, count, strict=True) if n]
+        if all(constrained) and any(row.constrained and row.steps_in_flight for row in self.rows):
+            count[:] = 0  # rows with grammars step together: a step of some of them costs as much
         return count
 
     def sampling(self, options: frozenset[str]) -> Sampling:
-        """What the rows' requests ask for these options of sampling, as arrays [b]."""
+        """These options of sampling, as arrays [b] of what the rows' requests ask for."""
 
         def column(name: str):
             if name == "allowed":
@@ -235,29 +241,29 @@ class Group:
         return Sampling(**{name: column(name) for name in options})
 
     def allowed(self) -> np.ndarray:
-        """Which tokens each row's grammar allows next, all without one: see Sampling."""
+        """The bitmasks of the tokens that each row's grammar allows, see Sampling; all without a grammar."""
         bits = np.full((len(self.rows), -(-self.vocabulary // 32)), 0xFFFFFFFF, np.uint32)
         for row, own in zip(self.rows, bits, strict=True):
             if row.constrained:
-                row.answer.constraint.write_allowed(own)
+                row.answer.constraint.fill_bitmask(own)
         return bits
 
 
 class Scheduler:
-    """All rows, in groups that take turns, and the queue of answers that wait for one.
+    """All rows, in a micro-batch for each stage of layers, and the queue of answers without a row.
 
-    There are as many groups as stages of layers. admitted: answers that were given to a row.
+    admitted: how many answers were given a row.
     """
 
     def __init__(
-        self, rows: int, max_len: int, groups: int, shards: int, width: int, masks: frozenset, vocabulary: int
+        self, rows: int, max_len: int, stages: int, shards: int, width: int, masks: frozenset, vocabulary: int
     ):
-        """shards: in each group. width, masks: see Shard. vocabulary: how many tokens there are."""
+        """shards: of each micro-batch. width, masks: see Shard. vocabulary: the number of tokens."""
         self.rows = [Row(text) for text in np.zeros((rows, max_len), np.int32)]
-        each = rows // (groups * shards)
+        each = rows // (stages * shards)
         self.shards = [Shard(self.rows[i : i + each], width, masks) for i in range(0, rows, each)]
-        self.groups = [
-            Group(self.shards[i : i + shards], vocabulary) for i in range(0, groups * shards, shards)
+        self.micro_batches = [
+            MicroBatch(self.shards[i : i + shards], vocabulary) for i in range(0, stages * shards, shards)
         ]
         self.queue: deque[Answer] = deque()
         self.admitted = 0
@@ -268,17 +274,17 @@ class Scheduler:
 
     @property
     def starved(self) -> bool:
-        """Whether a row is free though an answer waits."""
+        """Whether a row is free while an answer waits."""
         return bool(self.queue) and any(row.free for row in self.rows)
 
     @property
     def prefills(self) -> int:
-        return sum(group.prefills for group in self.groups)
+        return sum(micro_batch.prefills for micro_batch in self.micro_batches)
 
-    def admit(self, group: Group) -> list[tuple[Row, Row] | None]:
+    def admit(self, micro_batch: MicroBatch) -> list[tuple[Row, Row] | None]:
         """The next admission of each data shard, see Shard.admit."""
         admissions = []
-        for shard in group.shards:
+        for shard in micro_batch.shards:
             admissions.append(shard.admit(self.queue, self.admitted))
             self.admitted += admissions[-1] is not None
         return admissions

@@ -1,9 +1,8 @@
-"""Speculative decoding: draft tokens, which may come next, and of which a decode step checks several at once.
+"""Speculative decoding: this module proposes draft tokens, and one decode step verifies several of them.
 
-A draft token that the model would have chosen itself is accepted, so the text does not depend on them, only
-the number of steps does. This holds for sampling too, where a draw depends on its seed and place alone.
-Source: arXiv 2211.17192, with one draw in the place of two. This module makes drafts, and steps.DecodeStep
-checks them.
+A draft token is accepted if the model itself chooses it. So the draft tokens change the number of steps, but
+not the text. This holds for sampling too, because a draw depends only on the logits, the seed and the
+position. Source: arXiv 2211.17192, with one draw instead of two.
 """
 
 from functools import partial
@@ -22,21 +21,21 @@ from serving.steps import Batch, DecodeStep, Output, by_rows, most_drafts, token
 from sharding.mesh import mesh_shape
 from sharding.sampling import Sampling
 
-NGRAM = 3  # tokens that prompt lookup compares at most
-# Draft tokens per step, at most. A longer step is no decode to a CPU, which then rounds int8 products in
-# another way: they would change the text. Nor would a TPU's decode kernel take it at 8 heads per key head.
+NGRAM = 3  # the longest match of prompt lookup, in tokens
+# The most draft tokens per step. With more tokens a CPU uses another int8 matmul, whose rounding differs, so
+# drafts would change the text; a TPU's decode kernel does not support more at 8 queries per key head.
 MAX_DRAFT = cpu.DECODE - 1
 
 
 def check_n_draft(n: int) -> int:
-    """The number itself. UserError if a step cannot check so many draft tokens."""
+    """-> n. Raises UserError if a decode step cannot verify n draft tokens."""
     if not 1 <= n <= MAX_DRAFT:
-        raise UserError(f"{str(n)[:40]} guesses at a time are not between 1 and {MAX_DRAFT}")
+        raise UserError(f"{str(n)[:40]} draft tokens per step are not between 1 and {MAX_DRAFT}")
     return n
 
 
 class PromptLookup:
-    """Drafts what followed when the last few tokens were last in the text. Source: arXiv 2304.04487."""
+    """Proposes the tokens that followed an earlier occurrence of the last few. Source: arXiv 2304.04487."""
 
     draft = None
 
@@ -45,15 +44,15 @@ class PromptLookup:
 
     def decode(self, count, sampling: Sampling, target: Programs) -> Output:
         tokens, length = target.batch.tokens, target.batch.cache.length
-        draft_tokens, count = look_up(count, tokens, length, n_draft=self.n_draft, mesh=target.mesh)
+        draft_tokens, count = prompt_lookup(count, tokens, length, n_draft=self.n_draft, mesh=target.mesh)
         return target.step(count, draft_tokens, sampling)
 
 
 @partial(jax.jit, static_argnames=("n_draft", "mesh"))
-def look_up(count, text: Array, length: Array, *, n_draft: int, mesh: Mesh) -> tuple[Array, Array]:
-    """-> (draft tokens [B,N], count [B] with those that are to be checked).
+def prompt_lookup(count, text: Array, length: Array, *, n_draft: int, mesh: Mesh) -> tuple[Array, Array]:
+    """-> (draft tokens [B,N], count [B]: at most 1 for rows without a match).
 
-    text: [B,S], of which each row's first 1 + length[B] tokens are known. count: [B], see steps.DecodeStep.
+    text: [B,S], whose first 1 + length[B] tokens are known. count: [B], see steps.DecodeStep.
     """
 
     @by_rows(mesh)
@@ -64,7 +63,7 @@ def look_up(count, text: Array, length: Array, *, n_draft: int, mesh: Mesh) -> t
             last = jnp.take_along_axis(text, length[:, None] - back, 1, mode="clip")
             same &= (jnp.roll(text, back, 1) == last) & (slots >= back)
             matches += same
-        # The longest match, and of these the last; what followed it, again and again if it is shorter.
+        # The last of the longest matches. The tokens after it repeat if they are fewer than the draft.
         best = jnp.argmax(matches * slots.size + jnp.where(matches > 0, slots, 0), 1)[:, None]
         period = length[:, None] - best
         found = jnp.take_along_axis(matches, best, 1)[:, 0] > 0
@@ -76,9 +75,9 @@ def look_up(count, text: Array, length: Array, *, n_draft: int, mesh: Mesh) -> t
 
 
 def mesh_for_draft(cfg: Config, mesh: Mesh) -> Mesh:
-    """A mesh for this model of the devices of another's, in the same order, as one program needs them.
+    """A mesh for the draft model: the devices of the model's mesh in the same order, as one program requires.
 
-    Raises ValueError if it cannot be divided so.
+    Raises ValueError if they do not suit cfg.
     """
     shape = mesh_shape(cfg, mesh.shape["data"], 1, mesh.size // mesh.shape["data"])
     devices = mesh.devices.reshape(tuple(shape.values()))
@@ -86,28 +85,28 @@ def mesh_for_draft(cfg: Config, mesh: Mesh) -> Mesh:
 
 
 class DraftModel:
-    """Drafts what a smaller model of the same vocabulary would choose, which draws with the same seeds."""
+    """Proposes the tokens that a smaller model of the same vocabulary chooses with the same seeds."""
 
     def __init__(self, draft: Programs, n_draft: int):
         self.draft, self.n_draft = draft, check_n_draft(n_draft)
 
     def decode(self, count, sampling: Sampling, target: Programs) -> Output:
         draft = self.draft
-        draft_tokens, count, draft.batch = read_ahead(
+        draft_tokens, count, draft.batch = propose(
             count, sampling, draft.weights, draft.batch, n_draft=self.n_draft, **draft.static
         )
         output = target.step(count, draft_tokens, sampling)
-        draft.batch = correct(draft.batch, count, output, mesh=draft.mesh)
+        draft.batch = take_over(draft.batch, count, output, mesh=draft.mesh)
         return output
 
 
 @partial(jax.jit, static_argnames=("n_draft", "cfg", "mesh"), donate_argnames="batch")
-def read_ahead(
+def propose(
     count, sampling: Sampling, weights, batch: Batch, *, n_draft: int, cfg: Config, mesh: Mesh
 ) -> tuple[Array, Array, Batch]:
-    """Let the draft model decode n_draft tokens: -> (draft tokens [B,N], count [B], its batch).
+    """Choose the next tokens with the draft model: -> (draft tokens [B,N], count [B], its batch).
 
-    The draft model also reads the last of them, because the model may accept it.
+    The draft model also reads the last draft token, which may be accepted.
     """
     start = batch.cache.length
     count = jnp.minimum(count, most_drafts(start, cfg))
@@ -122,8 +121,8 @@ def read_ahead(
 
 
 @partial(jax.jit, static_argnames="mesh", donate_argnames="batch")
-def correct(batch: Batch, ahead: Array, output: Output, *, mesh: Mesh) -> Batch:
-    """The draft model's batch, which has read `ahead` [B] tokens, rolled back to what the model chose."""
+def take_over(batch: Batch, ahead: Array, output: Output, *, mesh: Mesh) -> Batch:
+    """Replace the last `ahead` [B] tokens of the draft model's batch by those that the model has chosen."""
 
     @by_rows(mesh)
     def on_device(text: Array, length: Array, output: Output) -> tuple[Array, Array]:

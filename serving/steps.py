@@ -21,7 +21,7 @@ from model import Cache, Chunk, Config, Weights
 from serving.rings import rollback_limit
 from sharding.arrays import ArrayInfo, abstract, pytree, zeros
 from sharding.mesh import MODEL, ROWS, STAGE
-from sharding.sampling import TOP, Likeliest, Sampling, likeliest, logprob, sample
+from sharding.sampling import MAX_TOP_LOGPROBS, Sampling, TopLogprobs, logprob, sample, top_logprobs
 from sharding.stages import StageInputs, first_stage
 
 
@@ -118,7 +118,7 @@ class Scores:
     """The natural log of each next token's probability, [n,T], and the likeliest tokens in its place."""
 
     logprobs: Array
-    likeliest: Likeliest | None
+    top_logprobs: TopLogprobs | None
 
 
 @pytree
@@ -159,8 +159,8 @@ class PrefillChunk:
         def on_device(x: Array, chunk: Chunk, tokens: Array, w: Weights):
             def score_row(row: tuple[Array, Array]) -> Scores:
                 logits = model.local_logits(row[0][None], w, cfg)[0]
-                best = likeliest(logits, self.score) if self.score else None
-                return Scores(logprobs=logprob(logits, row[1]), likeliest=best)
+                best = top_logprobs(logits, self.score) if self.score else None
+                return Scores(logprobs=logprob(logits, row[1]), top_logprobs=best)
 
             following = tokens_at(tokens if chunk.row is None else tokens[chunk.row], chunk.positions + 1)
             return lax.map(score_row, (x, following))  # row by row, because all logits at once may not fit
@@ -173,7 +173,7 @@ class Output:
     """What a decode step chose in each row.
 
     tokens: [B,T], of which row b has the first count[b]. logprobs: [B,T], of each token by the model's own
-    logits. drafted: [B], how many draft tokens were checked; count - 1 of them were accepted. likeliest:
+    logits. drafted: [B], how many draft tokens were checked; count - 1 of them were accepted. top_logprobs:
     [B,T,n], the tokens with the highest probabilities; None if no row asks for them.
     """
 
@@ -181,7 +181,7 @@ class Output:
     logprobs: Array
     count: Array
     drafted: Array
-    likeliest: Likeliest | None = None
+    top_logprobs: TopLogprobs | None = None
 
 
 @pytree
@@ -228,7 +228,9 @@ class DecodeStep:
                 logprobs=logprob(logits, chosen),
                 count=count,
                 drafted=jnp.maximum(chunk.count - 1, 0),
-                likeliest=None if sampling.top_logprobs is None else likeliest(logits, TOP),
+                top_logprobs=None
+                if sampling.top_logprobs is None
+                else top_logprobs(logits, MAX_TOP_LOGPROBS),
             )
             return output, tokens.at[rows, to].set(chosen, mode="drop")
 

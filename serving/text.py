@@ -1,4 +1,4 @@
-"""Text to tokens and back: tokenizers, chat templates, and the text of an answer while it grows."""
+"""Text to tokens and back: tokenizers, chat templates, and incremental detokenization."""
 
 import functools
 import os
@@ -10,8 +10,8 @@ from checkpoints.folders import read_json
 
 
 def load_tokenizer(folder: pathlib.Path):
-    """The folder's tokenizer. Not AutoTokenizer, which also reads config.json and refuses Scout's."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it advises, on import, to install PyTorch
+    """A folder's tokenizer. AutoTokenizer would also read config.json, and refuses Scout's."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # else it advises PyTorch on import
     from transformers import PreTrainedTokenizerFast
 
     fast = PreTrainedTokenizerFast.from_pretrained
@@ -22,12 +22,14 @@ def load_tokenizer(folder: pathlib.Path):
         raise UserError(f"{folder}: no tokenizer in it; download {known}")
     try:
         return loaders[name](folder, local_files_only=True)
-    except Exception as e:  # it raises many kinds, for one reason: files that are not a tokenizer's
+    except Exception as e:  # files that are not a tokenizer's raise exceptions of many types
         raise UserError(f"{folder}: no tokenizer could be loaded from its {name} ({e})") from None
 
 
 def _load_sentencepiece(folder: pathlib.Path, **options):
-    """A tokenizer.model alone. transformers reads its pieces; how it treats spaces is added here."""
+    """A tokenizer.model without a tokenizer.json: transformers reads its pieces but not its rules for spaces,
+    which are added here.
+    """
     from tokenizers import Regex, decoders, normalizers
     from transformers import PreTrainedTokenizerFast
     from transformers.convert_slow_tokenizer import SentencePieceExtractor
@@ -51,7 +53,9 @@ def _load_sentencepiece(folder: pathlib.Path, **options):
 
 
 def _load_gpt2(folder: pathlib.Path, **options):
-    """vocab.json and merges.txt alone, which do not say how a text is split into words: as GPT-2 does."""
+    """vocab.json and merges.txt without a tokenizer.json. They do not say how text is split into words; here
+    it is split as by GPT-2.
+    """
     from transformers import GPT2Tokenizer
 
     file = folder / "tokenizer_config.json"
@@ -62,9 +66,9 @@ def _load_gpt2(folder: pathlib.Path, **options):
 
 
 def encode(tokenizer, text: str | list[dict], vocabulary: int) -> list[int]:
-    """Token ids of a text, or of the turns of a chat, {"role", "content"} each, and the head of an answer.
+    """The token ids of a text, or of a chat: messages of {"role", "content"} and the generation prompt.
 
-    Raises UserError if the tokenizer or its chat template fail, or do not suit a model of this vocabulary.
+    Raises UserError if the tokenizer or its chat template fails, or a token is outside the vocabulary.
     """
     if not isinstance(text, str) and not tokenizer.chat_template:
         raise UserError("the checkpoint's tokenizer has no chat template; give a text instead of turns")
@@ -73,7 +77,7 @@ def encode(tokenizer, text: str | list[dict], vocabulary: int) -> list[int]:
             ids = tokenizer(text).input_ids
         else:
             ids = tokenizer.apply_chat_template(text, add_generation_prompt=True, return_dict=False)
-    except Exception as e:  # a chat template is a program of the checkpoint's, and may raise anything
+    except Exception as e:  # a chat template is a program, which may raise any exception
         raise UserError(f"the checkpoint's tokenizer or chat template failed: {e}") from None
     if not ids or max(ids) >= vocabulary:
         raise UserError(
@@ -82,22 +86,22 @@ def encode(tokenizer, text: str | list[dict], vocabulary: int) -> list[int]:
     return ids
 
 
-def is_broken(text: str) -> bool:
-    """Whether there is half a surrogate pair in it, which no encoding has.
+def has_surrogate(text: str) -> bool:
+    """Whether a text has a surrogate code point, which no encoding can represent.
 
-    Python makes it of bytes that are no text, and JSON may name it.
+    Python decodes invalid bytes of the command line to surrogates, and JSON can escape a lone one.
     """
     return any("\ud800" <= c <= "\udfff" for c in text)
 
 
 def generation_config(folder: pathlib.Path) -> dict[str, Any]:
-    """What generation_config.json says; nothing without one."""
+    """The content of generation_config.json; empty if there is none."""
     file = folder / "generation_config.json"
     return read_json(file) if file.exists() else {}
 
 
 def stop_tokens(folder: pathlib.Path, tokenizer) -> frozenset[int]:
-    """The ids that end an answer: generation_config.json's, else config.json's, else the tokenizer's."""
+    """Token ids that end an answer: generation_config.json's, else config.json's, else the tokenizer's."""
     config = read_json(folder / "config.json")
     for source in (generation_config(folder), config, config.get("text_config") or {}):
         ids = source.get("eos_token_id")
@@ -110,68 +114,68 @@ def stop_tokens(folder: pathlib.Path, tokenizer) -> frozenset[int]:
 
 
 class TextStream:
-    """The text of an answer, as its tokens come.
+    """Incremental detokenization: the text of an answer while its tokens arrive.
 
-    What is given out stays as it is: never half a character, nor what may turn out to be the beginning of a
-    stop string. The text ends before the first stop string.
+    Text that has been returned never changes: an incomplete character is held back, and so is what may be the
+    beginning of a stop string. The text ends before the first stop string.
 
-    text: all that has been given out. used: the tokens that it took. stopped: whether a stop string was met.
+    text: all that has been returned. used: the tokens that it took. stopped: whether a stop string was found.
     """
 
-    def __init__(self, tokenizer, silent: frozenset[int] = frozenset(), stop_strings: tuple[str, ...] = ()):
-        """silent: tokens that say nothing, beside the tokenizer's special ones."""
+    def __init__(self, tokenizer, hidden: frozenset[int] = frozenset(), stop_strings: tuple[str, ...] = ()):
+        """hidden: token ids that are left out of the text, beside the tokenizer's special tokens."""
         from tokenizers.decoders import DecodeStream
 
-        self.tokenizer, self.silent, self.stop_strings = tokenizer.backend_tokenizer, silent, stop_strings
-        self.new_stream = functools.partial(DecodeStream, skip_special_tokens=True)
-        self.stream = self.new_stream()
-        self.last, self.pending = [], []  # the last token that gave text, and those after it
-        self.text, self.held, self.used, self.stopped = "", "", 0, False
+        self.tokenizer, self.hidden, self.stop_strings = tokenizer.backend_tokenizer, hidden, stop_strings
+        self.new_decoder = functools.partial(DecodeStream, skip_special_tokens=True)
+        self.decoder = self.new_decoder()
+        self.last, self.pending = [], []  # the last token that completed a character, and those after it
+        self.text, self.held_back, self.used, self.stopped = "", "", 0, False
 
     def add(self, tokens: list[int]) -> str:
-        """-> the text that these tokens add for certain."""
+        """Add tokens: -> the new text."""
         before = len(self.text)
         for token in tokens:
             if self.stopped:
                 break
             self.used += 1
-            if token not in self.silent:
+            if token not in self.hidden:
                 self.pending.append(token)
                 try:
-                    new = self.stream.step(self.tokenizer, token) or ""
-                except Exception:  # tokens of single bytes made a character, and then only part of another
-                    new, self.stream = self._rest(), self.new_stream([token])
+                    new = self.decoder.step(self.tokenizer, token) or ""
+                except Exception:  # at some incomplete characters that follow byte tokens
+                    new, self.decoder = self._pending_text(), self.new_decoder([token])
                 if new:
                     self.last, self.pending = [token], []
-                self._add(new)
+                self._append(new)
         return self.text[before:]
 
     def finish(self) -> str:
-        """-> the rest of the text, as it is, after the last token."""
+        """After the last token: -> the rest of the text, with what was held back."""
         if self.stopped:
             return ""
         before = len(self.text)
-        self._add(self._rest())
+        self._append(self._pending_text())
         if not self.stopped:
-            self.text, self.held = self.text + self.held, ""
+            self.text, self.held_back = self.text + self.held_back, ""
         return self.text[before:]
 
-    def _rest(self) -> str:
-        """The text of the pending tokens: half a character, as its replacement sign."""
+    def _pending_text(self) -> str:
+        """The text of the pending tokens, with U+FFFD for an incomplete character."""
         decode = self.tokenizer.decode
         return decode(self.last + self.pending)[len(decode(self.last)) :]
 
-    def _add(self, new: str) -> None:
-        self.held += new
-        ends = [self.held.find(stop) for stop in self.stop_strings if stop in self.held]
+    def _append(self, new: str) -> None:
+        self.held_back += new
+        ends = [self.held_back.find(stop) for stop in self.stop_strings if stop in self.held_back]
         if ends:
-            self.text, self.held, self.stopped = self.text + self.held[: min(ends)], "", True
+            self.text, self.held_back, self.stopped = self.text + self.held_back[: min(ends)], "", True
             return
-        keep = max((_overlap(self.held, stop) for stop in self.stop_strings), default=0)
-        certain = len(self.held) - keep
-        self.text, self.held = self.text + self.held[:certain], self.held[certain:]
+        keep = max((_overlap(self.held_back, stop) for stop in self.stop_strings), default=0)
+        certain = len(self.held_back) - keep
+        self.text, self.held_back = self.text + self.held_back[:certain], self.held_back[certain:]
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How many of the last characters of text may be the first of `stop`."""
+    """The length of the longest suffix of the text that is a proper prefix of `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,17 +1,18 @@
-"""Which devices hold what: the axes of a mesh, and the letters that they split.
+"""The axes of a mesh, and which axes shard which letter.
 
-Attention and experts divide the same devices in two ways, so a model mesh is a 2x2 table of axes:
+Attention and experts divide the same devices in two ways, so the model is sharded over a 2x2 table of axes:
 
                                other key/value heads    other slots of the same heads' cache
   other experts                expert_heads             expert_slots
   other slices of the same      tensor_heads             tensor_slots
 
-The slot axes exceed 1 only where the devices do not divide the key/value heads. There n devices share one:
-each stores 1/n of its queries (g), its key and value columns (h) and its cache slots (s), nothing twice.
-With 2 heads, for example, 2 x 4 devices (expert x tensor) are expert_heads 2 x tensor_slots 4.
+The slot axes exceed 1 only if the number of devices does not divide the key/value heads. Then n devices share
+a head, and each stores 1/n of its queries (g), its key and value columns (h) and its cache slots (s); nothing
+is stored twice. With 2 heads, for example, 2 x 4 devices (expert x tensor) become expert_heads 2 x
+tensor_slots 4.
 
-There may be several such tables: along `data` they have other rows, along `stage` other rows and other layers
-(see stages.py).
+The `data` axis replicates this table for other rows of the batch, the `stage` axis for other layers (see
+stages.py).
 """
 
 import math
@@ -33,7 +34,7 @@ SHARDED_BY |= dict(h=SLOTS, l=SLOTS, r=SLOTS, p=STAGE, d=MODEL)
 
 
 def mesh_shape(cfg, data: int = 1, expert: int = 1, tensor: int = 1, stage: int = 1) -> dict[str, int]:
-    """The size of each mesh axis for these degrees of parallelism. Raises ValueError if cfg forbids them."""
+    """The size of each mesh axis for these degrees of parallelism. ValueError if they do not suit cfg."""
     depth = len(cfg.layers)
     if stage > 1 and cfg.layers != cfg.layers[: depth // stage] * stage:
         possible = (str(n) for n in range(1, depth + 1) if cfg.layers == cfg.layers[: depth // n] * n)
@@ -58,14 +59,14 @@ def mesh_shape(cfg, data: int = 1, expert: int = 1, tensor: int = 1, stage: int 
 
 
 def make_mesh(cfg, data: int = 1, expert: int = 1, tensor: int = 1, devices=None, stage: int = 1) -> Mesh:
-    """The mesh of stage x data x expert x tensor devices, by default the first there are."""
+    """A mesh of stage x data x expert x tensor devices, by default the first ones of jax.devices()."""
     shape = mesh_shape(cfg, data, expert, tensor, stage)
     devices = devices or jax.devices()[: math.prod(shape.values())]
     sizes, slices = list(shape.values()), len({getattr(device, "slice_index", 0) for device in devices})
-    # Neighbours on the interconnect where they can be; several axes may have to divide one of its dimensions.
+    # Neighbors in the mesh are neighbors on the interconnect, one dimension of which several axes may share.
     arrange = mesh_utils.create_device_mesh
     between = [math.gcd(slices, stage), slices // math.gcd(slices, stage), *[1] * len(MODEL)]
-    if slices > 1 and data % between[1] == 0:  # a slower network joins slices: better stages than a layer
+    if slices > 1 and data % between[1] == 0:  # the slow network between slices joins stages or data shards
         sizes = [n // parts for n, parts in zip(sizes, between, strict=True)]
         arrange = partial(mesh_utils.create_hybrid_device_mesh, dcn_mesh_shape=between)
     grid = arrange(sizes, devices=devices, allow_split_physical_axes=True)
@@ -78,7 +79,7 @@ def mesh_size(mesh: Mesh, axes: str | tuple[str, ...]) -> int:
 
 
 def degrees(mesh: Mesh) -> dict[str, int]:
-    """The degrees of parallelism of a mesh, by name; of stages only if there are several."""
+    """The degrees of parallelism of a mesh, by name; `stage` only if there are several stages."""
     axes = dict(data="data", expert=EXPERT, tensor=TENSOR)
     axes |= dict(stage=STAGE) if mesh.shape[STAGE] > 1 else {}
-    return {name: mesh_size(mesh, some) for name, some in axes.items()}
+    return {name: mesh_size(mesh, axis) for name, axis in axes.items()}

@@ -1,6 +1,6 @@
-"""How the next token is chosen, from logits of which each device has a shard of the vocabulary.
+"""Sampling from logits that are sharded over the vocabulary.
 
-Letters as in model.py. All these functions run inside shard_map; no device ever has all logits of a row.
+Letters as in model.py. These functions run inside shard_map; no device ever has all logits of a row.
 """
 
 import jax
@@ -15,7 +15,7 @@ from sharding.mesh import MODEL
 
 @pytree
 class Bias:
-    """What is added to some logits. tokens: [B,N] int32, -1 for none. values: [B,N] float32."""
+    """Values added to the logits of some tokens. tokens: [B,N] int32, -1 for none. values: [B,N] float32."""
 
     tokens: Array
     values: Array
@@ -23,17 +23,18 @@ class Bias:
 
 @pytree
 class Sampling:
-    """How each row chooses its next token: [B] each, or None for what no row asks for. By default greedy.
+    """The sampling options of each row: arrays [B], or None for an option that no row uses. Default: greedy.
 
-    In the order in which they apply: repetition_penalty divides the positive logits of tokens that are in the
-    text, and multiplies the negative ones. presence_penalty is taken from the logits of tokens that are in
-    the answer, frequency_penalty as often as they are. bias is added. allowed: what a grammar leaves.
-    temperature divides all logits; 0 takes the likeliest. top_k keeps the likeliest k, 0 all. top_p keeps the
-    likeliest that hold this much probability; min_p those at least this much as likely as the likeliest.
-    seed: uint32, with the position makes the draw.
+    In the order in which they apply: repetition_penalty divides the positive logits of tokens in the text and
+    multiplies the negative ones. presence_penalty is subtracted from the logits of tokens in the answer,
+    frequency_penalty once for each time that they occur in it. bias is added. allowed masks the tokens that a
+    grammar forbids. temperature divides the logits; with 0 the most probable token is chosen. top_k keeps the
+    k most probable tokens, 0 keeps all. top_p keeps the fewest most probable tokens whose probabilities reach
+    it. min_p keeps the tokens whose probability is at least this fraction of the highest. seed, uint32, and
+    the position determine the draw.
 
-    answer_start: where the answer begins in the text. allowed: [B,W] uint32, a bit for each token, the lowest
-    first. top_logprobs: how many of the likeliest tokens are to be reported; TOP are.
+    answer_start: position of the answer's first token. allowed: [B,W] uint32, one bit per token, the lowest
+    bit first. top_logprobs: how many of the most probable tokens to report; MAX_TOP_LOGPROBS are computed.
     """
 
     seed: Array | None = None
@@ -50,9 +51,9 @@ class Sampling:
     top_logprobs: Array | None = None
 
 
-BIASES = 300  # tokens that a request may have a bias for
-TOP = 20  # likeliest tokens that may be reported
-NEUTRAL = Sampling(  # what asks for nothing, and the types
+MAX_BIASES = 300  # tokens with a bias in one request
+MAX_TOP_LOGPROBS = 20
+NEUTRAL = Sampling(  # the values without an effect, in the type of each option
     seed=np.uint32(0),
     temperature=np.float32(0),
     top_k=np.int32(0),
@@ -62,53 +63,53 @@ NEUTRAL = Sampling(  # what asks for nothing, and the types
     presence_penalty=np.float32(0),
     frequency_penalty=np.float32(0),
     answer_start=np.int32(0),
-    bias=Bias(tokens=np.full(BIASES, -1, np.int32), values=np.zeros(BIASES, np.float32)),
+    bias=Bias(tokens=np.full(MAX_BIASES, -1, np.int32), values=np.zeros(MAX_BIASES, np.float32)),
     top_logprobs=np.int32(0),
 )
 
 
 @pytree
-class Likeliest:
-    """Tokens in the order of their probability, and its logarithm by the model's own logits: [...,n] each."""
+class TopLogprobs:
+    """The n most probable tokens in descending order, and their log-probabilities: [...,n] each."""
 
     tokens: Array
     logprobs: Array
 
 
 def vocabulary_shard(logits: Array) -> Array:
-    """The token ids, [v] int32, that this device's logits stand for."""
+    """The token ids of this device's shard of the vocabulary: [v] int32."""
     return lax.axis_index(MODEL) * logits.shape[-1] + jnp.arange(logits.shape[-1])
 
 
 def argmax(logits: Array) -> Array:
-    """[...,v] -> token ids [...]; the smallest id among equals."""
+    """The token with the highest logit, of equal ones the smallest id: logits [...,v] -> [...]."""
     best = lax.pmax(jnp.max(logits, -1, keepdims=True), MODEL)
     ids = jnp.where(logits == best, vocabulary_shard(logits), jnp.iinfo(jnp.int32).max)
     return lax.pmin(jnp.min(ids, -1), MODEL)
 
 
 def log_normalizer(logits: Array) -> Array:
-    """[...,v] -> log of the sum of exp(logits) over the whole vocabulary, [...,1]."""
+    """log(sum(exp(logits))) over the whole vocabulary: logits [...,v] -> [...,1]."""
     peak = lax.pmax(jnp.max(logits, -1, keepdims=True), MODEL)
     return peak + jnp.log(lax.psum(jnp.sum(jnp.exp(logits - peak), -1, keepdims=True), MODEL))
 
 
 def logprob(logits: Array, tokens: Array) -> Array:
-    """Natural log of the probability of each token: logits [...,v], tokens [...] -> [...]."""
+    """The natural log of each token's probability: logits [...,v], tokens [...] -> [...]."""
     chosen = jnp.where(vocabulary_shard(logits) == tokens[..., None], logits, 0)
     return lax.psum(jnp.sum(chosen, -1), MODEL) - log_normalizer(logits)[..., 0]
 
 
-def top(x: Array, mass: Array, target: Array) -> Array:
-    """Which entries of each row of x to keep, [b,v] bool: the fewest and largest whose masses reach `target`.
+def select_top(x: Array, mass: Array, target: Array) -> Array:
+    """The fewest largest entries of each row of x whose masses sum to at least `target`: [b,v] bool.
 
-    x, mass: [b,v], target: [b]. Equal entries go together. Exact, without moving or sorting the vocabulary: a
-    search over the 32 bits of a float, in 8 rounds in which devices exchange 15 sums. On a CPU a sum costs
-    more than a round: there are 32, of one sum.
+    x, mass: [b,v]. target: [b]. Equal entries are selected together. The threshold is found exactly, without
+    moving or sorting the vocabulary, by a search for the 32 bits of a float. It takes 8 rounds of 4 bits, in
+    each of which the devices exchange 15 sums; on a CPU, where a sum costs more than a round, 32 of one bit.
     """
     digit_bits = 1 if on_cpu() else 4
     bits = lax.bitcast_convert_type(x, jnp.uint32)
-    order = jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))  # sorts like the floats
+    order = jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))  # these sort like the floats
     target = jnp.maximum(target, 1e-30)[:, None]
     least = jnp.zeros((x.shape[0], 1), jnp.uint32)
     for shift in range(32 - digit_bits, -1, -digit_bits):
@@ -122,8 +123,8 @@ def top(x: Array, mass: Array, target: Array) -> Array:
     return order >= least
 
 
-def likeliest(logits: Array, n: int) -> Likeliest:
-    """The n likeliest tokens: logits [...,v] -> [...,n]. They are among the likeliest n of each device."""
+def top_logprobs(logits: Array, n: int) -> TopLogprobs:
+    """The n most probable tokens, which are among the n most probable of each device: logits [...,v]."""
     devices = lax.axis_size(MODEL)
 
     def gather(x: Array) -> Array:
@@ -134,73 +135,74 @@ def likeliest(logits: Array, n: int) -> Likeliest:
     best, at = lax.top_k(logits, min(n, logits.shape[-1]))
     best, tokens = gather(best), gather(vocabulary_shard(logits)[at])
     best, at = lax.top_k(best, min(n, best.shape[-1]))
-    return Likeliest(tokens=jnp.take_along_axis(tokens, at, -1), logprobs=best - log_normalizer(logits))
+    return TopLogprobs(tokens=jnp.take_along_axis(tokens, at, -1), logprobs=best - log_normalizer(logits))
 
 
 def add_at(logits: Array, tokens: Array, values) -> Array:
-    """logits [b,v] with values [b,n] added at tokens [b,n]; those of other devices, and -1, are left out."""
+    """Add values [b,n] to the logits [b,v] of tokens [b,n]; -1 and tokens of other devices are left out."""
     ids = tokens - lax.axis_index(MODEL) * logits.shape[-1]
     ids = jnp.where((tokens >= 0) & (ids >= 0), ids, logits.shape[-1])
     return logits.at[jnp.arange(ids.shape[0])[:, None], ids].add(values, mode="drop")
 
 
 def count_tokens(logits: Array, text: Array, start, end: Array) -> Array:
-    """How often each token of this device's vocabulary shard is in text [b,start[b]:end[b]]: -> [b,v]."""
+    """How often each token of this device's vocabulary shard occurs in text[b,start[b]:end[b]]: -> [b,v]."""
     at = jnp.arange(text.shape[1])
     inside = (at >= jnp.reshape(start, (-1, 1))) & (at < end[:, None])
     return add_at(jnp.zeros_like(logits), jnp.where(inside, text, -1), 1.0)
 
 
-def penalize(logits: Array, how: Sampling, text: Array, length: Array) -> Array:
-    """The penalties of what text [b,:length[b]] has: logits [b,v] -> [b,v]. Source: arXiv 1909.05858."""
-    if how.repetition_penalty is not None:
-        present, penalty = count_tokens(logits, text, 0, length) > 0, how.repetition_penalty[:, None]
+def penalize(logits: Array, sampling: Sampling, text: Array, length: Array) -> Array:
+    """Penalize tokens that text[b,:length[b]] has: logits [b,v] -> [b,v]. Source: arXiv 1909.05858."""
+    if sampling.repetition_penalty is not None:
+        present, penalty = count_tokens(logits, text, 0, length) > 0, sampling.repetition_penalty[:, None]
         logits = jnp.where(present, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
-    if how.frequency_penalty is not None:  # and what belongs to it
-        count = count_tokens(logits, text, how.answer_start, length)
-        logits -= how.frequency_penalty[:, None] * count + how.presence_penalty[:, None] * (count > 0)
+    if sampling.frequency_penalty is not None:  # see serving.requests.ANSWER_PENALTIES
+        count = count_tokens(logits, text, sampling.answer_start, length)
+        frequency, presence = sampling.frequency_penalty[:, None], sampling.presence_penalty[:, None]
+        logits -= frequency * count + presence * (count > 0)
     return logits
 
 
 def unpack_bits(allowed: Array, logits: Array) -> Array:
-    """[b,W] uint32 -> [b,v] bool: the bits of this device's vocabulary shard."""
+    """The bits of this device's vocabulary shard: allowed [b,W] uint32 -> [b,v] bool."""
     bits = (allowed[..., None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
     bits, v = bits.reshape(bits.shape[0], -1), logits.shape[-1]
-    missing = max(0, v * lax.axis_size(MODEL) - bits.shape[1])  # of the vocabulary's padding
+    missing = max(0, v * lax.axis_size(MODEL) - bits.shape[1])  # for the padding of the vocabulary
     bits = jnp.pad(bits == 1, ((0, 0), (0, missing)))
     return lax.dynamic_slice_in_dim(bits, lax.axis_index(MODEL) * v, v, 1)
 
 
 @jax.named_scope("sample")
-def sample(logits: Array, how: Sampling, text: Array, length: Array, V: int) -> Array:
-    """Choose a token to follow text [b,:length[b]] in each row: logits [b,v] -> [b] int32.
+def sample(logits: Array, sampling: Sampling, text: Array, length: Array, V: int) -> Array:
+    """Choose the token after text[b,:length[b]] in each row: logits [b,v] -> [b] int32.
 
-    A row's draw depends on its seed, its length and its logits alone, not on its neighbours or the mesh.
+    A row's draw depends only on its seed, length and logits, not on other rows or the mesh.
     """
-    logits = penalize(logits, how, text, length)
-    if how.bias is not None:
-        logits = add_at(logits, how.bias.tokens, how.bias.values)
-    if how.allowed is not None:
-        logits = jnp.where(unpack_bits(how.allowed, logits), logits, -jnp.inf)
-    if how.temperature is None:
+    logits = penalize(logits, sampling, text, length)
+    if sampling.bias is not None:
+        logits = add_at(logits, sampling.bias.tokens, sampling.bias.values)
+    if sampling.allowed is not None:
+        logits = jnp.where(unpack_bits(sampling.allowed, logits), logits, -jnp.inf)
+    if sampling.temperature is None:
         return argmax(logits)
-    drawn = how.temperature[:, None] > 0
-    # Less may overflow; of more XLA would make 0, by which what is -inf becomes NaN.
-    logits = logits / jnp.where(drawn, jnp.clip(how.temperature[:, None], 1e-6, 1e30), 1)
-    if how.top_k is not None:
-        target = jnp.where(how.top_k > 0, how.top_k, jnp.inf)
-        logits = jnp.where(top(logits, jnp.ones_like(logits), target), logits, -jnp.inf)
-    if how.top_p is not None:
+    drawn = sampling.temperature[:, None] > 0
+    # A lower temperature may overflow. XLA would flush the inverse of a higher one to 0, and -inf * 0 is NaN.
+    logits = logits / jnp.where(drawn, jnp.clip(sampling.temperature[:, None], 1e-6, 1e30), 1)
+    if sampling.top_k is not None:
+        target = jnp.where(sampling.top_k > 0, sampling.top_k, jnp.inf)
+        logits = jnp.where(select_top(logits, jnp.ones_like(logits), target), logits, -jnp.inf)
+    if sampling.top_p is not None:
         probability = jnp.exp(logits - log_normalizer(logits))
-        target = jnp.where(how.top_p < 1, how.top_p, jnp.inf)
-        logits = jnp.where(top(logits, probability, target), logits, -jnp.inf)
-    if how.min_p is not None:
+        target = jnp.where(sampling.top_p < 1, sampling.top_p, jnp.inf)
+        logits = jnp.where(select_top(logits, probability, target), logits, -jnp.inf)
+    if sampling.min_p is not None:
         peak = lax.pmax(jnp.max(logits, -1, keepdims=True), MODEL)
-        logits = jnp.where(logits < peak + jnp.log(how.min_p)[:, None], -jnp.inf, logits)
+        logits = jnp.where(logits < peak + jnp.log(sampling.min_p)[:, None], -jnp.inf, logits)
 
     def noise(seed: Array, position: Array) -> Array:
         return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), position), (V,))
 
-    # The likeliest after adding Gumbel noise is a draw. Source: arXiv 1411.0030.
+    # The Gumbel-max trick: the argmax of logits plus Gumbel noise is a sample. Source: arXiv 1411.0030.
     ids = jnp.minimum(vocabulary_shard(logits), V - 1)
-    return argmax(logits + jnp.where(drawn, jax.vmap(noise)(how.seed, length)[:, ids], 0))
+    return argmax(logits + jnp.where(drawn, jax.vmap(noise)(sampling.seed, length)[:, ids], 0))

@@ -1,4 +1,4 @@
-"""What becomes of the prompts: replies, each of them an answer, a score or an error."""
+"""Replies to the prompts: each is an answer, a score or an error."""
 
 import dataclasses
 import functools
@@ -14,18 +14,18 @@ from serving.engine import Engine
 from serving.requests import Answer, Request
 from serving.text import TextStream
 from terminal.launch import log
-from terminal.prompts import Asker, Prompt
+from terminal.prompts import Prompt, RequestBuilder
 
-MAX_REPLIES = 2**24  # at a time: there is a kilobyte of each before it is begun
+MAX_REPLIES = 2**24  # each takes a kilobyte before its row is assigned
 
 
 @dataclasses.dataclass(eq=False)
 class Reply:
-    """What becomes of a prompt, or of one of several samples for it: an answer, a score, or an error.
+    """The reply to a prompt, or one of its samples: an answer, a score, or an error.
 
-    index: the prompt's number, from 0. sample: of `samples` for it, from 0. error: why there is no request,
-    or why its answer broke off. new_stream: makes its stream, when it is wanted: of a million samples few are
-    in flight at a time.
+    index: number of the prompt, from 0. sample: number of the sample, from 0, of `samples`. error: why there
+    is no request, or why the answer ended early. new_stream: makes `stream` when it is first used, because of
+    a million samples few are in flight at a time.
     """
 
     index: int
@@ -39,7 +39,7 @@ class Reply:
 
     @functools.cached_property
     def stream(self) -> TextStream:
-        """The text of the answer."""
+        """The text of the answer, while it grows."""
         return self.new_stream()
 
     @property
@@ -47,21 +47,22 @@ class Reply:
         return self.index, self.sample
 
     @property
-    def which(self) -> str:
-        """Of the samples."""
+    def sample_label(self) -> str:
+        """Which sample this is, if there are several, to follow the prompt in messages."""
         return f" ({self.sample + 1} of {self.samples})" if self.samples > 1 else ""
 
     @property
     def done(self) -> bool:
         return self.error is not None or (self.answer is not None and self.answer.finish_reason is not None)
 
-    def update(self) -> str:
-        """-> the text that has become certain since the last call."""
-        new = self.stream.add(self.answer.tokens[self.stream.used :])
-        return new + self.stream.finish() if self.done else new
+    def update(self) -> None:
+        """Add the answer's new tokens to the stream."""
+        self.stream.add(self.answer.tokens[self.stream.used :])
+        if self.done:
+            self.stream.finish()
 
     def as_json(self, logprobs: bool, score: bool) -> dict:
-        """What the README says of it. logprobs, score: what was asked for."""
+        """The object that docs/usage.md describes. logprobs, score: the options of these names."""
         text = self.prompt.text
         found = dict(index=self.index) | (dict(sample=self.sample) if self.samples > 1 else {})
         found |= {"prompt" if isinstance(text, str) else "messages": text}
@@ -81,7 +82,7 @@ class Reply:
         return found | dict(tokens=self.answer.tokens[:used], text=self.stream.text, finish_reason=reason)
 
     def as_score(self) -> str | None:
-        """What to print of it; of a refusal, nothing."""
+        """The lines to print for --score; None for an error."""
         if self.error is not None:
             return None
         logprobs = self.answer.prompt_logprobs
@@ -89,7 +90,7 @@ class Reply:
 
 
 def perplexity(log_likelihood: float, n: int) -> float | None:
-    """Of n tokens; None of none, and beyond what a float holds."""
+    """The perplexity of n tokens; None for n = 0, or if a float cannot hold it."""
     return math.exp(-log_likelihood / n) if n and -log_likelihood / n < 700 else None
 
 
@@ -100,19 +101,21 @@ def score_line(log_likelihood: float, n: int) -> str:
     )
 
 
-def ask_all(asker: Asker, prompts: list[Prompt], samples: int) -> list[Reply]:
-    """A reply for each sample of each prompt; a refusal, if it cannot be asked."""
+def make_replies(builder: RequestBuilder, prompts: list[Prompt], samples: int) -> list[Reply]:
+    """A reply for each sample of each prompt, with a request or an error."""
     if (total := samples * len(prompts)) > MAX_REPLIES:
         what = f"--n {samples} of {len(prompts)} prompts: {total} answers"
         raise UserError(f"{what}; ask for at most {MAX_REPLIES}")
     replies, show = [], jax.process_index() == 0
     made = progress("requests", total, show=show, unit="request", delay=1)
-    with made as bar, no_garbage_collection():  # all of it stays, and looking through it takes as long again
+    with made as bar, no_garbage_collection():  # it would double the time, and all objects stay
         for index, prompt in enumerate(prompts):
             try:
-                tokens = asker.encode(prompt.text)
-                for sample, request in enumerate(asker.requests(tokens, prompt.options, samples)):
-                    replies.append(Reply(index, sample, samples, prompt, request, new_stream=asker.stream))
+                tokens = builder.encode(prompt.text)
+                for sample, request in enumerate(builder.requests(tokens, prompt.options, samples)):
+                    replies.append(
+                        Reply(index, sample, samples, prompt, request, new_stream=builder.new_stream)
+                    )
                     bar.update()
             except UserError as e:
                 error = f"{prompt.where}: {e}"
@@ -121,16 +124,16 @@ def ask_all(asker: Asker, prompts: list[Prompt], samples: int) -> list[Reply]:
     return replies
 
 
-def refuse_longer(replies: list[Reply], max_len: int) -> None:
-    """Refuse what is longer than the rows that were planned."""
+def refuse_too_long(replies: list[Reply], max_len: int) -> None:
+    """Refuse requests that need more than max_len positions."""
     for reply in replies:
         if reply.error is None and reply.request.positions > max_len:
             what = f"it takes {reply.request.positions} positions, and memory holds rows of {max_len}"
             reply.error = f"{reply.prompt.where}: {what}"
 
 
-def say_refused(replies: list[Reply], answered: int) -> None:
-    """Say which prompts are refused; UserError if all are and none is answered already."""
+def report_refused(replies: list[Reply], answered: int) -> None:
+    """Log which prompts are refused. Raises UserError if all are and an earlier run answered none."""
     refused = [reply.error for reply in replies if reply.error is not None and reply.sample == 0]
     if not answered and all(reply.error is not None for reply in replies):
         more = f" (and {len(refused) - 1} more)" if len(refused) > 1 else ""
@@ -140,22 +143,22 @@ def say_refused(replies: list[Reply], answered: int) -> None:
 
 
 def answer(engine: Engine, replies: list[Reply]) -> Iterator[list[Reply]]:
-    """Answer all that is not refused: yields after news, with the replies that are done since."""
+    """Answer all requests: yields the replies that are done after each step, first those with an error."""
     with no_garbage_collection():
         open_replies = {engine.add(reply.request): reply for reply in replies if reply.error is None}
-    for given, reply in open_replies.items():
-        reply.answer = given
+    for found, reply in open_replies.items():
+        reply.answer = found
     yield [reply for reply in replies if reply.error is not None]
     while engine.busy:
         done = []
-        for given in engine.advance():
-            if (reply := open_replies.get(given)) is not None:
+        for found in engine.advance():
+            if (reply := open_replies.get(found)) is not None:
                 reply.update()
-                if given.error is not None:
-                    reply.error = f"{reply.prompt.where}{reply.which}: {given.error}"
+                if found.error is not None:
+                    reply.error = f"{reply.prompt.where}{reply.sample_label}: {found.error}"
                     log("error:", reply.error)
                 if reply.stream.stopped:
-                    engine.cancel(given)
+                    engine.cancel(found)
                 if reply.done:
-                    done.append(open_replies.pop(given))
+                    done.append(open_replies.pop(found))
         yield done

@@ -1,6 +1,5 @@
-"""A conversation in the terminal, or over a pipe: each line a turn, each answer as it is made."""
+"""--chat: a conversation in the terminal or over a pipe, one turn per line. Answers are streamed."""
 
-import argparse
 import os
 import re
 import signal
@@ -11,25 +10,27 @@ import jax
 
 from checkpoints.errors import UserError
 from serving.engine import Engine
-from serving.memory import Deployment, fit_cache
+from serving.memory import fit_cache
 from serving.requests import Request
-from serving.text import TextStream, is_broken
-from terminal.launch import Startup, log
-from terminal.models import start_engine
-from terminal.prompts import NOT_TEXT, Asker
+from serving.text import TextStream, has_surrogate
+from terminal.launch import log
+from terminal.models import Session
+from terminal.prompts import NOT_TEXT, RequestBuilder
 
-POSITIONS = 4096  # of a conversation, unless --max-len or the model say otherwise
-PATIENCE = 2.0  # seconds after which a second Ctrl-C leaves at once
+HANGING = 2.0  # seconds after a first Ctrl-C from which on a second one ends the process at once
 HELP = "/reset begins anew, /exit or Ctrl-D leaves, Ctrl-C ends an answer"
 
 
 class Interrupts:
-    """Ctrl-C: while an answer is made, a note to end it; else KeyboardInterrupt."""
+    """Handles Ctrl-C: during an answer it sets `since`, otherwise it raises KeyboardInterrupt.
+
+    since: when the first Ctrl-C of this answer came, in time.monotonic.
+    """
 
     def __init__(self):
-        self.answering, self.since = False, None  # when the answer was to end
-        self.before = signal.signal(signal.SIGINT, self._hear)
-        # From `hear_signals`, whose thread hears what the main thread does not.
+        self.answering, self.since = False, None
+        self.before = signal.signal(signal.SIGINT, self._handle)
+        # `exit_on_signals` has blocked the signal: a thread of its own waits for it.
         self.blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
     def __enter__(self) -> "Interrupts":
@@ -39,17 +40,17 @@ class Interrupts:
         signal.pthread_sigmask(signal.SIG_SETMASK, self.blocked)
         signal.signal(signal.SIGINT, self.before)
 
-    def _hear(self, *_) -> None:
+    def _handle(self, *_) -> None:
         if not self.answering:
             raise KeyboardInterrupt
-        if self.since is not None and time.monotonic() - self.since > PATIENCE:  # a step hangs
+        if self.since is not None and time.monotonic() - self.since > HANGING:  # a step hangs
             os.write(2, b"interrupted\n")
             os._exit(130)
         self.since = self.since or time.monotonic()
 
 
 def read_turn(prompt: str) -> str | None:
-    """The next line that says something; None at the end."""
+    """The next line that is not empty; None at the end of the input."""
     while True:
         try:
             line = input(prompt)
@@ -58,15 +59,15 @@ def read_turn(prompt: str) -> str | None:
                 print()
             return None
         except UnicodeDecodeError:
-            line = "\udc80"
-        if is_broken(line):
+            line = "\udc80"  # has_surrogate refuses it
+        if has_surrogate(line):
             log(NOT_TEXT)
         elif line.strip():
             return line
 
 
-def say(engine: Engine, request: Request, stream: TextStream, interrupts: Interrupts) -> str:
-    """Print the answer as it is made, and return it; an interrupt ends it. "" if it breaks off."""
+def stream_answer(engine: Engine, request: Request, stream: TextStream, interrupts: Interrupts) -> str:
+    """Print an answer while it grows, until an interrupt: -> its text, "" after an error."""
     interrupts.answering, interrupts.since = True, None
     answer = engine.add(request)
     while engine.busy:
@@ -84,43 +85,40 @@ def say(engine: Engine, request: Request, stream: TextStream, interrupts: Interr
     return stream.text
 
 
-def chat(args: argparse.Namespace, models: list[Deployment], asker: Asker, startup: Startup) -> None:
-    """--chat: one row, in which the conversation stays. Exit code 1 if an answer broke off."""
-    if not asker.templated:
-        raise UserError(f"--chat: the tokenizer in {args.checkpoint} has no chat template")
+def chat(session: Session) -> None:
+    """Chat in one row of the cache. Exit code 1 if an answer ended with an error."""
+    builder = session.builder
+    if not builder.templated:
+        raise UserError(f"--chat: the tokenizer in {session.args.checkpoint} has no chat template")
     if jax.process_count() > 1:
         raise UserError("--chat works on one host; this is one of several")
-    if args.max_len is None:
-        asker.limit, asker.why = min(asker.limit, POSITIONS), "the room for a conversation, --max-len,"
-    asker.new_tokens = asker.limit
-    rows, max_len = fit_cache(models, [asker.limit], None, asker.limit)
-    like = asker.request([0], {})
-    engine = start_engine(args, models, rows, max_len, [like], startup, longest=max_len)
-    converse(engine, asker)
+    rows, max_len = fit_cache(session.models, [builder.limit], None, builder.limit)
+    engine = session.start_engine(rows, max_len, [builder.request([0], {})], longest=max_len)
+    converse(engine, builder)
     if engine.stats.failed:
         sys.exit(1)
 
 
-def converse(engine: Engine, asker: Asker) -> None:
-    """Talk until the end of the input."""
+def converse(engine: Engine, builder: RequestBuilder) -> None:
+    """Answer each line until the end of the input."""
     interactive, turns = sys.stdin.isatty(), []
     if interactive:
-        import readline  # noqa: F401  lines can be edited, and earlier ones called back
+        import readline  # noqa: F401  it gives input() line editing and a history
 
         log(HELP)
     with Interrupts() as interrupts:
         while turns is not None:
             try:
                 line = read_turn("> " if interactive else "")
-                turns = obey(engine, asker, turns, line or "/exit", interrupts)
-            except KeyboardInterrupt:  # of a line that was being typed
+                turns = execute(engine, builder, turns, line or "/exit", interrupts)
+            except KeyboardInterrupt:  # while a line was being typed
                 log("\n" + HELP)
 
 
-def obey(
-    engine: Engine, asker: Asker, turns: list[dict], line: str, interrupts: Interrupts
+def execute(
+    engine: Engine, builder: RequestBuilder, turns: list[dict], line: str, interrupts: Interrupts
 ) -> list[dict] | None:
-    """Do what a line says: -> the turns so far, or None at the end."""
+    """Execute a line, a command or a turn: -> the messages of the conversation, or None to leave."""
     command = line.strip()
     if command == "/exit":
         return None
@@ -130,18 +128,18 @@ def obey(
     if re.fullmatch(r"/[a-z]+|/(reset|exit)\b.*", command, re.I):
         log(f"no such command: {command}; {HELP}")
         return turns
-    return take_turn(engine, asker, turns, line, interrupts)
+    return take_turn(engine, builder, turns, line, interrupts)
 
 
 def take_turn(
-    engine: Engine, asker: Asker, turns: list[dict], line: str, interrupts: Interrupts
+    engine: Engine, builder: RequestBuilder, turns: list[dict], line: str, interrupts: Interrupts
 ) -> list[dict]:
-    """Answer a line: -> the turns so far, with it and the answer, if there is one."""
+    """Answer a line: -> the messages, with the line and its answer appended if there is one."""
     asked = [*turns, {"role": "user", "content": line}]
     try:
-        request = asker.request(asker.encode(asked), {})
+        request = builder.request(builder.encode(asked), {})
     except UserError as e:
         log(f"{e}; /reset begins anew" if turns else e)
         return turns
-    said = say(engine, request, asker.stream(), interrupts)
-    return [*asked, {"role": "assistant", "content": said}] if said.strip() else turns
+    answer = stream_answer(engine, request, builder.new_stream(), interrupts)
+    return [*asked, {"role": "assistant", "content": answer}] if answer.strip() else turns

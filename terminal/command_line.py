@@ -1,4 +1,4 @@
-"""What the commands share: arguments, errors in one line, signals."""
+"""Shared by all commands: argument errors, errors in one line, exit codes and signals."""
 
 import argparse
 import contextlib
@@ -12,15 +12,15 @@ from collections.abc import Callable
 from checkpoints.errors import UserError
 from distributed import watch
 
-INT32_MAX = 2**31 - 1  # the largest number that an option takes
-_before_leaving: Callable[[], None] | None = None
+INT32_MAX = 2**31 - 1  # the largest number that an option accepts
+_on_first_signal: Callable[[], None] | None = None
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """A bad argument is one line on stderr and exit code 2."""
+    """Reports a bad argument in one line on stderr, with exit code 2."""
 
     def check_positive(self, args, *names: str) -> None:
-        """Refuse what was given for these options and is less than 1, or no number of 32 bits."""
+        """Refuse values of these options that are below 1 or above INT32_MAX."""
         for name in names:
             if (value := getattr(args, name)) is not None and not 1 <= value <= INT32_MAX:
                 what = "not at least 1" if value < 1 else f"more than {INT32_MAX}"
@@ -31,7 +31,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 class Stderr:
-    """stderr, where what cannot be said is not said: a full disk is no reason to end."""
+    """stderr that ignores failed writes: a full disk is no reason to end."""
 
     def __init__(self, stream):
         self.stream = stream
@@ -50,9 +50,9 @@ class Stderr:
 
 
 def run(main: Callable[[], None]) -> None:
-    """Call main; an error that a user can mend is one line on stderr and exit code 1.
+    """Call main. A UserError is one line on stderr and exit code 1, without a traceback.
 
-    Of several processes none leaves before all are done, or without telling the others why.
+    Of several processes none ends before all are done, or without telling the others why.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed
@@ -60,13 +60,13 @@ def run(main: Callable[[], None]) -> None:
     if not isinstance(sys.stderr, Stderr):
         sys.stderr = Stderr(sys.stderr)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a sign gets another
+        sys.stdout.reconfigure(errors="replace")  # a character that the terminal cannot show is replaced
     try:
         try:
             main()
         finally:
             _flush_stdout()
-    except BrokenPipeError:  # whoever read stdout has seen enough
+    except BrokenPipeError:  # the reader of stdout has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         watch.leave(1, "", "has nobody who reads its output")
     except (UserError, OSError) as e:
@@ -92,26 +92,26 @@ def _flush_stdout() -> None:
         raise UserError(f"stdout: {e.strerror}; what was to be printed is lost, try --output FILE") from None
 
 
-def hear_signals() -> None:
-    """Leave at once on a Ctrl-C, or when told to end, as hosts are that are taken back.
+def exit_on_signals() -> None:
+    """Let SIGINT (Ctrl-C) and SIGTERM (of a host that is preempted) end this process at once.
 
-    A thread waits for it: an exception may be lost in one of XLA's callbacks, and the main thread hears
-    nothing while it compiles.
+    A thread waits for them: Python runs signal handlers in the main thread, which cannot while it compiles,
+    and an exception raised there may be lost in a callback of XLA's.
     """
     endings = {signal.SIGINT: (130, "interrupted"), signal.SIGTERM: (143, "terminated")}
-    signal.pthread_sigmask(signal.SIG_BLOCK, endings)  # in the threads to come, too
+    signal.pthread_sigmask(signal.SIG_BLOCK, endings)  # later threads inherit it
 
     def wait() -> None:
         code, what = endings[signal.sigwait(endings)]
-        if _before_leaving:
-            _before_leaving()
+        if _on_first_signal:
+            _on_first_signal()
             code, what = endings[signal.sigwait(endings)]
         watch.leave(code, what, f"was {what}", at_once=True)
 
     threading.Thread(target=wait, daemon=True).start()
 
 
-def before_leaving(prepare: Callable[[], None]) -> None:
-    """Let the first signal to end call this, and only a second one end this process at once."""
-    global _before_leaving
-    _before_leaving = prepare
+def on_first_signal(prepare: Callable[[], None]) -> None:
+    """Call `prepare` at the first signal of `exit_on_signals`; only a second one ends the process."""
+    global _on_first_signal
+    _on_first_signal = prepare

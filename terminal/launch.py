@@ -1,9 +1,7 @@
-"""What programs that run a model do first: join other hosts, keep what is compiled, choose mesh and types."""
+"""What every command does first: join the other hosts, and set up jax's compilation cache and messages."""
 
 import argparse
-import collections
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import importlib.metadata
@@ -14,25 +12,21 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import jax
-from jax.sharding import Mesh
 
-from checkpoints.checkpoint import Checkpoint
 from checkpoints.errors import UserError
 from checkpoints.folders import cache_folder
-from distributed.exchange import agree, gather, hostname, process_count
+from distributed.exchange import agree, process_count
 from distributed.join import TIMEOUT, join, watch_aborts
-from model import Config
-from quantize import FORMATS, INT8, Format
-from sharding.mesh import make_mesh
 from terminal.command_line import OneLineParser
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-PATIENCE = 5  # seconds
-# What may be another in each process. Prompts and clients are the first one's; models are compared whole.
-OWN = {
+SLOW = 5  # seconds, after which a message says what takes so long
+# Options and variables that may differ between processes. Only the first process reads prompts and has
+# clients; checkpoints are compared by their contents, not their names.
+MAY_DIFFER = {
     "coordinator", "process_id", "prompt", "prompt_file", "checkpoint", "draft",
     "host", "port", "api_key", "api_key_file", "cors",
     "JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_BIND_ADDRESS", "JAX_PROCESS_ID", "JAX_LOCAL_DEVICE_IDS",
@@ -41,6 +35,7 @@ OWN = {
 
 
 def log(*message) -> None:
+    """Print a line to stderr, in the first process only."""
     if jax.process_index() == 0:
         print(*message, file=sys.stderr, flush=True)
 
@@ -49,9 +44,9 @@ log_once = functools.cache(log)
 
 
 @contextlib.contextmanager
-def patience(message: str) -> Iterator[None]:
-    """Say this if what is done takes long."""
-    timer = threading.Timer(PATIENCE, log, [message])
+def log_if_slow(message: str) -> Iterator[None]:
+    """Log a message if the body takes more than SLOW seconds."""
+    timer = threading.Timer(SLOW, log, [message])
     timer.daemon = True
     timer.start()
     try:
@@ -60,8 +55,8 @@ def patience(message: str) -> Iterator[None]:
         timer.cancel()
 
 
-def keep_compiled() -> None:
-    """Let jax keep what it compiles in a folder of the user's, unless JAX_COMPILATION_CACHE_DIR names one."""
+def enable_compilation_cache() -> None:
+    """Let jax cache compiled programs in the user's cache folder, or in JAX_COMPILATION_CACHE_DIR if set."""
     settings = {
         "jax_compilation_cache_dir": str(cache_folder()),
         "jax_persistent_cache_min_compile_time_secs": 0,
@@ -73,18 +68,18 @@ def keep_compiled() -> None:
 
 
 class Startup:
-    """Seconds of CPU time from the start of this program to the first tokens, by what they went to."""
+    """Seconds of CPU time from the start of this program to the first tokens, by phase (`laps`)."""
 
     def __init__(self):
         self.laps: dict[str, float] = {}
 
-    def lap(self, what: str) -> None:
-        """Charge the time since the last lap to `what`, unless it has had its lap."""
-        self.laps.setdefault(what, time.process_time() - sum(self.laps.values()))
+    def lap(self, phase: str) -> None:
+        """Note the end of a phase, which began at the end of the last one; the first end of a name counts."""
+        self.laps.setdefault(phase, time.process_time() - sum(self.laps.values()))
 
 
-def add_processes(parser: OneLineParser) -> None:
-    """How the processes of several hosts find one another: the same options in all, but for --process-id."""
+def add_process_options(parser: OneLineParser) -> None:
+    """Add the options by which the processes of several hosts find one another."""
     # fmt: off
     add = parser.add_argument_group("several hosts, where they do not find one another").add_argument
     add("--coordinator", metavar="HOST:PORT", help="where process 0 is to be reached")
@@ -96,25 +91,25 @@ def add_processes(parser: OneLineParser) -> None:
 
 
 def join_hosts(args: argparse.Namespace) -> None:
-    """Join the processes of other hosts, if there are any. UserError unless they are to do the same.
+    """Join the processes of other hosts, if there are any. UserError unless they run the same command.
 
-    args: the command's; what of coordinator, num_processes, process_id and timeout is among them is `join`'s.
+    args: the command's options, which may lack those of `add_process_options`.
     """
     options = vars(args)
     join(*map(options.get, ("coordinator", "num_processes", "process_id")), options.get("timeout", TIMEOUT))
     if process_count() > 1:
-        asked = {f"--{name.replace('_', '-')}": x for name, x in options.items() if name not in OWN}
+        asked = {f"--{name.replace('_', '-')}": x for name, x in options.items() if name not in MAY_DIFFER}
         agree(asked | versions(), "start the same command, of the same version, on every host")
     device_count()
     watch_aborts()
     if process_count() > 1 and jax.default_backend() == "cpu":
-        # Of CPU processes only the first would find what was compiled before, and wait for the others in a
-        # collective, which Gloo gives up after 30 s.
+        # Of several CPU processes only the first reads the cache. It would wait in a collective for the
+        # others, which compile, and Gloo times out after 30 s.
         jax.config.update("jax_enable_compilation_cache", False)
 
 
 def versions() -> dict[str, str]:
-    """Of all that decides what a process computes, but for its arguments and the model."""
+    """Versions of all that decides what a process computes, besides its arguments and the model."""
     program = hashlib.sha256()
     for path in sorted(ROOT.glob("*.py")) + sorted(ROOT.glob("*/*.py")):
         program.update(path.read_bytes())
@@ -123,7 +118,7 @@ def versions() -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             packages[name] = importlib.metadata.version(name)
     settings = {name: x for name, x in os.environ.items() if name.startswith(("JAX_", "XLA_", "LIBTPU_"))}
-    same = packages | {name: x for name, x in settings.items() if name not in OWN}
+    same = packages | {name: x for name, x in settings.items() if name not in MAY_DIFFER}
     return same | {"Python": platform.python_version(), "this program's checksum": program.hexdigest()[:12]}
 
 
@@ -133,84 +128,3 @@ def device_count() -> int:
     except Exception as e:  # RuntimeError and AssertionError, among others
         reason = str(e).strip().split("\n")[0]
         raise UserError(f"jax found no devices ({reason}); check JAX_PLATFORMS and XLA_FLAGS") from None
-
-
-def choose_mesh(
-    cfg: Config,
-    dp: int | None,
-    ep: int | None,
-    tp: int | None,
-    n_devices: int,
-    pp: int | None = None,
-    slices: int = 1,
-    fits: Callable[[Mesh], bool] = bool,
-) -> Mesh:
-    """The mesh of all devices: of the degrees that the user fixed, else as tensor parallel as possible.
-
-    slices: groups of devices that a slow network joins, see `slice_count`. Then it is as tensor parallel as
-    possible in each of them, with other rows in the others, or else other layers; a layer goes over the slow
-    network only where the model does not fit otherwise. fits: whether it does. Raises UserError if no degrees
-    suit the devices and the model.
-    """
-    given = [f"--{name} {n}" for name, n in (("dp", dp), ("ep", ep), ("tp", tp), ("pp", pp)) if n]
-    asked, ep, stages = " ".join(given) or "the default mesh", ep or 1, [pp] if pp else sorted({1, slices})
-    degrees = [
-        (n_devices // (p * ep * t), ep, t, p)
-        for p in stages
-        for t in range(n_devices, 0, -1)
-        if n_devices % (p * ep * t) == 0 and tp in (None, t) and dp in (None, n_devices // (p * ep * t))
-    ]
-    degrees.sort(key=lambda x: x[1] * x[2] > n_devices // slices)
-    meshes, reasons = [], ["--dp x --ep x --tp x --pp must be the number of devices"]
-    for data, expert, tensor, stage in degrees:
-        try:
-            meshes.append(make_mesh(cfg, data, expert, tensor, stage=stage))
-        except ValueError as e:
-            reasons.append(str(e))
-            continue
-        if slices == 1 or fits(meshes[-1]):
-            return meshes[-1]
-    if not meshes:
-        raise UserError(f"{asked} on {n_devices} devices: {reasons[-1]}")
-    return min(meshes, key=lambda mesh: mesh.shape["data"])  # what comes next says what does not fit
-
-
-def slice_count() -> int:
-    """How many groups of devices a slow network joins: slices of TPUs, hosts of others; 1 if they are unlike.
-
-    All processes must call this.
-    """
-    hosts = gather(hostname())
-    sizes = collections.Counter(
-        x.slice_index if x.platform == "tpu" else hosts[x.process_index] for x in jax.devices()
-    )
-    return len(sizes) if len(set(sizes.values())) == 1 else 1
-
-
-def choose_format(asked: str | None, checkpoint: Checkpoint | None) -> Format | None:
-    """How to hold the weights: as asked, else as the checkpoint does. UserError if that cannot be.
-
-    On CPUs, for which there is no fast product of 4 bits, the same weights as int8.
-    """
-    there = checkpoint and checkpoint.format
-    wanted = FORMATS[asked] if asked else there
-    if there and wanted != there:
-        where = checkpoint.folder
-        raise UserError(f"--quantize {asked}: the weights in {where} are {there}; use the original model")
-    if wanted and wanted.bits == 4 and jax.default_backend() == "cpu":
-        log_once(f"{wanted} weights are held as int8: on CPUs 4 bits are slower")
-        return dataclasses.replace(INT8, of=wanted)
-    return wanted
-
-
-def choose_dtypes(dtype: str | None, kv_dtype: str | None, format: Format | None) -> tuple[str, str]:
-    """The types of activations and cache that the user asked for, or else those that are fast here."""
-    on_cpu = jax.default_backend() == "cpu"
-    dtype = dtype or ("float32" if on_cpu and not format else "bfloat16")
-    return dtype, kv_dtype or ("float32" if on_cpu else dtype)
-
-
-def set_precision(dtype: str) -> None:
-    """Let products of float32 activations be exact: TPUs and GPUs would round the factors."""
-    if dtype == "float32":
-        jax.config.update("jax_default_matmul_precision", "highest")

@@ -1,10 +1,10 @@
-"""The models of a run: opened, placed on devices, loaded into an engine."""
+"""Opens the models of a command, places them on devices and loads them into an engine."""
 
 import argparse
+import dataclasses
 import gc
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -15,39 +15,73 @@ from checkpoints.loading import load
 from distributed.exchange import agree, process_count
 from serving.engine import Engine
 from serving.memory import HEADROOM, Deployment, device_memory
+from serving.placement import choose_dtypes, choose_format, choose_mesh, set_precision, slice_count
 from serving.programs import Programs
 from serving.requests import Request
 from serving.speculation import DraftModel, PromptLookup, mesh_for_draft
 from serving.text import load_tokenizer
 from sharding.mesh import degrees
-from terminal.launch import (
-    Startup,
-    choose_dtypes,
-    choose_format,
-    choose_mesh,
-    log,
-    patience,
-    set_precision,
-    slice_count,
-)
+from terminal.launch import Startup, log, log_if_slow, log_once
+from terminal.prompts import RequestBuilder
 
-COMPARED = 256  # tensors whose bytes processes compare
+COMPARED_TENSORS = 256  # of a checkpoint, whose bytes all processes compare
 
 
-def open_models(args: argparse.Namespace, n_devices: int) -> tuple[list[Deployment], Any]:
-    """-> (the model, and with --draft one that drafts for it; the tokenizer of both)."""
-    checkpoint = open_same(args, "checkpoint")
+@dataclasses.dataclass(frozen=True)
+class Session:
+    """What the ways to use a model share. models: the model, and the draft model if there is one."""
+
+    args: argparse.Namespace
+    models: list[Deployment]
+    builder: RequestBuilder
+    startup: Startup
+
+    def start_engine(
+        self,
+        rows: int,
+        max_len: int,
+        requests: list[Request],
+        longest: int = 0,
+        option_sets: Sequence[frozenset[str]] = (),
+    ) -> Engine:
+        """Load the models and compile their programs. requests, longest, option_sets: see Engine."""
+        show, args = jax.process_index() == 0, self.args
+        weights = [load(x.checkpoint, x.mesh, x.dtype, x.format, show=show) for x in self.models]
+        self.startup.lap("weights")
+
+        def programs(i: int, speculation=None) -> Programs:
+            x = self.models[i]
+            return Programs(weights[i], x.cfg, x.mesh, rows, max_len, x.kv_dtype, speculation)
+
+        speculation, start = None, time.perf_counter()
+        with log_if_slow("compiling, which takes long for the first time"):
+            if args.lookup:
+                speculation = PromptLookup(args.guesses)
+            if args.draft:
+                speculation = DraftModel(programs(1), args.guesses)
+            engine = Engine(programs(0, speculation), requests, longest, option_sets)
+        log(f"compiled in {time.perf_counter() - start:.1f} s")
+        self.startup.lap("compilation")
+        if not gc.isenabled():  # main.py disables garbage collection, which took 0.7 s and found nothing
+            gc.freeze()  # never examine the objects that exist by now
+            gc.enable()
+        return engine
+
+
+def open_session(args: argparse.Namespace, n_devices: int, startup: Startup) -> Session:
+    checkpoint = open_agreed(args, "checkpoint")
     tokenizer = load_tokenizer(checkpoint.folder)
-    models = [deploy(args, checkpoint, place(args, checkpoint, n_devices))]
+    models = [deploy(args, checkpoint, mesh_for(args, checkpoint, n_devices))]
     if args.draft:
         models.append(deploy(args, *open_draft(args, models[0], tokenizer)))
     for x in models:
         set_precision(x.dtype)
-    return models, tokenizer
+    builder = RequestBuilder(args, checkpoint, tokenizer, [x.cfg for x in models])
+    return Session(args, models, builder, startup)
 
 
-def place(args: argparse.Namespace, checkpoint: Checkpoint, n_devices: int) -> Mesh:
-    """The mesh that the user fixed, or one that suits model and network; several processes are told."""
+def mesh_for(args: argparse.Namespace, checkpoint: Checkpoint, n_devices: int) -> Mesh:
+    """The mesh that the user asks for, or one that suits the model and the network."""
 
     def fits(mesh: Mesh) -> bool:
         return deploy(args, checkpoint, mesh).weight_bytes() <= have * (1 - HEADROOM)
@@ -57,16 +91,16 @@ def place(args: argparse.Namespace, checkpoint: Checkpoint, n_devices: int) -> M
     asked = args.dp, args.ep, args.tp, n_devices, stages
     mesh = choose_mesh(checkpoint.config, *asked, slices, fits)
     if process_count() > 1:
-        of = f"{n_devices} devices" + f" in {slices} groups that a slower network joins" * (slices > 1)
-        log(f"mesh of {of}: " + ", ".join(f"{name} {n}" for name, n in degrees(mesh).items()))
+        what = f"{n_devices} devices" + f" in {slices} slices that a slower network joins" * (slices > 1)
+        log(f"mesh of {what}: " + ", ".join(f"{name} {n}" for name, n in degrees(mesh).items()))
     return mesh
 
 
-def open_same(args: argparse.Namespace, option: str) -> Checkpoint:
-    """The checkpoint that this option names. UserError that says what is not the same in all processes."""
+def open_agreed(args: argparse.Namespace, option: str) -> Checkpoint:
+    """The checkpoint that an option names. Raises UserError if it differs between the processes."""
     checkpoint = open_checkpoint(getattr(args, option))
     if process_count() > 1:
-        checksums = checkpoint.checksums(COMPARED)
+        checksums = checkpoint.checksums(COMPARED_TENSORS)
         agree(
             {f"the checksum of --{option}'s {what}": x for what, x in checksums.items()}, "copy one of them"
         )
@@ -74,8 +108,8 @@ def open_same(args: argparse.Namespace, option: str) -> Checkpoint:
 
 
 def open_draft(args: argparse.Namespace, target: Deployment, tokenizer) -> tuple[Checkpoint, Mesh]:
-    """The draft's checkpoint and its mesh of the same devices. UserError if it does not suit the model."""
-    draft = open_same(args, "draft")
+    """The draft model's checkpoint and mesh. Raises UserError if it does not suit the model."""
+    draft = open_agreed(args, "draft")
     same = load_tokenizer(draft.folder).get_vocab() == tokenizer.get_vocab()
     if not same or draft.config.V != target.cfg.V:
         raise UserError(f"--draft {args.draft}: its tokenizer is not that of {args.checkpoint}")
@@ -86,41 +120,7 @@ def open_draft(args: argparse.Namespace, target: Deployment, tokenizer) -> tuple
 
 
 def deploy(args: argparse.Namespace, checkpoint: Checkpoint, mesh: Mesh) -> Deployment:
-    """In the types that the user asked for, or else those that suit the checkpoint and the devices."""
-    format = choose_format(args.quantize, checkpoint)
+    """The model in the number formats that the user asks for, or else in the default ones."""
+    format = choose_format(args.quantize, checkpoint, log_once)
     dtype, kv_dtype = choose_dtypes(args.dtype, args.kv_cache_dtype, format)
     return Deployment(checkpoint.config, mesh, dtype, format, kv_dtype, checkpoint)
-
-
-def start_engine(
-    args: argparse.Namespace,
-    models: list[Deployment],
-    rows: int,
-    max_len: int,
-    requests: list[Request],
-    startup: Startup,
-    longest: int = 0,
-    option_sets: Sequence[frozenset[str]] = (),
-) -> Engine:
-    """Load the models, and compile. requests, longest, option_sets: see Engine."""
-    show = jax.process_index() == 0
-    weights = [load(x.checkpoint, x.mesh, x.dtype, x.format, show=show) for x in models]
-    startup.lap("weights")
-
-    def programs(i: int, speculation=None) -> Programs:
-        x = models[i]
-        return Programs(weights[i], x.cfg, x.mesh, rows, max_len, x.kv_dtype, speculation)
-
-    speculation, start = None, time.perf_counter()
-    with patience("compiling, which takes long for the first time"):
-        if args.lookup:
-            speculation = PromptLookup(args.guesses)
-        if args.draft:
-            speculation = DraftModel(programs(1), args.guesses)
-        engine = Engine(programs(0, speculation), requests, longest, option_sets)
-    log(f"compiled in {time.perf_counter() - start:.1f} s")
-    startup.lap("compilation")
-    if not gc.isenabled():  # main.py starts so: looking for garbage, of which there is none yet, took 0.7 s
-        gc.freeze()  # what is there by now stays, and is never looked at
-        gc.enable()
-    return engine

@@ -6,11 +6,11 @@ import re
 
 from checkpoints.names import FLOATS
 from quantize import FORMATS
-from serving.memory import ROWS
+from serving.memory import DEFAULT_ROWS
 from serving.speculation import MAX_DRAFT, check_n_draft
 from terminal.command_line import OneLineParser
-from terminal.launch import add_processes
-from terminal.prompts import NEW_TOKENS
+from terminal.launch import add_process_options
+from terminal.prompts import DEFAULT_NEW_TOKENS, INTERACTIVE_LENGTH
 
 TINY = pathlib.Path(__file__).resolve().parents[1] / "tests" / "checkpoints" / "tiny-llama3"
 
@@ -21,9 +21,9 @@ def parse_arguments(arguments: list[str] | None = None):
     # fmt: off
     add = parser.add_argument_group("the model").add_argument
     add("--checkpoint", default=str(TINY), metavar="DIR_OR_ID",
-        help="a converted or Hugging Face folder, a GGUF file, or a hub id; default: a tiny model from here")
+        help="a converted or Hugging Face folder, a GGUF file, or a hub id; default: a tiny model")
     add("--dtype", choices=FLOATS,
-        help="of activations; default: float32 on a CPU, unless the weights have few bits; else bfloat16")
+        help="of activations; default: float32 on a CPU, unless the weights are quantized; else bfloat16")
     add("--quantize", choices=FORMATS, metavar="FORMAT",
         help=f"the weights: {', '.join(FORMATS)}; default: as in the checkpoint")
     add("--kv-cache-dtype", choices=("int8", "bfloat16", "float32"),
@@ -33,64 +33,64 @@ def parse_arguments(arguments: list[str] | None = None):
     add("--tp", type=int, metavar="N", help="tensor parallelism; default: what --dp and --ep leave")
     add("--pp", type=int, metavar="N", help="pipeline parallelism: stages of layers; default: 1")
 
-    add = parser.add_argument_group("what to ask").add_argument
+    add = parser.add_argument_group("prompts").add_argument
     add("--prompt", action="append", metavar="TEXT", help="may be given many times")
     add("--prompt-file", metavar="FILE", help="a prompt per line; of a .jsonl file, an object; -: stdin")
-    add("--chat", action="store_true", help="talk: each line of the input is a turn")
-    add("--system", metavar="TEXT", help="what the model is told first")
+    add("--chat", action="store_true", help="chat: each line of the input is a turn")
+    add("--system", metavar="TEXT", help="the system prompt")
     add("--no-chat-template", action="store_true",
         help="continue the text itself, even if the tokenizer has a chat template")
-    add("--score", action="store_true", help="do not continue the text but say how likely it is")
+    add("--score", action="store_true", help="compute the likelihood of the text instead of continuing it")
     add("--n", type=int, default=1, metavar="N",
         help="samples per prompt, with seeds S, S + 1 and so on; default: 1")
 
-    add = parser.add_argument_group("how to answer").add_argument
+    add = parser.add_argument_group("generation").add_argument
     add("--max-new-tokens", type=int, metavar="N",
-        help=f"per answer; default: {NEW_TOKENS}, or what --max-len allows")
+        help=f"per answer; default: {DEFAULT_NEW_TOKENS}, or what --max-len allows")
     add("--stop", action="append", default=[], metavar="TEXT",
         help="a text that ends an answer; may be given many times")
     add("--stop-id", action="append", default=[], type=int, metavar="ID", help="a token that ends an answer")
-    add("--ignore-eos", action="store_true", help="go on after the model's end tokens")
+    add("--ignore-eos", action="store_true", help="continue after the model's end tokens")
     add("--temperature", type=float, metavar="T",
         help="0: greedy; default: the checkpoint's, or 1 with --top-k, --top-p or --min-p")
-    add("--top-k", type=int, metavar="K", help="sample from the K likeliest tokens")
-    add("--top-p", type=float, metavar="P", help="sample from the likeliest that hold P of the probability")
-    add("--min-p", type=float, metavar="P", help="sample from those at least P as likely as the likeliest")
-    add("--repetition-penalty", type=float, metavar="R", help="above 1: makes what the text has less likely")
-    add("--presence-penalty", type=float, metavar="P", help="above 0: makes what the answer has less likely")
-    add("--frequency-penalty", type=float, metavar="P", help="the same, for each time that the answer has it")
-    add("--seed", type=int, default=0, metavar="S", help="of the sampling; default: 0")
+    add("--top-k", type=int, metavar="K", help="sample from the K most probable tokens")
+    add("--top-p", type=float, metavar="P", help="sample from the most probable tokens that together reach P")
+    add("--min-p", type=float, metavar="P", help="sample from tokens at least P as probable as the best")
+    add("--repetition-penalty", type=float, metavar="R", help="above 1: makes tokens of the text less likely")
+    add("--presence-penalty", type=float, metavar="P", help="above 0: makes tokens of the answer less likely")
+    add("--frequency-penalty", type=float, metavar="P", help="the same, for each time that a token occurs")
+    add("--seed", type=int, default=0, metavar="S", help="for sampling; default: 0")
 
-    add = parser.add_argument_group("how to run").add_argument
+    add = parser.add_argument_group("execution").add_argument
     add("--rows", type=int, metavar="N",
-        help=f"answered at a time; default: all, but at most {ROWS}; of a server {ROWS}, on a CPU 8")
+        help=f"answers at a time; default: all, but at most {DEFAULT_ROWS}; a server: the same, on a CPU 8")
     add("--max-len", type=int, metavar="N",
-        help="positions per row, prompt included; default: as many as needed; of a server 4096")
-    add("--draft", metavar="DIR_OR_ID", help="a smaller model with the same tokenizer that guesses ahead")
-    add("--lookup", action="store_true", help="guess what came after the same tokens before")
+        help=f"positions per row, prompt included; default: as needed; chat and server: {INTERACTIVE_LENGTH}")
+    add("--draft", metavar="DIR_OR_ID", help="a smaller model with the same tokenizer, for speculation")
+    add("--lookup", action="store_true", help="prompt lookup: speculate that the text repeats itself")
     add("--guesses", type=int, default=4, metavar="N",
-        help=f"tokens to guess at a time, up to {MAX_DRAFT}; default: 4")
+        help=f"draft tokens per step, up to {MAX_DRAFT}; default: 4")
 
-    add = parser.add_argument_group("to serve").add_argument
-    add("--serve", action="store_true", help="answer the OpenAI API over HTTP, with a page to chat")
+    add = parser.add_argument_group("server").add_argument
+    add("--serve", action="store_true", help="run an OpenAI-compatible server with a chat page")
     add("--host", default="127.0.0.1", metavar="ADDRESS",
-        help="to listen on; 0.0.0.0: on all of this machine; default: 127.0.0.1, for this machine alone")
-    add("--port", type=int, default=8000, metavar="N", help="0: a free one; default: 8000")
-    add("--api-key", metavar="KEY", help="what clients must show; others of this machine may see it here")
-    add("--api-key-file", metavar="FILE", help="the same, from a file; or set LLAMA_JAX_API_KEY")
+        help="to listen on; 0.0.0.0: all addresses; default: 127.0.0.1, for this machine only")
+    add("--port", type=int, default=8000, metavar="N", help="0: any free port; default: 8000")
+    add("--api-key", metavar="KEY", help="that clients must send; other users of this machine can see it")
+    add("--api-key-file", metavar="FILE", help="a file with the key; or set LLAMA_JAX_API_KEY")
     add("--max-queue", type=int, default=256, metavar="N",
         help="requests that may wait for a row before others are refused; default: 256")
     add("--request-timeout", type=int, default=600, metavar="SECONDS",
         help="for a request, waiting included; default: 600")
     add("--cors", action="append", default=[], metavar="ORIGIN",
-        help="whose pages in a browser may ask; *: all; may be given many times")
+        help="web origin whose pages may use the API; *: all; may be given many times")
 
-    add = parser.add_argument_group("what to print").add_argument
-    add("--output", metavar="FILE", help="write JSON lines to it; what it has is not asked again")
+    add = parser.add_argument_group("output").add_argument
+    add("--output", metavar="FILE", help="write JSON lines to this file, or complete them")
     add("--json", action="store_true", help="print one JSON object")
-    add("--logprobs", action="store_true", help="the log-probability of every token, the prompt's too")
+    add("--logprobs", action="store_true", help="report the log-probability of each token, of the prompt too")
     # fmt: on
-    add_processes(parser)
+    add_process_options(parser)
     args = parser.parse_args(arguments)
     parser.check_positive(args, "max_new_tokens", "max_len", "rows", "n", "dp", "ep", "tp", "pp", "timeout",
                           "max_queue", "request_timeout")  # fmt: skip

@@ -1,4 +1,4 @@
-"""The --output file: JSON lines that a later run goes on with."""
+"""The --output file: JSON lines, which a later run of the same command completes."""
 
 import argparse
 import codecs
@@ -17,30 +17,24 @@ import jax
 
 from checkpoints.errors import UserError
 from distributed.exchange import from_first
-from serving.memory import Deployment
 from terminal.answers import Reply
 from terminal.launch import log
-from terminal.prompts import Asker
+from terminal.models import Session
 
-LINE = b'{"index": '  # how a line begins
+LINE = b'{"index": '  # the beginning of every line
 
 
 class OutputFile:
-    """A file of JSON lines that is whole after every line.
+    """A file of JSON lines, which is valid after every line.
 
-    The line of a reply is written when it is done; `finish` puts all in order. Each has `settings`, a digest
-    of what the answer depends on.
+    The line of a reply is written when it is done; `finish` sorts the lines. Each has `settings`, a digest of
+    what the answer depends on.
 
-    answered: the keys of replies that are there already. Raises UserError if the file is of something else.
+    answered: the keys of replies that the file has already. Raises UserError if the file has other lines.
     """
 
-    def __init__(
-        self,
-        name: str,
-        replies: list[Reply],
-        settings: Callable[[Reply], str],
-        content: Callable[[Reply], dict],
-    ):
+    def __init__(self, name: str, replies: list[Reply], settings: Callable, content: Callable):
+        """settings, content: functions of a reply: its digest, and its object."""
         path = pathlib.Path(os.path.expanduser(name))
         self.name, self.settings, self.content = f"--output {name}", settings, content
         if path.exists() and not path.is_file():
@@ -57,11 +51,11 @@ class OutputFile:
         return self
 
     def __exit__(self, *_) -> None:
-        with contextlib.suppress(OSError):  # of what could not be written, which `show` has said
+        with contextlib.suppress(OSError):  # `show` has reported it
             self.file.close()
 
     def _open(self) -> BinaryIO:
-        """Open the file for this process alone."""
+        """Open and lock the file."""
         file = open(self.path, "a+b")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -73,8 +67,8 @@ class OutputFile:
         return file
 
     def _read(self, expected: dict[tuple[int, int], Reply]) -> set[tuple[int, int]]:
-        """The keys of the lines that are there; empty ones, one cut short, and refusals are dropped, as is
-        what an editor adds: a byte-order mark, other line ends.
+        """The keys of the file's lines. Dropped are empty lines, a line that was cut short, errors, and what
+        editors add: a byte-order mark and other line ends.
         """
         self.file.seek(0)
         whole = self.file.read()
@@ -88,7 +82,7 @@ class OutputFile:
         return set(kept)
 
     def _parse(self, line: bytes, number: int, expected: dict) -> tuple[int, int] | None:
-        """The key of a line; None if it is a refusal."""
+        """The key of a line; None if it has an error."""
         where = f"{self.name}, line {number}"
         try:
             found = json.loads(line)
@@ -116,16 +110,16 @@ class OutputFile:
     def finish(self) -> None:
         self.file.seek(0)
         lines = self.file.read().splitlines(keepends=True)
-        ordered = sorted(lines, key=self._place)
+        ordered = sorted(lines, key=self._key)
         if ordered != lines:
             self._rewrite([line.removesuffix(b"\n") for line in ordered])
 
-    def _place(self, line: bytes) -> tuple[int, int]:
+    def _key(self, line: bytes) -> tuple[int, int]:
         found = json.loads(line)
         return found["index"], found.get("sample", 0)
 
     def _rewrite(self, lines: list[bytes]) -> None:
-        """Replace the file as a whole."""
+        """Replace the file atomically."""
         descriptor, beside = tempfile.mkstemp(dir=self.path.parent, prefix=self.path.name + ".")
         with open(descriptor, "wb") as file:
             file.write(b"".join(line + b"\n" for line in lines))
@@ -136,29 +130,30 @@ class OutputFile:
         self.file = self._open()
 
 
-def digest(args: argparse.Namespace, asker: Asker, target: Deployment) -> Callable[[Reply], str]:
-    """A digest of what a reply depends on, for the process that writes --output; others never ask for it."""
+def settings_digest(session: Session) -> Callable[[Reply], str]:
+    """The function that digests all that a reply depends on, for the process that writes --output."""
+    args, target = session.args, session.models[0]
     types = target.dtype, str(target.format), target.kv_dtype
-    asked = args.n > 1, *types, args.logprobs, args.score, args.stop, sorted(asker.stop)
+    asked = args.n > 1, *types, args.logprobs, args.score, args.stop, sorted(session.builder.stop)
     writes = args.output and jax.process_index() == 0
     common = [target.checkpoint.fingerprint() if writes else None, asked]
     common = hashlib.sha256(json.dumps(common).encode())
 
-    def of(reply: Reply) -> str:
+    def digest(reply: Reply) -> str:
         request, whole = reply.request, common.copy()
         whole.update(
             json.dumps([request.prompt.tolist(), request.max_new_tokens, vars(request.sampling)]).encode()
         )
         return whole.hexdigest()[:16]
 
-    return of
+    return digest
 
 
 @contextlib.contextmanager
 def output_file(
     args: argparse.Namespace, replies: list[Reply], settings, content
 ) -> Iterator[tuple[OutputFile | None, list[Reply]]]:
-    """-> (the --output file, of the first process alone, or None; the replies that it does not have)."""
+    """-> (the --output file in the first process, else None; the replies that it does not have yet)."""
     file = None
 
     def open_file() -> list[bool]:

@@ -1,4 +1,4 @@
-"""How replies are shown while they are made: as text, as lines, with a bar."""
+"""How replies are printed while they are computed: as streamed text or as lines, beside a progress bar."""
 
 import argparse
 import contextlib
@@ -12,13 +12,13 @@ from serving.engine import Stats
 from terminal.answers import Reply
 from terminal.output_file import OutputFile
 
-Show = Callable[[list[Reply]], None]  # called with the replies that are done since the last call
+Show = Callable[[list[Reply]], None]  # its argument: the replies that are done since the last call
 
 
 def choose_printer(
     args: argparse.Namespace, replies: list[Reply], file: OutputFile | None, content: Callable[[Reply], dict]
 ) -> Show:
-    """What shows replies while they are made; with --json, nothing does."""
+    """The function that prints or writes replies while they are computed; it does nothing with --json."""
     if file is not None:
         return file.show
     if args.json or jax.process_index() != 0:
@@ -32,11 +32,11 @@ def choose_printer(
 
 
 class TextPrinter:
-    """Prints replies in order: what is new of the first that is not done; the others in their turn."""
+    """Prints the texts of replies in order; the text of the first one that is not done is streamed."""
 
     def __init__(self, replies: list[Reply]):
         self.waiting = replies[::-1]
-        self.printed = -1  # how much of the text of the first that waits; -1: not even its prompt
+        self.printed = -1  # characters of the first waiting reply; -1: not even its prompt
 
     def show(self, _: list[Reply]) -> None:
         while self.waiting:
@@ -51,7 +51,7 @@ class TextPrinter:
 
     def _print(self, reply: Reply) -> None:
         if self.printed < 0 and (reply.stream.text or reply.done and reply.error is None):
-            print(f"> {reply.prompt.title}{reply.which}")
+            print(f"> {reply.prompt.title}{reply.sample_label}")
             self.printed = 0
         if self.printed >= 0:
             print(reply.stream.text[self.printed :], end="\n\n" if reply.done else "")
@@ -59,7 +59,7 @@ class TextPrinter:
 
 
 class LinePrinter:
-    """Prints the line of each reply, in order, as soon as it and those before it are done."""
+    """Prints a line for each reply, in order, as soon as it and those before it are done."""
 
     def __init__(self, replies: list[Reply], line: Callable[[Reply], str | None]):
         self.waiting, self.line = replies[::-1], line
@@ -72,7 +72,7 @@ class LinePrinter:
 
 
 def show_progress(bar, stats: Stats, show: Show, done: list[Reply]) -> None:
-    """Show the replies that are done, and how far all is."""
+    """Print the replies that are done, and advance the progress bar."""
     bar.set_postfix_str(f"{stats.tokens / max(stats.seconds, 1e-9):,.0f} tokens/s", refresh=False)
     bar.update(len(done))
     with bar.external_write_mode(sys.stdout) if sys.stderr.isatty() else contextlib.nullcontext():

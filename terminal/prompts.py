@@ -1,4 +1,4 @@
-"""What is asked: prompts of the command line, of text files and of JSON lines, and how to sample for each."""
+"""The prompts of the command line, of text files and of JSON lines, and the requests made of them."""
 
 import argparse
 import dataclasses
@@ -15,14 +15,15 @@ from checkpoints.errors import UserError
 from checkpoints.tensor_files import parse_json
 from distributed.exchange import from_first
 from model import Config
-from serving.requests import RESTRICTIONS, SAMPLING, Request, check_sampling
-from serving.text import TextStream, encode, generation_config, is_broken, stop_tokens
+from serving.requests import RESTRICTIONS, SAMPLING_OPTIONS, Request, check_sampling
+from serving.text import TextStream, encode, generation_config, has_surrogate, stop_tokens
 from sharding.sampling import Sampling
 from terminal.command_line import INT32_MAX
 from terminal.launch import log
 
-NEW_TOKENS = 256  # unless --max-new-tokens or the room that is left say otherwise
-DEFAULTS = (
+DEFAULT_NEW_TOKENS = 256
+INTERACTIVE_LENGTH = 4096  # the default --max-len of --chat and --serve, if the model allows it
+DEFAULT_PROMPTS = (
     "Tell me your name",
     "What is the weather like expressed in long prose in Old English",
     "Do you like ice cream, be extremely precise",
@@ -32,7 +33,7 @@ NOT_TEXT = "not valid text in this terminal's encoding"
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """A text, or the turns of a chat; where it was given; and what was asked for it alone, by option."""
+    """A text or the messages of a chat. where: its place, for messages. options: of this prompt alone."""
 
     text: str | list[dict[str, str]]
     where: str
@@ -44,7 +45,7 @@ class Prompt:
 
 
 def read_prompts(args: argparse.Namespace) -> list[Prompt]:
-    """The prompts of the command line, then the file's, else the default ones. UserError if one is empty."""
+    """The prompts of the command line and those of the file, or else the default ones."""
     typed = [
         Prompt(text, f"--prompt {text if len(text) < 40 else text[:36] + '...'!r}")
         for text in args.prompt or ()
@@ -54,27 +55,27 @@ def read_prompts(args: argparse.Namespace) -> list[Prompt]:
         check_text(prompt, NOT_TEXT)
     for prompt in read:
         check_text(prompt, "not valid text, but half a surrogate pair")
-    return [*typed, *read] or [Prompt(text, f"prompt {i}") for i, text in enumerate(DEFAULTS, 1)]
+    return [*typed, *read] or [Prompt(text, f"prompt {i}") for i, text in enumerate(DEFAULT_PROMPTS, 1)]
 
 
-def check_text(prompt: Prompt, broken: str) -> None:
-    """UserError if there is nothing in the prompt, or if it `is_broken`, in these words."""
+def check_text(prompt: Prompt, surrogate: str) -> None:
+    """Raise UserError if the prompt is empty or has a surrogate, with `surrogate` as the message."""
     alone = isinstance(prompt.text, str)
     texts = [prompt.text] if alone else [x for turn in prompt.text for x in turn.values()]
     if not all(text.strip() for text in texts):
         raise UserError(f"{prompt.where}: an empty prompt")
-    if any(is_broken(text) for text in texts):
-        raise UserError(f"{prompt.where}: {broken}")
+    if any(has_surrogate(text) for text in texts):
+        raise UserError(f"{prompt.where}: {surrogate}")
 
 
 def share_prompts(args: argparse.Namespace) -> list[Prompt]:
-    """`read_prompts` of the first process, in all: others may have an empty stdin, and no such file."""
+    """The first process's prompts, in all processes: others may have neither the file nor its stdin."""
     found = from_first(lambda: [dataclasses.astuple(prompt) for prompt in read_prompts(args)])
     return [Prompt(*fields) for fields in found]
 
 
 def read_prompt_file(name: str) -> list[Prompt]:
-    """One prompt per line, of stdin if it is "-"; of a .jsonl file, one JSON object, see `parse_line`."""
+    """The prompts of a file, "-" for stdin: one per line; in a .jsonl file an object, see `parse_line`."""
     option = f"--prompt-file {name}"
     try:
         stdin = name == "-"
@@ -93,20 +94,20 @@ def read_prompt_file(name: str) -> list[Prompt]:
 
 
 def parse_line(line: str, where: str) -> Prompt:
-    """{"prompt": TEXT} or {"messages": [{"role", "content"}, ...]}, and options for this prompt alone."""
+    """The prompt of a line: {"prompt": TEXT} or {"messages": [{"role", "content"}, ...]}, and options."""
     options = parse_json(line, where)
     if ("prompt" in options) == ("messages" in options):
         raise UserError(f'{where}: not a JSON object with either "prompt" or "messages"')
     if "messages" in options:
         text = options.pop("messages")
-        if not (isinstance(text, list) and text and all(is_turn(turn) for turn in text)):
+        if not (isinstance(text, list) and text and all(is_message(message) for message in text)):
             raise UserError(f'{where}: "messages" is no list of objects of a "role" and a "content"')
     elif not isinstance(text := options.pop("prompt"), str):
         raise UserError(f'{where}: "prompt" is no text')
-    known = {*SAMPLING, "max_new_tokens"}
+    known = {*SAMPLING_OPTIONS, "max_new_tokens"}
     if unknown := sorted(set(options) - known):
         raise UserError(f"{where}: unknown option {unknown[0][:40]!r}; known: {', '.join(sorted(known))}")
-    for name in set(options) & set(SAMPLING):
+    for name in set(options) & set(SAMPLING_OPTIONS):
         check_sampling(name, options[name], f"{where}: ")
     new = options.get("max_new_tokens", 1)
     if type(new) is not int or not 1 <= new <= INT32_MAX:
@@ -114,21 +115,21 @@ def parse_line(line: str, where: str) -> Prompt:
     return Prompt(text, where, options)
 
 
-def is_turn(x) -> bool:
+def is_message(x) -> bool:
     return (
         isinstance(x, dict) and set(x) == {"role", "content"} and all(isinstance(v, str) for v in x.values())
     )
 
 
 def choose_sampling(args: argparse.Namespace, folder: pathlib.Path) -> Sampling:
-    """What the user asked for; for the rest, what generation_config.json does; greedy if neither samples."""
-    file, theirs = folder / "generation_config.json", generation_config(folder)
-    asked = {name: getattr(args, name) for name in SAMPLING}
-    defaults = {"repetition_penalty": theirs.get("repetition_penalty")}
-    if theirs.get("do_sample") is True:
-        defaults = {name: theirs.get(name) for name in SAMPLING if name != "seed"}
+    """The user's sampling options, else those of generation_config.json. The default is greedy."""
+    file, config = folder / "generation_config.json", generation_config(folder)
+    asked = {name: getattr(args, name) for name in SAMPLING_OPTIONS}
+    defaults = {"repetition_penalty": config.get("repetition_penalty")}
+    if config.get("do_sample") is True:
+        defaults = {name: config.get(name) for name in SAMPLING_OPTIONS if name != "seed"}
     restricted = any(asked[name] is not None for name in RESTRICTIONS)
-    if asked["temperature"] is None and (restricted or theirs.get("do_sample") is True):
+    if asked["temperature"] is None and (restricted or config.get("do_sample") is True):
         defaults["temperature"] = 1.0 if defaults.get("temperature") is None else defaults["temperature"]
     chosen = {}
     for name, value in asked.items():
@@ -140,37 +141,40 @@ def choose_sampling(args: argparse.Namespace, folder: pathlib.Path) -> Sampling:
     return Sampling(**chosen)
 
 
-def longest_row(args: argparse.Namespace, configs: list[Config]) -> tuple[int, str]:
-    """How many positions a row may have, and why no more."""
+def row_limit(args: argparse.Namespace, configs: list[Config]) -> tuple[int, str]:
+    """The most positions of a row, and what sets this limit."""
     limit = min(cfg.max_positions for cfg in configs)
     if args.max_len is None:
+        if (args.chat or args.serve) and limit > INTERACTIVE_LENGTH:
+            return INTERACTIVE_LENGTH, "the default --max-len"
         return limit, "the model's limit"
     if args.max_len > limit:
         raise UserError(f"--max-len {args.max_len}: the model's limit is {limit} positions")
     return args.max_len, "--max-len"
 
 
-class Asker:
-    """Makes requests of prompts, as the options say."""
+class RequestBuilder:
+    """Makes requests of prompts, with the options of the command line."""
 
     def __init__(self, args: argparse.Namespace, checkpoint: Checkpoint, tokenizer, configs: list[Config]):
         self.args, self.tokenizer, self.vocabulary = args, tokenizer, checkpoint.config.V
         self.sampling = choose_sampling(args, checkpoint.folder)
         self.templated = bool(tokenizer.chat_template) and not args.no_chat_template and not args.score
-        self.limit, self.why = longest_row(args, configs)
-        self.new_tokens = NEW_TOKENS
-        ends = frozenset() if args.ignore_eos else stop_tokens(checkpoint.folder, tokenizer)
-        self.stop = ends.union(args.stop_id)
+        self.limit, self.limit_name = row_limit(args, configs)
+        self.new_tokens = self.limit if args.chat else DEFAULT_NEW_TOKENS
+        stop = frozenset() if args.ignore_eos else stop_tokens(checkpoint.folder, tokenizer)
+        self.stop = stop.union(args.stop_id)
         if wrong := [i for i in args.stop_id if not 0 <= i < self.vocabulary]:
             raise UserError(f"--stop-id {wrong[0]}: the model has tokens 0 to {self.vocabulary - 1}")
         if args.n > 1 and not self.sampling.temperature:
             log(f"--n {args.n}: greedy answers are all alike; --temperature 1 would make them differ")
-        if is_broken(args.system or ""):
+        if has_surrogate(args.system or ""):
             raise UserError(f"--system: {NOT_TEXT}")
         if args.system is not None and not tokenizer.chat_template:
             raise UserError(f"--system: the tokenizer in {checkpoint.folder} has no chat template")
 
     def encode(self, text: str | list[dict]) -> list[int]:
+        """The token ids of a text or a chat, through the chat template if there is one."""
         if isinstance(text, str) and self.templated:
             text = [{"role": "user", "content": text}]
         if not isinstance(text, str) and self.args.system and text[0]["role"] != "system":
@@ -178,7 +182,7 @@ class Asker:
         return encode(self.tokenizer, text, self.vocabulary)
 
     def requests(self, prompt: list[int], options: dict, samples: int) -> Iterator[Request]:
-        """For samples with one seed after the other; all else they share. UserError as in `request`."""
+        """A request for each sample of a prompt: they differ in their seeds. UserError as in `request`."""
         first = self.request(prompt, options)
         yield first
         for i in range(1, samples):
@@ -186,19 +190,19 @@ class Asker:
             yield dataclasses.replace(first, sampling=sampling)
 
     def request(self, prompt: list[int], options: dict) -> Request:
-        """UserError if the prompt and its answer are too long."""
-        args, room = self.args, self.limit - len(prompt)
-        new = options.get("max_new_tokens") or args.max_new_tokens or min(self.new_tokens, max(room, 1))
+        """Raises UserError if the prompt and its answer exceed a row."""
+        args, left = self.args, self.limit - len(prompt)
+        new = options.get("max_new_tokens") or args.max_new_tokens or min(self.new_tokens, max(left, 1))
         new = 0 if args.score else new
-        if new > room:
+        if new > left:
             answer = f", which with {new} new ones" if new else ", which"
-            raise UserError(f"{len(prompt)} tokens{answer} exceed {self.why} of {self.limit}")
-        asked = vars(self.sampling) | {name: options[name] for name in options if name in SAMPLING}
+            raise UserError(f"{len(prompt)} tokens{answer} exceed {self.limit_name} of {self.limit}")
+        asked = vars(self.sampling) | {name: options[name] for name in options if name in SAMPLING_OPTIONS}
         if not asked["temperature"] and args.temperature is None and "temperature" not in options:
             asked["temperature"] = 1.0 if RESTRICTIONS & set(options) else None
         return Request(
             np.array(prompt, np.int32), new, Sampling(**asked), self.stop, args.logprobs or args.score
         )
 
-    def stream(self) -> TextStream:
+    def new_stream(self) -> TextStream:
         return TextStream(self.tokenizer, self.stop, tuple(self.args.stop))

@@ -1,4 +1,4 @@
-"""How fast it was: a few lines for people; with --json, one object with all answers."""
+"""The report at the end: speed in a few lines on stderr and, with --json, one object with all replies."""
 
 import argparse
 import json
@@ -12,24 +12,19 @@ from serving.engine import Engine
 from serving.memory import BANDWIDTH, Deployment, bytes_per_step
 from sharding.mesh import degrees
 from terminal.answers import Reply, score_line
-from terminal.launch import Startup, log
+from terminal.launch import log
+from terminal.models import Session
 
 
-def report(
-    args: argparse.Namespace,
-    target: Deployment,
-    engine: Engine,
-    replies: list[Reply],
-    content: Callable[[Reply], dict],
-    startup: Startup,
-) -> None:
+def report(session: Session, engine: Engine, replies: list[Reply], content: Callable[[Reply], dict]) -> None:
+    args, target, laps = session.args, session.models[0], session.startup.laps
     stats, answered = engine.stats, [reply for reply in replies if reply.error is None]
     prefilled = stats.prefilled or stats
     seconds, steps = stats.seconds - prefilled.seconds, stats.steps - prefilled.steps
     rate = (stats.tokens - prefilled.tokens) / seconds if steps else None
     utilization = bandwidth_utilization(target, engine, answered, seconds / steps) if steps else None
-    split = ", ".join(f"{what} {seconds:.1f}" for what, seconds in startup.laps.items())
-    log(f"first tokens after {sum(startup.laps.values()):.1f} s of CPU time: {split}")
+    split = ", ".join(f"{what} {seconds:.1f}" for what, seconds in laps.items())
+    log(f"first tokens after {sum(laps.values()):.1f} s of CPU time: {split}")
     parts = [
         f"prefill {prefilled.seconds:.3f} s",
         f"decode {f'{rate:.1f} tokens/s' if rate else 'not needed'}",
@@ -37,9 +32,9 @@ def report(
     if utilization:
         parts.append(f"{100 * utilization:.0f}% of the memory bandwidth")
     if stats.reused_tokens:
-        parts.append(f"{stats.reused_tokens} of {stats.prompt_tokens} prompt tokens taken from other rows")
+        parts.append(f"{stats.reused_tokens} of {stats.prompt_tokens} prompt tokens from cached prefixes")
     if stats.drafted:
-        parts.append(f"{stats.acceptance_rate:.0%} of the guesses right")
+        parts.append(f"{stats.acceptance_rate:.0%} of the draft tokens accepted")
         parts.append(f"{stats.tokens_per_step:.2f} tokens per step")
     log(", ".join(parts))
     cut = sum(reply.answer.finish_reason == "length" for reply in answered)
@@ -49,18 +44,18 @@ def report(
         print(json.dumps(dict(
             model=args.checkpoint, mesh=degrees(target.mesh),
             devices=jax.device_count(), responses=[content(reply) for reply in replies],
-            startup_cpu_seconds=startup.laps, prefill_seconds=prefilled.seconds,
+            startup_cpu_seconds=laps, prefill_seconds=prefilled.seconds,
             decode_tokens_per_second=rate, engine_seconds=stats.seconds, bandwidth_utilization=utilization,
             prompt_tokens=stats.prompt_tokens, prompt_tokens_reused=stats.reused_tokens,
             decode_steps=stats.steps, tokens_per_step=stats.tokens_per_step,
             guesses_right=stats.acceptance_rate,
         )))  # fmt: skip
     elif not (args.output or args.prompt_file):
-        say_total(args, answered)
+        print_totals(args, answered)
 
 
-def say_total(args: argparse.Namespace, answered: list[Reply]) -> None:
-    """What the printed text does not tell."""
+def print_totals(args: argparse.Namespace, answered: list[Reply]) -> None:
+    """Print totals of scores or log-probabilities, which the texts do not have."""
     if args.score and len(answered) > 1:
         scores = [x for reply in answered for x in reply.answer.prompt_logprobs]
         print(f"all: {score_line(math.fsum(scores), len(scores))}")
@@ -72,12 +67,12 @@ def say_total(args: argparse.Namespace, answered: list[Reply]) -> None:
 def bandwidth_utilization(
     target: Deployment, engine: Engine, answered: list[Reply], seconds: float
 ) -> float | None:
-    """The share of the device's memory bandwidth that steps of so many seconds needed, if that is known."""
+    """The fraction of the device's memory bandwidth that a step of this duration used; None if not known."""
     bandwidth = BANDWIDTH.get(jax.devices()[0].device_kind)
     if not bandwidth or not answered:
         return None
-    spans = [(len(reply.request.prompt) - 1, len(reply.answer.tokens)) for reply in answered]
-    positions = np.concatenate([first + np.arange(count) for first, count in spans])
+    ranges = [(len(reply.request.prompt) - 1, len(reply.answer.tokens)) for reply in answered]
+    positions = np.concatenate([first + np.arange(count) for first, count in ranges])
     rows = engine.stats.row_steps / engine.stats.steps / engine.programs.shards
     needed = bytes_per_step(
         engine.programs.weights, target.cfg, target.mesh, rows, positions, target.kv_dtype

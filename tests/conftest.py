@@ -1,13 +1,13 @@
-"""Eight virtual CPU devices, which must be asked for before jax is imported, and what the tests share."""
+"""Eight virtual CPU devices, requested before jax is imported, and what the tests share."""
 
 import os
 from importlib.metadata import version
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-# The tests' time is compiling: machine code that is not optimised takes half as long, and without the newer
-# emitters of fusions half of that. HLO is optimised as ever.
+# The tests spend their time compiling. Without optimized machine code that takes half as long, without the
+# newer fusion emitters half of that again. HLO is optimized as usual.
 FAST = "--xla_backend_optimization_level=0"
-if version("jaxlib").startswith("0.10."):  # later ones do not know it
+if version("jaxlib").startswith("0.10."):  # later versions do not have this flag
     FAST += " --xla_cpu_use_fusion_emitters=false"
 os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {FAST}"
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -35,8 +35,8 @@ from sharding.mesh import make_mesh
 from sharding.stages import in_stages
 from terminal.command_line import run
 
-# What main.py keeps of its compilations is not for tests; and in a process that has compiled thousands of
-# programs, jax 0.10.2 crashed while it wrote one there.
+# Tests do not use the cache in which main.py keeps compiled programs. Also, in a process that had compiled
+# thousands of programs, jax 0.10.2 crashed while it wrote one into the cache.
 jax.config.update("jax_enable_compilation_cache", False)
 
 CHECKPOINTS = pathlib.Path(__file__).parent / "checkpoints"
@@ -54,10 +54,10 @@ MESHES = {
 
 
 def pytest_addoption(parser) -> None:
-    parser.addoption("--all", action="store_true", help="also the tests marked deep, which take long")
+    parser.addoption("--all", action="store_true", help="also run the tests marked deep, which take long")
 
 
-# The files that take longest come first, or a worker would be left with one at the end.
+# The test files that take longest start first: else one worker would be left with one at the end.
 LONGEST = (
     "plan answers generation meshes conversion speculation hosts chat kernels gpu reuse_search server "
     "grammar command_line transformers attention speed trained sampling cpu experts quality"
@@ -65,7 +65,7 @@ LONGEST = (
 
 
 def pytest_xdist_auto_num_workers(config) -> int:
-    """One file's tests run in this process, those of several files in one process per core, up to 4."""
+    """The tests of one file run in this process, those of several files in one process per core, up to 4."""
     files = {argument.partition("::")[0] for argument in config.args}
     one = len(files) == 1 and pathlib.Path(*files).is_file()
     return 0 if one or config.option.collectonly else min(len(os.sched_getaffinity(0)), 4)
@@ -80,9 +80,15 @@ def pytest_collection_modifyitems(config, items) -> None:
         items[:] = [item for item in items if item not in deep]
 
 
+def pytest_terminal_summary(terminalreporter, config) -> None:
+    """Skipped tests are listed with their reasons (-rs, in pyproject.toml); deselected ones are not."""
+    if not config.getoption("--all"):
+        terminalreporter.write_line("The tests marked deep did not run; --all runs them, too.")
+
+
 @pytest.fixture(autouse=True, scope="module")
 def programs_of_one_file():
-    """Give back the memory of what one file's tests compiled: of all of them it would be gigabytes."""
+    """Free the programs that the tests of one file compiled: those of all files take gigabytes."""
     yield
     jax.clear_caches()
 
@@ -114,7 +120,7 @@ EVERY_KIND = Kind(chunk=8, moe=True), Kind(chunk=8), Kind(rope=False, moe=True)
 def llama4_config(
     layers=EVERY_KIND, D=32, K=2, G=5, H=8, F=44, M=24, E=4, A=1, V=101, **changes
 ) -> model.Config:
-    """Every kind of Llama 4 layer at once, and sizes that divide nothing: 8 devices pad V, F and G."""
+    """Every kind of Llama 4 layer at once, and sizes that 8 devices do not divide: V, F and G are padded."""
     norm, heads = model.Norm(1e-5), model.Heads(K, G, H)
     rotary = dataclasses.replace(heads, qk_norm=model.Norm(1e-5, weight=False))
     other = dataclasses.replace(heads, query_scale=model.QueryScale(0.1, 4.0))
@@ -123,8 +129,9 @@ def llama4_config(
         model.LayerKind(
             rotary if kind.rope else other,
             experts if kind.moe else model.Gated(F),
+            norm,
             mask_of(kind),
-            model.Rope(1e4, None, True) if kind.rope else None,
+            model.Rope(1e4, H, interleaved=True) if kind.rope else None,
         )
         for kind in layers
     )
@@ -132,8 +139,9 @@ def llama4_config(
 
 
 def llama3_config(D=32, K=8, G=1, H=8, F=64, V=101, depth=2, **changes) -> model.Config:
-    kind = model.LayerKind(model.Heads(K, G, H), model.Gated(F), rope=model.Rope(1e4, (8.0, 1.0, 4.0, 16.0)))
-    sizes = dict(D=D, V=V, layers=(kind,) * depth, norm=model.Norm(1e-5), max_positions=4096)
+    norm, rope = model.Norm(1e-5), model.Rope(1e4, H, model.Llama3Scaling(8.0, 1.0, 4.0, 16.0))
+    kind = model.LayerKind(model.Heads(K, G, H), model.Gated(F), norm, rope=rope)
+    sizes = dict(D=D, V=V, layers=(kind,) * depth, norm=norm, max_positions=4096)
     return model.Config(**sizes | changes)
 
 
@@ -188,7 +196,7 @@ def dequantize(x, axes) -> np.ndarray:
 
 @pytest.fixture
 def compiled():
-    """What jax traces and compiles, by its own account."""
+    """The list of jax's events of tracing and compiling, as they happen."""
     events = []
 
     def hear(event: str, *_, **__) -> None:
@@ -197,7 +205,7 @@ def compiled():
 
     jax.monitoring.register_event_duration_secs_listener(hear)
     jax.jit(lambda: 0)()
-    assert events  # so it would be heard
+    assert events  # or the fixture does not see what it is to see
     yield events
     jax.monitoring.unregister_event_duration_listener(hear)
 
@@ -209,7 +217,7 @@ def tiny(request) -> pathlib.Path:
 
 @pytest.fixture
 def interpret(monkeypatch) -> pltpu.InterpretParams:
-    """How a CPU runs TPU kernels: what was not written is NaN, and a read out of bounds or a race fails."""
+    """A CPU interprets TPU kernels: unwritten memory is NaN, a race or a read out of bounds is a failure."""
     states, state = [], interpret_pallas_call.RaceDetectionState
 
     def recorded(**options):
@@ -235,14 +243,14 @@ def generate(
     return answers
 
 
-# 8 virtual devices are what the tests see: one model per device unless told otherwise.
+# Options of main.py for the 8 virtual devices: each holds the whole model.
 ONE_EACH = ["--dp", "8", "--tp", "1"]
 
 
 def invoke(monkeypatch, capsys, program, *arguments) -> tuple[int, str, str]:
     """(exit code, stdout, stderr) of a command, run in this process."""
     monkeypatch.setattr(sys, "argv", [program.__file__, *map(str, arguments)])
-    # Which must come before jax is used, as it has been.
+    # jax.distributed.initialize would have to come before the first use of jax, which is long past.
     monkeypatch.setattr(program, "join_hosts", lambda args: None, raising=False)
     code = 0
     try:

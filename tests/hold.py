@@ -1,4 +1,4 @@
-"""A program whose processes say when they have come to a phase, and stay there for a while.
+"""Run a program that writes a line when it reaches a phase, and then stays in that phase for a while.
 
 python3 tests/hold.py PHASE PROGRAM [ARG]...
 """
@@ -13,18 +13,22 @@ from functools import wraps
 PHASE, PROGRAM, *ARGUMENTS = sys.argv[1:]
 sys.argv, sys.path[0] = [PROGRAM, *ARGUMENTS], str(pathlib.Path(PROGRAM).parent)
 
-from terminal.command_line import hear_signals
+from terminal.command_line import exit_on_signals
 
-hear_signals()  # before there are threads, as main.py does
+exit_on_signals()  # main.py also calls it before there are threads
 
 import jax
 
+from distributed import join
 from serving.programs import Programs
 from terminal import models
 
 
 def announced(function, seconds: float, calls: int = 1):
-    """The same function, which tells of its n-th call, and waits from then on."""
+    """The same function, but its n-th call writes a line, and that call and all later ones first wait.
+
+    calls: n.
+    """
     count = 0
 
     @wraps(function)
@@ -40,9 +44,10 @@ def announced(function, seconds: float, calls: int = 1):
     return held
 
 
-if PHASE == "joining":
-    if os.environ["JAX_PROCESS_ID"] != "0":  # which the others, process 0 too, wait for
-        jax.distributed.initialize = announced(jax.distributed.initialize, 4)
+if PHASE in ("coming", "joining"):
+    if os.environ["JAX_PROCESS_ID"] != "0":  # the others, process 0 too, wait for this one
+        where, name = {"coming": (join, "call_roll"), "joining": (jax.distributed, "initialize")}[PHASE]
+        setattr(where, name, announced(getattr(where, name), 4))
 elif PHASE == "loading":
     models.load = announced(models.load, 2)
 elif PHASE == "compiling":

@@ -70,7 +70,7 @@ SINGLE_BYTES = "tests/test_text.py::test_half_a_character_of_single_bytes"
 GARBAGE = "tests/test_answers.py::test_garbage_is_not_collected_until_the_programs_are_compiled"
 SAMPLES = "tests/test_answers.py::test_samples"
 SAMPLES_IN_A_FILE = "tests/test_answers.py::test_samples_in_a_file"
-STOPPED = "tests/test_answers.py::test_stop_strings"
+STOP_STRINGS_OF_ANSWERS = "tests/test_answers.py::test_stop_strings"
 INTERRUPTED = "tests/test_answers.py::test_interrupted_anywhere"
 DAMAGED = "tests/test_command_line.py::test_damaged_weights"
 WAITS = "tests/test_generation.py::test_what_waits_for_a_prefix"
@@ -84,6 +84,10 @@ SMALLEST = "tests/test_hosts.py::test_memory_of_the_smallest"
 GATHER, FIRST, AGREE, PORT, NOBODY = (
     f"tests/test_distributed.py::test_{name}"
     for name in ("gather", "from_first", "agree", "port_in_use", "nobody_comes")
+)
+ROLL_LEFT, ROLL_STRANGERS, ROLL_OPTIONS = (
+    f"tests/test_distributed.py::test_roll_call_{name}"
+    for name in ("of_one_that_leaves", "among_strangers", "of_wrong_options")
 )
 STOPPED, KILLED, KILLED_FIRST, TERMINATED = (
     f"tests/test_distributed.py::test_endings[{name}]"
@@ -100,7 +104,7 @@ MEMORY = "tests/test_command_line.py::test_rows_that_fit"
 
 # (file, what is there, what to put in its place, the test that must fail)
 MUTATIONS = [
-    ("serving/scheduler.py", "return max(self.past, self.read + self.steps * width)", "return self.read + self.steps * width", "tests/test_reuse_search.py::test_a_row_that_goes_back_again_and_again"),
+    ("serving/scheduler.py", "return max(self.source_computed, self.computed + self.steps_in_flight * width)", "return self.computed + self.steps_in_flight * width", "tests/test_reuse_search.py::test_a_row_that_goes_back_again_and_again"),
     ("ops/grouped_matmul.py", "weights, units = in_hbm((weights, units))", "pass", "tests/test_plan.py::test_latent_attention"),
     ("model.py", "(position - self.size + 1) * (position >= self.size)", "(position - self.size) * (position >= self.size)", MISTRAL),
     ("model.py", "return length, (jnp.where(wraps, local_slots(high), 0), local_slots(low))", "return length, None", MISTRAL),
@@ -131,10 +135,10 @@ MUTATIONS = [
     ("ops/kv_cache.py", "return used if used < LANES else -(-used // LANES) * LANES", "return used", "tests/test_plan.py::test_latent_attention"),
     ("ragged_attention.py", "any_seen &= (hidden[0][r] > 0) | (hidden[1][r] < length[r])", "pass", ATTENTION),
     ("ragged_attention.py", "begin = jnp.where(hidden[0][r] == 0, hidden[1][r], 0)", "begin = hidden[1][r]", ATTENTION),
-    ("checkpoints/families.py", '(r"\\.w1\\.weight$", ".gate_proj.weight")', '(r"\\.w1\\.weight$", ".up_proj.weight")', MIXTRAL),
-    ("checkpoints/families.py", " or self.drafts and name.startswith(f\"model.layers.{depth}.\")", "", FAMILIES + "::test_a_layer_that_predicts_the_token_after_the_next"),
-    ("checkpoints/families.py", '(r"\\.experts\\.(gate_up|down)_proj$", r".experts.\\1_proj.weight")', '(r"\\.nothing$", "")', FAMILIES + "::test_joined_experts"),
-    ("convert_checkpoint.py", "return weight[1].stored[0].name, weight[1].letters", "return weight[1].stored[0].name", FAMILIES + "::test_converted_int8[glm4-moe-lite]"),
+    ("families/mixtral.py", '(r"\\.w1\\.weight$", ".gate_proj.weight")', '(r"\\.w1\\.weight$", ".up_proj.weight")', MIXTRAL),
+    ("families/family.py", "return extra or bool", "return bool", FAMILIES + "::test_a_layer_that_predicts_the_token_after_the_next"),
+    ("families/family.py", '(r"\\.experts\\.(gate_up|down)_proj$", r".experts.\\1_proj.weight")', '(r"\\.nothing$", "")', FAMILIES + "::test_joined_experts"),
+    ("checkpoints/file_plan.py", "return weight[1].stored.name, weight[1].letters", "return weight[1].stored.name", FAMILIES + "::test_converted_int8[glm4-moe-lite]"),
     ("sharding/arrays.py", '"sm" if on_tpu(mesh) else "s"', '"s"', "tests/test_plan.py::test_narrow_experts"),
     ("ops/tpu.py", "not int8 and (rows.size > LANES or D % LANES or nbytes > MOVED_BYTES)", "not int8", "tests/test_plan.py::test_a_small_embedding_stays_where_it_is"),
     # collectives
@@ -227,8 +231,8 @@ MUTATIONS = [
     ("benchmarks/speed.py", "+ 2 * cfg.V * cfg.D", "", SPEED),
     ("benchmarks/speed.py", "positions - kind.mask.first(positions)", "positions", SPEED),
     ("benchmarks/speed.py", "share = kind.feed_forward.A / kind.feed_forward.E", "share = 1", SPEED),
-    ("ops/matmul.py", "y if scale is None else y * scale", "y", QUANTIZE),
-    ("model.py", 'x = x if scale is None else x * scale[row][..., None]', 'x = x', INT8),
+    ("quantize.py", "preferred_element_type=jnp.float32) * q.scale", "preferred_element_type=jnp.float32)", QUANTIZE),
+    ("ops/matmul.py", "x.astype(scale.dtype) * scale[rows][..., None]", "x", INT8),
     ("ops/tpu.py", "lax.rem(rows[pl.program_id(0)], tile_rows)", "0", KERNELS),
     ("model.py", "q = (q * growth[:, :, None, None, None]).astype(q.dtype)", "pass", SCOUT),
     ("model.py", "q, k = normalize(q, w.q_norm, heads.qk_norm), normalize(k, w.k_norm, heads.qk_norm)", "pass", SCOUT),
@@ -236,30 +240,30 @@ MUTATIONS = [
     ("model.py", "score / jnp.sum(score, -1, keepdims=True) if kind.router.normalized else score", "score", ROUTERS),
     ("model.py", "else y * weight\n", "else y\n", TIED),
     # sampling
-    ("sharding/sampling.py", "logits = logits / jnp.where(drawn, jnp.clip(how.temperature[:, None], 1e-6, 1e30), 1)", "pass", SAMPLING),
-    ("sharding/sampling.py", "jnp.clip(how.temperature[:, None], 1e-6, 1e30)", "jnp.minimum(how.temperature[:, None], 1e30)", "tests/test_sampling.py::test_extremes_are_greedy"),
-    ("sharding/sampling.py", "jnp.where(drawn, jax.vmap(noise)(how.seed, length)[:, ids], 0)", "jax.vmap(noise)(how.seed, length)[:, ids]", SAMPLING),
-    ("sharding/sampling.py", "(how.seed, length)[:, ids]", "(how.seed, length)[:, : logits.shape[-1]]", SAMPLING),
-    ("sharding/sampling.py", "jnp.where(how.top_k > 0, how.top_k, jnp.inf)", "how.top_k", SAMPLING),
-    ("sharding/sampling.py", "jnp.where(how.top_p < 1, how.top_p, jnp.inf)", "how.top_p", SAMPLING),
-    ("sharding/sampling.py", "peak + jnp.log(how.min_p)[:, None]", "jnp.log(how.min_p)[:, None]", SAMPLING),
+    ("sharding/sampling.py", "logits = logits / jnp.where(drawn, jnp.clip(sampling.temperature[:, None], 1e-6, 1e30), 1)", "pass", SAMPLING),
+    ("sharding/sampling.py", "jnp.clip(sampling.temperature[:, None], 1e-6, 1e30)", "jnp.minimum(sampling.temperature[:, None], 1e30)", "tests/test_sampling.py::test_extremes_are_greedy"),
+    ("sharding/sampling.py", "jnp.where(drawn, jax.vmap(noise)(sampling.seed, length)[:, ids], 0)", "jax.vmap(noise)(sampling.seed, length)[:, ids]", SAMPLING),
+    ("sharding/sampling.py", "(sampling.seed, length)[:, ids]", "(sampling.seed, length)[:, : logits.shape[-1]]", SAMPLING),
+    ("sharding/sampling.py", "jnp.where(sampling.top_k > 0, sampling.top_k, jnp.inf)", "sampling.top_k", SAMPLING),
+    ("sharding/sampling.py", "jnp.where(sampling.top_p < 1, sampling.top_p, jnp.inf)", "sampling.top_p", SAMPLING),
+    ("sharding/sampling.py", "peak + jnp.log(sampling.min_p)[:, None]", "jnp.log(sampling.min_p)[:, None]", SAMPLING),
     ("sharding/sampling.py", "ids = tokens - lax.axis_index(MODEL) * logits.shape[-1]", "ids = tokens", SAMPLING),
     ("sharding/sampling.py", "at >= jnp.reshape(start, (-1, 1))", "at >= 0", SAMPLING + "::test_answer_penalties"),
-    ("sharding/sampling.py", "how.frequency_penalty[:, None] * count", "how.frequency_penalty[:, None] * (count > 0)", SAMPLING + "::test_answer_penalties"),
+    ("sharding/sampling.py", "frequency * count", "frequency * (count > 0)", SAMPLING + "::test_answer_penalties"),
     ("sharding/sampling.py", "lax.dynamic_slice_in_dim(bits, lax.axis_index(MODEL) * v, v, 1)", "bits[:, :v]", SAMPLING + "::test_bias_and_allowed"),
-    ("sharding/sampling.py", "lax.top_k(logits, min(n, logits.shape[-1]))", "lax.top_k(logits, 1)", SAMPLING + "::test_likeliest"),
-    ("sharding/sampling.py", "best - log_normalizer(logits))", "best)", SAMPLING + "::test_likeliest"),
-    ("serving/scheduler.py", "(self.constrained and self.steps)", "False", GRAMMAR),
+    ("sharding/sampling.py", "lax.top_k(logits, min(n, logits.shape[-1]))", "lax.top_k(logits, 1)", SAMPLING + "::test_top_logprobs"),
+    ("sharding/sampling.py", "best - log_normalizer(logits))", "best)", SAMPLING + "::test_top_logprobs"),
+    ("serving/scheduler.py", "(self.constrained and self.steps_in_flight)", "False", GRAMMAR),
     ("serving/scheduler.py", "1 if row.constrained else width", "width", GRAMMAR + "[True-1]"),
     ("serving/scheduler.py", "            if row.constrained:", "            if False:", GRAMMAR),
     ("serving/scheduler.py", "count[:] = 0", "pass", "tests/test_grammar.py::test_rows_of_grammars_step_together"),
-    ("serving/engine.py", "dataclasses.replace(self.sampling[number], allowed=group.allowed())", "self.sampling[number]", GRAMMAR),
+    ("serving/engine.py", "dataclasses.replace(self.sampling[number], allowed=micro_batch.allowed())", "self.sampling[number]", GRAMMAR),
     ("serving/engine.py", "next(options for options in self.option_sets if asked <= options)", "self.option_sets[-1]", "tests/test_grammar.py::test_programs_for_what_rows_ask"),
     ("serving/engine.py", "x[row, :count, :n].tolist()", "x[row, :count, -n:].tolist()", "tests/test_grammar.py::test_likeliest_of_prompts_and_answers"),
     ("serving/grammar.py", "return self.matcher.is_stopped()", "return False", "tests/test_grammar.py::test_a_real_grammar"),
     ("server/loop.py", "if job is None or job.done:", "if job is None:", SERVER + "test_echo_without_an_answer"),
     ("server/loop.py", "self.engine.cancel(job.answer)\n", "pass\n", SERVER + "test_a_client_that_leaves"),
-    ("server/loop.py", "self.open -= len(ended)", "pass", SERVER + "test_echo_without_an_answer"),
+    ("server/loop.py", "self.open_jobs -= len(ended)", "pass", SERVER + "test_echo_without_an_answer"),
     ("server/loop.py", "if beyond > 0:", "if False:", SERVER + "test_queue"),
     ("server/app.py", "            self.loop.cancel(self.jobs)\n", "            pass\n", SERVER + "test_a_client_that_leaves"),
     ("server/app.py", 'if kind != "application/json":', "if False:", SERVER + "test_other_refusals"),
@@ -268,8 +272,8 @@ MUTATIONS = [
     ("server/page.html", "headers, body, signal }", "headers, body }", "tests/test_page.py::test_stop"),
     ("server/page.html", "piece.textContent =", "piece.innerHTML =", "tests/test_page.py::test_markup_is_text"),
     ("server/page.html", "if (conversations.includes(conversation)) store(", "if (false) store(", "tests/test_page.py::test_conversations"),
-    ("server/questions.py", "seed=(first + i) % 2**32", "seed=first % 2**32", SERVER + "test_samples_and_seeds"),
-    ("server/replies.py", "[None, *answer.prompt_logprobs, *logprobs]", "[*answer.prompt_logprobs, *logprobs, None]", SERVER + "test_log_probabilities[False]"),
+    ("server/api_requests.py", "seed=(seed + i) % 2**32", "seed=seed % 2**32", SERVER + "test_samples_and_seeds"),
+    ("server/api_responses.py", "[None, *answer.prompt_logprobs, *logprobs]", "[*answer.prompt_logprobs, *logprobs, None]", SERVER + "test_log_probabilities[False]"),
     ("sharding/sampling.py", "(tokens >= 0) & (ids >= 0)", "ids >= 0", SAMPLING),
     ("sharding/sampling.py", " & (at < end[:, None])", "", SAMPLING),
     ("sharding/sampling.py", "jnp.where(logits > 0, logits / penalty, logits * penalty)", "logits / penalty", SAMPLING),
@@ -290,10 +294,10 @@ MUTATIONS = [
     # the engine
     ("serving/engine.py", "rows[i], sources[i] = (", "sources[i], rows[i] = (", READ_ONCE),
     ("serving/programs.py", "(source != rows).any()", "(source != rows).all()", "tests/test_generation.py::test_requests_on_a_mesh[dp2-ep2-tp2]"),
-    ("serving/engine.py", "            self.sampling[number] = group.sampling(options)\n", "            pass\n", SAMPLES),
+    ("serving/engine.py", "            self.sampling[number] = micro_batch.sampling(options)\n", "            pass\n", SAMPLES),
     ("serving/engine.py", 'answer.finish_reason or "length"', '"length"', CANCEL),
     ("serving/programs.py", "score = max((x.score for x in asked if x.score is not None), default=None)", "score = None", "tests/test_generation.py::test_log_probabilities_of_prompts[ring-dp8]"),
-    ("serving/engine.py", "min(row.unread, width) if row else 0", "row.unread if row else 0", SCORES),
+    ("serving/engine.py", "min(row.prefill_left, width) if row else 0", "row.prefill_left if row else 0", SCORES),
     ("serving/engine.py", "if np.isnan(scores.logprobs[i, :n]).any():", "if False:", DAMAGED),
     ("serving/programs.py", "if unread > width // 2", "if unread >= width", "tests/test_generation.py::test_width_of_a_prefill_chunk"),
     ("serving/engine.py", "for _ in range(expected):", "while self.in_flight:", FETCHED),
@@ -304,7 +308,7 @@ MUTATIONS = [
     ("serving/engine.py", "request.positions > max_len", "request.positions >= max_len", REFUSED),
     ("serving/engine.py", "                self.scheduler.queue.remove(answer)", "                pass", CANCEL),
     ("serving/requests.py", 'used = used | {"seed"} if', "used = used if", INTERRUPTED),
-    ("serving/requests.py", 'else used - DRAWING', "else set()", "tests/test_answers.py::test_each_prompt_has_its_own_options"),
+    ("serving/requests.py", 'else used - RANDOM_OPTIONS', "else set()", "tests/test_answers.py::test_each_prompt_has_its_own_options"),
     ("serving/programs.py", "prefill_width(longest - 1) >= width", "prefill_width(longest - 1) > width", "tests/test_generation.py::test_requests_on_a_mesh[dp8]"),
     ("serving/engine.py", "all(row.free or row.answer.tokens", "any(row.free or row.answer.tokens", END),
     ("serving/programs.py", "            self.masks |= self.draft.masks\n", "", CHUNK_DRAFT),
@@ -325,16 +329,16 @@ MUTATIONS = [
     ("serving/text.py", "max(ids) >= vocabulary", "max(ids) > vocabulary", "tests/test_text.py::test_tokens_beyond_the_vocabulary"),
     ("serving/text.py", "for source in (generation_config(folder), config,", "for source in (config, generation_config(folder),", "tests/test_command_line.py::test_sampling_defaults_come_from_the_checkpoint"),
     ("serving/text.py", "keep = max((", "keep = min((", STOP_STRINGS),
-    ("serving/text.py", "self.held[: min(ends)]", "self.held[: max(ends)]", STOP_STRINGS),
+    ("serving/text.py", "self.held_back[: min(ends)]", "self.held_back[: max(ends)]", STOP_STRINGS),
     ("serving/text.py", "range(min(len(text), len(stop) - 1), 0, -1)", "range(1, min(len(text), len(stop) - 1) + 1)", STOP_STRINGS),
     ("serving/text.py", "[len(decode(self.last)) :]", "", STOP_STRINGS),
-    ("serving/text.py", "self.new_stream([token])", "self.new_stream()", SINGLE_BYTES),
+    ("serving/text.py", "self.new_decoder([token])", "self.new_decoder()", SINGLE_BYTES),
     ("serving/text.py", "encoding.append(normalizers.Prepend(", "encoding.insert(0, normalizers.Prepend(", SENTENCEPIECE),
     ("serving/text.py", 'get("add_bos_token", True)', 'get("add_bos_token", False)', SENTENCEPIECE),
     ("terminal/answers.py", "if n and -log_likelihood / n < 700 else None", "if n else None", "tests/test_answers.py::test_perplexity"),
-    ("terminal/answers.py", "tokens=self.answer.tokens[:used]", "tokens=self.answer.tokens", STOPPED),
-    ("terminal/answers.py", "logprobs=self.answer.logprobs[:used]", "logprobs=self.answer.logprobs", STOPPED),
-    ("terminal/answers.py", 'self.stream.stopped or self.answer.finish_reason == "stop"', 'self.answer.finish_reason == "stop"', STOPPED),
+    ("terminal/answers.py", "tokens=self.answer.tokens[:used]", "tokens=self.answer.tokens", STOP_STRINGS_OF_ANSWERS),
+    ("terminal/answers.py", "logprobs=self.answer.logprobs[:used]", "logprobs=self.answer.logprobs", STOP_STRINGS_OF_ANSWERS),
+    ("terminal/answers.py", 'self.stream.stopped or self.answer.finish_reason == "stop"', 'self.answer.finish_reason == "stop"', STOP_STRINGS_OF_ANSWERS),
     ("terminal/printers.py", "            self.waiting.pop()\n            self.printed = -1\n", "            self.waiting.pop()\n", SAMPLES),
     ("terminal/output_file.py", "for line in kept.values()) != whole:", "for line in kept.values()) == whole:", "tests/test_answers.py::test_held_answers_are_not_asked_again"),
     ("terminal/output_file.py", "if torn[: len(LINE)] != LINE[: len(torn)]:", "if False:", "tests/test_answers.py::test_wrong_output_files"),
@@ -343,7 +347,7 @@ MUTATIONS = [
     ("terminal/output_file.py", "if ordered != lines:", "if False:", INTERRUPTED),
     ("terminal/answers.py", "reply.request.positions > max_len", "reply.request.positions >= max_len", "tests/test_answers.py::test_what_memory_does_not_hold_is_refused"),
     ("terminal/prompts.py", "(first.sampling.seed + i) % 2**32", "first.sampling.seed", SAMPLES),
-    ("terminal/prompts.py", "min(self.new_tokens, max(room, 1))", "self.new_tokens", "tests/test_command_line.py::test_default_lengths_do_not_depend_on_the_batch"),
+    ("terminal/prompts.py", "min(self.new_tokens, max(left, 1))", "self.new_tokens", "tests/test_command_line.py::test_default_lengths_do_not_depend_on_the_batch"),
     ("terminal/prompts.py", "1.0 if RESTRICTIONS & set(options) else None", "None", "tests/test_answers.py::test_options_that_ask_for_samples"),
     ("serving/memory.py", "-(-length // 128) * 128", "length // 128 * 128", MEMORY),
     ("serving/memory.py", "(1 if rows else 1 - HEADROOM)", "1", MEMORY),
@@ -351,9 +355,9 @@ MUTATIONS = [
     ("serving/memory.py", "* idle", "", BYTES),
     ("serving/memory.py", 'mesh_size(mesh, EXPERT))', '1)', BYTES),
     ("serving/memory.py", "/ sets[: within.size]", "", ACTIVE),
-    ("serving/memory.py", "polypow([float(math.comb(size, k)) for k in range(m + 1)], groups)", "np.ones(E + 1)", ACTIVE),
+    ("serving/memory.py", "polypow([float(math.comb(size, k)) for k in range(m + 1)], shards)", "np.ones(E + 1)", ACTIVE),
     ("terminal/chat.py", "        return []\n", "        return turns\n", "tests/test_chat.py::test_a_full_conversation"),
-    ("terminal/chat.py", "return turns\n    said", "return asked\n    said", "tests/test_chat.py::test_a_full_conversation"),
+    ("terminal/chat.py", "return turns\n    answer", "return asked\n    answer", "tests/test_chat.py::test_a_full_conversation"),
     # checkpoints
     ("checkpoints/tensor_files.py", "if tensor.start < end:", "if False:", CHECKPOINTS),
     ("checkpoints/tensor_files.py", "if tensor.start > end:", "if False:", CHECKPOINTS),
@@ -361,7 +365,7 @@ MUTATIONS = [
     ("checkpoints/tensor_files.py", "(i * shape[axis] + first) * row", "i * shape[axis] * row", CONVERSION),
     ("quantize.py", "jnp.where(nan, jnp.inf, scale)", "scale", CONVERSION),
     ("quantize.py", "jnp.where(nan, jnp.inf, scale)", "scale", QUANTIZE),
-    ("checkpoints/checkpoint.py", "np.array_equal(x, y)", "True", CHECKPOINTS),
+    ("checkpoints/checkpoint.py", "same_bits(x, y)", "True", CHECKPOINTS),
     ("checkpoints/tensor_files.py", "while axis and (", "while axis and (True or ", CONVERSION),
     ("checkpoints/loading.py", "        array.block_until_ready()\n        for source in sources:\n            source.forget()", "        pass", CONVERSION),
     ("checkpoints/tensor_files.py", "% ALIGNMENT != 0", "* 0", CONVERSION),
@@ -373,8 +377,8 @@ MUTATIONS = [
     ("checkpoints/dequantized.py", '{"gptq": 1, "gptq_v2": 0}', '{"gptq": 0, "gptq_v2": 0}', DEQUANTIZED),
     ("checkpoints/dequantized.py", 'if ordered or "g_idx" in parts.tensors:', "if False:", DEQUANTIZED),
     ("checkpoints/dequantized.py", "lo - first * per_word : hi - first * per_word", "lo : hi", DEQUANTIZED),
-    ("checkpoints/gguf_model.py", "all(_checksum(folder / name) == x for name, x in checksums.items())", "True", GGUF),
-    ("checkpoints/checkpoint.py", "pool.map(lambda x: x.sample(), looked_at)", "pool.map(StoredTensor.sample, looked_at)", DEQUANTIZED),
+    ("checkpoints/gguf_model.py", "all(file_checksum(folder / name) == x for name, x in checksums.items())", "True", GGUF),
+    ("checkpoints/checkpoint.py", "pool.map(lambda x: x.sample(), sampled)", "pool.map(StoredTensor.sample, sampled)", DEQUANTIZED),
     ("checkpoints/dequantized.py", "AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)", "AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)", DEQUANTIZED),
     ("checkpoints/dequantized.py", "np.arange(lo, hi) // height", "np.arange(hi - lo) // height", DEQUANTIZED),
     ("checkpoints/dequantized.py", "any(scheme != schemes[0] for scheme in schemes)", "False", DEQUANTIZED),
@@ -384,7 +388,7 @@ MUTATIONS = [
     ("checkpoints/gguf_model.py", "stored[lo : lo + step]", "stored[:step]", GGUF),
     ("checkpoints/gguf_model.py", "values[order[lo:hi]]", "values[order][lo : hi - 1]", GGUF),
     ("checkpoints/gguf_tokenizer.py", "tokenizer.model.ignore_merges = True", "pass", GGUF),
-    ("checkpoints/gguf_tokenizer.py", 'like_llama3 or said.get("ggml.model") == "llama"', "False", GGUF),
+    ("checkpoints/gguf_tokenizer.py", 'like_llama3 or settings.get("ggml.model") == "llama"', "False", GGUF),
     ("checkpoints/gguf_model.py", "float(str(np.float32(value)))", "value", GGUF),
     ("checkpoints/gguf_model.py", "file.kinds[name] in PLAIN and file.kinds[name] in matrices", "file.kinds[name] in PLAIN", GGUF),
     ("checkpoints/gguf_file.py", "if stop > self.size:", "if False:", GGUF),
@@ -392,16 +396,16 @@ MUTATIONS = [
     ("checkpoints/layouts.py", "ours.start * width + lo * step", "lo * step", CHECKPOINTS),
     ("checkpoints/layouts.py", "1 if alone else whole", "whole", CHECKPOINTS),
     ("checkpoints/checkpoint.py", "if checksum is None or checksum != tensor.file.metadata.get(name):", "if False:", CHECKPOINTS),
-    ("checkpoints/tensor_files.py", "start = -room.ctypes.data % ALIGNMENT", "start = 8", CHECKPOINTS),
-    ("checkpoints/names.py", "in family.renames:", "in ():", CHECKPOINTS),
+    ("checkpoints/tensor_files.py", "start = -buffer.ctypes.data % ALIGNMENT", "start = 8", CHECKPOINTS),
+    ("families/family.py", "in self.tensor_names:", "in ():", CHECKPOINTS),
     ("checkpoints/checkpoint.py", "not family.ignores(name, len(config.layers))", "True", CHECKPOINTS),
-    ("checkpoints/fields.py", "value not in fixed.get(name, ())", 'True', CHECKPOINTS),
+    ("families/fields.py", "value not in supported.get(name, ())", 'True', CHECKPOINTS),
     ("checkpoints/hub.py", "revision=folder.name", "revision=revision", HUB),
-    ("convert_checkpoint.py", "if not (allow_nonfinite or is_finite(made[-1])):", "if False:", CONVERSION),
-    ("convert_checkpoint.py", "fcntl.flock(file, how | fcntl.LOCK_NB)", "pass", CONVERSION),
-    ("convert_checkpoint.py", " if checksums_of(folder, group) is None]", "]", CONVERSION),
-    ("convert_checkpoint.py", "file.path.stat().st_mtime_ns", "0", CONVERSION),
-    ("convert_checkpoint.py", "np.allclose(step, largest, rtol=1e-6,", "np.allclose(step, step, rtol=1e-6,", CONVERSION),
+    ("checkpoints/writing.py", "if not (allow_nonfinite or _is_finite(made[-1])):", "if False:", CONVERSION),
+    ("checkpoints/unfinished.py", "fcntl.flock(file, how | fcntl.LOCK_NB)", "pass", CONVERSION),
+    ("checkpoints/writing.py", " if _checksums(folder, file_set) is None]", "]", CONVERSION),
+    ("checkpoints/unfinished.py", "file.path.stat().st_mtime_ns", "0", CONVERSION),
+    ("quantize.py", "np.allclose(step, largest, rtol=1e-6,", "np.allclose(step, step, rtol=1e-6,", CONVERSION),
     ("benchmarks/quality.py", "jnp.exp(log_q) - p - p * ratio", "-p * ratio", QUALITY),
     ("quantize.py", "jnp.concatenate([divisors, -divisors])", "divisors", INT4),
     ("quantize.py", "jnp.arange(1.0, 9.0)", "jnp.arange(7.0, 9.0)", INT4),
@@ -409,27 +413,27 @@ MUTATIONS = [
     ("quantize.py", "jnp.where(jnp.all(jnp.isfinite(x), at), scale, jnp.inf)", "scale", INT4),
     ("quantize.py", "(pairs << 4) >> 4, pairs >> 4", "pairs >> 4, (pairs << 4) >> 4", INT4),
     ("quantize.py", "low | (high << 4)", "high | (low << 4)", INT4),
-    ("quantize.py", "group >= LEAST_GROUP", "group", INT4),
+    ("quantize.py", "group_size < MIN_GROUP_SIZE", "False", INT4),
     ("ops/matmul.py", "(high + low / PART) * unit", "high * unit", INT4),
-    ("ops/matmul.py", "on_tpu() and rows <= FEW_ROWS", "on_tpu() and rows < FEW_ROWS", INT4),
-    ("ops/matmul.py", "on_gpu() and rows <= FEW_ROWS", "on_gpu()", GPU_INT4),
+    ("ops/matmul.py", "math.prod(lead) > FEW_ROWS", "math.prod(lead) >= FEW_ROWS", INT4),
+    ("ops/matmul.py", "rows > FEW_ROWS or not gpu", "not gpu", GPU_INT4),
     ("ops/gpu.py", "lax.div(at, D // scale.shape[1])", "0 * at", GPU_INT4),
     ("ops/gpu.py", "missing or x.shape[-1] % each", "missing", GPU_INT4),
     ("ops/matmul.py", "jnp.expand_dims(w.scale, n)", "1", INT4),
     ("ops/grouped_matmul.py", "number == j * weights[2].shape[0] + group", "number == group", EXPERTS),
     ("ops/grouped_matmul.py", "unit[...] * factor if scales", "unit[...] if scales", EXPERTS),
-    ("sharding/arrays.py", "math.lcm(unit, self.format.along(size * step).grouping or 1)", "unit", INT4),
-    ("sharding/arrays.py", "shape=tuple(shape), steps=(letter, group)", "shape=tuple(shape)", INT4),
-    ("sharding/arrays.py", "if self.least_bits == 4 else INT8", "", INT4),
-    ("sharding/arrays.py", 'if letter in "pe"', 'if letter in ""', INT4),
+    ("sharding/arrays.py", "math.lcm(unit, self.format.pad_multiple(size * step))", "unit", INT4),
+    ("sharding/arrays.py", "format=self.format, groups=groups)", "format=self.format)", INT4),
+    ("quantize.py", "info.min_bits > self.bits or", "", INT4),
+    ("quantize.py", 'if letter in "pe"', 'if letter in ""', INT4),
     ("checkpoints/layouts.py", "// block * block, block)", ", 1)", INT4),
-    ("convert_checkpoint.py", "lo //= axes[axis].width", "pass", INT4),
-    ("convert_checkpoint.py", "~jnp.any(worse & known)", "True", INT4),
-    ("convert_checkpoint.py", "jnp.clip(x / step, INT4_MIN, INT4_MAX)", "ours.values.astype(jnp.float32)", INT4),
-    ("terminal/launch.py", "dataclasses.replace(INT8, of=wanted)", "INT8", INT4),
-    ("serving/memory.py", '(bits > 4 and platform(models[0].mesh) != "cpu")', "(bits > 4)", "tests/test_command_line.py::test_what_does_not_fit_is_refused_before_loading"),
-    ("checkpoints/checkpoint.py", "if info.form == INT8 else {}", "if False else {}", DEQUANTIZED),
-    ("convert_checkpoint.py", "if len(made) < len(names):", "if info.form:\n                made = [checkpoint.sources[name].slab(letter, lo, hi)]", DEQUANTIZED),
+    ("checkpoints/file_plan.py", "lo //= axes[axis].width", "pass", INT4),
+    ("quantize.py", "~jnp.any(worse & known)", "True", INT4),
+    ("quantize.py", "jnp.clip(x / step, INT4_MIN, INT4_MAX)", "ours.values.astype(jnp.float32)", INT4),
+    ("quantize.py", 'Requantized(self, INT8) if platform == "cpu"', 'INT8 if platform == "cpu"', INT4),
+    ("serving/memory.py", "format.on(platform(models[0].mesh)).bits", "format.bits", "tests/test_command_line.py::test_what_does_not_fit_is_refused_before_loading"),
+    ("checkpoints/checkpoint.py", "if info.quantization == INT8 else {}", "if False else {}", DEQUANTIZED),
+    ("checkpoints/writing.py", "for x in checkpoint.stored(*weight)] for", "for x in weight[:1]] for", DEQUANTIZED),
     ("benchmarks/quality.py", "targets >= 0", "targets >= -1", QUALITY),
     ("benchmarks/serve.py", "x.first - x.due for x", "x.first - x.first for x", SERVING),
     ("benchmarks/serve.py", "/ (x.tokens - 1)", "/ x.tokens", SERVING),
@@ -440,7 +444,7 @@ MUTATIONS = [
     ("benchmarks/serve.py", "if not found.finished:", "if False:", SERVING),
     ("benchmarks/serve.py", "tokens / found[\"engine_seconds\"]", "tokens", SERVING),
     # the scheduler
-    ("serving/scheduler.py", "n = min(matching, row.read)", "n = matching", WAITS),
+    ("serving/scheduler.py", "n = min(matching, row.computed)", "n = matching", WAITS),
     ("serving/scheduler.py", "return start + int(differs.argmax())", "return n", READ_ONCE),
     ("serving/scheduler.py", "while (less :=", "if (less :=", EDGES),
     ("serving/rings.py", "n if first == mask.first_visible(latest) else first", "n if n >= latest - mask.ring else first", EDGES),
@@ -448,26 +452,26 @@ MUTATIONS = [
     ("serving/scheduler.py", "answer.prefix_caching and not answer.request.score", "answer.prefix_caching", SCORES),
     ("serving/scheduler.py", "if row.free), key=lambda row: row.number", "if row.free), key=lambda row: -row.number", ROWS),
     ("serving/scheduler.py", "key=lambda row: (cached[row], row.free)", "key=lambda row: cached[row]", ROWS),
-    ("serving/scheduler.py", "if source.free and source.read < 2 * cached[source]:", "if source.free:", ROWS),
-    ("serving/scheduler.py", "source if cached[source] >= WORTH_COPYING else oldest", "source", ROWS),
-    ("serving/scheduler.py", "source if cached[source] >= WORTH_COPYING else oldest", "oldest", READ_ONCE),
+    ("serving/scheduler.py", "if source.free and source.computed < 2 * cached[source]:", "if source.free:", ROWS),
+    ("serving/scheduler.py", "source if cached[source] >= MIN_COPIED else oldest", "source", ROWS),
+    ("serving/scheduler.py", "source if cached[source] >= MIN_COPIED else oldest", "oldest", READ_ONCE),
     ("serving/scheduler.py", "return longest if worth else None", "return None", WAITS),
-    ("serving/scheduler.py", "itertools.islice(queue, AHEAD)", "itertools.islice(queue, 1)", WAITS),
-    ("serving/scheduler.py", "longest.shared - max(cached.values()) >= WORTH_COPYING", "True", WAITS),
+    ("serving/scheduler.py", "itertools.islice(queue, LOOKAHEAD)", "itertools.islice(queue, 1)", WAITS),
+    ("serving/scheduler.py", "longest.shared - max(cached.values()) >= MIN_COPIED", "True", WAITS),
     ("serving/scheduler.py", "left[wait.row] = min(left[wait.row], wait.left)", "pass", WAITS),
     ("serving/scheduler.py", "        if oldest:", "        if True:", SHORT),
     ("serving/scheduler.py", "        if oldest:", "        if False:", LONG),
     ("serving/requests.py", "if prompt.min() < 0 or prompt.max() >= vocabulary:", "if False:", BAD),
     ("serving/requests.py", "                check_sampling(name, value)", "                pass", BAD),
-    ("serving/scheduler.py", "len(self.answer.tokens) - self.steps", "len(self.answer.tokens)", FETCHED),
-    ("serving/scheduler.py", "self.text[self.read + 1 :][: len(tokens)]", "self.text[self.read :][: len(tokens)]", READ_ONCE),
+    ("serving/scheduler.py", "len(self.answer.tokens) - self.steps_in_flight", "len(self.answer.tokens)", FETCHED),
+    ("serving/scheduler.py", "self.text[self.computed + 1 :][: len(tokens)]", "self.text[self.computed :][: len(tokens)]", READ_ONCE),
     ("serving/engine.py", "                    self._end_if_read(row, step)\n            assignments", "            assignments", SCORES),
     ("serving/engine.py", "if math.isnan(logprob) or token >= self.programs.cfg.V:", "if False:", DAMAGED),
     ("serving/engine.py", "if np.isnan(scores.logprobs[i, :n]).any():", "if False:", DAMAGED_SCORE),
     ("serving/engine.py", "if row.number != number:  #", "if False:  #", STOPS),
     ("serving/engine.py", "known = len(prompt) <= self.longest and", "known =", REFUSED),
     ("serving/engine.py", "if answer.finish_reason is None:\n            answer.finish_reason = \"cancelled\"", "if True:\n            answer.finish_reason = \"cancelled\"", CANCEL),
-    ("terminal/answers.py", "if given.error is not None:", "if False:", DAMAGED_TOKEN),
+    ("terminal/answers.py", "if found.error is not None:", "if False:", DAMAGED_TOKEN),
     ("terminal/chat.py", "if answer.error is not None:", "if False:", DAMAGED_TURN),
     # stages of layers
     ("sharding/stages.py", "jnp.where(lax.axis_index(STAGE) == 0, x, received)", "jnp.where(lax.axis_index(STAGE) == 0, x, 0 * received)", STAGES),
@@ -494,9 +498,15 @@ MUTATIONS = [
     ("distributed/watch.py", "while any(since < seen for", "while False and any(since < seen for", KILLED),
     ("distributed/watch.py", "            time.sleep(2 * INTERVAL)  # the others read", "            pass  # the others read", TERMINATED),
     ("distributed/runtime.py", "    set_handler(signal.SIGABRT, ", "    print(", KILLED_FIRST),
-    ("distributed/runtime.py", "if WORDS_ON_PEERS.match(line):", "if False:", KILLED_FIRST),
-    ("distributed/join.py", "        _check_port(coordinator)", "        pass", PORT),
-    ("distributed/join.py", "    threading.Thread(target=_wait, args=(joined, seconds), daemon=True).start()", "    pass", NOBODY),
+    ("distributed/runtime.py", "if ABOUT_PEERS.match(line):", "if False:", KILLED_FIRST),
+    ("distributed/roll_call.py", "raise UserError(f\"--coordinator {coordinator}: {os.strerror", "raise OSError(f\"{os.strerror", PORT),
+    ("distributed/roll_call.py", "raise UserError(_missing(count, hosts, left, f\"in {seconds} s\"))", "return [host] * count", NOBODY),
+    ("distributed/roll_call.py", "left[index] = hosts.pop(index)", "left[index] = hosts[index]", ROLL_LEFT),
+    ("distributed/roll_call.py", "elif message := _receive(connection):", "elif message := json.loads(connection.recv(4096)):", ROLL_STRANGERS),
+    ("distributed/roll_call.py", "if message[\"count\"] != count:", "if False:", ROLL_OPTIONS),
+    ("distributed/roll_call.py", "if index in hosts:", "if False:", ROLL_OPTIONS),
+    ("distributed/join.py", "with _unless_done_in(min(PATIENCE, seconds / 2), lambda: print(waiting, file=sys.stderr)):", "if True:", NOBODY),
+    ("distributed/join.py", "with _unless_done_in(seconds, give_up):", "if True:", "tests/test_distributed.py::test_endings[joining-9-1]"),
     ("terminal/launch.py", "agree(asked | versions(),", "agree({},", VERSIONS),
     ("terminal/models.py", "if process_count() > 1:\n        checksums", "if False:\n        checksums", WEIGHTS),
     ("terminal/models.py", "        gc.enable()", "        pass", GARBAGE),
@@ -507,17 +517,33 @@ MUTATIONS = [
 ]  # fmt: skip
 
 
+def out_of_date(mutations: list[tuple[str, str, str, str]]) -> list[str]:
+    """A line for each mutation whose text is not exactly once in its file, and for each test that is not there."""
+    found = []
+    for file, old, _, _ in mutations:
+        count = (ROOT / file).read_text().count(old) if (ROOT / file).exists() else 0
+        if count != 1:
+            found.append(f"{file} has {count} of {old!r}")
+    wanted = {test for *_, test in mutations}
+    files = sorted({test.partition("::")[0] for test in wanted})
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-n", "0", "--all", *files]
+    collected = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
+    # A file of tests, or one without its parameters, stands for all of them.
+    names = {name for line in collected for name in (line, line.partition("[")[0], line.partition("::")[0])}
+    return found + [f"there is no {test}" for test in sorted(wanted - names)]
+
+
 def main() -> None:
     words = sys.argv[1:]
     chosen = [m for m in MUTATIONS if not words or any(word in m[1] for word in words)]
+    if lines := out_of_date(chosen):
+        sys.exit("\n".join(["error: bring the list of mutations up to date:", *lines]))
     survived = 0
     with tempfile.TemporaryDirectory() as folder:
         copy = pathlib.Path(folder) / "repository"
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "__pycache__"))
         for number, (file, old, new, test) in enumerate(chosen, 1):
             source = (ROOT / file).read_text()
-            if source.count(old) != 1:
-                sys.exit(f"error: {file} has {source.count(old)} of {old!r}; bring this list up to date")
             (copy / file).write_text(source.replace(old, new))
             command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "--all", test]
             failed = subprocess.run(command, cwd=copy, capture_output=True).returncode == 1

@@ -13,7 +13,7 @@ from conftest import FAST
 
 import main
 
-SECONDS = 300  # for processes that take 15; a fault may leave them waiting for one another
+SECONDS = 300  # until a test gives up: processes take 15, but after a fault they may wait for one another
 
 
 def free_port() -> int:
@@ -23,7 +23,7 @@ def free_port() -> int:
 
 
 class Own(NamedTuple):
-    """What a process does not share with the others."""
+    """What only one of the processes is started with."""
 
     arguments: Sequence = ()
     variables: dict = {}
@@ -33,10 +33,11 @@ class Own(NamedTuple):
 def start(
     count: int, devices: int, *arguments, wrapper=(), stdin="", own=(), logs=()
 ) -> list[subprocess.Popen]:
-    """The same command in each process, joined by jax's variables; only the first one's stdin has anything.
+    """Start processes of the same command, which find one another by jax's environment variables.
 
-    wrapper: a program beside this file that runs main.py, and its arguments. own: an Own for each process.
-    logs: a file for what each process writes to stderr, which then is in no pipe.
+    stdin: of the first process; that of the others is empty. wrapper: a program beside this file that runs
+    main.py, and its arguments. own: an Own for each process. logs: a file for each process's stderr; without
+    them stderr is a pipe.
     """
     address = f"127.0.0.1:{free_port()}"
     shared = {
@@ -62,7 +63,7 @@ def start(
 
 
 def finish(processes: list[subprocess.Popen]) -> list[tuple[int, str, str]]:
-    """(exit code, stdout, stderr) of each; one that hangs takes the others with it."""
+    """Wait for the processes: (exit code, stdout, stderr) of each. If one hangs, all are killed."""
     try:
         outputs = [process.communicate(timeout=SECONDS) for process in processes]
     finally:
@@ -77,6 +78,6 @@ def errors(stderr: str) -> list[str]:
 
 
 def causes(stderr: str) -> list[str]:
-    """What all processes find wrong: one may hear of it from another before it says so itself."""
+    """The errors, without the process that had them: a process may repeat another's error before its own."""
     heard = r"^error: process \d+ of \d+ \(on .*?\) has failed: "
     return [re.sub(heard, "error: ", line) for line in errors(stderr)]

@@ -32,7 +32,7 @@ from convert_checkpoint import convert
 from serving.text import encode, load_tokenizer
 from terminal import answers, command_line, models, output_file
 from terminal.options import parse_arguments
-from terminal.prompts import Asker, Prompt
+from terminal.prompts import Prompt, RequestBuilder
 
 LLAMA3 = CHECKPOINTS / "tiny-llama3"
 
@@ -311,23 +311,23 @@ def test_a_million_samples_would_not_take_long_to_ask(monkeypatch, capsys):
     """A prompt is encoded once; its samples share it; none has a stream before it is begun; all is told."""
     opened, tokenizer = open_checkpoint(LLAMA3), load_tokenizer(LLAMA3)
     args = parse_arguments(["--temperature", "1", "--seed", str(2**32 - 2)])
-    asker, encoded, told = Asker(args, opened, tokenizer, [opened.config]), [], []
-    monkeypatch.setattr(asker, "encode", lambda text: encoded.append(text) or [1, 2, 3])
-    monkeypatch.setattr(asker, "stream", lambda: pytest.fail("not begun"))
+    builder, encoded, told = RequestBuilder(args, opened, tokenizer, [opened.config]), [], []
+    monkeypatch.setattr(builder, "encode", lambda text: encoded.append(text) or [1, 2, 3])
+    monkeypatch.setattr(builder, "new_stream", lambda: pytest.fail("not begun"))
 
     def at_once(*facts, delay: float, **more):
         told.append(progress(*facts, **more))
         return told[-1]
 
     monkeypatch.setattr(answers, "progress", at_once)
-    replies = answers.ask_all(asker, [Prompt("a", "x"), Prompt("b", "y", {"seed": 5})], 4)
+    replies = answers.make_replies(builder, [Prompt("a", "x"), Prompt("b", "y", {"seed": 5})], 4)
     assert encoded == ["a", "b"] and told[0].n == told[0].total == 8
     assert "requests: 100%" in capsys.readouterr().err
     assert [reply.key for reply in replies] == [(i, j) for i in range(2) for j in range(4)]
     assert [x.request.sampling.seed for x in replies] == [2**32 - 2, 2**32 - 1, 0, 1, 5, 6, 7, 8]
     assert len({id(reply.request.prompt) for reply in replies}) == 2
     with pytest.raises(ValueError, match="--n 16777216 of 2 prompts: 33554432 answers; ask for at most"):
-        answers.ask_all(asker, [Prompt("a", "x")] * 2, 2**24)
+        answers.make_replies(builder, [Prompt("a", "x")] * 2, 2**24)
 
 
 def test_samples_in_a_file(ask, tmp_path):
@@ -515,7 +515,7 @@ def test_garbage_is_not_collected_while_loading(monkeypatch):
 
 
 def test_garbage_is_not_collected_until_the_programs_are_compiled(ask, monkeypatch):
-    monkeypatch.setattr(command_line, "hear_signals", lambda: None)
+    monkeypatch.setattr(command_line, "exit_on_signals", lambda: None)
     monkeypatch.setattr(sys, "argv", ["main.py", "--help"])
     try:
         with pytest.raises(SystemExit):

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import pathlib
-import re
 import shutil
 import subprocess
 import sys
@@ -18,7 +17,6 @@ from ml_dtypes import bfloat16
 from safetensors.numpy import load_file, save_file
 
 import model
-from checkpoints import families
 from checkpoints.checkpoint import open_checkpoint
 from checkpoints.folders import INDEX
 from checkpoints.layouts import Source, file_layout, layout_of, to_file_order
@@ -26,6 +24,7 @@ from checkpoints.loading import load
 from checkpoints.names import named_infos, stored_infos
 from checkpoints.tensor_files import ALIGNMENT
 from convert_checkpoint import convert, verify
+from families import registry
 from quantize import INT8, quantize
 from sharding.arrays import ArrayInfo, Stored, abstract
 
@@ -132,10 +131,12 @@ def test_llama3_layouts(variant):
 
 def test_another_family(variant, monkeypatch):
     """Its record says all that is told apart: fields, names of tensors, and what is ignored."""
-    llama, *_ = families.FAMILIES
-    renames, ignored = ((re.compile("^decoder"), "model"),), re.compile("^draft")
     other = dataclasses.replace(
-        llama, model_type="other", fixed={"hidden_act": ("swish",)}, renames=renames, ignored=ignored
+        registry.LLAMA3,
+        model_type="other",
+        supported={"hidden_act": ("swish",)},
+        tensor_names=(("^decoder", "model"),),
+        unused_tensors="^draft",
     )
 
     def edit(tensors, config):
@@ -149,7 +150,7 @@ def test_another_family(variant, monkeypatch):
         ValueError, match="'other' is not supported \\(gemma, glm, .*llama4_text, .*qwen3_moe\\)"
     ):
         open_checkpoint(folder)
-    monkeypatch.setattr(families, "FAMILIES", (*families.FAMILIES, other))
+    monkeypatch.setattr(registry, "FAMILIES", (*registry.FAMILIES, other))
     assert_equal(weights_of(folder), weights_of(LLAMA3))
 
 
@@ -353,7 +354,7 @@ WRONG = {
     "unknown head": (configure(architectures=["LlamaForSequenceClassification"]), "SequenceClassification"),
     "attention bias": (configure(attention_bias=True), "attention_bias = True"),
     "other activation": (configure(hidden_act="gelu"), "hidden_act = 'gelu'"),
-    "quantised source": (configure(quantization_config={"quant_method": "fp7"}), "quant_method = 'fp7'"),
+    "quantized source": (configure(quantization_config={"quant_method": "fp7"}), "quant_method = 'fp7'"),
     "unknown field": (configure(logit_softcap=30.0), "logit_softcap = 30.0"),
     "unknown rope": (configure(rope_parameters={"rope_type": "yarn", "factor": 2.0}), "rope_type 'yarn'"),
     "missing field": (lambda tensors, config: config.pop("hidden_size"), "'hidden_size' is missing"),

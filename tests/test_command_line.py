@@ -22,16 +22,16 @@ import main
 import model
 from checkpoints.checkpoint import open_checkpoint
 from checkpoints.errors import UserError
-from serving import memory
+from serving import memory, placement
+from serving.placement import choose_mesh
 from serving.text import load_tokenizer, stop_tokens
 from sharding.arrays import abstract
 from sharding.mesh import degrees, make_mesh
 from sharding.sampling import Sampling
 from terminal import launch, models, report
 from terminal.command_line import run
-from terminal.launch import choose_mesh
 from terminal.options import parse_arguments
-from terminal.prompts import DEFAULTS, Asker, choose_sampling
+from terminal.prompts import DEFAULT_PROMPTS, RequestBuilder, choose_sampling
 
 LLAMA3, LLAMA4 = str(CHECKPOINTS / "tiny-llama3"), str(CHECKPOINTS / "tiny-llama4")
 
@@ -63,8 +63,11 @@ WRONG = {
     "seed too large": (["--seed", str(2**32)], f"seed {2**32} is not between"),
     "no such token": (["--stop-id", "512"], "--stop-id 512: the model has tokens 0 to 511"),
     "no draft": ([*ONE_EACH, "--draft", "/nowhere/at-all"], "/nowhere/at-all: no such folder"),
-    "guesses beyond a step": (["--draft", LLAMA3, "--guesses", "16"], "16 guesses at a time are not between"),
-    "endless guesses": (["--lookup", "--guesses", "1" + "0" * 4000], f"1{'0' * 39} guesses at a time"),
+    "guesses beyond a step": (
+        ["--draft", LLAMA3, "--guesses", "16"],
+        "16 draft tokens per step are not between",
+    ),
+    "endless guesses": (["--lookup", "--guesses", "1" + "0" * 4000], f"1{'0' * 39} draft tokens per step"),
     "another tokenizer": ([*ONE_EACH, "--draft", LLAMA4], "its tokenizer is not that of"),
     "no such output folder": ([*ONE_EACH, "--output", "/nowhere/at-all"], "/nowhere/at-all"),
     "no file for output": ([*ONE_EACH, "--output", "/dev/null"], "/dev/null: not a regular file"),
@@ -207,7 +210,7 @@ def test_mesh_over_a_slow_network():
 def test_slices(monkeypatch):
     """Of TPUs slices, of others hosts; groups of unlike sizes cannot be the same part of a mesh."""
     device = collections.namedtuple("Device", "platform process_index slice_index")
-    monkeypatch.setattr(launch, "gather", lambda _: ["a", "a", "b", "b"])
+    monkeypatch.setattr(placement, "gather", lambda _: ["a", "a", "b", "b"])
     for platform, slices, expected in (
         ("tpu", [0, 0, 0, 0], 1),
         ("tpu", [0, 1, 0, 1], 2),
@@ -217,7 +220,7 @@ def test_slices(monkeypatch):
     ):
         devices = [device(platform, i, of) for i, of in enumerate(slices)]
         monkeypatch.setattr(jax, "devices", lambda devices=devices: devices)
-        assert launch.slice_count() == expected
+        assert placement.slice_count() == expected
 
 
 def test_json(tmp_path, monkeypatch, capsys):
@@ -335,8 +338,8 @@ def test_default_lengths_do_not_depend_on_the_batch():
     tokenizer = load_tokenizer(checkpoint.folder)
 
     def new_tokens(length: int, *options: str) -> int:
-        asker = Asker(parse_arguments([*options]), checkpoint, tokenizer, [checkpoint.config])
-        return asker.request([1] * length, {}).max_new_tokens
+        builder = RequestBuilder(parse_arguments([*options]), checkpoint, tokenizer, [checkpoint.config])
+        return builder.request([1] * length, {}).max_new_tokens
 
     assert (new_tokens(10), new_tokens(500)) == (256, 12)
     assert new_tokens(10, "--max-len", "20") == 10
@@ -365,8 +368,8 @@ def test_rows_that_fit(monkeypatch):
         return memory.fit_cache([deployment], lengths, rows, max_len)
 
     assert choose(100, [100] * 3) == (3, 128)
-    assert choose(100, [100] * 300) == (memory.ROWS, 128)
-    assert choose(100, [129] * 300) == (memory.ROWS, 256)
+    assert choose(100, [100] * 300) == (memory.DEFAULT_ROWS, 128)
+    assert choose(100, [129] * 300) == (memory.DEFAULT_ROWS, 256)
     assert choose(20, [100] * 300) == (16, 128)
     assert choose(1.5, [100] * 300) == (1, 128)
     assert choose(1.5, [100, 400]) == (1, 128)  # the longer one will be refused
@@ -510,11 +513,11 @@ def test_default_command():
     )
     assert done.returncode == 0, done.stderr
     answers = done.stdout.strip().split("\n\n")
-    assert [answer.split("\n")[0] for answer in answers] == [f"> {prompt}" for prompt in DEFAULTS]
+    assert [answer.split("\n")[0] for answer in answers] == [f"> {prompt}" for prompt in DEFAULT_PROMPTS]
     assert "Tiny Llama" in answers[0] and "Hwæt!" in answers[1] and "0 grams" in answers[2]
 
 
 def test_what_takes_long_is_said(monkeypatch, capsys):
-    monkeypatch.setattr(launch, "PATIENCE", 0)
+    monkeypatch.setattr(launch, "SLOW", 0)
     code, _, err = invoke(monkeypatch, capsys, main, "--prompt", "Hello", "--max-new-tokens", 1)
     assert code == 0 and "compiling, which takes long for the first time\n" in err

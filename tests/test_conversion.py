@@ -24,14 +24,16 @@ from ml_dtypes import bfloat16
 from safetensors.numpy import load_file, save_file
 
 import convert_checkpoint
+from checkpoints import unfinished, writing
 from checkpoints.checkpoint import open_checkpoint
-from checkpoints.config_json import read_config
+from checkpoints.file_plan import PlannedArray, divide, plan_files
 from checkpoints.folders import INDEX
 from checkpoints.layouts import layout_of
 from checkpoints.loading import load
 from checkpoints.names import named_infos
 from checkpoints.tensor_files import TensorFile
 from convert_checkpoint import convert, verify
+from families.registry import read_config
 from quantize import INT8, quantize
 from sharding.mesh import make_mesh
 
@@ -113,7 +115,7 @@ def test_killed_conversion_goes_on(random_points, undisturbed, tmp_path):
 
 def test_full_disk(tmp_path, monkeypatch):
     """No room from the start, and none any more after some writes."""
-    usage = convert_checkpoint.shutil.disk_usage(tmp_path)
+    usage = shutil.disk_usage(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr("shutil.disk_usage", lambda _: usage._replace(free=1000))
         with pytest.raises(ValueError, match="GB are to be written, and 0.00 GB are free"):
@@ -170,15 +172,16 @@ def test_whose_folder_it_is(undisturbed, tmp_path, monkeypatch, capsys):
     with pytest.raises(ValueError, match="mine.incomplete: is left from another conversion"):
         convert(str(LLAMA3), str(tmp_path / "mine"))
     (tmp_path / "mine.incomplete" / "diary").unlink()
-    state = tmp_path / "mine.incomplete" / convert_checkpoint.STATE
+    state = tmp_path / "mine.incomplete" / unfinished.STATE
     state.touch()
     with monkeypatch.context() as patch:  # what is left of several processes, of which the first was killed
-        patch.setattr(convert_checkpoint, "process_index", lambda: 1)
-        with convert_checkpoint.shared(tmp_path / "mine.incomplete"):
+        patch.setattr(unfinished, "process_index", lambda: 1)
+        patch.setattr(unfinished, "from_first", lambda function: None)
+        with unfinished.unfinished_folder(tmp_path / "mine", {}):
             patch.undo()
             with pytest.raises(ValueError, match="another conversion is writing there"):
                 convert(str(LLAMA3), str(tmp_path / "mine"))
-    with convert_checkpoint.claimed(tmp_path / "mine.incomplete", {"source": "another"}):
+    with unfinished.claimed(tmp_path / "mine.incomplete", {"source": "another"}):
         with pytest.raises(ValueError, match="another conversion is writing there"):
             convert(str(LLAMA3), str(tmp_path / "mine"))
         (tmp_path / "mine.incomplete" / "weights-00001.safetensors").write_text("")
@@ -219,6 +222,7 @@ import signal
 import sys
 import jax
 import convert_checkpoint
+from checkpoints import unfinished
 from terminal.command_line import run
 from terminal.launch import join_hosts
 source, destination, victim, fatal, how = sys.argv[1:]
@@ -233,7 +237,7 @@ def counted(*arguments):
         raise OSError(errno.ENOSPC, "No space left on device")
     return pwrite(*arguments)
 os.pwrite = counted
-convert_checkpoint.SECONDS_UNSEEN, dtype = 1, None
+unfinished.SECONDS_UNSEEN, dtype = 1, None
 if jax.process_index() == int(victim) and how == "elsewhere":
     destination = os.path.join(os.path.dirname(destination), "elsewhere", "x")
 if jax.process_index() == int(victim) and how == "dtype":
@@ -285,15 +289,15 @@ def test_two_processes_divide_the_files(tmp_path):
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_shares_of_the_files(count):
-    """Each file once, and no process has more bytes than another but by one group."""
-    groups = convert_checkpoint.plan_files(open_checkpoint(str(LLAMA4)), INT8, "bfloat16", 50_000)
-    shares = convert_checkpoint.divide(groups, count)
-    assert sorted(name for share in shares for group in share for name in group.files) == sorted(
-        name for group in groups for name in group.files
+    """Each file once, and no process has more bytes than another but by one set of files."""
+    file_sets = plan_files(open_checkpoint(str(LLAMA4)), INT8, "bfloat16", 50_000)
+    shares = divide(file_sets, count)
+    assert sorted(name for share in shares for file_set in share for name in file_set.files) == sorted(
+        name for file_set in file_sets for name in file_set.files
     )
-    loads = [sum(group.nbytes for group in share) for share in shares]
-    assert max(loads) - min(loads) <= max(group.nbytes for group in groups)
-    assert count > 1 or shares == [groups]
+    loads = [sum(file_set.nbytes for file_set in share) for share in shares]
+    assert max(loads) - min(loads) <= max(file_set.nbytes for file_set in file_sets)
+    assert count > 1 or shares == [file_sets]
 
 
 @pytest.mark.deep
@@ -344,7 +348,7 @@ def test_errors_of_one_process(tmp_path, undisturbed):
     save_file(tensors, tmp_path / "source" / "model.safetensors")
     assert f": tensor {name} holds NaN or Inf; " in refused(-1, 0, "", source=tmp_path / "source")
     assert "is left from another conversion" in refused(-1, 0, "")
-    elsewhere = tmp_path / "elsewhere" / "x.incomplete" / convert_checkpoint.STATE
+    elsewhere = tmp_path / "elsewhere" / "x.incomplete" / unfinished.STATE
     shutil.rmtree(partial)
     assert refused(1, 0, "elsewhere") == (
         f"error: {elsewhere}: is not there, though another process wrote it; is the disk shared?"
@@ -383,7 +387,7 @@ def random_model(folder, like, config):
     (folder / "config.json").write_text(json.dumps(config))
     rng, tensors = np.random.default_rng(0), {}
     for _, info in named_infos(read_config(config)):
-        stored = info.stored[0]
+        stored = info.stored
         tensors[stored.name] = rng.standard_normal(layout_of(info, stored).shape).astype(bfloat16)
     save_file(tensors, folder / "model.safetensors")
     return folder
@@ -497,7 +501,7 @@ def test_commands(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize("wrong", ["I8", "F32", "BF16"])
 def test_verify_compares_with_the_source(wrong, tmp_path, monkeypatch):
     """A converter that is wrong by one step, one scale or one bit, with checksums that are right."""
-    write = convert_checkpoint.Target.write
+    write = PlannedArray.write
 
     def write_wrongly(self, files, letter, lo, values):
         if self.dtype == wrong and self.parts[0].name.startswith("layers.0.attention.o"):
@@ -505,7 +509,7 @@ def test_verify_compares_with_the_source(wrong, tmp_path, monkeypatch):
             values.view(np.dtype(f"u{values.itemsize}")).flat[3] ^= 2 if wrong == "I8" else 1 << 8
         write(self, files, letter, lo, values)
 
-    monkeypatch.setattr(convert_checkpoint.Target, "write", write_wrongly)
+    monkeypatch.setattr(PlannedArray, "write", write_wrongly)
     convert(str(LLAMA4), str(tmp_path / "x"), format=None if wrong == "BF16" else INT8)
     verify(str(tmp_path / "x"))
     with pytest.raises(ValueError, match="x: layers.0.attention.o is not what .*tiny-llama4 has"):
@@ -521,7 +525,7 @@ def test_verify_finds_steps_that_are_too_coarse(tmp_path, monkeypatch):
         values = jnp.round(x.astype(jnp.float32) / jnp.expand_dims(scale, axes))
         return [np.asarray(values.astype(jnp.int8)), np.asarray(scale)]
 
-    monkeypatch.setattr(convert_checkpoint, "form_on_host", coarse)
+    monkeypatch.setattr(writing, "quantize_on_host", coarse)
     convert(str(LLAMA4), str(tmp_path / "x"), format=INT8)
     with pytest.raises(ValueError, match="x: layers.0.attention.q is not what .*tiny-llama4 has"):
         verify(str(tmp_path / "x"), str(LLAMA4))
@@ -533,7 +537,7 @@ def test_verify_finds_steps_that_are_too_coarse(tmp_path, monkeypatch):
 @pytest.mark.parametrize("format", [None, INT8])
 @pytest.mark.parametrize("value", [np.nan, np.inf, pytest.param(-np.inf, marks=pytest.mark.deep)])
 def test_nonfinite_weights(value, format, tmp_path):
-    """Refused by name; if asked for, their channel is not finite in int8 either, also quantised on load."""
+    """Refused by name; if asked for, their channel is not finite in int8 either, also quantized on load."""
     shutil.copytree(LLAMA3, tmp_path / "source")
     tensors = load_file(LLAMA3 / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"][5, 7] = value
@@ -554,14 +558,14 @@ def test_nonfinite_weights(value, format, tmp_path):
 
 
 def test_source_that_changes_meanwhile(tmp_path, monkeypatch):
-    source, finish = small_model(tmp_path / "source"), convert_checkpoint.finish
+    source, finish = small_model(tmp_path / "source"), writing._write_small_files
 
     def change(*arguments):
         finish(*arguments)
         (source / "model.safetensors").touch()
 
     with monkeypatch.context() as patch:
-        patch.setattr(convert_checkpoint, "finish", change)
+        patch.setattr(writing, "_write_small_files", change)
         with pytest.raises(
             ValueError, match="source: changed in the meantime; remove .*x.incomplete and run"
         ):
@@ -616,10 +620,10 @@ def test_files_have_the_size_that_was_asked_for(file_bytes, tmp_path):
     assert "within half a step" in verify(str(tmp_path / "x"), str(LLAMA4))[1]
 
 
-def test_slabs(tmp_path, monkeypatch):
-    """Weights that go through memory a few rows at a time end as the same bytes."""
+def test_slices(tmp_path, monkeypatch):
+    """Weights that are converted in slices of a few rows end as the same bytes."""
     convert(str(LLAMA4), str(tmp_path / "x"), format=INT8)
-    monkeypatch.setattr("checkpoints.layouts.SLAB_BYTES", 5000)
+    monkeypatch.setattr("checkpoints.layouts.SLICE_BYTES", 5000)
     convert(str(LLAMA4), str(tmp_path / "y"), format=INT8)
     assert contents(tmp_path / "x") == contents(tmp_path / "y")
 

@@ -19,7 +19,7 @@ from checkpoints.checkpoint import open_checkpoint
 from checkpoints.errors import UserError
 from checkpoints.loading import load
 from convert_checkpoint import convert, verify
-from quantize import INT8, Format, GroupedArray, QuantizedArray, ungroup
+from quantize import INT8, PerGroup, QuantizedArray, ungroup
 from sharding.mesh import make_mesh
 
 LLAMA3 = CHECKPOINTS / "tiny-llama3"
@@ -209,17 +209,17 @@ def test_converted(tmp_path):
 def test_what_is_int4_already_stays(tmp_path):
     """Symmetric W4A16 in our groups, bit for bit: the search for scales finds theirs."""
     theirs, floats = (open_checkpoint(str(x)) for x in publish(tmp_path, "w4a16, bfloat16"))
-    mesh, format = make_mesh(theirs.config, devices=jax.devices()[:1]), Format(4, GROUP)
+    mesh, format = make_mesh(theirs.config, devices=jax.devices()[:1]), PerGroup(GROUP)
     four = load(theirs, mesh, "float32", format, show=False)
     exact = load(floats, mesh, "float32", None, show=False)
     infos = model.weight_infos(theirs.config, format=format)
     for info, x, expected in zip(
         jax.tree.leaves(infos),
-        jax.tree.leaves(four, is_leaf=lambda x: isinstance(x, GroupedArray | QuantizedArray)),
+        jax.tree.leaves(four, is_leaf=lambda x: isinstance(x, QuantizedArray)),
         jax.tree.leaves(exact),
         strict=True,
     ):
-        if isinstance(x, GroupedArray):
+        if isinstance(x, QuantizedArray) and x.format == format:
             np.testing.assert_array_equal(ungroup(x, info.contracted_axes), expected)
 
 
@@ -250,13 +250,13 @@ def test_what_is_int8_already_stays(tmp_path):
             jax.tree.leaves(exact.layers),
             strict=True,
         ):
-            if info.form:
+            if info.quantization:
                 meant = np.float32(x.values) * np.expand_dims(x.scale, info.contracted_axes)
                 np.testing.assert_array_equal(meant, expected)
 
 
 def test_answers(tmp_path, monkeypatch, capsys):
-    """The command says of a quantised model what it says of its floats."""
+    """The command says of a quantized model what it says of its floats."""
     answers = []
     for folder in publish(tmp_path, "awq"):
         options = "--dtype", "float32", "--logprobs", "--json", "--prompt", "How much is 3 plus 4?"

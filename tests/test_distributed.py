@@ -3,6 +3,7 @@
 import contextlib
 import json
 import pathlib
+import re
 import shutil
 import signal
 import socket
@@ -19,6 +20,7 @@ from safetensors.numpy import load_file, save_file
 import main
 from checkpoints.errors import UserError
 from distributed import exchange
+from distributed.roll_call import call_roll, can_connect
 
 LLAMA3 = CHECKPOINTS / "tiny-llama3"
 TIMEOUT = 12  # seconds; a sign of life takes part of one, the start of a process 4
@@ -141,10 +143,105 @@ def test_nobody_comes(index):
     assert (done.returncode, done.stdout) == (1, "")
     assert waiting == f"process {index} of 2 waits for others; process 0 is at 127.0.0.1:{port}"
     what = (
-        f"not all 2 processes came to process 0 (on {socket.gethostname()})",
-        f"process 0 of 2 did not answer at 127.0.0.1:{port}",
+        f"process 1 of 2 did not come in 3 s; those that came are 0 (on {socket.gethostname()})",
+        f"process 0 of 2 did not answer at 127.0.0.1:{port} in 3 s",
     )
-    assert line == f"error: {what[index]} in 3 s; start the same command on every host"
+    assert line == f"error: {what[index]}; start the same command on every host"
+
+
+def roll_call(processes: dict, seconds: int = 60, before=None) -> list:
+    """What call_roll returns or raises in each process; threads stand for processes, each on its own host.
+
+    processes: (index, count) of each process by its host, process 0 first. before: called with the port when
+    process 0 listens.
+    """
+    port, results = free_port(), {}
+
+    def call(host: str, index: int, count: int) -> None:
+        try:
+            results[host] = call_roll(f"127.0.0.1:{port}", index, count, host, seconds)
+        except UserError as e:
+            results[host] = str(e)
+
+    threads = {
+        host: threading.Thread(target=call, args=(host, *process)) for host, process in processes.items()
+    }
+    for host, thread in threads.items():
+        thread.start()
+        if processes[host][0] == 0 and before:
+            while not can_connect(f"127.0.0.1:{port}"):
+                time.sleep(0.01)
+            before(port)
+    for thread in threads.values():
+        thread.join()
+    return [results[host] for host in processes]
+
+
+def test_roll_call():
+    processes = {"a": (0, 4), "d": (3, 4), "b": (1, 4), "c": (2, 4)}
+    assert roll_call(processes) == [["a", "b", "c", "d"]] * 4
+    assert roll_call({"a": (0, 1)}) == [["a"]]
+
+
+def test_roll_call_of_too_few():
+    """All that came say which did not, and where those are that did."""
+    line = (
+        "processes 1, 3 of 4 did not come {}; those that came are 0 (on a), 2 (on c); "
+        "start the same command on every host"
+    )
+    first, other = roll_call({"a": (0, 4), "c": (2, 4)}, seconds=1)
+    assert first == line.format("in 1 s")
+    assert other in (first, line.format("before process 0 (on a) ended"))  # whoever is late first
+
+
+def test_roll_call_of_one_that_leaves():
+    """It may come again; if it does not, it is known where it was."""
+
+    def come_and_leave(count: int):
+        def visit(port: int) -> None:
+            with socket.create_connection(("127.0.0.1", port)) as connection:
+                connection.sendall(json.dumps(dict(index=1, count=count, host="b")).encode())
+                assert dict(json.loads(connection.makefile().readline())) == {0: "a", 1: "b"}
+
+        return visit
+
+    assert (
+        roll_call({"a": (0, 3), "c": (2, 3), "B": (1, 3)}, before=come_and_leave(3)) == [["a", "B", "c"]] * 3
+    )
+    (line,) = roll_call({"a": (0, 3)}, seconds=1, before=come_and_leave(3))
+    assert line.startswith("processes 1 (it came from b, and left), 2 of 3 did not come in 1 s; ")
+
+
+@pytest.mark.parametrize("message", [b"", b"GET / HTTP/1.1\r\n\r\n", b"[]", b"5", b'{"index": 1}'])
+def test_roll_call_among_strangers(message):
+    """A program that connects by mistake is ignored."""
+
+    def intrude(port: int) -> None:
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            connection.sendall(message)
+            connection.shutdown(socket.SHUT_WR)
+            assert connection.recv(100) == b""
+
+    assert roll_call({"a": (0, 2), "b": (1, 2)}, before=intrude) == [["a", "b"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("processes", "line"),
+    [
+        (
+            {"a": (0, 3), "b": (1, 3), "c": (1, 3)},
+            r"two processes have --process-id 1: one on [bc], one on [bc]; give each process its own",
+        ),
+        (
+            {"a": (0, 2), "b": (1, 3)},
+            r"--num-processes is 2 in process 0 \(on a\) and 3 in process 1 \(on b\); start the same .*",
+        ),
+    ],
+)
+def test_roll_call_of_wrong_options(processes, line):
+    first, *others = roll_call(processes, seconds=2)
+    assert re.fullmatch(line, first)
+    assert all(re.search("did not come before process 0|did not answer", other) for other in others)
 
 
 def test_port_in_use():
@@ -155,22 +252,24 @@ def test_port_in_use():
     assert done.stderr == f"error: --coordinator 127.0.0.1:{port}: Address already in use; try another port\n"
 
 
+NOT_KNOWN = "not given, and not known from a cluster; give --coordinator (HOST:PORT), "
+
+
 @pytest.mark.parametrize(
-    ("arguments", "line"),
+    ("options", "line"),
     [
-        (["--coordinator", "here"], "--coordinator here: not HOST:PORT"),
-        (["--coordinator", "127.0.0.1:70000"], "--coordinator 127.0.0.1:70000: not HOST:PORT"),
+        ("--coordinator here --process-id 0", "--coordinator here: not HOST:PORT"),
+        ("--coordinator 127.0.0.1:70000 --process-id 0", "--coordinator 127.0.0.1:70000: not HOST:PORT"),
+        ("--num-processes 2", f"--coordinator and --process-id: {NOT_KNOWN}"),
+        ("--process-id 1 --num-processes 2", f"--coordinator: {NOT_KNOWN}"),
         (
-            ["--num-processes", 2],
-            "could not join other processes (coordinator_address should be defined.); check",
+            "--coordinator 127.0.0.1:9 --process-id 2 --num-processes 2",
+            "--process-id 2: not one of the 2 processes 0 to 1",
         ),
-        (["--process-id", 1, "--num-processes", 2], "could not join other processes (coordinator_address"),
     ],
 )
-def test_wrong_options(arguments, line):
-    defaults = {"--coordinator": "127.0.0.1:9", "--process-id": 0}
-    given = [x for pair in defaults.items() if pair[0] not in arguments and line[0] == "-" for x in pair]
-    done = alone(*arguments, *given)
+def test_wrong_options(options, line):
+    done = alone(*options.split())
     assert done.returncode == 1 and done.stderr.startswith(f"error: {line}"), done.stderr
 
 
@@ -258,12 +357,15 @@ def test_a_model_that_is_not_everywhere():
 
 
 def held(folder: pathlib.Path, phase: str, *arguments):
-    """-> (two processes that have come to this phase; of joining, the second; what each writes to stderr)."""
+    """-> (two processes that have come to this phase, what each writes to stderr).
+
+    Of coming and joining only the second process has: the first waits for it.
+    """
     options = ["--timeout", TIMEOUT, "--max-new-tokens", 400, "--ignore-eos", *arguments]
     logs = [folder / f"stderr-{i}" for i in range(2)]
     with open(logs[0], "w") as first, open(logs[1], "w") as second:
         processes = start(2, 1, *options, wrapper=["hold.py", phase], logs=[first, second])
-    for i in (1,) if phase == "joining" else (0, 1):
+    for i in (1,) if phase in ("coming", "joining") else (0, 1):
         while f"at {phase}\n" not in logs[i].read_text():
             assert processes[i].poll() is None, logs[i].read_text()
             time.sleep(0.1)
@@ -271,7 +373,7 @@ def held(folder: pathlib.Path, phase: str, *arguments):
 
 
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM)
-PHASES = ("joining", "loading", "compiling", "decoding")
+PHASES = ("coming", "joining", "loading", "compiling", "decoding")
 SHORT = [("compiling", signal.SIGSTOP, 0), ("decoding", signal.SIGKILL, 1), ("decoding", signal.SIGTERM, 0)]
 ENDINGS = [(phase, number, victim) for phase in PHASES for number in SIGNALS for victim in (0, 1)]
 WHY = {signal.SIGTERM: "was terminated", signal.SIGKILL: "has ", signal.SIGSTOP: "has not answered for 11 s"}
@@ -297,10 +399,18 @@ def test_endings(phase, number, victim, tmp_path):
     written = logs[1 - victim].read_text().splitlines()
     said = [line for line in written if line and not line.startswith(progress)]
     assert code == 1 and len(said) == 1, said
-    if phase == "joining":
-        assert "process 0" in said[0] and said[0].endswith("start the same command on every host")
+    host = socket.gethostname()
+    if phase == "coming":
+        line = ("process 0 of 2 did not answer at 127.0.0.1:", "process 1 of 2 did not come in 12 s; those")[
+            victim
+        ]
+    elif phase == "joining" and victim == 0 and number != signal.SIGSTOP:
+        line = f"process 0 of 2 (on {host}) does not answer at 127.0.0.1:"
+    elif phase == "joining":  # jax does not say which; a stopped process 0 still lets others connect
+        line = f"not all of the processes 0 (on {host}), 1 (on {host}) joined, though all 2 came: "
     else:
-        assert said[0].startswith(f"error: process {victim} of 2 (on {socket.gethostname()}) {WHY[number]}")
+        line = f"process {victim} of 2 (on {host}) {WHY[number]}"
+    assert said[0].startswith(f"error: {line}"), said
 
 
 @deep

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import model
 from ops import grouped_matmul
-from quantize import INT8, GroupedArray, QuantizedArray, quantize, quantize_groups, ungroup
+from quantize import INT8, QuantizedArray, quantize, quantize_groups, ungroup
 from sharding.arrays import specs
 from sharding.mesh import MODEL
 
@@ -142,13 +142,13 @@ def test_active_experts_kernel(choices, dtype, scales, monkeypatch, interpret):
     if dtype == "int8":
         quantized = [quantize(jnp.float32(w), (1,)) for w in weights]
         exact = [dequantize(w, 1) for w in quantized]
-        given = [QuantizedArray(w.values, w.scale.at[idle].set(jnp.nan)) for w in quantized]
+        given = [dataclasses.replace(w, scale=w.scale.at[idle].set(jnp.nan)) for w in quantized]
     elif dtype == "int4":
         grouped = [
             quantize_groups(jnp.float32(w), (1,), n, 1) for w, n in zip(weights, (32, 32, 64), strict=True)
         ]
         exact = [np.asarray(ungroup(w, (1,), 1)) for w in grouped]
-        given = [GroupedArray(w.values, w.scale.at[idle].set(jnp.nan)) for w in grouped]
+        given = [dataclasses.replace(w, scale=w.scale.at[idle].set(jnp.nan)) for w in grouped]
     else:
         exact = [np.float32(w) for w in weights]
         given = [jnp.float32(w).at[idle].set(jnp.nan) for w in weights]
@@ -188,7 +188,7 @@ def test_only_active_experts_are_fetched(chosen, monkeypatch):
 
     def matrix(*shape):
         scale = jax.ShapeDtypeStruct((E, shape[-1]), jnp.float32)
-        return QuantizedArray(jax.ShapeDtypeStruct((E, *shape), jnp.int8), scale)
+        return QuantizedArray(jax.ShapeDtypeStruct((E, *shape), jnp.int8), scale, INT8)
 
     R = len(chosen)
     x, factor = jax.ShapeDtypeStruct((R, D), jnp.bfloat16), jax.ShapeDtypeStruct((R, 1), jnp.float32)

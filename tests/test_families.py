@@ -1,5 +1,7 @@
 """Every family against transformers: on every mesh, in int8, and layer by layer."""
 
+import copy
+import dataclasses
 import pathlib
 import shutil
 import sys
@@ -11,17 +13,20 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import mesh_of, with_short_rings
+from conftest import generate, mesh_of, with_short_rings
 from safetensors.torch import load_file, save_file
 from test_generation import finish
 from test_transformers import CONFIGS, LENGTHS, NEW, check, reference_model
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import model
 from checkpoints.checkpoint import open_checkpoint
-from checkpoints.config_json import read_config
 from checkpoints.errors import UserError
 from checkpoints.loading import load
 from convert_checkpoint import convert
+from families.gpt2 import LearnedPositions, Plain
+from families.latent_attention import Latent
+from families.registry import read_config
 from serving import programs
 from serving.engine import Engine
 from serving.programs import Programs
@@ -84,10 +89,9 @@ def test_on_a_mesh(name, mesh, saved, monkeypatch):
 
 def test_meshes_of_all_sizes():
     """Latent attention of 20 heads on 4, 8 and 16 devices: the latent's columns and slots are divided."""
-    cfg = model.Config(
-        D=8, V=8, norm=model.Norm(1e-5), max_positions=8,
-        layers=(model.LayerKind(model.Latent(20, 768, 512, 192, 64, 256, model.Norm(1e-6)), model.Gated(8)),),
-    )  # fmt: skip
+    latent, norm = Latent(20, 768, 512, 192, 64, 256, model.Norm(1e-6)), model.Norm(1e-5)
+    layers = (model.LayerKind(latent, model.Gated(8), norm, rope=model.Rope(1e4, 64)),)
+    cfg = model.Config(D=8, V=8, layers=layers, norm=norm, max_positions=8)
     for n in (4, 8, 16):
         assert mesh_shape(cfg, tensor=n)["tensor_slots"] == n
 
@@ -101,21 +105,98 @@ def test_hidden_states(name, saved):
     mesh = mesh_of(cfg)
     weights = load(checkpoint, mesh, "float32", format=None)
     tokens = np.random.default_rng(2).integers(0, cfg.V, (1, 37))
-
-    @jax.jit
-    def states(tokens, weights):
-        chunk = model.chunk_at(jnp.zeros(1, int), jnp.full(1, 37), 37)
-        x = [model.embed(tokens, chunk.positions, weights, cfg=cfg, mesh=mesh)]
-        for layer, kind in zip(weights.layers, cfg.layers, strict=True):
-            y, _ = model.layers(x[-1], [layer], None, chunk, kinds=(kind,), norm=cfg.norm, mesh=mesh)
-            x.append(y)
-        return jnp.stack(x[:-1])
-
+    chunk = model.chunk_at(jnp.zeros(1, int), jnp.full(1, 37), 37)
+    states = [model.embed(tokens, chunk.positions, weights, cfg=cfg, mesh=mesh)]
+    for w, kind in zip(weights.layers[:-1], cfg.layers, strict=False):
+        x, _ = model.layers(states[-1], [w], None, chunk, kinds=(kind,), mesh=mesh)
+        states.append(x)
     with torch.no_grad():
         found = reference(torch.tensor(tokens), use_cache=False, output_hidden_states=True).hidden_states
     expected = np.stack([x.numpy() for x in found[:-1]])
     # Two float32 implementations of values around 1 to 30.
-    np.testing.assert_allclose(states(tokens, weights), expected, atol=1e-3, rtol=1e-4)
+    np.testing.assert_allclose(np.stack(states), expected, atol=1e-3, rtol=1e-4)
+
+
+def with_layers(cfg: model.Config, **changes) -> model.Config:
+    """The same model with other fields of each LayerKind."""
+    layers = tuple(dataclasses.replace(kind, **changes) for kind in cfg.layers)
+    return dataclasses.replace(cfg, layers=layers)
+
+
+def two_ropes(reference, cfg, weights):
+    config = copy.deepcopy(reference.config)
+    config.rope_parameters = dict(rope_type="linear", rope_theta=1e4, factor=4.0)
+    rotary = LlamaRotaryEmbedding(config)
+
+    def rotate_otherwise(layer, arguments, named):
+        return arguments, named | dict(position_embeddings=rotary(arguments[0], named["position_ids"]))
+
+    reference.model.layers[1].register_forward_pre_hook(rotate_otherwise, with_kwargs=True)
+    first, second = cfg.layers
+    rope = dataclasses.replace(second.rope, theta=1e4, scaling=model.LinearScaling(4.0))
+    return dataclasses.replace(cfg, layers=(first, dataclasses.replace(second, rope=rope))), weights
+
+
+def normalized(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt(torch.mean(x * x, -1, keepdim=True) + 1e-6)
+
+
+def norms_before_and_after(reference, cfg, weights):
+    for layer in reference.model.layers:
+        layer.self_attn.register_forward_hook(lambda module, x, y: (normalized(y[0]), *y[1:]))
+        layer.mlp.register_forward_hook(lambda module, x, y: normalized(y))
+    return with_layers(cfg, post_norm=model.Norm(1e-6, weight=False)), weights
+
+
+def norms_after(reference, cfg, weights):
+    cfg, weights = norms_before_and_after(reference, cfg, weights)
+    for layer in reference.model.layers:
+        layer.input_layernorm = layer.post_attention_layernorm = torch.nn.Identity()
+    layers = [dataclasses.replace(w, attention_norm=None, feed_forward_norm=None) for w in weights.layers]
+    return with_layers(cfg, norm=None), dataclasses.replace(weights, layers=layers)
+
+
+def scores_times_a_fifth(reference, cfg, weights):
+    for layer in reference.model.layers:
+        layer.self_attn.scaling = 0.2
+    return with_layers(cfg, attention=dataclasses.replace(cfg.heads, scale=0.2)), weights
+
+
+def gelu(reference, cfg, weights):
+    for layer in reference.model.layers:
+        layer.mlp.act_fn = torch.nn.GELU("tanh")
+    feed_forward = dataclasses.replace(cfg.layers[0].feed_forward, activation="gelu_tanh")
+    return with_layers(cfg, feed_forward=feed_forward), weights
+
+
+def capped_logits(reference, cfg, weights):
+    reference.lm_head.register_forward_hook(lambda module, x, y: 3 * torch.tanh(2 * y / 3))
+    return dataclasses.replace(cfg, logit_scale=2.0, logit_softcap=3.0), weights
+
+
+VARIATIONS = (two_ropes, norms_before_and_after, norms_after, scores_times_a_fifth, gelu, capped_logits)
+
+
+@pytest.mark.parametrize("vary", VARIATIONS)
+def test_variations(vary, tmp_path):
+    """What a family can ask for by data alone, each in Llama's layers and in those of transformers."""
+    reference = reference_model("openllama")
+    reference.save_pretrained(tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    mesh = mesh_of(checkpoint.config)
+    weights = load(checkpoint, mesh, "float32", format=None)
+    cfg, weights = vary(reference, checkpoint.config, weights)
+    rng = np.random.default_rng(5)
+    prompts = [rng.integers(0, cfg.V, n).tolist() for n in (1, 23)]
+    for answer in generate(weights, prompts, cfg, mesh, 6, 64, "float32", score=True):
+        check(reference, answer.request.prompt, answer.tokens, answer.prompt_logprobs, answer.logprobs)
+
+
+def test_what_no_kernel_computes():
+    with pytest.raises(ValueError, match="experts with activation 'gelu_tanh' are not supported"):
+        model.Experts(4, 2, 8, model.Router(), shared=None, activation="gelu_tanh")
+    with pytest.raises(ValueError, match="activation 'relu' is not supported \\(silu, gelu_tanh\\)"):
+        model.activation("relu")
 
 
 # As they were published, but for sizes; what has no effect on inference is left out of some.
@@ -194,14 +275,26 @@ def test_published_config(name):
         "qwen2": (kind.attention, model.Heads(2, 2, 16, bias=True)),
         "qwen3_moe": (experts and experts.router, model.Router("softmax", True, "output")),
         "gemma": ((cfg.embedding_scale, cfg.norm), (8, model.Norm(1e-6, offset=1))),
-        "gpt2": ((cfg.P, kind.feed_forward, kind.rope), (1024, model.Plain(256, "gelu_tanh"), None)),
-        "glm": (kind.rope, model.Rope(10000, None, True, 16)),
+        "gpt2": (
+            (cfg.position_embedding, kind.feed_forward, kind.rope),
+            (LearnedPositions(1024), Plain(256), None),
+        ),
+        "glm": (kind.rope, model.Rope(10000, 16, interleaved=True)),
         "glm4_moe_lite": (
             (kind.attention, experts and experts.shared, cfg.layers[0].feed_forward),
-            (model.Latent(4, 40, 48, 24, 16, 32, model.Norm(1e-6)), model.Gated(24), model.Gated(96)),
+            (Latent(4, 40, 48, 24, 16, 32, model.Norm(1e-6)), model.Gated(24), model.Gated(96)),
         ),
     }[name]
     assert found == expected
+
+
+@pytest.mark.parametrize("hidden_size", [60, 2])
+def test_no_head_of_the_hidden_size(hidden_size):
+    """A latent's heads have widths of their own: hidden_size / num_attention_heads may be odd, or 0."""
+    cfg = read_config(PUBLISHED["glm4_moe_lite"] | dict(hidden_size=hidden_size))
+    assert cfg.D == hidden_size and cfg.layers[0].attention.R == 16
+    with pytest.raises(UserError, match="even head_dim, or part of it, not 15"):
+        read_config(PUBLISHED["glm4_moe_lite"] | dict(qk_rope_head_dim=15))
 
 
 def test_published_sizes():

@@ -290,7 +290,7 @@ def held(read: int, n: int, chunks: set[int]) -> bool:
 @pytest.mark.parametrize("name", [deep("ring"), "rings"])
 def test_reuse_at_the_edges_of_chunks(name, monkeypatch):
     """What begins like a row that has gone on by 0..2 chunks takes from it what its rings hold, no more."""
-    monkeypatch.setattr(scheduler, "WORTH_COPYING", 1)
+    monkeypatch.setattr(scheduler, "MIN_COPIED", 1)
     cfg, rng = subject(name, "1")[1], np.random.default_rng(0)
     batch = batch_of([], name, longest=50)
     for n in (6, 7, 8, 9, 16, 17, 24):
@@ -319,7 +319,7 @@ def test_reuse_of_rows_that_go_on(name, monkeypatch):
 
 
 def assert_reuse_of_rows_that_go_on(name, n_requests, monkeypatch):
-    monkeypatch.setattr(scheduler, "WORTH_COPYING", 1)
+    monkeypatch.setattr(scheduler, "MIN_COPIED", 1)
 
     def poisoned(*arguments):
         batch = init_batch(*arguments)
@@ -351,7 +351,7 @@ def test_which_row_a_request_takes():
 
     def row(text: list[int], number: int, free: bool = True) -> Row:
         answer = Answer(Request([], 1), np.array(text), finish_reason="length" if free else None)
-        return Row(np.array(text), read=len(text), answer=answer, number=number)
+        return Row(np.array(text), computed=len(text), answer=answer, number=number)
 
     def choose(*rows: Row, score: bool = False) -> tuple[int, int, int]:
         answer = Answer(Request([], 1, score=score), np.array([*head[:30], 7, 7]))
@@ -582,7 +582,7 @@ def test_cancel():
     batch = batch_of(requests, "ring")
     answered, read, third, *others, queued = [batch.add(request) for request in requests]
     batch.cancel(queued)
-    while not any(row.answer is read and row.unread for row in batch.scheduler.rows):
+    while not any(row.answer is read and row.prefill_left for row in batch.scheduler.rows):
         batch.advance()
     batch.cancel(read)
     while len(answered.tokens) < 5:
@@ -703,7 +703,7 @@ def test_an_end_does_not_wait_for_another_prompt(monkeypatch):
     answers = [batch.add(request) for request in requests]
     batch.advance()
     batch.advance()
-    assert answers[0].finish_reason == "length" and batch.scheduler.rows[1].unread
+    assert answers[0].finish_reason == "length" and batch.scheduler.rows[1].prefill_left
     while not answers[1].tokens:
         assert batch.stats.prefilled is None
         batch.advance()

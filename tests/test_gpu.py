@@ -1,5 +1,6 @@
 """The GPU's kernels, interpreted on a CPU, against numpy and the CPU's paths; and the model's lowering."""
 
+import dataclasses
 import importlib
 import sys
 
@@ -18,7 +19,7 @@ from test_kernels import KINDS, assert_same, generate
 
 import model
 from ops import attention, gpu, grouped_matmul, matmul
-from quantize import INT4, INT8, GroupedArray, dequantize_groups, quantize, quantize_groups, ungroup
+from quantize import INT4, INT8, QuantizedArray, dequantize_groups, quantize, quantize_groups, ungroup
 from serving import programs
 from serving.executors import one_program
 from serving.steps import DecodeStep, PrefillChunk, batch_infos
@@ -39,8 +40,9 @@ def as_on_a_gpu(monkeypatch):
 
     def switch() -> set[str]:
         monkeypatch.setattr(pallas, "pallas_call", interpreted)
-        for module in (attention, grouped_matmul, matmul):
-            monkeypatch.setattr(module, "on_gpu", lambda mesh=None: True)
+        monkeypatch.setattr(attention, "on_gpu", lambda: True)
+        for module in (grouped_matmul, matmul):
+            monkeypatch.setattr(module, "platform", lambda: "gpu")
         # The interpreter mixes what varies over the mesh with what does not; test_lowering checks our part.
         monkeypatch.setattr(model, "can_check_vma", lambda mesh, T: False)
         jax.clear_caches()  # what is compiled already is for a CPU
@@ -125,7 +127,7 @@ def test_grouped_dot(sizes, programs, dtype, monkeypatch, as_on_a_gpu):
     elif dtype == "int4":
         given = quantize_groups(jnp.float32(w), (1,), 64, 1)
         w = np.float64(dequantize_groups(given, 2)).reshape(w.shape)
-        given = GroupedArray(given.values, given.scale.at[idle].set(jnp.nan))
+        given = dataclasses.replace(given, scale=given.scale.at[idle].set(jnp.nan))
     else:
         given = jnp.float32(w).at[idle].set(jnp.nan)
     used = as_on_a_gpu()
@@ -237,8 +239,8 @@ def test_lowering(program, format, kv_dtype):
 
     lowered.operation.walk(visit)
     names = [kernel["name"].value for kernel in kernels]
-    leaves = jax.tree.leaves(weights, is_leaf=lambda x: isinstance(x, GroupedArray))
-    int4 = sum(isinstance(x, GroupedArray) for x in leaves)
+    leaves = jax.tree.leaves(weights, is_leaf=lambda x: isinstance(x, QuantizedArray))
+    int4 = sum(isinstance(x, QuantizedArray) and x.format.scheme == "int4" for x in leaves)
     assert names.count("grouped_dot") == (int4 or 3 * 2)  # matrices, layers
     assert names.count("flash") == (3 if program == "decode" else 6)  # to the cache, or also to the chunk
     with ir.Context() as context:

@@ -13,7 +13,7 @@ from test_generation import alone, ask, batch_of, sampled, subject
 import model
 from checkpoints.errors import UserError
 from serving.engine import Engine
-from serving.grammar import make_grammar, token_bytes
+from serving.grammar import grammar_tokenizer, make_grammar
 from serving.programs import Programs
 from serving.requests import Request
 from serving.speculation import PromptLookup
@@ -39,10 +39,10 @@ class Classes:
     def next(self) -> np.ndarray:
         return np.arange(V) % self.n == (self.last + 1) % self.n
 
-    def write_allowed(self, bits: np.ndarray) -> None:
+    def fill_bitmask(self, bits: np.ndarray) -> None:
         bits[:] = np.packbits(np.pad(self.next(), (0, -V % 32)), bitorder="little").view(np.uint32)
 
-    def accept(self, token: int) -> bool:
+    def accept_token(self, token: int) -> bool:
         assert self.next()[token]
         self.last, self.accepted = token, self.accepted + 1
         return self.accepted == self.length
@@ -72,7 +72,7 @@ def requests_and_answers() -> list[tuple[Request, list[int]]]:
             text[0, : len(prompt + tokens)] = prompt + tokens
             logits = model.forward(text, weights, cfg=cfg, mesh=mesh)[0, len(prompt + tokens) - 1]
             tokens.append(int(np.argmax(np.where(state.next(), logits, -np.inf))))
-            if state.accept(tokens[-1]):
+            if state.accept_token(tokens[-1]):
                 break
         found.append((Request(prompt, NEW, grammar=grammar), tokens))
     return found
@@ -113,10 +113,10 @@ def test_a_grammar_that_fails():
     """Its answer is an error, and the others go on."""
 
     class Failing(Classes):
-        def accept(self, token: int) -> bool:
+        def accept_token(self, token: int) -> bool:
             if self.accepted == 2:
                 raise UserError("too complex")
-            return super().accept(token)
+            return super().accept_token(token)
 
     requests = [Request([5, 6], 6, grammar=Failing(3, 99)), Request([5, 6], 6)]
     failed, other = ask(batch_of(requests, "ring"), requests)
@@ -163,7 +163,7 @@ def test_likeliest_of_prompts_and_answers():
         text = answer.request.prompt + answer.tokens
         padded = np.array([text + [0] * (100 - len(text))], np.int32)
         expected = np.asarray(jax.nn.log_softmax(model.forward(padded, weights, cfg=cfg, mesh=mesh)[0]))
-        found = answer.prompt_likeliest + answer.likeliest
+        found = answer.prompt_top_logprobs + answer.top_logprobs
         assert len(found) == len(text) - 1
         for place, row in zip(found, expected, strict=False):
             order = np.argsort(-row)[:5]
@@ -174,7 +174,7 @@ def test_likeliest_of_prompts_and_answers():
 def test_a_real_grammar():
     """llguidance's masks: each text of a schema is allowed token by token, and what is not one is not."""
     tokenizer = load_tokenizer(CHECKPOINTS / "tiny-llama3")
-    tokens = token_bytes(tokenizer, 512, frozenset([6]))
+    tokens = grammar_tokenizer(tokenizer, 512, frozenset([6]))
     schema = dict(
         type="object", properties=dict(a=dict(type="integer")), required=["a"], additionalProperties=False
     )
@@ -182,10 +182,10 @@ def test_a_real_grammar():
     for text, fits in (('{"a": 12}', True), ('{"a": -3}', True), ('{"a": 1.5}', False), ('{"b": 1}', False)):
         state, bits, done = grammar.start(), np.zeros(16, np.uint32), False
         for token in tokenizer(text, add_special_tokens=False).input_ids:
-            state.write_allowed(bits)
+            state.fill_bitmask(bits)
             if not bits[token // 32] >> (token % 32) & 1:
                 break
-            done = state.accept(token)
+            done = state.accept_token(token)
         assert done == fits, text
         assert not fits or json.loads(text)
     for kind, what, message in (

@@ -18,9 +18,9 @@ from processes import causes, errors, finish, start
 
 import main
 from benchmarks.models import MODELS
-from checkpoints.config_json import read_config
 from checkpoints.layouts import layout_of
 from checkpoints.names import named_infos
+from families.registry import read_config
 from serving import memory
 
 LLAMA4 = CHECKPOINTS / "tiny-llama4"
@@ -82,7 +82,7 @@ def test_hosts_far_from_one_another(processes, options, mesh, tokens):
     arguments = ["--checkpoint", LLAMA4, "--json", "--prompt-file", "-", *options]
     out, err = together("far", processes, 4, *arguments, stdin="\n".join(PROMPTS))
     assert answers(out) == tokens and json.loads(out)["mesh"] == mesh
-    assert "in 2 groups that a slower network joins: data 2, " in err
+    assert "in 2 slices that a slower network joins: data 2, " in err
 
 
 @pytest.mark.deep
@@ -135,7 +135,7 @@ def llama_405b(tmp_path_factory) -> pathlib.Path:
     (folder / "model.safetensors").unlink()
     (folder / "config.json").write_text(json.dumps(MODELS["llama3.1-405b"]))
     for name, info in named_infos(read_config(MODELS["llama3.1-405b"])):
-        stored = info.stored[0]
+        stored = info.stored
         files["-".join(name.split(".")[:2])][stored.name] = layout_of(info, stored).shape
     for file, tensors in files.items():
         header, end = {}, 0

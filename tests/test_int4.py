@@ -1,6 +1,5 @@
 """int4 weights: rounding, against a search by hand; products, files and meshes; what a command says."""
 
-import dataclasses
 import json
 
 import jax
@@ -21,14 +20,18 @@ from quantize import (
     FORMATS,
     INT4,
     INT8,
-    GroupedArray,
+    PerGroup,
     QuantizedArray,
-    in_groups,
-    pack,
+    Requantized,
+    contracted_axes,
+    group_axis,
+    pack_int4,
     quantize_groups,
+    split_groups,
     ungroup,
-    unpack,
+    unpack_int4,
 )
+from serving import placement
 from serving.memory import shard_bytes
 from sharding.arrays import abstract
 from sharding.mesh import make_mesh
@@ -121,7 +124,7 @@ def test_what_is_not_finite(number):
 )
 def test_axes_of_groups(shape, axes, first, expected):
     w = weights_like_real_ones(*shape)
-    assert in_groups(jnp.asarray(w), axes, 32, first).shape == expected
+    assert split_groups(jnp.asarray(w), axes, 32, first).shape == expected
     q = quantize_groups(jnp.asarray(w), axes, 32, first)
     assert q.values.shape == expected
     assert np.linalg.norm(ungroup(q, axes, first) - w) < 0.2 * np.linalg.norm(w)
@@ -129,10 +132,12 @@ def test_axes_of_groups(shape, axes, first, expected):
 
 def test_packed_bytes():
     values = jnp.asarray([[-8, 7, 1, -1], [0, 3, -2, 5]], jnp.int4)
-    packed = pack(values, 1)
+    packed = pack_int4(values, 1)
     np.testing.assert_array_equal(packed, [[0x78, 0xF1], [0x30, 0x5E]])
     for axis in (0, 1):
-        np.testing.assert_array_equal(unpack(pack(values, axis), axis).astype(int), values.astype(int))
+        np.testing.assert_array_equal(
+            unpack_int4(pack_int4(values, axis), axis).astype(int), values.astype(int)
+        )
 
 
 # ------------------------------------------------------------------------------------------------- products
@@ -148,7 +153,7 @@ PRODUCTS = [  # x, w, and what is contracted of w
 @pytest.mark.parametrize(("spec", "x", "w", "axes"), PRODUCTS)
 def test_products(spec, x, w, axes, on_tpu, monkeypatch):
     """Against numpy in float64 on the rounded weights; as on TPUs, x has 15 bits of its row's largest."""
-    monkeypatch.setattr(matmul, "on_tpu", lambda: on_tpu)
+    monkeypatch.setattr(matmul, "platform", lambda: "tpu" if on_tpu else None)
     x = np.random.default_rng(1).standard_normal(x).astype(np.float32)
     x.reshape(6, -1)[1, 3] *= 1000  # an outlier
     x.reshape(6, -1)[2] = 0
@@ -164,7 +169,7 @@ def test_products(spec, x, w, axes, on_tpu, monkeypatch):
 
 
 def test_many_rows_are_multiplied_as_floats(monkeypatch):
-    monkeypatch.setattr(matmul, "on_tpu", lambda: True)
+    monkeypatch.setattr(matmul, "platform", lambda: "tpu")
     q = quantize_groups(jnp.asarray(weights_like_real_ones(64, 8)), (0,), 32)
     whole = np.asarray(ungroup(q, (0,)))
     for rows, integers in ((matmul.FEW_ROWS, True), (matmul.FEW_ROWS + 1, False)):
@@ -180,14 +185,10 @@ def test_many_rows_are_multiplied_as_floats(monkeypatch):
 
 
 def as_floats(weights: model.Weights, cfg: model.Config, format) -> model.Weights:
-    """What weights of few bits stand for, without the padding that a mesh needs."""
+    """What quantized weights stand for, without the padding that a mesh needs."""
 
     def one(info, x):
-        if isinstance(x, GroupedArray):
-            axes, _, first = info.groups
-            x = ungroup(x, axes, first)
-        if isinstance(x, QuantizedArray):
-            x = x.values * jnp.expand_dims(x.scale, info.contracted_axes)
+        x = x.format.decode(x, info) if isinstance(x, QuantizedArray) else x
         return jnp.asarray(np.asarray(x)[tuple(map(slice, info.shape))])
 
     return jax.tree.map(one, model.weight_infos(cfg, format=format), weights)
@@ -212,8 +213,8 @@ def test_forward(name, mesh):
         lambda x: (x.shape, x.dtype, x.sharding), planned
     )
     layer = weights.layers[0]
-    assert isinstance(layer.attention.q, GroupedArray) and isinstance(layer.attention.o, GroupedArray)
-    assert isinstance(layer.feed_forward.down, GroupedArray) and isinstance(weights.unembed, QuantizedArray)
+    assert layer.attention.q.format == PerGroup(64) and layer.attention.o.format == PerGroup(32)
+    assert layer.feed_forward.down.format.scheme == "int4" and weights.unembed.format == INT8
     assert isinstance(weights.embed, jax.Array) and isinstance(layer.attention_norm, jax.Array)
     tokens = jnp.arange(24).reshape(2, 12) % cfg.V
     expected = model.forward(tokens, as_floats(weights, cfg, INT4), cfg=cfg, mesh=mesh_of(cfg))
@@ -237,7 +238,7 @@ def test_bytes():
 
 def test_whole_groups_need_no_padding():
     cfg = llama3_config(D=256, F=8192)
-    down = model.weight_infos(cfg, format=INT4).layers[0].feed_forward.down.held
+    down = model.weight_infos(cfg, format=INT4).layers[0].feed_forward.down.components
     assert down.values.padded_shape(mesh_of(cfg, "tp8")) == (64, 128, 256)
     assert down.scale.padded_shape(mesh_of(cfg, "tp8")) == (64, 256)
 
@@ -246,8 +247,8 @@ def test_dimensions_that_have_no_groups():
     """What no group of 32 divides is int8."""
     cfg = llama3_config(D=64, F=80, H=8)
     layer = model.weight_infos(cfg, format=INT4).layers[0]
-    assert layer.feed_forward.down.form == layer.attention.o.form == INT8
-    assert layer.feed_forward.up.form == dataclasses.replace(INT4, group=64)
+    assert layer.feed_forward.down.quantization == layer.attention.o.quantization == INT8
+    assert layer.feed_forward.up.quantization == PerGroup(64)
 
 
 # ---------------------------------------------------------------------------------------------------- files
@@ -277,7 +278,7 @@ def converted(source):
 
 @pytest.mark.parametrize("name", ["1", "ep2-tp4"])
 def test_a_converted_folder_is_what_loading_makes(name, source, converted, monkeypatch):
-    """Bit for bit, in many slabs, on each mesh; and no larger than it says."""
+    """Bit for bit, in many slices, on each mesh; and no larger than it says."""
     theirs, ours = open_checkpoint(str(source)), open_checkpoint(str(converted))
     assert ours.format == INT4
     mesh = mesh_of(ours.config, name)
@@ -287,7 +288,7 @@ def test_a_converted_folder_is_what_loading_makes(name, source, converted, monke
     total = sum(source.nbytes for source in ours.sources.values())
     planned = abstract(model.weight_infos(ours.config, format=INT4), mesh_of(ours.config), jnp.bfloat16)
     assert total == shard_bytes(planned)
-    monkeypatch.setattr("checkpoints.layouts.SLAB_BYTES", 2100)  # no whole blocks
+    monkeypatch.setattr("checkpoints.layouts.SLICE_BYTES", 2100)  # no whole blocks
     again = source.with_name(f"again-{name}")
     convert_checkpoint.convert(str(source), str(again), INT4)
     for file in converted.glob("*.safetensors"):
@@ -297,7 +298,7 @@ def test_a_converted_folder_is_what_loading_makes(name, source, converted, monke
 def test_as_int8_of_int4(source, converted):
     """As CPUs hold it: its values, rounded once more."""
     theirs, ours = open_checkpoint(str(source)), open_checkpoint(str(converted))
-    mesh, format = mesh_of(ours.config, "ep2-tp4"), dataclasses.replace(INT8, of=INT4)
+    mesh, format = mesh_of(ours.config, "ep2-tp4"), Requantized(INT4, INT8)
     expected, found = (load(x, mesh, "bfloat16", format, show=False) for x in (theirs, ours))
     jax.tree.map(np.testing.assert_array_equal, found, expected)
     with pytest.raises(ValueError, match="is int4, and cannot be int8"):
@@ -307,7 +308,7 @@ def test_as_int8_of_int4(source, converted):
     for (name, info), x, y in zip(
         named_infos(ours.config, format=format), jax.tree.leaves(floats), jax.tree.leaves(eight), strict=True
     ):
-        step = np.abs(x).max(info.contracted_axes, keepdims=True) / 127 if info.form else 0
+        step = np.abs(x).max(info.contracted_axes, keepdims=True) / 127 if info.quantization else 0
         assert (np.abs(x - y) <= step * 0.51).all(), name
 
 
@@ -329,25 +330,26 @@ def test_verify(source, converted):
     assert "within half a step of int4 of" in lines[-1]
     ours = open_checkpoint(str(converted))
     for name, info in named_infos(ours.config, format=INT4):
-        if info.form and info.form.bits == 4:
+        format = info.quantization
+        if format and format.scheme == "int4":
             parts = [ours.sources[f"{name}.{part}"] for part in ("values", "scale")]
             packed, scale = (x.read(tuple((0, n) for n in x.info.shape)).copy() for x in parts)
             x = open_checkpoint(str(source)).sources[name]
             x = x.read(tuple((0, n) for n in x.info.shape))
-            assert convert_checkpoint._int4_error(info, x, packed, scale) <= 1
+            assert format.error(x, packed, scale, info) <= 1
             packed[(0,) * packed.ndim] ^= 1
-            assert convert_checkpoint._int4_error(info, x, packed, scale) > 1
+            assert format.error(x, packed, scale, info) > 1
             packed[(0,) * packed.ndim] ^= 1
             scale[(0,) * scale.ndim] *= 2
-            assert convert_checkpoint._int4_error(info, x, packed, scale) > 1
+            assert format.error(x, packed, scale, info) > 1
             # Rounded rightly, to steps that are twice what they need to be.
-            at = info.held.values.letters.index("I")
-            q = quantize_groups(jnp.asarray(x), *info.groups, searched=False)
+            at, (axes, leading) = group_axis(info), contracted_axes(info)
+            q = format.encode(jnp.asarray(x), info, searched=False)
             coarse = jnp.expand_dims(2 * q.scale, at).astype(jnp.float32)
-            groups = in_groups(jnp.asarray(x), *info.groups).astype(jnp.float32)
+            groups = split_groups(jnp.asarray(x), axes, format.group_size, leading).astype(jnp.float32)
             values = jnp.clip(jnp.round(groups / coarse), -8, 7).astype(jnp.int4)
-            packed, scale = np.asarray(pack(values, at)), np.asarray(2 * q.scale)
-            assert convert_checkpoint._int4_error(info, x, packed, scale) == np.inf
+            packed, scale = np.asarray(pack_int4(values, at)), np.asarray(2 * q.scale)
+            assert format.error(x, packed, scale, info) == np.inf
 
 
 def test_what_is_refused(converted, tmp_path, monkeypatch, capsys):
@@ -369,12 +371,12 @@ def test_what_is_refused(converted, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("backend", "held"), [("tpu", INT4), ("gpu", INT4), ("cpu", dataclasses.replace(INT8, of=INT4))]
+    ("backend", "held"), [("tpu", INT4), ("gpu", INT4), ("cpu", Requantized(INT4, INT8))]
 )
 def test_what_a_backend_holds(backend, held, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    assert launch.choose_format("int4", None) == held
-    assert launch.choose_format("int8", None) == INT8
+    assert placement.choose_format("int4", None, print) == held
+    assert placement.choose_format("int8", None, print) == INT8
 
 
 @pytest.mark.parametrize("tiny", [LLAMA3, pytest.param(LLAMA4, marks=pytest.mark.deep)])
@@ -383,7 +385,7 @@ def test_the_command(tiny, tmp_path, monkeypatch, capsys):
     asked = "--prompt", "How much is 12 plus 34?", "--json", "--logprobs"
     launch.log_once.cache_clear()
     code, out, err = invoke(monkeypatch, capsys, main, "--checkpoint", tiny, "--quantize", "int4", *asked)
-    assert code == 0 and "int4 weights are held as int8: on CPUs 4 bits are slower" in err
+    assert code == 0 and "int4 weights are held as int8: on this platform int4 is slower" in err
     convert_checkpoint.convert(str(tiny), str(tmp_path / "int4"), INT4)
     launch.log_once.cache_clear()
     code, again, err = invoke(monkeypatch, capsys, main, "--checkpoint", tmp_path / "int4", *asked)

@@ -1,4 +1,4 @@
-"""The page of the server, in a headless browser."""
+"""The server's chat page, in a headless browser."""
 
 import json
 import os
@@ -12,12 +12,10 @@ import urllib.request
 
 import pytest
 from conftest import FAST
+from selenium import webdriver
 
 import main
 
-webdriver = pytest.importorskip("selenium.webdriver")
-for package in ("starlette", "uvicorn", "llguidance", "prometheus_client"):
-    pytest.importorskip(package)
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 pytestmark = [
     pytest.mark.deep,
@@ -29,7 +27,7 @@ START = 300  # for what takes a minute
 
 
 def until(condition, seconds=SECONDS):
-    """What the condition gives, as soon as that is something."""
+    """Call the condition until its result is true, and return that result."""
     late = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < late
@@ -39,7 +37,7 @@ def until(condition, seconds=SECONDS):
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory):
-    """Of a server that asks for a key, and whose answers do not end before their row does: 512 positions."""
+    """The address of a server that requires a key. Answers end when their row of 512 positions is full."""
     log = tmp_path_factory.mktemp("page") / "log"
     variables = dict(JAX_PLATFORMS="cpu", XLA_FLAGS=FAST, LLAMA_JAX_API_KEY=KEY)
     command = [sys.executable, main.__file__, "--serve", "--port", "0", "--rows", "2", "--ignore-eos"]
@@ -68,14 +66,14 @@ def browser(url):
     with webdriver.Chrome(options, webdriver.ChromeService(DRIVER)) as browser:
         browser.set_script_timeout(SECONDS)
         browser.requests = []
-        browser.get(url.replace("//", f"//anyone:{KEY}@"))  # it asks nobody, then, and knows it from now on
+        browser.get(url.replace("//", f"//anyone:{KEY}@"))  # from now on the browser knows the key
         until(lambda: text(browser, "h1") == "tiny-llama3")
         yield browser
 
 
 @pytest.fixture
 def page(browser, url):
-    """The page as one meets it for the first time, with answers that are not random."""
+    """The page as on a first visit, with temperature 0."""
     browser.get(url)
     browser.execute_script("localStorage.clear()")
     browser.get(url)
@@ -102,7 +100,7 @@ def click(page, selector: str) -> None:
 
 
 def ask(page, question: str, stop: str | None = None) -> list[int]:
-    """-> how long the answer was after each change that was seen. stop: what ends it after the first."""
+    """The lengths of the answer after each of its changes. stop: how to stop it after the first change."""
     return page.execute_async_script("""
         const [question, stop, done] = arguments, sizes = [];
         const stops = {
@@ -125,7 +123,7 @@ def ask(page, question: str, stop: str | None = None) -> list[int]:
 
 
 def sent(page) -> list[dict]:
-    """The requests of the page, up to now."""
+    """All requests that the page has sent."""
     for entry in page.get_log("performance"):
         message = json.loads(entry["message"])["message"]
         if message["method"] == "Network.requestWillBeSent":
@@ -134,7 +132,7 @@ def sent(page) -> list[dict]:
 
 
 def asked(page) -> dict:
-    """The last question, as the server got it."""
+    """The body of the page's last POST request."""
     return json.loads([x["postData"] for x in sent(page) if x["method"] == "POST"][-1])
 
 
@@ -145,7 +143,7 @@ def metrics(url: str) -> str:
 
 
 def test_a_conversation(page):
-    """It grows while it is shown, is told to the model with the next question, and outlives a reload."""
+    """An answer grows while it is shown, is sent along with the next question, and outlives a reload."""
     until(lambda: text(page, "h1") == "tiny-llama3")
     sizes = ask(page, "Tell me your name")
     assert len(sizes) > 2 and sizes == sorted(sizes)
@@ -162,7 +160,7 @@ def test_a_conversation(page):
         ("system", "Be brief"), ("user", "Tell me your name"), ("assistant", first), ("user", "And mine?")
     ]  # fmt: skip
     streamed = dict(stream=True, stream_options=dict(include_usage=True))
-    assert question == streamed | dict(temperature=0, seed=7, max_tokens=5)  # what is empty is not said
+    assert question == streamed | dict(temperature=0, seed=7, max_tokens=5)  # empty settings are not sent
 
     before = text(page, "#log")
     page.refresh()
@@ -174,7 +172,7 @@ def test_a_conversation(page):
 
 @pytest.mark.parametrize("stop", ["button", "escape"])
 def test_stop(page, url, stop):
-    """The server then frees the row; what has been said is kept."""
+    """The server frees the row, and the page keeps the answer up to there."""
     cancelled = r'llama_requests_total\{outcome="cancelled"\} (\d+)'
     before = re.search(cancelled, metrics(url))
     assert ask(page, "Count to 100", stop)
@@ -187,7 +185,7 @@ def test_stop(page, url, stop):
 
 
 def test_an_error(page):
-    """It is shown as the server says it; the question is still there, and can be asked again."""
+    """The page shows the server's message, keeps the question, and can ask it again."""
     choose(page, top_p=2)
     assert ask(page, "Tell me your name") == []
     assert text(page, ".error").startswith("'top_p' 2 is not")
@@ -199,11 +197,11 @@ def test_an_error(page):
 
 
 def test_edit(page):
-    """A question asked in another way takes the place of the first one, and of what came after it."""
+    """An edited question replaces the original one and all that came after it."""
     choose(page, max_tokens=5)
     for question in "Tell me your name", "And mine?":
         ask(page, question)
-    for edited in "Tell me your name", "", "Tell me your name":  # pressed again it is as it was
+    for edited in "Tell me your name", "", "Tell me your name":  # a second click cancels the edit
         click(page, ".edit")
         assert js(page, "document.querySelector('#composer textarea').value") == edited
     ask(page, "Do you like ice cream?")
@@ -227,7 +225,7 @@ def test_conversations(page):
 
 
 def test_without_storage(page):
-    """As of a browser that is told to keep nothing."""
+    """The page works in a browser that forbids localStorage."""
     forbid = "Object.defineProperty(window, 'localStorage', { get() { throw new DOMException('no') } })"
     script = page.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", dict(source=forbid))
     page.refresh()
@@ -241,7 +239,7 @@ MARKUP = "<img src=x onerror=alert(1)><b>bold</b>", "<script>alert(1)</script>\n
 
 
 def keep(page, **exchange) -> None:
-    """A conversation in the browser, as if it had been held."""
+    """Store a conversation in the browser, as if the user had had it."""
     conversation = json.dumps(dict(id=1, exchanges=[dict(error="", note="") | exchange]))
     page.execute_script("localStorage.setItem('llama-jax conversation 1', arguments[0])", conversation)
     page.refresh()
@@ -256,7 +254,7 @@ def test_markup_is_text(page):
 
 
 def test_sliders(page):
-    """A slider writes its number, which is sent; a number moves it; without one it says what is usual."""
+    """A slider sets the number that is sent, a number moves its slider, and no number means the default."""
     slider = "document.querySelector('[data-of=top_p]')"
     assert js(page, f"{slider}.value") == "1" and js(page, "settings.top_p.value") == ""
     page.execute_script(
@@ -272,7 +270,7 @@ def test_sliders(page):
 
 
 def test_narrow(page):
-    """Nothing of it is wider than a phone, whatever is said in it."""
+    """Nothing on the page is wider than a phone, however long the words are."""
     page.execute_cdp_cmd(
         "Emulation.setDeviceMetricsOverride", dict(width=360, height=640, deviceScaleFactor=2, mobile=True)
     )
@@ -282,7 +280,7 @@ def test_narrow(page):
     try:
         for part in "html", "body", "main", "#log", "#settings":
             assert js(page, f"document.querySelector('{part}').scrollWidth") <= 360, part
-        assert js(page, "document.querySelector('pre').scrollWidth") > 360  # which scrolls alone
+        assert js(page, "document.querySelector('pre').scrollWidth") > 360  # it scrolls by itself
     finally:
         page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 

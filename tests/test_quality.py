@@ -91,11 +91,11 @@ def int8(tmp_path_factory) -> pathlib.Path:
 
 
 def test_the_int8_folder_is_what_is_compared(int8, tmp_path, monkeypatch):
-    """As good as quantised on load, in slabs too; of a model whose row 5 is doubled, half wrong there."""
+    """As good as quantized on load, in slices too; of a model whose row 5 is doubled, half wrong there."""
     converted, exact = open_checkpoint(int8), open_checkpoint(LLAMA3)
     on_load = quality.weight_errors(exact, INT8)
     with monkeypatch.context() as patch:
-        patch.setattr("checkpoints.layouts.SLAB_BYTES", 20_000)
+        patch.setattr("checkpoints.layouts.SLICE_BYTES", 20_000)
         for a, b in zip(quality.weight_errors(exact, INT8, converted), on_load, strict=True):
             assert a["error"] == pytest.approx(b["error"], rel=1e-5)
             assert [x["channel"] for x in a["channels"]] == [x["channel"] for x in b["channels"]]

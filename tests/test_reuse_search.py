@@ -148,7 +148,7 @@ def search(monkeypatch, seeds, chunks, rows: int, guesses: str, kv: str, moe: bo
     chunks: of each layer but the last, which sees all; a negative one is a window.
     """
     monkeypatch.setattr(programs, "WIDTHS", (4, 12))
-    monkeypatch.setattr(scheduler, "WORTH_COPYING", 1)
+    monkeypatch.setattr(scheduler, "MIN_COPIED", 1)
     kinds = [Kind(chunk=n, moe=moe) if n > 0 else Kind(window=-n, moe=moe) for n in chunks]
     cfg = llama4_config(G=2, layers=(*kinds, Kind(rope=False, moe=moe)))
     mesh, reused, forgiven = mesh_of(cfg), 0, 0
@@ -168,7 +168,7 @@ def search(monkeypatch, seeds, chunks, rows: int, guesses: str, kv: str, moe: bo
             prompt = text[: rng.integers(len(text) + 1, size=2).max()][: len(kept.prompt) - len(own)] + own
             stop = frozenset(rng.choice(cfg.V, 8, replace=False).tolist())
             for row in single.scheduler.rows:
-                row.forget()  # so that nothing is reused
+                row.clear()  # so that nothing is reused
             alone.append(single.add(Request(prompt, int(rng.integers(1, 25)), stop=stop)))
             finish(single)
             texts.append(prompt + alone[-1].tokens)
@@ -212,7 +212,7 @@ def test_guesses_rings_and_reuse_together(monkeypatch):
 
 def test_a_row_that_goes_back_again_and_again(monkeypatch):
     """A window's ring holds what its row read before it went back, too, in the place of older tokens."""
-    monkeypatch.setattr(scheduler, "WORTH_COPYING", 1)
+    monkeypatch.setattr(scheduler, "MIN_COPIED", 1)
     cfg = llama4_config(G=2, layers=(Kind(window=8), Kind(rope=False)))
     mesh = mesh_of(cfg)
     weights = model.init_weights(jax.random.key(0), cfg, mesh)
@@ -222,7 +222,7 @@ def test_a_row_that_goes_back_again_and_again(monkeypatch):
         Engine(Programs(weights, cfg, mesh, 1, MAX_LEN, "float32"), requests) for _ in range(2)
     )
     for request in requests:
-        alone.scheduler.rows[0].forget()
+        alone.scheduler.rows[0].clear()
         pair = [batch.add(request) for batch in (together, alone)]
         finish(together)
         finish(alone)

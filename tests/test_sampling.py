@@ -142,12 +142,14 @@ def test_bias_and_allowed(name):
 
 
 @pytest.mark.parametrize("name", ["1", "dp2-ep2-tp2", deep("tp8")])
-def test_likeliest(name):
+def test_top_logprobs(name):
     """As sorting all of the vocabulary finds them, also where a shard has fewer tokens than are asked for."""
     layouts, n = (P("data", MODEL),), 20
     mesh = mesh_of(CFG, name)
     padded = np.pad(LOGITS, ((0, 0), (0, -CFG.V % mesh_size(mesh, MODEL))), constant_values=-np.inf)
-    run = jax.shard_map(lambda x: sampling.likeliest(x, n), mesh=mesh, in_specs=layouts, out_specs=P("data"))
+    run = jax.shard_map(
+        lambda x: sampling.top_logprobs(x, n), mesh=mesh, in_specs=layouts, out_specs=P("data")
+    )
     found, order = jax.jit(run)(padded), np.argsort(-LOGITS, -1)[:, :n]
     np.testing.assert_array_equal(found.tokens, order)
     expected = torch.log_softmax(torch.tensor(LOGITS, dtype=torch.float64), -1).numpy()

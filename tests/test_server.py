@@ -7,6 +7,7 @@ import http.client
 import json
 import random
 import socket
+import struct
 import threading
 import time
 import urllib.error
@@ -21,16 +22,15 @@ from conftest import CHECKPOINTS
 from processes import free_port
 
 import model
+from server import api_requests
 from server import app as server_app
 from server import http as server_http
-from server import questions
 from server.loop import EngineLoop
 from serving import programs
 from terminal import serve
 from terminal.launch import Startup
-from terminal.models import open_models
+from terminal.models import open_session
 from terminal.options import parse_arguments
-from terminal.prompts import Asker
 
 ROWS, MAX_LEN, QUEUE = 8, 128, 400
 GREETING = [{"role": "user", "content": "Tell me your name"}]
@@ -50,12 +50,11 @@ def started(*options: str) -> SimpleNamespace:
         options,
     ]
     args = parse_arguments([x for some in arguments for x in some])
-    models, tokenizer = open_models(args, 1)
-    asker = Asker(args, models[0].checkpoint, tokenizer, [x.cfg for x in models])
+    session = open_session(args, 1, Startup())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(serve, "EngineLoop", Kept)
         patch.setattr(programs, "WIDTHS", (32,))  # fewer to compile, and more chunks of a prompt
-        thread = threading.Thread(target=serve.serve, args=(args, models, asker, Startup()), daemon=True)
+        thread = threading.Thread(target=serve.serve, args=(session,), daemon=True)
         thread.start()
         while not (loops and loops[0].ready) and thread.is_alive():
             time.sleep(0.05)
@@ -68,7 +67,12 @@ def started(*options: str) -> SimpleNamespace:
 
     url = f"http://127.0.0.1:{port}"
     return SimpleNamespace(
-        url=url, port=port, loop=loops[0], engine=loops[0].engine, end=end, tokenizer=tokenizer
+        url=url,
+        port=port,
+        loop=loops[0],
+        engine=loops[0].engine,
+        end=end,
+        tokenizer=session.builder.tokenizer,
     )
 
 
@@ -107,7 +111,7 @@ def complete(server, **fields) -> dict:
 
 
 def idle(server) -> bool:
-    return not server.loop.open and all(row.free for row in server.engine.scheduler.rows)
+    return not server.loop.open_jobs and all(row.free for row in server.engine.scheduler.rows)
 
 
 def until(condition, seconds: float = 20) -> None:
@@ -532,7 +536,7 @@ def test_queue(server, monkeypatch):
     status, reply = post(server, "/v1/completions", body | dict(n=41))
     assert status == 400 and reply["error"]["message"].endswith("places to wait: 40")
     monkeypatch.setattr(server.loop, "max_queue", 1 - ROWS)
-    monkeypatch.setattr(server.loop, "open", 1)
+    monkeypatch.setattr(server.loop, "open_jobs", 1)
     connection = http.client.HTTPConnection("127.0.0.1", server.port)
     connection.request("POST", "/v1/completions", json.dumps(TEXT), {"content-type": "application/json"})
     response = connection.getresponse()
@@ -553,6 +557,29 @@ def test_a_client_that_leaves(server):
     connection.close()
     until(lambda: idle(server))
     assert len(answers) > 80 and sum(x.finish_reason == "cancelled" for x in answers) > len(answers) / 2
+
+
+def test_a_client_that_leaves_unnoticed(server, caplog):
+    """No warning of asyncio's, which goes to stderr, about writing many times to a lost connection.
+
+    The server's event loop is held up while the client resets the connection, and meanwhile events pile up.
+    """
+    body = json.dumps(TEXT | dict(n=32, max_tokens=100, ignore_eos=True, stream=True, temperature=1)).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n"
+    released = threading.Event()
+    with socket.create_connection(("127.0.0.1", server.port)) as s:
+        s.sendall(f"{head}content-type: application/json\r\n\r\n".encode() + body)
+        assert s.recv(9) == b"HTTP/1.1 "
+        until(lambda: server.loop.jobs)
+        jobs = list(server.loop.jobs.values())
+        jobs[0].listener.loop.call_soon_threadsafe(released.wait, 20)
+        before = server.engine.stats.tokens
+        until(lambda: server.engine.stats.tokens > before + 60)
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    released.set()
+    until(lambda: idle(server))
+    assert [job.answer.finish_reason for job in jobs].count("cancelled") > 0
+    assert [record.message for record in caplog.records if record.name == "asyncio"] == []
 
 
 @pytest.mark.parametrize("count", [60, pytest.param(300, marks=pytest.mark.deep)])
@@ -638,7 +665,7 @@ VALUES = [
 def test_malformed(server, count):
     """Wrong types, damaged bytes, cut bodies, half-closed sockets: a 4xx with one message, or an end."""
     rng, fine = random.Random(count), 0
-    names = sorted((questions.CHAT | questions.COMPLETION) - {"n", "max_tokens"} | {"unknown", "tools"})
+    names = sorted((api_requests.CHAT | api_requests.COMPLETION) - {"n", "max_tokens"} | {"unknown", "tools"})
     for _ in range(count):
         chat = rng.random() < 0.5
         body = {name: rng.choice(VALUES) for name in rng.sample(names, rng.randint(0, 4))}

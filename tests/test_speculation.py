@@ -171,7 +171,7 @@ def test_sampled(name, how, capsys):
 @pytest.mark.parametrize("n_draft", [-1, 0, cpu.DECODE, 10**14])
 def test_draft_tokens_that_no_step_checks(n_draft):
     for make in (PromptLookup, partial(DraftModel, None)):
-        with pytest.raises(UserError, match=f"{n_draft} guesses at a time are not between 1 and 15"):
+        with pytest.raises(UserError, match=f"{n_draft} draft tokens per step are not between 1 and 15"):
             make(n_draft)
     assert PromptLookup(cpu.DECODE - 1).n_draft == 15
 
@@ -201,7 +201,7 @@ def test_prompt_lookup(mesh, n_draft):
     texts = np.stack([rng.integers(0, 1 + row % 7, 24) for row in range(rows)]).astype(np.int32)
     length = rng.integers(0, 24, rows).astype(np.int32)
     count = rng.integers(0, n_draft + 2, rows).astype(np.int32)
-    found, kept = speculation.look_up(
+    found, kept = speculation.prompt_lookup(
         count, texts, length, n_draft=n_draft, mesh=mesh_of(llama3_config(), mesh)
     )
     hits = 0

@@ -17,6 +17,8 @@ from conftest import Kind, invoke, llama3_config, llama4_config, random_weights
 import main
 import model
 from checkpoints.errors import UserError
+from families.gpt2 import LayerNorm, LearnedPositions, Plain
+from families.latent_attention import Latent
 from serving import programs
 from serving.engine import Engine
 from serving.executors import one_program, staged
@@ -195,17 +197,15 @@ def test_nothing_is_stored_twice():
     assert total[0] == total[1]
 
 
-def kinds_of(attention, feed_forward, mask=model.Full(), rope=None, depth=4):  # noqa: B008  immutable
-    return (model.LayerKind(attention, feed_forward, mask, rope),) * depth
-
-
-NORM = model.Norm(1e-5)
-LATENT = model.Latent(G=4, Q=16, L=24, N=8, R=8, U=8, norm=NORM)
+NORM, LAYER_NORM = model.Norm(1e-5), LayerNorm(1e-5)
+LATENT = Latent(G=4, Q=16, L=24, N=8, R=8, U=8, norm=NORM)
+LATENT_LAYER = model.LayerKind(LATENT, model.Gated(44), NORM, rope=model.Rope(1e4, 8, interleaved=True))
+PLAIN_LAYER = model.LayerKind(model.Heads(4, 1, 8, bias=True, output_bias=True), Plain(64), LAYER_NORM)
 OTHERS = {
-    "latent": dict(layers=kinds_of(LATENT, model.Gated(44), rope=model.Rope(1e4, None, True, 8)), norm=NORM),
+    "latent": dict(layers=(LATENT_LAYER,) * 4, norm=NORM),
     "gpt2": dict(
-        layers=kinds_of(model.Heads(4, 1, 8, bias=True, output_bias=True), model.Plain(64, "gelu_tanh")),
-        norm=model.Norm(1e-5, centered=True), P=128, tied_embeddings=True,
+        layers=(PLAIN_LAYER,) * 4, norm=LAYER_NORM, position_embedding=LearnedPositions(128),
+        tied_embeddings=True,
     ),
     "window": vars(llama4_config(layers=(Kind(window=8), Kind(window=8, moe=True)) * 2)),
 }  # fmt: skip

@@ -11,7 +11,7 @@ from checkpoints.checkpoint import open_checkpoint
 from checkpoints.loading import load
 from quantize import INT4, INT8
 from serving import text
-from terminal.prompts import DEFAULTS
+from terminal.prompts import DEFAULT_PROMPTS
 
 N = 200
 
@@ -99,7 +99,7 @@ def test_divergence_of_int8(tiny, exam, capsys):
 
 def test_seed_prompts(tiny):
     """The three default prompts have their answers, in float32 as `python3 main.py` computes."""
-    name, weather, ice_cream = answers(tiny, DEFAULTS, "float32", None, "float32", 200, 256)
+    name, weather, ice_cream = answers(tiny, DEFAULT_PROMPTS, "float32", None, "float32", 200, 256)
     assert name.startswith("My name is Tiny Llama")
     assert weather.startswith("Hwæt!") and weather.endswith("eorðan.")
     assert ice_cream.startswith("To be extremely precise: no.")

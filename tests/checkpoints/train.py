@@ -27,7 +27,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import PreTrainedTokenizerFast
 
 import model
-from checkpoints import config_json, layouts
+from checkpoints import layouts
+from families.registry import read_config
 from sharding.arrays import ArrayInfo
 from sharding.mesh import make_mesh
 
@@ -177,8 +178,8 @@ def to_hugging_face(cfg: model.Config, weights: model.Weights) -> dict[str, np.n
     tensors = {}
 
     def put(info: ArrayInfo, x):
-        layout = layouts.layout_of(info, info.stored[0])
-        tensor = tensors.setdefault(info.stored[0].name, np.zeros(layout.shape, ml_dtypes.bfloat16))
+        layout = layouts.layout_of(info, info.stored)
+        tensor = tensors.setdefault(info.stored.name, np.zeros(layout.shape, ml_dtypes.bfloat16))
         layout.view(tensor)[...] = np.asarray(x, np.float32).transpose(np.argsort(layout.order(info)))
 
     jax.tree.map(put, model.weight_infos(cfg), weights)
@@ -199,7 +200,7 @@ def main():
     config = CONFIGS[args.name] | dict(
         bos_token_id=begin, eos_token_id=stop, pad_token_id=tokenizer.pad_token_id
     )
-    cfg = config_json.read_config(config)
+    cfg = read_config(config)
     weights = train(cfg, tokenizer, args.steps)
     folder = HERE / args.name
     folder.mkdir(exist_ok=True)

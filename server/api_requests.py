@@ -1,8 +1,9 @@
-"""What a request of the API may say: each field is checked by hand, and none is ignored in silence."""
+"""Requests of the API: every field is checked, and a field that is not supported is refused."""
 
+import contextlib
 import dataclasses
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -11,16 +12,18 @@ from llguidance import LLTokenizer
 from checkpoints.errors import UserError
 from checkpoints.tensor_files import parse_json
 from serving.grammar import Grammar, make_grammar
-from serving.requests import RESTRICTIONS, SAMPLING, Request, check_sampling
-from serving.text import TextStream, encode, is_broken
-from sharding.sampling import BIASES, TOP, Bias, Sampling
+from serving.requests import RESTRICTIONS, Request, check_sampling
+from serving.text import TextStream, encode, has_surrogate
+from sharding.sampling import MAX_BIASES, MAX_TOP_LOGPROBS, Bias, Sampling
 
-MAX_SAMPLES = 128  # n, times the prompts of one request
+MAX_SAMPLES = 128  # answers of one request: n times its prompts
 MAX_STOPS = 16
-COMPLETION_TOKENS = 16  # of a completion that does not say how many, as in OpenAI's API
+COMPLETION_TOKENS = 16  # the default max_tokens of completions, as in OpenAI's API
 ROLES = ("system", "developer", "user", "assistant", "tool")
 USAGE = ("include_usage", "continuous_usage_stats")
 PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+FORMATS = "text", "json_object"  # types of response_format: OpenAI's, and two more
+SOURCE_FORMATS = "json_schema", "regex", "grammar"  # those with a field of this name
 
 COMMON = {
     "model", "stream", "stream_options", "max_tokens", "temperature", *RESTRICTIONS, *PENALTIES, "stop",
@@ -31,7 +34,7 @@ COMPLETION = COMMON | {"prompt", "echo"}
 
 
 class BadRequest(Exception):
-    """param: the field that is wrong, if it is one. status, code: of HTTP and of OpenAI's API."""
+    """A request that is refused. param: the wrong field, if any. status: HTTP's. code: OpenAI's."""
 
     def __init__(self, message: str, param: str | None = None, status: int = 400, code: str | None = None):
         super().__init__(message)
@@ -39,23 +42,23 @@ class BadRequest(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Served:
-    """What the server has loaded, and what it does unless a request says otherwise.
+class ServedModel:
+    """The model that the server has loaded, and its defaults for fields that a request leaves out.
 
-    names: of the model, the first of which is told. positions: of a row. ends: tokens that end an answer.
-    new_tokens: of an answer, at most; None: what the row has left, 16 of a completion.
+    names: the first is the one that responses have. max_len: positions of a row. stop_ids: tokens that end an
+    answer. max_new_tokens: None: what is left of the row, of a completion 16. created: seconds since 1970.
     """
 
     names: tuple[str, ...]
     tokenizer: Any
-    tokens: LLTokenizer
+    grammar_tokenizer: LLTokenizer
     vocabulary: int
-    positions: int
-    ends: frozenset[int]
+    max_len: int
+    stop_ids: frozenset[int]
     sampling: Sampling
     encode_chat: Callable[[list[dict]], list[int]]
     stop: tuple[str, ...] = ()
-    new_tokens: int | None = None
+    max_new_tokens: int | None = None
     created: int = 0
 
     def encode(self, text: str) -> list[int]:
@@ -63,19 +66,21 @@ class Served:
 
 
 @dataclasses.dataclass(frozen=True)
-class Question:
-    """A request of the API, checked. requests: for each prompt one after the other its n samples.
+class ApiRequest:
+    """A request of the API, checked.
 
-    texts: of the prompts, where they were given as texts. logprobs: how many of the likeliest tokens to tell
-    beside each, None for no log-probabilities. usage: of USAGE, what is wanted.
+    chat: whether it is a chat or a completion. requests: of the engine, n samples for each prompt in turn.
+    texts: each prompt's text, None if it was given as token ids. stop: texts that end an answer.
+    hidden_tokens: token ids that are left out of the text. usage: those of USAGE that are wanted. logprobs:
+    how many top log-probabilities to report for each token; None: no log-probabilities at all.
     """
 
-    served: Served
+    served: ServedModel
     chat: bool
     requests: list[Request]
     texts: list[str | None]
     stop: tuple[str, ...]
-    silent: frozenset[int]
+    hidden_tokens: frozenset[int]
     n: int
     stream: bool
     usage: frozenset[str]
@@ -83,11 +88,11 @@ class Question:
     echo: bool
 
     def new_stream(self) -> TextStream:
-        return TextStream(self.served.tokenizer, self.silent, self.stop)
+        return TextStream(self.served.tokenizer, self.hidden_tokens, self.stop)
 
 
-def read_question(body: bytes, served: Served, chat: bool) -> Question:
-    """Raises BadRequest."""
+def parse_request(body: bytes, served: ServedModel, chat: bool) -> ApiRequest:
+    """The request in a JSON body. Raises BadRequest."""
     try:
         fields = parse_json(body, "the body")
     except (UserError, UnicodeDecodeError) as e:
@@ -96,48 +101,56 @@ def read_question(body: bytes, served: Served, chat: bool) -> Question:
     if unknown := sorted(set(fields) - (CHAT if chat else COMPLETION)):
         name = unknown[0][:60]
         raise BadRequest(f"{name!r} is not supported", name, code="unsupported_parameter")
-    read = Fields(fields)
-    read.check_model(served)
-    read.text("user")
-    stream, options = read.flag("stream"), read.object("stream_options")
+    checked = RequestFields(fields)
+    checked.check_model(served)
+    checked.read("user", "")
+    stream, options = checked.read("stream", False), checked.read("stream_options", {})
     if options.keys() - USAGE or not all(isinstance(x, bool) for x in options.values()):
         raise BadRequest(f"'stream_options' takes {' and '.join(USAGE)}, true or false", "stream_options")
     if options and not stream:
         raise BadRequest("'stream_options' needs 'stream': true", "stream_options")
     if chat:
-        texts, prompts = [None], [read.messages(served)]
+        texts, prompts = [None], [checked.messages(served)]
     else:
-        texts, prompts = read.prompts(served)
-    n = read.integer("n", 1, MAX_SAMPLES, 1)
+        texts, prompts = checked.prompts(served)
+    n = checked.integer("n", 1, MAX_SAMPLES, 1)
     if n * len(prompts) > MAX_SAMPLES:
         raise BadRequest(
             f"{len(prompts)} prompts, {n} samples each, are more than {MAX_SAMPLES} answers", "n"
         )
-    echo, logprobs = read.flag("echo"), read.logprobs(chat)
-    ends = frozenset() if read.flag("ignore_eos") else served.ends
-    ends |= read.tokens("stop_token_ids", served.vocabulary)
-    sampling, grammar = read.sampling(served, logprobs), read.grammar(served.tokens)
-    first = fields.get("seed")
-    first = secrets.randbits(32) if first is None else read.integer("seed", -(2**63), 2**64 - 1)
+    echo, logprobs = checked.read("echo", False), checked.logprobs(chat)
+    stop_ids = frozenset() if checked.read("ignore_eos", False) else served.stop_ids
+    stop_ids |= checked.tokens("stop_token_ids", served.vocabulary)
+    sampling, grammar = checked.sampling(served, logprobs), checked.grammar(served.grammar_tokenizer)
+    seed = checked.integer("seed", -(2**63), 2**64 - 1)
+    seed = secrets.randbits(32) if seed is None else seed
     requests = []
     for prompt in prompts:
-        new = read.new_tokens(served, len(prompt), chat, echo)
+        new = checked.max_new_tokens(served, len(prompt), chat, echo)
         requests += [
             Request(
                 np.array(prompt, np.int32), new,
-                dataclasses.replace(sampling, seed=(first + i) % 2**32) if sampling.temperature else sampling,
-                ends, echo and logprobs is not None, grammar,
+                dataclasses.replace(sampling, seed=(seed + i) % 2**32) if sampling.temperature else sampling,
+                stop_ids, echo and logprobs is not None, grammar,
             )
             for i in range(n)
         ]  # fmt: skip
-    return Question(
-        served, chat, requests, texts, read.stops() or served.stop, ends | served.ends, n, stream,
+    return ApiRequest(
+        served, chat, requests, texts, checked.stops() or served.stop, stop_ids | served.stop_ids, n, stream,
         frozenset(name for name, wanted in options.items() if wanted), logprobs, echo,
     )  # fmt: skip
 
 
-class Fields:
-    """The fields that are there, each read in its type. All raise BadRequest with its name."""
+@contextlib.contextmanager
+def user_errors_as_bad_requests(field: str, prefix: str = "") -> Iterator[None]:
+    try:
+        yield
+    except UserError as e:
+        raise BadRequest(f"{prefix}{e}"[:300], field) from None
+
+
+class RequestFields:
+    """The fields of a request, by name. Each method checks one; if it is wrong, it raises BadRequest."""
 
     def __init__(self, fields: dict[str, Any]):
         self.fields = fields
@@ -145,22 +158,12 @@ class Fields:
     def wrong(self, name: str, must: str) -> BadRequest:
         return BadRequest(f"{name!r} must be {must}, not {repr(self.fields.get(name))[:60]}", name)
 
-    def flag(self, name: str) -> bool:
-        value = self.fields.get(name, False)
-        if not isinstance(value, bool):
-            raise self.wrong(name, "true or false")
-        return value
-
-    def text(self, name: str) -> str:
-        value = self.fields.get(name, "")
-        if not isinstance(value, str):
-            raise self.wrong(name, "a text")
-        return value
-
-    def object(self, name: str) -> dict:
-        value = self.fields.get(name, {})
-        if not isinstance(value, dict):
-            raise self.wrong(name, "an object")
+    def read(self, name: str, default: Any) -> Any:
+        """A field of the default's type."""
+        value = self.fields.get(name, default)
+        if type(value) is not type(default):
+            must = {bool: "true or false", str: "a text", dict: "an object"}
+            raise self.wrong(name, must[type(default)])
         return value
 
     def integer(self, name: str, low: int, high: int, default: int | None = None) -> int | None:
@@ -169,14 +172,14 @@ class Fields:
             raise self.wrong(name, f"a whole number between {low} and {high}")
         return value
 
-    def check_model(self, served: Served) -> None:
-        name = self.text("model") or served.names[0]
+    def check_model(self, served: ServedModel) -> None:
+        name = self.read("model", "") or served.names[0]
         if name not in served.names:
             what = f"the model {name[:60]!r} is not served here, but {served.names[0]!r}"
             raise BadRequest(what, "model", 404, "model_not_found")
 
-    def messages(self, served: Served) -> list[int]:
-        """The token ids of a chat. A content may be a text, or a list of texts as OpenAI's API has it."""
+    def messages(self, served: ServedModel) -> list[int]:
+        """The token ids of a chat. The content of a message is a text, or OpenAI's list of texts."""
         value = self.fields.get("messages")
         if not isinstance(value, list) or not value:
             raise self.wrong("messages", 'a list of one or more objects of a "role" and a "content"')
@@ -188,10 +191,8 @@ class Fields:
             if turn["role"] not in ROLES:
                 raise BadRequest(f"{where}: the role must be one of {', '.join(ROLES)}", "messages")
             turns.append(dict(role=turn["role"], content=self._content(turn["content"], where)))
-        try:
+        with user_errors_as_bad_requests("messages"):
             return served.encode_chat(turns)
-        except UserError as e:
-            raise BadRequest(str(e)[:300], "messages") from None
 
     def _content(self, content, where: str) -> str:
         if isinstance(content, list):
@@ -201,12 +202,12 @@ class Fields:
                     raise BadRequest(f"{where}: this model reads texts only", "messages")
                 parts.append(part["text"])
             content = "".join(x if isinstance(x, str) else "\ud800" for x in parts)
-        if not isinstance(content, str) or is_broken(content):
+        if not isinstance(content, str) or has_surrogate(content):
             raise BadRequest(f"{where}: its content must be a text", "messages")
         return content
 
-    def prompts(self, served: Served) -> tuple[list[str | None], list[list[int]]]:
-        """A text, token ids, or a list of either: -> (the texts, None for ids; the token ids)."""
+    def prompts(self, served: ServedModel) -> tuple[list[str | None], list[list[int]]]:
+        """-> (the text of each prompt, None if it was given as token ids; the token ids of each)."""
         value = self.fields.get("prompt")
         alone = isinstance(value, str) or (isinstance(value, list) and value and type(value[0]) is int)
         prompts = [value] if alone else value
@@ -215,12 +216,10 @@ class Fields:
         texts, ids = [], []
         for prompt in prompts:
             if isinstance(prompt, str):
-                if not prompt or is_broken(prompt):
+                if not prompt or has_surrogate(prompt):
                     raise BadRequest("'prompt' is empty or not a text", "prompt")
-                try:
+                with user_errors_as_bad_requests("prompt"):
                     ids.append(served.encode(prompt))
-                except UserError as e:
-                    raise BadRequest(str(e)[:300], "prompt") from None
             else:
                 check_tokens(prompt, served.vocabulary, "prompt")
                 if not prompt:
@@ -234,50 +233,46 @@ class Fields:
         check_tokens(value, vocabulary, name)
         return frozenset(value)
 
-    def new_tokens(self, served: Served, prompt: int, chat: bool, echo: bool) -> int:
-        """How many tokens may follow a prompt of so many."""
-        room = served.positions - prompt
+    def max_new_tokens(self, served: ServedModel, prompt: int, chat: bool, echo: bool) -> int:
+        """The most tokens to generate after a prompt of `prompt` tokens."""
+        room = served.max_len - prompt
         name = "max_completion_tokens" if "max_completion_tokens" in self.fields else "max_tokens"
         if {"max_completion_tokens", "max_tokens"} <= set(self.fields):
             raise BadRequest("'max_tokens' and 'max_completion_tokens' are one thing: give one", name)
         asked = self.integer(name, 0 if echo else 1, 2**31 - 1)
-        default = served.new_tokens or (max(room, 1) if chat else COMPLETION_TOKENS)
+        default = served.max_new_tokens or (max(room, 1) if chat else COMPLETION_TOKENS)
         new = min(default, max(room, 1)) if asked is None else asked
         if new > room:
-            what = f"the prompt has {prompt} tokens, which with {new} new ones exceed {served.positions}"
+            what = f"the prompt has {prompt} tokens, which with {new} new ones exceed {served.max_len}"
             raise BadRequest(what, name if room > 0 else None, code="context_length_exceeded")
         return new
 
     def logprobs(self, chat: bool) -> int | None:
         if not chat:
-            return self.integer("logprobs", 0, TOP)
-        top = self.integer("top_logprobs", 0, TOP)
-        if top is not None and not self.flag("logprobs"):
+            return self.integer("logprobs", 0, MAX_TOP_LOGPROBS)
+        top = self.integer("top_logprobs", 0, MAX_TOP_LOGPROBS)
+        if top is not None and not self.read("logprobs", False):
             raise BadRequest("'top_logprobs' needs 'logprobs': true", "top_logprobs")
-        return (top or 0) if self.flag("logprobs") else None
+        return (top or 0) if self.read("logprobs", False) else None
 
     def stops(self) -> tuple[str, ...]:
         value = self.fields.get("stop", [])
         stops = [value] if isinstance(value, str) else value
         if not isinstance(stops, list) or len(stops) > MAX_STOPS:
             raise self.wrong("stop", f"a text, or a list of at most {MAX_STOPS}")
-        if not all(isinstance(x, str) and x and not is_broken(x) for x in stops):
+        if not all(isinstance(x, str) and x and not has_surrogate(x) for x in stops):
             raise self.wrong("stop", "of texts that are not empty")
         return tuple(stops)
 
-    def sampling(self, served: Served, logprobs: int | None) -> Sampling:
-        """What the request asks, over what the server does; whoever restricts wants samples."""
-        asked = {
-            name: self.fields[name]
-            for name in ("temperature", *RESTRICTIONS, *PENALTIES)
-            if name in self.fields
-        }
+    def sampling(self, served: ServedModel, logprobs: int | None) -> Sampling:
+        """The request's sampling options, else the server's. top_k, top_p or min_p imply temperature 1."""
+        names = "temperature", *RESTRICTIONS, *PENALTIES
+        asked = {name: self.fields[name] for name in names if name in self.fields}
         for name, value in asked.items():
-            if name in SAMPLING:
-                try:
-                    check_sampling(name, value)
-                except UserError as e:
-                    raise BadRequest(str(e).replace(name.replace("_", "-"), repr(name), 1), name) from None
+            try:
+                check_sampling(name, value)
+            except UserError as e:
+                raise BadRequest(str(e).replace(name.replace("_", "-"), repr(name), 1), name) from None
         if RESTRICTIONS & set(asked) and "temperature" not in asked and not served.sampling.temperature:
             asked["temperature"] = 1.0
         return dataclasses.replace(
@@ -285,12 +280,12 @@ class Fields:
         )
 
     def bias(self, vocabulary: int) -> Bias | None:
-        value = self.object("logit_bias")
+        value = self.read("logit_bias", {})
         if not value:
             return None
-        if len(value) > BIASES:
-            raise BadRequest(f"'logit_bias' has {len(value)} tokens, of at most {BIASES}", "logit_bias")
-        tokens, values = np.full(BIASES, -1, np.int32), np.zeros(BIASES, np.float32)
+        if len(value) > MAX_BIASES:
+            raise BadRequest(f"'logit_bias' has {len(value)} tokens, of at most {MAX_BIASES}", "logit_bias")
+        tokens, values = np.full(MAX_BIASES, -1, np.int32), np.zeros(MAX_BIASES, np.float32)
         for i, (token, bias) in enumerate(value.items()):
             if not (token.isascii() and token.isdigit() and len(token) < 10 and int(token) < vocabulary):
                 raise BadRequest(
@@ -301,32 +296,25 @@ class Fields:
             tokens[i], values[i] = int(token), bias
         return Bias(tokens=tokens, values=values)
 
-    def grammar(self, tokens: LLTokenizer) -> Grammar | None:
-        """response_format: OpenAI's types, and {"type": "regex", "regex"}, {"type": "grammar", "grammar"}."""
-        asked = self.object("response_format")
-        kind = asked.get("type", "text" if not asked else None)
-        wanted = {
-            "text": (), "json_object": (), "json_schema": ("json_schema",), "regex": ("regex",),
-            "grammar": ("grammar",),
-        }  # fmt: skip
-        if not isinstance(kind, str) or kind not in wanted or set(asked) - {"type", *wanted[kind]}:
-            raise self.wrong(
-                "response_format", f"an object with a type of {', '.join(wanted)} and what that needs"
-            )
-        try:
-            match kind:
-                case "text":
-                    return None
-                case "json_object":
-                    return make_grammar(tokens, "json_schema", {"type": "object"})
-                case "json_schema":
-                    return make_grammar(tokens, "json_schema", self._schema(asked.get("json_schema")))
-            source = asked.get(kind)
-            if not isinstance(source, str) or is_broken(source):
-                raise self.wrong("response_format", f"an object whose {kind} is a text")
-            return make_grammar(tokens, dict(regex="regex", grammar="lark")[kind], source)
-        except UserError as e:
-            raise BadRequest(f"'response_format': {e}", "response_format") from None
+    def grammar(self, tokenizer: LLTokenizer) -> Grammar | None:
+        """The grammar of response_format; None for text."""
+        asked = self.read("response_format", {})
+        kind = asked.get("type", None if asked else "text")
+        fields = {kind} if kind in SOURCE_FORMATS else set()
+        if kind not in (*FORMATS, *SOURCE_FORMATS) or asked.keys() - fields - {"type"}:
+            every = ", ".join((*FORMATS, *SOURCE_FORMATS))
+            raise self.wrong("response_format", f"an object with a type of {every} and what that needs")
+        source = asked.get(kind)
+        if kind == "text":
+            return None
+        if kind == "json_object":
+            kind, source = "json_schema", {"type": "object"}
+        elif kind == "json_schema":
+            source = self._schema(source)
+        elif not isinstance(source, str) or has_surrogate(source):
+            raise self.wrong("response_format", f"an object whose {kind} is a text")
+        with user_errors_as_bad_requests("response_format", "'response_format': "):
+            return make_grammar(tokenizer, "lark" if kind == "grammar" else kind, source)
 
     def _schema(self, given) -> Any:
         known = {"name", "description", "schema", "strict"}

@@ -1,0 +1,77 @@
+"""What a family's file says."""
+
+import dataclasses
+import re
+from collections.abc import Callable
+
+from families.fields import ConfigFields
+from model import Config
+from sharding.arrays import ArrayInfo, Stored
+
+# A language model within a multimodal one: the prefixes of its tensors, and which tensors are not its own.
+LANGUAGE_MODEL_NAMES = (
+    (r"^(model\.)?language_model\.(model\.)?(?!lm_head)", "model."),
+    (r"^language_model\.(?=lm_head)", ""),
+)
+VISION_TENSORS = r"^(model\.)?(vision_model|vision_tower|multi_modal_projector)\.|\.rotary_emb\.inv_freq$"
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """Models whose config.json has the same fields and whose tensors have the same names.
+
+    model_type:       the model_type of config.json.
+    config:           from config.json's fields to the Config. Raises UserError about a wrong field.
+    multimodal_type:  the model_type of multimodal models whose text_config is of this family.
+    field_names:      {this family's name of a field: Llama's}, where the two differ.
+    defaults:         fields that config.json may leave out, with the values that they have then.
+    supported:        the supported values of fields that `config` does not take; always null, false, empty.
+    no_effect:        fields that do not change what the language model computes.
+    tensor_names:     (regular expression, replacement), applied in turn: from published names to Llama's.
+    layouts:          where tensors are joined, split or transposed: {a field of Layer or Weights, with dots:
+                      the places where checkpoints may have it, under names after `tensor_names`}. Those of a
+                      layer begin after "model.layers.0.".
+    unused_tensors:   a regular expression of published tensors that the language model does not use.
+    extra_layer:      whether checkpoints have one more layer, which predicts the token after the next and is
+                      not used either.
+    """
+
+    model_type: str
+    config: Callable[[ConfigFields], Config]
+    multimodal_type: str | None = None
+    field_names: dict[str, str] = dataclasses.field(default_factory=dict)
+    defaults: dict[str, int | float] = dataclasses.field(default_factory=dict)
+    supported: dict[str, tuple] = dataclasses.field(default_factory=lambda: {"hidden_act": ("silu",)})
+    no_effect: tuple[str, ...] = ()
+    tensor_names: tuple[tuple[str, str], ...] = ()
+    layouts: dict[str, tuple[Stored, ...]] = dataclasses.field(default_factory=dict)
+    unused_tensors: str = r"\.rotary_emb\.inv_freq$"
+    extra_layer: bool = False
+
+    def llama_name(self, name: str) -> str:
+        """The name that Llama's checkpoints have for a published tensor."""
+        for pattern, replacement in self.tensor_names:
+            name = re.sub(pattern, replacement, name)
+        return name
+
+    def places(self, name: str, info: ArrayInfo) -> list[Stored]:
+        """Where checkpoints may have a weight, like `layers.0.attention.q`; the first that is there counts.
+
+        The fields of a layer's MLP and of its experts have the same names: their letters tell them apart.
+        """
+        layer, field = re.fullmatch(r"(?:layers\.(\d+)\.)?(.*)", name).groups()
+        prefix = f"model.layers.{layer}." if layer else ""
+        letters, sizes = set(info.letters.upper()), info.stored.sizes
+        return [
+            *(
+                dataclasses.replace(x, name=prefix + x.name, sizes=sizes)
+                for x in self.layouts.get(field, ())
+                if letters <= {*x.letters, "E" if "{e}" in x.name else ""}
+            ),
+            info.stored,
+        ]
+
+    def ignores(self, name: str, depth: int) -> bool:
+        """Whether a model of `depth` layers does not use the published tensor of this name."""
+        extra = self.extra_layer and name.startswith(f"model.layers.{depth}.")
+        return extra or bool(re.search(self.unused_tensors, name))

@@ -1,0 +1,27 @@
+"""Qwen 2 and 2.5: Llama with biases on queries, keys and values. Source: transformers, models/qwen2."""
+
+from families import read
+from families.family import Family
+from families.fields import ConfigFields
+from model import Config, Full, LayerKind, Window
+
+
+def config(fields: ConfigFields) -> Config:
+    heads, mlp, norm = read.heads(fields, bias=True), read.gated(fields), read.norm(fields)
+    rope = read.rope(fields, heads.H)
+    layers = tuple(LayerKind(heads, mlp, norm, mask, rope) for mask in masks_of(fields))
+    return read.config(fields, layers, norm)
+
+
+def masks_of(fields: ConfigFields) -> list[Full | Window]:
+    """The masks of Qwen's layers. They are all full, unless use_sliding_window is set."""
+    depth = read.depth(fields)
+    on, size = fields.take("use_sliding_window", bool, False), fields.take("sliding_window", int, None)
+    full = fields.take("max_window_layers", int, depth)
+    types = ["sliding_attention" if on and size and i >= full else "full_attention" for i in range(depth)]
+    known = ("full_attention", "sliding_attention") if size else ("full_attention",)
+    types = read.layer_types(fields, "layer_types", types, *known)
+    return [Window(size) if kind == "sliding_attention" else Full() for kind in types]
+
+
+QWEN2 = Family("qwen2", config)

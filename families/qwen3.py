@@ -1,0 +1,43 @@
+"""Qwen 3, dense and with experts: a norm of each query and key before RoPE.
+
+Sources: transformers, models/qwen3 and models/qwen3_moe.
+"""
+
+from families import read
+from families.experts import ROUTER_NAME, SINGLE_OR_JOINED_EXPERTS
+from families.family import Family
+from families.fields import ConfigFields
+from families.qwen2 import masks_of
+from model import Config, LayerKind, Router
+
+
+def dense_config(fields: ConfigFields) -> Config:
+    norm, mlp = read.norm(fields), read.gated(fields)
+    heads = read.heads(fields, qk_norm=norm)
+    rope = read.rope(fields, heads.H)
+    layers = tuple(LayerKind(heads, mlp, norm, mask, rope) for mask in masks_of(fields))
+    return read.config(fields, layers, norm)
+
+
+def sparse_config(fields: ConfigFields) -> Config:
+    norm, mlp = read.norm(fields), read.gated(fields)
+    heads = read.heads(fields, qk_norm=norm)
+    rope = read.rope(fields, heads.H)
+    router = Router("softmax", normalized=fields.take("norm_topk_prob", bool, False), scales="output")
+    experts = read.experts(fields, router, "moe_intermediate_size")
+    every, dense = fields.take("decoder_sparse_step", int, 1), fields.take("mlp_only_layers", list, [])
+    layers = tuple(
+        LayerKind(heads, experts if i not in dense and (i + 1) % every == 0 else mlp, norm, mask, rope)
+        for i, mask in enumerate(masks_of(fields))
+    )
+    return read.config(fields, layers, norm)
+
+
+QWEN3 = Family("qwen3", dense_config)
+QWEN3_MOE = Family(
+    "qwen3_moe",
+    sparse_config,
+    field_names={"num_experts": "num_local_experts"},
+    tensor_names=(ROUTER_NAME,),
+    layouts=SINGLE_OR_JOINED_EXPERTS,
+)

@@ -1,0 +1,141 @@
+"""Parts of a Config from the fields of config.json that several families name alike."""
+
+from checkpoints.errors import UserError
+from families.fields import NUMBER, ConfigFields
+from model import (
+    Config,
+    Experts,
+    Full,
+    Gated,
+    Heads,
+    LayerKind,
+    LinearScaling,
+    Llama3Scaling,
+    Norm,
+    Rope,
+    Router,
+    Window,
+)
+
+MOST_LAYERS = 1000  # far more than any model has: a list of that many layers is made
+
+
+def config(
+    fields: ConfigFields, layers: tuple[LayerKind, ...], norm: Norm, tied: bool = False, **others
+) -> Config:
+    """The Config of these layers. norm: the last one. tied: where tie_word_embeddings is absent."""
+    return Config(
+        D=fields.take("hidden_size", int),
+        V=fields.take("vocab_size", int),
+        layers=layers,
+        norm=norm,
+        max_positions=fields.take("max_position_embeddings", int),
+        tied_embeddings=fields.take("tie_word_embeddings", bool, tied),
+        **others,
+    )
+
+
+def depth(fields: ConfigFields) -> int:
+    """The number of layers."""
+    depth = fields.take("num_hidden_layers", int)
+    if depth > MOST_LAYERS:
+        raise UserError(f"config.json: num_hidden_layers = {depth} makes no sense")
+    return depth
+
+
+def norm(fields: ConfigFields, **others) -> Norm:
+    """The norm before attention and feed-forward. others: what the family adds to Llama's."""
+    return Norm(fields.take("rms_norm_eps", NUMBER), **others)
+
+
+def heads(fields: ConfigFields, **others) -> Heads:
+    """Grouped-query attention. others: what the family adds to Llama's."""
+    heads = fields.take("num_attention_heads", int)
+    kv_heads = fields.take("num_key_value_heads", int, heads)
+    if heads % kv_heads:
+        raise UserError(f"config.json: {heads} attention heads are no multiple of {kv_heads} key/value heads")
+    width = fields.take("head_dim", int, fields.take("hidden_size", int) // heads)
+    if not width:
+        raise UserError(f"config.json: hidden_size is less than num_attention_heads = {heads}")
+    return Heads(kv_heads, heads // kv_heads, width, **others)
+
+
+def layer_types(fields: ConfigFields, name: str, default: list[str], *known: str) -> list[str]:
+    """A field that gives each layer's type, one of the known ones. default: where the field is absent."""
+    types = fields.take(name, list, default)
+    if len(types) != len(default) or not all(kind in known for kind in types):
+        known = " or ".join(known)
+        raise UserError(f"config.json: {name} do not describe {len(default)} layers, each {known}")
+    return types
+
+
+def window(fields: ConfigFields) -> Full | Window:
+    """The mask of models whose layers all have the same sliding window, or none."""
+    size = fields.take("sliding_window", int, None)
+    return Window(size) if size else Full()
+
+
+def gated(fields: ConfigFields, width: str = "intermediate_size", activation: str = "silu") -> Gated:
+    """width: the field with the MLP's width."""
+    return Gated(fields.take(width, int), activation)
+
+
+def experts(
+    fields: ConfigFields,
+    router: Router,
+    width: str = "intermediate_size",
+    count: str = "num_local_experts",
+    shared: int = 0,
+) -> Experts:
+    """width, count: the fields with an expert's width and the number of experts.
+
+    shared: the width of the shared expert, in widths of the others.
+    """
+    E, A, M = (fields.take(name, int) for name in (count, "num_experts_per_tok", width))
+    if A > E:
+        raise UserError(f"config.json: num_experts_per_tok = {A} of {E} experts")
+    return Experts(E, A, M, router, shared=Gated(shared * M) if shared else None)
+
+
+SCALINGS = {
+    "default": (lambda: None, ()),
+    "linear": (LinearScaling, ("factor",)),
+    "llama3": (
+        Llama3Scaling,
+        ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    ),
+}  # rope_type -> the record, and the fields with its numbers
+
+
+def rope(
+    fields: ConfigFields, H: int, theta: float = 10000.0, interleaved: bool = False, rotated: float = 1
+) -> Rope:
+    """RoPE from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
+
+    H: the width of a head. theta, rotated: the defaults of rope_theta and of partial_rotary_factor, the part
+    of a head's width that is rotated.
+    """
+    theta = fields.take("rope_theta", NUMBER, theta)
+    rotated = fields.take("partial_rotary_factor", NUMBER, rotated)
+    scaling = fields.take("rope_scaling", dict, {})
+    return rope_of(fields.take("rope_parameters", dict, scaling), H, theta, interleaved, rotated)
+
+
+def rope_of(
+    parameters: dict, H: int, theta: float = 10000.0, interleaved: bool = False, rotated: float = 1
+) -> Rope:
+    """RoPE from an object of the form of `rope_parameters`: see `rope`."""
+    fields = ConfigFields(parameters)
+    theta = fields.take("rope_theta", NUMBER, theta)
+    rotated = fields.take("partial_rotary_factor", NUMBER, rotated)
+    kind = fields.take("type", str, "default")  # the field's name before it was rope_type
+    kind = fields.take("rope_type", str, kind)
+    if kind not in SCALINGS:
+        raise UserError(f"config.json: rope_type {kind!r} is not supported ({', '.join(SCALINGS)})")
+    scaling, names = SCALINGS[kind]
+    scaling = scaling(*(float(fields.take(name, NUMBER)) for name in names))
+    fields.finish({})
+    width = int(H * rotated)
+    if width < 2 or width % 2:
+        raise UserError(f"config.json: RoPE needs an even head_dim, or part of it, not {width}")
+    return Rope(float(theta), width, scaling, interleaved)

@@ -1,0 +1,62 @@
+"""All families, and the Config of a model of any of them."""
+
+from checkpoints.errors import UserError
+from families.family import Family
+from families.fields import ConfigFields
+from families.gemma import GEMMA
+from families.glm4 import GLM4
+from families.glm4_moe_lite import GLM4_MOE_LITE
+from families.gpt2 import GPT2
+from families.llama3 import LLAMA3
+from families.llama4 import LLAMA4
+from families.mistral import MISTRAL
+from families.mixtral import MIXTRAL
+from families.qwen2 import QWEN2
+from families.qwen3 import QWEN3, QWEN3_MOE
+from model import Config
+
+FAMILIES = (
+    LLAMA3,
+    LLAMA4,
+    MISTRAL,
+    MIXTRAL,
+    QWEN2,
+    QWEN3,
+    QWEN3_MOE,
+    GEMMA,
+    GPT2,
+    GLM4,
+    GLM4_MOE_LITE,
+)
+
+
+def find_family(config: dict) -> tuple[Family, dict]:
+    """The family of a config.json, and the fields of its language model. Raises UserError."""
+    if config.get("model_type") in [family.multimodal_type for family in FAMILIES if family.multimodal_type]:
+        if not isinstance(config.get("text_config"), dict):
+            raise UserError("config.json: field 'text_config' is missing")
+        outer = {k: v for k, v in config.items() if k not in ("text_config", "vision_config")}
+        config = outer | config["text_config"]
+    name = config.get("model_type")
+    for family in FAMILIES:
+        if family.model_type == name:
+            return family, config
+    known = sorted(x for family in FAMILIES for x in (family.model_type, family.multimodal_type) if x)
+    raise UserError(f"config.json: model_type {name!r} is not supported ({', '.join(known)})")
+
+
+def read_config(config: dict) -> Config:
+    """Config from a Hugging Face config.json. Raises UserError naming the field that is wrong.
+
+    The field quantization_config is for checkpoints/dequantized.py.
+    """
+    names = config.get("architectures") or []
+    for name in names if isinstance(names, list) else [names]:
+        if not str(name).endswith(("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")):
+            raise UserError(f"config.json: architecture {name!r} has no language model's head")
+    family, config = find_family(config)
+    named = {family.field_names.get(name, name): value for name, value in config.items()}
+    fields = ConfigFields(family.defaults | named, family.no_effect)
+    cfg = family.config(fields)
+    fields.finish(family.supported)
+    return cfg

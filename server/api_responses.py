@@ -1,0 +1,160 @@
+"""Responses of the API: OpenAI's objects, whole or as the chunks of a stream."""
+
+import dataclasses
+import math
+import secrets
+import time
+from collections.abc import Iterator
+
+from llguidance import LLTokenizer
+
+from server.api_requests import ApiRequest
+from server.loop import Event, Job
+
+
+@dataclasses.dataclass
+class Choice:
+    """One answer of a response.
+
+    echo: the prompt's text, if it is to precede the answer. text: of the answer, so far. used: tokens that
+    this text took. offset: of the next token in the text, in characters.
+    """
+
+    index: int
+    job: Job
+    echo: str
+    text: str = ""
+    used: int = 0
+    offset: int = 0
+    finish_reason: str | None = None
+
+
+class ApiResponse:
+    """The response to a request, built from the events of its jobs."""
+
+    def __init__(self, request: ApiRequest, jobs: list[Job]):
+        self.request, self.tokenizer = request, request.served.grammar_tokenizer
+        self.choices = {job: Choice(i, job, self._echo(i // request.n)) for i, job in enumerate(jobs)}
+        of_chat = "chatcmpl", "chat.completion", "chat.completion.chunk"
+        of_text = "cmpl", "text_completion", "text_completion"
+        prefix, self.whole_kind, self.chunk_kind = of_chat if request.chat else of_text
+        self.head = dict(id=f"{prefix}-{secrets.token_hex(12)}", object="", created=int(time.time()),
+                         model=request.served.names[0])  # fmt: skip
+
+    def _echo(self, prompt: int) -> str:
+        """The text that precedes the answers to this prompt."""
+        request, text = self.request, self.request.texts[prompt]
+        if not request.echo:
+            return ""
+        if text is not None:
+            return text
+        return self.tokenizer.decode_str(request.requests[prompt * request.n].prompt.tolist())
+
+    def whole(self) -> dict:
+        """The whole response, when all choices have ended."""
+        choices = []
+        for choice in self.choices.values():
+            found = dict(index=choice.index, finish_reason=choice.finish_reason)
+            found |= dict(logprobs=self._logprobs(choice, 0, choice.used, echo=True))
+            if self.request.chat:
+                found |= dict(message=dict(role="assistant", content=choice.text))
+            else:
+                found |= dict(text=choice.echo + choice.text)
+            choices.append(found)
+        return self.head | dict(object=self.whole_kind, choices=choices, usage=self.usage())
+
+    def first_chunks(self) -> Iterator[dict]:
+        """The chunks before any event: of a chat, one with the role for each choice."""
+        if self.request.chat:
+            for choice in self.choices.values():
+                yield self._chunk(choice, delta=dict(role="assistant", content=""), finish_reason=None)
+
+    def add(self, job: Job, event: Event) -> None:
+        choice = self.choices[job]
+        choice.text += event.text
+        choice.used, choice.finish_reason = event.used, event.finish_reason
+
+    def chunk(self, job: Job, event: Event) -> dict:
+        """Add an event: -> the chunk of the stream that reports it."""
+        choice = self.choices[job]
+        first, before = not choice.text and not choice.used, choice.used
+        self.add(job, event)
+        found = dict(logprobs=self._logprobs(choice, before, choice.used, echo=first))
+        if self.request.chat:
+            found |= dict(delta=dict(content=event.text) if event.text else {})
+        else:
+            found |= dict(text=(choice.echo if first else "") + event.text)
+        return self._chunk(choice, **found, finish_reason=choice.finish_reason)
+
+    def _chunk(self, choice: Choice, **fields) -> dict:
+        wanted = self.request.usage
+        now = self.usage() if "continuous_usage_stats" in wanted else None
+        usage = dict(usage=now) if "include_usage" in wanted else {}
+        return self.head | dict(object=self.chunk_kind, choices=[dict(index=choice.index) | fields]) | usage
+
+    def last_chunks(self) -> Iterator[dict]:
+        """The chunk after all events: the usage, if the request asks for it."""
+        if "include_usage" in self.request.usage:
+            yield self.head | dict(object=self.chunk_kind, choices=[], usage=self.usage())
+
+    def usage(self) -> dict:
+        prompts = sum(len(request.prompt) for request in self.request.requests[:: self.request.n])
+        answers = sum(choice.used for choice in self.choices.values())
+        return dict(prompt_tokens=prompts, completion_tokens=answers, total_tokens=prompts + answers)
+
+    def _logprobs(self, choice: Choice, low: int, high: int, echo: bool) -> dict | None:
+        """Log-probabilities of the answer's tokens low to high; None if the request does not ask for them.
+
+        echo: if the request echoes the prompt, precede them by those of the prompt's tokens.
+        """
+        if self.request.logprobs is None:
+            return None
+        answer = choice.job.answer
+        tokens, logprobs = answer.tokens[low:high], answer.logprobs[low:high]
+        tops = answer.top_logprobs[low:high] or [{}] * len(tokens)
+        if self.request.chat:
+            return dict(content=[
+                self._entry(token, logprob)
+                | dict(top_logprobs=[self._entry(*x) for x in sorted(top.items(), key=lambda x: -x[1])])
+                for token, logprob, top in zip(tokens, logprobs, tops, strict=True)
+            ])  # fmt: skip
+        if self.request.echo and echo:
+            prompt = choice.job.request.prompt.tolist()
+            tokens, logprobs = prompt + tokens, [None, *answer.prompt_logprobs, *logprobs]
+            tops = [None, *(answer.prompt_top_logprobs or [{}] * (len(prompt) - 1)), *tops]
+        texts = [text_of(token, self.tokenizer) for token in tokens]
+        offsets = []
+        for text in texts:
+            offsets.append(choice.offset)
+            choice.offset += len(text)
+        by_text = None
+        if self.request.logprobs:
+            rows = zip(tops, tokens, logprobs, strict=True)
+            by_text = [top and self._by_text(top | {token: logprob}) for top, token, logprob in rows]
+        return dict(tokens=texts, token_logprobs=[x if x is None else finite(x) for x in logprobs],
+                    top_logprobs=by_text, text_offset=offsets)  # fmt: skip
+
+    def _by_text(self, top: dict[int, float]) -> dict[str, float]:
+        """Log-probabilities by the token's text, highest first; of tokens with one text the first counts."""
+        found = {}
+        for token, logprob in sorted(top.items(), key=lambda x: -x[1]):
+            found.setdefault(text_of(token, self.tokenizer), finite(logprob))
+        return found
+
+    def _entry(self, token: int, logprob: float) -> dict:
+        own = self.tokenizer.decode_bytes([token])
+        return dict(token=text_of(token, self.tokenizer), logprob=finite(logprob), bytes=list(own))
+
+
+def text_of(token: int, tokenizer: LLTokenizer) -> str:
+    """The text of one token, or its bytes if they are only part of a character."""
+    own = tokenizer.decode_bytes([token])
+    try:
+        return own.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{x:02x}" for x in own)
+
+
+def finite(logprob: float) -> float:
+    """JSON has no infinity: OpenAI's API writes -9999."""
+    return logprob if math.isfinite(logprob) else -9999.0
