@@ -7,10 +7,10 @@ With --verify nothing is written: DST's checksums are computed again, and its we
 """
 # ruff: noqa: E402  an interrupt is heard before the imports that take long
 
-from terminal.command_line import hear_signals
+from terminal.command_line import exit_on_signals
 
 if __name__ == "__main__":
-    hear_signals()
+    exit_on_signals()
 
 import argparse
 import os
@@ -28,7 +28,7 @@ from checkpoints.writing import publish, write_weights
 from distributed.exchange import agree, from_first, process_index
 from quantize import FORMATS, Format
 from terminal.command_line import OneLineParser, run
-from terminal.launch import add_processes, join_hosts
+from terminal.launch import add_process_options, join_hosts
 
 FILE_MIB = 1024
 
@@ -94,7 +94,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("--allow-nonfinite", action="store_true", help="convert weights that are NaN or infinite, too")
     check = "write nothing: check DST and compare it with SRC, or given one folder, check that folder"
     add("--verify", action="store_true", help=check)
-    add_processes(parser)
+    add_process_options(parser)
     args = parser.parse_args(arguments)
     parser.check_positive(args, "file_mib", "timeout")
     if args.destination is None and not args.verify:

@@ -23,8 +23,8 @@ GROUP = 128  # rows x heads x tokens that it has in VMEM at once
 VMEM_BYTES = 32 << 20  # of VMEM that it may use
 MASKED = -1e30  # a score that no exponential survives, without the NaN of inf - inf
 
-# Slots per block of the decode kernel, large and small, by (columns of a slot, bytes per element): of 128 and
-# 256 columns from tune.py, of more what fits as well.
+# Slots per block of the decode kernel, large and small, by (columns of a slot, bytes per element): for 128
+# and 256 columns those with the fewest bundles (docs/log.md), for more columns what fits as well.
 DECODE_BLOCKS = {
     (128, 1): (4096, 512),
     (128, 2): (8192, 512),
