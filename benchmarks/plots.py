@@ -1,51 +1,33 @@
 """The pictures in images/ and the tables in docs/: python3 benchmarks/plots.py [MEASURED PICTURE]
 
-MEASURED is one object of `plan.py --json` per line, or what `--json FILE` of speed.py wrote; or, for tables
-alone, of compare.py, conversion.py or quality.py. Without arguments, all that images/ holds, and the picture
-of one layer's shards, which is drawn from what model.py declares.
+MEASURED has one object of `plan.py --json` per line, or is what `--json FILE` of speed.py or quality.py
+wrote; for quality.py there is a table only. Without arguments, the command makes all pictures and tables
+again from the files in images/, and draws one layer's shards from what model.py declares.
 """
-# ruff: noqa: E402  the folder above must be on the path first
 
 import json
 import math
 import pathlib
-import sys
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
-
-import compare
-import conversion
 import jax.numpy as jnp
 import quality
+import results
 import speed
 from jax.sharding import AbstractMesh
-from models import read_model
 
 import model
 from checkpoints.errors import UserError
+from planner.job import PARTS
+from planner.models import read_model
 from sharding.arrays import ArrayInfo
 from sharding.mesh import SHARDED_BY, mesh_shape, mesh_size
 from terminal.command_line import OneLineParser, run
 
-PARTS = {
-    "attention": "#4c78a8",
-    "mlp": "#72b7b2",
-    "experts": "#f58518",
-    "kv_cache": "#e45756",
-    "embedding": "#b279a2",
-    "other": "#9d9d9d",
-}
-COMPONENTS = {
-    "attention": "#4c78a8",
-    "mlp": "#72b7b2",
-    "experts": "#f58518",
-    "embed": "#eeca3b",
-    "unembed": "#b279a2",
-    "sample": "#54a24b",
-    "collectives": "#e45756",
-    "other": "#9d9d9d",
-}
+COLORS = {
+    "attention": "#4c78a8", "mlp": "#72b7b2", "experts": "#f58518", "other": "#9d9d9d",
+    "kv_cache": "#e45756", "embedding": "#b279a2",  # parts of a plan
+    "embed": "#eeca3b", "unembed": "#b279a2", "sample": "#54a24b", "collectives": "#e45756",  # of a profile
+}  # fmt: skip
 
 
 def title(plan: dict) -> str:
@@ -53,7 +35,7 @@ def title(plan: dict) -> str:
 
 
 def pyplot():
-    """matplotlib's, here, as the tables can do without."""
+    """matplotlib.pyplot, imported here because tables do not need it."""
     import matplotlib
     from matplotlib import pyplot
 
@@ -69,13 +51,13 @@ def save(figure, file: pathlib.Path) -> None:
 
 
 def draw_plans(plans: list[dict], file: pathlib.Path) -> None:
-    """One bar per plan: the gigabytes that each part moves, and a mark for the floor."""
+    """One bar per plan: the gigabytes that each part of the model moves, and a mark for the floor."""
     figure, axes = pyplot().subplots(figsize=(9.5, 0.36 * len(plans) + 1.2))
     places = range(len(plans))
     left = [0.0] * len(plans)
-    for part, colour in PARTS.items():
+    for part in PARTS:
         sizes = [plan["hbm_bytes_by_part"][part] / 1e9 for plan in plans]
-        axes.barh(places, sizes, left=left, color=colour, label=part.replace("_", " "), height=0.62)
+        axes.barh(places, sizes, left=left, color=COLORS[part], label=part.replace("_", " "), height=0.62)
         left = [a + b for a, b in zip(left, sizes, strict=True)]
     floors = [plan["floor_bytes_per_step"] / 1e9 for plan in plans]
     axes.scatter(floors, places, marker="|", s=260, color="black", label="floor", zorder=3)
@@ -90,7 +72,7 @@ def draw_plans(plans: list[dict], file: pathlib.Path) -> None:
 
 
 def draw_speed(result: dict, file: pathlib.Path) -> None:
-    """Decode over the batch, with the share of the memory bandwidth, and where each row's time goes."""
+    """Decode over the batch with the share of the memory bandwidth, and where the time of each row goes."""
     figure, (left, right) = pyplot().subplots(1, 2, figsize=(9.5, 3.6), width_ratios=(2, 3))
     decode = [row for row in result["rows"] if row["phase"] == "decode"]
     for i, context in enumerate(sorted({row["context"] for row in decode})):
@@ -111,10 +93,10 @@ def draw_speed(result: dict, file: pathlib.Path) -> None:
     rows = [row for row in result["rows"] if row["components"]]
     at = [0.0] * len(rows)
     names = [f"{row['phase']} {speed.size(row)}" for row in rows]
-    for part, colour in COMPONENTS.items():
+    for part in (*speed.COMPONENTS, "collectives", "other"):
         shares = [100 * row["components"].get(part, 0) for row in rows]
         if any(shares):
-            right.barh(names, shares, left=at, color=colour, label=part, height=0.62)
+            right.barh(names, shares, left=at, color=COLORS[part], label=part, height=0.62)
         at = [a + b for a, b in zip(at, shares, strict=True)]
     right.invert_yaxis()
     right.set_xlabel("% of the busy time")
@@ -123,7 +105,7 @@ def draw_speed(result: dict, file: pathlib.Path) -> None:
 
 
 class Shards:
-    """What one device of a tensor-parallel mesh holds, by what model.py declares."""
+    """The shards of one device of a tensor-parallel mesh, from what model.py declares."""
 
     def __init__(self, cfg: model.Config, tensor: int, batch: int):
         shape = mesh_shape(cfg, tensor=tensor)
@@ -142,7 +124,7 @@ class Shards:
         return f"{letters} {[self.size(x) for x in letters]}"
 
     def array(self, info: ArrayInfo) -> list[str]:
-        """The letters, shape and bytes of what is declared, weights in int8."""
+        """The letters, shape and bytes of a declared array; weights are int8."""
         padded = info.padded_shape(self.mesh)
         shape = [n // self.degree(x) for n, x in zip(padded, info.letters, strict=True)]
         width = 1 if info.contracted else jnp.dtype(info.dtype).itemsize
@@ -152,31 +134,31 @@ class Shards:
 WEIGHT, CACHE, SHARERS, ALL = "#cfe0f1", "#f7cfd0", "#f9dcb4", "#d9d2ea"
 
 
-def draw_box(axes, x: float, y: float, width: float, lines: list[str], colour: str | None, height=None):
-    """Centred at x, its top at y, in pixels; the first line is bold. Without a colour, the text alone."""
-    if colour:
+def draw_box(axes, x: float, y: float, width: float, lines: list[str], color: str | None, height=None):
+    """A box with its top at y, centered at x, in pixels, its first line bold. Without a color, text only."""
+    if color:
         from matplotlib.patches import FancyBboxPatch
 
         corner, style = (x - width / 2, y), "round,pad=0,rounding_size=5"
         height = height or 10 + 14 * len(lines)
         axes.add_patch(
-            FancyBboxPatch(corner, width, height, style, facecolor=colour, edgecolor="#555", lw=0.8)
+            FancyBboxPatch(corner, width, height, style, facecolor=color, edgecolor="#555", lw=0.8)
         )
     for i, line in enumerate(lines):
-        weight = "bold" if i == 0 and colour else "normal"
+        weight = "bold" if i == 0 and color else "normal"
         axes.text(x, y + 12 + 14 * i, line, ha="center", va="center", fontsize=8, weight=weight)
 
 
 def draw_flow(axes, x: float, title: str, *steps) -> None:
-    """Steps below one another: (width, lines, colour), or a list of those that stand side by side."""
+    """Boxes below one another. A step is (width, lines, color), or a list of such boxes side by side."""
     axes.text(x, 18, title, ha="center", fontsize=11, weight="bold")
     y, arrow = 30, dict(arrowstyle="-|>", color="#555", lw=0.9, shrinkA=0, shrinkB=0)
     for step in steps:
         boxes = step if isinstance(step, list) else [step]
         left = x - sum(width + 8 for width, *_ in boxes) / 2
-        for width, lines, colour in boxes:
+        for width, lines, color in boxes:
             middle = left + 4 + width / 2
-            draw_box(axes, middle, y, width, lines, colour)
+            draw_box(axes, middle, y, width, lines, color)
             if step is not steps[0]:
                 axes.annotate("", (middle, y), (middle, y - 14), arrowprops=arrow)
             left += width + 8
@@ -184,7 +166,7 @@ def draw_flow(axes, x: float, title: str, *steps) -> None:
 
 
 def draw_layer(file: pathlib.Path, name="llama3.1-70b", tensor=16, batch=8, context=8192) -> None:
-    """One layer of a decode step on one of more devices than key/value heads, with what they send."""
+    """One layer of a decode step on one device, where there are more devices than key/value heads."""
     cfg = read_model(name)
     at, layer = Shards(cfg, tensor, batch), model.weight_infos(cfg).layers[0]
     cache = model.cache_infos(cfg, batch, context, jnp.dtype("int8")).layers[0]
@@ -250,26 +232,23 @@ def draw_layer(file: pathlib.Path, name="llama3.1-70b", tensor=16, batch=8, cont
 
 def plans_table(plans: list[dict]) -> str:
     """The plans as a table in Markdown."""
-    lines = [
-        "| model | TPU, mesh | batch x context | peak memory | HBM per step | floor | collectives per layer "
-        "| estimate |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    head = ["model", "TPU, mesh", "batch x context", "peak memory", "HBM per step", "floor"]
+    lines = []
     for plan in plans:
         mesh = "".join(f", {name} {n}" for name, n in plan["mesh"].items() if n > 1)
         collectives = ", ".join(f"{n} {kind}" for kind, n in plan["collectives_per_layer"].items()) or "none"
-        lines.append(
-            f"| {plan['model']} | {plan['topology']}{mesh} | {plan['batch']} x {plan['context']} "
-            f"| {plan['peak_bytes'] / 2**30:.2f} of {plan['hbm_capacity_bytes'] / 2**30:.2f} GiB "
-            f"| {plan['hbm_bytes_per_step'] / 1e6:,.0f} MB | {plan['floor_bytes_per_step'] / 1e6:,.0f} MB "
-            f"| {collectives} | {plan['estimated_step_seconds'] * 1e3:.2f} ms, "
-            f"{plan['tokens_per_second_per_sequence']:.0f} tokens/s per row |"
-        )
-    return "\n".join(lines)
+        lines.append([
+            plan["model"], f"{plan['topology']}{mesh}", f"{plan['batch']} x {plan['context']}",
+            f"{plan['peak_bytes'] / 2**30:.2f} of {plan['hbm_capacity_bytes'] / 2**30:.2f} GiB",
+            f"{plan['hbm_bytes_per_step'] / 1e6:,.0f} MB", f"{plan['floor_bytes_per_step'] / 1e6:,.0f} MB",
+            collectives, f"{plan['estimated_step_seconds'] * 1e3:.2f} ms, "
+            f"{plan['tokens_per_second_per_sequence']:.0f} tokens/s per row",
+        ])  # fmt: skip
+    return results.table([*head, "collectives per layer", "estimate"], lines)
 
 
 def read_plans(file: pathlib.Path) -> list[dict]:
-    """The plans of a file, one per line. Raises UserError for what is none, or does not fit."""
+    """The plans of a file, one per line. Raises UserError for a line that is no plan or does not fit."""
     plans = []
     for number, line in enumerate(file.read_text().splitlines(), 1):
         try:
@@ -284,33 +263,29 @@ def read_plans(file: pathlib.Path) -> list[dict]:
     return plans
 
 
-# By which program a file was written: by a word that is in no other's.
-MARKS = {"samples": "compare", "rows": "speed", "runs": "conversion", "max_over_rms": "quality"}
-
-
-def kind(file: pathlib.Path) -> str:
+def program_of(file: pathlib.Path) -> str:
+    """The benchmark that wrote a file of measurements: speed, quality or plan."""
     text = file.read_text()
-    return next((program for mark, program in MARKS.items() if f'"{mark}"' in text), "plan")
+    return "speed" if '"rows"' in text else "quality" if '"max_over_rms"' in text else "plan"
 
 
 def tables(file: pathlib.Path) -> str:
     """The tables in Markdown of a file of measurements."""
-    if kind(file) == "speed":
-        return speed.report(speed.read_result(file))
-    if kind(file) == "plan":
-        return plans_table(read_plans(file))
-    result = json.loads(file.read_text())
-    if kind(file) == "quality":
-        return quality.report(result, top=3)
-    return compare.table(result) if kind(file) == "compare" else conversion.table(result)
+    match program_of(file):
+        case "speed":
+            return speed.report(speed.read_result(file))
+        case "quality":
+            return quality.report(json.loads(file.read_text()), top=3)
+    return plans_table(read_plans(file))
 
 
 def draw(file: pathlib.Path, picture: pathlib.Path) -> None:
-    """The picture of a file of measurements, if there is one of its kind."""
-    if kind(file) == "speed":
-        draw_speed(speed.read_result(file), picture)
-    elif kind(file) == "plan":
-        draw_plans(read_plans(file), picture)
+    """Draw the picture of a file of measurements, if its benchmark has one."""
+    match program_of(file):
+        case "speed":
+            draw_speed(speed.read_result(file), picture)
+        case "plan":
+            draw_plans(read_plans(file), picture)
 
 
 def main() -> None:
@@ -319,7 +294,7 @@ def main() -> None:
     files = parser.parse_args().files
     if len(files) not in (0, 2):
         parser.error("give both MEASURED and PICTURE, or neither")
-    images = ROOT / "images"
+    images = results.ROOT / "images"
     jobs = [list(map(pathlib.Path, files))] if files else [
         (file, file.with_suffix(".svg")) for file in sorted(images.glob("*.json*"))
     ]  # fmt: skip

@@ -1,127 +1,74 @@
-"""What do weights of few bits cost? The error of each, and with --text that of the predictions.
+"""What does quantization cost? The error of each weight, and with --text how far the predictions move.
 
     python3 benchmarks/quality.py --checkpoint meta-llama/Llama-3.2-1B --quantize int4 --text wiki.test.raw
 
-An error is ||q - w|| / ||w||, of a tensor or of one channel: of all that contributes to one output. max / rms
-is a channel's largest element over its root mean square. KL is KL(float || quantised) of the next token, in
-nats, with activations of the same type in both. The text is cut into windows; each begins as the tokenizer
-begins a text, and sees nothing of those before.
+An error is ||q - w|| / ||w||, of a tensor or of one channel; a channel is all weights that contribute to one
+output. max / rms is a channel's largest element over its root mean square. KL is KL(float || quantized) of
+the next token, in nats, with activations of the same type in both models. The text is cut into windows, which
+start with the token that the tokenizer puts before a text, and do not see one another.
 """
-# ruff: noqa: E402  the folder must be on the path first
 
 import collections
 import dataclasses
-import datetime
-import json
 import math
 import os
 import pathlib
 import re
-import sys
 from functools import partial
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import results
 from jax import Array
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-import model
 from checkpoints.checkpoint import Checkpoint, open_checkpoint
 from checkpoints.errors import UserError
 from checkpoints.loading import load
 from checkpoints.names import FLOATS, named_infos
 from checkpoints.progress import progress
 from model import Config, Weights, forward
-from quantize import (
-    FORMATS,
-    Format,
-    PerGroup,
-    contracted_axes,
-    dequantize_groups,
-    join_groups,
-    quantize_groups,
-    split_groups,
-)
+from quantize import FORMATS, Format
 from serving import placement
 from serving.text import load_tokenizer
 from sharding.arrays import ArrayInfo
 from terminal import launch
 from terminal.command_line import OneLineParser, run
 
-ROUNDINGS = {
-    "searched": "rounded on load",
-    "nearest": "rounded to the nearest",
-    "rotated": "rotated, rounded and rotated back",
-}
-CHANNELS = 3  # the worst of each tensor, to be named
-
-# ---------------------------------------------------------------------------------------------------- weights
+CHANNELS = 3  # the worst channels of each tensor, which the report names
 
 
 @partial(jax.jit, static_argnames="axes")
 def channel_sums(w: Array, q: Array, axes: tuple[int, ...]) -> tuple[Array, Array, Array]:
-    """Of each channel: the sum of squares of q - w, that of w, and max|w|, float32."""
+    """For each channel: the sum of squares of q - w, the sum of squares of w, and max|w|, float32."""
     w = w.astype(jnp.float32)
     return jnp.sum((q - w) ** 2, axes), jnp.sum(w**2, axes), jnp.max(jnp.abs(w), axes)
 
 
-@partial(jax.jit, static_argnames=("info", "rounding"))
-def rounded(w: Array, info: ArrayInfo, rounding: str = "searched") -> Array:
-    """What a weight becomes in its format, float32. Only int4 is rounded in other ways than "searched"."""
-    format = info.quantization
-    if rounding == "searched" or not isinstance(format, PerGroup):
-        return format.decode(format.encode(w, info), info)
-    if rounding == "nearest":
-        return format.decode(format.encode(w, info, searched=False), info)
-    (axes, leading), group_size = contracted_axes(info), format.group_size
-    x, at = split_groups(w.astype(jnp.float32), axes, group_size, leading), leading + len(axes)
-    turn = jnp.asarray(hadamard(group_size))
-    x = jnp.moveaxis(jnp.tensordot(x, turn, (at, 0)), -1, at)
-    x = x.reshape(*x.shape[: at - 1], -1, *x.shape[at + 1 :])
-    x = dequantize_groups(quantize_groups(x, (at - 1,), group_size, at - 1), at)
-    x = jnp.moveaxis(jnp.tensordot(x, turn, (at, 1)), -1, at)
-    return join_groups(x, axes, leading)
+@partial(jax.jit, static_argnames="info")
+def rounded(w: Array, info: ArrayInfo) -> Array:
+    """A weight after it was quantized and dequantized, float32."""
+    return info.quantization.decode(info.quantization.encode(w, info), info)
 
 
-def decoded(values: np.ndarray, scale: np.ndarray, info: ArrayInfo) -> Array:
-    """The weight that stored components stand for, float32."""
-    return info.quantization.decode(info.quantization.unpack(values, scale, info), info)
+def weight_errors(exact: Checkpoint, format: Format, converted: Checkpoint | None = None) -> list[dict]:
+    """The `summary` of each weight that the format quantizes; one slice of a weight is in memory at a time.
 
-
-def hadamard(n: int) -> np.ndarray:
-    """An orthogonal matrix of +-n**-0.5, [n,n], by which all of x gets into each entry. n: a power of 2.
-
-    Its rows have random signs: else what is alike in x would gather in one entry.
-    """
-    matrix = np.ones((1, 1))
-    while len(matrix) < n:
-        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    signs = np.random.default_rng(0).choice([-1, 1], (n, 1))
-    return (signs * matrix / n**0.5).astype(np.float32)
-
-
-def weight_errors(
-    exact: Checkpoint, format: Format, converted: Checkpoint | None = None, rounding: str = "searched"
-) -> list[dict]:
-    """`summary` of each weight that the format rounds, a slice in memory at a time.
-
-    converted: a checkpoint in the format, whose values are compared; None: they are computed here.
+    converted: a checkpoint in this format, to take the quantized values from.
     """
     infos = [(name, info) for name, info in named_infos(exact.config, format=format) if info.quantization]
     total, found = sum(exact.sources[name].nbytes for name, _ in infos), []
     with progress("comparing weights", total, show=jax.process_index() == 0) as bar:
         for name, info in infos:
             sources = [exact.sources[name]]
-            quantized = converted or exact
+            quantized, format = converted or exact, info.quantization
             sources += [quantized.sources[part] for part in quantized.stored(name, info) if part != name]
             nameless, parts = dataclasses.replace(info, stored=None), []
             for letter, _, (w, *stored) in sources[0].read_slices(sources, [x.layout for x in sources[1:]]):
-                axis = channel_letters(info).upper().index(letter)  # in a slice channels are whole
-                q = decoded(*stored, info) if stored else rounded(w, nameless, rounding)
+                axis = channel_letters(info).upper().index(letter)  # a slice has whole channels
+                q = format.decode(format.unpack(*stored, info), info) if stored else rounded(w, nameless)
                 parts.append(jax.device_get(channel_sums(w, q, info.contracted_axes)))
             sums = (np.concatenate(part, axis).astype(float) for part in zip(*parts, strict=True))
             found.append(summary(name, info, *sums))
@@ -134,9 +81,9 @@ def channel_letters(info: ArrayInfo) -> str:
 
 
 def summary(name: str, info: ArrayInfo, error: np.ndarray, square: np.ndarray, largest: np.ndarray) -> dict:
-    """A weight's error and its worst channels, from `channel_sums`; channels of zeros have 0.
+    """A weight's error and its worst channels, from `channel_sums`; a channel of zeros has the error 0.
 
-    Raises UserError if the weight is not finite, or if what it became cannot be of it.
+    Raises UserError if the weight is not finite, or if the quantized values cannot be this weight's.
     """
     if not np.isfinite(error + square).all():
         raise UserError(f"{name}: holds NaN or Inf, or elements whose squares are too large")
@@ -160,11 +107,8 @@ def summary(name: str, info: ArrayInfo, error: np.ndarray, square: np.ndarray, l
     )  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------------ predictions
-
-
 def read_text(file: str) -> str:
-    """Raises UserError if the file is not UTF-8 or has only white space."""
+    """The file's text. Raises UserError if the file is not UTF-8 or has only white space."""
     try:
         text = pathlib.Path(os.path.expanduser(file)).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
@@ -175,9 +119,10 @@ def read_text(file: str) -> str:
 
 
 def windows(tokenizer, text: str, length: int, rows: int, cfg: Config) -> np.ndarray:
-    """Tokens [N,T+1] int32: T inputs and their successors, -1 where there is none; N is a multiple of `rows`.
+    """Windows of the text, [N,T+1] int32: T inputs and the token after each, -1 where the text has ended.
 
-    T is `length`, or less for a short text. Raises UserError for a text of less than two tokens.
+    N is a multiple of `rows`; T is `length`, or less for a short text. Raises UserError for a text of less
+    than two tokens.
     """
     ids = tokenizer(text, add_special_tokens=False).input_ids
     if len(ids) < 2:
@@ -193,7 +138,7 @@ def windows(tokenizer, text: str, length: int, rows: int, cfg: Config) -> np.nda
 
 @jax.jit
 def divergence(exact: Array, other: Array, targets: Array) -> tuple[Array, Array, Array, Array]:
-    """Of each position: KL(exact || other); whether the likeliest token is the same; -log p(target) of both.
+    """For each position: KL(exact || other), whether both have the same top-1 token, -log p(target) of both.
 
     exact, other: logits [B,T,V] float32. targets: [B,T]. Each result: [B,T], in nats.
     """
@@ -206,7 +151,10 @@ def divergence(exact: Array, other: Array, targets: Array) -> tuple[Array, Array
 
 
 def compare(exact: Weights, other: Weights, tokens: np.ndarray, cfg: Config, mesh: Mesh) -> dict:
-    """How others predict the tokens of `windows`. Raises UserError if a model computes NaN."""
+    """How far the predictions of `other` are from those of `exact`, on the tokens of `windows`.
+
+    Raises UserError if a model computes NaN.
+    """
     total, found = int((tokens[:, 1:] >= 0).sum()), []
     with progress("comparing predictions", total, show=jax.process_index() == 0) as bar:
         bar.unit = " tokens"
@@ -226,14 +174,6 @@ def compare(exact: Weights, other: Weights, tokens: np.ndarray, cfg: Config, mes
     )  # fmt: skip
 
 
-# ----------------------------------------------------------------------------------------------------- report
-
-
-def table(head: str, rows: list[list[str]]) -> str:
-    lines = [f"| {head} |", "|---" * (head.count("|") + 1) + "|"]
-    return "\n".join(lines + [f"| {' | '.join(row)} |" for row in rows])
-
-
 def report(result: dict, top: int) -> str:
     """The result as Markdown: kinds of weights, the `top` worst tensors, predictions if any, and how."""
     kinds, rows = collections.defaultdict(list), []
@@ -243,18 +183,20 @@ def report(result: dict, top: int) -> str:
         errors, channels = [x["error"] for x in found], [x["channels"][0]["error"] for x in found]
         figures = [f"{x:.2%}" for x in (np.mean(errors), max(errors), max(channels))]
         rows.append([*kind, str(len(found)), *figures, f"{max(x['max_over_rms'] for x in found):.1f}"])
-    head = "weight | letters, of a channel | tensors | mean error | worst | worst channel | max / rms"
-    parts, rows = [table(head, rows)], []
+    head = ["weight", "letters, of a channel", "tensors", "mean error", "worst", "worst channel", "max / rms"]
+    parts, rows = [results.table(head, rows)], []
     for x in sorted(result["weights"], key=lambda x: -x["error"])[:top]:
         channels = ["{channel}: {error:.2%}, {max_over_rms:.1f}".format(**y) for y in x["channels"]]
         rows.append([x["name"], f"{x['error']:.2%}", "; ".join(channels)])
-    parts.append(table("worst tensors | error | worst channels: error, max / rms", rows))
-    how = "{model}, {format} {how}; {dtype} activations; jax {jax} on {device}; {date}.".format(**result)
+    parts.append(results.table(["worst tensors", "error", "worst channels: error, max / rms"], rows))
+    how = "{model}, {format} {how}; {dtype} activations; jax {versions[jax]} on {device}; {date}."
+    how = how.format(**result)
     if text := result["text"]:
-        head = "tokens | mean KL, nats | median | 99% | max | same top-1 | perplexity | with {format}"
-        head = head.format(**result)
+        head = ["tokens", "mean KL, nats", "median", "99%", "max", "same top-1", "perplexity"]
+        head.append(f"with {result['format']}")
         kl, perplexity = (f"{x:.2e}" for x in text["kl"].values()), (f"{x:,.4f}" for x in text["perplexity"])
-        parts.append(table(head, [[f"{text['tokens']:,}", *kl, f"{text['top_1']:.2%}", *perplexity]]))
+        row = [f"{text['tokens']:,}", *kl, f"{text['top_1']:.2%}", *perplexity]
+        parts.append(results.table(head, [row]))
         how += f" Text: {text['file']}, in windows of {text['window']}."
     else:
         how += " No --text: predictions are not compared."
@@ -266,25 +208,21 @@ def parse_arguments(arguments: list[str] | None = None):
     add = parser.add_argument
     add("--checkpoint", required=True, metavar="DIR_OR_ID", help="the float model, as for main.py")
     add("--quantize", choices=list(FORMATS)[1:], default="int8", help="default: int8")
-    add("--converted", metavar="DIR", help="it, converted to that; default: round the float weights")
-    how = "of int4: by scales of the least squared error, that clip nothing, or as the first after a rotation"
-    add("--rounding", choices=ROUNDINGS, default="searched", help=f"{how}; default: searched")
-    add("--text", metavar="FILE", help="UTF-8, to compare predictions on; default: compare weights alone")
-    add("--window", type=int, default=512, metavar="N", help="positions, at most; default: 512")
+    add("--converted", metavar="DIR", help="the same model, converted; default: quantize the float weights")
+    add("--text", metavar="FILE", help="UTF-8 text to compare predictions on; default: compare weights only")
+    add("--window", type=int, default=512, metavar="N", help="tokens of a window, at most; default: 512")
     add("--dtype", choices=FLOATS, help="of activations; default: as for main.py and float weights")
     for name in ("dp", "ep", "tp"):
         add(f"--{name}", type=int, metavar="N", help="as for main.py")
     add("--top", type=int, default=5, metavar="N", help="worst tensors to show; default: 5")
-    add("--json", metavar="FILE", help="write all that was measured there")
+    add("--json", metavar="FILE", help="write all measurements there")
     args = parser.parse_args(arguments)
     parser.check_positive(args, "window", "dp", "ep", "tp", "top")
-    if args.rounding != "searched" and (args.converted or not isinstance(FORMATS[args.quantize], PerGroup)):
-        parser.error("--rounding is of int4 that is made here, not of --converted, nor of other formats")
     return args
 
 
 def open_both(ours: str, theirs: str | None, format: Format) -> tuple[Checkpoint, Checkpoint | None]:
-    """Raises UserError if they are not a float model and, if there is one, what it was converted to."""
+    """Open the float model and its converted form, if given. Raises UserError if they are something else."""
     exact, converted = open_checkpoint(ours), open_checkpoint(theirs) if theirs is not None else None
     if exact.format:
         raise UserError(f"--checkpoint {ours}: its weights are {exact.format}; give the float model")
@@ -295,30 +233,11 @@ def open_both(ours: str, theirs: str | None, format: Format) -> tuple[Checkpoint
     return exact, converted
 
 
-def load_both(exact: Checkpoint, converted: Checkpoint | None, mesh: Mesh, dtype: str, args) -> tuple:
-    """The weights, and what --quantize and --rounding make of them."""
-    show, format = jax.process_index() == 0, FORMATS[args.quantize]
-    weights = load(exact, mesh, dtype, None, show)
-    if args.rounding == "searched":
-        return weights, load(converted or exact, mesh, dtype, format, show)
-
-    def change(info: ArrayInfo, w: Array) -> Array:
-        if not info.quantization:
-            return w
-        true = w[tuple(map(slice, info.shape))]  # what pads it for the mesh would be no whole groups
-        true = rounded(true, dataclasses.replace(info, stored=None), args.rounding).astype(w.dtype)
-        true = jnp.pad(true, [(0, n) for n in np.subtract(w.shape, true.shape)])
-        return jax.device_put(true, w.sharding)
-
-    return weights, jax.tree.map(change, model.weight_infos(exact.config, format=format), weights)
-
-
 def main() -> None:
     args = parse_arguments()
     text = read_text(args.text) if args.text is not None else None
-    if args.json:
-        open(args.json, "a").close()  # a file that cannot be written is known before the measuring
-    launch.enable_compilation_cache()
+    results.check_writable(args.json)
+    launch.keep_compiled()
     launch.join_hosts(args)
     format = FORMATS[args.quantize]
     exact, converted = open_both(args.checkpoint, args.converted, format)
@@ -330,23 +249,22 @@ def main() -> None:
         length = min(args.window, cfg.max_positions)
         tokens = windows(load_tokenizer(exact.folder), text, length, mesh.shape["data"], cfg)
     result = dict(
-        model=args.checkpoint, format=args.quantize, how=args.converted or ROUNDINGS[args.rounding],
-        dtype=dtype, jax=jax.__version__,
-        device=jax.devices()[0].device_kind, date=datetime.date.today().isoformat(),
-        weights=weight_errors(exact, format, converted, args.rounding), text=None,
+        model=args.checkpoint, format=args.quantize, how=args.converted or "rounded on load", dtype=dtype,
+        device=jax.devices()[0].device_kind, **results.versions_and_date(),
+        weights=weight_errors(exact, format, converted), text=None,
     )  # fmt: skip
     if text:
         try:
-            both = load_both(exact, converted, mesh, dtype, args)
-            result["text"] = dict(file=args.text) | compare(*both, tokens, cfg, mesh)
+            weights = load(exact, mesh, dtype, None, show)
+            quantized = load(converted or exact, mesh, dtype, format, show)
+            result["text"] = dict(file=args.text) | compare(weights, quantized, tokens, cfg, mesh)
         except jax.errors.JaxRuntimeError as e:
             if "RESOURCE_EXHAUSTED" not in str(e):
                 raise
             raise UserError("out of device memory: a smaller --window or more devices may help") from e
     if show:
         print(report(result, args.top))
-        if args.json:
-            pathlib.Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
+        results.write(result, args.json)
 
 
 if __name__ == "__main__":

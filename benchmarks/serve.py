@@ -1,38 +1,32 @@
-"""How fast does a server answer, when requests come at their own times?
+"""How fast does a server answer when requests arrive one by one?
 
     python3 benchmarks/serve.py --checkpoint model.gguf --rates 1,2,4,inf -- --quantize int8
+    python3 benchmarks/serve.py --checkpoint model.gguf --rates inf --against prompt-file
     python3 benchmarks/serve.py --url http://127.0.0.1:8000 --rates 1,2,4,inf
-    python3 benchmarks/serve.py --checkpoint model.gguf --rates inf --against prompt-file,llama-server
 
-The server is `main.py --serve` with the options after --, started here, or any with OpenAI's /v1/completions.
-For each rate so many requests a second come as a Poisson process, whether or not others are answered; inf is
-all at once. Each asks for the greedy continuation of --prompt-tokens of this repository's own texts, by
---new-tokens; no two prompts begin alike, so that no prefix is cached. A server that does not know ignore_eos
-may end an answer before: what came is counted.
+The command starts `main.py --serve` with the options after --, or asks any running server that has OpenAI's
+/v1/completions (--url). A rate is requests per second; they arrive as a Poisson process, whether or not
+earlier ones are answered, or all at once (inf). A prompt is --prompt-tokens tokens of this repository's own
+texts, and is continued greedily by --new-tokens tokens; no two prompts begin alike, so that no prefix is
+cached. A server that does not know ignore_eos may end an answer early: the tokens that it sent count.
 
-The table has a line per server and rate. tokens/s: of all answers, from the first arrival to the last end;
-of several rounds the median. First token: from the time at which the request was to come, so that what waits
-is counted. Per token: from an answer's first token to its end, by the tokens after the first. Both are
-percentiles over the requests of all rounds; of fewer than 100 the 99th is close to the slowest. Failed:
-requests that were refused or broke off; they are in no other column.
+The table has a line for each server and rate. tokens/s: of all answers, from the first arrival to the last
+end; the median of the rounds. First token: from the time at which the request was to arrive, so that waiting
+counts. Per token: from an answer's first token to its end, divided by the number of tokens after the first.
+Both are percentiles over the requests of all rounds; with fewer than 100 requests the 99th percentile is
+close to the slowest. Failed: requests that were refused or broke off; they are in no other column.
 
---against measures others, on the same prompts and never two at a time. llama-server is llama.cpp's, with
---rows slots; llama-cpp-python is the server in that package, which answers one request at a time. prompt-file
-is the command line, without a server: tokens/s by the seconds in its engine, which has all requests from the
-start. To be compared with inf, whose seconds are those between the first arrival and the last end as the
-client sees them: they include what HTTP and tokenizing take.
+--against prompt-file also measures the command line, without a server, on the same prompts and never at the
+same time: tokens/s by the seconds in its engine, which has all requests from the start. Compare it with inf,
+whose seconds are those that the client sees: they include HTTP and tokenizing.
 """
-# ruff: noqa: E402  the folders must be on the path first
 
 import collections
 import contextlib
 import dataclasses
-import datetime
 import http.client
-import importlib.metadata
 import json
 import os
-import pathlib
 import signal
 import socket
 import statistics
@@ -45,12 +39,9 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-FOLDER = pathlib.Path(__file__).resolve().parent
-ROOT = FOLDER.parent
-sys.path[:0] = [str(FOLDER), str(ROOT)]
-
 import numpy as np
-from speed import cpu_name
+import results
+from results import ROOT
 
 from checkpoints.checkpoint import open_checkpoint
 from checkpoints.errors import UserError
@@ -60,25 +51,22 @@ from terminal.command_line import OneLineParser, run
 TINY = ROOT / "tests" / "checkpoints" / "tiny-llama3"
 ALL_AT_ONCE = float("inf")
 OURS, PROMPT_FILE = "main.py --serve", "main.py --prompt-file"
-PEERS = {"prompt-file": PROMPT_FILE, "llama-server": "llama-server", "llama-cpp-python": "llama-cpp-python"}
-TIMEOUT = 600  # seconds without a word, after which a request has failed
-DISTINCT = 8  # tokens within which prompts differ
+TIMEOUT = 600  # seconds without an answer, after which a request has failed
+DISTINCT = 8  # any two prompts differ within their first so many tokens
 WITHOUT_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def log(*message) -> None:
-    """Not terminal.launch's, which starts jax: the accelerator is the server's."""
+    """Print to stderr. (terminal.launch.log would start jax, but the accelerator belongs to the server.)"""
     print(*message, file=sys.stderr, flush=True)
-
-
-# ------------------------------------------------------------------------------------------------- requests
 
 
 @dataclasses.dataclass
 class Outcome:
-    """What became of a request. Times are of time.perf_counter. due: when it was to come; first, last: when
-    text of its first and of its last token came. tokens, prompt_tokens: as the server counts them, else the
-    parts in which the text came, and 0.
+    """The outcome of a request. Times are of time.perf_counter.
+
+    due: when the request was to arrive. first, last: when the text of its first and its last token arrived.
+    tokens, prompt_tokens: as the server counts them; if it does not, the number of texts received, and 0.
     """
 
     due: float
@@ -90,8 +78,8 @@ class Outcome:
     finished: bool = False
     error: str | None = None
 
-    def note(self, event: dict, now: float) -> None:
-        """An event of the stream. The usage comes after the end; tokens without a text are in no event."""
+    def record(self, event: dict, now: float) -> None:
+        """Take in an event of the stream. `usage` comes after the end; a token without text has no event."""
         if "error" in event:
             self.error = str(event["error"])
         for choice in event.get("choices", ()):
@@ -107,42 +95,42 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class Server:
-    """more: what it is asked beside OpenAI's fields."""
+    """A server to ask. more: fields of a request beside OpenAI's."""
 
     url: str
     model: str
     more: dict
 
     def ask(self, prompt: str, new_tokens: int, due: float) -> Outcome:
-        """Ask when it is due, and hear the answer to its end."""
+        """Send a request when it is due, and read the answer to its end."""
         time.sleep(max(0.0, due - time.perf_counter()))
         fields = dict(
             model=self.model, prompt=prompt, max_tokens=new_tokens, temperature=0, stream=True,
             stream_options=dict(include_usage=True), **self.more,
         )  # fmt: skip
-        found = Outcome(due)
+        outcome = Outcome(due)
         try:
             with fetch(f"{self.url}/v1/completions", fields) as lines:
                 for line in lines:
                     if line.startswith(b"data: {"):
-                        found.note(json.loads(line.removeprefix(b"data: ")), time.perf_counter())
+                        outcome.record(json.loads(line.removeprefix(b"data: ")), time.perf_counter())
         except (OSError, http.client.HTTPException, ValueError, LookupError) as e:
-            found.error = f"{type(e).__name__}: {e}"
-        if not found.finished:
-            found.error = found.error or "the answer broke off"
-        return found
+            outcome.error = f"{type(e).__name__}: {e}"
+        if not outcome.finished:
+            outcome.error = outcome.error or "the answer broke off"
+        return outcome
 
 
 def fetch(url: str, fields: dict | None = None) -> http.client.HTTPResponse:
     headers = {"content-type": "application/json"}
-    if key := os.environ.get("LLAMA_JAX_API_KEY"):  # as main.py --serve has it
+    if key := os.environ.get("LLAMA_JAX_API_KEY"):  # the variable that main.py --serve reads
         headers["authorization"] = f"Bearer {key}"
     body = json.dumps(fields).encode() if fields else None
     return WITHOUT_PROXY.open(urllib.request.Request(url, body, headers), timeout=TIMEOUT)
 
 
-def meet(url: str) -> Server:
-    """The server there. One that refuses ignore_eos is not asked for it: its answers may be shorter."""
+def find_server(url: str) -> Server:
+    """The server at the address. One that refuses ignore_eos is asked without it: answers may be shorter."""
     url = url.rstrip("/").removesuffix("/v1")
     try:
         with fetch(f"{url}/v1/models") as response:
@@ -158,7 +146,7 @@ def meet(url: str) -> Server:
 
 
 def load(server: Server, prompts: list[str], new_tokens: int, arrivals: Sequence[float]) -> list[Outcome]:
-    """Ask for each prompt at its arrival, in seconds from now, in a thread of its own."""
+    """Ask for each prompt at its arrival (seconds from now), each in a thread of its own."""
     began = time.perf_counter() + 0.1  # for the threads to start
     with ThreadPoolExecutor(len(prompts)) as threads:
         due = [began + arrival for arrival in arrivals]
@@ -166,7 +154,7 @@ def load(server: Server, prompts: list[str], new_tokens: int, arrivals: Sequence
 
 
 def make_arrivals(n: int, rate: float, rng: np.random.Generator) -> np.ndarray:
-    """Seconds of n arrivals of a Poisson process: exponential gaps, 1 / rate in the mean."""
+    """The times of n arrivals of a Poisson process, in seconds: exponential gaps with the mean 1 / rate."""
     return np.cumsum(rng.exponential(1 / rate, n))
 
 
@@ -188,9 +176,6 @@ def make_prompts(text: str, n: int, length: int, tokenizer, vocabulary: int) -> 
     return prompts
 
 
-# ----------------------------------------------------------------------------------------------- statistics
-
-
 def tokens_per_second(outcomes: list[Outcome]) -> float:
     answered = [x for x in outcomes if x.error is None]
     if not answered:
@@ -199,12 +184,12 @@ def tokens_per_second(outcomes: list[Outcome]) -> float:
 
 
 def percentiles(seconds: list[float]) -> tuple[float, float] | None:
-    """(the median, the 99th), between two values in proportion; None of none."""
+    """(the median, the 99th percentile), interpolated between neighbors; None if there are no values."""
     return tuple(np.percentile(seconds, (50, 99)).tolist()) if seconds else None
 
 
 def summary(rounds: list[list[Outcome]]) -> dict:
-    """What is said of a server at a rate. rounds: the outcomes of each."""
+    """A server's line of the table at one rate. rounds: the outcomes of each round."""
     outcomes = [x for outcomes in rounds for x in outcomes]
     answered = [x for x in outcomes if x.error is None]
     return dict(
@@ -216,9 +201,6 @@ def summary(rounds: list[list[Outcome]]) -> dict:
     )  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------------- programs
-
-
 def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -226,52 +208,28 @@ def free_port() -> int:
 
 
 def positions(args) -> int:
-    """Of a row; llama.cpp ends an answer before the last one."""
+    """Positions of a row, a few more than are needed."""
     return args.prompt_tokens + args.new_tokens + 8
 
 
-def server_command(name: str, args, port: int) -> list:
-    """How a server is started that answers --rows requests at a time, if it can."""
-    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    if name == "llama-server":
-        slots = ["-np", args.rows, "-c", args.rows * positions(args), "-t", threads]
-        return ["llama-server", "-m", args.checkpoint, "--port", port, *slots]
-    if name == "llama-cpp-python":
-        package = [
-            args.llama_cpp_python,
-            "-m",
-            "llama_cpp.server",
-            "--model",
-            args.checkpoint,
-            "--port",
-            port,
-        ]
-        whole = ["--interrupt_requests", "false"]  # or it would end an answer when another request comes
-        return [*package, *whole, "--n_ctx", positions(args), "--n_threads", threads]
-    sizes = ["--rows", args.rows, "--max-len", positions(args), "--max-queue", args.requests]
-    return [*main_command(args), "--serve", "--port", port, *sizes]
-
-
 def main_command(args) -> list:
-    return [sys.executable, ROOT / "main.py", "--checkpoint", args.checkpoint, *args.options]
+    sizes = ["--rows", args.rows, "--max-len", positions(args)]
+    return [sys.executable, ROOT / "main.py", "--checkpoint", args.checkpoint, *args.options, *sizes]
 
 
 @contextlib.contextmanager
-def started(name: str, args) -> Iterator[str]:
-    """A server in a process of its own: yields its address when it is ready."""
+def running_server(args) -> Iterator[str]:
+    """`main.py --serve` in a process of its own: yields its address when it is ready."""
     port = free_port()
-    with tempfile.TemporaryFile("w+") as said:
-        try:
-            command = list(map(str, server_command(name, args, port)))
-            process = subprocess.Popen(command, stdout=said, stderr=said)
-        except OSError as e:
-            raise UserError(f"{name}: {e.strerror}: {e.filename}") from None
+    command = [*main_command(args), "--serve", "--port", port, "--max-queue", args.requests]
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(list(map(str, command)), stdout=output, stderr=output)
         try:
             url = f"http://127.0.0.1:{port}"
             while not is_ready(url):
                 if process.poll() is not None:
-                    said.seek(0)
-                    raise UserError(f"{name} ended: {last_line(said.read())}")
+                    output.seek(0)
+                    raise UserError(f"{OURS} ended: {last_line(output.read())}")
                 time.sleep(0.2)
             yield url
         finally:
@@ -288,26 +246,25 @@ def is_ready(url: str) -> bool:
         with fetch(f"{url}/v1/models"):
             return True
     except urllib.error.HTTPError as e:
-        if e.code != http.client.SERVICE_UNAVAILABLE:  # which says that the model is being loaded
+        if e.code != http.client.SERVICE_UNAVAILABLE:  # a server that is loading its model answers with this
             raise UserError(f"{url}: {e}") from None
     except (OSError, http.client.HTTPException):
-        pass  # nobody listens yet
+        pass  # no server listens yet
     return False
 
 
 def last_line(text: str) -> str:
-    return (text.strip() or "without a word").split("\n")[-1]
+    return (text.strip() or "without a message").split("\n")[-1]
 
 
 def ask_command_line(prompts: list[str], args) -> tuple[float, list[str]]:
-    """main.py --prompt-file: -> (tokens per second of its engine, the answers)."""
+    """Ask main.py --prompt-file. Returns the tokens per second of its engine, and the answers."""
     with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as file:
         file.writelines(json.dumps(dict(prompt=prompt)) + "\n" for prompt in prompts)
         file.flush()
         asked = ["--prompt-file", file.name, "--no-chat-template", "--max-new-tokens", args.new_tokens]
-        sizes = ["--rows", args.rows, "--max-len", positions(args)]
         how = ["--temperature", 0, "--ignore-eos", "--json"]
-        command = list(map(str, [*main_command(args), *asked, *sizes, *how]))
+        command = list(map(str, [*main_command(args), *asked, *how]))
         done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise UserError(f"main.py --prompt-file ended: {last_line(done.stderr)}")
@@ -316,148 +273,119 @@ def ask_command_line(prompts: list[str], args) -> tuple[float, list[str]]:
     return tokens / found["engine_seconds"], [x["text"] for x in found["responses"]]
 
 
-# ------------------------------------------------------------------------------------------------ measuring
-
-
 @dataclasses.dataclass
-class Found:
-    """What was measured of a contender. loads: at each rate, the outcomes of each round. engine: tokens per
-    second of each round of the command line. answers: of each round, to what came all at once.
+class Measurements:
+    """All measurements of a run.
+
+    loads: for each rate, the outcomes of the server's requests in each round. command_line: for each round,
+    the tokens per second of the command line's engine, and its answers.
     """
 
     loads: dict[float, list[list[Outcome]]] = dataclasses.field(default_factory=dict)
-    engine: list[float] = dataclasses.field(default_factory=list)
-    answers: list[list[str]] = dataclasses.field(default_factory=list)
+    command_line: list[tuple[float, list[str]]] = dataclasses.field(default_factory=list)
 
-    def lines(self, name: str) -> list[dict]:
-        """Of the table."""
-        if self.engine:
-            return [dict(server=name, rate=str(ALL_AT_ONCE), tokens_per_second=self.engine)]
-        return [dict(server=name, rate=str(rate), **summary(rounds)) for rate, rounds in self.loads.items()]
+    def lines(self, server: str) -> list[dict]:
+        """The lines of the table."""
+        found = [
+            dict(server=server, rate=str(rate), **summary(rounds)) for rate, rounds in self.loads.items()
+        ]
+        if self.command_line:
+            rates = [rate for rate, _ in self.command_line]
+            found.append(dict(server=PROMPT_FILE, rate=str(ALL_AT_ONCE), tokens_per_second=rates))
+        return found
+
+    def comparison(self) -> str:
+        """The server beside the command line, on the same requests."""
+        rounds = self.loads[ALL_AT_ONCE]
+        rate = statistics.median(map(tokens_per_second, rounds))
+        share = rate / statistics.median(rate for rate, _ in self.command_line)
+        ours = [x.text for outcomes in rounds for x in outcomes]
+        same = sum(a == b for a, b in zip(ours, sum((x for _, x in self.command_line), []), strict=True))
+        of_all = f"{same} of {len(ours)} answers are the same"
+        return f"The server has {share:.1%} of the command line's tokens/s; {of_all}."
 
 
-def measure(names: list[str], args, prompts: Iterator[str]) -> dict[str, Found]:
-    """Each contender in turn, none beside another, as often as there are rounds."""
-    found, rng = {name: Found() for name in names}, np.random.default_rng(0)
+def measure(args, prompts: Iterator[str]) -> Measurements:
+    """Measure the server and, if asked for, the command line: one after the other in each round."""
+    measured, rng = Measurements(), np.random.default_rng(0)
 
     def new_prompts(n: int) -> list[str]:
         return [next(prompts) for _ in range(n)]
 
     for number in range(args.rounds):
+        log(f"round {number}")
         first = new_prompts(args.rows)
         asked = {
             rate: (new_prompts(args.requests), make_arrivals(args.requests, rate, rng)) for rate in args.rates
         }
-        for name in names:
-            log(f"round {number}: {name}")
-            if name == PROMPT_FILE:
-                rate, answers = ask_command_line(asked[ALL_AT_ONCE][0], args)
-                found[name].engine.append(rate)
-                found[name].answers.append(answers)
-                log(f"  {rate:.1f} tokens/s")
-                continue
-            with contextlib.nullcontext(args.url) if args.url else started(name, args) as url:
-                server = meet(url)
-                load(server, first, args.new_tokens, np.zeros(args.rows))  # not counted
-                for rate, (of_rate, arrivals) in asked.items():
-                    busy = time.process_time()
-                    outcomes = load(server, of_rate, args.new_tokens, arrivals)
-                    report_load(rate, outcomes, time.process_time() - busy)
-                    found[name].loads.setdefault(rate, []).append(outcomes)
-                    if rate == ALL_AT_ONCE:
-                        found[name].answers.append([x.text for x in outcomes])
-    return found
+        with contextlib.nullcontext(args.url) if args.url else running_server(args) as url:
+            server = find_server(url)
+            load(server, first, args.new_tokens, np.zeros(args.rows))  # warms up
+            for rate, (of_rate, arrivals) in asked.items():
+                busy = time.process_time()
+                outcomes = load(server, of_rate, args.new_tokens, arrivals)
+                log_load(rate, outcomes, time.process_time() - busy)
+                measured.loads.setdefault(rate, []).append(outcomes)
+        if args.against:
+            measured.command_line.append(ask_command_line(asked[ALL_AT_ONCE][0], args))
+            log(f"  {PROMPT_FILE}: {measured.command_line[-1][0]:.1f} tokens/s")
+    return measured
 
 
-def report_load(rate: float, outcomes: list[Outcome], busy: float) -> None:
-    """busy: seconds of CPU time that asking took, from the server if they share a machine."""
-    log(f"  {named(rate)}: {tokens_per_second(outcomes):.1f} tokens/s; asking took {busy:.2f} s of CPU time")
+def log_load(rate: float, outcomes: list[Outcome], busy: float) -> None:
+    """busy: seconds of CPU time of this process, which a server on the same machine had to do without."""
+    rate_reached = tokens_per_second(outcomes)
+    log(f"  {rate_name(rate)}: {rate_reached:.1f} tokens/s; asking took {busy:.2f} s of CPU time")
     for error, count in collections.Counter(x.error for x in outcomes if x.error).most_common():
         log(f"  {count} failed: {error}")
 
 
-def named(rate: float) -> str:
+def rate_name(rate: float) -> str:
     return "all at once" if rate == ALL_AT_ONCE else f"{rate:g} a second"
 
 
-def table(result: dict) -> str:
-    """In Markdown."""
-    names = (
-        "",
-        "requests",
-        "tokens/s (least..most)",
-        "first token, s: p50, p99",
-        "per token, ms: p50, p99",
-        "failed",
-    )
-    lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
+def report(result: dict) -> str:
+    """The result in Markdown."""
+    head = ["", "requests", "tokens/s (least..most)", "first token, s: p50, p99", "per token, ms: p50, p99"]
+    lines = []
     for line in result["lines"]:
         rates = line["tokens_per_second"]
         first, each = line.get("first_token"), line.get("per_token")
-        cells = [
-            line["server"], named(float(line["rate"])),
+        lines.append([
+            line["server"], rate_name(float(line["rate"])),
             f"{statistics.median(rates):,.1f} ({min(rates):,.1f}..{max(rates):,.1f})",
             f"{first[0]:.2f}, {first[1]:.2f}" if first else "",
             f"{1e3 * each[0]:.1f}, {1e3 * each[1]:.1f}" if each else "",
             f"{line['failed']} of {line['requests']}" if "failed" in line else "",
-        ]  # fmt: skip
-        lines.append(f"| {' | '.join(cells)} |")
+        ])  # fmt: skip
     facts = (
         "{model} {options}; {requests} requests of {prompt_tokens} tokens and {new_tokens} new ones; "
-        "rounds: {rounds}, rows: {rows}; {cpu}; {versions}; {date}."
+        "rounds: {rounds}, rows: {rows}; {cpu}; jax {versions[jax]}; {date}."
     )
-    return "\n".join([*lines, "", facts.format(**result), *result["compared"]])
-
-
-def compare(ours: Found, command_line: Found) -> str:
-    """The server beside the command line, on the same requests."""
-    rate = statistics.median(map(tokens_per_second, ours.loads[ALL_AT_ONCE]))
-    share = rate / statistics.median(command_line.engine)
-    answers = [sum(x.answers, []) for x in (ours, command_line)]
-    same = sum(a == b for a, b in zip(*answers, strict=True))
-    of_all = f"{same} of {len(answers[0])} answers are the same"
-    return f"The server has {share:.1%} of the command line's tokens/s; {of_all}."
-
-
-def rates(text: str) -> list[float]:
-    values = [float(part) for part in text.split(",")]
-    if not min(values) > 0:
-        raise ValueError
-    return values
-
-
-rates.__name__ = "list of numbers above 0, or inf"  # as argparse names it in its message
+    table = results.table([*head, "failed"], lines)
+    return "\n".join([table, "", facts.format(**result), *result["compared"]])
 
 
 def parse_arguments(arguments: list[str] | None = None):
     parser = OneLineParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     add = parser.add_argument
-    add("--url", metavar="URL", help="of a server that runs already; default: one is started")
+    add("--url", metavar="URL", help="address of a running server; default: start one")
     add("--checkpoint", default=str(TINY), metavar="DIR_OR_ID",
         help="as for main.py; its tokenizer cuts the prompts; default: a tiny model from here")  # fmt: skip
-    add("--rates", type=rates, default="1,2,4,inf", metavar="R,...", help="a second; default: 1,2,4,inf")
+    rates = results.positive_numbers(float)
+    add("--rates", type=rates, default="1,2,4,inf", metavar="R,...", help="per second; default: 1,2,4,inf")
     add("--requests", type=int, default=32, metavar="N", help="for each rate; default: 32")
     add("--prompt-tokens", type=int, default=128, metavar="N", help="default: 128")
     add("--new-tokens", type=int, default=64, metavar="N", help="default: 64")
-    add("--rows", type=int, default=8, metavar="N", help="answered at a time; default: 8")
+    add("--rows", type=int, default=8, metavar="N", help="requests answered at a time; default: 8")
     add("--rounds", type=int, default=1, metavar="N", help="default: 1")
-    add("--against", default="", metavar="A,...", help=f"measured in turn: {', '.join(PEERS)}")
-    add(
-        "--llama-cpp-python",
-        default=sys.executable,
-        metavar="FILE",
-        help="a Python that has it; default: this",
-    )
-    add("--json", metavar="FILE", help="write all that was measured there")
-    add("options", nargs="*", metavar="-- OPTION", help="of main.py")
+    add("--against", choices=["prompt-file"], help="measure the command line in turn with the server")
+    add("--json", metavar="FILE", help="write all measurements there")
+    add("options", nargs="*", metavar="-- OPTION", help="options of main.py")
     args = parser.parse_args(arguments)
-    named = args.against.split(",") if args.against else []
-    for name in set(named) - set(PEERS):
-        parser.error(f"--against: {name!r} is none of {', '.join(PEERS)}")
-    args.against = [PEERS[name] for name in named]
     if args.url and (args.against or args.options):
         parser.error("--url excludes --against and options of main.py: that server was started otherwise")
-    if PROMPT_FILE in args.against and ALL_AT_ONCE not in args.rates:
+    if args.against and ALL_AT_ONCE not in args.rates:
         parser.error("--against prompt-file needs inf among the --rates: it has all requests at once")
     parser.check_positive(args, "requests", "prompt_tokens", "new_tokens", "rows", "rounds")
     return args
@@ -465,28 +393,23 @@ def parse_arguments(arguments: list[str] | None = None):
 
 def main() -> None:
     args = parse_arguments()
-    if args.json:
-        open(args.json, "a").close()  # a file that cannot be written is known before the measuring
+    results.check_writable(args.json)
     checkpoint = open_checkpoint(args.checkpoint)
     text = "\n".join(file.read_text() for file in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))])
     count = args.rounds * (args.rows + len(args.rates) * args.requests)
     tokenizer = load_tokenizer(checkpoint.folder)
     prompts = make_prompts(text, count, args.prompt_tokens, tokenizer, checkpoint.config.V)
-    names = [args.url] if args.url else [OURS, *args.against]
-    found = measure(names, args, iter(prompts))
+    found = measure(args, iter(prompts))
     result = dict(
         model=args.checkpoint, options=" ".join(args.options), requests=args.requests,
         prompt_tokens=args.prompt_tokens, new_tokens=args.new_tokens, rounds=args.rounds, rows=args.rows,
-        cpu=cpu_name(), versions=f"jax {importlib.metadata.version('jax')}",
-        date=datetime.date.today().isoformat(),
-        lines=[line for name, x in found.items() for line in x.lines(name)],
-        compared=[compare(found[OURS], found[PROMPT_FILE])] if PROMPT_FILE in found else [],
+        cpu=results.cpu_name(), **results.versions_and_date(),
+        lines=found.lines(args.url or OURS), compared=[found.comparison()] if args.against else [],
     )  # fmt: skip
-    print(table(result))
-    if args.json:
-        pathlib.Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
+    print(report(result))
+    results.write(result, args.json)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that it ends what it has started, too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the server is ended, too
     run(main)

@@ -2,35 +2,28 @@
 
     python3 benchmarks/speed.py --model llama3.2-1b --quantize int8 --batch 1,8 --context 1024 --prompt 512
 
-Decode is timed with caches that are filled to `--context` positions, prefill on prompts of `--prompt` tokens,
-without choosing one; each is warmed up, and compiling is not counted. Beside the median stands the best and
-the worst repetition. The roofline is what this device was seen to do in the same run: the bytes per second at
-which it read a large array, and the operations per second of a large product in the type of the activations.
+Decode is timed with caches that are filled to `--context` positions; prefill is timed on prompts of
+`--prompt` tokens, up to their keys and values, without choosing a token. Both are warmed up first, and
+compiling is timed apart. The tables have the median, the fastest and the slowest repetition. The roofline is
+measured on this device in the same run: the bytes per second at which it reads a large array, and the
+operations per second of a large matrix product in the type of the activations.
 """
-# ruff: noqa: E402  the folders must be on the path first
 
 import collections
 import dataclasses
-import datetime
 import gzip
-import importlib.metadata
 import json
 import pathlib
-import platform
 import re
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 
-FOLDER = pathlib.Path(__file__).resolve().parent
-sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-from models import MODELS, read_model
+import results
 
 import model
 from checkpoints.checkpoint import open_checkpoint
@@ -39,8 +32,10 @@ from checkpoints.loading import load
 from checkpoints.names import FLOATS
 from families.latent_attention import LatentWeights
 from model import Config
+from planner.job import prefill_width
+from planner.models import MODELS, read_model
 from quantize import FORMATS, QuantizedArray, values_and_scale
-from serving import memory, placement, programs
+from serving import memory, placement
 from serving.executors import one_program
 from serving.steps import Batch, DecodeStep, PrefillChunk, init_batch
 from terminal import launch
@@ -49,12 +44,9 @@ from terminal.command_line import OneLineParser, run
 COMPONENTS = ("attention", "mlp", "experts", "embed", "unembed", "sample")  # named scopes of model.py
 
 
-# --------------------------------------------------------------------------------------------------- timing
-
-
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Seconds of one repetition: the median, the least and the most."""
+    """Seconds of a repetition: the median, the least and the most of all repetitions."""
 
     median: float
     least: float
@@ -62,7 +54,7 @@ class Timing:
 
 
 def measure(function: Callable[[int], object], repeat: int, n: int = 1) -> Timing:
-    """Time function(n), which starts a piece of work n times and returns arrays; per piece."""
+    """Time function(n), which does a piece of work n times and returns its arrays; seconds per piece."""
     seconds = []
     for _ in range(repeat):
         began = time.perf_counter()
@@ -72,7 +64,7 @@ def measure(function: Callable[[int], object], repeat: int, n: int = 1) -> Timin
 
 
 def measure_bandwidth() -> float:
-    """Bytes per second that one device reads: the better of a sum and of a product with a vector."""
+    """Bytes per second that one device reads: the faster of a sum and a product with a vector."""
     on_cpu = jax.default_backend() == "cpu"
     x = jnp.ones((1 << 13, 1 << (13 if on_cpu else 16)), jnp.float32)  # 256 MiB, else 2 GiB
     ways = jax.jit(jnp.sum), jax.jit(lambda x: jnp.einsum("ij,j->i", x, x[0]))
@@ -80,7 +72,7 @@ def measure_bandwidth() -> float:
 
 
 def measure_flops(dtype) -> float:
-    """Operations per second of one device in products of dtype: the better of two layouts."""
+    """Operations per second of one device in matrix products of dtype: the faster of two layouts."""
     n = 2048 if jax.default_backend() == "cpu" else 8192
     x = jnp.ones((n, n), dtype)
 
@@ -95,16 +87,14 @@ def _best(function, x: jax.Array) -> float:
     return measure(lambda _: function(x), 5).least
 
 
-# ------------------------------------------------------------------------------------------- what is needed
-
-
 def needed_flops(
     weights: model.Weights, cfg: Config, batch: int, tokens: int, context: int, chooses: bool
 ) -> float:
-    """Multiplications and additions of `tokens` new tokens per row after `context` others.
+    """Multiplications and additions for `tokens` new tokens per row after `context` others.
 
-    chooses: with logits of one position per row; else they end with the keys and values of the last layer.
-    Norms, rotations and softmax are not counted; zeros that pad heads and widths are.
+    chooses: whether each row chooses its next token, by the logits of one position; otherwise the work ends
+    with the keys and values of the last layer. Norms, RoPE and softmax are not counted; zeros that pad heads
+    and widths are.
     """
     per_token, pairs = 0 if chooses else _size(_cached(weights.layers[-1].attention)), 0
     layers = list(zip(weights.layers, cfg.layers, strict=True))
@@ -120,37 +110,24 @@ def needed_flops(
         positions = np.arange(context, context + tokens)
         pairs += np.sum(positions - kind.mask.first(positions)) + tokens
     heads, columns = cfg.heads.K * cfg.heads.G, cfg.heads.columns
-    attention = (
-        2 * pairs * heads * (columns.key + columns.value_width)
-    )  # a query by a key, a weight by a value
+    attention = 2 * pairs * heads * (columns.key + columns.value_width)  # query x key, probability x value
     return batch * (2 * per_token * tokens + attention + 2 * cfg.V * cfg.D * chooses)
 
 
 def _cached(w: model.Attention | LatentWeights):
-    """The matrices that make what the cache keeps."""
+    """The matrices that compute what the cache keeps."""
     return (w.kv_a, w.k_rope) if isinstance(w, LatentWeights) else (w.k, w.v)
 
 
 def _size(tree) -> int:
-    """Elements of the matrices in a tree; of quantized ones, of the values."""
+    """Elements of the matrices in a tree, without the scales of quantized ones."""
     arrays = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, QuantizedArray))
     return sum(values_and_scale(x)[0].size for x in arrays)
 
 
-# ------------------------------------------------------------------------------------------------------ runs
-
-
-def prefill_width(batch: int, length: int) -> int:
-    """Of the chunks in which `batch` prompts are read at once: of many rows shorter ones, for the memory."""
-    limit = 512
-    while limit * batch > 8 * 512 and limit > 16:
-        limit //= 2
-    return min(limit, programs.prefill_width(length))
-
-
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A function of model.py, compiled for arrays of some shapes. seconds: to compile."""
+    """A function compiled for arrays of some shapes. seconds: what compiling took."""
 
     compiled: jax.stages.Compiled
     seconds: float
@@ -158,7 +135,7 @@ class Program:
 
 @dataclasses.dataclass(frozen=True)
 class Bench:
-    """A model on a mesh, and what is asked about it."""
+    """A model on a mesh, to be measured. bandwidth, flops: what one device reaches, per second."""
 
     cfg: Config
     mesh: jax.sharding.Mesh
@@ -176,7 +153,7 @@ class Bench:
     def rows(self, n: int, filled: int, room: int) -> Batch:
         """A batch of n rows that have read `filled` tokens each, with room for more."""
         batch = init_batch(self.cfg, self.mesh, n, -(-(filled + room) // 128) * 128, self.kv_dtype)
-        # Random tokens, because equal ones would all go to the same experts.
+        # The tokens are random: equal tokens would all go to the same experts.
         tokens = np.random.default_rng(0).integers(0, self.cfg.V, batch.tokens.shape, np.int32)
         return batch.replace(
             tokens=jax.device_put(tokens, batch.tokens.sharding),
@@ -188,12 +165,12 @@ class Bench:
         steps = 4
         room = steps * (self.repeat + 2)
         state = [self.rows(batch, max(context - room // 2, 0), room)]
-        arguments = DecodeStep(count=np.ones(batch, np.int32)), self.weights
-        program = self.compile(one_program, *arguments, *state)
+        step = DecodeStep(count=np.ones(batch, np.int32))
+        program = self.compile(one_program, step, self.weights, *state)
 
         def go(n: int):
             for _ in range(n):
-                _, state[0] = program.compiled(*arguments, *state)
+                state[0] = program.compiled(step, self.weights, state[0])[1]
             return state
 
         return self.time("decode", go, steps, batch, 1, context, program, trace)
@@ -207,16 +184,16 @@ class Bench:
 
         def go(n: int):
             for _ in range(n):
-                batch_read = state[0].replace(length=jnp.zeros_like(state[0].cache.length))
+                rows = state[0].replace(length=jnp.zeros_like(state[0].cache.length))
                 for chunk in chunks:
-                    _, batch_read = program.compiled(chunk, self.weights, batch_read)
-                state[0] = batch_read
+                    rows = program.compiled(chunk, self.weights, rows)[1]
+                state[0] = rows
             return state
 
         return self.time("prefill", go, 1, batch, length, 0, program, trace)
 
     def time(self, phase, go, n, batch, tokens, context, program: Program, trace) -> dict:
-        """Time go(n), which makes `tokens` tokens of each row n times; what is reported of it."""
+        """Time go(n), which processes `tokens` tokens of each row n times: the row of the report."""
         jax.block_until_ready(go(n))
         timing = measure(go, self.repeat, n)
         with tempfile.TemporaryDirectory() as temporary:
@@ -235,34 +212,29 @@ class Bench:
         )  # fmt: skip
 
     def floors(self, batch: int, tokens: int, context: int, chooses: bool) -> dict[str, float]:
-        """Seconds that reading what must be read, and computing what must be computed, take at least."""
+        """The least seconds that reading all that is needed takes, and computing it."""
         weights, cfg, moved = self.weights, self.cfg, 0
-        if not chooses:  # of the last layer keys and values are all that is needed, and no logits
+        if not chooses:  # prefill needs no logits, and only keys and values of the last layer
             logits = weights.norm, weights.embed if cfg.tied_embeddings else weights.unembed
             moved = memory.shard_bytes(_cached(weights.layers[-1].attention)) - memory.shard_bytes(logits)
             weights = dataclasses.replace(weights, layers=weights.layers[:-1])
             cfg = dataclasses.replace(cfg, layers=cfg.layers[:-1])
         local = batch // self.mesh.shape["data"] * tokens
-        positions = (
-            np.arange(context, context + 1) if chooses else np.arange(0)
-        )  # of a prompt, nothing is cached
+        positions = np.arange(context, context + 1) if chooses else np.arange(0)  # prefill: an empty cache
         moved += memory.bytes_per_step(weights, cfg, self.mesh, local, positions, self.kv_dtype)
         flops = needed_flops(self.weights, self.cfg, batch, tokens, context, chooses) / self.mesh.size
         return dict(memory=moved / self.bandwidth, arithmetic=flops / self.flops)
 
 
-# ------------------------------------------------------------------------------------------------ components
-
-
 def components(folder: pathlib.Path, text: str) -> dict[str, float]:
     """Shares of the devices' busy time by part of the model, from a profile; a fusion counts as its root.
 
-    folder: as jax.profiler.trace left it. text: the HLO text of what ran.
+    folder: where jax.profiler.trace wrote the profile. text: the HLO text of the program that ran.
     """
     part = {}
     for line in text.splitlines():
         found = re.match(r"\s*(?:ROOT )?%?([\w.\-]+) = .*?\s([\w\-]+)\(", line)
-        if found and found[2] not in ("while", "conditional", "call"):  # what is in them counts itself
+        if found and found[2] not in ("while", "conditional", "call"):  # their instructions count themselves
             part[found[1]] = component(found[2], line)
     seconds = collections.Counter()
     for name, duration in operations(folder):
@@ -273,7 +245,7 @@ def components(folder: pathlib.Path, text: str) -> dict[str, float]:
 
 
 def component(opcode: str, line: str) -> str:
-    """The innermost named scope of an instruction of HLO text, or that it is a collective."""
+    """The part of the model that an instruction of HLO text belongs to, by its innermost named scope."""
     if opcode.startswith(("all-", "collective-", "reduce-scatter")):
         return "collectives"
     scopes = re.search(r'op_name="([^"]*)"', line)
@@ -282,7 +254,7 @@ def component(opcode: str, line: str) -> str:
 
 
 def operations(folder: pathlib.Path) -> Iterator[tuple[str, float]]:
-    """(name of an HLO instruction, microseconds) of each time that one ran."""
+    """(name of an HLO instruction, microseconds) of each run of an instruction."""
     sessions = sorted(folder.glob("plugins/profile/*"), key=lambda session: session.stat().st_mtime)
     for file in (sessions[-1] if sessions else folder).glob("*.trace.json.gz"):
         for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]:
@@ -290,14 +262,12 @@ def operations(folder: pathlib.Path) -> Iterator[tuple[str, float]]:
                 yield event.get("args", {}).get("hlo_op", event["name"]), event["dur"]
 
 
-# -------------------------------------------------------------------------------------------------- reports
-
-
 def table(result: dict, before: dict | None = None) -> str:
     """The rows in Markdown, beside those of an earlier result."""
     earlier = {_key(row): row["tokens_per_second"] for row in before["rows"]} if before else {}
-    head = "| | batch x context | tokens/s | ms (least..most) | MBU | MFU | of the roofline | compiled in |"
-    lines = [head + (" before |" if before else ""), "|---" * (8 + bool(before)) + "|"]
+    head = ["", "batch x context", "tokens/s", "ms (least..most)", "MBU", "MFU"]
+    head += ["of the roofline", "compiled in"] + ["before"] * bool(before)
+    lines = []
     for row in result["rows"]:
         ms = [f"{1e3 * row[name]:.1f}" for name in ("seconds", "seconds_least", "seconds_most")]
         cells = [
@@ -308,12 +278,12 @@ def table(result: dict, before: dict | None = None) -> str:
         if before:
             old = earlier.get(_key(row))
             cells.append(f"{old:,.1f}, {row['tokens_per_second'] / old - 1:+.1%}" if old else "not measured")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return results.table(head, lines)
 
 
 def size(row: dict) -> str:
-    """Rows, and the positions that they have or are given."""
+    """The number of rows, and the positions of each that are filled or prefilled."""
     return f"{row['batch']} x {row['context'] or row['tokens']}"
 
 
@@ -337,25 +307,15 @@ def breakdown(result: dict) -> str:
     if not rows:
         return ""
     names = [x for x in (*COMPONENTS, "collectives", "other") if any(x in row["components"] for row in rows)]
-    lines = [f"| share of busy time | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    lines = []
     for row in rows:
-        shares = " | ".join(f"{row['components'].get(name, 0):.0%}" for name in names)
-        lines.append(f"| {row['phase']} {size(row)} | {shares} |")
-    return "\n".join(lines)
+        shares = [f"{row['components'].get(name, 0):.0%}" for name in names]
+        lines.append([f"{row['phase']} {size(row)}", *shares])
+    return results.table(["share of busy time", *names], lines)
 
 
 def report(result: dict, before: dict | None = None) -> str:
     return "\n\n".join([table(result, before), facts(result), breakdown(result)])
-
-
-def numbers(text: str) -> list[int]:
-    values = [int(part) for part in text.split(",")]
-    if min(values) < 1:
-        raise ValueError
-    return values
-
-
-numbers.__name__ = "list of numbers from 1"  # as argparse names it in its message
 
 
 def parse_arguments(arguments: list[str] | None = None):
@@ -365,6 +325,7 @@ def parse_arguments(arguments: list[str] | None = None):
     names = ", ".join(MODELS)
     source.add_argument("--model", metavar="NAME_OR_CONFIG", help=f"random weights: {names} or a config.json")
     source.add_argument("--checkpoint", metavar="DIR_OR_ID", help="as for main.py")
+    numbers = results.positive_numbers(int)
     add("--batch", type=numbers, default=[1, 8], metavar="B,...", help="rows; default: 1,8")
     add("--context", type=numbers, default=[1024], metavar="S,...", help="of decode; default: 1024")
     add("--prompt", type=numbers, default=[512], metavar="T,...", help="lengths to prefill; default: 512")
@@ -375,8 +336,8 @@ def parse_arguments(arguments: list[str] | None = None):
     add("--kv-cache-dtype", choices=("int8", "bfloat16", "float32"), help="default: as for main.py")
     add("--layers", type=int, metavar="L", help="only the first L layers")
     add("--repeat", type=int, default=5, metavar="N", help="measurements per row; default: 5")
-    add("--json", metavar="FILE", help="write all that was measured there")
-    add("--compare", metavar="FILE", help="an earlier --json file to stand beside")
+    add("--json", metavar="FILE", help="write all measurements there")
+    add("--compare", metavar="FILE", help="an earlier --json file to compare with")
     add("--profile", metavar="DIR", help="keep a trace of each row there, for ui.perfetto.dev")
     args = parser.parse_args(arguments)
     parser.check_positive(args, "dp", "ep", "tp", "layers", "repeat")
@@ -384,7 +345,7 @@ def parse_arguments(arguments: list[str] | None = None):
 
 
 def read_result(file: pathlib.Path) -> dict:
-    """What --json wrote. Raises UserError for what is something else."""
+    """Read what --json wrote. Raises UserError if the file is something else."""
     try:
         result = json.loads(file.read_text())
         assert all(_key(row) and row["tokens_per_second"] > 0 for row in result["rows"])
@@ -393,18 +354,10 @@ def read_result(file: pathlib.Path) -> dict:
         raise UserError(f"{file}: not what speed.py --json writes") from None
 
 
-def cpu_name() -> str:
-    """What /proc/cpuinfo calls this CPU."""
-    file = pathlib.Path("/proc/cpuinfo")
-    names = re.findall(r"model name\s*: (.*)", file.read_text()) if file.exists() else []
-    return f"{names[0]} ({len(names)} cores)" if names else platform.machine()
-
-
 def main() -> None:
     args = parse_arguments()
     before = read_result(pathlib.Path(args.compare)) if args.compare else None
-    if args.json:
-        open(args.json, "a").close()  # a file that cannot be written is known before the measuring
+    results.check_writable(args.json)
     trace = pathlib.Path(args.profile) if args.profile else None
     if trace:
         trace.mkdir(parents=True, exist_ok=True)
@@ -421,7 +374,7 @@ def main() -> None:
     for batch in args.batch:
         if batch % mesh.shape["data"]:
             raise UserError(f"--batch {batch} is no multiple of the data parallelism {mesh.shape['data']}")
-    format = placement.choose_format(args.quantize, checkpoint, launch.log_once)
+    format = placement.choose_format(args.quantize, checkpoint, launch.log)
     dtype, kv_dtype = placement.choose_dtypes(args.dtype, args.kv_cache_dtype, format)
     placement.set_precision(dtype)
     for name, length in (("context", max(args.context)), ("prompt", max(args.prompt))):
@@ -447,19 +400,16 @@ def main() -> None:
                     raise
                 raise UserError(f"{job.__name__} {batch} x {n}: out of device memory") from e
             launch.log("{phase} {batch}: {tokens_per_second:,.1f} tokens/s".format(**rows[-1]))
-    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
     result = dict(
         model=args.model or args.checkpoint, layers=len(cfg.layers), dtype=dtype, kv_cache_dtype=kv_dtype,
         weights=str(format or dtype), devices=mesh.size,
-        device=cpu_name() if on_cpu else jax.devices()[0].device_kind,
+        device=results.cpu_name() if on_cpu else jax.devices()[0].device_kind,
         mesh="x".join(str(n) for n in mesh.shape.values() if n > 1) or "1",
-        bandwidth=rates[0], flops=rates[1], versions=dict(python=platform.python_version(), **versions),
-        date=datetime.date.today().isoformat(), rows=rows,
+        bandwidth=rates[0], flops=rates[1], rows=rows, **results.versions_and_date(),
     )  # fmt: skip
     if jax.process_index() == 0:
         print(report(result, before))
-        if args.json:
-            pathlib.Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
+        results.write(result, args.json)
 
 
 if __name__ == "__main__":

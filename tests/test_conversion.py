@@ -704,31 +704,3 @@ def test_what_was_copied_is_not_held_twice(dtype, wide):
         pages = range(tensor.start // 4096 + 1, tensor.stop // 4096)  # that are no other tensor's
         given_back = {(id(tensor.file.mapped), page) in advised[mmap.MADV_DONTNEED] for page in pages}
         assert given_back <= {copied}
-
-
-@pytest.mark.deep
-def test_benchmark(tmp_path, monkeypatch, capsys):
-    """benchmarks/conversion.py with a small model: all jobs are done; half a model is what a device holds."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import conversion
-    import models
-
-    shapes = dict(hidden_size=256, num_attention_heads=8, head_dim=32, num_hidden_layers=2)
-    shapes |= dict(intermediate_size=512, vocab_size=512)
-    monkeypatch.setitem(models.MODELS, "llama3.2-1b", models.MODELS["llama3.2-1b"] | shapes)
-    arguments = ["conversion.py", "--folder", str(tmp_path), "--rounds", "1", "--shards", "3"]
-    monkeypatch.setattr(sys, "argv", [*arguments, "--json", str(tmp_path / "json")])
-    conversion.main()
-    result = json.loads((tmp_path / "json").read_text())
-    assert capsys.readouterr().out == conversion.table(result) + "\n"
-    assert list(tmp_path.iterdir()) == [tmp_path / "json"]
-    runs = {job: run for job, (run,) in result["runs"].items()}
-    assert runs.keys() == conversion.JOBS.keys() and all(run["seconds"] > 0 for run in runs.values())
-
-    conversion.make_checkpoint("llama3.2-1b", None, 3, tmp_path / "source")
-    assert len(list((tmp_path / "source").glob("*.safetensors"))) == 3
-    checkpoint = open_checkpoint(tmp_path / "source")
-    mesh = make_mesh(checkpoint.config, tensor=2, devices=jax.devices()[:2])
-    weights = load(checkpoint, mesh, "bfloat16", None)
-    held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(weights))
-    assert runs["half bfloat16"]["bytes"] == held

@@ -84,7 +84,7 @@ def test_forward_on_a_mesh(mesh):
 
 # ------------------------------------------------------------------------------------ two ropes in one model
 
-LOCAL, GLOBAL = model.Rope(1e2), model.Rope(1e5, interleaved=True, width=4)
+LOCAL, GLOBAL = model.Rope(1e2, 8), model.Rope(1e5, 4, interleaved=True)
 
 
 def config_of_two_ropes() -> model.Config:
@@ -107,8 +107,7 @@ def by_hand(text: np.ndarray, w: model.Weights, cfg: model.Config) -> np.ndarray
 
     def rotate(x: np.ndarray, rope: model.Rope) -> np.ndarray:
         """x: [T,...,H]. A pair of columns is a complex number, which is multiplied by one of modulus 1."""
-        H = x.shape[-1]
-        width = rope.width or H
+        width = rope.width
         first = np.arange(0, width, 2) if rope.interleaved else np.arange(width // 2)
         second = first + (1 if rope.interleaved else width // 2)
         turn = np.exp(1j * np.outer(positions, rope.theta ** (-np.arange(0, width, 2) / width)))

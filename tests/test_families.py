@@ -2,9 +2,7 @@
 
 import copy
 import dataclasses
-import pathlib
 import shutil
-import sys
 from functools import cache, partial
 
 import jax
@@ -27,17 +25,14 @@ from convert_checkpoint import convert
 from families.gpt2 import LearnedPositions, Plain
 from families.latent_attention import Latent
 from families.registry import read_config
+from planner.models import MODELS
+from quantize import INT8, Format
 from serving import programs
 from serving.engine import Engine
 from serving.programs import Programs
 from serving.requests import Request
 from serving.speculation import PromptLookup
 from sharding.mesh import mesh_shape
-
-sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "benchmarks"))
-import models  # noqa: E402  the folder must be on the path first
-
-from quantize import INT8, Format
 
 FAMILIES = [name for name in CONFIGS if name != "llama3"]  # whose other form has more
 deep = partial(pytest.param, marks=pytest.mark.deep)
@@ -309,7 +304,7 @@ def test_published_sizes():
         "qwen3-235b-a22b": 235,
     }  # fmt: skip
     for name, billions in published.items():
-        infos = jax.tree.leaves(model.weight_infos(read_config(models.MODELS[name])))
+        infos = jax.tree.leaves(model.weight_infos(read_config(MODELS[name])))
         assert sum(np.prod(info.shape) for info in infos) / 1e9 == pytest.approx(billions, rel=0.02), name
 
 

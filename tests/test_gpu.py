@@ -3,7 +3,6 @@
 import dataclasses
 import importlib
 import sys
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -30,10 +29,6 @@ from sharding.mesh import mesh_shape
 IN_GROUPS = dict(D=64, H=64, F=192, M=96)  # sizes of which int4 has whole groups
 
 
-def unchecked(mesh, in_specs, out_specs):
-    return partial(jax.shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-
-
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
     """Switches to the GPU's paths when called; returns the set of kernels that have run since."""
@@ -49,7 +44,7 @@ def as_on_a_gpu(monkeypatch):
         for module in (grouped_matmul, matmul):
             monkeypatch.setattr(module, "platform", lambda: "gpu")
         # The interpreter mixes what varies over the mesh with what does not; test_lowering checks our part.
-        monkeypatch.setattr(model, "on_each_device", lambda mesh, T, *specs: unchecked(mesh, *specs))
+        monkeypatch.setattr(model, "can_check_vma", lambda mesh, T: False)
         jax.clear_caches()  # what is compiled already is for a CPU
         return used
 

@@ -17,10 +17,10 @@ from pod import KINDS
 from processes import causes, errors, finish, start
 
 import main
-from benchmarks.models import MODELS
 from checkpoints.layouts import layout_of
 from checkpoints.names import named_infos
 from families.registry import read_config
+from planner.models import MODELS
 from serving import memory
 
 LLAMA4 = CHECKPOINTS / "tiny-llama4"

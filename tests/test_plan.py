@@ -1,6 +1,6 @@
-"""benchmarks/hlo.py against programs counted by hand, and benchmarks/plan.py against the TPU compiler.
+"""planner/traffic.py against programs counted by hand, and benchmarks/plan.py against the TPU compiler.
 
-The compiler (libtpu) needs no TPU. What it says is exact and does not vary, so the bounds below are tight.
+The compiler (libtpu) needs no TPU. Its figures are exact and do not vary, so the bounds below are tight.
 """
 
 import dataclasses
@@ -16,11 +16,21 @@ import numpy as np
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT / "benchmarks"))
 
-import hlo
-import plan
 from conftest import invoke, llama3_config, llama4_config, mesh_of
+
+from planner import command
+from planner.compiled import Step
+from planner.estimates import collective_seconds
+from planner.floor import share_needed
+from planner.hlo import Array, device_groups
+from planner.job import Job, named_leaves, part_of, prefill_width
+from planner.models import read_model
+from planner.plan import Choice, Plan
+from planner.report import show
+from planner.topologies import CHIPS, Topology, find_topology
+from planner.traffic import Loop, Program, read_program
+from ragged_attention import DECODE_BLOCKS
 
 deep = functools.partial(pytest.param, marks=pytest.mark.deep)
 needs_compiler = pytest.mark.skipif(
@@ -28,8 +38,8 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
-def program(text: str, **keywords) -> hlo.Program:
-    return hlo.read_program(text, **keywords)
+def program(text: str, **keywords) -> Program:
+    return read_program(text, **keywords)
 
 
 def moved(text: str, **keywords) -> dict[str, float]:
@@ -52,7 +62,7 @@ def moved(text: str, **keywords) -> dict[str, float]:
     ],
 )
 def test_bytes_include_padding(shape, layout, expected):
-    assert hlo.Array("bf16", shape, layout).bytes == expected
+    assert Array("bf16", shape, layout).bytes == expected
 
 
 MATMUL = """
@@ -92,7 +102,7 @@ def test_vmem_is_free_and_each_hbm_array_counts():
 
 
 def test_what_the_next_run_begins_with_counts_once():
-    """XLA may fetch an array at the end of a run, for the next one, which then need not."""
+    """XLA may fetch an array at the end of a run for the next run, which then does not fetch it."""
     again = """
   %copy-start.9 = (bf16[8,256]{1,0:T(8,128)(2,1)S(1)}, bf16[8,256]{1,0:T(8,128)(2,1)}, u32[]{:S(2)}) copy-start(%x)
   %copy-done.9 = bf16[8,256]{1,0:T(8,128)(2,1)S(1)} copy-done(%copy-start.9)
@@ -133,7 +143,7 @@ def test_copies_and_prefetches():
 )
 def test_replica_groups_of_every_version_of_jax(text, group):
     size = len(group)
-    assert hlo.device_groups(f"replica_groups={text}")[0].tolist() == group
+    assert device_groups(f"replica_groups={text}")[0].tolist() == group
     (found,) = program(MATMUL.replace("{{0,1},{2,3}}", text), stages=2).collectives
     assert found.between_stages == (max(group) >= 4)
     assert (found.kind, found.shape, found.bytes, found.group) == (
@@ -146,7 +156,7 @@ def test_replica_groups_of_every_version_of_jax(text, group):
 
 
 def test_what_is_sent_to_another_slice():
-    """The compiler makes a transfer by the hosts of it: a permutation, or a sum of what each slice has."""
+    """Hosts transfer between slices of TPUs: a permutation, or a sum over the slices."""
     text = """
 ENTRY %main (x: bf16[4,1,256]) -> bf16[4,1,256] {
   %x = bf16[4,1,256]{2,1,0} parameter(0), metadata={op_name="x"}
@@ -167,7 +177,7 @@ ENTRY %main (x: bf16[4,1,256]) -> bf16[4,1,256] {
 
 
 def test_asynchronous_collectives():
-    """One is started and done later, and returns its operand too; one is fused with other work."""
+    """One is started and done later, and returns its operand too; another is fused with other work."""
     text = """
 %fused (p: f32[8,128]) -> f32[8,128] {
   %p = f32[8,128]{1,0:T(8,128)S(1)} parameter(0)
@@ -233,10 +243,10 @@ ENTRY %main (kv: s8[1024,128], at: s32[2,1], new: s8[2,128]) -> s8[1024,128] {
 
 
 def test_an_update_in_place_writes_its_rows_and_a_loop_reads_its_slices():
-    """Two rows are written. A loop with a computed bound walks over the cache once: 4 blocks of 256 slots."""
+    """Two rows are written. A loop with computed trips walks over the cache once: 4 blocks of 256 slots."""
     assert moved(IN_PLACE) == {"written": 2 * 128, "block.1": 1024 * 128}
     assert {x.argument for x in program(IN_PLACE).traffic} == {"cache.layers[0].values"}
-    assert program(IN_PLACE).loops == [hlo.Loop("while.1", 4, known=False)]
+    assert program(IN_PLACE).loops == [Loop("while.1", 4, known=False)]
 
 
 ONE_ROW = """
@@ -303,7 +313,10 @@ ENTRY %main (q: bf16[8,128], kv: s8[8,1024,128], w: s8[16,256,128]) -> bf16[8,12
 
 
 def test_the_caller_says_what_a_pallas_kernel_reads():
-    """The cache whole, its alias not at all; of 16 experts 3. Attributes may hold line breaks and braces."""
+    """A kernel reads the whole cache, and writes nothing to its alias; another reads 3 of 16 experts.
+
+    Attributes may hold line breaks and braces.
+    """
     output = 8 * 128 * 2
     whole = {"ragged_decode.3": 8 * 1024 * 128, "experts.1": 16 * 256 * 128 + output}
     assert moved(KERNEL) == whole
@@ -345,54 +358,66 @@ def test_parts_of_the_model():
         "weights.layers[2].attention_norm": "other",
         "weights.embed": "embedding",
         "weights.unembed.values": "embedding",
-        "cache.layers[2].values": "kv_cache",
-        "cache.tokens": "other",
-        "cache.length": "other",
+        "batch.cache.layers[2].values": "kv_cache",
+        "batch.tokens": "other",
+        "batch.cache.length": "other",
         "": "other",
     }
-    assert {name: plan.part_of(name, cfg) for name in names} == names
+    assert {name: part_of(name, cfg) for name in names} == names
+
+
+@pytest.mark.parametrize(
+    "batch, length, width", [(1, 600, 512), (8, 20, 32), (9, 512, 256), (32, 512, 128), (999, 40, 16)]
+)
+def test_prefill_chunks_fit_in_memory(batch, length, width):
+    assert prefill_width(batch, length) == width
+
+
+def test_every_name_is_a_model():
+    assert {name: read_model(name).D for name in ("llama3.2-1b", "llama4-scout")} == {
+        "llama3.2-1b": 2048,
+        "llama4-scout": 5120,
+    }
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_what_is_needed(tied):
-    """A decode step looks tokens up and reads the rest. Prompts end with the last layer's keys and values."""
+    """Decode looks up tokens and reads all else; prefill ends with the keys and values of the last layer."""
     cfg = llama3_config(tied_embeddings=tied)
 
     def unneeded(tokens: int) -> set[str]:
-        job, mesh = plan.Job(cfg, 1, 128, None, "float32", tokens), mesh_of(cfg)
-        names = [name for name, _ in plan.named(**job.arguments(mesh))]
-        return {name for name in names if not plan.share_needed(name, job, mesh)}
+        job, mesh = Job(cfg, 1, 128, None, "float32", tokens), mesh_of(cfg)
+        names = [name for name, _ in named_leaves(**job.arguments(mesh))]
+        return {name for name in names if not share_needed(name, job, mesh)}
 
-    tables = {"tokens", "weights.embed"}
+    tables = {"batch.tokens", "weights.embed"}
     assert unneeded(1) == (tables - {"weights.embed"} if tied else tables)
     last = {f"feed_forward.{name}" for name in ("gate", "up", "down")} | {"attention.q", "attention.o"}
     last = {f"weights.layers[1].{name}" for name in last | {"feed_forward_norm"}}
     logits = {"weights.norm"} if tied else {"weights.norm", "weights.unembed"}
-    assert unneeded(16) == tables | logits | last | {"cache.layers[1].values"}
+    assert unneeded(16) == tables | logits | last | {"batch.cache.layers[1].values"}
 
 
 def test_collectives_take_hops_and_bandwidth():
     """An all-reduce of 16 on 4x4 chips without wraparound: 6 hops; 15/16 of the bytes twice, on 2 links."""
-    v5e = plan.Topology("v5e:4x4", plan.CHIPS["v5e"], (4, 4), ())
+    v5e = Topology("v5e:4x4", CHIPS["v5e"], (4, 4), ())
     expected = 6 * 0.5e-6 + 2 * 131072 * 15 / 16 / (2 * 50e9)
-    assert plan.collective_seconds("all-reduce", 131072, 16, v5e) == pytest.approx(expected)
-    assert plan.collective_seconds("all-gather", 131072, 2, v5e) == pytest.approx(0.5e-6 + 131072 / 2 / 50e9)
-    ring = plan.Topology("v5e:16x16", plan.CHIPS["v5e"], (16, 16), ())
-    assert plan.collective_seconds("all-gather", 160, 16, ring) == pytest.approx(
-        8 * 0.5e-6 + 150 / (2 * 50e9)
-    )
+    assert collective_seconds("all-reduce", 131072, 16, v5e) == pytest.approx(expected)
+    assert collective_seconds("all-gather", 131072, 2, v5e) == pytest.approx(0.5e-6 + 131072 / 2 / 50e9)
+    ring = Topology("v5e:16x16", CHIPS["v5e"], (16, 16), ())
+    assert collective_seconds("all-gather", 160, 16, ring) == pytest.approx(8 * 0.5e-6 + 150 / (2 * 50e9))
 
 
 def test_the_docs_show_the_first_plan_of_their_table(capsys):
-    """What plan.py printed and the table below it are of one compilation."""
+    """The output of plan.py in docs/tpu.md is that of the first row of the table there."""
     found = json.loads((ROOT / "images" / "decode_bytes.jsonl").read_text().splitlines()[0])
 
     def made(cls, **more):
         return cls(**{field.name: found.get(field.name) for field in dataclasses.fields(cls)} | more)
 
-    ranking = [plan.Choice(**choice) for choice in found["ranking"]]
-    result = made(plan.Plan, decode=made(plan.Step), prefill=None, ranking=ranking)
-    plan.show(result, found["model"], found["quantize"], found["kv_cache_dtype"])
+    ranking = [Choice(**choice) for choice in found["ranking"]]
+    result = made(Plan, decode=made(Step), prefill=None, ranking=ranking)
+    show(result, found["model"], found["quantize"], found["kv_cache_dtype"])
     assert capsys.readouterr().out in (ROOT / "docs" / "tpu.md").read_text()
 
 
@@ -400,10 +425,10 @@ def test_the_docs_show_the_first_plan_of_their_table(capsys):
 
 
 def run_python(*arguments: str) -> subprocess.CompletedProcess:
-    """In a process of its own, without the tests' XLA_FLAGS."""
+    """Run Python in a process of its own, without the tests' XLA_FLAGS."""
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    # Else the compiler is for one process at a time.
-    environment |= {"PYTHONPATH": str(ROOT / "benchmarks"), "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    # Otherwise only one process at a time can use the compiler.
+    environment |= {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     command = [sys.executable, *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
 
@@ -428,14 +453,14 @@ def compiled(
     ("name", "batch", "context"), [("llama3.1-70b", 8, 8192), deep("llama4-scout", 1, 4096)]
 )
 def test_decode_on_16_chips(name, batch, context):
-    """It fits; a layer sends two all-reduces and at most two small messages; no cache is copied."""
+    """The step fits; a layer has two all-reduces and at most two small collectives; no cache is copied."""
     found = compiled(name, 4, batch, context)
     assert found["fits"] and found["peak_bytes"] >= found["weights_bytes"] + found["cache_bytes"]
     per_layer = dict(found["collectives_per_layer"])
     assert per_layer.pop("all-reduce") == 2 and sum(per_layer.values()) <= 2
     cache_of_a_layer = found["cache_bytes"] / 4
     too_large = [x for x in found["copies"] if x["bytes"] >= cache_of_a_layer / 2]
-    assert not too_large  # half: keys and values apart would be two copies
+    assert not too_large  # half of a cache: keys and values may be copied apart
 
 
 @needs_compiler
@@ -471,8 +496,9 @@ def bytes_over_floor(name: str, batch: int, context: int, topology: str, layers=
 @needs_compiler
 @pytest.mark.parametrize("batch", [1, deep(32)])
 def test_latent_attention(batch):
-    """GLM-4.7-Flash: four collectives per layer, no copy of the cache, and little more than the floor: of the
-    11% that 640 columns are more than 576, and of the queries' first matrix, which each device has.
+    """GLM-4.7-Flash: four collectives per layer, no copy of the cache, and bytes little above the floor.
+
+    Each device has the queries' first matrix. The floor counts slots of 640 columns, of which 576 are used.
     """
     name, topology = "glm-4.7-flash", "v6e:2x2"
     found = compiled(name, 4, batch, 8192, topology)
@@ -500,7 +526,7 @@ def test_bytes_of_other_families(name, topology):
 @needs_compiler
 @pytest.mark.deep
 def test_narrow_experts():
-    """96 columns of an expert on each of 8 chips are padded to 128: no copy, and the kernel for few rows."""
+    """A chip has 96 columns of an expert, padded to 128: the kernel runs, and nothing is copied."""
     found = compiled("qwen3-30b-a3b", 2, 8, 8192, "v5e:2x4 --ep 1 --tp 8")
     assert not [x for x in found["copies"] if x["bytes"] > 1e6]
     assert bytes_over_floor("qwen3-30b-a3b", 8, 8192, "v5e:2x4 --ep 1 --tp 8") < 1.4
@@ -517,18 +543,22 @@ def test_a_small_embedding_stays_where_it_is():
 @needs_compiler
 @pytest.mark.deep
 def test_one_row_of_a_cache_is_moved_alone():
-    """Copying a row of int8 caches, and reading a prompt into one, move nothing of half a cache's size."""
+    """Copying a row of int8 caches, and prefilling one row, move no array of half the size of a cache."""
     code = """
-import dataclasses, hlo, jax, jax.numpy as jnp, json, plan
+import dataclasses, jax, jax.numpy as jnp, json
 from jax.sharding import NamedSharding, PartitionSpec as P
-from models import read_model
+from planner.job import Job
+from planner.models import read_model
+from planner.topologies import find_topology
+from planner.traffic import read_program
 from serving.executors import one_program
 from serving.steps import PrefillChunk, assign_rows
 from sharding.mesh import make_mesh
+from sharding.sampling import Sampling
 cfg = read_model("llama3.1-70b")
 cfg = dataclasses.replace(cfg, layers=cfg.layers[:2])
-mesh = make_mesh(cfg, tensor=16, devices=plan.find_topology("v5e:4x4").devices)
-_, weights, batch = plan.Job(cfg, 32, 8192).arguments(mesh).values()
+mesh = make_mesh(cfg, tensor=16, devices=find_topology("v5e:4x4").devices)
+_, weights, batch = Job(cfg, 32, 8192).arguments(mesh).values()
 sharding = NamedSharding(mesh, P("data"))
 row, text = (jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding) for shape in [(1,), (1, 8192)])
 found = []
@@ -537,8 +567,8 @@ for lowered in (
     one_program.lower(PrefillChunk(rows=row, count=row, width=512), weights, batch, cfg=cfg, mesh=mesh),
 ):
     compiled = lowered.compile()
-    moved = hlo.read_program(compiled.as_text()).traffic
-    found += [x.bytes for x in moved if x.kernel not in ("take_slots", "put_slots")]  # they move blocks
+    moved = read_program(compiled.as_text()).traffic
+    found += [x.bytes for x in moved if x.kernel not in ("take_slots", "put_slots")]  # which move blocks
     found.append(compiled.memory_analysis().temp_size_in_bytes)
 print(json.dumps(found))
 """
@@ -549,22 +579,26 @@ print(json.dumps(found))
 
 @needs_compiler
 @pytest.mark.deep
-def test_guesses_are_checked_by_the_decode_kernel():
-    """The caches of a chunked layer and of another are read by one kernel each, and not copied."""
+def test_draft_tokens_go_through_the_decode_kernel():
+    """One kernel each reads the caches of a chunked layer and of a full layer, and nothing copies them."""
     code = """
-import dataclasses, hlo, jax, jax.numpy as jnp, json, plan
+import dataclasses, jax, jax.numpy as jnp, json
 from jax.sharding import NamedSharding, PartitionSpec as P
-from models import read_model
+from planner.job import Job
+from planner.models import read_model
+from planner.topologies import find_topology
+from planner.traffic import read_program
 from serving.executors import one_program
 from sharding.mesh import make_mesh
+from sharding.sampling import Sampling
 cfg = read_model("llama4-scout")
 cfg = dataclasses.replace(cfg, layers=cfg.layers[2:4])
-mesh = make_mesh(cfg, tensor=16, devices=plan.find_topology("v5e:4x4").devices)
-arguments = plan.Job(cfg, 8, 16384).arguments(mesh) | dict(cfg=cfg, mesh=mesh)
+mesh = make_mesh(cfg, tensor=16, devices=find_topology("v5e:4x4").devices)
+arguments = Job(cfg, 8, 16384).arguments(mesh) | dict(cfg=cfg, mesh=mesh)
 guesses = jax.ShapeDtypeStruct((8, 4), jnp.int32, sharding=NamedSharding(mesh, P("data")))
 arguments["step"] = dataclasses.replace(arguments["step"], drafts=guesses)
 compiled = one_program.lower(**arguments).compile()
-program = hlo.read_program(compiled.as_text())
+program = read_program(compiled.as_text())
 kernels = sorted({(x.kernel, x.instruction) for x in program.traffic if x.kernel})
 copied = [x.bytes for x in program.copies if not x.prefetch and "cache.layers" in x.argument]
 temporaries = compiled.memory_analysis().temp_size_in_bytes
@@ -580,39 +614,46 @@ print(json.dumps([[kernel for kernel, _ in kernels], copied, temporaries, len(pr
 @pytest.mark.deep
 @needs_compiler
 def test_decode_kernel_compiles_for_any_batch_and_length():
-    """For v5e and v6e, the columns and types of the table, float32 products as exact as main.py asks; for one
-    token per row, and for as many as it takes.
+    """For v5e and v6e, all columns and types of the table, and float32 products as exact as main.py asks for.
+
+    For one token per row, and for as many as the kernel supports.
     """
     code = """
 import itertools
 import jax
-import tune
 from ops.attention import FEW_QUERIES
+from planner.decode_kernel import QUERIES, compile_kernel
 from ragged_attention import DECODE_BLOCKS
 jax.config.update("jax_default_matmul_precision", "highest")
 sizes = list(itertools.product((1, 8, 32, 128), (2048, 8192, 131072)))
 for kind, (columns, itemsize) in itertools.product(("v5e", "v6e"), DECODE_BLOCKS):
+    blocks = DECODE_BLOCKS[columns, itemsize]
     for B, S in sizes if (columns, itemsize) == (256, 1) else ((1, 2048), (32, 8192)):
-        tune.compile_kernel(f"{kind}:1x1", columns, itemsize, *DECODE_BLOCKS[columns, itemsize], B=B, S=S)
-    several = dict(B=32, S=8192, T=FEW_QUERIES // tune.QUERIES)
-    tune.compile_kernel(f"{kind}:1x1", columns, itemsize, *DECODE_BLOCKS[columns, itemsize], **several)
+        compile_kernel(f"{kind}:1x1", columns, itemsize, blocks, B=B, S=S)
+    several = dict(B=32, S=8192, T=FEW_QUERIES // QUERIES)
+    compile_kernel(f"{kind}:1x1", columns, itemsize, blocks, **several)
 """
     done = run_python("-c", code)
     assert done.returncode == 0, done.stderr
 
 
 @needs_compiler
-def test_bundles_are_counted():
-    """Of three loops, over rows, large and small blocks: a large block costs less than many small ones."""
-    rows, large, small = json.loads(
-        run_python("-c", "import tune; print(tune.loop_bundles('v5e:1x1', 128, 1, 8192, 512))").stdout
-    )
-    assert rows < small < large < small * 8192 / 512
+@pytest.mark.parametrize(("topology", "cycles"), [("v5e:1x1", 11_700), deep("v6e:1x1", 9_400)])
+def test_bundles_of_the_decode_kernel(topology, cycles):
+    """8 rows of 8192 int8 slots, head width 128: no more than docs/tpu.md says, rounded up to hundreds."""
+    large, small = blocks = DECODE_BLOCKS[256, 1]
+    arguments = f"{topology!r}, 256, 1, {blocks}"
+    code = f"from planner.decode_kernel import loop_bundles\nprint(loop_bundles({arguments}))"
+    done = run_python("-c", code)
+    assert done.returncode == 0, done.stderr
+    per_row, per_large, per_small = json.loads(done.stdout)
+    assert per_row < per_small < per_large < per_small * large / small
+    assert 8 * (per_row + 8192 // large * per_large) <= cycles
 
 
 @needs_compiler
 def test_what_does_not_fit_is_no_error(tmp_path):
-    """A cache larger than the chip: a verdict with the compiler's figure, and exit code 0."""
+    """A cache larger than the chip gives a verdict with the compiler's figure, and exit code 0."""
     dump = tmp_path / "step.hlo"
     arguments = "--model llama3.2-1b --topology v5e:1x1 --layers 1 --batch 512 --context 65536 --json"
     done = run_plan(*arguments.split(), "--dump-hlo", str(dump))
@@ -624,7 +665,7 @@ def test_what_does_not_fit_is_no_error(tmp_path):
 
 @needs_compiler
 def test_a_config_on_a_chosen_mesh_with_prefill(tmp_path):
-    """A folder's config.json, --dp, --prefill and --dump-hlo, for a reader instead of a program."""
+    """A folder's config.json, --dp, --prefill and --dump-hlo, with the output as text."""
     folder, dump = ROOT / "tests" / "checkpoints" / "tiny-llama4", tmp_path / "step.hlo"
     arguments = (
         "--topology v5e:2x2 --batch 4 --context 128 --dp 2 --tp 2 --prefill 16 --kv-cache-dtype bfloat16"
@@ -632,9 +673,9 @@ def test_a_config_on_a_chosen_mesh_with_prefill(tmp_path):
     done = run_plan("--model", str(folder), *arguments.split(), "--quantize", "none", "--dump-hlo", str(dump))
     assert done.returncode == 0, done.stderr
     assert (
-        "dp 2 x ep 1 x tp 2" in done.stdout and "Prefill, a piece of 32 tokens per row: fits" in done.stdout
+        "dp 2 x ep 1 x tp 2" in done.stdout and "Prefill, a chunk of 32 tokens per row: fits" in done.stdout
     )
-    assert hlo.read_program(dump.read_text()).hbm_bytes > 0
+    assert read_program(dump.read_text()).hbm_bytes > 0
 
 
 @pytest.mark.parametrize(
@@ -656,7 +697,7 @@ def test_a_config_on_a_chosen_mesh_with_prefill(tmp_path):
 )
 def test_bad_input_is_one_line(arguments, code, message, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    found, out, err = invoke(monkeypatch, capsys, plan, *arguments.split())
+    found, out, err = invoke(monkeypatch, capsys, command, *arguments.split())
     assert (found, out) == (code, "")
     assert err.startswith("error: ") and err.count("\n") == 1 and message in err
 
@@ -664,13 +705,13 @@ def test_bad_input_is_one_line(arguments, code, message, monkeypatch, capsys):
 def test_without_the_compiler(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"libtpu.* is not installed: pip install"):
-        plan.find_topology("v5e:4x4")
+        find_topology("v5e:4x4")
 
 
 @needs_compiler
 @pytest.mark.parametrize(("slices", "tp"), [deep("1", "2"), deep("2", "4")])
 def test_stages(slices, tp):
-    """Half of the layers on each device, all of the embedding; one exchange of hidden states in a turn."""
+    """A device has half of the layers and all of the embedding; a turn exchanges hidden states once."""
     arguments = f"--model llama3.1-8b --topology v5e:2x2 --slices {slices} --batch 8 --context 1024 --json"
     plans = []
     for more in (f"--pp 2 --tp {tp} --layers 4", f"--dp 2 --tp {tp} --layers 2"):
@@ -683,7 +724,7 @@ def test_stages(slices, tp):
     assert staged["weights_bytes"] == layers_of_one["weights_bytes"]
     assert staged["cache_bytes"] == pytest.approx(2 * layers_of_one["cache_bytes"], rel=0.01)  # of two turns
     assert layers_of_one["between_stages"] == {}
-    # Beside them what is passed on and the tokens.
+    # The rest is the hidden states that are passed on, and the tokens.
     assert staged["hbm_bytes_per_step"] < 1.01 * layers_of_one["hbm_bytes_per_step"]
 
 

@@ -3,19 +3,14 @@
 import json
 import pathlib
 import shutil
-import sys
 
 import jax
 import numpy as np
 import pytest
+import quality
 from conftest import CHECKPOINTS, ONE_EACH, invoke, mesh_of
 from questions import WEATHER
 from safetensors.numpy import load_file, save_file
-
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import quality
 
 import convert_checkpoint
 import model

@@ -40,7 +40,7 @@ def test_what_is_named_is_there(file):
     folder = ROOT if file == "README.md" else ROOT / "docs"
     text = (folder / file).read_text()
     links = [link.split("#")[0] for link in re.findall(r"\]\(([^)]*)\)", text) if "://" not in link]
-    rooms = "benchmarks|checkpoints|docs|families|ops|serving|terminal|tests"
+    rooms = "benchmarks|checkpoints|docs|families|ops|planner|serving|terminal|tests"
     named = re.findall(rf"`((?:{rooms})/[\w./-]*)`", text)
     assert all((folder / link).exists() for link in links), links
     assert all((ROOT / name).exists() for name in named), named

@@ -1,19 +1,16 @@
-"""benchmarks/serve.py: what it asks, what it counts and by which clock, what it says."""
+"""benchmarks/serve.py: its requests, what it counts and by which clock, its report."""
 
 import contextlib
 import json
-import pathlib
 import sys
 import threading
+import types
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
-from conftest import CHECKPOINTS, invoke
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "benchmarks"))
-
 import serve
+from conftest import CHECKPOINTS, invoke
 
 from checkpoints.errors import UserError
 from serving.text import encode, load_tokenizer
@@ -64,7 +61,7 @@ def fake_server(reply):
 
 
 class Clock:
-    """In the place of `time`: it stands still, but where `at` puts it forward and waits until it is read."""
+    """Replaces `time`: it stands still, except that `at` moves it forward and waits until it is read."""
 
     def __init__(self):
         self.now, self.slept, self.read = 1.0, [], threading.Event()
@@ -85,7 +82,7 @@ class Clock:
 
 
 def test_by_which_clock(monkeypatch):
-    """A request that is due at 2 s and has tokens at 5, 6, 7.5 and 9 s, of which the last has no text."""
+    """A request is due at 2 s, its tokens come at 5, 6, 7.5 and 9 s; the last token has no text."""
     clock = Clock()
     monkeypatch.setattr(serve, "time", clock)
 
@@ -105,7 +102,7 @@ def test_by_which_clock(monkeypatch):
 
 
 def test_statistics():
-    """Of two rounds, by numpy and by hand."""
+    """The statistics of two rounds, computed by numpy and by hand."""
     random = np.random.default_rng(3)
     rounds = []
     for _ in range(2):
@@ -115,7 +112,7 @@ def test_statistics():
             serve.Outcome(*map(float, (d, d + f, d + f + (n - 1) * e)), int(n), 5)
             for d, f, e, n in zip(due, first, each, tokens, strict=True)
         ])  # fmt: skip
-    rounds[1][3].error = "refused"  # what it says of tokens is no matter
+    rounds[1][3].error = "refused"  # its tokens do not count
     line, answered = serve.summary(rounds), [x for x in sum(rounds, []) if not x.error]
     assert (line["requests"], line["failed"], line["prompt_tokens"]) == (80, 1, 5 * 79)
     waited = sorted(x.first - x.due for x in answered)
@@ -139,7 +136,7 @@ def test_arrivals():
 
 
 def test_prompts():
-    """Of the same length, each of them another from its first tokens on."""
+    """All prompts have the same length, and no two have the same first tokens."""
     tokenizer = load_tokenizer(CHECKPOINTS / "tiny-llama3")
     text = (serve.ROOT / "README.md").read_text()
     prompts = serve.make_prompts(text, 20, 30, tokenizer, 512)
@@ -151,7 +148,7 @@ def test_prompts():
 
 
 def test_of_a_server(tmp_path, monkeypatch, capsys):
-    """One that refuses ignore_eos, is full for one request, and breaks off the answer to another."""
+    """The server refuses ignore_eos, has no room for one request, and breaks off the answer to another."""
     asked = []
 
     def reply(fields: dict):
@@ -184,7 +181,7 @@ def test_of_a_server(tmp_path, monkeypatch, capsys):
 
 
 def test_beside_the_command_line(monkeypatch, capsys):
-    """Whose time is its engine's, and whose answers are the same but for one."""
+    """The command line's time is its engine's, and all of its answers but one are the server's."""
     program = """
 import json, sys
 file = sys.argv[sys.argv.index("--prompt-file") + 1]
@@ -195,7 +192,7 @@ print(json.dumps(dict(responses=answers, engine_seconds=2.0)))
 """
     monkeypatch.setattr(serve, "main_command", lambda args: [sys.executable, "-c", program])
     with fake_server(lambda fields: [event(fields["prompt"][:4]), *end(5)]) as url:
-        monkeypatch.setattr(serve, "started", lambda name, args: contextlib.nullcontext(url))
+        monkeypatch.setattr(serve, "running_server", lambda args: contextlib.nullcontext(url))
         arguments = ["--rates", "inf", "--requests", "4", "--prompt-tokens", "20", "--new-tokens", "5"]
         code, out, err = invoke(monkeypatch, capsys, serve, *arguments, "--against", "prompt-file")
     assert code == 0, err
@@ -205,19 +202,19 @@ print(json.dumps(dict(responses=answers, engine_seconds=2.0)))
 
 def test_a_server_that_does_not_start(monkeypatch):
     command = [sys.executable, "-c", "import sys; sys.exit('no such model')"]
-    monkeypatch.setattr(serve, "server_command", lambda *_: command)
-    with pytest.raises(UserError, match="llama-server ended: no such model"):
-        with serve.started("llama-server", None):
+    monkeypatch.setattr(serve, "main_command", lambda args: command)
+    with pytest.raises(UserError, match="main.py --serve ended: no such model"):
+        with serve.running_server(types.SimpleNamespace(requests=1)):
             raise AssertionError
 
 
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        ("--rates 1,0", "invalid list of numbers above 0, or inf"),
-        ("--against vllm", "'vllm' is none of"),
+        ("--rates 1,0", "invalid list of numbers above 0 value"),
+        ("--against vllm", "invalid choice: 'vllm'"),
         ("--rates 1 --against prompt-file", "needs inf among the --rates"),
-        ("--url http://127.0.0.1:9 --against llama-server", "--url excludes --against"),
+        ("--url http://127.0.0.1:9 --rates inf --against prompt-file", "--url excludes --against"),
         ("--url http://127.0.0.1:9", "no OpenAI server there"),
     ],
 )

@@ -4,8 +4,6 @@ import dataclasses
 import functools
 import json
 import math
-import pathlib
-import sys
 from collections import Counter
 
 import jax
@@ -19,6 +17,8 @@ import model
 from checkpoints.errors import UserError
 from families.gpt2 import LayerNorm, LearnedPositions, Plain
 from families.latent_attention import Latent
+from planner.traffic import read_program
+from quantize import INT8
 from serving import programs
 from serving.engine import Engine
 from serving.executors import one_program, staged
@@ -31,11 +31,6 @@ from sharding.arrays import abstract
 from sharding.mesh import make_mesh, mesh_shape
 from sharding.sampling import Sampling
 from sharding.stages import first_stage, in_stages, stage_input_infos
-
-sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "benchmarks"))
-import hlo  # noqa: E402  the folder must be on the path first
-
-from quantize import INT8
 
 ROWS, MAX_LEN = 8, 96
 # Sums in another order, in float32: 1e-5 was seen.
@@ -157,7 +152,7 @@ def collectives(cfg: model.Config, name: str, width: int) -> tuple[Counter, Coun
     execute = staged if mesh.shape["stage"] > 1 else one_program
     step = DecodeStep(count=count) if width == 1 else chunk
     lowered = execute.lower(step, **arguments(cfg, mesh, rows, width))
-    found = hlo.read_program(lowered.compile().as_text(), stages=MESHES[name][3]).collectives
+    found = read_program(lowered.compile().as_text(), stages=MESHES[name][3]).collectives
     return tuple(Counter(x.kind for x in found if x.between_stages == between) for between in (False, True))
 
 

@@ -1,11 +1,7 @@
-"""The published models by name: what of their config.json says shapes."""
-# ruff: noqa: E402  the folder above must be on the path first
+"""The published models by name: the sizes that their config.json files state."""
 
 import os
 import pathlib
-import sys
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from checkpoints.errors import UserError
 from checkpoints.folders import read_json
@@ -20,7 +16,7 @@ LLAMA4 = dict(
 
 
 def _dense(kind: str, width: int, heads: tuple[int, int], depth: int, F: int, V: int, **other) -> dict:
-    """heads: of queries, of keys and values."""
+    """heads: the number of query heads, and of key/value heads."""
     return dict(
         model_type=kind, hidden_size=width, num_attention_heads=heads[0], num_key_value_heads=heads[1],
         num_hidden_layers=depth, intermediate_size=F, vocab_size=V, rms_norm_eps=1e-6,
@@ -104,7 +100,7 @@ MODELS = {
 
 
 def read_model(name: str) -> Config:
-    """A model by its name in MODELS, or from a config.json or the folder that holds one."""
+    """A model by its name in MODELS, or from a config.json file or the folder that holds one."""
     file = pathlib.Path(os.path.expanduser(name))
     file = file / "config.json" if file.is_dir() else file
     if name in MODELS:

@@ -1,0 +1,149 @@
+"""A step compiled for TPUs: what the compiler says of it, what its program moves, how long it would take."""
+
+import dataclasses
+import json
+import math
+import pathlib
+import re
+import sys
+import time
+from collections import Counter
+
+import jax
+from jax.sharding import Mesh
+
+from checkpoints.errors import UserError
+from ops.attention import BLOCK
+from ops.tpu import TILE
+from planner.estimates import collective_seconds, network_seconds, resource_seconds, step_seconds
+from planner.floor import floor_bytes, needed, share_needed
+from planner.job import PARTS, Job, local_tokens, named_leaves, part_of
+from planner.topologies import Topology
+from planner.traffic import Program, read_program
+from sharding.mesh import MODEL, SLOTS, STAGE, mesh_size
+
+
+@dataclasses.dataclass
+class Step:
+    """One program on one device. A field is None if the program does not fit: the compiler then says no more.
+
+    From the compiler. peak_bytes: of HBM, the sum of arguments (weights and cache), temporaries, code,
+    results that are not updated in place, and with several stages the caches that wait for other turns.
+    collectives_per_layer: how many of each kind; None for several slices, where the compiler does not tell.
+    between_stages: how many of each kind. collectives, copies: all of them, equal ones as one entry with its
+    count; copies without prefetches.
+    Counted in the program. hbm_bytes_per_step: bytes moved; hbm_bytes_by_part: the same by part of the model.
+    A Pallas kernel is assumed to read each operand once, of experts the active ones. assumed_loops: the trips
+    of loops whose number of trips is computed.
+    Estimated. seconds: what each resource alone takes. bound_by: the resource that takes longest.
+    """
+
+    fits: bool
+    peak_bytes: float
+    compile_seconds: float
+    floor_bytes_per_step: float
+    argument_bytes: int | None = None
+    temp_bytes: int | None = None
+    code_bytes: int | None = None
+    hbm_bytes_per_step: float | None = None
+    hbm_bytes_by_part: dict[str, float] | None = None
+    collectives_per_layer: dict[str, float] | None = None
+    between_stages: dict[str, int] | None = None
+    collectives: list[dict] | None = None
+    copies: list[dict] | None = None
+    assumed_loops: dict[str, int] | None = None
+    seconds: dict[str, float] | None = None
+    bound_by: str | None = None
+    estimated_step_seconds: float | None = None
+    tokens_per_second_per_sequence: float | None = None
+    tokens_per_second: float | None = None
+
+
+def compile_step(job: Job, mesh: Mesh, topology: Topology, dump: str | None = None) -> Step:
+    """Compile the job for the mesh and count what it does. dump: a file for its HLO text."""
+    what = f"{len(job.cfg.layers)} layers for {topology.name}, {job.tokens} new token(s) per row"
+    print(f"compiling {what}", file=sys.stderr, flush=True)
+    stages, waiting = mesh.shape[STAGE], job.waiting_bytes(mesh)
+    floor, began = floor_bytes(job, topology, stages), time.perf_counter()
+    try:
+        compiled = job.lower(mesh).compile()
+    except jax.errors.JaxRuntimeError as e:
+        return Step(False, _bytes_required(e) + waiting, time.perf_counter() - began, floor)
+    seconds, memory = time.perf_counter() - began, compiled.memory_analysis()
+    if dump:
+        pathlib.Path(dump).write_text(compiled.as_text())
+    program = _count(compiled, job, mesh, topology)
+    by_part, per_layer, between, sending = dict.fromkeys(PARTS, 0.0), Counter(), Counter(), 0.0
+    for x in program.traffic:
+        by_part[part_of(x.argument, job.cfg)] += x.bytes * x.count
+    for x in program.collectives:
+        if x.between_stages and topology.slices > 1:
+            sending += network_seconds(x.bytes, topology) * x.count
+        else:
+            sending += collective_seconds(x.kind, x.bytes, x.group, topology) * x.count
+        between[x.kind] += x.count * x.between_stages
+        per_layer[x.kind] += x.count * bool(re.search(r"\b(attention|feed_forward)/", x.scope))
+    depth = len(job.cfg.layers) // stages
+    per_layer = {kind: n // depth if n % depth == 0 else n / depth for kind, n in per_layer.items() if n}
+    resources = resource_seconds(program.hbm_bytes, needed(job, mesh)[1], sending, topology.chip)
+    rate = job.tokens / step_seconds(resources) / stages
+    returned = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    arguments, temp = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+    peak = arguments + returned + temp + memory.generated_code_size_in_bytes + waiting
+    return Step(
+        fits=peak <= topology.chip.hbm, peak_bytes=peak, compile_seconds=seconds, floor_bytes_per_step=floor,
+        argument_bytes=arguments, temp_bytes=temp, code_bytes=memory.generated_code_size_in_bytes,
+        hbm_bytes_per_step=program.hbm_bytes, hbm_bytes_by_part=by_part,
+        collectives_per_layer=per_layer if topology.slices == 1 else None, between_stages=dict(+between),
+        collectives=_alike(program.collectives),
+        copies=_alike([x for x in program.copies if not x.prefetch]),
+        assumed_loops={x.instruction: x.trips for x in program.loops if not x.known},
+        seconds=resources, bound_by=max(resources, key=resources.get),
+        estimated_step_seconds=step_seconds(resources),
+        tokens_per_second_per_sequence=rate, tokens_per_second=rate * job.batch,
+    )  # fmt: skip
+
+
+def _bytes_required(error: jax.errors.JaxRuntimeError) -> float:
+    """The HBM that a program would need which does not fit. Raises UserError if the error is another one."""
+    found = re.search(
+        r"RESOURCE_EXHAUSTED.*?hbm.*?(?:Used |required for [^(]*\()([\d.]+)([KMGT])",
+        str(error),
+        re.I | re.S,
+    )
+    if not found:
+        raise UserError(f"the TPU compiler fails: {str(error)[:400]}") from error
+    return float(found[1]) * 2 ** (10 + 10 * "KMGT".index(found[2].upper()))
+
+
+def _count(compiled: jax.stages.Compiled, job: Job, mesh: Mesh, topology: Topology) -> Program:
+    """What the compiled program does, with what the project's Pallas kernels read of their operands."""
+    slots = -(-job.context // mesh_size(mesh, SLOTS))
+
+    def kernel_share(kernel: str, argument: str) -> float:
+        if kernel in ("take_slots", "put_slots"):  # a block of the cache
+            return min(1, BLOCK / slots)
+        if kernel == "take_rows":  # a tile for each token, of this device's shard of the embedding
+            vocabulary = job.cfg.V / mesh_size(mesh, MODEL)
+            rows = TILE if argument.endswith("values") else TILE // 2  # int8, bfloat16
+            return min(1, local_tokens(job, mesh) * rows / vocabulary)
+        return share_needed(argument, job, mesh)
+
+    stages = mesh.shape[STAGE]
+    return read_program(
+        compiled.as_text(),
+        kernel_share,
+        computed_trips=-(-slots // BLOCK),
+        arguments=tuple(name for name, _ in named_leaves(**compiled.input_shardings[1])),  # that it uses
+        stages=stages // math.gcd(stages, topology.slices),
+    )
+
+
+def _alike(events: list) -> list[dict]:
+    """Events that differ in nothing but the layer as one entry, with their count; the most bytes first."""
+    groups = Counter()
+    for x in events:
+        fields = dataclasses.asdict(x) | {"count": 1}
+        groups[re.sub(r"layers\[\d+\]", "layers[*]", json.dumps(fields))] += x.count
+    entries = [json.loads(alike) | {"count": n} for alike, n in groups.items()]
+    return sorted(entries, key=lambda x: -x["bytes"] * x["count"])

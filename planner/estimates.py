@@ -1,0 +1,61 @@
+"""How long a step would take by the data sheets: its memory traffic, its arithmetic and its collectives."""
+
+from jax.sharding import Mesh
+
+from planner.job import Job, local_tokens
+from planner.topologies import Chip, Topology
+from sharding.mesh import MODEL, SLOTS, STAGE, mesh_size
+
+HOP_SECONDS = 0.5e-6  # from one chip to the next. Source: jax-ml/scaling-book tpus.md, question 5
+
+
+def collective_seconds(kind: str, size: float, group: int, topology: Topology) -> float:
+    """Estimate for `size` bytes among `group` devices: half a microsecond per hop, and the links' bandwidth.
+
+    The group spans the longest axes of the torus, as few axes as can hold it. Its bytes are divided among
+    these axes, and go one way along each, or both ways where the axis wraps around; an all-reduce sends them
+    twice. The hops are those across the group, once. The links are assumed to carry nothing else. Source:
+    scaling-book, sharding.md.
+    """
+    chips, links, hops = -(-group // topology.chip.cores), 0, 0
+    for axis in sorted(topology.sizes, reverse=True):
+        n = min(axis, chips)
+        chips = -(-chips // n)
+        if n > 1:
+            wraps = n == axis and n % topology.chip.ring == 0
+            links, hops = links + (2 if wraps else 1), hops + (n // 2 if wraps else n - 1)
+    sent = size * (group - 1) / group * (2 if kind == "all-reduce" else 1)
+    return hops * HOP_SECONDS + sent / (topology.chip.link * max(links, 1))
+
+
+def network_seconds(size: float, topology: Topology) -> float:
+    """Estimate for `size` bytes that each device sends to another slice, over its share of the network.
+
+    The latency of the network is left out, since no figure for it is published.
+    """
+    return size / (topology.chip.network / topology.chip.cores)
+
+
+def expected_collectives(job: Job, mesh: Mesh, topology: Topology) -> float:
+    """Seconds of all layers' collectives, before anything is compiled.
+
+    A layer has two all-reduces, and two small collectives where devices share a key/value head.
+    """
+    cfg, rows = job.cfg, local_tokens(job, mesh)
+    devices, slots = mesh_size(mesh, MODEL), mesh_size(mesh, SLOTS)
+    K, G, columns = cfg.heads.K * slots // devices, cfg.heads.G, cfg.heads.columns
+    sent = [("all-reduce", 2 * rows * cfg.D, devices)] * 2
+    sent += [("all-gather", 2 * rows * K * (G * columns.key + columns.width), slots)]
+    sent += [("all-to-all", 4 * rows * K * G * (columns.value_width + 1), slots)]
+    depth = len(cfg.layers) // mesh.shape[STAGE]
+    return depth * sum(collective_seconds(*x, topology) for x in sent if x[2] > 1)
+
+
+def resource_seconds(bytes_read: float, flops: float, collectives: float, chip: Chip) -> dict[str, float]:
+    """How long each resource alone takes, at the data sheet's speed."""
+    return {"memory": bytes_read / chip.bandwidth, "compute": flops / chip.flops, "interconnect": collectives}
+
+
+def step_seconds(seconds: dict[str, float]) -> float:
+    """HBM and matrix units work at the same time; collectives are assumed to overlap with neither."""
+    return max(seconds["memory"], seconds["compute"]) + seconds["interconnect"]

@@ -1,0 +1,106 @@
+"""The program that is to be compiled: a decode step or a prefill chunk, its arguments, and their parts."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import model
+from model import Config
+from quantize import INT8, Format
+from serving import programs
+from serving.executors import one_program, staged
+from serving.steps import DecodeStep, PrefillChunk, batch_infos
+from sharding.arrays import abstract
+from sharding.mesh import ROWS, STAGE, mesh_size
+from sharding.stages import in_stages, stage_input_infos
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A step of `batch` rows whose caches have `context` slots, all of them filled, those of rings too.
+
+    tokens: new tokens of each row. One is a decode step; more are a prefill chunk, which chooses no token.
+    With several stages of layers it is one turn: each stage computes for another part of the rows.
+    """
+
+    cfg: Config
+    batch: int
+    context: int
+    format: Format | None = INT8
+    kv_dtype: str = "int8"
+    tokens: int = 1
+
+    @property
+    def decodes(self) -> bool:
+        return self.tokens == 1
+
+    def arguments(self, mesh: Mesh) -> dict:
+        """step, weights and batch for the program: shapes and shardings, without data."""
+        stages, cfg = mesh.shape[STAGE], self.cfg
+        count = jax.ShapeDtypeStruct((self.batch,), jnp.int32, sharding=NamedSharding(mesh, P(ROWS)))
+        weights = abstract(in_stages(model.weight_infos(cfg, self.format), stages), mesh, jnp.bfloat16)
+        infos = batch_infos(cfg, self.batch, self.context, jnp.dtype(self.kv_dtype), stages)
+        batch = abstract(infos, mesh)
+        if stages > 1:
+            inputs = stage_input_infos(cfg.D, {1: self.batch, self.tokens: self.batch})
+            batch = batch.replace(stage_inputs=abstract(inputs, mesh, jnp.bfloat16))
+        chunk = PrefillChunk(rows=None, count=count, width=self.tokens)
+        return dict(step=DecodeStep(count=count) if self.decodes else chunk, weights=weights, batch=batch)
+
+    def lower(self, mesh: Mesh) -> jax.stages.Lowered:
+        """The decode step, or the prefill chunk of all rows, lowered for the devices of the mesh."""
+        execute = staged if mesh.shape[STAGE] > 1 else one_program
+        return execute.lower(**self.arguments(mesh), cfg=self.cfg, mesh=mesh)
+
+    def waiting_bytes(self, mesh: Mesh) -> int:
+        """Bytes of one device for the caches of the other turns, which wait while this turn runs."""
+        caches = sum(n for name, _, n in self.shards(mesh) if re.match(r"batch\.(?!stage_inputs)", name))
+        return caches * (mesh.shape[STAGE] - 1)
+
+    def shards(self, mesh: Mesh) -> Iterator[tuple[str, int, float]]:
+        """(name, elements, bytes) of one device's shard of each argument."""
+        for name, x in named_leaves(**self.arguments(mesh)):
+            size = math.prod(x.sharding.shard_shape(x.shape))
+            yield name, size, size * jax.dtypes.itemsize_bits(x.dtype) / 8
+
+
+def named_leaves(**trees) -> Iterator[tuple[str, object]]:
+    """(name, leaf) of all leaves, in order: weights.layers[0].attention.q.values, for example."""
+    for root, tree in trees.items():
+        for path, x in jax.tree_util.tree_leaves_with_path(tree):
+            yield root + jax.tree_util.keystr(path), x
+
+
+PARTS = ("attention", "mlp", "experts", "kv_cache", "embedding", "other")
+
+
+def part_of(argument: str, cfg: Config) -> str:
+    """Which of PARTS an argument of the compiled program belongs to, by its name."""
+    if argument.startswith("batch.cache.layers"):
+        return "kv_cache"
+    if re.match(r"weights\.(un)?embed\b", argument):
+        return "embedding"
+    found = re.match(r"weights\.layers\[(\d+)\]\.(attention|feed_forward)\.(\w+)", argument)
+    if not found or found[2] == "attention":
+        return found[2] if found else "other"
+    routed = isinstance(cfg.layers[int(found[1])].feed_forward, model.Experts)
+    return "experts" if routed and found[3] not in ("shared", "router") else "mlp"
+
+
+def local_tokens(job: Job, mesh: Mesh) -> int:
+    """New tokens on one device: those of the rows of its data shard."""
+    return job.batch // mesh_size(mesh, ROWS) * job.tokens
+
+
+def prefill_width(batch: int, length: int) -> int:
+    """Tokens of each prompt in one prefill chunk of all `batch` rows: fewer for many rows, to save memory."""
+    limit = 512
+    while limit * batch > 8 * 512 and limit > 16:
+        limit //= 2
+    return min(limit, programs.prefill_width(length))
