@@ -108,7 +108,7 @@ def needed_flops(
         else:
             per_token += _size(layer.feed_forward)
         positions = np.arange(context, context + tokens)
-        pairs += np.sum(positions - kind.mask.first(positions)) + tokens
+        pairs += np.sum(positions - kind.mask.first_visible(positions)) + tokens
     heads, columns = cfg.heads.K * cfg.heads.G, cfg.heads.columns
     attention = 2 * pairs * heads * (columns.key + columns.value_width)  # query x key, probability x value
     return batch * (2 * per_token * tokens + attention + 2 * cfg.V * cfg.D * chooses)

@@ -199,6 +199,6 @@ def bytes_per_step(
             idle = 1 - active_experts(cfg, batch, mesh_size(mesh, EXPERT))
             total -= shard_bytes((routed.gate, routed.up, routed.down)) * idle
         if len(positions):
-            slots = np.mean(positions - kind.mask.first(positions)) + 1
+            slots = np.mean(positions - kind.mask.first_visible(positions)) + 1
             total += batch * slots * slot_bytes / mesh_size(mesh, MODEL)
     return total
