@@ -1,8 +1,8 @@
-"""Routed experts: each row through the experts chosen for it, reading only the experts that have rows.
+"""Routed experts: each row goes through the experts chosen for it; only experts that have rows are read.
 
-Letters as in model.py, uppercase for what this device has: R rows (all tokens of all rows of the batch), A
-choices per row, D model width, E experts, M width of an expert. Weights may be quantized. Of int4 the D or M
-that is contracted is D,I or M,I: the first counts groups, I is the place in a group.
+Letters as in model.py, uppercase for this device's share: R rows (all tokens of all rows of the batch), A
+choices per row, D model width, E experts, M width of an expert. Weights may be quantized. In int4 the
+contracted D or M becomes D,I or M,I: the first counts groups, I is the place in a group.
 """
 
 from functools import partial
@@ -20,7 +20,7 @@ from ops.platform import platform
 from ops.tpu import in_hbm, precision, result
 from quantize import PART, QuantizedArray, int8_parts, values_and_scale
 
-FEW_ROWS = 128  # so many times int8 weights are multiplied about as fast as they are read: 120 times on v5e
+FEW_ROWS = 128  # up to which multiplying int8 weights takes about as long as reading them: 120 on v5e
 VMEM_BYTES = 48 << 20  # of VMEM that the kernel may use; half of it for blocks of weights
 ROW_TILE = 8  # rows of a float32 tile
 
@@ -28,9 +28,9 @@ ROW_TILE = 8  # rows of a float32 tile
 def expert_mlp(x: Array, expert: Array, factor: Array, gate, up, down, scales: str = "input") -> Array:
     """The sum over a row's experts of SwiGLU(factor · x), or of factor · SwiGLU(x): [R,D] -> [R,D] float32.
 
-    expert: [R,A] int32, E for one that is not on this device. factor: [R,A]. scales: "input" or "output".
-    gate, up: [E,D,M], down: [E,M,D], float or quantized. No row is dropped, however they are distributed.
-    On TPUs few rows read active experts only, unless their blocks do not fit, see `block_width`.
+    expert: [R,A] int32, E for an expert of another device. factor: [R,A]. scales: "input" or "output".
+    gate, up: [E,D,M], down: [E,M,D], float or quantized. No row is dropped, however the rows are distributed.
+    On TPUs few rows go through `active_experts`, if its blocks fit, see `block_width`.
     """
     if platform() == "tpu" and x.shape[0] <= FEW_ROWS and block_width(gate, down):
         return active_experts(x, expert, factor, gate, up, down, scales)
@@ -42,7 +42,7 @@ def sorted_rows(x: Array, expert: Array, factor: Array, gate, up, down, scales: 
     A = expert.shape[1]
     E = jax.tree.leaves(gate)[0].shape[0]
     chosen = expert.reshape(-1)
-    order = jnp.argsort(chosen)  # those of other devices' experts come last
+    order = jnp.argsort(chosen)  # pairs with other devices' experts come last
     sizes = jnp.bincount(chosen, length=E + 1)[:E]
     rows, factor = x[order // A], factor.reshape(-1, 1)[order]
     if scales == "input":
@@ -67,27 +67,27 @@ def plain_ragged_dot(x: Array, w: Array | QuantizedArray, sizes: Array) -> tuple
 
 
 def ragged_dot_on_tpu(x: Array, w: Array | QuantizedArray, sizes: Array) -> tuple[Array, Array | None]:
-    """int8 goes in as it is: a conversion would write all experts to memory again."""
+    """Without converting int8, which would write all experts to memory again."""
     values, scale = values_and_scale(w)
     return lax.ragged_dot(x, values, sizes, preferred_element_type=jnp.float32), scale
 
 
 def ragged_dot_on_gpu(x: Array, w: Array | QuantizedArray, sizes: Array) -> tuple[Array, Array | None]:
-    """XLA's product takes each row through all experts."""
+    """By a kernel: XLA's product multiplies each row by all experts."""
     values, scale = values_and_scale(w)
-    return (
-        (gpu.grouped_dot(x, values, sizes), scale) if gpu.supports(values) else plain_ragged_dot(x, w, sizes)
-    )
+    if not gpu.supports(values):
+        return plain_ragged_dot(x, w, sizes)
+    return gpu.grouped_dot(x, values, sizes), scale
 
 
 def int4_ragged_dot_on_gpu(x: Array, w: QuantizedArray, sizes: Array) -> tuple[Array, Array | None]:
-    """The kernel multiplies by the groups' scales, too."""
+    """By the same kernel, which also multiplies by the groups' scales."""
     if gpu.supports(w.values):
         return gpu.grouped_dot(x, w, sizes), None
     return ragged_dot_on_gpu(x, w.format.expert_matrices(w, x.dtype)[0], sizes)
 
 
-# By platform and scheme. What is not here is multiplied by `plain_ragged_dot`.
+# By platform and scheme; all others use `plain_ragged_dot`.
 RAGGED_DOTS = {
     ("tpu", "float"): ragged_dot_on_tpu,
     ("tpu", "int8"): ragged_dot_on_tpu,
@@ -102,9 +102,9 @@ def active_experts(
 ) -> Array:
     """`expert_mlp` as one Pallas call for TPUs, for few rows.
 
-    The grid goes over the experts that have rows and over blocks of M. All rows go through each of these
-    experts, with factor 0 where it was not chosen: that takes no longer than reading the weights. What is
-    left of the grid asks for the last block again, and so fetches nothing.
+    The grid goes over the experts that have rows and over blocks of M. Each of these experts multiplies all
+    rows, with factor 0 for rows that did not choose it: that takes no longer than reading its weights. The
+    rest of the grid asks for the last block again, and so fetches nothing.
     """
     int4 = scheme_of(gate) == "int4"
     weights, units = zip(*map(values_and_scale, (gate, up, down)), strict=True)
@@ -225,7 +225,7 @@ def _add_expert(active, n_active, factors, y, gated, scales: str) -> None:
         y[...] += down if scales == "input" else down * factor
 
 
-# The TPU's kernels, by scheme. What is not here goes through `sorted_rows`.
+# The TPU's kernels, by scheme; all others use `sorted_rows`.
 ACTIVE_EXPERTS = {"float": _active_experts, "int8": _active_experts, "int4": _active_int4_experts}
 
 

@@ -1,4 +1,4 @@
-"""The product of activations and weights, by the kernel that this platform has for the weights' format."""
+"""Products of activations and weights, by the kernels that each platform has for the weights' format."""
 
 import math
 
@@ -17,11 +17,11 @@ from quantize import (
     values_and_scale,
 )
 
-FEW_ROWS = 256  # up to which int4 is multiplied as it is, no slower than after bfloat16 was made of it once
+FEW_ROWS = 256  # up to which multiplying int4 is no slower than converting it to bfloat16 first
 
 
 def scheme_of(w: Array | QuantizedArray) -> str:
-    """The key of a weight in a table of kernels: the scheme of its format, or "float"."""
+    """A weight's key in the tables of kernels: the scheme of its format, or "float"."""
     return w.format.scheme if isinstance(w, QuantizedArray) else "float"
 
 
@@ -44,7 +44,7 @@ def plain_einsum(spec: str, x: Array, w: Array | QuantizedArray) -> Array:
 
 
 def einsum_on_cpu(spec: str, x: Array, w: Array | QuantizedArray) -> Array:
-    """Floats, or int8 with a scale per channel; one matrix per head is multiplied as on any platform."""
+    """Floats or int8, by `cpu.contract`; products with one matrix per head by `plain_einsum`."""
     inputs, output = spec.split("->")
     ours, theirs = inputs.split(",")
     if set(ours) & set(theirs) & set(output):
@@ -57,9 +57,9 @@ def einsum_on_cpu(spec: str, x: Array, w: Array | QuantizedArray) -> Array:
 
 
 def int4_on_tpu(spec: str, x: Array, w: QuantizedArray) -> Array:
-    """Few rows are multiplied as integers, in two int8 parts: XLA fuses all of it, and reads four bits.
+    """Few rows are multiplied as integers, in two int8 parts: XLA fuses it all, and reads 4 bits per weight.
 
-    Each group has a scale of its own, so there is a sum for each group, and then one over the scaled sums.
+    Each group has a scale of its own: products are summed in each group, then the scaled sums of all groups.
     """
     n = contracted_count(spec)
     lead, outputs = x.shape[:-n], w.scale.shape[n:]
@@ -78,7 +78,7 @@ def int4_on_tpu(spec: str, x: Array, w: QuantizedArray) -> Array:
 
 
 def int4_on_gpu(spec: str, x: Array, w: QuantizedArray) -> Array:
-    """Few rows go through the experts' kernel, as those of one expert."""
+    """Few rows are multiplied by the experts' kernel, as the rows of one expert."""
     n = contracted_count(spec)
     lead, outputs = x.shape[:-n], w.scale.shape[n:]
     rows, M = math.prod(lead), math.prod(outputs)
@@ -90,7 +90,7 @@ def int4_on_gpu(spec: str, x: Array, w: QuantizedArray) -> Array:
     return gpu.grouped_dot(x.reshape(rows, -1), expert, jnp.array([rows])).reshape(*lead, *outputs)
 
 
-# By platform and scheme. What is not here is multiplied by `plain_einsum`.
+# By platform and scheme; all others use `plain_einsum`.
 KERNELS = {
     ("cpu", "float"): einsum_on_cpu,
     ("cpu", "int8"): einsum_on_cpu,
