@@ -25,9 +25,9 @@ MIN_GROUP_SIZE = 32  # smaller groups would have too many scales
 @partial(jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=["format"])
 @dataclasses.dataclass(frozen=True)
 class QuantizedArray:
-    """A weight in a number format: `values * scale`, where a scale belongs to many values.
+    """A weight in a number format: `values * scale`, where each scale is shared by many values.
 
-    Both components may also be the declarations of the arrays (sharding.arrays.ArrayInfo), or their specs.
+    A tree of declarations or specs holds those of the components in their places.
     """
 
     values: Array
@@ -36,50 +36,50 @@ class QuantizedArray:
 
 
 class Format(Protocol):
-    """A number format. `info` is always a weight's declaration, see sharding.arrays.ArrayInfo."""
+    """What a number format defines. `info` is always a weight's declaration (sharding.arrays.ArrayInfo)."""
 
-    scheme: str  # the key of the format's kernels
+    scheme: str  # under which platforms list kernels for the format
     bits: int  # of a value
 
     @property
     def stored_as(self) -> "Format":
-        """The format that a checkpoint holds for these weights."""
+        """The format in which a checkpoint stores these weights."""
 
     def on(self, platform: str) -> "Format":
-        """The format that weights of this format are held in on a platform: "cpu", "gpu" or "tpu"."""
+        """The format in which a platform ("cpu", "gpu" or "tpu") holds weights of this format."""
 
     def for_array(self, info) -> "Format":
-        """The format of one weight of a model in this format."""
+        """The format of this one weight, in a model of this format."""
 
     def pad_multiple(self, size: int) -> int:
-        """The number of which each device must get a multiple, of a contracted dimension of this size."""
+        """Each device's share of a contracted dimension of this size is padded to a multiple of this."""
 
     def declare(self, info) -> QuantizedArray:
-        """The declarations of the components."""
+        """The declarations of the components, values and scale."""
 
     def encode(self, x: Array, info, large: bool = True) -> QuantizedArray:
-        """Round a float weight. large: x is in memory, and too large for a processor's caches."""
+        """Round a float weight. large: x is an array in memory that exceeds a processor's caches."""
 
     def decode(self, q: QuantizedArray, info) -> Array:
-        """The weight that an encoded one stands for, float32."""
+        """The weight that q stands for, float32."""
 
     def einsum(self, spec: str, x: Array, q: QuantizedArray, dtype) -> Array:
         """`jnp.einsum(spec, x, weight)`, multiplied in dtype and summed in float32."""
 
     def expert_matrices(self, q: QuantizedArray, dtype) -> tuple[Array, Array | None]:
-        """Experts' matrices [E,D,M] in dtype, for `lax.ragged_dot`, and a scale [E,M] of it or None."""
+        """For `lax.ragged_dot`: matrices [E,D,M] in dtype, and a scale [E,M] of its result or None."""
 
     def declare_stored(self, info) -> QuantizedArray:
-        """The declarations of the components as they are in files."""
+        """The declarations of the components as files store them."""
 
     def pack(self, q: QuantizedArray, info) -> tuple[Array, Array]:
-        """The components as they are in files."""
+        """The components as files store them."""
 
     def unpack(self, values: Array, scale: Array, info) -> QuantizedArray:
         """The reverse of `pack`."""
 
     def error(self, x: np.ndarray, values: np.ndarray, scale: np.ndarray, info) -> float:
-        """The largest error of stored components, in half steps: at most 1 if they are x, rounded rightly."""
+        """The largest error of stored components of x, in half steps: at most 1 if they are right."""
 
 
 # ---------------------------------------------------------------------------------------- a scale per channel
@@ -89,8 +89,8 @@ class Format(Protocol):
 class PerChannel:
     """Symmetric values with one float32 scale per channel, that is per output of the matmul.
 
-    values: dtype, the shape of the weight. scale: the letters that are not contracted, so it factors out of
-    the sum. largest: the value that a channel's largest magnitude becomes.
+    values: in the weight's shape, of type dtype. scale: has the letters that are not contracted: it factors
+    out of the sum. largest: the value that a channel's largest magnitude becomes.
     """
 
     scheme: str
@@ -406,48 +406,48 @@ def nibbles(pairs: Array) -> tuple[Array, Array]:
     return (pairs << 4) >> 4, pairs >> 4
 
 
-# ----------------------------------------------------------------------------- one format, held in another
+# ---------------------------------------------------------------------------- one format, held as another
 
 
 @dataclasses.dataclass(frozen=True)
 class Requantized:
-    """Weights rounded to one format, then held in another: the accuracy of the first, the speed of the other.
+    """Weights rounded to one format, then held as another: the accuracy of the first, the speed of the other.
 
-    The arrays are in the format `held`, so they are multiplied as that.
+    Their arrays say that their format is `held_as`, and are multiplied as that.
     """
 
     stored_as: Format
-    held: Format
+    held_as: Format
 
     def __str__(self) -> str:
-        return f"{self.held} of {self.stored_as}"
+        return f"{self.held_as} of {self.stored_as}"
 
     @property
     def scheme(self) -> str:
-        return self.held.scheme
+        return self.held_as.scheme
 
     @property
     def bits(self) -> int:
-        return self.held.bits
+        return self.held_as.bits
 
     def on(self, platform: str) -> "Requantized":
         return self
 
     def for_array(self, info) -> Format:
         stored_as = self.stored_as.for_array(info)
-        return stored_as if stored_as == self.held else Requantized(stored_as, self.held)
+        return stored_as if stored_as == self.held_as else Requantized(stored_as, self.held_as)
 
     def pad_multiple(self, size: int) -> int:
         return self.stored_as.pad_multiple(size)
 
     def declare(self, info) -> QuantizedArray:
-        return self.held.declare(info)
+        return self.held_as.declare(info)
 
     def encode(self, x: Array, info, large: bool = True) -> QuantizedArray:
         return self._requantize(self.stored_as.encode(x, info), info)
 
     def decode(self, q: QuantizedArray, info) -> Array:
-        return self.held.decode(q, info)
+        return self.held_as.decode(q, info)
 
     def declare_stored(self, info) -> QuantizedArray:
         return self.stored_as.declare_stored(info)
@@ -456,7 +456,7 @@ class Requantized:
         return self._requantize(self.stored_as.unpack(values, scale, info), info)
 
     def _requantize(self, q: QuantizedArray, info) -> QuantizedArray:
-        return self.held.encode(self.stored_as.decode(q, info), info)
+        return self.held_as.encode(self.stored_as.decode(q, info), info)
 
 
 FORMATS = {"none": None} | {str(format): format for format in (INT8, INT4, PerGroup(64), PerGroup(32))}

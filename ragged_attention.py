@@ -18,10 +18,10 @@ from jax.experimental.pallas import tpu as pltpu
 from ops.kv_cache import KV
 from ops.tpu import LANES, TILE, in_hbm, precision, result
 
-SCORES = 1 << 18  # that it computes at once: they are in VMEM, several times
-GROUP = 128  # rows x heads x tokens that it has in VMEM at once
-VMEM_BYTES = 32 << 20  # of VMEM that it may use
-MASKED = -1e30  # a score that no exponential survives, without the NaN of inf - inf
+SCORES = 1 << 18  # computed at once: several copies of them are in VMEM
+GROUP = 128  # rows x heads x tokens in VMEM at once
+VMEM_BYTES = 32 << 20  # of VMEM that the kernel may use
+MASKED = -1e30  # a score whose exponential is 0, without the NaN of inf - inf
 
 # Slots per block of the decode kernel, large and small, by (columns of a slot, bytes per element): for 128
 # and 256 columns those with the fewest bundles (docs/log.md), for more columns what fits as well.
@@ -42,20 +42,20 @@ DECODE_BLOCKS = {
 
 
 def ragged_attention_tpu(
-    q: Array, kv: KV, length: Array, hidden=None, row=None, *, new=None, place=None, blocks=None,
+    q: Array, kv: KV, length: Array, gap=None, row=None, *, new=None, place=None, blocks=None,
     interpret=False,
 ):  # fmt: skip
     """`ragged_decode` as one Pallas call, which reads the filled blocks and writes one tile per row.
 
-    Without `new` nothing is written, there may be T queries, which see the same slots, and the KV is None.
-    The new token is put into its block in VMEM and that tile is written back, which is cheaper than any
-    scatter. int8 keys enter the MXU as they are, and each query as two int8 parts, 16 bits in all; int8
-    values are converted to bfloat16. Queries are rounded to the type of a float cache.
+    Without `new` nothing is written and the KV is None; there may be T queries, which see the same slots.
+    The new token is put into its block in VMEM and its tile is written back, which is cheaper than a scatter.
+    int8 keys enter the MXU unconverted, and each query as two int8 parts, 16 bits in all; int8 values are
+    converted to bfloat16. With a float cache, queries are rounded to its type.
 
     blocks: slots of a large and a small one, powers of two from 128 on; by default DECODE_BLOCKS.
     """
     B, T, K, G, H = q.shape
-    R = B * K  # rows x heads to be computed; the cache may have others
+    R = B * K  # rows x heads to compute; the cache may have more
     quantized = kv.scale is not None
     cache, new = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (kv, new))
     S = kv.values.shape[2]
@@ -64,7 +64,7 @@ def ragged_attention_tpu(
         large //= 2
     large, small = min(large, S), min(small, S)
     C, columns = kv.values.shape[3], kv.columns
-    # A key or value that is no whole registers shares them: all columns are multiplied, where the query is 0.
+    # A key or value that does not fill registers shares them: all columns are multiplied, by zeros in q.
     keys = H if H % LANES == 0 else C
     value = columns.value if all(x % LANES == 0 for x in columns.value) else (0, C)
     q = q.swapaxes(1, 2).reshape(R, T * G, H).astype(jnp.float32)
@@ -80,7 +80,7 @@ def ragged_attention_tpu(
             new = dataclasses.replace(new, scale=new.scale.astype(jnp.float32))
     vectors = q.astype(jnp.int8 if quantized else kv.values.dtype), unit, new
     length = jnp.minimum(length, S)  # a DMA from beyond the cache would stop the device
-    rows = jax.tree.map(partial(jnp.repeat, repeats=K), (length, place, hidden))
+    rows = jax.tree.map(partial(jnp.repeat, repeats=K), (length, place, gap))
     rows += (None if row is None else (row[:, None] * K + jnp.arange(K)).reshape(R),)
 
     def in_memory(space, tree):
@@ -129,15 +129,15 @@ def _ragged_attention(
     rows, vectors, cache: KV, o, lse, written, buffer: KV, reading, writing, *,
     large: int, small: int, value: tuple[int, int],
 ):  # fmt: skip
-    """The kernel, for one group of rows. Their vectors, o, lse, and the buffer are in VMEM; length, place,
-    what is hidden, and which row of the cache it is, of all rows in SMEM; the cache in HBM; `written` is the
-    same memory, or None. G: all queries of a row. value: the columns that make o.
+    """The kernel, for one group of rows. Their vectors, o, lse and the buffer are in VMEM. Length, place, gap
+    and the row of the cache are in SMEM, for all rows. The cache is in HBM; `written` is the same memory, or
+    None. G: all queries of a row. value: the columns that make o.
 
-    A row is read in large blocks as far as its tokens fill them, then in small ones. While one block is
-    computed on, the next, of this row or another, is on its way into the other half of the buffer: block i
-    of the group is in half i % 2.
+    A row is read in large blocks as far as its tokens fill them, then in small ones. While the kernel
+    computes on one block, it copies the next, of this row or another, into the other half of the buffer:
+    block i of the group is in half i % 2.
     """
-    length, place, hidden, home = rows
+    length, place, gap, home = rows
     q, unit, new = vectors
     cache = cache if written is None else written
     R, (_, S, width) = length.shape[0], cache.values.shape
@@ -147,9 +147,9 @@ def _ragged_attention(
     quantized = cache.scale is not None
 
     def first(r):
-        if hidden is None:
+        if gap is None:
             return 0
-        begin = jnp.where(hidden[0][r] == 0, hidden[1][r], 0)
+        begin = jnp.where(gap[0][r] == 0, gap[1][r], 0)
         return lax.div(jnp.minimum(begin, jnp.maximum(length[r] - 1, 0)), small) * small
 
     def after(r, at):
@@ -214,15 +214,15 @@ def _ragged_attention(
         values = buffer.values.at[half, pl.ds(0, size)]
         scale = buffer.scale.at[half, :, pl.ds(0, size)] if quantized else None
 
-        masked = size == small or hidden is not None  # a large block is full
+        masked = size == small or gap is not None  # a large block is full
         low, high = at - base, length[r] - base
 
         def seen(shape: tuple[int, int], axis: int) -> Array:
             slots = lax.broadcasted_iota(jnp.int32, shape, axis)
             inside = slots < high if S % small == 0 else (slots >= low) & (slots < high)
-            if hidden is None:
+            if gap is None:
                 return inside
-            return inside & ((slots < hidden[0][r] - base) | (slots >= hidden[1][r] - base))
+            return inside & ((slots < gap[0][r] - base) | (slots >= gap[1][r] - base))
 
         if masked and not quantized:  # 0 * NaN is NaN: what was never written must not reach the products
             clean = jnp.where(seen((size, width), 0), values[...].astype(jnp.float32), 0)
@@ -270,8 +270,8 @@ def _ragged_attention(
         state = lax.fori_loop(0, n_small, lambda j, s: visit(i + j, r, rest + j * small, small, s), state)
         peak, total, acc = state
         any_seen = length[r] > 0
-        if hidden is not None:
-            any_seen &= (hidden[0][r] > 0) | (hidden[1][r] < length[r])
+        if gap is not None:
+            any_seen &= (gap[0][r] > 0) | (gap[1][r] < length[r])
         o[r - begin] = jnp.where(any_seen, acc / total, 0)
         natural = (peak + jnp.log2(total)) * math.log(2)
         lse[r - begin] = jnp.broadcast_to(jnp.where(any_seen, natural, -jnp.inf), (G, LANES))

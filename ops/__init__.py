@@ -1,1 +1,1 @@
-"""Attention, matrix products and experts, each in the form that is fast on this platform."""
+"""Attention, matrix products and experts, each with the kernels of a CPU, a GPU and a TPU."""

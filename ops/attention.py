@@ -1,14 +1,14 @@
-"""Attention over rows of unlike length: the reference, and the choice among it and the kernels.
+"""Attention over rows of different lengths: the reference, and the choice between it and the kernels.
 
 Letters as in model.py: B rows, T queries, S cached slots, K key/value heads, G queries per key/value head,
-H width of keys, C columns of a slot; here, uppercase, each is what this device has. Attention returns the
+H width of keys, C columns of a slot; all uppercase, as these are this device's sizes. Attention returns the
 pair (o, lse):
 
     o:   [B,T,K,G,width of values] float32, the attention output over the keys that this call saw
     lse: [B,T,K,G] float32, the natural log of the sum of exp(score) over them, -inf if it saw none
 
-so that `merge` can join parts that were computed apart: blocks of one cache, a cache and the new tokens, or
-the shards of a cache that is split over devices (Source: arXiv 2205.14135, section 3.1).
+so that `merge` can join partial results: of blocks of one cache, of a cache and the new tokens, or of the
+shards of a cache that is split over devices (Source: arXiv 2205.14135, section 3.1).
 """
 
 import math
@@ -27,17 +27,17 @@ from ops.tpu import LANES, put_slots, take_slots, varying
 from ragged_attention import DECODE_BLOCKS, MASKED, ragged_attention_tpu
 
 BLOCK = 1024  # cached slots per step of attend_cached
-QUERIES = 64  # that `attend` takes at once: its scores are B·K·G·QUERIES·BLOCK floats
-DECODE_BLOCK = 256  # if T = 1: little more is read than is filled
-FEW_QUERIES = 128  # per key/value head, T·G, up to which the decode kernel is used
-FLASH = (64, 128)  # widths of keys that the GPU's kernel takes
+QUERIES = 64  # per step of attend: its scores are B·K·G·QUERIES·BLOCK floats
+DECODE_BLOCK = 256  # slots per step if T = 1, so that few empty slots are read
+FEW_QUERIES = 128  # T·G, queries per key/value head, up to which the decode kernel is used
+FLASH = (64, 128)  # widths of keys that the GPU's kernel supports
 
 
 def attend(q: Array, kv: KV, mask: Array, whole: bool = False):
-    """Attention of each query to the keys that its mask admits. What no query may see may be NaN.
+    """Attention of each query to the keys that its mask admits. Slots that no query sees may hold NaN.
 
-    q: [B,T,K,G,H]. kv: S slots. mask: [B,T,S] bool. whole: multiply all columns by keys and by values, which
-    spares a copy of either, for more arithmetic.
+    q: [B,T,K,G,H]. kv: S slots. mask: [B,T,S] bool. whole: use all columns of a slot as key and as value,
+    which avoids copying either, for more arithmetic.
     """
     B, T, *_, H = q.shape
     if T > QUERIES and T % QUERIES == 0:  # a part at a time: the scores of all are slow to write and read
@@ -81,7 +81,7 @@ def merge(*parts: tuple[Array, Array]):
 
 
 def merge_stacked(o: Array, lse: Array):
-    """`merge` of parts that are stacked along a first axis."""
+    """`merge` of partial results that are stacked along a first axis."""
     peak = jnp.max(lse, 0)
     weight = jnp.exp(lse - jnp.where(peak == -jnp.inf, 0, peak))
     total = jnp.sum(weight, 0)
@@ -92,8 +92,8 @@ def merge_stacked(o: Array, lse: Array):
 def write(kv: KV, new: KV, place: Array, row: Array | None = None, window: int = 1, ring: bool = False) -> KV:
     """Put T new tokens per row, values [B,K,T,C], into the slots place [B,T]; nowhere if that is S.
 
-    row: [B] int32, the rows of the cache; None: all, in order. window: within how many slots a row's places
-    are; in a ring, those before its end, and those after.
+    row: [B] int32, the rows of the cache; None: all, in order. window: a row's places lie within this many
+    slots; in a ring, those before its end and those after its start each do.
     """
     row = jnp.arange(place.shape[0]) if row is None else row
     if on_tpu():
@@ -119,8 +119,8 @@ def write(kv: KV, new: KV, place: Array, row: Array | None = None, window: int =
 def write_window(kv: KV, new: KV, place: Array, row: Array, window: int) -> KV:
     """`write` on a TPU: read the slots around each row's places, put the tokens in, and write them back.
 
-    XLA would copy all of an int8 array into another layout before it scatters into it or slices it at a place
-    that is not known beforehand.
+    To scatter into an int8 array, or to slice it at a position known only at run time, XLA would first copy
+    the whole array into another layout.
     """
     blocks = kv.values.shape[2] // LANES
     n = min(pl.cdiv(window, LANES) + 1, blocks)
@@ -160,26 +160,26 @@ def attend_cached(
     q: Array,
     kv: KV,
     length: Array,
-    hidden: tuple[Array, Array] | None = None,
+    gap: tuple[Array, Array] | None = None,
     row: Array | None = None,
 ):
     """Attention to the first `length` cached slots, a block at a time, as far as the longest row; few queries
     on a TPU by `ragged_attention_tpu`, each row as far as it is filled.
 
-    q: [B,T,K,G,H]. length: [B,T] int32, of each query; without `hidden`, the queries of a row that see any
-    slots see the same. hidden: (from, to), [B,T] int32 each: slots that a query does not see. row: [B] int32,
+    q: [B,T,K,G,H]. length: [B,T] int32, of each query; without `gap`, the queries of a row that see any
+    slots see the same. gap: (from, to), [B,T] int32 each: slots that a query does not see. row: [B] int32,
     the rows of the cache; without it, all, in order.
     """
     B, T = q.shape[:2]
     S, sees, longest = kv.values.shape[2], length > 0, jnp.max(length, 1)
     block = min(BLOCK if T > 1 else DECODE_BLOCK, S)
     if use_ragged(kv) and T * q.shape[3] <= FEW_QUERIES:
-        if hidden is None or T == 1:
-            gap = jax.tree.map(lambda x: x[:, 0], hidden)
+        if gap is None or T == 1:
+            gap = jax.tree.map(lambda x: x[:, 0], gap)
             (o, lse), _ = ragged_attention_tpu(q, kv, longest, gap, row)
         else:  # each query as a row of its own, for each sees other slots
             row = jnp.repeat(jnp.arange(B) if row is None else row, T)
-            one = jax.tree.map(lambda x: x.reshape(B * T, *x.shape[2:]), (length, hidden))
+            one = jax.tree.map(lambda x: x.reshape(B * T, *x.shape[2:]), (length, gap))
             (o, lse), _ = ragged_attention_tpu(q.reshape(B * T, 1, *q.shape[2:]), kv, *one, row)
             o, lse = (x.reshape(B, T, *x.shape[2:]) for x in (o, lse))
         return jnp.where(sees[..., None, None, None], o, 0), jnp.where(sees[..., None, None], lse, -jnp.inf)
@@ -187,23 +187,23 @@ def attend_cached(
         kv = kv if row is None else jax.tree.map(lambda x: x[row], kv)
         begin = jnp.zeros_like(length)
         ranges = [(begin, length)]
-        if hidden is not None:
-            ranges = [(begin, jnp.minimum(length, hidden[0])), (hidden[1], length)]
+        if gap is not None:
+            ranges = [(begin, jnp.minimum(length, gap[0])), (gap[1], length)]
         parts = [flash(q, kv.values, kv.scale, *seen) for seen in ranges]
         return merge_stacked(*map(jnp.concatenate, zip(*parts, strict=True)))
 
     def attend_block(i):
         part, slots = read_block(kv, row, i, block)
         filled = (slots >= i * block) & (slots < longest[:, None])  # BS
-        if use_splash(q) and hidden is None:
+        if use_splash(q) and gap is None:
             k, v = (jnp.where(filled[:, None, :, None], x, 0).astype(q.dtype) for x in dequantized(part))
             everything = masks.FullMask((T, block))
             return splash(
                 q, k, v, kv.columns.scale, everything, jnp.where(sees, 1, 2), filled.astype(jnp.int32)
             )
         mask = (slots < length[..., None]) & filled[:, None]  # BTS
-        if hidden is not None:
-            mask &= (slots < hidden[0][..., None]) | (slots >= hidden[1][..., None])
+        if gap is not None:
+            mask &= (slots < gap[0][..., None]) | (slots >= gap[1][..., None])
         return attend(q, part, mask, whole=T == 1)
 
     def step(i, carry):
@@ -301,15 +301,15 @@ def splash(
     return jnp.where(lse[..., None] == -jnp.inf, 0, o.astype(jnp.float32).transpose(0, 3, 1, 2, 4)), lse
 
 
-def ragged_decode(q: Array, new: KV, kv: KV, length: Array, place: Array, hidden=None, row=None):
+def ragged_decode(q: Array, new: KV, kv: KV, length: Array, place: Array, gap=None, row=None):
     """Write one new token per row, then attend to the row's first `length` slots: -> (o, lse), KV.
 
-    q: [B,1,K,G,H]. new: the token in the cache's form, values [B,K,1,C]. place: [B,1] int32, its slot, or S
-    if it is not for this device. length, hidden, row: as of `attend_cached`, with the new token counted. It
-    is among the slots to attend to; slots beside it, in the same tile of 32, that are not may become zeros.
+    q: [B,1,K,G,H]. new: the token as the cache stores it, values [B,K,1,C]. place: [B,1] int32, its slot, or
+    S if another device holds it. length, gap, row: see `attend_cached`; the new token is among the slots that
+    are attended to. Slots in its tile of 32 that are not attended to may become zeros.
     """
     if use_ragged(kv):
-        length, place, hidden = jax.tree.map(lambda x: x[:, 0], (length, place, hidden))
-        return ragged_attention_tpu(q, kv, length, hidden, row, new=new, place=place)
+        length, place, gap = jax.tree.map(lambda x: x[:, 0], (length, place, gap))
+        return ragged_attention_tpu(q, kv, length, gap, row, new=new, place=place)
     kv = write(kv, new, place, row)
-    return attend_cached(q, kv, length, hidden, row), kv
+    return attend_cached(q, kv, length, gap, row), kv

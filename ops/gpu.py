@@ -1,7 +1,7 @@
-"""What a GPU must be told: attention that holds no scores, and the product with sorted experts, or with int4.
+"""Kernels for GPUs: attention that never writes its scores, and products of sorted rows and experts or int4.
 
-Pallas kernels for its Triton backend. Letters as in model.py, uppercase for what this device has. In both
-kernels the programs that share an output divide what they sum over, and XLA joins their parts.
+They use Pallas' Triton backend. Letters as in model.py, uppercase for this device's share. In both kernels
+several programs compute one output: each sums over a part, and XLA adds or merges the parts.
 """
 
 import functools
@@ -24,16 +24,16 @@ try:
 except (ImportError, AttributeError) as e:  # deprecated since jax 0.11
     missing = e
 
-PROGRAMS = 512  # that keep all of a GPU busy: a few on each of its 100 to 150 processors
+PROGRAMS = 512  # enough to keep a GPU busy: a few on each of its 100 to 150 processors
 BLOCK = 64  # slots that a program of `flash` reads at a time
 COLUMNS = 128  # of M, of a program of `grouped_dot`
 MASKED = -1e30  # a score that no exponential survives, without the NaN of inf - inf
 
 
 def supports(x: Array) -> bool:
-    """Whether the kernels can read x: Pallas counts its elements in 32 signed bits, until it has 4 GiB.
+    """Whether the kernels can read x: Pallas indexes up to 4 GiB with 32 signed bits.
 
-    int4 they read as pairs, see `grouped_dot`.
+    int4 is read as pairs, see `grouped_dot`.
     """
     if missing:
         say_slow()
@@ -44,7 +44,7 @@ def supports(x: Array) -> bool:
 
 @functools.cache  # once
 def say_slow() -> None:
-    """What a GPU does without the kernels: it takes the forms that are for any device."""
+    """Say once that this GPU runs without the kernels, by the products and attention of any device."""
     slow = "attention writes its scores to memory, experts multiply each row by all of them, int4 by floats"
     print(f"slow on this GPU: {slow}, as Pallas' Triton backend is missing ({missing})", file=sys.stderr)
 

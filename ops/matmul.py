@@ -100,7 +100,7 @@ KERNELS = {
 
 
 def take_rows(matrix: Array | QuantizedArray, rows: Array) -> Array:
-    """`tpu.take_rows` of a matrix [V,D] that may be quantized, with a scale per row."""
+    """`tpu.take_rows` of a matrix [V,D] that may be quantized with a scale per row."""
     values, scale = values_and_scale(matrix)
     x = tpu.take_rows(values, rows)
     return x if scale is None else x.astype(scale.dtype) * scale[rows][..., None]

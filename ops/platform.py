@@ -1,12 +1,13 @@
-"""Which kind of devices a program is compiled for: the one question by which it takes another form."""
+"""The platform that a program is compiled for, by which it chooses its kernels."""
 
 import jax
 from jax.sharding import Mesh
 
 
 def platform(mesh: Mesh | None = None) -> str | None:
-    """ "cpu", "gpu" or "tpu": of a mesh, whose devices need not be here; by default the one that is being
-    compiled for, None if there is none.
+    """ "cpu", "gpu" or "tpu": the platform of a mesh, whose devices need not be on this machine.
+
+    By default of the mesh that is being compiled for; None without one.
     """
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh.abstract_mesh
     return mesh.abstract_device and mesh.abstract_device.platform

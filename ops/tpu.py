@@ -1,6 +1,6 @@
-"""What a TPU must be told: what varies over the mesh, and moves of data at places known only at run time.
+"""Pallas on TPUs: what every call has to declare, and copies to and from positions known only at run time.
 
-The TPU's attention kernel is ../ragged_attention.py, that of experts grouped_matmul.py.
+The TPU's attention kernel is in ../ragged_attention.py, its experts' kernel in grouped_matmul.py.
 """
 
 import jax
@@ -12,9 +12,9 @@ from jax.sharding import ManualAxisType
 
 from ops.platform import on_tpu
 
-LANES = 128  # numbers in a row of a register: cache slots are allocated in multiples of it
-TILE = 32  # rows of an int8 tile; of a wider type so many bytes, or several tiles
-MOVED_BYTES = 100 << 20  # up to which XLA might move an array into VMEM, of 128 MiB
+LANES = 128  # of a vector register: cache slots are allocated in multiples of it
+TILE = 32  # rows of an int8 tile; a tile of a wider type has fewer rows
+MOVED_BYTES = 100 << 20  # XLA may move a smaller array into VMEM, which has 128 MiB
 
 
 def varying(*inputs: Array) -> frozenset[str]:
@@ -23,18 +23,18 @@ def varying(*inputs: Array) -> frozenset[str]:
 
 
 def result(shape, dtype, *inputs: Array) -> jax.ShapeDtypeStruct:
-    """A result of a Pallas call, which has to say over which mesh axes it varies."""
+    """The shape of a Pallas call's result, which must declare the mesh axes over which it varies."""
     manual = ManualAxisType(varying=varying(*inputs))
     return jax.ShapeDtypeStruct(tuple(shape), dtype, manual_axis_type=manual)
 
 
 def precision(dtype) -> str:
-    """Of a kernel's products, whatever jax's default is set to: exact for float32, no request for others."""
+    """The precision of a kernel's products, whatever jax's default is: exact for float32."""
     return "highest" if dtype == jnp.float32 else "default"
 
 
 def in_hbm(tree):
-    """Arrays that a Pallas call is to read from HBM: XLA may move all of one to VMEM first, if it fits."""
+    """Arrays that a Pallas call reads from HBM: else XLA may move a whole array to VMEM first, if it fits."""
     return jax.tree.map(lambda x: pltpu.with_memory_space_constraint(x, pltpu.HBM), tree)
 
 
@@ -75,9 +75,9 @@ def take_rows(matrix: Array, rows: Array) -> Array:
 
 
 def take_slots(cache: Array, row: Array, at: Array, unit: int, n: int, axis: int) -> Array:
-    """Of row row[b], n blocks of `unit` slots, from number at[b] on, for each b; a Pallas copy for TPUs.
+    """For each b, copy n blocks of `unit` slots of row row[b], from block at[b] on, by a Pallas call.
 
-    cache: [_,K,S,C], axis 2, or [_,K,2,S], axis 3. Of a block that sticks out beyond S the rest is undefined.
+    cache: [_,K,S,C], axis 2, or [_,K,2,S], axis 3. Slots beyond S are undefined.
     """
     shape = [row.size, *cache.shape[1:]]
     shape[axis] = n * unit
@@ -111,7 +111,7 @@ def put_slots(cache: Array, new: Array, row: Array, at: Array, unit: int, axis: 
 
 
 def _blocks(cache: Array, unit: int, axis: int, moving: bool) -> pl.BlockSpec:
-    """Block j of row b and head k: of the cache, where it is `moving`, at[b] + j of row[b]."""
+    """Block j of row b and head k; if `moving`, of the cache: block at[b] + j of row row[b]."""
 
     def index(b, k, j, row, at):
         b, j = (row[b], at[b] + j) if moving else (b, j)

@@ -277,7 +277,7 @@ def test_same_draws_on_every_mesh(name):
 def top_of_one_device(on_cpu: bool):
     layout = P("data", MODEL)
     layouts = layout, layout, P("data")
-    run = jax.jit(jax.shard_map(sampling.top, mesh=mesh_of(CFG), in_specs=layouts, out_specs=layout))
+    run = jax.jit(jax.shard_map(sampling.select_top, mesh=mesh_of(CFG), in_specs=layouts, out_specs=layout))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sampling, "on_cpu", lambda: on_cpu)
         return run.lower(LOGITS, LOGITS, LOGITS[:, 0]).compile()
