@@ -448,7 +448,7 @@ MUTATIONS = [
     ("benchmarks/serve.py", "self.first or now", "now", SERVING),
     ("benchmarks/serve.py", "rng.exponential(1 / rate, n)", "np.full(n, 1 / rate)", SERVING),
     ("benchmarks/serve.py", "beginning not in beginnings", "True", SERVING),
-    ("benchmarks/serve.py", "if not found.finished:", "if False:", SERVING),
+    ("benchmarks/serve.py", "if not outcome.finished:", "if False:", SERVING),
     ("benchmarks/serve.py", "tokens / found[\"engine_seconds\"]", "tokens", SERVING),
     # the scheduler
     ("serving/scheduler.py", "n = min(matching, row.computed)", "n = matching", WAITS),
