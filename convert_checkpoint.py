@@ -19,13 +19,13 @@ import pathlib
 import jax
 
 from checkpoints.checkpoint import open_checkpoint
-from checkpoints.errors import UserError
 from checkpoints.file_plan import plan_files
 from checkpoints.names import FLOATS
 from checkpoints.unfinished import conversion_identity, is_converted, unfinished_folder
 from checkpoints.verify import verify
 from checkpoints.writing import publish, write_weights
 from distributed.exchange import agree, from_first, process_index
+from feedback.errors import UserError
 from quantize import FORMATS, Format
 from terminal.command_line import OneLineParser, run
 from terminal.launch import add_process_options, join_hosts

@@ -18,8 +18,8 @@ from functools import partial
 
 import jax
 
-from checkpoints.errors import UserError
-from checkpoints.progress import progress
+from feedback.errors import UserError
+from feedback.progress import progress
 from serving.memory import fit_cache
 from terminal.answers import Reply, answer, make_replies, refuse_too_long, report_refused
 from terminal.chat import chat

@@ -16,7 +16,7 @@ import speed
 from jax.sharding import AbstractMesh
 
 import model
-from checkpoints.errors import UserError
+from feedback.errors import UserError
 from planner.job import PARTS
 from planner.models import read_model
 from sharding.arrays import ArrayInfo

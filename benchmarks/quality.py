@@ -25,10 +25,10 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from checkpoints.checkpoint import Checkpoint, open_checkpoint
-from checkpoints.errors import UserError
 from checkpoints.loading import load
 from checkpoints.names import FLOATS, named_infos
-from checkpoints.progress import progress
+from feedback.errors import UserError
+from feedback.progress import progress
 from model import Config, Weights, forward
 from quantize import FORMATS, Format
 from serving import placement

@@ -44,7 +44,7 @@ import results
 from results import ROOT
 
 from checkpoints.checkpoint import open_checkpoint
-from checkpoints.errors import UserError
+from feedback.errors import UserError
 from serving.text import encode, load_tokenizer
 from terminal.command_line import OneLineParser, run
 

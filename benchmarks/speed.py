@@ -27,10 +27,10 @@ import results
 
 import model
 from checkpoints.checkpoint import open_checkpoint
-from checkpoints.errors import UserError
 from checkpoints.loading import load
 from checkpoints.names import FLOATS
 from families.latent_attention import LatentWeights
+from feedback.errors import UserError
 from model import Config
 from planner.job import prefill_width
 from planner.models import MODELS, read_model

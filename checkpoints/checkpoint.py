@@ -15,7 +15,6 @@ import pathlib
 from collections.abc import Callable
 
 from checkpoints.dequantized import Dequantized, dequantized
-from checkpoints.errors import UserError, located
 from checkpoints.folders import (
     INDEX,
     THEIR_FILE,
@@ -30,9 +29,10 @@ from checkpoints.gguf_model import open_gguf
 from checkpoints.hub import find_folder
 from checkpoints.layouts import Layout, Source, file_layout, layout_of, same_bits
 from checkpoints.names import FLOATS, named_infos, renamed, stored_infos, type_name
-from checkpoints.progress import progress
 from checkpoints.tensor_files import FLOAT_TYPES, StoredTensor, TensorFile, file_checksum
 from families.registry import find_family, read_config
+from feedback.errors import UserError, located
+from feedback.progress import progress
 from model import Config
 from quantize import FORMATS, INT8, Format
 from sharding.arrays import ArrayInfo, Stored

@@ -16,9 +16,9 @@ from typing import NamedTuple
 import numpy as np
 from ml_dtypes import float8_e4m3fn
 
-from checkpoints.errors import UserError
 from checkpoints.tensor_files import FLOAT_TYPES, StoredTensor, TensorFile
 from families.fields import ConfigFields
+from feedback.errors import UserError
 
 WORD = 32  # bits
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the position in a word of each of eight columns

@@ -5,8 +5,8 @@ import os
 import pathlib
 import resource
 
-from checkpoints.errors import UserError
 from checkpoints.tensor_files import StoredTensor, TensorFile, parse_json
+from feedback.errors import UserError
 
 FORMAT = 1  # version of converted folders
 INDEX = "weights.safetensors.index.json"  # a folder that has it is a converted one

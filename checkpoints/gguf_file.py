@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from checkpoints.errors import UserError
 from checkpoints.tensor_files import StoredTensor, map_file
+from feedback.errors import UserError
 
 VERSIONS = (2, 3)
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}

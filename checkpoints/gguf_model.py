@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 
 from checkpoints.dequantized import Dequantized
-from checkpoints.errors import UserError, located
 from checkpoints.folders import cache_folder
 from checkpoints.gguf_file import PLAIN, GgufFile
 from checkpoints.gguf_tokenizer import write_tokenizer
 from checkpoints.tensor_files import StoredTensor, aligned_empty, file_checksum
+from feedback.errors import UserError, located
 
 # (general.architecture, whether there are experts) -> (model_type and class in config.json, whether the rows
 # of q and k are in the order of interleaved RoPE).

@@ -5,7 +5,7 @@ import os
 import pathlib
 from typing import Any
 
-from checkpoints.errors import UserError
+from feedback.errors import UserError
 
 LLAMA3 = ("llama3", "llama-v3", "llama-bpe")  # GGUF's names of Llama 3's pre-tokenizer
 SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}

@@ -4,8 +4,8 @@ import os
 import pathlib
 import re
 
-from checkpoints.errors import UserError
 from checkpoints.folders import COMPANIONS, INDEX, THEIR_FILE, THEIR_INDEX, read_json, weight_map_in
+from feedback.errors import UserError
 
 
 def find_folder(path_or_id: str) -> pathlib.Path:

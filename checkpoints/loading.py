@@ -11,9 +11,9 @@ import model
 from checkpoints.checkpoint import Checkpoint
 from checkpoints.layouts import Bounds, Source
 from checkpoints.names import in_each_stage, named_infos, type_name
-from checkpoints.progress import progress
 from checkpoints.tensor_files import DTYPES
 from checkpoints.threads import WORKERS, in_order, no_garbage_collection
+from feedback.progress import progress
 from model import Weights
 from ops.platform import platform
 from quantize import Format, QuantizedArray

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 
 import model
-from checkpoints.errors import UserError
 from checkpoints.tensor_files import DTYPES, StoredTensor
 from families.family import Family
+from feedback.errors import UserError
 from model import Config
 from quantize import Format
 from sharding.arrays import ArrayInfo

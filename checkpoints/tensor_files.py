@@ -16,7 +16,7 @@ import pathlib
 import numpy as np
 from ml_dtypes import bfloat16, float8_e4m3fn
 
-from checkpoints.errors import UserError
+from feedback.errors import UserError
 
 DTYPES = {
     "F32": np.dtype(np.float32),

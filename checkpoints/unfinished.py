@@ -13,10 +13,10 @@ from collections.abc import Iterable, Iterator
 from typing import IO
 
 from checkpoints.checkpoint import Checkpoint, open_checkpoint
-from checkpoints.errors import UserError
 from checkpoints.folders import FORMAT, INDEX, companions, read_json
 from checkpoints.tensor_files import sync
 from distributed.exchange import from_first, process_index
+from feedback.errors import UserError
 from quantize import Format
 
 STATE = "conversion.json"  # holds the identity of an unfinished conversion; locked while one is running

@@ -3,13 +3,13 @@
 import math
 
 from checkpoints.checkpoint import Checkpoint, open_checkpoint
-from checkpoints.errors import UserError
 from checkpoints.folders import INDEX, companions, read_index
 from checkpoints.layouts import same_bits
 from checkpoints.names import named_infos, stored_infos
-from checkpoints.progress import progress
 from checkpoints.tensor_files import file_checksum
 from checkpoints.threads import in_order
+from feedback.errors import UserError
+from feedback.progress import progress
 from sharding.arrays import ArrayInfo
 
 

@@ -16,12 +16,10 @@ import jax
 import numpy as np
 
 from checkpoints.checkpoint import Checkpoint
-from checkpoints.errors import UserError
 from checkpoints.file_plan import FileSet, Fused, divide
 from checkpoints.folders import INDEX, companions
 from checkpoints.layouts import SLICE_BYTES, Source, file_layout
 from checkpoints.names import stored_infos
-from checkpoints.progress import progress
 from checkpoints.tensor_files import (
     DTYPES,
     PARTIAL,
@@ -35,6 +33,8 @@ from checkpoints.tensor_files import (
 from checkpoints.threads import in_order
 from checkpoints.unfinished import STATE, await_files, full_disk_reported, source_fingerprint
 from distributed.exchange import from_first, gather, process_count, process_index
+from feedback.errors import UserError
+from feedback.progress import progress
 from sharding.arrays import ArrayInfo
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from jax._src.distributed import global_state  # jax has no public name for the store
 
-from checkpoints.errors import UserError
 from distributed.watch import DAY
+from feedback.errors import UserError
 
 _exchanges = itertools.count()  # the same number in all processes: they exchange values in the same order
 

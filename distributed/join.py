@@ -12,10 +12,10 @@ import jax
 from jax._src.clusters import ClusterEnv  # jax has no public name for this, nor for the next
 from jax._src.distributed import global_state
 
-from checkpoints.errors import UserError
 from distributed import runtime, watch
 from distributed.exchange import hostname
 from distributed.roll_call import REMEDY, address_of, call_roll, can_connect
+from feedback.errors import UserError
 
 TIMEOUT = 60  # seconds, unless the user says otherwise
 MIN_TIMEOUT = 3  # seconds: the heartbeats of a busy process are a second or two apart

@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import Iterator
 
-from checkpoints.errors import UserError
+from feedback.errors import UserError
 
 RETRY = 0.1  # seconds between two attempts to connect to process 0
 REMEDY = "start the same command on every host"

@@ -1,6 +1,6 @@
 """The fields of a config.json, while they are read."""
 
-from checkpoints.errors import UserError
+from feedback.errors import UserError
 
 NUMBER = (int, float)
 NO_EFFECT = frozenset(

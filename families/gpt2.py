@@ -8,10 +8,10 @@ import dataclasses
 import jax.numpy as jnp
 from jax import Array, lax
 
-from checkpoints.errors import UserError
 from families import read
 from families.family import Family
 from families.fields import NUMBER, ConfigFields
+from feedback.errors import UserError
 from model import Chunk, Config, LayerKind, activation, add_bias, declared, declared_bias
 from ops.matmul import einsum
 from sharding.arrays import ArrayInfo, Stored, declare, pytree, sizes_of

@@ -5,11 +5,11 @@ Sources: transformers, models/llama4; meta-llama/llama-models, models/llama4.
 
 import dataclasses
 
-from checkpoints.errors import UserError
 from families import read
 from families.experts import SINGLE_EXPERTS
 from families.family import LANGUAGE_MODEL_NAMES, VISION_TENSORS, Family
 from families.fields import NUMBER, ConfigFields
+from feedback.errors import UserError
 from model import Chunked, Config, Full, LayerKind, QueryScale, Router
 
 

@@ -1,7 +1,7 @@
 """Parts of a Config from the fields of config.json that several families name alike."""
 
-from checkpoints.errors import UserError
 from families.fields import NUMBER, ConfigFields
+from feedback.errors import UserError
 from model import (
     Config,
     Experts,

@@ -1,6 +1,5 @@
 """All families, and the Config of a model of any of them."""
 
-from checkpoints.errors import UserError
 from families.family import Family
 from families.fields import ConfigFields
 from families.gemma import GEMMA
@@ -13,6 +12,7 @@ from families.mistral import MISTRAL
 from families.mixtral import MIXTRAL
 from families.qwen2 import QWEN2
 from families.qwen3 import QWEN3, QWEN3_MOE
+from feedback.errors import UserError
 from model import Config
 
 FAMILIES = (

@@ -5,7 +5,7 @@ import json
 import os
 import pathlib
 
-from checkpoints.errors import UserError
+from feedback.errors import UserError
 from planner.job import Job
 from planner.models import MODELS, read_model
 from planner.plan import make_plan

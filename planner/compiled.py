@@ -12,7 +12,7 @@ from collections import Counter
 import jax
 from jax.sharding import Mesh
 
-from checkpoints.errors import UserError
+from feedback.errors import UserError
 from ops.attention import BLOCK
 from ops.tpu import TILE
 from planner.estimates import collective_seconds, network_seconds, resource_seconds, step_seconds

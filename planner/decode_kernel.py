@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from checkpoints.errors import UserError
+from feedback.errors import UserError
 from ops.kv_cache import KV, Columns, key_beside_value
 from planner.topologies import find_topology
 from ragged_attention import ragged_attention_tpu

@@ -3,9 +3,9 @@
 import os
 import pathlib
 
-from checkpoints.errors import UserError
 from checkpoints.folders import read_json
 from families.registry import read_config
+from feedback.errors import UserError
 from model import Config
 
 LLAMA4 = dict(

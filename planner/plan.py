@@ -3,7 +3,7 @@
 import dataclasses
 from collections import Counter
 
-from checkpoints.errors import UserError
+from feedback.errors import UserError
 from planner.compiled import Step, compile_step
 from planner.estimates import expected_collectives, resource_seconds, step_seconds
 from planner.floor import needed

@@ -6,7 +6,7 @@ import re
 
 from jax.experimental import topologies
 
-from checkpoints.errors import UserError
+from feedback.errors import UserError
 from serving.memory import BANDWIDTH
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from llguidance import LLTokenizer
 
-from checkpoints.errors import UserError
 from checkpoints.tensor_files import parse_json
+from feedback.errors import UserError
 from serving.grammar import Grammar, make_grammar
 from serving.requests import RESTRICTIONS, Request, check_sampling
 from serving.text import TextStream, encode, has_surrogate

@@ -9,7 +9,7 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from checkpoints.errors import UserError
+from feedback.errors import UserError
 
 HEAD_SECONDS = 20.0  # within which the head of a request must arrive
 IDLE_SECONDS = 30  # after which a connection without a request is closed

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from checkpoints.errors import UserError
 from distributed.exchange import Broadcast, process_count
+from feedback.errors import UserError
 from server.metrics import Metrics
 from serving.engine import Engine
 from serving.grammar import Grammar

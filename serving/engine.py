@@ -37,7 +37,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from checkpoints.errors import UserError
+from feedback.errors import UserError
 from serving.programs import Assignment, Programs, StepPlan, prefill_width
 from serving.requests import Answer, Request, options_in_use
 from serving.scheduler import MicroBatch, Row, Scheduler

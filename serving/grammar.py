@@ -12,7 +12,7 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
 
-from checkpoints.errors import UserError
+from feedback.errors import UserError
 
 # JSON as json.dumps writes it. Where a grammar allows any whitespace, small models write it without end.
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}

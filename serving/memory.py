@@ -18,8 +18,8 @@ from numpy.polynomial.polynomial import polypow
 
 import model
 from checkpoints.checkpoint import Checkpoint
-from checkpoints.errors import UserError
 from distributed.exchange import gather
+from feedback.errors import UserError
 from model import Config, Experts
 from ops.platform import platform
 from quantize import FORMATS, Format

@@ -7,8 +7,8 @@ import jax
 from jax.sharding import Mesh
 
 from checkpoints.checkpoint import Checkpoint
-from checkpoints.errors import UserError
 from distributed.exchange import gather, hostname
+from feedback.errors import UserError
 from model import Config
 from quantize import FORMATS, Format
 from sharding.mesh import make_mesh

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from checkpoints.errors import UserError
+from feedback.errors import UserError
 from model import Config, Weights
 from serving import steps
 from serving.executors import executor_for

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from checkpoints.errors import UserError
+from feedback.errors import UserError
 from sharding.sampling import MAX_TOP_LOGPROBS, NEUTRAL, Sampling
 
 if TYPE_CHECKING:  # llguidance is optional

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import Mesh
 
-from checkpoints.errors import UserError
+from feedback.errors import UserError
 from model import Config
 from ops import cpu
 from serving.executors import one_program

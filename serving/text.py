@@ -5,8 +5,8 @@ import os
 import pathlib
 from typing import Any
 
-from checkpoints.errors import UserError
 from checkpoints.folders import read_json
+from feedback.errors import UserError
 
 
 def load_tokenizer(folder: pathlib.Path):

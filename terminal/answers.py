@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 
 import jax
 
-from checkpoints.errors import UserError
-from checkpoints.progress import progress
 from checkpoints.threads import no_garbage_collection
+from feedback.errors import UserError
+from feedback.progress import progress
 from serving.engine import Engine
 from serving.requests import Answer, Request
 from serving.text import TextStream

@@ -8,7 +8,7 @@ import time
 
 import jax
 
-from checkpoints.errors import UserError
+from feedback.errors import UserError
 from serving.engine import Engine
 from serving.memory import fit_cache
 from serving.requests import Request

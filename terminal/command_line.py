@@ -9,8 +9,8 @@ import sys
 import threading
 from collections.abc import Callable
 
-from checkpoints.errors import UserError
 from distributed import watch
+from feedback.errors import UserError
 
 INT32_MAX = 2**31 - 1  # the largest number that an option accepts
 _on_first_signal: Callable[[], None] | None = None

@@ -16,10 +16,10 @@ from collections.abc import Iterator
 
 import jax
 
-from checkpoints.errors import UserError
 from checkpoints.folders import cache_folder
 from distributed.exchange import agree, process_count
 from distributed.join import TIMEOUT, join, watch_aborts
+from feedback.errors import UserError
 from terminal.command_line import OneLineParser
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]

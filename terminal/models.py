@@ -10,9 +10,9 @@ import jax
 from jax.sharding import Mesh
 
 from checkpoints.checkpoint import Checkpoint, open_checkpoint
-from checkpoints.errors import UserError
 from checkpoints.loading import load
 from distributed.exchange import agree, process_count
+from feedback.errors import UserError
 from serving.engine import Engine
 from serving.memory import HEADROOM, Deployment, device_memory
 from serving.placement import choose_dtypes, choose_format, choose_mesh, set_precision, slice_count

@@ -15,8 +15,8 @@ from typing import BinaryIO
 
 import jax
 
-from checkpoints.errors import UserError
 from distributed.exchange import from_first
+from feedback.errors import UserError
 from terminal.answers import Reply
 from terminal.launch import log
 from terminal.models import Session

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from checkpoints.checkpoint import Checkpoint
-from checkpoints.errors import UserError
 from checkpoints.tensor_files import parse_json
 from distributed.exchange import from_first
+from feedback.errors import UserError
 from model import Config
 from serving.requests import RESTRICTIONS, SAMPLING_OPTIONS, Request, check_sampling
 from serving.text import TextStream, encode, generation_config, has_surrogate, stop_tokens

@@ -10,8 +10,8 @@ from functools import partial
 
 import jax
 
-from checkpoints.errors import UserError
 from distributed.exchange import flag, wait_for_flag
+from feedback.errors import UserError
 from serving.memory import DEFAULT_ROWS, fit_cache
 from serving.requests import RANDOM_OPTIONS, Request
 from sharding.sampling import NEUTRAL, Sampling

@@ -26,9 +26,9 @@ import model
 from checkpoints import loading
 from checkpoints.checkpoint import open_checkpoint
 from checkpoints.loading import load
-from checkpoints.progress import progress
 from checkpoints.tensor_files import TensorFile
 from convert_checkpoint import convert
+from feedback.progress import progress
 from serving.text import encode, load_tokenizer
 from terminal import answers, command_line, models, output_file
 from terminal.options import parse_arguments

@@ -21,7 +21,7 @@ import convert_checkpoint
 import main
 import model
 from checkpoints.checkpoint import open_checkpoint
-from checkpoints.errors import UserError
+from feedback.errors import UserError
 from serving import memory, placement
 from serving.placement import choose_mesh
 from serving.text import load_tokenizer, stop_tokens

@@ -16,9 +16,9 @@ from safetensors.numpy import load_file, save_file
 import main
 import model
 from checkpoints.checkpoint import open_checkpoint
-from checkpoints.errors import UserError
 from checkpoints.loading import load
 from convert_checkpoint import convert, verify
+from feedback.errors import UserError
 from quantize import INT8, PerGroup, QuantizedArray, ungroup
 from sharding.mesh import make_mesh
 

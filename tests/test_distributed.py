@@ -18,9 +18,9 @@ from processes import Own, causes, errors, finish, free_port, start
 from safetensors.numpy import load_file, save_file
 
 import main
-from checkpoints.errors import UserError
 from distributed import exchange
 from distributed.roll_call import call_roll, can_connect
+from feedback.errors import UserError
 
 LLAMA3 = CHECKPOINTS / "tiny-llama3"
 TIMEOUT = 12  # seconds; a sign of life takes part of one, the start of a process 4

@@ -19,12 +19,12 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import model
 from checkpoints.checkpoint import open_checkpoint
-from checkpoints.errors import UserError
 from checkpoints.loading import load
 from convert_checkpoint import convert
 from families.gpt2 import LearnedPositions, Plain
 from families.latent_attention import Latent
 from families.registry import read_config
+from feedback.errors import UserError
 from planner.models import MODELS
 from quantize import INT8, Format
 from serving import programs

@@ -14,8 +14,8 @@ from conftest import CHECKPOINTS, Kind, llama4_config, mesh_of, random_weights, 
 
 import model
 from checkpoints.checkpoint import open_checkpoint
-from checkpoints.errors import UserError
 from checkpoints.loading import load
+from feedback.errors import UserError
 from quantize import QuantizedArray
 from serving import executors, programs, scheduler, steps
 from serving.engine import Engine

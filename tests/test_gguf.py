@@ -15,13 +15,13 @@ from transformers import AutoTokenizer
 
 import main
 from checkpoints.checkpoint import open_checkpoint
-from checkpoints.errors import UserError
 from checkpoints.gguf_file import GgufFile
 from checkpoints.gguf_model import floats_of
 from checkpoints.gguf_tokenizer import write_tokenizer
 from checkpoints.tensor_files import ALIGNMENT
 from convert_checkpoint import convert
 from families.registry import read_config
+from feedback.errors import UserError
 from quantize import INT8
 from serving.text import load_tokenizer
 

@@ -11,7 +11,7 @@ from conftest import CHECKPOINTS
 from test_generation import alone, ask, batch_of, sampled, subject
 
 import model
-from checkpoints.errors import UserError
+from feedback.errors import UserError
 from serving.engine import Engine
 from serving.grammar import grammar_tokenizer, make_grammar
 from serving.programs import Programs

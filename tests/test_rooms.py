@@ -12,11 +12,14 @@ ORDER = (
     {"terminal"},
     {"server"},
     {"serving"},
-    {"checkpoints", "distributed", "families"},
+    {"checkpoints"},
+    {"distributed"},
+    {"families"},
     {"model"},
     {"sharding"},
     {"ragged_attention", "ops"},
     {"quantize"},
+    {"feedback"},
 )
 RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
 

@@ -12,7 +12,7 @@ import pytest
 import serve
 from conftest import CHECKPOINTS, invoke
 
-from checkpoints.errors import UserError
+from feedback.errors import UserError
 from serving.text import encode, load_tokenizer
 
 

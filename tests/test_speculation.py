@@ -14,7 +14,7 @@ from questions import count_question, fixed_question, sum_question
 from test_generation import ROWS, TOLERANCE, ask, subject
 
 import model
-from checkpoints.errors import UserError
+from feedback.errors import UserError
 from ops import cpu
 from serving import speculation, text
 from serving.engine import Engine

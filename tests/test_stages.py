@@ -14,9 +14,9 @@ from conftest import Kind, invoke, llama3_config, llama4_config, random_weights
 
 import main
 import model
-from checkpoints.errors import UserError
 from families.gpt2 import LayerNorm, LearnedPositions, Plain
 from families.latent_attention import Latent
+from feedback.errors import UserError
 from planner.traffic import read_program
 from quantize import INT8
 from serving import programs

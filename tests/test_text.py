@@ -11,7 +11,7 @@ import pytest
 from conftest import CHECKPOINTS
 from tokenizers import ByteLevelBPETokenizer
 
-from checkpoints.errors import UserError
+from feedback.errors import UserError
 from serving.text import TextStream, encode, load_tokenizer
 
 TOKENIZER = load_tokenizer(CHECKPOINTS / "tiny-llama4")

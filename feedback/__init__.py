@@ -1,0 +1,1 @@
+"""What the program tells its user: errors that the user can correct, and progress."""
