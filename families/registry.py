@@ -3,6 +3,7 @@
 from families.family import Family
 from families.fields import ConfigFields
 from families.gemma import GEMMA
+from families.gemma3 import GEMMA3
 from families.glm4 import GLM4
 from families.glm4_moe_lite import GLM4_MOE_LITE
 from families.gpt2 import GPT2
@@ -24,6 +25,7 @@ FAMILIES = (
     QWEN3,
     QWEN3_MOE,
     GEMMA,
+    GEMMA3,
     GPT2,
     GLM4,
     GLM4_MOE_LITE,

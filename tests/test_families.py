@@ -14,7 +14,7 @@ import transformers
 from conftest import generate, mesh_of, with_short_rings
 from safetensors.torch import load_file, save_file
 from test_generation import finish
-from test_transformers import CONFIGS, LENGTHS, NEW, check, reference_model
+from test_transformers import CONFIGS, LENGTHS, NEW, TOLERANCE, check, reference_model
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import model
@@ -223,6 +223,11 @@ PUBLISHED = {
         num_hidden_layers=2, num_key_value_heads=1, rms_norm_eps=1e-6, rope_scaling=None, rope_theta=10000.0,
         vocab_size=320,
     ),
+    # The text_config of gemma-3-4b-it says no more.
+    "gemma3_text": dict(
+        model_type="gemma3_text", hidden_size=2560, intermediate_size=10240, num_hidden_layers=34,
+        rope_scaling={"factor": 8.0, "rope_type": "linear"}, sliding_window=1024,
+    ),
     "gpt2": dict(
         model_type="gpt2", activation_function="gelu_new", architectures=["GPT2LMHeadModel"], attn_pdrop=0.1,
         embd_pdrop=0.1, layer_norm_epsilon=1e-5, n_ctx=1024, n_embd=64, n_head=4, n_layer=2, n_positions=1024,
@@ -261,8 +266,9 @@ def test_published_config(name):
         theirs.num_hidden_layers,
     )
     assert cfg.max_positions == theirs.max_position_embeddings
-    assert cfg.tied_embeddings == (name in ("qwen2", "gemma", "gpt2"))
-    assert cfg.layers[0].mask == (model.Window(4096) if name == "mistral" else model.Full())
+    assert cfg.tied_embeddings == (name in ("qwen2", "gemma", "gemma3_text", "gpt2"))
+    windows = dict(mistral=model.Window(4096), gemma3_text=model.Window(1024))
+    assert cfg.layers[0].mask == windows.get(name, model.Full())
     kind = cfg.layers[-1]
     experts = isinstance(kind.feed_forward, model.Experts) and kind.feed_forward
     found, expected = {
@@ -270,6 +276,10 @@ def test_published_config(name):
         "qwen2": (kind.attention, model.Heads(2, 2, 16, bias=True)),
         "qwen3_moe": (experts and experts.router, model.Router("softmax", True, "output")),
         "gemma": ((cfg.embedding_scale, cfg.norm), (8, model.Norm(1e-6, offset=1))),
+        "gemma3_text": (
+            [cfg.layers[i].rope for i in (4, 5)],
+            [model.Rope(1e4, 256), model.Rope(1e6, 256, model.LinearScaling(8.0))],
+        ),
         "gpt2": (
             (cfg.position_embedding, kind.feed_forward, kind.rope),
             (LearnedPositions(1024), Plain(256), None),
@@ -340,6 +350,23 @@ def test_a_layer_that_predicts_the_token_after_the_next(saved, tmp_path):
     same_weights(saved("glm4-moe-lite")[0], tmp_path / "glm4-moe-lite")
     with pytest.raises(UserError, match="eh_proj.weight has no place"):
         open_checkpoint(str(tmp_path / "mistral"))
+
+
+def test_language_model_of_gemma3(tmp_path):
+    """A multimodal checkpoint: its text part alone, as transformers computes it where there is no image."""
+    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    vision = dict(**sizes, image_size=16, patch_size=8)
+    text = CONFIGS["gemma3"].to_dict()
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    torch.manual_seed(0)
+    reference = transformers.Gemma3ForConditionalGeneration(config).eval()
+    reference.save_pretrained(tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    weights = load(checkpoint, mesh_of(checkpoint.config), "float32", format=None)
+    tokens = np.random.default_rng(6).integers(0, 500, (1, 20))
+    with torch.no_grad():
+        expected = torch.log_softmax(reference(torch.tensor(tokens)).logits, -1)
+    np.testing.assert_allclose(logprobs(weights, checkpoint.config, tokens), expected, atol=TOLERANCE)
 
 
 def logprobs(weights, cfg, tokens) -> np.ndarray:

@@ -75,6 +75,15 @@ CONFIGS = {
         **SIZES | dict(num_key_value_heads=1), num_hidden_layers=2, intermediate_size=64,
         rope_parameters=NO_SCALING,
     ),
+    "gemma3": transformers.Gemma3TextConfig(
+        **SIZES, num_hidden_layers=4, intermediate_size=64, sliding_window=9, query_pre_attn_scalar=12,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters=dict(
+            sliding_attention=dict(rope_type="default", rope_theta=1e4),
+            full_attention=dict(rope_type="linear", rope_theta=1e6, factor=8.0),
+        ),
+        final_logit_softcapping=30.0,
+    ),
     "gpt2": transformers.GPT2Config(
         vocab_size=512, n_embd=48, n_layer=2, n_head=6, n_positions=256, bos_token_id=0, eos_token_id=None,
     ),
