@@ -36,9 +36,9 @@ from jax.sharding import PartitionSpec as P
 from ops.attention import attend_cached, attend_causal, merge, ragged_decode, write
 from ops.grouped_matmul import expert_mlp
 from ops.kv_cache import KV, Columns, as_cached, key_beside_value
-from ops.matmul import einsum
+from ops.matmul import einsum, take_rows
 from ops.platform import on_tpu
-from ops.tpu import LANES, take_rows
+from ops.tpu import LANES
 from quantize import Format, values_and_scale
 from sharding.arrays import (
     ArrayInfo,
@@ -781,12 +781,11 @@ def embed(tokens: Array, positions: Array, weights: Weights, *, cfg: Config, mes
     """tokens, positions: [B,T] int32 -> [B,T,D]. Each device looks up the tokens of its vocabulary shard."""
 
     def on_device(tokens: Array, positions: Array, w: Weights) -> Array:
-        table, scale = values_and_scale(w.embed)
+        table, _ = values_and_scale(w.embed)
         row = tokens - lax.axis_index(MODEL) * table.shape[0]
         here = (row >= 0) & (row < table.shape[0])
-        x = take_rows(table, row)
-        x = x if scale is None else x * scale[row][..., None]
-        dtype = jax.tree.leaves(w.norm)[0].dtype
+        x = take_rows(w.embed, row)
+        dtype = jax.tree.leaves(w.norm)[0].dtype  # the float type of the model
         x = lax.psum(jnp.where(here[..., None], x, 0), MODEL).astype(dtype)  # v
         x = x if cfg.embedding_scale is None else x * jnp.asarray(cfg.embedding_scale, x.dtype)
         return x if w.positions is None else cfg.position_embedding(x, w.positions, positions)
