@@ -1,6 +1,6 @@
 """Number formats for weights: how each one is declared, encoded, decoded, multiplied and stored.
 
-`Format` lists what a format has to define. `PerChannel` (int8) and `PerGroup` (int4) define it, `Requantized`
+`Format` lists what a format has to define. `PerChannel` (int8, fp8) and `PerGroup` (int4) do, `Requantized`
 combines two formats, and FORMATS names the formats that a user can ask for. A new format is one more entry of
 FORMATS, and a class if none of these fits. ops/matmul.py and ops/grouped_matmul.py list the platforms that
 have a kernel for a format; without one, the format's own product is used.
@@ -149,24 +149,35 @@ class PerChannel:
     def round(self, x: Array, scale: Array) -> Array:
         """x / scale as values; a channel of zeros stays zeros."""
         divisor = jnp.where(scale == 0, 1, scale).astype(jnp.float32)
-        values = jnp.round(x.astype(jnp.float32) / divisor)
+        values = x.astype(jnp.float32) / divisor
+        values = jnp.round(values) if jnp.issubdtype(self.dtype, jnp.integer) else values
         return jnp.clip(values, -self.largest, self.largest).astype(self.dtype)
 
     def error(self, x: np.ndarray, values: np.ndarray, scale: np.ndarray, info) -> float:
         """Infinite if a scale is not that of the channel's largest element."""
-        x = x.astype(np.float32)
+        x, values = x.astype(np.float32), values.astype(np.float32)
         step = np.expand_dims(scale, info.contracted_axes)
         largest = np.abs(x).max(info.contracted_axes, keepdims=True) / np.float32(self.largest)
         largest = np.where(np.isnan(largest), np.inf, largest)
         if not np.allclose(step, largest, rtol=1e-6, atol=np.finfo(np.float32).tiny):
             return math.inf
         step, known = np.where(np.isfinite(step), step, 1), np.isfinite(largest)
-        error = np.max(np.abs(x - values * step) / np.where(step > 0, step, 1), initial=0, where=known)
+        error = np.abs(x - values * step) / np.where(step > 0, step, 1)
+        error = np.max(error / self.spacing(values), initial=0, where=known)
         # Rounding of x / step and of values * step: at most 127 steps times 2^-23 each.
         return float(error) / (0.5 + 2**-15)
 
+    def spacing(self, values: np.ndarray) -> np.ndarray:
+        """How far apart the format's numbers are near these values."""
+        if jnp.issubdtype(self.dtype, jnp.integer):
+            return np.ones_like(values)
+        info = jnp.finfo(self.dtype)
+        _, exponent = np.frexp(np.maximum(np.abs(values), info.tiny.astype(np.float32)))
+        return np.exp2(exponent - 1 - info.nmant)
+
 
 INT8 = PerChannel("int8", np.dtype(np.int8), INT8_MAX)
+FP8 = PerChannel("fp8", np.dtype(jnp.float8_e4m3fn), 448)
 
 
 def quantize(
@@ -459,7 +470,7 @@ class Requantized:
         return self.held_as.encode(self.stored_as.decode(q, info), info)
 
 
-FORMATS = {"none": None} | {str(format): format for format in (INT8, INT4, PerGroup(64), PerGroup(32))}
+FORMATS = {"none": None} | {str(format): format for format in (INT8, FP8, INT4, PerGroup(64), PerGroup(32))}
 
 
 # ------------------------------------------------------------------------------------------------- products
