@@ -237,7 +237,7 @@ def main() -> None:
     args = parse_arguments()
     text = read_text(args.text) if args.text is not None else None
     results.check_writable(args.json)
-    launch.keep_compiled()
+    launch.enable_compilation_cache()
     launch.join_hosts(args)
     format = FORMATS[args.quantize]
     exact, converted = open_both(args.checkpoint, args.converted, format)

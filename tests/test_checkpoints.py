@@ -147,7 +147,7 @@ def test_another_family(variant, monkeypatch):
 
     folder = variant(edit, LLAMA3)
     with pytest.raises(
-        ValueError, match="'other' is not supported \\(gemma, glm, .*llama4_text, .*qwen3_moe\\)"
+        ValueError, match="'other' is not supported \\(gemma, .*glm, .*llama4_text, .*qwen3_moe\\)"
     ):
         open_checkpoint(folder)
     monkeypatch.setattr(registry, "FAMILIES", (*registry.FAMILIES, other))

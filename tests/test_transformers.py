@@ -111,6 +111,10 @@ def reference_model(name: str):
     reference = transformers.AutoModelForCausalLM.from_config(
         CONFIGS[name], attn_implementation="eager"
     ).eval()
+    return with_random_weights(reference)
+
+
+def with_random_weights(reference):
     with torch.no_grad():
         for parameter_name, parameter in reference.named_parameters():
             # Larger than the usual 0.02, so that attention and routing are far from uniform; norms around 1.
