@@ -1,14 +1,13 @@
 """fp8 weights: rounding, against ml_dtypes; products, files, meshes and platforms; what commands say."""
 
 import json
-import pathlib
-import sys
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import quality
 from conftest import CHECKPOINTS, ONE_EACH, invoke, llama3_config, llama4_config, mesh_of
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
@@ -24,9 +23,6 @@ from serving import placement
 from serving.memory import shard_bytes
 from sharding.arrays import abstract
 from sharding.mesh import mesh_shape
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "benchmarks"))
-import quality
 
 LLAMA3, LLAMA4 = CHECKPOINTS / "tiny-llama3", CHECKPOINTS / "tiny-llama4"
 CONFIGS = {"llama3": llama3_config(tied_embeddings=True), "llama4": llama4_config()}
@@ -167,21 +163,10 @@ def test_lowering(program, platform, kind, target):
         device = AbstractDevice(kind, None, platform)
         axes = (AxisType.Auto,) * len(shape)
         mesh = AbstractMesh(tuple(shape.values()), tuple(shape), axes, abstract_device=device)
-<<<<<<< HEAD
         weights = abstract(model.weight_infos(cfg, FP8), mesh, jnp.bfloat16)
         cache = abstract(model.cache_infos(cfg, 4, 256, jnp.bfloat16), mesh)
         tokens = jax.ShapeDtypeStruct((4,) if program == "decode" else (4, 128), "int32")
         function = model.decode_step if program == "decode" else model.prefill
         traced = function.trace(tokens, weights, cache, cfg=cfg, mesh=mesh)
-=======
-        weights = abstract(model.weight_infos(cfg, 1, FP8), mesh, jnp.bfloat16)
-        cache = abstract(model.cache_infos(cfg, 4, 256, jnp.bfloat16), mesh)
-        count = jax.ShapeDtypeStruct((4,), "int32")
-        arguments = dict(cfg=cfg, mesh=mesh)
-        if program == "decode":
-            traced = model.decode_step.trace(count, None, model.Sampling(), weights, cache, **arguments)
-        else:
-            traced = model.prefill.trace(None, count, weights, cache, width=128, score=0, **arguments)
->>>>>>> refs/heads/families
         text = traced.lower(lowering_platforms=(target,)).as_text()
         assert "f8E4M3FN" in text and "active_experts" not in text and "grouped_dot" not in text
