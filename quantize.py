@@ -470,7 +470,7 @@ class Requantized:
         return self.held_as.encode(self.stored_as.decode(q, info), info)
 
 
-FORMATS = {"none": None} | {str(format): format for format in (INT8, FP8, INT4, PerGroup(64), PerGroup(32))}
+FORMATS = {"none": None} | {str(format): format for format in (INT8, INT4, PerGroup(64), PerGroup(32), FP8)}
 
 
 # ------------------------------------------------------------------------------------------------- products
