@@ -1,8 +1,8 @@
 """Llama as pure functions over pytrees of weights: tokens in, logits out.
 
-`forward`, `prefill` and `decode_step`, at the end of this file, each call `embed`, `layers` and `unembed`.
-These three take and return global arrays. Each of them is one shard_map, and the functions above them run
-inside it, on every device.
+`forward`, `prefill` and `decode_step`, at the end of this file, are jitted. Each of them calls `embed`,
+`layers` and `unembed`, which take and return global arrays, and each of which is one shard_map. The functions
+above those run inside the shard_map, on every device.
 
 Letters, one per dimension, are used in every shape, einsum and comment:
 
@@ -12,14 +12,15 @@ Letters, one per dimension, are used in every shape, einsum and comment:
     G  queries per K         F  feed-forward width      V  vocabulary
     C  columns of a slot of the cache: a key beside its value, 2H; above 128 padded to a multiple of 128
 
-An uppercase letter means that the whole dimension is on this device, a lowercase letter that this device
-holds its shard of the dimension. So `einsum("bTD,kgHD->bTkgH", x, w.q)` says where every byte is, and where
-a lowercase letter is summed there must be a `psum`. SHARDED_BY in sharding/mesh.py says which mesh axes
-split which letter. The shapes of global arrays, [B,T,V], are those of all devices together.
+Inside a shard_map an uppercase letter means that the whole dimension is on this device, a lowercase letter
+that this device holds its shard of the dimension. So `einsum("bTD,kgHD->bTkgH", x, w.q)` says where every
+byte is, and where a lowercase letter is summed there must be a `psum`. SHARDED_BY in sharding/mesh.py says
+which mesh axes split which letter. Outside a shard_map arrays are global: the shapes of arguments and results
+there, [B,T,V], are those of all devices together. Records such as Cache give the letters of a device.
 
 A model is data: a Config lists a LayerKind for each layer, and a LayerKind has records such as Heads and
-Gated, which know their sizes, their weights and what to compute. Llama's records are in this file; what only
-another model family computes is a record of the same kind in families/.
+Gated, which know their sizes, their weights and what to compute. The records in this file are Llama's and
+those that several families share; what only one family computes is a record in its file in families/.
 """
 
 import dataclasses
@@ -51,14 +52,16 @@ from sharding.arrays import (
     specs,
     zeros,
 )
-from sharding.mesh import EXPERT, MODEL, ROWS, SLOTS
-from sharding.sampling import vocabulary_shard
+from sharding.mesh import EXPERT, MODEL, ROWS, SLOTS, vocabulary_shard
 
 # ---------------------------------------------------------------------------------------------- declarations
 
 
 def declared(letters: str, contracted: str, name: str, layout: str, part: int = 0, **other) -> Any:
-    """A field that is an array. name, layout, part: of the tensor in a checkpoint of Llama's, see Stored."""
+    """A dataclass field that declares an array: its letters, and the letters that its matmul sums.
+
+    name, layout, part: where Llama's checkpoints store it, see sharding.arrays.Stored.
+    """
     info = ArrayInfo(letters, contracted, Stored(name, layout, part), **other)
     return dataclasses.field(metadata={"info": info})
 
@@ -72,7 +75,7 @@ def declared_bias(letters: str, name: str, layout: str, **other) -> Any:
 
 
 def with_norms(infos, **norms):
-    """Declared weights, in which each of these fields becomes what its norm declares; None for no norm."""
+    """The infos with each named field replaced by its norm's own declaration, or by None without a norm."""
     changed = {name: norm and norm.declare(getattr(infos, name)) for name, norm in norms.items()}
     return dataclasses.replace(infos, **changed)
 
@@ -89,13 +92,14 @@ class Norm:
     offset: float = 0
 
     def declare(self, info: ArrayInfo) -> ArrayInfo | None:
-        """The declaration of the norm's weights. info: that of a single factor per column."""
+        """The declaration of the norm's weights: info, which declares one factor per column, or None."""
         return info if self.weight else None
 
     def __call__(self, x: Array, w: Array | None) -> Array:
         """x: [...,D] -> [...,D] in x's dtype.
 
-        It is rounded to that dtype before the weight is applied; with an offset, after, as in transformers.
+        As in transformers, the normalized x is rounded to x's dtype before the weight multiplies it; with an
+        offset only after.
         """
         y = x.astype(jnp.float32)
         y = y * lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.eps)
@@ -142,9 +146,10 @@ class LinearScaling:
 
 @dataclasses.dataclass(frozen=True)
 class Llama3Scaling:
-    """High frequencies are kept, low ones divided by `factor`, those between blended.
+    """High frequencies are kept, low ones are divided by `factor`, and those in between are blended.
 
-    low, high: the limits, in turns over `original` positions, for which the model was first trained.
+    original: the context length of the first training. A frequency that makes more than `high` turns in it is
+    kept, one that makes fewer than `low` is divided.
     """
 
     factor: float
@@ -171,7 +176,7 @@ class Rotation:
 
 
 def rotate(x: Array, rotation: Rotation) -> Array:
-    """Rotary embedding of x [b,T,...,H], in float32; where the rotation is narrower, of x's first columns."""
+    """Apply RoPE to x [b,T,...,H], in float32. A rotation narrower than H rotates the first columns only."""
     width = 2 * rotation.cos.shape[-1]
     if width < x.shape[-1]:
         return jnp.concatenate([rotate(x[..., :width], rotation), x[..., width:]], -1)
@@ -199,7 +204,7 @@ class Chunk:
 
     @property
     def valid(self) -> Array:
-        """[b,T] bool: which tokens are no padding."""
+        """[b,T] bool: True for tokens, False for padding."""
         return jnp.arange(self.positions.shape[1]) < self.count[:, None]
 
 
@@ -256,11 +261,11 @@ class Heads:
 
     @property
     def divided(self) -> tuple[int, ...]:
-        """The widths that devices with the same key/value head divide among them."""
+        """Widths that the number of devices which share a key/value head must divide, see mesh_shape."""
         return (self.H,)
 
     def declare(self, prefix: str, D: int) -> Attention:
-        """The declared weights. prefix: of their names in a checkpoint."""
+        """The declared weights. prefix: precedes their names in a checkpoint."""
         absent = dict(q_bias=not self.bias, k_bias=not self.bias, v_bias=not self.bias)
         absent |= dict(o_bias=not self.output_bias)
         infos = declare(Attention, prefix, dict(D=D) | sizes_of(self), absent)
@@ -288,9 +293,9 @@ class Heads:
             q = (q * growth[:, :, None, None, None]).astype(q.dtype)
         return q, jnp.concatenate([k, v], -1)
 
-    def output(self, o: Array, w: Attention) -> Array:
-        """o: [b,T,k,g,H], each query's sum of values -> [b,T,D]."""
-        return add_bias(lax.psum(einsum("bTkgH,DkgH->bTD", o, w.o), MODEL), w.o_bias)  # k, g
+    def output(self, attended: Array, w: Attention) -> Array:
+        """attended: [b,T,k,g,H], the weighted sum of values of each query -> [b,T,D]."""
+        return add_bias(lax.psum(einsum("bTkgH,DkgH->bTD", attended, w.o), MODEL), w.o_bias)  # k, g
 
 
 def add_bias(x: Array, bias: Array | None) -> Array:
@@ -298,11 +303,11 @@ def add_bias(x: Array, bias: Array | None) -> Array:
 
 
 def gather_columns(*parts: Array) -> list[Array]:
-    """Gather columns that are divided over the devices of a key/value head: [...,n] each -> [...,slots*n].
+    """Gather arrays whose last axis is split over the n devices that share a key/value head.
 
-    One all-gather serves all parts.
+    [...,c] each -> [...,n*c] each, with one all-gather for all of them.
     """
-    columns = lax.all_gather(jnp.concatenate(parts, -1), SLOTS, axis=parts[0].ndim - 1)  # [...,slots,n+n+..]
+    columns = lax.all_gather(jnp.concatenate(parts, -1), SLOTS, axis=parts[0].ndim - 1)  # [...,n,c+c+..]
     columns = jnp.split(columns, np.cumsum([x.shape[-1] for x in parts])[:-1], -1)
     return [x.reshape(*x.shape[:-2], -1) for x in columns]
 
@@ -312,19 +317,22 @@ def gather_columns(*parts: Array) -> list[Array]:
 
 @dataclasses.dataclass(frozen=True)
 class Full:
-    """Attention to all earlier tokens. The functions of masks take numbers as well as arrays."""
+    """Attention to all earlier tokens."""
 
     ring = None  # slots of a cache that overwrites its oldest tokens; None: the cache keeps all tokens
     window = None  # how many tokens a query sees, wherever it is
 
     def first_visible(self, position):
-        """The first position that a query at this position sees."""
+        """The first position that a query at this position sees. position: a number or an array."""
         return position * 0
 
 
 @dataclasses.dataclass(frozen=True)
-class Chunked:
-    """Attention to earlier positions of the same block of `size`; the cache is a ring of one block."""
+class BlockLocal:
+    """Attention to earlier positions of the same block of `size` tokens; the cache is a ring of one block.
+
+    Llama 4 calls it chunked attention.
+    """
 
     size: int
     window = None
@@ -341,8 +349,8 @@ class Chunked:
 class Window:
     """Attention to the last `size` tokens, the query's own included. Source: arXiv 2004.05150.
 
-    The cache is a ring that keeps `spare` more tokens than a query sees, so that a few of the last tokens can
-    be taken back: see serving/rings.py.
+    The cache is a ring that keeps `spare` more tokens than a query sees, so that the last few tokens can be
+    taken back.
     """
 
     size: int
@@ -360,15 +368,16 @@ class Window:
         return (position - self.size + 1) * (position >= self.size)
 
 
-Mask = Full | Chunked | Window
+Mask = Full | BlockLocal | Window
 
 
 @jax.named_scope("attention")
 def attention(x: Array, w, kv: KV | None, chunk: Chunk, rotation: Rotation | None, kind: "LayerKind"):
     """x: [b,T,D] -> ([b,T,D], the layer's cache with the chunk in it; None without a cache).
 
-    A token attends to what the cache holds and to the tokens of its chunk up to itself. Their keys and values
-    are first rounded as the cache will hold them, so that the result does not depend on where chunks begin.
+    A token attends to what the cache holds and to the tokens of its chunk up to itself. The chunk's keys and
+    values are rounded to the cache's type before anything attends to them, so that the result does not depend
+    on where chunks begin.
     """
     q, new = kind.attention.project(x, w, chunk, rotation)
     new, parts = as_cached(new, kv, kind.attention.columns), []
@@ -384,8 +393,8 @@ def attention(x: Array, w, kv: KV | None, chunk: Chunk, rotation: Rotation | Non
 def attend_cache(q: Array, new: KV, kv: KV, chunk: Chunk, mask: Mask):
     """Write a chunk into the cache, and attend to what the cache holds: -> (as `attend_chunk`, KV).
 
-    A single token is written first, so that the cache holds all that it sees, itself included: one kernel
-    does both. The tokens of a longer chunk attend here to what came before the chunk.
+    If T is 1, the token is written first and then attends to the cache alone, itself included: one kernel
+    writes and attends. The tokens of a longer chunk attend here to what came before the chunk.
     """
     T, slots = q.shape[1], slot_mapping(chunk, mask, kv.values.shape[2])
     length, gap = visible_slots(chunk, mask, chunk.start + (T == 1))
@@ -402,10 +411,13 @@ def attend_cache(q: Array, new: KV, kv: KV, chunk: Chunk, mask: Mask):
 def attend_chunk(q: Array, new: KV, chunk: Chunk, mask: Mask) -> tuple[Array, Array]:
     """Attention among the chunk's own tokens, by this device's queries.
 
-    q: [b,T,k,G,H], new: [b,k,T,C] -> (o [b,T,k,g,H], lse [b,T,k,g]).
+    q: [b,T,k,G,H], new: [b,k,T,C] -> (o [b,T,k,g,H], lse [b,T,k,g]): see ops/attention.py. lse is the log of
+    the sum of exponentials, by which partial results are merged.
     """
     g = q.shape[3] // lax.axis_size(SLOTS)
     own = lax.dynamic_slice_in_dim(q, lax.axis_index(SLOTS) * g, g, 3)
+    # Queries attend within a segment: all queries with the same first visible position. A window, which moves
+    # with the query, is a limit of its own within one segment.
     segment = 0 * chunk.positions if mask.window else mask.first_visible(chunk.positions)
     return attend_causal(own, new, segment, mask.window)
 
@@ -419,30 +431,30 @@ def visible_slots(chunk: Chunk, mask: Mask, end: Array) -> tuple[Array, tuple[Ar
     first, end = mask.first_visible(chunk.positions), end[:, None]
     any_visible = (first < end) & (chunk.count > 0)[:, None]
     if mask.ring:
-        # In a ring the visible slots are those from low to high or, where they wrap around, those before
-        # high and those from low on.
+        # The visible slots of a ring are [low, high): all before high, with a gap before low. Where they wrap
+        # around, they are [0, high) and [low, ring): the whole ring, with a gap from high to low.
         low, high = first % mask.ring, end % mask.ring
         wraps = high <= low
         end = jnp.where(wraps, jnp.minimum(end, mask.ring), high)
     length = jnp.where(any_visible, local_slots(end), 0)
-    if not mask.window:  # full attention begins at slot 0, and so does a chunk's ring
+    if not mask.window:  # the first visible slot is 0, in a cache of all tokens and in a block's ring
         return length, None
     return length, (jnp.where(wraps, local_slots(high), 0), local_slots(low))
 
 
 def slot_mapping(chunk: Chunk, mask: Mask, capacity: int) -> Array:
     """The slot of this device that each token is written to, [b,T]; `capacity` if it is written to none."""
-    slots, slot, keep = lax.axis_size(SLOTS), chunk.positions, chunk.valid
+    sharing, slot, keep = lax.axis_size(SLOTS), chunk.positions, chunk.valid
     if mask.ring:  # a ring keeps the chunk's last tokens; earlier ones would be written to the same slots
         keep &= slot >= (chunk.start + chunk.count)[:, None] - mask.ring
         slot = slot % mask.ring
-    return jnp.where(keep & (slot % slots == lax.axis_index(SLOTS)), slot // slots, capacity)
+    return jnp.where(keep & (slot % sharing == lax.axis_index(SLOTS)), slot // sharing, capacity)
 
 
 def local_slots(n: Array) -> Array:
-    """How many of a head's first n slots are on this device, which is also its next free local slot."""
-    slots = lax.axis_size(SLOTS)
-    return (n + slots - 1 - lax.axis_index(SLOTS)) // slots
+    """How many of a head's first n slots are on this device."""
+    sharing = lax.axis_size(SLOTS)
+    return (n + sharing - 1 - lax.axis_index(SLOTS)) // sharing
 
 
 def merge_slots(o: Array, lse: Array) -> tuple[Array, Array]:
@@ -450,12 +462,12 @@ def merge_slots(o: Array, lse: Array) -> tuple[Array, Array]:
 
     o: [b,T,k,G,H] -> [b,T,k,g,H], lse: [b,T,k,G] -> [b,T,k,g]. One all-to-all of the partial results.
     """
-    slots = lax.axis_size(SLOTS)
-    if slots == 1:
+    sharing = lax.axis_size(SLOTS)
+    if sharing == 1:
         return o, lse
     parts = jnp.concatenate([o, lse[..., None]], -1)
-    parts = parts.reshape(*o.shape[:3], slots, -1, parts.shape[-1])
-    parts = lax.all_to_all(parts, SLOTS, 3, 0)  # [slots,b,T,k,g,H+1]
+    parts = parts.reshape(*o.shape[:3], sharing, -1, parts.shape[-1])
+    parts = lax.all_to_all(parts, SLOTS, 3, 0)  # [sharing,b,T,k,g,H+1]
     return merge(*((part[..., :-1], part[..., -1]) for part in parts))
 
 
@@ -477,7 +489,7 @@ class Gated:
     activation: str = "silu"
 
     def declare(self, prefix: str, D: int) -> MLP:
-        """The declared weights. prefix: of their names in a checkpoint."""
+        """The declared weights. prefix: precedes their names in a checkpoint."""
         return declare(MLP, prefix, dict(D=D) | sizes_of(self))
 
     def __call__(self, x: Array, w: MLP, chunk: Chunk) -> Array:
@@ -494,7 +506,7 @@ class Gated:
 
 def activation(name: str):
     """The activation function of this name. Raises ValueError if there is none."""
-    functions = dict(silu=jax.nn.silu, gelu_tanh=jax.nn.gelu)
+    functions = dict(silu=jax.nn.silu, gelu_tanh=partial(jax.nn.gelu, approximate=True))
     if name not in functions:
         raise ValueError(f"activation {name!r} is not supported ({', '.join(functions)})")
     return functions[name]
@@ -507,8 +519,14 @@ class Router:
     score: str = "sigmoid"  # or "softmax", over all experts
     normalized: bool = False  # the scores of the chosen experts sum to 1
     scales: str = "input"  # or "output"
-    bias: bool = False  # of the sigmoid scores, to choose by and not to weight by
-    factor: float = 1  # of the scores, at last
+    bias: bool = False  # is added to the sigmoid scores to choose the experts, but not to weight them
+    factor: float = 1  # multiplies the final scores
+
+    def __post_init__(self):
+        if self.score not in ("sigmoid", "softmax") or self.scales not in ("input", "output"):
+            raise ValueError(
+                f"a router of {self.score!r} scores that scale the {self.scales!r} is not supported"
+            )
 
 
 @pytree
@@ -540,7 +558,7 @@ class Experts:
             raise ValueError(f"experts with activation {self.activation!r} are not supported (silu)")
 
     def declare(self, prefix: str, D: int) -> MoE:
-        """The declared weights. prefix: of their names in a checkpoint."""
+        """The declared weights. prefix: precedes their names in a checkpoint."""
         shared = self.shared and self.shared.declare(prefix + "shared_expert.", D)
         absent = dict(router_bias=not self.router.bias)
         return declare(MoE, prefix, dict(D=D) | sizes_of(self), absent, shared=shared)
@@ -556,7 +574,8 @@ class Experts:
 def route(x: Array, w: MoE, kind: Experts) -> tuple[Array, Array]:
     """x: [b,T,D] -> each token's A experts [b,T,A] int32, and their weights [b,T,A] float32."""
     x32, router = x.astype(jnp.float32), w.router.astype(jnp.float32)
-    logits = jnp.einsum("bTD,DE->bTE", x32, router, precision="highest")  # rounded, they could choose others
+    # In float32, because rounded logits could choose other experts.
+    logits = jnp.einsum("bTD,DE->bTE", x32, router, precision="highest")
     if w.router_bias is None:
         best, chosen = lax.top_k(logits, kind.A)
     else:
@@ -645,7 +664,8 @@ def decoder_layers(
     """
     ropes = dict.fromkeys(kind.rope for kind in kinds)
     rotations = {rope: rope and rope.rotation(chunk.positions) for rope in ropes}
-    layer, written = jax.checkpoint(decoder_layer, static_argnums=5) if remat else decoder_layer, []
+    layer = jax.checkpoint(decoder_layer, static_argnums=5) if remat else decoder_layer
+    written = []
     for w, kv, kind in zip(weights, caches or [None] * len(kinds), kinds, strict=True):
         x, kv = layer(x, w, kv, chunk, rotations[kind.rope], kind)
         written.append(kv)
@@ -670,8 +690,8 @@ def layer_infos(kind: LayerKind, D: int, prefix: str = "") -> Layer:
 class Config:
     """All that the functions below need to know of a model.
 
-    norm: after the last layer. position_embedding: None, or a family's record, whose function adds to the
-    embedded tokens what depends on their positions alone.
+    norm: after the last layer. position_embedding: None, or a record that adds learned position embeddings to
+    the embedded tokens.
     logit_scale, logit_softcap: logits are multiplied by the first, then become cap * tanh(logits / cap).
     """
 
@@ -688,12 +708,12 @@ class Config:
 
     @property
     def heads(self) -> Any:
-        """The attention of all layers, as far as its sizes go."""
+        """The first layer's attention, whose sizes are those of all layers."""
         return self.layers[0].attention
 
     @property
     def experts(self) -> Experts | None:
-        """Those of all layers that have some, as far as their sizes go."""
+        """The first Experts among the layers, whose sizes are those of all; None for a dense model."""
         return next((x.feed_forward for x in self.layers if isinstance(x.feed_forward, Experts)), None)
 
     @property
@@ -703,7 +723,7 @@ class Config:
 
 @pytree
 class Weights:
-    """The weights of a model. unembed: None if it is `embed`, too."""
+    """The weights of a model. unembed: None if tied to `embed`."""
 
     embed: Array = declared("vD", "", "model.embed_tokens.weight", "VD")
     positions: Any
@@ -821,7 +841,7 @@ def layers(
 def unembed(x: Array, weights: Weights, *, cfg: Config, mesh: Mesh) -> Array:
     """x: [B,T,D] -> logits [B,T,V] float32, of which each device holds its shard of the vocabulary.
 
-    V is here cfg.V rounded up to a multiple of the devices; the logits of the padding are -inf.
+    Here V is cfg.V rounded up to a multiple of the devices; the logits of the padding are -inf.
     """
     on_devices = jax.shard_map(
         partial(local_logits, cfg=cfg),
@@ -848,15 +868,16 @@ def outer_specs(cfg: Config, weights: Weights) -> Weights:
     return specs(outer_infos(cfg), without_layers(weights))
 
 
-def without_layers(tree: Weights | Cache) -> Weights | Cache:
-    """The same weights or cache with an empty list of layers."""
-    return dataclasses.replace(tree, layers=[])
+def without_layers(weights: Weights) -> Weights:
+    """The same weights with an empty list of layers."""
+    return dataclasses.replace(weights, layers=[])
 
 
 def cache_specs(kinds: tuple[LayerKind, ...], caches: list[KV] | None) -> list[KV] | None:
     """The PartitionSpecs of the layers' caches."""
     if caches is None:
         return None
+    # The sizes do not matter here: specs depend on the letters alone.
     infos = [kv_info(kind, 0, 0, kv.values.dtype) for kind, kv in zip(kinds, caches, strict=True)]
     return specs(infos, caches)
 
@@ -864,8 +885,8 @@ def cache_specs(kinds: tuple[LayerKind, ...], caches: list[KV] | None) -> list[K
 def can_check_vma(mesh: Mesh, T: int) -> bool:
     """Whether shard_map can check that every psum is there, for a program that attends with T queries.
 
-    It cannot on TPUs if LANES divides T: the library's kernel that attends then does not declare over which
-    mesh axes its result varies.
+    It cannot on TPUs if LANES divides T: jax's splash attention kernel, which attends then, does not declare
+    over which mesh axes its result varies.
     """
     return T % LANES != 0 or not on_tpu(mesh)
 
@@ -877,8 +898,9 @@ def can_check_vma(mesh: Mesh, T: int) -> bool:
 def forward(tokens: Array, weights: Weights, *, cfg: Config, mesh: Mesh, remat: bool = False) -> Array:
     """Logits of every position, without a cache: tokens [B,T] int32 -> [B,T,V] float32.
 
-    For short texts, and on a CPU for training: the kernels of other devices have no derivative. remat keeps
-    only the input of each layer for the derivative and computes the rest again (gradient checkpointing).
+    It attends to all tokens at once, so it is for short texts. It can be differentiated on CPUs; the kernels
+    of other devices have no derivative. remat keeps only the input of each layer for the derivative and
+    computes the rest again (gradient checkpointing).
     """
     start = jnp.zeros_like(tokens[:, 0])
     chunk = chunk_at(start, start + tokens.shape[1], tokens.shape[1])
@@ -894,10 +916,11 @@ def prefill(
     """Read tokens [B,T] int32: -> (logits [B,V] float32 of what follows each row's tokens, Cache).
 
     count: [B] int32, at least 1: how many of a row's tokens are valid, the rest is padding; None: all T.
-    A long text may be read in several calls. The cache is donated: the old one is gone.
+    A long text may be read in several calls. The cache is donated: the old one is gone. Tokens beyond its
+    max_len are not kept; the caller must count.
     """
     count = jnp.full_like(cache.length, tokens.shape[1]) if count is None else count
-    return read(tokens, count, weights, cache, cfg, mesh)
+    return read_tokens(tokens, count, weights, cache, cfg, mesh)
 
 
 @partial(jax.jit, static_argnames=("cfg", "mesh"), donate_argnames="cache")
@@ -906,12 +929,12 @@ def decode_step(
 ) -> tuple[Array, Cache]:
     """Read one token of each row, [B] int32: -> (logits [B,V] float32 of the next one, Cache).
 
-    The cache is donated: the old one is gone.
+    The cache is donated: the old one is gone. Tokens beyond its max_len are not kept; the caller must count.
     """
-    return read(tokens[:, None], jnp.ones_like(cache.length), weights, cache, cfg, mesh)
+    return read_tokens(tokens[:, None], jnp.ones_like(cache.length), weights, cache, cfg, mesh)
 
 
-def read(
+def read_tokens(
     tokens: Array, count: Array, weights: Weights, cache: Cache, cfg: Config, mesh: Mesh
 ) -> tuple[Array, Cache]:
     """What `prefill` and `decode_step` have in common: tokens [B,T] -> (logits [B,V], Cache)."""

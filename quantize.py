@@ -49,7 +49,7 @@ class Format(Protocol):
         """The format in which a platform ("cpu", "gpu" or "tpu") holds weights of this format."""
 
     def for_array(self, info) -> "Format":
-        """The format of this one weight, in a model of this format."""
+        """The format that one weight of the model uses: int8, for example, if 4 bits are too few for it."""
 
     def pad_multiple(self, size: int) -> int:
         """Each device's share of a contracted dimension of this size is padded to a multiple of this."""
@@ -213,7 +213,7 @@ class PerGroup:
     values: int4. First the contracted letters, of which the last counts groups, then I, the place in a group,
             then the other letters; before them all the stage's and the expert's letter, if there is one.
     scale:  of either sign, the letters of `values` without I.
-    group_size: of one weight, or the largest for a model.
+    group_size: of one weight; in a model's format, the upper limit.
     """
 
     group_size: int
@@ -284,7 +284,7 @@ class PerGroup:
         return QuantizedArray(unpack_int4(values, group_axis(info)), scale, self)
 
     def error(self, x: np.ndarray, values: np.ndarray, scale: np.ndarray, info) -> float:
-        """Of x clipped to 4 bits; infinite if a group is worse than without a search for its scale."""
+        """The error relative to x clipped to 4 bits; infinite if a group is worse than without a search."""
         return float(_int4_error(x, values, scale, dataclasses.replace(info, stored=None)))
 
 

@@ -1,4 +1,4 @@
-"""Llama 4: layers with RoPE and chunked attention, layers with neither, and experts.
+"""Llama 4: layers with RoPE and block-local attention, full layers without RoPE, and experts.
 
 Sources: transformers, models/llama4; meta-llama/llama-models, models/llama4.
 """
@@ -10,20 +10,21 @@ from families.experts import SINGLE_EXPERTS
 from families.family import LANGUAGE_MODEL_NAMES, VISION_TENSORS, Family
 from families.fields import NUMBER, ConfigFields
 from feedback.errors import UserError
-from model import Chunked, Config, Full, LayerKind, QueryScale, Router
+from model import BlockLocal, Config, Full, LayerKind, QueryScale, Router
 
 
 def config(fields: ConfigFields) -> Config:
     depth, heads, norm = read.depth(fields), read.heads(fields), read.norm(fields)
-    every = fields.take("no_rope_layer_interval", int, 4)
+    no_rope_every = fields.take("no_rope_layer_interval", int, 4)
     # A 1 in no_rope_layers means that the layer does have RoPE.
-    rotary = fields.take("no_rope_layers", list, []) or [(i + 1) % every != 0 for i in range(depth)]
+    rotary = fields.take("no_rope_layers", list, []) or [(i + 1) % no_rope_every != 0 for i in range(depth)]
     if len(rotary) != depth:
         raise UserError(f"config.json: no_rope_layers do not describe {depth} layers")
-    masks = ["chunked_attention" if has_rope else "full_attention" for has_rope in rotary]
-    masks = read.layer_types(fields, "layer_types", masks, "chunked_attention", "full_attention")
+    types = ["chunked_attention" if has_rope else "full_attention" for has_rope in rotary]
+    types = read.layer_types(fields, "layer_types", types, "chunked_attention", "full_attention")
     chunk = fields.take("attention_chunk_size", int, None)
 
+    # transformers normalizes after RoPE; without a weight it makes no difference beyond rounding.
     qk_norm = dataclasses.replace(norm, weight=False) if fields.take("use_qk_norm", bool, True) else None
     with_rope = dataclasses.replace(heads, qk_norm=qk_norm)
     rope = read.rope(fields, heads.H, 500000.0, interleaved=True)
@@ -31,8 +32,8 @@ def config(fields: ConfigFields) -> Config:
     scaled = fields.take("attn_temperature_tuning", (bool, int), True)
     without_rope = dataclasses.replace(heads, query_scale=scale if scaled else None)
 
-    every = fields.take("interleave_moe_layer_step", int, 1)
-    sparse = fields.take("moe_layers", list, list(range(every - 1, depth, every)))
+    moe_every = fields.take("interleave_moe_layer_step", int, 1)
+    sparse = fields.take("moe_layers", list, list(range(moe_every - 1, depth, moe_every)))
     experts = read.experts(fields, Router("sigmoid", scales="input"), shared=1)
     dense = read.gated(fields, "intermediate_size_mlp")
     layers = tuple(
@@ -40,7 +41,7 @@ def config(fields: ConfigFields) -> Config:
             with_rope if rotary[i] else without_rope,
             experts if i in sparse else dense,
             norm,
-            Chunked(chunk) if chunk and masks[i] == "chunked_attention" else Full(),
+            BlockLocal(chunk) if chunk and types[i] == "chunked_attention" else Full(),
             rope if rotary[i] else None,
         )
         for i in range(depth)
@@ -53,6 +54,6 @@ LLAMA4 = Family(
     config,
     multimodal_type="llama4",
     tensor_names=(*LANGUAGE_MODEL_NAMES, (r"\.feed_forward\.", ".mlp.")),
-    layouts=SINGLE_EXPERTS,  # of some checkpoints
+    layouts=SINGLE_EXPERTS,  # some checkpoints store each expert as a tensor of its own
     unused_tensors=VISION_TENSORS,
 )

@@ -1,4 +1,4 @@
-"""Parts of a Config from the fields of config.json that several families name alike."""
+"""Parts of a Config, from fields of config.json that several families share."""
 
 from families.fields import NUMBER, ConfigFields
 from feedback.errors import UserError
@@ -17,13 +17,13 @@ from model import (
     Window,
 )
 
-MOST_LAYERS = 1000  # far more than any model has: a list of that many layers is made
+MOST_LAYERS = 1000  # a sanity limit: a list of that many layers is made
 
 
 def config(
     fields: ConfigFields, layers: tuple[LayerKind, ...], norm: Norm, tied: bool = False, **others
 ) -> Config:
-    """The Config of these layers. norm: the last one. tied: where tie_word_embeddings is absent."""
+    """The Config of these layers. norm: the final norm. tied: the default of tie_word_embeddings."""
     return Config(
         D=fields.take("hidden_size", int),
         V=fields.take("vocab_size", int),
@@ -89,7 +89,7 @@ def experts(
 ) -> Experts:
     """width, count: the fields with an expert's width and the number of experts.
 
-    shared: the width of the shared expert, in widths of the others.
+    shared: the width of the shared expert as a multiple of a routed expert's; 0: no shared expert.
     """
     E, A, M = (fields.take(name, int) for name in (count, "num_experts_per_tok", width))
     if A > E:

@@ -16,7 +16,7 @@ from quantize import quantize
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """Which columns of a slot are the key, [0, key), and which are the value, [value[0], value[1]).
+    """The columns of a slot: the key is [0, key), the value is [value[0], value[1]).
 
     The two may overlap: in latent attention the value is a part of the key. scale: the factor of q·k.
     """
@@ -27,7 +27,7 @@ class Columns:
 
     @property
     def width(self) -> int:
-        """C: above 128 columns, padded to a multiple of 128; XLA would choose another layout otherwise."""
+        """C: above 128 columns rounded up to a multiple of 128, so that XLA keeps this layout."""
         used = max(self.key, self.value[1])
         return used if used < LANES else -(-used // LANES) * LANES
 
@@ -44,7 +44,7 @@ def key_beside_value(H: int, scale: float | None = None) -> Columns:
 @partial(jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=["columns"])
 @dataclasses.dataclass(frozen=True)
 class KV:
-    """Keys and values of one layer, laid out so that a kernel needs one DMA per array and block.
+    """Keys and values of one layer. A key lies beside its value, so that one DMA fetches a block of both.
 
     values: [B,K,S,C] float or int8. scale: [B,K,2,S] bfloat16, the factors of each int8 key and value; None
     if the values are floats.
@@ -56,19 +56,19 @@ class KV:
 
 
 def map_slots(function, *kvs: KV) -> KV:
-    """The KV of function(2, values...) and, where there are scales, function(3, scales...).
+    """Apply function(axis, *arrays) to the values of caches and, if they are int8, to their scales.
 
-    The first argument tells the function which axis counts slots.
+    axis: the axis of slots, 2 in the values and 3 in the scales.
     """
     scale = None if kvs[0].scale is None else function(3, *(kv.scale for kv in kvs))
     return KV(function(2, *(kv.values for kv in kvs)), scale, kvs[0].columns)
 
 
 def as_cached(new: Array, cache: KV | None, columns: Columns) -> KV:
-    """New keys and values [B,T,K,C] in the layout and type of a cache: -> values [B,K,T,C].
+    """New keys and values in the layout and type of a cache: -> a KV with values [B,K,T,C].
 
-    new: a key beside its value, or a latent beside its rotated key, without the padding of C. cache: None
-    keeps the values in the type that they have.
+    new: [B,T,K,columns], a key beside its value, or a latent beside its rotated key; the padding of C is
+    added here. cache: None keeps the values in the type that they have.
     """
     new, scale = new.swapaxes(1, 2), None
     if cache is not None and cache.scale is not None:

@@ -21,12 +21,16 @@ from sharding import stages
 from sharding.arrays import specs
 from sharding.mesh import ROWS, STAGE
 
-MOST_LAYERS = 6  # in a program of `layer_by_layer`: 30 layers take 18.6 s of CPU time to compile in one
-# program, 3.6 in programs of 6, and 3.1 one by one
+# The most layers in a program of `layer_programs`. 30 layers take 18.6 s of CPU time to compile as one
+# program, 3.6 s as programs of 6, and 3.1 s one by one.
+LAYERS_PER_PROGRAM = 6
 
 
 def run(step: Step, weights: Weights, batch: Batch, start, layers, finish, *, cfg: Config, mesh: Mesh):
-    """What every executor does. start and finish get no layers, so that each can be a program of its own."""
+    """The body of every executor: start, layers, finish.
+
+    start and finish do not get the layers' weights and caches, so that each can be compiled as a program.
+    """
     w, rows, static = without_layers(weights), batch.replace(layers=[]), dict(cfg=cfg, mesh=mesh)
     x, tokens, chunk = start(step, w, rows, **static)
     x, batch = layers(x, chunk, weights, batch, **static)
@@ -49,7 +53,7 @@ jit = partial(jax.jit, static_argnames=("cfg", "mesh"))
 
 
 class StepProgram:
-    """An executor compiled as one program for each kind of step, and named after it for a profile.
+    """An executor that is jitted once for each class of steps; in a profile the program has the class's name.
 
     The batch is donated.
     """
@@ -104,8 +108,8 @@ def layer_programs(x: Array, chunk: Chunk, weights: Weights, batch: Batch, *, cf
 
 @functools.cache
 def layers_per_program(kinds: tuple[LayerKind, ...]) -> int:
-    """The largest number of layers, up to MOST_LAYERS, of which the model is a repetition."""
-    sizes = range(min(MOST_LAYERS, len(kinds)), 0, -1)
+    """The largest n, up to LAYERS_PER_PROGRAM, such that the model repeats one group of n layers; else 1."""
+    sizes = range(min(LAYERS_PER_PROGRAM, len(kinds)), 0, -1)
     return next((n for n in sizes if len({kinds[i : i + n] for i in range(0, len(kinds), n)}) == 1), 1)
 
 
@@ -172,7 +176,7 @@ def finish_stage(step: Step, x, tokens: Array, chunk: Chunk, w: Weights, batch: 
 
     @by_rows(mesh)
     def known(tokens: Array, length: Array, count: Array) -> Array:
-        """The rows' tokens, in which the last stage alone knows the one that was chosen."""
+        """The rows' tokens; all stages but the last get -1 in place of the chosen token."""
         position = jnp.where(count > 0, length, tokens.shape[1])
         unknown = tokens.at[jnp.arange(length.size), position].set(-1, mode="drop")
         return jnp.where(stages.is_last(), tokens, unknown)

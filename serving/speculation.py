@@ -17,7 +17,7 @@ from model import Config
 from ops import cpu
 from serving.executors import one_program
 from serving.programs import Programs
-from serving.steps import Batch, DecodeStep, Output, by_rows, most_drafts, tokens_at
+from serving.steps import Batch, DecodeStep, Output, by_rows, most_readable, tokens_at
 from sharding.mesh import mesh_shape
 from sharding.sampling import Sampling
 
@@ -109,7 +109,7 @@ def propose(
     The draft model also reads the last draft token, which may be accepted.
     """
     start = batch.cache.length
-    count = jnp.minimum(count, most_drafts(start, cfg))
+    count = jnp.minimum(count, most_readable(start, cfg))
 
     def read_one(i, batch: Batch) -> Batch:
         step = DecodeStep(count=(i < count).astype(jnp.int32), sampling=sampling)

@@ -29,8 +29,9 @@ from sharding.stages import StageInputs, first_stage
 class Batch:
     """The rows of a batch: their caches and their tokens.
 
-    tokens: [b,S] int32. A row has read its first cache.length[b] tokens and reads the next one next. Later
-    tokens are the rest of a prompt, or have no meaning. -1: a token that this stage does not know.
+    tokens: [b,S] int32. A row has read its first cache.length[b] tokens and reads the next one next. The
+    tokens after it are the unread rest of a prompt, or garbage. -1: a token that the last pipeline stage has
+    chosen and this stage does not know.
     stage_inputs: None if there is one stage.
     """
 
@@ -62,11 +63,12 @@ def by_rows(mesh: Mesh, *in_specs, out_specs=P(ROWS)):  # noqa: B008  a Partitio
 
 @partial(jax.jit, static_argnames=("cfg", "mesh"), donate_argnames="batch")
 def assign_rows(rows, tokens, length, source, batch: Batch, *, cfg: Config, mesh: Mesh) -> Batch:
-    """Give rows new texts, of which a prefix counts as read. The batch is donated: the old one is gone.
+    """Put new texts into rows. The batch is donated: the old one is gone.
 
-    rows: [n] int32, as many for each data shard, numbered within it; -1 assigns none. tokens: [n,S] int32.
-    length: [n] int32, how many tokens of the prefix. source: [n] int32, the row of the same shard that has
-    read this prefix and whose cache is copied; None: each row has read it itself.
+    rows: [n] int32, the same number for each data shard, counted from 0 within the shard; -1 is skipped.
+    tokens: [n,S] int32. length: [n] int32: so many first tokens count as read, because their keys and values
+    are cached already. source: [n] int32, the row of the same shard whose cache holds them and is copied;
+    None: each row's own cache holds them.
     """
     layers = batch.cache.layers
     kinds = first_stage(cfg, mesh.shape[STAGE]).layers
@@ -203,7 +205,7 @@ class DecodeStep:
 
         @by_rows(mesh)
         def on_device(count: Array, drafts: Array | None, tokens: Array, length: Array):
-            chunk = model.chunk_at(length, jnp.minimum(count, most_drafts(length, cfg)), T)
+            chunk = model.chunk_at(length, jnp.minimum(count, most_readable(length, cfg)), T)
             tokens = tokens_at(tokens, chunk.positions[:, :1])
             return tokens if drafts is None else jnp.concatenate([tokens, drafts], 1), chunk
 
@@ -215,7 +217,8 @@ class DecodeStep:
         @by_rows(mesh, P(ROWS, None, MODEL), *[P(ROWS)] * 4)
         def choose(logits: Array, read: Array, chunk: Chunk, sampling: Sampling, tokens: Array):
             T, rows = read.shape[1], jnp.arange(read.shape[0])[:, None]
-            # Penalties count the drafts before a position as if they were accepted; only `sample` sees them.
+            # `sample` gets the text with the drafts in it, so that the penalties at a position count the
+            # drafts before it. The stored tokens do not get them.
             with_drafts = tokens.at[rows, chunk.positions].set(read, mode="drop")
             per_token = jax.tree.map(partial(jnp.repeat, repeats=T, axis=0), (sampling, with_drafts))
             length = chunk.positions.reshape(-1) + 1
@@ -244,8 +247,11 @@ def tokens_at(tokens: Array, positions: Array) -> Array:
     return jnp.take_along_axis(tokens, positions, 1, mode="clip")
 
 
-def most_drafts(length: Array, cfg: Config) -> Array:
-    """How many tokens rows of these lengths can read and still take back, [b] int32, in all layers."""
+def most_readable(length: Array, cfg: Config) -> Array:
+    """The most tokens that rows of these lengths can read so that all could be rolled back: [b] -> [b] int32.
+
+    These are the next token and its drafts. It is the least over the layers.
+    """
     return functools.reduce(jnp.minimum, [rollback_limit(mask, length) for mask in cfg.masks])
 
 

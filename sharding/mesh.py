@@ -19,6 +19,8 @@ import math
 from functools import partial
 
 import jax
+import jax.numpy as jnp
+from jax import Array, lax
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
@@ -46,7 +48,8 @@ def mesh_shape(cfg, data: int = 1, expert: int = 1, tensor: int = 1, stage: int 
     slots = expert * tensor // heads
     experts = cfg.experts.E if cfg.experts else 0
     if expert > 1 and (not experts or experts % expert):
-        raise ValueError(f"expert parallelism {expert} does not divide the model's {experts} experts")
+        what = f"does not divide the model's {experts} experts" if experts else "is for models with experts"
+        raise ValueError(f"expert parallelism {expert} {what}")
     if any(width % slots for width in cfg.heads.divided):
         width = next(width for width in cfg.heads.divided if width % slots)
         raise ValueError(
@@ -83,3 +86,8 @@ def degrees(mesh: Mesh) -> dict[str, int]:
     axes = dict(data="data", expert=EXPERT, tensor=TENSOR)
     axes |= dict(stage=STAGE) if mesh.shape[STAGE] > 1 else {}
     return {name: mesh_size(mesh, axis) for name, axis in axes.items()}
+
+
+def vocabulary_shard(logits: Array) -> Array:
+    """The token ids of this device's shard of the vocabulary: [v] int32."""
+    return lax.axis_index(MODEL) * logits.shape[-1] + jnp.arange(logits.shape[-1])

@@ -10,7 +10,7 @@ from jax import Array, lax
 
 from ops.platform import on_cpu
 from sharding.arrays import pytree
-from sharding.mesh import MODEL
+from sharding.mesh import MODEL, vocabulary_shard
 
 
 @pytree
@@ -74,11 +74,6 @@ class TopLogprobs:
 
     tokens: Array
     logprobs: Array
-
-
-def vocabulary_shard(logits: Array) -> Array:
-    """The token ids of this device's shard of the vocabulary: [v] int32."""
-    return lax.axis_index(MODEL) * logits.shape[-1] + jnp.arange(logits.shape[-1])
 
 
 def argmax(logits: Array) -> Array:

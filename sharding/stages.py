@@ -8,14 +8,14 @@ three stages, this is the microbatch whose tokens go through each stage's layers
     stage 1         a    b    c    a    b
     stage 2              a    b    c    a
 
-All stages run the same program in a turn, each on its own microbatch, as data shards do: to the program the
-stages are data shards that hold other layers. At the end of a turn each stage sends its activations to the
-next stage, and the last stage sends the tokens that it chose to the first, which is about to read them. So a
-microbatch gets a token every three turns, and a turn takes as long as a third of the layers.
+In a turn all stages run the same program, each on its own microbatch. The program treats stages as data
+shards whose layers' weights differ. At the end of a turn each stage sends its activations to the next stage,
+and the last stage sends the tokens that it chose to the first, which is about to read them. So a microbatch
+gets a token every three turns, and a turn takes as long as a third of the layers.
 
-A stage's cache holds its own layers' keys and values of all microbatches, in one Cache for each: in turn t
-all stages use Cache t % 3, in which stage s holds microbatch (t - s) % 3. What the first stage is told about
-a microbatch, stage s is told s turns later.
+Each stage keeps one Cache per microbatch. In turn t every stage uses its Cache number t % 3, which in stage s
+is that of microbatch (t - s) % 3. What the host says about a microbatch (rows, counts) reaches the first
+stage in turn t and stage s in turn t + s.
 
 The functions below take and return global arrays.
 """
@@ -43,8 +43,7 @@ def first_stage(cfg, stages: int):
 def in_stages(infos, stages: int):
     """Declared weights of all layers -> those of several stages.
 
-    An array of layer i stacks layer i of every stage along a leading axis p, of which a device holds its own
-    stage's slice.
+    The arrays of layer i get a leading axis p, with the i-th layer of each stage, one slice per stage.
     """
     if stages == 1:
         return infos
@@ -56,8 +55,8 @@ def in_stages(infos, stages: int):
 class StageInputs:
     """What each stage received at the end of the last turn.
 
-    hidden: {T: [b,T,d]}, the activations of T tokens per row from the stage before: of decode steps, and of
-    each width of prefill chunks. tokens: [b,1] int32, in the first stage what the last one chose.
+    hidden: {T: [b,T,d]}, activations from the previous stage, for 1 token per row (decode steps) and for each
+    width of prefill chunks. tokens: [b,1] int32, in the first stage what the last one chose.
     """
 
     hidden: dict[int, Array]
@@ -100,7 +99,7 @@ def pass_on(x: Array, mesh: Mesh) -> Array:
 
 
 def from_last_stage(tree, mesh: Mesh):
-    """The last stage's rows, in all stages: arrays [B,...] -> [B/stages,...]."""
+    """Broadcast the last stage's rows to all stages: global arrays [B,...] -> [B/stages,...]."""
 
     @partial(jax.shard_map, mesh=mesh, in_specs=P(ROWS), out_specs=P("data"))
     def on_device(tree):

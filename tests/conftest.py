@@ -107,11 +107,11 @@ class Kind(NamedTuple):
     window: int | None = None  # in the place of a chunk
 
 
-def mask_of(kind: Kind) -> model.Full | model.Chunked | model.Window:
+def mask_of(kind: Kind) -> model.Full | model.BlockLocal | model.Window:
     """A window's ring is little longer than the window, so that short texts go round."""
     if kind.window:
         return model.Window(kind.window, spare=8)
-    return model.Chunked(kind.chunk) if kind.chunk else model.Full()
+    return model.BlockLocal(kind.chunk) if kind.chunk else model.Full()
 
 
 EVERY_KIND = Kind(chunk=8, moe=True), Kind(chunk=8), Kind(rope=False, moe=True)
@@ -158,7 +158,7 @@ def with_short_rings(cfg: model.Config) -> model.Config:
 
 def with_chunks(cfg: model.Config, size: int) -> model.Config:
     """The same model with other chunks."""
-    return with_masks(cfg, lambda mask: model.Chunked(size) if mask.ring else mask)
+    return with_masks(cfg, lambda mask: model.BlockLocal(size) if mask.ring else mask)
 
 
 def rings(masks) -> set[int]:

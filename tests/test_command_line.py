@@ -42,7 +42,7 @@ WRONG = {
     "unknown to the hub": (["--checkpoint", "nobody/nothing"], "nobody/nothing"),
     "too few devices": (["--tp", "16"], "--tp 16"),
     "too few devices used": (["--tp", "2", "--dp", "2"], "--dp 2 --tp 2 on 8 devices"),
-    "no experts": (["--ep", "2"], "0 experts"),
+    "no experts": (["--ep", "2"], "is for models with experts"),
     "experts not divided": (["--checkpoint", LLAMA4, "--ep", "8"], "4 experts"),
     "too long for --max-len": (
         [*ONE_EACH, "--max-len", "20", "--max-new-tokens", "15"],

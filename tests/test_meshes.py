@@ -130,7 +130,7 @@ def test_unwritten_slots_are_never_read(kv_dtype, name, monkeypatch):
 def test_slot_mapping(name, chunk):
     """Each kept token has one slot on one device, though a chunk of 20 tokens goes around a ring of 8."""
     cfg, T, capacity = llama4_config(), 20, 40
-    mask = model.Chunked(chunk) if chunk else model.Full()
+    mask = model.BlockLocal(chunk) if chunk else model.Full()
     mesh = mesh_of(cfg, name)
     slots = mesh_size(mesh, SLOTS)
     start, count = np.array([0, 5, 8, 13]), np.array([20, 0, 3, 17])

@@ -3,17 +3,17 @@
 import jax.numpy as jnp
 import pytest
 
-from model import Chunked, Full, Mask, Window
+from model import BlockLocal, Full, Mask, Window
 from serving.rings import INT32_MAX, reusable_prefix, rollback_limit
 
 # Of windows, spare slots of an even number and of an odd one, fewer and more than a query sees.
-MASKS = [Chunked(2), Chunked(4), Chunked(7), Window(2, 1), Window(3, 4), Window(5, 3), Window(4, 9)]
+MASKS = [BlockLocal(2), BlockLocal(4), BlockLocal(7), Window(2, 1), Window(3, 4), Window(5, 3), Window(4, 9)]
 WRONG = -1  # in the slot of a draft token that was taken back
 
 
 def visible(mask: Mask, position: int) -> range:
     """The earlier positions that a query sees."""
-    if isinstance(mask, Chunked):
+    if isinstance(mask, BlockLocal):
         return range(position // mask.size * mask.size, position)
     return range(max(0, position - (mask.size - 1)), position)
 
