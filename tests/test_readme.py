@@ -30,7 +30,6 @@ def test_the_loop_is_a_dozen_lines():
     assert len(lines) <= 13 and not any(";" in line for line in lines)
 
 
-
 @pytest.mark.parametrize("file", ["README.md", *(path.name for path in (ROOT / "docs").glob("[!l]*.md"))])
 def test_what_is_named_is_there(file):
     """Links, and paths in backticks. (docs/log.md has the names of its days.)"""
