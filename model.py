@@ -1,22 +1,23 @@
 """Llama as pure functions over pytrees of weights: tokens in, logits out.
 
 `forward`, `prefill` and `decode_step`, at the end of this file, are jitted. Each of them calls `embed`,
-`layers` and `unembed`, which take and return global arrays, and each of which is one shard_map. The functions
-above those run inside the shard_map, on every device.
+`layers` and `unembed`, which take and return global arrays, and each of which is one shard_map. What these
+three call (`decoder_layers`, the functions of a layer, `local_logits`) runs inside it, on every device.
 
 Letters, one per dimension, are used in every shape, einsum and comment:
 
     B  rows of the batch     S  key positions (slots)   E  experts
     T  query positions       H  head width              A  experts active per token
     K  key/value heads       D  model width             M  feed-forward width of an expert
-    G  queries per K         F  feed-forward width      V  vocabulary
+    G  query heads per K     F  feed-forward width      V  vocabulary
     C  columns of a slot of the cache: a key beside its value, 2H; above 128 padded to a multiple of 128
 
 Inside a shard_map an uppercase letter means that the whole dimension is on this device, a lowercase letter
 that this device holds its shard of the dimension. So `einsum("bTD,kgHD->bTkgH", x, w.q)` says where every
 byte is, and where a lowercase letter is summed there must be a `psum`. SHARDED_BY in sharding/mesh.py says
 which mesh axes split which letter. Outside a shard_map arrays are global: the shapes of arguments and results
-there, [B,T,V], are those of all devices together. Records such as Cache give the letters of a device.
+there, [B,T,V], are those of all devices together. Only the fields of records, such as Cache, are always given
+in the letters of one device.
 
 A model is data: a Config lists a LayerKind for each layer, and a LayerKind has records such as Heads and
 Gated, which know their sizes, their weights and what to compute. The records in this file are Llama's and
@@ -60,7 +61,7 @@ from sharding.mesh import EXPERT, MODEL, ROWS, SLOTS, vocabulary_shard
 def declared(letters: str, contracted: str, name: str, layout: str, part: int = 0, **other) -> Any:
     """A dataclass field that declares an array: its letters, and the letters that its matmul sums.
 
-    name, layout, part: where Llama's checkpoints store it, see sharding.arrays.Stored.
+    name, layout, part: where checkpoints store it, Llama's if Llama has it, see sharding.arrays.Stored.
     """
     info = ArrayInfo(letters, contracted, Stored(name, layout, part), **other)
     return dataclasses.field(metadata={"info": info})
@@ -75,7 +76,7 @@ def declared_bias(letters: str, name: str, layout: str, **other) -> Any:
 
 
 def with_norms(infos, **norms):
-    """The infos with each named field replaced by its norm's own declaration, or by None without a norm."""
+    """The infos, in which each named field is as its norm declares it, or None where there is no norm."""
     changed = {name: norm and norm.declare(getattr(infos, name)) for name, norm in norms.items()}
     return dataclasses.replace(infos, **changed)
 
@@ -92,14 +93,14 @@ class Norm:
     offset: float = 0
 
     def declare(self, info: ArrayInfo) -> ArrayInfo | None:
-        """The declaration of the norm's weights: info, which declares one factor per column, or None."""
+        """The declaration of the norm's weights: info, one factor per column; None if it has no weights."""
         return info if self.weight else None
 
     def __call__(self, x: Array, w: Array | None) -> Array:
         """x: [...,D] -> [...,D] in x's dtype.
 
-        As in transformers, the normalized x is rounded to x's dtype before the weight multiplies it; with an
-        offset only after.
+        As in transformers, the normalized x is rounded to x's dtype before it is multiplied by the weight; if
+        there is an offset, it is rounded after that.
         """
         y = x.astype(jnp.float32)
         y = y * lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.eps)
@@ -193,7 +194,8 @@ def rotate(x: Array, rotation: Rotation) -> Array:
 class Chunk:
     """T consecutive tokens per row, from position `start`; the first `count` are valid, the rest is padding.
 
-    row: [b] int32, the cache row of each; None: all rows, in order. start, count: [b] int32.
+    row: [b] int32, the cache row of each, counted within this device's rows; None: all rows, in order.
+    start, count: [b] int32.
     positions: [b,T] int32.
     """
 
@@ -261,7 +263,7 @@ class Heads:
 
     @property
     def divided(self) -> tuple[int, ...]:
-        """Widths that the number of devices which share a key/value head must divide, see mesh_shape."""
+        """Widths that must be multiples of the number of devices which share a head, see mesh_shape."""
         return (self.H,)
 
     def declare(self, prefix: str, D: int) -> Attention:
@@ -277,7 +279,7 @@ class Heads:
         k = add_bias(einsum("bTD,khD->bTkh", x, w.k), w.k_bias)
         v = add_bias(einsum("bTD,khD->bTkh", x, w.v), w.v_bias)
         if lax.axis_size(SLOTS) == 1:
-            # Without the barrier XLA applies rotate's reshape to the weights, and copies q in every step.
+            # Without the barrier XLA applies rotate's reshape to w.q, and copies that weight in every step.
             q, k, v = lax.optimization_barrier((q, k, v))
         else:
             *bTk, g, H = q.shape
@@ -317,7 +319,7 @@ def gather_columns(*parts: Array) -> list[Array]:
 
 @dataclasses.dataclass(frozen=True)
 class Full:
-    """Attention to all earlier tokens."""
+    """Attention to all earlier tokens and to the token itself."""
 
     ring = None  # slots of a cache that overwrites its oldest tokens; None: the cache keeps all tokens
     window = None  # how many tokens a query sees, wherever it is
@@ -329,9 +331,9 @@ class Full:
 
 @dataclasses.dataclass(frozen=True)
 class BlockLocal:
-    """Attention to earlier positions of the same block of `size` tokens; the cache is a ring of one block.
+    """Attention to the positions of the same block of `size` tokens, up to the token itself.
 
-    Llama 4 calls it chunked attention.
+    The cache is a ring of one block. Llama 4 calls it chunked attention.
     """
 
     size: int
@@ -349,8 +351,8 @@ class BlockLocal:
 class Window:
     """Attention to the last `size` tokens, the query's own included. Source: arXiv 2004.05150.
 
-    The cache is a ring that keeps `spare` more tokens than a query sees, so that the last few tokens can be
-    taken back.
+    The cache is a ring with `spare` slots more than a query sees, so that a row can be shortened by a few
+    tokens and read on from there.
     """
 
     size: int
@@ -391,7 +393,7 @@ def attention(x: Array, w, kv: KV | None, chunk: Chunk, rotation: Rotation | Non
 
 
 def attend_cache(q: Array, new: KV, kv: KV, chunk: Chunk, mask: Mask):
-    """Write a chunk into the cache, and attend to what the cache holds: -> (as `attend_chunk`, KV).
+    """Write a chunk into the cache, and attend to the cache: -> ((o, lse) as of `attend_chunk`, the cache).
 
     If T is 1, the token is written first and then attends to the cache alone, itself included: one kernel
     writes and attends. The tokens of a longer chunk attend here to what came before the chunk.
@@ -416,8 +418,9 @@ def attend_chunk(q: Array, new: KV, chunk: Chunk, mask: Mask) -> tuple[Array, Ar
     """
     g = q.shape[3] // lax.axis_size(SLOTS)
     own = lax.dynamic_slice_in_dim(q, lax.axis_index(SLOTS) * g, g, 3)
-    # Queries attend within a segment: all queries with the same first visible position. A window, which moves
-    # with the query, is a limit of its own within one segment.
+    # Tokens with the same first visible position are a segment, and a query attends within its segment. With
+    # a window that position differs from query to query: then the chunk is one segment, and attend_causal
+    # applies the window.
     segment = 0 * chunk.positions if mask.window else mask.first_visible(chunk.positions)
     return attend_causal(own, new, segment, mask.window)
 
@@ -431,8 +434,8 @@ def visible_slots(chunk: Chunk, mask: Mask, end: Array) -> tuple[Array, tuple[Ar
     first, end = mask.first_visible(chunk.positions), end[:, None]
     any_visible = (first < end) & (chunk.count > 0)[:, None]
     if mask.ring:
-        # The visible slots of a ring are [low, high): all before high, with a gap before low. Where they wrap
-        # around, they are [0, high) and [low, ring): the whole ring, with a gap from high to low.
+        # If the visible slots do not wrap around, they are [low, high): length is high, the gap is [0, low).
+        # If they do, they are [0, high) and [low, ring): length is ring, the gap is [high, low).
         low, high = first % mask.ring, end % mask.ring
         wraps = high <= low
         end = jnp.where(wraps, jnp.minimum(end, mask.ring), high)
@@ -458,7 +461,7 @@ def local_slots(n: Array) -> Array:
 
 
 def merge_slots(o: Array, lse: Array) -> tuple[Array, Array]:
-    """Merge the attention of all queries to each device's slots, and keep this device's queries.
+    """Each device has attended with all queries to its own slots: merge, and keep this device's queries.
 
     o: [b,T,k,G,H] -> [b,T,k,g,H], lse: [b,T,k,G] -> [b,T,k,g]. One all-to-all of the partial results.
     """
@@ -541,7 +544,7 @@ class MoE:
 
 @dataclasses.dataclass(frozen=True)
 class Experts:
-    """E gated MLPs of width M, of which each token goes through A; beside them one for all tokens.
+    """E gated MLPs of width M, of which each token goes through A; beside them `shared`, for all tokens.
 
     Raises ValueError about an activation that the kernels of ops/ do not compute.
     """
@@ -755,7 +758,10 @@ def weight_infos(cfg: Config, format: Format | None = None) -> Weights:
 def init_weights(
     key: Array, cfg: Config, mesh: Mesh, dtype=jnp.float32, format: Format | None = None
 ) -> Weights:
-    """Random weights, the same on every mesh: normal with variance 1 / fan-in, norms around 1."""
+    """Random weights, the same on every mesh: normal with variance 1 / fan-in.
+
+    The weights of norms are around 1, biases around 0.
+    """
     return random_arrays(key, weight_infos(cfg, format), mesh, dtype)
 
 
@@ -916,8 +922,8 @@ def prefill(
     """Read tokens [B,T] int32: -> (logits [B,V] float32 of what follows each row's tokens, Cache).
 
     count: [B] int32, at least 1: how many of a row's tokens are valid, the rest is padding; None: all T.
-    A long text may be read in several calls. The cache is donated: the old one is gone. Tokens beyond its
-    max_len are not kept; the caller must count.
+    A long text may be read in several calls. No row may read more than the cache's max_len tokens, which is
+    not checked. The cache is donated: the old one is gone.
     """
     count = jnp.full_like(cache.length, tokens.shape[1]) if count is None else count
     return read_tokens(tokens, count, weights, cache, cfg, mesh)
@@ -929,7 +935,8 @@ def decode_step(
 ) -> tuple[Array, Cache]:
     """Read one token of each row, [B] int32: -> (logits [B,V] float32 of the next one, Cache).
 
-    The cache is donated: the old one is gone. Tokens beyond its max_len are not kept; the caller must count.
+    No row may read more than the cache's max_len tokens, which is not checked. The cache is donated: the old
+    one is gone.
     """
     return read_tokens(tokens[:, None], jnp.ones_like(cache.length), weights, cache, cfg, mesh)
 
