@@ -1,10 +1,10 @@
 """Llama as pure functions over pytrees of weights: tokens in, logits out.
 
 `forward`, `prefill` and `decode_step`, at the end of this file, are jitted. Each of them calls `embed`,
-`layers` and `unembed`, which take and return global arrays, and each of which is one shard_map. What these
-three call (`decoder_layers`, the functions of a layer, `local_logits`) runs inside it, on every device.
+`layers` and `unembed`, which take and return global arrays, and each of which is one shard_map. Inside these
+shard_maps, on every device, run `decoder_layers`, the functions of a layer, and `local_logits`.
 
-Letters, one per dimension, are used in every shape, einsum and comment:
+Letters, one per dimension, are used in shapes, einsums and comments:
 
     B  rows of the batch     S  key positions (slots)   E  experts
     T  query positions       H  head width              A  experts active per token
@@ -16,8 +16,8 @@ Inside a shard_map an uppercase letter means that the whole dimension is on this
 that this device holds its shard of the dimension. So `einsum("bTD,kgHD->bTkgH", x, w.q)` says where every
 byte is, and where a lowercase letter is summed there must be a `psum`. SHARDED_BY in sharding/mesh.py says
 which mesh axes split which letter. Outside a shard_map arrays are global: the shapes of arguments and results
-there, [B,T,V], are those of all devices together. Only the fields of records, such as Cache, are always given
-in the letters of one device.
+there, [B,T,V], are those of all devices together. The exception is the fields of records such as Cache: their
+docstrings give the shapes on one device, even where the record is used outside a shard_map.
 
 A model is data: a Config lists a LayerKind for each layer, and a LayerKind has records such as Heads and
 Gated, which know their sizes, their weights and what to compute. The records in this file are Llama's and
@@ -61,7 +61,8 @@ from sharding.mesh import EXPERT, MODEL, ROWS, SLOTS, vocabulary_shard
 def declared(letters: str, contracted: str, name: str, layout: str, part: int = 0, **other) -> Any:
     """A dataclass field that declares an array: its letters, and the letters that its matmul sums.
 
-    name, layout, part: where checkpoints store it, Llama's if Llama has it, see sharding.arrays.Stored.
+    name, layout, part: where checkpoints store the array (Llama's checkpoints, if Llama has such an array),
+    see sharding.arrays.Stored.
     """
     info = ArrayInfo(letters, contracted, Stored(name, layout, part), **other)
     return dataclasses.field(metadata={"info": info})
@@ -76,7 +77,7 @@ def declared_bias(letters: str, name: str, layout: str, **other) -> Any:
 
 
 def with_norms(infos, **norms):
-    """The infos, in which each named field is as its norm declares it, or None where there is no norm."""
+    """The infos, with the field of each name=norm replaced by norm.declare(field); None without a norm."""
     changed = {name: norm and norm.declare(getattr(infos, name)) for name, norm in norms.items()}
     return dataclasses.replace(infos, **changed)
 
@@ -99,8 +100,8 @@ class Norm:
     def __call__(self, x: Array, w: Array | None) -> Array:
         """x: [...,D] -> [...,D] in x's dtype.
 
-        As in transformers, the normalized x is rounded to x's dtype before it is multiplied by the weight; if
-        there is an offset, it is rounded after that.
+        As in transformers: without an offset, the normalized x is rounded to x's dtype and then multiplied by
+        the weight; with an offset, it is multiplied in float32, and the product is rounded.
         """
         y = x.astype(jnp.float32)
         y = y * lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.eps)
@@ -194,7 +195,8 @@ def rotate(x: Array, rotation: Rotation) -> Array:
 class Chunk:
     """T consecutive tokens per row, from position `start`; the first `count` are valid, the rest is padding.
 
-    row: [b] int32, the cache row of each, counted within this device's rows; None: all rows, in order.
+    row: [b] int32, for each row of the chunk, which of this device's cache rows it belongs to; None: row i of
+    the chunk is row i of the cache.
     start, count: [b] int32.
     positions: [b,T] int32.
     """
@@ -322,7 +324,7 @@ class Full:
     """Attention to all earlier tokens and to the token itself."""
 
     ring = None  # slots of a cache that overwrites its oldest tokens; None: the cache keeps all tokens
-    window = None  # how many tokens a query sees, wherever it is
+    window = None  # the most tokens that a query sees, if that is the same at all positions
 
     def first_visible(self, position):
         """The first position that a query at this position sees. position: a number or an array."""
@@ -616,8 +618,8 @@ class LayerKind:
     """What tells one decoder layer from another.
 
     attention, feed_forward: records of sizes and functions, those above or a family's own.
-    norm:       of what attention and feed_forward get; None for no norm.
-    post_norm:  of what they return, before it is added to the residual stream; None for no norm.
+    norm:       applied to the inputs of attention and of feed_forward; None for no norm.
+    post_norm:  applied to their outputs, before these are added to the residual stream; None for no norm.
     """
 
     attention: Any
