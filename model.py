@@ -813,8 +813,7 @@ def embed(tokens: Array, positions: Array, weights: Weights, *, cfg: Config, mes
         row = tokens - lax.axis_index(MODEL) * table.shape[0]
         here = (row >= 0) & (row < table.shape[0])
         x = take_rows(w.embed, row)
-        dtype = jax.tree.leaves(w.norm)[0].dtype  # the float type of the model
-        x = lax.psum(jnp.where(here[..., None], x, 0), MODEL).astype(dtype)  # v
+        x = lax.psum(jnp.where(here[..., None], x, 0), MODEL).astype(float_type(w))  # v
         x = x if cfg.embedding_scale is None else x * jnp.asarray(cfg.embedding_scale, x.dtype)
         return x if w.positions is None else cfg.position_embedding(x, w.positions, positions)
 
@@ -874,6 +873,11 @@ def local_logits(x: Array, w: Weights, cfg: Config) -> Array:
 def outer_specs(cfg: Config, weights: Weights) -> Weights:
     """The PartitionSpecs of all weights except the layers'."""
     return specs(outer_infos(cfg), without_layers(weights))
+
+
+def float_type(weights: Weights) -> jnp.dtype:
+    """The type of the model's activations: that of its norms, which are never quantized."""
+    return jax.tree.leaves(weights.norm)[0].dtype
 
 
 def without_layers(weights: Weights) -> Weights:

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import model
 from feedback.errors import UserError
 from model import Config, Weights
 from serving import steps
@@ -114,7 +115,7 @@ class Programs:
     def no_inputs(self) -> StageInputs:
         """What the stages have received before their first turn: zeros."""
         rows = {1: self.rows} | dict.fromkeys(WIDTHS, self.stages * self.shards)
-        return zeros(abstract(stage_input_infos(self.cfg.D, rows), self.mesh, self.weights.norm.dtype))
+        return zeros(abstract(stage_input_infos(self.cfg.D, rows), self.mesh, model.float_type(self.weights)))
 
     def warm_up(self, longest: int, scores: Iterable[int | None], samplings: Iterable[Sampling]) -> None:
         """Compile what prompts of up to `longest` tokens and these samplings need, by running it on no row.

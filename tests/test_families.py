@@ -285,7 +285,7 @@ def test_published_config(name):
         "qwen3_moe": (experts and experts.router, model.Router("softmax", True, "output")),
         "gemma": ((cfg.embedding_scale, cfg.norm), (8, model.Norm(1e-6, offset=1))),
         "gemma3_text": (
-            [cfg.layers[i].rope for i in (4, 5)],
+            [kind.rope for kind in cfg.layers[4:6]],
             [model.Rope(1e4, 256), model.Rope(1e6, 256, model.LinearScaling(8.0))],
         ),
         "gpt2": (
