@@ -678,7 +678,7 @@ def decoder_layers(
 
 
 def layer_infos(kind: LayerKind, D: int, prefix: str = "") -> Layer:
-    """The tree of a layer's weights with their ArrayInfo in the place of arrays. prefix: of their names."""
+    """The tree of a layer's weights, with an ArrayInfo in the place of each. prefix: precedes their names."""
     attention = kind.attention.declare(prefix + "self_attn.", D)
     feed_forward = kind.feed_forward.declare(prefix + "mlp.", D)
     infos = declare(Layer, prefix, dict(D=D), attention=attention, feed_forward=feed_forward)

@@ -210,8 +210,9 @@ def quantize(
 class PerGroup:
     """Symmetric int4 values with one bfloat16 scale per group of entries along the last contracted dimension.
 
-    values: int4. First the contracted letters, of which the last counts groups, then I, the place in a group,
-            then the other letters; before them all the stage's and the expert's letter, if there is one.
+    values: int4. The axes are those of stages and experts, if there are any, then the contracted letters, of
+            which the last counts groups, then I, the position in a group, then the other letters: "Df"
+            becomes "fID".
     scale:  of either sign, the letters of `values` without I.
     group_size: of one weight; in a model's format, the upper limit.
     """
@@ -250,11 +251,11 @@ class PerGroup:
         return QuantizedArray(values, info.component(before + after, jnp.bfloat16, group), self)
 
     def encode(self, x: Array, info, large: bool = True, searched: bool = True) -> QuantizedArray:
-        axes, leading = contracted_axes(info)
+        axes, leading = contracted_and_leading(info)
         return quantize_groups(x, axes, self.group_size, leading, searched)
 
     def decode(self, q: QuantizedArray, info) -> Array:
-        return ungroup(q, *contracted_axes(info))
+        return ungroup(q, *contracted_and_leading(info))
 
     def einsum(self, spec: str, x: Array, q: QuantizedArray, dtype) -> Array:
         n = contracted_count(spec)
@@ -296,8 +297,8 @@ def leading_letters(info) -> str:
     return "".join(letter for letter in info.letters if letter in "pe")
 
 
-def contracted_axes(info) -> tuple[tuple[int, ...], int]:
-    """The contracted axes of a weight, and how many axes stay before them in groups."""
+def contracted_and_leading(info) -> tuple[tuple[int, ...], int]:
+    """The contracted axes of a weight, and how many axes (of stages, of experts) stay before them in int4."""
     return info.contracted_axes, len(leading_letters(info))
 
 
@@ -312,8 +313,9 @@ def quantize_groups(
     """Round x to int4, with one scale for each `group_size` consecutive entries along axes[-1].
 
     x: float, any shape; axes: the contracted ones. leading: axes that stay first, as that of experts.
-    The scale has the least squared error of 32 sizes and two signs; not searched, that which rounds to the
-    nearest and clips nothing. What is 4 bits already, in such groups with a bfloat16 scale, stays what it is.
+    searched: of 32 sizes and two signs, the scale with the least squared error; otherwise the scale at which
+    the largest entry becomes 7. Weights that are int4 already, in such groups with a bfloat16 scale, are kept
+    exactly.
     If one entry is NaN or Inf, its group's scale is infinite, which makes the whole group NaN.
     """
     at = leading + len(axes)
@@ -384,7 +386,7 @@ def activation_groups(x: Array, q: QuantizedArray, n: int) -> Array:
 
 @partial(jax.jit, static_argnames="info")
 def _int4_error(x: Array, packed: Array, scale: Array, info) -> Array:
-    format, at, (axes, leading) = info.quantization, group_axis(info), contracted_axes(info)
+    format, at, (axes, leading) = info.quantization, group_axis(info), contracted_and_leading(info)
     ours, nearest = format.unpack(packed, scale, info), format.encode(x, info, searched=False)
     x = split_groups(x, axes, format.group_size, leading)
     known = jnp.all(jnp.isfinite(x), at)
@@ -424,7 +426,8 @@ def nibbles(pairs: Array) -> tuple[Array, Array]:
 class Requantized:
     """Weights rounded to one format, then held as another: the accuracy of the first, the speed of the other.
 
-    Their arrays say that their format is `held_as`, and are multiplied as that.
+    It describes how weights become arrays. The arrays themselves are in the format `held_as`, which also has
+    their products, so that it needs none of its own.
     """
 
     stored_as: Format

@@ -23,7 +23,7 @@ from sharding.mesh import ROWS, STAGE
 
 # The most layers in a program of `layer_programs`. 30 layers take 18.6 s of CPU time to compile as one
 # program, 3.6 s as programs of 6, and 3.1 s one by one.
-LAYERS_PER_PROGRAM = 6
+MOST_LAYERS = 6
 
 
 def run(step: Step, weights: Weights, batch: Batch, start, layers, finish, *, cfg: Config, mesh: Mesh):
@@ -108,8 +108,8 @@ def layer_programs(x: Array, chunk: Chunk, weights: Weights, batch: Batch, *, cf
 
 @functools.cache
 def layers_per_program(kinds: tuple[LayerKind, ...]) -> int:
-    """The largest n, up to LAYERS_PER_PROGRAM, such that the model repeats one group of n layers; else 1."""
-    sizes = range(min(LAYERS_PER_PROGRAM, len(kinds)), 0, -1)
+    """The largest n, up to MOST_LAYERS, such that the model repeats one group of n layers; else 1."""
+    sizes = range(min(MOST_LAYERS, len(kinds)), 0, -1)
     return next((n for n in sizes if len({kinds[i : i + n] for i in range(0, len(kinds), n)}) == 1), 1)
 
 

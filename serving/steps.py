@@ -226,14 +226,13 @@ class DecodeStep:
             chosen = chosen.reshape(read.shape)
             count = accepted(read, chosen, chunk.count)
             to = jnp.where(jnp.arange(T) < count[:, None], chunk.positions + 1, tokens.shape[1])
+            best = None if sampling.top_logprobs is None else top_logprobs(logits, MAX_TOP_LOGPROBS)
             output = Output(
                 tokens=chosen,
                 logprobs=logprob(logits, chosen),
                 count=count,
                 drafted=jnp.maximum(chunk.count - 1, 0),
-                top_logprobs=None
-                if sampling.top_logprobs is None
-                else top_logprobs(logits, MAX_TOP_LOGPROBS),
+                top_logprobs=best,
             )
             return output, tokens.at[rows, to].set(chosen, mode="drop")
 

@@ -23,7 +23,7 @@ from quantize import (
     PerGroup,
     QuantizedArray,
     Requantized,
-    contracted_axes,
+    contracted_and_leading,
     group_axis,
     pack_int4,
     quantize_groups,
@@ -343,7 +343,7 @@ def test_verify(source, converted):
             scale[(0,) * scale.ndim] *= 2
             assert format.error(x, packed, scale, info) > 1
             # Rounded rightly, to steps that are twice what they need to be.
-            at, (axes, leading) = group_axis(info), contracted_axes(info)
+            at, (axes, leading) = group_axis(info), contracted_and_leading(info)
             q = format.encode(jnp.asarray(x), info, searched=False)
             coarse = jnp.expand_dims(2 * q.scale, at).astype(jnp.float32)
             groups = split_groups(jnp.asarray(x), axes, format.group_size, leading).astype(jnp.float32)
