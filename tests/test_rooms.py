@@ -8,6 +8,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 # Imports point from a line to those after it, or stay in it; a file in a folder counts as its folder.
 ORDER = (
     {"main", "convert_checkpoint", "benchmarks"},
+    {"images"},
     {"planner"},
     {"terminal"},
     {"server"},
