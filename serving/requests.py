@@ -2,11 +2,13 @@
 
 import dataclasses
 import numbers
+import pathlib
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from feedback.errors import UserError
+from serving.text import generation_config
 from sharding.sampling import MAX_TOP_LOGPROBS, NEUTRAL, Sampling
 
 if TYPE_CHECKING:  # llguidance is optional
@@ -27,6 +29,8 @@ SAMPLING_OPTIONS = {
 }
 RESTRICTIONS = {"top_k", "top_p", "min_p"}  # these imply a temperature of 1, unless one is given
 RANDOM_OPTIONS = {"seed", "temperature"} | RESTRICTIONS  # without effect on greedy rows
+# A decode program is compiled for each of these sets of options where any may come: greedy, random, all.
+OPTION_SETS = frozenset(), frozenset(RANDOM_OPTIONS), frozenset(vars(NEUTRAL))
 ANSWER_PENALTIES = {"presence_penalty", "frequency_penalty", "answer_start"}
 NOT_ZERO = ("top_p", "repetition_penalty")
 
@@ -37,6 +41,25 @@ def check_sampling(name: str, value, where: str = "") -> None:
     valid = isinstance(value, kind) and not isinstance(value, bool) and low <= value <= high
     if not valid or (name in NOT_ZERO and np.float32(value) == 0):
         raise UserError(f"{where}{name.replace('_', '-')} {str(value)[:40]} is not {allowed}")
+
+
+def choose_sampling(asked: dict, folder: pathlib.Path, where: str = "--") -> Sampling:
+    """The options that are asked for, else those of the folder's generation_config.json, else greedy.
+
+    asked: value by name; None: not asked for. where: precedes the names of the asked ones in errors.
+    """
+    file, config = folder / "generation_config.json", generation_config(folder)
+    asked = {name: value for name, value in asked.items() if value is not None}
+    defaults = {"repetition_penalty": config.get("repetition_penalty")}
+    if config.get("do_sample") is True:
+        defaults = {name: config.get(name) for name in SAMPLING_OPTIONS if name != "seed"}
+    if "temperature" not in asked and (RESTRICTIONS & set(asked) or config.get("do_sample") is True):
+        defaults["temperature"] = 1.0 if defaults.get("temperature") is None else defaults["temperature"]
+    defaults = {name: value for name, value in defaults.items() if value is not None and name not in asked}
+    for chosen, source in ((asked, where), (defaults, f"{file}: ")):
+        for name, value in chosen.items():
+            check_sampling(name, value, source)
+    return Sampling(**defaults | asked)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

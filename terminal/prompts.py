@@ -15,8 +15,8 @@ from checkpoints.tensor_files import parse_json
 from distributed.exchange import from_first
 from feedback.errors import UserError
 from model import Config
-from serving.requests import RESTRICTIONS, SAMPLING_OPTIONS, Request, check_sampling
-from serving.text import TextStream, encode, generation_config, has_surrogate, stop_tokens
+from serving.requests import RESTRICTIONS, SAMPLING_OPTIONS, Request, check_sampling, choose_sampling
+from serving.text import TextStream, encode, has_surrogate, stop_tokens
 from sharding.sampling import Sampling
 from terminal.command_line import INT32_MAX
 from terminal.launch import log
@@ -121,26 +121,6 @@ def is_message(x) -> bool:
     )
 
 
-def choose_sampling(args: argparse.Namespace, folder: pathlib.Path) -> Sampling:
-    """The user's sampling options, else those of generation_config.json. The default is greedy."""
-    file, config = folder / "generation_config.json", generation_config(folder)
-    asked = {name: getattr(args, name) for name in SAMPLING_OPTIONS}
-    defaults = {"repetition_penalty": config.get("repetition_penalty")}
-    if config.get("do_sample") is True:
-        defaults = {name: config.get(name) for name in SAMPLING_OPTIONS if name != "seed"}
-    restricted = any(asked[name] is not None for name in RESTRICTIONS)
-    if asked["temperature"] is None and (restricted or config.get("do_sample") is True):
-        defaults["temperature"] = 1.0 if defaults.get("temperature") is None else defaults["temperature"]
-    chosen = {}
-    for name, value in asked.items():
-        where = "--" if value is not None else f"{file}: "
-        value = defaults.get(name) if value is None else value
-        if value is not None:
-            check_sampling(name, value, where)
-            chosen[name] = value
-    return Sampling(**chosen)
-
-
 def row_limit(args: argparse.Namespace, configs: list[Config]) -> tuple[int, str]:
     """The most positions of a row, and what sets this limit."""
     limit = min(cfg.max_positions for cfg in configs)
@@ -158,7 +138,8 @@ class RequestBuilder:
 
     def __init__(self, args: argparse.Namespace, checkpoint: Checkpoint, tokenizer, configs: list[Config]):
         self.args, self.tokenizer, self.vocabulary = args, tokenizer, checkpoint.config.V
-        self.sampling = choose_sampling(args, checkpoint.folder)
+        asked = {name: getattr(args, name) for name in SAMPLING_OPTIONS}
+        self.sampling = choose_sampling(asked, checkpoint.folder)
         self.templated = bool(tokenizer.chat_template) and not args.no_chat_template and not args.score
         self.limit, self.limit_name = row_limit(args, configs)
         self.new_tokens = self.limit if args.chat else DEFAULT_NEW_TOKENS

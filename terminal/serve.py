@@ -12,9 +12,9 @@ import jax
 
 from distributed.exchange import flag, wait_for_flag
 from feedback.errors import UserError
-from serving.memory import DEFAULT_ROWS, fit_cache
-from serving.requests import RANDOM_OPTIONS, Request
-from sharding.sampling import NEUTRAL, Sampling
+from serving.memory import CPU_ROWS, DEFAULT_ROWS, fit_cache
+from serving.requests import OPTION_SETS, Request
+from sharding.sampling import Sampling
 from terminal.command_line import on_first_signal
 from terminal.launch import log
 from terminal.models import Session
@@ -29,10 +29,7 @@ try:
 except ImportError as e:
     raise UserError(f"--serve needs the package {e.name}: pip install -e '.[serve]'") from None
 
-CPU_ROWS = 8  # the default of --rows on a CPU, where idle rows cost as much as busy ones
 KEY = "LLAMA_JAX_API_KEY"
-# A decode program is compiled for each set. Most requests need the first or second; the last has all options.
-OPTION_SETS = frozenset(), frozenset(RANDOM_OPTIONS), frozenset(vars(NEUTRAL))
 
 
 def serve(session: Session) -> None:

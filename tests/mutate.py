@@ -520,7 +520,7 @@ MUTATIONS = [
     ("distributed/join.py", "with _unless_done_in(min(PATIENCE, seconds / 2), lambda: print(waiting, file=sys.stderr)):", "if True:", NOBODY),
     ("distributed/join.py", "with _unless_done_in(seconds, give_up):", "if True:", "tests/test_distributed.py::test_endings[joining-9-1]"),
     ("terminal/launch.py", "agree(asked | versions(),", "agree({},", VERSIONS),
-    ("terminal/models.py", "if process_count() > 1:\n        checksums", "if False:\n        checksums", WEIGHTS),
+    ("serving/deploy.py", "if process_count() > 1:\n        checksums", "if False:\n        checksums", WEIGHTS),
     ("terminal/models.py", "        gc.enable()", "        pass", GARBAGE),
     ("main.py", "    gc.disable()", "    pass", GARBAGE),
     ("terminal/command_line.py", "    signal.pthread_sigmask(signal.SIG_BLOCK, endings)", "    pass", TERMINATED),

@@ -24,6 +24,7 @@ from checkpoints.checkpoint import open_checkpoint
 from feedback.errors import UserError
 from serving import memory, placement
 from serving.placement import choose_mesh
+from serving.requests import SAMPLING_OPTIONS, choose_sampling
 from serving.text import load_tokenizer, stop_tokens
 from sharding.arrays import abstract
 from sharding.mesh import degrees, make_mesh
@@ -31,7 +32,7 @@ from sharding.sampling import Sampling
 from terminal import launch, models, report
 from terminal.command_line import run
 from terminal.options import parse_arguments
-from terminal.prompts import DEFAULT_PROMPTS, RequestBuilder, choose_sampling
+from terminal.prompts import DEFAULT_PROMPTS, RequestBuilder
 
 LLAMA3, LLAMA4 = str(CHECKPOINTS / "tiny-llama3"), str(CHECKPOINTS / "tiny-llama4")
 
@@ -264,22 +265,24 @@ def test_length_and_end_of_text(monkeypatch, capsys):
 
 
 def test_sampling_defaults_come_from_the_checkpoint(tmp_path):
-    args = parse_arguments([])
-    assert choose_sampling(args, tmp_path) == Sampling(seed=0)
+
+    def chosen(*arguments: str) -> Sampling:
+        args = vars(parse_arguments(list(arguments)))
+        return choose_sampling({name: args[name] for name in SAMPLING_OPTIONS}, tmp_path)
+
+    assert chosen() == Sampling(seed=0)
     config = dict(do_sample=True, temperature=0.6, top_p=0.9, repetition_penalty=1.1, eos_token_id=[1, 2])
     (tmp_path / "generation_config.json").write_text(json.dumps(config))
     (tmp_path / "config.json").write_text('{"eos_token_id": 3, "text_config": {"eos_token_id": 4}}')
     theirs = Sampling(seed=0, temperature=0.6, top_p=0.9, repetition_penalty=1.1)
-    assert choose_sampling(args, tmp_path) == theirs
-    args = parse_arguments(["--temperature", "0", "--top-k", "7"])
-    assert choose_sampling(args, tmp_path) == dataclasses.replace(theirs, temperature=0, top_k=7)
+    assert chosen() == theirs
+    assert chosen("--temperature", "0", "--top-k", "7") == dataclasses.replace(theirs, temperature=0, top_k=7)
     assert stop_tokens(tmp_path, None) == {1, 2}
     (tmp_path / "generation_config.json").write_text(json.dumps(config | dict(do_sample=False)))
-    assert choose_sampling(parse_arguments([]), tmp_path) == Sampling(seed=0, repetition_penalty=1.1)
+    assert chosen() == Sampling(seed=0, repetition_penalty=1.1)
     (tmp_path / "generation_config.json").unlink()
     assert stop_tokens(tmp_path, None) == {3}
-    args = parse_arguments(["--top-p", "0.5"])
-    assert choose_sampling(args, tmp_path) == Sampling(seed=0, temperature=1.0, top_p=0.5)
+    assert chosen("--top-p", "0.5") == Sampling(seed=0, temperature=1.0, top_p=0.5)
 
 
 def test_damaged_weights(tmp_path, monkeypatch, capsys):

@@ -15,11 +15,10 @@ from feedback.errors import UserError
 from serving.engine import Engine
 from serving.grammar import grammar_tokenizer, make_grammar
 from serving.programs import Programs
-from serving.requests import Request
+from serving.requests import OPTION_SETS, Request
 from serving.speculation import PromptLookup
 from serving.text import load_tokenizer
 from sharding.sampling import Sampling
-from terminal.serve import OPTION_SETS
 
 NEW, V = 12, 101
 

@@ -1,0 +1,116 @@
+"""From the name of a checkpoint to the programs of a batch: what main.py and serving/llm.py share.
+
+`open_models` opens the checkpoint (and that of a draft model) and chooses its mesh and number formats;
+`make_programs` makes the Programs of the models and their weights.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+from jax.sharding import Mesh
+
+from checkpoints.checkpoint import Checkpoint, open_checkpoint
+from distributed.exchange import agree, process_count
+from feedback.errors import UserError
+from model import Weights
+from serving.memory import HEADROOM, Deployment, device_memory
+from serving.placement import choose_dtypes, choose_format, choose_mesh, set_precision, slice_count
+from serving.programs import Programs
+from serving.speculation import DraftModel, PromptLookup, mesh_for_draft
+from serving.text import load_tokenizer
+from sharding.mesh import degrees
+
+COMPARED_TENSORS = 256  # of a checkpoint, whose bytes all processes compare
+Log = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelOptions:
+    """Which model to run, and how. The fields are the options of main.py with the same names."""
+
+    checkpoint: str
+    dtype: str | None = None
+    quantize: str | None = None
+    kv_cache_dtype: str | None = None
+    dp: int | None = None
+    ep: int | None = None
+    tp: int | None = None
+    pp: int | None = None
+    draft: str | None = None
+    lookup: bool = False
+    guesses: int = 4
+
+
+def open_models(options: ModelOptions, n_devices: int, log: Log) -> list[Deployment]:
+    """The model on a mesh of the first n_devices, and after it the draft model, if there is one.
+
+    Lets matmuls be as exact as the models' dtype. Raises UserError if an option does not suit the model, or
+    if the checkpoints of several processes differ.
+    """
+    checkpoint = open_agreed(options, "checkpoint")
+    models = [deploy(options, checkpoint, mesh_for(options, checkpoint, n_devices, log), log)]
+    if options.draft:
+        models.append(deploy(options, *open_draft(options, models[0]), log))
+    for x in models:
+        set_precision(x.dtype)
+    return models
+
+
+def mesh_for(options: ModelOptions, checkpoint: Checkpoint, n_devices: int, log: Log) -> Mesh:
+    """The mesh that the user asks for, or one that suits the model and the network."""
+
+    def fits(mesh: Mesh) -> bool:
+        return deploy(options, checkpoint, mesh, log).weight_bytes() <= have * (1 - HEADROOM)
+
+    have, slices = device_memory(), slice_count()
+    stages = options.pp or (1 if options.draft or options.lookup else None)
+    asked = options.dp, options.ep, options.tp, n_devices, stages
+    mesh = choose_mesh(checkpoint.config, *asked, slices, fits)
+    if process_count() > 1:
+        what = f"{n_devices} devices" + f" in {slices} slices that a slower network joins" * (slices > 1)
+        log(f"mesh of {what}: " + ", ".join(f"{name} {n}" for name, n in degrees(mesh).items()))
+    return mesh
+
+
+def open_agreed(options: ModelOptions, option: str) -> Checkpoint:
+    """The checkpoint that an option names. Raises UserError if it differs between the processes."""
+    checkpoint = open_checkpoint(getattr(options, option))
+    if process_count() > 1:
+        checksums = checkpoint.checksums(COMPARED_TENSORS)
+        agree(
+            {f"the checksum of --{option}'s {what}": x for what, x in checksums.items()}, "copy one of them"
+        )
+    return checkpoint
+
+
+def open_draft(options: ModelOptions, target: Deployment) -> tuple[Checkpoint, Mesh]:
+    """The draft model's checkpoint and mesh. Raises UserError if it does not suit the model."""
+    draft, vocabulary = open_agreed(options, "draft"), load_tokenizer(target.checkpoint.folder).get_vocab()
+    if load_tokenizer(draft.folder).get_vocab() != vocabulary or draft.config.V != target.cfg.V:
+        raise UserError(f"--draft {options.draft}: its tokenizer is not that of {options.checkpoint}")
+    try:
+        return draft, mesh_for_draft(draft.config, target.mesh)
+    except ValueError as e:
+        raise UserError(f"--draft {options.draft}: {e}") from None
+
+
+def deploy(options: ModelOptions, checkpoint: Checkpoint, mesh: Mesh, log: Log) -> Deployment:
+    """The model in the number formats that the user asks for, or else in the default ones."""
+    format = choose_format(options.quantize, checkpoint, log)
+    dtype, kv_dtype = choose_dtypes(options.dtype, options.kv_cache_dtype, format)
+    return Deployment(checkpoint.config, mesh, dtype, format, kv_dtype, checkpoint)
+
+
+def make_programs(
+    options: ModelOptions, models: list[Deployment], weights: list[Weights], rows: int, max_len: int
+) -> Programs:
+    """The Programs of a batch, with the speculation that the user asks for. weights: of each model."""
+
+    def programs(i: int, speculation=None) -> Programs:
+        x = models[i]
+        return Programs(weights[i], x.cfg, x.mesh, rows, max_len, x.kv_dtype, speculation)
+
+    speculation = PromptLookup(options.guesses) if options.lookup else None
+    if options.draft:
+        speculation = DraftModel(programs(1), options.guesses)
+    return programs(0, speculation)

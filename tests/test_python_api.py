@@ -1,0 +1,228 @@
+"""serving/llm.py: `load`, `generate`, `stream` and `score` return what main.py answers, and what a loop
+over prefill and decode_step computes.
+"""
+
+import functools
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from conftest import CHECKPOINTS, invoke
+from safetensors.numpy import load_file, save_file
+
+import main
+import model
+from feedback.errors import UserError
+from serving.llm import LLM, load
+
+LLAMA3, LLAMA4 = CHECKPOINTS / "tiny-llama3", CHECKPOINTS / "tiny-llama4"
+PROMPTS = ["Who are you?", "What is 12 + 34?", "Add 20 and 22.", "Tell me your name", "How much is 7 + 5?"]
+TOLERANCE = 1e-4  # of log-probabilities, in float32: other widths of prefill chunks
+
+
+@functools.cache
+def opened(name: str = "tiny-llama3", rows: int = 2, **options) -> LLM:
+    return load(CHECKPOINTS / name, rows=rows, max_len=256, **dict(n_devices=1) | options)
+
+
+def loop(llm: LLM, prompt: list[int], new: int) -> tuple[list[int], list[float]]:
+    """Tokens and log-probabilities of a greedy answer, by prefill and decode_step."""
+    static = dict(cfg=llm.cfg, mesh=llm.mesh)
+    cache = model.init_cache(llm.cfg, llm.mesh, 1, 256, "float32")
+    logits, cache = model.prefill(np.array([prompt]), llm.weights, cache, **static)
+    tokens, logprobs = [], []
+    while len(tokens) < new and not (tokens and tokens[-1] in llm.stop_tokens):
+        token = int(logits[0].argmax())
+        tokens.append(token)
+        logprobs.append(float(jax.nn.log_softmax(logits[0])[token]))
+        logits, cache = model.decode_step(np.array([token]), llm.weights, cache, **static)
+    return tokens, logprobs
+
+
+@pytest.mark.parametrize("name", ("tiny-llama3", "tiny-llama4"))
+def test_generate_is_a_loop_of_decode_steps(name):
+    """More prompts than rows, in order; the text is that of the tokens."""
+    llm = opened(name)
+    answers = llm.generate(PROMPTS, max_new_tokens=24)
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        tokens = llm.encode(prompt)
+        expected, logprobs = loop(llm, tokens, 24)
+        assert answer.prompt_tokens == tokens and answer.tokens == expected
+        np.testing.assert_allclose(answer.logprobs, logprobs, atol=TOLERANCE)
+        assert answer.text == str(answer) == llm.tokenizer.decode(expected, skip_special_tokens=True)
+        assert answer.finish_reason == ("stop" if expected[-1] in llm.stop_tokens else "length")
+
+
+def test_answers_are_those_of_the_command(monkeypatch, capsys):
+    """Greedy, drawn and with penalties, with log-probabilities; scores of texts."""
+    llm = opened()
+    model_options = ["--checkpoint", LLAMA3, "--dp", "8", "--tp", "1", "--json"]
+    prompts = [x for prompt in PROMPTS for x in ("--prompt", prompt)]
+    for options in (
+        {},
+        dict(temperature=0.9, top_k=20, seed=5),
+        dict(repetition_penalty=1.5),
+        dict(top_p=0.9),
+    ):
+        arguments = [x for k, v in options.items() for x in (f"--{k.replace('_', '-')}", v)]
+        arguments += ["--logprobs", "--max-new-tokens", 20]
+        code, out, err = invoke(monkeypatch, capsys, main, *model_options, *prompts, *arguments)
+        assert code == 0, err
+        answers = llm.generate(PROMPTS, max_new_tokens=20, **options)
+        for expected, answer in zip(json.loads(out)["responses"], answers, strict=True):
+            for name in ("text", "tokens", "prompt_tokens", "finish_reason"):
+                assert getattr(answer, name) == expected[name], (options, name)
+            np.testing.assert_allclose(answer.logprobs, expected["logprobs"], atol=TOLERANCE)
+    out = invoke(monkeypatch, capsys, main, *model_options, *prompts, "--score")[1]
+    for expected, score in zip(json.loads(out)["responses"], llm.score(PROMPTS), strict=True):
+        assert score.tokens == expected["prompt_tokens"]
+        np.testing.assert_allclose(score.logprobs, expected["prompt_logprobs"][1:], atol=TOLERANCE)
+        np.testing.assert_allclose(score.log_likelihood, expected["log_likelihood"], rtol=1e-4)
+        np.testing.assert_allclose(score.perplexity, expected["perplexity"], rtol=1e-4)
+    assert llm.score(PROMPTS[0]) == llm.score(PROMPTS)[0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(n_devices=None, dp=2, tp=4),
+        dict(n_devices=4, tp=4, lookup=True),
+        dict(n_devices=4, pp=2, tp=2),
+        dict(rows=5, draft=str(LLAMA3)),
+    ],
+    ids=("dp2-tp4", "lookup", "pp2", "draft"),
+)
+def test_meshes_and_speculation(options):
+    """The same answers on more devices and with draft tokens; greedy and drawn."""
+    llm = opened(**options)
+    for sampling in ({}, dict(temperature=0.7, seed=list(range(len(PROMPTS))))):
+        expected = [x.tokens for x in opened().generate(PROMPTS, max_new_tokens=16, **sampling)]
+        assert [x.tokens for x in llm.generate(PROMPTS, max_new_tokens=16, **sampling)] == expected
+
+
+def test_quantized():
+    """The tiny model keeps its answers in int8, with an int8 cache, too."""
+    texts = [str(answer) for answer in opened().generate(PROMPTS)]
+    assert [str(x) for x in opened(quantize="int8", kv_cache_dtype="int8").generate(PROMPTS)] == texts
+    assert texts[1] == "12 + 34 = 46."
+
+
+def test_nothing_is_compiled_for_a_kind_that_was_seen(compiled):
+    llm = opened(rows=4)
+    llm.generate("Who are you?")
+    llm.generate("Who are you?", temperature=1)
+    llm.generate("Who are you?", top_logprobs=1)
+    compiled.clear()
+    llm.generate(PROMPTS, max_new_tokens=range(3, 8))
+    llm.generate(PROMPTS[:3], temperature=0.5, top_p=0.9, seed=7)
+    llm.generate(PROMPTS, presence_penalty=1, max_new_tokens=5)
+    assert not compiled
+    assert llm.engine.stats.reused_tokens  # prompts share the beginning of the chat template
+
+
+def test_streams():
+    """The pieces are the text, of several streams at the same time too; who leaves early frees the row."""
+    llm = opened()
+    texts = [llm.generate(prompt).text for prompt in PROMPTS]
+    for prompt, text in zip(PROMPTS, texts, strict=True):
+        pieces = list(llm.stream(prompt))
+        assert "".join(pieces) == text and len(pieces) > 1
+    streams = [llm.stream(prompt) for prompt in PROMPTS]  # more than rows
+    found = [""] * len(streams)
+    for _ in range(100):
+        for i, stream in enumerate(streams):
+            found[i] += next(stream, "")
+    assert found == texts
+    stream = llm.stream(PROMPTS[0], ignore_eos=True, max_new_tokens=200)
+    next(stream)
+    sampled = llm.generate(PROMPTS[1], repetition_penalty=1.3)  # other programs, while the stream is open
+    assert sampled.finish_reason == "stop" and len("".join(stream)) > len(texts[0])
+    for _ in llm.stream(PROMPTS[0], ignore_eos=True, max_new_tokens=200):
+        break
+    assert not llm.open
+    llm.generate(PROMPTS[0])
+    assert not llm.engine.busy or all(row.free for row in llm.engine.scheduler.rows)
+
+
+def test_options():
+    """Stop texts, lengths of each prompt, chats, token ids, the system prompt, and text as it is."""
+    llm = opened()
+    stopped = llm.generate(PROMPTS[0], stop=" am")
+    assert stopped.text == "My name is Tiny Llama. I" and stopped.finish_reason == "stop"
+    assert [len(x.tokens) for x in llm.generate(PROMPTS, max_new_tokens=[1, 2, 3, 4, 5])] == [1, 2, 3, 4, 5]
+    chat = [{"role": "user", "content": PROMPTS[0]}]
+    whole = llm.generate(PROMPTS[0])
+    assert llm.generate(chat) == whole
+    assert llm.generate([chat, PROMPTS[1], llm.encode(PROMPTS[0])])[::2] == [whole, whole]
+    assert llm.generate(PROMPTS[0], system="Be brief.").prompt_tokens == llm.encode(
+        [{"role": "system", "content": "Be brief."}, *chat]
+    )
+    text = llm.generate("12 + 34 =", chat_template=False, max_new_tokens=4)
+    assert text.prompt_tokens == llm.tokenizer("12 + 34 =").input_ids
+    top = llm.generate(PROMPTS[0], top_logprobs=3, max_new_tokens=4)
+    assert [max(x, key=x.get) for x in top.top_logprobs] == top.tokens == whole.tokens[:4]
+    assert all(len(x) == 3 for x in top.top_logprobs)
+    assert llm.generate([]) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(checkpoint="nowhere"), "nowhere"),
+        (dict(quantize="int3"), "quantize 'int3' is not one of"),
+        (dict(dtype="float64"), "dtype 'float64' is not one of bfloat16, float32"),
+        (dict(max_len=10**6), "max_len 1000000: the model's limit is"),
+        (dict(rows=0), "rows 0 is not a number of at least 1"),
+        (dict(tp=3), "--tp 3 on 8 devices"),
+        (dict(draft=LLAMA3, lookup=True), "draft and lookup exclude each other"),
+        (dict(lookup=True, guesses=99), "99 draft tokens"),
+    ],
+)
+def test_wrong_models(options, message):
+    with pytest.raises(UserError) as e:
+        load(**dict(checkpoint=LLAMA3) | options)
+    assert message in str(e.value) and "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "message"),
+    [
+        ("", {}, "prompt 0: an empty prompt"),
+        (["Hello", " "], {}, "prompt 1: an empty prompt"),
+        (["Hello", [1, 10**6]], {}, "prompt 1: token 1000000: the model has tokens 0 to"),
+        (["Hello", []], {}, "prompt 1: a prompt is a list of one or more token ids"),
+        ("Hello", dict(temperature=-1), "prompt 0: temperature -1 is not a number of at least 0"),
+        ("Hello", dict(warmth=1), "unknown option 'warmth'; known: chat_template, "),
+        ("Hello", dict(max_new_tokens=0), "max_new_tokens 0 is not a number of at least 1"),
+        ("Hello", dict(max_new_tokens=1000), "exceed max_len 256"),
+        ("Hello " * 300, {}, "prompt 0: "),
+        (["a", "b"], dict(seed=[1]), "seed: 1 values for 2 prompts"),
+        ("Hello", dict(stop=""), "stop: a text or a list of texts"),
+        ("Hello", dict(top_logprobs=21), "top_logprobs 21 is not between 0 and 20"),
+        ("Hello", dict(system="S", chat_template=False), "system: it needs a chat template"),
+        ("\ud800", {}, "half a surrogate pair"),
+    ],
+)
+def test_wrong_requests(prompts, options, message):
+    """One line, and before anything is computed."""
+    llm = opened()
+    for ask in (llm.generate, llm.stream) if isinstance(prompts, str) else (llm.generate,):
+        with pytest.raises(ValueError) as e:
+            ask(prompts, **options)
+        assert message in str(e.value) and "\n" not in str(e.value)
+    assert not llm.open
+
+
+def test_a_model_that_computes_nan(tmp_path):
+    """An error for a single prompt; for several, each answer has it."""
+    shutil.copytree(LLAMA3, tmp_path / "nan")
+    tensors = load_file(tmp_path / "nan" / "model.safetensors")
+    tensors["model.norm.weight"] = np.full_like(tensors["model.norm.weight"], np.nan)
+    save_file(tensors, tmp_path / "nan" / "model.safetensors")
+    llm = load(tmp_path / "nan", rows=2, max_len=128, n_devices=1)
+    assert all("NaN" in x.error and x.finish_reason == "error" for x in llm.generate(PROMPTS))
+    for ask in (llm.generate, llm.score, lambda prompt: list(llm.stream(prompt))):
+        with pytest.raises(UserError, match="NaN"):
+            ask(PROMPTS[0])
