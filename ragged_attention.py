@@ -24,7 +24,7 @@ VMEM_BYTES = 32 << 20  # of VMEM that the kernel may use
 MASKED = -1e30  # a score whose exponential is 0, without the NaN of inf - inf
 
 # Slots per block of the decode kernel, large and small, by (columns of a slot, bytes per element): for 128
-# and 256 columns those with the fewest bundles (docs/log.md), for more columns what fits as well.
+# and 256 columns those with the fewest bundles (docs/development/log.md), for more columns what fits as well.
 DECODE_BLOCKS = {
     (128, 1): (4096, 512),
     (128, 2): (8192, 512),

@@ -395,7 +395,9 @@ def main() -> None:
     args = parse_arguments()
     results.check_writable(args.json)
     checkpoint = open_checkpoint(args.checkpoint)
-    text = "\n".join(file.read_text() for file in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))])
+    text = "\n".join(
+        file.read_text() for file in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    )
     count = args.rounds * (args.rows + len(args.rates) * args.requests)
     tokenizer = load_tokenizer(checkpoint.folder)
     prompts = make_prompts(text, count, args.prompt_tokens, tokenizer, checkpoint.config.V)

@@ -1,0 +1,479 @@
+"""README.md and docs/: their programs run as they stand, and what they name is there.
+
+The conventions for blocks of code:
+
+    ```python          all blocks of a document run in order in one process; one that sets the number of CPU
+                       devices starts a new process. A ```text block right after it is what it prints.
+    ```python client   runs against a server that the test starts
+    ```bash run        runs
+    ```, ```console    commands, whose programs, options and files must exist; of console those after "$ "
+"""
+
+import ast
+import functools
+import importlib.util
+import io
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import time
+import tokenize
+import tomllib
+import urllib.request
+from typing import NamedTuple
+
+import pytest
+from processes import free_port
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+DOCUMENTS = ["README.md", *sorted(str(x.relative_to(ROOT)) for x in (ROOT / "docs").rglob("*.md"))]
+LOG = "docs/development/log.md"  # which has the names of its days
+SHORT = ("README.md", "docs/python-api.md")  # whose programs run without --all
+SECONDS = 600  # until a program is given up
+
+
+class Block(NamedTuple):
+    """A block of code: the word after its fence, its text, its first line, and what follows the block."""
+
+    kind: str
+    text: str
+    line: int
+    then: str
+
+
+@functools.cache
+def read(document: str) -> str:
+    return (ROOT / document).read_text()
+
+
+@functools.cache
+def blocks(document: str) -> list[Block]:
+    text = read(document)
+    found = re.finditer(r"^( *)```([^\n]*)\n(.*?)^\1```$", text, re.DOTALL | re.MULTILINE)
+    return [Block(x[2].strip(), x[3], text[: x.start(3)].count("\n") + 1, text[x.end() :]) for x in found]
+
+
+def prose(document: str) -> str:
+    """The text without its blocks of code, line by line where it was."""
+    return re.sub(
+        r"^( *)```.*?^\1```$",
+        lambda x: "\n" * x[0].count("\n"),
+        read(document),
+        flags=re.DOTALL | re.MULTILINE,
+    )
+
+
+def code_spans(text: str) -> list[str]:
+    """What stands in backticks, in one line each."""
+    return [" ".join(x.split()) for x in re.findall(r"(?<!`)`([^`]+)`(?!`)", text)]
+
+
+def run(command: list[str], stdin: str = "", **variables) -> subprocess.CompletedProcess:
+    """Run a command in the repository's root, on a CPU, as a user would; python3 is this Python."""
+    environment = {name: x for name, x in os.environ.items() if not name.startswith(("XLA_FLAGS", "JAX_"))}
+    path = f"{pathlib.Path(sys.executable).parent}:{environment['PATH']}"
+    environment |= dict(PATH=path, JAX_PLATFORMS="cpu", PYTHONPATH=str(ROOT)) | variables
+    return subprocess.run(
+        command, input=stdin, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS
+    )
+
+
+def in_the_short_run(documents: list[str]) -> list:
+    return [x if x in SHORT else pytest.param(x, marks=pytest.mark.deep) for x in documents]
+
+
+# ------------------------------------------------------------------------------------------------- programs
+
+# Runs [name, code] after [name, code] of stdin in one namespace, and prints what each has printed.
+RUNNER = """
+import contextlib, io, json, sys
+namespace, printed = {"__name__": "__main__"}, []
+for name, code in json.load(sys.stdin):
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(compile(code, name, "exec"), namespace)
+    printed.append(out.getvalue())
+print(json.dumps(printed))
+"""
+
+
+def printed_by(programs: list[tuple[str, str]]) -> list[str]:
+    """What each of these pieces of one program prints. A piece: a name for tracebacks, and its code."""
+    done = run([sys.executable, "-c", RUNNER], json.dumps(programs))
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def check_python(document: str) -> None:
+    processes: list[list[Block]] = [[]]
+    for block in blocks(document):
+        if block.kind == "python":
+            if "jax_num_cpu_devices" in block.text and processes[-1]:
+                processes.append([])
+            processes[-1].append(block)
+    for process in processes:
+        found = printed_by([(f"{document}:{x.line}", x.text) for x in process])
+        for block, output in zip(process, found, strict=True):
+            if expected := re.match(r"\n+```text\n(.*?)^```$", block.then, re.DOTALL | re.MULTILINE):
+                assert output.strip() == expected[1].strip(), f"{document}:{block.line}"
+
+
+@pytest.mark.parametrize(
+    "document",
+    in_the_short_run([x for x in DOCUMENTS if any(block.kind == "python" for block in blocks(x))]),
+)
+def test_python(document):
+    check_python(document)
+
+
+def test_the_loop_is_a_dozen_lines():
+    """From a checkpoint to a text: after its imports about 12 lines, each with one statement."""
+    loops = [x.text for document in SHORT for x in blocks(document) if "= decode_step(" in x.text]
+    lines = [line for line in loops[0].splitlines() if line and not line.startswith(("import ", "from "))]
+    assert len(lines) <= 13 and not any(";" in line for line in lines)
+    assert "My name is Tiny Llama. I am a small" in printed_by([("the loop", loops[0])])[0]
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(
+    "document", [x for x in DOCUMENTS if any(block.kind == "bash run" for block in blocks(x))]
+)
+def test_bash(document, tmp_path):
+    """Commands that write, write below ~. (tests/test_clusters.py runs those of docs/clusters.md.)"""
+    for block in blocks(document):
+        if block.kind == "bash run" and document != "docs/clusters.md":
+            done = run(["bash", "-euo", "pipefail", "-c", block.text], HOME=str(tmp_path))
+            assert done.returncode == 0, f"{document}:{block.line}: {done.stderr}"
+
+
+@pytest.mark.deep
+def test_client(tmp_path):
+    """The programs of clients, against a server of the tiny model."""
+    programs = [x.text for document in DOCUMENTS for x in blocks(document) if x.kind == "python client"]
+    assert programs
+    address = f"http://127.0.0.1:{free_port()}"
+    command = [sys.executable, "main.py", "--serve", "--port", address.rpartition(":")[2]]
+    log = (tmp_path / "log").open("w")
+    server = subprocess.Popen(command, cwd=ROOT, stderr=log, env=os.environ | {"XLA_FLAGS": ""})
+    try:
+        for _ in range(SECONDS):
+            try:
+                urllib.request.urlopen(f"{address}/health")
+                break
+            except OSError:
+                assert server.poll() is None, (tmp_path / "log").read_text()
+                time.sleep(1)
+        for program in programs:
+            (out,) = printed_by([("client", program.replace("http://127.0.0.1:8000", address))])
+            assert "My name is" in out
+    finally:
+        server.terminate()
+        server.wait()
+
+
+# ------------------------------------------------------------------------------------------------- commands
+
+
+def command_lines(document: str) -> list[str]:
+    """The commands of a document: those in blocks, line by line, and those in backticks."""
+    lines = []
+    for block in blocks(document):
+        text = block.text.replace("\\\n", " ")
+        if block.kind == "console":
+            lines += [line[2:] for line in text.splitlines() if line.startswith("$ ")]
+        elif not block.kind or block.kind.startswith("bash"):
+            lines += [line.partition(" # ")[0] for line in text.splitlines()]
+    if document != LOG:
+        # A program of an earlier commit is named with the commit.
+        text = re.sub(r"`[^`]+`,?\s+(\(commit \w+\)|which commit \w+)", "", prose(document))
+        lines += [span for span in code_spans(text) if span.startswith(("python3 ", "pip "))]
+    return lines
+
+
+def programs_in(line: str) -> list[tuple[str, str]]:
+    """The Python programs that a command runs, each with its arguments. What follows " -- " is main.py's."""
+    found = []
+    for part in re.split(r"&&|\|\||[;<>]|&$| \| ", line):
+        if match := re.search(r"\bpython3 (-m \S+|\S+\.py)(.*)", part):
+            program, (arguments, _, more) = match[1], match[2].partition(" -- ")
+            found.append((program, arguments))
+            if more and program == "benchmarks/serve.py":
+                found.append(("main.py", more))
+    return found
+
+
+@functools.cache
+def options_of(program: str) -> set[str]:
+    done = run([sys.executable, program, "--help"])
+    assert done.returncode == 0, f"{program} --help: {done.stderr}"
+    return set(re.findall(r"--[a-z][a-z0-9-]*", done.stdout))
+
+
+def wrong_options(line: str) -> list[str]:
+    """The options of a command that its program does not have, and programs that do not exist."""
+    wrong = []
+    for program, arguments in programs_in(line):
+        if program.startswith("-m "):
+            name = program.removeprefix("-m ")
+            if "NAME" not in name and importlib.util.find_spec(name) is None:
+                wrong.append(program)
+        elif not (ROOT / program).exists():
+            wrong.append(program)
+        else:
+            asked = re.findall(r"(?<![\w=-])--[a-z][a-z0-9-]*", re.sub(r"\"[^\"]*\"|'[^']*'", "", arguments))
+            wrong += [f"{program} {option}" for option in asked if option not in options_of(program)]
+    return wrong
+
+
+# Names of files that a user has, or that a command of the document makes.
+USERS_FILES = {
+    "prompts.txt", "prompts.jsonl", "answers.jsonl", "model.gguf", "job.sh", "ipcontroller-engine.json",
+}  # fmt: skip
+
+
+def missing_files(lines: list[str]) -> list[str]:
+    """Files that these commands name in folders of the repository, or in its root, and that are not there."""
+    missing, made = [], set()
+    rooms = {path.name for path in ROOT.iterdir()}
+    for line in lines:
+        if not re.search(r"\b(python3|pip) ", line):
+            continue
+        made |= set(re.findall(r"--(?:output|json|dump-hlo) (\S+)", line))
+        for word in re.findall(r"[^\s'\"=]+", line):
+            path = word.strip("[](),").partition("::")[0]
+            if path.startswith(("~", "/", "$", "-", "http")) or path in made | USERS_FILES:
+                continue
+            named = "/" in path and path.partition("/")[0] in rooms
+            if named or re.fullmatch(r"[\w.-]+\.(py|txt|jsonl?|gguf|md|toml|ipynb)", path):
+                if not any(c in path for c in "*?<{") and not (ROOT / path).exists():
+                    missing.append(path)
+    return missing
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_commands(document):
+    lines = command_lines(document)
+    assert not [x for line in lines for x in wrong_options(line)]
+    assert not missing_files(lines)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_extras(document):
+    """What `pip install -e '.[NAME]'` names is in pyproject.toml."""
+    known = tomllib.loads(read("pyproject.toml"))["project"]["optional-dependencies"]
+    named = [x for extras in re.findall(r"(?<!\w)\.\[([\w,]+)\]", read(document)) for x in extras.split(",")]
+    assert set(named) <= set(known)
+
+
+# ---------------------------------------------------------------------------------------- links and names
+
+
+@functools.cache
+def anchors(document: str) -> set[str]:
+    """The anchors of a document's headings, as GitHub makes them."""
+    found: dict[str, int] = {}
+    for heading in re.findall(r"^#+ +(.*?) *$", prose(document), re.MULTILINE):
+        heading = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "")
+        slug = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        found[slug] = found.get(slug, -1) + 1
+    return {slug if not i else f"{slug}-{i}" for slug, n in found.items() for i in range(n + 1)}
+
+
+def broken_links(document: str) -> list[str]:
+    """Links to files that do not exist, and to headings that their document does not have."""
+    text = re.sub(r"(?<!`)`[^`\n]+`(?!`)", lambda x: "x" * len(x[0]), prose(document))
+    links = re.findall(r"\]\(([^)\s]*)\)", text) + re.findall(r"\b(?:src|href)=\"([^\"]*)\"", text)
+    broken = []
+    for link in links:
+        if re.match(r"\w+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        file = (ROOT / document).parent / path if path else ROOT / document
+        if not file.exists():
+            broken.append(link)
+        elif anchor and file.suffix == ".md":
+            if anchor not in anchors(str(file.resolve().relative_to(ROOT))):
+                broken.append(link)
+    return broken
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links(document):
+    assert not broken_links(document)
+
+
+@functools.cache
+def defined_in(file: str) -> set[str]:
+    """The names that a Python file defines: functions, classes, variables, fields, and Class.member."""
+    found = set()
+
+    def visit(node: ast.AST, owner: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            names = []
+            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                names = [child.name]
+            elif isinstance(child, ast.Assign):
+                names = [
+                    x.id for target in child.targets for x in ast.walk(target) if isinstance(x, ast.Name)
+                ]
+            elif isinstance(child, ast.AnnAssign) and isinstance(child.target, ast.Name):
+                names = [child.target.id]
+            elif isinstance(child, (ast.Import, ast.ImportFrom)):
+                names = []
+            found.update(names, [f"{owner}.{name}" for name in names if owner])
+            visit(child, child.name if isinstance(child, ast.ClassDef) else owner)
+
+    visit(ast.parse((ROOT / file).read_text()), "")
+    return found
+
+
+@functools.cache
+def python_files() -> set[str]:
+    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True)
+    files = listed.stdout.decode().splitlines() if listed.returncode == 0 else []
+    files = files or [str(path.relative_to(ROOT)) for path in ROOT.rglob("*")]
+    return {file for file in files if (ROOT / file).is_file()}
+
+
+def missing_names(document: str) -> list[str]:
+    """What stands in backticks as a path, a test or a name in a file, and is not there."""
+    text, missing, files = prose(document), [], python_files()
+    names = {pathlib.Path(file).name for file in files}
+    rooms = "|".join(path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith("."))
+    text = re.sub(r"`[^`]+`,?\s+(\(commit \w+\)|which commit \w+)", "", text)
+    test_file = ""
+    for span in code_spans(text):
+        if match := re.fullmatch(r"([\w/]*\.py)?::(\w+)(\[.*\])?", span):
+            test_file = match[1] or test_file
+            if not (ROOT / test_file).is_file() or match[2] not in defined_in(test_file):
+                missing.append(span)
+        elif re.fullmatch(rf"(?:{rooms})/[\w./-]*", span):
+            if not (ROOT / span).exists():
+                missing.append(span)
+        elif re.fullmatch(r"[\w-]+\.(py|md|ipynb|svg)", span) and span not in names:
+            missing.append(span)
+    file_name = r"(?:\[`[^`]*`\]\([^)]*?([\w/.-]+\.py)[^)]*\)|`([\w/.-]+\.py)`)"
+    for match in re.finditer(rf"`([\w.]+)(?:\(\))?`\s+in\s+{file_name}", text):
+        file = str(pathlib.PurePosixPath(match[2] or match[3])).replace("../", "")
+        if file in files and match[1] not in defined_in(file):
+            missing.append(f"{match[1]} in {file}")
+    return missing + [x for box in boxes(text) for x in missing_in_box(box)]
+
+
+def boxes(text: str) -> list[str]:
+    """The quotations that begin with "In the code", without their marks."""
+    quotes = re.findall(r"(?:^>.*\n?)+", text, re.MULTILINE)
+    plain = [re.sub(r"^> ?", "", quote, flags=re.MULTILINE) for quote in quotes]
+    return [quote for quote in plain if re.match(r"\W*In the code", quote)]
+
+
+def missing_in_box(box: str) -> list[str]:
+    """Names that neither the next file of a box nor the last one defines: `f`, `g` in [`model.py`](...)."""
+    files, names, missing = [], [], []
+
+    def check(file: str | None) -> None:
+        known = set().union(*(defined_in(x) for x in [*files[-1:], *([file] if file else [])]))
+        missing.extend(f"{name} in {file or files[-1:]}" for name in names if name not in known)
+        names.clear()
+
+    for match in re.finditer(r"\]\(([^)]*)\)|`([^`]+)`", box):
+        path = (match[1] or match[2]).split("#")[0].replace("../", "")
+        path = path.removeprefix("./")
+        if "::" in path:
+            continue
+        if path.endswith(".py") and (ROOT / path).is_file():
+            if path not in files[-1:]:
+                check(path)
+                files.append(path)
+        elif match[2] and re.fullmatch(r"[A-Za-z_][\w.]*(\(\))?", match[2]) and not match[2].endswith(".py"):
+            names.append(match[2].removesuffix("()"))
+    check(None)
+    return missing
+
+
+@pytest.mark.parametrize("document", [x for x in DOCUMENTS if x != LOG])
+def test_names(document):
+    assert not missing_names(document)
+
+
+def test_each_picture_is_shown():
+    text = "".join(map(read, DOCUMENTS))
+    pictures = [path.name for path in (ROOT / "images").iterdir() if path.suffix in (".svg", ".png")]
+    assert not [name for name in pictures if f"images/{name}" not in text]
+
+
+# ------------------------------------------------------------------------------------- spelling and figures
+
+# British spellings, of which this project has the American ones. ("cancelled" stays: it is a value of
+# finish_reason, and Python's own spelling.)
+OUR = "behavi|col|neighb|fav|hon|lab|flav|rum|vap|harb|endeav|hum|arm|rig|vig"
+ISE = (
+    "quanti|normali|initiali|seriali|optimi|recogni|organi|generali|speciali|synchroni|paralleli|memori"
+    "|minimi|maximi|summari|utili|vectori|tokeni|reali|materiali|finali|emphasi|visuali|randomi|categori"
+    "|authori|customi|standardi|factori|discreti|locali|priviti|characteri|penali|equali|amorti|regulari"
+)
+BRITISH = re.compile(
+    rf"\b(\w*({OUR})our(s|ed|ing|ite|ites|able|al|ly|hood)?|\w*({ISE})s(e|es|ed|er|ers|ing|able|ation|ations)"
+    r"|\w*(cent|met|lit|fib)re(s|d)?|grey(s|ed|ish)?|licence(s|d)?|defence|offence|artefact(s)?|programme(s)?"
+    r"|(label|model|travel|signal|channel|tunnel|level|total)l(ed|ing|er)|fulfil(s)?|analys(e|ed|ing)|whilst"
+    r"|amongst|catalogue(s)?|dialogue(s)?|judgement(s)?|maths|ageing|sceptical|skilful)\b",
+    re.IGNORECASE,
+)
+
+
+def comments(file: str) -> str:
+    """The comments and docstrings of a Python file."""
+    text = (ROOT / file).read_text()
+    found = [
+        x.string for x in tokenize.generate_tokens(io.StringIO(text).readline) if x.type == tokenize.COMMENT
+    ]
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            found.append(ast.get_docstring(node) or "")
+    return "\n".join(found)
+
+
+def british(text: str) -> list[str]:
+    return sorted({match[0] for match in BRITISH.finditer(text)})
+
+
+def test_american_spelling():
+    code = [file for file in python_files() if file.endswith(".py") and file != "tests/test_docs.py"]
+    texts = {x: read(x) for x in DOCUMENTS} | {x: comments(x) for x in code}
+    assert not {file: words for file, text in sorted(texts.items()) if (words := british(text))}
+
+
+MEASURED = ("docs/cpu.md", "docs/server.md", "docs/checkpoints.md", "docs/tpu.md")
+FIGURES = re.compile(
+    r"tokens/s|\bms\b|GB/s|CPU s\b|\bs \(|\| s \||HBM|first token|streams|\bmeasured\b", re.I
+)
+NEAR = 12  # lines
+
+
+def unexplained_tables(text: str) -> list[str]:
+    """Headers of tables with figures around which no program, no version of jax or no date stands."""
+    lines, found = text.splitlines(), []
+    for i, line in enumerate(lines):
+        if i and line.startswith("|") and not lines[i - 1].startswith("|") and FIGURES.search(line):
+            end = next((j for j in range(i, len(lines)) if not lines[j].startswith("|")), len(lines))
+            if not re.search(r"\d", "".join(lines[i + 2 : end])):
+                continue
+            around = "\n".join(lines[max(i - NEAR, 0) : i] + lines[end : end + NEAR])
+            missing = [
+                what
+                for what, pattern in dict(
+                    program=r"\w\.py\b|pytest", jax=r"jax 0\.\d+", date=r"\b20\d\d-\d\d-\d\d\b"
+                ).items()
+                if not re.search(pattern, around)
+            ]
+            if missing:
+                found.append(f"{line}: no {', '.join(missing)}")
+    return found
+
+
+@pytest.mark.parametrize("document", MEASURED)
+def test_tables_say_how_they_were_measured(document):
+    assert not unexplained_tables(read(document))
