@@ -336,7 +336,7 @@ def test_a_damaged_token(tmp_path, monkeypatch, capsys):
 
 
 def test_default_lengths_do_not_depend_on_the_batch():
-    """A long prompt takes its own room, not its neighbour's; only the explicit limits are errors."""
+    """A long prompt takes its own room, not its neighbor's; only the explicit limits are errors."""
     checkpoint = open_checkpoint(LLAMA3)
     tokenizer = load_tokenizer(checkpoint.folder)
 

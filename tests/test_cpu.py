@@ -80,12 +80,12 @@ def test_an_outlier_leaves_the_rest():
 
 
 def test_a_row_is_rounded_as_if_it_were_alone():
-    """int8 products are exact: its neighbours change no more than the last bit of its unit."""
+    """int8 products are exact: its neighbors change no more than the last bit of its unit."""
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(9, 1, 64)), jnp.bfloat16)
     w = jnp.asarray(rng.integers(-127, 128, (16, 64)), jnp.int8)
     alone = np.stack([cpu.int8_product(row, w) for row in x])
-    # With a neighbour ten times larger, a shared unit would be off by 1e-2.
+    # With a neighbor ten times larger, a shared unit would be off by 1e-2.
     np.testing.assert_allclose(cpu.contract(x.at[0].mul(10), w, 1)[1:], alone[1:], rtol=1e-6)
 
 

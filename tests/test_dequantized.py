@@ -1,4 +1,4 @@
-"""Quantised checkpoints: each published format, packed here from its definition, is read as what it means."""
+"""Quantized checkpoints: each published format, packed here from its definition, is read as what it means."""
 
 import copy
 import json

@@ -231,7 +231,7 @@ def draws():
 
 @pytest.mark.parametrize(("mesh", "rows"), [deep("1", 1), ("1", 8), deep("tp8", 8), ("dp2-ep2-tp2", 8)])
 def test_draws_depend_on_the_request_alone(mesh, rows, draws):
-    """On no neighbour, order, number of rows or mesh."""
+    """On no neighbor, order, number of rows or mesh."""
     requests = sampled(subject("ring", "1")[1])
     batch = batch_of(requests, "ring", mesh, rows)
     for order in (range(9), (5, 2, 7, 0, 3, 8, 6, 1, 4)):

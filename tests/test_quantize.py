@@ -49,7 +49,7 @@ def test_zeros_stay_zeros():
 
 
 def test_what_is_no_number_is_noticed():
-    """Its channel is NaN, and no other. In optimised code, whose maximum may pass over a NaN."""
+    """Its channel is NaN, and no other. In optimized code, whose maximum may pass over a NaN."""
     code = """
 import jax, numpy as np
 from quantize import quantize
@@ -83,7 +83,7 @@ def test_einsum_applies_the_scale_once(spec, x, w, axes):
 
 
 def test_declared_scales_fit():
-    """What a matmul contracts is quantised along just those axes; norms, router and embedding are not."""
+    """What a matmul contracts is quantized along just those axes; norms, router and embedding are not."""
     cfg = llama4_config()
     tree = abstract(model.weight_infos(cfg, format=INT8), mesh_of(cfg), jnp.bfloat16)
     attention, heads, E = tree.layers[0].attention, cfg.heads, cfg.experts.E
