@@ -25,6 +25,7 @@ import tomllib
 import urllib.request
 from typing import NamedTuple
 
+import jax
 import pytest
 from processes import free_port
 
@@ -403,6 +404,34 @@ def test_each_picture_is_shown():
     text = "".join(map(read, DOCUMENTS))
     pictures = [path.name for path in (ROOT / "images").iterdir() if path.suffix in (".svg", ".png")]
     assert not [name for name in pictures if f"images/{name}" not in text]
+
+
+def test_glossary():
+    """Names in the first column of its tables exist here, those under "Hugging Face" in transformers."""
+    import transformers
+
+    root = pathlib.Path(transformers.__file__).parent
+    models = "llama llama4 mixtral mistral qwen3_moe gemma3 glm4_moe_lite".split()
+    files = [path for model in models for path in (root / "models" / model).glob("*.py")]
+    files += [root / "configuration_utils.py", root / "modeling_rope_utils.py", *root.glob("generation/*.py")]
+    theirs = set(re.findall(r"\w+", "".join(path.read_text() for path in files)))
+    ours = set().union(*(defined_in(file) for file in python_files() if file.endswith(".py")))
+    ours |= options_of("main.py") | set(dir(jax.lax)) | {"Df", "cfg", "len", "None", "py"}
+    ours |= set(re.findall(r'"(\w+)"', (ROOT / "sharding" / "mesh.py").read_text()))  # the axes
+    unknown, column = [], None
+    for line in read("docs/glossary.md").splitlines():
+        cells = line.split("|")[1:-1]
+        if not cells:
+            column = None
+        elif column is None:
+            column = next((i for i, cell in enumerate(cells) if "Hugging Face" in cell), -1)
+        else:
+            names = re.findall(r"--[\w-]+|\w+", " ".join(code_spans(cells[0])))
+            unknown += [name for name in names if name not in ours]
+            marked = [cells[column]] if column >= 0 else re.findall(r"Hugging Face: ([^;]*)", line)
+            names = re.findall(r"\w+", " ".join(code_spans(" ".join(marked))))
+            unknown += [name for name in names if name not in theirs]
+    assert not unknown
 
 
 # ------------------------------------------------------------------------------------- spelling and figures
