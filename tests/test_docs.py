@@ -159,8 +159,8 @@ def test_client(tmp_path):
     assert programs
     address = f"http://127.0.0.1:{free_port()}"
     command = [sys.executable, "main.py", "--serve", "--port", address.rpartition(":")[2]]
-    log = (tmp_path / "log").open("w")
-    server = subprocess.Popen(command, cwd=ROOT, stderr=log, env=os.environ | {"XLA_FLAGS": ""})
+    with (tmp_path / "log").open("w") as log:
+        server = subprocess.Popen(command, cwd=ROOT, stderr=log, env=os.environ | {"XLA_FLAGS": ""})
     try:
         for _ in range(SECONDS):
             try:
