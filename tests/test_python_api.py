@@ -4,10 +4,12 @@ over prefill and decode_step computes.
 
 import functools
 import json
+import pathlib
 import shutil
 
 import jax
 import numpy as np
+import processes
 import pytest
 from conftest import CHECKPOINTS, invoke
 from safetensors.numpy import load_file, save_file
@@ -226,3 +228,26 @@ def test_a_model_that_computes_nan(tmp_path):
     for ask in (llm.generate, llm.score, lambda prompt: list(llm.stream(prompt))):
         with pytest.raises(UserError, match="NaN"):
             ask(PROMPTS[0])
+
+
+TWO_PROCESSES = """
+import sys
+from distributed.join import join
+join(None, None, None, 60)
+from serving.llm import load
+llm = load(sys.argv[1], rows=2, max_len=256, tp=2, dp=2)
+for answer in llm.generate(["Who are you?", "What is 12 + 34?", "Add 20 and 22."], max_new_tokens=12):
+    print(answer.tokens)
+"""
+
+
+@pytest.mark.deep
+def test_two_processes(tmp_path):
+    """Each makes the same calls, over the devices of both, and has the answers of one process."""
+    (tmp_path / "program.py").write_text(TWO_PROCESSES)
+    path = dict(PYTHONPATH=str(pathlib.Path(main.__file__).parent))
+    own = [processes.Own(program=tmp_path / "program.py", variables=path)] * 2
+    expected = [x.tokens for x in opened().generate(PROMPTS[:3], max_new_tokens=12)]
+    for code, out, err in processes.finish(processes.start(2, 2, LLAMA3, own=own)):
+        assert code == 0, err
+        assert [json.loads(line) for line in out.splitlines()] == expected
