@@ -88,7 +88,7 @@ class Format:
         """The reverse of `pack`."""
         return QuantizedArray(values, scale, self)
 
-    def error(self, x: np.ndarray, values: np.ndarray, scale: np.ndarray, info) -> float:
+    def error(self, x: np.ndarray, values: np.ndarray, scale: np.ndarray, info) -> float | Array:
         """The largest error of stored components of x, in half steps: at most 1 if they are right."""
 
 
@@ -110,9 +110,8 @@ class PerChannel(Format):
 
     def declare(self, info) -> QuantizedArray:
         kept = "".join(letter for letter in info.letters if letter not in info.contracted)
-        return QuantizedArray(
-            info.component(info.letters, self.dtype), info.component(kept, jnp.float32), self
-        )
+        values, scale = info.component(info.letters, self.dtype), info.component(kept, jnp.float32)
+        return QuantizedArray(values, scale, self)
 
     def encode(self, x: Array, info, large: bool = True) -> QuantizedArray:
         return quantize(x, info.contracted_axes, format=self, large=large)
@@ -163,11 +162,7 @@ FP8 = PerChannel("fp8", np.dtype(jnp.float8_e4m3fn), 448)
 
 
 def quantize(
-    x: Array,
-    axes: tuple[int, ...],
-    scale_dtype=jnp.float32,
-    format: PerChannel = INT8,
-    large: bool = False,
+    x: Array, axes: tuple[int, ...], scale_dtype=jnp.float32, format: PerChannel = INT8, large: bool = False
 ) -> QuantizedArray:
     """Round x, with one scale for all elements along `axes`. large: see `Format.encode`.
 
@@ -222,7 +217,7 @@ class PerGroup(Format):
         return group_size if group_size >= MIN_GROUP_SIZE else 1
 
     def declare(self, info) -> QuantizedArray:
-        before = first_letters(info)
+        before = "".join(info.letters[axis] for axis in first_axes(info))
         after = "".join(letter for letter in info.letters if letter not in before)
         group = info.contracted[-1], self.group_size
         values = info.component(f"{before}I{after}", np.dtype(jnp.int4), group)
@@ -260,22 +255,30 @@ class PerGroup(Format):
     def unpack(self, values: Array, scale: Array, info) -> QuantizedArray:
         return QuantizedArray(unpack_int4(values, len(first_axes(info))), scale, self)
 
-    def error(self, x: np.ndarray, values: np.ndarray, scale: np.ndarray, info) -> float:
+    @partial(jax.jit, static_argnames=("self", "info"))
+    def error(self, x: Array, values: Array, scale: Array, info) -> Array:
         """The error relative to x clipped to 4 bits; infinite if a group is worse than without a search."""
-        return float(_int4_error(x, values, scale, dataclasses.replace(info, stored=None)))
+        axes, at = first_axes(info), len(first_axes(info))
+        ours, nearest = self.unpack(values, scale, info), self.encode(x, info, searched=False)
+        x = split_groups(x, axes, self.group_size)
+        known = jnp.all(jnp.isfinite(x), at)
+
+        errors, nearest_errors = (group_errors(x, dequantize_groups(q, at), at) for q in (ours, nearest))
+        worse = errors > nearest_errors * (1 + 2**-15)  # for they are summed in another order
+        step = jnp.expand_dims(jnp.where(scale == 0, 1, scale), at).astype(jnp.float32)
+        error = jnp.abs(jnp.clip(x / step, INT4_MIN, INT4_MAX) - ours.values.astype(jnp.float32))
+        error = jnp.max(jnp.where(jnp.expand_dims(known, at), error, 0)) / (0.5 + 2**-15)
+        right = jnp.all(known == jnp.isfinite(scale)) & ~jnp.any(worse & known)
+        return jnp.where(right, error, jnp.inf)
 
 
 INT4 = PerGroup(128)
 
 
-def first_letters(info) -> str:
-    """The letters that int4 values begin with: the stage's and the expert's, then the contracted ones."""
-    return "".join(letter for letter in info.letters if letter in "pe") + info.contracted
-
-
 def first_axes(info) -> tuple[int, ...]:
-    """The axes of a weight that int4 values begin with."""
-    return tuple(info.letters.index(letter) for letter in first_letters(info))
+    """The axes of a weight that int4 values begin with: the stage's, the expert's, the contracted ones."""
+    leading = (axis for axis, letter in enumerate(info.letters) if letter in "pe")
+    return *leading, *info.contracted_axes
 
 
 def quantize_groups(
@@ -346,22 +349,6 @@ def activation_groups(x: Array, q: QuantizedArray, n: int) -> Array:
     """Activations [b,T,...] whose last n axes are contracted with int4 -> [rows, the n axes, I]."""
     group_size = q.values.shape[n]
     return x.reshape(-1, *x.shape[-n:-1], x.shape[-1] // group_size, group_size)
-
-
-@partial(jax.jit, static_argnames="info")
-def _int4_error(x: Array, packed: Array, scale: Array, info) -> Array:
-    format, axes, at = info.quantization, first_axes(info), len(first_axes(info))
-    ours, nearest = format.unpack(packed, scale, info), format.encode(x, info, searched=False)
-    x = split_groups(x, axes, format.group_size)
-    known = jnp.all(jnp.isfinite(x), at)
-
-    errors, nearest_errors = (group_errors(x, dequantize_groups(q, at), at) for q in (ours, nearest))
-    worse = errors > nearest_errors * (1 + 2**-15)  # for they are summed in another order
-    step = jnp.expand_dims(jnp.where(scale == 0, 1, scale), at).astype(jnp.float32)
-    error = jnp.abs(jnp.clip(x / step, INT4_MIN, INT4_MAX) - ours.values.astype(jnp.float32))
-    error = jnp.max(jnp.where(jnp.expand_dims(known, at), error, 0)) / (0.5 + 2**-15)
-    right = jnp.all(known == jnp.isfinite(scale)) & ~jnp.any(worse & known)
-    return jnp.where(right, error, jnp.inf)
 
 
 def pack_int4(values: Array, at: int) -> Array:
