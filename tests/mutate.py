@@ -214,7 +214,7 @@ MUTATIONS = [
     ("ragged_attention.py", "scores = scores * scale[0:1].astype(jnp.float32)", "pass", ATTENTION),
     ("ragged_attention.py", "p * scale[1:2].astype(jnp.float32)", "p", ATTENTION),
     ("ragged_attention.py", "(scores[:G] << 8) + scores[G:]", "scores[:G] << 8", ATTENTION),
-    ("ops/attention.py", '(1 if s is None else s[..., None].astype(jnp.float32))', '1', ATTENTION),
+    ("ops/attention.py", '1 if s is None else s[..., None].astype(jnp.float32)', '1', ATTENTION),
     ("ops/grouped_matmul.py", "y * scale.at[chosen[order]].get(mode=\"clip\")", "y", EXPERTS),
     ("ops/grouped_matmul.py", "y * units[which][pl.ds(lax.rem(active[i], ROW_TILE), 1)]", "y", EXPERTS),
     ("ops/grouped_matmul.py", "(gate * factor, up * factor)", "(gate * factor, up)", EXPERTS),
