@@ -15,6 +15,7 @@ import re
 import traceback
 from base64 import b64decode, b64encode
 from collections.abc import AsyncIterator
+from functools import partial
 from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
@@ -53,8 +54,8 @@ def make_app(loop: EngineLoop, key: str | None, origins: list[str], local: bool)
             Route("/metrics", metrics),
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", models),
-            Route("/v1/chat/completions", chat_completions, methods=["POST"]),
-            Route("/v1/completions", completions, methods=["POST"]),
+            Route("/v1/chat/completions", partial(answer, chat=True), methods=["POST"]),
+            Route("/v1/completions", partial(answer, chat=False), methods=["POST"]),
         ],
         middleware=[
             Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]),
@@ -234,14 +235,6 @@ async def models(request: Request) -> Response:
     if name not in served.names:
         return error(f"the model {name[:60]!r} is not served here", 404, "model", "model_not_found")
     return JSONResponse(described)
-
-
-async def chat_completions(request: Request) -> Response:
-    return await answer(request, chat=True)
-
-
-async def completions(request: Request) -> Response:
-    return await answer(request, chat=False)
 
 
 async def answer(request: Request, chat: bool) -> Response:

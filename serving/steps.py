@@ -75,8 +75,7 @@ def assign_rows(rows, tokens, length, source, batch: Batch, *, cfg: Config, mesh
     kv_specs = model.cache_specs(kinds, layers)
 
     @by_rows(mesh)
-    def set_texts(rows: Array, tokens: Array, length: Array, old: tuple[Array, Array]):
-        old_tokens, old_length = old
+    def set_texts(rows: Array, tokens: Array, length: Array, old_tokens: Array, old_length: Array):
         rows = jnp.where(rows < 0, old_length.size, rows)
         return old_tokens.at[rows].set(tokens, mode="drop"), old_length.at[rows].set(length, mode="drop")
 
@@ -88,7 +87,7 @@ def assign_rows(rows, tokens, length, source, batch: Batch, *, cfg: Config, mesh
             layers = jax.tree.map(partial(copy_row, source=prefix, to=to), layers)
         return layers
 
-    tokens, length = set_texts(rows, tokens, length, (batch.tokens, batch.cache.length))
+    tokens, length = set_texts(rows, tokens, length, batch.tokens, batch.cache.length)
     layers = layers if source is None else copy_prefixes(rows, source, layers)
     return batch.replace(layers=layers, length=length, tokens=tokens)
 
