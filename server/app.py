@@ -86,7 +86,10 @@ def put_all(events: list[tuple[Job, Event]]) -> None:
 
 
 class Listener:
-    """Collects the events of one response's jobs; after `tick` it also wakes up every KEEP_ALIVE seconds."""
+    """Collects the events of one response's jobs.
+
+    woken: set when there are events and, after `tick`, every KEEP_ALIVE seconds.
+    """
 
     def __init__(self):
         self.loop, self.events, self.woken = asyncio.get_running_loop(), [], asyncio.Event()
@@ -96,16 +99,6 @@ class Listener:
         if self.timer:
             self.woken.set()
         self.timer = self.loop.call_later(KEEP_ALIVE, self.tick)
-
-    def close(self) -> None:
-        self.timer.cancel()
-
-    async def take(self) -> list[tuple[Job, Event]]:
-        """The events since the last call; it waits for one, or for a tick."""
-        await self.woken.wait()
-        self.woken.clear()
-        taken, self.events = self.events, []
-        return taken
 
 
 def error(
@@ -302,7 +295,7 @@ class JobsResponse(Response):
                 respond.result()
         finally:
             self.loop.cancel(self.jobs)
-            self.listener.close()
+            self.listener.timer.cancel()
             for task in (respond, disconnected):
                 task.cancel()
             await asyncio.gather(respond, disconnected, return_exceptions=True)
@@ -312,10 +305,12 @@ class JobsResponse(Response):
             pass
 
     async def events(self) -> AsyncIterator[list[tuple[Job, Event]]]:
-        """The events of all jobs up to their ends, as Listener.take returns them."""
+        """The events of all jobs up to their ends, those together that came together; none after a tick."""
         left = len(self.jobs)
         while left:
-            events = await self.listener.take()
+            await self.listener.woken.wait()
+            self.listener.woken.clear()
+            events, self.listener.events = self.listener.events, []
             left -= sum(event.finish_reason is not None for _, event in events)
             yield events
 

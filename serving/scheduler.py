@@ -87,8 +87,7 @@ class Row:
 
     def clear(self) -> None:
         """Give up the answer and all that is cached."""
-        self.answer, self.number = None, -1
-        self.computed, self.reused, self.source_computed, self.steps_in_flight = 0, 0, 0, 0
+        self.answer, self.number, self.computed = None, -1, 0
 
 
 @dataclasses.dataclass(frozen=True)
