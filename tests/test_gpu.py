@@ -228,7 +228,7 @@ def test_lowering(program, format, kv_dtype):
         "prefill": PrefillChunk(rows=None, count=count, width=128, score=0),
         "prefill of one row": PrefillChunk(rows=shards, count=shards, width=128, score=0),
     }[program]
-    traced = one_program.trace(step, weights, batch, cfg=cfg, mesh=mesh)
+    traced = one_program.program(type(step)).trace(step, weights, batch, cfg=cfg, mesh=mesh)
     lowered = traced.lower(lowering_platforms=("cuda",)).compiler_ir()
     kernels = []
 
