@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import model
 from feedback.errors import UserError
+from feedback.progress import progress
 from model import Config, Weights
 from serving import steps
 from serving.executors import executor_for
@@ -22,6 +23,7 @@ from sharding.arrays import abstract, zeros
 from sharding.sampling import Sampling
 from sharding.stages import stage_input_infos
 
+SHOW_AFTER = 5  # seconds of compiling
 WIDTHS = (32, 128, 512)  # of a prefill chunk: few, because each is a program of its own
 
 
@@ -118,19 +120,24 @@ class Programs:
     def warm_up(self, longest: int, scores: Iterable[int | None], samplings: Iterable[Sampling]) -> None:
         """Compile what prompts of up to `longest` tokens and these samplings need, by running it on no row.
 
-        samplings: each for the rows of one microbatch.
+        Work of more than a few seconds shows its progress. samplings: each for the rows of one microbatch.
         """
-        nothing = np.zeros(self.stages * self.shards, np.int32)
+        nothing, no_tokens = (np.zeros(n, np.int32) for n in (self.stages * self.shards, self.rows))
+        no_texts = np.zeros((nothing.size, self.max_len), np.int32)
         alone = self.rows == nothing.size  # no row has another to copy a prefix from
-        for source in (None,) if alone else (None, nothing):
-            self.assign_rows(nothing - 1, np.zeros((nothing.size, self.max_len), np.int32), nothing, source)
-        for width in WIDTHS:
-            for score in scores:
-                if longest > 1 and prefill_width(longest - 1) >= width:
-                    self.prefill(nothing, nothing, width, score)
-        for sampling in samplings:
-            sampling = jax.tree.map(lambda x: np.concatenate([x] * self.stages), sampling)
-            jax.block_until_ready(self.decode(np.zeros(self.rows, np.int32), sampling))
+        sources = (None,) if alone else (None, nothing)
+        calls = [partial(self.assign_rows, nothing - 1, no_texts, nothing, source) for source in sources]
+        widths = [width for width in WIDTHS if longest > 1 and prefill_width(longest - 1) >= width]
+        calls += [
+            partial(self.prefill, nothing, nothing, *each) for each in itertools.product(widths, scores)
+        ]
+        samplings = [jax.tree.map(lambda x: np.concatenate([x] * self.stages), each) for each in samplings]
+        calls += [partial(self.decode, no_tokens, sampling) for sampling in samplings]
+        show = jax.process_index() == 0
+        with progress("compiling", len(calls), show=show, unit="program", delay=SHOW_AFTER) as bar:
+            for call in calls:
+                jax.block_until_ready(call())
+                bar.update()
 
     def run(self, plans: Sequence[StepPlan]) -> tuple[Scores | None, Output | None]:
         """A turn of all stages, stage s with plans[s]: -> (Scores, Output) of the last stage's plan.

@@ -54,7 +54,8 @@ class Session:
             return Programs(weights[i], x.cfg, x.mesh, rows, max_len, x.kv_dtype, speculation)
 
         speculation, start = None, time.perf_counter()
-        with log_if_slow("compiling, which takes long for the first time"):
+        kept = f"the programs are kept in {jax.config.jax_compilation_cache_dir}"
+        with log_if_slow(f"compiling, which takes less time at later starts: {kept}"):
             if args.lookup:
                 speculation = PromptLookup(args.guesses)
             if args.draft:
