@@ -2,14 +2,13 @@
 
 `Format` lists what a format has to define. `PerChannel` (int8, fp8) and `PerGroup` (int4) do, `Requantized`
 combines two formats, and FORMATS names the formats that a user can ask for. A new format is one more entry of
-FORMATS, and a class if none of these fits. ops/matmul.py and ops/grouped_matmul.py list the platforms that
-have a kernel for a format; without one, the format's own product is used.
+FORMATS, and a subclass of `Format` if none of these fits. ops/matmul.py and ops/grouped_matmul.py list the
+platforms that have a kernel for a format; without one, the format's own product is used.
 """
 
 import dataclasses
 import math
 from functools import partial
-from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -35,24 +34,32 @@ class QuantizedArray:
     format: "Format"
 
 
-class Format(Protocol):
+class Format:
     """What a number format defines. `info` is always a weight's declaration (sharding.arrays.ArrayInfo)."""
 
     scheme: str  # under which platforms list kernels for the format
     bits: int  # of a value
 
+    def __str__(self) -> str:
+        """The name on the command line."""
+        return self.scheme
+
     @property
     def stored_as(self) -> "Format":
         """The format in which a checkpoint stores these weights."""
+        return self
 
     def on(self, platform: str) -> "Format":
         """The format in which a platform ("cpu", "gpu" or "tpu") holds weights of this format."""
+        return self
 
     def for_array(self, info) -> "Format":
         """The format that one weight of the model uses: int8, for example, if 4 bits are too few for it."""
+        return self
 
     def pad_multiple(self, size: int) -> int:
         """Each device's share of a contracted dimension of this size is padded to a multiple of this."""
+        return 1
 
     def declare(self, info) -> QuantizedArray:
         """The declarations of the components, values and scale."""
@@ -71,14 +78,17 @@ class Format(Protocol):
 
     def declare_stored(self, info) -> QuantizedArray:
         """The declarations of the components as files store them."""
+        return self.declare(info)
 
     def pack(self, q: QuantizedArray, info) -> tuple[Array, Array]:
         """The components as files store them."""
+        return q.values, q.scale
 
     def unpack(self, values: Array, scale: Array, info) -> QuantizedArray:
         """The reverse of `pack`."""
+        return QuantizedArray(values, scale, self)
 
-    def error(self, x: np.ndarray, values: np.ndarray, scale: np.ndarray, info) -> float:
+    def error(self, x: np.ndarray, values: np.ndarray, scale: np.ndarray, info) -> float | Array:
         """The largest error of stored components of x, in half steps: at most 1 if they are right."""
 
 
@@ -86,42 +96,22 @@ class Format(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class PerChannel:
+class PerChannel(Format):
     """Symmetric values with one float32 scale per channel, that is per output of the matmul.
 
-    values: in the weight's shape, of type dtype. scale: has the letters that are not contracted: it factors
-    out of the sum. largest: the value that a channel's largest magnitude becomes.
+    values: in the weight's shape, of type dtype, a byte each. scale: has the letters that are not contracted:
+    it factors out of the sum. largest: the value that a channel's largest magnitude becomes.
     """
 
     scheme: str
     dtype: np.dtype
     largest: int
-
-    def __str__(self) -> str:
-        return self.scheme
-
-    @property
-    def bits(self) -> int:
-        return 8 * self.dtype.itemsize
-
-    @property
-    def stored_as(self) -> "PerChannel":
-        return self
-
-    def on(self, platform: str) -> "PerChannel":
-        return self
-
-    def for_array(self, info) -> "PerChannel":
-        return self
-
-    def pad_multiple(self, size: int) -> int:
-        return 1
+    bits = 8
 
     def declare(self, info) -> QuantizedArray:
         kept = "".join(letter for letter in info.letters if letter not in info.contracted)
-        return QuantizedArray(
-            info.component(info.letters, self.dtype), info.component(kept, jnp.float32), self
-        )
+        values, scale = info.component(info.letters, self.dtype), info.component(kept, jnp.float32)
+        return QuantizedArray(values, scale, self)
 
     def encode(self, x: Array, info, large: bool = True) -> QuantizedArray:
         return quantize(x, info.contracted_axes, format=self, large=large)
@@ -136,15 +126,6 @@ class PerChannel:
 
     def expert_matrices(self, q: QuantizedArray, dtype) -> tuple[Array, Array | None]:
         return q.values.astype(dtype), q.scale
-
-    def declare_stored(self, info) -> QuantizedArray:
-        return self.declare(info)
-
-    def pack(self, q: QuantizedArray, info) -> tuple[Array, Array]:
-        return q.values, q.scale
-
-    def unpack(self, values: Array, scale: Array, info) -> QuantizedArray:
-        return QuantizedArray(values, scale, self)
 
     def round(self, x: Array, scale: Array) -> Array:
         """x / scale as values; a channel of zeros stays zeros."""
@@ -181,11 +162,7 @@ FP8 = PerChannel("fp8", np.dtype(jnp.float8_e4m3fn), 448)
 
 
 def quantize(
-    x: Array,
-    axes: tuple[int, ...],
-    scale_dtype=jnp.float32,
-    format: PerChannel = INT8,
-    large: bool = False,
+    x: Array, axes: tuple[int, ...], scale_dtype=jnp.float32, format: PerChannel = INT8, large: bool = False
 ) -> QuantizedArray:
     """Round x, with one scale for all elements along `axes`. large: see `Format.encode`.
 
@@ -207,7 +184,7 @@ def quantize(
 
 
 @dataclasses.dataclass(frozen=True)
-class PerGroup:
+class PerGroup(Format):
     """Symmetric int4 values with one bfloat16 scale per group of entries along the last contracted dimension.
 
     values: int4. The axes are those of stages and experts, if there are any, then the contracted letters, of
@@ -223,10 +200,6 @@ class PerGroup:
 
     def __str__(self) -> str:
         return "int4" if self.group_size == 128 else f"int4-g{self.group_size}"
-
-    @property
-    def stored_as(self) -> "PerGroup":
-        return self
 
     def on(self, platform: str) -> Format:
         """On CPUs unpacked int4 goes through memory in each step: 34 ms where int8 takes 2.8."""
@@ -244,18 +217,17 @@ class PerGroup:
         return group_size if group_size >= MIN_GROUP_SIZE else 1
 
     def declare(self, info) -> QuantizedArray:
-        before = leading_letters(info) + info.contracted
+        before = "".join(info.letters[axis] for axis in first_axes(info))
         after = "".join(letter for letter in info.letters if letter not in before)
         group = info.contracted[-1], self.group_size
         values = info.component(f"{before}I{after}", np.dtype(jnp.int4), group)
         return QuantizedArray(values, info.component(before + after, jnp.bfloat16, group), self)
 
     def encode(self, x: Array, info, large: bool = True, searched: bool = True) -> QuantizedArray:
-        axes, leading = contracted_and_leading(info)
-        return quantize_groups(x, axes, self.group_size, leading, searched)
+        return quantize_groups(x, first_axes(info), self.group_size, searched)
 
     def decode(self, q: QuantizedArray, info) -> Array:
-        return ungroup(q, *contracted_and_leading(info))
+        return ungroup(q, first_axes(info))
 
     def einsum(self, spec: str, x: Array, q: QuantizedArray, dtype) -> Array:
         n = contracted_count(spec)
@@ -272,54 +244,55 @@ class PerGroup:
 
     def declare_stored(self, info) -> QuantizedArray:
         q = self.declare(info)
-        shape = [
-            n // 2 if letter == "I" else n for letter, n in zip(q.values.letters, q.values.shape, strict=True)
-        ]
+        shape = list(q.values.shape)
+        shape[len(first_axes(info))] //= 2  # I
         packed = dataclasses.replace(q.values, shape=tuple(shape), dtype=np.dtype(np.uint8))
         return dataclasses.replace(q, values=packed)
 
     def pack(self, q: QuantizedArray, info) -> tuple[Array, Array]:
-        return pack_int4(q.values, group_axis(info)), q.scale
+        return pack_int4(q.values, len(first_axes(info))), q.scale
 
     def unpack(self, values: Array, scale: Array, info) -> QuantizedArray:
-        return QuantizedArray(unpack_int4(values, group_axis(info)), scale, self)
+        return QuantizedArray(unpack_int4(values, len(first_axes(info))), scale, self)
 
-    def error(self, x: np.ndarray, values: np.ndarray, scale: np.ndarray, info) -> float:
+    @partial(jax.jit, static_argnames=("self", "info"))
+    def error(self, x: Array, values: Array, scale: Array, info) -> Array:
         """The error relative to x clipped to 4 bits; infinite if a group is worse than without a search."""
-        return float(_int4_error(x, values, scale, dataclasses.replace(info, stored=None)))
+        axes, at = first_axes(info), len(first_axes(info))
+        ours, nearest = self.unpack(values, scale, info), self.encode(x, info, searched=False)
+        x = split_groups(x, axes, self.group_size)
+        known = jnp.all(jnp.isfinite(x), at)
+
+        errors, nearest_errors = (group_errors(x, dequantize_groups(q, at), at) for q in (ours, nearest))
+        worse = errors > nearest_errors * (1 + 2**-15)  # for they are summed in another order
+        step = jnp.expand_dims(jnp.where(scale == 0, 1, scale), at).astype(jnp.float32)
+        error = jnp.abs(jnp.clip(x / step, INT4_MIN, INT4_MAX) - ours.values.astype(jnp.float32))
+        error = jnp.max(jnp.where(jnp.expand_dims(known, at), error, 0)) / (0.5 + 2**-15)
+        right = jnp.all(known == jnp.isfinite(scale)) & ~jnp.any(worse & known)
+        return jnp.where(right, error, jnp.inf)
 
 
 INT4 = PerGroup(128)
 
 
-def leading_letters(info) -> str:
-    """The letters that stay before the contracted ones: the stage's and the expert's."""
-    return "".join(letter for letter in info.letters if letter in "pe")
-
-
-def contracted_and_leading(info) -> tuple[tuple[int, ...], int]:
-    """The contracted axes of a weight, and how many axes (of stages, of experts) stay before them in int4."""
-    return info.contracted_axes, len(leading_letters(info))
-
-
-def group_axis(info) -> int:
-    """The axis I of a weight's values."""
-    return len(leading_letters(info) + info.contracted)
+def first_axes(info) -> tuple[int, ...]:
+    """The axes of a weight that int4 values begin with: the stage's, the expert's, the contracted ones."""
+    leading = (axis for axis, letter in enumerate(info.letters) if letter in "pe")
+    return *leading, *info.contracted_axes
 
 
 def quantize_groups(
-    x: Array, axes: tuple[int, ...], group_size: int, leading: int = 0, searched: bool = True
+    x: Array, axes: tuple[int, ...], group_size: int, searched: bool = True
 ) -> QuantizedArray:
     """Round x to int4, with one scale for each `group_size` consecutive entries along axes[-1].
 
-    x: float, any shape; axes: the contracted ones. leading: axes that stay first, as that of experts.
+    x: float, any shape. axes: those that the values begin with, see `first_axes`.
     searched: of 32 sizes and two signs, the scale with the least squared error; otherwise the scale at which
     the largest entry becomes 7. Weights that are int4 already, in such groups with a bfloat16 scale, are kept
     exactly.
     If one entry is NaN or Inf, its group's scale is infinite, which makes the whole group NaN.
     """
-    at = leading + len(axes)
-    x = split_groups(x, axes, group_size, leading)
+    x, at = split_groups(x, axes, group_size), len(axes)
     peak = jnp.max(jnp.abs(x.astype(jnp.float32)), at)
     # The largest is 1 to 8 steps, or up to 13 of them, which clips it.
     divisors = jnp.concatenate([jnp.arange(1.0, 9.0), 8 / jnp.linspace(0.6, 8 / 7, 24)])
@@ -347,19 +320,10 @@ def group_errors(x: Array, rounded: Array, at: int) -> Array:
     return jnp.sum(jnp.ldexp(rounded - x.astype(jnp.float32), -exponent) ** 2, at)
 
 
-def split_groups(x: Array, axes: tuple[int, ...], group_size: int, leading: int = 0) -> Array:
+def split_groups(x: Array, axes: tuple[int, ...], group_size: int) -> Array:
     """x with the axes of the values of int4, see `PerGroup`."""
-    others = [i for i in range(leading, x.ndim) if i not in axes]
-    x, at = x.transpose(*range(leading), *axes, *others), leading + len(axes)
-    return x.reshape(*x.shape[: at - 1], -1, group_size, *x.shape[at:])
-
-
-def join_groups(x: Array, axes: tuple[int, ...], leading: int = 0) -> Array:
-    """The reverse of `split_groups`."""
-    at = leading + len(axes)
-    x = x.reshape(*x.shape[: at - 1], -1, *x.shape[at + 1 :])
-    order = [*range(leading), *axes, *(i for i in range(leading, x.ndim) if i not in axes)]
-    return x.transpose([order.index(i) for i in range(x.ndim)])
+    x = jnp.moveaxis(x, axes, range(len(axes)))
+    return x.reshape(*x.shape[: len(axes) - 1], -1, group_size, *x.shape[len(axes) :])
 
 
 def _round_groups(x: Array, scale: Array, at: int) -> tuple[Array, Array]:
@@ -373,31 +337,18 @@ def dequantize_groups(q: QuantizedArray, at: int, dtype=jnp.float32) -> Array:
     return q.values.astype(dtype) * jnp.expand_dims(q.scale, at).astype(dtype)
 
 
-def ungroup(q: QuantizedArray, axes: tuple[int, ...], leading: int = 0) -> Array:
+def ungroup(q: QuantizedArray, axes: tuple[int, ...]) -> Array:
     """The float32 array that `quantize_groups` has rounded, with the same axes."""
-    return join_groups(dequantize_groups(q, leading + len(axes)), axes, leading)
+    at = len(axes)
+    x = dequantize_groups(q, at)
+    x = x.reshape(*x.shape[: at - 1], -1, *x.shape[at + 1 :])
+    return jnp.moveaxis(x, range(at), axes)
 
 
 def activation_groups(x: Array, q: QuantizedArray, n: int) -> Array:
     """Activations [b,T,...] whose last n axes are contracted with int4 -> [rows, the n axes, I]."""
     group_size = q.values.shape[n]
     return x.reshape(-1, *x.shape[-n:-1], x.shape[-1] // group_size, group_size)
-
-
-@partial(jax.jit, static_argnames="info")
-def _int4_error(x: Array, packed: Array, scale: Array, info) -> Array:
-    format, at, (axes, leading) = info.quantization, group_axis(info), contracted_and_leading(info)
-    ours, nearest = format.unpack(packed, scale, info), format.encode(x, info, searched=False)
-    x = split_groups(x, axes, format.group_size, leading)
-    known = jnp.all(jnp.isfinite(x), at)
-
-    errors, nearest_errors = (group_errors(x, dequantize_groups(q, at), at) for q in (ours, nearest))
-    worse = errors > nearest_errors * (1 + 2**-15)  # for they are summed in another order
-    step = jnp.expand_dims(jnp.where(scale == 0, 1, scale), at).astype(jnp.float32)
-    error = jnp.abs(jnp.clip(x / step, INT4_MIN, INT4_MAX) - ours.values.astype(jnp.float32))
-    error = jnp.max(jnp.where(jnp.expand_dims(known, at), error, 0)) / (0.5 + 2**-15)
-    right = jnp.all(known == jnp.isfinite(scale)) & ~jnp.any(worse & known)
-    return jnp.where(right, error, jnp.inf)
 
 
 def pack_int4(values: Array, at: int) -> Array:
@@ -426,8 +377,8 @@ def nibbles(pairs: Array) -> tuple[Array, Array]:
 class Requantized:
     """Weights rounded to one format, then held as another: the accuracy of the first, the speed of the other.
 
-    It describes how weights become arrays. The arrays themselves are in the format `held_as`, which also has
-    their products, so that it needs none of its own.
+    It is no whole `Format`: it describes how weights become arrays, and these arrays are in the format
+    `held_as`, which decodes and multiplies them.
     """
 
     stored_as: Format
@@ -444,9 +395,6 @@ class Requantized:
     def bits(self) -> int:
         return self.held_as.bits
 
-    def on(self, platform: str) -> "Requantized":
-        return self
-
     def for_array(self, info) -> Format:
         stored_as = self.stored_as.for_array(info)
         return stored_as if stored_as == self.held_as else Requantized(stored_as, self.held_as)
@@ -459,9 +407,6 @@ class Requantized:
 
     def encode(self, x: Array, info, large: bool = True) -> QuantizedArray:
         return self._requantize(self.stored_as.encode(x, info), info)
-
-    def decode(self, q: QuantizedArray, info) -> Array:
-        return self.held_as.decode(q, info)
 
     def declare_stored(self, info) -> QuantizedArray:
         return self.stored_as.declare_stored(info)

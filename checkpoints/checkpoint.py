@@ -157,9 +157,8 @@ def _open_published(
         content = read_json(folder / "config.json")
         config, (family, content) = read_config(content), find_family(content)
     tensors = renamed(open_tensors(content), family)
-    sources = {
-        name: _find(tensors, path, info, family.places(name, info)) for name, info in named_infos(config)
-    }
+    infos = named_infos(config)
+    sources = {name: _find(tensors, path, info, family.places(name, info)) for name, info in infos}
     for name, info in named_infos(config, format=INT8):
         sources |= _int8_parts(name, info, sources[name]) if info.quantization else {}
     used = {tensor.name for source in sources.values() for tensor in source.tensors}

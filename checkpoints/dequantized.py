@@ -36,14 +36,14 @@ Rows = Callable[[int, int], np.ndarray]  # [lo, hi) -> [hi - lo, ...]
 class Dequantized:
     """A float32 tensor that is computed from stored ones. It has the attributes of a StoredTensor, and:
 
-    parts:   the stored tensors. compute: from [lo, hi) to these rows.
-    int8:    int8 values and one float32 scale per row, if the tensor is stored in that way.
+    parts: the stored tensors. rows: computes rows [lo, hi).
+    int8:  int8 values and one float32 scale per row, if the tensor is stored in that way.
     """
 
     name: str
     shape: tuple[int, ...]
     parts: tuple[StoredTensor, ...]
-    compute: Rows
+    rows: Rows
     dtype: str = "F32"
     int8: "tuple[StoredTensor, Dequantized] | None" = None
 
@@ -56,12 +56,6 @@ class Dequantized:
     @property
     def values(self) -> np.ndarray:
         return self.rows(0, self.shape[0])
-
-    def rows(self, lo: int, hi: int) -> np.ndarray:
-        return self.compute(lo, min(hi, self.shape[0]))
-
-    def holds(self, part: np.ndarray) -> bool:
-        return False
 
     def read_ahead(self, part: np.ndarray) -> None:
         pass

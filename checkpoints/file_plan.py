@@ -102,11 +102,9 @@ def _fill_files(file_set: FileSet, file_bytes: int, numbers: Iterator[int]) -> N
             if not file_set.files or (hi - lo) * row_bytes > room:
                 file_set.files[f"weights-{next(numbers):05d}.safetensors"], room = {}, file_bytes
             room -= (hi - lo) * row_bytes
-            part = FilePart(
-                next(reversed(file_set.files)), f"{name}/{i:05d}" if rows < shape[0] else name, lo, hi
-            )
-            file_set.files[part.file][part.name] = array.dtype, (hi - lo, *shape[1:])
-            array.parts.append(part)
+            file, part = next(reversed(file_set.files)), f"{name}/{i:05d}" if rows < shape[0] else name
+            file_set.files[file][part] = array.dtype, (hi - lo, *shape[1:])
+            array.parts.append(FilePart(file, part, lo, hi))
 
 
 def divide(file_sets: list[FileSet], processes: int) -> list[list[FileSet]]:

@@ -14,9 +14,8 @@ SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_
 def write_tokenizer(fields: dict[str, Any], folder: pathlib.Path) -> None:
     """Write tokenizer.json and tokenizer_config.json to a folder. fields: the file's. Raises UserError."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # on import it advises to install PyTorch
-    settings = {
-        name.removeprefix("tokenizer."): x for name, x in fields.items() if name.startswith("tokenizer.")
-    }
+    prefix = "tokenizer."
+    settings = {name.removeprefix(prefix): x for name, x in fields.items() if name.startswith(prefix)}
     try:
         tokenizer, special = _made_by_transformers(fields["general.architecture"], settings)
     except ImportError as e:
@@ -36,10 +35,9 @@ def _made_by_transformers(architecture: str, settings: dict[str, Any]):
         convert_gguf_tokenizer,
     )
 
-    known = GGUF_TOKENIZER_MAPPING["tokenizer"]
-    tokenizer, _ = convert_gguf_tokenizer(
-        architecture, {known[x]: settings[x] for x in known if x in settings}
-    )
+    names = GGUF_TOKENIZER_MAPPING["tokenizer"]
+    described = {names[x]: settings[x] for x in names if x in settings}
+    tokenizer, _ = convert_gguf_tokenizer(architecture, described)
     ids = {name: settings.get(f"ggml.{theirs}_token_id") for name, theirs in SPECIAL.items()}
     special = {name: settings["ggml.tokens"][i] for name, i in ids.items() if i is not None}
     like_llama3 = settings.get("ggml.pre") in LLAMA3

@@ -3,9 +3,11 @@
 import os
 import pathlib
 import re
+import shutil
+import sys
 
 from checkpoints.folders import COMPANIONS, INDEX, THEIR_FILE, THEIR_INDEX, read_json, weight_map_in
-from feedback.errors import UserError
+from feedback.errors import UserError, did_you_mean
 
 
 def find_folder(path_or_id: str) -> pathlib.Path:
@@ -13,29 +15,99 @@ def find_folder(path_or_id: str) -> pathlib.Path:
     folder = pathlib.Path(os.path.expanduser(path_or_id))
     if folder.is_dir():
         return folder
+    suggestion = did_you_mean(path_or_id, _neighbors(path_or_id))
     if folder.suffix == ".gguf":
-        raise UserError(f"{path_or_id}: no such file")
+        raise UserError(f"{path_or_id}: no such file{suggestion}")
     hub_id = re.fullmatch(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:@([\w./-]+))?", path_or_id)
     if not hub_id:
-        raise UserError(f"{path_or_id}: no such folder (and a hub id would be OWNER/NAME)")
+        raise UserError(f"{path_or_id}: no such folder{suggestion or ' (and a hub id would be OWNER/NAME)'}")
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
         return _download(*hub_id.groups())
+    except UserError:
+        raise
     except Exception as e:  # huggingface_hub's own, and those of the HTTP and Xet libraries
         # LocalEntryNotFoundError says that the cache lacks a file, its cause why the download failed.
         cause = e.__cause__ if type(e) is LocalEntryNotFoundError else None
         reason = " ".join(str(cause or e).split())
-        raise UserError(f"{path_or_id}: no such folder, and the hub did not give it: {reason}") from None
+        what_to_do = suggestion or _what_to_do(e, hub_id[1])
+        message = f"{path_or_id}: no such folder, and the hub did not give it: {reason}{what_to_do}"
+        raise UserError(message) from None
+
+
+def _neighbors(path: str) -> list[str]:
+    """The paths of everything in the folder in which this path should be."""
+    folder = os.path.dirname(path)
+    try:
+        return [os.path.join(folder, name) for name in os.listdir(os.path.expanduser(folder) or ".")]
+    except OSError:
+        return []
+
+
+def _what_to_do(error: Exception, name: str) -> str:
+    """'; ' and what lets the user download the repository, as far as the hub's error says what is wrong."""
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    match error:
+        case GatedRepoError():
+            return f"; accept its license on https://huggingface.co/{name}, and set HF_TOKEN to your token"
+        case RevisionNotFoundError():
+            return "; check what follows the @"
+        case RepositoryNotFoundError():
+            check = "; check the name, and set HF_TOKEN if the repository is private"
+            return did_you_mean(name, _similar_repositories(name)) or check
+    return ""
+
+
+def _similar_repositories(name: str) -> list[str]:
+    """Repositories on the hub that have the same owner, or that a search for the name finds."""
+    from huggingface_hub import HfApi
+
+    owner, _, model = name.partition("/")
+    try:
+        found = [*HfApi().list_models(author=owner, limit=500), *HfApi().list_models(search=model, limit=100)]
+    except Exception:  # the hub's first answer is what matters
+        return []
+    return [repository.id for repository in found]
 
 
 def _download(name: str, revision: str | None) -> pathlib.Path:
     """Download the small files and the weights files that the index names, unless the cache has them."""
     from huggingface_hub import snapshot_download
+    from huggingface_hub.constants import HF_HUB_OFFLINE
 
     few = [*COMPANIONS, INDEX, THEIR_INDEX]
     folder = pathlib.Path(snapshot_download(name, revision=revision, allow_patterns=few))
     index = next((folder / name for name in (INDEX, THEIR_INDEX) if (folder / name).exists()), None)
-    files = set(weight_map_in(read_json(index), index).values()) if index else {THEIR_FILE}
+    files = sorted(set(weight_map_in(read_json(index), index).values())) if index else [THEIR_FILE]
     # The snapshot's folder is named after its commit; the branch may have moved on since.
-    return pathlib.Path(snapshot_download(name, revision=folder.name, allow_patterns=sorted(files)))
+    commit = folder.name
+    if not HF_HUB_OFFLINE:
+        _announce(name, commit, files, folder)
+    return pathlib.Path(snapshot_download(name, revision=commit, allow_patterns=files))
+
+
+def _announce(name: str, commit: str, files: list[str], folder: pathlib.Path) -> None:
+    """Print to stderr how much is to be downloaded. Raises UserError if the disk cannot hold it.
+
+    folder: of the snapshot in the hub's cache.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import tqdm
+
+    class Hidden(tqdm):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs | dict(disable=True))
+
+    there = snapshot_download(name, revision=commit, allow_patterns=files, dry_run=True, tqdm_class=Hidden)
+    missing = [file.file_size for file in there if file.will_download]
+    if not missing:
+        return
+    cache = folder.parents[2]
+    begun = sum(file.stat().st_size for file in (folder.parents[1] / "blobs").glob("*.incomplete"))
+    needed, free = sum(missing) - begun, shutil.disk_usage(cache).free
+    size, room = f"{needed / 1e9:,.2f} GB", f"the disk of {cache} has {free / 1e9:,.2f} GB free"
+    if needed > free:
+        raise UserError(f"{name}: {size} to download, but {room}; set HF_HOME to a folder on a larger disk")
+    print(f"downloading {name}: {size}; {room}", file=sys.stderr, flush=True)

@@ -65,11 +65,6 @@ class Layout:
         rows = rows[:, *(ours for _, ours in self.dims[1:])]
         return rows.reshape(-1, *(axis.size for axis in self.axes[1:]))
 
-    @property
-    def split(self) -> set[str]:
-        """The letters that have two axes: the number of a block, and the position in the block."""
-        return {axis.letter for axis in self.axes if not axis.width}
-
     def order(self, info: ArrayInfo) -> list[int]:
         """The indices of the axes in the order of the declared letters."""
         axes = list(enumerate(self.axes))
@@ -135,7 +130,7 @@ class Source:
         width = {axis.letter: axis.width for axis in axes if axis.width}
         x = self._read(*(axis.steps(*bounds[axis.letter]) for axis in axes))
         x = x.transpose(self.layout.order(self.info))
-        if self.layout.split:
+        if not all(axis.width for axis in axes):  # `reshape` joins the two axes of a split letter by a copy
             x = aligned_copy(x)
         x = x.reshape([-1 if width[letter] > 1 else hi - lo for letter, (lo, hi) in bounds.items()])
         first = {letter: lo % width[letter] for letter, (lo, _) in bounds.items()}  # position in its block
@@ -184,7 +179,8 @@ class Source:
     def can_stay(self, part: np.ndarray) -> bool:
         """Whether XLA on a CPU uses this array in place, that is in the mapped file."""
         usable = part.flags.c_contiguous and part.ctypes.data % ALIGNMENT == 0
-        return usable and any(tensor.holds(part) for tensor in self.tensors)
+        files = (tensor for tensor in self.tensors if isinstance(tensor, StoredTensor))
+        return usable and any(np.may_share_memory(part, tensor.values) for tensor in files)
 
     def forget(self) -> None:
         """Release the pages of the files that were read."""

@@ -30,9 +30,8 @@ def named_infos(
 
     Of layers in several stages: those of the first. format: of the weights.
     """
-    for path, info in jax.tree_util.tree_leaves_with_path(
-        in_stages(model.weight_infos(config, format), stages)
-    ):
+    infos = in_stages(model.weight_infos(config, format), stages)
+    for path, info in jax.tree_util.tree_leaves_with_path(infos):
         yield jax.tree_util.keystr(path, simple=True, separator="."), info
 
 

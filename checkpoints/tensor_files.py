@@ -163,10 +163,6 @@ class StoredTensor:
         """[hi - lo, ...]: a view of rows [lo, hi)."""
         return self.values[lo:hi]
 
-    def holds(self, part: np.ndarray) -> bool:
-        """Whether an array is a view of `values`."""
-        return np.may_share_memory(part, self.values)
-
     def read_ahead(self, part: np.ndarray) -> None:
         """Have the system begin to read a view of `values`, and gaps in it shorter than READ_AHEAD."""
         axis, run = part.ndim, part.itemsize

@@ -1,5 +1,6 @@
 """convert_checkpoint.py --verify: a converted folder, compared with its own checksums and with its source."""
 
+import dataclasses
 import math
 
 from checkpoints.checkpoint import Checkpoint, open_checkpoint
@@ -51,6 +52,7 @@ def _compare(ours: Checkpoint, theirs: Checkpoint) -> str:
 
     def largest_error(weight: tuple[str, ArrayInfo]) -> tuple[str, float]:
         name, info = weight
+        nameless = dataclasses.replace(info, stored=None)  # weights of one shape share a program
         exact = [theirs.sources[x] for x in theirs.stored(name, info)]
         converted = [ours.sources[x] for x in stored_infos(name, info)]
         layouts, largest = [source.layout for source in converted], 0.0
@@ -62,7 +64,7 @@ def _compare(ours: Checkpoint, theirs: Checkpoint) -> str:
                     for a, b in zip(x, y, strict=True)
                 ]
             else:
-                errors = [info.quantization.error(*x, *y, info)]
+                errors = [float(info.quantization.error(*x, *y, nameless))]
             largest = max(largest, *errors)
         return name, largest
 

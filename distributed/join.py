@@ -19,9 +19,7 @@ from feedback.errors import UserError
 
 TIMEOUT = 60  # seconds, unless the user says otherwise
 MIN_TIMEOUT = 3  # seconds: the heartbeats of a busy process are a second or two apart
-GIVE_UP = (
-    0.9  # the part of the timeout without a heartbeat after which a process is given up; all end in the rest
-)
+GIVE_UP = 0.9  # of the timeout, without a heartbeat: a process is given up, and all end in the rest
 PATIENCE = 5  # seconds after which the user is told what this process waits for
 OPTIONS = (
     "--coordinator (HOST:PORT), --num-processes and --process-id, or the variables "
@@ -39,9 +37,8 @@ def join(coordinator: str | None, count: int | None, index: int | None, seconds:
     Raises UserError.
     """
     if seconds < MIN_TIMEOUT:
-        raise UserError(
-            f"--timeout {seconds}: at least {MIN_TIMEOUT} s, for heartbeats that are a second or two apart"
-        )
+        why = "heartbeats that are a second or two apart"
+        raise UserError(f"--timeout {seconds}: at least {MIN_TIMEOUT} s, for {why}")
     coordinator = coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS")
     count, index = _number(count, "JAX_NUM_PROCESSES"), _number(index, "JAX_PROCESS_ID")
     try:
@@ -64,7 +61,7 @@ def join(coordinator: str | None, count: int | None, index: int | None, seconds:
         hosts = call_roll(coordinator, index, count, hostname(), seconds)
     _initialize(coordinator, index, hosts, seconds)
     if count > 1:
-        watch.start(global_state.client, index, hosts, GIVE_UP * seconds)
+        watch.watch = watch.Watch(global_state.client, index, hosts, GIVE_UP * seconds)
         watch_aborts()
 
 
@@ -139,8 +136,7 @@ def _not_joined(coordinator: str, index: int, hosts: list[str]) -> None:
     count, names = len(hosts), ", ".join(f"{i} (on {host})" for i, host in enumerate(hosts))
     what = f"not all of the processes {names} joined, though all {count} came: one is stopped, or dead"
     if index and not can_connect(coordinator):
-        what = (
-            f"process 0 of {count} (on {hosts[0]}) does not answer at {coordinator}: it is stopped, or dead"
-        )
+        first = f"process 0 of {count} (on {hosts[0]})"
+        what = f"{first} does not answer at {coordinator}: it is stopped, or dead"
     print(f"error: {what}; {REMEDY}", file=sys.stderr)
     os._exit(1)

@@ -131,11 +131,6 @@ def _by_index(entries: list[tuple[str, str]]) -> Iterator[tuple[int, str]]:
         yield int(key.rpartition("/")[2]), value
 
 
-def start(client, index: int, hosts: list[str], seconds: float) -> None:
-    global watch
-    watch = Watch(client, index, hosts, seconds)
-
-
 def leave(code: int, line: str, reason: str, at_once: bool = False) -> NoReturn:
     """End this process with a line on stderr; the processes that it has joined end with it.
 

@@ -144,9 +144,8 @@ def read_block(kv: KV, row: Array | None, i: Array, block: int) -> tuple[KV, Arr
     if on_tpu() and (block < S or row is not None):
         row = jnp.arange(kv.values.shape[0]) if row is None else row
         at = jnp.full(row.shape, i)
-        return map_slots(lambda axis, x: take_slots(x, row, at, block, 1, axis), kv), i * block + jnp.arange(
-            block
-        )
+        part = map_slots(lambda axis, x: take_slots(x, row, at, block, 1, axis), kv)
+        return part, i * block + jnp.arange(block)
     first = jnp.minimum(i * block, S - block)
 
     def read(axis: int, x: Array) -> Array:
@@ -157,11 +156,7 @@ def read_block(kv: KV, row: Array | None, i: Array, block: int) -> tuple[KV, Arr
 
 
 def attend_cached(
-    q: Array,
-    kv: KV,
-    length: Array,
-    gap: tuple[Array, Array] | None = None,
-    row: Array | None = None,
+    q: Array, kv: KV, length: Array, gap: tuple[Array, Array] | None = None, row: Array | None = None
 ):
     """Attention to the first `length` cached slots, a block at a time, as far as the longest row; few queries
     on a TPU by `ragged_attention_tpu`, each row as far as it is filled.
@@ -197,10 +192,8 @@ def attend_cached(
         filled = (slots >= i * block) & (slots < longest[:, None])  # BS
         if use_splash(q) and gap is None:
             k, v = (jnp.where(filled[:, None, :, None], x, 0).astype(q.dtype) for x in dequantized(part))
-            everything = masks.FullMask((T, block))
-            return splash(
-                q, k, v, kv.columns.scale, everything, jnp.where(sees, 1, 2), filled.astype(jnp.int32)
-            )
+            segments = jnp.where(sees, 1, 2), filled.astype(jnp.int32)
+            return splash(q, k, v, kv.columns.scale, masks.FullMask((T, block)), *segments)
         mask = (slots < length[..., None]) & filled[:, None]  # BTS
         if gap is not None:
             mask &= (slots < gap[0][..., None]) | (slots >= gap[1][..., None])
@@ -248,19 +241,13 @@ def keys_and_values(kv: KV) -> tuple[Array, Array, Array | None, Array | None]:
 def dequantized(kv: KV) -> tuple[Array, Array]:
     """Keys and values in float32."""
     k, v, *scales = keys_and_values(kv)
-    pairs = zip((k, v), scales, strict=True)
-    return tuple(
-        x.astype(jnp.float32) * (1 if s is None else s[..., None].astype(jnp.float32)) for x, s in pairs
-    )
+    factors = (1 if s is None else s[..., None].astype(jnp.float32) for s in scales)
+    return tuple(x.astype(jnp.float32) * factor for x, factor in zip((k, v), factors, strict=True))
 
 
 def use_flash(q: Array, kv: KV) -> bool:
-    return (
-        on_gpu()
-        and kv.columns == key_beside_value(q.shape[-1])
-        and q.shape[-1] in FLASH
-        and supports(kv.values)
-    )
+    H = q.shape[-1]
+    return on_gpu() and H in FLASH and kv.columns == key_beside_value(H) and supports(kv.values)
 
 
 def use_splash(q: Array) -> bool:

@@ -72,9 +72,8 @@ def as_cached(new: Array, cache: KV | None, columns: Columns) -> KV:
     """
     new, scale = new.swapaxes(1, 2), None
     if cache is not None and cache.scale is not None:
-        parts = new.reshape(
-            *new.shape[:3], new.shape[3] // columns.key, -1
-        )  # a latent has one scale for both
+        # A latent has one scale for both.
+        parts = new.reshape(*new.shape[:3], new.shape[3] // columns.key, -1)
         quantized = quantize(parts, (4,), cache.scale.dtype)
         new = quantized.values.reshape(new.shape)
         scale = jnp.broadcast_to(quantized.scale.swapaxes(2, 3), (*new.shape[:2], 2, new.shape[2]))

@@ -8,14 +8,7 @@ from jax import Array, lax
 from ops import gpu, tpu
 from ops.cpu import contract
 from ops.platform import platform
-from quantize import (
-    PART,
-    QuantizedArray,
-    activation_groups,
-    contracted_count,
-    int8_parts,
-    values_and_scale,
-)
+from quantize import PART, QuantizedArray, activation_groups, contracted_count, int8_parts, values_and_scale
 
 FEW_ROWS = 256  # up to which multiplying int4 is no slower than converting it to bfloat16 first
 
@@ -84,9 +77,8 @@ def int4_on_gpu(spec: str, x: Array, w: QuantizedArray) -> Array:
     rows, M = math.prod(lead), math.prod(outputs)
     if rows > FEW_ROWS or not gpu.supports(w.values):
         return plain_einsum(spec, x, w)
-    expert = QuantizedArray(
-        w.values.reshape(1, -1, w.values.shape[n], M), w.scale.reshape(1, -1, M), w.format
-    )
+    values, scale = w.values.reshape(1, -1, w.values.shape[n], M), w.scale.reshape(1, -1, M)
+    expert = QuantizedArray(values, scale, w.format)
     return gpu.grouped_dot(x.reshape(rows, -1), expert, jnp.array([rows])).reshape(*lead, *outputs)
 
 

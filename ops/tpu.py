@@ -56,9 +56,8 @@ def take_rows(matrix: Array, rows: Array) -> Array:
 
     def pick(rows, tile, out):
         here = lax.broadcasted_iota(jnp.int32, tile.shape, 0) == lax.rem(rows[pl.program_id(0)], tile_rows)
-        out[...] = jnp.sum(jnp.where(here, tile[...].astype(jnp.float32), 0), 0, keepdims=True).astype(
-            out.dtype
-        )
+        row = jnp.sum(jnp.where(here, tile[...].astype(jnp.float32), 0), 0, keepdims=True)
+        out[...] = row.astype(out.dtype)
 
     picked = pl.pallas_call(
         pick,

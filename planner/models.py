@@ -5,7 +5,7 @@ import pathlib
 
 from checkpoints.folders import read_json
 from families.registry import read_config
-from feedback.errors import UserError
+from feedback.errors import UserError, did_you_mean
 from model import Config
 
 LLAMA4 = dict(
@@ -106,7 +106,8 @@ def read_model(name: str) -> Config:
     if name in MODELS:
         return read_config(MODELS[name])
     if not file.is_file():
-        raise UserError(f"--model {name}: no config.json there, and none of {', '.join(MODELS)}")
+        known = f"; known names: {', '.join(MODELS)}"
+        raise UserError(f"--model {name}: no such model or config.json{did_you_mean(name, MODELS) or known}")
     try:
         return read_config(read_json(file))
     except UserError as e:

@@ -61,9 +61,6 @@ class ServedModel:
     max_new_tokens: int | None = None
     created: int = 0
 
-    def encode(self, text: str) -> list[int]:
-        return encode(self.tokenizer, text, self.vocabulary)
-
 
 @dataclasses.dataclass(frozen=True)
 class ApiRequest:
@@ -219,7 +216,7 @@ class RequestFields:
                 if not prompt or has_surrogate(prompt):
                     raise BadRequest("'prompt' is empty or not a text", "prompt")
                 with user_errors_as_bad_requests("prompt"):
-                    ids.append(served.encode(prompt))
+                    ids.append(encode(served.tokenizer, prompt, served.vocabulary))
             else:
                 check_tokens(prompt, served.vocabulary, "prompt")
                 if not prompt:

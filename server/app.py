@@ -15,6 +15,7 @@ import re
 import traceback
 from base64 import b64decode, b64encode
 from collections.abc import AsyncIterator
+from functools import partial
 from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
@@ -53,8 +54,8 @@ def make_app(loop: EngineLoop, key: str | None, origins: list[str], local: bool)
             Route("/metrics", metrics),
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", models),
-            Route("/v1/chat/completions", chat_completions, methods=["POST"]),
-            Route("/v1/completions", completions, methods=["POST"]),
+            Route("/v1/chat/completions", partial(answer, chat=True), methods=["POST"]),
+            Route("/v1/completions", partial(answer, chat=False), methods=["POST"]),
         ],
         middleware=[
             Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]),
@@ -85,7 +86,10 @@ def put_all(events: list[tuple[Job, Event]]) -> None:
 
 
 class Listener:
-    """Collects the events of one response's jobs; after `tick` it also wakes up every KEEP_ALIVE seconds."""
+    """Collects the events of one response's jobs.
+
+    woken: set when there are events and, after `tick`, every KEEP_ALIVE seconds.
+    """
 
     def __init__(self):
         self.loop, self.events, self.woken = asyncio.get_running_loop(), [], asyncio.Event()
@@ -95,16 +99,6 @@ class Listener:
         if self.timer:
             self.woken.set()
         self.timer = self.loop.call_later(KEEP_ALIVE, self.tick)
-
-    def close(self) -> None:
-        self.timer.cancel()
-
-    async def take(self) -> list[tuple[Job, Event]]:
-        """The events since the last call; it waits for one, or for a tick."""
-        await self.woken.wait()
-        self.woken.clear()
-        taken, self.events = self.events, []
-        return taken
 
 
 def error(
@@ -236,14 +230,6 @@ async def models(request: Request) -> Response:
     return JSONResponse(described)
 
 
-async def chat_completions(request: Request) -> Response:
-    return await answer(request, chat=True)
-
-
-async def completions(request: Request) -> Response:
-    return await answer(request, chat=False)
-
-
 async def answer(request: Request, chat: bool) -> Response:
     """Parse the request, submit its jobs, and respond with one JSON object or a stream."""
     loop, served = request.app.state.loop, request.app.state.served
@@ -309,7 +295,7 @@ class JobsResponse(Response):
                 respond.result()
         finally:
             self.loop.cancel(self.jobs)
-            self.listener.close()
+            self.listener.timer.cancel()
             for task in (respond, disconnected):
                 task.cancel()
             await asyncio.gather(respond, disconnected, return_exceptions=True)
@@ -319,10 +305,12 @@ class JobsResponse(Response):
             pass
 
     async def events(self) -> AsyncIterator[list[tuple[Job, Event]]]:
-        """The events of all jobs up to their ends, as Listener.take returns them."""
+        """The events of all jobs up to their ends, those together that came together; none after a tick."""
         left = len(self.jobs)
         while left:
-            events = await self.listener.take()
+            await self.listener.woken.wait()
+            self.listener.woken.clear()
+            events, self.listener.events = self.listener.events, []
             left -= sum(event.finish_reason is not None for _, event in events)
             yield events
 

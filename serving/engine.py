@@ -185,14 +185,18 @@ class Engine:
         elif self.sampling[number].allowed is not None:  # a grammar's mask changes with each step
             self.sampling[number] = dataclasses.replace(self.sampling[number], allowed=micro_batch.allowed())
         chunk = self._prefill(micro_batch, step)
-        step.plan = StepPlan(assignments, chunk, self._decode(micro_batch, step), self.sampling[number])
+        count = micro_batch.tokens_to_choose()
+        step.stepped = [(i, row, row.number) for i, row in enumerate(micro_batch.rows) if count[i]]
+        for _, row, _ in step.stepped:
+            row.steps_in_flight += 1
+        step.plan = StepPlan(assignments, chunk, count, self.sampling[number])
         self.turns += 1
         return step
 
     def _admit(self, micro_batch: MicroBatch, step: InFlight) -> list[Assignment]:
         """Assign queued requests to free rows, one row per data shard at a time."""
         shards, assignments = micro_batch.shards, []
-        while any(admissions := self.scheduler.admit(micro_batch)):
+        while any(admissions := [shard.admit(self.scheduler.queue) for shard in shards]):
             tokens = np.full((len(shards), self.programs.max_len), -1, np.int32)
             rows, read, sources = np.full((3, len(shards)), -1, np.int32)
             for i, (shard, admission) in enumerate(zip(shards, admissions, strict=True)):
@@ -229,27 +233,17 @@ class Engine:
         score = max((self._score(row.answer.request) for _, row, _ in step.scored), default=None)
         return PrefillChunk(rows=np.array(rows, np.int32), count=count, width=width, score=score)
 
-    def _decode(self, micro_batch: MicroBatch, step: InFlight) -> np.ndarray:
-        """Plan a decode step: -> how many tokens each row may choose, [rows] int32."""
-        count = micro_batch.tokens_to_choose()
-        step.stepped = [(i, row, row.number) for i, row in enumerate(micro_batch.rows) if count[i]]
-        for _, row, _ in step.stepped:
-            row.steps_in_flight += 1
-        return count
-
     def _receive(self, step: InFlight, scores: Scores | None, output: Output | None) -> list[Answer]:
-        changed = self._receive_scores(step.scored, step.plan.chunk.count, scores) if step.scored else []
+        changed = self._receive_scores(step, scores)
         for answer in step.ended:
             answer.finish_reason = answer.finish_reason or "length"
         changed += step.ended
-        return changed + (self._receive_tokens(step.stepped, output) if step.stepped else [])
+        return changed + (self._receive_tokens(step, output) if step.stepped else [])
 
-    def _receive_scores(
-        self, of: list[tuple[int, Row, int]], count: np.ndarray, scores: Scores
-    ) -> list[Answer]:
+    def _receive_scores(self, step: InFlight, scores: Scores | None) -> list[Answer]:
         changed = []
-        for i, row, number in of:
-            answer, n = row.answer, count[i]
+        for i, row, number in step.scored:
+            answer, n = row.answer, step.plan.chunk.count[i]
             if row.number != number or answer.finish_reason is not None:
                 continue
             changed.append(answer)
@@ -261,9 +255,9 @@ class Engine:
                     answer.prompt_top_logprobs += by_token(scores.top_logprobs, i, n, top)
         return changed
 
-    def _receive_tokens(self, of: list[tuple[int, Row, int]], output: Output) -> list[Answer]:
+    def _receive_tokens(self, step: InFlight, output: Output) -> list[Answer]:
         changed = []
-        for i, row, number in of:
+        for i, row, number in step.stepped:
             if row.number != number:  # the row has another answer by now
                 continue
             answer, n = row.answer, output.count[i]
@@ -321,11 +315,11 @@ class Engine:
             self.stats.failed += 1
 
     def _count(self) -> None:
-        stats, scheduler = self.stats, self.scheduler
+        stats, rows = self.stats, self.scheduler.rows
         stats.seconds = time.perf_counter() - self.start_time
-        started = all(row.free or row.answer.tokens for row in scheduler.rows)
-        if stats.prefilled is None and started and not scheduler.starved:
-            stats.prefilled = dataclasses.replace(stats)
+        if stats.prefilled is None and all(row.free or row.answer.tokens for row in rows):
+            if not (self.scheduler.queue and any(row.free for row in rows)):  # else an answer takes that row
+                stats.prefilled = dataclasses.replace(stats)
 
 
 def by_token(best: TopLogprobs, row: int, count: int, n: int) -> list[dict[int, float]]:

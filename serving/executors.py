@@ -4,6 +4,7 @@ An executor is a function (step, weights, batch) -> (the step's result, Batch). 
 that the step reads, run the layers and finish the step; `steps.py` says what a step is.
 """
 
+import dataclasses
 import functools
 from functools import partial
 
@@ -21,32 +22,15 @@ from sharding import stages
 from sharding.arrays import specs
 from sharding.mesh import ROWS, STAGE
 
-# The most layers in a program of `layer_programs`. 30 layers take 18.6 s of CPU time to compile as one
+# The most layers in a program of `several_programs`. 30 layers take 18.6 s of CPU time to compile as one
 # program, 3.6 s as programs of 6, and 3.1 s one by one.
 MOST_LAYERS = 6
-
-
-def run(step: Step, weights: Weights, batch: Batch, start, layers, finish, *, cfg: Config, mesh: Mesh):
-    """The body of every executor: start, layers, finish.
-
-    start and finish do not get the layers' weights and caches, so that each can be compiled as a program.
-    """
-    w, rows, static = without_layers(weights), batch.replace(layers=[]), dict(cfg=cfg, mesh=mesh)
-    x, tokens, chunk = start(step, w, rows, **static)
-    x, batch = layers(x, chunk, weights, batch, **static)
-    result, rows = finish(step, x, tokens, chunk, w, batch.replace(layers=[]), **static)
-    return result, rows.replace(layers=batch.cache.layers)
 
 
 def start(step: Step, w: Weights, batch: Batch, *, cfg: Config, mesh: Mesh) -> tuple[Array, Array, Chunk]:
     """-> (the embedded tokens [B,T,D], the tokens [B,T], their Chunk)."""
     tokens, chunk = step.read_inputs(batch, cfg, mesh)
     return model.embed(tokens, chunk.positions, w, cfg=cfg, mesh=mesh), tokens, chunk
-
-
-def finish(step: Step, x: Array, tokens: Array, chunk: Chunk, w: Weights, batch: Batch, *, cfg, mesh: Mesh):
-    """-> (the step's result, the Batch)."""
-    return step.finish(x, tokens, chunk, w, batch, cfg, mesh)
 
 
 jit = partial(jax.jit, static_argnames=("cfg", "mesh"))
@@ -74,36 +58,42 @@ class StepProgram:
     def lower(self, step: Step, weights: Weights, batch: Batch, **static) -> jax.stages.Lowered:
         return self.program(type(step)).lower(step, weights, batch, **static)
 
-    def trace(self, step: Step, weights: Weights, batch: Batch, **static) -> jax.stages.Traced:
-        return self.program(type(step)).trace(step, weights, batch, **static)
-
-
-# ---------------------------------------------------------------------------------------------- one program
-
-
-def all_layers(x: Array, chunk: Chunk, weights: Weights, batch: Batch, *, cfg: Config, mesh: Mesh):
-    x, kv = model.layers(x, weights.layers, batch.cache.layers, chunk, kinds=cfg.layers, mesh=mesh)
-    return x, batch.replace(layers=kv)
-
 
 @StepProgram
 def one_program(step: Step, weights: Weights, batch: Batch, *, cfg: Config, mesh: Mesh):
     """The whole step as one program: for accelerators, and for several devices."""
-    return run(step, weights, batch, start, all_layers, finish, cfg=cfg, mesh=mesh)
+    x, tokens, chunk = start(step, weights, batch, cfg=cfg, mesh=mesh)
+    x, kv = model.layers(x, weights.layers, batch.cache.layers, chunk, kinds=cfg.layers, mesh=mesh)
+    return step.finish(x, tokens, chunk, weights, batch.replace(layers=kv), cfg, mesh)
 
 
 # ------------------------------------------------------------------------------------ a few layers at a time
 
+start_program = jit(start)
 few_layers = jax.jit(model.layers, static_argnames=("kinds", "mesh"), donate_argnames=("x", "caches"))
 
 
-def layer_programs(x: Array, chunk: Chunk, weights: Weights, batch: Batch, *, cfg: Config, mesh: Mesh):
+@partial(jit, donate_argnames="batch")
+def finish(step: Step, x: Array, tokens: Array, chunk: Chunk, w: Weights, batch: Batch, *, cfg, mesh: Mesh):
+    """-> (the step's result, the Batch)."""
+    return step.finish(x, tokens, chunk, w, batch, cfg, mesh)
+
+
+def several_programs(step: Step, weights: Weights, batch: Batch, *, cfg: Config, mesh: Mesh):
+    """A program of a few layers, called several times: for one CPU device.
+
+    It compiles in a fifth of the time. Each call costs the host some 100 us, which is too much for an
+    accelerator, and little for a CPU, which gains nothing from seeing all layers at once.
+    """
+    w, rows, static = without_layers(weights), batch.replace(layers=[]), dict(cfg=cfg, mesh=mesh)
+    x, tokens, chunk = start_program(step, w, rows, **static)
     caches, n = [], layers_per_program(cfg.layers)
     for i in range(0, len(cfg.layers), n):
-        w, kv, kinds = (each[i : i + n] for each in (weights.layers, batch.cache.layers, cfg.layers))
-        x, kv = few_layers(x, w, kv, chunk, kinds=kinds, mesh=mesh)
+        own, kv, kinds = (each[i : i + n] for each in (weights.layers, batch.cache.layers, cfg.layers))
+        x, kv = few_layers(x, own, kv, chunk, kinds=kinds, mesh=mesh)
         caches += kv
-    return x, batch.replace(layers=caches)
+    result, rows = finish(step, x, tokens, chunk, w, rows, **static)
+    return result, rows.replace(layers=caches)
 
 
 @functools.cache
@@ -113,39 +103,59 @@ def layers_per_program(kinds: tuple[LayerKind, ...]) -> int:
     return next((n for n in sizes if len({kinds[i : i + n] for i in range(0, len(kinds), n)}) == 1), 1)
 
 
-start_program, finish_program = jit(start), jit(finish, donate_argnames="batch")
-
-
-def several_programs(step: Step, weights: Weights, batch: Batch, *, cfg: Config, mesh: Mesh):
-    """A program of a few layers, called several times: for one CPU device.
-
-    It compiles in a fifth of the time. Each call costs the host some 100 us, which is too much for an
-    accelerator, and little for a CPU, which gains nothing from seeing all layers at once.
-    """
-    return run(step, weights, batch, start_program, layer_programs, finish_program, cfg=cfg, mesh=mesh)
-
-
 # ------------------------------------------------------------------------------------------ pipeline stages
 
 
-def start_stage(step: Step, w: Weights, batch: Batch, *, cfg: Config, mesh: Mesh):
-    """`start`, with the tokens that the last stage chose: the first stage does not know them."""
+@StepProgram
+def staged(step: Step, weights: Weights, batch: Batch, *, cfg: Config, mesh: Mesh):
+    """One program in which each stage runs its own layers: see sharding/stages.py.
+
+    Only the last stage's result counts: the others' logits have no meaning.
+    """
     if isinstance(step, DecodeStep):
         if step.drafts is not None:
             raise ValueError("pipeline stages cannot check draft tokens: run on a mesh of one stage")
+        batch = with_chosen_tokens(batch, mesh)
+    x, tokens, chunk = start(step, weights, batch, cfg=cfg, mesh=mesh)
+    x, batch = stage_layers(x, chunk, weights, batch, cfg, mesh)
+    own, batch = step.finish(x, tokens, chunk, weights, batch, cfg, mesh)
+    result = stages.from_last_stage(own, mesh)
+    if isinstance(step, DecodeStep):
+        batch = without_chosen_tokens(batch, own.count, result.tokens, mesh)
+    return result, batch
 
-        @by_rows(mesh)
-        def with_chosen(tokens: Array, length: Array, chosen: Array) -> Array:
-            rows, position = jnp.arange(length.size), jnp.minimum(length, tokens.shape[1] - 1)
-            known = tokens[rows, position]
-            return tokens.at[rows, position].set(jnp.where(known < 0, chosen[:, 0], known))
 
-        batch = batch.replace(tokens=with_chosen(batch.tokens, batch.cache.length, batch.stage_inputs.tokens))
-    return start(step, w, batch, cfg=cfg, mesh=mesh)
+def with_chosen_tokens(batch: Batch, mesh: Mesh) -> Batch:
+    """The batch with the tokens that the last stage chose, which the first does not know but has received."""
+
+    @by_rows(mesh)
+    def known(tokens: Array, length: Array, chosen: Array) -> Array:
+        rows, position = jnp.arange(length.size), jnp.minimum(length, tokens.shape[1] - 1)
+        own = tokens[rows, position]
+        return tokens.at[rows, position].set(jnp.where(own < 0, chosen[:, 0], own))
+
+    return batch.replace(tokens=known(batch.tokens, batch.cache.length, batch.stage_inputs.tokens))
 
 
-def stage_layers(x: Array, chunk: Chunk, weights: Weights, batch: Batch, *, cfg: Config, mesh: Mesh):
-    """The layers of each stage, on the activations that it received from the stage before."""
+def without_chosen_tokens(batch: Batch, count: Array, chosen: Array, mesh: Mesh) -> Batch:
+    """The batch after a decode step: all stages but the last have -1 in place of the chosen token.
+
+    count: [B], what each stage takes for the number of tokens. chosen: [B/stages,1], by the last stage, which
+    sends them to all.
+    """
+
+    @by_rows(mesh)
+    def known(tokens: Array, length: Array, count: Array) -> Array:
+        position = jnp.where(count > 0, length, tokens.shape[1])
+        unknown = tokens.at[jnp.arange(length.size), position].set(-1, mode="drop")
+        return jnp.where(stages.is_last(), tokens, unknown)
+
+    inputs = dataclasses.replace(batch.stage_inputs, tokens=stages.to_all_stages(chosen, mesh))
+    return batch.replace(tokens=known(batch.tokens, batch.cache.length, count), stage_inputs=inputs)
+
+
+def stage_layers(x: Array, chunk: Chunk, weights: Weights, batch: Batch, cfg: Config, mesh: Mesh):
+    """The layers of each stage, on the activations that it received: -> ([B,T,D], Batch)."""
     n, T, received = mesh.shape[STAGE], x.shape[1], batch.stage_inputs
     infos, kinds = stages.in_stages(model.weight_infos(cfg), n), stages.first_stage(cfg, n).layers
     kv_specs = model.cache_specs(kinds, batch.cache.layers)
@@ -164,33 +174,7 @@ def stage_layers(x: Array, chunk: Chunk, weights: Weights, batch: Batch, *, cfg:
     x = stages.enter(x, received.hidden[T], mesh)
     x, kv = on_device(x, weights.layers, batch.cache.layers, chunk)
     hidden = received.hidden | {T: stages.pass_on(x, mesh)}
-    return x, batch.replace(layers=kv, stage_inputs=stages.StageInputs(hidden=hidden, tokens=received.tokens))
-
-
-def finish_stage(step: Step, x, tokens: Array, chunk: Chunk, w: Weights, batch: Batch, *, cfg, mesh: Mesh):
-    """`finish`, of which only the last stage's result counts: the others' logits have no meaning."""
-    own, batch = finish(step, x, tokens, chunk, w, batch, cfg=cfg, mesh=mesh)
-    result, inputs = stages.from_last_stage(own, mesh), batch.stage_inputs
-    if not isinstance(step, DecodeStep):
-        return result, batch
-
-    @by_rows(mesh)
-    def known(tokens: Array, length: Array, count: Array) -> Array:
-        """The rows' tokens; all stages but the last get -1 in place of the chosen token."""
-        position = jnp.where(count > 0, length, tokens.shape[1])
-        unknown = tokens.at[jnp.arange(length.size), position].set(-1, mode="drop")
-        return jnp.where(stages.is_last(), tokens, unknown)
-
-    inputs = stages.StageInputs(hidden=inputs.hidden, tokens=stages.to_all_stages(result.tokens, mesh))
-    return result, batch.replace(
-        tokens=known(batch.tokens, batch.cache.length, own.count), stage_inputs=inputs
-    )
-
-
-@StepProgram
-def staged(step: Step, weights: Weights, batch: Batch, *, cfg: Config, mesh: Mesh):
-    """One program in which each stage runs its own layers: see sharding/stages.py."""
-    return run(step, weights, batch, start_stage, stage_layers, finish_stage, cfg=cfg, mesh=mesh)
+    return x, batch.replace(layers=kv, stage_inputs=dataclasses.replace(received, hidden=hidden))
 
 
 def executor_for(mesh: Mesh):

@@ -14,14 +14,16 @@ from jax.sharding import PartitionSpec as P
 
 import model
 from feedback.errors import UserError
+from feedback.progress import progress
 from model import Config, Weights
 from serving import steps
 from serving.executors import executor_for
 from serving.steps import DecodeStep, Output, PrefillChunk, Scores, Step
 from sharding.arrays import abstract, zeros
 from sharding.sampling import Sampling
-from sharding.stages import StageInputs, stage_input_infos
+from sharding.stages import stage_input_infos
 
+SHOW_AFTER = 5  # seconds of compiling
 WIDTHS = (32, 128, 512)  # of a prefill chunk: few, because each is a program of its own
 
 
@@ -101,7 +103,10 @@ class Programs:
         self.batch, *waiting = batches
         self.waiting = deque(waiting)
         if waiting:
-            self.batch = self.batch.replace(stage_inputs=self.no_inputs())
+            rows_of_width = {1: self.rows} | dict.fromkeys(WIDTHS, self.stages * self.shards)
+            inputs = stage_input_infos(cfg.D, rows_of_width)  # before the first turn they are zeros
+            inputs = zeros(abstract(inputs, mesh, model.float_type(weights)))
+            self.batch = self.batch.replace(stage_inputs=inputs)
         self.speculation, self.draft = speculation, speculation and speculation.draft
         self.width, self.masks = 1 + (speculation.n_draft if speculation else 0), cfg.masks
         if self.draft:
@@ -112,27 +117,27 @@ class Programs:
             what = "do not pass on how many guesses were right"
             raise UserError(f"{self.stages} stages of layers {what}: leave out --lookup, --draft or --pp")
 
-    def no_inputs(self) -> StageInputs:
-        """What the stages have received before their first turn: zeros."""
-        rows = {1: self.rows} | dict.fromkeys(WIDTHS, self.stages * self.shards)
-        return zeros(abstract(stage_input_infos(self.cfg.D, rows), self.mesh, model.float_type(self.weights)))
-
     def warm_up(self, longest: int, scores: Iterable[int | None], samplings: Iterable[Sampling]) -> None:
         """Compile what prompts of up to `longest` tokens and these samplings need, by running it on no row.
 
-        samplings: each for the rows of one microbatch.
+        Work of more than a few seconds shows its progress. samplings: each for the rows of one microbatch.
         """
-        nothing = np.zeros(self.stages * self.shards, np.int32)
+        nothing, no_tokens = (np.zeros(n, np.int32) for n in (self.stages * self.shards, self.rows))
+        no_texts = np.zeros((nothing.size, self.max_len), np.int32)
         alone = self.rows == nothing.size  # no row has another to copy a prefix from
-        for source in (None,) if alone else (None, nothing):
-            self.assign_rows(nothing - 1, np.zeros((nothing.size, self.max_len), np.int32), nothing, source)
-        for width in WIDTHS:
-            for score in scores:
-                if longest > 1 and prefill_width(longest - 1) >= width:
-                    self.prefill(nothing, nothing, width, score)
-        for sampling in samplings:
-            sampling = jax.tree.map(lambda x: np.concatenate([x] * self.stages), sampling)
-            jax.block_until_ready(self.decode(np.zeros(self.rows, np.int32), sampling))
+        sources = (None,) if alone else (None, nothing)
+        calls = [partial(self.assign_rows, nothing - 1, no_texts, nothing, source) for source in sources]
+        widths = [width for width in WIDTHS if longest > 1 and prefill_width(longest - 1) >= width]
+        calls += [
+            partial(self.prefill, nothing, nothing, *each) for each in itertools.product(widths, scores)
+        ]
+        samplings = [jax.tree.map(lambda x: np.concatenate([x] * self.stages), each) for each in samplings]
+        calls += [partial(self.decode, no_tokens, sampling) for sampling in samplings]
+        show = jax.process_index() == 0
+        with progress("compiling", len(calls), show=show, unit="program", delay=SHOW_AFTER) as bar:
+            for call in calls:
+                jax.block_until_ready(call())
+                bar.update()
 
     def run(self, plans: Sequence[StepPlan]) -> tuple[Scores | None, Output | None]:
         """A turn of all stages, stage s with plans[s]: -> (Scores, Output) of the last stage's plan.
@@ -170,16 +175,13 @@ class Programs:
 
     def prefill(self, rows, count, width: int, score: int | None = None) -> Scores | None:
         """Read a chunk of a prompt in one row of each data shard: -> its scores, see steps.PrefillChunk."""
-        scores = self.execute_step(PrefillChunk(rows=rows, count=count, width=width, score=score))
+        scores = self.step(PrefillChunk(rows=rows, count=count, width=width, score=score))
         if self.draft:
             self.draft.prefill(rows, count, width)
         return None if score is None else start_fetching(scores, self.mesh)
 
-    def step(self, count, draft_tokens, sampling: Sampling) -> Output:
-        """One decode step, which also checks draft tokens [B,N], or None: see steps.DecodeStep."""
-        return self.execute_step(DecodeStep(count=count, drafts=draft_tokens, sampling=sampling))
-
-    def execute_step(self, step: Step) -> Output | Scores | None:
+    def step(self, step: Step) -> Output | Scores | None:
+        """Do what a step says: -> its result."""
         result, self.batch = self.execute(step, self.weights, self.batch, **self.static)
         return result
 
@@ -188,7 +190,7 @@ class Programs:
         if self.speculation:
             output = self.speculation.decode(count, sampling, self)
         else:
-            output = self.step(count, None, sampling)
+            output = self.step(DecodeStep(count=count, sampling=sampling))
         return start_fetching(output, self.mesh)
 
 

@@ -130,15 +130,11 @@ class Answer:
 
 def options_in_use(requests: list[Request]) -> frozenset[str]:
     """The fields of Sampling that any of these requests uses; a program computes no others."""
-
-    def asked(value, neutral) -> bool:
-        return value is not None and (not isinstance(neutral, np.generic) or value != neutral)
-
     used = {
         name
-        for name, neutral in vars(NEUTRAL).items()
         for request in requests
-        if asked(getattr(request.sampling, name), neutral)
+        for name, value in vars(request.sampling).items()
+        if value is not None and (name == "bias" or value != getattr(NEUTRAL, name))
     }
     used = used | {"seed"} if "temperature" in used else used - RANDOM_OPTIONS
     used = used | ANSWER_PENALTIES if used & ANSWER_PENALTIES else used

@@ -28,7 +28,7 @@ class Row:
     text: [max_len] int32, its tokens as far as they are known. computed: how many of them have their keys and
     values in the cache. reused: how many of these came from a cached prefix, and source_computed: how many
     tokens the row that had cached it had computed. steps_in_flight: decode steps whose tokens are not known
-    yet. number: of its answer, in the order of admission.
+    yet. number: of its answer, in the order of admission to the shard.
     """
 
     text: np.ndarray
@@ -87,8 +87,7 @@ class Row:
 
     def clear(self) -> None:
         """Give up the answer and all that is cached."""
-        self.answer, self.number = None, -1
-        self.computed, self.reused, self.source_computed, self.steps_in_flight = 0, 0, 0, 0
+        self.answer, self.number, self.computed = None, -1, 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,15 +110,16 @@ class Shard:
     """The rows of one data shard.
 
     width: the most tokens of a row that a decode step may compute. masks: of the model's layers. waits: of
-    the answers in the queue that wait for a row of this shard.
+    the answers in the queue that wait for a row of this shard. admitted: how many answers were given a row.
     """
 
     rows: list[Row]
     width: int
     masks: frozenset[Mask]
     waits: dict[Answer, Wait] = dataclasses.field(default_factory=dict)
+    admitted: int = 0
 
-    def admit(self, queue: deque[Answer], number: int) -> tuple[Row, Row] | None:
+    def admit(self, queue: deque[Answer]) -> tuple[Row, Row] | None:
         """Give a free row the first answer of the queue that need not wait for a prefix.
 
         -> (the row, the row whose cached prefix is copied, which may be the same), or None. Answers that wait
@@ -135,7 +135,8 @@ class Shard:
                 if (wait := self.wait(matches, cached)) is None:
                     queue.remove(answer)
                     row, source = self.choose(cached)
-                    row.assign(answer, cached[source], source.most_computed(self.width), number)
+                    row.assign(answer, cached[source], source.most_computed(self.width), self.admitted)
+                    self.admitted += 1
                     return row, source
             waits[answer] = self.waits[answer] = wait
         self.waits = waits
@@ -250,10 +251,7 @@ class MicroBatch:
 
 
 class Scheduler:
-    """All rows, in a micro-batch for each stage of layers, and the queue of answers without a row.
-
-    admitted: how many answers were given a row.
-    """
+    """All rows, in a micro-batch for each stage of layers, and the queue of answers without a row."""
 
     def __init__(
         self, rows: int, max_len: int, stages: int, shards: int, width: int, masks: frozenset, vocabulary: int
@@ -261,30 +259,12 @@ class Scheduler:
         """shards: of each micro-batch. width, masks: see Shard. vocabulary: the number of tokens."""
         self.rows = [Row(text) for text in np.zeros((rows, max_len), np.int32)]
         each = rows // (stages * shards)
-        self.shards = [Shard(self.rows[i : i + each], width, masks) for i in range(0, rows, each)]
+        every = [Shard(self.rows[i : i + each], width, masks) for i in range(0, rows, each)]
         self.micro_batches = [
-            MicroBatch(self.shards[i : i + shards], vocabulary) for i in range(0, stages * shards, shards)
+            MicroBatch(every[i : i + shards], vocabulary) for i in range(0, stages * shards, shards)
         ]
         self.queue: deque[Answer] = deque()
-        self.admitted = 0
 
     @property
     def busy(self) -> bool:
         return bool(self.queue) or not all(row.free for row in self.rows)
-
-    @property
-    def starved(self) -> bool:
-        """Whether a row is free while an answer waits."""
-        return bool(self.queue) and any(row.free for row in self.rows)
-
-    @property
-    def prefills(self) -> int:
-        return sum(micro_batch.prefills for micro_batch in self.micro_batches)
-
-    def admit(self, micro_batch: MicroBatch) -> list[tuple[Row, Row] | None]:
-        """The next admission of each data shard, see Shard.admit."""
-        admissions = []
-        for shard in micro_batch.shards:
-            admissions.append(shard.admit(self.queue, self.admitted))
-            self.admitted += admissions[-1] is not None
-        return admissions

@@ -45,7 +45,7 @@ class PromptLookup:
     def decode(self, count, sampling: Sampling, target: Programs) -> Output:
         tokens, length = target.batch.tokens, target.batch.cache.length
         draft_tokens, count = prompt_lookup(count, tokens, length, n_draft=self.n_draft, mesh=target.mesh)
-        return target.step(count, draft_tokens, sampling)
+        return target.step(DecodeStep(count=count, drafts=draft_tokens, sampling=sampling))
 
 
 @partial(jax.jit, static_argnames=("n_draft", "mesh"))
@@ -60,15 +60,14 @@ def prompt_lookup(count, text: Array, length: Array, *, n_draft: int, mesh: Mesh
         slots = jnp.arange(text.shape[1])
         same, matches = slots < length[:, None], 0
         for back in range(NGRAM):
-            last = jnp.take_along_axis(text, length[:, None] - back, 1, mode="clip")
+            last = tokens_at(text, length[:, None] - back)
             same &= (jnp.roll(text, back, 1) == last) & (slots >= back)
             matches += same
         # The last of the longest matches. The tokens after it repeat if they are fewer than the draft.
         best = jnp.argmax(matches * slots.size + jnp.where(matches > 0, slots, 0), 1)[:, None]
         period = length[:, None] - best
         found = jnp.take_along_axis(matches, best, 1)[:, 0] > 0
-        at = best + 1 + jnp.arange(n_draft) % jnp.maximum(period, 1)
-        known = jnp.take_along_axis(text, at, 1, mode="clip")
+        known = tokens_at(text, best + 1 + jnp.arange(n_draft) % jnp.maximum(period, 1))
         return known, jnp.where(found, count, jnp.minimum(count, 1))
 
     return on_device(count, text, length)
@@ -95,7 +94,7 @@ class DraftModel:
         draft_tokens, count, draft.batch = propose(
             count, sampling, draft.weights, draft.batch, n_draft=self.n_draft, **draft.static
         )
-        output = target.step(count, draft_tokens, sampling)
+        output = target.step(DecodeStep(count=count, drafts=draft_tokens, sampling=sampling))
         draft.batch = take_over(draft.batch, count, output, mesh=draft.mesh)
         return output
 

@@ -75,8 +75,7 @@ def assign_rows(rows, tokens, length, source, batch: Batch, *, cfg: Config, mesh
     kv_specs = model.cache_specs(kinds, layers)
 
     @by_rows(mesh)
-    def set_texts(rows: Array, tokens: Array, length: Array, old: tuple[Array, Array]):
-        old_tokens, old_length = old
+    def set_texts(rows: Array, tokens: Array, length: Array, old_tokens: Array, old_length: Array):
         rows = jnp.where(rows < 0, old_length.size, rows)
         return old_tokens.at[rows].set(tokens, mode="drop"), old_length.at[rows].set(length, mode="drop")
 
@@ -84,26 +83,24 @@ def assign_rows(rows, tokens, length, source, batch: Batch, *, cfg: Config, mesh
     def copy_prefixes(rows: Array, source: Array, layers: list):
         for i in range(rows.size):
             to = jnp.maximum(rows[i], 0)
-            prefix = row_of(layers, jnp.where(rows[i] < 0, to, source[i]))
-            layers = jax.tree.map(
-                partial(lax.dynamic_update_slice_in_dim, start_index=to, axis=0), layers, prefix
-            )
+            prefix = jnp.where(rows[i] < 0, to, source[i])
+            layers = jax.tree.map(partial(copy_row, source=prefix, to=to), layers)
         return layers
 
-    tokens, length = set_texts(rows, tokens, length, (batch.tokens, batch.cache.length))
+    tokens, length = set_texts(rows, tokens, length, batch.tokens, batch.cache.length)
     layers = layers if source is None else copy_prefixes(rows, source, layers)
     return batch.replace(layers=layers, length=length, tokens=tokens)
 
 
-def row_of(arrays, row: Array):
-    """One row of a tree of arrays [b,...], as a batch of one."""
-    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, row, 1), arrays)
+def copy_row(x: Array, source: Array, to: Array) -> Array:
+    """x: [b,...], with row `source` copied over row `to`."""
+    return lax.dynamic_update_slice_in_dim(x, lax.dynamic_slice_in_dim(x, source, 1), to, 0)
 
 
 class Step(Protocol):
     """What is done with the rows of a batch before and after the layers.
 
-    Neither function sees the layers' weights or caches: an executor replaces both by empty lists.
+    Neither function uses the layers' weights or caches: an executor may replace both by empty lists.
     """
 
     def read_inputs(self, batch: Batch, cfg: Config, mesh: Mesh) -> tuple[Array, Chunk]:
@@ -167,7 +164,7 @@ class PrefillChunk:
             following = tokens_at(tokens if chunk.row is None else tokens[chunk.row], chunk.positions + 1)
             return lax.map(score_row, (x, following))  # row by row, because all logits at once may not fit
 
-        return on_device(x, chunk, batch.tokens, w)
+        return on_device(x, chunk, batch.tokens, model.without_layers(w))
 
 
 @pytree

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 
 from distributed import watch
-from feedback.errors import UserError
+from feedback.errors import UserError, did_you_mean
 
 INT32_MAX = 2**31 - 1  # the largest number that an option accepts
 _on_first_signal: Callable[[], None] | None = None
@@ -18,6 +18,14 @@ _on_first_signal: Callable[[], None] | None = None
 
 class OneLineParser(argparse.ArgumentParser):
     """Reports a bad argument in one line on stderr, with exit code 2."""
+
+    def parse_args(self, args=None, namespace=None):
+        """As argparse's, but an unknown option is reported with the option that is most similar."""
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            option = unknown[0].partition("=")[0]
+            self.error(f"unknown argument {option}{did_you_mean(option, self._option_string_actions)}")
+        return parsed
 
     def check_positive(self, args, *names: str) -> None:
         """Refuse values of these options that are below 1 or above INT32_MAX."""

@@ -41,7 +41,8 @@ class Session:
         self.startup.lap("weights")
 
         start = time.perf_counter()
-        with log_if_slow("compiling, which takes long for the first time"):
+        kept = f"the programs are kept in {jax.config.jax_compilation_cache_dir}"
+        with log_if_slow(f"compiling, which takes less time at later starts: {kept}"):
             programs = make_programs(model_options(self.args), self.models, weights, rows, max_len)
             engine = Engine(programs, requests, longest, option_sets)
         log(f"compiled in {time.perf_counter() - start:.1f} s")

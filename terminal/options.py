@@ -14,10 +14,28 @@ from terminal.prompts import DEFAULT_NEW_TOKENS, INTERACTIVE_LENGTH
 
 TINY = pathlib.Path(__file__).resolve().parents[1] / "tests" / "checkpoints" / "tiny-llama3"
 
+EXAMPLES = """examples:
+  python3 main.py
+      three answers of a tiny model that ships with this repository
+  python3 main.py --checkpoint meta-llama/Llama-3.1-8B-Instruct --chat
+      a chat with a model of the Hugging Face hub, which is downloaded first
+  python3 main.py --checkpoint model.gguf --quantize int8 --prompt "Why is the sky blue?"
+      one answer, with int8 weights
+  python3 main.py --prompt-file prompts.jsonl --output answers.jsonl --temperature 0.8
+      many answers, sampled, as JSON lines
+  python3 main.py --checkpoint DIR --tp 8 --kv-cache-dtype int8 --serve
+      a server on 8 devices with an int8 cache
+
+docs/usage.md explains all options, docs/tpu-quickstart.md a TPU slice.
+"""
+
 
 def parse_arguments(arguments: list[str] | None = None):
-    what = "Generate text: python3 main.py [--checkpoint DIR_OR_ID] [--prompt TEXT]..."
-    parser = OneLineParser(description=what, allow_abbrev=False)
+    parser = OneLineParser(
+        usage="python3 main.py [--checkpoint DIR_OR_ID] [--prompt TEXT | --chat | --serve] [OPTION]...",
+        description="Answer prompts, chat, score texts, or serve an OpenAI-compatible API.",
+        epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+    )  # fmt: skip
     # fmt: off
     add = parser.add_argument_group("the model").add_argument
     add("--checkpoint", default=str(TINY), metavar="DIR_OR_ID",

@@ -6,6 +6,8 @@ import itertools
 import json
 import os
 import pathlib
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -106,6 +108,35 @@ def test_wrong_usage(wrong, monkeypatch, capsys):
     code, out, err = invoke(monkeypatch, capsys, main, *WRONG_USAGE[wrong])
     assert code == 2 and out == ""
     assert err.startswith("error: ") and err.count("\n") == 1
+
+
+SUGGESTIONS = {
+    "a mistyped option": (main, ["--promt", "x"], "; did you mean --prompt?"),
+    "the beginning of an option": (main, ["--temp=1"], "; did you mean --temperature?"),
+    "a mistyped folder": (main, ["--checkpoint", LLAMA3.replace("llama", "lama")], f"did you mean {LLAMA3}?"),
+    "a mistyped option of another command": (
+        convert_checkpoint,
+        ["a", "b", "--quantise", "int8"],
+        "--quantize?",
+    ),
+    "nothing like it": (main, ["--xyzzy"], "unknown argument --xyzzy (see "),
+}
+
+
+@pytest.mark.parametrize("mistyped", SUGGESTIONS)
+def test_suggestions(mistyped, monkeypatch, capsys):
+    """A mistyped name gets the known one that resembles it."""
+    command, arguments, suggestion = SUGGESTIONS[mistyped]
+    code, out, err = invoke(monkeypatch, capsys, command, *arguments)
+    assert code and out == "" and err.count("\n") == 1 and suggestion in err, err
+
+
+def test_help_has_examples_that_can_be_parsed(monkeypatch, capsys):
+    _, out, _ = invoke(monkeypatch, capsys, main, "--help")
+    examples = re.findall(r"^  python3 main.py(.*)$", out, re.MULTILINE)
+    assert len(examples) >= 5
+    for example in examples:
+        parse_arguments(shlex.split(example))
 
 
 def test_faults_of_ours_keep_their_traceback(capsys):
@@ -523,4 +554,4 @@ def test_default_command():
 def test_what_takes_long_is_said(monkeypatch, capsys):
     monkeypatch.setattr(launch, "SLOW", 0)
     code, _, err = invoke(monkeypatch, capsys, main, "--prompt", "Hello", "--max-new-tokens", 1)
-    assert code == 0 and "compiling, which takes long for the first time\n" in err
+    assert code == 0 and "compiling, which takes less time at later starts: " in err

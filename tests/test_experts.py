@@ -145,9 +145,9 @@ def test_active_experts_kernel(choices, dtype, scales, monkeypatch, interpret):
         given = [dataclasses.replace(w, scale=w.scale.at[idle].set(jnp.nan)) for w in quantized]
     elif dtype == "int4":
         grouped = [
-            quantize_groups(jnp.float32(w), (1,), n, 1) for w, n in zip(weights, (32, 32, 64), strict=True)
+            quantize_groups(jnp.float32(w), (0, 1), n) for w, n in zip(weights, (32, 32, 64), strict=True)
         ]
-        exact = [np.asarray(ungroup(w, (1,), 1)) for w in grouped]
+        exact = [np.asarray(ungroup(w, (0, 1))) for w in grouped]
         given = [dataclasses.replace(w, scale=w.scale.at[idle].set(jnp.nan)) for w in grouped]
     else:
         exact = [np.float32(w) for w in weights]

@@ -125,7 +125,7 @@ def test_grouped_dot(sizes, programs, dtype, monkeypatch, as_on_a_gpu):
         given = quantize(jnp.float32(w), (1,)).values
         w = np.float64(given)
     elif dtype == "int4":
-        given = quantize_groups(jnp.float32(w), (1,), 64, 1)
+        given = quantize_groups(jnp.float32(w), (0, 1), 64)
         w = np.float64(dequantize_groups(given, 2)).reshape(w.shape)
         given = dataclasses.replace(given, scale=given.scale.at[idle].set(jnp.nan))
     else:
@@ -228,7 +228,7 @@ def test_lowering(program, format, kv_dtype):
         "prefill": PrefillChunk(rows=None, count=count, width=128, score=0),
         "prefill of one row": PrefillChunk(rows=shards, count=shards, width=128, score=0),
     }[program]
-    traced = one_program.trace(step, weights, batch, cfg=cfg, mesh=mesh)
+    traced = one_program.program(type(step)).trace(step, weights, batch, cfg=cfg, mesh=mesh)
     lowered = traced.lower(lowering_platforms=("cuda",)).compiler_ir()
     kernels = []
 

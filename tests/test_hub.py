@@ -32,8 +32,15 @@ GIVEN = ["sharded", "single@refs/pr/1", "private", "cut@refs/pr/1"]
 RESET = "reset@refs/pr/1"
 BREAKS = {"cut": "ends", "reset": "reset"}  # how the connection does, once, in the middle of that one file
 TOKEN = "hf_ours"  # opens "private"
+WHAT_TO_DO = {
+    "gated": "; accept its license on https://huggingface.co/tiny/gated, and set HF_TOKEN to your token",
+    "sharted": "; did you mean tiny/sharded?",
+    "missing": "; check the name, and set HF_TOKEN if the repository is private",
+    "branchless": "; check what follows the @",
+}
 REFUSED = {  # which question, with what status and X-Error-Code, in what words
     "gated": ("resolve", 403, "GatedRepo", "Visit its page to ask for access."),
+    "sharted": ("revision", 404, "RepoNotFound", "Repository Not Found"),
     "token": ("resolve", 403, "", "Enable access to gated repositories in your token's settings."),
     "forbidden": ("revision", 403, "", "Not for this token."),
     "foreign": ("revision", 401, "", "Invalid username or password."),
@@ -58,6 +65,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self):
         hub, path = self.server, urllib.parse.unquote(self.path.partition("?")[0])
+        if path == "/api/models":  # a search
+            return self.send([{"id": f"tiny/{name}"} for name in ("single", "sharded")])
         name, what, rest = path.removeprefix("/api/models").removeprefix("/tiny/").split("/", 2)
         hub.asked[name, what].append(rest)
         status, headers, body = self.answer(name, what, rest)
@@ -78,6 +87,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.connection.close()
 
     do_HEAD = do_GET
+
+    def send(self, content) -> None:
+        body = json.dumps(content).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", len(body))
+        self.end_headers()
+        self.wfile.write(body)
 
     def answer(self, name, what, rest) -> tuple[int, dict, bytes]:
         """(status, headers, body)"""
@@ -111,7 +127,11 @@ def hub(tmp_path_factory):
 
 ASK = """
 import json
+import os
+import shutil
 import sys
+if "FREE" in os.environ:
+    shutil.disk_usage = lambda folder: shutil._ntuple_diskusage(0, 0, int(os.environ["FREE"]))
 from checkpoints.checkpoint import open_checkpoint
 for name in sys.argv[1:]:
     try:
@@ -127,8 +147,9 @@ def ask(hub, *names, **env):
     env |= dict(HF_HOME=str(hub.home), HF_ENDPOINT=f"http://127.0.0.1:{hub.server_port}", HF_TOKEN=TOKEN)
     env |= dict(HF_HUB_DISABLE_TELEMETRY="1", NO_PROXY="*", JAX_PLATFORMS="cpu", PATH=os.environ["PATH"])
     command, root = [sys.executable, "-c", ASK, *names], CHECKPOINTS.parents[1]
-    lines = subprocess.check_output(command, cwd=root, env=env, text=True).splitlines()
-    return dict(zip(names, map(json.loads, lines), strict=True)), hub.asked
+    done = subprocess.run(command, cwd=root, env=env, text=True, capture_output=True, check=True)
+    hub.said = [line for line in done.stderr.splitlines() if line.startswith("downloading ")]
+    return dict(zip(names, map(json.loads, done.stdout.splitlines()), strict=True)), hub.asked
 
 
 def check_weights(folder):
@@ -155,7 +176,10 @@ def test_asks_for_what_is_needed_and_no_more(name, hub):
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name, hub):
-    check_error(hub.first[0][name], f"tiny/{name}: ", REFUSED[name][-1])
+    """With the hub's reason, and with what lets the user download it."""
+    error = hub.first[0][name]
+    check_error(error, f"tiny/{name}: ", REFUSED[name][-1])
+    assert error.endswith(WHAT_TO_DO.get(name, "")), error
 
 
 def test_reset_connection(hub):
@@ -164,6 +188,24 @@ def test_reset_connection(hub):
     answers, asked = ask(hub, RESET)
     assert set(asked["reset", "resolve"]) == {f"{SINGLE}/{THEIR_FILE}"}
     check_weights(answers[RESET])
+
+
+def test_says_how_much_it_downloads(hub):
+    """Only what the cache lacks counts: one of the three files of weights."""
+    copy = hub.home / "hub/models--tiny--begun"
+    shutil.copytree(hub.home / "hub/models--tiny--sharded", copy, symlinks=True)
+    link = copy / "snapshots" / SHARDED / SHARDS[1]
+    link.resolve().unlink()
+    link.unlink()
+    size = len(hub.commits[SHARDED][SHARDS[1]])
+    answers, _ = ask(hub, "begun", FREE=str(size - 1))
+    check_error(answers["begun"], "tiny/begun: 0.00 GB to download, but the disk of ", "set HF_HOME")
+    assert not hub.said and not link.exists()
+    answers, _ = ask(hub, "begun", FREE=str(size))
+    check_weights(answers["begun"])
+    assert len(hub.said) == 1 and hub.said[0].startswith("downloading tiny/begun: 0.00 GB; the disk of ")
+    ask(hub, "begun", FREE="0")
+    assert not hub.said  # all is there
 
 
 def test_offline(hub):

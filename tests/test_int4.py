@@ -23,8 +23,7 @@ from quantize import (
     PerGroup,
     QuantizedArray,
     Requantized,
-    contracted_and_leading,
-    group_axis,
+    first_axes,
     pack_int4,
     quantize_groups,
     split_groups,
@@ -115,19 +114,19 @@ def test_what_is_not_finite(number):
 
 
 @pytest.mark.parametrize(
-    ("shape", "axes", "first", "expected"),
+    ("shape", "axes", "expected"),
     [
-        ((3, 64, 5), (1,), 1, (3, 2, 32, 5)),  # eDm
-        ((7, 2, 3, 32), (1, 2, 3), 0, (2, 3, 1, 32, 7)),  # DkgH
-        ((2, 3, 5, 96), (3,), 0, (3, 32, 2, 3, 5)),  # kgHD
+        ((3, 64, 5), (0, 1), (3, 2, 32, 5)),  # eDm
+        ((7, 2, 3, 32), (1, 2, 3), (2, 3, 1, 32, 7)),  # DkgH
+        ((2, 3, 5, 96), (3,), (3, 32, 2, 3, 5)),  # kgHD
     ],
 )
-def test_axes_of_groups(shape, axes, first, expected):
+def test_axes_of_groups(shape, axes, expected):
     w = weights_like_real_ones(*shape)
-    assert split_groups(jnp.asarray(w), axes, 32, first).shape == expected
-    q = quantize_groups(jnp.asarray(w), axes, 32, first)
+    assert split_groups(jnp.asarray(w), axes, 32).shape == expected
+    q = quantize_groups(jnp.asarray(w), axes, 32)
     assert q.values.shape == expected
-    assert np.linalg.norm(ungroup(q, axes, first) - w) < 0.2 * np.linalg.norm(w)
+    assert np.linalg.norm(ungroup(q, axes) - w) < 0.2 * np.linalg.norm(w)
 
 
 def test_packed_bytes():
@@ -343,10 +342,10 @@ def test_verify(source, converted):
             scale[(0,) * scale.ndim] *= 2
             assert format.error(x, packed, scale, info) > 1
             # Rounded rightly, to steps that are twice what they need to be.
-            at, (axes, leading) = group_axis(info), contracted_and_leading(info)
+            axes, at = first_axes(info), len(first_axes(info))
             q = format.encode(jnp.asarray(x), info, searched=False)
             coarse = jnp.expand_dims(2 * q.scale, at).astype(jnp.float32)
-            groups = split_groups(jnp.asarray(x), axes, format.group_size, leading).astype(jnp.float32)
+            groups = split_groups(jnp.asarray(x), axes, format.group_size).astype(jnp.float32)
             values = jnp.clip(jnp.round(groups / coarse), -8, 7).astype(jnp.int4)
             packed, scale = np.asarray(pack_int4(values, at)), np.asarray(2 * q.scale)
             assert format.error(x, packed, scale, info) == np.inf

@@ -12,6 +12,7 @@ import model
 from ops import attention, grouped_matmul, tpu
 from quantize import INT8
 from serving import programs
+from serving.steps import DecodeStep
 
 # A row that begins with a single token, one of several pieces that goes around its ring, and one that decodes
 # past a block's edge. Pieces of 128 tokens are what splash attention takes.
@@ -58,7 +59,7 @@ class Known:
         self.most = np.zeros(len(answers), int)
 
     def decode(self, count, sampling, target):
-        output = target.step(count, self.tokens, sampling)
+        output = target.step(DecodeStep(count=count, drafts=self.tokens, sampling=sampling))
         self.most = np.maximum(self.most, output.count)
         return output
 

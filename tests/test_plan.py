@@ -684,7 +684,7 @@ def test_a_config_on_a_chosen_mesh_with_prefill(tmp_path):
         ("--model llama3.1-8b", 2, "--topology"),
         ("--model llama3.1-8b --topology v5e:2x2 --batch 0", 2, "--batch 0 is not at least 1"),
         ("--model llama3.1-8b --topology v5e:2x2 --context 8 --prefill 9", 2, "--prefill 9 is more than"),
-        ("--model llama9 --topology v5e:2x2", 1, "--model llama9: no config.json there"),
+        ("--model llama9 --topology v5e:2x2", 1, "--model llama9: no such model or config.json"),
         ("--model pyproject.toml --topology v5e:2x2", 1, "pyproject.toml: not valid JSON"),
         ("--model llama3.1-8b --topology v5e:2", 1, "--topology v5e:2: not of the form"),
         ("--model llama3.1-8b --topology v5e:2x2 --layers 33", 1, "--layers 33: the model has 32"),

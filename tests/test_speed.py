@@ -127,7 +127,7 @@ def test_a_run_and_a_comparison_with_it(tmp_path):
     "arguments, message",
     [
         ([], "one of the arguments --model --checkpoint is required"),
-        (["--model", "llama9"], "--model llama9: no config.json there"),
+        (["--model", "llama9"], "--model llama9: no such model or config.json"),
         (["--model", "llama3.2-1b", "--batch", "0"], "--batch: invalid list of numbers above 0 value: '0'"),
         (["--model", "llama3.2-1b", "--batch", "1,x"], "--batch: invalid list"),
         (["--checkpoint", TINY, "--profile", "README.md/x"], "README.md"),
