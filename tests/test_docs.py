@@ -69,6 +69,12 @@ def prose(document: str) -> str:
     )
 
 
+def of_today(document: str) -> str:
+    """The prose without the names of programs of an earlier commit, and of files that a reader is to make."""
+    text = re.sub(r"`[^`]+`,?\s+(\(commit|(of|which)\s+commit)\s+\w+", "", prose(document))
+    return re.sub(r"\bnew\s+file\s+`[^`]+`", "", text)
+
+
 def code_spans(text: str) -> list[str]:
     """What stands in backticks, in one line each."""
     return [" ".join(x.split()) for x in re.findall(r"(?<!`)`([^`]+)`(?!`)", text)]
@@ -190,9 +196,7 @@ def command_lines(document: str) -> list[str]:
         elif not block.kind or block.kind.startswith("bash"):
             lines += [line.partition(" # ")[0] for line in text.splitlines()]
     if document != LOG:
-        # A program of an earlier commit is named with the commit.
-        text = re.sub(r"`[^`]+`,?\s+(\(commit \w+\)|which commit \w+)", "", prose(document))
-        lines += [span for span in code_spans(text) if span.startswith(("python3 ", "pip "))]
+        lines += [x for x in code_spans(of_today(document)) if x.startswith(("python3 ", "pip "))]
     return lines
 
 
@@ -247,7 +251,8 @@ def missing_files(lines: list[str]) -> list[str]:
         made |= set(re.findall(r"--(?:output|json|dump-hlo) (\S+)", line))
         for word in re.findall(r"[^\s'\"=]+", line):
             path = word.strip("[](),").partition("::")[0]
-            if path.startswith(("~", "/", "$", "-", "http")) or path in made | USERS_FILES:
+            stem = path.partition(".")[0]
+            if stem.isupper() or path.startswith(("~", "/", "$", "-", "http")) or path in made | USERS_FILES:
                 continue
             named = "/" in path and path.partition("/")[0] in rooms
             if named or re.fullmatch(r"[\w.-]+\.(py|txt|jsonl?|gguf|md|toml|ipynb)", path):
@@ -343,10 +348,9 @@ def python_files() -> set[str]:
 
 def missing_names(document: str) -> list[str]:
     """What stands in backticks as a path, a test or a name in a file, and is not there."""
-    text, missing, files = prose(document), [], python_files()
+    text, missing, files = of_today(document), [], python_files()
     names = {pathlib.Path(file).name for file in files}
     rooms = "|".join(path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith("."))
-    text = re.sub(r"`[^`]+`,?\s+(\(commit \w+\)|which commit \w+)", "", text)
     test_file = ""
     for span in code_spans(text):
         if match := re.fullmatch(r"([\w/]*\.py)?::(\w+)(\[.*\])?", span):
@@ -378,7 +382,8 @@ def missing_in_box(box: str) -> list[str]:
     files, names, missing = [], [], []
 
     def check(file: str | None) -> None:
-        known = set().union(*(defined_in(x) for x in [*files[-1:], *([file] if file else [])]))
+        known = set(dir(jax)) | set(dir(jax.lax))
+        known.update(*(defined_in(x) for x in [*files[-1:], *([file] if file else [])]))
         missing.extend(f"{name} in {file or files[-1:]}" for name in names if name not in known)
         names.clear()
 
@@ -489,7 +494,7 @@ MEASURED = ("docs/cpu.md", "docs/server.md", "docs/checkpoints.md", "docs/tpu.md
 FIGURES = re.compile(
     r"tokens/s|\bms\b|GB/s|CPU s\b|\bs \(|\| s \||HBM|first token|streams|\bmeasured\b", re.I
 )
-NEAR = 12  # lines
+NEAR = 15  # lines
 
 
 def unexplained_tables(text: str) -> list[str]:
