@@ -1,4 +1,4 @@
-"""From the name of a checkpoint to the programs of a batch: what main.py and serving/llm.py share.
+"""From the name of a checkpoint to the programs of a batch: what main.py and serving/generate.py share.
 
 `open_models` opens the checkpoint (and that of a draft model) and chooses its mesh and number formats;
 `make_programs` makes the Programs of the models and their weights.

@@ -1,4 +1,4 @@
-"""serving/llm.py: `load`, `generate`, `stream` and `score` return what main.py answers, and what a loop
+"""serving/generate.py: `load`, `generate`, `stream` and `score` return what main.py answers, and what a loop
 over prefill and decode_step computes.
 """
 
@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 import main
 import model
 from feedback.errors import UserError
-from serving.llm import LLM, load
+from serving.generate import LLM, load
 
 LLAMA3, LLAMA4 = CHECKPOINTS / "tiny-llama3", CHECKPOINTS / "tiny-llama4"
 PROMPTS = ["Who are you?", "What is 12 + 34?", "Add 20 and 22.", "Tell me your name", "How much is 7 + 5?"]
@@ -234,7 +234,7 @@ TWO_PROCESSES = """
 import sys
 from distributed.join import join
 join(None, None, None, 60)
-from serving.llm import load
+from serving.generate import load
 llm = load(sys.argv[1], rows=2, max_len=256, tp=2, dp=2)
 for answer in llm.generate(["Who are you?", "What is 12 + 34?", "Add 20 and 22."], max_new_tokens=12):
     print(answer.tokens)
