@@ -20,7 +20,7 @@ def arrays() -> tuple[np.ndarray, np.ndarray]:
 
 
 def shards(x: np.ndarray, spec: P, mesh: AbstractMesh) -> np.ndarray:
-    """The shards of x, one per device of a mesh of one axis. The size of a shard is the one that jax states."""
+    """The shards of x, stacked, one per device of a mesh of one axis; jax says how large a shard is."""
     size = NamedSharding(mesh, spec).shard_shape(x.shape)
     cut = [axis for axis in range(x.ndim) if size[axis] < x.shape[axis]]
     return np.stack(np.split(x, mesh.size, *cut) if cut else [x] * mesh.size)
@@ -72,7 +72,7 @@ def draw():
         label(x, 48, f"{name} {shape(*array.shape)}: P(None, 'tensor')")
         draw_array(axes, x, 62, array, columns)
     top, step = 208, 104
-    titles = (20, ""), (110, "h  Bf"), (250, "down  Df"), (420, "einsum: a part of the sum"), (690, "after psum")
+    titles = (110, "h  Bf"), (250, "down  Df"), (420, "einsum: a part of the sum"), (690, "after psum")
     label(20, 166, "On each device, inside shard_map", fontsize=11, weight="bold")
     for x, title in titles:
         label(x, 190, title)
