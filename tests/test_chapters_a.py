@@ -1,6 +1,8 @@
 """The pictures of the chapters on sharding, rooflines, quantization and formats, and some of their data."""
 
 import math
+import pathlib
+import re
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,22 +10,41 @@ import pytest
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from images import formats, quantization, roofline, sharding
+from images import formats, quantization, roofline
+from images import sharding as product_picture
 from planner.floor import needed
 from planner.job import Job
 from planner.models import read_model
 from planner.topologies import CHIPS
 from quantize import FORMATS, FP8, INT8
-from sharding.mesh import mesh_shape
+from sharding import mesh as axes
+from sharding.mesh import SHARDED_BY, mesh_shape
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+
+def test_the_table_of_letters():
+    """docs/sharding.md says of each letter over which axes it is cut, as SHARDED_BY does."""
+    rows = re.findall(
+        r"^\| ([A-Z](?:, [A-Z])*) \|.*\| (.*?) \|$", (ROOT / "docs/sharding.md").read_text(), re.M
+    )
+    stated = {}
+    for letters, cell in rows:
+        letters, names = letters.split(", "), re.findall(r"`([A-Z]+)`|never", cell)
+        names = names * len(letters) if len(names) == 1 else names
+        stated |= dict(zip(letters, names, strict=True))
+    assert set(stated) >= set("BTSDKGHCFVEAMLRP")
+    for letter, name in stated.items():
+        assert SHARDED_BY.get(letter.lower()) == (getattr(axes, name) if name else None), letter
 
 
 def test_the_picture_of_a_product_is_a_product():
     """Each device's part is the product of its shards, and the parts add up to the whole."""
-    h, down = sharding.arrays()
+    h, down = product_picture.arrays()
     mesh = AbstractMesh((4,), ("tensor",))
-    ours, theirs = (sharding.shards(x, P(None, "tensor"), mesh) for x in (h, down))
+    ours, theirs = (product_picture.shards(x, P(None, "tensor"), mesh) for x in (h, down))
     np.testing.assert_array_equal(np.concatenate(ours, 1), h)
-    parts, sums = sharding.product(ours, theirs)
+    parts, sums = product_picture.product(ours, theirs)
     for i, part in enumerate(parts):
         np.testing.assert_array_equal(part, h[:, 2 * i : 2 * i + 2] @ down[:, 2 * i : 2 * i + 2].T)
     for total in sums:
