@@ -34,11 +34,14 @@ def magnitudes() -> np.ndarray:
 
 
 def measured(model: str) -> list[tuple[str, float, float]]:
-    """(format, bits per weight, mean KL) of each row of the model's table in docs/quantization.md."""
+    """(format, bits per weight, mean KL) of each row of the model's table in docs/quantization.md.
+
+    A format's name may be followed by a mark for a footnote, (*).
+    """
     text = (IMAGES.parent / "docs" / "quantization.md").read_text()
     table = re.search(rf"^\| {model}.*?\n\n", text, re.MULTILINE | re.DOTALL)[0]
     rows = [[cell.strip() for cell in line.split("|")[1:4]] for line in table.strip().splitlines()[2:]]
-    return [(name, float(bits), float(kl)) for name, bits, kl in rows]
+    return [(name.removesuffix(" (*)"), float(bits), float(kl)) for name, bits, kl in rows]
 
 
 def draw():
