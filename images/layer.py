@@ -126,9 +126,9 @@ def draw(name="llama3.1-70b", tensor=16, batch=8, context=8192):
             place = middle, 408 + 28 * slot
             axes.text(*place, f"part {slot}", ha="center", va="center", fontsize=7)
     notes = (
-        "The chips of a column share one key/value head (axes *_heads).",
-        "Each has its part of the head's queries (g), of its columns in k and",
-        "v (h) and of its cache slots (s): axes *_slots. All chips split f.",
+        f"The {slots} chips of a column share a key/value head: along the axes",
+        "*_slots they divide its queries (g), its columns of k and v (h) and",
+        "its cache slots (s). Along *_heads the heads differ. All chips divide f.",
         "",
         f"{name}, tensor {tensor}: a decode step of {batch} rows of {context} positions.",
         "Shapes and bytes are those of one chip, weights and cache int8.",
