@@ -352,7 +352,7 @@ def activation_groups(x: Array, q: QuantizedArray, n: int) -> Array:
 
 
 def pack_int4(values: Array, at: int) -> Array:
-    """int4 [...] -> uint8, half as many along axis `at`: two neighbours a byte, the first in its low bits."""
+    """int4 [...] -> uint8, half as many along axis `at`: two neighbors a byte, the first in its low bits."""
     bits = lax.bitcast_convert_type(values.astype(jnp.int8), jnp.uint8) & 15
     bits = bits.reshape(*bits.shape[:at], -1, 2, *bits.shape[at + 1 :])
     low, high = bits.take(0, at + 1), bits.take(1, at + 1)

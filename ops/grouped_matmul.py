@@ -139,7 +139,7 @@ def active_experts(
         columns = spec(None, D, width, at=lambda e, j: (e, 0, j))
         weight_specs = columns, columns, spec(None, width, D, at=lambda e, j: (e, j, 0))
         unit_specs = None, None, None
-        if units[0] is not None:  # of one expert they are no whole tile: take its neighbours' along
+        if units[0] is not None:  # of one expert they are no whole tile: take its neighbors' along
             columns = spec(min(E, ROW_TILE), width, at=lambda e, j: (e // ROW_TILE, j))
             rest = spec(min(E, ROW_TILE), D, at=lambda e, j: (e // ROW_TILE, 0))
             unit_specs = columns, columns, rest

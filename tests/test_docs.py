@@ -33,8 +33,6 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 DOCUMENTS = ["README.md", *sorted(str(x.relative_to(ROOT)) for x in (ROOT / "docs").rglob("*.md"))]
 LOG = "docs/development/log.md"  # which has the names of its days
 SHORT = ("README.md", "docs/python-api.md")  # whose programs run without --all
-# Documents and files that are being rewritten elsewhere; to be removed from here.
-NOT_YET = ("README.md", "ops/grouped_matmul.py", "quantize.py")
 SECONDS = 600  # until a program is given up
 
 
@@ -407,7 +405,7 @@ def test_names(document):
     assert not missing_names(document)
 
 
-@pytest.mark.parametrize("document", [x for x in DOCUMENTS if x not in NOT_YET])
+@pytest.mark.parametrize("document", DOCUMENTS)
 def test_lines_are_short(document):
     """At most 120 columns, except for tables and for what has no space to break at."""
     long = [line for line in prose(document).splitlines() if len(line) > 120 and not line.startswith("|")]
@@ -487,7 +485,7 @@ def test_american_spelling():
     code = [file for file in python_files() if file.endswith(".py") and file != "tests/test_docs.py"]
     texts = {x: read(x) for x in DOCUMENTS} | {x: comments(x) for x in code}
     found = {file: words for file, text in sorted(texts.items()) if (words := british(text))}
-    assert not {file: words for file, words in found.items() if file not in NOT_YET}
+    assert not found
 
 
 MEASURED = ("docs/cpu.md", "docs/server.md", "docs/checkpoints.md", "docs/tpu.md")
