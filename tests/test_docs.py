@@ -519,3 +519,11 @@ def unexplained_tables(text: str) -> list[str]:
 @pytest.mark.parametrize("document", MEASURED)
 def test_tables_say_how_they_were_measured(document):
     assert not unexplained_tables(read(document))
+
+
+def test_ci_runs_the_readmes_commands():
+    """The two commands of a fresh machine stand in the README as `.ci/run` runs them."""
+    commands = read(".ci/run").splitlines()
+    for command in ("pip install -e . && python3 main.py", "pip install -e '.[test]' && python3 -m pytest"):
+        assert command in read("README.md").splitlines()
+        assert any(line.startswith(command) for line in commands), command
