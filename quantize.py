@@ -108,6 +108,10 @@ class PerChannel(Format):
     largest: int
     bits = 8
 
+    def on(self, platform: str) -> Format:
+        """A CPU would convert fp8 in each step, which takes much longer than a product of int8."""
+        return Requantized(self, INT8) if platform == "cpu" and self != INT8 else self
+
     def declare(self, info) -> QuantizedArray:
         kept = "".join(letter for letter in info.letters if letter not in info.contracted)
         values, scale = info.component(info.letters, self.dtype), info.component(kept, jnp.float32)

@@ -114,7 +114,9 @@ def open_checkpoint(path_or_id: str) -> Checkpoint:
         return _open_published(path, folder, lambda _: tensors)
     folder = find_folder(path_or_id)
     if not (folder / "config.json").is_file():
-        raise UserError(f"{folder}: no config.json in it; is it a model's folder, and whole?")
+        files = sorted(folder.glob("*.gguf"))
+        what = f"give its GGUF file: {files[0]}" if files else "is it a model's folder, and whole?"
+        raise UserError(f"{folder}: no config.json in it; {what}")
     if (folder / INDEX).exists():
         return _open_ours(folder)
     return _open_published(folder, folder, lambda config: _tensors_in(folder, config))

@@ -15,6 +15,8 @@ def find_folder(path_or_id: str) -> pathlib.Path:
     folder = pathlib.Path(os.path.expanduser(path_or_id))
     if folder.is_dir():
         return folder
+    if folder.is_file():
+        raise UserError(f"{path_or_id}: neither a model's folder nor a GGUF file")
     suggestion = did_you_mean(path_or_id, _neighbors(path_or_id))
     if folder.suffix == ".gguf":
         raise UserError(f"{path_or_id}: no such file{suggestion}")
@@ -47,9 +49,16 @@ def _neighbors(path: str) -> list[str]:
 
 def _what_to_do(error: Exception, name: str) -> str:
     """'; ' and what lets the user download the repository, as far as the hub's error says what is wrong."""
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
     match error:
+        case LocalEntryNotFoundError():
+            return "; if there is no network, give a local folder or a GGUF file"
         case GatedRepoError():
             return f"; accept its license on https://huggingface.co/{name}, and set HF_TOKEN to your token"
         case RevisionNotFoundError():

@@ -7,14 +7,15 @@ import re
 
 import numpy as np
 
-BITS = {
-    "pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "f8e4m3fn": 8, "s16": 16, "u16": 16, "bf16": 16, "f16": 16,
-    "s32": 32, "u32": 32, "f32": 32, "s64": 64, "u64": 64, "f64": 64,
-}  # fmt: skip
-
 HEADER = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\) -> .* \{$")
 INSTRUCTION = re.compile(r"^  (ROOT )?%?([\w.-]+) = (.*?) ([a-z][\w-]*)\((.*)$", re.DOTALL)
 ARRAY = re.compile(r"(\w+)\[([\d,]*)\](?:\{([^}]*)\})?")
+
+
+def bits(dtype: str) -> int:
+    """Bits of a number of XLA's type `dtype`: s4, bf16, f8e4m3fn or pred, for example; 0 of a token."""
+    number = re.match(r"[a-z]+(\d+)", dtype)
+    return int(number[1]) if number else 8 * (dtype == "pred")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Array:
         tile = [int(n) for n in tile[1].split(",")][::-1] if tile else []
         for i, n in enumerate(tile[: len(shape)]):
             shape[i] = -(-shape[i] // n) * n
-        return math.prod(shape) * BITS.get(self.dtype, 0) / 8
+        return math.prod(shape) * bits(self.dtype) / 8
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"

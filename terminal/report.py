@@ -24,10 +24,10 @@ def report(session: Session, engine: Engine, replies: list[Reply], content: Call
     rate = (stats.tokens - prefilled.tokens) / seconds if steps else None
     utilization = bandwidth_utilization(target, engine, answered, seconds / steps) if steps else None
     split = ", ".join(f"{what} {seconds:.1f}" for what, seconds in laps.items())
-    log(f"first tokens after {sum(laps.values()):.1f} s of CPU time: {split}")
+    log(f"CPU time until the first tokens {sum(laps.values()):.1f} s: {split}")
     parts = [
-        f"prefill {prefilled.seconds:.3f} s",
-        f"decode {f'{rate:.1f} tokens/s' if rate else 'not needed'}",
+        f"prompts read in {prefilled.seconds:.3f} s (prefill)",
+        f"then {rate:.1f} tokens/s (decode)" if rate else "no decoding",
     ]
     if utilization:
         parts.append(f"{100 * utilization:.0f}% of the memory bandwidth")

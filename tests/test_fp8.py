@@ -18,7 +18,7 @@ from checkpoints.checkpoint import open_checkpoint
 from checkpoints.loading import load
 from checkpoints.names import named_infos
 from ops.matmul import einsum
-from quantize import FP8, QuantizedArray, quantize
+from quantize import FP8, INT8, QuantizedArray, Requantized, quantize
 from serving import placement
 from serving.memory import shard_bytes
 from sharding.arrays import abstract
@@ -148,7 +148,10 @@ def test_the_command(converted, monkeypatch, capsys):
     assert json.loads(out)["responses"] == json.loads(again)["responses"]
     code, _, err = invoke(monkeypatch, capsys, main, "--checkpoint", folder, "--quantize", "int8")
     assert code == 1 and "are fp8; use the original model" in err
-    assert placement.choose_format("fp8", None, print) == FP8
+    said = []
+    assert placement.choose_format("fp8", None, said.append) == Requantized(FP8, INT8)
+    assert said == ["fp8 weights are held as int8: on this platform fp8 is slower"]
+    assert FP8.on("tpu") == FP8.on("gpu") == FP8 and INT8.on("cpu") == INT8
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
