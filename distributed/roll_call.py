@@ -6,6 +6,7 @@ and the name of its host. Process 0 tells all of them which processes have come,
 """
 
 import contextlib
+import errno
 import json
 import os
 import selectors
@@ -54,6 +55,9 @@ def _listener(coordinator: str) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, dualstack_ipv6=dualstack)
     except OSError as e:
+        if e.errno == errno.EADDRINUSE:
+            what_to_do = "stop it, or wait for it, or give --coordinator another port"
+            raise UserError(f"another run is using this machine (port {port}); {what_to_do}") from None
         raise UserError(f"--coordinator {coordinator}: {os.strerror(e.errno)}; try another port") from None
 
 

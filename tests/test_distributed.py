@@ -249,7 +249,8 @@ def test_port_in_use():
         port = server.getsockname()[1]
         done = alone(*of_two(port, 0))
     assert done.returncode == 1
-    assert done.stderr == f"error: --coordinator 127.0.0.1:{port}: Address already in use; try another port\n"
+    what_to_do = "stop it, or wait for it, or give --coordinator another port"
+    assert done.stderr == f"error: another run is using this machine (port {port}); {what_to_do}\n"
 
 
 NOT_KNOWN = "not given, and not known from a cluster; give --coordinator (HOST:PORT), "

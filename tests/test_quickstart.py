@@ -38,7 +38,7 @@ VARIANTS = dict(re.findall(r"```bash (v\d\w+-\d+)\n(.*?)```", PAGE, re.DOTALL))
 ALONE = ["unshare", "-rnpf", "--mount-proc", "bash", "-c", 'ip link set lo up && exec bash "$0"']
 
 GCLOUD = r'''
-import os, pathlib, re, subprocess, sys
+import os, pathlib, re, shutil, subprocess, sys, threading
 here = pathlib.Path(os.environ["STANDINS"])
 workers = int(os.environ["WORKERS"])
 IMAGES = {"v5litepod": "v2-alpha-tpuv5-lite", "v6e": "v2-alpha-tpuv6e"}
@@ -83,7 +83,14 @@ def remote(worker, text):
         "JAX_COORDINATOR_ADDRESS": "127.0.0.1:8471", "JAX_NUM_PROCESSES": str(workers),
         "JAX_PROCESS_ID": str(worker),
     }
-    return dict(args=["bash", "-c", text], cwd=home, env=mine)
+    return dict(args=["bash", "-c", text], cwd=home, env=mine, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+def relay(process):
+    """Threads that pass on what a process writes, until nobody can write any more: so long ssh waits."""
+    pairs = [(process.stdout, sys.stdout.buffer), (process.stderr, sys.stderr.buffer)]
+    threads = [threading.Thread(target=shutil.copyfileobj, args=pair, daemon=True) for pair in pairs]
+    [thread.start() for thread in threads]
+    return threads
 
 match command.split()[-2:]:
     case ["queued-resources", "create"]:
@@ -121,14 +128,23 @@ match command.split()[-2:]:
             os.execv("/bin/sleep", ["sleep", "infinity"])
         numbers = range(workers) if options["--worker"] == "all" else [int(options["--worker"])]
         running = [subprocess.Popen(**remote(worker, options["--command"])) for worker in numbers]
-        sys.exit(max([process.wait() for process in running]))
+        threads = [thread for process in running for thread in relay(process)]
+        codes = [process.wait() for process in running]
+        for thread in threads:
+            thread.join(5)
+            if thread.is_alive():
+                print("ssh hangs: a process holds its output", file=sys.stderr, flush=True)
+                os._exit(92)
+        sys.stdout.flush()
+        sys.exit(max(codes))
 '''
 
 # The page's uv makes an environment: here its python is this test's, on chips that a CPU plays.
 UV = """#!/usr/bin/env bash
 set -e
 case "$*" in
-  "venv --python 3.12 $HOME/llama-env") mkdir -p ~/llama-env/bin && cp "$STANDINS/python" ~/llama-env/bin ;;
+  "venv --allow-existing --python 3.12 $HOME/llama-env")
+    mkdir -p ~/llama-env/bin && cp "$STANDINS/python" "$STANDINS/hf" ~/llama-env/bin ;;
   "pip install --python $HOME/llama-env/bin/python -e .[tpu,serve] jax==0.10.2") test -e pyproject.toml ;;
   *) exit 96 ;;
 esac
@@ -151,7 +167,8 @@ echo 'mkdir -p ~/.local/bin && cp "$STANDINS/uv" ~/.local/bin'
 """,
     "sudo": """#!/usr/bin/env bash
 case "$*" in
-  "apt-get -o DPkg::Lock::Timeout=300 install -y nfs-common") ;;
+  "apt-get update") ;;
+  "DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=300 install -y nfs-common") ;;
   "mount -t nfs 10.0.0.2:/models $STANDINS/models") test -d "$STANDINS/models" ;;
   "mkdir -p $STANDINS/models" | "chmod 777 $STANDINS/models") exec "$@" ;;
   *) exit 94 ;;
@@ -165,6 +182,14 @@ for process in $(grep -lz "^HOME=$HOME$" /proc/[0-9]*/environ 2>/dev/null | cut 
 done
 [[ $found ]]
 """,
+    "pgrep": """#!/usr/bin/env bash
+[[ $* == "-f [c]onvert_checkpoint" ]] || exit 91
+for process in $(grep -lz "^HOME=$HOME$" /proc/[0-9]*/environ 2>/dev/null | cut -d/ -f3); do
+  if grep -q "[c]onvert_checkpoint" /proc/$process/cmdline; then echo $process; found=1; fi
+done
+[[ $found ]]
+""",
+    "hf": '#!/usr/bin/env bash\n[[ $* == "auth whoami" ]] && grep -qx hf_secret ~/.cache/huggingface/token\n',
     "ssh-add": '#!/usr/bin/env bash\n[[ $* == "$HOME/.ssh/google_compute_engine" ]]\n',
     "sleep": "#!/usr/bin/env bash\nexec /bin/sleep 3\n",
     "uv": UV,
@@ -223,10 +248,11 @@ def test_the_page(follow, tmp_path):
     token = tmp_path / "worker0" / ".cache" / "huggingface" / "token"
     assert token.read_text() == "hf_secret\n" and token.stat().st_mode & 0o777 == 0o600
     assert not (tmp_path / "worker1" / ".cache" / "huggingface").exists()
-    assert printed("convert_checkpoint.py").count("\nconfig.json") == 2  # each worker sees the folder
-    assert "checksums" in printed("convert_checkpoint.py")
+    right = r"the checksums of \d+ tensors and of the model's other files are right"
+    assert re.search(right, printed("--verify"))
+    assert printed("--verify").count("\nconfig.json") == 2  # each worker sees the folder
     assert printed("Why is the sky blue?").startswith("> Why is the sky blue?\n")
-    assert "ready" in printed("--serve")
+    assert '{"status":"ready"}' in printed("--serve")
     assert "My name is Tiny Llama" in printed("curl --retry")
     for worker in range(2):
         log = (tmp_path / f"worker{worker}" / "serve.log").read_text()
@@ -237,15 +263,24 @@ def test_the_page(follow, tmp_path):
     )
 
 
+def test_in_the_background(follow):
+    """ssh ends at once after the page's form of starting something, and hangs after the shorter form."""
+    create = next(step for step in STEPS if "queued-resources create" in step)
+    kept = "nohup /bin/sleep 100 > ~/log 2>&1 < /dev/null &"
+    follow("", [create, f'on all "cd ~ && {{ {kept} }}"'], 2, 1)
+    with pytest.raises(AssertionError, match="ssh hangs"):
+        follow("", [create, f'on all "cd ~ && {kept}"'], 2, 1)
+    background = [line for line in PAGE.replace("\\\n", "").splitlines() if "nohup" in line]
+    assert len(background) == 2 and all(re.search(r"&& \{ .* & \}\"$", line) for line in background)
+
+
 @pytest.mark.parametrize("slice", VARIANTS)
 def test_other_slices(follow, slice):
     """Their names go together, and the same commands create and delete them."""
-    ends = [step for step in STEPS if re.search("queued-resources|filestore instances delete", step)]
-    create = "gcloud filestore instances create $TPU-disk --zone=$ZONE --tier=BASIC_SSD \\\n"
-    create += "--file-share=name=models,capacity=2560GB --network=name=default\n"
-    assert len(ends) == 2 and create.split("\\")[0] in PAGE
+    ends = [step for step in STEPS if re.search("instances create|queued-resources|instances delete", step)]
+    assert len(ends) == 3
     workers = {"v6e-16": 4, "v6e-8": 1, "v5e-8": 1}[slice]
-    assert follow(VARIANTS[slice], [ends[0], create, ends[1]], workers, 4)[-1] == "\n"
+    assert follow(VARIANTS[slice], ends, workers, 4)[-1] == "\n"
 
 
 @pytest.fixture
