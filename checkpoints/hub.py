@@ -17,7 +17,7 @@ def find_folder(path_or_id: str) -> pathlib.Path:
         return folder
     if folder.is_file():
         raise UserError(f"{path_or_id}: neither a model's folder nor a GGUF file")
-    suggestion = did_you_mean(path_or_id, _neighbors(path_or_id))
+    suggestion = did_you_mean(folder.name, _names_beside(folder))
     if folder.suffix == ".gguf":
         raise UserError(f"{path_or_id}: no such file{suggestion}")
     hub_id = re.fullmatch(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:@([\w./-]+))?", path_or_id)
@@ -38,11 +38,10 @@ def find_folder(path_or_id: str) -> pathlib.Path:
         raise UserError(message) from None
 
 
-def _neighbors(path: str) -> list[str]:
-    """The paths of everything in the folder in which this path should be."""
-    folder = os.path.dirname(path)
+def _names_beside(path: pathlib.Path) -> list[str]:
+    """The names of everything in the folder in which this path should be."""
     try:
-        return [os.path.join(folder, name) for name in os.listdir(os.path.expanduser(folder) or ".")]
+        return os.listdir(path.parent)
     except OSError:
         return []
 

@@ -113,7 +113,11 @@ def test_wrong_usage(wrong, monkeypatch, capsys):
 SUGGESTIONS = {
     "a mistyped option": (main, ["--promt", "x"], "; did you mean --prompt?"),
     "the beginning of an option": (main, ["--temp=1"], "; did you mean --temperature?"),
-    "a mistyped folder": (main, ["--checkpoint", LLAMA3.replace("llama", "lama")], f"did you mean {LLAMA3}?"),
+    "a mistyped folder": (
+        main,
+        ["--checkpoint", LLAMA3.replace("llama", "lama")],
+        "did you mean tiny-llama3?",
+    ),
     "a mistyped option of another command": (
         convert_checkpoint,
         ["a", "b", "--quantise", "int8"],
