@@ -515,7 +515,7 @@ MUTATIONS = [
     ("distributed/watch.py", "            time.sleep(2 * INTERVAL)  # the others read", "            pass  # the others read", TERMINATED),
     ("distributed/runtime.py", "    set_handler(signal.SIGABRT, ", "    print(", KILLED_FIRST),
     ("distributed/runtime.py", "if ABOUT_PEERS.match(line):", "if False:", KILLED_FIRST),
-    ("distributed/roll_call.py", "raise UserError(f\"--coordinator {coordinator}: {os.strerror", "raise OSError(f\"{os.strerror", PORT),
+    ("distributed/roll_call.py", "if e.errno == errno.EADDRINUSE:", "if False:", PORT),
     ("distributed/roll_call.py", "raise UserError(_missing(count, hosts, left, f\"in {seconds} s\"))", "return [host] * count", NOBODY),
     ("distributed/roll_call.py", "left[index] = hosts.pop(index)", "left[index] = hosts[index]", ROLL_LEFT),
     ("distributed/roll_call.py", "elif message := _receive(connection):", "elif message := json.loads(connection.recv(4096)):", ROLL_STRANGERS),
