@@ -5,7 +5,6 @@ answer depends on its request alone, so every machine records the same.
 """
 
 import csv
-import pathlib
 import sys
 from typing import NamedTuple
 
@@ -13,14 +12,14 @@ import numpy as np
 
 from checkpoints.checkpoint import open_checkpoint
 from checkpoints.loading import load
-from images.drawing import IMAGES, pyplot, redraw
+from images.drawing import IMAGES, pyplot, redraw, tidy
 from serving.engine import Engine, InFlight
 from serving.programs import Programs
 from serving.requests import Request
 from sharding.mesh import make_mesh
 
 RECORD = IMAGES / "batching.csv"
-CHECKPOINT = pathlib.Path(__file__).resolve().parents[1] / "tests/checkpoints/tiny-llama3"
+CHECKPOINT = IMAGES.parent / "tests" / "checkpoints" / "tiny-llama3"
 ROWS, SYSTEM_PROMPT = 4, 60  # rows of the batch; tokens of the prompt that some requests begin with
 # Of each request: whether it begins with the system prompt, tokens of its own prompt, tokens of the answer.
 REQUESTS = (
@@ -128,7 +127,6 @@ def draw():
     turns = max(event.turn for event in events) + 1
     axes.set(xlim=(-0.1, turns + 0.1), ylim=(ROWS - 0.5, -0.5), xlabel="turn of the engine")
     axes.set_yticks(range(ROWS), [f"row {row}" for row in range(ROWS)])
-    axes.spines[["top", "right"]].set_visible(False)
     patch = pyplot().Rectangle
     handles = [patch((0, 0), 1, 1, facecolor=color) for color in (PREFILL, DECODE, "#ffffff")]
     labels = "a prefill chunk", "a decode step, one token", "nothing: the row waits"
@@ -137,7 +135,7 @@ def draw():
     axes.legend(
         handles, labels, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1), frameon=False, fontsize=8
     )
-    figure.tight_layout()
+    tidy(figure)
     return figure
 
 

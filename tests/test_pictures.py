@@ -1,17 +1,23 @@
-"""The pictures of the chapters on sharding, rooflines, quantization and formats, and some of their data."""
+"""What the pictures of the chapters show, and some figures of their texts, is what the code does."""
 
 import math
 import pathlib
 import re
+from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import llama3_config, mesh_of
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from images import formats, quantization, roofline
+import model
+from families.registry import FAMILIES
+from images import attention, batching, families, formats, quantization, roofline
 from images import sharding as product_picture
+from ops.kv_cache import KV, key_beside_value
 from planner.floor import needed
 from planner.job import Job
 from planner.models import read_model
@@ -77,8 +83,8 @@ def test_what_every_chip_holds_whole():
 
 def test_the_tables_that_are_drawn():
     """Each row of the document's tables is a format with its own number of bits."""
-    for model in quantization.MODELS:
-        found = quantization.measured(model)
+    for name in quantization.MODELS:
+        found = quantization.measured(name)
         assert {label for label, *_ in found} >= set(FORMATS) - {"none"}
         for label, bits, kl in found:
             format = FORMATS[label.split(",")[0]]
@@ -94,3 +100,64 @@ def test_errors_of_formats():
     for format, bits in ((FP8, jnp.finfo(jnp.float8_e4m3fn).nmant), (formats.E5M2, 2)):
         assert 0.88 * 2.0**-bits / 2 < formats.relative_errors(format, weights).max() <= 2.0**-bits / 2
     assert (formats.relative_errors(INT8, weights) * weights).max() <= 0.5 / 127 + 1e-6
+
+
+@pytest.mark.parametrize("name", attention.MASKS)
+def test_rings_of_the_picture(name):
+    """The slots that a decode step writes and sees, for every length."""
+    mask, n = attention.MASKS[name], attention.POSITIONS
+
+    @partial(jax.shard_map, mesh=mesh_of(llama3_config()), in_specs=P(), out_specs=P(), check_vma=False)
+    def on_device(read):
+        """A row that has read so many tokens reads one more."""
+        chunk = model.chunk_at(read, jnp.ones_like(read), 1)
+        return model.slot_mapping(chunk, mask, n), model.visible_slots(chunk, mask, read + 1)
+
+    written, (length, gap) = jax.tree.map(np.asarray, on_device(jnp.arange(n)))
+    held = np.full(mask.ring or n, -1)
+    sees = attention.visible(mask, n)
+    for position in range(n):
+        held[written[position, 0]] = position
+        assert attention.slots(mask, position + 1, n).tolist() == held.tolist()
+        slots = np.arange(held.size)
+        seen = slots < length[position, 0]
+        if gap is not None:
+            seen &= (slots < gap[0][position, 0]) | (slots >= gap[1][position, 0])
+        assert sorted(held[seen]) == np.flatnonzero(sees[position]).tolist()
+
+
+@pytest.mark.parametrize("name", attention.MASKS)
+def test_masks_of_the_picture(name):
+    """What the tokens of one chunk see of one another: a key is seen if it changes what attention returns."""
+    mask, n, columns = attention.MASKS[name], attention.POSITIONS, key_beside_value(8)
+    rng = np.random.default_rng(0)
+    q, kv = rng.normal(size=(1, n, 1, 1, 8)), rng.normal(size=(1, 1, n, 16))
+
+    @jax.jit
+    @partial(jax.shard_map, mesh=mesh_of(llama3_config()), in_specs=P(), out_specs=P(), check_vma=False)
+    def attended(q, values):
+        chunk = model.chunk_at(jnp.zeros(1, int), jnp.full(1, n), n)
+        return model.attend_chunk(q, KV(values, None, columns), chunk, mask)[0]
+
+    usual = attended(jnp.float32(q), jnp.float32(kv))
+    for key in range(n):
+        other = kv.copy()
+        other[0, 0, key] += 1
+        differs = (np.asarray(attended(jnp.float32(q), jnp.float32(other)) != usual)).any((0, 2, 3, 4))
+        assert differs.tolist() == attention.visible(mask, n)[:, key].tolist()
+
+
+def test_the_recorded_run():
+    """The engine still does what images/batching.csv says."""
+    assert batching.record() == batching.read()
+
+
+def test_every_family_is_in_the_picture():
+    """Each layer has one attention, one mask and one feed-forward of the columns; no family is left out."""
+
+    shown = {fields["model_type"] for fields in families.FAMILIES.values()}
+    assert shown == {family.model_type for family in FAMILIES}
+    for own in families.grid().values():
+        for columns in (("Heads", "Latent"), ("Full", "BlockLocal", "Window"), ("Gated", "Plain", "Experts")):
+            counts, depths = zip(*(own[column] for column in columns), strict=True)
+            assert {sum(counts)} == set(depths)
