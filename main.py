@@ -23,7 +23,7 @@ from feedback.progress import progress
 from serving.memory import fit_cache
 from terminal.answers import Reply, answer, make_replies, refuse_too_long, report_refused
 from terminal.chat import chat
-from terminal.command_line import run
+from terminal.command_line import OUT_OF_MEMORY, run
 from terminal.launch import Startup, device_count, enable_compilation_cache, join_hosts
 from terminal.models import Session, open_session
 from terminal.options import parse_arguments
@@ -53,9 +53,7 @@ def main() -> None:
     except jax.errors.JaxRuntimeError as e:
         if "RESOURCE_EXHAUSTED" not in str(e):
             raise
-        raise UserError(
-            "out of device memory: try fewer --rows, a smaller --max-len, --quantize int8 or more devices"
-        ) from e
+        raise UserError(OUT_OF_MEMORY) from e
 
 
 def answer_prompts(session: Session, prompts: list[Prompt]) -> None:

@@ -25,6 +25,8 @@ those that several families share; what only one family computes is a record in 
 """
 
 import dataclasses
+import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -53,7 +55,7 @@ from sharding.arrays import (
     specs,
     zeros,
 )
-from sharding.mesh import EXPERT, MODEL, ROWS, SLOTS, vocabulary_shard
+from sharding.mesh import EXPERT, MODEL, ROWS, SLOTS, TENSOR, vocabulary_shard
 
 # ---------------------------------------------------------------------------------------------- declarations
 
@@ -87,25 +89,25 @@ def with_norms(infos, **norms):
 
 @dataclasses.dataclass(frozen=True)
 class Norm:
-    """Division by the root mean square, times (offset + weight). Source: arXiv 1910.07467."""
+    """Division by the root mean square, times a weight. Source: arXiv 1910.07467.
+
+    offset: None: the quotient is rounded before it is multiplied by the weight. A number, even 0: it is added
+    to the weight, and only the product is rounded.
+    """
 
     eps: float
     weight: bool = True
-    offset: float = 0
+    offset: float | None = None
 
     def declare(self, info: ArrayInfo) -> ArrayInfo | None:
         """The declaration of the norm's weights: info, one factor per column; None if it has no weights."""
         return info if self.weight else None
 
     def __call__(self, x: Array, w: Array | None) -> Array:
-        """x: [...,D] -> [...,D] in x's dtype.
-
-        As in transformers: without an offset, the normalized x is rounded to x's dtype and then multiplied by
-        the weight; with an offset, it is multiplied in float32, and the product is rounded.
-        """
+        """x: [...,D] -> [...,D] in x's dtype."""
         y = x.astype(jnp.float32)
         y = y * lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.eps)
-        if self.offset:
+        if self.offset is not None:
             return (y * (self.offset + w.astype(jnp.float32))).astype(x.dtype)
         y = y.astype(x.dtype)
         return y if w is None else y * w
@@ -116,24 +118,26 @@ class Rope:
     """Rotary position embedding of the first `width` columns of a head. Source: arXiv 2104.09864.
 
     interleaved: the pairs that are rotated are neighbors (2i, 2i+1), not halves (i, i + width/2).
+    magnitude: the factor of what is rotated.
     """
 
     theta: float
     width: int
-    scaling: "LinearScaling | Llama3Scaling | None" = None
+    scaling: "LinearScaling | Llama3Scaling | YarnScaling | None" = None
     interleaved: bool = False
+    magnitude: float = 1
 
     @property
     def frequencies(self) -> np.ndarray:
         """Radians per position, [width/2] float32. Source: transformers modeling_rope_utils.py."""
         exponent = np.arange(0, self.width, 2, dtype=np.float32) / np.float32(self.width)
         frequencies = 1 / np.float32(self.theta) ** exponent
-        return self.scaling(frequencies) if self.scaling else frequencies
+        return self.scaling(frequencies, self.theta) if self.scaling else frequencies
 
     def rotation(self, positions: Array) -> "Rotation":
         """positions: [b,T] -> the rotation of queries and keys there."""
         angle = positions[..., None].astype(jnp.float32) * self.frequencies
-        return Rotation(jnp.cos(angle), jnp.sin(angle), self.interleaved)
+        return Rotation(self.magnitude * jnp.cos(angle), self.magnitude * jnp.sin(angle), self.interleaved)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +146,7 @@ class LinearScaling:
 
     factor: float
 
-    def __call__(self, frequencies: np.ndarray) -> np.ndarray:
+    def __call__(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
         return frequencies / np.float32(self.factor)
 
 
@@ -159,12 +163,39 @@ class Llama3Scaling:
     high: float
     original: float
 
-    def __call__(self, frequencies: np.ndarray) -> np.ndarray:
+    def __call__(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
         turns = self.original * frequencies / np.float32(2 * np.pi)
         # low and high may be equal: then nothing is blended.
         kept = (turns - self.low) / (self.high - self.low) if self.high > self.low else turns >= self.low
         kept = np.clip(kept, 0, 1).astype(np.float32)
         return (1 - kept) * frequencies / np.float32(self.factor) + kept * frequencies
+
+
+@dataclasses.dataclass(frozen=True)
+class YarnScaling:
+    """As `Llama3Scaling`, but blended linearly in a frequency's index. Source: arXiv 2309.00071, section 3.2.
+
+    original: the context length of the first training. The frequency that makes `fast` turns in it is the
+    last one that is kept, the one that makes `slow` turns is the first one that is divided.
+    truncate: the indices of these two are rounded, the first one down and the second one up.
+    """
+
+    factor: float
+    original: float
+    fast: float = 32
+    slow: float = 1
+    truncate: bool = True
+
+    def __call__(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
+        def index(turns: float) -> float:
+            return len(frequencies) * math.log(self.original / (turns * 2 * math.pi)) / math.log(theta)
+
+        low, high = index(self.fast), index(self.slow)
+        low, high = (math.floor(low), math.ceil(high)) if self.truncate else (low, high)
+        low, high = max(low, 0), min(high, 2 * len(frequencies) - 1)
+        divided = (np.arange(len(frequencies)) - low) / (high - low if high > low else 0.001)
+        divided = np.clip(divided, 0, 1).astype(np.float32)
+        return divided * frequencies / np.float32(self.factor) + (1 - divided) * frequencies
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["cos", "sin"], meta_fields=["interleaved"])
@@ -246,8 +277,12 @@ class QueryScale:
 class Heads:
     """Grouped-query attention: K heads of keys and values, for G queries each, of width H.
 
-    qk_norm: of each query and key, before they are rotated. bias: of queries, keys and values.
-    scale: the factor of q·k; None for H**-0.5. Source: arXiv 2305.13245.
+    Source: arXiv 2305.13245.
+
+    qk_norm: of each query and key, before they are rotated. query_scale: of the rotated queries.
+    bias: of queries, keys and values. output_bias: of the output matrix. scale: the factor of q·k; None for
+    H**-0.5.
+    weights: the class of the declared weights. A family that adds one has subclasses of both classes.
     """
 
     K: int
@@ -258,6 +293,7 @@ class Heads:
     bias: bool = False
     output_bias: bool = False
     scale: float | None = None
+    weights = Attention
 
     @property
     def columns(self) -> Columns:
@@ -272,7 +308,7 @@ class Heads:
         """The declared weights. prefix: precedes their names in a checkpoint."""
         absent = dict(q_bias=not self.bias, k_bias=not self.bias, v_bias=not self.bias)
         absent |= dict(o_bias=not self.output_bias)
-        infos = declare(Attention, prefix, dict(D=D) | sizes_of(self), absent)
+        infos = declare(self.weights, prefix, dict(D=D) | sizes_of(self), absent)
         return with_norms(infos, q_norm=self.qk_norm, k_norm=self.qk_norm)
 
     def project(self, x: Array, w: Attention, chunk: Chunk, rotation: Rotation | None) -> tuple[Array, Array]:
@@ -297,9 +333,13 @@ class Heads:
             q = (q * growth[:, :, None, None, None]).astype(q.dtype)
         return q, jnp.concatenate([k, v], -1)
 
-    def output(self, attended: Array, w: Attention) -> Array:
-        """attended: [b,T,k,g,H], the weighted sum of values of each query -> [b,T,D]."""
-        return add_bias(lax.psum(einsum("bTkgH,DkgH->bTD", attended, w.o), MODEL), w.o_bias)  # k, g
+    def output(self, o: Array, lse: Array, x: Array, w: Attention) -> Array:
+        """What each query has attended to -> [b,T,D].
+
+        o: [b,T,k,g,H], its weighted sum of values. lse: [b,T,k,g] float32, the log of the sum of exponentials
+        of its scores. x: [b,T,D], what `project` was given.
+        """
+        return add_bias(lax.psum(einsum("bTkgH,DkgH->bTD", o, w.o), MODEL), w.o_bias)  # k, g
 
 
 def add_bias(x: Array, bias: Array | None) -> Array:
@@ -390,8 +430,8 @@ def attention(x: Array, w, kv: KV | None, chunk: Chunk, rotation: Rotation | Non
         parts.append(past)
     if not parts or x.shape[1] > 1:
         parts.append(attend_chunk(q, new, chunk, kind.mask))
-    o, _ = merge(*parts)
-    return kind.attention.output(o.astype(x.dtype), w), kv
+    o, lse = merge(*parts)
+    return kind.attention.output(o.astype(x.dtype), lse, x, w), kv
 
 
 def attend_cache(q: Array, new: KV, kv: KV, chunk: Chunk, mask: Mask):
@@ -486,12 +526,27 @@ class MLP:
     down: Array = declared("Df", "f", "down_proj.weight", "DF")
 
 
+Activation = Callable[[Array, Array], Array]  # of gate and up, [...,F] each, to the hidden units
+
+
+@dataclasses.dataclass(frozen=True)
+class SwiGLU:
+    def __call__(self, gate: Array, up: Array) -> Array:
+        return jax.nn.silu(gate) * up
+
+
+@dataclasses.dataclass(frozen=True)
+class GeGLU:
+    def __call__(self, gate: Array, up: Array) -> Array:
+        return jax.nn.gelu(gate, approximate=True) * up
+
+
 @dataclasses.dataclass(frozen=True)
 class Gated:
     """A gated MLP of width F. Source: arXiv 2002.05202."""
 
     F: int
-    activation: str = "silu"
+    activation: Activation = SwiGLU()
 
     def declare(self, prefix: str, D: int) -> MLP:
         """The declared weights. prefix: precedes their names in a checkpoint."""
@@ -505,25 +560,18 @@ class Gated:
     def local(self, x: Array, w: MLP) -> Array:
         """x: [b,T,D] -> [b,T,D], this device's part of the sum over f."""
         up = einsum("bTD,fD->bTf", x, w.up)
-        gate = activation(self.activation)(einsum("bTD,fD->bTf", x, w.gate))
-        return einsum("bTf,Df->bTD", gate * up, w.down)
-
-
-def activation(name: str):
-    """The activation function of this name. Raises ValueError if there is none."""
-    functions = dict(silu=jax.nn.silu, gelu_tanh=partial(jax.nn.gelu, approximate=True))
-    if name not in functions:
-        raise ValueError(f"activation {name!r} is not supported ({', '.join(functions)})")
-    return functions[name]
+        gate = einsum("bTD,fD->bTf", x, w.gate)
+        return einsum("bTf,Df->bTD", self.activation(gate, up), w.down)
 
 
 @dataclasses.dataclass(frozen=True)
 class Router:
-    """How a token's experts are weighted: by which score, applied to their input or output."""
+    """How a token's experts are chosen and weighted: by which score, applied to their input or output."""
 
     score: str = "sigmoid"  # or "softmax", over all experts
     normalized: bool = False  # the scores of the chosen experts sum to 1
     scales: str = "input"  # or "output"
+    logit_bias: bool = False  # is added to the logits
     bias: bool = False  # is added to the sigmoid scores to choose the experts, but not to weight them
     factor: float = 1  # multiplies the final scores
 
@@ -532,15 +580,32 @@ class Router:
             raise ValueError(
                 f"a router of {self.score!r} scores that scale the {self.scales!r} is not supported"
             )
+        if self.bias and self.score != "sigmoid":
+            raise ValueError("a router's bias is added to sigmoid scores, not to those of a softmax")
+
+    def choose(self, logits: Array, bias: Array | None, A: int) -> tuple[Array, Array]:
+        """logits: [b,T,E] -> those of each token's A best experts [b,T,A], and the experts [b,T,A] int32."""
+        if bias is None:
+            return lax.top_k(logits, A)
+        _, chosen = lax.top_k(self.rank(logits, bias), A)
+        return jnp.take_along_axis(logits, chosen, -1), chosen
+
+    def rank(self, logits: Array, bias: Array) -> Array:
+        """The numbers by which experts are chosen: [b,T,E] -> [b,T,E]."""
+        return jax.nn.sigmoid(logits) + bias
 
 
 @pytree
 class MoE:
     router: Array = declared("DE", "", "router.weight", "ED")
-    router_bias: Array | None = declared_bias("E", "router.bias", "E", dtype=jnp.float32)
+    router_bias: Array | None = declared_bias("E", "router.e_score_correction_bias", "E", dtype=jnp.float32)
+    logit_bias: Array | None = declared_bias("E", "router.bias", "E")
     gate: Array = declared("eDm", "D", "experts.gate_up_proj", "ED[M+M]", 0)
     up: Array = declared("eDm", "D", "experts.gate_up_proj", "ED[M+M]", 1)
     down: Array = declared("emD", "m", "experts.down_proj", "EMD")
+    gate_bias: Array | None = declared_bias("em", "experts.gate_up_proj_bias", "E[M+M]", part=0)
+    up_bias: Array | None = declared_bias("em", "experts.gate_up_proj_bias", "E[M+M]", part=1)
+    down_bias: Array | None = declared_bias("eD", "experts.down_proj_bias", "ED")
     shared: MLP | None
 
 
@@ -548,7 +613,7 @@ class MoE:
 class Experts:
     """E gated MLPs of width M, of which each token goes through A; beside them `shared`, for all tokens.
 
-    Raises ValueError about an activation that the kernels of ops/ do not compute.
+    bias: of gate, up and down. Raises ValueError if there are biases and the router scales the input.
     """
 
     E: int
@@ -556,16 +621,18 @@ class Experts:
     M: int
     router: Router
     shared: Gated | None
-    activation: str = "silu"
+    activation: Activation = SwiGLU()
+    bias: bool = False
 
     def __post_init__(self):
-        if self.activation != "silu":
-            raise ValueError(f"experts with activation {self.activation!r} are not supported (silu)")
+        if self.bias and self.router.scales == "input":
+            raise ValueError("experts with biases need a router that scales their output")
 
     def declare(self, prefix: str, D: int) -> MoE:
         """The declared weights. prefix: precedes their names in a checkpoint."""
         shared = self.shared and self.shared.declare(prefix + "shared_expert.", D)
-        absent = dict(router_bias=not self.router.bias)
+        absent = dict(router_bias=not self.router.bias, logit_bias=not self.router.logit_bias)
+        absent |= dict(gate_bias=not self.bias, up_bias=not self.bias, down_bias=not self.bias)
         return declare(MoE, prefix, dict(D=D) | sizes_of(self), absent, shared=shared)
 
     def __call__(self, x: Array, w: MoE, chunk: Chunk) -> Array:
@@ -580,12 +647,8 @@ def route(x: Array, w: MoE, kind: Experts) -> tuple[Array, Array]:
     """x: [b,T,D] -> each token's A experts [b,T,A] int32, and their weights [b,T,A] float32."""
     x32, router = x.astype(jnp.float32), w.router.astype(jnp.float32)
     # In float32, because rounded logits could choose other experts.
-    logits = jnp.einsum("bTD,DE->bTE", x32, router, precision="highest")
-    if w.router_bias is None:
-        best, chosen = lax.top_k(logits, kind.A)
-    else:
-        _, chosen = lax.top_k(jax.nn.sigmoid(logits) + w.router_bias, kind.A)
-        best = jnp.take_along_axis(logits, chosen, -1)
+    logits = add_bias(jnp.einsum("bTD,DE->bTE", x32, router, precision="highest"), w.logit_bias)
+    best, chosen = kind.router.choose(logits, w.router_bias, kind.A)
     if kind.router.score == "sigmoid":
         score = jax.nn.sigmoid(best)
     else:
@@ -606,8 +669,14 @@ def experts(x: Array, w: MoE, chunk: Chunk, kind: Experts) -> Array:
     local = chosen - lax.axis_index(EXPERT) * n_local
     local = jnp.where((local >= 0) & (local < n_local) & chunk.valid[..., None], local, n_local)
     rows = (array.reshape(-1, array.shape[-1]) for array in (x, local, score))
-    y = expert_mlp(*rows, w.gate, w.up, w.down, scales=kind.router.scales)
+    biases = w.gate_bias, w.up_bias, on_first_device(w.down_bias, TENSOR)
+    y = expert_mlp(*rows, w.gate, w.up, w.down, biases, kind.activation, kind.router.scales)
     return y.astype(x.dtype).reshape(x.shape)
+
+
+def on_first_device(bias: Array | None, axes: tuple[str, ...]) -> Array | None:
+    """The bias on the first device along these mesh axes, zeros on the others: a psum then adds it once."""
+    return bias if bias is None else jnp.where(lax.axis_index(axes) == 0, bias, 0)
 
 
 # --------------------------------------------------------------------------------------------- decoder layer
@@ -695,8 +764,8 @@ def layer_infos(kind: LayerKind, D: int, prefix: str = "") -> Layer:
 class Config:
     """All that the functions below need to know of a model.
 
-    norm: after the last layer. position_embedding: None, or a record that adds learned position embeddings to
-    the embedded tokens.
+    norm: after the last layer. embedding_norm: of the embedded tokens, without a weight.
+    position_embedding: None, or a record that adds learned position embeddings to the embedded tokens.
     logit_scale, logit_softcap: logits are multiplied by the first, then become cap * tanh(logits / cap).
     """
 
@@ -707,6 +776,7 @@ class Config:
     max_positions: int
     tied_embeddings: bool = False
     embedding_scale: float | None = None
+    embedding_norm: Norm | None = None
     position_embedding: Any = None
     logit_scale: float | None = None
     logit_softcap: float | None = None
@@ -815,6 +885,7 @@ def embed(tokens: Array, positions: Array, weights: Weights, *, cfg: Config, mes
         x = take_rows(w.embed, row)
         x = lax.psum(jnp.where(here[..., None], x, 0), MODEL).astype(float_type(w))  # v
         x = x if cfg.embedding_scale is None else x * jnp.asarray(cfg.embedding_scale, x.dtype)
+        x = normalize(x, cfg.embedding_norm, None)
         return x if w.positions is None else cfg.position_embedding(x, w.positions, positions)
 
     in_specs = P(ROWS), P(ROWS), outer_specs(cfg, weights)

@@ -1,9 +1,10 @@
 """Number formats for weights: how each one is declared, encoded, decoded, multiplied and stored.
 
-`Format` lists what a format has to define. `PerChannel` (int8, fp8) and `PerGroup` (int4) do, `Requantized`
-combines two formats, and FORMATS names the formats that a user can ask for. A new format is one more entry of
-FORMATS, and a subclass of `Format` if none of these fits. ops/matmul.py and ops/grouped_matmul.py list the
-platforms that have a kernel for a format; without one, the format's own product is used.
+`Format` lists what a format has to define. `PerChannel` (int8, fp8), `PerGroup` (int4) and `ExpertsInMXFP4`
+do, `Requantized` combines two formats, and FORMATS names the formats that a user can ask for. A new format is
+one more entry of FORMATS, and a subclass of `Format` if none of these fits. ops/matmul.py and
+ops/grouped_matmul.py list the platforms that have a kernel for a format; without one, the format's own
+product is used.
 """
 
 import dataclasses
@@ -19,6 +20,9 @@ INT8_MAX = 127
 INT4_MIN, INT4_MAX = -8, 7
 PART = 2 * INT8_MAX  # units of an activation's low part in one unit of its high part
 MIN_GROUP_SIZE = 32  # smaller groups would have too many scales
+# Values of MXFP4: that share a scale, of two such blocks, which share bytes, and of four, whose exponents are
+# in TILE bytes.
+BLOCK, PAIR, CHUNK, TILE = 32, 64, 128, 8
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=["format"])
@@ -53,8 +57,11 @@ class Format:
         """The format in which a platform ("cpu", "gpu" or "tpu") holds weights of this format."""
         return self
 
-    def for_array(self, info) -> "Format":
-        """The format that one weight of the model uses: int8, for example, if 4 bits are too few for it."""
+    def for_array(self, info) -> "Format | None":
+        """The format that one weight of the model uses: int8, for example, if 4 bits are too few for it.
+
+        None: it stays float.
+        """
         return self
 
     def pad_multiple(self, size: int) -> int:
@@ -374,6 +381,143 @@ def nibbles(pairs: Array) -> tuple[Array, Array]:
     return (pairs << 4) >> 4, pairs >> 4
 
 
+# ------------------------------------------------------------------------- experts as they are published
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertsInMXFP4(Format):
+    """Experts' matrices in OCP MXFP4: 4-bit floats e2m1, and a power of two for each BLOCK along the sum.
+
+    The other weights stay floats. What is MXFP4 already is kept exactly, unless its magnitude is below
+    the smallest normal float32 or at least 2**128.
+    values: uint8, two codes a byte. The contracted letter counts PAIRs of blocks, and is followed by I, the
+            byte of a pair: "eDm" becomes "eDIm". The first block of a pair is in the low bits, the second in
+            the high ones; entry 16 j + 2 i + h of a block is in byte 4 i + 2 h + j, as the TPU's kernel wants
+            it. A code is a sign and three bits: the rank of a magnitude 0, 0.5, 1, 1.5, 2, 3, 4, 6, but 0 and
+            0.5 have changed places.
+    scale:  uint8, exponents of 2 plus 127; 255 makes its block NaN. The contracted letter counts CHUNKs of
+            four blocks, and is followed by I, of size 8: four exponents and four zeros. This padding
+            makes the exponents of an expert whole tiles of a TPU's memory, which can be read alone.
+    Source: OCP Microscaling Formats (MX) Specification 1.0.
+    """
+
+    scheme = "mxfp4"
+    bits = 4
+
+    def on(self, platform: str) -> Format:
+        """Without a kernel that reads four bits, all experts would be unpacked in each step."""
+        return self if platform == "tpu" else Requantized(self, INT8)
+
+    def for_array(self, info) -> Format | None:
+        """None where the weight stays float: outside of experts, and where there are no whole pairs."""
+        whole = info.shape[info.contracted_axes[-1]] % PAIR == 0
+        return self if "e" in info.letters and whole else None
+
+    def pad_multiple(self, size: int) -> int:
+        return CHUNK if size % PAIR == 0 else 1
+
+    def declare(self, info) -> QuantizedArray:
+        letter, axis = info.contracted[-1], info.contracted_axes[-1]
+        letters = info.letters.replace(letter, letter + "I")
+        values = info.component(letters, np.dtype(np.uint8), (letter, PAIR))
+        before, after = info.shape[:axis], info.shape[axis + 1 :]
+        values = dataclasses.replace(values, shape=(*before, info.shape[axis] // PAIR, PAIR // 2, *after))
+        shape = *before, -(-info.shape[axis] // CHUNK), TILE, *after
+        return QuantizedArray(values, dataclasses.replace(values, shape=shape, groups=(letter, CHUNK)), self)
+
+    def encode(self, x: Array, info, large: bool = True) -> QuantizedArray:
+        axis = info.contracted_axes[-1]
+        blocks = _split_axis(x.astype(jnp.float32), axis, BLOCK)
+        finite = jnp.all(jnp.isfinite(blocks), axis + 1)
+        peak = jnp.max(jnp.abs(blocks), axis + 1)
+        _, exponent = jnp.frexp(peak)  # peak < 2**exponent, so the largest becomes 4 to 8
+        scale = jnp.where(peak == 0, 0, jnp.clip(exponent - 3 + 127, 1, 254))
+        scale = jnp.where(finite, scale, 255).astype(jnp.uint8)
+        unit = jnp.where(scale == 0, 1, power_of_two(scale))
+        scale = _pad_axis(scale, axis, -scale.shape[axis] % (CHUNK // BLOCK))
+        scale = _split_axis(scale, axis, CHUNK // BLOCK)
+        scale = _pad_axis(scale, axis + 1, TILE - CHUNK // BLOCK)
+        return QuantizedArray(
+            _pack_pairs(e2m1_codes(blocks / jnp.expand_dims(unit, axis + 1)), axis), scale, self
+        )
+
+    def decode(self, q: QuantizedArray, info) -> Array:
+        return self.floats(q, info.contracted_axes[-1], jnp.float32)
+
+    def floats(self, q: QuantizedArray, axis: int, dtype) -> Array:
+        """What q stands for; exact in bfloat16, too. axis: the contracted one."""
+        values = e2m1_floats(_unpack_pairs(q.values, axis)).astype(dtype)
+        blocks = _split_axis(values, axis, BLOCK)
+        scale = lax.slice_in_dim(q.scale, 0, CHUNK // BLOCK, axis=axis + 1)
+        scale = scale.reshape(*scale.shape[:axis], -1, *scale.shape[axis + 2 :])
+        scale = power_of_two(lax.slice_in_dim(scale, 0, blocks.shape[axis], axis=axis))
+        return (blocks * jnp.expand_dims(scale, axis + 1).astype(dtype)).reshape(values.shape)
+
+    def expert_matrices(self, q: QuantizedArray, dtype) -> tuple[Array, Array | None]:
+        return self.floats(q, 1, dtype), None
+
+    @partial(jax.jit, static_argnames=("self", "info"))
+    def error(self, x: Array, values: Array, scale: Array, info) -> Array:
+        """0 or infinite: there is one right result, and it is computed without rounding errors."""
+        right = self.encode(x, info)
+        same = jnp.all(right.values == values) & jnp.all(right.scale == scale)
+        return jnp.where(same, 0.0, jnp.inf)
+
+
+def power_of_two(exponent: Array) -> Array:
+    """2**(exponent - 127) float32, from a byte: of 0 it is 0, of 255 NaN."""
+    x = lax.bitcast_convert_type(exponent.astype(jnp.int32) << 23, jnp.float32)
+    return jnp.where(exponent == 255, jnp.nan, x)
+
+
+def e2m1_codes(x: Array) -> Array:
+    """The codes of the nearest e2m1 numbers, uint8: of two that are as near the one of even rank."""
+    size = jnp.abs(x)
+    below = sum((size > tie).astype(jnp.uint8) for tie in (0.25, 1.25, 2.5, 5))
+    below += sum((size >= tie).astype(jnp.uint8) for tie in (0.75, 1.75, 3.5))
+    return jnp.where(below < 2, 1 - below, below) | (jnp.signbit(x).astype(jnp.uint8) << 3)
+
+
+def e2m1_floats(codes: Array) -> Array:
+    """The numbers of codes, float32."""
+    rank = (codes & 7).astype(jnp.float32)
+    rank = jnp.where(rank < 2, 1 - rank, rank)
+    # Twice the magnitudes 0, 1, 2, 3, 4, 6, 8, 12 are the ranks, and more beyond 4 and 6.
+    size = (rank + jnp.maximum(rank - 4, 0) + 2 * jnp.maximum(rank - 6, 0)) / 2
+    return jnp.where(codes >= 8, -size, size)
+
+
+def _pad_axis(x: Array, axis: int, n: int) -> Array:
+    """x with n zeros behind an axis."""
+    return jnp.pad(x, [(0, n * (i == axis)) for i in range(x.ndim)])
+
+
+def _split_axis(x: Array, axis: int, size: int) -> Array:
+    """[..., n, ...] -> [..., n / size, size, ...]."""
+    return x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
+
+
+def _pack_pairs(codes: Array, axis: int) -> Array:
+    """Codes [..., n / BLOCK, BLOCK, ...] -> bytes [..., n / PAIR, PAIR / 2, ...], see ExpertsInMXFP4.
+
+    axis: that which counts blocks, and pairs.
+    """
+    before, after = codes.shape[:axis], codes.shape[axis + 2 :]
+    codes = codes.reshape(*before, -1, 2, 2, 8, 2, *after)  # pair, block, j, i, h
+    packed = codes.take(0, axis + 1) | (codes.take(1, axis + 1) << 4)
+    return jnp.moveaxis(packed, axis + 1, axis + 3).reshape(*before, -1, PAIR // 2, *after)
+
+
+def _unpack_pairs(packed: Array, axis: int) -> Array:
+    """Bytes [..., n / PAIR, PAIR / 2, ...] -> codes [..., n, ...], the reverse of `_pack_pairs`."""
+    before, after = packed.shape[:axis], packed.shape[axis + 2 :]
+    packed = jnp.moveaxis(packed.reshape(*before, -1, 8, 2, 2, *after), axis + 3, axis + 1)
+    return jnp.stack([packed & 15, packed >> 4], axis + 1).reshape(*before, -1, *after)
+
+
+MXFP4 = ExpertsInMXFP4()
+
+
 # ---------------------------------------------------------------------------- one format, held as another
 
 
@@ -399,9 +543,9 @@ class Requantized:
     def bits(self) -> int:
         return self.held_as.bits
 
-    def for_array(self, info) -> Format:
+    def for_array(self, info) -> Format | None:
         stored_as = self.stored_as.for_array(info)
-        return stored_as if stored_as == self.held_as else Requantized(stored_as, self.held_as)
+        return stored_as if stored_as in (None, self.held_as) else Requantized(stored_as, self.held_as)
 
     def pad_multiple(self, size: int) -> int:
         return self.stored_as.pad_multiple(size)
@@ -422,7 +566,8 @@ class Requantized:
         return self.held_as.encode(self.stored_as.decode(q, info), info)
 
 
-FORMATS = {"none": None} | {str(format): format for format in (INT8, INT4, PerGroup(64), PerGroup(32), FP8)}
+EVERY = INT8, INT4, PerGroup(64), PerGroup(32), FP8, MXFP4
+FORMATS = {"none": None} | {str(format): format for format in EVERY}
 
 
 # ------------------------------------------------------------------------------------------------- products

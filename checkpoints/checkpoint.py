@@ -10,8 +10,8 @@ import dataclasses
 import hashlib
 import itertools
 import math
-import os
 import pathlib
+import re
 from collections.abc import Callable
 
 from checkpoints.dequantized import Dequantized, dequantized
@@ -26,15 +26,16 @@ from checkpoints.folders import (
     weight_map_in,
 )
 from checkpoints.gguf_model import open_gguf
-from checkpoints.hub import find_folder
+from checkpoints.hub import find_model
 from checkpoints.layouts import Layout, Source, file_layout, layout_of, same_bits
 from checkpoints.names import FLOATS, named_infos, renamed, stored_infos, type_name
 from checkpoints.tensor_files import FLOAT_TYPES, StoredTensor, TensorFile, file_checksum
+from families.family import Family
 from families.registry import find_family, read_config
 from feedback.errors import UserError, located
 from feedback.progress import progress
 from model import Config
-from quantize import FORMATS, INT8, Format
+from quantize import FORMATS, INT8, MXFP4, Format
 from sharding.arrays import ArrayInfo, Stored
 
 Tensor = StoredTensor | Dequantized
@@ -51,10 +52,19 @@ class Checkpoint:
     """
 
     folder: pathlib.Path
+    family: Family
     config: Config
     sources: dict[str, Source]
     converted: bool
     format: Format | None
+
+    @property
+    def natural_format(self) -> Format | None:
+        """In which to hold the weights if no other is asked for: their own, or MXFP4 if experts have that."""
+        if self.format or not self.config.experts:
+            return self.format
+        published = any(x.mxfp4 for x in self.tensors if isinstance(x, Dequantized))
+        return MXFP4 if published else None
 
     def stored(self, name: str, info: ArrayInfo) -> dict[str, ArrayInfo]:
         """The declarations of the stored arrays to make a weight of: one of floats, or its components."""
@@ -103,16 +113,15 @@ class Checkpoint:
 
 
 def open_checkpoint(path_or_id: str) -> Checkpoint:
-    """Open a converted folder, a Hugging Face folder or hub id, or a GGUF file.
+    """Open a converted folder, a Hugging Face folder, a GGUF file, or a hub id of one of these.
 
     Raises UserError naming the file, tensor or field that is wrong: a checkpoint must have exactly the
     tensors that its config.json implies.
     """
-    path = pathlib.Path(os.path.expanduser(path_or_id))
-    if path.suffix == ".gguf" and path.is_file():
+    path = folder = find_model(path_or_id)
+    if path.is_file():
         folder, tensors = open_gguf(path)
         return _open_published(path, folder, lambda _: tensors)
-    folder = find_folder(path_or_id)
     if not (folder / "config.json").is_file():
         files = sorted(folder.glob("*.gguf"))
         what = f"give its GGUF file: {files[0]}" if files else "is it a model's folder, and whole?"
@@ -124,7 +133,8 @@ def open_checkpoint(path_or_id: str) -> Checkpoint:
 
 def _open_ours(folder: pathlib.Path) -> Checkpoint:
     with located(folder):
-        config = read_config(read_json(folder / "config.json"))
+        content = read_json(folder / "config.json")
+        config, (family, _) = read_config(content), find_family(content)
     index = read_index(folder)
     tensors = open_tensors(folder, index["weight_map"])
     for name, tensor in tensors.items():
@@ -145,7 +155,7 @@ def _open_ours(folder: pathlib.Path) -> Checkpoint:
             sources[name] = _source(info, parts.pop(name), file_layout(info), dtypes)
     for tensor in itertools.chain(*parts.values()):
         _no_place(tensor)
-    return Checkpoint(folder, config, sources, converted=True, format=format)
+    return Checkpoint(folder, family, config, sources, converted=True, format=format)
 
 
 def _open_published(
@@ -169,7 +179,7 @@ def _open_published(
             _check_copy(tensor, sources["embed"])
         elif tensor.name not in used and not family.ignores(name, len(config.layers)):
             _no_place(tensor)
-    return Checkpoint(folder, config, sources, converted=False, format=None)
+    return Checkpoint(folder, family, config, sources, converted=False, format=None)
 
 
 def _tensors_in(folder: pathlib.Path, config: dict) -> dict[str, Tensor]:
@@ -199,7 +209,16 @@ def _find(tensors: dict[str, Tensor], folder: pathlib.Path, info: ArrayInfo, pla
             stored = dataclasses.replace(stored, letters="E" + stored.letters)
         found = [tensors[name] for name in names]
         return _source(info, found, layout_of(info, stored), FLOAT_TYPES, one_per_expert)
-    raise UserError(f"{folder}: tensor {places[0].name.format(e=0)} is missing")
+    raise UserError(f"{folder}: tensor {_published_name(places[0].name.format(e=0), tensors)} is missing")
+
+
+def _published_name(name: str, tensors: dict[str, Tensor]) -> str:
+    """What a missing tensor is called in this checkpoint, where another layer has it; else Llama's name."""
+    layer, rest = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.*)", name).groups()
+    for other, tensor in tensors.items():
+        if layer and re.sub(r"model\.layers\.\d+\.", "", other) == rest:
+            return re.sub(r"\d+", layer, tensor.name, count=1)
+    return name
 
 
 def _int8_parts(name: str, info: ArrayInfo, source: Source) -> dict[str, Source]:

@@ -4,7 +4,8 @@ A tensor is dequantized when it is read, some rows at a time: (values - zero poi
 where only the product is rounded. An unknown field of config.json's quantization_config is refused.
 
 Sources: the projects that write these formats, vllm-project/compressed-tensors, ModelCloud/GPTQModel,
-casper-hansen/AutoAWQ, deepseek-ai/DeepSeek-V3 (fp8), and transformers' FbgemmFp8Config for Meta's own.
+casper-hansen/AutoAWQ, deepseek-ai/DeepSeek-V3 (fp8), transformers' FbgemmFp8Config for Meta's own, and for
+MXFP4 the OCP Microscaling Formats specification 1.0 and transformers' integrations/mxfp4.py.
 """
 
 import collections
@@ -19,15 +20,18 @@ from ml_dtypes import float8_e4m3fn
 from checkpoints.tensor_files import FLOAT_TYPES, StoredTensor, TensorFile
 from families.fields import ConfigFields
 from feedback.errors import UserError
+from quantize import BLOCK
 
 WORD = 32  # bits
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the position in a word of each of eight columns
 E4M3 = np.arange(256, dtype=np.uint8).view(float8_e4m3fn).astype(np.float32)  # the value of each byte
+E2M1 = np.float32([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])  # of each code
 WORDS, NUMBERS, SCALES = ("I32",), ("I32", "I64"), FLOAT_TYPES
 TYPES = {  # of a quantized weight's tensors, by the end of their names
     "qweight": WORDS, "qzeros": WORDS, "scales": SCALES, "g_idx": NUMBERS,
     "weight_packed": WORDS, "weight_zero_point": WORDS, "weight_shape": NUMBERS, "weight_g_idx": NUMBERS,
     "weight": ("I8", "F8_E4M3"), "weight_scale": SCALES, "weight_scale_inv": SCALES,
+    "blocks": ("U8",),
 }  # fmt: skip
 Rows = Callable[[int, int], np.ndarray]  # [lo, hi) -> [hi - lo, ...]
 
@@ -38,6 +42,7 @@ class Dequantized:
 
     parts: the stored tensors. rows: computes rows [lo, hi).
     int8:  int8 values and one float32 scale per row, if the tensor is stored in that way.
+    mxfp4: whether the tensor is stored as MXFP4.
     """
 
     name: str
@@ -46,6 +51,7 @@ class Dequantized:
     rows: Rows
     dtype: str = "F32"
     int8: "tuple[StoredTensor, Dequantized] | None" = None
+    mxfp4: bool = False
 
     __str__ = StoredTensor.__str__
 
@@ -69,23 +75,30 @@ class Dequantized:
 
 
 class Parts(NamedTuple):
-    """The stored tensors of one quantized weight, by the ENDs of their names BASE.END."""
+    """The stored tensors of one quantized weight, by the ENDs of their names.
+
+    base: what precedes the END, with the dot or underscore between the two.
+    """
 
     base: str
     tensors: dict[str, StoredTensor]
 
-    def get(self, end: str, *shape: int | None) -> StoredTensor:
-        """The tensor BASE.END. Raises UserError if it is missing or has another shape; None: any size."""
+    def get(self, end: str, *shape: int | None, types: tuple[str, ...] | None = None) -> StoredTensor:
+        """The tensor of this END. Raises UserError if it is missing or has another shape; None: any size.
+
+        types: that it may have, by default those in TYPES.
+        """
         if end not in self.tensors:
             other = next(iter(self.tensors.values()))
-            raise UserError(f"{other} is there, but {self.base}.{end} is missing")
+            raise UserError(f"{other} is there, but {self.base}{end} is missing")
         tensor = self.tensors[end]
         known = [b if a is None else a for a, b in zip(shape, tensor.shape, strict=False)]
         if len(tensor.shape) != len(shape) or known != list(tensor.shape):
             wanted = ", ".join("any" if size is None else str(size) for size in shape)
             self.refuse(end, f"has shape {tensor.shape}, not ({wanted})")
-        if tensor.dtype not in TYPES[end]:
-            self.refuse(end, f"has type {tensor.dtype}, not {' or '.join(TYPES[end])}")
+        types = types or TYPES[end]
+        if tensor.dtype not in types:
+            self.refuse(end, f"has type {tensor.dtype}, not {' or '.join(types)}")
         return tensor
 
     def refuse(self, end: str, what: str):
@@ -96,13 +109,17 @@ class Method(NamedTuple):
     """A quantization method with the settings of a config.json.
 
     ends:  of the names of a weight's tensors; a weight that has the first of them is quantized.
-    read:  from a weight's parts to its shape [out, in] and the function that computes its rows.
-    int8:  whether int8 values have one scale per row.
+    read:  from a weight's parts to its shape, mostly [out, in], and the function that computes its rows.
+    int8:  whether int8 values have one scale per row. mxfp4: whether the weight is one of MXFP4 values.
+    dot:   what stands before the ENDs. name: of the weight, after BASE.
     """
 
     ends: tuple[str, ...]
-    read: Callable[[Parts], tuple[tuple[int, int], Rows]]
+    read: Callable[[Parts], tuple[tuple[int, ...], Rows]]
     int8: bool = False
+    mxfp4: bool = False
+    dot: str = "."
+    name: str = ".weight"
 
 
 def dequantized(tensors: dict[str, StoredTensor], config: dict) -> dict[str, StoredTensor | Dequantized]:
@@ -119,16 +136,17 @@ def dequantized(tensors: dict[str, StoredTensor], config: dict) -> dict[str, Sto
     fields.finish({})
     weights, others = collections.defaultdict(dict), {}
     for name, tensor in tensors.items():
-        base, _, end = name.rpartition(".")
+        base, _, end = name.rpartition(method.dot)
         quantized = end in method.ends and (end != "weight" or f"{base}.{method.ends[0]}" in tensors)
         (weights[base] if quantized else others)[end if quantized else name] = tensor
     for base, parts in weights.items():
-        name = f"{base}.weight"
-        shape, rows = method.read(Parts(base, parts))
+        name = base + method.name
+        shape, rows = method.read(Parts(base + method.dot, parts))
         int8 = None
         if method.int8 and parts["weight"].dtype == "I8":
             int8 = parts["weight"], float32(parts[method.ends[0]])
-        others[name] = Dequantized(name, shape, tuple(parts.values()), rows, int8=int8)
+        stored = tuple(parts.values())
+        others[name] = Dequantized(name, shape, stored, rows, int8=int8, mxfp4=method.mxfp4)
     return others
 
 
@@ -256,7 +274,8 @@ def awq(fields: ConfigFields) -> Method:
 
 def compressed_tensors(fields: ConfigFields) -> Method:
     weights = ConfigFields(_weights_scheme(fields.take("config_groups", dict)))
-    form = one_of(fields, "format", "pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+    forms = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mxfp4-pack-quantized"
+    form = one_of(fields, "format", *forms)
     one_of(fields, "quantization_status", "compressed", default="compressed")
     one_of(ConfigFields(fields.take("sparsity_config", dict, {})), "format", "dense", default="dense")
     fields.take("version", str, None)
@@ -269,6 +288,13 @@ def compressed_tensors(fields: ConfigFields) -> Method:
         )
     if form == "pack-quantized":
         return _packed(weights, size)
+    if form == "mxfp4-pack-quantized":
+        one_of(weights, "num_bits", 4)
+        one_of(weights, "symmetric", True, default=True)
+        if size != BLOCK:
+            raise UserError(f"config.json: group_size = {size!r} of MXFP4 weights is not supported ({BLOCK})")
+        weights.finish({})
+        return Method(("weight_packed", "weight_scale"), _packed_mxfp4, mxfp4=True)
     one_of(weights, "num_bits", 8)
     one_of(weights, "symmetric", True, default=True)
     weights.finish({})
@@ -313,10 +339,47 @@ def _packed(weights: ConfigFields, size: int | None) -> Method:
     )
 
 
+def _packed_mxfp4(parts: Parts) -> tuple[tuple[int, ...], Rows]:
+    packed = parts.get("weight_packed", None, None, types=("U8",))
+    N, C = packed.shape[0], 2 * packed.shape[1]
+    scales = parts.get(
+        "weight_scale", N, even_groups(parts, "weight_packed", C, BLOCK)[-1] + 1, types=("U8",)
+    )
+    return (N, C), lambda lo, hi: mxfp4_values(packed, scales, lo, hi)
+
+
+def mxfp4(fields: ConfigFields) -> Method:
+    """gpt-oss: blocks of 32 values along the contracted dimension, of all experts in one tensor [E, N, C]."""
+
+    def read(parts: Parts):
+        blocks = parts.get("blocks", None, None, None, BLOCK // 2)
+        scales = parts.get("scales", *blocks.shape[:3], types=("U8",))
+        E, N, count, _ = blocks.shape
+        return (E, N, count * BLOCK), lambda lo, hi: mxfp4_values(blocks, scales, lo, hi)
+
+    return Method(("blocks", "scales"), read, mxfp4=True, dot="_", name="_mxfp4")
+
+
+def mxfp4_values(packed: StoredTensor, scales: StoredTensor, lo: int, hi: int) -> np.ndarray:
+    """Rows [lo, hi) of MXFP4: two e2m1 codes a byte, the first in its low bits, and a scale per BLOCK values.
+
+    packed: uint8 [N, ...]. scales: uint8 [N, ..., count], the exponent of 2 plus 127. Returns float32
+    [hi - lo, ..., BLOCK * count]. Raises UserError if a scale is 255, which stands for NaN.
+    """
+    exponent = scales.rows(lo, hi)
+    if (exponent == 255).any():
+        raise UserError(f"{scales} has a scale of 255, that is NaN; download the model again")
+    pairs = packed.rows(lo, hi).reshape(*exponent.shape, BLOCK // 2)
+    values = np.stack([E2M1[pairs & 15], E2M1[pairs >> 4]], -1).reshape(*exponent.shape, BLOCK)
+    values = np.ldexp(values, exponent[..., None].astype(np.int32) - 127)
+    return values.reshape(*exponent.shape[:-1], -1)
+
+
 def fp8(fields: ConfigFields) -> Method:
     block = fields.take("weight_block_size", list)
     one_of(fields, "fmt", "e4m3", default="e4m3")
     one_of(fields, "activation_scheme", "dynamic", default="dynamic")
+    one_of(fields, "scale_fmt", "ue8m0", default="ue8m0")  # powers of two; their tensors have a float type
     return eight_bits("weight_scale_inv", "block", None, block)
 
 
@@ -333,14 +396,19 @@ def eight_bits(scale: str, strategy: str, size: int | None, block: list | None) 
         stored = parts.get("weight", None, None)
         N, C = stored.shape
         height, width = block or (N if strategy == "tensor" else 1, size or C)
-        group = np.arange(C) // width if block else even_groups(parts, "weight", C, size)
-        grid = -(-N // height), group[-1] + 1
+        if not block:
+            even_groups(parts, "weight", C, size)
+        grid = -(-N // height), -(-C // width)
         scales = parts.get(scale, *((1,) if strategy == "tensor" else grid))
 
         def rows(lo: int, hi: int) -> np.ndarray:
             x = stored.rows(lo, hi)
-            x = E4M3[x.view(np.uint8)] if stored.dtype == "F8_E4M3" else x.astype(np.float32)
-            return scaled(x, 0.0, scales.values.reshape(grid)[np.arange(lo, hi) // height], group)
+            # No byte exceeds the table; with mode="clip" NumPy does not look for one.
+            fp8 = stored.dtype == "F8_E4M3"
+            x = E4M3.take(x.view(np.uint8), mode="clip") if fp8 else x.astype(np.float32)
+            of_blocks = scales.values.reshape(grid)[np.arange(lo, hi) // height].astype(np.float32)
+            x *= np.repeat(of_blocks, width, 1)[:, :C]  # in place: new pages cost more than the product
+            return x
 
         return (N, C), rows
 
@@ -353,11 +421,12 @@ METHODS: dict[str, Callable[[ConfigFields], Method]] = {
     "awq": awq,
     "fp8": fp8,
     "fbgemm_fp8": fbgemm_fp8,
+    "mxfp4": mxfp4,
 }
 # Fields that do not change how weights are stored. Which weights are quantized, their tensors say.
 NO_EFFECT = frozenset(
-    """activation_scale_ub backend batch_size damp_percent dataset do_fuse global_compression_ratio ignore
-    is_marlin_format lm_head meta model_file_base_name model_name_or_path modules_to_not_convert observer
-    observer_kwargs pack_dtype quantizer scale_dtype static_groups sym tokenizer true_sequential
-    zp_dtype""".split()
+    """activation_scale_ub backend batch_size damp_percent dataset dequantize do_fuse
+    global_compression_ratio ignore is_marlin_format lm_head meta model_file_base_name
+    model_name_or_path modules_to_not_convert observer observer_kwargs pack_dtype quantizer scale_dtype
+    static_groups sym tokenizer true_sequential zp_dtype""".split()
 )

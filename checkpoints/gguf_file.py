@@ -27,7 +27,7 @@ class GgufFile:
     fields:   numbers, texts and lists by name.
     tensors:  by name; a quantized tensor is one of bytes, [..., bytes of a row].
     kinds:    GGML's number of each tensor's type, by the tensor's name.
-    checksum: of the header.
+    checksum: of the header. Several files that are one model: see `open_parts`.
     """
 
     def __init__(self, path: pathlib.Path):
@@ -36,28 +36,29 @@ class GgufFile:
         self.mapped = map_file(path) if self.size else b""
         self.position, self.fields = 4, {}
         if self.mapped[:4] != b"GGUF":
-            self._refuse("not a GGUF file" if self.size else "is empty; download it again")
+            self.refuse("not a GGUF file" if self.size else "is empty; download it again")
         try:
             if (version := self._number("I")) not in VERSIONS:
-                self._refuse(f"has version {version} of GGUF, not {' or '.join(map(str, VERSIONS))}")
+                self.refuse(f"has version {version} of GGUF, not {' or '.join(map(str, VERSIONS))}")
             count, more = self._number("Q"), self._number("Q")
             for _ in range(more):
                 name = self._text()
                 self.fields[name] = self._value(self._number("I"))
             heads = [self._head() for _ in range(count)]
         except (struct.error, UnicodeDecodeError, KeyError, MemoryError, OverflowError, ValueError):
-            self._refuse("cut off, or damaged, in its head; download it again")
+            self.refuse("cut off, or damaged, in its head; download it again")
         self.checksum = hashlib.sha256(self.mapped[: self.position]).hexdigest()
         alignment = self.fields.get("general.alignment", ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1:
-            self._refuse(f"general.alignment = {alignment!r} makes no sense")
+            self.refuse(f"general.alignment = {alignment!r} makes no sense")
         self.data_start = -(-self.position // alignment) * alignment
         self.tensors: dict[str, StoredTensor] = {}
         self.kinds = {name: kind for name, _, kind, _ in heads}
         for head in heads:
             self._add(*head)
 
-    def _refuse(self, what: str):
+    def refuse(self, what: str):
+        """Raises UserError naming the file."""
         raise UserError(f"{self.path}: {what}")
 
     def _number(self, code: str) -> Any:
@@ -97,15 +98,55 @@ class GgufFile:
         try:
             block, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
         except ValueError:
-            self._refuse(f"tensor {name} has a type that is not known, {kind}; pip install -U gguf")
+            self.refuse(f"tensor {name} has a type that is not known, {kind}; pip install -U gguf")
         if not shape or not all(0 < n < 2**40 for n in shape) or shape[-1] % block:
-            self._refuse(f"tensor {name} has shape {shape}, in blocks of {block}")
+            self.refuse(f"tensor {name} has shape {shape}, in blocks of {block}")
         if kind not in PLAIN:
             shape = *shape[:-1], shape[-1] // block * nbytes
         start = self.data_start + offset
         stop = start + int(np.prod(shape, dtype=object)) * (nbytes if kind in PLAIN else 1)
         if stop > self.size:
-            self._refuse(f"cut off: tensor {name} ends at byte {stop} of {self.size}; download it again")
+            self.refuse(f"cut off: tensor {name} ends at byte {stop} of {self.size}; download it again")
         if name in self.tensors:
-            self._refuse(f"tensor {name} is there twice")
+            self.refuse(f"tensor {name} is there twice")
         self.tensors[name] = StoredTensor(name, self, PLAIN.get(kind, "U8"), shape, start, stop)
+
+
+def open_parts(path: pathlib.Path) -> GgufFile:
+    """A file; or the first of those that a model is split into, with the tensors of all of them.
+
+    path: of any of them. The first has the fields. Raises UserError naming the part that is wrong.
+    """
+    given = GgufFile(path)
+    count, number = given.fields.get("split.count", 1), given.fields.get("split.no", 0)
+    if count in (0, 1):
+        return given
+    if not all(isinstance(x, int) for x in (count, number)) or not 0 <= number < count:
+        given.refuse(f"is part {number!r} of {count!r}, which makes no sense")
+    own = f"-{number + 1:05}-of-{count:05}.gguf"
+    if not path.name.endswith(own):
+        given.refuse(f"is part {number + 1} of {count}, so its name must end in {own}")
+    start = path.name.removesuffix(own)
+    paths = [path.with_name(f"{start}-{i + 1:05}-of-{count:05}.gguf") for i in range(count)]
+    for other in paths:
+        if not other.is_file():
+            raise UserError(f"{other}: no such file; {path.name} is one of {count} parts: download them all")
+    return _joined([given if other == path else GgufFile(other) for other in paths])
+
+
+def _joined(parts: list[GgufFile]) -> GgufFile:
+    """The first part, with the tensors of all. Raises UserError naming a part that is of another model."""
+    first, same = parts[0], ("split.count", "split.tensors.count")
+    for i, part in enumerate(parts):
+        for name, expected in {"split.no": i, **{name: first.fields.get(name) for name in same}}.items():
+            if (value := part.fields.get(name)) != expected:
+                part.refuse(f"{name} = {value!r}, not {expected!r}: it is not a part of the same model")
+        for name in part.tensors if i else ():
+            if name in first.tensors:
+                part.refuse(f"tensor {name} is also in {first.tensors[name].file.path.name}")
+        first.tensors |= part.tensors
+        first.kinds |= part.kinds
+    if len(first.tensors) != (expected := first.fields.get("split.tensors.count")):
+        first.refuse(f"its {len(parts)} parts have {len(first.tensors)} tensors, but it says {expected}")
+    first.checksum = hashlib.sha256("".join(part.checksum for part in parts).encode()).hexdigest()
+    return first

@@ -1,9 +1,11 @@
 """A GGUF file as a Hugging Face folder: config.json, tokenizer files, and tensors with Hugging Face's names.
 
-This undoes what ggml-org/llama.cpp's convert_hf_to_gguf.py and gguf-py/gguf/tensor_mapping.py do.
+This undoes what ggml-org/llama.cpp's convert_hf_to_gguf.py does, with the names in gguf_architectures.py.
 """
 
 import atexit
+import dataclasses
+import functools
 import importlib.metadata
 import json
 import math
@@ -18,98 +20,56 @@ import numpy as np
 
 from checkpoints.dequantized import Dequantized
 from checkpoints.folders import cache_folder
-from checkpoints.gguf_file import PLAIN, GgufFile
+from checkpoints.gguf_architectures import ARCHITECTURES, FIELDS, NAMES, Architecture
+from checkpoints.gguf_file import PLAIN, GgufFile, open_parts
 from checkpoints.gguf_tokenizer import write_tokenizer
 from checkpoints.tensor_files import StoredTensor, aligned_empty, file_checksum
+from families.read import MOST_LAYERS
 from feedback.errors import UserError, located
 
-# (general.architecture, whether there are experts) -> (model_type and class in config.json, whether the rows
-# of q and k are in the order of interleaved RoPE).
-ARCHITECTURES = {
-    ("llama", False): ("llama", "LlamaForCausalLM", True),
-    ("llama", True): ("mixtral", "MixtralForCausalLM", True),
-    ("qwen2", False): ("qwen2", "Qwen2ForCausalLM", False),
-    ("qwen3", False): ("qwen3", "Qwen3ForCausalLM", False),
-    ("qwen3moe", True): ("qwen3_moe", "Qwen3MoeForCausalLM", False),
-}
-FIELDS = {  # of config.json, by their names after "ARCHITECTURE."
-    "block_count": "num_hidden_layers",
-    "context_length": "max_position_embeddings",
-    "embedding_length": "hidden_size",
-    "feed_forward_length": "intermediate_size",
-    "expert_feed_forward_length": "moe_intermediate_size",
-    "expert_count": "num_local_experts",
-    "expert_used_count": "num_experts_per_tok",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "attention.key_length": "head_dim",
-    "rope.freq_base": "rope_theta",
-}
-NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_exps": "mlp.experts.{e}.gate_proj",
-    "ffn_up_exps": "mlp.experts.{e}.up_proj",
-    "ffn_down_exps": "mlp.experts.{e}.down_proj",
-}
-FOLDER = 1  # version of the small files that are written
+FOLDER = 2  # version of the small files that are written
 CHECKSUMS = "checksums.json"  # of the other small files
 PIECE = 2**15  # values that are dequantized at a time: few calls, and temporaries fit in a core's cache
 
 
 def open_gguf(path: pathlib.Path) -> tuple[pathlib.Path, dict[str, StoredTensor | Dequantized]]:
-    """-> (a folder with the model's small files, tensors by Hugging Face's names). Raises UserError."""
-    file = GgufFile(path)
-    if file.fields.get("split.count", 1) not in (0, 1):
-        raise UserError(
-            f"{path}: is one of several files; join them with llama.cpp's llama-gguf-split --merge"
-        )
-    with located(path):
-        config, interleaved = _config(file)
-        return _small_files(file, config), dict(_tensors(file, config, interleaved))
+    """-> (a folder with the model's small files, tensors by Hugging Face's names). Raises UserError.
+
+    path: of the file, or of any one of the files NAME-00001-of-00003.gguf that a model is split into.
+    """
+    file = open_parts(path)
+    with located(file.path):
+        architecture, config = _config(file)
+        tensors = dict(_tensors(file, config, architecture))
+        return _small_files(file, config, architecture), tensors
 
 
-def _config(file: GgufFile) -> tuple[dict[str, Any], bool]:
-    """-> (a config.json's content, whether the rows of q and k are in the order of interleaved RoPE)"""
-    architecture = file.fields.get("general.architecture")
-    prefix = f"{architecture}."
-    fields = {name.removeprefix(prefix): x for name, x in file.fields.items() if name.startswith(prefix)}
+def _config(file: GgufFile) -> tuple[Architecture, dict[str, Any]]:
+    """-> (the file's architecture, a config.json's content)"""
+    name = file.fields.get("general.architecture")
+    prefix = f"{name}."
+    fields = {x.removeprefix(prefix): _shortest(y) for x, y in file.fields.items() if x.startswith(prefix)}
     experts = bool(fields.get("expert_count"))
-    if (architecture, experts) not in ARCHITECTURES:
+    if (name, experts) not in ARCHITECTURES:
         known = ", ".join(name + " with experts" * more for name, more in ARCHITECTURES)
         raise UserError(
-            f"general.architecture = {architecture!r}{' with experts' * experts} is not supported ({known})"
+            f"general.architecture = {name!r}{' with experts' * experts} is not supported ({known})"
         )
-    model_type, name, interleaved = ARCHITECTURES[architecture, experts]
+    architecture = ARCHITECTURES[name, experts]
+    config = {"architectures": [architecture.model_class], "model_type": architecture.model_type}
+    config |= architecture.config(fields)
     width = fields.pop("rope.dimension_count", None)
     fields.setdefault("attention.key_length", width)
     for other in (width, fields.pop("attention.value_length", None)):
         if other not in (None, fields["attention.key_length"]):
             raise UserError(f"{prefix}attention.key_length and value_length, rope.dimension_count differ")
     fields.pop("vocab_size", None)  # the embedding's shape says it
-    config = {"architectures": [name], "model_type": model_type, "hidden_act": "silu"}
+    names = FIELDS | architecture.fields
     for field, value in fields.items():
-        if field in FIELDS:
-            # The shortest decimal of a 32-bit float: 0.00001, not 0.0000099999997.
-            config[FIELDS[field]] = float(str(np.float32(value))) if isinstance(value, float) else value
+        if field in names:
+            config[names[field]] = value
         elif value:
             raise UserError(f"{prefix}{field} = {value!r} is not supported")
-    if model_type == "qwen3_moe":
-        config["norm_topk_prob"] = True
     if "rope_freqs.weight" in file.tensors:
         factors = file.tensors["rope_freqs.weight"].values
         config["rope_scaling"] = _scaling(np.array(factors), config.get("rope_theta", 10000.0))
@@ -119,7 +79,12 @@ def _config(file: GgufFile) -> tuple[dict[str, Any], bool]:
         raise UserError("tensor token_embd.weight is missing")
     config["vocab_size"] = file.tensors["token_embd.weight"].shape[0]
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
-    return config, interleaved
+    return architecture, config
+
+
+def _shortest(value: Any) -> Any:
+    """The shortest decimal of a 32-bit float: 0.00001, not 0.0000099999997. Other values as they are."""
+    return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
 def _scaling(factors: np.ndarray, theta: float) -> dict[str, Any] | None:
@@ -139,28 +104,40 @@ def _scaling(factors: np.ndarray, theta: float) -> dict[str, Any] | None:
 # ------------------------------------------------------------------------------------------------- tensors
 
 
-def _tensors(file: GgufFile, config: dict, interleaved: bool) -> Iterator[tuple[str, Any]]:
+def _tensors(file: GgufFile, config: dict, architecture: Architecture) -> Iterator[tuple[str, Any]]:
     """Yields (Hugging Face's name, tensor); each expert has a tensor of its own."""
+    names, depth = NAMES | architecture.names, config.get("num_hidden_layers")
+    depth = depth if isinstance(depth, int) else MOST_LAYERS  # if it is wrong, the family's file says so
+    unused = range(depth, depth + config.get("num_nextn_predict_layers", 0))
     matrices = {file.kinds[name] for name, x in file.tensors.items() if len(x.shape) > 1}
     for name, raw in file.tensors.items():
         if name == "rope_freqs.weight":
             continue
-        found = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
-        if not found or found[2] not in NAMES:
-            raise UserError(f"tensor {name} has no place in a {config['model_type']} model")
-        layer, what, end = found.groups()
-        theirs = (f"model.layers.{layer}." if layer else "") + f"{NAMES[what]}.{end}"
+        layer, what, end = re.fullmatch(r"(?:blk\.(\d+)\.)?(.*?)(\.weight|\.bias|)", name).groups()
+        if layer and int(layer) in unused:
+            continue
+        known = end and (what in names or what + end in names)
+        if not known or layer and int(layer) >= depth:
+            raise UserError(f"tensor {name} has no place in a {config['model_type']} model of {depth} layers")
+        theirs = names[what + end] if what + end in names else names[what] + end
+        theirs, kind = (f"model.layers.{layer}." if layer else "") + theirs, file.kinds[name]
         heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(what)
         if "{e}" in theirs:
             for e in range(raw.shape[0]):
-                yield theirs.format(e=e), floats_of(theirs.format(e=e), raw, file.kinds[name], expert=e)
-        elif interleaved and heads:
+                yield theirs.format(e=e), floats_of(theirs.format(e=e), raw, kind, expert=e)
+        elif architecture.interleaved and heads:
             order = _halves(raw.shape[0], config.get(heads) or config["num_attention_heads"])
-            yield theirs, floats_of(theirs, raw, file.kinds[name], order)
-        elif file.kinds[name] in PLAIN and file.kinds[name] in matrices:
-            yield theirs, StoredTensor(theirs, file, raw.dtype, raw.shape, raw.start, raw.stop)
+            yield theirs, floats_of(theirs, raw, kind, order)
+        elif architecture.norm_offset and what.endswith("norm"):
+            yield theirs, _less(floats_of(theirs, raw, kind), architecture.norm_offset)
+        elif kind in PLAIN and kind in matrices:
+            yield theirs, StoredTensor(theirs, raw.file, raw.dtype, raw.shape, raw.start, raw.stop)
         else:
-            yield theirs, floats_of(theirs, raw, file.kinds[name])
+            yield theirs, floats_of(theirs, raw, kind)
+
+
+def _less(tensor: Dequantized, offset: float) -> Dequantized:
+    return dataclasses.replace(tensor, rows=lambda lo, hi: tensor.rows(lo, hi) - np.float32(offset))
 
 
 def _halves(rows: int, heads: int) -> np.ndarray:
@@ -168,6 +145,19 @@ def _halves(rows: int, heads: int) -> np.ndarray:
     if rows % (2 * heads):
         raise UserError(f"q or k has {rows} rows for {heads} heads")
     return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
+
+
+@functools.cache  # there may be many thousands of experts' tensors
+def _can_dequantize(kind: int) -> bool:
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    ggml_type = GGMLQuantizationType(kind)
+    try:
+        dequantize(np.zeros(GGML_QUANT_SIZES[ggml_type][1], np.uint8), ggml_type)
+    except NotImplementedError:
+        return False
+    return True
 
 
 def floats_of(
@@ -191,10 +181,8 @@ def floats_of(
             found[lo : lo + step] = piece.reshape(-1, block)
         return values
 
-    try:
-        dequantize(np.zeros(nbytes, np.uint8), ggml_type)
-    except NotImplementedError:
-        raise UserError(f"tensor {raw.name} is {ggml_type.name}, which cannot be read") from None
+    if not _can_dequantize(kind):
+        raise UserError(f"tensor {raw.name} is {ggml_type.name}, which cannot be read")
     shape = raw.shape if kind in PLAIN else (*raw.shape[:-1], raw.shape[-1] // nbytes * block)
     shape = shape if expert is None else shape[1:]
 
@@ -202,13 +190,13 @@ def floats_of(
         values = raw.values if expert is None else raw.values[expert]
         return floats(values[lo:hi] if order is None else values[order[lo:hi]])
 
-    return Dequantized(name, shape, (raw,), rows)
+    return Dequantized(name, shape, (raw,), rows, mxfp4=ggml_type.name == "MXFP4")
 
 
 # --------------------------------------------------------------------------------------------- small files
 
 
-def _small_files(file: GgufFile, config: dict) -> pathlib.Path:
+def _small_files(file: GgufFile, config: dict, architecture: Architecture) -> pathlib.Path:
     """A folder in the cache, written once: config.json, generation_config.json, and the tokenizer's files."""
     versions = importlib.metadata.version("transformers"), FOLDER
     name = f"{file.path.stem}-{file.checksum[:16]}-" + "-".join(map(str, versions))
@@ -222,7 +210,7 @@ def _small_files(file: GgufFile, config: dict) -> pathlib.Path:
         folder = new = pathlib.Path(tempfile.mkdtemp())
         atexit.register(shutil.rmtree, new, ignore_errors=True)
     try:
-        _write_small_files(file, config, new)
+        _write_small_files(file, config, architecture, new)
     except (OSError, UserError) as e:
         shutil.rmtree(new)
         if isinstance(e, UserError):
@@ -247,8 +235,12 @@ def _is_whole(folder: pathlib.Path) -> bool:
         return False
 
 
-def _write_small_files(file: GgufFile, config: dict, folder: pathlib.Path) -> None:
+def _write_small_files(
+    file: GgufFile, config: dict, architecture: Architecture, folder: pathlib.Path
+) -> None:
     ends = [file.fields.get(f"tokenizer.ggml.{x}_token_id") for x in ("eos", "eot", "eom")]
+    tokens = file.fields.get("tokenizer.ggml.tokens", [])
+    ends += [tokens.index(x) for x in architecture.ends if x in tokens]
     ends = list(dict.fromkeys(x for x in ends if x is not None))
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends} if ends else {}))

@@ -1,4 +1,4 @@
-"""Find a model's folder on this machine, or download the files that are needed from the Hugging Face hub."""
+"""Find a model's folder or file on this machine, or download what is needed from the Hugging Face hub."""
 
 import os
 import pathlib
@@ -9,18 +9,23 @@ import sys
 from checkpoints.folders import COMPANIONS, INDEX, THEIR_FILE, THEIR_INDEX, read_json, weight_map_in
 from feedback.errors import UserError, did_you_mean
 
+HUB_ID = r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:/((?:\w[\w.-]*/)*\w[\w.-]*\.gguf))?(?:@([\w./-]+))?"
 
-def find_folder(path_or_id: str) -> pathlib.Path:
-    """A folder's path, or the path of the hub's snapshot of OWNER/NAME or OWNER/NAME@REVISION."""
-    folder = pathlib.Path(os.path.expanduser(path_or_id))
-    if folder.is_dir():
-        return folder
-    if folder.is_file():
+
+def find_model(path_or_id: str) -> pathlib.Path:
+    """The path of a folder or GGUF file, or where the hub's cache has that of a hub id.
+
+    A hub id is OWNER/NAME or OWNER/NAME/FILE.gguf, with or without @REVISION. Raises UserError.
+    """
+    path = pathlib.Path(os.path.expanduser(path_or_id))
+    if path.is_dir() or path.is_file() and path.suffix == ".gguf":
+        return path
+    if path.is_file():
         raise UserError(f"{path_or_id}: neither a model's folder nor a GGUF file")
-    suggestion = did_you_mean(folder.name, _names_beside(folder))
-    if folder.suffix == ".gguf":
+    suggestion = did_you_mean(path.name, _names_beside(path))
+    hub_id = re.fullmatch(HUB_ID, path_or_id)
+    if path.suffix == ".gguf" and (path.parent.is_dir() or not hub_id or not hub_id[2]):
         raise UserError(f"{path_or_id}: no such file{suggestion}")
-    hub_id = re.fullmatch(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:@([\w./-]+))?", path_or_id)
     if not hub_id:
         raise UserError(f"{path_or_id}: no such folder{suggestion or ' (and a hub id would be OWNER/NAME)'}")
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -80,27 +85,38 @@ def _similar_repositories(name: str) -> list[str]:
     return [repository.id for repository in found]
 
 
-def _download(name: str, revision: str | None) -> pathlib.Path:
-    """Download the small files and the weights files that the index names, unless the cache has them."""
+def _download(name: str, gguf: str | None, revision: str | None) -> pathlib.Path:
+    """Download the small files, and the weights files that the index names, unless the cache has them.
+
+    gguf: the name of a GGUF file, whose path is returned; of a model in several files all are downloaded.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
-    few = [*COMPANIONS, INDEX, THEIR_INDEX]
+    few = [] if gguf else [*COMPANIONS, INDEX, THEIR_INDEX]
     folder = pathlib.Path(snapshot_download(name, revision=revision, allow_patterns=few))
     index = next((folder / name for name in (INDEX, THEIR_INDEX) if (folder / name).exists()), None)
     files = sorted(set(weight_map_in(read_json(index), index).values())) if index else [THEIR_FILE]
+    if gguf:
+        files = [re.sub(r"-\d{5}-of-(\d{5}\.gguf)$", r"-?????-of-\1", gguf)]
     # The snapshot's folder is named after its commit; the branch may have moved on since.
     commit = folder.name
     if not HF_HUB_OFFLINE:
         _announce(name, commit, files, folder)
-    return pathlib.Path(snapshot_download(name, revision=commit, allow_patterns=files))
+    folder = pathlib.Path(snapshot_download(name, revision=commit, allow_patterns=files))
+    found = folder / (gguf or files[0])
+    if not found.exists():
+        everything = [] if HF_HUB_OFFLINE else _in_repository(name, commit, ["*.gguf"])
+        others = [file.filename for file in everything]
+        if gguf or others:
+            suggestion = did_you_mean(gguf, others) if gguf else ""
+            example = f"; give one of its GGUF files, such as {name}/{others[0]}" if others else ""
+            raise UserError(f"{name}: has no {gguf or THEIR_FILE}{suggestion or example}")
+    return found if gguf else folder
 
 
-def _announce(name: str, commit: str, files: list[str], folder: pathlib.Path) -> None:
-    """Print to stderr how much is to be downloaded. Raises UserError if the disk cannot hold it.
-
-    folder: of the snapshot in the hub's cache.
-    """
+def _in_repository(name: str, commit: str, patterns: list[str]) -> list:
+    """The repository's files whose names match: their filename, file_size, and whether they will_download."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import tqdm
 
@@ -108,11 +124,19 @@ def _announce(name: str, commit: str, files: list[str], folder: pathlib.Path) ->
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs | dict(disable=True))
 
-    there = snapshot_download(name, revision=commit, allow_patterns=files, dry_run=True, tqdm_class=Hidden)
+    return snapshot_download(name, revision=commit, allow_patterns=patterns, dry_run=True, tqdm_class=Hidden)
+
+
+def _announce(name: str, commit: str, files: list[str], folder: pathlib.Path) -> None:
+    """Print to stderr how much is to be downloaded. Raises UserError if the disk cannot hold it.
+
+    folder: of the snapshot in the hub's cache.
+    """
+    there = _in_repository(name, commit, files)
     missing = [file.file_size for file in there if file.will_download]
     if not missing:
         return
-    cache = folder.parents[2]
+    cache = next(x for x in folder.parents[2:] if x.is_dir())
     begun = sum(file.stat().st_size for file in (folder.parents[1] / "blobs").glob("*.incomplete"))
     needed, free = sum(missing) - begun, shutil.disk_usage(cache).free
     size, room = f"{needed / 1e9:,.2f} GB", f"the disk of {cache} has {free / 1e9:,.2f} GB free"

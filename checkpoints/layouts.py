@@ -44,7 +44,7 @@ class Layout:
 
     shape: of the tensor.
     dims:  (size, the slice of it that belongs to the array) of each factor of the tensor's dimensions:
-           "(KH)D" has the factors K, H and D; parts in brackets, as in "[H+V]", are one factor.
+           "(KH)D" has the factors K, H and D; parts in brackets, as in "[H+V]" and "[1+1]", are one factor.
     axes:  of the array, in the tensor's order.
     """
 
@@ -73,7 +73,7 @@ class Layout:
 
 def layout_of(info: ArrayInfo, stored: Stored) -> Layout:
     """The layout of an array in one of the published tensors that are declared for it."""
-    sizes = dict(stored.sizes) | dict(zip(info.letters.upper(), info.shape, strict=True))
+    sizes = {"1": 1} | dict(stored.sizes) | dict(zip(info.letters.upper(), info.shape, strict=True))
     shape, dims, axes = [], [], []
     for joined, alone in re.findall(r"\((.*?)\)|(\[.*?\]|\w)", stored.letters):
         shape.append(1)
@@ -83,7 +83,7 @@ def layout_of(info: ArrayInfo, stored: Stored) -> Layout:
             widths = (math.prod(sizes[letter] for letter in letters) for letters in parts)
             ends = list(itertools.accumulate(widths, initial=0))
             dims.append((ends[-1], slice(*ends[part : part + 2])))
-            axes += [Axis(letter, sizes[letter]) for letter in parts[part]]
+            axes += [Axis(letter, sizes[letter]) for letter in parts[part] if letter != "1"]
             shape[-1] *= ends[-1]
     return Layout(tuple(shape), tuple(dims), tuple(axes))
 

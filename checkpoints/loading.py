@@ -5,7 +5,7 @@ import functools
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 import model
 from checkpoints.checkpoint import Checkpoint
@@ -65,8 +65,8 @@ def _quantized(arrays: list[jax.Array], info: ArrayInfo, mesh: Mesh) -> Quantize
     quantization, components = info.quantization, info.components
     if len(arrays) > 1 and quantization.declare_stored(info) == components:  # as it is, perhaps in the file
         return quantization.unpack(*arrays, info)
-    shardings = jax.tree.map(lambda component: NamedSharding(mesh, component.spec), components)
-    return jax.jit(_quantize, static_argnums=1, out_shardings=shardings)(arrays, info)
+    placements = jax.tree.map(lambda component: component.placement(mesh), components)
+    return jax.jit(_quantize, static_argnums=1, out_shardings=placements)(arrays, info)
 
 
 def _quantize(arrays: list[jax.Array], info: ArrayInfo) -> QuantizedArray:
@@ -102,7 +102,7 @@ def _place(info: ArrayInfo, sources: list[Source], mesh: Mesh, dtype: np.dtype |
         (stage, _), *bounds = bounds  # p
         return read(stage, tuple(bounds))[None]
 
-    array = jax.make_array_from_callback(padded, NamedSharding(mesh, info.spec), shard)
+    array = jax.make_array_from_callback(padded, info.placement(mesh), shard)
     if not (platform(mesh) == "cpu" and any(source.can_stay(part) for source, part in parts)):
         array.block_until_ready()
         for source in sources:

@@ -61,10 +61,11 @@ def parse_json(text: bytes | str, path: pathlib.Path | str) -> dict:
     """Parse a JSON object in which no name occurs twice. Raises UserError naming the text's file."""
 
     def unique(pairs: list[tuple]) -> dict:
-        names = collections.Counter(name for name, _ in pairs)
-        if len(names) < len(pairs):
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = collections.Counter(name for name, _ in pairs)
             raise UserError(f"{names.most_common(1)[0][0]} is there twice")
-        return dict(pairs)
+        return found
 
     try:
         value = json.loads(text, object_pairs_hook=unique)

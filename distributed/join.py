@@ -30,6 +30,9 @@ OPTIONS = (
 def join(coordinator: str | None, count: int | None, index: int | None, seconds: int) -> None:
     """Join the other processes, if there are any, and watch them from then on; alone, do nothing.
 
+    From then on no process ends alone. One that comes to its end waits there until all have come to theirs,
+    and an exception that nothing handles ends them all.
+
     coordinator: HOST:PORT at which process 0 can be reached. count: the number of processes. index: which of
     them this is. Each that is None is taken from JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES or
     JAX_PROCESS_ID, or from what jax finds out on TPU pods and from Slurm, Open MPI and Kubernetes. seconds:
@@ -61,7 +64,7 @@ def join(coordinator: str | None, count: int | None, index: int | None, seconds:
         hosts = call_roll(coordinator, index, count, hostname(), seconds)
     _initialize(coordinator, index, hosts, seconds)
     if count > 1:
-        watch.watch = watch.Watch(global_state.client, index, hosts, GIVE_UP * seconds)
+        watch.begin(global_state.client, index, hosts, GIVE_UP * seconds)
         watch_aborts()
 
 

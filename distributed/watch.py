@@ -3,11 +3,13 @@
 Every second each process writes a heartbeat into the key-value store of jax's coordination service, and reads
 the heartbeats of the others. A process whose heartbeats stop is given up. A process that must end writes its
 reason into the store first. In both cases all processes end, with one line that names that process and its
-host. The store is in process 0: if the store does not answer, process 0 is given up.
+host. The store is in process 0: if the store does not answer, process 0 is given up. A process that comes to
+its end as it should waits there for the others.
 
 This file imports nothing that takes long: a command may have to end before it has imported jax.
 """
 
+import atexit
 import contextlib
 import os
 import sys
@@ -85,9 +87,10 @@ class Watch:
                 print(line, file=sys.stderr, flush=True)
                 _silence_stderr()  # a progress bar of another thread would write after the line
             sys.stdout.flush()
-        telling = threading.Thread(target=self._tell, args=(index, reason), daemon=True)
-        telling.start()
-        telling.join(2 * INTERVAL)  # the store may not answer
+        with contextlib.suppress(RuntimeError):  # a Python that has come to its end may start no thread
+            telling = threading.Thread(target=self._tell, args=(index, reason), daemon=True)
+            telling.start()
+            telling.join(2 * INTERVAL)  # the store may not answer
         if self.index == 0:
             time.sleep(2 * INTERVAL)  # the others read the reason from the store, which is in this process
         os._exit(code)
@@ -96,8 +99,8 @@ class Watch:
         with contextlib.suppress(Exception):
             self.client.key_value_set(f"reason/{index}", reason, allow_overwrite=True)
 
-    def failed(self) -> NoReturn:
-        """Leave because of the exception that is being handled.
+    def failed(self, _, error: BaseException, __) -> NoReturn:
+        """Leave because of an exception that nothing has handled: a `sys.excepthook`.
 
         The computation also fails if another process is gone, and then that process is to be named. So wait
         until every other process has sent a heartbeat after the failure, or `_judge` has given one up.
@@ -106,8 +109,9 @@ class Watch:
         seen, self.seconds = time.monotonic() + 3 * INTERVAL, min(self.seconds, SUSPICIOUS)
         while any(since < seen for _, since in self.heartbeats.values()):
             time.sleep(INTERVAL / 2)
-        reason = " ".join(str(sys.exception()).split()) or type(sys.exception()).__name__
-        self.leave(1, traceback.format_exc().rstrip(), self.index, f"has failed: {reason}")
+        reason = " ".join(str(error).split()) or type(error).__name__
+        lines = "".join(traceback.format_exception(error)).rstrip()
+        self.leave(1, lines, self.index, f"has failed: {reason}")
 
     def finish(self) -> None:
         """Wait until all processes have come to their end, then disconnect from them."""
@@ -131,6 +135,14 @@ def _by_index(entries: list[tuple[str, str]]) -> Iterator[tuple[int, str]]:
         yield int(key.rpartition("/")[2]), value
 
 
+def begin(client, index: int, hosts: list[str], seconds: float) -> None:
+    """Watch the other processes from now on, and end with them, whatever ends this one. See Watch."""
+    global watch
+    watch = Watch(client, index, hosts, seconds)
+    atexit.register(watch.finish)
+    sys.excepthook = watch.failed
+
+
 def leave(code: int, line: str, reason: str, at_once: bool = False) -> NoReturn:
     """End this process with a line on stderr; the processes that it has joined end with it.
 
@@ -142,15 +154,3 @@ def leave(code: int, line: str, reason: str, at_once: bool = False) -> NoReturn:
     if line:
         print(line, file=sys.stderr, flush=True)
     os._exit(code) if at_once else sys.exit(code)
-
-
-def failed() -> None:
-    """Tell the other processes, if any, of the exception that is being handled, and end with them."""
-    if watch:
-        watch.failed()
-
-
-def finish() -> None:
-    """Wait for the other processes, if there are any, to come to their end too."""
-    if watch:
-        watch.finish()

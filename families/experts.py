@@ -2,7 +2,7 @@
 
 from sharding.arrays import Stored
 
-ROUTER_NAME = (r"\.mlp\.gate\.weight$", ".mlp.router.weight")
+ROUTER_NAME = (r"\.mlp\.gate\.(?=weight$|e_score_correction_bias$)", ".mlp.router.")
 
 SINGLE_EXPERTS = {
     "feed_forward.gate": (Stored("mlp.experts.{e}.gate_proj.weight", "MD"),),

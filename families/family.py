@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 
 from families.fields import ConfigFields
+from families.tool_formats import MessageToolFormat, ToolFormat
 from model import Config
 from sharding.arrays import ArrayInfo, Stored
 
@@ -14,6 +15,22 @@ LANGUAGE_MODEL_NAMES = (
     (r"^language_model\.(?=lm_head)", ""),
 )
 VISION_TENSORS = r"^(model\.)?(vision_model|vision_tower|multi_modal_projector)\.|\.rotary_emb\.inv_freq$"
+
+
+@dataclasses.dataclass(frozen=True)
+class Channels:
+    """Answers that consist of several messages, each in a named channel, of which one is for the user.
+
+    A message is the token `start`, a role, `channel` (a token or a text), the channel's name, the token
+    `message`, the text, and one of the tokens `ends`. The `start` and the role of the first message end the
+    prompt. final: the name of the user's channel; the other channels are reasoning.
+    """
+
+    start: str
+    channel: str
+    message: str
+    ends: tuple[str, ...]
+    final: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +51,9 @@ class Family:
     unused_tensors:   a regular expression of published tensors that the language model does not use.
     extra_layer:      whether checkpoints have one more layer, which predicts the token after the next and is
                       not used either.
+    channels:         how answers to a chat separate reasoning from the text for the user; None: they do not.
+    tools:            how its models write calls of tools, unless the chat template shows another format, see
+                      serving.tools.choose_format; None: they have not learned any.
     """
 
     model_type: str
@@ -47,6 +67,8 @@ class Family:
     layouts: dict[str, tuple[Stored, ...]] = dataclasses.field(default_factory=dict)
     unused_tensors: str = r"\.rotary_emb\.inv_freq$"
     extra_layer: bool = False
+    channels: Channels | None = None
+    tools: ToolFormat | MessageToolFormat | None = None
 
     def llama_name(self, name: str) -> str:
         """The name that Llama's checkpoints have for a published tensor."""

@@ -3,11 +3,11 @@
 from families import read
 from families.family import Family
 from families.fields import ConfigFields
-from model import Config, LayerKind
+from model import Config, GeGLU, LayerKind
 
 
 def config(fields: ConfigFields) -> Config:
-    heads, mlp = read.heads(fields), read.gated(fields, activation="gelu_tanh")
+    heads, mlp = read.heads(fields), read.gated(fields, activation=GeGLU())
     norm = read.norm(fields, offset=1.0)
     layers = (LayerKind(heads, mlp, norm, rope=read.rope(fields, heads.H)),) * read.depth(fields)
     scale = fields.take("hidden_size", int) ** 0.5

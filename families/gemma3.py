@@ -3,20 +3,25 @@
 from families import read
 from families.family import LANGUAGE_MODEL_NAMES, VISION_TENSORS, Family
 from families.fields import NUMBER, ConfigFields
-from model import Config, Full, LayerKind, Window
+from model import Config, GeGLU, LayerKind
 
 
 def config(fields: ConfigFields) -> Config:
-    mlp, norm = read.gated(fields, activation="gelu_tanh"), read.norm(fields, offset=1.0)
+    mlp, norm = read.gated(fields, activation=GeGLU()), read.norm(fields, offset=1.0)
     heads = read.heads(fields, qk_norm=norm, scale=fields.take("query_pre_attn_scalar", NUMBER) ** -0.5)
-    masks = dict(sliding_attention=Window(fields.take("sliding_window", int)), full_attention=Full())
+    masks = read.masks(fields)
     depth, every = read.depth(fields), fields.take("sliding_window_pattern", int)
     types = (["sliding_attention"] * (every - 1) + ["full_attention"]) * depth
     types = read.layer_types(fields, "layer_types", types[:depth], *masks)
-    full = {"rope_theta": fields.take("rope_theta", NUMBER)} | fields.take("rope_scaling", dict, {})
-    sliding = {"rope_theta": fields.take("rope_local_base_freq", NUMBER)}
-    ropes = fields.take("rope_parameters", dict, dict(full_attention=full, sliding_attention=sliding))
-    kinds = {x: LayerKind(heads, mlp, norm, masks[x], read.rope_of(ropes[x], heads.H), norm) for x in masks}
+    thetas = dict(sliding_attention=fields.take("rope_local_base_freq", NUMBER))
+    thetas |= dict(full_attention=fields.take("rope_theta", NUMBER))
+    scalings = dict(full_attention=fields.take("rope_scaling", dict, {}))
+    ropes = ConfigFields(fields.take("rope_parameters", dict, {}))
+    kinds = {}
+    for x, mask in masks.items():
+        rope = read.rope_of(ropes.take(x, dict, {}) | scalings.get(x, {}), heads.H, thetas[x])
+        kinds[x] = LayerKind(heads, mlp, norm, mask, rope, norm)
+    ropes.finish({})
     scale, cap = fields.take("hidden_size", int) ** 0.5, fields.take("final_logit_softcapping", NUMBER, None)
     layers = tuple(kinds[x] for x in types)
     return read.config(fields, layers, norm, tied=True, embedding_scale=scale, logit_softcap=cap)

@@ -5,6 +5,7 @@ Source: transformers, models/gpt2.
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -12,7 +13,7 @@ from families import read
 from families.family import Family
 from families.fields import NUMBER, ConfigFields
 from feedback.errors import UserError
-from model import Chunk, Config, LayerKind, activation, add_bias, declared, declared_bias
+from model import Chunk, Config, LayerKind, add_bias, declared, declared_bias
 from ops.matmul import einsum
 from sharding.arrays import ArrayInfo, Stored, declare, pytree, sizes_of
 from sharding.mesh import MODEL
@@ -52,17 +53,16 @@ class PlainWeights:
 
 @dataclasses.dataclass(frozen=True)
 class Plain:
-    """Two matrices with biases, and an activation between them. Source: arXiv 1706.03762."""
+    """Two matrices with biases, and GELU between them. Source: arXiv 1706.03762."""
 
     F: int
-    activation: str = "gelu_tanh"
 
     def declare(self, prefix: str, D: int) -> PlainWeights:
         return declare(PlainWeights, prefix, dict(D=D) | sizes_of(self))
 
     def __call__(self, x: Array, w: PlainWeights, chunk: Chunk) -> Array:
         """x: [b,T,D] -> [b,T,D]."""
-        h = activation(self.activation)(add_bias(einsum("bTD,fD->bTf", x, w.up), w.up_bias))
+        h = jax.nn.gelu(add_bias(einsum("bTD,fD->bTf", x, w.up), w.up_bias), approximate=True)
         return add_bias(lax.psum(einsum("bTf,Df->bTD", h, w.down), MODEL), w.down_bias)  # f
 
 

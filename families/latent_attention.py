@@ -37,7 +37,7 @@ class Latent:
     A token's keys and values of all heads come from one latent of width L and a rotated key of width R that
     all heads share. A query of width N is multiplied by its head's part of the key matrix, and so compared
     with the latent itself; the sum of latents is multiplied by the value matrix. So the cache holds latents.
-    norm: of the compressed query and of the latent.
+    norm: of the compressed query and of the latent. scale: the factor of q·k; None for (N+R)**-0.5.
     """
 
     G: int
@@ -47,11 +47,13 @@ class Latent:
     R: int
     U: int
     norm: Norm
+    scale: float | None = None
     K = 1
 
     @property
     def columns(self) -> Columns:
-        return Columns(self.L + self.R, (0, self.L), (self.N + self.R) ** -0.5)
+        scale = (self.N + self.R) ** -0.5 if self.scale is None else self.scale
+        return Columns(self.L + self.R, (0, self.L), scale)
 
     @property
     def divided(self) -> tuple[int, ...]:
@@ -77,7 +79,7 @@ class Latent:
         latent, k_rope = self.norm(latent, w.kv_a_norm), rotate(k_rope, rotation)
         return q.reshape(*bTk, -1, width), jnp.concatenate([latent, k_rope], -1)
 
-    def output(self, o: Array, w: LatentWeights) -> Array:
-        """o: [b,T,k,g,L], each query's sum of latents -> [b,T,D]."""
+    def output(self, o: Array, lse: Array, x: Array, w: LatentWeights) -> Array:
+        """o: [b,T,k,g,L], each query's weighted sum of latents -> [b,T,D]. lse, x: see `Heads.output`."""
         values = einsum("bTkgL,kgUL->bTkgU", o, w.v_b)
         return lax.psum(einsum("bTkgU,DkgU->bTD", values, w.o), MODEL)  # k, g

@@ -6,6 +6,7 @@ Source: transformers, models/llama.
 from families import read
 from families.family import Family
 from families.fields import ConfigFields
+from families.tool_formats import LLAMA_JSON
 from model import Config, LayerKind
 
 
@@ -15,4 +16,4 @@ def config(fields: ConfigFields) -> Config:
     return read.config(fields, (layer,) * read.depth(fields), norm)
 
 
-LLAMA3 = Family("llama", config)
+LLAMA3 = Family("llama", config, tools=LLAMA_JSON)

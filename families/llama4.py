@@ -9,6 +9,7 @@ from families import read
 from families.experts import SINGLE_EXPERTS
 from families.family import LANGUAGE_MODEL_NAMES, VISION_TENSORS, Family
 from families.fields import NUMBER, ConfigFields
+from families.tool_formats import PYTHONIC
 from feedback.errors import UserError
 from model import BlockLocal, Config, Full, LayerKind, QueryScale, Router
 
@@ -56,4 +57,5 @@ LLAMA4 = Family(
     tensor_names=(*LANGUAGE_MODEL_NAMES, (r"\.feed_forward\.", ".mlp.")),
     layouts=SINGLE_EXPERTS,  # some checkpoints store each expert as a tensor of its own
     unused_tensors=VISION_TENSORS,
+    tools=PYTHONIC,
 )

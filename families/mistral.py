@@ -3,6 +3,7 @@
 from families import read
 from families.family import Family
 from families.fields import ConfigFields
+from families.tool_formats import MISTRAL_LIST
 from model import Config, LayerKind
 
 
@@ -12,4 +13,4 @@ def config(fields: ConfigFields) -> Config:
     return read.config(fields, (layer,) * read.depth(fields), norm)
 
 
-MISTRAL = Family("mistral", config)
+MISTRAL = Family("mistral", config, tools=MISTRAL_LIST)

@@ -3,6 +3,7 @@
 from families import read
 from families.family import Family
 from families.fields import ConfigFields
+from families.tool_formats import TAGS
 from model import Config, Full, LayerKind, Window
 
 
@@ -24,4 +25,4 @@ def masks_of(fields: ConfigFields) -> list[Full | Window]:
     return [Window(size) if kind == "sliding_attention" else Full() for kind in types]
 
 
-QWEN2 = Family("qwen2", config)
+QWEN2 = Family("qwen2", config, tools=TAGS)

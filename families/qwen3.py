@@ -8,6 +8,7 @@ from families.experts import ROUTER_NAME, SINGLE_OR_JOINED_EXPERTS
 from families.family import Family
 from families.fields import ConfigFields
 from families.qwen2 import masks_of
+from families.tool_formats import TAGS
 from model import Config, LayerKind, Router
 
 
@@ -33,11 +34,12 @@ def sparse_config(fields: ConfigFields) -> Config:
     return read.config(fields, layers, norm)
 
 
-QWEN3 = Family("qwen3", dense_config)
+QWEN3 = Family("qwen3", dense_config, tools=TAGS)
 QWEN3_MOE = Family(
     "qwen3_moe",
     sparse_config,
     field_names={"num_experts": "num_local_experts"},
     tensor_names=(ROUTER_NAME,),
     layouts=SINGLE_OR_JOINED_EXPERTS,
+    tools=TAGS,
 )

@@ -1,5 +1,7 @@
 """Parts of a Config, from fields of config.json that several families share."""
 
+import math
+
 from families.fields import NUMBER, ConfigFields
 from feedback.errors import UserError
 from model import (
@@ -15,6 +17,7 @@ from model import (
     Rope,
     Router,
     Window,
+    YarnScaling,
 )
 
 MOST_LAYERS = 1000  # a sanity limit: a list of that many layers is made
@@ -48,8 +51,8 @@ def norm(fields: ConfigFields, **others) -> Norm:
     return Norm(fields.take("rms_norm_eps", NUMBER), **others)
 
 
-def heads(fields: ConfigFields, **others) -> Heads:
-    """Grouped-query attention. others: what the family adds to Llama's."""
+def heads(fields: ConfigFields, kind: type[Heads] = Heads, **others) -> Heads:
+    """Grouped-query attention. kind: the family's own subclass. others: what it adds to Llama's."""
     heads = fields.take("num_attention_heads", int)
     kv_heads = fields.take("num_key_value_heads", int, heads)
     if heads % kv_heads:
@@ -57,7 +60,7 @@ def heads(fields: ConfigFields, **others) -> Heads:
     width = fields.take("head_dim", int, fields.take("hidden_size", int) // heads)
     if not width:
         raise UserError(f"config.json: hidden_size is less than num_attention_heads = {heads}")
-    return Heads(kv_heads, heads // kv_heads, width, **others)
+    return kind(kv_heads, heads // kv_heads, width, **others)
 
 
 def layer_types(fields: ConfigFields, name: str, default: list[str], *known: str) -> list[str]:
@@ -69,15 +72,24 @@ def layer_types(fields: ConfigFields, name: str, default: list[str], *known: str
     return types
 
 
+def masks(fields: ConfigFields, *default: int) -> dict[str, Full | Window]:
+    """The masks of the types of layers of models in which some have a sliding window.
+
+    default: of sliding_window; without it the field must be there.
+    """
+    size = fields.take("sliding_window", int, *default)
+    return dict(sliding_attention=Window(size), full_attention=Full())
+
+
 def window(fields: ConfigFields) -> Full | Window:
     """The mask of models whose layers all have the same sliding window, or none."""
     size = fields.take("sliding_window", int, None)
     return Window(size) if size else Full()
 
 
-def gated(fields: ConfigFields, width: str = "intermediate_size", activation: str = "silu") -> Gated:
-    """width: the field with the MLP's width."""
-    return Gated(fields.take(width, int), activation)
+def gated(fields: ConfigFields, width: str = "intermediate_size", **others) -> Gated:
+    """width: the field with the MLP's width. others: what the family adds to Llama's."""
+    return Gated(fields.take(width, int), **others)
 
 
 def experts(
@@ -86,25 +98,51 @@ def experts(
     width: str = "intermediate_size",
     count: str = "num_local_experts",
     shared: int = 0,
+    **others,
 ) -> Experts:
     """width, count: the fields with an expert's width and the number of experts.
 
     shared: the width of the shared expert as a multiple of a routed expert's; 0: no shared expert.
+    others: what the family adds to Llama's.
     """
     E, A, M = (fields.take(name, int) for name in (count, "num_experts_per_tok", width))
     if A > E:
         raise UserError(f"config.json: num_experts_per_tok = {A} of {E} experts")
-    return Experts(E, A, M, router, shared=Gated(shared * M) if shared else None)
+    return Experts(E, A, M, router, shared=Gated(shared * M) if shared else None, **others)
 
 
-SCALINGS = {
-    "default": (lambda: None, ()),
-    "linear": (LinearScaling, ("factor",)),
-    "llama3": (
-        Llama3Scaling,
-        ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    ),
-}  # rope_type -> the record, and the fields with its numbers
+def _number(fields: ConfigFields, name: str, *default: float | None) -> float | None:
+    value = fields.take(name, NUMBER, *default)
+    return None if value is None else float(value)
+
+
+def _linear(fields: ConfigFields) -> dict:
+    return dict(scaling=LinearScaling(_number(fields, "factor")))
+
+
+def _llama3(fields: ConfigFields) -> dict:
+    names = "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
+    return dict(scaling=Llama3Scaling(*(_number(fields, name) for name in names)))
+
+
+def _yarn(fields: ConfigFields) -> dict:
+    factor, original = _number(fields, "factor"), _number(fields, "original_max_position_embeddings")
+    turns = _number(fields, "beta_fast", 32), _number(fields, "beta_slow", 1)
+    scaling = YarnScaling(factor, original, *turns, truncate=fields.take("truncate", bool, True))
+    mscale, of_scores = _number(fields, "mscale", None), _number(fields, "mscale_all_dim", None)
+    magnitude = yarn_growth(factor)
+    if mscale and of_scores:
+        magnitude = yarn_growth(factor, mscale) / yarn_growth(factor, of_scores)
+    return dict(scaling=scaling, magnitude=_number(fields, "attention_factor", magnitude))
+
+
+def yarn_growth(factor: float, mscale: float = 1) -> float:
+    """By how much YaRN enlarges queries and keys where contexts are `factor` times as long."""
+    return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
+
+
+# rope_type -> from its parameters to the fields of Rope that it determines
+SCALINGS = {"default": lambda fields: {}, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
 
 
 def rope(
@@ -117,8 +155,13 @@ def rope(
     """
     theta = fields.take("rope_theta", NUMBER, theta)
     rotated = fields.take("partial_rotary_factor", NUMBER, rotated)
-    scaling = fields.take("rope_scaling", dict, {})
-    return rope_of(fields.take("rope_parameters", dict, scaling), H, theta, interleaved, rotated)
+    return rope_of(rope_parameters(fields), H, theta, interleaved, rotated)
+
+
+def rope_parameters(fields: ConfigFields, default: dict | None = None) -> dict:
+    """`rope_parameters` or, from before transformers 5, `rope_scaling`. default: where both are absent."""
+    scaling = fields.take("rope_scaling", dict, default or {})
+    return fields.take("rope_parameters", dict, scaling)
 
 
 def rope_of(
@@ -132,10 +175,9 @@ def rope_of(
     kind = fields.take("rope_type", str, kind)
     if kind not in SCALINGS:
         raise UserError(f"config.json: rope_type {kind!r} is not supported ({', '.join(SCALINGS)})")
-    scaling, names = SCALINGS[kind]
-    scaling = scaling(*(float(fields.take(name, NUMBER)) for name in names))
+    scaled = SCALINGS[kind](fields)
     fields.finish({})
     width = int(H * rotated)
     if width < 2 or width % 2:
         raise UserError(f"config.json: RoPE needs an even head_dim, or part of it, not {width}")
-    return Rope(float(theta), width, scaling, interleaved)
+    return Rope(float(theta), width, interleaved=interleaved, **scaled)

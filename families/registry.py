@@ -1,5 +1,6 @@
 """All families, and the Config of a model of any of them."""
 
+from families.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
 from families.family import Family
 from families.fields import ConfigFields
 from families.gemma import GEMMA
@@ -7,10 +8,12 @@ from families.gemma3 import GEMMA3
 from families.glm4 import GLM4
 from families.glm4_moe_lite import GLM4_MOE_LITE
 from families.gpt2 import GPT2
+from families.gpt_oss import GPT_OSS
 from families.llama3 import LLAMA3
 from families.llama4 import LLAMA4
 from families.mistral import MISTRAL
 from families.mixtral import MIXTRAL
+from families.muse_glimmer import MUSE_GLIMMER
 from families.qwen2 import QWEN2
 from families.qwen3 import QWEN3, QWEN3_MOE
 from feedback.errors import UserError
@@ -19,6 +22,7 @@ from model import Config
 FAMILIES = (
     LLAMA3,
     LLAMA4,
+    MUSE_GLIMMER,
     MISTRAL,
     MIXTRAL,
     QWEN2,
@@ -27,8 +31,11 @@ FAMILIES = (
     GEMMA,
     GEMMA3,
     GPT2,
+    GPT_OSS,
     GLM4,
     GLM4_MOE_LITE,
+    DEEPSEEK_V3,
+    KIMI_K2,
 )
 
 

@@ -23,7 +23,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 @contextlib.contextmanager
-def located(path: pathlib.Path) -> Iterator[None]:
+def located(path: pathlib.Path | str) -> Iterator[None]:
     """Put a path in front of a UserError that does not begin with it."""
     try:
         yield

@@ -2,31 +2,45 @@
 
 from collections.abc import Callable
 
+from families.deepseek_v3 import GroupLimitedRouter
 from families.gpt2 import LayerNorm, LearnedPositions, Plain
+from families.gpt_oss import SinkHeads
 from families.latent_attention import Latent
+from families.muse_glimmer import GatedHeads
 from families.registry import read_config
 from images.drawing import pyplot, redraw
-from model import BlockLocal, Config, Experts, Full, Gated, Heads, LayerKind, Norm, Window
+from model import (
+    BlockLocal,
+    Config,
+    Experts,
+    Full,
+    Gated,
+    GeGLU,
+    Heads,
+    LayerKind,
+    Norm,
+    Window,
+    YarnScaling,
+)
 from planner.models import MODELS
 
-# The fields of Gemma 3 4B's text_config; those that it leaves out have defaults in families/gemma3.py.
-GEMMA3 = dict(
-    model_type="gemma3_text", hidden_size=2560, intermediate_size=10240, num_hidden_layers=34,
-    sliding_window=1024, rope_scaling=dict(factor=8.0, rope_type="linear"),
-)  # fmt: skip
 FAMILIES = {
     "llama (Llama 3.1 8B)": MODELS["llama3.1-8b"],
     "llama4_text (Scout)": MODELS["llama4-scout"],
+    "muse_glimmer_text (30B)": MODELS["muse-glimmer-30b"],
     "mistral (7B v0.1)": MODELS["mistral-7b"],
     "mixtral (8x7B)": MODELS["mixtral-8x7b"],
     "qwen2 (Qwen 2.5 7B)": MODELS["qwen2.5-7b"],
     "qwen3 (8B)": MODELS["qwen3-8b"],
     "qwen3_moe (30B-A3B)": MODELS["qwen3-30b-a3b"],
     "gemma (7B)": MODELS["gemma-7b"],
-    "gemma3_text (4B)": GEMMA3,
+    "gemma3_text (4B)": MODELS["gemma3-4b"],
     "gpt2 (124M)": MODELS["gpt2"],
+    "gpt_oss (20b)": MODELS["gpt-oss-20b"],
     "glm (GLM-4-9B)": MODELS["glm-4-9b"],
     "glm4_moe_lite (4.7-Flash)": MODELS["glm-4.7-flash"],
+    "deepseek_v3 (V3, R1)": MODELS["deepseek-v3"],
+    "kimi_k2 (K2)": MODELS["kimi-k2"],
 }
 # Of each group of columns, the test that a layer passes if it has the record or the option.
 LAYER: dict[str, dict[str, Callable[[LayerKind], bool]]] = {
@@ -36,6 +50,8 @@ LAYER: dict[str, dict[str, Callable[[LayerKind], bool]]] = {
         "  qk_norm": lambda x: bool(getattr(x.attention, "qk_norm", None)),
         "  query_scale": lambda x: bool(getattr(x.attention, "query_scale", None)),
         "  scale": lambda x: getattr(x.attention, "scale", None) is not None,
+        "  GatedHeads": lambda x: isinstance(x.attention, GatedHeads),
+        "  sinks": lambda x: isinstance(x.attention, SinkHeads),
         "Latent": lambda x: isinstance(x.attention, Latent),
     },
     "mask": {
@@ -46,16 +62,21 @@ LAYER: dict[str, dict[str, Callable[[LayerKind], bool]]] = {
     "positions": {
         "Rope": lambda x: x.rope is not None,
         "  interleaved": lambda x: x.rope is not None and x.rope.interleaved,
+        "  YaRN": lambda x: isinstance(getattr(x.rope, "scaling", None), YarnScaling),
         "  part of a head": lambda x: x.rope is not None and x.rope.width < x.attention.columns.key,
     },
     "feed-forward": {
         "Gated": lambda x: isinstance(x.feed_forward, Gated),
-        "  gelu_tanh": lambda x: getattr(x.feed_forward, "activation", "") == "gelu_tanh",
+        "  GeGLU": lambda x: isinstance(getattr(x.feed_forward, "activation", None), GeGLU),
         "Plain": lambda x: isinstance(x.feed_forward, Plain),
         "Experts": lambda x: isinstance(x.feed_forward, Experts),
         "  shared": lambda x: bool(getattr(x.feed_forward, "shared", None)),
+        "  biases": lambda x: getattr(x.feed_forward, "bias", False),
         "  softmax router": lambda x: (
             isinstance(x.feed_forward, Experts) and x.feed_forward.router.score == "softmax"
+        ),
+        "  groups": lambda x: (
+            isinstance(x.feed_forward, Experts) and isinstance(x.feed_forward.router, GroupLimitedRouter)
         ),
     },
     "norm": {
@@ -68,6 +89,8 @@ LAYER: dict[str, dict[str, Callable[[LayerKind], bool]]] = {
 WHOLE: dict[str, Callable[[Config], bool]] = {
     "LearnedPositions": lambda cfg: isinstance(cfg.position_embedding, LearnedPositions),
     "embedding_scale": lambda cfg: cfg.embedding_scale is not None,
+    "embedding_norm": lambda cfg: cfg.embedding_norm is not None,
+    "logit_softcap": lambda cfg: cfg.logit_softcap is not None,
     "tied_embeddings": lambda cfg: cfg.tied_embeddings,
 }
 EVERY, SOME = "#4c78a8", "#9ecae1"
@@ -91,7 +114,7 @@ def draw():
     counts = grid()
     columns = [(group, column) for group, names in LAYER.items() for column in names]
     columns += [("model", column) for column in WHOLE]
-    figure = pyplot().figure(figsize=(9.5, 5.3))
+    figure = pyplot().figure(figsize=(10, 5.7))
     axes = figure.add_axes((0.195, 0.06, 0.795, 0.71))
     for y, own in enumerate(counts.values()):
         for x, (_, column) in enumerate(columns):

@@ -14,7 +14,7 @@ NAMED = {
     "gpt2": (8, -3), "gpt2-xl": (8, -3), "gemma-7b": (-54, -3), "openllama-13b": (8, -3),
     "openllama-7b": (8, -3), "llama3.1-8b": (-22, 8), "llama3.1-70b": (-22, 8), "llama3.1-405b": (-26, 8),
     "qwen3-30b-a3b": (8, -3), "glm-4-9b": (8, -3), "glm-4.7-flash": (9, -3), "qwen2.5-0.5b": (8, -3),
-    "gemma-2b": (8, -3),
+    "gemma-2b": (8, -3), "kimi-k2": (8, -3), "deepseek-r1": (-26, 8),
 }  # fmt: skip
 KINDS = {
     "one key/value head per query head (MHA)": "#e45756",

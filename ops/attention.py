@@ -22,13 +22,14 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 
 from ops.gpu import flash, supports
 from ops.kv_cache import KV, key_beside_value, map_slots
-from ops.platform import on_gpu, on_tpu
+from ops.platform import on_cpu, on_gpu, on_tpu
 from ops.tpu import LANES, put_slots, take_slots, varying
 from ragged_attention import DECODE_BLOCKS, MASKED, ragged_attention_tpu
 
 BLOCK = 1024  # cached slots per step of attend_cached
 QUERIES = 64  # per step of attend: its scores are B·K·G·QUERIES·BLOCK floats
 DECODE_BLOCK = 256  # slots per step if T = 1, so that few empty slots are read
+CPU_BLOCK = 128  # the same on a CPU: both products then find the slots in the core's cache
 FEW_QUERIES = 128  # T·G, queries per key/value head, up to which the decode kernel is used
 FLASH = (64, 128)  # widths of keys that the GPU's kernel supports
 
@@ -149,6 +150,10 @@ def read_block(kv: KV, row: Array | None, i: Array, block: int) -> tuple[KV, Arr
     first = jnp.minimum(i * block, S - block)
 
     def read(axis: int, x: Array) -> Array:
+        if row is not None and row.size == 1:  # in one slice, which copies no more than the block
+            starts, sizes = [row[0], *[0] * (x.ndim - 1)], [1, *x.shape[1:]]
+            starts[axis], sizes[axis] = first, block
+            return lax.dynamic_slice(x, starts, sizes)
         x = x if block == S else lax.dynamic_slice_in_dim(x, first, block, axis)
         return x if row is None else jnp.concatenate([lax.dynamic_slice_in_dim(x, r, 1) for r in row])
 
@@ -159,7 +164,7 @@ def attend_cached(
     q: Array, kv: KV, length: Array, gap: tuple[Array, Array] | None = None, row: Array | None = None
 ):
     """Attention to the first `length` cached slots, a block at a time, as far as the longest row; few queries
-    on a TPU by `ragged_attention_tpu`, each row as far as it is filled.
+    on a TPU by `ragged_attention_tpu`, and one query on a CPU: each row as far as it is filled.
 
     q: [B,T,K,G,H]. length: [B,T] int32, of each query; without `gap`, the queries of a row that see any
     slots see the same. gap: (from, to), [B,T] int32 each: slots that a query does not see. row: [B] int32,
@@ -167,7 +172,7 @@ def attend_cached(
     """
     B, T = q.shape[:2]
     S, sees, longest = kv.values.shape[2], length > 0, jnp.max(length, 1)
-    block = min(BLOCK if T > 1 else DECODE_BLOCK, S)
+    block = min(BLOCK if T > 1 else CPU_BLOCK if on_cpu() else DECODE_BLOCK, S)
     if use_ragged(kv) and T * q.shape[3] <= FEW_QUERIES:
         if gap is None or T == 1:
             gap = jax.tree.map(lambda x: x[:, 0], gap)
@@ -186,6 +191,12 @@ def attend_cached(
             ranges = [(begin, jnp.minimum(length, gap[0])), (gap[1], length)]
         parts = [flash(q, kv.values, kv.scale, *seen) for seen in ranges]
         return merge_stacked(*map(jnp.concatenate, zip(*parts, strict=True)))
+
+    if T == 1 and B > 1 and on_cpu():  # half the time of all rows side by side, and no row reads for another
+        rows = jnp.arange(B) if row is None else row
+        one_by_one = jax.tree.map(lambda x: x[:, None], (q, length, gap, rows))
+        o, lse = lax.map(lambda x: attend_cached(x[0], kv, *x[1:]), one_by_one)
+        return o[:, 0], lse[:, 0]
 
     def attend_block(i):
         part, slots = read_block(kv, row, i, block)

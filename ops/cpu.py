@@ -28,11 +28,11 @@ def contract(x: Array, w: Array, n: int) -> Array:
     if decode and w.dtype == jnp.int8:
         one = B * T == 1 and x.shape[1] <= MAX_INPUTS and x.shape[1] % SIMD_WIDTH == 0
         y = one_row(x, w) if one else int8_product(x, w)
-    elif decode == (x.dtype == jnp.float32):  # faster for float32 in decode, for bfloat16 in prefill
-        y = weights_first(x, w.astype(x.dtype), jnp.float32)
-    else:
+    elif decode and x.dtype == jnp.bfloat16:  # of many tokens it is faster with the weights first
         two = jnp.pad(x, ((0, max(0, 2 - B * T)), (0, 0)))  # XLA would multiply one row in float32
         y = jnp.einsum("RD,ND->RN", two, w.astype(x.dtype), preferred_element_type=jnp.float32)[: B * T]
+    else:
+        y = weights_first(x, w.astype(x.dtype), jnp.float32)
     return y.reshape(B, T, *outputs)
 
 

@@ -5,6 +5,7 @@ choices per row, D model width, E experts, M width of an expert. Weights may be 
 contracted D or M becomes D,I or M,I: the first counts groups, I is the place in a group.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -18,26 +19,35 @@ from ops import gpu
 from ops.matmul import scheme_of
 from ops.platform import platform
 from ops.tpu import in_hbm, precision, result
-from quantize import PART, QuantizedArray, int8_parts, values_and_scale
+from quantize import CHUNK, PAIR, PART, QuantizedArray, int8_parts, power_of_two, values_and_scale
 
 FEW_ROWS = 128  # up to which multiplying int8 weights takes about as long as reading them: 120 on v5e
 VMEM_BYTES = 48 << 20  # of VMEM that the kernel may use; half of it for blocks of weights
 ROW_TILE = 8  # rows of a float32 tile
 
 
-def expert_mlp(x: Array, expert: Array, factor: Array, gate, up, down, scales: str = "input") -> Array:
-    """The sum over a row's experts of SwiGLU(factor · x), or of factor · SwiGLU(x): [R,D] -> [R,D] float32.
+Biases = tuple[Array | None, Array | None, Array | None]  # of gate and up [E,M], and of down [E,D]
+
+
+def expert_mlp(
+    x: Array, expert: Array, factor: Array, gate, up, down, biases: Biases, activation: Callable, scales: str
+) -> Array:
+    """The sum over a row's experts of MLP(factor · x), or of factor · MLP(x): [R,D] -> [R,D] float32.
 
     expert: [R,A] int32, E for an expert of another device. factor: [R,A]. scales: "input" or "output".
-    gate, up: [E,D,M], down: [E,M,D], float or quantized. No row is dropped, however the rows are distributed.
-    On TPUs few rows go through `active_experts`, if its blocks fit, see `block_width`.
+    gate, up: [E,D,M], down: [E,M,D], float or quantized. biases: only where the factor scales the output.
+    activation: of gate and up to the hidden units, elementwise.
+    No row is dropped, however the rows are distributed. On TPUs few rows go through `active_experts`, if its
+    blocks fit, see `block_width`.
     """
-    if platform() == "tpu" and x.shape[0] <= FEW_ROWS and block_width(gate, down):
-        return active_experts(x, expert, factor, gate, up, down, scales)
-    return sorted_rows(x, expert, factor, gate, up, down, scales)
+    use_kernel = platform() == "tpu" and x.shape[0] <= FEW_ROWS and block_width(gate, down)
+    function = active_experts if use_kernel else sorted_rows
+    return function(x, expert, factor, gate, up, down, biases, activation, scales)
 
 
-def sorted_rows(x: Array, expert: Array, factor: Array, gate, up, down, scales: str) -> Array:
+def sorted_rows(
+    x: Array, expert: Array, factor: Array, gate, up, down, biases: Biases, activation: Callable, scales: str
+) -> Array:
     """`expert_mlp` by a ragged product over the pairs (row, choice), in the order of their expert."""
     A = expert.shape[1]
     E = jax.tree.leaves(gate)[0].shape[0]
@@ -48,12 +58,17 @@ def sorted_rows(x: Array, expert: Array, factor: Array, gate, up, down, scales: 
     if scales == "input":
         rows = (rows * factor).astype(x.dtype)
 
-    def dot(x: Array, w: Array | QuantizedArray) -> Array:
-        y, scale = RAGGED_DOTS.get((platform(), scheme_of(w)), plain_ragged_dot)(x, w, sizes)
-        return y if scale is None else y * scale.at[chosen[order]].get(mode="clip")
+    def of_rows(per_expert: Array) -> Array:
+        return per_expert.at[chosen[order]].get(mode="clip")
 
-    h = jax.nn.silu(dot(rows, gate)) * dot(rows, up)
-    y = dot(h.astype(x.dtype), down)
+    def dot(x: Array, w: Array | QuantizedArray, bias: Array | None) -> Array:
+        y, scale = RAGGED_DOTS.get((platform(), scheme_of(w)), plain_ragged_dot)(x, w, sizes)
+        y = y if scale is None else y * of_rows(scale)
+        return y if bias is None else y + of_rows(bias)
+
+    gate_bias, up_bias, down_bias = biases
+    h = activation(dot(rows, gate, gate_bias), dot(rows, up, up_bias))
+    y = dot(h.astype(x.dtype), down, down_bias)
     y = y * factor if scales == "output" else y
     y = jnp.where((chosen < E)[:, None], jnp.zeros_like(y).at[order].set(y), 0)
     return y.reshape(-1, A, y.shape[-1]).sum(1)
@@ -98,22 +113,24 @@ RAGGED_DOTS = {
 
 
 def active_experts(
-    x: Array, expert: Array, factor: Array, gate, up, down, scales: str, interpret=False
-) -> Array:
+    x: Array, expert: Array, factor: Array, gate, up, down, biases: Biases, activation: Callable, scales: str,
+    interpret=False,
+) -> Array:  # fmt: skip
     """`expert_mlp` as one Pallas call for TPUs, for few rows.
 
     The grid goes over the experts that have rows and over blocks of M. Each of these experts multiplies all
     rows, with factor 0 for rows that did not choose it: that takes no longer than reading its weights. The
     rest of the grid asks for the last block again, and so fetches nothing.
     """
-    int4 = scheme_of(gate) == "int4"
+    int4, mxfp4 = (scheme_of(gate) == name for name in ("int4", "mxfp4"))
     weights, units = zip(*map(values_and_scale, (gate, up, down)), strict=True)
     E, M = weights[0].shape[0], weights[0].shape[-1]
     (R, D), width, steps = x.shape, block_width(gate, down), min(E, expert.size)
     if not interpret:
         weights, units = in_hbm((weights, units))
     chosen = expert[..., None] == jnp.arange(E)  # RAE
-    factors = jnp.sum(jnp.where(chosen, factor[..., None].astype(jnp.float32), 0), 1)
+    factors = jnp.sum(jnp.where(chosen, factor[..., None].astype(jnp.float32), 0), 1)  # RE
+    *hidden_biases, down_bias = biases
     padding = ((0, -R % (2 * ROW_TILE if int4 else ROW_TILE)), (0, 0))
     x, factors = jnp.pad(x, padding), jnp.pad(factors, padding)
     rows = int8_parts(x) if int4 else (x,)
@@ -128,7 +145,18 @@ def active_experts(
     def whole(x: Array) -> pl.BlockSpec:
         return pl.BlockSpec(x.shape, lambda *_: (0, 0))
 
-    if int4:
+    # A row of one expert is no whole tile: its neighbors' rows come along.
+    of_neighbors = spec(min(E, ROW_TILE), width, at=lambda e, j: (e // ROW_TILE, j))
+    if mxfp4:
+
+        def mxfp4_specs(array: Array, size: int) -> tuple[pl.BlockSpec, ...]:
+            """array: of values or exponents. size: weights per step along its second axis."""
+            n, rows = array.shape[1:3]
+            columns = spec(None, n, rows, width, at=lambda e, j: (e, 0, 0, j))
+            return columns, columns, spec(None, width // size, rows, D, at=lambda e, j: (e, j, 0, 0))
+
+        weight_specs, unit_specs = mxfp4_specs(weights[0], PAIR), mxfp4_specs(units[0], CHUNK)
+    elif int4:
         (n, size), (M_groups, M_size) = weights[0].shape[1:3], weights[2].shape[1:3]
         columns = spec(None, n, size, width, at=lambda e, j: (e, 0, 0, j))
         rest = spec(None, width // M_size, M_size, D, at=lambda e, j: (e, j, 0, 0))
@@ -139,46 +167,78 @@ def active_experts(
         columns = spec(None, D, width, at=lambda e, j: (e, 0, j))
         weight_specs = columns, columns, spec(None, width, D, at=lambda e, j: (e, j, 0))
         unit_specs = None, None, None
-        if units[0] is not None:  # of one expert they are no whole tile: take its neighbors' along
-            columns = spec(min(E, ROW_TILE), width, at=lambda e, j: (e // ROW_TILE, j))
+        if units[0] is not None:
             rest = spec(min(E, ROW_TILE), D, at=lambda e, j: (e // ROW_TILE, 0))
-            unit_specs = columns, columns, rest
+            unit_specs = of_neighbors, of_neighbors, rest
+    bias_specs = [bias if bias is None else of_neighbors for bias in hidden_biases]
     y = pl.pallas_call(
-        partial(ACTIVE_EXPERTS[scheme_of(gate)], scales=scales),
+        partial(ACTIVE_EXPERTS[scheme_of(gate)], activation=activation, scales=scales),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(steps, M // width),
-            in_specs=(tuple(map(whole, rows)), whole(factors), weight_specs, unit_specs),
+            in_specs=(tuple(map(whole, rows)), whole(factors), weight_specs, unit_specs, bias_specs),
             out_specs=whole(x),
         ),
         out_shape=result(x.shape, jnp.float32, x, factors, weights[0]),
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=VMEM_BYTES),
         name="active_experts",
         interpret=interpret,
-    )(*active_first(jnp.any(chosen, (0, 1)), steps), rows, factors, weights, units)
+    )(*active_first(jnp.any(chosen, (0, 1)), steps), rows, factors, weights, units, hidden_biases)
+    if down_bias is not None:
+        y += jnp.dot(factors, down_bias.astype(jnp.float32), precision="highest")
     return y[:R]
 
 
-def _active_experts(active, n_active, rows, factors, weights, units, y, *, scales: str):
+def _active_experts(
+    active, n_active, rows, factors, weights, units, biases, y, *, activation: Callable, scales: str
+):
     """The kernel, at expert i of the active ones and block j of M. All refs but the first two are in VMEM."""
-    i, (x,) = pl.program_id(0), rows
+    (x,), expert = rows, active[pl.program_id(0)]
 
     def dot(x: Array, which: int) -> Array:
         w = weights[which][...].astype(x.dtype)
         y = jnp.dot(x, w, precision=precision(x.dtype), preferred_element_type=jnp.float32)
-        return y if units[which] is None else y * units[which][pl.ds(lax.rem(active[i], ROW_TILE), 1)]
+        return y if units[which] is None else y * of_expert(units[which], expert)
 
-    def gated(factor: Array) -> Array:
+    mlp = mlp_of_floats(dot, x, biases, expert, activation, scales)
+    _add_expert(active, n_active, factors, y, mlp, scales)
+
+
+def mlp_of_floats(dot: Callable, x, biases, expert, activation: Callable, scales: str) -> Callable:
+    """The `mlp` of `_add_expert`, for floats x. dot: multiplies by gate, up or down: 0, 1 or 2."""
+
+    def mlp(factor: Array) -> Array:
         gate, up = dot(x[...], 0), dot(x[...], 1)
         gate, up = (gate * factor, up * factor) if scales == "input" else (gate, up)
-        return dot((jax.nn.silu(gate) * up).astype(x.dtype), 2)
+        gate, up = (add_bias(y, bias, expert) for y, bias in zip((gate, up), biases, strict=True))
+        return dot(activation(gate, up).astype(x.dtype), 2)
 
-    _add_expert(active, n_active, factors, y, gated, scales)
+    return mlp
 
 
-def _active_int4_experts(active, n_active, rows, factors, weights, units, y, *, scales: str):
+def row_at(rows: Array, place) -> Array:
+    """The row at a place known only at run time: [n,N] -> [1,N] float32.
+
+    By a mask: only a row of float32 can be taken at such a place.
+    """
+    here = lax.broadcasted_iota(jnp.int32, rows.shape, 0) == place
+    return jnp.sum(jnp.where(here, rows.astype(jnp.float32), 0), 0, keepdims=True)
+
+
+def of_expert(rows, expert) -> Array:
+    """The row of an expert, in a block of it and its neighbors: [1,N] float32."""
+    return row_at(rows[...], lax.rem(expert, ROW_TILE))
+
+
+def add_bias(y: Array, bias, expert) -> Array:
+    return y if bias is None else y + of_expert(bias, expert)
+
+
+def _active_int4_experts(
+    active, n_active, rows, factors, weights, units, biases, y, *, activation: Callable, scales: str
+):
     """`_active_experts` of int4 weights: a product of integers for each group, see `int8_parts`."""
-    j, (parts, unit) = pl.program_id(1), rows
+    expert, j, (parts, unit) = active[pl.program_id(0)], pl.program_id(1), rows
 
     def dot(parts: Array, unit: Array, which: int, scale_of) -> Array:
         groups, size, _ = weights[which].shape
@@ -193,24 +253,71 @@ def _active_int4_experts(active, n_active, rows, factors, weights, units, y, *, 
     def column_scale(which: int):
         return lambda group: units[which][group : group + 1].astype(jnp.float32)
 
-    down_units = units[2][...].astype(jnp.float32)
-    number = lax.broadcasted_iota(jnp.int32, down_units.shape, 0)
-
     def down_scale(group: int) -> Array:
-        """By a mask: a row of bfloat16 cannot be taken at a place known only at run time."""
-        here = number == j * weights[2].shape[0] + group
-        return jnp.sum(jnp.where(here, down_units, 0), 0, keepdims=True)
+        return row_at(units[2][...], j * weights[2].shape[0] + group)
 
-    def gated(factor: Array) -> Array:
+    def mlp(factor: Array) -> Array:
         x_unit = unit[...] * factor if scales == "input" else unit[...]
         gate, up = (dot(parts[...], x_unit, which, column_scale(which)) for which in (0, 1))
-        return dot(*int8_parts(jax.nn.silu(gate) * up), 2, down_scale)
+        gate, up = (add_bias(y, bias, expert) for y, bias in zip((gate, up), biases, strict=True))
+        return dot(*int8_parts(activation(gate, up)), 2, down_scale)
 
-    _add_expert(active, n_active, factors, y, gated, scales)
+    _add_expert(active, n_active, factors, y, mlp, scales)
 
 
-def _add_expert(active, n_active, factors, y, gated, scales: str) -> None:
-    """Add what gated(factor) makes of all rows to y. factor: [R,1], of the rows' scores for this expert."""
+def _active_mxfp4_experts(
+    active, n_active, rows, factors, weights, units, biases, y, *, activation: Callable, scales: str
+):
+    """`_active_experts` of MXFP4 weights, which become bfloat16 in VMEM, see `mxfp4_matrix`."""
+    (x,), expert = rows, active[pl.program_id(0)]
+
+    def dot(x: Array, which: int) -> Array:
+        w, largest = mxfp4_matrix(weights[which], units[which])
+        w = w.astype(x.dtype)
+        y = jnp.dot(x, w, precision=precision(x.dtype), preferred_element_type=jnp.float32)
+        return y * 2.0 ** -(RANGE + 2) * power_of_two(largest)
+
+    mlp = mlp_of_floats(dot, x, biases, expert, activation, scales)
+    _add_expert(active, n_active, factors, y, mlp, scales)
+
+
+RANGE = 80  # exponents below the largest of a column that the kernel tells apart
+# In a 32-bit word of eight codes: the ranks, the signs, and the lowest bits.
+RANKS, SIGNS, LOWEST = 0x77777777, -0x77777778, 0x11111111
+# In a word of two bfloat16: the sign and the highest bit of the exponent, and where a code's rank belongs.
+TOP, RANK = -0x3FFF4000, 0x01C001C0
+
+
+def mxfp4_matrix(packed, exponents) -> tuple[Array, Array]:
+    """Bytes [n/64,32,N] and exponents [n/128,8,N] -> (matrix [n,N] bfloat16, largest exponents [1,N]).
+
+    Exactly the weights times 2**(RANGE + 2 + 127 - largest exponent of the column), by operations on 32-bit
+    words of two bfloat16: a code's three bits, as the lowest bits of an exponent and the highest one of a
+    fraction, are the numbers 0.5, 0.75 (which stands for 0), 1, 1.5, 2, 3, 4, 6 of some unit. What is not 0
+    gets the highest bit of the exponent, too; so 0 is 2**-128 as large as it would be, which is lost beside
+    any other number. An exponent more than RANGE below the largest is taken for one that is RANGE below.
+    """
+    exponents = exponents[...].astype(jnp.int32)
+    largest = jnp.max(jnp.max(exponents, 0), 0, keepdims=True)
+    relative = jnp.maximum(exponents - largest + RANGE, 0)
+    relative = (relative << 7) | (relative << 23)
+    blocks = []
+    for pair in range(packed.shape[0]):
+        codes = pltpu.bitcast(packed[pair], jnp.int32)  # [8,N], of bytes 4i to 4i + 3
+        nonzero = ((codes ^ LOWEST) & RANKS) + RANKS
+        top = (codes & SIGNS) | lax.shift_right_logical(nonzero & SIGNS, 1)
+        for block in range(2):
+            row = 2 * (pair % 2) + block
+            exponent = relative[pair // 2, row : row + 1]
+            for at in (4 * block, 4 * block + 8):  # of a code, in each half of the word
+                rank = codes << 6 - at if at < 6 else lax.shift_right_logical(codes, at - 6)
+                bits = ((top << 12 - at) & TOP) | (rank & RANK)
+                blocks.append(pltpu.bitcast(bits + exponent, jnp.bfloat16))  # [16,N]
+    return jnp.concatenate(blocks), largest
+
+
+def _add_expert(active, n_active, factors, y, mlp, scales: str) -> None:
+    """Add what mlp(factor) makes of all rows to y. factor: [R,1], of the rows' scores for this expert."""
     i, j = pl.program_id(0), pl.program_id(1)
 
     @pl.when((i == 0) & (j == 0))
@@ -221,12 +328,17 @@ def _add_expert(active, n_active, factors, y, gated, scales: str) -> None:
     def _():
         here = lax.broadcasted_iota(jnp.int32, factors.shape, 1) == active[i]
         factor = jnp.sum(jnp.where(here, factors[...], 0), 1, keepdims=True)
-        down = gated(factor)
+        down = mlp(factor)
         y[...] += down if scales == "input" else down * factor
 
 
 # The TPU's kernels, by scheme; all others use `sorted_rows`.
-ACTIVE_EXPERTS = {"float": _active_experts, "int8": _active_experts, "int4": _active_int4_experts}
+ACTIVE_EXPERTS = {
+    "float": _active_experts,
+    "int8": _active_experts,
+    "int4": _active_int4_experts,
+    "mxfp4": _active_mxfp4_experts,
+}
 
 
 def active_first(active: Array, n: int) -> tuple[Array, Array]:
@@ -246,7 +358,8 @@ def block_width(gate, down) -> int | None:
     if len(kernels) > 1 or None in kernels:
         return None
     values, M = values_and_scale(gate)[0], jax.tree.leaves(gate)[0].shape[-1]
-    group_size = down.values.shape[2] if scheme_of(down) == "int4" else 1
+    scheme = scheme_of(down)
+    group_size = CHUNK if scheme == "mxfp4" else down.values.shape[2] if scheme == "int4" else 1
     column = values.size // values.shape[0] // M * itemsize_bits(values.dtype) // 8
     largest = VMEM_BYTES // 12 // column
     return next((n for n in (256, 128, M) if M % n == 0 and n % group_size == 0 and n <= largest), None)

@@ -58,10 +58,15 @@ def compile_kernel(
 
 def loop_bundles(topology: str, columns: int, itemsize: int, blocks: tuple[int, int]) -> list[int]:
     """Bundles of the loops over rows, large blocks and small blocks, each without its inner loops."""
+    what = f"{topology!r}, {columns}, {itemsize}, {blocks}"
+    call = f"from planner.decode_kernel import compile_kernel; compile_kernel({what})"
+    return bundles_of(call, "ragged_", topology)
+
+
+def bundles_of(call: str, kernel: str, topology: str) -> list[int]:
+    """Bundles of the loops of the kernel that a call of Python compiles. kernel: how its name begins."""
     with tempfile.TemporaryDirectory() as folder:
         flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
-        what = f"{topology!r}, {columns}, {itemsize}, {blocks}"
-        call = f"from planner.decode_kernel import compile_kernel; compile_kernel({what})"
         command = [sys.executable, "-c", call]  # a process of its own: libtpu reads the flags when it starts
         environment = os.environ | {
             "LIBTPU_INIT_ARGS": flags, "JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"
@@ -69,7 +74,7 @@ def loop_bundles(topology: str, columns: int, itemsize: int, blocks: tuple[int, 
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         files = [
             file
-            for file in pathlib.Path(folder).glob("*ragged_*final_bundles.txt")
+            for file in pathlib.Path(folder).glob(f"*{kernel}*final_bundles.txt")
             if "schedule-analysis" not in file.name
         ]
         if done.returncode or len(files) != 1:

@@ -41,6 +41,12 @@ def _qwen3(width: int, heads: tuple[int, int], depth: int, F: int, **other) -> d
     return _dense("qwen3", width, heads, depth, F, 151936, head_dim=128, **other)
 
 
+def _gemma3(width: int, heads: tuple[int, int], depth: int, F: int, **other) -> dict:
+    scaling = dict(rope_type="linear", factor=8.0)
+    longest = dict(max_position_embeddings=131072, sliding_window=1024, rope_scaling=scaling, head_dim=256)
+    return _dense("gemma3_text", width, heads, depth, F, 262208, **longest | other)
+
+
 def _gpt2(width: int, heads: int, depth: int) -> dict:
     sizes = dict(n_embd=width, n_head=heads, n_layer=depth, n_positions=1024, vocab_size=50257)
     return dict(model_type="gpt2", layer_norm_epsilon=1e-5, **sizes)
@@ -49,7 +55,24 @@ def _gpt2(width: int, heads: int, depth: int) -> dict:
 TIED = dict(tie_word_embeddings=True)
 GEMMA = dict(head_dim=256, max_position_embeddings=8192)
 QWEN3_MOE = dict(model_type="qwen3_moe", norm_topk_prob=True, num_experts=128, num_experts_per_tok=8)
+GPT_OSS = dict(
+    rms_norm_eps=1e-5, head_dim=64, num_experts_per_tok=4, max_position_embeddings=131072,
+)  # fmt: skip
 MIXTRAL = dict(model_type="mixtral", num_local_experts=8, num_experts_per_tok=2)
+DEEPSEEK = dict(
+    moe_intermediate_size=2048, n_routed_experts=256, num_experts_per_tok=8, n_group=8, topk_group=4,
+    routed_scaling_factor=2.5, first_k_dense_replace=3, q_lora_rank=1536, kv_lora_rank=512,
+    qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, max_position_embeddings=163840,
+)  # fmt: skip
+DEEPSEEK["rope_scaling"] = dict(
+    type="yarn", factor=40, original_max_position_embeddings=4096, beta_fast=32, beta_slow=1, mscale=1.0,
+    mscale_all_dim=1.0,
+)  # fmt: skip
+KIMI_K2 = dict(
+    n_routed_experts=384, n_group=1, topk_group=1, routed_scaling_factor=2.827, first_k_dense_replace=1,
+    rope_theta=50000.0, max_position_embeddings=131072,
+    rope_scaling=DEEPSEEK["rope_scaling"] | dict(factor=32.0, beta_fast=1.0),
+)  # fmt: skip
 MODELS = {
     "llama3.1-8b": _llama3(4096, 32, 32, 14336),
     "llama3.1-70b": _llama3(8192, 64, 80, 28672),
@@ -60,6 +83,10 @@ MODELS = {
     "llama4-maverick": LLAMA4 | dict(
         num_local_experts=128, interleave_moe_layer_step=2, use_qk_norm=False, max_position_embeddings=1048576
     ),
+    "muse-glimmer-30b": _dense(
+        "muse_glimmer_text", 6656, (32, 2), 52, 19968, 202048, head_dim=128, rms_norm_eps=1e-5,
+        sliding_window=2048, rope_theta=5e5, max_position_embeddings=131072,
+    ),
     "openllama-3b": _openllama(3200, 32, 26, 8640),
     "openllama-7b": _openllama(4096, 32, 32, 11008),
     "openllama-13b": _openllama(5120, 40, 40, 13824),
@@ -68,10 +95,19 @@ MODELS = {
     "mixtral-8x22b": _dense("mixtral", 6144, (48, 8), 56, 16384, 32768) | MIXTRAL,
     "gemma-2b": _dense("gemma", 2048, (8, 1), 18, 16384, 256000, **GEMMA),
     "gemma-7b": _dense("gemma", 3072, (16, 16), 28, 24576, 256000, **GEMMA),
+    "gemma3-1b": _gemma3(
+        1152, (4, 1), 26, 6912, vocab_size=262144, max_position_embeddings=32768, sliding_window=512,
+        rope_scaling=None,
+    ),
+    "gemma3-4b": _gemma3(2560, (8, 4), 34, 10240),
+    "gemma3-12b": _gemma3(3840, (16, 8), 48, 15360),
+    "gemma3-27b": _gemma3(5376, (32, 16), 62, 21504, head_dim=128, query_pre_attn_scalar=168),
     "gpt2": _gpt2(768, 12, 12),
     "gpt2-medium": _gpt2(1024, 16, 24),
     "gpt2-large": _gpt2(1280, 20, 36),
     "gpt2-xl": _gpt2(1600, 25, 48),
+    "gpt-oss-20b": _dense("gpt_oss", 2880, (64, 8), 24, 2880, 201088, num_local_experts=32, **GPT_OSS),
+    "gpt-oss-120b": _dense("gpt_oss", 2880, (64, 8), 36, 2880, 201088, num_local_experts=128, **GPT_OSS),
     "glm-4-9b": _dense(
         "glm", 4096, (32, 2), 40, 13696, 151552, rms_norm_eps=1.5625e-7, head_dim=128, attention_bias=True,
         max_position_embeddings=131072,
@@ -81,6 +117,9 @@ MODELS = {
         num_experts_per_tok=4, q_lora_rank=768, kv_lora_rank=512, qk_nope_head_dim=192, qk_rope_head_dim=64,
         v_head_dim=256, max_position_embeddings=202752,
     ),
+    "deepseek-v3": _dense("deepseek_v3", 7168, (128, 128), 61, 18432, 129280, **DEEPSEEK),
+    "deepseek-r1": _dense("deepseek_v3", 7168, (128, 128), 61, 18432, 129280, **DEEPSEEK),
+    "kimi-k2": _dense("kimi_k2", 7168, (64, 64), 61, 18432, 163840, **DEEPSEEK | KIMI_K2),
     "qwen2.5-0.5b": _qwen2(896, (14, 2), 24, 4864, 151936, **TIED),
     "qwen2.5-1.5b": _qwen2(1536, (12, 2), 28, 8960, 151936, **TIED),
     "qwen2.5-3b": _qwen2(2048, (16, 2), 36, 11008, 151936, **TIED),

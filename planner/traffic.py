@@ -8,6 +8,7 @@ copies within VMEM, leaves out what Pallas kernels read, and counts the body of 
 """
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterator
 
@@ -279,7 +280,14 @@ class _Reader:
         elif x.opcode == "fusion":  # XLA may fuse a collective with the work that it overlaps
             inner = self.computations[x.calls]
             for y in inner.values():
-                yield from self.collectives(y, inner, fused=True)
+                if channel(y) not in self.started_channels or starts_collective(inner):
+                    yield from self.collectives(y, inner, fused=True)
+
+    @functools.cached_property
+    def started_channels(self) -> set[str]:
+        """The channels of collectives that one fusion starts. The fusions that they overlap repeat them."""
+        starts = filter(starts_collective, self.computations.values())
+        return {channel(x) for computation in starts for x in computation.values()} - {""}
 
     def largest_branch(self, x: Instruction, given) -> list:
         """The events of the branch that moves the most bytes; only one branch runs."""
@@ -314,6 +322,15 @@ class _Reader:
                 yield body[x.operands[0]].results[0], x.slice
             elif x.opcode == "fusion":
                 yield from self.slices(x.calls)
+
+
+def channel(x: Instruction) -> str:
+    """The number that all parts of a collective have in common; "" for what is no collective."""
+    return x.attribute(r"channel_id=(\d+)")
+
+
+def starts_collective(fused: Computation) -> bool:
+    return any("AsyncCollectiveStart" in x.attributes for x in fused.values())
 
 
 def _unused_prefetches(body: Computation) -> set[str]:

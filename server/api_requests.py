@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import re
 import secrets
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,27 +11,39 @@ import numpy as np
 from llguidance import LLTokenizer
 
 from checkpoints.tensor_files import parse_json
+from families.family import Channels
+from families.tool_formats import LLAMA_JSON, MessageToolFormat, ToolFormat
 from feedback.errors import UserError
+from server.formats import FORMAT_FIELDS, read_format
+from server.inert_fields import refusal
+from server.tool_requests import TOOL_FIELDS, ToolRequest, make_tool_grammar, read_tools
 from serving.grammar import Grammar, make_grammar
+from serving.messages import read_messages
 from serving.requests import RESTRICTIONS, Request, check_sampling
-from serving.text import TextStream, encode, has_surrogate
+from serving.streams import TextStream, answer_stream, ends_within_reasoning
+from serving.templates import END_THINK, mentions, mentions_reasoning, template_text
+from serving.text import PromptTooLong, encode, has_surrogate
+from serving.tools import ToolUse
 from sharding.sampling import MAX_BIASES, MAX_TOP_LOGPROBS, Bias, Sampling
 
 MAX_SAMPLES = 128  # answers of one request: n times its prompts
 MAX_STOPS = 16
 COMPLETION_TOKENS = 16  # the default max_tokens of completions, as in OpenAI's API
-ROLES = ("system", "developer", "user", "assistant", "tool")
 USAGE = ("include_usage", "continuous_usage_stats")
+STREAM_OPTIONS = {*USAGE, "include_obfuscation"}  # which is noise beside the text of OpenAI's chunks
 PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
-FORMATS = "text", "json_object"  # types of response_format: OpenAI's, and two more
-SOURCE_FORMATS = "json_schema", "regex", "grammar"  # those with a field of this name
 
 COMMON = {
     "model", "stream", "stream_options", "max_tokens", "temperature", *RESTRICTIONS, *PENALTIES, "stop",
-    "stop_token_ids", "ignore_eos", "seed", "n", "logprobs", "logit_bias", "response_format", "user",
+    "stop_token_ids", "ignore_eos", "seed", "n", "best_of", "logprobs", "logit_bias", *FORMAT_FIELDS,
 }  # fmt: skip
-CHAT = COMMON | {"messages", "max_completion_tokens", "top_logprobs"}
+TEMPLATE = {"reasoning_effort", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"}
+CHAT = COMMON | TEMPLATE | TOOL_FIELDS | {"messages", "max_completion_tokens", "top_logprobs"}
 COMPLETION = COMMON | {"prompt", "echo"}
+# Of the variables of chat templates, those that are no client's to choose, or have fields of their own.
+NOT_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
+# Names under which JSON schemas and the arguments of calls stand, in which null is a value.
+WITH_NULLS = {"arguments", "guided_json", "json", "parameters", "schema"}
 
 
 class BadRequest(Exception):
@@ -45,8 +58,13 @@ class BadRequest(Exception):
 class ServedModel:
     """The model that the server has loaded, and its defaults for fields that a request leaves out.
 
-    names: the first is the one that responses have. max_len: positions of a row. stop_ids: tokens that end an
-    answer. max_new_tokens: None: what is left of the row, of a completion 16. created: seconds since 1970.
+    names: those that /v1/models lists; the first is the one that responses have. checkpoint: a name that is
+    accepted, too, but not listed, because it may be the path of a folder; "": none. max_len: positions of a
+    row. stop_ids: tokens that end an answer. encode_chat: serving.text.encode of the messages of a chat, with
+    its options. max_new_tokens: None: what is left of the row, of a completion 16. created: seconds since
+    1970. channels: see Family. tools: how the model writes calls of tools. default_sampling: sampling options
+    that the checkpoint or the command line gives, by name; where they give no temperature, the chat page asks
+    for one of its own.
     """
 
     names: tuple[str, ...]
@@ -56,10 +74,18 @@ class ServedModel:
     max_len: int
     stop_ids: frozenset[int]
     sampling: Sampling
-    encode_chat: Callable[[list[dict]], list[int]]
+    encode_chat: Callable[..., list[int]]
     stop: tuple[str, ...] = ()
     max_new_tokens: int | None = None
     created: int = 0
+    channels: Channels | None = None
+    tools: ToolFormat | MessageToolFormat = LLAMA_JSON
+    checkpoint: str = ""
+    default_sampling: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    def accepts(self, name: str) -> bool:
+        """Whether a request may name the model so."""
+        return bool(name) and name in (*self.names, self.checkpoint)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +95,8 @@ class ApiRequest:
     chat: whether it is a chat or a completion. requests: of the engine, n samples for each prompt in turn.
     texts: each prompt's text, None if it was given as token ids. stop: texts that end an answer.
     hidden_tokens: token ids that are left out of the text. usage: those of USAGE that are wanted. logprobs:
-    how many top log-probabilities to report for each token; None: no log-probabilities at all.
+    how many top log-probabilities to report for each token; None: no log-probabilities at all. tools: that
+    the answers may call; None: none.
     """
 
     served: ServedModel
@@ -83,34 +110,57 @@ class ApiRequest:
     usage: frozenset[str]
     logprobs: int | None
     echo: bool
+    tools: ToolUse | None = None
 
-    def new_stream(self) -> TextStream:
-        return TextStream(self.served.tokenizer, self.hidden_tokens, self.stop)
+    def new_stream(self, request: Request) -> TextStream:
+        """The text of the answer to one of the requests.
+
+        Of a completion it is what the model writes, and a grammar applies to all that the model writes: these
+        are not divided into reasoning and answer. The grammar of calls has both.
+        """
+        tokenizer, hidden, stop = self.served.tokenizer, self.hidden_tokens, self.stop
+        if not self.chat or (request.grammar is not None and self.tools is None):
+            return TextStream(tokenizer, hidden, stop)
+        return answer_stream(tokenizer, request.prompt, hidden, stop, self.served.channels, self.tools)
 
 
 def parse_request(body: bytes, served: ServedModel, chat: bool) -> ApiRequest:
     """The request in a JSON body. Raises BadRequest."""
+    return check_request(parse_body(body), served, chat)
+
+
+def parse_body(body: bytes) -> dict[str, Any]:
+    """The fields of a JSON body. Raises BadRequest."""
     try:
-        fields = parse_json(body, "the body")
+        return parse_json(body, "the body")
     except (UserError, UnicodeDecodeError) as e:
         raise BadRequest(f"{e}"[:300]) from None
-    fields = {name: value for name, value in fields.items() if value is not None}
-    if unknown := sorted(set(fields) - (CHAT if chat else COMPLETION)):
-        name = unknown[0][:60]
-        raise BadRequest(f"{name!r} is not supported", name, code="unsupported_parameter")
+
+
+def check_request(fields: dict[str, Any], served: ServedModel, chat: bool) -> ApiRequest:
+    """The request with these fields, of which those without effect are removed. Raises BadRequest."""
+    drop_nulls(fields)
+    for name in sorted(fields.keys() - (CHAT if chat else COMPLETION)):
+        if (why := refusal(name, fields.pop(name), chat)) is not None:
+            raise BadRequest(why, name[:60], code="unsupported_parameter")
     checked = RequestFields(fields)
     checked.check_model(served)
-    checked.read("user", "")
     stream, options = checked.read("stream", False), checked.read("stream_options", {})
-    if options.keys() - USAGE or not all(isinstance(x, bool) for x in options.values()):
+    if options.keys() - STREAM_OPTIONS or not all(isinstance(x, bool) for x in options.values()):
         raise BadRequest(f"'stream_options' takes {' and '.join(USAGE)}, true or false", "stream_options")
-    if options and not stream:
-        raise BadRequest("'stream_options' needs 'stream': true", "stream_options")
+    grammar = checked.grammar(served.grammar_tokenizer)
+    tools = ToolRequest([], None)
     if chat:
-        texts, prompts = [None], [checked.messages(served)]
+        tools = checked.tools(served)
+        prompt = checked.messages(served, tools.given, reasons=grammar is None or tools.use is not None)
+        texts, prompts = [None], [prompt]
+        if tools.use:
+            grammar = checked.tool_grammar(served, tools.use, prompt, grammar)
     else:
         texts, prompts = checked.prompts(served)
     n = checked.integer("n", 1, MAX_SAMPLES, 1)
+    if fields.get("best_of", n) != n:
+        raise BadRequest(f"'best_of' must be equal to 'n', which is {n}", "best_of")
     if n * len(prompts) > MAX_SAMPLES:
         raise BadRequest(
             f"{len(prompts)} prompts, {n} samples each, are more than {MAX_SAMPLES} answers", "n"
@@ -118,7 +168,7 @@ def parse_request(body: bytes, served: ServedModel, chat: bool) -> ApiRequest:
     echo, logprobs = checked.read("echo", False), checked.logprobs(chat)
     stop_ids = frozenset() if checked.read("ignore_eos", False) else served.stop_ids
     stop_ids |= checked.tokens("stop_token_ids", served.vocabulary)
-    sampling, grammar = checked.sampling(served, logprobs), checked.grammar(served.grammar_tokenizer)
+    sampling = checked.sampling(served, logprobs)
     seed = checked.integer("seed", -(2**63), 2**64 - 1)
     seed = secrets.randbits(32) if seed is None else seed
     requests = []
@@ -134,7 +184,7 @@ def parse_request(body: bytes, served: ServedModel, chat: bool) -> ApiRequest:
         ]  # fmt: skip
     return ApiRequest(
         served, chat, requests, texts, checked.stops() or served.stop, stop_ids | served.stop_ids, n, stream,
-        frozenset(name for name, wanted in options.items() if wanted), logprobs, echo,
+        frozenset(name for name in USAGE if stream and options.get(name)), logprobs, echo, tools.use,
     )  # fmt: skip
 
 
@@ -143,7 +193,18 @@ def user_errors_as_bad_requests(field: str, prefix: str = "") -> Iterator[None]:
     try:
         yield
     except UserError as e:
-        raise BadRequest(f"{prefix}{e}"[:300], field) from None
+        code = "context_length_exceeded" if isinstance(e, PromptTooLong) else None
+        raise BadRequest(f"{prefix}{e}"[:300], field, code=code) from None
+
+
+@contextlib.contextmanager
+def tool_errors_as_bad_requests() -> Iterator[None]:
+    """Errors about tools begin with the name of the field in quotes, perhaps with an index in it."""
+    try:
+        yield
+    except UserError as e:
+        field = re.match(r"'(\w+)", f"{e}")
+        raise BadRequest(f"{e}"[:300], field and field[1]) from None
 
 
 class RequestFields:
@@ -171,37 +232,63 @@ class RequestFields:
 
     def check_model(self, served: ServedModel) -> None:
         name = self.read("model", "") or served.names[0]
-        if name not in served.names:
+        if not served.accepts(name):
             what = f"the model {name[:60]!r} is not served here, but {served.names[0]!r}"
             raise BadRequest(what, "model", 404, "model_not_found")
 
-    def messages(self, served: ServedModel) -> list[int]:
-        """The token ids of a chat. The content of a message is a text, or OpenAI's list of texts."""
-        value = self.fields.get("messages")
-        if not isinstance(value, list) or not value:
-            raise self.wrong("messages", 'a list of one or more objects of a "role" and a "content"')
-        turns = []
-        for i, turn in enumerate(value):
-            where = f"'messages[{i}]'"
-            if not isinstance(turn, dict) or set(turn) != {"role", "content"}:
-                raise BadRequest(f'{where} must be an object of a "role" and a "content"', "messages")
-            if turn["role"] not in ROLES:
-                raise BadRequest(f"{where}: the role must be one of {', '.join(ROLES)}", "messages")
-            turns.append(dict(role=turn["role"], content=self._content(turn["content"], where)))
+    def messages(self, served: ServedModel, tools: list[dict], reasons: bool) -> list[int]:
+        """The token ids of a chat. tools: to be offered. reasons: False if a grammar leaves no room for
+        reasoning.
+        """
+        template = template_text(served.tokenizer)
         with user_errors_as_bad_requests("messages"):
-            return served.encode_chat(turns)
+            messages = read_messages(self.fields.get("messages"))
+        options = self.template_options(served, template, messages)
+        if not reasons and mentions(template, "enable_thinking"):
+            options.setdefault("enable_thinking", False)
+        with user_errors_as_bad_requests("messages"):
+            prompt = served.encode_chat(messages, tools=tools, **options)
+        if not reasons and ends_within_reasoning(served.tokenizer, prompt):
+            prompt += served.tokenizer(f"\n{END_THINK}\n\n", add_special_tokens=False).input_ids
+        return prompt
 
-    def _content(self, content, where: str) -> str:
-        if isinstance(content, list):
-            parts = []
-            for part in content:
-                if not isinstance(part, dict) or set(part) != {"type", "text"} or part["type"] != "text":
-                    raise BadRequest(f"{where}: this model reads texts only", "messages")
-                parts.append(part["text"])
-            content = "".join(x if isinstance(x, str) else "\ud800" for x in parts)
-        if not isinstance(content, str) or has_surrogate(content):
-            raise BadRequest(f"{where}: its content must be a text", "messages")
-        return content
+    def tools(self, served: ServedModel) -> ToolRequest:
+        with tool_errors_as_bad_requests():
+            return read_tools(self.fields, served.tools)
+
+    def tool_grammar(
+        self, served: ServedModel, use: ToolUse, prompt: list[int], form: Grammar | None
+    ) -> Grammar:
+        with tool_errors_as_bad_requests():
+            return make_tool_grammar(use, served.tokenizer, served.grammar_tokenizer, prompt, form)
+
+    def template_options(self, served: ServedModel, template: str, messages: list[dict]) -> dict[str, Any]:
+        """What a chat asks of the chat template, beside its messages."""
+        options = dict(self.read("chat_template_kwargs", {}))
+        for name in options:
+            if name in NOT_VARIABLES or not mentions(template, name):
+                what = f"'chat_template_kwargs': the chat template has no variable {name[:60]!r}"
+                raise BadRequest(what, "chat_template_kwargs")
+        if effort := self.read("reasoning_effort", ""):
+            if mentions(template, "reasoning_effort"):
+                options["reasoning_effort"] = effort
+            elif effort == "none" and mentions(template, "enable_thinking"):
+                options["enable_thinking"] = False
+            elif served.channels or mentions_reasoning(template):  # a model without reasoning has no effort
+                what = "'reasoning_effort' is not supported: the chat template has no variable of this name"
+                raise BadRequest(what, "reasoning_effort", code="unsupported_parameter")
+        if self.read("continue_final_message", False):
+            if self.read("add_generation_prompt", False):
+                what = "'continue_final_message' and 'add_generation_prompt' exclude each other"
+                raise BadRequest(what, "add_generation_prompt")
+            last = messages[-1]
+            if last["role"] != "assistant" or not last["content"] or last.get("tool_calls"):
+                what = "'continue_final_message' needs a last message of role assistant with a text"
+                raise BadRequest(what, "continue_final_message")
+            options["continue_final_message"] = True
+        elif not self.read("add_generation_prompt", True):
+            options["add_generation_prompt"] = False
+        return options
 
     def prompts(self, served: ServedModel) -> tuple[list[str | None], list[list[int]]]:
         """-> (the text of each prompt, None if it was given as token ids; the token ids of each)."""
@@ -216,7 +303,7 @@ class RequestFields:
                 if not prompt or has_surrogate(prompt):
                     raise BadRequest("'prompt' is empty or not a text", "prompt")
                 with user_errors_as_bad_requests("prompt"):
-                    ids.append(encode(served.tokenizer, prompt, served.vocabulary))
+                    ids.append(encode(served.tokenizer, prompt, served.vocabulary, served.max_len))
             else:
                 check_tokens(prompt, served.vocabulary, "prompt")
                 if not prompt:
@@ -234,21 +321,22 @@ class RequestFields:
         """The most tokens to generate after a prompt of `prompt` tokens."""
         room = served.max_len - prompt
         name = "max_completion_tokens" if "max_completion_tokens" in self.fields else "max_tokens"
-        if {"max_completion_tokens", "max_tokens"} <= set(self.fields):
-            raise BadRequest("'max_tokens' and 'max_completion_tokens' are one thing: give one", name)
         asked = self.integer(name, 0 if echo else 1, 2**31 - 1)
-        default = served.max_new_tokens or (max(room, 1) if chat else COMPLETION_TOKENS)
-        new = min(default, max(room, 1)) if asked is None else asked
-        if new > room:
-            what = f"the prompt has {prompt} tokens, which with {new} new ones exceed {served.max_len}"
-            raise BadRequest(what, name if room > 0 else None, code="context_length_exceeded")
-        return new
+        if self.fields.get("max_tokens", asked) != asked:
+            raise BadRequest("'max_tokens' and 'max_completion_tokens' are one thing: give one", name)
+        new = asked
+        if asked is None:
+            new = served.max_new_tokens or (max(room, 1) if chat else COMPLETION_TOKENS)
+        if min(new, 1) > room:
+            what = f"the prompt has {prompt} tokens, which with an answer exceed the {served.max_len} per row"
+            raise BadRequest(what, code="context_length_exceeded")
+        return min(new, room)
 
     def logprobs(self, chat: bool) -> int | None:
         if not chat:
             return self.integer("logprobs", 0, MAX_TOP_LOGPROBS)
         top = self.integer("top_logprobs", 0, MAX_TOP_LOGPROBS)
-        if top is not None and not self.read("logprobs", False):
+        if top and not self.read("logprobs", False):
             raise BadRequest("'top_logprobs' needs 'logprobs': true", "top_logprobs")
         return (top or 0) if self.read("logprobs", False) else None
 
@@ -265,6 +353,9 @@ class RequestFields:
         """The request's sampling options, else the server's. top_k, top_p or min_p imply temperature 1."""
         names = "temperature", *RESTRICTIONS, *PENALTIES
         asked = {name: self.fields[name] for name in names if name in self.fields}
+        every_token = asked.get("top_k") in (0, -1)  # as vLLM spells it
+        if every_token:
+            del asked["top_k"]
         for name, value in asked.items():
             try:
                 check_sampling(name, value)
@@ -272,6 +363,7 @@ class RequestFields:
                 raise BadRequest(str(e).replace(name.replace("_", "-"), repr(name), 1), name) from None
         if RESTRICTIONS & set(asked) and "temperature" not in asked and not served.sampling.temperature:
             asked["temperature"] = 1.0
+        asked |= {"top_k": None} if every_token else {}
         return dataclasses.replace(
             served.sampling, **asked, bias=self.bias(served.vocabulary), top_logprobs=logprobs
         )
@@ -294,30 +386,29 @@ class RequestFields:
         return Bias(tokens=tokens, values=values)
 
     def grammar(self, tokenizer: LLTokenizer) -> Grammar | None:
-        """The grammar of response_format; None for text."""
-        asked = self.read("response_format", {})
-        kind = asked.get("type", None if asked else "text")
-        fields = {kind} if kind in SOURCE_FORMATS else set()
-        if kind not in (*FORMATS, *SOURCE_FORMATS) or asked.keys() - fields - {"type"}:
-            every = ", ".join((*FORMATS, *SOURCE_FORMATS))
-            raise self.wrong("response_format", f"an object with a type of {every} and what that needs")
-        source = asked.get(kind)
-        if kind == "text":
+        """The grammar of the field that asks for a format; None for text."""
+        fields = sorted(FORMAT_FIELDS & self.fields.keys())
+        if not fields:
             return None
-        if kind == "json_object":
-            kind, source = "json_schema", {"type": "object"}
-        elif kind == "json_schema":
-            source = self._schema(source)
-        elif not isinstance(source, str) or has_surrogate(source):
-            raise self.wrong("response_format", f"an object whose {kind} is a text")
-        with user_errors_as_bad_requests("response_format", "'response_format': "):
-            return make_grammar(tokenizer, "lark" if kind == "grammar" else kind, source)
+        if len(fields) > 1:
+            raise BadRequest(f"{fields[0]!r} and {fields[1]!r} exclude each other", fields[0])
+        (field,) = fields
+        with user_errors_as_bad_requests(field, f"{field!r}: "):
+            asked = read_format(field, self.fields[field])
+            return asked and make_grammar(tokenizer, *asked)
 
-    def _schema(self, given) -> Any:
-        known = {"name", "description", "schema", "strict"}
-        if not isinstance(given, dict) or set(given) - known or not isinstance(given.get("schema"), dict):
-            raise self.wrong("response_format", f"with a json_schema of {', '.join(sorted(known))}")
-        return given["schema"]
+
+def drop_nulls(fields: dict) -> None:
+    """Remove fields that are null, at any depth: null means that a field is absent."""
+    left = [fields]
+    while left:  # without recursion, because a request may be nested deeper than Python calls
+        value = left.pop()
+        if isinstance(value, dict):
+            for name in [name for name, x in value.items() if x is None]:
+                del value[name]
+            left += [x for name, x in value.items() if name not in WITH_NULLS]
+        elif isinstance(value, list):
+            left += value
 
 
 def check_tokens(value, vocabulary: int, name: str) -> None:

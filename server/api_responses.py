@@ -10,27 +10,34 @@ from llguidance import LLTokenizer
 
 from server.api_requests import ApiRequest
 from server.loop import Event, Job
+from serving.tools import CallPiece, ToolCall
 
 
 @dataclasses.dataclass
 class Choice:
     """One answer of a response.
 
-    echo: the prompt's text, if it is to precede the answer. text: of the answer, so far. used: tokens that
-    this text took. offset: of the next token in the text, in characters.
+    echo: the prompt's text, if it is to precede the answer. text, reasoning: of the answer, so far. used:
+    tokens that these took. reasoning_tokens: those of the reasoning. offset: of the next token in the text,
+    in characters. called: whether the answer has calls of tools.
     """
 
     index: int
     job: Job
     echo: str
     text: str = ""
+    reasoning: str = ""
     used: int = 0
+    reasoning_tokens: int = 0
     offset: int = 0
     finish_reason: str | None = None
+    called: bool = False
 
 
 class ApiResponse:
     """The response to a request, built from the events of its jobs."""
+
+    end_of_stream = "data: [DONE]\n\n"
 
     def __init__(self, request: ApiRequest, jobs: list[Job]):
         self.request, self.tokenizer = request, request.served.grammar_tokenizer
@@ -57,7 +64,11 @@ class ApiResponse:
             found = dict(index=choice.index, finish_reason=choice.finish_reason)
             found |= dict(logprobs=self._logprobs(choice, 0, choice.used, echo=True))
             if self.request.chat:
-                found |= dict(message=dict(role="assistant", content=choice.text))
+                calls = [call_as_json(x) for x in choice.job.stream.tool_calls if x.complete]
+                message = dict(role="assistant", content=choice.text or (None if choice.called else ""))
+                message |= dict(tool_calls=calls) if calls else {}
+                message |= dict(reasoning_content=choice.reasoning) if choice.reasoning else {}
+                found |= dict(message=message)
             else:
                 found |= dict(text=choice.echo + choice.text)
             choices.append(found)
@@ -71,8 +82,19 @@ class ApiResponse:
 
     def add(self, job: Job, event: Event) -> None:
         choice = self.choices[job]
-        choice.text += event.text
+        choice.text, choice.reasoning = choice.text + event.text, choice.reasoning + event.reasoning
         choice.used, choice.finish_reason = event.used, event.finish_reason
+        choice.reasoning_tokens, choice.called = event.reasoning_tokens, choice.called or bool(event.calls)
+        if choice.called and event.finish_reason == "stop":
+            choice.finish_reason = "tool_calls"
+
+    def chunks(self, job: Job, event: Event) -> list[dict]:
+        """Add an event: -> the chunks of the stream that report it."""
+        return [self.chunk(job, event)]
+
+    def failed_chunks(self, message: str, status: int) -> Iterator[dict]:
+        """The chunk after an error. status: HTTP's, had the stream not begun."""
+        yield dict(error=dict(message=message, type="server_error", code=status))
 
     def chunk(self, job: Job, event: Event) -> dict:
         """Add an event: -> the chunk of the stream that reports it."""
@@ -81,7 +103,9 @@ class ApiResponse:
         self.add(job, event)
         found = dict(logprobs=self._logprobs(choice, before, choice.used, echo=first))
         if self.request.chat:
-            found |= dict(delta=dict(content=event.text) if event.text else {})
+            new = dict(reasoning_content=event.reasoning, content=event.text)
+            new |= dict(tool_calls=[piece_as_json(piece) for piece in event.calls])
+            found |= dict(delta={name: x for name, x in new.items() if x})
         else:
             found |= dict(text=(choice.echo if first else "") + event.text)
         return self._chunk(choice, **found, finish_reason=choice.finish_reason)
@@ -100,7 +124,25 @@ class ApiResponse:
     def usage(self) -> dict:
         prompts = sum(len(request.prompt) for request in self.request.requests[:: self.request.n])
         answers = sum(choice.used for choice in self.choices.values())
-        return dict(prompt_tokens=prompts, completion_tokens=answers, total_tokens=prompts + answers)
+        reasoning = sum(choice.reasoning_tokens for choice in self.choices.values())
+        return dict(
+            prompt_tokens=prompts, completion_tokens=answers, total_tokens=prompts + answers,
+            prompt_tokens_details=dict(cached_tokens=self._cached_tokens()),
+            completion_tokens_details=dict(reasoning_tokens=reasoning),
+        )  # fmt: skip
+
+    def _cached_tokens(self) -> int:
+        """How many tokens of the prompts were found in cached prefixes.
+
+        The usage counts a prompt once, however many samples it has. So a token of the prompt counts as cached
+        only if it was cached for every sample: the first sample computes what the others reuse.
+        """
+        cached: dict[int, int] = {}
+        for choice in self.choices.values():
+            prompt, answer = choice.index // self.request.n, choice.job.answer
+            reused = answer.reused if answer else 0  # without an answer, the job waits in the loop's inbox
+            cached[prompt] = min(reused, cached.get(prompt, reused))
+        return sum(cached.values())
 
     def _logprobs(self, choice: Choice, low: int, high: int, echo: bool) -> dict | None:
         """Log-probabilities of the answer's tokens low to high; None if the request does not ask for them.
@@ -144,6 +186,18 @@ class ApiResponse:
     def _entry(self, token: int, logprob: float) -> dict:
         own = self.tokenizer.decode_bytes([token])
         return dict(token=text_of(token, self.tokenizer), logprob=finite(logprob), bytes=list(own))
+
+
+def call_as_json(call: ToolCall) -> dict:
+    return dict(id=call.id, type="function", function=dict(name=call.name, arguments=call.arguments))
+
+
+def piece_as_json(piece: CallPiece) -> dict:
+    """Of a stream: the first piece of a call has its id and name, the others add to its arguments."""
+    if piece.id is None:
+        return dict(index=piece.index, function=dict(arguments=piece.arguments))
+    function = dict(name=piece.name, arguments=piece.arguments)
+    return dict(index=piece.index, id=piece.id, type="function", function=function)
 
 
 def text_of(token: int, tokenizer: LLTokenizer) -> str:

@@ -4,67 +4,85 @@ It runs on an event loop of its own thread and reaches the engine only through s
 """
 
 import asyncio
-import concurrent.futures
 import contextlib
-import hashlib
+import dataclasses
 import hmac
 import ipaddress
 import json
 import pathlib
-import re
 import traceback
-from base64 import b64decode, b64encode
-from collections.abc import AsyncIterator
+from base64 import b64decode
+from collections.abc import AsyncIterator, Callable, Coroutine
 from functools import partial
+from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
-from starlette.routing import Route
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
 from starlette.types import Receive, Scope, Send
 
-from server.api_requests import BadRequest, ServedModel, parse_request
+from server.access_log import AccessLog, LineWriter
+from server.api_requests import ApiRequest, BadRequest, ServedModel, parse_request
 from server.api_responses import ApiResponse
 from server.http import LINGER
-from server.loop import EngineLoop, Event, Job, Refused
+from server.lanes import Lanes
+from server.loop import ENGINE_FAILED, EngineLoop, Event, Job, Refused
+from server.responses_input import parse_responses_request
+from server.responses_output import ResponseObject
+from server.tokenizing import detokenize, tokenize
 from serving.grammar import GRAMMAR_STUCK
 
-PAGE = pathlib.Path(__file__).with_name("page.html")
+PAGE = pathlib.Path(__file__).with_name("page")  # the chat page's files
+CURRENT = {"cache-control": "no-cache"}  # a browser asks each time whether its copy is still current
+PAGE_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+)
 MAX_BODY = 8 << 20  # bytes
 BODY_SECONDS = 30.0  # within which the body of a request must arrive
 KEEP_ALIVE = 5.0  # seconds between two comments that keep a stream open
 STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
-def make_app(loop: EngineLoop, key: str | None, origins: list[str], local: bool) -> Starlette:
+def make_app(
+    loop: EngineLoop, key: str | None, origins: list[str], local: bool, writer: LineWriter | None = None
+) -> Starlette:
     """The application around an EngineLoop.
 
     key: the API key that clients must send, if any. origins: web origins whose pages may use the API. local:
     whether the port can be reached from this machine only; then requests for any other host name are refused,
-    because a page of another site can make its own name resolve to this machine (DNS rebinding).
+    because a page of another site can make its own name resolve to this machine (DNS rebinding). writer: of
+    the access log; None: there is none.
     """
     refusals = {404: no_such_path, 405: no_such_path, BadRequest: refused, Refused: refused}
     app = Starlette(
         routes=[
             Route("/", page),
+            Mount("/page", PageFiles(directory=PAGE)),
             Route("/health", health),
+            Route("/live", live),
             Route("/metrics", metrics),
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", models),
-            Route("/v1/chat/completions", partial(answer, chat=True), methods=["POST"]),
-            Route("/v1/completions", partial(answer, chat=False), methods=["POST"]),
+            Route("/tokenize", partial(convert_tokens, convert=tokenize), methods=["POST"]),
+            Route("/detokenize", partial(convert_tokens, convert=detokenize), methods=["POST"]),
+            *(Route(path, partial(answer, api=api), methods=["POST"]) for path, api in APIS.items()),
         ],
         middleware=[
+            Middleware(AccessLog, writer=writer),
             Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]),
             Middleware(Guard, loop=loop, key=key, local=local),
         ],
         exception_handlers=refusals | {Exception: unexpected},
     )
     app.state.loop, app.state.served = loop, None
-    app.state.grammars = concurrent.futures.ThreadPoolExecutor(1)  # a slow grammar delays grammars only
+    app.state.lanes = lanes = Lanes(loop.capacity)
+    loop.metrics.untokenized.set_function(lambda: lanes.waiting)
     loop.deliver = deliver_from_thread
     return app
 
@@ -132,7 +150,8 @@ async def unexpected(request: Request, e: Exception) -> Response:
     """A fault of the server: the traceback goes to stderr, its type to the client."""
     with contextlib.suppress(OSError):  # stderr may be a file on a full disk
         traceback.print_exception(e)
-    return error(f"the server has failed at this request: {type(e).__name__}", 500)
+    message = f"the server has failed at this request: {type(e).__name__}"
+    return error(message, 500, x_request_id=request.state.request_id)  # AccessLog does not see this response
 
 
 class Guard:
@@ -148,7 +167,7 @@ class Guard:
         await self.app(scope, receive, send)
 
     def _refusal(self, request: Request) -> Response | None:
-        if request.url.path == "/health":
+        if request.url.path in ("/health", "/live"):
             return None
         if self.key:
             kind, _, given = request.headers.get("authorization", "").partition(" ")
@@ -181,31 +200,40 @@ def is_local(host: str) -> bool:
         return False
 
 
+class PageFiles(StaticFiles):
+    """The files that the chat page loads; a browser must not mix those of two versions."""
+
+    def file_response(self, *args, **options) -> Response:
+        response = super().file_response(*args, **options)
+        response.headers.update(CURRENT)
+        return response
+
+
 async def page(request: Request) -> Response:
-    """The chat page. Its content security policy allows its own inline style and script, requests to this
-    server, and no embedding in other pages.
+    """The chat page. Its content security policy allows the style and the scripts of this server, requests to
+    this server, and no embedding in other pages. Trusted types: no script can parse a text as HTML.
     """
-    text = PAGE.read_text()
-    policy = dict.fromkeys(("default-src", "base-uri", "form-action", "frame-ancestors"), "'none'")
-    policy |= {"connect-src": "'self'"} | {f"{tag}-src": csp_hash(tag, text) for tag in ("style", "script")}
-    header = "; ".join(f"{name} {value}" for name, value in policy.items())
-    return HTMLResponse(text, headers={"content-security-policy": header})
-
-
-def csp_hash(tag: str, page: str) -> str:
-    """The policy's source expression for the page's inline element of this tag."""
-    content = re.search(f"<{tag}[^>]*>(.*?)</{tag}>", page, re.DOTALL)[1]
-    return f"'sha256-{b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
+    headers = {"content-security-policy": PAGE_POLICY} | CURRENT
+    return FileResponse(PAGE / "page.html", headers=headers)
 
 
 def state_of(loop: EngineLoop) -> tuple[str, str | None]:
     """-> (the status in one word, why the server is not ready or None)."""
+    if loop.failure:
+        return "failed", ENGINE_FAILED
     if loop.draining:
         return "draining", "it is about to end"
     return ("ready", None) if loop.ready else ("loading", "the model is being loaded, or compiled")
 
 
+async def live(request: Request) -> Response:
+    """Whether the process is worth keeping: also while it loads the model, and while it drains."""
+    failed = request.app.state.loop.failure is not None
+    return JSONResponse(dict(status="failed" if failed else "alive"), 503 if failed else 200)
+
+
 async def health(request: Request) -> Response:
+    """Whether the server answers requests."""
     status, why = state_of(request.app.state.loop)
     return JSONResponse(dict(status=status) | (dict(why=why) if why else {}), 503 if why else 200)
 
@@ -219,34 +247,83 @@ async def models(request: Request) -> Response:
     if served is None:
         return error(f"the server is not ready: {state_of(request.app.state.loop)[1]}", 503, retry_after="5")
     described = dict(
-        id=served.names[0], object="model", created=served.created, owned_by="llama-jax",
-        max_model_len=served.max_len,
+        object="model", created=served.created, owned_by="llama-jax", max_model_len=served.max_len,
+        default_sampling=served.default_sampling,
     )  # fmt: skip
     name = request.path_params.get("name")
     if name is None:
-        return JSONResponse(dict(object="list", data=[described]))
-    if name not in served.names:
+        return JSONResponse(dict(object="list", data=[dict(id=x) | described for x in served.names]))
+    if not served.accepts(name):
         return error(f"the model {name[:60]!r} is not served here", 404, "model", "model_not_found")
-    return JSONResponse(described)
+    return JSONResponse(dict(id=name if name in served.names else served.names[0]) | described)
 
 
-async def answer(request: Request, chat: bool) -> Response:
-    """Parse the request, submit its jobs, and respond with one JSON object or a stream."""
+@dataclasses.dataclass(frozen=True)
+class Api:
+    """A way to ask for answers. parse: makes a request of a body. respond: makes a response of its jobs."""
+
+    parse: Callable[[bytes, ServedModel], ApiRequest]
+    respond: Callable[[ApiRequest, list[Job]], ApiResponse | ResponseObject]
+
+
+APIS = {
+    "/v1/chat/completions": Api(partial(parse_request, chat=True), ApiResponse),
+    "/v1/completions": Api(partial(parse_request, chat=False), ApiResponse),
+    "/v1/responses": Api(parse_responses_request, ResponseObject),
+}
+
+
+def served_model(request: Request) -> ServedModel:
+    """The model of the server. Raises Refused if it is not ready."""
     loop, served = request.app.state.loop, request.app.state.served
     if served is None or not loop.ready:
         raise Refused(state_of(loop)[1], retry_after=None)
+    return served
+
+
+async def convert_tokens(request: Request, convert: Callable[[bytes, ServedModel], dict]) -> Response:
+    """Respond with what `convert` makes of the body. It needs no engine, but a thread: texts may be long."""
+    served, body = served_model(request), await read_body(request)
+    lane = request.app.state.lanes.choose(body)
+    return JSONResponse(await unless_client_leaves(request, lane.run(convert, body, served)))
+
+
+async def answer(request: Request, api: Api) -> Response:
+    """Parse the request, submit its jobs, and respond with one JSON object or a stream."""
+    loop, served = request.app.state.loop, served_model(request)
     body = await read_body(request)
-    # A grammar that takes seconds to compile must not delay requests without one.
-    threads = request.app.state.grammars if b"response_format" in body else None
-    parsed = await asyncio.get_running_loop().run_in_executor(threads, parse_request, body, served, chat)
+    lane = request.app.state.lanes.choose(body)
+    parsed = await unless_client_leaves(request, lane.run(api.parse, body, served))
     if len(parsed.requests) > loop.capacity:
         what = f"{len(parsed.requests)} answers are more than this server has rows and places to wait"
         raise BadRequest(f"{what}: {loop.capacity}", "n")
     listener = Listener()
-    jobs = [Job(request, parsed.new_stream(), listener) for request in parsed.requests]
+    jobs = [Job(request, parsed.new_stream(request), listener) for request in parsed.requests]
     loop.submit(jobs)
+    content = request.state.content = api.respond(parsed, jobs)
     kind = StreamedResponse if parsed.stream else WholeResponse
-    return kind(loop, listener, jobs, ApiResponse(parsed, jobs))
+    return kind(loop, listener, jobs, content)
+
+
+async def unless_client_leaves(request: Request, work: Coroutine) -> Any:
+    """The result of a coroutine. Cancels it and raises BadRequest if the client leaves before it ends."""
+    working = asyncio.ensure_future(work)
+    disconnected = asyncio.ensure_future(until_disconnected(request.receive))
+    try:
+        await asyncio.wait({working, disconnected}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise BadRequest("the client has left", status=499)
+        return working.result()
+    finally:
+        for task in (working, disconnected):
+            task.cancel()
+        await asyncio.gather(working, disconnected, return_exceptions=True)
+
+
+async def until_disconnected(receive: Receive) -> None:
+    """Wait until the client has left. The body of its request must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 async def read_body(request: Request) -> bytes:
@@ -280,13 +357,15 @@ async def read_body(request: Request) -> bytes:
 class JobsResponse(Response):
     """Sends a response by `respond`; cancels its jobs when the client disconnects or reads too slowly."""
 
-    def __init__(self, loop: EngineLoop, listener: Listener, jobs: list[Job], content: ApiResponse):
+    def __init__(
+        self, loop: EngineLoop, listener: Listener, jobs: list[Job], content: ApiResponse | ResponseObject
+    ):
         self.loop, self.listener, self.jobs, self.content = loop, listener, jobs, content
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         respond = asyncio.ensure_future(self.respond(scope, receive, send))
-        disconnected = asyncio.ensure_future(self.until_disconnected(receive))
+        disconnected = asyncio.ensure_future(until_disconnected(receive))
         self.listener.tick()
         try:
             limit = self.loop.seconds + LINGER
@@ -299,10 +378,6 @@ class JobsResponse(Response):
             for task in (respond, disconnected):
                 task.cancel()
             await asyncio.gather(respond, disconnected, return_exceptions=True)
-
-    async def until_disconnected(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
 
     async def events(self) -> AsyncIterator[list[tuple[Job, Event]]]:
         """The events of all jobs up to their ends, those together that came together; none after a tick."""
@@ -330,14 +405,14 @@ class WholeResponse(JobsResponse):
     async def respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         async for events in self.events():
             for job, event in events:
+                self.content.add(job, event)
                 if failed := failure(event):
                     return await error(*failed)(scope, receive, send)
-                self.content.add(job, event)
         await JSONResponse(self.content.whole())(scope, receive, send)
 
 
 class StreamedResponse(JobsResponse):
-    """Server-sent events, the last of which is [DONE].
+    """Server-sent events.
 
     Events that have come together are written together. After a client has left, uvicorn drops what is
     written only once the event loop has run, and asyncio warns of several writes until then.
@@ -357,16 +432,18 @@ class StreamedResponse(JobsResponse):
             chunks = []
             for job, event in events:
                 if failed := failure(event):
-                    message, status = failed
-                    chunks.append(dict(error=dict(message=message, type="server_error", code=status)))
+                    self.content.add(job, event)
+                    chunks += self.content.failed_chunks(*failed)
                     break
-                chunks.append(self.content.chunk(job, event))
+                chunks += self.content.chunks(job, event)
             await write("".join(map(server_sent, chunks)) or ": the answer is on its way\n\n")
             if failed:
                 break
         last = () if failed else self.content.last_chunks()
-        await write("".join(map(server_sent, last)) + "data: [DONE]\n\n", more=False)
+        await write("".join(map(server_sent, last)) + self.content.end_of_stream, more=False)
 
 
 def server_sent(content: dict) -> str:
-    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
+    """An event. Those of the Responses API have a type, which is also the event's name."""
+    name = f"event: {content['type']}\n" if "type" in content else ""
+    return f"{name}data: {json.dumps(content, ensure_ascii=False)}\n\n"

@@ -65,7 +65,6 @@ class Port:
         config = uvicorn.Config(
             app, http=Protocol, ws="none", lifespan="off", log_config=None, log_level="critical",
             access_log=False, server_header=False, timeout_keep_alive=IDLE_SECONDS,
-            timeout_graceful_shutdown=LINGER,
         )  # fmt: skip
         self.server = uvicorn.Server(config)
         self.thread = threading.Thread(
@@ -73,7 +72,8 @@ class Port:
         )
         self.thread.start()
 
-    def close(self) -> None:
-        """Stop, when clients have read their responses or LINGER seconds are over."""
+    def close(self, seconds: int = LINGER) -> None:
+        """Stop, when clients have read their responses or these seconds are over."""
+        self.server.config.timeout_graceful_shutdown = seconds
         self.server.should_exit = True
-        self.thread.join(LINGER + 5)
+        self.thread.join(seconds + min(seconds, 5))

@@ -21,8 +21,12 @@ from server.metrics import Metrics
 from serving.engine import Engine
 from serving.grammar import Grammar
 from serving.requests import Answer, Request
-from serving.text import TextStream
+from serving.streams import TextStream
+from serving.tools import CallPiece
 from sharding.sampling import Bias, Sampling
+
+ENGINE_FAILED = "the engine has failed, and the server ends"
+IDLE = 1.0  # seconds without a job after which the next program is compiled, which takes seconds
 
 
 class Refused(Exception):
@@ -37,8 +41,11 @@ class Refused(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """Progress of an answer. text: what was added to it. used: how many tokens its whole text took so far.
+    """Progress of an answer. text, reasoning: what was added to it. used: how many tokens it took so far.
 
+    reasoning: of models that reason before they answer, see serving.streams.ChannelStream and ThinkStream.
+    reasoning_tokens: how many of the tokens `used` are of the reasoning. calls: what was added to calls of
+    tools.
     finish_reason, error: of the last event, as in Answer; finish_reason may also be "timeout".
     """
 
@@ -46,6 +53,9 @@ class Event:
     used: int
     finish_reason: str | None = None
     error: str | None = None
+    reasoning: str = ""
+    reasoning_tokens: int = 0
+    calls: tuple[CallPiece, ...] = ()
 
 
 @dataclasses.dataclass(eq=False)
@@ -67,9 +77,11 @@ class Job:
 
 class EngineLoop:
     """The engine's loop. ready: whether jobs are accepted. draining: whether it accepts no more and ends.
+    failure: the exception that ended the engine's thread, if one has.
 
-    open_jobs: how many have not ended. deliver: called with the events of each step; it must not take long.
-    pace: seconds between the ends of two jobs, a moving average. inbox: commands of other threads.
+    open_jobs: how many have not ended. undelivered: the jobs whose last event has not been delivered.
+    deliver: called with the events of each step; it must not take long. pace: seconds between the ends of two
+    jobs, a moving average. inbox: commands of other threads.
     """
 
     def __init__(self, rows: int, max_queue: int, seconds: float, metrics: Metrics):
@@ -81,6 +93,8 @@ class EngineLoop:
         self.inbox: queue.SimpleQueue = queue.SimpleQueue()
         self.lock, self.open_jobs, self.submitted = threading.Lock(), 0, 0
         self.ready, self.draining, self.pace = False, False, 1.0
+        self.failure: BaseException | None = None
+        self.undelivered: set[Job] = set()
         self.jobs: dict[Answer, Job] = {}  # in the order of submission
         self.last_end = time.monotonic()
 
@@ -92,8 +106,13 @@ class EngineLoop:
         return self.rows + self.max_queue
 
     def submit(self, jobs: list[Job]) -> None:
-        """Accept all of these jobs or none. Raises Refused if the queue is full or the server is draining."""
+        """Accept all of these jobs or none.
+
+        Raises Refused if the queue is full, the server is draining or the engine's thread has failed.
+        """
         with self.lock:
+            if self.failure:
+                raise Refused(ENGINE_FAILED, None)
             if self.draining:
                 raise Refused("it is about to end", None)
             beyond = self.open_jobs + len(jobs) - self.capacity
@@ -101,6 +120,7 @@ class EngineLoop:
                 seconds = min(max(1, round(self.pace * beyond)), 600)
                 raise Refused(f"{self.open_jobs} of {self.capacity} places for requests are taken", seconds)
             self.open_jobs += len(jobs)
+            self.undelivered.update(jobs)
             for job in jobs:
                 job.number, job.submitted = self.submitted, time.monotonic()
                 self.submitted += 1
@@ -121,7 +141,11 @@ class EngineLoop:
     # Called by the thread of the engine.
 
     def run(self, engine: Engine) -> None:
-        """Serve until `drain` is called and the open jobs have ended."""
+        """Serve until `drain` is called and the open jobs have ended.
+
+        An exception ends the thread of the engine. Then every job that still waits for an event, in the inbox
+        too, gets an error as its last one, and no more jobs are accepted.
+        """
         self.engine, self.ready = engine, True
         others = Broadcast() if process_count() > 1 else None
         try:
@@ -133,9 +157,11 @@ class EngineLoop:
                 if engine.busy:
                     events += self._events_of(engine.advance())
                 self._publish(events)
-        except BaseException:
-            lost = Event("", 0, "error", "the server has failed")
-            self.deliver([(job, lost) for job in self.jobs.values()])
+        except BaseException as e:
+            with self.lock:
+                self.failure = e
+            lost = Event("", 0, "error", ENGINE_FAILED)
+            self.deliver([(job, lost) for job in self.undelivered])
             raise
         if others:
             others.say(None)
@@ -144,7 +170,7 @@ class EngineLoop:
         """The commands since the last step, and those to cancel jobs out of time. Waits while all is idle."""
         commands = []
         if not self.engine.busy and not self.draining:
-            commands.append(self.inbox.get())
+            commands.append(self._wait_for_command())
             self.last_end = time.monotonic()
         while not self.inbox.empty():
             commands.append(self.inbox.get())
@@ -153,6 +179,14 @@ class EngineLoop:
             ("timeout", job)
             for job in itertools.takewhile(lambda job: job.submitted < late, self.jobs.values())
         ]
+
+    def _wait_for_command(self) -> tuple[str, Job | None]:
+        """The next command. Whenever none has come for a while, programs that are missing are compiled."""
+        while not self.engine.complete:
+            with contextlib.suppress(queue.Empty):
+                return self.inbox.get(timeout=IDLE)
+            self.engine.compile_next()
+        return self.inbox.get()
 
     def _execute(self, commands: list[tuple[str, Job | None]]) -> list[tuple[Job, Event]]:
         """Add and cancel requests: -> the events of jobs that end with it."""
@@ -182,14 +216,18 @@ class EngineLoop:
             if answer.tokens and job.first_token is None:
                 job.first_token = now
             tokens, reason = answer.tokens[job.stream.used :], answer.finish_reason
+            thoughts = len(job.stream.reasoning)
             text = job.stream.add(tokens)
             if job.stream.stopped and reason != "error":
                 reason = "stop"
                 self.inbox.put(("stop", job))  # before the next step, so that all processes cancel it then
             if reason:
                 text, job.done = text + job.stream.finish(), True
-            if text or reason or (tokens and job.request.sampling.top_logprobs is not None):
-                events.append((job, Event(text, job.stream.used, reason, answer.error)))
+            stream, reasoning = job.stream, job.stream.reasoning[thoughts:]
+            calls, scored = stream.take_calls(), job.request.sampling.top_logprobs is not None
+            if text or reasoning or calls or reason or (tokens and scored):
+                counts = stream.used, reason, answer.error, reasoning, stream.reasoning_tokens
+                events.append((job, Event(text, *counts, calls)))
         return events
 
     def _publish(self, events: list[tuple[Job, Event]]) -> None:
@@ -205,6 +243,8 @@ class EngineLoop:
         self.metrics.update(self.engine, self.open_jobs)
         if events:
             self.deliver(events)
+        with self.lock:
+            self.undelivered.difference_update(job for job, _ in ended)
 
 
 def follow(engine: Engine, make_grammar: Callable[..., Grammar]) -> None:

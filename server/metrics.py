@@ -32,6 +32,7 @@ class Metrics:
         self.drafted = make(Counter, "drafted_tokens", "draft tokens checked")
         self.accepted = make(Counter, "accepted_tokens", "draft tokens accepted")
         self.waiting = make(Gauge, "waiting_requests", "requests without a row")
+        self.untokenized = make(Gauge, "untokenized_requests", "requests that wait to be tokenized")
         self.rows_in_use = make(Gauge, "rows_in_use", "rows with a request")
         self.rows = make(Gauge, "rows", "rows of the batch")
         self.first = make(

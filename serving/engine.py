@@ -11,14 +11,18 @@ This is the loop between the rows (scheduler.py) and the compiled programs (prog
 
 Prefill alternates with decoding: a turn reads a chunk of one prompt per data shard, and then decodes one step
 of all rows whose prompts have been read. So a long prompt holds up neither the answers in progress nor
-shorter prompts. Prefill reads all tokens of a prompt except the last; the decode step that chooses the first
-token of the answer reads the last.
+shorter prompts. `PrefillLimits` say how wide a chunk may be, and in how many turns none is read so that
+decoding keeps its pace. Prefill reads all tokens of a prompt except the last; the decode step that chooses
+the first token of the answer reads the last.
 
 Prefix caching: the keys and values of a row stay in its cache until they are overwritten. A request whose
 prompt has a prefix in common with some row of its data shard (a system prompt, earlier turns of a chat,
 another sample of the same prompt) starts from that prefix.
 
 The device does not wait for the host: the host starts a step before it looks at the tokens of the last one.
+Rows with grammars do, because the host must see a token to tell which ones may come next. So where a grammar
+forces several tokens, as in the frame of a JSON object, no steps choose them: they become part of the answer
+at once, and a chunk reads them like those of a prompt.
 
 With pipeline stages (sharding/stages.py) each stage works on another microbatch in a turn. The engine plans
 one microbatch at a time; the plan goes to the first stage and one turn later to the next, and the last stage
@@ -28,6 +32,7 @@ A request that goes wrong ends with an error of its own, and the others go on.
 """
 
 import dataclasses
+import itertools
 import math
 import time
 from collections import deque
@@ -38,11 +43,12 @@ import jax
 import numpy as np
 
 from feedback.errors import UserError
+from serving.prefix_cache import SavedPrefix
 from serving.programs import Assignment, Programs, StepPlan, prefill_width
 from serving.requests import Answer, Request, options_in_use
-from serving.scheduler import MicroBatch, Row, Scheduler
+from serving.scheduler import Admission, MicroBatch, PrefillLimits, Row, Scheduler, Shard
 from serving.steps import Output, PrefillChunk, Scores
-from sharding.sampling import TopLogprobs
+from sharding.sampling import Sampling, TopLogprobs
 
 NAN = "the model computes NaN: its weights are damaged, or overflow this --dtype"
 
@@ -61,6 +67,7 @@ class Stats:
     failed: int = 0  # requests that ended with an error
     drafted: int = 0  # draft tokens that were checked
     accepted: int = 0
+    forced: int = 0  # tokens that grammars have forced and that no step has chosen
     row_steps: int = 0  # steps times the rows that took part
     seconds: float = 0.0
     prefilled: "Stats | None" = None
@@ -97,7 +104,10 @@ class Engine:
     requests: examples of what will be asked. All programs that such requests need, with prompts of up to
     `longest` tokens, are compiled here, and none later. option_sets: sampling options, each set with a decode
     program of its own; a step takes the first set that has all options that its rows ask for. By default
-    there is one set, of the options that `requests` ask for.
+    there is one set, of the options that `requests` ask for. prefix_cache_bytes: host memory for the prefixes
+    of rows that other requests have taken, see prefix_cache.py; unused if there are several stages. limits:
+    by default prompts are read as fast as possible. active: the most rows of a data shard that will decode
+    at a time; None: all. `compile_decode` raises it.
     """
 
     def __init__(
@@ -106,24 +116,63 @@ class Engine:
         requests: list[Request],
         longest: int = 0,
         option_sets: Sequence[frozenset[str]] = (),
+        prefix_cache_bytes: int = 0,
+        limits: PrefillLimits = PrefillLimits(),  # noqa: B008  immutable
+        active: int | None = None,
     ):
         self.programs = programs
         sizes = programs.rows, programs.max_len, programs.stages, programs.shards
-        self.scheduler = Scheduler(*sizes, programs.width, programs.masks, programs.cfg.V)
+        saved = 0 if programs.stages > 1 else prefix_cache_bytes, programs.row_bytes
+        self.scheduler = Scheduler(*sizes, programs.width, programs.masks, programs.cfg.V, *saved, limits)
+        self.saving: list[SavedPrefix] = []  # what the last turn has started to copy to the host
         self.stats, self.start_time, self.turns = Stats(), 0.0, 0
         self.option_sets = list(option_sets or [options_in_use(requests)])
         if programs.stages > 1:  # all microbatches of a turn are in one program
             self.option_sets = self.option_sets[-1:]
         first = self.scheduler.micro_batches[0]
-        neutral = [first.sampling(options) for options in self.option_sets]
-        self.sampling = [neutral[0]] * programs.stages
+        self.neutral = [first.sampling(options) for options in self.option_sets]
+        self.sampling = [self.neutral[0]] * programs.stages
         nothing = StepPlan([], None, np.zeros(len(first.rows), np.int32), self.sampling[0])
         # The plans of the later stages' microbatches; then the plans whose results are still to be fetched.
         self.stages: deque[InFlight] = deque([InFlight(nothing)] * (programs.stages - 1))
         self.in_flight: deque[tuple[InFlight, Any]] = deque()
         self.longest = max([longest, *(len(request.prompt) for request in requests)])
         self.scores = {request.scoring for request in requests} or {None}
-        programs.warm_up(self.longest, self.scores, neutral)
+        self.decode_rows: list[int] = []  # of the compiled programs, see Programs
+        self.uncompiled: list[Sampling] = []  # option sets that the next number of rows has no program for
+        self.saves_prefixes, self.widest = bool(saved[0]), limits.width
+        self._warm_up(self._rows_for(active or programs.rows), self.longest)
+
+    def _rows_for(self, active: int) -> int:
+        """The fewest rows of a decode program that computes `active` ones."""
+        sizes = self.programs.decode_rows
+        return next((n for n in sizes if n >= active), sizes[-1])
+
+    def _warm_up(self, rows: int, longest: int) -> None:
+        options = rows, self.saves_prefixes, self.widest
+        self.programs.warm_up(longest, self.scores, self.neutral, *options)
+        self.decode_rows.append(rows)
+
+    def compile_decode(self, active: int) -> None:
+        """Compile what is missing to decode `active` rows of a data shard at a time."""
+        if (rows := self._rows_for(active)) > max(self.decode_rows):
+            self._warm_up(rows, 0)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the decode programs of all numbers of rows are compiled."""
+        return len(self.decode_rows) == len(self.programs.decode_rows)
+
+    def compile_next(self) -> None:
+        """Compile one of the missing decode programs, those of the fewest rows first.
+
+        A step computes so many rows only when the programs of all option sets are compiled.
+        """
+        rows = next(n for n in self.programs.decode_rows if n not in self.decode_rows)
+        self.uncompiled = self.uncompiled or list(self.neutral)
+        self.programs.warm_up(0, self.scores, [self.uncompiled.pop(0)], rows)
+        if not self.uncompiled:
+            self.decode_rows.append(rows)
 
     def _score(self, request: Request) -> int | None:
         """The `score` of the request's prefill chunks: the least compiled one that is enough for it."""
@@ -163,6 +212,7 @@ class Engine:
         self.start_time = self.start_time or time.perf_counter()
         expected, changed = len(self.in_flight), []
         self.stages.appendleft(self._plan_turn())
+        saving = [x for each in self.stages[0].plan.assignments for x in each.save if x]
         results = self.programs.run([step.plan for step in self.stages])
         step = self.stages.pop()
         if step.scored or step.stepped or step.ended:
@@ -170,6 +220,9 @@ class Engine:
         for _ in range(expected):
             step, results = self.in_flight.popleft()
             changed += self._receive(step, *jax.tree.map(np.asarray, results))
+        for prefix in self.saving:
+            prefix.finish_copying()
+        self.saving = saving
         self._count()
         return changed
 
@@ -184,12 +237,20 @@ class Engine:
             self.sampling[number] = micro_batch.sampling(options)
         elif self.sampling[number].allowed is not None:  # a grammar's mask changes with each step
             self.sampling[number] = dataclasses.replace(self.sampling[number], allowed=micro_batch.allowed())
-        chunk = self._prefill(micro_batch, step)
-        count = micro_batch.tokens_to_choose()
-        step.stepped = [(i, row, row.number) for i, row in enumerate(micro_batch.rows) if count[i]]
+        assignments += self._send_forced(micro_batch)
+        decoding = self.scheduler.decoding
+        chunk, cost = self._prefill(micro_batch, step, micro_batch.widest_chunk(decoding))
+        count, sampling, rows = micro_batch.tokens_to_choose(), self.sampling[number], micro_batch.rows
+        micro_batch.count_prefill(cost, decoding, count.any())
+        within_shard = None
+        if (chosen := micro_batch.rows_to_decode(count, self.decode_rows)) is not None:
+            count, sampling = jax.tree.map(lambda x: x[chosen], (count, sampling))
+            within_shard = (chosen % len(micro_batch.shards[0].rows)).astype(np.int32)
+            rows = [rows[i] for i in chosen]
+        step.stepped = [(i, row, row.number) for i, row in enumerate(rows) if count[i]]
         for _, row, _ in step.stepped:
             row.steps_in_flight += 1
-        step.plan = StepPlan(assignments, chunk, count, self.sampling[number])
+        step.plan = StepPlan(assignments, chunk, count, sampling, within_shard)
         self.turns += 1
         return step
 
@@ -197,41 +258,66 @@ class Engine:
         """Assign queued requests to free rows, one row per data shard at a time."""
         shards, assignments = micro_batch.shards, []
         while any(admissions := [shard.admit(self.scheduler.queue) for shard in shards]):
-            tokens = np.full((len(shards), self.programs.max_len), -1, np.int32)
-            rows, read, sources = np.full((3, len(shards)), -1, np.int32)
-            for i, (shard, admission) in enumerate(zip(shards, admissions, strict=True)):
-                if admission:
-                    row, _ = admission
-                    prompt = row.answer.prompt
-                    tokens[i, : len(prompt)] = prompt
-                    rows[i], sources[i] = (shard.rows.index(row) for row in admission)
-                    read[i] = row.computed
-                    self.stats.prompt_tokens += len(prompt)
-                    self.stats.reused_tokens += row.reused
-                    self._end_if_read(row, step)
-            assignments.append(Assignment(rows, tokens, read, sources))
+            for admission in filter(None, admissions):
+                row = admission.row
+                self.stats.prompt_tokens += len(row.answer.prompt)
+                self.stats.reused_tokens += row.reused
+                row.answer.reused = row.reused
+                self._end_if_read(row, step)
+            assignments.append(self._assignment(shards, admissions))
         return assignments
+
+    def _send_forced(self, micro_batch: MicroBatch) -> list[Assignment]:
+        """Assign rows their own texts anew, with the forced tokens that the device does not have yet."""
+        shards, assignments = micro_batch.shards, []
+        unsent = [[row for row in shard.rows if row.unsent and not row.free] for shard in shards]
+        for rows in itertools.zip_longest(*unsent):
+            assignments.append(self._assignment(shards, [row and Admission(row, row) for row in rows]))
+            for row in filter(None, rows):
+                row.unsent = False
+        return assignments
+
+    def _assignment(self, shards: list[Shard], admissions: Sequence[Admission | None]) -> Assignment:
+        """The assignment of the given tokens of at most one row per data shard."""
+        tokens = np.full((len(shards), self.programs.max_len), -1, np.int32)
+        rows, read, sources = np.full((3, len(shards)), -1, np.int32)
+        for i, (shard, admission) in enumerate(zip(shards, admissions, strict=True)):
+            if admission:
+                row = admission.row
+                tokens[i, : row.given] = row.text[: row.given]
+                rows[i], sources[i] = map(shard.rows.index, (row, admission.source))
+                read[i] = row.computed
+        save = [admission and admission.save for admission in admissions]
+        load = [admission and admission.load for admission in admissions]
+        return Assignment(rows, tokens, read, sources, save, load)
 
     def _end_if_read(self, row: Row, step: InFlight) -> None:
         """An answer of no new tokens ends when the results of its last prefill chunk arrive."""
         if not row.prefill_left and not row.answer.request.max_new_tokens:
             step.ended.append(row.answer)
 
-    def _prefill(self, micro_batch: MicroBatch, step: InFlight) -> PrefillChunk | None:
-        """Plan a prefill chunk of one row per data shard; None if no prompt is left to read."""
-        shards, reading = micro_batch.shards, micro_batch.next_to_prefill()
+    def _prefill(
+        self, micro_batch: MicroBatch, step: InFlight, widest: float
+    ) -> tuple[PrefillChunk | None, float]:
+        """Plan a prefill chunk of one row per data shard: -> (the chunk, its cost), or (None, 0) if no prompt
+        is left to read.
+
+        widest: see MicroBatch.widest_chunk. cost: see PrefillLimits.
+        """
+        shards, reading = micro_batch.shards, micro_batch.next_to_prefill() if widest else []
         if not any(reading):
-            return None
-        width = prefill_width(max(row.prefill_left for row in reading if row))
+            return None, 0
+        width = prefill_width(max(row.prefill_left for row in reading if row), widest)
         count = np.array([min(row.prefill_left, width) if row else 0 for row in reading], np.int32)
         rows = [shard.rows.index(row) if row else 0 for shard, row in zip(shards, reading, strict=True)]
+        cost = self.scheduler.limits.cost(width, max(row.computed for row in reading if row))
         step.scored = [(i, x, x.number) for i, x in enumerate(reading) if x and x.answer.request.score]
         for row, n in zip(reading, count.tolist(), strict=True):
             if row:
                 row.computed += n
                 self._end_if_read(row, step)
         score = max((self._score(row.answer.request) for _, row, _ in step.scored), default=None)
-        return PrefillChunk(rows=np.array(rows, np.int32), count=count, width=width, score=score)
+        return PrefillChunk(rows=np.array(rows, np.int32), count=count, width=width, score=score), cost
 
     def _receive(self, step: InFlight, scores: Scores | None, output: Output | None) -> list[Answer]:
         changed = self._receive_scores(step, scores)
@@ -273,20 +359,45 @@ class Engine:
                 if math.isnan(logprob) or token >= self.programs.cfg.V:  # NaN has no likeliest token
                     self._fail(row)
                     break
-                answer.tokens.append(token)
-                answer.logprobs.append(logprob)
-                if self._completes(answer, token) or token in answer.request.stop:
-                    answer.finish_reason = answer.finish_reason or "stop"
-                elif len(answer.tokens) == answer.request.max_new_tokens:
-                    answer.finish_reason = "length"
+                self._add_token(answer, token, logprob)
                 if answer.finish_reason:
                     break
+            if row.constrained:
+                self._force(row)
             self.stats.tokens += len(answer.tokens) - before
             self.stats.row_steps += 1
             self.stats.drafted += int(output.drafted[i])
             self.stats.accepted += len(tokens) - 1
         self.stats.steps += 1
         return changed
+
+    def _add_token(self, answer: Answer, token: int, logprob: float) -> None:
+        """Add a token to an answer, which may end with it."""
+        answer.tokens.append(token)
+        answer.logprobs.append(logprob)
+        if self._completes(answer, token) or token in answer.request.stop:
+            answer.finish_reason = answer.finish_reason or "stop"
+        elif len(answer.tokens) == answer.request.max_new_tokens:
+            answer.finish_reason = "length"
+
+    def _force(self, row: Row) -> None:
+        """Add the tokens that the answer's grammar forces, if a chunk costs less than steps that choose them.
+
+        They are no more than the prompts whose chunks are compiled have. A request that asks for
+        log-probabilities needs a decode step for each token.
+        """
+        answer, request = row.answer, row.answer.request
+        if request.score or request.sampling.top_logprobs is not None:
+            return
+        tokens = answer.constraint.forced_tokens()[: self.longest - 1]
+        if len(tokens) <= self.scheduler.cost_of_chunk(row):
+            return
+        for token in tokens:
+            self._add_token(answer, token, math.nan)
+            self.stats.forced += 1
+            if row.free:  # the answer has ended
+                return
+        row.force(tokens)
 
     def _completes(self, answer: Answer, token: int) -> bool:
         """Whether the answer's grammar ends with this token, be it because the grammar fails."""
@@ -306,6 +417,8 @@ class Engine:
         answer, reused = row.answer, row.reused
         row.clear()
         if reused and not answer.tokens:
+            for shard in self.scheduler.shards:
+                shard.prefix_cache.forget(answer.prompt[:reused])
             answer.prefix_caching = False
             self.scheduler.queue.appendleft(answer)
             self.stats.prompt_tokens -= len(answer.prompt)

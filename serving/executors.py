@@ -10,7 +10,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -75,7 +75,8 @@ few_layers = jax.jit(model.layers, static_argnames=("kinds", "mesh"), donate_arg
 
 @partial(jit, donate_argnames="batch")
 def finish(step: Step, x: Array, tokens: Array, chunk: Chunk, w: Weights, batch: Batch, *, cfg, mesh: Mesh):
-    """-> (the step's result, the Batch)."""
+    """-> (the step's result, the Batch), when the layers have run, even if the step does not use x."""
+    x, batch = lax.optimization_barrier((x, batch))
     return step.finish(x, tokens, chunk, w, batch, cfg, mesh)
 
 

@@ -25,6 +25,7 @@ from quantize import FORMATS
 from serving.deploy import ModelOptions, make_programs, open_models
 from serving.engine import Engine
 from serving.memory import CPU_ROWS, DEFAULT_ROWS, Deployment, fit_cache
+from serving.messages import read_messages
 from serving.programs import WIDTHS, Programs
 from serving.requests import (
     OPTION_SETS,
@@ -35,13 +36,15 @@ from serving.requests import (
     options_in_use,
 )
 from serving.speculation import check_n_draft
-from serving.text import TextStream, encode, has_surrogate, load_tokenizer, stop_tokens
+from serving.streams import TextStream, answer_stream
+from serving.text import encode, has_surrogate, load_tokenizer, stop_tokens
+from serving.tools import choose_format
 from sharding.sampling import MAX_TOP_LOGPROBS
 
 MAX_LEN = 4096  # the default number of positions of a row, if the model has as many
 NEW_TOKENS = 256  # the default max_new_tokens
 
-Messages = list[dict[str, str]]  # the messages of a chat: a role and a content each
+Messages = list[dict[str, Any]]  # the messages of a chat, see serving.messages.read_messages
 Prompt = str | Messages | Sequence[int]  # a text, a chat, or token ids
 
 
@@ -55,6 +58,7 @@ class Completion:
     top_logprobs: for each token, the most probable tokens in its place with their log-probabilities, if they
     were asked for.
     error: why the answer failed, else None.
+    reasoning: what the model wrote before the text, for itself, if its format separates the two.
     """
 
     text: str
@@ -64,6 +68,7 @@ class Completion:
     finish_reason: str
     top_logprobs: list[dict[int, float]]
     error: str | None = None
+    reasoning: str = ""
 
     def __str__(self) -> str:
         return self.text
@@ -144,7 +149,8 @@ class LLM:
     """A model with its tokenizer, and a batch of rows in which prompts are answered side by side.
 
     Made by `load`. Programs are compiled when they are first needed: for the first prompt, for a first prompt
-    of more than 65 or 257 tokens, for the first request that is sampled, has other options or is scored.
+    of more than 65 or 257 tokens, for the first request that is sampled, has other options or is scored; on
+    a CPU also for the first 2, 3 to 4, 5 to 8 and so on answers at a time.
     Later requests of a kind that was seen compile nothing. For one thread at a time. If jax runs as several
     processes, each must make the same calls.
     """
@@ -153,6 +159,7 @@ class LLM:
         self.deployment, self.programs, self.folder = deployment, programs, deployment.checkpoint.folder
         self.tokenizer = load_tokenizer(self.folder)
         self.stop_tokens = stop_tokens(self.folder, self.tokenizer)
+        self.tool_format = choose_format(self.tokenizer, deployment.checkpoint.family.tools)
         self.engine: Engine | None = None
         self.open: dict[Answer, TextStream] = {}
 
@@ -169,25 +176,40 @@ class LLM:
         """The weights, for the functions of model.py."""
         return self.programs.weights
 
-    def encode(self, prompt: Prompt, *, system: str | None = None, chat_template: bool = True) -> list[int]:
+    def encode(
+        self,
+        prompt: Prompt,
+        *,
+        system: str | None = None,
+        chat_template: bool = True,
+        special_tokens_in_messages: bool = False,
+    ) -> list[int]:
         """The token ids of a prompt: a text is a user's message, if the tokenizer has a chat template.
 
+        The messages of a chat are those of OpenAI's API, see serving.messages.read_messages. Token ids are
+        returned as they are.
+
         chat_template: False continues the text itself. system: a first message of this role.
+        special_tokens_in_messages: whether a special token that a message spells is that token; by default it
+        is read as text. In a text without chat template it always is that token.
         """
         if not isinstance(prompt, str) and all(isinstance(token, (int, np.integer)) for token in prompt):
             return [int(token) for token in prompt]
-        texts = [prompt] if isinstance(prompt, str) else [x for turn in prompt for x in turn.values()]
-        if not all(isinstance(text, str) and text.strip() for text in [*texts, system or "-"]):
+        texts = [prompt if isinstance(prompt, str) else "-", system or "-"]
+        if not all(isinstance(text, str) and text.strip() for text in texts):
             raise UserError("an empty prompt, or one that is not a text")
-        if any(map(has_surrogate, [*texts, system or ""])):
+        if any(map(has_surrogate, texts)):
             raise UserError("not valid text, but half a surrogate pair")
+        if not isinstance(prompt, str):
+            prompt = read_messages(list(prompt))
         if isinstance(prompt, str) and chat_template and self.tokenizer.chat_template:
             prompt = [{"role": "user", "content": prompt}]
         if system is not None:
             if isinstance(prompt, str):
                 raise UserError("system: it needs a chat template")
             prompt = [{"role": "system", "content": system}, *prompt]
-        return encode(self.tokenizer, prompt, self.cfg.V)
+        spelled, max_len = special_tokens_in_messages, self.programs.max_len
+        return encode(self.tokenizer, prompt, self.cfg.V, max_len, spelled, self.tool_format)
 
     @overload
     def generate(self, prompts: str | Messages, **options) -> Completion: ...
@@ -198,9 +220,9 @@ class LLM:
     def generate(self, prompts, **options):
         """Answer a prompt, or all prompts of a list: -> a Completion, or a list of them in the same order.
 
-        A prompt is a text, a chat (a list of messages, each a dictionary of "role" and "content") or, in a
-        list of prompts, a list of token ids. There are as many answers at a time as there are rows; when an
-        answer ends, its row takes the next prompt (continuous batching).
+        A prompt is a text, a chat (a list of messages, see `encode`) or, in a list of prompts, a list of
+        token ids. There are as many answers at a time as there are rows; when an answer ends, its row takes
+        the next prompt (continuous batching).
 
         Options, each a value for all prompts or a list with a value for each:
         temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, seed: see
@@ -210,7 +232,7 @@ class LLM:
 
         Options for all prompts together:
         stop: texts that end an answer. ignore_eos: continue after the model's end tokens.
-        system, chat_template: see `encode`.
+        system, chat_template, special_tokens_in_messages: see `encode`.
 
         Raises UserError before anything is computed if an option is wrong or a prompt does not fit. An answer
         that fails later, because the model computes NaN, has an `error`; a single one raises it.
@@ -271,23 +293,28 @@ class LLM:
         ignore_eos: bool = False,
         system: str | None = None,
         chat_template: bool = True,
+        special_tokens_in_messages: bool = False,
         **options,
     ) -> list[tuple[Answer, TextStream]]:
         """Queue the prompts: -> the answer of each, and its text."""
         known = {*SAMPLING_OPTIONS, "max_new_tokens", "top_logprobs"}
         if unknown := sorted(set(options) - known):
-            both = sorted(known | {"stop", "ignore_eos", "system", "chat_template"})
-            raise UserError(f"unknown option {unknown[0]!r}; known: {', '.join(both)}")
+            of_all = {"stop", "ignore_eos", "system", "chat_template", "special_tokens_in_messages"}
+            both = ", ".join(sorted(known | of_all))
+            raise UserError(f"unknown option {unknown[0]!r}; known: {both}")
         stop = (stop,) if isinstance(stop, str) else tuple(stop)
         if not all(isinstance(text, str) and text for text in stop):
             raise UserError("stop: a text or a list of texts, none of them empty")
         for name, value in options.items():
             if isinstance(value, (list, tuple, range)) and len(value) != len(prompts):
                 raise UserError(f"{name}: {len(value)} values for {len(prompts)} prompts")
+        reading = dict(
+            system=system, chat_template=chat_template, special_tokens_in_messages=special_tokens_in_messages
+        )
         requests = []
         for i, prompt in enumerate(prompts):
             own = {k: v[i] if isinstance(v, (list, tuple, range)) else v for k, v in options.items()}
-            tokens = self._located(i, self.encode, prompt, system=system, chat_template=chat_template)
+            tokens = self._located(i, self.encode, prompt, **reading)
             requests.append(self._located(i, self._request, tokens, ignore_eos, **own))
         return self._add(requests, stop)
 
@@ -321,8 +348,10 @@ class LLM:
         if not requests:
             return []
         engine, started = self._engine(requests), []
+        channels = self.deployment.checkpoint.family.channels
         for request in requests:
-            answer, stream = engine.add(request), TextStream(self.tokenizer, request.stop, stop)
+            stream = answer_stream(self.tokenizer, request.prompt, request.stop, stop, channels)
+            answer = engine.add(request)
             self.open[answer] = stream
             started.append((answer, stream))
         return started
@@ -330,12 +359,13 @@ class LLM:
     def _engine(self, requests: list[Request]) -> Engine:
         """The engine, with programs for requests of these kinds and of all earlier ones."""
         longest, scores = max(len(request.prompt) for request in requests), {x.scoring for x in requests}
-        needed = [options_in_use([request]) for request in requests]
+        active, needed = len(self.open) + len(requests), [options_in_use([request]) for request in requests]
         sets = [next(options for options in OPTION_SETS if x <= options) for x in needed]
         if self.programs.stages > 1:  # the engine then has one decode program
             sets = [OPTION_SETS[-1]]
         old = self.engine
         if old and longest <= old.longest and scores <= old.scores and set(sets) <= set(old.option_sets):
+            old.compile_decode(active)
             return old
         while old and old.busy:  # answers that are still read from `stream`
             self._advance()
@@ -343,7 +373,7 @@ class LLM:
             longest, scores, sets = max(longest, old.longest), scores | old.scores, sets + old.option_sets
         like = [Request([0], 1, score=score is not None) for score in scores]
         ordered = [options for options in OPTION_SETS if options in sets]
-        self.engine = Engine(self.programs, like, self._rounded(longest), ordered)
+        self.engine = Engine(self.programs, like, self._rounded(longest), ordered, active=active)
         return self.engine
 
     def _rounded(self, longest: int) -> int:
@@ -395,6 +425,7 @@ class LLM:
             "stop" if stream.stopped else answer.finish_reason,
             answer.top_logprobs[:used],
             answer.error,
+            stream.reasoning,
         )
 
 

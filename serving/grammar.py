@@ -37,6 +37,14 @@ class Constraint:
             raise UserError(f"{GRAMMAR_STUCK}: {one_line(error)}")
         return self.matcher.is_stopped()
 
+    def forced_tokens(self) -> list[int]:
+        """The tokens that must come next, without advancing by them; none where the grammar leaves a choice.
+
+        They are the tokens that the bitmasks would allow one by one. Where only one text can continue the
+        answer, llguidance allows the tokens of that text's own tokenization and no other spelling of it.
+        """
+        return self.matcher.compute_ff_tokens()
+
 
 @dataclasses.dataclass(frozen=True)
 class Grammar:

@@ -29,7 +29,7 @@ from sharding.mesh import EXPERT, MODEL, STAGE, mesh_size
 from sharding.stages import first_stage, in_stages
 
 DEFAULT_ROWS = 32  # of the batch
-CPU_ROWS = 8  # of a batch that waits for requests: on a CPU, idle rows cost as much as busy ones
+CPU_ROWS = 8  # of a batch that waits for requests, on a CPU: steps grow longer with every busy row
 HEADROOM = 0.1  # fraction of the memory that is left for temporaries, unless the user gives --rows
 
 # Memory bandwidth in bytes per second of one jax device, by its device_kind, from the vendors' data sheets. A

@@ -72,10 +72,11 @@ def choose_format(
 ) -> Format | None:
     """The format of the weights: the one asked for, else the checkpoint's. UserError if they conflict.
 
+    Experts that were published in MXFP4 are held so unless another format, or none, is asked for.
     Where a platform has no fast product of a format, weights are held in another, and `log` is told.
     """
     there = checkpoint and checkpoint.format
-    wanted = FORMATS[asked] if asked else there
+    wanted = FORMATS[asked] if asked else checkpoint and checkpoint.natural_format
     if there and wanted != there:
         where = checkpoint.folder
         raise UserError(f"--quantize {asked}: the weights in {where} are {there}; use the original model")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -16,8 +17,10 @@ import model
 from feedback.errors import UserError
 from feedback.progress import progress
 from model import Config, Weights
+from ops.platform import platform
 from serving import steps
 from serving.executors import executor_for
+from serving.prefix_cache import SavedPrefix, cache_bytes, on_devices, slot_axes
 from serving.steps import DecodeStep, Output, PrefillChunk, Scores, Step
 from sharding.arrays import abstract, zeros
 from sharding.sampling import Sampling
@@ -27,35 +30,49 @@ SHOW_AFTER = 5  # seconds of compiling
 WIDTHS = (32, 128, 512)  # of a prefill chunk: few, because each is a program of its own
 
 
-def prefill_width(unread: int) -> int:
-    """The widest prefill chunk of which a prompt's unread tokens fill more than half, or the narrowest."""
-    return next((width for width in reversed(WIDTHS) if unread > width // 2), WIDTHS[0])
+def prefill_width(unread: int, widest: float = math.inf) -> int:
+    """The widest prefill chunk of which a prompt's unread tokens fill more than half, or the narrowest.
+
+    widest: no wider chunk than this one is chosen, unless all are wider.
+    """
+    fitting = (width for width in reversed(WIDTHS) if unread > width // 2 and width <= widest)
+    return next(fitting, WIDTHS[0])
+
+
+def decode_rows(mesh: Mesh, rows: int) -> tuple[int, ...]:
+    """The numbers of rows that a decode step may compute, see Programs. rows: of the batch."""
+    each = rows // (mesh.shape["stage"] * mesh.shape["data"])
+    fewer = (2**i for i in range((each - 1).bit_length()))  # the powers of two below `each`
+    return (*(fewer if mesh.size == 1 and platform(mesh) == "cpu" else ()), each)
 
 
 class Assignment(NamedTuple):
     """A new text for one row of each data shard: see steps.assign_rows.
 
-    source: the row itself where no prefix is copied from another.
+    source: the row itself where no prefix is copied from another. save: for each data shard, what is to keep
+    the cache of the row's old text. load: the saved prefix whose cache the row gets. Either may be None.
     """
 
     rows: np.ndarray
     tokens: np.ndarray
     length: np.ndarray
     source: np.ndarray
+    save: Sequence[SavedPrefix | None] = ()
+    load: Sequence[SavedPrefix | None] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class StepPlan:
     """What a turn does for a microbatch: assign rows, prefill a chunk of a prompt, decode a token per row.
 
-    chunk: of one row per data shard; None if there is no prompt to read. count, sampling: see
-    steps.DecodeStep.
+    chunk: of one row per data shard; None if none is read. count, sampling, rows: see steps.DecodeStep.
     """
 
     assignments: list[Assignment]
     chunk: PrefillChunk | None
     count: np.ndarray
     sampling: Sampling
+    rows: np.ndarray | None = None
 
 
 class Speculation(Protocol):
@@ -68,7 +85,9 @@ class Speculation(Protocol):
     n_draft: int
     draft: "Programs | None"
 
-    def decode(self, count: np.ndarray, sampling: Sampling, target: "Programs") -> Output: ...
+    def decode(
+        self, count: np.ndarray, sampling: Sampling, rows: np.ndarray | None, target: "Programs"
+    ) -> Output: ...
 
 
 class Programs:
@@ -77,8 +96,12 @@ class Programs:
     With several stages there are as many microbatches (see sharding/stages.py), and a call serves all of
     them, each in its stage.
 
-    batch: the Batch of this turn; waiting: those of the next turns. shards: data shards of a microbatch.
+    batch: the Batch of this turn; waiting: those of the next turns. last_read: the result of the last prefill
+    chunk. shards: data shards of a microbatch.
     width: the most tokens of a row that a decode step reads. masks: of all layers, a draft model's included.
+    decode_rows: the numbers of rows of a data shard that a decode step may compute, ascending. On one CPU
+    device these are 1, 2, 4 and so on up to all. Elsewhere a step computes all rows: there it is bound by
+    reading the weights, and the kernels skip the caches of idle rows, so that fewer rows save little.
     """
 
     def __init__(
@@ -101,6 +124,8 @@ class Programs:
         self.weights, self.cfg, self.mesh, self.static = weights, cfg, mesh, dict(cfg=cfg, mesh=mesh)
         batches = (steps.init_batch(cfg, mesh, self.rows, max_len, kv_dtype) for _ in range(self.stages))
         self.batch, *waiting = batches
+        self.last_read: Scores | jax.Array | None = None
+        self.decode_rows = decode_rows(mesh, self.rows)
         self.waiting = deque(waiting)
         if waiting:
             rows_of_width = {1: self.rows} | dict.fromkeys(WIDTHS, self.stages * self.shards)
@@ -117,22 +142,41 @@ class Programs:
             what = "do not pass on how many guesses were right"
             raise UserError(f"{self.stages} stages of layers {what}: leave out --lookup, --draft or --pp")
 
-    def warm_up(self, longest: int, scores: Iterable[int | None], samplings: Iterable[Sampling]) -> None:
+    def warm_up(
+        self,
+        longest: int,
+        scores: Iterable[int | None],
+        samplings: Iterable[Sampling],
+        rows: int,
+        prefix_cache: bool = False,
+        widest: float = math.inf,
+    ) -> None:
         """Compile what prompts of up to `longest` tokens and these samplings need, by running it on no row.
 
         Work of more than a few seconds shows its progress. samplings: each for the rows of one microbatch.
+        rows: of the decode steps, one of `decode_rows`. prefix_cache: whether prefixes are saved in host
+        memory. widest: see `prefill_width`.
         """
         nothing, no_tokens = (np.zeros(n, np.int32) for n in (self.stages * self.shards, self.rows))
         no_texts = np.zeros((nothing.size, self.max_len), np.int32)
         alone = self.rows == nothing.size  # no row has another to copy a prefix from
         sources = (None,) if alone else (None, nothing)
         calls = [partial(self.assign_rows, nothing - 1, no_texts, nothing, source) for source in sources]
-        widths = [width for width in WIDTHS if longest > 1 and prefill_width(longest - 1) >= width]
+        widths = [width for width in WIDTHS if longest > 1 and prefill_width(longest - 1, widest) >= width]
         calls += [
             partial(self.prefill, nothing, nothing, *each) for each in itertools.product(widths, scores)
         ]
         samplings = [jax.tree.map(lambda x: np.concatenate([x] * self.stages), each) for each in samplings]
-        calls += [partial(self.decode, no_tokens, sampling) for sampling in samplings]
+        if rows == self.decode_rows[-1]:
+            calls += [partial(self.decode, no_tokens, sampling) for sampling in samplings]
+        else:
+            some = np.tile(np.arange(rows, dtype=np.int32), self.shards)
+            samplings = [jax.tree.map(lambda x: x[: some.size], each) for each in samplings]
+            calls += [partial(self.decode, 0 * some, sampling, some) for sampling in samplings]
+        if prefix_cache:
+            saved = [SavedPrefix(no_tokens, 0, 0) for _ in range(nothing.size)]
+            calls.append(partial(self.save_prefixes, nothing, saved))
+            calls.append(partial(self.load_prefixes, nothing - 1, saved))
         show = jax.process_index() == 0
         with progress("compiling", len(calls), show=show, unit="program", delay=SHOW_AFTER) as bar:
             for call in calls:
@@ -151,7 +195,13 @@ class Programs:
         for assignments in itertools.zip_longest(
             *(plan.assignments for plan in plans), fillvalue=no_assignment
         ):
-            rows, tokens, length, source = map(np.concatenate, zip(*assignments, strict=True))
+            arrays = [(x.rows, x.tokens, x.length, x.source) for x in assignments]
+            rows, tokens, length, source = map(np.concatenate, zip(*arrays, strict=True))
+            save, load = assignments[0].save, assignments[0].load  # none if there are several stages
+            if any(save):
+                self.save_prefixes(rows, save)
+            if any(load):
+                self.load_prefixes(np.where([x is not None for x in load], rows, -1), load)
             self.assign_rows(rows, tokens, length, source if (source != rows).any() else None)
         for width in sorted({plan.chunk.width for plan in plans if plan.chunk}):
             no_chunk = PrefillChunk(rows=nothing, count=nothing, width=width)
@@ -162,7 +212,8 @@ class Programs:
             scores = found if chunks[-1] is last_chunk else scores
         if any(plan.count.any() for plan in plans):
             sampling = jax.tree.map(lambda *x: np.concatenate(x), *(plan.sampling for plan in plans))
-            output = self.decode(np.concatenate([plan.count for plan in plans]), sampling)
+            count = np.concatenate([plan.count for plan in plans])
+            output = self.decode(count, sampling, plans[0].rows)  # with several stages None: all rows
         self.waiting.append(self.batch)
         self.batch = self.waiting.popleft().replace(stage_inputs=self.batch.stage_inputs)
         return scores, output
@@ -173,24 +224,58 @@ class Programs:
         if self.draft:
             self.draft.assign_rows(rows, tokens, length, source)
 
+    def save_prefixes(self, rows: np.ndarray, prefixes: Sequence[SavedPrefix | None]) -> None:
+        """Start to copy the cache of rows[i] of data shard i to prefixes[i], where this is not None."""
+        saved = [
+            pair
+            for x in self.with_draft
+            for pair in slot_axes(steps.read_rows(np.maximum(rows, 0), x.batch, **x.static))
+        ]
+        for i, prefix in enumerate(prefixes):
+            if prefix is not None:
+                prefix.start_copying(saved, i)
+
+    def load_prefixes(self, rows: np.ndarray, prefixes: Sequence[SavedPrefix | None]) -> None:
+        """Put what prefixes[i] keeps into rows[i] of data shard i; -1 is skipped."""
+        arrays = on_devices(prefixes)
+        for x in self.with_draft:
+            leaves, tree = jax.tree.flatten(x.batch.cache.layers)
+            own, arrays = jax.tree.unflatten(tree, arrays[: len(leaves)]), arrays[len(leaves) :]
+            x.batch = steps.write_rows(rows, own, x.batch, **x.static)
+
+    @property
+    def with_draft(self) -> list["Programs"]:
+        """The programs of the model and, if there is one, of the draft model."""
+        return [self, self.draft] if self.draft else [self]
+
+    def row_bytes(self, tokens: int) -> int:
+        """Bytes of the cache of a row with so many tokens, on all devices of its data shard."""
+        return sum(cache_bytes(slot_axes(x.batch.cache.layers), tokens) for x in self.with_draft)
+
     def prefill(self, rows, count, width: int, score: int | None = None) -> Scores | None:
-        """Read a chunk of a prompt in one row of each data shard: -> its scores, see steps.PrefillChunk."""
-        scores = self.step(PrefillChunk(rows=rows, count=count, width=width, score=score))
+        """Read a chunk of a prompt in one row of each data shard: -> its scores, see steps.PrefillChunk.
+
+        Returns when the chunk before it has been read. So the device has the next chunk when it ends one, but
+        no more of them: a request that comes then would wait for all of them.
+        """
+        read = self.step(PrefillChunk(rows=rows, count=count, width=width, score=score))
         if self.draft:
             self.draft.prefill(rows, count, width)
-        return None if score is None else start_fetching(scores, self.mesh)
+        jax.block_until_ready(self.last_read)
+        self.last_read = read
+        return None if score is None else start_fetching(read, self.mesh)
 
     def step(self, step: Step) -> Output | Scores | None:
         """Do what a step says: -> its result."""
         result, self.batch = self.execute(step, self.weights, self.batch, **self.static)
         return result
 
-    def decode(self, count, sampling: Sampling) -> Output:
-        """Choose up to count [B] tokens in each row, with speculation if there is one."""
+    def decode(self, count, sampling: Sampling, rows=None) -> Output:
+        """Choose up to count [B] tokens in each of these rows, with speculation if there is one."""
         if self.speculation:
-            output = self.speculation.decode(count, sampling, self)
+            output = self.speculation.decode(count, sampling, rows, self)
         else:
-            output = self.step(DecodeStep(count=count, sampling=sampling))
+            output = self.step(DecodeStep(count=count, sampling=sampling, rows=rows))
         return start_fetching(output, self.mesh)
 
 

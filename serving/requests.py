@@ -107,8 +107,10 @@ class Request:
 class Answer:
     """What has been computed of an answer so far.
 
-    prompt: [n] int32. tokens: up to and including a stop token; logprobs: of each, from the model's own
-    logits. prompt_logprobs: of each prompt token after the first, if the request has `score`. top_logprobs,
+    prompt: [n] int32. reused: how many of its tokens came from a cached prefix, once the answer has a row.
+    tokens: up to and including a stop token; logprobs: of each, from the model's own logits; nan for those
+    that a grammar forced and no step chose, of which requests with `score` or `top_logprobs` have none.
+    prompt_logprobs: of each prompt token after the first, if the request has `score`. top_logprobs,
     prompt_top_logprobs: for each of these tokens, the most probable tokens in its place and their
     log-probabilities, if the request asks for them. constraint: its state in the request's grammar.
     finish_reason: None, then "stop", "length", "cancelled" or "error", which `error` explains.
@@ -117,6 +119,7 @@ class Answer:
 
     request: Request
     prompt: np.ndarray
+    reused: int = 0
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     prompt_logprobs: list[float] = dataclasses.field(default_factory=list)

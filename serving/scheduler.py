@@ -6,12 +6,16 @@ is compared with their texts.
 
 import dataclasses
 import itertools
+import math
 from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from model import Mask
+from serving.prefix_cache import MIN_SAVED, PrefixCache, SavedPrefix
 from serving.requests import Answer
 from serving.rings import reusable_prefix
 from sharding.sampling import NEUTRAL, Sampling
@@ -21,6 +25,46 @@ LOOKAHEAD = 100  # answers of the queue that are considered: one that waits for 
 MIN_COPIED = 16  # tokens of a cached prefix; computing fewer again costs less than copying them
 
 
+@dataclasses.dataclass(frozen=True)
+class PrefillLimits:
+    """How many prompt tokens are read beside rows that decode, and how wide a prefill chunk may be.
+
+    budget: prompt tokens per decode step and decoding row, on average; 0: no limit, and then chunks are as
+    wide beside decoding rows as without them. It bounds how much prefill slows decoding down.
+    width_beside_decoding: tokens of the widest chunk while any row decodes, the longest pause between two
+    decode steps. width: tokens of the widest chunk otherwise, which a new request may have to wait for.
+    double_cost: the position at which reading a token takes twice as long as at the beginning of a prompt,
+    because of the positions that it attends to. The budget counts such a token twice. chunk_steps: how many
+    decode steps take as long as a chunk of the narrowest width. It decides whether tokens that a grammar
+    forces are read in a chunk; with math.inf none are.
+    """
+
+    budget: int = 0
+    width_beside_decoding: float = math.inf
+    width: float = math.inf
+    double_cost: float = math.inf
+    chunk_steps: float = 1
+
+    def cost(self, width: int, start: int) -> float:
+        """What a chunk of this width takes of the budget, in tokens. start: its first position."""
+        return width * (1 + start / self.double_cost)
+
+
+# Limits of a server by platform. A CPU reads nearly as many tokens per second in chunks of 128 as of 512, but
+# half as many in chunks of 32. Its budget is chosen so that the only answer beside long prompts keeps half of
+# its pace: a chunk of 128 took 290 ms at the beginning of a prompt and 800 ms at position 1,450 (SmolLM2-135M
+# in int8 on two cores). A chunk of 32 takes it 8 to 10 times as long as a step of one row; an accelerator
+# reads the weights once for either.
+CPU_LIMITS = PrefillLimits(budget=4, width_beside_decoding=128, width=128, double_cost=800, chunk_steps=8)
+ACCELERATOR_LIMITS = PrefillLimits(budget=16, width_beside_decoding=128)
+
+
+def server_limits(platform: str, budget: int | None = None) -> PrefillLimits:
+    """The limits of a server. platform: as jax names it. budget: the user's choice, None for the default."""
+    limits = CPU_LIMITS if platform == "cpu" else ACCELERATOR_LIMITS
+    return limits if budget is None else dataclasses.replace(limits, budget=budget)
+
+
 @dataclasses.dataclass(eq=False)
 class Row:
     """What the host knows of a row of the cache.
@@ -28,7 +72,9 @@ class Row:
     text: [max_len] int32, its tokens as far as they are known. computed: how many of them have their keys and
     values in the cache. reused: how many of these came from a cached prefix, and source_computed: how many
     tokens the row that had cached it had computed. steps_in_flight: decode steps whose tokens are not known
-    yet. number: of its answer, in the order of admission to the shard.
+    yet. number: of its answer, in the order of admission to the shard. given: how many tokens of its text
+    chunks read, but for the last of them: the prompt, and once a grammar has forced tokens, all up to the
+    last of these. unsent: whether the device does not have the forced tokens yet.
     """
 
     text: np.ndarray
@@ -38,6 +84,8 @@ class Row:
     steps_in_flight: int = 0
     answer: Answer | None = None
     number: int = -1
+    given: int = 0
+    unsent: bool = False
 
     @property
     def free(self) -> bool:
@@ -50,13 +98,18 @@ class Row:
 
     @property
     def prefill_left(self) -> int:
-        """How many tokens of the prompt are still to be prefilled: its last one is left to a decode step."""
-        return 0 if self.free else max(len(self.answer.prompt) - 1 - self.computed, 0)
+        """How many given tokens are still to be prefilled: the last one is left to a decode step."""
+        return 0 if self.free else max(self.given - 1 - self.computed, 0)
+
+    @property
+    def decoding(self) -> bool:
+        """Whether the given tokens have been prefilled and its answer has not ended."""
+        return not self.free and not self.prefill_left and self.answer.request.max_new_tokens > 0
 
     @property
     def known(self) -> int:
-        """How many tokens of the text are known: the computed ones, and the prompt."""
-        return max(self.computed, len(self.answer.prompt) if self.answer else 0)
+        """How many tokens of the text are known: the computed ones, and the given ones."""
+        return max(self.computed, self.given)
 
     @property
     def tokens_left(self) -> int:
@@ -76,6 +129,7 @@ class Row:
         """Take an answer whose first `cached` tokens come from a row that had computed `source_computed`."""
         self.text[: len(answer.prompt)] = answer.prompt
         self.answer, self.number = answer, number
+        self.given, self.unsent = len(answer.prompt), False
         self.computed, self.reused, self.steps_in_flight = cached, cached, 0
         self.source_computed = source_computed if cached else 0
 
@@ -85,9 +139,14 @@ class Row:
         following[:] = tokens[: len(following)]
         self.computed, self.steps_in_flight = self.computed + len(tokens), self.steps_in_flight - 1
 
+    def force(self, tokens: list[int]) -> None:
+        """Add tokens that follow the last chosen one. No step may be in flight."""
+        self.given, self.unsent = self.computed + 1 + len(tokens), True
+        self.text[self.computed + 1 : self.given] = tokens
+
     def clear(self) -> None:
         """Give up the answer and all that is cached."""
-        self.answer, self.number, self.computed = None, -1, 0
+        self.answer, self.number, self.computed, self.given = None, -1, 0, 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,25 +164,40 @@ class Wait:
         return max(self.shared - self.row.computed, 0) if prefills else 0
 
 
+class Admission(NamedTuple):
+    """A row for an answer, and where the cached prefix comes from.
+
+    source: the row whose prefix is copied, which may be the same. save: what is to keep the cache of the
+    row's old text. load: the saved prefix that replaces the row's cache.
+    """
+
+    row: Row
+    source: Row
+    save: SavedPrefix | None = None
+    load: SavedPrefix | None = None
+
+
 @dataclasses.dataclass(eq=False)
 class Shard:
     """The rows of one data shard.
 
-    width: the most tokens of a row that a decode step may compute. masks: of the model's layers. waits: of
-    the answers in the queue that wait for a row of this shard. admitted: how many answers were given a row.
+    width: the most tokens of a row that a decode step may compute. masks: of the model's layers.
+    prefix_cache: in host memory. row_bytes: of the cache of a row with so many tokens. waits: of the answers
+    in the queue that wait for a row of this shard. admitted: how many answers were given a row.
     """
 
     rows: list[Row]
     width: int
     masks: frozenset[Mask]
+    prefix_cache: PrefixCache = dataclasses.field(default_factory=lambda: PrefixCache(0))
+    row_bytes: Callable[[int], int] = int
     waits: dict[Answer, Wait] = dataclasses.field(default_factory=dict)
     admitted: int = 0
 
-    def admit(self, queue: deque[Answer]) -> tuple[Row, Row] | None:
+    def admit(self, queue: deque[Answer]) -> Admission | None:
         """Give a free row the first answer of the queue that need not wait for a prefix.
 
-        -> (the row, the row whose cached prefix is copied, which may be the same), or None. Answers that wait
-        do not hold up those behind them.
+        Answers that wait do not hold up those behind them.
         """
         waits = {}
         candidates = itertools.islice(queue, LOOKAHEAD) if any(row.free for row in self.rows) else ()
@@ -132,43 +206,76 @@ class Shard:
             if wait is None or not wait.left:
                 matches = self.match_prefixes(answer)
                 cached = {row: self.cached_prefix(row, n) for row, n in matches.items()}
-                if (wait := self.wait(matches, cached)) is None:
+                load, loaded = self.longest_saved(answer)
+                if (wait := self.wait(matches, max(loaded, *cached.values()))) is None:
                     queue.remove(answer)
-                    row, source = self.choose(cached)
-                    row.assign(answer, cached[source], source.most_computed(self.width), self.admitted)
-                    self.admitted += 1
-                    return row, source
+                    return self.assign(answer, cached, load, loaded)
             waits[answer] = self.waits[answer] = wait
         self.waits = waits
         return None
 
-    def match_prefixes(self, answer: Answer) -> dict[Row, int]:
-        """How many tokens of the prompt, without its last one, each row's text begins with.
+    def assign(
+        self, answer: Answer, cached: dict[Row, int], load: SavedPrefix | None, loaded: int
+    ) -> Admission:
+        """Give the answer a free row. loaded: how many tokens of `load` can be reused."""
+        row, source = self.choose(cached)
+        if loaded - cached[source] >= MIN_COPIED:
+            row = source = self.oldest_free()
+            kept, reused, latest = 0, loaded, load.latest
+            self.prefix_cache.use(load)
+        else:
+            load, reused, latest = None, cached[source], source.most_computed(self.width)
+            kept = reused if row is source else 0
+        save = None
+        if row.computed - kept >= MIN_SAVED:
+            size = self.row_bytes(row.most_computed(self.width))
+            save = self.prefix_cache.add(row.text[: row.computed], row.most_computed(self.width), size)
+        row.assign(answer, reused, latest, self.admitted)
+        self.admitted += 1
+        return Admission(row, source, save, load)
 
-        0 without prefix caching, and if the prompt is scored: then all of it must be computed.
-        """
-        reuses = answer.prefix_caching and not answer.request.score
-        own = answer.prompt[: -1 if reuses else 0]
+    def oldest_free(self) -> Row:
+        """The free row that has not been given an answer for the longest time."""
+        return min((row for row in self.rows if row.free), key=lambda row: row.number)
+
+    def longest_saved(self, answer: Answer) -> tuple[SavedPrefix | None, int]:
+        """-> (the saved prefix of which the most can be reused, how many of its tokens)."""
+        own = reusable_tokens(answer)
+        lengths = {
+            saved: self.reusable(common_prefix(saved.text, own), saved.latest)
+            for saved in self.prefix_cache.saved
+        }
+        best = max(lengths, key=lengths.get, default=None)
+        return best, lengths.get(best, 0)
+
+    def match_prefixes(self, answer: Answer) -> dict[Row, int]:
+        """How many of the prompt's reusable tokens each row's text begins with."""
+        own = reusable_tokens(answer)
         return {row: common_prefix(row.text[: row.known], own) for row in self.rows}
 
     def cached_prefix(self, row: Row, matching: int) -> int:
         """How many of the matching tokens the row has computed and its cache still holds."""
-        n = min(matching, row.computed)
-        latest = row.most_computed(self.width)
+        return self.reusable(min(matching, row.computed), row.most_computed(self.width))
+
+    def reusable(self, n: int, latest: int) -> int:
+        """How many of n computed tokens a cache still holds that may have held `latest` tokens."""
         while (less := min((reusable_prefix(mask, n, latest) for mask in self.masks), default=n)) < n:
             n = less
         return n
 
-    def wait(self, matches: dict[Row, int], cached: dict[Row, int]) -> Wait | None:
-        """Whether it is worth waiting for a row that is prefilling a prompt with the same beginning."""
+    def wait(self, matches: dict[Row, int], cached: int) -> Wait | None:
+        """Whether it is worth waiting for a row that is prefilling a prompt with the same beginning.
+
+        cached: how many tokens could be reused without waiting.
+        """
         waits = (Wait(row, row.answer, n) for row, n in matches.items() if row.prefill_left)
         longest = max((wait for wait in waits if wait.left), key=lambda wait: wait.shared, default=None)
-        worth = longest is not None and longest.shared - max(cached.values()) >= MIN_COPIED
+        worth = longest is not None and longest.shared - cached >= MIN_COPIED
         return longest if worth else None
 
     def choose(self, cached: dict[Row, int]) -> tuple[Row, Row]:
         """-> (a free row for an answer, the row whose cached prefix it starts from)."""
-        oldest = min((row for row in self.rows if row.free), key=lambda row: row.number)
+        oldest = self.oldest_free()
         source = max(self.rows, key=lambda row: (cached[row], row.free))
         if source.free and source.computed < 2 * cached[source]:  # less is overwritten than is kept
             return source, source
@@ -190,6 +297,15 @@ class Shard:
         return min(rows, key=lambda row: (left[row], row.number), default=None)
 
 
+def reusable_tokens(answer: Answer) -> np.ndarray:
+    """The tokens of the prompt that need not be computed again if their keys and values are cached.
+
+    That is all but the last one; none without prefix caching, nor if the prompt is scored.
+    """
+    reuses = answer.prefix_caching and not answer.request.score
+    return answer.prompt[: -1 if reuses else 0]
+
+
 def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
     """The length of the longest common prefix of two texts."""
     n = min(len(a), len(b))
@@ -203,18 +319,38 @@ def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
 class MicroBatch:
     """The rows that a stage of a pipeline computes together, by data shard; without stages all rows.
 
-    prefills: how many chunks of prompts were scheduled.
+    prefills: how many chunks of prompts were scheduled. debt: the cost of the chunks that were read beside
+    decoding rows, see PrefillLimits.cost, as far as the budget of later decode steps has not paid for it.
     """
 
-    def __init__(self, shards: list[Shard], vocabulary: int):
-        self.shards, self.vocabulary, self.prefills = shards, vocabulary, 0
+    def __init__(self, shards: list[Shard], vocabulary: int, limits: PrefillLimits):
+        self.shards, self.vocabulary, self.limits = shards, vocabulary, limits
+        self.prefills = self.debt = 0
         self.rows = [row for shard in shards for row in shard.rows]
+
+    def widest_chunk(self, decoding: int) -> float:
+        """How wide a prefill chunk may be in this turn; 0: none is read. decoding: see Scheduler.decoding."""
+        if not decoding or not self.limits.budget:
+            self.debt = self.limits.width_beside_decoding  # the first row that decodes begins with steps
+            return self.limits.width
+        return 0 if self.debt else self.limits.width_beside_decoding
 
     def next_to_prefill(self) -> list[Row | None]:
         """For each data shard, the row whose prompt is read next."""
         rows = [shard.next_to_prefill(oldest=self.prefills % 2 == 1) for shard in self.shards]
         self.prefills += any(rows)
         return rows
+
+    def count_prefill(self, cost: float, decoding: int, decodes: bool) -> None:
+        """Update `debt` after a turn. cost: of its prefill chunk, 0 without one. decodes: whether any of
+        these rows takes part in its decode step.
+
+        A turn in which all decoding rows wait for a grammar pays for nothing. If none of these rows decodes,
+        those of other microbatches do.
+        """
+        self.debt += cost if decoding else 0
+        if decodes or not any(row.decoding for row in self.rows):
+            self.debt = max(self.debt - self.limits.budget * decoding, 0)
 
     def tokens_to_choose(self) -> np.ndarray:
         """The most tokens that the next decode step may choose in each row: [b] int32."""
@@ -225,6 +361,20 @@ class MicroBatch:
         if all(constrained) and any(row.constrained and row.steps_in_flight for row in self.rows):
             count[:] = 0  # rows with grammars step together: a step of some of them costs as much
         return count
+
+    def rows_to_decode(self, count: np.ndarray, sizes: Sequence[int]) -> np.ndarray | None:
+        """Which rows the next decode step computes: each that chooses tokens, and idle ones to fill up.
+
+        count: [b], see `tokens_to_choose`. sizes: the numbers of rows of a data shard that a step may
+        compute, of which the smallest is taken that suffices for every shard.
+        -> indices in `rows`, the same number for each shard, in the order of shards; None: all rows.
+        """
+        busy = count.reshape(len(self.shards), -1) > 0
+        n = min(size for size in sizes if size >= busy.sum(1).max())
+        if n == busy.shape[1]:
+            return None
+        chosen = np.argsort(~busy, 1, kind="stable")[:, :n]
+        return (chosen + busy.shape[1] * np.arange(len(busy))[:, None]).reshape(-1)
 
     def sampling(self, options: frozenset[str]) -> Sampling:
         """These options of sampling, as arrays [b] of what the rows' requests ask for."""
@@ -254,17 +404,48 @@ class Scheduler:
     """All rows, in a micro-batch for each stage of layers, and the queue of answers without a row."""
 
     def __init__(
-        self, rows: int, max_len: int, stages: int, shards: int, width: int, masks: frozenset, vocabulary: int
+        self,
+        rows: int,
+        max_len: int,
+        stages: int,
+        shards: int,
+        width: int,
+        masks: frozenset[Mask],
+        vocabulary: int,
+        prefix_cache_bytes: int = 0,
+        row_bytes: Callable[[int], int] = int,
+        limits: PrefillLimits = PrefillLimits(),  # noqa: B008  immutable
     ):
-        """shards: of each micro-batch. width, masks: see Shard. vocabulary: the number of tokens."""
+        """shards: of each micro-batch. width, masks, row_bytes: see Shard. vocabulary: the number of tokens.
+        prefix_cache_bytes: of all shards together.
+        """
         self.rows = [Row(text) for text in np.zeros((rows, max_len), np.int32)]
         each = rows // (stages * shards)
-        every = [Shard(self.rows[i : i + each], width, masks) for i in range(0, rows, each)]
+        limit = prefix_cache_bytes // (stages * shards)
+        self.shards = [
+            Shard(self.rows[i : i + each], width, masks, PrefixCache(limit), row_bytes)
+            for i in range(0, rows, each)
+        ]
         self.micro_batches = [
-            MicroBatch(every[i : i + shards], vocabulary) for i in range(0, stages * shards, shards)
+            MicroBatch(self.shards[i : i + shards], vocabulary, limits)
+            for i in range(0, stages * shards, shards)
         ]
         self.queue: deque[Answer] = deque()
+        self.limits = limits
 
     @property
     def busy(self) -> bool:
         return bool(self.queue) or not all(row.free for row in self.rows)
+
+    @property
+    def decoding(self) -> int:
+        """How many rows decode in the data shard that has the most of them."""
+        return max(sum(row.decoding for row in shard.rows) for shard in self.shards)
+
+    def cost_of_chunk(self, row: Row) -> float:
+        """How many steps of single rows take as long as a chunk that reads forced tokens of this row.
+
+        All rows in use of its data shard wait for the chunk, so it must save this row more steps.
+        """
+        shard = next(shard for shard in self.shards if row in shard.rows)
+        return self.limits.chunk_steps * sum(not each.free for each in shard.rows)

@@ -17,7 +17,7 @@ from model import Config
 from ops import cpu
 from serving.executors import one_program
 from serving.programs import Programs
-from serving.steps import Batch, DecodeStep, Output, by_rows, most_readable, tokens_at
+from serving.steps import Batch, DecodeStep, Output, by_rows, most_readable, of_rows, tokens_at
 from sharding.mesh import mesh_shape
 from sharding.sampling import Sampling
 
@@ -42,21 +42,27 @@ class PromptLookup:
     def __init__(self, n_draft: int):
         self.n_draft = check_n_draft(n_draft)
 
-    def decode(self, count, sampling: Sampling, target: Programs) -> Output:
+    def decode(self, count, sampling: Sampling, rows, target: Programs) -> Output:
         tokens, length = target.batch.tokens, target.batch.cache.length
-        draft_tokens, count = prompt_lookup(count, tokens, length, n_draft=self.n_draft, mesh=target.mesh)
-        return target.step(DecodeStep(count=count, drafts=draft_tokens, sampling=sampling))
+        draft_tokens, count = prompt_lookup(
+            count, tokens, length, rows, n_draft=self.n_draft, mesh=target.mesh
+        )
+        return target.step(DecodeStep(count=count, drafts=draft_tokens, sampling=sampling, rows=rows))
 
 
 @partial(jax.jit, static_argnames=("n_draft", "mesh"))
-def prompt_lookup(count, text: Array, length: Array, *, n_draft: int, mesh: Mesh) -> tuple[Array, Array]:
+def prompt_lookup(
+    count, text: Array, length: Array, rows=None, *, n_draft: int, mesh: Mesh
+) -> tuple[Array, Array]:
     """-> (draft tokens [B,N], count [B]: at most 1 for rows without a match).
 
-    text: [B,S], whose first 1 + length[B] tokens are known. count: [B], see steps.DecodeStep.
+    count, rows: [B], see steps.DecodeStep. text, length: of all rows; the first 1 + length tokens of a row
+    are known.
     """
 
     @by_rows(mesh)
-    def on_device(count: Array, text: Array, length: Array) -> tuple[Array, Array]:
+    def on_device(rows: Array | None, count: Array, text: Array, length: Array) -> tuple[Array, Array]:
+        text, length = of_rows(rows, (text, length))
         slots = jnp.arange(text.shape[1])
         same, matches = slots < length[:, None], 0
         for back in range(NGRAM):
@@ -70,7 +76,7 @@ def prompt_lookup(count, text: Array, length: Array, *, n_draft: int, mesh: Mesh
         known = tokens_at(text, best + 1 + jnp.arange(n_draft) % jnp.maximum(period, 1))
         return known, jnp.where(found, count, jnp.minimum(count, 1))
 
-    return on_device(count, text, length)
+    return on_device(rows, count, text, length)
 
 
 def mesh_for_draft(cfg: Config, mesh: Mesh) -> Mesh:
@@ -89,45 +95,52 @@ class DraftModel:
     def __init__(self, draft: Programs, n_draft: int):
         self.draft, self.n_draft = draft, check_n_draft(n_draft)
 
-    def decode(self, count, sampling: Sampling, target: Programs) -> Output:
+    def decode(self, count, sampling: Sampling, rows, target: Programs) -> Output:
         draft = self.draft
         draft_tokens, count, draft.batch = propose(
-            count, sampling, draft.weights, draft.batch, n_draft=self.n_draft, **draft.static
+            count, sampling, rows, draft.weights, draft.batch, n_draft=self.n_draft, **draft.static
         )
-        output = target.step(DecodeStep(count=count, drafts=draft_tokens, sampling=sampling))
-        draft.batch = take_over(draft.batch, count, output, mesh=draft.mesh)
+        output = target.step(DecodeStep(count=count, drafts=draft_tokens, sampling=sampling, rows=rows))
+        draft.batch = take_over(draft.batch, count, output, rows, mesh=draft.mesh)
         return output
 
 
 @partial(jax.jit, static_argnames=("n_draft", "cfg", "mesh"), donate_argnames="batch")
 def propose(
-    count, sampling: Sampling, weights, batch: Batch, *, n_draft: int, cfg: Config, mesh: Mesh
+    count, sampling: Sampling, rows, weights, batch: Batch, *, n_draft: int, cfg: Config, mesh: Mesh
 ) -> tuple[Array, Array, Batch]:
     """Choose the next tokens with the draft model: -> (draft tokens [B,N], count [B], its batch).
 
-    The draft model also reads the last draft token, which may be accepted.
+    count, rows: [B], see steps.DecodeStep. The draft model also reads the last draft token, which may be
+    accepted.
     """
-    start = batch.cache.length
+    select = by_rows(mesh)(of_rows)
+    start = select(rows, batch.cache.length)
     count = jnp.minimum(count, most_readable(start, cfg))
 
     def read_one(i, batch: Batch) -> Batch:
-        step = DecodeStep(count=(i < count).astype(jnp.int32), sampling=sampling)
+        step = DecodeStep(count=(i < count).astype(jnp.int32), sampling=sampling, rows=rows)
         return one_program(step, weights, batch, cfg=cfg, mesh=mesh)[1]
 
     batch = lax.fori_loop(0, 1 + n_draft, read_one, batch)
     positions = start[:, None] + 1 + jnp.arange(n_draft)
-    return tokens_at(batch.tokens, positions), count, batch
+    return tokens_at(select(rows, batch.tokens), positions), count, batch
 
 
 @partial(jax.jit, static_argnames="mesh", donate_argnames="batch")
-def take_over(batch: Batch, ahead: Array, output: Output, *, mesh: Mesh) -> Batch:
-    """Replace the last `ahead` [B] tokens of the draft model's batch by those that the model has chosen."""
+def take_over(batch: Batch, ahead: Array, output: Output, rows=None, *, mesh: Mesh) -> Batch:
+    """Replace the last tokens of the draft model's batch by those that the model has chosen.
+
+    ahead: [B], how many tokens of each row are replaced. rows: [B], see steps.DecodeStep.
+    """
 
     @by_rows(mesh)
-    def on_device(text: Array, length: Array, output: Output) -> tuple[Array, Array]:
-        rows, i = jnp.arange(text.shape[0])[:, None], jnp.arange(output.tokens.shape[1])
-        at = jnp.where(i < output.count[:, None], length[:, None] + 1 + i, text.shape[1])
-        return text.at[rows, at].set(output.tokens, mode="drop"), length + output.count
+    def on_device(rows: Array | None, ahead: Array, text: Array, length: Array, output: Output):
+        rows = jnp.arange(length.size) if rows is None else rows
+        start, i = length[rows] - ahead, jnp.arange(output.tokens.shape[1])
+        at = jnp.where(i < output.count[:, None], start[:, None] + 1 + i, text.shape[1])
+        text = text.at[rows[:, None], at].set(output.tokens, mode="drop")
+        return text, length.at[rows].set(start + output.count)
 
-    tokens, length = on_device(batch.tokens, batch.cache.length - ahead, output)
+    tokens, length = on_device(rows, ahead, batch.tokens, batch.cache.length, output)
     return batch.replace(tokens=tokens, length=length)

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import model
 from model import Cache, Chunk, Config, Weights
+from ops.kv_cache import KV
 from serving.rings import rollback_limit
 from sharding.arrays import ArrayInfo, abstract, pytree, zeros
 from sharding.mesh import MODEL, ROWS, STAGE
@@ -70,9 +71,7 @@ def assign_rows(rows, tokens, length, source, batch: Batch, *, cfg: Config, mesh
     are cached already. source: [n] int32, the row of the same shard whose cache holds them and is copied;
     None: each row's own cache holds them.
     """
-    layers = batch.cache.layers
-    kinds = first_stage(cfg, mesh.shape[STAGE]).layers
-    kv_specs = model.cache_specs(kinds, layers)
+    layers, kv_specs = batch.cache.layers, caches_specs(batch, cfg, mesh)
 
     @by_rows(mesh)
     def set_texts(rows: Array, tokens: Array, length: Array, old_tokens: Array, old_length: Array):
@@ -92,9 +91,47 @@ def assign_rows(rows, tokens, length, source, batch: Batch, *, cfg: Config, mesh
     return batch.replace(layers=layers, length=length, tokens=tokens)
 
 
+def caches_specs(batch: Batch, cfg: Config, mesh: Mesh) -> list:
+    """The PartitionSpecs of `batch.cache.layers`."""
+    return model.cache_specs(first_stage(cfg, mesh.shape[STAGE]).layers, batch.cache.layers)
+
+
 def copy_row(x: Array, source: Array, to: Array) -> Array:
     """x: [b,...], with row `source` copied over row `to`."""
     return lax.dynamic_update_slice_in_dim(x, lax.dynamic_slice_in_dim(x, source, 1), to, 0)
+
+
+@partial(jax.jit, static_argnames=("cfg", "mesh"))
+def read_rows(rows, batch: Batch, *, cfg: Config, mesh: Mesh) -> list[KV]:
+    """The caches of one row of each data shard. rows: [n] int32, as in `assign_rows`, none of them -1."""
+    layers, kv_specs = batch.cache.layers, caches_specs(batch, cfg, mesh)
+
+    @by_rows(mesh, P(ROWS), kv_specs, out_specs=kv_specs)
+    def on_device(rows: Array, layers: list):
+        return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, rows[0], 1), layers)
+
+    return on_device(rows, layers)
+
+
+@partial(jax.jit, static_argnames=("cfg", "mesh"), donate_argnames="batch")
+def write_rows(rows, caches: list[KV], batch: Batch, *, cfg: Config, mesh: Mesh) -> Batch:
+    """Replace the cache of one row of each data shard. The batch is donated: the old one is gone.
+
+    rows: [n] int32, as in `assign_rows`; -1 is skipped. caches: what `read_rows` returns.
+    """
+    layers, kv_specs = batch.cache.layers, caches_specs(batch, cfg, mesh)
+
+    @by_rows(mesh, P(ROWS), kv_specs, kv_specs, out_specs=kv_specs)
+    def on_device(rows: Array, caches: list, layers: list):
+        row, skip = jnp.maximum(rows[0], 0), rows[0] < 0
+
+        def replace(x: Array, new: Array) -> Array:
+            new = jnp.where(skip, lax.dynamic_slice_in_dim(x, row, 1), new)
+            return lax.dynamic_update_slice_in_dim(x, new, row, 0)
+
+        return jax.tree.map(replace, layers, caches)
+
+    return batch.replace(layers=on_device(rows, caches, layers))
 
 
 class Step(Protocol):
@@ -122,7 +159,7 @@ class Scores:
 
 @pytree
 class PrefillChunk:
-    """Read more of the prompts of some rows: -> Scores [n,T], or None.
+    """Read more of the prompts of some rows: -> Scores [n,T], or without scores the rows' new lengths [n].
 
     rows: [n] int32, different ones, as in `assign_rows`; None: all rows. count: [n] int32, how many tokens of
     each. width: T, the most that `count` may be. score: how many of the likeliest tokens to report at each
@@ -137,21 +174,18 @@ class PrefillChunk:
     def read_inputs(self, batch: Batch, cfg: Config, mesh: Mesh) -> tuple[Array, Chunk]:
         @by_rows(mesh)
         def on_device(rows: Array | None, count: Array, tokens: Array, length: Array):
-            rows_read = slice(None) if rows is None else rows
-            chunk = model.chunk_at(length[rows_read], count, self.width, rows)
-            return tokens_at(tokens[rows_read], chunk.positions), chunk
+            tokens, length = of_rows(rows, (tokens, length))
+            chunk = model.chunk_at(length, count, self.width, rows)
+            return tokens_at(tokens, chunk.positions), chunk
 
         return on_device(self.rows, self.count, batch.tokens, batch.cache.length)
 
     def finish(
         self, x: Array, tokens: Array, chunk: Chunk, w: Weights, batch: Batch, cfg: Config, mesh: Mesh
     ):
-        @by_rows(mesh)
-        def longer(chunk: Chunk, length: Array):
-            return length.at[slice(None) if chunk.row is None else chunk.row].add(chunk.count)
-
-        scores = None if self.score is None else self.scores(x, chunk, w, batch, cfg, mesh)
-        return scores, batch.replace(length=longer(chunk, batch.cache.length))
+        lengths = chunk.start + chunk.count
+        result = lengths if self.score is None else self.scores(x, chunk, w, batch, cfg, mesh)
+        return result, batch.replace(length=longer(batch.cache.length, chunk.row, chunk.count, mesh))
 
     def scores(self, x: Array, chunk: Chunk, w: Weights, batch: Batch, cfg: Config, mesh: Mesh) -> Scores:
         @by_rows(mesh, P(ROWS), P(ROWS), P(ROWS), model.outer_specs(cfg, w))
@@ -161,7 +195,7 @@ class PrefillChunk:
                 best = top_logprobs(logits, self.score) if self.score else None
                 return Scores(logprobs=logprob(logits, row[1]), top_logprobs=best)
 
-            following = tokens_at(tokens if chunk.row is None else tokens[chunk.row], chunk.positions + 1)
+            following = tokens_at(of_rows(chunk.row, tokens), chunk.positions + 1)
             return lax.map(score_row, (x, following))  # row by row, because all logits at once may not fit
 
         return on_device(x, chunk, batch.tokens, model.without_layers(w))
@@ -185,28 +219,32 @@ class Output:
 
 @pytree
 class DecodeStep:
-    """Read each row's next token and choose the one after it: -> Output.
+    """Read the next token of some rows and choose the one after it: -> Output.
 
     count: [B] int32: 0 leaves a row as it is, 1 reads its next token, 1 + n reads also n drafts after it.
     drafts: [B,T-1] int32, guesses of the tokens after the next, or None. A draft that equals what is chosen
     in its place is accepted, so that one step can choose several tokens: the same ones that as many steps
     without drafts would choose. A row must not grow beyond max_len: tokens beyond it are dropped.
+    rows: [B] int32, different ones, as in `assign_rows`; None: all rows. The other arguments and the Output
+    are of these rows, in this order.
     """
 
     count: Array
     drafts: Array | None = None
     sampling: Sampling = Sampling()
+    rows: Array | None = None
 
     def read_inputs(self, batch: Batch, cfg: Config, mesh: Mesh) -> tuple[Array, Chunk]:
         T = 1 if self.drafts is None else 1 + self.drafts.shape[1]
 
         @by_rows(mesh)
-        def on_device(count: Array, drafts: Array | None, tokens: Array, length: Array):
-            chunk = model.chunk_at(length, jnp.minimum(count, most_readable(length, cfg)), T)
+        def on_device(rows: Array | None, count: Array, drafts: Array | None, tokens: Array, length: Array):
+            tokens, length = of_rows(rows, (tokens, length))
+            chunk = model.chunk_at(length, jnp.minimum(count, most_readable(length, cfg)), T, rows)
             tokens = tokens_at(tokens, chunk.positions[:, :1])
             return tokens if drafts is None else jnp.concatenate([tokens, drafts], 1), chunk
 
-        return on_device(self.count, self.drafts, batch.tokens, batch.cache.length)
+        return on_device(self.rows, self.count, self.drafts, batch.tokens, batch.cache.length)
 
     def finish(
         self, x: Array, tokens: Array, chunk: Chunk, w: Weights, batch: Batch, cfg: Config, mesh: Mesh
@@ -214,9 +252,10 @@ class DecodeStep:
         @by_rows(mesh, P(ROWS, None, MODEL), *[P(ROWS)] * 4)
         def choose(logits: Array, read: Array, chunk: Chunk, sampling: Sampling, tokens: Array):
             T, rows = read.shape[1], jnp.arange(read.shape[0])[:, None]
+            own = of_rows(chunk.row, tokens)
             # `sample` gets the text with the drafts in it, so that the penalties at a position count the
             # drafts before it. The stored tokens do not get them.
-            with_drafts = tokens.at[rows, chunk.positions].set(read, mode="drop")
+            with_drafts = own.at[rows, chunk.positions].set(read, mode="drop")
             per_token = jax.tree.map(partial(jnp.repeat, repeats=T, axis=0), (sampling, with_drafts))
             length = chunk.positions.reshape(-1) + 1
             chosen = sample(logits.reshape(-1, logits.shape[-1]), *per_token, length, cfg.V)
@@ -231,11 +270,28 @@ class DecodeStep:
                 drafted=jnp.maximum(chunk.count - 1, 0),
                 top_logprobs=best,
             )
-            return output, tokens.at[rows, to].set(chosen, mode="drop")
+            stored_in = rows if chunk.row is None else chunk.row[:, None]
+            return output, tokens.at[stored_in, to].set(chosen, mode="drop")
 
         logits = model.unembed(x, w, cfg=cfg, mesh=mesh)
         output, all_tokens = choose(logits, tokens, chunk, self.sampling, batch.tokens)
-        return output, batch.replace(tokens=all_tokens, length=batch.cache.length + output.count)
+        length = longer(batch.cache.length, chunk.row, output.count, mesh)
+        return output, batch.replace(tokens=all_tokens, length=length)
+
+
+def of_rows(rows: Array | None, tree):
+    """These rows of each array [b,...], without a copy if `rows` is None: all rows."""
+    return tree if rows is None else jax.tree.map(lambda x: x[rows], tree)
+
+
+def longer(length: Array, rows: Array | None, count: Array, mesh: Mesh) -> Array:
+    """The lengths [B] of all rows, after `count` more tokens of each of these rows."""
+
+    @by_rows(mesh)
+    def on_device(length: Array, rows: Array | None, count: Array) -> Array:
+        return length.at[slice(None) if rows is None else rows].add(count)
+
+    return on_device(length, rows, count)
 
 
 def tokens_at(tokens: Array, positions: Array) -> Array:

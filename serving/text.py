@@ -1,16 +1,28 @@
-"""Text to tokens and back: tokenizers, chat templates, and incremental detokenization."""
+"""Text to tokens: tokenizers, the token ids of texts and of chats, and the tokens that end an answer."""
 
 import functools
+import inspect
 import os
 import pathlib
 from typing import Any
 
 from checkpoints.folders import read_json
+from families.tool_formats import LLAMA_JSON, MessageToolFormat, ToolFormat
 from feedback.errors import UserError
+from serving.control_tokens import control_tokens
+from serving.templates import in_words_of, template_text
+from serving.tools import describe_tools, renders_tools
+
+# Parameters of apply_chat_template that a chat may set; those left out decide how it tokenizes.
+TEMPLATE_OPTIONS = {"tools", "documents", "add_generation_prompt", "continue_final_message"}
+CHARS_PER_TOKEN = 8  # few texts have as many characters per token, see _exceeds
 
 
 def load_tokenizer(folder: pathlib.Path):
-    """A folder's tokenizer. AutoTokenizer would also read config.json, and refuses Scout's."""
+    """The tokenizer of a folder. Raises UserError if there is none, or if its files cannot be read.
+
+    transformers' AutoTokenizer is not used: it also reads config.json, and refuses that of Llama 4 Scout.
+    """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # else it advises PyTorch on import
     from transformers import PreTrainedTokenizerFast
 
@@ -21,9 +33,12 @@ def load_tokenizer(folder: pathlib.Path):
         known = "tokenizer.json, tokenizer.model, or vocab.json and merges.txt"
         raise UserError(f"{folder}: no tokenizer in it; download {known}")
     try:
-        return loaders[name](folder, local_files_only=True)
+        tokenizer = loaders[name](folder, local_files_only=True)
     except Exception as e:  # files that are not a tokenizer's raise exceptions of many types
         raise UserError(f"{folder}: no tokenizer could be loaded from its {name} ({e})") from None
+    tokenizer.backend_tokenizer.no_truncation()  # a tokenizer.json may ask for truncation or padding
+    tokenizer.backend_tokenizer.no_padding()
+    return tokenizer
 
 
 def _load_sentencepiece(folder: pathlib.Path, **options):
@@ -53,8 +68,8 @@ def _load_sentencepiece(folder: pathlib.Path, **options):
 
 
 def _load_gpt2(folder: pathlib.Path, **options):
-    """vocab.json and merges.txt without a tokenizer.json. They do not say how text is split into words; here
-    it is split as by GPT-2.
+    """vocab.json and merges.txt without a tokenizer.json. These files do not say how a text is split into
+    words; it is split in GPT-2's way.
     """
     from transformers import GPT2Tokenizer
 
@@ -65,18 +80,46 @@ def _load_gpt2(folder: pathlib.Path, **options):
     return GPT2Tokenizer.from_pretrained(folder, **options)
 
 
-def encode(tokenizer, text: str | list[dict], vocabulary: int) -> list[int]:
-    """The token ids of a text, or of a chat: messages of {"role", "content"} and the generation prompt.
+class PromptTooLong(UserError):
+    """A prompt has more tokens than fit."""
 
-    Raises UserError if the tokenizer or its chat template fails, or a token is outside the vocabulary.
+
+def encode(
+    tokenizer, text: str | list[dict], vocabulary: int, max_tokens: int | None = None,
+    special_tokens_in_messages: bool = False, tool_format: ToolFormat | MessageToolFormat = LLAMA_JSON, /,
+    **options,
+) -> list[int]:  # fmt: skip
+    """The token ids of a text, or of a chat: its messages, as serving.messages.read_messages returns them,
+    and the generation prompt.
+
+    Where a text spells a special token, it is that token. Where a message of a chat spells one, it is read as
+    its characters, see serving.control_tokens, unless special_tokens_in_messages is true.
+
+    max_tokens: None: a prompt of any length. tool_format: how the model writes calls of tools, for a chat
+    template that does not render tools: tools, calls and results become texts, see
+    serving.tools.describe_tools. options: of a chat, what apply_chat_template of transformers takes beside
+    the messages: tools, add_generation_prompt, continue_final_message, and variables of the chat template.
+
+    Raises UserError if the tokenizer or its chat template fails, or a token is outside the vocabulary, and
+    PromptTooLong if the text is found to be much longer than max_tokens before all of it is tokenized. The
+    token ids of a text that is a little too long are returned.
     """
     if not isinstance(text, str) and not tokenizer.chat_template:
         raise UserError("the checkpoint's tokenizer has no chat template; give a text instead of turns")
     try:
         if isinstance(text, str):
-            ids = tokenizer(text).input_ids
+            ids = tokenize(tokenizer.backend_tokenizer, text, max_tokens, add_special_tokens=True)
         else:
-            ids = tokenizer.apply_chat_template(text, add_generation_prompt=True, return_dict=False)
+            options.setdefault("add_generation_prompt", not options.get("continue_final_message"))
+            tools, messages = options.pop("tools", None) or [], text
+            if not renders_tools(tokenizer):
+                messages = describe_tools(messages, tools, tool_format)
+            elif tools:
+                options["tools"] = tools
+            messages = in_words_of(template_text(tokenizer), messages)
+            ids = _encode_chat(tokenizer, messages, max_tokens, special_tokens_in_messages, options)
+    except UserError:
+        raise
     except Exception as e:  # a chat template is a program, which may raise any exception
         raise UserError(f"the checkpoint's tokenizer or chat template failed: {e}") from None
     if not ids or max(ids) >= vocabulary:
@@ -86,12 +129,64 @@ def encode(tokenizer, text: str | list[dict], vocabulary: int) -> list[int]:
     return ids
 
 
+def _encode_chat(
+    tokenizer, messages: list[dict], max_tokens: int | None, special_tokens_in_messages: bool, options: dict
+) -> list[int]:
+    parameters = set(inspect.signature(tokenizer.apply_chat_template).parameters)
+    if wrong := sorted((parameters - TEMPLATE_OPTIONS).intersection(options)):
+        raise UserError(f"{wrong[0]!r} is not a variable of chat templates")
+    render = functools.partial(tokenizer.apply_chat_template, tokenize=False)
+    rendered = render(messages, **options)
+    read = functools.partial(tokenize, max_tokens=max_tokens)
+    if not special_tokens_in_messages:
+        control = control_tokens(tokenizer, tokenizer.get_chat_template(tools=options.get("tools")))
+        marked, marked_options = control.mark(messages), control.mark(options)
+        if (marked, marked_options) != (messages, options):
+            return control.encode(render(marked, **marked_options), rendered, read)
+    return read(tokenizer.backend_tokenizer, rendered)
+
+
+def tokenize(
+    backend, text: str, max_tokens: int | None = None, add_special_tokens: bool = False
+) -> list[int]:
+    """The token ids that a tokenizers.Tokenizer makes of a text. Raises PromptTooLong, see `encode`.
+
+    encode_batch_fast of tokenizers makes the same ids as its `encode`. It does not compute where in the text
+    each token stands, which would be most of the work, and it lets other threads of Python run.
+    """
+    if max_tokens is not None and _exceeds(backend, text, max_tokens):
+        raise PromptTooLong(f"the prompt has more than the {max_tokens} tokens that a row can hold")
+    (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    return encoding.ids
+
+
+def _exceeds(backend, text: str, max_tokens: int) -> bool:
+    """Whether a text certainly has more than max_tokens tokens. Most such texts are tokenized only in part.
+
+    The text is cut into parts, whose tokens are counted until there are more than twice as many as allowed.
+    Each cut adds no more than a few tokens, so twice as many is certain. A text of no more than
+    CHARS_PER_TOKEN characters per allowed token may well fit: its tokens are not counted.
+    """
+    size, count = CHARS_PER_TOKEN * max_tokens, 0
+    if len(text) <= size:
+        return False
+    for start in range(0, len(text), size):
+        count += len(tokenize(backend, text[start : start + size]))
+        if count > 2 * max_tokens:
+            return True
+    return False
+
+
 def has_surrogate(text: str) -> bool:
     """Whether a text has a surrogate code point, which no encoding can represent.
 
     Python decodes invalid bytes of the command line to surrogates, and JSON can escape a lone one.
     """
-    return any("\ud800" <= c <= "\udfff" for c in text)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def generation_config(folder: pathlib.Path) -> dict[str, Any]:
@@ -111,71 +206,3 @@ def stop_tokens(folder: pathlib.Path, tokenizer) -> frozenset[int]:
                 raise UserError(f"{folder}: eos_token_id = {ids!r} in its configuration is no list of tokens")
             return frozenset(ids)
     return frozenset() if tokenizer.eos_token_id is None else frozenset([tokenizer.eos_token_id])
-
-
-class TextStream:
-    """Incremental detokenization: the text of an answer while its tokens arrive.
-
-    Text that has been returned never changes: an incomplete character is held back, and so is what may be the
-    beginning of a stop string. The text ends before the first stop string.
-
-    text: all that has been returned. used: the tokens that it took. stopped: whether a stop string was found.
-    """
-
-    def __init__(self, tokenizer, hidden: frozenset[int] = frozenset(), stop_strings: tuple[str, ...] = ()):
-        """hidden: token ids that are left out of the text, beside the tokenizer's special tokens."""
-        from tokenizers.decoders import DecodeStream
-
-        self.tokenizer, self.hidden, self.stop_strings = tokenizer.backend_tokenizer, hidden, stop_strings
-        self.new_decoder = functools.partial(DecodeStream, skip_special_tokens=True)
-        self.decoder = self.new_decoder()
-        self.last, self.pending = [], []  # the last token that completed a character, and those after it
-        self.text, self.held_back, self.used, self.stopped = "", "", 0, False
-
-    def add(self, tokens: list[int]) -> str:
-        """Add tokens: -> the new text."""
-        before = len(self.text)
-        for token in tokens:
-            if self.stopped:
-                break
-            self.used += 1
-            if token not in self.hidden:
-                self.pending.append(token)
-                try:
-                    new = self.decoder.step(self.tokenizer, token) or ""
-                except Exception:  # at some incomplete characters that follow byte tokens
-                    new, self.decoder = self._pending_text(), self.new_decoder([token])
-                if new:
-                    self.last, self.pending = [token], []
-                self._append(new)
-        return self.text[before:]
-
-    def finish(self) -> str:
-        """After the last token: -> the rest of the text, with what was held back."""
-        if self.stopped:
-            return ""
-        before = len(self.text)
-        self._append(self._pending_text())
-        if not self.stopped:
-            self.text, self.held_back = self.text + self.held_back, ""
-        return self.text[before:]
-
-    def _pending_text(self) -> str:
-        """The text of the pending tokens, with U+FFFD for an incomplete character."""
-        decode = self.tokenizer.decode
-        return decode(self.last + self.pending)[len(decode(self.last)) :]
-
-    def _append(self, new: str) -> None:
-        self.held_back += new
-        ends = [self.held_back.find(stop) for stop in self.stop_strings if stop in self.held_back]
-        if ends:
-            self.text, self.held_back, self.stopped = self.text + self.held_back[: min(ends)], "", True
-            return
-        keep = max((_overlap(self.held_back, stop) for stop in self.stop_strings), default=0)
-        certain = len(self.held_back) - keep
-        self.text, self.held_back = self.text + self.held_back[:certain], self.held_back[certain:]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """The length of the longest suffix of the text that is a proper prefix of `stop`."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.experimental import layout
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -32,7 +33,8 @@ class Stored:
 
     name:    where {e} is the number of an expert, if each has a tensor of its own.
     letters: its dimensions. Parentheses join letters into one; brackets hold parts that follow one another,
-             of which the array is number `part`, from 0: "D[KGH+KH+KH]", or in each head "(K[H+V])D".
+             of which the array is number `part`, from 0: "D[KGH+KH+KH]", or in each head "(K[H+V])D". 1 is
+             one element, so that in "(M[1+1])D" the rows of two arrays alternate.
     sizes:   (letter, size) of all letters, also those of the other parts.
     """
 
@@ -98,6 +100,22 @@ class ArrayInfo:
         """The declaration of as many arrays, each on a stage of its own. stored: of the first stage's."""
         return dataclasses.replace(self, letters="p" + self.letters, shape=(stages, *self.shape))
 
+    def placement(self, mesh: Mesh) -> NamedSharding | layout.Format:
+        """The array's sharding and, where XLA is not to choose it, the order of dimensions in memory.
+
+        On TPUs XLA makes dimensions the last two that fill whole tiles, if there are any. Pallas kernels read
+        arrays in the declared order, so each step would copy an array that is stored in another one. Two
+        kinds of arrays keep the declared order: those with the groups of experts' weights, such as scales
+        [E,1,D], which XLA would store as [1,E,D]; and those whose last dimension nearly fills whole tiles,
+        such as 2880 columns.
+        """
+        sharding, columns = NamedSharding(mesh, self.spec), self.shape[-1]
+        groups_of_experts = self.groups is not None and "e" in self.letters
+        nearly_whole = self.letters[-1].isupper() and 0 < -columns % LANES <= columns / 16
+        if on_tpu(mesh) and (groups_of_experts or nearly_whole):
+            return layout.Format(layout.Layout(tuple(range(len(self.shape)))), sharding)
+        return sharding
+
     def padded_shape(self, mesh: Mesh) -> tuple[int, ...]:
         """The shape with each size rounded up to a multiple of its devices: zeros, which change no result.
 
@@ -150,16 +168,16 @@ def abstract(infos, mesh: Mesh, dtype=None):
     """The declared tree as sharded jax.ShapeDtypeStructs. dtype: of those that declare no other."""
 
     def struct(info: ArrayInfo):
-        sharding = NamedSharding(mesh, info.spec)
-        return jax.ShapeDtypeStruct(info.padded_shape(mesh), info.dtype or dtype, sharding=sharding)
+        shape = info.padded_shape(mesh)
+        return jax.ShapeDtypeStruct(shape, info.dtype or dtype, sharding=info.placement(mesh))
 
     return jax.tree.map(lambda info: jax.tree.map(struct, info.components), infos)
 
 
 def make(function, tree, *arguments):
     """The arrays that function(array, *static) computes, each shard on its device from the start."""
-    shardings = jax.tree.map(lambda x: x.sharding, tree)
-    return jax.jit(function, static_argnums=range(1, len(arguments)), out_shardings=shardings)(*arguments)
+    placements = jax.tree.map(lambda x: x.format, tree)
+    return jax.jit(function, static_argnums=range(1, len(arguments)), out_shardings=placements)(*arguments)
 
 
 def zeros(tree):

@@ -12,7 +12,7 @@ from feedback.errors import UserError
 from feedback.progress import progress
 from serving.engine import Engine
 from serving.requests import Answer, Request
-from serving.text import TextStream
+from serving.streams import TextStream
 from terminal.launch import log
 from terminal.prompts import Prompt, RequestBuilder
 
@@ -35,12 +35,12 @@ class Reply:
     request: Request | None = None
     error: str | None = None
     answer: Answer | None = None
-    new_stream: Callable[[], TextStream] | None = None
+    new_stream: Callable[[Request], TextStream] | None = None
 
     @functools.cached_property
     def stream(self) -> TextStream:
         """The text of the answer, while it grows."""
-        return self.new_stream()
+        return self.new_stream(self.request)
 
     @property
     def key(self) -> tuple[int, int]:
@@ -79,6 +79,7 @@ class Reply:
             found |= dict(logprobs=self.answer.logprobs[:used])
         stopped = self.stream.stopped or self.answer.finish_reason == "stop"
         reason = "stop" if stopped else "length"
+        found |= dict(reasoning=self.stream.reasoning) if self.stream.reasoning else {}
         return found | dict(tokens=self.answer.tokens[:used], text=self.stream.text, finish_reason=reason)
 
     def as_score(self) -> str | None:
@@ -111,7 +112,7 @@ def make_replies(builder: RequestBuilder, prompts: list[Prompt], samples: int) -
     with made as bar, no_garbage_collection():  # it would double the time, and all objects stay
         for index, prompt in enumerate(prompts):
             try:
-                tokens = builder.encode(prompt.text)
+                tokens = builder.encode(prompt.text, tools=prompt.tools)
                 for sample, request in enumerate(builder.requests(tokens, prompt.options, samples)):
                     replies.append(
                         Reply(index, sample, samples, prompt, request, new_stream=builder.new_stream)

@@ -12,11 +12,13 @@ from feedback.errors import UserError
 from serving.engine import Engine
 from serving.memory import fit_cache
 from serving.requests import Request
-from serving.text import TextStream, has_surrogate
+from serving.streams import TextStream
+from serving.text import has_surrogate
 from terminal.launch import log
 from terminal.models import Session
 from terminal.prompts import NOT_TEXT, RequestBuilder
 
+FAINT, PLAIN = "\x1b[2m", "\x1b[0m"  # of a terminal's letters
 HANGING = 2.0  # seconds after a first Ctrl-C from which on a second one ends the process at once
 HELP = "/reset begins anew, /exit or Ctrl-D leaves, Ctrl-C ends an answer"
 
@@ -66,22 +68,45 @@ def read_turn(prompt: str) -> str | None:
             return line
 
 
+class AnswerPrinter:
+    """Prints an answer while it grows.
+
+    Its reasoning is printed in faint letters and only in a terminal: elsewhere nothing would tell it from the
+    answer.
+    """
+
+    def __init__(self, stream: TextStream):
+        self.stream, self.with_reasoning = stream, sys.stdout.isatty()
+        self.reasoning = self.text = 0  # how many characters of each are printed
+
+    def print(self) -> None:
+        """Print what is new in the stream."""
+        new = self.stream.reasoning[self.reasoning :] if self.with_reasoning else ""
+        text = self.stream.text[self.text :]
+        gap = "\n\n" if text and not self.text and (new or self.reasoning) else ""
+        print((f"{FAINT}{new}{PLAIN}" if new else "") + gap + text, end="", flush=True)
+        self.reasoning, self.text = self.reasoning + len(new), self.text + len(text)
+
+
 def stream_answer(engine: Engine, request: Request, stream: TextStream, interrupts: Interrupts) -> str:
     """Print an answer while it grows, until an interrupt: -> its text, "" after an error."""
     interrupts.answering, interrupts.since = True, None
-    answer = engine.add(request)
+    answer, printer = engine.add(request), AnswerPrinter(stream)
     while engine.busy:
         engine.advance()
-        print(stream.add(answer.tokens[stream.used :]), end="", flush=True)
+        stream.add(answer.tokens[stream.used :])
+        printer.print()
         if stream.stopped or interrupts.since is not None:
             engine.cancel(answer)
-    print(stream.finish(), flush=True)
+    stream.finish()
+    printer.print()
+    print(flush=True)
     interrupts.answering = False
     if answer.error is not None:
         log("error:", answer.error)
         return ""
     if answer.finish_reason == "length":
-        log(f"(cut at {len(answer.tokens)} tokens)")
+        log(f"(cut at {len(answer.tokens)} tokens{', within the reasoning' * stream.only_reasons})")
     return stream.text
 
 
@@ -141,5 +166,5 @@ def take_turn(
     except UserError as e:
         log(f"{e}; /reset begins anew" if turns else e)
         return turns
-    answer = stream_answer(engine, request, builder.new_stream(), interrupts)
+    answer = stream_answer(engine, request, builder.new_stream(request), interrupts)
     return [*asked, {"role": "assistant", "content": answer}] if answer.strip() else turns

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from distributed import watch
 from feedback.errors import UserError, did_you_mean
 
+OUT_OF_MEMORY = "out of device memory: try fewer --rows, a smaller --max-len, --quantize int8 or more devices"
 INT32_MAX = 2**31 - 1  # the largest number that an option accepts
 _on_first_signal: Callable[[], None] | None = None
 
@@ -60,7 +61,8 @@ class Stderr:
 def run(main: Callable[[], None]) -> None:
     """Call main. A UserError is one line on stderr and exit code 1, without a traceback.
 
-    Of several processes none ends before all are done, or without telling the others why.
+    Of several processes none ends without telling the others why; distributed/watch.py also sees to it that
+    none ends before all are done, or by an exception that is not handled here.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed
@@ -82,13 +84,6 @@ def run(main: Callable[[], None]) -> None:
         watch.leave(1, f"error: {message}", f"has failed: {message}")
     except KeyboardInterrupt:
         watch.leave(130, "interrupted", "was interrupted")
-    except SystemExit:
-        watch.finish()
-        raise
-    except Exception:
-        watch.failed()
-        raise
-    watch.finish()
 
 
 def _flush_stdout() -> None:

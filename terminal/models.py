@@ -3,16 +3,20 @@
 import argparse
 import dataclasses
 import gc
+import pathlib
 import time
 from collections.abc import Sequence
 
 import jax
 
 from checkpoints.loading import load
+from feedback.errors import UserError
 from serving.deploy import ModelOptions, make_programs, open_models
 from serving.engine import Engine
 from serving.memory import Deployment
 from serving.requests import Request
+from serving.scheduler import PrefillLimits
+from serving.templates import replace_template
 from serving.text import load_tokenizer
 from terminal.launch import Startup, log, log_if_slow, log_once
 from terminal.prompts import RequestBuilder
@@ -34,8 +38,10 @@ class Session:
         requests: list[Request],
         longest: int = 0,
         option_sets: Sequence[frozenset[str]] = (),
+        prefix_cache_bytes: int = 0,
+        limits: PrefillLimits = PrefillLimits(),  # noqa: B008  immutable
     ) -> Engine:
-        """Load the models and compile their programs. requests, longest, option_sets: see Engine."""
+        """Load the models and compile their programs. The options of the engine: see Engine."""
         show = jax.process_index() == 0
         weights = [load(x.checkpoint, x.mesh, x.dtype, x.format, show=show) for x in self.models]
         self.startup.lap("weights")
@@ -44,7 +50,7 @@ class Session:
         kept = f"the programs are kept in {jax.config.jax_compilation_cache_dir}"
         with log_if_slow(f"compiling, which takes less time at later starts: {kept}"):
             programs = make_programs(model_options(self.args), self.models, weights, rows, max_len)
-            engine = Engine(programs, requests, longest, option_sets)
+            engine = Engine(programs, requests, longest, option_sets, prefix_cache_bytes, limits)
         log(f"compiled in {time.perf_counter() - start:.1f} s")
         self.startup.lap("compilation")
         if not gc.isenabled():  # main.py disables garbage collection, which took 0.7 s and found nothing
@@ -59,9 +65,25 @@ def model_options(args: argparse.Namespace) -> ModelOptions:
     )
 
 
+def replace_chat_template(tokenizer, name: str) -> None:
+    """Give the tokenizer the chat template of --chat-template. Raises UserError if the file holds none."""
+    where = f"--chat-template {name}"
+    try:
+        template = pathlib.Path(name).expanduser().read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise UserError(f"{where}: not a UTF-8 text file") from None
+    except OSError as e:
+        raise UserError(f"{where}: {e.strerror}") from None
+    if not template.strip():
+        raise UserError(f"{where}: the file is empty")
+    replace_template(tokenizer, template, where)
+
+
 def open_session(args: argparse.Namespace, n_devices: int, startup: Startup) -> Session:
     models = open_models(model_options(args), n_devices, log_once)
     checkpoint = models[0].checkpoint
     tokenizer = load_tokenizer(checkpoint.folder)
+    if args.chat_template is not None:
+        replace_chat_template(tokenizer, args.chat_template)
     builder = RequestBuilder(args, checkpoint, tokenizer, [x.cfg for x in models])
     return Session(args, models, builder, startup)

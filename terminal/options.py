@@ -7,6 +7,7 @@ import re
 from checkpoints.names import FLOATS
 from quantize import FORMATS
 from serving.memory import DEFAULT_ROWS
+from serving.scheduler import ACCELERATOR_LIMITS, CPU_LIMITS
 from serving.speculation import MAX_DRAFT, check_n_draft
 from terminal.command_line import OneLineParser
 from terminal.launch import add_process_options
@@ -58,6 +59,9 @@ def parse_arguments(arguments: list[str] | None = None):
     add("--system", metavar="TEXT", help="the system prompt")
     add("--no-chat-template", action="store_true",
         help="continue the text itself, even if the tokenizer has a chat template")
+    add("--special-tokens-in-messages", action="store_true",
+        help="a special token that a chat's message spells is that token; default: it is read as text")
+    add("--chat-template", metavar="FILE", help="a Jinja file, instead of the checkpoint's chat template")
     add("--score", action="store_true", help="compute the likelihood of the text instead of continuing it")
     add("--n", type=int, default=1, metavar="N",
         help="samples per prompt, with seeds S, S + 1 and so on; default: 1")
@@ -100,6 +104,14 @@ def parse_arguments(arguments: list[str] | None = None):
         help="requests that may wait for a row before others are refused; default: 256")
     add("--request-timeout", type=int, default=600, metavar="SECONDS",
         help="for a request, waiting included; default: 600")
+    add("--prefix-cache-gib", type=float, metavar="GIB",
+        help="host memory for the prefixes of earlier requests; default: 1, with --pp 0")
+    add("--served-model-name", nargs="+", default=[], metavar="NAME",
+        help="names of the model for clients, the first in responses; default: as in --checkpoint")
+    add("--no-access-log", action="store_true", help="print no line on stderr for each request")
+    add("--prefill-budget", type=int, metavar="N",
+        help="prompt tokens read per decode step and decoding row, on average; 0: no limit; "
+        f"default: {ACCELERATOR_LIMITS.budget}, on a CPU {CPU_LIMITS.budget}")
     add("--cors", action="append", default=[], metavar="ORIGIN",
         help="web origin whose pages may use the API; *: all; may be given many times")
 
@@ -112,11 +124,17 @@ def parse_arguments(arguments: list[str] | None = None):
     args = parser.parse_args(arguments)
     parser.check_positive(args, "max_new_tokens", "max_len", "rows", "n", "dp", "ep", "tp", "pp", "timeout",
                           "max_queue", "request_timeout")  # fmt: skip
+    if args.prefix_cache_gib is not None and not 0 <= args.prefix_cache_gib < 2**20:
+        parser.error(f"--prefix-cache-gib {args.prefix_cache_gib} is not between 0 and {2**20}")
+    if args.prefill_budget is not None and args.prefill_budget < 0:
+        parser.error(f"--prefill-budget {args.prefill_budget} is not at least 0")
     if not 0 <= args.port < 65536:
         parser.error(f"--port {args.port} is not between 0 and 65535")
     for origin in args.cors:
         if origin != "*" and not re.fullmatch(r"https?://[\w.:\[\]-]+", origin):
             parser.error(f"--cors {origin}: not * nor an origin such as https://example.org:8080")
+    if wrong := [name for name in args.served_model_name if not name.isprintable()]:
+        parser.error(f"--served-model-name {wrong[0]!r}: not printable")
     check_together(parser, args)
     check_n_draft(args.guesses)  # before anything is loaded
     return args
@@ -129,16 +147,18 @@ def check_together(parser: OneLineParser, args: argparse.Namespace) -> None:
         "chat": "prompt prompt_file output score n logprobs json no_chat_template rows",
         "api_key": "api_key_file",
         "serve": "chat prompt prompt_file output score n logprobs json no_chat_template seed",
-        "score": "max_new_tokens n draft lookup system stop stop_id",
+        "score": "max_new_tokens n draft lookup system chat_template special_tokens_in_messages stop stop_id",
         "draft": "lookup",
         "output": "json",
-        "no_chat_template": "system",
+        "no_chat_template": "system chat_template special_tokens_in_messages",
     }.items():
         for other in given.intersection(others.split()):
             if name in given:
                 parser.error(f"--{name.replace('_', '-')} and --{other.replace('_', '-')} exclude each other")
     if (args.pp or 1) > 1 and (args.draft or args.lookup):
         parser.error("--pp excludes --draft and --lookup: stages do not pass on how many guesses were right")
+    if (args.pp or 1) > 1 and args.prefix_cache_gib:
+        parser.error("--pp excludes --prefix-cache-gib: the rows of stages are not saved")
     for name, value in vars(args).items():
         if value == "" or isinstance(value, list) and "" in value and name != "prompt":
             parser.error(f"--{name.replace('_', '-')} '': empty")

@@ -13,10 +13,14 @@ import numpy as np
 from checkpoints.checkpoint import Checkpoint
 from checkpoints.tensor_files import parse_json
 from distributed.exchange import from_first
-from feedback.errors import UserError
+from feedback.errors import UserError, located
 from model import Config
+from serving.messages import read_messages
 from serving.requests import RESTRICTIONS, SAMPLING_OPTIONS, Request, check_sampling, choose_sampling
-from serving.text import TextStream, encode, has_surrogate, stop_tokens
+from serving.streams import TextStream, answer_stream
+from serving.text import encode, has_surrogate, stop_tokens
+from serving.tool_definitions import read_definitions
+from serving.tools import choose_format
 from sharding.sampling import Sampling
 from terminal.command_line import INT32_MAX
 from terminal.launch import log
@@ -33,11 +37,16 @@ NOT_TEXT = "not valid text in this terminal's encoding"
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """A text or the messages of a chat. where: its place, for messages. options: of this prompt alone."""
+    """A text, or the messages of a chat as serving.messages.read_messages returns them.
 
-    text: str | list[dict[str, str]]
+    where: its place, for errors. options: of this prompt alone. tools: definitions of the functions that a
+    chat offers to the model, as OpenAI's API has them.
+    """
+
+    text: str | list[dict[str, Any]]
     where: str
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    tools: list[dict] = dataclasses.field(default_factory=list)
 
     @property
     def title(self) -> str:
@@ -59,19 +68,21 @@ def read_prompts(args: argparse.Namespace) -> list[Prompt]:
 
 
 def check_text(prompt: Prompt, surrogate: str) -> None:
-    """Raise UserError if the prompt is empty or has a surrogate, with `surrogate` as the message."""
-    alone = isinstance(prompt.text, str)
-    texts = [prompt.text] if alone else [x for turn in prompt.text for x in turn.values()]
-    if not all(text.strip() for text in texts):
+    """Raise UserError if a text is empty or has a surrogate, with `surrogate` as the message. A chat has been
+    checked when it was read.
+    """
+    if not isinstance(prompt.text, str):
+        return
+    if not prompt.text.strip():
         raise UserError(f"{prompt.where}: an empty prompt")
-    if any(has_surrogate(text) for text in texts):
+    if has_surrogate(prompt.text):
         raise UserError(f"{prompt.where}: {surrogate}")
 
 
 def share_prompts(args: argparse.Namespace) -> list[Prompt]:
     """The first process's prompts, in all processes: others may have neither the file nor its stdin."""
-    found = from_first(lambda: [dataclasses.astuple(prompt) for prompt in read_prompts(args)])
-    return [Prompt(*fields) for fields in found]
+    found = from_first(lambda: [vars(prompt) for prompt in read_prompts(args)])
+    return [Prompt(**fields) for fields in found]
 
 
 def read_prompt_file(name: str) -> list[Prompt]:
@@ -94,14 +105,17 @@ def read_prompt_file(name: str) -> list[Prompt]:
 
 
 def parse_line(line: str, where: str) -> Prompt:
-    """The prompt of a line: {"prompt": TEXT} or {"messages": [{"role", "content"}, ...]}, and options."""
-    options = parse_json(line, where)
+    """The prompt of a line: {"prompt": TEXT}, or {"messages": MESSAGES} with or without "tools"; and options.
+
+    Raises UserError that begins with `where`.
+    """
+    options, tools = parse_json(line, where), []
     if ("prompt" in options) == ("messages" in options):
         raise UserError(f'{where}: not a JSON object with either "prompt" or "messages"')
     if "messages" in options:
-        text = options.pop("messages")
-        if not (isinstance(text, list) and text and all(is_message(message) for message in text)):
-            raise UserError(f'{where}: "messages" is no list of objects of a "role" and a "content"')
+        with located(where):
+            text, tools = read_messages(options.pop("messages")), options.pop("tools", [])
+            read_definitions(tools)
     elif not isinstance(text := options.pop("prompt"), str):
         raise UserError(f'{where}: "prompt" is no text')
     known = {*SAMPLING_OPTIONS, "max_new_tokens"}
@@ -112,13 +126,7 @@ def parse_line(line: str, where: str) -> Prompt:
     new = options.get("max_new_tokens", 1)
     if type(new) is not int or not 1 <= new <= INT32_MAX:
         raise UserError(f"{where}: max_new_tokens {str(new)[:40]} is not between 1 and {INT32_MAX}")
-    return Prompt(text, where, options)
-
-
-def is_message(x) -> bool:
-    return (
-        isinstance(x, dict) and set(x) == {"role", "content"} and all(isinstance(v, str) for v in x.values())
-    )
+    return Prompt(text, where, options, tools)
 
 
 def row_limit(args: argparse.Namespace, configs: list[Config]) -> tuple[int, str]:
@@ -138,6 +146,8 @@ class RequestBuilder:
 
     def __init__(self, args: argparse.Namespace, checkpoint: Checkpoint, tokenizer, configs: list[Config]):
         self.args, self.tokenizer, self.vocabulary = args, tokenizer, checkpoint.config.V
+        self.channels = checkpoint.family.channels
+        self.tools = choose_format(tokenizer, checkpoint.family.tools)
         asked = {name: getattr(args, name) for name in SAMPLING_OPTIONS}
         self.sampling = choose_sampling(asked, checkpoint.folder)
         self.templated = bool(tokenizer.chat_template) and not args.no_chat_template and not args.score
@@ -154,13 +164,17 @@ class RequestBuilder:
         if args.system is not None and not tokenizer.chat_template:
             raise UserError(f"--system: the tokenizer in {checkpoint.folder} has no chat template")
 
-    def encode(self, text: str | list[dict]) -> list[int]:
-        """The token ids of a text or a chat, through the chat template if there is one."""
+    def encode(self, text: str | list[dict], /, **options) -> list[int]:
+        """The token ids of a text or a chat, through the chat template if there is one.
+
+        options: of a chat, see serving.text.encode.
+        """
         if isinstance(text, str) and self.templated:
             text = [{"role": "user", "content": text}]
-        if not isinstance(text, str) and self.args.system and text[0]["role"] != "system":
+        if not isinstance(text, str) and self.args.system and text[0]["role"] not in ("system", "developer"):
             text = [{"role": "system", "content": self.args.system}, *text]
-        return encode(self.tokenizer, text, self.vocabulary)
+        spelled = self.args.special_tokens_in_messages
+        return encode(self.tokenizer, text, self.vocabulary, self.limit, spelled, self.tools, **options)
 
     def requests(self, prompt: list[int], options: dict, samples: int) -> Iterator[Request]:
         """A request for each sample of a prompt: they differ in their seeds. UserError as in `request`."""
@@ -185,5 +199,8 @@ class RequestBuilder:
             np.array(prompt, np.int32), new, Sampling(**asked), self.stop, args.logprobs or args.score
         )
 
-    def new_stream(self) -> TextStream:
-        return TextStream(self.tokenizer, self.stop, tuple(self.args.stop))
+    def new_stream(self, request: Request) -> TextStream:
+        """The text of the answer to a request. The continuation of a text is not divided."""
+        if self.args.no_chat_template:
+            return TextStream(self.tokenizer, self.stop, tuple(self.args.stop))
+        return answer_stream(self.tokenizer, request.prompt, self.stop, tuple(self.args.stop), self.channels)

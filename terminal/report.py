@@ -37,9 +37,12 @@ def report(session: Session, engine: Engine, replies: list[Reply], content: Call
         parts.append(f"{stats.acceptance_rate:.0%} of the draft tokens accepted")
         parts.append(f"{stats.tokens_per_step:.2f} tokens per step")
     log(", ".join(parts))
-    cut = sum(reply.answer.finish_reason == "length" for reply in answered)
+    cut = [reply for reply in answered if reply.answer.finish_reason == "length"]
     if cut and not args.score and not args.ignore_eos:
-        log(f"{cut} of {len(answered)} answers are cut: they had as many tokens as --max-new-tokens allows")
+        what = f"{len(cut)} of {len(answered)} answers are cut"
+        reasoned = sum(reply.stream.only_reasons for reply in cut)
+        what += f", {reasoned} of them within the reasoning" if reasoned else ""
+        log(f"{what}: they had as many tokens as --max-new-tokens allows")
     if args.json:
         print(json.dumps(dict(
             model=args.checkpoint, mesh=degrees(target.mesh),

@@ -6,23 +6,28 @@ import os
 import pathlib
 import threading
 import time
+import traceback
 from functools import partial
+from typing import NoReturn
 
 import jax
 
-from distributed.exchange import flag, wait_for_flag
+from distributed import watch
+from distributed.exchange import flag, process_count, wait_for_flag
 from feedback.errors import UserError
 from serving.memory import CPU_ROWS, DEFAULT_ROWS, fit_cache
-from serving.requests import OPTION_SETS, Request
+from serving.requests import OPTION_SETS, SAMPLING_OPTIONS, Request
+from serving.scheduler import server_limits
 from sharding.sampling import Sampling
-from terminal.command_line import on_first_signal
+from terminal.command_line import OUT_OF_MEMORY, on_first_signal
 from terminal.launch import log
 from terminal.models import Session
 
 try:
+    from server.access_log import LineWriter
     from server.api_requests import ServedModel
     from server.app import make_app
-    from server.http import Port
+    from server.http import LINGER, Port
     from server.loop import EngineLoop, follow
     from server.metrics import Metrics
     from serving.grammar import grammar_tokenizer, make_grammar
@@ -30,6 +35,8 @@ except ImportError as e:
     raise UserError(f"--serve needs the package {e.name}: pip install -e '.[serve]'") from None
 
 KEY = "LLAMA_JAX_API_KEY"
+DEFAULT_PREFIX_CACHE = 1  # GiB
+FAILURE_LINGER = 1  # seconds that clients have for reading the error when the engine has failed
 
 
 def serve(session: Session) -> None:
@@ -39,7 +46,9 @@ def serve(session: Session) -> None:
     rows, max_len = fit_cache(session.models, [builder.limit] * rows, args.rows, builder.limit)
     tokenizer = grammar_tokenizer(builder.tokenizer, builder.vocabulary, builder.stop)
     like = [Request([0], 1), Request([0], 1, Sampling(top_logprobs=1), score=True)]
-    start = partial(session.start_engine, rows, max_len, like, max_len, OPTION_SETS)
+    saved = int((DEFAULT_PREFIX_CACHE if args.prefix_cache_gib is None else args.prefix_cache_gib) * 2**30)
+    limits = server_limits(jax.default_backend(), args.prefill_budget)
+    start = partial(session.start_engine, rows, max_len, like, max_len, OPTION_SETS, saved, limits)
     if jax.process_index() > 0:
         engine = start()
         on_first_signal(partial(flag, "drain"))
@@ -47,7 +56,8 @@ def serve(session: Session) -> None:
 
     loop, key = EngineLoop(rows, args.max_queue, args.request_timeout, Metrics()), read_key(args)
     port = Port(args.host, args.port)
-    app = make_app(loop, key, args.cors, port.local)
+    writer = None if args.no_access_log else LineWriter()
+    app = make_app(loop, key, args.cors, port.local, writer)
     port.serve(app)  # until the model is loaded, its answer is that it is not ready
     if not key and not port.local:
         log(f"anyone who reaches {args.host} can ask: --api-key-file or {KEY} would guard it")
@@ -57,23 +67,54 @@ def serve(session: Session) -> None:
     threading.Thread(target=wait_for_flag, args=("drain", loop.drain), daemon=True).start()
     name = app.state.served.names[0]
     log(f"serving {name} at http://{port.address}: {loop.rows} rows of {max_len} positions")
+    failure = None
     try:
         loop.run(engine)
-    finally:
-        port.close()
+    except Exception as e:
+        failure = e
+    port.close(FAILURE_LINGER if failure else LINGER)
+    if writer:
+        writer.close()
+    if failure:
+        leave_after(failure)
+
+
+def leave_after(failure: Exception) -> NoReturn:
+    """End the process, whose engine has failed: after the traceback, one line on stderr that says why.
+
+    At once: a thread that still tokenizes a prompt or compiles a grammar would hold up the usual end. Several
+    processes end by distributed.watch, which finds out whether another process is to blame.
+    """
+    if process_count() > 1:
+        raise failure
+    memory = "RESOURCE_EXHAUSTED" in str(failure)
+    if not memory:
+        traceback.print_exception(failure)
+    what = OUT_OF_MEMORY if memory else f"{type(failure).__name__}: {' '.join(str(failure).split())}"
+    watch.leave(1, f"error: the engine has failed, and the server ends: {what}", "", at_once=True)
 
 
 def served_model(session: Session, tokenizer, max_len: int) -> ServedModel:
     args, builder = session.args, session.builder
-    name = pathlib.Path(args.checkpoint).name if os.path.exists(args.checkpoint) else args.checkpoint
+    folder = pathlib.Path(args.checkpoint)
+    names, checkpoint = (folder.name if folder.exists() else args.checkpoint,), args.checkpoint
+    if args.served_model_name:
+        names, checkpoint = tuple(dict.fromkeys(args.served_model_name)), ""
     sampling = builder.sampling
+    given = given_options(sampling)
     if sampling.temperature is None:  # the default of OpenAI's API
         sampling = dataclasses.replace(sampling, temperature=1.0)
     return ServedModel(
-        (name, args.checkpoint), builder.tokenizer, tokenizer, builder.vocabulary, max_len, builder.stop,
+        names, builder.tokenizer, tokenizer, builder.vocabulary, max_len, builder.stop,
         dataclasses.replace(sampling, seed=None), builder.encode, tuple(args.stop), args.max_new_tokens,
-        int(time.time()),
+        int(time.time()), builder.channels, builder.tools, checkpoint, given,
     )  # fmt: skip
+
+
+def given_options(sampling: Sampling) -> dict[str, float]:
+    """The sampling options, by name, that the command line or the checkpoint gives, apart from the seed."""
+    options = {name: value for name, value in vars(sampling).items() if name in SAMPLING_OPTIONS}
+    return {name: value for name, value in options.items() if name != "seed" and value is not None}
 
 
 def read_key(args: argparse.Namespace) -> str | None:

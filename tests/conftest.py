@@ -60,7 +60,7 @@ def pytest_addoption(parser) -> None:
 # The test files that take longest start first: else one worker would be left with one at the end.
 LONGEST = (
     "plan answers generation meshes conversion speculation hosts chat kernels gpu reuse_search server "
-    "grammar command_line transformers attention speed trained sampling cpu experts quality"
+    "grammar command_line transformers families attention speed trained sampling cpu experts quality"
 ).split()
 
 
@@ -93,8 +93,20 @@ def programs_of_one_file():
     jax.clear_caches()
 
 
+MAPS = pathlib.Path("/proc/self/maps")  # the parts of this process's memory, a line each; on Linux
+MOST_MAPS = 25_000  # Linux allows 65,530, and XLA crashes beyond; a test's programs take up to a few thousand
+
+
+@pytest.fixture(autouse=True)
+def programs_of_few_tests():
+    """Free the programs also within a file, before the process has more parts of memory than Linux allows."""
+    yield
+    if MAPS.exists() and MAPS.read_bytes().count(b"\n") > MOST_MAPS:
+        jax.clear_caches()
+
+
 def mesh_of(cfg: model.Config, name: str = "1"):
-    data, expert, tensor = MESHES[name]
+    data, expert, tensor = (MESHES | {"dp2-tp4": (2, 1, 4)})[name]
     return make_mesh(cfg, data, expert, tensor, jax.devices()[: data * expert * tensor])
 
 
@@ -210,6 +222,20 @@ def compiled():
     jax.monitoring.unregister_event_duration_listener(hear)
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """name -> (folder of a random model of this family, the model)."""
+    from test_transformers import reference_model  # here, so that few tests wait for transformers
+
+    @functools.cache
+    def make(name: str):
+        folder, reference = tmp_path_factory.mktemp(name), reference_model(name)
+        reference.save_pretrained(folder)
+        return folder, reference
+
+    return make
+
+
 @pytest.fixture(params=("tiny-llama3", "tiny-llama4"))
 def tiny(request) -> pathlib.Path:
     return CHECKPOINTS / request.param
@@ -258,3 +284,12 @@ def invoke(monkeypatch, capsys, program, *arguments) -> tuple[int, str, str]:
     except SystemExit as e:
         code = e.code
     return code, *capsys.readouterr()
+
+
+@pytest.fixture
+def client(server):
+    """OpenAI's client of the server that the module's own fixture `server` starts."""
+    import openai  # takes a second, which most tests need not spend
+
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client

@@ -1,12 +1,15 @@
 """Several processes of main.py on this machine."""
 
 import contextlib
+import os
 import pathlib
 import re
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from conftest import FAST
@@ -71,6 +74,31 @@ def finish(processes: list[subprocess.Popen]) -> list[tuple[int, str, str]]:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
     return [(process.returncode, *output) for process, output in zip(processes, outputs, strict=True)]
+
+
+@contextlib.contextmanager
+def serving(log: pathlib.Path, *options) -> Iterator[str]:
+    """The address of `main.py --serve`, without the tests' virtual devices, once it is ready.
+
+    log: the file of its stderr.
+    """
+    port = free_port()
+    command = [sys.executable, main.__file__, "--serve", "--port", port, *options]
+    environment = os.environ | {"XLA_FLAGS": ""}
+    with log.open("w") as stderr:
+        server = subprocess.Popen(list(map(str, command)), stderr=stderr, env=environment)
+    try:
+        for _ in range(SECONDS):
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health")
+                break
+            except OSError:
+                assert server.poll() is None, log.read_text()
+                time.sleep(1)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.terminate()
+        server.wait()
 
 
 def errors(stderr: str) -> list[str]:

@@ -75,10 +75,11 @@ def test_lines_in_order(ask, tmp_path):
 def test_each_prompt_has_its_own_options(ask, tmp_path):
     """A .jsonl file: chats, and options for one prompt, which gets what it would get alone."""
     turns = [{"role": "user", "content": "Who are you?"}]
+    parts = [{"type": "text", "text": "Who are"}, {"type": "text", "text": " you?"}]
     asked = [
         {"prompt": "What is\n1 + 2?"},
         {"prompt": "Tell me your name", "max_new_tokens": 3},
-        {"messages": turns},
+        {"messages": [{"role": "user", "content": parts}]},
         {"prompt": "Tell me your name", "temperature": 3.0, "seed": 7, "top_k": 50, "repetition_penalty": 2},
         {"prompt": "Hello", "repetition_penalty": 50},
     ]
@@ -112,14 +113,27 @@ def test_each_prompt_has_its_own_options(ask, tmp_path):
         ('{"prompt": [["a"]]}', '"prompt" is no text'),
         ('{"prompt": "a", "prompt": "b"}', "prompt is there twice"),
         ('{"messages": [{"role": "user", "role": "user", "content": "a"}]}', "role is there twice"),
-        ('{"messages": null}', '"messages" is no list'),
-        ('{"messages": [{"role": "user", "content": null}]}', '"messages" is no list'),
+        ('{"messages": null}', "messages must be a list"),
+        ('{"messages": [{"role": 3, "content": "a"}]}', "messages[0]: the role must be one of system, "),
+        ('{"messages": [{"role": "user", "content": null}]}', "messages[0]: it must be an object"),
+        ('{"messages": [{"role": "user", "content": [{"type": "text"}]}]}', "messages[0]: its content must"),
+        (
+            '{"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}',
+            "messages[0]: content of type 'image' is not supported, only text is",
+        ),
         ('{"prompt": " "}', "an empty prompt"),
         ('{"prompt": "\\ud800"}', "not valid text, but half a surrogate pair"),
-        ('{"messages": []}', '"messages" is no list'),
-        ('{"messages": [{"role": "user"}]}', '"messages" is no list'),
-        ('{"messages": [{"role": "user", "content": "a", "name": "b"}]}', '"messages" is no list'),
-        ('{"messages": [{"role": "\\ud800", "content": "a"}]}', "not valid text, but half"),
+        ('{"messages": []}', "messages must be a list"),
+        ('{"messages": [{"role": "user"}]}', "messages[0]: it must be an object"),
+        ('{"messages": [{"role": "user", "content": "a", "tool_calls": [1]}]}', "messages[0]: 'tool_calls'"),
+        ('{"messages": [{"role": "\\ud800", "content": "a"}]}', "messages[0]: the role must be one of"),
+        ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "messages[0]: its content must be a text"),
+        ('{"messages": [{"role": "user", "content": "a"}], "tools": {}}', "'tools' must be a list"),
+        (
+            '{"messages": [{"role": "user", "content": "a"}], "tools": [{}]}',
+            "'tools[0]': it must be an object",
+        ),
+        ('{"prompt": "a", "tools": []}', "unknown option 'tools'"),
         ('{"prompt": "a", "temperature": 1' + "0" * 400 + "}", "is not a number of at least 0, in float32"),
         ('{"prompt": "a", "repetition_penalty": 1e300}', "is not a number above 0, in float32"),
         ('{"prompt": "a", "top_q": 1}', "unknown option 'top_q'"),
@@ -312,8 +326,8 @@ def test_a_million_samples_would_not_take_long_to_ask(monkeypatch, capsys):
     opened, tokenizer = open_checkpoint(LLAMA3), load_tokenizer(LLAMA3)
     args = parse_arguments(["--temperature", "1", "--seed", str(2**32 - 2)])
     builder, encoded, told = RequestBuilder(args, opened, tokenizer, [opened.config]), [], []
-    monkeypatch.setattr(builder, "encode", lambda text: encoded.append(text) or [1, 2, 3])
-    monkeypatch.setattr(builder, "new_stream", lambda: pytest.fail("not begun"))
+    monkeypatch.setattr(builder, "encode", lambda text, tools: encoded.append(text) or [1, 2, 3])
+    monkeypatch.setattr(builder, "new_stream", lambda request: pytest.fail("not begun"))
 
     def at_once(*facts, delay: float, **more):
         told.append(progress(*facts, **more))

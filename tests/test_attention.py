@@ -69,6 +69,31 @@ def test_cached(lengths, block, gap, monkeypatch):
     compare(attention.attend_cached(jnp.float32(q), poisoned, length, hidden), expected)
 
 
+@pytest.mark.parametrize("lengths", [(0, 1, 20), (3, 4, 5), (0, 0, 0)])
+@pytest.mark.parametrize("rows", [None, (2, 0), (1,)])
+@pytest.mark.parametrize("gap", [None, (2, 4)])
+@pytest.mark.parametrize("int8", [False, True])
+def test_cached_row_by_row(lengths, rows, gap, int8, monkeypatch):
+    """One query per row on a CPU: of all rows, of some in another order, and of one."""
+    monkeypatch.setattr(attention, "CPU_BLOCK", 4)
+    monkeypatch.setattr(attention, "on_cpu", lambda: True)
+    q, kv = inputs()
+    at, slots = np.array(rows or range(B)), np.arange(S)
+    mask = slots < np.array(lengths)[:, None]
+    if gap:
+        mask &= (slots < gap[0]) | (slots >= gap[1])
+    cache = quantized_kv(kv) if int8 else kv_of(jnp.float32(kv))
+    expected = numpy_attention(q[at][:, :1], *(x[at] for x in exact(cache)), mask[at][:, None])
+    if int8:
+        poisoned = kv_of(cache.values, jnp.where(mask[:, None, None], cache.scale, jnp.nan))
+    else:
+        poisoned = kv_of(jnp.where(mask[:, None, :, None], cache.values, jnp.nan))
+    length = jnp.int32(lengths)[at][:, None]
+    hidden = gap and tuple(jnp.full_like(length, n) for n in gap)
+    row = rows and jnp.int32(rows)
+    compare(attention.attend_cached(jnp.float32(q)[at][:, :1], poisoned, length, hidden, row), expected)
+
+
 def quantized_kv(kv: np.ndarray, columns: Columns | None = None) -> KV:
     """[B,K,S,C] float -> int8 with scales [B,K,2,S]: the same ones where the value is a part of the key."""
     parts = 1 if columns else 2

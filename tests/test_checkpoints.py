@@ -147,7 +147,8 @@ def test_another_family(variant, monkeypatch):
 
     folder = variant(edit, LLAMA3)
     with pytest.raises(
-        ValueError, match="'other' is not supported \\(gemma, .*glm, .*llama4_text, .*qwen3_moe\\)"
+        ValueError,
+        match="'other' is not supported \\(deepseek_v3, gemma, .*glm, .*llama4_text, .*qwen3_moe\\)",
     ):
         open_checkpoint(folder)
     monkeypatch.setattr(registry, "FAMILIES", (*registry.FAMILIES, other))
@@ -356,7 +357,7 @@ WRONG = {
     "other activation": (configure(hidden_act="gelu"), "hidden_act = 'gelu'"),
     "quantized source": (configure(quantization_config={"quant_method": "fp7"}), "quant_method = 'fp7'"),
     "unknown field": (configure(logit_softcap=30.0), "logit_softcap = 30.0"),
-    "unknown rope": (configure(rope_parameters={"rope_type": "yarn", "factor": 2.0}), "rope_type 'yarn'"),
+    "unknown rope": (configure(rope_parameters={"rope_type": "longrope"}), "rope_type 'longrope'"),
     "missing field": (lambda tensors, config: config.pop("hidden_size"), "'hidden_size' is missing"),
     "wrong size": (configure(num_local_experts=8), r"router.weight has shape \(4, 128\)"),
     "text for a number": (configure(num_hidden_layers="four"), "num_hidden_layers"),

@@ -75,6 +75,9 @@ WRONG = {
     "no such output folder": ([*ONE_EACH, "--output", "/nowhere/at-all"], "/nowhere/at-all"),
     "no file for output": ([*ONE_EACH, "--output", "/dev/null"], "/dev/null: not a regular file"),
     "no prompt file": (["--prompt-file", "/nowhere"], "/nowhere"),
+    "no chat template": (["--chat-template", "/nowhere"], "--chat-template /nowhere: No such file"),
+    "no Jinja": (["--chat-template", __file__], f"--chat-template {__file__}: not a Jinja template: line "),
+    "an empty template": (["--chat-template", "/dev/null"], "--chat-template /dev/null: the file is empty"),
 }
 WRONG_USAGE = {
     "unknown option": ["--verbose"],
@@ -82,6 +85,7 @@ WRONG_USAGE = {
     "text for a number": ["--top-k", "many"],
     "no tokens": ["--max-new-tokens", "0"],
     "negative degree": ["--tp", "-1"],
+    "a negative budget": ["--serve", "--prefill-budget", "-1"],
     "unknown type": ["--dtype", "float64"],
     "no rows": ["--rows", "0"],
     "endless rows": ["--rows", "1" + "0" * 4000],
@@ -91,6 +95,7 @@ WRONG_USAGE = {
     "a score with stops": ["--score", "--stop", "x"],
     "an empty stop": ["--stop", ""],
     "system without a template": ["--no-chat-template", "--system", "x"],
+    "a template and none": ["--no-chat-template", "--chat-template", "x"],
     "file and object": ["--output", "x", "--json"],
 }
 

@@ -120,8 +120,10 @@ def test_a_cache_folder_that_cannot_be_written_is_no_error(tmp_path):
     assert "Warning" not in stderr and "Error" not in stderr
 
 
-def test_decode_reads_what_is_filled(monkeypatch):
-    """A long cache costs a step of few positions no more blocks than a short one."""
+@pytest.mark.parametrize(("cpu", "expected"), [(False, [0, 1]), (True, [0, 0, 1, 2])])
+def test_decode_reads_what_is_filled(cpu, expected, monkeypatch):
+    """A long cache costs a step of few positions no more blocks than a short one; on a CPU by row."""
+    monkeypatch.setattr(attention, "on_cpu", lambda: cpu)
     blocks = []
     read = attention.read_block
 
@@ -136,4 +138,4 @@ def test_decode_reads_what_is_filled(monkeypatch):
     kv = KV(jnp.asarray(rng.normal(size=(2, 1, 1024, 16)), jnp.float32), None, columns)
     jax.block_until_ready(attention.attend_cached(q, kv, jnp.array([[3], [300]])))
     jax.effects_barrier()
-    assert sorted(blocks) == [0, 1]
+    assert sorted(blocks) == expected

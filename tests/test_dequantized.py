@@ -8,6 +8,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
+import torch
 from conftest import CHECKPOINTS, invoke
 from ml_dtypes import bfloat16, float8_e4m3fn
 from processes import finish, start
@@ -16,7 +17,9 @@ from safetensors.numpy import load_file, save_file
 import main
 import model
 from checkpoints.checkpoint import open_checkpoint
+from checkpoints.dequantized import dequantized
 from checkpoints.loading import load
+from checkpoints.tensor_files import TensorFile
 from convert_checkpoint import convert, verify
 from feedback.errors import UserError
 from quantize import INT8, PerGroup, QuantizedArray, ungroup
@@ -128,6 +131,31 @@ def bytes_of(kind: str, height: int | None, width: int | None, name="weight_scal
     return config or scheme, make
 
 
+E2M1 = [0.5 * m if e == 0 else 2.0 ** (e - 1) * (1 + m / 2) for e in range(4) for m in (0, 1)]
+E2M1 = np.float32(E2M1 + [-x for x in E2M1])  # of each code: a sign, two bits of exponent, one of fraction
+
+
+def mx_blocks(codes: np.ndarray, exponents: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """MXFP4 as the OCP Microscaling specification defines it: codes [..., C], exponents of 2 [..., C/32].
+
+    -> two codes a byte, the first in the low bits; the exponents + 127 in a byte each; what they stand for.
+    """
+    packed = (codes[..., ::2] | (codes[..., 1::2] << 4)).astype(np.uint8)
+    meant = E2M1[codes] * np.repeat(2.0**exponents, 32, -1).astype(np.float32)
+    return packed, (exponents + 127).astype(np.uint8), meant
+
+
+def mxfp4_packed():
+    def make(w, rng):
+        exponents = np.floor(np.log2(np.abs(w).reshape(len(w), -1, 32).max(-1))).astype(int) - 2
+        distance = np.abs(w[..., None] / np.repeat(2.0**exponents, 32, -1)[..., None] - E2M1)
+        packed, scales, meant = mx_blocks(distance.argmin(-1), exponents)
+        return dict(weight_packed=packed, weight_scale=scales), meant
+
+    scheme = dict(num_bits=4, type="float", symmetric=True, strategy="group", group_size=32)
+    return compressed("mxfp4-pack-quantized", **scheme, scale_dtype="torch.uint8", zp_dtype=None), make
+
+
 FORMATS = {
     "gptq": gptq(),
     "gptq, without g_idx": gptq(told=False),
@@ -149,6 +177,7 @@ FORMATS = {
     "FP8, blocks": bytes_of("float", 64, 48),
     "fp8": bytes_of("float", 48, 128, "weight_scale_inv", quant_method="fp8", weight_block_size=[48, 128]),
     "fbgemm_fp8": bytes_of("float", 1, None, quant_method="fbgemm_fp8", activation_scale_ub=1200.0),
+    "mxfp4": mxfp4_packed(),
 }
 
 
@@ -327,9 +356,15 @@ WRONG = [
     ("w4a16", lambda config, _: config.update(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme"),
     ("w4a16", lambda config, _: config.update(sparsity_config={"format": "sparse-24"}), "'sparse-24'"),
     ("w4a16", lambda config, _: config["config_groups"].update(other=dict(weights={})), "config_groups"),
+    ("fp8", lambda config, _: config.update(scale_fmt="e5m2"), "scale_fmt = 'e5m2'"),
     ("FP8, channels", without("weight_scale"), f"{NAME}.weight has type F8_E4M3"),
     ("FP8, blocks", cut("weight_scale", np.s_[:1]), "weight_scale has shape (1, 3), not (4, 3)"),
     ("int8", weights(symmetric=False), "symmetric = False"),
+    ("mxfp4", weights(group_size=16), "group_size = 16"),
+    ("mxfp4", weights(num_bits=8), "num_bits = 8"),
+    ("mxfp4", without("weight_scale"), f"{NAME}.weight_scale is missing"),
+    ("mxfp4", typed("weight_packed", np.int8), f"{NAME}.weight_packed has type I8, not U8"),
+    ("mxfp4", cut("weight_scale", np.s_[:, 1:]), f"{NAME}.weight_scale has shape (256, 3), not (256, 4)"),
 ]  # fmt: skip
 
 
@@ -339,3 +374,60 @@ def test_refused(name, fault, message, tmp_path):
     with pytest.raises(UserError) as error:
         open_checkpoint(str(folder))
     assert message in str(error.value) and str(folder) in str(error.value)
+
+
+EXPERTS = "model.layers.0.mlp.experts.down_proj"
+
+
+def experts_in_mxfp4(folder, fault=lambda tensors: None) -> tuple[dict, np.ndarray]:
+    """The tensors of 3 experts as gpt-oss publishes them, opened, and what they stand for: [3,6,96]."""
+    rng = np.random.default_rng(0)
+    packed, scales, meant = mx_blocks(rng.integers(0, 16, (3, 6, 96)), rng.integers(-40, 40, (3, 6, 3)))
+    tensors = {EXPERTS + "_blocks": packed.reshape(3, 6, 3, 16), EXPERTS + "_scales": scales}
+    tensors |= {EXPERTS + "_bias": np.zeros((3, 6), np.float32)}
+    fault(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    config = dict(quant_method="mxfp4", modules_to_not_convert=["model.layers.*.self_attn"])
+    return dequantized(TensorFile(folder / "model.safetensors").tensors, config), meant
+
+
+def test_blocks_of_experts(tmp_path):
+    """gpt-oss: exactly, whole and some experts at a time, and as transformers reads them."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    found, meant = experts_in_mxfp4(tmp_path)
+    assert found.keys() == {EXPERTS + "_mxfp4", EXPERTS + "_bias"}
+    tensor = found[EXPERTS + "_mxfp4"]
+    assert tensor.shape == meant.shape and tensor.mxfp4
+    np.testing.assert_array_equal(tensor.values, meant)
+    np.testing.assert_array_equal(tensor.rows(1, 2), meant[1:2])
+    stored = (torch.from_numpy(part.values.copy()) for part in tensor.parts)
+    theirs = convert_moe_packed_tensors(*stored, dtype=torch.float32)  # [E, C, N]
+    np.testing.assert_array_equal(tensor.values, theirs.swapaxes(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (lambda x: x.pop(EXPERTS + "_scales"), "down_proj_scales is missing"),
+        (lambda x: x.pop(EXPERTS + "_blocks"), "down_proj_blocks is missing"),
+        (
+            lambda x: x.update({EXPERTS + "_scales": x[EXPERTS + "_scales"][:, 1:].copy()}),
+            "down_proj_scales has shape (3, 5, 3), not (3, 6, 3)",
+        ),
+        (
+            lambda x: x.update({EXPERTS + "_blocks": x[EXPERTS + "_blocks"][..., 1:].copy()}),
+            "down_proj_blocks has shape (3, 6, 3, 15), not (any, any, any, 16)",
+        ),
+        (
+            lambda x: x.update({EXPERTS + "_blocks": x[EXPERTS + "_blocks"].astype(np.int8)}),
+            "down_proj_blocks has type I8, not U8",
+        ),
+        (lambda x: x[EXPERTS + "_scales"].fill(255), "down_proj_scales has a scale of 255, that is NaN"),
+    ],
+)
+def test_blocks_that_are_refused(fault, message, tmp_path):
+    with pytest.raises(UserError) as error:
+        experts_in_mxfp4(tmp_path, fault)[0][EXPERTS + "_mxfp4"].rows(1, 2)
+    assert message in str(error.value) and "model.safetensors" in str(error.value)
+    assert len(str(error.value).splitlines()) == 1

@@ -7,20 +7,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
+import transformers
 from conftest import MESHES, Kind, dequantize, llama4_config, mesh_of, random_weights
 from jax.sharding import PartitionSpec as P
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
 import model
+from families.deepseek_v3 import GroupLimitedRouter
 from ops import grouped_matmul
-from quantize import INT8, QuantizedArray, quantize, quantize_groups, ungroup
-from sharding.arrays import specs
+from quantize import INT8, MXFP4, QuantizedArray, quantize, quantize_groups, ungroup
+from sharding.arrays import ArrayInfo, specs
 from sharding.mesh import MODEL
 
 
 def dense_loop(x, w, active, router: model.Router):
     """Every expert sees every token, in float64; the router's weight is 0 where it was not chosen."""
     float64 = partial(np.asarray, dtype=np.float64)
-    logits = x @ float64(w.router)
+    logits = x @ float64(w.router) + (float64(w.logit_bias) if router.logit_bias else 0)
     # On equal logits the smaller index wins.
     ranked = 1 / (1 + np.exp(-logits)) + float64(w.router_bias) if router.bias else logits
     chosen = np.argsort(-ranked, -1, kind="stable")[..., :active]
@@ -36,7 +40,10 @@ def dense_loop(x, w, active, router: model.Router):
         factor = weight[..., e : e + 1]
         before, after = (factor, factor > 0) if router.scales == "input" else (1, factor)
         gate, up = before * x @ float64(w.gate[e]), before * x @ float64(w.up[e])
-        total += after * ((gate / (1 + np.exp(-gate)) * up) @ float64(w.down[e]))
+        if w.gate_bias is not None:
+            gate, up = gate + float64(w.gate_bias[e]), up + float64(w.up_bias[e])
+        down = (gate / (1 + np.exp(-gate)) * up) @ float64(w.down[e])
+        total += after * (down if w.down_bias is None else down + float64(w.down_bias[e]))
     return total
 
 
@@ -82,9 +89,43 @@ def test_a_bias_chooses_but_does_not_weight():
     assert_like_the_loop("1", "spread", 2, model.Router("sigmoid", True, "output", bias=True, factor=1.8))
 
 
-def assert_like_the_loop(name: str, routing: str, active: int, router_kind: model.Router) -> None:
+@pytest.mark.parametrize(
+    ("E", "groups", "kept", "A"), [(8, 4, 2, 3), (12, 2, 1, 6), (256, 8, 4, 8), (256, 8, 8, 8)]
+)
+def test_group_limited_router(E, groups, kept, A):
+    """The experts that transformers' router chooses, and their weights, with DeepSeek V3's sizes too."""
+    sizes = dict(hidden_size=16, n_routed_experts=E, n_group=groups, topk_group=kept, num_experts_per_tok=A)
+    theirs = DeepseekV3TopkRouter(transformers.DeepseekV3Config(**sizes))
+    rng = np.random.default_rng(0)
+    x, router, bias = rng.standard_normal((50, 16)), rng.standard_normal((16, E)), rng.standard_normal(E)
+    x, router, bias = np.float32(x), np.float32(router / 4), np.float32(bias / 8)
+    with torch.no_grad():
+        theirs.weight.copy_(torch.tensor(router.T))
+        theirs.e_score_correction_bias.copy_(torch.tensor(bias))
+        _, weights, experts = (found.numpy() for found in theirs(torch.tensor(x)))
+    limits = dict(factor=2.5, groups=groups, kept=kept)
+    kind = model.Experts(E, A, 8, GroupLimitedRouter("sigmoid", True, "output", bias=True, **limits), None)
+    w = dataclasses.replace(kind.declare("", 16), router=jnp.asarray(router), router_bias=jnp.asarray(bias))
+    chosen, score = (np.asarray(found[0]) for found in model.route(jnp.asarray(x)[None], w, kind))
+    ours, order = np.sort(chosen, -1), np.argsort(chosen, -1)
+    np.testing.assert_array_equal(ours, np.sort(experts, -1))
+    expected = np.take_along_axis(weights, np.argsort(experts, -1), -1)
+    np.testing.assert_allclose(np.take_along_axis(score, order, -1), expected, rtol=1e-5)
+    # Without groups other experts would be chosen, unless all groups are kept.
+    _, plain = model.Router("sigmoid", True, "output", bias=True).choose(x @ router, bias, A)
+    assert np.array_equal(np.sort(plain, -1), ours) == (kept == groups)
+
+
+@pytest.mark.parametrize("name", ["1", "ep2-tp4"])
+def test_biases(name):
+    """Of the experts and of the router's logits; a bias is added once, however many devices add up."""
+    router = model.Router("softmax", True, "output", logit_bias=True)
+    assert_like_the_loop(name, "spread", 2, router, bias=True)
+
+
+def assert_like_the_loop(name: str, routing: str, active: int, router_kind: model.Router, bias=False) -> None:
     cfg = llama4_config(A=active, layers=(Kind(moe=True),))
-    kind = dataclasses.replace(cfg.experts, router=router_kind)
+    kind = dataclasses.replace(cfg.experts, router=router_kind, bias=bias)
     cfg = dataclasses.replace(cfg, layers=(dataclasses.replace(cfg.layers[0], feed_forward=kind),))
     format = INT8 if name == "ep2-tp4" else None
     mesh = mesh_of(cfg, name)
@@ -115,6 +156,7 @@ def assert_like_the_loop(name: str, routing: str, active: int, router_kind: mode
     np.testing.assert_allclose(result, expected, atol=1e-5)
 
 
+ONCE = ("int8", "output"), ("float32", "input")  # are of the same kernel as the other way
 # Of 8 experts here, "8" being elsewhere: one row; a row with none; all rows on one; more rows than a tile.
 CHOICES = {
     "one row": [[5]],
@@ -126,11 +168,24 @@ CHOICES = {
 
 
 @pytest.mark.parametrize(
-    ("dtype", "scales"), [("int8", "input"), ("float32", "output"), ("int4", "input"), ("int4", "output")]
+    ("dtype", "scales"),
+    [(x, y) for x in ("int8", "float32", "int4", "mxfp4") for y in ("input", "output") if (x, y) not in ONCE],
 )
 @pytest.mark.parametrize("choices", CHOICES.values(), ids=CHOICES)
 def test_active_experts_kernel(choices, dtype, scales, monkeypatch, interpret):
-    """The kernel against numpy, with NaN in every expert that has no row."""
+    """Against numpy, with NaN in every expert that has no row."""
+    check_active_experts(choices, dtype, scales, monkeypatch, interpret, biased=False)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int4", "mxfp4"])
+def test_biases_in_the_kernel(dtype, monkeypatch, interpret):
+    choices = CHOICES["two each, one elsewhere"]
+    check_active_experts(choices, dtype, "output", monkeypatch, interpret, biased=True)
+    with pytest.raises(ValueError, match="need a router that scales their output"):
+        model.Experts(4, 2, 8, model.Router(scales="input"), shared=None, bias=True)
+
+
+def check_active_experts(choices, dtype, scales, monkeypatch, interpret, biased: bool) -> None:
     E, D, M = 8, 64, 256
     monkeypatch.setattr(grouped_matmul, "block_width", lambda *_: 128)  # two blocks
     rng = np.random.default_rng(0)
@@ -149,23 +204,37 @@ def test_active_experts_kernel(choices, dtype, scales, monkeypatch, interpret):
         ]
         exact = [np.asarray(ungroup(w, (0, 1))) for w in grouped]
         given = [dataclasses.replace(w, scale=w.scale.at[idle].set(jnp.nan)) for w in grouped]
+    elif dtype == "mxfp4":
+        info = {"D": ArrayInfo("eDm", "D", shape=(E, D, M)), "m": ArrayInfo("emD", "m", shape=(E, M, D))}
+        infos = info["D"], info["D"], info["m"]
+        weights[0][:, :32] /= 1000  # unlike scales in a column
+        weights[0][:, 40] = 0
+        blocks = [MXFP4.encode(jnp.float32(w), i) for w, i in zip(weights, infos, strict=True)]
+        exact = [np.asarray(MXFP4.decode(w, i)) for w, i in zip(blocks, infos, strict=True)]
+        given = [dataclasses.replace(w, scale=w.scale.at[idle].set(255)) for w in blocks]
     else:
         exact = [np.float32(w) for w in weights]
         given = [jnp.float32(w).at[idle].set(jnp.nan) for w in weights]
 
-    arguments = jnp.float32(x), jnp.int32(expert), jnp.float32(factor), *given
-    result = grouped_matmul.active_experts(*arguments, scales, interpret=interpret)
+    biases = (rng.standard_normal((E, M)), rng.standard_normal((E, M)), rng.standard_normal((E, D)))
+    arguments = jnp.float32(x), jnp.int32(expert), jnp.float32(factor)
+    options = tuple(map(jnp.float32, biases)) if biased else (None,) * 3, model.SwiGLU(), scales
+    result = grouped_matmul.active_experts(*arguments, *given, *options, interpret=interpret)
     expected = np.zeros_like(x)
     for row, (its_experts, its_factors) in enumerate(zip(expert, factor, strict=True)):
         for e, f in zip(its_experts, its_factors, strict=True):
             if e < E:
                 before, after = (f, 1) if scales == "input" else (1, f)
                 gate, up = before * x[row] @ exact[0][e], before * x[row] @ exact[1][e]
-                expected[row] += after * ((gate / (1 + np.exp(-gate)) * up) @ exact[2][e])
+                gate, up = (gate + biases[0][e], up + biases[1][e]) if biased else (gate, up)
+                down = (gate / (1 + np.exp(-gate)) * up) @ exact[2][e]
+                expected[row] += after * (down + biases[2][e] if biased else down)
     # Of int4 the activations are rounded to 1 / 65000 of their row's largest, twice.
     np.testing.assert_allclose(result, expected, atol=4e-4 if dtype == "int4" else 1e-5)
     by_sorting = grouped_matmul.sorted_rows(
-        *arguments[:3], *(jax.tree.map(jnp.nan_to_num, w) for w in given), scales
+        *arguments,
+        *(blocks if dtype == "mxfp4" else [jax.tree.map(jnp.nan_to_num, w) for w in given]),
+        *options,
     )
     np.testing.assert_allclose(by_sorting, expected, atol=1e-5)
 
@@ -177,7 +246,7 @@ def test_only_active_experts_are_fetched(chosen, monkeypatch):
     found = {}
 
     def capture(kernel, grid_spec, out_shape, **_):
-        def call(active, n_active, x, factors, weights, scales):
+        def call(active, n_active, x, factors, weights, scales, biases):
             found.update(grid=grid_spec.grid, specs=jax.tree.leaves(grid_spec.in_specs[2:]))
             found.update(arrays=jax.tree.leaves((weights, scales)))
             return jnp.zeros(out_shape.shape, out_shape.dtype)
@@ -195,7 +264,7 @@ def test_only_active_experts_are_fetched(chosen, monkeypatch):
     expert = jax.ShapeDtypeStruct((R, 1), jnp.int32)
     arguments = x, expert, factor, matrix(D, M), matrix(D, M), matrix(M, D)
     jax.eval_shape(
-        lambda *x: grouped_matmul.active_experts(*x, "input"), *arguments
+        lambda *x: grouped_matmul.active_experts(*x, (None,) * 3, model.SwiGLU(), "input"), *arguments
     )  # a new function: none is cached
     active = np.isin(np.arange(E), chosen)
     scalars = grouped_matmul.active_first(jnp.array(active), found["grid"][0])

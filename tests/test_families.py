@@ -1,8 +1,8 @@
-"""Every family against transformers: on every mesh, in int8, and layer by layer."""
+"""Every family against transformers: on every mesh, in stages, in int8, and layer by layer."""
 
 import copy
 import dataclasses
-import shutil
+import json
 from functools import cache, partial
 
 import jax
@@ -10,59 +10,38 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-import transformers
 from conftest import generate, mesh_of, with_short_rings
-from safetensors.torch import load_file, save_file
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
 from test_generation import finish
-from test_transformers import (
-    CONFIGS,
-    LENGTHS,
-    NEW,
-    assert_close,
-    check,
-    reference_model,
-    with_random_weights,
-)
+from test_transformers import CONFIGS, LENGTHS, NEW, check, reference_logprobs, reference_model
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import model
 from checkpoints.checkpoint import open_checkpoint
 from checkpoints.loading import load
-from convert_checkpoint import convert
-from families.gpt2 import LearnedPositions, Plain
+from families.gpt_oss import ClampedSwiGLU
 from families.latent_attention import Latent
 from families.registry import read_config
-from feedback.errors import UserError
-from planner.models import MODELS
-from quantize import INT8, Format
+from ops.attention import merge
+from planner.models import MODELS, read_model
+from quantize import INT8
 from serving import programs
 from serving.engine import Engine
 from serving.programs import Programs
 from serving.requests import Request
 from serving.speculation import PromptLookup
-from sharding.mesh import mesh_shape
+from sharding.arrays import ArrayInfo, abstract
+from sharding.mesh import make_mesh, mesh_shape
 
 FAMILIES = [name for name in CONFIGS if name != "llama3"]  # whose other form has more
 deep = partial(pytest.param, marks=pytest.mark.deep)
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """name -> (folder of a random model of this family, the model)."""
-
-    @cache
-    def make(name: str):
-        folder, reference = tmp_path_factory.mktemp(name), reference_model(name)
-        reference.save_pretrained(folder)
-        return folder, reference
-
-    return make
-
-
 def meshes(name: str) -> list[str]:
     """Those that the family allows."""
     experts = "local_experts" in str(CONFIGS[name]) or "n_routed" in str(CONFIGS[name])
-    return ["1", "tp8", *(("dp2-ep2-tp2", "ep4-tp2") if experts else ())]
+    return ["1", "tp8", *(("dp2-ep2-tp2", "ep4-tp2") if experts else ("dp2-tp4",))]
 
 
 SHORT = {("mistral", "tp8"), ("glm4-moe-lite", "tp8"), ("mixtral", "ep4-tp2")}
@@ -73,21 +52,56 @@ PAIRS = [(name, mesh) for name in FAMILIES for mesh in meshes(name)]
 def test_on_a_mesh(name, mesh, saved, monkeypatch):
     """Unlike prompts, past windows and at their edges, more of them than rows, with drafts from the text."""
     monkeypatch.setattr(programs, "WIDTHS", (4, 12))
-    folder, reference = saved(name)
+    engine = answer_prompts(saved(name), lambda cfg: mesh_of(cfg, mesh), LENGTHS, PromptLookup(3))
+    assert engine.stats.reused_tokens == 0
+
+
+@pytest.mark.parametrize("name", [x if x == "gemma3" else deep(x) for x in FAMILIES])
+def test_reused_prefixes(name, saved, monkeypatch):
+    """Prompts that begin alike, past the windows: a row goes on from what an earlier prompt left in it."""
+    monkeypatch.setattr(programs, "WIDTHS", (4, 12))
+    engine = answer_prompts(saved(name), mesh_of, (3, 11, 20, 2, 30), head=21)
+    assert engine.stats.reused_tokens > 0
+
+
+def alike(name: str, stages: int) -> bool:
+    """Whether a family's small model can be divided into so many stages."""
+    layers = read_config(json.loads(CONFIGS[name].to_json_string())).layers
+    return layers == layers[: len(layers) // stages] * stages
+
+
+@pytest.mark.parametrize("name", [deep(x) for x in FAMILIES if alike(x, 2)])
+def test_in_two_stages(name, saved, monkeypatch):
+    monkeypatch.setattr(programs, "WIDTHS", (4, 12))
+    answer_prompts(saved(name), lambda cfg: make_mesh(cfg, 1, 1, 2, jax.devices()[:4], 2), LENGTHS)
+
+
+def answer_prompts(saved, make_mesh, lengths, draft=None, head: int = 0) -> Engine:
+    """Answer prompts in 4 rows, and compare with transformers. head: tokens with which all of them begin."""
+    folder, reference = saved
     checkpoint = open_checkpoint(folder)
     cfg = with_short_rings(checkpoint.config)
-    mesh = mesh_of(cfg, mesh)
+    mesh = make_mesh(cfg)
     weights = load(checkpoint, mesh, "float32", format=None)
     rng = np.random.default_rng(1)
-    requests = [
-        Request(rng.integers(0, cfg.V, n).tolist(), NEW, stop=frozenset(), score=True) for n in LENGTHS
-    ]
-    batch = Engine(Programs(weights, cfg, mesh, 4, 64, "float32", PromptLookup(3)), requests)
-    answers = [batch.add(request) for request in requests]
-    finish(batch)
+    beginning = rng.integers(0, cfg.V, head).tolist()
+    prompts = [beginning + rng.integers(0, cfg.V, n).tolist() for n in lengths]
+    # A prompt that is scored is read from its first token on.
+    requests = [Request(prompt, NEW, stop=frozenset(), score=not head) for prompt in prompts]
+    engine = Engine(Programs(weights, cfg, mesh, 4, 96, "float32", draft), requests)
+    answers = [engine.add(request) for request in requests]
+    finish(engine)
     for answer in answers:
+        prompt = answer.request.prompt
         assert len(answer.tokens) == NEW
-        check(reference, answer.request.prompt, answer.tokens, answer.prompt_logprobs, answer.logprobs)
+        scores = answer.prompt_logprobs or reference_scores(reference, prompt)
+        check(reference, prompt, answer.tokens, scores, answer.logprobs)
+    return engine
+
+
+def reference_scores(reference, prompt: list[int]) -> np.ndarray:
+    """The log-probability of each token of a prompt but the first."""
+    return reference_logprobs(reference, prompt)[np.arange(len(prompt) - 1), prompt[1:]]
 
 
 def test_meshes_of_all_sizes():
@@ -97,6 +111,31 @@ def test_meshes_of_all_sizes():
     cfg = model.Config(D=8, V=8, layers=layers, norm=norm, max_positions=8)
     for n in (4, 8, 16):
         assert mesh_shape(cfg, tensor=n)["tensor_slots"] == n
+
+
+@pytest.mark.parametrize(("name", "G", "E"), [("deepseek-v3", 128, 256), ("kimi-k2", 64, 384)])
+@pytest.mark.parametrize("n", [8, 16, 32, 64])
+def test_meshes_of_many_experts(name, G, E, n):
+    """What one of n devices holds, however they divide experts: an equal share, without padding."""
+    cfg = read_config(MODELS[name])
+    layer = model.layer_infos(cfg.layers[-1], cfg.D)
+    for expert in (2**i for i in range(n.bit_length())):
+        sizes = mesh_shape(cfg, expert=expert, tensor=n // expert)
+        mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
+
+        def held(info: ArrayInfo, mesh=mesh) -> tuple[int, ...]:
+            return jax.sharding.NamedSharding(mesh, info.spec).shard_shape(info.shape)
+
+        assert held(layer.feed_forward.gate) == (E // expert, 7168, 2048 * expert // n)
+        assert held(layer.feed_forward.shared.gate) == (2048 // n, 7168)
+        assert held(layer.attention.q_b) == (1, G // n, 128, 1536)
+        assert held(layer.attention.kv_a) == (512 // n, 7168)
+        assert held(layer.attention.k_rope) == (64 // n, 7168)
+
+
+def test_more_devices_than_a_latent_divides():
+    with pytest.raises(ValueError, match="128 devices would share a key/value head, .* its width 64"):
+        mesh_shape(read_config(MODELS["kimi-k2"]), expert=128)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -168,7 +207,7 @@ def scores_times_a_fifth(reference, cfg, weights):
 def gelu(reference, cfg, weights):
     for layer in reference.model.layers:
         layer.mlp.act_fn = torch.nn.GELU("tanh")
-    feed_forward = dataclasses.replace(cfg.layers[0].feed_forward, activation="gelu_tanh")
+    feed_forward = dataclasses.replace(cfg.layers[0].feed_forward, activation=model.GeGLU())
     return with_layers(cfg, feed_forward=feed_forward), weights
 
 
@@ -195,187 +234,74 @@ def test_variations(vary, tmp_path):
         check(reference, answer.request.prompt, answer.tokens, answer.prompt_logprobs, answer.logprobs)
 
 
-def test_what_no_kernel_computes():
-    with pytest.raises(ValueError, match="experts with activation 'gelu_tanh' are not supported"):
-        model.Experts(4, 2, 8, model.Router(), shared=None, activation="gelu_tanh")
-    with pytest.raises(ValueError, match="activation 'relu' is not supported \\(silu, gelu_tanh\\)"):
-        model.activation("relu")
+@pytest.mark.parametrize("n", [8, 16])
+def test_two_heads_on_more_devices(n):
+    """Muse Glimmer: all matrices are stored once, and so is the cache. Only the weights of norms are not."""
+    cfg = read_model("muse-glimmer-30b")
+    shape = mesh_shape(cfg, tensor=n)
+    mesh = AbstractMesh(tuple(shape.values()), tuple(shape))
+    weights, cache = model.weight_infos(cfg), model.cache_infos(cfg, 4, 8192, "bfloat16").layers
+    arrays = [x for x in jax.tree.leaves(abstract((weights, cache), mesh, "bfloat16")) if x.ndim > 1]
+    assert len(arrays) == 2 + 52 * (8 + 1)
+    held = [n * np.prod(x.sharding.shard_shape(x.shape)) for x in arrays]
+    assert held == [np.prod(x.shape) for x in arrays]
+    with pytest.raises(ValueError, match="52 layers do not make 2 stages that are alike; possible: 1, 13$"):
+        mesh_shape(cfg, tensor=n, stage=2)  # every fourth layer is of another kind
 
 
-# As they were published, but for sizes; what has no effect on inference is left out of some.
-PUBLISHED = {
-    "mistral": dict(
-        model_type="mistral", hidden_act="silu", hidden_size=64, intermediate_size=96, num_attention_heads=4,
-        max_position_embeddings=32768, num_hidden_layers=2, num_key_value_heads=2, rms_norm_eps=1e-5,
-        rope_theta=10000.0, sliding_window=4096, tie_word_embeddings=False, torch_dtype="bfloat16",
-        use_cache=True, vocab_size=320,
-    ),
-    "qwen2": dict(
-        model_type="qwen2", hidden_act="silu", hidden_size=64, intermediate_size=96, num_attention_heads=4,
-        max_position_embeddings=32768, max_window_layers=28, num_hidden_layers=2, num_key_value_heads=2,
-        rms_norm_eps=1e-6, rope_theta=1000000.0, sliding_window=131072, tie_word_embeddings=True,
-        use_sliding_window=False, use_mrope=False, vocab_size=320,
-    ),
-    "qwen3_moe": dict(
-        model_type="qwen3_moe", attention_bias=False, decoder_sparse_step=1, head_dim=32, hidden_act="silu",
-        hidden_size=64, intermediate_size=96, max_position_embeddings=40960, max_window_layers=48,
-        mlp_only_layers=[], moe_intermediate_size=24, norm_topk_prob=True, num_attention_heads=4,
-        num_experts=8, num_experts_per_tok=2, num_hidden_layers=2, num_key_value_heads=2,
-        output_router_logits=False, rms_norm_eps=1e-6, rope_scaling=None, rope_theta=1000000.0,
-        router_aux_loss_coef=0.001, sliding_window=None, tie_word_embeddings=False, use_sliding_window=False,
-        vocab_size=320,
-    ),
-    "gemma": dict(
-        model_type="gemma", attention_bias=False, head_dim=32, hidden_act="gelu", hidden_activation=None,
-        hidden_size=64, intermediate_size=96, max_position_embeddings=8192, num_attention_heads=4,
-        num_hidden_layers=2, num_key_value_heads=1, rms_norm_eps=1e-6, rope_scaling=None, rope_theta=10000.0,
-        vocab_size=320,
-    ),
-    # The text_config of gemma-3-4b-it says no more.
-    "gemma3_text": dict(
-        model_type="gemma3_text", hidden_size=2560, intermediate_size=10240, num_hidden_layers=34,
-        rope_scaling={"factor": 8.0, "rope_type": "linear"}, sliding_window=1024,
-    ),
-    "gpt2": dict(
-        model_type="gpt2", activation_function="gelu_new", architectures=["GPT2LMHeadModel"], attn_pdrop=0.1,
-        embd_pdrop=0.1, layer_norm_epsilon=1e-5, n_ctx=1024, n_embd=64, n_head=4, n_layer=2, n_positions=1024,
-        resid_pdrop=0.1, summary_activation=None, summary_first_dropout=0.1, summary_proj_to_labels=True,
-        summary_type="cls_index", summary_use_proj=True, vocab_size=320,
-        task_specific_params={"text-generation": {"do_sample": True, "max_length": 50}},
-    ),
-    "glm": dict(
-        model_type="glm", attention_bias=True, head_dim=32, hidden_act="silu", hidden_size=64,
-        intermediate_size=96, max_position_embeddings=131072, num_attention_heads=4, num_hidden_layers=2,
-        num_key_value_heads=2, partial_rotary_factor=0.5, rms_norm_eps=1.5625e-7, rope_theta=10000.0,
-        tie_word_embeddings=False, vocab_size=320,
-    ),
-    "glm4_moe_lite": dict(
-        model_type="glm4_moe_lite", attention_bias=False, first_k_dense_replace=1, hidden_act="silu",
-        hidden_size=64, intermediate_size=96, kv_lora_rank=48, max_position_embeddings=202752,
-        moe_intermediate_size=24, n_group=1, n_routed_experts=8, n_shared_experts=1, norm_topk_prob=True,
-        num_attention_heads=4, num_experts_per_tok=2, num_hidden_layers=2, num_key_value_heads=4,
-        num_nextn_predict_layers=1, partial_rotary_factor=1.0, q_lora_rank=40, qk_nope_head_dim=24,
-        qk_rope_head_dim=16, rms_norm_eps=1e-5, rope_scaling=None, rope_theta=1000000,
-        routed_scaling_factor=1.8, tie_word_embeddings=False, topk_group=1, topk_method="noaux_tc",
-        v_head_dim=32, vocab_size=320,
-    ),
-}  # fmt: skip
+def test_a_sink_is_a_part_without_value(saved):
+    """The output is that of attention merged with the part (o=0, lse=sink), not that of attention alone."""
+    checkpoint = open_checkpoint(saved("gpt-oss")[0])
+    cfg, mesh = checkpoint.config, mesh_of(checkpoint.config)
+    w = load(checkpoint, mesh, "float32", format=None).layers[0].attention
+    o, lse = (jax.random.normal(jax.random.key(i), (2, 5, *n)) for i, n in enumerate([(2, 3, 8), (2, 3)]))
+    lse = 3 * lse.at[0, 0].set(-jnp.inf)  # a query that sees nothing
+
+    def output(heads: model.Heads, o, lse):
+        layouts = jax.tree.map(lambda x: P(), (o, lse, w))
+        run = jax.shard_map(
+            lambda o, lse, w: heads.output(o, lse, None, w), mesh=mesh, in_specs=layouts, out_specs=P()
+        )
+        return run(o, lse, w)
+
+    sinks = jnp.broadcast_to(w.sinks, lse.shape)
+    merged, _ = merge((o, lse), (jnp.zeros_like(o), sinks))
+    plain = model.Heads(2, 3, 8, bias=True, output_bias=True)
+    with_sinks = output(cfg.heads, o, lse)
+    np.testing.assert_allclose(with_sinks, output(plain, merged, lse), atol=1e-5)
+    assert np.abs(with_sinks - output(plain, o, lse)).max() > 0.1
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_published_config(name):
-    """The same as transformers reads from it, where the two name it alike; and what only we say."""
-    fields = PUBLISHED[name]
-    cfg = read_config(fields)
-    theirs = transformers.AutoConfig.for_model(**fields)
-    assert (cfg.D, cfg.V, len(cfg.layers)) == (
-        theirs.hidden_size,
-        theirs.vocab_size,
-        theirs.num_hidden_layers,
-    )
-    assert cfg.max_positions == theirs.max_position_embeddings
-    assert cfg.tied_embeddings == (name in ("qwen2", "gemma", "gemma3_text", "gpt2"))
-    windows = dict(mistral=model.Window(4096), gemma3_text=model.Window(1024))
-    assert cfg.layers[0].mask == windows.get(name, model.Full())
-    kind = cfg.layers[-1]
-    experts = isinstance(kind.feed_forward, model.Experts) and kind.feed_forward
-    found, expected = {
-        "mistral": (kind.attention, model.Heads(2, 2, 16)),
-        "qwen2": (kind.attention, model.Heads(2, 2, 16, bias=True)),
-        "qwen3_moe": (experts and experts.router, model.Router("softmax", True, "output")),
-        "gemma": ((cfg.embedding_scale, cfg.norm), (8, model.Norm(1e-6, offset=1))),
-        "gemma3_text": (
-            [kind.rope for kind in cfg.layers[4:6]],
-            [model.Rope(1e4, 256), model.Rope(1e6, 256, model.LinearScaling(8.0))],
-        ),
-        "gpt2": (
-            (cfg.position_embedding, kind.feed_forward, kind.rope),
-            (LearnedPositions(1024), Plain(256), None),
-        ),
-        "glm": (kind.rope, model.Rope(10000, 16, interleaved=True)),
-        "glm4_moe_lite": (
-            (kind.attention, experts and experts.shared, cfg.layers[0].feed_forward),
-            (Latent(4, 40, 48, 24, 16, 32, model.Norm(1e-6)), model.Gated(24), model.Gated(96)),
-        ),
-    }[name]
-    assert found == expected
+def test_the_clamp_acts(saved):
+    """The small model of gpt-oss reaches its limit: without it the logits are others."""
+    checkpoint = open_checkpoint(saved("gpt-oss")[0])
+    cfg = checkpoint.config
+    weights = load(checkpoint, mesh_of(cfg), "float32", format=None)
+    tokens = np.random.default_rng(7).integers(0, cfg.V, (1, 20))
+    assert cfg.experts.activation.limit == 1
+    unlimited = dataclasses.replace(cfg.experts, activation=ClampedSwiGLU(100.0, 1.702))
+    found = [logprobs(weights, x, tokens) for x in (cfg, with_layers(cfg, feed_forward=unlimited))]
+    assert np.abs(found[0] - found[1]).max() > 0.1
 
 
-@pytest.mark.parametrize("hidden_size", [60, 2])
-def test_no_head_of_the_hidden_size(hidden_size):
-    """A latent's heads have widths of their own: hidden_size / num_attention_heads may be odd, or 0."""
-    cfg = read_config(PUBLISHED["glm4_moe_lite"] | dict(hidden_size=hidden_size))
-    assert cfg.D == hidden_size and cfg.layers[0].attention.R == 16
-    with pytest.raises(UserError, match="even head_dim, or part of it, not 15"):
-        read_config(PUBLISHED["glm4_moe_lite"] | dict(qk_rope_head_dim=15))
-
-
-def test_published_sizes():
-    """Parameters of the models that the planner knows, as their publishers count them, in 1e9."""
-    published = {
-        "openllama-3b": 3.43, "openllama-7b": 6.74, "openllama-13b": 13.02, "mistral-7b": 7.24,
-        "mixtral-8x7b": 46.7, "mixtral-8x22b": 141, "gemma-2b": 2.51, "gemma-7b": 8.54, "gpt2": 0.124,
-        "gpt2-medium": 0.355, "gpt2-large": 0.774, "gpt2-xl": 1.558, "glm-4-9b": 9.4, "qwen2.5-0.5b": 0.49,
-        "qwen2.5-1.5b": 1.54, "qwen2.5-3b": 3.09, "qwen2.5-7b": 7.61, "qwen2.5-14b": 14.7,
-        "qwen2.5-32b": 32.5, "qwen2.5-72b": 72.7, "qwen3-0.6b": 0.6, "qwen3-1.7b": 1.7, "qwen3-4b": 4.0,
-        "qwen3-8b": 8.2, "qwen3-14b": 14.8, "qwen3-32b": 32.8, "qwen3-30b-a3b": 30.5,
-        "qwen3-235b-a22b": 235,
-    }  # fmt: skip
-    for name, billions in published.items():
-        infos = jax.tree.leaves(model.weight_infos(read_config(MODELS[name])))
-        assert sum(np.prod(info.shape) for info in infos) / 1e9 == pytest.approx(billions, rel=0.02), name
-
-
-@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "glm4-moe-lite"])
-def test_joined_experts(name, saved, tmp_path):
-    """The matrices of all experts as transformers 5 has them in memory, and some tools save them."""
-    folder, reference = saved(name)
-    for file in folder.iterdir():
-        if file.suffix != ".safetensors":
-            shutil.copy(file, tmp_path)
-    tensors = {key: x.contiguous() for key, x in reference.state_dict().items()}
-    assert any(key.endswith("experts.gate_up_proj") for key in tensors)
-    save_file(tensors, tmp_path / "model.safetensors")
-    same_weights(folder, tmp_path)
-
-
-def same_weights(*folders, format: Format | None = None) -> None:
-    checkpoints = [open_checkpoint(str(folder)) for folder in folders]
-    weights = [load(x, mesh_of(x.config), "float32", format) for x in checkpoints]
-    for ours, theirs in zip(*map(jax.tree.leaves, weights), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
-
-
-def test_a_layer_that_predicts_the_token_after_the_next(saved, tmp_path):
-    """GLM-4.7-Flash's extra layer is not used, by its number; other families have no such layer."""
-    for name in ("glm4-moe-lite", "mistral"):
-        folder, _ = saved(name)
-        other = tmp_path / name
-        shutil.copytree(folder, other)
-        tensors = load_file(other / "model.safetensors")
-        tensors[f"model.layers.{CONFIGS[name].num_hidden_layers}.eh_proj.weight"] = torch.zeros(3)
-        save_file(tensors, other / "model.safetensors")
-    same_weights(saved("glm4-moe-lite")[0], tmp_path / "glm4-moe-lite")
-    with pytest.raises(UserError, match="eh_proj.weight has no place"):
-        open_checkpoint(str(tmp_path / "mistral"))
-
-
-def test_language_model_of_gemma3(tmp_path):
-    """A multimodal checkpoint: its text part alone, as transformers computes it where there is no image."""
-    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
-    vision = dict(**sizes, image_size=16, patch_size=8)
-    text = CONFIGS["gemma3"].to_dict() | dict(final_logit_softcapping=None)  # transformers ignores it here
-    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
-    torch.manual_seed(0)
-    reference = with_random_weights(transformers.Gemma3ForConditionalGeneration(config).eval())
-    reference.save_pretrained(tmp_path)
-    checkpoint = open_checkpoint(tmp_path)
-    weights = load(checkpoint, mesh_of(checkpoint.config), "float32", format=None)
-    tokens = np.random.default_rng(6).integers(0, 500, (1, 20))
-    with torch.no_grad():
-        expected = torch.log_softmax(reference(torch.tensor(tokens)).logits, -1).numpy()
-    found, largest = logprobs(weights, checkpoint.config, tokens), np.abs(expected).max(-1, keepdims=True)
-    assert_close(found, expected, largest)
+def test_sinks_beside_an_int8_cache(saved):
+    """A chunk at once and token by token, through the rings, give the same logits."""
+    checkpoint = open_checkpoint(saved("gpt-oss")[0])
+    cfg = with_short_rings(checkpoint.config)
+    mesh = mesh_of(cfg)
+    weights = load(checkpoint, mesh, "float32", format=None)
+    tokens = np.random.default_rng(8).integers(0, cfg.V, (2, 30))
+    found = []
+    for kv_dtype in ("int8", "float32"):
+        cache = model.init_cache(cfg, mesh, 2, 64, kv_dtype)
+        at_once, _ = model.prefill(tokens, weights, cache, cfg=cfg, mesh=mesh)
+        cache = model.init_cache(cfg, mesh, 2, 64, kv_dtype)
+        for column in tokens.T:
+            step, cache = model.decode_step(column, weights, cache, cfg=cfg, mesh=mesh)
+        np.testing.assert_allclose(step, at_once, atol=1e-3)  # logits up to 20; float32, in other orders
+        found.append(jax.nn.log_softmax(step))
+    int8, exact = found
+    assert 0 < np.sum(np.exp(exact) * (exact - int8), -1).mean() < 0.02
 
 
 def logprobs(weights, cfg, tokens) -> np.ndarray:
@@ -407,12 +333,31 @@ def test_int8_is_as_good_as_llamas(name, int8_errors):
     assert np.all(int8_errors(name) <= 2 * np.max(llamas, 0))
 
 
-@pytest.mark.parametrize("name", [x if x in ("gpt2", "glm4-moe-lite") else deep(x) for x in FAMILIES])
-def test_converted_int8(name, saved, tmp_path):
-    """What a converted int8 folder holds is what int8 made in memory is."""
-    folder, _ = saved(name)
-    convert(str(folder), str(tmp_path / "int8"), format=INT8)
-    same_weights(folder, tmp_path / "int8", format=INT8)
+@pytest.fixture(scope="module")
+def int8_cache_errors(saved):
+    """name -> by how much an int8 cache changes the log-probabilities of texts that are read in chunks."""
+
+    @cache
+    def error(name: str) -> float:
+        checkpoint = open_checkpoint(saved(name)[0])
+        cfg, mesh = checkpoint.config, mesh_of(checkpoint.config)
+        weights = load(checkpoint, mesh, "float32", format=None)
+        prompts = np.random.default_rng(3).integers(0, cfg.V, (8, 40)).tolist()
+
+        def scores(kv_dtype: str) -> np.ndarray:
+            answers = generate(weights, prompts, cfg, mesh, 1, 64, kv_dtype, score=True)
+            return np.array([answer.prompt_logprobs for answer in answers])
+
+        return np.mean(np.abs(scores("float32") - scores("int8")))
+
+    return error
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_int8_cache_is_as_good_as_llamas(name, int8_cache_errors):
+    llamas = [int8_cache_errors(llama) for llama in ("llama3-scaled-tied", "scout", "maverick")]
+    assert int8_cache_errors(name) <= 2 * max(llamas)
 
 
 def test_recomputation(saved):

@@ -53,9 +53,9 @@ def published(folder, floats: dict):
     return folder
 
 
-def write(path, kind=Kind.F32, fault=lambda writer: None, fields=True, tensors=True):
+def write(path, kind=Kind.F32, fault=lambda writer: None, fields=True, tensors=True, **split):
     """The tiny model, its matrices of this kind -> what they hold, by their names in a published folder."""
-    writer, floats = gguf.GGUFWriter(path, "llama"), {}
+    writer, floats = gguf.GGUFWriter(path, "llama", **split), {}
     if fields:
         rope = CONFIG["rope_parameters"]
         writer.add_block_count(4)
@@ -337,10 +337,15 @@ WRONG = [
     (said("llama.rope.scaling.type", "yarn"), "llama.rope.scaling.type = 'yarn' is not supported"),
     (said("llama.attention.key_length", 64), "llama.attention.key_length"),
     (said("llama.block_count", 5), "model.layers.4."),
-    (said("llama.block_count", 3), "model.layers.3."),
+    (said("llama.block_count", 3), "tensor blk.3.attn_norm.weight has no place in a llama model of 3 layers"),
+    (unsaid("llama.block_count"), "field 'num_hidden_layers' is missing"),
     (said("llama.block_count", "4"), "num_hidden_layers = '4' makes no sense"),
     (said("general.alignment", 0), "general.alignment = 0"),
-    (said("split.count", 3), "one of several files"),
+    (
+        said("split.count", 3),
+        "is part 1 of 3, so its name must end in -00001-of-00003.gguf",
+    ),
+    (said("split.count", "3"), "is part 0 of '3', which makes no sense"),
     (unsaid("llama.embedding_length"), "field 'hidden_size' is missing"),
     (unsaid("tokenizer.ggml.tokens"), "no tokenizer can be made"),
     (said("tokenizer.ggml.model", "plamo"), "no tokenizer can be made"),
@@ -358,6 +363,59 @@ def test_refused(fault, message, tmp_path):
     with pytest.raises(UserError) as error:
         open_checkpoint(str(path))
     assert message in str(error.value) and str(error.value).startswith(str(path))
+
+
+@pytest.mark.parametrize("fields_alone", [True, False])
+def test_split(fields_alone, tmp_path):
+    """Whichever part is given, the model is that of one file. The first part may have no tensors."""
+    write(tmp_path / "whole.gguf", Kind.Q8_0)
+    write(tmp_path / "model.gguf", Kind.Q8_0, split_max_tensors=9, small_first_shard=fields_alone)
+    parts = sorted(tmp_path.glob("model-*.gguf"))
+    assert [x.name[5:] for x in parts[:2]] == [f"-0000{i}-of-0000{len(parts)}.gguf" for i in (1, 2)]
+    assert len(parts) > 3 and (not GgufFile(parts[0]).tensors) == fields_alone
+    expected = open_checkpoint(str(tmp_path / "whole.gguf"))
+    for part in parts:
+        opened = open_checkpoint(str(part))
+        assert opened.config == expected.config
+        assert opened.sources.keys() == expected.sources.keys()
+        for name, source in opened.sources.items():
+            np.testing.assert_array_equal(everything(source), everything(expected.sources[name]))
+    kept = [x.name for x in (tmp_path / "cache" / "llama-jax" / "gguf").iterdir()]
+    assert len(kept) == 2 and any(x.startswith(parts[0].stem) for x in kept)
+
+
+def test_split_refused(tmp_path):
+    """Missing, renamed or mixed parts, in one line that names the file."""
+
+    def refused(given, named, *words):
+        with pytest.raises(UserError) as error:
+            open_checkpoint(str(given))
+        assert str(error.value).startswith(f"{named}: ") and all(x in str(error.value) for x in words)
+        assert "\n" not in str(error.value)
+
+    files = []
+    for name, tensors in (("model", 16), ("longer", 17), ("shorter", 15)):
+        write(tmp_path / f"{name}.gguf", split_max_tensors=tensors)
+        files.append(sorted(tmp_path.glob(f"{name}-*.gguf")))
+    parts, longer, shorter = files
+    assert [len(x) for x in files] == [3, 3, 3]
+    third = parts[2].read_bytes()
+    parts[2].unlink()
+    refused(parts[0], parts[2], "no such file", "one of 3 parts")
+    parts[2].write_bytes(parts[1].read_bytes())
+    refused(parts[0], parts[2], "split.no = 1, not 2")
+    refused(parts[2], parts[2], "is part 2 of 3", "must end in -00002-of-00003.gguf")
+    parts[2].write_bytes(longer[2].read_bytes())
+    refused(parts[0], parts[0], "3 parts have 37 tensors, but it says 39")
+    parts[1].write_bytes(shorter[1].read_bytes())
+    refused(parts[1], parts[1], "is also in model-00001-of-00003.gguf")
+    write(tmp_path / "fewer.gguf", split_max_tensors=16, fault=lambda writer: writer.tensors[0].popitem())
+    parts[1].write_bytes((tmp_path / "fewer-00002-of-00003.gguf").read_bytes())
+    refused(parts[0], parts[1], "split.tensors.count = 38, not 39")
+    parts[2].write_bytes(third[:-1])
+    refused(parts[2], parts[2], "cut off")
+    parts[1].rename(tmp_path / "second.gguf")
+    refused(tmp_path / "second.gguf", tmp_path / "second.gguf", "is part 2 of 3, so its name")
 
 
 def test_damaged(tmp_path):

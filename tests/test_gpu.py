@@ -194,7 +194,8 @@ def test_without_triton(without_triton, as_on_a_gpu, capsys):
     for _ in range(2):
         attended = attention.attend_cached(jnp.float32(q), kv_of(jnp.float32(kv)), length[:, None])
         weights = map(jnp.float32, (gate, up, down))
-        mixed = grouped_matmul.expert_mlp(jnp.float32(x), expert[:, None], jnp.ones((5, 1)), *weights)
+        rows = jnp.float32(x), expert[:, None], jnp.ones((5, 1))
+        mixed = grouped_matmul.expert_mlp(*rows, *weights, (None,) * 3, model.SwiGLU(), "input")
     mask = np.arange(128) < np.array(length)[:, None, None]
     compare(attended, numpy_attention(q, *np.split(kv, 2, -1), mask))
     gate, up = (np.einsum("nd,ndm->nm", x, w[expert]) for w in (gate, up))

@@ -46,6 +46,9 @@ class Classes:
         self.last, self.accepted = token, self.accepted + 1
         return self.accepted == self.length
 
+    def forced_tokens(self) -> list[int]:
+        return []
+
 
 @dataclasses.dataclass
 class Runs(Classes):
@@ -137,9 +140,9 @@ def test_programs_for_what_rows_ask(compiled):
     compiled.clear()
     used, decode = [], engine.programs.decode
 
-    def spied(count, sampling):
+    def spied(count, sampling, rows):
         used.append(frozenset(name for name, x in vars(sampling).items() if x is not None))
-        return decode(count, sampling)
+        return decode(count, sampling, rows)
 
     engine.programs.decode = spied
     for requests, expected in ((greedy, 0), (drawn + greedy, 1), (special + greedy, 2), (greedy, 0)):

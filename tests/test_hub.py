@@ -5,10 +5,12 @@ import hashlib
 import http.server
 import json
 import os
+import pathlib
 import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import urllib.parse
 
@@ -16,6 +18,7 @@ import numpy as np
 import pytest
 from conftest import CHECKPOINTS
 from safetensors.numpy import load_file, save
+from test_gguf import write
 
 from checkpoints.checkpoint import open_checkpoint
 from checkpoints.folders import THEIR_FILE, THEIR_INDEX
@@ -27,7 +30,7 @@ UNNEEDED = """README.md consolidated.safetensors extra.safetensors original/cons
     original/model.safetensors.index.json pytorch_model.bin pytorch_model.bin.index.json""".split()
 
 # Every repository has the model in three files at main, which then moves on, and in one at refs/pr/1.
-SHARDED, SINGLE, MOVED = "1" * 40, "2" * 40, "3" * 40
+SHARDED, SINGLE, MOVED, GGUF = "1" * 40, "2" * 40, "3" * 40, "4" * 40
 GIVEN = ["sharded", "single@refs/pr/1", "private", "cut@refs/pr/1"]
 RESET = "reset@refs/pr/1"
 BREAKS = {"cut": "ends", "reset": "reset"}  # how the connection does, once, in the middle of that one file
@@ -57,7 +60,16 @@ def commits() -> dict[str, dict[str, bytes]]:
     index = {THEIR_INDEX: json.dumps({"weight_map": weight_map}).encode()}
     # huggingface_hub takes a file up at a multiple of 10 MiB. This comes first, and is ignored.
     tensors["x.rotary_emb.inv_freq"] = np.zeros(12 * 2**18, np.float32)
-    return {SHARDED: common | shards | index, SINGLE: common | {THEIR_FILE: save(tensors)}, MOVED: {}}
+    with tempfile.TemporaryDirectory() as folder:
+        write(pathlib.Path(folder) / "model.gguf", split_max_tensors=30)
+        write(pathlib.Path(folder) / "whole.gguf")
+        files = {
+            ("q8/" * ("model" in x.name)) + x.name: x.read_bytes() for x in pathlib.Path(folder).iterdir()
+        }
+    return {
+        SHARDED: common | shards | index, SINGLE: common | {THEIR_FILE: save(tensors)}, MOVED: {},
+        GGUF: {"README.md": b"{}", **files},
+    }  # fmt: skip
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -104,7 +116,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return status, {"X-Error-Code": code, "X-Error-Message": words}, b""
         if what == "revision":
             first = self.server.asked[name, what] == [rest]
-            sha = SINGLE if rest == "refs/pr/1" else SHARDED if first else MOVED
+            sha = GGUF if name == "gguf" else SINGLE if rest == "refs/pr/1" else SHARDED if first else MOVED
             return 200, {}, json.dumps({"id": f"tiny/{name}", "sha": sha}).encode()
         commit, _, file = rest.partition("/")
         files = self.server.commits[commit]
@@ -206,6 +218,26 @@ def test_says_how_much_it_downloads(hub):
     assert len(hub.said) == 1 and hub.said[0].startswith("downloading tiny/begun: 0.00 GB; the disk of ")
     ask(hub, "begun", FREE="0")
     assert not hub.said  # all is there
+
+
+PARTS = [f"q8/model-0000{i}-of-00002.gguf" for i in (1, 2)]
+
+
+def test_gguf(hub):
+    """One file of a repository, or all parts of a model whose part was named; and what else there is."""
+    gguf_cache = hub.home / "small files"
+    names = f"gguf/{PARTS[1]}", "gguf/whole.gguf@main", "gguf/whale.gguf", "gguf"
+    answers, asked = ask(hub, *names, XDG_CACHE_HOME=str(gguf_cache))
+    assert set(asked["gguf", "resolve"]) == {f"{GGUF}/{file}" for file in (*PARTS, "whole.gguf")}
+    assert all(name in answers[names[i]] for i, name in enumerate(("model-00001-of", "whole")))
+    assert len(hub.said) == 2 and all(line.startswith("downloading tiny/gguf: 0.00 GB") for line in hub.said)
+    check_error(answers["gguf/whale.gguf"], "tiny/gguf: has no whale.gguf; did you mean whole.gguf?")
+    check_error(
+        answers["gguf"], f"tiny/gguf: has no {THEIR_FILE}; give one of its GGUF files, such as tiny/gguf/"
+    )
+    offline, asked = ask(hub, *names, XDG_CACHE_HOME=str(gguf_cache), HF_HUB_OFFLINE="1")
+    assert not asked and [offline[x] for x in names[:2]] == [answers[x] for x in names[:2]]
+    check_error(offline["gguf/whale.gguf"], "tiny/gguf", "whale.gguf")
 
 
 def test_offline(hub):

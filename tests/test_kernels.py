@@ -58,8 +58,8 @@ class Known:
         self.tokens = np.array([answer.tokens[:-1] for answer in answers], np.int32)
         self.most = np.zeros(len(answers), int)
 
-    def decode(self, count, sampling, target):
-        output = target.step(DecodeStep(count=count, drafts=self.tokens, sampling=sampling))
+    def decode(self, count, sampling, rows, target):
+        output = target.step(DecodeStep(count=count, drafts=self.tokens, sampling=sampling, rows=rows))
         self.most = np.maximum(self.most, output.count)
         return output
 

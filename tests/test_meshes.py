@@ -9,15 +9,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import MESHES, Kind, llama3_config, llama4_config, mesh_of
+from conftest import CHECKPOINTS, MESHES, Kind, llama3_config, llama4_config, mesh_of
+from jax.experimental.layout import Format, Layout
+from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import model
-from quantize import INT8
+from checkpoints.checkpoint import open_checkpoint
+from checkpoints.loading import load
+from quantize import INT4, INT8, MXFP4
 from serving import programs, steps
 from serving.executors import one_program
 from serving.steps import DecodeStep, PrefillChunk, assign_rows, batch_infos, init_batch
-from sharding.arrays import abstract
+from sharding.arrays import ArrayInfo, abstract
 from sharding.mesh import EXPERT, HEADS, MODEL, SLOTS, TENSOR, mesh_shape, mesh_size
 from sharding.sampling import Sampling
 
@@ -334,6 +338,77 @@ def test_random_weights_are_the_same_on_every_mesh(name, format):
     mesh = mesh_of(cfg, name)
     made = model.init_weights(jax.random.key(0), cfg, mesh, format=format)
     jax.tree.map(np.testing.assert_array_equal, made, random_weights(cfg, mesh, format))
+
+
+@pytest.mark.parametrize("format", [None, INT8])
+def test_any_order_in_memory(format, monkeypatch):
+    """Weights whose dimensions are stored in the reverse order: the same tokens and log-probabilities."""
+    checkpoint = open_checkpoint(CHECKPOINTS / "tiny-llama4")
+    cfg = checkpoint.config
+    mesh, prompts = mesh_of(cfg, "tp8"), prompts_for(cfg, (3, 20))
+    chosen_by_xla = ArrayInfo.placement
+
+    def reverse(info: ArrayInfo, mesh) -> NamedSharding | Format:
+        placement, n = chosen_by_xla(info, mesh), len(info.shape)
+        is_weight = n > 1 and info.letters[0] != "b"
+        return Format(Layout(tuple(reversed(range(n)))), placement) if is_weight else placement
+
+    def answers(step: int) -> list:
+        """step: 1 or -1, from one to the next in an array's list of dimensions, the slowest one first."""
+        weights = load(checkpoint, mesh, "float32", format=format)
+        declared = abstract(model.weight_infos(cfg, format), mesh, jnp.float32)
+        for x, like in zip(*map(jax.tree.leaves, (weights, declared)), strict=True):
+            dimensions = tuple(range(x.ndim))[::step]
+            assert x.format.layout.major_to_minor == dimensions
+            assert like.format.layout == (None if step > 0 or x.ndim < 2 else Layout(dimensions))
+        return conftest.generate(weights, prompts, cfg, mesh, NEW, 64, "float32", score=True)
+
+    usual = answers(1)
+    monkeypatch.setattr(ArrayInfo, "placement", reverse)
+    assert_same(answers(-1), usual)
+
+
+@pytest.mark.parametrize(
+    ("letters", "columns", "platform", "kept"),
+    [
+        ("emD", 2880, "tpu", True),  # 22.5 tiles of 128 columns
+        ("emD", 2880, "cpu", False),
+        ("eDm", 2880, "tpu", False),  # divided among devices: 360 columns on each
+        ("emD", 2816, "tpu", False),  # 22 tiles
+        ("emD", 960, "tpu", False),  # 7.5 tiles: rows of 8 would be 7% longer
+    ],
+)
+def test_rows_that_nearly_fill_tiles_stay_rows(letters, columns, platform, kept):
+    """XLA chooses the order of dimensions, except on TPUs where rows nearly fill whole tiles."""
+    axes = mesh_shape(llama4_config(), tensor=8)
+    device = AbstractDevice("TPU v5 lite", None, platform)
+    mesh = AbstractMesh(tuple(axes.values()), tuple(axes), abstract_device=device)
+    info = ArrayInfo(letters, shape=(4, 64, columns))
+    sharding = NamedSharding(mesh, info.spec)
+    assert info.placement(mesh) == (Format(Layout((0, 1, 2)), sharding) if kept else sharding)
+
+
+@pytest.mark.parametrize("format", [INT4, MXFP4])
+@pytest.mark.parametrize(
+    ("letters", "contracted", "platform", "kept"),
+    [
+        ("emD", "m", "tpu", True),
+        ("eDm", "D", "tpu", True),
+        ("emD", "m", "cpu", False),
+        ("Df", "f", "tpu", False),
+    ],
+)
+def test_groups_of_experts_keep_their_order(letters, contracted, platform, kept, format):
+    """XLA would store the scales of 64 experts on a TPU, [64,1,512], as [1,64,512]."""
+    axes = mesh_shape(llama4_config())
+    device = AbstractDevice("TPU v5 lite", None, platform)
+    mesh = AbstractMesh(tuple(axes.values()), tuple(axes), abstract_device=device)
+    sizes = dict(e=64, D=512, m=128, f=1024)
+    info = ArrayInfo(letters, contracted, shape=tuple(sizes[x] for x in letters), format=format)
+    for component in jax.tree.leaves(info.components):
+        placement = component.placement(mesh)
+        assert isinstance(placement, Format) == kept
+        assert not kept or placement.layout == Layout(tuple(range(len(component.shape))))
 
 
 def test_rows_do_not_see_one_another():

@@ -1,38 +1,34 @@
 """The server's chat page, in a headless browser."""
 
-import json
 import os
 import pathlib
 import re
-import shutil
 import subprocess
 import sys
-import time
 import urllib.request
 
 import pytest
+from browser import (
+    NEEDS_BROWSER,
+    SECONDS,
+    ask,
+    asked,
+    choose,
+    click,
+    js,
+    keep,
+    open_browser,
+    sent,
+    text,
+    until,
+)
 from conftest import FAST
-from selenium import webdriver
 
 import main
 
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-pytestmark = [
-    pytest.mark.deep,
-    pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs chromium and chromedriver"),
-]
+pytestmark = NEEDS_BROWSER
 KEY = "abc"
-SECONDS = 100  # for what takes seconds; selenium itself waits for 120
 START = 300  # for what takes a minute
-
-
-def until(condition, seconds=SECONDS):
-    """Call the condition until its result is true, and return that result."""
-    late = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < late
-        time.sleep(0.05)
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -58,14 +54,7 @@ def url(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def browser(url):
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for option in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage"):
-        options.add_argument(option)
-    options.set_capability("goog:loggingPrefs", {"performance": "ALL"})
-    with webdriver.Chrome(options, webdriver.ChromeService(DRIVER)) as browser:
-        browser.set_script_timeout(SECONDS)
-        browser.requests = []
+    with open_browser() as browser:
         browser.get(url.replace("//", f"//anyone:{KEY}@"))  # from now on the browser knows the key
         until(lambda: text(browser, "h1") == "tiny-llama3")
         yield browser
@@ -79,61 +68,6 @@ def page(browser, url):
     browser.get(url)
     choose(browser, temperature=0)
     return browser
-
-
-def choose(page, **settings) -> None:
-    page.execute_script("""
-        for (const [name, value] of Object.entries(arguments[0])) settings.elements[name].value = value;
-        settings.dispatchEvent(new Event("input"));""", settings)  # fmt: skip
-
-
-def js(page, expression: str):
-    return page.execute_script(f"return {expression}")
-
-
-def text(page, selector: str) -> str:
-    return js(page, f"document.querySelector('{selector}')?.textContent ?? ''")
-
-
-def click(page, selector: str) -> None:
-    js(page, f"document.querySelector('{selector}').click()")
-
-
-def ask(page, question: str, stop: str | None = None) -> list[int]:
-    """The lengths of the answer after each of its changes. stop: how to stop it after the first change."""
-    return page.execute_async_script("""
-        const [question, stop, done] = arguments, sizes = [];
-        const stops = {
-          button: () => document.querySelector("#stop").click(),
-          escape: () => document.dispatchEvent(new KeyboardEvent("keydown", { key: "Escape" })),
-        };
-        document.querySelector("#composer textarea").value = question;
-        document.querySelector("#send").click();
-        const look = () => {
-          const size = document.querySelector("article:last-child .answer").textContent.length;
-          if (size && size !== sizes.at(-1)) sizes.push(size);
-          if (size) stops[stop]?.();
-          if (document.body.classList.contains("busy")) return;
-          watcher.disconnect();
-          done(sizes);
-        };
-        const watcher = new MutationObserver(look);
-        watcher.observe(document.body, { attributes: true, childList: true, subtree: true });""",
-        question, stop)  # fmt: skip
-
-
-def sent(page) -> list[dict]:
-    """All requests that the page has sent."""
-    for entry in page.get_log("performance"):
-        message = json.loads(entry["message"])["message"]
-        if message["method"] == "Network.requestWillBeSent":
-            page.requests.append(message["params"]["request"])
-    return page.requests
-
-
-def asked(page) -> dict:
-    """The body of the page's last POST request."""
-    return json.loads([x["postData"] for x in sent(page) if x["method"] == "POST"][-1])
 
 
 def metrics(url: str) -> str:
@@ -160,7 +94,8 @@ def test_a_conversation(page):
         ("system", "Be brief"), ("user", "Tell me your name"), ("assistant", first), ("user", "And mine?")
     ]  # fmt: skip
     streamed = dict(stream=True, stream_options=dict(include_usage=True))
-    assert question == streamed | dict(temperature=0, seed=7, max_tokens=5)  # empty settings are not sent
+    sampling = dict(temperature=0, top_p=0.9, seed=7, max_tokens=5)  # top_p is the page's own
+    assert question == streamed | sampling
 
     before = text(page, "#log")
     page.refresh()
@@ -194,6 +129,9 @@ def test_an_error(page):
     until(lambda: text(page, ".note"))
     assert text(page, ".question") == "Tell me your name"
     assert text(page, ".error") == ""
+    assert js(
+        page, "document.querySelector('.alternatives').hidden"
+    )  # the error is not an answer to go back to
 
 
 def test_edit(page):
@@ -235,28 +173,10 @@ def test_without_storage(page):
     assert not js(page, "document.querySelector('#conversations small').hidden")
 
 
-MARKUP = "<img src=x onerror=alert(1)><b>bold</b>", "<script>alert(1)</script>\n", "end"
-
-
-def keep(page, **exchange) -> None:
-    """Store a conversation in the browser, as if the user had had it."""
-    conversation = json.dumps(dict(id=1, exchanges=[dict(error="", note="") | exchange]))
-    page.execute_script("localStorage.setItem('llama-jax conversation 1', arguments[0])", conversation)
-    page.refresh()
-
-
-def test_markup_is_text(page):
-    start, code, end = MARKUP
-    keep(page, question=start, answer=f"{start}\n```html\n{code}```\n{end}")
-    assert text(page, ".question") == text(page, ".title") == start
-    pieces = "[...document.querySelector('.answer').children].map((x) => [x.tagName, x.textContent])"
-    assert js(page, pieces) == [["P", start], ["PRE", code], ["P", end]]
-
-
 def test_sliders(page):
     """A slider sets the number that is sent, a number moves its slider, and no number means the default."""
     slider = "document.querySelector('[data-of=top_p]')"
-    assert js(page, f"{slider}.value") == "1" and js(page, "settings.top_p.value") == ""
+    assert js(page, f"{slider}.value") == "0.9" and js(page, "settings.top_p.value") == ""
     page.execute_script(
         f"{slider}.value = .25; {slider}.dispatchEvent(new Event('input', {{bubbles: true}}))"
     )
@@ -266,7 +186,7 @@ def test_sliders(page):
     choose(page, top_p=0.5)
     assert js(page, f"{slider}.value") == "0.5"
     choose(page, top_p="")
-    assert js(page, f"{slider}.value") == "1"
+    assert js(page, f"{slider}.value") == "0.9"
 
 
 def test_narrow(page):
@@ -275,7 +195,11 @@ def test_narrow(page):
         "Emulation.setDeviceMetricsOverride", dict(width=360, height=640, deviceScaleFactor=2, mobile=True)
     )
     word = "w" * 200
-    keep(page, question=word, answer=f"{word}\n```\n{word}\n```\n", error=word)
+    table = f"|a|b|\n|-|-|\n|{'`' + word + '`'}|{word}|\n"
+    answer = f"{word}\n```{word}\n{word}\n```\n{table}"
+    calls = [dict(name=word, arguments=word)]
+    keep(page, (word, dict(content=answer, reasoning=word, calls=calls, error=word)))
+    page.execute_script("document.querySelectorAll('details').forEach((x) => { x.open = true; })")
     click(page, "[popovertarget=settings]")
     try:
         for part in "html", "body", "main", "#log", "#settings":
@@ -289,5 +213,6 @@ def test_no_request_leaves(page, url):
     until(lambda: text(page, "h1") == "tiny-llama3")
     ask(page, "Tell me your name")
     assert {x["url"].replace(f"anyone:{KEY}@", "").removeprefix(url) for x in sent(page)} == {
-        "/", "/v1/models", "/v1/chat/completions"
+        "/", "/page/page.css", "/page/page.js", "/page/client.js", "/page/markdown.js",
+        "/page/vendor/markdown-it.mjs", "/v1/models", "/v1/chat/completions",
     }  # fmt: skip

@@ -85,7 +85,7 @@ def test_the_tables_that_are_drawn():
     """Each row of the document's tables is a format with its own number of bits."""
     for name in quantization.MODELS:
         found = quantization.measured(name)
-        assert {label for label, *_ in found} >= set(FORMATS) - {"none"}
+        assert {label for label, *_ in found} >= set(FORMATS) - {"none", "mxfp4"}  # which is of experts only
         for label, bits, kl in found:
             format = FORMATS[label.split(",")[0]]
             stated = format.bits + (16 / format.group_size if format.scheme == "int4" else 0)

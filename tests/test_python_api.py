@@ -113,9 +113,9 @@ def test_quantized():
 
 def test_nothing_is_compiled_for_a_kind_that_was_seen(compiled):
     llm = opened(rows=4)
-    llm.generate("Who are you?")
-    llm.generate("Who are you?", temperature=1)
-    llm.generate("Who are you?", top_logprobs=1)
+    llm.generate(PROMPTS)  # as many answers at a time as will come
+    llm.generate(PROMPTS, temperature=1)
+    llm.generate(PROMPTS, top_logprobs=1)
     compiled.clear()
     llm.generate(PROMPTS, max_new_tokens=range(3, 8))
     llm.generate(PROMPTS[:3], temperature=0.5, top_p=0.9, seed=7)
@@ -169,6 +169,23 @@ def test_options():
     assert llm.generate([]) == []
 
 
+def test_special_tokens_in_messages():
+    """A message that spells one is read as text; with the option, and in a text as it is, it is the token."""
+    llm = opened()
+    turn, end = "say<|eot_id|>", llm.tokenizer.convert_tokens_to_ids("<|eot_id|>")
+    for given, options, counts in (
+        (turn, {}, (1, 2)),
+        ([{"role": "user", "content": turn}, {"role": "assistant", "content": turn}], {}, (2, 4)),
+        (turn, dict(system=turn), (2, 4)),
+        (turn, dict(chat_template=False), (1, 1)),
+    ):
+        for spelled, count in zip((False, True), counts, strict=True):
+            asked = options | dict(special_tokens_in_messages=spelled)
+            assert llm.encode(given, **asked).count(end) == count
+            answer = llm.generate(given, max_new_tokens=1, **asked)
+            assert answer.prompt_tokens == llm.encode(given, **asked)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -188,6 +205,9 @@ def test_wrong_models(options, message):
     assert message in str(e.value) and "\n" not in str(e.value)
 
 
+PICTURE = [{"role": "user", "content": [{"type": "text", "text": "What?"}, {"type": "image", "url": "x"}]}]
+
+
 @pytest.mark.parametrize(
     ("prompts", "options", "message"),
     [
@@ -200,11 +220,14 @@ def test_wrong_models(options, message):
         ("Hello", dict(max_new_tokens=0), "max_new_tokens 0 is not a number of at least 1"),
         ("Hello", dict(max_new_tokens=1000), "exceed max_len 256"),
         ("Hello " * 300, {}, "prompt 0: "),
+        ("Hello " * 3000, {}, "prompt 0: the prompt has more than the 256 tokens that a row can hold"),
         (["a", "b"], dict(seed=[1]), "seed: 1 values for 2 prompts"),
         ("Hello", dict(stop=""), "stop: a text or a list of texts"),
         ("Hello", dict(top_logprobs=21), "top_logprobs 21 is not between 0 and 20"),
         ("Hello", dict(system="S", chat_template=False), "system: it needs a chat template"),
         ("\ud800", {}, "half a surrogate pair"),
+        ([PICTURE], {}, "prompt 0: messages[0]: content of type 'image' is not supported, only text"),
+        ([[{"role": "user"}]], {}, "prompt 0: messages[0]: it must be an object"),
     ],
 )
 def test_wrong_requests(prompts, options, message):
@@ -231,23 +254,47 @@ def test_a_model_that_computes_nan(tmp_path):
 
 
 TWO_PROCESSES = """
-import sys
+import atexit, os, sys, time
+slow = os.environ["JAX_PROCESS_ID"] == sys.argv[2]
+if slow:
+    atexit.register(time.sleep, 3)  # after what jax, which is imported later, does at the end
 from distributed.join import join
 join(None, None, None, 60)
 from serving.generate import load
 llm = load(sys.argv[1], rows=2, max_len=256, tp=2, dp=2)
 for answer in llm.generate(["Who are you?", "What is 12 + 34?", "Add 20 and 22."], max_new_tokens=12):
     print(answer.tokens)
+if slow:
+    time.sleep(3)
+    if sys.argv[3:]:
+        raise SystemError(sys.argv[3])
 """
 
 
-@pytest.mark.deep
-def test_two_processes(tmp_path):
-    """Each makes the same calls, over the devices of both, and has the answers of one process."""
-    (tmp_path / "program.py").write_text(TWO_PROCESSES)
+def two_processes(folder: pathlib.Path, *arguments) -> list[tuple[int, str, str]]:
+    (folder / "program.py").write_text(TWO_PROCESSES)
     path = dict(PYTHONPATH=str(pathlib.Path(main.__file__).parent))
-    own = [processes.Own(program=tmp_path / "program.py", variables=path)] * 2
+    own = [processes.Own(program=folder / "program.py", variables=path)] * 2
+    return processes.finish(processes.start(2, 2, LLAMA3, *arguments, own=own))
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("slow", (0, 1))
+def test_two_processes(tmp_path, slow):
+    """Each makes the same calls, over the devices of both, and has the answers of one process.
+
+    The process that comes to its end first waits for the other, and each leaves without haste.
+    """
     expected = [x.tokens for x in opened().generate(PROMPTS[:3], max_new_tokens=12)]
-    for code, out, err in processes.finish(processes.start(2, 2, LLAMA3, own=own)):
-        assert code == 0, err
+    for code, out, err in two_processes(tmp_path, slow):
+        assert (code, err) == (0, "")
         assert [json.loads(line) for line in out.splitlines()] == expected
+
+
+@pytest.mark.deep
+def test_an_exception_in_one_of_two_processes(tmp_path):
+    """It has its traceback; the other process ends too, and names the one that failed."""
+    (code_0, _, err_0), (code_1, _, err_1) = two_processes(tmp_path, 1, "no more")
+    assert code_0 == code_1 == 1
+    assert err_1.startswith("Traceback") and err_1.rstrip().endswith("SystemError: no more")
+    assert len(processes.errors(err_0)) == 1 and "process 1 of 2" in err_0 and "has failed: no more" in err_0

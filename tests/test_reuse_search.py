@@ -142,13 +142,16 @@ def near_copy(weights: model.Weights, seed: int) -> model.Weights:
     )
 
 
-def search(monkeypatch, seeds, chunks, rows: int, guesses: str, kv: str, moe: bool) -> None:
+def search(
+    monkeypatch, seeds, chunks, rows: int, guesses: str, kv: str, moe: bool, prefix_cache_bytes: int = 0
+) -> None:
     """Requests that begin like one another, or go on from one another's answers, and end at any time.
 
     chunks: of each layer but the last, which sees all; a negative one is a window.
     """
     monkeypatch.setattr(programs, "WIDTHS", (4, 12))
     monkeypatch.setattr(scheduler, "MIN_COPIED", 1)
+    monkeypatch.setattr(scheduler, "MIN_SAVED", 1)
     kinds = [Kind(chunk=n, moe=moe) if n > 0 else Kind(window=-n, moe=moe) for n in chunks]
     cfg = llama4_config(G=2, layers=(*kinds, Kind(rope=False, moe=moe)))
     mesh, reused, forgiven = mesh_of(cfg), 0, 0
@@ -157,8 +160,9 @@ def search(monkeypatch, seeds, chunks, rows: int, guesses: str, kv: str, moe: bo
         weights = model.init_weights(jax.random.key(seed), cfg, mesh)
         kept = Request(list(range(MAX_LEN - 24)), 1, stop=frozenset())  # the longest
 
-        def batch_of(speculation=None, weights=weights, kept=kept) -> Engine:
-            return Engine(Programs(weights, cfg, mesh, rows, MAX_LEN, kv, speculation), [kept])
+        def batch_of(speculation=None, saved: int = 0, weights=weights, kept=kept) -> Engine:
+            programs = Programs(weights, cfg, mesh, rows, MAX_LEN, kv, speculation)
+            return Engine(programs, [kept], prefix_cache_bytes=saved)
 
         texts, alone = rng.integers(0, cfg.V, (2, 60)).tolist(), []
         single = batch_of()
@@ -182,7 +186,7 @@ def search(monkeypatch, seeds, chunks, rows: int, guesses: str, kv: str, moe: bo
                 other = with_chunks(cfg, 6)
             draft = Programs(near_copy(weights, seed), other, mesh, rows, MAX_LEN, kv)
             speculation = DraftModel(draft, 4)
-        batch = batch_of(speculation)
+        batch = batch_of(speculation, prefix_cache_bytes)
         together = [batch.add(answer.request) for answer in alone]
         finish(batch)
         reused += batch.stats.reused_tokens / batch.stats.prompt_tokens
@@ -208,6 +212,20 @@ def test_the_model_by_hand():
 
 def test_guesses_rings_and_reuse_together(monkeypatch):
     search(monkeypatch, range(1), (8,), 3, "draft", "int8", True)
+
+
+@pytest.mark.parametrize("chunks", [(8,), (-8, -16)])
+def test_prefixes_in_host_memory(chunks, monkeypatch):
+    """With chunks, windows, draft tokens and few rows: what a ring held when it was saved must suffice."""
+    loads, load = [], Programs.load_prefixes
+
+    def counted(self, rows, prefixes):
+        loads.append(rows)
+        load(self, rows, prefixes)
+
+    monkeypatch.setattr(Programs, "load_prefixes", counted)
+    search(monkeypatch, range(1), chunks, 2, "draft", "int8", True, prefix_cache_bytes=1 << 30)
+    assert len(loads) > 3
 
 
 def test_a_row_that_goes_back_again_and_again(monkeypatch):

@@ -3,6 +3,7 @@
 import contextlib
 import http.client
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -18,6 +19,13 @@ import main
 
 SECONDS = 120
 ASKED = dict(prompt="What is", temperature=0, max_tokens=100, ignore_eos=True)
+CITY = dict(type="object", properties=dict(city=dict(enum=["Bern", "Oslo"])), required=["city"])
+CHAT = dict(messages=[dict(role="user", content="How is the weather?")], temperature=0, max_tokens=60)
+CALLS = CHAT | dict(
+    tools=[dict(type="function", function=dict(name=name, parameters=CITY)) for name in ("now", "later")],
+    tool_choice="required",
+)
+SCHEMA = CHAT | dict(response_format=dict(type="json_schema", json_schema=dict(name="city", schema=CITY)))
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +43,12 @@ def environment(tmp_path_factory):
 class Server:
     """python3 main.py --serve, once it is ready."""
 
-    def __init__(self, environment, *options: str, stderr=subprocess.PIPE):
+    def __init__(self, environment, *options: str, stderr=subprocess.PIPE, program=(main.__file__,)):
+        """program: arguments of Python."""
         self.port = free_port()
         command = [
             sys.executable,
-            main.__file__,
+            *program,
             *f"--serve --port {self.port} --rows 2 --max-len 256".split(),
         ]
         self.process = subprocess.Popen([*command, *options], env=environment, stderr=stderr, text=True)
@@ -84,7 +93,8 @@ def ask(port: int, **fields) -> http.client.HTTPResponse:
     """The response, once it begins."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)
     headers = {"content-type": "application/json", "connection": "close"}
-    connection.request("POST", "/v1/completions", json.dumps(fields), headers)
+    path = "/v1/chat/completions" if "messages" in fields else "/v1/completions"
+    connection.request("POST", path, json.dumps(fields), headers)
     return connection.getresponse()
 
 
@@ -97,6 +107,25 @@ def parts_of(text: bytes) -> str:
     lines = [line for line in text.decode().splitlines() if line.startswith("data: ")]
     assert lines[-1] == "data: [DONE]"
     return "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines[:-1])
+
+
+def answer(port: int, stream: bool = False, **fields) -> tuple[str, list[tuple[str, str]]]:
+    """-> (the text of a chat's answer, the name and arguments of each of its calls), whole or of a stream."""
+    text = ask(port, **fields, stream=stream).read().decode()
+    if stream:
+        events = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+        assert events.pop() == "[DONE]"
+        pieces = [json.loads(event)["choices"][0]["delta"] for event in events]
+    else:
+        pieces = [json.loads(text)["choices"][0]["message"]]
+    content, calls = "", {}
+    for piece in pieces:
+        content += piece.get("content") or ""
+        for i, call in enumerate(piece.get("tool_calls") or ()):
+            name, arguments = calls.get(call.get("index", i), ("", ""))
+            added = call["function"]
+            calls[call.get("index", i)] = name + added.get("name", ""), arguments + added["arguments"]
+    return content, list(calls.values())
 
 
 def rows_in_use(port: int) -> float:
@@ -175,16 +204,56 @@ def test_a_full_disk_for_logs(environment):
         assert server.end()[0] == 0
 
 
+FAILS_LATER = """if True:
+    from terminal.command_line import exit_on_signals, run
+    exit_on_signals()
+    import main
+    from serving.engine import Engine
+    advance, left = Engine.advance, list(range(30))
+    def failing(engine):
+        if not left:
+            raise RuntimeError("injected\\nfailure")
+        left.pop()
+        return advance(engine)
+    Engine.advance = failing
+    run(main.main)
+"""
+
+
+def test_the_engine_fails(environment):
+    """All that is open gets an error, and the process leaves by itself, with a line."""
+    with serving(environment, program=["-c", FAILS_LATER]) as server:
+        stream = ask(server.port, **ASKED, n=5, stream=True)
+        whole = ask(server.port, **ASKED)
+        assert whole.status == 500 and "the engine has failed" in json.loads(whole.read())["error"]["message"]
+        *_, last, done, end = stream.read().decode().split("\n\n")
+        assert "the engine has failed" in json.loads(last[6:])["error"]["message"]
+        assert done == "data: [DONE]" and not end
+        _, stderr = server.process.communicate(timeout=SECONDS)
+    line = "error: the engine has failed, and the server ends: RuntimeError: injected failure"
+    logged = [x for x in stderr.splitlines() if " method=POST " in x]
+    assert server.process.returncode == 1 and stderr.splitlines()[-1] == line
+    assert len(logged) == 2 and all(re.search("finish=(cancelled,)?error ", x) for x in logged)
+
+
+def test_no_access_log(environment):
+    """--no-access-log: no line per request."""
+    with serving(environment, "--no-access-log") as server:
+        text_of(ask(server.port, **ASKED))
+        code, stderr = server.end()
+    assert code == 0 and "method=" not in stderr
+
+
 @pytest.mark.deep
 @pytest.mark.parametrize("ending", ["drained", "killed"])
 def test_two_processes(ending, environment):
     """They serve as one; SIGTERM of either drains both; if one dies the other says so, with its name."""
     port = free_port()
-    options = f"--serve --port {port} --rows 4 --max-len 256 --timeout 12 --dp 1".split()
+    options = f"--serve --port {port} --rows 4 --max-len 512 --timeout 12 --dp 1".split()
     processes = start(2, 1, *options)
     try:
         wait_for(port, processes)
-        with serving(environment) as alone:
+        with serving(environment, "--max-len", "512") as alone:
             form = dict(response_format=dict(type="regex", regex="[a-c]{5}"))
             more = dict(logit_bias={"65": 5}, presence_penalty=1, echo=True, logprobs=2)
             every = [
@@ -196,6 +265,10 @@ def test_two_processes(ending, environment):
             expected = [json.loads(ask(alone.port, **x).read())["choices"] for x in every]
             replies = [ask(port, **x) for x in every * 3]
             found = [json.loads(reply.read())["choices"] for reply in replies]
+            for asked in (CALLS, SCHEMA):
+                text, calls = whole = answer(alone.port, **asked)
+                assert json.loads(calls[0][1] if asked is CALLS else text)["city"] in ("Bern", "Oslo")
+                assert answer(port, **asked) == answer(port, stream=True, **asked) == whole
         assert [x[0]["text"] for x in found] == [x[0]["text"] for x in expected] * 3
         stream = ask(port, **ASKED, n=8, stream=True)
         assert stream.readline()

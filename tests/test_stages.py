@@ -10,12 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import Kind, invoke, llama3_config, llama4_config, random_weights
+from conftest import Kind, invoke, llama3_config, llama4_config, random_weights, with_short_rings
 
 import main
 import model
 from families.gpt2 import LayerNorm, LearnedPositions, Plain
 from families.latent_attention import Latent
+from families.muse_glimmer import GatedHeads
+from families.registry import read_config
 from feedback.errors import UserError
 from planner.traffic import read_program
 from quantize import INT8
@@ -51,8 +53,17 @@ MESHES = {
 deep = functools.partial(pytest.param, marks=pytest.mark.deep)
 
 
+GPT_OSS = dict(
+    model_type="gpt_oss", vocab_size=512, hidden_size=48, num_hidden_layers=4, num_attention_heads=6,
+    num_key_value_heads=2, head_dim=8, intermediate_size=24, num_local_experts=4, num_experts_per_tok=2,
+    sliding_window=9, rms_norm_eps=1e-5, max_position_embeddings=256,
+)  # fmt: skip
+
+
 def config(family: str, stages: int) -> model.Config:
     """A model that so many stages divide."""
+    if family == "gpt-oss":  # pairs of layers are alike
+        return with_short_rings(read_config(GPT_OSS))
     if family == "llama3":
         return llama3_config(K=2, G=3, depth=4)
     return llama4_config(layers=(PERIOD if family == "llama4" else PERIOD[2:]) * stages)
@@ -115,6 +126,7 @@ def assert_same(found: list[Answer], expected: list[Answer], atol: float = TOLER
 
 DENSE = [("llama3", name) for name in MESHES if "pp" in name and "ep" not in name]
 ROUTED = [("llama4", name) for name in ("pp2-tp2", "pp4", "pp2-ep2-tp2")]
+ROUTED += [("gpt-oss", "pp2-ep2-tp2")]
 
 
 @pytest.mark.parametrize(
@@ -193,11 +205,14 @@ def test_nothing_is_stored_twice():
 
 
 NORM, LAYER_NORM = model.Norm(1e-5), LayerNorm(1e-5)
+NORM_WITHOUT_WEIGHT = model.Norm(1e-5, weight=False)
 LATENT = Latent(G=4, Q=16, L=24, N=8, R=8, U=8, norm=NORM)
 LATENT_LAYER = model.LayerKind(LATENT, model.Gated(44), NORM, rope=model.Rope(1e4, 8, interleaved=True))
+GATED_LAYER = model.LayerKind(GatedHeads(2, 2, 8, qk_norm=NORM), model.Gated(44), NORM, post_norm=NORM)
 PLAIN_LAYER = model.LayerKind(model.Heads(4, 1, 8, bias=True, output_bias=True), Plain(64), LAYER_NORM)
 OTHERS = {
     "latent": dict(layers=(LATENT_LAYER,) * 4, norm=NORM),
+    "gated": dict(layers=(GATED_LAYER,) * 4, norm=NORM, embedding_norm=NORM_WITHOUT_WEIGHT),
     "gpt2": dict(
         layers=(PLAIN_LAYER,) * 4, norm=LAYER_NORM, position_embedding=LearnedPositions(128),
         tied_embeddings=True,

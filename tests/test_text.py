@@ -12,7 +12,8 @@ from conftest import CHECKPOINTS
 from tokenizers import ByteLevelBPETokenizer
 
 from feedback.errors import UserError
-from serving.text import TextStream, encode, load_tokenizer
+from serving.streams import TextStream
+from serving.text import PromptTooLong, encode, load_tokenizer, tokenize
 
 TOKENIZER = load_tokenizer(CHECKPOINTS / "tiny-llama4")
 TEXTS = (
@@ -299,3 +300,93 @@ def test_chat_templates(gpt2, tmp_path):
     (folder / "chat_template.jinja").write_text("file {{ messages[0].content }}")
     tokenizer = load_tokenizer(folder)
     assert tokenizer.decode(encode(tokenizer, turns, 1000)) == "file a llama"
+
+
+PROGRAM = """
+{#- What published templates use: macros, namespaces, tools, dates, errors, marks for training. -#}
+{%- macro text_of(content) -%}
+    {%- if content is string -%}{{- content | trim -}}{%- else -%}
+        {%- for part in content if part.type == 'text' -%}{{- part.text -}}{%- endfor -%}
+    {%- endif -%}
+{%- endmacro -%}
+{%- set seen = namespace(roles=[]) -%}
+{%- if strftime_now is defined -%}{{- strftime_now('%Y') | length -}}{%- endif -%}
+{%- if tools -%}{{- tools | tojson -}}{%- endif -%}
+{%- for turn in messages -%}
+    {%- set seen.roles = seen.roles + [turn['role']] -%}
+    {%- if turn.role not in ('system', 'user', 'assistant') -%}
+        {{- raise_exception('a turn of ' + turn.role) -}}
+    {%- elif turn.role == 'system' -%}{%- continue -%}
+    {%- elif turn.role == 'assistant' -%}
+        {%- if turn.get('reasoning_content') -%}({{- turn.reasoning_content -}}){%- endif -%}
+        {%- generation -%}<{{- text_of(turn.content) -}}>{%- endgeneration -%}
+    {%- else -%}[{{- text_of(turn.content) -}}]{%- endif -%}
+{%- endfor -%}
+{{- seen.roles | join(' ') -}}
+{%- if add_generation_prompt -%}{{- ' ' + (effort if effort is defined else 'high') -}}{%- endif -%}
+"""
+
+
+def test_a_template_that_is_a_program(gpt2, tmp_path):
+    """All that transformers offers to templates is there; what a chat does not have is not defined."""
+    folder = tmp_path / "gpt2"
+    shutil.copytree(gpt2[0], folder)
+    (folder / "chat_template.jinja").write_text(PROGRAM)
+    tokenizer = load_tokenizer(folder)
+    turns = [
+        {"role": role, "content": text}
+        for role, text in (("system", "s"), ("user", " a "), ("assistant", "b"))
+    ]
+    assert tokenizer.decode(encode(tokenizer, turns, 1000)) == "4[a]<b>system user assistant high"
+    with pytest.raises(UserError, match="chat template failed: a turn of tool$"):
+        encode(tokenizer, [{"role": "tool", "content": "c"}], 1000)
+
+
+class Counting:
+    """A tokenizers.Tokenizer that counts the characters that it tokenizes."""
+
+    def __init__(self, backend):
+        self.backend, self.characters = backend, 0
+
+    def encode_batch_fast(self, texts: list[str], **options):
+        self.characters += sum(map(len, texts))
+        return self.backend.encode_batch_fast(texts, **options)
+
+
+def test_prompts_that_are_too_long():
+    """Those that cannot fit are refused early; of the others not one, whatever their tokens look like."""
+    made = ByteLevelBPETokenizer()
+    made.train_from_iterator(["-" * 64, " " * 64, "the lazy dog"] * 9, 500, show_progress=False)
+    counting = Counting(made._tokenizer)
+    for text in ("-" * 64 * 100, " " * 6000, "the lazy dog" * 400, "🦙" * 500, ("-" * 64 + "a\n") * 100):
+        exact = made.encode(text).ids
+        assert tokenize(counting, text) == exact
+        for limit in (len(exact), len(exact) + 1, 10 * len(exact)):
+            assert tokenize(counting, text, limit) == exact
+        for limit in (1, 5, len(exact) // 50):
+            with pytest.raises(PromptTooLong, match=f"more than the {limit} tokens that a row can hold$"):
+                tokenize(counting, text, limit)
+    assert len(made.encode("-" * 6400).ids) == 100  # tokens that are longer than most
+    counting.characters = 0
+    with pytest.raises(PromptTooLong):
+        tokenize(counting, "the lazy dog " * 100000, 100)
+    assert counting.characters < 5000
+
+
+def test_tokenizer_that_truncates(tmp_path):
+    """A tokenizer.json may ask for truncation and padding, of which transformers' tokenizers do neither."""
+    shutil.copytree(CHECKPOINTS / "tiny-llama3", tmp_path, dirs_exist_ok=True)
+    state = json.loads((tmp_path / "tokenizer.json").read_text())
+    state["truncation"] = dict(direction="Right", max_length=4, strategy="LongestFirst", stride=0)
+    state["padding"] = dict(
+        strategy={"Fixed": 9},
+        direction="Right",
+        pad_to_multiple_of=None,
+        pad_id=3,
+        pad_type_id=0,
+        pad_token="x",
+    )
+    (tmp_path / "tokenizer.json").write_text(json.dumps(state))
+    tokenizer, text = load_tokenizer(tmp_path), "the lazy dog " * 4
+    for text in ("the lazy dog " * 4, "a"):
+        assert encode(tokenizer, text, 1000) == load_tokenizer(CHECKPOINTS / "tiny-llama3")(text).input_ids

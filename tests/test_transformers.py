@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -29,6 +30,15 @@ LLAMA3_ROPE = dict(
 )  # fmt: skip
 # Scout's RoPE has no band of frequencies to blend: computed carelessly, that is 0 / 0.
 SCOUT_ROPE = LLAMA3_ROPE | dict(factor=16.0, high_freq_factor=1.0)
+# Of gpt-oss and of DeepSeek. Prompts go beyond the original length.
+YARN_ROPE = dict(
+    rope_type="yarn", rope_theta=150.0, factor=8.0, beta_fast=4.0, beta_slow=1.0, truncate=False,
+    original_max_position_embeddings=32,
+)  # fmt: skip
+YARN = dict(
+    rope_type="yarn", rope_theta=1e4, factor=8.0, original_max_position_embeddings=32, beta_fast=4.0,
+    beta_slow=0.02, mscale=0.7, mscale_all_dim=1.3,
+)  # fmt: skip
 LLAMA4 = SIZES | dict(
     num_hidden_layers=4, intermediate_size=32, intermediate_size_mlp=64, num_local_experts=4,
     attention_chunk_size=8, floor_scale=4, attn_scale=0.1, attn_temperature_tuning=True,
@@ -48,6 +58,19 @@ CONFIGS = {
     "maverick": transformers.Llama4TextConfig(
         **LLAMA4, num_experts_per_tok=2, interleave_moe_layer_step=2, use_qk_norm=False,
         rope_parameters=NO_SCALING,
+    ),
+    "muse-glimmer": transformers.MuseGlimmerConfig(
+        text_config=SIZES | dict(
+            num_attention_heads=8, num_hidden_layers=4, intermediate_size=64, sliding_window=9,
+            layer_types=["sliding_attention", "full_attention"] * 2, rope_parameters=NO_SCALING,
+            layer_rope_theta=[5e5, 0, 0, 5e5], post_norm_eps=0.1, qk_scale_factor=2.0,
+            output_multiplier=3.0, final_logit_softcapping=8.0,
+        ),
+        vision_config=dict(
+            hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+            pos_emb_height=2, pos_emb_width=2,
+        ),
+        out_hidden_size=64, projector_hidden_size=16,
     ),
     "qwen3": transformers.Qwen3Config(
         **SIZES, num_hidden_layers=2, intermediate_size=64, rope_parameters=NO_SCALING
@@ -87,6 +110,10 @@ CONFIGS = {
     "gpt2": transformers.GPT2Config(
         vocab_size=512, n_embd=48, n_layer=2, n_head=6, n_positions=256, bos_token_id=0, eos_token_id=None,
     ),
+    "gpt-oss": transformers.GptOssConfig(
+        **SIZES, num_hidden_layers=4, intermediate_size=24, num_local_experts=4, num_experts_per_tok=2,
+        sliding_window=9, swiglu_limit=1.0, rope_parameters=YARN_ROPE,
+    ),
     "glm": transformers.GlmConfig(
         **SIZES, num_hidden_layers=2, intermediate_size=64,
         rope_parameters=NO_SCALING | dict(partial_rotary_factor=0.5),
@@ -95,6 +122,12 @@ CONFIGS = {
         **SIZES | dict(num_key_value_heads=6, head_dim=8), num_hidden_layers=3, intermediate_size=64,
         moe_intermediate_size=24, n_routed_experts=4, num_experts_per_tok=2, q_lora_rank=20, kv_lora_rank=24,
         qk_rope_head_dim=8, qk_nope_head_dim=12, v_head_dim=16, rope_parameters=NO_SCALING,
+    ),
+    "deepseek-v3": transformers.DeepseekV3Config(
+        **SIZES | dict(num_key_value_heads=6), num_hidden_layers=3, intermediate_size=64,
+        moe_intermediate_size=24, n_routed_experts=8, num_experts_per_tok=3, n_group=4, topk_group=2,
+        first_k_dense_replace=1, q_lora_rank=20, kv_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=12,
+        v_head_dim=16, rope_parameters=YARN,
     ),
 }  # fmt: skip
 NEW = 20  # tokens, so that decoding crosses at least two edges of the chunks of 8
@@ -108,10 +141,10 @@ TOLERANCE = 1e-5
 def reference_model(name: str):
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    reference = transformers.AutoModelForCausalLM.from_config(
-        CONFIGS[name], attn_implementation="eager"
-    ).eval()
-    return with_random_weights(reference)
+    config = CONFIGS[name]
+    multimodal = hasattr(config, "vision_config")
+    auto = transformers.AutoModelForImageTextToText if multimodal else transformers.AutoModelForCausalLM
+    return with_random_weights(auto.from_config(config, attn_implementation="eager").eval())
 
 
 def with_random_weights(reference):
@@ -231,16 +264,41 @@ def test_command_line(saved, tmp_path):
 
 
 def test_rope_frequencies():
-    """The published scalings: Llama 3.1 (8), 3.2 (32), Scout (no blend), and a linear one."""
+    """The published scalings: Llama 3.1 (8), 3.2 (32), Scout (no blend), a linear one, and YaRN's."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     llama3 = LLAMA3_ROPE | dict(rope_theta=5e5, original_max_position_embeddings=8192)
     scalings = [
         llama3 | dict(factor=n, high_freq_factor=x) for n, x in ((8.0, 4.0), (32.0, 4.0), (16.0, 1.0))
     ]
-    for rope in (*scalings, dict(rope_type="linear", rope_theta=1e6, factor=8.0)):
+    scalings.append(dict(rope_type="linear", rope_theta=1e6, factor=8.0))
+    gpt_oss = dict(rope_type="yarn", rope_theta=1.5e5, factor=32.0, original_max_position_embeddings=4096)
+    deepseek = gpt_oss | dict(rope_theta=1e4, factor=40.0, mscale=1.0, mscale_all_dim=1.0)
+    unlike = dict(mscale=0.7, mscale_all_dim=1.3, beta_fast=16.0, beta_slow=2.0)
+    scalings += [
+        gpt_oss | dict(truncate=False),
+        deepseek,
+        deepseek | unlike,
+        gpt_oss | dict(attention_factor=1.5),
+    ]
+    for rope in scalings:
         config = transformers.LlamaConfig(head_dim=128, rope_parameters=rope, max_position_embeddings=131072)
-        expected, _ = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, "cpu")
-        ours = read_config(json.loads(config.to_json_string())).layers[0].rope.frequencies
+        expected, magnitude = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, "cpu")
+        ours = read_config(json.loads(config.to_json_string())).layers[0].rope
         # The same float32 formula: only the last bits of pow may differ.
-        np.testing.assert_allclose(ours, expected.numpy(), rtol=1e-6)
+        np.testing.assert_allclose(ours.frequencies, expected.numpy(), rtol=1e-6)
+        assert ours.magnitude == pytest.approx(magnitude)
+
+
+@pytest.mark.parametrize("name", ["openllama", "gpt-oss", "gemma3", "muse-glimmer"])
+def test_where_a_norm_rounds(name):
+    """The last norm in bfloat16: its quotient is rounded before the product with the weight, or not."""
+    theirs = reference_model(name).to(torch.bfloat16).get_decoder().norm
+    ours = read_config(json.loads(CONFIGS[name].to_json_string())).norm
+    x = torch.randn(100, theirs.weight.numel(), generator=torch.Generator().manual_seed(0)).bfloat16()
+    with torch.no_grad():
+        expected = theirs(x).float().numpy()
+    found = ours(*(jnp.asarray(array.detach().float(), jnp.bfloat16) for array in (x, theirs.weight)))
+    # The last bit of a float32 may decide how one number in thousands is rounded; one rounding more or
+    # less changes every fourth number.
+    assert np.mean(np.float32(found) != expected) < 0.001

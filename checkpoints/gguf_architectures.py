@@ -1,0 +1,231 @@
+"""What the architectures of GGUF files are called in a config.json, with their fields and tensors.
+
+Source: ggml-org/llama.cpp, convert_hf_to_gguf.py and gguf-py/gguf/tensor_mapping.py, which write these files.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from feedback.errors import UserError
+
+FIELDS = {  # of config.json, by their names after "ARCHITECTURE."
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_count": "num_local_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.key_length": "head_dim",
+    "rope.freq_base": "rope_theta",
+}
+NAMES = {  # of tensors, between "blk.N." and ".weight"
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{e}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{e}.up_proj",
+    "ffn_down_exps": "mlp.experts.{e}.down_proj",
+}
+SIGMOID = 2  # of expert_gating_func
+Fields = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """One of GGUF's architectures.
+
+    model_type:  in config.json. model_class: in its list of architectures.
+    config:      takes fields of the file that need more than another name out of a dict, by their names
+                 after "ARCHITECTURE."; returns fields of config.json. Raises UserError.
+    fields:      fields with other names than in FIELDS.
+    names:       tensors with other names than in NAMES; with ".weight" or ".bias" if that changes, too.
+    interleaved: the rows of q and k are in the order of interleaved RoPE, which Hugging Face's are not.
+    norm_offset: what the file adds to the weights of norms.
+    ends:        tokens that end an answer, besides those that the file names by their numbers.
+    """
+
+    model_type: str
+    model_class: str
+    config: Callable[[Fields], Fields] = lambda fields: {}
+    fields: dict[str, str] = dataclasses.field(default_factory=dict)
+    names: dict[str, str] = dataclasses.field(default_factory=dict)
+    interleaved: bool = False
+    norm_offset: float = 0
+    ends: tuple[str, ...] = ()
+
+
+def _integer(fields: Fields, name: str, default: int | None = None) -> int:
+    value = fields.get(name, default)
+    if value is None:
+        raise UserError(f"field {name} of the architecture is missing")
+    if not isinstance(value, int):
+        raise UserError(f"field {name} of the architecture = {value!r} makes no sense")
+    return value
+
+
+def _rope_scaling(fields: Fields) -> Fields:
+    """rope_scaling, without the fields that the file leaves out; {} if frequencies are not scaled."""
+    fields.pop("rope.scaling.finetuned", None)
+    kind = fields.pop("rope.scaling.type", "none")
+    names = dict(
+        factor="factor", original_context_length="original_max_position_embeddings",
+        yarn_beta_fast="beta_fast", yarn_beta_slow="beta_slow",
+    )  # fmt: skip
+    found = {theirs: fields.pop(f"rope.scaling.{name}", None) for name, theirs in names.items()}
+    found = {name: value for name, value in found.items() if value is not None}
+    return {} if kind == "none" else {"rope_type": kind} | found
+
+
+def _gpt_oss(fields: Fields) -> Fields:
+    """YaRN's fields that no file states are those of the published models."""
+    scaling, limits = _rope_scaling(fields), {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+    yarn = scaling.get("rope_type") == "yarn"
+    return {"rope_scaling": limits | scaling if yarn else scaling or {"rope_type": "default"}}
+
+
+def _deepseek2(fields: Fields) -> Fields:
+    """The sizes of heads are those before the key and value matrices are multiplied into queries and output.
+
+    Files from before llama.cpp did that state them as key_length and value_length.
+    """
+    gating = fields.pop("expert_gating_func", None)
+    if gating != SIGMOID:
+        raise UserError(
+            f"deepseek2.expert_gating_func = {gating} is not supported, only {SIGMOID}: is it DeepSeek V2?"
+        )
+    widths = {}
+    for name in ("key", "value"):
+        width = _integer(fields, f"attention.{name}_length")
+        widths[name] = _integer(fields, f"attention.{name}_length_mla", width)
+    rotated, extra = _integer(fields, "rope.dimension_count"), _integer(fields, "nextn_predict_layers", 0)
+    fields["block_count"] = _integer(fields, "block_count") - extra
+    for name in ("attention.key_length", "attention.value_length"):
+        fields.pop(name), fields.pop(name + "_mla", None)
+    fields.pop("rope.dimension_count"), fields.pop("nextn_predict_layers", None)
+    # Older files do not say that DeepSeek V3 and R1, with 256 experts, divide them into groups.
+    groups = (8, 4) if fields.get("expert_count") == 256 else (1, 1)
+    scaling, log = _rope_scaling(fields), fields.pop("rope.scaling.yarn_log_multiplier", None)
+    if scaling and "beta_fast" not in scaling and fields.get("expert_count") == 384:
+        raise UserError(
+            "field rope.scaling.yarn_beta_fast of the architecture is missing: this older file is one of "
+            "Kimi K2, which does not have the usual value"
+        )
+    if scaling and isinstance(log, float):
+        # The file has 0.1 * mscale_all_dim. mscale, which no file has, is the same in all published models.
+        scaling |= dict.fromkeys(("mscale", "mscale_all_dim"), round(10 * log, 6))
+    return {
+        "qk_nope_head_dim": widths["key"] - rotated,
+        "qk_rope_head_dim": rotated,
+        "v_head_dim": widths["value"],
+        "num_nextn_predict_layers": extra,
+        "n_group": fields.pop("expert_group_count", groups[0]),
+        "topk_group": fields.pop("expert_group_used_count", groups[1]),
+        "norm_topk_prob": bool(fields.pop("expert_weights_norm", False)),
+        "routed_scaling_factor": fields.pop("expert_weights_scale", 1.0),
+        "rope_scaling": scaling,
+    }
+
+
+def _gemma3(fields: Fields) -> Fields:
+    """llama.cpp's own constants where the file says nothing: every sixth layer sees all, theta is 1e4."""
+    depth, windowed = _integer(fields, "block_count"), fields.get("attention.sliding_window")
+    names = "embedding_length", "attention.head_count", "attention.key_length"
+    width, heads, head_width = (_integer(fields, name) for name in names)
+    config = {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rope_scaling": _rope_scaling(fields),
+        # No field says it; only the 27B model, which has 62 layers, does not take the width of a head.
+        "query_pre_attn_scalar": width // max(heads, 1) if depth == 62 else head_width,
+    }
+    return config if windowed else config | {"layer_types": ["full_attention"] * depth}
+
+
+GEMMA3 = Architecture(
+    "gemma3_text",
+    "Gemma3ForCausalLM",
+    _gemma3,
+    fields={
+        "attention.sliding_window": "sliding_window",
+        "attention.sliding_window_pattern": "sliding_window_pattern",
+        "rope.freq_base_swa": "rope_local_base_freq",
+        "final_logit_softcapping": "final_logit_softcapping",
+    },
+    names={
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
+    norm_offset=1,
+    ends=("<end_of_turn>",),
+)
+GPT_OSS = Architecture(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    _gpt_oss,
+    fields={
+        "attention.sliding_window": "sliding_window",
+        "expert_feed_forward_length": "intermediate_size",
+    },
+    names={
+        "post_attention_norm": "post_attention_layernorm",
+        "attn_sinks.weight": "self_attn.sinks",
+        "ffn_gate_inp": "mlp.router",
+    },
+    ends=("<|return|>", "<|call|>"),
+)
+DEEPSEEK2 = Architecture(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    _deepseek2,
+    fields={
+        "attention.q_lora_rank": "q_lora_rank",
+        "attention.kv_lora_rank": "kv_lora_rank",
+        "expert_count": "n_routed_experts",
+        "expert_shared_count": "n_shared_experts",
+        "leading_dense_block_count": "first_k_dense_replace",
+    },
+    names={
+        "attn_q_a": "self_attn.q_a_proj",
+        "attn_q_a_norm": "self_attn.q_a_layernorm",
+        "attn_q_b": "self_attn.q_b_proj",
+        "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+        "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+        "attn_kv_b": "self_attn.kv_b_proj",
+        "attn_k_b": "self_attn.k_b_proj",
+        "attn_v_b": "self_attn.v_b_proj",
+        "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+        "ffn_up_shexp": "mlp.shared_experts.up_proj",
+        "ffn_down_shexp": "mlp.shared_experts.down_proj",
+        "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+    },
+    ends=("<|im_end|>",),
+)
+ARCHITECTURES = {  # by (general.architecture, whether there are experts)
+    ("llama", False): Architecture("llama", "LlamaForCausalLM", interleaved=True),
+    ("llama", True): Architecture("mixtral", "MixtralForCausalLM", interleaved=True),
+    ("qwen2", False): Architecture("qwen2", "Qwen2ForCausalLM"),
+    ("qwen3", False): Architecture("qwen3", "Qwen3ForCausalLM"),
+    ("qwen3moe", True): Architecture(
+        "qwen3_moe", "Qwen3MoeForCausalLM", lambda fields: {"norm_topk_prob": True}
+    ),
+    ("gemma3", False): GEMMA3,
+    ("gpt-oss", True): GPT_OSS,
+    ("deepseek2", True): DEEPSEEK2,
+}

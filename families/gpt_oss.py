@@ -1,0 +1,123 @@
+"""gpt-oss: attention with sinks, every second layer in a sliding window, and experts with a clamped SwiGLU.
+
+Source: transformers, models/gpt_oss.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from families import read
+from families.experts import SINGLE_EXPERTS
+from families.family import Channels, Family
+from families.fields import NUMBER, ConfigFields
+from families.tool_formats import HARMONY_TOOLS
+from model import Attention, Config, Heads, LayerKind, Router, declared_bias
+from sharding.arrays import Stored, pytree
+
+
+@pytree
+class SinkAttention(Attention):
+    sinks: Array = declared_bias("kg", "sinks", "(KG)")
+
+
+@dataclasses.dataclass(frozen=True)
+class SinkHeads(Heads):
+    """Heads with a sink: one more score in the softmax of each query head, which has no value.
+
+    So each sum of values is of weights that sum to less than 1. Source: arXiv 2309.17453.
+    """
+
+    weights = SinkAttention
+
+    def output(self, o: Array, lse: Array, x: Array, w: SinkAttention) -> Array:
+        """o, lse, x, and the result: see `Heads.output`.
+
+        Attention to the sink alone is the part (o=0, lse=sink): its value is 0. Merged with it, see
+        ops.attention.merge, o has the weight exp(lse) / (exp(lse) + exp(sink)) = sigmoid(lse - sink).
+        """
+        weight = jax.nn.sigmoid(lse - w.sinks.astype(lse.dtype))
+        o = (o * weight[..., None]).astype(o.dtype)
+        return super().output(o, lse, x, w)
+
+
+@dataclasses.dataclass(frozen=True)
+class ClampedSwiGLU:
+    """gate * sigmoid(alpha * gate) * (up + 1), with gate at most `limit` and up within -limit and limit."""
+
+    limit: float
+    alpha: float
+
+    def __call__(self, gate: Array, up: Array) -> Array:
+        """gate, up: [...,F] -> [...,F]."""
+        gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
+        return gate * jax.nn.sigmoid(self.alpha * gate) * (up + 1)
+
+
+def config(fields: ConfigFields) -> Config:
+    depth, norm = read.depth(fields), read.norm(fields, offset=0.0)
+    bias = fields.take("attention_bias", bool, True)
+    heads = read.heads(fields, SinkHeads, bias=bias, output_bias=bias)
+    theta = fields.take("rope_theta", NUMBER, 150000.0)
+    rope = read.rope_of(read.rope_parameters(fields, YARN), heads.H, theta)
+    # The softmax over the chosen logits is the softmax over all of them, normalized.
+    router = Router("softmax", normalized=True, scales="output", logit_bias=True)
+    limit, alpha = fields.take("swiglu_limit", NUMBER, 7.0), fields.take("swiglu_alpha", NUMBER, 1.702)
+    activation = ClampedSwiGLU(float(limit), float(alpha))
+    experts = read.experts(fields, router, bias=True, activation=activation)
+    masks = read.masks(fields, 128)
+    types = (["sliding_attention", "full_attention"] * depth)[:depth]
+    types = read.layer_types(fields, "layer_types", types, *masks)
+    layers = tuple(LayerKind(heads, experts, norm, masks[x], rope) for x in types)
+    return read.config(fields, layers, norm)
+
+
+YARN = dict(
+    rope_type="yarn",
+    factor=32.0,
+    beta_fast=32.0,
+    beta_slow=1.0,
+    truncate=False,
+    original_max_position_embeddings=4096,
+)
+HARMONY = Channels("<|start|>", "<|channel|>", "<|message|>", ("<|end|>", "<|return|>", "<|call|>"), "final")
+# checkpoints/dequantized.py reads published MXFP4 blocks as tensors named ..._mxfp4, whose last dimension is
+# the contracted one. In these and in float tensors gate and up alternate. From a GGUF file, each expert has
+# tensors of its own.
+GPT_OSS = Family(
+    "gpt_oss",
+    config,
+    no_effect=("experts_per_token", "initial_context_length"),  # other fields say the same
+    layouts={
+        "feed_forward.gate": (
+            Stored("mlp.experts.gate_up_proj_mxfp4", "E(M[1+1])D", 0),
+            Stored("mlp.experts.gate_up_proj", "ED(M[1+1])", 0),
+            *SINGLE_EXPERTS["feed_forward.gate"],
+        ),
+        "feed_forward.up": (
+            Stored("mlp.experts.gate_up_proj_mxfp4", "E(M[1+1])D", 1),
+            Stored("mlp.experts.gate_up_proj", "ED(M[1+1])", 1),
+            *SINGLE_EXPERTS["feed_forward.up"],
+        ),
+        "feed_forward.down": (
+            Stored("mlp.experts.down_proj_mxfp4", "EDM"),
+            *SINGLE_EXPERTS["feed_forward.down"],
+        ),
+        "feed_forward.gate_bias": (
+            Stored("mlp.experts.gate_up_proj_bias", "E(M[1+1])", 0),
+            Stored("mlp.experts.{e}.gate_proj.bias", "M"),
+        ),
+        "feed_forward.up_bias": (
+            Stored("mlp.experts.gate_up_proj_bias", "E(M[1+1])", 1),
+            Stored("mlp.experts.{e}.up_proj.bias", "M"),
+        ),
+        "feed_forward.down_bias": (
+            Stored("mlp.experts.down_proj_bias", "ED"),
+            Stored("mlp.experts.{e}.down_proj.bias", "D"),
+        ),
+    },
+    channels=HARMONY,
+    tools=HARMONY_TOOLS,
+)

@@ -1,0 +1,75 @@
+"""The format of an answer: OpenAI's response_format, and vLLM's fields that ask for the same."""
+
+import json
+from typing import Any
+
+from checkpoints.tensor_files import parse_json
+from feedback.errors import UserError
+from serving.text import has_surrogate
+
+TYPES = "text", "json_object", "json_schema", "regex", "grammar"  # of response_format
+DESCRIPTIONS = {
+    "name",
+    "description",
+    "strict",
+}  # of a schema; every answer matches its schema, strict or not
+STRUCTURED = "json", "regex", "choice", "json_object", "grammar"  # keys of structured_outputs
+GUIDED = "json", "regex", "choice", "json_object"  # guided_json and so on are older names of these
+FORMAT_FIELDS = {"response_format", "structured_outputs", *(f"guided_{name}" for name in GUIDED)}
+
+
+def read_format(field: str, value: Any) -> tuple[str, Any] | None:
+    """The arguments of serving.grammar.make_grammar that a field of FORMAT_FIELDS asks for; None for text.
+
+    Raises UserError if the field's value is wrong.
+    """
+    if field == "response_format":
+        return _response_format(value)
+    asked = value if field == "structured_outputs" else {field.removeprefix("guided_"): value}
+    if not isinstance(asked, dict) or len(asked) != 1 or not asked.keys() <= set(STRUCTURED):
+        raise UserError(f"it must be an object of one of {', '.join(STRUCTURED)}, not {repr(asked)[:60]}")
+    ((kind, source),) = asked.items()
+    if kind == "json_object":
+        return ("json_schema", {"type": "object"}) if source else None
+    if kind == "choice":
+        if not isinstance(source, list) or not source or not all(isinstance(x, str) and x for x in source):
+            raise UserError("a choice must be a list of texts that are not empty")
+        return "lark", "start: " + " | ".join(json.dumps(x, ensure_ascii=False) for x in source)
+    if kind == "json":
+        return _checked(
+            "json_schema", parse_json(source, "the schema") if isinstance(source, str) else source
+        )
+    return _checked("lark" if kind == "grammar" else kind, source)
+
+
+def _response_format(asked: Any) -> tuple[str, Any] | None:
+    """Some clients give the schema beside the type, or with the type json_object: every answer matches it."""
+    if not isinstance(asked, dict):
+        raise UserError(f"it must be an object, not {repr(asked)[:60]}")
+    kind = asked.get("type", None if asked else "text")
+    if kind not in TYPES:
+        raise UserError(f"its type must be one of {', '.join(TYPES)}, not {repr(kind)[:40]}")
+    if kind == "text":
+        known = set()
+    else:
+        known = {"json_schema", "schema"} | DESCRIPTIONS if kind in ("json_object", "json_schema") else {kind}
+    if unknown := sorted(asked.keys() - known - {"type"}):
+        raise UserError(f"{unknown[0][:40]!r} is not supported with the type {kind}")
+    if kind == "text":
+        return None
+    if kind in ("regex", "grammar"):
+        return _checked("lark" if kind == "grammar" else kind, asked.get(kind))
+    described = asked.get("json_schema", asked)
+    if not isinstance(described, dict):
+        raise UserError("its json_schema must be an object of a name and a schema")
+    return _checked(
+        "json_schema", described.get("schema", {"type": "object"} if kind == "json_object" else None)
+    )
+
+
+def _checked(kind: str, source: Any) -> tuple[str, Any]:
+    if kind == "json_schema" and not isinstance(source, dict):
+        raise UserError(f"it needs a schema, which must be an object, not {repr(source)[:60]}")
+    if kind != "json_schema" and (not isinstance(source, str) or has_surrogate(source)):
+        raise UserError("its regex or grammar must be a text")
+    return kind, source

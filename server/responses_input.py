@@ -1,0 +1,264 @@
+"""Requests of OpenAI's Responses API, converted to requests of the chat API, which checks and answers them.
+
+The server stores nothing: each request brings the whole conversation as its input.
+Source: https://platform.openai.com/docs/api-reference/responses/create.
+"""
+
+import dataclasses
+from typing import Any
+
+from server.api_requests import ApiRequest, BadRequest, ServedModel, check_request, parse_body
+
+# Fields with the same name and meaning in both APIs; then fields of this server's chat API.
+SAME = {
+    "model", "stream", "temperature", "top_p", "user", "chat_template_kwargs", "frequency_penalty",
+    "ignore_eos", "logit_bias", "min_p", "presence_penalty", "repetition_penalty", "seed", "stop",
+    "stop_token_ids", "top_k",
+}  # fmt: skip
+# Fields without effect here: what is stored, billed, cached or traced at OpenAI, or concerns its own tools.
+INERT = {
+    "client_metadata", "max_tool_calls", "metadata", "prompt_cache_key", "prompt_cache_options",
+    "prompt_cache_retention", "safety_identifier", "service_tier", "store", "stream_options", "truncation",
+}  # fmt: skip
+CONVERTED = {
+    "include", "input", "instructions", "max_output_tokens", "parallel_tool_calls", "reasoning", "text",
+    "tool_choice", "tools", "top_logprobs",
+}  # fmt: skip
+NEEDS_STORE = {"previous_response_id", "conversation", "prompt"}
+INCLUDABLE = {  # all but the log-probabilities without effect: there is no such content here
+    "code_interpreter_call.outputs", "computer_call_output.output.image_url", "file_search_call.results",
+    "message.input_image.image_url", "message.output_text.logprobs", "reasoning.encrypted_content",
+    "web_search_call.action.sources", "web_search_call.results",
+}  # fmt: skip
+# What errors of the chat API call a field, and what the client has called it.
+CHAT_NAMES = {
+    "max_completion_tokens": "max_output_tokens", "messages": "input", "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}  # fmt: skip
+SYSTEM = "system", "developer"
+
+
+@dataclasses.dataclass(frozen=True)
+class ResponsesRequest(ApiRequest):
+    """A request of the Responses API. asked: its own fields, which the response repeats."""
+
+    asked: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def parse_responses_request(body: bytes, served: ServedModel) -> ResponsesRequest:
+    """The request in a JSON body. Raises BadRequest."""
+    asked = {name: value for name, value in parse_body(body).items() if value is not None}
+    chat = chat_fields(asked)
+    try:
+        parsed = check_request(chat, served, chat=True)
+    except BadRequest as e:
+        message = str(e)
+        for name, own in CHAT_NAMES.items():
+            message = message.replace(f"'{name}'", f"'{own}'").replace(f"{name}[", f"{own}[")
+        raise BadRequest(message, CHAT_NAMES.get(e.param, e.param), e.status, e.code) from None
+    return ResponsesRequest(**vars(parsed), asked=asked)
+
+
+def chat_fields(asked: dict[str, Any]) -> dict[str, Any]:
+    """The fields of the chat request that asks for the same. Raises BadRequest."""
+    if stored := sorted(NEEDS_STORE & asked.keys()):
+        what = "the server stores nothing, so send the whole conversation as 'input'"
+        raise BadRequest(f"{stored[0]!r} is not supported: {what}", stored[0], code="unsupported_parameter")
+    if asked.get("background") not in (None, False):
+        what = "'background' is not supported: the server stores no response that could be fetched later"
+        raise BadRequest(what, "background", code="unsupported_parameter")
+    if unknown := sorted(asked.keys() - SAME - INERT - CONVERTED - {"background"}):
+        name = unknown[0][:60]
+        raise BadRequest(f"{name!r} is not supported", name, code="unsupported_parameter")
+    chat = {name: asked[name] for name in SAME & asked.keys()}
+    chat["messages"] = convert_input(asked.get("input"), read_text(asked, "instructions"))
+    if "max_output_tokens" in asked:
+        chat["max_completion_tokens"] = asked["max_output_tokens"]
+    chat |= convert_logprobs(asked) | convert_tools(asked) | convert_text(read_object(asked, "text"))
+    reasoning = read_object(asked, "reasoning", "effort", "summary", "generate_summary")
+    if reasoning.get("effort") is not None:
+        chat["reasoning_effort"] = reasoning["effort"]
+    return chat
+
+
+def read_text(asked: dict, name: str) -> str:
+    value = asked.get(name, "")
+    if not isinstance(value, str):
+        raise BadRequest(f"{name!r} must be a text", name)
+    return value
+
+
+def read_object(asked: dict, name: str, *known: str) -> dict:
+    """A field that is an object without nulls. known: the names that it may have; none: any."""
+    value = asked.get(name, {})
+    if not isinstance(value, dict):
+        raise BadRequest(f"{name!r} must be an object", name)
+    found = {key: x for key, x in value.items() if x is not None}
+    if unknown := sorted(found.keys() - set(known)) if known else []:
+        raise BadRequest(f"'{name}.{unknown[0][:60]}' is not supported", name, code="unsupported_parameter")
+    return found
+
+
+def convert_logprobs(asked: dict) -> dict:
+    """The fields that ask for log-probabilities, for `include` and `top_logprobs`."""
+    include = asked.get("include", [])
+    if not isinstance(include, list) or not all(isinstance(x, str) for x in include):
+        raise BadRequest("'include' must be a list of texts", "include")
+    if unknown := sorted(set(include) - INCLUDABLE):
+        raise BadRequest(f"'include': {unknown[0][:60]!r} is not known", "include")
+    found = {"top_logprobs": asked["top_logprobs"]} if "top_logprobs" in asked else {}
+    wanted = "message.output_text.logprobs" in include or found
+    return found | ({"logprobs": True} if wanted else {})
+
+
+def convert_text(text: dict) -> dict:
+    """The response_format for the field `text`."""
+    if unknown := sorted(text.keys() - {"format", "verbosity"}):
+        raise BadRequest(f"'text.{unknown[0][:60]}' is not supported", "text", code="unsupported_parameter")
+    if text.get("verbosity") not in (None, "medium"):
+        raise BadRequest(
+            "'text.verbosity' is not supported: ask for it in the instructions", "text.verbosity"
+        )
+    form = text.get("format")
+    if form is None:
+        return {}
+    if isinstance(form, dict) and form.get("type") == "json_schema":
+        fields = {name: x for name, x in form.items() if name != "type" and x is not None}
+        return {"response_format": {"type": "json_schema", "json_schema": fields}}
+    return {"response_format": form}
+
+
+def convert_tools(asked: dict) -> dict:
+    """The fields that concern tools: in the chat API, a function's fields are in an object of their own.
+
+    A request without tools has none of these fields, although clients send `tool_choice` and others always.
+    """
+    tools, choice = asked.get("tools", []), asked.get("tool_choice", "auto")
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise BadRequest("'tools' must be a list of objects", "tools")
+    found = []
+    for i, tool in enumerate(tools):
+        if tool.get("type") != "function":
+            what = f"a tool of the type {repr(tool.get('type'))[:40]} is not supported, only functions are"
+            raise BadRequest(f"'tools[{i}]': {what}", "tools", code="unsupported_parameter")
+        own = {name: x for name, x in tool.items() if x is not None and name != "type"}
+        if own.get("defer_loading") is False:
+            del own["defer_loading"]
+        if unknown := sorted(own.keys() - {"name", "description", "parameters", "strict"}):
+            raise BadRequest(f"'tools[{i}].{unknown[0][:40]}' is not supported", "tools")
+        found.append({"type": "function", "function": own})
+    if isinstance(choice, dict):
+        if choice.get("type") != "function" or choice.keys() != {"type", "name"}:
+            raise BadRequest("'tool_choice' must be none, auto, required, or name a function", "tool_choice")
+        choice = {"type": "function", "function": {"name": choice["name"]}}
+    if not found and choice in ("none", "auto"):
+        return {}
+    parallel = {name: asked[name] for name in {"parallel_tool_calls"} & asked.keys()}
+    return {"tools": found, "tool_choice": choice} | parallel
+
+
+def convert_input(value: Any, instructions: str) -> list[dict]:
+    """The messages of a chat for `input`, which is a text or a list of items, and `instructions`.
+
+    Reasoning, text and calls that follow one another are one message of the assistant, as chat templates
+    expect. Instructions come first; if the input begins with messages of the roles system and developer,
+    they are added to the instructions, because most templates allow one such message.
+    """
+    items = [{"role": "user", "content": value}] if isinstance(value, str) else value
+    if not isinstance(items, list) or not items:
+        raise BadRequest("'input' must be a text, or a list of one or more items", "input")
+    messages: list[dict] = []
+    for i, item in enumerate(items):
+        if not isinstance(item, dict):
+            raise BadRequest(f"'input[{i}]' must be an object", "input")
+        item = {name: x for name, x in item.items() if x is not None}
+        kind = item.get("type", "message")
+        convert = CONVERTERS.get(kind) if isinstance(kind, str) else None
+        if convert is None:
+            what = (
+                "the server stores nothing" if kind == "item_reference" else "nothing here makes such items"
+            )
+            raise BadRequest(f"'input[{i}]': the type {repr(kind)[:40]} is not supported: {what}", "input")
+        try:
+            add_message(messages, convert(item))
+        except BadRequest as e:
+            raise BadRequest(f"'input[{i}]': {e}", "input") from None
+    if not instructions:
+        return messages
+    texts = [instructions]
+    while messages and messages[0].get("role") in SYSTEM and isinstance(messages[0].get("content"), str):
+        texts.append(messages.pop(0)["content"])
+    return [{"role": "system", "content": "\n\n".join(texts)}, *messages]
+
+
+def add_message(messages: list[dict], new: dict) -> None:
+    """Append a message, or add its parts to the assistant's message before it, if they come later in one.
+
+    The order within a message is reasoning, content, calls.
+    """
+    order = "reasoning_content", "content", "tool_calls"
+    last = messages[-1] if messages else {}
+    if new.get("role") == last.get("role") == "assistant":
+        old, added = ([i for i, part in enumerate(order) if part in x] for x in (last, new))
+        if old and added and max(old) < min(added):
+            last.update(new)
+            return
+        if added == old[-1:] == [2]:
+            last["tool_calls"] += new["tool_calls"]
+            return
+    messages.append(new)
+
+
+def convert_message(item: dict) -> dict:
+    fields = {name: x for name, x in item.items() if name not in ("type", "id", "status", "phase")}
+    if isinstance(content := item.get("content"), list):
+        fields["content"] = join_parts(content)
+    return fields
+
+
+def join_parts(parts: list) -> str | list:
+    """Parts of a content as the one text that they are; if any is no text, in the form of the chat API."""
+    texts = ("input_text", "output_text", "text")
+    if all(isinstance(x, dict) and x.get("type") in texts and isinstance(x.get("text"), str) for x in parts):
+        return "".join(part["text"] for part in parts)
+    return [
+        part | {"type": "text"} if isinstance(part, dict) and part.get("type") in texts else part
+        for part in parts
+    ]
+
+
+def convert_call(item: dict) -> dict:
+    for name in ("call_id", "name", "arguments"):
+        if not isinstance(item.get(name), str):
+            raise BadRequest(f"{name} must be a text")
+    function = {"name": item["name"], "arguments": item["arguments"]}
+    return {
+        "role": "assistant",
+        "tool_calls": [{"id": item["call_id"], "type": "function", "function": function}],
+    }
+
+
+def convert_call_output(item: dict) -> dict:
+    if not isinstance(item.get("call_id"), str):
+        raise BadRequest("call_id must be a text")
+    output = item.get("output")
+    content = join_parts(output) if isinstance(output, list) else output
+    return {"role": "tool", "tool_call_id": item["call_id"], "content": content}
+
+
+def convert_reasoning(item: dict) -> dict:
+    """The text of the reasoning itself; a summary or an encrypted text is not what the model has written."""
+    parts = item.get("content", [])
+    if not isinstance(parts, list) or not all(
+        isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts
+    ):
+        raise BadRequest("content must be a list of texts")
+    return {"role": "assistant", "reasoning_content": "".join(part["text"] for part in parts)}
+
+
+CONVERTERS = {
+    "message": convert_message,
+    "function_call": convert_call,
+    "function_call_output": convert_call_output,
+    "reasoning": convert_reasoning,
+}

@@ -1,0 +1,68 @@
+"""/tokenize and /detokenize, as vLLM's server has them: the token ids of a prompt, and their text.
+
+Source: vllm/entrypoints/serve/tokenize/protocol.py.
+"""
+
+from typing import Any
+
+from server.api_requests import (
+    TEMPLATE,
+    BadRequest,
+    RequestFields,
+    ServedModel,
+    check_tokens,
+    drop_nulls,
+    parse_body,
+)
+from server.tool_requests import TOOL_FIELDS
+from serving.text import has_surrogate
+from serving.text import tokenize as tokenize_text
+
+COMMON = {"model", "add_special_tokens", "return_token_strs"}
+OF_TEXT = COMMON | {"prompt"}
+OF_CHAT = COMMON | TEMPLATE | TOOL_FIELDS | {"messages"}
+DETOKENIZE = {"model", "tokens"}
+
+
+def tokenize(body: bytes, served: ServedModel) -> dict[str, Any]:
+    """The tokens of a text, or of a chat as its answer would see it. Raises BadRequest."""
+    fields = parse_fields(body)
+    checked = check_fields(fields, OF_CHAT if "messages" in fields else OF_TEXT, served)
+    with_texts = checked.read("return_token_strs", False)
+    if "messages" in fields:
+        if checked.read("add_special_tokens", False):
+            what = "'add_special_tokens': the chat template has those of a chat already"
+            raise BadRequest(what, "add_special_tokens")
+        tokens = checked.messages(served, checked.tools(served).given, reasons=True)
+    else:
+        prompt, special = checked.read("prompt", ""), checked.read("add_special_tokens", True)
+        if "prompt" not in checked.fields or has_surrogate(prompt):
+            raise checked.wrong("prompt", "a text")
+        tokens = tokenize_text(served.tokenizer.backend_tokenizer, prompt, add_special_tokens=special)
+    texts = served.tokenizer.convert_ids_to_tokens(tokens) if with_texts else None
+    return dict(count=len(tokens), max_model_len=served.max_len, tokens=tokens, token_strs=texts)
+
+
+def detokenize(body: bytes, served: ServedModel) -> dict[str, Any]:
+    """The text of tokens, with that of special tokens. Raises BadRequest."""
+    checked = check_fields(parse_fields(body), DETOKENIZE, served)
+    tokens = checked.fields.get("tokens")
+    check_tokens(tokens, served.vocabulary, "tokens")
+    return dict(prompt=served.tokenizer.backend_tokenizer.decode(tokens, skip_special_tokens=False))
+
+
+def parse_fields(body: bytes) -> dict[str, Any]:
+    """The fields of a JSON body that are not null. Raises BadRequest."""
+    fields = parse_body(body)
+    drop_nulls(fields)
+    return fields
+
+
+def check_fields(fields: dict[str, Any], known: set[str], served: ServedModel) -> RequestFields:
+    """The fields of a request that may have the known ones. Raises BadRequest."""
+    if unknown := sorted(fields.keys() - known):
+        name = unknown[0][:60]
+        raise BadRequest(f"{name!r} is not supported", name, code="unsupported_parameter")
+    checked = RequestFields(fields)
+    checked.check_model(served)
+    return checked

@@ -1,0 +1,190 @@
+"""Decode steps of some rows of a batch: the same tokens, in place, by the smallest program that suffices."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+from conftest import CHECKPOINTS, llama3_config, llama4_config, mesh_of, random_weights
+from test_generation import MAX_LEN, ask, assert_as_alone, deep, mixed, sampled, subject
+from test_grammar import Classes
+from test_meshes import TOLERANCE, assigned, shapes
+
+import model
+from server import loop
+from server.metrics import Metrics
+from serving import programs
+from serving.engine import Engine
+from serving.executors import few_layers, one_program
+from serving.generate import load
+from serving.programs import Programs
+from serving.requests import Request
+from serving.speculation import DraftModel, PromptLookup
+from serving.steps import DecodeStep, PrefillChunk
+from sharding.sampling import Sampling
+
+ROWS = 8
+
+
+def powers_of_two(mesh, rows: int) -> tuple[int, ...]:
+    """As serving.programs.decode_rows on one CPU device, for any mesh."""
+    return tuple(2**i for i in range(10) if 2**i <= rows // mesh.shape["data"])
+
+
+@pytest.mark.parametrize(
+    ("name", "kv_dtype"),
+    [("1", "float32"), deep("1", "int8"), deep("dp2-ep2-tp2", "int8"), deep("dp8", "float32")],
+)
+@pytest.mark.parametrize("drafted", [0, deep(3)])
+def test_some_rows(name, kv_dtype, drafted):
+    """A step of some rows, in any order, does to them what a step of all does, and nothing to the others."""
+    cfg, rng = llama4_config(), np.random.default_rng(0)
+    mesh = mesh_of(cfg, name)
+    static, weights, shards = dict(cfg=cfg, mesh=mesh), random_weights(cfg, mesh), mesh.shape["data"]
+    texts, read = rng.integers(0, cfg.V, (ROWS, 48), np.int32), np.int32([0, 2, 4, 5, 7, 8, 13, 19])
+    sampling = Sampling(
+        seed=np.arange(ROWS, dtype=np.uint32),
+        temperature=np.float32([0.9] * ROWS),
+        repetition_penalty=np.linspace(1, 5, ROWS, dtype=np.float32),
+    )
+    drafts = rng.integers(0, cfg.V, (ROWS, drafted), np.int32) if drafted else None
+
+    def select(tree, at: np.ndarray):
+        return jax.tree.map(lambda x: np.asarray(x)[at], tree)
+
+    def start():
+        chunk = PrefillChunk(rows=None, count=read, width=32)
+        return one_program(chunk, weights, assigned(texts, kv_dtype=kv_dtype, **static), **static)[1]
+
+    each, close = ROWS // shards, partial(np.testing.assert_allclose, atol=TOLERANCE)
+    for within in ([row for row in (2, 0, 3) if row < each], [each - 1]):
+        rows = np.tile(np.int32(within), shards)
+        chosen = rows + np.repeat(np.arange(shards), len(within)) * each
+        count = np.zeros(ROWS, np.int32)
+        count[chosen[len(within) > 1 :]] = 1 + drafted  # of several, the first one is idle
+        step = DecodeStep(count=count, drafts=drafts, sampling=sampling)
+        expected, after_all = one_program(step, weights, start(), **static)
+        fewer = dataclasses.replace(select(step, chosen), rows=rows)
+        found, after = one_program(fewer, weights, start(), **static)
+        busy = np.flatnonzero(count[chosen])
+        jax.tree.map(close, select(found, busy), select(expected, chosen[busy]))
+        jax.tree.map(close, after, after_all)
+
+
+REQUESTS = 24
+
+
+def every_kind(cfg) -> list[Request]:
+    """Greedy requests, drawn ones, penalized ones and some with a grammar, long and short."""
+    requests = [x for pair in zip(mixed(cfg, REQUESTS), sampled(cfg), strict=False) for x in pair]
+    penalized = Sampling(temperature=0.8, seed=4, repetition_penalty=2.0)
+    requests.insert(3, Request([9, 8, 7], 30, dataclasses.replace(penalized, repetition_penalty=3.0)))
+    return [*requests, Request([9, 8, 7], 8, penalized)]
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "speculation"),
+    [("ring", "1", None), deep("ring", "1", "lookup"), deep("ring", "1", "draft")],
+)
+def test_the_smallest_program(name, mesh, speculation, monkeypatch, compiled):
+    """Requests come and end: each is answered as alone, by the program of the fewest rows that hold all."""
+    monkeypatch.setattr(programs, "decode_rows", powers_of_two)
+    monkeypatch.setattr(programs, "WIDTHS", (64,))
+    weights, cfg, devices = subject(name, mesh)
+    how = PromptLookup(3) if speculation else None
+    if speculation == "draft":
+        how = DraftModel(Programs(weights, cfg, devices, ROWS, MAX_LEN, "float32"), 3)
+    requests = every_kind(cfg)
+    engine = Engine(Programs(weights, cfg, devices, ROWS, MAX_LEN, "float32", how), requests)
+    sizes = powers_of_two(devices, ROWS)
+    while not engine.complete:
+        engine.compile_next()
+    assert engine.decode_rows == [sizes[-1], *sizes[:-1]]
+    steps, decode = [], engine.programs.decode
+    shards = engine.programs.shards
+
+    def spied(count, sampling, rows):
+        busy = (count.reshape(shards, -1) > 0).sum(1).max()
+        steps.append((busy, count.size // shards, rows is None))
+        return decode(count, sampling, rows)
+
+    monkeypatch.setattr(engine.programs, "decode", spied)
+    compiled.clear()
+    answers, waiting = [], list(requests)
+    while waiting or engine.busy:
+        if waiting and (len(steps) % 3 == 0 or not engine.busy):
+            answers.append(engine.add(waiting.pop(0)))
+        engine.advance()
+    assert not compiled
+    assert_as_alone(answers, name)
+    assert {1, 2, 4} <= {n for _, n, _ in steps} <= set(sizes)  # drafts end answers before 8 rows are busy
+    for busy, n, is_all in steps:
+        assert n == min(size for size in sizes if size >= busy) and is_all == (n == sizes[-1])
+
+
+def test_rows_with_grammars():
+    """Each row's mask is its own, also where the rows of a step are not the first ones."""
+    requests = [Request([9, 8, 7 + i], 8 - i, grammar=Classes(3 + i, 99)) for i in range(4)]
+    engine = Engine(Programs(*subject("ring", "1"), ROWS, MAX_LEN, "float32"), requests)
+    expected = [answer.tokens for answer in ask(engine, requests)]
+    engine.compile_next()
+    engine.compile_next()
+    assert engine.decode_rows == [8, 1, 2]
+    for i in (3, 2, 0):
+        assert [answer.tokens for answer in ask(engine, [requests[i]])] == [expected[i]]
+    assert [answer.tokens for answer in ask(engine, requests[1:3])] == expected[1:3]
+
+
+@pytest.mark.parametrize(("rows", "n", "max_len"), [([0], 1, 32768), ([1, 5, 3, 4], 8, 16384)])
+@pytest.mark.parametrize("drafted", [0, deep(3)])
+def test_no_copy_of_the_cache(rows, n, max_len, drafted):
+    """A step of some rows writes the cache in place: its temporaries are small beside one row's cache."""
+    cfg = llama3_config()
+    mesh, rows = mesh_of(cfg), np.int32(rows)
+    weights, batch = shapes(cfg, mesh, n, max_len)
+    drafts = np.zeros((rows.size, drafted), np.int32) if drafted else None
+    step = DecodeStep(count=np.ones(rows.size, np.int32), drafts=drafts, rows=rows)
+    one = one_program.lower(step, weights, batch, cfg=cfg, mesh=mesh)
+    count = np.ones(rows.size, np.int32)
+    chunk = model.chunk_at(count, count, 1 + drafted, rows)
+    x = np.zeros((rows.size, 1 + drafted, cfg.D), np.float32)
+    several = few_layers.lower(x, weights.layers, batch.cache.layers, chunk, kinds=cfg.layers, mesh=mesh)
+    one_row = 4 * batch.cache.layers[0].values.size / n
+    for lowered in (one, several):
+        assert lowered.compile().memory_analysis().temp_size_in_bytes < one_row / 2
+
+
+def test_an_idle_server_compiles_the_rest(monkeypatch):
+    """What waits is done first; when nothing has come for a while, the other programs are compiled."""
+    monkeypatch.setattr(loop, "IDLE", 0.01)
+    engine = Engine(Programs(*subject("ring", "1"), 4, MAX_LEN, "float32"), [Request([1], 1)])
+    server = loop.EngineLoop(4, 4, 60, Metrics())
+    server.engine, compile_next = engine, engine.compile_next
+
+    def spied() -> None:
+        compile_next()
+        if engine.complete:
+            server.drain()
+
+    monkeypatch.setattr(engine, "compile_next", spied)
+    server.inbox.put(("wake", None))
+    assert server._next_commands() == [("wake", None)] and engine.decode_rows == [4]
+    assert server._next_commands() == [("wake", None)] and engine.decode_rows == [4, 1, 2]
+
+
+def test_answers_at_a_time(compiled):
+    """In Python the programs for a number of answers are compiled when that many come, and no others."""
+    llm = load(CHECKPOINTS / "tiny-llama3", rows=8, max_len=128, n_devices=1)
+    prompts = ["Who are you?", "What is 12 + 34?", "Add 20 and 22."]
+    options = dict(max_new_tokens=8, temperature=0)
+    whole = [llm.generate(prompt, **options).text for prompt in prompts]
+    engine = llm.engine
+    assert engine.decode_rows == [1]
+    streams = [llm.stream(prompt, **options) for prompt in prompts]
+    firsts = [next(stream) for stream in streams]
+    assert [first + "".join(stream) for first, stream in zip(firsts, streams, strict=True)] == whole
+    assert engine.decode_rows == [1, 2, 4] and llm.engine is engine
+    compiled.clear()
+    assert [answer.text for answer in llm.generate(prompts[:2], **options)] == whole[:2]
+    assert not compiled

@@ -1,0 +1,598 @@
+"""What each family's checkpoints say and hold: published config.json files, wrong fields, tensors."""
+
+import copy
+import json
+import shutil
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+import torch
+import transformers
+from conftest import mesh_of
+from safetensors.torch import load_file, save_file
+from test_families import FAMILIES, logprobs
+from test_transformers import CONFIGS, SIZES, YARN, assert_close, with_random_weights
+
+import model
+from checkpoints.checkpoint import open_checkpoint
+from checkpoints.loading import load
+from convert_checkpoint import convert
+from families.deepseek_v3 import GroupLimitedRouter
+from families.gpt2 import LearnedPositions, Plain
+from families.gpt_oss import ClampedSwiGLU, SinkHeads
+from families.latent_attention import Latent
+from families.read import yarn_growth
+from families.registry import read_config
+from feedback.errors import UserError
+from planner.models import MODELS
+from quantize import FP8, INT8, Format, PerGroup
+
+deep = partial(pytest.param, marks=pytest.mark.deep)
+
+
+DEEPSEEK_V3 = dict(
+    model_type="deepseek_v3", architectures=["DeepseekV3ForCausalLM"], attention_bias=False,
+    attention_dropout=0.0, auto_map={"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+    aux_loss_alpha=0.001, bos_token_id=0, eos_token_id=1, ep_size=1, first_k_dense_replace=3,
+    hidden_act="silu", hidden_size=64, initializer_range=0.02, intermediate_size=96, kv_lora_rank=48,
+    max_position_embeddings=163840, moe_intermediate_size=24, moe_layer_freq=1, n_group=8,
+    n_routed_experts=32, n_shared_experts=1, norm_topk_prob=True, num_attention_heads=4,
+    num_experts_per_tok=8, num_hidden_layers=4, num_key_value_heads=4, num_nextn_predict_layers=1,
+    pretraining_tp=1, q_lora_rank=40, qk_nope_head_dim=24, qk_rope_head_dim=16, rms_norm_eps=1e-6,
+    quantization_config=dict(
+        activation_scheme="dynamic", fmt="e4m3", quant_method="fp8", weight_block_size=[128, 128]
+    ),
+    rope_scaling=dict(
+        type="yarn", factor=40, original_max_position_embeddings=4096, beta_fast=32, beta_slow=1, mscale=1.0,
+        mscale_all_dim=1.0,
+    ),
+    rope_theta=10000, routed_scaling_factor=2.5, scoring_func="sigmoid", seq_aux=True,
+    tie_word_embeddings=False, topk_group=4, topk_method="noaux_tc", torch_dtype="bfloat16",
+    transformers_version="4.46.3", use_cache=True, v_head_dim=32, vocab_size=320,
+)  # fmt: skip
+# As they were published, but for sizes; what has no effect on inference is left out of some.
+PUBLISHED = {
+    "mistral": dict(
+        model_type="mistral", hidden_act="silu", hidden_size=64, intermediate_size=96, num_attention_heads=4,
+        max_position_embeddings=32768, num_hidden_layers=2, num_key_value_heads=2, rms_norm_eps=1e-5,
+        rope_theta=10000.0, sliding_window=4096, tie_word_embeddings=False, torch_dtype="bfloat16",
+        use_cache=True, vocab_size=320,
+    ),
+    "qwen2": dict(
+        model_type="qwen2", hidden_act="silu", hidden_size=64, intermediate_size=96, num_attention_heads=4,
+        max_position_embeddings=32768, max_window_layers=28, num_hidden_layers=2, num_key_value_heads=2,
+        rms_norm_eps=1e-6, rope_theta=1000000.0, sliding_window=131072, tie_word_embeddings=True,
+        use_sliding_window=False, use_mrope=False, vocab_size=320,
+    ),
+    "qwen3_moe": dict(
+        model_type="qwen3_moe", attention_bias=False, decoder_sparse_step=1, head_dim=32, hidden_act="silu",
+        hidden_size=64, intermediate_size=96, max_position_embeddings=40960, max_window_layers=48,
+        mlp_only_layers=[], moe_intermediate_size=24, norm_topk_prob=True, num_attention_heads=4,
+        num_experts=8, num_experts_per_tok=2, num_hidden_layers=2, num_key_value_heads=2,
+        output_router_logits=False, rms_norm_eps=1e-6, rope_scaling=None, rope_theta=1000000.0,
+        router_aux_loss_coef=0.001, sliding_window=None, tie_word_embeddings=False, use_sliding_window=False,
+        vocab_size=320,
+    ),
+    "gemma": dict(
+        model_type="gemma", attention_bias=False, head_dim=32, hidden_act="gelu", hidden_activation=None,
+        hidden_size=64, intermediate_size=96, max_position_embeddings=8192, num_attention_heads=4,
+        num_hidden_layers=2, num_key_value_heads=1, rms_norm_eps=1e-6, rope_scaling=None, rope_theta=10000.0,
+        vocab_size=320,
+    ),
+    # The text_config of gemma-3-4b-it says no more.
+    "gemma3_text": dict(
+        model_type="gemma3_text", hidden_size=2560, intermediate_size=10240, num_hidden_layers=34,
+        rope_scaling={"factor": 8.0, "rope_type": "linear"}, sliding_window=1024,
+    ),
+    # Everything else has a default.
+    "muse_glimmer_text": dict(
+        model_type="muse_glimmer_text", hidden_activation="silu", pad_token_id=None,
+        rope_parameters={"rope_theta": 500000.0, "rope_type": "default"},
+    ),
+    "gpt2": dict(
+        model_type="gpt2", activation_function="gelu_new", architectures=["GPT2LMHeadModel"], attn_pdrop=0.1,
+        embd_pdrop=0.1, layer_norm_epsilon=1e-5, n_ctx=1024, n_embd=64, n_head=4, n_layer=2, n_positions=1024,
+        resid_pdrop=0.1, summary_activation=None, summary_first_dropout=0.1, summary_proj_to_labels=True,
+        summary_type="cls_index", summary_use_proj=True, vocab_size=320,
+        task_specific_params={"text-generation": {"do_sample": True, "max_length": 50}},
+    ),
+    "gpt_oss": dict(
+        model_type="gpt_oss", architectures=["GptOssForCausalLM"], attention_bias=True, attention_dropout=0.0,
+        eos_token_id=200002, experts_per_token=2, head_dim=16, hidden_act="silu", hidden_size=64,
+        initial_context_length=4096, initializer_range=0.02, intermediate_size=64,
+        layer_types=["sliding_attention", "full_attention"], max_position_embeddings=131072,
+        num_attention_heads=8, num_experts_per_tok=2, num_hidden_layers=2, num_key_value_heads=2,
+        num_local_experts=4, output_router_logits=False, pad_token_id=199999,
+        quantization_config={
+            "modules_to_not_convert": [
+                "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
+            ],
+            "quant_method": "mxfp4",
+        },
+        rms_norm_eps=1e-5, rope_theta=150000, router_aux_loss_coef=0.9, sliding_window=128,
+        rope_scaling={
+            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+            "rope_type": "yarn", "truncate": False,
+        },
+        swiglu_limit=7.0, tie_word_embeddings=False, transformers_version="4.55.0.dev0", use_cache=True,
+        vocab_size=320,
+    ),
+    "glm": dict(
+        model_type="glm", attention_bias=True, head_dim=32, hidden_act="silu", hidden_size=64,
+        intermediate_size=96, max_position_embeddings=131072, num_attention_heads=4, num_hidden_layers=2,
+        num_key_value_heads=2, partial_rotary_factor=0.5, rms_norm_eps=1.5625e-7, rope_theta=10000.0,
+        tie_word_embeddings=False, vocab_size=320,
+    ),
+    "glm4_moe_lite": dict(
+        model_type="glm4_moe_lite", attention_bias=False, first_k_dense_replace=1, hidden_act="silu",
+        hidden_size=64, intermediate_size=96, kv_lora_rank=48, max_position_embeddings=202752,
+        moe_intermediate_size=24, n_group=1, n_routed_experts=8, n_shared_experts=1, norm_topk_prob=True,
+        num_attention_heads=4, num_experts_per_tok=2, num_hidden_layers=2, num_key_value_heads=4,
+        num_nextn_predict_layers=1, partial_rotary_factor=1.0, q_lora_rank=40, qk_nope_head_dim=24,
+        qk_rope_head_dim=16, rms_norm_eps=1e-5, rope_scaling=None, rope_theta=1000000,
+        routed_scaling_factor=1.8, tie_word_embeddings=False, topk_group=1, topk_method="noaux_tc",
+        v_head_dim=32, vocab_size=320,
+    ),
+    "deepseek_v3": DEEPSEEK_V3,
+    "kimi_k2": DEEPSEEK_V3 | dict(
+        model_type="kimi_k2", first_k_dense_replace=1, max_position_embeddings=131072, n_group=1,
+        n_routed_experts=12, num_attention_heads=2, num_key_value_heads=2, num_nextn_predict_layers=0,
+        rope_scaling=DEEPSEEK_V3["rope_scaling"] | dict(factor=32.0, beta_fast=1.0), rope_theta=50000.0,
+        routed_scaling_factor=2.827, topk_group=1,
+    ),
+}  # fmt: skip
+
+
+def their_config(name: str) -> transformers.PreTrainedConfig:
+    """What transformers reads. It knows Kimi K2 by the name of its architecture."""
+    known = dict(kimi_k2="deepseek_v3").get(name, name)
+    return transformers.AutoConfig.for_model(**PUBLISHED[name] | dict(model_type=known))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_config(name):
+    """The same as transformers reads from it, where the two name it alike; and what only we say."""
+    fields = PUBLISHED[name]
+    cfg = read_config(fields)
+    theirs = their_config(name)
+    assert (cfg.D, cfg.V, len(cfg.layers)) == (
+        theirs.hidden_size,
+        theirs.vocab_size,
+        theirs.num_hidden_layers,
+    )
+    assert cfg.max_positions == theirs.max_position_embeddings
+    assert cfg.tied_embeddings == (name in ("qwen2", "gemma", "gemma3_text", "gpt2"))
+    windows = dict(mistral=4096, gemma3_text=1024, muse_glimmer_text=2048, gpt_oss=128)
+    assert cfg.layers[0].mask == (model.Window(windows[name]) if name in windows else model.Full())
+    kind = cfg.layers[-1]
+    experts = isinstance(kind.feed_forward, model.Experts) and kind.feed_forward
+    found, expected = {
+        "mistral": (kind.attention, model.Heads(2, 2, 16)),
+        "qwen2": (kind.attention, model.Heads(2, 2, 16, bias=True)),
+        "qwen3_moe": (experts and experts.router, model.Router("softmax", True, "output")),
+        "gemma": ((cfg.embedding_scale, cfg.norm), (8, model.Norm(1e-6, offset=1))),
+        "gemma3_text": (
+            [kind.rope for kind in cfg.layers[4:6]],
+            [model.Rope(1e4, 256), model.Rope(1e6, 256, model.LinearScaling(8.0))],
+        ),
+        "muse_glimmer_text": (
+            [(kind.mask == model.Full(), kind.rope.theta if kind.rope else 0) for kind in cfg.layers],
+            [(False, 5e5), (False, 5e5), (False, 5e5), (True, 0)] * 13,
+        ),
+        "gpt2": (
+            (cfg.position_embedding, kind.feed_forward, kind.rope),
+            (LearnedPositions(1024), Plain(256), None),
+        ),
+        "gpt_oss": (
+            (kind.attention, kind.mask, experts and experts.activation, kind.rope),
+            (
+                SinkHeads(2, 4, 16, bias=True, output_bias=True),
+                model.Full(),
+                ClampedSwiGLU(7.0, 1.702),
+                model.Rope(
+                    150000, 16, model.YarnScaling(32, 4096, truncate=False), magnitude=yarn_growth(32)
+                ),
+            ),
+        ),
+        "glm": (kind.rope, model.Rope(10000, 16, interleaved=True)),
+        "glm4_moe_lite": (
+            (kind.attention, experts and experts.shared, cfg.layers[0].feed_forward),
+            (Latent(4, 40, 48, 24, 16, 32, model.Norm(1e-6)), model.Gated(24), model.Gated(96)),
+        ),
+        "deepseek_v3": (
+            (experts and experts.router, kind.rope, [type(x.feed_forward) for x in cfg.layers]),
+            (
+                GroupLimitedRouter("sigmoid", True, "output", bias=True, factor=2.5, groups=8, kept=4),
+                model.Rope(10000.0, 16, model.YarnScaling(40.0, 4096.0), True, 1.0),
+                [model.Gated] * 3 + [model.Experts],
+            ),
+        ),
+        "kimi_k2": (
+            (experts and experts.router, kind.rope, [type(x.feed_forward) for x in cfg.layers]),
+            (
+                model.Router("sigmoid", True, "output", bias=True, factor=2.827),
+                model.Rope(50000.0, 16, model.YarnScaling(32.0, 4096.0, fast=1.0), True, 1.0),
+                [model.Gated] + [model.Experts] * 3,
+            ),
+        ),
+    }[name]
+    assert found == expected
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_fields_that_are_left_out(name):
+    """They have the values that transformers gives them, and writes into the files that it saves."""
+    saved = json.loads(their_config(name).to_json_string())
+    assert read_config(saved) == read_config(PUBLISHED[name])
+
+
+WRONG_MUSE_GLIMMER = [
+    (dict(layer_rope_theta=[5e5, 1e4, 0]), r"= \[500000.0, 10000.0, 0\] must give each of 3"),
+    (dict(layer_rope_theta=[1e4, 1e4, 0]), r"layer_rope_theta .* 0 \(no RoPE\) or rope_theta = 500000$"),
+    (dict(layer_rope_theta=[5e5, 0]), "each of 3 layers"),
+    (dict(layer_rope_theta=[5e5, None, 0]), "layer_rope_theta"),
+    (dict(layer_rope_theta=[True, False, True]), "layer_rope_theta"),
+    (dict(layer_types=["full_attention"] * 2), "layer_types do not describe 3 layers"),
+    (dict(layer_types=["chunked_attention"] * 3), "each sliding_attention or full_attention"),
+    (dict(sliding_window=None), "'sliding_window' is missing"),
+    (dict(final_logit_softcapping=0), "final_logit_softcapping = 0 makes no sense"),
+    (dict(hidden_activation="gelu"), "hidden_activation = 'gelu' is not supported"),
+    (dict(attn_logit_softcapping=50.0), "attn_logit_softcapping = 50.0 is not supported"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), WRONG_MUSE_GLIMMER)
+def test_wrong_muse_glimmer(fields, message):
+    with pytest.raises(UserError, match=message) as raised:
+        read_config(PUBLISHED["muse_glimmer_text"] | dict(num_hidden_layers=3) | fields)
+    assert "\n" not in str(raised.value)
+
+
+def test_wrong_tensors_of_muse_glimmer(saved, tmp_path):
+    """A layer without its gate, and a tensor that neither the text model nor the vision model has."""
+    folder, _ = saved("muse-glimmer")
+    tensors = load_file(folder / "model.safetensors")
+    gate = "model.language_model.layers.1.self_attn.gate_proj.weight"
+    other = {key: x for key, x in tensors.items() if key != gate}
+    refused(folder, tmp_path / "gate", other, "layers.1.self_attn.gate_proj.weight is missing")
+    other = tensors | {"model.vision_memory.weight": torch.zeros(3)}
+    refused(folder, tmp_path / "vision", other, "vision_memory.weight has no place")
+
+
+def refused(folder, copy, tensors, message: str) -> None:
+    """A copy of the checkpoint with these tensors cannot be opened."""
+    shutil.copytree(folder, copy)
+    save_file(tensors, copy / "model.safetensors")
+    with pytest.raises(UserError, match=message):
+        open_checkpoint(str(copy))
+
+
+@pytest.mark.parametrize("hidden_size", [60, 2])
+def test_no_head_of_the_hidden_size(hidden_size):
+    """A latent's heads have widths of their own: hidden_size / num_attention_heads may be odd, or 0."""
+    cfg = read_config(PUBLISHED["glm4_moe_lite"] | dict(hidden_size=hidden_size))
+    assert cfg.D == hidden_size and cfg.layers[0].attention.R == 16
+    with pytest.raises(UserError, match="even head_dim, or part of it, not 15"):
+        read_config(PUBLISHED["glm4_moe_lite"] | dict(qk_rope_head_dim=15))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(n_group=5), "n_group = 5 does not divide 32 experts into groups of 2 or more"),
+        (dict(n_group=32), "n_group = 32 does not divide 32 experts into groups of 2 or more"),
+        (dict(topk_group=9), "topk_group = 9 of 8 groups"),
+        (dict(topk_group=1), "num_experts_per_tok = 8 of 1 groups of 4 experts"),
+        (dict(num_experts_per_tok=33, topk_group=8), "num_experts_per_tok = 33 of"),
+        (dict(scoring_func="softmax"), "scoring_func = 'softmax' is not supported"),
+        (dict(topk_method="greedy"), "topk_method = 'greedy' is not supported"),
+        (dict(moe_layer_freq=2), "moe_layer_freq = 2 is not supported"),
+        (dict(q_lora_rank=None), "q_lora_rank = null is not supported"),
+        (dict(attention_bias=True), "attention_bias = True is not supported"),
+        (dict(rope_scaling=dict(type="dynamic", factor=4.0)), "rope_type 'dynamic' is not supported"),
+        (dict(index_topk=2048), "index_topk = 2048 is not supported"),
+    ],
+)
+def test_wrong_fields_of_deepseek_v3(fields, message):
+    with pytest.raises(UserError) as error:
+        read_config(DEEPSEEK_V3 | fields)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_published_sizes():
+    """Parameters of the models that the planner knows, as their publishers count them, in 1e9."""
+    published = {
+        "openllama-3b": 3.43, "openllama-7b": 6.74, "openllama-13b": 13.02, "mistral-7b": 7.24,
+        "mixtral-8x7b": 46.7, "mixtral-8x22b": 141, "gemma-2b": 2.51, "gemma-7b": 8.54, "gemma3-1b": 1.0,
+        "gemma3-4b": 3.884, "gemma3-12b": 11.771, "gemma3-27b": 27.016, "gpt2": 0.124,
+        "gpt2-medium": 0.355, "gpt2-large": 0.774, "gpt2-xl": 1.558, "glm-4-9b": 9.4, "qwen2.5-0.5b": 0.49,
+        "qwen2.5-1.5b": 1.54, "qwen2.5-3b": 3.09, "qwen2.5-7b": 7.61, "qwen2.5-14b": 14.7,
+        "qwen2.5-32b": 32.5, "qwen2.5-72b": 72.7, "qwen3-0.6b": 0.6, "qwen3-1.7b": 1.7, "qwen3-4b": 4.0,
+        "qwen3-8b": 8.2, "qwen3-14b": 14.8, "qwen3-32b": 32.8, "qwen3-30b-a3b": 30.5,
+        "qwen3-235b-a22b": 235, "gpt-oss-20b": 20.9, "gpt-oss-120b": 116.8,
+        "deepseek-v3": 671, "deepseek-r1": 671, "kimi-k2": 1030,
+        "muse-glimmer-30b": 29.78 - 1.92,  # without the vision encoder
+    }  # fmt: skip
+    for name, billions in published.items():
+        infos = jax.tree.leaves(model.weight_infos(read_config(MODELS[name])))
+        assert sum(np.prod(info.shape) for info in infos) / 1e9 == pytest.approx(billions, rel=0.02), name
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "glm4-moe-lite"])
+def test_joined_experts(name, saved, tmp_path):
+    """The matrices of all experts as transformers 5 has them in memory, and some tools save them."""
+    folder, reference = saved(name)
+    for file in folder.iterdir():
+        if file.suffix != ".safetensors":
+            shutil.copy(file, tmp_path)
+    tensors = {key: x.contiguous() for key, x in reference.state_dict().items()}
+    assert any(key.endswith("experts.gate_up_proj") for key in tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    same_weights(folder, tmp_path)
+
+
+def test_defaults_of_gpt_oss():
+    """What config.json leaves out is what transformers adds: its defaults are those of the 120b model."""
+    theirs = json.loads(transformers.GptOssConfig().to_json_string())
+    assert {"layer_types", "rope_parameters", "swiglu_alpha"} <= theirs.keys() - MODELS["gpt-oss-120b"].keys()
+    assert read_config(theirs) == read_config(MODELS["gpt-oss-120b"])
+
+
+WRONG_GPT_OSS = {
+    "missing sink": (
+        lambda tensors, config: tensors.pop("model.layers.1.self_attn.sinks"),
+        "tensor model.layers.1.self_attn.sinks is missing",
+    ),
+    "another router": (
+        lambda tensors, config: config.update(num_local_experts=8),
+        r"mlp.router.weight has shape \(4, 48\)",
+    ),
+    "no bias of experts": (
+        lambda tensors, config: tensors.pop("model.layers.0.mlp.experts.gate_up_proj_bias"),
+        "tensor model.layers.0.mlp.experts.gate_up_proj_bias is missing",
+    ),
+    "no biases of heads": (
+        lambda tensors, config: config.update(attention_bias=False),
+        "self_attn.[kqvo]_proj.bias has no place",
+    ),
+    "layer types": (
+        lambda tensors, config: config.update(layer_types=["sliding_attention"] * 3),
+        "layer_types do not describe 4 layers, each sliding_attention or full_attention",
+    ),
+    "no limit": (lambda tensors, config: config.update(swiglu_limit=0), "swiglu_limit = 0 makes no sense"),
+    "limit": (lambda tensors, config: config.update(swiglu_limit="7"), "swiglu_limit = '7' makes no sense"),
+    "alpha": (lambda tensors, config: config.update(swiglu_alpha=-1), "swiglu_alpha = -1 makes no sense"),
+    "window": (
+        lambda tensors, config: config.update(sliding_window=-9),
+        "sliding_window = -9 makes no sense",
+    ),
+    "activation": (lambda tensors, config: config.update(hidden_act="gelu"), "hidden_act = 'gelu' is not"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_GPT_OSS)
+def test_wrong_gpt_oss(wrong, saved, tmp_path):
+    edit, message = WRONG_GPT_OSS[wrong]
+    folder = saved("gpt-oss")[0]
+    tensors = load_file(folder / "model.safetensors")
+    fields = json.loads((folder / "config.json").read_text())
+    edit(tensors, fields)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(UserError, match=message) as found:
+        open_checkpoint(tmp_path)
+    assert "\n" not in str(found.value)
+
+
+def test_expert_tensors_of_dequantized_blocks(saved, tmp_path):
+    """Rows of gate and up alternate, and the contracted dimension is the last one: the same weights.
+
+    The widths D and M are equal here, as in the published models, so that no shape tells the layouts apart.
+    """
+    config = copy.deepcopy(CONFIGS["gpt-oss"])
+    config.intermediate_size = config.hidden_size
+    reference = with_random_weights(transformers.GptOssForCausalLM(config))
+    for name in ("joined", "blocks"):
+        reference.save_pretrained(tmp_path / name)
+    tensors = load_file(tmp_path / "blocks" / "model.safetensors")
+    for name in [x for x in tensors if x.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        tensors[name + "_mxfp4"] = tensors.pop(name).transpose(1, 2).contiguous()
+    save_file(tensors, tmp_path / "blocks" / "model.safetensors")
+    same_weights(tmp_path / "joined", tmp_path / "blocks")
+
+
+def same_weights(*folders, format: Format | None = None) -> None:
+    checkpoints = [open_checkpoint(str(folder)) for folder in folders]
+    weights = [load(x, mesh_of(x.config), "float32", format) for x in checkpoints]
+    for ours, theirs in zip(*map(jax.tree.leaves, weights), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_layer_that_predicts_the_token_after_the_next(saved, tmp_path):
+    """GLM-4.7-Flash's extra layer is not used, by its number; other families have no such layer."""
+    for name in ("glm4-moe-lite", "mistral"):
+        folder, _ = saved(name)
+        other = tmp_path / name
+        shutil.copytree(folder, other)
+        tensors = load_file(other / "model.safetensors")
+        tensors[f"model.layers.{CONFIGS[name].num_hidden_layers}.eh_proj.weight"] = torch.zeros(3)
+        save_file(tensors, other / "model.safetensors")
+    same_weights(saved("glm4-moe-lite")[0], tmp_path / "glm4-moe-lite")
+    with pytest.raises(UserError, match="eh_proj.weight has no place"):
+        open_checkpoint(str(tmp_path / "mistral"))
+
+
+BLOCK = 128  # rows and columns that share a scale
+WIDE = transformers.DeepseekV3Config(
+    **SIZES | dict(hidden_size=160, num_attention_heads=2, num_key_value_heads=2), num_hidden_layers=2,
+    intermediate_size=264, moe_intermediate_size=136, n_routed_experts=4, num_experts_per_tok=2, n_group=2,
+    topk_group=1, first_k_dense_replace=1, q_lora_rank=144, kv_lora_rank=136, qk_rope_head_dim=8,
+    qk_nope_head_dim=72, v_head_dim=80, rope_parameters=YARN,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def blocks(tmp_path_factory):
+    """A folder as DeepSeek V3 was published, in FP8, and one with the floats that it stands for.
+
+    Few sizes are multiples of a block's. Both have a layer more, which predicts the token after the next.
+    """
+    folder = tmp_path_factory.mktemp("blocks")
+    torch.manual_seed(0)
+    reference = with_random_weights(transformers.DeepseekV3ForCausalLM(WIDE).eval())
+    reference.save_pretrained(folder / "floats")
+    shutil.copytree(folder / "floats", folder / "fp8")
+    floats, theirs = load_file(folder / "floats" / "model.safetensors"), {}
+    assert "model.layers.1.mlp.experts.3.down_proj.weight" in floats
+    last = {name: x for name, x in floats.items() if name.startswith("model.layers.1.")}
+    floats |= {name.replace("layers.1.", "layers.2."): x.clone() for name, x in last.items()}
+    floats["model.layers.2.eh_proj.weight"] = torch.zeros(160, 320)
+    for name, x in floats.items():
+        theirs[name] = x
+        if name.endswith("_proj.weight") or name.endswith("_with_mqa.weight"):
+            rows, columns = (torch.arange(n) // BLOCK for n in x.shape)
+            scale = 0.001 + 0.01 * torch.rand(rows[-1] + 1, columns[-1] + 1)
+            step = scale[rows][:, columns]
+            theirs[name] = (x / step).clamp(-448, 448).to(torch.float8_e4m3fn)
+            theirs[name + "_scale_inv"] = scale
+            floats[name] = theirs[name].float() * step
+    save_file(floats, folder / "floats" / "model.safetensors")
+    save_file(theirs, folder / "fp8" / "model.safetensors")
+    config = json.loads((folder / "fp8" / "config.json").read_text())
+    config["quantization_config"] = DEEPSEEK_V3["quantization_config"] | dict(scale_fmt="ue8m0")  # of V3.1
+    (folder / "fp8" / "config.json").write_text(json.dumps(config))
+    return folder / "fp8", folder / "floats"
+
+
+@pytest.mark.parametrize("format", [None, deep(INT8), PerGroup(128), deep(FP8)])
+def test_fp8_blocks_of_single_experts(format, blocks, tmp_path):
+    """Loaded and converted to each format as the floats are that they stand for."""
+    theirs, floats = blocks
+    same_weights(theirs, floats, format=format)
+    convert(str(theirs), str(tmp_path / "converted"), format=format, dtype="float32")
+    same_weights(tmp_path / "converted", floats, format=format)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("mlp.experts.2.up_proj.weight_scale_inv", "mlp.experts.2.up_proj.weight has type F8_E4M3"),
+        ("mlp.experts.2.up_proj.weight", "mlp.experts.2.up_proj.weight is missing"),
+        ("mlp.gate.e_score_correction_bias", "mlp.gate.e_score_correction_bias is missing"),
+    ],
+)
+def test_a_tensor_of_deepseek_v3_is_missing(name, message, blocks, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(blocks[0], other)
+    tensors = load_file(other / "model.safetensors")
+    tensors.pop(f"model.layers.1.{name}")
+    save_file(tensors, other / "model.safetensors")
+    with pytest.raises(UserError, match=message) as error:
+        open_checkpoint(str(other))
+    assert str(other) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_router_of_another_size(blocks, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(blocks[0], other)
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.layers.1.mlp.gate.weight"] = torch.zeros(5, 160)
+    save_file(tensors, other / "model.safetensors")
+    with pytest.raises(UserError, match=r"mlp.gate.weight has shape \(5, 160\), .* asks for \(4, 160\)"):
+        open_checkpoint(str(other))
+
+
+WRONG_GEMMA3 = [
+    (
+        dict(rope_parameters=dict(chunked_attention={"rope_theta": 1e5})),
+        "chunked_attention = {'rope_theta': 1",
+    ),
+    (dict(rope_parameters=dict(sliding_attention=1e4)), "sliding_attention = 10000.0 makes no sense"),
+    (dict(rope_parameters={"rope_theta": 1e5}), "rope_theta = 100000.0 is not supported"),
+    (dict(rope_scaling={"rope_type": "longrope"}), "rope_type 'longrope' is not supported"),
+    (dict(rope_local_base_freq="low"), "rope_local_base_freq = 'low' makes no sense"),
+    (dict(layer_types=["chunked_attention"] * 34), "layer_types do not describe 34 layers"),
+    (dict(layer_types=["full_attention"] * 33), "each sliding_attention or full_attention"),
+    (dict(sliding_window=None), "'sliding_window' is missing"),
+    (dict(attn_logit_softcapping=50.0), "attn_logit_softcapping = 50.0 is not supported"),
+    (dict(use_bidirectional_attention=True), "use_bidirectional_attention = True is not supported"),
+    (dict(hidden_activation="silu"), "hidden_activation = 'silu' is not supported"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), WRONG_GEMMA3)
+def test_wrong_gemma3(fields, message):
+    with pytest.raises(UserError, match=message) as raised:
+        read_config(PUBLISHED["gemma3_text"] | fields)
+    assert "\n" not in str(raised.value)
+
+
+NEW_ROPE = dict(full_attention={"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6})
+NEW_ROPE |= dict(sliding_attention={"rope_type": "default", "rope_theta": 2e4})
+OLD_ROPE = dict(rope_theta=1e6, rope_local_base_freq=2e4)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        dict(rope_parameters=NEW_ROPE),
+        dict(rope_parameters=dict(full_attention=NEW_ROPE["full_attention"])),
+        dict(rope_parameters=dict(sliding_attention=NEW_ROPE["sliding_attention"])),
+        OLD_ROPE | dict(rope_scaling={"rope_type": "linear", "factor": 8.0}),
+        OLD_ROPE | dict(rope_scaling=None),
+        dict(rope_scaling={"type": "linear", "factor": 4.0}),
+        {},
+    ],
+)
+def test_ropes_of_gemma3(rope):
+    """In transformers 5's form and the one before, whole and in part. The 1B model has no rope_scaling."""
+    fields = {k: v for k, v in PUBLISHED["gemma3_text"].items() if k != "rope_scaling"} | rope
+    theirs = transformers.AutoConfig.for_model(**copy.deepcopy(fields)).rope_parameters
+    layers = read_config(fields).layers
+    for kind, name in ((layers[0], "sliding_attention"), (layers[5], "full_attention")):
+        expected = theirs[name]
+        assert kind.rope.theta == expected["rope_theta"]
+        assert getattr(kind.rope.scaling, "factor", 1.0) == expected.get("factor", 1.0)
+
+
+@pytest.mark.parametrize(
+    "norm", ["input", "post_attention", "pre_feedforward", "post_feedforward", "self_attn.q_norm", "norm"]
+)
+def test_missing_norm_of_gemma3(norm, saved, tmp_path):
+    """It is called as the checkpoint calls it, though Llama has another norm of that name."""
+    folder, _ = saved("gemma3")
+    tensors = load_file(folder / "model.safetensors")
+    name = (
+        f"model.layers.1.{norm}_layernorm.weight" if "norm" not in norm else f"model.layers.1.{norm}.weight"
+    )
+    name = "model.norm.weight" if norm == "norm" else name
+    del tensors[name]
+    refused(folder, tmp_path / "copy", tensors, f"tensor {name} is missing")
+
+
+def test_language_model_of_gemma3(tmp_path):
+    """A multimodal checkpoint: its text part alone, as transformers computes it where there is no image."""
+    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    vision = dict(**sizes, image_size=16, patch_size=8)
+    text = CONFIGS["gemma3"].to_dict() | dict(final_logit_softcapping=None)  # transformers ignores it here
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    torch.manual_seed(0)
+    reference = with_random_weights(transformers.Gemma3ForConditionalGeneration(config).eval())
+    reference.save_pretrained(tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    weights = load(checkpoint, mesh_of(checkpoint.config), "float32", format=None)
+    tokens = np.random.default_rng(6).integers(0, 500, (1, 20))
+    with torch.no_grad():
+        expected = torch.log_softmax(reference(torch.tensor(tokens)).logits, -1).numpy()
+    found, largest = logprobs(weights, checkpoint.config, tokens), np.abs(expected).max(-1, keepdims=True)
+    assert_close(found, expected, largest)
+
+
+@pytest.mark.parametrize("name", [x if x in ("gpt2", "glm4-moe-lite") else deep(x) for x in FAMILIES])
+def test_converted_int8(name, saved, tmp_path):
+    """What a converted int8 folder holds is what int8 made in memory is."""
+    folder, _ = saved(name)
+    convert(str(folder), str(tmp_path / "int8"), format=INT8)
+    same_weights(folder, tmp_path / "int8", format=INT8)

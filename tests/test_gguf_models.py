@@ -1,0 +1,542 @@
+"""GGUF files of this year's families: random models of transformers, written here as llama.cpp writes them.
+
+The names of tensors and fields are those of the package gguf.
+"""
+
+import dataclasses
+import json
+
+import gguf
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import regex
+import torch
+import transformers
+from gguf import GGMLQuantizationType as Kind
+from gguf.quants import dequantize, quantize
+from test_gguf import add_tokenizer, everything, said
+from test_transformers import NO_SCALING, SIZES, assert_close, reference_logprobs, with_random_weights
+
+import model
+from checkpoints.checkpoint import open_checkpoint
+from checkpoints.gguf_architectures import ARCHITECTURES
+from checkpoints.gguf_tokenizer import write_tokenizer
+from checkpoints.loading import load
+from feedback.errors import UserError
+from quantize import FORMATS
+from serving.text import load_tokenizer
+from sharding.mesh import make_mesh
+
+LLM, Heads, Rope = gguf.Keys.LLM, gguf.Keys.Attention, gguf.Keys.Rope
+YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64)
+LOCAL = dict(rope_type="default", rope_theta=1e4)
+LINEAR = dict(rope_type="linear", rope_theta=1e6, factor=8.0)
+GEMMA3 = SIZES | dict(num_hidden_layers=7, intermediate_size=64, sliding_window=9, query_pre_attn_scalar=8)
+GPT_OSS = SIZES | dict(
+    num_hidden_layers=2, hidden_size=64, intermediate_size=64, num_local_experts=4, num_experts_per_tok=2,
+    sliding_window=9, rope_parameters=YARN | dict(truncate=False, beta_fast=16.0),
+)  # fmt: skip
+DEEPSEEK = SIZES | dict(
+    num_key_value_heads=6, num_hidden_layers=3, hidden_size=64, intermediate_size=64, first_k_dense_replace=1,
+    moe_intermediate_size=32, n_routed_experts=8, num_experts_per_tok=2, q_lora_rank=20, kv_lora_rank=24,
+    qk_rope_head_dim=8, qk_nope_head_dim=12, v_head_dim=16, routed_scaling_factor=1.5,
+)  # fmt: skip
+CONFIGS = {
+    "gemma3": transformers.Gemma3TextConfig(
+        **GEMMA3, rope_parameters=dict(sliding_attention=LOCAL, full_attention=LINEAR)
+    ),
+    "gemma3-unscaled": transformers.Gemma3TextConfig(
+        **GEMMA3, rope_parameters=dict(sliding_attention=LOCAL, full_attention=NO_SCALING),
+        final_logit_softcapping=30.0,
+    ),
+    "gpt-oss": transformers.GptOssConfig(**GPT_OSS),
+    "deepseek": transformers.DeepseekV3Config(
+        **DEEPSEEK, n_group=4, topk_group=2, rope_parameters=YARN | dict(mscale=0.7, mscale_all_dim=0.7)
+    ),
+    "kimi": transformers.DeepseekV3Config(
+        **DEEPSEEK, n_group=1, topk_group=1, norm_topk_prob=False, rope_parameters=NO_SCALING
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def random_model(name: str):
+    """Weights of norms have few digits, so that they survive an addition of 1."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    config = CONFIGS[name]
+    reference = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with_random_weights(reference)
+    with torch.no_grad():
+        for parameter_name, x in reference.named_parameters():
+            if parameter_name.endswith("norm.weight"):
+                x.copy_(torch.round(x * 1024) / 1024)
+    return reference
+
+
+def write(
+    path, reference, kind=Kind.F32, change=lambda fields: None, tensors=None, fault=lambda writer: None
+) -> None:
+    """Write a model. kind: of its experts' matrices, which become in the model what the file holds.
+
+    change: of the fields, by their names in gguf.Keys. tensors: of the model's state, where they are others
+    than usual. fault: of all that is to be written.
+    """
+    config = reference.config
+    architecture, family_fields, family_tensors = FAMILIES[config.model_type]
+    names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers + 1)
+    prefix = gguf.MODEL_ARCH_NAMES[architecture]
+    writer = gguf.GGUFWriter(path, prefix)
+    fields = {
+        LLM.BLOCK_COUNT: config.num_hidden_layers,
+        LLM.CONTEXT_LENGTH: config.max_position_embeddings,
+        LLM.EMBEDDING_LENGTH: config.hidden_size,
+        LLM.FEED_FORWARD_LENGTH: config.intermediate_size,
+        Heads.HEAD_COUNT: config.num_attention_heads,
+        Heads.HEAD_COUNT_KV: config.num_key_value_heads,
+        Heads.LAYERNORM_RMS_EPS: config.rms_norm_eps,
+        Heads.KEY_LENGTH: config.head_dim,
+        Heads.VALUE_LENGTH: config.head_dim,
+        **family_fields(config),
+    }
+    change(fields)
+    for name, value in fields.items():
+        writer.add_key_value(name.format(arch=prefix), value, gguf.GGUFValueType.get_type(value))
+    add_tokenizer(writer)
+    for name, x in (tensors or family_tensors)(reference.state_dict()):
+        theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert theirs, name
+        its_kind = kind if ".experts." in name and x.ndim == 3 else Kind.F32
+        data = quantize(x.numpy(), its_kind)
+        if its_kind != Kind.F32:
+            x.copy_(torch.from_numpy(dequantize(data, its_kind)))
+        writer.add_tensor(theirs, data, raw_dtype=its_kind)
+    fault(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def rope_fields(rope: dict) -> dict:
+    names = dict(
+        rope_theta=Rope.FREQ_BASE, factor=Rope.SCALING_FACTOR, beta_fast=Rope.SCALING_YARN_BETA_FAST,
+        original_max_position_embeddings=Rope.SCALING_ORIG_CTX_LEN,
+    )  # fmt: skip
+    kind = {} if rope["rope_type"] == "default" else {Rope.SCALING_TYPE: rope["rope_type"]}
+    return kind | {theirs: rope[name] for name, theirs in names.items() if name in rope}
+
+
+def gemma3_fields(config) -> dict:
+    cap = config.final_logit_softcapping
+    return {
+        Heads.SLIDING_WINDOW: config.sliding_window,
+        **rope_fields(config.rope_parameters["full_attention"]),
+        **({LLM.FINAL_LOGIT_SOFTCAPPING: cap} if cap else {}),
+    }
+
+
+def gemma3_tensors(state):
+    for name, x in state.items():
+        if name != "lm_head.weight":
+            yield name, x + 1 if name.endswith("norm.weight") else x
+
+
+def gpt_oss_fields(config) -> dict:
+    return {
+        Heads.SLIDING_WINDOW: config.sliding_window,
+        LLM.EXPERT_COUNT: config.num_local_experts,
+        LLM.EXPERT_USED_COUNT: config.num_experts_per_tok,
+        LLM.EXPERT_FEED_FORWARD_LENGTH: config.intermediate_size,
+        Rope.DIMENSION_COUNT: config.head_dim,
+        **rope_fields(config.rope_parameters),
+    }
+
+
+def gpt_oss_tensors(state):
+    for name, x in state.items():
+        if name.endswith("sinks"):
+            yield name + ".weight", x
+        elif name.endswith("gate_up_proj_bias"):
+            yield name.replace("gate_up_proj_bias", "gate_proj.bias"), x[:, ::2]
+            yield name.replace("gate_up_proj_bias", "up_proj.bias"), x[:, 1::2]
+        elif name.endswith("gate_up_proj"):
+            yield name.replace("gate_up_proj", "gate_proj.weight"), x[..., ::2].mT
+            yield name.replace("gate_up_proj", "up_proj.weight"), x[..., 1::2].mT
+        elif name.endswith("experts.down_proj"):
+            yield name + ".weight", x.mT
+        else:
+            yield name.replace("down_proj_bias", "down_proj.bias"), x
+
+
+def deepseek_fields(config) -> dict:
+    rope = config.rope_parameters
+    log = {Rope.SCALING_YARN_LOG_MUL: 0.1 * rope["mscale_all_dim"]} if "mscale_all_dim" in rope else {}
+    return {
+        Heads.HEAD_COUNT_KV: 1,
+        Heads.Q_LORA_RANK: config.q_lora_rank,
+        Heads.KV_LORA_RANK: config.kv_lora_rank,
+        Heads.KEY_LENGTH: config.kv_lora_rank + config.qk_rope_head_dim,
+        Heads.VALUE_LENGTH: config.kv_lora_rank,
+        Heads.KEY_LENGTH_MLA: config.qk_nope_head_dim + config.qk_rope_head_dim,
+        Heads.VALUE_LENGTH_MLA: config.v_head_dim,
+        LLM.VOCAB_SIZE: config.vocab_size,
+        LLM.LEADING_DENSE_BLOCK_COUNT: config.first_k_dense_replace,
+        LLM.EXPERT_COUNT: config.n_routed_experts,
+        LLM.EXPERT_USED_COUNT: config.num_experts_per_tok,
+        LLM.EXPERT_SHARED_COUNT: config.n_shared_experts,
+        LLM.EXPERT_FEED_FORWARD_LENGTH: config.moe_intermediate_size,
+        LLM.EXPERT_WEIGHTS_SCALE: config.routed_scaling_factor,
+        **({LLM.EXPERT_WEIGHTS_NORM: True} if config.norm_topk_prob else {}),
+        LLM.EXPERT_GATING_FUNC: int(gguf.ExpertGatingFuncType.SIGMOID),
+        LLM.EXPERT_GROUP_COUNT: config.n_group,
+        LLM.EXPERT_GROUP_USED_COUNT: config.topk_group,
+        Rope.DIMENSION_COUNT: config.qk_rope_head_dim,
+        **rope_fields(rope),
+        **log,
+    }
+
+
+def deepseek_tensors(state, joined=False):
+    """joined: keys and values in one matrix, as files from before April 2025 have them."""
+    N, U = DEEPSEEK["qk_nope_head_dim"], DEEPSEEK["v_head_dim"]
+    for name, x in state.items():
+        if name.endswith("kv_b_proj.weight") and not joined:
+            heads = x.reshape(-1, N + U, x.shape[-1])
+            yield name.replace("kv_b", "k_b"), heads[:, :N].mT
+            yield name.replace("kv_b", "v_b"), heads[:, N:]
+        elif name.endswith("gate_up_proj"):
+            for part, its_part in zip(("gate_proj", "up_proj"), x.chunk(2, 1), strict=True):
+                yield name.replace("gate_up_proj", part + ".weight"), its_part
+        elif name.endswith("experts.down_proj"):
+            yield name + ".weight", x
+        else:
+            yield name.replace("e_score_correction_bias", "e_score_correction.bias"), x
+
+
+FAMILIES = {  # GGUF's architecture, its fields and its tensors
+    "gemma3_text": (gguf.MODEL_ARCH.GEMMA3, gemma3_fields, gemma3_tensors),
+    "gpt_oss": (gguf.MODEL_ARCH.GPT_OSS, gpt_oss_fields, gpt_oss_tensors),
+    "deepseek_v3": (gguf.MODEL_ARCH.DEEPSEEK2, deepseek_fields, deepseek_tensors),
+}
+
+
+def check(path, reference, folder, whole=True):
+    """The file is the same model, weight by weight, as transformers' folder; and answers as transformers."""
+    reference.save_pretrained(folder)
+    opened, expected = open_checkpoint(str(path)), open_checkpoint(str(folder))
+    assert opened.config == expected.config
+    assert opened.sources.keys() == expected.sources.keys()
+    for name, source in opened.sources.items():
+        np.testing.assert_array_equal(everything(source), everything(expected.sources[name]), err_msg=name)
+    mesh = make_mesh(opened.config)
+    weights = load(opened, mesh, "float32", format=None)
+    tokens = np.random.default_rng(2).integers(0, opened.config.V, (1, 37))
+    (logits,) = np.asarray(model.forward(tokens, weights, cfg=opened.config, mesh=mesh))
+    logprobs, theirs = (
+        logits - np.log(np.exp(logits).sum(-1, keepdims=True)),
+        reference_logprobs(reference, tokens[0].tolist()),
+    )
+    assert_close(logprobs, theirs, np.abs(theirs).max(-1, keepdims=True))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_same_model(name, tmp_path):
+    reference = random_model(name)
+    write(tmp_path / "model.gguf", reference)
+    check(tmp_path / "model.gguf", reference, tmp_path / "folder")
+
+
+@pytest.mark.parametrize(("name", "kind"), [("gpt-oss", Kind.MXFP4), ("deepseek", Kind.Q8_0)])
+def test_quantized_experts(name, kind, tmp_path):
+    reference = random_model(name)
+    write(tmp_path / "model.gguf", reference, kind)
+    check(tmp_path / "model.gguf", reference, tmp_path / "folder")
+
+
+def test_mxfp4_stays(tmp_path):
+    """Experts that a file has in MXFP4 are the same ones in our MXFP4."""
+    write(tmp_path / "model.gguf", random_model("gpt-oss"), Kind.MXFP4)
+    sources, format = open_checkpoint(str(tmp_path / "model.gguf")).sources, FORMATS["mxfp4"]
+    for name in ("gate", "up", "down"):
+        source = sources[f"layers.0.feed_forward.{name}"]
+        info, x = dataclasses.replace(source.info, format=format), everything(source)
+        assert info.quantization == format and all(tensor.mxfp4 for tensor in source.tensors)
+        np.testing.assert_array_equal(format.decode(format.encode(jnp.asarray(x), info), info), x)
+
+
+def test_older_deepseek(tmp_path):
+    """Keys and values in one matrix, widths of heads under other names; and a newer file's layer for MTP."""
+    reference = random_model("kimi")
+    config, rope_width = reference.config, DEEPSEEK["qk_rope_head_dim"]
+
+    def older(fields):
+        del fields[Heads.KEY_LENGTH_MLA], fields[Heads.VALUE_LENGTH_MLA]
+        fields[Heads.KEY_LENGTH] = DEEPSEEK["qk_nope_head_dim"] + rope_width
+        fields[Heads.VALUE_LENGTH] = DEEPSEEK["v_head_dim"]
+        fields[Heads.HEAD_COUNT_KV] = config.num_attention_heads
+        del fields[LLM.EXPERT_GROUP_COUNT], fields[LLM.EXPERT_GROUP_USED_COUNT]
+        fields[LLM.BLOCK_COUNT] += 1
+        fields[LLM.NEXTN_PREDICT_LAYERS] = 1
+
+    def tensors(state):
+        yield from deepseek_tensors(state, joined=True)
+        for name, x in deepseek_tensors(state):
+            if name.startswith("model.layers.2."):
+                yield name.replace("layers.2.", "layers.3."), x
+
+    def joins_two_tokens(writer):
+        writer.add_tensor("blk.3.nextn.eh_proj.weight", np.zeros((64, 128), np.float32))
+
+    write(tmp_path / "model.gguf", reference, change=older, tensors=tensors, fault=joins_two_tokens)
+    check(tmp_path / "model.gguf", reference, tmp_path / "folder")
+
+
+def test_groups_of_older_files():
+    """DeepSeek V3's 256 experts are in 8 groups, of which a token keeps 4; Kimi K2's 384 are in none."""
+    said = {"attention.key_length": 192, "attention.value_length": 128, "rope.dimension_count": 64}
+    said |= {"block_count": 61, "expert_gating_func": 2}
+    for experts, groups in ((256, (8, 4)), (384, (1, 1))):
+        found = ARCHITECTURES["deepseek2", True].config(said | {"expert_count": experts})
+        assert (found["n_group"], found["topk_group"]) == groups
+    yarn = {"rope.scaling.type": "yarn", "rope.scaling.factor": 32.0, "expert_count": 384}
+    with pytest.raises(UserError, match="yarn_beta_fast of the architecture is missing"):
+        ARCHITECTURES["deepseek2", True].config(said | yarn)
+    found = ARCHITECTURES["deepseek2", True].config(said | yarn | {"rope.scaling.yarn_beta_fast": 1.0})
+    assert found["rope_scaling"] == {"rope_type": "yarn", "factor": 32.0, "beta_fast": 1.0}
+
+
+def test_gpt_oss_without_yarn(tmp_path):
+    """YaRN's limits are only there with YaRN, which the family would take for granted."""
+
+    def unscaled(fields):
+        fields[Rope.SCALING_TYPE] = "none"
+
+    write(tmp_path / "model.gguf", random_model("gpt-oss"), change=unscaled)
+    assert open_checkpoint(str(tmp_path / "model.gguf")).config.layers[0].rope == model.Rope(1e4, 8)
+
+
+def test_gemma3_without_windows(tmp_path):
+    reference = random_model("gemma3")
+    changed = transformers.Gemma3TextConfig(
+        **reference.config.to_dict() | dict(layer_types=["full_attention"] * 7)
+    )
+    theirs = transformers.AutoModelForCausalLM.from_config(changed, attn_implementation="eager").eval()
+    theirs.load_state_dict(reference.state_dict())
+    write(tmp_path / "model.gguf", theirs, change=lambda fields: fields.pop(Heads.SLIDING_WINDOW))
+    check(tmp_path / "model.gguf", theirs, tmp_path / "folder")
+
+
+def test_gemma3_fields(tmp_path):
+    """What newer files say themselves; and the 27B model's scale, of its 62 layers and 5376 / 32 columns."""
+
+    def newer(fields):
+        fields[Heads.SLIDING_WINDOW_PATTERN] = 3
+        fields[Rope.FREQ_BASE_SWA] = 2e4
+
+    write(tmp_path / "model.gguf", random_model("gemma3"), change=newer)
+    layers = open_checkpoint(str(tmp_path / "model.gguf")).config.layers
+    assert [x.mask.window for x in layers] == [9, 9, None, 9, 9, None, 9]
+    assert (layers[0].rope.theta, layers[2].rope.theta) == (2e4, 1e6)
+    said = {"embedding_length": 5376, "attention.head_count": 32, "attention.key_length": 128}
+    for depth, scalar in ((62, 168), (48, 128)):
+        found = ARCHITECTURES["gemma3", False].config(said | {"block_count": depth})
+        assert found["query_pre_attn_scalar"] == scalar
+
+
+def without(name):
+    return lambda fields: fields.pop(name)
+
+
+def with_(name, value):
+    return lambda fields: fields.update({name: value})
+
+
+WRONG = [
+    ("gemma3", without(Heads.KEY_LENGTH), "attention.key_length of the architecture is missing"),
+    (
+        "gemma3",
+        with_(Heads.SLIDING_WINDOW_PATTERN, "often"),
+        "sliding_window_pattern = 'often' makes no sense",
+    ),
+    ("gemma3", with_(Rope.SCALING_TYPE, "longrope"), "rope_type 'longrope' is not supported"),
+    ("gemma3", with_(LLM.ATTN_LOGIT_SOFTCAPPING, 50.0), "gemma3.attn_logit_softcapping = 50.0 is not"),
+    ("gpt-oss", without(LLM.EXPERT_COUNT), "general.architecture = 'gpt-oss' is not supported"),
+    ("gpt-oss", with_(Rope.DIMENSION_COUNT, 4), "rope.dimension_count differ"),
+    ("deepseek", with_(LLM.EXPERT_GATING_FUNC, 1), "expert_gating_func = 1 is not supported, only 2"),
+    ("deepseek", without(Rope.DIMENSION_COUNT), "rope.dimension_count of the architecture is missing"),
+    ("deepseek", without(Heads.Q_LORA_RANK), "q_lora_rank"),
+    ("deepseek", with_(Heads.KEY_LENGTH_MLA, "wide"), "key_length_mla of the architecture = 'wide' makes no"),
+    ("deepseek", with_(LLM.BLOCK_COUNT, 2), "tensor blk.2.attn_q_a.weight has no place"),
+    ("deepseek", with_(LLM.BLOCK_COUNT, 4), "model.layers.3."),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "message"), WRONG)
+def test_refused(name, change, message, tmp_path):
+    path = tmp_path / "model.gguf"
+    write(path, random_model(name), change=change)
+    with pytest.raises(UserError) as error:
+        open_checkpoint(str(path))
+    assert message in str(error.value) and str(error.value).startswith(str(path))
+    assert "\n" not in str(error.value)
+
+
+# ---------------------------------------------------------------------------------------------- tokenizers
+
+LETTERS = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}%s]*"
+    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}%s]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+)
+LETTERS += "|" + LETTERS.replace("]*[", "]+[").replace("]+(", "]*(")
+ENDS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+# As tiktoken and the models' tokenizer.json files have them, in the syntax of the package regex.
+SPLITS = {
+    "deepseek-v3": [
+        r"\p{N}{1,3}",
+        r"[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+        r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+        rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{ENDS}",
+    ],
+    "kimi-k2": [
+        r"[\p{Han}]+|"
+        + LETTERS.replace("%s", r"&&[^\p{Han}]")
+        + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+        + ENDS
+    ],
+    "gpt-4o": [LETTERS.replace("%s", "") + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + ENDS],
+    "smollm": [
+        r"\p{N}",
+        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    ],
+}
+WHOLE = ("kimi-k2", "gpt-4o")
+SPECIAL = {"<｜begin▁of▁sentence｜>": 3, "<｜User｜>": 3, "<|im_end|>": 3, "<think>": 4}
+TEXT = """I've 12345 apples, IT'S 3.14!! 世界abc漢字 こんにちはテスト DON'T stop/
+<｜User｜>don't  <think>x_y</think> #tag\t½ Ünïcode naïve\r\n\r\n
+  end <|im_end|>  The 2024年 camelCase HTTPServer"""
+WORDS = TEXT + " and an apple, the end, the tests of the text; stop the server; 世界 世界 123 123 345"
+
+
+def byte_letters() -> dict[int, str]:
+    """GPT-2's printable letter of each byte."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [i for i in range(256) if i not in printable]
+    return {i: chr(i) for i in printable} | {i: chr(256 + n) for n, i in enumerate(others)}
+
+
+def vocabulary() -> tuple[list[str], list[tuple[str, str]]]:
+    """Tokens and merges, learned of words that no regular expression has split; one token has no merge."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    letters = list(byte_letters().values())
+    trainer = trainers.BpeTrainer(vocab_size=420, initial_alphabet=letters, show_progress=False)
+    tokenizer.train_from_iterator([WORDS[i : i + 40] for i in range(0, len(WORDS), 7)], trainer)
+    described = json.loads(tokenizer.to_str())["model"]
+    return [*described["vocab"], "Ġcamel", *SPECIAL], [tuple(x) for x in described["merges"]]
+
+
+def encoded(text: str, tokens: list[str], merges: list[tuple[str, str]], splits: list[str], whole: bool):
+    """Byte-level BPE, in the plainest way."""
+    ids = {token: i for i, token in enumerate(tokens)}
+    ranks, letters, found = {pair: i for i, pair in enumerate(merges)}, byte_letters(), []
+    for piece in regex.split("(" + "|".join(map(regex.escape, SPECIAL)) + ")", text):
+        if piece in SPECIAL:
+            found.append(ids[piece])
+            continue
+        words = [piece]
+        for split in splits:
+            between = [regex.split(f"(?V1)({split})", word) for word in words]
+            words = [x for xs in between for x in xs if x]
+        for word in words:
+            parts = [letters[byte] for byte in word.encode()]
+            if whole and "".join(parts) in ids:
+                parts = ["".join(parts)]
+            while pairs := [pair for pair in zip(parts, parts[1:], strict=False) if pair in ranks]:
+                best, merged = min(pairs, key=ranks.get), []
+                while parts:
+                    n = 2 if tuple(parts[:2]) == best else 1
+                    merged.append("".join(parts[:n]))
+                    parts = parts[n:]
+                parts = merged
+            found += [ids[x] for x in parts]
+    return found
+
+
+@pytest.mark.parametrize("pre", SPLITS)
+def test_pre_tokenizer(pre, tmp_path):
+    """Of words, numbers, Chinese and special tokens, which are what the model's template is made of."""
+    tokens, merges = vocabulary()
+    types = [SPECIAL.get(token, 1) for token in tokens]
+    fields = {
+        "general.architecture": "deepseek2", "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.merges": [" ".join(x) for x in merges], "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.ggml.eos_token_id": tokens.index("<|im_end|>"),
+    }  # fmt: skip
+    if pre == "gpt-4o":  # transformers makes this one, and skips special tokens of other letters
+        tokens[tokens.index("<｜User｜>")] = "<|user|>"
+    write_tokenizer(fields, tmp_path)
+    ours, text = load_tokenizer(tmp_path), TEXT.replace("<｜User｜>", "") if pre == "gpt-4o" else TEXT
+    assert ours(text).input_ids == encoded(text, tokens, merges, SPLITS[pre], pre in WHOLE)
+    assert ours.decode(ours(text).input_ids) == text
+    assert ours.eos_token == "<|im_end|>"
+
+
+def test_gemma_tokenizer(tmp_path):
+    """Gemma's vocabulary has no merges in a file: they follow from its order. Runs of spaces are tokens."""
+    special, pieces = (
+        ["<pad>", "<eos>", "<bos>", "<unk>"],
+        ["ab", "▁ab", "bc", "▁▁", "▁c", "▁", "a", "b", "c"],
+    )
+    merges = [("a", "b"), ("▁", "ab"), ("b", "c"), ("▁", "▁"), ("▁", "c")]
+    tokens = [*special, *(f"<0x{i:02X}>" for i in range(256)), *pieces]
+    expected = transformers.GemmaTokenizer(vocab={x: i for i, x in enumerate(tokens)}, merges=merges)
+    fields = {
+        "general.architecture": "gemma3", "tokenizer.ggml.model": "llama", "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.tokens": [x.replace("▁▁", "  ") for x in tokens],
+        "tokenizer.ggml.scores": [-float(i) for i in range(len(tokens))],
+        "tokenizer.ggml.token_type": [*[3] * 4, *[6] * 256, *[1] * len(pieces)],
+        "tokenizer.ggml.bos_token_id": 2, "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.add_space_prefix": False,
+    }  # fmt: skip
+    write_tokenizer(fields, tmp_path)
+    ours = load_tokenizer(tmp_path)
+    for text in ("ab  abc c", "  ab", "abcab ab", "ä\na<eos>b"):
+        ids = ours(text).input_ids
+        assert ids[0] == 2 and ids[1:] == expected(text, add_special_tokens=False).input_ids
+        assert ours.decode(ids[1:]) == text
+
+
+def test_unknown_pre_tokenizer(tmp_path):
+    """It would be taken for GPT-2's, and the model would see other tokens than it was trained on."""
+    path = tmp_path / "model.gguf"
+    write(path, random_model("gemma3"), fault=said("tokenizer.ggml.pre", "poro-chat"))
+    with pytest.raises(
+        UserError, match=r"model.gguf: tokenizer.ggml.pre = 'poro-chat' is not known, so the token"
+    ):
+        open_checkpoint(str(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "ends"), [("gemma3", ["<end_of_turn>"]), ("gpt-oss", ["<|return|>", "<|call|>"])]
+)
+def test_ends(name, ends, tmp_path):
+    """Files that name one end token of several: an answer ends with each of them."""
+    path = tmp_path / "model.gguf"
+
+    def named(writer):
+        tokens = writer.kv_data[0]["tokenizer.ggml.tokens"].value
+        tokens[7 : 7 + len(ends)] = ends
+
+    write(path, random_model(name), fault=named)
+    folder = open_checkpoint(str(path)).folder
+    ids = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
+    assert ids == [6, *range(7, 7 + len(ends))]

@@ -1,0 +1,343 @@
+"""OpenAI's Responses API: the client's own parser reads it, and it answers as the chat API does."""
+
+import json
+import typing
+
+import openai
+import openai.types.responses
+import pydantic
+import pytest
+from conftest import CHECKPOINTS
+from test_server import GREETING, idle, post, started, until
+
+from server.responses_input import chat_fields
+
+QUESTION = GREETING[0]["content"]
+ASKED = dict(model="tiny-llama3", input=QUESTION, temperature=0)
+EVENT = pydantic.TypeAdapter(openai.types.responses.ResponseStreamEvent)
+
+
+@pytest.fixture(scope="module")
+def server():
+    found = started("--checkpoint", str(CHECKPOINTS / "tiny-llama3"), "--max-len", "512")
+    yield found
+    found.end()
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def without_ids(output: list) -> list[dict]:
+    return [item.model_dump(exclude={"id", "call_id"}) for item in output]
+
+
+def checked_events(client, **asked) -> list:
+    """The events of a stream, numbered from 0, each of which OpenAI's own types accept as it was sent."""
+    events = list(client.responses.create(**ASKED | asked, stream=True))
+    for i, event in enumerate(events):
+        assert event.sequence_number == i
+        EVENT.validate_python(event.model_dump(by_alias=True, exclude_unset=True))
+    return events
+
+
+def test_text(server, client):
+    """The same text and usage as by the chat API, with which its requests share the prefixes."""
+    chat = client.chat.completions.create(model="tiny-llama3", messages=GREETING, temperature=0)
+    found = client.responses.create(**ASKED)
+    assert found.output_text == chat.choices[0].message.content and len(found.output_text) > 10
+    assert found.status == "completed" and found.error is None and found.incomplete_details is None
+    (message,) = found.output
+    assert message.type == "message" and message.status == "completed" and message.role == "assistant"
+    usage = found.usage
+    assert (usage.input_tokens, usage.output_tokens) == (
+        chat.usage.prompt_tokens,
+        chat.usage.completion_tokens,
+    )
+    assert usage.total_tokens == usage.input_tokens + usage.output_tokens
+    assert usage.output_tokens_details.reasoning_tokens == 0
+    openai.types.responses.Response.model_validate(found.model_dump(by_alias=True))
+    assert found.model == "tiny-llama3" and found.temperature == 0 and found.store is False
+    again = client.responses.create(**ASKED)
+    assert {found.id, message.id}.isdisjoint({again.id, again.output[0].id})
+    long = [client.responses.create(**ASKED | dict(input=f"{QUESTION} now, {QUESTION}")).usage for _ in "12"]
+    assert long[1].input_tokens_details.cached_tokens == long[1].input_tokens - 1 > 20
+
+
+def test_stream(server, client):
+    """The events that the client's accumulator expects, in order; together they are the whole response."""
+    whole = client.responses.create(**ASKED)
+    events = checked_events(client)
+    kinds = [event.type for event in events]
+    deltas = kinds.count("response.output_text.delta")
+    assert deltas > 5 and kinds == [
+        "response.created", "response.in_progress", "response.output_item.added",
+        "response.content_part.added", *["response.output_text.delta"] * deltas, "response.output_text.done",
+        "response.content_part.done", "response.output_item.done", "response.completed",
+    ]  # fmt: skip
+    first, last = events[0].response, events[-1].response
+    assert first.status == "in_progress" and not first.output and first.usage is None
+    assert "".join(x.delta for x in events if x.type == "response.output_text.delta") == whole.output_text
+    assert without_ids(last.output) == without_ids(whole.output) and last.id == first.id
+    assert last.usage == whole.usage
+    with client.responses.stream(**ASKED) as stream:
+        assert stream.get_final_response().output_text == whole.output_text
+
+
+def test_cut_by_the_limit(client):
+    """Also without any text: the first token ends an answer that is a stop text."""
+    found = client.responses.create(**ASKED, max_output_tokens=3)
+    assert found.status == "incomplete" and found.incomplete_details.reason == "max_output_tokens"
+    assert found.output[0].status == "incomplete" and found.usage.output_tokens == 3
+    assert found.max_output_tokens == 3
+    events = checked_events(client, max_output_tokens=3)
+    assert events[-1].type == "response.incomplete"
+    assert without_ids(events[-1].response.output) == without_ids(found.output)
+    stop = client.responses.create(**ASKED).output_text[:2]
+    empty = client.responses.create(**ASKED, extra_body=dict(stop=stop))
+    assert empty.status == "completed" and empty.output_text == "" and len(empty.output) == 1
+
+
+class Sum(pydantic.BaseModel):
+    a: typing.Literal[1, 2, 3]
+    kind: typing.Literal["sum", "difference"]
+
+
+def test_structured_output(client):
+    """text.format: a schema, in the client's two ways; a JSON object."""
+    found = client.responses.parse(**ASKED, text_format=Sum)
+    assert isinstance(found.output_parsed, Sum)
+    with client.responses.stream(**ASKED, text_format=Sum) as stream:
+        assert stream.get_final_response().output_parsed == found.output_parsed
+    schema = dict(type="json_schema", name="x", schema=dict(const="a b"), strict=True, description=None)
+    assert client.responses.create(**ASKED, text=dict(format=schema)).output_text == '"a b"'
+    assert found.text.format.schema_ == pydantic.TypeAdapter(Sum).json_schema() | dict(
+        additionalProperties=False
+    )
+
+
+TOOL = dict(type="function", name="add", description="Add two digits.", strict=True, parameters=dict(
+    type="object", properties=dict(a=dict(enum=[1, 2, 3]), b=dict(enum=[4, 5])), required=["a", "b"],
+    additionalProperties=False,
+))  # fmt: skip
+
+
+@pytest.mark.parametrize("choice", ["required", dict(type="function", name="add")], ids=["required", "named"])
+def test_function_call(client, choice):
+    """Whole and streamed; the call and its result go back as they are, as in the chat API."""
+    asked = dict(tools=[TOOL], tool_choice=choice, parallel_tool_calls=False)
+    whole = client.responses.create(**ASKED, **asked)
+    (call,) = whole.output
+    assert (call.type, call.name, call.status, whole.status) == ("function_call", "add", *["completed"] * 2)
+    arguments = json.loads(call.arguments)
+    assert arguments["a"] in (1, 2, 3) and arguments["b"] in (4, 5) and len(arguments) == 2
+    events = checked_events(client, **asked)
+    kinds = [event.type for event in events]
+    deltas = kinds.count("response.function_call_arguments.delta")
+    assert kinds == [
+        "response.created", "response.in_progress", "response.output_item.added",
+        *["response.function_call_arguments.delta"] * deltas, "response.function_call_arguments.done",
+        "response.output_item.done", "response.completed",
+    ]  # fmt: skip
+    streamed = [x.delta for x in events if x.type == "response.function_call_arguments.delta"]
+    assert "".join(streamed) == call.arguments == events[-3].arguments and deltas > 1
+    assert without_ids(events[-1].response.output) == without_ids(whole.output)
+    with client.responses.stream(**ASKED, **asked) as stream:
+        assert stream.get_final_response().output[0].arguments == call.arguments
+    items = [dict(role="user", content=QUESTION), call.model_dump(exclude_unset=True)]
+    items.append(dict(type="function_call_output", call_id=call.call_id, output="7"))
+    answer = client.responses.create(**ASKED | dict(input=items, max_output_tokens=5), tools=[TOOL])
+    function = dict(name="add", arguments=call.arguments)
+    calls = [dict(id=call.call_id, type="function", function=function)]
+    turns = [*GREETING, dict(role="assistant", tool_calls=calls)]
+    turns.append(dict(role="tool", tool_call_id=call.call_id, content="7"))
+    nested = dict(type="function", function={name: x for name, x in TOOL.items() if name != "type"})
+    chat = client.chat.completions.create(
+        model="", messages=turns, tools=[nested], temperature=0, max_tokens=5
+    )
+    assert answer.usage.input_tokens == chat.usage.prompt_tokens
+    cut = client.responses.create(**ASKED, **asked, max_output_tokens=4)
+    assert cut.status == "incomplete" and all(item.status == "incomplete" for item in cut.output)
+
+
+def test_log_probabilities(client):
+    """As those of the chat API, whole and streamed."""
+    chat = client.chat.completions.create(
+        model="tiny-llama3", messages=GREETING, temperature=0, logprobs=True, top_logprobs=2
+    )
+    expected = [x.model_dump() for x in chat.choices[0].logprobs.content]
+    asked = dict(include=["message.output_text.logprobs"], top_logprobs=2)
+    (part,) = client.responses.create(**ASKED, **asked).output[0].content
+    events = checked_events(client, **asked)
+    streamed = [x for event in events if event.type == "response.output_text.delta" for x in event.logprobs]
+    for found in (part.logprobs, streamed):
+        assert [x.token for x in found] == [x["token"] for x in expected][: len(found)]
+        assert [x.logprob for x in found] == pytest.approx(
+            [x["logprob"] for x in expected][: len(found)], abs=1e-4
+        )
+        assert all(len(x.top_logprobs) == 2 for x in found)
+    assert (
+        len(expected) - 1 <= len(part.logprobs) == len(streamed)
+    )  # the last token ends the answer, without text
+    (plain,) = client.responses.create(**ASKED).output[0].content
+    assert plain.logprobs == []
+
+
+def test_failure(server, client, monkeypatch):
+    """A stream that fails ends with response.failed; a whole response is an HTTP error."""
+    monkeypatch.setattr(server.loop, "seconds", 0.05)
+    asked = dict(input="a", max_output_tokens=100, extra_body=dict(ignore_eos=True))
+    monkeypatch.setattr(server.loop, "pace", 1)
+    *_, last = checked_events(client, **asked)
+    assert last.type == "response.failed" and last.response.status == "failed"
+    assert last.response.error.code == "server_error" and "longer" in last.response.error.message
+    with pytest.raises(openai.InternalServerError, match="longer"):
+        client.responses.create(**ASKED | asked)
+    until(lambda: idle(server))
+
+
+def test_what_clients_send(server, client):
+    """Fields that change nothing here are accepted; a conversation goes back as it came."""
+    first = client.responses.create(
+        **ASKED, instructions="", store=True, metadata={"a": "b"}, truncation="disabled", user="u",
+        include=["reasoning.encrypted_content"], parallel_tool_calls=True, tool_choice="auto", tools=[],
+        reasoning=dict(summary="auto"), service_tier="auto", prompt_cache_key="k", safety_identifier="s",
+        stream=False, background=False, max_tool_calls=None, text=dict(format=dict(type="text")),
+    )  # fmt: skip
+    assert first.store is False and first.metadata == {"a": "b"} and first.output_text
+    items = [dict(role="user", content=[dict(type="input_text", text=QUESTION)])]
+    items += [item.model_dump(exclude_unset=True) for item in first.output]
+    items += [dict(type="message", role="user", content="And what is 3 + 4?")]
+    turns = [
+        *GREETING,
+        dict(role="assistant", content=first.output_text),
+        dict(role="user", content=items[-1]["content"]),
+    ]
+    asked = dict(model="tiny-llama3", temperature=0, max_tokens=20)
+    chat = client.chat.completions.create(messages=turns, **asked)
+    again = client.responses.create(**ASKED | dict(input=items, max_output_tokens=20))
+    assert again.usage.input_tokens == chat.usage.prompt_tokens
+    assert again.output_text == chat.choices[0].message.content
+    told = client.responses.create(**ASKED | dict(input=items), instructions="Be kind.")
+    system = [dict(role="system", content="Be kind."), *turns]
+    assert (
+        told.usage.input_tokens
+        == client.chat.completions.create(messages=system, **asked).usage.prompt_tokens
+    )
+
+
+def call(number: int, name: str = "f") -> dict:
+    return dict(id=f"c{number}", type="function", function=dict(name=name, arguments="{}"))
+
+
+def call_item(number: int, name: str = "f") -> dict:
+    return dict(
+        type="function_call", call_id=f"c{number}", name=name, arguments="{}", id="fc", status="completed"
+    )
+
+
+def part(text: str, kind: str = "input_text") -> dict:
+    return dict(type=kind, text=text)
+
+
+def assistant(**fields) -> dict:
+    return dict(role="assistant", **fields)
+
+
+USER, RESULT = dict(role="user", content="a"), dict(type="function_call_output", call_id="c1", output="3")
+TOLD = dict(role="tool", tool_call_id="c1", content="3")
+THOUGHT = dict(type="reasoning", id="rs", summary=[], encrypted_content=None,
+               content=[part("hm", "reasoning_text")])  # fmt: skip
+SAID = dict(type="message", id="msg", role="assistant", status="completed",
+            content=[part("b", "output_text") | dict(annotations=[], logprobs=[])])  # fmt: skip
+INPUTS = {
+    "text": ("a", [USER]),
+    "parts": ([dict(role="user", content=[part("a"), part("b")])], [dict(role="user", content="ab")]),
+    "one-message": (
+        [USER, THOUGHT, SAID, call_item(1), call_item(2), RESULT],
+        [USER, assistant(reasoning_content="hm", content="b", tool_calls=[call(1), call(2)]), TOLD],
+    ),
+    "call": (
+        [USER, call_item(1), RESULT, SAID],
+        [USER, assistant(tool_calls=[call(1)]), TOLD, assistant(content="b")],
+    ),
+    "several-messages": (
+        [USER, SAID, SAID, THOUGHT, call_item(1)],
+        [USER, assistant(content="b"), assistant(content="b"),
+         assistant(reasoning_content="hm", tool_calls=[call(1)])],
+    ),
+    "parts-of-output": (
+        [USER, call_item(1), RESULT | dict(output=[part("3")])],
+        [USER, assistant(tool_calls=[call(1)]), TOLD],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_input(name):
+    """Items that follow one another in an answer are one message of the assistant."""
+    value, expected = INPUTS[name]
+    assert chat_fields(dict(input=value))["messages"] == expected
+    before = [dict(role="developer", content="d"), USER]
+    told = chat_fields(dict(input=before, instructions="i"))["messages"]
+    assert told == [dict(role="system", content="i\n\nd"), USER]
+
+
+def test_tools_are_nested():
+    tool = dict(type="function", name="f", description=None, parameters={"type": "object"}, strict=True)
+    inner = dict(name="f", parameters={"type": "object"}, strict=True)
+    found = chat_fields(dict(input="a", tools=[tool], tool_choice=dict(type="function", name="f")))
+    assert found["tools"] == [dict(type="function", function=inner)]
+    assert found["tool_choice"] == dict(type="function", function=dict(name="f"))
+    assert chat_fields(dict(input="a", tools=[tool]))["tool_choice"] == "auto"
+    assert not {"tools", "tool_choice"} & chat_fields(dict(input="a", tools=[])).keys()
+    assert chat_fields(dict(input="a", reasoning=dict(effort="low")))["reasoning_effort"] == "low"
+
+
+IMAGE = dict(role="user", content=[dict(type="input_image", image_url="x")])
+REFUSED = [
+    (dict(previous_response_id="r"), "'previous_response_id' is not supported: the server stores nothing"),
+    (dict(conversation="c"), "'conversation' is not supported"),
+    (dict(background=True), "'background' is not supported"),
+    (dict(unknown=1), "'unknown' is not supported"),
+    (dict(n=2), "'n' is not supported"),
+    (dict(tools=[dict(type="web_search")]), "'tools[0]': a tool of the type 'web_search' is not supported"),
+    (dict(tools=[dict(type="function", name="f", defer_loading=True)]), "'tools[0].defer_loading'"),
+    (dict(tools={}), "'tools' must be"),
+    (dict(tool_choice=dict(type="web_search")), "'tool_choice' must be"),
+    (dict(include=["x"]), "'include': 'x' is not known"),
+    (dict(include="x"), "'include' must be"),
+    (dict(text=dict(verbosity="low")), "'text.verbosity'"),
+    (dict(text=dict(format=dict(type="xml"))), "'text.format': its type must be"),
+    (dict(text=3), "'text' must be an object"),
+    (dict(reasoning=dict(context="all")), "'reasoning.context' is not supported"),
+    (dict(max_output_tokens=0), "'max_output_tokens' must be"),
+    (dict(temperature=-1), "'temperature' -1 is not"),
+    (dict(instructions=3), "'instructions' must be a text"),
+    (dict(input=None), "'input' must be a text"),
+    (dict(input=[]), "'input' must be a text"),
+    (dict(input=[3]), "'input[0]' must be an object"),
+    (dict(input=[dict(type="item_reference", id="x")]), "'item_reference' is not supported: the server"),
+    (dict(input=[dict(type=[])]), "'input[0]': the type [] is not supported"),
+    (dict(input=[USER, IMAGE]), "input[1]: content of type 'input_image'"),
+    (dict(input=[dict(role="nobody", content="a")]), "input[0]: the role must be"),
+    (dict(input=[dict(type="function_call", name="f")]), "'input[0]': call_id must be a text"),
+    (dict(input=[dict(type="function_call_output", output="f")]), "'input[0]': call_id must be a text"),
+    (dict(input=[dict(type="reasoning", content=[3])]), "'input[0]': content must be a list of texts"),
+    (dict(model="other"), "'other' is not served here"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), REFUSED, ids=[x[1] for x in REFUSED])
+def test_refused(server, fields, message):
+    """One line, in the terms of this API."""
+    status, reply = post(server, "/v1/responses", dict(input="a") | fields)
+    assert status == (404 if "model" in fields else 400)
+    assert message in reply["error"]["message"] and "\n" not in reply["error"]["message"]
+
+
+def test_nothing_is_stored(client):
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve("resp_1")

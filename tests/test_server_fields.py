@@ -1,0 +1,305 @@
+"""The fields of requests: what clients send is answered, and what cannot be done is refused by its name."""
+
+import json
+import re
+from types import SimpleNamespace
+
+import openai
+import pytest
+from conftest import CHECKPOINTS
+from test_server import GREETING, complete, post, started
+
+from server.api_requests import RequestFields
+from server.inert_fields import ANY, INERT_CHAT_FIELDS, INERT_FIELDS
+from sharding.sampling import Sampling
+
+ASK = dict(messages=GREETING, temperature=0, max_tokens=16)
+TEXT = dict(prompt="What is 3 + 4?", temperature=0, max_tokens=8)
+CHAT_PATH, TEXT_PATH = "/v1/chat/completions", "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def server():
+    found = started("--checkpoint", str(CHECKPOINTS / "tiny-llama3"), "--max-len", "512")
+    yield found
+    found.end()
+
+
+def chat(server, **fields) -> dict:
+    """The choice of a response."""
+    status, reply = post(server, CHAT_PATH, ASK | fields)
+    assert status == 200, reply
+    return reply["choices"][0] | dict(usage=reply["usage"])
+
+
+def text_of(choice: dict) -> str:
+    return choice["message"]["content"]
+
+
+def values_of(values) -> list:
+    return [None, 0, "", "x", [], {"a": None}] if values is ANY else list(values)
+
+
+@pytest.mark.parametrize("path", [CHAT_PATH, TEXT_PATH])
+def test_inert_fields_change_nothing(server, path):
+    """The same greedy answer with all of them."""
+    body = ASK if path == CHAT_PATH else TEXT
+    inert = INERT_FIELDS | (INERT_CHAT_FIELDS if path == CHAT_PATH else {})
+    plain = post(server, path, body)[1]["choices"]
+    for i in range(6):
+        fields = {name: values_of(x)[i % len(values_of(x))] for name, x in inert.items()}
+        status, reply = post(server, path, body | fields)
+        assert status == 200 and reply["choices"] == plain, reply
+
+
+INERT = {  # values of supported fields that ask for what is done anyway
+    "top_k": -1, "min_p": 0, "top_p": 1, "n": 1, "best_of": 1, "logit_bias": {}, "logprobs": False,
+    "top_logprobs": 0, "stop": [], "stop_token_ids": [], "chat_template_kwargs": {}, "response_format": {},
+    "add_generation_prompt": True, "continue_final_message": False, "reasoning_effort": "low",
+    "max_completion_tokens": 16, "stream": False, "stream_options": {"include_usage": True},
+    "presence_penalty": 0.0, "guided_json": None, "structured_outputs": None,
+}  # fmt: skip
+
+
+def test_values_of_supported_fields_that_change_nothing(server):
+    plain = text_of(chat(server))
+    assert text_of(chat(server, **INERT)) == plain
+    for name, value in INERT.items():
+        assert text_of(chat(server, **{name: value})) == plain, name
+
+
+def test_top_k_of_all_tokens():
+    """-1 lifts the server's own top_k and asks for no samples; any other value asks for them."""
+    served = SimpleNamespace(sampling=Sampling(temperature=0.0, top_k=5), vocabulary=512)
+    for top_k, expected in {-1: (0.0, None), 3: (1.0, 3)}.items():
+        found = RequestFields({"top_k": top_k}).sampling(served, None)
+        assert (found.temperature, found.top_k) == expected
+
+
+def test_null_is_absent_at_any_depth(server):
+    schema = dict(
+        type="object", properties=dict(a=dict(enum=[None, 1]), b=dict(const=None)), required=["a", "b"]
+    )
+    form = dict(
+        type="json_schema", json_schema=dict(name=None, schema=schema | dict(additionalProperties=False))
+    )
+    streamed = dict(
+        stream=None, stream_options=dict(include_usage=None), response_format=form | dict(strict=None)
+    )
+    found = json.loads(text_of(chat(server, **streamed, max_tokens=40)))
+    assert found["b"] is None  # within a schema it is a value
+    parts = [dict(type="text", text=GREETING[0]["content"], cache_control=None)]
+    message = dict(role="user", content=parts, name=None, tool_calls=None)
+    assert text_of(chat(server, messages=[message])) == text_of(chat(server))
+
+
+REFUSED = [
+    dict(min_tokens=3), dict(include_stop_str_in_output=True), dict(skip_special_tokens=False),
+    dict(suffix="x"), dict(modalities=["text", "audio"]), dict(audio=dict(voice="a")), dict(verbosity="low"),
+    dict(prediction=dict(type="content", content="a")), dict(web_search_options={}), dict(best_of=3),
+    dict(use_beam_search=True), dict(length_penalty=0.5), dict(functions=[dict(name="f")]),
+    dict(guided_grammar="root ::= a"), dict(repeat_penalty=1.1), dict(typical_p=0.5), dict(unheard_of=1),
+    dict(reasoning_effort=3), dict(chat_template_kwargs=dict(enable_thinking=False)),
+    dict(chat_template_kwargs=dict(messages=[])), dict(chat_template_kwargs=3), dict(documents=[{}]),
+    dict(top_k=-2), dict(top_logprobs=2), dict(stream_options=dict(other=True)), dict(echo=True),
+    dict(continue_final_message=True), dict(continue_final_message=1), dict(add_generation_prompt="x"),
+    dict(max_completion_tokens=3), dict(guided_json=3), dict(guided_json="{"), dict(guided_choice=[]),
+    dict(guided_choice=["a", 3]), dict(guided_regex=["a"]), dict(structured_outputs={}),
+    dict(structured_outputs=dict(regex="a", json={})), dict(structured_outputs=dict(structural_tag="a")),
+    dict(guided_regex="a", response_format=dict(type="text")),
+    dict(response_format=dict(type="text", schema={})), dict(response_format=3),
+    dict(response_format=dict(a=1)), dict(response_format=dict(type="json_schema")),
+    dict(response_format=dict(type="json_schema", json_schema=3)), dict(response_format=dict(type="regex")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", REFUSED, ids=range(len(REFUSED)))
+def test_fields_that_are_refused(server, fields):
+    """400; the message names the field, and so does `param`."""
+    status, reply = post(server, CHAT_PATH, ASK | fields)
+    name, message = next(iter(fields)), reply["error"]["message"]
+    assert status == 400 and f"'{name}'" in message and reply["error"]["param"] == name, reply
+    assert "\n" not in message
+
+
+def test_each_inert_field_is_refused_with_other_values(server):
+    for name, values in INERT_FIELDS.items():
+        if values is not ANY and name != "add_special_tokens":
+            status, reply = post(server, TEXT_PATH, TEXT | {name: "other"})
+            assert status == 400 and f"'{name}' is not supported, only" in reply["error"]["message"]
+
+
+def test_max_tokens_beyond_the_row(server):
+    """It is clipped; only a prompt that leaves no room for an answer is refused."""
+    prompt = [7] * 500
+    found = complete(server, prompt=prompt, max_tokens=10_000, ignore_eos=True)
+    assert found["usage"]["completion_tokens"] == 12 and found["choices"][0]["finish_reason"] == "length"
+    found = chat(server, max_tokens=2**31 - 1, ignore_eos=True)
+    assert found["usage"]["total_tokens"] == 512 and found["finish_reason"] == "length"
+    assert complete(server, prompt=[7] * 511, max_tokens=5)["usage"]["completion_tokens"] == 1
+    assert complete(server, prompt=[7] * 512, max_tokens=0, echo=True)["usage"]["completion_tokens"] == 0
+    status, reply = post(server, TEXT_PATH, dict(prompt=[7] * 512, max_tokens=1))
+    assert status == 400 and reply["error"]["code"] == "context_length_exceeded"
+
+
+def test_prefill(server):
+    """An answer that continues the assistant's message is that of the text itself."""
+    begun = [*GREETING, dict(role="assistant", content="I am")]
+    found = chat(server, messages=begun, continue_final_message=True, add_generation_prompt=False)
+    rendered = server.tokenizer.apply_chat_template(begun, continue_final_message=True, return_dict=False)
+    expected = complete(server, prompt=rendered, max_tokens=16, temperature=0)["choices"][0]["text"]
+    assert text_of(found) == expected and found["usage"]["prompt_tokens"] == len(rendered)
+    assert text_of(chat(server, messages=begun, continue_final_message=True)) == expected
+    another = chat(server, messages=begun)  # by default a new message of the assistant
+    assert another["usage"]["prompt_tokens"] > len(rendered)
+    bare = chat(server, add_generation_prompt=False)["usage"]["prompt_tokens"]
+    assert bare == len(server.tokenizer.apply_chat_template(GREETING, return_dict=False))
+    for wrong in (GREETING, [*GREETING, dict(role="assistant", content="")]):
+        status, reply = post(server, CHAT_PATH, ASK | dict(messages=wrong, continue_final_message=True))
+        assert status == 400 and reply["error"]["param"] == "continue_final_message"
+    both = dict(messages=begun, continue_final_message=True, add_generation_prompt=True)
+    assert "exclude each other" in post(server, CHAT_PATH, ASK | both)[1]["error"]["message"]
+
+
+BOOLEAN = dict(
+    type="object", properties=dict(a=dict(type="boolean")), required=["a"], additionalProperties=False
+)
+FORMATS = [
+    dict(
+        response_format=dict(
+            type="json_schema", json_schema=dict(name="x", schema=BOOLEAN, strict=True, more=1)
+        )
+    ),
+    dict(response_format=dict(type="json_schema", schema=BOOLEAN, name="x", strict=False)),
+    dict(response_format=dict(type="json_object", schema=BOOLEAN)),
+    dict(response_format=dict(type="json_object", json_schema=dict(schema=BOOLEAN))),
+    dict(guided_json=BOOLEAN),
+    dict(guided_json=json.dumps(BOOLEAN)),
+    dict(structured_outputs=dict(json=BOOLEAN)),
+]
+
+
+@pytest.mark.parametrize("fields", FORMATS, ids=range(len(FORMATS)))
+def test_spellings_of_a_schema(server, fields):
+    for seed in range(2):
+        found = json.loads(text_of(chat(server, **fields, temperature=1, seed=seed)))
+        assert list(found) == ["a"] and isinstance(found["a"], bool)
+
+
+def test_other_formats(server):
+    asked = dict(temperature=2, seed=1)
+    choices = ['a "b"', "ü\n", "."]
+    for form in (dict(guided_choice=choices), dict(structured_outputs=dict(choice=choices))):
+        assert text_of(chat(server, **form, **asked)) in choices
+    for form in (dict(guided_regex="[ab]{3}"), dict(structured_outputs=dict(regex="[ab]{3}"))):
+        assert re.fullmatch("[ab]{3}", text_of(chat(server, **form, **asked)))
+    lark = dict(structured_outputs=dict(grammar='start: "ab" | "ba"'))
+    assert text_of(chat(server, **lark, **asked)) in ("ab", "ba")
+    found = chat(server, guided_json_object=True, **asked, max_tokens=200)
+    assert text_of(found).startswith("{")
+    plain = text_of(chat(server))
+    assert text_of(chat(server, guided_json_object=False)) == plain
+    assert text_of(chat(server, response_format=dict(type="text"))) == plain
+
+
+def test_messages_of_the_client_come_back(server):
+    """`message.model_dump()` of an answer, and a history with calls and results of tools."""
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        asked = dict(model="tiny-llama3", temperature=0)
+        message = client.chat.completions.create(messages=GREETING, **asked).choices[0].message
+        turns = [*GREETING, message.model_dump(), *GREETING]
+        found = client.chat.completions.create(messages=turns, **asked)
+        short = [*GREETING, dict(role="assistant", content=message.content), *GREETING]
+        assert (
+            found.usage.prompt_tokens
+            == client.chat.completions.create(messages=short, **asked).usage.prompt_tokens
+        )
+    function = dict(name="add", arguments='{"a": 3')
+    call = dict(role="assistant", content=None, tool_calls=[dict(id="c", type="function", function=function)])
+    result = dict(role="tool", tool_call_id="c", content="7")
+    status, reply = post(server, CHAT_PATH, ASK | dict(messages=[*GREETING, call, result]))
+    assert status == 400 and reply["error"]["message"].startswith(
+        "messages[1]: tool_calls[0]: arguments: not"
+    )
+    function["arguments"] += "}"
+    assert post(server, CHAT_PATH, ASK | dict(messages=[*GREETING, call, result]))[0] == 200
+    developer = [dict(role="developer", content="Be brief."), *GREETING]
+    system = [dict(role="system", content="Be brief."), *GREETING]
+    assert text_of(chat(server, messages=developer)) == text_of(chat(server, messages=system))
+
+
+# --------------------------------------------------------------------------------- templates with reasoning
+
+THINKING = """\
+{% for message in messages %}<|start_header_id|>{{ message.role }}<|end_header_id|>
+
+{{ message.content.split("</think>")[-1] }}<|eot_id|>{% endfor %}{% if add_generation_prompt -%}
+<|start_header_id|>assistant<|end_header_id|>
+
+{% if tools %}{{ tools }}{% endif -%}
+{% if enable_thinking is defined and not enable_thinking %}<think>
+
+</think>
+
+{% else %}<think>
+{% endif %}{% endif %}"""
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory):
+    """A server whose chat template begins an answer with reasoning, as DeepSeek R1's does."""
+    file = tmp_path_factory.mktemp("template") / "thinking.jinja"
+    file.write_text(THINKING)
+    found = started("--checkpoint", str(CHECKPOINTS / "tiny-llama3"), "--chat-template", str(file))
+    yield found
+    found.end()
+
+
+def test_reasoning(thinker):
+    """It is no content; whole and streamed, with its tokens counted; options of the template end it."""
+    found = chat(thinker)
+    assert text_of(found) == "" and len(found["message"]["reasoning_content"]) > 5
+    details = found["usage"]["completion_tokens_details"]
+    assert details["reasoning_tokens"] == found["usage"]["completion_tokens"] > 5
+    with openai.OpenAI(base_url=f"{thinker.url}/v1", api_key="none", max_retries=0) as client:
+        options = dict(stream=True, stream_options=dict(include_usage=True))
+        *parts, last = client.chat.completions.create(model="tiny-llama3", **ASK, **options)
+        deltas = [x.choices[0].delta for x in parts]
+        reasoning = "".join(getattr(x, "reasoning_content", None) or "" for x in deltas)
+        assert reasoning == found["message"]["reasoning_content"]
+        assert not any(x.content for x in deltas)
+        assert last.usage.completion_tokens_details.reasoning_tokens == details["reasoning_tokens"]
+    expected = rendered(thinker, enable_thinking=False)
+    for fields in (dict(chat_template_kwargs=dict(enable_thinking=False)), dict(reasoning_effort="none")):
+        found = chat(thinker, **fields)
+        assert text_of(found) and "reasoning_content" not in found["message"]
+        assert found["usage"]["prompt_tokens"] == len(expected)
+        assert found["usage"]["completion_tokens_details"]["reasoning_tokens"] == 0
+    status, reply = post(thinker, CHAT_PATH, ASK | dict(reasoning_effort="high"))
+    assert status == 400 and reply["error"]["param"] == "reasoning_effort"
+
+
+@pytest.mark.parametrize("path", [CHAT_PATH, "/tokenize"])
+def test_tools_are_no_option_of_the_template(thinker, path):
+    """They have a field of their own, which is checked, also where the template has the variable."""
+    asked = dict(messages=GREETING, chat_template_kwargs=dict(tools=[dict(name="f")]))
+    status, reply = post(thinker, path, asked)
+    assert status == 400 and reply["error"]["param"] == "chat_template_kwargs"
+    assert "no variable 'tools'" in reply["error"]["message"]
+
+
+def rendered(server, **options) -> list[int]:
+    template = server.tokenizer.apply_chat_template
+    return template(GREETING, add_generation_prompt=True, return_dict=False, **options)
+
+
+def test_grammars_leave_no_room_for_reasoning(thinker):
+    """The answer follows an empty block of reasoning."""
+    form = dict(response_format=dict(type="regex", regex="[a-c]{8}"))
+    found = chat(thinker, **form)
+    prompt = rendered(thinker, enable_thinking=False)
+    expected = complete(thinker, prompt=prompt, temperature=0, max_tokens=16, **form)["choices"][0]["text"]
+    assert text_of(found) == expected and "reasoning_content" not in found["message"]
+    forced = chat(thinker, **form, chat_template_kwargs=dict(enable_thinking=True))
+    assert re.fullmatch("[a-c]{8}", text_of(forced))
+    assert forced["usage"]["prompt_tokens"] > len(rendered(thinker))
