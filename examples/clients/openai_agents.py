@@ -46,6 +46,9 @@ async def main(url: str, api: str) -> None:
         instructions="You help with the weather and with sums. Use the tools.",
         model=kind(model=name, openai_client=client),
         tools=[get_weather, add],
+        # The answer is what the tool returned. Without this line the model puts it in its own words. A model
+        # of 135M parameters may not end them before max_tokens, and over /v1/responses the SDK then raises.
+        tool_use_behavior="stop_on_first_tool",
         model_settings=ModelSettings(temperature=0, max_tokens=80, tool_choice="required"),
     )
     turns = []
