@@ -9,7 +9,7 @@ import sys
 
 from tests.browser import click, keep, open_browser, text, until
 
-FOLDER = pathlib.Path(__file__).with_suffix("")
+FOLDER = pathlib.Path(__file__).parent
 DESKTOP, PHONE = (1000, 760), (390, 760)
 
 SORTING = """Both return the words in order of length. They differ in **what they change**:
@@ -50,7 +50,6 @@ PICTURES = {  # a file's name: size, whether dark, conversation
 
 def take(url: str) -> None:
     """Write the pictures into images/page/."""
-    FOLDER.mkdir(exist_ok=True)
     with open_browser() as browser:
         for name, ((width, height), dark, conversation) in PICTURES.items():
             size = dict(width=width, height=height, deviceScaleFactor=1, mobile=width < 500)
@@ -66,4 +65,6 @@ def take(url: str) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python3 -m images.page URL")
     take(sys.argv[1])
