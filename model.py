@@ -175,9 +175,9 @@ class Llama3Scaling:
 class YarnScaling:
     """As `Llama3Scaling`, but blended linearly in a frequency's index. Source: arXiv 2309.00071, section 3.2.
 
-    original: the context length of the first training. The frequency that makes `fast` turns in it is the
-    last one that is kept, the one that makes `slow` turns is the first one that is divided.
-    truncate: the indices of these two are rounded, the first one down and the second one up.
+    original: the context length of the first training. The frequency that makes `fast` turns in that context
+    is the last one that is kept, and the frequency that makes `slow` turns the first one that is divided.
+    truncate: the indices of these two frequencies are rounded, the first one down and the second one up.
     """
 
     factor: float
@@ -282,7 +282,8 @@ class Heads:
     qk_norm: of each query and key, before they are rotated. query_scale: of the rotated queries.
     bias: of queries, keys and values. output_bias: of the output matrix. scale: the factor of q·k; None for
     H**-0.5.
-    weights: the class of the declared weights. A family that adds one has subclasses of both classes.
+    weights: the class of the declared weights. A family whose attention has more weights has subclasses of
+    Heads and of this class.
     """
 
     K: int

@@ -20,8 +20,8 @@ INT8_MAX = 127
 INT4_MIN, INT4_MAX = -8, 7
 PART = 2 * INT8_MAX  # units of an activation's low part in one unit of its high part
 MIN_GROUP_SIZE = 32  # smaller groups would have too many scales
-# Values of MXFP4: that share a scale, of two such blocks, which share bytes, and of four, whose exponents are
-# in TILE bytes.
+# Of MXFP4: the values of a block, which share a scale; of a pair of blocks, which share bytes; and of a chunk
+# of four blocks, whose exponents are stored in TILE bytes.
 BLOCK, PAIR, CHUNK, TILE = 32, 64, 128, 8
 
 
@@ -331,10 +331,15 @@ def group_errors(x: Array, rounded: Array, at: int) -> Array:
     return jnp.sum(jnp.ldexp(rounded - x.astype(jnp.float32), -exponent) ** 2, at)
 
 
+def _split_axis(x: Array, axis: int, size: int) -> Array:
+    """[..., n, ...] -> [..., n / size, size, ...]."""
+    return x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
+
+
 def split_groups(x: Array, axes: tuple[int, ...], group_size: int) -> Array:
     """x with the axes of the values of int4, see `PerGroup`."""
     x = jnp.moveaxis(x, axes, range(len(axes)))
-    return x.reshape(*x.shape[: len(axes) - 1], -1, group_size, *x.shape[len(axes) :])
+    return _split_axis(x, len(axes) - 1, group_size)
 
 
 def _round_groups(x: Array, scale: Array, at: int) -> tuple[Array, Array]:
@@ -365,7 +370,7 @@ def activation_groups(x: Array, q: QuantizedArray, n: int) -> Array:
 def pack_int4(values: Array, at: int) -> Array:
     """int4 [...] -> uint8, half as many along axis `at`: two neighbors a byte, the first in its low bits."""
     bits = lax.bitcast_convert_type(values.astype(jnp.int8), jnp.uint8) & 15
-    bits = bits.reshape(*bits.shape[:at], -1, 2, *bits.shape[at + 1 :])
+    bits = _split_axis(bits, at, 2)
     low, high = bits.take(0, at + 1), bits.take(1, at + 1)
     return low | (high << 4)
 
@@ -490,11 +495,6 @@ def e2m1_floats(codes: Array) -> Array:
 def _pad_axis(x: Array, axis: int, n: int) -> Array:
     """x with n zeros behind an axis."""
     return jnp.pad(x, [(0, n * (i == axis)) for i in range(x.ndim)])
-
-
-def _split_axis(x: Array, axis: int, size: int) -> Array:
-    """[..., n, ...] -> [..., n / size, size, ...]."""
-    return x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
 
 
 def _pack_pairs(codes: Array, axis: int) -> Array:

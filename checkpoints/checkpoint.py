@@ -60,7 +60,7 @@ class Checkpoint:
 
     @property
     def natural_format(self) -> Format | None:
-        """In which to hold the weights if no other is asked for: their own, or MXFP4 if experts have that."""
+        """The format to hold the weights in, by default: that of the files, or MXFP4 if experts have it."""
         if self.format or not self.config.experts:
             return self.format
         published = any(x.mxfp4 for x in self.tensors if isinstance(x, Dequantized))

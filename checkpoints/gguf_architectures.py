@@ -101,9 +101,9 @@ def _gpt_oss(fields: Fields) -> Fields:
 
 
 def _deepseek2(fields: Fields) -> Fields:
-    """The sizes of heads are those before the key and value matrices are multiplied into queries and output.
-
-    Files from before llama.cpp did that state them as key_length and value_length.
+    """config.json has the widths of heads before the key and value matrices are multiplied into queries and
+    output. Files name these widths key_length_mla and value_length_mla; older files, key_length and
+    value_length.
     """
     gating = fields.pop("expert_gating_func", None)
     if gating != SIGMOID:

@@ -27,7 +27,7 @@ class GgufFile:
     fields:   numbers, texts and lists by name.
     tensors:  by name; a quantized tensor is one of bytes, [..., bytes of a row].
     kinds:    GGML's number of each tensor's type, by the tensor's name.
-    checksum: of the header. Several files that are one model: see `open_parts`.
+    checksum: of the header; of a model in several files, of all their headers, see `open_parts`.
     """
 
     def __init__(self, path: pathlib.Path):

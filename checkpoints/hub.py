@@ -13,7 +13,7 @@ HUB_ID = r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:/((?:\w[\w.-]*/)*\w[\w.-]*\.gguf))?(?:
 
 
 def find_model(path_or_id: str) -> pathlib.Path:
-    """The path of a folder or GGUF file, or where the hub's cache has that of a hub id.
+    """The path of a folder or GGUF file; of a hub id, its path in the hub's cache.
 
     A hub id is OWNER/NAME or OWNER/NAME/FILE.gguf, with or without @REVISION. Raises UserError.
     """

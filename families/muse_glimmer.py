@@ -74,10 +74,12 @@ def has_rope(fields: ConfigFields, theta: float, default: list[bool]) -> list[bo
     return [x != 0 for x in thetas]
 
 
-DEFAULTS = dict(vocab_size=202048, hidden_size=6656, intermediate_size=19968, num_hidden_layers=52)
-DEFAULTS |= dict(num_attention_heads=32, num_key_value_heads=2, head_dim=128, sliding_window=2048)
-DEFAULTS |= dict(max_position_embeddings=131072, rms_norm_eps=1e-5, post_norm_eps=1e-8, qk_scale_factor=3.87)
-DEFAULTS |= dict(output_multiplier=0.19611613513818404, final_logit_softcapping=20.0)
+DEFAULTS = dict(
+    vocab_size=202048, hidden_size=6656, intermediate_size=19968, num_hidden_layers=52,
+    num_attention_heads=32, num_key_value_heads=2, head_dim=128, sliding_window=2048,
+    max_position_embeddings=131072, rms_norm_eps=1e-5, post_norm_eps=1e-8, qk_scale_factor=3.87,
+    output_multiplier=0.19611613513818404, final_logit_softcapping=20.0,
+)  # fmt: skip
 # Each message says to whom it is: "user", "self" (reasoning), or a tool.
 RECIPIENTS = Channels("<|start|>", " to=", "<|message|>", ("<|eom|>", "<|eot|>"), "user")
 MUSE_GLIMMER = Family(
@@ -86,8 +88,13 @@ MUSE_GLIMMER = Family(
     multimodal_type="muse_glimmer",
     defaults=DEFAULTS,
     supported={"hidden_activation": ("silu",)},
-    no_effect=("image_token_id", "video_token_id", "out_hidden_size", "projector_hidden_size")
-    + ("projector_hidden_act",),
+    no_effect=(
+        "image_token_id",
+        "video_token_id",
+        "out_hidden_size",
+        "projector_hidden_size",
+        "projector_hidden_act",
+    ),
     tensor_names=(*LANGUAGE_MODEL_NAMES, *NORM_NAMES),
     unused_tensors=r"^model\.vision_(tower|adapter|projection)\.|\.rotary_emb\.inv_freq$",
     channels=RECIPIENTS,

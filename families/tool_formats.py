@@ -43,9 +43,9 @@ class MessageToolFormat:
 
     thoughts: headers of messages that may precede a call or the answer. answer: the header of the answer for
     the user. calls: headers of a message with a call, NAME being the function's name. between: between two
-    messages. recipient: a regular expression that finds the name in a header. body: of such a message; None:
-    it is the arguments as JSON. "Header" means the text from the role, which ends the prompt, to the token
-    that begins the message's text.
+    messages. recipient: a regular expression that finds the name in a header. body: the format of the text of
+    a message with a call; None: that text is the arguments as JSON. "Header" means the text from the role,
+    which ends the prompt, to the token that begins the message's text.
     """
 
     thoughts: tuple[str, ...]
@@ -109,7 +109,7 @@ MUSE_TOOLS = MessageToolFormat(
     "<|eom|><|start|>assistant", r"to=(?!(?:self|user)\b)([\w.-]+)", ATEM,
 )  # fmt: skip
 
-# Texts of a chat template that together show a format; the first line of which all are there counts.
+# Texts that together show a format, if a chat template has them all. The first line that applies counts.
 SIGNS = (
     (("<tool_call>",), TAGS),
     (("[TOOL_CALLS]",), MISTRAL_LIST),

@@ -23,7 +23,7 @@ E, A, D, M = 8, 4, 2880, 2944  # experts of a chip and of a token; gpt-oss's wid
 BYTES_PER_CYCLE = {"v5e": 546, "v6e": 937}  # of HBM: bandwidth / clock
 
 
-def weights(format: str, sharding: NamedSharding) -> list[QuantizedArray]:
+def weights(format: str, sharding: NamedSharding | None = None) -> list[QuantizedArray]:
     """gate, up and down, without data."""
     shapes = [("eDm", "D", (E, D, M))] * 2 + [("emD", "m", (E, M, D))]
     infos = [ArrayInfo(x, y, shape=shape, format=FORMATS[format]) for x, y, shape in shapes]
@@ -54,8 +54,7 @@ def cycles(topology: str, format: str, rows: int = 8) -> tuple[int, float]:
     what = f"{topology!r}, {format!r}, {rows}"
     call = f"from planner.experts_kernel import compile_kernel; compile_kernel({what})"
     (bundles,) = bundles_of(call, "active_experts", topology)
-    mesh = Mesh(np.array(jax.devices("cpu")[:1]), ("x",))
-    gate, up, down = every = weights(format, NamedSharding(mesh, P()))
+    gate, up, down = every = weights(format)
     read = sum(x.size * itemsize_bits(x.dtype) / 8 for x in jax.tree.leaves(every)) / E
     trips = M // block_width(gate, down)
     return bundles * trips, read / BYTES_PER_CYCLE[topology.partition(":")[0]]

@@ -62,7 +62,7 @@ class LineWriter:
 
 
 def write_to_stderr(line: bytes) -> None:
-    """By the file descriptor: a process cannot end while a blocked write holds the lock of sys.stderr."""
+    """Write to the descriptor: a process cannot end while a blocked write holds the lock of sys.stderr."""
     os.write(sys.stderr.fileno(), line)
 
 

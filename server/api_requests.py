@@ -30,7 +30,7 @@ MAX_SAMPLES = 128  # answers of one request: n times its prompts
 MAX_STOPS = 16
 COMPLETION_TOKENS = 16  # the default max_tokens of completions, as in OpenAI's API
 USAGE = ("include_usage", "continuous_usage_stats")
-STREAM_OPTIONS = {*USAGE, "include_obfuscation"}  # which is noise beside the text of OpenAI's chunks
+STREAM_OPTIONS = {*USAGE, "include_obfuscation"}  # the second one adds noise to OpenAI's chunks
 PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 
 COMMON = {
@@ -84,7 +84,7 @@ class ServedModel:
     default_sampling: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def accepts(self, name: str) -> bool:
-        """Whether a request may name the model so."""
+        """Whether a request may call the model by this name."""
         return bool(name) and name in (*self.names, self.checkpoint)
 
 
@@ -115,8 +115,9 @@ class ApiRequest:
     def new_stream(self, request: Request) -> TextStream:
         """The text of the answer to one of the requests.
 
-        Of a completion it is what the model writes, and a grammar applies to all that the model writes: these
-        are not divided into reasoning and answer. The grammar of calls has both.
+        The text of a completion, and of an answer in a format that was asked for, is all that the model
+        writes, not divided into reasoning and answer. An answer that may call tools is divided, because the
+        grammar of calls allows for reasoning.
         """
         tokenizer, hidden, stop = self.served.tokenizer, self.hidden_tokens, self.stop
         if not self.chat or (request.grammar is not None and self.tools is None):

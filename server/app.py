@@ -26,7 +26,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import Receive, Scope, Send
 
-from server.access_log import AccessLog, LineWriter
+from server.access_log import CLIENT_LEFT, AccessLog, LineWriter
 from server.api_requests import ApiRequest, BadRequest, ServedModel, parse_request
 from server.api_responses import ApiResponse
 from server.http import LINGER
@@ -219,7 +219,7 @@ async def page(request: Request) -> Response:
 
 def state_of(loop: EngineLoop) -> tuple[str, str | None]:
     """-> (the status in one word, why the server is not ready or None)."""
-    if loop.failure:
+    if loop.failed:
         return "failed", ENGINE_FAILED
     if loop.draining:
         return "draining", "it is about to end"
@@ -228,7 +228,7 @@ def state_of(loop: EngineLoop) -> tuple[str, str | None]:
 
 async def live(request: Request) -> Response:
     """Whether the process is worth keeping: also while it loads the model, and while it drains."""
-    failed = request.app.state.loop.failure is not None
+    failed = request.app.state.loop.failed
     return JSONResponse(dict(status="failed" if failed else "alive"), 503 if failed else 200)
 
 
@@ -312,7 +312,7 @@ async def unless_client_leaves(request: Request, work: Coroutine) -> Any:
     try:
         await asyncio.wait({working, disconnected}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise BadRequest("the client has left", status=499)
+            raise BadRequest("the client has left", status=CLIENT_LEFT)
         return working.result()
     finally:
         for task in (working, disconnected):
@@ -350,7 +350,7 @@ async def read_body(request: Request) -> bytes:
     except TimeoutError:
         raise BadRequest(f"the body has not arrived in {BODY_SECONDS:.0f} s", status=408) from None
     except ClientDisconnect:
-        raise BadRequest("the client has left", status=499) from None
+        raise BadRequest("the client has left", status=CLIENT_LEFT) from None
     return b"".join(parts)
 
 

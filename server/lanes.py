@@ -20,7 +20,7 @@ RETRY_SECONDS = 5  # after which a client of a full lane is asked to try again
 
 
 class Lane:
-    """Threads, and a bounded queue of calls that wait for one of them. For one event loop.
+    """Threads, and a bounded queue of calls that wait for one of them. All come from one event loop.
 
     waiting: how many calls wait. They wait here, not in the queue of a ThreadPoolExecutor, which keeps calls
     that have been cancelled.

@@ -77,7 +77,7 @@ class Job:
 
 class EngineLoop:
     """The engine's loop. ready: whether jobs are accepted. draining: whether it accepts no more and ends.
-    failure: the exception that ended the engine's thread, if one has.
+    failed: whether an exception has ended the engine's thread.
 
     open_jobs: how many have not ended. undelivered: the jobs whose last event has not been delivered.
     deliver: called with the events of each step; it must not take long. pace: seconds between the ends of two
@@ -92,8 +92,7 @@ class EngineLoop:
         self.deliver: Callable[[list[tuple[Job, Event]]], None] = lambda events: None
         self.inbox: queue.SimpleQueue = queue.SimpleQueue()
         self.lock, self.open_jobs, self.submitted = threading.Lock(), 0, 0
-        self.ready, self.draining, self.pace = False, False, 1.0
-        self.failure: BaseException | None = None
+        self.ready, self.draining, self.failed, self.pace = False, False, False, 1.0
         self.undelivered: set[Job] = set()
         self.jobs: dict[Answer, Job] = {}  # in the order of submission
         self.last_end = time.monotonic()
@@ -111,7 +110,7 @@ class EngineLoop:
         Raises Refused if the queue is full, the server is draining or the engine's thread has failed.
         """
         with self.lock:
-            if self.failure:
+            if self.failed:
                 raise Refused(ENGINE_FAILED, None)
             if self.draining:
                 raise Refused("it is about to end", None)
@@ -157,9 +156,9 @@ class EngineLoop:
                 if engine.busy:
                     events += self._events_of(engine.advance())
                 self._publish(events)
-        except BaseException as e:
+        except BaseException:
             with self.lock:
-                self.failure = e
+                self.failed = True
             lost = Event("", 0, "error", ENGINE_FAILED)
             self.deliver([(job, lost) for job in self.undelivered])
             raise
@@ -215,16 +214,16 @@ class EngineLoop:
                 continue
             if answer.tokens and job.first_token is None:
                 job.first_token = now
-            tokens, reason = answer.tokens[job.stream.used :], answer.finish_reason
-            thoughts = len(job.stream.reasoning)
-            text = job.stream.add(tokens)
-            if job.stream.stopped and reason != "error":
+            stream, reason = job.stream, answer.finish_reason
+            tokens, thoughts = answer.tokens[stream.used :], len(stream.reasoning)
+            text = stream.add(tokens)
+            if stream.stopped and reason != "error":
                 reason = "stop"
                 self.inbox.put(("stop", job))  # before the next step, so that all processes cancel it then
             if reason:
-                text, job.done = text + job.stream.finish(), True
-            stream, reasoning = job.stream, job.stream.reasoning[thoughts:]
-            calls, scored = stream.take_calls(), job.request.sampling.top_logprobs is not None
+                text, job.done = text + stream.finish(), True
+            reasoning, calls = stream.reasoning[thoughts:], stream.take_calls()
+            scored = job.request.sampling.top_logprobs is not None
             if text or reasoning or calls or reason or (tokens and scored):
                 counts = stream.used, reason, answer.error, reasoning, stream.reasoning_tokens
                 events.append((job, Event(text, *counts, calls)))

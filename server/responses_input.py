@@ -25,7 +25,7 @@ CONVERTED = {
     "tool_choice", "tools", "top_logprobs",
 }  # fmt: skip
 NEEDS_STORE = {"previous_response_id", "conversation", "prompt"}
-INCLUDABLE = {  # all but the log-probabilities without effect: there is no such content here
+INCLUDABLE = {  # only the log-probabilities have an effect: answers have none of the rest
     "code_interpreter_call.outputs", "computer_call_output.output.image_url", "file_search_call.results",
     "message.input_image.image_url", "message.output_text.logprobs", "reasoning.encrypted_content",
     "web_search_call.action.sources", "web_search_call.results",
@@ -74,7 +74,8 @@ def chat_fields(asked: dict[str, Any]) -> dict[str, Any]:
     chat["messages"] = convert_input(asked.get("input"), read_text(asked, "instructions"))
     if "max_output_tokens" in asked:
         chat["max_completion_tokens"] = asked["max_output_tokens"]
-    chat |= convert_logprobs(asked) | convert_tools(asked) | convert_text(read_object(asked, "text"))
+    chat |= convert_logprobs(asked) | convert_tools(asked)
+    chat |= convert_text(read_object(asked, "text", "format", "verbosity"))
     reasoning = read_object(asked, "reasoning", "effort", "summary", "generate_summary")
     if reasoning.get("effort") is not None:
         chat["reasoning_effort"] = reasoning["effort"]
@@ -89,12 +90,12 @@ def read_text(asked: dict, name: str) -> str:
 
 
 def read_object(asked: dict, name: str, *known: str) -> dict:
-    """A field that is an object without nulls. known: the names that it may have; none: any."""
+    """A field that is an object without nulls. known: the names that it may have."""
     value = asked.get(name, {})
     if not isinstance(value, dict):
         raise BadRequest(f"{name!r} must be an object", name)
     found = {key: x for key, x in value.items() if x is not None}
-    if unknown := sorted(found.keys() - set(known)) if known else []:
+    if unknown := sorted(found.keys() - set(known)):
         raise BadRequest(f"'{name}.{unknown[0][:60]}' is not supported", name, code="unsupported_parameter")
     return found
 
@@ -113,8 +114,6 @@ def convert_logprobs(asked: dict) -> dict:
 
 def convert_text(text: dict) -> dict:
     """The response_format for the field `text`."""
-    if unknown := sorted(text.keys() - {"format", "verbosity"}):
-        raise BadRequest(f"'text.{unknown[0][:60]}' is not supported", "text", code="unsupported_parameter")
     if text.get("verbosity") not in (None, "medium"):
         raise BadRequest(
             "'text.verbosity' is not supported: ask for it in the instructions", "text.verbosity"

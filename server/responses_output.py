@@ -25,7 +25,6 @@ class ResponseObject:
         self.asked, self.chat = request.asked, ApiResponse(request, jobs)
         self.output: list[dict[str, Any]] = []
         self.open: dict[str, Any] | None = None
-        self.calls = 0  # of functions, in `output`
         self.logprobs: list[dict] = []  # of tokens whose text is still to come
         self.status, self.sequence_number = "in_progress", 0
         sampling, asked = request.requests[0].sampling, self.asked
@@ -69,14 +68,14 @@ class ResponseObject:
             return []
         choice = self.chat.chunk(job, event)["choices"][0]
         delta, reason = choice["delta"], choice["finish_reason"]
-        added = (choice.get("logprobs") or {}).get("content", [])
+        added = (choice["logprobs"] or {}).get("content", [])
         self.logprobs += [] if delta.get("reasoning_content") else added
         events = []
         if text := delta.get("reasoning_content"):
-            events += self._add_text("reasoning", "reasoning_text", text)
+            events += self._add_text("reasoning", text)
         if text := delta.get("content"):
-            events += self._add_text("message", "output_text", text)
-        for call in delta.get("tool_calls") or ():
+            events += self._add_text("message", text)
+        for call in delta.get("tool_calls", ()):
             events += self._add_call(call)
         if reason:
             if not self.output:  # an empty answer is an empty text
@@ -107,7 +106,7 @@ class ResponseObject:
     def _own_usage(self) -> dict:
         usage = self.chat.usage()
         cached = usage["prompt_tokens_details"]["cached_tokens"]
-        reasoning = usage.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
+        reasoning = usage["completion_tokens_details"]["reasoning_tokens"]
         return dict(
             input_tokens=usage["prompt_tokens"],
             input_tokens_details=dict(cached_tokens=cached, cache_write_tokens=0),
@@ -145,8 +144,8 @@ class ResponseObject:
             events.append(added)
         return events
 
-    def _add_text(self, kind: str, part_kind: str, text: str) -> list[dict]:
-        """Add to the text of an item of this kind, whose content has one part, of part_kind."""
+    def _add_text(self, kind: str, text: str) -> list[dict]:
+        """Add to the text of an item of this kind, whose content has one part."""
         events = [] if self.open and self.open["type"] == kind else self._begin(kind)
         part = self.open["content"][0]
         part["text"] += text
@@ -154,13 +153,12 @@ class ResponseObject:
         if kind == "message":
             fields["logprobs"], self.logprobs = self.logprobs, []
             part["logprobs"] += fields["logprobs"]
-        return [*events, self._item_event(f"response.{part_kind}.delta", **fields)]
+        return [*events, self._item_event(f"response.{part['type']}.delta", **fields)]
 
     def _add_call(self, call: dict) -> list[dict]:
-        """Add a chunk of a function call. The first chunk of a call has its index, id and name."""
+        """Add a chunk of a function call. Only the first chunk of a call has its id and name."""
         events, function = [], call["function"]
-        if call["index"] == self.calls:
-            self.calls += 1
+        if "id" in call:
             events += self._begin("function_call", call_id=call["id"], name=function["name"])
         if arguments := function.get("arguments"):
             self.open["arguments"] += arguments

@@ -138,25 +138,21 @@ class Engine:
         self.in_flight: deque[tuple[InFlight, Any]] = deque()
         self.longest = max([longest, *(len(request.prompt) for request in requests)])
         self.scores = {request.scoring for request in requests} or {None}
-        self.decode_rows: list[int] = []  # of the compiled programs, see Programs
+        rows = self._rows_for(active or programs.rows)
+        programs.warm_up(self.longest, self.scores, self.neutral, rows, bool(saved[0]), limits.width)
+        self.decode_rows = [rows]  # of the compiled programs, see Programs
         self.uncompiled: list[Sampling] = []  # option sets that the next number of rows has no program for
-        self.saves_prefixes, self.widest = bool(saved[0]), limits.width
-        self._warm_up(self._rows_for(active or programs.rows), self.longest)
 
     def _rows_for(self, active: int) -> int:
         """The fewest rows of a decode program that computes `active` ones."""
         sizes = self.programs.decode_rows
         return next((n for n in sizes if n >= active), sizes[-1])
 
-    def _warm_up(self, rows: int, longest: int) -> None:
-        options = rows, self.saves_prefixes, self.widest
-        self.programs.warm_up(longest, self.scores, self.neutral, *options)
-        self.decode_rows.append(rows)
-
     def compile_decode(self, active: int) -> None:
         """Compile what is missing to decode `active` rows of a data shard at a time."""
         if (rows := self._rows_for(active)) > max(self.decode_rows):
-            self._warm_up(rows, 0)
+            self.programs.warm_up(0, self.scores, self.neutral, rows)
+            self.decode_rows.append(rows)
 
     @property
     def complete(self) -> bool:

@@ -38,7 +38,7 @@ from serving.requests import (
 from serving.speculation import check_n_draft
 from serving.streams import TextStream, answer_stream
 from serving.text import encode, has_surrogate, load_tokenizer, stop_tokens
-from serving.tools import choose_format
+from serving.tools import choose_tool_format
 from sharding.sampling import MAX_TOP_LOGPROBS
 
 MAX_LEN = 4096  # the default number of positions of a row, if the model has as many
@@ -159,7 +159,7 @@ class LLM:
         self.deployment, self.programs, self.folder = deployment, programs, deployment.checkpoint.folder
         self.tokenizer = load_tokenizer(self.folder)
         self.stop_tokens = stop_tokens(self.folder, self.tokenizer)
-        self.tool_format = choose_format(self.tokenizer, deployment.checkpoint.family.tools)
+        self.tool_format = choose_tool_format(self.tokenizer, deployment.checkpoint.family.tools)
         self.engine: Engine | None = None
         self.open: dict[Answer, TextStream] = {}
 

@@ -255,8 +255,8 @@ class Programs:
     def prefill(self, rows, count, width: int, score: int | None = None) -> Scores | None:
         """Read a chunk of a prompt in one row of each data shard: -> its scores, see steps.PrefillChunk.
 
-        Returns when the chunk before it has been read. So the device has the next chunk when it ends one, but
-        no more of them: a request that comes then would wait for all of them.
+        Returns when the device has read the chunk before this one. So one chunk waits on the device, and
+        begins as soon as the other ends; a new request need not wait for more of them.
         """
         read = self.step(PrefillChunk(rows=rows, count=count, width=width, score=score))
         if self.draft:

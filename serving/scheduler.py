@@ -342,11 +342,13 @@ class MicroBatch:
         return rows
 
     def count_prefill(self, cost: float, decoding: int, decodes: bool) -> None:
-        """Update `debt` after a turn. cost: of its prefill chunk, 0 without one. decodes: whether any of
-        these rows takes part in its decode step.
+        """Update `debt` after a turn of this microbatch.
 
-        A turn in which all decoding rows wait for a grammar pays for nothing. If none of these rows decodes,
-        those of other microbatches do.
+        cost: of the turn's prefill chunk, 0 without one. decoding: see Scheduler.decoding. decodes: whether
+        any row of this microbatch takes part in the turn's decode step.
+
+        If all decoding rows of this microbatch wait for a grammar, the turn pays for nothing. If this
+        microbatch has no decoding rows, those of other microbatches pay.
         """
         self.debt += cost if decoding else 0
         if decodes or not any(row.decoding for row in self.rows):

@@ -81,15 +81,19 @@ class TextStream:
 
     def _read_call_token(self, token: int) -> None:
         """Read a token of the format of calls. If it is special, the decoder would leave out its text."""
-        new, self.decoder = self._pending_text(), self.new_decoder()
-        self.last, self.pending = [], []
-        self._append(new)
+        self._append(self._take_pending())
         self._append_text(self.calls.add_token(token), self.calls.inside)
 
     def _pending_text(self) -> str:
         """The text of the pending tokens, with U+FFFD for an incomplete character."""
         decode = self.tokenizer.decode
         return decode(self.last + self.pending)[len(decode(self.last)) :]
+
+    def _take_pending(self) -> str:
+        """The text of the pending tokens. A new decoder reads the tokens after them."""
+        text, self.decoder = self._pending_text(), self.new_decoder()
+        self.last, self.pending = [], []
+        return text
 
     def _append(self, new: str, last: bool = False) -> None:
         """Add what the model has written. last: the answer ends with it, so nothing is held back."""
@@ -217,9 +221,7 @@ class ThinkStream(TextStream):
     def _read(self, token: int) -> None:
         before = self.section
         if self.section != "text" and token in self.tags:  # the decoder would leave out a special token
-            new, self.decoder = self._pending_text() + self.tags[token], self.new_decoder()
-            self.last, self.pending = [], []
-            self._append(new)
+            self._append(self._take_pending() + self.tags[token])
         else:
             super()._read(token)
         self.reasoning_tokens += before == self.section == "reasoning"

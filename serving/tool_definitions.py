@@ -55,7 +55,7 @@ def read_tool(given: Any) -> Tool:
 
 
 def arguments_schema(parameters: dict | None) -> dict:
-    """The schema that arguments match. Without any, there are none.
+    """The JSON schema that the arguments of a call must match. Without `parameters` a call has none.
 
     A schema that names properties and is silent about others admits them; a model that is told to write valid
     JSON would invent some, so they are excluded.

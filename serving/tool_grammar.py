@@ -16,6 +16,8 @@ from serving.grammar import JSON_STYLE
 from serving.templates import END_THINK, THINK, mentions_reasoning, template_text
 from serving.tools import MARK_LIKE, ParameterArguments, ToolUse
 
+ANY_TEXT = "/(?s:.*)/"  # in a Lark grammar
+DEFINITIONS = {"$defs", "definitions"}  # fields of a JSON schema
 AddRule = Callable[[str, str], str]  # from (name, body) of a rule to the name that it gets
 
 
@@ -28,17 +30,21 @@ def lark_text(text: str) -> str:
     return json.dumps(text, ensure_ascii=False) if text else ""
 
 
+def definitions(schema: dict) -> dict:
+    """The definitions that parts of the schema may refer to."""
+    return {name: x for name, x in schema.items() if name in DEFINITIONS}
+
+
 def is_closed(schema: dict) -> bool:
     """Whether the schema names all properties, and says nothing more of the object."""
-    known = {"type", "properties", "required", "additionalProperties", "title", "description", "$defs"}
-    return set(schema) <= {*known, "definitions", "$schema"} and schema.get("additionalProperties") is False
+    known = {"type", "properties", "required", "additionalProperties", "title", "description", "$schema"}
+    return set(schema) <= known | DEFINITIONS and schema.get("additionalProperties") is False
 
 
 def property_schema(schema: dict, name: str) -> dict:
     """The schema of a property, with the definitions that it may refer to."""
-    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     found = schema["properties"][name]
-    return shared | (found if isinstance(found, dict) else {})
+    return definitions(schema) | (found if isinstance(found, dict) else {})
 
 
 def optional_sequence(items: dict[str, str], required: set[str], separator: str, add_rule: AddRule) -> str:
@@ -70,7 +76,7 @@ def keyword_arguments(schema: dict, add_rule: AddRule) -> str:
 
 
 def parameter_arguments(schema: dict, add_rule: AddRule) -> str:
-    """Arguments as `ParameterArguments` reads them. `pattern` and `format` of texts are not held."""
+    """Arguments as `ParameterArguments` reads them. `pattern` and `format` of strings are not enforced."""
     notation = ParameterArguments
     items = {}
     for name in schema.get("properties") or {}:
@@ -149,7 +155,7 @@ def message_grammar(lark: GrammarText, use: ToolUse, text_schema: dict | None) -
         if shape.body:
             body = run_of(lark, dataclasses.replace(use, tools=(tool,), format=shape.body))
         calls += [f"{lark.literal(header.replace('NAME', tool.name))} {body}" for header in shape.calls]
-    call, text = lark.add("call", " | ".join(calls)), "/(?s:.*)/"
+    call, text = lark.add("call", " | ".join(calls)), ANY_TEXT
     thoughts = lark.add("thought", f"({' | '.join(map(lark.literal, shape.thoughts))}) {text}")
     between = lark.literal(shape.between)
     lead = lark.add("lead", f"({thoughts} {between})*")
@@ -165,7 +171,7 @@ def text_grammar(lark: GrammarText, use: ToolUse, tokenizer, text_schema: dict |
     if use.forced:
         (mark, end), *_ = marks
         return f"{lark.literal(mark)} {run_of(lark, use)} {lark.literal(end)}"
-    choices, text = [], "/(?s:.*)/"
+    choices, text = [], ANY_TEXT
     if any(not mark for mark, _ in marks):
         names = "|".join(re.escape(tool.name) for tool in use.tools)
         head = shape.opening + shape.before, shape.between[:1]
@@ -209,10 +215,11 @@ def think_grammar(lark: GrammarText, tokenizer, start: str, thinking: bool, forc
     """
     begin, end = lark.token(THINK), lark.token(END_THINK)
     if thinking:
-        lead = f"/(?s:.*)/ {end}" if end else lark.add("thoughts[lazy]", f"/(?s:.*)/ {lark_text(END_THINK)}")
+        thoughts = f"{ANY_TEXT} {end or lark_text(END_THINK)}"
+        lead = thoughts if end else lark.add("thoughts[lazy]", thoughts)
         return f"{lead} /\\s*/ {start}" if forced else f"{lead} {start}"
     if begin and end and not forced and mentions_reasoning(template_text(tokenizer)):
-        return f"({begin} /(?s:.*)/ {end})? {start}"
+        return f"({begin} {ANY_TEXT} {end})? {start}"
     return start
 
 
@@ -235,11 +242,14 @@ def run_of(lark: GrammarText, use: ToolUse, lead: str = "") -> str:
 
 
 def json_calls(use: ToolUse) -> str:
-    """Calls of Llama's JSON beside a text that is JSON, too: as a schema, so that both may begin alike."""
+    """Calls in Llama's JSON, as JSON schemas, for answers whose text is JSON, too.
+
+    So a call and a text may begin with the same characters.
+    """
     key = re.findall(r'"(\w+)": $', use.format.between)[0]
     found = []
     for tool in use.tools:
-        shared = {name: x for name, x in tool.parameters.items() if name in ("$defs", "definitions")}
         call = dict(type="object", properties={"name": {"const": tool.name}, key: tool.parameters})
-        found.append(json_rule(call | dict(required=["name", key], additionalProperties=False) | shared))
+        call |= dict(required=["name", key], additionalProperties=False)
+        found.append(json_rule(call | definitions(tool.parameters)))
     return " | ".join(found)

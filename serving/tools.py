@@ -15,6 +15,7 @@ from serving.templates import mentions, template_text
 
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 MARK_LIKE = re.compile(r"(<[^<>\s]+>|\[[A-Z_]+\])")  # texts within a format that may be tokens
+CONSTANTS = {"true": "True", "false": "False", "null": "None"}  # of JSON: Python's
 DESCRIPTION = """You can call these functions:
 {tools}
 To call one, answer only:
@@ -66,7 +67,9 @@ class CallPiece:
 # --------------------------------------------------------------------------------------- formats
 
 
-def choose_format(tokenizer, family: ToolFormat | MessageToolFormat | None) -> ToolFormat | MessageToolFormat:
+def choose_tool_format(
+    tokenizer, family: ToolFormat | MessageToolFormat | None
+) -> ToolFormat | MessageToolFormat:
     """The format that the checkpoint's chat template shows, else its family's, else Llama's JSON.
 
     A family's MessageToolFormat is used only if the chat template renders tools.
@@ -86,7 +89,7 @@ def renders_tools(tokenizer) -> bool:
 
 
 def write_calls(shape: ToolFormat, calls: Iterable[tuple[str, dict]]) -> str:
-    """Calls, as (name, arguments) pairs, in the words of a model."""
+    """The text of calls in this format. calls: (name, arguments) pairs."""
     write = NOTATIONS[shape.arguments].write
     texts = [f"{shape.before}{name}{shape.between}{write(given)}{shape.after}" for name, given in calls]
     mark, end = shape.marks[0]
@@ -160,6 +163,19 @@ class JsonArguments:
         return json.dumps(arguments, ensure_ascii=False)
 
 
+class ObjectInParts:
+    """Writes the JSON of one object, a few of its fields at a time."""
+
+    begun = False  # whether fields have been written
+
+    def add(self, fields: dict) -> str:
+        start, self.begun = ", " if self.begun else "{", True
+        return start + json.dumps(fields, ensure_ascii=False)[1:-1]
+
+    def end(self) -> str:
+        return "}" if self.begun else "{}"
+
+
 class KeywordArguments:
     """Arguments as in Python: a=1, b="x". Each is read when it is whole; values are literals, Python's or
     JSON's. `**{...}` has arguments whose names are no identifiers.
@@ -167,7 +183,7 @@ class KeywordArguments:
 
     def __init__(self, tool: Tool | None):
         self.quote, self.escaped, self.depth, self.part = "", False, 0, []
-        self.written, self.done, self.rest = False, False, ""
+        self.object, self.done, self.rest = ObjectInParts(), False, ""
 
     def add(self, text: str) -> str:
         pieces = []
@@ -182,7 +198,7 @@ class KeywordArguments:
             elif not self.depth and c in ",)":
                 pieces.append(self._read_part())
                 if c == ")":
-                    pieces.append("}" if self.written else "{}")
+                    pieces.append(self.object.end())
                     self.done, self.rest = True, text[i:]
                     break
                 continue
@@ -199,15 +215,12 @@ class KeywordArguments:
             return ""
         name, _, value = part.partition("=")
         given = read_value(part[2:]) if part.startswith("**") else {name.strip(): read_value(value)}
-        text = json.dumps(given, ensure_ascii=False)[1:-1]
-        start, self.written = ", " if self.written else "{", True
-        return start + text
+        return self.object.add(given)
 
     @staticmethod
     def write(arguments: dict) -> str:
         values = {name: json.dumps(x, ensure_ascii=False) for name, x in arguments.items()}
-        constants = {"true": "True", "false": "False", "null": "None"}
-        return ", ".join(f"{name}={constants.get(x, x)}" for name, x in values.items())
+        return ", ".join(f"{name}={CONSTANTS.get(x, x)}" for name, x in values.items())
 
 
 class ParameterArguments:
@@ -219,7 +232,7 @@ class ParameterArguments:
 
     def __init__(self, tool: Tool | None):
         self.schema = tool.parameters if tool else {}
-        self.held, self.searched, self.written, self.done, self.rest = "", 0, False, False, ""
+        self.object, self.held, self.searched, self.done, self.rest = ObjectInParts(), "", 0, False, ""
 
     def add(self, text: str) -> str:
         self.held += text
@@ -233,11 +246,10 @@ class ParameterArguments:
             self.held, self.searched = self.held[end + len(self.END) :], 0
             kind = (self.schema.get("properties") or {}).get(name, {}).get("type")
             value = value if kind == "string" else read_value(value)
-            start, self.written = ", " if self.written else "{", True
-            pieces.append(start + json.dumps({name: value}, ensure_ascii=False)[1:-1])
+            pieces.append(self.object.add({name: value}))
         if not self.BEGIN.startswith(self.held):
             self.done, self.rest = True, self.held
-            pieces.append("}" if self.written else "{}")
+            pieces.append(self.object.end())
         return "".join(pieces)
 
     @classmethod
@@ -267,9 +279,6 @@ def read_value(text: str):
         return text
 
 
-CONSTANTS = {"true": "True", "false": "False", "null": "None"}
-
-
 # -------------------------------------------------------------------------------- reading answers
 
 
@@ -283,7 +292,7 @@ class CallReader:
 
     def __init__(self, use: ToolUse, tokens: dict[int, str]):
         """tokens: {id: text} of the format's texts that are tokens: `add_token` reads them, never `add`."""
-        self.shape = (use.format.body or PLAIN) if isinstance(use.format, MessageToolFormat) else use.format
+        self.shape = format_of_calls(use.format)
         self.tools = {tool.name: tool for tool in use.tools}
         self.tokens, self.calls, self.pieces = tokens, [], []
         marks = [mark for mark, _ in self.shape.usable_marks(lambda text: text in tokens.values())]
@@ -401,14 +410,16 @@ class CallReader:
         call = ToolCall(f"call_{secrets.token_hex(12)}", name)
         self.pieces.append(CallPiece(len(self.calls), "", call.id, name))
         self.calls.append(call)
-        self.reader, self.state, self.seen = (
-            NOTATIONS[self.shape.arguments](self.tools.get(name)),
-            "arguments",
-            "",
-        )
+        self.reader = NOTATIONS[self.shape.arguments](self.tools.get(name))
+        self.state, self.seen = "arguments", ""
 
 
 PLAIN = ToolFormat((), "", "", "")  # the body of a message that is the arguments alone
+
+
+def format_of_calls(shape: ToolFormat | MessageToolFormat) -> ToolFormat:
+    """The format of calls in a text, or in the body of a message."""
+    return (shape.body or PLAIN) if isinstance(shape, MessageToolFormat) else shape
 
 
 def overlap(text: str, literal: str) -> int:
@@ -418,15 +429,13 @@ def overlap(text: str, literal: str) -> int:
 
 def call_reader(use: ToolUse, tokenizer) -> CallReader:
     """The CallReader of an answer by a model with this tokenizer."""
-    shape = use.format.body if isinstance(use.format, MessageToolFormat) else use.format
-    texts = marks_in(shape) if shape else set()
+    texts = marks_in(format_of_calls(use.format))
     ids = {tokenizer.backend_tokenizer.token_to_id(text): text for text in texts}
     return CallReader(use, {i: text for i, text in ids.items() if i is not None})
 
 
 def marks_in(shape: ToolFormat) -> set[str]:
     """The texts of a format that may be tokens."""
-    texts = [x for x in vars(shape).values() if isinstance(x, str)] + [
-        x for pair in shape.marks for x in pair
-    ]
+    texts = [x for x in vars(shape).values() if isinstance(x, str)]
+    texts += [x for pair in shape.marks for x in pair]
     return {part for text in texts for part in MARK_LIKE.findall(text)}

@@ -20,7 +20,7 @@ from serving.requests import RESTRICTIONS, SAMPLING_OPTIONS, Request, check_samp
 from serving.streams import TextStream, answer_stream
 from serving.text import encode, has_surrogate, stop_tokens
 from serving.tool_definitions import read_definitions
-from serving.tools import choose_format
+from serving.tools import choose_tool_format
 from sharding.sampling import Sampling
 from terminal.command_line import INT32_MAX
 from terminal.launch import log
@@ -147,7 +147,7 @@ class RequestBuilder:
     def __init__(self, args: argparse.Namespace, checkpoint: Checkpoint, tokenizer, configs: list[Config]):
         self.args, self.tokenizer, self.vocabulary = args, tokenizer, checkpoint.config.V
         self.channels = checkpoint.family.channels
-        self.tools = choose_format(tokenizer, checkpoint.family.tools)
+        self.tools = choose_tool_format(tokenizer, checkpoint.family.tools)
         asked = {name: getattr(args, name) for name in SAMPLING_OPTIONS}
         self.sampling = choose_sampling(asked, checkpoint.folder)
         self.templated = bool(tokenizer.chat_template) and not args.no_chat_template and not args.score

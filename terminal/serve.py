@@ -85,13 +85,15 @@ def leave_after(failure: Exception) -> NoReturn:
     At once: a thread that still tokenizes a prompt or compiles a grammar would hold up the usual end. Several
     processes end by distributed.watch, which finds out whether another process is to blame.
     """
+    from server.loop import ENGINE_FAILED
+
     if process_count() > 1:
         raise failure
     memory = "RESOURCE_EXHAUSTED" in str(failure)
     if not memory:
         traceback.print_exception(failure)
     what = OUT_OF_MEMORY if memory else f"{type(failure).__name__}: {' '.join(str(failure).split())}"
-    watch.leave(1, f"error: the engine has failed, and the server ends: {what}", "", at_once=True)
+    watch.leave(1, f"error: {ENGINE_FAILED}: {what}", "", at_once=True)
 
 
 def served_model(session: Session, tokenizer, max_len: int) -> ServedModel:

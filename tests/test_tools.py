@@ -20,7 +20,7 @@ from serving.requests import Request
 from serving.streams import answer_stream
 from serving.text import load_tokenizer
 from serving.tool_grammar import tool_grammar
-from serving.tools import Tool, ToolUse, choose_format, describe_tools, write_calls
+from serving.tools import Tool, ToolUse, choose_tool_format, describe_tools, write_calls
 
 STOP = frozenset([1, 2, 6])
 WEATHER = {
@@ -295,7 +295,7 @@ def test_reasoning_before_calls():
         tokens = (*CASES["tags-qwen"].tokens, *added)
         case = Case(tool_formats.TAGS, tokens, special=False, prompt="<think>\n")
         case.tokenizer.chat_template = "</think> <tool_call> {{ tools }}"
-        assert choose_format(case.tokenizer, tool_formats.LLAMA_JSON) is tool_formats.TAGS
+        assert choose_tool_format(case.tokenizer, tool_formats.LLAMA_JSON) is tool_formats.TAGS
         ids = case.ids("Hm.</think>\n\n" + write_calls(case.format, CALLS))
         for forced in (True, False):
             assert allowed(case, case.grammar(thinking=True, forced=forced), ids) == (len(ids), True)
@@ -341,7 +341,7 @@ def test_the_format_of_a_template():
         ("no such thing", tool_formats.HARMONY_TOOLS, tool_formats.LLAMA_JSON),
     ):
         tokenizer.chat_template = template
-        assert choose_format(tokenizer, family) is expected
+        assert choose_tool_format(tokenizer, family) is expected
 
 
 # ------------------------------------------------------------------------------------------- the server
