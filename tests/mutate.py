@@ -345,7 +345,7 @@ MUTATIONS = [
     ("serving/scheduler.py", "            if row.constrained:", "            if False:", GRAMMAR),
     ("serving/scheduler.py", "count[:] = 0", "pass", "tests/test_grammar.py::test_rows_of_grammars_step_together"),
     ("serving/engine.py", "dataclasses.replace(self.sampling[number], allowed=micro_batch.allowed())", "self.sampling[number]", GRAMMAR),
-    ("serving/engine.py", "next(options for options in self.option_sets if asked <= options)", "self.option_sets[-1]", "tests/test_grammar.py::test_programs_for_what_rows_ask"),
+    ("serving/engine.py", "next(options for options in self.ready_sets if asked <= options)", "self.option_sets[-1]", "tests/test_grammar.py::test_programs_for_what_rows_ask"),
     ("serving/engine.py", "x[row, :count, :n].tolist()", "x[row, :count, -n:].tolist()", "tests/test_grammar.py::test_likeliest_of_prompts_and_answers"),
     ("serving/grammar.py", "return self.matcher.is_stopped()", "return False", "tests/test_grammar.py::test_a_real_grammar"),
     ("serving/streams.py", "final=not named or ", "final=", CHANNELS + "channels"),
@@ -763,7 +763,7 @@ MUTATIONS = [
     ("terminal/models.py", "        gc.enable()", "        pass", GARBAGE),
     ("main.py", "    gc.disable()", "    pass", GARBAGE),
     ("terminal/command_line.py", "    signal.pthread_sigmask(signal.SIG_BLOCK, endings)", "    pass", TERMINATED),
-    ("serving/programs.py", "        tree = _replicated(tree, mesh=mesh)", "        pass", TWO),
+    ("serving/programs.py", "self.call(_replicated, tree, mesh=self.mesh) if jax.process_count() > 1 else tree", "tree", TWO),
     ("terminal/prompts.py", "found = from_first(lambda: [vars(prompt) for prompt in read_prompts(args)])", "found = [vars(prompt) for prompt in read_prompts(args)]", TWO),
 ]  # fmt: skip
 
