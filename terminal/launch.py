@@ -84,19 +84,30 @@ class Startup:
     """The stages of a start, which may run side by side. seconds: of each stage, by its name.
 
     began: when the program began, by time.perf_counter; what it did since then is the stage "imports".
+    shown: whether the seconds of a stage are logged when it ends. False until it is known that the program
+    will start, so that an error is the only line; then `show` logs those of the stages that have ended.
     """
 
     def __init__(self, began: float | None = None):
-        self.began = began or time.perf_counter()
+        self.began, self.shown = began or time.perf_counter(), False
         self.seconds = {"imports": time.perf_counter() - self.began}
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Time the body, and log its seconds in a line, unless they round to 0.0."""
+        """Time the body."""
         start = time.perf_counter()
         yield
         self.seconds[name] = time.perf_counter() - start
-        if self.seconds[name] >= 0.05:
+        if self.shown:
+            self._log(name)
+
+    def show(self) -> None:
+        self.shown = True
+        for name in list(self.seconds):
+            self._log(name)
+
+    def _log(self, name: str) -> None:
+        if self.seconds[name] >= 0.05:  # else it would be 0.0
             log(f"start: {name} {self.seconds[name]:.1f} s")
 
     def first_tokens(self) -> None:

@@ -43,13 +43,14 @@ class Session:
         general: bool = False,
     ) -> Engine:
         """Load the models, and compile their programs meanwhile. The options of the engine: see Engine."""
+        self.startup.show()
         options, show = model_options(self.args), jax.process_index() == 0
         stage, needed = self.startup.stage, (requests, longest, option_sets, prefix_cache_bytes, limits)
         shapes = programs_on_shapes(options, self.models, rows, max_len)
 
         def compile_ahead() -> None:
             kept = f"the programs are kept in {jax.config.jax_compilation_cache_dir}"
-            with stage("compile"), log_if_slow(f"compiling takes less time at later starts: {kept}"):
+            with stage("compile"), log_if_slow(f"compiling, which takes less time at later starts: {kept}"):
                 Engine(shapes, *needed, general=general)
 
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
