@@ -157,14 +157,15 @@ class Folder:
         self.unseen = size
         files = []
         for path in self.path.glob(f"*{SUFFIX}"):
-            with contextlib.suppress(FileNotFoundError):  # another process has just removed it
+            with contextlib.suppress(OSError):  # another process has just removed it
                 status = path.stat()
                 files.append((status.st_mtime_ns, status.st_size, path))
         excess = sum(bytes for _, bytes, _ in files) + size - self.max_bytes
         for _, bytes, path in sorted(files):
             if excess <= 0:
                 return
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # removed, or another user's
+                path.unlink()
             excess -= bytes
 
 

@@ -189,7 +189,6 @@ def settings():
     compiler._cache_write, jax_cache.LRUCache = functions
     for name, value in before.items():
         jax.config.update(name, value)
-    compilation_cache.say_once.cache_clear()
 
 
 def test_sizes(settings, monkeypatch):
@@ -218,6 +217,8 @@ def test_another_jax(change, settings, monkeypatch, capsys):
     """A jax that is unknown keeps programs in its own way."""
     own = type("LRUCache", (), {})
     monkeypatch.setattr(jax_cache, "LRUCache", own)
+    jax.config.update("jax_compilation_cache_max_size", -1)
+    compilation_cache.say_once.cache_clear()
     change(monkeypatch)
     enable_compilation_cache()
     assert jax_cache.LRUCache is own and jax.config.jax_compilation_cache_max_size == -1
@@ -247,6 +248,18 @@ def test_the_least_recently_used_go_first(tmp_path):
     assert len(list(tmp_path.iterdir())) == 3 and folder.read("c" + SUFFIX) is None
     folder.write("f" + SUFFIX, bytes(4 * size))  # larger than all may be together
     assert len(list(tmp_path.iterdir())) == 3 and folder.read("f" + SUFFIX) is None
+
+
+def test_many_processes_keep_the_limit(tmp_path, monkeypatch):
+    """They look at all the files now and then, not at each program."""
+    looks, glob = [], pathlib.Path.glob
+    monkeypatch.setattr(pathlib.Path, "glob", lambda *arguments: looks.append(1) or glob(*arguments))
+    folders, limit, size, most = [Folder(tmp_path, 10_000) for _ in range(3)], 10_000, 20, 0
+    for i in range(900):
+        folders[i % 3].write(f"{i}{SUFFIX}", bytes(size))
+        most = max(most, size * len(os.listdir(tmp_path)))
+    assert limit - 3 * size <= most <= limit + 3 * limit // 100
+    assert len(looks) <= 900 * size / (limit / 100) + 3
 
 
 @pytest.mark.parametrize(("limit", "kept"), [(-1, 9), (0, 0)])
