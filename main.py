@@ -6,6 +6,9 @@ the same command on each: they find one another, and the first one prints.
 # ruff: noqa: E402  Ctrl-C works before the imports, which take seconds
 
 import gc
+import time
+
+began = time.perf_counter()
 
 from terminal.command_line import exit_on_signals
 
@@ -18,6 +21,7 @@ from functools import partial
 
 import jax
 
+from distributed import watch
 from feedback.errors import UserError
 from feedback.progress import progress
 from serving.memory import fit_cache
@@ -35,13 +39,14 @@ from terminal.report import report
 
 
 def main() -> None:
-    args, startup = parse_arguments(), Startup()
-    startup.lap("imports")
+    args, startup = parse_arguments(), Startup(began)
     enable_compilation_cache()
-    join_hosts(args)
-    n_devices = device_count()
-    prompts = [] if args.chat or args.serve else share_prompts(args)
-    session = open_session(args, n_devices, startup)
+    with startup.stage("join"):
+        join_hosts(args)
+        n_devices = device_count()
+    with startup.stage("config"):
+        prompts = [] if args.chat or args.serve else share_prompts(args)
+        session = open_session(args, n_devices, startup)
     try:
         if args.chat:
             chat(session)
@@ -49,6 +54,7 @@ def main() -> None:
             from terminal.serve import serve  # needs packages that are optional
 
             serve(session)
+            watch.end()  # a thread may still be compiling programs
         else:
             answer_prompts(session, prompts)
     except jax.errors.JaxRuntimeError as e:
@@ -61,7 +67,6 @@ def answer_prompts(session: Session, prompts: list[Prompt]) -> None:
     """Answer or score the prompts. Exit code 1 if any of them has an error."""
     args, startup = session.args, session.startup
     every = make_replies(session.builder, prompts, args.n)
-    startup.lap("tokenizer")
     content = partial(Reply.as_json, logprobs=args.logprobs, score=args.score)
     with output_file(args, every, settings_digest(session), content) as (file, replies):
         positions = [reply.request.positions for reply in replies if reply.error is None]
@@ -79,7 +84,7 @@ def answer_prompts(session: Session, prompts: list[Prompt]) -> None:
             with progress("answers", len(every), answered, bool(first and in_lines), "answer") as bar:
                 for done in answer(engine, replies):
                     if engine.stats.prefilled:
-                        startup.lap("prefill")
+                        startup.first_tokens()
                     show_progress(bar, engine.stats, show, done)
             if first:
                 report(session, engine, replies, content)

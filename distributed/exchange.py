@@ -112,6 +112,19 @@ def wait_for_flag(name: str, then: Callable[[], None]) -> None:
         return then()
 
 
+def reach(milestone: str) -> None:
+    """Say that this process has reached a milestone, without waiting for the others."""
+    if process_count() > 1:
+        _put(f"reached/{milestone}/{process_index()}", True)
+
+
+def wait_for_all(milestone: str) -> None:
+    """Wait until every process has reached a milestone. It blocks: give it a thread."""
+    if process_count() > 1:
+        for i in range(process_count()):
+            _get(f"reached/{milestone}/{i}")
+
+
 def agree(values: dict[str, Any], remedy: str) -> None:
     """Raise the same UserError in every process if their values differ. All must call this.
 

@@ -124,6 +124,14 @@ class Watch:
         jax.distributed.shutdown()
 
 
+def end() -> NoReturn:
+    """End this process as it would end by itself, but without waiting for threads that are still working."""
+    if watch:
+        watch.finish()
+    sys.stdout.flush()
+    os._exit(0)
+
+
 def _silence_stderr() -> None:
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.stderr.fileno())

@@ -6,14 +6,17 @@ import sys
 def progress(what: str, total: int, done: int = 0, show: bool = True, unit: str = "B", delay: float = 0):
     """A tqdm: a line on stderr with the part of the total that is done, the speed, and the time left.
 
-    On a terminal the line is rewritten in place; elsewhere a line is printed every half minute.
+    On a terminal the line is rewritten in place, and lines of work that goes on at the same time stand below
+    one another; elsewhere a line is printed every half minute.
     delay: seconds without a line; shorter work prints none.
     """
     from tqdm import tqdm  # the import takes long, and signals must be handled before
 
     show = show and sys.stderr is not None
-    seconds = 0.1 if show and sys.stderr.isatty() else 30
+    terminal = show and sys.stderr.isatty()
+    seconds = 0.1 if terminal else 30
     return tqdm(
         desc=what, total=total, initial=done, disable=not show, mininterval=seconds, maxinterval=seconds,
         unit=unit, unit_scale=unit == "B", dynamic_ncols=True, delay=delay,
+        position=None if terminal else 0,  # 0: without the control codes that move to another line
     )  # fmt: skip

@@ -1,21 +1,23 @@
 """The thread that owns the engine: other threads submit and cancel jobs, and get events of their answers.
 
 With several processes the first one decides: before each step it broadcasts which requests it adds and
-cancels, and the others do the same. A process without requests sleeps.
+cancels, and which programs it adds, and the others do the same. A process without requests sleeps.
 """
 
 import contextlib
 import dataclasses
 import itertools
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import jax
 import numpy as np
 
-from distributed.exchange import Broadcast, process_count
+from distributed.exchange import Broadcast, process_count, reach, wait_for_all
 from feedback.errors import UserError
 from server.metrics import Metrics
 from serving.engine import Engine
@@ -26,7 +28,7 @@ from serving.tools import CallPiece
 from sharding.sampling import Bias, Sampling
 
 ENGINE_FAILED = "the engine has failed, and the server ends"
-IDLE = 1.0  # seconds without a job after which the next program is compiled, which takes seconds
+IDLE = 1.0  # seconds without a job after which a CPU compiles another program, which takes seconds
 
 
 class Refused(Exception):
@@ -81,7 +83,8 @@ class EngineLoop:
 
     open_jobs: how many have not ended. undelivered: the jobs whose last event has not been delivered.
     deliver: called with the events of each step; it must not take long. pace: seconds between the ends of two
-    jobs, a moving average. inbox: commands of other threads.
+    jobs, a moving average. inbox: commands of other threads. active: when the engine last had work, by
+    time.monotonic.
     """
 
     def __init__(self, rows: int, max_queue: int, seconds: float, metrics: Metrics):
@@ -95,7 +98,7 @@ class EngineLoop:
         self.ready, self.draining, self.failed, self.pace = False, False, False, 1.0
         self.undelivered: set[Job] = set()
         self.jobs: dict[Answer, Job] = {}  # in the order of submission
-        self.last_end = time.monotonic()
+        self.last_end = self.active = time.monotonic()
 
     # Called by other threads.
 
@@ -131,6 +134,15 @@ class EngineLoop:
             if not job.done:
                 self.inbox.put(("cancelled", job))
 
+    def add_program(self, program: tuple[int, int]) -> None:
+        """Let the engine use a program that every process has compiled, see Engine.add_program."""
+        self.inbox.put(("program", program))
+
+    def wait_until_idle(self) -> None:
+        """Wait until the engine has had no work for a while."""
+        while self.open_jobs or (seconds := self.active + IDLE - time.monotonic()) > 0:
+            time.sleep(IDLE if self.open_jobs else seconds)
+
     def drain(self) -> None:
         """Accept no more jobs; `run` returns when the open ones have ended."""
         with self.lock:
@@ -151,10 +163,11 @@ class EngineLoop:
             while not self.draining or self.open_jobs:
                 commands = self._next_commands()
                 if others:
-                    others.say([command_as_json(what, job) for what, job in commands if job])
+                    others.say([command_as_json(what, subject) for what, subject in commands if subject])
                 events = self._execute(commands)
                 if engine.busy:
                     events += self._events_of(engine.advance())
+                    self.active = time.monotonic()
                 self._publish(events)
         except BaseException:
             with self.lock:
@@ -165,11 +178,14 @@ class EngineLoop:
         if others:
             others.say(None)
 
-    def _next_commands(self) -> list[tuple[str, Job | None]]:
-        """The commands since the last step, and those to cancel jobs out of time. Waits while all is idle."""
+    def _next_commands(self) -> list[tuple[str, Any]]:
+        """The commands since the last step, and those to cancel jobs out of time. Waits while all is idle.
+
+        A command is about a job, or about a program, see `add_program`; None: it only wakes this thread.
+        """
         commands = []
         if not self.engine.busy and not self.draining:
-            commands.append(self._wait_for_command())
+            commands.append(self.inbox.get())
             self.last_end = time.monotonic()
         while not self.inbox.empty():
             commands.append(self.inbox.get())
@@ -179,19 +195,13 @@ class EngineLoop:
             for job in itertools.takewhile(lambda job: job.submitted < late, self.jobs.values())
         ]
 
-    def _wait_for_command(self) -> tuple[str, Job | None]:
-        """The next command. Whenever none has come for a while, programs that are missing are compiled."""
-        while not self.engine.complete:
-            with contextlib.suppress(queue.Empty):
-                return self.inbox.get(timeout=IDLE)
-            self.engine.compile_next()
-        return self.inbox.get()
-
-    def _execute(self, commands: list[tuple[str, Job | None]]) -> list[tuple[Job, Event]]:
-        """Add and cancel requests: -> the events of jobs that end with it."""
+    def _execute(self, commands: list[tuple[str, Any]]) -> list[tuple[Job, Event]]:
+        """Add programs, and add and cancel requests: -> the events of jobs that end with it."""
         events = []
         for what, job in commands:
-            if what == "add":
+            if what == "program":
+                self.engine.add_program(job)
+            elif what == "add":
                 try:
                     job.answer = self.engine.add(job.request)
                     self.jobs[job.answer] = job
@@ -246,6 +256,25 @@ class EngineLoop:
             self.undelivered.difference_update(job for job, _ in ended)
 
 
+def compile_missing(engine: Engine, loop: EngineLoop | None, wait: Callable[[], None]) -> None:
+    """Compile the programs that the engine is missing, in a thread of its own, while the engine works.
+
+    All processes compile them in the same order. The first lets all engines use a program when every process
+    has compiled it. loop: of the first process; None in the others. wait: before each program.
+    """
+    for program in list(engine.missing):
+        wait()
+        try:
+            engine.compile_ahead(program)
+        except jax.errors.JaxRuntimeError as e:  # out of memory: the engine can do without
+            print(f"a decode program for {program[0]} rows was not compiled: {e}", file=sys.stderr)
+            return
+        reach(f"program {program}")
+        if loop:
+            wait_for_all(f"program {program}")
+            loop.add_program(program)
+
+
 def follow(engine: Engine, make_grammar: Callable[..., Grammar]) -> None:
     """The loop of every process but the first: execute its commands and steps until it ends.
 
@@ -254,7 +283,9 @@ def follow(engine: Engine, make_grammar: Callable[..., Grammar]) -> None:
     first, answers = Broadcast(), {}
     while (commands := first.hear()) is not None:
         for what, number, *fields in commands:
-            if what == "add":
+            if what == "program":
+                engine.add_program(tuple(number))
+            elif what == "add":
                 with contextlib.suppress(UserError):  # the first process reports it
                     answers[number] = engine.add(request_from_json(*fields, make_grammar))
             elif number in answers:
@@ -264,18 +295,20 @@ def follow(engine: Engine, make_grammar: Callable[..., Grammar]) -> None:
         answers = {number: x for number, x in answers.items() if x.finish_reason is None}
 
 
-def command_as_json(what: str, job: Job) -> list:
-    """A command of the first process, for the others."""
+def command_as_json(what: str, subject: Any) -> list:
+    """A command of the first process, for the others. subject: a job or a program."""
+    if what == "program":
+        return [what, subject]
     if what != "add":
-        return [what, job.number]
-    request, bias = job.request, job.request.sampling.bias
+        return [what, subject.number]
+    request, bias = subject.request, subject.request.sampling.bias
     numbers = {name: x for name, x in vars(request.sampling).items() if x is not None and x is not bias}
     fields = dict(
         prompt=request.prompt.tolist(), max_new_tokens=request.max_new_tokens, sampling=numbers,
         bias=bias and [bias.tokens.tolist(), bias.values.tolist()], stop=sorted(request.stop),
         score=request.score, grammar=request.grammar and [request.grammar.kind, request.grammar.source],
     )  # fmt: skip
-    return [what, job.number, fields]
+    return [what, subject.number, fields]
 
 
 def request_from_json(fields: dict, make_grammar: Callable[..., Grammar]) -> Request:

@@ -13,6 +13,7 @@ from checkpoints.checkpoint import Checkpoint, open_checkpoint
 from distributed.exchange import agree, process_count
 from feedback.errors import UserError
 from model import Weights
+from serving.ahead import ProgramsOnShapes
 from serving.memory import HEADROOM, Deployment, device_memory
 from serving.placement import choose_dtypes, choose_format, choose_mesh, set_precision, slice_count
 from serving.programs import Programs
@@ -102,15 +103,28 @@ def deploy(options: ModelOptions, checkpoint: Checkpoint, mesh: Mesh, log: Log) 
 
 
 def make_programs(
-    options: ModelOptions, models: list[Deployment], weights: list[Weights], rows: int, max_len: int
+    options: ModelOptions,
+    models: list[Deployment],
+    weights: list[Weights],
+    rows: int,
+    max_len: int,
+    kind: type[Programs] = Programs,
 ) -> Programs:
     """The Programs of a batch, with the speculation that the user asks for. weights: of each model."""
 
     def programs(i: int, speculation=None) -> Programs:
         x = models[i]
-        return Programs(weights[i], x.cfg, x.mesh, rows, max_len, x.kv_dtype, speculation)
+        return kind(weights[i], x.cfg, x.mesh, rows, max_len, x.kv_dtype, speculation)
 
     speculation = PromptLookup(options.guesses) if options.lookup else None
     if options.draft:
         speculation = DraftModel(programs(1), options.guesses)
     return programs(0, speculation)
+
+
+def programs_on_shapes(
+    options: ModelOptions, models: list[Deployment], rows: int, max_len: int
+) -> ProgramsOnShapes:
+    """The same programs, to be compiled before there are weights."""
+    weights = [x.abstract_weights() for x in models]
+    return make_programs(options, models, weights, rows, max_len, ProgramsOnShapes)

@@ -42,13 +42,15 @@ from typing import Any
 import jax
 import numpy as np
 
+from distributed.exchange import gather
 from feedback.errors import UserError
+from serving.ahead import ProgramsOnShapes
 from serving.prefix_cache import SavedPrefix
 from serving.programs import Assignment, Programs, StepPlan, prefill_width
 from serving.requests import Answer, Request, options_in_use
 from serving.scheduler import Admission, MicroBatch, PrefillLimits, Row, Scheduler, Shard
 from serving.steps import Output, PrefillChunk, Scores
-from sharding.sampling import Sampling, TopLogprobs
+from sharding.sampling import TopLogprobs
 
 NAN = "the model computes NaN: its weights are damaged, or overflow this --dtype"
 
@@ -107,7 +109,13 @@ class Engine:
     there is one set, of the options that `requests` ask for. prefix_cache_bytes: host memory for the prefixes
     of rows that other requests have taken, see prefix_cache.py; unused if there are several stages. limits:
     by default prompts are read as fast as possible. active: the most rows of a data shard that will decode
-    at a time; None: all. `compile_decode` raises it.
+    at a time; None: all. `compile_decode` raises it. general: compile only the decode program of the last
+    option set, which must have the options of all others; the other programs are `missing` at first.
+    ahead: the same programs on shapes, which are compiled first, several at a time; None: one after another.
+
+    missing: decode programs that the engine can do without, (rows of a data shard, index of the option set),
+    in the order in which they are worth compiling. decode_rows: the numbers of rows for which the decode
+    programs of all option sets are compiled, and the number with which the engine started.
     """
 
     def __init__(
@@ -119,8 +127,10 @@ class Engine:
         prefix_cache_bytes: int = 0,
         limits: PrefillLimits = PrefillLimits(),  # noqa: B008  immutable
         active: int | None = None,
+        general: bool = False,
+        ahead: ProgramsOnShapes | None = None,
     ):
-        self.programs = programs
+        self.programs, self.ahead = programs, ahead
         sizes = programs.rows, programs.max_len, programs.stages, programs.shards
         saved = 0 if programs.stages > 1 else prefix_cache_bytes, programs.row_bytes
         self.scheduler = Scheduler(*sizes, programs.width, programs.masks, programs.cfg.V, *saved, limits)
@@ -139,9 +149,16 @@ class Engine:
         self.longest = max([longest, *(len(request.prompt) for request in requests)])
         self.scores = {request.scoring for request in requests} or {None}
         rows = self._rows_for(active or programs.rows)
-        programs.warm_up(self.longest, self.scores, self.neutral, rows, bool(saved[0]), limits.width)
-        self.decode_rows = [rows]  # of the compiled programs, see Programs
-        self.uncompiled: list[Sampling] = []  # option sets that the next number of rows has no program for
+        self.ready_sets = self.option_sets[-1:] if general else list(self.option_sets)
+        neutral = self.neutral[-len(self.ready_sets) :]
+        needed = self.longest, self.scores, neutral, rows, bool(saved[0]), limits.width
+        if ahead:
+            ahead.warm_up(*needed)
+            gather("compiled")  # else one process could wait in a collective until another has compiled
+        programs.warm_up(*needed)
+        self.decode_rows, sets = [rows], range(len(self.option_sets))
+        self.missing = [(rows, i) for i in sets[: -len(self.ready_sets)]]
+        self.missing += [(n, i) for n in programs.decode_rows if n != rows for i in sets]
 
     def _rows_for(self, active: int) -> int:
         """The fewest rows of a decode program that computes `active` ones."""
@@ -151,23 +168,26 @@ class Engine:
     def compile_decode(self, active: int) -> None:
         """Compile what is missing to decode `active` rows of a data shard at a time."""
         if (rows := self._rows_for(active)) > max(self.decode_rows):
-            self.programs.warm_up(0, self.scores, self.neutral, rows)
-            self.decode_rows.append(rows)
+            for program in [x for x in self.missing if x[0] == rows]:
+                self.add_program(program)
 
-    @property
-    def complete(self) -> bool:
-        """Whether the decode programs of all numbers of rows are compiled."""
-        return len(self.decode_rows) == len(self.programs.decode_rows)
+    def compile_ahead(self, program: tuple[int, int]) -> None:
+        """Compile one of the `missing` programs, in any thread, so that `add_program` need not."""
+        rows, i = program
+        self.ahead.warm_up(0, self.scores, [self.neutral[i]], rows)
 
-    def compile_next(self) -> None:
-        """Compile one of the missing decode programs, those of the fewest rows first.
+    def add_program(self, program: tuple[int, int]) -> None:
+        """Use one of the `missing` programs from now on, which is compiled if it was not compiled ahead.
 
-        A step computes so many rows only when the programs of all option sets are compiled.
+        A step computes fewer rows only when the programs of all option sets are there for so many.
         """
-        rows = next(n for n in self.programs.decode_rows if n not in self.decode_rows)
-        self.uncompiled = self.uncompiled or list(self.neutral)
-        self.programs.warm_up(0, self.scores, [self.uncompiled.pop(0)], rows)
-        if not self.uncompiled:
+        rows, i = program
+        self.programs.warm_up(0, self.scores, [self.neutral[i]], rows)
+        self.missing.remove(program)
+        if rows in self.decode_rows:
+            ready = [*self.ready_sets, self.option_sets[i]]
+            self.ready_sets = [options for options in self.option_sets if options in ready]
+        elif all(n != rows for n, _ in self.missing):
             self.decode_rows.append(rows)
 
     def _score(self, request: Request) -> int | None:
@@ -229,7 +249,7 @@ class Engine:
         assignments = self._admit(micro_batch, step)
         if assignments:
             asked = options_in_use([row.answer.request for row in micro_batch.rows if not row.free])
-            options = next(options for options in self.option_sets if asked <= options)
+            options = next(options for options in self.ready_sets if asked <= options)
             self.sampling[number] = micro_batch.sampling(options)
         elif self.sampling[number].allowed is not None:  # a grammar's mask changes with each step
             self.sampling[number] = dataclasses.replace(self.sampling[number], allowed=micro_batch.allowed())

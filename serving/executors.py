@@ -1,12 +1,15 @@
 """How the layers of a step run: in one program, a few layers at a time, or in pipeline stages.
 
 An executor is a function (step, weights, batch) -> (the step's result, Batch). All of them embed the tokens
-that the step reads, run the layers and finish the step; `steps.py` says what a step is.
+that the step reads, run the layers and finish the step; `steps.py` says what a step is. They call each jitted
+function through `call`, so that the same executor can also compile its programs on shapes, see ahead.py.
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +36,14 @@ def start(step: Step, w: Weights, batch: Batch, *, cfg: Config, mesh: Mesh) -> t
     return model.embed(tokens, chunk.positions, w, cfg=cfg, mesh=mesh), tokens, chunk
 
 
+Call = Callable[..., Any]  # (jitted function, arguments) -> its result
+
+
+def run(function, *arguments, **static):
+    """The `Call` that runs the function."""
+    return function(*arguments, **static)
+
+
 jit = partial(jax.jit, static_argnames=("cfg", "mesh"))
 
 
@@ -52,8 +63,8 @@ class StepProgram:
         execute.__name__ = kind.__name__
         return jit(execute, donate_argnames="batch")
 
-    def __call__(self, step: Step, weights: Weights, batch: Batch, **static):
-        return self.program(type(step))(step, weights, batch, **static)
+    def __call__(self, step: Step, weights: Weights, batch: Batch, *, call: Call = run, **static):
+        return call(self.program(type(step)), step, weights, batch, **static)
 
     def lower(self, step: Step, weights: Weights, batch: Batch, **static) -> jax.stages.Lowered:
         return self.program(type(step)).lower(step, weights, batch, **static)
@@ -80,20 +91,22 @@ def finish(step: Step, x: Array, tokens: Array, chunk: Chunk, w: Weights, batch:
     return step.finish(x, tokens, chunk, w, batch, cfg, mesh)
 
 
-def several_programs(step: Step, weights: Weights, batch: Batch, *, cfg: Config, mesh: Mesh):
+def several_programs(
+    step: Step, weights: Weights, batch: Batch, *, cfg: Config, mesh: Mesh, call: Call = run
+):
     """A program of a few layers, called several times: for one CPU device.
 
     It compiles in a fifth of the time. Each call costs the host some 100 us, which is too much for an
     accelerator, and little for a CPU, which gains nothing from seeing all layers at once.
     """
     w, rows, static = without_layers(weights), batch.replace(layers=[]), dict(cfg=cfg, mesh=mesh)
-    x, tokens, chunk = start_program(step, w, rows, **static)
+    x, tokens, chunk = call(start_program, step, w, rows, **static)
     caches, n = [], layers_per_program(cfg.layers)
     for i in range(0, len(cfg.layers), n):
         own, kv, kinds = (each[i : i + n] for each in (weights.layers, batch.cache.layers, cfg.layers))
-        x, kv = few_layers(x, own, kv, chunk, kinds=kinds, mesh=mesh)
+        x, kv = call(few_layers, x, own, kv, chunk, kinds=kinds, mesh=mesh)
         caches += kv
-    result, rows = finish(step, x, tokens, chunk, w, rows, **static)
+    result, rows = call(finish, step, x, tokens, chunk, w, rows, **static)
     return result, rows.replace(layers=caches)
 
 

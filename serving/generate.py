@@ -19,10 +19,12 @@ import numpy as np
 
 from checkpoints.loading import load as load_weights
 from checkpoints.names import FLOATS
+from checkpoints.threads import no_garbage_collection
 from feedback.errors import UserError
 from model import Config, Weights
 from quantize import FORMATS
-from serving.deploy import ModelOptions, make_programs, open_models
+from serving.ahead import ProgramsOnShapes
+from serving.deploy import ModelOptions, make_programs, open_models, programs_on_shapes
 from serving.engine import Engine
 from serving.memory import CPU_ROWS, DEFAULT_ROWS, Deployment, fit_cache
 from serving.messages import read_messages
@@ -142,7 +144,8 @@ def load(
     wanted = rows or (CPU_ROWS if jax.default_backend() == "cpu" else DEFAULT_ROWS)
     rows, max_len = fit_cache(models, [limit] * wanted, rows, limit)
     weights = [load_weights(x.checkpoint, x.mesh, x.dtype, x.format, show=show) for x in models]
-    return LLM(models[0], make_programs(options, models, weights, rows, max_len))
+    shapes = programs_on_shapes(options, models, rows, max_len)
+    return LLM(models[0], make_programs(options, models, weights, rows, max_len), shapes)
 
 
 class LLM:
@@ -155,7 +158,9 @@ class LLM:
     processes, each must make the same calls.
     """
 
-    def __init__(self, deployment: Deployment, programs: Programs):
+    def __init__(self, deployment: Deployment, programs: Programs, shapes: ProgramsOnShapes):
+        """shapes: the same programs, with which they are compiled."""
+        self.shapes = shapes
         self.deployment, self.programs, self.folder = deployment, programs, deployment.checkpoint.folder
         self.tokenizer = load_tokenizer(self.folder)
         self.stop_tokens = stop_tokens(self.folder, self.tokenizer)
@@ -373,7 +378,10 @@ class LLM:
             longest, scores, sets = max(longest, old.longest), scores | old.scores, sets + old.option_sets
         like = [Request([0], 1, score=score is not None) for score in scores]
         ordered = [options for options in OPTION_SETS if options in sets]
-        self.engine = Engine(self.programs, like, self._rounded(longest), ordered, active=active)
+        with no_garbage_collection():
+            self.engine = Engine(
+                self.programs, like, self._rounded(longest), ordered, active=active, ahead=self.shapes
+            )
         return self.engine
 
     def _rounded(self, longest: int) -> int:

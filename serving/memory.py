@@ -20,7 +20,7 @@ import model
 from checkpoints.checkpoint import Checkpoint
 from distributed.exchange import gather
 from feedback.errors import UserError
-from model import Config, Experts
+from model import Config, Experts, Weights
 from ops.platform import platform
 from quantize import FORMATS, Format
 from serving.steps import batch_infos
@@ -96,9 +96,13 @@ class Deployment:
     kv_dtype: str
     checkpoint: Checkpoint | None = None
 
-    def weight_bytes(self) -> int:
+    def abstract_weights(self) -> Weights:
+        """The shapes, types and shardings of the weights."""
         infos = in_stages(model.weight_infos(self.cfg, self.format), self.mesh.shape[STAGE])
-        return shard_bytes(abstract(infos, self.mesh, jnp.dtype(self.dtype)))
+        return abstract(infos, self.mesh, jnp.dtype(self.dtype))
+
+    def weight_bytes(self) -> int:
+        return shard_bytes(self.abstract_weights())
 
     def cache_bytes(self, rows: int, max_len: int) -> int:
         stages = self.mesh.shape[STAGE]

@@ -3,10 +3,11 @@
 import dataclasses
 import itertools
 import math
+import operator
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -17,9 +18,10 @@ import model
 from feedback.errors import UserError
 from feedback.progress import progress
 from model import Config, Weights
+from ops.kv_cache import KV
 from ops.platform import platform
 from serving import steps
-from serving.executors import executor_for
+from serving.executors import executor_for, run
 from serving.prefix_cache import SavedPrefix, cache_bytes, on_devices, slot_axes
 from serving.steps import DecodeStep, Output, PrefillChunk, Scores, Step
 from sharding.arrays import abstract, zeros
@@ -102,7 +104,11 @@ class Programs:
     decode_rows: the numbers of rows of a data shard that a decode step may compute, ascending. On one CPU
     device these are 1, 2, 4 and so on up to all. Elsewhere a step computes all rows: there it is bound by
     reading the weights, and the kernels skip the caches of idle rows, so that fewer rows save little.
+    call, allocate: ahead.ProgramsOnShapes replaces them.
     """
+
+    call = staticmethod(run)
+    allocate = staticmethod(zeros)
 
     def __init__(
         self,
@@ -122,7 +128,8 @@ class Programs:
         self.stages, self.shards = mesh.shape["stage"], mesh.shape["data"]
         self.rows, self.max_len = rows + -rows % (self.stages * self.shards), max_len
         self.weights, self.cfg, self.mesh, self.static = weights, cfg, mesh, dict(cfg=cfg, mesh=mesh)
-        batches = (steps.init_batch(cfg, mesh, self.rows, max_len, kv_dtype) for _ in range(self.stages))
+        sizes = self.rows, max_len, kv_dtype
+        batches = (steps.init_batch(cfg, mesh, *sizes, self.allocate) for _ in range(self.stages))
         self.batch, *waiting = batches
         self.last_read: Scores | jax.Array | None = None
         self.decode_rows = decode_rows(mesh, self.rows)
@@ -130,7 +137,7 @@ class Programs:
         if waiting:
             rows_of_width = {1: self.rows} | dict.fromkeys(WIDTHS, self.stages * self.shards)
             inputs = stage_input_infos(cfg.D, rows_of_width)  # before the first turn they are zeros
-            inputs = zeros(abstract(inputs, mesh, model.float_type(weights)))
+            inputs = self.allocate(abstract(inputs, mesh, model.float_type(weights)))
             self.batch = self.batch.replace(stage_inputs=inputs)
         self.speculation, self.draft = speculation, speculation and speculation.draft
         self.width, self.masks = 1 + (speculation.n_draft if speculation else 0), cfg.masks
@@ -142,7 +149,18 @@ class Programs:
             what = "do not pass on how many guesses were right"
             raise UserError(f"{self.stages} stages of layers {what}: leave out --lookup, --draft or --pp")
 
-    def warm_up(
+    def warm_up(self, *needed, **more) -> None:
+        """Compile what is needed and was not compiled ahead, by running it on no row: see `calls`.
+
+        Work of more than a few seconds shows its progress.
+        """
+        calls = self.calls(*needed, **more)
+        with compilation_progress(len(calls)) as bar:
+            for call in calls:
+                jax.block_until_ready(call(self))
+                bar.update()
+
+    def calls(
         self,
         longest: int,
         scores: Iterable[int | None],
@@ -150,38 +168,31 @@ class Programs:
         rows: int,
         prefix_cache: bool = False,
         widest: float = math.inf,
-    ) -> None:
-        """Compile what prompts of up to `longest` tokens and these samplings need, by running it on no row.
+    ) -> list[Callable[["Programs"], Any]]:
+        """Everything that prompts of up to `longest` tokens and these samplings may need, done to no row.
 
-        Work of more than a few seconds shows its progress. samplings: each for the rows of one microbatch.
-        rows: of the decode steps, one of `decode_rows`. prefix_cache: whether prefixes are saved in host
-        memory. widest: see `prefill_width`.
+        samplings: each for the rows of one microbatch. rows: of the decode steps, one of `decode_rows`.
+        prefix_cache: whether prefixes are saved in host memory. widest: see `prefill_width`.
         """
         nothing, no_tokens = (np.zeros(n, np.int32) for n in (self.stages * self.shards, self.rows))
         no_texts = np.zeros((nothing.size, self.max_len), np.int32)
         alone = self.rows == nothing.size  # no row has another to copy a prefix from
         sources = (None,) if alone else (None, nothing)
-        calls = [partial(self.assign_rows, nothing - 1, no_texts, nothing, source) for source in sources]
+        do = operator.methodcaller
+        calls = [do("assign_rows", nothing - 1, no_texts, nothing, source) for source in sources]
         widths = [width for width in WIDTHS if longest > 1 and prefill_width(longest - 1, widest) >= width]
-        calls += [
-            partial(self.prefill, nothing, nothing, *each) for each in itertools.product(widths, scores)
-        ]
+        calls += [do("prefill", nothing, nothing, *each) for each in itertools.product(widths, scores)]
         samplings = [jax.tree.map(lambda x: np.concatenate([x] * self.stages), each) for each in samplings]
         if rows == self.decode_rows[-1]:
-            calls += [partial(self.decode, no_tokens, sampling) for sampling in samplings]
+            calls += [do("decode", no_tokens, sampling) for sampling in samplings]
         else:
             some = np.tile(np.arange(rows, dtype=np.int32), self.shards)
             samplings = [jax.tree.map(lambda x: x[: some.size], each) for each in samplings]
-            calls += [partial(self.decode, 0 * some, sampling, some) for sampling in samplings]
+            calls += [do("decode", 0 * some, sampling, some) for sampling in samplings]
         if prefix_cache:
             saved = [SavedPrefix(no_tokens, 0, 0) for _ in range(nothing.size)]
-            calls.append(partial(self.save_prefixes, nothing, saved))
-            calls.append(partial(self.load_prefixes, nothing - 1, saved))
-        show = jax.process_index() == 0
-        with progress("compiling", len(calls), show=show, unit="program", delay=SHOW_AFTER) as bar:
-            for call in calls:
-                jax.block_until_ready(call())
-                bar.update()
+            calls += [do("save_prefixes", nothing, saved), do("load_prefixes", nothing - 1, saved)]
+        return calls
 
     def run(self, plans: Sequence[StepPlan]) -> tuple[Scores | None, Output | None]:
         """A turn of all stages, stage s with plans[s]: -> (Scores, Output) of the last stage's plan.
@@ -220,17 +231,13 @@ class Programs:
 
     def assign_rows(self, rows, tokens, length, source) -> None:
         """Give rows new texts, of which a prefix counts as read: see steps.assign_rows."""
-        self.batch = steps.assign_rows(rows, tokens, length, source, self.batch, **self.static)
+        self.batch = self.call(steps.assign_rows, rows, tokens, length, source, self.batch, **self.static)
         if self.draft:
             self.draft.assign_rows(rows, tokens, length, source)
 
     def save_prefixes(self, rows: np.ndarray, prefixes: Sequence[SavedPrefix | None]) -> None:
         """Start to copy the cache of rows[i] of data shard i to prefixes[i], where this is not None."""
-        saved = [
-            pair
-            for x in self.with_draft
-            for pair in slot_axes(steps.read_rows(np.maximum(rows, 0), x.batch, **x.static))
-        ]
+        saved = [pair for x in self.with_draft for pair in slot_axes(x.read_rows(rows))]
         for i, prefix in enumerate(prefixes):
             if prefix is not None:
                 prefix.start_copying(saved, i)
@@ -240,8 +247,14 @@ class Programs:
         arrays = on_devices(prefixes)
         for x in self.with_draft:
             leaves, tree = jax.tree.flatten(x.batch.cache.layers)
-            own, arrays = jax.tree.unflatten(tree, arrays[: len(leaves)]), arrays[len(leaves) :]
-            x.batch = steps.write_rows(rows, own, x.batch, **x.static)
+            x.write_rows(rows, jax.tree.unflatten(tree, arrays[: len(leaves)]))
+            arrays = arrays[len(leaves) :]
+
+    def read_rows(self, rows: np.ndarray) -> list[KV]:
+        return self.call(steps.read_rows, np.maximum(rows, 0), self.batch, **self.static)
+
+    def write_rows(self, rows: np.ndarray, caches: list[KV]) -> None:
+        self.batch = self.call(steps.write_rows, rows, caches, self.batch, **self.static)
 
     @property
     def with_draft(self) -> list["Programs"]:
@@ -263,11 +276,11 @@ class Programs:
             self.draft.prefill(rows, count, width)
         jax.block_until_ready(self.last_read)
         self.last_read = read
-        return None if score is None else start_fetching(read, self.mesh)
+        return None if score is None else self.start_fetching(read)
 
     def step(self, step: Step) -> Output | Scores | None:
         """Do what a step says: -> its result."""
-        result, self.batch = self.execute(step, self.weights, self.batch, **self.static)
+        result, self.batch = self.execute(step, self.weights, self.batch, **self.static, call=self.call)
         return result
 
     def decode(self, count, sampling: Sampling, rows=None) -> Output:
@@ -276,16 +289,23 @@ class Programs:
             output = self.speculation.decode(count, sampling, rows, self)
         else:
             output = self.step(DecodeStep(count=count, sampling=sampling, rows=rows))
-        return start_fetching(output, self.mesh)
+        return self.start_fetching(output)
+
+    def start_fetching(self, tree):
+        """Arrays that every process will look at, on their way; later computations do not delay them."""
+        tree = self.in_every_process(tree)
+        for x in jax.tree.leaves(tree):
+            x.copy_to_host_async()
+        return tree
+
+    def in_every_process(self, tree):
+        return self.call(_replicated, tree, mesh=self.mesh) if jax.process_count() > 1 else tree
 
 
-def start_fetching(tree, mesh: Mesh):
-    """Arrays that every process will look at, on their way there; later computations do not delay them."""
-    if jax.process_count() > 1:
-        tree = _replicated(tree, mesh=mesh)
-    for x in jax.tree.leaves(tree):
-        x.copy_to_host_async()
-    return tree
+def compilation_progress(programs: int):
+    """A bar for the compilation of so many programs, in the first process."""
+    show = jax.process_index() == 0
+    return progress("compiling", programs, show=show, unit="program", delay=SHOW_AFTER)
 
 
 @partial(jax.jit, static_argnames="mesh")

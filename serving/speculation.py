@@ -44,8 +44,8 @@ class PromptLookup:
 
     def decode(self, count, sampling: Sampling, rows, target: Programs) -> Output:
         tokens, length = target.batch.tokens, target.batch.cache.length
-        draft_tokens, count = prompt_lookup(
-            count, tokens, length, rows, n_draft=self.n_draft, mesh=target.mesh
+        draft_tokens, count = target.call(
+            prompt_lookup, count, tokens, length, rows, n_draft=self.n_draft, mesh=target.mesh
         )
         return target.step(DecodeStep(count=count, drafts=draft_tokens, sampling=sampling, rows=rows))
 
@@ -97,11 +97,11 @@ class DraftModel:
 
     def decode(self, count, sampling: Sampling, rows, target: Programs) -> Output:
         draft = self.draft
-        draft_tokens, count, draft.batch = propose(
-            count, sampling, rows, draft.weights, draft.batch, n_draft=self.n_draft, **draft.static
+        draft_tokens, count, draft.batch = draft.call(
+            propose, count, sampling, rows, draft.weights, draft.batch, n_draft=self.n_draft, **draft.static
         )
         output = target.step(DecodeStep(count=count, drafts=draft_tokens, sampling=sampling, rows=rows))
-        draft.batch = take_over(draft.batch, count, output, rows, mesh=draft.mesh)
+        draft.batch = draft.call(take_over, draft.batch, count, output, rows, mesh=draft.mesh)
         return output
 
 

@@ -52,9 +52,9 @@ def batch_infos(cfg: Config, rows: int, max_len: int, dtype, stages: int = 1) ->
     return Batch(cache=model.cache_infos(first_stage(cfg, stages), rows, max_len, dtype), tokens=tokens)
 
 
-def init_batch(cfg: Config, mesh: Mesh, rows: int, max_len: int, dtype) -> Batch:
-    """A Batch of empty rows."""
-    return zeros(abstract(batch_infos(cfg, rows, max_len, dtype, mesh.shape[STAGE]), mesh))
+def init_batch(cfg: Config, mesh: Mesh, rows: int, max_len: int, dtype, allocate=zeros) -> Batch:
+    """A Batch of empty rows. allocate: makes the arrays of a tree of shapes."""
+    return allocate(abstract(batch_infos(cfg, rows, max_len, dtype, mesh.shape[STAGE]), mesh))
 
 
 def by_rows(mesh: Mesh, *in_specs, out_specs=P(ROWS)):  # noqa: B008  a PartitionSpec is immutable

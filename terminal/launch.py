@@ -67,14 +67,27 @@ def skip_absent_tpu() -> None:
 
 
 class Startup:
-    """Seconds of CPU time from the start of this program to the first tokens, by phase (`laps`)."""
+    """The stages of a start, which may run side by side. seconds: of each stage, by its name.
 
-    def __init__(self):
-        self.laps: dict[str, float] = {}
+    began: when the program began, by time.perf_counter; what it did since then is the stage "imports".
+    """
 
-    def lap(self, phase: str) -> None:
-        """Note the end of a phase, which began at the end of the last one; the first end of a name counts."""
-        self.laps.setdefault(phase, time.process_time() - sum(self.laps.values()))
+    def __init__(self, began: float | None = None):
+        self.began = began or time.perf_counter()
+        self.seconds = {"imports": time.perf_counter() - self.began}
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Time the body, and log its seconds in a line, unless they round to 0.0."""
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = time.perf_counter() - start
+        if self.seconds[name] >= 0.05:
+            log(f"start: {name} {self.seconds[name]:.1f} s")
+
+    def first_tokens(self) -> None:
+        """Note at the first call that there are tokens: "first tokens" counts from the program's begin."""
+        self.seconds.setdefault("first tokens", time.perf_counter() - self.began)
 
 
 def add_process_options(parser: OneLineParser) -> None:

@@ -1,24 +1,24 @@
 """Opens the models of a command and loads them into an engine."""
 
 import argparse
+import concurrent.futures
 import dataclasses
 import gc
 import pathlib
-import time
 from collections.abc import Sequence
 
 import jax
 
 from checkpoints.loading import load
 from feedback.errors import UserError
-from serving.deploy import ModelOptions, make_programs, open_models
+from serving.deploy import ModelOptions, make_programs, open_models, programs_on_shapes
 from serving.engine import Engine
 from serving.memory import Deployment
 from serving.requests import Request
 from serving.scheduler import PrefillLimits
 from serving.templates import replace_template
 from serving.text import load_tokenizer
-from terminal.launch import Startup, log, log_if_slow, log_once
+from terminal.launch import Startup, log_if_slow, log_once
 from terminal.prompts import RequestBuilder
 
 
@@ -40,19 +40,26 @@ class Session:
         option_sets: Sequence[frozenset[str]] = (),
         prefix_cache_bytes: int = 0,
         limits: PrefillLimits = PrefillLimits(),  # noqa: B008  immutable
+        general: bool = False,
     ) -> Engine:
-        """Load the models and compile their programs. The options of the engine: see Engine."""
-        show = jax.process_index() == 0
-        weights = [load(x.checkpoint, x.mesh, x.dtype, x.format, show=show) for x in self.models]
-        self.startup.lap("weights")
+        """Load the models, and compile their programs meanwhile. The options of the engine: see Engine."""
+        options, show = model_options(self.args), jax.process_index() == 0
+        stage, needed = self.startup.stage, (requests, longest, option_sets, prefix_cache_bytes, limits)
+        shapes = programs_on_shapes(options, self.models, rows, max_len)
 
-        start = time.perf_counter()
-        kept = f"the programs are kept in {jax.config.jax_compilation_cache_dir}"
-        with log_if_slow(f"compiling, which takes less time at later starts: {kept}"):
-            programs = make_programs(model_options(self.args), self.models, weights, rows, max_len)
-            engine = Engine(programs, requests, longest, option_sets, prefix_cache_bytes, limits)
-        log(f"compiled in {time.perf_counter() - start:.1f} s")
-        self.startup.lap("compilation")
+        def compile_ahead() -> None:
+            kept = f"the programs are kept in {jax.config.jax_compilation_cache_dir}"
+            with stage("compile"), log_if_slow(f"compiling takes less time at later starts: {kept}"):
+                Engine(shapes, *needed, general=general)
+
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            compiling = pool.submit(compile_ahead)
+            with stage("load"):
+                weights = [load(x.checkpoint, x.mesh, x.dtype, x.format, show=show) for x in self.models]
+            compiling.result()
+        with stage("warm"):
+            programs = make_programs(options, self.models, weights, rows, max_len)
+            engine = Engine(programs, *needed, general=general, ahead=shapes)
         if not gc.isenabled():  # main.py disables garbage collection, which took 0.7 s and found nothing
             gc.freeze()  # never examine the objects that exist by now
             gc.enable()

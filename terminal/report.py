@@ -17,14 +17,14 @@ from terminal.models import Session
 
 
 def report(session: Session, engine: Engine, replies: list[Reply], content: Callable[[Reply], dict]) -> None:
-    args, target, laps = session.args, session.models[0], session.startup.laps
+    args, target, started = session.args, session.models[0], session.startup.seconds
     stats, answered = engine.stats, [reply for reply in replies if reply.error is None]
     prefilled = stats.prefilled or stats
     seconds, steps = stats.seconds - prefilled.seconds, stats.steps - prefilled.steps
     rate = (stats.tokens - prefilled.tokens) / seconds if steps else None
     utilization = bandwidth_utilization(target, engine, answered, seconds / steps) if steps else None
-    split = ", ".join(f"{what} {seconds:.1f}" for what, seconds in laps.items())
-    log(f"CPU time until the first tokens {sum(laps.values()):.1f} s: {split}")
+    if "first tokens" in started:
+        log(f"first tokens {started['first tokens']:.1f} s after the start")
     parts = [
         f"prompts read in {prefilled.seconds:.3f} s (prefill)",
         f"then {rate:.1f} tokens/s (decode)" if rate else "no decoding",
@@ -47,7 +47,7 @@ def report(session: Session, engine: Engine, replies: list[Reply], content: Call
         print(json.dumps(dict(
             model=args.checkpoint, mesh=degrees(target.mesh),
             devices=jax.device_count(), responses=[content(reply) for reply in replies],
-            startup_cpu_seconds=laps, prefill_seconds=prefilled.seconds,
+            startup_seconds=started, prefill_seconds=prefilled.seconds,
             decode_tokens_per_second=rate, engine_seconds=stats.seconds, bandwidth_utilization=utilization,
             prompt_tokens=stats.prompt_tokens, prompt_tokens_reused=stats.reused_tokens,
             decode_steps=stats.steps, tokens_per_step=stats.tokens_per_step,

@@ -7,6 +7,7 @@ import pathlib
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from functools import partial
 from typing import NoReturn
 
@@ -28,7 +29,7 @@ try:
     from server.api_requests import ServedModel
     from server.app import make_app
     from server.http import LINGER, Port
-    from server.loop import EngineLoop, follow
+    from server.loop import EngineLoop, compile_missing, follow
     from server.metrics import Metrics
     from serving.grammar import grammar_tokenizer, make_grammar
 except ImportError as e:
@@ -48,9 +49,11 @@ def serve(session: Session) -> None:
     like = [Request([0], 1), Request([0], 1, Sampling(top_logprobs=1), score=True)]
     saved = int((DEFAULT_PREFIX_CACHE if args.prefix_cache_gib is None else args.prefix_cache_gib) * 2**30)
     limits = server_limits(jax.default_backend(), args.prefill_budget)
-    start = partial(session.start_engine, rows, max_len, like, max_len, OPTION_SETS, saved, limits)
+    needed = rows, max_len, like, max_len, OPTION_SETS, saved, limits
+    start = partial(session.start_engine, *needed, general=True)
     if jax.process_index() > 0:
         engine = start()
+        in_background(compile_missing, engine, None, lambda: None)
         on_first_signal(partial(flag, "drain"))
         return follow(engine, partial(make_grammar, tokenizer))
 
@@ -64,7 +67,9 @@ def serve(session: Session) -> None:
     engine = start()
     loop.rows, app.state.served = engine.programs.rows, served_model(session, tokenizer, max_len)
     on_first_signal(loop.drain)
-    threading.Thread(target=wait_for_flag, args=("drain", loop.drain), daemon=True).start()
+    in_background(wait_for_flag, "drain", loop.drain)
+    cores_are_busy = jax.default_backend() == "cpu" and process_count() == 1
+    in_background(compile_missing, engine, loop, loop.wait_until_idle if cores_are_busy else lambda: None)
     name = app.state.served.names[0]
     log(f"serving {name} at http://{port.address}: {loop.rows} rows of {max_len} positions")
     failure = None
@@ -77,6 +82,10 @@ def serve(session: Session) -> None:
         writer.close()
     if failure:
         leave_after(failure)
+
+
+def in_background(function: Callable[..., None], *arguments) -> None:
+    threading.Thread(target=function, args=arguments, daemon=True).start()
 
 
 def leave_after(failure: Exception) -> NoReturn:

@@ -1,12 +1,14 @@
 """Decode steps of some rows of a batch: the same tokens, in place, by the smallest program that suffices."""
 
 import dataclasses
+import threading
 from functools import partial
 
 import jax
 import numpy as np
 import pytest
 from conftest import CHECKPOINTS, llama3_config, llama4_config, mesh_of, random_weights
+from test_ahead import shapes_of
 from test_generation import MAX_LEN, ask, assert_as_alone, deep, mixed, sampled, subject
 from test_grammar import Classes
 from test_meshes import TOLERANCE, assigned, shapes
@@ -15,6 +17,7 @@ import model
 from server import loop
 from server.metrics import Metrics
 from serving import programs
+from serving.ahead import ProgramsOnShapes
 from serving.engine import Engine
 from serving.executors import few_layers, one_program
 from serving.generate import load
@@ -98,8 +101,8 @@ def test_the_smallest_program(name, mesh, speculation, monkeypatch, compiled):
     requests = every_kind(cfg)
     engine = Engine(Programs(weights, cfg, devices, ROWS, MAX_LEN, "float32", how), requests)
     sizes = powers_of_two(devices, ROWS)
-    while not engine.complete:
-        engine.compile_next()
+    while engine.missing:
+        engine.add_program(engine.missing[0])
     assert engine.decode_rows == [sizes[-1], *sizes[:-1]]
     steps, decode = [], engine.programs.decode
     shards = engine.programs.shards
@@ -128,9 +131,9 @@ def test_rows_with_grammars():
     requests = [Request([9, 8, 7 + i], 8 - i, grammar=Classes(3 + i, 99)) for i in range(4)]
     engine = Engine(Programs(*subject("ring", "1"), ROWS, MAX_LEN, "float32"), requests)
     expected = [answer.tokens for answer in ask(engine, requests)]
-    engine.compile_next()
-    engine.compile_next()
-    assert engine.decode_rows == [8, 1, 2]
+    for program in engine.missing[:2]:
+        engine.add_program(program)
+    assert engine.decode_rows == [8, 1, 2] and engine.missing == [(4, 0)]
     for i in (3, 2, 0):
         assert [answer.tokens for answer in ask(engine, [requests[i]])] == [expected[i]]
     assert [answer.tokens for answer in ask(engine, requests[1:3])] == expected[1:3]
@@ -155,22 +158,36 @@ def test_no_copy_of_the_cache(rows, n, max_len, drafted):
         assert lowered.compile().memory_analysis().temp_size_in_bytes < one_row / 2
 
 
-def test_an_idle_server_compiles_the_rest(monkeypatch):
-    """What waits is done first; when nothing has come for a while, the other programs are compiled."""
+SETS = [frozenset(), frozenset({"seed", "temperature"})]
+
+
+def test_a_server_compiles_the_rest(monkeypatch, compiled):
+    """A server starts with the general program, compiles the others while it is idle, and then uses them."""
     monkeypatch.setattr(loop, "IDLE", 0.01)
-    engine = Engine(Programs(*subject("ring", "1"), 4, MAX_LEN, "float32"), [Request([1], 1)])
-    server = loop.EngineLoop(4, 4, 60, Metrics())
-    server.engine, compile_next = engine, engine.compile_next
-
-    def spied() -> None:
-        compile_next()
-        if engine.complete:
-            server.drain()
-
-    monkeypatch.setattr(engine, "compile_next", spied)
-    server.inbox.put(("wake", None))
-    assert server._next_commands() == [("wake", None)] and engine.decode_rows == [4]
-    assert server._next_commands() == [("wake", None)] and engine.decode_rows == [4, 1, 2]
+    weights, cfg, mesh = subject("ring", "1")
+    sizes, one = (cfg, mesh, 4, MAX_LEN, "float32"), Request([1] * 8, 1)
+    shapes = ProgramsOnShapes(shapes_of(weights), *sizes)
+    engine = Engine(Programs(weights, *sizes), [one], option_sets=SETS, general=True, ahead=shapes)
+    rest = [(4, 0), (1, 0), (1, 1), (2, 0), (2, 1)]
+    assert engine.missing == rest and engine.ready_sets == SETS[1:]
+    server, finished = loop.EngineLoop(4, 4, 60, Metrics()), []
+    server.open_jobs = 1  # it is not idle
+    thread = threading.Thread(target=loop.compile_missing, args=(engine, server, server.wait_until_idle))
+    thread.start()
+    thread.join(0.2)
+    assert engine.missing == rest and server.inbox.empty()
+    server.open_jobs = 0
+    thread.join()
+    assert engine.missing == rest  # what the engine uses is decided in its own thread
+    commands = [server.inbox.get() for _ in rest]
+    compiled.clear()
+    server.engine = engine
+    for i, command in enumerate(commands):
+        assert command == ("program", rest[i]) and not server._execute([command])
+    finished = ask(engine, [Request([9, 8, 7], 8)])
+    assert not compiled and not engine.missing
+    assert engine.ready_sets == SETS and engine.decode_rows == [4, 1, 2]
+    assert_as_alone(finished, "ring")
 
 
 def test_answers_at_a_time(compiled):

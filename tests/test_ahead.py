@@ -1,0 +1,121 @@
+"""Programs that are compiled ahead, on shapes: the same ones that run later, each once."""
+
+import collections
+import threading
+
+import jax
+import numpy as np
+import pytest
+import test_stages
+from conftest import llama4_config, random_weights
+from test_generation import MAX_LEN, deep, subject
+
+from serving import ahead, programs
+from serving.ahead import ProgramsOnShapes, programs_at_a_time
+from serving.engine import Engine
+from serving.programs import Programs
+from serving.requests import OPTION_SETS, Request
+from serving.speculation import DraftModel, PromptLookup
+from sharding.sampling import Sampling
+
+ROWS = 8
+
+
+def shapes_of(tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+
+
+def every_kind(cfg) -> list[Request]:
+    """Requests that need all widths, scores, and a decode program of every option."""
+    prompt = np.random.default_rng(0).integers(0, cfg.V, 100).tolist()
+    options = dict(temperature=0.5, top_k=3, repetition_penalty=1.5, seed=1)
+    scored = Request(prompt, 2, Sampling(**options, top_logprobs=2), score=True)
+    return [Request(prompt, 3), scored, Request(prompt[:20], 4, Sampling(**options))]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "speculation"),
+    [
+        ("1", None),
+        ("dp2-ep2-tp2", None),
+        deep("pp2-tp2", None),
+        deep("1", "lookup"),
+        deep("dp2-tp4", "draft"),
+    ],
+)
+def test_compiled_ahead(mesh, speculation, monkeypatch, compiled):
+    """What was compiled on shapes, where no array is made, is not compiled again with arrays."""
+    monkeypatch.setattr(programs, "WIDTHS", (8, 64))
+    if mesh == "pp2-tp2":
+        cfg = test_stages.config("llama4", 2)
+        devices = test_stages.mesh_of(cfg, mesh)
+        weights = random_weights(cfg, devices)
+    else:
+        weights, cfg, devices = subject("ring", mesh)
+
+    def made(kind, weights):
+        sizes = cfg, devices, ROWS, MAX_LEN, "float32"
+        how = PromptLookup(2) if speculation == "lookup" else None
+        if speculation == "draft":
+            how = DraftModel(kind(weights, *sizes), 2)
+        return kind(weights, *sizes, how)
+
+    options = dict(longest=MAX_LEN, option_sets=OPTION_SETS, prefix_cache_bytes=2**20)
+    requests = every_kind(cfg)
+    shapes = made(ProgramsOnShapes, shapes_of(weights))
+    Engine(shapes, requests, **options)
+    leaves = jax.tree.leaves((shapes.weights, shapes.batch))
+    assert not any(isinstance(x, jax.Array) for x in leaves)
+    arrays = made(Programs, weights)
+    compiled.clear()
+    engine = Engine(arrays, requests, **options)
+    answers = [engine.add(request) for request in requests * 5]
+    while engine.busy:
+        engine.advance()
+    assert not compiled
+    assert {x.finish_reason for x in answers} == {"length"}
+
+
+def test_each_program_once(monkeypatch):
+    """Of calls that share programs, each program is compiled by one thread; the others wait for it."""
+    monkeypatch.setattr(programs, "WIDTHS", (8, 64))
+    monkeypatch.setattr(ahead, "programs_at_a_time", lambda layers: 4)
+    cfg = llama4_config()
+    _, _, mesh = subject("ring", "1")
+    names, threads, compile_one = collections.Counter(), set(), ahead._compile
+
+    def spied(function, *arguments, **static):
+        threads.add(threading.current_thread())
+        leaves, tree = jax.tree.flatten(arguments)
+        names[function, str(tree), tuple((x.shape, str(x.dtype)) for x in leaves)] += 1
+        return compile_one(function, *arguments, **static)
+
+    monkeypatch.setattr(ahead, "_compile", spied)
+    shapes = ProgramsOnShapes(shapes_of(random_weights(cfg, mesh)), cfg, mesh, ROWS, MAX_LEN, "float32")
+    Engine(shapes, every_kind(cfg), MAX_LEN, OPTION_SETS)
+    assert set(names.values()) == {1} and len(threads) > 1
+
+
+def test_a_failure_is_told(monkeypatch):
+    """An error of the compiler reaches the caller, also where another call waited for the same program."""
+
+    def fail(*arguments, **static):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no room")
+
+    monkeypatch.setattr(ahead, "_compile", fail)
+    weights, cfg, mesh = subject("ring", "1")
+    shapes = ProgramsOnShapes(shapes_of(weights), cfg, mesh, ROWS, MAX_LEN, "float32")
+    for _ in range(2):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="no room"):
+            Engine(shapes, [Request([1], 1)])
+
+
+@pytest.mark.parametrize(
+    ("cores", "gib", "layers", "expected"),
+    [(8, 32, 80, 8), (8, 16, 80, 5), (2, 400, 80, 2), (112, 1, 126, 1)],
+)
+def test_programs_at_a_time(cores, gib, layers, expected, monkeypatch):
+    """Half of the memory, at 20 MiB for each layer of a program, and no more programs than cores."""
+    monkeypatch.setattr(ahead, "host_memory", lambda: gib * 2**30)
+    monkeypatch.setattr(ahead.os, "cpu_count", lambda: cores)
+    assert programs_at_a_time(layers) == expected
