@@ -73,6 +73,17 @@ def test_each_process_has_a_disk(alone, tmp_path):
 
 
 @deep
+def test_a_new_disk(alone, tmp_path):
+    """One host compiles what the other reads: they wait for one another before they run anything."""
+    variables = [{"XDG_CACHE_HOME": str(tmp_path / x)} for x in "01"]
+    _, first = start_two(variables)
+    (tmp_path / "1").rename(tmp_path / "broken")
+    answers, second = start_two(variables)
+    assert answers == alone
+    assert [x["compiled"] for x in second] == [0, first[1]["compiled"]]
+
+
+@deep
 def test_processes_share_a_folder(alone, tmp_path):
     shared = tmp_path / "shared"
     variables = {"JAX_COMPILATION_CACHE_DIR": str(shared)}
