@@ -1,61 +1,109 @@
-"""A model in several programs of a few layers against the same model in one program."""
+"""A model in several programs of a few layers, on one device and on several, against one program."""
+
+import functools
 
 import jax
 import numpy as np
 import pytest
 from conftest import Kind, llama3_config, llama4_config, mesh_of, random_weights
 
+from planner.models import read_model
 from quantize import INT8
-from serving.executors import layers_per_program, one_program, several_programs
+from serving import executors
+from serving.executors import executor_for, layer_groups, one_program
 from serving.steps import DecodeStep, PrefillChunk, assign_rows, init_batch
+
+deep = functools.partial(pytest.param, marks=pytest.mark.deep)
 
 PERIOD = Kind(chunk=8, moe=True), Kind(chunk=8), Kind(rope=False, moe=True)
 
 
+def sizes(cfg, most: int) -> list[int]:
+    return [end - first for first, end in layer_groups(cfg.layers, most)]
+
+
 @pytest.mark.parametrize(
-    ("cfg", "size"),
+    ("cfg", "expected"),
     [
-        (llama3_config(depth=4), 4),
-        (llama3_config(depth=7), 1),
-        (llama3_config(depth=9), 3),
-        (llama4_config(PERIOD), 3),
-        (llama4_config(PERIOD * 3), 3),
-        (llama4_config((*PERIOD, Kind())), 4),
-        (llama4_config((*PERIOD * 2, Kind())), 1),
+        (llama3_config(depth=4), [4]),
+        (llama3_config(depth=9), [1, 4, 4]),
+        (llama3_config(depth=12), [6, 6]),
+        (llama4_config(PERIOD), [3]),
+        (llama4_config(PERIOD * 3), [3, 6]),
+        (llama4_config((*PERIOD, Kind())), [4]),
+        (llama4_config((*PERIOD * 4, Kind())), [1] * 13),  # the last layer differs
+        (llama4_config((Kind(), *PERIOD * 4)), [1, 6, 6]),  # the first layer differs
     ],
 )
-def test_layers_per_program(cfg, size):
-    assert layers_per_program(cfg.layers) == size
+def test_groups_of_layers(cfg, expected):
+    assert sizes(cfg, 6) == expected
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", pytest.param("int8", marks=pytest.mark.deep)])
-def test_as_in_one_program(kv_dtype):
-    """Prompts by rows and of all rows, with scores; steps with draft tokens and without."""
-    cfg = llama4_config(PERIOD * 2)  # the program of three layers is called twice
-    mesh, rng = mesh_of(cfg), np.random.default_rng(0)
-    weights, static = (
-        random_weights(cfg, mesh, INT8 if kv_dtype == "int8" else None),
-        dict(cfg=cfg, mesh=mesh),
-    )
-    text = rng.integers(0, cfg.V, (2, 40), np.int32)
-    drafts = rng.integers(0, cfg.V, (2, 3), np.int32)
-    found = {}
-    for execute in (one_program, several_programs):
-        batch = init_batch(cfg, mesh, 2, 40, kv_dtype)
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("llama3.1-70b", [8] * 10),
+        ("qwen2.5-7b", [7] * 4),  # 28 layers: groups of 8 would have a remainder of 4
+        ("llama4-scout", [8] * 6),  # every fourth layer is of another kind
+        ("deepseek-r1", [5] + [8] * 7),  # the first three layers have no experts
+    ],
+)
+def test_groups_of_published_models(name, expected):
+    assert sizes(read_model(name), 8) == expected
+
+
+def test_groups_of_a_pattern_with_a_remainder():
+    """Gemma 3: every sixth of 26 layers sees all tokens."""
+    layers = [Kind() if i % 6 == 5 else Kind(window=8) for i in range(26)]
+    assert sizes(llama4_config(tuple(layers)), 8) == [2, 6, 6, 6, 6]
+
+
+@pytest.mark.parametrize(
+    ("name", "kv_dtype"),
+    [("1", "float32"), deep("1", "int8"), ("dp2-ep2-tp2", "float32"), deep("tp8", "int8")],
+)
+def test_as_in_one_program(name, kv_dtype, compiled, monkeypatch):
+    """Prompts by rows and of all rows, with scores; steps with draft tokens and without.
+
+    The old caches are gone, and the weights are not. Both groups of three layers are one program.
+    """
+    monkeypatch.setattr(executors, "MOST_LAYERS", 3)
+    monkeypatch.setattr(executors, "MOST_ON_CPU", 3)
+    cfg = llama4_config((Kind(), *PERIOD * 2))
+    assert sizes(cfg, 3) == [1, 3, 3]
+    mesh, rng = mesh_of(cfg, name), np.random.default_rng(0)
+    weights = random_weights(cfg, mesh, INT8 if kv_dtype == "int8" else None)
+    static, shards = dict(cfg=cfg, mesh=mesh), mesh.shape["data"]
+    text = rng.integers(0, cfg.V, (2, shards, 40), np.int32)
+    drafts = rng.integers(0, cfg.V, (2 * shards, 3), np.int32)
+
+    def each_shard(*numbers: int) -> np.ndarray:
+        return np.int32([numbers] * shards).reshape(-1)
+
+    found, programs = {}, []
+    for execute in (one_program, executor_for(mesh)):
+        batch = init_batch(cfg, mesh, 2 * shards, 40, kv_dtype)
         for row in range(2):
-            batch = assign_rows(np.int32([row]), text[row : row + 1], np.int32([0]), None, batch, **static)
+            batch = assign_rows(each_shard(row), text[row], each_shard(0), None, batch, **static)
         results = []
         for step in (
-            PrefillChunk(rows=np.int32([1]), count=np.int32([9]), width=12, score=0),
-            PrefillChunk(rows=None, count=np.int32([12, 3]), width=12, score=0),
-            DecodeStep(count=np.int32([1, 1])),
-            DecodeStep(count=np.int32([4, 2]), drafts=drafts),
+            PrefillChunk(rows=each_shard(1), count=each_shard(9), width=12, score=0),
+            PrefillChunk(rows=None, count=each_shard(12, 3), width=12, score=0),
+            DecodeStep(count=each_shard(1, 1)),
+            DecodeStep(count=each_shard(4, 2), drafts=drafts),
         ):
+            old = batch
+            compiled.clear()
             result, batch = execute(step, weights, batch, **static)
+            programs.append(sum("backend_compile" in event for event in compiled))
+            assert all(x.is_deleted() for x in jax.tree.leaves(old.cache.layers))
             results.append(result)
         one, both, first, then = results
-        one, both = one.logprobs[:, :9], (both.logprobs[0], both.logprobs[1, :3])
+        one, both = one.logprobs[:, :9], (both.logprobs[::2], both.logprobs[1::2, :3])
         found[execute] = jax.tree.map(np.asarray, (one, both, first, then, batch.cache.length))
+    # One before the layers, one after them, the first layer, and three layers, called twice. Several devices
+    # decode in one program, which is there already.
+    assert programs == [1] * 4 + ([4] * 4 if mesh.size == 1 else [4, 4, 0, 0])
     # The same sums, but XLA may round what goes from program to program. A step of an int8 cache is 5e-3.
     close = dict(atol=1e-5 if kv_dtype == "float32" else 5e-3)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **close), *found.values())
