@@ -28,7 +28,8 @@ from serving.memory import fit_cache
 from terminal.answers import Reply, answer, make_replies, refuse_too_long, report_refused
 from terminal.chat import chat
 from terminal.command_line import OUT_OF_MEMORY, run
-from terminal.launch import Startup, device_count, enable_compilation_cache, join_hosts
+from terminal.compilation_cache import enable_compilation_cache
+from terminal.launch import Startup, device_count, join_hosts
 from terminal.models import Session, open_session
 from terminal.options import parse_arguments
 from terminal.output_file import output_file, settings_digest

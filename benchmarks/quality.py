@@ -34,7 +34,7 @@ from quantize import FORMATS, Format
 from serving import placement
 from serving.text import load_tokenizer
 from sharding.arrays import ArrayInfo
-from terminal import launch
+from terminal import compilation_cache, launch
 from terminal.command_line import OneLineParser, run
 
 CHANNELS = 3  # the worst channels of each tensor, which the report names
@@ -237,7 +237,7 @@ def main() -> None:
     args = parse_arguments()
     text = read_text(args.text) if args.text is not None else None
     results.check_writable(args.json)
-    launch.enable_compilation_cache()
+    compilation_cache.enable_compilation_cache()
     launch.join_hosts(args)
     format = FORMATS[args.quantize]
     exact, converted = open_both(args.checkpoint, args.converted, format)

@@ -1,4 +1,4 @@
-"""What every command does first: join the other hosts, and set up jax's compilation cache and messages."""
+"""What every command does first: join the other hosts, and set up messages."""
 
 import argparse
 import contextlib
@@ -13,12 +13,10 @@ import platform
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Iterator
 
 import jax
 
-from checkpoints.folders import cache_folder
 from distributed.exchange import agree, process_count
 from distributed.join import TIMEOUT, join, watch_aborts
 from feedback.errors import UserError
@@ -32,7 +30,7 @@ MAY_DIFFER = {
     "coordinator", "process_id", "prompt", "prompt_file", "checkpoint", "draft",
     "host", "port", "api_key", "api_key_file", "cors", "served_model_name", "no_access_log",
     "JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_BIND_ADDRESS", "JAX_PROCESS_ID", "JAX_LOCAL_DEVICE_IDS",
-    "JAX_COMPILATION_CACHE_DIR", "JAX_PARTITION_INDEX", "JAX_SLICE_INDEX",
+    "JAX_COMPILATION_CACHE_DIR", "JAX_COMPILATION_CACHE_MAX_SIZE", "JAX_PARTITION_INDEX", "JAX_SLICE_INDEX",
 }  # fmt: skip
 
 
@@ -55,18 +53,6 @@ def log_if_slow(message: str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-
-
-def enable_compilation_cache() -> None:
-    """Let jax cache compiled programs in the user's cache folder, or in JAX_COMPILATION_CACHE_DIR if set."""
-    settings = {
-        "jax_compilation_cache_dir": str(cache_folder()),
-        "jax_persistent_cache_min_compile_time_secs": 0,
-    }
-    for name, value in settings.items():
-        if name.upper() not in os.environ:
-            jax.config.update(name, value)
-    warnings.filterwarnings("ignore", message=".*persistent compilation cache", category=UserWarning)
 
 
 def skip_absent_tpu() -> None:
@@ -140,10 +126,6 @@ def join_hosts(args: argparse.Namespace) -> None:
         agree(asked | versions(), "start the same command, of the same version, on every host")
     device_count()
     watch_aborts()
-    if process_count() > 1 and jax.default_backend() == "cpu":
-        # Of several CPU processes only the first reads the cache. It would wait in a collective for the
-        # others, which compile, and Gloo times out after 30 s.
-        jax.config.update("jax_enable_compilation_cache", False)
 
 
 def versions() -> dict[str, str]:

@@ -49,6 +49,7 @@ def start(
         "JAX_COORDINATOR_ADDRESS": address,
         "JAX_COORDINATOR_BIND_ADDRESS": address,
         "JAX_NUM_PROCESSES": str(count),
+        "JAX_ENABLE_COMPILATION_CACHE": "0",  # or they would use the user's
     }
     wrapper = [pathlib.Path(__file__).with_name(wrapper[0]), *wrapper[1:]] if wrapper else []
     started = []

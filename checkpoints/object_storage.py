@@ -1,0 +1,350 @@
+"""Folders in object storage (gs://, s3://) and on web servers (https://): list, read and write their files.
+
+The library obstore makes the requests; which variables hold its credentials, `_store` says. A read is retried
+here, from the byte on at which an answer broke off, and each answer is compared with what was known of the
+file when it was opened: its size, and its ETag or time of change.
+"""
+
+import dataclasses
+import functools
+import os
+import pathlib
+import random
+import re
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import numpy as np
+
+from feedback.errors import UserError
+
+SCHEMES = ("gs", "s3", "https", "http")
+HEAD = 2**18  # bytes that `open` reads: those of most files' headers
+RETRIES = 7  # of a request, after FIRST_WAIT seconds, twice as many, and so on: 13 s in all
+FIRST_WAIT = 0.1
+CHUNK = 2**20  # bytes of an answer that are copied to their place at a time
+CLIENT = {
+    "allow_http": True,
+    "connect_timeout": "10s",
+    "read_timeout": "20s",  # without a byte; a slow answer may take longer
+    "timeout": "15min",
+    "user_agent": "llama-jax",
+}
+CREDENTIALS = {
+    "gs": "set GOOGLE_APPLICATION_CREDENTIALS to a file of credentials; GOOGLE_SKIP_SIGNATURE=true reads a "
+    "public bucket without",
+    "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; AWS_SKIP_SIGNATURE=true reads a "
+    "public bucket without",
+    "https": "give a URL that anybody may read, or download the folder",
+    "http": "give a URL that anybody may read, or download the folder",
+}
+Result = TypeVar("Result")
+
+
+class NoSuchObject(UserError):
+    """What a URL names is not there."""
+
+
+class WrongAnswer(Exception):
+    """An answer that is not what was asked for; asking again may help."""
+
+
+def is_url(text: str) -> bool:
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text) is not None
+
+
+@dataclasses.dataclass(frozen=True)
+class RemoteFolder:
+    """A folder of files that a URL names. Threads may share it.
+
+    headers: (name, value) of HTTP headers to send to a web server, such as a token. They are not sent to
+    another host that it redirects to.
+    All methods raise UserError naming the URL, and none of the messages has a credential in it.
+    """
+
+    url: str
+    headers: tuple[tuple[str, str], ...] = dataclasses.field(default=(), repr=False)
+
+    def __post_init__(self):
+        if self.scheme not in SCHEMES:
+            known = ", ".join(f"{x}://" for x in SCHEMES)
+            raise UserError(f"{_without_secrets(self.url)}: such a URL is not supported ({known})")
+        if _without_secrets(self.url) != self.url:
+            raise UserError(
+                f"{_without_secrets(self.url)}: give the URL without a user name and without ?..."
+            )
+        object.__setattr__(self, "url", self.url.rstrip("/"))
+
+    @property
+    def scheme(self) -> str:
+        return self.url.partition("://")[0].lower()
+
+    @functools.cached_property
+    def _reading(self):
+        """obstore's store; what fails is asked for again here."""
+        return _store(self, 0)
+
+    @functools.cached_property
+    def _writing(self):
+        """obstore's store; it sends parts of a file that fail again."""
+        return _store(self, RETRIES)
+
+    def open(self, name: str) -> tuple["RemoteFile", bytes]:
+        """-> (a file, its first HEAD bytes). Raises NoSuchObject if it is not there."""
+        import obstore
+        from obstore.exceptions import GenericError
+
+        def ask() -> tuple[RemoteFile, bytes]:
+            try:
+                answer = obstore.get(self._reading, name, options={"range": (0, HEAD)})
+            except GenericError as e:
+                if "status code: 416" not in str(e):
+                    raise
+                # An empty file has no byte that could be asked for.
+                return RemoteFile(self, name, *_identity(obstore.head(self._reading, name))), b""
+            file, text = RemoteFile(self, name, *_identity(answer.meta)), bytes(answer.bytes())
+            if len(text) != min(HEAD, file.size):
+                raise WrongAnswer(f"{len(text)} bytes instead of {min(HEAD, file.size)}")
+            return file, text
+
+        return self._retried(ask, name)
+
+    def list(self) -> dict[str, int]:
+        """The size of each file by its name, of those in this folder itself; {} if there is no such folder.
+
+        Web servers cannot list a folder.
+        """
+        import obstore
+
+        found = self._retried(lambda: obstore.list_with_delimiter(self._reading))["objects"]
+        return {file["path"].rpartition("/")[2]: file["size"] for file in found}
+
+    def read(self, name: str) -> bytes:
+        """The content of a small file. Raises NoSuchObject if it is not there."""
+        import obstore
+
+        def ask() -> bytes:
+            answer = obstore.get(self._reading, name)
+            text = bytes(answer.bytes())
+            if len(text) != answer.meta["size"]:
+                raise WrongAnswer(f"{len(text)} bytes instead of {answer.meta['size']}")
+            return text
+
+        return self._retried(ask, name)
+
+    def write(self, name: str, content: bytes | pathlib.Path, create_only: bool = False) -> bool:
+        """Write a file whole: it is there when it is complete, and not before.
+
+        content: its bytes, or a local file that holds them.
+        create_only: leave a file of this name as it is if there is one; of several processes that do this at
+        the same time one writes. Returns whether the file was written.
+        """
+        import obstore
+        from obstore.exceptions import AlreadyExistsError
+
+        options = {"mode": "create", "use_multipart": False} if create_only else {}
+        try:
+            obstore.put(self._writing, name, content, **options)
+        except AlreadyExistsError:
+            return False
+        except Exception as e:
+            raise self._error(e, name) from None
+        return True
+
+    def delete(self, name: str) -> None:
+        """Delete a file, if it is there."""
+        import obstore
+
+        try:
+            obstore.delete(self._writing, name)
+        except FileNotFoundError:
+            pass
+        except Exception as e:
+            raise self._error(e, name) from None
+
+    def _retried(self, ask: Callable[[], Result], name: str = "") -> Result:
+        """ask(), a bounded number of times if an answer is cut off, wrong or a server's error."""
+        for wait in waits():
+            try:
+                return ask()
+            except Exception as e:
+                if wait is None or not _may_pass(e):
+                    raise self._error(e, name) from None
+            time.sleep(wait)
+
+    def _error(self, e: Exception, name: str) -> Exception:
+        """The UserError that says what happened and what to do; a fault of this program stays as it is."""
+        from obstore.exceptions import BaseError, NotSupportedError, PreconditionError
+
+        where = f"{self.url}/{name}" if name else self.url
+        if isinstance(e, WrongAnswer):
+            return UserError(f"{where}: the server sends {e}, also when it is asked again; try again later")
+        if not isinstance(e, (BaseError, FileNotFoundError)):
+            return e
+        text, reason = str(e), _reason(str(e))
+        if "NoSuchBucket" in text:
+            return NoSuchObject(f"{self.url}: there is no such bucket; check its name")
+        if isinstance(e, FileNotFoundError) or re.search(r"status code: 404", text):
+            return NoSuchObject(f"{where}: there is no such file; check the name")
+        if isinstance(e, PreconditionError):
+            return UserError(f"{where}: was changed while it was read; run again")
+        if isinstance(e, NotSupportedError):
+            return UserError(f"{where}: the server does not send parts of a file; download the folder first")
+        if re.search(r"status code: 40[13]|token|credential|169\.254\.", text, re.IGNORECASE):
+            return UserError(f"{where}: access refused ({reason}); {self._credentials}")
+        what = "check the URL, the network, and the endpoint if a variable sets one"
+        return UserError(f"{where}: could not be reached ({reason}); {what}")
+
+    @property
+    def _credentials(self) -> str:
+        return "check HF_TOKEN" if self.headers else CREDENTIALS[self.scheme]
+
+
+@dataclasses.dataclass(frozen=True)
+class RemoteFile:
+    """A file in a RemoteFolder, as it was when it was opened. size: in bytes.
+
+    etag, changed: what tells its content from another, as far as the server says; changed: "" if it does not.
+    """
+
+    folder: RemoteFolder
+    name: str
+    size: int
+    etag: str | None
+    changed: str
+
+    def __str__(self) -> str:
+        return f"{self.folder.url}/{self.name}"
+
+    def read_into(self, place: np.ndarray, start: int) -> None:
+        """Fill an array of bytes with those from `start` on.
+
+        Raises UserError if the file has changed since it was opened, or if the bytes do not come.
+        """
+        done, stop = 0, start + len(place)
+        for wait in waits():
+            try:
+                for chunk in self._chunks(start + done, stop):
+                    if done + len(chunk) > len(place):
+                        raise WrongAnswer("more bytes than it was asked for")
+                    place[done : done + len(chunk)] = chunk
+                    done += len(chunk)
+                if done == len(place):
+                    return
+                raise WrongAnswer("fewer bytes than it was asked for")
+            except Exception as e:
+                if wait is None or not _may_pass(e):
+                    raise self.folder._error(e, self.name) from None
+            time.sleep(wait)
+
+    def _chunks(self, start: int, stop: int) -> Iterator[np.ndarray]:
+        """The bytes [start, stop), some at a time, of a file that is still the same."""
+        import obstore
+
+        options = {"range": (start, stop)}
+        if self.etag and not self.etag.startswith("W/"):  # no condition that a weak ETag could fulfill
+            options["if_match"] = self.etag
+        answer = obstore.get(self.folder._reading, self.name, options=options)
+        if _identity(answer.meta) != (self.size, self.etag, self.changed):
+            raise UserError(f"{self}: was changed while it was read; run again")
+        if answer.range != (start, stop):
+            raise WrongAnswer(f"bytes {answer.range} instead of {(start, stop)}")
+        for chunk in answer.stream(min_chunk_size=CHUNK):
+            yield np.frombuffer(chunk, np.uint8)
+
+
+def waits() -> Iterator[float | None]:
+    """Seconds to wait before each retry of a request, with some chance in them; None when none is left."""
+    for i in range(RETRIES):
+        yield FIRST_WAIT * 2**i * random.uniform(0.5, 1)
+    yield None
+
+
+def _store(folder: RemoteFolder, retries: int):
+    """obstore's store of a folder, with credentials from the variables that the services' own tools read.
+
+    s3: AWS_ACCESS_KEY_ID and the like, AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, AWS_REGION, AWS_SKIP_SIGNATURE,
+        a machine's role; AWS_PROFILE and ~/.aws if boto3 is installed.
+    gs: GOOGLE_APPLICATION_CREDENTIALS, gcloud's login, a machine's account, GOOGLE_SKIP_SIGNATURE,
+        STORAGE_EMULATOR_HOST.
+    """
+    from datetime import timedelta
+
+    from obstore.exceptions import BaseError
+    from obstore.store import from_url
+
+    options = dict(CLIENT)
+    if folder.headers:
+        options["default_headers"] = dict(folder.headers)
+    service = {"s3": _aws_profile, "gs": _gcs_emulator}.get(folder.scheme, dict)()
+    retry = {
+        "max_retries": retries,
+        "backoff": {"init_backoff": timedelta(seconds=FIRST_WAIT)},
+        "retry_timeout": timedelta(minutes=2),
+    }
+    try:
+        return from_url(folder.url, client_options=options, retry_config=retry, **service)
+    except (BaseError, ValueError, OSError) as e:
+        raise UserError(f"{folder.url}: {_reason(str(e))}; {folder._credentials}") from None
+
+
+def _aws_profile() -> dict:
+    """Credentials from the files in ~/.aws, which boto3 knows how to read."""
+    if "AWS_ACCESS_KEY_ID" in os.environ or "AWS_SKIP_SIGNATURE" in os.environ:
+        return {}
+    profile = os.environ.get("AWS_PROFILE")
+    file = os.environ.get("AWS_SHARED_CREDENTIALS_FILE", os.path.expanduser("~/.aws/credentials"))
+    if not profile and not os.path.exists(file):
+        return {}
+    try:
+        from obstore.auth.boto3 import Boto3CredentialProvider
+    except ImportError:
+        if profile:
+            raise UserError(f"AWS_PROFILE={profile}: pip install boto3, which reads ~/.aws") from None
+        return {}
+    try:
+        return {"credential_provider": Boto3CredentialProvider()}
+    except Exception as e:  # botocore's own
+        what = f"AWS_PROFILE={profile}" if profile else file
+        raise UserError(f"{what}: {type(e).__name__}; check the names in ~/.aws") from None
+
+
+def _gcs_emulator() -> dict:
+    host = os.environ.get("STORAGE_EMULATOR_HOST")
+    if not host:
+        return {}
+    # An emulator checks no token, but obstore writes nothing without one.
+    return {"base_url": host if is_url(host) else f"http://{host}", "bearer_token": "none"}
+
+
+def _identity(meta: dict) -> tuple[int, str | None, str]:
+    """-> (size, ETag, time of change) of a file, of obstore's ObjectMeta."""
+    changed = meta["last_modified"]
+    return meta["size"], meta["e_tag"], changed.isoformat() if changed.timestamp() else ""
+
+
+def _may_pass(e: Exception) -> bool:
+    """Whether the same request may succeed later."""
+    from obstore.exceptions import GenericError
+
+    status = re.search(r"status code: (\d+)", str(e))
+    refused = status and 400 <= int(status[1]) < 500 and int(status[1]) not in (408, 429)
+    return isinstance(e, WrongAnswer) or isinstance(e, GenericError) and not refused
+
+
+def _reason(text: str) -> str:
+    """What obstore's error says, without what may be secret: no URLs with a query and no server's text."""
+    if status := re.search(r"status code: (\d+[ \w]*)", text):
+        code = re.search(r"<Code>(\w+)</Code>", text)
+        return status[1].strip() + (f", {code[1]}" if code else "")
+    if cause := re.findall(r'(?:message|error): "([\w ,./:\'-]+)"', text):
+        return cause[-1]
+    if "TimedOut" in text:
+        return "timed out"
+    return re.sub(r"\S+://\S+", "...", text.split("\n")[0]).removeprefix("Generic ")
+
+
+def _without_secrets(url: str) -> str:
+    """A URL without a user name, a password, a query and a fragment."""
+    return re.sub(r"//[^/@]*@", "//", re.split(r"[?#]", url)[0])
