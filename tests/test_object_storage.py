@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from conftest import CHECKPOINTS, mesh_of
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+from processes import Own, finish, start
 from test_dequantized import publish
 from werkzeug.serving import WSGIRequestHandler, make_server
 
@@ -81,7 +82,7 @@ class Web(http.server.ThreadingHTTPServer):
 
     files:  content by path.
     faults: what to do instead, at each of the next requests for bytes of weights; None: nothing.
-    ranges: (path, first, stop) of each part that it has sent.
+    ranges: (path, first, stop, its name as the client knows it) of each part that it has sent.
     """
 
     def __init__(self):
@@ -125,7 +126,7 @@ class WebHandler(http.server.BaseHTTPRequestHandler):
         first, stop = first + (fault == "shifted"), min(last + 1, len(content))
         part = content[first:stop]
         place = f"bytes {first}-{stop - 1}/{len(content)}"
-        web.ranges.append((self.path, first, stop))
+        web.ranges.append((self.path, first, stop, self.headers["Host"].partition(":")[0]))
         part = {"short": part[:-1], "long": part + b"x"}.get(fault, part)
         self.answer(206, part, {"ETag": etag, "Content-Range": place}, fault)
 
@@ -259,7 +260,7 @@ def test_loaded(kind, mesh, folders, web):
     arrays = [load(x, mesh_of(x.config, mesh), "bfloat16", x.format, show=False) for x in (theirs, ours)]
     jax.tree.map(np.testing.assert_array_equal, *arrays)
     held = sum(x.nbytes for x in theirs.tensors)
-    assert sum(stop - first for _, first, stop in web.ranges) <= held
+    assert sum(stop - first for _, first, stop, _ in web.ranges) <= held
 
 
 # ------------------------------------------------------------------------------------------------- faults
@@ -279,7 +280,7 @@ def test_asked_again(fault, web):
     np.testing.assert_array_equal(tensor.values, expected.values)
     assert not web.faults
     if fault == "cut":
-        starts = [first for _, first, _ in web.ranges]
+        starts = [first for _, first, _, _ in web.ranges]
         assert len(set(starts)) == len(starts), "what had come was asked for again"
 
 
@@ -402,3 +403,45 @@ def test_converted_from_a_url(web, folders, tmp_path):
         assert (tmp_path / "int8" / path.name).read_bytes() == path.read_bytes()
     url = web.add(tmp_path / "int8", "converted")
     assert len(verify(url, str(LLAMA4))) == 2
+
+
+# ------------------------------------------------------------------------------------------ several processes
+
+LOAD = """
+import os
+import sys
+import jax
+jax.distributed.initialize(os.environ["JAX_COORDINATOR_ADDRESS"], 2, int(os.environ["JAX_PROCESS_ID"]))
+from checkpoints import fetching, object_storage
+from checkpoints.loading import load
+from serving.deploy import ModelOptions, open_agreed
+from sharding.mesh import make_mesh
+object_storage.HEAD, fetching.GAP, fetching.PIECE = 2**12, 2**9, 2**14
+checkpoint = open_agreed(ModelOptions(sys.argv[1]), "checkpoint")
+print(f"opened {checkpoint.remote}", flush=True)
+mesh = make_mesh(checkpoint.config, 1, 1, 2, jax.devices())
+weights = load(checkpoint, mesh, "bfloat16", checkpoint.format)
+print(sum(shard.data.nbytes for x in jax.tree.leaves(weights) for shard in x.addressable_shards))
+"""
+
+
+@pytest.mark.deep
+def test_each_process_fetches_its_part(web, folders, tmp_path):
+    """They agree about the checkpoint, and read what their devices hold: half of the sharded weights."""
+    url, program = web.add(folders["none"], "two"), tmp_path / "load.py"
+    program.write_text(LOAD)
+    web.ranges.clear()
+    variables = {"PYTHONPATH": str(CHECKPOINTS.parents[1]), "XDG_CACHE_HOME": str(tmp_path)}
+    # The server tells them apart by what they call it.
+    urls = url, url.replace("127.0.0.1", "localhost")
+    own = [Own([x], variables, program) for x in urls]
+    outputs = finish(start(2, 1, own=own))
+    assert [code for code, _, _ in outputs] == [0, 0], outputs
+    for host, (_, stdout, _) in zip(("127.0.0.1", "localhost"), outputs, strict=True):
+        opened, held = stdout.split("\n")[:2]
+        fetched = [(first, stop) for path, first, stop, by in web.ranges if by == host]
+        heads = [stop - first for first, stop in fetched if not first]
+        assert opened == "opened True"
+        assert (
+            int(held) - sum(heads) <= sum(stop - first for first, stop in fetched) <= int(held) + sum(heads)
+        )
