@@ -34,13 +34,13 @@ def conversion_identity(
 
 
 def source_fingerprint(checkpoint: Checkpoint) -> str:
-    """A checksum of the small files, and of each weights file's name, size, time of change and tensors."""
+    """A checksum of the small files, and of each weights file's name, size, version and tensors."""
     digest = hashlib.sha256()
     for path in companions(checkpoint.folder):
         digest.update(hashlib.sha256(path.name.encode() + b"\0" + path.read_bytes()).digest())
-    for file in sorted({tensor.file for tensor in checkpoint.tensors}, key=lambda file: file.path):
+    for file in sorted({tensor.file for tensor in checkpoint.tensors}, key=lambda file: file.name):
         tensors = [(x.name, x.dtype, x.shape) for x in file.tensors.values()]
-        digest.update(repr((file.path.name, file.size, file.path.stat().st_mtime_ns, tensors)).encode())
+        digest.update(repr((file.name, file.size, file.content.version, tensors)).encode())
     return digest.hexdigest()
 
 

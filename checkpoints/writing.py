@@ -23,6 +23,7 @@ from checkpoints.names import stored_infos
 from checkpoints.tensor_files import (
     DTYPES,
     PARTIAL,
+    MappedFile,
     NewFile,
     TensorFile,
     file_checksum,
@@ -105,7 +106,7 @@ def _checksums(folder: pathlib.Path, file_set: FileSet) -> dict[str, str] | None
         if not (folder / name).exists():
             return None
         try:
-            file = TensorFile(folder / name)
+            file = TensorFile(MappedFile(folder / name))
         except UserError as e:
             raise UserError(f"{e}, or remove {folder} and run again") from None
         if {tensor.name: (tensor.dtype, tensor.shape) for tensor in file.tensors.values()} != tensors:
@@ -186,7 +187,7 @@ def publish(
     with full_disk_reported(folder):
         _write_small_files(checkpoint, folder, file_sets, identity)
     if source_fingerprint(checkpoint) != identity["source"]:
-        raise UserError(f"{checkpoint.folder}: changed in the meantime; remove {folder} and run again")
+        raise UserError(f"{checkpoint.name}: changed in the meantime; remove {folder} and run again")
     folder.rename(destination)
     sync(destination.parent)
 

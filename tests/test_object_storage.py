@@ -1,15 +1,35 @@
 """Checkpoints in object storage and on web servers give the same weights as a local folder, or one line."""
 
+import collections
+import hashlib
+import http.server
 import os
+import pathlib
+import socket
 import threading
+import time
+import urllib.parse
 
+import boto3
+import jax
+import numpy as np
 import pytest
+from conftest import CHECKPOINTS, mesh_of
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+from processes import Own, finish, start
+from test_dequantized import publish
 from werkzeug.serving import WSGIRequestHandler, make_server
 
+from checkpoints import fetching, object_storage
+from checkpoints.checkpoint import open_checkpoint
+from checkpoints.loading import load
 from checkpoints.object_storage import NoSuchObject, RemoteFolder, is_url
+from checkpoints.unfinished import source_fingerprint
+from convert_checkpoint import convert, verify
 from feedback.errors import UserError
+from quantize import FORMATS
 
+LLAMA3, LLAMA4 = CHECKPOINTS / "tiny-llama3", CHECKPOINTS / "tiny-llama4"
 SIGNED = "AWS4-HMAC-SHA256 Credential=AKIAOURS/20260101/us-east-1/s3/aws4_request"  # as much as moto reads
 
 
@@ -47,8 +67,6 @@ VARIABLES = {"AWS_ACCESS_KEY_ID": "AKIAOURS", "AWS_SECRET_ACCESS_KEY": "hush", "
 @pytest.fixture(scope="module")
 def buckets():
     """A server with the bucket "models", whose address the variables have."""
-    import boto3
-
     found, before = Buckets(), dict(os.environ)
     os.environ.update(VARIABLES, AWS_ENDPOINT_URL_S3=found.url, STORAGE_EMULATOR_HOST=found.url)
     boto3.client("s3").create_bucket(Bucket="models")
@@ -57,6 +75,95 @@ def buckets():
     found.server.server_close()
     os.environ.clear()
     os.environ.update(before)
+
+
+class Web(http.server.ThreadingHTTPServer):
+    """A web server of files that sends parts of them.
+
+    files:  content by path.
+    faults: what to do instead, at each of the next requests for bytes of weights; None: nothing.
+    ranges: (path, first, stop, its name as the client knows it) of each part that it has sent.
+    """
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), WebHandler)
+        self.files, self.faults, self.ranges = {}, collections.deque(), []
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def add(self, folder: pathlib.Path, name: str) -> str:
+        """The URL of a copy of a folder."""
+        self.files |= {f"/{name}/{path.name}": path.read_bytes() for path in folder.iterdir()}
+        return f"{self.url}/{name}"
+
+    def close(self):
+        self.shutdown()
+        self.server_close()
+
+
+class WebHandler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        web, self.path = self.server, urllib.parse.unquote(self.path)
+        content, weights = web.files.get(self.path), self.path.endswith(".safetensors") and web.faults
+        fault = web.faults.popleft() if weights else None
+        if content is None or fault in (403, 500, 503):
+            return self.answer(fault or 404, b"<Error><Code>Odd</Code><AWSAccessKeyId>hush</AWSAccessKeyId>")
+        if fault == "changed":
+            content = web.files[self.path] = content[:-1] + bytes([content[-1] ^ 1])
+        etag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
+        if self.headers.get("If-Match", etag) != etag:
+            return self.answer(412, b"")
+        asked = self.headers.get("Range")
+        if not asked or fault == "whole":
+            return self.answer(200, content, {"ETag": etag})
+        first, last = map(int, asked.removeprefix("bytes=").split("-"))
+        first, stop = first + (fault == "shifted"), min(last + 1, len(content))
+        part = content[first:stop]
+        place = f"bytes {first}-{stop - 1}/{len(content)}"
+        web.ranges.append((self.path, first, stop, self.headers["Host"].partition(":")[0]))
+        part = {"short": part[:-1], "long": part + b"x"}.get(fault, part)
+        self.answer(206, part, {"ETag": etag, "Content-Range": place}, fault)
+
+    def answer(self, status, body, headers=None, fault=None):
+        self.send_response(status)
+        for name, value in {"Content-Length": len(body), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        half = len(body) // 2 if fault in ("cut", "reset", "slow") else len(body)
+        self.wfile.write(body[:half])
+        self.wfile.flush()
+        if fault == "slow":
+            time.sleep(0.3)
+            self.wfile.write(body[half:])
+        if fault == "reset":
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, bytes([1] + 7 * [0]))
+        if fault in ("cut", "reset"):
+            self.connection.shutdown(socket.SHUT_RDWR)
+            self.close_connection = True
+
+
+@pytest.fixture(scope="module")
+def web():
+    found = Web()
+    yield found
+    found.close()
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch, tmp_path):
+    """Tiny models are read in many requests, and retried soon; the cache is a new one."""
+    monkeypatch.setattr(object_storage, "HEAD", 2**12)
+    monkeypatch.setattr(object_storage, "FIRST_WAIT", 0.001)
+    monkeypatch.setattr(object_storage, "CHUNK", 2**12)
+    monkeypatch.setattr(fetching, "PIECE", 2**14)
+    monkeypatch.setattr(fetching, "GAP", 2**9)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.fixture(params=["s3", "gs"])
@@ -91,3 +198,250 @@ def test_urls():
             RemoteFolder(url)
         assert "hush" not in str(caught.value)
     assert RemoteFolder("s3://b/x/") == RemoteFolder("s3://b/x")
+
+
+# ------------------------------------------------------------------------------------------------- weights
+
+
+def check_equal(url: str, folder) -> None:
+    """All arrays of the two, whole and in part, are the same bits."""
+    theirs, ours = open_checkpoint(url), open_checkpoint(folder)
+    assert theirs.remote and not ours.remote and theirs.config == ours.config and theirs.name == url
+    assert theirs.sources.keys() == ours.sources.keys() and theirs.format == ours.format
+    rng = np.random.default_rng(0)
+    for name, source in theirs.sources.items():
+        shape = source.info.shape
+        ends = [np.sort(rng.choice(n + 1, 2, replace=False)) for n in shape]
+        for box in (tuple((0, n) for n in shape), tuple((int(lo), int(hi)) for lo, hi in ends)):
+            found, expected = source.read(box), ours.sources[name].read(box)
+            assert found.dtype == expected.dtype and found.shape == expected.shape
+            assert found.tobytes() == expected.tobytes(), name
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Folders of each kind, by name."""
+    root = tmp_path_factory.mktemp("folders")
+    for format in ("none", "int8", "int4"):
+        convert(str(LLAMA4), str(root / format), FORMATS[format], file_bytes=50_000)
+    others = ("gptq, ordered", "awq", "w4a16, asymmetric", "fp8", "mxfp4", "int8")
+    quantized = {name: publish(root / f"by others, {i}", name)[0] for i, name in enumerate(others)}
+    ours = {format: root / format for format in ("none", "int8", "int4")}
+    return (
+        {"llama3": LLAMA3, "llama4": LLAMA4}
+        | ours
+        | {f"{name} of others": x for name, x in quantized.items()}
+    )
+
+
+KINDS = ["llama3", "llama4", "none", "int8", "int4"]
+KINDS += [f"{x} of others" for x in ("gptq, ordered", "awq", "w4a16, asymmetric", "fp8", "mxfp4", "int8")]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_the_local_folder(kind, folders, web):
+    check_equal(web.add(folders[kind], kind.replace(" ", "-").replace(",", "")), folders[kind])
+
+
+@pytest.mark.parametrize("kind", ["llama3", "int8"])
+def test_in_buckets(kind, folder, folders):
+    url = f"{folder.url}/{kind}"
+    for path in folders[kind].iterdir():
+        RemoteFolder(url).write(path.name, path)
+    check_equal(url, folders[kind])
+
+
+@pytest.mark.parametrize("kind, mesh", [("llama3", "tp8"), ("none", "ep2-tp4"), ("int8", "tp8")])
+def test_loaded(kind, mesh, folders, web):
+    """On several devices, each weight of which is fetched once."""
+    url = web.add(folders[kind], f"loaded-{kind}")
+    theirs, ours = open_checkpoint(url), open_checkpoint(folders[kind])
+    web.ranges.clear()
+    arrays = [load(x, mesh_of(x.config, mesh), "bfloat16", x.format, show=False) for x in (theirs, ours)]
+    jax.tree.map(np.testing.assert_array_equal, *arrays)
+    held = sum(x.nbytes for x in theirs.tensors)
+    assert sum(stop - first for _, first, stop, _ in web.ranges) <= held
+
+
+# ------------------------------------------------------------------------------------------------- faults
+
+PASSING = [500, 503, "cut", "reset", "slow", "short", "long", "shifted"]
+
+
+@pytest.mark.parametrize("fault", PASSING)
+def test_asked_again(fault, web):
+    """Until the answer is right; a connection that is cut is taken up where it was cut."""
+    url = web.add(LLAMA3, f"again-{fault}")
+    checkpoint = open_checkpoint(url)
+    (tensor,) = checkpoint.sources["embed"].tensors
+    web.faults.extend([fault, None, fault, fault])
+    web.ranges.clear()
+    expected = open_checkpoint(LLAMA3).sources["embed"].tensors[0]
+    np.testing.assert_array_equal(tensor.values, expected.values)
+    assert not web.faults
+    if fault == "cut":
+        starts = [first for _, first, _, _ in web.ranges]
+        assert len(set(starts)) == len(starts), "what had come was asked for again"
+
+
+@pytest.mark.parametrize("fault", sorted({*map(str, PASSING)} - {"slow"}))
+def test_opened_again(fault, web):
+    web.faults.extend([int(fault) if fault.isdigit() else fault] * 2)
+    assert open_checkpoint(web.add(LLAMA3, f"opened-{fault}")).remote
+    assert not web.faults
+
+
+REFUSED = {
+    503: "could not be reached (503 Service Unavailable, Odd); check the URL",
+    403: "access refused (403 Forbidden, Odd); give a URL that anybody may read",
+    "whole": "the server does not send parts of a file; download the folder first",
+    "short": "the server sends fewer bytes than it was asked for, also when it is asked again",
+    "shifted": "could not be reached",
+    "changed": "was changed while it was read; run again",
+}
+
+
+@pytest.mark.parametrize("fault", REFUSED)
+def test_refused(fault, web, monkeypatch):
+    """In one line without a secret, and never with wrong weights; asked a bounded number of times."""
+    url = web.add(LLAMA3, f"refused-{fault}")
+    (tensor,) = open_checkpoint(url).sources["embed"].tensors
+    web.faults.extend([fault] * 1000)
+    with pytest.raises(UserError) as caught:
+        tensor.read(0, 8)
+    message = str(caught.value)
+    web.faults.clear()
+    assert message.startswith(f"{url}/model.safetensors: {REFUSED[fault]}") and "\n" not in message, message
+    assert "hush" not in message
+
+
+def test_changed_in_between(web):
+    """A file that was replaced by one of the same size and shape after it was opened."""
+    checkpoint = open_checkpoint(web.add(LLAMA3, "replaced"))
+    name = "/replaced/model.safetensors"
+    web.files[name] = web.files[name][:-1] + b"!"
+    with pytest.raises(
+        UserError, match="replaced/model.safetensors: was changed while it was read; run again"
+    ):
+        checkpoint.sources["embed"].tensors[0].read(0, 8)
+
+
+def test_truncated(web, folders):
+    url = web.add(folders["none"], "truncated")
+    path = next(path for path in web.files if path.startswith("/truncated/weights"))
+    web.files[path] = web.files[path][:-1]
+    with pytest.raises(UserError, match=r"truncated/weights-.*: has \d+ bytes, not \d+ as "):
+        open_checkpoint(url)
+    del web.files[path]
+    with pytest.raises(UserError, match=r"truncated/weights-.*: no such file; is the upload complete\?"):
+        open_checkpoint(url)
+    del web.files["/truncated/config.json"]
+    with pytest.raises(UserError, match=r"/truncated: no config.json in it; is it a model's folder"):
+        open_checkpoint(url)
+    with pytest.raises(UserError, match=r"/x.gguf: GGUF files are read from a disk only; download it"):
+        open_checkpoint(f"{web.url}/x.gguf")
+
+
+def test_no_bucket_no_network_no_credentials(buckets, monkeypatch):
+    with pytest.raises(UserError, match="^s3://other/x: there is no such bucket; check its name$"):
+        open_checkpoint("s3://other/x")
+    with pytest.raises(UserError, match="^s3://models/nothing: no config.json in it"):
+        open_checkpoint("s3://models/nothing")
+    with pytest.raises(
+        UserError, match=r"^http://127.0.0.1:1/x/.*: could not be reached \(Connection refused\)"
+    ):
+        open_checkpoint("http://127.0.0.1:1/x")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:1")
+    with pytest.raises(UserError, match="^s3://models/x: access refused .*; set AWS_ACCESS_KEY_ID and"):
+        open_checkpoint("s3://models/x")
+    monkeypatch.delenv("STORAGE_EMULATOR_HOST")
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/none.json")
+    with pytest.raises(UserError, match="^gs://models/x: .*/none.json: No such file.*; set GOOGLE_APP"):
+        open_checkpoint("gs://models/x")
+
+
+# --------------------------------------------------------------------------------------------- small files
+
+
+def test_small_files_are_kept_by_content(web, tmp_path, monkeypatch):
+    """A folder that has changed gets another copy; a home that cannot be written is no obstacle."""
+    url = web.add(LLAMA3, "small")
+    first, again = (open_checkpoint(url) for _ in range(2))
+    assert first.folder == again.folder and first.folder.is_relative_to(tmp_path)
+    assert first.checksums() == again.checksums()
+    weights = sum(path.stat().st_size for path in (tmp_path / "cache").rglob("*.safetensors"))
+    assert not weights
+    web.files["/small/chat_template.jinja"] += b" "
+    other = open_checkpoint(url)
+    assert other.folder != first.folder and other.checksums() != first.checksums()
+    assert (other.folder / "chat_template.jinja").read_bytes() == web.files["/small/chat_template.jinja"]
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert (open_checkpoint(url).folder / "config.json").is_file()
+
+
+def test_checksums_take_no_requests(web):
+    """Of a file whose version the server tells; they tell one version from another."""
+    url = web.add(LLAMA3, "checksums")
+    checkpoint = open_checkpoint(url)
+    web.ranges.clear()
+    found, fingerprint = checkpoint.checksums(), source_fingerprint(checkpoint)
+    assert not web.ranges
+    again = open_checkpoint(url)
+    assert found == again.checksums() and fingerprint == source_fingerprint(again)
+    name = "/checksums/model.safetensors"
+    web.files[name] = web.files[name][:-1] + b"!"
+    other = open_checkpoint(url)
+    assert other.checksums()["weights"] != found["weights"] and source_fingerprint(other) != fingerprint
+
+
+def test_converted_from_a_url(web, folders, tmp_path):
+    convert(web.add(LLAMA4, "to convert"), str(tmp_path / "int8"), FORMATS["int8"], file_bytes=50_000)
+    for path in folders["int8"].glob("*.safetensors"):
+        assert (tmp_path / "int8" / path.name).read_bytes() == path.read_bytes()
+    url = web.add(tmp_path / "int8", "converted")
+    assert len(verify(url, str(LLAMA4))) == 2
+
+
+# ------------------------------------------------------------------------------------------ several processes
+
+LOAD = """
+import os
+import sys
+import jax
+jax.distributed.initialize(os.environ["JAX_COORDINATOR_ADDRESS"], 2, int(os.environ["JAX_PROCESS_ID"]))
+from checkpoints import fetching, object_storage
+from checkpoints.loading import load
+from serving.deploy import ModelOptions, open_agreed
+from sharding.mesh import make_mesh
+object_storage.HEAD, fetching.GAP, fetching.PIECE = 2**12, 2**9, 2**14
+checkpoint = open_agreed(ModelOptions(sys.argv[1]), "checkpoint")
+print(f"opened {checkpoint.remote}", flush=True)
+mesh = make_mesh(checkpoint.config, 1, 1, 2, jax.devices())
+weights = load(checkpoint, mesh, "bfloat16", checkpoint.format)
+print(sum(shard.data.nbytes for x in jax.tree.leaves(weights) for shard in x.addressable_shards))
+"""
+
+
+@pytest.mark.deep
+def test_each_process_fetches_its_part(web, folders, tmp_path):
+    """They agree about the checkpoint, and read what their devices hold: half of the sharded weights."""
+    url, program = web.add(folders["none"], "two"), tmp_path / "load.py"
+    program.write_text(LOAD)
+    web.ranges.clear()
+    variables = {"PYTHONPATH": str(CHECKPOINTS.parents[1]), "XDG_CACHE_HOME": str(tmp_path)}
+    # The server tells them apart by what they call it.
+    urls = url, url.replace("127.0.0.1", "localhost")
+    own = [Own([x], variables, program) for x in urls]
+    outputs = finish(start(2, 1, own=own))
+    assert [code for code, _, _ in outputs] == [0, 0], outputs
+    for host, (_, stdout, _) in zip(("127.0.0.1", "localhost"), outputs, strict=True):
+        opened, held = stdout.split("\n")[:2]
+        fetched = [(first, stop) for path, first, stop, by in web.ranges if by == host]
+        heads = [stop - first for first, stop in fetched if not first]
+        assert opened == "opened True"
+        assert (
+            int(held) - sum(heads) <= sum(stop - first for first, stop in fetched) <= int(held) + sum(heads)
+        )
