@@ -18,10 +18,12 @@ import pathlib
 
 import jax
 
+from checkpoints.bucket_folder import NewBucketFolder
 from checkpoints.checkpoint import open_checkpoint
 from checkpoints.file_plan import plan_files
 from checkpoints.names import FLOATS
-from checkpoints.unfinished import conversion_identity, is_converted, unfinished_folder
+from checkpoints.object_storage import is_url
+from checkpoints.unfinished import NewFolder, conversion_identity
 from checkpoints.verify import verify
 from checkpoints.writing import publish, write_weights
 from distributed.exchange import agree, from_first, process_index
@@ -63,7 +65,10 @@ def convert(
     dtype:  "bfloat16" or "float32", of weights that stay floats and declare no type; None: the source's.
     Raises UserError.
     """
-    destination = pathlib.Path(os.path.abspath(os.path.expanduser(destination)))
+    if is_url(destination):
+        folder = NewBucketFolder(destination)
+    else:
+        folder = NewFolder(pathlib.Path(os.path.abspath(os.path.expanduser(destination))))
     checkpoint = open_checkpoint(source)
     if checkpoint.format:
         raise UserError(
@@ -72,12 +77,12 @@ def convert(
     dtype = dtype or checkpoint.dtype
     identity = conversion_identity(checkpoint, format, dtype, file_bytes)
     agree({f"the conversion of {source}": identity}, "all processes must see the same files")
-    if from_first(lambda: is_converted(destination, identity)):
+    if from_first(lambda: folder.is_converted(identity)):
         return
     file_sets = plan_files(checkpoint, format, dtype, file_bytes)
-    with unfinished_folder(destination, identity) as folder:
+    with folder.claimed(identity):
         write_weights(checkpoint, folder, file_sets, allow_nonfinite)
-        from_first(lambda: publish(checkpoint, folder, destination, file_sets, identity))
+        from_first(lambda: publish(checkpoint, folder, file_sets, identity))
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:

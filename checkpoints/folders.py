@@ -10,6 +10,7 @@ from feedback.errors import UserError
 
 FORMAT = 1  # version of converted folders
 INDEX = "weights.safetensors.index.json"  # a folder that has it is a converted one
+STATE = "conversion.json"  # in the folder of an unfinished conversion: its identity
 THEIR_INDEX, THEIR_FILE = "model.safetensors.index.json", "model.safetensors"
 COMPANIONS = (
     "config.json",
