@@ -1,8 +1,9 @@
 """Convert a model to a folder that loads fast: python3 convert_checkpoint.py SRC DST [--quantize FORMAT]
 
-SRC is a folder, a GGUF file or a hub id, DST a new folder. Weights go through memory in slices, and DST
-appears when it is complete. The same command, run again, goes on where a conversion was killed, and ends with
-the same bytes. Several hosts that run the same command and share the disk divide the files among them.
+SRC is a folder, a GGUF file or a hub id, DST a new folder, or one in a bucket: s3:// or gs://BUCKET/PATH.
+Weights go through memory in slices, and DST can be opened when it is complete. The same command, run again,
+goes on where a conversion was killed, and ends with the same bytes. Several hosts that run the same command
+and share the disk or the bucket divide the files among them.
 With --verify nothing is written: DST's checksums are computed again, and its weights compared with SRC's.
 """
 # ruff: noqa: E402  an interrupt is heard before the imports that take long
@@ -59,7 +60,7 @@ def convert(
     file_bytes: int = FILE_MIB * 2**20,
     allow_nonfinite: bool = False,
 ) -> None:
-    """Write the model at `source` (a folder, a GGUF file or a hub id) to the new folder `destination`.
+    """Write the model at `source` (a folder, a GGUF file or a hub id) to a new folder or a bucket's URL.
 
     format: of the weights that matmuls contract; None: floats.
     dtype:  "bfloat16" or "float32", of weights that stay floats and declare no type; None: the source's.
@@ -89,7 +90,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = OneLineParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("source", metavar="SRC", help="a folder, a GGUF file, or OWNER/NAME[@REVISION] on the hub")
-    add("destination", metavar="DST", nargs="?", help="the new folder")
+    add("destination", metavar="DST", nargs="?", help="the new folder, or s3:// or gs://BUCKET/PATH")
     formats = f"{', '.join(FORMATS)}; g64: a scale for every 64 weights, not 128; default: none"
     add("--quantize", choices=FORMATS, default="none", metavar="FORMAT", help=formats)
     dtypes = "of weights that stay floats; default: bfloat16, or float32 if SRC has that"

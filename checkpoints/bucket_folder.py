@@ -37,7 +37,8 @@ class NewBucketFolder:
     def __init__(self, url: str):
         if url.startswith(("http://", "https://")):
             raise UserError(f"{url}: cannot be written to; give a bucket, such as s3://BUCKET/PATH")
-        self.url, self.remote = url, RemoteFolder(url)
+        self.remote = RemoteFolder(url)
+        self.url = self.remote.url
 
     def __str__(self) -> str:
         return self.url
@@ -69,14 +70,16 @@ class NewBucketFolder:
             self.await_files([STATE])
         try:
             yield
-        except BaseException:
-            if process_index() == 0 and new and self.remote.list().keys() <= {STATE}:
-                self.remote.delete(STATE)
+        except Exception:
+            with contextlib.suppress(UserError):  # the first error is what matters
+                if process_index() == 0 and new and self.remote.list().keys() <= {STATE}:
+                    self.remote.delete(STATE)
             raise
 
     def _claim(self, identity: dict) -> bool:
         """-> whether conversion.json is new."""
-        new = self.remote.write(STATE, json.dumps(identity).encode(), create_only=True)
+        with run_again():
+            new = self.remote.write(STATE, json.dumps(identity).encode(), create_only=True)
         if not new and self._read(STATE) != identity:
             raise UserError(
                 f"{self.url}: another conversion is writing there or has left its files; remove them, or "
@@ -128,16 +131,28 @@ class NewBucketFolder:
 
     def add_weights(self, name: str, file: NewFile) -> None:
         """Upload a file that is whole. Nothing of it is left on this machine."""
-        self.remote.write(name, file.file)
+        with run_again():
+            self.remote.write(name, file.file)
         file.file.close()
 
     def add_small(self, name: str, content: bytes) -> None:
-        self.remote.write(name, content)
+        with run_again():
+            self.remote.write(name, content)
 
     def publish(self, index: bytes) -> None:
         """Add the index, which makes this a converted folder."""
-        self.remote.write(INDEX, index)
-        self.remote.delete(STATE)
+        with run_again():
+            self.remote.write(INDEX, index)
+            self.remote.delete(STATE)
+
+
+@contextlib.contextmanager
+def run_again() -> Iterator[None]:
+    """Say in a UserError that the same command goes on with the conversion."""
+    try:
+        yield
+    except UserError as e:
+        raise UserError(f"{e}; run again to go on") from None
 
 
 def most_at_once(share: list[FileSet], ahead: int) -> int:
