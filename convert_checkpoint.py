@@ -73,7 +73,7 @@ def convert(
     checkpoint = open_checkpoint(source)
     if checkpoint.format:
         raise UserError(
-            f"{checkpoint.folder}: is {checkpoint.format} already; convert the original model instead"
+            f"{checkpoint.name}: is {checkpoint.format} already; convert the original model instead"
         )
     dtype = dtype or checkpoint.dtype
     identity = conversion_identity(checkpoint, format, dtype, file_bytes)

@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 
 from checkpoints.checkpoint import open_checkpoint
+from checkpoints.fetching import FetchedFile
 from checkpoints.file_plan import FileSet
 from checkpoints.folders import INDEX, STATE
 from checkpoints.object_storage import RemoteFolder
@@ -49,7 +50,7 @@ class NewBucketFolder:
         if not names or (INDEX not in names and STATE in names):
             return False
         refuse_another(self.url, self._read(INDEX).get("metadata") if INDEX in names else None, identity)
-        open_checkpoint(self.url)  # refuses a folder that has been damaged since
+        open_checkpoint(self.url, alone=True)  # refuses a folder that has been damaged since
         if STATE in names and self._read(STATE) == identity:  # the conversion was killed at its very end
             self.remote.delete(STATE)
         print(f"{self.url} is there already, converted from this source", file=sys.stderr)
@@ -96,7 +97,7 @@ class NewBucketFolder:
         return {name: there[name] for name in names if name in there}
 
     def tensor_file(self, name: str) -> TensorFile:
-        return TensorFile(self.remote.open(name))
+        return TensorFile(FetchedFile(self.remote, name))
 
     def await_files(self, names: Iterable[str]) -> None:
         """Raises UserError if an object is missing. There is no wait: storage shows a new object at once."""

@@ -17,19 +17,21 @@ from collections.abc import Callable
 from checkpoints.dequantized import Dequantized, dequantized
 from checkpoints.folders import (
     INDEX,
+    STATE,
     THEIR_FILE,
     THEIR_INDEX,
+    ModelFolder,
     companions,
     open_tensors,
     read_index,
-    read_json,
+    refuse_unfinished,
     weight_map_in,
 )
 from checkpoints.gguf_model import open_gguf
 from checkpoints.hub import find_model
 from checkpoints.layouts import Layout, Source, file_layout, layout_of, same_bits
 from checkpoints.names import FLOATS, named_infos, renamed, stored_infos, type_name
-from checkpoints.tensor_files import FLOAT_TYPES, StoredTensor, TensorFile, file_checksum
+from checkpoints.tensor_files import FLOAT_TYPES, StoredTensor, file_checksum
 from families.family import Family
 from families.registry import find_family, read_config
 from feedback.errors import UserError, located
@@ -46,11 +48,14 @@ SAMPLERS = 16  # threads that sample tensors; most of the time they wait for the
 class Checkpoint:
     """An opened checkpoint.
 
+    name:      what messages call it: the path of its folder or file, or a URL.
+    folder:    the local folder of its small files.
     sources:   the stored tensors of each array, by the names of `stored_infos`. A weight that was published
                in our int8 format has a source of floats, and sources of the int8 values and of the scale.
     converted: whether this is a converted folder. format: of its quantized weights; None: all are floats.
     """
 
+    name: str
     folder: pathlib.Path
     family: Family
     config: Config
@@ -72,6 +77,11 @@ class Checkpoint:
             return stored_infos(name, dataclasses.replace(info, format=self.format))
         parts = stored_infos(name, info) if info.quantization == INT8 else {}
         return parts if parts and parts.keys() <= self.sources.keys() else {name: info}
+
+    @property
+    def remote(self) -> bool:
+        """Whether the weights are read over a network."""
+        return any(source.remote for source in self.sources.values())
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -112,31 +122,34 @@ class Checkpoint:
         return files | {"weights": weights.hexdigest()[:12]}
 
 
-def open_checkpoint(path_or_id: str) -> Checkpoint:
-    """Open a converted folder, a Hugging Face folder, a GGUF file, or a hub id of one of these.
+def open_checkpoint(path_or_id: str, alone: bool = False) -> Checkpoint:
+    """Open a converted folder, a Hugging Face folder, a GGUF file, the URL of a folder, or a hub id.
 
+    alone: whether other processes do not open it, too; all that do must call this.
     Raises UserError naming the file, tensor or field that is wrong: a checkpoint must have exactly the
     tensors that its config.json implies.
     """
-    path = folder = find_model(path_or_id)
-    if path.is_file():
-        folder, tensors = open_gguf(path)
-        return _open_published(path, folder, lambda _: tensors)
-    if not (folder / "config.json").is_file():
-        files = sorted(folder.glob("*.gguf"))
+    folder = find_model(path_or_id, alone)
+    if isinstance(folder, pathlib.Path):
+        small, tensors = open_gguf(folder)
+        return _open_published(str(folder), ModelFolder(small), lambda _: tensors)
+    refuse_unfinished(str(folder), [name for name in (STATE, INDEX) if (folder.small / name).exists()])
+    if not (folder.small / "config.json").is_file():
+        files = sorted(folder.small.glob("*.gguf"))
         what = f"give its GGUF file: {files[0]}" if files else "is it a model's folder, and whole?"
         raise UserError(f"{folder}: no config.json in it; {what}")
-    if (folder / INDEX).exists():
+    if (folder.small / INDEX).exists():
         return _open_ours(folder)
-    return _open_published(folder, folder, lambda config: _tensors_in(folder, config))
+    return _open_published(str(folder), folder, lambda config: _tensors_in(folder, config))
 
 
-def _open_ours(folder: pathlib.Path) -> Checkpoint:
-    with located(folder):
-        content = read_json(folder / "config.json")
+def _open_ours(folder: ModelFolder) -> Checkpoint:
+    with located(str(folder)):
+        content = folder.read_json("config.json")
         config, (family, _) = read_config(content), find_family(content)
     index = read_index(folder)
-    tensors = open_tensors(folder, index["weight_map"])
+    sizes = {name: facts.get("bytes") for name, facts in index["files"].items()}
+    tensors = open_tensors(folder, index["weight_map"], sizes)
     for name, tensor in tensors.items():
         checksum = index["checksums"].get(name)
         if checksum is None or checksum != tensor.file.metadata.get(name):
@@ -145,7 +158,7 @@ def _open_ours(folder: pathlib.Path) -> Checkpoint:
     for name in sorted(tensors):  # the number of a part follows a slash
         parts[name.partition("/")[0]].append(tensors[name])
     if (quantize := index["metadata"].get("quantize")) not in FORMATS:
-        raise UserError(f"{folder / INDEX}: quantize is {quantize!r}, not {' or '.join(FORMATS)}")
+        raise UserError(f"{folder.where(INDEX)}: quantize is {quantize!r}, not {' or '.join(FORMATS)}")
     format, sources = FORMATS[quantize], {}
     for weight, declared in named_infos(config, format=format):
         for name, info in stored_infos(weight, declared).items():
@@ -155,18 +168,18 @@ def _open_ours(folder: pathlib.Path) -> Checkpoint:
             sources[name] = _source(info, parts.pop(name), file_layout(info), dtypes)
     for tensor in itertools.chain(*parts.values()):
         _no_place(tensor)
-    return Checkpoint(folder, family, config, sources, converted=True, format=format)
+    return Checkpoint(str(folder), folder.small, family, config, sources, converted=True, format=format)
 
 
 def _open_published(
-    path: pathlib.Path, folder: pathlib.Path, open_tensors: Callable[[dict], dict[str, Tensor]]
+    path: str, folder: ModelFolder, open_tensors: Callable[[dict], dict[str, Tensor]]
 ) -> Checkpoint:
     """Open what others published. path: to name in errors. folder: of config.json and other small files.
 
     open_tensors: from the content of config.json to the tensors by their names.
     """
     with located(path):
-        content = read_json(folder / "config.json")
+        content = folder.read_json("config.json")
         config, (family, content) = read_config(content), find_family(content)
     tensors = renamed(open_tensors(content), family)
     infos = named_infos(config)
@@ -179,23 +192,24 @@ def _open_published(
             _check_copy(tensor, sources["embed"])
         elif tensor.name not in used and not family.ignores(name, len(config.layers)):
             _no_place(tensor)
-    return Checkpoint(folder, family, config, sources, converted=False, format=None)
+    return Checkpoint(path, folder.small, family, config, sources, converted=False, format=None)
 
 
-def _tensors_in(folder: pathlib.Path, config: dict) -> dict[str, Tensor]:
-    if (folder / THEIR_INDEX).exists():
-        tensors = open_tensors(folder, weight_map_in(read_json(folder / THEIR_INDEX), folder / THEIR_INDEX))
-    elif (folder / THEIR_FILE).is_file():
-        tensors = TensorFile(folder / THEIR_FILE).tensors
+def _tensors_in(folder: ModelFolder, config: dict) -> dict[str, Tensor]:
+    if (folder.small / THEIR_INDEX).exists():
+        index = folder.read_json(THEIR_INDEX)
+        tensors = open_tensors(folder, weight_map_in(index, folder.where(THEIR_INDEX)))
+    elif file := folder.open(THEIR_FILE):
+        tensors = file.tensors
     else:
         raise UserError(f"{folder}: neither {THEIR_FILE} nor {THEIR_INDEX} in it; is the download complete?")
     if not (quantization := config.get("quantization_config")):
         return tensors
-    with located(folder):
+    with located(str(folder)):
         return dequantized(tensors, quantization)
 
 
-def _find(tensors: dict[str, Tensor], folder: pathlib.Path, info: ArrayInfo, places: list[Stored]) -> Source:
+def _find(tensors: dict[str, Tensor], folder: str, info: ArrayInfo, places: list[Stored]) -> Source:
     """The stored tensors of a weight: the first of these places that the folder has."""
     for stored in places:
         one_per_expert = "{e}" in stored.name

@@ -10,6 +10,7 @@ MXFP4 the OCP Microscaling Formats specification 1.0 and transformers' integrati
 
 import collections
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Callable
 from typing import NamedTuple
@@ -60,11 +61,18 @@ class Dequantized:
         return self.parts[0].file
 
     @property
+    def remote(self) -> bool:
+        return self.parts[0].remote
+
+    @property
     def values(self) -> np.ndarray:
         return self.rows(0, self.shape[0])
 
-    def read_ahead(self, part: np.ndarray) -> None:
-        pass
+    def read(self, lo: int, hi: int, select: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        return select(self.rows(lo, hi))
+
+    def holds(self, part: np.ndarray) -> bool:
+        return False
 
     def forget(self) -> None:
         for part in self.parts:
@@ -154,7 +162,7 @@ def float32(scales: StoredTensor) -> Dequantized:
     """Scales [N] or [N,1] as float32 [N]."""
     N = scales.shape[0]
     return Dequantized(
-        scales.name, (N,), (scales,), lambda lo, hi: scales.rows(lo, hi).reshape(-1).astype(np.float32)
+        scales.name, (N,), (scales,), lambda lo, hi: scales.read(lo, hi).reshape(-1).astype(np.float32)
     )
 
 
@@ -167,15 +175,21 @@ def unpack(words: np.ndarray, bits: int) -> np.ndarray:
     return (words.view(np.uint32)[..., None] >> shifts & np.uint32(2**bits - 1)).astype(np.float32)
 
 
-def unpack_columns(words: np.ndarray, bits: int, lo: int, hi: int, order=slice(None)) -> np.ndarray:
-    """int32 [C, N / values per word] -> float32 [hi - lo, C]: columns [lo, hi) of N, transposed.
+def columns(tensor: StoredTensor, lo: int, hi: int) -> np.ndarray:
+    """[n, hi - lo]: columns [lo, hi) of a tensor [n, m]."""
+    return tensor.read(select=lambda x: x[:, lo:hi])
 
+
+def unpack_columns(words: Rows, bits: int, lo: int, hi: int, order=slice(None)) -> np.ndarray:
+    """Columns [lo, hi) of N, transposed: float32 [hi - lo, C].
+
+    words: reads the words [first, last) of N / values per word: int32 [C, last - first].
     order: the position in a word of each of its columns.
     """
     per_word = WORD // bits
     first = lo // per_word
-    values = unpack(np.ascontiguousarray(words[:, first : -(-hi // per_word)]), bits)[..., order]
-    return values.reshape(len(words), -1)[:, lo - first * per_word : hi - first * per_word].T
+    values = unpack(np.ascontiguousarray(words(first, -(-hi // per_word))), bits)[..., order]
+    return values.reshape(len(values), -1)[:, lo - first * per_word : hi - first * per_word].T
 
 
 def scaled(
@@ -242,9 +256,9 @@ def gptq(fields: ConfigFields) -> Method:
         zeros = parts.get("qzeros", scales.shape[0], N // per_word)
 
         def rows(lo: int, hi: int) -> np.ndarray:
-            values = unpack(np.ascontiguousarray(packed.values[:, lo:hi].T), bits).reshape(hi - lo, C)
-            zero = unpack_columns(zeros.values, bits, lo, hi) + more
-            return scaled(values, zero, scales.values[:, lo:hi].T, group)
+            values = unpack(np.ascontiguousarray(columns(packed, lo, hi).T), bits).reshape(hi - lo, C)
+            zero = unpack_columns(functools.partial(columns, zeros), bits, lo, hi) + more
+            return scaled(values, zero, columns(scales, lo, hi).T, group)
 
         return (N, C), rows
 
@@ -264,8 +278,9 @@ def awq(fields: ConfigFields) -> Method:
         zeros = parts.get("qzeros", group[-1] + 1, words)
 
         def rows(lo: int, hi: int) -> np.ndarray:
-            values, zero = (unpack_columns(x.values, bits, lo, hi, AWQ_ORDER) for x in (packed, zeros))
-            return scaled(values, zero, scales.values[:, lo:hi].T, group)
+            words = (functools.partial(columns, x) for x in (packed, zeros))
+            values, zero = (unpack_columns(x, bits, lo, hi, AWQ_ORDER) for x in words)
+            return scaled(values, zero, columns(scales, lo, hi).T, group)
 
         return (scales.shape[1], C), rows
 
@@ -328,9 +343,11 @@ def _packed(weights: ConfigFields, size: int | None) -> Method:
         zeros = None if symmetric else parts.get("weight_zero_point", -(-N * bits // WORD), scales.shape[1])
 
         def rows(lo: int, hi: int) -> np.ndarray:
-            values = unpack(np.ascontiguousarray(packed.rows(lo, hi)), bits).reshape(hi - lo, -1)[:, :C]
-            zero = 2 ** (bits - 1) if zeros is None else unpack_columns(zeros.values.T, bits, lo, hi)
-            return scaled(values, zero, scales.rows(lo, hi), group)
+            values = unpack(np.ascontiguousarray(packed.read(lo, hi)), bits).reshape(hi - lo, -1)[:, :C]
+            zero = 2 ** (bits - 1)
+            if zeros is not None:
+                zero = unpack_columns(lambda first, last: zeros.read(first, last).T, bits, lo, hi)
+            return scaled(values, zero, scales.read(lo, hi), group)
 
         return (N, C), rows
 
@@ -366,10 +383,10 @@ def mxfp4_values(packed: StoredTensor, scales: StoredTensor, lo: int, hi: int) -
     packed: uint8 [N, ...]. scales: uint8 [N, ..., count], the exponent of 2 plus 127. Returns float32
     [hi - lo, ..., BLOCK * count]. Raises UserError if a scale is 255, which stands for NaN.
     """
-    exponent = scales.rows(lo, hi)
+    exponent = scales.read(lo, hi)
     if (exponent == 255).any():
         raise UserError(f"{scales} has a scale of 255, that is NaN; download the model again")
-    pairs = packed.rows(lo, hi).reshape(*exponent.shape, BLOCK // 2)
+    pairs = packed.read(lo, hi).reshape(*exponent.shape, BLOCK // 2)
     values = np.stack([E2M1[pairs & 15], E2M1[pairs >> 4]], -1).reshape(*exponent.shape, BLOCK)
     values = np.ldexp(values, exponent[..., None].astype(np.int32) - 127)
     return values.reshape(*exponent.shape[:-1], -1)
@@ -402,7 +419,7 @@ def eight_bits(scale: str, strategy: str, size: int | None, block: list | None) 
         scales = parts.get(scale, *((1,) if strategy == "tensor" else grid))
 
         def rows(lo: int, hi: int) -> np.ndarray:
-            x = stored.rows(lo, hi)
+            x = stored.read(lo, hi)
             # No byte exceeds the table; with mode="clip" NumPy does not look for one.
             fp8 = stored.dtype == "F8_E4M3"
             x = E4M3.take(x.view(np.uint8), mode="clip") if fp8 else x.astype(np.float32)

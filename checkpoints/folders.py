@@ -1,11 +1,21 @@
 """The files in a model's folder: small files, the index, and the files of tensors."""
 
+import atexit
+import concurrent.futures
 import contextlib
+import dataclasses
+import json
 import os
 import pathlib
 import resource
+import shutil
+import tempfile
+from collections.abc import Callable, Collection
 
-from checkpoints.tensor_files import StoredTensor, TensorFile, parse_json
+from checkpoints.fetching import FetchedFile
+from checkpoints.object_storage import NoSuchObject, RemoteFolder
+from checkpoints.tensor_files import MappedFile, StoredTensor, TensorFile, file_checksum, parse_json
+from checkpoints.threads import WAITING
 from feedback.errors import UserError
 
 FORMAT = 1  # version of converted folders
@@ -24,10 +34,96 @@ COMPANIONS = (
 )
 
 
+CHECKSUMS = "checksums.json"  # of the other files in a folder of the cache
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFolder:
+    """A model's folder. `str` of it, and `where`, name it and its files in messages.
+
+    small: the local folder of the small files. remote: of the weights, if they are not beside them.
+    """
+
+    small: pathlib.Path
+    remote: RemoteFolder | None = None
+
+    def __str__(self) -> str:
+        return self.remote.url if self.remote else str(self.small)
+
+    def where(self, name: str) -> str:
+        return f"{self.remote.url}/{name}" if self.remote else str(self.small / name)
+
+    def read_json(self, name: str) -> dict:
+        """The object in a small file. Raises UserError."""
+        return parse_json((self.small / name).read_bytes(), self.where(name))
+
+    def open(self, name: str, size: int | None = None) -> TensorFile | None:
+        """A weights file; None if it is not there. Raises UserError, also if its size is not this one."""
+        if self.remote:
+            try:
+                content = FetchedFile(self.remote, name)
+            except NoSuchObject:
+                return None
+        elif (self.small / name).is_file():
+            content = MappedFile(self.small / name)
+        else:
+            return None
+        if size not in (None, content.size):
+            raise UserError(f"{content}: has {content.size} bytes, not {size} as {INDEX} says")
+        return TensorFile(content)
+
+
 def cache_folder() -> pathlib.Path:
     """The folder of files that this program would otherwise make again."""
     caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return pathlib.Path(caches) / "llama-jax"
+
+
+def made_once(folder: pathlib.Path, write: Callable[[pathlib.Path], None]) -> pathlib.Path:
+    """A folder of the cache that `write` has filled, now or in an earlier run.
+
+    If the cache cannot be written, a folder that is removed at the end. Raises UserError.
+    """
+    if _is_whole(folder):
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        new = pathlib.Path(tempfile.mkdtemp(dir=folder.parent))
+    except OSError:  # the cache cannot be written
+        folder = new = pathlib.Path(tempfile.mkdtemp())
+        atexit.register(shutil.rmtree, new, ignore_errors=True)
+    try:
+        write(new)
+        checksums = {path.name: file_checksum(path) for path in sorted(new.iterdir())}
+        (new / CHECKSUMS).write_text(json.dumps(checksums))
+    except (OSError, UserError) as e:
+        shutil.rmtree(new)
+        if isinstance(e, UserError):
+            raise
+        raise UserError(f"{new}: {e.strerror or e}; make room there, or set XDG_CACHE_HOME") from None
+    if new != folder:
+        try:
+            if folder.is_dir() and not _is_whole(folder):
+                shutil.rmtree(folder)
+            new.rename(folder)
+        except OSError:  # another process was first
+            shutil.rmtree(new)
+    return folder
+
+
+def _is_whole(folder: pathlib.Path) -> bool:
+    """Whether all files of a folder are there and have their checksums."""
+    try:
+        checksums = json.loads((folder / CHECKSUMS).read_text())
+        return all(file_checksum(folder / name) == x for name, x in checksums.items())
+    except (OSError, ValueError):
+        return False
+
+
+def refuse_unfinished(folder: str, names: Collection[str]) -> None:
+    """Raises UserError if a folder with files of these names is one that convert_checkpoint.py has begun."""
+    if STATE in names and INDEX not in names:
+        raise UserError(f"{folder}: is an unfinished conversion; run its command again to complete it")
 
 
 def read_json(file: pathlib.Path) -> dict:
@@ -40,7 +136,7 @@ def companions(folder: pathlib.Path) -> list[pathlib.Path]:
     return sorted(path for pattern in COMPANIONS for path in folder.glob(pattern) if path.is_file())
 
 
-def object_in(around: dict, name: str, file: pathlib.Path) -> dict:
+def object_in(around: dict, name: str, file: str) -> dict:
     """The JSON object in a field of another. Raises UserError naming the file if it is missing or empty."""
     value = around.get(name)
     if not isinstance(value, dict) or not value:
@@ -48,7 +144,7 @@ def object_in(around: dict, name: str, file: pathlib.Path) -> dict:
     return value
 
 
-def weight_map_in(content: dict, index: pathlib.Path) -> dict[str, str]:
+def weight_map_in(content: dict, index: str) -> dict[str, str]:
     """The file name of each tensor. Raises UserError if an index names a file that is not in its folder."""
     weight_map = object_in(content, "weight_map", index)
     for name, file in weight_map.items():
@@ -59,10 +155,10 @@ def weight_map_in(content: dict, index: pathlib.Path) -> dict[str, str]:
     return weight_map
 
 
-def read_index(folder: pathlib.Path) -> dict:
-    """The index of a converted folder. Raises UserError, also if a file has not the size in the index."""
-    path = folder / INDEX
-    index = read_json(path)
+def read_index(folder: ModelFolder) -> dict:
+    """The index of a converted folder. Raises UserError."""
+    path = folder.where(INDEX)
+    index = folder.read_json(INDEX)
     weight_map = weight_map_in(index, path)
     metadata, checksums, files = (object_in(index, name, path) for name in ("metadata", "checksums", "files"))
     if metadata.get("format") != FORMAT:
@@ -71,29 +167,37 @@ def read_index(folder: pathlib.Path) -> dict:
         )
     if set(checksums) != set(weight_map):
         raise UserError(f"{path}: its checksums are not of its weight_map's tensors; convert the model again")
-    for name in files:
+    for name in {*files, *weight_map.values()}:
         object_in(files, name, path)
-    for name in set(weight_map.values()):
-        expected, file = object_in(files, name, path).get("bytes"), folder / name
-        if file.is_file() and file.stat().st_size != expected:
-            raise UserError(f"{file}: has {file.stat().st_size} bytes, not {expected} as {INDEX} says")
     return index
 
 
-def open_tensors(folder: pathlib.Path, weight_map: dict[str, str]) -> dict[str, StoredTensor]:
-    """The tensors of the files in a weight map, which may lack some of the tensors. Only headers are read."""
+def open_tensors(
+    folder: ModelFolder, weight_map: dict[str, str], sizes: dict[str, int] | None = None
+) -> dict[str, StoredTensor]:
+    """The tensors of the files in a weight map, which may lack some of the tensors. Only headers are read.
+
+    sizes: of the files, if they are known. Raises UserError.
+    """
     allow_open_files()
-    tensors = {}
-    for path in (folder / name for name in sorted(set(weight_map.values()))):
-        if not path.is_file():
-            raise UserError(f"{path}: no such file; is the download complete?")
-        for name, tensor in TensorFile(path).tensors.items():
-            if name in tensors:
-                raise UserError(f"{path}: tensor {name} is also in {tensors[name].file.path.name}")
-            tensors[name] = tensor
+    tensors, names = {}, sorted(set(weight_map.values()))
+
+    def opened(name: str) -> TensorFile | None:
+        return folder.open(name, (sizes or {}).get(name))
+
+    with concurrent.futures.ThreadPoolExecutor(WAITING) as pool:
+        files = pool.map(opened, names) if folder.remote else map(opened, names)
+        for name, file in zip(names, files, strict=True):
+            if file is None:
+                load = "upload" if folder.remote else "download"
+                raise UserError(f"{folder.where(name)}: no such file; is the {load} complete?")
+            for tensor in file.tensors:
+                if tensor in tensors:
+                    raise UserError(f"{file}: tensor {tensor} is also in {tensors[tensor].file.name}")
+            tensors |= file.tensors
     for name, file in weight_map.items():
-        if name not in tensors or tensors[name].file.path.name != file:
-            raise UserError(f"{folder / file}: tensor {name} is not in it, though the index says so")
+        if name not in tensors or tensors[name].file.name != file:
+            raise UserError(f"{folder.where(file)}: tensor {name} is not in it, though the index says so")
     return tensors
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from checkpoints.tensor_files import StoredTensor, map_file
+from checkpoints.tensor_files import MappedFile, StoredTensor
 from feedback.errors import UserError
 
 VERSIONS = (2, 3)
@@ -32,8 +32,9 @@ class GgufFile:
 
     def __init__(self, path: pathlib.Path):
         """Raises UserError naming the file, and the tensor that is wrong."""
-        self.path, self.size, self.metadata = path, path.stat().st_size, {}
-        self.mapped = map_file(path) if self.size else b""
+        self.path, self.name, self.metadata = path, path.name, {}
+        self.content = MappedFile(path)
+        self.size, self.mapped = self.content.size, self.content.mapped
         self.position, self.fields = 4, {}
         if self.mapped[:4] != b"GGUF":
             self.refuse("not a GGUF file" if self.size else "is empty; download it again")
@@ -56,6 +57,9 @@ class GgufFile:
         self.kinds = {name: kind for name, _, kind, _ in heads}
         for head in heads:
             self._add(*head)
+
+    def __str__(self) -> str:
+        return str(self.path)
 
     def refuse(self, what: str):
         """Raises UserError naming the file."""
@@ -143,7 +147,7 @@ def _joined(parts: list[GgufFile]) -> GgufFile:
                 part.refuse(f"{name} = {value!r}, not {expected!r}: it is not a part of the same model")
         for name in part.tensors if i else ():
             if name in first.tensors:
-                part.refuse(f"tensor {name} is also in {first.tensors[name].file.path.name}")
+                part.refuse(f"tensor {name} is also in {first.tensors[name].file.name}")
         first.tensors |= part.tensors
         first.kinds |= part.kinds
     if len(first.tensors) != (expected := first.fields.get("split.tensors.count")):

@@ -3,7 +3,6 @@
 This undoes what ggml-org/llama.cpp's convert_hf_to_gguf.py does, with the names in gguf_architectures.py.
 """
 
-import atexit
 import dataclasses
 import functools
 import importlib.metadata
@@ -11,24 +10,21 @@ import json
 import math
 import pathlib
 import re
-import shutil
-import tempfile
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from checkpoints.dequantized import Dequantized
-from checkpoints.folders import cache_folder
+from checkpoints.folders import cache_folder, made_once
 from checkpoints.gguf_architectures import ARCHITECTURES, FIELDS, NAMES, Architecture
 from checkpoints.gguf_file import PLAIN, GgufFile, open_parts
 from checkpoints.gguf_tokenizer import write_tokenizer
-from checkpoints.tensor_files import StoredTensor, aligned_empty, file_checksum
+from checkpoints.tensor_files import StoredTensor, aligned_empty
 from families.read import MOST_LAYERS
 from feedback.errors import UserError, located
 
 FOLDER = 2  # version of the small files that are written
-CHECKSUMS = "checksums.json"  # of the other small files
 PIECE = 2**15  # values that are dequantized at a time: few calls, and temporaries fit in a core's cache
 
 
@@ -187,8 +183,13 @@ def floats_of(
     shape = shape if expert is None else shape[1:]
 
     def rows(lo: int, hi: int) -> np.ndarray:
-        values = raw.values if expert is None else raw.values[expert]
-        return floats(values[lo:hi] if order is None else values[order[lo:hi]])
+        if expert is not None:
+            return floats(raw.read(expert, expert + 1, lambda x: x[0, lo:hi]))
+        if order is None:
+            return floats(raw.read(lo, hi))
+        wanted = order[lo:hi]
+        first = wanted.min()
+        return floats(raw.read(first, wanted.max() + 1)[wanted - first])
 
     return Dequantized(name, shape, (raw,), rows, mxfp4=ggml_type.name == "MXFP4")
 
@@ -201,38 +202,7 @@ def _small_files(file: GgufFile, config: dict, architecture: Architecture) -> pa
     versions = importlib.metadata.version("transformers"), FOLDER
     name = f"{file.path.stem}-{file.checksum[:16]}-" + "-".join(map(str, versions))
     folder = cache_folder() / "gguf" / name
-    if _is_whole(folder):
-        return folder
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        new = pathlib.Path(tempfile.mkdtemp(dir=folder.parent))
-    except OSError:  # the cache cannot be written
-        folder = new = pathlib.Path(tempfile.mkdtemp())
-        atexit.register(shutil.rmtree, new, ignore_errors=True)
-    try:
-        _write_small_files(file, config, architecture, new)
-    except (OSError, UserError) as e:
-        shutil.rmtree(new)
-        if isinstance(e, UserError):
-            raise
-        raise UserError(f"{new}: {e.strerror or e}; make room there, or set XDG_CACHE_HOME") from None
-    if new != folder:
-        try:
-            if folder.is_dir() and not _is_whole(folder):
-                shutil.rmtree(folder)
-            new.rename(folder)
-        except OSError:  # another process was first
-            shutil.rmtree(new)
-    return folder
-
-
-def _is_whole(folder: pathlib.Path) -> bool:
-    """Whether all files of a folder are there and have their checksums."""
-    try:
-        checksums = json.loads((folder / CHECKSUMS).read_text())
-        return all(file_checksum(folder / name) == x for name, x in checksums.items())
-    except (OSError, ValueError):
-        return False
+    return made_once(folder, lambda new: _write_small_files(file, config, architecture, new))
 
 
 def _write_small_files(
@@ -245,5 +215,3 @@ def _write_small_files(
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends} if ends else {}))
     write_tokenizer(file.fields, folder)
-    checksums = {path.name: file_checksum(path) for path in sorted(folder.iterdir())}
-    (folder / CHECKSUMS).write_text(json.dumps(checksums))

@@ -6,19 +6,35 @@ import re
 import shutil
 import sys
 
-from checkpoints.folders import COMPANIONS, INDEX, THEIR_FILE, THEIR_INDEX, read_json, weight_map_in
+from checkpoints.folders import (
+    COMPANIONS,
+    INDEX,
+    THEIR_FILE,
+    THEIR_INDEX,
+    ModelFolder,
+    read_json,
+    weight_map_in,
+)
+from checkpoints.object_storage import is_url
+from checkpoints.remote_models import open_remote
 from feedback.errors import UserError, did_you_mean
 
 HUB_ID = r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:/((?:\w[\w.-]*/)*\w[\w.-]*\.gguf))?(?:@([\w./-]+))?"
 
 
-def find_model(path_or_id: str) -> pathlib.Path:
-    """The path of a folder or GGUF file; of a hub id, its path in the hub's cache.
+def find_model(path_or_id: str, alone: bool = False) -> ModelFolder | pathlib.Path:
+    """The folder of a model, or the path of a GGUF file; of a hub id, perhaps in the hub's cache.
 
-    A hub id is OWNER/NAME or OWNER/NAME/FILE.gguf, with or without @REVISION. Raises UserError.
+    A hub id is OWNER/NAME or OWNER/NAME/FILE.gguf, with or without @REVISION. alone: whether other processes
+    do not look for it, too; all that do must call this. Raises UserError.
     """
+    path_or_id = str(path_or_id)
+    if is_url(path_or_id):
+        return open_remote(path_or_id)
     path = pathlib.Path(os.path.expanduser(path_or_id))
-    if path.is_dir() or path.is_file() and path.suffix == ".gguf":
+    if path.is_dir():
+        return ModelFolder(path)
+    if path.is_file() and path.suffix == ".gguf":
         return path
     if path.is_file():
         raise UserError(f"{path_or_id}: neither a model's folder nor a GGUF file")
@@ -31,7 +47,8 @@ def find_model(path_or_id: str) -> pathlib.Path:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        return _download(*hub_id.groups())
+        found = _download(*hub_id.groups())
+        return found if found.is_file() else ModelFolder(found)
     except UserError:
         raise
     except Exception as e:  # huggingface_hub's own, and those of the HTTP and Xet libraries
@@ -96,7 +113,7 @@ def _download(name: str, gguf: str | None, revision: str | None) -> pathlib.Path
     few = [] if gguf else [*COMPANIONS, INDEX, THEIR_INDEX]
     folder = pathlib.Path(snapshot_download(name, revision=revision, allow_patterns=few))
     index = next((folder / name for name in (INDEX, THEIR_INDEX) if (folder / name).exists()), None)
-    files = sorted(set(weight_map_in(read_json(index), index).values())) if index else [THEIR_FILE]
+    files = sorted(set(weight_map_in(read_json(index), str(index)).values())) if index else [THEIR_FILE]
     if gguf:
         files = [re.sub(r"-\d{5}-of-(\d{5}\.gguf)$", r"-?????-of-\1", gguf)]
     # The snapshot's folder is named after its commit; the branch may have moved on since.

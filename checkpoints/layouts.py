@@ -7,6 +7,7 @@ position in the block: "Df" is stored as "FDF", and half of f is half of the ten
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 import re
@@ -15,6 +16,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from checkpoints.tensor_files import ALIGNMENT, StoredTensor, aligned_copy, array_bytes
+from checkpoints.threads import together
 from sharding.arrays import ArrayInfo, Stored
 
 SLICE_BYTES = 2**24  # of an array that are converted or compared at a time
@@ -124,6 +126,10 @@ class Source:
     def nbytes(self) -> int:
         return array_bytes(self.tensors[0].dtype, self.info.shape)
 
+    @property
+    def remote(self) -> bool:
+        return any(tensor.remote for tensor in self.tensors)
+
     def read(self, bounds: Bounds) -> np.ndarray:
         """A part of the array in the declared order: a view of the file if it has that order, else a copy."""
         axes, bounds = self.layout.axes, dict(zip(self.info.letters.upper(), bounds, strict=True))
@@ -138,17 +144,17 @@ class Source:
 
     def _read(self, rows: slice, *rest: slice) -> np.ndarray:
         """[rows, *rest] of the array in the order of the tensors, which are concatenated."""
-        parts, first = [], 0
+        reads, first = [], 0
         for tensor in self.tensors:
             alone = len(tensor.shape) < len(self.layout.shape)  # one expert's tensor: one step of the axis
             whole = self.layout.axes[0].size if len(self.tensors) == 1 else tensor.shape[0]
             steps = 1 if alone else whole
             lo, hi = (min(max(row - first, 0), steps) for row in (rows.start, rows.stop))
             if lo < hi:
-                x = tensor.rows(*((0, tensor.shape[0]) if alone else self.layout.rows(lo, hi)))
-                parts.append(self.layout.view(x)[:, *rest])
-                tensor.read_ahead(parts[-1])
+                lo, hi = (0, tensor.shape[0]) if alone else self.layout.rows(lo, hi)
+                reads.append(functools.partial(tensor.read, lo, hi, lambda x: self.layout.view(x)[:, *rest]))
             first += steps
+        parts = together(reads) if self.remote and len(reads) > 1 else [read() for read in reads]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def read_slices(
@@ -179,8 +185,7 @@ class Source:
     def can_stay(self, part: np.ndarray) -> bool:
         """Whether XLA on a CPU uses this array in place, that is in the mapped file."""
         usable = part.flags.c_contiguous and part.ctypes.data % ALIGNMENT == 0
-        files = (tensor for tensor in self.tensors if isinstance(tensor, StoredTensor))
-        return usable and any(np.may_share_memory(part, tensor.values) for tensor in files)
+        return usable and any(tensor.holds(part) for tensor in self.tensors)
 
     def forget(self) -> None:
         """Release the pages of the files that were read."""

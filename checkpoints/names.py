@@ -62,8 +62,6 @@ def renamed(tensors: dict[str, StoredTensor], family: Family) -> dict[str, Store
     for name, tensor in tensors.items():
         name = family.llama_name(name)
         if name in found:
-            raise UserError(
-                f"{tensor.file.path}: tensors {tensor.name} and {found[name].name} are the same one"
-            )
+            raise UserError(f"{tensor.file}: tensors {tensor.name} and {found[name].name} are the same one")
         found[name] = tensor
     return found

@@ -11,6 +11,7 @@ import io
 import os
 import random
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
@@ -223,9 +224,10 @@ class RemoteFile:
     def __str__(self) -> str:
         return f"{self.folder.url}/{self.name}"
 
-    def read_into(self, place: np.ndarray, start: int) -> None:
+    def read_into(self, place: np.ndarray, start: int, abandoned: threading.Event) -> None:
         """Fill an array of bytes with those from `start` on.
 
+        abandoned: set when nobody wants the bytes any longer; what has not come is not asked for again.
         Raises UserError if the file has changed since it was opened, or if the bytes do not come.
         """
         done, stop = 0, start + len(place)
@@ -240,9 +242,8 @@ class RemoteFile:
                     return
                 raise WrongAnswer("fewer bytes than it was asked for")
             except Exception as e:
-                if wait is None or not _may_pass(e):
+                if wait is None or not _may_pass(e) or abandoned.wait(wait):
                     raise self.folder._error(e, self.name) from None
-            time.sleep(wait)
 
     def _chunks(self, start: int, stop: int) -> Iterator[np.ndarray]:
         """The bytes [start, stop), some at a time, of a file that is still the same."""

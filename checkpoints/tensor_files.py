@@ -13,6 +13,8 @@ import math
 import mmap
 import os
 import pathlib
+from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import numpy as np
 from ml_dtypes import bfloat16, float8_e4m3fn
@@ -77,20 +79,97 @@ def parse_json(text: bytes | str, path: pathlib.Path | str) -> dict:
     return value
 
 
-def map_file(path: pathlib.Path) -> mmap.mmap:
-    """A file's bytes, read from the disk when they are used."""
-    with path.open("rb") as file:
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    mapped.madvise(mmap.MADV_RANDOM)  # reading ahead would fetch other processes' shards
-    return mapped
+class Content(Protocol):
+    """The bytes of a weights file: a MappedFile, or a fetching.FetchedFile. `str` names it in errors."""
+
+    name: str
+    size: int
+    remote: bool  # whether reading takes requests, of which many should be under way
+    version: str  # differs if the bytes have changed; "" if that cannot be known
+
+    def read(self, start: int, stop: int) -> bytes: ...
+
+    def space(self, start: int, stop: int) -> np.ndarray:
+        """[stop - start] of uint8, a place for these bytes; they are there after `bring`."""
+
+    def bring(self, part: np.ndarray, space: np.ndarray, start: int) -> None:
+        """Have the bytes of a view of a space, which begins at `start`, read into it."""
+
+    def holds(self, part: np.ndarray) -> bool:
+        """Whether an array is a view of the file itself, whose memory is the system's to release."""
+
+    def forget(self, start: int, stop: int) -> None:
+        """Release the memory of these bytes; they are read again when they are used again."""
+
+    def checksum(self, start: int, stop: int) -> str: ...
+
+
+class MappedFile:
+    """A local file, whose bytes are read from the disk when they are used."""
+
+    remote = False
+
+    def __init__(self, path: pathlib.Path):
+        self.path, self.name = path, path.name
+        with path.open("rb") as file:
+            self.size = os.fstat(file.fileno()).st_size
+            self.mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if self.size else b""
+        if self.size:
+            self.mapped.madvise(mmap.MADV_RANDOM)  # reading ahead would fetch other processes' shards
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    @property
+    def version(self) -> str:
+        return str(self.path.stat().st_mtime_ns)
+
+    def read(self, start: int, stop: int) -> bytes:
+        space = self.space(start, stop)
+        self.bring(space, space, start)
+        return space.tobytes()
+
+    def space(self, start: int, stop: int) -> np.ndarray:
+        return np.frombuffer(self.mapped, np.uint8, stop - start, start)
+
+    def bring(self, part: np.ndarray, space: np.ndarray, start: int) -> None:
+        """Have the system begin to read a part, and gaps in it shorter than READ_AHEAD."""
+        for first, stop in runs(part, space, READ_AHEAD):
+            first, stop = start + first, start + stop
+            for piece in range(first // mmap.PAGESIZE * mmap.PAGESIZE, stop, READ_AHEAD):
+                self.mapped.madvise(mmap.MADV_WILLNEED, piece, min(READ_AHEAD, stop - piece))
+
+    def holds(self, part: np.ndarray) -> bool:
+        return np.may_share_memory(part, np.frombuffer(self.mapped, np.uint8))
+
+    def forget(self, start: int, stop: int) -> None:
+        first = start // mmap.PAGESIZE * mmap.PAGESIZE
+        self.mapped.madvise(mmap.MADV_DONTNEED, first, max(stop - first, 1))
+
+    def checksum(self, start: int, stop: int) -> str:
+        return file_checksum(self.path, start, stop)
+
+
+def runs(part: np.ndarray, space: np.ndarray, gap: int) -> Iterator[tuple[int, int]]:
+    """The bytes [first, stop) of a space that a view of it covers, and gaps in it shorter than `gap`."""
+    axis, run = part.ndim, part.itemsize
+    while axis and (part.shape[axis - 1] == 1 or part.strides[axis - 1] < run + gap):
+        axis -= 1
+        run += (part.shape[axis] - 1) * part.strides[axis]
+    start = part.ctypes.data - space.ctypes.data
+    if part.size and not 0 <= start < len(space):
+        raise ValueError("not a view of this space")  # a copy would hold what was there before it was read
+    for index in np.ndindex(part.shape[:axis] if part.size else (0,)):
+        first = start + sum(i * stride for i, stride in zip(index, part.strides, strict=False))
+        yield first, first + run
 
 
 class TensorFile:
     """A safetensors file whose header has been read. tensors: by name. metadata: texts by name."""
 
-    def __init__(self, path: pathlib.Path):
+    def __init__(self, content: Content):
         """Raises UserError naming the file and the tensor that is wrong."""
-        self.path, self.size = path, path.stat().st_size
+        self.content, self.size = content, content.size
         header, self.data_start = self._read_header()
         metadata = header.pop("__metadata__", {})
         self.metadata = metadata if isinstance(metadata, dict) else {}
@@ -104,21 +183,23 @@ class TensorFile:
             end, before = tensor.stop, f"tensor {tensor.name}"
         if end < self.size:
             self._refuse(f"{self.size - end} bytes follow {before}, the last")
-        self.mapped = map_file(path)
+
+    def __str__(self) -> str:
+        return str(self.content)
+
+    @property
+    def name(self) -> str:
+        return self.content.name
 
     def _refuse(self, what: str):
-        raise UserError(f"{self.path}: {what}; download or convert it again")
+        raise UserError(f"{self}: {what}; download or convert it again")
 
     def _read_header(self) -> tuple[dict, int]:
         """-> (the header, the position of its end)"""
-        with self.path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if self.size < 8 or length > min(MAX_HEADER, self.size - 8):
-                self._refuse(
-                    f"not a whole safetensors file: {self.size} bytes, of which {length} are a header"
-                )
-            text = file.read(length)
-        return parse_json(text, self.path), 8 + length
+        length = int.from_bytes(self.content.read(0, min(8, self.size)), "little")
+        if self.size < 8 or length > min(MAX_HEADER, self.size - 8):
+            self._refuse(f"not a whole safetensors file: {self.size} bytes, of which {length} are a header")
+        return parse_json(self.content.read(8, 8 + length), str(self)), 8 + length
 
     def _tensor(self, name: str, fields) -> "StoredTensor":
         try:
@@ -149,51 +230,65 @@ class StoredTensor:
     stop: int
 
     def __str__(self) -> str:
-        return f"{self.file.path}: tensor {self.name}"
+        return f"{self.file}: tensor {self.name}"
 
     @property
     def nbytes(self) -> int:
         return self.stop - self.start
 
     @property
+    def remote(self) -> bool:
+        return self.file.content.remote
+
+    @property
     def values(self) -> np.ndarray:
-        """[*shape], a view of the file, which is read page by page when elements are used."""
-        flat = np.frombuffer(self.file.mapped, np.uint8, self.nbytes, self.start)
-        return flat.view(DTYPES[self.dtype]).reshape(self.shape)
+        """[*shape]"""
+        return self.read()
 
-    def rows(self, lo: int, hi: int) -> np.ndarray:
-        """[hi - lo, ...]: a view of rows [lo, hi)."""
-        return self.values[lo:hi]
+    def read(
+        self,
+        lo: int = 0,
+        hi: int | None = None,
+        select: Callable[[np.ndarray], np.ndarray] = lambda rows: rows,
+    ) -> np.ndarray:
+        """select(rows [lo, hi)), where `select` returns a view, of whose bytes alone the file is read.
 
-    def read_ahead(self, part: np.ndarray) -> None:
-        """Have the system begin to read a view of `values`, and gaps in it shorter than READ_AHEAD."""
-        axis, run = part.ndim, part.itemsize
-        while axis and (part.shape[axis - 1] == 1 or part.strides[axis - 1] < run + READ_AHEAD):
-            axis -= 1
-            run += (part.shape[axis] - 1) * part.strides[axis]
-        start = self.start + part.ctypes.data - self.values.ctypes.data
-        for index in np.ndindex(part.shape[:axis]):
-            first = start + sum(i * stride for i, stride in zip(index, part.strides, strict=False))
-            for piece in range(first // mmap.PAGESIZE * mmap.PAGESIZE, first + run, READ_AHEAD):
-                self.file.mapped.madvise(mmap.MADV_WILLNEED, piece, min(READ_AHEAD, first + run - piece))
+        Of a local file this is a view of the file, which is read page by page when elements are used.
+        """
+        rows = self.shape[:1] or (1,)
+        hi, row = rows[0] if hi is None else hi, self.nbytes // max(*rows, 1)
+        start, content = self.start + lo * row, self.file.content
+        space = content.space(start, self.start + hi * row)
+        shape = (hi - lo, *self.shape[1:]) if self.shape else ()
+        part = select(space.view(DTYPES[self.dtype]).reshape(shape))
+        content.bring(part, space, start)
+        return part
+
+    def holds(self, part: np.ndarray) -> bool:
+        """Whether an array is a view of the local file."""
+        return self.file.content.holds(part)
 
     def forget(self) -> None:
         """Release the pages that were read; they are read again when they are used again."""
-        first = self.start // mmap.PAGESIZE * mmap.PAGESIZE
-        self.file.mapped.madvise(mmap.MADV_DONTNEED, first, max(self.stop - first, 1))
+        self.file.content.forget(self.start, self.stop)
 
     def sample(self) -> str:
         """sha256, in hexadecimal, of SAMPLES pages at even distances; of all bytes if there are no more.
 
+        Of a remote file whose version is known: of that and of the tensor's place, which takes no request.
         The pages are released.
         """
-        size = self.nbytes
-        flat, firsts = self.values.reshape(-1).view(np.uint8), range(0, size, PAGE)
+        content, size = self.file.content, self.nbytes
+        if content.remote and content.version:
+            return hashlib.sha256(repr((content.version, self.start, self.stop)).encode()).hexdigest()
+        firsts = range(0, size, PAGE)
         if size > SAMPLES * PAGE:
             firsts = [i * (size - PAGE) // (SAMPLES - 1) for i in range(SAMPLES)]
-        digest, pages = hashlib.sha256(), [flat[first : first + PAGE] for first in firsts]
-        for page in pages:
-            self.read_ahead(page)
+        digest, pages = hashlib.sha256(), []
+        for first in firsts:
+            start, stop = self.start + first, self.start + min(first + PAGE, size)
+            pages.append(content.space(start, stop))
+            content.bring(pages[-1], pages[-1], start)
         for page in pages:
             digest.update(page)
         self.forget()
@@ -201,7 +296,7 @@ class StoredTensor:
 
     def checksum(self) -> str:
         """sha256 of its bytes, in hexadecimal."""
-        return file_checksum(self.file.path, self.start, self.stop)
+        return self.file.content.checksum(self.start, self.stop)
 
 
 def file_checksum(path: pathlib.Path, start: int = 0, stop: int | None = None) -> str:

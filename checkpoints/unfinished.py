@@ -19,7 +19,7 @@ from typing import IO
 from checkpoints.checkpoint import Checkpoint, open_checkpoint
 from checkpoints.file_plan import FileSet
 from checkpoints.folders import FORMAT, INDEX, STATE, companions, read_json
-from checkpoints.tensor_files import PARTIAL, NewFile, TensorFile, partial_path, settle, sync
+from checkpoints.tensor_files import PARTIAL, MappedFile, NewFile, TensorFile, partial_path, settle, sync
 from distributed.exchange import from_first, process_index
 from feedback.errors import UserError
 from quantize import Format
@@ -38,13 +38,13 @@ def conversion_identity(
 
 
 def source_fingerprint(checkpoint: Checkpoint) -> str:
-    """A checksum of the small files, and of each weights file's name, size, time of change and tensors."""
+    """A checksum of the small files, and of each weights file's name, size, version and tensors."""
     digest = hashlib.sha256()
     for path in companions(checkpoint.folder):
         digest.update(hashlib.sha256(path.name.encode() + b"\0" + path.read_bytes()).digest())
-    for file in sorted({tensor.file for tensor in checkpoint.tensors}, key=lambda file: file.path):
+    for file in sorted({tensor.file for tensor in checkpoint.tensors}, key=lambda file: file.name):
         tensors = [(x.name, x.dtype, x.shape) for x in file.tensors.values()]
-        digest.update(repr((file.path.name, file.size, file.path.stat().st_mtime_ns, tensors)).encode())
+        digest.update(repr((file.name, file.size, file.content.version, tensors)).encode())
     return digest.hexdigest()
 
 
@@ -68,7 +68,7 @@ class NewFolder:
         if not os.path.lexists(self.destination):
             return False
         refuse_another(self.destination, _identity_of(self.destination), identity)
-        open_checkpoint(str(self.destination))  # refuses a folder that has been damaged since
+        open_checkpoint(str(self.destination), alone=True)  # refuses a folder that has been damaged since
         print(f"{self.destination} is there already, converted from this source", file=sys.stderr)
         return True
 
@@ -118,7 +118,7 @@ class NewFolder:
         return {path.name: path.stat().st_size for path in paths if path.exists()}
 
     def tensor_file(self, name: str) -> TensorFile:
-        return TensorFile(self.partial / name)
+        return TensorFile(MappedFile(self.partial / name))
 
     def await_files(self, names: Iterable[str]) -> None:
         """Wait until this host sees files that other processes have written. Raises UserError."""

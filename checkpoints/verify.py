@@ -4,7 +4,7 @@ import dataclasses
 import math
 
 from checkpoints.checkpoint import Checkpoint, open_checkpoint
-from checkpoints.folders import INDEX, companions, read_index
+from checkpoints.folders import INDEX, companions, read_json
 from checkpoints.layouts import same_bits
 from checkpoints.names import named_infos, stored_infos
 from checkpoints.tensor_files import file_checksum
@@ -19,15 +19,15 @@ def verify(folder: str, source: str | None = None) -> list[str]:
 
     Returns what was found, in sentences. Raises UserError naming the first tensor or file that is wrong.
     """
-    ours = open_checkpoint(folder)
+    ours = open_checkpoint(folder, alone=True)
     if not ours.converted:
-        raise UserError(f"{ours.folder}: is not a converted folder; there are no checksums in it")
-    index = read_index(ours.folder)
+        raise UserError(f"{ours.name}: is not a converted folder; there are no checksums in it")
+    index = read_json(ours.folder / INDEX)
     known = {name: facts.get("sha256") for name, facts in index["files"].items()}
     weights = set(index["weight_map"].values())
     for path in {ours.folder / name for name in known.keys() - weights} | set(companions(ours.folder)):
         if not path.is_file() or file_checksum(path) != known.get(path.name):
-            raise UserError(f"{path}: is not the file that {INDEX} knows")
+            raise UserError(f"{ours.name}/{path.name}: is not the file that {INDEX} knows")
     tensors = ours.tensors
     with progress("checksums", sum(tensor.nbytes for tensor in tensors)) as bar:
         checksums = in_order(lambda tensor: tensor.checksum(), tensors, ahead=32)
@@ -37,7 +37,7 @@ def verify(folder: str, source: str | None = None) -> list[str]:
             bar.update(tensor.nbytes)
     found = [f"{folder}: the checksums of {len(tensors)} tensors and of the model's other files are right"]
     if source is not None:
-        found.append(f"{folder}: {_compare(ours, open_checkpoint(source))}")
+        found.append(f"{folder}: {_compare(ours, open_checkpoint(source, alone=True))}")
     return found
 
 
@@ -45,10 +45,10 @@ def _compare(ours: Checkpoint, theirs: Checkpoint) -> str:
     """Compare every weight of a converted folder with the one in its source. Raises UserError."""
     if theirs.format:
         raise UserError(
-            f"{theirs.folder}: is {theirs.format}; give the float model that {ours.folder} was made of"
+            f"{theirs.name}: is {theirs.format}; give the float model that {ours.name} was made of"
         )
     if theirs.config != ours.config:
-        raise UserError(f"{theirs.folder}: is another model than {ours.folder}")
+        raise UserError(f"{theirs.name}: is another model than {ours.name}")
 
     def largest_error(weight: tuple[str, ArrayInfo]) -> tuple[str, float]:
         name, info = weight
@@ -73,7 +73,7 @@ def _compare(ours: Checkpoint, theirs: Checkpoint) -> str:
     with progress("comparing", total) as bar:
         for name, error in in_order(largest_error, infos, ahead=32):
             if error > 1:
-                raise UserError(f"{ours.folder}: {name} is not what {theirs.folder} has")
+                raise UserError(f"{ours.name}: {name} is not what {theirs.name} has")
             bar.update(theirs.sources[name].nbytes)
     kind = f"within half a step of {ours.format} of" if ours.format else f"in {ours.dtype} exactly"
-    return f"the weights are {kind} those of {theirs.folder}"
+    return f"the weights are {kind} those of {theirs.name}"

@@ -21,7 +21,7 @@ from checkpoints.folders import companions
 from checkpoints.layouts import SLICE_BYTES, Source, file_layout
 from checkpoints.names import stored_infos
 from checkpoints.tensor_files import DTYPES
-from checkpoints.threads import in_order
+from checkpoints.threads import WAITING, in_order
 from checkpoints.unfinished import NewFolder, source_fingerprint
 from distributed.exchange import from_first, gather, process_count, process_index
 from feedback.errors import UserError
@@ -101,11 +101,11 @@ def _checksums(
             except UserError as e:
                 raise UserError(f"{e}, or remove {folder} and run again") from None
             if {x.name: (x.dtype, x.shape) for x in file.tensors.values()} != tensors:
-                raise UserError(f"{file.path}: is left from another conversion; remove {folder}")
+                raise UserError(f"{file}: is left from another conversion; remove {folder}")
             found |= file.metadata
         return found
 
-    return in_order(checksums, file_sets, ahead=32)
+    return in_order(checksums, file_sets, ahead=2 * WAITING, workers=WAITING)
 
 
 def convert_fused(
@@ -174,7 +174,7 @@ def publish(checkpoint: Checkpoint, folder: NewConversion, file_sets: list[FileS
     with folder.full_disk_reported():
         index = _add_small_files(checkpoint, folder, file_sets, identity)
         if source_fingerprint(checkpoint) != identity["source"]:
-            raise UserError(f"{checkpoint.folder}: changed in the meantime; remove {folder} and run again")
+            raise UserError(f"{checkpoint.name}: changed in the meantime; remove {folder} and run again")
         folder.publish((json.dumps(index, indent=1) + "\n").encode())
 
 

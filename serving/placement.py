@@ -78,7 +78,7 @@ def choose_format(
     there = checkpoint and checkpoint.format
     wanted = FORMATS[asked] if asked else checkpoint and checkpoint.natural_format
     if there and wanted != there:
-        where = checkpoint.folder
+        where = checkpoint.name
         raise UserError(f"--quantize {asked}: the weights in {where} are {there}; use the original model")
     held = wanted and wanted.on(jax.default_backend())
     if held != wanted:

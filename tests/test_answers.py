@@ -26,7 +26,7 @@ import model
 from checkpoints import loading
 from checkpoints.checkpoint import open_checkpoint
 from checkpoints.loading import load
-from checkpoints.tensor_files import TensorFile
+from checkpoints.tensor_files import MappedFile, TensorFile
 from convert_checkpoint import convert
 from feedback.progress import progress
 from serving.text import encode, load_tokenizer
@@ -441,7 +441,7 @@ def test_answers_of_other_weights_are_not_mixed(converted, ask, tmp_path):
     for name in ("copy", "other"):
         shutil.copytree(tmp_path / "model", tmp_path / name, copy_function=shutil.copyfile)
     weights = next(path for path in (tmp_path / "other").glob("*.safetensors"))
-    tensor = next(x for x in TensorFile(weights).tensors.values() if x.stop - x.start > 2**16)
+    tensor = next(x for x in TensorFile(MappedFile(weights)).tensors.values() if x.stop - x.start > 2**16)
     with weights.open("r+b") as file:
         file.seek(tensor.start)
         values = file.read(tensor.stop - tensor.start)

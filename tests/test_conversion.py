@@ -652,7 +652,7 @@ def watch(checkpoint):
             pages = range(start // 4096, -(-(start + length) // 4096))
             advised[advice].update((id(self), page) for page in pages)
 
-    for file in {tensor.file for source in checkpoint.sources.values() for tensor in source.tensors}:
+    for file in {x.file.content for source in checkpoint.sources.values() for x in source.tensors}:
         with file.path.open("rb") as opened:
             file.mapped = Mapped(opened.fileno(), 0, access=mmap.ACCESS_READ)
     return advised
@@ -703,5 +703,5 @@ def test_what_was_copied_is_not_held_twice(dtype, wide):
         copied = dtype == "float32" or name.removeprefix("layers.0.") in moved
         (tensor,) = source.tensors
         pages = range(tensor.start // 4096 + 1, tensor.stop // 4096)  # that are no other tensor's
-        given_back = {(id(tensor.file.mapped), page) in advised[mmap.MADV_DONTNEED] for page in pages}
+        given_back = {(id(tensor.file.content.mapped), page) in advised[mmap.MADV_DONTNEED] for page in pages}
         assert given_back <= {copied}

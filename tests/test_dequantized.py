@@ -19,7 +19,7 @@ import model
 from checkpoints.checkpoint import open_checkpoint
 from checkpoints.dequantized import dequantized
 from checkpoints.loading import load
-from checkpoints.tensor_files import TensorFile
+from checkpoints.tensor_files import MappedFile, TensorFile
 from convert_checkpoint import convert, verify
 from feedback.errors import UserError
 from quantize import INT8, PerGroup, QuantizedArray, ungroup
@@ -388,7 +388,7 @@ def experts_in_mxfp4(folder, fault=lambda tensors: None) -> tuple[dict, np.ndarr
     fault(tensors)
     save_file(tensors, folder / "model.safetensors")
     config = dict(quant_method="mxfp4", modules_to_not_convert=["model.layers.*.self_attn"])
-    return dequantized(TensorFile(folder / "model.safetensors").tensors, config), meant
+    return dequantized(TensorFile(MappedFile(folder / "model.safetensors")).tensors, config), meant
 
 
 def test_blocks_of_experts(tmp_path):
