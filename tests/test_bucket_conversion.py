@@ -1,6 +1,5 @@
 """Conversions into a bucket: whole or not to be opened, the same bytes as on a disk, also after a kill."""
 
-import collections
 import errno
 import functools
 import itertools
@@ -334,50 +333,40 @@ def test_files_of_another_conversion(bucket):
         assert bucket.contents(folder)[name] == other
 
 
-@pytest.mark.parametrize("when", ["before", "during"])
-def test_second_conversion_at_the_same_time(when, bucket, tmp_path):
-    """A conversion that begins before another has begun or while it writes: with the same identity both end.
-
-    Another one is refused, and what the first has written stays.
-    """
-    folder = f"second-{when}"
-    url, outcomes = f"s3://models/{folder}", collections.Counter()
+def test_second_conversion_while_one_writes(bucket, tmp_path):
+    """With the same identity both end, with another one the second is refused: the result is the first's."""
+    url, outcomes = "s3://models/both", []
     convert(str(LLAMA3), str(tmp_path / "x"), file_bytes=200_000)
-    inside = threading.Lock()  # held by the first conversion
 
     def react(number, handle, *_):
-        answer = None if when == "before" else list(handle())
-        if number == (1 if when == "before" else 3) and inside.acquire(blocking=False):
-            convert(str(LLAMA3), url, file_bytes=200_000)
-            outcomes["done"] += 1
-        return handle() if answer is None else answer
-
-    bucket.reset(react)
-    try:
-        convert(str(LLAMA3), url, file_bytes=200_000)
-        outcomes["done"] += 1
-    except UserError as e:  # the other conversion was done between a look at the folder and conversion.json
-        assert when == "before" and str(e) == f"{url}: something else was written there just now; run again"
-        convert(str(LLAMA3), url, file_bytes=200_000)
-        outcomes["done"] += 1
-    assert outcomes["done"] == 2 and bucket.contents(folder) == contents(tmp_path / "x")
-
-    folder = f"other-{when}"
-    url = f"s3://models/{folder}"
-    stopped = threading.Event()
-
-    def stop(number, handle, *_):
         answer = list(handle())
-        if number == 3 and not stopped.is_set():
-            stopped.set()
-            with pytest.raises(UserError, match="another conversion is writing there"):
+        if number == 3:
+            with pytest.raises(UserError, match=f"^{url}: another conversion is writing there"):
                 convert(str(LLAMA3), url, INT8)
-            outcomes["refused"] += 1
+            convert(str(LLAMA3), url, file_bytes=200_000)
+            outcomes.append(bucket.contents("both"))
         return answer
 
-    bucket.reset(stop)
+    bucket.reset(react)
     convert(str(LLAMA3), url, file_bytes=200_000)
-    assert outcomes["refused"] == 1 and bucket.contents(folder) == contents(tmp_path / "x")
+    assert [*outcomes, bucket.contents("both")] == [contents(tmp_path / "x")] * 2
+
+
+@pytest.mark.parametrize("format", [None, INT8])
+def test_second_conversion_that_overtakes_the_first(format, bucket, tmp_path):
+    """It is done when the first, which found the folder empty, writes conversion.json: that is deleted again."""
+    url, folder = f"s3://models/overtaken-{format}", f"overtaken-{format}"
+    convert(str(LLAMA3), str(tmp_path / "x"), format)
+
+    def react(number, handle, *_):
+        if number == 1:
+            convert(str(LLAMA3), url, format)
+        return handle()
+
+    bucket.reset(react)
+    with pytest.raises(UserError, match=f"^{url}: something else was written there just now; run again"):
+        convert(str(LLAMA3), url)
+    assert bucket.contents(folder) == contents(tmp_path / "x")
 
 
 def test_conversion_that_fails_at_once(bucket, tmp_path):
