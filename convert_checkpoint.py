@@ -1,8 +1,9 @@
 """Convert a model to a folder that loads fast: python3 convert_checkpoint.py SRC DST [--quantize FORMAT]
 
-SRC is a folder, a GGUF file or a hub id, DST a new folder. Weights go through memory in slices, and DST
-appears when it is complete. The same command, run again, goes on where a conversion was killed, and ends with
-the same bytes. Several hosts that run the same command and share the disk divide the files among them.
+SRC is a folder, a GGUF file or a hub id, DST a new folder, or one in a bucket: s3:// or gs://BUCKET/PATH.
+Weights go through memory in slices, and DST can be opened when it is complete. The same command, run again,
+goes on where a conversion was killed, and ends with the same bytes. Several hosts that run the same command
+and share the disk or the bucket divide the files among them.
 With --verify nothing is written: DST's checksums are computed again, and its weights compared with SRC's.
 """
 # ruff: noqa: E402  an interrupt is heard before the imports that take long
@@ -18,10 +19,12 @@ import pathlib
 
 import jax
 
+from checkpoints.bucket_folder import NewBucketFolder
 from checkpoints.checkpoint import open_checkpoint
 from checkpoints.file_plan import plan_files
 from checkpoints.names import FLOATS
-from checkpoints.unfinished import conversion_identity, is_converted, unfinished_folder
+from checkpoints.object_storage import is_url
+from checkpoints.unfinished import NewFolder, conversion_identity
 from checkpoints.verify import verify
 from checkpoints.writing import publish, write_weights
 from distributed.exchange import agree, from_first, process_index
@@ -57,13 +60,16 @@ def convert(
     file_bytes: int = FILE_MIB * 2**20,
     allow_nonfinite: bool = False,
 ) -> None:
-    """Write the model at `source` (a folder, a GGUF file or a hub id) to the new folder `destination`.
+    """Write the model at `source` (a folder, a GGUF file or a hub id) to a new folder or a bucket's URL.
 
     format: of the weights that matmuls contract; None: floats.
     dtype:  "bfloat16" or "float32", of weights that stay floats and declare no type; None: the source's.
     Raises UserError.
     """
-    destination = pathlib.Path(os.path.abspath(os.path.expanduser(destination)))
+    if is_url(destination):
+        folder = NewBucketFolder(destination)
+    else:
+        folder = NewFolder(pathlib.Path(os.path.abspath(os.path.expanduser(destination))))
     checkpoint = open_checkpoint(source)
     if checkpoint.format:
         raise UserError(
@@ -72,19 +78,19 @@ def convert(
     dtype = dtype or checkpoint.dtype
     identity = conversion_identity(checkpoint, format, dtype, file_bytes)
     agree({f"the conversion of {source}": identity}, "all processes must see the same files")
-    if from_first(lambda: is_converted(destination, identity)):
+    if from_first(lambda: folder.is_converted(identity)):
         return
     file_sets = plan_files(checkpoint, format, dtype, file_bytes)
-    with unfinished_folder(destination, identity) as folder:
+    with folder.claimed(identity):
         write_weights(checkpoint, folder, file_sets, allow_nonfinite)
-        from_first(lambda: publish(checkpoint, folder, destination, file_sets, identity))
+        from_first(lambda: publish(checkpoint, folder, file_sets, identity))
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = OneLineParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("source", metavar="SRC", help="a folder, a GGUF file, or OWNER/NAME[@REVISION] on the hub")
-    add("destination", metavar="DST", nargs="?", help="the new folder")
+    add("destination", metavar="DST", nargs="?", help="the new folder, or s3:// or gs://BUCKET/PATH")
     formats = f"{', '.join(FORMATS)}; g64: a scale for every 64 weights, not 128; default: none"
     add("--quantize", choices=FORMATS, default="none", metavar="FORMAT", help=formats)
     dtypes = "of weights that stay floats; default: bfloat16, or float32 if SRC has that"

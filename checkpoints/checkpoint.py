@@ -17,12 +17,14 @@ from collections.abc import Callable
 from checkpoints.dequantized import Dequantized, dequantized
 from checkpoints.folders import (
     INDEX,
+    STATE,
     THEIR_FILE,
     THEIR_INDEX,
     ModelFolder,
     companions,
     open_tensors,
     read_index,
+    refuse_unfinished,
     weight_map_in,
 )
 from checkpoints.gguf_model import open_gguf
@@ -131,6 +133,7 @@ def open_checkpoint(path_or_id: str, alone: bool = False) -> Checkpoint:
     if isinstance(folder, pathlib.Path):
         small, tensors = open_gguf(folder)
         return _open_published(str(folder), ModelFolder(small), lambda _: tensors)
+    refuse_unfinished(str(folder), [name for name in (STATE, INDEX) if (folder.small / name).exists()])
     if not (folder.small / "config.json").is_file():
         files = sorted(folder.small.glob("*.gguf"))
         what = f"give its GGUF file: {files[0]}" if files else "is it a model's folder, and whole?"

@@ -10,7 +10,7 @@ import pathlib
 import resource
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from checkpoints.fetching import FetchedFile
 from checkpoints.object_storage import NoSuchObject, RemoteFolder
@@ -20,6 +20,7 @@ from feedback.errors import UserError
 
 FORMAT = 1  # version of converted folders
 INDEX = "weights.safetensors.index.json"  # a folder that has it is a converted one
+STATE = "conversion.json"  # in the folder of an unfinished conversion: its identity
 THEIR_INDEX, THEIR_FILE = "model.safetensors.index.json", "model.safetensors"
 COMPANIONS = (
     "config.json",
@@ -117,6 +118,12 @@ def _is_whole(folder: pathlib.Path) -> bool:
         return all(file_checksum(folder / name) == x for name, x in checksums.items())
     except (OSError, ValueError):
         return False
+
+
+def refuse_unfinished(folder: str, names: Collection[str]) -> None:
+    """Raises UserError if a folder with files of these names is one that convert_checkpoint.py has begun."""
+    if STATE in names and INDEX not in names:
+        raise UserError(f"{folder}: is an unfinished conversion; run its command again to complete it")
 
 
 def read_json(file: pathlib.Path) -> dict:

@@ -7,8 +7,8 @@ file when it was opened: its size, and its ETag or time of change.
 
 import dataclasses
 import functools
+import io
 import os
-import pathlib
 import random
 import re
 import threading
@@ -24,6 +24,8 @@ SCHEMES = ("gs", "s3", "https", "http")
 HEAD = 2**18  # bytes that `open` reads: those of most files' headers
 RETRIES = 7  # of a request, after FIRST_WAIT seconds, twice as many, and so on: 13 s in all
 FIRST_WAIT = 0.1
+PART = 2**23  # bytes of a large file that are sent in one request; PARTS is about the most that S3 allows
+PARTS = 9_999
 CHUNK = 2**20  # bytes of an answer that are copied to their place at a time
 CLIENT = {
     "allow_http": True,
@@ -169,10 +171,10 @@ class RemoteFolder:
 
         return self._retried(ask, name)
 
-    def write(self, name: str, content: bytes | pathlib.Path, create_only: bool = False) -> bool:
+    def write(self, name: str, content: bytes | io.FileIO, create_only: bool = False) -> bool:
         """Write a file whole: it is there when it is complete, and not before.
 
-        content: its bytes, or a local file that holds them.
+        content: its bytes, or an open local file, of which a few parts are in memory at a time.
         create_only: leave a file of this name as it is if there is one; of several processes that do this at
         the same time one writes. Returns whether the file was written.
         """
@@ -180,6 +182,10 @@ class RemoteFolder:
         from obstore.exceptions import AlreadyExistsError
 
         options = {"mode": "create", "use_multipart": False} if create_only else {}
+        if isinstance(content, io.FileIO):
+            content.seek(0)
+            size = os.fstat(content.fileno()).st_size
+            options["chunk_size"] = max(PART, -(-size // PARTS))
         try:
             obstore.put(self._writing, name, content, **options)
         except AlreadyExistsError:

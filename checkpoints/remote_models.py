@@ -7,7 +7,15 @@ import fnmatch
 import hashlib
 import pathlib
 
-from checkpoints.folders import COMPANIONS, INDEX, THEIR_INDEX, ModelFolder, cache_folder, made_once
+from checkpoints.folders import (
+    COMPANIONS,
+    INDEX,
+    THEIR_INDEX,
+    ModelFolder,
+    cache_folder,
+    made_once,
+    refuse_unfinished,
+)
 from checkpoints.object_storage import NoSuchObject, RemoteFolder
 from checkpoints.tensor_files import parse_json
 from checkpoints.threads import together
@@ -43,7 +51,9 @@ def _small_files(remote: RemoteFolder) -> dict[str, bytes]:
     """The contents of the small files that are there, by name."""
     patterns = (*COMPANIONS, INDEX, THEIR_INDEX)
     if remote.scheme in ("gs", "s3"):
-        names = [x for x in remote.list() if any(fnmatch.fnmatch(x, pattern) for pattern in patterns)]
+        there = remote.list()
+        refuse_unfinished(remote.url, there)
+        names = [x for x in there if any(fnmatch.fnmatch(x, pattern) for pattern in patterns)]
         return _contents(remote, names)
     indices = _contents(remote, [INDEX, THEIR_INDEX])
     if INDEX not in indices:

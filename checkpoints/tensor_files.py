@@ -7,6 +7,7 @@ is wrong. Source of the format: huggingface/safetensors README.
 import collections
 import dataclasses
 import hashlib
+import io
 import json
 import math
 import mmap
@@ -300,16 +301,19 @@ class StoredTensor:
 
 def file_checksum(path: pathlib.Path, start: int = 0, stop: int | None = None) -> str:
     """sha256 of bytes [start, stop) of a file, by default of the whole file, in hexadecimal."""
-    stop = path.stat().st_size if stop is None else stop
-    digest, buffer = hashlib.sha256(), memoryview(bytearray(2**20))
     with path.open("rb", buffering=0) as file:
-        file.seek(start)
-        while start < stop:
-            n = file.readinto(buffer[: stop - start])
-            if not n:
-                raise UserError(f"{path}: became shorter while it was read")
-            digest.update(buffer[:n])
-            start += n
+        return _checksum(file, start, path.stat().st_size if stop is None else stop)
+
+
+def _checksum(file: io.FileIO, start: int, stop: int) -> str:
+    """sha256 of bytes [start, stop) of an open file, whose position is neither used nor changed."""
+    digest = hashlib.sha256()
+    while start < stop:
+        data = os.pread(file.fileno(), min(2**20, stop - start), start)
+        if not data:
+            raise UserError(f"{file.name}: became shorter while it was read")
+        digest.update(data)
+        start += len(data)
     return digest.hexdigest()
 
 
@@ -334,21 +338,21 @@ def settle(path: pathlib.Path) -> None:
 
 
 class NewFile:
-    """A safetensors file that is being written, at `partial_path` until it is whole. Threads may share it.
+    """A safetensors file that is being written, in any order. Threads may share it.
 
-    tensors: (type, shape) by name. The finished file's metadata has the sha256 of each tensor.
+    file: empty, and opened for reading and writing without a buffer. tensors: (type, shape) by name. The
+    finished file's metadata has the sha256 of each tensor.
     """
 
-    def __init__(self, path: pathlib.Path, tensors: dict[str, tuple[str, tuple[int, ...]]]):
+    def __init__(self, file: io.FileIO, tensors: dict[str, tuple[str, tuple[int, ...]]]):
         # A tensor whose size is no multiple of ALIGNMENT comes last: tensors behind it are not aligned.
         by_alignment = sorted(tensors.items(), key=lambda item: array_bytes(*item[1]) % ALIGNMENT != 0)
-        self.path, self.tensors = path, dict(by_alignment)
+        self.file, self.tensors = file, dict(by_alignment)
         blank = dict.fromkeys(tensors, "0" * hashlib.sha256().digest_size * 2)
         self.starts, position = {}, len(self._header(blank))
         for name, facts in self.tensors.items():
             self.starts[name] = position
             position += array_bytes(*facts)
-        self.file = partial_path(path).open("w+b", buffering=0)
         self.file.truncate(position)
 
     def _header(self, checksums: dict[str, str]) -> bytes:
@@ -377,10 +381,8 @@ class NewFile:
     def checksum(self, name: str) -> str:
         """sha256 of a tensor's bytes as they are in the file now."""
         start = self.starts[name]
-        return file_checksum(partial_path(self.path), start, start + array_bytes(*self.tensors[name]))
+        return _checksum(self.file, start, start + array_bytes(*self.tensors[name]))
 
     def finish(self, checksums: dict[str, str]) -> None:
-        """Write the header, and give the file its name."""
+        """Write the header: the file is whole."""
         self._put(self._header({name: checksums[name] for name in self.tensors}), 0)
-        self.file.close()
-        settle(self.path)

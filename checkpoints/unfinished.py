@@ -1,4 +1,7 @@
-"""The folder DST.incomplete of a conversion: what it will be, who may write there, and how it becomes DST."""
+"""A converted folder that is being written on a disk: who may write to DST.incomplete, how it becomes DST.
+
+bucket_folder.py has the same for a folder in a bucket.
+"""
 
 import contextlib
 import errno
@@ -7,19 +10,20 @@ import hashlib
 import json
 import os
 import pathlib
+import shutil
 import sys
 import time
 from collections.abc import Iterable, Iterator
 from typing import IO
 
 from checkpoints.checkpoint import Checkpoint, open_checkpoint
-from checkpoints.folders import FORMAT, INDEX, companions, read_json
-from checkpoints.tensor_files import sync
+from checkpoints.file_plan import FileSet
+from checkpoints.folders import FORMAT, INDEX, STATE, companions, read_json
+from checkpoints.tensor_files import PARTIAL, MappedFile, NewFile, TensorFile, partial_path, settle, sync
 from distributed.exchange import from_first, process_index
 from feedback.errors import UserError
 from quantize import Format
 
-STATE = "conversion.json"  # holds the identity of an unfinished conversion; locked while one is running
 SECONDS_UNSEEN = 120  # a network disk shows a file that another host has written a minute later at most
 
 
@@ -44,15 +48,130 @@ def source_fingerprint(checkpoint: Checkpoint) -> str:
     return digest.hexdigest()
 
 
-def is_converted(destination: pathlib.Path, identity: dict) -> bool:
-    """Whether the same conversion has been done before. Raises UserError if something else is there."""
-    if not os.path.lexists(destination):
-        return False
-    if _identity_of(destination) != identity:
+class NewFolder:
+    """The folder DST.incomplete of a conversion, which is renamed to DST when it is complete.
+
+    Every file in it has a temporary name until it is whole. ahead: see `in_order`.
+    """
+
+    ahead = 32
+
+    def __init__(self, destination: pathlib.Path):
+        self.destination = destination
+        self.partial = destination.with_name(destination.name + ".incomplete")
+
+    def __str__(self) -> str:
+        return str(self.partial)
+
+    def is_converted(self, identity: dict) -> bool:
+        """Whether the same conversion has been done before. Raises UserError if something else is there."""
+        if not os.path.lexists(self.destination):
+            return False
+        refuse_another(self.destination, _identity_of(self.destination), identity)
+        open_checkpoint(str(self.destination), alone=True)  # refuses a folder that has been damaged since
+        print(f"{self.destination} is there already, converted from this source", file=sys.stderr)
+        return True
+
+    @contextlib.contextmanager
+    def claimed(self, identity: dict) -> Iterator[None]:
+        """Hold the lock of this folder: new, or with the files that this conversion wrote before.
+
+        Raises UserError if another conversion is writing there or has left its files.
+        """
+        with contextlib.ExitStack() as stack:
+            from_first(lambda: stack.enter_context(self._claimed(identity)))
+            if process_index() != 0:  # if process 0 is killed, this process may still write
+                self.await_files([STATE])
+                _lock(stack.enter_context((self.partial / STATE).open()), fcntl.LOCK_SH)
+            yield
+
+    @contextlib.contextmanager
+    def _claimed(self, identity: dict) -> Iterator[None]:
+        """`claimed`, in process 0, which makes the folder and removes files that were begun."""
+        partial = self.partial
+        partial.mkdir(parents=True, exist_ok=True)
+        names = {path.name for path in partial.iterdir()} - {STATE}
+        found = _identity_of(partial) if names else identity
+        with contextlib.ExitStack() as stack:
+            if found:
+                state = stack.enter_context((partial / STATE).open("a+"))
+                _lock(state, fcntl.LOCK_EX)
+                stack.callback(_remove_if_empty, partial)
+            if found != identity:
+                raise UserError(
+                    f"{partial}: is left from another conversion; remove it, or choose another name"
+                )
+            if not names:
+                state.truncate(0)
+                state.write(json.dumps(identity))
+                state.flush()
+                os.fsync(state.fileno())
+                sync(partial)
+            for begun in partial.glob("*" + PARTIAL):
+                begun.unlink()
+            _lock(state, fcntl.LOCK_SH)
+            yield
+
+    def sizes(self, names: Iterable[str]) -> dict[str, int]:
+        """The size in bytes of each of these files that is there, by name."""
+        paths = (self.partial / name for name in names)
+        return {path.name: path.stat().st_size for path in paths if path.exists()}
+
+    def tensor_file(self, name: str) -> TensorFile:
+        return TensorFile(MappedFile(self.partial / name))
+
+    def await_files(self, names: Iterable[str]) -> None:
+        """Wait until this host sees files that other processes have written. Raises UserError."""
+        end = time.monotonic() + SECONDS_UNSEEN
+        for path in (self.partial / name for name in names):
+            while not path.exists():
+                if time.monotonic() > end:
+                    raise UserError(
+                        f"{path}: is not there, though another process wrote it; is the disk shared?"
+                    )
+                time.sleep(0.1)
+
+    def check_room(self, missing: list[FileSet], share: list[FileSet]) -> None:
+        """Raises UserError if the disk has too little room for the missing files."""
+        from_first(lambda: self._check_room(missing))
+
+    def _check_room(self, missing: list[FileSet]) -> None:
+        needed, free = sum(file_set.nbytes for file_set in missing), shutil.disk_usage(self.partial).free
+        if needed > free:
+            raise UserError(
+                f"{self.partial}: {needed / 1e9:.2f} GB are to be written, and {free / 1e9:.2f} GB are free"
+            )
+
+    def full_disk_reported(self) -> contextlib.AbstractContextManager[None]:
+        """Raises UserError where the disk is full."""
+        return full_disk_reported(self.partial, "make room")
+
+    def new_file(self, name: str, tensors: dict[str, tuple[str, tuple[int, ...]]]) -> NewFile:
+        return NewFile(partial_path(self.partial / name).open("w+b", buffering=0), tensors)
+
+    def add_weights(self, name: str, file: NewFile) -> None:
+        """Give a file that is whole its name."""
+        file.file.close()
+        settle(self.partial / name)
+
+    def add_small(self, name: str, content: bytes) -> None:
+        """Write a small file."""
+        partial_path(self.partial / name).write_bytes(content)
+        settle(self.partial / name)
+
+    def publish(self, index: bytes) -> None:
+        """Add the index, and give the folder its name."""
+        self.add_small(INDEX, index)
+        (self.partial / STATE).unlink()
+        sync(self.partial)
+        self.partial.rename(self.destination)
+        sync(self.destination.parent)
+
+
+def refuse_another(destination: pathlib.Path | str, found: dict | None, identity: dict) -> None:
+    """Raises UserError if what is at the destination already is not this conversion."""
+    if found != identity:
         raise UserError(f"{destination}: exists and is something else; choose another name or remove it")
-    open_checkpoint(str(destination))  # refuses a folder that has been damaged since
-    print(f"{destination} is there already, converted from this source", file=sys.stderr)
-    return True
 
 
 def _identity_of(folder: pathlib.Path) -> dict | None:
@@ -63,52 +182,14 @@ def _identity_of(folder: pathlib.Path) -> dict | None:
 
 
 @contextlib.contextmanager
-def unfinished_folder(destination: pathlib.Path, identity: dict) -> Iterator[pathlib.Path]:
-    """The folder that becomes `destination`, for this conversion alone: new, or with what it wrote before.
-
-    Raises UserError if another conversion is writing there or has left its files.
-    """
-    partial = destination.with_name(destination.name + ".incomplete")
-    with contextlib.ExitStack() as stack:
-        from_first(lambda: stack.enter_context(claimed(partial, identity)))
-        if process_index() != 0:  # if process 0 is killed, this process may still write
-            await_files([partial / STATE])
-            _lock(stack.enter_context((partial / STATE).open()), fcntl.LOCK_SH)
-        yield partial
-
-
-@contextlib.contextmanager
-def full_disk_reported(folder: pathlib.Path) -> Iterator[None]:
-    """Raises UserError where the disk is full."""
+def full_disk_reported(folder: pathlib.Path, remedy: str) -> Iterator[None]:
+    """Raises UserError where the disk of this folder is full."""
     try:
         yield
     except OSError as e:
         if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
-        raise UserError(f"{folder}: {e.strerror}; make room and run again to go on") from None
-
-
-@contextlib.contextmanager
-def claimed(partial: pathlib.Path, identity: dict) -> Iterator[None]:
-    """Hold the lock of an unfinished folder, which is made if it is not there. Raises UserError."""
-    partial.mkdir(parents=True, exist_ok=True)
-    names = {path.name for path in partial.iterdir()} - {STATE}
-    found = _identity_of(partial) if names else identity
-    with contextlib.ExitStack() as stack:
-        if found:
-            state = stack.enter_context((partial / STATE).open("a+"))
-            _lock(state, fcntl.LOCK_EX)
-            stack.callback(_remove_if_empty, partial)
-        if found != identity:
-            raise UserError(f"{partial}: is left from another conversion; remove it, or choose another name")
-        if not names:
-            state.truncate(0)
-            state.write(json.dumps(identity))
-            state.flush()
-            os.fsync(state.fileno())
-            sync(partial)
-        _lock(state, fcntl.LOCK_SH)
-        yield
+        raise UserError(f"{folder}: {e.strerror}; {remedy} and run again to go on") from None
 
 
 def _lock(file: IO, how: int) -> None:
@@ -131,13 +212,3 @@ def _remove_if_empty(partial: pathlib.Path) -> None:
         (partial / STATE).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # NFS keeps a file that is open, under another name
             partial.rmdir()
-
-
-def await_files(paths: Iterable[pathlib.Path]) -> None:
-    """Wait until this host sees files that other processes have written. Raises UserError."""
-    end = time.monotonic() + SECONDS_UNSEEN
-    for path in paths:
-        while not path.exists():
-            if time.monotonic() > end:
-                raise UserError(f"{path}: is not there, though another process wrote it; is the disk shared?")
-            time.sleep(0.1)

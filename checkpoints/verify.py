@@ -27,7 +27,7 @@ def verify(folder: str, source: str | None = None) -> list[str]:
     weights = set(index["weight_map"].values())
     for path in {ours.folder / name for name in known.keys() - weights} | set(companions(ours.folder)):
         if not path.is_file() or file_checksum(path) != known.get(path.name):
-            raise UserError(f"{path}: is not the file that {INDEX} knows")
+            raise UserError(f"{ours.name}/{path.name}: is not the file that {INDEX} knows")
     tensors = ours.tensors
     with progress("checksums", sum(tensor.nbytes for tensor in tensors)) as bar:
         checksums = in_order(lambda tensor: tensor.checksum(), tensors, ahead=32)

@@ -1,46 +1,38 @@
 """Writing a converted folder: weights are read in slices, quantized, and written to their places in files.
 
-Every file has a temporary name until it is whole. A conversion that was stopped goes on with the files that
-are missing.
+A conversion that was stopped goes on with the files that are missing. The folder is on a disk (unfinished.py)
+or in a bucket (bucket_folder.py).
 """
 
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import json
-import pathlib
-import shutil
 from collections.abc import Iterator
 
 import jax
 import numpy as np
 
+from checkpoints.bucket_folder import NewBucketFolder
 from checkpoints.checkpoint import Checkpoint
 from checkpoints.file_plan import FileSet, Fused, divide
-from checkpoints.folders import INDEX, companions
+from checkpoints.folders import companions
 from checkpoints.layouts import SLICE_BYTES, Source, file_layout
 from checkpoints.names import stored_infos
-from checkpoints.tensor_files import (
-    DTYPES,
-    PARTIAL,
-    MappedFile,
-    NewFile,
-    TensorFile,
-    file_checksum,
-    partial_path,
-    settle,
-    sync,
-)
-from checkpoints.threads import in_order
-from checkpoints.unfinished import STATE, await_files, full_disk_reported, source_fingerprint
+from checkpoints.tensor_files import DTYPES
+from checkpoints.threads import WAITING, in_order
+from checkpoints.unfinished import NewFolder, source_fingerprint
 from distributed.exchange import from_first, gather, process_count, process_index
 from feedback.errors import UserError
 from feedback.progress import progress
 from sharding.arrays import ArrayInfo
 
+NewConversion = NewFolder | NewBucketFolder
+
 
 def write_weights(
-    checkpoint: Checkpoint, folder: pathlib.Path, file_sets: list[FileSet], allow_nonfinite: bool
+    checkpoint: Checkpoint, folder: NewConversion, file_sets: list[FileSet], allow_nonfinite: bool
 ) -> None:
     """Write the weights files that are not there yet; each process writes its share and waits for the others.
 
@@ -48,10 +40,11 @@ def write_weights(
     """
     missing = [file_sets[i] for i in from_first(lambda: _missing(folder, file_sets))]
     share, first = divide(missing, process_count())[process_index()], process_index() == 0
+    folder.check_room(missing, share)
 
     def tasks(opened: contextlib.ExitStack):
         for file_set in share:
-            files = {name: NewFile(folder / name, tensors) for name, tensors in file_set.files.items()}
+            files = {name: folder.new_file(name, tensors) for name, tensors in file_set.files.items()}
             for new in files.values():
                 opened.callback(new.file.close)
             for fused in file_set.weights:
@@ -71,48 +64,48 @@ def write_weights(
     checksums: dict[str, str] = {}
     with (
         progress("converting", sum(file_set.nbytes for file_set in share), show=first) as bar,
-        full_disk_reported(folder),
+        folder.full_disk_reported(),
         contextlib.ExitStack() as opened,
-        contextlib.closing(in_order(convert, tasks(opened), ahead=32)) as results,
+        contextlib.closing(in_order(convert, tasks(opened), folder.ahead)) as results,
     ):
         for file_set, fused, files, found in results:
             checksums |= found
             if fused is file_set.weights[-1]:
-                for file in files.values():
+                for name, file in files.items():
                     file.finish(checksums)
+                    folder.add_weights(name, file)
     gather("written")
 
 
-def _missing(folder: pathlib.Path, file_sets: list[FileSet]) -> list[int]:
-    """The indices of the sets that are to be written; files that were begun are removed.
+def _missing(folder: NewConversion, file_sets: list[FileSet]) -> list[int]:
+    """The indices of the sets that are to be written."""
+    sizes = folder.sizes(name for file_set in file_sets for name in file_set.files)
+    return [i for i, found in enumerate(_checksums(folder, file_sets, sizes)) if found is None]
 
-    Raises UserError if the disk has too little room.
+
+def _checksums(
+    folder: NewConversion, file_sets: list[FileSet], sizes: dict[str, int]
+) -> Iterator[dict[str, str] | None]:
+    """For each set the checksums of its tensors, by name, as its files tell them; None if a file is missing.
+
+    sizes: of the files that are there, by name. Raises UserError if a file is not this conversion's.
     """
-    for stale in folder.glob("*" + PARTIAL):
-        stale.unlink()
-    missing = [i for i, file_set in enumerate(file_sets) if _checksums(folder, file_set) is None]
-    needed = sum(file_sets[i].nbytes for i in missing)
-    if needed > (free := shutil.disk_usage(folder).free):
-        raise UserError(
-            f"{folder}: {needed / 1e9:.2f} GB are to be written, and {free / 1e9:.2f} GB are free"
-        )
-    return missing
 
+    def checksums(file_set: FileSet) -> dict[str, str] | None:
+        found = {}
+        for name, tensors in file_set.files.items():
+            if name not in sizes:
+                return None
+            try:
+                file = folder.tensor_file(name)
+            except UserError as e:
+                raise UserError(f"{e}, or remove {folder} and run again") from None
+            if {x.name: (x.dtype, x.shape) for x in file.tensors.values()} != tensors:
+                raise UserError(f"{file}: is left from another conversion; remove {folder}")
+            found |= file.metadata
+        return found
 
-def _checksums(folder: pathlib.Path, file_set: FileSet) -> dict[str, str] | None:
-    """The checksums of the set's tensors, by name, as its files tell them; None if a file is missing."""
-    checksums = {}
-    for name, tensors in file_set.files.items():
-        if not (folder / name).exists():
-            return None
-        try:
-            file = TensorFile(MappedFile(folder / name))
-        except UserError as e:
-            raise UserError(f"{e}, or remove {folder} and run again") from None
-        if {tensor.name: (tensor.dtype, tensor.shape) for tensor in file.tensors.values()} != tensors:
-            raise UserError(f"{folder / name}: is left from another conversion; remove {folder}")
-        checksums |= file.metadata
-    return checksums
+    return in_order(checksums, file_sets, ahead=2 * WAITING, workers=WAITING)
 
 
 def convert_fused(
@@ -173,42 +166,32 @@ def _refuse_nonfinite(source: Source, dtype: np.dtype):
                 raise UserError(f"{tensor} holds {what}; --allow-nonfinite converts it anyway")
 
 
-def publish(
-    checkpoint: Checkpoint,
-    folder: pathlib.Path,
-    destination: pathlib.Path,
-    file_sets: list[FileSet],
-    identity: dict,
-) -> None:
-    """Complete an unfinished folder with the model's small files and the index, and give it its final name.
+def publish(checkpoint: Checkpoint, folder: NewConversion, file_sets: list[FileSet], identity: dict) -> None:
+    """Complete an unfinished folder with the model's small files and the index.
 
     Raises UserError if the source has changed while it was converted.
     """
-    with full_disk_reported(folder):
-        _write_small_files(checkpoint, folder, file_sets, identity)
-    if source_fingerprint(checkpoint) != identity["source"]:
-        raise UserError(f"{checkpoint.name}: changed in the meantime; remove {folder} and run again")
-    folder.rename(destination)
-    sync(destination.parent)
+    with folder.full_disk_reported():
+        index = _add_small_files(checkpoint, folder, file_sets, identity)
+        if source_fingerprint(checkpoint) != identity["source"]:
+            raise UserError(f"{checkpoint.name}: changed in the meantime; remove {folder} and run again")
+        folder.publish((json.dumps(index, indent=1) + "\n").encode())
 
 
-def _write_small_files(
-    checkpoint: Checkpoint, folder: pathlib.Path, file_sets: list[FileSet], identity: dict
-) -> None:
-    """Add config.json, the tokenizer and the index, and leave nothing else beside the weights."""
-    await_files(folder / name for file_set in file_sets for name in file_set.files)
-    weight_map, checksums, files = {}, {}, {}
-    for file_set in file_sets:
-        checksums |= _checksums(folder, file_set)
+def _add_small_files(
+    checkpoint: Checkpoint, folder: NewConversion, file_sets: list[FileSet], identity: dict
+) -> dict:
+    """Add config.json and the tokenizer, once all weights are there, and return the content of the index."""
+    names = [name for file_set in file_sets for name in file_set.files]
+    folder.await_files(names)
+    sizes, weight_map, checksums, files = folder.sizes(names), {}, {}, {}
+    for file_set, found in zip(file_sets, _checksums(folder, file_sets, sizes), strict=True):
+        checksums |= found
         for file, tensors in file_set.files.items():
             weight_map |= dict.fromkeys(tensors, file)
-            files[file] = {"bytes": (folder / file).stat().st_size}
+            files[file] = {"bytes": sizes[file]}
     for path in companions(checkpoint.folder):
-        copy = pathlib.Path(shutil.copyfile(path, folder / path.name))
-        sync(copy)
-        files[path.name] = {"bytes": copy.stat().st_size, "sha256": file_checksum(copy)}
-    index = {"metadata": identity, "weight_map": weight_map, "checksums": checksums, "files": files}
-    partial_path(folder / INDEX).write_text(json.dumps(index, indent=1) + "\n")
-    settle(folder / INDEX)
-    (folder / STATE).unlink()
-    sync(folder)
+        content = path.read_bytes()
+        folder.add_small(path.name, content)
+        files[path.name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    return {"metadata": identity, "weight_map": weight_map, "checksums": checksums, "files": files}

@@ -27,7 +27,7 @@ import convert_checkpoint
 from checkpoints import unfinished, writing
 from checkpoints.checkpoint import open_checkpoint
 from checkpoints.file_plan import PlannedArray, divide, plan_files
-from checkpoints.folders import INDEX
+from checkpoints.folders import INDEX, STATE
 from checkpoints.layouts import layout_of
 from checkpoints.loading import load
 from checkpoints.names import named_infos
@@ -172,16 +172,16 @@ def test_whose_folder_it_is(undisturbed, tmp_path, monkeypatch, capsys):
     with pytest.raises(ValueError, match="mine.incomplete: is left from another conversion"):
         convert(str(LLAMA3), str(tmp_path / "mine"))
     (tmp_path / "mine.incomplete" / "diary").unlink()
-    state = tmp_path / "mine.incomplete" / unfinished.STATE
-    state.touch()
+    (tmp_path / "mine.incomplete" / STATE).touch()
+    mine = unfinished.NewFolder(tmp_path / "mine")
     with monkeypatch.context() as patch:  # what is left of several processes, of which the first was killed
         patch.setattr(unfinished, "process_index", lambda: 1)
         patch.setattr(unfinished, "from_first", lambda function: None)
-        with unfinished.unfinished_folder(tmp_path / "mine", {}):
+        with mine.claimed({}):
             patch.undo()
             with pytest.raises(ValueError, match="another conversion is writing there"):
                 convert(str(LLAMA3), str(tmp_path / "mine"))
-    with unfinished.claimed(tmp_path / "mine.incomplete", {"source": "another"}):
+    with mine.claimed({"source": "another"}):
         with pytest.raises(ValueError, match="another conversion is writing there"):
             convert(str(LLAMA3), str(tmp_path / "mine"))
         (tmp_path / "mine.incomplete" / "weights-00001.safetensors").write_text("")
@@ -348,7 +348,7 @@ def test_errors_of_one_process(tmp_path, undisturbed):
     save_file(tensors, tmp_path / "source" / "model.safetensors")
     assert f": tensor {name} holds NaN or Inf; " in refused(-1, 0, "", source=tmp_path / "source")
     assert "is left from another conversion" in refused(-1, 0, "")
-    elsewhere = tmp_path / "elsewhere" / "x.incomplete" / unfinished.STATE
+    elsewhere = tmp_path / "elsewhere" / "x.incomplete" / STATE
     shutil.rmtree(partial)
     assert refused(1, 0, "elsewhere") == (
         f"error: {elsewhere}: is not there, though another process wrote it; is the disk shared?"
@@ -558,14 +558,15 @@ def test_nonfinite_weights(value, format, tmp_path):
 
 
 def test_source_that_changes_meanwhile(tmp_path, monkeypatch):
-    source, finish = small_model(tmp_path / "source"), writing._write_small_files
+    source, finish = small_model(tmp_path / "source"), writing._add_small_files
 
     def change(*arguments):
-        finish(*arguments)
+        index = finish(*arguments)
         (source / "model.safetensors").touch()
+        return index
 
     with monkeypatch.context() as patch:
-        patch.setattr(writing, "_write_small_files", change)
+        patch.setattr(writing, "_add_small_files", change)
         with pytest.raises(
             ValueError, match="source: changed in the meantime; remove .*x.incomplete and run"
         ):

@@ -176,7 +176,8 @@ def test_files_of_a_folder(folder, tmp_path):
     assert folder.write("small", b"one")
     large = tmp_path / "large"
     large.write_bytes(os.urandom(11 * 2**20))
-    assert folder.write("large", large) and folder.write("deeper/x", b"")
+    with large.open("rb", buffering=0) as file:
+        assert folder.write("large", file) and folder.write("deeper/x", b"")
     assert folder.list() == {"small": 3, "large": large.stat().st_size}
     assert folder.read("small") == b"one" and folder.read("large") == large.read_bytes()
     assert not folder.write("small", b"two", create_only=True) and folder.read("small") == b"one"
