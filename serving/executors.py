@@ -1,7 +1,8 @@
 """How the layers of a step run: in one program, a few layers at a time, or in pipeline stages.
 
 An executor is a function (step, weights, batch) -> (the step's result, Batch). All of them embed the tokens
-that the step reads, run the layers and finish the step; `steps.py` says what a step is.
+that the step reads, run the layers and finish the step; `steps.py` says what a step is. An executor runs its
+programs, which are jitted functions, by call(function, *arguments, **static): by default it calls them.
 """
 
 import dataclasses
@@ -32,6 +33,10 @@ MOST_LAYERS = 8
 MOST_ON_CPU = 6
 
 
+def run(function: Callable, *arguments, **static):
+    return function(*arguments, **static)
+
+
 def start(step: Step, w: Weights, batch: Batch, *, cfg: Config, mesh: Mesh) -> tuple[Array, Array, Chunk]:
     """-> (the embedded tokens [B,T,D], the tokens [B,T], their Chunk)."""
     tokens, chunk = step.read_inputs(batch, cfg, mesh)
@@ -57,8 +62,8 @@ class StepProgram:
         execute.__name__ = kind.__name__
         return jit(execute, donate_argnames="batch")
 
-    def __call__(self, step: Step, weights: Weights, batch: Batch, **static):
-        return self.program(type(step))(step, weights, batch, **static)
+    def __call__(self, step: Step, weights: Weights, batch: Batch, call: Callable = run, **static):
+        return call(self.program(type(step)), step, weights, batch, **static)
 
     def lower(self, step: Step, weights: Weights, batch: Batch, **static) -> jax.stages.Lowered:
         return self.program(type(step)).lower(step, weights, batch, **static)
@@ -85,10 +90,6 @@ def finish(step: Step, x: Array, tokens: Array, chunk: Chunk, w: Weights, batch:
     return step.finish(x, tokens, chunk, w, batch, cfg, mesh)
 
 
-def run(function: Callable, *arguments, **static):
-    return function(*arguments, **static)
-
-
 def several_programs(
     step: Step, weights: Weights, batch: Batch, *, cfg: Config, mesh: Mesh, call: Callable = run
 ):
@@ -97,7 +98,7 @@ def several_programs(
     It compiles in a fraction of the time. Each call costs the host some 100 us: too much for the decode step
     of an accelerator, and little for a CPU, which gains nothing from seeing all layers at once. Unlike one
     program, these compute all of the last layer, of which a chunk without scores needs only the keys and
-    values. call(function, *arguments, **static) calls a jitted function.
+    values.
     """
     w, rows, static = without_layers(weights), batch.replace(layers=[]), dict(cfg=cfg, mesh=mesh)
     x, tokens, chunk = call(start_program, step, w, rows, **static)
@@ -129,13 +130,15 @@ def layer_groups(kinds: tuple[LayerKind, ...], most: int) -> list[tuple[int, int
     return list(zip(starts, [*starts[1:], depth], strict=True))
 
 
-def prefill_in_groups(step: Step, weights: Weights, batch: Batch, *, cfg: Config, mesh: Mesh):
+def prefill_in_groups(
+    step: Step, weights: Weights, batch: Batch, *, cfg: Config, mesh: Mesh, call: Callable = run
+):
     """A prefill chunk in several programs, any other step as one: for accelerators, and for several devices.
 
     A chunk takes long beside the launch of its programs, and is compiled in several widths.
     """
     execute = several_programs if isinstance(step, PrefillChunk) else one_program
-    return execute(step, weights, batch, cfg=cfg, mesh=mesh)
+    return execute(step, weights, batch, cfg=cfg, mesh=mesh, call=call)
 
 
 # ------------------------------------------------------------------------------------------ pipeline stages
