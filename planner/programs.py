@@ -14,9 +14,9 @@ from serving.memory import shard_bytes
 
 @dataclasses.dataclass
 class CompiledProgram:
-    """A program that runs `count` times in a step.
+    """A program that runs `count` times.
 
-    names: the step's name of each argument by the program's own name of it; arguments that another program
+    names: the caller's name of each argument by the program's own name of it; arguments that another program
     computes are not among them. used: the program's own names of the arguments that it uses, in order.
     received_bytes: of one device, arguments that another program computes.
     """
@@ -29,39 +29,50 @@ class CompiledProgram:
     count: int = 1
 
 
-def compile_programs(job: Job, mesh: Mesh) -> list[CompiledProgram]:
-    """The programs that the executor of the mesh calls. Raises JaxRuntimeError if one does not fit."""
-    given, programs, results = job.arguments(mesh), {}, {}
-    known = {id(x): name for name, x in named_leaves(**given)}
+class Compiler:
+    """What executors call in the place of jitted functions, to compile each program once.
 
-    def compile_once(function: Callable, *arguments, **static):
-        """What the program would return, without data."""
+    arguments: named trees without data, from which programs may get theirs.
+    """
+
+    def __init__(self, **arguments):
+        self.arguments = arguments
+        self.known = {id(x): name for name, x in named_leaves(**arguments)}
+        self.programs: dict[tuple, CompiledProgram] = {}
+        self.results = {}
+
+    def __call__(self, function: Callable, *arguments, **static):
+        """What the program would return, without data. Raises JaxRuntimeError if it does not fit."""
         shapes = tuple((x.shape, x.dtype) for x in jax.tree.leaves(arguments))
-        key = function, shapes, *static.items()
-        if key in programs:
-            programs[key].count += 1
-            return results[key]
+        key = function, shapes, jax.tree.structure(arguments), *static.items()
+        if key in self.programs:
+            self.programs[key].count += 1
+            return self.results[key]
         lowered = function.lower(*arguments, **static)
         compiled = lowered.compile()
         parameters = list(inspect.signature(function).parameters)[: len(arguments)]
         own = dict(named_leaves(**dict(zip(parameters, arguments, strict=True))))
         used = dict(zip(parameters, compiled.input_shardings[0], strict=True))
-        programs[key] = CompiledProgram(
+        self.programs[key] = CompiledProgram(
             name=function.__name__,
             compiled=compiled,
-            names={name: known[id(x)] for name, x in own.items() if id(x) in known},
+            names={name: self.known[id(x)] for name, x in own.items() if id(x) in self.known},
             used=tuple(name for name, _ in named_leaves(**used)),
-            received_bytes=shard_bytes([x for x in own.values() if id(x) not in known]),
+            received_bytes=shard_bytes([x for x in own.values() if id(x) not in self.known]),
         )
-        results[key] = jax.tree.map(
+        self.results[key] = jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
             lowered.out_info,
             compiled.output_shardings,
         )
-        return results[key]
+        return self.results[key]
 
-    executor_for(mesh)(**given, cfg=job.cfg, mesh=mesh, call=compile_once)
-    return list(programs.values())
+
+def compile_programs(job: Job, mesh: Mesh) -> list[CompiledProgram]:
+    """The programs that the executor of the mesh calls. Raises JaxRuntimeError if one does not fit."""
+    compiler = Compiler(**job.arguments(mesh))
+    executor_for(mesh)(**compiler.arguments, cfg=job.cfg, mesh=mesh, call=compiler)
+    return list(compiler.programs.values())
 
 
 def memory_of(programs: list[CompiledProgram]) -> tuple[int, int, int, int]:

@@ -685,6 +685,29 @@ for layers in (8, 16):
     assert more["peak_bytes"] > more["argument_bytes"] + more["temp_bytes"] + more["code_bytes"]
 
 
+TINY = str(ROOT / "tests" / "checkpoints" / "tiny-llama4")
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("name", "topology", "rows", "length", "layers"),
+    [
+        (TINY, "v5e:2x2", 4, 256, 2),
+        deep("llama3.1-8b", "v5e:1x1", 28, 4096, 8),
+        deep("llama3.1-70b", "v5e:2x4", 32, 4096, 8),
+        deep("llama4-scout", "v5e:4x4", 64, 8192, 8),
+        deep("gpt-oss-20b", "v5e:2x2", 8, 4096, 4),
+    ],
+)
+def test_estimated_memory_of_programs(name, topology, rows, length, layers):
+    """The engine counts on at least what the compiler says of all programs, and on few hundred MB more."""
+    done = run_python("-m", "planner.program_memory", name, topology, *map(str, (rows, length, layers)))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["code_bytes"] <= found["estimated_code_bytes"] <= found["code_bytes"] + 300e6
+    assert found["temp_bytes"] <= found["estimated_temp_bytes"] <= found["temp_bytes"] + 100e6
+
+
 @needs_compiler
 @pytest.mark.deep
 def test_draft_tokens_go_through_the_decode_kernel():
