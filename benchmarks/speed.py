@@ -32,11 +32,11 @@ from checkpoints.names import FLOATS
 from families.latent_attention import LatentWeights
 from feedback.errors import UserError
 from model import Config
-from planner.job import prefill_width
 from planner.models import MODELS, read_model
 from quantize import FORMATS, QuantizedArray, values_and_scale
 from serving import memory, placement
 from serving.executors import one_program
+from serving.programs import prefill_width
 from serving.steps import Batch, DecodeStep, PrefillChunk, init_batch
 from terminal import launch
 from terminal.command_line import OneLineParser, run
@@ -85,6 +85,14 @@ def measure_flops(dtype) -> float:
 def _best(function, x: jax.Array) -> float:
     jax.block_until_ready(function(x))
     return measure(lambda _: function(x), 5).least
+
+
+def chunk_width(batch: int, length: int) -> int:
+    """Tokens of each prompt in one prefill chunk of all `batch` rows: fewer for many rows, to save memory."""
+    limit = 512
+    while limit * batch > 8 * 512 and limit > 16:
+        limit //= 2
+    return min(limit, prefill_width(length))
 
 
 def needed_flops(
@@ -177,7 +185,7 @@ class Bench:
 
     def prefill(self, batch: int, length: int, trace: pathlib.Path | None = None) -> dict:
         """Prompts of `length` tokens into empty caches."""
-        state, width = [self.rows(batch, 0, length)], prefill_width(batch, length)
+        state, width = [self.rows(batch, 0, length)], chunk_width(batch, length)
         counts = [np.full(batch, min(width, length - i), np.int32) for i in range(0, length, width)]
         chunks = [PrefillChunk(rows=None, count=count, width=width) for count in counts]
         program = self.compile(one_program, chunks[0], self.weights, *state)

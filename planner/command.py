@@ -24,7 +24,7 @@ def parse_arguments():
     add("--topology", required=True, metavar="KIND:AxB", help="v5e:4x4, v6e:8x8, v5p:2x2x2, tpu7x:2x2x1, ...")
     add("--batch", type=int, default=1, metavar="B", help="rows that decode together; default: 1")
     add("--context", type=int, default=8192, metavar="S", help="filled cache slots per row; default: 8192")
-    add("--prefill", type=int, metavar="T", help="compile also the first chunk of prompts of T tokens")
+    add("--prefill", type=int, metavar="T", help="compile also a chunk of a prompt of T tokens")
     for name in ("data", "expert", "tensor"):
         add(f"--{name[0]}p", type=int, metavar="N", help=f"{name} parallelism; default: the best by estimate")
     add("--pp", type=int, default=1, metavar="N", help="stages of layers; default: 1")

@@ -17,7 +17,8 @@ from ops.attention import BLOCK
 from ops.tpu import TILE
 from planner.estimates import collective_seconds, network_seconds, resource_seconds, step_seconds
 from planner.floor import floor_bytes, needed, share_needed
-from planner.job import PARTS, Job, local_tokens, named_leaves, part_of
+from planner.job import PARTS, Job, local_tokens, part_of
+from planner.programs import CompiledProgram, compile_programs, memory_of
 from planner.topologies import Topology
 from planner.traffic import Program, read_program
 from sharding.mesh import MODEL, SLOTS, STAGE, mesh_size
@@ -25,15 +26,17 @@ from sharding.mesh import MODEL, SLOTS, STAGE, mesh_size
 
 @dataclasses.dataclass
 class Step:
-    """One program on one device. A field is None if the program does not fit: the compiler then says no more.
+    """A step's programs on one device. A field is None if one does not fit: the compiler then says no more.
 
+    programs: how often each program runs in a step, by its name.
     From the compiler. peak_bytes: of HBM, the sum of arguments (weights and cache), temporaries, code,
     results that are not updated in place, and with several stages the caches that wait for other turns.
+    temp_bytes: the most of any program, with what one program passes to another. code_bytes: of all programs.
     collectives_per_layer: how many of each kind; None for several slices, where the compiler does not tell.
     between_stages: how many of each kind. collectives, copies: all of them, equal ones as one entry with its
     count; copies without prefetches.
-    Counted in the program. hbm_bytes_per_step: bytes moved; hbm_bytes_by_part: the same by part of the model.
-    A Pallas kernel is assumed to read each operand once, of experts the active ones. assumed_loops: the trips
+    Counted in all runs. hbm_bytes_per_step: bytes moved; hbm_bytes_by_part: the same by part of the model. A
+    Pallas kernel is assumed to read each operand once, of experts the active ones. assumed_loops: the trips
     of loops whose number of trips is computed.
     Estimated. seconds: what each resource alone takes. bound_by: the resource that takes longest.
     """
@@ -42,6 +45,7 @@ class Step:
     peak_bytes: float
     compile_seconds: float
     floor_bytes_per_step: float
+    programs: dict[str, int] | None = None
     argument_bytes: int | None = None
     temp_bytes: int | None = None
     code_bytes: int | None = None
@@ -60,19 +64,23 @@ class Step:
 
 
 def compile_step(job: Job, mesh: Mesh, topology: Topology, dump: str | None = None) -> Step:
-    """Compile the job for the mesh and count what it does. dump: a file for its HLO text."""
+    """Compile the job for the mesh and count what it does. dump: a file for the HLO text of all programs."""
     what = f"{len(job.cfg.layers)} layers for {topology.name}, {job.tokens} new token(s) per row"
     print(f"compiling {what}", file=sys.stderr, flush=True)
     stages, waiting = mesh.shape[STAGE], job.waiting_bytes(mesh)
     floor, began = floor_bytes(job, topology, stages), time.perf_counter()
     try:
-        compiled = job.lower(mesh).compile()
+        programs = compile_programs(job, mesh)
     except jax.errors.JaxRuntimeError as e:
         return Step(False, _bytes_required(e) + waiting, time.perf_counter() - began, floor)
-    seconds, memory = time.perf_counter() - began, compiled.memory_analysis()
+    seconds = time.perf_counter() - began
     if dump:
-        pathlib.Path(dump).write_text(compiled.as_text())
-    program = _count(compiled, job, mesh, topology)
+        pathlib.Path(dump).write_text("\n".join(x.compiled.as_text() for x in programs))
+    runs, found = Counter(), []
+    for x in programs:
+        runs[x.name] += x.count
+        found.append(_count(x, job, mesh, topology))
+    program = Program.of_all(found)
     by_part, per_layer, between, sending = dict.fromkeys(PARTS, 0.0), Counter(), Counter(), 0.0
     for x in program.traffic:
         by_part[part_of(x.argument, job.cfg)] += x.bytes * x.count
@@ -87,12 +95,11 @@ def compile_step(job: Job, mesh: Mesh, topology: Topology, dump: str | None = No
     per_layer = {kind: n // depth if n % depth == 0 else n / depth for kind, n in per_layer.items() if n}
     resources = resource_seconds(program.hbm_bytes, needed(job, mesh)[1], sending, topology.chip)
     rate = job.tokens / step_seconds(resources) / stages
-    returned = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    arguments, temp = memory.argument_size_in_bytes, memory.temp_size_in_bytes
-    peak = arguments + returned + temp + memory.generated_code_size_in_bytes + waiting
+    arguments, temp, code, peak = memory_of(programs)
+    peak += waiting
     return Step(
         fits=peak <= topology.chip.hbm, peak_bytes=peak, compile_seconds=seconds, floor_bytes_per_step=floor,
-        argument_bytes=arguments, temp_bytes=temp, code_bytes=memory.generated_code_size_in_bytes,
+        programs=dict(runs), argument_bytes=arguments, temp_bytes=temp, code_bytes=code,
         hbm_bytes_per_step=program.hbm_bytes, hbm_bytes_by_part=by_part,
         collectives_per_layer=per_layer if topology.slices == 1 else None, between_stages=dict(+between),
         collectives=_alike(program.collectives),
@@ -100,7 +107,7 @@ def compile_step(job: Job, mesh: Mesh, topology: Topology, dump: str | None = No
         assumed_loops={x.instruction: x.trips for x in program.loops if not x.known},
         seconds=resources, bound_by=max(resources, key=resources.get),
         estimated_step_seconds=step_seconds(resources),
-        tokens_per_second_per_sequence=rate, tokens_per_second=rate * job.batch,
+        tokens_per_second_per_sequence=rate, tokens_per_second=rate * job.rows,
     )  # fmt: skip
 
 
@@ -116,13 +123,14 @@ def _bytes_required(error: jax.errors.JaxRuntimeError) -> float:
     return float(found[1]) * 2 ** (10 + 10 * "KMGT".index(found[2].upper()))
 
 
-def _count(compiled: jax.stages.Compiled, job: Job, mesh: Mesh, topology: Topology) -> Program:
-    """What the compiled program does, with what the project's Pallas kernels read of their operands."""
+def _count(program: CompiledProgram, job: Job, mesh: Mesh, topology: Topology) -> Program:
+    """What a program does in all its runs, with what the project's Pallas kernels read of their operands."""
     slots = -(-job.context // mesh_size(mesh, SLOTS))
 
     def kernel_share(kernel: str, argument: str) -> float:
-        if kernel in ("take_slots", "put_slots"):  # a block of the cache
-            return min(1, BLOCK / slots)
+        argument = program.names.get(argument, "")
+        if kernel in ("take_slots", "put_slots"):  # a block of the rows that are read
+            return min(1, BLOCK / slots) * job.rows / job.batch
         if kernel == "take_rows":  # a tile for each token, of this device's shard of the embedding
             vocabulary = job.cfg.V / mesh_size(mesh, MODEL)
             rows = TILE if argument.endswith("values") else TILE // 2  # int8, bfloat16
@@ -130,13 +138,14 @@ def _count(compiled: jax.stages.Compiled, job: Job, mesh: Mesh, topology: Topolo
         return share_needed(argument, job, mesh)
 
     stages = mesh.shape[STAGE]
-    return read_program(
-        compiled.as_text(),
+    found = read_program(
+        program.compiled.as_text(),
         kernel_share,
         computed_trips=-(-slots // BLOCK),
-        arguments=tuple(name for name, _ in named_leaves(**compiled.input_shardings[1])),  # that it uses
+        arguments=program.used,
         stages=stages // math.gcd(stages, topology.slices),
     )
+    return found.in_step(program.names, program.count)
 
 
 def _alike(events: list) -> list[dict]:

@@ -9,23 +9,20 @@ from ops.grouped_matmul import FEW_ROWS
 from planner.job import Job, local_tokens, part_of
 from planner.topologies import Topology
 from serving.memory import active_experts
-from sharding.mesh import EXPERT, ROWS, make_mesh, mesh_size
+from sharding.mesh import EXPERT, make_mesh, mesh_size
 
 
 def share_needed(argument: str, job: Job, mesh: Mesh) -> float:
     """The share of an argument that a step must read.
 
     Of experts it is the active ones; of tables, of the rows' text and of the embedding nothing, as a few rows
-    of them are looked up. Prefill needs no more of the last layer than its keys and values, and no logits
-    (except in stages, all of whose layers run).
+    of them are looked up. Prefill reads the caches of some rows, and needs no logits.
     """
-    last = rf"layers\[{len(job.cfg.layers) - 1}\]"  # several stages have no layer of this number
-    unused = (
-        rf"batch\.cache\.{last}|weights\.(norm|unembed|{last}\.(attention\.([qo]|[kv]_b\b)|feed_forward))"
-    )
-    tables = "batch.tokens", "weights.positions"
-    if argument in tables or (not job.decodes and re.match(unused, argument)):
+    tables, logits = ("batch.tokens", "weights.positions"), r"weights\.(norm|unembed)\b"
+    if argument in tables or (not job.decodes and re.match(logits, argument)):
         return 0
+    if part_of(argument, job.cfg) == "kv_cache":
+        return job.rows / job.batch
     if part_of(argument, job.cfg) == "experts":
         return active_experts(job.cfg, local_tokens(job, mesh), mesh_size(mesh, EXPERT))
     return 0 if argument.startswith("weights.embed") and not (job.cfg.tied_embeddings and job.decodes) else 1
@@ -37,7 +34,7 @@ def needed(job: Job, mesh: Mesh) -> tuple[float, float]:
     A few tokens go through every active expert, whether they chose it or not: so the experts' kernel works.
     """
     cfg, bytes_read, flops = job.cfg, 0, 0
-    rows, few = job.batch / mesh_size(mesh, ROWS), local_tokens(job, mesh) <= FEW_ROWS
+    tokens = local_tokens(job, mesh)
     for name, size, size_in_bytes in job.shards(mesh):
         share, part = share_needed(name, job, mesh), part_of(name, cfg)
         bytes_read += size_in_bytes * share
@@ -46,8 +43,8 @@ def needed(job: Job, mesh: Mesh) -> tuple[float, float]:
             uses = (columns.key + columns.value_width) / columns.width
             flops += 2 * size * share * job.tokens * cfg.heads.G * uses  # `size` counts all rows
         elif share:
-            through = (share if few else cfg.experts.A / cfg.experts.E) if part == "experts" else 1
-            flops += 2 * size * rows * job.tokens * through
+            chosen = share if tokens <= FEW_ROWS else cfg.experts.A / cfg.experts.E if cfg.experts else 1
+            flops += 2 * size * tokens * (chosen if part == "experts" else 1)
     return bytes_read, flops
 
 
@@ -57,4 +54,5 @@ def floor_bytes(job: Job, topology: Topology, stages: int = 1) -> float:
     With stages, a turn reads all layers, but of each row's cache only the layers of one stage.
     """
     one = make_mesh(job.cfg, devices=topology.devices[:1])
-    return needed(dataclasses.replace(job, batch=job.batch // stages), one)[0] / len(topology.devices)
+    turn = dataclasses.replace(job, batch=job.batch // stages, reading=job.reading // stages)
+    return needed(turn, one)[0] / len(topology.devices)

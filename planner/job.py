@@ -1,4 +1,4 @@
-"""The program that is to be compiled: a decode step or a prefill chunk, its arguments, and their parts."""
+"""The step that is to be compiled: a decode step or a prefill chunk, its arguments, and their parts."""
 
 import dataclasses
 import math
@@ -13,8 +13,6 @@ from jax.sharding import PartitionSpec as P
 import model
 from model import Config
 from quantize import INT8, Format
-from serving import programs
-from serving.executors import one_program, staged
 from serving.steps import DecodeStep, PrefillChunk, batch_infos
 from sharding.arrays import abstract
 from sharding.mesh import ROWS, STAGE, mesh_size
@@ -25,7 +23,8 @@ from sharding.stages import in_stages, stage_input_infos
 class Job:
     """A step of `batch` rows whose caches have `context` slots, all of them filled, those of rings too.
 
-    tokens: new tokens of each row. One is a decode step; more are a prefill chunk, which chooses no token.
+    tokens: new tokens of each row that the step reads. One is a decode step, which reads all rows; more are a
+    prefill chunk, which chooses no token. reading: how many rows a prefill chunk reads; see `prefill`.
     With several stages of layers it is one turn: each stage computes for another part of the rows.
     """
 
@@ -35,28 +34,33 @@ class Job:
     format: Format | None = INT8
     kv_dtype: str = "int8"
     tokens: int = 1
+    reading: int = 0
+
+    def prefill(self, tokens: int, mesh: Mesh) -> "Job":
+        """A chunk of a prompt as the engine reads it: up to `tokens` tokens of one row of each data shard."""
+        return dataclasses.replace(self, tokens=tokens, reading=mesh_size(mesh, ROWS))
 
     @property
     def decodes(self) -> bool:
         return self.tokens == 1
 
+    @property
+    def rows(self) -> int:
+        """How many rows the step reads."""
+        return self.batch if self.decodes else self.reading
+
     def arguments(self, mesh: Mesh) -> dict:
-        """step, weights and batch for the program: shapes and shardings, without data."""
+        """step, weights and batch: shapes and shardings, without data."""
         stages, cfg = mesh.shape[STAGE], self.cfg
-        count = jax.ShapeDtypeStruct((self.batch,), jnp.int32, sharding=NamedSharding(mesh, P(ROWS)))
+        each = jax.ShapeDtypeStruct((self.rows,), jnp.int32, sharding=NamedSharding(mesh, P(ROWS)))
         weights = abstract(in_stages(model.weight_infos(cfg, self.format), stages), mesh, jnp.bfloat16)
         infos = batch_infos(cfg, self.batch, self.context, jnp.dtype(self.kv_dtype), stages)
         batch = abstract(infos, mesh)
         if stages > 1:
-            inputs = stage_input_infos(cfg.D, {1: self.batch, self.tokens: self.batch})
+            inputs = stage_input_infos(cfg.D, {1: self.batch, self.tokens: self.rows})
             batch = batch.replace(stage_inputs=abstract(inputs, mesh, jnp.bfloat16))
-        chunk = PrefillChunk(rows=None, count=count, width=self.tokens)
-        return dict(step=DecodeStep(count=count) if self.decodes else chunk, weights=weights, batch=batch)
-
-    def lower(self, mesh: Mesh) -> jax.stages.Lowered:
-        """The decode step, or the prefill chunk of all rows, lowered for the devices of the mesh."""
-        execute = staged if mesh.shape[STAGE] > 1 else one_program
-        return execute.lower(**self.arguments(mesh), cfg=self.cfg, mesh=mesh)
+        chunk = PrefillChunk(rows=each, count=each, width=self.tokens)
+        return dict(step=DecodeStep(count=each) if self.decodes else chunk, weights=weights, batch=batch)
 
     def waiting_bytes(self, mesh: Mesh) -> int:
         """Bytes of one device for the caches of the other turns, which wait while this turn runs."""
@@ -95,12 +99,4 @@ def part_of(argument: str, cfg: Config) -> str:
 
 def local_tokens(job: Job, mesh: Mesh) -> int:
     """New tokens on one device: those of the rows of its data shard."""
-    return job.batch // mesh_size(mesh, ROWS) * job.tokens
-
-
-def prefill_width(batch: int, length: int) -> int:
-    """Tokens of each prompt in one prefill chunk of all `batch` rows: fewer for many rows, to save memory."""
-    limit = 512
-    while limit * batch > 8 * 512 and limit > 16:
-        limit //= 2
-    return min(limit, programs.prefill_width(length))
+    return job.rows // mesh_size(mesh, ROWS) * job.tokens

@@ -7,8 +7,9 @@ from feedback.errors import UserError
 from planner.compiled import Step, compile_step
 from planner.estimates import expected_collectives, resource_seconds, step_seconds
 from planner.floor import needed
-from planner.job import Job, prefill_width
+from planner.job import Job
 from planner.topologies import Topology
+from serving.programs import prefill_width
 from sharding.mesh import STAGE, make_mesh
 
 
@@ -57,7 +58,11 @@ def rank_meshes(job: Job, topology: Topology, given: tuple, stages: int = 1) -> 
 
 @dataclasses.dataclass
 class Plan:
-    """A job on a topology. mesh: its degrees. ranking: all possible meshes, the most promising first."""
+    """A job on a topology.
+
+    mesh: its degrees. prefill_piece: tokens of the chunk. ranking: all possible meshes, the most promising
+    first.
+    """
 
     topology: str
     devices: int
@@ -82,7 +87,7 @@ def make_plan(
     dump: str | None = None,
     stages: int = 1,
 ) -> Plan:
-    """Compile the decode step, and the first chunk of prompts of `prefill` tokens, for the best mesh.
+    """Compile the decode step, and a chunk of prompts of `prefill` tokens, for the best mesh.
 
     The best mesh is the first of the three most promising ones for which the compiler makes the decode step
     fit. degrees: (dp, ep, tp), None where the plan may choose. dump: a file for the decode step's HLO text.
@@ -102,8 +107,8 @@ def make_plan(
         stored[name.split(".")[0]] += size_in_bytes
     stored["batch"] += job.waiting_bytes(mesh)
     if prefill:
-        width = prefill_width(job.batch, prefill)
-        chunk = compile_step(dataclasses.replace(job, tokens=width), mesh, topology)
+        width = prefill_width(prefill - 1)  # a decode step reads the last token
+        chunk = compile_step(job.prefill(width, mesh), mesh, topology)
     return Plan(
         topology=topology.name, devices=len(topology.devices), hbm_capacity_bytes=topology.chip.hbm,
         mesh=shape, batch=job.batch, context=job.context, layers=len(job.cfg.layers),

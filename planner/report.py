@@ -1,5 +1,7 @@
 """A plan as text."""
 
+import re
+
 from planner.compiled import Step
 from planner.plan import Plan
 from sharding.mesh import STAGE
@@ -17,7 +19,8 @@ def show(plan: Plan, name: str, quantize: str, kv_cache_dtype: str) -> None:
         print(f"{'mesh' if taken else 'or'} {stages}dp {x.dp} x ep {x.ep} x tp {x.tp}: {ms}{note}")
     show_step("A turn of the decode step" if STAGE in plan.mesh else "Decode step", plan.decode, plan)
     if plan.prefill:
-        show_step(f"Prefill, a chunk of {plan.prefill_piece} tokens per row", plan.prefill, plan)
+        rows = "one row" + " of each data shard" * (plan.mesh["data"] > 1)
+        show_step(f"Prefill, a chunk of {plan.prefill_piece} tokens of {rows}", plan.prefill, plan)
 
 
 def show_step(title: str, step: Step, plan: Plan) -> None:
@@ -28,6 +31,8 @@ def show_step(title: str, step: Step, plan: Plan) -> None:
     if step.seconds is None:
         return
     print(f"  As compiled, per device (in {step.compile_seconds:.0f} s)")
+    if step.programs and len(step.programs) > 1:
+        print(f"    programs: {_counts(step.programs)}")
     print(f"    arguments {_gib(step.argument_bytes)}, temporaries {_gib(step.temp_bytes)}", end="")
     print(f", code {_gib(step.code_bytes)}")
     moved, floor = step.hbm_bytes_per_step, step.floor_bytes_per_step
@@ -42,7 +47,8 @@ def show_step(title: str, step: Step, plan: Plan) -> None:
     if STAGE in plan.mesh:
         print(f"    between stages: {_counts(step.between_stages)}; all collectives:")
     for x in step.collectives:
-        scope = x["scope"].split("shard_map/")[-1].split("/")[0]
+        scopes = re.split(r"/?jit\(\w*\)/|/?shard_map/|/", x["scope"])
+        scope = next(filter(None, scopes), "")
         where = "between stages" if x.get("between_stages") else f"among {x['group']}"
         where += f", in {scope}" if scope else ""
         print(f"      {x['count']} x {x['kind']} of {x['shape']} {where}")

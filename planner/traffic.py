@@ -83,7 +83,7 @@ class Loop:
 
 @dataclasses.dataclass
 class Program:
-    """All that one device does in one run."""
+    """All that one device does in one run, or in all runs of all programs of a step."""
 
     traffic: list[Traffic]
     collectives: list[Collective]
@@ -93,6 +93,21 @@ class Program:
     @property
     def hbm_bytes(self) -> float:
         return sum(x.bytes * x.count for x in self.traffic)
+
+    @staticmethod
+    def of_all(programs: "list[Program]") -> "Program":
+        fields = [field.name for field in dataclasses.fields(Program)]
+        return Program(*(sum((getattr(x, name) for x in programs), []) for name in fields))
+
+    def in_step(self, names: dict[str, str], runs: int) -> "Program":
+        """All runs in a step. names: the step's name of each argument by the program's own, or nothing."""
+
+        def changed(x):
+            argument = dict(argument=names.get(x.argument, "")) if hasattr(x, "argument") else {}
+            return dataclasses.replace(x, count=x.count * runs, **argument)
+
+        events = self.traffic, self.collectives, self.copies, self.loops
+        return Program(*([changed(x) for x in each] for each in events))
 
 
 def read_program(

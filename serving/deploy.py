@@ -99,7 +99,8 @@ def deploy(options: ModelOptions, checkpoint: Checkpoint, mesh: Mesh, log: Log) 
     """The model in the number formats that the user asks for, or else in the default ones."""
     format = choose_format(options.quantize, checkpoint, log)
     dtype, kv_dtype = choose_dtypes(options.dtype, options.kv_cache_dtype, format)
-    return Deployment(checkpoint.config, mesh, dtype, format, kv_dtype, checkpoint)
+    step_tokens = 1 + options.guesses if options.draft or options.lookup else 1
+    return Deployment(checkpoint.config, mesh, dtype, format, kv_dtype, checkpoint, step_tokens)
 
 
 def make_programs(

@@ -23,6 +23,7 @@ from feedback.errors import UserError
 from model import Config, Experts, Weights
 from ops.platform import platform
 from quantize import FORMATS, Format
+from serving.program_memory import ProgramBytes, program_bytes
 from serving.steps import batch_infos
 from sharding.arrays import abstract
 from sharding.mesh import EXPERT, MODEL, STAGE, mesh_size
@@ -30,7 +31,9 @@ from sharding.stages import first_stage, in_stages
 
 DEFAULT_ROWS = 32  # of the batch
 CPU_ROWS = 8  # of a batch that waits for requests, on a CPU: steps grow longer with every busy row
-HEADROOM = 0.1  # fraction of the memory that is left for temporaries, unless the user gives --rows
+# Fractions of the memory that are left over unless the user gives --rows: for programs where their code and
+# temporaries are not estimated, and for errors of the estimate where they are.
+HEADROOM, ESTIMATE_HEADROOM = 0.1, 0.02
 
 # Memory bandwidth in bytes per second of one jax device, by its device_kind, from the vendors' data sheets. A
 # TPU7x chip has two devices.
@@ -87,7 +90,10 @@ def device_memory() -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Deployment:
-    """A model, its mesh and its number formats. checkpoint: None for random weights."""
+    """A model, its mesh and its number formats.
+
+    checkpoint: None for random weights. step_tokens: the most tokens of a row that a decode step reads.
+    """
 
     cfg: Config
     mesh: Mesh
@@ -95,6 +101,7 @@ class Deployment:
     format: Format | None
     kv_dtype: str
     checkpoint: Checkpoint | None = None
+    step_tokens: int = 1
 
     def abstract_weights(self) -> Weights:
         """The shapes, types and shardings of the weights."""
@@ -110,15 +117,59 @@ class Deployment:
         return shard_bytes(abstract(infos, self.mesh)) * stages
 
 
+@dataclasses.dataclass(frozen=True)
+class Needs:
+    """Bytes that each device needs. programs: None where they are not estimated."""
+
+    weights: int
+    cache: int
+    programs: ProgramBytes | None
+
+    @property
+    def total(self) -> int:
+        programs = self.programs or ProgramBytes()
+        return self.weights + self.cache + programs.code + programs.temporaries
+
+    def fit(self, have: int, headroom: bool) -> bool:
+        """Whether a device with so many bytes has enough, and if `headroom`, some left over."""
+        left = (ESTIMATE_HEADROOM if self.programs else HEADROOM) if headroom else 0
+        return self.total <= have * (1 - left)
+
+    def sentence(self, cache: str) -> str:
+        """All that is needed, in words. cache: what the cache is for."""
+        parts = [f"{gib(self.weights)} for weights", f"{gib(self.cache)} for {cache}"]
+        if self.programs:
+            parts.append(f"{gib(self.programs.code)} for the code of programs")
+            parts.append(f"{gib(self.programs.temporaries)} for their temporaries")
+        return f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+
+def gib(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB"
+
+
+def needs(models: list[Deployment], rows: int, max_len: int, copied: int = 0) -> Needs:
+    """What the models, a cache of so many rows and all programs need. copied: see `fit_cache`."""
+    cache = sum(x.cache_bytes(rows, max_len) for x in models)
+    cache += copied * sum(x.cache_bytes(mesh_size(x.mesh, (STAGE, "data")), max_len) for x in models)
+    programs = [program_bytes(x.cfg, x.mesh, rows, x.step_tokens) for x in models]
+    if None in programs:
+        total = None
+    else:  # one program runs at a time
+        total = ProgramBytes(sum(x.code for x in programs), max(x.temporaries for x in programs))
+    return Needs(sum(x.weight_bytes() for x in models), cache, total)
+
+
 def fit_cache(
-    models: list[Deployment], lengths: list[int], rows: int | None, max_len: int | None
+    models: list[Deployment], lengths: list[int], rows: int | None, max_len: int | None, copied: int = 0
 ) -> tuple[int, int]:
     """The cache to allocate for requests of these lengths: -> (rows, max_len), its rows and their positions.
 
     models: the model, and the draft model if there is one. rows, max_len: the user's choice, or None. By
     default there is a row for each request, but at most DEFAULT_ROWS, as long as the longest request; fewer
-    if they do not fit, and then shorter rows, into which the longest requests do not fit. Temporaries are not
-    counted. Raises UserError if not even the shortest request fits.
+    if they do not fit, and then shorter rows, into which the longest requests do not fit. copied: how many
+    rows of a data shard are on their way to the host or back at the same time. Raises UserError if not even
+    the shortest request fits.
     """
     shards, limit = mesh_size(models[0].mesh, (STAGE, "data")), min(x.cfg.max_positions for x in models)
 
@@ -132,14 +183,14 @@ def fit_cache(
     choices = [(count, max_len or rounded(max(lengths))) for count in counts]
     if not max_len:
         choices += [(counts[-1], length) for length in sorted({rounded(n) for n in lengths}, reverse=True)]
-    weights, have = sum(x.weight_bytes() for x in models), device_memory()
+    have = device_memory()
     for choice in choices:
-        if weights + sum(x.cache_bytes(*choice) for x in models) <= have * (1 if rows else 1 - HEADROOM):
+        if needs(models, *choice, copied).fit(have, headroom=not rows):
             return choice
 
     count, length = choices[0] if rows else choices[len(counts) - 1]
-    cache = sum(x.cache_bytes(count, length) for x in models)
-    if weights > cache:  # suggest what makes the larger of the two smaller
+    needed = needs(models, count, length, copied)
+    if needed.weights > needed.cache:  # suggest what makes the larger of the two smaller
         bits, remedies = max(x.format.bits if x.format else 16 for x in models), []
         for name, format in FORMATS.items():
             if format and (fewer := format.on(platform(models[0].mesh)).bits) < bits:
@@ -148,11 +199,8 @@ def fit_cache(
         remedies = ["--kv-cache-dtype int8"] * (models[0].kv_dtype != "int8")
         remedies += ["fewer rows"] * (count > shards) + ["shorter rows"]
     remedies += ["more devices"]
-    weights, cache, have = (f"{size / 2**30:.2f} GiB" for size in (weights, cache, have))
-    needs = (
-        f"each device needs {weights} for weights and {cache} for its share of {count} x {length} positions"
-    )
-    raise UserError(f"does not fit: {needs}, and has {have}; try {', '.join(remedies)}")
+    what = needed.sentence(f"its share of {count} x {length} positions")
+    raise UserError(f"does not fit: each device needs {what}, and has {gib(have)}; try {', '.join(remedies)}")
 
 
 @functools.cache

@@ -44,10 +44,11 @@ def serve(session: Session) -> None:
     """Serve until SIGTERM or Ctrl-C, then finish the open requests."""
     args, builder = session.args, session.builder
     rows = args.rows or (CPU_ROWS if jax.default_backend() == "cpu" else DEFAULT_ROWS)
-    rows, max_len = fit_cache(session.models, [builder.limit] * rows, args.rows, builder.limit)
+    saved = int((DEFAULT_PREFIX_CACHE if args.prefix_cache_gib is None else args.prefix_cache_gib) * 2**30)
+    lengths = [builder.limit] * rows
+    rows, max_len = fit_cache(session.models, lengths, args.rows, builder.limit, copied=1 if saved else 0)
     tokenizer = grammar_tokenizer(builder.tokenizer, builder.vocabulary, builder.stop)
     like = [Request([0], 1), Request([0], 1, Sampling(top_logprobs=1), score=True)]
-    saved = int((DEFAULT_PREFIX_CACHE if args.prefix_cache_gib is None else args.prefix_cache_gib) * 2**30)
     limits = server_limits(jax.default_backend(), args.prefill_budget)
     needed = rows, max_len, like, max_len, OPTION_SETS, saved, limits
     start = partial(session.start_engine, *needed, general=True)

@@ -110,6 +110,7 @@ DAMAGED_TOKEN = "tests/test_command_line.py::test_a_damaged_token"
 CONTENTS = "tests/test_page_contents.py::test_"
 DAMAGED_TURN = "tests/test_chat.py::test_a_turn_that_computes_nan"
 SMALLEST = "tests/test_hosts.py::test_memory_of_the_smallest"
+PROGRAMS = "tests/test_command_line.py::test_programs_need_memory"
 GATHER, FIRST, AGREE, PORT, NOBODY = (
     f"tests/test_distributed.py::test_{name}"
     for name in ("gather", "from_first", "agree", "port_in_use", "nobody_comes")
@@ -559,7 +560,15 @@ MUTATIONS = [
     ("terminal/prompts.py", "min(self.new_tokens, max(left, 1))", "self.new_tokens", "tests/test_command_line.py::test_default_lengths_do_not_depend_on_the_batch"),
     ("terminal/prompts.py", "1.0 if RESTRICTIONS & set(options) else None", "None", "tests/test_answers.py::test_options_that_ask_for_samples"),
     ("serving/memory.py", "-(-length // 128) * 128", "length // 128 * 128", MEMORY),
-    ("serving/memory.py", "(1 if rows else 1 - HEADROOM)", "1", MEMORY),
+    ("serving/memory.py", "else HEADROOM) if headroom else 0", "else 0) if headroom else 0", MEMORY),
+    ("serving/memory.py", "(ESTIMATE_HEADROOM if self.programs else", "(0 if self.programs else", PROGRAMS),
+    ("serving/memory.py", "+ programs.code + programs.temporaries", "+ programs.temporaries", PROGRAMS),
+    ("serving/memory.py", "+ programs.code + programs.temporaries", "+ programs.code", PROGRAMS),
+    ("serving/memory.py", "max(x.temporaries for x in programs)", "sum(x.temporaries for x in programs)", PROGRAMS),
+    ("serving/memory.py", "sum(x.code for x in programs)", "max(x.code for x in programs)", PROGRAMS),
+    ("serving/memory.py", "cache += copied * sum(", "cache += 0 * sum(", PROGRAMS),
+    ("planner/floor.py", "return job.rows / job.batch", "return 1", "tests/test_plan.py::test_what_is_needed"),
+    ("planner/traffic.py", "count=x.count * runs", "count=x.count", "tests/test_plan.py::test_prefill_in_groups_of_layers"),
     ("serving/memory.py", "positions - kind.mask.first_visible(positions)", "positions", BYTES),
     ("serving/memory.py", "* idle", "", BYTES),
     ("serving/memory.py", 'mesh_size(mesh, EXPERT))', '1)', BYTES),

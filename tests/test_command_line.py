@@ -431,6 +431,30 @@ def test_rows_that_fit(monkeypatch):
     )  # each data shard has a row
 
 
+def test_programs_need_memory(monkeypatch):
+    """Code and temporaries count where they are estimated, and so do rows on their way to the host."""
+    deployment = deployment_of(open_checkpoint(LLAMA3).config)
+    programs = memory.ProgramBytes(code=2**28, temporaries=2**29)
+    monkeypatch.setattr(memory, "program_bytes", lambda *_: programs)
+
+    def choose(rows_in_memory: float, left=0.0, models=1, **options):
+        needed = deployment.weight_bytes() + rows_in_memory * deployment.cache_bytes(1, 128)
+        needed = models * (needed + programs.code) + programs.temporaries
+        monkeypatch.setattr(memory, "device_memory", lambda: int(needed / (1 - left)))
+        return memory.fit_cache([deployment] * models, [100] * 32, options.pop("rows", None), 128, **options)
+
+    assert choose(32.1, memory.ESTIMATE_HEADROOM) == (32, 128)
+    assert choose(31.9, memory.ESTIMATE_HEADROOM) == (16, 128)
+    assert choose(32.1, memory.ESTIMATE_HEADROOM, models=2) == (32, 128)  # one program runs at a time
+    assert choose(31.9, memory.ESTIMATE_HEADROOM, models=2) == (16, 128)
+    assert choose(32.1, rows=32) == (32, 128)
+    assert choose(33.1, rows=32, copied=1) == (32, 128)
+    parts = "0.25 GiB for the code of programs and 0.50 GiB for their temporaries, and has"
+    for rows_in_memory, options in ((31.9, {}), (32.9, dict(copied=1))):
+        with pytest.raises(ValueError, match=parts):
+            choose(rows_in_memory, rows=32, **options)
+
+
 def busiest(chosen, E: int, groups: int) -> float:
     """The share of its experts that the busiest group has in use, after tokens that chose these."""
     counts = np.bincount([expert // (E // groups) for expert in set(chosen)])

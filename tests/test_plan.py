@@ -25,7 +25,7 @@ from planner.compiled import Step
 from planner.estimates import collective_seconds
 from planner.floor import share_needed
 from planner.hlo import Array, device_groups
-from planner.job import Job, named_leaves, part_of, prefill_width
+from planner.job import Job, named_leaves, part_of
 from planner.models import read_model
 from planner.plan import Choice, Plan
 from planner.report import show
@@ -395,13 +395,6 @@ def test_parts_of_the_model():
     assert {name: part_of(name, cfg) for name in names} == names
 
 
-@pytest.mark.parametrize(
-    "batch, length, width", [(1, 600, 512), (8, 20, 32), (9, 512, 256), (32, 512, 128), (999, 40, 16)]
-)
-def test_prefill_chunks_fit_in_memory(batch, length, width):
-    assert prefill_width(batch, length) == width
-
-
 def test_every_name_is_a_model():
     assert {name: read_model(name).D for name in ("llama3.2-1b", "llama4-scout")} == {
         "llama3.2-1b": 2048,
@@ -411,20 +404,22 @@ def test_every_name_is_a_model():
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_what_is_needed(tied):
-    """Decode looks up tokens and reads all else; prefill ends with the keys and values of the last layer."""
+    """Decode looks up tokens and reads all else; prefill needs no logits, and one of two rows' caches."""
     cfg = llama3_config(tied_embeddings=tied)
+    mesh = mesh_of(cfg)
+    decode = Job(cfg, 2, 128, None, "float32")
 
-    def unneeded(tokens: int) -> set[str]:
-        job, mesh = Job(cfg, 1, 128, None, "float32", tokens), mesh_of(cfg)
+    def unneeded(job: Job) -> set[str]:
         names = [name for name, _ in named_leaves(**job.arguments(mesh))]
         return {name for name in names if not share_needed(name, job, mesh)}
 
     tables = {"batch.tokens", "weights.embed"}
-    assert unneeded(1) == (tables - {"weights.embed"} if tied else tables)
-    last = {f"feed_forward.{name}" for name in ("gate", "up", "down")} | {"attention.q", "attention.o"}
-    last = {f"weights.layers[1].{name}" for name in last | {"feed_forward_norm"}}
+    assert unneeded(decode) == (tables - {"weights.embed"} if tied else tables)
     logits = {"weights.norm"} if tied else {"weights.norm", "weights.unembed"}
-    assert unneeded(16) == tables | logits | last | {"batch.cache.layers[1].values"}
+    prefill = decode.prefill(16, mesh)
+    assert unneeded(prefill) == tables | logits
+    cache = "batch.cache.layers[1].values"
+    assert (share_needed(cache, decode, mesh), share_needed(cache, prefill, mesh)) == (1, 0.5)
 
 
 def test_collectives_take_hops_and_bandwidth():
@@ -658,6 +653,63 @@ print(json.dumps(found))
 
 @needs_compiler
 @pytest.mark.deep
+def test_prefill_in_groups_of_layers():
+    """Twice as many layers run the same program twice: no more code, and twice the bytes of the layers."""
+    code = """
+import dataclasses, json
+from planner.compiled import compile_step
+from planner.job import Job
+from planner.models import read_model
+from planner.topologies import find_topology
+from sharding.mesh import make_mesh
+cfg, topology = read_model("llama3.2-1b"), find_topology("v5e:1x1")
+mesh = make_mesh(cfg, devices=topology.devices)
+for layers in (8, 16):
+    job = Job(dataclasses.replace(cfg, layers=cfg.layers[:layers]), 8, 2048)
+    print(json.dumps(dataclasses.asdict(compile_step(job.prefill(32, mesh), mesh, topology))))
+"""
+    done = run_python("-c", code)
+    assert done.returncode == 0, done.stderr
+    few, more = map(json.loads, done.stdout.splitlines())
+    assert few["programs"] == dict(start=1, layers=1, finish=1)
+    assert more["programs"] == dict(start=1, layers=2, finish=1)
+    assert [more[name] for name in ("code_bytes", "temp_bytes")] == [
+        few[name] for name in ("code_bytes", "temp_bytes")
+    ]
+    for part in ("attention", "mlp", "kv_cache"):
+        assert more["hbm_bytes_by_part"][part] == 2 * few["hbm_bytes_by_part"][part] > 0
+    assert more["hbm_bytes_by_part"]["embedding"] == few["hbm_bytes_by_part"]["embedding"]
+    added = sum(np.multiply(3 * [8], [2048 * 2048, 2 * 2048 * 512, 3 * 2048 * 8192]))  # q, k and v, the MLP
+    added += 8 * (2048 * 2048 + 8 * 2048 * 8 * (128 + 4))  # o; rows x slots x heads x (values and scales)
+    assert more["argument_bytes"] - few["argument_bytes"] == pytest.approx(added, rel=0.01)
+    assert more["peak_bytes"] > more["argument_bytes"] + more["temp_bytes"] + more["code_bytes"]
+
+
+TINY = str(ROOT / "tests" / "checkpoints" / "tiny-llama4")
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("name", "topology", "rows", "length", "layers"),
+    [
+        (TINY, "v5e:2x2", 4, 256, 2),
+        deep("llama3.1-8b", "v5e:1x1", 28, 4096, 8),
+        deep("llama3.1-70b", "v5e:2x4", 32, 4096, 8),
+        deep("llama4-scout", "v5e:4x4", 64, 8192, 8),
+        deep("gpt-oss-20b", "v5e:2x2", 8, 4096, 4),
+    ],
+)
+def test_estimated_memory_of_programs(name, topology, rows, length, layers):
+    """The engine counts on at least what the compiler says of all programs, and on few hundred MB more."""
+    done = run_python("-m", "planner.program_memory", name, topology, *map(str, (rows, length, layers)))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["code_bytes"] <= found["estimated_code_bytes"] <= found["code_bytes"] + 300e6
+    assert found["temp_bytes"] <= found["estimated_temp_bytes"] <= found["temp_bytes"] + 100e6
+
+
+@needs_compiler
+@pytest.mark.deep
 def test_draft_tokens_go_through_the_decode_kernel():
     """One kernel each reads the caches of a chunked layer and of a full layer, and nothing copies them."""
     code = """
@@ -752,9 +804,9 @@ def test_a_config_on_a_chosen_mesh_with_prefill(tmp_path):
     )
     done = run_plan("--model", str(folder), *arguments.split(), "--quantize", "none", "--dump-hlo", str(dump))
     assert done.returncode == 0, done.stderr
-    assert (
-        "dp 2 x ep 1 x tp 2" in done.stdout and "Prefill, a chunk of 32 tokens per row: fits" in done.stdout
-    )
+    assert "dp 2 x ep 1 x tp 2" in done.stdout
+    assert "Prefill, a chunk of 32 tokens of one row of each data shard: fits" in done.stdout
+    assert "programs: 1 start, 1 layers, 1 finish" in done.stdout
     assert read_program(dump.read_text()).hbm_bytes > 0
 
 

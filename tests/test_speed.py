@@ -56,6 +56,13 @@ def test_operations_are_those_of_each_product(tokens, context, chooses, format):
     assert speed.needed_flops(weights, cfg, 5, tokens, context, chooses) == 5 * count
 
 
+@pytest.mark.parametrize(
+    ("batch", "length", "width"), [(1, 600, 512), (8, 20, 32), (9, 512, 256), (32, 512, 128), (999, 40, 16)]
+)
+def test_prefill_chunks_fit_in_memory(batch, length, width):
+    assert speed.chunk_width(batch, length) == width
+
+
 HLO = """
   %fusion.1 = f32[2]{0} fusion(%a), kind=kLoop, metadata={op_name="jit(step)/shard_map/attention/dot"}
   ROOT %dot.2 = f32[2]{0} dot(%a, %b), metadata={op_name="jit(step)/feed_forward/experts/dot_general"}

@@ -1,0 +1,85 @@
+"""How much memory a device needs for compiled programs, beside weights and cache: an estimate for TPUs.
+
+Before anything is compiled, the memory of a device must be divided. A program takes memory for its code as
+long as it is there, and for its temporaries while it runs. The constants are bounds on what the TPU compiler
+says of the models and slices in the table of docs/tpu.md; the command there compares them with other models.
+"""
+
+import dataclasses
+import math
+
+import jax
+from jax.sharding import Mesh
+
+import model
+from model import Config, Experts
+from ops.platform import on_tpu
+from serving.executors import MOST_LAYERS, layer_groups
+from serving.programs import WIDTHS
+from serving.requests import OPTION_SETS
+from sharding.arrays import abstract
+from sharding.mesh import MODEL, ROWS, STAGE, mesh_size
+from sharding.stages import first_stage
+
+MB = 10**6
+# Code of a compiled layer in a decode step. Seen: 0.2 to 1.3 on v5e, 1.3 on v6e and 1.5 on v5p.
+DECODE_CODE = 1.6 * MB
+# Code of a compiled layer in a prefill chunk, by its width. Seen on v5e: up to 3.6, 4.1 and 9.4.
+PREFILL_CODE = dict(zip(WIDTHS, (4 * MB, 4.5 * MB, 10 * MB), strict=True))
+# Code of the decode steps beside their layers, which choose greedily, at random, and with all options. Seen:
+# 4, 11 and 24.
+SAMPLING_CODE = 45 * MB
+# Code of all others: what comes before and after the layers of a chunk, and what assigns and copies rows.
+OTHER_CODE = 20 * MB
+# Temporaries of a program per layer, whatever its size. Seen: up to 1.9 in decode steps and 1.9 in chunks.
+LAYER_TEMPORARIES = 2 * MB
+# Arrays [rows,T,V] of float32 that a decode step with random options has at the same time. Seen: 8.2.
+SAMPLING_ARRAYS = 9
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramBytes:
+    """Bytes of each device. code: of all programs. temporaries: the most that any program needs."""
+
+    code: int = 0
+    temporaries: int = 0
+
+
+def program_bytes(cfg: Config, mesh: Mesh, rows: int, tokens: int = 1) -> ProgramBytes | None:
+    """What the programs of a batch need; None where nothing was measured, which is on CPUs and on GPUs.
+
+    rows: of the batch. tokens: the most that a decode step reads of a row, see Programs.width.
+    """
+    if not on_tpu(mesh):
+        return None
+    stages, kinds = mesh.shape[STAGE], first_stage(cfg, mesh.shape[STAGE]).layers
+    depth, one_row = len(kinds), max(WIDTHS)
+    # Several stages have one program for a chunk, and one decode program.
+    groups = {kinds[i:end] for i, end in layer_groups(kinds, MOST_LAYERS)} if stages == 1 else {kinds}
+    prefill_layers, decode_programs = sum(map(len, groups)), len(OPTION_SETS) if stages == 1 else 1
+
+    code = decode_programs * depth * DECODE_CODE + SAMPLING_CODE + OTHER_CODE
+    code += prefill_layers * sum(PREFILL_CODE.values())
+
+    logits = 4 * -(-cfg.V // mesh_size(mesh, MODEL))  # bytes of one position
+    decode = depth * LAYER_TEMPORARIES + SAMPLING_ARRAYS * rows // mesh_size(mesh, ROWS) * tokens * logits
+    layers = max(map(len, groups)) * LAYER_TEMPORARIES + one_row * activation_bytes(cfg, mesh)
+    return ProgramBytes(round(code), round(max(decode, layers, one_row * logits)))
+
+
+def activation_bytes(cfg: Config, mesh: Mesh) -> int:
+    """Bytes of what one layer computes for a token on each device, as if all of it existed at the same time.
+
+    That is a bfloat16 for each row of the weights that the token goes through, and some of the model's width:
+    two beside the layer, and two for each expert of the token.
+    """
+    widths = []
+    for kind in set(cfg.layers):
+        infos, experts = model.layer_infos(kind, cfg.D), 0
+        if isinstance(kind.feed_forward, Experts):
+            experts = kind.feed_forward.A
+            routed = infos.feed_forward
+            infos = dataclasses.replace(infos, feed_forward=routed.shared)
+        shards = (x.sharding.shard_shape(x.shape) for x in jax.tree.leaves(abstract(infos, mesh, "bfloat16")))
+        widths.append(sum(map(math.prod, shards)) // cfg.D + 2 * cfg.D * (1 + experts))
+    return 2 * max(widths)
