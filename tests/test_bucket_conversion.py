@@ -17,10 +17,10 @@ from types import SimpleNamespace
 import boto3
 import processes
 import pytest
+from buckets import VARIABLES, Buckets
 from conftest import CHECKPOINTS
 from safetensors.numpy import load_file, save_file
 from test_conversion import contents, flip, random_model, small_model
-from test_object_storage import VARIABLES, Buckets
 
 import convert_checkpoint
 from checkpoints import object_storage
@@ -354,7 +354,7 @@ def test_second_conversion_while_one_writes(bucket, tmp_path):
 
 @pytest.mark.parametrize("format", [None, INT8])
 def test_second_conversion_that_overtakes_the_first(format, bucket, tmp_path):
-    """It is done when the first, which found the folder empty, writes conversion.json: that is deleted again."""
+    """It is done when the first, which found the folder empty, writes conversion.json, which is deleted."""
     url, folder = f"s3://models/overtaken-{format}", f"overtaken-{format}"
     convert(str(LLAMA3), str(tmp_path / "x"), format)
 

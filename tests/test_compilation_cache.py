@@ -11,11 +11,12 @@ import threading
 
 import jax
 import pytest
+from buckets import VARIABLES
 from conftest import CHECKPOINTS, FAST
 from jax._src import compilation_cache as jax_cache
 from jax._src import compiler
 from processes import Own, finish, start
-from test_object_storage import VARIABLES, buckets  # noqa: F401  a fixture
+from test_object_storage import buckets  # noqa: F401  a fixture
 
 import main
 from checkpoints.object_storage import NoSuchObject, RemoteFolder

@@ -14,11 +14,10 @@ import boto3
 import jax
 import numpy as np
 import pytest
+from buckets import VARIABLES, Buckets
 from conftest import CHECKPOINTS, mesh_of
-from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from processes import Own, finish, start
 from test_dequantized import publish
-from werkzeug.serving import WSGIRequestHandler, make_server
 
 from checkpoints import fetching, object_storage
 from checkpoints.checkpoint import open_checkpoint
@@ -30,38 +29,6 @@ from feedback.errors import UserError
 from quantize import FORMATS
 
 LLAMA3, LLAMA4 = CHECKPOINTS / "tiny-llama3", CHECKPOINTS / "tiny-llama4"
-SIGNED = "AWS4-HMAC-SHA256 Credential=AKIAOURS/20260101/us-east-1/s3/aws4_request"  # as much as moto reads
-
-
-class Silent(WSGIRequestHandler):
-    protocol_version = "HTTP/1.1"  # connections stay open
-
-    def log(self, *_):
-        pass
-
-
-class Buckets:
-    """moto's S3, which serves gs:// as well: Google's XML interface is S3's but for two headers.
-
-    requests: (method, path, bytes that were asked for or None) of each.
-    """
-
-    def __init__(self):
-        self.app, self.requests = DomainDispatcherApplication(create_backend_app), []
-        self.server = make_server("127.0.0.1", 0, self, threaded=True, request_handler=Silent)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-
-    def __call__(self, environ, start_response):
-        self.requests.append((environ["REQUEST_METHOD"], environ["PATH_INFO"], environ.get("HTTP_RANGE")))
-        if environ.pop("HTTP_X_GOOG_IF_GENERATION_MATCH", None) == "0":
-            environ["HTTP_IF_NONE_MATCH"] = "*"
-        if environ.get("HTTP_AUTHORIZATION", "").startswith("Bearer "):
-            environ["HTTP_AUTHORIZATION"] = SIGNED
-        return self.app(environ, start_response)
-
-
-VARIABLES = {"AWS_ACCESS_KEY_ID": "AKIAOURS", "AWS_SECRET_ACCESS_KEY": "hush", "AWS_REGION": "us-east-1"}
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from buckets import VARIABLES
 from conftest import CHECKPOINTS, FAST
 from processes import errors, finish, free_port, start
 
@@ -37,6 +38,12 @@ VARIANTS = dict(re.findall(r"```bash (v\d\w+-\d+)\n(.*?)```", PAGE, re.DOTALL))
 # A network and processes of its own: ports are free, nobody else can connect, and at the end all are killed.
 ALONE = ["unshare", "-rnpf", "--mount-proc", "bash", "-c", 'ip link set lo up && exec bash "$0"']
 
+# Google's storage, as the workers and gcloud's stand-in find it.
+STORAGE = f"""
+{sys.executable} {ROOT}/tests/buckets.py 9000 &
+until curl --silent --output /dev/null 127.0.0.1:9000; do /bin/sleep 0.2; done
+"""
+
 GCLOUD = r'''
 import os, pathlib, re, shutil, subprocess, sys, threading
 here = pathlib.Path(os.environ["STANDINS"])
@@ -52,10 +59,13 @@ COMMANDS = {
     "compute tpus tpu-vm ssh": "--zone= --worker= --command=",
     "compute tpus tpu-vm scp": "--zone= --worker= --recurse",
     "compute tpus tpu-vm list": "--zone=",
-    "filestore instances create": "--zone= --tier= --file-share= --network=",
-    "filestore instances describe": "--zone= --format=",
-    "filestore instances delete": "--zone= --quiet",
+    "config get-value project": "",
+    "projects describe": "--format=",
+    "storage buckets create": "--location= --uniform-bucket-level-access",
+    "storage buckets add-iam-policy-binding": "--member= --role=",
+    "storage rm": "--recursive",
 }
+PROJECT, NUMBER = "tiny", "123456789"
 
 arguments = sys.argv[1:]
 rest = arguments[arguments.index("--") + 1 :] if "--" in arguments else []
@@ -82,8 +92,13 @@ def remote(worker, text):
         # What jax is told by the metadata server of a TPU.
         "JAX_COORDINATOR_ADDRESS": "127.0.0.1:8471", "JAX_NUM_PROCESSES": str(workers),
         "JAX_PROCESS_ID": str(worker),
+        "STORAGE_EMULATOR_HOST": "127.0.0.1:9000",
     }
     return dict(args=["bash", "-c", text], cwd=home, env=mine, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+def storage(command, bucket):
+    """Let storage.py, which needs packages, do this."""
+    subprocess.run([sys.executable, here / "storage.py", command, bucket.removeprefix("gs://")], check=True)
 
 def relay(process):
     """Threads that pass on what a process writes, until nobody can write any more: so long ssh waits."""
@@ -104,22 +119,27 @@ match command.split()[-2:]:
     case ["queued-resources", "delete"]:
         thing("slice", thing("request", *given).read_text()).unlink()
         thing("request", *given).unlink()
-    case ["instances", "create"]:
-        share = dict(x.split("=") for x in options["--file-share"].split(","))
-        assert options["--network"] == "name=default" and options["--tier"] == "BASIC_SSD"
-        assert int(re.fullmatch(r"(\d+)GB", share["capacity"])[1]) >= 2560
-        thing("disk", *given).write_text(share["name"])
-    case ["instances", "describe"]:
-        assert thing("disk", *given).exists() and options["--format"] == "value(networks[0].ipAddresses[0])"
-        print("10.0.0.2")
-    case ["instances", "delete"]:
-        thing("disk", *given).unlink()
+    case ["get-value", "project"]:
+        print(PROJECT)
+    case ["projects", "describe"]:
+        assert given == [PROJECT] and options["--format"] == "value(projectNumber)"
+        print(NUMBER)
+    case ["buckets", "create"]:
+        assert os.environ["ZONE"].startswith(options["--location"] + "-")
+        storage("create", *given)
+    case ["buckets", "add-iam-policy-binding"]:
+        account = f"serviceAccount:{NUMBER}-compute@developer.gserviceaccount.com"
+        assert options == {"--member": account, "--role": "roles/storage.objectUser"}
+        storage("check", *given)
+    case ["storage", "rm"]:
+        storage("delete", *given)
     case ["tpu-vm", "list"]:
         print(*(x.name for x in here.glob("slice-*")))
     case ["tpu-vm", "scp"]:
         source, destination = given
         assert thing("slice", destination.removesuffix(":")).exists() and options["--worker"] == "all"
         for worker in range(workers):
+            (here / f"worker{worker}").mkdir(exist_ok=True)
             subprocess.run(["cp", source, here / f"worker{worker}"], check=True)
     case ["tpu-vm", "ssh"]:
         assert thing("slice", *given).exists()
@@ -138,6 +158,20 @@ match command.split()[-2:]:
         sys.stdout.flush()
         sys.exit(max(codes))
 '''
+
+STORAGE_COMMANDS = """
+import sys
+import boto3
+client, (command, bucket) = boto3.client("s3", endpoint_url="http://127.0.0.1:9000"), sys.argv[1:]
+if command == "create":
+    client.create_bucket(Bucket=bucket)
+elif command == "check":
+    client.head_bucket(Bucket=bucket)
+else:
+    found = boto3.resource("s3", endpoint_url="http://127.0.0.1:9000").Bucket(bucket)
+    found.objects.delete()
+    found.delete()
+"""
 
 # The page's uv makes an environment: here its python is this test's, on chips that a CPU plays.
 UV = """#!/usr/bin/env bash
@@ -165,15 +199,6 @@ exec tar czf ~/llama-jax.tar.gz --exclude=.git --exclude=__pycache__ --transform
 [[ $* == "-LsSf https://astral.sh/uv/install.sh" ]] || exec {shutil.which("curl")} --noproxy '*' "$@"
 echo 'mkdir -p ~/.local/bin && cp "$STANDINS/uv" ~/.local/bin'
 """,
-    "sudo": """#!/usr/bin/env bash
-case "$*" in
-  "apt-get update") ;;
-  "DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=300 install -y nfs-common") ;;
-  "mount -t nfs 10.0.0.2:/models $STANDINS/models") test -d "$STANDINS/models" ;;
-  "mkdir -p $STANDINS/models" | "chmod 777 $STANDINS/models") exec "$@" ;;
-  *) exit 94 ;;
-esac
-""",
     # Only of this worker: the processes with its home.
     "pkill": """#!/usr/bin/env bash
 [[ $* == "-f [m]ain.py" ]] || exit 93
@@ -195,6 +220,7 @@ done
     "uv": UV,
     "python": PYTHON,
     "gcloud.py": GCLOUD,
+    "storage.py": STORAGE_COMMANDS,
 }
 
 
@@ -215,9 +241,9 @@ def follow(tmp_path):
         flags = f"--xla_force_host_platform_device_count={chips} {FAST}"
         variables = {
             "PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(tmp_path / "home"), "FLAGS": flags,
-            "STANDINS": str(tmp_path), "WORKERS": str(workers),
+            "STANDINS": str(tmp_path), "WORKERS": str(workers), **VARIABLES,
         }  # fmt: skip
-        script = ["set -e -o pipefail", NAMES, changes]
+        script = ["set -e -o pipefail", STORAGE, NAMES, changes]
         script += [f"echo '=== {i}'\n{block}" for i, block in enumerate(blocks)]
         (tmp_path / "script").write_text("\n".join(script))
         with open(tmp_path / "errors", "w+") as errors:
@@ -235,8 +261,7 @@ def follow(tmp_path):
 @pytest.mark.deep
 def test_the_page(follow, tmp_path):
     """Two workers with two chips each, from the slice to an answer and back, with the tiny model."""
-    tiny = f"MODEL={CHECKPOINTS / 'tiny-llama3'} MODELS={tmp_path / 'models'}"
-    outputs = dict(zip(STEPS, follow(tiny, STEPS, 2, 2), strict=True))
+    outputs = dict(zip(STEPS, follow(f"MODEL={CHECKPOINTS / 'tiny-llama3'}", STEPS, 2, 2), strict=True))
 
     def printed(words: str) -> str:
         (out,) = [out for step, out in outputs.items() if words in step]
@@ -249,8 +274,7 @@ def test_the_page(follow, tmp_path):
     assert token.read_text() == "hf_secret\n" and token.stat().st_mode & 0o777 == 0o600
     assert not (tmp_path / "worker1" / ".cache" / "huggingface").exists()
     right = r"the checksums of \d+ tensors and of the model's other files are right"
-    assert re.search(right, printed("--verify"))
-    assert printed("--verify").count("\nconfig.json") == 2  # each worker sees the folder
+    assert re.search("^gs://tiny-llama/llama3.1-70b-int8: " + right, printed("--verify"))
     assert printed("Why is the sky blue?").startswith("> Why is the sky blue?\n")
     assert '{"status":"ready"}' in printed("--serve")
     assert "My name is Tiny Llama" in printed("curl --retry")
@@ -258,9 +282,9 @@ def test_the_page(follow, tmp_path):
         log = (tmp_path / f"worker{worker}" / "serve.log").read_text()
         assert "error" not in log and "Traceback" not in log, log
     assert printed("tpu-vm list") == "\n"  # nothing is left
-    assert (
-        not list(tmp_path.glob("slice-*")) + list(tmp_path.glob("request-*")) + list(tmp_path.glob("disk-*"))
-    )
+    assert not [*tmp_path.glob("slice-*"), *tmp_path.glob("request-*")]
+    for worker in range(2):  # the programs are in the bucket, not in the home
+        assert not list((tmp_path / f"worker{worker}").rglob("*.program"))
 
 
 def test_in_the_background(follow):
@@ -277,7 +301,7 @@ def test_in_the_background(follow):
 @pytest.mark.parametrize("slice", VARIANTS)
 def test_other_slices(follow, slice):
     """Their names go together, and the same commands create and delete them."""
-    ends = [step for step in STEPS if re.search("instances create|queued-resources|instances delete", step)]
+    ends = [step for step in STEPS if re.search("buckets create|queued-resources", step)]
     assert len(ends) == 3
     workers = {"v6e-16": 4, "v6e-8": 1, "v5e-8": 1}[slice]
     assert follow(VARIANTS[slice], ends, workers, 4)[-1] == "\n"
