@@ -1,10 +1,14 @@
-"""Find a model's folder or file on this machine, or download what is needed from the Hugging Face hub."""
+"""Find a model: a folder or file on this machine, a URL, or a repository of the Hugging Face hub.
+
+What is needed of a repository is downloaded, or read over the network where that is better.
+"""
 
 import os
 import pathlib
 import re
 import shutil
 import sys
+import urllib.parse
 
 from checkpoints.folders import (
     COMPANIONS,
@@ -15,8 +19,9 @@ from checkpoints.folders import (
     read_json,
     weight_map_in,
 )
-from checkpoints.object_storage import is_url
+from checkpoints.object_storage import RemoteFolder, is_url
 from checkpoints.remote_models import open_remote
+from distributed.exchange import gather, process_count, process_index
 from feedback.errors import UserError, did_you_mean
 
 HUB_ID = r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:/((?:\w[\w.-]*/)*\w[\w.-]*\.gguf))?(?:@([\w./-]+))?"
@@ -47,8 +52,7 @@ def find_model(path_or_id: str, alone: bool = False) -> ModelFolder | pathlib.Pa
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        found = _download(*hub_id.groups())
-        return found if found.is_file() else ModelFolder(found)
+        return _in_hub(*hub_id.groups(), alone)
     except UserError:
         raise
     except Exception as e:  # huggingface_hub's own, and those of the HTTP and Xet libraries
@@ -102,9 +106,11 @@ def _similar_repositories(name: str) -> list[str]:
     return [repository.id for repository in found]
 
 
-def _download(name: str, gguf: str | None, revision: str | None) -> pathlib.Path:
+def _in_hub(name: str, gguf: str | None, revision: str | None, alone: bool) -> ModelFolder | pathlib.Path:
     """Download the small files, and the weights files that the index names, unless the cache has them.
 
+    Weights are read over the network instead if there are several processes, each of which needs its part, or
+    if the disk cannot hold them.
     gguf: the name of a GGUF file, whose path is returned; of a model in several files all are downloaded.
     """
     from huggingface_hub import snapshot_download
@@ -118,8 +124,9 @@ def _download(name: str, gguf: str | None, revision: str | None) -> pathlib.Path
         files = [re.sub(r"-\d{5}-of-(\d{5}\.gguf)$", r"-?????-of-\1", gguf)]
     # The snapshot's folder is named after its commit; the branch may have moved on since.
     commit = folder.name
-    if not HF_HUB_OFFLINE:
-        _announce(name, commit, files, folder)
+    there = [] if HF_HUB_OFFLINE else _in_repository(name, commit, files)
+    if _is_streamed(name, there, folder, gguf, alone):
+        return ModelFolder(folder, _streamed(name, commit))
     folder = pathlib.Path(snapshot_download(name, revision=commit, allow_patterns=files))
     found = folder / (gguf or files[0])
     if not found.exists():
@@ -129,7 +136,59 @@ def _download(name: str, gguf: str | None, revision: str | None) -> pathlib.Path
             suggestion = did_you_mean(gguf, others) if gguf else ""
             example = f"; give one of its GGUF files, such as {name}/{others[0]}" if others else ""
             raise UserError(f"{name}: has no {gguf or THEIR_FILE}{suggestion or example}")
-    return found if gguf else folder
+    return found if gguf else ModelFolder(folder)
+
+
+def _is_streamed(name: str, files: list, folder: pathlib.Path, gguf: str | None, alone: bool) -> bool:
+    """Whether to read weights files over the network instead of downloading them, as stderr is told.
+
+    files: as of `_in_repository`. folder: of the snapshot in the hub's cache. All processes, unless this is
+    alone, get the same answer. Raises UserError if GGUF files, which are always downloaded, have no room.
+    """
+    missing = [file.file_size for file in files if file.will_download]
+    if not (alone or gguf) and any(gather(bool(missing))) and process_count() > 1:
+        if process_index() == 0:
+            total = sum(file.file_size for file in files) / 1e9
+            what = f"{process_count()} processes read their parts of {total:,.2f} GB over the network"
+            print(f"streaming {name}: {what}; nothing is downloaded", file=sys.stderr, flush=True)
+        return True
+    if not missing:
+        return False
+    cache = next(x for x in folder.parents[2:] if x.is_dir())
+    begun = sum(file.stat().st_size for file in (folder.parents[1] / "blobs").glob("*.incomplete"))
+    needed, free = sum(missing) - begun, shutil.disk_usage(cache).free
+    size, room = f"{needed / 1e9:,.2f} GB", f"the disk of {cache} has {free / 1e9:,.2f} GB free"
+    if needed > free and gguf:
+        raise UserError(f"{name}: {size} to download, but {room}; set HF_HOME to a folder on a larger disk")
+    if needed > free:
+        total = sum(file.file_size for file in files) / 1e9
+        what = f"{total:,.2f} GB are read over the network, each time; {room}"
+        print(f"streaming {name}: {what}", file=sys.stderr, flush=True)
+        return True
+    print(f"downloading {name}: {size}; {room}", file=sys.stderr, flush=True)
+    return False
+
+
+def _streamed(name: str, commit: str) -> RemoteFolder:
+    """The files of a commit, which are read from where the hub says that they are.
+
+    The hub counts requests, and the storage that it redirects to does not: a file is asked for once, and
+    again when its URL has expired. The token is for the hub alone.
+    """
+    from huggingface_hub import get_hf_file_metadata, get_token, hf_hub_url
+    from huggingface_hub.constants import ENDPOINT
+
+    def locate(file: str) -> tuple[str, dict[str, str]]:
+        asked = hf_hub_url(name, file, revision=commit)
+        try:
+            url = get_hf_file_metadata(asked, token=get_token(), retry_on_errors=True).location
+        except Exception as e:  # huggingface_hub's own
+            reason = " ".join(str(e).split())
+            raise UserError(f"{name}: the hub did not give {file}: {reason}{_what_to_do(e, name)}") from None
+        token = get_token() if urllib.parse.urlsplit(url)[:2] == urllib.parse.urlsplit(asked)[:2] else None
+        return url, {"Authorization": f"Bearer {token}"} if token else {}
+
+    return RemoteFolder(f"{ENDPOINT}/{name}/resolve/{commit}", locate)
 
 
 def _in_repository(name: str, commit: str, patterns: list[str]) -> list:
@@ -142,21 +201,3 @@ def _in_repository(name: str, commit: str, patterns: list[str]) -> list:
             super().__init__(*args, **kwargs | dict(disable=True))
 
     return snapshot_download(name, revision=commit, allow_patterns=patterns, dry_run=True, tqdm_class=Hidden)
-
-
-def _announce(name: str, commit: str, files: list[str], folder: pathlib.Path) -> None:
-    """Print to stderr how much is to be downloaded. Raises UserError if the disk cannot hold it.
-
-    folder: of the snapshot in the hub's cache.
-    """
-    there = _in_repository(name, commit, files)
-    missing = [file.file_size for file in there if file.will_download]
-    if not missing:
-        return
-    cache = next(x for x in folder.parents[2:] if x.is_dir())
-    begun = sum(file.stat().st_size for file in (folder.parents[1] / "blobs").glob("*.incomplete"))
-    needed, free = sum(missing) - begun, shutil.disk_usage(cache).free
-    size, room = f"{needed / 1e9:,.2f} GB", f"the disk of {cache} has {free / 1e9:,.2f} GB free"
-    if needed > free:
-        raise UserError(f"{name}: {size} to download, but {room}; set HF_HOME to a folder on a larger disk")
-    print(f"downloading {name}: {size}; {room}", file=sys.stderr, flush=True)

@@ -61,13 +61,13 @@ def is_url(text: str) -> bool:
 class RemoteFolder:
     """A folder of files that a URL names. Threads may share it.
 
-    headers: (name, value) of HTTP headers to send to a web server, such as a token. They are not sent to
-    another host that it redirects to.
+    locate: of a folder whose files never change, from a file's name to the URL that its bytes are read from,
+    which may expire, and the HTTP headers to send, such as a token.
     All methods raise UserError naming the URL, and none of the messages has a credential in it.
     """
 
     url: str
-    headers: tuple[tuple[str, str], ...] = dataclasses.field(default=(), repr=False)
+    locate: Callable[[str], tuple[str, dict[str, str]]] | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self):
         if self.scheme not in SCHEMES:
@@ -86,12 +86,48 @@ class RemoteFolder:
     @functools.cached_property
     def _reading(self):
         """obstore's store; what fails is asked for again here."""
-        return _store(self, 0)
+        return _store(self.url, 0)
+
+    @functools.cached_property
+    def _located(self) -> dict:
+        """obstore's stores of single files, by name."""
+        return {}
+
+    def _place(self, name: str) -> tuple:
+        """-> (obstore's store, the path in it) of a file to read."""
+        if not self.locate:
+            return self._reading, name
+        if name not in self._located:
+            url, headers = self.locate(name)
+            self._located[name] = _store(url, 0, headers, called=self.url)
+        return self._located[name], ""
+
+    def _get(self, name: str, **options):
+        """obstore's answer for a file."""
+        import obstore
+        from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
+
+        store, path = self._place(name)
+        try:
+            return obstore.get(store, path, options=options)
+        except (PermissionDeniedError, UnauthenticatedError) as e:
+            if not self.locate:
+                raise
+            if self._located.get(name) is store:  # else another thread has noticed that the URL has expired
+                self._located.pop(name)
+            raise WrongAnswer(_reason(str(e))) from None
+
+    def _identity(self, meta: dict) -> tuple[int, str | None, str]:
+        """-> (size, ETag, time of change) of a file, of obstore's ObjectMeta."""
+        if self.locate:  # servers that share the files may send ETags of their own
+            return meta["size"], None, self.url
+        changed = meta["last_modified"]
+        return meta["size"], meta["e_tag"], changed.isoformat() if changed.timestamp() else ""
 
     @functools.cached_property
     def _writing(self):
         """obstore's store; it sends parts of a file that fail again."""
-        return _store(self, RETRIES)
+        return _store(self.url, RETRIES)
 
     def open(self, name: str) -> tuple["RemoteFile", bytes]:
         """-> (a file, its first HEAD bytes). Raises NoSuchObject if it is not there."""
@@ -100,13 +136,13 @@ class RemoteFolder:
 
         def ask() -> tuple[RemoteFile, bytes]:
             try:
-                answer = obstore.get(self._reading, name, options={"range": (0, HEAD)})
+                answer = self._get(name, range=(0, HEAD))
             except GenericError as e:
                 if "status code: 416" not in str(e):
                     raise
                 # An empty file has no byte that could be asked for.
-                return RemoteFile(self, name, *_identity(obstore.head(self._reading, name))), b""
-            file, text = RemoteFile(self, name, *_identity(answer.meta)), bytes(answer.bytes())
+                return RemoteFile(self, name, *self._identity(obstore.head(*self._place(name)))), b""
+            file, text = RemoteFile(self, name, *self._identity(answer.meta)), bytes(answer.bytes())
             if len(text) != min(HEAD, file.size):
                 raise WrongAnswer(f"{len(text)} bytes instead of {min(HEAD, file.size)}")
             return file, text
@@ -125,10 +161,9 @@ class RemoteFolder:
 
     def read(self, name: str) -> bytes:
         """The content of a small file. Raises NoSuchObject if it is not there."""
-        import obstore
 
         def ask() -> bytes:
-            answer = obstore.get(self._reading, name)
+            answer = self._get(name)
             text = bytes(answer.bytes())
             if len(text) != answer.meta["size"]:
                 raise WrongAnswer(f"{len(text)} bytes instead of {answer.meta['size']}")
@@ -205,7 +240,7 @@ class RemoteFolder:
 
     @property
     def _credentials(self) -> str:
-        return "check HF_TOKEN" if self.headers else CREDENTIALS[self.scheme]
+        return "check HF_TOKEN" if self.locate else CREDENTIALS[self.scheme]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,13 +282,12 @@ class RemoteFile:
 
     def _chunks(self, start: int, stop: int) -> Iterator[np.ndarray]:
         """The bytes [start, stop), some at a time, of a file that is still the same."""
-        import obstore
 
-        options = {"range": (start, stop)}
+        options = {}
         if self.etag and not self.etag.startswith("W/"):  # no condition that a weak ETag could fulfill
             options["if_match"] = self.etag
-        answer = obstore.get(self.folder._reading, self.name, options=options)
-        if _identity(answer.meta) != (self.size, self.etag, self.changed):
+        answer = self.folder._get(self.name, range=(start, stop), **options)
+        if self.folder._identity(answer.meta) != (self.size, self.etag, self.changed):
             raise UserError(f"{self}: was changed while it was read; run again")
         if answer.range != (start, stop):
             raise WrongAnswer(f"bytes {answer.range} instead of {(start, stop)}")
@@ -268,8 +302,10 @@ def waits() -> Iterator[float | None]:
     yield None
 
 
-def _store(folder: RemoteFolder, retries: int):
-    """obstore's store of a folder, with credentials from the variables that the services' own tools read.
+def _store(url: str, retries: int, headers: dict[str, str] | None = None, called: str = ""):
+    """obstore's store of a URL, with credentials from the variables that the services' own tools read.
+
+    called: what messages call a URL that has secrets in it.
 
     s3: AWS_ACCESS_KEY_ID and the like, AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, AWS_REGION, AWS_SKIP_SIGNATURE,
         a machine's role; AWS_PROFILE and ~/.aws if boto3 is installed.
@@ -282,18 +318,20 @@ def _store(folder: RemoteFolder, retries: int):
     from obstore.store import from_url
 
     options = dict(CLIENT)
-    if folder.headers:
-        options["default_headers"] = dict(folder.headers)
-    service = {"s3": _aws_profile, "gs": _gcs_emulator}.get(folder.scheme, dict)()
+    if headers:
+        options["default_headers"] = headers
+    scheme = url.partition("://")[0].lower()
+    service = {"s3": _aws_profile, "gs": _gcs_emulator}.get(scheme, dict)()
     retry = {
         "max_retries": retries,
         "backoff": {"init_backoff": timedelta(seconds=FIRST_WAIT)},
         "retry_timeout": timedelta(minutes=2),
     }
     try:
-        return from_url(folder.url, client_options=options, retry_config=retry, **service)
+        return from_url(url, client_options=options, retry_config=retry, **service)
     except (BaseError, ValueError, OSError) as e:
-        raise UserError(f"{folder.url}: {_reason(str(e))}; {folder._credentials}") from None
+        reason = str(e).split("\n")[0].removeprefix("Generic ")
+        raise UserError(f"{called or url}: {reason}; {CREDENTIALS[scheme]}") from None
 
 
 def _aws_profile() -> dict:
@@ -323,12 +361,6 @@ def _gcs_emulator() -> dict:
         return {}
     # An emulator checks no token, but obstore writes nothing without one.
     return {"base_url": host if is_url(host) else f"http://{host}", "bearer_token": "none"}
-
-
-def _identity(meta: dict) -> tuple[int, str | None, str]:
-    """-> (size, ETag, time of change) of a file, of obstore's ObjectMeta."""
-    changed = meta["last_modified"]
-    return meta["size"], meta["e_tag"], changed.isoformat() if changed.timestamp() else ""
 
 
 def _may_pass(e: Exception) -> bool:

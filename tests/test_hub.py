@@ -82,9 +82,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
         name, what, rest = path.removeprefix("/api/models").removeprefix("/tiny/").split("/", 2)
         hub.asked[name, what].append(rest)
         status, headers, body = self.answer(name, what, rest)
-        end, start = len(body), int(self.headers.get("Range", "bytes=0-")[6:-1])
-        if start:
-            status, headers["Content-Range"] = 206, f"bytes {start}-{end - 1}/{end}"
+        end, start, asked = len(body), 0, self.headers.get("Range")
+        if asked:
+            start, _, last = asked.removeprefix("bytes=").partition("-")
+            start, end = int(start), min(int(last) + 1, end) if last else end
+            status, headers["Content-Range"] = 206, f"bytes {start}-{end - 1}/{len(body)}"
             hub.asked[name, "range"].append(start)
         self.send_response(status)
         for header, value in {"Content-Length": end - start, **headers}.items():
@@ -120,10 +122,40 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return 200, {}, json.dumps({"id": f"tiny/{name}", "sha": sha}).encode()
         commit, _, file = rest.partition("/")
         files = self.server.commits[commit]
+        if name == "elsewhere" and file.endswith(".safetensors"):
+            self.server.signature += 1
+            url = (
+                f"http://localhost:{self.server.storage.server_port}/{commit}/{file}?{self.server.signature}"
+            )
+            headers = {"X-Linked-Size": len(files[file]), "X-Linked-Etag": "x", "X-Repo-Commit": commit}
+            return 302, {"Location": url, **headers}, b""
         if what == "tree":
             tree = [dict(type="file", path=file, size=len(x), oid="0" * 40) for file, x in files.items()]
             return 200, {}, json.dumps(tree).encode()
         return 200, {"ETag": hashlib.sha256(files[file]).hexdigest(), "X-Repo-Commit": commit}, files[file]
+
+
+class Storage(http.server.BaseHTTPRequestHandler):
+    """Where the hub redirects to, /COMMIT/FILE?SIGNATURE: a signature is good for three requests."""
+
+    def do_GET(self):
+        hub = self.server.hub
+        hub.tokens.append(self.headers["Authorization"])
+        path, _, signature = self.path.partition("?")
+        _, commit, file = path.split("/")
+        hub.used[signature] += 1
+        content = hub.commits[commit][file] if hub.used[signature] <= 3 else b"expired"
+        status = 206 if hub.used[signature] <= 3 else 403
+        first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
+        part = content[first : last + 1]
+        self.send_response(status)
+        self.send_header("Content-Length", len(part))
+        self.send_header("Content-Range", f"bytes {first}-{first + len(part) - 1}/{len(content)}")
+        self.end_headers()
+        self.wfile.write(part)
+
+    def log_message(self, *_):
+        pass
 
 
 @pytest.fixture(scope="module")
@@ -132,9 +164,14 @@ def hub(tmp_path_factory):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as hub:
         hub.commits, hub.home, hub.breaks = commits(), tmp_path_factory.mktemp("hub"), dict(BREAKS)
         threading.Thread(target=hub.serve_forever, daemon=True).start()
+        hub.storage = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Storage)
+        hub.storage.hub, hub.signature, hub.used, hub.tokens = hub, 0, collections.Counter(), []
+        threading.Thread(target=hub.storage.serve_forever, daemon=True).start()
         hub.first = ask(hub, *GIVEN, *REFUSED, RESET)
         yield hub
         hub.shutdown()
+        hub.storage.shutdown()
+        hub.storage.server_close()
 
 
 ASK = """
@@ -142,12 +179,17 @@ import json
 import os
 import shutil
 import sys
+from checkpoints import fetching, object_storage
+object_storage.HEAD = fetching.GAP = 2**12
+fetching.PIECE = 2**15
 if "FREE" in os.environ:
     shutil.disk_usage = lambda folder: shutil._ntuple_diskusage(0, 0, int(os.environ["FREE"]))
 from checkpoints.checkpoint import open_checkpoint
 for name in sys.argv[1:]:
     try:
-        print(json.dumps(str(open_checkpoint("tiny/" + name).folder)))
+        checkpoint = open_checkpoint("tiny/" + name)
+        sums = {x.name: x.checksum() for x in checkpoint.tensors} if checkpoint.remote else {}
+        print(json.dumps(sums or str(checkpoint.folder)))
     except Exception as e:
         print(json.dumps(type(e).__name__ + ": " + str(e)))
 """
@@ -160,13 +202,20 @@ def ask(hub, *names, **env):
     env |= dict(HF_HUB_DISABLE_TELEMETRY="1", NO_PROXY="*", JAX_PLATFORMS="cpu", PATH=os.environ["PATH"])
     command, root = [sys.executable, "-c", ASK, *names], CHECKPOINTS.parents[1]
     done = subprocess.run(command, cwd=root, env=env, text=True, capture_output=True, check=True)
-    hub.said = [line for line in done.stderr.splitlines() if line.startswith("downloading ")]
+    said = ("downloading ", "streaming ")
+    hub.said = [line for line in done.stderr.splitlines() if line.startswith(said)]
     return dict(zip(names, map(json.loads, done.stdout.splitlines()), strict=True)), hub.asked
 
 
 def check_weights(folder):
     for name, source in open_checkpoint(LLAMA3).sources.items():
         assert open_checkpoint(folder).sources[name].tensors[0].checksum() == source.tensors[0].checksum()
+
+
+def check_sums(sums: dict[str, str]):
+    """Weights that were read over the network."""
+    tensors = open_checkpoint(LLAMA3).tensors
+    assert sums == {tensor.name: tensor.checksum() for tensor in tensors}
 
 
 def check_error(error, *words):
@@ -203,7 +252,7 @@ def test_reset_connection(hub):
 
 
 def test_says_how_much_it_downloads(hub):
-    """Only what the cache lacks counts: one of the three files of weights."""
+    """Only what the cache lacks counts: one of the three files of weights. What has no room is streamed."""
     copy = hub.home / "hub/models--tiny--begun"
     shutil.copytree(hub.home / "hub/models--tiny--sharded", copy, symlinks=True)
     link = copy / "snapshots" / SHARDED / SHARDS[1]
@@ -211,13 +260,25 @@ def test_says_how_much_it_downloads(hub):
     link.unlink()
     size = len(hub.commits[SHARDED][SHARDS[1]])
     answers, _ = ask(hub, "begun", FREE=str(size - 1))
-    check_error(answers["begun"], "tiny/begun: 0.00 GB to download, but the disk of ", "set HF_HOME")
-    assert not hub.said and not link.exists()
+    check_sums(answers["begun"])
+    (line,) = hub.said
+    assert line.startswith("streaming tiny/begun: 0.00 GB are read over the network, each time; the disk of ")
+    assert not link.exists()
     answers, _ = ask(hub, "begun", FREE=str(size))
     check_weights(answers["begun"])
     assert len(hub.said) == 1 and hub.said[0].startswith("downloading tiny/begun: 0.00 GB; the disk of ")
     ask(hub, "begun", FREE="0")
     assert not hub.said  # all is there
+
+
+def test_streamed_from_elsewhere(hub):
+    """What the hub redirects to is asked for bytes, without the token; if a URL has expired, for another."""
+    answers, asked = ask(hub, "elsewhere", FREE="0")
+    check_sums(answers["elsewhere"])
+    located = [rest for rest in asked["elsewhere", "resolve"] if rest.endswith(".safetensors")]
+    assert set(located) == {f"{SHARDED}/{file}" for file in SHARDS}
+    assert len(hub.tokens) > 2 * len(located) and set(hub.tokens) == {None}
+    assert not list((hub.home / "hub/models--tiny--elsewhere").rglob("*.safetensors"))
 
 
 PARTS = [f"q8/model-0000{i}-of-00002.gguf" for i in (1, 2)]

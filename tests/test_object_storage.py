@@ -8,6 +8,7 @@ import pathlib
 import socket
 import threading
 import time
+import urllib.parse
 
 import boto3
 import jax
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 from conftest import CHECKPOINTS, mesh_of
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+from processes import Own, finish, start
 from test_dequantized import publish
 from werkzeug.serving import WSGIRequestHandler, make_server
 
@@ -22,7 +24,8 @@ from checkpoints import fetching, object_storage
 from checkpoints.checkpoint import open_checkpoint
 from checkpoints.loading import load
 from checkpoints.object_storage import NoSuchObject, RemoteFolder, is_url
-from convert_checkpoint import convert
+from checkpoints.unfinished import source_fingerprint
+from convert_checkpoint import convert, verify
 from feedback.errors import UserError
 from quantize import FORMATS
 
@@ -79,7 +82,7 @@ class Web(http.server.ThreadingHTTPServer):
 
     files:  content by path.
     faults: what to do instead, at each of the next requests for bytes of weights; None: nothing.
-    ranges: (path, first, stop) of each part that it has sent.
+    ranges: (path, first, stop, its name as the client knows it) of each part that it has sent.
     """
 
     def __init__(self):
@@ -100,13 +103,14 @@ class Web(http.server.ThreadingHTTPServer):
 
 class WebHandler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
 
     def log_message(self, *_):
         pass
 
     def do_GET(self):
-        web, content = self.server, self.server.files.get(self.path)
-        weights = self.path.endswith(".safetensors") and web.faults
+        web, self.path = self.server, urllib.parse.unquote(self.path)
+        content, weights = web.files.get(self.path), self.path.endswith(".safetensors") and web.faults
         fault = web.faults.popleft() if weights else None
         if content is None or fault in (403, 500, 503):
             return self.answer(fault or 404, b"<Error><Code>Odd</Code><AWSAccessKeyId>hush</AWSAccessKeyId>")
@@ -122,7 +126,7 @@ class WebHandler(http.server.BaseHTTPRequestHandler):
         first, stop = first + (fault == "shifted"), min(last + 1, len(content))
         part = content[first:stop]
         place = f"bytes {first}-{stop - 1}/{len(content)}"
-        web.ranges.append((self.path, first, stop))
+        web.ranges.append((self.path, first, stop, self.headers["Host"].partition(":")[0]))
         part = {"short": part[:-1], "long": part + b"x"}.get(fault, part)
         self.answer(206, part, {"ETag": etag, "Content-Range": place}, fault)
 
@@ -248,7 +252,7 @@ def test_in_buckets(kind, folder, folders):
     check_equal(url, folders[kind])
 
 
-@pytest.mark.parametrize("kind, mesh", [("llama4", "tp8"), ("none", "ep2-tp4"), ("int8", "tp8")])
+@pytest.mark.parametrize("kind, mesh", [("llama3", "tp8"), ("none", "ep2-tp4"), ("int8", "tp8")])
 def test_loaded(kind, mesh, folders, web):
     """On several devices, each weight of which is fetched once."""
     url = web.add(folders[kind], f"loaded-{kind}")
@@ -257,4 +261,188 @@ def test_loaded(kind, mesh, folders, web):
     arrays = [load(x, mesh_of(x.config, mesh), "bfloat16", x.format, show=False) for x in (theirs, ours)]
     jax.tree.map(np.testing.assert_array_equal, *arrays)
     held = sum(x.nbytes for x in theirs.tensors)
-    assert sum(stop - first for _, first, stop in web.ranges) <= held
+    assert sum(stop - first for _, first, stop, _ in web.ranges) <= held
+
+
+# ------------------------------------------------------------------------------------------------- faults
+
+PASSING = [500, 503, "cut", "reset", "slow", "short", "long", "shifted"]
+
+
+@pytest.mark.parametrize("fault", PASSING)
+def test_asked_again(fault, web):
+    """Until the answer is right; a connection that is cut is taken up where it was cut."""
+    url = web.add(LLAMA3, f"again-{fault}")
+    checkpoint = open_checkpoint(url)
+    (tensor,) = checkpoint.sources["embed"].tensors
+    web.faults.extend([fault, None, fault, fault])
+    web.ranges.clear()
+    expected = open_checkpoint(LLAMA3).sources["embed"].tensors[0]
+    np.testing.assert_array_equal(tensor.values, expected.values)
+    assert not web.faults
+    if fault == "cut":
+        starts = [first for _, first, _, _ in web.ranges]
+        assert len(set(starts)) == len(starts), "what had come was asked for again"
+
+
+@pytest.mark.parametrize("fault", sorted({*map(str, PASSING)} - {"slow"}))
+def test_opened_again(fault, web):
+    web.faults.extend([int(fault) if fault.isdigit() else fault] * 2)
+    assert open_checkpoint(web.add(LLAMA3, f"opened-{fault}")).remote
+    assert not web.faults
+
+
+REFUSED = {
+    503: "could not be reached (503 Service Unavailable, Odd); check the URL",
+    403: "access refused (403 Forbidden, Odd); give a URL that anybody may read",
+    "whole": "the server does not send parts of a file; download the folder first",
+    "short": "the server sends fewer bytes than it was asked for, also when it is asked again",
+    "shifted": "could not be reached",
+    "changed": "was changed while it was read; run again",
+}
+
+
+@pytest.mark.parametrize("fault", REFUSED)
+def test_refused(fault, web, monkeypatch):
+    """In one line without a secret, and never with wrong weights; asked a bounded number of times."""
+    url = web.add(LLAMA3, f"refused-{fault}")
+    (tensor,) = open_checkpoint(url).sources["embed"].tensors
+    web.faults.extend([fault] * 1000)
+    with pytest.raises(UserError) as caught:
+        tensor.read(0, 8)
+    message = str(caught.value)
+    web.faults.clear()
+    assert message.startswith(f"{url}/model.safetensors: {REFUSED[fault]}") and "\n" not in message, message
+    assert "hush" not in message
+
+
+def test_changed_in_between(web):
+    """A file that was replaced by one of the same size and shape after it was opened."""
+    checkpoint = open_checkpoint(web.add(LLAMA3, "replaced"))
+    name = "/replaced/model.safetensors"
+    web.files[name] = web.files[name][:-1] + b"!"
+    with pytest.raises(
+        UserError, match="replaced/model.safetensors: was changed while it was read; run again"
+    ):
+        checkpoint.sources["embed"].tensors[0].read(0, 8)
+
+
+def test_truncated(web, folders):
+    url = web.add(folders["none"], "truncated")
+    path = next(path for path in web.files if path.startswith("/truncated/weights"))
+    web.files[path] = web.files[path][:-1]
+    with pytest.raises(UserError, match=r"truncated/weights-.*: has \d+ bytes, not \d+ as "):
+        open_checkpoint(url)
+    del web.files[path]
+    with pytest.raises(UserError, match=r"truncated/weights-.*: no such file; is the upload complete\?"):
+        open_checkpoint(url)
+    del web.files["/truncated/config.json"]
+    with pytest.raises(UserError, match=r"/truncated: no config.json in it; is it a model's folder"):
+        open_checkpoint(url)
+    with pytest.raises(UserError, match=r"/x.gguf: GGUF files are read from a disk only; download it"):
+        open_checkpoint(f"{web.url}/x.gguf")
+
+
+def test_no_bucket_no_network_no_credentials(buckets, monkeypatch):
+    with pytest.raises(UserError, match="^s3://other/x: there is no such bucket; check its name$"):
+        open_checkpoint("s3://other/x")
+    with pytest.raises(UserError, match="^s3://models/nothing: no config.json in it"):
+        open_checkpoint("s3://models/nothing")
+    with pytest.raises(
+        UserError, match=r"^http://127.0.0.1:1/x/.*: could not be reached \(Connection refused\)"
+    ):
+        open_checkpoint("http://127.0.0.1:1/x")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:1")
+    with pytest.raises(UserError, match="^s3://models/x: access refused .*; set AWS_ACCESS_KEY_ID and"):
+        open_checkpoint("s3://models/x")
+    monkeypatch.delenv("STORAGE_EMULATOR_HOST")
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/none.json")
+    with pytest.raises(UserError, match="^gs://models/x: .*/none.json: No such file.*; set GOOGLE_APP"):
+        open_checkpoint("gs://models/x")
+
+
+# --------------------------------------------------------------------------------------------- small files
+
+
+def test_small_files_are_kept_by_content(web, tmp_path, monkeypatch):
+    """A folder that has changed gets another copy; a home that cannot be written is no obstacle."""
+    url = web.add(LLAMA3, "small")
+    first, again = (open_checkpoint(url) for _ in range(2))
+    assert first.folder == again.folder and first.folder.is_relative_to(tmp_path)
+    assert first.checksums() == again.checksums()
+    weights = sum(path.stat().st_size for path in (tmp_path / "cache").rglob("*.safetensors"))
+    assert not weights
+    web.files["/small/chat_template.jinja"] += b" "
+    other = open_checkpoint(url)
+    assert other.folder != first.folder and other.checksums() != first.checksums()
+    assert (other.folder / "chat_template.jinja").read_bytes() == web.files["/small/chat_template.jinja"]
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert (open_checkpoint(url).folder / "config.json").is_file()
+
+
+def test_checksums_take_no_requests(web):
+    """Of a file whose version the server tells; they tell one version from another."""
+    url = web.add(LLAMA3, "checksums")
+    checkpoint = open_checkpoint(url)
+    web.ranges.clear()
+    found, fingerprint = checkpoint.checksums(), source_fingerprint(checkpoint)
+    assert not web.ranges
+    again = open_checkpoint(url)
+    assert found == again.checksums() and fingerprint == source_fingerprint(again)
+    name = "/checksums/model.safetensors"
+    web.files[name] = web.files[name][:-1] + b"!"
+    other = open_checkpoint(url)
+    assert other.checksums()["weights"] != found["weights"] and source_fingerprint(other) != fingerprint
+
+
+def test_converted_from_a_url(web, folders, tmp_path):
+    convert(web.add(LLAMA4, "to convert"), str(tmp_path / "int8"), FORMATS["int8"], file_bytes=50_000)
+    for path in folders["int8"].glob("*.safetensors"):
+        assert (tmp_path / "int8" / path.name).read_bytes() == path.read_bytes()
+    url = web.add(tmp_path / "int8", "converted")
+    assert len(verify(url, str(LLAMA4))) == 2
+
+
+# ------------------------------------------------------------------------------------------ several processes
+
+LOAD = """
+import os
+import sys
+import jax
+jax.distributed.initialize(os.environ["JAX_COORDINATOR_ADDRESS"], 2, int(os.environ["JAX_PROCESS_ID"]))
+from checkpoints import fetching, object_storage
+from checkpoints.loading import load
+from serving.deploy import ModelOptions, open_agreed
+from sharding.mesh import make_mesh
+object_storage.HEAD, fetching.GAP, fetching.PIECE = 2**12, 2**9, 2**14
+checkpoint = open_agreed(ModelOptions(sys.argv[1]), "checkpoint")
+print(f"opened {checkpoint.remote}", flush=True)
+mesh = make_mesh(checkpoint.config, 1, 1, 2, jax.devices())
+weights = load(checkpoint, mesh, "bfloat16", checkpoint.format)
+print(sum(shard.data.nbytes for x in jax.tree.leaves(weights) for shard in x.addressable_shards))
+"""
+
+
+@pytest.mark.deep
+def test_each_process_fetches_its_part(web, folders, tmp_path):
+    """They agree about the checkpoint, and read what their devices hold: half of the sharded weights."""
+    url, program = web.add(folders["none"], "two"), tmp_path / "load.py"
+    program.write_text(LOAD)
+    web.ranges.clear()
+    variables = {"PYTHONPATH": str(CHECKPOINTS.parents[1]), "XDG_CACHE_HOME": str(tmp_path)}
+    # The server tells them apart by what they call it.
+    urls = url, url.replace("127.0.0.1", "localhost")
+    own = [Own([x], variables, program) for x in urls]
+    outputs = finish(start(2, 1, own=own))
+    assert [code for code, _, _ in outputs] == [0, 0], outputs
+    for host, (_, stdout, _) in zip(("127.0.0.1", "localhost"), outputs, strict=True):
+        opened, held = stdout.split("\n")[:2]
+        fetched = [(first, stop) for path, first, stop, by in web.ranges if by == host]
+        heads = [stop - first for first, stop in fetched if not first]
+        assert opened == "opened True"
+        assert (
+            int(held) - sum(heads) <= sum(stop - first for first, stop in fetched) <= int(held) + sum(heads)
+        )
