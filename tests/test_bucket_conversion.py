@@ -354,7 +354,7 @@ def test_second_conversion_while_one_writes(bucket, tmp_path):
 
 @pytest.mark.parametrize("format", [None, INT8])
 def test_second_conversion_that_overtakes_the_first(format, bucket, tmp_path):
-    """It is done when the first, which found the folder empty, writes conversion.json, which is deleted."""
+    """It is done before the first writes its conversion.json, which is deleted again."""
     url, folder = f"s3://models/overtaken-{format}", f"overtaken-{format}"
     convert(str(LLAMA3), str(tmp_path / "x"), format)
 

@@ -31,7 +31,7 @@ from checkpoints.folders import INDEX, STATE
 from checkpoints.layouts import layout_of
 from checkpoints.loading import load
 from checkpoints.names import named_infos
-from checkpoints.tensor_files import TensorFile
+from checkpoints.tensor_files import MappedFile, TensorFile
 from convert_checkpoint import convert, verify
 from families.registry import read_config
 from quantize import INT8, quantize
@@ -135,7 +135,7 @@ def test_full_disk(tmp_path, monkeypatch):
         ):
             convert(str(LLAMA3), str(tmp_path / "x"), file_bytes=200_000)
     assert not (tmp_path / "x").exists()
-    written = map(TensorFile, (tmp_path / "x.incomplete").glob("*.safetensors"))
+    written = [TensorFile(MappedFile(x)) for x in (tmp_path / "x.incomplete").glob("*.safetensors")]
     whole = sum(tensor.stop - tensor.start for file in written for tensor in file.tensors.values())
     left = (LLAMA3 / "model.safetensors").stat().st_size - whole
     with monkeypatch.context() as patch:  # room for what is left, if what was begun makes way
