@@ -42,22 +42,22 @@ def compile_all(job: Job, mesh: Mesh) -> Compiler:
         neutral = jax.tree.map(np.asarray, getattr(NEUTRAL, name))
         return jax.tree.map(lambda x: array(job.batch, *x.shape, dtype=x.dtype), neutral)
 
-    each, row = array(job.batch), array(shards)
+    each, row, text = array(job.batch), array(shards), array(shards, job.context)
     samplings = [Sampling(**{name: column(name) for name in options}) for options in OPTION_SETS]
     todo = [DecodeStep(count=each, sampling=sampling) for sampling in samplings]
     scores = (None, 0, MAX_TOP_LOGPROBS)
     todo += [
         PrefillChunk(rows=row, count=row, width=width, score=score) for width in WIDTHS for score in scores
     ]
-    # The steps' own arrays are arguments, too: no program computes them.
-    compiler = Compiler(weights=weights, batch=batch, todo=todo)
+    copied = dataclasses.replace(job, batch=shards).arguments(mesh)["batch"].cache.layers
+    # No program computes the steps' own arrays, or what is copied from the host.
+    compiler = Compiler(weights=weights, batch=batch, todo=todo, copied=copied)
     for step in todo:
         executor_for(mesh)(step, weights, batch, **static, call=compiler)
-    text = array(shards, job.context)
     for source in (None, row):
         compiler(steps.assign_rows, row, text, row, source, batch, **static)
-    one_row = compiler(steps.read_rows, row, batch, **static)
-    compiler(steps.write_rows, row, one_row, batch, **static)
+    compiler(steps.read_rows, row, batch, **static)
+    compiler(steps.write_rows, row, copied, batch, **static)
     return compiler
 
 

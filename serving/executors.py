@@ -26,8 +26,8 @@ from sharding.arrays import specs
 from sharding.mesh import ROWS, STAGE
 
 # The most layers in a program of `several_programs`. By the TPU compiler, a layer of Llama 3.1 70B (v5e:4x4,
-# int8, a chunk of 512 tokens) moves 70.3 MB of HBM in a program of all layers, 71.9 in programs of 16 layers,
-# 73.5 of 8, and 76.6 of 4. A program of 8 layers has 47 MiB of code, and one of all 80 layers has 478.
+# int8, a chunk of 512 tokens) moves 59.1 MB of HBM in a program of all layers, 60.7 in programs of 16 layers,
+# 62.3 of 8, and 65.4 of 4. A program of 8 layers has 47 MiB of code, and one of all 80 layers has 478.
 MOST_LAYERS = 8
 # The same on one CPU device. 30 layers take 18.6 s of CPU time to compile as one program, 3.6 s as programs
 # of 6, and 3.1 s one by one.

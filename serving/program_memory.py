@@ -22,16 +22,18 @@ from sharding.mesh import MODEL, ROWS, STAGE, mesh_size
 from sharding.stages import first_stage
 
 MB = 10**6
-# Code of a compiled layer in a decode step. Seen: 0.2 to 1.3 on v5e, 1.3 on v6e and 1.5 on v5p.
-DECODE_CODE = 1.6 * MB
-# Code of a compiled layer in a prefill chunk, by its width. Seen on v5e: up to 3.6, 4.1 and 9.4.
+# Code of a compiled layer in a decode step. Seen: 0.2 to 2 on v5e, 1.3 on v6e and 1.5 on v5p. It is 0.2 where
+# the compiler shares code between layers; when it does so is not known.
+DECODE_CODE = 2 * MB
+# Code of a compiled layer in a prefill chunk, by its width. Seen on v5e: up to 3.6, 4.1 and 9.4. A decode
+# step that verifies drafts is like the first one: 3.2 with 8 rows of 5 tokens.
 PREFILL_CODE = dict(zip(WIDTHS, (4 * MB, 4.5 * MB, 10 * MB), strict=True))
 # Code of the decode steps beside their layers, which choose greedily, at random, and with all options. Seen:
-# 4, 11 and 24.
+# 4, 11 and 24; with drafts the last one has 36.
 SAMPLING_CODE = 45 * MB
 # Code of all others: what comes before and after the layers of a chunk, and what assigns and copies rows.
 OTHER_CODE = 20 * MB
-# Temporaries of a program per layer, whatever its size. Seen: up to 1.9 in decode steps and 1.9 in chunks.
+# Temporaries of a program per layer, whatever the layer's size. Seen: up to 1.9.
 LAYER_TEMPORARIES = 2 * MB
 # Arrays [rows,T,V] of float32 that a decode step with random options has at the same time. Seen: 8.2.
 SAMPLING_ARRAYS = 9
@@ -53,18 +55,20 @@ def program_bytes(cfg: Config, mesh: Mesh, rows: int, tokens: int = 1) -> Progra
     if not on_tpu(mesh):
         return None
     stages, kinds = mesh.shape[STAGE], first_stage(cfg, mesh.shape[STAGE]).layers
-    depth, one_row = len(kinds), max(WIDTHS)
+    depth, width = len(kinds), max(WIDTHS)
     # Several stages have one program for a chunk, and one decode program.
     groups = {kinds[i:end] for i, end in layer_groups(kinds, MOST_LAYERS)} if stages == 1 else {kinds}
     prefill_layers, decode_programs = sum(map(len, groups)), len(OPTION_SETS) if stages == 1 else 1
 
-    code = decode_programs * depth * DECODE_CODE + SAMPLING_CODE + OTHER_CODE
+    per_layer = DECODE_CODE if tokens == 1 else PREFILL_CODE[min(WIDTHS)]
+    code = decode_programs * depth * per_layer + SAMPLING_CODE * min(tokens, 2) + OTHER_CODE
     code += prefill_layers * sum(PREFILL_CODE.values())
 
     logits = 4 * -(-cfg.V // mesh_size(mesh, MODEL))  # bytes of one position
     decode = depth * LAYER_TEMPORARIES + SAMPLING_ARRAYS * rows // mesh_size(mesh, ROWS) * tokens * logits
-    layers = max(map(len, groups)) * LAYER_TEMPORARIES + one_row * activation_bytes(cfg, mesh)
-    return ProgramBytes(round(code), round(max(decode, layers, one_row * logits)))
+    prefill = max(map(len, groups)) * LAYER_TEMPORARIES + width * activation_bytes(cfg, mesh)
+    scores = width * (logits + 4 * cfg.D)  # of one row, beside its hidden states
+    return ProgramBytes(round(code), round(max(decode, prefill, scores)))
 
 
 def activation_bytes(cfg: Config, mesh: Mesh) -> int:
