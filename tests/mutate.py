@@ -33,6 +33,7 @@ SPEED = "tests/test_speed.py"
 SLOT_MAPPING = "tests/test_meshes.py::test_slot_mapping"
 CHECKPOINTS = "tests/test_checkpoints.py"
 CONVERSION = "tests/test_conversion.py"
+BUCKETS = "tests/test_bucket_conversion.py::test_"
 DEQUANTIZED, GGUF = "tests/test_dequantized.py", "tests/test_gguf.py"
 GGUF_MODEL, SPLIT_REFUSED = (
     "tests/test_gguf_models.py::test_same_model",
@@ -646,8 +647,14 @@ MUTATIONS = [
     ("families/gemma3.py", "    ropes.finish({})\n", "", "tests/test_family_checkpoints.py::test_wrong_gemma3"),
     ("checkpoints/writing.py", "if not (allow_nonfinite or _is_finite(made[-1])):", "if False:", CONVERSION),
     ("checkpoints/unfinished.py", "fcntl.flock(file, how | fcntl.LOCK_NB)", "pass", CONVERSION),
-    ("checkpoints/writing.py", " if _checksums(folder, file_set) is None]", "]", CONVERSION),
+    ("checkpoints/writing.py", " if found is None]", "]", CONVERSION),
     ("checkpoints/unfinished.py", "file.content.version", "0", CONVERSION),
+    ("checkpoints/bucket_folder.py", "create_only=True", "create_only=False", BUCKETS + "whose_folder_it_is"),
+    ("checkpoints/bucket_folder.py", "if new and self.remote.list().keys() != {STATE}:", "if False:", BUCKETS + "second_conversion_that_overtakes_the_first"),
+    ("checkpoints/bucket_folder.py", "self.remote.list().keys() <= {STATE}", "False", BUCKETS + "conversion_that_fails_at_once"),
+    ("checkpoints/bucket_folder.py", "and self._read(STATE) == identity", "and False", BUCKETS + "killed_conversion_goes_on[1]"),
+    ("checkpoints/bucket_folder.py", "first + ahead + 1]", "first + ahead]", BUCKETS + "files_that_are_here_at_a_time"),
+    ("checkpoints/folders.py", "if STATE in names and INDEX not in names:", "if False:", BUCKETS + "source_that_changes_meanwhile"),
     ("quantize.py", "np.allclose(step, largest, rtol=1e-6,", "np.allclose(step, step, rtol=1e-6,", CONVERSION),
     ("benchmarks/quality.py", "jnp.exp(log_q) - p - p * ratio", "-p * ratio", QUALITY),
     ("quantize.py", "jnp.concatenate([divisors, -divisors])", "divisors", INT4),

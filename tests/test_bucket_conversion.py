@@ -411,6 +411,33 @@ def test_two_processes_divide_the_files(bucket, tmp_path):
     assert "to be written; at most" in first and "to be written" not in second
 
 
+@pytest.mark.deep
+def test_killed_process_of_two(bucket, tmp_path):
+    """The other leaves with a line, nothing opens, and one process goes on."""
+    convert(str(LLAMA4), str(tmp_path / "x"), file_bytes=2**20)
+    own = processes.Own((), os.environ | {"XLA_FLAGS": ""}, convert_checkpoint.__file__)
+    started, command = threading.Event(), [LLAMA4, "s3://models/one-left", "--file-mib", 1]
+
+    def kill(number, handle, environ, start_response):
+        started.wait()
+        if number == 3:  # conversion.json and one file are there
+            running[1].kill()
+            running[1].wait()
+        return handle()
+
+    bucket.reset(kill)
+    running = processes.start(2, 1, *command, own=[own] * 2)
+    started.set()
+    (first, _, errors), (other, _, _) = processes.finish(running)
+    assert other == -signal.SIGKILL and first == 1 and processes.errors(errors)
+    assert INDEX not in bucket.contents("one-left")
+    with pytest.raises(UserError, match="is an unfinished conversion"):
+        open_checkpoint("s3://models/one-left")
+    bucket.reset()
+    convert(str(LLAMA4), "s3://models/one-left", file_bytes=2**20)
+    assert bucket.contents("one-left") == contents(tmp_path / "x")
+
+
 # ------------------------------------------------------------------------------------------------ local disk
 
 
