@@ -8,6 +8,7 @@ import jax
 from jax.sharding import Mesh
 
 from planner.job import Job, named_leaves
+from serving.ahead import compile_on_shapes
 from serving.executors import executor_for
 from serving.memory import shard_bytes
 
@@ -48,8 +49,7 @@ class Compiler:
         if key in self.programs:
             self.programs[key].count += 1
             return self.results[key]
-        lowered = function.lower(*arguments, **static)
-        compiled = lowered.compile()
+        compiled, self.results[key] = compile_on_shapes(function, *arguments, **static)
         parameters = list(inspect.signature(function).parameters)[: len(arguments)]
         own = dict(named_leaves(**dict(zip(parameters, arguments, strict=True))))
         used = dict(zip(parameters, compiled.input_shardings[0], strict=True))
@@ -59,11 +59,6 @@ class Compiler:
             names={name: self.known[id(x)] for name, x in own.items() if id(x) in self.known},
             used=tuple(name for name, _ in named_leaves(**used)),
             received_bytes=shard_bytes([x for x in own.values() if id(x) not in self.known]),
-        )
-        self.results[key] = jax.tree.map(
-            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            lowered.out_info,
-            compiled.output_shardings,
         )
         return self.results[key]
 

@@ -12,6 +12,7 @@ import concurrent.futures
 import copy
 import os
 import threading
+from typing import Any
 
 import jax
 import numpy as np
@@ -54,9 +55,17 @@ class ProgramsOnShapes(Programs):
         ):
             # A call replaces `batch`, so each gets a copy of this object.
             compiling = [pool.submit(call, copy.copy(self)) for call in calls]
-            for done in concurrent.futures.as_completed(compiling):
-                done.result()
-                bar.update()
+            try:
+                for done in concurrent.futures.as_completed(compiling):
+                    done.result()
+                    bar.update()
+            except BaseException:
+                self.give_up()
+                raise
+
+    def give_up(self) -> None:
+        """Begin to compile no more programs; those that have begun come to their end."""
+        self.compiled.given_up = True
 
     def start_fetching(self, tree):
         return self.in_every_process(tree)
@@ -74,7 +83,7 @@ class Compiled:
     """The results of functions that were compiled, as shapes. Threads may share it: none compiles twice."""
 
     def __init__(self):
-        self.lock, self.results = threading.Lock(), {}
+        self.lock, self.results, self.given_up = threading.Lock(), {}, False
 
     def result_of(self, function, *arguments, **static):
         """Compile a jitted function for these arguments, unless that was done: -> its result, as shapes."""
@@ -86,19 +95,22 @@ class Compiled:
             result = self.results.setdefault(key, concurrent.futures.Future())
         if not known:
             try:
-                result.set_result(_compile(function, *arguments, **static))
+                if self.given_up:
+                    raise concurrent.futures.CancelledError
+                result.set_result(compile_on_shapes(function, *arguments, **static)[1])
             except BaseException as e:
                 result.set_exception(e)
         return result.result()
 
 
-def _compile(function, *arguments, **static):
+def compile_on_shapes(function, *arguments, **static) -> tuple[jax.stages.Compiled, Any]:
+    """Compile a jitted function for these arguments: -> (its program, the shapes of the program's result)."""
     lowered = function.lower(*arguments, **static)
-    shardings = lowered.compile().output_shardings
-    return jax.tree.map(
+    compiled = lowered.compile()
+    return compiled, jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
         lowered.out_info,
-        shardings,
+        compiled.output_shardings,
     )
 
 

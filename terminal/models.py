@@ -53,11 +53,14 @@ class Session:
             with stage("compile"), log_if_slow(f"compiling, which takes less time at later starts: {kept}"):
                 Engine(shapes, *needed, general=general)
 
-        with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            compiling = pool.submit(compile_ahead)
+        compiling = concurrent.futures.ThreadPoolExecutor(1).submit(compile_ahead)
+        try:
             with stage("load"):
                 weights = [load(x.checkpoint, x.mesh, x.dtype, x.format, show=show) for x in self.models]
-            compiling.result()
+        except BaseException:
+            shapes.give_up()  # what is wrong with the weights is told at once
+            raise
+        compiling.result()
         with stage("warm"):
             programs = make_programs(options, self.models, weights, rows, max_len)
             engine = Engine(programs, *needed, general=general, ahead=shapes)

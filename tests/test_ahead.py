@@ -1,15 +1,19 @@
 """Programs that are compiled ahead, on shapes: the same ones that run later, each once."""
 
 import collections
+import concurrent.futures
 import threading
+import time
 
 import jax
 import numpy as np
 import pytest
 import test_stages
-from conftest import llama4_config, random_weights
+from conftest import invoke, llama4_config, random_weights
 from test_generation import MAX_LEN, deep, subject
 
+import main
+from feedback.errors import UserError
 from serving import ahead, programs
 from serving.ahead import ProgramsOnShapes, programs_at_a_time
 from serving.engine import Engine
@@ -17,6 +21,7 @@ from serving.programs import Programs
 from serving.requests import OPTION_SETS, Request
 from serving.speculation import DraftModel, PromptLookup
 from sharding.sampling import Sampling
+from terminal import models
 
 ROWS = 8
 
@@ -82,7 +87,7 @@ def test_each_program_once(monkeypatch):
     monkeypatch.setattr(ahead, "programs_at_a_time", lambda layers: 4)
     cfg = llama4_config()
     _, _, mesh = subject("ring", "1")
-    names, threads, compile_one = collections.Counter(), set(), ahead._compile
+    names, threads, compile_one = collections.Counter(), set(), ahead.compile_on_shapes
 
     def spied(function, *arguments, **static):
         threads.add(threading.current_thread())
@@ -90,7 +95,7 @@ def test_each_program_once(monkeypatch):
         names[function, str(tree), tuple((x.shape, str(x.dtype)) for x in leaves)] += 1
         return compile_one(function, *arguments, **static)
 
-    monkeypatch.setattr(ahead, "_compile", spied)
+    monkeypatch.setattr(ahead, "compile_on_shapes", spied)
     shapes = ProgramsOnShapes(shapes_of(random_weights(cfg, mesh)), cfg, mesh, ROWS, MAX_LEN, "float32")
     Engine(shapes, every_kind(cfg), MAX_LEN, OPTION_SETS)
     assert set(names.values()) == {1} and len(threads) > 1
@@ -102,7 +107,7 @@ def test_a_failure_is_told(monkeypatch):
     def fail(*arguments, **static):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no room")
 
-    monkeypatch.setattr(ahead, "_compile", fail)
+    monkeypatch.setattr(ahead, "compile_on_shapes", fail)
     weights, cfg, mesh = subject("ring", "1")
     shapes = ProgramsOnShapes(shapes_of(weights), cfg, mesh, ROWS, MAX_LEN, "float32")
     for _ in range(2):
@@ -119,3 +124,26 @@ def test_programs_at_a_time(cores, gib, layers, expected, monkeypatch):
     monkeypatch.setattr(ahead, "host_memory", lambda: gib * 2**30)
     monkeypatch.setattr(ahead.os, "cpu_count", lambda: cores)
     assert programs_at_a_time(layers) == expected
+
+
+def test_weights_that_cannot_be_loaded(tmp_path, monkeypatch, capsys):
+    """The error does not wait for the programs: one is being compiled, and no other begins."""
+    begun, told = [], threading.Event()
+
+    def compile_slowly(function, *arguments, **static):
+        begun.append(function)
+        assert told.wait(60)
+        raise concurrent.futures.CancelledError
+
+    def fail(*arguments, **options):
+        while not begun:
+            time.sleep(0.01)
+        raise UserError("the weights are damaged")
+
+    monkeypatch.setattr(ahead, "compile_on_shapes", compile_slowly)
+    monkeypatch.setattr(ahead, "programs_at_a_time", lambda layers: 1)
+    monkeypatch.setattr(models, "load", fail)
+    code, out, err = invoke(monkeypatch, capsys, main, "--prompt", "Hello")
+    assert code == 1 and not out and err.splitlines()[-1] == "error: the weights are damaged"
+    assert len(begun) == 1
+    told.set()
