@@ -21,7 +21,7 @@ PIECE = 2**23  # bytes that a request asks for, at most
 GAP = 2**19  # bytes that take less time than another request would
 SMALL = 2**16  # bytes for which a mapping of their own would be wasteful
 WASTE = 1.5  # times the bytes that a read wants: if it fetches more, whole rows are kept for the next reads
-MOST_KEPT = 2**29  # bytes of such rows
+MOST_KEPT = 2**28  # bytes of such rows
 
 
 class FetchedFile:

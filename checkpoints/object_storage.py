@@ -97,10 +97,10 @@ class RemoteFolder:
         """-> (obstore's store, the path in it) of a file to read."""
         if not self.locate:
             return self._reading, name
-        if name not in self._located:
+        if (store := self._located.get(name)) is None:
             url, headers = self.locate(name)
-            self._located[name] = _store(url, 0, headers, called=self.url)
-        return self._located[name], ""
+            store = self._located[name] = _store(url, 0, headers, called=self.url)
+        return store, ""
 
     def _get(self, name: str, **options):
         """obstore's answer for a file."""
@@ -114,7 +114,7 @@ class RemoteFolder:
             if not self.locate:
                 raise
             if self._located.get(name) is store:  # else another thread has noticed that the URL has expired
-                self._located.pop(name)
+                self._located.pop(name, None)
             raise WrongAnswer(_reason(str(e))) from None
 
     def _identity(self, meta: dict) -> tuple[int, str | None, str]:
