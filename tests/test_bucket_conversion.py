@@ -364,7 +364,7 @@ def test_second_conversion_that_overtakes_the_first(format, bucket, tmp_path):
         return handle()
 
     bucket.reset(react)
-    with pytest.raises(UserError, match=f"^{url}: something else was written there just now; run again"):
+    with pytest.raises(UserError, match=f"^{url}: another conversion was completed there just now"):
         convert(str(LLAMA3), url)
     assert bucket.contents(folder) == contents(tmp_path / "x")
 
