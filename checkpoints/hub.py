@@ -21,7 +21,7 @@ from checkpoints.folders import (
 )
 from checkpoints.object_storage import RemoteFolder, is_url
 from checkpoints.remote_models import open_remote
-from distributed.exchange import gather, process_count, process_index
+from distributed.exchange import from_first, gather, process_count, process_index
 from feedback.errors import UserError, did_you_mean
 
 HUB_ID = r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:/((?:\w[\w.-]*/)*\w[\w.-]*\.gguf))?(?:@([\w./-]+))?"
@@ -117,7 +117,13 @@ def _in_hub(name: str, gguf: str | None, revision: str | None, alone: bool) -> M
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
     few = [] if gguf else [*COMPANIONS, INDEX, THEIR_INDEX]
-    folder = pathlib.Path(snapshot_download(name, revision=revision, allow_patterns=few))
+
+    def small_files(revision: str | None) -> pathlib.Path:
+        return pathlib.Path(snapshot_download(name, revision=revision, allow_patterns=few))
+
+    if process_count() > 1 and not alone:  # the same commit for all, though the branch may move on
+        revision = from_first(lambda: small_files(revision).name)
+    folder = small_files(revision)
     index = next((folder / name for name in (INDEX, THEIR_INDEX) if (folder / name).exists()), None)
     files = sorted(set(weight_map_in(read_json(index), str(index)).values())) if index else [THEIR_FILE]
     if gguf:

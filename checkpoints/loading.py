@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 import model
 from checkpoints.checkpoint import Checkpoint
+from checkpoints.fetching import release
 from checkpoints.layouts import Bounds, Source
 from checkpoints.names import in_each_stage, named_infos, type_name
 from checkpoints.tensor_files import DTYPES
@@ -72,6 +73,7 @@ def load(
         for info, arrays, nbytes in in_order(place, named_infos(config, stages, format), **how):
             weights.append(_quantized(arrays, info, mesh) if info.quantization else arrays[0])
             bar.update(nbytes)
+    release()
     return jax.tree.unflatten(treedef, weights)
 
 

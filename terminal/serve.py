@@ -12,6 +12,7 @@ from typing import NoReturn
 
 import jax
 
+from checkpoints.object_storage import is_url
 from distributed import watch
 from distributed.exchange import flag, process_count, wait_for_flag
 from feedback.errors import UserError
@@ -99,7 +100,8 @@ def leave_after(failure: Exception) -> NoReturn:
 def served_model(session: Session, tokenizer, max_len: int) -> ServedModel:
     args, builder = session.args, session.builder
     folder = pathlib.Path(args.checkpoint)
-    names, checkpoint = (folder.name if folder.exists() else args.checkpoint,), args.checkpoint
+    path = folder.exists() or is_url(args.checkpoint)
+    names, checkpoint = (folder.name if path else args.checkpoint,), args.checkpoint
     if args.served_model_name:
         names, checkpoint = tuple(dict.fromkeys(args.served_model_name)), ""
     sampling = builder.sampling

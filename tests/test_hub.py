@@ -17,6 +17,7 @@ import urllib.parse
 import numpy as np
 import pytest
 from conftest import CHECKPOINTS
+from processes import Own, finish, start
 from safetensors.numpy import load_file, save
 from test_gguf import write
 
@@ -122,7 +123,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return 200, {}, json.dumps({"id": f"tiny/{name}", "sha": sha}).encode()
         commit, _, file = rest.partition("/")
         files = self.server.commits[commit]
-        if name == "elsewhere" and file.endswith(".safetensors"):
+        if name.startswith("elsewhere") and file.endswith(".safetensors"):
             self.server.signature += 1
             url = (
                 f"http://localhost:{self.server.storage.server_port}/{commit}/{file}?{self.server.signature}"
@@ -279,6 +280,30 @@ def test_streamed_from_elsewhere(hub):
     assert set(located) == {f"{SHARDED}/{file}" for file in SHARDS}
     assert len(hub.tokens) > 2 * len(located) and set(hub.tokens) == {None}
     assert not list((hub.home / "hub/models--tiny--elsewhere").rglob("*.safetensors"))
+
+
+@pytest.mark.deep
+def test_several_processes_stream(hub, tmp_path):
+    """And say so once; what all of them have in their caches they read from there."""
+    join = """
+import os
+import jax
+jax.distributed.initialize(os.environ["JAX_COORDINATOR_ADDRESS"], 2, int(os.environ["JAX_PROCESS_ID"]))
+"""
+    program = tmp_path / "ask.py"
+    program.write_text(join + ASK)
+    env = dict(HF_HOME=str(hub.home), HF_ENDPOINT=f"http://127.0.0.1:{hub.server_port}", HF_TOKEN=TOKEN)
+    env |= dict(HF_HUB_DISABLE_TELEMETRY="1", NO_PROXY="*", PYTHONPATH=str(CHECKPOINTS.parents[1]))
+    own = [Own(["elsewhere2", "sharded"], env, program) for _ in range(2)]
+    said = []
+    for code, stdout, stderr in finish(start(2, 1, own=own)):
+        assert not code, stderr
+        streamed, folder = map(json.loads, stdout.splitlines())
+        check_sums(streamed)
+        assert folder == hub.first[0]["sharded"]
+        said += [line for line in stderr.splitlines() if line.startswith("streaming ")]
+    what = "2 processes read their parts of 0.00 GB over the network"
+    assert said == [f"streaming tiny/elsewhere2: {what}; nothing is downloaded"]
 
 
 PARTS = [f"q8/model-0000{i}-of-00002.gguf" for i in (1, 2)]

@@ -20,7 +20,7 @@ from processes import Own, finish, start
 from test_dequantized import publish
 from werkzeug.serving import WSGIRequestHandler, make_server
 
-from checkpoints import fetching, object_storage
+from checkpoints import fetching, layouts, object_storage
 from checkpoints.checkpoint import open_checkpoint
 from checkpoints.loading import load
 from checkpoints.object_storage import NoSuchObject, RemoteFolder, is_url
@@ -252,12 +252,15 @@ def test_in_buckets(kind, folder, folders):
     check_equal(url, folders[kind])
 
 
-@pytest.mark.parametrize("kind, mesh", [("llama3", "tp8"), ("none", "ep2-tp4"), ("int8", "tp8")])
+@pytest.mark.parametrize(
+    "kind, mesh", [("llama3", "tp8"), ("llama4", "tp8"), ("none", "ep2-tp4"), ("int8", "tp8")]
+)
 def test_loaded(kind, mesh, folders, web):
     """On several devices, each weight of which is fetched once."""
     url = web.add(folders[kind], f"loaded-{kind}")
     theirs, ours = open_checkpoint(url), open_checkpoint(folders[kind])
     web.ranges.clear()
+    fetching.release()
     arrays = [load(x, mesh_of(x.config, mesh), "bfloat16", x.format, show=False) for x in (theirs, ours)]
     jax.tree.map(np.testing.assert_array_equal, *arrays)
     held = sum(x.nbytes for x in theirs.tensors)
@@ -406,6 +409,20 @@ def test_converted_from_a_url(web, folders, tmp_path):
     assert len(verify(url, str(LLAMA4))) == 2
 
 
+def test_columns_are_fetched_once(web, folders, tmp_path, monkeypatch):
+    """GPTQ's rows are our columns: a conversion reads some of them at a time."""
+    theirs = folders["gptq, ordered of others"]
+    monkeypatch.setattr(layouts, "SLICE_BYTES", 2**14)
+    convert(str(theirs), str(tmp_path / "local"))
+    url = web.add(theirs, "gptq")
+    web.ranges.clear()
+    convert(url, str(tmp_path / "remote"))
+    for path in (tmp_path / "local").glob("*.safetensors"):
+        assert (tmp_path / "remote" / path.name).read_bytes() == path.read_bytes()
+    fetched = sum(stop - first for _, first, stop, _ in web.ranges)
+    assert fetched <= 1.1 * (theirs / "model.safetensors").stat().st_size
+
+
 # ------------------------------------------------------------------------------------------ several processes
 
 LOAD = """
@@ -413,7 +430,7 @@ import os
 import sys
 import jax
 jax.distributed.initialize(os.environ["JAX_COORDINATOR_ADDRESS"], 2, int(os.environ["JAX_PROCESS_ID"]))
-from checkpoints import fetching, object_storage
+from checkpoints import fetching, layouts, object_storage
 from checkpoints.loading import load
 from serving.deploy import ModelOptions, open_agreed
 from sharding.mesh import make_mesh
