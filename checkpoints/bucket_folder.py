@@ -36,10 +36,10 @@ class NewBucketFolder:
     ahead = WORKERS
 
     def __init__(self, url: str):
-        if url.startswith(("http://", "https://")):
-            raise UserError(f"{url}: cannot be written to; give a bucket, such as s3://BUCKET/PATH")
         self.remote = RemoteFolder(url)
         self.url = self.remote.url
+        if self.remote.scheme not in ("s3", "gs"):
+            raise UserError(f"{url}: cannot be written to; give a bucket, such as s3://BUCKET/PATH")
 
     def __str__(self) -> str:
         return self.url
@@ -86,9 +86,9 @@ class NewBucketFolder:
                 f"{self.url}: another conversion is writing there or has left its files; remove them, or "
                 "choose another name"
             )
-        if new and self.remote.list().keys() != {STATE}:  # somebody has written there in the meantime
+        if new and INDEX in self.remote.list():  # which was not there when `is_converted` looked
             self.remote.delete(STATE)
-            raise UserError(f"{self.url}: something else was written there just now; run again")
+            raise UserError(f"{self.url}: another conversion was completed there just now; run again")
         return new
 
     def sizes(self, names: Iterable[str]) -> dict[str, int]:

@@ -650,7 +650,7 @@ MUTATIONS = [
     ("checkpoints/writing.py", " if found is None]", "]", CONVERSION),
     ("checkpoints/unfinished.py", "file.content.version", "0", CONVERSION),
     ("checkpoints/bucket_folder.py", "create_only=True", "create_only=False", BUCKETS + "whose_folder_it_is"),
-    ("checkpoints/bucket_folder.py", "if new and self.remote.list().keys() != {STATE}:", "if False:", BUCKETS + "second_conversion_that_overtakes_the_first"),
+    ("checkpoints/bucket_folder.py", "if new and INDEX in self.remote.list():", "if False:", BUCKETS + "second_conversion_that_overtakes_the_first"),
     ("checkpoints/bucket_folder.py", "self.remote.list().keys() <= {STATE}", "False", BUCKETS + "conversion_that_fails_at_once"),
     ("checkpoints/bucket_folder.py", "and self._read(STATE) == identity", "and False", BUCKETS + "killed_conversion_goes_on[1]"),
     ("checkpoints/bucket_folder.py", "first + ahead + 1]", "first + ahead]", BUCKETS + "files_that_are_here_at_a_time"),

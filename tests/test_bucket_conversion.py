@@ -133,6 +133,17 @@ def test_same_bytes_as_on_a_disk(scheme, format, source, bucket, tmp_path, capsy
     assert f"{url} is there already" in capsys.readouterr().err and not bucket.changes
 
 
+def test_from_one_bucket_folder_to_another(bucket, tmp_path):
+    """int8 of floats in the bucket has the weights of int8 of the folder that they were made of."""
+    convert(str(LLAMA4), "s3://models/floats")
+    convert("s3://models/floats", "gs://models/of-floats", INT8, file_bytes=SMALL_FILES)
+    convert(str(LLAMA4), str(tmp_path / "x"), INT8, file_bytes=SMALL_FILES)
+    found, expected = bucket.contents("of-floats"), contents(tmp_path / "x")
+    assert found.keys() == expected.keys()
+    assert all(found[name] == expected[name] for name in expected.keys() - {INDEX})
+    assert len(verify("gs://models/of-floats", "s3://models/floats")) == 2
+
+
 def test_verify_names_what_is_damaged(bucket, tmp_path):
     """A bit of a tensor, a file that is cut, other small files, and one that is missing."""
     url, rng = "s3://models/damaged", random.Random(0)
@@ -364,7 +375,7 @@ def test_second_conversion_that_overtakes_the_first(format, bucket, tmp_path):
         return handle()
 
     bucket.reset(react)
-    with pytest.raises(UserError, match=f"^{url}: something else was written there just now; run again"):
+    with pytest.raises(UserError, match=f"^{url}: another conversion was completed there just now"):
         convert(str(LLAMA3), url)
     assert bucket.contents(folder) == contents(tmp_path / "x")
 
