@@ -636,7 +636,7 @@ MUTATIONS = [
     ("checkpoints/hub.py", "commit = folder.name", "commit = revision", HUB),
     ("checkpoints/hub.py", "token = get_token() if urllib.parse.urlsplit(url)[:2] == urllib.parse.urlsplit(asked)[:2] else None", "token = get_token()", HUB + "::test_streamed_from_elsewhere"),
     ("checkpoints/object_storage.py", "self._located.pop(name, None)", "pass", HUB + "::test_streamed_from_elsewhere"),
-    ("checkpoints/object_storage.py", "if self.folder._identity(answer.meta) != (self.size, self.etag, self.changed):", "if False:", OBJECTS),
+    ("checkpoints/object_storage.py", "if self.folder._identity(answer.meta) != (self.size, self.etag, self.changed):", "if False:", OBJECTS + "::test_changed_in_between"),
     ("checkpoints/object_storage.py", "if done == len(place):", "if True:", OBJECTS + "::test_asked_again"),
     ("checkpoints/object_storage.py", "self._chunks(start + done, stop)", "self._chunks(start, stop)", OBJECTS + "::test_asked_again"),
     ("checkpoints/fetching.py", "found = self.rows.setdefault(key, ours)", "found = self.rows[key] = ours", OBJECTS + "::test_loaded"),
