@@ -13,7 +13,9 @@ from jax.sharding import Mesh
 
 import model
 from model import Config, Experts
+from ops.grouped_matmul import FEW_ROWS
 from ops.platform import on_tpu
+from ops.tpu import LANES
 from serving.executors import MOST_LAYERS, layer_groups
 from serving.programs import WIDTHS
 from serving.requests import OPTION_SETS
@@ -28,6 +30,8 @@ DECODE_CODE = 2 * MB
 # Code of a compiled layer in a prefill chunk, by its width. Seen on v5e: up to 3.6, 4.1 and 9.4. A decode
 # step that verifies drafts is like the first one: 3.2 with 8 rows of 5 tokens.
 PREFILL_CODE = dict(zip(WIDTHS, (4 * MB, 4.5 * MB, 10 * MB), strict=True))
+# The same in a decode step that routes more than FEW_ROWS tokens to experts. Seen: 5.2 with 176 rows.
+MANY_TOKENS_CODE = 6 * MB
 # Code of the decode steps beside their layers, which choose greedily, at random, and with all options. Seen:
 # 4, 11 and 24; with drafts the last one has 36.
 SAMPLING_CODE = 45 * MB
@@ -35,8 +39,10 @@ SAMPLING_CODE = 45 * MB
 OTHER_CODE = 20 * MB
 # Temporaries of a program per layer, whatever the layer's size. Seen: up to 1.9.
 LAYER_TEMPORARIES = 2 * MB
-# Arrays [rows,T,V] of float32 that a decode step with random options has at the same time. Seen: 8.2.
-SAMPLING_ARRAYS = 9
+# Arrays [rows,T,V] of float32 that a decode step has at the same time when it chooses at random: so many in
+# this order, and so many with the rows as the minor dimension, padded to whole tiles. Each device draws for all
+# of the vocabulary, so that the draw does not depend on the mesh. Seen: 2 and 2, of 160 rows on one chip.
+SAMPLING_ARRAYS = 2.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,13 +66,17 @@ def program_bytes(cfg: Config, mesh: Mesh, rows: int, tokens: int = 1) -> Progra
     groups = {kinds[i:end] for i, end in layer_groups(kinds, MOST_LAYERS)} if stages == 1 else {kinds}
     prefill_layers, decode_programs = sum(map(len, groups)), len(OPTION_SETS) if stages == 1 else 1
 
+    reading = rows // mesh_size(mesh, ROWS) * tokens
     per_layer = DECODE_CODE if tokens == 1 else PREFILL_CODE[min(WIDTHS)]
+    per_layer = MANY_TOKENS_CODE if cfg.experts and reading > FEW_ROWS else per_layer
     code = decode_programs * depth * per_layer + SAMPLING_CODE * min(tokens, 2) + OTHER_CODE
     code += prefill_layers * sum(PREFILL_CODE.values())
 
-    logits = 4 * -(-cfg.V // mesh_size(mesh, MODEL))  # bytes of one position
-    decode = depth * LAYER_TEMPORARIES + SAMPLING_ARRAYS * rows // mesh_size(mesh, ROWS) * tokens * logits
-    prefill = max(map(len, groups)) * LAYER_TEMPORARIES + width * activation_bytes(cfg, mesh)
+    activations, logits = activation_bytes(cfg, mesh), 4 * -(-cfg.V // mesh_size(mesh, MODEL))
+    padded = -(-reading // LANES) * LANES
+    sampling = SAMPLING_ARRAYS * (reading + padded) * 4 * cfg.V
+    decode = depth * LAYER_TEMPORARIES + reading * activations + sampling
+    prefill = max(map(len, groups)) * LAYER_TEMPORARIES + width * activations
     scores = width * (logits + 4 * cfg.D)  # of one row, beside its hidden states
     return ProgramBytes(round(code), round(max(decode, prefill, scores)))
 
