@@ -1,10 +1,9 @@
 """Convert a model to a folder that loads fast: python3 convert_checkpoint.py SRC DST [--quantize FORMAT]
 
 SRC is a folder, its gs://, s3:// or https:// URL, a GGUF file or a hub id; DST is a new folder, or one in a
-bucket: s3:// or gs://BUCKET/PATH.
-Weights go through memory in slices, and DST can be opened when it is complete. The same command, run again,
-goes on where a conversion was killed, and ends with the same bytes. Several hosts that run the same command
-and share the disk or the bucket divide the files among them.
+bucket: s3:// or gs://BUCKET/PATH. Weights go through memory in slices, and DST can be opened when it is
+complete. The same command, run again, goes on where a conversion was killed, and ends with the same bytes.
+Several hosts that run the same command and share the disk or the bucket divide the files among them.
 With --verify nothing is written: DST's checksums are computed again, and its weights compared with SRC's.
 """
 # ruff: noqa: E402  an interrupt is heard before the imports that take long
@@ -90,11 +89,8 @@ def convert(
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = OneLineParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
-    add(
-        "source",
-        metavar="SRC",
-        help="a folder or its gs://, s3:// or https:// URL, a GGUF file, or OWNER/NAME[@REVISION] on the hub",
-    )
+    sources = "a folder or its gs://, s3:// or https:// URL, a GGUF file, or OWNER/NAME[@REVISION] on the hub"
+    add("source", metavar="SRC", help=sources)
     add("destination", metavar="DST", nargs="?", help="the new folder, or s3:// or gs://BUCKET/PATH")
     formats = f"{', '.join(FORMATS)}; g64: a scale for every 64 weights, not 128; default: none"
     add("--quantize", choices=FORMATS, default="none", metavar="FORMAT", help=formats)

@@ -40,8 +40,8 @@ def parse_arguments(arguments: list[str] | None = None):
     # fmt: off
     add = parser.add_argument_group("the model").add_argument
     add("--checkpoint", default=str(TINY), metavar="DIR_OR_ID",
-        help="a converted or Hugging Face folder, also at a gs://, s3:// or https:// URL; a GGUF file; or a hub id; "
-        "default: a tiny model")
+        help="a converted or Hugging Face folder, or its gs://, s3:// or https:// URL; a GGUF file; or a hub "
+        "id; default: a tiny model")
     add("--dtype", choices=FLOATS,
         help="of activations; default: float32 on a CPU, unless the weights are quantized; else bfloat16")
     add("--quantize", choices=FORMATS, metavar="FORMAT",
