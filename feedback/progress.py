@@ -19,4 +19,14 @@ def progress(what: str, total: int, done: int = 0, show: bool = True, unit: str 
         desc=what, total=total, initial=done, disable=not show, mininterval=seconds, maxinterval=seconds,
         unit=unit, unit_scale=unit == "B", dynamic_ncols=True, delay=delay,
         position=None if terminal else 0,  # 0: without the control codes that move to another line
+        leave=None,  # at its end the first line stays, and one below it is cleared
     )  # fmt: skip
+
+
+def print_line(text: str) -> None:
+    """Print a line to stderr, above the progress that is shown there."""
+    if "tqdm" in sys.modules:
+        sys.modules["tqdm"].tqdm.write(text, file=sys.stderr)
+    else:
+        print(text, file=sys.stderr)
+    sys.stderr.flush()

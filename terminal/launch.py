@@ -10,7 +10,6 @@ import importlib.util
 import os
 import pathlib
 import platform
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ import jax
 from distributed.exchange import agree, process_count
 from distributed.join import TIMEOUT, join, watch_aborts
 from feedback.errors import UserError
+from feedback.progress import print_line
 from terminal.command_line import OneLineParser
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -37,7 +37,7 @@ MAY_DIFFER = {
 def log(*message) -> None:
     """Print a line to stderr, in the first process only."""
     if jax.process_index() == 0:
-        print(*message, file=sys.stderr, flush=True)
+        print_line(" ".join(map(str, message)))
 
 
 log_once = functools.cache(log)
