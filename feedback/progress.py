@@ -12,10 +12,25 @@ def progress(what: str, total: int, done: int = 0, show: bool = True, unit: str 
     """
     from tqdm import tqdm  # the import takes long, and signals must be handled before
 
+    class Line(tqdm):
+        """tqdm draws a line before its delay is over when another one ends, and then does not end it."""
+
+        def is_due(self) -> bool:
+            return delay <= 0 or self._time() - self.start_t >= delay
+
+        def display(self, *arguments, **options) -> None:
+            if self.is_due():
+                super().display(*arguments, **options)
+
+        def close(self) -> None:
+            if not self.disable and self.is_due():
+                self.last_print_t = self._time()  # it has been drawn
+            super().close()
+
     show = show and sys.stderr is not None
     terminal = show and sys.stderr.isatty()
     seconds = 0.1 if terminal else 30
-    return tqdm(
+    return Line(
         desc=what, total=total, initial=done, disable=not show, mininterval=seconds, maxinterval=seconds,
         unit=unit, unit_scale=unit == "B", dynamic_ncols=True, delay=delay,
         position=None if terminal else 0,  # 0: without the control codes that move to another line
