@@ -39,6 +39,7 @@ FILE_MIB = 1024
 def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(arguments)
     jax.config.update("jax_platforms", "cpu")  # an accelerator may be busy, and is not needed
+    jax.config.update("jax_enable_compilation_cache", False)  # the programs are small
     join_hosts(args)
     if args.verify:
         folder, source = (args.destination, args.source) if args.destination else (args.source, None)

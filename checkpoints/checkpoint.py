@@ -125,7 +125,7 @@ class Checkpoint:
 def open_checkpoint(path_or_id: str, alone: bool = False) -> Checkpoint:
     """Open a converted folder, a Hugging Face folder, a GGUF file, the URL of a folder, or a hub id.
 
-    alone: whether other processes do not open it, too; all that do must call this.
+    alone: whether this process alone calls this; otherwise all processes must call it.
     Raises UserError naming the file, tensor or field that is wrong: a checkpoint must have exactly the
     tensors that its config.json implies.
     """

@@ -30,8 +30,8 @@ HUB_ID = r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:/((?:\w[\w.-]*/)*\w[\w.-]*\.gguf))?(?:
 def find_model(path_or_id: str, alone: bool = False) -> ModelFolder | pathlib.Path:
     """The folder of a model, or the path of a GGUF file; of a hub id, perhaps in the hub's cache.
 
-    A hub id is OWNER/NAME or OWNER/NAME/FILE.gguf, with or without @REVISION. alone: whether other processes
-    do not look for it, too; all that do must call this. Raises UserError.
+    A hub id is OWNER/NAME or OWNER/NAME/FILE.gguf, with or without @REVISION. alone: whether this
+    process alone calls this; otherwise all processes must call it. Raises UserError.
     """
     path_or_id = str(path_or_id)
     if is_url(path_or_id):

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -27,13 +28,19 @@ MOST_FETCHED = 2**28  # bytes of weights that are on their way over a network at
 
 
 def load(
-    checkpoint: Checkpoint, mesh: Mesh, dtype: str, format: Format | None = None, show: bool = True
+    checkpoint: Checkpoint,
+    mesh: Mesh,
+    dtype: str,
+    format: Format | None = None,
+    show: bool = True,
+    check: Callable[[], None] = lambda: None,
 ) -> Weights:
     """Put the weights on the mesh. A process reads what its devices hold; a CPU uses it in place if it can.
 
     dtype: "bfloat16" or "float32", for what is not quantized and declares no other. format: of what a matmul
     contracts, computed on the devices; None: as in the checkpoint. If the checkpoint has a format, it must be
-    stored as that. show: progress, on stderr.
+    stored as that. show: progress, on stderr. check: called after each weight; an exception of it ends the
+    loading.
     """
     config, stages, there = checkpoint.config, mesh.shape[STAGE], checkpoint.format
     format = format or there
@@ -73,6 +80,7 @@ def load(
         for info, arrays, nbytes in in_order(place, named_infos(config, stages, format), **how):
             weights.append(_quantized(arrays, info, mesh) if info.quantization else arrays[0])
             bar.update(nbytes)
+            check()
     release()
     return jax.tree.unflatten(treedef, weights)
 

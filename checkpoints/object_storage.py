@@ -233,7 +233,9 @@ class RemoteFolder:
             return UserError(f"{where}: was changed while it was read; run again")
         if isinstance(e, NotSupportedError):
             return UserError(f"{where}: the server does not send parts of a file; download the folder first")
-        if re.search(r"status code: 40[13]|token|credential|169\.254\.", text, re.IGNORECASE):
+        words = re.sub(r"\S+://\S+", "", text)  # a URL may have any words, as in tokenizer.json
+        refused = re.search(r"status code: 40[13]|token|credential", words, re.IGNORECASE)
+        if refused or re.search(r"169\.254\.|metadata\.google", text):  # which give a machine's account
             return UserError(f"{where}: access refused ({reason}); {self._credentials}")
         what = "check the URL, the network, and the endpoint if a variable sets one"
         return UserError(f"{where}: could not be reached ({reason}); {what}")

@@ -28,9 +28,10 @@ MEMORY_SHARE = 0.5  # of the host's memory that compiling may take
 
 
 class ProgramsOnShapes(Programs):
-    """Programs that are compiled where those of `Programs` run: weights and batch are trees of shapes.
+    """The methods of `Programs`, which here compile jitted functions instead of running them.
 
-    A method returns the shapes of what the same method of `Programs` returns.
+    Weights and batch are trees of shapes, and a method returns the shapes of what the same method of
+    `Programs` returns.
     """
 
     def __init__(self, *arguments, **options):
@@ -65,7 +66,8 @@ class ProgramsOnShapes(Programs):
 
     def give_up(self) -> None:
         """Begin to compile no more programs; those that have begun come to their end."""
-        self.compiled.given_up = True
+        for x in self.with_draft:
+            x.compiled.given_up = True
 
     def start_fetching(self, tree):
         return self.in_every_process(tree)

@@ -177,7 +177,7 @@ class Engine:
         self.ahead.warm_up(0, self.scores, [self.neutral[i]], rows)
 
     def add_program(self, program: tuple[int, int]) -> None:
-        """Use one of the `missing` programs from now on, which is compiled if it was not compiled ahead.
+        """Let steps use one of the `missing` programs, which is compiled if it was not compiled ahead.
 
         A step computes fewer rows only when the programs of all option sets are there for so many.
         """

@@ -98,12 +98,12 @@ def finish(step: Step, x: Array, tokens: Array, chunk: Chunk, w: Weights, batch:
 def several_programs(
     step: Step, weights: Weights, batch: Batch, *, cfg: Config, mesh: Mesh, call: Call = run
 ):
-    """Programs of a few layers, most of which are one program, called again and again.
+    """The layers run in groups. Groups of equal layers share a program, which is called once for each group.
 
-    It compiles in a fraction of the time. Each call costs the host some 100 us: too much for the decode step
-    of an accelerator, and little for a CPU, which gains nothing from seeing all layers at once. Unlike one
-    program, these compute all of the last layer, of which a chunk without scores needs only the keys and
-    values.
+    So the step compiles in a fraction of the time. Each call costs the host some 100 us: too much for the
+    decode step of an accelerator, and little for a CPU, which gains nothing from seeing all layers at once.
+    Unlike one program, these compute all of the last layer, of which a chunk without scores needs only the
+    keys and values.
     """
     w, rows, static = without_layers(weights), batch.replace(layers=[]), dict(cfg=cfg, mesh=mesh)
     x, tokens, chunk = call(start_program, step, w, rows, **static)
@@ -120,9 +120,10 @@ def several_programs(
 def layer_groups(kinds: tuple[LayerKind, ...], most: int) -> list[tuple[int, int]]:
     """(first, last + 1) of each group: the remainder, if there is one, and then equal groups of layers.
 
-    The remainder comes first because the first layers of some models differ from all others. The size is the
-    one up to `most` with the smallest remainder. A size of half of `most` or less is taken only if no larger
-    one makes equal groups. Without any equal groups each layer is a group.
+    A size is possible if all groups of so many layers have the same kinds of layers. Of the possible sizes
+    above `most` / 2 the one with the smallest remainder is taken; if there is none, the largest possible
+    size; if no size is possible, 1. The remainder comes first because the first layers of some models differ
+    from all others.
     """
     depth = len(kinds)
 

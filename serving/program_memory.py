@@ -39,9 +39,10 @@ SAMPLING_CODE = 45 * MB
 OTHER_CODE = 20 * MB
 # Temporaries of a program per layer, whatever the layer's size. Seen: up to 1.9.
 LAYER_TEMPORARIES = 2 * MB
-# Arrays [rows,T,V] of float32 that a decode step has at the same time when it chooses at random: so many in
-# this order, and so many with the rows as the minor dimension, padded to whole tiles. Each device draws for
-# the whole vocabulary, so that the draw does not depend on the mesh. Seen: 2 and 2, of 160 rows on one chip.
+# Arrays [rows,T,V] of float32 that a decode step has at the same time when it chooses at random: so many with
+# V as the last dimension, and so many more with the rows as the last one, padded to whole tiles. Each device
+# draws for the whole vocabulary, so that the draw does not depend on the mesh. Seen: 2 and 2, of 160 rows on
+# one chip.
 SAMPLING_ARRAYS = 2.1
 
 

@@ -15,7 +15,6 @@ import hashlib
 import inspect
 import os
 import pathlib
-import sys
 import uuid
 import warnings
 
@@ -24,6 +23,7 @@ import jax
 from checkpoints.folders import cache_folder
 from checkpoints.object_storage import NoSuchObject, RemoteFolder, is_url
 from feedback.errors import UserError
+from feedback.progress import print_line
 
 MAX_BYTES = 10 * 2**30  # of a folder, unless JAX_COMPILATION_CACHE_MAX_SIZE says otherwise
 SUFFIX = ".program"  # jax's own entries, which have no checksum, have another one
@@ -189,9 +189,9 @@ class Bucket:
         except NoSuchObject:
             self.absent.add(name)
             return None
-        except UserError:
+        except UserError as e:
             self.readable = self.writable = False
-            raise
+            raise UserError(f"{e}; it is not asked again") from None
 
     def write(self, name: str, content: bytes) -> None:
         """Write a file, or replace one that was read and is of no use. Raises UserError.
@@ -210,4 +210,4 @@ class Bucket:
 
 @functools.cache
 def say_once(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)
+    print_line(message)

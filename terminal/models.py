@@ -54,9 +54,15 @@ class Session:
                 Engine(shapes, *needed, general=general)
 
         compiling = concurrent.futures.ThreadPoolExecutor(1).submit(compile_ahead)
+
+        def check() -> None:
+            """Let loading end at once with what is wrong with the programs."""
+            if compiling.done():
+                compiling.result()
+
         try:
             with stage("load"):
-                weights = [load(x.checkpoint, x.mesh, x.dtype, x.format, show=show) for x in self.models]
+                weights = [load(x.checkpoint, x.mesh, x.dtype, x.format, show, check) for x in self.models]
         except BaseException:
             shapes.give_up()  # what is wrong with the weights is told at once
             raise
