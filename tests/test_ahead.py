@@ -22,6 +22,7 @@ from serving.requests import OPTION_SETS, Request
 from serving.speculation import DraftModel, PromptLookup
 from sharding.sampling import Sampling
 from terminal import models
+from terminal.command_line import OUT_OF_MEMORY
 
 ROWS = 8
 
@@ -147,3 +148,23 @@ def test_weights_that_cannot_be_loaded(tmp_path, monkeypatch, capsys):
     assert code == 1 and not out and err.splitlines()[-1] == "error: the weights are damaged"
     assert len(begun) == 1
     told.set()
+
+
+def test_programs_that_do_not_fit(monkeypatch, capsys):
+    """The error does not wait for the weights: loading ends with the next one."""
+    asked = []
+
+    def fail(function, *arguments, **static):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no room")
+
+    def load(checkpoint, mesh, dtype, format, show, check):
+        for _ in range(6000):
+            asked.append(check)
+            check()
+            time.sleep(0.01)
+
+    monkeypatch.setattr(ahead, "compile_on_shapes", fail)
+    monkeypatch.setattr(models, "load", load)
+    code, out, err = invoke(monkeypatch, capsys, main, "--prompt", "Hello")
+    assert code == 1 and not out and 0 < len(asked) < 6000
+    assert err.splitlines()[-1] == f"error: {OUT_OF_MEMORY}"

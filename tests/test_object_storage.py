@@ -5,6 +5,7 @@ import hashlib
 import http.server
 import os
 import pathlib
+import re
 import socket
 import threading
 import time
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 from buckets import VARIABLES, Buckets
 from conftest import CHECKPOINTS, mesh_of
+from obstore.exceptions import GenericError
 from processes import Own, finish, start
 from test_dequantized import publish
 
@@ -156,6 +158,20 @@ def test_files_of_a_folder(folder, tmp_path):
     assert folder.list().keys() == {"large", "new"}
     with pytest.raises(NoSuchObject, match=f"{folder.url}/small: there is no such file"):
         folder.read("small")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("Error performing GET https://storage.googleapis.com/b/x/tokenizer.json - timed out", "be reached"),
+        ("Error performing GET https://storage.googleapis.com/b/x/config.json: status code: 403", "refused"),
+        ("Error performing token request: Error performing GET http://metadata.google.internal/", "refused"),
+    ],
+)
+def test_what_is_wrong(text, said):
+    """Words of a URL say nothing of what is wrong."""
+    error = RemoteFolder("gs://b/x")._error(GenericError(text), "tokenizer.json")
+    assert re.match(f"gs://b/x/tokenizer.json: .*{said}", str(error))
 
 
 def test_urls():
