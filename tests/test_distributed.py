@@ -400,7 +400,7 @@ def test_endings(phase, number, victim, tmp_path):
         assert "terminated" in logs[victim].read_text().splitlines()
     ended.kill()  # for what is stopped
     finish(processes)
-    progress = ("at ", "mesh of", "loading weights", "compil", "process ")
+    progress = ("at ", "mesh of", "loading weights", "compil", "process ", "start: ")
     written = logs[1 - victim].read_text().splitlines()
     said = [line for line in written if line and not line.startswith(progress)]
     assert code == 1 and len(said) == 1, said
