@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 import model
 from checkpoints.checkpoint import Checkpoint
@@ -164,7 +164,7 @@ def _place(info: ArrayInfo, sources: list[Source], mesh: Mesh, dtype: np.dtype |
 def _local_bounds(info: ArrayInfo, mesh: Mesh) -> set[Bounds]:
     """The different parts of a padded array that this process's devices hold."""
     padded = info.padded_shape(mesh)
-    indices = info.placement(mesh).addressable_devices_indices_map(padded).values()
+    indices = NamedSharding(mesh, info.spec).addressable_devices_indices_map(padded).values()
     return {_bounds(index, padded) for index in indices}
 
 
