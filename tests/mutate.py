@@ -60,7 +60,7 @@ FIELDS, MESSAGES = "tests/test_server_fields.py::test_", "tests/test_messages.py
 REASONING = "tests/test_reasoning.py::test_"
 TOOLS = "tests/test_tools.py::test_"
 PREFIX_CACHE = "tests/test_prefix_cache.py::test_"
-PROGRAMS = "tests/test_compilation_cache.py::test_"
+KEPT_PROGRAMS = "tests/test_compilation_cache.py::test_"
 MIXTRAL, LATENT, MUSE_GLIMMER = map(FAMILY, ("mixtral", "glm4-moe-lite", "muse-glimmer"))
 LATENT_TP8 = "tests/test_families.py::test_on_a_mesh[glm4-moe-lite-tp8]"
 MISTRAL_TP8 = "tests/test_families.py::test_on_a_mesh[mistral-tp8]"
@@ -794,20 +794,20 @@ MUTATIONS = [
     ("terminal/command_line.py", "    signal.pthread_sigmask(signal.SIG_BLOCK, endings)", "    pass", TERMINATED),
     ("serving/programs.py", "self.call(_replicated, tree, mesh=self.mesh) if jax.process_count() > 1 else tree", "tree", TWO),
     ("terminal/prompts.py", "found = from_first(lambda: [vars(prompt) for prompt in read_prompts(args)])", "found = [vars(prompt) for prompt in read_prompts(args)]", TWO),
-    ("terminal/compilation_cache.py", "compiler._cache_write, compilation_cache.LRUCache = write, ProgramCache", "compilation_cache.LRUCache = ProgramCache", PROGRAMS + "each_process_has_a_disk"),
-    ("terminal/compilation_cache.py", "    if parameters != {", "    if parameters == {", PROGRAMS + "another_jax"),
-    ("terminal/compilation_cache.py", "return program if hashlib.sha256(program).digest() == checksum else None", "return program", PROGRAMS + "a_bucket"),
-    ("terminal/compilation_cache.py", "            os.utime(self.path / name)", "            pass", PROGRAMS + "the_least_recently_used_go_first"),
-    ("terminal/compilation_cache.py", "        if 0 <= self.max_bytes < len(content):", "        if False:", PROGRAMS + "the_least_recently_used_go_first"),
-    ("terminal/compilation_cache.py", "in sorted(files):", "in sorted(files, reverse=True):", PROGRAMS + "the_least_recently_used_go_first"),
-    ("terminal/compilation_cache.py", "or self.unseen <= self.max_bytes // 100:", ":", PROGRAMS + "many_processes_keep_the_limit"),
-    ("terminal/compilation_cache.py", "        self.unseen += size", "        pass", PROGRAMS + "many_processes_keep_the_limit"),
-    ("terminal/compilation_cache.py", "unfinished = self.path / f\"{uuid.uuid4().hex}{SUFFIX}\"", "unfinished = self.path / name", PROGRAMS + "many_write_the_same_entry"),
-    ("terminal/compilation_cache.py", "                unfinished.unlink()", "                pass", PROGRAMS + "a_full_disk"),
-    ("terminal/compilation_cache.py", "create_only=name in self.absent", "create_only=False", PROGRAMS + "a_bucket"),
-    ("terminal/compilation_cache.py", "create_only=name in self.absent", "create_only=True", PROGRAMS + "a_bucket"),
-    ("terminal/compilation_cache.py", "            self.readable = self.writable = False", "            pass", PROGRAMS + "a_bucket_that_is_lost"),
-    ("terminal/compilation_cache.py", "            self.writable = False\n            raise", "            raise", PROGRAMS + "a_bucket_that_is_lost"),
+    ("terminal/compilation_cache.py", "compiler._cache_write, compilation_cache.LRUCache = write, ProgramCache", "compilation_cache.LRUCache = ProgramCache", KEPT_PROGRAMS + "each_process_has_a_disk"),
+    ("terminal/compilation_cache.py", "    if parameters != {", "    if parameters == {", KEPT_PROGRAMS + "another_jax"),
+    ("terminal/compilation_cache.py", "return program if hashlib.sha256(program).digest() == checksum else None", "return program", KEPT_PROGRAMS + "a_bucket"),
+    ("terminal/compilation_cache.py", "            os.utime(self.path / name)", "            pass", KEPT_PROGRAMS + "the_least_recently_used_go_first"),
+    ("terminal/compilation_cache.py", "        if 0 <= self.max_bytes < len(content):", "        if False:", KEPT_PROGRAMS + "the_least_recently_used_go_first"),
+    ("terminal/compilation_cache.py", "in sorted(files):", "in sorted(files, reverse=True):", KEPT_PROGRAMS + "the_least_recently_used_go_first"),
+    ("terminal/compilation_cache.py", "or self.unseen <= self.max_bytes // 100:", ":", KEPT_PROGRAMS + "many_processes_keep_the_limit"),
+    ("terminal/compilation_cache.py", "        self.unseen += size", "        pass", KEPT_PROGRAMS + "many_processes_keep_the_limit"),
+    ("terminal/compilation_cache.py", "unfinished = self.path / f\"{uuid.uuid4().hex}{SUFFIX}\"", "unfinished = self.path / name", KEPT_PROGRAMS + "many_write_the_same_entry"),
+    ("terminal/compilation_cache.py", "                unfinished.unlink()", "                pass", KEPT_PROGRAMS + "a_full_disk"),
+    ("terminal/compilation_cache.py", "create_only=name in self.absent", "create_only=False", KEPT_PROGRAMS + "a_bucket"),
+    ("terminal/compilation_cache.py", "create_only=name in self.absent", "create_only=True", KEPT_PROGRAMS + "a_bucket"),
+    ("terminal/compilation_cache.py", "            self.readable = self.writable = False", "            pass", KEPT_PROGRAMS + "a_bucket_that_is_lost"),
+    ("terminal/compilation_cache.py", "            self.writable = False\n            raise", "            raise", KEPT_PROGRAMS + "a_bucket_that_is_lost"),
 ]  # fmt: skip
 
 
