@@ -3,9 +3,13 @@
 It is moto's S3, which serves gs:// as well: Google's XML interface is S3's but for two headers.
 """
 
+import contextlib
+import os
 import sys
 import threading
+from collections.abc import Iterator
 
+import boto3
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import WSGIRequestHandler, make_server
 
@@ -39,6 +43,19 @@ class Buckets:
         if environ.get("HTTP_AUTHORIZATION", "").startswith("Bearer "):
             environ["HTTP_AUTHORIZATION"] = SIGNED
         return self.app(environ, start_response)
+
+
+@contextlib.contextmanager
+def reachable(found: Buckets) -> Iterator[Buckets]:
+    """A server with the bucket "models", whose address the variables have until it is shut down."""
+    before = dict(os.environ)
+    os.environ.update(VARIABLES, AWS_ENDPOINT_URL_S3=found.url, STORAGE_EMULATOR_HOST=found.url)
+    boto3.client("s3").create_bucket(Bucket="models")
+    yield found
+    found.server.shutdown()
+    found.server.server_close()
+    os.environ.clear()
+    os.environ.update(before)
 
 
 if __name__ == "__main__":

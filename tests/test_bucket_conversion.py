@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import boto3
 import processes
 import pytest
-from buckets import VARIABLES, Buckets
+from buckets import Buckets, reachable
 from conftest import CHECKPOINTS
 from safetensors.numpy import load_file, save_file
 from test_conversion import contents, flip, random_model, small_model
@@ -99,15 +99,9 @@ def unheard(handle, environ, start_response):
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    found, before = WatchedBuckets(), dict(os.environ)
-    os.environ.update(VARIABLES, AWS_ENDPOINT_URL_S3=found.url, STORAGE_EMULATOR_HOST=found.url)
-    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
-    boto3.client("s3").create_bucket(Bucket="models")
-    yield found
-    found.server.shutdown()
-    found.server.server_close()
-    os.environ.clear()
-    os.environ.update(before)
+    with reachable(WatchedBuckets()) as found:
+        os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+        yield found
 
 
 @pytest.fixture

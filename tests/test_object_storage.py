@@ -11,11 +11,10 @@ import threading
 import time
 import urllib.parse
 
-import boto3
 import jax
 import numpy as np
 import pytest
-from buckets import VARIABLES, Buckets
+from buckets import Buckets, reachable
 from conftest import CHECKPOINTS, mesh_of
 from obstore.exceptions import GenericError
 from processes import Own, finish, start
@@ -35,15 +34,8 @@ LLAMA3, LLAMA4 = CHECKPOINTS / "tiny-llama3", CHECKPOINTS / "tiny-llama4"
 
 @pytest.fixture(scope="module")
 def buckets():
-    """A server with the bucket "models", whose address the variables have."""
-    found, before = Buckets(), dict(os.environ)
-    os.environ.update(VARIABLES, AWS_ENDPOINT_URL_S3=found.url, STORAGE_EMULATOR_HOST=found.url)
-    boto3.client("s3").create_bucket(Bucket="models")
-    yield found
-    found.server.shutdown()
-    found.server.server_close()
-    os.environ.clear()
-    os.environ.update(before)
+    with reachable(Buckets()) as found:
+        yield found
 
 
 class Web(http.server.ThreadingHTTPServer):
