@@ -42,6 +42,8 @@ CREDENTIALS = {
     "https": "give a URL that anybody may read, or download the folder",
     "http": "give a URL that anybody may read, or download the folder",
 }
+# In URLs of the services that give a cloud's machine its account; they are asked where no variable is set.
+MACHINES_ACCOUNT = r"169\.254\.|/latest/(api/token|meta-data)|metadata\.google|/computeMetadata/"
 Result = TypeVar("Result")
 
 
@@ -235,7 +237,7 @@ class RemoteFolder:
             return UserError(f"{where}: the server does not send parts of a file; download the folder first")
         words = re.sub(r"\S+://\S+", "", text)  # a URL may have any words, as in tokenizer.json
         refused = re.search(r"status code: 40[13]|token|credential", words, re.IGNORECASE)
-        if refused or re.search(r"169\.254\.|metadata\.google", text):  # which give a machine's account
+        if refused or re.search(MACHINES_ACCOUNT, text):
             return UserError(f"{where}: access refused ({reason}); {self._credentials}")
         what = "check the URL, the network, and the endpoint if a variable sets one"
         return UserError(f"{where}: could not be reached ({reason}); {what}")

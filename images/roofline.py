@@ -22,7 +22,8 @@ def intensity(cfg: Config, rows: int, context: int, tokens: int = 1) -> float:
     """Floating-point operations of a step per byte that it must read; int8 weights and cache."""
     shape = mesh_shape(cfg)
     one = AbstractMesh(tuple(shape.values()), tuple(shape))
-    size, operations = needed(Job(cfg, rows, context, tokens=tokens), one)
+    job = Job(cfg, rows, context)
+    size, operations = needed(job if tokens == 1 else job.prefill(tokens, one), one)
     return operations / size
 
 

@@ -266,7 +266,12 @@ def compile_missing(engine: Engine, loop: EngineLoop | None, wait: Callable[[], 
         wait()
         try:
             engine.compile_ahead(program)
-        except jax.errors.JaxRuntimeError as e:  # out of memory: the engine can do without
+        except Exception as e:
+            if engine.ahead.given_up:  # the server ends
+                return
+            if not isinstance(e, jax.errors.JaxRuntimeError):
+                raise
+            # Out of memory: the engine can do without this program.
             print(f"a decode program for {program[0]} rows was not compiled: {e}", file=sys.stderr)
             return
         reach(f"program {program}")

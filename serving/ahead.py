@@ -69,6 +69,10 @@ class ProgramsOnShapes(Programs):
         for x in self.with_draft:
             x.compiled.given_up = True
 
+    @property
+    def given_up(self) -> bool:
+        return self.compiled.given_up
+
     def start_fetching(self, tree):
         return self.in_every_process(tree)
 

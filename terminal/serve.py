@@ -57,7 +57,8 @@ def serve(session: Session) -> None:
         engine = start()
         in_background(compile_missing, engine, None, lambda: None)
         on_first_signal(partial(flag, "drain"))
-        return follow(engine, partial(make_grammar, tokenizer))
+        follow(engine, partial(make_grammar, tokenizer))
+        return engine.ahead.give_up()
 
     loop, key = EngineLoop(rows, args.max_queue, args.request_timeout, Metrics()), read_key(args)
     port = Port(args.host, args.port)
@@ -79,6 +80,7 @@ def serve(session: Session) -> None:
         loop.run(engine)
     except Exception as e:
         failure = e
+    engine.ahead.give_up()
     port.close(FAILURE_LINGER if failure else LINGER)
     if writer:
         writer.close()

@@ -161,13 +161,27 @@ def test_no_copy_of_the_cache(rows, n, max_len, drafted):
 SETS = [frozenset(), frozenset({"seed", "temperature"})]
 
 
-def test_a_server_compiles_the_rest(monkeypatch, compiled):
-    """A server starts with the general program, compiles the others while it is idle, and then uses them."""
-    monkeypatch.setattr(loop, "IDLE", 0.01)
+def engine_of_a_server() -> Engine:
+    """One that starts with the general program, and that can compile on shapes."""
     weights, cfg, mesh = subject("ring", "1")
     sizes, one = (cfg, mesh, 4, MAX_LEN, "float32"), Request([1] * 8, 1)
     shapes = ProgramsOnShapes(shapes_of(weights), *sizes)
-    engine = Engine(Programs(weights, *sizes), [one], option_sets=SETS, general=True, ahead=shapes)
+    return Engine(Programs(weights, *sizes), [one], option_sets=SETS, general=True, ahead=shapes)
+
+
+def test_a_server_that_ends(capsys):
+    """It compiles no more programs, and says nothing of them."""
+    engine, server = engine_of_a_server(), loop.EngineLoop(4, 4, 60, Metrics())
+    engine.ahead.give_up()
+    loop.compile_missing(engine, server, lambda: None)
+    assert len(engine.missing) == 5 and server.inbox.empty()
+    assert capsys.readouterr().err == ""
+
+
+def test_a_server_compiles_the_rest(monkeypatch, compiled):
+    """A server starts with the general program, compiles the others while it is idle, and then uses them."""
+    monkeypatch.setattr(loop, "IDLE", 0.01)
+    engine = engine_of_a_server()
     rest = [(4, 0), (1, 0), (1, 1), (2, 0), (2, 1)]
     assert engine.missing == rest and engine.ready_sets == SETS[1:]
     server, finished = loop.EngineLoop(4, 4, 60, Metrics()), []
