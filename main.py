@@ -18,6 +18,7 @@ if __name__ == "__main__":
 
 import sys
 from functools import partial
+from typing import NoReturn
 
 import jax
 
@@ -54,7 +55,6 @@ def main() -> None:
             from terminal.serve import serve  # needs packages that are optional
 
             serve(session)
-            watch.end()  # a thread may still be compiling programs
         else:
             answer_prompts(session, prompts)
     except jax.errors.JaxRuntimeError as e:
@@ -92,5 +92,15 @@ def answer_prompts(session: Session, prompts: list[Prompt]) -> None:
         sys.exit(1)
 
 
+def run_to_end() -> NoReturn:
+    """Run main, and end without waiting for a program that a thread still compiles, whatever went wrong."""
+    code = 0
+    try:
+        run(main)
+    except SystemExit as e:
+        code = e.code or 0
+    watch.end(code)
+
+
 if __name__ == "__main__":
-    run(main)
+    run_to_end()

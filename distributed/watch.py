@@ -124,12 +124,12 @@ class Watch:
         jax.distributed.shutdown()
 
 
-def end() -> NoReturn:
+def end(code: int = 0) -> NoReturn:
     """End this process as it would end by itself, but without waiting for threads that are still working."""
     if watch:
         watch.finish()
     sys.stdout.flush()
-    os._exit(0)
+    os._exit(code)
 
 
 def _silence_stderr() -> None:

@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import pathlib
 import sys
+import threading
 from typing import NamedTuple
 
 import jax
@@ -208,11 +209,14 @@ def dequantize(x, axes) -> np.ndarray:
 
 @pytest.fixture
 def compiled():
-    """The list of jax's events of tracing and compiling, as they happen."""
-    events = []
+    """The list of jax's events of tracing and compiling, as they happen in this thread.
+
+    A server that another test has ended may still be compiling in its own thread.
+    """
+    events, thread = [], threading.get_ident()
 
     def hear(event: str, *_, **__) -> None:
-        if event.startswith("/jax/core/compile"):
+        if event.startswith("/jax/core/compile") and threading.get_ident() == thread:
             events.append(event)
 
     jax.monitoring.register_event_duration_secs_listener(hear)

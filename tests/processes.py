@@ -1,12 +1,15 @@
 """Several processes of main.py on this machine."""
 
+import atexit
 import contextlib
+import functools
 import os
 import pathlib
 import re
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -33,14 +36,22 @@ class Own(NamedTuple):
     program: str | pathlib.Path = main.__file__
 
 
+@functools.cache
+def shared_cache() -> str:
+    """A folder for compiled programs that all processes use which this one starts; not the user's."""
+    folder = tempfile.TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    return folder.name
+
+
 def start(
-    count: int, devices: int, *arguments, wrapper=(), stdin="", own=(), logs=()
+    count: int, devices: int, *arguments, wrapper=(), stdin="", own=(), logs=(), cached=True
 ) -> list[subprocess.Popen]:
     """Start processes of the same command, which find one another by jax's environment variables.
 
     stdin: of the first process; that of the others is empty. wrapper: a program beside this file that runs
     main.py, and its arguments. own: an Own for each process. logs: a file for each process's stderr; without
-    them stderr is a pipe.
+    them stderr is a pipe. cached: programs that earlier processes have compiled are not compiled again.
     """
     address = f"127.0.0.1:{free_port()}"
     shared = {
@@ -49,8 +60,9 @@ def start(
         "JAX_COORDINATOR_ADDRESS": address,
         "JAX_COORDINATOR_BIND_ADDRESS": address,
         "JAX_NUM_PROCESSES": str(count),
-        "JAX_ENABLE_COMPILATION_CACHE": "0",  # or they would use the user's
     }
+    if cached:
+        shared["JAX_COMPILATION_CACHE_DIR"] = shared_cache()
     wrapper = [pathlib.Path(__file__).with_name(wrapper[0]), *wrapper[1:]] if wrapper else []
     started = []
     for i, (more, variables, program) in enumerate(own or [Own()] * count):

@@ -2,6 +2,9 @@
 
 import collections
 import concurrent.futures
+import pathlib
+import subprocess
+import sys
 import threading
 import time
 
@@ -24,6 +27,7 @@ from sharding.sampling import Sampling
 from terminal import models
 from terminal.command_line import OUT_OF_MEMORY
 
+REPOSITORY = pathlib.Path(main.__file__).parent
 ROWS = 8
 
 
@@ -148,6 +152,28 @@ def test_weights_that_cannot_be_loaded(tmp_path, monkeypatch, capsys):
     assert code == 1 and not out and err.splitlines()[-1] == "error: the weights are damaged"
     assert len(begun) == 1
     told.set()
+
+
+ENDS = """
+import time
+import main
+from feedback.errors import UserError
+from terminal import models
+
+def fail(*arguments):
+    raise UserError("wrong weights")
+
+models.Engine = lambda *_, **__: time.sleep(1000)
+models.load = fail
+main.run_to_end()
+"""
+
+
+def test_the_process_ends_at_once():
+    """After an error it does not wait for a program that is being compiled."""
+    command = [sys.executable, "-c", ENDS, "--prompt", "Hello"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1 and done.stderr.splitlines()[-1] == "error: wrong weights"
 
 
 def test_programs_that_do_not_fit(monkeypatch, capsys):

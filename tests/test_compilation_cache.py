@@ -49,9 +49,9 @@ def alone():
 
 def start_two(variables: list[dict], *options) -> tuple[list, list[dict[str, int]]]:
     """The answers of two processes of two devices, and how many programs each of them compiled and read."""
-    own = [Own(variables={"JAX_ENABLE_COMPILATION_CACHE": "1"} | x) for x in variables]
+    own = [Own(variables=x) for x in variables]
     arguments = ["--checkpoint", LLAMA4, "--json", "--prompt", "Who are you?", *options]
-    ended = finish(start(2, 2, *arguments, wrapper=[COUNT.name], own=own))
+    ended = finish(start(2, 2, *arguments, wrapper=[COUNT.name], own=own, cached=False))
     assert [code for code, *_ in ended] == [0, 0], ended
     return json.loads(ended[0][1])["responses"], [counts(stderr) for *_, stderr in ended]
 
