@@ -25,8 +25,8 @@ from planner.hlo import Array, Computation, Instruction
 from planner.topologies import Chip
 from planner.traffic import CALLS, COLLECTIVES, Collective, Origins, Reader, Traffic, channel
 
-# Rows of the narrower operand of a product, below which the product takes as long as with so many: the matrix
-# unit is then busy with loading the wider one.
+# A product whose narrower operand has fewer rows is assumed to take as long as one with so many, because the
+# matrix units load the wider operand meanwhile.
 LEAST_ROWS = 32
 NO_WORK = (
     "parameter", "constant", "bitcast", "tuple", "get-tuple-element", "broadcast", "iota", "reshape", "copy",
@@ -104,7 +104,10 @@ class _Clock:
         self.memory = max(self.memory, self.now)
 
     def execute(self, x: Instruction, body: Computation, events: list, started: dict) -> None:
-        """Execute an instruction, or start what goes on beside the next ones."""
+        """Execute an instruction, or start what goes on beside the next ones.
+
+        events: what the reader says that it does. started: see `run`.
+        """
         moved = sum(event.bytes for event in events if isinstance(event, Traffic)) / self.chip.bandwidth
         if moved:
             self.memory = max(self.memory, self.now) + moved
@@ -154,6 +157,8 @@ class _Clock:
             return product_operations(x, *(y.results[0] for y in operands[:2])), 0
         if x.is_kernel and x.name.startswith("splash"):
             return attention_operations([y.results[0] for y in operands]), 0
+        if x.is_kernel and x.name.startswith("ragged-dot-none"):
+            return ragged_operations(x, [y.results[0] for y in operands]), 0
         if x.opcode in NO_WORK or x.opcode.removesuffix("-start") in COLLECTIVES:
             return 0, 0
         arrays = [array for y in (x, *operands) for array in y.results]
@@ -190,3 +195,14 @@ def attention_operations(operands: list[Array]) -> float:
     """Operations of jax's splash attention: queries [...,T,H] with keys [...,S,H], then with values."""
     queries, keys, values = [array.shape for array in operands if array.dtype == "bf16"][:3]
     return 2 * math.prod(queries[:-1]) * keys[-2] * (keys[-1] + values[-1])
+
+
+def ragged_operations(x: Instruction, operands: list[Array]) -> float:
+    """Operations of XLA's kernel of lax.ragged_dot: a product of each tile of rows with its group's matrix.
+
+    A tile has rows of one group only, so there are up to as many more tiles as there are groups, less one.
+    The kernel is given the group of each tile, and at last rows [m,K] and matrices [E,K,N].
+    """
+    rows, k, n = map(int, x.attribute(r'ragged_dot_tiling="([\d,]+)"').split(","))
+    tiles, (K, N) = operands[2].size, operands[-1].shape[-2:]
+    return 2 * tiles * rows * (-(-K // k) * k) * (-(-N // n) * n)

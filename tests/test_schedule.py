@@ -165,3 +165,32 @@ ENTRY %main (x: f32[], w: f32[]) -> f32[] {{
 }}
 """
     assert schedule(text) == Schedule(computing=expected)
+
+
+def test_operations_of_a_ragged_dot():
+    """512 rows in 16 groups: 4 tiles of 128 rows and 15 more, whose 512 columns are two blocks of 384."""
+    text = """
+ENTRY %main (x: f32[]) -> f32[] {
+  %start = s32[1]{0:S(1)} parameter(0)
+  %ends = s32[17]{0:S(1)} parameter(1)
+  %groups = s32[19]{0:S(1)} parameter(2)
+  %x = bf16[512,5120]{1,0:S(1)} parameter(3)
+  %w = s8[16,5120,512]{2,1,0:S(1)} parameter(4)
+  ROOT %ragged-dot-none.1 = f32[512,512]{1,0:S(1)} custom-call(%start, %ends, %groups, %x, %w), custom_call_target="tpu_custom_call", frontend_attributes={ragged_dot_tiling="128,5120,384"}
+}
+"""  # noqa: E501
+    assert schedule(text) == Schedule(computing=2 * 19 * 128 * 5120 * 2 * 384)
+
+
+def test_operations_of_attention():
+    """Queries of 8 heads with one head of keys and one of values, which may have other columns."""
+    text = """
+ENTRY %main (x: f32[]) -> f32[] {
+  %mask = s8[1,1]{1,0:S(1)} parameter(0)
+  %q = bf16[8,512,128]{2,1,0:S(1)} parameter(1)
+  %k = bf16[1024,128]{1,0:S(1)} parameter(2)
+  %v = bf16[1024,256]{1,0:S(1)} parameter(3)
+  ROOT %splash_mqa.1 = bf16[8,512,256]{2,1,0:S(1)} custom-call(%mask, %q, %k, %v), custom_call_target="tpu_custom_call"
+}
+"""  # noqa: E501
+    assert schedule(text) == Schedule(computing=2 * 8 * 512 * 1024 * (128 + 256))
