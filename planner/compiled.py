@@ -8,6 +8,7 @@ import re
 import sys
 import time
 from collections import Counter
+from functools import partial
 
 import jax
 from jax.sharding import Mesh
@@ -19,8 +20,9 @@ from planner.estimates import collective_seconds, network_seconds, resource_seco
 from planner.floor import floor_bytes, needed, share_needed
 from planner.job import PARTS, Job, local_tokens, part_of
 from planner.programs import CompiledProgram, compile_programs, memory_of
+from planner.schedule import Schedule, read_schedule
 from planner.topologies import Topology
-from planner.traffic import Program, read_program
+from planner.traffic import Collective, Program, Reader
 from sharding.mesh import MODEL, SLOTS, STAGE, mesh_size
 
 
@@ -38,7 +40,9 @@ class Step:
     Counted in all runs. hbm_bytes_per_step: bytes moved; hbm_bytes_by_part: the same by part of the model. A
     Pallas kernel is assumed to read each operand once, of experts the active ones. assumed_loops: the trips
     of loops whose number of trips is computed.
-    Estimated. seconds: what each resource alone takes. bound_by: the resource that takes longest.
+    Estimated from the compiler's schedule, see planner/schedule.py. schedule: seconds by what passes them.
+    scheduled_seconds: their sum. exposed_seconds: by how much collectives make the step longer.
+    Estimated without it. seconds: what each resource alone takes. bound_by: the resource that takes longest.
     """
 
     fits: bool
@@ -56,6 +60,9 @@ class Step:
     collectives: list[dict] | None = None
     copies: list[dict] | None = None
     assumed_loops: dict[str, int] | None = None
+    schedule: dict[str, float] | None = None
+    scheduled_seconds: float | None = None
+    exposed_seconds: float | None = None
     seconds: dict[str, float] | None = None
     bound_by: str | None = None
     estimated_step_seconds: float | None = None
@@ -76,19 +83,19 @@ def compile_step(job: Job, mesh: Mesh, topology: Topology, dump: str | None = No
     seconds = time.perf_counter() - began
     if dump:
         pathlib.Path(dump).write_text("\n".join(x.compiled.as_text() for x in programs))
-    runs, found = Counter(), []
+    runs, found, schedule, alone = Counter(), [], Schedule(), Schedule()
     for x in programs:
         runs[x.name] += x.count
-        found.append(_count(x, job, mesh, topology))
+        reader = _reader(x, job, mesh, topology)
+        found.append(reader.program().in_step(x.names, x.count))
+        schedule += read_schedule(reader, topology.chip, partial(_sending, topology)) * x.count
+        alone += read_schedule(reader, topology.chip, lambda collective: 0) * x.count
     program = Program.of_all(found)
     by_part, per_layer, between, sending = dict.fromkeys(PARTS, 0.0), Counter(), Counter(), 0.0
     for x in program.traffic:
         by_part[part_of(x.argument, job.cfg)] += x.bytes * x.count
     for x in program.collectives:
-        if x.between_stages and topology.slices > 1:
-            sending += network_seconds(x.bytes, topology) * x.count
-        else:
-            sending += collective_seconds(x.kind, x.bytes, x.group, topology) * x.count
+        sending += _sending(topology, x) * x.count
         between[x.kind] += x.count * x.between_stages
         per_layer[x.kind] += x.count * bool(re.search(r"\b(attention|feed_forward)/", x.scope))
     depth = len(job.cfg.layers) // stages
@@ -105,6 +112,8 @@ def compile_step(job: Job, mesh: Mesh, topology: Topology, dump: str | None = No
         collectives=_alike(program.collectives),
         copies=_alike([x for x in program.copies if not x.prefetch]),
         assumed_loops={x.instruction: x.trips for x in program.loops if not x.known},
+        schedule=dataclasses.asdict(schedule), scheduled_seconds=schedule.seconds,
+        exposed_seconds=schedule.seconds - alone.seconds,
         seconds=resources, bound_by=max(resources, key=resources.get),
         estimated_step_seconds=step_seconds(resources),
         tokens_per_second_per_sequence=rate, tokens_per_second=rate * job.rows,
@@ -123,8 +132,8 @@ def _bytes_required(error: jax.errors.JaxRuntimeError) -> float:
     return float(found[1]) * 2 ** (10 + 10 * "KMGT".index(found[2].upper()))
 
 
-def _count(program: CompiledProgram, job: Job, mesh: Mesh, topology: Topology) -> Program:
-    """What a program does in all its runs, with what the project's Pallas kernels read of their operands."""
+def _reader(program: CompiledProgram, job: Job, mesh: Mesh, topology: Topology) -> Reader:
+    """A reader of a program, which knows what the project's Pallas kernels read of their operands."""
     slots = -(-job.context // mesh_size(mesh, SLOTS))
 
     def kernel_share(kernel: str, argument: str) -> float:
@@ -138,14 +147,20 @@ def _count(program: CompiledProgram, job: Job, mesh: Mesh, topology: Topology) -
         return share_needed(argument, job, mesh)
 
     stages = mesh.shape[STAGE]
-    found = read_program(
+    return Reader(
         program.compiled.as_text(),
         kernel_share,
         computed_trips=-(-slots // BLOCK),
         arguments=program.used,
         stages=stages // math.gcd(stages, topology.slices),
     )
-    return found.in_step(program.names, program.count)
+
+
+def _sending(topology: Topology, x: Collective) -> float:
+    """Seconds of one run of a collective."""
+    if x.between_stages and topology.slices > 1:
+        return network_seconds(x.bytes, topology)
+    return collective_seconds(x.kind, x.bytes, x.group, topology)
 
 
 def _alike(events: list) -> list[dict]:

@@ -14,9 +14,11 @@ def collective_seconds(kind: str, size: float, group: int, topology: Topology) -
 
     The group spans the longest axes of the torus, as few axes as can hold it. Its bytes are divided among
     these axes, and go one way along each, or both ways where the axis wraps around; an all-reduce sends them
-    twice. The hops are those across the group, once. The links are assumed to carry nothing else. Source:
-    scaling-book, sharding.md.
+    twice. The hops are those across the group, once. In a permutation all bytes of a device go to a neighbor.
+    The links are assumed to carry nothing else. Source: scaling-book, sharding.md.
     """
+    if kind == "collective-permute":
+        return HOP_SECONDS + size / topology.chip.link
     chips, links, hops = -(-group // topology.chip.cores), 0, 0
     for axis in sorted(topology.sizes, reverse=True):
         n = min(axis, chips)

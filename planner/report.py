@@ -52,7 +52,14 @@ def show_step(title: str, step: Step, plan: Plan) -> None:
         where = "between stages" if x.get("between_stages") else f"among {x['group']}"
         where += f", in {scope}" if scope else ""
         print(f"      {x['count']} x {x['kind']} of {x['shape']} {where}")
-    print("  Estimate (data sheet speeds, no collective hidden)")
+    print("  Estimate from the compiler's schedule (data sheet speeds)")
+    ms = {what: f"{seconds * 1e3:.2f} ms" for what, seconds in step.schedule.items()}
+    print(f"    {step.scheduled_seconds * 1e3:.2f} ms: computing {ms['computing']}", end="")
+    print(f", waiting for HBM {ms['memory']}, for other devices {ms['collectives']}")
+    sending = step.seconds["interconnect"]
+    if sending:
+        print(f"    collectives add {step.exposed_seconds * 1e3:.2f} ms, and take {sending * 1e3:.2f} ms")
+    print("  Estimate without it (data sheet speeds, no collective hidden)")
     print("   ", ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in step.seconds.items()))
     per_row, in_all = step.tokens_per_second_per_sequence, step.tokens_per_second
     print(f"    {step.estimated_step_seconds * 1e3:.2f} ms, bound by {step.bound_by}: ", end="")

@@ -15,15 +15,18 @@ class Chip:
     """The resources of one jax device; a chip has `cores` jax devices.
 
     hbm: bytes that the compiler lets a program use. bandwidth: of HBM, bytes/s. flops: bfloat16, per second.
-    link: bytes/s of one interconnect link, one way. An axis of the torus wraps around if its length is a
-    multiple of `ring`. network: bytes/s per chip of the network that joins slices. Source: libtpu 0.0.42 for
-    hbm; docs.cloud.google.com/tpu/docs/{v5e,v6e,v5p,tpu7x}, where link is the bidirectional bandwidth per
-    chip / ports / 2, and network that per pod / chips; jax-ml/scaling-book tpus.md for ring.
+    vector: operations per second of the vector units, which do 4 x 1024 per cycle and core. link: bytes/s of
+    one interconnect link, one way. An axis of the torus wraps around if its length is a multiple of `ring`.
+    network: bytes/s per chip of the network that joins slices. Source: libtpu 0.0.42 for hbm;
+    docs.cloud.google.com/tpu/docs/{v5e,v6e,v5p,tpu7x}, where link is the bidirectional bandwidth per chip /
+    ports / 2, and network that per pod / chips; jax-ml/scaling-book tpus.md for ring and vector (that of
+    tpu7x is not published: it is v6e's).
     """
 
     hbm: float
     bandwidth: float
     flops: float
+    vector: float
     link: float
     ring: int
     network: float
@@ -31,11 +34,24 @@ class Chip:
 
 
 CHIPS = {
-    "v5e": Chip(15.75 * 2**30, BANDWIDTH["TPU v5 lite"], flops=197e12, link=50e9, ring=16, network=3.125e9),
-    "v6e": Chip(31.25 * 2**30, BANDWIDTH["TPU v6 lite"], flops=918e12, link=100e9, ring=16, network=12.5e9),
-    "v5p": Chip(95.74 * 2**30, BANDWIDTH["TPU v5p"], flops=459e12, link=100e9, ring=4, network=6.25e9),
+    "v5e": Chip(
+        15.75 * 2**30, BANDWIDTH["TPU v5 lite"], 197e12, vector=6.1e12, link=50e9, ring=16, network=3.125e9
+    ),
+    "v6e": Chip(
+        31.25 * 2**30, BANDWIDTH["TPU v6 lite"], 918e12, vector=7.2e12, link=100e9, ring=16, network=12.5e9
+    ),
+    "v5p": Chip(
+        95.74 * 2**30, BANDWIDTH["TPU v5p"], 459e12, vector=14.3e12, link=100e9, ring=4, network=6.25e9
+    ),
     "tpu7x": Chip(
-        94.75 * 2**30, BANDWIDTH["TPU7x"], flops=1153.5e12, link=100e9, ring=4, network=12.5e9, cores=2
+        94.75 * 2**30,
+        BANDWIDTH["TPU7x"],
+        1153.5e12,
+        vector=7.2e12,
+        link=100e9,
+        ring=4,
+        network=12.5e9,
+        cores=2,
     ),
 }
 

@@ -22,7 +22,11 @@ FREE = (
     "parameter", "constant", "bitcast", "tuple", "get-tuple-element", "opt-barrier", "after-all",
     "add-dependency", "partition-id", "replica-id",
 )  # fmt: skip
+CALLS = ("call", "async-start")  # run another computation
 FREE_CALLS = re.compile(r'custom_call_target="(ConcatBitcast|AllocateBuffer|MaskAggregatorBlock)"')
+
+# For each of several arrays or tuples, the entry argument that each of its parts is, or is a part or copy of.
+Origins = list[tuple[str, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,14 +114,13 @@ class Program:
         return Program(*([changed(x) for x in each] for each in events))
 
 
-def read_program(
-    text: str,
-    kernel_share: Callable[[str, str], float] = lambda kernel, argument: 1,
-    computed_trips: int | None = None,
-    arguments: tuple[str, ...] = (),
-    stages: int = 1,
-) -> Program:
-    """Walk through the HLO text of a program as one device runs it.
+def read_program(text: str, *arguments, **options) -> Program:
+    """All that a device does in one run of a program, from its HLO text. Arguments: those of `Reader`."""
+    return Reader(text, *arguments, **options).program()
+
+
+class Reader:
+    """Walks through the HLO text of a program as one device runs it.
 
     kernel_share(kernel, argument): the share of an HBM operand that a Pallas kernel reads, where the operand
     is (a copy of) that entry argument. Outputs that alias an operand are updated in place, and do not count.
@@ -128,38 +131,49 @@ def read_program(
     stages: how many stages of layers one slice of TPUs has, each on as many devices as the others, one after
     the other. Other slices of TPUs are assumed to have other stages.
     """
-    computations, entry = parse(text)
-    events = list(_Reader(computations, kernel_share, computed_trips, arguments, stages).run(entry))
-    kinds = (Traffic, Collective, Copy, Loop)
-    return Program(*([x for x in events if isinstance(x, kind)] for kind in kinds))
 
+    def __init__(
+        self,
+        text: str,
+        kernel_share: Callable[[str, str], float] = lambda kernel, argument: 1,
+        computed_trips: int | None = None,
+        arguments: tuple[str, ...] = (),
+        stages: int = 1,
+    ):
+        self.computations, self.entry = parse(text)
+        self.kernel_share, self.computed_trips = kernel_share, computed_trips
+        self.arguments, self.stages = arguments, stages
 
-@dataclasses.dataclass(frozen=True)
-class _Reader:
-    computations: dict[str, Computation]
-    kernel_share: Callable[[str, str], float]
-    computed_trips: int | None
-    arguments: tuple[str, ...]
-    stages: int
+    def program(self) -> Program:
+        events = list(self.run(self.entry))
+        kinds = (Traffic, Collective, Copy, Loop)
+        return Program(*([x for x in events if isinstance(x, kind)] for kind in kinds))
 
-    def run(self, body: Computation, inputs: list[tuple[str, ...]] | None = None) -> Iterator:
+    def run(self, body: Computation, inputs: Origins | None = None) -> Iterator:
         """All events of a computation. inputs: the origins of its parameters, as `origin` returns them."""
-        origins: dict[str, tuple[str, ...]] = {}
-        for_the_next_run = _unused_prefetches(body)
-        for x in body.values():
-            origins[x.name] = self.origin(x, body, origins, inputs)
-            given = [origins[name] for name in x.operands]
+        for x, given, origin in self.instructions(body, inputs):
             if x.opcode == "while":
                 loop = self.loop(x)
                 yield loop
                 for event in self.run(self.computations[x.calls], given):
                     yield dataclasses.replace(event, count=event.count * loop.trips)
             elif x.opcode == "conditional":
-                yield from self.largest_branch(x, given[1:])
-            elif x.opcode in ("call", "async-start"):
+                yield from self.run(*self.largest_branch(x, given[1:]))
+            elif x.opcode in CALLS:
                 yield from self.run(self.computations[x.calls], given)
-            elif x.name not in for_the_next_run:  # the run before has fetched this array for this run
-                yield from self.execute(x, body, given, origins[x.name])
+            else:
+                yield from self.execute(x, body, given, origin)
+
+    def instructions(
+        self, body: Computation, inputs: Origins | None = None
+    ) -> Iterator[tuple[Instruction, Origins, tuple[str, ...]]]:
+        """The instructions of a computation, each with the origins of its operands and of its results."""
+        origins: dict[str, tuple[str, ...]] = {}
+        for_the_next_run = _unused_prefetches(body)
+        for x in body.values():
+            origins[x.name] = self.origin(x, body, origins, inputs)
+            if x.name not in for_the_next_run:  # the run before has fetched this array for this run
+                yield x, [origins[name] for name in x.operands], origins[x.name]
 
     def origin(self, x: Instruction, body: Computation, origins, inputs) -> tuple[str, ...]:
         """For each result of an instruction, the entry argument that it is a part or a copy of, or ""."""
@@ -304,13 +318,13 @@ class _Reader:
         starts = filter(starts_collective, self.computations.values())
         return {channel(x) for computation in starts for x in computation.values()} - {""}
 
-    def largest_branch(self, x: Instruction, given) -> list:
-        """The events of the branch that moves the most bytes; only one branch runs."""
+    def largest_branch(self, x: Instruction, given: Origins) -> tuple[Computation, Origins]:
+        """The branch that moves the most bytes, and the origins of its parameter; only one branch runs."""
         names = re.findall(r"(?:true_computation=|false_computation=|[{,] ?)%([\w.-]+)", x.attributes)
-        branches = [self.run(self.computations[y], [z]) for y, z in zip(names, given, strict=False)]
-        branches = [list(events) for events in branches]
+        branches = [(self.computations[y], [z]) for y, z in zip(names, given, strict=False)]
         return max(
-            branches, key=lambda events: sum(x.bytes * x.count for x in events if isinstance(x, Traffic))
+            branches,
+            key=lambda branch: sum(x.bytes * x.count for x in self.run(*branch) if isinstance(x, Traffic)),
         )
 
     def loop(self, x: Instruction) -> Loop:

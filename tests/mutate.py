@@ -59,6 +59,7 @@ CHANNELS = "tests/test_channels.py::test_"
 FIELDS, MESSAGES = "tests/test_server_fields.py::test_", "tests/test_messages.py::test_"
 REASONING = "tests/test_reasoning.py::test_"
 TOOLS = "tests/test_tools.py::test_"
+SCHEDULE = "tests/test_schedule.py::test_"
 PREFIX_CACHE = "tests/test_prefix_cache.py::test_"
 KEPT_PROGRAMS = "tests/test_compilation_cache.py::test_"
 MIXTRAL, LATENT, MUSE_GLIMMER = map(FAMILY, ("mixtral", "glm4-moe-lite", "muse-glimmer"))
@@ -571,6 +572,10 @@ MUTATIONS = [
     ("serving/memory.py", "cache += copied * sum(", "cache += 0 * sum(", PROGRAMS),
     ("planner/floor.py", "return job.rows / job.batch", "return 1", "tests/test_plan.py::test_what_is_needed"),
     ("planner/traffic.py", "count=x.count * runs", "count=x.count", "tests/test_plan.py::test_prefill_in_groups_of_layers"),
+    ("planner/schedule.py", "max(self.memory, self.now) + moved", "self.now + moved", SCHEDULE + "transfers_go_one_after_the_other"),
+    ("planner/schedule.py", "max(self.links[link], self.now) +", "self.now +", SCHEDULE + "permutations_beside_products"),
+    ("planner/schedule.py", "before + trip * trips", "before + trip", SCHEDULE + "trips_of_a_loop"),
+    ("planner/schedule.py", "max(narrow, LEAST_ROWS)", "narrow", SCHEDULE + "permutations_beside_products"),
     ("serving/memory.py", "positions - kind.mask.first_visible(positions)", "positions", BYTES),
     ("serving/memory.py", "* idle", "", BYTES),
     ("serving/memory.py", 'mesh_size(mesh, EXPERT))', '1)', BYTES),

@@ -1,0 +1,208 @@
+"""When one device computes and when it waits, in one run of a compiled TPU program.
+
+The compiler fixes the order in which a device executes the instructions of a program. It lets transfers from
+HBM and some collectives begin early, so that they go on beside other instructions. `read_schedule` walks
+through this order with a clock:
+
+- HBM makes one transfer after another, at the data sheet's bandwidth, in the order in which they are started.
+- An instruction ends when it has computed, and when its own bytes have been read and written. Its products
+  take as long as the data sheet says; its other operations, one by one, go through the vector units.
+- A synchronous collective lets the device wait for as long as planner/estimates.py says. Transfers from HBM
+  that have been started go on meanwhile.
+- An asynchronous collective begins when those of its kind and direction that were started before it have
+  ended. The instruction that takes its result waits for its end.
+
+So the result is an estimate, of a schedule that is the compiler's own.
+"""
+
+import dataclasses
+import math
+import re
+from collections import Counter
+from collections.abc import Callable
+
+from planner.hlo import Array, Computation, Instruction
+from planner.topologies import Chip
+from planner.traffic import CALLS, COLLECTIVES, Collective, Origins, Reader, Traffic, channel
+
+# A product whose narrower operand has fewer rows is assumed to take as long as one with so many, because the
+# matrix units load the wider operand meanwhile.
+LEAST_ROWS = 32
+NO_WORK = (
+    "parameter", "constant", "bitcast", "tuple", "get-tuple-element", "broadcast", "iota", "reshape", "copy",
+    "copy-start", "copy-done", "slice-start", "slice-done", "slice", "custom-call", "partition-id",
+)  # fmt: skip
+NOTHING = "computing", 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """Seconds of one device in one run of a program, or in a step of several. Their sum is the whole time.
+
+    computing: it executes instructions. memory: it waits for HBM. collectives: it waits for other devices.
+    """
+
+    computing: float = 0.0
+    memory: float = 0.0
+    collectives: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.computing + self.memory + self.collectives
+
+    def __add__(self, other: "Schedule") -> "Schedule":
+        return Schedule(*map(sum, zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
+
+    def __mul__(self, runs: float) -> "Schedule":
+        return Schedule(*(runs * x for x in dataclasses.astuple(self)))
+
+
+def read_schedule(reader: Reader, chip: Chip, seconds: Callable[[Collective], float]) -> Schedule:
+    """The schedule of a program. seconds: how long a collective takes if nothing else uses its links."""
+    clock = _Clock(reader, chip, seconds)
+    clock.run(reader.entry, None)
+    return clock.spent
+
+
+class _Clock:
+    """now, memory: when the device, and HBM, have done all that they have begun.
+
+    links: the same of asynchronous collectives, by their kind and the devices that exchange data.
+    """
+
+    def __init__(self, reader: Reader, chip: Chip, seconds: Callable[[Collective], float]):
+        self.reader, self.chip, self.seconds_of = reader, chip, seconds
+        self.now, self.memory, self.links, self.spent = 0.0, 0.0, Counter(), Schedule()
+
+    def run(self, body: Computation, inputs: Origins | None) -> None:
+        """Execute a computation. inputs: the origins of its parameters."""
+        # What was started and when it ends, by the name of the instruction and by the collective's channel.
+        started: dict[str, tuple[str, float]] = {}
+        last_parts = {key: x.name for x in body.values() for key in self.fused_channels(x)}
+        for x, given, origin in self.reader.instructions(body, inputs):
+            if x.opcode == "while":
+                self.loop(x, given)
+            elif x.opcode == "conditional":
+                self.run(*self.reader.largest_branch(x, given[1:]))
+            elif x.opcode in CALLS:
+                self.run(self.reader.computations[x.calls], given)
+            elif x.opcode.endswith("-done"):
+                self.pass_time(*started.get(x.operands[0], NOTHING))
+                self.pass_time(*started.get(channel(x), NOTHING))
+            else:
+                self.execute(x, body, list(self.reader.execute(x, body, given, origin)), started)
+            for key in self.fused_channels(x):
+                if last_parts[key] == x.name:
+                    self.pass_time(*started.get(key, NOTHING))
+
+    def loop(self, x: Instruction, given: Origins) -> None:
+        """All trips of a loop take as long as its first one."""
+        began, before, trips = self.now, self.spent, self.reader.loop(x).trips
+        self.run(self.reader.computations[x.calls], given)
+        trip = self.spent + before * -1
+        self.spent, self.now = before + trip * trips, began + trip.seconds * trips
+        self.memory = max(self.memory, self.now)
+
+    def execute(self, x: Instruction, body: Computation, events: list, started: dict) -> None:
+        """Execute an instruction, or start what goes on beside the next ones.
+
+        events: what the reader says that it does. started: see `run`.
+        """
+        moved = sum(event.bytes for event in events if isinstance(event, Traffic)) / self.chip.bandwidth
+        if moved:
+            self.memory = max(self.memory, self.now) + moved
+        if x.opcode in ("copy-start", "slice-start"):
+            started[x.name] = "memory", self.memory
+            return
+        collectives = [event for event in events if isinstance(event, Collective)]
+        for event in collectives:
+            if event.asynchronous:
+                link = event.kind, event.shape, x.attribute(r"source_target_pairs=(\S+)")
+                self.links[link] = max(self.links[link], self.now) + self.seconds_of(event)
+                started |= {
+                    key: ("collectives", self.links[link])
+                    for key in (x.name, channel(x), *self.fused_channels(x))
+                    if key
+                }
+        self.pass_time("computing", self.now + self.computing(x, body))
+        if moved:
+            self.pass_time("memory", self.memory)
+        for event in collectives:
+            if not event.asynchronous:
+                self.pass_time("collectives", self.now + self.seconds_of(event))
+
+    def pass_time(self, what: str, until: float) -> None:
+        """Compute, or wait for something, until then, unless that time has come."""
+        passed = max(0.0, until - self.now)
+        self.spent, self.now = self.spent + Schedule(**{what: passed}), self.now + passed
+
+    def fused_channels(self, x: Instruction) -> set[str]:
+        """The channels of the collectives that are fused into an instruction."""
+        fused = self.reader.computations[x.calls].values() if x.opcode == "fusion" else ()
+        return {channel(y) or x.name for y in fused if y.opcode in COLLECTIVES}
+
+    def computing(self, x: Instruction, body: Computation) -> float:
+        """Seconds for which an instruction computes, whatever it reads."""
+        operands = [body[name] for name in x.operands]
+        products, others = self.operations(x, operands)
+        return max(products / self.chip.flops, others / self.chip.vector)
+
+    def operations(self, x: Instruction, operands: list[Instruction]) -> tuple[float, float]:
+        """How many operations of products, in bfloat16, and how many others an instruction does."""
+        if x.opcode == "fusion":
+            fused = self.reader.computations[x.calls]
+            every = [self.operations(y, [fused[name] for name in y.operands]) for y in fused.values()]
+            return tuple(map(sum, zip((0, 0), *every, strict=True)))
+        if x.opcode in ("dot", "convolution"):
+            return product_operations(x, *(y.results[0] for y in operands[:2])), 0
+        if x.is_kernel and x.name.startswith("splash"):
+            return attention_operations([y.results[0] for y in operands]), 0
+        if x.is_kernel and x.name.startswith("ragged-dot-none"):
+            return ragged_operations(x, [y.results[0] for y in operands]), 0
+        if x.opcode in NO_WORK or x.opcode.removesuffix("-start") in COLLECTIVES:
+            return 0, 0
+        arrays = [array for y in (x, *operands) for array in y.results]
+        return 0, max((array.size for array in arrays), default=0)
+
+
+def product_operations(x: Instruction, left: Array, right: Array) -> float:
+    """Operations of [B,M,K] x [B,K,N]: a dot, or the convolution that XLA makes of it.
+
+    Products of 8-bit integers count half, since the matrix units do twice as many of them.
+    """
+    out = x.results[0]
+    B = batch_size(x, left, right)
+    K = math.sqrt(left.size / B * right.size / out.size)
+    narrow, wide = sorted((left.size / B / K, right.size / B / K))
+    integers = {left.dtype, right.dtype} <= {"s8", "u8", "s4", "u4"}
+    return (1 if integers else 2) * B * K * wide * max(narrow, LEAST_ROWS)
+
+
+def batch_size(x: Instruction, left: Array, right: Array) -> int:
+    """The size of the dimensions that both operands and the result of a product share."""
+    if x.opcode == "dot":
+        shared = x.attribute(r"lhs_batch_dims=\{([\d,]*)\}")
+        return math.prod(left.shape[int(i)] for i in shared.split(",") if i)
+    # b0f_o0i->bf0: a digit is a dimension of both operands and of the result.
+    labels = re.split("_|->", x.attribute(r"dim_labels=(\w+_\w+->\w+)"))
+    arrays = left, right, x.results[0]
+    sizes = [{c: n for c, n in zip(y, z.shape, strict=True)} for y, z in zip(labels, arrays, strict=True)]
+    digits = [c for c in labels[0] if c.isdigit()]
+    return math.prod(sizes[0][c] for c in digits if sizes[0][c] == sizes[1][c] == sizes[2][c])
+
+
+def attention_operations(operands: list[Array]) -> float:
+    """Operations of jax's splash attention: queries [...,T,H] with keys [...,S,H], then with values."""
+    queries, keys, values = [array.shape for array in operands if array.dtype == "bf16"][:3]
+    return 2 * math.prod(queries[:-1]) * keys[-2] * (keys[-1] + values[-1])
+
+
+def ragged_operations(x: Instruction, operands: list[Array]) -> float:
+    """Operations of XLA's kernel of lax.ragged_dot: a product of each tile of rows with its group's matrix.
+
+    A tile has rows of one group only, so there are up to as many more tiles as there are groups, less one.
+    The kernel is given the group of each tile, and at last rows [m,K] and matrices [E,K,N].
+    """
+    rows, k, n = map(int, x.attribute(r'ragged_dot_tiling="([\d,]+)"').split(","))
+    tiles, (K, N) = operands[2].size, operands[-1].shape[-2:]
+    return 2 * tiles * rows * (-(-K // k) * k) * (-(-N // n) * n)
