@@ -18,7 +18,6 @@ if __name__ == "__main__":
 
 import sys
 from functools import partial
-from typing import NoReturn
 
 import jax
 
@@ -55,6 +54,7 @@ def main() -> None:
             from terminal.serve import serve  # needs packages that are optional
 
             serve(session)
+            watch.end()  # a thread may still be compiling programs
         else:
             answer_prompts(session, prompts)
     except jax.errors.JaxRuntimeError as e:
@@ -92,14 +92,12 @@ def answer_prompts(session: Session, prompts: list[Prompt]) -> None:
         sys.exit(1)
 
 
-def run_to_end() -> NoReturn:
-    """Run main, and end without waiting for a program that a thread still compiles, whatever went wrong."""
-    code = 0
+def run_to_end() -> None:
+    """Run main. After an error the process ends without waiting for a program that is being compiled."""
     try:
         run(main)
     except SystemExit as e:
-        code = e.code or 0
-    watch.end(code)
+        watch.end(e.code or 0)
 
 
 if __name__ == "__main__":

@@ -927,7 +927,7 @@ def test_a_client_that_leaves_unnoticed(server, caplog):
     assert [record.message for record in caplog.records if record.name == "asyncio"] == []
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(300, marks=pytest.mark.deep)])
+@pytest.mark.parametrize("count", [60, pytest.param(150, marks=pytest.mark.deep)])
 def test_many_streams(server, count):
     """On 8 rows, a third of them cancelled at random moments: the others have exactly their solo tokens."""
     rng = random.Random(count)
