@@ -9,8 +9,8 @@ through this order with a clock:
   take as long as the data sheet says; its other operations, one by one, go through the vector units.
 - A synchronous collective lets the device wait for as long as planner/estimates.py says. Transfers from HBM
   that have been started go on meanwhile.
-- An asynchronous collective begins when those of its kind and direction that were started before it have
-  ended. The instruction that takes its result waits for its end.
+- Asynchronous collectives go on beside the instructions that follow, one after another; only permutations
+  between other pairs of devices go at the same time. The instruction that takes the result waits for the end.
 
 So the result is an estimate, of a schedule that is the compiler's own.
 """
@@ -67,7 +67,7 @@ def read_schedule(reader: Reader, chip: Chip, seconds: Callable[[Collective], fl
 class _Clock:
     """now, memory: when the device, and HBM, have done all that they have begun.
 
-    links: the same of asynchronous collectives, by their kind and the devices that exchange data.
+    links: the same of asynchronous collectives: permutations by their pairs of devices, all others together.
     """
 
     def __init__(self, reader: Reader, chip: Chip, seconds: Callable[[Collective], float]):
@@ -117,13 +117,10 @@ class _Clock:
         collectives = [event for event in events if isinstance(event, Collective)]
         for event in collectives:
             if event.asynchronous:
-                link = event.kind, event.shape, x.attribute(r"source_target_pairs=(\S+)")
+                link = x.attribute(r"source_target_pairs=(\S+)")
                 self.links[link] = max(self.links[link], self.now) + self.seconds_of(event)
-                started |= {
-                    key: ("collectives", self.links[link])
-                    for key in (x.name, channel(x), *self.fused_channels(x))
-                    if key
-                }
+                keys = {x.name, channel(x), *self.fused_channels(x)} - {""}
+                started |= dict.fromkeys(keys, ("collectives", self.links[link]))
         self.pass_time("computing", self.now + self.computing(x, body))
         if moved:
             self.pass_time("memory", self.memory)
