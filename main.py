@@ -97,7 +97,9 @@ def run_to_end() -> None:
     try:
         run(main)
     except SystemExit as e:
-        watch.end(e.code or 0)
+        if e.code:
+            watch.end(e.code)
+        raise
 
 
 if __name__ == "__main__":

@@ -301,7 +301,7 @@ def test_shares_of_the_files(count):
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize(("processes", "victim"), [(2, 1), (2, 0), (3, 2), (3, 0)])
+@pytest.mark.parametrize(("processes", "victim"), [(2, 1), (3, 0)])
 def test_killed_process_of_several(processes, victim, undisturbed, tmp_path):
     """One is killed at its first write or when some files are whole, and the others leave; others go on."""
     for fatal, again in ((1, 2), (60, processes)):

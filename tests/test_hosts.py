@@ -90,10 +90,8 @@ def test_hosts_far_from_one_another(processes, options, mesh, tokens):
     ("checkpoint", "processes", "options"),
     [
         ("tiny-llama3", 2, ["--pp", 2]),
-        ("tiny-llama3", 4, ["--pp", 2]),
         ("tiny-llama3", 4, ["--pp", 4, "--rows", 4]),
         ("tiny-llama3", 4, ["--pp", 2, "--dp", 2, "--rows", 4]),
-        ("tiny-llama4", 2, ["--dp", 2, "--ep", 2, "--rows", 2]),
         ("tiny-llama4", 4, ["--dp", 2, "--ep", 2, "--rows", 2]),
         ("tiny-llama4", 4, ["--ep", 4, "--lookup"]),
     ],

@@ -252,9 +252,7 @@ def test_a_row_that_goes_back_again_and_again(monkeypatch):
 SETTINGS = [
     # chunks, rows, guesses, cache, experts
     ((16, 16), 4, "draft", "int8", True),
-    ((16, 16), 4, "draft", "float32", True),
     ((16, 16), 2, "lookup", "int8", False),
-    ((8, 6), 3, "draft", "int8", True),
     ((8,), 4, "draft with other chunks", "int8", True),
     ((6,), 1, "lookup", "float32", True),
     ((8, 16), 5, "none", "int8", True),
