@@ -19,6 +19,10 @@ which mesh axes split which letter. Outside a shard_map arrays are global: the s
 there, [B,T,V], are those of all devices together. The exception is the fields of records such as Cache: their
 docstrings give the shapes on one device, even where the record is used outside a shard_map.
 
+Of the residual stream every device has all columns, D; only in a prefill chunk on TPUs each has its share of
+them, d. A chunk's `residual` says which, and has methods for what differs: the products that begin and end
+attention and feed-forward, the second with its `psum`. Comments say [b,T,D] in both cases.
+
 A model is data: a Config lists a LayerKind for each layer, and a LayerKind has records such as Heads and
 Gated, which know their sizes, their weights and what to compute. The records in this file are Llama's and
 those that several families share; what only one family computes is a record in its file in families/.
@@ -56,6 +60,7 @@ from sharding.arrays import (
     zeros,
 )
 from sharding.mesh import EXPERT, MODEL, ROWS, SLOTS, TENSOR, vocabulary_shard
+from sharding.residual import REPLICATED, Replicated
 
 # ---------------------------------------------------------------------------------------------- declarations
 
@@ -103,10 +108,10 @@ class Norm:
         """The declaration of the norm's weights: info, one factor per column; None if it has no weights."""
         return info if self.weight else None
 
-    def __call__(self, x: Array, w: Array | None) -> Array:
-        """x: [...,D] -> [...,D] in x's dtype."""
+    def __call__(self, x: Array, w: Array | None, mean: Callable[[Array], Array] = REPLICATED.mean) -> Array:
+        """x: [...,D] -> [...,D] in x's dtype. mean: of all columns, see sharding/residual.py."""
         y = x.astype(jnp.float32)
-        y = y * lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.eps)
+        y = y * lax.rsqrt(mean(y * y) + self.eps)
         if self.offset is not None:
             return (y * (self.offset + w.astype(jnp.float32))).astype(x.dtype)
         y = y.astype(x.dtype)
@@ -230,12 +235,14 @@ class Chunk:
     the chunk is row i of the cache.
     start, count: [b] int32.
     positions: [b,T] int32.
+    residual: how the devices hold the residual stream of the chunk, see sharding/residual.py.
     """
 
     row: Array | None
     start: Array
     count: Array
     positions: Array
+    residual: Replicated = dataclasses.field(default=REPLICATED, metadata=dict(static=True))
 
     @property
     def valid(self) -> Array:
@@ -243,9 +250,12 @@ class Chunk:
         return jnp.arange(self.positions.shape[1]) < self.count[:, None]
 
 
-def chunk_at(start: Array, count: Array, T: int, row: Array | None = None) -> Chunk:
+def chunk_at(
+    start: Array, count: Array, T: int, row: Array | None = None, residual: Replicated = REPLICATED
+) -> Chunk:
     """The Chunk of T tokens per row. start, count, row: [b] int32."""
-    return Chunk(row=row, start=start, count=count, positions=start[:, None] + jnp.arange(T))
+    positions = start[:, None] + jnp.arange(T)
+    return Chunk(row=row, start=start, count=count, positions=positions, residual=residual)
 
 
 # ------------------------------------------------------------------------------------ attention: projections
@@ -314,9 +324,9 @@ class Heads:
 
     def project(self, x: Array, w: Attention, chunk: Chunk, rotation: Rotation | None) -> tuple[Array, Array]:
         """x: [b,T,D] -> queries [b,T,k,G,H], and each key beside its value [b,T,k,2H]."""
-        q = add_bias(einsum("bTD,kgHD->bTkgH", x, w.q), w.q_bias)
-        k = add_bias(einsum("bTD,khD->bTkh", x, w.k), w.k_bias)
-        v = add_bias(einsum("bTD,khD->bTkh", x, w.v), w.v_bias)
+        products = ("bTD,kgHD->bTkgH", w.q), ("bTD,khD->bTkh", w.k), ("bTD,khD->bTkh", w.v)
+        q, k, v = chunk.residual.multiply(x, *products)
+        q, k, v = add_bias(q, w.q_bias), add_bias(k, w.k_bias), add_bias(v, w.v_bias)
         if lax.axis_size(SLOTS) == 1:
             # Without the barrier XLA applies rotate's reshape to w.q, and copies that weight in every step.
             q, k, v = lax.optimization_barrier((q, k, v))
@@ -334,13 +344,14 @@ class Heads:
             q = (q * growth[:, :, None, None, None]).astype(q.dtype)
         return q, jnp.concatenate([k, v], -1)
 
-    def output(self, o: Array, lse: Array, x: Array, w: Attention) -> Array:
+    def output(self, o: Array, lse: Array, x: Array, w: Attention, chunk: Chunk) -> Array:
         """What each query has attended to -> [b,T,D].
 
         o: [b,T,k,g,H], its weighted sum of values. lse: [b,T,k,g] float32, the log of the sum of exponentials
         of its scores. x: [b,T,D], what `project` was given.
         """
-        return add_bias(lax.psum(einsum("bTkgH,DkgH->bTD", o, w.o), MODEL), w.o_bias)  # k, g
+        y = chunk.residual.multiply_and_sum("bTkgH,DkgH->bTD", o, w.o)  # k, g
+        return add_bias(y, chunk.residual.own(w.o_bias))
 
 
 def add_bias(x: Array, bias: Array | None) -> Array:
@@ -432,7 +443,7 @@ def attention(x: Array, w, kv: KV | None, chunk: Chunk, rotation: Rotation | Non
     if not parts or x.shape[1] > 1:
         parts.append(attend_chunk(q, new, chunk, kind.mask))
     o, lse = merge(*parts)
-    return kind.attention.output(o.astype(x.dtype), lse, x, w), kv
+    return kind.attention.output(o.astype(x.dtype), lse, x, w, chunk), kv
 
 
 def attend_cache(q: Array, new: KV, kv: KV, chunk: Chunk, mask: Mask):
@@ -555,14 +566,17 @@ class Gated:
 
     def __call__(self, x: Array, w: MLP, chunk: Chunk) -> Array:
         """x: [b,T,D] -> [b,T,D]."""
-        return lax.psum(self.local(x, w), MODEL)  # f
+        return chunk.residual.multiply_and_sum("bTf,Df->bTD", self.hidden(x, w, chunk.residual), w.down)  # f
 
     @jax.named_scope("mlp")
+    def hidden(self, x: Array, w: MLP, residual: Replicated) -> Array:
+        """x: [b,T,D] -> the hidden units [b,T,f]."""
+        up, gate = residual.multiply(x, ("bTD,fD->bTf", w.up), ("bTD,fD->bTf", w.gate))
+        return self.activation(gate, up)
+
     def local(self, x: Array, w: MLP) -> Array:
-        """x: [b,T,D] -> [b,T,D], this device's part of the sum over f."""
-        up = einsum("bTD,fD->bTf", x, w.up)
-        gate = einsum("bTD,fD->bTf", x, w.gate)
-        return einsum("bTf,Df->bTD", self.activation(gate, up), w.down)
+        """x: [b,T,D], replicated -> [b,T,D], this device's part of the sum over f."""
+        return einsum("bTf,Df->bTD", self.hidden(x, w, REPLICATED), w.down)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -638,9 +652,10 @@ class Experts:
 
     def __call__(self, x: Array, w: MoE, chunk: Chunk) -> Array:
         """x: [b,T,D] -> [b,T,D]. Routed and shared experts are added before the one sum over devices."""
+        x = chunk.residual.whole(x)
         y = experts(x, w, chunk, self)
         y = y if self.shared is None else self.shared.local(x, w.shared) + y
-        return lax.psum(y, MODEL)  # f, e, m
+        return chunk.residual.sum(y)  # f, e, m
 
 
 @jax.named_scope("route")
@@ -715,18 +730,18 @@ def decoder_layer(
     x: Array, w: Layer, kv: KV | None, chunk: Chunk, rotation: Rotation | None, kind: LayerKind
 ) -> tuple[Array, KV | None]:
     """x: [b,T,D] -> ([b,T,D], the layer's cache with the chunk in it, or None)."""
-    y = normalize(x, kind.norm, w.attention_norm)
+    y = normalize(x, kind.norm, w.attention_norm, chunk.residual)
     y, kv = attention(y, w.attention, kv, chunk, rotation, kind)
-    x = x + normalize(y, kind.post_norm, w.attention_post_norm)
-    y = normalize(x, kind.norm, w.feed_forward_norm)
+    x = x + normalize(y, kind.post_norm, w.attention_post_norm, chunk.residual)
+    y = normalize(x, kind.norm, w.feed_forward_norm, chunk.residual)
     with jax.named_scope("feed_forward"):
         y = kind.feed_forward(y, w.feed_forward, chunk)
-    return x + normalize(y, kind.post_norm, w.feed_forward_post_norm), kv
+    return x + normalize(y, kind.post_norm, w.feed_forward_post_norm, chunk.residual), kv
 
 
-def normalize(x: Array, norm: Norm | None, w: Array | None) -> Array:
+def normalize(x: Array, norm: Norm | None, w: Array | None, residual: Replicated = REPLICATED) -> Array:
     """x: [b,T,D] -> [b,T,D]."""
-    return x if norm is None else norm(x, w)
+    return x if norm is None else norm(x, residual.own(w), residual.mean)
 
 
 def decoder_layers(
@@ -876,7 +891,9 @@ def init_cache(cfg: Config, mesh: Mesh, batch: int, max_len: int, dtype) -> Cach
 
 
 @jax.named_scope("embed")
-def embed(tokens: Array, positions: Array, weights: Weights, *, cfg: Config, mesh: Mesh) -> Array:
+def embed(
+    tokens: Array, positions: Array, weights: Weights, *, cfg: Config, mesh: Mesh, residual=REPLICATED
+) -> Array:
     """tokens, positions: [B,T] int32 -> [B,T,D]. Each device looks up the tokens of its vocabulary shard."""
 
     def on_device(tokens: Array, positions: Array, w: Weights) -> Array:
@@ -887,10 +904,11 @@ def embed(tokens: Array, positions: Array, weights: Weights, *, cfg: Config, mes
         x = lax.psum(jnp.where(here[..., None], x, 0), MODEL).astype(float_type(w))  # v
         x = x if cfg.embedding_scale is None else x * jnp.asarray(cfg.embedding_scale, x.dtype)
         x = normalize(x, cfg.embedding_norm, None)
-        return x if w.positions is None else cfg.position_embedding(x, w.positions, positions)
+        x = x if w.positions is None else cfg.position_embedding(x, w.positions, positions)
+        return residual.own(x)
 
     in_specs = P(ROWS), P(ROWS), outer_specs(cfg, weights)
-    on_devices = jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=P(ROWS))
+    on_devices = jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=residual.spec)
     return on_devices(tokens, positions, without_layers(weights))
 
 
@@ -910,8 +928,8 @@ def layers(
     on_devices = jax.shard_map(
         partial(decoder_layers, kinds=kinds, remat=remat),
         mesh=mesh,
-        in_specs=(P(ROWS), specs(infos, weights), kv_specs, P(ROWS)),
-        out_specs=(P(ROWS), kv_specs),
+        in_specs=(chunk.residual.spec, specs(infos, weights), kv_specs, P(ROWS)),
+        out_specs=(chunk.residual.spec, kv_specs),
         check_vma=can_check_vma(mesh, x.shape[1]),
     )
     return on_devices(x, weights, caches, chunk)
@@ -978,8 +996,11 @@ def can_check_vma(mesh: Mesh, T: int) -> bool:
 # ---------------------------------------------------------------------------------- forward, prefill, decode
 
 
-@partial(jax.jit, static_argnames=("cfg", "mesh", "remat"))
-def forward(tokens: Array, weights: Weights, *, cfg: Config, mesh: Mesh, remat: bool = False) -> Array:
+@partial(jax.jit, static_argnames=("cfg", "mesh", "remat", "residual"))
+def forward(
+    tokens: Array, weights: Weights, *, cfg: Config, mesh: Mesh, remat: bool = False,
+    residual: Replicated = REPLICATED,
+) -> Array:  # fmt: skip
     """Logits of every position, without a cache: tokens [B,T] int32 -> [B,T,V] float32.
 
     It attends to all tokens at once, so it is for short texts. It can be differentiated on CPUs; the kernels
@@ -987,16 +1008,17 @@ def forward(tokens: Array, weights: Weights, *, cfg: Config, mesh: Mesh, remat: 
     computes the rest again (gradient checkpointing).
     """
     start = jnp.zeros_like(tokens[:, 0])
-    chunk = chunk_at(start, start + tokens.shape[1], tokens.shape[1])
-    x = embed(tokens, chunk.positions, weights, cfg=cfg, mesh=mesh)
+    chunk = chunk_at(start, start + tokens.shape[1], tokens.shape[1], residual=residual)
+    x = embed(tokens, chunk.positions, weights, cfg=cfg, mesh=mesh, residual=residual)
     x, _ = layers(x, weights.layers, None, chunk, kinds=cfg.layers, mesh=mesh, remat=remat)
     return unembed(x, weights, cfg=cfg, mesh=mesh)[..., : cfg.V]
 
 
-@partial(jax.jit, static_argnames=("cfg", "mesh"), donate_argnames="cache")
+@partial(jax.jit, static_argnames=("cfg", "mesh", "residual"), donate_argnames="cache")
 def prefill(
-    tokens: Array, weights: Weights, cache: Cache, count: Array | None = None, *, cfg: Config, mesh: Mesh
-) -> tuple[Array, Cache]:
+    tokens: Array, weights: Weights, cache: Cache, count: Array | None = None, *, cfg: Config, mesh: Mesh,
+    residual: Replicated = REPLICATED,
+) -> tuple[Array, Cache]:  # fmt: skip
     """Read tokens [B,T] int32: -> (logits [B,V] float32 of what follows each row's tokens, Cache).
 
     count: [B] int32, at least 1: how many of a row's tokens are valid, the rest is padding; None: all T.
@@ -1004,7 +1026,7 @@ def prefill(
     not checked. The cache is donated: the old one is gone.
     """
     count = jnp.full_like(cache.length, tokens.shape[1]) if count is None else count
-    return read_tokens(tokens, count, weights, cache, cfg, mesh)
+    return read_tokens(tokens, count, weights, cache, cfg, mesh, residual)
 
 
 @partial(jax.jit, static_argnames=("cfg", "mesh"), donate_argnames="cache")
@@ -1020,11 +1042,12 @@ def decode_step(
 
 
 def read_tokens(
-    tokens: Array, count: Array, weights: Weights, cache: Cache, cfg: Config, mesh: Mesh
-) -> tuple[Array, Cache]:
+    tokens: Array, count: Array, weights: Weights, cache: Cache, cfg: Config, mesh: Mesh,
+    residual: Replicated = REPLICATED,
+) -> tuple[Array, Cache]:  # fmt: skip
     """What `prefill` and `decode_step` have in common: tokens [B,T] -> (logits [B,V], Cache)."""
-    chunk = chunk_at(cache.length, count, tokens.shape[1])
-    x = embed(tokens, chunk.positions, weights, cfg=cfg, mesh=mesh)
+    chunk = chunk_at(cache.length, count, tokens.shape[1], residual=residual)
+    x = embed(tokens, chunk.positions, weights, cfg=cfg, mesh=mesh, residual=residual)
     x, kv = layers(x, weights.layers, cache.layers, chunk, kinds=cfg.layers, mesh=mesh)
     last = jnp.take_along_axis(x, count[:, None, None] - 1, 1)  # [B,1,D]
     logits = unembed(last, weights, cfg=cfg, mesh=mesh)[:, 0, : cfg.V]

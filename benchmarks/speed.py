@@ -38,6 +38,7 @@ from serving import memory, placement
 from serving.executors import one_program
 from serving.programs import prefill_width
 from serving.steps import Batch, DecodeStep, PrefillChunk, init_batch
+from sharding.residual import prefill_residual
 from terminal import launch
 from terminal.command_line import OneLineParser, run
 
@@ -187,7 +188,8 @@ class Bench:
         """Prompts of `length` tokens into empty caches."""
         state, width = [self.rows(batch, 0, length)], chunk_width(batch, length)
         counts = [np.full(batch, min(width, length - i), np.int32) for i in range(0, length, width)]
-        chunks = [PrefillChunk(rows=None, count=count, width=width) for count in counts]
+        sizes = dict(width=width, residual=prefill_residual(None, self.cfg.D, width, self.mesh))
+        chunks = [PrefillChunk(rows=None, count=count, **sizes) for count in counts]
         program = self.compile(one_program, chunks[0], self.weights, *state)
 
         def go(n: int):

@@ -14,9 +14,8 @@ from families.family import Family
 from families.fields import NUMBER, ConfigFields
 from feedback.errors import UserError
 from model import Chunk, Config, LayerKind, add_bias, declared, declared_bias
-from ops.matmul import einsum
 from sharding.arrays import ArrayInfo, Stored, declare, pytree, sizes_of
-from sharding.mesh import MODEL
+from sharding.residual import REPLICATED
 
 
 @pytree
@@ -35,11 +34,11 @@ class LayerNorm:
         stored = dataclasses.replace(info.stored, name=info.stored.name.removesuffix("weight") + "bias")
         return LayerNormWeights(weight=info, bias=dataclasses.replace(info, stored=stored, initial=0.0))
 
-    def __call__(self, x: Array, w: LayerNormWeights) -> Array:
-        """x: [...,D] -> [...,D] in x's dtype."""
+    def __call__(self, x: Array, w: LayerNormWeights, mean=REPLICATED.mean) -> Array:
+        """x: [...,D] -> [...,D] in x's dtype. mean: as for `model.Norm`."""
         y = x.astype(jnp.float32)
-        y = y - jnp.mean(y, -1, keepdims=True)
-        y = y * lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.eps)
+        y = y - mean(y)
+        y = y * lax.rsqrt(mean(y * y) + self.eps)
         return (y * w.weight.astype(jnp.float32) + w.bias.astype(jnp.float32)).astype(x.dtype)
 
 
@@ -62,8 +61,10 @@ class Plain:
 
     def __call__(self, x: Array, w: PlainWeights, chunk: Chunk) -> Array:
         """x: [b,T,D] -> [b,T,D]."""
-        h = jax.nn.gelu(add_bias(einsum("bTD,fD->bTf", x, w.up), w.up_bias), approximate=True)
-        return add_bias(lax.psum(einsum("bTf,Df->bTD", h, w.down), MODEL), w.down_bias)  # f
+        (h,) = chunk.residual.multiply(x, ("bTD,fD->bTf", w.up))
+        h = jax.nn.gelu(add_bias(h, w.up_bias), approximate=True)
+        y = chunk.residual.multiply_and_sum("bTf,Df->bTD", h, w.down)  # f
+        return add_bias(y, chunk.residual.own(w.down_bias))
 
 
 @dataclasses.dataclass(frozen=True)

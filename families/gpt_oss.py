@@ -14,7 +14,7 @@ from families.experts import SINGLE_EXPERTS
 from families.family import Channels, Family
 from families.fields import NUMBER, ConfigFields
 from families.tool_formats import HARMONY_TOOLS
-from model import Attention, Config, Heads, LayerKind, Router, declared_bias
+from model import Attention, Chunk, Config, Heads, LayerKind, Router, declared_bias
 from sharding.arrays import Stored, pytree
 
 
@@ -32,7 +32,7 @@ class SinkHeads(Heads):
 
     weights = SinkAttention
 
-    def output(self, o: Array, lse: Array, x: Array, w: SinkAttention) -> Array:
+    def output(self, o: Array, lse: Array, x: Array, w: SinkAttention, chunk: Chunk) -> Array:
         """o, lse, x, and the result: see `Heads.output`.
 
         Attention to the sink alone is the part (o=0, lse=sink): its value is 0. Merged with it, see
@@ -40,7 +40,7 @@ class SinkHeads(Heads):
         """
         weight = jax.nn.sigmoid(lse - w.sinks.astype(lse.dtype))
         o = (o * weight[..., None]).astype(o.dtype)
-        return super().output(o, lse, x, w)
+        return super().output(o, lse, x, w, chunk)
 
 
 @dataclasses.dataclass(frozen=True)

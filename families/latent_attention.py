@@ -7,13 +7,12 @@ R key and query with it, U value.
 import dataclasses
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from model import Chunk, Norm, Rotation, declared, declared_norm, gather_columns, rotate
 from ops.kv_cache import Columns
 from ops.matmul import einsum
 from sharding.arrays import declare, pytree, sizes_of
-from sharding.mesh import MODEL
 
 
 @pytree
@@ -69,17 +68,18 @@ class Latent:
 
         Every device holds all of q_a, which is small: so one all-gather is enough where there would be two.
         """
-        compressed = self.norm(einsum("bTD,QD->bTQ", x, w.q_a), w.q_a_norm)
+        products = ("bTD,QD->bTQ", w.q_a), ("bTD,lD->bTl", w.kv_a), ("bTD,rD->bTr", w.k_rope)
+        compressed, latent, k_rope = chunk.residual.multiply(x, *products)
+        compressed = self.norm(compressed, w.q_a_norm)
         q = einsum("bTkgN,kgLN->bTkgL", einsum("bTQ,kgNQ->bTkgN", compressed, w.q_b), w.k_b)
         q_rope = rotate(einsum("bTQ,kgRQ->bTkgR", compressed, w.q_rope), rotation)
         q = jnp.concatenate([q, q_rope], -1)
-        latent, k_rope = einsum("bTD,lD->bTl", x, w.kv_a), einsum("bTD,rD->bTr", x, w.k_rope)
         *bTk, g, width = q.shape
         q, latent, k_rope = gather_columns(q.reshape(*bTk, g * width), latent[:, :, None], k_rope[:, :, None])
         latent, k_rope = self.norm(latent, w.kv_a_norm), rotate(k_rope, rotation)
         return q.reshape(*bTk, -1, width), jnp.concatenate([latent, k_rope], -1)
 
-    def output(self, o: Array, lse: Array, x: Array, w: LatentWeights) -> Array:
+    def output(self, o: Array, lse: Array, x: Array, w: LatentWeights, chunk: Chunk) -> Array:
         """o: [b,T,k,g,L], each query's weighted sum of latents -> [b,T,D]. lse, x: see `Heads.output`."""
         values = einsum("bTkgL,kgUL->bTkgU", o, w.v_b)
-        return lax.psum(einsum("bTkgU,DkgU->bTD", values, w.o), MODEL)  # k, g
+        return chunk.residual.multiply_and_sum("bTkgU,DkgU->bTD", values, w.o)  # k, g

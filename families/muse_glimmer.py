@@ -14,8 +14,7 @@ from families.fields import NUMBER, ConfigFields
 from families.gemma3 import NAMES as NORM_NAMES
 from families.tool_formats import MUSE_TOOLS
 from feedback.errors import UserError
-from model import Attention, Config, Heads, LayerKind, Norm, declared
-from ops.matmul import einsum
+from model import Attention, Chunk, Config, Heads, LayerKind, Norm, declared
 from sharding.arrays import pytree
 
 
@@ -33,10 +32,10 @@ class GatedHeads(Heads):
 
     weights = GatedAttention
 
-    def output(self, o: Array, lse: Array, x: Array, w: GatedAttention) -> Array:
+    def output(self, o: Array, lse: Array, x: Array, w: GatedAttention, chunk: Chunk) -> Array:
         """o: [b,T,k,g,H], each query's weighted sum of values -> [b,T,D]. lse, x: see `Heads.output`."""
-        gate = jax.nn.sigmoid(einsum("bTD,kgHD->bTkgH", x, w.gate))
-        return super().output(o * gate, lse, x, w)
+        (gate,) = chunk.residual.multiply(x, ("bTD,kgHD->bTkgH", w.gate))
+        return super().output(o * jax.nn.sigmoid(gate), lse, x, w, chunk)
 
 
 def config(fields: ConfigFields) -> Config:

@@ -16,6 +16,7 @@ from quantize import INT8, Format
 from serving.steps import DecodeStep, PrefillChunk, batch_infos
 from sharding.arrays import abstract
 from sharding.mesh import ROWS, STAGE, mesh_size
+from sharding.residual import prefill_residual
 from sharding.stages import in_stages, stage_input_infos
 
 
@@ -26,6 +27,7 @@ class Job:
     tokens: new tokens of each row that the step reads. One is a decode step, which reads all rows; more are a
     prefill chunk, which chooses no token. reading: how many rows a prefill chunk reads; see `prefill`.
     With several stages of layers it is one turn: each stage computes for another part of the rows.
+    residual: of a prefill chunk, see sharding.residual.prefill_residual.
     """
 
     cfg: Config
@@ -35,6 +37,7 @@ class Job:
     kv_dtype: str = "int8"
     tokens: int = 1
     reading: int = 0
+    residual: str | None = None
 
     def prefill(self, tokens: int, mesh: Mesh) -> "Job":
         """A chunk of a prompt as the engine reads it: up to `tokens` tokens of one row of each data shard."""
@@ -59,7 +62,8 @@ class Job:
         if stages > 1:
             inputs = stage_input_infos(cfg.D, {1: self.batch, self.tokens: self.rows})
             batch = batch.replace(stage_inputs=abstract(inputs, mesh, jnp.bfloat16))
-        chunk = PrefillChunk(rows=each, count=each, width=self.tokens)
+        residual = prefill_residual(self.residual, cfg.D, self.tokens, mesh)
+        chunk = PrefillChunk(rows=each, count=each, width=self.tokens, residual=residual)
         return dict(step=DecodeStep(count=each) if self.decodes else chunk, weights=weights, batch=batch)
 
     def waiting_bytes(self, mesh: Mesh) -> int:

@@ -25,6 +25,7 @@ from serving.programs import WIDTHS
 from serving.requests import OPTION_SETS
 from serving.steps import DecodeStep, PrefillChunk
 from sharding.mesh import ROWS, make_mesh, mesh_size
+from sharding.residual import prefill_residual
 from sharding.sampling import MAX_TOP_LOGPROBS, NEUTRAL, Sampling
 
 
@@ -47,7 +48,15 @@ def compile_all(job: Job, mesh: Mesh) -> Compiler:
     todo = [DecodeStep(count=each, sampling=sampling) for sampling in samplings]
     scores = (None, 0, MAX_TOP_LOGPROBS)
     todo += [
-        PrefillChunk(rows=row, count=row, width=width, score=score) for width in WIDTHS for score in scores
+        PrefillChunk(
+            rows=row,
+            count=row,
+            width=width,
+            score=score,
+            residual=prefill_residual(None, job.cfg.D, width, mesh),
+        )
+        for width in WIDTHS
+        for score in scores
     ]
     copied = dataclasses.replace(job, batch=shards).arguments(mesh)["batch"].cache.layers
     # No program computes the steps' own arrays, or what is copied from the host.

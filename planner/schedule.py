@@ -30,9 +30,11 @@ from planner.traffic import CALLS, COLLECTIVES, Collective, Origins, Reader, Tra
 LEAST_ROWS = 32
 NO_WORK = (
     "parameter", "constant", "bitcast", "tuple", "get-tuple-element", "broadcast", "iota", "reshape", "copy",
-    "copy-start", "copy-done", "slice-start", "slice-done", "slice", "custom-call", "partition-id",
+    "copy-start", "copy-done", "slice-start", "slice-done", "slice", "dynamic-slice", "custom-call",
+    "partition-id",
 )  # fmt: skip
 NOTHING = "computing", 0.0
+SCALAR = 8  # bytes: what is no larger is assumed to be in registers, and waits for no transfer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,8 +89,7 @@ class _Clock:
             elif x.opcode in CALLS:
                 self.run(self.reader.computations[x.calls], given)
             elif x.opcode.endswith("-done"):
-                self.pass_time(*started.get(x.operands[0], NOTHING))
-                self.pass_time(*started.get(channel(x), NOTHING))
+                self.pass_time(*started.get(x.operands[0], started.get(channel(x), NOTHING)))
             else:
                 self.execute(x, body, list(self.reader.execute(x, body, given, origin)), started)
             for key in self.fused_channels(x):
@@ -96,19 +97,23 @@ class _Clock:
                     self.pass_time(*started.get(key, NOTHING))
 
     def loop(self, x: Instruction, given: Origins) -> None:
-        """All trips of a loop take as long as its first one."""
-        began, before, trips = self.now, self.spent, self.reader.loop(x).trips
-        self.run(self.reader.computations[x.calls], given)
-        trip = self.spent + before * -1
-        self.spent, self.now = before + trip * trips, began + trip.seconds * trips
-        self.memory = max(self.memory, self.now)
+        """Trips take as long as the second one, except the first, which may wait for what came before."""
+        body, trips = self.reader.computations[x.calls], self.reader.loop(x).trips
+        for _ in range(min(trips, 2)):
+            spent, memory = self.spent, self.memory
+            self.run(body, given)
+        others = max(0, trips - 2)
+        rest = (self.spent + spent * -1) * others
+        self.spent, self.now = self.spent + rest, self.now + rest.seconds
+        self.memory += (self.memory - memory) * others
 
     def execute(self, x: Instruction, body: Computation, events: list, started: dict) -> None:
         """Execute an instruction, or start what goes on beside the next ones.
 
         events: what the reader says that it does. started: see `run`.
         """
-        moved = sum(event.bytes for event in events if isinstance(event, Traffic)) / self.chip.bandwidth
+        moved = [event.bytes for event in events if isinstance(event, Traffic) and event.bytes > SCALAR]
+        moved = sum(moved) / self.chip.bandwidth
         if moved:
             self.memory = max(self.memory, self.now) + moved
         if x.opcode in ("copy-start", "slice-start"):

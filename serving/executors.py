@@ -37,7 +37,8 @@ MOST_ON_CPU = 6
 def start(step: Step, w: Weights, batch: Batch, *, cfg: Config, mesh: Mesh) -> tuple[Array, Array, Chunk]:
     """-> (the embedded tokens [B,T,D], the tokens [B,T], their Chunk)."""
     tokens, chunk = step.read_inputs(batch, cfg, mesh)
-    return model.embed(tokens, chunk.positions, w, cfg=cfg, mesh=mesh), tokens, chunk
+    x = model.embed(tokens, chunk.positions, w, cfg=cfg, mesh=mesh, residual=chunk.residual)
+    return x, tokens, chunk
 
 
 Call = Callable[..., Any]  # (jitted function, arguments) -> its result

@@ -22,6 +22,7 @@ from ops.kv_cache import KV
 from serving.rings import rollback_limit
 from sharding.arrays import ArrayInfo, abstract, pytree, zeros
 from sharding.mesh import MODEL, ROWS, STAGE
+from sharding.residual import REPLICATED, Replicated
 from sharding.sampling import MAX_TOP_LOGPROBS, Sampling, TopLogprobs, logprob, sample, top_logprobs
 from sharding.stages import StageInputs, first_stage
 
@@ -163,19 +164,20 @@ class PrefillChunk:
 
     rows: [n] int32, different ones, as in `assign_rows`; None: all rows. count: [n] int32, how many tokens of
     each. width: T, the most that `count` may be. score: how many of the likeliest tokens to report at each
-    position; None computes no scores.
+    position; None computes no scores. residual: see model.Chunk.
     """
 
     rows: Array | None
     count: Array
     width: int = dataclasses.field(metadata=dict(static=True))
     score: int | None = dataclasses.field(default=None, metadata=dict(static=True))
+    residual: Replicated = dataclasses.field(default=REPLICATED, metadata=dict(static=True))
 
     def read_inputs(self, batch: Batch, cfg: Config, mesh: Mesh) -> tuple[Array, Chunk]:
         @by_rows(mesh)
         def on_device(rows: Array | None, count: Array, tokens: Array, length: Array):
             tokens, length = of_rows(rows, (tokens, length))
-            chunk = model.chunk_at(length, count, self.width, rows)
+            chunk = model.chunk_at(length, count, self.width, rows, self.residual)
             return tokens_at(tokens, chunk.positions), chunk
 
         return on_device(self.rows, self.count, batch.tokens, batch.cache.length)

@@ -1,4 +1,4 @@
-"""Eight virtual CPU devices, requested before jax is imported, and what the tests share."""
+"""Eight virtual CPU devices, or DEVICES, requested before jax is imported, and what the tests share."""
 
 import os
 from importlib.metadata import version
@@ -9,7 +9,8 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 FAST = "--xla_backend_optimization_level=0"
 if version("jaxlib").startswith("0.10."):  # later versions do not have this flag
     FAST += " --xla_cpu_use_fusion_emitters=false"
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {FAST}"
+DEVICES = os.environ.get("DEVICES", "8")
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES} {FAST}"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import dataclasses

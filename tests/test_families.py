@@ -258,11 +258,15 @@ def test_a_sink_is_a_part_without_value(saved):
     o, lse = (jax.random.normal(jax.random.key(i), (2, 5, *n)) for i, n in enumerate([(2, 3, 8), (2, 3)]))
     lse = 3 * lse.at[0, 0].set(-jnp.inf)  # a query that sees nothing
 
+    chunk = model.chunk_at(jnp.zeros(2, int), jnp.full(2, 5), 5)
+
     def output(heads: model.Heads, o, lse):
         layouts = jax.tree.map(lambda x: P(), (o, lse, w))
-        run = jax.shard_map(
-            lambda o, lse, w: heads.output(o, lse, None, w), mesh=mesh, in_specs=layouts, out_specs=P()
-        )
+
+        @partial(jax.shard_map, mesh=mesh, in_specs=layouts, out_specs=P())
+        def run(o, lse, w):
+            return heads.output(o, lse, None, w, chunk)
+
         return run(o, lse, w)
 
     sinks = jnp.broadcast_to(w.sinks, lse.shape)

@@ -1,0 +1,176 @@
+"""The residual stream divided by columns gives the results of the replicated one, on 8 and on 16 devices."""
+
+import itertools
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from functools import partial
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import CHECKPOINTS, generate, llama3_config, llama4_config, mesh_of, random_weights
+from jax.sharding import Mesh
+from test_transformers import CONFIGS
+
+import model
+from benchmarks.quality import divergence
+from checkpoints.checkpoint import open_checkpoint
+from checkpoints.loading import load
+from families.registry import read_config
+from quantize import INT4, INT8
+from serving import programs
+from sharding import residual
+from sharding.mesh import MODEL, mesh_shape, mesh_size
+from sharding.residual import REPLICATED, ByColumns, cycle, prefill_residual, ring
+
+deep = partial(pytest.param, marks=pytest.mark.deep)
+
+
+def logits_of_both(cfg: model.Config, mesh: Mesh, weights: model.Weights, T: int = 12) -> list[np.ndarray]:
+    """The logits of random tokens with a replicated residual stream, and with one that is divided."""
+    tokens = np.random.default_rng(0).integers(0, cfg.V, (2 * mesh.shape["data"], T))
+    both = REPLICATED, ByColumns(ring(mesh))
+    return [np.asarray(model.forward(tokens, weights, cfg=cfg, mesh=mesh, residual=x)) for x in both]
+
+
+@pytest.mark.parametrize(
+    "name", [x if x in ("gpt2", "gpt-oss", "glm4-moe-lite") else deep(x) for x in CONFIGS]
+)
+def test_every_family(name):
+    cfg = read_config(json.loads(CONFIGS[name].to_json_string()))
+    mesh = mesh_of(cfg, "dp2-ep2-tp2" if cfg.experts else "dp2-tp4")
+    replicated, divided = logits_of_both(cfg, mesh, random_weights(cfg, mesh))
+    np.testing.assert_allclose(divided, replicated, atol=2e-5 * np.abs(replicated).max())  # 4e-6 was seen
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_few_devices(n):
+    """Without a step in which both directions send, and with an odd number of devices."""
+    cfg = llama3_config(D=36, K=6, F=48)
+    mesh = model_mesh(cfg, n)
+    replicated, divided = logits_of_both(cfg, mesh, random_weights(cfg, mesh))
+    np.testing.assert_allclose(divided, replicated, atol=1e-4)
+
+
+def model_mesh(cfg: model.Config, tensor: int) -> Mesh:
+    shape = mesh_shape(cfg, tensor=tensor)
+    return Mesh(np.array(jax.devices()[:tensor]).reshape(*shape.values()), tuple(shape))
+
+
+@pytest.mark.parametrize("name", ["ep2-tp4", deep("tp8")])
+def test_chunks(name, monkeypatch):
+    """The engine's chunks by columns, past windows and with shared heads, and decode steps after them."""
+    monkeypatch.setattr(programs, "WIDTHS", (4, 12))
+    monkeypatch.setattr(residual, "LEAST_TOKENS", 4)
+    cfg = llama4_config()
+    mesh, rng = mesh_of(cfg, name), np.random.default_rng(0)
+    weights = random_weights(cfg, mesh)
+    prompts = [rng.integers(0, cfg.V, n).tolist() for n in (1, 5, 20, 13, 33, 8, 9, 16)]
+    answers = [
+        generate(weights, prompts, cfg, mesh, 6, 48, "float32", score=True, residual=name)
+        for name in residual.NAMES
+    ]
+    for ours, theirs in zip(*answers, strict=True):
+        assert ours.tokens == theirs.tokens and len(ours.tokens) == 6
+        np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-4)
+        np.testing.assert_allclose(ours.prompt_logprobs, theirs.prompt_logprobs, atol=1e-4)
+
+
+def test_sixteen_devices():
+    """Heads that two devices share, and parts of four columns."""
+    code = """
+import sys; sys.path.append("tests")
+import numpy as np
+from conftest import llama3_config, random_weights
+from test_residual import logits_of_both, model_mesh
+cfg = llama3_config(D=64, K=8, G=2, F=96)
+mesh = model_mesh(cfg, 16)
+replicated, divided = logits_of_both(cfg, mesh, random_weights(cfg, mesh))
+np.testing.assert_allclose(divided, replicated, atol=1e-4)
+"""
+    environment = os.environ | dict(DEVICES="16")
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_nothing_is_gathered_whole():
+    """All that the devices exchange with every device are the sums of squares, one per token."""
+    cfg = llama3_config()
+    mesh = mesh_of(cfg, "tp8")
+    chunk = model.chunk_at(jnp.zeros(1, int), jnp.full(1, 16), 16, residual=ByColumns(ring(mesh)))
+    arguments = jnp.ones((1, 16, cfg.D)), random_weights(cfg, mesh).layers, None, chunk
+    layers = jax.jit(partial(model.layers, kinds=cfg.layers, mesh=mesh))
+    text = layers.lower(*arguments).compile().as_text()
+    found = re.findall(r"= \(?f32\[([\d,]+)\]\S* (all-reduce|all-gather|reduce-scatter|all-to-all)", text)
+    assert {math.prod(map(int, shape.split(","))) for shape, _ in found} == {16}
+    assert "collective-permute" in text
+
+
+@pytest.mark.parametrize("format", [INT8, INT4])
+def test_rounded_columns(format):
+    """Of a trained model: rounding the columns that travel to int8 changes less than rounding the weights.
+
+    Columns for int4 weights are not rounded.
+    """
+    checkpoint = open_checkpoint(str(CHECKPOINTS / "tiny-llama3"))
+    cfg = checkpoint.config
+    mesh = mesh_of(cfg, "dp2-tp4")
+    exact, rounded = (load(checkpoint, mesh, "float32", x, False) for x in (None, format))
+    tokens = np.random.default_rng(0).integers(0, cfg.V, (2, 64))
+    run = partial(model.forward, tokens, cfg=cfg, mesh=mesh)
+    truth, ours, divided = run(exact), run(rounded), run(rounded, residual=ByColumns(ring(mesh)))
+    targets = np.zeros_like(tokens)
+    of_weights, of_columns = (
+        divergence(a, b, targets)[0].mean() for a, b in ((truth, ours), (ours, divided))
+    )
+    if format == INT8:
+        assert 0 < of_columns < of_weights
+    else:
+        assert of_columns < 1e-3 * of_weights
+
+
+@pytest.mark.parametrize(
+    "sizes", [(4, 4), (2, 4), (4, 3), (3, 4, 1), (2, 2, 2), (3, 2, 5), (1, 8), (16, 16, 1)]
+)
+def test_rings(sizes):
+    """Every chip of a box once, each next to the one before. The last is next to the first, but in a line."""
+    points = cycle(list(sizes))
+    assert sorted(points) == sorted(itertools.product(*map(range, sizes)))
+    steps = [sum(abs(a - b) for a, b in zip(*pair, strict=True)) for pair in itertools.pairwise(points)]
+    assert set(steps) == {1}
+    back = sum(abs(a - b) for a, b in zip(points[0], points[-1], strict=True))
+    assert back == (7 if sizes == (1, 8) else 1)
+
+
+def test_the_ring_of_a_slice():
+    """A slice whose data shards are boxes of 2x4 chips: the ring is that of the first one."""
+    places = [(x, y, 0) for x in range(4) for y in range(4)]
+    devices = np.array([SimpleNamespace(coords=place, core_on_chip=0) for place in places])
+    mesh = SimpleNamespace(
+        devices=devices.reshape(1, 2, 1, 1, 4, 2), shape=dict(zip(MODEL, (1, 1, 4, 2), strict=True))
+    )
+    order = [places[i] for i in ring.__wrapped__(mesh)]
+    assert sorted(order) == places[:8]
+    assert all(abs(a[0] - b[0]) + abs(a[1] - b[1]) == 1 for a, b in itertools.pairwise([*order, order[0]]))
+
+
+def test_which_chunks_are_divided():
+    cfg = llama3_config()
+    mesh = mesh_of(cfg, "dp2-tp4")
+    assert mesh_size(mesh, MODEL) == 4 and prefill_residual("columns", 32, 128, mesh) == ByColumns(
+        (0, 1, 2, 3)
+    )
+    for name, D, tokens, devices in [
+        (None, 32, 128, mesh),  # no TPU
+        ("replicated", 32, 128, mesh),
+        ("columns", 32, 127, mesh),
+        ("columns", 36, 128, mesh),  # no two halves of 9 columns
+        ("columns", 32, 128, mesh_of(cfg, "dp8")),
+    ]:
+        assert prefill_residual(name, D, tokens, devices) == REPLICATED
