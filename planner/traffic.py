@@ -18,6 +18,7 @@ from planner.hlo import Array, Computation, Instruction, device_groups, parse
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 MOVES = ("copy", "copy-start", "transpose", "reshape", "convert")  # change the place, layout or type only
+JOINS = ("concatenate", "pad", "constant")  # with moves alone: copy whole arrays into a larger one
 SLICES = ("dynamic-slice", "slice", "slice-start", "gather")  # read only what they return
 UPDATES = ("dynamic-update-slice", "scatter")  # write only their update
 FREE = (
@@ -66,7 +67,10 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Copy:
-    """The same numbers in another place, layout or type. prefetch: from HBM to VMEM, ahead of their use."""
+    """The same numbers in another place, layout or type, or in a part of a larger array.
+
+    prefetch: from HBM to VMEM, ahead of their use.
+    """
 
     opcode: str
     shape: str
@@ -227,11 +231,18 @@ class Reader:
             to_vmem = operands[0].results[0].in_hbm and not x.results[0].in_hbm
             prefetch = x.opcode == "copy-start" and to_vmem
             yield Copy(x.opcode, str(x.results[0]), x.results[0].bytes, prefetch, origin[0], x.scope)
+        elif self.only_moves(x, JOINS):
+            for array, argument, _ in read:
+                if argument:
+                    yield Copy(x.opcode, str(array), array.bytes, False, argument, x.scope)
 
-    def only_moves(self, x: Instruction) -> bool:
-        """Whether the result has the operand's numbers, elsewhere or in another layout or type."""
+    def only_moves(self, x: Instruction, more: tuple[str, ...] = ()) -> bool:
+        """Whether the result has the operand's numbers, elsewhere or in another layout or type.
+
+        more: other opcodes that it may consist of.
+        """
         fused = self.computations[x.calls].values() if x.opcode == "fusion" else [x]
-        return bool(x.operands) and all(y.opcode in ("parameter", "bitcast", *MOVES) for y in fused)
+        return bool(x.operands) and all(y.opcode in ("parameter", "bitcast", *MOVES, *more) for y in fused)
 
     def is_view(self, x: Instruction) -> bool:
         """Whether the result is the operand in place, in another tiling: XLA nests such fusions of a copy."""

@@ -575,6 +575,7 @@ MUTATIONS = [
     ("planner/traffic.py", "count=x.count * runs", "count=x.count", "tests/test_plan.py::test_prefill_in_groups_of_layers"),
     ("planner/traffic.py", """x.opcode != kind and '"is_sync":true' not in x.attributes""", "x.opcode != kind", PLAN_GPU + "kernels_of_a_gpu"),
     ("planner/hlo.py", r"""r'\bname = "(\w+)"'""", """'ir = "(ML)'""", PLAN_GPU + "kernels_of_a_gpu"),
+    ("planner/traffic.py", "elif self.only_moves(x, JOINS):", "elif False:", PLAN_GPU + "joined_and_padded_weights_are_copies"),
     ("planner/estimates.py", "(group - 1) * (2 if kind", "(group - 1) * (1 if kind", PLAN_GPU + "collectives_over_a_switch"),
     ("planner/estimates.py", "START_SECONDS + steps * STEP_SECONDS", "START_SECONDS + STEP_SECONDS", PLAN_GPU + "collectives_over_a_switch"),
     ("planner/schedule.py", "right[1] * right[2]", "right[2]", PLAN_GPU + "kernels_run_one_after_another"),

@@ -95,6 +95,35 @@ def test_kernels_of_a_gpu():
     assert not collective.asynchronous  # it is started and done in one place
 
 
+def test_joined_and_padded_weights_are_copies():
+    """As XLA makes of GLM-4-9B's MLP on eight GPUs, of which each has 1712 columns: no multiple of 64."""
+    text = """
+%join (p.0: s8[1712,4096], p.1: s8[1712,4096]) -> s8[3424,4096] {
+  %p.0 = s8[1712,4096]{1,0} parameter(0)
+  %p.1 = s8[1712,4096]{1,0} parameter(1)
+  ROOT %both = s8[3424,4096]{1,0} concatenate(%p.0, %p.1), dimensions={0}
+}
+
+%fused_pad (q: s8[4096,1712]) -> bf16[4096,1728] {
+  %q = s8[4096,1712]{1,0} parameter(0)
+  %convert = bf16[4096,1712]{1,0} convert(%q)
+  %zero = bf16[] constant(0)
+  ROOT %pad = bf16[4096,1728]{1,0} pad(%convert, %zero), padding=0_0x0_16
+}
+
+ENTRY %main (gate: s8[1712,4096], up: s8[1712,4096], down: s8[4096,1712]) -> s8[3424,4096] {
+  %gate = s8[1712,4096]{1,0} parameter(0), metadata={op_name="gate"}
+  %up = s8[1712,4096]{1,0} parameter(1), metadata={op_name="up"}
+  %down = s8[4096,1712]{1,0} parameter(2), metadata={op_name="down"}
+  %wrapped_concatenate = s8[3424,4096]{1,0} fusion(%gate, %up), kind=kLoop, calls=%join
+  %loop_pad_fusion = bf16[4096,1728]{1,0} fusion(%down), kind=kLoop, calls=%fused_pad
+  ROOT %result = (s8[3424,4096]{1,0}, bf16[4096,1728]{1,0}) tuple(%wrapped_concatenate, %loop_pad_fusion)
+}
+"""
+    copied = [(x.argument, x.bytes) for x in read_program(text).copies]
+    assert copied == [(name, 1712 * 4096) for name in ("gate", "up", "down")]
+
+
 def test_kernels_run_one_after_another():
     """Each as long as its bytes, or its operations. Nothing is read ahead, or beside a collective."""
     chip = dataclasses.replace(H100, bandwidth=1.0, flops=1e12, vector=1e12)
