@@ -1,1 +1,1 @@
-"""Plans for TPUs that need not be here: what a model's programs need, move and send, as compiled for them."""
+"""Plans for TPUs and GPUs that need not be here: what a model's compiled programs need, move and send."""

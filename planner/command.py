@@ -17,12 +17,12 @@ from terminal.command_line import OneLineParser
 
 
 def parse_arguments():
-    question = "Does a model fit on these TPUs, and how fast would it be?"
+    question = "Does a model fit on these TPUs or GPUs, and how fast would it be?"
     parser = OneLineParser(description=question, allow_abbrev=False)
     add = parser.add_argument
     names = ", ".join(MODELS)
     add("--model", required=True, metavar="NAME_OR_CONFIG", help=f"{names}, a config.json or its folder")
-    add("--topology", required=True, metavar="KIND:AxB", help="v5e:4x4, v6e:8x8, v5p:2x2x2, tpu7x:2x2x1, ...")
+    add("--topology", required=True, metavar="KIND:SHAPE", help="v5e:4x4, v6e:8x8, v5p:2x2x2, h100:8, ...")
     add("--batch", type=int, default=1, metavar="B", help="rows that decode together; default: 1")
     add("--context", type=int, default=8192, metavar="S", help="filled cache slots per row; default: 8192")
     add("--prefill", type=int, metavar="T", help="compile also a chunk of a prompt of T tokens")

@@ -1,4 +1,4 @@
-"""A step compiled for TPUs: what the compiler says of it, what its program moves, how long it would take."""
+"""A compiled step: what the compiler says of it, what its program moves, how long it would take."""
 
 import dataclasses
 import json
@@ -33,7 +33,8 @@ class Step:
     programs: how often each program runs in a step, by its name.
     From the compiler. peak_bytes: of HBM, the sum of arguments (weights and cache), temporaries, code,
     results that are not updated in place, and with several stages the caches that wait for other turns.
-    temp_bytes: the most of any program, with what one program passes to another. code_bytes: of all programs.
+    temp_bytes: the most of any program, with what one program passes to another. code_bytes: of all programs;
+    None for GPUs, whose compiler does not tell. kernels: how many a GPU launches in a step; None for TPUs.
     collectives_per_layer: how many of each kind; None for several slices, where the compiler does not tell.
     between_stages: how many of each kind. collectives, copies: all of them, equal ones as one entry with its
     count; copies without prefetches.
@@ -53,6 +54,7 @@ class Step:
     argument_bytes: int | None = None
     temp_bytes: int | None = None
     code_bytes: int | None = None
+    kernels: int | None = None
     hbm_bytes_per_step: float | None = None
     hbm_bytes_by_part: dict[str, float] | None = None
     collectives_per_layer: dict[str, float] | None = None
@@ -83,11 +85,12 @@ def compile_step(job: Job, mesh: Mesh, topology: Topology, dump: str | None = No
     seconds = time.perf_counter() - began
     if dump:
         pathlib.Path(dump).write_text("\n".join(x.compiled.as_text() for x in programs))
-    runs, found, schedule, alone = Counter(), [], Schedule(), Schedule()
+    runs, found, schedule, alone, kernels = Counter(), [], Schedule(), Schedule(), 0
     for x in programs:
         runs[x.name] += x.count
         reader = _reader(x, job, mesh, topology)
         found.append(reader.program().in_step(x.names, x.count))
+        kernels += sum({event.instruction: event.count for event in found[-1].traffic}.values())
         schedule += read_schedule(reader, topology.chip, partial(_sending, topology)) * x.count
         alone += read_schedule(reader, topology.chip, lambda collective: 0) * x.count
     program = Program.of_all(found)
@@ -106,7 +109,8 @@ def compile_step(job: Job, mesh: Mesh, topology: Topology, dump: str | None = No
     peak += waiting
     return Step(
         fits=peak <= topology.chip.hbm, peak_bytes=peak, compile_seconds=seconds, floor_bytes_per_step=floor,
-        programs=dict(runs), argument_bytes=arguments, temp_bytes=temp, code_bytes=code,
+        programs=dict(runs), argument_bytes=arguments, temp_bytes=temp,
+        code_bytes=code if topology.sizes else None, kernels=None if topology.sizes else kernels,
         hbm_bytes_per_step=program.hbm_bytes, hbm_bytes_by_part=by_part,
         collectives_per_layer=per_layer if topology.slices == 1 else None, between_stages=dict(+between),
         collectives=_alike(program.collectives),
@@ -128,7 +132,7 @@ def _bytes_required(error: jax.errors.JaxRuntimeError) -> float:
         re.I | re.S,
     )
     if not found:
-        raise UserError(f"the TPU compiler fails: {str(error)[:400]}") from error
+        raise UserError(f"the compiler fails: {str(error)[:400]}") from error
     return float(found[1]) * 2 ** (10 + 10 * "KMGT".index(found[2].upper()))
 
 

@@ -6,7 +6,10 @@ from planner.job import Job, local_tokens
 from planner.topologies import Chip, Topology
 from sharding.mesh import MODEL, SLOTS, STAGE, mesh_size
 
-HOP_SECONDS = 0.5e-6  # from one chip to the next. Source: jax-ml/scaling-book tpus.md, question 5
+HOP_SECONDS = 0.5e-6  # from one TPU to the next. Source: jax-ml/scaling-book tpus.md, question 5
+# What NCCL reckons with for a collective to begin, and for a step of its ring on NVLink, by its protocol for
+# small messages. Source: NVIDIA/nccl 2.30.7, src/graph/tuning.cc, baseLatencies and hwLatencies.
+START_SECONDS, STEP_SECONDS = 6.6e-6, 0.6e-6
 
 
 def collective_seconds(kind: str, size: float, group: int, topology: Topology) -> float:
@@ -15,8 +18,10 @@ def collective_seconds(kind: str, size: float, group: int, topology: Topology) -
     The group spans the longest axes of the torus, as few axes as can hold it. Its bytes are divided among
     these axes, and go one way along each, or both ways where the axis wraps around; an all-reduce sends them
     twice. The hops are those across the group, once. In a permutation all bytes of a device go to a neighbor.
-    The links are assumed to carry nothing else. Source: scaling-book, sharding.md.
+    The links are assumed to carry nothing else. Source: scaling-book, sharding.md. GPUs: see `ring_seconds`.
     """
+    if not topology.sizes:
+        return ring_seconds(kind, size, group, topology.chip)
     if kind == "collective-permute":
         return HOP_SECONDS + size / topology.chip.link
     chips, links, hops = -(-group // topology.chip.cores), 0, 0
@@ -28,6 +33,17 @@ def collective_seconds(kind: str, size: float, group: int, topology: Topology) -
             links, hops = links + (2 if wraps else 1), hops + (n // 2 if wraps else n - 1)
     sent = size * (group - 1) / group * (2 if kind == "all-reduce" else 1)
     return hops * HOP_SECONDS + sent / (topology.chip.link * max(links, 1))
+
+
+def ring_seconds(kind: str, size: float, group: int, chip: Chip) -> float:
+    """Estimate for `size` bytes among `group` GPUs that a switch joins, which pass them on in a ring.
+
+    Each step takes a latency, and the bytes that a GPU sends in all steps go over all of its links.
+    """
+    if kind == "collective-permute":
+        return START_SECONDS + STEP_SECONDS + size / chip.link
+    steps = (group - 1) * (2 if kind == "all-reduce" else 1)
+    return START_SECONDS + steps * STEP_SECONDS + size * steps / group / chip.link
 
 
 def network_seconds(size: float, topology: Topology) -> float:

@@ -1,4 +1,4 @@
-"""Reads the HLO text of a compiled TPU program (`compiled.as_text()`): computations, instructions, arrays."""
+"""Reads the HLO text of a compiled program (`compiled.as_text()`): computations, instructions, arrays."""
 
 import dataclasses
 import functools
@@ -74,9 +74,13 @@ class Instruction:
         """The computation that it runs."""
         return self.attribute(r"(?:calls|to_apply|body)=%?([\w.-]+)")
 
-    @property
-    def is_kernel(self) -> bool:
-        return self.opcode == "custom-call" and 'custom_call_target="tpu_custom_call"' in self.attributes
+    @functools.cached_property
+    def kernel(self) -> str:
+        """The name of the Pallas kernel that it runs, "" if it runs none."""
+        target = self.attribute('custom_call_target="([^"]*)"') if self.opcode == "custom-call" else ""
+        if target == "tpu_custom_call":
+            return re.sub(r"\.\d+$", "", self.name)
+        return self.attribute(r'\bname = "(\w+)"') if target == "__gpu$xla.gpu.triton" else ""
 
     @property
     def slice(self) -> Array:

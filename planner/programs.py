@@ -1,4 +1,4 @@
-"""The programs of a step, compiled for TPUs as the engine would compile them."""
+"""The programs of a step, compiled as the engine would compile them."""
 
 import dataclasses
 import inspect

@@ -34,7 +34,7 @@ def show_step(title: str, step: Step, plan: Plan) -> None:
     if step.programs and len(step.programs) > 1:
         print(f"    programs: {_counts(step.programs)}")
     print(f"    arguments {_gib(step.argument_bytes)}, temporaries {_gib(step.temp_bytes)}", end="")
-    print(f", code {_gib(step.code_bytes)}")
+    print(f", {step.kernels:,} kernels" if step.code_bytes is None else f", code {_gib(step.code_bytes)}")
     moved, floor = step.hbm_bytes_per_step, step.floor_bytes_per_step
     print(f"    HBM traffic {moved / 1e6:,.1f} MB: {moved / floor:.3f} x the floor of {floor / 1e6:,.1f} MB")
     for part, size in step.hbm_bytes_by_part.items():

@@ -1,4 +1,4 @@
-"""When one device computes and when it waits, in one run of a compiled TPU program.
+"""When one device computes and when it waits, in one run of a compiled program.
 
 The compiler fixes the order in which a device executes the instructions of a program. It lets transfers from
 HBM and some collectives begin early, so that they go on beside other instructions. `read_schedule` walks
@@ -11,6 +11,9 @@ through this order with a clock:
   that have been started go on meanwhile.
 - Asynchronous collectives go on beside the instructions that follow, one after another; only permutations
   between other pairs of devices go at the same time. The instruction that takes the result waits for the end.
+
+On a GPU an instruction is a kernel: one after another, each takes as long as its operations or its bytes. The
+time to launch it is left out.
 
 So the result is an estimate, of a schedule that is the compiler's own.
 """
@@ -157,10 +160,12 @@ class _Clock:
             return tuple(map(sum, zip((0, 0), *every, strict=True)))
         if x.opcode in ("dot", "convolution"):
             return product_operations(x, *(y.results[0] for y in operands[:2])), 0
-        if x.is_kernel and x.name.startswith("splash"):
+        if x.kernel.startswith("splash"):
             return attention_operations([y.results[0] for y in operands]), 0
-        if x.is_kernel and x.name.startswith("ragged-dot-none"):
+        if x.kernel.startswith("ragged-dot-none"):
             return ragged_operations(x, [y.results[0] for y in operands]), 0
+        if x.kernel in ("flash", "grouped_dot"):
+            return gpu_kernel_operations(x, [y.results[0] for y in operands]), 0
         if x.opcode in NO_WORK or x.opcode.removesuffix("-start") in COLLECTIVES:
             return 0, 0
         arrays = [array for y in (x, *operands) for array in y.results]
@@ -197,6 +202,18 @@ def attention_operations(operands: list[Array]) -> float:
     """Operations of jax's splash attention: queries [...,T,H] with keys [...,S,H], then with values."""
     queries, keys, values = [array.shape for array in operands if array.dtype == "bf16"][:3]
     return 2 * math.prod(queries[:-1]) * keys[-2] * (keys[-1] + values[-1])
+
+
+def gpu_kernel_operations(x: Instruction, operands: list[Array]) -> float:
+    """Operations of the kernels of ops/gpu.py.
+
+    flash: queries [R,N,H] with keys and values [R,S,2H]. grouped_dot: rows [N,D] with matrices, whose product
+    is stored as [parts,N,...].
+    """
+    left, right = (array.shape for array in operands[:2])
+    if x.kernel == "flash":
+        return 2 * math.prod(left[:-1]) * right[1] * right[2]
+    return 2 * left[1] * math.prod(x.results[0].shape[1:])
 
 
 def ragged_operations(x: Instruction, operands: list[Array]) -> float:

@@ -1,7 +1,9 @@
-"""What one device reads, writes, copies and sends in one run of a compiled TPU program, counted from its HLO.
+"""What one device reads, writes, copies and sends in one run of a compiled program, counted from its HLO.
 
-An array whose layout ends in S(1) is in VMEM, on the chip's core; one without S is in HBM. So HBM traffic is
-what the instructions of the entry computation, and of the loops that it runs, read and write outside of S.
+On a TPU, an array whose layout ends in S(1) is in VMEM, on the chip's core; one without S is in HBM. So HBM
+traffic is what the instructions of the entry computation, and of the loops that it runs, read and write
+outside of S. On a GPU such an instruction is a kernel, and no layout tells what stays on the chip: what one
+kernel writes and another reads counts as HBM traffic, although the L2 cache may hold it.
 Each operand counts as read once; of a slice or a gather, only its result. Which part of its operands a Pallas
 kernel fetches does not stand in the HLO: the caller says it. (`cost_analysis()["bytes accessed"]` counts
 copies within VMEM, leaves out what Pallas kernels read, and counts the body of a loop once.)
@@ -16,6 +18,7 @@ from planner.hlo import Array, Computation, Instruction, device_groups, parse
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 MOVES = ("copy", "copy-start", "transpose", "reshape", "convert")  # change the place, layout or type only
+JOINS = ("concatenate", "pad", "constant")  # with moves alone: copy whole arrays into a larger one
 SLICES = ("dynamic-slice", "slice", "slice-start", "gather")  # read only what they return
 UPDATES = ("dynamic-update-slice", "scatter")  # write only their update
 FREE = (
@@ -64,7 +67,10 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Copy:
-    """The same numbers in another place, layout or type. prefetch: from HBM to VMEM, ahead of their use."""
+    """The same numbers in another place, layout or type, or in a part of a larger array.
+
+    prefetch: from HBM to VMEM, ahead of their use.
+    """
 
     opcode: str
     shape: str
@@ -208,7 +214,6 @@ class Reader:
         if x.opcode in FREE or x.opcode.endswith("-done") or FREE_CALLS.search(x.attributes):
             return
         operands = [body[name] for name in x.operands]
-        kernel = re.sub(r"\.\d+$", "", x.name) if x.is_kernel else ""
         read = [
             (array, argument, self.share_read(x, operand, i, argument))
             for i, (operand, arguments) in enumerate(zip(operands, given, strict=True))
@@ -220,17 +225,24 @@ class Reader:
         ]
         for array, argument, share in read + written:
             if array.in_hbm and share:
-                yield Traffic(x.name, argument, x.scope, kernel, array.bytes * share)
+                yield Traffic(x.name, argument, x.scope, x.kernel, array.bytes * share)
         yield from self.collectives(x, body)
         if self.only_moves(x):
             to_vmem = operands[0].results[0].in_hbm and not x.results[0].in_hbm
             prefetch = x.opcode == "copy-start" and to_vmem
             yield Copy(x.opcode, str(x.results[0]), x.results[0].bytes, prefetch, origin[0], x.scope)
+        elif self.only_moves(x, JOINS):
+            for array, argument, _ in read:
+                if argument:
+                    yield Copy(x.opcode, str(array), array.bytes, False, argument, x.scope)
 
-    def only_moves(self, x: Instruction) -> bool:
-        """Whether the result has the operand's numbers, elsewhere or in another layout or type."""
+    def only_moves(self, x: Instruction, more: tuple[str, ...] = ()) -> bool:
+        """Whether the result has the operand's numbers, elsewhere or in another layout or type.
+
+        more: other opcodes that it may consist of.
+        """
         fused = self.computations[x.calls].values() if x.opcode == "fusion" else [x]
-        return bool(x.operands) and all(y.opcode in ("parameter", "bitcast", *MOVES) for y in fused)
+        return bool(x.operands) and all(y.opcode in ("parameter", "bitcast", *MOVES, *more) for y in fused)
 
     def is_view(self, x: Instruction) -> bool:
         """Whether the result is the operand in place, in another tiling: XLA nests such fusions of a copy."""
@@ -238,8 +250,8 @@ class Reader:
 
     def share_read(self, x: Instruction, operand: Instruction, i: int, argument: str) -> float:
         """The share of operand number i that an instruction reads."""
-        if x.is_kernel:
-            return self.kernel_share(re.sub(r"\.\d+$", "", x.name), argument)
+        if x.kernel:
+            return self.kernel_share(x.kernel, argument)
         if x.opcode == "fusion":
             fused = self.computations[x.calls]
             parameters = (y for y in fused.values() if y.opcode == "parameter")
@@ -262,7 +274,7 @@ class Reader:
 
     def share_written(self, x: Instruction, operands: list[Instruction], i: int) -> float:
         """The share of result number i that an instruction writes; the rest stays as it was, in place."""
-        if x.is_kernel:
+        if x.kernel:
             # {}: (2, {}) for a single result, {1}: (2, {}) for the second of several.
             place = i if len(x.results) > 1 else ""
             return 0 if re.search(rf"output_to_operand_aliasing=.*?\{{{place}\}}: \(", x.attributes) else 1
@@ -297,7 +309,8 @@ class Reader:
             # A collective that is started here and done later returns (operands, results, context).
             results = x.results[len(operands) :][: len(operands)] or x.results
             size = max(sum(array.bytes for array in arrays) for arrays in (operands, results))
-            shape, started = " ".join(map(str, results)), fused or x.opcode != kind
+            started = fused or x.opcode != kind and '"is_sync":true' not in x.attributes
+            shape = " ".join(map(str, results))
             groups = device_groups(x.attributes)
             stages = groups // ((groups.max() + 1) // self.stages)  # the stage of each device
             between = bool((stages != stages[:, :1]).any())

@@ -59,6 +59,7 @@ CHANNELS = "tests/test_channels.py::test_"
 FIELDS, MESSAGES = "tests/test_server_fields.py::test_", "tests/test_messages.py::test_"
 REASONING = "tests/test_reasoning.py::test_"
 TOOLS = "tests/test_tools.py::test_"
+PLAN_GPU = "tests/test_plan_gpu.py::test_"
 SCHEDULE = "tests/test_schedule.py::test_"
 RESIDUAL = "tests/test_residual.py::test_"
 PREFIX_CACHE = "tests/test_prefix_cache.py::test_"
@@ -573,6 +574,12 @@ MUTATIONS = [
     ("serving/memory.py", "cache += copied * sum(", "cache += 0 * sum(", PROGRAMS),
     ("planner/floor.py", "return job.rows / job.batch", "return 1", "tests/test_plan.py::test_what_is_needed"),
     ("planner/traffic.py", "count=x.count * runs", "count=x.count", "tests/test_plan.py::test_prefill_in_groups_of_layers"),
+    ("planner/traffic.py", """x.opcode != kind and '"is_sync":true' not in x.attributes""", "x.opcode != kind", PLAN_GPU + "kernels_of_a_gpu"),
+    ("planner/hlo.py", r"""r'\bname = "(\w+)"'""", """'ir = "(ML)'""", PLAN_GPU + "kernels_of_a_gpu"),
+    ("planner/traffic.py", "elif self.only_moves(x, JOINS):", "elif False:", PLAN_GPU + "joined_and_padded_weights_are_copies"),
+    ("planner/estimates.py", "(group - 1) * (2 if kind", "(group - 1) * (1 if kind", PLAN_GPU + "collectives_over_a_switch"),
+    ("planner/estimates.py", "START_SECONDS + steps * STEP_SECONDS", "START_SECONDS + STEP_SECONDS", PLAN_GPU + "collectives_over_a_switch"),
+    ("planner/schedule.py", "right[1] * right[2]", "right[2]", PLAN_GPU + "kernels_run_one_after_another"),
     ("planner/schedule.py", "max(self.memory, self.now) + moved", "self.now + moved", SCHEDULE + "transfers_go_one_after_the_other"),
     ("planner/schedule.py", "max(self.links[link], self.now) +", "self.now +", SCHEDULE + "permutations_beside_products"),
     ("planner/schedule.py", "self.spent + rest, self.now", "self.spent, self.now", SCHEDULE + "trips_of_a_loop"),

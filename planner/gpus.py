@@ -1,0 +1,70 @@
+"""GPUs as XLA's compiler has to know them, so that it compiles for GPUs that need not be here."""
+
+import dataclasses
+
+from serving.memory import BANDWIDTH
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """name: jax's device_kind. capability: CUDA's, (major, minor). memory, l2: bytes. links: of NVLink.
+
+    processors: how many (SMs, streaming multiprocessors). Of one of them, lanes: its float32 units;
+    clock: GHz; shared_memory: bytes of it; of these, a block of threads may use all but 1 KiB.
+    Source: openxla/xla, xla/backends/gpu/target_config/specs, which are read from such GPUs.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    memory: int
+    l2: int
+    links: int
+    processors: int
+    lanes: int
+    clock: float
+    shared_memory: int
+
+
+GPUS = {
+    "a100": Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 85100068864, 41943040, 12, 108, 64, 1.41, 167936),
+    "h100": Gpu("NVIDIA H100 80GB HBM3", (9, 0), 84942979072, 52428800, 18, 132, 128, 1.98, 233472),
+    "h200": Gpu("NVIDIA H200", (9, 0), 151397597184, 52428800, 18, 132, 128, 1.98, 233472),
+    "b200": Gpu("NVIDIA B200", (10, 0), 191514411008, 132644864, 18, 148, 128, 1.965, 233472),
+}
+
+
+def target_config(gpu: Gpu) -> str:
+    """XLA's description of the GPU, the text of a GpuTargetConfigProto.
+
+    The limits that are equal here for all GPUs are those of CUDA. Since capability 9.0 some instructions are
+    of one architecture alone (sm_90a); the compiler uses them only if it is told that it may.
+    """
+    (major, minor), features = gpu.capability, "ACCELERATED_FEATURES" if gpu.capability >= (9, 0) else "NONE"
+    return f"""
+platform_name: "CUDA"
+device_description_str: "{gpu.name}"
+gpu_device_info {{
+  cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {features} }}
+  device_memory_size: {gpu.memory}
+  memory_bandwidth: {BANDWIDTH[gpu.name]:.0f}
+  l2_cache_size: {gpu.l2}
+  core_count: {gpu.processors}
+  fpus_per_core: {gpu.lanes}
+  clock_rate_ghz: {gpu.clock}
+  shared_memory_per_core: {gpu.shared_memory}
+  shared_memory_per_block_optin: {gpu.shared_memory - 1024}
+  shared_memory_per_block: 49152
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  threads_per_core_limit: 2048
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  device_interconnect_info {{ active_links: {gpu.links} }}
+}}
+"""
