@@ -116,10 +116,9 @@ class ByColumns(Replicated):
         def add_products(sums: list[Array], columns: Weight, steps: int | Array) -> list[Array]:
             """The sums with the products of the columns of the device that is so many steps behind."""
             start = self._device(-steps) * d
-            parts = (lax.dynamic_slice_in_dim(x, start, d, x.ndim - 1) for x in values)
             return [
-                y + product(*each)
-                for y, *each in zip(sums, specs, [columns] * len(specs), parts, strict=True)
+                y + product(spec, columns, lax.dynamic_slice_in_dim(w, start, d, w.ndim - 1))
+                for y, spec, w in zip(sums, specs, values, strict=True)
             ]
 
         def step(i: Array, carry: tuple) -> tuple:
@@ -205,39 +204,46 @@ NAMES = "replicated", "columns"
 def prefill_residual(name: str | None, D: int, tokens: int, mesh: Mesh) -> Replicated:
     """How a prefill chunk of so many tokens of each row holds the residual stream.
 
-    name: one of NAMES; None for columns on TPUs, which alone were planned for, and replicated elsewhere.
+    name: one of NAMES; None for columns on TPUs, if their chips form a ring, and replicated elsewhere.
     Chunks of less than LEAST_TOKENS tokens, columns that the devices do not divide in halves, and models in
     several stages stay replicated.
     """
     n = mesh_size(mesh, MODEL)
     if n == 1 or tokens < LEAST_TOKENS or D % (2 * n) or mesh.shape[STAGE] > 1:
         return REPLICATED
-    return ByColumns(ring(mesh)) if (name or NAMES[on_tpu(mesh)]) == "columns" else REPLICATED
+    order = ring(mesh)
+    if (name or NAMES[order is not None]) == "replicated":
+        return REPLICATED
+    return ByColumns(order or tuple(range(n)))
 
 
 @functools.cache
-def ring(mesh: Mesh) -> tuple[int, ...]:
-    """The devices along MODEL, in an order in which each is next to its neighbors on the interconnect.
+def ring(mesh: Mesh) -> tuple[int, ...] | None:
+    """The devices along MODEL, each next to the one before on the interconnect, and the last to the first.
 
-    In a box of TPU chips with an even number of chips along some axis there is such an order. Elsewhere it
-    is the order of the mesh.
+    None if they are no TPUs, or if there is no such order: in a line of chips that does not close, and in a
+    box with an odd number of chips along every axis.
     """
+    if not on_tpu(mesh):
+        return None
     devices = mesh.devices.reshape(-1, mesh_size(mesh, MODEL))[0]
     places = {place_of(device): i for i, device in enumerate(devices)}
-    sizes = [1 + max(axis) - min(axis) for axis in zip(*places, strict=True)]
-    if len(places) < len(devices) or math.prod(sizes) != len(devices):
-        return tuple(range(len(devices)))
     origin = [min(axis) for axis in zip(*places, strict=True)]
+    sizes = [1 + max(axis) - low for axis, low in zip(zip(*places, strict=True), origin, strict=True)]
+    if len(places) < len(devices) or math.prod(sizes) != len(devices):  # of several slices, or of no box
+        return None
+    if len(devices) % 2 or (len(devices) > 2 and max(sizes) == len(devices)):
+        return None
     return tuple(places[tuple(map(sum, zip(origin, place, strict=True)))] for place in cycle(sizes))
 
 
 def place_of(device) -> tuple[int, ...]:
-    """The coordinates of a TPU core; those of other devices are all the same."""
-    return (*getattr(device, "coords", ()), getattr(device, "core_on_chip", 0))
+    """The coordinates of a TPU core."""
+    return (*device.coords, device.core_on_chip)
 
 
 def cycle(sizes: list[int]) -> list[tuple[int, ...]]:
-    """All points of a box, each beside the one before, and the last beside the first if a size is even."""
+    """All points of a box of an even size, each beside the one before, and the last beside the first."""
     axes = sorted(range(len(sizes)), key=lambda axis: sizes[axis] % 2)  # an even size first
     rows, columns = sizes[axes[0]], [sizes[axis] for axis in axes[1:]]
     line = path(columns)

@@ -32,10 +32,14 @@ from sharding.residual import REPLICATED, ByColumns, cycle, prefill_residual, ri
 deep = partial(pytest.param, marks=pytest.mark.deep)
 
 
+def by_columns(mesh: Mesh) -> ByColumns:
+    return ByColumns(tuple(range(mesh_size(mesh, MODEL))))
+
+
 def logits_of_both(cfg: model.Config, mesh: Mesh, weights: model.Weights, T: int = 12) -> list[np.ndarray]:
     """The logits of random tokens with a replicated residual stream, and with one that is divided."""
     tokens = np.random.default_rng(0).integers(0, cfg.V, (2 * mesh.shape["data"], T))
-    both = REPLICATED, ByColumns(ring(mesh))
+    both = REPLICATED, by_columns(mesh)
     return [np.asarray(model.forward(tokens, weights, cfg=cfg, mesh=mesh, residual=x)) for x in both]
 
 
@@ -85,7 +89,7 @@ def test_chunks(name, monkeypatch):
 def test_sixteen_devices():
     """Heads that two devices share, and parts of four columns."""
     code = """
-import sys; sys.path.append("tests")
+import sys; sys.path += ["tests", "benchmarks"]
 import numpy as np
 from conftest import llama3_config, random_weights
 from test_residual import logits_of_both, model_mesh
@@ -103,7 +107,7 @@ def test_nothing_is_gathered_whole():
     """All that the devices exchange with every device are the sums of squares, one per token."""
     cfg = llama3_config()
     mesh = mesh_of(cfg, "tp8")
-    chunk = model.chunk_at(jnp.zeros(1, int), jnp.full(1, 16), 16, residual=ByColumns(ring(mesh)))
+    chunk = model.chunk_at(jnp.zeros(1, int), jnp.full(1, 16), 16, residual=by_columns(mesh))
     arguments = jnp.ones((1, 16, cfg.D)), random_weights(cfg, mesh).layers, None, chunk
     layers = jax.jit(partial(model.layers, kinds=cfg.layers, mesh=mesh))
     text = layers.lower(*arguments).compile().as_text()
@@ -124,7 +128,7 @@ def test_rounded_columns(format):
     exact, rounded = (load(checkpoint, mesh, "float32", x, False) for x in (None, format))
     tokens = np.random.default_rng(0).integers(0, cfg.V, (2, 64))
     run = partial(model.forward, tokens, cfg=cfg, mesh=mesh)
-    truth, ours, divided = run(exact), run(rounded), run(rounded, residual=ByColumns(ring(mesh)))
+    truth, ours, divided = run(exact), run(rounded), run(rounded, residual=by_columns(mesh))
     targets = np.zeros_like(tokens)
     of_weights, of_columns = (
         divergence(a, b, targets)[0].mean() for a, b in ((truth, ours), (ours, divided))
@@ -136,28 +140,38 @@ def test_rounded_columns(format):
 
 
 @pytest.mark.parametrize(
-    "sizes", [(4, 4), (2, 4), (4, 3), (3, 4, 1), (2, 2, 2), (3, 2, 5), (1, 8), (16, 16, 1)]
+    "sizes", [(4, 4), (2, 4), (4, 3), (3, 4, 1), (2, 2, 2), (3, 2, 5), (1, 2), (16, 16, 1)]
 )
 def test_rings(sizes):
-    """Every chip of a box once, each next to the one before. The last is next to the first, but in a line."""
+    """Every point of a box once, each next to the one before, and the last next to the first."""
     points = cycle(list(sizes))
     assert sorted(points) == sorted(itertools.product(*map(range, sizes)))
-    steps = [sum(abs(a - b) for a, b in zip(*pair, strict=True)) for pair in itertools.pairwise(points)]
+    steps = [sum(abs(a - b) for a, b in zip(*pair, strict=True)) for pair in pairs_around(points)]
     assert set(steps) == {1}
-    back = sum(abs(a - b) for a, b in zip(points[0], points[-1], strict=True))
-    assert back == (7 if sizes == (1, 8) else 1)
 
 
-def test_the_ring_of_a_slice():
-    """A slice whose data shards are boxes of 2x4 chips: the ring is that of the first one."""
+def pairs_around(ring: list):
+    return itertools.pairwise([*ring, ring[0]])
+
+
+def test_the_ring_of_a_slice(monkeypatch):
+    """Two data shards of 2x4 chips: the ring is that of the first. There is none in a line, nor where the
+    chips do not form a box.
+    """
+    monkeypatch.setattr(residual, "on_tpu", lambda mesh: True)
+
+    def ring_of(places: list) -> tuple[int, ...] | None:
+        devices = np.array([SimpleNamespace(coords=place, core_on_chip=0) for place in places])
+        shape = dict(zip(MODEL, (1, 1, len(places) // 4, 2), strict=True))
+        mesh = SimpleNamespace(devices=devices.reshape(1, 2, *shape.values()), shape=shape)
+        return ring.__wrapped__(mesh)
+
     places = [(x, y, 0) for x in range(4) for y in range(4)]
-    devices = np.array([SimpleNamespace(coords=place, core_on_chip=0) for place in places])
-    mesh = SimpleNamespace(
-        devices=devices.reshape(1, 2, 1, 1, 4, 2), shape=dict(zip(MODEL, (1, 1, 4, 2), strict=True))
-    )
-    order = [places[i] for i in ring.__wrapped__(mesh)]
-    assert sorted(order) == places[:8]
-    assert all(abs(a[0] - b[0]) + abs(a[1] - b[1]) == 1 for a, b in itertools.pairwise([*order, order[0]]))
+    found = ring_of(places)
+    assert sorted(found) == list(range(8))
+    around = pairs_around([places[i] for i in found])
+    assert all(abs(a[0] - b[0]) + abs(a[1] - b[1]) == 1 for a, b in around)
+    assert ring_of(places[:8]) is None and ring_of(places[::-3] + places[1::3] + places[2::3]) is None
 
 
 def test_which_chunks_are_divided():
