@@ -35,8 +35,8 @@ from model import Config
 from planner.models import MODELS, read_model
 from quantize import FORMATS, QuantizedArray, values_and_scale
 from serving import memory, placement
+from serving.chunks import ACCELERATOR_SHAPES, best_shape
 from serving.executors import one_program
-from serving.programs import prefill_width
 from serving.steps import Batch, DecodeStep, PrefillChunk, init_batch
 from terminal import launch
 from terminal.command_line import OneLineParser, run
@@ -92,7 +92,7 @@ def chunk_width(batch: int, length: int) -> int:
     limit = 512
     while limit * batch > 8 * 512 and limit > 16:
         limit //= 2
-    return min(limit, prefill_width(length))
+    return min(limit, best_shape(ACCELERATOR_SHAPES, [[length]]).width)
 
 
 def needed_flops(
