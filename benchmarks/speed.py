@@ -35,8 +35,8 @@ from model import Config
 from planner.models import MODELS, read_model
 from quantize import FORMATS, QuantizedArray, values_and_scale
 from serving import memory, placement
+from serving.chunks import ACCELERATOR_SHAPES, best_shape
 from serving.executors import one_program
-from serving.programs import prefill_width
 from serving.steps import Batch, DecodeStep, PrefillChunk, init_batch
 from sharding.residual import prefill_residual
 from terminal import launch
@@ -93,7 +93,7 @@ def chunk_width(batch: int, length: int) -> int:
     limit = 512
     while limit * batch > 8 * 512 and limit > 16:
         limit //= 2
-    return min(limit, prefill_width(length))
+    return min(limit, best_shape(ACCELERATOR_SHAPES, [[length]]).width)
 
 
 def needed_flops(
@@ -188,7 +188,7 @@ class Bench:
         """Prompts of `length` tokens into empty caches."""
         state, width = [self.rows(batch, 0, length)], chunk_width(batch, length)
         counts = [np.full(batch, min(width, length - i), np.int32) for i in range(0, length, width)]
-        sizes = dict(width=width, residual=prefill_residual(None, self.cfg.D, width, self.mesh))
+        sizes = dict(width=width, residual=prefill_residual(None, self.cfg.D, batch * width, self.mesh))
         chunks = [PrefillChunk(rows=None, count=count, **sizes) for count in counts]
         program = self.compile(one_program, chunks[0], self.weights, *state)
 

@@ -65,8 +65,9 @@ class Recorded(Engine):
             if row.number != before[i]:
                 self.events.append(Event(turn, i, row.number, "admit", row.reused))
         if chunk := step.plan.chunk:
-            (i,), (count,) = chunk.rows.tolist(), chunk.count.tolist()
-            self.events.append(Event(turn, i, rows[i].number, "prefill", count))
+            for i, count in zip(chunk.rows.tolist(), chunk.count.tolist(), strict=True):
+                if count:
+                    self.events.append(Event(turn, i, rows[i].number, "prefill", count))
         self.events += [Event(turn, i, number, "decode", 1) for i, _, number in step.stepped]
         return step
 

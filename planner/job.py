@@ -39,9 +39,9 @@ class Job:
     reading: int = 0
     residual: str | None = None
 
-    def prefill(self, tokens: int, mesh: Mesh) -> "Job":
-        """A chunk of a prompt as the engine reads it: up to `tokens` tokens of one row of each data shard."""
-        return dataclasses.replace(self, tokens=tokens, reading=mesh_size(mesh, ROWS))
+    def prefill(self, tokens: int, mesh: Mesh, rows: int = 1) -> "Job":
+        """A chunk of prompts as the engine reads it: up to `tokens` tokens of as many rows per data shard."""
+        return dataclasses.replace(self, tokens=tokens, reading=rows * mesh_size(mesh, ROWS))
 
     @property
     def decodes(self) -> bool:
@@ -60,9 +60,9 @@ class Job:
         infos = batch_infos(cfg, self.batch, self.context, jnp.dtype(self.kv_dtype), stages)
         batch = abstract(infos, mesh)
         if stages > 1:
-            inputs = stage_input_infos(cfg.D, {1: self.batch, self.tokens: self.rows})
+            inputs = stage_input_infos(cfg.D, self.batch, [(self.rows, self.tokens)])
             batch = batch.replace(stage_inputs=abstract(inputs, mesh, jnp.bfloat16))
-        residual = prefill_residual(self.residual, cfg.D, self.tokens, mesh)
+        residual = prefill_residual(self.residual, cfg.D, local_tokens(self, mesh), mesh)
         chunk = PrefillChunk(rows=each, count=each, width=self.tokens, residual=residual)
         return dict(step=DecodeStep(count=each) if self.decodes else chunk, weights=weights, batch=batch)
 

@@ -9,7 +9,7 @@ from planner.estimates import expected_collectives, resource_seconds, step_secon
 from planner.floor import needed
 from planner.job import Job
 from planner.topologies import Topology
-from serving.programs import prefill_width
+from serving.chunks import best_shape, chunk_shapes
 from sharding.mesh import STAGE, make_mesh
 
 
@@ -107,7 +107,8 @@ def make_plan(
         stored[name.split(".")[0]] += size_in_bytes
     stored["batch"] += job.waiting_bytes(mesh)
     if prefill:
-        width = prefill_width(prefill - 1)  # a decode step reads the last token
+        unread = [[prefill - 1]]  # a decode step reads the last token
+        width = best_shape(chunk_shapes(mesh, 1), unread).width
         chunk = compile_step(job.prefill(width, mesh), mesh, topology)
     return Plan(
         topology=topology.name, devices=len(topology.devices), hbm_capacity_bytes=topology.chip.hbm,

@@ -6,6 +6,7 @@ serving/program_memory.py.
 """
 
 import dataclasses
+import itertools
 import json
 import sys
 
@@ -19,11 +20,12 @@ from planner.models import read_model
 from planner.programs import Compiler
 from planner.topologies import find_topology
 from serving import steps
+from serving.chunks import chunk_shapes
 from serving.executors import executor_for
 from serving.program_memory import program_bytes
-from serving.programs import WIDTHS
+from serving.programs import no_chunk
 from serving.requests import OPTION_SETS
-from serving.steps import DecodeStep, PrefillChunk
+from serving.steps import DecodeStep
 from sharding.mesh import ROWS, make_mesh, mesh_size
 from sharding.residual import prefill_residual
 from sharding.sampling import MAX_TOP_LOGPROBS, NEUTRAL, Sampling
@@ -47,17 +49,10 @@ def compile_all(job: Job, mesh: Mesh) -> Compiler:
     samplings = [Sampling(**{name: column(name) for name in options}) for options in OPTION_SETS]
     todo = [DecodeStep(count=each, sampling=sampling) for sampling in samplings]
     scores = (None, 0, MAX_TOP_LOGPROBS)
-    todo += [
-        PrefillChunk(
-            rows=row,
-            count=row,
-            width=width,
-            score=score,
-            residual=prefill_residual(None, job.cfg.D, width, mesh),
-        )
-        for width in WIDTHS
-        for score in scores
-    ]
+    for shape, score in itertools.product(chunk_shapes(mesh, job.batch // shards), scores):
+        rows, residual = array(shards * shape.rows), prefill_residual(None, job.cfg.D, shape.tokens, mesh)
+        chunk = no_chunk(shape, shards, score)
+        todo.append(dataclasses.replace(chunk, rows=rows, count=rows, residual=residual))
     copied = dataclasses.replace(job, batch=shards).arguments(mesh)["batch"].cache.layers
     # No program computes the steps' own arrays, or what is copied from the host.
     compiler = Compiler(weights=weights, batch=batch, todo=todo, copied=copied)

@@ -9,11 +9,11 @@
 
 This is the loop between the rows (scheduler.py) and the compiled programs (programs.py).
 
-Prefill alternates with decoding: a turn reads a chunk of one prompt per data shard, and then decodes one step
-of all rows whose prompts have been read. So a long prompt holds up neither the answers in progress nor
-shorter prompts. `PrefillLimits` say how wide a chunk may be, and in how many turns none is read so that
-decoding keeps its pace. Prefill reads all tokens of a prompt except the last; the decode step that chooses
-the first token of the answer reads the last.
+Prefill alternates with decoding: a turn reads a chunk of one or several prompts per data shard, and then
+decodes one step of all rows whose prompts have been read. So a long prompt holds up neither the answers in
+progress nor shorter prompts. `PrefillLimits` say how large a chunk may be, and in how many turns none is read
+so that decoding keeps its pace. Prefill reads all tokens of a prompt except the last; the decode step that
+chooses the first token of the answer reads the last.
 
 Prefix caching: the keys and values of a row stay in its cache until they are overwritten. A request whose
 prompt has a prefix in common with some row of its data shard (a system prompt, earlier turns of a chat,
@@ -45,8 +45,9 @@ import numpy as np
 from distributed.exchange import gather
 from feedback.errors import UserError
 from serving.ahead import ProgramsOnShapes
+from serving.chunks import at_most, useful_shapes
 from serving.prefix_cache import SavedPrefix
-from serving.programs import Assignment, Programs, StepPlan, prefill_width
+from serving.programs import Assignment, Programs, StepPlan
 from serving.requests import Answer, Request, options_in_use
 from serving.scheduler import Admission, MicroBatch, PrefillLimits, Row, Scheduler, Shard
 from serving.steps import Output, PrefillChunk, Scores
@@ -113,9 +114,10 @@ class Engine:
     option set, which must have the options of all others; the other programs are `missing` at first.
     ahead: the same programs on shapes, which are compiled first, several at a time; None: one after another.
 
-    missing: decode programs that the engine can do without, (rows of a data shard, index of the option set),
-    in the order in which they are worth compiling. decode_rows: the numbers of rows for which the decode
-    programs of all option sets are compiled, and the number with which the engine started.
+    chunk_shapes: of the prefill chunks that are compiled, see chunks.py. missing: decode programs that the
+    engine can do without, (rows of a data shard, index of the option set), in the order in which they are
+    worth compiling. decode_rows: the numbers of rows for which the decode programs of all option sets are
+    compiled, and the number with which the engine started.
     """
 
     def __init__(
@@ -151,7 +153,9 @@ class Engine:
         rows = self._rows_for(active or programs.rows)
         self.ready_sets = self.option_sets[-1:] if general else list(self.option_sets)
         neutral = self.neutral[-len(self.ready_sets) :]
-        needed = self.longest, self.scores, neutral, rows, bool(saved[0]), limits.width
+        largest = max(limits.alone, limits.beside_decoding)
+        self.chunk_shapes = useful_shapes(programs.chunk_shapes, self.longest - 1, largest)
+        needed = self.chunk_shapes, self.scores, neutral, rows, bool(saved[0])
         if ahead:
             ahead.warm_up(*needed)
             gather("compiled")  # else one process could wait in a collective until another has compiled
@@ -174,7 +178,7 @@ class Engine:
     def compile_ahead(self, program: tuple[int, int]) -> None:
         """Compile one of the `missing` programs, in any thread, so that `add_program` need not."""
         rows, i = program
-        self.ahead.warm_up(0, self.scores, [self.neutral[i]], rows)
+        self.ahead.warm_up((), self.scores, [self.neutral[i]], rows)
 
     def add_program(self, program: tuple[int, int]) -> None:
         """Let steps use one of the `missing` programs, which is compiled if it was not compiled ahead.
@@ -182,7 +186,7 @@ class Engine:
         A step computes fewer rows only when the programs of all option sets are there for so many.
         """
         rows, i = program
-        self.programs.warm_up(0, self.scores, [self.neutral[i]], rows)
+        self.programs.warm_up((), self.scores, [self.neutral[i]], rows)
         self.missing.remove(program)
         if rows in self.decode_rows:
             ready = [*self.ready_sets, self.option_sets[i]]
@@ -255,7 +259,7 @@ class Engine:
             self.sampling[number] = dataclasses.replace(self.sampling[number], allowed=micro_batch.allowed())
         assignments += self._send_forced(micro_batch)
         decoding = self.scheduler.decoding
-        chunk, cost = self._prefill(micro_batch, step, micro_batch.widest_chunk(decoding))
+        chunk, cost = self._prefill(micro_batch, step, micro_batch.largest_chunk(decoding))
         count, sampling, rows = micro_batch.tokens_to_choose(), self.sampling[number], micro_batch.rows
         micro_batch.count_prefill(cost, decoding, count.any())
         within_shard = None
@@ -313,27 +317,30 @@ class Engine:
             step.ended.append(row.answer)
 
     def _prefill(
-        self, micro_batch: MicroBatch, step: InFlight, widest: float
+        self, micro_batch: MicroBatch, step: InFlight, largest: float
     ) -> tuple[PrefillChunk | None, float]:
-        """Plan a prefill chunk of one row per data shard: -> (the chunk, its cost), or (None, 0) if no prompt
-        is left to read.
+        """Plan a prefill chunk: -> (the chunk, its cost), or (None, 0) if no prompt is left to read.
 
-        widest: see MicroBatch.widest_chunk. cost: see PrefillLimits.
+        largest: see MicroBatch.largest_chunk. cost: see PrefillLimits.
         """
-        shards, reading = micro_batch.shards, micro_batch.next_to_prefill() if widest else []
-        if not any(reading):
+        found = micro_batch.next_to_prefill(at_most(largest, self.chunk_shapes)) if largest else None
+        if not found:
             return None, 0
-        width = prefill_width(max(row.prefill_left for row in reading if row), widest)
-        count = np.array([min(row.prefill_left, width) if row else 0 for row in reading], np.int32)
-        rows = [shard.rows.index(row) if row else 0 for shard, row in zip(shards, reading, strict=True)]
-        cost = self.scheduler.limits.cost(width, max(row.computed for row in reading if row))
-        step.scored = [(i, x, x.number) for i, x in enumerate(reading) if x and x.answer.request.score]
-        for row, n in zip(reading, count.tolist(), strict=True):
-            if row:
+        shape, reading = found
+        start = max(row.computed for row in itertools.chain(*reading))
+        cost = self.scheduler.limits.cost(shape.tokens, start)
+        rows, count = np.zeros((2, len(reading), shape.rows), np.int32)
+        for i, (shard, own) in enumerate(zip(micro_batch.shards, reading, strict=True)):
+            idle = [row for row in shard.rows if row not in own]  # a chunk has no row twice
+            rows[i] = [shard.rows.index(row) for row in (*own, *idle)][: shape.rows]
+            count[i, : len(own)] = [min(row.prefill_left, shape.width) for row in own]
+            first = i * shape.rows
+            step.scored += [(first + j, x, x.number) for j, x in enumerate(own) if x.answer.request.score]
+            for row, n in zip(own, count[i].tolist(), strict=False):
                 row.computed += n
                 self._end_if_read(row, step)
         score = max((self._score(row.answer.request) for _, row, _ in step.scored), default=None)
-        return PrefillChunk(rows=np.array(rows, np.int32), count=count, width=width, score=score), cost
+        return PrefillChunk(rows=rows.ravel(), count=count.ravel(), width=shape.width, score=score), cost
 
     def _receive(self, step: InFlight, scores: Scores | None, output: Output | None) -> list[Answer]:
         changed = self._receive_scores(step, scores)

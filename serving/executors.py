@@ -201,7 +201,7 @@ def without_chosen_tokens(batch: Batch, count: Array, chosen: Array, mesh: Mesh)
 
 def stage_layers(x: Array, chunk: Chunk, weights: Weights, batch: Batch, cfg: Config, mesh: Mesh):
     """The layers of each stage, on the activations that it received: -> ([B,T,D], Batch)."""
-    n, T, received = mesh.shape[STAGE], x.shape[1], batch.stage_inputs
+    n, shape, received = mesh.shape[STAGE], x.shape[:2], batch.stage_inputs
     infos, kinds = stages.in_stages(model.weight_infos(cfg), n), stages.first_stage(cfg, n).layers
     kv_specs = model.cache_specs(kinds, batch.cache.layers)
 
@@ -210,15 +210,15 @@ def stage_layers(x: Array, chunk: Chunk, weights: Weights, batch: Batch, cfg: Co
         mesh=mesh,
         in_specs=(P(ROWS), specs(infos.layers, weights.layers), kv_specs, P(ROWS)),
         out_specs=(P(ROWS), kv_specs),
-        check_vma=model.can_check_vma(mesh, T),
+        check_vma=model.can_check_vma(mesh, shape[1]),
     )
     def on_device(x: Array, w: list, kv: list, chunk: Chunk):
         w = jax.tree.map(lambda x: x[0], w)  # p: this device's stage
         return model.decoder_layers(x, w, kv, chunk, kinds)
 
-    x = stages.enter(x, received.hidden[T], mesh)
+    x = stages.enter(x, received.hidden[shape], mesh)
     x, kv = on_device(x, weights.layers, batch.cache.layers, chunk)
-    hidden = received.hidden | {T: stages.pass_on(x, mesh)}
+    hidden = received.hidden | {shape: stages.pass_on(x, mesh)}
     return x, batch.replace(layers=kv, stage_inputs=dataclasses.replace(received, hidden=hidden))
 
 

@@ -28,7 +28,7 @@ from serving.deploy import ModelOptions, make_programs, open_models, programs_on
 from serving.engine import Engine
 from serving.memory import CPU_ROWS, DEFAULT_ROWS, Deployment, fit_cache
 from serving.messages import read_messages
-from serving.programs import WIDTHS, Programs
+from serving.programs import Programs
 from serving.requests import (
     OPTION_SETS,
     SAMPLING_OPTIONS,
@@ -387,8 +387,9 @@ class LLM:
         return self.engine
 
     def _rounded(self, longest: int) -> int:
-        """The longest prompt that needs no more widths of prefill chunks than one of `longest` tokens."""
-        limits = [*(width // 2 + 1 for width in WIDTHS[1:]), self.programs.max_len]
+        """The longest prompt that needs no more shapes of prefill chunks than one of `longest` tokens."""
+        widths = sorted({shape.width for shape in self.programs.chunk_shapes})
+        limits = [*(width // 2 + 1 for width in widths[1:]), self.programs.max_len]
         return min(next(n for n in limits if longest <= n), self.programs.max_len)
 
     def _advance(self) -> None:

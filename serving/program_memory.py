@@ -16,9 +16,10 @@ from model import Config, Experts
 from ops.grouped_matmul import FEW_ROWS
 from ops.platform import on_tpu
 from ops.tpu import LANES
+from serving.chunks import chunk_shapes
 from serving.executors import MOST_LAYERS, layer_groups
-from serving.programs import WIDTHS
 from serving.requests import OPTION_SETS
+from serving.steps import MOST_SCORED
 from sharding.arrays import abstract
 from sharding.mesh import MODEL, ROWS, STAGE, mesh_size
 from sharding.stages import first_stage
@@ -27,9 +28,16 @@ MB = 10**6
 # Code of a compiled layer in a decode step. Seen: 0.2 to 2 on v5e, 1.3 on v6e and 1.5 on v5p. It is 0.2 where
 # the compiler shares code between layers; when it does so is not known.
 DECODE_CODE = 2 * MB
-# Code of a compiled layer in a prefill chunk, by its width. Seen on v5e: up to 3.6, 4.1 and 9.4. A decode
-# step that verifies drafts is like the first one: 3.2 with 8 rows of 5 tokens.
-PREFILL_CODE = dict(zip(WIDTHS, (4 * MB, 4.5 * MB, 10 * MB), strict=True))
+# Code of a compiled layer in a prefill chunk, by its shape. Seen on v5e: up to 3.7, 8.1, 4.1, 7.4, 9.4 and
+# 9.4. A decode step that verifies drafts is like the first one: 3.2 with 8 rows of 5 tokens.
+PREFILL_CODE = {
+    (1, 32): 4 * MB,
+    (4, 32): 9 * MB,
+    (1, 128): 4.5 * MB,
+    (4, 128): 10 * MB,
+    (1, 512): 10 * MB,
+    (1, 2048): 10 * MB,
+}
 # The same in a decode step that routes more than FEW_ROWS tokens to experts. Seen: 5.2 with 176 rows.
 MANY_TOKENS_CODE = 6 * MB
 # Code of the decode steps beside their layers, which choose greedily, at random, and with all options. Seen:
@@ -62,23 +70,25 @@ def program_bytes(cfg: Config, mesh: Mesh, rows: int, tokens: int = 1) -> Progra
     if not on_tpu(mesh):
         return None
     stages, kinds = mesh.shape[STAGE], first_stage(cfg, mesh.shape[STAGE]).layers
-    depth, width = len(kinds), max(WIDTHS)
+    depth, reading_rows = len(kinds), rows // mesh_size(mesh, ROWS)
+    shapes = chunk_shapes(mesh, reading_rows)
     # Several stages have one program for a chunk, and one decode program.
     groups = {kinds[i:end] for i, end in layer_groups(kinds, MOST_LAYERS)} if stages == 1 else {kinds}
     prefill_layers, decode_programs = sum(map(len, groups)), len(OPTION_SETS) if stages == 1 else 1
 
-    reading = rows // mesh_size(mesh, ROWS) * tokens
-    per_layer = DECODE_CODE if tokens == 1 else PREFILL_CODE[min(WIDTHS)]
+    reading = reading_rows * tokens
+    per_layer = DECODE_CODE if tokens == 1 else min(PREFILL_CODE.values())
     per_layer = MANY_TOKENS_CODE if cfg.experts and reading > FEW_ROWS else per_layer
     code = decode_programs * depth * per_layer + SAMPLING_CODE * min(tokens, 2) + OTHER_CODE
-    code += prefill_layers * sum(PREFILL_CODE.values())
+    code += prefill_layers * sum(PREFILL_CODE[shape] for shape in shapes)
 
     activations, logits = activation_bytes(cfg, mesh), 4 * -(-cfg.V // mesh_size(mesh, MODEL))
     padded = -(-reading // LANES) * LANES
     sampling = SAMPLING_ARRAYS * (reading + padded) * 4 * cfg.V
     decode = depth * LAYER_TEMPORARIES + reading * activations + sampling
-    prefill = max(map(len, groups)) * LAYER_TEMPORARIES + width * activations
-    scores = width * (logits + 4 * cfg.D)  # of one row, beside its hidden states
+    largest = max(shape.tokens for shape in shapes)
+    prefill = max(map(len, groups)) * LAYER_TEMPORARIES + largest * activations
+    scores = min(largest, MOST_SCORED) * logits + largest * 4 * cfg.D  # beside the hidden states
     return ProgramBytes(round(code), round(max(decode, prefill, scores)))
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import math
 import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -21,6 +20,7 @@ from model import Config, Weights
 from ops.kv_cache import KV
 from ops.platform import platform
 from serving import steps
+from serving.chunks import Shape, chunk_shapes
 from serving.executors import executor_for, run
 from serving.prefix_cache import SavedPrefix, cache_bytes, on_devices, slot_axes
 from serving.steps import DecodeStep, Output, PrefillChunk, Scores, Step
@@ -30,16 +30,6 @@ from sharding.sampling import Sampling
 from sharding.stages import stage_input_infos
 
 SHOW_AFTER = 5  # seconds of compiling
-WIDTHS = (32, 128, 512)  # of a prefill chunk: few, because each is a program of its own
-
-
-def prefill_width(unread: int, widest: float = math.inf) -> int:
-    """The widest prefill chunk of which a prompt's unread tokens fill more than half, or the narrowest.
-
-    widest: no wider chunk than this one is chosen, unless all are wider.
-    """
-    fitting = (width for width in reversed(WIDTHS) if unread > width // 2 and width <= widest)
-    return next(fitting, WIDTHS[0])
 
 
 def decode_rows(mesh: Mesh, rows: int) -> tuple[int, ...]:
@@ -66,9 +56,10 @@ class Assignment(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class StepPlan:
-    """What a turn does for a microbatch: assign rows, prefill a chunk of a prompt, decode a token per row.
+    """What a turn does for a microbatch: assign rows, prefill a chunk of prompts, decode a token per row.
 
-    chunk: of one row per data shard; None if none is read. count, sampling, rows: see steps.DecodeStep.
+    chunk: of equally many rows of each data shard; None if none is read. count, sampling, rows: see
+    steps.DecodeStep.
     """
 
     assignments: list[Assignment]
@@ -102,6 +93,7 @@ class Programs:
     batch: the Batch of this turn; waiting: those of the next turns. last_read: the result of the last prefill
     chunk. shards: data shards of a microbatch.
     width: the most tokens of a row that a decode step reads. masks: of all layers, a draft model's included.
+    chunk_shapes: of prefill chunks, see chunks.py.
     decode_rows: the numbers of rows of a data shard that a decode step may compute, ascending. On one CPU
     device these are 1, 2, 4 and so on up to all. Elsewhere a step computes all rows: there it is bound by
     reading the weights, and the kernels skip the caches of idle rows, so that fewer rows save little.
@@ -136,10 +128,11 @@ class Programs:
         self.batch, *waiting = batches
         self.last_read: Scores | jax.Array | None = None
         self.decode_rows = decode_rows(mesh, self.rows)
+        self.chunk_shapes = chunk_shapes(mesh, self.decode_rows[-1])
         self.waiting = deque(waiting)
         if waiting:
-            rows_of_width = {1: self.rows} | dict.fromkeys(WIDTHS, self.stages * self.shards)
-            inputs = stage_input_infos(cfg.D, rows_of_width)  # before the first turn they are zeros
+            read = [(self.stages * self.shards * rows, width) for rows, width in self.chunk_shapes]
+            inputs = stage_input_infos(cfg.D, self.rows, read)  # before the first turn they are zeros
             inputs = self.allocate(abstract(inputs, mesh, model.float_type(weights)))
             self.batch = self.batch.replace(stage_inputs=inputs)
         self.residual = residual
@@ -166,17 +159,16 @@ class Programs:
 
     def calls(
         self,
-        longest: int,
+        shapes: Iterable[Shape],
         scores: Iterable[int | None],
         samplings: Iterable[Sampling],
         rows: int,
         prefix_cache: bool = False,
-        widest: float = math.inf,
     ) -> list[Callable[["Programs"], Any]]:
-        """Everything that prompts of up to `longest` tokens and these samplings may need, done to no row.
+        """Everything that chunks of these shapes and these samplings may need, done to no row.
 
         samplings: each for the rows of one microbatch. rows: of the decode steps, one of `decode_rows`.
-        prefix_cache: whether prefixes are saved in host memory. widest: see `prefill_width`.
+        prefix_cache: whether prefixes are saved in host memory.
         """
         nothing, no_tokens = (np.zeros(n, np.int32) for n in (self.stages * self.shards, self.rows))
         no_texts = np.zeros((nothing.size, self.max_len), np.int32)
@@ -184,8 +176,9 @@ class Programs:
         sources = (None,) if alone else (None, nothing)
         do = operator.methodcaller
         calls = [do("assign_rows", nothing - 1, no_texts, nothing, source) for source in sources]
-        widths = [width for width in WIDTHS if longest > 1 and prefill_width(longest - 1, widest) >= width]
-        calls += [do("prefill", nothing, nothing, *each) for each in itertools.product(widths, scores)]
+        for shape, score in itertools.product(shapes, scores):
+            chunk = no_chunk(shape, nothing.size, score)
+            calls.append(do("prefill", chunk.rows, chunk.count, chunk.width, score))
         samplings = [jax.tree.map(lambda x: np.concatenate([x] * self.stages), each) for each in samplings]
         if rows == self.decode_rows[-1]:
             calls += [do("decode", no_tokens, sampling) for sampling in samplings]
@@ -218,12 +211,12 @@ class Programs:
             if any(load):
                 self.load_prefixes(np.where([x is not None for x in load], rows, -1), load)
             self.assign_rows(rows, tokens, length, source if (source != rows).any() else None)
-        for width in sorted({plan.chunk.width for plan in plans if plan.chunk}):
-            no_chunk = PrefillChunk(rows=nothing, count=nothing, width=width)
-            chunks = [x.chunk if x.chunk and x.chunk.width == width else no_chunk for x in plans]
+        for shape in sorted({self.shape_of(plan.chunk) for plan in plans if plan.chunk}):
+            idle = no_chunk(shape, self.shards)
+            chunks = [x.chunk if x.chunk and self.shape_of(x.chunk) == shape else idle for x in plans]
             rows, count = (np.concatenate([getattr(x, name) for x in chunks]) for name in ("rows", "count"))
             score = max((x.score for x in chunks if x.score is not None), default=None)
-            found = self.prefill(rows, count, width, score)
+            found = self.prefill(rows, count, shape.width, score)
             scores = found if chunks[-1] is last_chunk else scores
         if any(plan.count.any() for plan in plans):
             sampling = jax.tree.map(lambda *x: np.concatenate(x), *(plan.sampling for plan in plans))
@@ -238,6 +231,10 @@ class Programs:
         self.batch = self.call(steps.assign_rows, rows, tokens, length, source, self.batch, **self.static)
         if self.draft:
             self.draft.assign_rows(rows, tokens, length, source)
+
+    def shape_of(self, chunk: PrefillChunk) -> Shape:
+        """The shape of a microbatch's chunk."""
+        return Shape(len(chunk.rows) // self.shards, chunk.width)
 
     def save_prefixes(self, rows: np.ndarray, prefixes: Sequence[SavedPrefix | None]) -> None:
         """Start to copy the cache of rows[i] of data shard i to prefixes[i], where this is not None."""
@@ -270,12 +267,13 @@ class Programs:
         return sum(cache_bytes(slot_axes(x.batch.cache.layers), tokens) for x in self.with_draft)
 
     def prefill(self, rows, count, width: int, score: int | None = None) -> Scores | None:
-        """Read a chunk of a prompt in one row of each data shard: -> its scores, see steps.PrefillChunk.
+        """Read a chunk of prompts in as many rows of each data shard: -> its scores, see steps.PrefillChunk.
 
         Returns when the device has read the chunk before this one. So one chunk waits on the device, and
         begins as soon as the other ends; a new request need not wait for more of them.
         """
-        residual = prefill_residual(self.residual, self.cfg.D, width, self.mesh)
+        tokens = len(rows) // (self.stages * self.shards) * width
+        residual = prefill_residual(self.residual, self.cfg.D, tokens, self.mesh)
         read = self.step(PrefillChunk(rows=rows, count=count, width=width, score=score, residual=residual))
         if self.draft:
             self.draft.prefill(rows, count, width)
@@ -305,6 +303,12 @@ class Programs:
 
     def in_every_process(self, tree):
         return self.call(_replicated, tree, mesh=self.mesh) if jax.process_count() > 1 else tree
+
+
+def no_chunk(shape: Shape, shards: int, score: int | None = None) -> PrefillChunk:
+    """A chunk of this shape, in so many data shards, that reads nothing."""
+    rows = np.tile(np.arange(shape.rows, dtype=np.int32), shards)
+    return PrefillChunk(rows=rows, count=0 * rows, width=shape.width, score=score)
 
 
 def compilation_progress(programs: int):

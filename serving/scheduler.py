@@ -1,4 +1,4 @@
-"""Which row takes which request, which prefix of its prompt is already cached, and which prompt is read next.
+"""Which row takes which request, which prefix of its prompt is already cached, and what is read next.
 
 All of this runs on the host. Its work does not grow with the lengths of the rows, except that each new prompt
 is compared with their texts.
@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from model import Mask
+from serving.chunks import Shape, best_shape, prompts_in_chunk
 from serving.prefix_cache import MIN_SAVED, PrefixCache, SavedPrefix
 from serving.requests import Answer
 from serving.rings import reusable_prefix
@@ -27,27 +28,29 @@ MIN_COPIED = 16  # tokens of a cached prefix; computing fewer again costs less t
 
 @dataclasses.dataclass(frozen=True)
 class PrefillLimits:
-    """How many prompt tokens are read beside rows that decode, and how wide a prefill chunk may be.
+    """How many prompt tokens are read beside rows that decode, and how large a prefill chunk may be.
 
     budget: prompt tokens per decode step and decoding row, on average; 0: no limit, and then chunks are as
-    wide beside decoding rows as without them. It bounds how much prefill slows decoding down.
-    width_beside_decoding: tokens of the widest chunk while any row decodes, the longest pause between two
-    decode steps. width: tokens of the widest chunk otherwise, which a new request may have to wait for.
+    large beside decoding rows as without them. It bounds how much prefill slows decoding down.
+    beside_decoding: tokens of the largest chunk while any row decodes, the longest pause between two decode
+    steps. alone: tokens of the largest chunk otherwise, which a new request may have to wait for.
     double_cost: the position at which reading a token takes twice as long as at the beginning of a prompt,
     because of the positions that it attends to. The budget counts such a token twice. chunk_steps: how many
-    decode steps take as long as a chunk of the narrowest width. It decides whether tokens that a grammar
+    decode steps take as long as the smallest chunk. It decides whether tokens that a grammar
     forces are read in a chunk; with math.inf none are.
     """
 
     budget: int = 0
-    width_beside_decoding: float = math.inf
-    width: float = math.inf
+    beside_decoding: float = math.inf
+    alone: float = math.inf
     double_cost: float = math.inf
     chunk_steps: float = 1
 
-    def cost(self, width: int, start: int) -> float:
-        """What a chunk of this width takes of the budget, in tokens. start: its first position."""
-        return width * (1 + start / self.double_cost)
+    def cost(self, tokens: int, start: int) -> float:
+        """What a chunk of so many tokens takes of the budget, in tokens. start: the latest position at which
+        one of its rows begins; attention goes through the cache of all its rows as far as that.
+        """
+        return tokens * (1 + start / self.double_cost)
 
 
 # Limits of a server by platform. A CPU reads nearly as many tokens per second in chunks of 128 as of 512, but
@@ -55,8 +58,8 @@ class PrefillLimits:
 # its pace: a chunk of 128 took 290 ms at the beginning of a prompt and 800 ms at position 1,450 (SmolLM2-135M
 # in int8 on two cores). A chunk of 32 takes it 8 to 10 times as long as a step of one row; an accelerator
 # reads the weights once for either.
-CPU_LIMITS = PrefillLimits(budget=4, width_beside_decoding=128, width=128, double_cost=800, chunk_steps=8)
-ACCELERATOR_LIMITS = PrefillLimits(budget=16, width_beside_decoding=128)
+CPU_LIMITS = PrefillLimits(budget=4, beside_decoding=128, alone=128, double_cost=800, chunk_steps=8)
+ACCELERATOR_LIMITS = PrefillLimits(budget=16, beside_decoding=128)
 
 
 def server_limits(platform: str, budget: int | None = None) -> PrefillLimits:
@@ -281,20 +284,21 @@ class Shard:
             return source, source
         return oldest, source if cached[source] >= MIN_COPIED else oldest
 
-    def next_to_prefill(self, oldest: bool) -> Row | None:
-        """The row whose prompt is read next: the one admitted first, or the one with the fewest tokens left.
+    def rows_to_prefill(self, oldest: bool) -> list[Row]:
+        """The rows with prompts to read. The first is to be read next: the one admitted first, or the one
+        with the fewest tokens left.
 
         Taking these by turns delays no short prompt for long and no long prompt for ever. If an answer waits
         for a prefix, only the tokens of that prefix count as left.
         """
         rows = [row for row in self.rows if row.prefill_left]
         if oldest:
-            return min(rows, key=lambda row: row.number, default=None)
+            return sorted(rows, key=lambda row: row.number)
         left = {row: row.prefill_left for row in rows}
         for wait in self.waits.values():
             if wait.left:
                 left[wait.row] = min(left[wait.row], wait.left)
-        return min(rows, key=lambda row: (left[row], row.number), default=None)
+        return sorted(rows, key=lambda row: (left[row], row.number))
 
 
 def reusable_tokens(answer: Answer) -> np.ndarray:
@@ -328,18 +332,29 @@ class MicroBatch:
         self.prefills = self.debt = 0
         self.rows = [row for shard in shards for row in shard.rows]
 
-    def widest_chunk(self, decoding: int) -> float:
-        """How wide a prefill chunk may be in this turn; 0: none is read. decoding: see Scheduler.decoding."""
-        if not decoding or not self.limits.budget:
-            self.debt = self.limits.width_beside_decoding  # the first row that decodes begins with steps
-            return self.limits.width
-        return 0 if self.debt else self.limits.width_beside_decoding
+    def largest_chunk(self, decoding: int) -> float:
+        """How many tokens a prefill chunk may have in this turn; 0: none is read.
 
-    def next_to_prefill(self) -> list[Row | None]:
-        """For each data shard, the row whose prompt is read next."""
-        rows = [shard.next_to_prefill(oldest=self.prefills % 2 == 1) for shard in self.shards]
-        self.prefills += any(rows)
-        return rows
+        decoding: see Scheduler.decoding.
+        """
+        if not decoding or not self.limits.budget:
+            self.debt = self.limits.beside_decoding  # the first row that decodes begins with steps
+            return self.limits.alone
+        return 0 if self.debt else self.limits.beside_decoding
+
+    def next_to_prefill(self, shapes: Sequence[Shape]) -> tuple[Shape, list[list[Row]]] | None:
+        """Which prompts are read next, in a chunk of one of these shapes; None if no prompt is left to read.
+
+        -> (the shape, for each data shard the rows with these prompts, as many as the shape has or fewer).
+        """
+        waiting = [shard.rows_to_prefill(oldest=self.prefills % 2 == 1) for shard in self.shards]
+        if not any(waiting):
+            return None
+        self.prefills += 1
+        unread = [[row.prefill_left for row in rows] for rows in waiting]
+        shape = best_shape(shapes, unread)
+        chosen = (prompts_in_chunk(shape, left) for left in unread)
+        return shape, [[rows[i] for i in own] for rows, own in zip(waiting, chosen, strict=True)]
 
     def count_prefill(self, cost: float, decoding: int, decodes: bool) -> None:
         """Update `debt` after a turn of this microbatch.

@@ -7,6 +7,7 @@ executors.py says how the layers run in between.
 
 import dataclasses
 import functools
+import math
 from functools import partial
 from typing import Protocol
 
@@ -25,6 +26,8 @@ from sharding.mesh import MODEL, ROWS, STAGE
 from sharding.residual import REPLICATED, Replicated
 from sharding.sampling import MAX_TOP_LOGPROBS, Sampling, TopLogprobs, logprob, sample, top_logprobs
 from sharding.stages import StageInputs, first_stage
+
+MOST_SCORED = 512  # tokens of a prefill chunk whose logits are computed at a time
 
 
 @pytree
@@ -192,13 +195,15 @@ class PrefillChunk:
     def scores(self, x: Array, chunk: Chunk, w: Weights, batch: Batch, cfg: Config, mesh: Mesh) -> Scores:
         @by_rows(mesh, P(ROWS), P(ROWS), P(ROWS), model.outer_specs(cfg, w))
         def on_device(x: Array, chunk: Chunk, tokens: Array, w: Weights):
-            def score_row(row: tuple[Array, Array]) -> Scores:
-                logits = model.local_logits(row[0][None], w, cfg)[0]
+            def score_part(part: tuple[Array, Array]) -> Scores:
+                logits = model.local_logits(part[0][None], w, cfg)[0]
                 best = top_logprobs(logits, self.score) if self.score else None
-                return Scores(logprobs=logprob(logits, row[1]), top_logprobs=best)
+                return Scores(logprobs=logprob(logits, part[1]), top_logprobs=best)
 
             following = tokens_at(of_rows(chunk.row, tokens), chunk.positions + 1)
-            return lax.map(score_row, (x, following))  # row by row, because all logits at once may not fit
+            parts = -1, math.gcd(self.width, MOST_SCORED)  # because all logits at once may not fit
+            scores = lax.map(score_part, (x.reshape(*parts, x.shape[2]), following.reshape(parts)))
+            return jax.tree.map(lambda x: x.reshape(*following.shape, *x.shape[2:]), scores)
 
         return on_device(x, chunk, batch.tokens, model.without_layers(w))
 

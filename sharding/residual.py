@@ -202,7 +202,7 @@ NAMES = "replicated", "columns"
 
 
 def prefill_residual(name: str | None, D: int, tokens: int, mesh: Mesh) -> Replicated:
-    """How a prefill chunk of so many tokens of each row holds the residual stream.
+    """How a prefill chunk of so many tokens, in all rows of a data shard, holds the residual stream.
 
     name: one of NAMES; None for columns on TPUs, if their chips form a ring, and replicated elsewhere.
     Chunks of less than LEAST_TOKENS tokens, columns that the devices do not divide in halves, and models in

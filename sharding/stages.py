@@ -21,6 +21,7 @@ The functions below take and return global arrays.
 """
 
 import dataclasses
+from collections.abc import Iterable
 from functools import partial
 
 import jax
@@ -55,18 +56,18 @@ def in_stages(infos, stages: int):
 class StageInputs:
     """What each stage received at the end of the last turn.
 
-    hidden: {T: [b,T,d]}, activations from the previous stage, for 1 token per row (decode steps) and for each
-    width of prefill chunks. tokens: [b,1] int32, in the first stage what the last one chose.
+    hidden: {(B,T): [b,T,d]}, activations from the previous stage, for 1 token of each row (decode steps) and
+    for each shape of prefill chunks. tokens: [b,1] int32, in the first stage what the last one chose.
     """
 
-    hidden: dict[int, Array]
+    hidden: dict[tuple[int, int], Array]
     tokens: Array
 
 
-def stage_input_infos(D: int, rows: dict[int, int]) -> StageInputs:
-    """The declared inputs of stages, for rows[T] rows that read T tokens each."""
-    hidden = {T: ArrayInfo("bTd", shape=(n, T, D)) for T, n in rows.items()}
-    return StageInputs(hidden=hidden, tokens=ArrayInfo("bT", shape=(rows[1], 1), dtype=jnp.int32))
+def stage_input_infos(D: int, rows: int, read: Iterable[tuple[int, int]]) -> StageInputs:
+    """The declared inputs of stages. rows: of decode steps. read: (B, T) of each shape of prefill chunks."""
+    hidden = {(B, T): ArrayInfo("bTd", shape=(B, T, D)) for B, T in [(rows, 1), *read]}
+    return StageInputs(hidden=hidden, tokens=ArrayInfo("bT", shape=(rows, 1), dtype=jnp.int32))
 
 
 def is_last() -> Array:

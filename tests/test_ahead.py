@@ -17,7 +17,7 @@ from test_generation import MAX_LEN, deep, subject
 
 import main
 from feedback.errors import UserError
-from serving import ahead, programs
+from serving import ahead, chunks
 from serving.ahead import ProgramsOnShapes, programs_at_a_time
 from serving.engine import Engine
 from serving.programs import Programs
@@ -55,7 +55,7 @@ def every_kind(cfg) -> list[Request]:
 )
 def test_compiled_ahead(mesh, speculation, monkeypatch, compiled):
     """What was compiled on shapes, where no array is made, is not compiled again with arrays."""
-    monkeypatch.setattr(programs, "WIDTHS", (8, 64))
+    monkeypatch.setattr(chunks, "CPU_SHAPES", ((1, 8), (1, 64)))
     if mesh == "pp2-tp2":
         cfg = test_stages.config("llama4", 2)
         devices = test_stages.mesh_of(cfg, mesh)
@@ -88,7 +88,7 @@ def test_compiled_ahead(mesh, speculation, monkeypatch, compiled):
 
 def test_each_program_once(monkeypatch):
     """Of calls that share programs, each program is compiled by one thread; the others wait for it."""
-    monkeypatch.setattr(programs, "WIDTHS", (8, 64))
+    monkeypatch.setattr(chunks, "CPU_SHAPES", ((1, 8), (1, 64)))
     monkeypatch.setattr(ahead, "programs_at_a_time", lambda layers: 4)
     cfg = llama4_config()
     _, _, mesh = subject("ring", "1")

@@ -16,7 +16,7 @@ from test_meshes import TOLERANCE, assigned, shapes
 import model
 from server import loop
 from server.metrics import Metrics
-from serving import programs
+from serving import chunks, programs
 from serving.ahead import ProgramsOnShapes
 from serving.engine import Engine
 from serving.executors import few_layers, one_program
@@ -93,7 +93,7 @@ def every_kind(cfg) -> list[Request]:
 def test_the_smallest_program(name, mesh, speculation, monkeypatch, compiled):
     """Requests come and end: each is answered as alone, by the program of the fewest rows that hold all."""
     monkeypatch.setattr(programs, "decode_rows", powers_of_two)
-    monkeypatch.setattr(programs, "WIDTHS", (64,))
+    monkeypatch.setattr(chunks, "CPU_SHAPES", ((1, 64),))
     weights, cfg, devices = subject(name, mesh)
     how = PromptLookup(3) if speculation else None
     if speculation == "draft":

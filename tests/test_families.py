@@ -26,7 +26,7 @@ from families.registry import read_config
 from ops.attention import merge
 from planner.models import MODELS, read_model
 from quantize import INT8
-from serving import programs
+from serving import chunks
 from serving.engine import Engine
 from serving.programs import Programs
 from serving.requests import Request
@@ -52,7 +52,7 @@ PAIRS += [("mixtral", "ep4-tp2"), ("deepseek-v3", "ep4-tp2"), ("gemma3", "1")]
 @pytest.mark.parametrize(("name", "mesh"), [x if x in SHORT else deep(*x) for x in PAIRS])
 def test_on_a_mesh(name, mesh, saved, monkeypatch):
     """Unlike prompts, past windows and at their edges, more of them than rows, with drafts from the text."""
-    monkeypatch.setattr(programs, "WIDTHS", (4, 12))
+    monkeypatch.setattr(chunks, "CPU_SHAPES", ((1, 4), (1, 12)))
     engine = answer_prompts(saved(name), lambda cfg: mesh_of(cfg, mesh), LENGTHS, PromptLookup(3))
     assert engine.stats.reused_tokens == 0
 
@@ -60,7 +60,7 @@ def test_on_a_mesh(name, mesh, saved, monkeypatch):
 @pytest.mark.parametrize("name", [x if x == "gemma3" else deep(x) for x in FAMILIES])
 def test_reused_prefixes(name, saved, monkeypatch):
     """Prompts that begin alike, past the windows: a row goes on from what an earlier prompt left in it."""
-    monkeypatch.setattr(programs, "WIDTHS", (4, 12))
+    monkeypatch.setattr(chunks, "CPU_SHAPES", ((1, 4), (1, 12)))
     engine = answer_prompts(saved(name), mesh_of, (3, 11, 20, 2, 30), head=21)
     assert engine.stats.reused_tokens > 0
 
@@ -73,7 +73,7 @@ def alike(name: str, stages: int) -> bool:
 
 @pytest.mark.parametrize("name", [deep(x) for x in FAMILIES if alike(x, 2)])
 def test_in_two_stages(name, saved, monkeypatch):
-    monkeypatch.setattr(programs, "WIDTHS", (4, 12))
+    monkeypatch.setattr(chunks, "CPU_SHAPES", ((1, 4), (1, 12)))
     answer_prompts(saved(name), lambda cfg: make_mesh(cfg, 1, 1, 2, jax.devices()[:4], 2), LENGTHS)
 
 

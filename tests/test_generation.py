@@ -17,7 +17,7 @@ from checkpoints.checkpoint import open_checkpoint
 from checkpoints.loading import load
 from feedback.errors import UserError
 from quantize import QuantizedArray
-from serving import executors, programs, scheduler, steps
+from serving import chunks, executors, programs, scheduler, steps
 from serving.engine import Engine
 from serving.executors import one_program
 from serving.programs import Programs
@@ -371,12 +371,33 @@ def test_which_row_a_request_takes():
 
 
 def test_width_of_a_prefill_chunk():
-    """The widest of which at least half is used, or the narrowest."""
-    for unread in range(1, 1100):
-        width = programs.prefill_width(unread)
-        assert width in programs.WIDTHS
+    """Of a single prompt: more than half of a chunk is used, or it is the narrowest."""
+    widths = sorted({shape.width for shape in chunks.ACCELERATOR_SHAPES})
+    for unread in range(1, 5000):
+        rows, width = chunks.best_shape(chunks.ACCELERATOR_SHAPES, [[unread]])
+        assert rows == 1 and width in widths
         assert unread > width / 2 or width == 32
-        assert all(unread <= wider / 2 for wider in programs.WIDTHS if wider > width)
+        assert all(unread < 0.92 * wider for wider in widths if wider > width)
+
+
+def test_shape_of_a_prefill_chunk():
+    """Short prompts are read together, and at most a quarter is padding. Equal chunks go to one row."""
+    shapes = chunks.ACCELERATOR_SHAPES
+
+    def best(*unread: int, tokens: float = 1e9) -> tuple[int, int]:
+        return chunks.best_shape(chunks.at_most(tokens, shapes), [unread])
+
+    assert best(30, 25, 20, 28) == (4, 32) and best(120, 100, 128, 90) == (4, 128)
+    assert best(500, 500, 500, 500) == (1, 512) and best(2000, 30, 30, 30) == (1, 2048)
+    assert best(120, 100, 128, 90, tokens=128) == (1, 128) and best(30, 25, 20, 28, tokens=32) == (1, 32)
+    assert chunks.best_shape(shapes, [[30], [25, 31, 32, 32]]) == (4, 32)  # the second shard's prompts
+    # The first prompt is read in any case; of the others those that fill the chunk, shorter ones first.
+    assert chunks.prompts_in_chunk(chunks.Shape(3, 32), [5, 8, 100, 40, 30]) == [0, 3, 2]
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        waiting = rng.integers(1, 600, 16).tolist()
+        shape = chunks.best_shape(shapes, [waiting])
+        assert chunks.tokens_read(shape, waiting) >= 0.75 * shape.tokens
 
 
 # -------------------------------------------------------------------------------------------- how answers end
@@ -407,7 +428,7 @@ def test_stop_tokens():
 @pytest.mark.parametrize(("name", "mesh"), [("tiny-llama3", "1"), ("ring", "dp8")])
 def test_log_probabilities_of_prompts(name, mesh, monkeypatch):
     """Of those that ask and of no others, with and without an answer, against a forward of the prompts."""
-    monkeypatch.setattr(programs, "WIDTHS", (32,))  # twice the programs: with scores and without
+    monkeypatch.setattr(chunks, "CPU_SHAPES", ((1, 32),))  # twice the programs: with scores and without
     weights, cfg, one = subject(name, "1")
     rng = np.random.default_rng(0)
     head = rng.integers(0, cfg.V, 150).tolist()
@@ -493,7 +514,7 @@ def nan_embedding(weights: model.Weights, token: int) -> model.Weights:
 )
 def test_a_request_that_computes_nan(mesh, n_draft, monkeypatch):
     """It ends with an error of its own; those beside it, and those that its row takes next, do not notice."""
-    monkeypatch.setattr(programs, "WIDTHS", (64,))  # twice the programs: with scores and without
+    monkeypatch.setattr(chunks, "CPU_SHAPES", ((1, 64),))  # twice the programs: with scores and without
     weights, cfg, devices = subject("ring", mesh)
     bad, rng = 7, np.random.default_rng(0)
     good = [request for request in mixed(cfg, 40) if bad not in [*request.prompt, *alone(request, "ring")[0]]]
@@ -518,7 +539,7 @@ def test_a_request_that_computes_nan(mesh, n_draft, monkeypatch):
 
 def test_a_short_prompt_does_not_wait_for_a_long_one(monkeypatch):
     """Its first token is there within 3 calls, whether it comes with the long one, behind many, or later."""
-    monkeypatch.setattr(programs, "WIDTHS", (8,))
+    monkeypatch.setattr(chunks, "CPU_SHAPES", ((1, 8),))
     cfg, rng = subject("ring", "1")[1], np.random.default_rng(0)
 
     def request(n: int) -> Request:
@@ -539,7 +560,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(monkeypatch):
 
 def test_a_long_prompt_is_not_held_up_by_short_ones(monkeypatch):
     """Every second prefill chunk is the oldest prompt's, however many shorter ones come."""
-    monkeypatch.setattr(programs, "WIDTHS", (8,))
+    monkeypatch.setattr(chunks, "CPU_SHAPES", ((1, 8),))
     cfg, rng = subject("ring", "1")[1], np.random.default_rng(0)
     batch = batch_of([Request([1] * 150, 3)], "ring")
     long = batch.add(Request(rng.integers(0, cfg.V, 81).tolist(), 3))  # 10 chunks
@@ -553,7 +574,7 @@ def test_a_long_prompt_is_not_held_up_by_short_ones(monkeypatch):
 
 def test_what_waits_for_a_prefix(monkeypatch):
     """What begins like a prompt that is being read waits for that part of it; nobody else does."""
-    monkeypatch.setattr(programs, "WIDTHS", (8,))
+    monkeypatch.setattr(chunks, "CPU_SHAPES", ((1, 8),))
     counts = spy_on_chunks(monkeypatch)
     cfg, rng = subject("ring", "1")[1], np.random.default_rng(0)
     first, other = (rng.integers(0, cfg.V, n).tolist() for n in (121, 60))
@@ -696,7 +717,7 @@ def test_a_step_is_fetched_after_the_next_is_sent(monkeypatch):
 
 def test_an_end_does_not_wait_for_another_prompt(monkeypatch):
     """The last token of an answer is there one call later, though nothing but a long prompt is to be read."""
-    monkeypatch.setattr(programs, "WIDTHS", (32,))
+    monkeypatch.setattr(chunks, "CPU_SHAPES", ((1, 32),))
     cfg, rng = subject("ring", "1")[1], np.random.default_rng(0)
     requests = [Request([1], 1), Request(rng.integers(0, cfg.V, MAX_LEN - 5).tolist(), 5)]
     batch = batch_of(requests, "ring")

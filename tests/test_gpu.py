@@ -20,7 +20,7 @@ from test_kernels import KINDS, assert_same, generate
 import model
 from ops import attention, gpu, grouped_matmul, matmul
 from quantize import INT4, INT8, QuantizedArray, dequantize_groups, quantize, quantize_groups, ungroup
-from serving import programs
+from serving import chunks
 from serving.executors import one_program
 from serving.steps import DecodeStep, PrefillChunk, batch_infos
 from sharding.arrays import abstract
@@ -166,7 +166,7 @@ def test_int4(spec, x, w, axes, monkeypatch, as_on_a_gpu):
 )
 def test_whole_model(cfg, kv_dtype, format, monkeypatch, as_on_a_gpu):
     """Prefill in pieces, then decode steps whose lengths differ by row."""
-    monkeypatch.setattr(programs, "WIDTHS", (32, 128))
+    monkeypatch.setattr(chunks, "CPU_SHAPES", ((1, 32), (1, 128)))
     expected = generate(cfg, kv_dtype, format)
     used = as_on_a_gpu()
     result = generate(cfg, kv_dtype, format)

@@ -11,7 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 import model
 from ops import attention, grouped_matmul, tpu
 from quantize import INT8
-from serving import programs
+from serving import chunks
 from serving.steps import DecodeStep
 
 # A row that begins with a single token, one of several pieces that goes around its ring, and one that decodes
@@ -92,7 +92,7 @@ def assert_same(result, expected, atol):
 )
 def test_whole_model(cfg, kv_dtype, format, monkeypatch, as_on_a_tpu):
     """Prefill in pieces, then decode steps whose lengths differ by row; or one, that checks whole answers."""
-    monkeypatch.setattr(programs, "WIDTHS", (32, 128))
+    monkeypatch.setattr(chunks, "CPU_SHAPES", ((1, 32), (1, 128)))
     monkeypatch.setattr(attention, "BLOCK", 128)
     expected = generate(cfg, kv_dtype, format)
     used = as_on_a_tpu()

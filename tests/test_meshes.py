@@ -18,7 +18,7 @@ import model
 from checkpoints.checkpoint import open_checkpoint
 from checkpoints.loading import load
 from quantize import INT4, INT8, MXFP4
-from serving import programs, steps
+from serving import chunks, steps
 from serving.executors import one_program
 from serving.steps import DecodeStep, PrefillChunk, assign_rows, batch_infos, init_batch
 from sharding.arrays import ArrayInfo, abstract
@@ -122,7 +122,7 @@ def test_unwritten_slots_are_never_read(kv_dtype, name, monkeypatch):
     monkeypatch.setattr(steps, "init_batch", poisoned)
     assert_same(answers(), clean)
     # In pieces a later one reads what an earlier one wrote; to int8 precision if the cache is int8.
-    monkeypatch.setattr(programs, "WIDTHS", (4, 16))
+    monkeypatch.setattr(chunks, "CPU_SHAPES", ((1, 4), (1, 16)))
     in_pieces = answers()
     if kv_dtype == "float32":
         assert_same(in_pieces, clean)

@@ -12,22 +12,22 @@ import numpy as np
 import pytest
 from test_generation import MAX_LEN, assert_as_alone, finish, mixed, subject
 
-from serving import executors, programs
+from serving import chunks, executors
 from serving.engine import Engine
-from serving.programs import Programs, prefill_width
+from serving.programs import Programs
 from serving.requests import Request
 from serving.scheduler import ACCELERATOR_LIMITS, CPU_LIMITS, PrefillLimits, server_limits
 from serving.speculation import PromptLookup
 from serving.steps import DecodeStep, Output, PrefillChunk, init_batch
 
-LIMITS = PrefillLimits(budget=2, width_beside_decoding=8, width=16)
+LIMITS = PrefillLimits(budget=2, beside_decoding=8, alone=16)
 LONG, SHORT = 150, 6  # tokens of a prompt
 
 deep = functools.partial(pytest.param, marks=pytest.mark.deep)
 
 
 class Counted(Engine):
-    """An engine that keeps the plans of its turns: (width of the chunk, how many rows decode)."""
+    """An engine that keeps the plans of its turns: (tokens of a shard's chunk, how many rows decode)."""
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
@@ -36,13 +36,14 @@ class Counted(Engine):
     def _plan_turn(self):
         step = super()._plan_turn()
         chunk = step.plan.chunk
-        self.planned.append((chunk.width if chunk else 0, int(step.plan.count.astype(bool).sum())))
+        tokens = chunk.width * len(chunk.rows) // self.programs.shards if chunk else 0
+        self.planned.append((tokens, int(step.plan.count.astype(bool).sum())))
         return step
 
 
 @pytest.fixture(autouse=True)
 def widths(monkeypatch):
-    monkeypatch.setattr(programs, "WIDTHS", (8, 16, 64))
+    monkeypatch.setattr(chunks, "CPU_SHAPES", ((1, 8), (1, 16), (1, 64)))
 
 
 def engine_of(mesh: str = "1", rows: int = 8, limits: PrefillLimits = LIMITS, speculation=None) -> Counted:
@@ -63,6 +64,7 @@ class CountingPrograms:
         self.rows, self.stages, self.shards = rows, stages, shards
         self.max_len, self.width, self.masks = 4096, 1, frozenset()
         self.decode_rows = (rows // (stages * shards),)
+        self.chunk_shapes = [chunks.Shape(*shape) for shape in chunks.CPU_SHAPES]
         self.cfg, self.row_bytes = types.SimpleNamespace(V=101), int
 
     def warm_up(self, *arguments) -> None:
@@ -74,9 +76,11 @@ class CountingPrograms:
         return None, Output(tokens=1 + zeros.astype(int), logprobs=zeros, count=count, drafted=0 * count)
 
 
-def counting_engine(stages: int = 1, shards: int = 1, rows: int = 16, examples=()) -> Counted:
+def counting_engine(
+    stages: int = 1, shards: int = 1, rows: int = 16, examples=(), limits: PrefillLimits = LIMITS
+) -> Counted:
     made = CountingPrograms(rows, stages, shards)
-    return Counted(made, [*examples, Request([1], 1)], made.max_len, limits=LIMITS)
+    return Counted(made, [*examples, Request([1], 1)], made.max_len, limits=limits)
 
 
 def advance_until(engine: Engine, done) -> None:
@@ -146,6 +150,24 @@ def test_the_budget_grows_with_the_rows_that_decode():
         engine.advance()
     assert engine.planned[start:] == [(8, 4)] * 16  # 2 for each of 4 rows pay for a chunk of 8 in each turn
     finish(engine)
+
+
+def test_short_prompts_share_the_budget(monkeypatch):
+    """Beside 8 decoding rows an accelerator reads 128 tokens in each turn: a piece of a long prompt, or four
+    short prompts, each of which ends as it does alone. Padding counts like tokens.
+    """
+    monkeypatch.setattr(chunks, "CPU_SHAPES", chunks.ACCELERATOR_SHAPES)
+    engine = counting_engine(limits=ACCELERATOR_LIMITS)
+    decoding = [engine.add(Request([1], 60)) for _ in range(8)]
+    advance_until(engine, lambda: all(x.tokens for x in decoding))
+    start = len(engine.planned)
+    for n in (31, 30, 29, 28):
+        engine.add(Request([2 + n] * n, 50))
+    engine.advance()
+    engine.add(Request([2] * 300, 50))  # of which a decode step reads the last
+    for _ in range(4):
+        engine.advance()
+    assert engine.planned[start:] == [(128, 12), (128, 12), (128, 12), (32, 12), (32, 13)]
 
 
 def test_a_second_short_prompt_beside_all_that():
@@ -232,6 +254,29 @@ def test_a_grammar_does_not_pay_twice():
     finish(engine)
 
 
+@pytest.mark.parametrize("mesh", ["1", deep("dp2-ep2-tp2")])
+def test_scores_of_several_prompts(mesh, monkeypatch, compiled):
+    """Prompts of unlike lengths are read together, with scores and without: each result is as alone."""
+    monkeypatch.setattr(chunks, "CPU_SHAPES", ((1, 8), (4, 8)))
+    request = prompts()
+    lengths = (8, 5, 3, 9, 1, 6, 7, 21, 2, 12)
+    asked = [dataclasses.replace(request(n, n % 3), score=n % 2 == 0) for n in lengths]
+    made = Programs(*subject("ring", mesh), 8, MAX_LEN, "float32")
+    together = Counted(made, asked)
+    compiled.clear()
+    answers = [together.add(x) for x in asked]
+    finish(together)
+    assert not compiled and 32 in {tokens for tokens, _ in together.planned}
+    monkeypatch.setattr(chunks, "CPU_SHAPES", ((1, 8),))
+    one = Counted(Programs(*subject("ring", "1"), 1, MAX_LEN, "float32"), asked)
+    for answer, x in zip(answers, asked, strict=True):
+        alone = one.add(x)
+        finish(one)
+        assert answer.tokens == alone.tokens
+        np.testing.assert_allclose(answer.prompt_logprobs, alone.prompt_logprobs, atol=2e-5)
+        assert len(answer.prompt_logprobs) == (len(x.prompt) - 1 if x.score else 0)
+
+
 MESHES = [("1", False), deep("dp8", False), deep("tp8", False), ("dp2-ep2-tp2", False), ("1", True)]
 
 
@@ -253,23 +298,24 @@ def test_answers(mesh, lookup, compiled):
     assert_as_alone(answers, "ring")
 
 
-def test_only_widths_within_the_limits_are_compiled(monkeypatch):
-    """A server on a CPU has no program of 512 tokens."""
-    monkeypatch.setattr(programs, "WIDTHS", (32, 128, 512))
-    widths = []
-    monkeypatch.setattr(Programs, "prefill", lambda self, rows, count, width, score: widths.append(width))
-    made = Programs(*subject("ring", "1"), 2, MAX_LEN, "float32")
-    for limits in (PrefillLimits(), CPU_LIMITS):
-        Engine(made, [Request([1], 1)], 1000, limits=limits)
-    assert widths == [32, 128, 512, 32, 128]
-    assert [prefill_width(n, 128) for n in (16, 17, 65, 1000)] == [32, 32, 128, 128]
-    assert prefill_width(1000, 8) == 32  # for none is that narrow
+def test_only_shapes_within_the_limits_are_compiled(monkeypatch):
+    """A server on a CPU has no program of 256 tokens, and a prompt of 40 tokens needs none of 128."""
+    monkeypatch.setattr(chunks, "CPU_SHAPES", ((1, 32), (4, 32), (1, 128), (2, 128)))
+    shapes = []
+    monkeypatch.setattr(
+        Programs, "prefill", lambda self, rows, count, width, score: shapes.append((len(rows), width))
+    )
+    made = Programs(*subject("ring", "1"), 2, MAX_LEN, "float32")  # which has no 4 rows
+    for longest, limits in ((1000, PrefillLimits()), (1000, CPU_LIMITS), (40, PrefillLimits())):
+        Engine(made, [Request([1], 1)], longest, limits=limits)
+    assert shapes == [(1, 32), (1, 128), (2, 128), (1, 32), (1, 128), (1, 32)]
+    assert chunks.at_most(8, made.chunk_shapes) == [(1, 32)]  # for none is that small
 
 
 def test_limits_of_a_server():
     assert server_limits("cpu") == CPU_LIMITS and server_limits("tpu") == ACCELERATOR_LIMITS
     unlimited = server_limits("cpu", 0)
-    assert (unlimited.budget, unlimited.width) == (0, CPU_LIMITS.width)
+    assert (unlimited.budget, unlimited.alone) == (0, CPU_LIMITS.alone)
 
 
 def test_the_host_is_at_most_one_chunk_ahead(monkeypatch):

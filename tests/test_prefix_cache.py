@@ -71,8 +71,7 @@ def test_a_session_reads_each_token_once(short_prefixes):
     like, turns = [Request([0], 3)], 10
 
     def read_in_turns(**options) -> int:
-        batch = batch_of(like, "tiny-llama3", rows=2, **options)
-        batch.longest = MAX_LEN
+        batch = batch_of(like, "tiny-llama3", rows=2, longest=MAX_LEN, **options)
         answers = session(batch, turns, 3, vocabulary)
         assert_as_alone(answers, "tiny-llama3")
         return batch.stats.prompt_tokens - batch.stats.reused_tokens
@@ -94,8 +93,7 @@ def test_nothing_is_saved_by_default(loads):
 @pytest.mark.parametrize("mesh", ["1", "tp8"])
 def test_bytes_on_the_host(mesh, short_prefixes):
     """Empty slots are not kept, and what is counted is what is held, up to a slot per device."""
-    batch = batch_of([Request([0], 1)], "ring", mesh, rows=1, prefix_cache_bytes=PLENTY)
-    batch.longest = MAX_LEN
+    batch = batch_of([Request([0], 1)], "ring", mesh, rows=1, longest=MAX_LEN, prefix_cache_bytes=PLENTY)
     for prompt in ([5] * 30, [6] * 60, [7] * 4):
         batch.add(Request(prompt, 1))
         finish(batch)

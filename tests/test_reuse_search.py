@@ -17,7 +17,7 @@ from test_generation import finish
 
 import model
 from quantize import QuantizedArray
-from serving import programs, scheduler
+from serving import scheduler
 from serving.engine import Engine
 from serving.programs import Programs
 from serving.requests import Answer, Request
@@ -149,7 +149,7 @@ def search(
 
     chunks: of each layer but the last, which sees all; a negative one is a window.
     """
-    monkeypatch.setattr(programs, "WIDTHS", (4, 12))
+    monkeypatch.setattr("serving.chunks.CPU_SHAPES", ((1, 4), (1, 12)))
     monkeypatch.setattr(scheduler, "MIN_COPIED", 1)
     monkeypatch.setattr(scheduler, "MIN_SAVED", 1)
     kinds = [Kind(chunk=n, moe=moe) if n > 0 else Kind(window=-n, moe=moe) for n in chunks]

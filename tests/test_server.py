@@ -30,7 +30,7 @@ from server import app as server_app
 from server import http as server_http
 from server.loop import EngineLoop, Job, Refused
 from server.metrics import Metrics
-from serving import programs
+from serving import chunks
 from serving import text as serving_text
 from sharding.sampling import Sampling
 from terminal import serve
@@ -61,7 +61,7 @@ def started(*options: str) -> SimpleNamespace:
         patch.setattr(serve, "EngineLoop", Kept)
         patch.setattr(serve, "make_app", lambda *x: apps.append(server_app.make_app(*x)) or apps[0])
         patch.setattr(serve, "LineWriter", lambda: writers.append(access_log.LineWriter(len)) or writers[0])
-        patch.setattr(programs, "WIDTHS", (32,))  # fewer to compile, and more chunks of a prompt
+        patch.setattr(chunks, "CPU_SHAPES", ((1, 32),))  # fewer to compile, and more chunks of a prompt
         thread = threading.Thread(target=serve.serve, args=(session,), daemon=True)
         thread.start()
         while not (loops and loops[0].ready) and thread.is_alive():

@@ -21,7 +21,7 @@ from families.registry import read_config
 from feedback.errors import UserError
 from planner.traffic import read_program
 from quantize import INT8
-from serving import programs
+from serving import chunks
 from serving.engine import Engine
 from serving.executors import one_program, staged
 from serving.memory import Deployment
@@ -136,9 +136,9 @@ ROUTED += [("gpt-oss", "pp2-ep2-tp2")]
 def test_many_requests(family, name, n, compiled, monkeypatch):
     """Through 8 rows, with copied prefixes, scores and samples: each is answered as by one device.
 
-    Chunks of unlike widths are on their way at the same time, and nothing is compiled after the start.
+    Chunks of unlike shapes are on their way at the same time, and nothing is compiled after the start.
     """
-    monkeypatch.setattr(programs, "WIDTHS", (8, 32))
+    monkeypatch.setattr(chunks, "CPU_SHAPES", ((1, 8), (2, 8), (1, 32)))
     cfg, every = config(family, MESHES[name][3]), n == 40
     found, engine = ask(cfg, name, requests_for(cfg, n, every), compiled)
     assert_same(found, answers_of_one(cfg, n, every))
@@ -151,7 +151,7 @@ def arguments(cfg: model.Config, mesh, rows: int, width: int) -> dict:
     weights = abstract(in_stages(model.weight_infos(cfg), stages), mesh, jnp.float32)
     batch = abstract(batch_infos(cfg, rows, MAX_LEN, jnp.float32, stages), mesh)
     if stages > 1:
-        inputs = abstract(stage_input_infos(cfg.D, {1: rows, width: rows}), mesh, jnp.float32)
+        inputs = abstract(stage_input_infos(cfg.D, rows, [(rows, width)]), mesh, jnp.float32)
         batch = batch.replace(stage_inputs=inputs)
     return dict(weights=weights, batch=batch, cfg=cfg, mesh=mesh)
 

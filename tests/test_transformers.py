@@ -17,7 +17,7 @@ from checkpoints.checkpoint import open_checkpoint
 from checkpoints.loading import load
 from convert_checkpoint import convert
 from families.registry import read_config
-from serving import programs
+from serving import chunks
 
 SIZES = dict(
     vocab_size=512, hidden_size=48, num_attention_heads=6, num_key_value_heads=2, head_dim=8,
@@ -202,7 +202,8 @@ def test_tokens_and_logprobs_in_python(saved, monkeypatch):
     Some prompts are prefilled in several chunks.
     """
     folder, reference = saved
-    monkeypatch.setattr(programs, "WIDTHS", (4, 12))  # a prefill of 12 tokens ends in the middle of a chunk
+    # A prefill of 12 tokens ends in the middle of a chunk.
+    monkeypatch.setattr(chunks, "CPU_SHAPES", ((1, 4), (1, 12)))
     checkpoint = open_checkpoint(folder)
     cfg = with_short_rings(checkpoint.config)
     mesh = mesh_of(cfg)
