@@ -24,7 +24,7 @@ from checkpoints.checkpoint import open_checkpoint
 from checkpoints.loading import load
 from families.registry import read_config
 from quantize import INT4, INT8
-from serving import programs
+from serving import chunks
 from sharding import residual
 from sharding.mesh import MODEL, mesh_shape, mesh_size
 from sharding.residual import REPLICATED, ByColumns, cycle, prefill_residual, ring
@@ -70,7 +70,7 @@ def model_mesh(cfg: model.Config, tensor: int) -> Mesh:
 @pytest.mark.parametrize("name", ["ep2-tp4", deep("tp8")])
 def test_chunks(name, monkeypatch):
     """The engine's chunks by columns, past windows and with shared heads, and decode steps after them."""
-    monkeypatch.setattr(programs, "WIDTHS", (4, 12))
+    monkeypatch.setattr(chunks, "CPU_SHAPES", ((1, 4), (2, 4), (1, 12)))
     monkeypatch.setattr(residual, "LEAST_TOKENS", 4)
     cfg = llama4_config()
     mesh, rng = mesh_of(cfg, name), np.random.default_rng(0)
