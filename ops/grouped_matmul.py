@@ -23,7 +23,7 @@ from ops.tpu import in_hbm, precision, result
 from quantize import CHUNK, PAIR, PART, QuantizedArray, int8_parts, power_of_two, values_and_scale
 
 FEW_ROWS = 128  # up to which multiplying int8 weights takes about as long as reading them: 120 on v5e
-VMEM_BYTES = 48 << 20  # of VMEM that the kernel may use; half of it for blocks of weights
+VMEM_BYTES = 48 << 20  # of VMEM that the kernel may use; with few rows half of it for blocks of weights
 ROW_TILE = 8  # rows of a float32 tile
 TILES = 32, 64  # rows that an expert multiplies at a time, if there are many
 
@@ -39,8 +39,8 @@ def expert_mlp(
     expert: [R,A] int32, E for an expert of another device. factor: [R,A]. scales: "input" or "output".
     gate, up: [E,D,M], down: [E,M,D], float or quantized. biases: only where the factor scales the output.
     activation: of gate and up to the hidden units, elementwise.
-    No row is dropped, however the rows are distributed. On TPUs few rows go through `active_experts`, if its
-    blocks fit, see `block_width`.
+    No row is dropped, however the rows are distributed. On TPUs rows go through `active_experts`, if it has a
+    kernel for the weights and all that it keeps in VMEM fits, see `block_width`.
     """
     use_kernel = platform() == "tpu" and block_width(gate, down, x)
     function = active_experts if use_kernel else sorted_rows
