@@ -412,7 +412,9 @@ def active_first(active: Array, n: int) -> tuple[Array, Array]:
 def block_width(gate, down, x: Array) -> int | None:
     """Columns of M that the kernel takes per step for rows x.
 
-    None if two blocks of each matrix do not fit, or if gate and down have different kernels or none.
+    None if two blocks of each matrix do not fit, with many rows beside these and their results, or if gate
+    and down have different kernels or none. Many rows are gathered anew for each block, so a larger one is
+    better; but for int4 and MXFP4 its code takes minutes to compile.
     """
     kernels = {MLPS.get(scheme_of(w)) for w in (gate, down)}
     if len(kernels) > 1 or None in kernels:
@@ -424,8 +426,5 @@ def block_width(gate, down, x: Array) -> int | None:
     sizes, room = (256, 128, M), VMEM_BYTES // 2
     if R > FEW_ROWS:
         room = VMEM_BYTES - 2 * 4 * D * (R + 2 * max(TILES))
-        if (
-            MLPS[scheme] is float_mlp
-        ):  # a large block, since rows are gathered anew for each; others have much code
-            sizes = 512, 384, *sizes
+        sizes = (512, 384, *sizes) if MLPS[scheme] is float_mlp else sizes
     return next((n for n in sizes if M % n == 0 and n % group_size == 0 and 6 * n * column <= room), None)
