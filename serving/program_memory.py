@@ -30,7 +30,8 @@ DECODE_CODE = 2 * MB
 # Code of a compiled layer in a prefill chunk, by its width. Seen on v5e: up to 3.6, 4.1 and 9.4. A decode
 # step that verifies drafts is like the first one: 3.2 with 8 rows of 5 tokens.
 PREFILL_CODE = dict(zip(WIDTHS, (4 * MB, 4.5 * MB, 10 * MB), strict=True))
-# The same in a decode step that routes more than FEW_ROWS tokens to experts. Seen: 5.2 with 176 rows.
+# The same in a decode step that routes more than FEW_ROWS tokens to experts. Seen: 5.2 with 176 rows, by
+# XLA's ragged product; the experts' kernel that took its place was not compiled for this.
 MANY_TOKENS_CODE = 6 * MB
 # Code of the decode steps beside their layers, which choose greedily, at random, and with all options. Seen:
 # 4, 11 and 24; with drafts the last one has 36.
