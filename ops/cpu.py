@@ -1,7 +1,8 @@
 """Matrix products on a CPU, written so that XLA reads each weight once and in its own type.
 
-Written plainly, XLA converts int8 and bfloat16 weights to float32 in memory in every step, and packs weights
-again in every step if they are not the left operand. Letters: R rows (all tokens), D inputs, N outputs.
+Written plainly, XLA converts int8 and bfloat16 weights to float32 in memory in every step, packs weights
+again in every step if they are not the left operand, and multiplies each row by all experts. Letters: R rows
+(all tokens), D inputs, N outputs.
 """
 
 import math
@@ -9,6 +10,8 @@ import math
 import jax.numpy as jnp
 from jax import Array, lax
 
+from ops.tiles import find_tile, tile_rows, tiles_per_group
+from ops.tpu import varying
 from quantize import PART, int8_parts
 
 DECODE = 16  # tokens per row, draft tokens included, up to which a step is decode
@@ -58,3 +61,25 @@ def weights_first(x: Array, w: Array, dtype) -> Array:
     """[R,D], [N,D] -> [R,N] with w as the left operand."""
     y = jnp.einsum("ND,RD->NR", w, x, preferred_element_type=dtype)
     return lax.optimization_barrier(y).T  # else XLA would swap them
+
+
+def grouped_dot(x: Array, w: Array, sizes: Array) -> Array:
+    """`lax.ragged_dot` by a loop over tiles of rows of one expert, which reads no expert without rows.
+
+    x: [R,D], the rows of expert 0, then those of expert 1... w: [E,D,N], float or int8 values; an expert is
+    converted to x's type for each tile. sizes: [E] int32. -> [R,N] float32, undefined beyond their sum.
+    """
+    (R, _), (E, _, N) = x.shape, w.shape
+    rows = tile_rows(R, E, 2, 64)
+    x = jnp.pad(x, ((0, rows), (0, 0)))
+
+    def multiply(tile: Array, y: Array) -> Array:
+        # What the tile has beyond its group's rows is overwritten by the next tile.
+        expert, first, _ = find_tile(tile, sizes, rows)
+        part = lax.dynamic_slice_in_dim(x, first, rows)
+        one = lax.dynamic_index_in_dim(w, expert, keepdims=False).astype(x.dtype)
+        part = jnp.dot(part, one, preferred_element_type=jnp.float32)
+        return lax.dynamic_update_slice_in_dim(y, part, first, 0)
+
+    y = lax.pcast(jnp.zeros((R + rows, N)), tuple(varying(x, w, sizes)), to="varying")
+    return lax.fori_loop(0, jnp.sum(tiles_per_group(sizes, rows)), multiply, y)[:R]

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from ops.tiles import find_tile, tile_rows
 from ops.tpu import precision, result
 from quantize import QuantizedArray, nibbles
 
@@ -152,7 +153,7 @@ def grouped_dot(x: Array, w: Array | QuantizedArray, sizes: Array) -> Array:
     undefined.
     """
     (N, D), E, M = x.shape, sizes.size, jax.tree.leaves(w)[0].shape[-1]
-    rows = min(128, max(16, pl.next_power_of_2(pl.cdiv(N, E))))
+    rows = tile_rows(N, E, 16, 128)
     deep = 64 if x.dtype.itemsize < 4 else 32
     scale, each = None, 1  # each: columns in an entry of w
     if isinstance(w, QuantizedArray):
@@ -160,14 +161,8 @@ def grouped_dot(x: Array, w: Array | QuantizedArray, sizes: Array) -> Array:
         w, scale = (part.reshape(*part.shape[:-1], M // 2, 2) for part in (w.values, w.scale))
         # XLA holds int4 two a byte, the first in the low bits: nothing moves.
         w = lax.bitcast_convert_type(w, jnp.int8).reshape(E, D, M // 2)
-    # A tile has rows of one expert only; each expert may have one that is not full.
     tiles = min(N, N // rows + min(E, N))
-    per_expert = (sizes + rows - 1) // rows
-    last_tile, last_row = jnp.cumsum(per_expert), jnp.cumsum(sizes)
-    tile = jnp.arange(tiles)
-    expert = jnp.minimum(jnp.sum(tile[:, None] >= last_tile, 1), E - 1)
-    first = (last_row - sizes)[expert] + (tile - (last_tile - per_expert)[expert]) * rows
-    tile = jnp.stack([expert, first, last_row[expert]]).astype(jnp.int32)
+    tile = jnp.stack(find_tile(jnp.arange(tiles), sizes, rows))
 
     columns = pl.cdiv(M, COLUMNS)
     parts = max(1, min(PROGRAMS // (tiles * columns), D // (4 * deep)))

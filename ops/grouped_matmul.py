@@ -7,6 +7,7 @@ contracted D or M becomes D,I or M,I: the first counts groups, I is the place in
 
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -15,15 +16,16 @@ from jax.dtypes import itemsize_bits
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ops import gpu
+from ops import cpu, gpu
 from ops.matmul import scheme_of
 from ops.platform import platform
 from ops.tpu import in_hbm, precision, result
 from quantize import CHUNK, PAIR, PART, QuantizedArray, int8_parts, power_of_two, values_and_scale
 
 FEW_ROWS = 128  # up to which multiplying int8 weights takes about as long as reading them: 120 on v5e
-VMEM_BYTES = 48 << 20  # of VMEM that the kernel may use; half of it for blocks of weights
+VMEM_BYTES = 48 << 20  # of VMEM that the kernel may use; with few rows half of it for blocks of weights
 ROW_TILE = 8  # rows of a float32 tile
+TILES = 32, 64  # rows that an expert multiplies at a time, if there are many
 
 
 Biases = tuple[Array | None, Array | None, Array | None]  # of gate and up [E,M], and of down [E,D]
@@ -37,10 +39,10 @@ def expert_mlp(
     expert: [R,A] int32, E for an expert of another device. factor: [R,A]. scales: "input" or "output".
     gate, up: [E,D,M], down: [E,M,D], float or quantized. biases: only where the factor scales the output.
     activation: of gate and up to the hidden units, elementwise.
-    No row is dropped, however the rows are distributed. On TPUs few rows go through `active_experts`, if its
-    blocks fit, see `block_width`.
+    No row is dropped, however the rows are distributed. On TPUs rows go through `active_experts`, if it has a
+    kernel for the weights and all that it keeps in VMEM fits, see `block_width`.
     """
-    use_kernel = platform() == "tpu" and x.shape[0] <= FEW_ROWS and block_width(gate, down)
+    use_kernel = platform() == "tpu" and block_width(gate, down, x)
     function = active_experts if use_kernel else sorted_rows
     return function(x, expert, factor, gate, up, down, biases, activation, scales)
 
@@ -87,6 +89,12 @@ def ragged_dot_on_tpu(x: Array, w: Array | QuantizedArray, sizes: Array) -> tupl
     return lax.ragged_dot(x, values, sizes, preferred_element_type=jnp.float32), scale
 
 
+def ragged_dot_on_cpu(x: Array, w: Array | QuantizedArray, sizes: Array) -> tuple[Array, Array | None]:
+    """Expert by expert: XLA's product multiplies each row by all of them."""
+    values, scale = values_and_scale(w)
+    return cpu.grouped_dot(x, values, sizes), scale
+
+
 def ragged_dot_on_gpu(x: Array, w: Array | QuantizedArray, sizes: Array) -> tuple[Array, Array | None]:
     """By a kernel: XLA's product multiplies each row by all experts."""
     values, scale = values_and_scale(w)
@@ -106,6 +114,8 @@ def int4_ragged_dot_on_gpu(x: Array, w: QuantizedArray, sizes: Array) -> tuple[A
 RAGGED_DOTS = {
     ("tpu", "float"): ragged_dot_on_tpu,
     ("tpu", "int8"): ragged_dot_on_tpu,
+    ("cpu", "float"): ragged_dot_on_cpu,
+    ("cpu", "int8"): ragged_dot_on_cpu,
     ("gpu", "float"): ragged_dot_on_gpu,
     ("gpu", "int8"): ragged_dot_on_gpu,
     ("gpu", "int4"): int4_ragged_dot_on_gpu,
@@ -116,26 +126,35 @@ def active_experts(
     x: Array, expert: Array, factor: Array, gate, up, down, biases: Biases, activation: Callable, scales: str,
     interpret=False,
 ) -> Array:  # fmt: skip
-    """`expert_mlp` as one Pallas call for TPUs, for few rows.
+    """`expert_mlp` as one Pallas call for TPUs, which reads each expert that has rows once.
 
-    The grid goes over the experts that have rows and over blocks of M. Each of these experts multiplies all
-    rows, with factor 0 for rows that did not choose it: that takes no longer than reading its weights. The
-    rest of the grid asks for the last block again, and so fetches nothing.
+    The grid goes over these experts and over blocks of M. The rest of the grid asks for the last block again,
+    and so fetches nothing. What an expert multiplies is all rows, if they are few (`_all_rows`), or only its
+    own ones (`_own_rows`).
     """
-    int4, mxfp4 = (scheme_of(gate) == name for name in ("int4", "mxfp4"))
+    scheme = scheme_of(gate)
     weights, units = zip(*map(values_and_scale, (gate, up, down)), strict=True)
     E, M = weights[0].shape[0], weights[0].shape[-1]
-    (R, D), width, steps = x.shape, block_width(gate, down), min(E, expert.size)
+    (R, D), width, steps = x.shape, block_width(gate, down, x), min(E, expert.size)
     if not interpret:
         weights, units = in_hbm((weights, units))
     chosen = expert[..., None] == jnp.arange(E)  # RAE
-    factors = jnp.sum(jnp.where(chosen, factor[..., None].astype(jnp.float32), 0), 1)  # RE
+    factor = factor.astype(jnp.float32)
+    factors = jnp.sum(jnp.where(chosen, factor[..., None], 0), 1)  # RE
     *hidden_biases, down_bias = biases
-    padding = ((0, -R % (2 * ROW_TILE if int4 else ROW_TILE)), (0, 0))
-    x, factors = jnp.pad(x, padding), jnp.pad(factors, padding)
-    rows = int8_parts(x) if int4 else (x,)
+    scalars = active_first(jnp.any(chosen, (0, 1)), steps)
+    if R <= FEW_ROWS:
+        padding = ((0, -R % (2 * ROW_TILE if scheme == "int4" else ROW_TILE)), (0, 0))
+        x, factors = jnp.pad(x, padding), jnp.pad(factors, padding)
+        kernel, rows, scratch = _all_rows, (*INPUTS.get(scheme, as_it_is)(x), factors), ()
+    else:
+        order = jnp.argsort(expert.reshape(-1))  # pairs (row, choice); those of other devices' experts last
+        end = jnp.cumsum(jnp.sum(chosen, (0, 1), dtype=jnp.int32))
+        scalars += end, (order // expert.shape[1]).astype(jnp.int32), factor.reshape(-1)[order]
+        kernel, rows = partial(_own_rows, dtype=x.dtype), (x.astype(jnp.float32),)
+        scratch = (pltpu.VMEM((max(TILES), D), jnp.float32),) * 2
 
-    def block(i, j, active, n_active):
+    def block(i, j, active, n_active, *_):
         """(expert, block of M) at a point of the grid."""
         return active[i], jnp.where(i < n_active[0], j, M // width - 1)
 
@@ -143,11 +162,11 @@ def active_experts(
         return pl.BlockSpec(shape, lambda *point: at(*block(*point)))
 
     def whole(x: Array) -> pl.BlockSpec:
-        return pl.BlockSpec(x.shape, lambda *_: (0, 0))
+        return pl.BlockSpec(x.shape, lambda *_: (0, 0), pipeline_mode=pl.Buffered(1))
 
     # A row of one expert is no whole tile: its neighbors' rows come along.
     of_neighbors = spec(min(E, ROW_TILE), width, at=lambda e, j: (e // ROW_TILE, j))
-    if mxfp4:
+    if scheme == "mxfp4":
 
         def mxfp4_specs(array: Array, size: int) -> tuple[pl.BlockSpec, ...]:
             """array: of values or exponents. size: weights per step along its second axis."""
@@ -156,7 +175,7 @@ def active_experts(
             return columns, columns, spec(None, width // size, rows, D, at=lambda e, j: (e, j, 0, 0))
 
         weight_specs, unit_specs = mxfp4_specs(weights[0], PAIR), mxfp4_specs(units[0], CHUNK)
-    elif int4:
+    elif scheme == "int4":
         (n, size), (M_groups, M_size) = weights[0].shape[1:3], weights[2].shape[1:3]
         columns = spec(None, n, size, width, at=lambda e, j: (e, 0, 0, j))
         rest = spec(None, width // M_size, M_size, D, at=lambda e, j: (e, j, 0, 0))
@@ -172,48 +191,119 @@ def active_experts(
             unit_specs = of_neighbors, of_neighbors, rest
     bias_specs = [bias if bias is None else of_neighbors for bias in hidden_biases]
     y = pl.pallas_call(
-        partial(ACTIVE_EXPERTS[scheme_of(gate)], activation=activation, scales=scales),
+        partial(kernel, scheme=scheme, activation=activation, scales=scales),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
+            num_scalar_prefetch=len(scalars),
             grid=(steps, M // width),
-            in_specs=(tuple(map(whole, rows)), whole(factors), weight_specs, unit_specs, bias_specs),
+            in_specs=(tuple(map(whole, rows)), weight_specs, unit_specs, bias_specs),
             out_specs=whole(x),
+            scratch_shapes=scratch,
         ),
-        out_shape=result(x.shape, jnp.float32, x, factors, weights[0]),
+        out_shape=result(x.shape, jnp.float32, x, factor, weights[0]),
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=VMEM_BYTES),
         name="active_experts",
         interpret=interpret,
-    )(*active_first(jnp.any(chosen, (0, 1)), steps), rows, factors, weights, units, hidden_biases)
+    )(*scalars, rows, weights, units, hidden_biases)
     if down_bias is not None:
         y += jnp.dot(factors, down_bias.astype(jnp.float32), precision="highest")
     return y[:R]
 
 
-def _active_experts(
-    active, n_active, rows, factors, weights, units, biases, y, *, activation: Callable, scales: str
+def _all_rows(
+    active, n_active, rows, weights, units, biases, y, *, scheme: str, activation: Callable, scales: str
 ):
-    """The kernel, at expert i of the active ones and block j of M. All refs but the first two are in VMEM."""
-    (x,), expert = rows, active[pl.program_id(0)]
+    """The kernel of few rows, at expert i of the active ones and block j of M.
+
+    Each expert multiplies all rows, with factor 0 for rows that did not choose it: that takes no longer than
+    reading its weights. All refs but the first two are in VMEM.
+    """
+    *rows, factors = rows
+    i = clear_first(y)
+
+    @pl.when(i < n_active[0])
+    def _():
+        here = lax.broadcasted_iota(jnp.int32, factors.shape, 1) == active[i]
+        factor = jnp.sum(jnp.where(here, factors[...], 0), 1, keepdims=True)
+        given = [x[...] for x in rows]
+        before, after = (factor, 1) if scales == "input" else (1, factor)
+        y[...] += MLPS[scheme](given, before, active[i], weights, units, biases, activation) * after
+
+
+def _own_rows(
+    active, n_active, end, order, factor, rows, weights, units, biases, y, mine, down, *,
+    scheme: str, dtype, activation: Callable, scales: str,
+):  # fmt: skip
+    """The kernel of many rows: each expert multiplies its own ones, a tile at a time.
+
+    end: [E], of each expert's pairs in `order`, which has each pair's row. factor: [N], of each pair. mine: a
+    tile of rows, in VMEM, and down: what their expert makes of it. Rows are gathered and added one by one,
+    so that neither sorted rows nor their results are ever written to HBM.
+    """
+    i, (x,) = clear_first(y), rows
+    expert = active[i]
+    begin = jnp.where(expert > 0, end[jnp.maximum(expert - 1, 0)], 0)
+    most = max(TILES)
+
+    def tile(number, _):
+        start = begin + number * most
+        count = jnp.minimum(end[expert] - start, most)
+
+        def gather(n, _):
+            row = x[pl.ds(order[start + n], 1), :]
+            mine[pl.ds(n, 1), :] = row * factor[start + n] if scales == "input" else row
+
+        def add(n, _):
+            row = down[pl.ds(n, 1), :]
+            y[pl.ds(order[start + n], 1), :] += row if scales == "input" else row * factor[start + n]
+
+        def multiply(size: int) -> None:
+            given = INPUTS.get(scheme, as_it_is)(mine[:size].astype(dtype))
+            down[:size] = MLPS[scheme](given, 1, expert, weights, units, biases, activation)
+
+        lax.fori_loop(0, count, gather, None)
+        for fewer, size in pairwise((0, *TILES)):
+            pl.when((fewer < count) & (count <= size))(partial(multiply, size))
+        lax.fori_loop(0, count, add, None)
+
+    @pl.when(i < n_active[0])
+    def _():
+        lax.fori_loop(0, pl.cdiv(end[expert] - begin, most), tile, None)
+
+
+def clear_first(y):
+    """Make y zeros at the first point of the grid: -> the point's first index."""
+    i, j = pl.program_id(0), pl.program_id(1)
+
+    @pl.when((i == 0) & (j == 0))
+    def _():
+        y[...] = jnp.zeros_like(y)
+
+    return i
+
+
+def as_it_is(x: Array) -> tuple[Array]:
+    return (x,)
+
+
+def float_mlp(rows, factor, expert, weights, units, biases, activation: Callable) -> Array:
+    """What one expert, or a block of its M, makes of rows times a factor: -> [n,D] float32.
+
+    rows: as INPUTS make them. factor: [n,1] or 1. weights, units, biases: refs in VMEM.
+    """
 
     def dot(x: Array, which: int) -> Array:
         w = weights[which][...].astype(x.dtype)
         y = jnp.dot(x, w, precision=precision(x.dtype), preferred_element_type=jnp.float32)
         return y if units[which] is None else y * of_expert(units[which], expert)
 
-    mlp = mlp_of_floats(dot, x, biases, expert, activation, scales)
-    _add_expert(active, n_active, factors, y, mlp, scales)
+    return mlp_of_floats(dot, *rows, factor, biases, expert, activation)
 
 
-def mlp_of_floats(dot: Callable, x, biases, expert, activation: Callable, scales: str) -> Callable:
-    """The `mlp` of `_add_expert`, for floats x. dot: multiplies by gate, up or down: 0, 1 or 2."""
-
-    def mlp(factor: Array) -> Array:
-        gate, up = dot(x[...], 0), dot(x[...], 1)
-        gate, up = (gate * factor, up * factor) if scales == "input" else (gate, up)
-        gate, up = (add_bias(y, bias, expert) for y, bias in zip((gate, up), biases, strict=True))
-        return dot(activation(gate, up).astype(x.dtype), 2)
-
-    return mlp
+def mlp_of_floats(dot: Callable, x: Array, factor, biases, expert, activation: Callable) -> Array:
+    """The MLP of floats x. dot: multiplies by gate, up or down: 0, 1 or 2."""
+    hidden = (dot(x, which) * factor for which in (0, 1))
+    gate, up = (add_bias(y, bias, expert) for y, bias in zip(hidden, biases, strict=True))
+    return dot(activation(gate, up).astype(x.dtype), 2)
 
 
 def row_at(rows: Array, place) -> Array:
@@ -234,11 +324,9 @@ def add_bias(y: Array, bias, expert) -> Array:
     return y if bias is None else y + of_expert(bias, expert)
 
 
-def _active_int4_experts(
-    active, n_active, rows, factors, weights, units, biases, y, *, activation: Callable, scales: str
-):
-    """`_active_experts` of int4 weights: a product of integers for each group, see `int8_parts`."""
-    expert, j, (parts, unit) = active[pl.program_id(0)], pl.program_id(1), rows
+def int4_mlp(rows, factor, expert, weights, units, biases, activation: Callable) -> Array:
+    """`float_mlp` of int4 weights: a product of integers for each group, see `int8_parts`."""
+    j, (parts, unit) = pl.program_id(1), rows
 
     def dot(parts: Array, unit: Array, which: int, scale_of) -> Array:
         groups, size, _ = weights[which].shape
@@ -256,20 +344,13 @@ def _active_int4_experts(
     def down_scale(group: int) -> Array:
         return row_at(units[2][...], j * weights[2].shape[0] + group)
 
-    def mlp(factor: Array) -> Array:
-        x_unit = unit[...] * factor if scales == "input" else unit[...]
-        gate, up = (dot(parts[...], x_unit, which, column_scale(which)) for which in (0, 1))
-        gate, up = (add_bias(y, bias, expert) for y, bias in zip((gate, up), biases, strict=True))
-        return dot(*int8_parts(activation(gate, up)), 2, down_scale)
-
-    _add_expert(active, n_active, factors, y, mlp, scales)
+    gate, up = (dot(parts, unit * factor, which, column_scale(which)) for which in (0, 1))
+    gate, up = (add_bias(y, bias, expert) for y, bias in zip((gate, up), biases, strict=True))
+    return dot(*int8_parts(activation(gate, up)), 2, down_scale)
 
 
-def _active_mxfp4_experts(
-    active, n_active, rows, factors, weights, units, biases, y, *, activation: Callable, scales: str
-):
-    """`_active_experts` of MXFP4 weights, which become bfloat16 in VMEM, see `mxfp4_matrix`."""
-    (x,), expert = rows, active[pl.program_id(0)]
+def mxfp4_mlp(rows, factor, expert, weights, units, biases, activation: Callable) -> Array:
+    """`float_mlp` of MXFP4 weights, which become bfloat16 in VMEM, see `mxfp4_matrix`."""
 
     def dot(x: Array, which: int) -> Array:
         w, largest = mxfp4_matrix(weights[which], units[which])
@@ -277,8 +358,7 @@ def _active_mxfp4_experts(
         y = jnp.dot(x, w, precision=precision(x.dtype), preferred_element_type=jnp.float32)
         return y * 2.0 ** -(RANGE + 2) * power_of_two(largest)
 
-    mlp = mlp_of_floats(dot, x, biases, expert, activation, scales)
-    _add_expert(active, n_active, factors, y, mlp, scales)
+    return mlp_of_floats(dot, *rows, factor, biases, expert, activation)
 
 
 RANGE = 80  # exponents below the largest of a column that the kernel tells apart
@@ -316,29 +396,9 @@ def mxfp4_matrix(packed, exponents) -> tuple[Array, Array]:
     return jnp.concatenate(blocks), largest
 
 
-def _add_expert(active, n_active, factors, y, mlp, scales: str) -> None:
-    """Add what mlp(factor) makes of all rows to y. factor: [R,1], of the rows' scores for this expert."""
-    i, j = pl.program_id(0), pl.program_id(1)
-
-    @pl.when((i == 0) & (j == 0))
-    def _():
-        y[...] = jnp.zeros_like(y)
-
-    @pl.when(i < n_active[0])
-    def _():
-        here = lax.broadcasted_iota(jnp.int32, factors.shape, 1) == active[i]
-        factor = jnp.sum(jnp.where(here, factors[...], 0), 1, keepdims=True)
-        down = mlp(factor)
-        y[...] += down if scales == "input" else down * factor
-
-
-# The TPU's kernels, by scheme; all others use `sorted_rows`.
-ACTIVE_EXPERTS = {
-    "float": _active_experts,
-    "int8": _active_experts,
-    "int4": _active_int4_experts,
-    "mxfp4": _active_mxfp4_experts,
-}
+# The kernels' products, by scheme; all others use `sorted_rows`. INPUTS: the form in which these take rows.
+MLPS = {"float": float_mlp, "int8": float_mlp, "int4": int4_mlp, "mxfp4": mxfp4_mlp}
+INPUTS = {"int4": int8_parts}
 
 
 def active_first(active: Array, n: int) -> tuple[Array, Array]:
@@ -349,17 +409,22 @@ def active_first(active: Array, n: int) -> tuple[Array, Array]:
     return jnp.sum(jnp.where(here, jnp.arange(active.size), 0), 1), rank[-1:] + 1
 
 
-def block_width(gate, down) -> int | None:
-    """Columns of M that the kernel takes per step: 256, 128 or all.
+def block_width(gate, down, x: Array) -> int | None:
+    """Columns of M that the kernel takes per step for rows x.
 
-    None if two blocks of each matrix do not fit, or if gate and down have different kernels or none.
+    None if two blocks of each matrix do not fit, with many rows beside these and their results, or if gate
+    and down have different kernels or none. Many rows are gathered anew for each block, so a larger one is
+    better; but for int4 and MXFP4 its code takes minutes to compile.
     """
-    kernels = {ACTIVE_EXPERTS.get(scheme_of(w)) for w in (gate, down)}
+    kernels = {MLPS.get(scheme_of(w)) for w in (gate, down)}
     if len(kernels) > 1 or None in kernels:
         return None
     values, M = values_and_scale(gate)[0], jax.tree.leaves(gate)[0].shape[-1]
-    scheme = scheme_of(down)
+    (R, D), scheme = x.shape, scheme_of(down)
     group_size = CHUNK if scheme == "mxfp4" else down.values.shape[2] if scheme == "int4" else 1
     column = values.size // values.shape[0] // M * itemsize_bits(values.dtype) // 8
-    largest = VMEM_BYTES // 12 // column
-    return next((n for n in (256, 128, M) if M % n == 0 and n % group_size == 0 and n <= largest), None)
+    sizes, room = (256, 128, M), VMEM_BYTES // 2
+    if R > FEW_ROWS:
+        room = VMEM_BYTES - 2 * 4 * D * (R + 2 * max(TILES))
+        sizes = (512, 384, *sizes) if MLPS[scheme] is float_mlp else sizes
+    return next((n for n in sizes if M % n == 0 and n % group_size == 0 and 6 * n * column <= room), None)

@@ -17,13 +17,14 @@ from feedback.errors import UserError
 from ops.attention import BLOCK
 from ops.tpu import TILE
 from planner.estimates import collective_seconds, network_seconds, resource_seconds, step_seconds
+from planner.experts_kernel import expert_rows
 from planner.floor import floor_bytes, needed, share_needed
 from planner.job import PARTS, Job, local_tokens, part_of
 from planner.programs import CompiledProgram, compile_programs, memory_of
 from planner.schedule import Schedule, read_schedule
 from planner.topologies import Topology
 from planner.traffic import Collective, Program, Reader
-from sharding.mesh import MODEL, SLOTS, STAGE, mesh_size
+from sharding.mesh import EXPERT, MODEL, SLOTS, STAGE, mesh_size
 
 
 @dataclasses.dataclass
@@ -86,13 +87,14 @@ def compile_step(job: Job, mesh: Mesh, topology: Topology, dump: str | None = No
     if dump:
         pathlib.Path(dump).write_text("\n".join(x.compiled.as_text() for x in programs))
     runs, found, schedule, alone, kernels = Counter(), [], Schedule(), Schedule(), 0
+    rows = expert_rows(job.cfg, local_tokens(job, mesh), mesh_size(mesh, EXPERT))
     for x in programs:
         runs[x.name] += x.count
         reader = _reader(x, job, mesh, topology)
         found.append(reader.program().in_step(x.names, x.count))
         kernels += sum({event.instruction: event.count for event in found[-1].traffic}.values())
-        schedule += read_schedule(reader, topology.chip, partial(_sending, topology)) * x.count
-        alone += read_schedule(reader, topology.chip, lambda collective: 0) * x.count
+        schedule += read_schedule(reader, topology.chip, partial(_sending, topology), rows) * x.count
+        alone += read_schedule(reader, topology.chip, lambda collective: 0, rows) * x.count
     program = Program.of_all(found)
     by_part, per_layer, between, sending = dict.fromkeys(PARTS, 0.0), Counter(), Counter(), 0.0
     for x in program.traffic:

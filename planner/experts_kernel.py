@@ -1,6 +1,7 @@
-"""The experts' kernel compiled alone for a TPU: its instruction bundles beside the cycles of reading weights.
+"""The experts' kernel for TPUs: the rows that it multiplies, and its instruction bundles when compiled alone.
 
-`python3 -m planner.experts_kernel v5e:4x4 mxfp4` prints one expert's; planner/decode_kernel.py explains them.
+`python3 -m planner.experts_kernel v5e:4x4 mxfp4` prints one expert's bundles beside the cycles of reading its
+weights; planner/decode_kernel.py explains them.
 """
 
 import sys
@@ -11,16 +12,38 @@ import numpy as np
 from jax.dtypes import itemsize_bits
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from numpy.polynomial.polynomial import polypow
 
-from model import SwiGLU
-from ops.grouped_matmul import active_experts, block_width
+from model import Config, SwiGLU
+from ops.grouped_matmul import FEW_ROWS, TILES, active_experts, block_width
 from planner.decode_kernel import bundles_of
+from planner.schedule import LEAST_ROWS
 from planner.topologies import find_topology
 from quantize import FORMATS, QuantizedArray
 from sharding.arrays import ArrayInfo
 
 E, A, D, M = 8, 4, 2880, 2944  # experts of a chip and of a token; gpt-oss's widths, M padded as on TPUs
 BYTES_PER_CYCLE = {"v5e": 546, "v6e": 937}  # of HBM: bandwidth / clock
+
+
+def expert_rows(cfg: Config, tokens: int, shards: int = 1) -> float:
+    """Rows that the kernel multiplies in a layer, by all experts of one of `shards` expert shards together.
+
+    Expected, if each of the tokens goes to A of the E experts at random.
+    """
+    if not cfg.experts:
+        return 0.0
+    chance = cfg.experts.A / cfg.experts.E
+    probability = polypow([1 - chance, chance], tokens)  # that 0, 1, 2... tokens go to an expert
+    all_rows = max(tokens, LEAST_ROWS)
+    rows = [all_rows * (n > 0) if tokens <= FEW_ROWS else rows_in_tiles(n) for n in range(tokens + 1)]
+    return cfg.experts.E / shards * float(probability @ rows)
+
+
+def rows_in_tiles(count: int) -> int:
+    """Rows of the tiles for one expert: each has most of TILES, but the last one as few as hold the rest."""
+    full, rest = divmod(count, max(TILES))
+    return full * max(TILES) + next(size for size in (0, *TILES) if rest <= size)
 
 
 def weights(format: str, sharding: NamedSharding | None = None) -> list[QuantizedArray]:
@@ -56,7 +79,7 @@ def cycles(topology: str, format: str, rows: int = 8) -> tuple[int, float]:
     (bundles,) = bundles_of(call, "active_experts", topology)
     gate, up, down = every = weights(format)
     read = sum(x.size * itemsize_bits(x.dtype) / 8 for x in jax.tree.leaves(every)) / E
-    trips = M // block_width(gate, down)
+    trips = M // block_width(gate, down, jax.ShapeDtypeStruct((rows, D), jnp.bfloat16))
     return bundles * trips, read / BYTES_PER_CYCLE[topology.partition(":")[0]]
 
 

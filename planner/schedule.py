@@ -7,6 +7,7 @@ through this order with a clock:
 - HBM makes one transfer after another, at the data sheet's bandwidth, in the order in which they are started.
 - An instruction ends when it has computed, and when its own bytes have been read and written. Its products
   take as long as the data sheet says; its other operations, one by one, go through the vector units.
+- The experts' kernel multiplies as many rows as are expected: of its operands the program says no more.
 - A synchronous collective lets the device wait for as long as planner/estimates.py says. Transfers from HBM
   that have been started go on meanwhile.
 - Asynchronous collectives go on beside the instructions that follow, one after another; only permutations
@@ -62,9 +63,15 @@ class Schedule:
         return Schedule(*(runs * x for x in dataclasses.astuple(self)))
 
 
-def read_schedule(reader: Reader, chip: Chip, seconds: Callable[[Collective], float]) -> Schedule:
-    """The schedule of a program. seconds: how long a collective takes if nothing else uses its links."""
-    clock = _Clock(reader, chip, seconds)
+def read_schedule(
+    reader: Reader, chip: Chip, seconds: Callable[[Collective], float], expert_rows: float = 0.0
+) -> Schedule:
+    """The schedule of a program.
+
+    seconds: how long a collective takes if nothing else uses its links. expert_rows: that the experts' kernel
+    multiplies in a layer, all experts together.
+    """
+    clock = _Clock(reader, chip, seconds, expert_rows)
     clock.run(reader.entry, None)
     return clock.spent
 
@@ -75,8 +82,10 @@ class _Clock:
     links: the same of asynchronous collectives: permutations by their pairs of devices, all others together.
     """
 
-    def __init__(self, reader: Reader, chip: Chip, seconds: Callable[[Collective], float]):
-        self.reader, self.chip, self.seconds_of = reader, chip, seconds
+    def __init__(
+        self, reader: Reader, chip: Chip, seconds: Callable[[Collective], float], expert_rows: float
+    ):
+        self.reader, self.chip, self.seconds_of, self.expert_rows = reader, chip, seconds, expert_rows
         self.now, self.memory, self.links, self.spent = 0.0, 0.0, Counter(), Schedule()
 
     def run(self, body: Computation, inputs: Origins | None) -> None:
@@ -166,6 +175,8 @@ class _Clock:
             return ragged_operations(x, [y.results[0] for y in operands]), 0
         if x.kernel in ("flash", "grouped_dot"):
             return gpu_kernel_operations(x, [y.results[0] for y in operands]), 0
+        if x.kernel.startswith("active_experts"):
+            return self.expert_rows * expert_operations(x, [y.results[0] for y in operands]), 0
         if x.opcode in NO_WORK or x.opcode.removesuffix("-start") in COLLECTIVES:
             return 0, 0
         arrays = [array for y in (x, *operands) for array in y.results]
@@ -225,3 +236,13 @@ def ragged_operations(x: Instruction, operands: list[Array]) -> float:
     rows, k, n = map(int, x.attribute(r'ragged_dot_tiling="([\d,]+)"').split(","))
     tiles, (K, N) = operands[2].size, operands[-1].shape[-2:]
     return 2 * tiles * rows * (-(-K // k) * k) * (-(-N // n) * n)
+
+
+def expert_operations(x: Instruction, operands: list[Array]) -> float:
+    """Operations of the experts' kernel for one row of one expert: three products with D x M weights.
+
+    Its result is [R,D]. The first operand with experts is gate: [E,D,M], or more dimensions in place of D.
+    Integers of int4 count as much: there are two parts of each row, of half an operation.
+    """
+    gate = next(array for array in operands if len(array.shape) > 2)
+    return 2 * 3 * x.results[0].shape[-1] * gate.shape[-1]

@@ -38,7 +38,8 @@ PREFILL_CODE = {
     (1, 512): 10 * MB,
     (1, 2048): 10 * MB,
 }
-# The same in a decode step that routes more than FEW_ROWS tokens to experts. Seen: 5.2 with 176 rows.
+# The same in a decode step that routes more than FEW_ROWS tokens to experts. Seen: 5.2 with 176 rows, by
+# XLA's ragged product; the experts' kernel that took its place was not compiled for this.
 MANY_TOKENS_CODE = 6 * MB
 # Code of the decode steps beside their layers, which choose greedily, at random, and with all options. Seen:
 # 4, 11 and 24; with drafts the last one has 36.

@@ -46,6 +46,7 @@ QUALITY = "tests/test_quality.py"
 SERVING = "tests/test_serving_benchmark.py"
 INT4, MXFP4 = "tests/test_int4.py", "tests/test_mxfp4.py"
 EXPERTS_MXFP4 = "tests/test_experts.py::test_active_experts_kernel"
+MANY_ROWS = "tests/test_experts.py::test_kernel_of_many_rows"
 GRAMMAR = "tests/test_grammar.py::test_beside_others"
 FORCED = "tests/test_forced_tokens.py::test_"
 SERVER = "tests/test_server.py::"
@@ -278,7 +279,7 @@ MUTATIONS = [
     ("ops/attention.py", "jnp.where(sees[..., None, None], lse, -jnp.inf)", "lse", ATTENTION),
     ("ops/grouped_matmul.py", "jnp.where((chosen < E)[:, None], jnp.zeros_like(y).at[order].set(y), 0)", "jnp.zeros_like(y).at[order].set(y)", EXPERTS),
     ("ops/grouped_matmul.py", "jnp.where(i < n_active[0], j, M // width - 1)", "j", EXPERTS),
-    ("ops/grouped_matmul.py", "    @pl.when(i < n_active[0])\n    def _():", "    if True:", EXPERTS),
+    ("ops/grouped_matmul.py", "    @pl.when(i < n_active[0])\n    def _():\n        here", "    if True:\n        here", EXPERTS),
     ("ops/tpu.py", "(row[b], at[b] + j) if moving", "(row[b], j) if moving", KERNELS),
     ("ops/tpu.py", "(row[b], at[b] + j) if moving", "(b, at[b] + j) if moving", KERNELS),
     ("ops/attention.py", "        kv = write_window(kv, new, before_end, row, window)\n", "", KERNELS),
@@ -295,8 +296,13 @@ MUTATIONS = [
     ("ops/grouped_matmul.py", "return y if bias is None else y + of_expert(bias, expert)", "return y", KERNEL_BIASES),
     ("ops/grouped_matmul.py", "jnp.dot(factors, down_bias.astype(jnp.float32)", "jnp.dot(1.0 * (factors > 0), down_bias.astype(jnp.float32)", KERNEL_BIASES),
     ("model.py", "on_first_device(w.down_bias, TENSOR)", "w.down_bias", BIASES),
-    ("ops/grouped_matmul.py", "(gate * factor, up * factor)", "(gate * factor, up)", EXPERTS),
-    ("ops/grouped_matmul.py", "down if scales == \"input\" else down * factor", "down", EXPERTS),
+    ("ops/grouped_matmul.py", "dot(x, which) * factor for", "dot(x, which) * (1 if which else factor) for", EXPERTS),
+    ("ops/grouped_matmul.py", "biases, activation) * after", "biases, activation)", EXPERTS),
+    ("ops/grouped_matmul.py", "    @pl.when(i < n_active[0])\n    def _():\n        lax", "    if True:\n        lax", MANY_ROWS),
+    ("ops/grouped_matmul.py", "jnp.where(expert > 0, end[jnp.maximum(expert - 1, 0)], 0)", "end[jnp.maximum(expert - 1, 0)]", MANY_ROWS),
+    ("ops/grouped_matmul.py", "start = begin + number * most", "start = begin", MANY_ROWS),
+    ("ops/grouped_matmul.py", "= row * factor[start + n] if scales == \"input\" else row", "= row", MANY_ROWS),
+    ("ops/grouped_matmul.py", "+= row if scales == \"input\" else row * factor[start + n]", "+= row", MANY_ROWS),
     ("ops/grouped_matmul.py", "rows = (rows * factor).astype(x.dtype)", "pass", EXPERTS),
     ("ops/grouped_matmul.py", "y * factor if scales == \"output\" else y", "y", EXPERTS),
     ("ops/attention.py", 'preferred_element_type=jnp.float32) * kv.columns.scale', 'preferred_element_type=jnp.float32)', ATTENTION),
@@ -304,6 +310,9 @@ MUTATIONS = [
     ("ops/attention.py", "p * v_scale[:, :, None, None, :].astype(jnp.float32)", "p", ATTENTION),
     ("ops/cpu.py", "(high + low / PART) * unit", "high * unit", CPU),
     ("ops/cpu.py", "(high + low / PART) * unit", "high + low / PART", CPU),
+    ("ops/cpu.py", "lax.dynamic_slice_in_dim(x, first, rows)", "x[:rows]", EXPERTS),
+    ("ops/tiles.py", "(last_row - sizes)[group] +", "", EXPERTS),
+    ("ops/tiles.py", " + (tile - (last_tile - count)[group]) * rows", "", EXPERTS),
     ("ops/cpu.py", "if decode and w.dtype == jnp.int8:", "if False:", CPU),
     ("quantize.py", "jnp.max(jnp.abs(x), tuple(range(1, x.ndim)), keepdims=True)", "jnp.max(jnp.abs(x))", CPU),
     ("ops/attention.py", "BLOCK if T > 1 else CPU_BLOCK if on_cpu() else DECODE_BLOCK", "BLOCK", CPU),
@@ -595,6 +604,9 @@ MUTATIONS = [
     ("sharding/residual.py", "return lax.psum(x, MODEL)", "return x", RESIDUAL + "few_devices"),
     ("sharding/residual.py", "or tokens < LEAST_TOKENS", "", RESIDUAL + "which_chunks_are_divided"),
     ("sharding/residual.py", "line[1:] if i % 2 == 0 else line[:0:-1]", "line[1:]", RESIDUAL + "rings"),
+    ("planner/schedule.py", "2 * 3 * x.results", "2 * x.results", SCHEDULE + "operations_of_experts"),
+    ("planner/experts_kernel.py", "if tokens <= FEW_ROWS", "if True", SCHEDULE + "rows_of_experts"),
+    ("planner/experts_kernel.py", "full * max(TILES) +", "", SCHEDULE + "rows_of_experts"),
     ("planner/schedule.py", "max(narrow, LEAST_ROWS)", "narrow", SCHEDULE + "permutations_beside_products"),
     ("serving/memory.py", "positions - kind.mask.first_visible(positions)", "positions", BYTES),
     ("serving/memory.py", "* idle", "", BYTES),
@@ -696,7 +708,7 @@ MUTATIONS = [
     ("ops/gpu.py", "missing or x.shape[-1] % each", "missing", GPU_INT4),
     ("ops/matmul.py", "jnp.expand_dims(w.scale, n)", "1", INT4),
     ("ops/grouped_matmul.py", "j * weights[2].shape[0] + group", "group", EXPERTS),
-    ("ops/grouped_matmul.py", "unit[...] * factor if scales", "unit[...] if scales", EXPERTS),
+    ("ops/grouped_matmul.py", "unit * factor, which", "unit, which", EXPERTS),
     ("sharding/arrays.py", "math.lcm(unit, self.format.pad_multiple(size * step))", "unit", INT4),
     ("sharding/arrays.py", "format=self.format, groups=groups)", "format=self.format)", INT4),
     ("quantize.py", "info.min_bits > self.bits or", "", INT4),

@@ -15,7 +15,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkR
 
 import model
 from families.deepseek_v3 import GroupLimitedRouter
-from ops import grouped_matmul
+from ops import cpu, grouped_matmul
 from quantize import INT8, MXFP4, QuantizedArray, quantize, quantize_groups, ungroup
 from sharding.arrays import ArrayInfo, specs
 from sharding.mesh import MODEL
@@ -50,13 +50,13 @@ def dense_loop(x, w, active, router: model.Router):
 @pytest.fixture
 def rows_of_no_group_are_nan(monkeypatch):
     """A kernel may leave anything in the rows that belong to no local expert."""
-    ragged_dot = jax.lax.ragged_dot
+    grouped_dot = cpu.grouped_dot
 
-    def poisoned(x, w, sizes, **options):
-        y = ragged_dot(x, w, sizes, **options)
+    def poisoned(x, w, sizes):
+        y = grouped_dot(x, w, sizes)
         return jnp.where(jnp.arange(len(y))[:, None] < jnp.sum(sizes), y, jnp.nan)
 
-    monkeypatch.setattr(jax.lax, "ragged_dot", poisoned)
+    monkeypatch.setattr(cpu, "grouped_dot", poisoned)
 
 
 @pytest.mark.usefixtures("rows_of_no_group_are_nan")
@@ -167,14 +167,30 @@ CHOICES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("dtype", "scales"),
-    [(x, y) for x in ("int8", "float32", "int4", "mxfp4") for y in ("input", "output") if (x, y) not in ONCE],
-)
+KERNELS = [
+    (x, y) for x in ("int8", "float32", "int4", "mxfp4") for y in ("input", "output") if (x, y) not in ONCE
+]
+
+
+@pytest.mark.parametrize(("dtype", "scales"), KERNELS)
 @pytest.mark.parametrize("choices", CHOICES.values(), ids=CHOICES)
 def test_active_experts_kernel(choices, dtype, scales, monkeypatch, interpret):
     """Against numpy, with NaN in every expert that has no row."""
     check_active_experts(choices, dtype, scales, monkeypatch, interpret, biased=False)
+
+
+# Of 8 experts, "8" being elsewhere: tiles of 8 and 16 rows; 20 rows on expert 5, and on others 17, 16, 8, 1.
+MANY = [[5, 0]] * 13 + [[5, 2]] * 7 + [[0, 8]] * 3 + [[2, 8]] * 10 + [[8, 3]] * 8 + [[8, 7], [8, 8]]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scales"), [("int8", "input"), ("float32", "output"), ("int4", "input"), ("mxfp4", "output")]
+)
+def test_kernel_of_many_rows(dtype, scales, monkeypatch, interpret):
+    monkeypatch.setattr(grouped_matmul, "FEW_ROWS", 8)
+    monkeypatch.setattr(grouped_matmul, "TILES", (8, 16))
+    choices = np.random.default_rng(1).permutation(MANY).tolist()
+    check_active_experts(choices, dtype, scales, monkeypatch, interpret, biased=dtype == "float32")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int4", "mxfp4"])
@@ -239,15 +255,18 @@ def check_active_experts(choices, dtype, scales, monkeypatch, interpret, biased:
     np.testing.assert_allclose(by_sorting, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("chosen", [[5], [0, 15], [3, 9, 3, 4], list(range(16)), [16, 16], [2, 16, 2]])
+@pytest.mark.parametrize(
+    "chosen", [[5], [0, 15], [3, 9, 3, 4], list(range(16)), [16, 16], [2, 16, 2], [9, 2] * 80]
+)
 def test_only_active_experts_are_fetched(chosen, monkeypatch):
     """Scout on 16 chips: walk the kernel's grid by its own index maps, and count each block that changes."""
     E, D, M = 16, 5120, 512
     found = {}
 
     def capture(kernel, grid_spec, out_shape, **_):
-        def call(active, n_active, x, factors, weights, scales, biases):
-            found.update(grid=grid_spec.grid, specs=jax.tree.leaves(grid_spec.in_specs[2:]))
+        def call(*arguments):
+            weights, scales, _ = arguments[-3:]
+            found.update(grid=grid_spec.grid, specs=jax.tree.leaves(grid_spec.in_specs[1:]))
             found.update(arrays=jax.tree.leaves((weights, scales)))
             return jnp.zeros(out_shape.shape, out_shape.dtype)
 

@@ -2,8 +2,12 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
+from ops.grouped_matmul import FEW_ROWS
+from planner.experts_kernel import expert_rows, rows_in_tiles
+from planner.models import read_model
 from planner.schedule import LEAST_ROWS, Schedule, read_schedule
 from planner.topologies import CHIPS
 from planner.traffic import Reader
@@ -15,10 +19,10 @@ SIZE = 4 * 8 * 128  # bytes of an array
 ELEMENTS = 8 * 128
 
 
-def schedule(text: str, collective: float = 100.0) -> Schedule:
+def schedule(text: str, collective: float = 100.0, expert_rows: float = 0.0) -> Schedule:
     text = text.replace("HBM", "f32[8,128]" + HBM).replace("VMEM", "f32[8,128]" + VMEM)
     text = text.replace("CONTEXT", "u32[]{:S(2)}")
-    return read_schedule(Reader(text), CHIP, lambda x: collective)
+    return read_schedule(Reader(text), CHIP, lambda x: collective, expert_rows)
 
 
 SUM = "all-reduce(%y), replica_groups={{0,1}}, to_apply=%add"
@@ -180,6 +184,34 @@ ENTRY %main (x: f32[]) -> f32[] {
 }
 """  # noqa: E501
     assert schedule(text) == Schedule(computing=2 * 19 * 128 * 5120 * 2 * 384)
+
+
+def test_operations_of_experts():
+    """Three products with 256 x 128 weights for each row, however many rows the chunk has."""
+    text = """
+ENTRY %main (x: f32[]) -> f32[] {
+  %active = s32[4]{0:S(1)} parameter(0)
+  %x = f32[512,256]{1,0:S(1)} parameter(1)
+  %gate = s8[4,256,128]{2,1,0:S(1)} parameter(2)
+  %up = s8[4,256,128]{2,1,0:S(1)} parameter(3)
+  %down = s8[4,128,256]{2,1,0:S(1)} parameter(4)
+  ROOT %active_experts.1 = f32[512,256]{1,0:S(1)} custom-call(%active, %x, %gate, %up, %down), custom_call_target="tpu_custom_call"
+}
+"""  # noqa: E501
+    assert schedule(text, expert_rows=700) == Schedule(computing=700 * 2 * 3 * 256 * 128)
+
+
+def test_rows_of_experts():
+    """That the kernel multiplies: all of few, tiles of an expert's own rows of many; on average of draws."""
+    scout = read_model("llama4-scout")
+    assert expert_rows(scout, 1) == pytest.approx(LEAST_ROWS)  # by one expert
+    assert expert_rows(scout, FEW_ROWS, shards=4) == pytest.approx(4 * FEW_ROWS, rel=1e-3)
+    draws = np.random.default_rng(0).multinomial(512, [1 / 16] * 16, 2000)
+    tiles = np.select([draws > 64, draws > 32, draws > 0], [96, 64, 32])  # none has more than 96
+    assert draws.max() <= 96 and expert_rows(scout, 512) == pytest.approx(tiles.sum(1).mean(), rel=0.01)
+    assert rows_in_tiles(300) == 4 * 64 + 64 and rows_in_tiles(0) == 0
+    # How many rows are multiplied for each row that has work.
+    assert expert_rows(scout, 512) / 512 < 1.5 and expert_rows(scout, 2048) / 2048 < 1.2
 
 
 def test_operations_of_attention():
