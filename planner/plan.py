@@ -108,7 +108,7 @@ def make_plan(
     stored["batch"] += job.waiting_bytes(mesh)
     if prefill:
         unread = [[prefill - 1]]  # a decode step reads the last token
-        width = best_shape(chunk_shapes(mesh, 1), unread).width
+        width = best_shape(chunk_shapes(job.cfg, mesh, 1), unread).width
         chunk = compile_step(job.prefill(width, mesh), mesh, topology)
     return Plan(
         topology=topology.name, devices=len(topology.devices), hbm_capacity_bytes=topology.chip.hbm,

@@ -5,11 +5,13 @@ own, so there are few. A wide chunk reads a long prompt; a chunk of several rows
 which one after another would each leave most of a chunk to padding.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from jax.sharding import Mesh
 
+from model import Config
 from ops.platform import platform
 
 
@@ -29,6 +31,8 @@ CPU_SHAPES = (Shape(1, 32), Shape(4, 32), Shape(1, 128), Shape(2, 128))
 ACCELERATOR_SHAPES = (
     Shape(1, 32), Shape(4, 32), Shape(1, 128), Shape(4, 128), Shape(1, 512), Shape(1, 2048),
 )  # fmt: skip
+# Of a model with experts: more rows do not fit into the experts' kernel of TPUs, see ops/grouped_matmul.py.
+EXPERTS_TOKENS = 512
 # A chunk takes as long as its tokens and so many more.
 OVERHEAD = 64
 # A shape of more rows must read so many times as many tokens per second: the prompt that comes first would be
@@ -36,10 +40,11 @@ OVERHEAD = 64
 WORTH_MORE_ROWS = 1.125
 
 
-def chunk_shapes(mesh: Mesh, rows: int) -> list[Shape]:
-    """The shapes of chunks on a mesh with so many rows in each data shard."""
-    shapes = CPU_SHAPES if platform(mesh) == "cpu" else ACCELERATOR_SHAPES
-    return [Shape(*shape) for shape in shapes if shape[0] <= rows]
+def chunk_shapes(cfg: Config, mesh: Mesh, rows: int) -> list[Shape]:
+    """The shapes of chunks of a model, on a mesh with so many rows in each data shard."""
+    shapes = [Shape(*shape) for shape in (CPU_SHAPES if platform(mesh) == "cpu" else ACCELERATOR_SHAPES)]
+    most = EXPERTS_TOKENS if cfg.experts else math.inf
+    return [shape for shape in shapes if shape.rows <= rows and shape.tokens <= most]
 
 
 def useful_shapes(shapes: Sequence[Shape], longest: int, tokens: float) -> list[Shape]:

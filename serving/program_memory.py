@@ -72,7 +72,7 @@ def program_bytes(cfg: Config, mesh: Mesh, rows: int, tokens: int = 1) -> Progra
         return None
     stages, kinds = mesh.shape[STAGE], first_stage(cfg, mesh.shape[STAGE]).layers
     depth, reading_rows = len(kinds), rows // mesh_size(mesh, ROWS)
-    shapes = chunk_shapes(mesh, reading_rows)
+    shapes = chunk_shapes(cfg, mesh, reading_rows)
     # Several stages have one program for a chunk, and one decode program.
     groups = {kinds[i:end] for i, end in layer_groups(kinds, MOST_LAYERS)} if stages == 1 else {kinds}
     prefill_layers, decode_programs = sum(map(len, groups)), len(OPTION_SETS) if stages == 1 else 1

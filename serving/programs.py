@@ -128,7 +128,7 @@ class Programs:
         self.batch, *waiting = batches
         self.last_read: Scores | jax.Array | None = None
         self.decode_rows = decode_rows(mesh, self.rows)
-        self.chunk_shapes = chunk_shapes(mesh, self.decode_rows[-1])
+        self.chunk_shapes = chunk_shapes(cfg, mesh, self.decode_rows[-1])
         self.waiting = deque(waiting)
         if waiting:
             read = [(self.stages * self.shards * rows, width) for rows, width in self.chunk_shapes]
