@@ -62,7 +62,7 @@ class Job:
         if stages > 1:
             inputs = stage_input_infos(cfg.D, self.batch, [(self.rows, self.tokens)])
             batch = batch.replace(stage_inputs=abstract(inputs, mesh, jnp.bfloat16))
-        residual = prefill_residual(self.residual, cfg.D, local_tokens(self, mesh), mesh)
+        residual = prefill_residual(self.residual, cfg, local_tokens(self, mesh), mesh)
         chunk = PrefillChunk(rows=each, count=each, width=self.tokens, residual=residual)
         return dict(step=DecodeStep(count=each) if self.decodes else chunk, weights=weights, batch=batch)
 

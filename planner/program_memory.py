@@ -50,7 +50,7 @@ def compile_all(job: Job, mesh: Mesh) -> Compiler:
     todo = [DecodeStep(count=each, sampling=sampling) for sampling in samplings]
     scores = (None, 0, MAX_TOP_LOGPROBS)
     for shape, score in itertools.product(chunk_shapes(job.cfg, mesh, job.batch // shards), scores):
-        rows, residual = array(shards * shape.rows), prefill_residual(None, job.cfg.D, shape.tokens, mesh)
+        rows, residual = array(shards * shape.rows), prefill_residual(None, job.cfg, shape.tokens, mesh)
         chunk = no_chunk(shape, shards, score)
         todo.append(dataclasses.replace(chunk, rows=rows, count=rows, residual=residual))
     copied = dataclasses.replace(job, batch=shards).arguments(mesh)["batch"].cache.layers

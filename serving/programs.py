@@ -273,7 +273,7 @@ class Programs:
         begins as soon as the other ends; a new request need not wait for more of them.
         """
         tokens = len(rows) // (self.stages * self.shards) * width
-        residual = prefill_residual(self.residual, self.cfg.D, tokens, self.mesh)
+        residual = prefill_residual(self.residual, self.cfg, tokens, self.mesh)
         read = self.step(PrefillChunk(rows=rows, count=count, width=width, score=score, residual=residual))
         if self.draft:
             self.draft.prefill(rows, count, width)

@@ -201,18 +201,19 @@ def product(spec: str, x: Weight, values: Array) -> Array:
 NAMES = "replicated", "columns"
 
 
-def prefill_residual(name: str | None, D: int, tokens: int, mesh: Mesh) -> Replicated:
+def prefill_residual(name: str | None, cfg, tokens: int, mesh: Mesh) -> Replicated:
     """How a prefill chunk of so many tokens, in all rows of a data shard, holds the residual stream.
 
-    name: one of NAMES; None for columns on TPUs, if their chips form a ring, and replicated elsewhere.
-    Chunks of less than LEAST_TOKENS tokens, columns that the devices do not divide in halves, and models in
-    several stages stay replicated.
+    name: one of NAMES; None for columns on TPUs whose chips form a ring, and replicated elsewhere. A model
+    with experts gains nothing from columns, because every device needs whole tokens to route them: only by
+    name. Chunks of less than LEAST_TOKENS tokens, columns that the devices do not divide in halves, and
+    models in several stages stay replicated.
     """
     n = mesh_size(mesh, MODEL)
-    if n == 1 or tokens < LEAST_TOKENS or D % (2 * n) or mesh.shape[STAGE] > 1:
+    if n == 1 or tokens < LEAST_TOKENS or cfg.D % (2 * n) or mesh.shape[STAGE] > 1:
         return REPLICATED
     order = ring(mesh)
-    if (name or NAMES[order is not None]) == "replicated":
+    if (name or NAMES[order is not None and not cfg.experts]) == "replicated":
         return REPLICATED
     return ByColumns(order or tuple(range(n)))
 

@@ -174,17 +174,21 @@ def test_the_ring_of_a_slice(monkeypatch):
     assert ring_of(places[:8]) is None and ring_of(places[::-3] + places[1::3] + places[2::3]) is None
 
 
-def test_which_chunks_are_divided():
-    cfg = llama3_config()
+def test_which_chunks_are_divided(monkeypatch):
+    cfg, moe = llama3_config(), llama4_config()
     mesh = mesh_of(cfg, "dp2-tp4")
-    assert mesh_size(mesh, MODEL) == 4 and prefill_residual("columns", 32, 128, mesh) == ByColumns(
-        (0, 1, 2, 3)
-    )
-    for name, D, tokens, devices in [
-        (None, 32, 128, mesh),  # no TPU
-        ("replicated", 32, 128, mesh),
-        ("columns", 32, 127, mesh),
-        ("columns", 36, 128, mesh),  # no two halves of 9 columns
-        ("columns", 32, 128, mesh_of(cfg, "dp8")),
+    columns = ByColumns((0, 1, 2, 3))
+    assert prefill_residual("columns", cfg, 128, mesh) == columns
+    assert prefill_residual("columns", moe, 128, mesh) == columns
+    for name, of, tokens, devices in [
+        (None, cfg, 128, mesh),  # no TPU
+        ("replicated", cfg, 128, mesh),
+        ("columns", cfg, 127, mesh),
+        ("columns", llama3_config(D=36), 128, mesh),  # no two halves of 9 columns
+        ("columns", cfg, 128, mesh_of(cfg, "dp8")),
     ]:
-        assert prefill_residual(name, D, tokens, devices) == REPLICATED
+        assert prefill_residual(name, of, tokens, devices) == REPLICATED
+    monkeypatch.setattr(residual, "ring", lambda mesh: (0, 1, 3, 2))  # TPUs
+    assert prefill_residual(None, cfg, 128, mesh) == ByColumns((0, 1, 3, 2))
+    assert prefill_residual(None, moe, 128, mesh) == REPLICATED
+    assert prefill_residual("replicated", cfg, 128, mesh) == REPLICATED
