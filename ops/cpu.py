@@ -7,6 +7,7 @@ again in every step if they are not the left operand, and multiplies each row by
 
 import math
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -63,11 +64,13 @@ def weights_first(x: Array, w: Array, dtype) -> Array:
     return lax.optimization_barrier(y).T  # else XLA would swap them
 
 
+@jax.custom_vjp
 def grouped_dot(x: Array, w: Array, sizes: Array) -> Array:
     """`lax.ragged_dot` by a loop over tiles of rows of one expert, which reads no expert without rows.
 
     x: [R,D], the rows of expert 0, then those of expert 1... w: [E,D,N], float or int8 values; an expert is
     converted to x's type for each tile. sizes: [E] int32. -> [R,N] float32, undefined beyond their sum.
+    Its derivative is that of `lax.ragged_dot`: a loop of so many trips has none.
     """
     (R, _), (E, _, N) = x.shape, w.shape
     rows = tile_rows(R, E, 2, 64)
@@ -83,3 +86,15 @@ def grouped_dot(x: Array, w: Array, sizes: Array) -> Array:
 
     y = lax.pcast(jnp.zeros((R + rows, N)), tuple(varying(x, w, sizes)), to="varying")
     return lax.fori_loop(0, jnp.sum(tiles_per_group(sizes, rows)), multiply, y)[:R]
+
+
+def _pull_back(arguments: tuple[Array, Array, Array], cotangent: Array) -> tuple:
+    x, w, sizes = arguments
+
+    def dot(x: Array, w: Array) -> Array:
+        return lax.ragged_dot(x, w.astype(x.dtype), sizes, preferred_element_type=jnp.float32)
+
+    return *jax.vjp(dot, x, w)[1](cotangent), None
+
+
+grouped_dot.defvjp(lambda *arguments: (grouped_dot(*arguments), arguments), _pull_back)
