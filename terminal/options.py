@@ -91,8 +91,8 @@ def parse_arguments(arguments: list[str] | None = None):
     add("--max-len", type=int, metavar="N",
         help=f"positions per row, prompt included; default: as needed; chat and server: {INTERACTIVE_LENGTH}")
     add("--residual", choices=NAMES,
-        help="in prefill: replicated on all devices, or its columns divided among them; default: columns on "
-        "TPUs, else replicated")
+        help="the residual stream in prefill: replicated on all devices, or divided among them by columns; "
+        "default: columns on TPUs, if the model has no experts; else replicated")
     add("--draft", metavar="DIR_OR_ID", help="a smaller model with the same tokenizer, for speculation")
     add("--lookup", action="store_true", help="prompt lookup: speculate that the text repeats itself")
     add("--guesses", type=int, default=4, metavar="N",
