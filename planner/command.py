@@ -32,7 +32,7 @@ def parse_arguments():
     add("--slices", type=int, default=1, metavar="N", help="number of such slices of TPUs; default: 1")
     add("--quantize", choices=FORMATS, default="int8", help="weights; default: int8; none: bfloat16")
     add("--kv-cache-dtype", choices=("int8", "bfloat16"), default="int8", help="default: int8")
-    add("--residual", choices=NAMES, help="of the chunk; default: columns, as in the engine on TPUs")
+    add("--residual", choices=NAMES, help="of the chunk, as for main.py; default: as the engine")
     add("--layers", type=int, metavar="L", help="only the first L layers")
     add("--json", action="store_true", help="print one JSON object")
     add("--dump-hlo", metavar="FILE", help="write the optimized HLO text of the decode step")
