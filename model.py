@@ -60,7 +60,7 @@ from sharding.arrays import (
     zeros,
 )
 from sharding.mesh import EXPERT, MODEL, ROWS, SLOTS, TENSOR, vocabulary_shard
-from sharding.residual import REPLICATED, Replicated
+from sharding.residual import REPLICATED, Residual
 
 # ---------------------------------------------------------------------------------------------- declarations
 
@@ -242,7 +242,7 @@ class Chunk:
     start: Array
     count: Array
     positions: Array
-    residual: Replicated = dataclasses.field(default=REPLICATED, metadata=dict(static=True))
+    residual: Residual = dataclasses.field(default=REPLICATED, metadata=dict(static=True))
 
     @property
     def valid(self) -> Array:
@@ -251,7 +251,7 @@ class Chunk:
 
 
 def chunk_at(
-    start: Array, count: Array, T: int, row: Array | None = None, residual: Replicated = REPLICATED
+    start: Array, count: Array, T: int, row: Array | None = None, residual: Residual = REPLICATED
 ) -> Chunk:
     """The Chunk of T tokens per row. start, count, row: [b] int32."""
     positions = start[:, None] + jnp.arange(T)
@@ -569,7 +569,7 @@ class Gated:
         return chunk.residual.multiply_and_sum("bTf,Df->bTD", self.hidden(x, w, chunk.residual), w.down)  # f
 
     @jax.named_scope("mlp")
-    def hidden(self, x: Array, w: MLP, residual: Replicated) -> Array:
+    def hidden(self, x: Array, w: MLP, residual: Residual) -> Array:
         """x: [b,T,D] -> the hidden units [b,T,f]."""
         up, gate = residual.multiply(x, ("bTD,fD->bTf", w.up), ("bTD,fD->bTf", w.gate))
         return self.activation(gate, up)
@@ -739,7 +739,7 @@ def decoder_layer(
     return x + normalize(y, kind.post_norm, w.feed_forward_post_norm, chunk.residual), kv
 
 
-def normalize(x: Array, norm: Norm | None, w: Array | None, residual: Replicated = REPLICATED) -> Array:
+def normalize(x: Array, norm: Norm | None, w: Array | None, residual: Residual = REPLICATED) -> Array:
     """x: [b,T,D] -> [b,T,D]."""
     return x if norm is None else norm(x, residual.own(w), residual.mean)
 
@@ -892,8 +892,9 @@ def init_cache(cfg: Config, mesh: Mesh, batch: int, max_len: int, dtype) -> Cach
 
 @jax.named_scope("embed")
 def embed(
-    tokens: Array, positions: Array, weights: Weights, *, cfg: Config, mesh: Mesh, residual=REPLICATED
-) -> Array:
+    tokens: Array, positions: Array, weights: Weights, *, cfg: Config, mesh: Mesh,
+    residual: Residual = REPLICATED,
+) -> Array:  # fmt: skip
     """tokens, positions: [B,T] int32 -> [B,T,D]. Each device looks up the tokens of its vocabulary shard."""
 
     def on_device(tokens: Array, positions: Array, w: Weights) -> Array:
@@ -999,7 +1000,7 @@ def can_check_vma(mesh: Mesh, T: int) -> bool:
 @partial(jax.jit, static_argnames=("cfg", "mesh", "remat", "residual"))
 def forward(
     tokens: Array, weights: Weights, *, cfg: Config, mesh: Mesh, remat: bool = False,
-    residual: Replicated = REPLICATED,
+    residual: Residual = REPLICATED,
 ) -> Array:  # fmt: skip
     """Logits of every position, without a cache: tokens [B,T] int32 -> [B,T,V] float32.
 
@@ -1017,7 +1018,7 @@ def forward(
 @partial(jax.jit, static_argnames=("cfg", "mesh", "residual"), donate_argnames="cache")
 def prefill(
     tokens: Array, weights: Weights, cache: Cache, count: Array | None = None, *, cfg: Config, mesh: Mesh,
-    residual: Replicated = REPLICATED,
+    residual: Residual = REPLICATED,
 ) -> tuple[Array, Cache]:  # fmt: skip
     """Read tokens [B,T] int32: -> (logits [B,V] float32 of what follows each row's tokens, Cache).
 
@@ -1043,7 +1044,7 @@ def decode_step(
 
 def read_tokens(
     tokens: Array, count: Array, weights: Weights, cache: Cache, cfg: Config, mesh: Mesh,
-    residual: Replicated = REPLICATED,
+    residual: Residual = REPLICATED,
 ) -> tuple[Array, Cache]:  # fmt: skip
     """What `prefill` and `decode_step` have in common: tokens [B,T] -> (logits [B,V], Cache)."""
     chunk = chunk_at(cache.length, count, tokens.shape[1], residual=residual)

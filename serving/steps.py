@@ -23,7 +23,7 @@ from ops.kv_cache import KV
 from serving.rings import rollback_limit
 from sharding.arrays import ArrayInfo, abstract, pytree, zeros
 from sharding.mesh import MODEL, ROWS, STAGE
-from sharding.residual import REPLICATED, Replicated
+from sharding.residual import REPLICATED, Residual
 from sharding.sampling import MAX_TOP_LOGPROBS, Sampling, TopLogprobs, logprob, sample, top_logprobs
 from sharding.stages import StageInputs, first_stage
 
@@ -174,7 +174,7 @@ class PrefillChunk:
     count: Array
     width: int = dataclasses.field(metadata=dict(static=True))
     score: int | None = dataclasses.field(default=None, metadata=dict(static=True))
-    residual: Replicated = dataclasses.field(default=REPLICATED, metadata=dict(static=True))
+    residual: Residual = dataclasses.field(default=REPLICATED, metadata=dict(static=True))
 
     def read_inputs(self, batch: Batch, cfg: Config, mesh: Mesh) -> tuple[Array, Chunk]:
         @by_rows(mesh)

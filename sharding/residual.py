@@ -21,7 +21,6 @@ These methods run inside shard_map. x is [b,T,D] if it is replicated, and [b,T,d
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 
@@ -33,8 +32,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from ops.matmul import einsum
-from ops.platform import on_tpu
 from quantize import INT8, PerChannel, QuantizedArray, quantize, values_and_scale
+from sharding.interconnect import ring
 from sharding.mesh import MODEL, ROWS, STAGE, mesh_size
 
 Weight = Array | QuantizedArray
@@ -73,8 +72,8 @@ class Replicated:
 
 
 @dataclasses.dataclass(frozen=True)
-class ByColumns(Replicated):
-    """Device i along MODEL has the columns from i * d on.
+class ByColumns:
+    """Device i along MODEL has the columns from i * d on. The methods are those of `Replicated`.
 
     ring: the devices along MODEL, in an order in which neighbors are neighbors on the interconnect.
 
@@ -88,17 +87,13 @@ class ByColumns(Replicated):
     spec = P(ROWS, None, MODEL)
 
     def own(self, w):
-        def columns(x: Array) -> Array:
-            d = x.shape[-1] // len(self.ring)
-            return lax.dynamic_slice_in_dim(x, lax.axis_index(MODEL) * d, d, x.ndim - 1)
-
-        return jax.tree.map(columns, w)
+        return jax.tree.map(own_columns, w)
 
     def whole(self, x: Array) -> Array:
         return lax.all_gather(x, MODEL, axis=x.ndim - 1, tiled=True)
 
     def mean(self, x: Array) -> Array:
-        return lax.psum(jnp.sum(x, -1, keepdims=True), MODEL) / (x.shape[-1] * len(self.ring))
+        return lax.pmean(jnp.mean(x, -1, keepdims=True), MODEL)
 
     def sum(self, x: Array) -> Array:
         half = x.shape[-1] // (2 * len(self.ring))
@@ -106,7 +101,7 @@ class ByColumns(Replicated):
 
     def multiply(self, x: Array, *products: tuple[str, Weight]) -> list[Array]:
         if not all(has_columns(w) for _, w in products):
-            return super().multiply(self.whole(x), *products)
+            return REPLICATED.multiply(self.whole(x), *products)
         n, d, dtype = len(self.ring), x.shape[-1], x.dtype
         rounded = all(isinstance(w, QuantizedArray) and w.format == INT8 for _, w in products)
         columns = quantize(x, (x.ndim - 1,)) if rounded else x
@@ -138,17 +133,18 @@ class ByColumns(Replicated):
     def multiply_and_sum(self, spec: str, x: Array, w: Weight) -> Array:
         if not has_columns(w):
             return self.sum(einsum(spec, x, w))
-        values, scale = values_and_scale(w)
-        # Blocks along an axis of their own: to slice at an offset known at run time, XLA copies a weight.
-        blocks = values.reshape(2 * len(self.ring), -1, math.prod(values.shape[1:]))
-        scales = None if scale is None else scale.reshape(2 * len(self.ring), -1)
-        rows = x.reshape(*x.shape[:2], -1)
+        n, rows = 2 * len(self.ring), x.reshape(*x.shape[:2], -1)
+
+        def in_blocks(x: Array) -> Array:
+            """[D] -> [n,D/n], and [D,...] -> [n,D/n,f] with all other dimensions as one."""
+            return x.reshape(n, -1, *[math.prod(x.shape[1:])] * (x.ndim > 1))
 
         def part(i: Array) -> Array:
-            y = product("bTf,Df->bTD", rows, lax.dynamic_index_in_dim(blocks, i, 0, keepdims=False))
-            y = y if scales is None else y * lax.dynamic_index_in_dim(scales, i, 0, keepdims=False)
-            return y.astype(x.dtype)
+            block = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, 0, keepdims=False), blocks)
+            return einsum("bTf,Df->bTD", rows, block)
 
+        # An axis for the blocks: to slice along D, at an offset known only at run time, XLA copies a weight.
+        blocks = jax.tree.map(in_blocks, w)
         return self._scatter(part)
 
     def _scatter(self, part: Callable[[Array], Array]) -> Array:
@@ -183,6 +179,13 @@ class ByColumns(Replicated):
 
 
 REPLICATED = Replicated()
+Residual = Replicated | ByColumns
+
+
+def own_columns(x: Array) -> Array:
+    """This device's share of the columns: [...,D] -> [...,d]."""
+    d = x.shape[-1] // lax.axis_size(MODEL)
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(MODEL) * d, d, x.ndim - 1)
 
 
 def has_columns(w: Weight) -> bool:
@@ -201,7 +204,7 @@ def product(spec: str, x: Weight, values: Array) -> Array:
 NAMES = "replicated", "columns"
 
 
-def prefill_residual(name: str | None, cfg, tokens: int, mesh: Mesh) -> Replicated:
+def prefill_residual(name: str | None, cfg, tokens: int, mesh: Mesh) -> Residual:
     """How a prefill chunk of so many tokens, in all rows of a data shard, holds the residual stream.
 
     name: one of NAMES; None for columns on TPUs whose chips form a ring, and replicated elsewhere. A model
@@ -216,48 +219,3 @@ def prefill_residual(name: str | None, cfg, tokens: int, mesh: Mesh) -> Replicat
     if (name or NAMES[order is not None and not cfg.experts]) == "replicated":
         return REPLICATED
     return ByColumns(order or tuple(range(n)))
-
-
-@functools.cache
-def ring(mesh: Mesh) -> tuple[int, ...] | None:
-    """The devices along MODEL, each next to the one before on the interconnect, and the last to the first.
-
-    None if they are no TPUs, or if there is no such order: in a line of chips that does not close, and in a
-    box with an odd number of chips along every axis.
-    """
-    if not on_tpu(mesh):
-        return None
-    devices = mesh.devices.reshape(-1, mesh_size(mesh, MODEL))[0]
-    places = {place_of(device): i for i, device in enumerate(devices)}
-    origin = [min(axis) for axis in zip(*places, strict=True)]
-    sizes = [1 + max(axis) - low for axis, low in zip(zip(*places, strict=True), origin, strict=True)]
-    if len(places) < len(devices) or math.prod(sizes) != len(devices):  # of several slices, or of no box
-        return None
-    if len(devices) % 2 or (len(devices) > 2 and max(sizes) == len(devices)):
-        return None
-    return tuple(places[tuple(map(sum, zip(origin, place, strict=True)))] for place in cycle(sizes))
-
-
-def place_of(device) -> tuple[int, ...]:
-    """The coordinates of a TPU core."""
-    return (*device.coords, device.core_on_chip)
-
-
-def cycle(sizes: list[int]) -> list[tuple[int, ...]]:
-    """All points of a box of an even size, each beside the one before, and the last beside the first."""
-    axes = sorted(range(len(sizes)), key=lambda axis: sizes[axis] % 2)  # an even size first
-    rows, columns = sizes[axes[0]], [sizes[axis] for axis in axes[1:]]
-    line = path(columns)
-    # Back and forth over all of the line but its first point, which is the way back.
-    there = [(i, point) for i in range(rows) for point in (line[1:] if i % 2 == 0 else line[:0:-1])]
-    points = [(0, line[0]), *there, *((i, line[0]) for i in range(rows - 1, 0, -1))]
-    ordered = [(i, *point) for i, point in points]
-    return [tuple(point[axes.index(axis)] for axis in range(len(sizes))) for point in ordered]
-
-
-def path(sizes: list[int]) -> list[tuple[int, ...]]:
-    """All points of a box, each beside the one before."""
-    if not sizes:
-        return [()]
-    rest = path(sizes[1:])
-    return [(i, *point) for i in range(sizes[0]) for point in (rest if i % 2 == 0 else rest[::-1])]

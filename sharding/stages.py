@@ -32,8 +32,9 @@ from jax.sharding import PartitionSpec as P
 
 from sharding.arrays import ArrayInfo, pytree
 from sharding.mesh import MODEL, ROWS, STAGE
+from sharding.residual import ByColumns, own_columns
 
-HIDDEN = P(ROWS, None, MODEL)  # activations between stages, [b,T,d]: each device sends its share of D
+HIDDEN = ByColumns.spec  # activations between stages, [b,T,d]: each device sends its share of D
 
 
 def first_stage(cfg, stages: int):
@@ -92,9 +93,7 @@ def pass_on(x: Array, mesh: Mesh) -> Array:
 
     @partial(jax.shard_map, mesh=mesh, in_specs=P(ROWS), out_specs=HIDDEN)
     def on_device(x: Array) -> Array:
-        d = x.shape[2] // lax.axis_size(MODEL)
-        share = lax.dynamic_slice_in_dim(x, lax.axis_index(MODEL) * d, d, 2)
-        return lax.ppermute(share, STAGE, [(i, i + 1) for i in range(lax.axis_size(STAGE) - 1)])
+        return lax.ppermute(own_columns(x), STAGE, [(i, i + 1) for i in range(lax.axis_size(STAGE) - 1)])
 
     return on_device(x)
 

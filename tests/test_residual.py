@@ -25,9 +25,10 @@ from checkpoints.loading import load
 from families.registry import read_config
 from quantize import INT4, INT8
 from serving import chunks
-from sharding import residual
+from sharding import interconnect, residual
+from sharding.interconnect import cycle, ring
 from sharding.mesh import MODEL, mesh_shape, mesh_size
-from sharding.residual import REPLICATED, ByColumns, cycle, prefill_residual, ring
+from sharding.residual import REPLICATED, ByColumns, prefill_residual
 
 deep = partial(pytest.param, marks=pytest.mark.deep)
 
@@ -158,7 +159,7 @@ def test_the_ring_of_a_slice(monkeypatch):
     """Two data shards of 2x4 chips: the ring is that of the first. There is none in a line, nor where the
     chips do not form a box.
     """
-    monkeypatch.setattr(residual, "on_tpu", lambda mesh: True)
+    monkeypatch.setattr(interconnect, "on_tpu", lambda mesh: True)
 
     def ring_of(places: list) -> tuple[int, ...] | None:
         devices = np.array([SimpleNamespace(coords=place, core_on_chip=0) for place in places])
