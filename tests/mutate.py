@@ -793,7 +793,7 @@ MUTATIONS = [
     ("terminal/chat.py", "if answer.error is not None:", "if False:", DAMAGED_TURN),
     # stages of layers
     ("sharding/stages.py", "jnp.where(lax.axis_index(STAGE) == 0, x, received)", "jnp.where(lax.axis_index(STAGE) == 0, x, 0 * received)", STAGES),
-    ("sharding/stages.py", "lax.axis_index(MODEL) * d, d, 2)", "0 * lax.axis_index(MODEL), d, 2)", STAGES),
+    ("sharding/residual.py", "lax.axis_index(MODEL) * d, d, x.ndim - 1)", "0 * lax.axis_index(MODEL), d, x.ndim - 1)", STAGES),
     ("sharding/stages.py", "lax.psum(jnp.where(is_last(), x, 0), STAGE)", "lax.psum(jnp.where(is_last(), 0, x), STAGE)", STAGES),
     ("serving/executors.py", "jnp.where(own < 0, chosen[:, 0], own)", "own", STAGES),
     ("serving/executors.py", "return jnp.where(stages.is_last(), tokens, unknown)", "return tokens", STAGES),
