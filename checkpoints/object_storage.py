@@ -283,6 +283,8 @@ class RemoteFile:
             except Exception as e:
                 if wait is None or not _may_pass(e) or abandoned.wait(wait):
                     raise self.folder._error(e, self.name) from None
+                # What failed after all bytes had come is asked for again as a whole.
+                done = 0 if done >= len(place) else done
 
     def _chunks(self, start: int, stop: int) -> Iterator[np.ndarray]:
         """The bytes [start, stop), some at a time, of a file that is still the same."""

@@ -5,8 +5,9 @@ from importlib.metadata import version
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # The tests spend their time compiling. Without optimized machine code that takes half as long, without the
-# newer fusion emitters half of that again. HLO is optimized as usual.
-FAST = "--xla_backend_optimization_level=0"
+# newer fusion emitters half of that again, and a tenth less if a program is compiled in one part instead of
+# many side by side. HLO is optimized as usual.
+FAST = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
 if version("jaxlib").startswith("0.10."):  # later versions do not have this flag
     FAST += " --xla_cpu_use_fusion_emitters=false"
 DEVICES = os.environ.get("DEVICES", "8")

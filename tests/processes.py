@@ -97,7 +97,7 @@ def serving(log: pathlib.Path, *options) -> Iterator[str]:
     """
     port = free_port()
     command = [sys.executable, main.__file__, "--serve", "--port", port, *options]
-    environment = os.environ | {"XLA_FLAGS": ""}
+    environment = os.environ | {"XLA_FLAGS": FAST}
     with log.open("w") as stderr:
         server = subprocess.Popen(list(map(str, command)), stderr=stderr, env=environment)
     try:

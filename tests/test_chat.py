@@ -106,9 +106,7 @@ class Terminal:
         return code
 
 
-@pytest.mark.parametrize(
-    "tiny", [pytest.param("tiny-llama3", marks=pytest.mark.deep), "tiny-llama4"], indirect=True
-)
+@pytest.mark.parametrize("tiny", ["tiny-llama4"], indirect=True)
 def test_a_pipe(tiny, environment):
     """Each turn's answer is the model's to the whole conversation, by the checkpoint's own template."""
     checkpoint = open_checkpoint(tiny)

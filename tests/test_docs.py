@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import jax
 import pytest
+from conftest import FAST
 from processes import serving
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -80,7 +81,7 @@ def run(command: list[str], stdin: str = "", **variables) -> subprocess.Complete
     """Run a command in the repository's root, on a CPU, as a user would; python3 is this Python."""
     environment = {name: x for name, x in os.environ.items() if not name.startswith(("XLA_FLAGS", "JAX_"))}
     path = f"{pathlib.Path(sys.executable).parent}:{environment['PATH']}"
-    environment |= dict(PATH=path, JAX_PLATFORMS="cpu", PYTHONPATH=str(ROOT)) | variables
+    environment |= dict(PATH=path, JAX_PLATFORMS="cpu", XLA_FLAGS=FAST, PYTHONPATH=str(ROOT)) | variables
     return subprocess.run(
         command, input=stdin, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS
     )

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import json
 from functools import cache, partial
 
 import jax
@@ -38,14 +37,16 @@ FAMILIES = [name for name in CONFIGS if name != "llama3"]  # whose other form ha
 deep = partial(pytest.param, marks=pytest.mark.deep)
 
 
-def meshes(name: str) -> list[str]:
-    """One that divides every head, and one with all axes that the family allows; on one device see below."""
+def mesh_for(name: str) -> str:
+    """One that divides experts and all else, or every head."""
     experts = "local_experts" in str(CONFIGS[name]) or "n_routed" in str(CONFIGS[name])
-    return ["tp8", "dp2-ep2-tp2" if experts else "dp2-tp4"]
+    return "dp2-ep2-tp2" if experts else "tp8"
 
 
 SHORT = {("mistral", "tp8"), ("glm4-moe-lite", "tp8"), ("mixtral", "ep4-tp2")}
-PAIRS = [(name, mesh) for name in FAMILIES for mesh in meshes(name)]
+PAIRS = [(name, mesh_for(name)) for name in FAMILIES]
+# Sinks, latents and windows divided otherwise; more experts' shards than in any family above; one device.
+PAIRS += [("gpt-oss", "tp8"), ("glm4-moe-lite", "tp8"), ("gemma3", "dp2-tp4")]
 PAIRS += [("mixtral", "ep4-tp2"), ("deepseek-v3", "ep4-tp2"), ("gemma3", "1")]
 
 
@@ -57,7 +58,7 @@ def test_on_a_mesh(name, mesh, saved, monkeypatch):
     assert engine.stats.reused_tokens == 0
 
 
-@pytest.mark.parametrize("name", [x if x == "gemma3" else deep(x) for x in FAMILIES])
+@pytest.mark.parametrize("name", ["gemma3", *map(deep, ("gpt2", "gpt-oss", "scout", "deepseek-v3"))])
 def test_reused_prefixes(name, saved, monkeypatch):
     """Prompts that begin alike, past the windows: a row goes on from what an earlier prompt left in it."""
     monkeypatch.setattr(chunks, "CPU_SHAPES", ((1, 4), (1, 12)))
@@ -65,13 +66,7 @@ def test_reused_prefixes(name, saved, monkeypatch):
     assert engine.stats.reused_tokens > 0
 
 
-def alike(name: str, stages: int) -> bool:
-    """Whether a family's small model can be divided into so many stages."""
-    layers = read_config(json.loads(CONFIGS[name].to_json_string())).layers
-    return layers == layers[: len(layers) // stages] * stages
-
-
-@pytest.mark.parametrize("name", [deep(x) for x in FAMILIES if alike(x, 2)])
+@pytest.mark.parametrize("name", [*map(deep, ("gpt2", "gemma", "mixtral", "gpt-oss"))])
 def test_in_two_stages(name, saved, monkeypatch):
     monkeypatch.setattr(chunks, "CPU_SHAPES", ((1, 4), (1, 12)))
     answer_prompts(saved(name), lambda cfg: make_mesh(cfg, 1, 1, 2, jax.devices()[:4], 2), LENGTHS)
@@ -139,7 +134,7 @@ def test_more_devices_than_a_latent_divides():
         mesh_shape(read_config(MODELS["kimi-k2"]), expert=128)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ["gpt2", "gemma3", "scout", "gpt-oss", "muse-glimmer", "deepseek-v3"])
 def test_hidden_states(name, saved):
     """After the embedding and after each layer, but the last, whose logits others compare."""
     folder, reference = saved(name)
@@ -359,9 +354,10 @@ def int8_cache_errors(saved):
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ["gemma3", "muse-glimmer", "gpt-oss", "deepseek-v3"])
 def test_an_int8_cache_is_as_good_as_llamas(name, int8_cache_errors):
-    llamas = [int8_cache_errors(llama) for llama in ("llama3-scaled-tied", "scout", "maverick")]
+    """Of windows with other norms, of two heads, of sinks, and of latents."""
+    llamas = [int8_cache_errors(llama) for llama in ("llama3-scaled-tied", "scout")]
     assert int8_cache_errors(name) <= 2 * max(llamas)
 
 

@@ -173,7 +173,6 @@ def framed(n: int) -> list[Request]:
     [
         ("short", "1"),
         ("gpt-oss", "1"),
-        deep("short", "pp2"),
         deep("short", "pp2-ep2-tp2"),
         deep("gpt-oss", "pp2-ep2-tp2"),
         deep("llama3", "pp2-dp2-tp2"),

@@ -112,9 +112,7 @@ def test_causal(window, as_on_a_gpu):
 
 
 @pytest.mark.parametrize(("dtype", "programs"), [("int8", 1), ("float32", 512), ("int4", 1), ("int4", 512)])
-@pytest.mark.parametrize(
-    "sizes", [[0, 0, 1, 0], [1, 0, 0, 0], [3, 0, 20, 17], [0, 0, 0, 70], [16, 1, 15, 33], [0, 0, 0, 0]]
-)
+@pytest.mark.parametrize("sizes", [[0, 0, 1, 0], [3, 0, 20, 17], [16, 1, 15, 33], [0, 0, 0, 0]])
 def test_grouped_dot(sizes, programs, dtype, monkeypatch, as_on_a_gpu):
     """Rows of unlike many experts, and two of none, with NaN in every expert without rows."""
     monkeypatch.setattr(gpu, "PROGRAMS", programs)
@@ -157,12 +155,11 @@ def test_int4(spec, x, w, axes, monkeypatch, as_on_a_gpu):
     ("cfg", "kv_dtype", "format"),
     [
         pytest.param(llama4_config(H=64, layers=KINDS, A=2), "float32", INT8, marks=pytest.mark.deep),
-        pytest.param(llama4_config(**IN_GROUPS, layers=KINDS, A=2), "float32", INT4, marks=pytest.mark.deep),
         pytest.param(
             llama3_config(K=2, G=4, H=64, tied_embeddings=True), "int8", None, marks=pytest.mark.deep
         ),
     ],
-    ids=["llama4", "int4", "llama3"],
+    ids=["llama4", "llama3"],
 )
 def test_whole_model(cfg, kv_dtype, format, monkeypatch, as_on_a_gpu):
     """Prefill in pieces, then decode steps whose lengths differ by row."""

@@ -56,8 +56,6 @@ def answers(out: str) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("devices", "mesh"),
     [
-        pytest.param(1, dict(data=1, expert=1, tensor=2), marks=pytest.mark.deep),
-        pytest.param(2, dict(data=1, expert=1, tensor=4), marks=pytest.mark.deep),
         (3, dict(data=3, expert=1, tensor=2)),
         pytest.param(4, dict(data=1, expert=1, tensor=8), marks=pytest.mark.deep),
     ],
@@ -90,9 +88,7 @@ def test_hosts_far_from_one_another(processes, options, mesh, tokens):
     ("checkpoint", "processes", "options"),
     [
         ("tiny-llama3", 2, ["--pp", 2]),
-        ("tiny-llama3", 4, ["--pp", 4, "--rows", 4]),
         ("tiny-llama3", 4, ["--pp", 2, "--dp", 2, "--rows", 4]),
-        ("tiny-llama4", 4, ["--dp", 2, "--ep", 2, "--rows", 2]),
         ("tiny-llama4", 4, ["--ep", 4, "--lookup"]),
     ],
 )

@@ -67,7 +67,7 @@ def expected():
     return answer
 
 
-@pytest.mark.parametrize("name", ["ep4-tp2", *map(deep, ("dp8", "tp8", "ep2-tp4", "dp2-ep2-tp2"))])
+@pytest.mark.parametrize("name", ["ep4-tp2", *map(deep, ("tp8", "dp2-ep2-tp2"))])
 def test_llama4(name, expected):
     """2 key/value heads with 5 queries each: shared heads, padded queries, and every kind of layer."""
     cfg = llama4_config()
@@ -100,9 +100,7 @@ def test_long_cache_is_read_in_blocks(expected, monkeypatch):
     assert_same(generate(cfg, mesh_of(cfg, "ep2-tp4"), prompts_for(cfg), max_len=56), whole)
 
 
-@pytest.mark.parametrize(
-    ("name", "kv_dtype"), [("1", "float32"), ("1", "int8"), deep("tp8", "float32"), deep("tp8", "int8")]
-)
+@pytest.mark.parametrize(("name", "kv_dtype"), [("1", "float32"), deep("tp8", "int8")])
 def test_unwritten_slots_are_never_read(kv_dtype, name, monkeypatch):
     """A cache that starts full of NaN (or of 127 x NaN) changes nothing, in one piece or in several."""
     cfg = llama4_config()

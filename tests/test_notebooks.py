@@ -12,6 +12,7 @@ import sys
 import nbclient
 import nbformat
 import pytest
+from conftest import FAST
 
 import main
 
@@ -78,7 +79,7 @@ def test_index():
 @by_name
 def test_from_a_clean_kernel(file, tmp_path, monkeypatch):
     """Every output is computed again, and is the stored one, except those that vary."""
-    monkeypatch.delenv("XLA_FLAGS")  # a reader's kernel has no flags: a notebook asks for its devices itself
+    monkeypatch.setenv("XLA_FLAGS", FAST)  # no virtual devices: a notebook asks for them itself
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     stored, notebook = (nbformat.read(file, as_version=4) for _ in range(2))
     for cell in code_cells(notebook):

@@ -89,7 +89,7 @@ class WebHandler(http.server.BaseHTTPRequestHandler):
         part = content[first:stop]
         place = f"bytes {first}-{stop - 1}/{len(content)}"
         web.ranges.append((self.path, first, stop, self.headers["Host"].partition(":")[0]))
-        part = {"short": part[:-1], "long": part + b"x"}.get(fault, part)
+        part = {"short": part[:-1], "long": part + b"x", "late": part + b"x"}.get(fault, part)
         self.answer(206, part, {"ETag": etag, "Content-Range": place}, fault)
 
     def answer(self, status, body, headers=None, fault=None):
@@ -97,10 +97,11 @@ class WebHandler(http.server.BaseHTTPRequestHandler):
         for name, value in {"Content-Length": len(body), **(headers or {})}.items():
             self.send_header(name, value)
         self.end_headers()
-        half = len(body) // 2 if fault in ("cut", "reset", "slow") else len(body)
+        half = len(body) - (fault == "late")
+        half = len(body) // 2 if fault in ("cut", "reset", "slow") else half
         self.wfile.write(body[:half])
         self.wfile.flush()
-        if fault == "slow":
+        if fault in ("slow", "late"):
             time.sleep(0.3)
             self.wfile.write(body[half:])
         if fault == "reset":
@@ -255,7 +256,7 @@ def test_loaded(kind, mesh, folders, web):
 
 # ------------------------------------------------------------------------------------------------- faults
 
-PASSING = [500, 503, "cut", "reset", "slow", "short", "long", "shifted"]
+PASSING = [500, 503, "cut", "reset", "slow", "short", "long", "late", "shifted"]
 
 
 @pytest.mark.parametrize("fault", PASSING)

@@ -255,7 +255,6 @@ SETTINGS = [
     ((16, 16), 2, "lookup", "int8", False),
     ((8,), 4, "draft with other chunks", "int8", True),
     ((6,), 1, "lookup", "float32", True),
-    ((8, 16), 5, "none", "int8", True),
     ((-8, -16), 4, "draft", "float32", True),
     ((-8, 8), 3, "lookup", "int8", False),
 ]

@@ -512,9 +512,9 @@ def valid(text: str) -> bool:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("count", [24, pytest.param(100, marks=pytest.mark.deep)])
-def test_json_schema(server, count):
+def test_json_schema(server):
     """All answers, greedy and drawn, beside rows without a grammar, whose tokens stay as they are."""
+    count = 24
     form = dict(type="json_schema", json_schema=dict(name="x", schema=SCHEMA, strict=True))
     asked = [
         dict(
@@ -927,9 +927,9 @@ def test_a_client_that_leaves_unnoticed(server, caplog):
     assert [record.message for record in caplog.records if record.name == "asyncio"] == []
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(150, marks=pytest.mark.deep)])
-def test_many_streams(server, count):
+def test_many_streams(server):
     """On 8 rows, a third of them cancelled at random moments: the others have exactly their solo tokens."""
+    count = 60
     rng = random.Random(count)
     before = {name: metric(server, f"llama_{name}_total") for name in ("requests", "generated_tokens")}
     asked = [
@@ -1006,10 +1006,10 @@ VALUES = [
 ]
 
 
-@pytest.mark.parametrize("count", [150, pytest.param(1000, marks=pytest.mark.deep)])
-def test_malformed(server, count):
+def test_malformed(server):
     """Wrong types, damaged bytes, cut bodies, half-closed sockets: a 4xx with one message, or an end."""
-    rng, fine = random.Random(count), 0
+    count, fine = 150, 0
+    rng = random.Random(count)
     names = sorted((api_requests.CHAT | api_requests.COMPLETION) - {"n", "max_tokens"} | {"unknown", "tools"})
     for _ in range(count):
         chat = rng.random() < 0.5

@@ -244,15 +244,24 @@ def test_no_access_log(environment):
     assert code == 0 and "method=" not in stderr
 
 
-@pytest.mark.deep
-@pytest.mark.parametrize("ending", ["drained", "killed"])
-def test_two_processes(ending, environment):
-    """They serve as one; SIGTERM of either drains both; if one dies the other says so, with its name."""
+@contextlib.contextmanager
+def two_processes():
+    """-> (the port of a server of two processes, the processes)."""
     port = free_port()
     options = f"--serve --port {port} --rows 4 --max-len 512 --timeout 12 --dp 1".split()
     processes = start(2, 1, *options)
     try:
         wait_for(port, processes)
+        yield port, processes
+    finally:
+        for process in processes:
+            process.kill()
+
+
+@pytest.mark.deep
+def test_two_processes(environment):
+    """They serve as one; SIGTERM of either drains both."""
+    with two_processes() as (port, processes):
         with serving(environment, "--max-len", "512") as alone:
             form = dict(response_format=dict(type="regex", regex="[a-c]{5}"))
             more = dict(logit_bias={"65": 5}, presence_penalty=1, echo=True, logprobs=2)
@@ -272,18 +281,21 @@ def test_two_processes(ending, environment):
         assert [x[0]["text"] for x in found] == [x[0]["text"] for x in expected] * 3
         stream = ask(port, **ASKED, n=8, stream=True)
         assert stream.readline()
-        if ending == "drained":
-            processes[1].send_signal(signal.SIGTERM)
-            assert stream.read().endswith(b"data: [DONE]\n\n")
-            assert [code for code, _, _ in finish(processes)] == [0, 0]
-        else:
-            processes[1].kill()
-            stream.close()
-            (code, _, stderr), _ = finish(processes)
-            assert code == 1 and "error: process 1 of 2" in stderr
-    finally:
-        for process in processes:
-            process.kill()
+        processes[1].send_signal(signal.SIGTERM)
+        assert stream.read().endswith(b"data: [DONE]\n\n")
+        assert [code for code, _, _ in finish(processes)] == [0, 0]
+
+
+@pytest.mark.deep
+def test_one_of_two_processes_dies():
+    """The other says so, with its name."""
+    with two_processes() as (port, processes):
+        stream = ask(port, **ASKED, n=8, stream=True)
+        assert stream.readline()
+        processes[1].kill()
+        stream.close()
+        (code, _, stderr), _ = finish(processes)
+        assert code == 1 and "error: process 1 of 2" in stderr
 
 
 def test_no_port(environment):

@@ -29,19 +29,19 @@ END = frozenset((1, 2, 6))  # the tiny models' stop tokens
 
 @functools.cache
 def requests_for(name: str, sampled: bool) -> list[Request]:
-    """100 prompts: half of them repeat a phrase, the others are questions, or begin like one another."""
+    """48 prompts: half of them repeat a phrase, the others are questions, or begin like one another."""
     rng, py = np.random.default_rng(0), random.Random(0)
     V, how = subject(name, "1")[1].V, Sampling()
     prompts = [
-        np.resize(rng.integers(0, V, rng.integers(1, 9)), rng.integers(4, 40)).tolist() for _ in range(50)
+        np.resize(rng.integers(0, V, rng.integers(1, 9)), rng.integers(4, 40)).tolist() for _ in range(24)
     ]
     if name == "ring":
         family = rng.integers(0, V, 40).tolist()
-        prompts += [family[: rng.integers(1, 40)] + rng.integers(0, V, 3).tolist() for _ in range(50)]
+        prompts += [family[: rng.integers(1, 40)] + rng.integers(0, V, 3).tolist() for _ in range(24)]
     else:
         kinds = fixed_question, count_question, functools.partial(sum_question, held_out=True)
         tokenizer = text.load_tokenizer(CHECKPOINTS / name)
-        for i in range(50):
+        for i in range(24):
             question, _ = kinds[i % 3](py)
             prompts.append(text.encode(tokenizer, [dict(role="user", content=question)], V))
     requests = []
@@ -145,7 +145,6 @@ def assert_same_with_speculation(name, mesh, how, sampled, capsys):
 deep = partial(pytest.param, marks=pytest.mark.deep)
 GREEDY = [
     ("tiny-llama3", "1", "lookup 1"),
-    deep("tiny-llama3", "1", "lookup 4"),
     deep("tiny-llama3", "1", "itself"),
     deep("tiny-llama4", "1", "lookup 4"),
     deep("tiny-llama4", "1", "itself"),

@@ -124,9 +124,8 @@ def assert_same(found: list[Answer], expected: list[Answer], atol: float = TOLER
         np.testing.assert_allclose(ours.prompt_logprobs, theirs.prompt_logprobs, atol=atol)
 
 
-DENSE = [("llama3", name) for name in MESHES if "pp" in name and "ep" not in name]
-ROUTED = [("llama4", name) for name in ("pp2-tp2", "pp4", "pp2-ep2-tp2")]
-ROUTED += [("gpt-oss", "pp2-ep2-tp2")]
+DENSE = [("llama3", "pp2-tp4"), ("llama3", "pp2-dp2-tp2")]
+ROUTED = [("llama4", "pp4"), ("llama4", "pp2-ep2-tp2"), ("gpt-oss", "pp2-ep2-tp2")]
 
 
 @pytest.mark.parametrize(

@@ -385,9 +385,9 @@ def check(calls: list) -> None:
         )
 
 
-@pytest.mark.parametrize("count", [8, pytest.param(100, marks=pytest.mark.deep)])
-def test_forced_calls(client, count):
+def test_forced_calls(client):
     """required and named: every answer is calls, of valid arguments."""
+    count = 8
     asked = dict(model="tiny-llama3", **CHAT, temperature=1, n=count)
     for choice, names in (
         ("required", {"forecast", "now"}),
