@@ -132,7 +132,7 @@ STOPPED, KILLED, KILLED_FIRST, TERMINATED = (
 VERSIONS, WEIGHTS = (
     f"tests/test_distributed.py::test_differences[{name}]" for name in ("numpy is", "'s weights is")
 )
-TWO = "tests/test_hosts.py::test_two_processes_by_default[3-mesh0]"
+TWO = "tests/test_hosts.py::test_two_processes_by_default"
 BYTES = "tests/test_command_line.py::test_bytes_per_step"
 ACTIVE = "tests/test_command_line.py::test_active_experts"
 STAGES = "tests/test_stages.py::test_many_requests[short-pp2-ep2-tp2-16]"

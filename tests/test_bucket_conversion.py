@@ -214,7 +214,7 @@ def fatal_points(changes) -> list[tuple[int, bool]]:
 
 def pytest_generate_tests(metafunc):
     if "point" in metafunc.fixturenames:
-        deep = [pytest.param(i, marks=pytest.mark.deep) for i in (4, 7, 10)]
+        deep = [pytest.param(i, marks=pytest.mark.deep) for i in range(2, 11)]
         metafunc.parametrize("point", [0, 1, *deep])
 
 

@@ -424,13 +424,14 @@ def test_output_goes_on(tmp_path):
     """What was answered before a host was taken back is in --output; the next run asks for the rest."""
     file, prompts = tmp_path / "answers.jsonl", [f"How much is {i} plus 7?" for i in range(6)]
     options = [*(x for prompt in prompts for x in ("--prompt", prompt)), "--rows", 2, "--output", file]
+    options += ["--max-new-tokens", 100, "--ignore-eos"]
     processes, _ = held(tmp_path, "decoding", *options)
     while file.read_bytes().count(b"\n") < 2:
         time.sleep(0.1)
     processes[1].send_signal(signal.SIGTERM)
     assert [code for code, *_ in finish(processes)] == [1, 143]
     before = set(file.read_bytes().splitlines(keepends=True))
-    for code, _, err in finish(start(2, 1, "--max-new-tokens", 400, "--ignore-eos", *options)):
+    for code, _, err in finish(start(2, 1, *options)):
         assert code == 0, err
     after = file.read_bytes().splitlines(keepends=True)
     assert [json.loads(line)["prompt"] for line in after] == prompts

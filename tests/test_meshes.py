@@ -74,11 +74,10 @@ def test_llama4(name, expected):
     assert_same(generate(cfg, mesh_of(cfg, name), prompts_for(cfg)), expected(cfg))
 
 
-@pytest.mark.parametrize("name", [deep("tp8"), "ep2-tp4"])
-def test_llama4_int8(name, expected):
+def test_llama4_int8(expected):
     """int8 weights and cache: scales are sharded as their arrays are."""
     cfg, options = llama4_config(), dict(format=INT8, kv_dtype="int8")
-    result = generate(cfg, mesh_of(cfg, name), prompts_for(cfg), **options)
+    result = generate(cfg, mesh_of(cfg, "ep2-tp4"), prompts_for(cfg), **options)
     # A difference in the last bit can round a cached value to the next of its 255 steps.
     assert_same(result, expected(cfg, **options), atol=5e-3)
 

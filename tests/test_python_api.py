@@ -279,14 +279,13 @@ def two_processes(folder: pathlib.Path, *arguments) -> list[tuple[int, str, str]
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("slow", (0, 1))
-def test_two_processes(tmp_path, slow):
+def test_two_processes(tmp_path):
     """Each makes the same calls, over the devices of both, and has the answers of one process.
 
     The process that comes to its end first waits for the other, and each leaves without haste.
     """
     expected = [x.tokens for x in opened().generate(PROMPTS[:3], max_new_tokens=12)]
-    for code, out, err in two_processes(tmp_path, slow):
+    for code, out, err in two_processes(tmp_path, 1):
         assert (code, err) == (0, "")
         assert [json.loads(line) for line in out.splitlines()] == expected
 
