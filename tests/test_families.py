@@ -326,10 +326,10 @@ def int8_errors(saved):
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ["gpt2", "gemma3", "muse-glimmer", "gpt-oss", "glm4-moe-lite", "mixtral"])
 def test_int8_is_as_good_as_llamas(name, int8_errors):
     """Random weights have tokens that are nearly as likely as the best: of the Llamas the worst counts."""
-    llamas = [int8_errors(llama) for llama in ("llama3-scaled-tied", "scout", "maverick")]
+    llamas = [int8_errors(llama) for llama in ("llama3-scaled-tied", "scout")]
     assert np.all(int8_errors(name) <= 2 * np.max(llamas, 0))
 
 
@@ -354,9 +354,9 @@ def int8_cache_errors(saved):
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("name", ["gemma3", "muse-glimmer", "gpt-oss", "deepseek-v3"])
+@pytest.mark.parametrize("name", ["gemma3", "gpt-oss", "deepseek-v3"])
 def test_an_int8_cache_is_as_good_as_llamas(name, int8_cache_errors):
-    """Of windows with other norms, of two heads, of sinks, and of latents."""
+    """Of windows with other norms, of sinks, and of latents."""
     llamas = [int8_cache_errors(llama) for llama in ("llama3-scaled-tied", "scout")]
     assert int8_cache_errors(name) <= 2 * max(llamas)
 

@@ -6,7 +6,6 @@ import sys
 import zipfile
 
 import pytest
-from conftest import invoke
 
 import main
 
@@ -52,13 +51,21 @@ def expected(model):
     return answers
 
 
-def test_float32(model, expected, monkeypatch, capsys):
-    """Greedy tokens are transformers', log-probabilities within 1e-4: on 8 devices."""
+def answers_of(model, *options, **variables) -> list[dict]:
+    """What main.py answers to QUESTIONS. variables: of its environment."""
     prompts = [x for question in QUESTIONS for x in ("--prompt", question)]
-    options = ["--dtype", "float32", "--logprobs", "--json", "--max-new-tokens", NEW]
-    code, out, err = invoke(monkeypatch, capsys, main, "--checkpoint", model, *prompts, *options)
-    assert code == 0, err
-    answers = json.loads(out)["responses"]
+    command = [sys.executable, main.__file__, "--checkpoint", model, *prompts, "--logprobs", "--json"]
+    command += ["--dtype", "float32", "--max-new-tokens", str(NEW), *options]
+    environment = {"JAX_PLATFORMS": "cpu"} | variables
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)["responses"]
+
+
+def test_float32(model, expected, tmp_path):
+    """Greedy tokens are transformers', log-probabilities within 1e-4: on 8 devices."""
+    devices = "--xla_force_host_platform_device_count=8"
+    answers = answers_of(model, JAX_COMPILATION_CACHE_DIR=str(tmp_path), XLA_FLAGS=devices)
     for found, (prompt, tokens, prompt_scores, scores) in zip(answers, expected, strict=True):
         assert found["prompt_tokens"] == prompt
         assert found["tokens"] == tokens
@@ -71,13 +78,7 @@ def test_few_bits(format, mean, worst, model, expected, tmp_path):
     """How far the log-probabilities of the prompts' 107 tokens are from transformers' in float32, on average
     and at most: as measured on one device with jax 0.10.2; twice that is a fault.
     """
-    prompts = [x for question in QUESTIONS for x in ("--prompt", question)]
-    command = [sys.executable, main.__file__, "--checkpoint", model, *prompts, "--logprobs", "--json"]
-    command += ["--quantize", format, "--dtype", "float32", "--max-new-tokens", str(NEW)]
-    environment = {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)["responses"]
+    found = answers_of(model, "--quantize", format, JAX_COMPILATION_CACHE_DIR=str(tmp_path))
     differences = [
         abs(ours - theirs)
         for response, (_, _, scores, _) in zip(found, expected, strict=True)

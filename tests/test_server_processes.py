@@ -265,19 +265,16 @@ def test_two_processes(environment):
         with serving(environment, "--max-len", "512") as alone:
             form = dict(response_format=dict(type="regex", regex="[a-c]{5}"))
             more = dict(logit_bias={"65": 5}, presence_penalty=1, echo=True, logprobs=2)
-            every = [
-                ASKED,
-                ASKED | dict(temperature=1, seed=3, top_k=9, stop="e"),
-                ASKED | form,
-                ASKED | more,
-            ]
+            short = ASKED | dict(max_tokens=40)
+            drawn = dict(temperature=1, seed=3, top_k=9, stop="e")
+            every = [short, short | drawn, short | form, short | more]
             expected = [json.loads(ask(alone.port, **x).read())["choices"] for x in every]
             replies = [ask(port, **x) for x in every * 2]
             found = [json.loads(reply.read())["choices"] for reply in replies]
             for asked in (CALLS, SCHEMA):
                 text, calls = whole = answer(alone.port, **asked)
                 assert json.loads(calls[0][1] if asked is CALLS else text)["city"] in ("Bern", "Oslo")
-                assert answer(port, **asked) == answer(port, stream=True, **asked) == whole
+                assert answer(port, stream=True, **asked) == whole
         assert [x[0]["text"] for x in found] == [x[0]["text"] for x in expected] * 2
         stream = ask(port, **ASKED, n=2, stream=True)
         assert stream.readline()
