@@ -19,7 +19,7 @@ from ops.tpu import TILE
 from planner.estimates import collective_seconds, network_seconds, resource_seconds, step_seconds
 from planner.experts_kernel import expert_rows
 from planner.floor import floor_bytes, needed, share_needed
-from planner.job import PARTS, Job, local_tokens, part_of
+from planner.job import PARTS, Job, local_tokens, named_leaves, part_of
 from planner.programs import CompiledProgram, compile_programs, memory_of
 from planner.schedule import Schedule, read_schedule
 from planner.topologies import Topology
@@ -141,11 +141,16 @@ def _bytes_required(error: jax.errors.JaxRuntimeError) -> float:
 def _reader(program: CompiledProgram, job: Job, mesh: Mesh, topology: Topology) -> Reader:
     """A reader of a program, which knows what the project's Pallas kernels read of their operands."""
     slots = -(-job.context // mesh_size(mesh, SLOTS))
+    cached = {  # the slots of each cache, of which rings have fewer: values [...,S,C], scales [...,2,S]
+        name: x.sharding.shard_shape(x.shape)[-1 if name.endswith("scale") else -2]
+        for name, x in named_leaves(**job.arguments(mesh))
+        if name.startswith("batch.cache.layers")
+    }
 
     def kernel_share(kernel: str, argument: str) -> float:
         argument = program.names.get(argument, "")
         if kernel in ("take_slots", "put_slots"):  # a block of the rows that are read
-            return min(1, BLOCK / slots) * job.rows / job.batch
+            return min(1, BLOCK / cached.get(argument, slots)) * job.rows / job.batch
         if kernel == "take_rows":  # a tile for each token, of this device's shard of the embedding
             vocabulary = job.cfg.V / mesh_size(mesh, MODEL)
             rows = TILE if argument.endswith("values") else TILE // 2  # int8, bfloat16

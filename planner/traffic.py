@@ -130,8 +130,8 @@ class Reader:
 
     kernel_share(kernel, argument): the share of an HBM operand that a Pallas kernel reads, where the operand
     is (a copy of) that entry argument. Outputs that alias an operand are updated in place, and do not count.
-    computed_trips: the trips of loops whose number of trips is computed; by default such a loop is assumed to
-    walk once over the array that it slices.
+    computed_trips: the trips of loops whose number of trips is computed. A loop that copies a cache by block
+    walks over that cache; by default others are assumed to walk once over the array that they slice.
     arguments: the names of the entry arguments in order, for programs whose very many arguments XLA passes as
     one tuple without names.
     stages: how many stages of layers one slice of TPUs has, each on as many devices as the others, one after
@@ -348,6 +348,9 @@ class Reader:
         known = x.attribute(r'known_trip_count":\{"n":"(\d+)"')
         if known or bounds:  # jax counts from 0 to a constant
             return Loop(x.name, int(known or max(bounds)), True)
+        blocks = list(self.blocks_of_slots(x.calls))
+        if blocks:
+            return Loop(x.name, max(-(-n // m) for pair in blocks for n, m in zip(*pair, strict=True)), False)
         if self.computed_trips:
             return Loop(x.name, self.computed_trips, False)
         # The loop is assumed to slice the largest array block by block along one axis.
@@ -355,6 +358,16 @@ class Reader:
         whole, part = max(slices, key=lambda pair: pair[0].bytes, default=(None, None))
         trips = [-(-n // m) for n, m in zip(whole.shape, part.shape, strict=True)] if slices else [1]
         return Loop(x.name, max(trips), False)
+
+    def blocks_of_slots(self, name: str) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """The sizes of the slots of each cache that a computation reads by block, and of its blocks.
+
+        The kernel take_slots copies a block of some rows: a loop of such copies walks over one row's slots.
+        """
+        body = self.computations[name]
+        for x in body.values():
+            if x.kernel == "take_slots":
+                yield body[x.operands[-1]].results[0].shape[2:], x.results[0].shape[2:]
 
     def slices(self, name: str) -> Iterator[tuple[Array, Array]]:
         """Each (array, slice of it) in a computation and in the computations that it fuses."""

@@ -327,6 +327,39 @@ def test_known_trip_counts_multiply():
     assert moved(bound)["block.1"] == 9 * 256 * 128
 
 
+BY_BLOCK = """
+%body (state: (s32[], s8[8,2,1024,128], bf16[2,1,2,1024])) -> (s32[], s8[8,2,1024,128], bf16[2,1,2,1024]) {
+  %state = (s32[]{:T(128)S(6)}, s8[8,2,1024,128]{3,2,1,0:T(32,128)(4,1)}, bf16[8,2,2,1024]{3,2,1,0:T(2,128)(2,1)}) parameter(0)
+  %i = s32[]{:T(128)S(6)} get-tuple-element(%state), index=0
+  %kv = s8[8,2,1024,128]{3,2,1,0:T(32,128)(4,1)} get-tuple-element(%state), index=1
+  %scale = bf16[8,2,2,1024]{3,2,1,0:T(2,128)(2,1)} get-tuple-element(%state), index=2
+  %take_slots.1 = s8[1,2,256,128]{3,2,1,0:T(32,128)(4,1)S(1)} custom-call(%i, %i, %kv), custom_call_target="tpu_custom_call"
+  %take_slots.2 = bf16[1,2,2,256]{3,2,1,0:T(2,128)(2,1)S(1)} custom-call(%i, %i, %scale), custom_call_target="tpu_custom_call"
+  ROOT %next = (s32[]{:T(128)S(6)}, s8[8,2,1024,128]{3,2,1,0:T(32,128)(4,1)}, bf16[8,2,2,1024]{3,2,1,0:T(2,128)(2,1)}) tuple(%i, %kv, %scale)
+}
+
+%condition (state.1: (s32[], s8[8,2,1024,128], bf16[2,1,2,1024])) -> pred[] {
+  %state.1 = (s32[]{:T(128)S(6)}, s8[8,2,1024,128]{3,2,1,0:T(32,128)(4,1)}, bf16[8,2,2,1024]{3,2,1,0:T(2,128)(2,1)}) parameter(0)
+  %j = s32[]{:T(128)S(6)} get-tuple-element(%state.1), index=0
+  ROOT %less = pred[]{:T(512)S(6)} compare(%j, %j), direction=LT
+}
+
+ENTRY %main (kv: s8[8,2,1024,128], scale: bf16[8,2,2,1024]) -> s8[8,2,1024,128] {
+  %kv.0 = s8[8,2,1024,128]{3,2,1,0:T(32,128)(4,1)} parameter(0), metadata={op_name="cache.layers[0].values"}
+  %scale.0 = bf16[8,2,2,1024]{3,2,1,0:T(2,128)(2,1)} parameter(1), metadata={op_name="cache.layers[0].scale"}
+  %zero = s32[]{:T(128)S(6)} constant(0)
+  %init = (s32[]{:T(128)S(6)}, s8[8,2,1024,128]{3,2,1,0:T(32,128)(4,1)}, bf16[8,2,2,1024]{3,2,1,0:T(2,128)(2,1)}) tuple(%zero, %kv.0, %scale.0)
+  %while.1 = (s32[]{:T(128)S(6)}, s8[8,2,1024,128]{3,2,1,0:T(32,128)(4,1)}, bf16[8,2,2,1024]{3,2,1,0:T(2,128)(2,1)}) while(%init), condition=%condition, body=%body
+  ROOT %result = s8[8,2,1024,128]{3,2,1,0:T(32,128)(4,1)} get-tuple-element(%while.1), index=1
+}
+"""  # noqa: E501
+
+
+def test_a_loop_that_copies_blocks_of_a_row_walks_over_that_cache():
+    """A ring has fewer slots than a cache of the whole context, and fewer blocks. Rows are no blocks."""
+    assert program(BY_BLOCK, computed_trips=64).loops == [Loop("while.1", 4, known=False)]
+
+
 KERNEL = """
 ENTRY %main (q: bf16[8,128], kv: s8[8,1024,128], w: s8[16,256,128]) -> bf16[8,128] {
   %q = bf16[8,128]{1,0:T(8,128)(2,1)S(1)} parameter(0), metadata={op_name="q"}
