@@ -121,6 +121,8 @@ def test_the_smallest_program(name, mesh, speculation, monkeypatch, compiled):
         engine.advance()
     assert not compiled
     assert_as_alone(answers, name)
+    if speculation == "draft":  # by the model itself, from the texts and the caches of these rows
+        assert engine.stats.accepted == engine.stats.drafted > 0
     assert {1, 2, 4} <= {n for _, n, _ in steps} <= set(sizes)  # drafts end answers before 8 rows are busy
     for busy, n, is_all in steps:
         assert n == min(size for size in sizes if size >= busy) and is_all == (n == sizes[-1])
