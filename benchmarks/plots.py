@@ -99,8 +99,8 @@ def plans_table(plans: list[dict]) -> str:
             f"{plan['estimated_step_seconds'] * 1e3:.2f} ms, "
             f"{plan['tokens_per_second_per_sequence']:.0f} tokens/s per row",
         ])  # fmt: skip
-    scheduled = "by the schedule: all; what collectives add"
-    return results.table([*head, "collectives per layer", scheduled, "without it"], lines)
+    estimates = "estimate by the schedule; added by collectives", "estimate without the schedule"
+    return results.table([*head, "collectives per layer", *estimates], lines)
 
 
 def read_plans(file: pathlib.Path) -> list[dict]:

@@ -162,6 +162,7 @@ def _reader(program: CompiledProgram, job: Job, mesh: Mesh, topology: Topology) 
         program.compiled.as_text(),
         kernel_share,
         computed_trips=-(-slots // BLOCK),
+        block_kernel="take_slots",
         arguments=program.used,
         stages=stages // math.gcd(stages, topology.slices),
     )

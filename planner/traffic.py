@@ -130,8 +130,10 @@ class Reader:
 
     kernel_share(kernel, argument): the share of an HBM operand that a Pallas kernel reads, where the operand
     is (a copy of) that entry argument. Outputs that alias an operand are updated in place, and do not count.
-    computed_trips: the trips of loops whose number of trips is computed. A loop that copies a cache by block
-    walks over that cache; by default others are assumed to walk once over the array that they slice.
+    computed_trips: the trips of loops whose number of trips is computed; by default such a loop is assumed to
+    walk once over the array that it slices.
+    block_kernel: the name of the Pallas kernel that copies a block of the slots of some rows. A loop that
+    runs it is assumed to walk once over all slots.
     arguments: the names of the entry arguments in order, for programs whose very many arguments XLA passes as
     one tuple without names.
     stages: how many stages of layers one slice of TPUs has, each on as many devices as the others, one after
@@ -143,11 +145,13 @@ class Reader:
         text: str,
         kernel_share: Callable[[str, str], float] = lambda kernel, argument: 1,
         computed_trips: int | None = None,
+        block_kernel: str = "",
         arguments: tuple[str, ...] = (),
         stages: int = 1,
     ):
         self.computations, self.entry = parse(text)
         self.kernel_share, self.computed_trips = kernel_share, computed_trips
+        self.block_kernel = block_kernel
         self.arguments, self.stages = arguments, stages
 
     def program(self) -> Program:
@@ -360,13 +364,10 @@ class Reader:
         return Loop(x.name, max(trips), False)
 
     def blocks_of_slots(self, name: str) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """The sizes of the slots of each cache that a computation reads by block, and of its blocks.
-
-        The kernel take_slots copies a block of some rows: a loop of such copies walks over one row's slots.
-        """
+        """The sizes of the slots of each cache that a computation copies by block, and of a block."""
         body = self.computations[name]
         for x in body.values():
-            if x.kernel == "take_slots":
+            if x.kernel and x.kernel == self.block_kernel:
                 yield body[x.operands[-1]].results[0].shape[2:], x.results[0].shape[2:]
 
     def slices(self, name: str) -> Iterator[tuple[Array, Array]]:

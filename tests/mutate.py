@@ -585,7 +585,7 @@ MUTATIONS = [
     ("serving/memory.py", "sum(x.code for x in programs)", "max(x.code for x in programs)", PROGRAMS),
     ("serving/memory.py", "cache += copied * sum(", "cache += 0 * sum(", PROGRAMS),
     ("planner/floor.py", "return job.rows / job.batch", "return 1", "tests/test_plan.py::test_what_is_needed"),
-    ("planner/traffic.py", 'if x.kernel == "take_slots":', "if False:", "tests/test_plan.py::test_a_loop_that_copies_blocks_of_a_row_walks_over_that_cache"),
+    ("planner/traffic.py", "if x.kernel and x.kernel == self.block_kernel:", "if False:", "tests/test_plan.py::test_a_loop_that_copies_blocks_of_a_row_walks_over_that_cache"),
     ("planner/traffic.py", "count=x.count * runs", "count=x.count", "tests/test_plan.py::test_prefill_in_groups_of_layers"),
     ("planner/traffic.py", """x.opcode != kind and '"is_sync":true' not in x.attributes""", "x.opcode != kind", PLAN_GPU + "kernels_of_a_gpu"),
     ("planner/hlo.py", r"""r'\bname = "(\w+)"'""", """'ir = "(ML)'""", PLAN_GPU + "kernels_of_a_gpu"),

@@ -29,7 +29,6 @@ from sharding.arrays import abstract
 from sharding.sampling import Sampling
 
 ROWS, MAX_LEN = 8, 160
-SUBJECTS = ("tiny-llama3", "tiny-llama4", "ring")
 TOLERANCE = (
     1e-4  # of log-probabilities: in float32, prefill chunks of other widths are summed in another order
 )

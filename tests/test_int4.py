@@ -36,7 +36,7 @@ from sharding.arrays import abstract
 from sharding.mesh import make_mesh
 from terminal import launch
 
-LLAMA3, LLAMA4 = CHECKPOINTS / "tiny-llama3", CHECKPOINTS / "tiny-llama4"
+LLAMA3 = CHECKPOINTS / "tiny-llama3"
 
 # ------------------------------------------------------------------------------------------------- rounding
 

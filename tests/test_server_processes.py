@@ -274,7 +274,7 @@ def test_two_processes(environment):
             for asked in (CALLS, SCHEMA):
                 text, calls = whole = answer(alone.port, **asked)
                 assert json.loads(calls[0][1] if asked is CALLS else text)["city"] in ("Bern", "Oslo")
-                assert answer(port, stream=True, **asked) == whole
+                assert answer(port, **asked) == answer(port, stream=True, **asked) == whole
         assert [x[0]["text"] for x in found] == [x[0]["text"] for x in expected] * 2
         stream = ask(port, **ASKED, n=2, stream=True)
         assert stream.readline()
