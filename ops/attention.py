@@ -11,6 +11,7 @@ so that `merge` can join partial results: of blocks of one cache, of a cache and
 shards of a cache that is split over devices (Source: arXiv 2205.14135, section 3.1).
 """
 
+import functools
 import math
 
 import jax
@@ -20,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash_attention
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
+from ops import cpu
 from ops.gpu import flash, supports
 from ops.kv_cache import KV, key_beside_value, map_slots
 from ops.platform import on_cpu, on_gpu, on_tpu
@@ -29,34 +31,42 @@ from ragged_attention import DECODE_BLOCKS, MASKED, ragged_attention_tpu
 BLOCK = 1024  # cached slots per step of attend_cached
 QUERIES = 64  # per step of attend: its scores are B·K·G·QUERIES·BLOCK floats
 DECODE_BLOCK = 256  # slots per step if T = 1, so that few empty slots are read
-CPU_BLOCK = 128  # the same on a CPU: both products then find the slots in the core's cache
+CPU_BLOCK = 96 * 1024  # keys and values of a row's block on a CPU, so that it stays in a core's cache
+CPU_ROWS = 2  # that a CPU attends to side by side: enough work for two cores, little of it for the other row
 FEW_QUERIES = 128  # T·G, queries per key/value head, up to which the decode kernel is used
 FLASH = (64, 128)  # widths of keys that the GPU's kernel supports
 
 
-def attend(q: Array, kv: KV, mask: Array, whole: bool = False):
+def attend(q: Array, kv: KV, mask: Array, in_place: bool = False):
     """Attention of each query to the keys that its mask admits. Slots that no query sees may hold NaN.
 
-    q: [B,T,K,G,H]. kv: S slots. mask: [B,T,S] bool. whole: use all columns of a slot as key and as value,
-    which avoids copying either, for more arithmetic.
+    q: [B,T,K,G,H]. kv: S slots. mask: [B,T,S] bool. in_place: T is 1, and keys and values are not copied: a
+    CPU may read them by loops of its own (see cpu.py); else all columns of a slot are used as key and as
+    value, for more arithmetic.
     """
-    B, T, *_, H = q.shape
+    B, T, _, G, H = q.shape
+    by_loops = in_place and on_cpu() and cpu.reads_in_place(G, H)
     if T > QUERIES and T % QUERIES == 0:  # a part at a time: the scores of all are slow to write and read
         parts = (x.reshape(B, -1, QUERIES, *x.shape[2:]).swapaxes(0, 1) for x in (q, mask))
-        parts = lax.map(lambda part: attend(part[0], kv, part[1], whole), tuple(parts))
+        parts = lax.map(lambda part: attend(part[0], kv, part[1]), tuple(parts))
         return tuple(x.swapaxes(0, 1).reshape(B, T, *x.shape[3:]) for x in parts)
     k, v, k_scale, v_scale = keys_and_values(kv)
     # 0 * NaN is NaN: a slot that no query may see must not reach the second product.
     seen = jnp.any(mask, 1)[:, None, :, None]
+    whole = in_place and not by_loops
     if whole:
         k = v = jnp.where(seen, kv.values, 0)
         q = jnp.pad(q, [(0, 0)] * 4 + [(0, k.shape[-1] - H)])
     else:
         v = jnp.where(seen, v, 0)
     mask = mask[:, None, None]  # BKGTS
-    dtype = jnp.promote_types(q.dtype, k.dtype)
-    q, k = q.astype(dtype), k.astype(dtype)
-    scores = jnp.einsum("BTKGH,BKSH->BKGTS", q, k, preferred_element_type=jnp.float32) * kv.columns.scale
+    if by_loops:
+        scores = cpu.scores(q[:, 0], k)[:, :, :, None]
+    else:
+        dtype = jnp.promote_types(q.dtype, k.dtype)
+        q, k = q.astype(dtype), k.astype(dtype)
+        scores = jnp.einsum("BTKGH,BKSH->BKGTS", q, k, preferred_element_type=jnp.float32)
+    scores *= kv.columns.scale
     if k_scale is not None:
         scores = scores * k_scale[:, :, None, None, :].astype(jnp.float32)
     scores = jnp.where(mask, scores, -jnp.inf)
@@ -66,8 +76,11 @@ def attend(q: Array, kv: KV, mask: Array, whole: bool = False):
     total = jnp.sum(p, -1)
     if v_scale is not None:
         p = jnp.where(mask, p * v_scale[:, :, None, None, :].astype(jnp.float32), 0)
-    # In float32, at the cost of a copy: XLA's CPU backend has no such product from bfloat16 to float32.
-    o = jnp.einsum("BKGTS,BKSH->BKGTH", p, v.astype(jnp.float32)).transpose(0, 3, 1, 2, 4)
+    if by_loops:
+        o = cpu.weighted_sum(p[:, :, :, 0], v)[:, None]
+    else:
+        # In float32, at the cost of a copy: XLA's CPU backend has no such product from bfloat16 to float32.
+        o = jnp.einsum("BKGTS,BKSH->BKGTH", p, v.astype(jnp.float32)).transpose(0, 3, 1, 2, 4)
     total = jnp.moveaxis(total, -1, 1)
     lse = jnp.moveaxis(peak[..., 0], -1, 1) + jnp.log(total)
     o = o[..., slice(*kv.columns.value)] if whole else o
@@ -75,14 +88,22 @@ def attend(q: Array, kv: KV, mask: Array, whole: bool = False):
 
 
 def merge(*parts: tuple[Array, Array]):
-    """Join partial attentions over disjoint keys: pairs (o, lse) -> (o, lse) over all of them."""
+    """Join partial attentions over disjoint keys: pairs (o, lse) -> (o, lse) over all of them.
+
+    The parts are not stacked: a CPU would write them all to memory, in each round of a loop over blocks.
+    """
     if len(parts) == 1:
         return parts[0]
-    return merge_stacked(*(jnp.stack(group) for group in zip(*parts, strict=True)))
+    peak = functools.reduce(jnp.maximum, (lse for _, lse in parts))
+    finite = jnp.where(peak == -jnp.inf, 0, peak)
+    weights = [jnp.exp(lse - finite) for _, lse in parts]
+    total = sum(weights)
+    o = sum(o * weight[..., None] for (o, _), weight in zip(parts, weights, strict=True))
+    return o / jnp.where(total == 0, 1, total)[..., None], peak + jnp.log(total)
 
 
 def merge_stacked(o: Array, lse: Array):
-    """`merge` of partial results that are stacked along a first axis."""
+    """`merge` of many partial results, which are stacked along a first axis."""
     peak = jnp.max(lse, 0)
     weight = jnp.exp(lse - jnp.where(peak == -jnp.inf, 0, peak))
     total = jnp.sum(weight, 0)
@@ -139,40 +160,55 @@ def write_window(kv: KV, new: KV, place: Array, row: Array, window: int) -> KV:
     return map_slots(put, kv, new)
 
 
-def read_block(kv: KV, row: Array | None, i: Array, block: int) -> tuple[KV, Array]:
-    """Block i of these rows, and the slots that it holds; the last block may overlap the one before."""
+def read_block(kv: KV, row: Array | None, rows: int, i: Array, block: int) -> tuple[KV, Array]:
+    """Block i of so many rows, and the slots that it holds; the last block may overlap the one before.
+
+    row: as of `attend_cached`.
+    """
     S = kv.values.shape[2]
     if on_tpu() and (block < S or row is not None):
-        row = jnp.arange(kv.values.shape[0]) if row is None else row
+        row = jnp.arange(rows) if row is None else row
         at = jnp.full(row.shape, i)
         part = map_slots(lambda axis, x: take_slots(x, row, at, block, 1, axis), kv)
         return part, i * block + jnp.arange(block)
-    first = jnp.minimum(i * block, S - block)
+    first = jnp.minimum(i * block, S - block) if block < S else 0
 
     def read(axis: int, x: Array) -> Array:
-        if row is not None and row.size == 1:  # in one slice, which copies no more than the block
-            starts, sizes = [row[0], *[0] * (x.ndim - 1)], [1, *x.shape[1:]]
+        def neighbours(row: Array | int, rows: int) -> Array:
+            starts, sizes = [row, *[0] * (x.ndim - 1)], [rows, *x.shape[1:]]
             starts[axis], sizes[axis] = first, block
             return lax.dynamic_slice(x, starts, sizes)
-        x = x if block == S else lax.dynamic_slice_in_dim(x, first, block, axis)
-        return x if row is None else jnp.concatenate([lax.dynamic_slice_in_dim(x, r, 1) for r in row])
+
+        if row is None or row.ndim == 0:
+            return neighbours(0 if row is None else row, rows)
+        return jnp.concatenate([neighbours(r, 1) for r in row])
 
     return map_slots(read, kv), first + jnp.arange(block)
+
+
+def block_size(kv: KV, T: int) -> int:
+    """How many cached slots of a row `attend_cached` reads at a time for T queries."""
+    _, K, S, C = kv.values.shape
+    if T > 1 or not on_cpu():
+        return min(BLOCK if T > 1 else DECODE_BLOCK, S)
+    slots = min(max(CPU_BLOCK // (K * C), cpu.TERMS), S)
+    return slots - slots % cpu.TERMS or S  # which `cpu.weighted_sum` divides into equal parts
 
 
 def attend_cached(
     q: Array, kv: KV, length: Array, gap: tuple[Array, Array] | None = None, row: Array | None = None
 ):
     """Attention to the first `length` cached slots, a block at a time, as far as the longest row; few queries
-    on a TPU by `ragged_attention_tpu`, and one query on a CPU: each row as far as it is filled.
+    on a TPU by `ragged_attention_tpu`, each row as far as it is filled, and one query on a CPU: each pair of
+    rows as far as the longer one.
 
     q: [B,T,K,G,H]. length: [B,T] int32, of each query; without `gap`, the queries of a row that see any
     slots see the same. gap: (from, to), [B,T] int32 each: slots that a query does not see. row: [B] int32,
-    the rows of the cache; without it, all, in order.
+    the rows of the cache; without it, all, in order; a scalar, on a CPU: the first of B neighbours.
     """
-    B, T = q.shape[:2]
+    B, T, _, G, H = q.shape
     S, sees, longest = kv.values.shape[2], length > 0, jnp.max(length, 1)
-    block = min(BLOCK if T > 1 else CPU_BLOCK if on_cpu() else DECODE_BLOCK, S)
+    block = block_size(kv, T)
     if use_ragged(kv) and T * q.shape[3] <= FEW_QUERIES:
         if gap is None or T == 1:
             gap = jax.tree.map(lambda x: x[:, 0], gap)
@@ -192,14 +228,15 @@ def attend_cached(
         parts = [flash(q, kv.values, kv.scale, *seen) for seen in ranges]
         return merge_stacked(*map(jnp.concatenate, zip(*parts, strict=True)))
 
-    if T == 1 and B > 1 and on_cpu():  # half the time of all rows side by side, and no row reads for another
-        rows = jnp.arange(B) if row is None else row
-        one_by_one = jax.tree.map(lambda x: x[:, None], (q, length, gap, rows))
-        o, lse = lax.map(lambda x: attend_cached(x[0], kv, *x[1:]), one_by_one)
-        return o[:, 0], lse[:, 0]
+    side_by_side = math.gcd(B, CPU_ROWS) if cpu.reads_in_place(G, H) else 1
+    if T == 1 and on_cpu() and B > side_by_side:
+        first = jnp.arange(0, B, side_by_side) if row is None else row.reshape(-1, side_by_side)
+        groups = jax.tree.map(lambda x: x.reshape(-1, side_by_side, *x.shape[1:]), (q, length, gap))
+        o, lse = lax.map(lambda x: attend_cached(x[0], kv, *x[1:]), (*groups, first))
+        return o.reshape(B, *o.shape[2:]), lse.reshape(B, *lse.shape[2:])
 
     def attend_block(i):
-        part, slots = read_block(kv, row, i, block)
+        part, slots = read_block(kv, row, B, i, block)
         filled = (slots >= i * block) & (slots < longest[:, None])  # BS
         if use_splash(q) and gap is None:
             k, v = (jnp.where(filled[:, None, :, None], x, 0).astype(q.dtype) for x in dequantized(part))
@@ -208,7 +245,7 @@ def attend_cached(
         mask = (slots < length[..., None]) & filled[:, None]  # BTS
         if gap is not None:
             mask &= (slots < gap[0][..., None]) | (slots >= gap[1][..., None])
-        return attend(q, part, mask, whole=T == 1)
+        return attend(q, part, mask, in_place=T == 1)
 
     def step(i, carry):
         return merge(carry, attend_block(i))

@@ -1,11 +1,14 @@
-"""Matrix products on a CPU, written so that XLA reads each weight once and in its own type.
+"""Products on a CPU, written so that XLA reads each weight, key and value once and in its own type.
 
 Written plainly, XLA converts int8 and bfloat16 weights to float32 in memory in every step, packs weights
-again in every step if they are not the left operand, and multiplies each row by all experts. Letters: R rows
-(all tokens), D inputs, N outputs.
+again in every step if they are not the left operand, multiplies each row by all experts, and copies keys and
+values before it multiplies them. Letters: R rows (all tokens), D inputs, N outputs; of attention as in
+attention.py.
 """
 
+import functools
 import math
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +18,14 @@ from ops.tiles import find_tile, tile_rows, tiles_per_group
 from ops.tpu import varying
 from quantize import PART, int8_parts
 
+INT8_WEIGHTS_FIRST = jax.__version_info__ < (0, 11)  # newer ones read them faster as the right operand
 DECODE = 16  # tokens per row, draft tokens included, up to which a step is decode
 SIMD_WIDTH = 32  # inputs that one_row multiplies side by side
 MAX_INPUTS = 2048  # of one_row: with 8192 inputs it is five times slower than int8_product
 PIECE = 1024  # inputs that one_row sums in one expression; measured, on AVX2
+LANES = 8  # products that `scores` sums side by side
+TERMS = 16  # values that `weighted_sum` adds in one expression: with 32, LLVM no longer does it by vectors
+MOST_QUERIES, MOST_COLUMNS = 16, 256  # up to which `scores` and `weighted_sum` are faster than XLA's products
 
 
 def contract(x: Array, w: Array, n: int) -> Array:
@@ -30,8 +37,8 @@ def contract(x: Array, w: Array, n: int) -> Array:
     decode = T <= DECODE
     x, w = x.reshape(B * T, -1), w.reshape(math.prod(outputs), -1)
     if decode and w.dtype == jnp.int8:
-        one = B * T == 1 and x.shape[1] <= MAX_INPUTS and x.shape[1] % SIMD_WIDTH == 0
-        y = one_row(x, w) if one else int8_product(x, w)
+        vectors = x.shape[1] <= MAX_INPUTS and x.shape[1] % SIMD_WIDTH == 0 and not has_avx512()
+        y = one_row(x, w) if B * T == 1 and vectors else int8_product(x, w)
     elif decode and x.dtype == jnp.bfloat16:  # of many tokens it is faster with the weights first
         two = jnp.pad(x, ((0, max(0, 2 - B * T)), (0, 0)))  # XLA would multiply one row in float32
         y = jnp.einsum("RD,ND->RN", two, w.astype(x.dtype), preferred_element_type=jnp.float32)[: B * T]
@@ -43,12 +50,19 @@ def contract(x: Array, w: Array, n: int) -> Array:
 def int8_product(x: Array, w: Array) -> Array:
     """[R,D] float, [N,D] int8 -> [R,N] float32. Only int8 by int8 is fast, and only with two rows or more."""
     parts, unit = int8_parts(x)
-    high, low = jnp.split(weights_first(parts, w, jnp.int32).astype(jnp.float32), 2)
+    if INT8_WEIGHTS_FIRST:
+        products = weights_first(parts, w, jnp.int32)
+    else:
+        products = jnp.einsum("RD,ND->RN", parts, w, preferred_element_type=jnp.int32)
+    high, low = jnp.split(products.astype(jnp.float32), 2)
     return (high + low / PART) * unit
 
 
 def one_row(x: Array, w: Array) -> Array:
-    """[1,D] float, [N,D] int8 -> [1,N] float32. XLA's int8 product takes as long for one row as for eight."""
+    """[1,D] float, [N,D] int8 -> [1,N] float32, for CPUs with AVX2.
+
+    There XLA's int8 product takes as long for one row as for eight; with AVX-512 it is faster than this.
+    """
     x, sums = x[0].astype(jnp.float32), 0.0  # [N,SIMD_WIDTH]
     for start in range(0, x.size, PIECE):
         for i in range(start, min(start + PIECE, x.size), SIMD_WIDTH):
@@ -58,10 +72,48 @@ def one_row(x: Array, w: Array) -> Array:
     return weights_first(jnp.ones((1, SIMD_WIDTH)), sums, jnp.float32)
 
 
+@functools.cache
+def has_avx512() -> bool:
+    """Whether this machine has AVX-512 with instructions for bytes, as Linux says; elsewhere False."""
+    cpuinfo = pathlib.Path("/proc/cpuinfo")
+    return cpuinfo.exists() and "avx512bw" in cpuinfo.read_text().split()
+
+
 def weights_first(x: Array, w: Array, dtype) -> Array:
     """[R,D], [N,D] -> [R,N] with w as the left operand."""
     y = jnp.einsum("ND,RD->NR", w, x, preferred_element_type=dtype)
     return lax.optimization_barrier(y).T  # else XLA would swap them
+
+
+def reads_in_place(queries: int, columns: int) -> bool:
+    """Whether `scores` and `weighted_sum` suit so many queries per key/value head, and keys of this width."""
+    return queries <= MOST_QUERIES and columns <= MOST_COLUMNS and columns % LANES == 0
+
+
+def scores(q: Array, k: Array) -> Array:
+    """The products of one token's queries with its row's keys: [B,K,G,H], [B,K,S,H] -> [B,K,G,S] float32."""
+    (B, K, G, H), S = q.shape, k.shape[2]
+    q, k = q.astype(jnp.float32), k.astype(jnp.float32)
+    products = q.reshape(B, K, 1, G, H // LANES, LANES) * k.reshape(B, K, S, 1, H // LANES, LANES)
+    return jnp.einsum("BKSGl,l->BKSG", sum_in_loop(products, 4), jnp.ones(LANES)).swapaxes(2, 3)
+
+
+def weighted_sum(p: Array, v: Array) -> Array:
+    """The sum of a row's values by one token's weights: [B,K,G,S], [B,K,S,H] -> [B,K,G,H] float32."""
+    (B, K, G, S), H = p.shape, v.shape[3]
+    terms = math.gcd(S, TERMS)
+    p, v = p.reshape(B, K, G, S // terms, terms, 1), v.reshape(B, K, 1, S // terms, terms, H)
+    sums = sum_in_loop(p * v.astype(jnp.float32), 4)
+    return sum(sums[:, :, :, i] for i in range(S // terms))
+
+
+def sum_in_loop(x: Array, axis: int) -> Array:
+    """The sum over an axis that is not the last, as a loop by vectors which computes x where it needs it.
+
+    An ordinary sum XLA hands to its library YNNPACK, for which x would be written to memory; it does not
+    recognize this one. A second such sum right after it would be joined with it, and be slow.
+    """
+    return lax.reduce(x, jnp.zeros((), x.dtype), lambda a, b: a - (-b), (axis,))
 
 
 @jax.custom_vjp

@@ -69,16 +69,21 @@ def test_cached(lengths, block, gap, monkeypatch):
     compare(attention.attend_cached(jnp.float32(q), poisoned, length, hidden), expected)
 
 
-@pytest.mark.parametrize("lengths", [(0, 1, 20), (3, 4, 5), (0, 0, 0)])
-@pytest.mark.parametrize("rows", [None, (2, 0), (1,)])
+@pytest.mark.parametrize("lengths", [(0, 1, 20, 7), (3, 4, 0, 5)])
+@pytest.mark.parametrize("rows", [None, (2, 0), (1,), (3, 0, 1)])
 @pytest.mark.parametrize("gap", [None, (2, 4)])
-@pytest.mark.parametrize("int8", [False, True])
-def test_cached_row_by_row(lengths, rows, gap, int8, monkeypatch):
-    """One query per row on a CPU: of all rows, of some in another order, and of one."""
-    monkeypatch.setattr(attention, "CPU_BLOCK", 4)
+@pytest.mark.parametrize(("int8", "loops"), [(False, True), (True, True), (False, False)])
+def test_cached_on_a_cpu(lengths, rows, gap, int8, loops, monkeypatch):
+    """One query per row, of all rows, of some in another order, and of one, in blocks of 4 slots.
+
+    loops: by loops that read pairs of rows in place, or row by row by XLA's products.
+    """
+    monkeypatch.setattr(attention, "CPU_BLOCK", 4 * K * 2 * H)
+    monkeypatch.setattr(attention.cpu, "TERMS", 4)
     monkeypatch.setattr(attention, "on_cpu", lambda: True)
-    q, kv = inputs()
-    at, slots = np.array(rows or range(B)), np.arange(S)
+    monkeypatch.setattr(attention.cpu, "reads_in_place", lambda *_: loops)
+    q, kv = (np.concatenate([x, -x[:1]]) for x in inputs())
+    at, slots = np.array(rows or range(len(q))), np.arange(S)
     mask = slots < np.array(lengths)[:, None]
     if gap:
         mask &= (slots < gap[0]) | (slots >= gap[1])

@@ -1,7 +1,9 @@
 """The products of a CPU against numpy, and what main.py keeps between runs."""
 
+import math
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -26,8 +28,13 @@ TOLERANCE = {"float32": 1e-6, "bfloat16": 2**-8, "fifteen bits": 0.5 / 127 / 254
     "dtype, weights",
     [("float32", "float32"), ("bfloat16", "bfloat16"), ("float32", "int8"), ("bfloat16", "int8")],
 )
-@pytest.mark.parametrize("B, T", [(1, 1), (3, 1), (2, 3), (2, 17)])
-def test_products(dtype, weights, B, T):
+@pytest.mark.parametrize(
+    "B, T, avx512", [(1, 1, False), (1, 1, True), (3, 1, True), (2, 3, True), (2, 17, True)]
+)
+@pytest.mark.parametrize("first", [False, True])
+def test_products(dtype, weights, B, T, avx512, first, monkeypatch):
+    monkeypatch.setattr(cpu, "has_avx512", lambda: avx512)
+    monkeypatch.setattr(cpu, "INT8_WEIGHTS_FIRST", first)
     rng = np.random.default_rng(B)
     x = rng.normal(size=(B, T, 3, 32)).astype(np.float32)
     x[-1, 0] *= 100  # each row has its own scale
@@ -39,7 +46,7 @@ def test_products(dtype, weights, B, T):
     assert y.dtype == np.float32 and y.shape == exact.shape
     kind = dtype
     if weights == "int8" and T <= 16:
-        kind = "fifteen bits" if B * T > 1 else "float32"
+        kind = "fifteen bits" if avx512 else "float32"
     largest = np.abs(x).max((2, 3)).astype(np.float64)[..., None, None]
     norm = np.sqrt(np.square(w.astype(np.float64)).sum((2, 3)))
     # Roundings are independent: of 5 * 7 sums of 96, none is 6 standard deviations (of 1 / sqrt(3)) away.
@@ -47,6 +54,20 @@ def test_products(dtype, weights, B, T):
     assert (np.abs(y - exact) <= bound).all()
     if kind.endswith("bits"):  # and it is not rounded less: the fast form was taken
         assert np.abs(y - exact).max() > bound.max() / 100
+
+
+def test_loops_of_attention_copy_nothing():
+    """Both products read the cache in one loop each: nothing as large as a block's keys is written."""
+    q, cache = jnp.ones((2, 3, 3, 64)), jnp.ones((2, 3, 768, 128))
+
+    def attend(q, cache, first):
+        block = jax.lax.dynamic_slice_in_dim(cache, first, 256, 2)
+        p = jax.nn.softmax(cpu.scores(q, block[..., :64]))
+        return cpu.weighted_sum(p, block[..., 64:])
+
+    hlo = jax.jit(attend).lower(q, cache, 0).compile().as_text()
+    results = re.findall(r"= f32\[([\d,]+)\]\S* (?!parameter)", hlo[hlo.index("ENTRY") :])
+    assert results and max(math.prod(map(int, shape.split(","))) for shape in results) < 2 * 3 * 256 * 64
 
 
 def test_the_platform_chooses():
@@ -122,20 +143,21 @@ def test_a_cache_folder_that_cannot_be_written_is_no_error(tmp_path):
 
 @pytest.mark.parametrize(("cpu", "expected"), [(False, [0, 1]), (True, [0, 0, 1, 2])])
 def test_decode_reads_what_is_filled(cpu, expected, monkeypatch):
-    """A long cache costs a step of few positions no more blocks than a short one; on a CPU by row."""
+    """A long cache costs a step of few positions no more blocks than a short one; on a CPU by pairs."""
     monkeypatch.setattr(attention, "on_cpu", lambda: cpu)
+    monkeypatch.setattr(attention, "CPU_BLOCK", 128 * 16)
     blocks = []
     read = attention.read_block
 
-    def count(kv, row, i, block):
+    def count(kv, row, rows, i, block):
         jax.debug.callback(lambda i: blocks.append(int(i)), i)
-        return read(kv, row, i, block)
+        return read(kv, row, rows, i, block)
 
     monkeypatch.setattr(attention, "read_block", count)
     rng = np.random.default_rng(0)
-    q = jnp.asarray(rng.normal(size=(2, 1, 1, 2, 8)), jnp.float32)
+    q = jnp.asarray(rng.normal(size=(4, 1, 1, 2, 8)), jnp.float32)
     columns = key_beside_value(8)
-    kv = KV(jnp.asarray(rng.normal(size=(2, 1, 1024, 16)), jnp.float32), None, columns)
-    jax.block_until_ready(attention.attend_cached(q, kv, jnp.array([[3], [300]])))
+    kv = KV(jnp.asarray(rng.normal(size=(4, 1, 1024, 16)), jnp.float32), None, columns)
+    jax.block_until_ready(attention.attend_cached(q, kv, jnp.array([[3], [5], [300], [7]])))
     jax.effects_barrier()
     assert sorted(blocks) == expected
