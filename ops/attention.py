@@ -174,14 +174,14 @@ def read_block(kv: KV, row: Array | None, rows: int, i: Array, block: int) -> tu
     first = jnp.minimum(i * block, S - block) if block < S else 0
 
     def read(axis: int, x: Array) -> Array:
-        def neighbours(row: Array | int, rows: int) -> Array:
+        def neighbors(row: Array | int, rows: int) -> Array:
             starts, sizes = [row, *[0] * (x.ndim - 1)], [rows, *x.shape[1:]]
             starts[axis], sizes[axis] = first, block
             return lax.dynamic_slice(x, starts, sizes)
 
         if row is None or row.ndim == 0:
-            return neighbours(0 if row is None else row, rows)
-        return jnp.concatenate([neighbours(r, 1) for r in row])
+            return neighbors(0 if row is None else row, rows)
+        return jnp.concatenate([neighbors(r, 1) for r in row])
 
     return map_slots(read, kv), first + jnp.arange(block)
 
@@ -204,7 +204,7 @@ def attend_cached(
 
     q: [B,T,K,G,H]. length: [B,T] int32, of each query; without `gap`, the queries of a row that see any
     slots see the same. gap: (from, to), [B,T] int32 each: slots that a query does not see. row: [B] int32,
-    the rows of the cache; without it, all, in order; a scalar, on a CPU: the first of B neighbours.
+    the rows of the cache; without it, all, in order; a scalar, on a CPU: the first of B neighbors.
     """
     B, T, _, G, H = q.shape
     S, sees, longest = kv.values.shape[2], length > 0, jnp.max(length, 1)

@@ -318,7 +318,7 @@ MUTATIONS = [
     ("ops/attention.py", "slots = min(max(CPU_BLOCK // (K * C), cpu.TERMS), S)", "slots = S", CPU),
     ("ops/attention.py", "if T == 1 and on_cpu() and B > side_by_side:", "if False:", CPU),
     ("ops/attention.py", "if row is None else row.reshape(-1, side_by_side)", "", ATTENTION + "::test_cached_on_a_cpu"),
-    ("ops/attention.py", "neighbours(0 if row is None else row, rows)", "neighbours(0, rows)", ATTENTION + "::test_cached_on_a_cpu"),
+    ("ops/attention.py", "neighbors(0 if row is None else row, rows)", "neighbors(0, rows)", ATTENTION + "::test_cached_on_a_cpu"),
     ("ops/cpu.py", "lambda a, b: a - (-b)", "lambda a, b: a + b", CPU),
     ("ops/attention.py", "starts[axis], sizes[axis] = first, block", "starts[axis], sizes[axis] = 0, block", ATTENTION + "::test_cached_on_a_cpu"),
     ("ops/gpu.py", "scores = scores * factor(0)", "pass", GPU),
