@@ -88,12 +88,12 @@ def attend(q: Array, kv: KV, mask: Array, in_place: bool = False):
 
 
 def merge(*parts: tuple[Array, Array]):
-    """Join partial attentions over disjoint keys: pairs (o, lse) -> (o, lse) over all of them.
-
-    The parts are not stacked: a CPU would write them all to memory, in each round of a loop over blocks.
-    """
+    """Join partial attentions over disjoint keys: pairs (o, lse) -> (o, lse) over all of them."""
     if len(parts) == 1:
         return parts[0]
+    if not on_cpu():
+        return merge_stacked(*(jnp.stack(group) for group in zip(*parts, strict=True)))
+    # A CPU would write the stacked parts to memory, in each round of a loop over blocks.
     peak = functools.reduce(jnp.maximum, (lse for _, lse in parts))
     finite = jnp.where(peak == -jnp.inf, 0, peak)
     weights = [jnp.exp(lse - finite) for _, lse in parts]
@@ -103,7 +103,7 @@ def merge(*parts: tuple[Array, Array]):
 
 
 def merge_stacked(o: Array, lse: Array):
-    """`merge` of many partial results, which are stacked along a first axis."""
+    """`merge` of partial results that are stacked along a first axis."""
     peak = jnp.max(lse, 0)
     weight = jnp.exp(lse - jnp.where(peak == -jnp.inf, 0, peak))
     total = jnp.sum(weight, 0)

@@ -259,8 +259,10 @@ def test_cached_by_the_decode_kernel(width, dtype, with_gap, blocks, monkeypatch
     compare(result, expected, {"float32": 1e-5, "bfloat16": 1e-2, "int8": 1e-2}[dtype])
 
 
-def test_merge():
+@pytest.mark.parametrize("cpu", [False, True])
+def test_merge(cpu, monkeypatch):
     """Two halves of the keys, one of them empty for some rows, join to the whole."""
+    monkeypatch.setattr(attention, "on_cpu", lambda: cpu)
     q, kv = inputs()
     mask = np.zeros((B, T, S), bool)
     mask[0, :, :15] = mask[1, :, 12:] = True  # row 0 sees both halves, row 1 the second, row 2 nothing
