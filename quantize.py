@@ -18,7 +18,7 @@ from jax import Array, lax
 
 INT8_MAX = 127
 INT4_MIN, INT4_MAX = -8, 7
-PART = 2 * INT8_MAX  # units of an activation's low part in one unit of its high part
+PART = 2 * INT8_MAX  # units of an activation's part in one unit of the part before
 MIN_GROUP_SIZE = 32  # smaller groups would have too many scales
 # Of MXFP4: the values of a block, which share a scale; of a pair of blocks, which share bytes; and of a chunk
 # of four blocks, whose exponents are stored in TILE bytes.
@@ -585,15 +585,17 @@ def values_and_scale(x: Array | QuantizedArray) -> tuple[Array, Array | None]:
     return (x.values, x.scale) if isinstance(x, QuantizedArray) else (x, None)
 
 
-def int8_parts(x: Array) -> tuple[Array, Array]:
-    """Activations as integers: [R,...] float -> (int8 [2R,...], unit [R,1,...] float32).
+def int8_parts(x: Array, n: int = 2) -> tuple[Array, Array]:
+    """Activations as integers: [R,...] float -> (int8 [nR,...], unit [R,1,...] float32).
 
-    x is (high + low / PART) * unit, to 15 bits of its row's largest entry: in one part, of 8 bits, the
-    outliers of trained models would leave little of the rest.
+    x is (first + second / PART + third / PART**2 ...) * unit, and two parts have 15 bits of its row's largest
+    entry. In one part, of 8 bits, the outliers of trained models would leave little of the rest.
     """
     x = x.astype(jnp.float32)
     unit = jnp.max(jnp.abs(x), tuple(range(1, x.ndim)), keepdims=True)
     unit = jnp.maximum(unit, 1e-30) / INT8_MAX
-    high = jnp.round(x / unit)
-    low = jnp.round((x / unit - high) * PART)
-    return jnp.concatenate([high, low]).astype(jnp.int8), unit
+    rest, parts = x / unit, []
+    for _ in range(n):
+        parts.append(jnp.round(rest))
+        rest = (rest - parts[-1]) * PART
+    return jnp.concatenate(parts).astype(jnp.int8), unit

@@ -31,14 +31,18 @@ MOST_QUERIES, MOST_COLUMNS = 16, 256  # up to which `scores` and `weighted_sum` 
 def contract(x: Array, w: Array, n: int) -> Array:
     """The sum of products over the last n axes of both: x [B,T,...] float, w [...] float or int8 -> float32.
 
-    Decode is bound by reading the weights. With int8 weights and several rows it rounds x, see `int8_parts`.
+    Decode is bound by reading the weights. With int8 weights and several rows it rounds x to 15 bits.
     """
     (B, T), outputs = x.shape[:2], w.shape[:-n]
     decode = T <= DECODE
     x, w = x.reshape(B * T, -1), w.reshape(math.prod(outputs), -1)
     if decode and w.dtype == jnp.int8:
-        vectors = x.shape[1] <= MAX_INPUTS and x.shape[1] % SIMD_WIDTH == 0 and not has_avx512()
-        y = one_row(x, w) if B * T == 1 and vectors else int8_product(x, w)
+        if B * T > 1:
+            y = int8_product(x, w, 2)
+        elif x.shape[1] <= MAX_INPUTS and x.shape[1] % SIMD_WIDTH == 0 and not has_avx512():
+            y = one_row(x, w)
+        else:  # as exact as one_row, and no slower than with two parts
+            y = int8_product(x, w, 3)
     elif decode and x.dtype == jnp.bfloat16:  # of many tokens it is faster with the weights first
         two = jnp.pad(x, ((0, max(0, 2 - B * T)), (0, 0)))  # XLA would multiply one row in float32
         y = jnp.einsum("RD,ND->RN", two, w.astype(x.dtype), preferred_element_type=jnp.float32)[: B * T]
@@ -47,15 +51,18 @@ def contract(x: Array, w: Array, n: int) -> Array:
     return y.reshape(B, T, *outputs)
 
 
-def int8_product(x: Array, w: Array) -> Array:
-    """[R,D] float, [N,D] int8 -> [R,N] float32. Only int8 by int8 is fast, and only with two rows or more."""
-    parts, unit = int8_parts(x)
+def int8_product(x: Array, w: Array, parts: int) -> Array:
+    """[R,D] float, [N,D] int8 -> [R,N] float32. Only int8 by int8 is fast, and only with two rows or more.
+
+    parts: of x, see `int8_parts`.
+    """
+    x, unit = int8_parts(x, parts)
     if INT8_WEIGHTS_FIRST:
-        products = weights_first(parts, w, jnp.int32)
+        products = weights_first(x, w, jnp.int32)
     else:
-        products = jnp.einsum("RD,ND->RN", parts, w, preferred_element_type=jnp.int32)
-    high, low = jnp.split(products.astype(jnp.float32), 2)
-    return (high + low / PART) * unit
+        products = jnp.einsum("RD,ND->RN", x, w, preferred_element_type=jnp.int32)
+    products = jnp.split(products.astype(jnp.float32), parts)
+    return sum(product / PART**i for i, product in enumerate(products)) * unit
 
 
 def one_row(x: Array, w: Array) -> Array:
