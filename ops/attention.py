@@ -31,8 +31,8 @@ from ragged_attention import DECODE_BLOCKS, MASKED, ragged_attention_tpu
 BLOCK = 1024  # cached slots per step of attend_cached
 QUERIES = 64  # per step of attend: its scores are B·K·G·QUERIES·BLOCK floats
 DECODE_BLOCK = 256  # slots per step if T = 1, so that few empty slots are read
-CPU_BLOCK = 96 * 1024  # keys and values of a row's block on a CPU, so that it stays in a core's cache
-CPU_ROWS = 2  # that a CPU attends to side by side: enough work for two cores, little of it for the other row
+CPU_BLOCK = 96 * 1024  # numbers in a row's block of slots on a CPU, where a core's cache should hold it
+CPU_ROWS = 2  # that a CPU attends to side by side: more would occupy more cores, and read more empty slots
 FEW_QUERIES = 128  # T·G, queries per key/value head, up to which the decode kernel is used
 FLASH = (64, 128)  # widths of keys that the GPU's kernel supports
 

@@ -115,10 +115,10 @@ def weighted_sum(p: Array, v: Array) -> Array:
 
 
 def sum_in_loop(x: Array, axis: int) -> Array:
-    """The sum over an axis that is not the last, as a loop by vectors which computes x where it needs it.
+    """The sum of x over an axis that is not the last, in a loop that also computes x, by vectors.
 
-    An ordinary sum XLA hands to its library YNNPACK, for which x would be written to memory; it does not
-    recognize this one. A second such sum right after it would be joined with it, and be slow.
+    XLA hands an ordinary sum to its library YNNPACK, and writes x to memory for it, but does not recognize
+    this sum. XLA would join a second such sum of the result with this one, in a loop without vectors.
     """
     return lax.reduce(x, jnp.zeros((), x.dtype), lambda a, b: a - (-b), (axis,))
 
