@@ -209,7 +209,7 @@ def attend_cached(
     B, T, _, G, H = q.shape
     S, sees, longest = kv.values.shape[2], length > 0, jnp.max(length, 1)
     block = block_size(kv, T)
-    if use_ragged(kv) and T * q.shape[3] <= FEW_QUERIES:
+    if use_ragged(kv) and T * G <= FEW_QUERIES:
         if gap is None or T == 1:
             gap = jax.tree.map(lambda x: x[:, 0], gap)
             (o, lse), _ = ragged_attention_tpu(q, kv, longest, gap, row)

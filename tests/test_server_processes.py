@@ -13,11 +13,10 @@ import time
 
 import pytest
 from conftest import FAST
-from processes import finish, free_port, start
+from processes import SECONDS, finish, free_port, start
 
 import main
 
-SECONDS = 120
 ASKED = dict(prompt="What is", temperature=0, max_tokens=100, ignore_eos=True)
 CITY = dict(type="object", properties=dict(city=dict(enum=["Bern", "Oslo"])), required=["city"])
 CHAT = dict(messages=[dict(role="user", content="How is the weather?")], temperature=0, max_tokens=60)
