@@ -22,10 +22,10 @@ from ops.platform import platform
 from ops.tpu import in_hbm, precision, result
 from quantize import CHUNK, PAIR, PART, QuantizedArray, int8_parts, power_of_two, values_and_scale
 
-FEW_ROWS = 128  # up to which multiplying int8 weights takes about as long as reading them: 120 on v5e
 VMEM_BYTES = 48 << 20  # of VMEM that the kernel may use; with few rows half of it for blocks of weights
 ROW_TILE = 8  # rows of a float32 tile
 TILES = 32, 64  # rows that an expert multiplies at a time, if there are many
+FEW_ROWS = max(TILES)  # up to which they need not be sorted: multiplying 64 hides behind reading int8 weights
 
 
 Biases = tuple[Array | None, Array | None, Array | None]  # of gate and up [E,M], and of down [E,D]

@@ -42,8 +42,8 @@ PREFILL_CODE = {
 # The same where the residual stream is divided by columns. Seen: up to 9.4, 8.4, 14.7, 15.2 and 17.3, with 8
 # chips of v5e.
 COLUMNS_CODE = {(4, 32): 10 * MB, (1, 128): 9 * MB, (4, 128): 16 * MB, (1, 512): 16 * MB, (1, 2048): 18 * MB}
-# The same in a decode step that routes more than FEW_ROWS tokens to experts. Seen: 5.2 with 176 rows, by
-# XLA's ragged product; the experts' kernel that took its place was not compiled for this.
+# The same in a decode step that routes more than FEW_ROWS tokens to experts. Seen: from 2.0 to 3.3 with 128
+# rows of int8 or MXFP4, and 5.1 with 176 rows of int4.
 MANY_TOKENS_CODE = 6 * MB
 # Code of the decode steps beside their layers, which choose greedily, at random, and with all options. Seen:
 # 4, 11 and 24; with drafts the last one has 36.
