@@ -9,7 +9,7 @@ product is used.
 
 import dataclasses
 import math
-from functools import partial
+from functools import partial, reduce
 
 import jax
 import jax.numpy as jnp
@@ -599,3 +599,8 @@ def int8_parts(x: Array, n: int = 2) -> tuple[Array, Array]:
         parts.append(jnp.round(rest))
         rest = (rest - parts[-1]) * PART
     return jnp.concatenate(parts).astype(jnp.int8), unit
+
+
+def join_parts(y: Array, n: int = 2) -> Array:
+    """Add up the products of a row's n parts, see `int8_parts`: [nR,...] float -> [R,...], in its unit."""
+    return reduce(lambda rest, part: part + rest / PART, reversed(jnp.split(y, n)))

@@ -16,7 +16,7 @@ from jax import Array, lax
 
 from ops.tiles import find_tile, tile_rows, tiles_per_group
 from ops.tpu import varying
-from quantize import PART, int8_parts
+from quantize import int8_parts, join_parts
 
 INT8_WEIGHTS_FIRST = jax.__version_info__ < (0, 11)  # newer ones read them faster as the right operand
 DECODE = 16  # tokens per row, draft tokens included, up to which a step is decode
@@ -61,8 +61,7 @@ def int8_product(x: Array, w: Array, parts: int) -> Array:
         products = weights_first(x, w, jnp.int32)
     else:
         products = jnp.einsum("RD,ND->RN", x, w, preferred_element_type=jnp.int32)
-    products = jnp.split(products.astype(jnp.float32), parts)
-    return sum(product / PART**i for i, product in enumerate(products)) * unit
+    return join_parts(products.astype(jnp.float32), parts) * unit
 
 
 def one_row(x: Array, w: Array) -> Array:

@@ -20,12 +20,12 @@ from ops import cpu, gpu
 from ops.matmul import scheme_of
 from ops.platform import platform
 from ops.tpu import in_hbm, precision, result
-from quantize import CHUNK, PAIR, PART, QuantizedArray, int8_parts, power_of_two, values_and_scale
+from quantize import CHUNK, PAIR, QuantizedArray, int8_parts, join_parts, power_of_two, values_and_scale
 
 VMEM_BYTES = 48 << 20  # of VMEM that the kernel may use; with few rows half of it for blocks of weights
 ROW_TILE = 8  # rows of a float32 tile
 TILES = 32, 64  # rows that an expert multiplies at a time, if there are many
-FEW_ROWS = max(TILES)  # up to which they need not be sorted: multiplying 64 hides behind reading int8 weights
+FEW_ROWS = max(TILES)  # up to which an expert multiplies all rows, about as fast as int8 weights are read
 
 
 Biases = tuple[Array | None, Array | None, Array | None]  # of gate and up [E,M], and of down [E,D]
@@ -214,8 +214,8 @@ def _all_rows(
 ):
     """The kernel of few rows, at expert i of the active ones and block j of M.
 
-    Each expert multiplies all rows, with factor 0 for rows that did not choose it: that takes no longer than
-    reading its weights. All refs but the first two are in VMEM.
+    Each expert multiplies all rows, with factor 0 for rows that did not choose it. All refs but the
+    first two are in VMEM.
     """
     *rows, factors = rows
     i = clear_first(y)
@@ -335,8 +335,7 @@ def int4_mlp(rows, factor, expert, weights, units, biases, activation: Callable)
             w = weights[which][group].astype(jnp.int8)
             part = jnp.dot(parts[:, group * size : (group + 1) * size], w, preferred_element_type=jnp.int32)
             total += part.astype(jnp.float32) * scale_of(group)
-        high, low = jnp.split(total, 2)
-        return (high + low / PART) * unit
+        return join_parts(total) * unit
 
     def column_scale(which: int):
         return lambda group: units[which][group : group + 1].astype(jnp.float32)

@@ -8,7 +8,14 @@ from jax import Array, lax
 from ops import gpu, tpu
 from ops.cpu import contract
 from ops.platform import platform
-from quantize import PART, QuantizedArray, activation_groups, contracted_count, int8_parts, values_and_scale
+from quantize import (
+    QuantizedArray,
+    activation_groups,
+    contracted_count,
+    int8_parts,
+    join_parts,
+    values_and_scale,
+)
 
 FEW_ROWS = 256  # up to which multiplying int4 is no slower than converting it to bfloat16 first
 
@@ -65,8 +72,7 @@ def int4_on_tpu(spec: str, x: Array, w: QuantizedArray) -> Array:
         preferred_element_type=jnp.int32,
     )  # fmt: skip
     y = jnp.sum(sums.astype(jnp.float32) * jnp.expand_dims(w.scale, n), kept)
-    high, low = jnp.split(y, 2)
-    y = (high + low / PART) * unit.reshape(-1, *(1,) * len(outputs))
+    y = join_parts(y) * unit.reshape(-1, *(1,) * len(outputs))
     return y.reshape(*lead, *outputs)
 
 

@@ -14,6 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.polynomial.polynomial import polypow
 
+from feedback.errors import UserError
 from model import Config, SwiGLU
 from ops.grouped_matmul import FEW_ROWS, TILES, active_experts, block_width
 from planner.decode_kernel import bundles_of
@@ -21,6 +22,7 @@ from planner.schedule import LEAST_ROWS
 from planner.topologies import find_topology
 from quantize import FORMATS, QuantizedArray
 from sharding.arrays import ArrayInfo
+from terminal.command_line import run
 
 E, A, D, M = 8, 4, 2880, 2944  # experts of a chip and of a token; gpt-oss's widths, M padded as on TPUs
 BYTES_PER_CYCLE = {"v5e": 546, "v6e": 937}  # of HBM: bandwidth / clock
@@ -73,7 +75,12 @@ def compile_kernel(topology: str, format: str, rows: int = 8) -> None:
 
 
 def cycles(topology: str, format: str, rows: int = 8) -> tuple[int, float]:
-    """-> (bundles x trips, cycles of reading) of one expert."""
+    """-> (bundles x trips, cycles of reading) of one expert.
+
+    Raises UserError for more than FEW_ROWS rows: how often that kernel's loops run depends on the router.
+    """
+    if rows > FEW_ROWS:
+        raise UserError(f"{rows} rows: bundles are counted for at most {FEW_ROWS}")
     what = f"{topology!r}, {format!r}, {rows}"
     call = f"from planner.experts_kernel import compile_kernel; compile_kernel({what})"
     (bundles,) = bundles_of(call, "active_experts", topology)
@@ -83,7 +90,11 @@ def cycles(topology: str, format: str, rows: int = 8) -> tuple[int, float]:
     return bundles * trips, read / BYTES_PER_CYCLE[topology.partition(":")[0]]
 
 
-if __name__ == "__main__":
+def main() -> None:
     topology, format, *rows = sys.argv[1:]
     computed, read = cycles(topology, format, *map(int, rows))
     print(f"{format} on {topology}: {computed:,} bundles, {read:,.0f} cycles to read, of one expert")
+
+
+if __name__ == "__main__":
+    run(main)
