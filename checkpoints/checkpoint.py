@@ -7,9 +7,11 @@ layout follows from model.py's declarations and not from a mesh, and an index wi
 import collections
 import concurrent.futures
 import dataclasses
+import functools
 import hashlib
 import itertools
 import math
+import os
 import pathlib
 import re
 from collections.abc import Callable
@@ -24,6 +26,7 @@ from checkpoints.folders import (
     companions,
     open_tensors,
     read_index,
+    refuse_pickled,
     refuse_unfinished,
     weight_map_in,
 )
@@ -132,15 +135,17 @@ def open_checkpoint(path_or_id: str, alone: bool = False) -> Checkpoint:
     folder = find_model(path_or_id, alone)
     if isinstance(folder, pathlib.Path):
         small, tensors = open_gguf(folder)
-        return _open_published(str(folder), ModelFolder(small), lambda _: tensors)
+        return _open_published(str(folder), ModelFolder(small), lambda *_: tensors)
     refuse_unfinished(str(folder), [name for name in (STATE, INDEX) if (folder.small / name).exists()])
     if not (folder.small / "config.json").is_file():
         files = sorted(folder.small.glob("*.gguf"))
+        if not files:
+            refuse_pickled(str(folder), os.listdir(folder.small))
         what = f"give its GGUF file: {files[0]}" if files else "is it a model's folder, and whole?"
         raise UserError(f"{folder}: no config.json in it; {what}")
     if (folder.small / INDEX).exists():
         return _open_ours(folder)
-    return _open_published(str(folder), folder, lambda config: _tensors_in(folder, config))
+    return _open_published(str(folder), folder, functools.partial(_tensors_in, folder))
 
 
 def _open_ours(folder: ModelFolder) -> Checkpoint:
@@ -172,16 +177,23 @@ def _open_ours(folder: ModelFolder) -> Checkpoint:
 
 
 def _open_published(
-    path: str, folder: ModelFolder, open_tensors: Callable[[dict], dict[str, Tensor]]
+    path: str, folder: ModelFolder, open_tensors: Callable[[dict, Callable[[str], bool]], dict[str, Tensor]]
 ) -> Checkpoint:
     """Open what others published. path: to name in errors. folder: of config.json and other small files.
 
-    open_tensors: from the content of config.json to the tensors by their names.
+    open_tensors: from the content of config.json, and whether the model does not use the tensor of a name, to
+    the tensors by their names.
     """
     with located(path):
         content = folder.read_json("config.json")
         config, (family, content) = read_config(content), find_family(content)
-    tensors = renamed(open_tensors(content), family)
+
+    def is_unused(name: str) -> bool:
+        name = family.llama_name(name)
+        copy = config.tied_embeddings and name == "lm_head.weight"
+        return copy or family.ignores(name, len(config.layers))
+
+    tensors = renamed(open_tensors(content, is_unused), family)
     infos = named_infos(config)
     sources = {name: _find(tensors, path, info, family.places(name, info)) for name, info in infos}
     for name, info in named_infos(config, format=INT8):
@@ -195,13 +207,16 @@ def _open_published(
     return Checkpoint(path, folder.small, family, config, sources, converted=False, format=None)
 
 
-def _tensors_in(folder: ModelFolder, config: dict) -> dict[str, Tensor]:
+def _tensors_in(folder: ModelFolder, config: dict, is_unused: Callable[[str], bool]) -> dict[str, Tensor]:
+    """The tensors of a published folder. The index may name tensors that no file has, if they are unused."""
     if (folder.small / THEIR_INDEX).exists():
         index = folder.read_json(THEIR_INDEX)
-        tensors = open_tensors(folder, weight_map_in(index, folder.where(THEIR_INDEX)))
+        weight_map = weight_map_in(index, folder.where(THEIR_INDEX))
+        tensors = open_tensors(folder, weight_map, is_unused=is_unused)
     elif file := folder.open(THEIR_FILE):
         tensors = file.tensors
     else:
+        refuse_pickled(str(folder), os.listdir(folder.small))
         raise UserError(f"{folder}: neither {THEIR_FILE} nor {THEIR_INDEX} in it; is the download complete?")
     if not (quantization := config.get("quantization_config")):
         return tensors

@@ -12,6 +12,7 @@ import collections
 import dataclasses
 import functools
 import hashlib
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ import numpy as np
 from ml_dtypes import float8_e4m3fn
 
 from checkpoints.tensor_files import FLOAT_TYPES, StoredTensor, TensorFile
+from distributed.exchange import warn
 from families.fields import ConfigFields
 from feedback.errors import UserError
 from quantize import BLOCK
@@ -139,7 +141,7 @@ def dequantized(tensors: dict[str, StoredTensor], config: dict) -> dict[str, Sto
     name = config.pop("quant_method", None)
     if name not in METHODS:
         raise UserError(f"config.json: quant_method = {name!r} is not supported ({', '.join(METHODS)})")
-    fields = ConfigFields({key: value for key, value in config.items() if key not in NO_EFFECT})
+    fields = ConfigFields({key: value for key, value in config.items() if key not in UNREAD})
     method = METHODS[name](fields)
     fields.finish({})
     weights, others = collections.defaultdict(dict), {}
@@ -169,10 +171,25 @@ def float32(scales: StoredTensor) -> Dequantized:
 # -------------------------------------------------------------------------------------------------- values
 
 
+def packing(bits: int) -> tuple[int, int]:
+    """-> (the fewest words that hold whole values, the number of these values)"""
+    words = bits // math.gcd(bits, WORD)
+    return words, words * WORD // bits
+
+
 def unpack(words: np.ndarray, bits: int) -> np.ndarray:
-    """int32 [..., n] -> float32 [..., n, WORD / bits]: the values in each word, from the lowest bits on."""
-    shifts = np.arange(0, WORD, bits, dtype=np.uint32)
-    return (words.view(np.uint32)[..., None] >> shifts & np.uint32(2**bits - 1)).astype(np.float32)
+    """int32 [..., n] -> float32 [..., n / W, V]: the V values in each W words, from the lowest bits on.
+
+    W, V: see `packing`.
+    """
+    count, per_group = packing(bits)
+    if count == 1:
+        shifts = np.arange(0, WORD, bits, dtype=np.uint32)
+        return (words.view(np.uint32)[..., None] >> shifts & np.uint32(2**bits - 1)).astype(np.float32)
+    groups = words.view(np.uint32).reshape(*words.shape[:-1], -1, count).astype(np.uint64)
+    word, shift = np.divmod(np.arange(per_group, dtype=np.uint64) * np.uint64(bits), np.uint64(WORD))
+    both = groups[..., word] | groups[..., np.minimum(word + 1, count - 1)] << np.uint64(WORD)
+    return (both >> shift & np.uint64(2**bits - 1)).astype(np.float32)
 
 
 def columns(tensor: StoredTensor, lo: int, hi: int) -> np.ndarray:
@@ -183,13 +200,13 @@ def columns(tensor: StoredTensor, lo: int, hi: int) -> np.ndarray:
 def unpack_columns(words: Rows, bits: int, lo: int, hi: int, order=slice(None)) -> np.ndarray:
     """Columns [lo, hi) of N, transposed: float32 [hi - lo, C].
 
-    words: reads the words [first, last) of N / values per word: int32 [C, last - first].
+    words: reads the words [first, last) of each row: int32 [C, last - first].
     order: the position in a word of each of its columns.
     """
-    per_word = WORD // bits
-    first = lo // per_word
-    values = unpack(np.ascontiguousarray(words(first, -(-hi // per_word))), bits)[..., order]
-    return values.reshape(len(values), -1)[:, lo - first * per_word : hi - first * per_word].T
+    count, per_group = packing(bits)
+    first = lo // per_group
+    values = unpack(np.ascontiguousarray(words(first * count, -(-hi // per_group) * count)), bits)[..., order]
+    return values.reshape(len(values), -1)[:, lo - first * per_group : hi - first * per_group].T
 
 
 def scaled(
@@ -237,27 +254,47 @@ def group_size(fields: ConfigFields) -> int | None:
     return None if fields.get("group_size") == -1 else fields.take("group_size", int, None)
 
 
+GPTQ_OFFSETS = {"gptq": 1, "gptq_v2": 0}  # what must be added to stored zero points
+
+
 def gptq(fields: ConfigFields) -> Method:
-    bits, size = one_of(fields, "bits", 4, 8, 2), group_size(fields)
+    bits, size = one_of(fields, "bits", 4, 8, 2, 3), group_size(fields)
     ordered = fields.take("desc_act", bool, False)  # columns in order of importance, and so the groups
-    version = one_of(fields, "checkpoint_format", "gptq", "gptq_v2", default="gptq")
-    more = {"gptq": 1, "gptq_v2": 0}[version]  # what must be added to stored zero points
-    per_word = WORD // bits
+    stated = one_of(fields, "checkpoint_format", *GPTQ_OFFSETS, default="gptq")
+    # The zero point of symmetric weights is known, and shows the version.
+    middle = 2 ** (bits - 1) if fields.take("sym", bool, False) else None
+    versions = []  # of the first weight
+
+    def version(zeros: StoredTensor) -> str:
+        if not versions:
+            first = np.unique(unpack(np.ascontiguousarray(zeros.read(0, 1)), bits))
+            known = [
+                x for x, offset in GPTQ_OFFSETS.items() if middle and first.tolist() == [middle - offset]
+            ]
+            versions.extend(known or [stated])
+            if versions[0] != stated:
+                warn(
+                    f"{zeros}: the config says checkpoint_format {stated}, but this symmetric weight has the "
+                    f"zero points of {versions[0]}; the weights are read as {versions[0]}"
+                )
+        return versions[0]
 
     def read(parts: Parts):
         packed = parts.get("qweight", None, None)
-        C, N = packed.shape[0] * per_word, packed.shape[1]
+        C, N = packed.shape[0] * WORD // bits, packed.shape[1]
         if ordered or "g_idx" in parts.tensors:
             scales = parts.get("scales", None, N)
             group = stored_groups(parts, "g_idx", C, scales.shape[0])
         else:
             group = even_groups(parts, "qweight", C, size)
             scales = parts.get("scales", group[-1] + 1, N)
-        zeros = parts.get("qzeros", scales.shape[0], N // per_word)
+        zeros = parts.get("qzeros", scales.shape[0], N * bits // WORD)
+        offset = GPTQ_OFFSETS[version(zeros)]
 
         def rows(lo: int, hi: int) -> np.ndarray:
             values = unpack(np.ascontiguousarray(columns(packed, lo, hi).T), bits).reshape(hi - lo, C)
-            zero = unpack_columns(functools.partial(columns, zeros), bits, lo, hi) + more
+            # In version 1 the zero point 0 is stored as -1, which is 2**bits - 1 without a sign.
+            zero = (unpack_columns(functools.partial(columns, zeros), bits, lo, hi) + offset) % 2**bits
             return scaled(values, zero, columns(scales, lo, hi).T, group)
 
         return (N, C), rows
@@ -321,7 +358,7 @@ def _weights_scheme(groups: dict) -> dict:
     schemes = [group.get("weights") if isinstance(group, dict) else None for group in groups.values()]
     if not schemes or not isinstance(schemes[0], dict) or any(scheme != schemes[0] for scheme in schemes):
         raise UserError("config.json: config_groups of a quantized model do not all have the same weights")
-    return {name: value for name, value in schemes[0].items() if name not in NO_EFFECT}
+    return {name: value for name, value in schemes[0].items() if name not in UNREAD}
 
 
 def _packed(weights: ConfigFields, size: int | None) -> Method:
@@ -440,10 +477,13 @@ METHODS: dict[str, Callable[[ConfigFields], Method]] = {
     "fbgemm_fp8": fbgemm_fp8,
     "mxfp4": mxfp4,
 }
-# Fields that do not change how weights are stored. Which weights are quantized, their tensors say.
-NO_EFFECT = frozenset(
-    """activation_scale_ub backend batch_size damp_percent dataset dequantize do_fuse
-    global_compression_ratio ignore is_marlin_format lm_head meta model_file_base_name
-    model_name_or_path modules_to_not_convert observer observer_kwargs pack_dtype quantizer scale_dtype
-    static_groups sym tokenizer true_sequential zp_dtype""".split()
-)
+# Fields that cannot change what a weight is, by the reason.
+NO_EFFECT = {
+    "which weights are quantized, which their tensors show": "ignore lm_head modules_to_not_convert",
+    "how the quantizer found the values": """batch_size damp_percent dataset global_compression_ratio
+        model_name_or_path observer observer_kwargs quantizer static_groups tokenizer true_sequential""",
+    "types of tensors, which the tensors have": "pack_dtype scale_dtype zp_dtype",
+    "the program that ran or wrote the model": """activation_scale_ub backend dequantize do_fuse
+        is_marlin_format meta model_file_base_name""",
+}
+UNREAD = frozenset(" ".join(NO_EFFECT.values()).split())

@@ -4,6 +4,7 @@ import atexit
 import concurrent.futures
 import contextlib
 import dataclasses
+import fnmatch
 import json
 import os
 import pathlib
@@ -35,6 +36,7 @@ COMPANIONS = (
 
 
 CHECKSUMS = "checksums.json"  # of the other files in a folder of the cache
+PICKLED = "pytorch_model*.bin", "consolidated*.pth", "*.pth", "*.pt", "*.ckpt", "*.bin"  # weights of PyTorch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +128,18 @@ def refuse_unfinished(folder: str, names: Collection[str]) -> None:
         raise UserError(f"{folder}: is an unfinished conversion; run its command again to complete it")
 
 
+def refuse_pickled(name: str, files: Collection[str]) -> None:
+    """Raises UserError if a folder or repository has pickled files of PyTorch, but no safetensors files."""
+    found = [file for pattern in PICKLED for file in sorted(fnmatch.filter(files, pattern))]
+    if not found or fnmatch.filter(files, "*.safetensors"):
+        return
+    what_to_do = "take a version of the model in safetensors, which the hub may have"
+    if fnmatch.fnmatch(found[0], "pytorch_model*.bin"):  # transformers reads no other pickles
+        call = f"AutoModelForCausalLM.from_pretrained({name!r}).save_pretrained('NEW_DIR')"
+        what_to_do += f", or let transformers write it: {call}, and copy the tokenizer's files to NEW_DIR"
+    raise UserError(f"{name}: has no safetensors files; {found[0]} is pickled, and not read; {what_to_do}")
+
+
 def read_json(file: pathlib.Path) -> dict:
     """The object in a JSON file. Raises UserError naming the file."""
     return parse_json(file.read_bytes(), file)
@@ -173,11 +187,15 @@ def read_index(folder: ModelFolder) -> dict:
 
 
 def open_tensors(
-    folder: ModelFolder, weight_map: dict[str, str], sizes: dict[str, int] | None = None
+    folder: ModelFolder,
+    weight_map: dict[str, str],
+    sizes: dict[str, int] | None = None,
+    is_unused: Callable[[str], bool] = lambda name: False,
 ) -> dict[str, StoredTensor]:
     """The tensors of the files in a weight map, which may lack some of the tensors. Only headers are read.
 
-    sizes: of the files, if they are known. Raises UserError.
+    sizes: of the files, if they are known. is_unused: whether the file of this tensor may lack it.
+    Raises UserError.
     """
     allow_open_files()
     tensors, names = {}, sorted(set(weight_map.values()))
@@ -196,7 +214,7 @@ def open_tensors(
                     raise UserError(f"{file}: tensor {tensor} is also in {tensors[tensor].file.name}")
             tensors |= file.tensors
     for name, file in weight_map.items():
-        if name not in tensors or tensors[name].file.name != file:
+        if (name not in tensors or tensors[name].file.name != file) and not is_unused(name):
             raise UserError(f"{folder.where(file)}: tensor {name} is not in it, though the index says so")
     return tensors
 

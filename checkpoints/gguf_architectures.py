@@ -43,8 +43,40 @@ NAMES = {  # of tensors, between "blk.N." and ".weight"
     "ffn_up_exps": "mlp.experts.{e}.up_proj",
     "ffn_down_exps": "mlp.experts.{e}.down_proj",
 }
-SIGMOID = 2  # of expert_gating_func
+# Fields after "ARCHITECTURE." with the values that ask for what is computed anyway. Other values are refused.
+NEUTRAL = {
+    "attention.causal": (True,),
+    "logit_scale": (0.0, 1.0),
+    "rope.scaling.attn_factor": (1.0,),
+    "rope.scaling.yarn_attn_factor": (1.0,),
+    "rope.scaling.yarn_ext_factor": (1.0, -1.0),
+}
+# Fields after "ARCHITECTURE." that cannot change an answer.
+NO_EFFECT = {
+    "how the model was trained": "rope.scaling.finetuned",
+    "sizes and orders that the tensors have": "tensor_data_layout vocab_size",
+    "models that do not write texts": "pooling_type",
+}
+SOFTMAX, SIGMOID, SOFTMAX_WEIGHT = 1, 2, 3  # of expert_gating_func
 Fields = dict[str, Any]
+
+
+def rope_scaling(fields: Fields) -> Fields:
+    """Take the fields of scaled RoPE -> rope_scaling of a config.json; {} if frequencies are not scaled.
+
+    As in llama.cpp, a factor without a type is that of linear scaling.
+    """
+    kind = fields.pop("rope.scaling.type", "linear")
+    names = dict(
+        factor="factor", original_context_length="original_max_position_embeddings",
+        yarn_beta_fast="beta_fast", yarn_beta_slow="beta_slow",
+    )  # fmt: skip
+    fields.setdefault("rope.scaling.factor", fields.pop("rope.scale_linear", None))  # its older name
+    found = {theirs: fields.pop(f"rope.scaling.{name}", None) for name, theirs in names.items()}
+    found = {name: value for name, value in found.items() if value}
+    if kind == "linear":
+        return {"rope_type": kind, "factor": found["factor"]} if found.get("factor", 1) != 1 else {}
+    return {} if kind == "none" else {"rope_type": kind} | found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,17 +90,17 @@ class Architecture:
     names:       tensors with other names than in NAMES; with ".weight" or ".bias" if that changes, too.
     interleaved: the rows of q and k are in the order of interleaved RoPE, which Hugging Face's are not.
     norm_offset: what the file adds to the weights of norms.
-    ends:        tokens that end an answer, besides those that the file names by their numbers.
+    neutral:     fields with the values that ask for what is computed anyway, besides those in NEUTRAL.
     """
 
     model_type: str
     model_class: str
-    config: Callable[[Fields], Fields] = lambda fields: {}
+    config: Callable[[Fields], Fields] = lambda fields: {"rope_scaling": rope_scaling(fields)}
     fields: dict[str, str] = dataclasses.field(default_factory=dict)
     names: dict[str, str] = dataclasses.field(default_factory=dict)
     interleaved: bool = False
     norm_offset: float = 0
-    ends: tuple[str, ...] = ()
+    neutral: dict[str, tuple] = dataclasses.field(default_factory=dict)
 
 
 def _integer(fields: Fields, name: str, default: int | None = None) -> int:
@@ -80,22 +112,9 @@ def _integer(fields: Fields, name: str, default: int | None = None) -> int:
     return value
 
 
-def _rope_scaling(fields: Fields) -> Fields:
-    """rope_scaling, without the fields that the file leaves out; {} if frequencies are not scaled."""
-    fields.pop("rope.scaling.finetuned", None)
-    kind = fields.pop("rope.scaling.type", "none")
-    names = dict(
-        factor="factor", original_context_length="original_max_position_embeddings",
-        yarn_beta_fast="beta_fast", yarn_beta_slow="beta_slow",
-    )  # fmt: skip
-    found = {theirs: fields.pop(f"rope.scaling.{name}", None) for name, theirs in names.items()}
-    found = {name: value for name, value in found.items() if value is not None}
-    return {} if kind == "none" else {"rope_type": kind} | found
-
-
 def _gpt_oss(fields: Fields) -> Fields:
     """YaRN's fields that no file states are those of the published models."""
-    scaling, limits = _rope_scaling(fields), {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+    scaling, limits = rope_scaling(fields), {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
     yarn = scaling.get("rope_type") == "yarn"
     return {"rope_scaling": limits | scaling if yarn else scaling or {"rope_type": "default"}}
 
@@ -118,16 +137,17 @@ def _deepseek2(fields: Fields) -> Fields:
     fields["block_count"] = _integer(fields, "block_count") - extra
     for name in ("attention.key_length", "attention.value_length"):
         fields.pop(name), fields.pop(name + "_mla", None)
+    fields.pop("attention.head_count_kv", None)  # newer files count the latent as one head
     fields.pop("rope.dimension_count"), fields.pop("nextn_predict_layers", None)
     # Older files do not say that DeepSeek V3 and R1, with 256 experts, divide them into groups.
     groups = (8, 4) if fields.get("expert_count") == 256 else (1, 1)
-    scaling, log = _rope_scaling(fields), fields.pop("rope.scaling.yarn_log_multiplier", None)
+    scaling, log = rope_scaling(fields), fields.pop("rope.scaling.yarn_log_multiplier", None)
     if scaling and "beta_fast" not in scaling and fields.get("expert_count") == 384:
         raise UserError(
             "field rope.scaling.yarn_beta_fast of the architecture is missing: this older file is one of "
             "Kimi K2, which does not have the usual value"
         )
-    if scaling and isinstance(log, float):
+    if scaling and log:
         # The file has 0.1 * mscale_all_dim. mscale, which no file has, is the same in all published models.
         scaling |= dict.fromkeys(("mscale", "mscale_all_dim"), round(10 * log, 6))
     return {
@@ -150,7 +170,7 @@ def _gemma3(fields: Fields) -> Fields:
     width, heads, head_width = (_integer(fields, name) for name in names)
     config = {
         "hidden_activation": "gelu_pytorch_tanh",
-        "rope_scaling": _rope_scaling(fields),
+        "rope_scaling": rope_scaling(fields),
         # No field says it; only the 27B model, which has 62 layers, does not take the width of a head.
         "query_pre_attn_scalar": width // max(heads, 1) if depth == 62 else head_width,
     }
@@ -173,7 +193,6 @@ GEMMA3 = Architecture(
         "post_ffw_norm": "post_feedforward_layernorm",
     },
     norm_offset=1,
-    ends=("<end_of_turn>",),
 )
 GPT_OSS = Architecture(
     "gpt_oss",
@@ -188,7 +207,7 @@ GPT_OSS = Architecture(
         "attn_sinks.weight": "self_attn.sinks",
         "ffn_gate_inp": "mlp.router",
     },
-    ends=("<|return|>", "<|call|>"),
+    neutral={"expert_gating_func": (SOFTMAX_WEIGHT,)},
 )
 DEEPSEEK2 = Architecture(
     "deepseek_v3",
@@ -215,15 +234,22 @@ DEEPSEEK2 = Architecture(
         "ffn_down_shexp": "mlp.shared_experts.down_proj",
         "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
     },
-    ends=("<|im_end|>",),
 )
+SOFTMAX_OF_CHOSEN = {
+    "expert_gating_func": (SOFTMAX,), "expert_weights_norm": (True,), "expert_weights_scale": (0.0, 1.0)
+}  # fmt: skip
 ARCHITECTURES = {  # by (general.architecture, whether there are experts)
     ("llama", False): Architecture("llama", "LlamaForCausalLM", interleaved=True),
-    ("llama", True): Architecture("mixtral", "MixtralForCausalLM", interleaved=True),
+    ("llama", True): Architecture(
+        "mixtral", "MixtralForCausalLM", interleaved=True, neutral=SOFTMAX_OF_CHOSEN
+    ),
     ("qwen2", False): Architecture("qwen2", "Qwen2ForCausalLM"),
     ("qwen3", False): Architecture("qwen3", "Qwen3ForCausalLM"),
     ("qwen3moe", True): Architecture(
-        "qwen3_moe", "Qwen3MoeForCausalLM", lambda fields: {"norm_topk_prob": True}
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        lambda fields: {"rope_scaling": rope_scaling(fields), "norm_topk_prob": True},
+        neutral=SOFTMAX_OF_CHOSEN,
     ),
     ("gemma3", False): GEMMA3,
     ("gpt-oss", True): GPT_OSS,

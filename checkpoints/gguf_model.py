@@ -17,14 +17,20 @@ import numpy as np
 
 from checkpoints.dequantized import Dequantized
 from checkpoints.folders import cache_folder, made_once
-from checkpoints.gguf_architectures import ARCHITECTURES, FIELDS, NAMES, Architecture
+from checkpoints.gguf_architectures import ARCHITECTURES, FIELDS, NAMES, NEUTRAL, NO_EFFECT, Architecture
 from checkpoints.gguf_file import PLAIN, GgufFile, open_parts
-from checkpoints.gguf_tokenizer import write_tokenizer
+from checkpoints.gguf_tokenizer import read_vocabulary, write_tokenizer
 from checkpoints.tensor_files import StoredTensor, aligned_empty
-from families.read import MOST_LAYERS
+from families.registry import read_config
 from feedback.errors import UserError, located
 
-FOLDER = 2  # version of the small files that are written
+FOLDER = 3  # version of the small files that are written
+# The supported values of fields that are not the architecture's; the first, if the file does not say. All
+# other fields whose names begin with "general." say where the file comes from. Fields with other beginnings
+# than this, "tokenizer.", "split." and the architecture's name are notes of the tools that made the file.
+GENERAL = {"general.type": ("model",), "general.quantization_version": (2,)}
+# Fields after "general.sampling." by their names in generation_config.json; others keep their names.
+SAMPLING = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
 PIECE = 2**15  # values that are dequantized at a time: few calls, and temporaries fit in a core's cache
 
 
@@ -36,15 +42,20 @@ def open_gguf(path: pathlib.Path) -> tuple[pathlib.Path, dict[str, StoredTensor 
     file = open_parts(path)
     with located(file.path):
         architecture, config = _config(file)
+        read_config(config)  # before tensors are named and ordered by it
         tensors = dict(_tensors(file, config, architecture))
-        return _small_files(file, config, architecture), tensors
+        return _small_files(file, config), tensors
 
 
 def _config(file: GgufFile) -> tuple[Architecture, dict[str, Any]]:
     """-> (the file's architecture, a config.json's content)"""
+    for name, known in GENERAL.items():
+        if (value := file.fields.get(name, known[0])) not in known:
+            raise UserError(f"{name} = {value!r} is not supported ({', '.join(map(repr, known))})")
     name = file.fields.get("general.architecture")
     prefix = f"{name}."
-    fields = {x.removeprefix(prefix): _shortest(y) for x, y in file.fields.items() if x.startswith(prefix)}
+    fields = {x.removeprefix(prefix): y for x, y in file.fields.items() if x.startswith(prefix)}
+    fields = {x: _shortest(_of_all_layers(prefix + x, y)) for x, y in fields.items()}
     experts = bool(fields.get("expert_count"))
     if (name, experts) not in ARCHITECTURES:
         known = ", ".join(name + " with experts" * more for name, more in ARCHITECTURES)
@@ -59,16 +70,23 @@ def _config(file: GgufFile) -> tuple[Architecture, dict[str, Any]]:
     for other in (width, fields.pop("attention.value_length", None)):
         if other not in (None, fields["attention.key_length"]):
             raise UserError(f"{prefix}attention.key_length and value_length, rope.dimension_count differ")
-    fields.pop("vocab_size", None)  # the embedding's shape says it
-    names = FIELDS | architecture.fields
+    # What these two are in llama.cpp, if the file does not say; some families have other values then.
+    fields.setdefault("rope.freq_base", 10000.0)
+    fields.setdefault("attention.head_count_kv", fields.get("attention.head_count"))
+    names, neutral = FIELDS | architecture.fields, NEUTRAL | architecture.neutral
+    no_effect = " ".join(NO_EFFECT.values()).split()
     for field, value in fields.items():
         if field in names:
             config[names[field]] = value
-        elif value:
+            continue
+        harmless = value in neutral[field] if field in neutral else not value or field in no_effect
+        if not harmless:
             raise UserError(f"{prefix}{field} = {value!r} is not supported")
     if "rope_freqs.weight" in file.tensors:
+        if config.get("rope_scaling"):
+            raise UserError(f"tensor rope_freqs.weight beside {prefix}rope.scaling.type is not supported")
         factors = file.tensors["rope_freqs.weight"].values
-        config["rope_scaling"] = _scaling(np.array(factors), config.get("rope_theta", 10000.0))
+        config["rope_scaling"] = _scaling(np.array(factors), config["rope_theta"])
     for name in ("bos", "eos"):
         config[f"{name}_token_id"] = file.fields.get(f"tokenizer.ggml.{name}_token_id")
     if "token_embd.weight" not in file.tensors:
@@ -76,6 +94,15 @@ def _config(file: GgufFile) -> tuple[Architecture, dict[str, Any]]:
     config["vocab_size"] = file.tensors["token_embd.weight"].shape[0]
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
     return architecture, config
+
+
+def _of_all_layers(name: str, value: Any) -> Any:
+    """The number that all layers share, of a field that may give each layer its own. Raises UserError."""
+    if not isinstance(value, list) or any(isinstance(x, (bool, str)) for x in value):
+        return value
+    if len(set(value)) != 1:
+        raise UserError(f"{name} differs from layer to layer, which is not supported: {str(value)[:40]}")
+    return value[0]
 
 
 def _shortest(value: Any) -> Any:
@@ -102,8 +129,7 @@ def _scaling(factors: np.ndarray, theta: float) -> dict[str, Any] | None:
 
 def _tensors(file: GgufFile, config: dict, architecture: Architecture) -> Iterator[tuple[str, Any]]:
     """Yields (Hugging Face's name, tensor); each expert has a tensor of its own."""
-    names, depth = NAMES | architecture.names, config.get("num_hidden_layers")
-    depth = depth if isinstance(depth, int) else MOST_LAYERS  # if it is wrong, the family's file says so
+    names, depth = NAMES | architecture.names, config["num_hidden_layers"]
     unused = range(depth, depth + config.get("num_nextn_predict_layers", 0))
     matrices = {file.kinds[name] for name, x in file.tensors.items() if len(x.shape) > 1}
     for name, raw in file.tensors.items():
@@ -122,7 +148,7 @@ def _tensors(file: GgufFile, config: dict, architecture: Architecture) -> Iterat
             for e in range(raw.shape[0]):
                 yield theirs.format(e=e), floats_of(theirs.format(e=e), raw, kind, expert=e)
         elif architecture.interleaved and heads:
-            order = _halves(raw.shape[0], config.get(heads) or config["num_attention_heads"])
+            order = _halves(raw.shape[0], config[heads])
             yield theirs, floats_of(theirs, raw, kind, order)
         elif architecture.norm_offset and what.endswith("norm"):
             yield theirs, _less(floats_of(theirs, raw, kind), architecture.norm_offset)
@@ -197,21 +223,29 @@ def floats_of(
 # --------------------------------------------------------------------------------------------- small files
 
 
-def _small_files(file: GgufFile, config: dict, architecture: Architecture) -> pathlib.Path:
+def _small_files(file: GgufFile, config: dict) -> pathlib.Path:
     """A folder in the cache, written once: config.json, generation_config.json, and the tokenizer's files."""
     versions = importlib.metadata.version("transformers"), FOLDER
     name = f"{file.path.stem}-{file.checksum[:16]}-" + "-".join(map(str, versions))
     folder = cache_folder() / "gguf" / name
-    return made_once(folder, lambda new: _write_small_files(file, config, architecture, new))
+    return made_once(folder, lambda new: _write_small_files(file, config, new))
 
 
-def _write_small_files(
-    file: GgufFile, config: dict, architecture: Architecture, folder: pathlib.Path
-) -> None:
-    ends = [file.fields.get(f"tokenizer.ggml.{x}_token_id") for x in ("eos", "eot", "eom")]
-    tokens = file.fields.get("tokenizer.ggml.tokens", [])
-    ends += [tokens.index(x) for x in architecture.ends if x in tokens]
-    ends = list(dict.fromkeys(x for x in ends if x is not None))
+def _write_small_files(file: GgufFile, config: dict, folder: pathlib.Path) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2))
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends} if ends else {}))
+    (folder / "generation_config.json").write_text(json.dumps(_generation_config(file.fields)))
     write_tokenizer(file.fields, folder)
+
+
+def _generation_config(fields: dict[str, Any]) -> dict[str, Any]:
+    """The content of a generation_config.json: the tokens that end an answer, and how to sample it."""
+    prefix = "general.sampling."
+    found = {x.removeprefix(prefix): _shortest(y) for x, y in fields.items() if x.startswith(prefix)}
+    sampling = {SAMPLING.get(name, name): value for name, value in found.items()}
+    if sampling:
+        sampling["do_sample"] = sampling.get("temperature") != 0
+    suppressed = fields.get("tokenizer.ggml.suppress_tokens")
+    ends = [fields.get(f"tokenizer.ggml.{x}_token_id") for x in ("eos", "eot", "eom")]
+    ends = dict.fromkeys(x for x in [*ends, *read_vocabulary(fields).ends] if x is not None)
+    others = {"eos_token_id": list(ends), "suppress_tokens": suppressed}
+    return sampling | {name: value for name, value in others.items() if value}

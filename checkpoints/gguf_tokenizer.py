@@ -1,116 +1,283 @@
-"""The tokenizer of a GGUF file, written as Hugging Face's tokenizer.json and tokenizer_config.json."""
+"""The tokenizer of a GGUF file, written as Hugging Face's tokenizer.json and tokenizer_config.json.
 
+A file has a vocabulary, with the type of each token, and names the rules by which llama.cpp splits a text.
+Two kinds of tokenizers are read: byte-level BPE ("gpt2") and SentencePiece's BPE ("llama"). The reader in
+transformers 5.24 is not used: it skips special tokens with characters outside GPT-2's byte alphabet, such as
+DeepSeek's <｜User｜>, and puts no space before a text that follows a special token.
+
+Sources: ggml-org/llama.cpp, src/llama-vocab.cpp; the regular expressions are from the tokenizer.json or
+tiktoken file of the models that the pre-tokenizers are named after.
+"""
+
+import collections
+import dataclasses
 import json
-import os
 import pathlib
+from collections.abc import Iterable
 from typing import Any
 
 from feedback.errors import UserError
 
-LLAMA3 = ("llama3", "llama-v3", "llama-bpe")  # GGUF's names of Llama 3's pre-tokenizer
-# Pre-tokenizers of vocabularies that were made with tiktoken: a word that is a token is not split.
-WHOLE_WORDS = (*LLAMA3, "gpt-4o", "llama4", "kimi-k2")
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5  # types of tokens; 6: a byte
 SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-CONTROL, USER_DEFINED = 3, 4  # types of tokens that are found in a text before it is split
-GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
-SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-# Pre-tokenizers that transformers does not know: a text is split by one regular expression after the other.
-# Sources: the tokenizer.json of DeepSeek-V3 and of SmolLM2, tokenization_kimi.py of Kimi-K2.
-SPLITS = {
-    "deepseek-v3": (
-        r"\p{N}{1,3}",
-        "[一-龥぀-ゟ゠-ヿ]+",
-        r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
-        r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-    ),
-    "kimi-k2": (
-        rf"\p{{Han}}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{SUFFIX}|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{SUFFIX}"
-        r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-    ),
-    "smollm": (r"\p{N}", GPT2),
+# Tokens that end a turn or a text, whatever their type in the file. llama.cpp also ends at </s> of any type,
+# which in Gemma 3 is a tag of HTML that an answer may contain.
+ENDS = (
+    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>",
+    "<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<EOT>", "[EOT]", "[EOS]",
+)  # fmt: skip
+CONTROL_ENDS = ("</s>", "<eos>")  # only if their type is CONTROL
+HARMONY = {"<|return|>", "<|call|>"}  # where these end an answer, <|end|> ends one of its messages
+USED = frozenset(
+    """add_bos_token add_eos_token add_space_prefix bos_token_id eom_token_id eos_token_id eot_token_id merges
+    model padding_token_id pre scores suppress_tokens token_type tokens unknown_token_id""".split()
+)
+# Fields after "tokenizer.ggml." that cannot change the tokens of a text.
+NO_EFFECT = {
+    "prompts for code that is to be filled in": """fim_mid_token_id fim_pad_token_id fim_pre_token_id
+        fim_rep_token_id fim_sep_token_id fim_suf_token_id middle_token_id prefix_token_id suffix_token_id""",
+    "models that do not write texts": "cls_token_id mask_token_id seperator_token_id token_type_count",
 }
-LIKE_GPT2 = (None, "default", "gpt-2", "gpt2")  # what transformers takes any other pre-tokenizer for
+COPIES = ("huggingface.json",)  # of what the other fields say; llama.cpp does not read it
+GEMMAS = ("gemma", "gemma2", "gemma3")
+
+
+# ------------------------------------------------------------------------------------------ pre-tokenizers
+
+
+@dataclasses.dataclass(frozen=True)
+class PreTokenizer:
+    """What the name of a pre-tokenizer stands for.
+
+    splits: regular expressions; a text is split into words by one after the other.
+    whole:  whether a word that is itself a token stays whole; so it is in vocabularies of tiktoken.
+    bos:    whether a text begins with the BOS token if the file does not say.
+    nfc:    whether a text is first brought into Unicode's normalization form C.
+    """
+
+    splits: tuple[str, ...]
+    whole: bool = False
+    bos: bool = False
+    nfc: bool = False
+
+
+CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+
+
+def _words(letters: str, digits: str, after_signs: str = r"[\r\n]*") -> str:
+    """Words of letters, of so many digits, of signs, and of spaces."""
+    return "|".join([letters, r"\p{N}" + digits, r" ?[^\s\p{L}\p{N}]+" + after_signs, SPACES])
+
+
+def _cased(upper: str = UPPER, lower: str = LOWER, contraction: str = CONTRACTION + "?") -> str:
+    """Words of letters that end before a capital which follows a small letter."""
+    first = r"[^\r\n\p{L}\p{N}]?"
+    return f"{first}{upper}*{lower}+{contraction}|{first}{upper}+{lower}*{contraction}"
+
+
+def _without_chinese(letters: str) -> str:
+    return letters.removesuffix("]") + r"&&[^\p{Han}]]"
+
+
+GPT2 = PreTokenizer((r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",))
+LLAMA3 = PreTokenizer((_words(f"{CONTRACTION}|{LETTERS}", "{1,3}"),), whole=True, bos=True)
+QWEN2 = PreTokenizer((_words(f"{CONTRACTION}|{LETTERS}", ""),))
+GPT4O = PreTokenizer((_words(_cased(), "{1,3}", r"[\r\n/]*"),), whole=True)
+CHINESE = "[一-龥぀-ゟ゠-ヿ]+"
+PRE_TOKENIZERS = {
+    **dict.fromkeys(("default", "gpt-2", "gpt2"), GPT2),
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "midm-2.0"), LLAMA3),
+    "smaug-bpe": PreTokenizer(LLAMA3.splits),
+    "qwen2": dataclasses.replace(QWEN2, nfc=True),
+    **dict.fromkeys(("deepseek-r1-qwen", "megrez"), QWEN2),
+    **dict.fromkeys(("gpt-4o", "llama4"), GPT4O),
+    "tekken": PreTokenizer((_words(_cased(contraction=""), "", r"[\r\n/]*"),), whole=True, bos=True),
+    "kimi-k2": PreTokenizer(
+        (_words(r"\p{Han}+|" + _cased(_without_chinese(UPPER), _without_chinese(LOWER)), "{1,3}"),),
+        whole=True,
+    ),
+    "deepseek-coder": PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")),
+    "deepseek-v3": PreTokenizer(
+        (
+            r"\p{N}{1,3}",
+            CHINESE,
+            r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+            r"| ?[\p{P}\p{S}]+[\r\n]*|" + SPACES,
+        )
+    ),
+    "smollm": PreTokenizer((r"\p{N}", *GPT2.splits)),
+}
+
+
+# -------------------------------------------------------------------------------------------- vocabularies
+
+
+@dataclasses.dataclass(frozen=True)
+class Vocabulary:
+    """The tokens of a file, with the type of each; the names of a type are those above."""
+
+    tokens: list[str]
+    types: list[int]
+
+    @property
+    def ids(self) -> dict[str, int]:
+        return {token: i for i, token in enumerate(self.tokens)}
+
+    def of(self, *types: int) -> list[str]:
+        """The tokens of these types."""
+        return [token for token, kind in zip(self.tokens, self.types, strict=True) if kind in types]
+
+    @property
+    def ends(self) -> list[int]:
+        """The tokens that end a turn or a text."""
+        control = {*ENDS, *self.of(CONTROL)}
+        known = [x for x in (*ENDS, *CONTROL_ENDS) if x in control]
+        if HARMONY.issubset(self.tokens):
+            known.remove("<|end|>")
+        ids = self.ids
+        return [ids[x] for x in known if x in ids]
+
+
+def read_vocabulary(fields: dict[str, Any]) -> Vocabulary:
+    """Raises UserError if a token is in the file twice, or not every token has a type."""
+    tokens = fields.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list) or not all(isinstance(x, str) for x in tokens):
+        raise UserError("tokenizer.ggml.tokens is no list of tokens")
+    types = fields.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
+    if not isinstance(types, list) or len(types) != len(tokens):
+        raise UserError(f"tokenizer.ggml.token_type does not give each of {len(tokens)} tokens its type")
+    twice = [token for token, count in collections.Counter(tokens).items() if count > 1]
+    if twice:
+        raise UserError(f"tokenizer.ggml.tokens: {twice[0]!r} is there twice")
+    return Vocabulary(tokens, [CONTROL if x in ENDS else kind for x, kind in zip(tokens, types, strict=True)])
+
+
+# ---------------------------------------------------------------------------------------------- tokenizers
 
 
 def write_tokenizer(fields: dict[str, Any], folder: pathlib.Path) -> None:
     """Write tokenizer.json and tokenizer_config.json to a folder. fields: the file's. Raises UserError."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # on import it advises to install PyTorch
     prefix = "tokenizer."
     settings = {name.removeprefix(prefix): x for name, x in fields.items() if name.startswith(prefix)}
+    _refuse_unknown(settings)
+    vocabulary = read_vocabulary(fields)
     try:
-        tokenizer = _tokenizer(fields["general.architecture"], settings)
-        special = _add_special_tokens(tokenizer, settings)
+        tokenizer = _tokenizer(fields["general.architecture"], settings, vocabulary)
+        special = _add_special_tokens(tokenizer, settings, vocabulary)
     except UserError:
         raise
-    except ImportError as e:
-        raise UserError(f"its tokenizer needs a newer package: pip install -U transformers ({e})") from None
-    except Exception as e:  # transformers raises many kinds where the file's description is wrong
+    except Exception as e:  # tokenizers raises many kinds where the file's description is wrong
         raise UserError(f"no tokenizer can be made of what is said of it ({e})") from None
     (folder / "tokenizer.json").write_text(tokenizer.to_str())
-    template = {"chat_template": settings["chat_template"]} if "chat_template" in settings else {}
-    (folder / "tokenizer_config.json").write_text(json.dumps(special | template))
+    (folder / "tokenizer_config.json").write_text(json.dumps(special | _chat_templates(settings)))
 
 
-def _tokenizer(architecture: str, settings: dict[str, Any]):
+def _refuse_unknown(settings: dict[str, Any]) -> None:
+    """Raises UserError for a field that is neither used nor known to have no effect, unless it is empty."""
+    known = USED.union(*(names.split() for names in NO_EFFECT.values()))
+    for name, value in settings.items():
+        field = name.removeprefix("ggml.")
+        template = field == name and name.split(".")[0] in ("chat_template", "chat_templates")
+        if value and not template and name not in COPIES and (field == name or field not in known):
+            raise UserError(f"tokenizer.{name} = {str(value)[:40]} is not supported")
+
+
+def _tokenizer(architecture: str, settings: dict[str, Any], vocabulary: Vocabulary):
     """A tokenizers.Tokenizer that does not add special tokens to texts."""
-    from transformers.integrations.gguf.gguf_tokenizer_mapping import (
-        GGUF_PRE_TOKENIZER_SPLITS,
-        GGUF_TOKENIZER_MAPPING,
-        convert_gguf_tokenizer,
-    )
+    from tokenizers import AddedToken
 
-    pre = settings.get("ggml.pre")
-    if settings.get("ggml.model") == "gpt2":
-        if pre in SPLITS:
-            return _byte_level(settings, SPLITS[pre])
-        if pre not in LIKE_GPT2 and pre not in GGUF_PRE_TOKENIZER_SPLITS:
-            raise UserError(
-                f"tokenizer.ggml.pre = {pre!r} is not known, so the tokenizer.json of the model's own "
-                "repository is needed: give a folder of that repository"
-            )
-    names = GGUF_TOKENIZER_MAPPING["tokenizer"]
-    described = {names[x]: settings[x] for x in names if x in settings}
-    tokenizer, _ = convert_gguf_tokenizer(architecture, described)
-    if pre in WHOLE_WORDS:
-        tokenizer.model.ignore_merges = True
-    return tokenizer
-
-
-def _byte_level(settings: dict[str, Any], splits: tuple[str, ...]):
-    """Byte-level BPE of texts that these regular expressions have split, one after the other."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-
-    tokens, merges = settings["ggml.tokens"], settings["ggml.merges"]
-    tokenizer = Tokenizer(
-        models.BPE(
-            vocab={token: i for i, token in enumerate(tokens)},
-            merges=[tuple(merge.split(" ")) for merge in merges],
-            ignore_merges=settings.get("ggml.pre") in WHOLE_WORDS,
+    model = settings.get("ggml.model")
+    if model == "gpt2":
+        tokenizer = _byte_level(pre_tokenizer(settings), settings["ggml.merges"], vocabulary)
+    elif model == "llama":
+        tokenizer = _sentencepiece(architecture, settings, vocabulary)
+    else:
+        raise UserError(f"tokenizer.ggml.model = {model!r} is not supported (gpt2, llama)")
+    # They are found in a text before it is split. In the tokens of a chat, the first kind is the template's.
+    for types, special in (((CONTROL, UNKNOWN), True), ((USER_DEFINED,), False)):
+        tokenizer.add_tokens(
+            [AddedToken(x, normalized=False, special=special) for x in vocabulary.of(*types)]
         )
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            *(pre_tokenizers.Split(Regex(split), "isolated") for split in splits),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    types = settings.get("ggml.token_type", [])
-    for kind, special in ((CONTROL, True), (USER_DEFINED, False)):
-        found = [x for x, its_kind in zip(tokens, types, strict=False) if its_kind == kind]
-        tokenizer.add_tokens([AddedToken(x, normalized=False, special=special) for x in found])
     return tokenizer
 
 
-def _add_special_tokens(tokenizer, settings: dict[str, Any]) -> dict[str, str]:
+def pre_tokenizer(settings: dict[str, Any]) -> PreTokenizer:
+    """Raises UserError if its name is not known: the model was trained on other tokens than would be made."""
+    name = settings.get("ggml.pre", "default")
+    if name not in PRE_TOKENIZERS:
+        raise UserError(
+            f"tokenizer.ggml.pre = {name!r} is not known, so the tokenizer.json of the model's own "
+            "repository is needed: give a folder of that repository"
+        )
+    return PRE_TOKENIZERS[name]
+
+
+def _byte_level(pre: PreTokenizer, merges: list[str], vocabulary: Vocabulary):
+    """BPE of a text's bytes, which GPT-2's printable letters stand for."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    pairs = [(x[: x.index(" ", 1)], x[x.index(" ", 1) + 1 :]) for x in merges]
+    tokenizer = Tokenizer(models.BPE(vocabulary.ids, pairs, ignore_merges=pre.whole))
+    if pre.nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    splits = [pre_tokenizers.Split(Regex(split), "isolated") for split in pre.splits]
+    to_letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, to_letters])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentencepiece(architecture: str, settings: dict[str, Any], vocabulary: Vocabulary):
+    """BPE of a text's characters, of which those without a token are bytes. ▁ stands for a space."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    # Files of Gemma have real spaces in a token of several spaces.
+    spaces = {token: "▁" * len(token) for token in vocabulary.of(NORMAL) if not token.strip(" ")}
+    ids = {spaces.get(token, token): i for token, i in vocabulary.ids.items()}
+    ordinary = [spaces.get(token, token) for token in vocabulary.of(NORMAL, UNUSED)]
+    gemma = architecture in GEMMAS
+    scores = dict(zip(ids, settings["ggml.scores"], strict=True))
+    if gemma:  # whose scores are not in the order of its merges
+        scores = {token: -i for token, i in ids.items()}
+    merges = settings.get("ggml.merges")
+    pairs = [tuple(x.split(" ")) for x in merges] if merges else _merges(ordinary, scores)
+    unknown = vocabulary.of(UNKNOWN)
+    tokenizer = Tokenizer(
+        models.BPE(ids, pairs, unk_token=unknown[0] if unknown else None, fuse_unk=True, byte_fallback=True)
+    )
+    encoding = [normalizers.Replace(" ", "▁")]
+    decoding = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if settings.get("ggml.add_space_prefix", not gemma):  # before a text that no other precedes
+        encoding.insert(0, normalizers.Prepend("▁"))
+        decoding.append(decoders.Strip(" ", 1, 0))
+    tokenizer.normalizer, tokenizer.decoder = normalizers.Sequence(encoding), decoders.Sequence(decoding)
+    return tokenizer
+
+
+def _merges(tokens: Iterable[str], scores: dict[str, float]) -> list[tuple[str, str]]:
+    """The pairs of tokens that make another one, the token with the highest score first.
+
+    scores: of all tokens. Of two pairs that make the same token the one with the longer first token precedes.
+    """
+    found = []
+    for token in tokens:
+        pairs = ((token[:i], token[i:]) for i in range(1, len(token)))
+        found += [(scores[token], len(x), (x, y)) for x, y in pairs if x in scores and y in scores]
+    found.sort(key=lambda pair: pair[:2], reverse=True)
+    return [pair for _, _, pair in found]
+
+
+def _add_special_tokens(tokenizer, settings: dict[str, Any], vocabulary: Vocabulary) -> dict[str, str]:
     """Have the tokenizer begin and end a text as the file says -> the special tokens by their names."""
     from tokenizers.processors import TemplateProcessing
 
     ids = {name: settings.get(f"ggml.{theirs}_token_id") for name, theirs in SPECIAL.items()}
-    special = {name: settings["ggml.tokens"][i] for name, i in ids.items() if i is not None}
+    special = {name: vocabulary.tokens[i] for name, i in ids.items() if i is not None}
     # Where a file does not say whether a text begins with the BOS token, llama.cpp's default counts.
-    by_default = settings.get("ggml.pre") in LLAMA3 or settings.get("ggml.model") == "llama"
+    by_default = settings["ggml.model"] == "llama" or pre_tokenizer(settings).bos
     first = settings.get("ggml.add_bos_token", by_default)
     around = {"bos_token": first, "eos_token": settings.get("ggml.add_eos_token", False)}
     added = {name: [special[name]] if wanted and name in special else [] for name, wanted in around.items()}
@@ -119,3 +286,14 @@ def _add_special_tokens(tokenizer, settings: dict[str, Any]) -> dict[str, str]:
         special_tokens=[(special[name], ids[name]) for name, tokens in added.items() if tokens],
     )
     return special
+
+
+def _chat_templates(settings: dict[str, Any]) -> dict[str, Any]:
+    """The chat template, or a list of templates with names, as tokenizer_config.json has them."""
+    first = "chat_template."
+    named = {name.removeprefix(first): x for name, x in settings.items() if name.startswith(first)}
+    default = settings.get("chat_template")
+    if not named:
+        return {} if default is None else {"chat_template": default}
+    named |= {} if default is None else {"default": default}
+    return {"chat_template": [dict(name=name, template=x) for name, x in named.items()]}

@@ -13,10 +13,12 @@ import urllib.parse
 from checkpoints.folders import (
     COMPANIONS,
     INDEX,
+    PICKLED,
     THEIR_FILE,
     THEIR_INDEX,
     ModelFolder,
     read_json,
+    refuse_pickled,
     weight_map_in,
 )
 from checkpoints.object_storage import RemoteFolder, is_url
@@ -136,12 +138,15 @@ def _in_hub(name: str, gguf: str | None, revision: str | None, alone: bool) -> M
     folder = pathlib.Path(snapshot_download(name, revision=commit, allow_patterns=files))
     found = folder / (gguf or files[0])
     if not found.exists():
-        everything = [] if HF_HUB_OFFLINE else _in_repository(name, commit, ["*.gguf"])
-        others = [file.filename for file in everything]
+        patterns = ["*.gguf", "*.safetensors", *PICKLED]
+        everything = [] if HF_HUB_OFFLINE else _in_repository(name, commit, patterns)
+        names = [file.filename for file in everything]
+        others = [file for file in names if file.endswith(".gguf")]
         if gguf or others:
             suggestion = did_you_mean(gguf, others) if gguf else ""
             example = f"; give one of its GGUF files, such as {name}/{others[0]}" if others else ""
             raise UserError(f"{name}: has no {gguf or THEIR_FILE}{suggestion or example}")
+        refuse_pickled(name, names)
     return found if gguf else ModelFolder(folder)
 
 

@@ -4,6 +4,7 @@ Values travel as JSON through the key-value store of jax's coordination service,
 device takes part, so nothing is compiled, and no number is cut to the 32 bits of jax's arrays.
 """
 
+import functools
 import itertools
 import json
 import socket
@@ -14,6 +15,7 @@ from jax._src.distributed import global_state  # jax has no public name for the 
 
 from distributed.watch import DAY
 from feedback.errors import UserError
+from feedback.progress import print_line
 
 _exchanges = itertools.count()  # the same number in all processes: they exchange values in the same order
 
@@ -25,6 +27,13 @@ def process_count() -> int:
 
 def process_index() -> int:
     return global_state.process_id
+
+
+@functools.cache
+def warn(text: str) -> None:
+    """Print a warning to stderr, in the first process only, and the same text once."""
+    if process_index() == 0:
+        print_line(f"warning: {text}")
 
 
 def hostname() -> str:

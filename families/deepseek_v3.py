@@ -47,7 +47,7 @@ def config(fields: ConfigFields) -> Config:
     latent = latent_of(fields, rope)
     shared = fields.take("n_shared_experts", int)
     experts = read.experts(fields, router_of(fields), "moe_intermediate_size", "n_routed_experts", shared)
-    dense, first = read.gated(fields), fields.take("first_k_dense_replace", int)
+    dense, first = read.gated(fields), fields.take("first_k_dense_replace", int, zero=True)
     types = ["dense" if i < first else "sparse" for i in range(depth)]
     types = read.layer_types(fields, "mlp_layer_types", types, "dense", "sparse")
     fields.get("num_nextn_predict_layers")  # the number of layers that are not used, see `Family.extra_layer`
@@ -61,8 +61,9 @@ def latent_of(fields: ConfigFields, rope: Rope) -> Latent:
     G = fields.take("num_attention_heads", int)
     names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     Q, L, N, R, U = (fields.take(name, int) for name in names)
-    for name in ("head_dim", "num_key_value_heads", "qk_head_dim"):
-        fields.take(name, int, None)  # these follow from the other fields
+    for name, follows in dict(head_dim=R, num_key_value_heads=G, qk_head_dim=N + R).items():
+        if fields.take(name, int, follows) != follows:
+            raise UserError(f"config.json: {name} = {fields.get(name)} is not supported, only {follows}")
     mscale, scale = read.rope_parameters(fields).get("mscale_all_dim"), None
     if rope.scaling and mscale:
         # transformers multiplies the cosine and sine, so R of the N + R columns, by the quotient of the

@@ -17,9 +17,10 @@ def config(fields: ConfigFields) -> Config:
     thetas |= dict(full_attention=fields.take("rope_theta", NUMBER))
     scalings = dict(full_attention=fields.take("rope_scaling", dict, {}))
     ropes = ConfigFields(fields.take("rope_parameters", dict, {}))
-    kinds = {}
+    positions, kinds = fields.take("max_position_embeddings", int), {}
     for x, mask in masks.items():
-        rope = read.rope_of(ropes.take(x, dict, {}) | scalings.get(x, {}), heads.H, thetas[x])
+        parameters = ropes.take(x, dict, {}) | scalings.get(x, {})
+        rope = read.rope_of(parameters, heads.H, positions, thetas[x])
         kinds[x] = LayerKind(heads, mlp, norm, mask, rope, norm)
     ropes.finish({})
     scale, cap = fields.take("hidden_size", int) ** 0.5, fields.take("final_logit_softcapping", NUMBER, None)

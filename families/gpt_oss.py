@@ -61,7 +61,8 @@ def config(fields: ConfigFields) -> Config:
     bias = fields.take("attention_bias", bool, True)
     heads = read.heads(fields, SinkHeads, bias=bias, output_bias=bias)
     theta = fields.take("rope_theta", NUMBER, 150000.0)
-    rope = read.rope_of(read.rope_parameters(fields, YARN), heads.H, theta)
+    positions = fields.take("max_position_embeddings", int)
+    rope = read.rope_of(read.rope_parameters(fields, theta, YARN), heads.H, positions, theta)
     # The softmax over the chosen logits is the softmax over all of them, normalized.
     router = Router("softmax", normalized=True, scales="output", logit_bias=True)
     limit, alpha = fields.take("swiglu_limit", NUMBER, 7.0), fields.take("swiglu_alpha", NUMBER, 1.702)
@@ -89,7 +90,8 @@ HARMONY = Channels("<|start|>", "<|channel|>", "<|message|>", ("<|end|>", "<|ret
 GPT_OSS = Family(
     "gpt_oss",
     config,
-    no_effect=("experts_per_token", "initial_context_length"),  # other fields say the same
+    field_names={"experts_per_token": "num_experts_per_tok"},
+    no_effect=("initial_context_length",),
     layouts={
         "feed_forward.gate": (
             Stored("mlp.experts.gate_up_proj_mxfp4", "E(M[1+1])D", 0),

@@ -88,7 +88,6 @@ MUSE_GLIMMER = Family(
     defaults=DEFAULTS,
     supported={"hidden_activation": ("silu",)},
     no_effect=(
-        "image_token_id",
         "video_token_id",
         "out_hidden_size",
         "projector_hidden_size",

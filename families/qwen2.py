@@ -16,13 +16,14 @@ def config(fields: ConfigFields) -> Config:
 
 def masks_of(fields: ConfigFields) -> list[Full | Window]:
     """The masks of Qwen's layers. They are all full, unless use_sliding_window is set."""
-    depth = read.depth(fields)
-    on, size = fields.take("use_sliding_window", bool, False), fields.take("sliding_window", int, None)
-    full = fields.take("max_window_layers", int, depth)
-    types = ["sliding_attention" if on and size and i >= full else "full_attention" for i in range(depth)]
-    known = ("full_attention", "sliding_attention") if size else ("full_attention",)
-    types = read.layer_types(fields, "layer_types", types, *known)
-    return [Window(size) if kind == "sliding_attention" else Full() for kind in types]
+    depth, full = read.depth(fields), fields.take("max_window_layers", int, 28, zero=True)
+    if fields.take("use_sliding_window", bool, False):
+        masks = read.masks(fields)
+        types = ["sliding_attention" if i >= full else "full_attention" for i in range(depth)]
+    else:
+        masks, types = dict(full_attention=Full()), ["full_attention"] * depth
+        fields.get("sliding_window")  # has no effect
+    return [masks[x] for x in read.layer_types(fields, "layer_types", types, *masks)]
 
 
 QWEN2 = Family("qwen2", config, tools=TAGS)

@@ -116,17 +116,19 @@ def _number(fields: ConfigFields, name: str, *default: float | None) -> float | 
     return None if value is None else float(value)
 
 
-def _linear(fields: ConfigFields) -> dict:
+def _linear(fields: ConfigFields, positions: int) -> dict:
     return dict(scaling=LinearScaling(_number(fields, "factor")))
 
 
-def _llama3(fields: ConfigFields) -> dict:
-    names = "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
-    return dict(scaling=Llama3Scaling(*(_number(fields, name) for name in names)))
+def _llama3(fields: ConfigFields, positions: int) -> dict:
+    factor, low, high = (_number(fields, x) for x in ("factor", "low_freq_factor", "high_freq_factor"))
+    original = _number(fields, "original_max_position_embeddings", positions)
+    return dict(scaling=Llama3Scaling(factor, low, high, original))
 
 
-def _yarn(fields: ConfigFields) -> dict:
-    factor, original = _number(fields, "factor"), _number(fields, "original_max_position_embeddings")
+def _yarn(fields: ConfigFields, positions: int) -> dict:
+    original = _number(fields, "original_max_position_embeddings", positions)
+    factor = _number(fields, "factor", positions / original)
     turns = _number(fields, "beta_fast", 32), _number(fields, "beta_slow", 1)
     scaling = YarnScaling(factor, original, *turns, truncate=fields.take("truncate", bool, True))
     mscale, of_scores = _number(fields, "mscale", None), _number(fields, "mscale_all_dim", None)
@@ -141,8 +143,8 @@ def yarn_growth(factor: float, mscale: float = 1) -> float:
     return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
 
 
-# rope_type -> from its parameters to the fields of Rope that it determines
-SCALINGS = {"default": lambda fields: {}, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
+# rope_type -> from its parameters, and max_position_embeddings, to the fields of Rope that it determines
+SCALINGS = {"default": lambda fields, positions: {}, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
 
 
 def rope(
@@ -155,19 +157,41 @@ def rope(
     """
     theta = fields.take("rope_theta", NUMBER, theta)
     rotated = fields.take("partial_rotary_factor", NUMBER, rotated)
-    return rope_of(rope_parameters(fields), H, theta, interleaved, rotated)
+    positions = fields.take("max_position_embeddings", int)
+    return rope_of(rope_parameters(fields, theta), H, positions, theta, interleaved, rotated)
 
 
-def rope_parameters(fields: ConfigFields, default: dict | None = None) -> dict:
-    """`rope_parameters` or, from before transformers 5, `rope_scaling`. default: where both are absent."""
-    scaling = fields.take("rope_scaling", dict, default or {})
-    return fields.take("rope_parameters", dict, scaling)
+def rope_parameters(fields: ConfigFields, theta: float = 10000.0, default: dict | None = None) -> dict:
+    """`rope_parameters` or, from before transformers 5, `rope_scaling`, which takes the place of the other.
+
+    theta: where neither has rope_theta. default: where both are absent. Raises UserError if both are there
+    and rope_parameters has anything that rope_scaling has not: transformers drops it without a word.
+    """
+    newer, older = fields.take("rope_parameters", dict, {}), fields.take("rope_scaling", dict, {})
+    if newer and older:
+        kept = dict(rope_theta=theta, partial_rotary_factor=fields.get("partial_rotary_factor")) | older
+        for name, value in newer.items():
+            unscaled = name in ("type", "rope_type") and value == "default"
+            if not unscaled and kept.get(name) != value:
+                raise UserError(
+                    f"config.json: rope_scaling takes the place of rope_parameters, whose {name} = {value!r} "
+                    "would be lost; put all into one of them"
+                )
+    return older or newer or default or {}
 
 
 def rope_of(
-    parameters: dict, H: int, theta: float = 10000.0, interleaved: bool = False, rotated: float = 1
+    parameters: dict,
+    H: int,
+    positions: int,
+    theta: float = 10000.0,
+    interleaved: bool = False,
+    rotated: float = 1,
 ) -> Rope:
-    """RoPE from an object of the form of `rope_parameters`: see `rope`."""
+    """RoPE from an object of the form of `rope_parameters`: see `rope`.
+
+    positions: max_position_embeddings, which stands for the original length where that is not given.
+    """
     fields = ConfigFields(parameters)
     theta = fields.take("rope_theta", NUMBER, theta)
     rotated = fields.take("partial_rotary_factor", NUMBER, rotated)
@@ -175,7 +199,7 @@ def rope_of(
     kind = fields.take("rope_type", str, kind)
     if kind not in SCALINGS:
         raise UserError(f"config.json: rope_type {kind!r} is not supported ({', '.join(SCALINGS)})")
-    scaled = SCALINGS[kind](fields)
+    scaled = SCALINGS[kind](fields, positions)
     fields.finish({})
     width = int(H * rotated)
     if width < 2 or width % 2:

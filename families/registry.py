@@ -44,14 +44,33 @@ def find_family(config: dict) -> tuple[Family, dict]:
     if config.get("model_type") in [family.multimodal_type for family in FAMILIES if family.multimodal_type]:
         if not isinstance(config.get("text_config"), dict):
             raise UserError("config.json: field 'text_config' is missing")
-        outer = {k: v for k, v in config.items() if k not in ("text_config", "vision_config")}
-        config = outer | config["text_config"]
+        outer, config = config, config["text_config"]
+    else:
+        outer = {}
     name = config.get("model_type")
     for family in FAMILIES:
         if family.model_type == name:
-            return family, config
+            return family, _with_outer(outer, config, family)
     known = sorted(x for family in FAMILIES for x in (family.model_type, family.multimodal_type) if x)
     raise UserError(f"config.json: model_type {name!r} is not supported ({', '.join(known)})")
+
+
+def _with_outer(outer: dict, config: dict, family: Family) -> dict:
+    """The fields of a language model and those of the multimodal model around it.
+
+    transformers reads nothing of the language model outside of text_config, but for tie_word_embeddings. So
+    this raises UserError for any other field there that would have an effect in text_config and is not the
+    same in it.
+    """
+    outer = {name: value for name, value in outer.items() if name != "text_config"}
+    for name, value in ConfigFields(outer, family.no_effect).values.items():
+        inside = config.get(name, value if name == "tie_word_embeddings" else None)
+        if value != inside and (value or name in config):
+            raise UserError(
+                f"config.json: {name} = {value!r} is outside of text_config, where it is {inside!r}; "
+                "give it in text_config alone"
+            )
+    return outer | config
 
 
 def read_config(config: dict) -> Config:
@@ -64,7 +83,10 @@ def read_config(config: dict) -> Config:
         if not str(name).endswith(("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")):
             raise UserError(f"config.json: architecture {name!r} has no language model's head")
     family, config = find_family(config)
-    named = {family.field_names.get(name, name): value for name, value in config.items()}
+    named = {}
+    for name, value in config.items():
+        if named.setdefault(family.field_names.get(name, name), value) != value:
+            raise UserError(f"config.json: {name} = {value!r} is there under another name with another value")
     fields = ConfigFields(family.defaults | named, family.no_effect)
     cfg = family.config(fields)
     fields.finish(family.supported)

@@ -1,12 +1,12 @@
 """Responses of the API: OpenAI's objects, whole or as the chunks of a stream."""
 
+import bisect
+import codecs
 import dataclasses
 import math
 import secrets
 import time
 from collections.abc import Iterator
-
-from llguidance import LLTokenizer
 
 from server.api_requests import ApiRequest
 from server.loop import Event, Job
@@ -18,8 +18,8 @@ class Choice:
     """One answer of a response.
 
     echo: the prompt's text, if it is to precede the answer. text, reasoning: of the answer, so far. used:
-    tokens that these took. reasoning_tokens: those of the reasoning. offset: of the next token in the text,
-    in characters. called: whether the answer has calls of tools.
+    tokens that these took. reasoning_tokens: those of the reasoning. scored: tokens of which a stream has
+    reported the log-probabilities. called: whether the answer has calls of tools.
     """
 
     index: int
@@ -29,7 +29,7 @@ class Choice:
     reasoning: str = ""
     used: int = 0
     reasoning_tokens: int = 0
-    offset: int = 0
+    scored: int = 0
     finish_reason: str | None = None
     called: bool = False
 
@@ -40,7 +40,7 @@ class ApiResponse:
     end_of_stream = "data: [DONE]\n\n"
 
     def __init__(self, request: ApiRequest, jobs: list[Job]):
-        self.request, self.tokenizer = request, request.served.grammar_tokenizer
+        self.request, self.served = request, request.served
         self.choices = {job: Choice(i, job, self._echo(i // request.n)) for i, job in enumerate(jobs)}
         of_chat = "chatcmpl", "chat.completion", "chat.completion.chunk"
         of_text = "cmpl", "text_completion", "text_completion"
@@ -55,7 +55,8 @@ class ApiResponse:
             return ""
         if text is not None:
             return text
-        return self.tokenizer.decode_str(request.requests[prompt * request.n].prompt.tolist())
+        tokens = request.requests[prompt * request.n].prompt.tolist()
+        return b"".join(map(self._bytes, tokens)).decode(errors="replace")
 
     def whole(self) -> dict:
         """The whole response, when all choices have ended."""
@@ -99,9 +100,10 @@ class ApiResponse:
     def chunk(self, job: Job, event: Event) -> dict:
         """Add an event: -> the chunk of the stream that reports it."""
         choice = self.choices[job]
-        first, before = not choice.text and not choice.used, choice.used
+        first, before = not choice.text and not choice.used, choice.scored
         self.add(job, event)
-        found = dict(logprobs=self._logprobs(choice, before, choice.used, echo=first))
+        choice.scored = self._settled(choice)
+        found = dict(logprobs=self._logprobs(choice, before, choice.scored, echo=first))
         if self.request.chat:
             new = dict(reasoning_content=event.reasoning, content=event.text)
             new |= dict(tool_calls=[piece_as_json(piece) for piece in event.calls])
@@ -144,6 +146,12 @@ class ApiResponse:
             cached[prompt] = min(reused, cached.get(prompt, reused))
         return sum(cached.values())
 
+    def _settled(self, choice: Choice) -> int:
+        """How many tokens of the answer have a final offset. A stop string may yet cut off the others."""
+        if self.request.chat or choice.finish_reason:
+            return choice.used
+        return bisect.bisect(choice.job.stream.offsets, len(choice.text), hi=choice.used)
+
     def _logprobs(self, choice: Choice, low: int, high: int, echo: bool) -> dict | None:
         """Log-probabilities of the answer's tokens low to high; None if the request does not ask for them.
 
@@ -160,15 +168,14 @@ class ApiResponse:
                 | dict(top_logprobs=[self._entry(*x) for x in sorted(top.items(), key=lambda x: -x[1])])
                 for token, logprob, top in zip(tokens, logprobs, tops, strict=True)
             ])  # fmt: skip
+        start, end = len(choice.echo), len(choice.echo) + len(choice.text)
+        offsets = [min(start + offset, end) for offset in choice.job.stream.offsets[low:high]]
         if self.request.echo and echo:
             prompt = choice.job.request.prompt.tolist()
             tokens, logprobs = prompt + tokens, [None, *answer.prompt_logprobs, *logprobs]
             tops = [None, *(answer.prompt_top_logprobs or [{}] * (len(prompt) - 1)), *tops]
-        texts = [text_of(token, self.tokenizer) for token in tokens]
-        offsets = []
-        for text in texts:
-            offsets.append(choice.offset)
-            choice.offset += len(text)
+            offsets = prompt_offsets([self._bytes(token) for token in prompt], choice.echo) + offsets
+        texts = [text_of(self._bytes(token)) for token in tokens]
         by_text = None
         if self.request.logprobs:
             rows = zip(tops, tokens, logprobs, strict=True)
@@ -180,12 +187,18 @@ class ApiResponse:
         """Log-probabilities by the token's text, highest first; of tokens with one text the first counts."""
         found = {}
         for token, logprob in sorted(top.items(), key=lambda x: -x[1]):
-            found.setdefault(text_of(token, self.tokenizer), finite(logprob))
+            found.setdefault(text_of(self._bytes(token)), finite(logprob))
         return found
 
     def _entry(self, token: int, logprob: float) -> dict:
-        own = self.tokenizer.decode_bytes([token])
-        return dict(token=text_of(token, self.tokenizer), logprob=finite(logprob), bytes=list(own))
+        own = self._bytes(token)
+        return dict(token=text_of(own), logprob=finite(logprob), bytes=list(own))
+
+    def _bytes(self, token: int) -> bytes:
+        """The bytes of a token; none if the tokenizer, unlike the model, has no token of this id."""
+        # Clients join the bytes of tokens to the text: null breaks them, and such an id adds no text.
+        known = self.served.tokenizer.backend_tokenizer.id_to_token(token) is not None
+        return self.served.grammar_tokenizer.decode_bytes([token]) if known else b""
 
 
 def call_as_json(call: ToolCall) -> dict:
@@ -200,13 +213,29 @@ def piece_as_json(piece: CallPiece) -> dict:
     return dict(index=piece.index, id=piece.id, type="function", function=function)
 
 
-def text_of(token: int, tokenizer: LLTokenizer) -> str:
+def text_of(token: bytes) -> str:
     """The text of one token, or its bytes if they are only part of a character."""
-    own = tokenizer.decode_bytes([token])
     try:
-        return own.decode()
+        return token.decode()
     except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{x:02x}" for x in own)
+        return "bytes:" + "".join(f"\\x{x:02x}" for x in token)
+
+
+def prompt_offsets(tokens: list[bytes], text: str) -> list[int]:
+    """Where each token of a prompt begins in its text: the offset of the character that has its first byte.
+
+    tokens: their bytes. What the tokenizer adds before the text has offset 0. Offsets are approximate if the
+    tokenizer normalizes the text.
+    """
+    whole = b"".join(tokens).decode(errors="replace")
+    added = whole.rfind(text) if text in whole else max(len(whole) - len(text), 0)
+    decoder, count, offsets = codecs.getincrementaldecoder("utf-8")("replace"), -added, []
+    for token in tokens:
+        incomplete, _ = decoder.getstate()
+        begun = (incomplete + token[:1]).decode(errors="replace")  # ends with the character of the first byte
+        offsets.append(min(max(count + len(begun[:-1]), 0), len(text)))
+        count += len(decoder.decode(token))
+    return offsets
 
 
 def finite(logprob: float) -> float:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from distributed.exchange import warn
 from feedback.errors import UserError
 from serving.text import generation_config
 from sharding.sampling import MAX_TOP_LOGPROBS, NEUTRAL, Sampling
@@ -35,6 +36,26 @@ ANSWER_PENALTIES = {"presence_penalty", "frequency_penalty", "answer_start"}
 NOT_ZERO = ("top_p", "repetition_penalty")
 
 
+# Fields of generation_config.json that cannot change an answer here, by the reason.
+NO_EFFECT = {
+    "the length and number of answers, which options and requests say": """max_length max_new_tokens
+        num_return_sequences""",
+    "the tokenizer's tokens": "bos_token_id decoder_start_token_id pad_token_id",
+    "the program that wrote the file": "chat_format transformers_version",
+    "the Python classes of transformers": """cache_config cache_implementation compile_config
+        continuous_batching_config disable_compile low_memory max_cache_len output_attentions output_logits
+        output_hidden_states output_scores prefill_chunk_size return_dict_in_generate use_cache""",
+    "drafts, which do not change what is sampled": """assistant_confidence_threshold assistant_early_exit
+        assistant_ensemble_weight assistant_lookbehind is_assistant max_matching_ngram_size
+        num_assistant_tokens num_assistant_tokens_schedule prompt_lookup_num_tokens speculation_type
+        target_lookbehind use_mtp""",
+    "numbers of methods that another field asks for": """diversity_penalty early_stopping length_penalty
+        mirostat_eta mirostat_tau num_beam_groups xtc_threshold""",
+    "models with an encoder": "encoder_no_repeat_ngram_size encoder_repetition_penalty",
+}
+NEUTRAL_VALUES = {"num_beams": 1, "typical_p": 1.0}  # besides null, false, 0 and empty lists
+
+
 def check_sampling(name: str, value, where: str = "") -> None:
     """Raise UserError if the value does not suit this option of sampling. where: precedes the name."""
     kind, low, high, allowed = SAMPLING_OPTIONS[name]
@@ -46,9 +67,14 @@ def check_sampling(name: str, value, where: str = "") -> None:
 def choose_sampling(asked: dict, folder: pathlib.Path, where: str = "--") -> Sampling:
     """The options that are asked for, else those of the folder's generation_config.json, else greedy.
 
+    A field of that file that asks for anything else is named in a warning.
     asked: value by name; None: not asked for. where: precedes the names of the asked ones in errors.
     """
     file, config = folder / "generation_config.json", generation_config(folder)
+    known = {"do_sample", "eos_token_id", *SAMPLING_OPTIONS, *" ".join(NO_EFFECT.values()).split()}
+    others = {name: value for name, value in config.items() if name not in known and not name.startswith("_")}
+    if ignored := [name for name, value in others.items() if value and value != NEUTRAL_VALUES.get(name)]:
+        warn(f"{file}: {', '.join(sorted(ignored))}: not supported, answers are made without")
     asked = {name: value for name, value in asked.items() if value is not None}
     defaults = {"repetition_penalty": config.get("repetition_penalty")}
     if config.get("do_sample") is True:

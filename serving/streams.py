@@ -21,7 +21,8 @@ class TextStream:
     found. reasoning: see ChannelStream and ThinkStream. reasoning_tokens: how many tokens are of the
     reasoning. only_reasons: whether the answer has no text yet, because it is still in its reasoning. calls:
     takes calls of tools out of the text; None: there are none. Stop strings are searched for only in the
-    text.
+    text. offsets: where the text of each token begins, in characters, for an answer that is only text. Tokens
+    of one character have its offset. A token of the stop string may begin after the end of the text.
     """
 
     reasoning = ""
@@ -38,6 +39,7 @@ class TextStream:
         self.decoder = self.new_decoder()
         self.last, self.pending = [], []  # the last token that completed a character, and those after it
         self.text, self.held_back, self.used, self.stopped = "", "", 0, False
+        self.offsets: list[int] = []
 
     def add(self, tokens: list[int]) -> str:
         """Add tokens: -> the new text."""
@@ -60,6 +62,7 @@ class TextStream:
     def _read(self, token: int) -> None:
         if self.calls and token in self.calls.tokens:
             return self._read_call_token(token)
+        self.offsets.append(len(self.text) + len(self.held_back))
         if token in self.hidden:
             return
         self.pending.append(token)
@@ -68,6 +71,8 @@ class TextStream:
         except Exception:  # at some incomplete characters that follow byte tokens
             new, self.decoder = self._pending_text(), self.new_decoder([token])
         if new:
+            if len(self.pending) > 1:  # characters that earlier tokens left incomplete come first
+                self.offsets[-1] += len(new) - len(new.lstrip("\ufffd"))
             self.last, self.pending = [token], []
         self._append(new)
 

@@ -15,6 +15,8 @@ from serving.tools import describe_tools, renders_tools
 
 # Parameters of apply_chat_template that a chat may set; those left out decide how it tokenizes.
 TEMPLATE_OPTIONS = {"tools", "documents", "add_generation_prompt", "continue_final_message"}
+# Classes of tokenizer_config.json with which AutoTokenizer of transformers changes what tokenizer.json says.
+SPACE_PREFIXING = ("GPT2Tokenizer", "GPT2TokenizerFast", "Qwen2Tokenizer", "Qwen2TokenizerFast")
 CHARS_PER_TOKEN = 8  # few texts have as many characters per token, see _exceeds
 
 
@@ -36,9 +38,21 @@ def load_tokenizer(folder: pathlib.Path):
         tokenizer = loaders[name](folder, local_files_only=True)
     except Exception as e:  # files that are not a tokenizer's raise exceptions of many types
         raise UserError(f"{folder}: no tokenizer could be loaded from its {name} ({e})") from None
+    settings = _tokenizer_config(folder)
+    if settings.get("add_prefix_space") and settings.get("tokenizer_class") in SPACE_PREFIXING:
+        if b'"add_prefix_space":true' not in tokenizer.backend_tokenizer.pre_tokenizer.__getstate__():
+            raise UserError(
+                f"{folder}: tokenizer_config.json says add_prefix_space, and {name} does not; set it in the "
+                "pre_tokenizer of tokenizer.json, or to false in tokenizer_config.json"
+            )
     tokenizer.backend_tokenizer.no_truncation()  # a tokenizer.json may ask for truncation or padding
     tokenizer.backend_tokenizer.no_padding()
     return tokenizer
+
+
+def _tokenizer_config(folder: pathlib.Path) -> dict[str, Any]:
+    file = folder / "tokenizer_config.json"
+    return read_json(file) if file.exists() else {}
 
 
 def _load_sentencepiece(folder: pathlib.Path, **options):
@@ -73,8 +87,7 @@ def _load_gpt2(folder: pathlib.Path, **options):
     """
     from transformers import GPT2Tokenizer
 
-    file = folder / "tokenizer_config.json"
-    kind = read_json(file).get("tokenizer_class") if file.exists() else None
+    kind = _tokenizer_config(folder).get("tokenizer_class")
     if kind not in (None, "GPT2Tokenizer", "GPT2TokenizerFast"):
         raise ValueError(f"it is a {kind}'s, which needs a tokenizer.json")
     return GPT2Tokenizer.from_pretrained(folder, **options)

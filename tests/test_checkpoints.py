@@ -481,6 +481,57 @@ def test_wrong_shards(variant):
         open_checkpoint(folder)
 
 
+def test_index_with_absent_tensors(variant):
+    """Those that the model does not use need not be in a file; those that it uses must be."""
+    folder = variant(wrap_multimodal, shards=2)
+    index = folder / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+    file, expected = weight_map[f"language_model.{Q}"], weights_of(LLAMA4)
+    for name in ("vision_model.absent", "language_model.model.layers.0.self_attn.rotary_emb.inv_freq"):
+        index.write_text(json.dumps({"weight_map": weight_map | {name: file}}))
+        assert_equal(weights_of(folder), expected)
+    missing = Q.replace("q_proj", "x_proj")
+    index.write_text(json.dumps({"weight_map": weight_map | {missing: file}}))
+    with pytest.raises(ValueError, match=f"{file}: tensor {missing} is not in it, though the index says so"):
+        open_checkpoint(folder)
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    save_file({name: x for name, x in load_file(folder / file).items() if Q not in name}, folder / file)
+    with pytest.raises(ValueError, match=f"{file}: tensor language_model.{Q} is not in it"):
+        open_checkpoint(folder)
+
+
+def test_index_with_a_tied_unembedding(variant):
+    folder = variant(source=LLAMA3, shards=2)
+    index = folder / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["lm_head.weight"] = content["weight_map"][NORM]
+    index.write_text(json.dumps(content))
+    assert_equal(weights_of(folder), weights_of(LLAMA3))
+
+
+@pytest.mark.parametrize(
+    "name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "model.pt", "x.ckpt"]
+)
+def test_pickled_weights(name, variant):
+    """The error names a file and says what to do; transformers can write the .bin files again."""
+    folder = variant()
+    (folder / "model.safetensors").unlink()
+    (folder / "training_args.bin").write_bytes(b"")
+    (folder / name).write_bytes(b"")
+    call = f"AutoModelForCausalLM.from_pretrained('{folder}').save_pretrained('NEW_DIR')"
+    with pytest.raises(ValueError) as error:
+        open_checkpoint(folder)
+    assert f"{error.value}".startswith(f"{folder}: has no safetensors files; {name} is pickled")
+    assert "\n" not in f"{error.value}" and (call in f"{error.value}") == (name[-4:] == ".bin")
+
+
+def test_weights_of_meta(tmp_path):
+    for name in ("consolidated.00.pth", "consolidated.01.pth", "params.json", "tokenizer.model"):
+        (tmp_path / name).write_bytes(b"{}")
+    with pytest.raises(ValueError, match="consolidated.00.pth is pickled, and not read; take a version"):
+        open_checkpoint(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("edit", "message"),
     [

@@ -21,6 +21,7 @@ from checkpoints.dequantized import dequantized
 from checkpoints.loading import load
 from checkpoints.tensor_files import MappedFile, TensorFile
 from convert_checkpoint import convert, verify
+from distributed.exchange import warn
 from feedback.errors import UserError
 from quantize import INT8, PerGroup, QuantizedArray, ungroup
 from sharding.mesh import make_mesh
@@ -31,21 +32,20 @@ AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # the column of each value in a word, th
 
 
 def pack(values: np.ndarray, bits: int) -> np.ndarray:
-    """Unsigned [..., n] -> int32 [..., n * bits / 32], the first in the lowest bits."""
-    per_word = 32 // bits
-    words = np.zeros((*values.shape[:-1], -(-values.shape[-1] // per_word)), np.uint32)
-    for i in range(values.shape[-1]):
-        words[..., i // per_word] |= values[..., i].astype(np.uint32) << np.uint32(bits * (i % per_word))
-    return words.view(np.int32)
+    """Integers [..., n] -> int32 [..., n * bits / 32]: their low bits, from the lowest on."""
+    single = (values[..., None] >> np.arange(bits)) & 1
+    stream = np.packbits(single.reshape(*values.shape[:-1], -1).astype(np.uint8), -1, bitorder="little")
+    padded = np.pad(stream, [(0, 0)] * (values.ndim - 1) + [(0, -stream.shape[-1] % 4)])
+    return padded.view("<i4")
 
 
-def grouped(w: np.ndarray, bits: int, group: np.ndarray, symmetric: bool, rng, dtype=np.float16):
+def grouped(w: np.ndarray, bits: int, group: np.ndarray, symmetric: bool, rng, dtype=np.float16, least=1):
     """-> unsigned values [N, C], zero points and scales [N, G], and what they stand for."""
     count = group.max() + 1
     largest = np.stack([np.abs(w[:, group == g]).max(1) for g in range(count)], 1)
     scales = (2 * largest / (2**bits - 2)).astype(dtype)
     middle = 2 ** (bits - 1)
-    zeros = np.full(scales.shape, middle) if symmetric else rng.integers(1, middle + 1, scales.shape)
+    zeros = np.full(scales.shape, middle) if symmetric else rng.integers(least, middle + 1, scales.shape)
     step = scales.astype(np.float32)[:, group]
     values = np.clip(np.round(w / step) + zeros[:, group], 0, 2**bits - 1).astype(int)
     return values, zeros, scales, ((values - zeros[:, group]).astype(np.float32) * step)
@@ -56,14 +56,15 @@ def groups(C: int, rng, ordered: bool) -> np.ndarray:
     return rng.permutation(even) if ordered else even
 
 
-def gptq(bits=4, version="gptq", ordered=False, told=True):
-    config = dict(quant_method="gptq", bits=bits, group_size=GROUP, desc_act=ordered, sym=False)
-    config |= {} if version == "gptq" else {"checkpoint_format": version}
+def gptq(bits=4, version="gptq", ordered=False, told=True, symmetric=False, says=None):
+    """Zero points from 0 on, which version 1 stores less 1. says: the version in the config, if another."""
+    config = dict(quant_method="gptq", bits=bits, group_size=GROUP, desc_act=ordered, sym=symmetric)
+    config |= {} if (says or version) == "gptq" else {"checkpoint_format": says or version}
 
     def make(w, rng):
         group = groups(w.shape[1], rng, ordered)
-        values, zeros, scales, meant = grouped(w, bits, group, False, rng)
-        stored = zeros - (version == "gptq")
+        values, zeros, scales, meant = grouped(w, bits, group, symmetric, rng, least=0)
+        stored = zeros - (version == "gptq")  # -1 is 2**bits - 1 in the file
         parts = dict(
             qweight=pack(values, bits).T, qzeros=pack(stored.T, bits), scales=scales.T,
             g_idx=group.astype(np.int32),
@@ -162,7 +163,13 @@ FORMATS = {
     "gptq, ordered": gptq(ordered=True),
     "gptq_v2": gptq(version="gptq_v2"),
     "gptq, 8 bits": gptq(bits=8),
-    "gptq, 2 bits": gptq(bits=2, version="gptq_v2"),
+    "gptq, 2 bits": gptq(bits=2),
+    "gptq, 3 bits": gptq(bits=3),
+    "gptq_v2, 2 bits": gptq(bits=2, version="gptq_v2"),
+    "gptq_v2, 3 bits, ordered": gptq(bits=3, version="gptq_v2", ordered=True),
+    "gptq, symmetric": gptq(symmetric=True),
+    "gptq_v2, called gptq": gptq(bits=8, version="gptq_v2", symmetric=True, says="gptq"),
+    "gptq, called gptq_v2": gptq(symmetric=True, says="gptq_v2"),
     "awq": awq(),
     "w4a16": w4a16(),
     "w4a16, bfloat16": w4a16(dtype=bfloat16),
@@ -179,6 +186,9 @@ FORMATS = {
     "fbgemm_fp8": bytes_of("float", 1, None, quant_method="fbgemm_fp8", activation_scale_ub=1200.0),
     "mxfp4": mxfp4_packed(),
 }
+
+
+CALLED_OTHERWISE = [("gptq_v2, called gptq", True), ("gptq, called gptq_v2", True)]
 
 
 def write(folder, more: dict, tensors: dict) -> None:
@@ -221,6 +231,15 @@ def test_read(name, tmp_path):
             np.testing.assert_array_equal(source.read(tuple(box)).astype(np.float32), expected)
     assert theirs.dtype == "bfloat16" and floats.dtype == "float32"
     assert theirs.checksums()["weights"] != floats.checksums()["weights"]
+
+
+@pytest.mark.parametrize(("name", "warns"), [("gptq", False), ("gptq, symmetric", False)] + CALLED_OTHERWISE)
+def test_version_of_gptq(name, warns, tmp_path, capsys):
+    """One line says that the zero points are those of the other version than the config says."""
+    warn.cache_clear()
+    open_checkpoint(str(publish(tmp_path, name)[0]))
+    err = capsys.readouterr().err
+    assert err.count("\n") == err.count("warning: ") == err.count("zero points of gptq") == warns
 
 
 def test_converted(tmp_path):
@@ -334,7 +353,7 @@ def weights(**changes):
 
 WRONG = [
     ("gptq", lambda config, _: config.update(quant_method="bitsandbytes"), "quant_method = 'bitsandbytes'"),
-    ("gptq", lambda config, _: config.update(bits=3), "bits = 3 "),
+    ("gptq", lambda config, _: config.update(bits=5), "bits = 5 "),
     ("gptq", lambda config, _: config.update(checkpoint_format="marlin"), "checkpoint_format = 'marlin'"),
     ("gptq", lambda config, _: config.update(dynamic={"-:lm_head": {}}), "dynamic"),
     ("gptq", lambda config, _: config.update(group_size=-2), "group_size = -2"),

@@ -11,13 +11,11 @@ from conftest import CHECKPOINTS, invoke
 from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize, quantize
 from safetensors.numpy import load_file, save_file
-from transformers import AutoTokenizer
 
 import main
 from checkpoints.checkpoint import open_checkpoint
 from checkpoints.gguf_file import GgufFile
 from checkpoints.gguf_model import floats_of
-from checkpoints.gguf_tokenizer import write_tokenizer
 from checkpoints.tensor_files import ALIGNMENT
 from convert_checkpoint import convert
 from families.registry import read_config
@@ -185,52 +183,6 @@ def test_tokenizer(tmp_path):
     )
 
 
-@pytest.mark.parametrize("adds_bos", [True, False, None])
-def test_sentencepiece(adds_bos, tmp_path):
-    """As transformers reads it from the same file. What is not said of <s> is yes."""
-    letters = [f"<0x{i:02X}>" for i in range(256)] + ["▁", "a", "b", "c", "▁a", "ab", "▁ab", "bc", "▁▁"]
-    tokens = ["<unk>", "<s>", "</s>", *letters]
-
-    def more(writer):
-        writer.add_tokenizer_model("llama")
-        writer.add_token_list(tokens)
-        writer.add_token_scores([-float(i) for i in range(len(tokens))])
-        writer.add_token_types([2, 3, 3, *[6] * 256, *[1] * 9])
-        writer.add_bos_token_id(1)
-        writer.add_eos_token_id(2)
-        writer.add_unk_token_id(0)
-        if adds_bos is not None:
-            writer.add_add_bos_token(adds_bos)
-
-    path = tmp_path / "model.gguf"
-    write(path, fault=more, fields=False, tensors=False)
-    (tmp_path / "ours").mkdir()
-    write_tokenizer(GgufFile(path).fields, tmp_path / "ours")
-    ours, theirs = (
-        load_tokenizer(tmp_path / "ours"),
-        AutoTokenizer.from_pretrained(tmp_path, gguf_file="model.gguf"),
-    )
-    for text in ("abc  ab", " a", "ä\nb"):
-        assert ours(text).input_ids == theirs(text).input_ids
-        assert (ours(text).input_ids[0] == 1) == (adds_bos is not False)
-
-
-@pytest.mark.parametrize(("pre", "expected"), [("llama-bpe", [0, 3]), ("gpt-2", [1, 2])])
-def test_words_that_are_tokens(pre, expected, tmp_path):
-    """Llama 3 does not merge them, and begins with a token: so does llama.cpp, if the file says nothing."""
-
-    def more(writer):
-        writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre(pre)
-        writer.add_token_list(["<s>", "a", "b", "ab", "ba"])
-        writer.add_token_merges(["b a"])
-        writer.add_bos_token_id(0)
-
-    write(tmp_path / "model.gguf", fault=more, fields=False, tensors=False)
-    write_tokenizer(GgufFile(tmp_path / "model.gguf").fields, tmp_path)
-    assert load_tokenizer(tmp_path)("ab").input_ids == expected
-
-
 def test_commands(tmp_path, monkeypatch, capsys):
     """Answers and a conversion are those of the same floats; what was made of the head is kept."""
     path = tmp_path / "model.gguf"
@@ -334,7 +286,7 @@ def renamed(name, other):
 WRONG = [
     (said("general.architecture", "mamba"), "general.architecture = 'mamba' is not supported"),
     (said("llama.expert_count", 4), "field 'num_experts_per_tok' is missing"),
-    (said("llama.rope.scaling.type", "yarn"), "llama.rope.scaling.type = 'yarn' is not supported"),
+    (said("llama.rope.scaling.type", "yarn"), "rope_freqs.weight beside llama.rope.scaling.type is not"),
     (said("llama.attention.key_length", 64), "llama.attention.key_length"),
     (said("llama.block_count", 5), "model.layers.4."),
     (said("llama.block_count", 3), "tensor blk.3.attn_norm.weight has no place in a llama model of 3 layers"),
@@ -347,8 +299,14 @@ WRONG = [
     ),
     (said("split.count", "3"), "is part 0 of '3', which makes no sense"),
     (unsaid("llama.embedding_length"), "field 'hidden_size' is missing"),
-    (unsaid("tokenizer.ggml.tokens"), "no tokenizer can be made"),
-    (said("tokenizer.ggml.model", "plamo"), "no tokenizer can be made"),
+    (
+        said("llama.attention.head_count_kv", [2, 4]),
+        "head_count_kv differs from layer to layer, which is not",
+    ),
+    (unsaid("tokenizer.ggml.tokens"), "tokenizer.ggml.tokens is no list of tokens"),
+    (said("tokenizer.ggml.token_type", [1, 1]), "does not give each of 512 tokens its type"),
+    (said("tokenizer.ggml.model", "plamo"), "tokenizer.ggml.model = 'plamo' is not supported"),
+    (unsaid("tokenizer.ggml.merges"), "no tokenizer can be made"),
     (said("tokenizer.ggml.bos_token_id", 10**6), "no tokenizer can be made"),
     (renamed("blk.0.attn_q.weight", "blk.0.attn_qkv.weight"), "blk.0.attn_qkv.weight has no place"),
     (renamed("token_embd.weight", "token_embd.bias"), "token_embd.weight is missing"),

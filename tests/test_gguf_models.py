@@ -4,28 +4,24 @@ The names of tensors and fields are those of the package gguf.
 """
 
 import dataclasses
-import json
 
 import gguf
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import regex
 import torch
 import transformers
 from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize, quantize
-from test_gguf import add_tokenizer, everything, said
+from test_gguf import add_tokenizer, everything
 from test_transformers import NO_SCALING, SIZES, assert_close, reference_logprobs, with_random_weights
 
 import model
 from checkpoints.checkpoint import open_checkpoint
 from checkpoints.gguf_architectures import ARCHITECTURES
-from checkpoints.gguf_tokenizer import write_tokenizer
 from checkpoints.loading import load
 from feedback.errors import UserError
 from quantize import FORMATS
-from serving.text import load_tokenizer
 from sharding.mesh import make_mesh
 
 LLM, Heads, Rope = gguf.Keys.LLM, gguf.Keys.Attention, gguf.Keys.Rope
@@ -385,158 +381,3 @@ def test_refused(name, change, message, tmp_path):
         open_checkpoint(str(path))
     assert message in str(error.value) and str(error.value).startswith(str(path))
     assert "\n" not in str(error.value)
-
-
-# ---------------------------------------------------------------------------------------------- tokenizers
-
-LETTERS = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}%s]*"
-    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}%s]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-)
-LETTERS += "|" + LETTERS.replace("]*[", "]+[").replace("]+(", "]*(")
-ENDS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-# As tiktoken and the models' tokenizer.json files have them, in the syntax of the package regex.
-SPLITS = {
-    "deepseek-v3": [
-        r"\p{N}{1,3}",
-        r"[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
-        r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
-        rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{ENDS}",
-    ],
-    "kimi-k2": [
-        r"[\p{Han}]+|"
-        + LETTERS.replace("%s", r"&&[^\p{Han}]")
-        + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
-        + ENDS
-    ],
-    "gpt-4o": [LETTERS.replace("%s", "") + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + ENDS],
-    "smollm": [
-        r"\p{N}",
-        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
-    ],
-}
-WHOLE = ("kimi-k2", "gpt-4o")
-SPECIAL = {"<｜begin▁of▁sentence｜>": 3, "<｜User｜>": 3, "<|im_end|>": 3, "<think>": 4}
-TEXT = """I've 12345 apples, IT'S 3.14!! 世界abc漢字 こんにちはテスト DON'T stop/
-<｜User｜>don't  <think>x_y</think> #tag\t½ Ünïcode naïve\r\n\r\n
-  end <|im_end|>  The 2024年 camelCase HTTPServer"""
-WORDS = TEXT + " and an apple, the end, the tests of the text; stop the server; 世界 世界 123 123 345"
-
-
-def byte_letters() -> dict[int, str]:
-    """GPT-2's printable letter of each byte."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [i for i in range(256) if i not in printable]
-    return {i: chr(i) for i in printable} | {i: chr(256 + n) for n, i in enumerate(others)}
-
-
-def vocabulary() -> tuple[list[str], list[tuple[str, str]]]:
-    """Tokens and merges, learned of words that no regular expression has split; one token has no merge."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    letters = list(byte_letters().values())
-    trainer = trainers.BpeTrainer(vocab_size=420, initial_alphabet=letters, show_progress=False)
-    tokenizer.train_from_iterator([WORDS[i : i + 40] for i in range(0, len(WORDS), 7)], trainer)
-    described = json.loads(tokenizer.to_str())["model"]
-    return [*described["vocab"], "Ġcamel", *SPECIAL], [tuple(x) for x in described["merges"]]
-
-
-def encoded(text: str, tokens: list[str], merges: list[tuple[str, str]], splits: list[str], whole: bool):
-    """Byte-level BPE, in the plainest way."""
-    ids = {token: i for i, token in enumerate(tokens)}
-    ranks, letters, found = {pair: i for i, pair in enumerate(merges)}, byte_letters(), []
-    for piece in regex.split("(" + "|".join(map(regex.escape, SPECIAL)) + ")", text):
-        if piece in SPECIAL:
-            found.append(ids[piece])
-            continue
-        words = [piece]
-        for split in splits:
-            between = [regex.split(f"(?V1)({split})", word) for word in words]
-            words = [x for xs in between for x in xs if x]
-        for word in words:
-            parts = [letters[byte] for byte in word.encode()]
-            if whole and "".join(parts) in ids:
-                parts = ["".join(parts)]
-            while pairs := [pair for pair in zip(parts, parts[1:], strict=False) if pair in ranks]:
-                best, merged = min(pairs, key=ranks.get), []
-                while parts:
-                    n = 2 if tuple(parts[:2]) == best else 1
-                    merged.append("".join(parts[:n]))
-                    parts = parts[n:]
-                parts = merged
-            found += [ids[x] for x in parts]
-    return found
-
-
-@pytest.mark.parametrize("pre", SPLITS)
-def test_pre_tokenizer(pre, tmp_path):
-    """Of words, numbers, Chinese and special tokens, which are what the model's template is made of."""
-    tokens, merges = vocabulary()
-    types = [SPECIAL.get(token, 1) for token in tokens]
-    fields = {
-        "general.architecture": "deepseek2", "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre,
-        "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types,
-        "tokenizer.ggml.merges": [" ".join(x) for x in merges], "tokenizer.ggml.add_bos_token": False,
-        "tokenizer.ggml.eos_token_id": tokens.index("<|im_end|>"),
-    }  # fmt: skip
-    if pre == "gpt-4o":  # transformers makes this one, and skips special tokens of other letters
-        tokens[tokens.index("<｜User｜>")] = "<|user|>"
-    write_tokenizer(fields, tmp_path)
-    ours, text = load_tokenizer(tmp_path), TEXT.replace("<｜User｜>", "") if pre == "gpt-4o" else TEXT
-    assert ours(text).input_ids == encoded(text, tokens, merges, SPLITS[pre], pre in WHOLE)
-    assert ours.decode(ours(text).input_ids) == text
-    assert ours.eos_token == "<|im_end|>"
-
-
-def test_gemma_tokenizer(tmp_path):
-    """Gemma's vocabulary has no merges in a file: they follow from its order. Runs of spaces are tokens."""
-    special, pieces = (
-        ["<pad>", "<eos>", "<bos>", "<unk>"],
-        ["ab", "▁ab", "bc", "▁▁", "▁c", "▁", "a", "b", "c"],
-    )
-    merges = [("a", "b"), ("▁", "ab"), ("b", "c"), ("▁", "▁"), ("▁", "c")]
-    tokens = [*special, *(f"<0x{i:02X}>" for i in range(256)), *pieces]
-    expected = transformers.GemmaTokenizer(vocab={x: i for i, x in enumerate(tokens)}, merges=merges)
-    fields = {
-        "general.architecture": "gemma3", "tokenizer.ggml.model": "llama", "tokenizer.ggml.pre": "default",
-        "tokenizer.ggml.tokens": [x.replace("▁▁", "  ") for x in tokens],
-        "tokenizer.ggml.scores": [-float(i) for i in range(len(tokens))],
-        "tokenizer.ggml.token_type": [*[3] * 4, *[6] * 256, *[1] * len(pieces)],
-        "tokenizer.ggml.bos_token_id": 2, "tokenizer.ggml.eos_token_id": 1,
-        "tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.add_space_prefix": False,
-    }  # fmt: skip
-    write_tokenizer(fields, tmp_path)
-    ours = load_tokenizer(tmp_path)
-    for text in ("ab  abc c", "  ab", "abcab ab", "ä\na<eos>b"):
-        ids = ours(text).input_ids
-        assert ids[0] == 2 and ids[1:] == expected(text, add_special_tokens=False).input_ids
-        assert ours.decode(ids[1:]) == text
-
-
-def test_unknown_pre_tokenizer(tmp_path):
-    """It would be taken for GPT-2's, and the model would see other tokens than it was trained on."""
-    path = tmp_path / "model.gguf"
-    write(path, random_model("gemma3"), fault=said("tokenizer.ggml.pre", "poro-chat"))
-    with pytest.raises(
-        UserError, match=r"model.gguf: tokenizer.ggml.pre = 'poro-chat' is not known, so the token"
-    ):
-        open_checkpoint(str(path))
-
-
-@pytest.mark.parametrize(
-    ("name", "ends"), [("gemma3", ["<end_of_turn>"]), ("gpt-oss", ["<|return|>", "<|call|>"])]
-)
-def test_ends(name, ends, tmp_path):
-    """Files that name one end token of several: an answer ends with each of them."""
-    path = tmp_path / "model.gguf"
-
-    def named(writer):
-        tokens = writer.kv_data[0]["tokenizer.ggml.tokens"].value
-        tokens[7 : 7 + len(ends)] = ends
-
-    write(path, random_model(name), fault=named)
-    folder = open_checkpoint(str(path)).folder
-    ids = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
-    assert ids == [6, *range(7, 7 + len(ends))]

@@ -31,7 +31,7 @@ UNNEEDED = """README.md consolidated.safetensors extra.safetensors original/cons
     original/model.safetensors.index.json pytorch_model.bin pytorch_model.bin.index.json""".split()
 
 # Every repository has the model in three files at main, which then moves on, and in one at refs/pr/1.
-SHARDED, SINGLE, MOVED, GGUF = "1" * 40, "2" * 40, "3" * 40, "4" * 40
+SHARDED, SINGLE, MOVED, GGUF, PICKLED = (digit * 40 for digit in "12345")
 GIVEN = ["sharded", "single@refs/pr/1", "private", "cut@refs/pr/1"]
 RESET = "reset@refs/pr/1"
 BREAKS = {"cut": "ends", "reset": "reset"}  # how the connection does, once, in the middle of that one file
@@ -57,7 +57,8 @@ def commits() -> dict[str, dict[str, bytes]]:
     tensors = load_file(LLAMA3 / THEIR_FILE)
     weight_map = {name: SHARDS[i % 3] for i, name in enumerate(tensors)}
     shards = {file: save({t: x for t, x in tensors.items() if weight_map[t] == file}) for file in SHARDS}
-    common = {name: (LLAMA3 / name).read_bytes() for name in COMPANIONS} | dict.fromkeys(UNNEEDED, b"{}")
+    companions = {name: (LLAMA3 / name).read_bytes() for name in COMPANIONS}
+    common = companions | dict.fromkeys(UNNEEDED, b"{}")
     index = {THEIR_INDEX: json.dumps({"weight_map": weight_map}).encode()}
     # huggingface_hub takes a file up at a multiple of 10 MiB. This comes first, and is ignored.
     tensors["x.rotary_emb.inv_freq"] = np.zeros(12 * 2**18, np.float32)
@@ -69,7 +70,7 @@ def commits() -> dict[str, dict[str, bytes]]:
         }
     return {
         SHARDED: common | shards | index, SINGLE: common | {THEIR_FILE: save(tensors)}, MOVED: {},
-        GGUF: {"README.md": b"{}", **files},
+        GGUF: {"README.md": b"{}", **files}, PICKLED: companions | {"pytorch_model.bin": b"{}"},
     }  # fmt: skip
 
 
@@ -119,7 +120,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return status, {"X-Error-Code": code, "X-Error-Message": words}, b""
         if what == "revision":
             first = self.server.asked[name, what] == [rest]
-            sha = GGUF if name == "gguf" else SINGLE if rest == "refs/pr/1" else SHARDED if first else MOVED
+            sha = SINGLE if rest == "refs/pr/1" else SHARDED if first else MOVED
+            sha = {"gguf": GGUF, "pickled": PICKLED}.get(name, sha)
             return 200, {}, json.dumps({"id": f"tiny/{name}", "sha": sha}).encode()
         commit, _, file = rest.partition("/")
         files = self.server.commits[commit]
@@ -324,6 +326,15 @@ def test_gguf(hub):
     offline, asked = ask(hub, *names, XDG_CACHE_HOME=str(gguf_cache), HF_HUB_OFFLINE="1")
     assert not asked and [offline[x] for x in names[:2]] == [answers[x] for x in names[:2]]
     check_error(offline["gguf/whale.gguf"], "tiny/gguf", "whale.gguf")
+
+
+def test_pickled_weights(hub):
+    """They are not downloaded; the error says how to get safetensors files."""
+    answers, _ = ask(hub, "pickled")
+    call = "AutoModelForCausalLM.from_pretrained('tiny/pickled').save_pretrained('NEW_DIR')"
+    found = "tiny/pickled: has no safetensors files; pytorch_model.bin is pickled"
+    check_error(answers["pickled"], found, call)
+    assert not list((hub.home / "hub/models--tiny--pickled").rglob("*.bin"))
 
 
 def test_offline(hub):

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import contextlib
+import dataclasses
 import datetime
 import http.client
 import json
@@ -23,6 +24,8 @@ import openai
 import pytest
 from conftest import CHECKPOINTS
 from processes import free_port
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 
 import model
 from server import access_log, api_requests, lanes
@@ -32,6 +35,7 @@ from server.loop import EngineLoop, Job, Refused
 from server.metrics import Metrics
 from serving import chunks
 from serving import text as serving_text
+from serving.grammar import grammar_tokenizer
 from sharding.sampling import Sampling
 from terminal import serve
 from terminal.launch import Startup
@@ -399,6 +403,57 @@ def test_log_probabilities(server, client, chat):
         assert sorted(top.values(), reverse=True)[:4] == pytest.approx(best.tolist(), abs=1e-4)
 
 
+def offsets_in(text: str, tokens: list[str]) -> list[int]:
+    """Of consecutive tokens of a text: the characters before the one in which each token begins."""
+    sizes = [x.count("\\x") if x.startswith("bytes:") else len(x.encode()) for x in tokens]
+    return [len(text.encode()[: sum(sizes[:i])].decode(errors="ignore")) for i in range(len(tokens))]
+
+
+PROMPTS = {  # each with its text to echo, the number of tokens before the text, and its offsets if known
+    "nothing": ("a", "", 0, []),
+    "text": ("What is 🦙 + é? <|eot_id|> x", "What is 🦙 + é? <|eot_id|> x", 1, None),
+    "ids": ([0, 250, 100, 254, 179, 71], "<|begin_of_text|>\ufffd~\ufffd\ufffda", 0, [0, *range(17, 22)]),
+}
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize("stop", [(), (" es",), ("éx", "🦙é"), ("é", "s🦙")])
+def test_text_offsets(server, client, stop, prompt):
+    """They count the characters of the whole text, in a stream too; tokens of one character share one."""
+    prompt, before, added, expected = PROMPTS[prompt]
+    whole = "less is 🦙, 🦙s essé"
+    answer = whole[: min((whole.index(x) for x in stop if x in whole), default=len(whole))]
+    asked = dict(model="", prompt=prompt, max_tokens=40, logprobs=1, stop=list(stop), echo=bool(before))
+    asked |= dict(extra_body=dict(guided_choice=[whole]))
+    choice = client.completions.create(**asked).choices[0]
+    assert choice.text == before + answer
+    tokens, found = choice.logprobs.tokens, choice.logprobs.text_offset
+    size = len(prompt) if expected else 0
+    if expected is None:
+        size = len(server.tokenizer(prompt).input_ids)
+        expected = [0] * added + offsets_in(before, tokens[added:size])
+    expected = expected + [len(before) + min(x, len(answer)) for x in offsets_in(whole, tokens[size:])]
+    assert found == expected and len(found) > size + 9
+    parts = [x.choices[0] for x in client.completions.create(**asked, stream=True)]
+    assert "".join(x.text for x in parts) == choice.text
+    assert [x for part in parts for x in part.logprobs.tokens] == tokens
+    assert [x for part in parts for x in part.logprobs.text_offset] == found
+
+
+def test_text_offsets_of_broken_characters(server):
+    """A token that follows half a character begins behind the sign that stands for the half."""
+    half, whole = server.tokenizer("é", add_special_tokens=False).input_ids[0], 100
+    bias = {str(half): 100, str(whole): 100}
+    for seed in range(4):
+        asked = dict(prompt="a", logit_bias=bias, temperature=5, max_tokens=20, seed=seed, logprobs=0)
+        choice = complete(server, **asked)["choices"][0]
+        tokens, found = choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]
+        assert choice["text"] == "".join("~" if x == "~" else "\ufffd" for x in tokens)
+        assert len(set(tokens)) == 2 and found == sorted(found)
+        assert all(choice["text"][x] == choice["text"][i] for i, x in enumerate(found))
+        assert all(x == i for i, x in enumerate(found) if tokens[i] == "~")
+
+
 def ids_of(server, texts: list[str]) -> list[int]:
     """Of tokens whose texts are no others'."""
     by_text = {server.tokenizer.decode([i]): i for i in range(512)}
@@ -411,6 +466,30 @@ def forward(server, tokens: list[int]) -> np.ndarray:
     padded = np.array([tokens + [0] * (MAX_LEN - len(tokens))], np.int32)
     logits = model.forward(padded, of.weights, cfg=of.cfg, mesh=of.mesh)[0]
     return np.asarray(jax.nn.log_softmax(logits))
+
+
+def test_ids_without_a_token(server, client, request):
+    """Of a model with more ids than its tokenizer has tokens: no text, and no bytes, but a list of them."""
+    default, names = server.app.state.served, ("vocab", "merges")
+    content = json.loads(server.tokenizer.backend_tokenizer.to_str())
+    fewer = [list(content["model"][name])[:-9] for name in names]
+    content["model"] |= dict(vocab={x: content["model"]["vocab"][x] for x in fewer[0]}, merges=fewer[1])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(content)))
+    tokenizer.chat_template = server.tokenizer.chat_template
+    request.addfinalizer(lambda: setattr(server.app.state, "served", default))
+    server.app.state.served = dataclasses.replace(
+        default, tokenizer=tokenizer, grammar_tokenizer=grammar_tokenizer(tokenizer, 512, frozenset([6]))
+    )
+    asked = dict(model="", temperature=0, max_tokens=3, logit_bias={"511": 100})
+    choice = client.chat.completions.create(
+        **asked, messages=GREETING, logprobs=True, top_logprobs=20
+    ).choices[0]
+    places = choice.logprobs.content
+    assert choice.message.content == "" and [(x.token, x.bytes) for x in places] == [("", [])] * 3
+    assert all(x.bytes == list(x.token.encode()) for place in places for x in place.top_logprobs)
+    choice = client.completions.create(**asked, prompt=[71, 511, 71], echo=True, logprobs=1).choices[0]
+    assert choice.text == "aa" and choice.logprobs.tokens == ["a", "", "a", "", "", ""]
+    assert choice.logprobs.text_offset == [0, 1, 1, 2, 2, 2]
 
 
 def test_samples_and_seeds(server, client):
