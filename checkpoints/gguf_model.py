@@ -21,6 +21,7 @@ from checkpoints.gguf_architectures import ARCHITECTURES, FIELDS, NAMES, NEUTRAL
 from checkpoints.gguf_file import PLAIN, GgufFile, open_parts
 from checkpoints.gguf_tokenizer import read_vocabulary, write_tokenizer
 from checkpoints.tensor_files import StoredTensor, aligned_empty
+from distributed.exchange import warn
 from families.registry import read_config
 from feedback.errors import UserError, located
 
@@ -41,6 +42,11 @@ def open_gguf(path: pathlib.Path) -> tuple[pathlib.Path, dict[str, StoredTensor 
     """
     file = open_parts(path)
     with located(file.path):
+        if file.fields.get("tokenizer.ggml.model") == "gpt2" and "tokenizer.ggml.pre" not in file.fields:
+            warn(
+                f"{path}: an older file, which does not say how a text is split into words; GPT-2's way is "
+                "taken, with which other models may answer worse: download a newer file"
+            )
         architecture, config = _config(file)
         read_config(config)  # before tensors are named and ordered by it
         tensors = dict(_tensors(file, config, architecture))

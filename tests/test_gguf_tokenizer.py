@@ -9,11 +9,12 @@ import pytest
 import regex
 import transformers
 from conftest import CHECKPOINTS
-from test_gguf import said
+from test_gguf import said, unsaid
 from test_gguf import write as write_model
 
 from checkpoints.checkpoint import open_checkpoint
 from checkpoints.gguf_tokenizer import ENDS, read_vocabulary, write_tokenizer
+from distributed.exchange import warn
 from feedback.errors import UserError
 from serving.text import encode, load_tokenizer, stop_tokens
 
@@ -40,6 +41,7 @@ LETTERS = CASED.replace("+|", f"+{CONTRACTION}?|") + f"{CONTRACTION}?"
 ENDS_OF_WORDS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA3 = CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + ENDS_OF_WORDS
 # As tiktoken and the models' tokenizer.json files have them, in the syntax of the package regex.
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 SPLITS = {
     "llama-bpe": [LLAMA3],
     "qwen2": [LLAMA3.replace("{1,3}", "")],
@@ -65,10 +67,7 @@ SPLITS = {
         + ENDS_OF_WORDS
     ],
     "gpt-4o": [LETTERS.replace("%s", "") + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + ENDS_OF_WORDS],
-    "smollm": [
-        r"\p{N}",
-        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
-    ],
+    "smollm": [r"\p{N}", GPT2],
 }
 WHOLE = ("kimi-k2", "gpt-4o", "llama-bpe", "tekken")
 BEGINS = ("llama-bpe", "tekken")  # with the BOS token, if the file does not say
@@ -267,6 +266,16 @@ def test_unknown_pre_tokenizer(tmp_path):
     message = "model.gguf: tokenizer.ggml.pre = 'poro-chat' is not known, so the token"
     with pytest.raises(UserError, match=re.escape(message)):
         open_checkpoint(str(path))
+
+
+def test_without_pre_tokenizer(tmp_path, capsys):
+    """As llama.cpp warns: files of Llama 3 from its first weeks are read as if they were GPT-2's."""
+    warn.cache_clear()
+    write_model(tmp_path / "model.gguf", fault=unsaid("tokenizer.ggml.pre"))
+    folder = open_checkpoint(str(tmp_path / "model.gguf")).folder
+    assert capsys.readouterr().err.count("model.gguf: an older file") == 1
+    kinds = json.loads((folder / "tokenizer.json").read_text())["pre_tokenizer"]["pretokenizers"]
+    assert kinds[0]["pattern"] == {"Regex": GPT2}
 
 
 @pytest.mark.parametrize(
