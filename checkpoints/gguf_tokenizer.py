@@ -39,7 +39,6 @@ NO_EFFECT = {
     "models that do not write texts": "cls_token_id mask_token_id seperator_token_id token_type_count",
 }
 COPIES = ("huggingface.json",)  # of what the other fields say; llama.cpp does not read it
-GEMMAS = ("gemma", "gemma2", "gemma3")
 
 
 # ------------------------------------------------------------------------------------------ pre-tokenizers
@@ -86,7 +85,6 @@ GPT2 = PreTokenizer((r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N
 LLAMA3 = PreTokenizer((_words(f"{CONTRACTION}|{LETTERS}", "{1,3}"),), whole=True, bos=True)
 QWEN2 = PreTokenizer((_words(f"{CONTRACTION}|{LETTERS}", ""),))
 GPT4O = PreTokenizer((_words(_cased(), "{1,3}", r"[\r\n/]*"),), whole=True)
-CHINESE = "[一-龥぀-ゟ゠-ヿ]+"
 PRE_TOKENIZERS = {
     **dict.fromkeys(("default", "gpt-2", "gpt2"), GPT2),
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "midm-2.0"), LLAMA3),
@@ -103,7 +101,7 @@ PRE_TOKENIZERS = {
     "deepseek-v3": PreTokenizer(
         (
             r"\p{N}{1,3}",
-            CHINESE,
+            "[一-龥぀-ゟ゠-ヿ]+",
             r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
             r"| ?[\p{P}\p{S}]+[\r\n]*|" + SPACES,
         )
@@ -117,7 +115,7 @@ PRE_TOKENIZERS = {
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
-    """The tokens of a file, with the type of each; the names of a type are those above."""
+    """The tokens of a file, and the type of each."""
 
     tokens: list[str]
     types: list[int]
@@ -238,7 +236,7 @@ def _sentencepiece(architecture: str, settings: dict[str, Any], vocabulary: Voca
     spaces = {token: "▁" * len(token) for token in vocabulary.of(NORMAL) if not token.strip(" ")}
     ids = {spaces.get(token, token): i for token, i in vocabulary.ids.items()}
     ordinary = [spaces.get(token, token) for token in vocabulary.of(NORMAL, UNUSED)]
-    gemma = architecture in GEMMAS
+    gemma = architecture == "gemma3"
     scores = dict(zip(ids, settings["ggml.scores"], strict=True))
     if gemma:  # whose scores are not in the order of its merges
         scores = {token: -i for token, i in ids.items()}

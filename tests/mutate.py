@@ -39,7 +39,7 @@ GGUF_MODEL, SPLIT_REFUSED = (
     "tests/test_gguf_models.py::test_same_model",
     "tests/test_gguf.py::test_split_refused",
 )
-TOKENIZER, FIELDS = "tests/test_gguf_tokenizer.py", "tests/test_fields.py"
+TOKENIZER, FILE_FIELDS = "tests/test_gguf_tokenizer.py", "tests/test_fields.py"
 HUB = "tests/test_hub.py"
 OBJECTS = "tests/test_object_storage.py"
 QUALITY = "tests/test_quality.py"
@@ -667,22 +667,22 @@ MUTATIONS = [
     ("checkpoints/gguf_tokenizer.py", 'settings.get("ggml.add_space_prefix", not gemma)', "not gemma", TOKENIZER),
     ("checkpoints/gguf_tokenizer.py", "reverse=True)", "reverse=False)", TOKENIZER),
     ("checkpoints/gguf_tokenizer.py", "found.sort(key=lambda pair: pair[:2]", "found.sort(key=lambda pair: pair[1:2]", TOKENIZER),
-    ("checkpoints/gguf_tokenizer.py", "_refuse_unknown(settings)\n    vocab", "vocab", FIELDS),
-    ("checkpoints/gguf_model.py", "        if not harmless:", "        if False:", FIELDS),
+    ("checkpoints/gguf_tokenizer.py", "_refuse_unknown(settings)\n    vocab", "vocab", FILE_FIELDS),
+    ("checkpoints/gguf_model.py", "        if not harmless:", "        if False:", FILE_FIELDS),
     ("checkpoints/gguf_model.py", "if len(set(value)) != 1:", "if False:", GGUF),
-    ("checkpoints/gguf_architectures.py", 'found.get("factor", 1) != 1', 'found.get("factor")', FIELDS),
-    ("checkpoints/gguf_architectures.py", 'return {} if kind == "none" else', "return", FIELDS),
+    ("checkpoints/gguf_architectures.py", 'found.get("factor", 1) != 1', 'found.get("factor")', FILE_FIELDS),
+    ("checkpoints/gguf_architectures.py", 'return {} if kind == "none" else', "return", FILE_FIELDS),
     ("checkpoints/dequantized.py", "+ offset) % 2**bits", "+ offset)", DEQUANTIZED),
     ("checkpoints/dequantized.py", "versions.extend(known or [stated])", "versions.extend([stated])", DEQUANTIZED),
     ("checkpoints/dequantized.py", "np.minimum(word + 1, count - 1)", "word", DEQUANTIZED),
-    ("families/read.py", "if not unscaled and kept.get(name) != value:", "if False:", FIELDS),
-    ("families/read.py", "return older or newer or default or {}", "return newer or older or default or {}", FIELDS),
-    ("families/read.py", '"original_max_position_embeddings", positions)\n    factor', '"original_max_position_embeddings")\n    factor', FIELDS),
-    ("families/registry.py", "if value != inside and (value or name in config):", "if False:", FIELDS),
-    ("families/registry.py", "value) != value:\n", "value) != value and False:\n", FIELDS),
-    ("families/deepseek_v3.py", "if fields.take(name, int, follows) != follows:", "if fields.take(name, int, follows) == 0:", FIELDS + "::test_each_field_of_config_json[deepseek-v3]"),
-    ("serving/requests.py", "if ignored := ", "if False and (ignored := True) and ", FIELDS),
-    ("serving/text.py", "if b'\"add_prefix_space\":true' not in", "if None is", FIELDS),
+    ("families/read.py", "if not unscaled and kept.get(name) != value:", "if False:", FILE_FIELDS),
+    ("families/read.py", "return older or newer or default or {}", "return newer or older or default or {}", FILE_FIELDS),
+    ("families/read.py", '"original_max_position_embeddings", positions)\n    factor', '"original_max_position_embeddings")\n    factor', FILE_FIELDS),
+    ("families/registry.py", "if value != inside and (value or name in config):", "if False:", FILE_FIELDS),
+    ("families/registry.py", "value) != value:\n", "value) != value and False:\n", FILE_FIELDS),
+    ("families/deepseek_v3.py", "if fields.take(name, int, follows) != follows:", "if fields.take(name, int, follows) == 0:", FILE_FIELDS + "::test_each_field_of_config_json[deepseek-v3]"),
+    ("serving/requests.py", "if ignored := ", "if False and (ignored := True) and ", FILE_FIELDS),
+    ("serving/text.py", "if b'\"add_prefix_space\":true' not in", "if None is", FILE_FIELDS),
     ("checkpoints/gguf_model.py", "float(str(np.float32(value)))", "value", GGUF),
     ("checkpoints/gguf_model.py", "kind in PLAIN and kind in matrices", "kind in PLAIN", GGUF),
     ("checkpoints/gguf_model.py", "tensor.rows(lo, hi) - np.float32(offset)", "tensor.rows(lo, hi)", GGUF_MODEL + "[gemma3]"),
