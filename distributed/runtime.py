@@ -13,10 +13,12 @@ import threading
 import time
 from collections.abc import Callable
 
-# Gloo's greetings, the coordination service's errors, and their stack traces.
+# Gloo's greetings, the coordination service's errors, and their stack traces. In jax 0.12 an error also lists
+# the source locations that its status passed through.
 ABOUT_PEERS = re.compile(
     rb"\[Gloo\]|[EFW]\d{4} .*(coordination_|distributed service|distributed_runtime)|Additional GRPC"
-    rb"|:UNKNOWN:Error|RPC: /xla|RPC: /tensorflow|\*\*\* Check failure|\s+@ |\s*$"
+    rb"|:[A-Z_]+:|RPC: /xla|RPC: /tensorflow|\*\*\* Check failure|\s+@ |\s*$"
+    rb"|=== Source Location Trace|\S*/distributed\S*:\d+\s*$"
 )
 _withheld: collections.deque[bytes] = collections.deque(maxlen=200)  # lines
 _callbacks: list = []  # they must not be garbage collected while C may call them

@@ -60,18 +60,23 @@ class ProgramsOnShapes(Programs):
                 for done in concurrent.futures.as_completed(compiling):
                     done.result()
                     bar.update()
-            except BaseException:
-                self.give_up()
+            except BaseException as e:
+                self.end(e)
                 raise
 
     def give_up(self) -> None:
         """Begin to compile no more programs; those that have begun come to their end."""
-        for x in self.with_draft:
-            x.compiled.given_up = True
+        self.end(concurrent.futures.CancelledError())
 
     @property
     def given_up(self) -> bool:
-        return self.compiled.given_up
+        """Whether `give_up` ended the compilation, and no failure did before."""
+        return isinstance(self.compiled.ended_by, concurrent.futures.CancelledError)
+
+    def end(self, reason: BaseException) -> None:
+        """End the compilation for the model and the draft model, see `Compiled.end`."""
+        for x in self.with_draft:
+            x.compiled.end(reason)
 
     def start_fetching(self, tree):
         return self.in_every_process(tree)
@@ -86,10 +91,19 @@ class ProgramsOnShapes(Programs):
 
 
 class Compiled:
-    """The results of functions that were compiled, as shapes. Threads may share it: none compiles twice."""
+    """The results of functions that were compiled, as shapes. Threads may share it: none compiles twice.
+
+    ended_by: None, or after `end` the exception that every call raises.
+    """
 
     def __init__(self):
-        self.lock, self.results, self.given_up = threading.Lock(), {}, False
+        self.lock, self.results = threading.Lock(), {}
+        self.ended_by: BaseException | None = None
+
+    def end(self, reason: BaseException) -> None:
+        """Begin to compile no more programs: every later call raises the first reason that was given."""
+        with self.lock:
+            self.ended_by = self.ended_by or reason
 
     def result_of(self, function, *arguments, **static):
         """Compile a jitted function for these arguments, unless that was done: -> its result, as shapes."""
@@ -97,12 +111,12 @@ class Compiled:
         types = tuple((x.shape, x.dtype, getattr(x, "sharding", None)) for x in leaves)
         key = function, types, tree, *static.values()
         with self.lock:
+            if self.ended_by:
+                raise self.ended_by
             known = key in self.results
             result = self.results.setdefault(key, concurrent.futures.Future())
         if not known:
             try:
-                if self.given_up:
-                    raise concurrent.futures.CancelledError
                 result.set_result(compile_on_shapes(function, *arguments, **static)[1])
             except BaseException as e:
                 result.set_exception(e)

@@ -111,17 +111,23 @@ def test_each_program_once(monkeypatch):
 
 
 def test_a_failure_is_told(monkeypatch):
-    """An error of the compiler reaches the caller, also where another call waited for the same program."""
+    """An error of the compiler reaches the caller, also where another call waited for the same program.
+
+    Every later call raises it again, though the programs after the first one were not compiled.
+    """
 
     def fail(*arguments, **static):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no room")
 
     monkeypatch.setattr(ahead, "compile_on_shapes", fail)
+    monkeypatch.setattr(ahead, "programs_at_a_time", lambda layers: 1)
     weights, cfg, mesh = subject("ring", "1")
-    shapes = ProgramsOnShapes(shapes_of(weights), cfg, mesh, ROWS, MAX_LEN, "float32")
-    for _ in range(2):
-        with pytest.raises(jax.errors.JaxRuntimeError, match="no room"):
+    shapes, told = ProgramsOnShapes(shapes_of(weights), cfg, mesh, ROWS, MAX_LEN, "float32"), []
+    for _ in range(5):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="no room") as raised:
             Engine(shapes, [Request([1], 1)])
+        told.append(raised.value)
+    assert all(error is told[0] for error in told) and not shapes.given_up
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from test_meshes import TOLERANCE, assigned, shapes
 import model
 from server import loop
 from server.metrics import Metrics
-from serving import chunks, programs
+from serving import ahead, chunks, programs
 from serving.ahead import ProgramsOnShapes
 from serving.engine import Engine
 from serving.executors import few_layers, one_program
@@ -179,6 +179,21 @@ def test_a_server_that_ends(capsys):
     loop.compile_missing(engine, server, lambda: None)
     assert len(engine.missing) == 5 and server.inbox.empty()
     assert capsys.readouterr().err == ""
+
+
+def test_a_program_that_a_server_cannot_compile(monkeypatch, capsys):
+    """The server goes on without it, and says why."""
+    engine, server = engine_of_a_server(), loop.EngineLoop(4, 4, 60, Metrics())
+
+    def fail(*arguments, **static):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no room")
+
+    monkeypatch.setattr(ahead, "compile_on_shapes", fail)
+    capsys.readouterr()
+    loop.compile_missing(engine, server, lambda: None)
+    assert len(engine.missing) == 5 and server.inbox.empty()
+    why = "a decode program for 4 rows was not compiled: RESOURCE_EXHAUSTED: no room\n"
+    assert capsys.readouterr().err == why
 
 
 def test_a_server_compiles_the_rest(monkeypatch, compiled):

@@ -20,6 +20,7 @@ from safetensors.numpy import load_file, save_file
 import main
 from distributed import exchange
 from distributed.roll_call import call_roll, can_connect
+from distributed.runtime import ABOUT_PEERS
 from feedback.errors import UserError
 
 LLAMA3 = CHECKPOINTS / "tiny-llama3"
@@ -417,6 +418,34 @@ def test_endings(phase, number, victim, tmp_path):
     else:
         line = f"process {victim} of 2 (on {host}) {WHY[number]}"
     assert said[0].startswith(f"error: {line}"), said
+
+
+# What jax 0.10.2 and jax 0.12.0 print when process 0 is killed; long lines are cut. The error has the status
+# UNKNOWN in the first version, and UNAVAILABLE with source locations in the second.
+PEER_LINES = b"""\
+E1126 19:39:33.734405    8885 coordination_service_agent.cc:288] Polled an error from coordination service
+F1126 19:39:33.734436    8885 client.h:86] Terminating process because the JAX distributed service
+Additional GRPC error information from remote target coordination_service while calling /xla.coordination
+:UNKNOWN:Error received from peer  {grpc_message:"Socket closed", grpc_status:14}
+:UNAVAILABLE:Stream removed (Socket closed)
+=== Source Location Trace: ===
+external/xla+/xla/pjrt/distributed/coordination/coordination_service_error_util.cc:64
+
+*** Check failure stack trace: ***
+    @     0x7fd5498d0894  xla::CoordinationServiceAgent::SetError()
+"""
+OTHER_LINES = b"""\
+E0000 00:00:1795721861.517805    7835 common_lib.cc:860] INVALID_ARGUMENT: Error: unexpected worker hostname
+external/xla+/xla/service/gpu/autotuner.cc:64
+terminated
+error: process 0 of 2 (on host) has ended
+"""
+
+
+def test_lines_about_peers():
+    """Lines of jax 0.10 and of jax 0.12 about other processes are withheld, other lines are not."""
+    assert all(map(ABOUT_PEERS.match, PEER_LINES.splitlines(keepends=True)))
+    assert not any(map(ABOUT_PEERS.match, OTHER_LINES.splitlines(keepends=True)))
 
 
 @deep
