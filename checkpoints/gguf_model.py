@@ -22,6 +22,7 @@ from checkpoints.gguf_file import PLAIN, GgufFile, open_parts
 from checkpoints.gguf_tokenizer import read_vocabulary, write_tokenizer
 from checkpoints.tensor_files import StoredTensor, aligned_empty
 from distributed.exchange import warn
+from families.fields import NUMBER, ConfigFields
 from families.registry import read_config
 from feedback.errors import UserError, located
 
@@ -58,7 +59,7 @@ def _config(file: GgufFile) -> tuple[Architecture, dict[str, Any]]:
     for name, known in GENERAL.items():
         if (value := file.fields.get(name, known[0])) not in known:
             raise UserError(f"{name} = {value!r} is not supported ({', '.join(map(repr, known))})")
-    name = file.fields.get("general.architecture")
+    name = str(file.fields.get("general.architecture"))
     prefix = f"{name}."
     fields = {x.removeprefix(prefix): y for x, y in file.fields.items() if x.startswith(prefix)}
     fields = {x: _shortest(_of_all_layers(prefix + x, y)) for x, y in fields.items()}
@@ -91,10 +92,8 @@ def _config(file: GgufFile) -> tuple[Architecture, dict[str, Any]]:
     if "rope_freqs.weight" in file.tensors:
         if config.get("rope_scaling"):
             raise UserError(f"tensor rope_freqs.weight beside {prefix}rope.scaling.type is not supported")
-        factors = file.tensors["rope_freqs.weight"].values
-        config["rope_scaling"] = _scaling(np.array(factors), config["rope_theta"])
-    for name in ("bos", "eos"):
-        config[f"{name}_token_id"] = file.fields.get(f"tokenizer.ggml.{name}_token_id")
+        factors = np.array(file.tensors["rope_freqs.weight"].values)
+        config["rope_scaling"] = _scaling(factors, ConfigFields(config).take("rope_theta", NUMBER))
     if "token_embd.weight" not in file.tensors:
         raise UserError("tensor token_embd.weight is missing")
     config["vocab_size"] = file.tensors["token_embd.weight"].shape[0]
@@ -251,7 +250,8 @@ def _generation_config(fields: dict[str, Any]) -> dict[str, Any]:
     if sampling:
         sampling["do_sample"] = sampling.get("temperature") != 0
     suppressed = fields.get("tokenizer.ggml.suppress_tokens")
-    ends = [fields.get(f"tokenizer.ggml.{x}_token_id") for x in ("eos", "eot", "eom")]
-    ends = dict.fromkeys(x for x in [*ends, *read_vocabulary(fields).ends] if x is not None)
+    vocabulary = read_vocabulary(fields)
+    ends = [vocabulary.special(fields, x) for x in ("eos", "eot", "eom")]
+    ends = dict.fromkeys(x for x in [*ends, *vocabulary.ends] if x is not None)
     others = {"eos_token_id": list(ends), "suppress_tokens": suppressed}
     return sampling | {name: value for name, value in others.items() if value}

@@ -16,6 +16,7 @@ import pathlib
 from collections.abc import Iterable
 from typing import Any
 
+from distributed.exchange import warn
 from feedback.errors import UserError
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5  # types of tokens; 6: a byte
@@ -138,6 +139,21 @@ class Vocabulary:
         ids = self.ids
         return [ids[x] for x in known if x in ids]
 
+    def special(self, fields: dict[str, Any], name: str) -> int | None:
+        """The token that a field names by its number; None, as in llama.cpp, if there is no such token.
+
+        fields: the file's. name: "bos" and the like. Raises UserError if it is no number.
+        """
+        field = f"tokenizer.ggml.{name}_token_id"
+        value = fields.get(field)
+        if value is None or type(value) is int and 0 <= value < len(self.tokens):
+            return value
+        what = f"{field} = {value!r}, but the vocabulary has the tokens 0 to {len(self.tokens) - 1}"
+        if type(value) is not int:
+            raise UserError(what)
+        warn(f"{what}: the field is ignored")
+        return None
+
 
 def read_vocabulary(fields: dict[str, Any]) -> Vocabulary:
     """Raises UserError if a token is in the file twice, or not every token has a type."""
@@ -162,9 +178,10 @@ def write_tokenizer(fields: dict[str, Any], folder: pathlib.Path) -> None:
     settings = {name.removeprefix(prefix): x for name, x in fields.items() if name.startswith(prefix)}
     _refuse_unknown(settings)
     vocabulary = read_vocabulary(fields)
+    ids = {name: vocabulary.special(fields, theirs) for name, theirs in SPECIAL.items()}
     try:
         tokenizer = _tokenizer(fields["general.architecture"], settings, vocabulary)
-        special = _add_special_tokens(tokenizer, settings, vocabulary)
+        special = _add_special_tokens(tokenizer, settings, vocabulary, ids)
     except UserError:
         raise
     except Exception as e:  # tokenizers raises many kinds where the file's description is wrong
@@ -205,7 +222,7 @@ def _tokenizer(architecture: str, settings: dict[str, Any], vocabulary: Vocabula
 def pre_tokenizer(settings: dict[str, Any]) -> PreTokenizer:
     """Raises UserError if its name is not known: the model was trained on other tokens than would be made."""
     name = settings.get("ggml.pre", "default")
-    if name not in PRE_TOKENIZERS:
+    if not isinstance(name, str) or name not in PRE_TOKENIZERS:
         raise UserError(
             f"tokenizer.ggml.pre = {name!r} is not known, so the tokenizer.json of the model's own "
             "repository is needed: give a folder of that repository"
@@ -248,7 +265,7 @@ def _sentencepiece(architecture: str, settings: dict[str, Any], vocabulary: Voca
     )
     encoding = [normalizers.Replace(" ", "▁")]
     decoding = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    if settings.get("ggml.add_space_prefix", not gemma):  # before a text that no other precedes
+    if _flag(settings, "add_space_prefix", not gemma):  # before a text that no other precedes
         encoding.insert(0, normalizers.Prepend("▁"))
         decoding.append(decoders.Strip(" ", 1, 0))
     tokenizer.normalizer, tokenizer.decoder = normalizers.Sequence(encoding), decoders.Sequence(decoding)
@@ -268,16 +285,28 @@ def _merges(tokens: Iterable[str], scores: dict[str, float]) -> list[tuple[str, 
     return [pair for _, _, pair in found]
 
 
-def _add_special_tokens(tokenizer, settings: dict[str, Any], vocabulary: Vocabulary) -> dict[str, str]:
-    """Have the tokenizer begin and end a text as the file says -> the special tokens by their names."""
+def _flag(settings: dict[str, Any], name: str, default: bool) -> bool:
+    """A field that is true or false. Raises UserError."""
+    value = settings.get(f"ggml.{name}", default)
+    if not isinstance(value, bool):
+        raise UserError(f"tokenizer.ggml.{name} = {str(value)[:40]} is neither true nor false")
+    return value
+
+
+def _add_special_tokens(
+    tokenizer, settings: dict[str, Any], vocabulary: Vocabulary, ids: dict[str, int | None]
+) -> dict[str, str]:
+    """Have the tokenizer begin and end a text as the file says -> the special tokens by their names.
+
+    ids: by the same names.
+    """
     from tokenizers.processors import TemplateProcessing
 
-    ids = {name: settings.get(f"ggml.{theirs}_token_id") for name, theirs in SPECIAL.items()}
     special = {name: vocabulary.tokens[i] for name, i in ids.items() if i is not None}
     # Where a file does not say whether a text begins with the BOS token, llama.cpp's default counts.
     by_default = settings["ggml.model"] == "llama" or pre_tokenizer(settings).bos
-    first = settings.get("ggml.add_bos_token", by_default)
-    around = {"bos_token": first, "eos_token": settings.get("ggml.add_eos_token", False)}
+    first, last = _flag(settings, "add_bos_token", by_default), _flag(settings, "add_eos_token", False)
+    around = {"bos_token": first, "eos_token": last}
     added = {name: [special[name]] if wanted and name in special else [] for name, wanted in around.items()}
     tokenizer.post_processor = TemplateProcessing(
         single=[*added["bos_token"], "$A", *added["eos_token"]],
@@ -291,6 +320,9 @@ def _chat_templates(settings: dict[str, Any]) -> dict[str, Any]:
     first = "chat_template."
     named = {name.removeprefix(first): x for name, x in settings.items() if name.startswith(first)}
     default = settings.get("chat_template")
+    for name, template in {"": default or "", **named}.items():
+        if not isinstance(template, str):
+            raise UserError(f"tokenizer.chat_template {name} = {str(template)[:40]} is no text")
     if not named:
         return {} if default is None else {"chat_template": default}
     named |= {} if default is None else {"default": default}

@@ -4,6 +4,7 @@ import json
 import re
 import unicodedata
 
+import gguf
 import numpy as np
 import pytest
 import regex
@@ -307,6 +308,22 @@ def test_ends(tokens, ends, tmp_path):
     assert found == {6, *ids}
     added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
     assert all(added[i].special for i in ids)
+
+
+@pytest.mark.parametrize("name", ["bos", "eos", "eot", "padding"])
+def test_special_tokens_that_are_not_there(name, tmp_path, capsys):
+    """As in llama.cpp the field is ignored; 2**32 - 1 is the -1 of some converters."""
+    warn.cache_clear()
+    minus_one = gguf.GGUFValue(2**32 - 1, gguf.GGUFValueType.UINT32)
+    fields = {f"tokenizer.ggml.{name}_token_id": minus_one}
+    write_model(tmp_path / "model.gguf", fault=lambda writer: writer.kv_data[0].update(fields))
+    folder = open_checkpoint(str(tmp_path / "model.gguf")).folder
+    assert (
+        f"{name}_token_id = 4294967295, but the vocabulary has the tokens 0 to 511" in capsys.readouterr().err
+    )
+    tokenizer = load_tokenizer(folder)
+    assert stop_tokens(folder, tokenizer) == {1, 2, 6}
+    assert (tokenizer("a").input_ids[0] == 0) == (name != "bos")
 
 
 def test_a_token_that_is_there_twice():
