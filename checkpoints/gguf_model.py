@@ -17,7 +17,15 @@ import numpy as np
 
 from checkpoints.dequantized import Dequantized
 from checkpoints.folders import cache_folder, made_once
-from checkpoints.gguf_architectures import ARCHITECTURES, FIELDS, NAMES, NEUTRAL, NO_EFFECT, Architecture
+from checkpoints.gguf_architectures import (
+    ARCHITECTURES,
+    FIELDS,
+    NAMES,
+    NEUTRAL,
+    NO_EFFECT,
+    Architecture,
+    Fields,
+)
 from checkpoints.gguf_file import PLAIN, GgufFile, open_parts
 from checkpoints.gguf_tokenizer import read_vocabulary, write_tokenizer
 from checkpoints.tensor_files import StoredTensor, aligned_empty
@@ -80,15 +88,7 @@ def _config(file: GgufFile) -> tuple[Architecture, dict[str, Any]]:
     # What these two are in llama.cpp, if the file does not say; some families have other values then.
     fields.setdefault("rope.freq_base", 10000.0)
     fields.setdefault("attention.head_count_kv", fields.get("attention.head_count"))
-    names, neutral = FIELDS | architecture.fields, NEUTRAL | architecture.neutral
-    no_effect = " ".join(NO_EFFECT.values()).split()
-    for field, value in fields.items():
-        if field in names:
-            config[names[field]] = value
-            continue
-        harmless = value in neutral[field] if field in neutral else not value or field in no_effect
-        if not harmless:
-            raise UserError(f"{prefix}{field} = {value!r} is not supported")
+    config |= _renamed(fields, prefix, architecture)
     if "rope_freqs.weight" in file.tensors:
         if config.get("rope_scaling"):
             raise UserError(f"tensor rope_freqs.weight beside {prefix}rope.scaling.type is not supported")
@@ -101,9 +101,23 @@ def _config(file: GgufFile) -> tuple[Architecture, dict[str, Any]]:
     return architecture, config
 
 
+def _renamed(fields: Fields, prefix: str, architecture: Architecture) -> dict[str, Any]:
+    """Fields by their names in config.json. Raises UserError for a field that is not supported."""
+    names, neutral = FIELDS | architecture.fields, NEUTRAL | architecture.neutral
+    no_effect, found = " ".join(NO_EFFECT.values()).split(), {}
+    for field, value in fields.items():
+        if field in names:
+            found[names[field]] = value
+            continue
+        harmless = value in neutral[field] if field in neutral else not value or field in no_effect
+        if not harmless:
+            raise UserError(f"{prefix}{field} = {value!r} is not supported")
+    return found
+
+
 def _of_all_layers(name: str, value: Any) -> Any:
     """The number that all layers share, of a field that may give each layer its own. Raises UserError."""
-    if not isinstance(value, list) or any(isinstance(x, (bool, str)) for x in value):
+    if not isinstance(value, list) or any(isinstance(x, (bool, str, list)) for x in value):
         return value
     if len(set(value)) != 1:
         raise UserError(f"{name} differs from layer to layer, which is not supported: {str(value)[:40]}")

@@ -64,7 +64,7 @@ def latent_of(fields: ConfigFields, rope: Rope) -> Latent:
     for name, follows in dict(head_dim=R, num_key_value_heads=G, qk_head_dim=N + R).items():
         if fields.take(name, int, follows) != follows:
             raise UserError(f"config.json: {name} = {fields.get(name)} is not supported, only {follows}")
-    mscale, scale = read.rope_parameters(fields).get("mscale_all_dim"), None
+    mscale, scale = read.rope_parameters(fields, rope.theta).get("mscale_all_dim"), None
     if rope.scaling and mscale:
         # transformers multiplies the cosine and sine, so R of the N + R columns, by the quotient of the
         # growths of mscale and mscale_all_dim: Rope.magnitude. It multiplies all scores by this square.

@@ -85,8 +85,10 @@ def read_config(config: dict) -> Config:
     family, config = find_family(config)
     named = {}
     for name, value in config.items():
-        if named.setdefault(family.field_names.get(name, name), value) != value:
+        other = named.setdefault(family.field_names.get(name, name), value)
+        if None not in (value, other) and value != other:
             raise UserError(f"config.json: {name} = {value!r} is there under another name with another value")
+        named[family.field_names.get(name, name)] = other if value is None else value
     fields = ConfigFields(family.defaults | named, family.no_effect)
     cfg = family.config(fields)
     fields.finish(family.supported)

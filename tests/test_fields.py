@@ -182,6 +182,15 @@ def test_two_places_of_rope_that_differ(more, message):
         read_config({name: value for name, value in LLAMA.items() if "rope" not in name} | more)
 
 
+def test_two_places_of_latent_attention():
+    """The scale of its scores follows from the same parameters as its frequencies."""
+    content = json.loads(CONFIGS["deepseek-v3"].to_json_string(use_diff=False))
+    parameters = content["rope_parameters"] | dict(rope_theta=5e5)
+    older = {name: value for name, value in parameters.items() if name != "rope_theta"}
+    both = content | dict(rope_parameters=parameters, rope_scaling=older, rope_theta=5e5)
+    assert read_config(both) == read_config(content | dict(rope_parameters=parameters))
+
+
 def test_fields_outside_of_text_config():
     """transformers reads only tie_word_embeddings there; any other field that differs is refused."""
     inside = json.loads(CONFIGS["scout"].to_json_string(use_diff=False))
@@ -203,7 +212,8 @@ def test_fields_outside_of_text_config():
 
 def test_one_field_under_two_names():
     gpt2 = json.loads(CONFIGS["gpt2"].to_json_string(use_diff=False))
-    assert read_config(gpt2 | dict(hidden_size=gpt2["n_embd"])) == read_config(gpt2)
+    same = dict(hidden_size=gpt2["n_embd"], num_hidden_layers=None)
+    assert read_config(gpt2 | same) == read_config(same | gpt2) == read_config(gpt2)
     with pytest.raises(UserError, match="hidden_size = 128 is there under another name with another value"):
         read_config(gpt2 | dict(hidden_size=128))
 
