@@ -1,8 +1,20 @@
-"""Llama as pure functions over pytrees of weights: tokens in, logits out.
+"""Llama as pure functions over trees of weights: tokens in, logits out.
 
-`forward`, `prefill` and `decode_step`, at the end of this file, are jitted. Each of them calls `embed`,
-`layers` and `unembed`, which take and return global arrays, and each of which is one shard_map. Inside these
-shard_maps, on every device, run `decoder_layers`, the functions of a layer, and `local_logits`.
+These lines make a small Llama with random weights and run it:
+
+    import jax
+    from model import MLP, Attention, Config, LayerKind, Norm, Rope, forward, init_weights
+    from sharding.mesh import make_mesh
+
+    llama = LayerKind(Attention(K=2, G=2, H=16), MLP(F=128), Norm(eps=1e-5), rope=Rope(theta=1e4, width=16))
+    cfg = Config(D=64, V=512, layers=2 * (llama,), norm=llama.norm, max_positions=2048)
+    mesh = make_mesh(cfg, tensor=len(jax.devices()))
+    weights = init_weights(jax.random.key(0), cfg, mesh)
+    logits = forward(jax.numpy.array([[1, 2, 3]]), weights, cfg=cfg, mesh=mesh)  # [1,3,512]
+
+The file reads from the top down, in the order in which a model computes: `forward`, `prefill` and
+`decode_step`; a layer; attention; feed-forward networks; norms and positions; masks and the slots of a cache.
+Then follow what a family of models must provide, the Config of a model, and the declarations of its weights.
 
 Letters, one per dimension, are used in shapes, einsums and comments:
 
@@ -13,26 +25,23 @@ Letters, one per dimension, are used in shapes, einsums and comments:
     C  columns of a slot of the cache: a key beside its value, 2H; above 128 padded to a multiple of 128
 
 Inside a shard_map an uppercase letter means that the whole dimension is on this device, a lowercase letter
-that this device holds its shard of the dimension. So `einsum("bTD,kgHD->bTkgH", x, w.q)` says where every
-byte is, and where a lowercase letter is summed there must be a `psum`. SHARDED_BY in sharding/mesh.py says
-which mesh axes split which letter. Outside a shard_map arrays are global: the shapes of arguments and results
-there, [B,T,V], are those of all devices together. The exception is the fields of records such as Cache: their
-docstrings give the shapes on one device, even where the record is used outside a shard_map.
+that this device holds its shard of the dimension. So `einsum("bTf,Df->bTD", h, w.down)` says where every byte
+is; and because it sums over f, a lowercase letter, a `psum` must follow. SHARDED_BY in sharding/mesh.py says
+which mesh axes split which letter; MODEL are all axes that split weights. Outside a shard_map arrays are
+global: shapes there, [B,T,V], are those of all devices together. The exception is the fields of records such
+as Cache: their docstrings give the shapes on one device, even where the record is used outside a shard_map.
 
-Of the residual stream every device has all columns, D; only in a prefill chunk on TPUs each has its share of
-them, d. A chunk's `residual` says which, and has methods for what differs: the products that begin and end
-attention and feed-forward, the second with its `psum`. Comments say [b,T,D] in both cases.
-
-A model is data: a Config lists a LayerKind for each layer, and a LayerKind has records such as Heads and
-Gated, which know their sizes, their weights and what to compute. The records in this file are Llama's and
-those that several families share; what only one family computes is a record in its file in families/.
+In long prefill chunks on TPUs each device keeps its share of the columns D of the residual stream, so that
+sums and gathers hide behind products. The layers are the same functions: sharding/collective_matmul.py, from
+which `einsum`, `products` and `psum` come, replaces what these three do.
 """
 
+from __future__ import annotations
+
 import dataclasses
-import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -43,8 +52,8 @@ from jax.sharding import PartitionSpec as P
 
 from ops.attention import attend_cached, attend_causal, merge, ragged_decode, write
 from ops.grouped_matmul import expert_mlp
-from ops.kv_cache import KV, Columns, as_cached, key_beside_value
-from ops.matmul import einsum, take_rows
+from ops.kv_cache import KV, SlotLayout, as_cached, key_beside_value
+from ops.matmul import take_rows
 from ops.platform import on_tpu
 from ops.tpu import LANES
 from quantize import Format, values_and_scale
@@ -52,41 +61,562 @@ from sharding.arrays import (
     ArrayInfo,
     Stored,
     abstract,
-    declare,
+    infos_of,
     pytree,
     random_arrays,
     sizes_of,
     specs,
     zeros,
 )
-from sharding.mesh import EXPERT, MODEL, ROWS, SLOTS, TENSOR, vocabulary_shard
-from sharding.residual import REPLICATED, Residual
+from sharding.collective_matmul import (
+    BY_COLUMNS,
+    Ring,
+    by_columns,
+    column_mean,
+    einsum,
+    prefill_ring,
+    products,
+    psum,
+)
+from sharding.mesh import EXPERT, MODEL, ROWS, SLOTS, TENSOR, mesh_size, vocabulary_shard
 
-# ---------------------------------------------------------------------------------------------- declarations
+# ---------------------------------------------------------------------------------- forward, prefill, decode
 
 
-def declared(letters: str, contracted: str, name: str, layout: str, part: int = 0, **other) -> Any:
-    """A dataclass field that declares an array: its letters, and the letters that its matmul sums.
+@partial(jax.jit, static_argnames=("cfg", "mesh", "remat"))
+def forward(tokens: Array, weights: Weights, *, cfg: Config, mesh: Mesh, remat: bool = False) -> Array:
+    """Logits of every position, without a cache: tokens [B,T] int32 -> [B,T,V] float32.
 
-    name, layout, part: where checkpoints store the array (Llama's checkpoints, if Llama has such an array),
-    see sharding.arrays.Stored.
+    It attends to all tokens at once, so it is for short texts. It can be differentiated on CPUs; the kernels
+    of other devices have no derivative. remat keeps only the input of each layer for the derivative and
+    computes the rest again (gradient checkpointing).
     """
-    info = ArrayInfo(letters, contracted, Stored(name, layout, part), **other)
-    return dataclasses.field(metadata={"info": info})
+    start = jnp.zeros_like(tokens[:, 0])
+    chunk = chunk_at(start, start + tokens.shape[1], tokens.shape[1])
+    x = embed(tokens, chunk.positions, weights, cfg=cfg, mesh=mesh)
+    x, _ = layers(x, weights.layers, None, chunk, kinds=cfg.layers, mesh=mesh, remat=remat)
+    return unembed(x, weights, cfg=cfg, mesh=mesh)[..., : cfg.V]
 
 
-def declared_norm(letter: str, name: str) -> Any:
-    return declared(letter, "", name, letter, initial=1.0)
+@partial(jax.jit, static_argnames=("cfg", "mesh"), donate_argnames="cache")
+def prefill(
+    tokens: Array, weights: Weights, cache: Cache, count: Array | None = None, *, cfg: Config, mesh: Mesh
+) -> tuple[Array, Cache]:
+    """Read tokens [B,T] int32: -> (logits [B,V] float32 of what follows each row's tokens, Cache).
+
+    count: [B] int32, at least 1: how many of a row's tokens are valid, the rest is padding; None: all T.
+    A long text may be read in several calls. No row may read more than the cache's max_len tokens, which is
+    not checked. The cache is donated: the old one is gone.
+    """
+    count = jnp.full_like(cache.length, tokens.shape[1]) if count is None else count
+    ring = prefill_ring(cfg, tokens.size // mesh_size(mesh, ROWS), mesh)
+    return read_tokens(tokens, count, weights, cache, cfg, mesh, ring)
 
 
-def declared_bias(letters: str, name: str, layout: str, **other) -> Any:
-    return declared(letters, "", name, layout, initial=0.0, **other)
+@partial(jax.jit, static_argnames=("cfg", "mesh"), donate_argnames="cache")
+def decode_step(
+    tokens: Array, weights: Weights, cache: Cache, *, cfg: Config, mesh: Mesh
+) -> tuple[Array, Cache]:
+    """Read one token of each row, [B] int32: -> (logits [B,V] float32 of the next one, Cache).
+
+    No row may read more than the cache's max_len tokens, which is not checked. The cache is donated: the old
+    one is gone.
+    """
+    return read_tokens(tokens[:, None], jnp.ones_like(cache.length), weights, cache, cfg, mesh)
 
 
-def with_norms(infos, **norms):
-    """The infos, with the field of each name=norm replaced by norm.declare(field); None without a norm."""
-    changed = {name: norm and norm.declare(getattr(infos, name)) for name, norm in norms.items()}
-    return dataclasses.replace(infos, **changed)
+def read_tokens(
+    tokens: Array, count: Array, weights: Weights, cache: Cache, cfg: Config, mesh: Mesh,
+    ring: Ring | None = None,
+) -> tuple[Array, Cache]:  # fmt: skip
+    """What `prefill` and `decode_step` have in common: tokens [B,T] -> (logits [B,V], Cache)."""
+    chunk = chunk_at(cache.length, count, tokens.shape[1])
+    x = embed(tokens, chunk.positions, weights, cfg=cfg, mesh=mesh)
+    x, kv = layers(x, weights.layers, cache.layers, chunk, kinds=cfg.layers, mesh=mesh, ring=ring)
+    last = jnp.take_along_axis(x, count[:, None, None] - 1, 1)  # [B,1,D]
+    logits = unembed(last, weights, cfg=cfg, mesh=mesh)[:, 0, : cfg.V]
+    return logits, Cache(layers=kv, length=cache.length + count)
+
+
+@pytree
+class Chunk:
+    """T consecutive tokens per row, from position `start`; the first `count` are valid, the rest is padding.
+
+    row: [b] int32, for each row of the chunk, which of this device's cache rows it belongs to; None: row i of
+    the chunk is row i of the cache.
+    start, count: [b] int32.
+    positions: [b,T] int32.
+    """
+
+    row: Array | None
+    start: Array
+    count: Array
+    positions: Array
+
+    @property
+    def valid(self) -> Array:
+        """[b,T] bool: True for tokens, False for padding."""
+        return jnp.arange(self.positions.shape[1]) < self.count[:, None]
+
+
+def chunk_at(start: Array, count: Array, T: int, row: Array | None = None) -> Chunk:
+    """The Chunk of T tokens per row. start, count, row: [b] int32."""
+    return Chunk(row=row, start=start, count=count, positions=start[:, None] + jnp.arange(T))
+
+
+# --------------------------------------------------------------------------------------------------- a layer
+
+
+@partial(jax.jit, static_argnames="kind")  # traced once for all layers of a kind
+def decoder_layer(
+    x: Array, w: LayerWeights, kv: KV | None, chunk: Chunk, rotation: Rotation | None, kind: LayerKind
+) -> tuple[Array, KV | None]:
+    """x: [b,T,D] -> ([b,T,D], the layer's cache with the chunk in it, or None)."""
+    y = normalize(x, kind.norm, w.attention_norm)
+    y, kv = attention(y, w.attention, kv, chunk, rotation, kind)
+    x = x + normalize(y, kind.post_norm, w.attention_post_norm)
+    y = normalize(x, kind.norm, w.feed_forward_norm)
+    with jax.named_scope("feed_forward"):
+        y = kind.feed_forward(y, w.feed_forward, chunk)
+    return x + normalize(y, kind.post_norm, w.feed_forward_post_norm), kv
+
+
+def normalize(x: Array, norm: Normalization | None, w: Any) -> Array:
+    """x: [b,T,D] -> [b,T,D]."""
+    return x if norm is None else norm(x, w)
+
+
+def decoder_layers(
+    x: Array, weights: list[LayerWeights], caches: list[KV] | None, chunk: Chunk,
+    kinds: tuple[LayerKind, ...], remat: bool = False,
+) -> tuple[Array, list[KV] | None]:  # fmt: skip
+    """x: [b,T,D] -> ([b,T,D] after these layers, their caches with the chunk in them).
+
+    remat: see `forward`.
+    """
+    ropes = dict.fromkeys(kind.rope for kind in kinds)
+    rotations = {rope: rope and rope.rotation(chunk.positions) for rope in ropes}
+    layer = jax.checkpoint(decoder_layer, static_argnums=5) if remat else decoder_layer
+    written = []
+    for w, kv, kind in zip(weights, caches or [None] * len(kinds), kinds, strict=True):
+        x, kv = layer(x, w, kv, chunk, rotations[kind.rope], kind)
+        written.append(kv)
+    return x, caches and written
+
+
+# ------------------------------------------------------------------------------------------------- attention
+
+
+@jax.named_scope("attention")
+def attention(
+    x: Array, w, kv: KV | None, chunk: Chunk, rotation: Rotation | None, kind: LayerKind
+) -> tuple[Array, KV | None]:
+    """x: [b,T,D] -> ([b,T,D], the layer's cache with the chunk in it; None without a cache).
+
+    A token attends to what the cache holds and to the tokens of its chunk up to itself. The chunk's keys and
+    values are rounded to the cache's type before anything attends to them, so that the result does not depend
+    on where chunks begin.
+    """
+    q, new = kind.attention.project(x, w, chunk, rotation)
+    new = as_cached(new, kv, kind.attention.slot_layout)
+    o, lse, kv = attend(q, new, kv, chunk, kind.mask)
+    with jax.named_scope("output"):
+        o = kind.attention.head_outputs(o.astype(x.dtype), lse, x, w)
+        y = psum(einsum("bTkgH,DkgH->bTD", o, w.o), MODEL)  # k and g: each device has some heads
+        return add_bias(y, w.o_bias), kv
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """Grouped-query attention: K heads of keys and values, for G queries each, of width H.
+
+    Source: arXiv 2305.13245.
+
+    qk_norm: of each query and key, before they are rotated. query_scale: of the rotated queries, given the
+    queries [b,T,k,G,H] and their positions [b,T].
+    bias: of queries, keys and values. output_bias: of the output matrix. scale: the factor of q·k; None for
+    H**-0.5. A family whose attention has more weights has subclasses of Attention and AttentionWeights.
+    """
+
+    K: int
+    G: int
+    H: int
+    qk_norm: Norm | None = None
+    query_scale: Callable[[Array, Array], Array] | None = None
+    bias: bool = False
+    output_bias: bool = False
+    scale: float | None = None
+
+    def project(
+        self, x: Array, w: AttentionWeights, chunk: Chunk, rotation: Rotation | None
+    ) -> tuple[Array, Array]:
+        """x: [b,T,D] -> queries [b,T,k,G,H], and each key beside its value [b,T,k,2H]."""
+        with jax.named_scope("qkv"):
+            matrices = ("bTD,kgHD->bTkgH", w.q), ("bTD,khD->bTkh", w.k), ("bTD,khD->bTkh", w.v)
+            q, k, v = products(x, *matrices)
+            q, k, v = add_bias(q, w.q_bias), add_bias(k, w.k_bias), add_bias(v, w.v_bias)
+        if lax.axis_size(SLOTS) == 1:
+            # Without the barrier XLA applies rotate's reshape to w.q, and copies that weight in every step.
+            q, k, v = lax.optimization_barrier((q, k, v))
+        else:  # devices share a key/value head: each has some of its columns h, and of its queries g
+            *bTk, g, H = q.shape
+            q, k, v = gather_shared_head(q.reshape(*bTk, g * H), k, v)
+            q = q.reshape(*bTk, -1, H)
+        if self.qk_norm:
+            q, k = self.qk_norm(q, w.q_norm), self.qk_norm(k, w.k_norm)
+        if rotation:
+            q, k = rotate(q, rotation), rotate(k, rotation)
+        if self.query_scale:
+            q = self.query_scale(q, chunk.positions)
+        return q, jnp.concatenate([k, v], -1)
+
+    def head_outputs(self, o: Array, lse: Array, x: Array, w: AttentionWeights) -> Array:
+        """What the output matrix multiplies: o itself, or what a family makes of it: -> [b,T,k,g,H].
+
+        o: [b,T,k,g,H], each query's weighted sum of values. lse: [b,T,k,g] float32, the log of the sum of
+        exponentials of its scores. x: [b,T,D], what `project` was given.
+        """
+        return o
+
+    @property
+    def slot_layout(self) -> SlotLayout:
+        return key_beside_value(self.H, self.scale)
+
+    @property
+    def divided(self) -> tuple[int, ...]:
+        """Widths that must be multiples of the number of devices which share a head, see mesh_shape."""
+        return (self.H,)
+
+    @property
+    def weights(self) -> type[AttentionWeights]:
+        """The class of the declared weights."""
+        return AttentionWeights
+
+    def declare(self, prefix: str, D: int) -> AttentionWeights:
+        """The declared weights. prefix: precedes their names in a checkpoint."""
+        absent = dict(q_bias=not self.bias, k_bias=not self.bias, v_bias=not self.bias)
+        absent |= dict(o_bias=not self.output_bias)
+        infos = infos_of(self.weights, prefix, dict(D=D) | sizes_of(self), absent)
+        return with_norms(infos, q_norm=self.qk_norm, k_norm=self.qk_norm)
+
+
+def add_bias(x: Array, bias: Array | None) -> Array:
+    return x if bias is None else x + bias
+
+
+def gather_shared_head(*parts: Array) -> list[Array]:
+    """Gather arrays whose last axis is split over the n devices that share a key/value head.
+
+    [...,c] each -> [...,n*c] each, with one all-gather for all of them.
+    """
+    whole = lax.all_gather(jnp.concatenate(parts, -1), SLOTS, axis=parts[0].ndim - 1)  # [...,n,c+c+..]
+    split = jnp.split(whole, np.cumsum([x.shape[-1] for x in parts])[:-1], -1)
+    return [x.reshape(*x.shape[:-2], -1) for x in split]
+
+
+def attend(q: Array, new: KV, kv: KV | None, chunk: Chunk, mask: Mask) -> tuple[Array, Array, KV | None]:
+    """Attention of a chunk's queries to the cache and to the chunk: -> (o [b,T,k,g,H], lse [b,T,k,g], cache).
+
+    q: [b,T,k,G,H]. new: the chunk's keys and values, [b,k,T,C]. kv: the cache before the chunk; None without
+    a cache. lse: the log of the sum of exponentials of a query's scores, by which partial results are merged.
+    """
+    if kv is None:
+        return *attend_to_chunk(q, new, chunk, mask), None
+    past, kv = attend_to_cache(q, new, kv, chunk, mask)
+    parts = [past] if q.shape[1] == 1 else [past, attend_to_chunk(q, new, chunk, mask)]
+    return *merge(*parts), kv
+
+
+def attend_to_cache(q: Array, new: KV, kv: KV, chunk: Chunk, mask: Mask) -> tuple[tuple[Array, Array], KV]:
+    """Write a chunk into the cache, and attend to the cache: -> ((o, lse) as of `attend`, the cache).
+
+    If T is 1, the token is written first and then attends to the cache alone, itself included: one kernel
+    writes and attends. The tokens of a longer chunk attend here to what came before the chunk.
+    """
+    T, slots = q.shape[1], slot_mapping(chunk, mask, kv.values.shape[2])
+    length, gap = visible_slots(chunk, mask, chunk.start + (T == 1))
+    if T == 1:
+        with jax.named_scope("scores"):
+            part, kv = ragged_decode(q, new, kv, length, slots, gap, chunk.row)
+        return merge_slots(*part), kv
+    # A ring is read before it is written, because the chunk may overwrite what its first tokens see. Any
+    # other cache is read after it is written, which spares XLA a copy of it.
+    with jax.named_scope("cache"):
+        window, is_ring = T // lax.axis_size(SLOTS) + 1, mask.ring is not None
+        written = write(kv, new, slots, chunk.row, window, ring=is_ring)
+    with jax.named_scope("scores"):
+        past = attend_cached(q, kv if is_ring else written, length, gap, chunk.row)
+    return merge_slots(*past), written
+
+
+@jax.named_scope("scores")
+def attend_to_chunk(q: Array, new: KV, chunk: Chunk, mask: Mask) -> tuple[Array, Array]:
+    """Attention among the chunk's own tokens, by this device's queries: -> (o, lse) as of `attend`."""
+    g = q.shape[3] // lax.axis_size(SLOTS)
+    own = lax.dynamic_slice_in_dim(q, lax.axis_index(SLOTS) * g, g, 3)
+    # Tokens with the same first visible position are a segment, and a query attends within its segment. With
+    # a window that position differs from query to query: then the chunk is one segment, and attend_causal
+    # applies the window.
+    segment = 0 * chunk.positions if mask.window else mask.first_visible(chunk.positions)
+    return attend_causal(own, new, segment, mask.window)
+
+
+def merge_slots(o: Array, lse: Array) -> tuple[Array, Array]:
+    """Each device has attended with all queries to its own slots: merge, and keep this device's queries.
+
+    o: [b,T,k,G,H] -> [b,T,k,g,H], lse: [b,T,k,G] -> [b,T,k,g]. One all-to-all of the partial results.
+    """
+    sharing = lax.axis_size(SLOTS)
+    if sharing == 1:
+        return o, lse
+    parts = jnp.concatenate([o, lse[..., None]], -1)
+    parts = parts.reshape(*o.shape[:3], sharing, -1, parts.shape[-1])
+    parts = lax.all_to_all(parts, SLOTS, 3, 0)  # [sharing,b,T,k,g,H+1]
+    return merge(*((part[..., :-1], part[..., -1]) for part in parts))
+
+
+# ------------------------------------------------------------------------------------- feed-forward networks
+
+Activation = Callable[[Array, Array], Array]  # of gate and up, [...,F] each, to the hidden units
+
+
+@dataclasses.dataclass(frozen=True)
+class SwiGLU:
+    def __call__(self, gate: Array, up: Array) -> Array:
+        return jax.nn.silu(gate) * up
+
+
+@dataclasses.dataclass(frozen=True)
+class MLP:
+    """A gated MLP of width F. Source: arXiv 2002.05202."""
+
+    F: int
+    activation: Activation = SwiGLU()
+
+    def __call__(self, x: Array, w: MLPWeights, chunk: Chunk) -> Array:
+        """x: [b,T,D] -> [b,T,D]."""
+        return psum(self.partial_sum(x, w), MODEL)  # f
+
+    @jax.named_scope("mlp")
+    def partial_sum(self, x: Array, w: MLPWeights) -> Array:
+        """x: [b,T,D] -> [b,T,D], this device's part of the sum over f."""
+        up, gate = products(x, ("bTD,fD->bTf", w.up), ("bTD,fD->bTf", w.gate))
+        return einsum("bTf,Df->bTD", self.activation(gate, up), w.down)
+
+    def declare(self, prefix: str, D: int) -> MLPWeights:
+        """The declared weights. prefix: precedes their names in a checkpoint."""
+        return infos_of(MLPWeights, prefix, dict(D=D) | sizes_of(self))
+
+
+@dataclasses.dataclass(frozen=True)
+class MoE:
+    """E gated MLPs of width M, of which each token goes through A; beside them `shared`, for all tokens.
+
+    bias: of gate, up and down. Raises ValueError if there are biases and the router scales the input.
+    """
+
+    E: int
+    A: int
+    M: int
+    router: Router
+    shared: MLP | None
+    activation: Activation = SwiGLU()
+    bias: bool = False
+
+    def __post_init__(self):
+        if self.bias and self.router.scales == "input":
+            raise ValueError("experts with biases need a router that scales their output")
+
+    def __call__(self, x: Array, w: MoEWeights, chunk: Chunk) -> Array:
+        """x: [b,T,D] -> [b,T,D]. Routed and shared experts are added before the one sum over devices."""
+        y = self.routed_experts(x, w, chunk)
+        y = y if self.shared is None else self.shared.partial_sum(x, w.shared) + y
+        return psum(y, MODEL)  # e and m of the routed experts, f of the shared one
+
+    @jax.named_scope("experts")
+    def routed_experts(self, x: Array, w: MoEWeights, chunk: Chunk) -> Array:
+        """Each token's A experts. x: [b,T,D] -> [b,T,D], this device's part of the sum over e and m.
+
+        Every device sees all tokens of its rows and has room for all of them on any expert, so that no token
+        is ever dropped. Padding goes to no expert.
+        """
+        chosen, score = self.router(x, w, self.A)
+        n_local = self.E // lax.axis_size(EXPERT)
+        local = chosen - lax.axis_index(EXPERT) * n_local
+        local = jnp.where((local >= 0) & (local < n_local) & chunk.valid[..., None], local, n_local)
+        tokens = (array.reshape(-1, array.shape[-1]) for array in (x, local, score))
+        biases = w.gate_bias, w.up_bias, on_first_device(w.down_bias, TENSOR)
+        y = expert_mlp(*tokens, w.gate, w.up, w.down, biases, self.activation, self.router.scales)
+        return y.astype(x.dtype).reshape(x.shape)
+
+    def declare(self, prefix: str, D: int) -> MoEWeights:
+        """The declared weights. prefix: precedes their names in a checkpoint."""
+        shared = self.shared and self.shared.declare(prefix + "shared_expert.", D)
+        absent = dict(router_bias=not self.router.bias, logit_bias=not self.router.logit_bias)
+        absent |= dict(gate_bias=not self.bias, up_bias=not self.bias, down_bias=not self.bias)
+        return infos_of(MoEWeights, prefix, dict(D=D) | sizes_of(self), absent, shared=shared)
+
+
+def on_first_device(bias: Array | None, axes: tuple[str, ...]) -> Array | None:
+    """The bias on the first device along these mesh axes, zeros on the others: a psum then adds it once."""
+    return bias if bias is None else jnp.where(lax.axis_index(axes) == 0, bias, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Router:
+    """How a token's experts are chosen and weighted: by which score, applied to their input or output."""
+
+    score: str = "sigmoid"  # or "softmax", over all experts
+    normalized: bool = False  # the scores of the chosen experts sum to 1
+    scales: str = "input"  # or "output"
+    logit_bias: bool = False  # is added to the logits
+    bias: bool = False  # is added to the sigmoid scores to choose the experts, but not to weight them
+    factor: float = 1  # multiplies the final scores
+
+    def __post_init__(self):
+        if self.score not in ("sigmoid", "softmax") or self.scales not in ("input", "output"):
+            raise ValueError(
+                f"a router of {self.score!r} scores that scale the {self.scales!r} is not supported"
+            )
+        if self.bias and self.score != "sigmoid":
+            raise ValueError("a router's bias is added to sigmoid scores, not to those of a softmax")
+
+    @jax.named_scope("router")
+    def __call__(self, x: Array, w: MoEWeights, A: int) -> tuple[Array, Array]:
+        """x: [b,T,D] -> each token's A experts [b,T,A] int32, and their scores [b,T,A] float32."""
+        x32, router = x.astype(jnp.float32), w.router.astype(jnp.float32)
+        # In float32, because rounded logits could choose other experts.
+        logits = add_bias(jnp.einsum("bTD,DE->bTE", x32, router, precision="highest"), w.logit_bias)
+        best, chosen = self.choose(logits, w.router_bias, A)
+        if self.score == "sigmoid":
+            score = jax.nn.sigmoid(best)
+        else:
+            score = jnp.exp(best - jax.nn.logsumexp(logits, -1, keepdims=True))
+        score = score / jnp.sum(score, -1, keepdims=True) if self.normalized else score
+        return chosen, score * self.factor
+
+    def choose(self, logits: Array, bias: Array | None, A: int) -> tuple[Array, Array]:
+        """logits: [b,T,E] -> those of each token's A best experts [b,T,A], and the experts [b,T,A] int32."""
+        if bias is None:
+            return lax.top_k(logits, A)
+        _, chosen = lax.top_k(self.rank(logits, bias), A)
+        return jnp.take_along_axis(logits, chosen, -1), chosen
+
+    def rank(self, logits: Array, bias: Array) -> Array:
+        """The numbers by which experts are chosen: [b,T,E] -> [b,T,E]."""
+        return jax.nn.sigmoid(logits) + bias
+
+
+# ------------------------------------------------------------ embed, layers, unembed: one shard_map for each
+
+
+@jax.named_scope("embed")
+def embed(tokens: Array, positions: Array, weights: Weights, *, cfg: Config, mesh: Mesh) -> Array:
+    """tokens, positions: [B,T] int32 -> [B,T,D]. Each device looks up the tokens of its vocabulary shard."""
+
+    def on_device(tokens: Array, positions: Array, w: Weights) -> Array:
+        table, _ = values_and_scale(w.embed)
+        index = tokens - lax.axis_index(MODEL) * table.shape[0]
+        here = (index >= 0) & (index < table.shape[0])
+        x = jnp.where(here[..., None], take_rows(w.embed, index), 0)
+        x = psum(x, MODEL).astype(float_type(w))  # v
+        x = x if cfg.embedding_scale is None else x * jnp.asarray(cfg.embedding_scale, x.dtype)
+        x = normalize(x, cfg.embedding_norm, None)
+        return x if cfg.position_embedding is None else cfg.position_embedding(x, w.positions, positions)
+
+    in_specs = P(ROWS), P(ROWS), outer_specs(cfg, weights)
+    on_devices = jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=P(ROWS))
+    return on_devices(tokens, positions, without_layers(weights))
+
+
+def layers(
+    x: Array, weights: list[LayerWeights], caches: list[KV] | None, chunk: Chunk, *,
+    kinds: tuple[LayerKind, ...], mesh: Mesh, ring: Ring | None = None, remat: bool = False,
+) -> tuple[Array, list[KV] | None]:  # fmt: skip
+    """x: [B,T,D] -> ([B,T,D] after these layers, their caches with the chunk in them).
+
+    caches: one per layer, or None to attend to the chunk alone. ring: of a prefill chunk by columns, see
+    sharding/collective_matmul.py. remat: see `forward`. Raises ValueError if the numbers of weights and of
+    kinds differ.
+    """
+    if len(weights) != len(kinds):
+        raise ValueError(f"weights of {len(weights)} layers do not fit a model of {len(kinds)} layers")
+    infos = [layer_infos(kind, x.shape[2]) for kind in kinds]
+    kv_specs, stream = cache_specs(kinds, caches), BY_COLUMNS if ring else P(ROWS)
+
+    def on_device(x: Array, weights: list[LayerWeights], caches: list[KV] | None, chunk: Chunk):
+        own = by_columns(infos, weights, kinds, ring) if ring else (weights, kinds)
+        return decoder_layers(x, own[0], caches, chunk, own[1], remat)
+
+    on_devices = jax.shard_map(
+        on_device,
+        mesh=mesh,
+        in_specs=(stream, specs(infos, weights), kv_specs, P(ROWS)),
+        out_specs=(stream, kv_specs),
+        check_vma=can_check_vma(mesh, x.shape[1]),
+    )
+    return on_devices(x, weights, caches, chunk)
+
+
+def unembed(x: Array, weights: Weights, *, cfg: Config, mesh: Mesh) -> Array:
+    """x: [B,T,D] -> logits [B,T,V] float32, of which each device holds its shard of the vocabulary.
+
+    Here V is cfg.V rounded up to a multiple of the devices; the logits of the padding are -inf.
+    """
+    on_devices = jax.shard_map(
+        partial(local_logits, cfg=cfg),
+        mesh=mesh,
+        in_specs=(P(ROWS), outer_specs(cfg, weights)),
+        out_specs=P(ROWS, None, MODEL),
+    )
+    return on_devices(x, without_layers(weights))
+
+
+@jax.named_scope("unembed")
+def local_logits(x: Array, w: Weights, cfg: Config) -> Array:
+    """x: [b,T,D] -> logits [b,T,v] float32 of this device's vocabulary shard; -inf for its padding.
+
+    No sum over devices is needed: D, which the product sums, is whole on every device.
+    """
+    matrix = w.embed if w.unembed is None else w.unembed
+    logits = einsum("bTD,vD->bTv", cfg.norm(x, w.norm), matrix, jnp.float32)
+    logits = logits if cfg.logit_scale is None else cfg.logit_scale * logits
+    if cfg.logit_softcap is not None:
+        logits = cfg.logit_softcap * jnp.tanh(logits / cfg.logit_softcap)
+    return jnp.where(vocabulary_shard(logits) < cfg.V, logits, -jnp.inf)
+
+
+def outer_specs(cfg: Config, weights: Weights) -> Weights:
+    """The PartitionSpecs of all weights except the layers'."""
+    return specs(outer_infos(cfg), without_layers(weights))
+
+
+def without_layers(weights: Weights) -> Weights:
+    """The same weights with an empty list of layers."""
+    return dataclasses.replace(weights, layers=[])
+
+
+def float_type(weights: Weights) -> jnp.dtype:
+    """The type of the model's activations: that of its norms, which are never quantized."""
+    return jax.tree.leaves(weights.norm)[0].dtype
+
+
+def cache_specs(kinds: tuple[LayerKind, ...], caches: list[KV] | None) -> list[KV] | None:
+    """The PartitionSpecs of the layers' caches."""
+    if caches is None:
+        return None
+    # The sizes do not matter here: specs depend on the letters alone.
+    infos = [kv_info(kind, 0, 0, kv.values.dtype) for kind, kv in zip(kinds, caches, strict=True)]
+    return specs(infos, caches)
+
+
+def can_check_vma(mesh: Mesh, T: int) -> bool:
+    """Whether shard_map can check that every psum is there, for a program that attends with T queries.
+
+    It cannot on TPUs if LANES divides T: jax's splash attention kernel, which attends then, does not declare
+    over which mesh axes its result varies.
+    """
+    return T % LANES != 0 or not on_tpu(mesh)
 
 
 # --------------------------------------------------------------------------------------- norms and positions
@@ -104,12 +634,8 @@ class Norm:
     weight: bool = True
     offset: float | None = None
 
-    def declare(self, info: ArrayInfo) -> ArrayInfo | None:
-        """The declaration of the norm's weights: info, one factor per column; None if it has no weights."""
-        return info if self.weight else None
-
-    def __call__(self, x: Array, w: Array | None, mean: Callable[[Array], Array] = REPLICATED.mean) -> Array:
-        """x: [...,D] -> [...,D] in x's dtype. mean: of all columns, see sharding/residual.py."""
+    def __call__(self, x: Array, w: Array | None, mean: Callable[[Array], Array] = column_mean) -> Array:
+        """x: [...,D] -> [...,D] in x's dtype. mean: of all columns, [...,D] -> [...,1]."""
         y = x.astype(jnp.float32)
         y = y * lax.rsqrt(mean(y * y) + self.eps)
         if self.offset is not None:
@@ -117,18 +643,23 @@ class Norm:
         y = y.astype(x.dtype)
         return y if w is None else y * w
 
+    def declare(self, info: ArrayInfo) -> ArrayInfo | None:
+        """The declaration of the norm's weights: info, one factor per column; None if it has no weights."""
+        return info if self.weight else None
+
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
     """Rotary position embedding of the first `width` columns of a head. Source: arXiv 2104.09864.
 
+    scaling: (frequencies, theta) -> frequencies, one of families/rope_scaling.py.
     interleaved: the pairs that are rotated are neighbors (2i, 2i+1), not halves (i, i + width/2).
     magnitude: the factor of what is rotated.
     """
 
     theta: float
     width: int
-    scaling: "LinearScaling | Llama3Scaling | YarnScaling | None" = None
+    scaling: Callable[[np.ndarray, float], np.ndarray] | None = None
     interleaved: bool = False
     magnitude: float = 1
 
@@ -139,68 +670,10 @@ class Rope:
         frequencies = 1 / np.float32(self.theta) ** exponent
         return self.scaling(frequencies, self.theta) if self.scaling else frequencies
 
-    def rotation(self, positions: Array) -> "Rotation":
+    def rotation(self, positions: Array) -> Rotation:
         """positions: [b,T] -> the rotation of queries and keys there."""
         angle = positions[..., None].astype(jnp.float32) * self.frequencies
         return Rotation(self.magnitude * jnp.cos(angle), self.magnitude * jnp.sin(angle), self.interleaved)
-
-
-@dataclasses.dataclass(frozen=True)
-class LinearScaling:
-    """All frequencies divided by a factor: positions are interpolated. Source: arXiv 2306.15595."""
-
-    factor: float
-
-    def __call__(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
-        return frequencies / np.float32(self.factor)
-
-
-@dataclasses.dataclass(frozen=True)
-class Llama3Scaling:
-    """High frequencies are kept, low ones are divided by `factor`, and those in between are blended.
-
-    original: the context length of the first training. A frequency that makes more than `high` turns in it is
-    kept, one that makes fewer than `low` is divided.
-    """
-
-    factor: float
-    low: float
-    high: float
-    original: float
-
-    def __call__(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
-        turns = self.original * frequencies / np.float32(2 * np.pi)
-        # low and high may be equal: then nothing is blended.
-        kept = (turns - self.low) / (self.high - self.low) if self.high > self.low else turns >= self.low
-        kept = np.clip(kept, 0, 1).astype(np.float32)
-        return (1 - kept) * frequencies / np.float32(self.factor) + kept * frequencies
-
-
-@dataclasses.dataclass(frozen=True)
-class YarnScaling:
-    """As `Llama3Scaling`, but blended linearly in a frequency's index. Source: arXiv 2309.00071, section 3.2.
-
-    original: the context length of the first training. The frequency that makes `fast` turns in that context
-    is the last one that is kept, and the frequency that makes `slow` turns the first one that is divided.
-    truncate: the indices of these two frequencies are rounded, the first one down and the second one up.
-    """
-
-    factor: float
-    original: float
-    fast: float = 32
-    slow: float = 1
-    truncate: bool = True
-
-    def __call__(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
-        def index(turns: float) -> float:
-            return len(frequencies) * math.log(self.original / (turns * 2 * math.pi)) / math.log(theta)
-
-        low, high = index(self.fast), index(self.slow)
-        low, high = (math.floor(low), math.ceil(high)) if self.truncate else (low, high)
-        low, high = max(low, 0), min(high, 2 * len(frequencies) - 1)
-        divided = (np.arange(len(frequencies)) - low) / (high - low if high > low else 0.001)
-        divided = np.clip(divided, 0, 1).astype(np.float32)
-        return divided * frequencies / np.float32(self.factor) + (1 - divided) * frequencies
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["cos", "sin"], meta_fields=["interleaved"])
@@ -213,6 +686,7 @@ class Rotation:
     interleaved: bool
 
 
+@jax.named_scope("rope")
 def rotate(x: Array, rotation: Rotation) -> Array:
     """Apply RoPE to x [b,T,...,H], in float32. A rotation narrower than H rotates the first columns only."""
     width = 2 * rotation.cos.shape[-1]
@@ -227,148 +701,7 @@ def rotate(x: Array, rotation: Rotation) -> Array:
     return jnp.stack([a * cos - b * sin, b * cos + a * sin], axis).reshape(x.shape).astype(x.dtype)
 
 
-@pytree
-class Chunk:
-    """T consecutive tokens per row, from position `start`; the first `count` are valid, the rest is padding.
-
-    row: [b] int32, for each row of the chunk, which of this device's cache rows it belongs to; None: row i of
-    the chunk is row i of the cache.
-    start, count: [b] int32.
-    positions: [b,T] int32.
-    residual: how the devices hold the residual stream of the chunk, see sharding/residual.py.
-    """
-
-    row: Array | None
-    start: Array
-    count: Array
-    positions: Array
-    residual: Residual = dataclasses.field(default=REPLICATED, metadata=dict(static=True))
-
-    @property
-    def valid(self) -> Array:
-        """[b,T] bool: True for tokens, False for padding."""
-        return jnp.arange(self.positions.shape[1]) < self.count[:, None]
-
-
-def chunk_at(
-    start: Array, count: Array, T: int, row: Array | None = None, residual: Residual = REPLICATED
-) -> Chunk:
-    """The Chunk of T tokens per row. start, count, row: [b] int32."""
-    positions = start[:, None] + jnp.arange(T)
-    return Chunk(row=row, start=start, count=count, positions=positions, residual=residual)
-
-
-# ------------------------------------------------------------------------------------ attention: projections
-
-
-@pytree
-class Attention:
-    q: Array = declared("kgHD", "D", "q_proj.weight", "(KGH)D")
-    k: Array = declared("khD", "D", "k_proj.weight", "(KH)D")
-    v: Array = declared("khD", "D", "v_proj.weight", "(KH)D")
-    o: Array = declared("DkgH", "kgH", "o_proj.weight", "D(KGH)")
-    q_norm: Array | None = declared_norm("H", "q_norm.weight")
-    k_norm: Array | None = declared_norm("H", "k_norm.weight")
-    q_bias: Array | None = declared_bias("kgH", "q_proj.bias", "(KGH)")
-    k_bias: Array | None = declared_bias("kh", "k_proj.bias", "(KH)")
-    v_bias: Array | None = declared_bias("kh", "v_proj.bias", "(KH)")
-    o_bias: Array | None = declared_bias("D", "o_proj.bias", "D")
-
-
-@dataclasses.dataclass(frozen=True)
-class QueryScale:
-    """A factor of queries: 1 + scale * log1p(floor((position + 1) / floor)). Source: arXiv 2501.19399."""
-
-    scale: float
-    floor: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Heads:
-    """Grouped-query attention: K heads of keys and values, for G queries each, of width H.
-
-    Source: arXiv 2305.13245.
-
-    qk_norm: of each query and key, before they are rotated. query_scale: of the rotated queries.
-    bias: of queries, keys and values. output_bias: of the output matrix. scale: the factor of q·k; None for
-    H**-0.5.
-    weights: the class of the declared weights. A family whose attention has more weights has subclasses of
-    Heads and of this class.
-    """
-
-    K: int
-    G: int
-    H: int
-    qk_norm: Norm | None = None
-    query_scale: QueryScale | None = None
-    bias: bool = False
-    output_bias: bool = False
-    scale: float | None = None
-    weights = Attention
-
-    @property
-    def columns(self) -> Columns:
-        return key_beside_value(self.H, self.scale)
-
-    @property
-    def divided(self) -> tuple[int, ...]:
-        """Widths that must be multiples of the number of devices which share a head, see mesh_shape."""
-        return (self.H,)
-
-    def declare(self, prefix: str, D: int) -> Attention:
-        """The declared weights. prefix: precedes their names in a checkpoint."""
-        absent = dict(q_bias=not self.bias, k_bias=not self.bias, v_bias=not self.bias)
-        absent |= dict(o_bias=not self.output_bias)
-        infos = declare(self.weights, prefix, dict(D=D) | sizes_of(self), absent)
-        return with_norms(infos, q_norm=self.qk_norm, k_norm=self.qk_norm)
-
-    def project(self, x: Array, w: Attention, chunk: Chunk, rotation: Rotation | None) -> tuple[Array, Array]:
-        """x: [b,T,D] -> queries [b,T,k,G,H], and each key beside its value [b,T,k,2H]."""
-        products = ("bTD,kgHD->bTkgH", w.q), ("bTD,khD->bTkh", w.k), ("bTD,khD->bTkh", w.v)
-        q, k, v = chunk.residual.multiply(x, *products)
-        q, k, v = add_bias(q, w.q_bias), add_bias(k, w.k_bias), add_bias(v, w.v_bias)
-        if lax.axis_size(SLOTS) == 1:
-            # Without the barrier XLA applies rotate's reshape to w.q, and copies that weight in every step.
-            q, k, v = lax.optimization_barrier((q, k, v))
-        else:
-            *bTk, g, H = q.shape
-            q, k, v = gather_columns(q.reshape(*bTk, g * H), k, v)
-            q = q.reshape(*bTk, -1, H)
-        if self.qk_norm:
-            q, k = self.qk_norm(q, w.q_norm), self.qk_norm(k, w.k_norm)
-        if rotation:
-            q, k = rotate(q, rotation), rotate(k, rotation)
-        if self.query_scale:
-            scale, floor = self.query_scale.scale, self.query_scale.floor
-            growth = 1 + scale * jnp.log1p(jnp.floor((chunk.positions + 1) / floor))
-            q = (q * growth[:, :, None, None, None]).astype(q.dtype)
-        return q, jnp.concatenate([k, v], -1)
-
-    def output(self, o: Array, lse: Array, x: Array, w: Attention, chunk: Chunk) -> Array:
-        """What each query has attended to -> [b,T,D].
-
-        o: [b,T,k,g,H], its weighted sum of values. lse: [b,T,k,g] float32, the log of the sum of exponentials
-        of its scores. x: [b,T,D], what `project` was given.
-        """
-        y = chunk.residual.multiply_and_sum("bTkgH,DkgH->bTD", o, w.o)  # k, g
-        return add_bias(y, chunk.residual.own(w.o_bias))
-
-
-def add_bias(x: Array, bias: Array | None) -> Array:
-    return x if bias is None else x + bias
-
-
-def gather_columns(*parts: Array) -> list[Array]:
-    """Gather arrays whose last axis is split over the n devices that share a key/value head.
-
-    [...,c] each -> [...,n*c] each, with one all-gather for all of them.
-    """
-    columns = lax.all_gather(jnp.concatenate(parts, -1), SLOTS, axis=parts[0].ndim - 1)  # [...,n,c+c+..]
-    columns = jnp.split(columns, np.cumsum([x.shape[-1] for x in parts])[:-1], -1)
-    return [x.reshape(*x.shape[:-2], -1) for x in columns]
-
-
-# ---------------------------------------------------------------------------- attention: masks and the cache
+# ------------------------------------------------------------------------------ masks and slots of the cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -427,58 +760,6 @@ class Window:
 Mask = Full | BlockLocal | Window
 
 
-@jax.named_scope("attention")
-def attention(x: Array, w, kv: KV | None, chunk: Chunk, rotation: Rotation | None, kind: "LayerKind"):
-    """x: [b,T,D] -> ([b,T,D], the layer's cache with the chunk in it; None without a cache).
-
-    A token attends to what the cache holds and to the tokens of its chunk up to itself. The chunk's keys and
-    values are rounded to the cache's type before anything attends to them, so that the result does not depend
-    on where chunks begin.
-    """
-    q, new = kind.attention.project(x, w, chunk, rotation)
-    new, parts = as_cached(new, kv, kind.attention.columns), []
-    if kv is not None:
-        past, kv = attend_cache(q, new, kv, chunk, kind.mask)
-        parts.append(past)
-    if not parts or x.shape[1] > 1:
-        parts.append(attend_chunk(q, new, chunk, kind.mask))
-    o, lse = merge(*parts)
-    return kind.attention.output(o.astype(x.dtype), lse, x, w, chunk), kv
-
-
-def attend_cache(q: Array, new: KV, kv: KV, chunk: Chunk, mask: Mask):
-    """Write a chunk into the cache, and attend to the cache: -> ((o, lse) as of `attend_chunk`, the cache).
-
-    If T is 1, the token is written first and then attends to the cache alone, itself included: one kernel
-    writes and attends. The tokens of a longer chunk attend here to what came before the chunk.
-    """
-    T, slots = q.shape[1], slot_mapping(chunk, mask, kv.values.shape[2])
-    length, gap = visible_slots(chunk, mask, chunk.start + (T == 1))
-    if T == 1:
-        part, kv = ragged_decode(q, new, kv, length, slots, gap, chunk.row)
-        return merge_slots(*part), kv
-    # A ring is read before it is written, because the chunk may overwrite what its first tokens see. Any
-    # other cache is read after it is written, which spares XLA a copy of it.
-    written = write(kv, new, slots, chunk.row, T // lax.axis_size(SLOTS) + 1, ring=mask.ring is not None)
-    past = attend_cached(q, kv if mask.ring else written, length, gap, chunk.row)
-    return merge_slots(*past), written
-
-
-def attend_chunk(q: Array, new: KV, chunk: Chunk, mask: Mask) -> tuple[Array, Array]:
-    """Attention among the chunk's own tokens, by this device's queries.
-
-    q: [b,T,k,G,H], new: [b,k,T,C] -> (o [b,T,k,g,H], lse [b,T,k,g]): see ops/attention.py. lse is the log of
-    the sum of exponentials, by which partial results are merged.
-    """
-    g = q.shape[3] // lax.axis_size(SLOTS)
-    own = lax.dynamic_slice_in_dim(q, lax.axis_index(SLOTS) * g, g, 3)
-    # Tokens with the same first visible position are a segment, and a query attends within its segment. With
-    # a window that position differs from query to query: then the chunk is one segment, and attend_causal
-    # applies the window.
-    segment = 0 * chunk.positions if mask.window else mask.first_visible(chunk.positions)
-    return attend_causal(own, new, segment, mask.window)
-
-
 def visible_slots(chunk: Chunk, mask: Mask, end: Array) -> tuple[Array, tuple[Array, Array] | None]:
     """Which of this device's slots each query sees, of a cache that holds a row's first end[b] tokens.
 
@@ -514,188 +795,46 @@ def local_slots(n: Array) -> Array:
     return (n + sharing - 1 - lax.axis_index(SLOTS)) // sharing
 
 
-def merge_slots(o: Array, lse: Array) -> tuple[Array, Array]:
-    """Each device has attended with all queries to its own slots: merge, and keep this device's queries.
-
-    o: [b,T,k,G,H] -> [b,T,k,g,H], lse: [b,T,k,G] -> [b,T,k,g]. One all-to-all of the partial results.
-    """
-    sharing = lax.axis_size(SLOTS)
-    if sharing == 1:
-        return o, lse
-    parts = jnp.concatenate([o, lse[..., None]], -1)
-    parts = parts.reshape(*o.shape[:3], sharing, -1, parts.shape[-1])
-    parts = lax.all_to_all(parts, SLOTS, 3, 0)  # [sharing,b,T,k,g,H+1]
-    return merge(*((part[..., :-1], part[..., -1]) for part in parts))
+# ------------------------------------------------------------- what a model is, and what a family provides
 
 
-# ---------------------------------------------------------------------------------------------- feed-forward
+class AttentionBlock(Protocol):
+    """What a layer's attention must have: the sizes and functions of `Attention`, which explains them.
 
-
-@pytree
-class MLP:
-    gate: Array = declared("fD", "D", "gate_proj.weight", "FD")
-    up: Array = declared("fD", "D", "up_proj.weight", "FD")
-    down: Array = declared("Df", "f", "down_proj.weight", "DF")
-
-
-Activation = Callable[[Array, Array], Array]  # of gate and up, [...,F] each, to the hidden units
-
-
-@dataclasses.dataclass(frozen=True)
-class SwiGLU:
-    def __call__(self, gate: Array, up: Array) -> Array:
-        return jax.nn.silu(gate) * up
-
-
-@dataclasses.dataclass(frozen=True)
-class GeGLU:
-    def __call__(self, gate: Array, up: Array) -> Array:
-        return jax.nn.gelu(gate, approximate=True) * up
-
-
-@dataclasses.dataclass(frozen=True)
-class Gated:
-    """A gated MLP of width F. Source: arXiv 2002.05202."""
-
-    F: int
-    activation: Activation = SwiGLU()
-
-    def declare(self, prefix: str, D: int) -> MLP:
-        """The declared weights. prefix: precedes their names in a checkpoint."""
-        return declare(MLP, prefix, dict(D=D) | sizes_of(self))
-
-    def __call__(self, x: Array, w: MLP, chunk: Chunk) -> Array:
-        """x: [b,T,D] -> [b,T,D]."""
-        return chunk.residual.multiply_and_sum("bTf,Df->bTD", self.hidden(x, w, chunk.residual), w.down)  # f
-
-    @jax.named_scope("mlp")
-    def hidden(self, x: Array, w: MLP, residual: Residual) -> Array:
-        """x: [b,T,D] -> the hidden units [b,T,f]."""
-        up, gate = residual.multiply(x, ("bTD,fD->bTf", w.up), ("bTD,fD->bTf", w.gate))
-        return self.activation(gate, up)
-
-    def local(self, x: Array, w: MLP) -> Array:
-        """x: [b,T,D], replicated -> [b,T,D], this device's part of the sum over f."""
-        return einsum("bTf,Df->bTD", self.hidden(x, w, REPLICATED), w.down)
-
-
-@dataclasses.dataclass(frozen=True)
-class Router:
-    """How a token's experts are chosen and weighted: by which score, applied to their input or output."""
-
-    score: str = "sigmoid"  # or "softmax", over all experts
-    normalized: bool = False  # the scores of the chosen experts sum to 1
-    scales: str = "input"  # or "output"
-    logit_bias: bool = False  # is added to the logits
-    bias: bool = False  # is added to the sigmoid scores to choose the experts, but not to weight them
-    factor: float = 1  # multiplies the final scores
-
-    def __post_init__(self):
-        if self.score not in ("sigmoid", "softmax") or self.scales not in ("input", "output"):
-            raise ValueError(
-                f"a router of {self.score!r} scores that scale the {self.scales!r} is not supported"
-            )
-        if self.bias and self.score != "sigmoid":
-            raise ValueError("a router's bias is added to sigmoid scores, not to those of a softmax")
-
-    def choose(self, logits: Array, bias: Array | None, A: int) -> tuple[Array, Array]:
-        """logits: [b,T,E] -> those of each token's A best experts [b,T,A], and the experts [b,T,A] int32."""
-        if bias is None:
-            return lax.top_k(logits, A)
-        _, chosen = lax.top_k(self.rank(logits, bias), A)
-        return jnp.take_along_axis(logits, chosen, -1), chosen
-
-    def rank(self, logits: Array, bias: Array) -> Array:
-        """The numbers by which experts are chosen: [b,T,E] -> [b,T,E]."""
-        return jax.nn.sigmoid(logits) + bias
-
-
-@pytree
-class MoE:
-    router: Array = declared("DE", "", "router.weight", "ED")
-    router_bias: Array | None = declared_bias("E", "router.e_score_correction_bias", "E", dtype=jnp.float32)
-    logit_bias: Array | None = declared_bias("E", "router.bias", "E")
-    gate: Array = declared("eDm", "D", "experts.gate_up_proj", "ED[M+M]", 0)
-    up: Array = declared("eDm", "D", "experts.gate_up_proj", "ED[M+M]", 1)
-    down: Array = declared("emD", "m", "experts.down_proj", "EMD")
-    gate_bias: Array | None = declared_bias("em", "experts.gate_up_proj_bias", "E[M+M]", part=0)
-    up_bias: Array | None = declared_bias("em", "experts.gate_up_proj_bias", "E[M+M]", part=1)
-    down_bias: Array | None = declared_bias("eD", "experts.down_proj_bias", "ED")
-    shared: MLP | None
-
-
-@dataclasses.dataclass(frozen=True)
-class Experts:
-    """E gated MLPs of width M, of which each token goes through A; beside them `shared`, for all tokens.
-
-    bias: of gate, up and down. Raises ValueError if there are biases and the router scales the input.
+    The weights that `declare` returns have the fields `o` [D,k,g,H] and `o_bias`, see `attention`.
     """
 
-    E: int
-    A: int
-    M: int
-    router: Router
-    shared: Gated | None
-    activation: Activation = SwiGLU()
-    bias: bool = False
+    K: int
+    G: int
 
-    def __post_init__(self):
-        if self.bias and self.router.scales == "input":
-            raise ValueError("experts with biases need a router that scales their output")
-
-    def declare(self, prefix: str, D: int) -> MoE:
-        """The declared weights. prefix: precedes their names in a checkpoint."""
-        shared = self.shared and self.shared.declare(prefix + "shared_expert.", D)
-        absent = dict(router_bias=not self.router.bias, logit_bias=not self.router.logit_bias)
-        absent |= dict(gate_bias=not self.bias, up_bias=not self.bias, down_bias=not self.bias)
-        return declare(MoE, prefix, dict(D=D) | sizes_of(self), absent, shared=shared)
-
-    def __call__(self, x: Array, w: MoE, chunk: Chunk) -> Array:
-        """x: [b,T,D] -> [b,T,D]. Routed and shared experts are added before the one sum over devices."""
-        x = chunk.residual.whole(x)
-        y = experts(x, w, chunk, self)
-        y = y if self.shared is None else self.shared.local(x, w.shared) + y
-        return chunk.residual.sum(y)  # f, e, m
+    @property
+    def slot_layout(self) -> SlotLayout: ...
+    @property
+    def divided(self) -> tuple[int, ...]: ...
+    def declare(self, prefix: str, D: int) -> Any: ...
+    def project(self, x: Array, w, chunk: Chunk, rotation: Rotation | None) -> tuple[Array, Array]: ...
+    def head_outputs(self, o: Array, lse: Array, x: Array, w) -> Array: ...
 
 
-@jax.named_scope("route")
-def route(x: Array, w: MoE, kind: Experts) -> tuple[Array, Array]:
-    """x: [b,T,D] -> each token's A experts [b,T,A] int32, and their weights [b,T,A] float32."""
-    x32, router = x.astype(jnp.float32), w.router.astype(jnp.float32)
-    # In float32, because rounded logits could choose other experts.
-    logits = add_bias(jnp.einsum("bTD,DE->bTE", x32, router, precision="highest"), w.logit_bias)
-    best, chosen = kind.router.choose(logits, w.router_bias, kind.A)
-    if kind.router.score == "sigmoid":
-        score = jax.nn.sigmoid(best)
-    else:
-        score = jnp.exp(best - jax.nn.logsumexp(logits, -1, keepdims=True))
-    score = score / jnp.sum(score, -1, keepdims=True) if kind.router.normalized else score
-    return chosen, score * kind.router.factor
+class FeedForward(Protocol):
+    """What a layer's feed-forward network must have. The call ends with a `psum` over MODEL."""
+
+    def declare(self, prefix: str, D: int) -> Any: ...
+    def __call__(self, x: Array, w, chunk: Chunk) -> Array: ...
 
 
-@jax.named_scope("experts")
-def experts(x: Array, w: MoE, chunk: Chunk, kind: Experts) -> Array:
-    """Each token's A best experts. x: [b,T,D] -> [b,T,D], this device's part of the sum over e and m.
+class Normalization(Protocol):
+    """declare: the declarations of the weights of a norm, made of that of one factor per column."""
 
-    Every device sees all tokens of its rows and has room for all of them on any expert, so that no token is
-    ever dropped. Padding goes to no expert.
-    """
-    chosen, score = route(x, w, kind)
-    n_local = kind.E // lax.axis_size(EXPERT)
-    local = chosen - lax.axis_index(EXPERT) * n_local
-    local = jnp.where((local >= 0) & (local < n_local) & chunk.valid[..., None], local, n_local)
-    rows = (array.reshape(-1, array.shape[-1]) for array in (x, local, score))
-    biases = w.gate_bias, w.up_bias, on_first_device(w.down_bias, TENSOR)
-    y = expert_mlp(*rows, w.gate, w.up, w.down, biases, kind.activation, kind.router.scales)
-    return y.astype(x.dtype).reshape(x.shape)
+    def declare(self, info: ArrayInfo) -> Any: ...
+    def __call__(self, x: Array, w, mean: Callable[[Array], Array] = column_mean) -> Array: ...
 
 
-def on_first_device(bias: Array | None, axes: tuple[str, ...]) -> Array | None:
-    """The bias on the first device along these mesh axes, zeros on the others: a psum then adds it once."""
-    return bias if bias is None else jnp.where(lax.axis_index(axes) == 0, bias, 0)
+class PositionEmbedding(Protocol):
+    """Adds learned position embeddings to the embedded tokens x [b,T,D]. positions: [b,T] int32."""
 
-
-# --------------------------------------------------------------------------------------------- decoder layer
+    def declare(self, D: int) -> Any: ...
+    def __call__(self, x: Array, w, positions: Array) -> Array: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -707,16 +846,113 @@ class LayerKind:
     post_norm:  applied to their outputs, before these are added to the residual stream; None for no norm.
     """
 
-    attention: Any
-    feed_forward: Any
-    norm: Any
+    attention: AttentionBlock
+    feed_forward: FeedForward
+    norm: Normalization | None
     mask: Mask = Full()
     rope: Rope | None = None
-    post_norm: Norm | None = None
+    post_norm: Normalization | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """All that the functions above need to know of a model.
+
+    norm: after the last layer. embedding_norm: of the embedded tokens, without a weight.
+    logit_scale, logit_softcap: logits are multiplied by the first, then become cap * tanh(logits / cap).
+    """
+
+    D: int
+    V: int
+    layers: tuple[LayerKind, ...]
+    norm: Normalization
+    max_positions: int
+    tied_embeddings: bool = False
+    embedding_scale: float | None = None
+    embedding_norm: Norm | None = None
+    position_embedding: PositionEmbedding | None = None
+    logit_scale: float | None = None
+    logit_softcap: float | None = None
+
+    @property
+    def attention(self) -> AttentionBlock:
+        """The first layer's attention, whose sizes are those of all layers."""
+        return self.layers[0].attention
+
+    @property
+    def moe(self) -> MoE | None:
+        """The first MoE among the layers, whose sizes are those of all; None for a dense model."""
+        return next((x.feed_forward for x in self.layers if isinstance(x.feed_forward, MoE)), None)
+
+    @property
+    def masks(self) -> frozenset[Mask]:
+        return frozenset(kind.mask for kind in self.layers)
+
+
+# ---------------------------------------------------------------------- the weights and the cache, declared
+
+
+def declared(letters: str, contracted: str, name: str, layout: str, part: int = 0, **other) -> Any:
+    """A dataclass field that declares an array: its letters, and the letters that its matmul sums.
+
+    name, layout, part: where checkpoints store the array (Llama's checkpoints, if Llama has such an array),
+    see sharding.arrays.Stored.
+    """
+    info = ArrayInfo(letters, contracted, Stored(name, layout, part), **other)
+    return dataclasses.field(metadata={"info": info})
+
+
+def declared_norm(letter: str, name: str) -> Any:
+    return declared(letter, "", name, letter, initial=1.0)
+
+
+def declared_bias(letters: str, name: str, layout: str, **other) -> Any:
+    return declared(letters, "", name, layout, initial=0.0, **other)
+
+
+def with_norms(infos, **norms):
+    """The infos, with the field of each name=norm replaced by norm.declare(field); None without a norm."""
+    changed = {name: norm and norm.declare(getattr(infos, name)) for name, norm in norms.items()}
+    return dataclasses.replace(infos, **changed)
 
 
 @pytree
-class Layer:
+class AttentionWeights:
+    q: Array = declared("kgHD", "D", "q_proj.weight", "(KGH)D")
+    k: Array = declared("khD", "D", "k_proj.weight", "(KH)D")
+    v: Array = declared("khD", "D", "v_proj.weight", "(KH)D")
+    o: Array = declared("DkgH", "kgH", "o_proj.weight", "D(KGH)")
+    q_norm: Array | None = declared_norm("H", "q_norm.weight")
+    k_norm: Array | None = declared_norm("H", "k_norm.weight")
+    q_bias: Array | None = declared_bias("kgH", "q_proj.bias", "(KGH)")
+    k_bias: Array | None = declared_bias("kh", "k_proj.bias", "(KH)")
+    v_bias: Array | None = declared_bias("kh", "v_proj.bias", "(KH)")
+    o_bias: Array | None = declared_bias("D", "o_proj.bias", "D")
+
+
+@pytree
+class MLPWeights:
+    gate: Array = declared("fD", "D", "gate_proj.weight", "FD")
+    up: Array = declared("fD", "D", "up_proj.weight", "FD")
+    down: Array = declared("Df", "f", "down_proj.weight", "DF")
+
+
+@pytree
+class MoEWeights:
+    router: Array = declared("DE", "", "router.weight", "ED")
+    router_bias: Array | None = declared_bias("E", "router.e_score_correction_bias", "E", dtype=jnp.float32)
+    logit_bias: Array | None = declared_bias("E", "router.bias", "E")
+    gate: Array = declared("eDm", "D", "experts.gate_up_proj", "ED[M+M]", 0)
+    up: Array = declared("eDm", "D", "experts.gate_up_proj", "ED[M+M]", 1)
+    down: Array = declared("emD", "m", "experts.down_proj", "EMD")
+    gate_bias: Array | None = declared_bias("em", "experts.gate_up_proj_bias", "E[M+M]", part=0)
+    up_bias: Array | None = declared_bias("em", "experts.gate_up_proj_bias", "E[M+M]", part=1)
+    down_bias: Array | None = declared_bias("eD", "experts.down_proj_bias", "ED")
+    shared: MLPWeights | None
+
+
+@pytree
+class LayerWeights:
     attention_norm: Array = declared_norm("D", "input_layernorm.weight")
     attention: Any
     attention_post_norm: Array | None = declared_norm("D", "post_self_attn_layernorm.weight")
@@ -725,91 +961,15 @@ class Layer:
     feed_forward_post_norm: Array | None = declared_norm("D", "post_mlp_layernorm.weight")
 
 
-@partial(jax.jit, static_argnames="kind")  # traced once for all layers of a kind
-def decoder_layer(
-    x: Array, w: Layer, kv: KV | None, chunk: Chunk, rotation: Rotation | None, kind: LayerKind
-) -> tuple[Array, KV | None]:
-    """x: [b,T,D] -> ([b,T,D], the layer's cache with the chunk in it, or None)."""
-    y = normalize(x, kind.norm, w.attention_norm, chunk.residual)
-    y, kv = attention(y, w.attention, kv, chunk, rotation, kind)
-    x = x + normalize(y, kind.post_norm, w.attention_post_norm, chunk.residual)
-    y = normalize(x, kind.norm, w.feed_forward_norm, chunk.residual)
-    with jax.named_scope("feed_forward"):
-        y = kind.feed_forward(y, w.feed_forward, chunk)
-    return x + normalize(y, kind.post_norm, w.feed_forward_post_norm, chunk.residual), kv
-
-
-def normalize(x: Array, norm: Norm | None, w: Array | None, residual: Residual = REPLICATED) -> Array:
-    """x: [b,T,D] -> [b,T,D]."""
-    return x if norm is None else norm(x, residual.own(w), residual.mean)
-
-
-def decoder_layers(
-    x: Array, weights: list[Layer], caches: list[KV] | None, chunk: Chunk, kinds: tuple[LayerKind, ...],
-    remat: bool = False,
-) -> tuple[Array, list[KV] | None]:  # fmt: skip
-    """x: [b,T,D] -> ([b,T,D] after these layers, their caches with the chunk in them).
-
-    remat: see `forward`.
-    """
-    ropes = dict.fromkeys(kind.rope for kind in kinds)
-    rotations = {rope: rope and rope.rotation(chunk.positions) for rope in ropes}
-    layer = jax.checkpoint(decoder_layer, static_argnums=5) if remat else decoder_layer
-    written = []
-    for w, kv, kind in zip(weights, caches or [None] * len(kinds), kinds, strict=True):
-        x, kv = layer(x, w, kv, chunk, rotations[kind.rope], kind)
-        written.append(kv)
-    return x, caches and written
-
-
-def layer_infos(kind: LayerKind, D: int, prefix: str = "") -> Layer:
+def layer_infos(kind: LayerKind, D: int, prefix: str = "") -> LayerWeights:
     """The tree of a layer's weights, with an ArrayInfo in the place of each. prefix: precedes their names."""
     attention = kind.attention.declare(prefix + "self_attn.", D)
     feed_forward = kind.feed_forward.declare(prefix + "mlp.", D)
-    infos = declare(Layer, prefix, dict(D=D), attention=attention, feed_forward=feed_forward)
+    infos = infos_of(LayerWeights, prefix, dict(D=D), attention=attention, feed_forward=feed_forward)
     before = dict(attention_norm=kind.norm, feed_forward_norm=kind.norm)
     return with_norms(
         infos, **before, attention_post_norm=kind.post_norm, feed_forward_post_norm=kind.post_norm
     )
-
-
-# ----------------------------------------------------------------------------- the model's weights and cache
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
-    """All that the functions below need to know of a model.
-
-    norm: after the last layer. embedding_norm: of the embedded tokens, without a weight.
-    position_embedding: None, or a record that adds learned position embeddings to the embedded tokens.
-    logit_scale, logit_softcap: logits are multiplied by the first, then become cap * tanh(logits / cap).
-    """
-
-    D: int
-    V: int
-    layers: tuple[LayerKind, ...]
-    norm: Any
-    max_positions: int
-    tied_embeddings: bool = False
-    embedding_scale: float | None = None
-    embedding_norm: Norm | None = None
-    position_embedding: Any = None
-    logit_scale: float | None = None
-    logit_softcap: float | None = None
-
-    @property
-    def heads(self) -> Any:
-        """The first layer's attention, whose sizes are those of all layers."""
-        return self.layers[0].attention
-
-    @property
-    def experts(self) -> Experts | None:
-        """The first Experts among the layers, whose sizes are those of all; None for a dense model."""
-        return next((x.feed_forward for x in self.layers if isinstance(x.feed_forward, Experts)), None)
-
-    @property
-    def masks(self) -> frozenset[Mask]:
-        return frozenset(kind.mask for kind in self.layers)
 
 
 @pytree
@@ -818,7 +978,7 @@ class Weights:
 
     embed: Array = declared("vD", "", "model.embed_tokens.weight", "VD")
     positions: Any
-    layers: list[Layer]
+    layers: list[LayerWeights]
     norm: Array = declared_norm("D", "model.norm.weight")
     unembed: Array | None = declared("vD", "D", "lm_head.weight", "VD", min_bits=8)
 
@@ -826,7 +986,7 @@ class Weights:
 def outer_infos(cfg: Config) -> Weights:
     """The declared weights outside of the layers: the embedding, the last norm and the logits' matrix."""
     positions = cfg.position_embedding and cfg.position_embedding.declare(cfg.D)
-    weights = declare(
+    weights = infos_of(
         Weights, "", sizes_of(cfg), dict(unembed=cfg.tied_embeddings), layers=[], positions=positions
     )
     if cfg.tied_embeddings:
@@ -869,11 +1029,11 @@ class Cache:
 
 def kv_info(kind: LayerKind, batch: int, max_len: int, dtype) -> KV:
     """A layer's declared cache of `batch` rows of up to `max_len` positions. dtype: float, or int8."""
-    K, columns = kind.attention.K, kind.attention.columns
+    K, layout = kind.attention.K, kind.attention.slot_layout
     slots = min(max_len, kind.mask.ring or max_len)
-    values = ArrayInfo("bksC", shape=(batch, K, slots, columns.width), dtype=dtype)
+    values = ArrayInfo("bksC", shape=(batch, K, slots, layout.width), dtype=dtype)
     scale = ArrayInfo("bk2s", shape=(batch, K, 2, slots), dtype=jnp.bfloat16)
-    return KV(values, scale if jnp.dtype(dtype) == jnp.int8 else None, columns)
+    return KV(values, scale if jnp.dtype(dtype) == jnp.int8 else None, layout)
 
 
 def cache_infos(cfg: Config, batch: int, max_len: int, dtype) -> Cache:
@@ -885,171 +1045,3 @@ def cache_infos(cfg: Config, batch: int, max_len: int, dtype) -> Cache:
 def init_cache(cfg: Config, mesh: Mesh, batch: int, max_len: int, dtype) -> Cache:
     """An empty cache of `batch` rows of up to `max_len` positions. dtype: float, or int8."""
     return zeros(abstract(cache_infos(cfg, batch, max_len, dtype), mesh))
-
-
-# ------------------------------------------------------------ embed, layers, unembed: one shard_map for each
-
-
-@jax.named_scope("embed")
-def embed(
-    tokens: Array, positions: Array, weights: Weights, *, cfg: Config, mesh: Mesh,
-    residual: Residual = REPLICATED,
-) -> Array:  # fmt: skip
-    """tokens, positions: [B,T] int32 -> [B,T,D]. Each device looks up the tokens of its vocabulary shard."""
-
-    def on_device(tokens: Array, positions: Array, w: Weights) -> Array:
-        table, _ = values_and_scale(w.embed)
-        row = tokens - lax.axis_index(MODEL) * table.shape[0]
-        here = (row >= 0) & (row < table.shape[0])
-        x = take_rows(w.embed, row)
-        x = lax.psum(jnp.where(here[..., None], x, 0), MODEL).astype(float_type(w))  # v
-        x = x if cfg.embedding_scale is None else x * jnp.asarray(cfg.embedding_scale, x.dtype)
-        x = normalize(x, cfg.embedding_norm, None)
-        x = x if w.positions is None else cfg.position_embedding(x, w.positions, positions)
-        return residual.own(x)
-
-    in_specs = P(ROWS), P(ROWS), outer_specs(cfg, weights)
-    on_devices = jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=residual.spec)
-    return on_devices(tokens, positions, without_layers(weights))
-
-
-def layers(
-    x: Array, weights: list[Layer], caches: list[KV] | None, chunk: Chunk, *, kinds: tuple[LayerKind, ...],
-    mesh: Mesh, remat: bool = False,
-) -> tuple[Array, list[KV] | None]:  # fmt: skip
-    """x: [B,T,D] -> ([B,T,D] after these layers, their caches with the chunk in them). remat: see `forward`.
-
-    caches: one per layer, or None to attend to the chunk alone. Raises ValueError if the numbers of weights
-    and of kinds differ.
-    """
-    if len(weights) != len(kinds):
-        raise ValueError(f"weights of {len(weights)} layers do not fit a model of {len(kinds)} layers")
-    infos = [layer_infos(kind, x.shape[2]) for kind in kinds]
-    kv_specs = cache_specs(kinds, caches)
-    on_devices = jax.shard_map(
-        partial(decoder_layers, kinds=kinds, remat=remat),
-        mesh=mesh,
-        in_specs=(chunk.residual.spec, specs(infos, weights), kv_specs, P(ROWS)),
-        out_specs=(chunk.residual.spec, kv_specs),
-        check_vma=can_check_vma(mesh, x.shape[1]),
-    )
-    return on_devices(x, weights, caches, chunk)
-
-
-def unembed(x: Array, weights: Weights, *, cfg: Config, mesh: Mesh) -> Array:
-    """x: [B,T,D] -> logits [B,T,V] float32, of which each device holds its shard of the vocabulary.
-
-    Here V is cfg.V rounded up to a multiple of the devices; the logits of the padding are -inf.
-    """
-    on_devices = jax.shard_map(
-        partial(local_logits, cfg=cfg),
-        mesh=mesh,
-        in_specs=(P(ROWS), outer_specs(cfg, weights)),
-        out_specs=P(ROWS, None, MODEL),
-    )
-    return on_devices(x, without_layers(weights))
-
-
-@jax.named_scope("unembed")
-def local_logits(x: Array, w: Weights, cfg: Config) -> Array:
-    """x: [b,T,D] -> logits [b,T,v] float32 of this device's vocabulary shard; -inf for its padding."""
-    matrix = w.embed if w.unembed is None else w.unembed
-    logits = einsum("bTD,vD->bTv", cfg.norm(x, w.norm), matrix, jnp.float32)
-    logits = logits if cfg.logit_scale is None else cfg.logit_scale * logits
-    if cfg.logit_softcap is not None:
-        logits = cfg.logit_softcap * jnp.tanh(logits / cfg.logit_softcap)
-    return jnp.where(vocabulary_shard(logits) < cfg.V, logits, -jnp.inf)
-
-
-def outer_specs(cfg: Config, weights: Weights) -> Weights:
-    """The PartitionSpecs of all weights except the layers'."""
-    return specs(outer_infos(cfg), without_layers(weights))
-
-
-def float_type(weights: Weights) -> jnp.dtype:
-    """The type of the model's activations: that of its norms, which are never quantized."""
-    return jax.tree.leaves(weights.norm)[0].dtype
-
-
-def without_layers(weights: Weights) -> Weights:
-    """The same weights with an empty list of layers."""
-    return dataclasses.replace(weights, layers=[])
-
-
-def cache_specs(kinds: tuple[LayerKind, ...], caches: list[KV] | None) -> list[KV] | None:
-    """The PartitionSpecs of the layers' caches."""
-    if caches is None:
-        return None
-    # The sizes do not matter here: specs depend on the letters alone.
-    infos = [kv_info(kind, 0, 0, kv.values.dtype) for kind, kv in zip(kinds, caches, strict=True)]
-    return specs(infos, caches)
-
-
-def can_check_vma(mesh: Mesh, T: int) -> bool:
-    """Whether shard_map can check that every psum is there, for a program that attends with T queries.
-
-    It cannot on TPUs if LANES divides T: jax's splash attention kernel, which attends then, does not declare
-    over which mesh axes its result varies.
-    """
-    return T % LANES != 0 or not on_tpu(mesh)
-
-
-# ---------------------------------------------------------------------------------- forward, prefill, decode
-
-
-@partial(jax.jit, static_argnames=("cfg", "mesh", "remat", "residual"))
-def forward(
-    tokens: Array, weights: Weights, *, cfg: Config, mesh: Mesh, remat: bool = False,
-    residual: Residual = REPLICATED,
-) -> Array:  # fmt: skip
-    """Logits of every position, without a cache: tokens [B,T] int32 -> [B,T,V] float32.
-
-    It attends to all tokens at once, so it is for short texts. It can be differentiated on CPUs; the kernels
-    of other devices have no derivative. remat keeps only the input of each layer for the derivative and
-    computes the rest again (gradient checkpointing).
-    """
-    start = jnp.zeros_like(tokens[:, 0])
-    chunk = chunk_at(start, start + tokens.shape[1], tokens.shape[1], residual=residual)
-    x = embed(tokens, chunk.positions, weights, cfg=cfg, mesh=mesh, residual=residual)
-    x, _ = layers(x, weights.layers, None, chunk, kinds=cfg.layers, mesh=mesh, remat=remat)
-    return unembed(x, weights, cfg=cfg, mesh=mesh)[..., : cfg.V]
-
-
-@partial(jax.jit, static_argnames=("cfg", "mesh", "residual"), donate_argnames="cache")
-def prefill(
-    tokens: Array, weights: Weights, cache: Cache, count: Array | None = None, *, cfg: Config, mesh: Mesh,
-    residual: Residual = REPLICATED,
-) -> tuple[Array, Cache]:  # fmt: skip
-    """Read tokens [B,T] int32: -> (logits [B,V] float32 of what follows each row's tokens, Cache).
-
-    count: [B] int32, at least 1: how many of a row's tokens are valid, the rest is padding; None: all T.
-    A long text may be read in several calls. No row may read more than the cache's max_len tokens, which is
-    not checked. The cache is donated: the old one is gone.
-    """
-    count = jnp.full_like(cache.length, tokens.shape[1]) if count is None else count
-    return read_tokens(tokens, count, weights, cache, cfg, mesh, residual)
-
-
-@partial(jax.jit, static_argnames=("cfg", "mesh"), donate_argnames="cache")
-def decode_step(
-    tokens: Array, weights: Weights, cache: Cache, *, cfg: Config, mesh: Mesh
-) -> tuple[Array, Cache]:
-    """Read one token of each row, [B] int32: -> (logits [B,V] float32 of the next one, Cache).
-
-    No row may read more than the cache's max_len tokens, which is not checked. The cache is donated: the old
-    one is gone.
-    """
-    return read_tokens(tokens[:, None], jnp.ones_like(cache.length), weights, cache, cfg, mesh)
-
-
-def read_tokens(
-    tokens: Array, count: Array, weights: Weights, cache: Cache, cfg: Config, mesh: Mesh,
-    residual: Residual = REPLICATED,
-) -> tuple[Array, Cache]:  # fmt: skip
-    """What `prefill` and `decode_step` have in common: tokens [B,T] -> (logits [B,V], Cache)."""
-    chunk = chunk_at(cache.length, count, tokens.shape[1], residual=residual)
-    x = embed(tokens, chunk.positions, weights, cfg=cfg, mesh=mesh, residual=residual)
-    x, kv = layers(x, weights.layers, cache.layers, chunk, kinds=cfg.layers, mesh=mesh)
-    last = jnp.take_along_axis(x, count[:, None, None] - 1, 1)  # [B,1,D]
-    logits = unembed(last, weights, cfg=cfg, mesh=mesh)[:, 0, : cfg.V]
-    return logits, Cache(layers=kv, length=cache.length + count)

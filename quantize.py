@@ -68,7 +68,7 @@ class Format:
         """Each device's share of a contracted dimension of this size is padded to a multiple of this."""
         return 1
 
-    def declare(self, info) -> QuantizedArray:
+    def components(self, info) -> QuantizedArray:
         """The declarations of the components, values and scale."""
 
     def encode(self, x: Array, info, large: bool = True) -> QuantizedArray:
@@ -83,9 +83,9 @@ class Format:
     def expert_matrices(self, q: QuantizedArray, dtype) -> tuple[Array, Array | None]:
         """For `lax.ragged_dot`: matrices [E,D,M] in dtype, and a scale [E,M] of its result or None."""
 
-    def declare_stored(self, info) -> QuantizedArray:
+    def stored_components(self, info) -> QuantizedArray:
         """The declarations of the components as files store them."""
-        return self.declare(info)
+        return self.components(info)
 
     def pack(self, q: QuantizedArray, info) -> tuple[Array, Array]:
         """The components as files store them."""
@@ -119,7 +119,7 @@ class PerChannel(Format):
         """A CPU would convert fp8 in each step, which takes much longer than a product of int8."""
         return Requantized(self, INT8) if platform == "cpu" and self != INT8 else self
 
-    def declare(self, info) -> QuantizedArray:
+    def components(self, info) -> QuantizedArray:
         kept = "".join(letter for letter in info.letters if letter not in info.contracted)
         values, scale = info.component(info.letters, self.dtype), info.component(kept, jnp.float32)
         return QuantizedArray(values, scale, self)
@@ -227,7 +227,7 @@ class PerGroup(Format):
         group_size = math.gcd(self.group_size, size)
         return group_size if group_size >= MIN_GROUP_SIZE else 1
 
-    def declare(self, info) -> QuantizedArray:
+    def components(self, info) -> QuantizedArray:
         before = "".join(info.letters[axis] for axis in first_axes(info))
         after = "".join(letter for letter in info.letters if letter not in before)
         group = info.contracted[-1], self.group_size
@@ -253,8 +253,8 @@ class PerGroup(Format):
         matrices = dequantize_groups(q, 2, dtype)
         return matrices.reshape(matrices.shape[0], -1, matrices.shape[-1]), None
 
-    def declare_stored(self, info) -> QuantizedArray:
-        q = self.declare(info)
+    def stored_components(self, info) -> QuantizedArray:
+        q = self.components(info)
         shape = list(q.values.shape)
         shape[len(first_axes(info))] //= 2  # I
         packed = dataclasses.replace(q.values, shape=tuple(shape), dtype=np.dtype(np.uint8))
@@ -421,7 +421,7 @@ class ExpertsInMXFP4(Format):
     def pad_multiple(self, size: int) -> int:
         return CHUNK if size % PAIR == 0 else 1
 
-    def declare(self, info) -> QuantizedArray:
+    def components(self, info) -> QuantizedArray:
         letter, axis = info.contracted[-1], info.contracted_axes[-1]
         letters = info.letters.replace(letter, letter + "I")
         values = info.component(letters, np.dtype(np.uint8), (letter, PAIR))
@@ -550,14 +550,14 @@ class Requantized:
     def pad_multiple(self, size: int) -> int:
         return self.stored_as.pad_multiple(size)
 
-    def declare(self, info) -> QuantizedArray:
-        return self.held_as.declare(info)
+    def components(self, info) -> QuantizedArray:
+        return self.held_as.components(info)
 
     def encode(self, x: Array, info, large: bool = True) -> QuantizedArray:
         return self._requantize(self.stored_as.encode(x, info), info)
 
-    def declare_stored(self, info) -> QuantizedArray:
-        return self.stored_as.declare_stored(info)
+    def stored_components(self, info) -> QuantizedArray:
+        return self.stored_as.stored_components(info)
 
     def unpack(self, values: Array, scale: Array, info) -> QuantizedArray:
         return self._requantize(self.stored_as.unpack(values, scale, info), info)

@@ -58,17 +58,16 @@ def ragged_attention_tpu(
     R = B * K  # rows x heads to compute; the cache may have more
     quantized = kv.scale is not None
     cache, new = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (kv, new))
-    S = kv.values.shape[2]
+    S, C, layout = *kv.values.shape[2:], kv.layout
     large, small = blocks or DECODE_BLOCKS[kv.values.shape[3], kv.values.dtype.itemsize]
     while large > small and T * G * large > SCORES:
         large //= 2
     large, small = min(large, S), min(small, S)
-    C, columns = kv.values.shape[3], kv.columns
     # A key or value that does not fill registers shares them: all columns are multiplied, by zeros in q.
     keys = H if H % LANES == 0 else C
-    value = columns.value if all(x % LANES == 0 for x in columns.value) else (0, C)
+    value = layout.value if all(x % LANES == 0 for x in layout.value) else (0, C)
     q = q.swapaxes(1, 2).reshape(R, T * G, H).astype(jnp.float32)
-    q = q * (columns.scale * math.log2(math.e))  # the kernel works with exp2
+    q = q * (layout.scale * math.log2(math.e))  # the kernel works with exp2
     q = jnp.pad(q, ((0, 0), (0, 0), (0, keys - H)))
     unit = None
     if quantized:
@@ -97,7 +96,7 @@ def ragged_attention_tpu(
     buffer = KV(
         pltpu.VMEM((2, large, C), cache.values.dtype),
         pltpu.VMEM((2, 2, large), cache.scale.dtype) if quantized else None,
-        columns,
+        layout,
     )
     if not interpret:
         cache = in_hbm(cache)
@@ -119,7 +118,7 @@ def ragged_attention_tpu(
         name="ragged_decode" if new is not None else "ragged_attention",
         interpret=interpret,
     )(rows, vectors, cache)
-    o = o[..., columns.value[0] - value[0] : columns.value[1] - value[0]]
+    o = o[..., layout.value[0] - value[0] : layout.value[1] - value[0]]
     o, lse = o.reshape(B, K, T, G, -1), lse[..., 0].reshape(B, K, T, G)
     parts = o.swapaxes(1, 2), lse.swapaxes(1, 2)
     return parts, None if new is None else jax.tree.map(lambda x, like: x.reshape(like.shape), written, kv)

@@ -29,7 +29,7 @@ import model
 from checkpoints.checkpoint import open_checkpoint
 from checkpoints.loading import load
 from checkpoints.names import FLOATS
-from families.latent_attention import LatentWeights
+from families.latent_attention import LatentAttentionWeights
 from feedback.errors import UserError
 from model import Config
 from planner.models import MODELS, read_model
@@ -38,7 +38,7 @@ from serving import memory, placement
 from serving.chunks import ACCELERATOR_SHAPES, best_shape
 from serving.executors import one_program
 from serving.steps import Batch, DecodeStep, PrefillChunk, init_batch
-from sharding.residual import prefill_residual
+from sharding.collective_matmul import prefill_ring
 from terminal import launch
 from terminal.command_line import OneLineParser, run
 
@@ -109,7 +109,7 @@ def needed_flops(
     layers = list(zip(weights.layers, cfg.layers, strict=True))
     for layer, kind in layers if chooses else layers[:-1]:
         per_token += _size(layer.attention)
-        if isinstance(kind.feed_forward, model.Experts):
+        if isinstance(kind.feed_forward, model.MoE):
             routed = layer.feed_forward
             share = kind.feed_forward.A / kind.feed_forward.E
             per_token += _size(routed.shared) + _size(routed.router)
@@ -118,14 +118,14 @@ def needed_flops(
             per_token += _size(layer.feed_forward)
         positions = np.arange(context, context + tokens)
         pairs += np.sum(positions - kind.mask.first_visible(positions)) + tokens
-    heads, columns = cfg.heads.K * cfg.heads.G, cfg.heads.columns
-    attention = 2 * pairs * heads * (columns.key + columns.value_width)  # query x key, probability x value
+    heads, layout = cfg.attention.K * cfg.attention.G, cfg.attention.slot_layout
+    attention = 2 * pairs * heads * (layout.key + layout.value_width)  # query x key, probability x value
     return batch * (2 * per_token * tokens + attention + 2 * cfg.V * cfg.D * chooses)
 
 
-def _cached(w: model.Attention | LatentWeights):
+def _cached(w: model.AttentionWeights | LatentAttentionWeights):
     """The matrices that compute what the cache keeps."""
-    return (w.kv_a, w.k_rope) if isinstance(w, LatentWeights) else (w.k, w.v)
+    return (w.kv_a, w.k_rope) if isinstance(w, LatentAttentionWeights) else (w.k, w.v)
 
 
 def _size(tree) -> int:
@@ -188,7 +188,7 @@ class Bench:
         """Prompts of `length` tokens into empty caches."""
         state, width = [self.rows(batch, 0, length)], chunk_width(batch, length)
         counts = [np.full(batch, min(width, length - i), np.int32) for i in range(0, length, width)]
-        sizes = dict(width=width, residual=prefill_residual(None, self.cfg, batch * width, self.mesh))
+        sizes = dict(width=width, ring=prefill_ring(self.cfg, batch * width, self.mesh))
         chunks = [PrefillChunk(rows=None, count=count, **sizes) for count in counts]
         program = self.compile(one_program, chunks[0], self.weights, *state)
 

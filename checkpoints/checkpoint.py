@@ -69,7 +69,7 @@ class Checkpoint:
     @property
     def natural_format(self) -> Format | None:
         """The format to hold the weights in, by default: that of the files, or MXFP4 if experts have it."""
-        if self.format or not self.config.experts:
+        if self.format or not self.config.moe:
             return self.format
         published = any(x.mxfp4 for x in self.tensors if isinstance(x, Dequantized))
         return MXFP4 if published else None

@@ -89,7 +89,8 @@ def _quantized(arrays: list[jax.Array], info: ArrayInfo, mesh: Mesh) -> Quantize
     """A quantized weight, from a float array, or from the components that are stored."""
     info = dataclasses.replace(info, stored=None)  # those that differ in their names alone share a program
     quantization, components = info.quantization, info.components
-    if len(arrays) > 1 and quantization.declare_stored(info) == components:  # as it is, perhaps in the file
+    as_stored = len(arrays) > 1 and quantization.stored_components(info) == components
+    if as_stored:  # perhaps in the file
         return quantization.unpack(*arrays, info)
     placements = jax.tree.map(lambda component: component.placement(mesh), components)
     return jax.jit(_quantize, static_argnums=1, out_shardings=placements)(arrays, info)

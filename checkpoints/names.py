@@ -47,7 +47,7 @@ def stored_infos(name: str, info: ArrayInfo) -> dict[str, ArrayInfo]:
     """The arrays of a weight in our files: itself, or its components as its format stores them."""
     if info.quantization is None:
         return {name: info}
-    stored = info.quantization.declare_stored(info)
+    stored = info.quantization.stored_components(info)
     return {name + ".values": stored.values, name + ".scale": stored.scale}
 
 

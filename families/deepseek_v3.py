@@ -12,7 +12,7 @@ from families import read
 from families.experts import ROUTER_NAME, SINGLE_OR_JOINED_EXPERTS
 from families.family import Family
 from families.fields import NUMBER, ConfigFields
-from families.latent_attention import Latent
+from families.latent_attention import LatentAttention
 from feedback.errors import UserError
 from model import Config, LayerKind, Norm, Rope, Router
 from sharding.arrays import Stored
@@ -46,8 +46,8 @@ def config(fields: ConfigFields) -> Config:
     rope = read.rope(fields, R, interleaved=fields.take("rope_interleave", bool, True))
     latent = latent_of(fields, rope)
     shared = fields.take("n_shared_experts", int)
-    experts = read.experts(fields, router_of(fields), "moe_intermediate_size", "n_routed_experts", shared)
-    dense, first = read.gated(fields), fields.take("first_k_dense_replace", int, zero=True)
+    experts = read.moe(fields, router_of(fields), "moe_intermediate_size", "n_routed_experts", shared)
+    dense, first = read.mlp(fields), fields.take("first_k_dense_replace", int, zero=True)
     types = ["dense" if i < first else "sparse" for i in range(depth)]
     types = read.layer_types(fields, "mlp_layer_types", types, "dense", "sparse")
     fields.get("num_nextn_predict_layers")  # the number of layers that are not used, see `Family.extra_layer`
@@ -55,7 +55,7 @@ def config(fields: ConfigFields) -> Config:
     return read.config(fields, layers, norm)
 
 
-def latent_of(fields: ConfigFields, rope: Rope) -> Latent:
+def latent_of(fields: ConfigFields, rope: Rope) -> LatentAttention:
     if fields.get("q_lora_rank") is None:
         raise UserError("config.json: q_lora_rank = null is not supported: queries must be compressed")
     G = fields.take("num_attention_heads", int)
@@ -69,7 +69,8 @@ def latent_of(fields: ConfigFields, rope: Rope) -> Latent:
         # transformers multiplies the cosine and sine, so R of the N + R columns, by the quotient of the
         # growths of mscale and mscale_all_dim: Rope.magnitude. It multiplies all scores by this square.
         scale = (N + R) ** -0.5 * read.yarn_growth(rope.scaling.factor, mscale) ** 2
-    return Latent(G, Q, L, N, R, U, Norm(1e-6), scale)  # this norm does not follow rms_norm_eps
+    norm = Norm(1e-6)  # it does not follow rms_norm_eps
+    return LatentAttention(G=G, Q=Q, L=L, N=N, R=R, U=U, norm=norm, scale=scale)
 
 
 def router_of(fields: ConfigFields) -> Router:

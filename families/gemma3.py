@@ -3,12 +3,13 @@
 from families import read
 from families.family import LANGUAGE_MODEL_NAMES, VISION_TENSORS, Family
 from families.fields import NUMBER, ConfigFields
-from model import Config, GeGLU, LayerKind
+from families.gemma import GeGLU
+from model import Config, LayerKind
 
 
 def config(fields: ConfigFields) -> Config:
-    mlp, norm = read.gated(fields, activation=GeGLU()), read.norm(fields, offset=1.0)
-    heads = read.heads(fields, qk_norm=norm, scale=fields.take("query_pre_attn_scalar", NUMBER) ** -0.5)
+    mlp, norm = read.mlp(fields, activation=GeGLU()), read.norm(fields, offset=1.0)
+    heads = read.attention(fields, qk_norm=norm, scale=fields.take("query_pre_attn_scalar", NUMBER) ** -0.5)
     masks = read.masks(fields)
     depth, every = read.depth(fields), fields.take("sliding_window_pattern", int)
     types = (["sliding_attention"] * (every - 1) + ["full_attention"]) * depth

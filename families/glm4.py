@@ -8,9 +8,9 @@ from sharding.arrays import Stored
 
 
 def config(fields: ConfigFields) -> Config:
-    heads = read.heads(fields, bias=fields.take("attention_bias", bool, False))
+    heads = read.attention(fields, bias=fields.take("attention_bias", bool, False))
     rope = read.rope(fields, heads.H, interleaved=True, rotated=0.5)
-    mlp, norm = read.gated(fields), read.norm(fields)
+    mlp, norm = read.mlp(fields), read.norm(fields)
     return read.config(fields, (LayerKind(heads, mlp, norm, rope=rope),) * read.depth(fields), norm)
 
 

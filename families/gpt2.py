@@ -14,8 +14,9 @@ from families.family import Family
 from families.fields import NUMBER, ConfigFields
 from feedback.errors import UserError
 from model import Chunk, Config, LayerKind, add_bias, declared, declared_bias
-from sharding.arrays import ArrayInfo, Stored, declare, pytree, sizes_of
-from sharding.residual import REPLICATED
+from sharding.arrays import ArrayInfo, Stored, infos_of, pytree, sizes_of
+from sharding.collective_matmul import column_mean, einsum, psum
+from sharding.mesh import MODEL
 
 
 @pytree
@@ -34,7 +35,7 @@ class LayerNorm:
         stored = dataclasses.replace(info.stored, name=info.stored.name.removesuffix("weight") + "bias")
         return LayerNormWeights(weight=info, bias=dataclasses.replace(info, stored=stored, initial=0.0))
 
-    def __call__(self, x: Array, w: LayerNormWeights, mean=REPLICATED.mean) -> Array:
+    def __call__(self, x: Array, w: LayerNormWeights, mean=column_mean) -> Array:
         """x: [...,D] -> [...,D] in x's dtype. mean: as for `model.Norm`."""
         y = x.astype(jnp.float32)
         y = y - mean(y)
@@ -43,7 +44,7 @@ class LayerNorm:
 
 
 @pytree
-class PlainWeights:
+class GeluMLPWeights:
     up: Array = declared("fD", "D", "up_proj.weight", "FD")
     down: Array = declared("Df", "f", "down_proj.weight", "DF")
     up_bias: Array = declared_bias("f", "up_proj.bias", "F")
@@ -51,20 +52,20 @@ class PlainWeights:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plain:
+class GeluMLP:
     """Two matrices with biases, and GELU between them. Source: arXiv 1706.03762."""
 
     F: int
 
-    def declare(self, prefix: str, D: int) -> PlainWeights:
-        return declare(PlainWeights, prefix, dict(D=D) | sizes_of(self))
+    def declare(self, prefix: str, D: int) -> GeluMLPWeights:
+        return infos_of(GeluMLPWeights, prefix, dict(D=D) | sizes_of(self))
 
-    def __call__(self, x: Array, w: PlainWeights, chunk: Chunk) -> Array:
+    def __call__(self, x: Array, w: GeluMLPWeights, chunk: Chunk) -> Array:
         """x: [b,T,D] -> [b,T,D]."""
-        (h,) = chunk.residual.multiply(x, ("bTD,fD->bTf", w.up))
-        h = jax.nn.gelu(add_bias(h, w.up_bias), approximate=True)
-        y = chunk.residual.multiply_and_sum("bTf,Df->bTD", h, w.down)  # f
-        return add_bias(y, chunk.residual.own(w.down_bias))
+        h = add_bias(einsum("bTD,fD->bTf", x, w.up), w.up_bias)
+        h = jax.nn.gelu(h, approximate=True)
+        y = psum(einsum("bTf,Df->bTD", h, w.down), MODEL)  # f
+        return add_bias(y, w.down_bias)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,10 +86,10 @@ class LearnedPositions:
 def config(fields: ConfigFields) -> Config:
     if not fields.take("scale_attn_weights", bool, True):
         raise UserError("config.json: scale_attn_weights = false is not supported")
-    heads = read.heads(fields, bias=True, output_bias=True)
+    heads = read.attention(fields, bias=True, output_bias=True)
     width = fields.take("intermediate_size", int, 4 * fields.take("hidden_size", int))
     norm = LayerNorm(fields.take("layer_norm_epsilon", NUMBER))
-    layers = (LayerKind(heads, Plain(width), norm),) * read.depth(fields)
+    layers = (LayerKind(heads, GeluMLP(width), norm),) * read.depth(fields)
     positions = LearnedPositions(fields.take("max_position_embeddings", int))
     return read.config(fields, layers, norm, tied=True, position_embedding=positions)
 

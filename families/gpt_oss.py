@@ -14,33 +14,32 @@ from families.experts import SINGLE_EXPERTS
 from families.family import Channels, Family
 from families.fields import NUMBER, ConfigFields
 from families.tool_formats import HARMONY_TOOLS
-from model import Attention, Chunk, Config, Heads, LayerKind, Router, declared_bias
+from model import Attention, AttentionWeights, Config, LayerKind, Router, declared_bias
 from sharding.arrays import Stored, pytree
 
 
 @pytree
-class SinkAttention(Attention):
+class SinkAttentionWeights(AttentionWeights):
     sinks: Array = declared_bias("kg", "sinks", "(KG)")
 
 
 @dataclasses.dataclass(frozen=True)
-class SinkHeads(Heads):
-    """Heads with a sink: one more score in the softmax of each query head, which has no value.
+class SinkAttention(Attention):
+    """Attention with a sink: one more score in the softmax of each query head, which has no value.
 
     So each sum of values is of weights that sum to less than 1. Source: arXiv 2309.17453.
     """
 
-    weights = SinkAttention
+    weights = SinkAttentionWeights
 
-    def output(self, o: Array, lse: Array, x: Array, w: SinkAttention, chunk: Chunk) -> Array:
-        """o, lse, x, and the result: see `Heads.output`.
+    def head_outputs(self, o: Array, lse: Array, x: Array, w: SinkAttentionWeights) -> Array:
+        """o, lse, x, and the result: see `Attention.head_outputs`.
 
         Attention to the sink alone is the part (o=0, lse=sink): its value is 0. Merged with it, see
         ops.attention.merge, o has the weight exp(lse) / (exp(lse) + exp(sink)) = sigmoid(lse - sink).
         """
         weight = jax.nn.sigmoid(lse - w.sinks.astype(lse.dtype))
-        o = (o * weight[..., None]).astype(o.dtype)
-        return super().output(o, lse, x, w, chunk)
+        return (o * weight[..., None]).astype(o.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +58,7 @@ class ClampedSwiGLU:
 def config(fields: ConfigFields) -> Config:
     depth, norm = read.depth(fields), read.norm(fields, offset=0.0)
     bias = fields.take("attention_bias", bool, True)
-    heads = read.heads(fields, SinkHeads, bias=bias, output_bias=bias)
+    heads = read.attention(fields, SinkAttention, bias=bias, output_bias=bias)
     theta = fields.take("rope_theta", NUMBER, 150000.0)
     positions = fields.take("max_position_embeddings", int)
     rope = read.rope_of(read.rope_parameters(fields, theta, YARN), heads.H, positions, theta)
@@ -67,7 +66,7 @@ def config(fields: ConfigFields) -> Config:
     router = Router("softmax", normalized=True, scales="output", logit_bias=True)
     limit, alpha = fields.take("swiglu_limit", NUMBER, 7.0), fields.take("swiglu_alpha", NUMBER, 1.702)
     activation = ClampedSwiGLU(float(limit), float(alpha))
-    experts = read.experts(fields, router, bias=True, activation=activation)
+    experts = read.moe(fields, router, bias=True, activation=activation)
     masks = read.masks(fields, 128)
     types = (["sliding_attention", "full_attention"] * depth)[:depth]
     types = read.layer_types(fields, "layer_types", types, *masks)

@@ -9,14 +9,14 @@ import dataclasses
 import jax.numpy as jnp
 from jax import Array
 
-from model import Chunk, Norm, Rotation, declared, declared_norm, gather_columns, rotate
-from ops.kv_cache import Columns
-from ops.matmul import einsum
-from sharding.arrays import declare, pytree, sizes_of
+from model import Chunk, Norm, Rotation, declared, declared_bias, declared_norm, gather_shared_head, rotate
+from ops.kv_cache import SlotLayout
+from sharding.arrays import infos_of, pytree, sizes_of
+from sharding.collective_matmul import einsum, products
 
 
 @pytree
-class LatentWeights:
+class LatentAttentionWeights:
     q_a: Array = declared("QD", "D", "q_a_proj.weight", "QD")
     q_a_norm: Array = declared_norm("Q", "q_a_layernorm.weight")
     q_b: Array = declared("kgNQ", "Q", "q_b_proj.weight", "(KG[N+R])Q", 0)
@@ -27,10 +27,11 @@ class LatentWeights:
     k_b: Array = declared("kgLN", "N", "kv_b_proj.weight", "(KG[N+U])L", 0, min_bits=8)
     v_b: Array = declared("kgUL", "L", "kv_b_proj.weight", "(KG[N+U])L", 1, min_bits=8)
     o: Array = declared("DkgU", "kgU", "o_proj.weight", "D(KGU)")
+    o_bias: Array | None = declared_bias("D", "o_proj.bias", "D")
 
 
 @dataclasses.dataclass(frozen=True)
-class Latent:
+class LatentAttention:
     """Multi-head latent attention, as G queries of one key/value head. Source: arXiv 2405.04434.
 
     A token's keys and values of all heads come from one latent of width L and a rotated key of width R that
@@ -50,36 +51,39 @@ class Latent:
     K = 1
 
     @property
-    def columns(self) -> Columns:
+    def slot_layout(self) -> SlotLayout:
         scale = (self.N + self.R) ** -0.5 if self.scale is None else self.scale
-        return Columns(self.L + self.R, (0, self.L), scale)
+        return SlotLayout(self.L + self.R, (0, self.L), scale)
 
     @property
     def divided(self) -> tuple[int, ...]:
         """The widths that the devices divide among them, which all share the one key/value head."""
         return self.L, self.R
 
-    def declare(self, prefix: str, D: int) -> LatentWeights:
+    def declare(self, prefix: str, D: int) -> LatentAttentionWeights:
         """The declared weights. prefix: of their names in a checkpoint."""
-        return declare(LatentWeights, prefix, dict(D=D, K=self.K) | sizes_of(self))
+        sizes = dict(D=D, K=self.K) | sizes_of(self)
+        return infos_of(LatentAttentionWeights, prefix, sizes, dict(o_bias=True))
 
-    def project(self, x: Array, w: LatentWeights, chunk: Chunk, rotation: Rotation) -> tuple[Array, Array]:
+    def project(
+        self, x: Array, w: LatentAttentionWeights, chunk: Chunk, rotation: Rotation | None
+    ) -> tuple[Array, Array]:
         """x: [b,T,D] -> queries [b,T,k,G,L+R], and each latent beside its rotated key [b,T,k,L+R]; k is 1.
 
         Every device holds all of q_a, which is small: so one all-gather is enough where there would be two.
         """
-        products = ("bTD,QD->bTQ", w.q_a), ("bTD,lD->bTl", w.kv_a), ("bTD,rD->bTr", w.k_rope)
-        compressed, latent, k_rope = chunk.residual.multiply(x, *products)
+        matrices = ("bTD,QD->bTQ", w.q_a), ("bTD,lD->bTl", w.kv_a), ("bTD,rD->bTr", w.k_rope)
+        compressed, latent, k_rope = products(x, *matrices)
         compressed = self.norm(compressed, w.q_a_norm)
         q = einsum("bTkgN,kgLN->bTkgL", einsum("bTQ,kgNQ->bTkgN", compressed, w.q_b), w.k_b)
         q_rope = rotate(einsum("bTQ,kgRQ->bTkgR", compressed, w.q_rope), rotation)
         q = jnp.concatenate([q, q_rope], -1)
         *bTk, g, width = q.shape
-        q, latent, k_rope = gather_columns(q.reshape(*bTk, g * width), latent[:, :, None], k_rope[:, :, None])
+        parts = q.reshape(*bTk, g * width), latent[:, :, None], k_rope[:, :, None]
+        q, latent, k_rope = gather_shared_head(*parts)
         latent, k_rope = self.norm(latent, w.kv_a_norm), rotate(k_rope, rotation)
         return q.reshape(*bTk, -1, width), jnp.concatenate([latent, k_rope], -1)
 
-    def output(self, o: Array, lse: Array, x: Array, w: LatentWeights, chunk: Chunk) -> Array:
-        """o: [b,T,k,g,L], each query's weighted sum of latents -> [b,T,D]. lse, x: see `Heads.output`."""
-        values = einsum("bTkgL,kgUL->bTkgU", o, w.v_b)
-        return chunk.residual.multiply_and_sum("bTkgU,DkgU->bTD", values, w.o)  # k, g
+    def head_outputs(self, o: Array, lse: Array, x: Array, w: LatentAttentionWeights) -> Array:
+        """o: [b,T,k,g,L], each query's weighted sum of latents -> [b,T,k,g,U]. lse, x: as of `Attention`."""
+        return einsum("bTkgL,kgUL->bTkgU", o, w.v_b)

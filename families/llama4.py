@@ -5,17 +5,33 @@ Sources: transformers, models/llama4; meta-llama/llama-models, models/llama4.
 
 import dataclasses
 
+import jax.numpy as jnp
+from jax import Array
+
 from families import read
 from families.experts import SINGLE_EXPERTS
 from families.family import LANGUAGE_MODEL_NAMES, VISION_TENSORS, Family
 from families.fields import NUMBER, ConfigFields
 from families.tool_formats import PYTHONIC
 from feedback.errors import UserError
-from model import BlockLocal, Config, Full, LayerKind, QueryScale, Router
+from model import BlockLocal, Config, Full, LayerKind, Router
+
+
+@dataclasses.dataclass(frozen=True)
+class QueryScale:
+    """A factor of queries: 1 + scale * log1p(floor((position + 1) / floor)). Source: arXiv 2501.19399."""
+
+    scale: float
+    floor: float
+
+    def __call__(self, q: Array, positions: Array) -> Array:
+        """q: [b,T,k,G,H], positions: [b,T] -> [b,T,k,G,H]."""
+        factor = 1 + self.scale * jnp.log1p(jnp.floor((positions + 1) / self.floor))
+        return (q * factor[:, :, None, None, None]).astype(q.dtype)
 
 
 def config(fields: ConfigFields) -> Config:
-    depth, heads, norm = read.depth(fields), read.heads(fields), read.norm(fields)
+    depth, heads, norm = read.depth(fields), read.attention(fields), read.norm(fields)
     no_rope_every = fields.take("no_rope_layer_interval", int, 4)
     # A 1 in no_rope_layers means that the layer does have RoPE.
     rotary = fields.take("no_rope_layers", list, []) or [(i + 1) % no_rope_every != 0 for i in range(depth)]
@@ -35,8 +51,8 @@ def config(fields: ConfigFields) -> Config:
 
     moe_every = fields.take("interleave_moe_layer_step", int, 1)
     sparse = fields.take("moe_layers", list, list(range(moe_every - 1, depth, moe_every)))
-    experts = read.experts(fields, Router("sigmoid", scales="input"), shared=1)
-    dense = read.gated(fields, "intermediate_size_mlp")
+    experts = read.moe(fields, Router("sigmoid", scales="input"), shared=1)
+    dense = read.mlp(fields, "intermediate_size_mlp")
     layers = tuple(
         LayerKind(
             with_rope if rotary[i] else without_rope,

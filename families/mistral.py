@@ -8,7 +8,7 @@ from model import Config, LayerKind
 
 
 def config(fields: ConfigFields) -> Config:
-    heads, mlp, norm = read.heads(fields), read.gated(fields), read.norm(fields)
+    heads, mlp, norm = read.attention(fields), read.mlp(fields), read.norm(fields)
     layer = LayerKind(heads, mlp, norm, read.window(fields), read.rope(fields, heads.H))
     return read.config(fields, (layer,) * read.depth(fields), norm)
 

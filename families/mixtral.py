@@ -8,8 +8,8 @@ from model import Config, LayerKind, Router
 
 
 def config(fields: ConfigFields) -> Config:
-    heads, norm = read.heads(fields), read.norm(fields)
-    experts = read.experts(fields, Router("softmax", normalized=True, scales="output"))
+    heads, norm = read.attention(fields), read.norm(fields)
+    experts = read.moe(fields, Router("softmax", normalized=True, scales="output"))
     layer = LayerKind(heads, experts, norm, read.window(fields), read.rope(fields, heads.H, theta=1e6))
     return read.config(fields, (layer,) * read.depth(fields), norm)
 

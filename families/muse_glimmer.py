@@ -14,34 +14,34 @@ from families.fields import NUMBER, ConfigFields
 from families.gemma3 import NAMES as NORM_NAMES
 from families.tool_formats import MUSE_TOOLS
 from feedback.errors import UserError
-from model import Attention, Chunk, Config, Heads, LayerKind, Norm, declared
+from model import Attention, AttentionWeights, Config, LayerKind, Norm, declared
 from sharding.arrays import pytree
+from sharding.collective_matmul import einsum
 
 
 @pytree
-class GatedAttention(Attention):
+class GatedAttentionWeights(AttentionWeights):
     gate: Array = declared("kgHD", "D", "gate_proj.weight", "(KGH)D")
 
 
 @dataclasses.dataclass(frozen=True)
-class GatedHeads(Heads):
-    """Heads whose output is multiplied by a gate, the sigmoid of a projection of the layer's input.
+class GatedAttention(Attention):
+    """Attention with a gate for each head's output: the sigmoid of a projection of the layer's input.
 
     Source: arXiv 2505.06708.
     """
 
-    weights = GatedAttention
+    weights = GatedAttentionWeights
 
-    def output(self, o: Array, lse: Array, x: Array, w: GatedAttention, chunk: Chunk) -> Array:
-        """o: [b,T,k,g,H], each query's weighted sum of values -> [b,T,D]. lse, x: see `Heads.output`."""
-        (gate,) = chunk.residual.multiply(x, ("bTD,kgHD->bTkgH", w.gate))
-        return super().output(o * jax.nn.sigmoid(gate), lse, x, w, chunk)
+    def head_outputs(self, o: Array, lse: Array, x: Array, w: GatedAttentionWeights) -> Array:
+        """o, lse, x, and the result: see `Attention.head_outputs`."""
+        return o * jax.nn.sigmoid(einsum("bTD,kgHD->bTkgH", x, w.gate))
 
 
 def config(fields: ConfigFields) -> Config:
-    depth, mlp, norm = read.depth(fields), read.gated(fields), read.norm(fields, offset=1.0)
+    depth, mlp, norm = read.depth(fields), read.mlp(fields), read.norm(fields, offset=1.0)
     bias, plain = fields.take("attention_bias", bool, False), Norm(norm.eps, weight=False)
-    heads = read.heads(fields, GatedHeads, qk_norm=plain, bias=bias, output_bias=bias)
+    heads = read.attention(fields, GatedAttention, qk_norm=plain, bias=bias, output_bias=bias)
     heads = dataclasses.replace(heads, scale=fields.take("qk_scale_factor", NUMBER) * heads.H**-0.5)
     masks = read.masks(fields)
     full = [(depth - 1 - i) % 4 == 0 for i in range(depth)]

@@ -8,7 +8,7 @@ from model import Config, Full, LayerKind, Window
 
 
 def config(fields: ConfigFields) -> Config:
-    heads, mlp, norm = read.heads(fields, bias=True), read.gated(fields), read.norm(fields)
+    heads, mlp, norm = read.attention(fields, bias=True), read.mlp(fields), read.norm(fields)
     rope = read.rope(fields, heads.H)
     layers = tuple(LayerKind(heads, mlp, norm, mask, rope) for mask in masks_of(fields))
     return read.config(fields, layers, norm)

@@ -13,19 +13,19 @@ from model import Config, LayerKind, Router
 
 
 def dense_config(fields: ConfigFields) -> Config:
-    norm, mlp = read.norm(fields), read.gated(fields)
-    heads = read.heads(fields, qk_norm=norm)
+    norm, mlp = read.norm(fields), read.mlp(fields)
+    heads = read.attention(fields, qk_norm=norm)
     rope = read.rope(fields, heads.H)
     layers = tuple(LayerKind(heads, mlp, norm, mask, rope) for mask in masks_of(fields))
     return read.config(fields, layers, norm)
 
 
 def sparse_config(fields: ConfigFields) -> Config:
-    norm, mlp = read.norm(fields), read.gated(fields)
-    heads = read.heads(fields, qk_norm=norm)
+    norm, mlp = read.norm(fields), read.mlp(fields)
+    heads = read.attention(fields, qk_norm=norm)
     rope = read.rope(fields, heads.H)
     router = Router("softmax", normalized=fields.take("norm_topk_prob", bool, False), scales="output")
-    experts = read.experts(fields, router, "moe_intermediate_size")
+    experts = read.moe(fields, router, "moe_intermediate_size")
     every, dense = fields.take("decoder_sparse_step", int, 1), fields.take("mlp_only_layers", list, [])
     layers = tuple(
         LayerKind(heads, experts if i not in dense and (i + 1) % every == 0 else mlp, norm, mask, rope)

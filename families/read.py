@@ -3,22 +3,9 @@
 import math
 
 from families.fields import NUMBER, ConfigFields
+from families.rope_scaling import LinearScaling, Llama3Scaling, YarnScaling
 from feedback.errors import UserError
-from model import (
-    Config,
-    Experts,
-    Full,
-    Gated,
-    Heads,
-    LayerKind,
-    LinearScaling,
-    Llama3Scaling,
-    Norm,
-    Rope,
-    Router,
-    Window,
-    YarnScaling,
-)
+from model import MLP, Attention, Config, Full, LayerKind, MoE, Norm, Rope, Router, Window
 
 MOST_LAYERS = 1000  # a sanity limit: a list of that many layers is made
 
@@ -51,7 +38,7 @@ def norm(fields: ConfigFields, **others) -> Norm:
     return Norm(fields.take("rms_norm_eps", NUMBER), **others)
 
 
-def heads(fields: ConfigFields, kind: type[Heads] = Heads, **others) -> Heads:
+def attention(fields: ConfigFields, kind: type[Attention] = Attention, **others) -> Attention:
     """Grouped-query attention. kind: the family's own subclass. others: what it adds to Llama's."""
     heads = fields.take("num_attention_heads", int)
     kv_heads = fields.take("num_key_value_heads", int, heads)
@@ -87,19 +74,19 @@ def window(fields: ConfigFields) -> Full | Window:
     return Window(size) if size else Full()
 
 
-def gated(fields: ConfigFields, width: str = "intermediate_size", **others) -> Gated:
+def mlp(fields: ConfigFields, width: str = "intermediate_size", **others) -> MLP:
     """width: the field with the MLP's width. others: what the family adds to Llama's."""
-    return Gated(fields.take(width, int), **others)
+    return MLP(fields.take(width, int), **others)
 
 
-def experts(
+def moe(
     fields: ConfigFields,
     router: Router,
     width: str = "intermediate_size",
     count: str = "num_local_experts",
     shared: int = 0,
     **others,
-) -> Experts:
+) -> MoE:
     """width, count: the fields with an expert's width and the number of experts.
 
     shared: the width of the shared expert as a multiple of a routed expert's; 0: no shared expert.
@@ -108,7 +95,7 @@ def experts(
     E, A, M = (fields.take(name, int) for name in (count, "num_experts_per_tok", width))
     if A > E:
         raise UserError(f"config.json: num_experts_per_tok = {A} of {E} experts")
-    return Experts(E, A, M, router, shared=Gated(shared * M) if shared else None, **others)
+    return MoE(E, A, M, router, shared=MLP(shared * M) if shared else None, **others)
 
 
 def _number(fields: ConfigFields, name: str, *default: float | None) -> float | None:

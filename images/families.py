@@ -3,24 +3,24 @@
 from collections.abc import Callable
 
 from families.deepseek_v3 import GroupLimitedRouter
-from families.gpt2 import LayerNorm, LearnedPositions, Plain
-from families.gpt_oss import SinkHeads
-from families.latent_attention import Latent
-from families.muse_glimmer import GatedHeads
+from families.gemma import GeGLU
+from families.gpt2 import GeluMLP, LayerNorm, LearnedPositions
+from families.gpt_oss import SinkAttention
+from families.latent_attention import LatentAttention
+from families.muse_glimmer import GatedAttention
 from families.registry import read_config
+from families.rope_scaling import YarnScaling
 from images.drawing import pyplot, redraw
 from model import (
+    MLP,
+    Attention,
     BlockLocal,
     Config,
-    Experts,
     Full,
-    Gated,
-    GeGLU,
-    Heads,
     LayerKind,
+    MoE,
     Norm,
     Window,
-    YarnScaling,
 )
 from planner.models import MODELS
 
@@ -45,14 +45,14 @@ FAMILIES = {
 # Of each group of columns, the test that a layer passes if it has the record or the option.
 LAYER: dict[str, dict[str, Callable[[LayerKind], bool]]] = {
     "attention": {
-        "Heads": lambda x: isinstance(x.attention, Heads),
+        "Attention": lambda x: isinstance(x.attention, Attention),
         "  bias": lambda x: getattr(x.attention, "bias", False),
         "  qk_norm": lambda x: bool(getattr(x.attention, "qk_norm", None)),
         "  query_scale": lambda x: bool(getattr(x.attention, "query_scale", None)),
         "  scale": lambda x: getattr(x.attention, "scale", None) is not None,
-        "  GatedHeads": lambda x: isinstance(x.attention, GatedHeads),
-        "  sinks": lambda x: isinstance(x.attention, SinkHeads),
-        "Latent": lambda x: isinstance(x.attention, Latent),
+        "  gate": lambda x: isinstance(x.attention, GatedAttention),
+        "  sinks": lambda x: isinstance(x.attention, SinkAttention),
+        "LatentAttention": lambda x: isinstance(x.attention, LatentAttention),
     },
     "mask": {
         "Full": lambda x: isinstance(x.mask, Full),
@@ -63,20 +63,20 @@ LAYER: dict[str, dict[str, Callable[[LayerKind], bool]]] = {
         "Rope": lambda x: x.rope is not None,
         "  interleaved": lambda x: x.rope is not None and x.rope.interleaved,
         "  YaRN": lambda x: isinstance(getattr(x.rope, "scaling", None), YarnScaling),
-        "  part of a head": lambda x: x.rope is not None and x.rope.width < x.attention.columns.key,
+        "  part of a head": lambda x: x.rope is not None and x.rope.width < x.attention.slot_layout.key,
     },
     "feed-forward": {
-        "Gated": lambda x: isinstance(x.feed_forward, Gated),
+        "MLP": lambda x: isinstance(x.feed_forward, MLP),
         "  GeGLU": lambda x: isinstance(getattr(x.feed_forward, "activation", None), GeGLU),
-        "Plain": lambda x: isinstance(x.feed_forward, Plain),
-        "Experts": lambda x: isinstance(x.feed_forward, Experts),
+        "GeluMLP": lambda x: isinstance(x.feed_forward, GeluMLP),
+        "MoE": lambda x: isinstance(x.feed_forward, MoE),
         "  shared": lambda x: bool(getattr(x.feed_forward, "shared", None)),
         "  biases": lambda x: getattr(x.feed_forward, "bias", False),
         "  softmax router": lambda x: (
-            isinstance(x.feed_forward, Experts) and x.feed_forward.router.score == "softmax"
+            isinstance(x.feed_forward, MoE) and x.feed_forward.router.score == "softmax"
         ),
         "  groups": lambda x: (
-            isinstance(x.feed_forward, Experts) and isinstance(x.feed_forward.router, GroupLimitedRouter)
+            isinstance(x.feed_forward, MoE) and isinstance(x.feed_forward.router, GroupLimitedRouter)
         ),
     },
     "norm": {

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 import model
-from families.latent_attention import Latent
+from families.latent_attention import LatentAttention
 from images.drawing import pyplot, redraw, tidy
 from planner.models import MODELS, read_model
 
@@ -30,17 +30,17 @@ def slot_bytes(cfg: model.Config) -> int:
 
 
 def query_heads(cfg: model.Config) -> int:
-    return cfg.heads.K * cfg.heads.G
+    return cfg.attention.K * cfg.attention.G
 
 
 def kind(cfg: model.Config) -> str:
     mha, gqa, latent = KINDS
-    if isinstance(cfg.heads, Latent):
+    if isinstance(cfg.attention, LatentAttention):
         return latent
-    return mha if cfg.heads.G == 1 else gqa
+    return mha if cfg.attention.G == 1 else gqa
 
 
-def as_heads(latent: Latent) -> int:
+def as_heads(latent: LatentAttention) -> int:
     """Bytes of the keys and values of all heads, which a latent stands for, in bfloat16."""
     return latent.G * (latent.N + latent.R + latent.U) * 2
 
@@ -57,7 +57,7 @@ def draw():
     for name, offset in NAMED.items():
         heads, size, _ = points[name]
         axes.annotate(name, (heads, size), offset, textcoords="offset points", fontsize=8)
-    latent = read_model("glm-4.7-flash").heads
+    latent = read_model("glm-4.7-flash").attention
     heads, size, _ = points["glm-4.7-flash"]
     whole = as_heads(latent)
     axes.scatter([heads], [whole], facecolors="none", edgecolors=KINDS["latent"], zorder=3)

@@ -18,7 +18,7 @@ class Shards:
     def __init__(self, cfg: model.Config, tensor: int, batch: int):
         shape = mesh_shape(cfg, tensor=tensor)
         self.mesh = AbstractMesh(tuple(shape.values()), tuple(shape))
-        records = cfg, cfg.heads, cfg.layers[0].feed_forward
+        records = cfg, cfg.attention, cfg.layers[0].feed_forward
         self.sizes = dict(B=batch, T=1) | {x: n for record in records for x, n in vars(record).items()}
 
     def degree(self, letter: str) -> int:

@@ -66,7 +66,7 @@ def attend(q: Array, kv: KV, mask: Array, in_place: bool = False):
         dtype = jnp.promote_types(q.dtype, k.dtype)
         q, k = q.astype(dtype), k.astype(dtype)
         scores = jnp.einsum("BTKGH,BKSH->BKGTS", q, k, preferred_element_type=jnp.float32)
-    scores *= kv.columns.scale
+    scores *= kv.layout.scale
     if k_scale is not None:
         scores = scores * k_scale[:, :, None, None, :].astype(jnp.float32)
     scores = jnp.where(mask, scores, -jnp.inf)
@@ -83,7 +83,7 @@ def attend(q: Array, kv: KV, mask: Array, in_place: bool = False):
         o = jnp.einsum("BKGTS,BKSH->BKGTH", p, v.astype(jnp.float32)).transpose(0, 3, 1, 2, 4)
     total = jnp.moveaxis(total, -1, 1)
     lse = jnp.moveaxis(peak[..., 0], -1, 1) + jnp.log(total)
-    o = o[..., slice(*kv.columns.value)] if whole else o
+    o = o[..., slice(*kv.layout.value)] if whole else o
     return o / jnp.where(total == 0, 1, total)[..., None], lse
 
 
@@ -241,7 +241,7 @@ def attend_cached(
         if use_splash(q) and gap is None:
             k, v = (jnp.where(filled[:, None, :, None], x, 0).astype(q.dtype) for x in dequantized(part))
             segments = jnp.where(sees, 1, 2), filled.astype(jnp.int32)
-            return splash(q, k, v, kv.columns.scale, masks.FullMask((T, block)), *segments)
+            return splash(q, k, v, kv.layout.scale, masks.FullMask((T, block)), *segments)
         mask = (slots < length[..., None]) & filled[:, None]  # BTS
         if gap is not None:
             mask &= (slots < gap[0][..., None]) | (slots >= gap[1][..., None])
@@ -253,7 +253,7 @@ def attend_cached(
     n_blocks = (jnp.max(length) + block - 1) // block
     if T == 1:
         return lax.fori_loop(1, n_blocks, step, attend_block(0)) if S > block else attend_block(0)
-    nothing = jnp.zeros((*q.shape[:-1], kv.columns.value_width)), jnp.full(q.shape[:-1], -jnp.inf)
+    nothing = jnp.zeros((*q.shape[:-1], kv.layout.value_width)), jnp.full(q.shape[:-1], -jnp.inf)
     return lax.fori_loop(0, n_blocks, step, lax.pcast(nothing, tuple(varying(q, kv.values)), to="varying"))
 
 
@@ -274,7 +274,7 @@ def attend_causal(q: Array, kv: KV, segment: Array, window: int | None = None):
         k, v = (x.astype(q.dtype) for x in dequantized(kv))
         shape = (T, T)
         mask = masks.CausalMask(shape) if window is None else masks.LocalMask(shape, (window - 1, 0), 0)
-        return splash(q, k, v, kv.columns.scale, mask, segment, segment)
+        return splash(q, k, v, kv.layout.scale, mask, segment, segment)
     back = jnp.arange(T)[:, None] - jnp.arange(T)
     mask = (back >= 0) & (back < (window or T)) & (segment[:, :, None] == segment[:, None])
     return attend(q, kv, mask)
@@ -283,7 +283,7 @@ def attend_causal(q: Array, kv: KV, segment: Array, window: int | None = None):
 def keys_and_values(kv: KV) -> tuple[Array, Array, Array | None, Array | None]:
     """Keys [B,K,S,H] and values, and their scales [B,K,S], if there are any."""
     scales = (None, None) if kv.scale is None else (kv.scale[:, :, 0], kv.scale[:, :, 1])
-    return kv.values[..., : kv.columns.key], kv.values[..., slice(*kv.columns.value)], *scales
+    return kv.values[..., : kv.layout.key], kv.values[..., slice(*kv.layout.value)], *scales
 
 
 def dequantized(kv: KV) -> tuple[Array, Array]:
@@ -295,7 +295,7 @@ def dequantized(kv: KV) -> tuple[Array, Array]:
 
 def use_flash(q: Array, kv: KV) -> bool:
     H = q.shape[-1]
-    return on_gpu() and H in FLASH and kv.columns == key_beside_value(H) and supports(kv.values)
+    return on_gpu() and H in FLASH and kv.layout == key_beside_value(H) and supports(kv.values)
 
 
 def use_splash(q: Array) -> bool:

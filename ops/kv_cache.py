@@ -15,8 +15,8 @@ from quantize import quantize
 
 
 @dataclasses.dataclass(frozen=True)
-class Columns:
-    """The columns of a slot: the key is [0, key), the value is [value[0], value[1]).
+class SlotLayout:
+    """Which columns of a slot hold what: the key is [0, key), the value is [value[0], value[1]).
 
     The two may overlap: in latent attention the value is a part of the key. scale: the factor of q·k.
     """
@@ -36,12 +36,12 @@ class Columns:
         return self.value[1] - self.value[0]
 
 
-def key_beside_value(H: int, scale: float | None = None) -> Columns:
-    """The columns of a key and a value of width H each. scale: H**-0.5 by default."""
-    return Columns(H, (H, 2 * H), H**-0.5 if scale is None else scale)
+def key_beside_value(H: int, scale: float | None = None) -> SlotLayout:
+    """The slots of a key and a value of width H each. scale: H**-0.5 by default."""
+    return SlotLayout(H, (H, 2 * H), H**-0.5 if scale is None else scale)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=["columns"])
+@partial(jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=["layout"])
 @dataclasses.dataclass(frozen=True)
 class KV:
     """Keys and values of one layer. A key lies beside its value, so that one DMA fetches a block of both.
@@ -52,7 +52,7 @@ class KV:
 
     values: Array
     scale: Array | None
-    columns: Columns
+    layout: SlotLayout
 
 
 def map_slots(function, *kvs: KV) -> KV:
@@ -61,10 +61,10 @@ def map_slots(function, *kvs: KV) -> KV:
     axis: the axis of slots, 2 in the values and 3 in the scales.
     """
     scale = None if kvs[0].scale is None else function(3, *(kv.scale for kv in kvs))
-    return KV(function(2, *(kv.values for kv in kvs)), scale, kvs[0].columns)
+    return KV(function(2, *(kv.values for kv in kvs)), scale, kvs[0].layout)
 
 
-def as_cached(new: Array, cache: KV | None, columns: Columns) -> KV:
+def as_cached(new: Array, cache: KV | None, layout: SlotLayout) -> KV:
     """New keys and values in the layout and type of a cache: -> a KV with values [B,K,T,C].
 
     new: [B,T,K,columns], a key beside its value, or a latent beside its rotated key; the padding of C is
@@ -73,9 +73,9 @@ def as_cached(new: Array, cache: KV | None, columns: Columns) -> KV:
     new, scale = new.swapaxes(1, 2), None
     if cache is not None and cache.scale is not None:
         # A latent has one scale for both.
-        parts = new.reshape(*new.shape[:3], new.shape[3] // columns.key, -1)
+        parts = new.reshape(*new.shape[:3], new.shape[3] // layout.key, -1)
         quantized = quantize(parts, (4,), cache.scale.dtype)
         new = quantized.values.reshape(new.shape)
         scale = jnp.broadcast_to(quantized.scale.swapaxes(2, 3), (*new.shape[:2], 2, new.shape[2]))
-    new = jnp.pad(new, [(0, 0)] * 3 + [(0, columns.width - new.shape[3])])
-    return KV(new if cache is None else new.astype(cache.values.dtype), scale, columns)
+    new = jnp.pad(new, [(0, 0)] * 3 + [(0, layout.width - new.shape[3])])
+    return KV(new if cache is None else new.astype(cache.values.dtype), scale, layout)

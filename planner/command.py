@@ -12,7 +12,6 @@ from planner.plan import make_plan
 from planner.report import show
 from planner.topologies import find_topology
 from quantize import FORMATS
-from sharding.residual import NAMES
 from terminal.command_line import OneLineParser
 
 
@@ -32,7 +31,7 @@ def parse_arguments():
     add("--slices", type=int, default=1, metavar="N", help="number of such slices of TPUs; default: 1")
     add("--quantize", choices=FORMATS, default="int8", help="weights; default: int8; none: bfloat16")
     add("--kv-cache-dtype", choices=("int8", "bfloat16"), default="int8", help="default: int8")
-    add("--residual", choices=NAMES, help="of the chunk, as for main.py; default: as the engine")
+    add("--no-columns", action="store_true", help="do not run the chunk by columns, see docs/sharding.md")
     add("--layers", type=int, metavar="L", help="only the first L layers")
     add("--json", action="store_true", help="print one JSON object")
     add("--dump-hlo", metavar="FILE", help="write the optimized HLO text of the decode step")
@@ -54,7 +53,7 @@ def main() -> None:
         raise UserError(f"--layers {args.layers}: the model has {len(cfg.layers)}")
     cfg = dataclasses.replace(cfg, layers=cfg.layers[: args.layers])
     formats = FORMATS[args.quantize], args.kv_cache_dtype
-    job = Job(cfg, args.batch, args.context, *formats, residual=args.residual)
+    job = Job(cfg, args.batch, args.context, *formats, by_columns=not args.no_columns)
     topology = find_topology(args.topology, args.slices)
     # Compiling takes minutes: whether the file can be written is checked before.
     if args.dump_hlo is not None and not os.access(pathlib.Path(args.dump_hlo).parent, os.W_OK):

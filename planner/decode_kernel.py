@@ -18,13 +18,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from feedback.errors import UserError
-from ops.kv_cache import KV, Columns, key_beside_value
+from ops.kv_cache import KV, SlotLayout, key_beside_value
 from planner.topologies import find_topology
 from ragged_attention import ragged_attention_tpu
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 QUERIES = 8  # per token, of one key/value head
-LATENT = Columns(key=576, value=(0, 512), scale=1 / 16)  # GLM-4.7-Flash's
+LATENT = SlotLayout(key=576, value=(0, 512), scale=1 / 16)  # GLM-4.7-Flash's
 
 
 def compile_kernel(

@@ -61,10 +61,10 @@ def expected_collectives(job: Job, mesh: Mesh, topology: Topology) -> float:
     """
     cfg, rows = job.cfg, local_tokens(job, mesh)
     devices, slots = mesh_size(mesh, MODEL), mesh_size(mesh, SLOTS)
-    K, G, columns = cfg.heads.K * slots // devices, cfg.heads.G, cfg.heads.columns
+    K, G, layout = cfg.attention.K * slots // devices, cfg.attention.G, cfg.attention.slot_layout
     sent = [("all-reduce", 2 * rows * cfg.D, devices)] * 2
-    sent += [("all-gather", 2 * rows * K * (G * columns.key + columns.width), slots)]
-    sent += [("all-to-all", 4 * rows * K * G * (columns.value_width + 1), slots)]
+    sent += [("all-gather", 2 * rows * K * (G * layout.key + layout.width), slots)]
+    sent += [("all-to-all", 4 * rows * K * G * (layout.value_width + 1), slots)]
     depth = len(cfg.layers) // mesh.shape[STAGE]
     return depth * sum(collective_seconds(*x, topology) for x in sent if x[2] > 1)
 

@@ -33,13 +33,13 @@ def expert_rows(cfg: Config, tokens: int, shards: int = 1) -> float:
 
     Expected, if each of the tokens goes to A of the E experts at random.
     """
-    if not cfg.experts:
+    if not cfg.moe:
         return 0.0
-    chance = cfg.experts.A / cfg.experts.E
+    chance = cfg.moe.A / cfg.moe.E
     probability = polypow([1 - chance, chance], tokens)  # that 0, 1, 2... tokens go to an expert
     all_rows = max(tokens, LEAST_ROWS)
     rows = [all_rows * (n > 0) if tokens <= FEW_ROWS else rows_in_tiles(n) for n in range(tokens + 1)]
-    return cfg.experts.E / shards * float(probability @ rows)
+    return cfg.moe.E / shards * float(probability @ rows)
 
 
 def rows_in_tiles(count: int) -> int:

@@ -39,11 +39,12 @@ def needed(job: Job, mesh: Mesh) -> tuple[float, float]:
         share, part = share_needed(name, job, mesh), part_of(name, cfg)
         bytes_read += size_in_bytes * share
         if part == "kv_cache":
-            columns = cfg.heads.columns  # of a latent, the value's columns are some of the key's, used twice
-            uses = (columns.key + columns.value_width) / columns.width
-            flops += 2 * size * share * job.tokens * cfg.heads.G * uses  # `size` counts all rows
+            # Of a latent, the value's columns are some of the key's, and are used twice.
+            layout = cfg.attention.slot_layout
+            uses = (layout.key + layout.value_width) / layout.width
+            flops += 2 * size * share * job.tokens * cfg.attention.G * uses  # `size` counts all rows
         elif share:
-            chosen = share if tokens <= FEW_ROWS else cfg.experts.A / cfg.experts.E if cfg.experts else 1
+            chosen = share if tokens <= FEW_ROWS else cfg.moe.A / cfg.moe.E if cfg.moe else 1
             flops += 2 * size * tokens * (chosen if part == "experts" else 1)
     return bytes_read, flops
 

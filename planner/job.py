@@ -15,8 +15,8 @@ from model import Config
 from quantize import INT8, Format
 from serving.steps import DecodeStep, PrefillChunk, batch_infos
 from sharding.arrays import abstract
+from sharding.collective_matmul import prefill_ring
 from sharding.mesh import ROWS, STAGE, mesh_size
-from sharding.residual import prefill_residual
 from sharding.stages import in_stages, stage_input_infos
 
 
@@ -27,7 +27,7 @@ class Job:
     tokens: new tokens of each row that the step reads. One is a decode step, which reads all rows; more are a
     prefill chunk, which chooses no token. reading: how many rows a prefill chunk reads; see `prefill`.
     With several stages of layers it is one turn: each stage computes for another part of the rows.
-    residual: of a prefill chunk, see sharding.residual.prefill_residual.
+    by_columns: whether a prefill chunk may run by columns, see sharding.collective_matmul.prefill_ring.
     """
 
     cfg: Config
@@ -37,7 +37,7 @@ class Job:
     kv_dtype: str = "int8"
     tokens: int = 1
     reading: int = 0
-    residual: str | None = None
+    by_columns: bool = True
 
     def prefill(self, tokens: int, mesh: Mesh, rows: int = 1) -> "Job":
         """A chunk of prompts as the engine reads it: up to `tokens` tokens of as many rows per data shard."""
@@ -62,8 +62,8 @@ class Job:
         if stages > 1:
             inputs = stage_input_infos(cfg.D, self.batch, [(self.rows, self.tokens)])
             batch = batch.replace(stage_inputs=abstract(inputs, mesh, jnp.bfloat16))
-        residual = prefill_residual(self.residual, cfg, local_tokens(self, mesh), mesh)
-        chunk = PrefillChunk(rows=each, count=each, width=self.tokens, residual=residual)
+        ring = prefill_ring(cfg, local_tokens(self, mesh), mesh) if self.by_columns else None
+        chunk = PrefillChunk(rows=each, count=each, width=self.tokens, ring=ring)
         return dict(step=DecodeStep(count=each) if self.decodes else chunk, weights=weights, batch=batch)
 
     def waiting_bytes(self, mesh: Mesh) -> int:
@@ -97,7 +97,7 @@ def part_of(argument: str, cfg: Config) -> str:
     found = re.match(r"weights\.layers\[(\d+)\]\.(attention|feed_forward)\.(\w+)", argument)
     if not found or found[2] == "attention":
         return found[2] if found else "other"
-    routed = isinstance(cfg.layers[int(found[1])].feed_forward, model.Experts)
+    routed = isinstance(cfg.layers[int(found[1])].feed_forward, model.MoE)
     return "experts" if routed and found[3] not in ("shared", "router") else "mlp"
 
 

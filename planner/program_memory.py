@@ -26,8 +26,8 @@ from serving.program_memory import program_bytes
 from serving.programs import no_chunk
 from serving.requests import OPTION_SETS
 from serving.steps import DecodeStep
+from sharding.collective_matmul import prefill_ring
 from sharding.mesh import ROWS, make_mesh, mesh_size
-from sharding.residual import prefill_residual
 from sharding.sampling import MAX_TOP_LOGPROBS, NEUTRAL, Sampling
 
 
@@ -50,9 +50,9 @@ def compile_all(job: Job, mesh: Mesh) -> Compiler:
     todo = [DecodeStep(count=each, sampling=sampling) for sampling in samplings]
     scores = (None, 0, MAX_TOP_LOGPROBS)
     for shape, score in itertools.product(chunk_shapes(job.cfg, mesh, job.batch // shards), scores):
-        rows, residual = array(shards * shape.rows), prefill_residual(None, job.cfg, shape.tokens, mesh)
+        rows, ring = array(shards * shape.rows), prefill_ring(job.cfg, shape.tokens, mesh)
         chunk = no_chunk(shape, shards, score)
-        todo.append(dataclasses.replace(chunk, rows=rows, count=rows, residual=residual))
+        todo.append(dataclasses.replace(chunk, rows=rows, count=rows, ring=ring))
     copied = dataclasses.replace(job, batch=shards).arguments(mesh)["batch"].cache.layers
     # No program computes the steps' own arrays, or what is copied from the host.
     compiler = Compiler(weights=weights, batch=batch, todo=todo, copied=copied)

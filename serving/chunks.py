@@ -43,7 +43,7 @@ WORTH_MORE_ROWS = 1.125
 def chunk_shapes(cfg: Config, mesh: Mesh, rows: int) -> list[Shape]:
     """The shapes of chunks of a model, on a mesh with so many rows in each data shard."""
     shapes = [Shape(*shape) for shape in (CPU_SHAPES if platform(mesh) == "cpu" else ACCELERATOR_SHAPES)]
-    most = EXPERTS_TOKENS if cfg.experts else math.inf
+    most = EXPERTS_TOKENS if cfg.moe else math.inf
     return [shape for shape in shapes if shape.rows <= rows and shape.tokens <= most]
 
 

@@ -40,7 +40,6 @@ class ModelOptions:
     draft: str | None = None
     lookup: bool = False
     guesses: int = 4
-    residual: str | None = None
 
 
 def open_models(options: ModelOptions, n_devices: int, log: Log) -> list[Deployment]:
@@ -116,7 +115,7 @@ def make_programs(
 
     def programs(i: int, speculation=None) -> Programs:
         x = models[i]
-        return kind(weights[i], x.cfg, x.mesh, rows, max_len, x.kv_dtype, speculation, options.residual)
+        return kind(weights[i], x.cfg, x.mesh, rows, max_len, x.kv_dtype, speculation)
 
     speculation = PromptLookup(options.guesses) if options.lookup else None
     if options.draft:

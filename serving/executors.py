@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import model
@@ -23,6 +23,7 @@ from ops.platform import platform
 from serving.steps import Batch, DecodeStep, PrefillChunk, Step, by_rows
 from sharding import stages
 from sharding.arrays import specs
+from sharding.collective_matmul import BY_COLUMNS
 from sharding.mesh import ROWS, STAGE
 
 # The most layers in a program of `several_programs`. By the TPU compiler, a layer of Llama 3.1 70B (v5e:4x4,
@@ -37,7 +38,9 @@ MOST_ON_CPU = 6
 def start(step: Step, w: Weights, batch: Batch, *, cfg: Config, mesh: Mesh) -> tuple[Array, Array, Chunk]:
     """-> (the embedded tokens [B,T,D], the tokens [B,T], their Chunk)."""
     tokens, chunk = step.read_inputs(batch, cfg, mesh)
-    x = model.embed(tokens, chunk.positions, w, cfg=cfg, mesh=mesh, residual=chunk.residual)
+    x = model.embed(tokens, chunk.positions, w, cfg=cfg, mesh=mesh)
+    if step.ring:  # so that the first group of layers gets it as all others do
+        x = lax.with_sharding_constraint(x, NamedSharding(mesh, BY_COLUMNS))
     return x, tokens, chunk
 
 
@@ -79,14 +82,16 @@ class StepProgram:
 def one_program(step: Step, weights: Weights, batch: Batch, *, cfg: Config, mesh: Mesh):
     """The whole step as one program."""
     x, tokens, chunk = start(step, weights, batch, cfg=cfg, mesh=mesh)
-    x, kv = model.layers(x, weights.layers, batch.cache.layers, chunk, kinds=cfg.layers, mesh=mesh)
+    x, kv = model.layers(
+        x, weights.layers, batch.cache.layers, chunk, kinds=cfg.layers, mesh=mesh, ring=step.ring
+    )
     return step.finish(x, tokens, chunk, weights, batch.replace(layers=kv), cfg, mesh)
 
 
 # ------------------------------------------------------------------------------------ a few layers at a time
 
 start_program = jit(start)
-few_layers = jax.jit(model.layers, static_argnames=("kinds", "mesh"), donate_argnames=("x", "caches"))
+few_layers = jax.jit(model.layers, static_argnames=("kinds", "mesh", "ring"), donate_argnames=("x", "caches"))
 
 
 @partial(jit, donate_argnames="batch")
@@ -111,7 +116,7 @@ def several_programs(
     caches = []
     for i, end in layer_groups(cfg.layers, MOST_ON_CPU if on_one_cpu(mesh) else MOST_LAYERS):
         own, kv, kinds = (each[i:end] for each in (weights.layers, batch.cache.layers, cfg.layers))
-        x, kv = call(few_layers, x, own, kv, chunk, kinds=kinds, mesh=mesh)
+        x, kv = call(few_layers, x, own, kv, chunk, kinds=kinds, mesh=mesh, ring=step.ring)
         caches += kv
     result, rows = call(finish, step, x, tokens, chunk, w, rows, **static)
     return result, rows.replace(layers=caches)

@@ -41,7 +41,6 @@ from serving.speculation import check_n_draft
 from serving.streams import TextStream, answer_stream
 from serving.text import encode, has_surrogate, load_tokenizer, stop_tokens
 from serving.tools import choose_tool_format
-from sharding.residual import NAMES
 from sharding.sampling import MAX_TOP_LOGPROBS
 
 MAX_LEN = 4096  # the default number of positions of a row, if the model has as many
@@ -112,7 +111,6 @@ def load(
     draft: str | None = None,
     lookup: bool = False,
     guesses: int = 4,
-    residual: str | None = None,
     show: bool = False,
 ) -> "LLM":
     """Load a model: a converted or Hugging Face folder, a GGUF file, or a hub id.
@@ -125,13 +123,13 @@ def load(
     not fit into memory.
     """
     options = ModelOptions(
-        str(checkpoint), dtype, quantize, kv_cache_dtype, dp, ep, tp, pp, draft, lookup, guesses, residual
+        str(checkpoint), dtype, quantize, kv_cache_dtype, dp, ep, tp, pp, draft, lookup, guesses
     )
     sizes = dict(dp=dp, ep=ep, tp=tp, pp=pp, n_devices=n_devices, rows=rows, max_len=max_len)
     for name, value in sizes.items():
         if value is not None and not (isinstance(value, int) and value >= 1):
             raise UserError(f"{name} {value!r} is not a number of at least 1")
-    choices = dict(quantize=FORMATS, dtype=FLOATS, kv_cache_dtype=("int8", *FLOATS), residual=NAMES)
+    choices = dict(quantize=FORMATS, dtype=FLOATS, kv_cache_dtype=("int8", *FLOATS))
     for name, known in choices.items():
         if (value := getattr(options, name)) is not None and value not in known:
             raise UserError(f"{name} {value!r} is not one of {', '.join(known)}")

@@ -20,7 +20,7 @@ import model
 from checkpoints.checkpoint import Checkpoint
 from distributed.exchange import gather
 from feedback.errors import UserError
-from model import Config, Experts, Weights
+from model import Config, MoE, Weights
 from ops.platform import platform
 from quantize import FORMATS, Format
 from serving.program_memory import ProgramBytes, program_bytes
@@ -213,7 +213,7 @@ def active_experts(cfg: Config, tokens: float, shards: int) -> float:
     C(E, n) sets of n experts are equally likely to be in use. The coefficient of x^n in
     (sum_{k<=m} C(E/shards, k) x^k)^shards is the number of these sets with at most m experts in each shard.
     """
-    E, A, size = cfg.experts.E, cfg.experts.A, cfg.experts.E // shards
+    E, A, size = cfg.moe.E, cfg.moe.A, cfg.moe.E // shards
     if shards == 1:
         return 1 - (1 - A / E) ** tokens
     if part := tokens % 1:
@@ -244,11 +244,12 @@ def bytes_per_step(
     many steps, over which the slots are averaged; an empty array leaves the cache out.
     """
     scale_bytes = 4 if kv_dtype == "int8" else 0  # a bfloat16 per key and per value
-    slot_bytes = cfg.heads.K * (cfg.heads.columns.width * jnp.dtype(kv_dtype).itemsize + scale_bytes)
+    layout = cfg.attention.slot_layout
+    slot_bytes = cfg.attention.K * (layout.width * jnp.dtype(kv_dtype).itemsize + scale_bytes)
     total = shard_bytes((weights.norm, weights.embed if cfg.tied_embeddings else weights.unembed))
     for layer, kind in zip(weights.layers, first_stage(cfg, mesh.shape[STAGE]).layers, strict=True):
         total += shard_bytes(layer)
-        if isinstance(kind.feed_forward, Experts):
+        if isinstance(kind.feed_forward, MoE):
             routed = layer.feed_forward
             idle = 1 - active_experts(cfg, batch, mesh_size(mesh, EXPERT))
             total -= shard_bytes((routed.gate, routed.up, routed.down)) * idle

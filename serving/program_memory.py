@@ -12,7 +12,7 @@ import jax
 from jax.sharding import Mesh
 
 import model
-from model import Config, Experts
+from model import Config, MoE
 from ops.grouped_matmul import FEW_ROWS
 from ops.platform import on_tpu
 from ops.tpu import LANES
@@ -21,8 +21,8 @@ from serving.executors import MOST_LAYERS, layer_groups
 from serving.requests import OPTION_SETS
 from serving.steps import MOST_SCORED
 from sharding.arrays import abstract
+from sharding.collective_matmul import prefill_ring
 from sharding.mesh import MODEL, ROWS, STAGE, mesh_size
-from sharding.residual import REPLICATED, prefill_residual
 from sharding.stages import first_stage
 
 MB = 10**6
@@ -87,11 +87,11 @@ def program_bytes(cfg: Config, mesh: Mesh, rows: int, tokens: int = 1) -> Progra
 
     reading = reading_rows * tokens
     per_layer = DECODE_CODE if tokens == 1 else min(PREFILL_CODE.values())
-    per_layer = MANY_TOKENS_CODE if cfg.experts and reading > FEW_ROWS else per_layer
+    per_layer = MANY_TOKENS_CODE if cfg.moe and reading > FEW_ROWS else per_layer
     code = decode_programs * depth * per_layer + SAMPLING_CODE * min(tokens, 2) + OTHER_CODE
     for shape in shapes:
-        replicated = prefill_residual(None, cfg, shape.tokens, mesh) == REPLICATED
-        code += prefill_layers * (PREFILL_CODE if replicated else COLUMNS_CODE)[shape]
+        by_columns = prefill_ring(cfg, shape.tokens, mesh)
+        code += prefill_layers * (COLUMNS_CODE if by_columns else PREFILL_CODE)[shape]
 
     activations, logits = activation_bytes(cfg, mesh), 4 * -(-cfg.V // mesh_size(mesh, MODEL))
     padded = -(-reading // LANES) * LANES
@@ -112,7 +112,7 @@ def activation_bytes(cfg: Config, mesh: Mesh) -> int:
     widths = []
     for kind in set(cfg.layers):
         infos, experts = model.layer_infos(kind, cfg.D), 0
-        if isinstance(kind.feed_forward, Experts):
+        if isinstance(kind.feed_forward, MoE):
             experts = kind.feed_forward.A
             routed = infos.feed_forward
             infos = dataclasses.replace(infos, feed_forward=routed.shared)

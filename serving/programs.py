@@ -25,7 +25,7 @@ from serving.executors import executor_for, run
 from serving.prefix_cache import SavedPrefix, cache_bytes, on_devices, slot_axes
 from serving.steps import DecodeStep, Output, PrefillChunk, Scores, Step
 from sharding.arrays import abstract, zeros
-from sharding.residual import prefill_residual
+from sharding.collective_matmul import prefill_ring
 from sharding.sampling import Sampling
 from sharding.stages import stage_input_infos
 
@@ -112,10 +112,8 @@ class Programs:
         max_len: int,
         kv_dtype: str,
         speculation: Speculation | None = None,
-        residual: str | None = None,
     ):
-        """rows: rounded up, so that all data shards of all microbatches have as many. residual: of prefill
-        chunks, see sharding.residual.prefill_residual.
+        """rows: rounded up, so that all data shards of all microbatches have as many.
 
         Raises UserError for a draft model of another vocabulary, and for speculation with several stages.
         """
@@ -135,7 +133,6 @@ class Programs:
             inputs = stage_input_infos(cfg.D, self.rows, read)  # before the first turn they are zeros
             inputs = self.allocate(abstract(inputs, mesh, model.float_type(weights)))
             self.batch = self.batch.replace(stage_inputs=inputs)
-        self.residual = residual
         self.speculation, self.draft = speculation, speculation and speculation.draft
         self.width, self.masks = 1 + (speculation.n_draft if speculation else 0), cfg.masks
         if self.draft:
@@ -273,8 +270,8 @@ class Programs:
         begins as soon as the other ends; a new request need not wait for more of them.
         """
         tokens = len(rows) // (self.stages * self.shards) * width
-        residual = prefill_residual(self.residual, self.cfg, tokens, self.mesh)
-        read = self.step(PrefillChunk(rows=rows, count=count, width=width, score=score, residual=residual))
+        ring = prefill_ring(self.cfg, tokens, self.mesh)
+        read = self.step(PrefillChunk(rows=rows, count=count, width=width, score=score, ring=ring))
         if self.draft:
             self.draft.prefill(rows, count, width)
         jax.block_until_ready(self.last_read)

@@ -22,8 +22,8 @@ from model import Cache, Chunk, Config, Weights
 from ops.kv_cache import KV
 from serving.rings import rollback_limit
 from sharding.arrays import ArrayInfo, abstract, pytree, zeros
+from sharding.collective_matmul import Ring
 from sharding.mesh import MODEL, ROWS, STAGE
-from sharding.residual import REPLICATED, Residual
 from sharding.sampling import MAX_TOP_LOGPROBS, Sampling, TopLogprobs, logprob, sample, top_logprobs
 from sharding.stages import StageInputs, first_stage
 
@@ -141,8 +141,11 @@ def write_rows(rows, caches: list[KV], batch: Batch, *, cfg: Config, mesh: Mesh)
 class Step(Protocol):
     """What is done with the rows of a batch before and after the layers.
 
-    Neither function uses the layers' weights or caches: an executor may replace both by empty lists.
+    Neither function uses the layers' weights or caches: an executor may replace both by empty lists. ring: if
+    the layers run by columns, see sharding.collective_matmul.
     """
+
+    ring: Ring | None
 
     def read_inputs(self, batch: Batch, cfg: Config, mesh: Mesh) -> tuple[Array, Chunk]:
         """-> (tokens [B,T] to be read, the Chunk that they are)."""
@@ -167,20 +170,20 @@ class PrefillChunk:
 
     rows: [n] int32, different ones, as in `assign_rows`; None: all rows. count: [n] int32, how many tokens of
     each. width: T, the most that `count` may be. score: how many of the likeliest tokens to report at each
-    position; None computes no scores. residual: see model.Chunk.
+    position; None computes no scores. ring: see sharding.collective_matmul.prefill_ring.
     """
 
     rows: Array | None
     count: Array
     width: int = dataclasses.field(metadata=dict(static=True))
     score: int | None = dataclasses.field(default=None, metadata=dict(static=True))
-    residual: Residual = dataclasses.field(default=REPLICATED, metadata=dict(static=True))
+    ring: Ring | None = dataclasses.field(default=None, metadata=dict(static=True))
 
     def read_inputs(self, batch: Batch, cfg: Config, mesh: Mesh) -> tuple[Array, Chunk]:
         @by_rows(mesh)
         def on_device(rows: Array | None, count: Array, tokens: Array, length: Array):
             tokens, length = of_rows(rows, (tokens, length))
-            chunk = model.chunk_at(length, count, self.width, rows, self.residual)
+            chunk = model.chunk_at(length, count, self.width, rows)
             return tokens_at(tokens, chunk.positions), chunk
 
         return on_device(self.rows, self.count, batch.tokens, batch.cache.length)
@@ -240,6 +243,7 @@ class DecodeStep:
     drafts: Array | None = None
     sampling: Sampling = Sampling()
     rows: Array | None = None
+    ring = None
 
     def read_inputs(self, batch: Batch, cfg: Config, mesh: Mesh) -> tuple[Array, Chunk]:
         T = 1 if self.drafts is None else 1 + self.drafts.shape[1]

@@ -85,7 +85,7 @@ class ArrayInfo:
     @property
     def components(self) -> "ArrayInfo | QuantizedArray":
         """Declarations of its components, values and scale; of an array that is not quantized, itself."""
-        return self.quantization.declare(self) if self.quantization else self
+        return self.quantization.components(self) if self.quantization else self
 
     def component(self, letters: str, dtype, groups: tuple[str, int] | None = None) -> "ArrayInfo":
         """The declaration of a component. The letter I is the place in a group, see `groups`."""
@@ -138,8 +138,8 @@ def sizes_of(record) -> dict[str, int]:
     return {name: size for name, size in vars(record).items() if len(name) == 1}
 
 
-def declare(cls, prefix: str, sizes: dict[str, int], absent: dict[str, bool] | None = None, **children):
-    """An instance of cls: its declared fields with these sizes, beside the children.
+def infos_of(cls, prefix: str, sizes: dict[str, int], absent: dict[str, bool] | None = None, **children):
+    """The declarations of an instance of cls: its fields with these sizes, beside the children.
 
     prefix: of the names in a checkpoint. absent: whether fields whose names end so are None.
     """
@@ -158,7 +158,7 @@ def specs(infos, arrays):
     """The PartitionSpec of each array in a tree; `arrays` tells which of them are quantized, and how."""
 
     def spec(info: ArrayInfo, x):
-        components = x.format.declare(info) if isinstance(x, QuantizedArray) else info
+        components = x.format.components(info) if isinstance(x, QuantizedArray) else info
         return jax.tree.map(lambda component: component.spec, components)
 
     return jax.tree.map(spec, infos, arrays)

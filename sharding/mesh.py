@@ -44,14 +44,14 @@ def mesh_shape(cfg, data: int = 1, expert: int = 1, tensor: int = 1, stage: int 
         raise ValueError(f"the model's {depth} layers do not make {alike}")
     if stage > 1 and cfg.D % (expert * tensor):
         raise ValueError(f"the {expert * tensor} devices of a stage do not divide the model's width {cfg.D}")
-    heads = math.gcd(cfg.heads.K, expert * tensor)
+    heads = math.gcd(cfg.attention.K, expert * tensor)
     slots = expert * tensor // heads
-    experts = cfg.experts.E if cfg.experts else 0
+    experts = cfg.moe.E if cfg.moe else 0
     if expert > 1 and (not experts or experts % expert):
         what = f"does not divide the model's {experts} experts" if experts else "is for models with experts"
         raise ValueError(f"expert parallelism {expert} {what}")
-    if any(width % slots for width in cfg.heads.divided):
-        width = next(width for width in cfg.heads.divided if width % slots)
+    if any(width % slots for width in cfg.attention.divided):
+        width = next(width for width in cfg.attention.divided if width % slots)
         raise ValueError(
             f"{slots} devices would share a key/value head, which does not divide its width {width}"
         )

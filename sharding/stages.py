@@ -31,10 +31,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from sharding.arrays import ArrayInfo, pytree
+from sharding.collective_matmul import BY_COLUMNS, own_columns
 from sharding.mesh import MODEL, ROWS, STAGE
-from sharding.residual import ByColumns, own_columns
-
-HIDDEN = ByColumns.spec  # activations between stages, [b,T,d]: each device sends its share of D
 
 
 def first_stage(cfg, stages: int):
@@ -57,8 +55,9 @@ def in_stages(infos, stages: int):
 class StageInputs:
     """What each stage received at the end of the last turn.
 
-    hidden: {(B,T): [b,T,d]}, activations from the previous stage, for 1 token of each row (decode steps) and
-    for each shape of prefill chunks. tokens: [b,1] int32, in the first stage what the last one chose.
+    hidden: {(B,T): [b,T,d]}, activations from the previous stage, of which each device sends its columns: for
+    1 token of each row (decode steps) and for each shape of prefill chunks.
+    tokens: [b,1] int32, in the first stage what the last one chose.
     """
 
     hidden: dict[tuple[int, int], Array]
@@ -80,7 +79,7 @@ def enter(x: Array, received: Array, mesh: Mesh) -> Array:
     """The input of each stage's layers: x [B,T,D] in the first, in the others what was received."""
 
     # shard_map does not know that an all-gather gives all devices the same result, so it cannot check this.
-    @partial(jax.shard_map, mesh=mesh, in_specs=(P(ROWS), HIDDEN), out_specs=P(ROWS), check_vma=False)
+    @partial(jax.shard_map, mesh=mesh, in_specs=(P(ROWS), BY_COLUMNS), out_specs=P(ROWS), check_vma=False)
     def on_device(x: Array, received: Array) -> Array:
         received = lax.all_gather(received, MODEL, axis=2, tiled=True)
         return jnp.where(lax.axis_index(STAGE) == 0, x, received)
@@ -91,7 +90,7 @@ def enter(x: Array, received: Array, mesh: Mesh) -> Array:
 def pass_on(x: Array, mesh: Mesh) -> Array:
     """Send activations [B,T,D] to the next stage: -> what each stage received; zeros in the first."""
 
-    @partial(jax.shard_map, mesh=mesh, in_specs=P(ROWS), out_specs=HIDDEN)
+    @partial(jax.shard_map, mesh=mesh, in_specs=P(ROWS), out_specs=BY_COLUMNS)
     def on_device(x: Array) -> Array:
         return lax.ppermute(own_columns(x), STAGE, [(i, i + 1) for i in range(lax.axis_size(STAGE) - 1)])
 

@@ -9,7 +9,6 @@ from quantize import FORMATS
 from serving.memory import DEFAULT_ROWS
 from serving.scheduler import ACCELERATOR_LIMITS, CPU_LIMITS
 from serving.speculation import MAX_DRAFT, check_n_draft
-from sharding.residual import NAMES
 from terminal.command_line import OneLineParser
 from terminal.launch import add_process_options
 from terminal.prompts import DEFAULT_NEW_TOKENS, INTERACTIVE_LENGTH
@@ -90,9 +89,6 @@ def parse_arguments(arguments: list[str] | None = None):
         help=f"answers at a time; default: all, but at most {DEFAULT_ROWS}; a server: the same, on a CPU 8")
     add("--max-len", type=int, metavar="N",
         help=f"positions per row, prompt included; default: as needed; chat and server: {INTERACTIVE_LENGTH}")
-    add("--residual", choices=NAMES,
-        help="the residual stream in prefill: replicated on all devices, or divided among them by columns; "
-        "default: columns on TPUs, if the model has no experts; else replicated")
     add("--draft", metavar="DIR_OR_ID", help="a smaller model with the same tokenizer, for speculation")
     add("--lookup", action="store_true", help="prompt lookup: speculate that the text repeats itself")
     add("--guesses", type=int, default=4, metavar="N",

@@ -29,6 +29,8 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
 import model
+from families.llama4 import QueryScale
+from families.rope_scaling import Llama3Scaling
 from quantize import Format
 from serving.engine import Engine
 from serving.programs import Programs
@@ -136,14 +138,14 @@ def llama4_config(
     layers=EVERY_KIND, D=32, K=2, G=5, H=8, F=44, M=24, E=4, A=1, V=101, **changes
 ) -> model.Config:
     """Every kind of Llama 4 layer at once, and sizes that 8 devices do not divide: V, F and G are padded."""
-    norm, heads = model.Norm(1e-5), model.Heads(K, G, H)
+    norm, heads = model.Norm(1e-5), model.Attention(K, G, H)
     rotary = dataclasses.replace(heads, qk_norm=model.Norm(1e-5, weight=False))
-    other = dataclasses.replace(heads, query_scale=model.QueryScale(0.1, 4.0))
-    experts = model.Experts(E, A, M, model.Router("sigmoid", scales="input"), model.Gated(M))
+    other = dataclasses.replace(heads, query_scale=QueryScale(0.1, 4.0))
+    experts = model.MoE(E, A, M, model.Router("sigmoid", scales="input"), model.MLP(M))
     kinds = tuple(
         model.LayerKind(
             rotary if kind.rope else other,
-            experts if kind.moe else model.Gated(F),
+            experts if kind.moe else model.MLP(F),
             norm,
             mask_of(kind),
             model.Rope(1e4, H, interleaved=True) if kind.rope else None,
@@ -154,8 +156,8 @@ def llama4_config(
 
 
 def llama3_config(D=32, K=8, G=1, H=8, F=64, V=101, depth=2, **changes) -> model.Config:
-    norm, rope = model.Norm(1e-5), model.Rope(1e4, H, model.Llama3Scaling(8.0, 1.0, 4.0, 16.0))
-    kind = model.LayerKind(model.Heads(K, G, H), model.Gated(F), norm, rope=rope)
+    norm, rope = model.Norm(1e-5), model.Rope(1e4, H, Llama3Scaling(8.0, 1.0, 4.0, 16.0))
+    kind = model.LayerKind(model.Attention(K, G, H), model.MLP(F), norm, rope=rope)
     sizes = dict(D=D, V=V, layers=(kind,) * depth, norm=norm, max_positions=4096)
     return model.Config(**sizes | changes)
 

@@ -12,7 +12,7 @@ import pytest
 import ragged_attention
 from ops import attention
 from ops.attention import masks
-from ops.kv_cache import KV, Columns, key_beside_value
+from ops.kv_cache import KV, SlotLayout, key_beside_value
 from quantize import quantize
 
 B, T, K, G, H, S = 3, 2, 2, 3, 8, 20
@@ -28,7 +28,7 @@ def numpy_attention(q, k, v, mask, scale=None):
     return np.einsum("BTKGS,BKSH->BTKGH", p, v), lse
 
 
-LATENT = Columns(key=576, value=(0, 512), scale=1 / 16)  # of 640 columns, the last of them unused
+LATENT = SlotLayout(key=576, value=(0, 512), scale=1 / 16)  # of 640 columns, the last of them unused
 
 
 def kv_of(values, scale=None, columns=None) -> KV:
@@ -99,7 +99,7 @@ def test_cached_on_a_cpu(lengths, rows, gap, int8, loops, monkeypatch):
     compare(attention.attend_cached(jnp.float32(q)[at][:, :1], poisoned, length, hidden, row), expected)
 
 
-def quantized_kv(kv: np.ndarray, columns: Columns | None = None) -> KV:
+def quantized_kv(kv: np.ndarray, columns: SlotLayout | None = None) -> KV:
     """[B,K,S,C] float -> int8 with scales [B,K,2,S]: the same ones where the value is a part of the key."""
     parts = 1 if columns else 2
     both = quantize(jnp.float32(kv).reshape(*kv.shape[:3], parts, -1), (4,), jnp.bfloat16)
@@ -110,7 +110,7 @@ def quantized_kv(kv: np.ndarray, columns: Columns | None = None) -> KV:
 def exact(kv: KV) -> tuple[np.ndarray, np.ndarray]:
     """The keys and values that a KV stands for, [B,K,S,H] float64."""
     values = np.asarray(kv.values, np.float64)
-    both = values[..., : kv.columns.key], values[..., slice(*kv.columns.value)]
+    both = values[..., : kv.layout.key], values[..., slice(*kv.layout.value)]
     if kv.scale is None:
         return both
     return tuple(x * np.asarray(kv.scale, np.float64)[:, :, i, :, None] for i, x in enumerate(both))
@@ -216,7 +216,7 @@ def test_ragged_decode_kernel(width, dtype, blocks, with_gap, monkeypatch, inter
     if dtype == "int8":
         np.testing.assert_array_equal(np.float32(cache.scale), np.float32(written.scale))
     keys, values = (np.where(mask[:, None, :, None], x, 0) for x in exact(written))
-    expected = numpy_attention(np.asarray(q, np.float64), keys, values, mask[:, None], kv.columns.scale)
+    expected = numpy_attention(np.asarray(q, np.float64), keys, values, mask[:, None], kv.layout.scale)
     # bfloat16 probabilities, and int8 queries of 16 bits: the kernel's products round where float32's do not.
     tolerance = {"float32": 1e-5, "bfloat16": 1e-2, "int8": 1e-2}[dtype]
     compare((o, lse), expected, tolerance)

@@ -190,9 +190,9 @@ def test_a_weight_of_a_type_of_its_own(format, tmp_path, variant, monkeypatch):
         for name, x in tensors.items():
             tensors[name] = (x * 1.001).astype(np.float32 if name.endswith("router.weight") else bfloat16)
 
-    declared = model.MoE.__dataclass_fields__["router"].metadata["info"]
+    declared = model.MoEWeights.__dataclass_fields__["router"].metadata["info"]
     declaration = {"info": dataclasses.replace(declared, dtype=jnp.float32)}
-    monkeypatch.setattr(model.MoE.__dataclass_fields__["router"], "metadata", declaration)
+    monkeypatch.setattr(model.MoEWeights.__dataclass_fields__["router"], "metadata", declaration)
     theirs = variant(edit)
     source = load_file(theirs / "model.safetensors")["model.layers.0.feed_forward.router.weight"]
     assert (source.astype(bfloat16) != source).any()
@@ -209,7 +209,7 @@ def test_a_weight_of_a_type_of_its_own(format, tmp_path, variant, monkeypatch):
     assert len(verify(str(opened.folder), str(theirs))) == 2
     monkeypatch.undo()  # converted when it was not declared so, it lacks what is wanted
     convert(str(theirs), str(tmp_path / "rounded"), dtype="bfloat16")
-    monkeypatch.setattr(model.MoE.__dataclass_fields__["router"], "metadata", declaration)
+    monkeypatch.setattr(model.MoEWeights.__dataclass_fields__["router"], "metadata", declaration)
     with pytest.raises(ValueError, match="router has type BF16, not F32"):
         verify(str(tmp_path / "rounded"))
 

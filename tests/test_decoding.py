@@ -124,7 +124,7 @@ def by_hand(text: np.ndarray, w: model.Weights, cfg: model.Config) -> np.ndarray
             rotate(y, kind.rope)
             for y in (np.einsum("TD,kgHD->TkgH", h, a.q), np.einsum("TD,khD->Tkh", h, a.k))
         )
-        scores = np.einsum("TkgH,SkH->kgTS", q, k) * cfg.heads.H**-0.5
+        scores = np.einsum("TkgH,SkH->kgTS", q, k) * cfg.attention.H**-0.5
         scores = np.where(positions[:, None] >= positions, scores, -np.inf)
         p = np.exp(scores - scores.max(-1, keepdims=True))
         v = np.einsum("SD,khD->Skh", h, a.v)

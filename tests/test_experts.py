@@ -104,9 +104,9 @@ def test_group_limited_router(E, groups, kept, A):
         theirs.e_score_correction_bias.copy_(torch.tensor(bias))
         _, weights, experts = (found.numpy() for found in theirs(torch.tensor(x)))
     limits = dict(factor=2.5, groups=groups, kept=kept)
-    kind = model.Experts(E, A, 8, GroupLimitedRouter("sigmoid", True, "output", bias=True, **limits), None)
+    kind = model.MoE(E, A, 8, GroupLimitedRouter("sigmoid", True, "output", bias=True, **limits), None)
     w = dataclasses.replace(kind.declare("", 16), router=jnp.asarray(router), router_bias=jnp.asarray(bias))
-    chosen, score = (np.asarray(found[0]) for found in model.route(jnp.asarray(x)[None], w, kind))
+    chosen, score = (np.asarray(found[0]) for found in kind.router(jnp.asarray(x)[None], w, A))
     ours, order = np.sort(chosen, -1), np.argsort(chosen, -1)
     np.testing.assert_array_equal(ours, np.sort(experts, -1))
     expected = np.take_along_axis(weights, np.argsort(experts, -1), -1)
@@ -125,7 +125,7 @@ def test_biases(name):
 
 def assert_like_the_loop(name: str, routing: str, active: int, router_kind: model.Router, bias=False) -> None:
     cfg = llama4_config(A=active, layers=(Kind(moe=True),))
-    kind = dataclasses.replace(cfg.experts, router=router_kind, bias=bias)
+    kind = dataclasses.replace(cfg.moe, router=router_kind, bias=bias)
     cfg = dataclasses.replace(cfg, layers=(dataclasses.replace(cfg.layers[0], feed_forward=kind),))
     format = INT8 if name == "ep2-tp4" else None
     mesh = mesh_of(cfg, name)
@@ -142,7 +142,7 @@ def assert_like_the_loop(name: str, routing: str, active: int, router_kind: mode
     def experts(x, w):
         start = jnp.zeros_like(x[:, 0, 0], jnp.int32)
         chunk = model.chunk_at(start, start + real, x.shape[1])
-        return jax.lax.psum(model.experts(x, w, chunk, kind), MODEL)
+        return jax.lax.psum(kind.routed_experts(x, w, chunk), MODEL)
 
     whole = w
     if format:
@@ -198,7 +198,7 @@ def test_biases_in_the_kernel(dtype, monkeypatch, interpret):
     choices = CHOICES["two each, one elsewhere"]
     check_active_experts(choices, dtype, "output", monkeypatch, interpret, biased=True)
     with pytest.raises(ValueError, match="need a router that scales their output"):
-        model.Experts(4, 2, 8, model.Router(scales="input"), shared=None, bias=True)
+        model.MoE(4, 2, 8, model.Router(scales="input"), shared=None, bias=True)
 
 
 def check_active_experts(choices, dtype, scales, monkeypatch, interpret, biased: bool) -> None:

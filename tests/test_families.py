@@ -19,9 +19,11 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 import model
 from checkpoints.checkpoint import open_checkpoint
 from checkpoints.loading import load
+from families.gemma import GeGLU
 from families.gpt_oss import ClampedSwiGLU
-from families.latent_attention import Latent
+from families.latent_attention import LatentAttention
 from families.registry import read_config
+from families.rope_scaling import LinearScaling
 from ops.attention import merge
 from planner.models import MODELS, read_model
 from quantize import INT8
@@ -102,8 +104,8 @@ def reference_scores(reference, prompt: list[int]) -> np.ndarray:
 
 def test_meshes_of_all_sizes():
     """Latent attention of 20 heads on 4, 8 and 16 devices: the latent's columns and slots are divided."""
-    latent, norm = Latent(20, 768, 512, 192, 64, 256, model.Norm(1e-6)), model.Norm(1e-5)
-    layers = (model.LayerKind(latent, model.Gated(8), norm, rope=model.Rope(1e4, 64)),)
+    latent, norm = LatentAttention(20, 768, 512, 192, 64, 256, model.Norm(1e-6)), model.Norm(1e-5)
+    layers = (model.LayerKind(latent, model.MLP(8), norm, rope=model.Rope(1e4, 64)),)
     cfg = model.Config(D=8, V=8, layers=layers, norm=norm, max_positions=8)
     for n in (4, 8, 16):
         assert mesh_shape(cfg, tensor=n)["tensor_slots"] == n
@@ -171,7 +173,7 @@ def two_ropes(reference, cfg, weights):
 
     reference.model.layers[1].register_forward_pre_hook(rotate_otherwise, with_kwargs=True)
     first, second = cfg.layers
-    rope = dataclasses.replace(second.rope, theta=1e4, scaling=model.LinearScaling(4.0))
+    rope = dataclasses.replace(second.rope, theta=1e4, scaling=LinearScaling(4.0))
     return dataclasses.replace(cfg, layers=(first, dataclasses.replace(second, rope=rope))), weights
 
 
@@ -197,13 +199,13 @@ def norms_after(reference, cfg, weights):
 def scores_times_a_fifth(reference, cfg, weights):
     for layer in reference.model.layers:
         layer.self_attn.scaling = 0.2
-    return with_layers(cfg, attention=dataclasses.replace(cfg.heads, scale=0.2)), weights
+    return with_layers(cfg, attention=dataclasses.replace(cfg.attention, scale=0.2)), weights
 
 
 def gelu(reference, cfg, weights):
     for layer in reference.model.layers:
         layer.mlp.act_fn = torch.nn.GELU("tanh")
-    feed_forward = dataclasses.replace(cfg.layers[0].feed_forward, activation=model.GeGLU())
+    feed_forward = dataclasses.replace(cfg.layers[0].feed_forward, activation=GeGLU())
     return with_layers(cfg, feed_forward=feed_forward), weights
 
 
@@ -253,21 +255,19 @@ def test_a_sink_is_a_part_without_value(saved):
     o, lse = (jax.random.normal(jax.random.key(i), (2, 5, *n)) for i, n in enumerate([(2, 3, 8), (2, 3)]))
     lse = 3 * lse.at[0, 0].set(-jnp.inf)  # a query that sees nothing
 
-    chunk = model.chunk_at(jnp.zeros(2, int), jnp.full(2, 5), 5)
-
-    def output(heads: model.Heads, o, lse):
+    def output(heads: model.Attention, o, lse):
         layouts = jax.tree.map(lambda x: P(), (o, lse, w))
 
         @partial(jax.shard_map, mesh=mesh, in_specs=layouts, out_specs=P())
         def run(o, lse, w):
-            return heads.output(o, lse, None, w, chunk)
+            return heads.head_outputs(o, lse, None, w)
 
         return run(o, lse, w)
 
     sinks = jnp.broadcast_to(w.sinks, lse.shape)
     merged, _ = merge((o, lse), (jnp.zeros_like(o), sinks))
-    plain = model.Heads(2, 3, 8, bias=True, output_bias=True)
-    with_sinks = output(cfg.heads, o, lse)
+    plain = model.Attention(2, 3, 8, bias=True, output_bias=True)
+    with_sinks = output(cfg.attention, o, lse)
     np.testing.assert_allclose(with_sinks, output(plain, merged, lse), atol=1e-5)
     assert np.abs(with_sinks - output(plain, o, lse)).max() > 0.1
 
@@ -278,8 +278,8 @@ def test_the_clamp_acts(saved):
     cfg = checkpoint.config
     weights = load(checkpoint, mesh_of(cfg), "float32", format=None)
     tokens = np.random.default_rng(7).integers(0, cfg.V, (1, 20))
-    assert cfg.experts.activation.limit == 1
-    unlimited = dataclasses.replace(cfg.experts, activation=ClampedSwiGLU(100.0, 1.702))
+    assert cfg.moe.activation.limit == 1
+    unlimited = dataclasses.replace(cfg.moe, activation=ClampedSwiGLU(100.0, 1.702))
     found = [logprobs(weights, x, tokens) for x in (cfg, with_layers(cfg, feed_forward=unlimited))]
     assert np.abs(found[0] - found[1]).max() > 0.1
 

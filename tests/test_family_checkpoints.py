@@ -20,11 +20,12 @@ from checkpoints.checkpoint import open_checkpoint
 from checkpoints.loading import load
 from convert_checkpoint import convert
 from families.deepseek_v3 import GroupLimitedRouter
-from families.gpt2 import LearnedPositions, Plain
-from families.gpt_oss import ClampedSwiGLU, SinkHeads
-from families.latent_attention import Latent
+from families.gpt2 import GeluMLP, LearnedPositions
+from families.gpt_oss import ClampedSwiGLU, SinkAttention
+from families.latent_attention import LatentAttention
 from families.read import yarn_growth
 from families.registry import read_config
+from families.rope_scaling import LinearScaling, YarnScaling
 from feedback.errors import UserError
 from planner.models import MODELS
 from quantize import FP8, INT8, Format, PerGroup
@@ -167,15 +168,15 @@ def test_published_config(name):
     windows = dict(mistral=4096, gemma3_text=1024, muse_glimmer_text=2048, gpt_oss=128)
     assert cfg.layers[0].mask == (model.Window(windows[name]) if name in windows else model.Full())
     kind = cfg.layers[-1]
-    experts = isinstance(kind.feed_forward, model.Experts) and kind.feed_forward
+    experts = isinstance(kind.feed_forward, model.MoE) and kind.feed_forward
     found, expected = {
-        "mistral": (kind.attention, model.Heads(2, 2, 16)),
-        "qwen2": (kind.attention, model.Heads(2, 2, 16, bias=True)),
+        "mistral": (kind.attention, model.Attention(2, 2, 16)),
+        "qwen2": (kind.attention, model.Attention(2, 2, 16, bias=True)),
         "qwen3_moe": (experts and experts.router, model.Router("softmax", True, "output")),
         "gemma": ((cfg.embedding_scale, cfg.norm), (8, model.Norm(1e-6, offset=1))),
         "gemma3_text": (
             [kind.rope for kind in cfg.layers[4:6]],
-            [model.Rope(1e4, 256), model.Rope(1e6, 256, model.LinearScaling(8.0))],
+            [model.Rope(1e4, 256), model.Rope(1e6, 256, LinearScaling(8.0))],
         ),
         "muse_glimmer_text": (
             [(kind.mask == model.Full(), kind.rope.theta if kind.rope else 0) for kind in cfg.layers],
@@ -183,38 +184,36 @@ def test_published_config(name):
         ),
         "gpt2": (
             (cfg.position_embedding, kind.feed_forward, kind.rope),
-            (LearnedPositions(1024), Plain(256), None),
+            (LearnedPositions(1024), GeluMLP(256), None),
         ),
         "gpt_oss": (
             (kind.attention, kind.mask, experts and experts.activation, kind.rope),
             (
-                SinkHeads(2, 4, 16, bias=True, output_bias=True),
+                SinkAttention(2, 4, 16, bias=True, output_bias=True),
                 model.Full(),
                 ClampedSwiGLU(7.0, 1.702),
-                model.Rope(
-                    150000, 16, model.YarnScaling(32, 4096, truncate=False), magnitude=yarn_growth(32)
-                ),
+                model.Rope(150000, 16, YarnScaling(32, 4096, truncate=False), magnitude=yarn_growth(32)),
             ),
         ),
         "glm": (kind.rope, model.Rope(10000, 16, interleaved=True)),
         "glm4_moe_lite": (
             (kind.attention, experts and experts.shared, cfg.layers[0].feed_forward),
-            (Latent(4, 40, 48, 24, 16, 32, model.Norm(1e-6)), model.Gated(24), model.Gated(96)),
+            (LatentAttention(4, 40, 48, 24, 16, 32, model.Norm(1e-6)), model.MLP(24), model.MLP(96)),
         ),
         "deepseek_v3": (
             (experts and experts.router, kind.rope, [type(x.feed_forward) for x in cfg.layers]),
             (
                 GroupLimitedRouter("sigmoid", True, "output", bias=True, factor=2.5, groups=8, kept=4),
-                model.Rope(10000.0, 16, model.YarnScaling(40.0, 4096.0), True, 1.0),
-                [model.Gated] * 3 + [model.Experts],
+                model.Rope(10000.0, 16, YarnScaling(40.0, 4096.0), True, 1.0),
+                [model.MLP] * 3 + [model.MoE],
             ),
         ),
         "kimi_k2": (
             (experts and experts.router, kind.rope, [type(x.feed_forward) for x in cfg.layers]),
             (
                 model.Router("sigmoid", True, "output", bias=True, factor=2.827),
-                model.Rope(50000.0, 16, model.YarnScaling(32.0, 4096.0, fast=1.0), True, 1.0),
-                [model.Gated] + [model.Experts] * 3,
+                model.Rope(50000.0, 16, YarnScaling(32.0, 4096.0, fast=1.0), True, 1.0),
+                [model.MLP] + [model.MoE] * 3,
             ),
         ),
     }[name]

@@ -238,7 +238,7 @@ def test_no_dense_layer():
     """first_k_dense_replace = 0: all layers have experts."""
     content = json.loads(CONFIGS["deepseek-v3"].to_json_string(use_diff=False))
     content = {k: v for k, v in content.items() if k != "mlp_layer_types"} | dict(first_k_dense_replace=0)
-    assert all(isinstance(kind.feed_forward, model.Experts) for kind in read_config(content).layers)
+    assert all(isinstance(kind.feed_forward, model.MoE) for kind in read_config(content).layers)
 
 
 # ------------------------------------------------------------------------------------------------- GGUF

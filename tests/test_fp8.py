@@ -103,7 +103,7 @@ def test_a_converted_folder_is_what_loading_makes(converted):
     """Bit for bit, on one device and on eight; and no larger than is planned."""
     theirs, ours = (open_checkpoint(str(folder)) for folder in converted)
     assert ours.format == FP8
-    for name in ("1", "dp2-ep2-tp2" if ours.config.experts else "tp8"):
+    for name in ("1", "dp2-ep2-tp2" if ours.config.moe else "tp8"):
         mesh = mesh_of(ours.config, name)
         expected, found = (load(x, mesh, "bfloat16", FP8, show=False) for x in (theirs, ours))
         jax.tree.map(np.testing.assert_array_equal, found, expected)
@@ -162,7 +162,7 @@ def test_the_command(converted, monkeypatch, capsys):
 def test_lowering(program, platform, kind, target):
     """On 8 devices that are not here, by XLA's products where int8 and int4 have kernels."""
     for cfg in CONFIGS.values():
-        shape = mesh_shape(cfg, 2, 2, 2) if cfg.experts else mesh_shape(cfg, 2, 1, 4)
+        shape = mesh_shape(cfg, 2, 2, 2) if cfg.moe else mesh_shape(cfg, 2, 1, 4)
         device = AbstractDevice(kind, None, platform)
         axes = (AxisType.Auto,) * len(shape)
         mesh = AbstractMesh(tuple(shape.values()), tuple(shape), axes, abstract_device=device)

@@ -98,8 +98,9 @@ def test_whole_model(cfg, kv_dtype, format, monkeypatch, as_on_a_tpu):
     used = as_on_a_tpu()
     result = generate(cfg, kv_dtype, format)
     kernels = {"take_slots", "put_slots", "splash_mqa_fwd_segmented_residuals", "ragged_decode"}
-    kernels |= {"active_experts"} if cfg.experts else {"take_rows"}
-    kernels |= {"ragged_attention"} if 32 * cfg.heads.G <= attention.FEW_QUERIES else set()  # short pieces
+    kernels |= {"active_experts"} if cfg.moe else {"take_rows"}
+    short_pieces = 32 * cfg.attention.G <= attention.FEW_QUERIES
+    kernels |= {"ragged_attention"} if short_pieces else set()
     assert used == kernels
     # int8 queries of 16 bits, and probabilities rounded to bfloat16 before they meet int8 values.
     atol = 5e-3 if kv_dtype == "int8" else 1e-4

@@ -129,7 +129,7 @@ def test_rings_of_the_picture(name):
 @pytest.mark.parametrize("name", attention.MASKS)
 def test_masks_of_the_picture(name):
     """What the tokens of one chunk see of one another: a key is seen if it changes what attention returns."""
-    mask, n, columns = attention.MASKS[name], attention.POSITIONS, key_beside_value(8)
+    mask, n, layout = attention.MASKS[name], attention.POSITIONS, key_beside_value(8)
     rng = np.random.default_rng(0)
     q, kv = rng.normal(size=(1, n, 1, 1, 8)), rng.normal(size=(1, 1, n, 16))
 
@@ -137,7 +137,7 @@ def test_masks_of_the_picture(name):
     @partial(jax.shard_map, mesh=mesh_of(llama3_config()), in_specs=P(), out_specs=P(), check_vma=False)
     def attended(q, values):
         chunk = model.chunk_at(jnp.zeros(1, int), jnp.full(1, n), n)
-        return model.attend_chunk(q, KV(values, None, columns), chunk, mask)[0]
+        return model.attend_to_chunk(q, KV(values, None, layout), chunk, mask)[0]
 
     usual = attended(jnp.float32(q), jnp.float32(kv))
     for key in range(n):
@@ -158,6 +158,10 @@ def test_every_family_is_in_the_picture():
     shown = {fields["model_type"] for fields in families.FAMILIES.values()}
     assert shown == {family.model_type for family in FAMILIES}
     for own in families.grid().values():
-        for columns in (("Heads", "Latent"), ("Full", "BlockLocal", "Window"), ("Gated", "Plain", "Experts")):
+        for columns in (
+            ("Attention", "LatentAttention"),
+            ("Full", "BlockLocal", "Window"),
+            ("MLP", "GeluMLP", "MoE"),
+        ):
             counts, depths = zip(*(own[column] for column in columns), strict=True)
             assert {sum(counts)} == set(depths)

@@ -86,12 +86,12 @@ def test_declared_scales_fit():
     """What a matmul contracts is quantized along just those axes; norms, router and embedding are not."""
     cfg = llama4_config()
     tree = abstract(model.weight_infos(cfg, format=INT8), mesh_of(cfg), jnp.bfloat16)
-    attention, heads, E = tree.layers[0].attention, cfg.heads, cfg.experts.E
+    attention, heads, E = tree.layers[0].attention, cfg.attention, cfg.moe.E
     assert attention.q.values.shape == (heads.K, heads.G, heads.H, cfg.D)
     assert attention.q.scale.shape == (heads.K, heads.G, heads.H)
     assert attention.o.scale.shape == (cfg.D,)
     moe = tree.layers[0].feed_forward
-    assert moe.gate.scale.shape == (E, cfg.experts.M) and moe.down.scale.shape == (E, cfg.D)
+    assert moe.gate.scale.shape == (E, cfg.moe.M) and moe.down.scale.shape == (E, cfg.D)
     assert tree.unembed.scale.shape == (cfg.V,)
     for whole in (tree.embed, tree.norm, moe.router, tree.layers[0].attention_norm):
         assert not isinstance(whole, QuantizedArray)

@@ -63,7 +63,7 @@ def by_hand(text: list[int], w: model.Weights, cfg: model.Config, kv: str, other
     """
     logprobs, margins = [], np.full((len(text), len(cfg.layers)), np.inf)
     keys, values = ([[] for _ in cfg.layers] for _ in range(2))
-    H, eps = cfg.heads.H, cfg.norm.eps
+    H, eps = cfg.attention.H, cfg.norm.eps
 
     def rotate(x: np.ndarray, t: int, rope: model.Rope) -> np.ndarray:
         turn = rope.theta ** (-np.arange(0, H, 2) / H)
@@ -90,7 +90,7 @@ def by_hand(text: list[int], w: model.Weights, cfg: model.Config, kv: str, other
             o = np.einsum("kgS,SkH->kgH", p / p.sum(-1, keepdims=True), values[i][first:])
             x = x + np.einsum("kgH,DkgH->D", o, a.o)
             h = norm(x, eps, layer.feed_forward_norm)
-            if isinstance(f, model.MoE):
+            if isinstance(f, model.MoEWeights):
                 logits = h @ f.router
                 second, best = np.argsort(logits)[-2:]
                 margins[t, i] = logits[best] - logits[second]

@@ -14,9 +14,9 @@ from conftest import Kind, invoke, llama3_config, llama4_config, random_weights,
 
 import main
 import model
-from families.gpt2 import LayerNorm, LearnedPositions, Plain
-from families.latent_attention import Latent
-from families.muse_glimmer import GatedHeads
+from families.gpt2 import GeluMLP, LayerNorm, LearnedPositions
+from families.latent_attention import LatentAttention
+from families.muse_glimmer import GatedAttention
 from families.registry import read_config
 from feedback.errors import UserError
 from planner.traffic import read_program
@@ -205,10 +205,10 @@ def test_nothing_is_stored_twice():
 
 NORM, LAYER_NORM = model.Norm(1e-5), LayerNorm(1e-5)
 NORM_WITHOUT_WEIGHT = model.Norm(1e-5, weight=False)
-LATENT = Latent(G=4, Q=16, L=24, N=8, R=8, U=8, norm=NORM)
-LATENT_LAYER = model.LayerKind(LATENT, model.Gated(44), NORM, rope=model.Rope(1e4, 8, interleaved=True))
-GATED_LAYER = model.LayerKind(GatedHeads(2, 2, 8, qk_norm=NORM), model.Gated(44), NORM, post_norm=NORM)
-PLAIN_LAYER = model.LayerKind(model.Heads(4, 1, 8, bias=True, output_bias=True), Plain(64), LAYER_NORM)
+LATENT = LatentAttention(G=4, Q=16, L=24, N=8, R=8, U=8, norm=NORM)
+LATENT_LAYER = model.LayerKind(LATENT, model.MLP(44), NORM, rope=model.Rope(1e4, 8, interleaved=True))
+GATED_LAYER = model.LayerKind(GatedAttention(2, 2, 8, qk_norm=NORM), model.MLP(44), NORM, post_norm=NORM)
+PLAIN_LAYER = model.LayerKind(model.Attention(4, 1, 8, bias=True, output_bias=True), GeluMLP(64), LAYER_NORM)
 OTHERS = {
     "latent": dict(layers=(LATENT_LAYER,) * 4, norm=NORM),
     "gated": dict(layers=(GATED_LAYER,) * 4, norm=NORM, embedding_norm=NORM_WITHOUT_WEIGHT),

@@ -184,7 +184,7 @@ def to_hugging_face(cfg: model.Config, weights: model.Weights) -> dict[str, np.n
 
     jax.tree.map(put, model.weight_infos(cfg), weights)
     named = {name.replace(".mlp.", ".feed_forward."): x for name, x in tensors.items()}
-    return named if cfg.experts else tensors
+    return named if cfg.moe else tensors
 
 
 def main():

@@ -1,0 +1,260 @@
+"""Prefill by columns: the layers of model.py, with their all-reduces hidden behind the products beside them.
+
+In model.py every device of MODEL has all D columns of the residual stream, and attention and feed-forward end
+with one all-reduce each, `psum(einsum(...), MODEL)`. While it goes on nothing is computed. A decode step has
+so few rows that this is the fastest way. For the many rows of a prefill chunk, links are slower than
+products. There each device has its d = D / n columns of the stream, and the two halves of each all-reduce, a
+gathering and a scattering of columns, are taken apart. Each half goes on beside a product, around a ring of
+the devices and in both directions:
+
+- The columns travel to the weights that multiply them. Each device multiplies the d columns that it has just
+  received with the weights for these columns, while it receives the next ones: `Gathering`.
+- The sums travel to the devices that keep them. Each device computes its product for d columns while it
+  receives the sum of other devices' products for them, and passes on the new sum: `Scattering`.
+
+A device normalizes, and adds to the residual stream, its own columns alone. Source: "Overlap Communication
+with Dependent Computation via Decomposition in Large Deep Learning Models", ASPLOS 2023, doi
+10.1145/3567955.3567959.
+
+The layers are the same functions in both cases, and nothing in them chooses. `prefill_ring` chooses, and
+`by_columns` wraps the weights of a layer; which of them multiply the stream, and whose products are added to
+it, is in their letters. `einsum` and `psum` of this file treat wrapped weights as described above, and all
+others as ops.matmul.einsum and jax.lax.psum do. x is [b,T,D], or by columns [b,T,d].
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from ops import matmul
+from quantize import INT8, PerChannel, QuantizedArray, quantize, values_and_scale
+from sharding.arrays import ArrayInfo
+from sharding.interconnect import ring as interconnect_ring
+from sharding.mesh import MODEL, ROWS, STAGE, mesh_size
+
+Weight = Array | QuantizedArray
+Ring = tuple[int, ...]  # the devices along MODEL, in an order in which neighbors have a link
+BY_COLUMNS = P(ROWS, None, MODEL)  # of [B,T,D]: device i along MODEL has the columns from i * d on
+LEAST_TOKENS = 128  # of a chunk, below which the latency of the rings' many steps would exceed what they save
+
+
+def prefill_ring(cfg, tokens: int, mesh: Mesh) -> Ring | None:
+    """The ring for a prefill chunk of so many tokens, in all rows of a data shard; None: not by columns.
+
+    By columns are chunks on TPUs whose chips form a ring. Not by columns are chunks of less than LEAST_TOKENS
+    tokens, models in several stages, and models whose columns the devices do not divide in halves. A model
+    with experts gains nothing, because every device needs whole tokens to route them.
+    """
+    n = mesh_size(mesh, MODEL)
+    if n == 1 or tokens < LEAST_TOKENS or cfg.D % (2 * n) or mesh.shape[STAGE] > 1 or cfg.moe:
+        return None
+    return interconnect_ring(mesh)
+
+
+def einsum(spec: str, x: Array, w: "Weight | Gathering | Scattering", out_dtype=None) -> "Array | Scattered":
+    """`ops.matmul.einsum`, of one device's arrays; a product of a `Scattering` weight is for `psum` alone."""
+    if isinstance(w, Gathering):
+        return products(x, (spec, w))[0]
+    if isinstance(w, Scattering):
+        return w.einsum(spec, x)
+    return matmul.einsum(spec, x, w, out_dtype)
+
+
+def products(x: Array, *pairs: "tuple[str, Weight | Gathering]") -> list[Array]:
+    """`einsum(spec, x, w)` of each pair (spec, w). By columns, x travels around the ring once for all."""
+    weights = [w.weight for _, w in pairs if isinstance(w, Gathering)]
+    if not weights:
+        return [einsum(spec, x, w) for spec, w in pairs]
+    specs, ring = [spec for spec, _ in pairs], pairs[0][1].ring
+    if not all(map(has_columns, weights)):
+        x = lax.all_gather(x, MODEL, axis=x.ndim - 1, tiled=True)
+        return [matmul.einsum(spec, x, w) for spec, w in zip(specs, weights, strict=True)]
+    return multiply_around(ring, x, specs, weights)
+
+
+def psum(x: "Array | Scattered", axes: tuple[str, ...]) -> Array:
+    """`lax.psum`; of a product that a ring has already summed, this device's columns."""
+    return x.columns if isinstance(x, Scattered) else lax.psum(x, axes)
+
+
+def column_mean(x: Array) -> Array:
+    """The mean of the last axis: [...,D] -> [...,1]."""
+    return jnp.mean(x, -1, keepdims=True)
+
+
+def by_columns(infos, weights, kinds: tuple, ring: Ring) -> tuple[Any, tuple]:
+    """The weights and the kinds of layers as they must be for a residual stream of columns.
+
+    infos: the declarations of the weights. Raises ValueError for a weight whose letters have a D, but are
+    neither those of a matrix that multiplies the stream, nor of one whose product is added to it, nor of a
+    vector.
+    """
+    norms = [
+        {name: norm and NormByColumns(norm) for name, norm in vars(kind).items() if name.endswith("norm")}
+        for kind in kinds
+    ]
+    kinds = tuple(dataclasses.replace(kind, **norm) for kind, norm in zip(kinds, norms, strict=True))
+    return jax.tree.map(partial(_wrapped, ring), infos, weights), kinds
+
+
+def _wrapped(ring: Ring, info: ArrayInfo, w: Weight) -> "Weight | Gathering | Scattering":
+    inputs, outputs = set(info.contracted), set(info.letters) - set(info.contracted)
+    if "D" not in info.letters:
+        return w
+    if info.letters == "D":
+        return own_columns(w)
+    if inputs == {"D"} and info.letters.endswith("D"):
+        return Gathering(w, ring)
+    if inputs and "D" in outputs and info.letters.startswith("D"):
+        return Scattering(w, ring)
+    raise ValueError(f"{info.stored and info.stored.name}: a weight {info.letters} has no form by columns")
+
+
+@dataclasses.dataclass(frozen=True)
+class NormByColumns:
+    """A norm of a residual stream of which each device has its columns, and their weights."""
+
+    norm: Any
+
+    def __call__(self, x: Array, w) -> Array:
+        """x: [b,T,d] -> [b,T,d]."""
+        return self.norm(x, w, lambda x: lax.pmean(column_mean(x), MODEL))
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["columns"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class Scattered:
+    """A product that is summed over the devices, of which each has its columns, [b,T,d]."""
+
+    columns: Array
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["weight"], meta_fields=["ring"])
+@dataclasses.dataclass(frozen=True)
+class Gathering:
+    """A weight [...,D] that multiplies a residual stream of columns, which travel around the ring.
+
+    Columns that int8 weights multiply travel as int8, with a scale for each token and device, and are
+    multiplied as integers: half the bytes, and half the time of the products. Others are not rounded.
+    Weights in int4 have scales for groups of columns, and take the columns of all devices at once.
+    """
+
+    weight: Weight
+    ring: Ring
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["weight"], meta_fields=["ring"])
+@dataclasses.dataclass(frozen=True)
+class Scattering:
+    """A weight [D,...] whose product is summed around the ring: each device gets its columns of the sum."""
+
+    weight: Weight
+    ring: Ring
+
+    def einsum(self, spec: str, x: Array) -> Scattered:
+        """The sum over devices of `einsum(spec, x, w)`, as of "bTf,Df->bTD"."""
+        n, rows, w = 2 * len(self.ring), x.reshape(*x.shape[:2], -1), self.weight
+        if not has_columns(w):
+            y = matmul.einsum(spec, x, w)
+            half = y.shape[-1] // n
+            return scatter(self.ring, lambda i: lax.dynamic_slice_in_dim(y, i * half, half, y.ndim - 1))
+
+        def in_blocks(x: Array) -> Array:
+            """[D] -> [n,D/n], and [D,...] -> [n,D/n,f] with all other dimensions as one."""
+            return x.reshape(n, -1, *[math.prod(x.shape[1:])] * (x.ndim > 1))
+
+        def part(i: Array) -> Array:
+            block = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, 0, keepdims=False), blocks)
+            return matmul.einsum("bTf,Df->bTD", rows, block)
+
+        # An axis for the blocks: to slice along D, at an offset known only at run time, XLA copies a weight.
+        blocks = jax.tree.map(in_blocks, w)
+        return scatter(self.ring, part)
+
+
+def multiply_around(ring: Ring, x: Array, specs: list[str], weights: list[Weight]) -> list[Array]:
+    """`einsum(spec, x, w)` of each pair, where x [b,T,d] travels around the ring."""
+    n, d, dtype = len(ring), x.shape[-1], x.dtype
+    rounded = all(isinstance(w, QuantizedArray) and w.format == INT8 for w in weights)
+    columns = quantize(x, (x.ndim - 1,)) if rounded else x
+    values, scales = zip(*map(values_and_scale, weights), strict=True)
+
+    def add_products(sums: list, columns: Weight, steps: int | Array) -> list:
+        """The sums with the products of the columns of the device that is so many steps behind."""
+        start = device_ahead(ring, -steps) * d
+        return [
+            y + product(spec, columns, lax.dynamic_slice_in_dim(w, start, d, w.ndim - 1))
+            for y, spec, w in zip(sums, specs, values, strict=True)
+        ]
+
+    def step(i: Array, carry: tuple) -> tuple:
+        behind, ahead, sums = carry
+        sent = send(ring, behind, 1), send(ring, ahead, -1)
+        return *sent, add_products(add_products(sums, behind, i), ahead, -i)
+
+    behind, ahead = send(ring, columns, 1), send(ring, columns, -1)
+    sums = add_products([0.0] * len(specs), columns, 0)
+    behind, ahead, sums = lax.fori_loop(1, (n + 1) // 2, step, (behind, ahead, sums))
+    if n % 2 == 0:  # the device on the other side of the ring
+        sums = add_products(sums, behind, n // 2)
+    return [(y if scale is None else y * scale).astype(dtype) for y, scale in zip(sums, scales, strict=True)]
+
+
+def scatter(ring: Ring, part: Callable[[Array], Array]) -> Scattered:
+    """The sum over devices of their parts, of which each device gets its own columns.
+
+    part: this device's addend of block i, of d / 2 columns from i * d / 2 on. The first half of each device's
+    columns travels forwards around the ring, the second half backwards.
+    """
+
+    def parts(i: int | Array) -> tuple[Array, Array]:
+        """This device's addends of the two sums that it passes on after step i."""
+        return part(2 * device_ahead(ring, -1 - i)), part(2 * device_ahead(ring, 1 + i) + 1)
+
+    def step(i: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+        received = send(ring, sums[0], 1), send(ring, sums[1], -1)
+        # Behind the barrier XLA cannot fuse product and sum, for which it would have to receive first.
+        ours = lax.optimization_barrier(parts(i))
+        return jax.tree.map(jnp.add, ours, received)
+
+    return Scattered(jnp.concatenate(lax.fori_loop(1, len(ring), step, parts(0)), -1))
+
+
+def device_ahead(ring: Ring, steps: int | Array) -> Array:
+    """The index along MODEL of the device that is so many steps ahead of this one in the ring."""
+    order, places = jnp.asarray(ring), jnp.asarray(np.argsort(ring))
+    return order[(places[lax.axis_index(MODEL)] + steps) % len(ring)]
+
+
+def send(ring: Ring, tree, steps: int):
+    """The tree of the device that is so many steps behind this one in the ring."""
+    pairs = [(device, ring[(i + steps) % len(ring)]) for i, device in enumerate(ring)]
+    return jax.tree.map(lambda x: lax.ppermute(x, MODEL, pairs), tree)
+
+
+def own_columns(x: Array) -> Array:
+    """This device's share of the columns: [...,D] -> [...,d]."""
+    d = x.shape[-1] // lax.axis_size(MODEL)
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(MODEL) * d, d, x.ndim - 1)
+
+
+def has_columns(w: Weight) -> bool:
+    """Whether the values of some columns, or rows, of a weight can be multiplied without the others."""
+    return not isinstance(w, QuantizedArray) or isinstance(w.format, PerChannel)
+
+
+def product(spec: str, x: Weight, values: Array) -> Array:
+    """An einsum, float32; of int8 activations, which have a scale for each [b,T], a product of integers."""
+    if not isinstance(x, QuantizedArray):
+        return jnp.einsum(spec, x, values.astype(x.dtype), preferred_element_type=jnp.float32)
+    y = jnp.einsum(spec, x.values, values, preferred_element_type=jnp.int32).astype(jnp.float32)
+    return y * jnp.expand_dims(x.scale, tuple(range(2, y.ndim)))
