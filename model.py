@@ -50,22 +50,23 @@ from jax import Array, lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from ops.attention import attend_cached, attend_causal, merge, ragged_decode, write
+from ops.attention import attend_cached, attend_causal, declares_vma, merge, ragged_decode, write
 from ops.grouped_matmul import expert_mlp
 from ops.kv_cache import KV, SlotLayout, as_cached, key_beside_value
 from ops.matmul import take_rows
-from ops.platform import on_tpu
-from ops.tpu import LANES
 from quantize import Format, values_and_scale
 from sharding.arrays import (
     ArrayInfo,
-    Stored,
     abstract,
+    declared,
+    declared_bias,
+    declared_norm,
     infos_of,
     pytree,
     random_arrays,
     sizes_of,
     specs,
+    with_norms,
     zeros,
 )
 from sharding.collective_matmul import (
@@ -78,7 +79,7 @@ from sharding.collective_matmul import (
     products,
     psum,
 )
-from sharding.mesh import EXPERT, MODEL, ROWS, SLOTS, TENSOR, mesh_size, vocabulary_shard
+from sharding.mesh import EXPERT, HEADS, MODEL, ROWS, SLOTS, TENSOR, mesh_size, vocabulary_shard
 
 # ---------------------------------------------------------------------------------- forward, prefill, decode
 
@@ -287,16 +288,11 @@ class Attention:
         """Widths that must be multiples of the number of devices which share a head, see mesh_shape."""
         return (self.H,)
 
-    @property
-    def weights(self) -> type[AttentionWeights]:
-        """The class of the declared weights."""
-        return AttentionWeights
-
-    def declare(self, prefix: str, D: int) -> AttentionWeights:
-        """The declared weights. prefix: precedes their names in a checkpoint."""
+    def declare(self, prefix: str, D: int, weights: type | None = None) -> Any:
+        """The declared weights, AttentionWeights by default. prefix: precedes their names in a checkpoint."""
         absent = dict(q_bias=not self.bias, k_bias=not self.bias, v_bias=not self.bias)
         absent |= dict(o_bias=not self.output_bias)
-        infos = infos_of(self.weights, prefix, dict(D=D) | sizes_of(self), absent)
+        infos = infos_of(weights or AttentionWeights, prefix, dict(D=D) | sizes_of(self), absent)
         return with_norms(infos, q_norm=self.qk_norm, k_norm=self.qk_norm)
 
 
@@ -315,10 +311,11 @@ def gather_shared_head(*parts: Array) -> list[Array]:
 
 
 def attend(q: Array, new: KV, kv: KV | None, chunk: Chunk, mask: Mask) -> tuple[Array, Array, KV | None]:
-    """Attention of a chunk's queries to the cache and to the chunk: -> (o [b,T,k,g,H], lse [b,T,k,g], cache).
+    """Attention of a chunk's queries to the cache and to the chunk: -> (o [b,T,k,g,U], lse [b,T,k,g], cache).
 
     q: [b,T,k,G,H]. new: the chunk's keys and values, [b,k,T,C]. kv: the cache before the chunk; None without
-    a cache. lse: the log of the sum of exponentials of a query's scores, by which partial results are merged.
+    a cache. o: sums of values, whose width U is H, but for latent attention. lse: the log of the sum of
+    exponentials of a query's scores, by which partial results are merged.
     """
     if kv is None:
         return *attend_to_chunk(q, new, chunk, mask), None
@@ -364,7 +361,7 @@ def attend_to_chunk(q: Array, new: KV, chunk: Chunk, mask: Mask) -> tuple[Array,
 def merge_slots(o: Array, lse: Array) -> tuple[Array, Array]:
     """Each device has attended with all queries to its own slots: merge, and keep this device's queries.
 
-    o: [b,T,k,G,H] -> [b,T,k,g,H], lse: [b,T,k,G] -> [b,T,k,g]. One all-to-all of the partial results.
+    o: [b,T,k,G,H], lse: [b,T,k,G] -> (o [b,T,k,g,H], lse [b,T,k,g]). One all-to-all of the partial results.
     """
     sharing = lax.axis_size(SLOTS)
     if sharing == 1:
@@ -553,9 +550,45 @@ def layers(
         mesh=mesh,
         in_specs=(stream, specs(infos, weights), kv_specs, P(ROWS)),
         out_specs=(stream, kv_specs),
-        check_vma=can_check_vma(mesh, x.shape[1]),
+        check_vma=declares_vma(mesh, x.shape[1]),
     )
     return on_devices(x, weights, caches, chunk)
+
+
+def inside_layer(x: Array, w: LayerWeights, chunk: Chunk, *, kind: LayerKind, mesh: Mesh) -> dict[str, Array]:
+    """What a layer computes on its way, for research: from its input x [B,T,D], without a cache.
+
+    q: [B,T,K,G,H] and k: [B,T,K,H] as they are compared, v: [B,T,K,H]. scores: [B,K,G,T,T] float32, before
+    the softmax, -inf where the mask hides a key. Of a mixture of experts also experts: [B,T,A] int32, and
+    expert_scores: [B,T,A] float32, by which their inputs or outputs are multiplied.
+    """
+    layout, G = kind.attention.slot_layout, kind.attention.G
+
+    def on_device(x: Array, w: LayerWeights, chunk: Chunk) -> tuple[dict, dict, dict]:
+        rotation = kind.rope and kind.rope.rotation(chunk.positions)
+        y = normalize(x, kind.norm, w.attention_norm)
+        q, kv = kind.attention.project(y, w.attention, chunk, rotation)
+        q, k, v = q[:, :, :, :G], kv[..., : layout.key], kv[..., slice(*layout.value)]
+        scores = layout.scale * jnp.einsum("bTkGH,bSkH->bkGTS", q, k, preferred_element_type=jnp.float32)
+        key, query = chunk.positions[:, None], chunk.positions[..., None]
+        visible = (kind.mask.first_visible(query) <= key) & (key <= query)
+        scores, of_tokens = jnp.where(visible[:, None, None], scores, -jnp.inf), {}
+        if isinstance(moe := kind.feed_forward, MoE):
+            y, _ = attention(y, w.attention, None, chunk, rotation, kind)
+            y = normalize(
+                x + normalize(y, kind.post_norm, w.attention_post_norm), kind.norm, w.feed_forward_norm
+            )
+            of_tokens = dict(
+                zip(("experts", "expert_scores"), moe.router(y, w.feed_forward, moe.A), strict=True)
+            )
+        return dict(q=q, k=k, v=v), dict(scores=scores), of_tokens
+
+    in_specs = P(ROWS), specs(layer_infos(kind, x.shape[2]), w), P(ROWS)
+    out_specs = P(ROWS, None, HEADS), P(ROWS, HEADS), P(ROWS)
+    # Devices that share a head all gather it, which shard_map cannot know.
+    on_devices = jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    of_heads, scores, of_tokens = on_devices(x, w, chunk)
+    return of_heads | scores | of_tokens
 
 
 def unembed(x: Array, weights: Weights, *, cfg: Config, mesh: Mesh) -> Array:
@@ -608,15 +641,6 @@ def cache_specs(kinds: tuple[LayerKind, ...], caches: list[KV] | None) -> list[K
     # The sizes do not matter here: specs depend on the letters alone.
     infos = [kv_info(kind, 0, 0, kv.values.dtype) for kind, kv in zip(kinds, caches, strict=True)]
     return specs(infos, caches)
-
-
-def can_check_vma(mesh: Mesh, T: int) -> bool:
-    """Whether shard_map can check that every psum is there, for a program that attends with T queries.
-
-    It cannot on TPUs if LANES divides T: jax's splash attention kernel, which attends then, does not declare
-    over which mesh axes its result varies.
-    """
-    return T % LANES != 0 or not on_tpu(mesh)
 
 
 # --------------------------------------------------------------------------------------- norms and positions
@@ -890,30 +914,6 @@ class Config:
 
 
 # ---------------------------------------------------------------------- the weights and the cache, declared
-
-
-def declared(letters: str, contracted: str, name: str, layout: str, part: int = 0, **other) -> Any:
-    """A dataclass field that declares an array: its letters, and the letters that its matmul sums.
-
-    name, layout, part: where checkpoints store the array (Llama's checkpoints, if Llama has such an array),
-    see sharding.arrays.Stored.
-    """
-    info = ArrayInfo(letters, contracted, Stored(name, layout, part), **other)
-    return dataclasses.field(metadata={"info": info})
-
-
-def declared_norm(letter: str, name: str) -> Any:
-    return declared(letter, "", name, letter, initial=1.0)
-
-
-def declared_bias(letters: str, name: str, layout: str, **other) -> Any:
-    return declared(letters, "", name, layout, initial=0.0, **other)
-
-
-def with_norms(infos, **norms):
-    """The infos, with the field of each name=norm replaced by norm.declare(field); None without a norm."""
-    changed = {name: norm and norm.declare(getattr(infos, name)) for name, norm in norms.items()}
-    return dataclasses.replace(infos, **changed)
 
 
 @pytree

@@ -13,8 +13,8 @@ from families import read
 from families.family import Family
 from families.fields import NUMBER, ConfigFields
 from feedback.errors import UserError
-from model import Chunk, Config, LayerKind, add_bias, declared, declared_bias
-from sharding.arrays import ArrayInfo, Stored, infos_of, pytree, sizes_of
+from model import Chunk, Config, LayerKind, add_bias
+from sharding.arrays import ArrayInfo, Stored, declared, declared_bias, infos_of, pytree, sizes_of
 from sharding.collective_matmul import column_mean, einsum, psum
 from sharding.mesh import MODEL
 

@@ -14,8 +14,8 @@ from families.experts import SINGLE_EXPERTS
 from families.family import Channels, Family
 from families.fields import NUMBER, ConfigFields
 from families.tool_formats import HARMONY_TOOLS
-from model import Attention, AttentionWeights, Config, LayerKind, Router, declared_bias
-from sharding.arrays import Stored, pytree
+from model import Attention, AttentionWeights, Config, LayerKind, Router
+from sharding.arrays import Stored, declared_bias, pytree
 
 
 @pytree
@@ -30,7 +30,8 @@ class SinkAttention(Attention):
     So each sum of values is of weights that sum to less than 1. Source: arXiv 2309.17453.
     """
 
-    weights = SinkAttentionWeights
+    def declare(self, prefix: str, D: int, weights: type = SinkAttentionWeights) -> SinkAttentionWeights:
+        return super().declare(prefix, D, weights)
 
     def head_outputs(self, o: Array, lse: Array, x: Array, w: SinkAttentionWeights) -> Array:
         """o, lse, x, and the result: see `Attention.head_outputs`.

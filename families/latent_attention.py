@@ -9,9 +9,9 @@ import dataclasses
 import jax.numpy as jnp
 from jax import Array
 
-from model import Chunk, Norm, Rotation, declared, declared_bias, declared_norm, gather_shared_head, rotate
+from model import Chunk, Norm, Rotation, gather_shared_head, rotate
 from ops.kv_cache import SlotLayout
-from sharding.arrays import infos_of, pytree, sizes_of
+from sharding.arrays import declared, declared_bias, declared_norm, infos_of, pytree, sizes_of
 from sharding.collective_matmul import einsum, products
 
 

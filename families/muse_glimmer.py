@@ -14,8 +14,8 @@ from families.fields import NUMBER, ConfigFields
 from families.gemma3 import NAMES as NORM_NAMES
 from families.tool_formats import MUSE_TOOLS
 from feedback.errors import UserError
-from model import Attention, AttentionWeights, Config, LayerKind, Norm, declared
-from sharding.arrays import pytree
+from model import Attention, AttentionWeights, Config, LayerKind, Norm
+from sharding.arrays import declared, pytree
 from sharding.collective_matmul import einsum
 
 
@@ -31,7 +31,8 @@ class GatedAttention(Attention):
     Source: arXiv 2505.06708.
     """
 
-    weights = GatedAttentionWeights
+    def declare(self, prefix: str, D: int, weights: type = GatedAttentionWeights) -> GatedAttentionWeights:
+        return super().declare(prefix, D, weights)
 
     def head_outputs(self, o: Array, lse: Array, x: Array, w: GatedAttentionWeights) -> Array:
         """o, lse, x, and the result: see `Attention.head_outputs`."""

@@ -20,6 +20,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash_attention
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+from jax.sharding import Mesh
 
 from ops import cpu
 from ops.gpu import flash, supports
@@ -278,6 +279,15 @@ def attend_causal(q: Array, kv: KV, segment: Array, window: int | None = None):
     back = jnp.arange(T)[:, None] - jnp.arange(T)
     mask = (back >= 0) & (back < (window or T)) & (segment[:, :, None] == segment[:, None])
     return attend(q, kv, mask)
+
+
+def declares_vma(mesh: Mesh, T: int) -> bool:
+    """Whether shard_map can check that every psum is there, for a program that attends with T queries.
+
+    It cannot on TPUs if LANES divides T: jax's splash attention kernel, which attends then, does not declare
+    over which mesh axes its result varies.
+    """
+    return T % LANES != 0 or not on_tpu(mesh)
 
 
 def keys_and_values(kv: KV) -> tuple[Array, Array, Array | None, Array | None]:

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import model
 from model import Chunk, Config, LayerKind, Weights, without_layers
+from ops.attention import declares_vma
 from ops.platform import platform
 from serving.steps import Batch, DecodeStep, PrefillChunk, Step, by_rows
 from sharding import stages
@@ -215,7 +216,7 @@ def stage_layers(x: Array, chunk: Chunk, weights: Weights, batch: Batch, cfg: Co
         mesh=mesh,
         in_specs=(P(ROWS), specs(infos.layers, weights.layers), kv_specs, P(ROWS)),
         out_specs=(P(ROWS), kv_specs),
-        check_vma=model.can_check_vma(mesh, shape[1]),
+        check_vma=declares_vma(mesh, shape[1]),
     )
     def on_device(x: Array, w: list, kv: list, chunk: Chunk):
         w = jax.tree.map(lambda x: x[0], w)  # p: this device's stage

@@ -133,6 +133,30 @@ class ArrayInfo:
         return tuple(padded)
 
 
+def declared(letters: str, contracted: str, name: str, layout: str, part: int = 0, **other) -> Any:
+    """A dataclass field that declares an array: its letters, and the letters that its matmul sums.
+
+    name, layout, part: where checkpoints store the array (Llama's checkpoints, if Llama has such an array),
+    see Stored.
+    """
+    info = ArrayInfo(letters, contracted, Stored(name, layout, part), **other)
+    return dataclasses.field(metadata={"info": info})
+
+
+def declared_norm(letter: str, name: str) -> Any:
+    return declared(letter, "", name, letter, initial=1.0)
+
+
+def declared_bias(letters: str, name: str, layout: str, **other) -> Any:
+    return declared(letters, "", name, layout, initial=0.0, **other)
+
+
+def with_norms(infos, **norms):
+    """The infos, with the field of each name=norm replaced by norm.declare(field); None without a norm."""
+    changed = {name: norm and norm.declare(getattr(infos, name)) for name, norm in norms.items()}
+    return dataclasses.replace(infos, **changed)
+
+
 def sizes_of(record) -> dict[str, int]:
     """The letters among its fields."""
     return {name: size for name, size in vars(record).items() if len(name) == 1}

@@ -37,12 +37,17 @@ from serving.programs import Programs
 from serving.requests import Answer, Request
 from sharding.arrays import abstract
 from sharding.mesh import make_mesh
+from sharding.shapes import check_shapes
 from sharding.stages import in_stages
 from terminal.command_line import run
 
 # Tests do not use the cache in which main.py keeps compiled programs. Also, in a process that had compiled
 # thousands of programs, jax 0.10.2 crashed while it wrote one into the cache.
 jax.config.update("jax_enable_compilation_cache", False)
+
+# Of the functions of model.py and of families/, arrays are compared with the shapes in their docstrings.
+FAMILIES = [module for name, module in sorted(sys.modules.items()) if name.startswith("families.")]
+CHECKED_FUNCTIONS = check_shapes(model, *FAMILIES)
 
 CHECKPOINTS = pathlib.Path(__file__).parent / "checkpoints"
 sys.path.append(str(CHECKPOINTS))  # questions.py, of which the tiny models were trained

@@ -157,6 +157,37 @@ def test_hidden_states(name, saved):
     np.testing.assert_allclose(np.stack(states), expected, atol=1e-3, rtol=1e-4)
 
 
+@pytest.mark.parametrize("name, mesh_name", [("qwen3-moe", "1"), ("scout", "dp2-ep2-tp2"), ("gemma3", "tp8")])
+def test_inside_a_layer(name, mesh_name, saved):
+    """The attention of transformers, and the experts that its router chooses, in every layer."""
+    folder, reference = saved(name)
+    checkpoint = open_checkpoint(folder)
+    cfg = checkpoint.config
+    mesh = mesh_of(cfg, mesh_name)
+    weights = load(checkpoint, mesh, "float32", format=None)
+    tokens = np.random.default_rng(2).integers(0, cfg.V, (2, 37))
+    chunk = model.chunk_at(jnp.zeros(2, int), jnp.full(2, 37), 37)
+    routed = []
+    for module in reference.modules():
+        if type(module).__name__.endswith(("Router", "TopKRouter")):
+            module.register_forward_hook(lambda module, inputs, found: routed.append(found))
+    reference.set_attn_implementation("eager")
+    with torch.no_grad():
+        expected = reference(torch.tensor(tokens), use_cache=False, output_attentions=True).attentions
+    x = model.embed(tokens, chunk.positions, weights, cfg=cfg, mesh=mesh)
+    for i, (w, kind) in enumerate(zip(weights.layers, cfg.layers, strict=True)):
+        found = model.inside_layer(x, w, chunk, kind=kind, mesh=mesh)
+        probabilities = jax.nn.softmax(found["scores"], -1).reshape(expected[i].shape)
+        np.testing.assert_allclose(probabilities, expected[i], atol=1e-4)
+        assert found["k"].shape == found["v"].shape == (2, 37, kind.attention.K, kind.attention.H)
+        if kind.feed_forward == cfg.moe:  # of those not chosen, transformers has lower scores, or none
+            best = torch.topk(routed.pop(0)[0], cfg.moe.A).indices.reshape(2, 37, -1)
+            np.testing.assert_array_equal(np.sort(found["experts"]), np.sort(best))
+            assert found["expert_scores"].shape == best.shape
+        x, _ = model.layers(x, [w], None, chunk, kinds=(kind,), mesh=mesh)
+    assert not routed
+
+
 def with_layers(cfg: model.Config, **changes) -> model.Config:
     """The same model with other fields of each LayerKind."""
     layers = tuple(dataclasses.replace(kind, **changes) for kind in cfg.layers)

@@ -44,7 +44,7 @@ def as_on_a_gpu(monkeypatch):
         for module in (grouped_matmul, matmul):
             monkeypatch.setattr(module, "platform", lambda: "gpu")
         # The interpreter mixes what varies over the mesh with what does not; test_lowering checks our part.
-        monkeypatch.setattr(model, "can_check_vma", lambda mesh, T: False)
+        monkeypatch.setattr(model, "declares_vma", lambda mesh, T: False)
         jax.clear_caches()  # what is compiled already is for a CPU
         return used
 
