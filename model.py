@@ -8,13 +8,14 @@ These lines make a small Llama with random weights and run it:
 
     llama = LayerKind(Attention(K=2, G=2, H=16), MLP(F=128), Norm(eps=1e-5), rope=Rope(theta=1e4, width=16))
     cfg = Config(D=64, V=512, layers=2 * (llama,), norm=llama.norm, max_positions=2048)
-    mesh = make_mesh(cfg, tensor=len(jax.devices()))
+    mesh = make_mesh(cfg, tensor=1)  # tensor=8: each layer on eight devices
     weights = init_weights(jax.random.key(0), cfg, mesh)
     logits = forward(jax.numpy.array([[1, 2, 3]]), weights, cfg=cfg, mesh=mesh)  # [1,3,512]
 
-The file reads from the top down, in the order in which a model computes: `forward`, `prefill` and
-`decode_step`; a layer; attention; feed-forward networks; norms and positions; masks and the slots of a cache.
-Then follow what a family of models must provide, the Config of a model, and the declarations of its weights.
+The file reads from the top down: `forward`, `prefill` and `decode_step`; a layer; attention; feed-forward
+networks; `embed`, `layers` and `unembed`, in which these run on all devices; norms and positions; masks and
+the slots of a cache. Then follow what a family of models must provide, the Config of a model, and the
+declarations of its weights. checkpoints/loading.py loads published weights, serving/ answers requests.
 
 Letters, one per dimension, are used in shapes, einsums and comments:
 
@@ -27,7 +28,8 @@ Letters, one per dimension, are used in shapes, einsums and comments:
 Inside a shard_map an uppercase letter means that the whole dimension is on this device, a lowercase letter
 that this device holds its shard of the dimension. So `einsum("bTf,Df->bTD", h, w.down)` says where every byte
 is; and because it sums over f, a lowercase letter, a `psum` must follow. SHARDED_BY in sharding/mesh.py says
-which mesh axes split which letter; MODEL are all axes that split weights. Outside a shard_map arrays are
+which mesh axes split which letter: ROWS split b, MODEL f and v, HEADS k, SLOTS g and s, EXPERT e, TENSOR m.
+HEADS and SLOTS are together the axes of MODEL, and so are EXPERT and TENSOR. Outside a shard_map arrays are
 global: shapes there, [B,T,V], are those of all devices together. The exception is the fields of records such
 as Cache: their docstrings give the shapes on one device, even where the record is used outside a shard_map.
 
@@ -39,7 +41,7 @@ which `einsum`, `products` and `psum` come, replaces what these three do.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -190,19 +192,20 @@ def normalize(x: Array, norm: Normalization | None, w: Any) -> Array:
 def decoder_layers(
     x: Array, weights: list[LayerWeights], caches: list[KV] | None, chunk: Chunk,
     kinds: tuple[LayerKind, ...], remat: bool = False,
-) -> tuple[Array, list[KV] | None]:  # fmt: skip
+) -> tuple[Array, Any]:  # fmt: skip
     """x: [b,T,D] -> ([b,T,D] after these layers, their caches with the chunk in them).
 
     remat: see `forward`.
     """
     ropes = dict.fromkeys(kind.rope for kind in kinds)
-    rotations = {rope: rope and rope.rotation(chunk.positions) for rope in ropes}
+    rotations = {rope: rope.rotation(chunk.positions) if rope else None for rope in ropes}
     layer = jax.checkpoint(decoder_layer, static_argnums=5) if remat else decoder_layer
-    written = []
-    for w, kv, kind in zip(weights, caches or [None] * len(kinds), kinds, strict=True):
+    before: Sequence[KV | None] = caches or [None] * len(kinds)
+    after = []
+    for w, kv, kind in zip(weights, before, kinds, strict=True):
         x, kv = layer(x, w, kv, chunk, rotations[kind.rope], kind)
-        written.append(kv)
-    return x, caches and written
+        after.append(kv)
+    return x, caches and after
 
 
 # ------------------------------------------------------------------------------------------------- attention
@@ -218,8 +221,8 @@ def attention(
     values are rounded to the cache's type before anything attends to them, so that the result does not depend
     on where chunks begin.
     """
-    q, new = kind.attention.project(x, w, chunk, rotation)
-    new = as_cached(new, kv, kind.attention.slot_layout)
+    q, keys_values = kind.attention.project(x, w, chunk, rotation)
+    new = as_cached(keys_values, kv, kind.attention.slot_layout)
     o, lse, kv = attend(q, new, kv, chunk, kind.mask)
     with jax.named_scope("output"):
         o = kind.attention.head_outputs(o.astype(x.dtype), lse, x, w)
@@ -441,9 +444,10 @@ class MoE:
         n_local = self.E // lax.axis_size(EXPERT)
         local = chosen - lax.axis_index(EXPERT) * n_local
         local = jnp.where((local >= 0) & (local < n_local) & chunk.valid[..., None], local, n_local)
-        tokens = (array.reshape(-1, array.shape[-1]) for array in (x, local, score))
+        tokens, experts, scores = (array.reshape(-1, array.shape[-1]) for array in (x, local, score))
+        matrices = w.gate, w.up, w.down
         biases = w.gate_bias, w.up_bias, on_first_device(w.down_bias, TENSOR)
-        y = expert_mlp(*tokens, w.gate, w.up, w.down, biases, self.activation, self.router.scales)
+        y = expert_mlp(tokens, experts, scores, *matrices, biases, self.activation, self.router.scales)
         return y.astype(x.dtype).reshape(x.shape)
 
     def declare(self, prefix: str, D: int) -> MoEWeights:
@@ -529,7 +533,7 @@ def embed(tokens: Array, positions: Array, weights: Weights, *, cfg: Config, mes
 def layers(
     x: Array, weights: list[LayerWeights], caches: list[KV] | None, chunk: Chunk, *,
     kinds: tuple[LayerKind, ...], mesh: Mesh, ring: Ring | None = None, remat: bool = False,
-) -> tuple[Array, list[KV] | None]:  # fmt: skip
+) -> tuple[Array, Any]:  # fmt: skip
     """x: [B,T,D] -> ([B,T,D] after these layers, their caches with the chunk in them).
 
     caches: one per layer, or None to attend to the chunk alone. ring: of a prefill chunk by columns, see
@@ -565,7 +569,7 @@ def inside_layer(x: Array, w: LayerWeights, chunk: Chunk, *, kind: LayerKind, me
     layout, G = kind.attention.slot_layout, kind.attention.G
 
     def on_device(x: Array, w: LayerWeights, chunk: Chunk) -> tuple[dict, dict, dict]:
-        rotation = kind.rope and kind.rope.rotation(chunk.positions)
+        rotation = kind.rope.rotation(chunk.positions) if kind.rope else None
         y = normalize(x, kind.norm, w.attention_norm)
         q, kv = kind.attention.project(y, w.attention, chunk, rotation)
         q, k, v = q[:, :, :, :G], kv[..., : layout.key], kv[..., slice(*layout.value)]
@@ -575,12 +579,9 @@ def inside_layer(x: Array, w: LayerWeights, chunk: Chunk, *, kind: LayerKind, me
         scores, of_tokens = jnp.where(visible[:, None, None], scores, -jnp.inf), {}
         if isinstance(moe := kind.feed_forward, MoE):
             y, _ = attention(y, w.attention, None, chunk, rotation, kind)
-            y = normalize(
-                x + normalize(y, kind.post_norm, w.attention_post_norm), kind.norm, w.feed_forward_norm
-            )
-            of_tokens = dict(
-                zip(("experts", "expert_scores"), moe.router(y, w.feed_forward, moe.A), strict=True)
-            )
+            x += normalize(y, kind.post_norm, w.attention_post_norm)
+            experts, factors = moe.router(normalize(x, kind.norm, w.feed_forward_norm), w.feed_forward, moe.A)
+            of_tokens = dict(experts=experts, expert_scores=factors)
         return dict(q=q, k=k, v=v), dict(scores=scores), of_tokens
 
     in_specs = P(ROWS), specs(layer_infos(kind, x.shape[2]), w), P(ROWS)
@@ -662,10 +663,11 @@ class Norm:
         """x: [...,D] -> [...,D] in x's dtype. mean: of all columns, [...,D] -> [...,1]."""
         y = x.astype(jnp.float32)
         y = y * lax.rsqrt(mean(y * y) + self.eps)
-        if self.offset is not None:
-            return (y * (self.offset + w.astype(jnp.float32))).astype(x.dtype)
-        y = y.astype(x.dtype)
-        return y if w is None else y * w
+        if w is None:
+            return y.astype(x.dtype)
+        if self.offset is None:
+            return y.astype(x.dtype) * w
+        return (y * (self.offset + w.astype(jnp.float32))).astype(x.dtype)
 
     def declare(self, info: ArrayInfo) -> ArrayInfo | None:
         """The declaration of the norm's weights: info, one factor per column; None if it has no weights."""
@@ -828,9 +830,10 @@ class AttentionBlock(Protocol):
     The weights that `declare` returns have the fields `o` [D,k,g,H] and `o_bias`, see `attention`.
     """
 
-    K: int
-    G: int
-
+    @property
+    def K(self) -> int: ...
+    @property
+    def G(self) -> int: ...
     @property
     def slot_layout(self) -> SlotLayout: ...
     @property
@@ -948,7 +951,7 @@ class MoEWeights:
     gate_bias: Array | None = declared_bias("em", "experts.gate_up_proj_bias", "E[M+M]", part=0)
     up_bias: Array | None = declared_bias("em", "experts.gate_up_proj_bias", "E[M+M]", part=1)
     down_bias: Array | None = declared_bias("eD", "experts.down_proj_bias", "ED")
-    shared: MLPWeights | None
+    shared: Any
 
 
 @pytree
@@ -1031,15 +1034,16 @@ def kv_info(kind: LayerKind, batch: int, max_len: int, dtype) -> KV:
     """A layer's declared cache of `batch` rows of up to `max_len` positions. dtype: float, or int8."""
     K, layout = kind.attention.K, kind.attention.slot_layout
     slots = min(max_len, kind.mask.ring or max_len)
-    values = ArrayInfo("bksC", shape=(batch, K, slots, layout.width), dtype=dtype)
-    scale = ArrayInfo("bk2s", shape=(batch, K, 2, slots), dtype=jnp.bfloat16)
+    values: Any = ArrayInfo("bksC", shape=(batch, K, slots, layout.width), dtype=dtype)
+    scale: Any = ArrayInfo("bk2s", shape=(batch, K, 2, slots), dtype=jnp.bfloat16)
     return KV(values, scale if jnp.dtype(dtype) == jnp.int8 else None, layout)
 
 
 def cache_infos(cfg: Config, batch: int, max_len: int, dtype) -> Cache:
     """The declared cache of all layers, see `kv_info`."""
     layers = [kv_info(kind, batch, max_len, dtype) for kind in cfg.layers]
-    return Cache(layers=layers, length=ArrayInfo("b", shape=(batch,), dtype=jnp.int32))
+    length: Any = ArrayInfo("b", shape=(batch,), dtype=jnp.int32)
+    return Cache(layers=layers, length=length)
 
 
 def init_cache(cfg: Config, mesh: Mesh, batch: int, max_len: int, dtype) -> Cache:

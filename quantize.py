@@ -10,6 +10,7 @@ product is used.
 import dataclasses
 import math
 from functools import partial, reduce
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +39,7 @@ class QuantizedArray:
     format: "Format"
 
 
-class Format:
+class Format(Protocol):
     """What a number format defines. `info` is always a weight's declaration (sharding.arrays.ArrayInfo)."""
 
     scheme: str  # under which platforms list kernels for the format
@@ -53,11 +54,11 @@ class Format:
         """The format in which a checkpoint stores these weights."""
         return self
 
-    def on(self, platform: str) -> "Format":
+    def on(self, platform: str) -> "Format | Requantized":
         """The format in which a platform ("cpu", "gpu" or "tpu") holds weights of this format."""
         return self
 
-    def for_array(self, info) -> "Format | None":
+    def for_array(self, info) -> "Format | Requantized | None":
         """The format that one weight of the model uses: int8, for example, if 4 bits are too few for it.
 
         None: it stays float.
@@ -115,7 +116,7 @@ class PerChannel(Format):
     largest: int
     bits = 8
 
-    def on(self, platform: str) -> Format:
+    def on(self, platform: str) -> "Format | Requantized":
         """A CPU would convert fp8 in each step, which takes much longer than a product of int8."""
         return Requantized(self, INT8) if platform == "cpu" and self != INT8 else self
 
@@ -212,7 +213,7 @@ class PerGroup(Format):
     def __str__(self) -> str:
         return "int4" if self.group_size == 128 else f"int4-g{self.group_size}"
 
-    def on(self, platform: str) -> Format:
+    def on(self, platform: str) -> "Format | Requantized":
         """On CPUs unpacked int4 goes through memory in each step: 34 ms where int8 takes 2.8."""
         return Requantized(self, INT8) if platform == "cpu" else self
 
@@ -257,7 +258,8 @@ class PerGroup(Format):
         q = self.components(info)
         shape = list(q.values.shape)
         shape[len(first_axes(info))] //= 2  # I
-        packed = dataclasses.replace(q.values, shape=tuple(shape), dtype=np.dtype(np.uint8))
+        values: Any = q.values  # its declaration
+        packed = dataclasses.replace(values, shape=tuple(shape), dtype=np.dtype(np.uint8))
         return dataclasses.replace(q, values=packed)
 
     def pack(self, q: QuantizedArray, info) -> tuple[Array, Array]:
@@ -409,7 +411,7 @@ class ExpertsInMXFP4(Format):
     scheme = "mxfp4"
     bits = 4
 
-    def on(self, platform: str) -> Format:
+    def on(self, platform: str) -> "Format | Requantized":
         """Without a kernel that reads four bits, all experts would be unpacked in each step."""
         return self if platform == "tpu" else Requantized(self, INT8)
 
@@ -458,6 +460,9 @@ class ExpertsInMXFP4(Format):
         scale = power_of_two(lax.slice_in_dim(scale, 0, blocks.shape[axis], axis=axis))
         return (blocks * jnp.expand_dims(scale, axis + 1).astype(dtype)).reshape(values.shape)
 
+    def einsum(self, spec: str, x: Array, q: QuantizedArray, dtype) -> Array:
+        raise NotImplementedError("MXFP4 is for the matrices of experts alone")
+
     def expert_matrices(self, q: QuantizedArray, dtype) -> tuple[Array, Array | None]:
         return self.floats(q, 1, dtype), None
 
@@ -478,7 +483,7 @@ def power_of_two(exponent: Array) -> Array:
 def e2m1_codes(x: Array) -> Array:
     """The codes of the nearest e2m1 numbers, uint8: of two that are as near the one of even rank."""
     size = jnp.abs(x)
-    below = sum((size > tie).astype(jnp.uint8) for tie in (0.25, 1.25, 2.5, 5))
+    below: Any = sum((size > tie).astype(jnp.uint8) for tie in (0.25, 1.25, 2.5, 5))
     below += sum((size >= tie).astype(jnp.uint8) for tie in (0.75, 1.75, 3.5))
     return jnp.where(below < 2, 1 - below, below) | (jnp.signbit(x).astype(jnp.uint8) << 3)
 
@@ -543,8 +548,8 @@ class Requantized:
     def bits(self) -> int:
         return self.held_as.bits
 
-    def for_array(self, info) -> Format | None:
-        stored_as = self.stored_as.for_array(info)
+    def for_array(self, info) -> "Format | Requantized | None":
+        stored_as: Any = self.stored_as.for_array(info)
         return stored_as if stored_as in (None, self.held_as) else Requantized(stored_as, self.held_as)
 
     def pad_multiple(self, size: int) -> int:

@@ -13,6 +13,7 @@ from families.experts import ROUTER_NAME, SINGLE_OR_JOINED_EXPERTS
 from families.family import Family
 from families.fields import NUMBER, ConfigFields
 from families.latent_attention import LatentAttention
+from families.rope_scaling import YarnScaling
 from feedback.errors import UserError
 from model import Config, LayerKind, Norm, Rope, Router
 from sharding.arrays import Stored
@@ -65,7 +66,7 @@ def latent_of(fields: ConfigFields, rope: Rope) -> LatentAttention:
         if fields.take(name, int, follows) != follows:
             raise UserError(f"config.json: {name} = {fields.get(name)} is not supported, only {follows}")
     mscale, scale = read.rope_parameters(fields, rope.theta).get("mscale_all_dim"), None
-    if rope.scaling and mscale:
+    if isinstance(rope.scaling, YarnScaling) and mscale:
         # transformers multiplies the cosine and sine, so R of the N + R columns, by the quotient of the
         # growths of mscale and mscale_all_dim: Rope.magnitude. It multiplies all scores by this square.
         scale = (N + R) ** -0.5 * read.yarn_growth(rope.scaling.factor, mscale) ** 2

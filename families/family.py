@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from families.fields import ConfigFields
 from families.tool_formats import MessageToolFormat, ToolFormat
@@ -60,11 +60,11 @@ class Family:
     config: Callable[[ConfigFields], Config]
     multimodal_type: str | None = None
     field_names: dict[str, str] = dataclasses.field(default_factory=dict)
-    defaults: dict[str, int | float] = dataclasses.field(default_factory=dict)
+    defaults: Mapping[str, int | float] = dataclasses.field(default_factory=dict)
     supported: dict[str, tuple] = dataclasses.field(default_factory=lambda: {"hidden_act": ("silu",)})
     no_effect: tuple[str, ...] = ()
     tensor_names: tuple[tuple[str, str], ...] = ()
-    layouts: dict[str, tuple[Stored, ...]] = dataclasses.field(default_factory=dict)
+    layouts: Mapping[str, tuple[Stored, ...]] = dataclasses.field(default_factory=dict)
     unused_tensors: str = r"\.rotary_emb\.inv_freq$"
     extra_layer: bool = False
     channels: Channels | None = None
@@ -81,8 +81,9 @@ class Family:
 
         The fields of a layer's MLP and of its experts have the same names: their letters tell them apart.
         """
-        layer, field = re.fullmatch(r"(?:layers\.(\d+)\.)?(.*)", name).groups()
+        layer, field = re.findall(r"^(?:layers\.(\d+)\.)?(.*)$", name)[0]
         prefix = f"model.layers.{layer}." if layer else ""
+        assert info.stored is not None  # as all weights are
         letters, sizes = set(info.letters.upper()), info.stored.sizes
         return [
             *(

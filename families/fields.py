@@ -1,5 +1,7 @@
 """The fields of a config.json, while they are read."""
 
+from typing import Any
+
 from feedback.errors import UserError
 
 NUMBER = (int, float)
@@ -34,7 +36,9 @@ class ConfigFields:
         self.unread.pop(name, None)
         return self.values.get(name)
 
-    def take(self, name: str, kind: type | tuple[type, ...], default=REQUIRED, zero: bool = False):
+    def take(
+        self, name: str, kind: type | tuple[type, ...], default: Any = REQUIRED, *, zero: bool = False
+    ) -> Any:
         """The value of a field, which must be of this type. null means absent.
 
         Numbers are positive. zero: whether a number may also be 0.

@@ -29,9 +29,9 @@ def config(fields: ConfigFields) -> Config:
     return read.config(fields, layers, norm, tied=True, embedding_scale=scale, logit_softcap=cap)
 
 
-DEFAULTS = dict(vocab_size=262208, num_attention_heads=8, num_key_value_heads=4, head_dim=256)
+DEFAULTS: dict[str, float] = dict(vocab_size=262208, num_attention_heads=8, num_key_value_heads=4)
 DEFAULTS |= dict(rms_norm_eps=1e-6, max_position_embeddings=131072, rope_theta=1e6, rope_local_base_freq=1e4)
-DEFAULTS |= dict(query_pre_attn_scalar=256, sliding_window=4096, sliding_window_pattern=6)
+DEFAULTS |= dict(head_dim=256, query_pre_attn_scalar=256, sliding_window=4096, sliding_window_pattern=6)
 NAMES = (
     (r"\.post_attention_layernorm\.", ".post_self_attn_layernorm."),
     (r"\.pre_feedforward_layernorm\.", ".post_attention_layernorm."),

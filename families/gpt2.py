@@ -4,6 +4,7 @@ Source: transformers, models/gpt2.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +22,8 @@ from sharding.mesh import MODEL
 
 @pytree
 class LayerNormWeights:
-    weight: Array
-    bias: Array
+    weight: Any
+    bias: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +32,8 @@ class LayerNorm:
 
     eps: float
 
-    def declare(self, info: ArrayInfo) -> LayerNormWeights:
+    def declare(self, info: ArrayInfo) -> Any:
+        assert info.stored is not None  # as all weights are
         stored = dataclasses.replace(info.stored, name=info.stored.name.removesuffix("weight") + "bias")
         return LayerNormWeights(weight=info, bias=dataclasses.replace(info, stored=stored, initial=0.0))
 

@@ -4,6 +4,7 @@ Source: transformers, models/gpt_oss.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,15 +31,16 @@ class SinkAttention(Attention):
     So each sum of values is of weights that sum to less than 1. Source: arXiv 2309.17453.
     """
 
-    def declare(self, prefix: str, D: int, weights: type = SinkAttentionWeights) -> SinkAttentionWeights:
+    def declare(self, prefix: str, D: int, weights: type | None = SinkAttentionWeights) -> Any:
         return super().declare(prefix, D, weights)
 
-    def head_outputs(self, o: Array, lse: Array, x: Array, w: SinkAttentionWeights) -> Array:
+    def head_outputs(self, o: Array, lse: Array, x: Array, w: AttentionWeights) -> Array:
         """o, lse, x, and the result: see `Attention.head_outputs`.
 
         Attention to the sink alone is the part (o=0, lse=sink): its value is 0. Merged with it, see
         ops.attention.merge, o has the weight exp(lse) / (exp(lse) + exp(sink)) = sigmoid(lse - sink).
         """
+        assert isinstance(w, SinkAttentionWeights)
         weight = jax.nn.sigmoid(lse - w.sinks.astype(lse.dtype))
         return (o * weight[..., None]).astype(o.dtype)
 

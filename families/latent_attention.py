@@ -74,6 +74,7 @@ class LatentAttention:
         """
         matrices = ("bTD,QD->bTQ", w.q_a), ("bTD,lD->bTl", w.kv_a), ("bTD,rD->bTr", w.k_rope)
         compressed, latent, k_rope = products(x, *matrices)
+        assert rotation is not None  # such a layer has RoPE
         compressed = self.norm(compressed, w.q_a_norm)
         q = einsum("bTkgN,kgLN->bTkgL", einsum("bTQ,kgNQ->bTkgN", compressed, w.q_b), w.k_b)
         q_rope = rotate(einsum("bTQ,kgRQ->bTkgR", compressed, w.q_rope), rotation)

@@ -4,6 +4,7 @@ Source: transformers, models/muse_glimmer.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 from jax import Array
@@ -31,11 +32,12 @@ class GatedAttention(Attention):
     Source: arXiv 2505.06708.
     """
 
-    def declare(self, prefix: str, D: int, weights: type = GatedAttentionWeights) -> GatedAttentionWeights:
+    def declare(self, prefix: str, D: int, weights: type | None = GatedAttentionWeights) -> Any:
         return super().declare(prefix, D, weights)
 
-    def head_outputs(self, o: Array, lse: Array, x: Array, w: GatedAttentionWeights) -> Array:
+    def head_outputs(self, o: Array, lse: Array, x: Array, w: AttentionWeights) -> Array:
         """o, lse, x, and the result: see `Attention.head_outputs`."""
+        assert isinstance(w, GatedAttentionWeights)
         return o * jax.nn.sigmoid(einsum("bTD,kgHD->bTkgH", x, w.gate))
 
 

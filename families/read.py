@@ -1,17 +1,18 @@
 """Parts of a Config, from fields of config.json that several families share."""
 
 import math
+from typing import Any
 
 from families.fields import NUMBER, ConfigFields
 from families.rope_scaling import LinearScaling, Llama3Scaling, YarnScaling
 from feedback.errors import UserError
-from model import MLP, Attention, Config, Full, LayerKind, MoE, Norm, Rope, Router, Window
+from model import MLP, Attention, Config, Full, LayerKind, MoE, Norm, Normalization, Rope, Router, Window
 
 MOST_LAYERS = 1000  # a sanity limit: a list of that many layers is made
 
 
 def config(
-    fields: ConfigFields, layers: tuple[LayerKind, ...], norm: Norm, tied: bool = False, **others
+    fields: ConfigFields, layers: tuple[LayerKind, ...], norm: Normalization, tied: bool = False, **others
 ) -> Config:
     """The Config of these layers. norm: the final norm. tied: the default of tie_word_embeddings."""
     return Config(
@@ -54,8 +55,8 @@ def layer_types(fields: ConfigFields, name: str, default: list[str], *known: str
     """A field that gives each layer's type, one of the known ones. default: where the field is absent."""
     types = fields.take(name, list, default)
     if len(types) != len(default) or not all(kind in known for kind in types):
-        known = " or ".join(known)
-        raise UserError(f"config.json: {name} do not describe {len(default)} layers, each {known}")
+        expected = " or ".join(known)
+        raise UserError(f"config.json: {name} do not describe {len(default)} layers, each {expected}")
     return types
 
 
@@ -98,7 +99,8 @@ def moe(
     return MoE(E, A, M, router, shared=MLP(shared * M) if shared else None, **others)
 
 
-def _number(fields: ConfigFields, name: str, *default: float | None) -> float | None:
+def _number(fields: ConfigFields, name: str, *default: float | None) -> Any:
+    """A field as a float, or its default."""
     value = fields.take(name, NUMBER, *default)
     return None if value is None else float(value)
 

@@ -1,5 +1,7 @@
 """All families, and the Config of a model of any of them."""
 
+from typing import Any
+
 from families.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
 from families.family import Family
 from families.fields import ConfigFields
@@ -83,13 +85,14 @@ def read_config(config: dict) -> Config:
         if not str(name).endswith(("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")):
             raise UserError(f"config.json: architecture {name!r} has no language model's head")
     family, config = find_family(config)
-    named = {}
+    named: dict[str, Any] = {}
     for name, value in config.items():
-        other = named.setdefault(family.field_names.get(name, name), value)
+        usual = family.field_names[name] if name in family.field_names else name
+        other = named.setdefault(usual, value)
         if None not in (value, other) and value != other:
             raise UserError(f"config.json: {name} = {value!r} is there under another name with another value")
-        named[family.field_names.get(name, name)] = other if value is None else value
-    fields = ConfigFields(family.defaults | named, family.no_effect)
+        named[usual] = other if value is None else value
+    fields = ConfigFields({**family.defaults, **named}, family.no_effect)
     cfg = family.config(fields)
     fields.finish(family.supported)
     return cfg

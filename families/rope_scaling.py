@@ -35,8 +35,8 @@ class Llama3Scaling:
     def __call__(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
         turns = self.original * frequencies / np.float32(2 * np.pi)
         # low and high may be equal: then nothing is blended.
-        kept = (turns - self.low) / (self.high - self.low) if self.high > self.low else turns >= self.low
-        kept = np.clip(kept, 0, 1).astype(np.float32)
+        above = (turns - self.low) / (self.high - self.low) if self.high > self.low else turns >= self.low
+        kept = np.clip(above, 0, 1).astype(np.float32)
         return (1 - kept) * frequencies / np.float32(self.factor) + kept * frequencies
 
 

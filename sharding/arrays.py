@@ -6,7 +6,7 @@ number format (its values and their scale) are declared in the same way, see qua
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, TypeVar, dataclass_transform
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,11 @@ from ops.tpu import LANES
 from quantize import Format, QuantizedArray
 from sharding.mesh import SHARDED_BY, mesh_size
 
+T = TypeVar("T")
 
-def pytree(cls):
+
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+def pytree(cls: type[T]) -> type[T]:
     """A frozen dataclass of arrays, whose fields are given by name."""
     return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True, kw_only=True)(cls))
 
@@ -78,7 +81,7 @@ class ArrayInfo:
         return tuple(self.letters.index(letter) for letter in self.contracted)
 
     @property
-    def quantization(self) -> Format | None:
+    def quantization(self) -> Any:
         """The number format of this array; None if it is not quantized."""
         return self.format.for_array(self) if self.format and self.contracted else None
 
@@ -169,6 +172,7 @@ def infos_of(cls, prefix: str, sizes: dict[str, int], absent: dict[str, bool] | 
     """
 
     def resolve(info: ArrayInfo) -> ArrayInfo:
+        assert info.stored is not None  # `declared` gives it
         stored = dataclasses.replace(info.stored, name=prefix + info.stored.name, sizes=tuple(sizes.items()))
         return dataclasses.replace(info, stored=stored, shape=tuple(sizes[x] for x in info.letters.upper()))
 
@@ -211,16 +215,16 @@ def zeros(tree):
 
 def random_arrays(key: Array, infos, mesh: Mesh, dtype):
     """A declared tree with random values, the same on every mesh, see ArrayInfo.initial."""
-    infos, treedef = jax.tree.flatten(infos)
+    leaves, treedef = jax.tree.flatten(infos)
     arrays = []
-    for one, info in zip(jax.random.split(key, len(infos)), infos, strict=True):
+    for one, info in zip(jax.random.split(key, len(leaves)), leaves, strict=True):
         info = dataclasses.replace(
             info, stored=None
         )  # those that differ in their names alone share a program
         tree = abstract(info, mesh, dtype)
         array = make(_random, tree, one, info, info.padded_shape(mesh), dtype)
         arrays.append(jax.block_until_ready(array))  # one is in float32 at a time
-    return treedef.unflatten(arrays)
+    return jax.tree.unflatten(treedef, arrays)
 
 
 def _random(key: Array, info: ArrayInfo, padded: tuple[int, ...], dtype):

@@ -60,21 +60,21 @@ def prefill_ring(cfg, tokens: int, mesh: Mesh) -> Ring | None:
     return interconnect_ring(mesh)
 
 
-def einsum(spec: str, x: Array, w: "Weight | Gathering | Scattering", out_dtype=None) -> "Array | Scattered":
-    """`ops.matmul.einsum`, of one device's arrays; a product of a `Scattering` weight is for `psum` alone."""
+def einsum(spec: str, x: Array, w: "Weight | Gathering | Scattering", out_dtype=None) -> Array:
+    """`ops.matmul.einsum`, of one device's arrays. A product of a `Scattering` weight is for `psum` alone."""
     if isinstance(w, Gathering):
         return products(x, (spec, w))[0]
     if isinstance(w, Scattering):
-        return w.einsum(spec, x)
+        return w.einsum(spec, x)  # type: ignore[return-value]  # nothing but `psum` gets it
     return matmul.einsum(spec, x, w, out_dtype)
 
 
 def products(x: Array, *pairs: "tuple[str, Weight | Gathering]") -> list[Array]:
     """`einsum(spec, x, w)` of each pair (spec, w). By columns, x travels around the ring once for all."""
-    weights = [w.weight for _, w in pairs if isinstance(w, Gathering)]
-    if not weights:
+    gathering = [w for _, w in pairs if isinstance(w, Gathering)]
+    if not gathering:
         return [einsum(spec, x, w) for spec, w in pairs]
-    specs, ring = [spec for spec, _ in pairs], pairs[0][1].ring
+    specs, weights, ring = [spec for spec, _ in pairs], [w.weight for w in gathering], gathering[0].ring
     if not all(map(has_columns, weights)):
         x = lax.all_gather(x, MODEL, axis=x.ndim - 1, tiled=True)
         return [matmul.einsum(spec, x, w) for spec, w in zip(specs, weights, strict=True)]
@@ -111,7 +111,7 @@ def _wrapped(ring: Ring, info: ArrayInfo, w: Weight) -> "Weight | Gathering | Sc
     if "D" not in info.letters:
         return w
     if info.letters == "D":
-        return own_columns(w)
+        return jax.tree.map(own_columns, w)
     if inputs == {"D"} and info.letters.endswith("D"):
         return Gathering(w, ring)
     if inputs and "D" in outputs and info.letters.startswith("D"):

@@ -31,8 +31,8 @@ SLOTS = ("expert_slots", "tensor_slots")
 EXPERT = ("expert_heads", "expert_slots")
 TENSOR = ("tensor_heads", "tensor_slots")
 MODEL = ("expert_heads", "expert_slots", "tensor_heads", "tensor_slots")
-SHARDED_BY = dict(b=ROWS, k=HEADS, g=SLOTS, s=SLOTS, e=EXPERT, m=TENSOR, f=MODEL, v=MODEL)
-SHARDED_BY |= dict(h=SLOTS, l=SLOTS, r=SLOTS, p=STAGE, d=MODEL)
+SHARDED_BY: dict[str, str | tuple[str, ...]] = dict(b=ROWS, p=STAGE, k=HEADS, g=SLOTS, s=SLOTS, h=SLOTS)
+SHARDED_BY |= dict(l=SLOTS, r=SLOTS, e=EXPERT, m=TENSOR, f=MODEL, v=MODEL, d=MODEL)
 
 
 def mesh_shape(cfg, data: int = 1, expert: int = 1, tensor: int = 1, stage: int = 1) -> dict[str, int]:
@@ -83,7 +83,7 @@ def mesh_size(mesh: Mesh, axes: str | tuple[str, ...]) -> int:
 
 def degrees(mesh: Mesh) -> dict[str, int]:
     """The degrees of parallelism of a mesh, by name; `stage` only if there are several stages."""
-    axes = dict(data="data", expert=EXPERT, tensor=TENSOR)
+    axes: dict[str, str | tuple[str, ...]] = dict(data="data", expert=EXPERT, tensor=TENSOR)
     axes |= dict(stage=STAGE) if mesh.shape[STAGE] > 1 else {}
     return {name: mesh_size(mesh, axis) for name, axis in axes.items()}
 

@@ -3,6 +3,8 @@
 Letters as in model.py. These functions run inside shard_map; no device ever has all logits of a row.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,7 +55,9 @@ class Sampling:
 
 MAX_BIASES = 300  # tokens with a bias in one request
 MAX_TOP_LOGPROBS = 20
-NEUTRAL = Sampling(  # the values without an effect, in the type of each option
+_NO_BIAS: dict[str, Any] = dict(tokens=np.full(MAX_BIASES, -1, np.int32))
+_NO_BIAS |= dict(values=np.zeros(MAX_BIASES, np.float32))
+_NEUTRAL: dict[str, Any] = dict(  # the values without an effect, in the type of each option
     seed=np.uint32(0),
     temperature=np.float32(0),
     top_k=np.int32(0),
@@ -63,9 +67,10 @@ NEUTRAL = Sampling(  # the values without an effect, in the type of each option
     presence_penalty=np.float32(0),
     frequency_penalty=np.float32(0),
     answer_start=np.int32(0),
-    bias=Bias(tokens=np.full(MAX_BIASES, -1, np.int32), values=np.zeros(MAX_BIASES, np.float32)),
+    bias=Bias(**_NO_BIAS),
     top_logprobs=np.int32(0),
 )
+NEUTRAL = Sampling(**_NEUTRAL)
 
 
 @pytree
@@ -153,6 +158,7 @@ def penalize(logits: Array, sampling: Sampling, text: Array, length: Array) -> A
         present, penalty = count_tokens(logits, text, 0, length) > 0, sampling.repetition_penalty[:, None]
         logits = jnp.where(present, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
     if sampling.frequency_penalty is not None:  # see serving.requests.ANSWER_PENALTIES
+        assert sampling.presence_penalty is not None and sampling.answer_start is not None
         count = count_tokens(logits, text, sampling.answer_start, length)
         frequency, presence = sampling.frequency_penalty[:, None], sampling.presence_penalty[:, None]
         logits -= frequency * count + presence * (count > 0)
@@ -199,5 +205,6 @@ def sample(logits: Array, sampling: Sampling, text: Array, length: Array, V: int
         return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), position), (V,))
 
     # The Gumbel-max trick: the argmax of logits plus Gumbel noise is a sample. Source: arXiv 1411.0030.
+    assert sampling.seed is not None  # where there is a temperature
     ids = jnp.minimum(vocabulary_shard(logits), V - 1)
     return argmax(logits + jnp.where(drawn, jax.vmap(noise)(sampling.seed, length)[:, ids], 0))

@@ -23,6 +23,7 @@ The functions below take and return global arrays.
 import dataclasses
 from collections.abc import Iterable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -66,8 +67,9 @@ class StageInputs:
 
 def stage_input_infos(D: int, rows: int, read: Iterable[tuple[int, int]]) -> StageInputs:
     """The declared inputs of stages. rows: of decode steps. read: (B, T) of each shape of prefill chunks."""
-    hidden = {(B, T): ArrayInfo("bTd", shape=(B, T, D)) for B, T in [(rows, 1), *read]}
-    return StageInputs(hidden=hidden, tokens=ArrayInfo("bT", shape=(rows, 1), dtype=jnp.int32))
+    hidden: Any = {(B, T): ArrayInfo("bTd", shape=(B, T, D)) for B, T in [(rows, 1), *read]}
+    tokens: Any = ArrayInfo("bT", shape=(rows, 1), dtype=jnp.int32)
+    return StageInputs(hidden=hidden, tokens=tokens)
 
 
 def is_last() -> Array:

@@ -20,8 +20,8 @@ exit_on_signals()  # main.py also calls it before there are threads
 import jax
 
 from distributed import join
+from serving import deploy
 from serving.programs import Programs
-from terminal import models
 
 
 def announced(function, seconds: float, calls: int = 1):
@@ -49,7 +49,7 @@ if PHASE in ("coming", "joining"):
         where, name = {"coming": (join, "call_roll"), "joining": (jax.distributed, "initialize")}[PHASE]
         setattr(where, name, announced(getattr(where, name), 4))
 elif PHASE == "loading":
-    models.load = announced(models.load, 2)
+    deploy.load = announced(deploy.load, 2)
 elif PHASE == "compiling":
     Programs.warm_up = announced(Programs.warm_up, 0)
 elif PHASE == "decoding":

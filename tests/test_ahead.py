@@ -17,14 +17,13 @@ from test_generation import MAX_LEN, deep, subject
 
 import main
 from feedback.errors import UserError
-from serving import ahead, chunks
+from serving import ahead, chunks, deploy
 from serving.ahead import ProgramsOnShapes, programs_at_a_time
 from serving.engine import Engine
 from serving.programs import Programs
 from serving.requests import OPTION_SETS, Request
 from serving.speculation import DraftModel, PromptLookup
 from sharding.sampling import Sampling
-from terminal import models
 from terminal.command_line import OUT_OF_MEMORY
 
 REPOSITORY = pathlib.Path(main.__file__).parent
@@ -157,7 +156,7 @@ def test_weights_that_cannot_be_loaded(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(ahead, "compile_on_shapes", compile_slowly)
     monkeypatch.setattr(ahead, "programs_at_a_time", lambda layers: 1)
-    monkeypatch.setattr(models, "load", fail)
+    monkeypatch.setattr(deploy, "load", fail)
     code, out, err = invoke(monkeypatch, capsys, main, "--prompt", "Hello")
     assert code == 1 and not out and err.splitlines()[-1] == "error: the weights are damaged"
     assert len(begun) == 1
@@ -168,13 +167,14 @@ ENDS = """
 import time
 import main
 from feedback.errors import UserError
+from serving import deploy
 from terminal import models
 
 def fail(*arguments):
     raise UserError("wrong weights")
 
 models.Engine = lambda *_, **__: time.sleep(1000)
-models.load = fail
+deploy.load = fail
 main.run_to_end()
 """
 
@@ -200,7 +200,7 @@ def test_programs_that_do_not_fit(monkeypatch, capsys):
             time.sleep(0.01)
 
     monkeypatch.setattr(ahead, "compile_on_shapes", fail)
-    monkeypatch.setattr(models, "load", load)
+    monkeypatch.setattr(deploy, "load", load)
     code, out, err = invoke(monkeypatch, capsys, main, "--prompt", "Hello")
     assert code == 1 and not out and 0 < len(asked) < 6000
     assert err.splitlines()[-1] == f"error: {OUT_OF_MEMORY}"

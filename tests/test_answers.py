@@ -29,8 +29,9 @@ from checkpoints.loading import load
 from checkpoints.tensor_files import MappedFile, TensorFile
 from convert_checkpoint import convert
 from feedback.progress import progress
+from serving import deploy
 from serving.text import encode, load_tokenizer
-from terminal import answers, command_line, models, output_file
+from terminal import answers, command_line, output_file
 from terminal.options import parse_arguments
 from terminal.prompts import Prompt, RequestBuilder
 
@@ -208,7 +209,7 @@ def test_what_an_editor_leaves(ask, tmp_path, monkeypatch):
     arguments = ["--prompt-file", "p", "--output", "o"]
     assert ask(*arguments)[0] == 0
     whole = (tmp_path / "o").read_bytes()
-    monkeypatch.setattr(models, "load", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr(deploy, "load", lambda *_, **__: pytest.fail("loaded"))
     for left in (
         whole.replace(b"\n", b"\r\n"),
         b"\xef\xbb\xbf" + whole,
@@ -226,7 +227,7 @@ def test_held_answers_are_not_asked_again(ask, tmp_path, monkeypatch):
     arguments = ["--prompt-file", "p", "--output", "o"]
     assert ask(*arguments)[0] == 0
     whole = (tmp_path / "o").read_bytes()
-    monkeypatch.setattr(models, "load", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr(deploy, "load", lambda *_, **__: pytest.fail("loaded"))
     code, out, err = ask(*arguments)
     assert code == 0 and out == "" and (tmp_path / "o").read_bytes() == whole
     monkeypatch.undo()

@@ -54,6 +54,12 @@ def test_a_turn_that_computes_nan(environment, tmp_path):
     assert done.returncode == 1 and "error: the model computes NaN" in done.stderr
 
 
+def test_profile(environment, tmp_path):
+    """It is written when the conversation ends."""
+    _, stderr = over_a_pipe(environment, "Who are you?\n", "--profile", str(tmp_path))
+    assert f"profile: {tmp_path}\n" in stderr and list(tmp_path.glob("plugins/profile/*/*.xplane.pb"))
+
+
 class Terminal:
     """A command in a terminal of its own."""
 

@@ -2,8 +2,10 @@
 
 import collections
 import dataclasses
+import gzip
 import itertools
 import json
+import logging
 import os
 import pathlib
 import re
@@ -11,12 +13,14 @@ import shlex
 import shutil
 import subprocess
 import sys
+import urllib.request
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import CHECKPOINTS, ONE_EACH, invoke, llama3_config, llama4_config
+from processes import serving as serving_process
 from safetensors.numpy import load_file, save_file
 
 import convert_checkpoint
@@ -24,14 +28,15 @@ import main
 import model
 from checkpoints.checkpoint import open_checkpoint
 from feedback.errors import UserError
-from serving import memory, placement
+from serving import deploy, memory, placement
+from serving.generate import load
 from serving.placement import choose_mesh
 from serving.requests import SAMPLING_OPTIONS, choose_sampling
 from serving.text import load_tokenizer, stop_tokens
 from sharding.arrays import abstract
 from sharding.mesh import degrees, make_mesh
 from sharding.sampling import Sampling
-from terminal import launch, models, report
+from terminal import diagnostics, launch, report
 from terminal.command_line import run
 from terminal.options import parse_arguments
 from terminal.prompts import DEFAULT_PROMPTS, RequestBuilder
@@ -74,13 +79,15 @@ WRONG = {
     "another tokenizer": ([*ONE_EACH, "--draft", LLAMA4], "its tokenizer is not that of"),
     "no such output folder": ([*ONE_EACH, "--output", "/nowhere/at-all"], "/nowhere/at-all"),
     "no file for output": ([*ONE_EACH, "--output", "/dev/null"], "/dev/null: not a regular file"),
+    "no place for a profile": ([*ONE_EACH, "--profile", "/proc/nowhere"], "--profile /proc/nowhere: No such"),
+    "a file for a profile": ([*ONE_EACH, "--profile", __file__], f"--profile {__file__}: File exists"),
     "no prompt file": (["--prompt-file", "/nowhere"], "/nowhere"),
     "no chat template": (["--chat-template", "/nowhere"], "--chat-template /nowhere: No such file"),
     "no Jinja": (["--chat-template", __file__], f"--chat-template {__file__}: not a Jinja template: line "),
     "an empty template": (["--chat-template", "/dev/null"], "--chat-template /dev/null: the file is empty"),
 }
 WRONG_USAGE = {
-    "unknown option": ["--verbose"],
+    "unknown option": ["--silent"],
     "abbreviated option": ["--check", LLAMA3],
     "text for a number": ["--top-k", "many"],
     "no tokens": ["--max-new-tokens", "0"],
@@ -199,7 +206,7 @@ def test_int8_checkpoint_cannot_become_float(tmp_path, monkeypatch, capsys):
 def test_what_does_not_fit_is_refused_before_loading(monkeypatch, capsys):
     """One line with the bytes of weights and cache, and only what would help."""
     monkeypatch.setattr(memory, "device_memory", lambda: 500_000)
-    monkeypatch.setattr(models, "load", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr(deploy, "load", lambda *_: pytest.fail("loaded"))
     for arguments, cache, remedies in (
         ([], "of 8 x 384 positions", "--quantize int8, more devices"),
         (
@@ -588,3 +595,84 @@ def test_what_takes_long_is_said(monkeypatch, capsys):
     monkeypatch.setattr(launch, "SLOW", 0)
     code, _, err = invoke(monkeypatch, capsys, main, "--prompt", "Hello", "--max-new-tokens", 1)
     assert code == 0 and "compiling, which takes less time at later starts: " in err
+
+
+# What helps when something is wrong
+
+
+@pytest.fixture
+def logs(monkeypatch):
+    """The logger of serving/, which --verbose changes; it is as before afterwards."""
+    logger = logging.getLogger("serving")
+    monkeypatch.setattr(logger, "handlers", [])
+    level = logger.level
+    yield logger
+    logger.setLevel(level)
+
+
+def test_verbose(logs, monkeypatch, capsys):
+    """Lines on stderr: the model and its memory, each program, each turn of the engine, each answer."""
+    arguments = ["--prompt", "Who are you?", "--prompt", "What is 12 + 34?", "--max-new-tokens", 5]
+    arguments += ["--rows", 1, "--tp", 8, "--max-len", 104]  # a length that no other test has
+    code, quiet, err = invoke(monkeypatch, capsys, main, *arguments)
+    assert code == 0 and "serving." not in err
+    code, out, err = invoke(monkeypatch, capsys, main, *arguments[:-1], 112, "--verbose")
+    assert (code, out) == (0, quiet)
+    lines = [line.split(" ", 1)[1] for line in err.splitlines() if " serving." in line]
+    for pattern in (
+        "serving.deploy: .*tiny-llama3: mesh .*'tensor': 8.*, weights float32, cache float32",
+        r"serving.memory: each device needs .* for its share of 1 x 112 positions, and has .* GiB",
+        r"serving.compilation_cache: jit\(DecodeStep\): compiled in \d+\.\d\d s",
+        r"serving.engine: turn 1: 1 rows assigned, 14 prompt tokens in a chunk of 1 x 32, "
+        r"1 of 1 rows decoded, 1 in the queue, \d+\.\d ms",
+        r"serving.engine: turn 3: 1 of 1 rows decoded, 1 in the queue, \d+\.\d ms",
+        "serving.engine: length: 15 prompt tokens, 0 of them cached, and 5 new ones",
+    ):
+        assert [line for line in lines if re.fullmatch(pattern, line)], (pattern, err)
+    assert sum("serving.engine: length" in line for line in lines) == 2
+
+
+def test_the_logs_of_a_library(caplog):
+    """A program that imports it has the same lines from its own logging, and none by default."""
+    llm = load(LLAMA3, rows=1, max_len=128, n_devices=1)
+    llm.generate("Hello", max_new_tokens=2)
+    assert not caplog.records
+    with caplog.at_level(logging.DEBUG, logger="serving.engine"):
+        llm.generate("Hello", max_new_tokens=2)
+    assert {record.name for record in caplog.records} == {"serving.engine"}
+    assert caplog.messages[0].startswith("turn ")
+
+
+def events(folder: pathlib.Path) -> collections.Counter:
+    """The names in the only profile of this folder, with their numbers."""
+    (file,) = folder.glob("plugins/profile/*/*.trace.json.gz")
+    return collections.Counter(x.get("name") for x in json.loads(gzip.open(file).read())["traceEvents"])
+
+
+def test_profile(tmp_path, monkeypatch, capsys):
+    """Of the turns of answers or scores, and of nothing before them; the answers are the usual ones."""
+    _, usual, _ = invoke(monkeypatch, capsys, main, "--prompt", "Who are you?", "--max-len", 128)
+    for seconds, least in ((60, 40), (0, 1)):
+        monkeypatch.setattr(diagnostics, "PROFILED", seconds)
+        folder = tmp_path / str(seconds) / "below"
+        arguments = "--prompt", "Who are you?", "--max-len", 128, "--profile", folder
+        code, out, err = invoke(monkeypatch, capsys, main, *arguments)
+        assert (code, out) == (0, usual) and err.count(f"profile: {folder}\n") == 1
+        found = events(folder)
+        assert found["turn"] == least if seconds == 0 else found["turn"] >= least
+        assert not [name for name in found if "compile_on_shapes" in str(name)]
+    code, _, _ = invoke(monkeypatch, capsys, main, *ONE_EACH, "--score", "--profile", tmp_path / "score")
+    assert code == 0 and events(tmp_path / "score")["turn"]
+
+
+def test_profile_and_log_of_a_server(tmp_path):
+    """The profile is written when the server ends."""
+    with serving_process(tmp_path / "log", "--profile", tmp_path / "profile", "--verbose") as address:
+        ask = urllib.request.Request(
+            f"{address}/v1/completions", b'{"prompt": "12 + 34 =", "max_tokens": 4}',
+            {"content-type": "application/json"},
+        )  # fmt: skip
+        urllib.request.urlopen(ask).read()
+    log = (tmp_path / "log").read_text()
+    assert "serving.engine: turn 1: " in log and f"profile: {tmp_path / 'profile'}\n" in log
+    assert events(tmp_path / "profile")["turn"] >= 4

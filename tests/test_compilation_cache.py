@@ -21,8 +21,8 @@ from test_object_storage import buckets  # noqa: F401  a fixture
 import main
 from checkpoints.object_storage import NoSuchObject, RemoteFolder
 from feedback.errors import UserError
-from terminal import compilation_cache
-from terminal.compilation_cache import SUFFIX, Bucket, Folder, ProgramCache, enable_compilation_cache
+from serving import compilation_cache
+from serving.compilation_cache import SUFFIX, Bucket, Folder, ProgramCache, enable_compilation_cache
 
 LLAMA4 = CHECKPOINTS / "tiny-llama4"
 ROOT = pathlib.Path(main.__file__).parent
@@ -115,23 +115,30 @@ def test_processes_share_a_bucket(alone, buckets):  # noqa: F811
 
 PROGRAM = """
 import sys, jax
-from terminal.compilation_cache import enable_compilation_cache
+from serving.compilation_cache import enable_compilation_cache
 enable_compilation_cache()
 x = jax.numpy.arange(float(sys.argv[1]))
 print(jax.jit(lambda x: (x * x).sum())(x))
 """
 
 
-def run_program(tmp_path, cache: str, width=4, **variables) -> tuple[dict[str, int], str]:
-    """How many programs were compiled and read, and stderr. The sum is right: 0 + 1 + 4 + 9."""
-    (tmp_path / "program.py").write_text(PROGRAM)
-    environment = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "XLA_FLAGS": FAST}
-    environment |= {"JAX_COMPILATION_CACHE_DIR": cache} | variables
-    command = [sys.executable, COUNT, tmp_path / "program.py", str(width)]
+def run_counted(program: str, tmp_path, *arguments, **variables) -> tuple[dict[str, int], str, str]:
+    """How many programs were compiled and read; stdout and stderr."""
+    (tmp_path / "program.py").write_text(program)
+    environment = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "XLA_FLAGS": FAST} | variables
+    command = [sys.executable, COUNT, tmp_path / "program.py", *map(str, arguments)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout) == sum(i * i for i in range(width))
-    return counts(done.stderr), re.sub("^programs .*$", "", done.stderr, flags=re.MULTILINE).strip()
+    stderr = re.sub("^programs .*$", "", done.stderr, flags=re.MULTILINE).strip()
+    return counts(done.stderr), done.stdout, stderr
+
+
+def run_program(tmp_path, cache: str, width=4, **variables) -> tuple[dict[str, int], str]:
+    """How many programs were compiled and read, and stderr. The sum is right: 0 + 1 + 4 + 9."""
+    variables = {"JAX_COMPILATION_CACHE_DIR": cache} | variables
+    found, stdout, stderr = run_counted(PROGRAM, tmp_path, width, **variables)
+    assert float(stdout) == sum(i * i for i in range(width))
+    return found, stderr
 
 
 def cut(entry: pathlib.Path) -> None:
@@ -185,8 +192,47 @@ def test_a_folder_that_cannot_be_written(tmp_path):
     )
 
 
-def test_a_url_of_another_kind(tmp_path, monkeypatch):
+# Programs that call serving.generate.load
+
+FROM_PYTHON = """
+import sys, jax
+jax.jit(lambda: 0)()  # compiled before there is a cache
+before = dict(jax.config.values)
+from serving.generate import load
+assert dict(jax.config.values) == before
+if sys.argv[2:]:
+    jax.config.update("jax_compilation_cache_dir", sys.argv[2])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+print(load(sys.argv[1]).generate("Tell me your name"))
+"""
+
+
+def test_from_python(tmp_path):
+    """`load` keeps what it compiles where main.py does: the second process compiles nothing."""
+    arguments, home = (FROM_PYTHON, tmp_path, CHECKPOINTS / "tiny-llama3"), {"XDG_CACHE_HOME": str(tmp_path)}
+    first, answer, stderr = run_counted(*arguments, **home)
+    assert "Tiny Llama" in answer and stderr == ""
+    assert first["compiled"] > 4 and first["read"] == 0
+    found, *printed = run_counted(*arguments, **home)
+    assert found == {"compiled": 1, "read": first["compiled"] - 1}  # the one before `load`
+    assert printed == [answer, stderr]
+
+
+def test_from_python_with_a_cache_of_its_own(tmp_path):
+    """What the calling program has configured stays, and is not taken over."""
+    own, home = tmp_path / "own", {"XDG_CACHE_HOME": str(tmp_path)}
+    run_counted(FROM_PYTHON, tmp_path, CHECKPOINTS / "tiny-llama3", own, **home)
+    entries = [path.name for path in own.iterdir()]
+    assert entries and not any(name.endswith(SUFFIX) for name in entries)
+    assert not (tmp_path / "llama-jax").exists()
+
+
+# Settings
+
+
+def test_a_url_of_another_kind(settings, monkeypatch):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "ftp://somewhere/compiled")
+    jax.config.update("jax_compilation_cache_dir", "ftp://somewhere/compiled")  # as jax does at its import
     with pytest.raises(UserError, match="ftp://somewhere/compiled"):
         enable_compilation_cache()
 
@@ -197,6 +243,7 @@ def settings():
     names = "dir", "max_size"
     before = {f"jax_compilation_cache_{x}": getattr(jax.config, f"jax_compilation_cache_{x}") for x in names}
     functions = compiler._cache_write, jax_cache.LRUCache
+    jax.config.update("jax_compilation_cache_dir", os.environ.get("JAX_COMPILATION_CACHE_DIR"))
     yield
     compiler._cache_write, jax_cache.LRUCache = functions
     for name, value in before.items():
@@ -206,12 +253,14 @@ def settings():
 def test_sizes(settings, monkeypatch):
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     monkeypatch.delenv("JAX_COMPILATION_CACHE_MAX_SIZE", raising=False)
+    jax.config.update("jax_compilation_cache_dir", None)
     enable_compilation_cache()
     assert jax.config.jax_compilation_cache_max_size == 10 * 2**30
     cache, _ = jax_cache.get_file_cache("somewhere")
     assert isinstance(cache, ProgramCache) and cache.entries.max_bytes == 10 * 2**30
     monkeypatch.setenv("JAX_COMPILATION_CACHE_MAX_SIZE", "5")
     jax.config.update("jax_compilation_cache_max_size", 5)  # as jax does when it is imported
+    jax.config.update("jax_compilation_cache_dir", None)
     enable_compilation_cache()
     assert jax.config.jax_compilation_cache_max_size == 5
 

@@ -229,11 +229,12 @@ def test_answers_at_a_time(compiled):
     options = dict(max_new_tokens=8, temperature=0)
     whole = [llm.generate(prompt, **options).text for prompt in prompts]
     engine = llm.engine
-    assert engine.decode_rows == [1]
+    assert engine.decode_rows == [1] and {shape.rows for shape in engine.chunk_shapes} == {1}
     streams = [llm.stream(prompt, **options) for prompt in prompts]
     firsts = [next(stream) for stream in streams]
     assert [first + "".join(stream) for first, stream in zip(firsts, streams, strict=True)] == whole
     assert engine.decode_rows == [1, 2, 4] and llm.engine is engine
+    assert {shape.rows for shape in engine.chunk_shapes} == {1, 4}
     compiled.clear()
     assert [answer.text for answer in llm.generate(prompts[:2], **options)] == whole[:2]
     assert not compiled

@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 import main
 import model
 from feedback.errors import UserError
+from serving import ahead
 from serving.generate import LLM, load
 
 LLAMA3, LLAMA4 = CHECKPOINTS / "tiny-llama3", CHECKPOINTS / "tiny-llama4"
@@ -122,6 +123,23 @@ def test_nothing_is_compiled_for_a_kind_that_was_seen(compiled):
     llm.generate(PROMPTS, presence_penalty=1, max_new_tokens=5)
     assert not compiled
     assert llm.engine.stats.reused_tokens  # prompts share the beginning of the chat template
+
+
+def test_load_compiles_for_the_first_prompt(monkeypatch, compiled):
+    """All programs of a first prompt, while it reads the weights; those of sampling when they are needed."""
+    llm = load(LLAMA3, rows=3, max_len=120, n_devices=1)  # sizes that no other test has
+    names, compile_one = [], ahead.compile_on_shapes
+
+    def spied(function, *arguments, **static):
+        names.append(function.__name__)
+        return compile_one(function, *arguments, **static)
+
+    monkeypatch.setattr(ahead, "compile_on_shapes", spied)
+    compiled.clear()
+    assert llm.generate(PROMPTS[1]).text == "12 + 34 = 46."
+    assert not names and not compiled
+    llm.generate(PROMPTS[1], temperature=1, max_new_tokens=2)
+    assert names
 
 
 def test_streams():
