@@ -24,11 +24,12 @@ import jax
 from distributed import watch
 from feedback.errors import UserError
 from feedback.progress import progress
+from serving.compilation_cache import enable_compilation_cache
 from serving.memory import fit_cache
 from terminal.answers import Reply, answer, make_replies, refuse_too_long, report_refused
 from terminal.chat import chat
 from terminal.command_line import OUT_OF_MEMORY, run
-from terminal.compilation_cache import enable_compilation_cache
+from terminal.diagnostics import check_profile_folder, profiled, show_logs
 from terminal.launch import Startup, device_count, join_hosts
 from terminal.models import Session, open_session
 from terminal.options import parse_arguments
@@ -44,6 +45,11 @@ def main() -> None:
     with startup.stage("join"):
         join_hosts(args)
         n_devices = device_count()
+    first = jax.process_index() == 0
+    if args.verbose and first:
+        show_logs()
+    if args.profile and first:
+        check_profile_folder(args.profile)
     with startup.stage("config"):
         prompts = [] if args.chat or args.serve else share_prompts(args)
         session = open_session(args, n_devices, startup)
@@ -81,7 +87,10 @@ def answer_prompts(session: Session, prompts: list[Prompt]) -> None:
         else:
             engine = session.start_engine(rows, max_len, requests)
             first, in_lines = jax.process_index() == 0, (args.output or args.prompt_file) and not args.json
-            with progress("answers", len(every), answered, bool(first and in_lines), "answer") as bar:
+            with (
+                progress("answers", len(every), answered, bool(first and in_lines), "answer") as bar,
+                profiled(engine, args.profile),
+            ):
                 for done in answer(engine, replies):
                     if engine.stats.prefilled:
                         startup.first_tokens()

@@ -28,14 +28,16 @@ Letters, one per dimension, are used in shapes, einsums and comments:
 Inside a shard_map an uppercase letter means that the whole dimension is on this device, a lowercase letter
 that this device holds its shard of the dimension. So `einsum("bTf,Df->bTD", h, w.down)` says where every byte
 is; and because it sums over f, a lowercase letter, a `psum` must follow. SHARDED_BY in sharding/mesh.py says
-which mesh axes split which letter: ROWS split b, MODEL f and v, HEADS k, SLOTS g and s, EXPERT e, TENSOR m.
-HEADS and SLOTS are together the axes of MODEL, and so are EXPERT and TENSOR. Outside a shard_map arrays are
-global: shapes there, [B,T,V], are those of all devices together. The exception is the fields of records such
-as Cache: their docstrings give the shapes on one device, even where the record is used outside a shard_map.
+which mesh axes split which letter: ROWS split b; MODEL, the axes that divide one copy of the model, f and v;
+HEADS k, SLOTS g and s, EXPERT e, TENSOR m. HEADS and SLOTS together are MODEL, and so are EXPERT and TENSOR.
+Outside a shard_map arrays are global: shapes there, [B,T,V], are those of all devices together. The exception
+is the fields of records such as Cache: their docstrings give the shapes on one device, even where the record
+is used outside a shard_map.
 
 In long prefill chunks on TPUs each device keeps its share of the columns D of the residual stream, so that
-sums and gathers hide behind products. The layers are the same functions: sharding/collective_matmul.py, from
-which `einsum`, `products` and `psum` come, replaces what these three do.
+sums over devices hide behind products. The layers below are the same functions: sharding/collective_matmul.py
+then wraps a layer's weights, and its `einsum`, `products` and `psum` treat wrapped weights in this way. With
+all other weights they are `jnp.einsum`, several einsums of one array, and `lax.psum`.
 """
 
 from __future__ import annotations
@@ -95,7 +97,7 @@ def forward(tokens: Array, weights: Weights, *, cfg: Config, mesh: Mesh, remat: 
     computes the rest again (gradient checkpointing).
     """
     start = jnp.zeros_like(tokens[:, 0])
-    chunk = chunk_at(start, start + tokens.shape[1], tokens.shape[1])
+    chunk = chunk_at(start, start + tokens.shape[1], tokens.shape[1])  # all T tokens are valid
     x = embed(tokens, chunk.positions, weights, cfg=cfg, mesh=mesh)
     x, _ = layers(x, weights.layers, None, chunk, kinds=cfg.layers, mesh=mesh, remat=remat)
     return unembed(x, weights, cfg=cfg, mesh=mesh)[..., : cfg.V]
@@ -112,8 +114,8 @@ def prefill(
     not checked. The cache is donated: the old one is gone.
     """
     count = jnp.full_like(cache.length, tokens.shape[1]) if count is None else count
-    ring = prefill_ring(cfg, tokens.size // mesh_size(mesh, ROWS), mesh)
-    return read_tokens(tokens, count, weights, cache, cfg, mesh, ring)
+    device_ring = prefill_ring(cfg, tokens.size // mesh_size(mesh, ROWS), mesh)
+    return read_tokens(tokens, count, weights, cache, cfg, mesh, device_ring)
 
 
 @partial(jax.jit, static_argnames=("cfg", "mesh"), donate_argnames="cache")
@@ -130,12 +132,14 @@ def decode_step(
 
 def read_tokens(
     tokens: Array, count: Array, weights: Weights, cache: Cache, cfg: Config, mesh: Mesh,
-    ring: Ring | None = None,
+    device_ring: Ring | None = None,
 ) -> tuple[Array, Cache]:  # fmt: skip
     """What `prefill` and `decode_step` have in common: tokens [B,T] -> (logits [B,V], Cache)."""
     chunk = chunk_at(cache.length, count, tokens.shape[1])
     x = embed(tokens, chunk.positions, weights, cfg=cfg, mesh=mesh)
-    x, kv = layers(x, weights.layers, cache.layers, chunk, kinds=cfg.layers, mesh=mesh, ring=ring)
+    x, kv = layers(
+        x, weights.layers, cache.layers, chunk, kinds=cfg.layers, mesh=mesh, device_ring=device_ring
+    )
     last = jnp.take_along_axis(x, count[:, None, None] - 1, 1)  # [B,1,D]
     logits = unembed(last, weights, cfg=cfg, mesh=mesh)[:, 0, : cfg.V]
     return logits, Cache(layers=kv, length=cache.length + count)
@@ -174,7 +178,7 @@ def chunk_at(start: Array, count: Array, T: int, row: Array | None = None) -> Ch
 def decoder_layer(
     x: Array, w: LayerWeights, kv: KV | None, chunk: Chunk, rotation: Rotation | None, kind: LayerKind
 ) -> tuple[Array, KV | None]:
-    """x: [b,T,D] -> ([b,T,D], the layer's cache with the chunk in it, or None)."""
+    """x: [b,T,D] -> ([b,T,D], the layer's cache with the chunk in it; None without a cache)."""
     y = normalize(x, kind.norm, w.attention_norm)
     y, kv = attention(y, w.attention, kv, chunk, rotation, kind)
     x = x + normalize(y, kind.post_norm, w.attention_post_norm)
@@ -222,11 +226,11 @@ def attention(
     on where chunks begin.
     """
     q, keys_values = kind.attention.project(x, w, chunk, rotation)
-    new = as_cached(keys_values, kv, kind.attention.slot_layout)
-    o, lse, kv = attend(q, new, kv, chunk, kind.mask)
+    chunk_kv = as_cached(keys_values, kv, kind.attention.slot_layout)
+    o, lse, kv = attend(q, chunk_kv, kv, chunk, kind.mask)
     with jax.named_scope("output"):
         o = kind.attention.head_outputs(o.astype(x.dtype), lse, x, w)
-        y = psum(einsum("bTkgH,DkgH->bTD", o, w.o), MODEL)  # k and g: each device has some heads
+        y = psum(einsum("bTkgH,DkgH->bTD", o, w.o), MODEL)  # k and g. H: the width of what a head puts out
         return add_bias(y, w.o_bias), kv
 
 
@@ -236,10 +240,10 @@ class Attention:
 
     Source: arXiv 2305.13245.
 
-    qk_norm: of each query and key, before they are rotated. query_scale: of the rotated queries, given the
-    queries [b,T,k,G,H] and their positions [b,T].
-    bias: of queries, keys and values. output_bias: of the output matrix. scale: the factor of q·k; None for
-    H**-0.5. A family whose attention has more weights has subclasses of Attention and AttentionWeights.
+    qk_norm: the norm of each query and key before RoPE. query_scale: makes the rotated queries [b,T,k,G,H]
+    at positions [b,T] larger. bias, output_bias: whether q, k and v, and the output, have a bias. scale: the
+    factor of q·k; None for H**-0.5. A family whose attention has more weights has subclasses of Attention and
+    AttentionWeights.
     """
 
     K: int
@@ -262,7 +266,7 @@ class Attention:
         if lax.axis_size(SLOTS) == 1:
             # Without the barrier XLA applies rotate's reshape to w.q, and copies that weight in every step.
             q, k, v = lax.optimization_barrier((q, k, v))
-        else:  # devices share a key/value head: each has some of its columns h, and of its queries g
+        else:  # each device has computed some columns h of a head's key and value, and some of its queries g
             *bTk, g, H = q.shape
             q, k, v = gather_shared_head(q.reshape(*bTk, g * H), k, v)
             q = q.reshape(*bTk, -1, H)
@@ -275,7 +279,7 @@ class Attention:
         return q, jnp.concatenate([k, v], -1)
 
     def head_outputs(self, o: Array, lse: Array, x: Array, w: AttentionWeights) -> Array:
-        """What the output matrix multiplies: o itself, or what a family makes of it: -> [b,T,k,g,H].
+        """What the heads put out, for the output matrix: o, or what a family makes of it: -> [b,T,k,g,H].
 
         o: [b,T,k,g,H], each query's weighted sum of values. lse: [b,T,k,g] float32, the log of the sum of
         exponentials of its scores. x: [b,T,D], what `project` was given.
@@ -287,12 +291,12 @@ class Attention:
         return key_beside_value(self.H, self.scale)
 
     @property
-    def divided(self) -> tuple[int, ...]:
+    def sharded_widths(self) -> tuple[int, ...]:
         """Widths that must be multiples of the number of devices which share a head, see mesh_shape."""
         return (self.H,)
 
     def declare(self, prefix: str, D: int, weights: type | None = None) -> Any:
-        """The declared weights, AttentionWeights by default. prefix: precedes their names in a checkpoint."""
+        """The declared weights. prefix: precedes their names in a checkpoint. weights: a subclass's class."""
         absent = dict(q_bias=not self.bias, k_bias=not self.bias, v_bias=not self.bias)
         absent |= dict(o_bias=not self.output_bias)
         infos = infos_of(weights or AttentionWeights, prefix, dict(D=D) | sizes_of(self), absent)
@@ -313,22 +317,22 @@ def gather_shared_head(*parts: Array) -> list[Array]:
     return [x.reshape(*x.shape[:-2], -1) for x in split]
 
 
-def attend(q: Array, new: KV, kv: KV | None, chunk: Chunk, mask: Mask) -> tuple[Array, Array, KV | None]:
+def attend(q: Array, chunk_kv: KV, kv: KV | None, chunk: Chunk, mask: Mask) -> tuple[Array, Array, KV | None]:
     """Attention of a chunk's queries to the cache and to the chunk: -> (o [b,T,k,g,U], lse [b,T,k,g], cache).
 
-    q: [b,T,k,G,H]. new: the chunk's keys and values, [b,k,T,C]. kv: the cache before the chunk; None without
-    a cache. o: sums of values, whose width U is H, but for latent attention. lse: the log of the sum of
-    exponentials of a query's scores, by which partial results are merged.
+    q: [b,T,k,G,H]. chunk_kv: the chunk's keys and values, [b,k,T,C]. kv: the cache before the chunk; None
+    without a cache. o: sums of values, whose width U is H, but for latent attention. lse: the log of the sum
+    of exponentials of a query's scores, by which partial results are merged.
     """
     if kv is None:
-        return *attend_to_chunk(q, new, chunk, mask), None
-    past, kv = attend_to_cache(q, new, kv, chunk, mask)
-    parts = [past] if q.shape[1] == 1 else [past, attend_to_chunk(q, new, chunk, mask)]
+        return *attend_to_chunk(q, chunk_kv, chunk, mask), None
+    *past, kv = attend_to_cache(q, chunk_kv, kv, chunk, mask)
+    parts = [past] if q.shape[1] == 1 else [past, attend_to_chunk(q, chunk_kv, chunk, mask)]
     return *merge(*parts), kv
 
 
-def attend_to_cache(q: Array, new: KV, kv: KV, chunk: Chunk, mask: Mask) -> tuple[tuple[Array, Array], KV]:
-    """Write a chunk into the cache, and attend to the cache: -> ((o, lse) as of `attend`, the cache).
+def attend_to_cache(q: Array, chunk_kv: KV, kv: KV, chunk: Chunk, mask: Mask) -> tuple[Array, Array, KV]:
+    """Write a chunk into the cache, and attend to the cache: -> (o, lse, the cache) as of `attend`.
 
     If T is 1, the token is written first and then attends to the cache alone, itself included: one kernel
     writes and attends. The tokens of a longer chunk attend here to what came before the chunk.
@@ -337,20 +341,20 @@ def attend_to_cache(q: Array, new: KV, kv: KV, chunk: Chunk, mask: Mask) -> tupl
     length, gap = visible_slots(chunk, mask, chunk.start + (T == 1))
     if T == 1:
         with jax.named_scope("scores"):
-            part, kv = ragged_decode(q, new, kv, length, slots, gap, chunk.row)
-        return merge_slots(*part), kv
+            (o, lse), kv = ragged_decode(q, chunk_kv, kv, length, slots, gap, chunk.row)
+        return *merge_slots(o, lse), kv
     # A ring is read before it is written, because the chunk may overwrite what its first tokens see. Any
     # other cache is read after it is written, which spares XLA a copy of it.
     with jax.named_scope("cache"):
-        window, is_ring = T // lax.axis_size(SLOTS) + 1, mask.ring is not None
-        written = write(kv, new, slots, chunk.row, window, ring=is_ring)
+        is_ring, most = mask.ring is not None, T // lax.axis_size(SLOTS) + 1  # slots that the chunk can fill
+        written = write(kv, chunk_kv, slots, chunk.row, most, ring=is_ring)
     with jax.named_scope("scores"):
-        past = attend_cached(q, kv if is_ring else written, length, gap, chunk.row)
-    return merge_slots(*past), written
+        o, lse = attend_cached(q, kv if is_ring else written, length, gap, chunk.row)
+    return *merge_slots(o, lse), written
 
 
 @jax.named_scope("scores")
-def attend_to_chunk(q: Array, new: KV, chunk: Chunk, mask: Mask) -> tuple[Array, Array]:
+def attend_to_chunk(q: Array, chunk_kv: KV, chunk: Chunk, mask: Mask) -> tuple[Array, Array]:
     """Attention among the chunk's own tokens, by this device's queries: -> (o, lse) as of `attend`."""
     g = q.shape[3] // lax.axis_size(SLOTS)
     own = lax.dynamic_slice_in_dim(q, lax.axis_index(SLOTS) * g, g, 3)
@@ -358,7 +362,7 @@ def attend_to_chunk(q: Array, new: KV, chunk: Chunk, mask: Mask) -> tuple[Array,
     # a window that position differs from query to query: then the chunk is one segment, and attend_causal
     # applies the window.
     segment = 0 * chunk.positions if mask.window else mask.first_visible(chunk.positions)
-    return attend_causal(own, new, segment, mask.window)
+    return attend_causal(own, chunk_kv, segment, mask.window)
 
 
 def merge_slots(o: Array, lse: Array) -> tuple[Array, Array]:
@@ -377,11 +381,11 @@ def merge_slots(o: Array, lse: Array) -> tuple[Array, Array]:
 
 # ------------------------------------------------------------------------------------- feed-forward networks
 
-Activation = Callable[[Array, Array], Array]  # of gate and up, [...,F] each, to the hidden units
-
 
 @dataclasses.dataclass(frozen=True)
 class SwiGLU:
+    """silu(gate) * up. Source: arXiv 2002.05202."""
+
     def __call__(self, gate: Array, up: Array) -> Array:
         return jax.nn.silu(gate) * up
 
@@ -391,7 +395,7 @@ class MLP:
     """A gated MLP of width F. Source: arXiv 2002.05202."""
 
     F: int
-    activation: Activation = SwiGLU()
+    activation: Callable[[Array, Array], Array] = SwiGLU()  # of gate and up, [...,F] each
 
     def __call__(self, x: Array, w: MLPWeights, chunk: Chunk) -> Array:
         """x: [b,T,D] -> [b,T,D]."""
@@ -420,7 +424,7 @@ class MoE:
     M: int
     router: Router
     shared: MLP | None
-    activation: Activation = SwiGLU()
+    activation: Callable[[Array, Array], Array] = SwiGLU()  # of gate and up, [...,F] each
     bias: bool = False
 
     def __post_init__(self):
@@ -443,10 +447,11 @@ class MoE:
         chosen, score = self.router(x, w, self.A)
         n_local = self.E // lax.axis_size(EXPERT)
         local = chosen - lax.axis_index(EXPERT) * n_local
+        # n_local stands for none of this device's experts.
         local = jnp.where((local >= 0) & (local < n_local) & chunk.valid[..., None], local, n_local)
         tokens, experts, scores = (array.reshape(-1, array.shape[-1]) for array in (x, local, score))
         matrices = w.gate, w.up, w.down
-        biases = w.gate_bias, w.up_bias, on_first_device(w.down_bias, TENSOR)
+        biases = w.gate_bias, w.up_bias, on_first_device(w.down_bias, TENSOR)  # summed over m
         y = expert_mlp(tokens, experts, scores, *matrices, biases, self.activation, self.router.scales)
         return y.astype(x.dtype).reshape(x.shape)
 
@@ -465,7 +470,7 @@ def on_first_device(bias: Array | None, axes: tuple[str, ...]) -> Array | None:
 
 @dataclasses.dataclass(frozen=True)
 class Router:
-    """How a token's experts are chosen and weighted: by which score, applied to their input or output."""
+    """How a token's experts are chosen, and the scores by which their inputs or outputs are multiplied."""
 
     score: str = "sigmoid"  # or "softmax", over all experts
     normalized: bool = False  # the scores of the chosen experts sum to 1
@@ -504,7 +509,7 @@ class Router:
         return jnp.take_along_axis(logits, chosen, -1), chosen
 
     def rank(self, logits: Array, bias: Array) -> Array:
-        """The numbers by which experts are chosen: [b,T,E] -> [b,T,E]."""
+        """The numbers by which experts are chosen: [b,T,E] -> [b,T,E]. DeepSeek V3 ranks within groups."""
         return jax.nn.sigmoid(logits) + bias
 
 
@@ -519,7 +524,7 @@ def embed(tokens: Array, positions: Array, weights: Weights, *, cfg: Config, mes
         table, _ = values_and_scale(w.embed)
         index = tokens - lax.axis_index(MODEL) * table.shape[0]
         here = (index >= 0) & (index < table.shape[0])
-        x = jnp.where(here[..., None], take_rows(w.embed, index), 0)
+        x = jnp.where(here[..., None], take_rows(w.embed, index), 0)  # 0 for tokens of other shards
         x = psum(x, MODEL).astype(float_type(w))  # v
         x = x if cfg.embedding_scale is None else x * jnp.asarray(cfg.embedding_scale, x.dtype)
         x = normalize(x, cfg.embedding_norm, None)
@@ -532,22 +537,24 @@ def embed(tokens: Array, positions: Array, weights: Weights, *, cfg: Config, mes
 
 def layers(
     x: Array, weights: list[LayerWeights], caches: list[KV] | None, chunk: Chunk, *,
-    kinds: tuple[LayerKind, ...], mesh: Mesh, ring: Ring | None = None, remat: bool = False,
+    kinds: tuple[LayerKind, ...], mesh: Mesh, device_ring: Ring | None = None, remat: bool = False,
 ) -> tuple[Array, Any]:  # fmt: skip
     """x: [B,T,D] -> ([B,T,D] after these layers, their caches with the chunk in them).
 
-    caches: one per layer, or None to attend to the chunk alone. ring: of a prefill chunk by columns, see
-    sharding/collective_matmul.py. remat: see `forward`. Raises ValueError if the numbers of weights and of
-    kinds differ.
+    caches: one per layer, or None to attend to the chunk alone. device_ring: the order of the devices if the
+    chunk runs by columns, see sharding/collective_matmul.py. remat: see `forward`. Raises ValueError if the
+    numbers of weights and of kinds differ.
     """
     if len(weights) != len(kinds):
         raise ValueError(f"weights of {len(weights)} layers do not fit a model of {len(kinds)} layers")
     infos = [layer_infos(kind, x.shape[2]) for kind in kinds]
-    kv_specs, stream = cache_specs(kinds, caches), BY_COLUMNS if ring else P(ROWS)
+    kv_specs, stream = cache_specs(kinds, caches), BY_COLUMNS if device_ring else P(ROWS)
 
     def on_device(x: Array, weights: list[LayerWeights], caches: list[KV] | None, chunk: Chunk):
-        own = by_columns(infos, weights, kinds, ring) if ring else (weights, kinds)
-        return decoder_layers(x, own[0], caches, chunk, own[1], remat)
+        if device_ring:
+            wrapped, norms_by_columns = by_columns(infos, weights, kinds, device_ring)
+            return decoder_layers(x, wrapped, caches, chunk, norms_by_columns, remat)
+        return decoder_layers(x, weights, caches, chunk, kinds, remat)
 
     on_devices = jax.shard_map(
         on_device,
@@ -597,12 +604,8 @@ def unembed(x: Array, weights: Weights, *, cfg: Config, mesh: Mesh) -> Array:
 
     Here V is cfg.V rounded up to a multiple of the devices; the logits of the padding are -inf.
     """
-    on_devices = jax.shard_map(
-        partial(local_logits, cfg=cfg),
-        mesh=mesh,
-        in_specs=(P(ROWS), outer_specs(cfg, weights)),
-        out_specs=P(ROWS, None, MODEL),
-    )
+    on_device, in_specs = partial(local_logits, cfg=cfg), (P(ROWS), outer_specs(cfg, weights))
+    on_devices = jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=P(ROWS, None, MODEL))
     return on_devices(x, without_layers(weights))
 
 
@@ -660,7 +663,7 @@ class Norm:
     offset: float | None = None
 
     def __call__(self, x: Array, w: Array | None, mean: Callable[[Array], Array] = column_mean) -> Array:
-        """x: [...,D] -> [...,D] in x's dtype. mean: of all columns, [...,D] -> [...,1]."""
+        """x: [...,D] -> [...,D] in x's dtype. mean: over all D, also if a device has some of the columns."""
         y = x.astype(jnp.float32)
         y = y * lax.rsqrt(mean(y * y) + self.eps)
         if w is None:
@@ -739,7 +742,7 @@ class Full:
 
     def first_visible(self, position):
         """The first position that a query at this position sees. position: a number or an array."""
-        return position * 0
+        return position * 0  # 0 in the shape of position
 
 
 @dataclasses.dataclass(frozen=True)
@@ -792,25 +795,26 @@ def visible_slots(chunk: Chunk, mask: Mask, end: Array) -> tuple[Array, tuple[Ar
     -> (length [b,T], gap): a query sees the slots before `length`, except those from gap[0] to gap[1],
     [b,T] each. A gap of None leaves nothing out.
     """
-    first, end = mask.first_visible(chunk.positions), end[:, None]
-    any_visible = (first < end) & (chunk.count > 0)[:, None]
-    if mask.ring:
-        # If the visible slots do not wrap around, they are [low, high): length is high, the gap is [0, low).
-        # If they do, they are [0, high) and [low, ring): length is ring, the gap is [high, low).
-        low, high = first % mask.ring, end % mask.ring
-        wraps = high <= low
-        end = jnp.where(wraps, jnp.minimum(end, mask.ring), high)
-    length = jnp.where(any_visible, local_slots(end), 0)
-    if not mask.window:  # the first visible slot is 0, in a cache of all tokens and in a block's ring
+    first, filled = mask.first_visible(chunk.positions), end[:, None]
+    any_visible = (first < filled) & (chunk.count > 0)[:, None]
+    if not mask.ring:
+        return jnp.where(any_visible, local_slots(filled), 0), None
+    # If the visible slots do not wrap around, they are [low, high): length is high, the gap is [0, low).
+    # If they do, they are [0, high) and [low, ring): length is ring, the gap is [high, low).
+    low, high = first % mask.ring, filled % mask.ring
+    wraps = high <= low
+    length = jnp.where(wraps, jnp.minimum(filled, mask.ring), high)
+    length = jnp.where(any_visible, local_slots(length), 0)
+    if not mask.window:  # in a block's ring the first visible slot is 0
         return length, None
     return length, (jnp.where(wraps, local_slots(high), 0), local_slots(low))
 
 
 def slot_mapping(chunk: Chunk, mask: Mask, capacity: int) -> Array:
     """The slot of this device that each token is written to, [b,T]; `capacity` if it is written to none."""
-    sharing, slot, keep = lax.axis_size(SLOTS), chunk.positions, chunk.valid
+    slot, keep, sharing = chunk.positions, chunk.valid, lax.axis_size(SLOTS)
     if mask.ring:  # a ring keeps the chunk's last tokens; earlier ones would be written to the same slots
-        keep &= slot >= (chunk.start + chunk.count)[:, None] - mask.ring
+        keep = keep & (slot >= (chunk.start + chunk.count)[:, None] - mask.ring)
         slot = slot % mask.ring
     return jnp.where(keep & (slot % sharing == lax.axis_index(SLOTS)), slot // sharing, capacity)
 
@@ -837,7 +841,7 @@ class AttentionBlock(Protocol):
     @property
     def slot_layout(self) -> SlotLayout: ...
     @property
-    def divided(self) -> tuple[int, ...]: ...
+    def sharded_widths(self) -> tuple[int, ...]: ...
     def declare(self, prefix: str, D: int) -> Any: ...
     def project(self, x: Array, w, chunk: Chunk, rotation: Rotation | None) -> tuple[Array, Array]: ...
     def head_outputs(self, o: Array, lse: Array, x: Array, w) -> Array: ...

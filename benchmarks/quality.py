@@ -31,10 +31,10 @@ from feedback.errors import UserError
 from feedback.progress import progress
 from model import Config, Weights, forward
 from quantize import FORMATS, Format
-from serving import placement
+from serving import compilation_cache, placement
 from serving.text import load_tokenizer
 from sharding.arrays import ArrayInfo
-from terminal import compilation_cache, launch
+from terminal import launch
 from terminal.command_line import OneLineParser, run
 
 CHANNELS = 3  # the worst channels of each tensor, which the report names

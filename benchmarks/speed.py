@@ -188,7 +188,7 @@ class Bench:
         """Prompts of `length` tokens into empty caches."""
         state, width = [self.rows(batch, 0, length)], chunk_width(batch, length)
         counts = [np.full(batch, min(width, length - i), np.int32) for i in range(0, length, width)]
-        sizes = dict(width=width, ring=prefill_ring(self.cfg, batch * width, self.mesh))
+        sizes = dict(width=width, device_ring=prefill_ring(self.cfg, batch * width, self.mesh))
         chunks = [PrefillChunk(rows=None, count=count, **sizes) for count in counts]
         program = self.compile(one_program, chunks[0], self.weights, *state)
 

@@ -56,7 +56,7 @@ class LatentAttention:
         return SlotLayout(self.L + self.R, (0, self.L), scale)
 
     @property
-    def divided(self) -> tuple[int, ...]:
+    def sharded_widths(self) -> tuple[int, ...]:
         """The widths that the devices divide among them, which all share the one key/value head."""
         return self.L, self.R
 

@@ -62,8 +62,8 @@ class Job:
         if stages > 1:
             inputs = stage_input_infos(cfg.D, self.batch, [(self.rows, self.tokens)])
             batch = batch.replace(stage_inputs=abstract(inputs, mesh, jnp.bfloat16))
-        ring = prefill_ring(cfg, local_tokens(self, mesh), mesh) if self.by_columns else None
-        chunk = PrefillChunk(rows=each, count=each, width=self.tokens, ring=ring)
+        device_ring = prefill_ring(cfg, local_tokens(self, mesh), mesh) if self.by_columns else None
+        chunk = PrefillChunk(rows=each, count=each, width=self.tokens, device_ring=device_ring)
         return dict(step=DecodeStep(count=each) if self.decodes else chunk, weights=weights, batch=batch)
 
     def waiting_bytes(self, mesh: Mesh) -> int:

@@ -50,9 +50,9 @@ def compile_all(job: Job, mesh: Mesh) -> Compiler:
     todo = [DecodeStep(count=each, sampling=sampling) for sampling in samplings]
     scores = (None, 0, MAX_TOP_LOGPROBS)
     for shape, score in itertools.product(chunk_shapes(job.cfg, mesh, job.batch // shards), scores):
-        rows, ring = array(shards * shape.rows), prefill_ring(job.cfg, shape.tokens, mesh)
+        rows, device_ring = array(shards * shape.rows), prefill_ring(job.cfg, shape.tokens, mesh)
         chunk = no_chunk(shape, shards, score)
-        todo.append(dataclasses.replace(chunk, rows=rows, count=rows, ring=ring))
+        todo.append(dataclasses.replace(chunk, rows=rows, count=rows, device_ring=device_ring))
     copied = dataclasses.replace(job, batch=shards).arguments(mesh)["batch"].cache.layers
     # No program computes the steps' own arrays, or what is copied from the host.
     compiler = Compiler(weights=weights, batch=batch, todo=todo, copied=copied)

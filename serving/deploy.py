@@ -1,15 +1,20 @@
 """From the name of a checkpoint to the programs of a batch: what main.py and serving/generate.py share.
 
 `open_models` opens the checkpoint (and that of a draft model) and chooses its mesh and number formats;
-`make_programs` makes the Programs of the models and their weights.
+`load_while_compiling` loads the weights, and `make_programs` makes the Programs of models and weights.
 """
 
+import concurrent.futures
+import contextlib
 import dataclasses
+import logging
 from collections.abc import Callable
+from typing import Any
 
 from jax.sharding import Mesh
 
 from checkpoints.checkpoint import Checkpoint, open_checkpoint
+from checkpoints.loading import load
 from distributed.exchange import agree, process_count
 from feedback.errors import UserError
 from model import Weights
@@ -23,6 +28,7 @@ from sharding.mesh import degrees
 
 COMPARED_TENSORS = 256  # of a checkpoint, whose bytes all processes compare
 Log = Callable[[str], None]
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +60,8 @@ def open_models(options: ModelOptions, n_devices: int, log: Log) -> list[Deploym
         models.append(deploy(options, *open_draft(options, models[0]), log))
     for x in models:
         set_precision(x.dtype)
+        types = f"activations {x.dtype}, weights {x.format or x.dtype}, cache {x.kv_dtype}"
+        logger.info("%s: mesh %s, %s", x.checkpoint.folder, degrees(x.mesh), types)
     return models
 
 
@@ -101,6 +109,35 @@ def deploy(options: ModelOptions, checkpoint: Checkpoint, mesh: Mesh, log: Log) 
     dtype, kv_dtype = choose_dtypes(options.dtype, options.kv_cache_dtype, format)
     step_tokens = 1 + options.guesses if options.draft or options.lookup else 1
     return Deployment(checkpoint.config, mesh, dtype, format, kv_dtype, checkpoint, step_tokens)
+
+
+def load_while_compiling(
+    models: list[Deployment],
+    shapes: ProgramsOnShapes,
+    compile_programs: Callable[[], Any],
+    show: bool,
+    loading: contextlib.AbstractContextManager = contextlib.nullcontext(),  # noqa: B008  it has no state
+) -> list[Weights]:
+    """Load the weights of the models, while a thread calls `compile_programs`: -> the weights of each model.
+
+    compile_programs: compiles programs of `shapes`. If it fails, loading ends with its exception; if loading
+    fails, no more programs are compiled. show: progress, on stderr. loading: surrounds the loading.
+    """
+    compiling = concurrent.futures.ThreadPoolExecutor(1).submit(compile_programs)
+
+    def check() -> None:
+        """Let loading end at once with what is wrong with the programs."""
+        if compiling.done():
+            compiling.result()
+
+    try:
+        with loading:
+            weights = [load(x.checkpoint, x.mesh, x.dtype, x.format, show, check) for x in models]
+    except BaseException:
+        shapes.give_up()  # what is wrong with the weights is told at once
+        raise
+    compiling.result()
+    return weights
 
 
 def make_programs(

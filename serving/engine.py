@@ -33,6 +33,7 @@ A request that goes wrong ends with an error of its own, and the others go on.
 
 import dataclasses
 import itertools
+import logging
 import math
 import time
 from collections import deque
@@ -45,7 +46,7 @@ import numpy as np
 from distributed.exchange import gather
 from feedback.errors import UserError
 from serving.ahead import ProgramsOnShapes
-from serving.chunks import at_most, useful_shapes
+from serving.chunks import Shape, at_most, useful_shapes
 from serving.prefix_cache import SavedPrefix
 from serving.programs import Assignment, Programs, StepPlan
 from serving.requests import Answer, Request, options_in_use
@@ -53,6 +54,7 @@ from serving.scheduler import Admission, MicroBatch, PrefillLimits, Row, Schedul
 from serving.steps import Output, PrefillChunk, Scores
 from sharding.sampling import TopLogprobs
 
+logger = logging.getLogger(__name__)
 NAN = "the model computes NaN: its weights are damaged, or overflow this --dtype"
 
 
@@ -109,10 +111,12 @@ class Engine:
     program of its own; a step takes the first set that has all options that its rows ask for. By default
     there is one set, of the options that `requests` ask for. prefix_cache_bytes: host memory for the prefixes
     of rows that other requests have taken, see prefix_cache.py; unused if there are several stages. limits:
-    by default prompts are read as fast as possible. active: the most rows of a data shard that will decode
-    at a time; None: all. `compile_decode` raises it. general: compile only the decode program of the last
+    by default prompts are read as fast as possible. active: the most answers of a data shard at a time; None:
+    one per row. `compile_for` raises it. general: compile only the decode program of the last
     option set, which must have the options of all others; the other programs are `missing` at first.
     ahead: the same programs on shapes, which are compiled first, several at a time; None: one after another.
+    warm: run each program on no row, too, or else its first step will take longer; without `ahead` this is
+    what compiles them.
 
     chunk_shapes: of the prefill chunks that are compiled, see chunks.py. missing: decode programs that the
     engine can do without, (rows of a data shard, index of the option set), in the order in which they are
@@ -131,6 +135,7 @@ class Engine:
         active: int | None = None,
         general: bool = False,
         ahead: ProgramsOnShapes | None = None,
+        warm: bool = True,
     ):
         self.programs, self.ahead = programs, ahead
         sizes = programs.rows, programs.max_len, programs.stages, programs.shards
@@ -153,13 +158,13 @@ class Engine:
         rows = self._rows_for(active or programs.rows)
         self.ready_sets = self.option_sets[-1:] if general else list(self.option_sets)
         neutral = self.neutral[-len(self.ready_sets) :]
-        largest = max(limits.alone, limits.beside_decoding)
-        self.chunk_shapes = useful_shapes(programs.chunk_shapes, self.longest - 1, largest)
+        self.chunk_shapes = self._chunk_shapes(rows)
         needed = self.chunk_shapes, self.scores, neutral, rows, bool(saved[0])
         if ahead:
             ahead.warm_up(*needed)
             gather("compiled")  # else one process could wait in a collective until another has compiled
-        programs.warm_up(*needed)
+        if warm or not ahead:
+            programs.warm_up(*needed)
         self.decode_rows, sets = [rows], range(len(self.option_sets))
         self.missing = [(rows, i) for i in sets[: -len(self.ready_sets)]]
         self.missing += [(n, i) for n in programs.decode_rows if n != rows for i in sets]
@@ -169,9 +174,17 @@ class Engine:
         sizes = self.programs.decode_rows
         return next((n for n in sizes if n >= active), sizes[-1])
 
-    def compile_decode(self, active: int) -> None:
-        """Compile what is missing to decode `active` rows of a data shard at a time."""
+    def _chunk_shapes(self, rows: int) -> list[Shape]:
+        """The shapes of prefill chunks for the prompts of so many rows of a data shard."""
+        shapes, limits = [x for x in self.programs.chunk_shapes if x.rows <= rows], self.scheduler.limits
+        return useful_shapes(shapes, self.longest - 1, max(limits.alone, limits.beside_decoding))
+
+    def compile_for(self, active: int) -> None:
+        """Compile what is missing for `active` answers of a data shard at a time."""
         if (rows := self._rows_for(active)) > max(self.decode_rows):
+            more = [shape for shape in self._chunk_shapes(rows) if shape not in self.chunk_shapes]
+            self.programs.warm_up(more, self.scores, [], rows)
+            self.chunk_shapes += more
             for program in [x for x in self.missing if x[0] == rows]:
                 self.add_program(program)
 
@@ -229,9 +242,10 @@ class Engine:
 
     def advance(self) -> list[Answer]:
         """Start the next turn and fetch the results of the last: -> the answers that have changed."""
-        self.start_time = self.start_time or time.perf_counter()
+        began = time.perf_counter()
+        self.start_time = self.start_time or began
         expected, changed = len(self.in_flight), []
-        self.stages.appendleft(self._plan_turn())
+        self.stages.appendleft(planned := self._plan_turn())
         saving = [x for each in self.stages[0].plan.assignments for x in each.save if x]
         results = self.programs.run([step.plan for step in self.stages])
         step = self.stages.pop()
@@ -244,7 +258,25 @@ class Engine:
             prefix.finish_copying()
         self.saving = saving
         self._count()
+        if logger.isEnabledFor(logging.DEBUG):
+            self._log_turn(planned, changed, time.perf_counter() - began)
         return changed
+
+    def _log_turn(self, planned: InFlight, changed: list[Answer], seconds: float) -> None:
+        """Log what a turn has started, and the answers that have ended with the results of the last one."""
+        plan, parts = planned.plan, []
+        if assigned := sum(int((x.rows >= 0).sum()) for x in plan.assignments):
+            parts.append(f"{assigned} rows assigned")
+        if chunk := plan.chunk:
+            parts.append(f"{chunk.count.sum()} prompt tokens in a chunk of {len(chunk.rows)} x {chunk.width}")
+        if planned.stepped:
+            parts.append(f"{len(planned.stepped)} of {len(plan.count)} rows decoded")
+        parts += [f"{len(self.scheduler.queue)} in the queue", f"{1000 * seconds:.1f} ms"]
+        logger.debug("turn %d: %s", self.turns, ", ".join(parts))
+        for answer in dict.fromkeys(changed):
+            if (reason := answer.error or answer.finish_reason) is not None:
+                tokens = len(answer.prompt), answer.reused, len(answer.tokens)
+                logger.debug("%s: %d prompt tokens, %d of them cached, and %d new ones", reason, *tokens)
 
     def _plan_turn(self) -> InFlight:
         """Plan what the next microbatch does in its turn."""

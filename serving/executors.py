@@ -40,7 +40,7 @@ def start(step: Step, w: Weights, batch: Batch, *, cfg: Config, mesh: Mesh) -> t
     """-> (the embedded tokens [B,T,D], the tokens [B,T], their Chunk)."""
     tokens, chunk = step.read_inputs(batch, cfg, mesh)
     x = model.embed(tokens, chunk.positions, w, cfg=cfg, mesh=mesh)
-    if step.ring:  # so that the first group of layers gets it as all others do
+    if step.device_ring:  # so that the first group of layers gets it as all others do
         x = lax.with_sharding_constraint(x, NamedSharding(mesh, BY_COLUMNS))
     return x, tokens, chunk
 
@@ -83,16 +83,17 @@ class StepProgram:
 def one_program(step: Step, weights: Weights, batch: Batch, *, cfg: Config, mesh: Mesh):
     """The whole step as one program."""
     x, tokens, chunk = start(step, weights, batch, cfg=cfg, mesh=mesh)
-    x, kv = model.layers(
-        x, weights.layers, batch.cache.layers, chunk, kinds=cfg.layers, mesh=mesh, ring=step.ring
-    )
+    caches, static = batch.cache.layers, dict(kinds=cfg.layers, mesh=mesh, device_ring=step.device_ring)
+    x, kv = model.layers(x, weights.layers, caches, chunk, **static)
     return step.finish(x, tokens, chunk, weights, batch.replace(layers=kv), cfg, mesh)
 
 
 # ------------------------------------------------------------------------------------ a few layers at a time
 
 start_program = jit(start)
-few_layers = jax.jit(model.layers, static_argnames=("kinds", "mesh", "ring"), donate_argnames=("x", "caches"))
+few_layers = jax.jit(
+    model.layers, static_argnames=("kinds", "mesh", "device_ring"), donate_argnames=("x", "caches")
+)
 
 
 @partial(jit, donate_argnames="batch")
@@ -117,7 +118,7 @@ def several_programs(
     caches = []
     for i, end in layer_groups(cfg.layers, MOST_ON_CPU if on_one_cpu(mesh) else MOST_LAYERS):
         own, kv, kinds = (each[i:end] for each in (weights.layers, batch.cache.layers, cfg.layers))
-        x, kv = call(few_layers, x, own, kv, chunk, kinds=kinds, mesh=mesh, ring=step.ring)
+        x, kv = call(few_layers, x, own, kv, chunk, kinds=kinds, mesh=mesh, device_ring=step.device_ring)
         caches += kv
     result, rows = call(finish, step, x, tokens, chunk, w, rows, **static)
     return result, rows.replace(layers=caches)

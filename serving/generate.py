@@ -9,22 +9,29 @@ It has the parts that main.py has: the checkpoint, the mesh and the number forma
 requests are answered by the Engine, and text is decoded by TextStream.
 """
 
+import concurrent.futures
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, overload
 
 import jax
 import numpy as np
 
-from checkpoints.loading import load as load_weights
 from checkpoints.names import FLOATS
 from checkpoints.threads import no_garbage_collection
 from feedback.errors import UserError
 from model import Config, Weights
 from quantize import FORMATS
 from serving.ahead import ProgramsOnShapes
-from serving.deploy import ModelOptions, make_programs, open_models, programs_on_shapes
+from serving.compilation_cache import enable_compilation_cache
+from serving.deploy import (
+    ModelOptions,
+    load_while_compiling,
+    make_programs,
+    open_models,
+    programs_on_shapes,
+)
 from serving.engine import Engine
 from serving.memory import CPU_ROWS, DEFAULT_ROWS, Deployment, fit_cache
 from serving.messages import read_messages
@@ -95,6 +102,7 @@ class Score:
         return math.exp(-self.log_likelihood / len(self.logprobs))
 
 
+@no_garbage_collection()
 def load(
     checkpoint: str,
     *,
@@ -118,6 +126,8 @@ def load(
     Options that are left out have the defaults of main.py. The batch has `rows` rows of `max_len` positions:
     by default 8 on a CPU, elsewhere as many as fit into memory, up to 32; and 4096, or the model's limit if
     that is lower. n_devices: how many of jax.devices() to use; default: all. show: progress, on stderr.
+    While the weights are read, the programs of a first prompt are compiled. Compiled programs are kept for
+    later processes, see compilation_cache.enable_compilation_cache.
 
     Raises UserError, a ValueError, if the options do not suit the model or the devices, or if the model does
     not fit into memory.
@@ -136,6 +146,7 @@ def load(
     if draft and lookup:
         raise UserError("draft and lookup exclude each other")
     check_n_draft(guesses)
+    enable_compilation_cache()
     models = open_models(options, n_devices or jax.device_count(), lambda message: None)
     limit = min(x.cfg.max_positions for x in models)
     if max_len is not None and max_len > limit:
@@ -143,28 +154,35 @@ def load(
     limit = max_len or min(limit, MAX_LEN)
     wanted = rows or (CPU_ROWS if jax.default_backend() == "cpu" else DEFAULT_ROWS)
     rows, max_len = fit_cache(models, [limit] * wanted, rows, limit)
-    weights = [load_weights(x.checkpoint, x.mesh, x.dtype, x.format, show=show) for x in models]
     shapes = programs_on_shapes(options, models, rows, max_len)
-    return LLM(models[0], make_programs(options, models, weights, rows, max_len), shapes)
+    first = [Request([0], 1, choose_sampling(dict(seed=0), models[0].checkpoint.folder, where=""))]
+
+    def compile_first() -> None:
+        Engine(shapes, first, *kinds(shapes, first), active=1)
+
+    weights = load_while_compiling(models, shapes, compile_first, show)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:  # a CPU takes a second to allocate 1.5 GB
+        programs = pool.submit(make_programs, options, models, weights, rows, max_len)
+        return LLM(models[0], shapes, programs.result)
 
 
 class LLM:
     """A model with its tokenizer, and a batch of rows in which prompts are answered side by side.
 
-    Made by `load`. Programs are compiled when they are first needed: for the first prompt, for a first prompt
-    of more than 65 or 257 tokens, for the first request that is sampled, has other options or is scored; on
-    a CPU also for the first 2, 3 to 4, 5 to 8 and so on answers at a time.
+    Made by `load`, which compiles the programs of one prompt with the default options. Others are compiled
+    when they are first needed: for a first prompt of more than 65 or 257 tokens, for the first request that
+    has other options or is scored; on a CPU also for the first 2, 3 to 4, 5 to 8 and so on answers at a time.
     Later requests of a kind that was seen compile nothing. For one thread at a time. If jax runs as several
     processes, each must make the same calls.
     """
 
-    def __init__(self, deployment: Deployment, programs: Programs, shapes: ProgramsOnShapes):
-        """shapes: the same programs, with which they are compiled."""
-        self.shapes = shapes
-        self.deployment, self.programs, self.folder = deployment, programs, deployment.checkpoint.folder
+    def __init__(self, deployment: Deployment, shapes: ProgramsOnShapes, programs: Callable[[], Programs]):
+        """shapes: the same programs, to compile them. programs: called when all else is loaded."""
+        self.deployment, self.shapes, self.folder = deployment, shapes, deployment.checkpoint.folder
         self.tokenizer = load_tokenizer(self.folder)
         self.stop_tokens = stop_tokens(self.folder, self.tokenizer)
         self.tool_format = choose_tool_format(self.tokenizer, deployment.checkpoint.family.tools)
+        self.programs = programs()
         self.engine: Engine | None = None
         self.open: dict[Answer, TextStream] = {}
 
@@ -363,14 +381,10 @@ class LLM:
 
     def _engine(self, requests: list[Request]) -> Engine:
         """The engine, with programs for requests of these kinds and of all earlier ones."""
-        longest, scores = max(len(request.prompt) for request in requests), {x.scoring for x in requests}
-        active, needed = len(self.open) + len(requests), [options_in_use([request]) for request in requests]
-        sets = [next(options for options in OPTION_SETS if x <= options) for x in needed]
-        if self.programs.stages > 1:  # the engine then has one decode program
-            sets = [OPTION_SETS[-1]]
-        old = self.engine
+        longest, sets = kinds(self.programs, requests)
+        scores, active, old = {x.scoring for x in requests}, len(self.open) + len(requests), self.engine
         if old and longest <= old.longest and scores <= old.scores and set(sets) <= set(old.option_sets):
-            old.compile_decode(active)
+            old.compile_for(active)
             return old
         while old and old.busy:  # answers that are still read from `stream`
             self._advance()
@@ -380,15 +394,9 @@ class LLM:
         ordered = [options for options in OPTION_SETS if options in sets]
         with no_garbage_collection():
             self.engine = Engine(
-                self.programs, like, self._rounded(longest), ordered, active=active, ahead=self.shapes
+                self.programs, like, longest, ordered, active=active, ahead=self.shapes, warm=False
             )
         return self.engine
-
-    def _rounded(self, longest: int) -> int:
-        """The longest prompt that needs no more shapes of prefill chunks than one of `longest` tokens."""
-        widths = sorted({shape.width for shape in self.programs.chunk_shapes})
-        limits = [*(width // 2 + 1 for width in widths[1:]), self.programs.max_len]
-        return min(next(n for n in limits if longest <= n), self.programs.max_len)
 
     def _advance(self) -> None:
         """One step of the engine: the answers that it changes get their text."""
@@ -436,6 +444,21 @@ class LLM:
             answer.error,
             stream.reasoning,
         )
+
+
+def kinds(programs: Programs, requests: list[Request]) -> tuple[int, list[frozenset[str]]]:
+    """The kinds of these requests, which are compiled together: -> (`longest`, `option_sets`) of an Engine.
+
+    longest: the longest prompt that needs no more shapes of prefill chunks than the longest of the requests.
+    """
+    length = max(len(request.prompt) for request in requests)
+    widths = sorted({shape.width for shape in programs.chunk_shapes})
+    limits = [*(width // 2 + 1 for width in widths[1:]), programs.max_len]
+    longest = min(next(n for n in limits if length <= n), programs.max_len)
+    if programs.stages > 1:  # the engine then has one decode program
+        return longest, [OPTION_SETS[-1]]
+    needed = map(options_in_use, ([request] for request in requests))
+    return longest, [next(options for options in OPTION_SETS if x <= options) for x in needed]
 
 
 def is_single(prompts) -> bool:

@@ -4,6 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import logging
 import math
 import os
 import pathlib
@@ -29,6 +30,7 @@ from sharding.arrays import abstract
 from sharding.mesh import EXPERT, MODEL, STAGE, mesh_size
 from sharding.stages import first_stage, in_stages
 
+logger = logging.getLogger(__name__)
 DEFAULT_ROWS = 32  # of the batch
 CPU_ROWS = 8  # of a batch that waits for requests, on a CPU: steps grow longer with every busy row
 # Fractions of the memory that are left over unless the user gives --rows: for programs where their code and
@@ -186,7 +188,10 @@ def fit_cache(
         choices += [(counts[-1], length) for length in sorted({rounded(n) for n in lengths}, reverse=True)]
     have = device_memory()
     for choice in choices:
-        if needs(models, *choice, copied).fit(have, headroom=not rows):
+        needed = needs(models, *choice, copied)
+        if needed.fit(have, headroom=not rows):
+            cache = f"its share of {choice[0]} x {choice[1]} positions"
+            logger.info("each device needs %s, and has %s", needed.sentence(cache), gib(have))
             return choice
 
     count, length = choices[0] if rows else choices[len(counts) - 1]

@@ -270,8 +270,10 @@ class Programs:
         begins as soon as the other ends; a new request need not wait for more of them.
         """
         tokens = len(rows) // (self.stages * self.shards) * width
-        ring = prefill_ring(self.cfg, tokens, self.mesh)
-        read = self.step(PrefillChunk(rows=rows, count=count, width=width, score=score, ring=ring))
+        device_ring = prefill_ring(self.cfg, tokens, self.mesh)
+        read = self.step(
+            PrefillChunk(rows=rows, count=count, width=width, score=score, device_ring=device_ring)
+        )
         if self.draft:
             self.draft.prefill(rows, count, width)
         jax.block_until_ready(self.last_read)

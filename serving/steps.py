@@ -141,11 +141,11 @@ def write_rows(rows, caches: list[KV], batch: Batch, *, cfg: Config, mesh: Mesh)
 class Step(Protocol):
     """What is done with the rows of a batch before and after the layers.
 
-    Neither function uses the layers' weights or caches: an executor may replace both by empty lists. ring: if
-    the layers run by columns, see sharding.collective_matmul.
+    Neither function uses the layers' weights or caches: an executor may replace both by empty lists.
+    device_ring: if the layers run by columns, see sharding.collective_matmul.prefill_ring.
     """
 
-    ring: Ring | None
+    device_ring: Ring | None
 
     def read_inputs(self, batch: Batch, cfg: Config, mesh: Mesh) -> tuple[Array, Chunk]:
         """-> (tokens [B,T] to be read, the Chunk that they are)."""
@@ -170,14 +170,15 @@ class PrefillChunk:
 
     rows: [n] int32, different ones, as in `assign_rows`; None: all rows. count: [n] int32, how many tokens of
     each. width: T, the most that `count` may be. score: how many of the likeliest tokens to report at each
-    position; None computes no scores. ring: see sharding.collective_matmul.prefill_ring.
+    position; None computes no scores. device_ring: see
+    sharding.collective_matmul.prefill_ring.
     """
 
     rows: Array | None
     count: Array
     width: int = dataclasses.field(metadata=dict(static=True))
     score: int | None = dataclasses.field(default=None, metadata=dict(static=True))
-    ring: Ring | None = dataclasses.field(default=None, metadata=dict(static=True))
+    device_ring: Ring | None = dataclasses.field(default=None, metadata=dict(static=True))
 
     def read_inputs(self, batch: Batch, cfg: Config, mesh: Mesh) -> tuple[Array, Chunk]:
         @by_rows(mesh)
@@ -243,7 +244,7 @@ class DecodeStep:
     drafts: Array | None = None
     sampling: Sampling = Sampling()
     rows: Array | None = None
-    ring = None
+    device_ring = None
 
     def read_inputs(self, batch: Batch, cfg: Config, mesh: Mesh) -> tuple[Array, Chunk]:
         T = 1 if self.drafts is None else 1 + self.drafts.shape[1]

@@ -50,8 +50,8 @@ def mesh_shape(cfg, data: int = 1, expert: int = 1, tensor: int = 1, stage: int 
     if expert > 1 and (not experts or experts % expert):
         what = f"does not divide the model's {experts} experts" if experts else "is for models with experts"
         raise ValueError(f"expert parallelism {expert} {what}")
-    if any(width % slots for width in cfg.attention.divided):
-        width = next(width for width in cfg.attention.divided if width % slots)
+    if any(width % slots for width in cfg.attention.sharded_widths):
+        width = next(width for width in cfg.attention.sharded_widths if width % slots)
         raise ValueError(
             f"{slots} devices would share a key/value head, which does not divide its width {width}"
         )

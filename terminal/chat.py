@@ -14,6 +14,7 @@ from serving.memory import fit_cache
 from serving.requests import Request
 from serving.streams import TextStream
 from serving.text import has_surrogate
+from terminal.diagnostics import profiled
 from terminal.launch import log
 from terminal.models import Session
 from terminal.prompts import NOT_TEXT, RequestBuilder
@@ -119,7 +120,8 @@ def chat(session: Session) -> None:
         raise UserError("--chat works on one host; this is one of several")
     rows, max_len = fit_cache(session.models, [builder.limit], None, builder.limit)
     engine = session.start_engine(rows, max_len, [builder.request([0], {})], longest=max_len)
-    converse(engine, builder)
+    with profiled(engine, session.args.profile):
+        converse(engine, builder)
     if engine.stats.failed:
         sys.exit(1)
 

@@ -1,7 +1,6 @@
 """Opens the models of a command and loads them into an engine."""
 
 import argparse
-import concurrent.futures
 import dataclasses
 import gc
 import pathlib
@@ -9,9 +8,14 @@ from collections.abc import Sequence
 
 import jax
 
-from checkpoints.loading import load
 from feedback.errors import UserError
-from serving.deploy import ModelOptions, make_programs, open_models, programs_on_shapes
+from serving.deploy import (
+    ModelOptions,
+    load_while_compiling,
+    make_programs,
+    open_models,
+    programs_on_shapes,
+)
 from serving.engine import Engine
 from serving.memory import Deployment
 from serving.requests import Request
@@ -53,20 +57,7 @@ class Session:
             with stage("compile"), log_if_slow(f"compiling, which takes less time at later starts: {kept}"):
                 Engine(shapes, *needed, general=general)
 
-        compiling = concurrent.futures.ThreadPoolExecutor(1).submit(compile_ahead)
-
-        def check() -> None:
-            """Let loading end at once with what is wrong with the programs."""
-            if compiling.done():
-                compiling.result()
-
-        try:
-            with stage("load"):
-                weights = [load(x.checkpoint, x.mesh, x.dtype, x.format, show, check) for x in self.models]
-        except BaseException:
-            shapes.give_up()  # what is wrong with the weights is told at once
-            raise
-        compiling.result()
+        weights = load_while_compiling(self.models, shapes, compile_ahead, show, stage("load"))
         with stage("warm"):
             programs = make_programs(options, self.models, weights, rows, max_len)
             engine = Engine(programs, *needed, general=general, ahead=shapes)

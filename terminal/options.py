@@ -10,6 +10,7 @@ from serving.memory import DEFAULT_ROWS
 from serving.scheduler import ACCELERATOR_LIMITS, CPU_LIMITS
 from serving.speculation import MAX_DRAFT, check_n_draft
 from terminal.command_line import OneLineParser
+from terminal.diagnostics import PROFILED
 from terminal.launch import add_process_options
 from terminal.prompts import DEFAULT_NEW_TOKENS, INTERACTIVE_LENGTH
 
@@ -120,6 +121,10 @@ def parse_arguments(arguments: list[str] | None = None):
     add("--output", metavar="FILE", help="write JSON lines to this file, or complete them")
     add("--json", action="store_true", help="print one JSON object")
     add("--logprobs", action="store_true", help="report the log-probability of each token, of the prompt too")
+    add("--verbose", action="store_true",
+        help="log on stderr which programs are compiled, and what each turn of the engine does")
+    add("--profile", metavar="DIR",
+        help=f"write a profile of the first {PROFILED} seconds of generation, for xprof or Perfetto")
     # fmt: on
     add_process_options(parser)
     args = parser.parse_args(arguments)

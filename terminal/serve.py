@@ -22,6 +22,7 @@ from serving.requests import OPTION_SETS, SAMPLING_OPTIONS, Request
 from serving.scheduler import server_limits
 from sharding.sampling import Sampling
 from terminal.command_line import OUT_OF_MEMORY, on_first_signal
+from terminal.diagnostics import profiled
 from terminal.launch import log
 from terminal.models import Session
 
@@ -77,7 +78,8 @@ def serve(session: Session) -> None:
     log(f"serving {name} at http://{port.address}: {loop.rows} rows of {max_len} positions")
     failure = None
     try:
-        loop.run(engine)
+        with profiled(engine, args.profile):
+            loop.run(engine)
     except Exception as e:
         failure = e
     engine.ahead.give_up()

@@ -43,7 +43,7 @@ def logits(tokens, weights: model.Weights, *, cfg: model.Config, mesh: Mesh, rin
     start = jnp.zeros_like(tokens[:, 0])
     chunk = model.chunk_at(start, start + tokens.shape[1], tokens.shape[1])
     x = model.embed(tokens, chunk.positions, weights, cfg=cfg, mesh=mesh)
-    x, _ = model.layers(x, weights.layers, None, chunk, kinds=cfg.layers, mesh=mesh, ring=ring)
+    x, _ = model.layers(x, weights.layers, None, chunk, kinds=cfg.layers, mesh=mesh, device_ring=ring)
     return model.unembed(x, weights, cfg=cfg, mesh=mesh)[..., : cfg.V]
 
 
@@ -143,7 +143,7 @@ def test_nothing_is_gathered_whole():
     mesh = mesh_of(cfg, "tp8")
     chunk = model.chunk_at(jnp.zeros(1, int), jnp.full(1, 16), 16)
     arguments = jnp.ones((1, 16, cfg.D)), random_weights(cfg, mesh).layers, None, chunk
-    layers = jax.jit(partial(model.layers, kinds=cfg.layers, mesh=mesh, ring=ring_of(mesh)))
+    layers = jax.jit(partial(model.layers, kinds=cfg.layers, mesh=mesh, device_ring=ring_of(mesh)))
     text = layers.lower(*arguments).compile().as_text()
     found = re.findall(r"= \(?f32\[([\d,]+)\]\S* (all-reduce|all-gather|reduce-scatter|all-to-all)", text)
     assert {math.prod(map(int, shape.split(","))) for shape, _ in found} == {16}

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import model
 from families.registry import FAMILIES
-from images import attention, batching, families, formats, quantization, roofline
+from images import attention, batching, families, formats, page, quantization, roofline
 from images import sharding as product_picture
 from ops.kv_cache import KV, key_beside_value
 from planner.floor import needed
@@ -100,6 +100,14 @@ def test_errors_of_formats():
     for format, bits in ((FP8, jnp.finfo(jnp.float8_e4m3fn).nmant), (formats.E5M2, 2)):
         assert 0.88 * 2.0**-bits / 2 < formats.relative_errors(format, weights).max() <= 2.0**-bits / 2
     assert (formats.relative_errors(INT8, weights) * weights).max() <= 0.5 / 127 + 1e-6
+
+
+def test_the_page():
+    """The picture of model.py has a place for each section and for each collective, with a psum's letters."""
+    text = page.source()
+    assert {x.name for x in page.collectives(text)} == set(page.COLLECTIVES)
+    assert all(x.letters for x in page.collectives(text) if x.name == "psum")
+    page.draw()  # raises where a section or a collective has no place
 
 
 @pytest.mark.parametrize("name", attention.MASKS)

@@ -13,8 +13,10 @@ import contextlib
 import functools
 import hashlib
 import inspect
+import logging
 import os
 import pathlib
+import threading
 import uuid
 import warnings
 
@@ -28,13 +30,19 @@ from feedback.progress import print_line
 MAX_BYTES = 10 * 2**30  # of a folder, unless JAX_COMPILATION_CACHE_MAX_SIZE says otherwise
 SUFFIX = ".program"  # jax's own entries, which have no checksum, have another one
 CHECKSUM_BYTES = hashlib.sha256().digest_size
+logger = logging.getLogger(__name__)
 
 
 def enable_compilation_cache() -> None:
     """Keep compiled programs in the user's cache folder, or in JAX_COMPILATION_CACHE_DIR if set.
 
     JAX_COMPILATION_CACHE_DIR: a folder or the URL of one in a bucket. Raises UserError if it cannot be one.
+    Changes nothing if the program that calls this has configured another jax_compilation_cache_dir. Programs
+    are logged in any case.
     """
+    log_programs()
+    if jax.config.jax_compilation_cache_dir != os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        return  # another one, or an earlier call of this function
     settings = {
         "jax_compilation_cache_dir": str(cache_folder()),
         "jax_persistent_cache_min_compile_time_secs": 0,
@@ -51,6 +59,24 @@ def enable_compilation_cache() -> None:
             jax.config.update(name, value)
     # jax warns of an entry that it could not load; it compiles the program, and the entry is replaced.
     warnings.filterwarnings("ignore", message=".*persistent compilation cache", category=UserWarning)
+
+
+@functools.cache
+def log_programs() -> None:
+    """Log every program of this process from now on, when it has been compiled or read from the cache."""
+    latest = threading.local()  # source: of the program that this thread is about to get
+
+    def note_source(event: str, **_) -> None:
+        if event == "/jax/compilation_cache/cache_hits":
+            latest.source = "read from the cache"
+
+    def log_program(event: str, seconds: float, **about) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            source = vars(latest).pop("source", "compiled")
+            logger.info("%s: %s in %.2f s", about.get("fun_name"), source, seconds)
+
+    jax.monitoring.register_event_listener(note_source)
+    jax.monitoring.register_event_duration_secs_listener(log_program)
 
 
 def take_over() -> bool:
