@@ -3,41 +3,54 @@
 These lines make a small Llama with random weights and run it:
 
     import jax
-    from model import MLP, Attention, Config, LayerKind, Norm, Rope, forward, init_weights
+    from model import MLP, Attention, Config, LayerKind, Norm, Rope
+    from model import decode_step, forward, init_cache, init_weights, prefill
     from sharding.mesh import make_mesh
 
     llama = LayerKind(Attention(K=2, G=2, H=16), MLP(F=128), Norm(eps=1e-5), rope=Rope(theta=1e4, width=16))
     cfg = Config(D=64, V=512, layers=2 * (llama,), norm=llama.norm, max_positions=2048)
-    mesh = make_mesh(cfg, tensor=1)  # tensor=8: each layer on eight devices
+    mesh = make_mesh(cfg, tensor=1)  # tensor=8 divides the model among eight devices
     weights = init_weights(jax.random.key(0), cfg, mesh)
-    logits = forward(jax.numpy.array([[1, 2, 3]]), weights, cfg=cfg, mesh=mesh)  # [1,3,512]
+    prompt = jax.numpy.array([[1, 2, 3]])
+    logits = forward(prompt, weights, cfg=cfg, mesh=mesh)  # [1,3,512]
+
+    cache = init_cache(cfg, mesh, batch=1, max_len=128, dtype="float32")
+    last, cache = prefill(prompt, weights, cache, cfg=cfg, mesh=mesh)  # [1,512]: what follows the prompt
+    last, cache = decode_step(last.argmax(-1), weights, cache, cfg=cfg, mesh=mesh)  # what follows that token
 
 The file reads from the top down: `forward`, `prefill` and `decode_step`; a layer; attention; feed-forward
-networks; `embed`, `layers` and `unembed`, in which these run on all devices; norms and positions; masks and
-the slots of a cache. Then follow what a family of models must provide, the Config of a model, and the
-declarations of its weights. checkpoints/loading.py loads published weights, serving/ answers requests.
+networks; `embed`, `layers` and `unembed`, in which these run on all devices; norms and positions; masks. Then
+follow what a family of models must provide, the Config of a model, and the declarations of its weights.
+checkpoints/loading.py loads published weights, serving/ answers requests.
 
-Letters, one per dimension, are used in shapes, einsums and comments:
+Letters, one per dimension, are used in shapes, einsums and comments. Inside a shard_map an uppercase letter
+means that the whole dimension is on this device, a lowercase letter that this device holds its shard of the
+dimension. These mesh axes split it:
 
-    B  rows of the batch     S  key positions (slots)   E  experts
-    T  query positions       H  head width              A  experts active per token
-    K  key/value heads       D  model width             M  feed-forward width of an expert
-    G  query heads per K     F  feed-forward width      V  vocabulary
-    C  columns of a slot of the cache: a key beside its value, 2H; above 128 padded to a multiple of 128
+    B  rows of the batch      b: ROWS     E  experts                           e: EXPERT
+    T  query positions                    A  experts active per token
+    S  key positions, slots   s: SLOTS    M  feed-forward width of an expert   m: TENSOR
+    K  key/value heads        k: HEADS    F  feed-forward width                f: MODEL
+    G  query heads per K      g: SLOTS    V  vocabulary                        v: MODEL
+    H  head width             h: SLOTS    D  model width                       d: MODEL (see below)
+    U  width of a value: H, but for latent attention
+    C  columns of a slot of the cache: a key beside its value, 2H; above 128 rounded up to a multiple of 128
 
-Inside a shard_map an uppercase letter means that the whole dimension is on this device, a lowercase letter
-that this device holds its shard of the dimension. So `einsum("bTf,Df->bTD", h, w.down)` says where every byte
-is; and because it sums over f, a lowercase letter, a `psum` must follow. SHARDED_BY in sharding/mesh.py says
-which mesh axes split which letter: ROWS split b; MODEL, the axes that divide one copy of the model, f and v;
-HEADS k, SLOTS g and s, EXPERT e, TENSOR m. HEADS and SLOTS together are MODEL, and so are EXPERT and TENSOR.
-Outside a shard_map arrays are global: shapes there, [B,T,V], are those of all devices together. The exception
-is the fields of records such as Cache: their docstrings give the shapes on one device, even where the record
-is used outside a shard_map.
+So `einsum("bTf,Df->bTD", x, w.down)` says what each device has; and because it sums over f, a lowercase
+letter, a `psum` must follow. Zeros fill a dimension up, so that all devices have shards of the same size.
 
-In long prefill chunks on TPUs each device keeps its share of the columns D of the residual stream, so that
-sums over devices hide behind products. The layers below are the same functions: sharding/collective_matmul.py
-then wraps a layer's weights, and its `einsum`, `products` and `psum` treat wrapped weights in this way. With
-all other weights they are `jnp.einsum`, several einsums of one array, and `lax.psum`.
+MODEL are the axes that divide one copy of the model. For attention they are HEADS x SLOTS, for experts EXPERT
+x TENSOR. With 8 key/value heads, 8 devices are HEADS 8 x SLOTS 1, and each has one head. 16 devices are HEADS
+8 x SLOTS 2: two share a head, and each of them has half of its queries g, half of the columns h of its key
+and value matrices, and every second slot s of its cache. sharding/mesh.py makes the axes.
+
+Outside a shard_map arrays are global: shapes there, [B,T,V], are those of all devices together. Only in the
+docstrings of records, such as Cache, shapes are always those on one device.
+
+`einsum`, `products` and `psum` are `jnp.einsum`, several einsums of one array, and `lax.psum`; weights may be
+quantized. In long prefill chunks of dense models on TPUs each device has its share d of the residual
+stream's columns, and sums over devices hide behind products. The layers are the same functions then, of
+weights that sharding/collective_matmul.py has wrapped, and for which these three do more.
 """
 
 from __future__ import annotations
@@ -84,6 +97,7 @@ from sharding.collective_matmul import (
     psum,
 )
 from sharding.mesh import EXPERT, HEADS, MODEL, ROWS, SLOTS, TENSOR, mesh_size, vocabulary_shard
+from sharding.slots import slot_mapping, visible_slots
 
 # ---------------------------------------------------------------------------------- forward, prefill, decode
 
@@ -149,8 +163,8 @@ def read_tokens(
 class Chunk:
     """T consecutive tokens per row, from position `start`; the first `count` are valid, the rest is padding.
 
-    row: [b] int32, for each row of the chunk, which of this device's cache rows it belongs to; None: row i of
-    the chunk is row i of the cache.
+    row: [b] int32, for each row of the chunk, which of this device's cache rows it belongs to (serving/ reads
+    chunks of some rows); None: row i of the chunk is row i of the cache.
     start, count: [b] int32.
     positions: [b,T] int32.
     """
@@ -209,7 +223,7 @@ def decoder_layers(
     for w, kv, kind in zip(weights, before, kinds, strict=True):
         x, kv = layer(x, w, kv, chunk, rotations[kind.rope], kind)
         after.append(kv)
-    return x, caches and after
+    return x, after if caches else None
 
 
 # ------------------------------------------------------------------------------------------------- attention
@@ -226,11 +240,11 @@ def attention(
     on where chunks begin.
     """
     q, keys_values = kind.attention.project(x, w, chunk, rotation)
-    chunk_kv = as_cached(keys_values, kv, kind.attention.slot_layout)
+    chunk_kv = as_cached(keys_values, kv, kind.attention.slot_layout)  # [b,T,k,2H] -> [b,k,T,C]
     o, lse, kv = attend(q, chunk_kv, kv, chunk, kind.mask)
     with jax.named_scope("output"):
         o = kind.attention.head_outputs(o.astype(x.dtype), lse, x, w)
-        y = psum(einsum("bTkgH,DkgH->bTD", o, w.o), MODEL)  # k and g. H: the width of what a head puts out
+        y = psum(einsum("bTkgU,DkgU->bTD", o, w.o), MODEL)  # k and g
         return add_bias(y, w.o_bias), kv
 
 
@@ -242,8 +256,8 @@ class Attention:
 
     qk_norm: the norm of each query and key before RoPE. query_scale: makes the rotated queries [b,T,k,G,H]
     at positions [b,T] larger. bias, output_bias: whether q, k and v, and the output, have a bias. scale: the
-    factor of q·k; None for H**-0.5. A family whose attention has more weights has subclasses of Attention and
-    AttentionWeights.
+    factor of q·k, which the slot layout passes on to the kernels; None for H**-0.5. A family whose attention
+    has more weights has subclasses of Attention and AttentionWeights.
     """
 
     K: int
@@ -258,7 +272,10 @@ class Attention:
     def project(
         self, x: Array, w: AttentionWeights, chunk: Chunk, rotation: Rotation | None
     ) -> tuple[Array, Array]:
-        """x: [b,T,D] -> queries [b,T,k,G,H], and each key beside its value [b,T,k,2H]."""
+        """x: [b,T,D] -> queries [b,T,k,G,H], and each key beside its value [b,T,k,2H].
+
+        Devices that share a head all get its queries G: each of them attends with all to its own slots.
+        """
         with jax.named_scope("qkv"):
             matrices = ("bTD,kgHD->bTkgH", w.q), ("bTD,khD->bTkh", w.k), ("bTD,khD->bTkh", w.v)
             q, k, v = products(x, *matrices)
@@ -279,9 +296,9 @@ class Attention:
         return q, jnp.concatenate([k, v], -1)
 
     def head_outputs(self, o: Array, lse: Array, x: Array, w: AttentionWeights) -> Array:
-        """What the heads put out, for the output matrix: o, or what a family makes of it: -> [b,T,k,g,H].
+        """What the heads put out, for the output matrix: o, or what a family makes of it: -> [b,T,k,g,U].
 
-        o: [b,T,k,g,H], each query's weighted sum of values. lse: [b,T,k,g] float32, the log of the sum of
+        o: [b,T,k,g,U], each query's weighted sum of values. lse: [b,T,k,g] float32, the log of the sum of
         exponentials of its scores. x: [b,T,D], what `project` was given.
         """
         return o
@@ -292,7 +309,7 @@ class Attention:
 
     @property
     def sharded_widths(self) -> tuple[int, ...]:
-        """Widths that must be multiples of the number of devices which share a head, see mesh_shape."""
+        """Widths that must be multiples of the number of devices which share a head, see sharding/mesh.py."""
         return (self.H,)
 
     def declare(self, prefix: str, D: int, weights: type | None = None) -> Any:
@@ -321,14 +338,15 @@ def attend(q: Array, chunk_kv: KV, kv: KV | None, chunk: Chunk, mask: Mask) -> t
     """Attention of a chunk's queries to the cache and to the chunk: -> (o [b,T,k,g,U], lse [b,T,k,g], cache).
 
     q: [b,T,k,G,H]. chunk_kv: the chunk's keys and values, [b,k,T,C]. kv: the cache before the chunk; None
-    without a cache. o: sums of values, whose width U is H, but for latent attention. lse: the log of the sum
-    of exponentials of a query's scores, by which partial results are merged.
+    without a cache. lse: the log of the sum of exponentials of a query's scores, by which partial results are
+    merged. Devices that share a head divide the cache among them by slots, and the chunk by queries.
     """
     if kv is None:
         return *attend_to_chunk(q, chunk_kv, chunk, mask), None
-    *past, kv = attend_to_cache(q, chunk_kv, kv, chunk, mask)
-    parts = [past] if q.shape[1] == 1 else [past, attend_to_chunk(q, chunk_kv, chunk, mask)]
-    return *merge(*parts), kv
+    o, lse, kv = attend_to_cache(q, chunk_kv, kv, chunk, mask)
+    if q.shape[1] == 1:
+        return o, lse, kv
+    return *merge((o, lse), attend_to_chunk(q, chunk_kv, chunk, mask)), kv
 
 
 def attend_to_cache(q: Array, chunk_kv: KV, kv: KV, chunk: Chunk, mask: Mask) -> tuple[Array, Array, KV]:
@@ -338,7 +356,8 @@ def attend_to_cache(q: Array, chunk_kv: KV, kv: KV, chunk: Chunk, mask: Mask) ->
     writes and attends. The tokens of a longer chunk attend here to what came before the chunk.
     """
     T, slots = q.shape[1], slot_mapping(chunk, mask, kv.values.shape[2])
-    length, gap = visible_slots(chunk, mask, chunk.start + (T == 1))
+    end = chunk.start + 1 if T == 1 else chunk.start  # of what is in the cache when the chunk attends to it
+    length, gap = visible_slots(chunk, mask, end)
     if T == 1:
         with jax.named_scope("scores"):
             (o, lse), kv = ragged_decode(q, chunk_kv, kv, length, slots, gap, chunk.row)
@@ -346,7 +365,8 @@ def attend_to_cache(q: Array, chunk_kv: KV, kv: KV, chunk: Chunk, mask: Mask) ->
     # A ring is read before it is written, because the chunk may overwrite what its first tokens see. Any
     # other cache is read after it is written, which spares XLA a copy of it.
     with jax.named_scope("cache"):
-        is_ring, most = mask.ring is not None, T // lax.axis_size(SLOTS) + 1  # slots that the chunk can fill
+        is_ring = mask.ring is not None
+        most = T // lax.axis_size(SLOTS) + 1  # slots of this device that the chunk can fill
         written = write(kv, chunk_kv, slots, chunk.row, most, ring=is_ring)
     with jax.named_scope("scores"):
         o, lse = attend_cached(q, kv if is_ring else written, length, gap, chunk.row)
@@ -368,14 +388,14 @@ def attend_to_chunk(q: Array, chunk_kv: KV, chunk: Chunk, mask: Mask) -> tuple[A
 def merge_slots(o: Array, lse: Array) -> tuple[Array, Array]:
     """Each device has attended with all queries to its own slots: merge, and keep this device's queries.
 
-    o: [b,T,k,G,H], lse: [b,T,k,G] -> (o [b,T,k,g,H], lse [b,T,k,g]). One all-to-all of the partial results.
+    o: [b,T,k,G,U], lse: [b,T,k,G] -> (o [b,T,k,g,U], lse [b,T,k,g]). One all-to-all of the partial results.
     """
     sharing = lax.axis_size(SLOTS)
     if sharing == 1:
         return o, lse
     parts = jnp.concatenate([o, lse[..., None]], -1)
     parts = parts.reshape(*o.shape[:3], sharing, -1, parts.shape[-1])
-    parts = lax.all_to_all(parts, SLOTS, 3, 0)  # [sharing,b,T,k,g,H+1]
+    parts = lax.all_to_all(parts, SLOTS, 3, 0)  # [sharing,b,T,k,g,U+1]
     return merge(*((part[..., :-1], part[..., -1]) for part in parts))
 
 
@@ -395,7 +415,7 @@ class MLP:
     """A gated MLP of width F. Source: arXiv 2002.05202."""
 
     F: int
-    activation: Callable[[Array, Array], Array] = SwiGLU()  # of gate and up, [...,F] each
+    activation: Callable[[Array, Array], Array] = SwiGLU()  # of gate and up
 
     def __call__(self, x: Array, w: MLPWeights, chunk: Chunk) -> Array:
         """x: [b,T,D] -> [b,T,D]."""
@@ -424,7 +444,7 @@ class MoE:
     M: int
     router: Router
     shared: MLP | None
-    activation: Callable[[Array, Array], Array] = SwiGLU()  # of gate and up, [...,F] each
+    activation: Callable[[Array, Array], Array] = SwiGLU()  # of gate and up
     bias: bool = False
 
     def __post_init__(self):
@@ -451,7 +471,7 @@ class MoE:
         local = jnp.where((local >= 0) & (local < n_local) & chunk.valid[..., None], local, n_local)
         tokens, experts, scores = (array.reshape(-1, array.shape[-1]) for array in (x, local, score))
         matrices = w.gate, w.up, w.down
-        biases = w.gate_bias, w.up_bias, on_first_device(w.down_bias, TENSOR)  # summed over m
+        biases = w.gate_bias, w.up_bias, on_first_device(w.down_bias, TENSOR)  # the sum over m adds it once
         y = expert_mlp(tokens, experts, scores, *matrices, biases, self.activation, self.router.scales)
         return y.astype(x.dtype).reshape(x.shape)
 
@@ -552,8 +572,8 @@ def layers(
 
     def on_device(x: Array, weights: list[LayerWeights], caches: list[KV] | None, chunk: Chunk):
         if device_ring:
-            wrapped, norms_by_columns = by_columns(infos, weights, kinds, device_ring)
-            return decoder_layers(x, wrapped, caches, chunk, norms_by_columns, remat)
+            wrapped, kinds_by_columns = by_columns(infos, weights, kinds, device_ring)
+            return decoder_layers(x, wrapped, caches, chunk, kinds_by_columns, remat)
         return decoder_layers(x, weights, caches, chunk, kinds, remat)
 
     on_devices = jax.shard_map(
@@ -561,7 +581,7 @@ def layers(
         mesh=mesh,
         in_specs=(stream, specs(infos, weights), kv_specs, P(ROWS)),
         out_specs=(stream, kv_specs),
-        check_vma=declares_vma(mesh, x.shape[1]),
+        check_vma=declares_vma(mesh, x.shape[1]),  # that no psum is missing; jax's splash kernel forbids it
     )
     return on_devices(x, weights, caches, chunk)
 
@@ -634,7 +654,7 @@ def without_layers(weights: Weights) -> Weights:
 
 
 def float_type(weights: Weights) -> jnp.dtype:
-    """The type of the model's activations: that of its norms, which are never quantized."""
+    """The type of the model's activations: that of the last norm's weights, which are never quantized."""
     return jax.tree.leaves(weights.norm)[0].dtype
 
 
@@ -730,7 +750,7 @@ def rotate(x: Array, rotation: Rotation) -> Array:
     return jnp.stack([a * cos - b * sin, b * cos + a * sin], axis).reshape(x.shape).astype(x.dtype)
 
 
-# ------------------------------------------------------------------------------ masks and slots of the cache
+# ----------------------------------------------------------------------------------------------------- masks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -789,49 +809,17 @@ class Window:
 Mask = Full | BlockLocal | Window
 
 
-def visible_slots(chunk: Chunk, mask: Mask, end: Array) -> tuple[Array, tuple[Array, Array] | None]:
-    """Which of this device's slots each query sees, of a cache that holds a row's first end[b] tokens.
-
-    -> (length [b,T], gap): a query sees the slots before `length`, except those from gap[0] to gap[1],
-    [b,T] each. A gap of None leaves nothing out.
-    """
-    first, filled = mask.first_visible(chunk.positions), end[:, None]
-    any_visible = (first < filled) & (chunk.count > 0)[:, None]
-    if not mask.ring:
-        return jnp.where(any_visible, local_slots(filled), 0), None
-    # If the visible slots do not wrap around, they are [low, high): length is high, the gap is [0, low).
-    # If they do, they are [0, high) and [low, ring): length is ring, the gap is [high, low).
-    low, high = first % mask.ring, filled % mask.ring
-    wraps = high <= low
-    length = jnp.where(wraps, jnp.minimum(filled, mask.ring), high)
-    length = jnp.where(any_visible, local_slots(length), 0)
-    if not mask.window:  # in a block's ring the first visible slot is 0
-        return length, None
-    return length, (jnp.where(wraps, local_slots(high), 0), local_slots(low))
+# --------------------------------------------------------------- what a model is, and what a family provides
 
 
-def slot_mapping(chunk: Chunk, mask: Mask, capacity: int) -> Array:
-    """The slot of this device that each token is written to, [b,T]; `capacity` if it is written to none."""
-    slot, keep, sharing = chunk.positions, chunk.valid, lax.axis_size(SLOTS)
-    if mask.ring:  # a ring keeps the chunk's last tokens; earlier ones would be written to the same slots
-        keep = keep & (slot >= (chunk.start + chunk.count)[:, None] - mask.ring)
-        slot = slot % mask.ring
-    return jnp.where(keep & (slot % sharing == lax.axis_index(SLOTS)), slot // sharing, capacity)
-
-
-def local_slots(n: Array) -> Array:
-    """How many of a head's first n slots are on this device."""
-    sharing = lax.axis_size(SLOTS)
-    return (n + sharing - 1 - lax.axis_index(SLOTS)) // sharing
-
-
-# ------------------------------------------------------------- what a model is, and what a family provides
+# These records are static arguments of jit: frozen dataclasses, or others that are hashed by their values.
 
 
 class AttentionBlock(Protocol):
-    """What a layer's attention must have: the sizes and functions of `Attention`, which explains them.
+    """What a layer's attention must have. `Attention` shows each function.
 
-    The weights that `declare` returns have the fields `o` [D,k,g,H] and `o_bias`, see `attention`.
+    declare returns the declared weights, with at least the fields `o` [D,k,g,U] and `o_bias`. project returns
+    the queries, and keys and values as slot_layout (ops/kv_cache.py) says. K, G: as the letters.
     """
 
     @property
@@ -848,14 +836,14 @@ class AttentionBlock(Protocol):
 
 
 class FeedForward(Protocol):
-    """What a layer's feed-forward network must have. The call ends with a `psum` over MODEL."""
+    """What a layer's feed-forward network must have. The call ends with this file's `psum`, over MODEL."""
 
     def declare(self, prefix: str, D: int) -> Any: ...
     def __call__(self, x: Array, w, chunk: Chunk) -> Array: ...
 
 
 class Normalization(Protocol):
-    """declare: the declarations of the weights of a norm, made of that of one factor per column."""
+    """declare: info declares one factor per column, [D]. It returns info, a tree of such, or None."""
 
     def declare(self, info: ArrayInfo) -> Any: ...
     def __call__(self, x: Array, w, mean: Callable[[Array], Array] = column_mean) -> Array: ...
@@ -889,7 +877,8 @@ class LayerKind:
 class Config:
     """All that the functions above need to know of a model.
 
-    norm: after the last layer. embedding_norm: of the embedded tokens, without a weight.
+    max_positions: the longest context. norm: after the last layer. embedding_norm: of the embedded tokens,
+    without a weight.
     logit_scale, logit_softcap: logits are multiplied by the first, then become cap * tanh(logits / cap).
     """
 
@@ -920,7 +909,13 @@ class Config:
         return frozenset(kind.mask for kind in self.layers)
 
 
-# ---------------------------------------------------------------------- the weights and the cache, declared
+# ----------------------------------------------------------------------- the weights and the cache, declared
+
+
+# declared("kgHD", "D", "q_proj.weight", "(KGH)D"): the array's letters; those that its matmul sums, "" if it
+# is never quantized; the tensor's name in Llama's checkpoints, behind a prefix; the tensor's letters there:
+# in "ED[M+M]" two arrays follow one another, and this one is number 0 or 1. min_bits: fewer lose too much.
+# The fields of a @pytree are given by name, so those without a default may come last.
 
 
 @pytree
@@ -960,12 +955,12 @@ class MoEWeights:
 
 @pytree
 class LayerWeights:
-    attention_norm: Array = declared_norm("D", "input_layernorm.weight")
+    attention_norm: Any = declared_norm("D", "input_layernorm.weight")
     attention: Any
-    attention_post_norm: Array | None = declared_norm("D", "post_self_attn_layernorm.weight")
-    feed_forward_norm: Array = declared_norm("D", "post_attention_layernorm.weight")
+    attention_post_norm: Any = declared_norm("D", "post_self_attn_layernorm.weight")
+    feed_forward_norm: Any = declared_norm("D", "post_attention_layernorm.weight")
     feed_forward: Any
-    feed_forward_post_norm: Array | None = declared_norm("D", "post_mlp_layernorm.weight")
+    feed_forward_post_norm: Any = declared_norm("D", "post_mlp_layernorm.weight")
 
 
 def layer_infos(kind: LayerKind, D: int, prefix: str = "") -> LayerWeights:
@@ -986,7 +981,7 @@ class Weights:
     embed: Array = declared("vD", "", "model.embed_tokens.weight", "VD")
     positions: Any
     layers: list[LayerWeights]
-    norm: Array = declared_norm("D", "model.norm.weight")
+    norm: Any = declared_norm("D", "model.norm.weight")
     unembed: Array | None = declared("vD", "D", "lm_head.weight", "VD", min_bits=8)
 
 

@@ -20,7 +20,7 @@ SECTIONS = {
     "feed-forward": (FEED_FORWARD, "MLP; MoE and its Router"),
     "embed": (EMBED, "what runs before, in and after the layers"),
     "norms": (NORM, "Norm, Rope"),
-    "masks": (CACHE, "Full, BlockLocal, Window; visible slots"),
+    "masks": (CACHE, "Full, BlockLocal, Window"),
     "what a model is": (OTHER, "the parts of a layer; LayerKind, Config"),
     "the weights": (OTHER, "each array's letters and name in a checkpoint"),
 }

@@ -138,9 +138,19 @@ class Engine:
         warm: bool = True,
     ):
         self.programs, self.ahead = programs, ahead
-        sizes = programs.rows, programs.max_len, programs.stages, programs.shards
-        saved = 0 if programs.stages > 1 else prefix_cache_bytes, programs.row_bytes
-        self.scheduler = Scheduler(*sizes, programs.width, programs.masks, programs.cfg.V, *saved, limits)
+        saved = 0 if programs.stages > 1 else prefix_cache_bytes
+        self.scheduler = Scheduler(
+            rows=programs.rows,
+            max_len=programs.max_len,
+            stages=programs.stages,
+            shards=programs.shards,
+            width=programs.width,
+            masks=programs.masks,
+            vocabulary=programs.cfg.V,
+            prefix_cache_bytes=saved,
+            row_bytes=programs.row_bytes,
+            limits=limits,
+        )
         self.saving: list[SavedPrefix] = []  # what the last turn has started to copy to the host
         self.stats, self.start_time, self.turns = Stats(), 0.0, 0
         self.option_sets = list(option_sets or [options_in_use(requests)])
@@ -159,7 +169,7 @@ class Engine:
         self.ready_sets = self.option_sets[-1:] if general else list(self.option_sets)
         neutral = self.neutral[-len(self.ready_sets) :]
         self.chunk_shapes = self._chunk_shapes(rows)
-        needed = self.chunk_shapes, self.scores, neutral, rows, bool(saved[0])
+        needed = self.chunk_shapes, self.scores, neutral, rows, bool(saved)
         if ahead:
             ahead.warm_up(*needed)
             gather("compiled")  # else one process could wait in a collective until another has compiled

@@ -133,7 +133,17 @@ def load(
     not fit into memory.
     """
     options = ModelOptions(
-        str(checkpoint), dtype, quantize, kv_cache_dtype, dp, ep, tp, pp, draft, lookup, guesses
+        checkpoint=str(checkpoint),
+        dtype=dtype,
+        quantize=quantize,
+        kv_cache_dtype=kv_cache_dtype,
+        dp=dp,
+        ep=ep,
+        tp=tp,
+        pp=pp,
+        draft=draft,
+        lookup=lookup,
+        guesses=guesses,
     )
     sizes = dict(dp=dp, ep=ep, tp=tp, pp=pp, n_devices=n_devices, rows=rows, max_len=max_len)
     for name, value in sizes.items():

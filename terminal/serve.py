@@ -123,10 +123,22 @@ def served_model(session: Session, tokenizer, max_len: int) -> ServedModel:
     if sampling.temperature is None:  # the default of OpenAI's API
         sampling = dataclasses.replace(sampling, temperature=1.0)
     return ServedModel(
-        names, builder.tokenizer, tokenizer, builder.vocabulary, max_len, builder.stop,
-        dataclasses.replace(sampling, seed=None), builder.encode, tuple(args.stop), args.max_new_tokens,
-        int(time.time()), builder.channels, builder.tools, checkpoint, given,
-    )  # fmt: skip
+        names=names,
+        checkpoint=checkpoint,
+        tokenizer=builder.tokenizer,
+        grammar_tokenizer=tokenizer,
+        vocabulary=builder.vocabulary,
+        encode_chat=builder.encode,
+        max_len=max_len,
+        stop_ids=builder.stop,
+        stop=tuple(args.stop),
+        max_new_tokens=args.max_new_tokens,
+        sampling=dataclasses.replace(sampling, seed=None),
+        default_sampling=given,
+        created=int(time.time()),
+        channels=builder.channels,
+        tools=builder.tools,
+    )
 
 
 def given_options(sampling: Sampling) -> dict[str, float]:

@@ -24,6 +24,7 @@ from serving.steps import DecodeStep, PrefillChunk, assign_rows, batch_infos, in
 from sharding.arrays import ArrayInfo, abstract
 from sharding.mesh import EXPERT, HEADS, MODEL, SLOTS, TENSOR, mesh_shape, mesh_size
 from sharding.sampling import Sampling
+from sharding.slots import slot_mapping
 
 LENGTHS = (1, 5, 8, 9, 17, 20, 3, 16)
 NEW = 10
@@ -138,7 +139,7 @@ def test_slot_mapping(name, chunk):
 
     @partial(jax.shard_map, mesh=mesh, in_specs=P(), out_specs=P(None, None, MODEL))
     def on_devices(start, count):
-        return model.slot_mapping(model.chunk_at(start, count, T), mask, capacity)[..., None]
+        return slot_mapping(model.chunk_at(start, count, T), mask, capacity)[..., None]
 
     # Devices that differ only in their heads agree; of the others, take each once.
     found = np.asarray(on_devices(start, count)).reshape(4, T, -1, slots)[:, :, 0]

@@ -33,7 +33,10 @@ def test_the_lines_at_the_top():
     names: dict = {}
     exec(lines, names)
     cfg, logits, tokens = names["cfg"], names["logits"], np.array([[1, 2, 3]])
-    assert logits.shape == (1, 3, 512) == (1, 3, cfg.V)
+    assert logits.shape == (1, 3, 512) and names["last"].shape == (1, 512)
+    text = np.array([[1, 2, 3, logits[0, -1].argmax()]])
+    whole = model.forward(text, names["weights"], cfg=cfg, mesh=names["mesh"])
+    np.testing.assert_allclose(names["last"], whole[:, -1], atol=1e-4)
     mesh = mesh_of(cfg, "tp8")
     weights = model.init_weights(jax.random.key(0), cfg, mesh)
     np.testing.assert_allclose(model.forward(tokens, weights, cfg=cfg, mesh=mesh), logits, atol=1e-4)

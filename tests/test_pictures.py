@@ -25,6 +25,7 @@ from planner.topologies import CHIPS
 from quantize import FORMATS, FP8, INT8
 from sharding import mesh as axes
 from sharding.mesh import SHARDED_BY, mesh_shape
+from sharding.slots import slot_mapping, visible_slots
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -119,7 +120,7 @@ def test_rings_of_the_picture(name):
     def on_device(read):
         """A row that has read so many tokens reads one more."""
         chunk = model.chunk_at(read, jnp.ones_like(read), 1)
-        return model.slot_mapping(chunk, mask, n), model.visible_slots(chunk, mask, read + 1)
+        return slot_mapping(chunk, mask, n), visible_slots(chunk, mask, read + 1)
 
     written, (length, gap) = jax.tree.map(np.asarray, on_device(jnp.arange(n)))
     held = np.full(mask.ring or n, -1)
