@@ -1,10 +1,10 @@
 """The platform that a program is compiled for, by which it chooses its kernels."""
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 
-def platform(mesh: Mesh | None = None) -> str | None:
+def platform(mesh: Mesh | AbstractMesh | None = None) -> str | None:
     """ "cpu", "gpu" or "tpu": the platform of a mesh, whose devices need not be on this machine.
 
     By default of the mesh that is being compiled for; None without one.
@@ -21,5 +21,5 @@ def on_gpu() -> bool:
     return platform() == "gpu"
 
 
-def on_tpu(mesh: Mesh | None = None) -> bool:
+def on_tpu(mesh: Mesh | AbstractMesh | None = None) -> bool:
     return platform(mesh) == "tpu"

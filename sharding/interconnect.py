@@ -3,20 +3,21 @@
 import functools
 import math
 
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from ops.platform import on_tpu
 from sharding.mesh import MODEL, mesh_size
 
 
 @functools.cache
-def ring(mesh: Mesh) -> tuple[int, ...] | None:
+def ring(mesh: Mesh | AbstractMesh) -> tuple[int, ...] | None:
     """The devices along MODEL, each next to the one before on the interconnect, and the last to the first.
 
     None if they are no TPUs, or if there is no such order: in a line of chips that does not close, and in a
-    box with an odd number of chips along every axis.
+    box with an odd number of chips along every axis. None too for an abstract mesh, whose devices have no
+    places.
     """
-    if not on_tpu(mesh):
+    if not on_tpu(mesh) or isinstance(mesh, AbstractMesh):
         return None
     devices = mesh.devices.reshape(-1, mesh_size(mesh, MODEL))[0]
     places = {place_of(device): i for i, device in enumerate(devices)}

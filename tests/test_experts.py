@@ -112,8 +112,8 @@ def test_group_limited_router(E, groups, kept, A):
     expected = np.take_along_axis(weights, np.argsort(experts, -1), -1)
     np.testing.assert_allclose(np.take_along_axis(score, order, -1), expected, rtol=1e-5)
     # Without groups other experts would be chosen, unless all groups are kept.
-    _, plain = model.Router("sigmoid", True, "output", bias=True).choose(x @ router, bias, A)
-    assert np.array_equal(np.sort(plain, -1), ours) == (kept == groups)
+    _, plain = model.Router("sigmoid", True, "output", bias=True).choose((x @ router)[None], bias, A)
+    assert np.array_equal(np.sort(plain[0], -1), ours) == (kept == groups)
 
 
 @pytest.mark.parametrize("name", ["1", "ep2-tp4"])

@@ -39,7 +39,7 @@ def as_on_a_tpu(monkeypatch, interpret):
     def switch() -> set[str]:
         monkeypatch.setattr(pallas, "pallas_call", interpreted)
         monkeypatch.setattr(pltpu, "with_memory_space_constraint", lambda x, _: x)
-        for module in (model, attention, tpu):
+        for module in (attention, tpu):
             monkeypatch.setattr(module, "on_tpu", lambda mesh=None: True)
         monkeypatch.setattr(grouped_matmul, "platform", lambda: "tpu")
         jax.clear_caches()  # what is compiled already is for a CPU
