@@ -19,11 +19,11 @@ import pathlib
 
 import jax
 
-from checkpoints.bucket_folder import NewBucketFolder
 from checkpoints.checkpoint import open_checkpoint
 from checkpoints.file_plan import plan_files
 from checkpoints.names import FLOATS
-from checkpoints.object_storage import is_url
+from checkpoints.remote.bucket_folder import NewBucketFolder
+from checkpoints.remote.object_storage import is_url
 from checkpoints.unfinished import NewFolder, conversion_identity
 from checkpoints.verify import verify
 from checkpoints.writing import publish, write_weights

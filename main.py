@@ -21,22 +21,22 @@ from functools import partial
 
 import jax
 
+from deployment.compilation_cache import enable_compilation_cache
+from deployment.memory import fit_cache
 from distributed import watch
 from feedback.errors import UserError
 from feedback.progress import progress
-from serving.compilation_cache import enable_compilation_cache
-from serving.memory import fit_cache
 from terminal.answers import Reply, answer, make_replies, refuse_too_long, report_refused
 from terminal.chat import chat
 from terminal.command_line import OUT_OF_MEMORY, run
 from terminal.diagnostics import check_profile_folder, profiled, show_logs
 from terminal.launch import Startup, device_count, join_hosts
-from terminal.models import Session, open_session
+from terminal.loaded_models import Session, open_session
 from terminal.options import parse_arguments
 from terminal.output_file import output_file, settings_digest
 from terminal.printers import choose_printer, show_progress
 from terminal.prompts import Prompt, share_prompts
-from terminal.report import report
+from terminal.summary import report
 
 
 def main() -> None:
@@ -57,7 +57,7 @@ def main() -> None:
         if args.chat:
             chat(session)
         elif args.serve:
-            from terminal.serve import serve  # needs packages that are optional
+            from terminal.serve_command import serve  # needs packages that are optional
 
             serve(session)
             watch.end()  # a thread may still be compiling programs

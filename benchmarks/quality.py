@@ -27,12 +27,12 @@ from jax.sharding import Mesh
 from checkpoints.checkpoint import Checkpoint, open_checkpoint
 from checkpoints.loading import load
 from checkpoints.names import FLOATS, named_infos
+from conversation.text import load_tokenizer
+from deployment import compilation_cache, placement
 from feedback.errors import UserError
 from feedback.progress import progress
 from model import Config, Weights, forward
 from quantize import FORMATS, Format
-from serving import compilation_cache, placement
-from serving.text import load_tokenizer
 from sharding.arrays import ArrayInfo
 from terminal import launch
 from terminal.command_line import OneLineParser, run

@@ -44,8 +44,8 @@ import results
 from results import ROOT
 
 from checkpoints.checkpoint import open_checkpoint
+from conversation.text import encode, load_tokenizer
 from feedback.errors import UserError
-from serving.text import encode, load_tokenizer
 from terminal.command_line import OneLineParser, run
 
 TINY = ROOT / "tests" / "checkpoints" / "tiny-llama3"

@@ -29,12 +29,12 @@ import model
 from checkpoints.checkpoint import open_checkpoint
 from checkpoints.loading import load
 from checkpoints.names import FLOATS
+from deployment import memory, placement
 from families.latent_attention import LatentAttentionWeights
 from feedback.errors import UserError
 from model import Config
-from planner.models import MODELS, read_model
+from planner.published_models import MODELS, read_model
 from quantize import FORMATS, QuantizedArray, values_and_scale
-from serving import memory, placement
 from serving.chunks import ACCELERATOR_SHAPES, best_shape
 from serving.executors import one_program
 from serving.steps import Batch, DecodeStep, PrefillChunk, init_batch

@@ -30,10 +30,10 @@ from checkpoints.folders import (
     refuse_unfinished,
     weight_map_in,
 )
-from checkpoints.gguf_model import open_gguf
-from checkpoints.hub import find_model
+from checkpoints.gguf.translation import open_gguf
 from checkpoints.layouts import Layout, Source, file_layout, layout_of, same_bits
 from checkpoints.names import FLOATS, named_infos, renamed, stored_infos, type_name
+from checkpoints.remote.hub import find_model
 from checkpoints.tensor_files import FLOAT_TYPES, StoredTensor, file_checksum
 from families.family import Family
 from families.registry import find_family, read_config

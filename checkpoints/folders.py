@@ -13,8 +13,8 @@ import shutil
 import tempfile
 from collections.abc import Callable, Collection
 
-from checkpoints.fetching import FetchedFile
-from checkpoints.object_storage import NoSuchObject, RemoteFolder
+from checkpoints.remote.fetching import FetchedFile
+from checkpoints.remote.object_storage import NoSuchObject, RemoteFolder
 from checkpoints.tensor_files import MappedFile, StoredTensor, TensorFile, file_checksum, parse_json
 from checkpoints.threads import WAITING
 from feedback.errors import UserError

@@ -11,9 +11,9 @@ from jax.sharding import Mesh, NamedSharding
 
 import model
 from checkpoints.checkpoint import Checkpoint
-from checkpoints.fetching import release
 from checkpoints.layouts import Bounds, Source
 from checkpoints.names import in_each_stage, named_infos, type_name
+from checkpoints.remote.fetching import release
 from checkpoints.tensor_files import DTYPES
 from checkpoints.threads import WAITING, WORKERS, in_order, no_garbage_collection
 from feedback.progress import progress

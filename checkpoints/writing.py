@@ -14,12 +14,12 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
-from checkpoints.bucket_folder import NewBucketFolder
 from checkpoints.checkpoint import Checkpoint
 from checkpoints.file_plan import FileSet, Fused, divide
 from checkpoints.folders import companions
 from checkpoints.layouts import SLICE_BYTES, Source, file_layout
 from checkpoints.names import stored_infos
+from checkpoints.remote.bucket_folder import NewBucketFolder
 from checkpoints.tensor_files import DTYPES
 from checkpoints.threads import WAITING, in_order
 from checkpoints.unfinished import NewFolder, source_fingerprint

@@ -53,7 +53,7 @@ class Family:
                       not used either.
     channels:         how answers to a chat separate reasoning from the text for the user; None: they do not.
     tools:            how its models write calls of tools, unless the chat template shows another format, see
-                      serving.tools.choose_tool_format; None: they have not learned any.
+                      conversation.tools.choose_tool_format; None: they have not learned any.
     """
 
     model_type: str

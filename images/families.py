@@ -22,7 +22,7 @@ from model import (
     Norm,
     Window,
 )
-from planner.models import MODELS
+from planner.published_models import MODELS
 
 FAMILIES = {
     "llama (Llama 3.1 8B)": MODELS["llama3.1-8b"],

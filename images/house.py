@@ -4,12 +4,16 @@ from images.drawing import pyplot, redraw
 from tests.test_rooms import ORDER
 
 WHAT = {
-    "main": "the commands: generate and serve, convert, measure", "convert_checkpoint": "", "benchmarks": "",
+    "main": "the commands: generate and serve, convert, plan, measure", "convert_checkpoint": "", "plan": "",
+    "benchmarks": "",
     "planner": "what a model needs on TPUs that are not here: memory, bytes, collectives, time",
     "images": "pictures, drawn from data and from the code",
     "terminal": "options, prompts, chat, one-line errors",
     "server": "the OpenAI-compatible API and the chat page",
-    "serving": "continuous batching, sampling, speculation, grammars, text",
+    "generation": "from a prompt to a reply, for the terminal, Python and the server",
+    "deployment": "a model on these devices: mesh, memory, compiled programs",
+    "serving": "the engine: continuous batching, prefix cache, speculation",
+    "conversation": "messages, templates, tools and grammars, text from tokens",
     "checkpoints": "any published checkpoint -> weights on a mesh",
     "distributed": "several hosts: joining, agreeing, noticing that one is gone",
     "families": "a file per family: config.json -> the records of model.py",
@@ -19,7 +23,7 @@ WHAT = {
     "quantize": "a class per number format: int8, int4, fp8",
     "feedback": "errors that a user can correct, and progress",
 }  # fmt: skip
-FILES = ("main", "convert_checkpoint", "model", "ragged_attention", "quantize")
+FILES = ("main", "convert_checkpoint", "plan", "model", "ragged_attention", "quantize")
 COMMANDS, MODEL, OTHER = "#f9dcb4", "#cfe0f1", "#eeeeee"
 
 

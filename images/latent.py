@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import model
 from families.latent_attention import LatentAttention
 from images.drawing import pyplot, redraw, tidy
-from planner.models import MODELS, read_model
+from planner.published_models import MODELS, read_model
 
 NAMED = {
     "gpt2": (8, -3), "gpt2-xl": (8, -3), "gemma-7b": (-54, -3), "openllama-13b": (8, -3),

@@ -7,7 +7,7 @@ from jax.sharding import AbstractMesh
 
 import model
 from images.drawing import pyplot, redraw
-from planner.models import read_model
+from planner.published_models import read_model
 from sharding.arrays import ArrayInfo
 from sharding.mesh import SHARDED_BY, mesh_shape, mesh_size
 

@@ -6,7 +6,7 @@ from images.drawing import pyplot, redraw, tidy
 from model import Config
 from planner.floor import needed
 from planner.job import Job
-from planner.models import read_model
+from planner.published_models import read_model
 from planner.topologies import CHIPS, Chip
 from sharding.mesh import mesh_shape
 

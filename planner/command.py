@@ -1,4 +1,4 @@
-"""The command benchmarks/plan.py: its options, and what it prints."""
+"""The command plan.py: its options, and what it prints."""
 
 import dataclasses
 import json
@@ -7,9 +7,9 @@ import pathlib
 
 from feedback.errors import UserError
 from planner.job import Job
-from planner.models import MODELS, read_model
-from planner.plan import make_plan
-from planner.report import show
+from planner.plan_report import show
+from planner.planning import make_plan
+from planner.published_models import MODELS, read_model
 from planner.topologies import find_topology
 from quantize import FORMATS
 from terminal.command_line import OneLineParser

@@ -20,7 +20,7 @@ from planner.estimates import collective_seconds, network_seconds, resource_seco
 from planner.experts_kernel import expert_rows
 from planner.floor import floor_bytes, needed, share_needed
 from planner.job import PARTS, Job, local_tokens, named_leaves, part_of
-from planner.programs import CompiledProgram, compile_programs, memory_of
+from planner.planned_programs import CompiledProgram, compile_programs, memory_of
 from planner.schedule import Schedule, read_schedule
 from planner.topologies import Topology
 from planner.traffic import Collective, Program, Reader

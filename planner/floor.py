@@ -5,10 +5,10 @@ import re
 
 from jax.sharding import Mesh
 
+from deployment.memory import active_experts
 from ops.grouped_matmul import FEW_ROWS
 from planner.job import Job, local_tokens, part_of
 from planner.topologies import Topology
-from serving.memory import active_experts
 from sharding.mesh import EXPERT, make_mesh, mesh_size
 
 

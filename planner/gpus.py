@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from serving.memory import BANDWIDTH
+from deployment.memory import BANDWIDTH
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,9 +6,9 @@ import re
 
 from jax.experimental import topologies
 
+from deployment.memory import BANDWIDTH
 from feedback.errors import UserError
 from planner.gpus import GPUS, target_config
-from serving.memory import BANDWIDTH
 
 MEMORY_SHARE = 0.75  # of a GPU's memory, which jax lets programs use unless it is told another share
 

@@ -11,19 +11,19 @@ import numpy as np
 from llguidance import LLTokenizer
 
 from checkpoints.tensor_files import parse_json
+from conversation.grammar import Grammar, make_grammar
+from conversation.messages import read_messages
+from conversation.streams import TextStream, answer_stream, ends_within_reasoning
+from conversation.templates import END_THINK, mentions, mentions_reasoning, template_text
+from conversation.text import PromptTooLong, encode, has_surrogate
+from conversation.tools import ToolUse
 from families.family import Channels
 from families.tool_formats import LLAMA_JSON, MessageToolFormat, ToolFormat
 from feedback.errors import UserError
 from server.formats import FORMAT_FIELDS, read_format
 from server.inert_fields import refusal
 from server.tool_requests import TOOL_FIELDS, ToolRequest, make_tool_grammar, read_tools
-from serving.grammar import Grammar, make_grammar
-from serving.messages import read_messages
 from serving.requests import RESTRICTIONS, Request, check_sampling
-from serving.streams import TextStream, answer_stream, ends_within_reasoning
-from serving.templates import END_THINK, mentions, mentions_reasoning, template_text
-from serving.text import PromptTooLong, encode, has_surrogate
-from serving.tools import ToolUse
 from sharding.sampling import MAX_BIASES, MAX_TOP_LOGPROBS, Bias, Sampling
 
 MAX_SAMPLES = 128  # answers of one request: n times its prompts
@@ -60,11 +60,11 @@ class ServedModel:
 
     names: those that /v1/models lists; the first is the one that responses have. checkpoint: a name that is
     accepted, too, but not listed, because it may be the path of a folder; "": none. max_len: positions of a
-    row. stop_ids: tokens that end an answer. encode_chat: serving.text.encode of the messages of a chat, with
-    its options. max_new_tokens: None: what is left of the row, of a completion 16. created: seconds since
-    1970. channels: see Family. tools: how the model writes calls of tools. default_sampling: sampling options
-    that the checkpoint or the command line gives, by name; where they give no temperature, the chat page asks
-    for one of its own.
+    row. stop_ids: tokens that end an answer. encode_chat: conversation.text.encode of the messages of a
+    chat, with its options. max_new_tokens: None: what is left of the row, of a completion 16. created:
+    seconds since 1970. channels: see Family. tools: how the model writes calls of tools. default_sampling:
+    sampling options that the checkpoint or the command line gives, by name; where they give no temperature,
+    the chat page asks for one of its own.
     """
 
     names: tuple[str, ...]

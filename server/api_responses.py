@@ -8,9 +8,9 @@ import secrets
 import time
 from collections.abc import Iterator
 
+from conversation.tools import CallPiece, ToolCall
 from server.api_requests import ApiRequest
 from server.loop import Event, Job
-from serving.tools import CallPiece, ToolCall
 
 
 @dataclasses.dataclass

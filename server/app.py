@@ -26,6 +26,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import Receive, Scope, Send
 
+from conversation.grammar import GRAMMAR_STUCK
 from server.access_log import CLIENT_LEFT, AccessLog, LineWriter
 from server.api_requests import ApiRequest, BadRequest, ServedModel, parse_request
 from server.api_responses import ApiResponse
@@ -35,7 +36,6 @@ from server.loop import ENGINE_FAILED, EngineLoop, Event, Job, Refused
 from server.responses_input import parse_responses_request
 from server.responses_output import ResponseObject
 from server.tokenizing import detokenize, tokenize
-from serving.grammar import GRAMMAR_STUCK
 
 PAGE = pathlib.Path(__file__).with_name("page")  # the chat page's files
 CURRENT = {"cache-control": "no-cache"}  # a browser asks each time whether its copy is still current

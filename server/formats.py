@@ -4,8 +4,8 @@ import json
 from typing import Any
 
 from checkpoints.tensor_files import parse_json
+from conversation.text import has_surrogate
 from feedback.errors import UserError
-from serving.text import has_surrogate
 
 TYPES = "text", "json_object", "json_schema", "regex", "grammar"  # of response_format
 DESCRIPTIONS = {
@@ -19,7 +19,7 @@ FORMAT_FIELDS = {"response_format", "structured_outputs", *(f"guided_{name}" for
 
 
 def read_format(field: str, value: Any) -> tuple[str, Any] | None:
-    """The arguments of serving.grammar.make_grammar that a field of FORMAT_FIELDS asks for; None for text.
+    """What a field of FORMAT_FIELDS asks for: arguments of conversation.grammar.make_grammar; None for text.
 
     Raises UserError if the field's value is wrong.
     """

@@ -17,14 +17,14 @@ from typing import Any
 import jax
 import numpy as np
 
+from conversation.grammar import Grammar
+from conversation.streams import TextStream
+from conversation.tools import CallPiece
 from distributed.exchange import Broadcast, process_count, reach, wait_for_all
 from feedback.errors import UserError
 from server.metrics import Metrics
 from serving.engine import Engine
-from serving.grammar import Grammar
 from serving.requests import Answer, Request
-from serving.streams import TextStream
-from serving.tools import CallPiece
 from sharding.sampling import Bias, Sampling
 
 ENGINE_FAILED = "the engine has failed, and the server ends"
@@ -45,7 +45,7 @@ class Refused(Exception):
 class Event:
     """Progress of an answer. text, reasoning: what was added to it. used: how many tokens it took so far.
 
-    reasoning: of models that reason before they answer, see serving.streams.ChannelStream and ThinkStream.
+    reasoning: of models that reason before they answer, see conversation/streams.py.
     reasoning_tokens: how many of the tokens `used` are of the reasoning. calls: what was added to calls of
     tools.
     finish_reason, error: of the last event, as in Answer; finish_reason may also be "timeout".
@@ -283,7 +283,7 @@ def compile_missing(engine: Engine, loop: EngineLoop | None, wait: Callable[[], 
 def follow(engine: Engine, make_grammar: Callable[..., Grammar]) -> None:
     """The loop of every process but the first: execute its commands and steps until it ends.
 
-    make_grammar: serving.grammar.make_grammar for the model's tokenizer.
+    make_grammar: conversation.grammar.make_grammar for the model's tokenizer.
     """
     first, answers = Broadcast(), {}
     while (commands := first.hear()) is not None:

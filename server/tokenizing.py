@@ -5,6 +5,8 @@ Source: vllm/entrypoints/serve/tokenize/protocol.py.
 
 from typing import Any
 
+from conversation.text import has_surrogate
+from conversation.text import tokenize as tokenize_text
 from server.api_requests import (
     TEMPLATE,
     BadRequest,
@@ -15,8 +17,6 @@ from server.api_requests import (
     parse_body,
 )
 from server.tool_requests import TOOL_FIELDS
-from serving.text import has_surrogate
-from serving.text import tokenize as tokenize_text
 
 COMMON = {"model", "add_special_tokens", "return_token_strs"}
 OF_TEXT = COMMON | {"prompt"}

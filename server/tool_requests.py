@@ -8,13 +8,13 @@ from typing import Any
 
 from llguidance import LLTokenizer
 
+from conversation.grammar import Grammar, make_grammar
+from conversation.streams import ends_within_reasoning
+from conversation.tool_definitions import read_definitions
+from conversation.tool_grammar import json_rule, tool_grammar
+from conversation.tools import ToolUse
 from families.tool_formats import MessageToolFormat, ToolFormat
 from feedback.errors import UserError, located
-from serving.grammar import Grammar, make_grammar
-from serving.streams import ends_within_reasoning
-from serving.tool_definitions import read_definitions
-from serving.tool_grammar import json_rule, tool_grammar
-from serving.tools import ToolUse
 
 TOOL_FIELDS = {"tools", "tool_choice", "parallel_tool_calls"}
 CHOICES = "none", "auto", "required"

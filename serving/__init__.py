@@ -1,1 +1,1 @@
-"""Continuous batching, speculation, tokens and text, what fits into memory, many processes."""
+"""The engine: continuous batching, prefix caching, speculation, and the programs of a batch."""

@@ -43,9 +43,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from deployment.ahead import ProgramsOnShapes
 from distributed.exchange import gather
 from feedback.errors import UserError
-from serving.ahead import ProgramsOnShapes
 from serving.chunks import Shape, at_most, useful_shapes
 from serving.prefix_cache import SavedPrefix
 from serving.programs import Assignment, Programs, StepPlan

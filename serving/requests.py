@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from conversation.text import generation_config
 from distributed.exchange import warn
 from feedback.errors import UserError
-from serving.text import generation_config
 from sharding.sampling import MAX_TOP_LOGPROBS, NEUTRAL, Sampling
 
 if TYPE_CHECKING:  # llguidance is optional
-    from serving.grammar import Constraint, Grammar
+    from conversation.grammar import Constraint, Grammar
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 # Each option of sampling: its type, lowest and highest value, and these in words. sharding.sampling.Sampling

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 import jax
 
 from checkpoints.threads import no_garbage_collection
+from conversation.streams import TextStream
 from feedback.errors import UserError
 from feedback.progress import progress
 from serving.engine import Engine
 from serving.requests import Answer, Request
-from serving.streams import TextStream
 from terminal.launch import log
 from terminal.prompts import Prompt, RequestBuilder
 

@@ -8,15 +8,15 @@ import time
 
 import jax
 
+from conversation.streams import TextStream
+from conversation.text import has_surrogate
+from deployment.memory import fit_cache
 from feedback.errors import UserError
 from serving.engine import Engine
-from serving.memory import fit_cache
 from serving.requests import Request
-from serving.streams import TextStream
-from serving.text import has_surrogate
 from terminal.diagnostics import profiled
 from terminal.launch import log
-from terminal.models import Session
+from terminal.loaded_models import Session
 from terminal.prompts import NOT_TEXT, RequestBuilder
 
 FAINT, PLAIN = "\x1b[2m", "\x1b[0m"  # of a terminal's letters

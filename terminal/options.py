@@ -5,8 +5,8 @@ import pathlib
 import re
 
 from checkpoints.names import FLOATS
+from deployment.memory import DEFAULT_ROWS
 from quantize import FORMATS
-from serving.memory import DEFAULT_ROWS
 from serving.scheduler import ACCELERATOR_LIMITS, CPU_LIMITS
 from serving.speculation import MAX_DRAFT, check_n_draft
 from terminal.command_line import OneLineParser

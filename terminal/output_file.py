@@ -19,7 +19,7 @@ from distributed.exchange import from_first
 from feedback.errors import UserError
 from terminal.answers import Reply
 from terminal.launch import log
-from terminal.models import Session
+from terminal.loaded_models import Session
 
 LINE = b'{"index": '  # the beginning of every line
 

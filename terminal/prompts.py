@@ -12,15 +12,15 @@ import numpy as np
 
 from checkpoints.checkpoint import Checkpoint
 from checkpoints.tensor_files import parse_json
+from conversation.messages import read_messages
+from conversation.streams import TextStream, answer_stream
+from conversation.text import encode, has_surrogate, stop_tokens
+from conversation.tool_definitions import read_definitions
+from conversation.tools import choose_tool_format
 from distributed.exchange import from_first
 from feedback.errors import UserError, located
 from model import Config
-from serving.messages import read_messages
 from serving.requests import RESTRICTIONS, SAMPLING_OPTIONS, Request, check_sampling, choose_sampling
-from serving.streams import TextStream, answer_stream
-from serving.text import encode, has_surrogate, stop_tokens
-from serving.tool_definitions import read_definitions
-from serving.tools import choose_tool_format
 from sharding.sampling import Sampling
 from terminal.command_line import INT32_MAX
 from terminal.launch import log
@@ -37,7 +37,7 @@ NOT_TEXT = "not valid text in this terminal's encoding"
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """A text, or the messages of a chat as serving.messages.read_messages returns them.
+    """A text, or the messages of a chat as conversation.messages.read_messages returns them.
 
     where: its place, for errors. options: of this prompt alone. tools: definitions of the functions that a
     chat offers to the model, as OpenAI's API has them.
@@ -167,7 +167,7 @@ class RequestBuilder:
     def encode(self, text: str | list[dict], /, **options) -> list[int]:
         """The token ids of a text or a chat, through the chat template if there is one.
 
-        options: of a chat, see serving.text.encode.
+        options: of a chat, see conversation.text.encode.
         """
         if isinstance(text, str) and self.templated:
             text = [{"role": "user", "content": text}]

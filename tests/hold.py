@@ -19,8 +19,8 @@ exit_on_signals()  # main.py also calls it before there are threads
 
 import jax
 
+from deployment import deploy
 from distributed import join
-from serving import deploy
 from serving.programs import Programs
 
 

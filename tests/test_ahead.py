@@ -16,9 +16,10 @@ from conftest import invoke, llama4_config, random_weights
 from test_generation import MAX_LEN, deep, subject
 
 import main
+from deployment import ahead, deploy
+from deployment.ahead import ProgramsOnShapes, programs_at_a_time
 from feedback.errors import UserError
-from serving import ahead, chunks, deploy
-from serving.ahead import ProgramsOnShapes, programs_at_a_time
+from serving import chunks
 from serving.engine import Engine
 from serving.programs import Programs
 from serving.requests import OPTION_SETS, Request
@@ -167,13 +168,13 @@ ENDS = """
 import time
 import main
 from feedback.errors import UserError
-from serving import deploy
-from terminal import models
+from deployment import deploy
+from terminal import loaded_models
 
 def fail(*arguments):
     raise UserError("wrong weights")
 
-models.Engine = lambda *_, **__: time.sleep(1000)
+loaded_models.Engine = lambda *_, **__: time.sleep(1000)
 deploy.load = fail
 main.run_to_end()
 """

@@ -27,10 +27,10 @@ from checkpoints import loading
 from checkpoints.checkpoint import open_checkpoint
 from checkpoints.loading import load
 from checkpoints.tensor_files import MappedFile, TensorFile
+from conversation.text import encode, load_tokenizer
 from convert_checkpoint import convert
+from deployment import deploy
 from feedback.progress import progress
-from serving import deploy
-from serving.text import encode, load_tokenizer
 from terminal import answers, command_line, output_file
 from terminal.options import parse_arguments
 from terminal.prompts import Prompt, RequestBuilder
@@ -174,7 +174,7 @@ def test_refused_by_name(ask, tmp_path):
 
 
 def test_what_memory_does_not_hold_is_refused(ask, tmp_path, monkeypatch):
-    from serving import memory
+    from deployment import memory
 
     (tmp_path / "p").write_text("\n".join(["Hello", "a b " * 80]))
     fit_cache = memory.fit_cache

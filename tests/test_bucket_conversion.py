@@ -23,11 +23,11 @@ from safetensors.numpy import load_file, save_file
 from test_conversion import contents, flip, random_model, small_model
 
 import convert_checkpoint
-from checkpoints import object_storage
-from checkpoints.bucket_folder import NewBucketFolder, most_at_once
 from checkpoints.checkpoint import open_checkpoint
 from checkpoints.file_plan import plan_files
 from checkpoints.folders import INDEX, STATE
+from checkpoints.remote import object_storage
+from checkpoints.remote.bucket_folder import NewBucketFolder, most_at_once
 from convert_checkpoint import convert, verify
 from feedback.errors import UserError
 from quantize import FORMATS, INT8

@@ -16,11 +16,11 @@ from test_responses import EVENT
 from test_server import post, started
 
 import main
+from conversation.streams import ChannelStream, TextStream, answer_stream
+from conversation.text import encode, load_tokenizer
 from families.gpt_oss import HARMONY
 from families.muse_glimmer import RECIPIENTS
-from serving import generate
-from serving.streams import ChannelStream, TextStream, answer_stream
-from serving.text import encode, load_tokenizer
+from generation.llm import load
 
 # As gpt-oss's own template: the history has final messages only, and a content with channels is refused.
 TEMPLATE = """\
@@ -197,7 +197,7 @@ def test_prompts_that_start_no_message(tokenizer):
 
 def test_python(folder, tokenizer):
     """A Completion has both, and its tokens are all that the model wrote."""
-    llm = generate.load(str(folder), dtype="float32", rows=2, max_len=128, show=False)
+    llm = load(str(folder), dtype="float32", rows=2, max_len=128, show=False)
     turns = []
     for question, (reasoning, text) in TURNS.items():
         turns.append(dict(role="user", content=question))

@@ -19,7 +19,7 @@ from test_command_line import damage_token
 import main
 from checkpoints.checkpoint import open_checkpoint
 from checkpoints.loading import load
-from serving.text import encode, load_tokenizer, stop_tokens
+from conversation.text import encode, load_tokenizer, stop_tokens
 
 
 @pytest.fixture(scope="module")

@@ -27,16 +27,16 @@ import convert_checkpoint
 import main
 import model
 from checkpoints.checkpoint import open_checkpoint
+from conversation.text import load_tokenizer, stop_tokens
+from deployment import deploy, memory, placement
+from deployment.placement import choose_mesh
 from feedback.errors import UserError
-from serving import deploy, memory, placement
-from serving.generate import load
-from serving.placement import choose_mesh
+from generation.llm import load
 from serving.requests import SAMPLING_OPTIONS, choose_sampling
-from serving.text import load_tokenizer, stop_tokens
 from sharding.arrays import abstract
 from sharding.mesh import degrees, make_mesh
 from sharding.sampling import Sampling
-from terminal import diagnostics, launch, report
+from terminal import diagnostics, launch, summary
 from terminal.command_line import run
 from terminal.options import parse_arguments
 from terminal.prompts import DEFAULT_PROMPTS, RequestBuilder
@@ -552,8 +552,8 @@ def test_bytes_per_step():
 def test_utilization_is_of_the_positions_that_were_read(monkeypatch, capsys):
     """The first step reads the prompt's last token, the last one the answer's last but one."""
     read = []
-    monkeypatch.setitem(report.BANDWIDTH, "cpu", 1e9)
-    monkeypatch.setattr(report, "bytes_per_step", lambda *given: read.append(given[4]) or 1e6)
+    monkeypatch.setitem(summary.BANDWIDTH, "cpu", 1e9)
+    monkeypatch.setattr(summary, "bytes_per_step", lambda *given: read.append(given[4]) or 1e6)
     prompts = ["--prompt", "Hi", "--prompt", "Who are you?", "--max-new-tokens", "20"]
     code, out, _ = invoke(monkeypatch, capsys, main, *prompts, "--json", "--ignore-eos", *ONE_EACH)
     result = json.loads(out)
@@ -620,9 +620,9 @@ def test_verbose(logs, monkeypatch, capsys):
     assert (code, out) == (0, quiet)
     lines = [line.split(" ", 1)[1] for line in err.splitlines() if " serving." in line]
     for pattern in (
-        "serving.deploy: .*tiny-llama3: mesh .*'tensor': 8.*, weights float32, cache float32",
-        r"serving.memory: each device needs .* for its share of 1 x 112 positions, and has .* GiB",
-        r"serving.compilation_cache: jit\(DecodeStep\): compiled in \d+\.\d\d s",
+        "deployment.deploy: .*tiny-llama3: mesh .*'tensor': 8.*, weights float32, cache float32",
+        r"deployment.memory: each device needs .* for its share of 1 x 112 positions, and has .* GiB",
+        r"deployment.compilation_cache: jit\(DecodeStep\): compiled in \d+\.\d\d s",
         r"serving.engine: turn 1: 1 rows assigned, 14 prompt tokens in a chunk of 1 x 32, "
         r"1 of 1 rows decoded, 1 in the queue, \d+\.\d ms",
         r"serving.engine: turn 3: 1 of 1 rows decoded, 1 in the queue, \d+\.\d ms",

@@ -19,10 +19,10 @@ from processes import Own, finish, start
 from test_object_storage import buckets  # noqa: F401  a fixture
 
 import main
-from checkpoints.object_storage import NoSuchObject, RemoteFolder
+from checkpoints.remote.object_storage import NoSuchObject, RemoteFolder
+from deployment import compilation_cache
+from deployment.compilation_cache import SUFFIX, Bucket, Folder, ProgramCache, enable_compilation_cache
 from feedback.errors import UserError
-from serving import compilation_cache
-from serving.compilation_cache import SUFFIX, Bucket, Folder, ProgramCache, enable_compilation_cache
 
 LLAMA4 = CHECKPOINTS / "tiny-llama4"
 ROOT = pathlib.Path(main.__file__).parent
@@ -115,7 +115,7 @@ def test_processes_share_a_bucket(alone, buckets):  # noqa: F811
 
 PROGRAM = """
 import sys, jax
-from serving.compilation_cache import enable_compilation_cache
+from deployment.compilation_cache import enable_compilation_cache
 enable_compilation_cache()
 x = jax.numpy.arange(float(sys.argv[1]))
 print(jax.jit(lambda x: (x * x).sum())(x))
@@ -192,13 +192,13 @@ def test_a_folder_that_cannot_be_written(tmp_path):
     )
 
 
-# Programs that call serving.generate.load
+# Programs that call generation.llm.load
 
 FROM_PYTHON = """
 import sys, jax
 jax.jit(lambda: 0)()  # compiled before there is a cache
 before = dict(jax.config.values)
-from serving.generate import load
+from generation.llm import load
 assert dict(jax.config.values) == before
 if sys.argv[2:]:
     jax.config.update("jax_compilation_cache_dir", sys.argv[2])

@@ -8,11 +8,11 @@ from conftest import CHECKPOINTS
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from conversation.control_tokens import control_tokens
+from conversation.text import encode, load_tokenizer
 from feedback.errors import UserError
-from serving.control_tokens import control_tokens
-from serving.text import encode, load_tokenizer
 from terminal.launch import Startup
-from terminal.models import open_session
+from terminal.loaded_models import open_session
 from terminal.options import parse_arguments
 from terminal.prompts import read_prompt_file
 

@@ -14,13 +14,14 @@ from test_grammar import Classes
 from test_meshes import TOLERANCE, assigned, shapes
 
 import model
+from deployment import ahead
+from deployment.ahead import ProgramsOnShapes
+from generation.llm import load
 from server import loop
 from server.metrics import Metrics
-from serving import ahead, chunks, programs
-from serving.ahead import ProgramsOnShapes
+from serving import chunks, programs
 from serving.engine import Engine
 from serving.executors import few_layers, one_program
-from serving.generate import load
 from serving.programs import Programs
 from serving.requests import Request
 from serving.speculation import DraftModel, PromptLookup

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from conftest import Kind, llama3_config, llama4_config, mesh_of, random_weights
 
-from planner.models import read_model
+from planner.published_models import read_model
 from quantize import INT8
 from serving import executors
 from serving.executors import executor_for, layer_groups, one_program

@@ -25,7 +25,7 @@ from families.latent_attention import LatentAttention
 from families.registry import read_config
 from families.rope_scaling import LinearScaling
 from ops.attention import merge
-from planner.models import MODELS, read_model
+from planner.published_models import MODELS, read_model
 from quantize import INT8
 from serving import chunks
 from serving.engine import Engine

@@ -27,7 +27,7 @@ from families.read import yarn_growth
 from families.registry import read_config
 from families.rope_scaling import LinearScaling, YarnScaling
 from feedback.errors import UserError
-from planner.models import MODELS
+from planner.published_models import MODELS
 from quantize import FP8, INT8, Format, PerGroup
 
 deep = partial(pytest.param, marks=pytest.mark.deep)

@@ -18,16 +18,17 @@ from test_transformers import CONFIGS
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import model
-from checkpoints import dequantized, gguf_architectures, gguf_tokenizer
+from checkpoints import dequantized
 from checkpoints.checkpoint import open_checkpoint
+from checkpoints.gguf import architectures, vocabulary
 from checkpoints.loading import load
+from conversation.text import load_tokenizer, tokenize
 from distributed.exchange import warn
 from families import fields
 from families.registry import FAMILIES, read_config
 from feedback.errors import UserError
 from serving import requests
 from serving.requests import choose_sampling
-from serving.text import load_tokenizer, tokenize
 
 DOCUMENT = pathlib.Path(__file__).parents[1] / "docs" / "checkpoints.md"
 
@@ -51,8 +52,8 @@ def cannot_matter(file: str) -> set[str]:
         ("`config.json`", {family.model_type: " ".join(family.no_effect) for family in FAMILIES}),
         ("`quantization_config`", dequantized.NO_EFFECT),
         ("`generation_config.json`", requests.NO_EFFECT),
-        ("GGUF", gguf_architectures.NO_EFFECT),
-        ("GGUF", gguf_tokenizer.NO_EFFECT),
+        ("GGUF", architectures.NO_EFFECT),
+        ("GGUF", vocabulary.NO_EFFECT),
     ],
 )
 def test_the_table(file, no_effect):
@@ -276,7 +277,7 @@ def test_each_field_of_gguf(value, tmp_path):
             assert str(e).startswith(f"{path}: ") and "\n" not in str(e)
             continue
         last = re.sub(r"^(llama|tokenizer\.ggml)\.", "", key)
-        neutral = value in gguf_architectures.NEUTRAL.get(last, ())
+        neutral = value in architectures.NEUTRAL.get(last, ())
         # The list of the chat templates' names; what the file says anyway; a factor of 1.
         same = key in ("tokenizer.chat_templates", "tokenizer.ggml.add_bos_token")
         same |= key == "llama.rope.scaling.factor" and value == 1
@@ -336,11 +337,11 @@ def test_rope_of_gguf(stated, expected, tmp_path):
     assert open_checkpoint(str(tmp_path / "model.gguf")).config == read_config(content)
 
 
-@pytest.mark.parametrize(("name", "experts"), gguf_architectures.ARCHITECTURES)
+@pytest.mark.parametrize(("name", "experts"), architectures.ARCHITECTURES)
 def test_yarn_of_each_architecture(name, experts):
     needed = {"block_count": 4, "embedding_length": 64, "attention.head_count": 4, "attention.key_length": 16}
     needed |= {"attention.value_length": 16, "rope.dimension_count": 8, "expert_gating_func": 2}
-    found = gguf_architectures.ARCHITECTURES[name, experts].config({**needed, **YARN_FIELDS, LENGTH: 64})
+    found = architectures.ARCHITECTURES[name, experts].config({**needed, **YARN_FIELDS, LENGTH: 64})
     assert YARN.items() <= found["rope_scaling"].items()
 
 

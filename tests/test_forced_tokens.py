@@ -12,14 +12,14 @@ from test_generation import MAX_LEN, TOLERANCE, alone, ask, deep, finish, subjec
 from test_grammar import Classes, V
 from test_tools import CASES, every_case
 
+from conversation.grammar import grammar_tokenizer, make_grammar
+from conversation.text import load_tokenizer
+from conversation.tool_grammar import tool_grammar
 from serving.engine import Engine
-from serving.grammar import grammar_tokenizer, make_grammar
 from serving.programs import Programs
 from serving.requests import Answer, Request
 from serving.scheduler import ACCELERATOR_LIMITS, CPU_LIMITS, PrefillLimits
 from serving.speculation import DraftModel, PromptLookup
-from serving.text import load_tokenizer
-from serving.tool_grammar import tool_grammar
 from sharding.sampling import Sampling
 
 STOP = frozenset([6])

@@ -17,10 +17,10 @@ import model
 from checkpoints.checkpoint import open_checkpoint
 from checkpoints.loading import load
 from checkpoints.names import named_infos
+from deployment import placement
+from deployment.memory import shard_bytes
 from ops.matmul import einsum
 from quantize import FP8, INT8, QuantizedArray, Requantized, quantize
-from serving import placement
-from serving.memory import shard_bytes
 from sharding.arrays import abstract
 from sharding.mesh import mesh_shape
 

@@ -14,14 +14,14 @@ from safetensors.numpy import load_file, save_file
 
 import main
 from checkpoints.checkpoint import open_checkpoint
-from checkpoints.gguf_file import GgufFile
-from checkpoints.gguf_model import floats_of
+from checkpoints.gguf.container import GgufFile
+from checkpoints.gguf.translation import floats_of
 from checkpoints.tensor_files import ALIGNMENT
+from conversation.text import load_tokenizer
 from convert_checkpoint import convert
 from families.registry import read_config
 from feedback.errors import UserError
 from quantize import INT8
-from serving.text import load_tokenizer
 
 LLAMA3 = CHECKPOINTS / "tiny-llama3"
 CONFIG = json.loads((LLAMA3 / "config.json").read_text())

@@ -18,7 +18,7 @@ from test_transformers import NO_SCALING, SIZES, assert_close, reference_logprob
 
 import model
 from checkpoints.checkpoint import open_checkpoint
-from checkpoints.gguf_architectures import ARCHITECTURES
+from checkpoints.gguf.architectures import ARCHITECTURES
 from checkpoints.loading import load
 from feedback.errors import UserError
 from quantize import FORMATS

@@ -14,10 +14,10 @@ from test_gguf import said, unsaid
 from test_gguf import write as write_model
 
 from checkpoints.checkpoint import open_checkpoint
-from checkpoints.gguf_tokenizer import ENDS, read_vocabulary, write_tokenizer
+from checkpoints.gguf.vocabulary import ENDS, read_vocabulary, write_tokenizer
+from conversation.text import encode, load_tokenizer, stop_tokens
 from distributed.exchange import warn
 from feedback.errors import UserError
-from serving.text import encode, load_tokenizer, stop_tokens
 
 
 @pytest.fixture(autouse=True)

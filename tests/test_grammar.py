@@ -11,13 +11,13 @@ from conftest import CHECKPOINTS
 from test_generation import alone, ask, batch_of, sampled, subject
 
 import model
+from conversation.grammar import grammar_tokenizer, make_grammar
+from conversation.text import load_tokenizer
 from feedback.errors import UserError
 from serving.engine import Engine
-from serving.grammar import grammar_tokenizer, make_grammar
 from serving.programs import Programs
 from serving.requests import OPTION_SETS, Request
 from serving.speculation import PromptLookup
-from serving.text import load_tokenizer
 from sharding.sampling import Sampling
 
 NEW, V = 12, 101

@@ -19,9 +19,9 @@ from processes import causes, errors, finish, start
 import main
 from checkpoints.layouts import layout_of
 from checkpoints.names import named_infos
+from deployment import memory
 from families.registry import read_config
-from planner.models import MODELS
-from serving import memory
+from planner.published_models import MODELS
 
 LLAMA4 = CHECKPOINTS / "tiny-llama4"
 PROMPTS = ("Who are you?", "What is 31 + 45?", "Hello", "Add 20 and 22.", "How much is 12 plus 34?")

@@ -182,7 +182,7 @@ import json
 import os
 import shutil
 import sys
-from checkpoints import fetching, object_storage
+from checkpoints.remote import fetching, object_storage
 object_storage.HEAD = fetching.GAP = 2**12
 fetching.PIECE = 2**15
 if "FREE" in os.environ:

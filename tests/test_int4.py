@@ -15,6 +15,8 @@ from checkpoints.checkpoint import open_checkpoint
 from checkpoints.folders import INDEX
 from checkpoints.loading import load
 from checkpoints.names import named_infos
+from deployment import placement
+from deployment.memory import shard_bytes
 from ops import matmul
 from quantize import (
     FORMATS,
@@ -30,8 +32,6 @@ from quantize import (
     ungroup,
     unpack_int4,
 )
-from serving import placement
-from serving.memory import shard_bytes
 from sharding.arrays import abstract
 from sharding.mesh import make_mesh
 from terminal import launch

@@ -10,11 +10,11 @@ from openai.types.chat import ChatCompletionMessage
 from test_server import post, started
 
 import main
+from conversation.messages import read_messages
 from feedback.errors import UserError
-from serving.generate import LLM, load
-from serving.messages import read_messages
+from generation.llm import LLM, load
 from terminal.launch import Startup
-from terminal.models import open_session
+from terminal.loaded_models import open_session
 from terminal.options import parse_arguments
 from terminal.prompts import read_prompt_file
 

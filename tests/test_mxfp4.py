@@ -22,10 +22,10 @@ import model
 from checkpoints.checkpoint import open_checkpoint
 from checkpoints.loading import load
 from checkpoints.names import named_infos
+from deployment import placement
+from deployment.memory import shard_bytes
 from feedback.errors import UserError
 from quantize import FORMATS, INT8, MXFP4, QuantizedArray, Requantized, power_of_two
-from serving import placement
-from serving.memory import shard_bytes
 from sharding.arrays import ArrayInfo, abstract
 from terminal import launch
 

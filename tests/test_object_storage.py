@@ -20,10 +20,11 @@ from obstore.exceptions import GenericError
 from processes import Own, finish, start
 from test_dequantized import publish
 
-from checkpoints import fetching, layouts, object_storage
+from checkpoints import layouts
 from checkpoints.checkpoint import open_checkpoint
 from checkpoints.loading import load
-from checkpoints.object_storage import NoSuchObject, RemoteFolder, is_url
+from checkpoints.remote import fetching, object_storage
+from checkpoints.remote.object_storage import NoSuchObject, RemoteFolder, is_url
 from checkpoints.unfinished import source_fingerprint
 from convert_checkpoint import convert, verify
 from feedback.errors import UserError
@@ -419,9 +420,10 @@ import os
 import sys
 import jax
 jax.distributed.initialize(os.environ["JAX_COORDINATOR_ADDRESS"], 2, int(os.environ["JAX_PROCESS_ID"]))
-from checkpoints import fetching, layouts, object_storage
+from checkpoints.remote import fetching, object_storage
+from checkpoints import layouts
 from checkpoints.loading import load
-from serving.deploy import ModelOptions, open_agreed
+from deployment.deploy import ModelOptions, open_agreed
 from sharding.mesh import make_mesh
 object_storage.HEAD, fetching.GAP, fetching.PIECE = 2**12, 2**9, 2**14
 checkpoint = open_agreed(ModelOptions(sys.argv[1]), "checkpoint")

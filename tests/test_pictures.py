@@ -15,12 +15,12 @@ from jax.sharding import PartitionSpec as P
 
 import model
 from families.registry import FAMILIES
-from images import attention, batching, families, formats, page, quantization, roofline
+from images import attention_picture, batching, families, formats_picture, page, quantization, roofline
 from images import sharding as product_picture
 from ops.kv_cache import KV, key_beside_value
 from planner.floor import needed
 from planner.job import Job
-from planner.models import read_model
+from planner.published_models import read_model
 from planner.topologies import CHIPS
 from quantize import FORMATS, FP8, INT8
 from sharding import mesh as axes
@@ -98,9 +98,11 @@ def test_the_tables_that_are_drawn():
 def test_errors_of_formats():
     """Half of the last bit for floats that are not too small; half a step of 127 for int8."""
     weights = np.geomspace(1e-3, 1, 5000, dtype=np.float32)
-    for format, bits in ((FP8, jnp.finfo(jnp.float8_e4m3fn).nmant), (formats.E5M2, 2)):
-        assert 0.88 * 2.0**-bits / 2 < formats.relative_errors(format, weights).max() <= 2.0**-bits / 2
-    assert (formats.relative_errors(INT8, weights) * weights).max() <= 0.5 / 127 + 1e-6
+    for format, bits in ((FP8, jnp.finfo(jnp.float8_e4m3fn).nmant), (formats_picture.E5M2, 2)):
+        assert (
+            0.88 * 2.0**-bits / 2 < formats_picture.relative_errors(format, weights).max() <= 2.0**-bits / 2
+        )
+    assert (formats_picture.relative_errors(INT8, weights) * weights).max() <= 0.5 / 127 + 1e-6
 
 
 def test_the_page():
@@ -111,10 +113,10 @@ def test_the_page():
     page.draw()  # raises where a section or a collective has no place
 
 
-@pytest.mark.parametrize("name", attention.MASKS)
+@pytest.mark.parametrize("name", attention_picture.MASKS)
 def test_rings_of_the_picture(name):
     """The slots that a decode step writes and sees, for every length."""
-    mask, n = attention.MASKS[name], attention.POSITIONS
+    mask, n = attention_picture.MASKS[name], attention_picture.POSITIONS
 
     @partial(jax.shard_map, mesh=mesh_of(llama3_config()), in_specs=P(), out_specs=P(), check_vma=False)
     def on_device(read):
@@ -124,10 +126,10 @@ def test_rings_of_the_picture(name):
 
     written, (length, gap) = jax.tree.map(np.asarray, on_device(jnp.arange(n)))
     held = np.full(mask.ring or n, -1)
-    sees = attention.visible(mask, n)
+    sees = attention_picture.visible(mask, n)
     for position in range(n):
         held[written[position, 0]] = position
-        assert attention.slots(mask, position + 1, n).tolist() == held.tolist()
+        assert attention_picture.slots(mask, position + 1, n).tolist() == held.tolist()
         slots = np.arange(held.size)
         seen = slots < length[position, 0]
         if gap is not None:
@@ -135,10 +137,10 @@ def test_rings_of_the_picture(name):
         assert sorted(held[seen]) == np.flatnonzero(sees[position]).tolist()
 
 
-@pytest.mark.parametrize("name", attention.MASKS)
+@pytest.mark.parametrize("name", attention_picture.MASKS)
 def test_masks_of_the_picture(name):
     """What the tokens of one chunk see of one another: a key is seen if it changes what attention returns."""
-    mask, n, layout = attention.MASKS[name], attention.POSITIONS, key_beside_value(8)
+    mask, n, layout = attention_picture.MASKS[name], attention_picture.POSITIONS, key_beside_value(8)
     rng = np.random.default_rng(0)
     q, kv = rng.normal(size=(1, n, 1, 1, 8)), rng.normal(size=(1, 1, n, 16))
 
@@ -153,7 +155,7 @@ def test_masks_of_the_picture(name):
         other = kv.copy()
         other[0, 0, key] += 1
         differs = (np.asarray(attended(jnp.float32(q), jnp.float32(other)) != usual)).any((0, 2, 3, 4))
-        assert differs.tolist() == attention.visible(mask, n)[:, key].tolist()
+        assert differs.tolist() == attention_picture.visible(mask, n)[:, key].tolist()
 
 
 def test_the_recorded_run():

@@ -1,4 +1,4 @@
-"""planner/traffic.py against programs counted by hand, and benchmarks/plan.py against the TPU compiler.
+"""planner/traffic.py against programs counted by hand, and plan.py against the TPU compiler.
 
 The compiler (libtpu) needs no TPU. Its figures are exact and do not vary, so the bounds below are tight.
 """
@@ -20,19 +20,19 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 from conftest import invoke, llama3_config, llama4_config, mesh_of
 
+from deployment.memory import active_experts
 from planner import command
 from planner.compiled import Step
 from planner.estimates import collective_seconds
 from planner.floor import share_needed
 from planner.hlo import Array, device_groups
 from planner.job import Job, named_leaves, part_of
-from planner.models import read_model
-from planner.plan import Choice, Plan
-from planner.report import show
+from planner.plan_report import show
+from planner.planning import Choice, Plan
+from planner.published_models import read_model
 from planner.topologies import CHIPS, Topology, find_topology
 from planner.traffic import Loop, Program, read_program
 from ragged_attention import DECODE_BLOCKS
-from serving.memory import active_experts
 
 deep = functools.partial(pytest.param, marks=pytest.mark.deep)
 needs_compiler = pytest.mark.skipif(
@@ -492,7 +492,7 @@ def run_python(*arguments: str) -> subprocess.CompletedProcess:
 
 
 def run_plan(*arguments: str) -> subprocess.CompletedProcess:
-    return run_python("benchmarks/plan.py", *arguments)
+    return run_python("plan.py", *arguments)
 
 
 @functools.cache
@@ -639,7 +639,7 @@ def test_one_row_of_a_cache_is_moved_alone():
 import dataclasses, jax, jax.numpy as jnp, json
 from jax.sharding import NamedSharding, PartitionSpec as P
 from planner.job import Job
-from planner.models import read_model
+from planner.published_models import read_model
 from planner.topologies import find_topology
 from planner.traffic import read_program
 from serving.executors import one_program
@@ -676,7 +676,7 @@ def test_prefill_in_groups_of_layers():
 import dataclasses, json
 from planner.compiled import compile_step
 from planner.job import Job
-from planner.models import read_model
+from planner.published_models import read_model
 from planner.topologies import find_topology
 from sharding.mesh import make_mesh
 cfg, topology = read_model("llama3.2-1b"), find_topology("v5e:1x1")
@@ -713,7 +713,7 @@ def test_estimated_memory_of_programs(layers):
     With one layer, the estimate for layers has little left over that could hide an error in the estimate for
     the rest of a program. Large models, whose programs take minutes to compile, are in docs/tpu.md.
     """
-    done = run_python("-m", "planner.program_memory", TINY, "v5e:2x2", "4", "256", str(layers))
+    done = run_python("-m", "planner.fixed_memory", TINY, "v5e:2x2", "4", "256", str(layers))
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["code_bytes"] <= found["estimated_code_bytes"] <= found["code_bytes"] + 300e6
@@ -728,7 +728,7 @@ def test_draft_tokens_go_through_the_decode_kernel():
 import dataclasses, jax, jax.numpy as jnp, json
 from jax.sharding import NamedSharding, PartitionSpec as P
 from planner.job import Job
-from planner.models import read_model
+from planner.published_models import read_model
 from planner.topologies import find_topology
 from planner.traffic import read_program
 from serving.executors import one_program
@@ -767,7 +767,7 @@ import jax
 from ops.attention import FEW_QUERIES
 from planner.decode_kernel import QUERIES, compile_kernel
 from ragged_attention import DECODE_BLOCKS
-from serving.memory import active_experts
+from deployment.memory import active_experts
 jax.config.update("jax_default_matmul_precision", "highest")
 sizes = list(itertools.product((1, 128), (2048, 131072)))
 for kind, (columns, itemsize) in itertools.product(("v5e", "v6e"), DECODE_BLOCKS):

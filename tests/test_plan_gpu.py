@@ -20,8 +20,8 @@ from jax.experimental import topologies
 from planner import command
 from planner.estimates import START_SECONDS, STEP_SECONDS, collective_seconds
 from planner.job import Job
-from planner.models import read_model
-from planner.plan import rank_meshes
+from planner.planning import rank_meshes
+from planner.published_models import read_model
 from planner.schedule import Schedule, read_schedule
 from planner.topologies import CHIPS, Topology
 from planner.traffic import Reader, read_program
@@ -187,7 +187,7 @@ def test_what_cannot_be_planned(topology, message, monkeypatch, capsys):
 def test_nothing_is_copied(formats):
     """Two layers of 70B on eight H100: weights and cache are read once, and no temporary is of their size."""
     arguments = "--model llama3.1-70b --layers 2 --topology h100:8 --batch 8 --context 8192 --json"
-    plan = [sys.executable, str(ROOT / "benchmarks" / "plan.py"), *arguments.split(), *formats.split()]
+    plan = [sys.executable, str(ROOT / "plan.py"), *arguments.split(), *formats.split()]
     done = subprocess.run(plan, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

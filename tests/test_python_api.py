@@ -1,4 +1,4 @@
-"""serving/generate.py: `load`, `generate`, `stream` and `score` return what main.py answers, and what a loop
+"""generation/llm.py: `load`, `generate`, `stream` and `score` return what main.py answers, and what a loop
 over prefill and decode_step computes.
 """
 
@@ -16,9 +16,9 @@ from safetensors.numpy import load_file, save_file
 
 import main
 import model
+from deployment import ahead
 from feedback.errors import UserError
-from serving import ahead
-from serving.generate import LLM, load
+from generation.llm import LLM, load
 
 LLAMA3, LLAMA4 = CHECKPOINTS / "tiny-llama3", CHECKPOINTS / "tiny-llama4"
 PROMPTS = ["Who are you?", "What is 12 + 34?", "Add 20 and 22.", "Tell me your name", "How much is 7 + 5?"]
@@ -278,7 +278,7 @@ if slow:
     atexit.register(time.sleep, 3)  # after what jax, which is imported later, does at the end
 from distributed.join import join
 join(None, None, None, 60)
-from serving.generate import load
+from generation.llm import load
 llm = load(sys.argv[1], rows=2, max_len=256, tp=2, dp=2)
 for answer in llm.generate(["Who are you?", "What is 12 + 34?", "Add 20 and 22."], max_new_tokens=12):
     print(answer.tokens)

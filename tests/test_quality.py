@@ -17,8 +17,8 @@ import model
 from checkpoints.checkpoint import open_checkpoint
 from checkpoints.loading import load
 from checkpoints.names import named_infos
+from conversation.text import load_tokenizer
 from quantize import INT8
-from serving.text import load_tokenizer
 
 LLAMA3, LLAMA4 = CHECKPOINTS / "tiny-llama3", CHECKPOINTS / "tiny-llama4"
 

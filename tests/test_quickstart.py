@@ -26,7 +26,7 @@ from convert_checkpoint import convert
 from distributed.roll_call import call_roll
 from families.registry import read_config
 from feedback.errors import UserError
-from planner.models import MODELS
+from planner.published_models import MODELS
 from quantize import INT8
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]

@@ -5,10 +5,10 @@ import pytest
 import transformers
 from conftest import CHECKPOINTS
 
+from conversation.streams import TextStream, ThinkStream, answer_stream
+from conversation.templates import in_words_of, mentions, replace_template
+from conversation.text import encode, load_tokenizer
 from feedback.errors import UserError
-from serving.streams import TextStream, ThinkStream, answer_stream
-from serving.templates import in_words_of, mentions, replace_template
-from serving.text import encode, load_tokenizer
 
 # As Qwen3's: earlier reasoning is left out, and an empty block where none is wanted.
 TEMPLATE = """\

@@ -7,12 +7,15 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 # Imports point from a line to those after it, or stay in it; a file in a folder counts as its folder.
 ORDER = (
-    {"main", "convert_checkpoint", "benchmarks"},
+    {"main", "convert_checkpoint", "plan", "benchmarks"},
     {"images"},
     {"planner"},
     {"terminal"},
     {"server"},
+    {"generation"},
+    {"deployment"},
     {"serving"},
+    {"conversation"},
     {"checkpoints"},
     {"distributed"},
     {"families"},
@@ -27,8 +30,8 @@ RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
 
 def imports() -> dict[str, set[str]]:
     """The modules of this repository that each of them imports, by name: `serving.engine`."""
-    folders = [ROOT, *(ROOT / name for name in RANK if (ROOT / name).is_dir())]
-    files = [path.relative_to(ROOT) for folder in folders for path in folder.glob("*.py")]
+    inside = [path for name in RANK for path in (ROOT / name).rglob("*.py")]
+    files = [path.relative_to(ROOT) for path in (*ROOT.glob("*.py"), *inside)]
     names = {".".join(path.with_suffix("").parts): path for path in files}
     found = {}
     for name, path in names.items():
@@ -55,6 +58,13 @@ def test_no_circle():
     assert not left, f"these import one another: {sorted(left)}"
 
 
-def test_five_files_at_the_top():
-    expected = {"model", "ragged_attention", "quantize", "convert_checkpoint", "main"}
+def test_six_files_at_the_top():
+    expected = {"model", "ragged_attention", "quantize", "convert_checkpoint", "main", "plan"}
     assert {path.stem for path in ROOT.glob("*.py")} == expected
+
+
+def test_file_names_occur_once():
+    """Whoever is told the name of a file finds it."""
+    names = [path.name for name in RANK for path in (ROOT / name).rglob("*.py") if path.stem[0] != "_"]
+    names += [path.name for path in ROOT.glob("*.py")]
+    assert len(names) > 150 and [name for name in names if names.count(name) > 1] == []

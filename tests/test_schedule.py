@@ -7,7 +7,7 @@ import pytest
 
 from ops.grouped_matmul import FEW_ROWS
 from planner.experts_kernel import expert_rows, rows_in_tiles
-from planner.models import read_model
+from planner.published_models import read_model
 from planner.schedule import LEAST_ROWS, Schedule, read_schedule
 from planner.topologies import CHIPS
 from planner.traffic import Reader

@@ -12,8 +12,8 @@ import pytest
 import serve
 from conftest import CHECKPOINTS, invoke
 
+from conversation.text import encode, load_tokenizer
 from feedback.errors import UserError
-from serving.text import encode, load_tokenizer
 
 
 def event(text: str, **more) -> dict:

@@ -14,9 +14,10 @@ from questions import count_question, fixed_question, sum_question
 from test_generation import ROWS, TOLERANCE, ask, subject
 
 import model
+from conversation import text
 from feedback.errors import UserError
 from ops import cpu
-from serving import speculation, text
+from serving import speculation
 from serving.engine import Engine
 from serving.programs import Programs
 from serving.requests import Answer, Request

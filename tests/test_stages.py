@@ -14,6 +14,7 @@ from conftest import Kind, invoke, llama3_config, llama4_config, random_weights,
 
 import main
 import model
+from deployment.memory import Deployment
 from families.gpt2 import GeluMLP, LayerNorm, LearnedPositions
 from families.latent_attention import LatentAttention
 from families.muse_glimmer import GatedAttention
@@ -24,7 +25,6 @@ from quantize import INT8
 from serving import chunks
 from serving.engine import Engine
 from serving.executors import one_program, staged
-from serving.memory import Deployment
 from serving.programs import Programs
 from serving.requests import Answer, Request
 from serving.speculation import PromptLookup

@@ -11,9 +11,9 @@ import pytest
 from conftest import CHECKPOINTS
 from tokenizers import ByteLevelBPETokenizer
 
+from conversation.streams import TextStream
+from conversation.text import PromptTooLong, encode, load_tokenizer, tokenize
 from feedback.errors import UserError
-from serving.streams import TextStream
-from serving.text import PromptTooLong, encode, load_tokenizer, tokenize
 
 TOKENIZER = load_tokenizer(CHECKPOINTS / "tiny-llama4")
 TEXTS = (

@@ -11,16 +11,16 @@ from conftest import CHECKPOINTS
 from test_server import GREETING, post, started
 from tokenizers import AddedToken
 
+from conversation.grammar import grammar_tokenizer, make_grammar
+from conversation.streams import answer_stream
+from conversation.text import load_tokenizer
+from conversation.tool_grammar import tool_grammar
+from conversation.tools import Tool, ToolUse, choose_tool_format, describe_tools, write_calls
 from families import tool_formats
 from families.gpt_oss import HARMONY
 from families.muse_glimmer import RECIPIENTS
 from server.loop import Job, command_as_json, request_from_json
-from serving.grammar import grammar_tokenizer, make_grammar
 from serving.requests import Request
-from serving.streams import answer_stream
-from serving.text import load_tokenizer
-from serving.tool_grammar import tool_grammar
-from serving.tools import Tool, ToolUse, choose_tool_format, describe_tools, write_calls
 
 STOP = frozenset([1, 2, 6])
 WEATHER = {

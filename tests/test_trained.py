@@ -9,8 +9,8 @@ from questions import examination, is_held_out
 import model
 from checkpoints.checkpoint import open_checkpoint
 from checkpoints.loading import load
+from conversation import text
 from quantize import INT4, INT8
-from serving import text
 from terminal.prompts import DEFAULT_PROMPTS
 
 N = 200

@@ -5,9 +5,9 @@ Source: https://platform.openai.com/docs/api-reference/chat/create.
 
 from typing import Any
 
+from conversation.text import has_surrogate
+from conversation.tools import TOOL_NAME, Tool
 from feedback.errors import UserError, located
-from serving.text import has_surrogate
-from serving.tools import TOOL_NAME, Tool
 
 MAX_TOOLS = 128
 FUNCTION = {"name", "description", "parameters", "strict"}

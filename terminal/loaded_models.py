@@ -8,20 +8,20 @@ from collections.abc import Sequence
 
 import jax
 
-from feedback.errors import UserError
-from serving.deploy import (
+from conversation.templates import replace_template
+from conversation.text import load_tokenizer
+from deployment.deploy import (
     ModelOptions,
     load_while_compiling,
     make_programs,
     open_models,
     programs_on_shapes,
 )
+from deployment.memory import Deployment
+from feedback.errors import UserError
 from serving.engine import Engine
-from serving.memory import Deployment
 from serving.requests import Request
 from serving.scheduler import PrefillLimits
-from serving.templates import replace_template
-from serving.text import load_tokenizer
 from terminal.launch import Startup, log_if_slow, log_once
 from terminal.prompts import RequestBuilder
 

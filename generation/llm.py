@@ -20,21 +20,24 @@ import numpy as np
 
 from checkpoints.names import FLOATS
 from checkpoints.threads import no_garbage_collection
-from feedback.errors import UserError
-from model import Config, Weights
-from quantize import FORMATS
-from serving.ahead import ProgramsOnShapes
-from serving.compilation_cache import enable_compilation_cache
-from serving.deploy import (
+from conversation.messages import read_messages
+from conversation.streams import TextStream, answer_stream
+from conversation.text import encode, has_surrogate, load_tokenizer, stop_tokens
+from conversation.tools import choose_tool_format
+from deployment.ahead import ProgramsOnShapes
+from deployment.compilation_cache import enable_compilation_cache
+from deployment.deploy import (
     ModelOptions,
     load_while_compiling,
     make_programs,
     open_models,
     programs_on_shapes,
 )
+from deployment.memory import CPU_ROWS, DEFAULT_ROWS, Deployment, fit_cache
+from feedback.errors import UserError
+from model import Config, Weights
+from quantize import FORMATS
 from serving.engine import Engine
-from serving.memory import CPU_ROWS, DEFAULT_ROWS, Deployment, fit_cache
-from serving.messages import read_messages
 from serving.programs import Programs
 from serving.requests import (
     OPTION_SETS,
@@ -45,15 +48,12 @@ from serving.requests import (
     options_in_use,
 )
 from serving.speculation import check_n_draft
-from serving.streams import TextStream, answer_stream
-from serving.text import encode, has_surrogate, load_tokenizer, stop_tokens
-from serving.tools import choose_tool_format
 from sharding.sampling import MAX_TOP_LOGPROBS
 
 MAX_LEN = 4096  # the default number of positions of a row, if the model has as many
 NEW_TOKENS = 256  # the default max_new_tokens
 
-Messages = list[dict[str, Any]]  # the messages of a chat, see serving.messages.read_messages
+Messages = list[dict[str, Any]]  # the messages of a chat, see conversation.messages.read_messages
 Prompt = str | Messages | Sequence[int]  # a text, a chat, or token ids
 
 
@@ -219,7 +219,7 @@ class LLM:
     ) -> list[int]:
         """The token ids of a prompt: a text is a user's message, if the tokenizer has a chat template.
 
-        The messages of a chat are those of OpenAI's API, see serving.messages.read_messages. Token ids are
+        The messages of a chat are those of OpenAI's API, see messages.read_messages. Token ids are
         returned as they are.
 
         chat_template: False continues the text itself. system: a first message of this role.

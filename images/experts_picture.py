@@ -3,9 +3,9 @@
 import math
 
 import model
+from deployment.memory import active_experts
 from images.drawing import pyplot, redraw, tidy
-from planner.models import read_model
-from serving.memory import active_experts
+from planner.published_models import read_model
 
 MODEL, CHIPS = "llama4-scout", 16
 DEGREES = {"tp 16": 1, "ep 4 x tp 4": 4, "ep 16": 16}  # ways to divide the chips, by expert shards

@@ -1,8 +1,8 @@
 """What the programs of an engine need of a TPU's memory: the compiler's figures beside the engine's estimate.
 
-`python3 -m planner.program_memory llama3.1-8b v5e:1x1 8 4096 2` compiles what a server of 8 rows of 4096
+`python3 -m planner.fixed_memory llama3.1-8b v5e:1x1 8 4096 2` compiles what a server of 8 rows of 4096
 positions would, for the first 2 layers, and prints one JSON object. The estimate is that of
-serving/program_memory.py.
+deployment/program_memory.py.
 """
 
 import dataclasses
@@ -15,14 +15,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from deployment.program_memory import program_bytes
 from planner.job import Job
-from planner.models import read_model
-from planner.programs import Compiler
+from planner.planned_programs import Compiler
+from planner.published_models import read_model
 from planner.topologies import find_topology
 from serving import steps
 from serving.chunks import chunk_shapes
 from serving.executors import executor_for
-from serving.program_memory import program_bytes
 from serving.programs import no_chunk
 from serving.requests import OPTION_SETS
 from serving.steps import DecodeStep

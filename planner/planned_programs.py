@@ -7,10 +7,10 @@ from collections.abc import Callable
 import jax
 from jax.sharding import Mesh
 
+from deployment.ahead import compile_on_shapes
+from deployment.memory import shard_bytes
 from planner.job import Job, named_leaves
-from serving.ahead import compile_on_shapes
 from serving.executors import executor_for
-from serving.memory import shard_bytes
 
 
 @dataclasses.dataclass

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from serving.memory import host_memory
+from deployment.memory import host_memory
 from serving.prefix_cache import SavedPrefix
 from serving.programs import Programs, compilation_progress
 

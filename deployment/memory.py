@@ -19,12 +19,12 @@ from numpy.polynomial.polynomial import polypow
 
 import model
 from checkpoints.checkpoint import Checkpoint
+from deployment.program_memory import ProgramBytes, program_bytes
 from distributed.exchange import gather
 from feedback.errors import UserError
 from model import Config, MoE, Weights
 from ops.platform import platform
 from quantize import FORMATS, Format
-from serving.program_memory import ProgramBytes, program_bytes
 from serving.steps import batch_infos
 from sharding.arrays import abstract
 from sharding.mesh import EXPERT, MODEL, STAGE, mesh_size

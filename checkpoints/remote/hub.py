@@ -21,8 +21,8 @@ from checkpoints.folders import (
     refuse_pickled,
     weight_map_in,
 )
-from checkpoints.object_storage import RemoteFolder, is_url
-from checkpoints.remote_models import open_remote
+from checkpoints.remote.object_storage import RemoteFolder, is_url
+from checkpoints.remote.remote_models import open_remote
 from distributed.exchange import from_first, gather, process_count, process_index
 from feedback.errors import UserError, did_you_mean
 

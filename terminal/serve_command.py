@@ -13,27 +13,27 @@ from typing import NoReturn
 
 import jax
 
-from checkpoints.object_storage import is_url
+from checkpoints.remote.object_storage import is_url
+from deployment.memory import CPU_ROWS, DEFAULT_ROWS, fit_cache
 from distributed import watch
 from distributed.exchange import flag, process_count, wait_for_flag
 from feedback.errors import UserError
-from serving.memory import CPU_ROWS, DEFAULT_ROWS, fit_cache
 from serving.requests import OPTION_SETS, SAMPLING_OPTIONS, Request
 from serving.scheduler import server_limits
 from sharding.sampling import Sampling
 from terminal.command_line import OUT_OF_MEMORY, on_first_signal
 from terminal.diagnostics import profiled
 from terminal.launch import log
-from terminal.models import Session
+from terminal.loaded_models import Session
 
 try:
+    from conversation.grammar import grammar_tokenizer, make_grammar
     from server.access_log import LineWriter
     from server.api_requests import ServedModel
     from server.app import make_app
     from server.http import LINGER, Port
     from server.loop import EngineLoop, compile_missing, follow
     from server.metrics import Metrics
-    from serving.grammar import grammar_tokenizer, make_grammar
 except ImportError as e:
     raise UserError(f"--serve needs the package {e.name}: pip install -e '.[serve]'") from None
 

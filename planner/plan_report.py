@@ -3,7 +3,7 @@
 import re
 
 from planner.compiled import Step
-from planner.plan import Plan
+from planner.planning import Plan
 from sharding.mesh import STAGE
 
 

@@ -1,6 +1,6 @@
 """Does a model fit on these TPUs or GPUs, and how fast would it be? Compiled for them here, on a CPU.
 
-    python3 benchmarks/plan.py --model llama3.1-70b --topology v5e:4x4 --batch 8 --context 8192
+    python3 plan.py --model llama3.1-70b --topology v5e:4x4 --batch 8 --context 8192
 
 The compilers are `pip install -e '.[tpu]'`, for Linux on x86, and `pip install -e '.[cuda-compiler]'`, for
 Linux. Memory and collectives are the compiler's own figures, HBM traffic is counted in the program that it
@@ -9,8 +9,6 @@ made, and times are estimates: see planner/.
 # ruff: noqa: E402  signals and the environment come before the first import of jax
 
 import os
-
-import results  # noqa: F401  puts the repository's folder on the path
 
 from terminal.command_line import exit_on_signals, run
 

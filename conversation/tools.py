@@ -10,8 +10,8 @@ import re
 import secrets
 from collections.abc import Iterable
 
+from conversation.templates import mentions, template_text
 from families.tool_formats import LLAMA_JSON, SIGNS, MessageToolFormat, ToolFormat
-from serving.templates import mentions, template_text
 
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 MARK_LIKE = re.compile(r"(<[^<>\s]+>|\[[A-Z_]+\])")  # texts within a format that may be tokens

@@ -1,4 +1,4 @@
-"""From the name of a checkpoint to the programs of a batch: what main.py and serving/generate.py share.
+"""From the name of a checkpoint to the programs of a batch: what main.py and generation/llm.py share.
 
 `open_models` opens the checkpoint (and that of a draft model) and chooses its mesh and number formats;
 `load_while_compiling` loads the weights, and `make_programs` makes the Programs of models and weights.
@@ -15,15 +15,15 @@ from jax.sharding import Mesh
 
 from checkpoints.checkpoint import Checkpoint, open_checkpoint
 from checkpoints.loading import load
+from conversation.text import load_tokenizer
+from deployment.ahead import ProgramsOnShapes
+from deployment.memory import HEADROOM, Deployment, device_memory
+from deployment.placement import choose_dtypes, choose_format, choose_mesh, set_precision, slice_count
 from distributed.exchange import agree, process_count
 from feedback.errors import UserError
 from model import Weights
-from serving.ahead import ProgramsOnShapes
-from serving.memory import HEADROOM, Deployment, device_memory
-from serving.placement import choose_dtypes, choose_format, choose_mesh, set_precision, slice_count
 from serving.programs import Programs
 from serving.speculation import DraftModel, PromptLookup, mesh_for_draft
-from serving.text import load_tokenizer
 from sharding.mesh import degrees
 
 COMPARED_TENSORS = 256  # of a checkpoint, whose bytes all processes compare

@@ -7,8 +7,8 @@ form that templates read: https://huggingface.co/docs/transformers/chat_extras.
 from typing import Any
 
 from checkpoints.tensor_files import parse_json
+from conversation.text import has_surrogate
 from feedback.errors import UserError, located
-from serving.text import has_surrogate
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 NEEDED = 'it must be an object with a "role" and a "content"'

@@ -16,7 +16,7 @@ from checkpoints.folders import (
     made_once,
     refuse_unfinished,
 )
-from checkpoints.object_storage import NoSuchObject, RemoteFolder
+from checkpoints.remote.object_storage import NoSuchObject, RemoteFolder
 from checkpoints.tensor_files import parse_json
 from checkpoints.threads import together
 from feedback.errors import UserError

@@ -7,11 +7,11 @@ import pathlib
 from typing import Any
 
 from checkpoints.folders import read_json
+from conversation.control_tokens import control_tokens
+from conversation.templates import in_words_of, template_text
+from conversation.tools import describe_tools, renders_tools
 from families.tool_formats import LLAMA_JSON, MessageToolFormat, ToolFormat
 from feedback.errors import UserError
-from serving.control_tokens import control_tokens
-from serving.templates import in_words_of, template_text
-from serving.tools import describe_tools, renders_tools
 
 # Parameters of apply_chat_template that a chat may set; those left out decide how it tokenizes.
 TEMPLATE_OPTIONS = {"tools", "documents", "add_generation_prompt", "continue_final_message"}
@@ -102,15 +102,15 @@ def encode(
     special_tokens_in_messages: bool = False, tool_format: ToolFormat | MessageToolFormat = LLAMA_JSON, /,
     **options,
 ) -> list[int]:  # fmt: skip
-    """The token ids of a text, or of a chat: its messages, as serving.messages.read_messages returns them,
+    """The token ids of a text, or of a chat: its messages, as messages.read_messages returns them,
     and the generation prompt.
 
     Where a text spells a special token, it is that token. Where a message of a chat spells one, it is read as
-    its characters, see serving.control_tokens, unless special_tokens_in_messages is true.
+    its characters, see conversation.control_tokens, unless special_tokens_in_messages is true.
 
     max_tokens: None: a prompt of any length. tool_format: how the model writes calls of tools, for a chat
     template that does not render tools: tools, calls and results become texts, see
-    serving.tools.describe_tools. options: of a chat, what apply_chat_template of transformers takes beside
+    tools.describe_tools. options: of a chat, what apply_chat_template of transformers takes beside
     the messages: tools, add_generation_prompt, continue_final_message, and variables of the chat template.
 
     Raises UserError if the tokenizer or its chat template fails, or a token is outside the vocabulary, and

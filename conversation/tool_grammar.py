@@ -11,10 +11,10 @@ from collections.abc import Callable
 
 from llguidance import LLTokenizer
 
+from conversation.grammar import JSON_STYLE
+from conversation.templates import END_THINK, THINK, mentions_reasoning, template_text
+from conversation.tools import MARK_LIKE, ParameterArguments, ToolUse
 from families.tool_formats import MessageToolFormat
-from serving.grammar import JSON_STYLE
-from serving.templates import END_THINK, THINK, mentions_reasoning, template_text
-from serving.tools import MARK_LIKE, ParameterArguments, ToolUse
 
 ANY_TEXT = "/(?s:.*)/"  # in a Lark grammar
 DEFINITIONS = {"$defs", "definitions"}  # fields of a JSON schema

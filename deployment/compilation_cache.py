@@ -23,7 +23,7 @@ import warnings
 import jax
 
 from checkpoints.folders import cache_folder
-from checkpoints.object_storage import NoSuchObject, RemoteFolder, is_url
+from checkpoints.remote.object_storage import NoSuchObject, RemoteFolder, is_url
 from feedback.errors import UserError
 from feedback.progress import print_line
 

@@ -16,10 +16,10 @@ import tempfile
 from collections.abc import Iterable, Iterator
 
 from checkpoints.checkpoint import open_checkpoint
-from checkpoints.fetching import FetchedFile
 from checkpoints.file_plan import FileSet
 from checkpoints.folders import INDEX, STATE
-from checkpoints.object_storage import RemoteFolder
+from checkpoints.remote.fetching import FetchedFile
+from checkpoints.remote.object_storage import RemoteFolder
 from checkpoints.tensor_files import NewFile, TensorFile, parse_json
 from checkpoints.threads import WORKERS
 from checkpoints.unfinished import full_disk_reported, refuse_another

@@ -1,6 +1,6 @@
 """A GGUF file as a Hugging Face folder: config.json, tokenizer files, and tensors with Hugging Face's names.
 
-This undoes what ggml-org/llama.cpp's convert_hf_to_gguf.py does, with the names in gguf_architectures.py.
+This undoes what ggml-org/llama.cpp's convert_hf_to_gguf.py does, with the names in architectures.py.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ import numpy as np
 
 from checkpoints.dequantized import Dequantized
 from checkpoints.folders import cache_folder, made_once
-from checkpoints.gguf_architectures import (
+from checkpoints.gguf.architectures import (
     ARCHITECTURES,
     FIELDS,
     NAMES,
@@ -26,8 +26,8 @@ from checkpoints.gguf_architectures import (
     Architecture,
     Fields,
 )
-from checkpoints.gguf_file import PLAIN, GgufFile, open_parts
-from checkpoints.gguf_tokenizer import read_vocabulary, write_tokenizer
+from checkpoints.gguf.container import PLAIN, GgufFile, open_parts
+from checkpoints.gguf.vocabulary import read_vocabulary, write_tokenizer
 from checkpoints.tensor_files import StoredTensor, aligned_empty
 from distributed.exchange import warn
 from families.fields import NUMBER, ConfigFields

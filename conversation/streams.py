@@ -5,10 +5,10 @@ import re
 
 import numpy as np
 
+from conversation.templates import END_THINK, THINK, mentions_reasoning, template_text
+from conversation.tools import CallPiece, CallReader, ToolCall, ToolUse, call_reader, overlap
 from families.family import Channels
 from families.tool_formats import MessageToolFormat
-from serving.templates import END_THINK, THINK, mentions_reasoning, template_text
-from serving.tools import CallPiece, CallReader, ToolCall, ToolUse, call_reader, overlap
 
 
 class TextStream:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from checkpoints.object_storage import RemoteFile, RemoteFolder
+from checkpoints.remote.object_storage import RemoteFile, RemoteFolder
 from checkpoints.tensor_files import aligned_empty, runs
 
 CONNECTIONS = 32  # requests under way at a time, in all

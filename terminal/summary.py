@@ -8,12 +8,12 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
+from deployment.memory import BANDWIDTH, Deployment, bytes_per_step
 from serving.engine import Engine
-from serving.memory import BANDWIDTH, Deployment, bytes_per_step
 from sharding.mesh import degrees
 from terminal.answers import Reply, score_line
 from terminal.launch import log
-from terminal.models import Session
+from terminal.loaded_models import Session
 
 
 def report(session: Session, engine: Engine, replies: list[Reply], content: Callable[[Reply], dict]) -> None:

@@ -1,0 +1,1 @@
+"""From a prompt to a reply: what the terminal, Python and the server share."""
