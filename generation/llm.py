@@ -24,7 +24,7 @@ from conversation.messages import read_messages
 from conversation.streams import TextStream, answer_stream
 from conversation.text import encode, has_surrogate, load_tokenizer, stop_tokens
 from conversation.tools import choose_tool_format
-from deployment.ahead import ProgramsOnShapes
+from deployment.ahead import ProgramsOnShapes, compile_programs
 from deployment.compilation_cache import enable_compilation_cache
 from deployment.deploy import (
     ModelOptions,
@@ -34,18 +34,18 @@ from deployment.deploy import (
     programs_on_shapes,
 )
 from deployment.memory import CPU_ROWS, DEFAULT_ROWS, Deployment, fit_cache
+from distributed.exchange import gather
 from feedback.errors import UserError
 from model import Config, Weights
 from quantize import FORMATS
 from serving.engine import Engine
+from serving.needed import Demand, demand_of, known_sets, needed_programs
 from serving.programs import Programs
 from serving.requests import (
-    OPTION_SETS,
     SAMPLING_OPTIONS,
     Answer,
     Request,
     choose_sampling,
-    options_in_use,
 )
 from serving.speculation import check_n_draft
 from sharding.sampling import MAX_TOP_LOGPROBS
@@ -165,10 +165,12 @@ def load(
     wanted = rows or (CPU_ROWS if jax.default_backend() == "cpu" else DEFAULT_ROWS)
     rows, max_len = fit_cache(models, [limit] * wanted, rows, limit)
     shapes = programs_on_shapes(options, models, rows, max_len)
-    first = [Request([0], 1, choose_sampling(dict(seed=0), models[0].checkpoint.folder, where=""))]
+    first = [Request([0, 0], 1, choose_sampling(dict(seed=0), models[0].checkpoint.folder, where=""))]
+
+    demand = demand_of(first, option_sets=known_sets(shapes, first))
 
     def compile_first() -> None:
-        Engine(shapes, first, *kinds(shapes, first), active=1)
+        compile_programs(shapes, needed_programs(shapes, demand, active=1))
 
     weights = load_while_compiling(models, shapes, compile_first, show)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:  # a CPU takes a second to allocate 1.5 GB
@@ -194,6 +196,7 @@ class LLM:
         self.tool_format = choose_tool_format(self.tokenizer, deployment.checkpoint.family.tools)
         self.programs = programs()
         self.engine: Engine | None = None
+        self.demand: Demand | None = None  # of all requests so far
         self.open: dict[Answer, TextStream] = {}
 
     @property
@@ -380,7 +383,7 @@ class LLM:
                 raise UserError(f"prompt {i}: {what} exceed max_len {self.programs.max_len}")
         if not requests:
             return []
-        engine, started = self._engine(requests), []
+        engine, started = self._prepare(requests), []
         channels = self.deployment.checkpoint.family.channels
         for request in requests:
             stream = answer_stream(self.tokenizer, request.prompt, request.stop, stop, channels)
@@ -389,23 +392,19 @@ class LLM:
             started.append((answer, stream))
         return started
 
-    def _engine(self, requests: list[Request]) -> Engine:
-        """The engine, with programs for requests of these kinds and of all earlier ones."""
-        longest, sets = kinds(self.programs, requests)
-        scores, active, old = {x.scoring for x in requests}, len(self.open) + len(requests), self.engine
-        if old and longest <= old.longest and scores <= old.scores and set(sets) <= set(old.option_sets):
-            old.compile_for(active)
-            return old
-        while old and old.busy:  # answers that are still read from `stream`
-            self._advance()
-        if old:
-            longest, scores, sets = max(longest, old.longest), scores | old.scores, sets + old.option_sets
-        like = [Request([0], 1, score=score is not None) for score in scores]
-        ordered = [options for options in OPTION_SETS if options in sets]
-        with no_garbage_collection():
-            self.engine = Engine(
-                self.programs, like, longest, ordered, active=active, ahead=self.shapes, warm=False
-            )
+    def _prepare(self, requests: list[Request]) -> Engine:
+        """The engine, with all programs that such requests need beside those that are open."""
+        demand = demand_of(requests, option_sets=known_sets(self.programs, requests))
+        self.demand = self.demand | demand if self.demand else demand
+        needed = needed_programs(self.programs, self.demand, active=len(self.open) + len(requests))
+        if new := [program for program in needed if not self.engine or program not in self.engine.usable]:
+            with no_garbage_collection():
+                compile_programs(self.shapes, new)
+                gather("compiled")  # else one process could wait in a collective until another has compiled
+        if self.engine:
+            self.engine.use(new)
+        else:
+            self.engine = Engine(self.programs, new)
         return self.engine
 
     def _advance(self) -> None:
@@ -454,21 +453,6 @@ class LLM:
             answer.error,
             stream.reasoning,
         )
-
-
-def kinds(programs: Programs, requests: list[Request]) -> tuple[int, list[frozenset[str]]]:
-    """The kinds of these requests, which are compiled together: -> (`longest`, `option_sets`) of an Engine.
-
-    longest: the longest prompt that needs no more shapes of prefill chunks than the longest of the requests.
-    """
-    length = max(len(request.prompt) for request in requests)
-    widths = sorted({shape.width for shape in programs.chunk_shapes})
-    limits = [*(width // 2 + 1 for width in widths[1:]), programs.max_len]
-    longest = min(next(n for n in limits if length <= n), programs.max_len)
-    if programs.stages > 1:  # the engine then has one decode program
-        return longest, [OPTION_SETS[-1]]
-    needed = map(options_in_use, ([request] for request in requests))
-    return longest, [next(options for options in OPTION_SETS if x <= options) for x in needed]
 
 
 def is_single(prompts) -> bool:

@@ -13,6 +13,7 @@ from conversation.text import has_surrogate
 from deployment.memory import fit_cache
 from feedback.errors import UserError
 from serving.engine import Engine
+from serving.needed import demand_of
 from serving.requests import Request
 from terminal.diagnostics import profiled
 from terminal.launch import log
@@ -119,7 +120,8 @@ def chat(session: Session) -> None:
     if jax.process_count() > 1:
         raise UserError("--chat works on one host; this is one of several")
     rows, max_len = fit_cache(session.models, [builder.limit], None, builder.limit)
-    engine = session.start_engine(rows, max_len, [builder.request([0], {})], longest=max_len)
+    demand = demand_of([builder.request([0], {})], longest=max_len)
+    engine, _ = session.start_engine(rows, max_len, demand)
     with profiled(engine, session.args.profile):
         converse(engine, builder)
     if engine.stats.failed:
