@@ -260,7 +260,7 @@ def _int8_parts(name: str, info: ArrayInfo, source: Source) -> dict[str, Source]
     if not all(isinstance(x, Dequantized) and x.int8 for x in source.tensors):
         return {}
     values, scales = zip(*(x.int8 for x in source.tensors), strict=True)
-    of_rows = Layout(layout.shape[:-1], layout.dims[:-n], layout.axes[:-n])
+    of_rows = Layout(layout.shape[:-1], layout.factors[:-n], layout.axes[:-n])
     (first, second), components = stored_infos(name, info), info.components
     return {
         first: Source(components.values, values, layout),
