@@ -743,7 +743,7 @@ MUTATIONS = [
     ("checkpoints/remote/bucket_folder.py", "self.remote.list().keys() <= {STATE}", "False", BUCKETS + "conversion_that_fails_at_once"),
     ("checkpoints/remote/bucket_folder.py", "and self._read(STATE) == identity", "and False", BUCKETS + "killed_conversion_goes_on[1]"),
     ("checkpoints/remote/bucket_folder.py", "first + ahead + 1]", "first + ahead]", BUCKETS + "files_that_are_here_at_a_time"),
-    ("checkpoints/folders.py", "if STATE in names and INDEX not in names:", "if False:", BUCKETS + "source_that_changes_meanwhile"),
+    ("checkpoints/folders.py", "if STATE in names and INDEX not in names:", "if False:", BUCKETS + "killed_conversion_goes_on[0]"),
     ("quantize.py", "np.allclose(step, largest, rtol=1e-6,", "np.allclose(step, step, rtol=1e-6,", CONVERSION),
     ("benchmarks/quality.py", "jnp.exp(log_q) - p - p * ratio", "-p * ratio", QUALITY),
     ("quantize.py", "jnp.concatenate([divisors, -divisors])", "divisors", INT4),
