@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from checkpoints.remote.object_storage import RemoteFile, RemoteFolder
+from checkpoints.remote.object_storage import RemoteFolder
 from checkpoints.tensor_files import aligned_empty, runs
 
 CONNECTIONS = 32  # requests under way at a time, in all
@@ -31,13 +31,13 @@ class FetchedFile:
 
     def __init__(self, folder: RemoteFolder, name: str):
         """Raises UserError."""
-        self.file, self.head = folder.open(name)
-        self.name, self.size = name, self.file.size
-        known = self.file.etag or self.file.changed
-        self.version = repr((self.size, self.file.etag, self.file.changed)) if known else ""
+        self.folder, self.name = folder, name
+        self.identity, self.head = folder.open(name)
+        self.size, known = self.identity.size, self.identity.etag or self.identity.changed
+        self.version = repr(tuple(self.identity)) if known else ""
 
     def __str__(self) -> str:
-        return str(self.file)
+        return f"{self.folder.url}/{self.name}"
 
     def read(self, start: int, stop: int) -> bytes:
         return self._fetched(start, stop - start).tobytes()
@@ -55,7 +55,7 @@ class FetchedFile:
         if sum(stop - first for first, stop in wanted) <= WASTE * part.nbytes:
             return self._fetch(space, start, wanted)
         # Columns. The others will be asked for, too: a fused tensor has several weights, a slice a successor.
-        rows = _kept.get(self.file, start, len(space), lambda: self._fetched(start, len(space)))
+        rows = _kept.get(self, start, len(space), lambda: self._fetched(start, len(space)))
         offset = part.ctypes.data - space.ctypes.data
         part[...] = np.ndarray(part.shape, part.dtype, rows, offset, part.strides)
 
@@ -73,7 +73,8 @@ class FetchedFile:
                 continue
             for piece in range(first, stop, PIECE):
                 place = space[piece : min(piece + PIECE, stop)]
-                pieces.append(_pool().submit(self.file.read_into, place, start + piece, abandoned))
+                what = self.name, start + piece, self.identity
+                pieces.append(_pool().submit(self.folder.read_into, place, *what, abandoned))
         try:
             for piece in concurrent.futures.as_completed(pieces):
                 piece.result()
@@ -102,7 +103,7 @@ class Kept:
         self.rows: collections.OrderedDict[tuple, concurrent.futures.Future] = collections.OrderedDict()
         self.lock = threading.Lock()
 
-    def get(self, file: RemoteFile, start: int, size: int, fetch: Callable[[], np.ndarray]) -> np.ndarray:
+    def get(self, file: FetchedFile, start: int, size: int, fetch: Callable[[], np.ndarray]) -> np.ndarray:
         """fetch(), or what it has returned or is about to return to another thread."""
         key, ours = (file, start, size), concurrent.futures.Future()
         with self.lock:
