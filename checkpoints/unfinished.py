@@ -4,7 +4,6 @@ bucket_folder.py has the same for a folder in a bucket.
 """
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import json
@@ -51,14 +50,15 @@ def source_fingerprint(checkpoint: Checkpoint) -> str:
 class NewFolder:
     """The folder DST.incomplete of a conversion, which is renamed to DST when it is complete.
 
-    Every file in it has a temporary name until it is whole. ahead: see `in_order`.
+    Every file in it has a temporary name until it is whole. ahead: see `in_order`. disk, remedy: what may be
+    full, and what to do about it.
     """
 
-    ahead = 32
+    ahead, remedy = 32, "make room"
 
     def __init__(self, destination: pathlib.Path):
         self.destination = destination
-        self.partial = destination.with_name(destination.name + ".incomplete")
+        self.partial = self.disk = destination.with_name(destination.name + ".incomplete")
 
     def __str__(self) -> str:
         return str(self.partial)
@@ -67,9 +67,7 @@ class NewFolder:
         """Whether the same conversion has been done before. Raises UserError if something else is there."""
         if not os.path.lexists(self.destination):
             return False
-        refuse_another(self.destination, _identity_of(self.destination), identity)
-        open_checkpoint(str(self.destination), alone=True)  # refuses a folder that has been damaged since
-        print(f"{self.destination} is there already, converted from this source", file=sys.stderr)
+        accept_converted(str(self.destination), _identity_of(self.destination), identity)
         return True
 
     @contextlib.contextmanager
@@ -133,18 +131,11 @@ class NewFolder:
 
     def check_room(self, missing: list[FileSet], share: list[FileSet]) -> None:
         """Raises UserError if the disk has too little room for the missing files."""
-        from_first(lambda: self._check_room(missing))
-
-    def _check_room(self, missing: list[FileSet]) -> None:
-        needed, free = sum(file_set.nbytes for file_set in missing), shutil.disk_usage(self.partial).free
+        needed = sum(file_set.nbytes for file_set in missing)
+        free = from_first(lambda: shutil.disk_usage(self.partial).free)
         if needed > free:
-            raise UserError(
-                f"{self.partial}: {needed / 1e9:.2f} GB are to be written, and {free / 1e9:.2f} GB are free"
-            )
-
-    def full_disk_reported(self) -> contextlib.AbstractContextManager[None]:
-        """Raises UserError where the disk is full."""
-        return full_disk_reported(self.partial, "make room")
+            sizes = f"{needed / 1e9:.2f} GB are to be written, and {free / 1e9:.2f} GB are free"
+            raise UserError(f"{self.partial}: {sizes}")
 
     def new_file(self, name: str, tensors: dict[str, tuple[str, tuple[int, ...]]]) -> NewFile:
         return NewFile(partial_path(self.partial / name).open("w+b", buffering=0), tensors)
@@ -168,10 +159,12 @@ class NewFolder:
         sync(self.destination.parent)
 
 
-def refuse_another(destination: pathlib.Path | str, found: dict | None, identity: dict) -> None:
-    """Raises UserError if what is at the destination already is not this conversion."""
+def accept_converted(destination: str, found: dict | None, identity: dict) -> None:
+    """Say that a converted folder is there. Raises UserError if it is not this conversion's, or damaged."""
     if found != identity:
         raise UserError(f"{destination}: exists and is something else; choose another name or remove it")
+    open_checkpoint(destination, alone=True)  # refuses a folder that has been damaged since
+    print(f"{destination} is there already, converted from this source", file=sys.stderr)
 
 
 def _identity_of(folder: pathlib.Path) -> dict | None:
@@ -179,17 +172,6 @@ def _identity_of(folder: pathlib.Path) -> dict | None:
     if (folder / INDEX).is_file():
         return read_json(folder / INDEX).get("metadata")
     return read_json(folder / STATE) if (folder / STATE).is_file() else None
-
-
-@contextlib.contextmanager
-def full_disk_reported(folder: pathlib.Path, remedy: str) -> Iterator[None]:
-    """Raises UserError where the disk of this folder is full."""
-    try:
-        yield
-    except OSError as e:
-        if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        raise UserError(f"{folder}: {e.strerror}; {remedy} and run again to go on") from None
 
 
 def _lock(file: IO, how: int) -> None:

@@ -660,7 +660,7 @@ MUTATIONS = [
     ("checkpoints/dequantized.py", 'if ordered or "g_idx" in parts.tensors:', "if False:", DEQUANTIZED),
     ("checkpoints/dequantized.py", "lo - first * per_group : hi - first * per_group", "lo : hi", DEQUANTIZED),
     ("checkpoints/folders.py", "all(file_checksum(folder / name) == x for name, x in checksums.items())", "True", GGUF),
-    ("checkpoints/checkpoint.py", "pool.map(lambda x: x.sample(), sampled)", "pool.map(StoredTensor.sample, sampled)", DEQUANTIZED),
+    ("checkpoints/checkpoint.py", "in_order(lambda x: x.sample(), sampled", "in_order(StoredTensor.sample, sampled", DEQUANTIZED),
     ("checkpoints/dequantized.py", "AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)", "AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)", DEQUANTIZED),
     ("checkpoints/dequantized.py", "np.arange(lo, hi) // height", "np.arange(hi - lo) // height", DEQUANTIZED),
     ("checkpoints/dequantized.py", "any(scheme != schemes[0] for scheme in schemes)", "False", DEQUANTIZED),

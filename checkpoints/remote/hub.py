@@ -45,7 +45,7 @@ def find_model(path_or_id: str, alone: bool = False) -> ModelFolder | pathlib.Pa
         return path
     if path.is_file():
         raise UserError(f"{path_or_id}: neither a model's folder nor a GGUF file")
-    suggestion = did_you_mean(path.name, _names_beside(path))
+    suggestion = did_you_mean(path.name, [x.name for x in path.parent.glob("*")])
     hub_id = re.fullmatch(HUB_ID, path_or_id)
     if path.suffix == ".gguf" and (path.parent.is_dir() or not hub_id or not hub_id[2]):
         raise UserError(f"{path_or_id}: no such file{suggestion}")
@@ -64,14 +64,6 @@ def find_model(path_or_id: str, alone: bool = False) -> ModelFolder | pathlib.Pa
         what_to_do = suggestion or _what_to_do(e, hub_id[1])
         message = f"{path_or_id}: no such folder, and the hub did not give it: {reason}{what_to_do}"
         raise UserError(message) from None
-
-
-def _names_beside(path: pathlib.Path) -> list[str]:
-    """The names of everything in the folder in which this path should be."""
-    try:
-        return os.listdir(path.parent)
-    except OSError:
-        return []
 
 
 def _what_to_do(error: Exception, name: str) -> str:
