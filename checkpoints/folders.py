@@ -22,18 +22,8 @@ FORMAT = 1  # version of converted folders
 INDEX = "weights.safetensors.index.json"  # a folder that has it is a converted one
 STATE = "conversion.json"  # in the folder of an unfinished conversion: its identity
 THEIR_INDEX, THEIR_FILE = "model.safetensors.index.json", "model.safetensors"
-COMPANIONS = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer*",
-    "vocab.json",
-    "merges.txt",
-    "added_tokens.json",
-    "special_tokens_map.json",
-    "chat_template*",
-)
-
-
+COMPANIONS = """config.json generation_config.json tokenizer* vocab.json merges.txt added_tokens.json
+    special_tokens_map.json chat_template*""".split()
 CHECKSUMS = "checksums.json"  # of the other files in a folder of the cache
 PICKLED = "pytorch_model*.bin", "consolidated*.pth", "*.pth", "*.pt", "*.ckpt", "*.bin"  # weights of PyTorch
 

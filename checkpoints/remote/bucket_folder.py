@@ -13,7 +13,7 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from checkpoints.file_plan import FileSet
 from checkpoints.folders import INDEX, STATE
@@ -77,8 +77,7 @@ class NewBucketFolder:
 
     def _claim(self, identity: dict) -> bool:
         """-> whether conversion.json is new."""
-        with run_again():
-            new = self.remote.write(STATE, json.dumps(identity).encode(), create_only=True)
+        new = self._change(self.remote.write, STATE, json.dumps(identity).encode(), create_only=True)
         if not new and self._read(STATE) != identity:
             raise UserError(
                 f"{self.url}: another conversion is writing there or has left its files; remove them, or "
@@ -125,28 +124,23 @@ class NewBucketFolder:
 
     def add_weights(self, name: str, file: NewFile) -> None:
         """Upload a file that is whole. Nothing of it is left on this machine."""
-        with run_again():
-            self.remote.write(name, file.file)
+        self._change(self.remote.write, name, file.file)
         file.file.close()
 
     def add_small(self, name: str, content: bytes) -> None:
-        with run_again():
-            self.remote.write(name, content)
+        self._change(self.remote.write, name, content)
 
     def publish(self, index: bytes) -> None:
         """Add the index, which makes this a converted folder."""
-        with run_again():
-            self.remote.write(INDEX, index)
-            self.remote.delete(STATE)
+        self._change(self.remote.write, INDEX, index)
+        self._change(self.remote.delete, STATE)
 
-
-@contextlib.contextmanager
-def run_again() -> Iterator[None]:
-    """Say in a UserError that the same command goes on with the conversion."""
-    try:
-        yield
-    except UserError as e:
-        raise UserError(f"{e}; run again to go on") from None
+    def _change(self, change: Callable, *arguments, **options):
+        """Write or delete an object. A UserError says that the same command goes on with the conversion."""
+        try:
+            return change(*arguments, **options)
+        except UserError as e:
+            raise UserError(f"{e}; run again to go on") from None
 
 
 def most_at_once(share: list[FileSet], ahead: int) -> int:

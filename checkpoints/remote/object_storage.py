@@ -20,15 +20,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 import obstore
-from obstore.exceptions import (
-    AlreadyExistsError,
-    BaseError,
-    GenericError,
-    NotSupportedError,
-    PermissionDeniedError,
-    PreconditionError,
-    UnauthenticatedError,
-)
+from obstore import exceptions
 from obstore.store import from_url
 
 from feedback.errors import UserError
@@ -52,8 +44,7 @@ CREDENTIALS = {
     "public bucket without",
     "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; AWS_SKIP_SIGNATURE=true reads a "
     "public bucket without",
-    "https": "give a URL that anybody may read, or download the folder",
-    "http": "give a URL that anybody may read, or download the folder",
+    **dict.fromkeys(("https", "http"), "give a URL that anybody may read, or download the folder"),
 }
 # In URLs of the services that give a cloud's machine its account; they are asked where no variable is set.
 MACHINES_ACCOUNT = r"169\.254\.|/latest/(api/token|meta-data)|metadata\.google|/computeMetadata/"
@@ -130,7 +121,7 @@ class RemoteFolder:
         store, path = self._place(name)
         try:
             return obstore.get(store, path, options=options)
-        except (PermissionDeniedError, UnauthenticatedError) as e:
+        except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as e:
             if not self.locate:
                 raise
             if self._located.get(name) is store:  # else another thread has noticed that the URL has expired
@@ -155,7 +146,7 @@ class RemoteFolder:
         def ask() -> tuple[Identity, bytes]:
             try:
                 answer = self._get(name, range=(0, HEAD))
-            except GenericError as e:
+            except exceptions.GenericError as e:
                 if "status code: 416" not in str(e):
                     raise
                 # An empty file has no byte that could be asked for.
@@ -241,7 +232,7 @@ class RemoteFolder:
             options["chunk_size"] = max(PART, -(-size // PARTS))
         try:
             obstore.put(self._writing, name, content, **options)
-        except AlreadyExistsError:
+        except exceptions.AlreadyExistsError:
             return False
         except Exception as e:
             raise self._error(e, name) from None
@@ -275,27 +266,24 @@ class RemoteFolder:
         where = f"{self.url}/{name}" if name else self.url
         if isinstance(e, WrongAnswer):
             return UserError(f"{where}: the server sends {e}, also when it is asked again; try again later")
-        if not isinstance(e, (BaseError, FileNotFoundError)):
+        if not isinstance(e, (exceptions.BaseError, FileNotFoundError)):
             return e
         text, reason = str(e), _reason(str(e))
         if "NoSuchBucket" in text:
             return NoSuchObject(f"{self.url}: there is no such bucket; check its name")
         if isinstance(e, FileNotFoundError) or re.search(r"status code: 404", text):
             return NoSuchObject(f"{where}: there is no such file; check the name")
-        if isinstance(e, PreconditionError):
+        if isinstance(e, exceptions.PreconditionError):
             return UserError(f"{where}: was changed while it was read; run again")
-        if isinstance(e, NotSupportedError):
+        if isinstance(e, exceptions.NotSupportedError):
             return UserError(f"{where}: the server does not send parts of a file; download the folder first")
         words = re.sub(r"\S+://\S+", "", text)  # a URL may have any words, as in tokenizer.json
         refused = re.search(r"status code: 40[13]|token|credential", words, re.IGNORECASE)
         if refused or re.search(MACHINES_ACCOUNT, text):
-            return UserError(f"{where}: access refused ({reason}); {self._credentials}")
+            check = "check HF_TOKEN" if self.locate else CREDENTIALS[self.scheme]
+            return UserError(f"{where}: access refused ({reason}); {check}")
         what = "check the URL, the network, and the endpoint if a variable sets one"
         return UserError(f"{where}: could not be reached ({reason}); {what}")
-
-    @property
-    def _credentials(self) -> str:
-        return "check HF_TOKEN" if self.locate else CREDENTIALS[self.scheme]
 
 
 def _store(url: str, retries: int, headers: dict[str, str] | None = None, called: str = ""):
@@ -320,7 +308,7 @@ def _store(url: str, retries: int, headers: dict[str, str] | None = None, called
     }
     try:
         return from_url(url, client_options=options, retry_config=retry, **service)
-    except (BaseError, ValueError, OSError) as e:
+    except (exceptions.BaseError, ValueError, OSError) as e:
         reason = str(e).split("\n")[0].removeprefix("Generic ")
         raise UserError(f"{called or url}: {reason}; {CREDENTIALS[scheme]}") from None
 
@@ -358,7 +346,7 @@ def _may_pass(e: Exception) -> bool:
     """Whether the same request may succeed later."""
     status = re.search(r"status code: (\d+)", str(e))
     refused = status and 400 <= int(status[1]) < 500 and int(status[1]) not in (408, 429)
-    return isinstance(e, WrongAnswer) or isinstance(e, GenericError) and not refused
+    return isinstance(e, WrongAnswer) or isinstance(e, exceptions.GenericError) and not refused
 
 
 def _reason(text: str) -> str:
