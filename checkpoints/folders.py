@@ -192,7 +192,8 @@ def open_tensors(
     def opened(name: str) -> TensorFile | None:
         return folder.open(name, (sizes or {}).get(name))
 
-    for name, file in zip(names, in_order(opened, names, ahead=WAITING, workers=WAITING), strict=True):
+    pool = in_order(opened, names, ahead=WAITING, workers=WAITING)
+    for name, file in zip(names, pool if folder.remote else map(opened, names), strict=True):
         if file is None:
             load = "upload" if folder.remote else "download"
             raise UserError(f"{folder.where(name)}: no such file; is the {load} complete?")

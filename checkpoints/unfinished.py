@@ -18,11 +18,12 @@ from typing import IO
 from checkpoints.checkpoint import Checkpoint, open_checkpoint
 from checkpoints.file_plan import FileSet
 from checkpoints.folders import FORMAT, INDEX, STATE, companions, read_json
-from checkpoints.tensor_files import PARTIAL, MappedFile, NewFile, TensorFile, partial_path, settle, sync
+from checkpoints.tensor_files import MappedFile, NewFile, TensorFile
 from distributed.exchange import from_first, process_index
 from feedback.errors import UserError
 from quantize import Format
 
+BEGUN = ".partial"  # suffix of a file that is being written
 SECONDS_UNSEEN = 120  # a network disk shows a file that another host has written a minute later at most
 
 
@@ -105,7 +106,7 @@ class NewFolder:
                 state.flush()
                 os.fsync(state.fileno())
                 sync(partial)
-            for begun in partial.glob("*" + PARTIAL):
+            for begun in partial.glob("*" + BEGUN):
                 begun.unlink()
             _lock(state, fcntl.LOCK_SH)
             yield
@@ -138,17 +139,24 @@ class NewFolder:
             raise UserError(f"{self.partial}: {sizes}")
 
     def new_file(self, name: str, tensors: dict[str, tuple[str, tuple[int, ...]]]) -> NewFile:
-        return NewFile(partial_path(self.partial / name).open("w+b", buffering=0), tensors)
+        return NewFile((self.partial / (name + BEGUN)).open("w+b", buffering=0), tensors)
 
     def add_weights(self, name: str, file: NewFile) -> None:
         """Give a file that is whole its name."""
         file.file.close()
-        settle(self.partial / name)
+        self._settle(name)
 
     def add_small(self, name: str, content: bytes) -> None:
         """Write a small file."""
-        partial_path(self.partial / name).write_bytes(content)
-        settle(self.partial / name)
+        (self.partial / (name + BEGUN)).write_bytes(content)
+        self._settle(name)
+
+    def _settle(self, name: str) -> None:
+        """Give a file its name once its content is on the disk."""
+        begun = self.partial / (name + BEGUN)
+        sync(begun)
+        begun.rename(self.partial / name)
+        sync(self.partial)
 
     def publish(self, index: bytes) -> None:
         """Add the index, and give the folder its name."""
@@ -165,6 +173,15 @@ def accept_converted(destination: str, found: dict | None, identity: dict) -> No
         raise UserError(f"{destination}: exists and is something else; choose another name or remove it")
     open_checkpoint(destination, alone=True)  # refuses a folder that has been damaged since
     print(f"{destination} is there already, converted from this source", file=sys.stderr)
+
+
+def sync(path: pathlib.Path) -> None:
+    """Wait until a file's content or a folder's list of names is on the disk."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
 
 
 def _identity_of(folder: pathlib.Path) -> dict | None:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 
 from checkpoints.remote.object_storage import RemoteFolder
-from checkpoints.tensor_files import aligned_empty, runs
+from checkpoints.tensor_files import Content, aligned_empty, runs
 
 CONNECTIONS = 32  # requests under way at a time, in all
 PIECE = 2**23  # bytes that a request asks for, at most
@@ -24,8 +24,8 @@ WASTE = 1.5  # times the bytes that a read wants: if it fetches more, whole rows
 MOST_KEPT = 2**28  # bytes of such rows
 
 
-class FetchedFile:
-    """A file in object storage. It is a tensor_files.Content."""
+class FetchedFile(Content):
+    """A file in object storage."""
 
     remote = True
 
@@ -38,9 +38,6 @@ class FetchedFile:
 
     def __str__(self) -> str:
         return f"{self.folder.url}/{self.name}"
-
-    def read(self, start: int, stop: int) -> bytes:
-        return self._fetched(start, stop - start).tobytes()
 
     def space(self, start: int, stop: int) -> np.ndarray:
         """Memory that is taken page by page as it is filled, aligned so that XLA can use it in place."""
@@ -55,14 +52,9 @@ class FetchedFile:
         if sum(stop - first for first, stop in wanted) <= WASTE * part.nbytes:
             return self._fetch(space, start, wanted)
         # Columns. The others will be asked for, too: a fused tensor has several weights, a slice a successor.
-        rows = _kept.get(self, start, len(space), lambda: self._fetched(start, len(space)))
+        rows = _kept.get(self, start, len(space), lambda: self.array(start, start + len(space)))
         offset = part.ctypes.data - space.ctypes.data
         part[...] = np.ndarray(part.shape, part.dtype, rows, offset, part.strides)
-
-    def _fetched(self, start: int, size: int) -> np.ndarray:
-        space = self.space(start, start + size)
-        self._fetch(space, start, [(0, size)])
-        return space
 
     def _fetch(self, space: np.ndarray, start: int, wanted: list[tuple[int, int]]) -> None:
         """Fill bytes [first, stop) of a space, of all these."""
@@ -83,16 +75,10 @@ class FetchedFile:
             for piece in pieces:
                 piece.cancel()
 
-    def holds(self, part: np.ndarray) -> bool:
-        return False
-
-    def forget(self, start: int, stop: int) -> None:
-        pass
-
     def checksum(self, start: int, stop: int) -> str:
         digest = hashlib.sha256()
         for first in range(start, stop, 4 * PIECE):
-            digest.update(self._fetched(first, min(4 * PIECE, stop - first)))
+            digest.update(self.array(first, min(first + 4 * PIECE, stop)))
         return digest.hexdigest()
 
 
