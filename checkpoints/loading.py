@@ -120,8 +120,10 @@ def load(
     return jax.tree.unflatten(jax.tree.structure(declared), weights)
 
 
-def plan_weights(checkpoint: Checkpoint, mesh: Mesh, dtype: str, format: Format | None):
-    """The WeightPlan of each weight, in the order of the declarations. dtype, format: see `load`."""
+def plan_weights(
+    checkpoint: Checkpoint, mesh: Mesh, dtype: str, format: Format | None
+) -> Iterator[WeightPlan]:
+    """The plan of each weight, in the order of the declarations. dtype, format: see `load`."""
     config, stages = checkpoint.config, mesh.shape[STAGE]
     for name, info in named_infos(config, stages, format):
         arrays = []
