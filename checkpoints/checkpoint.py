@@ -5,7 +5,6 @@ layout follows from model.py's declarations and not from a mesh, and an index wi
 """
 
 import collections
-import concurrent.futures
 import dataclasses
 import functools
 import hashlib
@@ -35,6 +34,7 @@ from checkpoints.layouts import Layout, Source, file_layout, layout_of, same_bit
 from checkpoints.names import FLOATS, named_infos, renamed, stored_infos, type_name
 from checkpoints.remote.hub import find_model
 from checkpoints.tensor_files import FLOAT_TYPES, StoredTensor, file_checksum
+from checkpoints.threads import WAITING, in_order
 from families.family import Family
 from families.registry import find_family, read_config
 from feedback.errors import UserError, located
@@ -44,7 +44,6 @@ from quantize import FORMATS, INT8, MXFP4, Format
 from sharding.arrays import ArrayInfo, Stored
 
 Tensor = StoredTensor | Dequantized
-SAMPLERS = 16  # threads that sample tensors; most of the time they wait for the disk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,11 +113,8 @@ class Checkpoint:
         sampled = every[:: -(-len(every) // (tensors or len(every)))]
         for x in every:
             weights.update(repr((x.name, x.dtype, x.shape, x.file.metadata.get(x.name))).encode())
-        with (
-            progress("looking at the weights", len(sampled), unit="tensor", delay=1) as bar,
-            concurrent.futures.ThreadPoolExecutor(SAMPLERS) as pool,
-        ):
-            for sample in pool.map(lambda x: x.sample(), sampled):
+        with progress("looking at the weights", len(sampled), unit="tensor", delay=1) as bar:
+            for sample in in_order(lambda x: x.sample(), sampled, ahead=WAITING, workers=WAITING):
                 weights.update(sample.encode())
                 bar.update()
         files = {x.name: file_checksum(x)[:12] for x in companions(self.folder)}
@@ -260,7 +256,7 @@ def _int8_parts(name: str, info: ArrayInfo, source: Source) -> dict[str, Source]
     if not all(isinstance(x, Dequantized) and x.int8 for x in source.tensors):
         return {}
     values, scales = zip(*(x.int8 for x in source.tensors), strict=True)
-    of_rows = Layout(layout.shape[:-1], layout.dims[:-n], layout.axes[:-n])
+    of_rows = Layout(layout.shape[:-1], layout.factors[:-n], layout.axes[:-n])
     (first, second), components = stored_infos(name, info), info.components
     return {
         first: Source(components.values, values, layout),

@@ -39,7 +39,7 @@ class PlannedArray:
         values = to_file_order(values, self.info)
         axes = file_layout(self.info).axes
         axis = [axis.letter for axis in axes].index(letter)
-        lo //= axes[axis].width
+        lo //= axes[axis].block
         for part in self.parts:
             if axis:
                 files[part.file].write(part.name, axis, lo, values[part.lo : part.hi])

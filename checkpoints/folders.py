@@ -1,7 +1,6 @@
 """The files in a model's folder: small files, the index, and the files of tensors."""
 
 import atexit
-import concurrent.futures
 import contextlib
 import dataclasses
 import fnmatch
@@ -16,25 +15,15 @@ from collections.abc import Callable, Collection
 from checkpoints.remote.fetching import FetchedFile
 from checkpoints.remote.object_storage import NoSuchObject, RemoteFolder
 from checkpoints.tensor_files import MappedFile, StoredTensor, TensorFile, file_checksum, parse_json
-from checkpoints.threads import WAITING
+from checkpoints.threads import WAITING, in_order
 from feedback.errors import UserError
 
 FORMAT = 1  # version of converted folders
 INDEX = "weights.safetensors.index.json"  # a folder that has it is a converted one
 STATE = "conversion.json"  # in the folder of an unfinished conversion: its identity
 THEIR_INDEX, THEIR_FILE = "model.safetensors.index.json", "model.safetensors"
-COMPANIONS = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer*",
-    "vocab.json",
-    "merges.txt",
-    "added_tokens.json",
-    "special_tokens_map.json",
-    "chat_template*",
-)
-
-
+COMPANIONS = """config.json generation_config.json tokenizer* vocab.json merges.txt added_tokens.json
+    special_tokens_map.json chat_template*""".split()
 CHECKSUMS = "checksums.json"  # of the other files in a folder of the cache
 PICKLED = "pytorch_model*.bin", "consolidated*.pth", "*.pth", "*.pt", "*.ckpt", "*.bin"  # weights of PyTorch
 
@@ -203,16 +192,15 @@ def open_tensors(
     def opened(name: str) -> TensorFile | None:
         return folder.open(name, (sizes or {}).get(name))
 
-    with concurrent.futures.ThreadPoolExecutor(WAITING) as pool:
-        files = pool.map(opened, names) if folder.remote else map(opened, names)
-        for name, file in zip(names, files, strict=True):
-            if file is None:
-                load = "upload" if folder.remote else "download"
-                raise UserError(f"{folder.where(name)}: no such file; is the {load} complete?")
-            for tensor in file.tensors:
-                if tensor in tensors:
-                    raise UserError(f"{file}: tensor {tensor} is also in {tensors[tensor].file.name}")
-            tensors |= file.tensors
+    pool = in_order(opened, names, ahead=WAITING, workers=WAITING)
+    for name, file in zip(names, pool if folder.remote else map(opened, names), strict=True):
+        if file is None:
+            load = "upload" if folder.remote else "download"
+            raise UserError(f"{folder.where(name)}: no such file; is the {load} complete?")
+        for tensor in file.tensors:
+            if tensor in tensors:
+                raise UserError(f"{file}: tensor {tensor} is also in {tensors[tensor].file.name}")
+        tensors |= file.tensors
     for name, file in weight_map.items():
         if (name not in tensors or tensors[name].file.name != file) and not is_unused(name):
             raise UserError(f"{folder.where(file)}: tensor {name} is not in it, though the index says so")

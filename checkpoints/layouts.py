@@ -12,59 +12,68 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator
+from typing import Literal, NamedTuple
 
 import numpy as np
 
-from checkpoints.tensor_files import ALIGNMENT, StoredTensor, aligned_copy, array_bytes
+from checkpoints.tensor_files import ALIGNMENT, DTYPES, StoredTensor, aligned_copy
 from checkpoints.threads import together
 from sharding.arrays import ArrayInfo, Stored
 
 SLICE_BYTES = 2**24  # of an array that are converted or compared at a time
 BLOCKS = 64  # of a split letter, at most: on up to 64 devices a device's share is whole blocks
-Bounds = tuple[tuple[int, int], ...]  # the elements [lo, hi) of each letter of a weight
+Bounds = tuple[tuple[int, int], ...]  # the elements [lo, hi) of each letter of an array
 
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
-    """An axis of a stored tensor: one step along it is `width` elements along the letter.
+    """An axis of a stored tensor, of `size` steps, which counts something of a letter.
 
-    width: 1. Of a split letter: the block size on the axis of blocks, 0 on the axis of positions in a block.
+    counts: "elements"; or of a letter that is split, "blocks" of `block` elements, or "positions" in a block.
     """
 
     letter: str
     size: int
-    width: int = 1
+    counts: Literal["elements", "blocks", "positions"] = "elements"
+    block: int = 1
 
     def steps(self, lo: int, hi: int) -> slice:
         """The steps that contain the elements [lo, hi) of the letter."""
-        return slice(lo // self.width, -(-hi // self.width)) if self.width else slice(None)
+        return slice(None) if self.counts == "positions" else slice(lo // self.block, -(-hi // self.block))
+
+
+class Factor(NamedTuple):
+    """A factor of a dimension of a stored tensor: "(KH)D" has the factors K, H and D.
+
+    Parts in brackets, as in "[H+V]" and "[1+1]", are one factor. ours: the slice of it that the array is.
+    """
+
+    size: int
+    ours: slice
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """How a stored tensor contains an array.
 
-    shape: of the tensor.
-    dims:  (size, the slice of it that belongs to the array) of each factor of the tensor's dimensions:
-           "(KH)D" has the factors K, H and D; parts in brackets, as in "[H+V]" and "[1+1]", are one factor.
-    axes:  of the array, in the tensor's order.
+    shape: of the tensor. factors: of its dimensions. axes: of the array, in the tensor's order.
     """
 
     shape: tuple[int, ...]
-    dims: tuple[tuple[int, slice], ...]
+    factors: tuple[Factor, ...]
     axes: tuple[Axis, ...]
 
     def rows(self, lo: int, hi: int) -> tuple[int, int]:
         """The rows [first, last) of the tensor that contain the steps [lo, hi) of the first axis."""
-        size, ours = self.dims[0]
+        size, ours = self.factors[0]
         width = self.shape[0] // size
         step = width * (ours.stop - ours.start) // self.axes[0].size
         return ours.start * width + lo * step, ours.start * width + hi * step
 
     def view(self, rows: np.ndarray) -> np.ndarray:
         """Rows of the tensor -> a view of the array's part of them, one dimension for each axis."""
-        rows = rows.reshape(-1, *(size for size, _ in self.dims[1:]))
-        rows = rows[:, *(ours for _, ours in self.dims[1:])]
+        rows = rows.reshape(-1, *(factor.size for factor in self.factors[1:]))
+        rows = rows[:, *(factor.ours for factor in self.factors[1:])]
         return rows.reshape(-1, *(axis.size for axis in self.axes[1:]))
 
     def order(self, info: ArrayInfo) -> list[int]:
@@ -72,11 +81,15 @@ class Layout:
         axes = list(enumerate(self.axes))
         return [i for letter in info.letters.upper() for i, axis in axes if axis.letter == letter]
 
+    def block(self, letter: str) -> int:
+        """Elements in a block of a letter; 1 if the letter is not split."""
+        return max(axis.block for axis in self.axes if axis.letter == letter)
+
 
 def layout_of(info: ArrayInfo, stored: Stored) -> Layout:
     """The layout of an array in one of the published tensors that are declared for it."""
     sizes = {"1": 1} | dict(stored.sizes) | dict(zip(info.letters.upper(), info.shape, strict=True))
-    shape, dims, axes = [], [], []
+    shape, factors, axes = [], [], []
     for joined, alone in re.findall(r"\((.*?)\)|(\[.*?\]|\w)", stored.letters):
         shape.append(1)
         for factor in re.findall(r"\[.*?\]|\w", joined or alone):
@@ -84,10 +97,10 @@ def layout_of(info: ArrayInfo, stored: Stored) -> Layout:
             part = stored.part if len(parts) > 1 else 0
             widths = (math.prod(sizes[letter] for letter in letters) for letters in parts)
             ends = list(itertools.accumulate(widths, initial=0))
-            dims.append((ends[-1], slice(*ends[part : part + 2])))
+            factors.append(Factor(ends[-1], slice(*ends[part : part + 2])))
             axes += [Axis(letter, sizes[letter]) for letter in parts[part] if letter != "1"]
             shape[-1] *= ends[-1]
-    return Layout(tuple(shape), tuple(dims), tuple(axes))
+    return Layout(tuple(shape), tuple(factors), tuple(axes))
 
 
 def file_layout(info: ArrayInfo) -> Layout:
@@ -99,10 +112,10 @@ def file_layout(info: ArrayInfo) -> Layout:
     if whole and info.letters[-1] in sharded:
         letter, size = sharded[-1], sizes[sharded[-1]]
         blocks = math.gcd(size, BLOCKS)
-        axes[len(sharded) - 1] = Axis(letter.upper(), blocks, size // blocks)
-        axes.append(Axis(letter.upper(), size // blocks, 0))
+        axes[len(sharded) - 1] = Axis(letter.upper(), blocks, "blocks", size // blocks)
+        axes.append(Axis(letter.upper(), size // blocks, "positions"))
     shape = tuple(axis.size for axis in axes)
-    return Layout(shape, tuple((size, slice(0, size)) for size in shape), tuple(axes))
+    return Layout(shape, tuple(Factor(size, slice(0, size)) for size in shape), tuple(axes))
 
 
 def to_file_order(x, info: ArrayInfo):
@@ -110,7 +123,7 @@ def to_file_order(x, info: ArrayInfo):
     layout, sizes = file_layout(info), dict(zip(info.letters.upper(), x.shape, strict=True))
     order = layout.order(info)
     axes = [layout.axes[i] for i in order]
-    shape = [sizes[axis.letter] // axis.width if axis.width else axis.size for axis in axes]
+    shape = [axis.size if axis.counts == "positions" else sizes[axis.letter] // axis.block for axis in axes]
     return x.reshape(shape).transpose(np.argsort(order))
 
 
@@ -123,8 +136,12 @@ class Source:
     layout: Layout
 
     @property
+    def dtype(self) -> np.dtype:
+        return DTYPES[self.tensors[0].dtype]
+
+    @property
     def nbytes(self) -> int:
-        return array_bytes(self.tensors[0].dtype, self.info.shape)
+        return math.prod(self.info.shape) * self.dtype.itemsize
 
     @property
     def remote(self) -> bool:
@@ -132,14 +149,16 @@ class Source:
 
     def read(self, bounds: Bounds) -> np.ndarray:
         """A part of the array in the declared order: a view of the file if it has that order, else a copy."""
+        if not elements(bounds):
+            return np.empty([hi - lo for lo, hi in bounds], self.dtype)
         axes, bounds = self.layout.axes, dict(zip(self.info.letters.upper(), bounds, strict=True))
-        width = {axis.letter: axis.width for axis in axes if axis.width}
         x = self._read(*(axis.steps(*bounds[axis.letter]) for axis in axes))
         x = x.transpose(self.layout.order(self.info))
-        if not all(axis.width for axis in axes):  # `reshape` joins the two axes of a split letter by a copy
-            x = aligned_copy(x)
-        x = x.reshape([-1 if width[letter] > 1 else hi - lo for letter, (lo, hi) in bounds.items()])
-        first = {letter: lo % width[letter] for letter, (lo, _) in bounds.items()}  # position in its block
+        if any(axis.counts == "positions" for axis in axes):
+            x = aligned_copy(x)  # `reshape` joins the two axes of a split letter by a copy
+        block = {letter: self.layout.block(letter) for letter in bounds}
+        x = x.reshape([-1 if block[letter] > 1 else hi - lo for letter, (lo, hi) in bounds.items()])
+        first = {letter: lo % block[letter] for letter, (lo, _) in bounds.items()}  # position in its block
         return x[tuple(slice(first[key], first[key] + hi - lo) for key, (lo, hi) in bounds.items())]
 
     def _read(self, rows: slice, *rest: slice) -> np.ndarray:
@@ -169,8 +188,7 @@ class Source:
         """
         sources, sizes = list(sources), dict(zip(self.info.letters.upper(), self.info.shape, strict=True))
         letter = next(x.letter for x in self.layout.axes if x.letter not in self.info.contracted.upper())
-        axes = (axis for layout in (self.layout, *layouts) for axis in layout.axes)
-        block, size = max(axis.width for axis in axes if axis.letter == letter), sizes[letter]
+        block, size = max(layout.block(letter) for layout in (self.layout, *layouts)), sizes[letter]
         step = max(SLICE_BYTES * size // self.nbytes // block * block, block)
         for lo in range(0, size, step):
             yield letter, lo, [source._read_range(letter, lo, min(lo + step, size)) for source in sources]
@@ -191,6 +209,10 @@ class Source:
         """Release the pages of the files that were read."""
         for tensor in self.tensors:
             tensor.forget()
+
+
+def elements(bounds: Bounds) -> int:
+    return math.prod(hi - lo for lo, hi in bounds)
 
 
 def same_bits(x: np.ndarray, y: np.ndarray) -> bool:

@@ -14,7 +14,6 @@ import mmap
 import os
 import pathlib
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 import numpy as np
 from ml_dtypes import bfloat16, float8_e4m3fn
@@ -39,7 +38,6 @@ READ_AHEAD = 2**17  # bytes; systems may cut a longer request short
 PAGE = 4096  # the data section of our files begins at a multiple of PAGE,
 ALIGNMENT = 64  # and a tensor at a multiple of ALIGNMENT, so that XLA can use it in place
 SAMPLES = 16  # pages that `StoredTensor.sample` reads
-PARTIAL = ".partial"  # suffix of a file that is being written
 
 
 def array_bytes(dtype: str, shape: tuple[int, ...]) -> int:
@@ -79,7 +77,7 @@ def parse_json(text: bytes | str, path: pathlib.Path | str) -> dict:
     return value
 
 
-class Content(Protocol):
+class Content:
     """The bytes of a weights file: a MappedFile, or a fetching.FetchedFile. `str` names it in errors."""
 
     name: str
@@ -87,24 +85,32 @@ class Content(Protocol):
     remote: bool  # whether reading takes requests, of which many should be under way
     version: str  # differs if the bytes have changed; "" if that cannot be known
 
-    def read(self, start: int, stop: int) -> bytes: ...
-
     def space(self, start: int, stop: int) -> np.ndarray:
         """[stop - start] of uint8, a place for these bytes; they are there after `bring`."""
+        raise NotImplementedError
 
     def bring(self, part: np.ndarray, space: np.ndarray, start: int) -> None:
         """Have the bytes of a view of a space, which begins at `start`, read into it."""
+        raise NotImplementedError
+
+    def checksum(self, start: int, stop: int) -> str:
+        raise NotImplementedError
+
+    def array(self, start: int, stop: int) -> np.ndarray:
+        """[stop - start] of uint8: these bytes."""
+        space = self.space(start, stop)
+        self.bring(space, space, start)
+        return space
 
     def holds(self, part: np.ndarray) -> bool:
         """Whether an array is a view of the file itself, whose memory is the system's to release."""
+        return False
 
     def forget(self, start: int, stop: int) -> None:
         """Release the memory of these bytes; they are read again when they are used again."""
 
-    def checksum(self, start: int, stop: int) -> str: ...
 
-
-class MappedFile:
+class MappedFile(Content):
     """A local file, whose bytes are read from the disk when they are used."""
 
     remote = False
@@ -123,11 +129,6 @@ class MappedFile:
     @property
     def version(self) -> str:
         return str(self.path.stat().st_mtime_ns)
-
-    def read(self, start: int, stop: int) -> bytes:
-        space = self.space(start, stop)
-        self.bring(space, space, start)
-        return space.tobytes()
 
     def space(self, start: int, stop: int) -> np.ndarray:
         return np.frombuffer(self.mapped, np.uint8, stop - start, start)
@@ -196,10 +197,10 @@ class TensorFile:
 
     def _read_header(self) -> tuple[dict, int]:
         """-> (the header, the position of its end)"""
-        length = int.from_bytes(self.content.read(0, min(8, self.size)), "little")
+        length = int.from_bytes(self.content.array(0, min(8, self.size)), "little")
         if self.size < 8 or length > min(MAX_HEADER, self.size - 8):
             self._refuse(f"not a whole safetensors file: {self.size} bytes, of which {length} are a header")
-        return parse_json(self.content.read(8, 8 + length), str(self)), 8 + length
+        return parse_json(self.content.array(8, 8 + length).tobytes(), str(self)), 8 + length
 
     def _tensor(self, name: str, fields) -> "StoredTensor":
         try:
@@ -284,11 +285,8 @@ class StoredTensor:
         firsts = range(0, size, PAGE)
         if size > SAMPLES * PAGE:
             firsts = [i * (size - PAGE) // (SAMPLES - 1) for i in range(SAMPLES)]
-        digest, pages = hashlib.sha256(), []
-        for first in firsts:
-            start, stop = self.start + first, self.start + min(first + PAGE, size)
-            pages.append(content.space(start, stop))
-            content.bring(pages[-1], pages[-1], start)
+        pages = [content.array(self.start + x, self.start + min(x + PAGE, size)) for x in firsts]
+        digest = hashlib.sha256()
         for page in pages:
             digest.update(page)
         self.forget()
@@ -315,26 +313,6 @@ def _checksum(file: io.FileIO, start: int, stop: int) -> str:
         digest.update(data)
         start += len(data)
     return digest.hexdigest()
-
-
-def sync(path: pathlib.Path) -> None:
-    """Wait until a file's content or a folder's list of names is on the disk."""
-    file = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
-
-
-def partial_path(path: pathlib.Path) -> pathlib.Path:
-    return path.with_name(path.name + PARTIAL)
-
-
-def settle(path: pathlib.Path) -> None:
-    """Rename the file at `partial_path` to `path` once its content is on the disk."""
-    sync(partial_path(path))
-    partial_path(path).rename(path)
-    sync(path.parent)
 
 
 class NewFile:

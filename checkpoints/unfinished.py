@@ -4,7 +4,6 @@ bucket_folder.py has the same for a folder in a bucket.
 """
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import json
@@ -19,11 +18,12 @@ from typing import IO
 from checkpoints.checkpoint import Checkpoint, open_checkpoint
 from checkpoints.file_plan import FileSet
 from checkpoints.folders import FORMAT, INDEX, STATE, companions, read_json
-from checkpoints.tensor_files import PARTIAL, MappedFile, NewFile, TensorFile, partial_path, settle, sync
+from checkpoints.tensor_files import MappedFile, NewFile, TensorFile
 from distributed.exchange import from_first, process_index
 from feedback.errors import UserError
 from quantize import Format
 
+BEGUN = ".partial"  # suffix of a file that is being written
 SECONDS_UNSEEN = 120  # a network disk shows a file that another host has written a minute later at most
 
 
@@ -51,14 +51,15 @@ def source_fingerprint(checkpoint: Checkpoint) -> str:
 class NewFolder:
     """The folder DST.incomplete of a conversion, which is renamed to DST when it is complete.
 
-    Every file in it has a temporary name until it is whole. ahead: see `in_order`.
+    Every file in it has a temporary name until it is whole. ahead: see `in_order`. disk, remedy: what may be
+    full, and what to do about it.
     """
 
-    ahead = 32
+    ahead, remedy = 32, "make room"
 
     def __init__(self, destination: pathlib.Path):
         self.destination = destination
-        self.partial = destination.with_name(destination.name + ".incomplete")
+        self.partial = self.disk = destination.with_name(destination.name + ".incomplete")
 
     def __str__(self) -> str:
         return str(self.partial)
@@ -67,9 +68,7 @@ class NewFolder:
         """Whether the same conversion has been done before. Raises UserError if something else is there."""
         if not os.path.lexists(self.destination):
             return False
-        refuse_another(self.destination, _identity_of(self.destination), identity)
-        open_checkpoint(str(self.destination), alone=True)  # refuses a folder that has been damaged since
-        print(f"{self.destination} is there already, converted from this source", file=sys.stderr)
+        accept_converted(str(self.destination), _identity_of(self.destination), identity)
         return True
 
     @contextlib.contextmanager
@@ -107,7 +106,7 @@ class NewFolder:
                 state.flush()
                 os.fsync(state.fileno())
                 sync(partial)
-            for begun in partial.glob("*" + PARTIAL):
+            for begun in partial.glob("*" + BEGUN):
                 begun.unlink()
             _lock(state, fcntl.LOCK_SH)
             yield
@@ -133,31 +132,31 @@ class NewFolder:
 
     def check_room(self, missing: list[FileSet], share: list[FileSet]) -> None:
         """Raises UserError if the disk has too little room for the missing files."""
-        from_first(lambda: self._check_room(missing))
-
-    def _check_room(self, missing: list[FileSet]) -> None:
-        needed, free = sum(file_set.nbytes for file_set in missing), shutil.disk_usage(self.partial).free
+        needed = sum(file_set.nbytes for file_set in missing)
+        free = from_first(lambda: shutil.disk_usage(self.partial).free)
         if needed > free:
-            raise UserError(
-                f"{self.partial}: {needed / 1e9:.2f} GB are to be written, and {free / 1e9:.2f} GB are free"
-            )
-
-    def full_disk_reported(self) -> contextlib.AbstractContextManager[None]:
-        """Raises UserError where the disk is full."""
-        return full_disk_reported(self.partial, "make room")
+            sizes = f"{needed / 1e9:.2f} GB are to be written, and {free / 1e9:.2f} GB are free"
+            raise UserError(f"{self.partial}: {sizes}")
 
     def new_file(self, name: str, tensors: dict[str, tuple[str, tuple[int, ...]]]) -> NewFile:
-        return NewFile(partial_path(self.partial / name).open("w+b", buffering=0), tensors)
+        return NewFile((self.partial / (name + BEGUN)).open("w+b", buffering=0), tensors)
 
     def add_weights(self, name: str, file: NewFile) -> None:
         """Give a file that is whole its name."""
         file.file.close()
-        settle(self.partial / name)
+        self._settle(name)
 
     def add_small(self, name: str, content: bytes) -> None:
         """Write a small file."""
-        partial_path(self.partial / name).write_bytes(content)
-        settle(self.partial / name)
+        (self.partial / (name + BEGUN)).write_bytes(content)
+        self._settle(name)
+
+    def _settle(self, name: str) -> None:
+        """Give a file its name once its content is on the disk."""
+        begun = self.partial / (name + BEGUN)
+        sync(begun)
+        begun.rename(self.partial / name)
+        sync(self.partial)
 
     def publish(self, index: bytes) -> None:
         """Add the index, and give the folder its name."""
@@ -168,10 +167,21 @@ class NewFolder:
         sync(self.destination.parent)
 
 
-def refuse_another(destination: pathlib.Path | str, found: dict | None, identity: dict) -> None:
-    """Raises UserError if what is at the destination already is not this conversion."""
+def accept_converted(destination: str, found: dict | None, identity: dict) -> None:
+    """Say that a converted folder is there. Raises UserError if it is not this conversion's, or damaged."""
     if found != identity:
         raise UserError(f"{destination}: exists and is something else; choose another name or remove it")
+    open_checkpoint(destination, alone=True)  # refuses a folder that has been damaged since
+    print(f"{destination} is there already, converted from this source", file=sys.stderr)
+
+
+def sync(path: pathlib.Path) -> None:
+    """Wait until a file's content or a folder's list of names is on the disk."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
 
 
 def _identity_of(folder: pathlib.Path) -> dict | None:
@@ -179,17 +189,6 @@ def _identity_of(folder: pathlib.Path) -> dict | None:
     if (folder / INDEX).is_file():
         return read_json(folder / INDEX).get("metadata")
     return read_json(folder / STATE) if (folder / STATE).is_file() else None
-
-
-@contextlib.contextmanager
-def full_disk_reported(folder: pathlib.Path, remedy: str) -> Iterator[None]:
-    """Raises UserError where the disk of this folder is full."""
-    try:
-        yield
-    except OSError as e:
-        if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        raise UserError(f"{folder}: {e.strerror}; {remedy} and run again to go on") from None
 
 
 def _lock(file: IO, how: int) -> None:

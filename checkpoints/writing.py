@@ -6,6 +6,7 @@ or in a bucket (bucket_folder.py).
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import hashlib
 import json
@@ -64,7 +65,7 @@ def write_weights(
     checksums: dict[str, str] = {}
     with (
         progress("converting", sum(file_set.nbytes for file_set in share), show=first) as bar,
-        folder.full_disk_reported(),
+        full_disk_reported(folder),
         contextlib.ExitStack() as opened,
         contextlib.closing(in_order(convert, tasks(opened), folder.ahead)) as results,
     ):
@@ -75,6 +76,17 @@ def write_weights(
                     file.finish(checksums)
                     folder.add_weights(name, file)
     gather("written")
+
+
+@contextlib.contextmanager
+def full_disk_reported(folder: NewConversion) -> Iterator[None]:
+    """Raises UserError where the disk that files are written to is full."""
+    try:
+        yield
+    except OSError as e:
+        if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise UserError(f"{folder.disk}: {e.strerror}; {folder.remedy} and run again to go on") from None
 
 
 def _missing(folder: NewConversion, file_sets: list[FileSet]) -> list[int]:
@@ -171,7 +183,7 @@ def publish(checkpoint: Checkpoint, folder: NewConversion, file_sets: list[FileS
 
     Raises UserError if the source has changed while it was converted.
     """
-    with folder.full_disk_reported():
+    with full_disk_reported(folder):
         index = _add_small_files(checkpoint, folder, file_sets, identity)
         if source_fingerprint(checkpoint) != identity["source"]:
             raise UserError(f"{checkpoint.name}: changed in the meantime; remove {folder} and run again")

@@ -1,7 +1,6 @@
 """Conversions that are killed, run out of room or meet damage: what is written is whole, or is not there."""
 
 import collections
-import contextlib
 import errno
 import json
 import mmap
@@ -11,13 +10,13 @@ import random
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import processes
 import pytest
 from conftest import CHECKPOINTS
 from ml_dtypes import bfloat16
@@ -83,13 +82,11 @@ def test_killed_conversion_goes_on(random_points, undisturbed, tmp_path):
 
     Before that there is none, and the next run makes the same bytes.
     """
-    command = [sys.executable, "-c", KILLED, LLAMA4]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
 
     def start(name, fatal):
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
-        return subprocess.Popen(
-            [*command, tmp_path / name, str(fatal)], env=environment, stdout=subprocess.PIPE
-        )
+        command = [sys.executable, "-c", KILLED, LLAMA4, tmp_path / name, str(fatal)]
+        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)
 
     calls = int(start("counted", 0).communicate()[0])
     assert contents(tmp_path / "counted") == contents(undisturbed)
@@ -130,9 +127,7 @@ def test_full_disk(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr("os.pwrite", full)
-        with pytest.raises(
-            ValueError, match="x.incomplete: No space left on device; make room and run again"
-        ):
+        with pytest.raises(ValueError, match="x.incomplete: No space left on device; make room and run"):
             convert(str(LLAMA3), str(tmp_path / "x"), file_bytes=200_000)
     assert not (tmp_path / "x").exists()
     written = [TensorFile(MappedFile(x)) for x in (tmp_path / "x.incomplete").glob("*.safetensors")]
@@ -247,40 +242,23 @@ run(lambda: convert_checkpoint.convert(source, destination, format, dtype, file_
 """
 
 
-@contextlib.contextmanager
-def started(processes, *command):
-    """The same command in each of so many processes, which are one computation; ended on the way out."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{s.getsockname()[1]}"
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT), "XLA_FLAGS": "", "JAX_NUM_PROCESSES": str(processes),
-        "JAX_COORDINATOR_ADDRESS": address, "JAX_COORDINATOR_BIND_ADDRESS": address,
-    }  # fmt: skip
-    with contextlib.ExitStack() as stack:
-        running = []
-        for i in range(processes):
-            own = environment | {"JAX_PROCESS_ID": str(i)}
-            started = subprocess.Popen(
-                [sys.executable, *map(str, command)], env=own, text=True, stderr=subprocess.PIPE
-            )
-            running.append(stack.enter_context(started))
-            stack.callback(started.kill)
-        yield running
+def together(count, *arguments, program=convert_checkpoint.__file__):
+    """The same command in each of so many processes, which are one computation."""
+    own = processes.Own((), {"PYTHONPATH": str(ROOT)}, program)
+    return processes.start(count, 1, *arguments, own=[own] * count)
 
 
-def run_together(processes, *command):
-    """Exit code and stderr of each."""
-    with started(processes, *command) as running:
-        errors = [process.communicate(timeout=100)[1] for process in running]
-        return [(process.returncode, error) for process, error in zip(running, errors, strict=True)]
+@pytest.fixture
+def program(tmp_path):
+    (tmp_path / "faulty.py").write_text(TOGETHER)
+    return tmp_path / "faulty.py"
 
 
 def test_two_processes_divide_the_files(tmp_path):
     """The same bytes as of one process; each has written files of its own, and the first one tells."""
     convert(str(LLAMA4), str(tmp_path / "x"), file_bytes=2**20)
-    command = [convert_checkpoint.__file__, LLAMA4, tmp_path / "new" / "y", "--file-mib", 1]
-    (code, first), (other, second) = run_together(2, *command)
+    running = together(2, LLAMA4, tmp_path / "new" / "y", "--file-mib", 1)
+    (code, _, first), (other, _, second) = processes.finish(running)
     assert (code, other) == (0, 0), first + second
     assert contents(tmp_path / "new" / "y") == contents(tmp_path / "x")
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["y"]
@@ -301,42 +279,39 @@ def test_shares_of_the_files(count):
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize(("processes", "victim"), [(2, 1), (3, 0)])
-def test_killed_process_of_several(processes, victim, undisturbed, tmp_path):
+@pytest.mark.parametrize(("count", "victim"), [(2, 1), (3, 0)])
+def test_killed_process_of_several(count, victim, undisturbed, program, tmp_path):
     """One is killed at its first write or when some files are whole, and the others leave; others go on."""
-    for fatal, again in ((1, 2), (60, processes)):
+    for fatal, again in ((1, 2), (60, count)):
         folder, partial = tmp_path / f"at{fatal}", tmp_path / f"at{fatal}.incomplete"
-        command = ["-c", TOGETHER, LLAMA4, folder]
-        with started(processes, *command, victim, fatal, "kill") as running:
-            running[victim].wait(timeout=100)
-        assert running[victim].returncode == -signal.SIGKILL and not folder.exists()
+        running = together(count, LLAMA4, folder, victim, fatal, "kill", program=program)
+        outcomes = processes.finish(running)
+        assert outcomes[victim][0] == -signal.SIGKILL and not folder.exists(), outcomes
         before = {path: path.stat().st_mtime_ns for path in partial.glob("weights-*.safetensors")}
         assert (fatal == 1) or before
-        outcomes = run_together(again, *command, -1, 0, "")
-        assert [code for code, _ in outcomes] == [0] * again, outcomes
+        outcomes = processes.finish(together(again, LLAMA4, folder, -1, 0, "", program=program))
+        assert [code for code, *_ in outcomes] == [0] * again, outcomes
         assert contents(folder) == contents(undisturbed) and not partial.exists()
         for path, time in before.items():  # what was whole was not written again
             assert (folder / path.name).stat().st_mtime_ns == time
 
 
 @pytest.mark.deep
-def test_errors_of_one_process(tmp_path, undisturbed):
+def test_errors_of_one_process(tmp_path, program, undisturbed):
     """A full disk, a disk of its own, NaN: it says what it is, and the other that it was this one."""
 
-    def refused(*command, source=LLAMA4):
-        outcomes = run_together(2, "-c", TOGETHER, source, tmp_path / "x", *command)
-        lines = [error.splitlines()[-1] for _, error in outcomes]
-        assert [code for code, _ in outcomes] == [1, 1], outcomes
+    def refused(*arguments, source=LLAMA4):
+        outcomes = processes.finish(together(2, source, tmp_path / "x", *arguments, program=program))
+        lines = [error.splitlines()[-1] for *_, error in outcomes]
+        assert [code for code, *_ in outcomes] == [1, 1], outcomes
         (own,) = {line for line in lines if not re.match(r"error: process \d of 2 \(on ", line)}
         (reason,) = {line.partition(" has failed: ")[2] for line in lines} - {""} or {own[7:]}
         assert f"error: {reason}" == own, lines
         return own
 
     partial = tmp_path / "x.incomplete"
-    assert (
-        refused(1, 9, "full")
-        == f"error: {partial}: No space left on device; make room and run again to go on"
-    )
+    no_room = f"error: {partial}: No space left on device; make room and run again to go on"
+    assert refused(1, 9, "full") == no_room
     shutil.copytree(partial, tmp_path / "y.incomplete")
     convert(str(LLAMA4), str(tmp_path / "y"), format=INT8, file_bytes=150_000)
     assert contents(tmp_path / "y") == contents(undisturbed)
@@ -350,9 +325,8 @@ def test_errors_of_one_process(tmp_path, undisturbed):
     assert "is left from another conversion" in refused(-1, 0, "")
     elsewhere = tmp_path / "elsewhere" / "x.incomplete" / STATE
     shutil.rmtree(partial)
-    assert refused(1, 0, "elsewhere") == (
-        f"error: {elsewhere}: is not there, though another process wrote it; is the disk shared?"
-    )
+    absent = f"error: {elsewhere}: is not there, though another process wrote it; is the disk shared?"
+    assert refused(1, 0, "elsewhere") == absent
     assert "all processes must see the same files" in refused(1, 0, "dtype")
 
 
@@ -454,6 +428,7 @@ def test_verify(undisturbed, tmp_path):
     for dtype in ("bfloat16", "float32"):
         convert(str(LLAMA4), str(tmp_path / dtype), dtype=dtype)
         assert f"in {dtype} exactly" in verify(str(tmp_path / dtype), str(LLAMA4))[1]
+        assert open_checkpoint(tmp_path / dtype).dtype == dtype
     convert(str(tmp_path / "bfloat16"), str(tmp_path / "int8"), format=INT8, file_bytes=150_000)
     weights = {name: data for name, data in contents(undisturbed).items() if name.startswith("weights-")}
     assert weights.items() <= contents(tmp_path / "int8").items()  # with or without the original
@@ -543,9 +518,7 @@ def test_nonfinite_weights(value, format, tmp_path):
     tensors["model.layers.1.mlp.up_proj.weight"][5, 7] = value
     save_file(tensors, tmp_path / "source" / "model.safetensors")
     source = str(tmp_path / "source")
-    with pytest.raises(
-        ValueError, match="model.safetensors: tensor model.layers.1.mlp.up_proj.weight holds NaN"
-    ):
+    with pytest.raises(ValueError, match="safetensors: tensor model.layers.1.mlp.up_proj.weight holds NaN"):
         convert(source, str(tmp_path / "x"), format)
     convert(source, str(tmp_path / "x"), format, allow_nonfinite=True)
     verify(str(tmp_path / "x"), source)
@@ -567,9 +540,7 @@ def test_source_that_changes_meanwhile(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(writing, "_add_small_files", change)
-        with pytest.raises(
-            ValueError, match="source: changed in the meantime; remove .*x.incomplete and run"
-        ):
+        with pytest.raises(ValueError, match="source: changed in the meantime; remove .*x.incomplete and"):
             convert(str(source), str(tmp_path / "x"))
     assert not (tmp_path / "x").exists()
 

@@ -26,7 +26,7 @@ from checkpoints.loading import load
 from checkpoints.remote import fetching, object_storage
 from checkpoints.remote.object_storage import NoSuchObject, RemoteFolder, is_url
 from checkpoints.unfinished import source_fingerprint
-from convert_checkpoint import convert, verify
+from convert_checkpoint import convert
 from feedback.errors import UserError
 from quantize import FORMATS
 
@@ -197,27 +197,21 @@ def check_equal(url: str, folder) -> None:
             assert found.tobytes() == expected.tobytes(), name
 
 
+OURS = "none", "int8", "int4"
+OTHERS = "gptq, ordered", "awq", "w4a16, asymmetric", "fp8", "mxfp4", "int8"
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """Folders of each kind, by name."""
     root = tmp_path_factory.mktemp("folders")
-    for format in ("none", "int8", "int4"):
+    for format in OURS:
         convert(str(LLAMA4), str(root / format), FORMATS[format], file_bytes=50_000)
-    others = ("gptq, ordered", "awq", "w4a16, asymmetric", "fp8", "mxfp4", "int8")
-    quantized = {name: publish(root / f"by others, {i}", name)[0] for i, name in enumerate(others)}
-    ours = {format: root / format for format in ("none", "int8", "int4")}
-    return (
-        {"llama3": LLAMA3, "llama4": LLAMA4}
-        | ours
-        | {f"{name} of others": x for name, x in quantized.items()}
-    )
+    quantized = {f"{x} of others": publish(root / f"by others, {x}", x)[0] for x in OTHERS}
+    return {"llama3": LLAMA3, "llama4": LLAMA4, **{x: root / x for x in OURS}, **quantized}
 
 
-KINDS = ["llama3", "llama4", "none", "int8", "int4"]
-KINDS += [f"{x} of others" for x in ("gptq, ordered", "awq", "w4a16, asymmetric", "fp8", "mxfp4", "int8")]
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["llama3", "llama4", *OURS, *(f"{x} of others" for x in OTHERS)])
 def test_equals_the_local_folder(kind, folders, web):
     check_equal(web.add(folders[kind], kind.replace(" ", "-").replace(",", "")), folders[kind])
 
@@ -230,27 +224,18 @@ def test_in_buckets(kind, folder, folders):
     check_equal(url, folders[kind])
 
 
-LOADED = [
-    ("llama3", "tp8"),
-    ("llama4", "tp8"),
-    ("none", "ep2-tp4"),
-    ("int8", "tp8"),
-    ("fp8 of others", "tp8"),
-]
-
-
-@pytest.mark.parametrize("kind, mesh", LOADED)
-def test_loaded(kind, mesh, folders, web):
+@pytest.mark.parametrize("kind", ["llama3", "llama4", "none", "int8", "fp8 of others"])
+def test_loaded(kind, folders, web):
     """On several devices, each weight of which is fetched once."""
+    mesh = "ep2-tp4" if kind == "none" else "tp8"
     url = web.add(folders[kind], f"loaded-{kind}".replace(" ", "-"))
     theirs, ours = open_checkpoint(url), open_checkpoint(folders[kind])
     web.ranges.clear()
     fetching.release()
     arrays = [load(x, mesh_of(x.config, mesh), "bfloat16", x.format, show=False) for x in (theirs, ours)]
-    # As bytes: some values in FP8 are NaN.
-    assert all(
-        jax.tree.leaves(jax.tree.map(lambda a, b: a.tobytes() == b.tobytes(), *jax.device_get(arrays)))
-    )
+    theirs_there, ours_there = (jax.tree.leaves(jax.device_get(x)) for x in arrays)
+    for x, y in zip(theirs_there, ours_there, strict=True):
+        assert x.tobytes() == y.tobytes()  # some values in FP8 are NaN
     there = sum(content.size for content in {x.file.content for x in theirs.tensors})
     assert sum(stop - first for _, first, stop, _ in web.ranges) <= there
 
@@ -314,9 +299,7 @@ def test_changed_in_between(conditions, web, monkeypatch):
     checkpoint = open_checkpoint(web.add(LLAMA3, "replaced"))
     name = "/replaced/model.safetensors"
     web.files[name] = web.files[name][:-1] + b"!"
-    with pytest.raises(
-        UserError, match="replaced/model.safetensors: was changed while it was read; run again"
-    ):
+    with pytest.raises(UserError, match="replaced/model.safetensors: was changed while it was read; run"):
         checkpoint.sources["embed"].tensors[0].read(0, 8)
 
 
@@ -341,9 +324,7 @@ def test_no_bucket_no_network_no_credentials(buckets, monkeypatch):
         open_checkpoint("s3://other/x")
     with pytest.raises(UserError, match="^s3://models/nothing: no config.json in it"):
         open_checkpoint("s3://models/nothing")
-    with pytest.raises(
-        UserError, match=r"^http://127.0.0.1:1/x/.*: could not be reached \(Connection refused\)"
-    ):
+    with pytest.raises(UserError, match=r"^http://127.0.0.1:1/x/.*: could not be reached \(Connection ref"):
         open_checkpoint("http://127.0.0.1:1/x")
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
@@ -389,14 +370,6 @@ def test_checksums_take_no_requests(web):
     web.files[name] = web.files[name][:-1] + b"!"
     other = open_checkpoint(url)
     assert other.checksums()["weights"] != found["weights"] and source_fingerprint(other) != fingerprint
-
-
-def test_converted_from_a_url(web, folders, tmp_path):
-    convert(web.add(LLAMA4, "to convert"), str(tmp_path / "int8"), FORMATS["int8"], file_bytes=50_000)
-    for path in folders["int8"].glob("*.safetensors"):
-        assert (tmp_path / "int8" / path.name).read_bytes() == path.read_bytes()
-    url = web.add(tmp_path / "int8", "converted")
-    assert len(verify(url, str(LLAMA4))) == 2
 
 
 def test_columns_are_fetched_once(web, folders, tmp_path, monkeypatch):
@@ -451,6 +424,4 @@ def test_each_process_fetches_its_part(web, folders, tmp_path):
         fetched = [(first, stop) for path, first, stop, by in web.ranges if by == host]
         heads = [stop - first for first, stop in fetched if not first]
         assert opened == "opened True"
-        assert (
-            int(held) - sum(heads) <= sum(stop - first for first, stop in fetched) <= int(held) + sum(heads)
-        )
+        assert abs(sum(stop - first for first, stop in fetched) - int(held)) <= sum(heads)

@@ -13,16 +13,15 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
-from checkpoints.checkpoint import open_checkpoint
 from checkpoints.file_plan import FileSet
 from checkpoints.folders import INDEX, STATE
 from checkpoints.remote.fetching import FetchedFile
 from checkpoints.remote.object_storage import RemoteFolder
 from checkpoints.tensor_files import NewFile, TensorFile, parse_json
 from checkpoints.threads import WORKERS
-from checkpoints.unfinished import full_disk_reported, refuse_another
+from checkpoints.unfinished import accept_converted
 from distributed.exchange import from_first, process_index
 from feedback.errors import UserError
 
@@ -33,10 +32,10 @@ class NewBucketFolder:
     ahead: see `in_order`. It is small because the files of all weights that were begun are on the local disk.
     """
 
-    ahead = WORKERS
+    ahead, remedy = WORKERS, "make room, or set TMPDIR to a folder elsewhere,"
 
     def __init__(self, url: str):
-        self.remote = RemoteFolder(url)
+        self.remote, self.disk = RemoteFolder(url), tempfile.gettempdir()
         self.url = self.remote.url
         if self.remote.scheme not in ("s3", "gs"):
             raise UserError(f"{url}: cannot be written to; give a bucket, such as s3://BUCKET/PATH")
@@ -49,11 +48,10 @@ class NewBucketFolder:
         names = self.remote.list()
         if not names or (INDEX not in names and STATE in names):
             return False
-        refuse_another(self.url, self._read(INDEX).get("metadata") if INDEX in names else None, identity)
-        open_checkpoint(self.url, alone=True)  # refuses a folder that has been damaged since
+        found = self._read(INDEX).get("metadata") if INDEX in names else None
+        accept_converted(self.url, found, identity)
         if STATE in names and self._read(STATE) == identity:  # the conversion was killed at its very end
             self.remote.delete(STATE)
-        print(f"{self.url} is there already, converted from this source", file=sys.stderr)
         return True
 
     def _read(self, name: str) -> dict:
@@ -79,8 +77,7 @@ class NewBucketFolder:
 
     def _claim(self, identity: dict) -> bool:
         """-> whether conversion.json is new."""
-        with run_again():
-            new = self.remote.write(STATE, json.dumps(identity).encode(), create_only=True)
+        new = self._change(self.remote.write, STATE, json.dumps(identity).encode(), create_only=True)
         if not new and self._read(STATE) != identity:
             raise UserError(
                 f"{self.url}: another conversion is writing there or has left its files; remove them, or "
@@ -114,46 +111,36 @@ class NewBucketFolder:
 
         Raises UserError if the local disk has too little room.
         """
-        folder, most = tempfile.gettempdir(), most_at_once(share, self.ahead)
-        free = shutil.disk_usage(folder).free
-        here = f"at most {most / 1e9:.2f} GB at a time are in {folder}, which has {free / 1e9:.2f} GB free"
+        most, free = most_at_once(share, self.ahead), shutil.disk_usage(self.disk).free
+        here = f"at most {most / 1e9:.2f} GB at a time are in {self.disk}, which has {free / 1e9:.2f} GB free"
         if most > free:
             raise UserError(f"{self.url}: {here}; set TMPDIR to a folder on a larger disk")
         if process_index() == 0:
             total = sum(file_set.nbytes for file_set in missing)
             print(f"{self.url}: {total / 1e9:.2f} GB are to be written; {here}", file=sys.stderr, flush=True)
 
-    def full_disk_reported(self) -> contextlib.AbstractContextManager[None]:
-        """Raises UserError where the local disk is full."""
-        return full_disk_reported(tempfile.gettempdir(), "make room, or set TMPDIR to a folder elsewhere,")
-
     def new_file(self, name: str, tensors: dict[str, tuple[str, tuple[int, ...]]]) -> NewFile:
         return NewFile(tempfile.TemporaryFile(buffering=0), tensors)
 
     def add_weights(self, name: str, file: NewFile) -> None:
         """Upload a file that is whole. Nothing of it is left on this machine."""
-        with run_again():
-            self.remote.write(name, file.file)
+        self._change(self.remote.write, name, file.file)
         file.file.close()
 
     def add_small(self, name: str, content: bytes) -> None:
-        with run_again():
-            self.remote.write(name, content)
+        self._change(self.remote.write, name, content)
 
     def publish(self, index: bytes) -> None:
         """Add the index, which makes this a converted folder."""
-        with run_again():
-            self.remote.write(INDEX, index)
-            self.remote.delete(STATE)
+        self._change(self.remote.write, INDEX, index)
+        self._change(self.remote.delete, STATE)
 
-
-@contextlib.contextmanager
-def run_again() -> Iterator[None]:
-    """Say in a UserError that the same command goes on with the conversion."""
-    try:
-        yield
-    except UserError as e:
-        raise UserError(f"{e}; run again to go on") from None
+    def _change(self, change: Callable, *arguments, **options):
+        """Write or delete an object. A UserError says that the same command goes on with the conversion."""
+        try:
+            return change(*arguments, **options)
+        except UserError as e:
+            raise UserError(f"{e}; run again to go on") from None
 
 
 def most_at_once(share: list[FileSet], ahead: int) -> int:

@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from checkpoints.remote.object_storage import RemoteFile, RemoteFolder
-from checkpoints.tensor_files import aligned_empty, runs
+from checkpoints.remote.object_storage import RemoteFolder
+from checkpoints.tensor_files import Content, aligned_empty, runs
 
 CONNECTIONS = 32  # requests under way at a time, in all
 PIECE = 2**23  # bytes that a request asks for, at most
@@ -24,23 +24,20 @@ WASTE = 1.5  # times the bytes that a read wants: if it fetches more, whole rows
 MOST_KEPT = 2**28  # bytes of such rows
 
 
-class FetchedFile:
-    """A file in object storage. It is a tensor_files.Content."""
+class FetchedFile(Content):
+    """A file in object storage."""
 
     remote = True
 
     def __init__(self, folder: RemoteFolder, name: str):
         """Raises UserError."""
-        self.file, self.head = folder.open(name)
-        self.name, self.size = name, self.file.size
-        known = self.file.etag or self.file.changed
-        self.version = repr((self.size, self.file.etag, self.file.changed)) if known else ""
+        self.folder, self.name = folder, name
+        self.identity, self.head = folder.open(name)
+        self.size, known = self.identity.size, self.identity.etag or self.identity.changed
+        self.version = repr(tuple(self.identity)) if known else ""
 
     def __str__(self) -> str:
-        return str(self.file)
-
-    def read(self, start: int, stop: int) -> bytes:
-        return self._fetched(start, stop - start).tobytes()
+        return f"{self.folder.url}/{self.name}"
 
     def space(self, start: int, stop: int) -> np.ndarray:
         """Memory that is taken page by page as it is filled, aligned so that XLA can use it in place."""
@@ -55,14 +52,9 @@ class FetchedFile:
         if sum(stop - first for first, stop in wanted) <= WASTE * part.nbytes:
             return self._fetch(space, start, wanted)
         # Columns. The others will be asked for, too: a fused tensor has several weights, a slice a successor.
-        rows = _kept.get(self.file, start, len(space), lambda: self._fetched(start, len(space)))
+        rows = _kept.get(self, start, len(space), lambda: self.array(start, start + len(space)))
         offset = part.ctypes.data - space.ctypes.data
         part[...] = np.ndarray(part.shape, part.dtype, rows, offset, part.strides)
-
-    def _fetched(self, start: int, size: int) -> np.ndarray:
-        space = self.space(start, start + size)
-        self._fetch(space, start, [(0, size)])
-        return space
 
     def _fetch(self, space: np.ndarray, start: int, wanted: list[tuple[int, int]]) -> None:
         """Fill bytes [first, stop) of a space, of all these."""
@@ -73,7 +65,8 @@ class FetchedFile:
                 continue
             for piece in range(first, stop, PIECE):
                 place = space[piece : min(piece + PIECE, stop)]
-                pieces.append(_pool().submit(self.file.read_into, place, start + piece, abandoned))
+                what = self.name, start + piece, self.identity
+                pieces.append(_pool().submit(self.folder.read_into, place, *what, abandoned))
         try:
             for piece in concurrent.futures.as_completed(pieces):
                 piece.result()
@@ -82,16 +75,10 @@ class FetchedFile:
             for piece in pieces:
                 piece.cancel()
 
-    def holds(self, part: np.ndarray) -> bool:
-        return False
-
-    def forget(self, start: int, stop: int) -> None:
-        pass
-
     def checksum(self, start: int, stop: int) -> str:
         digest = hashlib.sha256()
         for first in range(start, stop, 4 * PIECE):
-            digest.update(self._fetched(first, min(4 * PIECE, stop - first)))
+            digest.update(self.array(first, min(first + 4 * PIECE, stop)))
         return digest.hexdigest()
 
 
@@ -102,7 +89,7 @@ class Kept:
         self.rows: collections.OrderedDict[tuple, concurrent.futures.Future] = collections.OrderedDict()
         self.lock = threading.Lock()
 
-    def get(self, file: RemoteFile, start: int, size: int, fetch: Callable[[], np.ndarray]) -> np.ndarray:
+    def get(self, file: FetchedFile, start: int, size: int, fetch: Callable[[], np.ndarray]) -> np.ndarray:
         """fetch(), or what it has returned or is about to return to another thread."""
         key, ours = (file, start, size), concurrent.futures.Future()
         with self.lock:

@@ -10,6 +10,9 @@ import shutil
 import sys
 import urllib.parse
 
+import huggingface_hub as hub
+from huggingface_hub import constants
+
 from checkpoints.folders import (
     COMPANIONS,
     INDEX,
@@ -45,19 +48,19 @@ def find_model(path_or_id: str, alone: bool = False) -> ModelFolder | pathlib.Pa
         return path
     if path.is_file():
         raise UserError(f"{path_or_id}: neither a model's folder nor a GGUF file")
-    suggestion = did_you_mean(path.name, _names_beside(path))
+    suggestion = did_you_mean(path.name, [x.name for x in path.parent.glob("*")])
     hub_id = re.fullmatch(HUB_ID, path_or_id)
     if path.suffix == ".gguf" and (path.parent.is_dir() or not hub_id or not hub_id[2]):
         raise UserError(f"{path_or_id}: no such file{suggestion}")
     if not hub_id:
         raise UserError(f"{path_or_id}: no such folder{suggestion or ' (and a hub id would be OWNER/NAME)'}")
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
     try:
         return _in_hub(*hub_id.groups(), alone)
     except UserError:
         raise
     except Exception as e:  # huggingface_hub's own, and those of the HTTP and Xet libraries
+        from huggingface_hub.errors import LocalEntryNotFoundError
+
         # LocalEntryNotFoundError says that the cache lacks a file, its cause why the download failed.
         cause = e.__cause__ if type(e) is LocalEntryNotFoundError else None
         reason = " ".join(str(cause or e).split())
@@ -66,31 +69,18 @@ def find_model(path_or_id: str, alone: bool = False) -> ModelFolder | pathlib.Pa
         raise UserError(message) from None
 
 
-def _names_beside(path: pathlib.Path) -> list[str]:
-    """The names of everything in the folder in which this path should be."""
-    try:
-        return os.listdir(path.parent)
-    except OSError:
-        return []
-
-
 def _what_to_do(error: Exception, name: str) -> str:
     """'; ' and what lets the user download the repository, as far as the hub's error says what is wrong."""
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub import errors  # the import takes long
 
     match error:
-        case LocalEntryNotFoundError():
+        case errors.LocalEntryNotFoundError():
             return "; if there is no network, give a local folder or a GGUF file"
-        case GatedRepoError():
+        case errors.GatedRepoError():
             return f"; accept its license on https://huggingface.co/{name}, and set HF_TOKEN to your token"
-        case RevisionNotFoundError():
+        case errors.RevisionNotFoundError():
             return "; check what follows the @"
-        case RepositoryNotFoundError():
+        case errors.RepositoryNotFoundError():
             check = "; check the name, and set HF_TOKEN if the repository is private"
             return did_you_mean(name, _similar_repositories(name)) or check
     return ""
@@ -98,11 +88,10 @@ def _what_to_do(error: Exception, name: str) -> str:
 
 def _similar_repositories(name: str) -> list[str]:
     """Repositories on the hub that have the same owner, or that a search for the name finds."""
-    from huggingface_hub import HfApi
-
     owner, _, model = name.partition("/")
     try:
-        found = [*HfApi().list_models(author=owner, limit=500), *HfApi().list_models(search=model, limit=100)]
+        api = hub.HfApi()
+        found = [*api.list_models(author=owner, limit=500), *api.list_models(search=model, limit=100)]
     except Exception:  # the hub's first answer is what matters
         return []
     return [repository.id for repository in found]
@@ -115,13 +104,10 @@ def _in_hub(name: str, gguf: str | None, revision: str | None, alone: bool) -> M
     if the disk cannot hold them.
     gguf: the name of a GGUF file, whose path is returned; of a model in several files all are downloaded.
     """
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.constants import HF_HUB_OFFLINE
-
     few = [] if gguf else [*COMPANIONS, INDEX, THEIR_INDEX]
 
     def small_files(revision: str | None) -> pathlib.Path:
-        return pathlib.Path(snapshot_download(name, revision=revision, allow_patterns=few))
+        return pathlib.Path(hub.snapshot_download(name, revision=revision, allow_patterns=few))
 
     if process_count() > 1 and not alone:  # the same commit for all, though the branch may move on
         revision = from_first(lambda: small_files(revision).name)
@@ -132,14 +118,14 @@ def _in_hub(name: str, gguf: str | None, revision: str | None, alone: bool) -> M
         files = [re.sub(r"-\d{5}-of-(\d{5}\.gguf)$", r"-?????-of-\1", gguf)]
     # The snapshot's folder is named after its commit; the branch may have moved on since.
     commit = folder.name
-    there = [] if HF_HUB_OFFLINE else _in_repository(name, commit, files)
+    there = [] if constants.HF_HUB_OFFLINE else _in_repository(name, commit, files)
     if _is_streamed(name, there, folder, gguf, alone):
         return ModelFolder(folder, _streamed(name, commit))
-    folder = pathlib.Path(snapshot_download(name, revision=commit, allow_patterns=files))
+    folder = pathlib.Path(hub.snapshot_download(name, revision=commit, allow_patterns=files))
     found = folder / (gguf or files[0])
     if not found.exists():
         patterns = ["*.gguf", "*.safetensors", *PICKLED]
-        everything = [] if HF_HUB_OFFLINE else _in_repository(name, commit, patterns)
+        everything = [] if constants.HF_HUB_OFFLINE else _in_repository(name, commit, patterns)
         names = [file.filename for file in everything]
         others = [file for file in names if file.endswith(".gguf")]
         if gguf or others:
@@ -186,29 +172,27 @@ def _streamed(name: str, commit: str) -> RemoteFolder:
     The hub counts requests, and the storage that it redirects to does not: a file is asked for once, and
     again when its URL has expired. The token is for the hub alone.
     """
-    from huggingface_hub import get_hf_file_metadata, get_token, hf_hub_url
-    from huggingface_hub.constants import ENDPOINT
 
     def locate(file: str) -> tuple[str, dict[str, str]]:
-        asked = hf_hub_url(name, file, revision=commit)
+        asked, token = hub.hf_hub_url(name, file, revision=commit), hub.get_token()
         try:
-            url = get_hf_file_metadata(asked, token=get_token(), retry_on_errors=True).location
+            url = hub.get_hf_file_metadata(asked, token=token, retry_on_errors=True).location
         except Exception as e:  # huggingface_hub's own
             reason = " ".join(str(e).split())
             raise UserError(f"{name}: the hub did not give {file}: {reason}{_what_to_do(e, name)}") from None
-        token = get_token() if urllib.parse.urlsplit(url)[:2] == urllib.parse.urlsplit(asked)[:2] else None
-        return url, {"Authorization": f"Bearer {token}"} if token else {}
+        at_hub = urllib.parse.urlsplit(url)[:2] == urllib.parse.urlsplit(asked)[:2]
+        return url, {"Authorization": f"Bearer {token}"} if token and at_hub else {}
 
-    return RemoteFolder(f"{ENDPOINT}/{name}/resolve/{commit}", locate)
+    return RemoteFolder(f"{constants.ENDPOINT}/{name}/resolve/{commit}", locate)
 
 
 def _in_repository(name: str, commit: str, patterns: list[str]) -> list:
     """The repository's files whose names match: their filename, file_size, and whether they will_download."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.utils import tqdm
+    from huggingface_hub.utils import tqdm  # the import takes long
 
     class Hidden(tqdm):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs | dict(disable=True))
 
-    return snapshot_download(name, revision=commit, allow_patterns=patterns, dry_run=True, tqdm_class=Hidden)
+    options = {"dry_run": True, "tqdm_class": Hidden}
+    return hub.snapshot_download(name, revision=commit, allow_patterns=patterns, **options)

@@ -8,15 +8,20 @@ file when it was opened: its size, and its ETag or time of change.
 import dataclasses
 import functools
 import io
+import itertools
 import os
 import random
 import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from datetime import timedelta
+from typing import NamedTuple, TypeVar
 
 import numpy as np
+import obstore
+from obstore import exceptions
+from obstore.store import from_url
 
 from feedback.errors import UserError
 
@@ -39,8 +44,7 @@ CREDENTIALS = {
     "public bucket without",
     "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; AWS_SKIP_SIGNATURE=true reads a "
     "public bucket without",
-    "https": "give a URL that anybody may read, or download the folder",
-    "http": "give a URL that anybody may read, or download the folder",
+    **dict.fromkeys(("https", "http"), "give a URL that anybody may read, or download the folder"),
 }
 # In URLs of the services that give a cloud's machine its account; they are asked where no variable is set.
 MACHINES_ACCOUNT = r"169\.254\.|/latest/(api/token|meta-data)|metadata\.google|/computeMetadata/"
@@ -53,6 +57,14 @@ class NoSuchObject(UserError):
 
 class WrongAnswer(Exception):
     """An answer that is not what was asked for; asking again may help."""
+
+
+class Identity(NamedTuple):
+    """What tells the content of a file from another, as far as the server says. size: in bytes."""
+
+    size: int
+    etag: str | None
+    changed: str  # ISO 8601; "" if the server does not say
 
 
 def is_url(text: str) -> bool:
@@ -106,58 +118,91 @@ class RemoteFolder:
 
     def _get(self, name: str, **options):
         """obstore's answer for a file."""
-        import obstore
-        from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
-
         store, path = self._place(name)
         try:
             return obstore.get(store, path, options=options)
-        except (PermissionDeniedError, UnauthenticatedError) as e:
+        except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as e:
             if not self.locate:
                 raise
             if self._located.get(name) is store:  # else another thread has noticed that the URL has expired
                 self._located.pop(name, None)
             raise WrongAnswer(_reason(str(e))) from None
 
-    def _identity(self, meta: dict) -> tuple[int, str | None, str]:
-        """-> (size, ETag, time of change) of a file, of obstore's ObjectMeta."""
+    def _identity(self, meta: dict) -> Identity:
+        """meta: obstore's ObjectMeta."""
         if self.locate:  # servers that share the files may send ETags of their own
-            return meta["size"], None, self.url
+            return Identity(meta["size"], None, self.url)
         changed = meta["last_modified"]
-        return meta["size"], meta["e_tag"], changed.isoformat() if changed.timestamp() else ""
+        return Identity(meta["size"], meta["e_tag"], changed.isoformat() if changed.timestamp() else "")
 
     @functools.cached_property
     def _writing(self):
         """obstore's store; it sends parts of a file that fail again."""
         return _store(self.url, RETRIES)
 
-    def open(self, name: str) -> tuple["RemoteFile", bytes]:
-        """-> (a file, its first HEAD bytes). Raises NoSuchObject if it is not there."""
-        import obstore
-        from obstore.exceptions import GenericError
+    def open(self, name: str) -> tuple[Identity, bytes]:
+        """-> (which file this is, its first HEAD bytes). Raises NoSuchObject if it is not there."""
 
-        def ask() -> tuple[RemoteFile, bytes]:
+        def ask() -> tuple[Identity, bytes]:
             try:
                 answer = self._get(name, range=(0, HEAD))
-            except GenericError as e:
+            except exceptions.GenericError as e:
                 if "status code: 416" not in str(e):
                     raise
                 # An empty file has no byte that could be asked for.
-                return RemoteFile(self, name, *self._identity(obstore.head(*self._place(name)))), b""
-            file, text = RemoteFile(self, name, *self._identity(answer.meta)), bytes(answer.bytes())
-            if len(text) != min(HEAD, file.size):
-                raise WrongAnswer(f"{len(text)} bytes instead of {min(HEAD, file.size)}")
-            return file, text
+                return self._identity(obstore.head(*self._place(name))), b""
+            identity, text = self._identity(answer.meta), bytes(answer.bytes())
+            if len(text) != min(HEAD, identity.size):
+                raise WrongAnswer(f"{len(text)} bytes instead of {min(HEAD, identity.size)}")
+            return identity, text
 
         return self._retried(ask, name)
+
+    def read_into(
+        self, place: np.ndarray, name: str, start: int, identity: Identity, abandoned: threading.Event
+    ) -> None:
+        """Fill an array of bytes with those of a file from `start` on.
+
+        identity: of the file when it was opened. abandoned: set when nobody wants the bytes any longer; what
+        has not come is not asked for again.
+        Raises UserError if the file has changed since it was opened, or if the bytes do not come.
+        """
+        done, stop = 0, start + len(place)
+
+        def ask() -> None:
+            nonlocal done
+            if done == len(place):  # what failed after all bytes had come is asked for again as a whole
+                done = 0
+            for chunk in self._chunks(name, start + done, stop, identity):
+                if done + len(chunk) > len(place):
+                    raise WrongAnswer("more bytes than it was asked for")
+                place[done : done + len(chunk)] = chunk
+                done += len(chunk)
+            if done < len(place):
+                raise WrongAnswer("fewer bytes than it was asked for")
+
+        self._retried(ask, name, abandoned.wait)
+
+    def _chunks(self, name: str, start: int, stop: int, identity: Identity) -> Iterator[np.ndarray]:
+        """The bytes [start, stop), some at a time, of a file that is still the same."""
+        options = {}
+        if identity.etag and not identity.etag.startswith(
+            "W/"
+        ):  # no condition that a weak ETag could fulfill
+            options["if_match"] = identity.etag
+        answer = self._get(name, range=(start, stop), **options)
+        if self._identity(answer.meta) != identity:
+            raise UserError(f"{self.url}/{name}: was changed while it was read; run again")
+        if answer.range != (start, stop):
+            raise WrongAnswer(f"bytes {answer.range} instead of {(start, stop)}")
+        for chunk in answer.stream(min_chunk_size=CHUNK):
+            yield np.frombuffer(chunk, np.uint8)
 
     def list(self) -> dict[str, int]:
         """The size of each file by its name, of those in this folder itself; {} if there is no such folder.
 
         Web servers cannot list a folder.
         """
-        import obstore
-
         found = self._retried(lambda: obstore.list_with_delimiter(self._reading))["objects"]
         return {file["path"].rpartition("/")[2]: file["size"] for file in found}
 
@@ -180,9 +225,6 @@ class RemoteFolder:
         create_only: leave a file of this name as it is if there is one; of several processes that do this at
         the same time one writes. Returns whether the file was written.
         """
-        import obstore
-        from obstore.exceptions import AlreadyExistsError
-
         options = {"mode": "create", "use_multipart": False} if create_only else {}
         if isinstance(content, io.FileIO):
             content.seek(0)
@@ -190,7 +232,7 @@ class RemoteFolder:
             options["chunk_size"] = max(PART, -(-size // PARTS))
         try:
             obstore.put(self._writing, name, content, **options)
-        except AlreadyExistsError:
+        except exceptions.AlreadyExistsError:
             return False
         except Exception as e:
             raise self._error(e, name) from None
@@ -198,8 +240,6 @@ class RemoteFolder:
 
     def delete(self, name: str) -> None:
         """Delete a file, if it is there."""
-        import obstore
-
         try:
             obstore.delete(self._writing, name)
         except FileNotFoundError:
@@ -207,105 +247,43 @@ class RemoteFolder:
         except Exception as e:
             raise self._error(e, name) from None
 
-    def _retried(self, ask: Callable[[], Result], name: str = "") -> Result:
-        """ask(), a bounded number of times if an answer is cut off, wrong or a server's error."""
-        for wait in waits():
+    def _retried(self, ask: Callable[[], Result], name: str = "", wait: Callable = time.sleep) -> Result:
+        """ask(), a bounded number of times if an answer is cut off, wrong or a server's error.
+
+        wait: for so many seconds before a retry; there is none if it returns True.
+        """
+        for retry in itertools.count():
             try:
                 return ask()
             except Exception as e:
-                if wait is None or not _may_pass(e):
+                # With some chance, so that requests that failed together are not repeated together.
+                pause = FIRST_WAIT * 2**retry * random.uniform(0.5, 1)
+                if retry == RETRIES or not _may_pass(e) or wait(pause):
                     raise self._error(e, name) from None
-            time.sleep(wait)
 
     def _error(self, e: Exception, name: str) -> Exception:
         """The UserError that says what happened and what to do; a fault of this program stays as it is."""
-        from obstore.exceptions import BaseError, NotSupportedError, PreconditionError
-
         where = f"{self.url}/{name}" if name else self.url
         if isinstance(e, WrongAnswer):
             return UserError(f"{where}: the server sends {e}, also when it is asked again; try again later")
-        if not isinstance(e, (BaseError, FileNotFoundError)):
+        if not isinstance(e, (exceptions.BaseError, FileNotFoundError)):
             return e
         text, reason = str(e), _reason(str(e))
         if "NoSuchBucket" in text:
             return NoSuchObject(f"{self.url}: there is no such bucket; check its name")
         if isinstance(e, FileNotFoundError) or re.search(r"status code: 404", text):
             return NoSuchObject(f"{where}: there is no such file; check the name")
-        if isinstance(e, PreconditionError):
+        if isinstance(e, exceptions.PreconditionError):
             return UserError(f"{where}: was changed while it was read; run again")
-        if isinstance(e, NotSupportedError):
+        if isinstance(e, exceptions.NotSupportedError):
             return UserError(f"{where}: the server does not send parts of a file; download the folder first")
         words = re.sub(r"\S+://\S+", "", text)  # a URL may have any words, as in tokenizer.json
         refused = re.search(r"status code: 40[13]|token|credential", words, re.IGNORECASE)
         if refused or re.search(MACHINES_ACCOUNT, text):
-            return UserError(f"{where}: access refused ({reason}); {self._credentials}")
+            check = "check HF_TOKEN" if self.locate else CREDENTIALS[self.scheme]
+            return UserError(f"{where}: access refused ({reason}); {check}")
         what = "check the URL, the network, and the endpoint if a variable sets one"
         return UserError(f"{where}: could not be reached ({reason}); {what}")
-
-    @property
-    def _credentials(self) -> str:
-        return "check HF_TOKEN" if self.locate else CREDENTIALS[self.scheme]
-
-
-@dataclasses.dataclass(frozen=True)
-class RemoteFile:
-    """A file in a RemoteFolder, as it was when it was opened. size: in bytes.
-
-    etag, changed: what tells its content from another, as far as the server says; changed: "" if it does not.
-    """
-
-    folder: RemoteFolder
-    name: str
-    size: int
-    etag: str | None
-    changed: str
-
-    def __str__(self) -> str:
-        return f"{self.folder.url}/{self.name}"
-
-    def read_into(self, place: np.ndarray, start: int, abandoned: threading.Event) -> None:
-        """Fill an array of bytes with those from `start` on.
-
-        abandoned: set when nobody wants the bytes any longer; what has not come is not asked for again.
-        Raises UserError if the file has changed since it was opened, or if the bytes do not come.
-        """
-        done, stop = 0, start + len(place)
-        for wait in waits():
-            try:
-                for chunk in self._chunks(start + done, stop):
-                    if done + len(chunk) > len(place):
-                        raise WrongAnswer("more bytes than it was asked for")
-                    place[done : done + len(chunk)] = chunk
-                    done += len(chunk)
-                if done == len(place):
-                    return
-                raise WrongAnswer("fewer bytes than it was asked for")
-            except Exception as e:
-                if wait is None or not _may_pass(e) or abandoned.wait(wait):
-                    raise self.folder._error(e, self.name) from None
-                # What failed after all bytes had come is asked for again as a whole.
-                done = 0 if done >= len(place) else done
-
-    def _chunks(self, start: int, stop: int) -> Iterator[np.ndarray]:
-        """The bytes [start, stop), some at a time, of a file that is still the same."""
-
-        options = {}
-        if self.etag and not self.etag.startswith("W/"):  # no condition that a weak ETag could fulfill
-            options["if_match"] = self.etag
-        answer = self.folder._get(self.name, range=(start, stop), **options)
-        if self.folder._identity(answer.meta) != (self.size, self.etag, self.changed):
-            raise UserError(f"{self}: was changed while it was read; run again")
-        if answer.range != (start, stop):
-            raise WrongAnswer(f"bytes {answer.range} instead of {(start, stop)}")
-        for chunk in answer.stream(min_chunk_size=CHUNK):
-            yield np.frombuffer(chunk, np.uint8)
-
-
-def waits() -> Iterator[float | None]:
-    """Seconds to wait before each retry of a request, with some chance in them; None when none is left."""
-    for i in range(RETRIES):
-        yield FIRST_WAIT * 2**i * random.uniform(0.5, 1)
-    yield None
 
 
 def _store(url: str, retries: int, headers: dict[str, str] | None = None, called: str = ""):
@@ -318,11 +296,6 @@ def _store(url: str, retries: int, headers: dict[str, str] | None = None, called
     gs: GOOGLE_APPLICATION_CREDENTIALS, gcloud's login, a machine's account, GOOGLE_SKIP_SIGNATURE,
         STORAGE_EMULATOR_HOST.
     """
-    from datetime import timedelta
-
-    from obstore.exceptions import BaseError
-    from obstore.store import from_url
-
     options = dict(CLIENT)
     if headers:
         options["default_headers"] = headers
@@ -335,7 +308,7 @@ def _store(url: str, retries: int, headers: dict[str, str] | None = None, called
     }
     try:
         return from_url(url, client_options=options, retry_config=retry, **service)
-    except (BaseError, ValueError, OSError) as e:
+    except (exceptions.BaseError, ValueError, OSError) as e:
         reason = str(e).split("\n")[0].removeprefix("Generic ")
         raise UserError(f"{called or url}: {reason}; {CREDENTIALS[scheme]}") from None
 
@@ -371,11 +344,9 @@ def _gcs_emulator() -> dict:
 
 def _may_pass(e: Exception) -> bool:
     """Whether the same request may succeed later."""
-    from obstore.exceptions import GenericError
-
     status = re.search(r"status code: (\d+)", str(e))
     refused = status and 400 <= int(status[1]) < 500 and int(status[1]) not in (408, 429)
-    return isinstance(e, WrongAnswer) or isinstance(e, GenericError) and not refused
+    return isinstance(e, WrongAnswer) or isinstance(e, exceptions.GenericError) and not refused
 
 
 def _reason(text: str) -> str:
