@@ -35,8 +35,8 @@ MOST_FETCHED = 2**28  # bytes of weights that are on their way over a network at
 class Read:
     """Elements `bounds` of a stored array, which are read at once, and the shards that they fill.
 
-    shards: by its place in the padded array, which elements of the source a shard gets; the others are zeros.
-            One or several devices of this process hold the shard.
+    shards: by its place in the padded array, which elements of the source a shard gets; its others are zeros.
+    One or several devices of this process hold the shard.
     """
 
     source: Source
@@ -46,10 +46,9 @@ class Read:
 
 @dataclasses.dataclass(frozen=True)
 class ArrayPlan:
-    """How an array is made. dtype: on the devices.
+    """How an array is made. dtype: on the devices. reads: those of this process.
 
-    sources: one, or if an axis p stacks a layer of every stage, one per stage.
-    reads:   those of this process.
+    sources: one, or one per stage if the array's axis p stacks a layer of every stage.
     """
 
     info: ArrayInfo
