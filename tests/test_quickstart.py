@@ -83,8 +83,8 @@ with open(here / "log", "a") as log:
 def thing(kind, name):
     return here / f"{kind}-{name}"
 
-def remote(worker, text):
-    """The arguments of Popen for a command on a worker."""
+def start(worker, text):
+    """A command on a worker."""
     home = here / f"worker{worker}"
     home.mkdir(exist_ok=True)
     mine = {
@@ -94,7 +94,8 @@ def remote(worker, text):
         "JAX_PROCESS_ID": str(worker),
         "STORAGE_EMULATOR_HOST": "127.0.0.1:9000",
     }
-    return dict(args=["bash", "-c", text], cwd=home, env=mine, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(["bash", "-c", text], cwd=home, env=mine, stdout=pipe, stderr=pipe)
 
 def storage(command, bucket):
     """Let storage.py, which needs packages, do this."""
@@ -147,7 +148,7 @@ match command.split()[-2:]:
             assert rest == ["-N", "-L", "8000:localhost:8000"] and options["--worker"] == "0"
             os.execv("/bin/sleep", ["sleep", "infinity"])
         numbers = range(workers) if options["--worker"] == "all" else [int(options["--worker"])]
-        running = [subprocess.Popen(**remote(worker, options["--command"])) for worker in numbers]
+        running = [start(worker, options["--command"]) for worker in numbers]
         threads = [thread for process in running for thread in relay(process)]
         codes = [process.wait() for process in running]
         for thread in threads:
@@ -188,6 +189,14 @@ PYTHON = f"""#!/usr/bin/env bash
 export JAX_PLATFORMS=cpu XLA_FLAGS=$FLAGS
 exec {sys.executable} tests/pod.py v5e "$@"
 """
+# pkill and pgrep find the processes of this worker only, those with its home.
+OF_THIS_WORKER = """#!/usr/bin/env bash
+[[ $* == "-f {name}" ]] || exit 93
+for process in $(grep -lz "^HOME=$HOME$" /proc/[0-9]*/environ 2>/dev/null | cut -d/ -f3); do
+  if grep -q "{name}" /proc/$process/cmdline; then {do} $process; found=1; fi
+done
+[[ $found ]]
+"""
 STANDINS = {
     "gcloud": f'#!/usr/bin/env bash\nexec {sys.executable} -S "$STANDINS/gcloud.py" "$@"\n',
     "git": f"""#!/usr/bin/env bash
@@ -199,21 +208,8 @@ exec tar czf ~/llama-jax.tar.gz --exclude=.git --exclude=__pycache__ --transform
 [[ $* == "-LsSf https://astral.sh/uv/install.sh" ]] || exec {shutil.which("curl")} --noproxy '*' "$@"
 echo 'mkdir -p ~/.local/bin && cp "$STANDINS/uv" ~/.local/bin'
 """,
-    # Only of this worker: the processes with its home.
-    "pkill": """#!/usr/bin/env bash
-[[ $* == "-f [m]ain.py" ]] || exit 93
-for process in $(grep -lz "^HOME=$HOME$" /proc/[0-9]*/environ 2>/dev/null | cut -d/ -f3); do
-  if grep -q main.py /proc/$process/cmdline; then kill $process; found=1; fi
-done
-[[ $found ]]
-""",
-    "pgrep": """#!/usr/bin/env bash
-[[ $* == "-f [c]onvert_checkpoint" ]] || exit 91
-for process in $(grep -lz "^HOME=$HOME$" /proc/[0-9]*/environ 2>/dev/null | cut -d/ -f3); do
-  if grep -q "[c]onvert_checkpoint" /proc/$process/cmdline; then echo $process; found=1; fi
-done
-[[ $found ]]
-""",
+    "pkill": OF_THIS_WORKER.format(name="[m]ain.py", do="kill"),
+    "pgrep": OF_THIS_WORKER.format(name="[c]onvert_checkpoint", do="echo"),
     "hf": '#!/usr/bin/env bash\n[[ $* == "auth whoami" ]] && grep -qx hf_secret ~/.cache/huggingface/token\n',
     "ssh-add": '#!/usr/bin/env bash\n[[ $* == "$HOME/.ssh/google_compute_engine" ]]\n',
     "sleep": "#!/usr/bin/env bash\nexec /bin/sleep 3\n",
