@@ -97,9 +97,9 @@ def start(worker, text):
     pipe = subprocess.PIPE
     return subprocess.Popen(["bash", "-c", text], cwd=home, env=mine, stdout=pipe, stderr=pipe)
 
-def storage(command, bucket):
-    """Let storage.py, which needs packages, do this."""
-    subprocess.run([sys.executable, here / "storage.py", command, bucket.removeprefix("gs://")], check=True)
+def bucket(name):
+    import boto3  # takes a second
+    return boto3.resource("s3", endpoint_url="http://127.0.0.1:9000").Bucket(name.removeprefix("gs://"))
 
 def relay(process):
     """Threads that pass on what a process writes, until nobody can write any more: so long ssh waits."""
@@ -127,13 +127,14 @@ match command.split()[-2:]:
         print(NUMBER)
     case ["buckets", "create"]:
         assert os.environ["ZONE"].startswith(options["--location"] + "-")
-        storage("create", *given)
+        bucket(*given).create()
     case ["buckets", "add-iam-policy-binding"]:
         account = f"serviceAccount:{NUMBER}-compute@developer.gserviceaccount.com"
         assert options == {"--member": account, "--role": "roles/storage.objectUser"}
-        storage("check", *given)
+        assert bucket(*given).creation_date
     case ["storage", "rm"]:
-        storage("delete", *given)
+        bucket(*given).objects.delete()
+        bucket(*given).delete()
     case ["tpu-vm", "list"]:
         print(*(x.name for x in here.glob("slice-*")))
     case ["tpu-vm", "scp"]:
@@ -160,20 +161,6 @@ match command.split()[-2:]:
         sys.exit(max(codes))
 '''
 
-STORAGE_COMMANDS = """
-import sys
-import boto3
-client, (command, bucket) = boto3.client("s3", endpoint_url="http://127.0.0.1:9000"), sys.argv[1:]
-if command == "create":
-    client.create_bucket(Bucket=bucket)
-elif command == "check":
-    client.head_bucket(Bucket=bucket)
-else:
-    found = boto3.resource("s3", endpoint_url="http://127.0.0.1:9000").Bucket(bucket)
-    found.objects.delete()
-    found.delete()
-"""
-
 # The page's uv makes an environment: here its python is this test's, on chips that a CPU plays.
 UV = """#!/usr/bin/env bash
 set -e
@@ -198,7 +185,7 @@ done
 [[ $found ]]
 """
 STANDINS = {
-    "gcloud": f'#!/usr/bin/env bash\nexec {sys.executable} -S "$STANDINS/gcloud.py" "$@"\n',
+    "gcloud": f'#!/usr/bin/env bash\nexec {sys.executable} "$STANDINS/gcloud.py" "$@"\n',
     "git": f"""#!/usr/bin/env bash
 [[ $* == "archive --format=tar.gz --prefix=llama-jax/ -o $HOME/llama-jax.tar.gz HEAD" ]] || exit 95
 cd {ROOT}
@@ -216,7 +203,6 @@ echo 'mkdir -p ~/.local/bin && cp "$STANDINS/uv" ~/.local/bin'
     "uv": UV,
     "python": PYTHON,
     "gcloud.py": GCLOUD,
-    "storage.py": STORAGE_COMMANDS,
 }
 
 
