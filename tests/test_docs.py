@@ -33,6 +33,7 @@ DOCUMENTS = ["README.md", *sorted(str(x.relative_to(ROOT)) for x in (ROOT / "doc
 LOG = "docs/development/log.md"  # which has the names of its days
 SHORT = ("README.md", "docs/python-api.md")  # whose programs run without --all
 SECONDS = 600  # until a program is given up
+FENCED = re.compile(r"^( *)```([^\n]*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
 
 
 class Block(NamedTuple):
@@ -51,19 +52,13 @@ def read(document: str) -> str:
 
 @functools.cache
 def blocks(document: str) -> list[Block]:
-    text = read(document)
-    found = re.finditer(r"^( *)```([^\n]*)\n(.*?)^\1```$", text, re.DOTALL | re.MULTILINE)
+    text, found = read(document), FENCED.finditer(read(document))
     return [Block(x[2].strip(), x[3], text[: x.start(3)].count("\n") + 1, text[x.end() :]) for x in found]
 
 
 def prose(document: str) -> str:
     """The text without its blocks of code, line by line where it was."""
-    return re.sub(
-        r"^( *)```.*?^\1```$",
-        lambda x: "\n" * x[0].count("\n"),
-        read(document),
-        flags=re.DOTALL | re.MULTILINE,
-    )
+    return FENCED.sub(lambda x: "\n" * x[0].count("\n"), read(document))
 
 
 def of_today(document: str) -> str:
@@ -85,10 +80,6 @@ def run(command: list[str], stdin: str = "", **variables) -> subprocess.Complete
     return subprocess.run(
         command, input=stdin, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS
     )
-
-
-def in_the_short_run(documents: list[str]) -> list:
-    return [x if x in SHORT else pytest.param(x, marks=pytest.mark.deep) for x in documents]
 
 
 # ------------------------------------------------------------------------------------------------- programs
@@ -113,7 +104,15 @@ def printed_by(programs: list[tuple[str, str]]) -> list[str]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def check_python(document: str) -> None:
+def with_blocks(kind: str) -> list[str]:
+    return [x for x in DOCUMENTS if any(block.kind == kind for block in blocks(x))]
+
+
+@pytest.mark.parametrize(
+    "document",
+    [x if x in SHORT else pytest.param(x, marks=pytest.mark.deep) for x in with_blocks("python")],
+)
+def test_python(document):
     processes: list[list[Block]] = [[]]
     for block in blocks(document):
         if block.kind == "python":
@@ -127,14 +126,6 @@ def check_python(document: str) -> None:
                 assert output.strip() == expected[1].strip(), f"{document}:{block.line}"
 
 
-@pytest.mark.parametrize(
-    "document",
-    in_the_short_run([x for x in DOCUMENTS if any(block.kind == "python" for block in blocks(x))]),
-)
-def test_python(document):
-    check_python(document)
-
-
 def test_the_loop_is_a_dozen_lines():
     """From a checkpoint to a text: after its imports about 12 lines, each with one statement."""
     loops = [x.text for document in SHORT for x in blocks(document) if "= decode_step(" in x.text]
@@ -144,9 +135,7 @@ def test_the_loop_is_a_dozen_lines():
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize(
-    "document", [x for x in DOCUMENTS if any(block.kind == "bash run" for block in blocks(x))]
-)
+@pytest.mark.parametrize("document", with_blocks("bash run"))
 def test_bash(document, tmp_path):
     """Commands that write, write below ~. (tests/test_clusters.py runs those of docs/clusters.md.)"""
     for block in blocks(document):
@@ -246,14 +235,10 @@ def missing_files(lines: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_commands(document):
+    """Programs, options, files, and the extras of pip install -e '.[NAME]'."""
     lines = command_lines(document)
     assert not [x for line in lines for x in wrong_options(line)]
     assert not missing_files(lines)
-
-
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_extras(document):
-    """What `pip install -e '.[NAME]'` names is in pyproject.toml."""
     known = tomllib.loads(read("pyproject.toml"))["project"]["optional-dependencies"]
     named = [x for extras in re.findall(r"(?<!\w)\.\[([\w,]+)\]", read(document)) for x in extras.split(",")]
     assert set(named) <= set(known)
@@ -306,14 +291,9 @@ def defined_in(file: str) -> set[str]:
             names = []
             if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
                 names = [child.name]
-            elif isinstance(child, ast.Assign):
-                names = [
-                    x.id for target in child.targets for x in ast.walk(target) if isinstance(x, ast.Name)
-                ]
-            elif isinstance(child, ast.AnnAssign) and isinstance(child.target, ast.Name):
-                names = [child.target.id]
-            elif isinstance(child, (ast.Import, ast.ImportFrom)):
-                names = []
+            elif isinstance(child, (ast.Assign, ast.AnnAssign)):
+                targets = child.targets if isinstance(child, ast.Assign) else [child.target]
+                names = [x.id for target in targets for x in ast.walk(target) if isinstance(x, ast.Name)]
             found.update(names, [f"{owner}.{name}" for name in names if owner])
             visit(child, child.name if isinstance(child, ast.ClassDef) else owner)
 
@@ -327,6 +307,13 @@ def python_files() -> set[str]:
     files = listed.stdout.decode().splitlines() if listed.returncode == 0 else []
     files = files or [str(path.relative_to(ROOT)) for path in ROOT.rglob("*")]
     return {file for file in files if (ROOT / file).is_file()}
+
+
+# `f`, `g` (what it does) and `h` in [`file.py`](file.py), or in `file.py`
+NAMES_IN_A_FILE = re.compile(
+    r"((?:`[\w.]+(?:\(\))?`(?:\s\([^()]*\))?(?:,\s+and|,|\s+and)?\s+)+)in\s+"
+    r"(?:\[`[^`]*`\]\([^)]*?([\w/.-]+\.py)[^)]*\)|`([\w/.-]+\.py)`)"
+)
 
 
 def missing_names(document: str) -> list[str]:
@@ -345,43 +332,12 @@ def missing_names(document: str) -> list[str]:
                 missing.append(span)
         elif re.fullmatch(r"[\w-]+\.(py|md|ipynb|svg)", span) and span not in names:
             missing.append(span)
-    file_name = r"(?:\[`[^`]*`\]\([^)]*?([\w/.-]+\.py)[^)]*\)|`([\w/.-]+\.py)`)"
-    for match in re.finditer(rf"`([\w.]+)(?:\(\))?`\s+in\s+{file_name}", text):
+    for match in NAMES_IN_A_FILE.finditer(re.sub(r"^> ?", "", text, flags=re.MULTILINE)):
         file = str(pathlib.PurePosixPath(match[2] or match[3])).replace("../", "")
-        if file in files and match[1] not in defined_in(file):
-            missing.append(f"{match[1]} in {file}")
-    return missing + [x for box in boxes(text) for x in missing_in_box(box)]
-
-
-def boxes(text: str) -> list[str]:
-    """The quotations that begin with "In the code", without their marks."""
-    quotes = re.findall(r"(?:^>.*\n?)+", text, re.MULTILINE)
-    plain = [re.sub(r"^> ?", "", quote, flags=re.MULTILINE) for quote in quotes]
-    return [quote for quote in plain if re.match(r"\W*In the code", quote)]
-
-
-def missing_in_box(box: str) -> list[str]:
-    """Names that neither the next file of a box nor the last one defines: `f`, `g` in [`model.py`](...)."""
-    files, names, missing = [], [], []
-
-    def check(file: str | None) -> None:
-        known = set(dir(jax)) | set(dir(jax.lax))
-        known.update(*(defined_in(x) for x in [*files[-1:], *([file] if file else [])]))
-        missing.extend(f"{name} in {file or files[-1:]}" for name in names if name not in known)
-        names.clear()
-
-    for match in re.finditer(r"\]\(([^)]*)\)|`([^`]+)`", box):
-        path = (match[1] or match[2]).split("#")[0].replace("../", "")
-        path = path.removeprefix("./")
-        if "::" in path:
-            continue
-        if path.endswith(".py") and (ROOT / path).is_file():
-            if path not in files[-1:]:
-                check(path)
-                files.append(path)
-        elif match[2] and re.fullmatch(r"[A-Za-z_][\w.]*(\(\))?", match[2]) and not match[2].endswith(".py"):
-            names.append(match[2].removesuffix("()"))
-    check(None)
+        if file in files:
+            known = defined_in(file) | set(dir(jax)) | set(dir(jax.lax))
+            named = re.findall(r"`([\w.]+)(?:\(\))?`", match[1])
+            missing += [f"{name} in {file}" for name in named if name not in known]
     return missing
 
 

@@ -83,8 +83,8 @@ with open(here / "log", "a") as log:
 def thing(kind, name):
     return here / f"{kind}-{name}"
 
-def remote(worker, text):
-    """The arguments of Popen for a command on a worker."""
+def start(worker, text):
+    """A command on a worker."""
     home = here / f"worker{worker}"
     home.mkdir(exist_ok=True)
     mine = {
@@ -94,11 +94,12 @@ def remote(worker, text):
         "JAX_PROCESS_ID": str(worker),
         "STORAGE_EMULATOR_HOST": "127.0.0.1:9000",
     }
-    return dict(args=["bash", "-c", text], cwd=home, env=mine, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(["bash", "-c", text], cwd=home, env=mine, stdout=pipe, stderr=pipe)
 
-def storage(command, bucket):
-    """Let storage.py, which needs packages, do this."""
-    subprocess.run([sys.executable, here / "storage.py", command, bucket.removeprefix("gs://")], check=True)
+def bucket(name):
+    import boto3  # takes a second
+    return boto3.resource("s3", endpoint_url="http://127.0.0.1:9000").Bucket(name.removeprefix("gs://"))
 
 def relay(process):
     """Threads that pass on what a process writes, until nobody can write any more: so long ssh waits."""
@@ -126,13 +127,14 @@ match command.split()[-2:]:
         print(NUMBER)
     case ["buckets", "create"]:
         assert os.environ["ZONE"].startswith(options["--location"] + "-")
-        storage("create", *given)
+        bucket(*given).create()
     case ["buckets", "add-iam-policy-binding"]:
         account = f"serviceAccount:{NUMBER}-compute@developer.gserviceaccount.com"
         assert options == {"--member": account, "--role": "roles/storage.objectUser"}
-        storage("check", *given)
+        assert bucket(*given).creation_date
     case ["storage", "rm"]:
-        storage("delete", *given)
+        bucket(*given).objects.delete()
+        bucket(*given).delete()
     case ["tpu-vm", "list"]:
         print(*(x.name for x in here.glob("slice-*")))
     case ["tpu-vm", "scp"]:
@@ -147,7 +149,7 @@ match command.split()[-2:]:
             assert rest == ["-N", "-L", "8000:localhost:8000"] and options["--worker"] == "0"
             os.execv("/bin/sleep", ["sleep", "infinity"])
         numbers = range(workers) if options["--worker"] == "all" else [int(options["--worker"])]
-        running = [subprocess.Popen(**remote(worker, options["--command"])) for worker in numbers]
+        running = [start(worker, options["--command"]) for worker in numbers]
         threads = [thread for process in running for thread in relay(process)]
         codes = [process.wait() for process in running]
         for thread in threads:
@@ -158,20 +160,6 @@ match command.split()[-2:]:
         sys.stdout.flush()
         sys.exit(max(codes))
 '''
-
-STORAGE_COMMANDS = """
-import sys
-import boto3
-client, (command, bucket) = boto3.client("s3", endpoint_url="http://127.0.0.1:9000"), sys.argv[1:]
-if command == "create":
-    client.create_bucket(Bucket=bucket)
-elif command == "check":
-    client.head_bucket(Bucket=bucket)
-else:
-    found = boto3.resource("s3", endpoint_url="http://127.0.0.1:9000").Bucket(bucket)
-    found.objects.delete()
-    found.delete()
-"""
 
 # The page's uv makes an environment: here its python is this test's, on chips that a CPU plays.
 UV = """#!/usr/bin/env bash
@@ -188,8 +176,16 @@ PYTHON = f"""#!/usr/bin/env bash
 export JAX_PLATFORMS=cpu XLA_FLAGS=$FLAGS
 exec {sys.executable} tests/pod.py v5e "$@"
 """
+# pkill and pgrep find the processes of this worker only, those with its home.
+OF_THIS_WORKER = """#!/usr/bin/env bash
+[[ $* == "-f {name}" ]] || exit 93
+for process in $(grep -lz "^HOME=$HOME$" /proc/[0-9]*/environ 2>/dev/null | cut -d/ -f3); do
+  if grep -q "{name}" /proc/$process/cmdline; then {do} $process; found=1; fi
+done
+[[ $found ]]
+"""
 STANDINS = {
-    "gcloud": f'#!/usr/bin/env bash\nexec {sys.executable} -S "$STANDINS/gcloud.py" "$@"\n',
+    "gcloud": f'#!/usr/bin/env bash\nexec {sys.executable} "$STANDINS/gcloud.py" "$@"\n',
     "git": f"""#!/usr/bin/env bash
 [[ $* == "archive --format=tar.gz --prefix=llama-jax/ -o $HOME/llama-jax.tar.gz HEAD" ]] || exit 95
 cd {ROOT}
@@ -199,28 +195,14 @@ exec tar czf ~/llama-jax.tar.gz --exclude=.git --exclude=__pycache__ --transform
 [[ $* == "-LsSf https://astral.sh/uv/install.sh" ]] || exec {shutil.which("curl")} --noproxy '*' "$@"
 echo 'mkdir -p ~/.local/bin && cp "$STANDINS/uv" ~/.local/bin'
 """,
-    # Only of this worker: the processes with its home.
-    "pkill": """#!/usr/bin/env bash
-[[ $* == "-f [m]ain.py" ]] || exit 93
-for process in $(grep -lz "^HOME=$HOME$" /proc/[0-9]*/environ 2>/dev/null | cut -d/ -f3); do
-  if grep -q main.py /proc/$process/cmdline; then kill $process; found=1; fi
-done
-[[ $found ]]
-""",
-    "pgrep": """#!/usr/bin/env bash
-[[ $* == "-f [c]onvert_checkpoint" ]] || exit 91
-for process in $(grep -lz "^HOME=$HOME$" /proc/[0-9]*/environ 2>/dev/null | cut -d/ -f3); do
-  if grep -q "[c]onvert_checkpoint" /proc/$process/cmdline; then echo $process; found=1; fi
-done
-[[ $found ]]
-""",
+    "pkill": OF_THIS_WORKER.format(name="[m]ain.py", do="kill"),
+    "pgrep": OF_THIS_WORKER.format(name="[c]onvert_checkpoint", do="echo"),
     "hf": '#!/usr/bin/env bash\n[[ $* == "auth whoami" ]] && grep -qx hf_secret ~/.cache/huggingface/token\n',
     "ssh-add": '#!/usr/bin/env bash\n[[ $* == "$HOME/.ssh/google_compute_engine" ]]\n',
     "sleep": "#!/usr/bin/env bash\nexec /bin/sleep 3\n",
     "uv": UV,
     "python": PYTHON,
     "gcloud.py": GCLOUD,
-    "storage.py": STORAGE_COMMANDS,
 }
 
 
