@@ -339,18 +339,16 @@ def compressed_tensors(fields: ConfigFields) -> Method:
             f"config.json: strategy {strategy!r} of a quantized model has not the sizes that it needs"
         )
     if form == "pack-quantized":
-        return _packed(weights, size)
-    if form == "mxfp4-pack-quantized":
-        one_of(weights, "num_bits", 4)
+        method = packed_integers(weights, size)
+    else:
+        is_mxfp4 = form == "mxfp4-pack-quantized"
+        one_of(weights, "num_bits", 4 if is_mxfp4 else 8)
         one_of(weights, "symmetric", True, default=True)
-        if size != BLOCK:
+        if is_mxfp4 and size != BLOCK:
             raise UserError(f"config.json: group_size = {size!r} of MXFP4 weights is not supported ({BLOCK})")
-        weights.finish({})
-        return Method(("weight_packed", "weight_scale"), _packed_mxfp4, mxfp4=True)
-    one_of(weights, "num_bits", 8)
-    one_of(weights, "symmetric", True, default=True)
+        method = PACKED_MXFP4 if is_mxfp4 else eight_bits("weight_scale", strategy, size, block)
     weights.finish({})
-    return eight_bits("weight_scale", strategy, size, block)
+    return method
 
 
 def _weights_scheme(groups: dict) -> dict:
@@ -361,12 +359,11 @@ def _weights_scheme(groups: dict) -> dict:
     return {name: value for name, value in schemes[0].items() if name not in UNREAD}
 
 
-def _packed(weights: ConfigFields, size: int | None) -> Method:
+def packed_integers(weights: ConfigFields, size: int | None) -> Method:
     """pack-quantized. Values and zero points are stored without a sign."""
     bits = one_of(weights, "num_bits", 4, 8)
     ordered = one_of(weights, "actorder", "group", "weight", "static", default="weight") == "group"
     symmetric = weights.take("symmetric", bool, True)
-    weights.finish({})
 
     def read(parts: Parts):
         N, C = map(int, parts.get("weight_shape", 2).values)
@@ -393,13 +390,15 @@ def _packed(weights: ConfigFields, size: int | None) -> Method:
     )
 
 
-def _packed_mxfp4(parts: Parts) -> tuple[tuple[int, ...], Rows]:
+def read_packed_mxfp4(parts: Parts) -> tuple[tuple[int, ...], Rows]:
     packed = parts.get("weight_packed", None, None, types=("U8",))
     N, C = packed.shape[0], 2 * packed.shape[1]
-    scales = parts.get(
-        "weight_scale", N, even_groups(parts, "weight_packed", C, BLOCK)[-1] + 1, types=("U8",)
-    )
+    group = even_groups(parts, "weight_packed", C, BLOCK)
+    scales = parts.get("weight_scale", N, group[-1] + 1, types=("U8",))
     return (N, C), lambda lo, hi: mxfp4_values(packed, scales, lo, hi)
+
+
+PACKED_MXFP4 = Method(("weight_packed", "weight_scale"), read_packed_mxfp4, mxfp4=True)
 
 
 def mxfp4(fields: ConfigFields) -> Method:

@@ -1,6 +1,6 @@
-"""DeepSeek V3 and R1, and Kimi K2: latent attention, and experts in groups after the first layers.
+"""DeepSeek V3 and R1, Kimi K2, GLM-4.7-Flash: latent attention, and experts in groups after the first layers.
 
-Source: transformers, models/deepseek_v3.
+Sources: transformers, models/deepseek_v3 and models/glm4_moe_lite.
 """
 
 import dataclasses
@@ -110,18 +110,19 @@ DEEPSEEK_V3 = Family(
     defaults=dict(
         n_group=8, topk_group=4, first_k_dense_replace=3, n_shared_experts=1, routed_scaling_factor=2.5
     ),
-    supported={
-        "hidden_act": ("silu",),
-        "moe_layer_freq": (1,),
-        "topk_method": ("noaux_tc",),
-        "scoring_func": ("sigmoid",),
-    },
-    no_effect=("auto_map", "aux_loss_alpha", "ep_size", "seq_aux"),
-    tensor_names=(
-        (r"\.shared_experts\.", ".shared_expert."),
-        ROUTER_NAME,
+    supported=dict(
+        hidden_act=("silu",), moe_layer_freq=(1,), topk_method=("noaux_tc",), scoring_func=("sigmoid",)
     ),
+    no_effect="aux_loss_alpha ep_size seq_aux",
+    tensor_names=((r"\.shared_experts\.", ".shared_expert."), ROUTER_NAME),
     layouts=SINGLE_OR_JOINED_EXPERTS | KEYS_AND_VALUES,
     extra_layer=True,
 )
 KIMI_K2 = dataclasses.replace(DEEPSEEK_V3, model_type="kimi_k2")
+GLM4_MOE_LITE = dataclasses.replace(
+    DEEPSEEK_V3,
+    model_type="glm4_moe_lite",
+    defaults=dict(
+        n_group=1, topk_group=1, first_k_dense_replace=1, n_shared_experts=1, routed_scaling_factor=1.8
+    ),
+)

@@ -108,18 +108,8 @@ GPT2 = Family(
         "n_positions": "max_position_embeddings",
     },
     supported={"activation_function": ("gelu_new",)},
-    no_effect=(
-        "attn_pdrop",
-        "embd_pdrop",
-        "n_ctx",
-        "resid_pdrop",
-        "summary_activation",
-        "summary_first_dropout",
-        "summary_proj_to_labels",
-        "summary_type",
-        "summary_use_proj",
-        "task_specific_params",
-    ),
+    no_effect="""attn_pdrop embd_pdrop n_ctx resid_pdrop summary_activation summary_first_dropout
+        summary_proj_to_labels summary_type summary_use_proj task_specific_params""",
     tensor_names=(
         (r"^(transformer\.)?h\.(\d+)\.", r"model.layers.\2."),
         (r"^(transformer\.)?wte\.", "model.embed_tokens."),

@@ -62,9 +62,7 @@ def config(fields: ConfigFields) -> Config:
     depth, norm = read.depth(fields), read.norm(fields, offset=0.0)
     bias = fields.take("attention_bias", bool, True)
     heads = read.attention(fields, SinkAttention, bias=bias, output_bias=bias)
-    theta = fields.take("rope_theta", NUMBER, 150000.0)
-    positions = fields.take("max_position_embeddings", int)
-    rope = read.rope_of(read.rope_parameters(fields, theta, YARN), heads.H, positions, theta)
+    rope = read.rope(fields, heads.H, 150000.0, default=YARN)
     # The softmax over the chosen logits is the softmax over all of them, normalized.
     router = Router("softmax", normalized=True, scales="output", logit_bias=True)
     limit, alpha = fields.take("swiglu_limit", NUMBER, 7.0), fields.take("swiglu_alpha", NUMBER, 1.702)
@@ -78,13 +76,9 @@ def config(fields: ConfigFields) -> Config:
 
 
 YARN = dict(
-    rope_type="yarn",
-    factor=32.0,
-    beta_fast=32.0,
-    beta_slow=1.0,
-    truncate=False,
+    rope_type="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False,
     original_max_position_embeddings=4096,
-)
+)  # fmt: skip
 HARMONY = Channels("<|start|>", "<|channel|>", "<|message|>", ("<|end|>", "<|return|>", "<|call|>"), "final")
 # checkpoints/dequantized.py reads published MXFP4 blocks as tensors named ..._mxfp4, whose last dimension is
 # the contracted one. In these and in float tensors gate and up alternate. From a GGUF file, each expert has
@@ -93,7 +87,7 @@ GPT_OSS = Family(
     "gpt_oss",
     config,
     field_names={"experts_per_token": "num_experts_per_tok"},
-    no_effect=("initial_context_length",),
+    no_effect="initial_context_length",
     layouts={
         "feed_forward.gate": (
             Stored("mlp.experts.gate_up_proj_mxfp4", "E(M[1+1])D", 0),

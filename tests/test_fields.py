@@ -49,7 +49,7 @@ def cannot_matter(file: str) -> set[str]:
     ("file", "no_effect"),
     [
         ("`config.json`", fields.NO_EFFECT),
-        ("`config.json`", {family.model_type: " ".join(family.no_effect) for family in FAMILIES}),
+        ("`config.json`", {family.model_type: family.no_effect for family in FAMILIES}),
         ("`quantization_config`", dequantized.NO_EFFECT),
         ("`generation_config.json`", requests.NO_EFFECT),
         ("GGUF", architectures.NO_EFFECT),
