@@ -141,7 +141,7 @@ def dequantized(tensors: dict[str, StoredTensor], config: dict) -> dict[str, Sto
     name = config.pop("quant_method", None)
     if name not in METHODS:
         raise UserError(f"config.json: quant_method = {name!r} is not supported ({', '.join(METHODS)})")
-    fields = ConfigFields({key: value for key, value in config.items() if key not in UNREAD})
+    fields = ConfigFields(config, UNREAD)
     method = METHODS[name](fields)
     fields.finish({})
     weights, others = collections.defaultdict(dict), {}
@@ -325,7 +325,7 @@ def awq(fields: ConfigFields) -> Method:
 
 
 def compressed_tensors(fields: ConfigFields) -> Method:
-    weights = ConfigFields(_weights_scheme(fields.take("config_groups", dict)))
+    weights = ConfigFields(_weights_scheme(fields.take("config_groups", dict)), UNREAD)
     forms = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mxfp4-pack-quantized"
     form = one_of(fields, "format", *forms)
     one_of(fields, "quantization_status", "compressed", default="compressed")
@@ -356,7 +356,7 @@ def _weights_scheme(groups: dict) -> dict:
     schemes = [group.get("weights") if isinstance(group, dict) else None for group in groups.values()]
     if not schemes or not isinstance(schemes[0], dict) or any(scheme != schemes[0] for scheme in schemes):
         raise UserError("config.json: config_groups of a quantized model do not all have the same weights")
-    return {name: value for name, value in schemes[0].items() if name not in UNREAD}
+    return schemes[0]
 
 
 def packed_integers(weights: ConfigFields, size: int | None) -> Method:
@@ -485,4 +485,4 @@ NO_EFFECT = {
     "the program that ran or wrote the model": """activation_scale_ub backend dequantize do_fuse
         is_marlin_format meta model_file_base_name""",
 }
-UNREAD = frozenset(" ".join(NO_EFFECT.values()).split())
+UNREAD = " ".join(NO_EFFECT.values())

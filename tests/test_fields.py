@@ -23,20 +23,14 @@ from checkpoints.checkpoint import open_checkpoint
 from checkpoints.gguf import architectures, vocabulary
 from checkpoints.loading import load
 from conversation.text import load_tokenizer, tokenize
-from distributed.exchange import warn
 from families import fields
 from families.registry import FAMILIES, read_config
 from feedback.errors import UserError
 from serving import requests
 from serving.requests import choose_sampling
 
+pytestmark = pytest.mark.usefixtures("own_cache")
 DOCUMENT = pathlib.Path(__file__).parents[1] / "docs" / "checkpoints.md"
-
-
-@pytest.fixture(autouse=True)
-def own_cache(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    warn.cache_clear()
 
 
 def cannot_matter(file: str) -> set[str]:

@@ -16,13 +16,9 @@ from test_gguf import write as write_model
 from checkpoints.checkpoint import open_checkpoint
 from checkpoints.gguf.vocabulary import ENDS, read_vocabulary, write_tokenizer
 from conversation.text import encode, load_tokenizer, stop_tokens
-from distributed.exchange import warn
 from feedback.errors import UserError
 
-
-@pytest.fixture(autouse=True)
-def own_cache(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def tokenizer_of(folder, architecture="llama", template=None, **fields):
@@ -146,14 +142,6 @@ def test_pre_tokenizer(pre, tmp_path):
     assert (ours.bos_token, ours.eos_token) == ("<｜begin▁of▁sentence｜>", "<|im_end|>")
 
 
-@pytest.mark.parametrize(("pre", "expected"), [("llama-bpe", [0, 3]), ("gpt-2", [1, 2])])
-def test_words_that_are_tokens(pre, expected, tmp_path):
-    """Llama 3 does not merge them, and begins with a token: so does llama.cpp, if the file says nothing."""
-    tokens = ["<s>", "a", "b", "ab", "ba"]
-    ours = tokenizer_of(tmp_path, model="gpt2", pre=pre, tokens=tokens, merges=["b a"], bos_token_id=0)
-    assert ours("ab").input_ids == expected
-
-
 def test_qwen_in_transformers(tmp_path):
     """Its own tokenizer of the same vocabulary, of composed and decomposed letters."""
     tokens, merges = vocabulary()
@@ -271,7 +259,6 @@ def test_unknown_pre_tokenizer(tmp_path):
 
 def test_without_pre_tokenizer(tmp_path, capsys):
     """As llama.cpp warns: files of Llama 3 from its first weeks are read as if they were GPT-2's."""
-    warn.cache_clear()
     write_model(tmp_path / "model.gguf", fault=unsaid("tokenizer.ggml.pre"))
     folder = open_checkpoint(str(tmp_path / "model.gguf")).folder
     assert capsys.readouterr().err.count("model.gguf: an older file") == 1
@@ -313,7 +300,6 @@ def test_ends(tokens, ends, tmp_path):
 @pytest.mark.parametrize("name", ["bos", "eos", "eot", "padding"])
 def test_special_tokens_that_are_not_there(name, tmp_path, capsys):
     """As in llama.cpp the field is ignored; 2**32 - 1 is the -1 of some converters."""
-    warn.cache_clear()
     minus_one = gguf.GGUFValue(2**32 - 1, gguf.GGUFValueType.UINT32)
     fields = {f"tokenizer.ggml.{name}_token_id": minus_one}
     write_model(tmp_path / "model.gguf", fault=lambda writer: writer.kv_data[0].update(fields))

@@ -139,9 +139,12 @@ TOLERANCE = 1e-5
 
 
 def reference_model(name: str):
+    return random_reference(CONFIGS[name])
+
+
+def random_reference(config: transformers.PreTrainedConfig):
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    config = CONFIGS[name]
     multimodal = hasattr(config, "vision_config")
     auto = transformers.AutoModelForImageTextToText if multimodal else transformers.AutoModelForCausalLM
     return with_random_weights(auto.from_config(config, attn_implementation="eager").eval())
