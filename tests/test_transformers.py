@@ -265,33 +265,6 @@ def test_command_line(saved, tmp_path):
         check(reference, r["prompt_tokens"], r["tokens"], r["prompt_logprobs"][1:], r["logprobs"])
 
 
-def test_rope_frequencies():
-    """The published scalings: Llama 3.1 (8), 3.2 (32), Scout (no blend), a linear one, and YaRN's."""
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    llama3 = LLAMA3_ROPE | dict(rope_theta=5e5, original_max_position_embeddings=8192)
-    scalings = [
-        llama3 | dict(factor=n, high_freq_factor=x) for n, x in ((8.0, 4.0), (32.0, 4.0), (16.0, 1.0))
-    ]
-    scalings.append(dict(rope_type="linear", rope_theta=1e6, factor=8.0))
-    gpt_oss = dict(rope_type="yarn", rope_theta=1.5e5, factor=32.0, original_max_position_embeddings=4096)
-    deepseek = gpt_oss | dict(rope_theta=1e4, factor=40.0, mscale=1.0, mscale_all_dim=1.0)
-    unlike = dict(mscale=0.7, mscale_all_dim=1.3, beta_fast=16.0, beta_slow=2.0)
-    scalings += [
-        gpt_oss | dict(truncate=False),
-        deepseek,
-        deepseek | unlike,
-        gpt_oss | dict(attention_factor=1.5),
-    ]
-    for rope in scalings:
-        config = transformers.LlamaConfig(head_dim=128, rope_parameters=rope, max_position_embeddings=131072)
-        expected, magnitude = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, "cpu")
-        ours = read_config(json.loads(config.to_json_string())).layers[0].rope
-        # The same float32 formula: only the last bits of pow may differ.
-        np.testing.assert_allclose(ours.frequencies, expected.numpy(), rtol=1e-6)
-        assert ours.magnitude == pytest.approx(magnitude)
-
-
 @pytest.mark.parametrize("name", ["openllama", "gpt-oss", "gemma3", "muse-glimmer"])
 def test_where_a_norm_rounds(name):
     """The last norm in bfloat16: its quotient is rounded before the product with the weight, or not."""
