@@ -12,6 +12,7 @@ import transformers
 from conftest import CHECKPOINTS
 from test_gguf import said, unsaid
 from test_gguf import write as write_model
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from checkpoints.checkpoint import open_checkpoint
 from checkpoints.gguf.vocabulary import ENDS, read_vocabulary, write_tokenizer
@@ -77,20 +78,13 @@ TEXT = """I've 12345 apples, IT'S 3.14!! 世界abc漢字 こんにちはテス�
 WORDS = TEXT + " and an apple, the end, the tests of the text; stop the server; 世界 世界 123 123 345"
 
 
-def byte_letters() -> dict[int, str]:
-    """GPT-2's printable letter of each byte."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [i for i in range(256) if i not in printable]
-    return {i: chr(i) for i in printable} | {i: chr(256 + n) for n, i in enumerate(others)}
-
-
 def vocabulary() -> tuple[list[str], list[tuple[str, str]]]:
     """Tokens and merges, learned of words that no regular expression has split; one token has no merge."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    letters = list(byte_letters().values())
+    letters = list(bytes_to_unicode().values())
     trainer = trainers.BpeTrainer(vocab_size=420, initial_alphabet=letters, show_progress=False)
     tokenizer.train_from_iterator([WORDS[i : i + 40] for i in range(0, len(WORDS), 7)], trainer)
     described = json.loads(tokenizer.to_str())["model"]
@@ -101,7 +95,7 @@ def vocabulary() -> tuple[list[str], list[tuple[str, str]]]:
 def encoded(text: str, tokens: list[str], merges: list[tuple[str, str]], splits: list[str], whole: bool):
     """Byte-level BPE, in the plainest way."""
     ids = {token: i for i, token in enumerate(tokens)}
-    ranks, letters, found = {pair: i for i, pair in enumerate(merges)}, byte_letters(), []
+    ranks, letters, found = {pair: i for i, pair in enumerate(merges)}, bytes_to_unicode(), []
     for piece in regex.split("(" + "|".join(map(regex.escape, SPECIAL)) + ")", text):
         if piece in SPECIAL:
             found.append(ids[piece])

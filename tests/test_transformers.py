@@ -243,18 +243,10 @@ def test_command_line(saved, tmp_path):
     folder, reference = saved
     convert(str(folder), str(tmp_path / "converted"))
     prompts = ["T", "Tell me", "Tell me your name, and the weather. How much is 17 + 25?"]
-    command = [
-        sys.executable,
-        main.__file__,
-        "--checkpoint",
-        tmp_path / "converted",
-        "--no-chat-template",
-        "--json",
-    ]
-    command += ["--logprobs", "--max-new-tokens", str(NEW), "--dtype", "float32", "--temperature", "0"]
+    command = [sys.executable, main.__file__, "--checkpoint", tmp_path / "converted", "--json", "--logprobs"]
+    command += ["--max-new-tokens", str(NEW), "--dtype", "float32", "--temperature", "0"]
     command += ["--ignore-eos"]  # the tokenizer has an end token, which random weights may choose
-    for prompt in prompts:
-        command += ["--prompt", prompt]
+    command += ["--no-chat-template", *(x for prompt in prompts for x in ("--prompt", prompt))]
     environment = {"PATH": "", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": FAST}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
