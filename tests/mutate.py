@@ -700,7 +700,7 @@ MUTATIONS = [
     ("checkpoints/gguf/translation.py", "float(str(np.float32(value)))", "value", GGUF),
     ("checkpoints/gguf/translation.py", "elif raw.kind in as_it_is:", "elif raw.kind in PLAIN:", GGUF),
     ("checkpoints/gguf/translation.py", "tensor.rows(lo, hi) - np.float32(offset)", "tensor.rows(lo, hi)", GGUF_MODEL + "[gemma3]"),
-    ("checkpoints/gguf/translation.py", "not known or layer and int(layer) >= depth", "not known", GGUF),
+    ("checkpoints/gguf/translation.py", "not theirs or layer and int(layer) >= depth", "not theirs", GGUF),
     ("checkpoints/gguf/architectures.py", '"truncate": False', '"truncate": True', GGUF_MODEL + "[gpt-oss]"),
     ("checkpoints/gguf/architectures.py", "round(10 * log, 6)", "log", GGUF_MODEL + "[deepseek]"),
     ("checkpoints/gguf/architectures.py", 'widths["key"] - rotated', 'widths["key"]', GGUF_MODEL + "[kimi]"),

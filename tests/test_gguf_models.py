@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from conftest import mesh_of
 from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize, quantize
 from test_gguf import add_tokenizer, everything, finish, refused, their_order
 from test_transformers import CONFIGS as THEIR_CONFIGS
-from test_transformers import NO_SCALING, SIZES, assert_close, random_reference, reference_logprobs
+from test_transformers import NO_SCALING, SIZES, check_forward, random_reference
 
 import model
 from checkpoints.checkpoint import open_checkpoint
@@ -23,7 +24,6 @@ from checkpoints.gguf.architectures import ARCHITECTURES
 from checkpoints.loading import load
 from feedback.errors import UserError
 from quantize import FORMATS
-from sharding.mesh import make_mesh
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 LLM, Heads, Rope = gguf.Keys.LLM, gguf.Keys.Attention, gguf.Keys.Rope
@@ -238,15 +238,9 @@ def check(path, reference, folder):
     assert opened.sources.keys() == expected.sources.keys()
     for name, source in opened.sources.items():
         np.testing.assert_array_equal(everything(source), everything(expected.sources[name]), err_msg=name)
-    mesh = make_mesh(opened.config)
-    weights = load(opened, mesh, "float32", format=None)
-    tokens = np.random.default_rng(2).integers(0, opened.config.V, (1, 37))
-    (logits,) = np.asarray(model.forward(tokens, weights, cfg=opened.config, mesh=mesh))
-    logprobs, theirs = (
-        logits - np.log(np.exp(logits).sum(-1, keepdims=True)),
-        reference_logprobs(reference, tokens[0].tolist()),
-    )
-    assert_close(logprobs, theirs, np.abs(theirs).max(-1, keepdims=True))
+    weights = load(opened, mesh_of(opened.config), "float32", format=None)
+    tokens = np.random.default_rng(2).integers(0, opened.config.V, 37)
+    check_forward(reference, weights, opened.config, tokens.tolist())
 
 
 @pytest.mark.parametrize(

@@ -27,10 +27,10 @@ from families.rope_scaling import Llama3Scaling
 from feedback.errors import UserError, located
 
 FOLDER = 3  # version of the small files that are written
-# The supported values of fields that are not the architecture's; the first, if the file does not say. All
-# other fields whose names begin with "general." say where the file comes from. Fields with other beginnings
-# than this, "tokenizer.", "split." and the architecture's name are notes of the tools that made the file.
-GENERAL = {"general.type": ("model",), "general.quantization_version": (2,)}
+# The supported values of fields that are not the architecture's. All other fields whose names begin with
+# "general." say where the file comes from. Fields with other beginnings than this, "tokenizer.", "split." and
+# the architecture's name are notes of the tools that made the file.
+GENERAL = {"general.type": "model", "general.quantization_version": 2}
 # Fields after "general.sampling." by their names in generation_config.json; others keep their names.
 SAMPLING = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
 PIECE = 2**15  # values that are dequantized at a time: few calls, and temporaries fit in a core's cache
@@ -56,9 +56,9 @@ def open_gguf(path: pathlib.Path) -> tuple[pathlib.Path, dict[str, StoredTensor 
 
 def _config(file: GgufFile) -> tuple[Architecture, dict[str, Any]]:
     """-> (the file's architecture, a config.json's content)"""
-    for name, known in GENERAL.items():
-        if (value := file.fields.get(name, known[0])) not in known:
-            raise UserError(f"{name} = {value!r} is not supported ({', '.join(map(repr, known))})")
+    for name, supported in GENERAL.items():
+        if (value := file.fields.get(name, supported)) != supported:
+            raise UserError(f"{name} = {value!r} is not supported ({supported!r})")
     name = str(file.fields.get("general.architecture"))
     prefix = f"{name}."
     fields = {x.removeprefix(prefix): y for x, y in file.fields.items() if x.startswith(prefix)}
@@ -137,10 +137,9 @@ def _tensors(file: GgufFile, config: dict, architecture: Architecture) -> Iterat
         layer, what, end = re.fullmatch(r"(?:blk\.(\d+)\.)?(.*?)(\.weight|\.bias|)", name).groups()
         if layer and int(layer) in unused:
             continue
-        known = end and (what in names or what + end in names)
-        if not known or layer and int(layer) >= depth:
+        theirs = names.get(what + end) or (names[what] + end if end and what in names else None)
+        if not theirs or layer and int(layer) >= depth:
             raise UserError(f"tensor {name} has no place in a {config['model_type']} model of {depth} layers")
-        theirs = names[what + end] if what + end in names else names[what] + end
         theirs = (f"model.layers.{layer}." if layer else "") + theirs
         heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(what)
         if "{e}" in theirs:
@@ -223,16 +222,15 @@ def floats_of(
 
 def _small_files(file: GgufFile, config: dict) -> pathlib.Path:
     """A folder in the cache, written once: config.json, generation_config.json, and the tokenizer's files."""
-    versions = importlib.metadata.version("transformers"), FOLDER
-    name = f"{file.path.stem}-{file.checksum[:16]}-" + "-".join(map(str, versions))
-    folder = cache_folder() / "gguf" / name
-    return made_once(folder, lambda new: _write_small_files(file, config, new))
 
+    def write(folder: pathlib.Path) -> None:
+        (folder / "config.json").write_text(json.dumps(config, indent=2))
+        (folder / "generation_config.json").write_text(json.dumps(_generation_config(file.fields)))
+        write_tokenizer(file.fields, folder)
 
-def _write_small_files(file: GgufFile, config: dict, folder: pathlib.Path) -> None:
-    (folder / "config.json").write_text(json.dumps(config, indent=2))
-    (folder / "generation_config.json").write_text(json.dumps(_generation_config(file.fields)))
-    write_tokenizer(file.fields, folder)
+    version = importlib.metadata.version("transformers")
+    name = f"{file.path.stem}-{file.checksum[:16]}-{version}-{FOLDER}"
+    return made_once(cache_folder() / "gguf" / name, write)
 
 
 def _generation_config(fields: dict[str, Any]) -> dict[str, Any]:
