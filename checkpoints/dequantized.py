@@ -10,7 +10,6 @@ MXFP4 the OCP Microscaling Formats specification 1.0 and transformers' integrati
 
 import collections
 import dataclasses
-import functools
 import hashlib
 import math
 from collections.abc import Callable
@@ -183,10 +182,11 @@ def unpack(words: np.ndarray, bits: int) -> np.ndarray:
     W, V: see `packing`.
     """
     count, per_group = packing(bits)
+    words = np.ascontiguousarray(words).view(np.uint32)
     if count == 1:
         shifts = np.arange(0, WORD, bits, dtype=np.uint32)
-        return (words.view(np.uint32)[..., None] >> shifts & np.uint32(2**bits - 1)).astype(np.float32)
-    groups = words.view(np.uint32).reshape(*words.shape[:-1], -1, count).astype(np.uint64)
+        return (words[..., None] >> shifts & np.uint32(2**bits - 1)).astype(np.float32)
+    groups = words.reshape(*words.shape[:-1], -1, count).astype(np.uint64)
     word, shift = np.divmod(np.arange(per_group, dtype=np.uint64) * np.uint64(bits), np.uint64(WORD))
     both = groups[..., word] | groups[..., np.minimum(word + 1, count - 1)] << np.uint64(WORD)
     return (both >> shift & np.uint64(2**bits - 1)).astype(np.float32)
@@ -197,15 +197,18 @@ def columns(tensor: StoredTensor, lo: int, hi: int) -> np.ndarray:
     return tensor.read(select=lambda x: x[:, lo:hi])
 
 
-def unpack_columns(words: Rows, bits: int, lo: int, hi: int, order=slice(None)) -> np.ndarray:
+def unpack_columns(
+    tensor: StoredTensor, bits: int, lo: int, hi: int, order=slice(None), axis: int = 1
+) -> np.ndarray:
     """Columns [lo, hi) of N, transposed: float32 [hi - lo, C].
 
-    words: reads the words [first, last) of each row: int32 [C, last - first].
-    order: the position in a word of each of its columns.
+    tensor: [C, words]; with axis 0, [words, C]. order: the position in a word of each of its columns.
     """
     count, per_group = packing(bits)
     first = lo // per_group
-    values = unpack(np.ascontiguousarray(words(first * count, -(-hi // per_group) * count)), bits)[..., order]
+    ends = first * count, -(-hi // per_group) * count
+    words = columns(tensor, *ends) if axis else tensor.read(*ends).T
+    values = unpack(words, bits)[..., order]
     return values.reshape(len(values), -1)[:, lo - first * per_group : hi - first * per_group].T
 
 
@@ -267,7 +270,7 @@ def gptq(fields: ConfigFields) -> Method:
 
     def version(zeros: StoredTensor) -> str:
         if not versions:
-            first = np.unique(unpack(np.ascontiguousarray(zeros.read(0, 1)), bits))
+            first = np.unique(unpack(zeros.read(0, 1), bits))
             known = [
                 x for x, offset in GPTQ_OFFSETS.items() if middle and first.tolist() == [middle - offset]
             ]
@@ -292,9 +295,9 @@ def gptq(fields: ConfigFields) -> Method:
         offset = GPTQ_OFFSETS[version(zeros)]
 
         def rows(lo: int, hi: int) -> np.ndarray:
-            values = unpack(np.ascontiguousarray(columns(packed, lo, hi).T), bits).reshape(hi - lo, C)
+            values = unpack(columns(packed, lo, hi).T, bits).reshape(hi - lo, C)
             # In version 1 the zero point 0 is stored as -1, which is 2**bits - 1 without a sign.
-            zero = (unpack_columns(functools.partial(columns, zeros), bits, lo, hi) + offset) % 2**bits
+            zero = (unpack_columns(zeros, bits, lo, hi) + offset) % 2**bits
             return scaled(values, zero, columns(scales, lo, hi).T, group)
 
         return (N, C), rows
@@ -315,8 +318,7 @@ def awq(fields: ConfigFields) -> Method:
         zeros = parts.get("qzeros", group[-1] + 1, words)
 
         def rows(lo: int, hi: int) -> np.ndarray:
-            words = (functools.partial(columns, x) for x in (packed, zeros))
-            values, zero = (unpack_columns(x, bits, lo, hi, AWQ_ORDER) for x in words)
+            values, zero = (unpack_columns(x, bits, lo, hi, AWQ_ORDER) for x in (packed, zeros))
             return scaled(values, zero, columns(scales, lo, hi).T, group)
 
         return (scales.shape[1], C), rows
@@ -377,10 +379,8 @@ def packed_integers(weights: ConfigFields, size: int | None) -> Method:
         zeros = None if symmetric else parts.get("weight_zero_point", -(-N * bits // WORD), scales.shape[1])
 
         def rows(lo: int, hi: int) -> np.ndarray:
-            values = unpack(np.ascontiguousarray(packed.read(lo, hi)), bits).reshape(hi - lo, -1)[:, :C]
-            zero = 2 ** (bits - 1)
-            if zeros is not None:
-                zero = unpack_columns(lambda first, last: zeros.read(first, last).T, bits, lo, hi)
+            values = unpack(packed.read(lo, hi), bits).reshape(hi - lo, -1)[:, :C]
+            zero = 2 ** (bits - 1) if zeros is None else unpack_columns(zeros, bits, lo, hi, axis=0)
             return scaled(values, zero, scales.read(lo, hi), group)
 
         return (N, C), rows
