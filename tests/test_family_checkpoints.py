@@ -27,15 +27,21 @@ from quantize import FP8, INT8, Format, PerGroup
 deep = partial(pytest.param, marks=pytest.mark.deep)
 
 
-DEEPSEEK_V3 = dict(
+SMALL = dict(
+    hidden_size=64, intermediate_size=96, num_attention_heads=4, num_hidden_layers=2, num_key_value_heads=2,
+    vocab_size=320,
+)  # fmt: skip
+LATENT = SMALL | dict(
+    num_key_value_heads=4, kv_lora_rank=48, moe_intermediate_size=24, q_lora_rank=40, qk_nope_head_dim=24,
+    qk_rope_head_dim=16, v_head_dim=32,
+)  # fmt: skip
+DEEPSEEK_V3 = LATENT | dict(
     model_type="deepseek_v3", architectures=["DeepseekV3ForCausalLM"], attention_bias=False,
     attention_dropout=0.0, auto_map={"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
     aux_loss_alpha=0.001, bos_token_id=0, eos_token_id=1, ep_size=1, first_k_dense_replace=3,
-    hidden_act="silu", hidden_size=64, initializer_range=0.02, intermediate_size=96, kv_lora_rank=48,
-    max_position_embeddings=163840, moe_intermediate_size=24, moe_layer_freq=1, n_group=8,
-    n_routed_experts=32, n_shared_experts=1, norm_topk_prob=True, num_attention_heads=4,
-    num_experts_per_tok=8, num_hidden_layers=4, num_key_value_heads=4, num_nextn_predict_layers=1,
-    pretraining_tp=1, q_lora_rank=40, qk_nope_head_dim=24, qk_rope_head_dim=16, rms_norm_eps=1e-6,
+    hidden_act="silu", initializer_range=0.02, max_position_embeddings=163840, moe_layer_freq=1, n_group=8,
+    n_routed_experts=32, n_shared_experts=1, norm_topk_prob=True, num_experts_per_tok=8, num_hidden_layers=4,
+    num_nextn_predict_layers=1, pretraining_tp=1, rms_norm_eps=1e-6,
     quantization_config=dict(
         activation_scheme="dynamic", fmt="e4m3", quant_method="fp8", weight_block_size=[128, 128]
     ),
@@ -45,36 +51,31 @@ DEEPSEEK_V3 = dict(
     ),
     rope_theta=10000, routed_scaling_factor=2.5, scoring_func="sigmoid", seq_aux=True,
     tie_word_embeddings=False, topk_group=4, topk_method="noaux_tc", torch_dtype="bfloat16",
-    transformers_version="4.46.3", use_cache=True, v_head_dim=32, vocab_size=320,
+    transformers_version="4.46.3", use_cache=True,
 )  # fmt: skip
 # As they were published, but for sizes; what has no effect on inference is left out of some.
 PUBLISHED = {
-    "mistral": dict(
-        model_type="mistral", hidden_act="silu", hidden_size=64, intermediate_size=96, num_attention_heads=4,
-        max_position_embeddings=32768, num_hidden_layers=2, num_key_value_heads=2, rms_norm_eps=1e-5,
+    "mistral": SMALL | dict(
+        model_type="mistral", hidden_act="silu", max_position_embeddings=32768, rms_norm_eps=1e-5,
         rope_theta=10000.0, sliding_window=4096, tie_word_embeddings=False, torch_dtype="bfloat16",
-        use_cache=True, vocab_size=320,
+        use_cache=True,
     ),
-    "qwen2": dict(
-        model_type="qwen2", hidden_act="silu", hidden_size=64, intermediate_size=96, num_attention_heads=4,
-        max_position_embeddings=32768, max_window_layers=28, num_hidden_layers=2, num_key_value_heads=2,
+    "qwen2": SMALL | dict(
+        model_type="qwen2", hidden_act="silu", max_position_embeddings=32768, max_window_layers=28,
         rms_norm_eps=1e-6, rope_theta=1000000.0, sliding_window=131072, tie_word_embeddings=True,
-        use_sliding_window=False, use_mrope=False, vocab_size=320,
+        use_sliding_window=False, use_mrope=False,
     ),
-    "qwen3_moe": dict(
+    "qwen3_moe": SMALL | dict(
         model_type="qwen3_moe", attention_bias=False, decoder_sparse_step=1, head_dim=32, hidden_act="silu",
-        hidden_size=64, intermediate_size=96, max_position_embeddings=40960, max_window_layers=48,
-        mlp_only_layers=[], moe_intermediate_size=24, norm_topk_prob=True, num_attention_heads=4,
-        num_experts=8, num_experts_per_tok=2, num_hidden_layers=2, num_key_value_heads=2,
-        output_router_logits=False, rms_norm_eps=1e-6, rope_scaling=None, rope_theta=1000000.0,
-        router_aux_loss_coef=0.001, sliding_window=None, tie_word_embeddings=False, use_sliding_window=False,
-        vocab_size=320,
+        max_position_embeddings=40960, max_window_layers=48, mlp_only_layers=[], moe_intermediate_size=24,
+        norm_topk_prob=True, num_experts=8, num_experts_per_tok=2, output_router_logits=False,
+        rms_norm_eps=1e-6, rope_scaling=None, rope_theta=1000000.0, router_aux_loss_coef=0.001,
+        sliding_window=None, tie_word_embeddings=False, use_sliding_window=False,
     ),
-    "gemma": dict(
+    "gemma": SMALL | dict(
         model_type="gemma", attention_bias=False, head_dim=32, hidden_act="gelu", hidden_activation=None,
-        hidden_size=64, intermediate_size=96, max_position_embeddings=8192, num_attention_heads=4,
-        num_hidden_layers=2, num_key_value_heads=1, rms_norm_eps=1e-6, rope_scaling=None, rope_theta=10000.0,
-        vocab_size=320,
+        max_position_embeddings=8192, num_key_value_heads=1, rms_norm_eps=1e-6, rope_scaling=None,
+        rope_theta=10000.0,
     ),
     # The text_config of gemma-3-4b-it says no more.
     "gemma3_text": dict(
@@ -93,13 +94,12 @@ PUBLISHED = {
         summary_type="cls_index", summary_use_proj=True, vocab_size=320,
         task_specific_params={"text-generation": {"do_sample": True, "max_length": 50}},
     ),
-    "gpt_oss": dict(
+    "gpt_oss": SMALL | dict(
         model_type="gpt_oss", architectures=["GptOssForCausalLM"], attention_bias=True, attention_dropout=0.0,
-        eos_token_id=200002, experts_per_token=2, head_dim=16, hidden_act="silu", hidden_size=64,
-        initial_context_length=4096, initializer_range=0.02, intermediate_size=64,
-        layer_types=["sliding_attention", "full_attention"], max_position_embeddings=131072,
-        num_attention_heads=8, num_experts_per_tok=2, num_hidden_layers=2, num_key_value_heads=2,
-        num_local_experts=4, output_router_logits=False, pad_token_id=199999,
+        eos_token_id=200002, experts_per_token=2, head_dim=16, hidden_act="silu", initial_context_length=4096,
+        initializer_range=0.02, intermediate_size=64, layer_types=["sliding_attention", "full_attention"],
+        max_position_embeddings=131072, num_attention_heads=8, num_experts_per_tok=2, num_local_experts=4,
+        output_router_logits=False, pad_token_id=199999,
         quantization_config={
             "modules_to_not_convert": [
                 "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
@@ -112,23 +112,17 @@ PUBLISHED = {
             "rope_type": "yarn", "truncate": False,
         },
         swiglu_limit=7.0, tie_word_embeddings=False, transformers_version="4.55.0.dev0", use_cache=True,
-        vocab_size=320,
     ),
-    "glm": dict(
-        model_type="glm", attention_bias=True, head_dim=32, hidden_act="silu", hidden_size=64,
-        intermediate_size=96, max_position_embeddings=131072, num_attention_heads=4, num_hidden_layers=2,
-        num_key_value_heads=2, partial_rotary_factor=0.5, rms_norm_eps=1.5625e-7, rope_theta=10000.0,
-        tie_word_embeddings=False, vocab_size=320,
+    "glm": SMALL | dict(
+        model_type="glm", attention_bias=True, head_dim=32, hidden_act="silu", max_position_embeddings=131072,
+        partial_rotary_factor=0.5, rms_norm_eps=1.5625e-7, rope_theta=10000.0, tie_word_embeddings=False,
     ),
-    "glm4_moe_lite": dict(
+    "glm4_moe_lite": LATENT | dict(
         model_type="glm4_moe_lite", attention_bias=False, first_k_dense_replace=1, hidden_act="silu",
-        hidden_size=64, intermediate_size=96, kv_lora_rank=48, max_position_embeddings=202752,
-        moe_intermediate_size=24, n_group=1, n_routed_experts=8, n_shared_experts=1, norm_topk_prob=True,
-        num_attention_heads=4, num_experts_per_tok=2, num_hidden_layers=2, num_key_value_heads=4,
-        num_nextn_predict_layers=1, partial_rotary_factor=1.0, q_lora_rank=40, qk_nope_head_dim=24,
-        qk_rope_head_dim=16, rms_norm_eps=1e-5, rope_scaling=None, rope_theta=1000000,
-        routed_scaling_factor=1.8, tie_word_embeddings=False, topk_group=1, topk_method="noaux_tc",
-        v_head_dim=32, vocab_size=320,
+        max_position_embeddings=202752, n_group=1, n_routed_experts=8, n_shared_experts=1,
+        norm_topk_prob=True, num_experts_per_tok=2, num_nextn_predict_layers=1, partial_rotary_factor=1.0,
+        rms_norm_eps=1e-5, rope_scaling=None, rope_theta=1000000, routed_scaling_factor=1.8,
+        tie_word_embeddings=False, topk_group=1, topk_method="noaux_tc",
     ),
     "deepseek_v3": DEEPSEEK_V3,
     "kimi_k2": DEEPSEEK_V3 | dict(

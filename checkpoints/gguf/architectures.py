@@ -178,7 +178,8 @@ def _deepseek2(fields: Fields) -> Fields:
 def _gemma3(fields: Fields) -> Fields:
     """llama.cpp's own constants where the file says nothing: every sixth layer sees all, theta is 1e4."""
     names = "block_count", "embedding_length", "attention.head_count", "attention.key_length"
-    depth, width, heads, head_width = (_take_integer(dict(fields), name) for name in names)
+    copy = dict(fields)  # FIELDS has other names for these, so they must not be taken out
+    depth, width, heads, head_width = (_take_integer(copy, name) for name in names)
     config = {
         "hidden_activation": "gelu_pytorch_tanh",
         "rope_scaling": rope_scaling(fields),
