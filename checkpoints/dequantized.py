@@ -10,7 +10,6 @@ MXFP4 the OCP Microscaling Formats specification 1.0 and transformers' integrati
 
 import collections
 import dataclasses
-import functools
 import hashlib
 import math
 from collections.abc import Callable
@@ -141,7 +140,7 @@ def dequantized(tensors: dict[str, StoredTensor], config: dict) -> dict[str, Sto
     name = config.pop("quant_method", None)
     if name not in METHODS:
         raise UserError(f"config.json: quant_method = {name!r} is not supported ({', '.join(METHODS)})")
-    fields = ConfigFields({key: value for key, value in config.items() if key not in UNREAD})
+    fields = ConfigFields(config, UNREAD)
     method = METHODS[name](fields)
     fields.finish({})
     weights, others = collections.defaultdict(dict), {}
@@ -183,10 +182,11 @@ def unpack(words: np.ndarray, bits: int) -> np.ndarray:
     W, V: see `packing`.
     """
     count, per_group = packing(bits)
+    words = np.ascontiguousarray(words).view(np.uint32)
     if count == 1:
         shifts = np.arange(0, WORD, bits, dtype=np.uint32)
-        return (words.view(np.uint32)[..., None] >> shifts & np.uint32(2**bits - 1)).astype(np.float32)
-    groups = words.view(np.uint32).reshape(*words.shape[:-1], -1, count).astype(np.uint64)
+        return (words[..., None] >> shifts & np.uint32(2**bits - 1)).astype(np.float32)
+    groups = words.reshape(*words.shape[:-1], -1, count).astype(np.uint64)
     word, shift = np.divmod(np.arange(per_group, dtype=np.uint64) * np.uint64(bits), np.uint64(WORD))
     both = groups[..., word] | groups[..., np.minimum(word + 1, count - 1)] << np.uint64(WORD)
     return (both >> shift & np.uint64(2**bits - 1)).astype(np.float32)
@@ -197,15 +197,18 @@ def columns(tensor: StoredTensor, lo: int, hi: int) -> np.ndarray:
     return tensor.read(select=lambda x: x[:, lo:hi])
 
 
-def unpack_columns(words: Rows, bits: int, lo: int, hi: int, order=slice(None)) -> np.ndarray:
+def unpack_columns(
+    tensor: StoredTensor, bits: int, lo: int, hi: int, order=slice(None), axis: int = 1
+) -> np.ndarray:
     """Columns [lo, hi) of N, transposed: float32 [hi - lo, C].
 
-    words: reads the words [first, last) of each row: int32 [C, last - first].
-    order: the position in a word of each of its columns.
+    tensor: [C, words]; with axis 0, [words, C]. order: the position in a word of each of its columns.
     """
     count, per_group = packing(bits)
     first = lo // per_group
-    values = unpack(np.ascontiguousarray(words(first * count, -(-hi // per_group) * count)), bits)[..., order]
+    ends = first * count, -(-hi // per_group) * count
+    words = columns(tensor, *ends) if axis else tensor.read(*ends).T
+    values = unpack(words, bits)[..., order]
     return values.reshape(len(values), -1)[:, lo - first * per_group : hi - first * per_group].T
 
 
@@ -267,7 +270,7 @@ def gptq(fields: ConfigFields) -> Method:
 
     def version(zeros: StoredTensor) -> str:
         if not versions:
-            first = np.unique(unpack(np.ascontiguousarray(zeros.read(0, 1)), bits))
+            first = np.unique(unpack(zeros.read(0, 1), bits))
             known = [
                 x for x, offset in GPTQ_OFFSETS.items() if middle and first.tolist() == [middle - offset]
             ]
@@ -292,9 +295,9 @@ def gptq(fields: ConfigFields) -> Method:
         offset = GPTQ_OFFSETS[version(zeros)]
 
         def rows(lo: int, hi: int) -> np.ndarray:
-            values = unpack(np.ascontiguousarray(columns(packed, lo, hi).T), bits).reshape(hi - lo, C)
+            values = unpack(columns(packed, lo, hi).T, bits).reshape(hi - lo, C)
             # In version 1 the zero point 0 is stored as -1, which is 2**bits - 1 without a sign.
-            zero = (unpack_columns(functools.partial(columns, zeros), bits, lo, hi) + offset) % 2**bits
+            zero = (unpack_columns(zeros, bits, lo, hi) + offset) % 2**bits
             return scaled(values, zero, columns(scales, lo, hi).T, group)
 
         return (N, C), rows
@@ -315,8 +318,7 @@ def awq(fields: ConfigFields) -> Method:
         zeros = parts.get("qzeros", group[-1] + 1, words)
 
         def rows(lo: int, hi: int) -> np.ndarray:
-            words = (functools.partial(columns, x) for x in (packed, zeros))
-            values, zero = (unpack_columns(x, bits, lo, hi, AWQ_ORDER) for x in words)
+            values, zero = (unpack_columns(x, bits, lo, hi, AWQ_ORDER) for x in (packed, zeros))
             return scaled(values, zero, columns(scales, lo, hi).T, group)
 
         return (scales.shape[1], C), rows
@@ -325,7 +327,7 @@ def awq(fields: ConfigFields) -> Method:
 
 
 def compressed_tensors(fields: ConfigFields) -> Method:
-    weights = ConfigFields(_weights_scheme(fields.take("config_groups", dict)))
+    weights = ConfigFields(_weights_scheme(fields.take("config_groups", dict)), UNREAD)
     forms = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mxfp4-pack-quantized"
     form = one_of(fields, "format", *forms)
     one_of(fields, "quantization_status", "compressed", default="compressed")
@@ -339,18 +341,16 @@ def compressed_tensors(fields: ConfigFields) -> Method:
             f"config.json: strategy {strategy!r} of a quantized model has not the sizes that it needs"
         )
     if form == "pack-quantized":
-        return _packed(weights, size)
-    if form == "mxfp4-pack-quantized":
-        one_of(weights, "num_bits", 4)
+        method = packed_integers(weights, size)
+    else:
+        is_mxfp4 = form == "mxfp4-pack-quantized"
+        one_of(weights, "num_bits", 4 if is_mxfp4 else 8)
         one_of(weights, "symmetric", True, default=True)
-        if size != BLOCK:
+        if is_mxfp4 and size != BLOCK:
             raise UserError(f"config.json: group_size = {size!r} of MXFP4 weights is not supported ({BLOCK})")
-        weights.finish({})
-        return Method(("weight_packed", "weight_scale"), _packed_mxfp4, mxfp4=True)
-    one_of(weights, "num_bits", 8)
-    one_of(weights, "symmetric", True, default=True)
+        method = PACKED_MXFP4 if is_mxfp4 else eight_bits("weight_scale", strategy, size, block)
     weights.finish({})
-    return eight_bits("weight_scale", strategy, size, block)
+    return method
 
 
 def _weights_scheme(groups: dict) -> dict:
@@ -358,15 +358,14 @@ def _weights_scheme(groups: dict) -> dict:
     schemes = [group.get("weights") if isinstance(group, dict) else None for group in groups.values()]
     if not schemes or not isinstance(schemes[0], dict) or any(scheme != schemes[0] for scheme in schemes):
         raise UserError("config.json: config_groups of a quantized model do not all have the same weights")
-    return {name: value for name, value in schemes[0].items() if name not in UNREAD}
+    return schemes[0]
 
 
-def _packed(weights: ConfigFields, size: int | None) -> Method:
+def packed_integers(weights: ConfigFields, size: int | None) -> Method:
     """pack-quantized. Values and zero points are stored without a sign."""
     bits = one_of(weights, "num_bits", 4, 8)
     ordered = one_of(weights, "actorder", "group", "weight", "static", default="weight") == "group"
     symmetric = weights.take("symmetric", bool, True)
-    weights.finish({})
 
     def read(parts: Parts):
         N, C = map(int, parts.get("weight_shape", 2).values)
@@ -380,10 +379,8 @@ def _packed(weights: ConfigFields, size: int | None) -> Method:
         zeros = None if symmetric else parts.get("weight_zero_point", -(-N * bits // WORD), scales.shape[1])
 
         def rows(lo: int, hi: int) -> np.ndarray:
-            values = unpack(np.ascontiguousarray(packed.read(lo, hi)), bits).reshape(hi - lo, -1)[:, :C]
-            zero = 2 ** (bits - 1)
-            if zeros is not None:
-                zero = unpack_columns(lambda first, last: zeros.read(first, last).T, bits, lo, hi)
+            values = unpack(packed.read(lo, hi), bits).reshape(hi - lo, -1)[:, :C]
+            zero = 2 ** (bits - 1) if zeros is None else unpack_columns(zeros, bits, lo, hi, axis=0)
             return scaled(values, zero, scales.read(lo, hi), group)
 
         return (N, C), rows
@@ -393,13 +390,15 @@ def _packed(weights: ConfigFields, size: int | None) -> Method:
     )
 
 
-def _packed_mxfp4(parts: Parts) -> tuple[tuple[int, ...], Rows]:
+def read_packed_mxfp4(parts: Parts) -> tuple[tuple[int, ...], Rows]:
     packed = parts.get("weight_packed", None, None, types=("U8",))
     N, C = packed.shape[0], 2 * packed.shape[1]
-    scales = parts.get(
-        "weight_scale", N, even_groups(parts, "weight_packed", C, BLOCK)[-1] + 1, types=("U8",)
-    )
+    group = even_groups(parts, "weight_packed", C, BLOCK)
+    scales = parts.get("weight_scale", N, group[-1] + 1, types=("U8",))
     return (N, C), lambda lo, hi: mxfp4_values(packed, scales, lo, hi)
+
+
+PACKED_MXFP4 = Method(("weight_packed", "weight_scale"), read_packed_mxfp4, mxfp4=True)
 
 
 def mxfp4(fields: ConfigFields) -> Method:
@@ -486,4 +485,4 @@ NO_EFFECT = {
     "the program that ran or wrote the model": """activation_scale_ub backend dequantize do_fuse
         is_marlin_format meta model_file_base_name""",
 }
-UNREAD = frozenset(" ".join(NO_EFFECT.values()).split())
+UNREAD = " ".join(NO_EFFECT.values())

@@ -1,6 +1,6 @@
-"""DeepSeek V3 and R1, and Kimi K2: latent attention, and experts in groups after the first layers.
+"""DeepSeek V3 and R1, Kimi K2, GLM-4.7-Flash: latent attention, and experts in groups after the first layers.
 
-Source: transformers, models/deepseek_v3.
+Sources: transformers, models/deepseek_v3 and models/glm4_moe_lite.
 """
 
 import dataclasses
@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from families import read
-from families.experts import ROUTER_NAME, SINGLE_OR_JOINED_EXPERTS
 from families.family import Family
 from families.fields import NUMBER, ConfigFields
 from families.latent_attention import LatentAttention
 from families.rope_scaling import YarnScaling
+from families.stored_layouts import ROUTER_NAME, SINGLE_OR_JOINED_EXPERTS, either, joined
 from feedback.errors import UserError
 from model import Config, LayerKind, Norm, Rope, Router
 from sharding.arrays import Stored
@@ -93,35 +93,31 @@ def router_of(fields: ConfigFields) -> Router:
     return GroupLimitedRouter("sigmoid", **common, groups=groups, kept=kept)
 
 
-# GGUF files have the key and value matrices apart, each head's key matrix transposed.
-KEYS_AND_VALUES = {
-    "attention.k_b": (
-        Stored("self_attn.kv_b_proj.weight", "(KG[N+U])L", 0),
-        Stored("self_attn.k_b_proj.weight", "(KG)LN"),
-    ),
-    "attention.v_b": (
-        Stored("self_attn.kv_b_proj.weight", "(KG[N+U])L", 1),
-        Stored("self_attn.v_b_proj.weight", "(KG)UL"),
-    ),
-}
 DEEPSEEK_V3 = Family(
     "deepseek_v3",
     config,
     defaults=dict(
         n_group=8, topk_group=4, first_k_dense_replace=3, n_shared_experts=1, routed_scaling_factor=2.5
     ),
-    supported={
-        "hidden_act": ("silu",),
-        "moe_layer_freq": (1,),
-        "topk_method": ("noaux_tc",),
-        "scoring_func": ("sigmoid",),
-    },
-    no_effect=("auto_map", "aux_loss_alpha", "ep_size", "seq_aux"),
-    tensor_names=(
-        (r"\.shared_experts\.", ".shared_expert."),
-        ROUTER_NAME,
+    supported=dict(
+        hidden_act=("silu",), moe_layer_freq=(1,), topk_method=("noaux_tc",), scoring_func=("sigmoid",)
     ),
-    layouts=SINGLE_OR_JOINED_EXPERTS | KEYS_AND_VALUES,
+    no_effect="aux_loss_alpha ep_size seq_aux",
+    tensor_names=((r"\.shared_experts\.", ".shared_expert."), ROUTER_NAME),
+    layouts=either(
+        SINGLE_OR_JOINED_EXPERTS,
+        joined("self_attn.kv_b_proj.weight", "(KG[N+U])L", "attention.k_b", "attention.v_b"),
+        # GGUF files have the key and value matrices apart, each head's key matrix transposed.
+        {"attention.k_b": (Stored("self_attn.k_b_proj.weight", "(KG)LN"),)},
+        {"attention.v_b": (Stored("self_attn.v_b_proj.weight", "(KG)UL"),)},
+    ),
     extra_layer=True,
 )
 KIMI_K2 = dataclasses.replace(DEEPSEEK_V3, model_type="kimi_k2")
+GLM4_MOE_LITE = dataclasses.replace(
+    DEEPSEEK_V3,
+    model_type="glm4_moe_lite",
+    defaults=dict(
+        n_group=1, topk_group=1, first_k_dense_replace=1, n_shared_experts=1, routed_scaling_factor=1.8
+    ),
+)

@@ -43,7 +43,7 @@ class Family:
     field_names:      {this family's name of a field: Llama's}, where the two differ.
     defaults:         fields that config.json may leave out, with the values that they have then.
     supported:        the supported values of fields that `config` does not take; always null, false, empty.
-    no_effect:        fields that do not change what the language model computes.
+    no_effect:        the names of fields that do not change what the language model computes.
     tensor_names:     (regular expression, replacement), applied in turn: from published names to Llama's.
     layouts:          where tensors are joined, split or transposed: {a field of Layer or Weights, with dots:
                       the places where checkpoints may have it, under names after `tensor_names`}. Those of a
@@ -62,7 +62,7 @@ class Family:
     field_names: dict[str, str] = dataclasses.field(default_factory=dict)
     defaults: Mapping[str, int | float] = dataclasses.field(default_factory=dict)
     supported: dict[str, tuple] = dataclasses.field(default_factory=lambda: {"hidden_act": ("silu",)})
-    no_effect: tuple[str, ...] = ()
+    no_effect: str = ""
     tensor_names: tuple[tuple[str, str], ...] = ()
     layouts: Mapping[str, tuple[Stored, ...]] = dataclasses.field(default_factory=dict)
     unused_tensors: str = r"\.rotary_emb\.inv_freq$"

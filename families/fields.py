@@ -26,8 +26,9 @@ REQUIRED = object()
 class ConfigFields:
     """The fields of a config.json. Each one must be read, have no effect on inference, or be refused."""
 
-    def __init__(self, config: dict, no_effect: tuple[str, ...] = ()):
-        known = {*" ".join(NO_EFFECT.values()).split(), *no_effect}
+    def __init__(self, config: dict, no_effect: str = ""):
+        """no_effect: the names of more fields that cannot change an answer."""
+        known = " ".join([*NO_EFFECT.values(), no_effect]).split()
         self.values = {k: v for k, v in config.items() if k not in known and not k.startswith("_")}
         self.unread = dict.fromkeys(self.values)
 

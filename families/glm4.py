@@ -3,8 +3,8 @@
 from families import read
 from families.family import Family
 from families.fields import ConfigFields
+from families.stored_layouts import GATE_AND_UP, joined
 from model import Config, LayerKind
-from sharding.arrays import Stored
 
 
 def config(fields: ConfigFields) -> Config:
@@ -17,8 +17,5 @@ def config(fields: ConfigFields) -> Config:
 GLM4 = Family(
     "glm",
     config,
-    layouts={
-        "feed_forward.gate": (Stored("mlp.gate_up_proj.weight", "[F+F]D", 0),),
-        "feed_forward.up": (Stored("mlp.gate_up_proj.weight", "[F+F]D", 1),),
-    },
+    layouts=joined("mlp.gate_up_proj.weight", "[F+F]D", *GATE_AND_UP),
 )

@@ -13,6 +13,7 @@ from jax import Array, lax
 from families import read
 from families.family import Family
 from families.fields import NUMBER, ConfigFields
+from families.stored_layouts import joined
 from feedback.errors import UserError
 from model import Chunk, Config, LayerKind, add_bias
 from sharding.arrays import ArrayInfo, Stored, declared, declared_bias, infos_of, pytree, sizes_of
@@ -96,7 +97,8 @@ def config(fields: ConfigFields) -> Config:
     return read.config(fields, layers, norm, tied=True, position_embedding=positions)
 
 
-QKV, QKV_BIAS = ("self_attn.c_attn.weight", "D[KGH+KH+KH]"), ("self_attn.c_attn.bias", "[KGH+KH+KH]")
+QKV = "attention.q", "attention.k", "attention.v"
+QKV_BIAS = "attention.q_bias", "attention.k_bias", "attention.v_bias"
 GPT2 = Family(
     "gpt2",
     config,
@@ -108,18 +110,8 @@ GPT2 = Family(
         "n_positions": "max_position_embeddings",
     },
     supported={"activation_function": ("gelu_new",)},
-    no_effect=(
-        "attn_pdrop",
-        "embd_pdrop",
-        "n_ctx",
-        "resid_pdrop",
-        "summary_activation",
-        "summary_first_dropout",
-        "summary_proj_to_labels",
-        "summary_type",
-        "summary_use_proj",
-        "task_specific_params",
-    ),
+    no_effect="""attn_pdrop embd_pdrop n_ctx resid_pdrop summary_activation summary_first_dropout
+        summary_proj_to_labels summary_type summary_use_proj task_specific_params""",
     tensor_names=(
         (r"^(transformer\.)?h\.(\d+)\.", r"model.layers.\2."),
         (r"^(transformer\.)?wte\.", "model.embed_tokens."),
@@ -133,12 +125,8 @@ GPT2 = Family(
         (r"\.mlp\.c_proj\.", ".mlp.down_proj."),
     ),
     layouts={
-        "attention.q": (Stored(*QKV, 0),),
-        "attention.k": (Stored(*QKV, 1),),
-        "attention.v": (Stored(*QKV, 2),),
-        "attention.q_bias": (Stored(*QKV_BIAS, 0),),
-        "attention.k_bias": (Stored(*QKV_BIAS, 1),),
-        "attention.v_bias": (Stored(*QKV_BIAS, 2),),
+        **joined("self_attn.c_attn.weight", "D[KGH+KH+KH]", *QKV),
+        **joined("self_attn.c_attn.bias", "[KGH+KH+KH]", *QKV_BIAS),
         "attention.o": (Stored("self_attn.o_proj.weight", "(KGH)D"),),
         "feed_forward.up": (Stored("mlp.up_proj.weight", "DF"),),
         "feed_forward.down": (Stored("mlp.down_proj.weight", "FD"),),

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from families import read
-from families.experts import SINGLE_EXPERTS
 from families.family import Channels, Family
 from families.fields import NUMBER, ConfigFields
+from families.stored_layouts import GATE_AND_UP, SINGLE_EXPERTS, either, joined
 from families.tool_formats import HARMONY_TOOLS
 from model import Attention, AttentionWeights, Config, LayerKind, Router
 from sharding.arrays import Stored, declared_bias, pytree
@@ -62,9 +62,7 @@ def config(fields: ConfigFields) -> Config:
     depth, norm = read.depth(fields), read.norm(fields, offset=0.0)
     bias = fields.take("attention_bias", bool, True)
     heads = read.attention(fields, SinkAttention, bias=bias, output_bias=bias)
-    theta = fields.take("rope_theta", NUMBER, 150000.0)
-    positions = fields.take("max_position_embeddings", int)
-    rope = read.rope_of(read.rope_parameters(fields, theta, YARN), heads.H, positions, theta)
+    rope = read.rope(fields, heads.H, 150000.0, default=YARN)
     # The softmax over the chosen logits is the softmax over all of them, normalized.
     router = Router("softmax", normalized=True, scales="output", logit_bias=True)
     limit, alpha = fields.take("swiglu_limit", NUMBER, 7.0), fields.take("swiglu_alpha", NUMBER, 1.702)
@@ -78,50 +76,33 @@ def config(fields: ConfigFields) -> Config:
 
 
 YARN = dict(
-    rope_type="yarn",
-    factor=32.0,
-    beta_fast=32.0,
-    beta_slow=1.0,
-    truncate=False,
+    rope_type="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False,
     original_max_position_embeddings=4096,
-)
+)  # fmt: skip
 HARMONY = Channels("<|start|>", "<|channel|>", "<|message|>", ("<|end|>", "<|return|>", "<|call|>"), "final")
-# checkpoints/dequantized.py reads published MXFP4 blocks as tensors named ..._mxfp4, whose last dimension is
-# the contracted one. In these and in float tensors gate and up alternate. From a GGUF file, each expert has
-# tensors of its own.
 GPT_OSS = Family(
     "gpt_oss",
     config,
     field_names={"experts_per_token": "num_experts_per_tok"},
-    no_effect=("initial_context_length",),
-    layouts={
-        "feed_forward.gate": (
-            Stored("mlp.experts.gate_up_proj_mxfp4", "E(M[1+1])D", 0),
-            Stored("mlp.experts.gate_up_proj", "ED(M[1+1])", 0),
-            *SINGLE_EXPERTS["feed_forward.gate"],
-        ),
-        "feed_forward.up": (
-            Stored("mlp.experts.gate_up_proj_mxfp4", "E(M[1+1])D", 1),
-            Stored("mlp.experts.gate_up_proj", "ED(M[1+1])", 1),
-            *SINGLE_EXPERTS["feed_forward.up"],
-        ),
-        "feed_forward.down": (
-            Stored("mlp.experts.down_proj_mxfp4", "EDM"),
-            *SINGLE_EXPERTS["feed_forward.down"],
-        ),
-        "feed_forward.gate_bias": (
-            Stored("mlp.experts.gate_up_proj_bias", "E(M[1+1])", 0),
-            Stored("mlp.experts.{e}.gate_proj.bias", "M"),
-        ),
-        "feed_forward.up_bias": (
-            Stored("mlp.experts.gate_up_proj_bias", "E(M[1+1])", 1),
-            Stored("mlp.experts.{e}.up_proj.bias", "M"),
-        ),
-        "feed_forward.down_bias": (
-            Stored("mlp.experts.down_proj_bias", "ED"),
-            Stored("mlp.experts.{e}.down_proj.bias", "D"),
-        ),
-    },
+    no_effect="initial_context_length",
+    layouts=either(
+        # checkpoints/dequantized.py reads published MXFP4 blocks as tensors named ..._mxfp4, whose last
+        # dimension is the contracted one. In these and in float tensors gate and up alternate.
+        joined("mlp.experts.gate_up_proj_mxfp4", "E(M[1+1])D", *GATE_AND_UP),
+        joined("mlp.experts.gate_up_proj", "ED(M[1+1])", *GATE_AND_UP),
+        joined("mlp.experts.gate_up_proj_bias", "E(M[1+1])", *(x + "_bias" for x in GATE_AND_UP)),
+        {
+            "feed_forward.down": (Stored("mlp.experts.down_proj_mxfp4", "EDM"),),
+            "feed_forward.down_bias": (Stored("mlp.experts.down_proj_bias", "ED"),),
+        },
+        # From a GGUF file, each expert has tensors of its own.
+        SINGLE_EXPERTS,
+        {
+            "feed_forward.gate_bias": (Stored("mlp.experts.{e}.gate_proj.bias", "M"),),
+            "feed_forward.up_bias": (Stored("mlp.experts.{e}.up_proj.bias", "M"),),
+            "feed_forward.down_bias": (Stored("mlp.experts.{e}.down_proj.bias", "D"),),
+        },
+    ),
     channels=HARMONY,
     tools=HARMONY_TOOLS,
 )

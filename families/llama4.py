@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from families import read
-from families.experts import SINGLE_EXPERTS
 from families.family import LANGUAGE_MODEL_NAMES, VISION_TENSORS, Family
 from families.fields import NUMBER, ConfigFields
+from families.stored_layouts import SINGLE_EXPERTS
 from families.tool_formats import PYTHONIC
 from feedback.errors import UserError
 from model import BlockLocal, Config, Full, LayerKind, Router

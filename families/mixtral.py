@@ -1,9 +1,9 @@
 """Mixtral: Mistral with experts. Source: transformers, models/mixtral."""
 
 from families import read
-from families.experts import ROUTER_NAME, SINGLE_OR_JOINED_EXPERTS
 from families.family import Family
 from families.fields import ConfigFields
+from families.stored_layouts import ROUTER_NAME, SINGLE_OR_JOINED_EXPERTS
 from model import Config, LayerKind, Router
 
 

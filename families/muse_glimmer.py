@@ -90,12 +90,7 @@ MUSE_GLIMMER = Family(
     multimodal_type="muse_glimmer",
     defaults=DEFAULTS,
     supported={"hidden_activation": ("silu",)},
-    no_effect=(
-        "video_token_id",
-        "out_hidden_size",
-        "projector_hidden_size",
-        "projector_hidden_act",
-    ),
+    no_effect="video_token_id out_hidden_size projector_hidden_size projector_hidden_act",
     tensor_names=(*LANGUAGE_MODEL_NAMES, *NORM_NAMES),
     unused_tensors=r"^model\.vision_(tower|adapter|projection)\.|\.rotary_emb\.inv_freq$",
     channels=RECIPIENTS,

@@ -4,10 +4,10 @@ Sources: transformers, models/qwen3 and models/qwen3_moe.
 """
 
 from families import read
-from families.experts import ROUTER_NAME, SINGLE_OR_JOINED_EXPERTS
 from families.family import Family
 from families.fields import ConfigFields
 from families.qwen2 import masks_of
+from families.stored_layouts import ROUTER_NAME, SINGLE_OR_JOINED_EXPERTS
 from families.tool_formats import TAGS
 from model import Config, LayerKind, Router
 

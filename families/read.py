@@ -1,7 +1,6 @@
 """Parts of a Config, from fields of config.json that several families share."""
 
 import math
-from typing import Any
 
 from families.fields import NUMBER, ConfigFields
 from families.rope_scaling import LinearScaling, Llama3Scaling, YarnScaling
@@ -99,32 +98,27 @@ def moe(
     return MoE(E, A, M, router, shared=MLP(shared * M) if shared else None, **others)
 
 
-def _number(fields: ConfigFields, name: str, *default: float | None) -> Any:
-    """A field as a float, or its default."""
-    value = fields.take(name, NUMBER, *default)
-    return None if value is None else float(value)
-
-
 def _linear(fields: ConfigFields, positions: int) -> dict:
-    return dict(scaling=LinearScaling(_number(fields, "factor")))
+    return dict(scaling=LinearScaling(fields.take("factor", NUMBER)))
 
 
 def _llama3(fields: ConfigFields, positions: int) -> dict:
-    factor, low, high = (_number(fields, x) for x in ("factor", "low_freq_factor", "high_freq_factor"))
-    original = _number(fields, "original_max_position_embeddings", positions)
+    names = "factor", "low_freq_factor", "high_freq_factor"
+    factor, low, high = (fields.take(name, NUMBER) for name in names)
+    original = fields.take("original_max_position_embeddings", NUMBER, positions)
     return dict(scaling=Llama3Scaling(factor, low, high, original))
 
 
 def _yarn(fields: ConfigFields, positions: int) -> dict:
-    original = _number(fields, "original_max_position_embeddings", positions)
-    factor = _number(fields, "factor", positions / original)
-    turns = _number(fields, "beta_fast", 32), _number(fields, "beta_slow", 1)
-    scaling = YarnScaling(factor, original, *turns, truncate=fields.take("truncate", bool, True))
-    mscale, of_scores = _number(fields, "mscale", None), _number(fields, "mscale_all_dim", None)
-    magnitude = yarn_growth(factor)
+    original = fields.take("original_max_position_embeddings", NUMBER, positions)
+    factor = fields.take("factor", NUMBER, positions / original)
+    fast, slow = fields.take("beta_fast", NUMBER, 32), fields.take("beta_slow", NUMBER, 1)
+    scaling = YarnScaling(factor, original, fast, slow, fields.take("truncate", bool, True))
+    magnitude, names = yarn_growth(factor), ("mscale", "mscale_all_dim")
+    mscale, of_scores = (fields.take(name, NUMBER, None) for name in names)
     if mscale and of_scores:
         magnitude = yarn_growth(factor, mscale) / yarn_growth(factor, of_scores)
-    return dict(scaling=scaling, magnitude=_number(fields, "attention_factor", magnitude))
+    return dict(scaling=scaling, magnitude=fields.take("attention_factor", NUMBER, magnitude))
 
 
 def yarn_growth(factor: float, mscale: float = 1) -> float:
@@ -137,24 +131,30 @@ SCALINGS = {"default": lambda fields, positions: {}, "linear": _linear, "llama3"
 
 
 def rope(
-    fields: ConfigFields, H: int, theta: float = 10000.0, interleaved: bool = False, rotated: float = 1
+    fields: ConfigFields,
+    H: int,
+    theta: float = 10000.0,
+    interleaved: bool = False,
+    rotated: float = 1,
+    default: dict | None = None,
 ) -> Rope:
     """RoPE from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
 
     H: the width of a head. theta, rotated: the defaults of rope_theta and of partial_rotary_factor, the part
-    of a head's width that is rotated.
+    of a head's width that is rotated. default: of rope_parameters.
     """
     theta = fields.take("rope_theta", NUMBER, theta)
     rotated = fields.take("partial_rotary_factor", NUMBER, rotated)
     positions = fields.take("max_position_embeddings", int)
-    return rope_of(rope_parameters(fields, theta), H, positions, theta, interleaved, rotated)
+    parameters = rope_parameters(fields, theta) or default or {}
+    return rope_of(parameters, H, positions, theta, interleaved, rotated)
 
 
-def rope_parameters(fields: ConfigFields, theta: float = 10000.0, default: dict | None = None) -> dict:
+def rope_parameters(fields: ConfigFields, theta: float) -> dict:
     """`rope_parameters` or, from before transformers 5, `rope_scaling`, which takes the place of the other.
 
-    theta: where neither has rope_theta. default: where both are absent. Raises UserError if both are there
-    and rope_parameters has anything that rope_scaling has not: transformers drops it without a word.
+    theta: where neither has rope_theta. Raises UserError if both are there and rope_parameters has anything
+    that rope_scaling has not: transformers drops it without a word.
     """
     newer, older = fields.take("rope_parameters", dict, {}), fields.take("rope_scaling", dict, {})
     if newer and older:
@@ -166,7 +166,7 @@ def rope_parameters(fields: ConfigFields, theta: float = 10000.0, default: dict 
                     f"config.json: rope_scaling takes the place of rope_parameters, whose {name} = {value!r} "
                     "would be lost; put all into one of them"
                 )
-    return older or newer or default or {}
+    return older or newer
 
 
 def rope_of(

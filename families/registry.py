@@ -2,13 +2,12 @@
 
 from typing import Any
 
-from families.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
+from families.deepseek_v3 import DEEPSEEK_V3, GLM4_MOE_LITE, KIMI_K2
 from families.family import Family
 from families.fields import ConfigFields
 from families.gemma import GEMMA
 from families.gemma3 import GEMMA3
 from families.glm4 import GLM4
-from families.glm4_moe_lite import GLM4_MOE_LITE
 from families.gpt2 import GPT2
 from families.gpt_oss import GPT_OSS
 from families.llama3 import LLAMA3
@@ -22,39 +21,24 @@ from feedback.errors import UserError
 from model import Config
 
 FAMILIES = (
-    LLAMA3,
-    LLAMA4,
-    MUSE_GLIMMER,
-    MISTRAL,
-    MIXTRAL,
-    QWEN2,
-    QWEN3,
-    QWEN3_MOE,
-    GEMMA,
-    GEMMA3,
-    GPT2,
-    GPT_OSS,
-    GLM4,
-    GLM4_MOE_LITE,
-    DEEPSEEK_V3,
-    KIMI_K2,
-)
+    LLAMA3, LLAMA4, MUSE_GLIMMER, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GEMMA, GEMMA3, GPT2, GPT_OSS,
+    GLM4, GLM4_MOE_LITE, DEEPSEEK_V3, KIMI_K2,
+)  # fmt: skip
 
 
 def find_family(config: dict) -> tuple[Family, dict]:
     """The family of a config.json, and the fields of its language model. Raises UserError."""
-    if config.get("model_type") in [family.multimodal_type for family in FAMILIES if family.multimodal_type]:
+    multimodal, outer = [family.multimodal_type for family in FAMILIES if family.multimodal_type], {}
+    if config.get("model_type") in multimodal:
         if not isinstance(config.get("text_config"), dict):
             raise UserError("config.json: field 'text_config' is missing")
         outer, config = config, config["text_config"]
-    else:
-        outer = {}
     name = config.get("model_type")
     for family in FAMILIES:
         if family.model_type == name:
             return family, _with_outer(outer, config, family)
-    known = sorted(x for family in FAMILIES for x in (family.model_type, family.multimodal_type) if x)
-    raise UserError(f"config.json: model_type {name!r} is not supported ({', '.join(known)})")
+    known = ", ".join(sorted([*multimodal, *(family.model_type for family in FAMILIES)]))
+    raise UserError(f"config.json: model_type {name!r} is not supported ({known})")
 
 
 def _with_outer(outer: dict, config: dict, family: Family) -> dict:

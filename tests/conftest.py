@@ -29,6 +29,7 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
 import model
+from distributed.exchange import warn
 from families.llama4 import QueryScale
 from families.rope_scaling import Llama3Scaling
 from quantize import Format
@@ -249,6 +250,13 @@ def saved(tmp_path_factory):
         return folder, reference
 
     return make
+
+
+@pytest.fixture
+def own_cache(monkeypatch, tmp_path) -> None:
+    """A cache of files that is empty, and warnings that are given once are given again."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    warn.cache_clear()
 
 
 @pytest.fixture(params=("tiny-llama3", "tiny-llama4"))

@@ -9,12 +9,10 @@ import jax
 import numpy as np
 import pytest
 import torch
-from conftest import CHECKPOINTS, invoke
+from conftest import CHECKPOINTS, dequantize
 from ml_dtypes import bfloat16, float8_e4m3fn
-from processes import finish, start
 from safetensors.numpy import load_file, save_file
 
-import main
 import model
 from checkpoints.checkpoint import open_checkpoint
 from checkpoints.dequantized import dequantized
@@ -164,8 +162,6 @@ FORMATS = {
     "gptq_v2": gptq(version="gptq_v2"),
     "gptq, 8 bits": gptq(bits=8),
     "gptq, 2 bits": gptq(bits=2),
-    "gptq, 3 bits": gptq(bits=3),
-    "gptq_v2, 2 bits": gptq(bits=2, version="gptq_v2"),
     "gptq_v2, 3 bits, ordered": gptq(bits=3, version="gptq_v2", ordered=True),
     "gptq, symmetric": gptq(symmetric=True),
     "gptq_v2, called gptq": gptq(bits=8, version="gptq_v2", symmetric=True, says="gptq"),
@@ -254,21 +250,28 @@ def test_converted(tmp_path):
             np.testing.assert_array_equal(source.read(box), expected.sources[key].read(box))
 
 
-def test_what_is_int4_already_stays(tmp_path):
-    """Symmetric W4A16 in our groups, bit for bit: the search for scales finds theirs."""
-    theirs, floats = (open_checkpoint(str(x)) for x in publish(tmp_path, "w4a16, bfloat16"))
-    mesh, format = make_mesh(theirs.config, devices=jax.devices()[:1]), PerGroup(GROUP)
-    four = load(theirs, mesh, "float32", format, show=False)
+def quantized(theirs, floats, format, mesh):
+    """Yields of each weight that is held in the format: its declaration, itself, and the floats to expect."""
+    ours = load(theirs, mesh, "float32", format, show=False)
     exact = load(floats, mesh, "float32", None, show=False)
-    infos = model.weight_infos(theirs.config, format=format)
     for info, x, expected in zip(
-        jax.tree.leaves(infos),
-        jax.tree.leaves(four, is_leaf=lambda x: isinstance(x, QuantizedArray)),
+        jax.tree.leaves(model.weight_infos(theirs.config, format=format)),
+        jax.tree.leaves(ours, is_leaf=lambda x: isinstance(x, QuantizedArray)),
         jax.tree.leaves(exact),
         strict=True,
     ):
         if isinstance(x, QuantizedArray) and x.format == format:
-            np.testing.assert_array_equal(ungroup(x, info.contracted_axes), expected)
+            yield info, x, expected
+
+
+def test_what_is_int4_already_stays(tmp_path):
+    """Symmetric W4A16 in our groups, bit for bit: the search for scales finds theirs."""
+    theirs, floats = (open_checkpoint(str(x)) for x in publish(tmp_path, "w4a16, bfloat16"))
+    mesh = make_mesh(theirs.config, devices=jax.devices()[:1])
+    found = list(quantized(theirs, floats, PerGroup(GROUP), mesh))
+    assert len(found) >= 7 * 4
+    for info, x, expected in found:
+        np.testing.assert_array_equal(ungroup(x, info.contracted_axes), expected)
 
 
 def test_what_is_int8_already_stays(tmp_path):
@@ -284,67 +287,26 @@ def test_what_is_int8_already_stays(tmp_path):
     theirs, ours, floats = (open_checkpoint(str(x)) for x in (folder, converted, floats))
     for checkpoint, degrees in ((theirs, (1, 1, 1)), (theirs, (1, 1, 4)), (ours, (1, 1, 1))):
         mesh = make_mesh(theirs.config, *degrees, devices=jax.devices()[: math.prod(degrees)])
-        eight = load(checkpoint, mesh, "float32", INT8, show=False)
-        exact = load(floats, mesh, "float32", None, show=False)
-        down = eight.layers[0].feed_forward.down
+        down = load(checkpoint, mesh, "float32", INT8, show=False).layers[0].feed_forward.down
         name = "model.layers.0.mlp.down_proj.weight"
         np.testing.assert_array_equal(down.values, published[name])
         np.testing.assert_array_equal(down.scale, published[name + "_scale"][:, 0].astype(np.float32))
         peak = np.abs(np.int32(down.values)).max(1)
         assert down.values.min() == -128 and peak.min() < 127
-        for info, x, expected in zip(
-            jax.tree.leaves(model.weight_infos(theirs.config, format=INT8).layers),
-            jax.tree.leaves(eight.layers, is_leaf=lambda x: isinstance(x, QuantizedArray)),
-            jax.tree.leaves(exact.layers),
-            strict=True,
-        ):
-            if info.quantization:
-                meant = np.float32(x.values) * np.expand_dims(x.scale, info.contracted_axes)
-                np.testing.assert_array_equal(meant, expected)
-
-
-def test_answers(tmp_path, monkeypatch, capsys):
-    """The command says of a quantized model what it says of its floats."""
-    answers = []
-    for folder in publish(tmp_path, "awq"):
-        options = "--dtype", "float32", "--logprobs", "--json", "--prompt", "How much is 3 plus 4?"
-        code, out, err = invoke(monkeypatch, capsys, main, "--checkpoint", folder, *options)
-        assert code == 0, err
-        answers.append(json.loads(out)["responses"])
-    assert answers[0] == answers[1]
-
-
-@pytest.mark.deep
-def test_two_processes(tmp_path):
-    """They compare the model, and answer as with its floats."""
-    answers = []
-    for folder in publish(tmp_path, "w4a16"):
-        options = "--dtype", "float32", "--json", "--prompt", "How much is 3 plus 4?"
-        (code, out, err), (other, nothing, _) = finish(start(2, 1, "--checkpoint", folder, *options))
-        assert (code, other, nothing) == (0, 0, ""), err
-        answers.append(json.loads(out)["responses"])
-    assert answers[0] == answers[1]
+        for info, x, expected in quantized(checkpoint, floats, INT8, mesh):
+            if ".layers." in info.stored.name:  # the embedding and the unembedding were floats
+                np.testing.assert_array_equal(dequantize(x, info.contracted_axes), expected)
 
 
 NAME = "model.layers.0.mlp.up_proj"
 
 
-def without(end):
-    return lambda config, tensors: tensors.pop(f"{NAME}.{end}")
+def without(end, base=NAME + "."):
+    return lambda config, tensors: tensors.pop(base + end)
 
 
-def cut(end, index):
-    def make(config, tensors):
-        tensors[f"{NAME}.{end}"] = tensors[f"{NAME}.{end}"][index]
-
-    return make
-
-
-def typed(end, dtype):
-    def make(config, tensors):
-        tensors[f"{NAME}.{end}"] = tensors[f"{NAME}.{end}"].astype(dtype)
-
-    return make
+def changed(end, change, base=NAME + "."):
+    return lambda config, tensors: tensors.update({base + end: change(tensors[base + end])})
 
 
 def weights(**changes):
@@ -359,10 +321,10 @@ WRONG = [
     ("gptq", lambda config, _: config.update(group_size=-2), "group_size = -2"),
     ("gptq", without("scales"), f"{NAME}.scales is missing"),
     ("gptq", without("qweight"), f"{NAME}.qweight is missing"),
-    ("gptq", cut("qzeros", np.s_[1:]), f"{NAME}.qzeros has shape (3, 32), not (4, 32)"),
-    ("gptq", typed("qweight", np.float32), f"{NAME}.qweight has type F32, not I32"),
+    ("gptq", changed("qzeros", lambda x: x[1:]), f"{NAME}.qzeros has shape (3, 32), not (4, 32)"),
+    ("gptq", changed("qweight", np.float32), f"{NAME}.qweight has type F32, not I32"),
     ("gptq, ordered", without("g_idx"), f"{NAME}.g_idx is missing"),
-    ("gptq, ordered", cut("scales", np.s_[1:]), f"{NAME}.g_idx has groups from 0 to 3"),
+    ("gptq, ordered", changed("scales", lambda x: x[1:]), f"{NAME}.g_idx has groups from 0 to 3"),
     ("gptq, without g_idx", lambda config, _: config.update(group_size=48), "no groups of 48"),
     ("awq", lambda config, _: config.update(version="gemv"), "version = 'gemv'"),
     ("awq", lambda config, _: config.update(group_size=64), "scales has shape (8, 128), not (4, 128)"),
@@ -377,13 +339,13 @@ WRONG = [
     ("w4a16", lambda config, _: config["config_groups"].update(other=dict(weights={})), "config_groups"),
     ("fp8", lambda config, _: config.update(scale_fmt="e5m2"), "scale_fmt = 'e5m2'"),
     ("FP8, channels", without("weight_scale"), f"{NAME}.weight has type F8_E4M3"),
-    ("FP8, blocks", cut("weight_scale", np.s_[:1]), "weight_scale has shape (1, 3), not (4, 3)"),
+    ("FP8, blocks", changed("weight_scale", lambda x: x[:1]), "weight_scale has shape (1, 3), not (4, 3)"),
     ("int8", weights(symmetric=False), "symmetric = False"),
     ("mxfp4", weights(group_size=16), "group_size = 16"),
     ("mxfp4", weights(num_bits=8), "num_bits = 8"),
     ("mxfp4", without("weight_scale"), f"{NAME}.weight_scale is missing"),
-    ("mxfp4", typed("weight_packed", np.int8), f"{NAME}.weight_packed has type I8, not U8"),
-    ("mxfp4", cut("weight_scale", np.s_[:, 1:]), f"{NAME}.weight_scale has shape (256, 3), not (256, 4)"),
+    ("mxfp4", changed("weight_packed", np.int8), f"{NAME}.weight_packed has type I8, not U8"),
+    ("mxfp4", changed("weight_scale", lambda x: x[:, 1:]), "weight_scale has shape (256, 3), not (256, 4)"),
 ]  # fmt: skip
 
 
@@ -398,13 +360,14 @@ def test_refused(name, fault, message, tmp_path):
 EXPERTS = "model.layers.0.mlp.experts.down_proj"
 
 
-def experts_in_mxfp4(folder, fault=lambda tensors: None) -> tuple[dict, np.ndarray]:
+def experts_in_mxfp4(folder, fault=lambda config, tensors: None) -> tuple[dict, np.ndarray]:
     """The tensors of 3 experts as gpt-oss publishes them, opened, and what they stand for: [3,6,96]."""
     rng = np.random.default_rng(0)
     packed, scales, meant = mx_blocks(rng.integers(0, 16, (3, 6, 96)), rng.integers(-40, 40, (3, 6, 3)))
     tensors = {EXPERTS + "_blocks": packed.reshape(3, 6, 3, 16), EXPERTS + "_scales": scales}
     tensors |= {EXPERTS + "_bias": np.zeros((3, 6), np.float32)}
-    fault(tensors)
+    fault(None, tensors)
+    tensors = {name: np.ascontiguousarray(x) for name, x in tensors.items()}
     save_file(tensors, folder / "model.safetensors")
     config = dict(quant_method="mxfp4", modules_to_not_convert=["model.layers.*.self_attn"])
     return dequantized(TensorFile(MappedFile(folder / "model.safetensors")).tensors, config), meant
@@ -428,25 +391,16 @@ def test_blocks_of_experts(tmp_path):
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        (lambda x: x.pop(EXPERTS + "_scales"), "down_proj_scales is missing"),
-        (lambda x: x.pop(EXPERTS + "_blocks"), "down_proj_blocks is missing"),
-        (
-            lambda x: x.update({EXPERTS + "_scales": x[EXPERTS + "_scales"][:, 1:].copy()}),
-            "down_proj_scales has shape (3, 5, 3), not (3, 6, 3)",
-        ),
-        (
-            lambda x: x.update({EXPERTS + "_blocks": x[EXPERTS + "_blocks"][..., 1:].copy()}),
-            "down_proj_blocks has shape (3, 6, 3, 15), not (any, any, any, 16)",
-        ),
-        (
-            lambda x: x.update({EXPERTS + "_blocks": x[EXPERTS + "_blocks"].astype(np.int8)}),
-            "down_proj_blocks has type I8, not U8",
-        ),
-        (lambda x: x[EXPERTS + "_scales"].fill(255), "down_proj_scales has a scale of 255, that is NaN"),
+        (without("_scales", EXPERTS), "_scales is missing"),
+        (without("_blocks", EXPERTS), "_blocks is missing"),
+        (changed("_scales", lambda x: x[:, 1:], EXPERTS), "_scales has shape (3, 5, 3), not (3, 6, 3)"),
+        (changed("_blocks", lambda x: x[..., 1:], EXPERTS), "(3, 6, 3, 15), not (any, any, any, 16)"),
+        (changed("_blocks", np.int8, EXPERTS), "_blocks has type I8, not U8"),
+        (changed("_scales", lambda x: x | 255, EXPERTS), "_scales has a scale of 255, that is NaN"),
     ],
 )
 def test_blocks_that_are_refused(fault, message, tmp_path):
     with pytest.raises(UserError) as error:
         experts_in_mxfp4(tmp_path, fault)[0][EXPERTS + "_mxfp4"].rows(1, 2)
-    assert message in str(error.value) and "model.safetensors" in str(error.value)
-    assert len(str(error.value).splitlines()) == 1
+    assert message in str(error.value) and "model.safetensors: tensor " + EXPERTS in str(error.value)
+    assert "\n" not in str(error.value)

@@ -23,20 +23,14 @@ from checkpoints.checkpoint import open_checkpoint
 from checkpoints.gguf import architectures, vocabulary
 from checkpoints.loading import load
 from conversation.text import load_tokenizer, tokenize
-from distributed.exchange import warn
 from families import fields
 from families.registry import FAMILIES, read_config
 from feedback.errors import UserError
 from serving import requests
 from serving.requests import choose_sampling
 
+pytestmark = pytest.mark.usefixtures("own_cache")
 DOCUMENT = pathlib.Path(__file__).parents[1] / "docs" / "checkpoints.md"
-
-
-@pytest.fixture(autouse=True)
-def own_cache(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    warn.cache_clear()
 
 
 def cannot_matter(file: str) -> set[str]:
@@ -49,7 +43,7 @@ def cannot_matter(file: str) -> set[str]:
     ("file", "no_effect"),
     [
         ("`config.json`", fields.NO_EFFECT),
-        ("`config.json`", {family.model_type: " ".join(family.no_effect) for family in FAMILIES}),
+        ("`config.json`", {family.model_type: family.no_effect for family in FAMILIES}),
         ("`quantization_config`", dequantized.NO_EFFECT),
         ("`generation_config.json`", requests.NO_EFFECT),
         ("GGUF", architectures.NO_EFFECT),
@@ -133,6 +127,9 @@ LLAMA = json.loads((CHECKPOINTS / "tiny-llama3" / "config.json").read_text())
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
 DEFAULT = dict(rope_type="default", rope_theta=10000.0)
 LLAMA3_SCALING = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+LLAMA31 = LLAMA3_SCALING | dict(rope_theta=5e5, original_max_position_embeddings=8192)
+GPT_OSS = dict(rope_type="yarn", rope_theta=1.5e5, factor=32.0, original_max_position_embeddings=4096)
+DEEPSEEK = GPT_OSS | dict(rope_theta=1e4, factor=40.0, mscale=1.0, mscale_all_dim=1.0)
 
 
 @pytest.mark.parametrize(
@@ -147,11 +144,20 @@ LLAMA3_SCALING = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_
         dict(rope_parameters=LLAMA3_SCALING, rope_theta=5e5),
         dict(rope_parameters=dict(rope_type="linear", factor=2.0), rope_scaling={}),
         dict(rope_parameters={}, rope_scaling=YARN),
+        dict(rope_parameters=LLAMA31),
+        dict(rope_parameters=LLAMA31 | dict(factor=32.0)),  # Llama 3.2
+        dict(rope_parameters=LLAMA31 | dict(factor=16.0, high_freq_factor=1.0)),  # Scout: nothing is blended
+        dict(rope_parameters=dict(rope_type="linear", rope_theta=1e6, factor=8.0)),
+        dict(rope_parameters=GPT_OSS | dict(truncate=False)),
+        dict(rope_parameters=GPT_OSS | dict(attention_factor=1.5)),
+        dict(rope_parameters=DEEPSEEK),
+        dict(rope_parameters=DEEPSEEK | dict(mscale=0.7, mscale_all_dim=1.3, beta_fast=16.0, beta_slow=2.0)),
     ],
 )
-def test_two_places_of_rope(more):
-    """The frequencies and the magnitude are those of transformers, whichever place says what."""
-    content = {name: value for name, value in LLAMA.items() if "rope" not in name} | copy.deepcopy(more)
+def test_rope(more):
+    """The frequencies and the magnitude are those of transformers, whichever of two places says what."""
+    content = {name: value for name, value in LLAMA.items() if "rope" not in name}
+    content |= dict(head_dim=128, max_position_embeddings=131072) | copy.deepcopy(more)
     rope = read_config(content).layers[0].rope
     theirs = transformers.LlamaConfig(**{k: v for k, v in content.items() if k != "model_type"})
     kind = theirs.rope_parameters["rope_type"]
@@ -161,26 +167,17 @@ def test_two_places_of_rope(more):
 
 
 @pytest.mark.parametrize(
-    ("more", "message"),
+    ("parameters", "message"),
     [
-        (
-            dict(rope_parameters=dict(DEFAULT, rope_theta=1e6), rope_scaling=YARN),
-            "whose rope_theta = 1000000.0 would",
-        ),
-        (dict(rope_parameters=dict(YARN, factor=2.0), rope_scaling=YARN), "whose factor = 2.0 would be lost"),
-        (
-            dict(rope_parameters=dict(rope_type="linear", factor=4.0), rope_scaling=YARN),
-            "whose rope_type = 'linear'",
-        ),
-        (
-            dict(rope_parameters=dict(YARN, beta_fast=16), rope_scaling=YARN),
-            "whose beta_fast = 16 would be lost",
-        ),
+        (dict(DEFAULT, rope_theta=1e6), "whose rope_theta = 1000000.0 would be lost"),
+        (dict(YARN, factor=2.0), "whose factor = 2.0 would be lost"),
+        (dict(rope_type="linear", factor=4.0), "whose rope_type = 'linear' would be lost"),
+        (dict(YARN, beta_fast=16), "whose beta_fast = 16 would be lost"),
     ],
 )
-def test_two_places_of_rope_that_differ(more, message):
+def test_two_places_of_rope_that_differ(parameters, message):
     with pytest.raises(UserError, match=re.escape(message)):
-        read_config({name: value for name, value in LLAMA.items() if "rope" not in name} | more)
+        read_config(LLAMA | dict(rope_parameters=parameters, rope_scaling=YARN))
 
 
 def test_two_places_of_latent_attention():
@@ -345,24 +342,6 @@ def test_yarn_of_each_architecture(name, experts):
     assert YARN.items() <= found["rope_scaling"].items()
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("rope.scaling.attn_factor", 1.5), ("rope.scaling.yarn_attn_factor", 1.2),
-        ("rope.scaling.yarn_ext_factor", 0.0), ("rope.scaling.type", "longrope"), ("logit_scale", 0.5),
-        ("attention.causal", False),
-    ],
-)  # fmt: skip
-def test_refused_fields_of_gguf(name, value, tmp_path):
-    def change(writer):
-        writer.tensors[0].pop("rope_freqs.weight")
-        said(f"llama.{name}", value)(writer)
-
-    write_gguf(tmp_path / "model.gguf", fault=change)
-    with pytest.raises(UserError, match=r"^\S+model.gguf: .*is not supported"):
-        open_checkpoint(str(tmp_path / "model.gguf"))
-
-
 # ---------------------------------------------------------------- generation_config, tokenizer_config
 
 
@@ -395,14 +374,7 @@ def test_each_field_of_generation_config(tmp_path, capsys):
 
 
 CLASSES = "LlamaTokenizerFast", "Qwen2Tokenizer", "GPT2Tokenizer", "PreTrainedTokenizerFast"
-SETTINGS = (
-    "add_bos_token",
-    "add_eos_token",
-    "add_prefix_space",
-    "split_special_tokens",
-    "legacy",
-    "do_lower_case",
-)
+SETTINGS = "add_bos_token add_eos_token add_prefix_space split_special_tokens legacy do_lower_case".split()
 
 
 @pytest.mark.parametrize("kind", CLASSES)

@@ -12,17 +12,14 @@ import transformers
 from conftest import CHECKPOINTS
 from test_gguf import said, unsaid
 from test_gguf import write as write_model
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from checkpoints.checkpoint import open_checkpoint
 from checkpoints.gguf.vocabulary import ENDS, read_vocabulary, write_tokenizer
 from conversation.text import encode, load_tokenizer, stop_tokens
-from distributed.exchange import warn
 from feedback.errors import UserError
 
-
-@pytest.fixture(autouse=True)
-def own_cache(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def tokenizer_of(folder, architecture="llama", template=None, **fields):
@@ -81,20 +78,13 @@ TEXT = """I've 12345 apples, IT'S 3.14!! 世界abc漢字 こんにちはテス�
 WORDS = TEXT + " and an apple, the end, the tests of the text; stop the server; 世界 世界 123 123 345"
 
 
-def byte_letters() -> dict[int, str]:
-    """GPT-2's printable letter of each byte."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [i for i in range(256) if i not in printable]
-    return {i: chr(i) for i in printable} | {i: chr(256 + n) for n, i in enumerate(others)}
-
-
 def vocabulary() -> tuple[list[str], list[tuple[str, str]]]:
     """Tokens and merges, learned of words that no regular expression has split; one token has no merge."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    letters = list(byte_letters().values())
+    letters = list(bytes_to_unicode().values())
     trainer = trainers.BpeTrainer(vocab_size=420, initial_alphabet=letters, show_progress=False)
     tokenizer.train_from_iterator([WORDS[i : i + 40] for i in range(0, len(WORDS), 7)], trainer)
     described = json.loads(tokenizer.to_str())["model"]
@@ -105,7 +95,7 @@ def vocabulary() -> tuple[list[str], list[tuple[str, str]]]:
 def encoded(text: str, tokens: list[str], merges: list[tuple[str, str]], splits: list[str], whole: bool):
     """Byte-level BPE, in the plainest way."""
     ids = {token: i for i, token in enumerate(tokens)}
-    ranks, letters, found = {pair: i for i, pair in enumerate(merges)}, byte_letters(), []
+    ranks, letters, found = {pair: i for i, pair in enumerate(merges)}, bytes_to_unicode(), []
     for piece in regex.split("(" + "|".join(map(regex.escape, SPECIAL)) + ")", text):
         if piece in SPECIAL:
             found.append(ids[piece])
@@ -144,14 +134,6 @@ def test_pre_tokenizer(pre, tmp_path):
     assert ours(TEXT).input_ids == [*first, *expected]
     assert ours.decode(expected) == text
     assert (ours.bos_token, ours.eos_token) == ("<｜begin▁of▁sentence｜>", "<|im_end|>")
-
-
-@pytest.mark.parametrize(("pre", "expected"), [("llama-bpe", [0, 3]), ("gpt-2", [1, 2])])
-def test_words_that_are_tokens(pre, expected, tmp_path):
-    """Llama 3 does not merge them, and begins with a token: so does llama.cpp, if the file says nothing."""
-    tokens = ["<s>", "a", "b", "ab", "ba"]
-    ours = tokenizer_of(tmp_path, model="gpt2", pre=pre, tokens=tokens, merges=["b a"], bos_token_id=0)
-    assert ours("ab").input_ids == expected
 
 
 def test_qwen_in_transformers(tmp_path):
@@ -271,7 +253,6 @@ def test_unknown_pre_tokenizer(tmp_path):
 
 def test_without_pre_tokenizer(tmp_path, capsys):
     """As llama.cpp warns: files of Llama 3 from its first weeks are read as if they were GPT-2's."""
-    warn.cache_clear()
     write_model(tmp_path / "model.gguf", fault=unsaid("tokenizer.ggml.pre"))
     folder = open_checkpoint(str(tmp_path / "model.gguf")).folder
     assert capsys.readouterr().err.count("model.gguf: an older file") == 1
@@ -313,7 +294,6 @@ def test_ends(tokens, ends, tmp_path):
 @pytest.mark.parametrize("name", ["bos", "eos", "eot", "padding"])
 def test_special_tokens_that_are_not_there(name, tmp_path, capsys):
     """As in llama.cpp the field is ignored; 2**32 - 1 is the -1 of some converters."""
-    warn.cache_clear()
     minus_one = gguf.GGUFValue(2**32 - 1, gguf.GGUFValueType.UINT32)
     fields = {f"tokenizer.ggml.{name}_token_id": minus_one}
     write_model(tmp_path / "model.gguf", fault=lambda writer: writer.kv_data[0].update(fields))

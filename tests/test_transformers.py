@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -139,9 +140,12 @@ TOLERANCE = 1e-5
 
 
 def reference_model(name: str):
+    return random_reference(CONFIGS[name])
+
+
+def random_reference(config: transformers.PreTrainedConfig):
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    config = CONFIGS[name]
     multimodal = hasattr(config, "vision_config")
     auto = transformers.AutoModelForImageTextToText if multimodal else transformers.AutoModelForCausalLM
     return with_random_weights(auto.from_config(config, attn_implementation="eager").eval())
@@ -183,6 +187,13 @@ def check(reference, prompt, tokens, prompt_logprobs, logprobs):
     assert tokens == logp[len(prompt) - 1 : -1].argmax(-1).tolist()
 
 
+def check_forward(reference, weights, cfg: model.Config, tokens: list[int]) -> None:
+    """Compare all positions at once, without a cache."""
+    (logits,) = model.forward(np.array([tokens]), weights, cfg=cfg, mesh=mesh_of(cfg))
+    expected = reference_logprobs(reference, tokens)
+    assert_close(jax.nn.log_softmax(logits), expected, np.abs(expected).max(-1, keepdims=True))
+
+
 DEEP = pytest.param("llama3", marks=pytest.mark.deep)  # the others test all that it tests
 
 
@@ -214,20 +225,7 @@ def test_tokens_and_logprobs_in_python(saved, monkeypatch):
     for answer in answers:
         assert len(answer.tokens) == NEW
         check(reference, answer.request.prompt, answer.tokens, answer.prompt_logprobs, answer.logprobs)
-
-
-def test_forward(saved):
-    """All positions at once, without a cache."""
-    folder, reference = saved
-    checkpoint = open_checkpoint(folder)
-    mesh = mesh_of(checkpoint.config)
-    weights = load(checkpoint, mesh, "float32", format=None)
-    tokens = np.random.default_rng(2).integers(0, checkpoint.config.V, (2, 37))
-    logits = model.forward(tokens, weights, cfg=checkpoint.config, mesh=mesh)
-    for row, row_tokens in zip(np.asarray(logits), tokens, strict=True):
-        expected = reference_logprobs(reference, row_tokens.tolist())
-        logprobs = row - np.log(np.exp(row).sum(-1, keepdims=True))
-        assert_close(logprobs, expected, np.abs(expected).max(-1, keepdims=True))
+    check_forward(reference, weights, cfg, prompts[-1])
 
 
 SHELL = ("gpt2", "gemma3", "scout", "gpt-oss", "glm4-moe-lite")
@@ -240,18 +238,10 @@ def test_command_line(saved, tmp_path):
     folder, reference = saved
     convert(str(folder), str(tmp_path / "converted"))
     prompts = ["T", "Tell me", "Tell me your name, and the weather. How much is 17 + 25?"]
-    command = [
-        sys.executable,
-        main.__file__,
-        "--checkpoint",
-        tmp_path / "converted",
-        "--no-chat-template",
-        "--json",
-    ]
-    command += ["--logprobs", "--max-new-tokens", str(NEW), "--dtype", "float32", "--temperature", "0"]
+    command = [sys.executable, main.__file__, "--checkpoint", tmp_path / "converted", "--json", "--logprobs"]
+    command += ["--max-new-tokens", str(NEW), "--dtype", "float32", "--temperature", "0"]
     command += ["--ignore-eos"]  # the tokenizer has an end token, which random weights may choose
-    for prompt in prompts:
-        command += ["--prompt", prompt]
+    command += ["--no-chat-template", *(x for prompt in prompts for x in ("--prompt", prompt))]
     environment = {"PATH": "", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": FAST}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
@@ -260,33 +250,6 @@ def test_command_line(saved, tmp_path):
     for r in responses:
         assert r["finish_reason"] == "length" and len(r["tokens"]) == NEW and r["prompt_logprobs"][0] is None
         check(reference, r["prompt_tokens"], r["tokens"], r["prompt_logprobs"][1:], r["logprobs"])
-
-
-def test_rope_frequencies():
-    """The published scalings: Llama 3.1 (8), 3.2 (32), Scout (no blend), a linear one, and YaRN's."""
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    llama3 = LLAMA3_ROPE | dict(rope_theta=5e5, original_max_position_embeddings=8192)
-    scalings = [
-        llama3 | dict(factor=n, high_freq_factor=x) for n, x in ((8.0, 4.0), (32.0, 4.0), (16.0, 1.0))
-    ]
-    scalings.append(dict(rope_type="linear", rope_theta=1e6, factor=8.0))
-    gpt_oss = dict(rope_type="yarn", rope_theta=1.5e5, factor=32.0, original_max_position_embeddings=4096)
-    deepseek = gpt_oss | dict(rope_theta=1e4, factor=40.0, mscale=1.0, mscale_all_dim=1.0)
-    unlike = dict(mscale=0.7, mscale_all_dim=1.3, beta_fast=16.0, beta_slow=2.0)
-    scalings += [
-        gpt_oss | dict(truncate=False),
-        deepseek,
-        deepseek | unlike,
-        gpt_oss | dict(attention_factor=1.5),
-    ]
-    for rope in scalings:
-        config = transformers.LlamaConfig(head_dim=128, rope_parameters=rope, max_position_embeddings=131072)
-        expected, magnitude = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, "cpu")
-        ours = read_config(json.loads(config.to_json_string())).layers[0].rope
-        # The same float32 formula: only the last bits of pow may differ.
-        np.testing.assert_allclose(ours.frequencies, expected.numpy(), rtol=1e-6)
-        assert ours.magnitude == pytest.approx(magnitude)
 
 
 @pytest.mark.parametrize("name", ["openllama", "gpt-oss", "gemma3", "muse-glimmer"])

@@ -102,9 +102,23 @@ class Architecture:
     norm_offset: float = 0
     neutral: dict[str, tuple] = dataclasses.field(default_factory=dict)
 
+    def config_fields(self, fields: Fields, prefix: str) -> Fields:
+        """Fields by their names in config.json. Raises UserError for a field that is not supported."""
+        names, neutral = FIELDS | self.fields, NEUTRAL | self.neutral
+        no_effect, found = " ".join(NO_EFFECT.values()).split(), {}
+        for field, value in fields.items():
+            if field in names:
+                found[names[field]] = value
+                continue
+            harmless = value in neutral[field] if field in neutral else not value or field in no_effect
+            if not harmless:
+                raise UserError(f"{prefix}{field} = {value!r} is not supported")
+        return found
 
-def _integer(fields: Fields, name: str, default: int | None = None) -> int:
-    value = fields.get(name, default)
+
+def _take_integer(fields: Fields, name: str, default: int | None = None) -> int:
+    """Take a field out of the others. Raises UserError."""
+    value = fields.pop(name, default)
     if value is None:
         raise UserError(f"field {name} of the architecture is missing")
     if not isinstance(value, int):
@@ -131,14 +145,12 @@ def _deepseek2(fields: Fields) -> Fields:
         )
     widths = {}
     for name in ("key", "value"):
-        width = _integer(fields, f"attention.{name}_length")
-        widths[name] = _integer(fields, f"attention.{name}_length_mla", width)
-    rotated, extra = _integer(fields, "rope.dimension_count"), _integer(fields, "nextn_predict_layers", 0)
-    fields["block_count"] = _integer(fields, "block_count") - extra
-    for name in ("attention.key_length", "attention.value_length"):
-        fields.pop(name), fields.pop(name + "_mla", None)
+        width = _take_integer(fields, f"attention.{name}_length")
+        widths[name] = _take_integer(fields, f"attention.{name}_length_mla", width)
+    rotated = _take_integer(fields, "rope.dimension_count")
+    extra = _take_integer(fields, "nextn_predict_layers", 0)
+    fields["block_count"] = _take_integer(fields, "block_count") - extra
     fields.pop("attention.head_count_kv", None)  # newer files count the latent as one head
-    fields.pop("rope.dimension_count"), fields.pop("nextn_predict_layers", None)
     # Older files do not say that DeepSeek V3 and R1, with 256 experts, divide them into groups.
     groups = (8, 4) if fields.get("expert_count") == 256 else (1, 1)
     scaling, log = rope_scaling(fields), fields.pop("rope.scaling.yarn_log_multiplier", None)
@@ -165,76 +177,20 @@ def _deepseek2(fields: Fields) -> Fields:
 
 def _gemma3(fields: Fields) -> Fields:
     """llama.cpp's own constants where the file says nothing: every sixth layer sees all, theta is 1e4."""
-    depth, windowed = _integer(fields, "block_count"), fields.get("attention.sliding_window")
-    names = "embedding_length", "attention.head_count", "attention.key_length"
-    width, heads, head_width = (_integer(fields, name) for name in names)
+    names = "block_count", "embedding_length", "attention.head_count", "attention.key_length"
+    copy = dict(fields)  # FIELDS has other names for these, so they must not be taken out
+    depth, width, heads, head_width = (_take_integer(copy, name) for name in names)
     config = {
         "hidden_activation": "gelu_pytorch_tanh",
         "rope_scaling": rope_scaling(fields),
         # No field says it; only the 27B model, which has 62 layers, does not take the width of a head.
         "query_pre_attn_scalar": width // max(heads, 1) if depth == 62 else head_width,
     }
-    return config if windowed else config | {"layer_types": ["full_attention"] * depth}
+    if not fields.get("attention.sliding_window"):
+        config["layer_types"] = ["full_attention"] * depth
+    return config
 
 
-GEMMA3 = Architecture(
-    "gemma3_text",
-    "Gemma3ForCausalLM",
-    _gemma3,
-    fields={
-        "attention.sliding_window": "sliding_window",
-        "attention.sliding_window_pattern": "sliding_window_pattern",
-        "rope.freq_base_swa": "rope_local_base_freq",
-        "final_logit_softcapping": "final_logit_softcapping",
-    },
-    names={
-        "post_attention_norm": "post_attention_layernorm",
-        "ffn_norm": "pre_feedforward_layernorm",
-        "post_ffw_norm": "post_feedforward_layernorm",
-    },
-    norm_offset=1,
-)
-GPT_OSS = Architecture(
-    "gpt_oss",
-    "GptOssForCausalLM",
-    _gpt_oss,
-    fields={
-        "attention.sliding_window": "sliding_window",
-        "expert_feed_forward_length": "intermediate_size",
-    },
-    names={
-        "post_attention_norm": "post_attention_layernorm",
-        "attn_sinks.weight": "self_attn.sinks",
-        "ffn_gate_inp": "mlp.router",
-    },
-    neutral={"expert_gating_func": (SOFTMAX_WEIGHT,)},
-)
-DEEPSEEK2 = Architecture(
-    "deepseek_v3",
-    "DeepseekV3ForCausalLM",
-    _deepseek2,
-    fields={
-        "attention.q_lora_rank": "q_lora_rank",
-        "attention.kv_lora_rank": "kv_lora_rank",
-        "expert_count": "n_routed_experts",
-        "expert_shared_count": "n_shared_experts",
-        "leading_dense_block_count": "first_k_dense_replace",
-    },
-    names={
-        "attn_q_a": "self_attn.q_a_proj",
-        "attn_q_a_norm": "self_attn.q_a_layernorm",
-        "attn_q_b": "self_attn.q_b_proj",
-        "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
-        "attn_kv_a_norm": "self_attn.kv_a_layernorm",
-        "attn_kv_b": "self_attn.kv_b_proj",
-        "attn_k_b": "self_attn.k_b_proj",
-        "attn_v_b": "self_attn.v_b_proj",
-        "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
-        "ffn_up_shexp": "mlp.shared_experts.up_proj",
-        "ffn_down_shexp": "mlp.shared_experts.down_proj",
-        "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
-    },
-)
 SOFTMAX_OF_CHOSEN = {
     "expert_gating_func": (SOFTMAX,), "expert_weights_norm": (True,), "expert_weights_scale": (0.0, 1.0)
 }  # fmt: skip
@@ -251,7 +207,62 @@ ARCHITECTURES = {  # by (general.architecture, whether there are experts)
         lambda fields: {"rope_scaling": rope_scaling(fields), "norm_topk_prob": True},
         neutral=SOFTMAX_OF_CHOSEN,
     ),
-    ("gemma3", False): GEMMA3,
-    ("gpt-oss", True): GPT_OSS,
-    ("deepseek2", True): DEEPSEEK2,
+    ("gemma3", False): Architecture(
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        _gemma3,
+        fields={
+            "attention.sliding_window": "sliding_window",
+            "attention.sliding_window_pattern": "sliding_window_pattern",
+            "rope.freq_base_swa": "rope_local_base_freq",
+            "final_logit_softcapping": "final_logit_softcapping",
+        },
+        names={
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_norm": "pre_feedforward_layernorm",
+            "post_ffw_norm": "post_feedforward_layernorm",
+        },
+        norm_offset=1,
+    ),
+    ("gpt-oss", True): Architecture(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        _gpt_oss,
+        fields={
+            "attention.sliding_window": "sliding_window",
+            "expert_feed_forward_length": "intermediate_size",
+        },
+        names={
+            "post_attention_norm": "post_attention_layernorm",
+            "attn_sinks.weight": "self_attn.sinks",
+            "ffn_gate_inp": "mlp.router",
+        },
+        neutral={"expert_gating_func": (SOFTMAX_WEIGHT,)},
+    ),
+    ("deepseek2", True): Architecture(
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        _deepseek2,
+        fields={
+            "attention.q_lora_rank": "q_lora_rank",
+            "attention.kv_lora_rank": "kv_lora_rank",
+            "expert_count": "n_routed_experts",
+            "expert_shared_count": "n_shared_experts",
+            "leading_dense_block_count": "first_k_dense_replace",
+        },
+        names={
+            "attn_q_a": "self_attn.q_a_proj",
+            "attn_q_a_norm": "self_attn.q_a_layernorm",
+            "attn_q_b": "self_attn.q_b_proj",
+            "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+            "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+            "attn_kv_b": "self_attn.kv_b_proj",
+            "attn_k_b": "self_attn.k_b_proj",
+            "attn_v_b": "self_attn.v_b_proj",
+            "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+            "ffn_up_shexp": "mlp.shared_experts.up_proj",
+            "ffn_down_shexp": "mlp.shared_experts.down_proj",
+            "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+        },
+    ),
 }

@@ -4,6 +4,7 @@ gguf's own reader takes 4 s of a CPU for a vocabulary of 49,152 tokens, and more
 Source: ggml-org/ggml, docs/gguf.md.
 """
 
+import dataclasses
 import hashlib
 import pathlib
 import struct
@@ -21,12 +22,20 @@ PLAIN = {0: "F32", 1: "F16", 30: "BF16"}  # types of tensors that are not quanti
 ALIGNMENT = 32  # of tensors, unless the file says otherwise
 
 
+@dataclasses.dataclass(frozen=True)
+class GgufTensor(StoredTensor):
+    """A tensor of a GGUF file; a quantized one is a tensor of bytes, [..., bytes of a row].
+
+    kind: GGML's number of the type.
+    """
+
+    kind: int
+
+
 class GgufFile:
     """A GGUF file whose header has been read. It has the attributes of a TensorFile, and:
 
     fields:   numbers, texts and lists by name.
-    tensors:  by name; a quantized tensor is one of bytes, [..., bytes of a row].
-    kinds:    GGML's number of each tensor's type, by the tensor's name.
     checksum: of the header; of a model in several files, of all their headers, see `open_parts`.
     """
 
@@ -53,8 +62,7 @@ class GgufFile:
         if not isinstance(alignment, int) or alignment < 1:
             self.refuse(f"general.alignment = {alignment!r} makes no sense")
         self.data_start = -(-self.position // alignment) * alignment
-        self.tensors: dict[str, StoredTensor] = {}
-        self.kinds = {name: kind for name, _, kind, _ in heads}
+        self.tensors: dict[str, GgufTensor] = {}
         for head in heads:
             self._add(*head)
 
@@ -113,7 +121,7 @@ class GgufFile:
             self.refuse(f"cut off: tensor {name} ends at byte {stop} of {self.size}; download it again")
         if name in self.tensors:
             self.refuse(f"tensor {name} is there twice")
-        self.tensors[name] = StoredTensor(name, self, PLAIN.get(kind, "U8"), shape, start, stop)
+        self.tensors[name] = GgufTensor(name, self, PLAIN.get(kind, "U8"), shape, start, stop, kind)
 
 
 def open_parts(path: pathlib.Path) -> GgufFile:
@@ -149,7 +157,6 @@ def _joined(parts: list[GgufFile]) -> GgufFile:
             if name in first.tensors:
                 part.refuse(f"tensor {name} is also in {first.tensors[name].file.name}")
         first.tensors |= part.tensors
-        first.kinds |= part.kinds
     if len(first.tensors) != (expected := first.fields.get("split.tensors.count")):
         first.refuse(f"its {len(parts)} parts have {len(first.tensors)} tensors, but it says {expected}")
     first.checksum = hashlib.sha256("".join(part.checksum for part in parts).encode()).hexdigest()

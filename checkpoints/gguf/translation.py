@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import importlib.metadata
 import json
-import math
 import pathlib
 import re
 from collections.abc import Iterator
@@ -17,28 +16,21 @@ import numpy as np
 
 from checkpoints.dequantized import Dequantized
 from checkpoints.folders import cache_folder, made_once
-from checkpoints.gguf.architectures import (
-    ARCHITECTURES,
-    FIELDS,
-    NAMES,
-    NEUTRAL,
-    NO_EFFECT,
-    Architecture,
-    Fields,
-)
-from checkpoints.gguf.container import PLAIN, GgufFile, open_parts
+from checkpoints.gguf.architectures import ARCHITECTURES, NAMES, Architecture
+from checkpoints.gguf.container import PLAIN, GgufFile, GgufTensor, open_parts
 from checkpoints.gguf.vocabulary import read_vocabulary, write_tokenizer
 from checkpoints.tensor_files import StoredTensor, aligned_empty
 from distributed.exchange import warn
 from families.fields import NUMBER, ConfigFields
 from families.registry import read_config
+from families.rope_scaling import Llama3Scaling
 from feedback.errors import UserError, located
 
 FOLDER = 3  # version of the small files that are written
-# The supported values of fields that are not the architecture's; the first, if the file does not say. All
-# other fields whose names begin with "general." say where the file comes from. Fields with other beginnings
-# than this, "tokenizer.", "split." and the architecture's name are notes of the tools that made the file.
-GENERAL = {"general.type": ("model",), "general.quantization_version": (2,)}
+# The supported values of fields that are not the architecture's. All other fields whose names begin with
+# "general." say where the file comes from. Fields with other beginnings than this, "tokenizer.", "split." and
+# the architecture's name are notes of the tools that made the file.
+GENERAL = {"general.type": "model", "general.quantization_version": 2}
 # Fields after "general.sampling." by their names in generation_config.json; others keep their names.
 SAMPLING = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
 PIECE = 2**15  # values that are dequantized at a time: few calls, and temporaries fit in a core's cache
@@ -64,9 +56,9 @@ def open_gguf(path: pathlib.Path) -> tuple[pathlib.Path, dict[str, StoredTensor 
 
 def _config(file: GgufFile) -> tuple[Architecture, dict[str, Any]]:
     """-> (the file's architecture, a config.json's content)"""
-    for name, known in GENERAL.items():
-        if (value := file.fields.get(name, known[0])) not in known:
-            raise UserError(f"{name} = {value!r} is not supported ({', '.join(map(repr, known))})")
+    for name, supported in GENERAL.items():
+        if (value := file.fields.get(name, supported)) != supported:
+            raise UserError(f"{name} = {value!r} is not supported ({supported!r})")
     name = str(file.fields.get("general.architecture"))
     prefix = f"{name}."
     fields = {x.removeprefix(prefix): y for x, y in file.fields.items() if x.startswith(prefix)}
@@ -88,31 +80,17 @@ def _config(file: GgufFile) -> tuple[Architecture, dict[str, Any]]:
     # What these two are in llama.cpp, if the file does not say; some families have other values then.
     fields.setdefault("rope.freq_base", 10000.0)
     fields.setdefault("attention.head_count_kv", fields.get("attention.head_count"))
-    config |= _renamed(fields, prefix, architecture)
+    config |= architecture.config_fields(fields, prefix)
     if "rope_freqs.weight" in file.tensors:
         if config.get("rope_scaling"):
             raise UserError(f"tensor rope_freqs.weight beside {prefix}rope.scaling.type is not supported")
         factors = np.array(file.tensors["rope_freqs.weight"].values)
-        config["rope_scaling"] = _scaling(factors, ConfigFields(config).take("rope_theta", NUMBER))
+        config["rope_scaling"] = _llama3_scaling(factors, ConfigFields(config).take("rope_theta", NUMBER))
     if "token_embd.weight" not in file.tensors:
         raise UserError("tensor token_embd.weight is missing")
     config["vocab_size"] = file.tensors["token_embd.weight"].shape[0]
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
     return architecture, config
-
-
-def _renamed(fields: Fields, prefix: str, architecture: Architecture) -> dict[str, Any]:
-    """Fields by their names in config.json. Raises UserError for a field that is not supported."""
-    names, neutral = FIELDS | architecture.fields, NEUTRAL | architecture.neutral
-    no_effect, found = " ".join(NO_EFFECT.values()).split(), {}
-    for field, value in fields.items():
-        if field in names:
-            found[names[field]] = value
-            continue
-        harmless = value in neutral[field] if field in neutral else not value or field in no_effect
-        if not harmless:
-            raise UserError(f"{prefix}{field} = {value!r} is not supported")
-    return found
 
 
 def _of_all_layers(name: str, value: Any) -> Any:
@@ -129,15 +107,15 @@ def _shortest(value: Any) -> Any:
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
-def _scaling(factors: np.ndarray, theta: float) -> dict[str, Any] | None:
-    """Llama 3's rope_scaling, found from its factor of each frequency. Raises UserError."""
-    factor, lows, highs = float(factors.max()), 1.0, 4.0
-    wavelengths = 2 * math.pi * theta ** (np.arange(len(factors)) / len(factors))
+def _llama3_scaling(factors: np.ndarray, theta: float) -> dict[str, Any]:
+    """Llama 3's rope_scaling, found from what divides each frequency. Raises UserError."""
+    factor, low, high = float(factors.max()), 1.0, 4.0
+    frequencies = theta ** -(np.arange(len(factors)) / len(factors))
     for original in (2**n for n in range(6, 21)):
-        smooth = np.clip((original / wavelengths - lows) / (highs - lows), 0, 1)
-        if np.allclose(factors, 1 / ((1 - smooth) / factor + smooth), rtol=1e-5):
+        scaled = Llama3Scaling(factor, low, high, original)(frequencies, theta)
+        if np.allclose(frequencies / scaled, factors, rtol=1e-5):
             return {
-                "rope_type": "llama3", "factor": factor, "low_freq_factor": lows, "high_freq_factor": highs,
+                "rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high,
                 "original_max_position_embeddings": original,
             }  # fmt: skip
     raise UserError("tensor rope_freqs.weight is not that of Llama 3's RoPE with frequency factors 1 and 4")
@@ -150,31 +128,31 @@ def _tensors(file: GgufFile, config: dict, architecture: Architecture) -> Iterat
     """Yields (Hugging Face's name, tensor); each expert has a tensor of its own."""
     names, depth = NAMES | architecture.names, config["num_hidden_layers"]
     unused = range(depth, depth + config.get("num_nextn_predict_layers", 0))
-    matrices = {file.kinds[name] for name, x in file.tensors.items() if len(x.shape) > 1}
+    # What is not quantized is read from the file as it is. Norms have another type than the matrices, which
+    # must not decide the model's: they are converted.
+    as_it_is = PLAIN.keys() & {x.kind for x in file.tensors.values() if len(x.shape) > 1}
     for name, raw in file.tensors.items():
         if name == "rope_freqs.weight":
             continue
         layer, what, end = re.fullmatch(r"(?:blk\.(\d+)\.)?(.*?)(\.weight|\.bias|)", name).groups()
         if layer and int(layer) in unused:
             continue
-        known = end and (what in names or what + end in names)
-        if not known or layer and int(layer) >= depth:
+        theirs = names.get(what + end) or (names[what] + end if end and what in names else None)
+        if not theirs or layer and int(layer) >= depth:
             raise UserError(f"tensor {name} has no place in a {config['model_type']} model of {depth} layers")
-        theirs = names[what + end] if what + end in names else names[what] + end
-        theirs, kind = (f"model.layers.{layer}." if layer else "") + theirs, file.kinds[name]
+        theirs = (f"model.layers.{layer}." if layer else "") + theirs
         heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(what)
         if "{e}" in theirs:
             for e in range(raw.shape[0]):
-                yield theirs.format(e=e), floats_of(theirs.format(e=e), raw, kind, expert=e)
+                yield theirs.format(e=e), floats_of(theirs.format(e=e), raw, expert=e)
         elif architecture.interleaved and heads:
-            order = _halves(raw.shape[0], config[heads])
-            yield theirs, floats_of(theirs, raw, kind, order)
+            yield theirs, floats_of(theirs, raw, order=_halves(raw.shape[0], config[heads]))
         elif architecture.norm_offset and what.endswith("norm"):
-            yield theirs, _less(floats_of(theirs, raw, kind), architecture.norm_offset)
-        elif kind in PLAIN and kind in matrices:
-            yield theirs, StoredTensor(theirs, raw.file, raw.dtype, raw.shape, raw.start, raw.stop)
+            yield theirs, _less(floats_of(theirs, raw), architecture.norm_offset)
+        elif raw.kind in as_it_is:
+            yield theirs, dataclasses.replace(raw, name=theirs)
         else:
-            yield theirs, floats_of(theirs, raw, kind)
+            yield theirs, floats_of(theirs, raw)
 
 
 def _less(tensor: Dequantized, offset: float) -> Dequantized:
@@ -202,13 +180,13 @@ def _can_dequantize(kind: int) -> bool:
 
 
 def floats_of(
-    name: str, raw: StoredTensor, kind: int, order: np.ndarray | None = None, expert: int | None = None
-):
+    name: str, raw: GgufTensor, order: np.ndarray | None = None, expert: int | None = None
+) -> Dequantized:
     """A tensor, or one expert's part of it, dequantized. order: the indices of its rows."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
     from gguf.quants import dequantize
 
-    ggml_type = GGMLQuantizationType(kind)
+    kind, ggml_type = raw.kind, GGMLQuantizationType(raw.kind)
     block, nbytes = GGML_QUANT_SIZES[ggml_type]
 
     def floats(x: np.ndarray) -> np.ndarray:
@@ -244,16 +222,15 @@ def floats_of(
 
 def _small_files(file: GgufFile, config: dict) -> pathlib.Path:
     """A folder in the cache, written once: config.json, generation_config.json, and the tokenizer's files."""
-    versions = importlib.metadata.version("transformers"), FOLDER
-    name = f"{file.path.stem}-{file.checksum[:16]}-" + "-".join(map(str, versions))
-    folder = cache_folder() / "gguf" / name
-    return made_once(folder, lambda new: _write_small_files(file, config, new))
 
+    def write(folder: pathlib.Path) -> None:
+        (folder / "config.json").write_text(json.dumps(config, indent=2))
+        (folder / "generation_config.json").write_text(json.dumps(_generation_config(file.fields)))
+        write_tokenizer(file.fields, folder)
 
-def _write_small_files(file: GgufFile, config: dict, folder: pathlib.Path) -> None:
-    (folder / "config.json").write_text(json.dumps(config, indent=2))
-    (folder / "generation_config.json").write_text(json.dumps(_generation_config(file.fields)))
-    write_tokenizer(file.fields, folder)
+    version = importlib.metadata.version("transformers")
+    name = f"{file.path.stem}-{file.checksum[:16]}-{version}-{FOLDER}"
+    return made_once(cache_folder() / "gguf" / name, write)
 
 
 def _generation_config(fields: dict[str, Any]) -> dict[str, Any]:

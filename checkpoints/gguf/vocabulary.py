@@ -13,6 +13,7 @@ import collections
 import dataclasses
 import json
 import pathlib
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -29,11 +30,9 @@ ENDS = (
 )  # fmt: skip
 CONTROL_ENDS = ("</s>", "<eos>")  # only if their type is CONTROL
 HARMONY = {"<|return|>", "<|call|>"}  # where these end an answer, <|end|> ends one of its messages
-USED = frozenset(
-    """add_bos_token add_eos_token add_space_prefix bos_token_id eom_token_id eos_token_id eot_token_id merges
-    model padding_token_id pre scores suppress_tokens token_type tokens unknown_token_id""".split()
-)
-# Fields after "tokenizer.ggml." that cannot change the tokens of a text.
+# Fields after "tokenizer.ggml." that are used, and those that cannot change the tokens of a text.
+USED = """add_bos_token add_eos_token add_space_prefix bos_token_id eom_token_id eos_token_id eot_token_id
+    merges model padding_token_id pre scores suppress_tokens token_type tokens unknown_token_id"""
 NO_EFFECT = {
     "prompts for code that is to be filled in": """fim_mid_token_id fim_pad_token_id fim_pre_token_id
         fim_rep_token_id fim_sep_token_id fim_suf_token_id middle_token_id prefix_token_id suffix_token_id""",
@@ -179,9 +178,10 @@ def write_tokenizer(fields: dict[str, Any], folder: pathlib.Path) -> None:
     _refuse_unknown(settings)
     vocabulary = read_vocabulary(fields)
     ids = {name: vocabulary.special(fields, theirs) for name, theirs in SPECIAL.items()}
+    special = {name: vocabulary.tokens[i] for name, i in ids.items() if i is not None}
     try:
         tokenizer = _tokenizer(fields["general.architecture"], settings, vocabulary)
-        special = _add_special_tokens(tokenizer, settings, vocabulary, ids)
+        tokenizer.post_processor = _post_processor(settings, special, vocabulary.ids)
     except UserError:
         raise
     except Exception as e:  # tokenizers raises many kinds where the file's description is wrong
@@ -192,11 +192,10 @@ def write_tokenizer(fields: dict[str, Any], folder: pathlib.Path) -> None:
 
 def _refuse_unknown(settings: dict[str, Any]) -> None:
     """Raises UserError for a field that is neither used nor known to have no effect, unless it is empty."""
-    known = USED.union(*(names.split() for names in NO_EFFECT.values()))
+    known = {f"ggml.{name}" for names in (USED, *NO_EFFECT.values()) for name in names.split()}
     for name, value in settings.items():
-        field = name.removeprefix("ggml.")
-        template = field == name and name.split(".")[0] in ("chat_template", "chat_templates")
-        if value and not template and name not in COPIES and (field == name or field not in known):
+        is_template = re.match(r"chat_templates?(\.|$)", name)
+        if value and not is_template and name not in known and name not in COPIES:
             raise UserError(f"tokenizer.{name} = {str(value)[:40]} is not supported")
 
 
@@ -293,26 +292,21 @@ def _flag(settings: dict[str, Any], name: str, default: bool) -> bool:
     return value
 
 
-def _add_special_tokens(
-    tokenizer, settings: dict[str, Any], vocabulary: Vocabulary, ids: dict[str, int | None]
-) -> dict[str, str]:
-    """Have the tokenizer begin and end a text as the file says -> the special tokens by their names.
+def _post_processor(settings: dict[str, Any], special: dict[str, str], ids: dict[str, int]):
+    """A tokenizers.TemplateProcessing that begins and ends a text as the file says.
 
-    ids: by the same names.
+    special: the special tokens by their names. ids: of all tokens.
     """
     from tokenizers.processors import TemplateProcessing
 
-    special = {name: vocabulary.tokens[i] for name, i in ids.items() if i is not None}
     # Where a file does not say whether a text begins with the BOS token, llama.cpp's default counts.
     by_default = settings["ggml.model"] == "llama" or pre_tokenizer(settings).bos
-    first, last = _flag(settings, "add_bos_token", by_default), _flag(settings, "add_eos_token", False)
-    around = {"bos_token": first, "eos_token": last}
-    added = {name: [special[name]] if wanted and name in special else [] for name, wanted in around.items()}
-    tokenizer.post_processor = TemplateProcessing(
-        single=[*added["bos_token"], "$A", *added["eos_token"]],
-        special_tokens=[(special[name], ids[name]) for name, tokens in added.items() if tokens],
+    first = _flag(settings, "add_bos_token", by_default) and special.get("bos_token")
+    last = _flag(settings, "add_eos_token", False) and special.get("eos_token")
+    return TemplateProcessing(
+        single=[token for token in (first, "$A", last) if token],
+        special_tokens=[(token, ids[token]) for token in (first, last) if token],
     )
-    return special
 
 
 def _chat_templates(settings: dict[str, Any]) -> dict[str, Any]:
