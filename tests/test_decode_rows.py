@@ -172,29 +172,22 @@ def engine_of_a_server() -> Engine:
     return Engine(Programs(weights, *sizes), [one], option_sets=SETS, general=True, ahead=shapes)
 
 
-def test_a_server_that_ends(capsys):
-    """It compiles no more programs, and says nothing of them."""
-    engine, server = engine_of_a_server(), loop.EngineLoop(4, 4, 60, Metrics())
-    engine.ahead.give_up()
-    capsys.readouterr()  # on a busy machine the start shows its progress
-    loop.compile_missing(engine, server, lambda: None)
-    assert len(engine.missing) == 5 and server.inbox.empty()
-    assert capsys.readouterr().err == ""
-
-
-def test_a_program_that_a_server_cannot_compile(monkeypatch, capsys):
-    """The server goes on without it, and says why."""
+@pytest.mark.parametrize("ends", [True, False])
+def test_programs_that_a_server_does_not_compile(ends, monkeypatch, capsys):
+    """A server that ends compiles no more programs; one that cannot compile one goes on, and says why."""
     engine, server = engine_of_a_server(), loop.EngineLoop(4, 4, 60, Metrics())
 
     def fail(*arguments, **static):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no room")
 
     monkeypatch.setattr(ahead, "compile_on_shapes", fail)
-    capsys.readouterr()
+    if ends:
+        engine.ahead.give_up()
+    capsys.readouterr()  # on a busy machine the start shows its progress
     loop.compile_missing(engine, server, lambda: None)
     assert len(engine.missing) == 5 and server.inbox.empty()
     why = "a decode program for 4 rows was not compiled: RESOURCE_EXHAUSTED: no room\n"
-    assert capsys.readouterr().err == why
+    assert capsys.readouterr().err == ("" if ends else why)
 
 
 def test_a_server_compiles_the_rest(monkeypatch, compiled):
