@@ -117,38 +117,31 @@ def attend_cached(
 def attend_blocks(
     q: Array, kv: KV, length: Array, gap, block: int, read: Callable, attend: Callable | None = None
 ):
-    """`attend_cached` block by block. read: the number of a block -> a KV, and the slots that it holds.
+    """`attend_cached` block by block, as far as the longest row is filled.
 
-    attend: (q, KV, mask) -> (o, lse) of one block.
+    read: the number of a block -> a KV, and the slots that it holds. attend: of one block, (KV, mask
+    [B,T,block], filled [B,block], the slots that some query of the row sees) -> (o, lse).
     """
-    attend = attend or (attend_whole_slots if q.shape[1] == 1 else attend_in_parts)
+    T, longest = q.shape[1], jnp.max(length, 1)[:, None]
 
-    def attend_block(part: KV, slots: Array, filled: Array):
+    def attend_all(part: KV, mask: Array, filled: Array):
+        return attend_whole_slots(q, part, mask) if T == 1 else attend_in_parts(q, part, mask)
+
+    def attend_block(i):
+        part, slots = read(i)
+        filled = (slots >= i * block) & (slots < longest)
         mask = (slots < length[..., None]) & filled[:, None]  # BTS
         if gap is not None:
             mask &= (slots < gap[0][..., None]) | (slots >= gap[1][..., None])
-        return attend(q, part, mask)
-
-    return merge_blocks(q, kv, length, block, read, attend_block)
-
-
-def merge_blocks(q: Array, kv: KV, length: Array, block: int, read: Callable, attend_block: Callable):
-    """Merge attention to one block after another, as far as the longest row is filled: -> (o, lse).
-
-    read: see `attend_blocks`. attend_block: (KV, slots, filled [B,block] bool) -> (o, lse) of one block.
-    """
-
-    def attend(i):
-        part, slots = read(i)
-        filled = (slots >= i * block) & (slots < jnp.max(length, 1)[:, None])
-        return attend_block(part, slots, filled)
+        return (attend or attend_all)(part, mask, filled)
 
     def step(i, carry):
-        return merge(carry, attend(i))
+        return merge(carry, attend_block(i))
 
     n_blocks = (jnp.max(length) + block - 1) // block
-    if q.shape[1] == 1:
-        return lax.fori_loop(1, n_blocks, step, attend(0)) if kv.values.shape[2] > block else attend(0)
+    if T == 1:
+        first = attend_block(0)
+        return lax.fori_loop(1, n_blocks, step, first) if kv.values.shape[2] > block else first
     nothing = jnp.zeros((*q.shape[:-1], kv.layout.value_width)), jnp.full(q.shape[:-1], -jnp.inf)
     return lax.fori_loop(0, n_blocks, step, lax.pcast(nothing, tuple(varying(q, kv.values)), to="varying"))
 

@@ -28,7 +28,7 @@ MAX_INPUTS = 2048  # of one_row: with 8192 inputs it is five times slower than i
 PIECE = 1024  # inputs that one_row sums in one expression; measured, on AVX2
 BLOCK = 96 * 1024  # numbers in a row's block of slots, which a core's cache should hold
 PAIR = 2  # rows that decode attends to side by side: more would occupy more cores, and read more empty slots
-LANES = 8  # products that `scores` sums side by side
+SUM_WIDTH = 8  # products that `scores` sums side by side
 TERMS = 16  # values that `weighted_sum` adds in one expression: with 32, LLVM no longer does it by vectors
 MOST_QUERIES, MOST_COLUMNS = 16, 256  # up to which `scores` and `weighted_sum` are faster than XLA's products
 
@@ -104,17 +104,18 @@ def attend_cached(q: Array, kv: KV, length: Array, gap=None, row: Array | None =
     (B, T, _, G, H), (_, K, S, C) = q.shape, kv.values.shape
     if T > 1:
         return attention.attend_cached(q, kv, length, gap, row)
-    if reads_in_place(G, H):
-        attend, rows = partial(attention.attend, scores=scores, weighted_sum=weighted_sum), math.gcd(B, PAIR)
-    else:
-        attend, rows = attention.attend_whole_slots, 1
+    by_loops = reads_in_place(G, H)
+    rows = math.gcd(B, PAIR) if by_loops else 1
     block = min(max(BLOCK // (K * C), TERMS), S)
     block = block - block % TERMS or S  # which `weighted_sum` divides into equal parts
 
     def attend_rows(q: Array, length: Array, gap, row: Array | None, first: Array | int):
+        def attend(part: KV, mask: Array, filled: Array):
+            return attention.attend(q, part, mask, scores, weighted_sum)
+
         runs = [(first, rows)] if row is None else [(r, 1) for r in row]
         read = partial(attention.read_block, kv, runs, block)
-        return attention.attend_blocks(q, kv, length, gap, block, read, attend)
+        return attention.attend_blocks(q, kv, length, gap, block, read, attend if by_loops else None)
 
     if B == rows:
         return attend_rows(q, length, gap, row, 0)
@@ -125,15 +126,16 @@ def attend_cached(q: Array, kv: KV, length: Array, gap=None, row: Array | None =
 
 def reads_in_place(queries: int, columns: int) -> bool:
     """Whether `scores` and `weighted_sum` suit so many queries per key/value head, and keys of this width."""
-    return queries <= MOST_QUERIES and columns <= MOST_COLUMNS and columns % LANES == 0
+    return queries <= MOST_QUERIES and columns <= MOST_COLUMNS and columns % SUM_WIDTH == 0
 
 
 def scores(q: Array, k: Array) -> Array:
     """`attention.scores` of one query per row: [B,1,K,G,H], [B,K,S,H] -> [B,K,G,1,S] float32."""
     (B, _, K, G, H), S = q.shape, k.shape[2]
     q, k = q.astype(jnp.float32), k.astype(jnp.float32)
-    products = q.reshape(B, K, 1, G, H // LANES, LANES) * k.reshape(B, K, S, 1, H // LANES, LANES)
-    sums = jnp.einsum("BKSGl,l->BKSG", sum_in_loop(products, 4), jnp.ones(LANES))
+    parts = H // SUM_WIDTH, SUM_WIDTH
+    products = q.reshape(B, K, 1, G, *parts) * k.reshape(B, K, S, 1, *parts)
+    sums = jnp.einsum("BKSGl,l->BKSG", sum_in_loop(products, 4), jnp.ones(SUM_WIDTH))
     return sums.swapaxes(2, 3)[:, :, :, None]
 
 

@@ -135,15 +135,14 @@ def attend_cached(q: Array, kv: KV, length: Array, gap=None, row: Array | None =
     (B, T), S = q.shape[:2], kv.values.shape[2]
     block = min(attention.BLOCK if T > 1 else attention.DECODE_BLOCK, S)
     read = partial(read_block, kv, B, row, block)
-    if gap is not None or not by_splash(T):
-        return attention.attend_blocks(q, kv, length, gap, block, read)
 
-    def attend_block(part: KV, slots: Array, filled: Array):
+    def attend(part: KV, _, filled: Array):
         k, v = (jnp.where(filled[:, None, :, None], x, 0).astype(q.dtype) for x in dequantized(part))
         segments = jnp.where(length > 0, 1, 2), filled.astype(jnp.int32)
         return splash(q, k, v, kv.layout.scale, masks.FullMask((T, block)), *segments)
 
-    return attention.merge_blocks(q, kv, length, block, read, attend_block)
+    by_segments = gap is None and by_splash(T)
+    return attention.attend_blocks(q, kv, length, gap, block, read, attend if by_segments else None)
 
 
 def read_block(kv: KV, rows: int, row: Array | None, block: int, i: Array) -> tuple[KV, Array]:

@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 from conftest import llama3_config, llama4_config
 from jax._src.lib import triton
-from jax.experimental import pallas
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jaxlib.mlir import ir
 from test_attention import TOLERANCE, compare, exact, kv_of, numpy_attention, poisoned, slots_seen
 from test_int4 import PRODUCTS, weights_like_real_ones
-from test_kernels import KINDS, assert_same, generate
+from test_kernels import KINDS, assert_same, generate, interpreted_as_on
 
 import model
 import ragged_attention
@@ -33,20 +32,12 @@ IN_GROUPS = dict(D=64, H=64, F=192, M=96)  # sizes of which int4 has whole group
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
     """Switches to the GPU's paths when called; returns the set of kernels that have run since."""
-    used, pallas_call = set(), pallas.pallas_call
-
-    def interpreted(*arguments, **options):
-        used.add(options["name"])
-        return pallas_call(*arguments, **options, interpret=True)
 
     def switch() -> set[str]:
-        monkeypatch.setattr(pallas, "pallas_call", interpreted)
-        for module in (grouped_matmul, matmul, ragged_attention):
-            monkeypatch.setattr(module, "platform", lambda: "gpu")
         # The interpreter mixes what varies over the mesh with what does not; test_lowering checks our part.
         monkeypatch.setattr(model, "declares_vma", lambda mesh, T: False)
-        jax.clear_caches()  # what is compiled already is for a CPU
-        return used
+        monkeypatch.setattr(matmul, "platform", lambda: "gpu")
+        return interpreted_as_on("gpu", monkeypatch, lambda name: True)
 
     yield switch
     jax.clear_caches()

@@ -26,25 +26,33 @@ KINDS = (
 )
 
 
-@pytest.fixture
-def as_on_a_tpu(monkeypatch, interpret):
-    """Switches to the TPU's paths when called; returns the set of kernels that have run since."""
+def interpreted_as_on(platform: str, monkeypatch, how) -> set[str]:
+    """Switch to a platform's paths: -> the set of kernels that have run since.
+
+    how: whether, or by which options, the kernel of a name is interpreted.
+    """
     used, pallas_call = set(), pallas.pallas_call
 
     def interpreted(*arguments, **options):
         used.add(options["name"])
-        # The TPU interpreter does not take the library's kernel under vmap; the plain one does.
-        how = True if options["name"].startswith("splash") else interpret
-        return pallas_call(*arguments, **options | {"interpret": how})
+        return pallas_call(*arguments, **options | {"interpret": how(options["name"])})
+
+    monkeypatch.setattr(pallas, "pallas_call", interpreted)
+    for module in (grouped_matmul, ragged_attention):
+        monkeypatch.setattr(module, "platform", lambda: platform)
+    jax.clear_caches()  # what is compiled already is for a CPU
+    return used
+
+
+@pytest.fixture
+def as_on_a_tpu(monkeypatch, interpret):
+    """Switches to the TPU's paths when called; returns the set of kernels that have run since."""
 
     def switch() -> set[str]:
-        monkeypatch.setattr(pallas, "pallas_call", interpreted)
         monkeypatch.setattr(pltpu, "with_memory_space_constraint", lambda x, _: x)
         monkeypatch.setattr(tpu, "on_tpu", lambda mesh=None: True)
-        for module in (grouped_matmul, ragged_attention):
-            monkeypatch.setattr(module, "platform", lambda: "tpu")
-        jax.clear_caches()  # what is compiled already is for a CPU
-        return used
+        # The TPU interpreter does not take the library's kernel under vmap; the plain one does.
+        return interpreted_as_on("tpu", monkeypatch, lambda name: name.startswith("splash") or interpret)
 
     yield switch
     jax.clear_caches()
