@@ -12,7 +12,6 @@ so that `merge` can join partial results: of blocks of one cache, of a cache and
 shards of a cache that is split over devices (Source: arXiv 2205.14135, section 3.1).
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -43,14 +42,15 @@ def weighted_sum(p: Array, v: Array) -> Array:
     return jnp.einsum("BKGTS,BKSH->BKGTH", p, v.astype(jnp.float32)).transpose(0, 3, 1, 2, 4)
 
 
-def attend(q: Array, kv: KV, mask: Array, scores: Callable = scores, weighted_sum: Callable = weighted_sum):
+def attend(q: Array, kv: KV, mask: Array, scores: Callable = scores, weighted_sum=weighted_sum, clean=False):
     """Attention of each query to the keys that its mask admits. Slots that no query sees may hold NaN.
 
-    q: [B,T,K,G,H]. kv: S slots. mask: [B,T,S] bool. scores, weighted_sum: the two products.
+    q: [B,T,K,G,H]. kv: S slots. mask: [B,T,S] bool. scores, weighted_sum: the two products. clean: no slot
+    holds NaN.
     """
     k, v, k_scale, v_scale = keys_and_values(kv)
-    # 0 * NaN is NaN: a slot that no query may see must not reach the second product.
-    v = jnp.where(jnp.any(mask, 1)[:, None, :, None], v, 0)
+    if not clean:  # 0 * NaN is NaN: a slot that no query may see must not reach the second product
+        v = jnp.where(jnp.any(mask, 1)[:, None, :, None], v, 0)
     mask = mask[:, None, None]  # BKGTS
     s = scores(q, k) * kv.layout.scale
     if k_scale is not None:
@@ -70,7 +70,9 @@ def attend_whole_slots(q: Array, kv: KV, mask: Array):
     """`attend` with all columns of a slot as key and as value: more arithmetic, but XLA copies neither."""
     C = kv.values.shape[-1]
     q = jnp.pad(q, [(0, 0)] * 4 + [(0, C - q.shape[-1])])
-    o, lse = attend(q, dataclasses.replace(kv, layout=SlotLayout(C, (0, C), kv.layout.scale)), mask)
+    values = jnp.where(jnp.any(mask, 1)[:, None, :, None], kv.values, 0)  # see `attend`
+    slots = KV(values, kv.scale, SlotLayout(C, (0, C), kv.layout.scale))
+    o, lse = attend(q, slots, mask, clean=True)
     return o[..., slice(*kv.layout.value)], lse
 
 
@@ -89,13 +91,15 @@ def merge(*parts: tuple[Array, Array], stacked: bool = False):
 
     stacked: each pair is a stack of several, along a first axis.
     """
-    # Not by stacking the others, too: a CPU would write the stack to memory for each block of the cache.
-    stacks = parts if stacked else [(o[None], lse[None]) for o, lse in parts]
-    peak = functools.reduce(jnp.maximum, (jnp.max(lse, 0) for _, lse in stacks))
+
+    def over(reduce: Callable, x: Array) -> Array:
+        return reduce(x, 0) if stacked else x
+
+    peak = functools.reduce(jnp.maximum, (over(jnp.max, lse) for _, lse in parts))
     finite = jnp.where(peak == -jnp.inf, 0, peak)
-    weighted = [(o, jnp.exp(lse - finite)) for o, lse in stacks]
-    total = sum(jnp.sum(weight, 0) for _, weight in weighted)
-    o = sum(jnp.sum(o * weight[..., None], 0) for o, weight in weighted)
+    weighted = [(o, jnp.exp(lse - finite)) for o, lse in parts]
+    total = sum(over(jnp.sum, weight) for _, weight in weighted)
+    o = sum(over(jnp.sum, o * weight[..., None]) for o, weight in weighted)
     return o / jnp.where(total == 0, 1, total)[..., None], peak + jnp.log(total)
 
 
