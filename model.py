@@ -67,11 +67,13 @@ from jax import Array, lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from ops.attention import attend_cached, attend_causal, declares_vma, merge, ragged_decode, write
+from ops.attention import merge
 from ops.grouped_matmul import expert_mlp
 from ops.kv_cache import KV, SlotLayout, as_cached, key_beside_value
 from ops.matmul import take_rows
+from ops.tpu import declares_vma
 from quantize import Format, values_and_scale
+from ragged_attention import attend_cached, attend_causal, ragged_decode, write
 from sharding.arrays import (
     ArrayInfo,
     abstract,

@@ -14,8 +14,8 @@ from jax.sharding import Mesh
 import model
 from model import Config, MoE
 from ops.grouped_matmul import FEW_ROWS
+from ops.kv_cache import LANES
 from ops.platform import on_tpu
-from ops.tpu import LANES
 from serving.chunks import chunk_shapes
 from serving.executors import MOST_LAYERS, layer_groups
 from serving.requests import OPTION_SETS

@@ -19,7 +19,8 @@ WHAT = {
     "families": "a file per family: config.json -> the records of model.py",
     "model": "the model: forward, prefill, decode_step; layers; weights, cache",
     "sharding": "meshes, which letter is split over which axis, prefill by columns",
-    "ragged_attention": "the TPU's attention kernel; kernels for CPU, GPU, TPU", "ops": "",
+    "ragged_attention": "attention by platform, and the TPU's kernel",
+    "ops": "kernels for CPU, GPU and TPU, and the reference of each",
     "quantize": "a class per number format: int8, int4, fp8",
     "feedback": "errors that a user can correct, and progress",
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Products on a CPU, written so that XLA reads each weight, key and value once and in its own type.
+"""Products and attention on a CPU: XLA reads each weight, key and value once and in its own type.
 
 Written plainly, XLA converts int8 and bfloat16 weights to float32 in memory in every step, packs weights
 again in every step if they are not the left operand, multiplies each row by all experts, and copies keys and
@@ -9,13 +9,16 @@ attention.py.
 import functools
 import math
 import pathlib
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from ops import attention
+from ops.kv_cache import KV
+from ops.platform import varying
 from ops.tiles import find_tile, tile_rows, tiles_per_group
-from ops.tpu import varying
 from quantize import int8_parts, join_parts
 
 INT8_WEIGHTS_FIRST = jax.__version_info__ < (0, 11)  # newer ones read them faster as the right operand
@@ -23,7 +26,9 @@ DECODE = 16  # tokens per row, draft tokens included, up to which a step is deco
 SIMD_WIDTH = 32  # inputs that one_row multiplies side by side
 MAX_INPUTS = 2048  # of one_row: with 8192 inputs it is five times slower than int8_product
 PIECE = 1024  # inputs that one_row sums in one expression; measured, on AVX2
-LANES = 8  # products that `scores` sums side by side
+BLOCK = 96 * 1024  # numbers in a row's block of slots, which a core's cache should hold
+PAIR = 2  # rows that decode attends to side by side: more would occupy more cores, and read more empty slots
+SUM_WIDTH = 8  # products that `scores` sums side by side
 TERMS = 16  # values that `weighted_sum` adds in one expression: with 32, LLVM no longer does it by vectors
 MOST_QUERIES, MOST_COLUMNS = 16, 256  # up to which `scores` and `weighted_sum` are faster than XLA's products
 
@@ -91,26 +96,56 @@ def weights_first(x: Array, w: Array, dtype) -> Array:
     return lax.optimization_barrier(y).T  # else XLA would swap them
 
 
+def attend_cached(q: Array, kv: KV, length: Array, gap=None, row: Array | None = None):
+    """`attention.attend_cached`, in decode for two rows at a time, as far as the longer one.
+
+    Decode is by loops that copy no keys and values, if these suit the sizes; else each row is on its own.
+    """
+    (B, T, _, G, H), (_, K, S, C) = q.shape, kv.values.shape
+    if T > 1:
+        return attention.attend_cached(q, kv, length, gap, row)
+    by_loops = reads_in_place(G, H)
+    rows = math.gcd(B, PAIR) if by_loops else 1
+    block = min(max(BLOCK // (K * C), TERMS), S)
+    block = block - block % TERMS or S  # which `weighted_sum` divides into equal parts
+
+    def attend_rows(q: Array, length: Array, gap, row: Array | None, first: Array | int):
+        def attend(part: KV, mask: Array, filled: Array):
+            return attention.attend(q, part, mask, scores, weighted_sum)
+
+        runs = [(first, rows)] if row is None else [(r, 1) for r in row]
+        read = partial(attention.read_block, kv, runs, block)
+        return attention.attend_blocks(q, kv, length, gap, block, read, attend if by_loops else None)
+
+    if B == rows:
+        return attend_rows(q, length, gap, row, 0)
+    groups = jax.tree.map(lambda x: x.reshape(-1, rows, *x.shape[1:]), (q, length, gap, row))
+    o, lse = lax.map(lambda group: attend_rows(*group), (*groups, jnp.arange(0, B, rows)))
+    return o.reshape(B, *o.shape[2:]), lse.reshape(B, *lse.shape[2:])
+
+
 def reads_in_place(queries: int, columns: int) -> bool:
     """Whether `scores` and `weighted_sum` suit so many queries per key/value head, and keys of this width."""
-    return queries <= MOST_QUERIES and columns <= MOST_COLUMNS and columns % LANES == 0
+    return queries <= MOST_QUERIES and columns <= MOST_COLUMNS and columns % SUM_WIDTH == 0
 
 
 def scores(q: Array, k: Array) -> Array:
-    """The products of one token's queries with its row's keys: [B,K,G,H], [B,K,S,H] -> [B,K,G,S] float32."""
-    (B, K, G, H), S = q.shape, k.shape[2]
+    """`attention.scores` of one query per row: [B,1,K,G,H], [B,K,S,H] -> [B,K,G,1,S] float32."""
+    (B, _, K, G, H), S = q.shape, k.shape[2]
     q, k = q.astype(jnp.float32), k.astype(jnp.float32)
-    products = q.reshape(B, K, 1, G, H // LANES, LANES) * k.reshape(B, K, S, 1, H // LANES, LANES)
-    return jnp.einsum("BKSGl,l->BKSG", sum_in_loop(products, 4), jnp.ones(LANES)).swapaxes(2, 3)
+    parts = H // SUM_WIDTH, SUM_WIDTH
+    products = q.reshape(B, K, 1, G, *parts) * k.reshape(B, K, S, 1, *parts)
+    sums = jnp.einsum("BKSGl,l->BKSG", sum_in_loop(products, 4), jnp.ones(SUM_WIDTH))
+    return sums.swapaxes(2, 3)[:, :, :, None]
 
 
 def weighted_sum(p: Array, v: Array) -> Array:
-    """The sum of a row's values by one token's weights: [B,K,G,S], [B,K,S,H] -> [B,K,G,H] float32."""
-    (B, K, G, S), H = p.shape, v.shape[3]
+    """`attention.weighted_sum` for one query per row: [B,K,G,1,S], [B,K,S,H] -> [B,1,K,G,H] float32."""
+    (B, K, G, _, S), H = p.shape, v.shape[3]
     terms = math.gcd(S, TERMS)
     p, v = p.reshape(B, K, G, S // terms, terms, 1), v.reshape(B, K, 1, S // terms, terms, H)
     sums = sum_in_loop(p * v.astype(jnp.float32), 4)
-    return sum(sums[:, :, :, i] for i in range(S // terms))
+    return sum(sums[:, :, :, i] for i in range(S // terms))[:, None]
 
 
 def sum_in_loop(x: Array, axis: int) -> Array:

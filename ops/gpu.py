@@ -14,6 +14,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from ops import attention
+from ops.attention import MASKED
+from ops.kv_cache import KV, key_beside_value
 from ops.tiles import find_tile, tile_rows
 from ops.tpu import precision, result
 from quantize import QuantizedArray, nibbles
@@ -28,7 +31,7 @@ except (ImportError, AttributeError) as e:  # deprecated since jax 0.11
 PROGRAMS = 512  # enough to keep a GPU busy: a few on each of its 100 to 150 processors
 BLOCK = 64  # slots that a program of `flash` reads at a time
 COLUMNS = 128  # of M, of a program of `grouped_dot`
-MASKED = -1e30  # a score that no exponential survives, without the NaN of inf - inf
+WIDTHS = (64, 128)  # of keys, that `flash` supports
 
 
 def supports(x: Array) -> bool:
@@ -48,6 +51,34 @@ def say_slow() -> None:
     """Say once that this GPU runs without the kernels, by the products and attention of any device."""
     slow = "attention writes its scores to memory, experts multiply each row by all of them, int4 by floats"
     print(f"slow on this GPU: {slow}, as Pallas' Triton backend is missing ({missing})", file=sys.stderr)
+
+
+def attend_cached(q: Array, kv: KV, length: Array, gap=None, row: Array | None = None):
+    """`attention.attend_cached` by `flash`, on both sides of a gap, where it is supported."""
+    if not by_flash(q, kv):
+        return attention.attend_cached(q, kv, length, gap, row)
+    kv = kv if row is None else jax.tree.map(lambda x: x[row], kv)
+    begin = jnp.zeros_like(length)
+    ranges = [(begin, length)]
+    if gap is not None:
+        ranges = [(begin, jnp.minimum(length, gap[0])), (gap[1], length)]
+    return attention.merge(*(flash(q, kv.values, kv.scale, *seen) for seen in ranges), stacked=True)
+
+
+def attend_causal(q: Array, kv: KV, segment: Array, window: int | None = None):
+    """`attention.attend_causal` by `flash`, where it is supported."""
+    if not by_flash(q, kv):
+        return attention.attend_causal(q, kv, segment, window)
+    i = jnp.arange(q.shape[1])
+    low = lax.cummax(jnp.where(segment == jnp.roll(segment, 1, 1), 0, i), 1)  # where its segment begins
+    low = low if window is None else jnp.maximum(low, i - window + 1)
+    high = jnp.broadcast_to(i + 1, segment.shape)
+    return attention.merge(flash(q, kv.values, kv.scale, low, high), stacked=True)
+
+
+def by_flash(q: Array, kv: KV) -> bool:
+    H = q.shape[-1]
+    return H in WIDTHS and kv.layout == key_beside_value(H) and supports(kv.values)
 
 
 def flash(q: Array, values: Array, scale: Array | None, low: Array, high: Array):

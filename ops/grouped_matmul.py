@@ -5,6 +5,7 @@ choices per row, D model width, E experts, M width of an expert. Weights may be 
 contracted D or M becomes D,I or M,I: the first counts groups, I is the place in a group.
 """
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -20,7 +21,7 @@ from ops import cpu, gpu
 from ops.matmul import scheme_of
 from ops.platform import platform
 from ops.tpu import in_hbm, precision, result
-from quantize import CHUNK, PAIR, QuantizedArray, int8_parts, join_parts, power_of_two, values_and_scale
+from quantize import CHUNK, QuantizedArray, int8_parts, join_parts, power_of_two, values_and_scale
 
 VMEM_BYTES = 48 << 20  # of VMEM that the kernel may use; with few rows half of it for blocks of weights
 ROW_TILE = 8  # rows of a float32 tile
@@ -132,7 +133,7 @@ def active_experts(
     and so fetches nothing. What an expert multiplies is all rows, if they are few (`_all_rows`), or only its
     own ones (`_own_rows`).
     """
-    scheme = scheme_of(gate)
+    scheme = SCHEMES[scheme_of(gate)]
     weights, units = zip(*map(values_and_scale, (gate, up, down)), strict=True)
     E, M = weights[0].shape[0], weights[0].shape[-1]
     (R, D), width, steps = x.shape, block_width(gate, down, x), min(E, expert.size)
@@ -144,9 +145,9 @@ def active_experts(
     *hidden_biases, down_bias = biases
     scalars = active_first(jnp.any(chosen, (0, 1)), steps)
     if R <= FEW_ROWS:
-        padding = ((0, -R % (2 * ROW_TILE if scheme == "int4" else ROW_TILE)), (0, 0))
+        padding = ((0, -R % scheme.row_tile), (0, 0))
         x, factors = jnp.pad(x, padding), jnp.pad(factors, padding)
-        kernel, rows, scratch = _all_rows, (*INPUTS.get(scheme, as_it_is)(x), factors), ()
+        kernel, rows, scratch = _all_rows, (*scheme.inputs(x), factors), ()
     else:
         order = jnp.argsort(expert.reshape(-1))  # pairs (row, choice); those of other devices' experts last
         end = jnp.cumsum(jnp.sum(chosen, (0, 1), dtype=jnp.int32))
@@ -164,38 +165,33 @@ def active_experts(
     def whole(x: Array) -> pl.BlockSpec:
         return pl.BlockSpec(x.shape, lambda *_: (0, 0), pipeline_mode=pl.Buffered(1))
 
-    # A row of one expert is no whole tile: its neighbors' rows come along.
-    of_neighbors = spec(min(E, ROW_TILE), width, at=lambda e, j: (e // ROW_TILE, j))
-    if scheme == "mxfp4":
+    def columns(array: Array) -> pl.BlockSpec:
+        """Of an array [E,...,M] of gate or up: `width` columns. One of [E,M] has no whole tile in a row."""
+        if array.ndim == 2:
+            return spec(min(E, ROW_TILE), width, at=lambda e, j: (e // ROW_TILE, j))
+        whole = array.shape[1:-1]
+        return spec(None, *whole, width, at=lambda e, j: (e, *[0] * len(whole), j))
 
-        def mxfp4_specs(array: Array, size: int) -> tuple[pl.BlockSpec, ...]:
-            """array: of values or exponents. size: weights per step along its second axis."""
-            n, rows = array.shape[1:3]
-            columns = spec(None, n, rows, width, at=lambda e, j: (e, 0, 0, j))
-            return columns, columns, spec(None, width // size, rows, D, at=lambda e, j: (e, j, 0, 0))
+    def rows_of_down(array: Array) -> pl.BlockSpec:
+        """Of an array [E,M or groups of it,...,D] of down: the part for `width` columns; at least a tile."""
+        if array.ndim == 2:
+            return spec(min(E, ROW_TILE), D, at=lambda e, j: (e // ROW_TILE, 0))
+        n, *rest = array.shape[1:]
+        part = width * n // M
+        if len(rest) == 1 and part < ROW_TILE:
+            return spec(None, n, D, at=lambda e, j: (e, 0, 0))
+        return spec(None, part, *rest, at=lambda e, j: (e, j, *[0] * len(rest)))
 
-        weight_specs, unit_specs = mxfp4_specs(weights[0], PAIR), mxfp4_specs(units[0], CHUNK)
-    elif scheme == "int4":
-        (n, size), (M_groups, M_size) = weights[0].shape[1:3], weights[2].shape[1:3]
-        columns = spec(None, n, size, width, at=lambda e, j: (e, 0, 0, j))
-        rest = spec(None, width // M_size, M_size, D, at=lambda e, j: (e, j, 0, 0))
-        weight_specs = columns, columns, rest
-        columns = spec(None, n, width, at=lambda e, j: (e, 0, j))
-        unit_specs = columns, columns, spec(None, M_groups, D, at=lambda e, j: (e, 0, 0))
-    else:
-        columns = spec(None, D, width, at=lambda e, j: (e, 0, j))
-        weight_specs = columns, columns, spec(None, width, D, at=lambda e, j: (e, j, 0))
-        unit_specs = None, None, None
-        if units[0] is not None:
-            rest = spec(min(E, ROW_TILE), D, at=lambda e, j: (e // ROW_TILE, 0))
-            unit_specs = of_neighbors, of_neighbors, rest
-    bias_specs = [bias if bias is None else of_neighbors for bias in hidden_biases]
+    def specs(arrays: tuple) -> tuple:
+        return *jax.tree.map(columns, arrays[:2]), jax.tree.map(rows_of_down, arrays[2])
+
+    in_specs = tuple(map(whole, rows)), specs(weights), specs(units), jax.tree.map(columns, hidden_biases)
     y = pl.pallas_call(
         partial(kernel, scheme=scheme, activation=activation, scales=scales),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(steps, M // width),
-            in_specs=(tuple(map(whole, rows)), weight_specs, unit_specs, bias_specs),
+            in_specs=in_specs,
             out_specs=whole(x),
             scratch_shapes=scratch,
         ),
@@ -210,7 +206,7 @@ def active_experts(
 
 
 def _all_rows(
-    active, n_active, rows, weights, units, biases, y, *, scheme: str, activation: Callable, scales: str
+    active, n_active, rows, weights, units, biases, y, *, scheme, activation: Callable, scales: str
 ):
     """The kernel of few rows, at expert i of the active ones and block j of M.
 
@@ -226,12 +222,12 @@ def _all_rows(
         factor = jnp.sum(jnp.where(here, factors[...], 0), 1, keepdims=True)
         given = [x[...] for x in rows]
         before, after = (factor, 1) if scales == "input" else (1, factor)
-        y[...] += MLPS[scheme](given, before, active[i], weights, units, biases, activation) * after
+        y[...] += scheme.mlp(given, before, active[i], weights, units, biases, activation) * after
 
 
 def _own_rows(
     active, n_active, end, order, factor, rows, weights, units, biases, y, mine, down, *,
-    scheme: str, dtype, activation: Callable, scales: str,
+    scheme, dtype, activation: Callable, scales: str,
 ):  # fmt: skip
     """The kernel of many rows: each expert multiplies its own ones, a tile at a time.
 
@@ -257,8 +253,8 @@ def _own_rows(
             y[pl.ds(order[start + n], 1), :] += row if scales == "input" else row * factor[start + n]
 
         def multiply(size: int) -> None:
-            given = INPUTS.get(scheme, as_it_is)(mine[:size].astype(dtype))
-            down[:size] = MLPS[scheme](given, 1, expert, weights, units, biases, activation)
+            given = scheme.inputs(mine[:size].astype(dtype))
+            down[:size] = scheme.mlp(given, 1, expert, weights, units, biases, activation)
 
         lax.fori_loop(0, count, gather, None)
         for fewer, size in pairwise((0, *TILES)):
@@ -281,14 +277,26 @@ def clear_first(y):
     return i
 
 
-def as_it_is(x: Array) -> tuple[Array]:
-    return (x,)
+@dataclasses.dataclass(frozen=True)
+class Scheme:
+    """How `active_experts` multiplies weights of a scheme.
+
+    mlp: what one expert makes of rows, see `float_mlp`. inputs: the form in which mlp takes rows. row_tile:
+    rows are padded to a multiple of it. unit_size: how many rows of a down matrix belong together.
+    many_columns: sizes of a block of M that are tried first if there are many rows.
+    """
+
+    mlp: Callable
+    inputs: Callable[[Array], tuple[Array, ...]] = lambda x: (x,)
+    row_tile: int = ROW_TILE
+    unit_size: Callable[[QuantizedArray], int] = lambda down: 1
+    many_columns: tuple[int, ...] = ()
 
 
 def float_mlp(rows, factor, expert, weights, units, biases, activation: Callable) -> Array:
     """What one expert, or a block of its M, makes of rows times a factor: -> [n,D] float32.
 
-    rows: as INPUTS make them. factor: [n,1] or 1. weights, units, biases: refs in VMEM.
+    rows: as the scheme's inputs. factor: [n,1] or 1. weights, units, biases: refs in VMEM.
     """
 
     def dot(x: Array, which: int) -> Array:
@@ -395,9 +403,10 @@ def mxfp4_matrix(packed, exponents) -> tuple[Array, Array]:
     return jnp.concatenate(blocks), largest
 
 
-# The kernels' products, by scheme; all others use `sorted_rows`. INPUTS: the form in which these take rows.
-MLPS = {"float": float_mlp, "int8": float_mlp, "int4": int4_mlp, "mxfp4": mxfp4_mlp}
-INPUTS = {"int4": int8_parts}
+FLOATS = Scheme(float_mlp, many_columns=(512, 384))
+INT4 = Scheme(int4_mlp, int8_parts, 2 * ROW_TILE, unit_size=lambda down: down.values.shape[2])
+MXFP4 = Scheme(mxfp4_mlp, unit_size=lambda down: CHUNK)
+SCHEMES = {"float": FLOATS, "int8": FLOATS, "int4": INT4, "mxfp4": MXFP4}  # all others use `sorted_rows`
 
 
 def active_first(active: Array, n: int) -> tuple[Array, Array]:
@@ -415,15 +424,14 @@ def block_width(gate, down, x: Array) -> int | None:
     and down have different kernels or none. Many rows are gathered anew for each block, so a larger one is
     better; but for int4 and MXFP4 its code takes minutes to compile.
     """
-    kernels = {MLPS.get(scheme_of(w)) for w in (gate, down)}
-    if len(kernels) > 1 or None in kernels:
+    scheme, other = (SCHEMES.get(scheme_of(w)) for w in (gate, down))
+    if scheme is None or scheme != other:
         return None
-    values, M = values_and_scale(gate)[0], jax.tree.leaves(gate)[0].shape[-1]
-    (R, D), scheme = x.shape, scheme_of(down)
-    group_size = CHUNK if scheme == "mxfp4" else down.values.shape[2] if scheme == "int4" else 1
+    values, _ = values_and_scale(gate)
+    (R, D), M, unit_size = x.shape, values.shape[-1], scheme.unit_size(down)
     column = values.size // values.shape[0] // M * itemsize_bits(values.dtype) // 8
     sizes, room = (256, 128, M), VMEM_BYTES // 2
     if R > FEW_ROWS:
         room = VMEM_BYTES - 2 * 4 * D * (R + 2 * max(TILES))
-        sizes = (512, 384, *sizes) if MLPS[scheme] is float_mlp else sizes
-    return next((n for n in sizes if M % n == 0 and n % group_size == 0 and 6 * n * column <= room), None)
+        sizes = scheme.many_columns + sizes
+    return next((n for n in sizes if M % n == 0 and n % unit_size == 0 and 6 * n * column <= room), None)

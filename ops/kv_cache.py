@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ops.tpu import LANES
 from quantize import quantize
+
+LANES = 128  # of a TPU's vector register: cache slots, and wide slots' columns, come in multiples of it
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,7 @@
-"""The platform that a program is compiled for, by which it chooses its kernels."""
+"""What a program is compiled for: a platform, by which it chooses its kernels, and the axes of a mesh."""
 
 import jax
+from jax import Array
 from jax.sharding import AbstractMesh, Mesh
 
 
@@ -17,9 +18,10 @@ def on_cpu() -> bool:
     return platform() == "cpu"
 
 
-def on_gpu() -> bool:
-    return platform() == "gpu"
-
-
 def on_tpu(mesh: Mesh | AbstractMesh | None = None) -> bool:
     return platform(mesh) == "tpu"
+
+
+def varying(*inputs: Array) -> frozenset[str]:
+    """The mesh axes over which any of these varies."""
+    return frozenset.union(*(jax.typeof(x).manual_axis_type.varying for x in inputs))

@@ -1,25 +1,27 @@
-"""Pallas on TPUs: what every call has to declare, and copies to and from positions known only at run time.
+"""TPUs: what a Pallas call declares, copies to and from places known only at run time, long attention.
 
-The TPU's attention kernel is in ../ragged_attention.py, its experts' kernel in grouped_matmul.py.
+Few queries attend by the kernel in ../ragged_attention.py; the experts' kernel is in grouped_matmul.py.
+Letters, and what attention returns, as in attention.py.
 """
+
+import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import ManualAxisType
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash_attention
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+from jax.sharding import ManualAxisType, Mesh
 
-from ops.platform import on_tpu
+from ops import attention
+from ops.kv_cache import KV, LANES, map_slots
+from ops.platform import on_tpu, varying
 
-LANES = 128  # of a vector register: cache slots are allocated in multiples of it
 TILE = 32  # rows of an int8 tile; a tile of a wider type has fewer rows
 MOVED_BYTES = 100 << 20  # XLA may move a smaller array into VMEM, which has 128 MiB
-
-
-def varying(*inputs: Array) -> frozenset[str]:
-    """The mesh axes over which any of these varies."""
-    return frozenset.union(*(jax.typeof(x).manual_axis_type.varying for x in inputs))
 
 
 def result(shape, dtype, *inputs: Array) -> jax.ShapeDtypeStruct:
@@ -123,3 +125,125 @@ def _blocks(cache: Array, unit: int, axis: int, moving: bool) -> pl.BlockSpec:
 
 def _copy(row, at, source, out):
     out[...] = source[...]
+
+
+# ------------------------------------------------------------------------------------------------- attention
+
+
+def attend_cached(q: Array, kv: KV, length: Array, gap=None, row: Array | None = None):
+    """`attention.attend_cached` block by block, by `splash` if the mask allows it."""
+    (B, T), S = q.shape[:2], kv.values.shape[2]
+    block = min(attention.BLOCK if T > 1 else attention.DECODE_BLOCK, S)
+    read = partial(read_block, kv, B, row, block)
+
+    def attend(part: KV, _, filled: Array):
+        k, v = (jnp.where(filled[:, None, :, None], x, 0).astype(q.dtype) for x in dequantized(part))
+        segments = jnp.where(length > 0, 1, 2), filled.astype(jnp.int32)
+        return splash(q, k, v, kv.layout.scale, masks.FullMask((T, block)), *segments)
+
+    by_segments = gap is None and by_splash(T)
+    return attention.attend_blocks(q, kv, length, gap, block, read, attend if by_segments else None)
+
+
+def read_block(kv: KV, rows: int, row: Array | None, block: int, i: Array) -> tuple[KV, Array]:
+    """Block i of a cache's rows, and the slots that it holds. row: [rows] int32; None: all, in order."""
+    if row is None and block == kv.values.shape[2]:
+        return kv, jnp.arange(block)
+    row = jnp.arange(rows) if row is None else row
+    at = jnp.full(row.shape, i)
+    part = map_slots(lambda axis, x: take_slots(x, row, at, block, 1, axis), kv)
+    return part, i * block + jnp.arange(block)
+
+
+def attend_causal(q: Array, kv: KV, segment: Array, window: int | None = None):
+    """`attention.attend_causal`, by `splash` if the chunk's width allows it."""
+    T = q.shape[1]
+    if not by_splash(T):
+        return attention.attend_causal(q, kv, segment, window)
+    k, v = (x.astype(q.dtype) for x in dequantized(kv))
+    mask = masks.CausalMask((T, T)) if window is None else masks.LocalMask((T, T), (window - 1, 0), 0)
+    return splash(q, k, v, kv.layout.scale, mask, segment, segment)
+
+
+def by_splash(T: int) -> bool:
+    return T % LANES == 0
+
+
+def declares_vma(mesh: Mesh, T: int) -> bool:
+    """Whether shard_map can check that every psum is there, for a program that attends with T queries.
+
+    It cannot on TPUs if LANES divides T: jax's splash attention kernel, which attends then, does not declare
+    over which mesh axes its result varies.
+    """
+    return not (by_splash(T) and on_tpu(mesh))
+
+
+def dequantized(kv: KV) -> tuple[Array, Array]:
+    """Keys and values in float32."""
+    k, v, *scales = attention.keys_and_values(kv)
+    factors = (1 if s is None else s[..., None].astype(jnp.float32) for s in scales)
+    return tuple(x.astype(jnp.float32) * factor for x, factor in zip((k, v), factors, strict=True))
+
+
+def splash(
+    q: Array, k: Array, v: Array, scale: float, mask, q_segment: Array, kv_segment: Array, interpret=False
+):
+    """jax's flash attention for TPUs: each query to the keys of its segment that `mask` admits.
+
+    q: [B,T,K,G,H]. k, v: [B,K,S,H], without NaN. scale: the factor of scores. q_segment: [B,T], kv_segment:
+    [B,S] int32.
+    """
+    T, G, S = q.shape[1], q.shape[3], k.shape[2]
+    block_q, block_kv = math.gcd(T, 512), math.gcd(S, 1024)
+    kernel = splash_attention.make_splash_mqa(
+        masks.MultiHeadMask([mask] * G),
+        block_sizes=splash_attention.BlockSizes(block_q, block_kv, block_kv),
+        head_shards=1,
+        q_seq_shards=1,
+        save_residuals=True,
+        interpret=interpret,
+    )
+
+    def per_head(q: Array, k: Array, v: Array, q_segment: Array, kv_segment: Array):
+        o, (lse,) = kernel(q, k, v, splash_attention.SegmentIds(q_segment, kv_segment))
+        return o, lse
+
+    q = (q * scale).transpose(0, 2, 3, 1, 4)  # BKGTH
+    per_row = jax.vmap(per_head, (0, 0, 0, None, None))
+    o, lse = jax.vmap(per_row)(q.astype(k.dtype), k, v, q_segment, kv_segment)
+    lse = jnp.where(lse < attention.MASKED / 2, -jnp.inf, lse).transpose(0, 3, 1, 2)
+    return jnp.where(lse[..., None] == -jnp.inf, 0, o.astype(jnp.float32).transpose(0, 3, 1, 2, 4)), lse
+
+
+def write(kv: KV, new: KV, place: Array, row: Array | None = None, window: int = 1, ring: bool = False) -> KV:
+    """`attention.write`: slots before the end of a ring, then those after its start."""
+    row = jnp.arange(place.shape[0]) if row is None else row
+    if not ring:
+        return write_window(kv, new, place, row, window)
+    first = jnp.take_along_axis(place, jnp.argmax(place < kv.values.shape[2], 1, keepdims=True), 1)
+    before_end = jnp.where(place >= first, place, kv.values.shape[2])
+    after_end = jnp.where(place < first, place, kv.values.shape[2])
+    kv = write_window(kv, new, before_end, row, window)
+    return write_window(kv, new, after_end, row, window)
+
+
+def write_window(kv: KV, new: KV, place: Array, row: Array, window: int) -> KV:
+    """`write` in place: read the slots around each row's places, put the tokens in, and write them back.
+
+    To scatter into an int8 array, or to slice it at a position known only at run time, XLA would first copy
+    the whole array into another layout.
+    """
+    blocks = kv.values.shape[2] // LANES
+    n = min(pl.cdiv(window, LANES) + 1, blocks)
+    first = jnp.minimum(jnp.min(place, 1) // LANES, blocks - n)
+    slots = first[:, None] * LANES + jnp.arange(n * LANES)
+    matches = place[:, None] == slots[..., None]  # [B,slots,T]
+    token, written = jnp.argmax(matches, 2)[:, None], jnp.any(matches, 2)[:, None]  # [B,1,slots]
+
+    def put(axis: int, cache: Array, new: Array) -> Array:
+        index, mask = (jnp.expand_dims(x, 5 - axis) for x in (token, written))  # the axis that is not slots
+        new = jnp.take_along_axis(new, index, axis).astype(cache.dtype)
+        merged = jnp.where(mask, new, take_slots(cache, row, first, LANES, n, axis))
+        return put_slots(cache, merged, row, first, LANES, axis)
+
+    return map_slots(put, kv, new)

@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec as P
 
 import model
 from model import Chunk, Config, LayerKind, Weights, without_layers
-from ops.attention import declares_vma
 from ops.platform import platform
+from ops.tpu import declares_vma
 from serving.steps import Batch, DecodeStep, PrefillChunk, Step, by_rows
 from sharding import stages
 from sharding.arrays import specs

@@ -16,8 +16,8 @@ from jax.experimental import layout
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ops.kv_cache import LANES
 from ops.platform import on_tpu
-from ops.tpu import LANES
 from quantize import Format, QuantizedArray
 from sharding.mesh import SHARDED_BY, mesh_size
 

@@ -10,16 +10,19 @@ import numpy as np
 import pytest
 
 import ragged_attention
-from ops import attention
-from ops.attention import masks
+from ops import attention, cpu, tpu
 from ops.kv_cache import KV, SlotLayout, key_beside_value
 from quantize import quantize
 
 B, T, K, G, H, S = 3, 2, 2, 3, 8, 20
+LATENT = SlotLayout(key=576, value=(0, 512), scale=1 / 16)  # of 640 columns, the last of them unused
+
+deep = partial(pytest.param, marks=pytest.mark.deep)
 
 
 def numpy_attention(q, k, v, mask, scale=None):
     """q [B,T,K,G,H], k, v [B,K,S,H], mask [B,T,S], in float64 -> (o, lse)."""
+    q = np.asarray(q, np.float64)
     scores = np.einsum("BTKGH,BKSH->BTKGS", q, k) * (scale or q.shape[-1] ** -0.5)
     scores = np.where(mask[:, :, None, None], scores, -np.inf)
     with np.errstate(divide="ignore"):
@@ -28,12 +31,13 @@ def numpy_attention(q, k, v, mask, scale=None):
     return np.einsum("BTKGS,BKSH->BTKGH", p, v), lse
 
 
-LATENT = SlotLayout(key=576, value=(0, 512), scale=1 / 16)  # of 640 columns, the last of them unused
+def compare(result, expected, atol=1e-5):
+    for ours, theirs in zip(result, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=atol)
 
 
-def kv_of(values, scale=None, columns=None) -> KV:
-    """By default keys beside values [B,K,S,2H]."""
-    return KV(values, scale, columns or key_beside_value(values.shape[-1] // 2))
+# Of kernels: bfloat16 probabilities, and int8 queries of 16 bits, round where products of float32 do not.
+TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "int8": 1e-2}
 
 
 def inputs():
@@ -41,70 +45,14 @@ def inputs():
     return rng.standard_normal((B, T, K, G, H)), rng.standard_normal((B, K, S, 2 * H))
 
 
-def compare(result, expected, atol=1e-5):
-    for ours, theirs in zip(result, expected, strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=atol)
-
-
-deep = partial(pytest.param, marks=pytest.mark.deep)
-
-
-# 0 and 1 slots, and one less, as many and one more than whole blocks of 4.
-@pytest.mark.parametrize("lengths", [(0, 1, 20), (3, 4, 5), (0, 0, 0), (19, 17, 8)])
-@pytest.mark.parametrize("block", [3, 4, 64])
-@pytest.mark.parametrize("gap", [None, (0, 3), (5, 6)])
-def test_cached(lengths, block, gap, monkeypatch):
-    """Each query its own slots: of a row's first ones, but for a gap that moves on by one."""
-    monkeypatch.setattr(attention, "BLOCK", block)
-    q, kv = inputs()
-    length = np.where([[True, True], [True, False], [False, True]], np.array(lengths)[:, None], 0)
-    hidden = gap and tuple(np.full((B, T), at) + np.arange(T) * (at > 0) for at in gap)
-    slots = np.arange(S)
-    mask = slots < length[..., None]
-    if gap:
-        mask &= (slots < hidden[0][..., None]) | (slots >= hidden[1][..., None])
-    expected = numpy_attention(q, kv[..., :H], kv[..., H:], mask)
-    poisoned = kv_of(jnp.float32(np.where(mask.any(1)[:, None, :, None], kv, np.nan)))
-    length, hidden = jnp.int32(length), gap and tuple(map(jnp.int32, hidden))
-    compare(attention.attend_cached(jnp.float32(q), poisoned, length, hidden), expected)
-
-
-@pytest.mark.parametrize("lengths", [(0, 1, 20, 7), (3, 4, 0, 5)])
-@pytest.mark.parametrize("rows", [None, (2, 0), (1,), (3, 0, 1)])
-@pytest.mark.parametrize("gap", [None, (2, 4)])
-@pytest.mark.parametrize(("int8", "loops"), [(False, True), (True, True), (False, False)])
-def test_cached_on_a_cpu(lengths, rows, gap, int8, loops, monkeypatch):
-    """One query per row, of all rows, of some in another order, and of one, in blocks of 4 slots.
-
-    loops: by loops that read pairs of rows in place, or row by row by XLA's products.
-    """
-    monkeypatch.setattr(attention, "CPU_BLOCK", 4 * K * 2 * H)
-    monkeypatch.setattr(attention.cpu, "TERMS", 4)
-    monkeypatch.setattr(attention, "on_cpu", lambda: True)
-    monkeypatch.setattr(attention.cpu, "reads_in_place", lambda *_: loops)
-    q, kv = (np.concatenate([x, -x[:1]]) for x in inputs())
-    at, slots = np.array(rows or range(len(q))), np.arange(S)
-    mask = slots < np.array(lengths)[:, None]
-    if gap:
-        mask &= (slots < gap[0]) | (slots >= gap[1])
-    cache = quantized_kv(kv) if int8 else kv_of(jnp.float32(kv))
-    expected = numpy_attention(q[at][:, :1], *(x[at] for x in exact(cache)), mask[at][:, None])
-    if int8:
-        poisoned = kv_of(cache.values, jnp.where(mask[:, None, None], cache.scale, jnp.nan))
-    else:
-        poisoned = kv_of(jnp.where(mask[:, None, :, None], cache.values, jnp.nan))
-    length = jnp.int32(lengths)[at][:, None]
-    hidden = gap and tuple(jnp.full_like(length, n) for n in gap)
-    row = rows and jnp.int32(rows)
-    compare(attention.attend_cached(jnp.float32(q)[at][:, :1], poisoned, length, hidden, row), expected)
-
-
-def quantized_kv(kv: np.ndarray, columns: SlotLayout | None = None) -> KV:
-    """[B,K,S,C] float -> int8 with scales [B,K,2,S]: the same ones where the value is a part of the key."""
-    parts = 1 if columns else 2
-    both = quantize(jnp.float32(kv).reshape(*kv.shape[:3], parts, -1), (4,), jnp.bfloat16)
+def kv_of(values: np.ndarray, dtype="float32", layout: SlotLayout | None = None) -> KV:
+    """[B,K,S,C] float -> KV, by default keys beside values. A latent's value is a part of its key."""
+    parts, layout = (1, layout) if layout else (2, key_beside_value(values.shape[-1] // 2))
+    if dtype != "int8":
+        return KV(jnp.asarray(values, dtype), None, layout)
+    both = quantize(jnp.float32(values).reshape(*values.shape[:3], parts, -1), (4,), jnp.bfloat16)
     scale = jnp.tile(both.scale.swapaxes(2, 3), (1, 1, 2 // parts, 1))
-    return kv_of(both.values.reshape(kv.shape), scale, columns)
+    return KV(both.values.reshape(values.shape), scale, layout)
 
 
 def exact(kv: KV) -> tuple[np.ndarray, np.ndarray]:
@@ -116,18 +64,61 @@ def exact(kv: KV) -> tuple[np.ndarray, np.ndarray]:
     return tuple(x * np.asarray(kv.scale, np.float64)[:, :, i, :, None] for i, x in enumerate(both))
 
 
-def test_cached_int8():
-    """Scales of keys and values each reach their own product; unused ones may be NaN."""
+def poisoned(kv: KV, used: np.ndarray) -> KV:
+    """With NaN in the slots that are not used, [B,S] bool: in the values, or in the scales of int8."""
+    if kv.scale is None:
+        return KV(jnp.where(used[:, None, :, None], kv.values, jnp.nan), None, kv.layout)
+    return KV(kv.values, jnp.where(used[:, None, None], kv.scale, jnp.nan), kv.layout)
+
+
+def slots_seen(length, gap=None, slots: int = S) -> np.ndarray:
+    """Which slots are within a length [...] and outside of a gap of two [...]: [...,slots] bool."""
+    at = np.arange(slots)
+    seen = at < np.asarray(length)[..., None]
+    return seen if gap is None else seen & ((at < gap[0][..., None]) | (at >= gap[1][..., None]))
+
+
+# 0 and 1 slots, and one less, as many and one more than whole blocks of 4.
+@pytest.mark.parametrize("lengths", [(0, 1, 20), (3, 4, 5), (0, 0, 0), (19, 17, 8)])
+@pytest.mark.parametrize(("block", "dtype"), [(3, "float32"), (4, "int8"), (64, "float32")])
+@pytest.mark.parametrize("gap", [None, (0, 3), (5, 6)])
+def test_cached(lengths, block, dtype, gap, monkeypatch):
+    """Each query its own slots: of a row's first ones, but for a gap that moves on by one."""
+    monkeypatch.setattr(attention, "BLOCK", block)
     q, kv = inputs()
-    length = np.array([1, 7, 20])
-    quantized = quantized_kv(kv)
-    used = np.arange(S) < length[:, None]
-    poisoned = kv_of(quantized.values, jnp.where(used[:, None, None], quantized.scale, jnp.nan))
-    mask = np.repeat(used[:, None], T, 1)
-    compare(
-        attention.attend_cached(jnp.float32(q), poisoned, jnp.int32(length)[:, None].repeat(T, 1)),
-        numpy_attention(q, *exact(quantized), mask),
+    kv = kv_of(kv, dtype)
+    length = np.where([[True, True], [True, False], [False, True]], np.array(lengths)[:, None], 0)
+    hidden = gap and tuple(np.full((B, T), at) + np.arange(T) * (at > 0) for at in gap)
+    mask = slots_seen(length, hidden)
+    cache, hidden = poisoned(kv, mask.any(1)), gap and tuple(map(jnp.int32, hidden))
+    result = ragged_attention.attend_cached(jnp.float32(q), cache, jnp.int32(length), hidden)
+    compare(result, numpy_attention(q, *exact(kv), mask))
+
+
+@pytest.mark.parametrize("lengths", [(0, 1, 20, 7), (3, 4, 0, 5)])
+@pytest.mark.parametrize("rows", [None, (2, 0), (1,), (3, 0, 1)])
+@pytest.mark.parametrize("gap", [None, (2, 4)])
+@pytest.mark.parametrize(("dtype", "loops"), [("float32", True), ("int8", True), ("float32", False)])
+def test_cached_on_a_cpu(lengths, rows, gap, dtype, loops, monkeypatch):
+    """One query per row, of all rows, of some in another order, and of one, in blocks of 4 slots.
+
+    loops: by loops that read pairs of rows in place, or row by row by XLA's products.
+    """
+    monkeypatch.setattr(cpu, "BLOCK", 4 * K * 2 * H)
+    monkeypatch.setattr(cpu, "TERMS", 4)
+    monkeypatch.setattr(cpu, "reads_in_place", lambda *_: loops)
+    monkeypatch.setattr(ragged_attention, "platform", lambda: "cpu")
+    q, kv = (np.concatenate([x, -x[:1]]) for x in inputs())
+    kv, at = kv_of(kv, dtype), np.array(rows or range(len(q)))
+    hidden = gap and tuple(np.full(len(q), n) for n in gap)
+    mask = slots_seen(lengths, hidden)
+    expected = numpy_attention(q[at][:, :1], *(x[at] for x in exact(kv)), mask[at][:, None])
+    hidden = gap and tuple(jnp.int32(x)[at][:, None] for x in hidden)
+    length, row = jnp.int32(lengths)[at][:, None], rows and jnp.int32(rows)
+    result = ragged_attention.attend_cached(
+        jnp.float32(q)[at][:, :1], poisoned(kv, mask), length, hidden, row
     )
+    compare(result, expected)
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -142,8 +133,8 @@ def test_causal(window):
     ]
     mask = np.array(expected).reshape(B, T, T)
     both = np.concatenate([k, v], -1).swapaxes(1, 2)
-    for kv in (kv_of(jnp.float32(both), None), quantized_kv(both)):
-        result = attention.attend_causal(jnp.float32(q), kv, jnp.int32(segment), window)
+    for kv in (kv_of(both), kv_of(both, "int8")):
+        result = ragged_attention.attend_causal(jnp.float32(q), kv, jnp.int32(segment), window)
         compare(result, numpy_attention(q, *exact(kv), mask))
 
 
@@ -189,37 +180,25 @@ def test_ragged_decode_kernel(width, dtype, blocks, with_gap, monkeypatch, inter
     rng, (B, S, K, G) = np.random.default_rng(0), (len(CASES), 384, 2, 3)
     length = np.array([n for n, _ in CASES])
     place = np.array([S if at is None else at for _, at in CASES])
-    low, high = GAPS.T if with_gap else np.zeros((2, B), int)
-    slots, columns = np.arange(S), LATENT if width == 576 else None
+    hidden, layout = GAPS.T if with_gap else None, LATENT if width == 576 else None
     q = jnp.asarray(rng.standard_normal((B, 1, K, G, width)), "bfloat16" if dtype == "int8" else dtype)
-    C = LATENT.width if columns else 2 * width
-    kv, new = rng.standard_normal((B, K, S, C)), rng.standard_normal((B, K, 1, C))
-    if dtype == "int8":
-        kv, new = quantized_kv(kv, columns), quantized_kv(new, columns)
-    else:
-        kv, new = (kv_of(jnp.asarray(x, dtype), None, columns) for x in (kv, new))
-    mask = (slots < length[:, None]) & ((slots < low[:, None]) | (slots >= high[:, None]))
-    unused = (~mask | (slots == place[:, None]))[:, None]  # BKS
-    if dtype == "int8":
-        poisoned = kv_of(kv.values, jnp.where(unused[:, :, None], jnp.nan, kv.scale), columns)
-    else:
-        poisoned = kv_of(jnp.where(unused[..., None], jnp.nan, kv.values), None, columns)
-    hidden = (jnp.int32(low), jnp.int32(high)) if with_gap else None
+    C = LATENT.width if layout else 2 * width
+    kv, new = (kv_of(rng.standard_normal((B, K, n, C)), dtype, layout) for n in (S, 1))
+    mask, slots = slots_seen(length, hidden, S), np.arange(S)
+    cache = poisoned(kv, mask & (slots != place[:, None]))
+    gap = None if hidden is None else tuple(map(jnp.int32, hidden))
     options = dict(new=new, place=jnp.int32(place), blocks=blocks, interpret=interpret)
-    (o, lse), cache = ragged_attention.ragged_attention_tpu(q, poisoned, jnp.int32(length), hidden, **options)
+    result, found = ragged_attention.ragged_attention_tpu(q, cache, jnp.int32(length), gap, **options)
 
-    written = attention.write(poisoned, new, jnp.int32(place)[:, None])
+    written = attention.write(cache, new, jnp.int32(place)[:, None])
     # In the tile of a new float token, slots that nobody reads may have become zeros. All else is as it was.
     beside = (slots // 32 == place[:, None] // 32) & ~mask & (dtype != "int8")
-    ours, expected = (np.where(beside[:, None, :, None], 0, np.float32(x.values)) for x in (cache, written))
+    ours, expected = (np.where(beside[:, None, :, None], 0, np.float32(x.values)) for x in (found, written))
     np.testing.assert_array_equal(ours, expected)
     if dtype == "int8":
-        np.testing.assert_array_equal(np.float32(cache.scale), np.float32(written.scale))
+        np.testing.assert_array_equal(np.float32(found.scale), np.float32(written.scale))
     keys, values = (np.where(mask[:, None, :, None], x, 0) for x in exact(written))
-    expected = numpy_attention(np.asarray(q, np.float64), keys, values, mask[:, None], kv.layout.scale)
-    # bfloat16 probabilities, and int8 queries of 16 bits: the kernel's products round where float32's do not.
-    tolerance = {"float32": 1e-5, "bfloat16": 1e-2, "int8": 1e-2}[dtype]
-    compare((o, lse), expected, tolerance)
+    compare(result, numpy_attention(q, keys, values, mask[:, None], kv.layout.scale), TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize(
@@ -233,43 +212,34 @@ def test_ragged_decode_kernel(width, dtype, blocks, with_gap, monkeypatch, inter
 )
 def test_cached_by_the_decode_kernel(width, dtype, with_gap, blocks, monkeypatch, interpret):
     """Several queries per row, some of which see nothing, of a cache to which nothing is written."""
-    monkeypatch.setattr(attention, "on_tpu", lambda: True)
+    monkeypatch.setattr(ragged_attention, "platform", lambda: "tpu")
     monkeypatch.setattr(ragged_attention, "GROUP", 21)
     monkeypatch.setattr(ragged_attention, "SCORES", 9 * 256)  # blocks of 512 are too large
     kernel = partial(ragged_attention.ragged_attention_tpu, blocks=blocks, interpret=interpret)
-    monkeypatch.setattr(attention, "ragged_attention_tpu", kernel)
+    monkeypatch.setattr(ragged_attention, "ragged_attention_tpu", kernel)
     rng, (B, S, T, K, G) = np.random.default_rng(0), (len(CASES), 384, 3, 2, 3)
     length = np.array([n for n, _ in CASES])
     length = np.where(np.arange(T) < np.arange(B)[:, None] % (T + 1), length[:, None], 0)
-    low, high = (x[:, None] + np.arange(T) * (x[:, None] > 0) for x in GAPS.T)  # each query another gap
-    mask = np.arange(S) < length[..., None]
-    if with_gap:
-        mask &= (np.arange(S) < low[..., None]) | (np.arange(S) >= high[..., None])
-    used = (np.arange(S) < length.max(1, keepdims=True)) if not with_gap else mask.any(1)
+    gap = [x[:, None] + np.arange(T) * (x[:, None] > 0) for x in GAPS.T] if with_gap else None
+    mask = slots_seen(length, gap, S)
     q = jnp.asarray(rng.standard_normal((B, T, K, G, width)), "bfloat16" if dtype == "int8" else dtype)
-    kv = rng.standard_normal((B, K, S, 2 * width))
-    kv = quantized_kv(kv) if dtype == "int8" else kv_of(jnp.asarray(kv, dtype), None)
-    if dtype == "int8":
-        poisoned = kv_of(kv.values, jnp.where(used[:, None, None], kv.scale, jnp.nan))
-    else:
-        poisoned = kv_of(jnp.where(used[:, None, :, None], kv.values, jnp.nan), None)
-    hidden = (jnp.int32(low), jnp.int32(high)) if with_gap else None
-    result = attention.attend_cached(q, poisoned, jnp.int32(length), hidden)
-    expected = numpy_attention(np.asarray(q, np.float64), *exact(kv), mask)
-    compare(result, expected, {"float32": 1e-5, "bfloat16": 1e-2, "int8": 1e-2}[dtype])
+    kv = kv_of(rng.standard_normal((B, K, S, 2 * width)), dtype)
+    hidden = gap and tuple(map(jnp.int32, gap))
+    result = ragged_attention.attend_cached(q, poisoned(kv, mask.any(1)), jnp.int32(length), hidden)
+    compare(result, numpy_attention(q, *exact(kv), mask), TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("cpu", [False, True])
-def test_merge(cpu, monkeypatch):
+@pytest.mark.parametrize("stacked", [False, True])
+def test_merge(stacked):
     """Two halves of the keys, one of them empty for some rows, join to the whole."""
-    monkeypatch.setattr(attention, "on_cpu", lambda: cpu)
     q, kv = inputs()
     mask = np.zeros((B, T, S), bool)
     mask[0, :, :15] = mask[1, :, 12:] = True  # row 0 sees both halves, row 1 the second, row 2 nothing
     expected = numpy_attention(q, kv[..., :H], kv[..., H:], mask)
     parts = slice(10), slice(10, S)
-    halves = [attention.attend(jnp.float32(q), kv_of(jnp.float32(kv[:, :, s])), mask[..., s]) for s in parts]
-    compare(attention.merge(*halves), expected)
+    halves = [attention.attend(jnp.float32(q), kv_of(kv[:, :, s]), mask[..., s]) for s in parts]
+    halves = [tuple(map(jnp.stack, zip(*halves, strict=True)))] if stacked else halves
+    compare(attention.merge(*halves, stacked=stacked), expected)
 
 
 @pytest.mark.parametrize("window", [None, 100])
@@ -284,16 +254,10 @@ def test_splash(window):
     kv_segment = np.stack([np.arange(S) // 100, np.arange(S) < 300])
     back = np.arange(T)[:, None] - np.arange(S)
     mask = (back >= 0) & (back < (window or S)) & (q_segment[..., None] == kv_segment[:, None])
-    shape = (T, S)
+    shape, masks = (T, S), tpu.masks
     causal = masks.CausalMask(shape) if window is None else masks.LocalMask(shape, (window - 1, 0), 0)
-    result = attention.splash(
-        *map(jnp.float32, (q, k, v)),
-        H**-0.5,
-        causal,
-        jnp.int32(q_segment),
-        jnp.int32(kv_segment),
-        interpret=True,
-    )
+    segments = jnp.int32(q_segment), jnp.int32(kv_segment)
+    result = tpu.splash(*map(jnp.float32, (q, k, v)), H**-0.5, causal, *segments, interpret=True)
     compare(result, numpy_attention(q, k, v, mask))
 
 
@@ -302,14 +266,11 @@ def test_cached_by_splash(monkeypatch):
     rng = np.random.default_rng(0)
     B, T, K, G, H, S = 3, 128, 1, 2, 32, 384
     q, kv = rng.standard_normal((B, T, K, G, H)), rng.standard_normal((B, K, S, 2 * H))
-    length = np.array([0, 200, 384])
-    used = np.arange(S) < length[:, None]
-    sees = np.arange(T) < np.array([128, 50, 128])[:, None]
-    quantized = quantized_kv(kv)
-    poisoned = kv_of(quantized.values, jnp.where(used[:, None, None], quantized.scale, jnp.nan))
+    kv, length = kv_of(kv, "int8"), np.array([[0], [200], [384]])
+    length = np.where(np.arange(T) < np.array([[128], [50], [128]]), length, 0)
+    mask = slots_seen(length, slots=S)
     monkeypatch.setattr(attention, "BLOCK", 256)
-    monkeypatch.setattr(attention, "use_splash", lambda q: True)
-    monkeypatch.setattr(attention, "splash", partial(attention.splash, interpret=True))
-    length = jnp.int32(np.where(sees, length[:, None], 0))
-    result = attention.attend_cached(jnp.float32(q), poisoned, length)
-    compare(result, numpy_attention(q, *exact(quantized), used[:, None] & sees[..., None]))
+    monkeypatch.setattr(tpu, "read_block", lambda kv, B, _, *at: attention.read_block(kv, [(0, B)], *at))
+    monkeypatch.setattr(tpu, "splash", partial(tpu.splash, interpret=True))
+    result = tpu.attend_cached(jnp.float32(q), poisoned(kv, mask.any(1)), jnp.int32(length))
+    compare(result, numpy_attention(q, *exact(kv), mask))

@@ -58,7 +58,7 @@ def test_products(dtype, weights, B, T, avx512, first, monkeypatch):
 
 def test_loops_of_attention_copy_nothing():
     """Both products read the cache in one loop each: nothing as large as a block's keys is written."""
-    q, cache = jnp.ones((2, 3, 3, 64)), jnp.ones((2, 3, 768, 128))
+    q, cache = jnp.ones((2, 1, 3, 3, 64)), jnp.ones((2, 3, 768, 128))
 
     def attend(q, cache, first):
         block = jax.lax.dynamic_slice_in_dim(cache, first, 256, 2)
@@ -141,23 +141,20 @@ def test_a_cache_folder_that_cannot_be_written_is_no_error(tmp_path):
     assert "Warning" not in stderr and "Error" not in stderr
 
 
-@pytest.mark.parametrize(("cpu", "expected"), [(False, [0, 1]), (True, [0, 0, 1, 2])])
-def test_decode_reads_what_is_filled(cpu, expected, monkeypatch):
+@pytest.mark.parametrize(("module", "expected"), [(attention, [0, 1]), (cpu, [0, 0, 1, 2])])
+def test_decode_reads_what_is_filled(module, expected, monkeypatch):
     """A long cache costs a step of few positions no more blocks than a short one; on a CPU by pairs."""
-    monkeypatch.setattr(attention, "on_cpu", lambda: cpu)
-    monkeypatch.setattr(attention, "CPU_BLOCK", 128 * 16)
-    blocks = []
-    read = attention.read_block
+    monkeypatch.setattr(cpu, "BLOCK", 128 * 16)
+    blocks, read = [], attention.read_block
 
-    def count(kv, row, rows, i, block):
+    def count(kv, runs, block, i):
         jax.debug.callback(lambda i: blocks.append(int(i)), i)
-        return read(kv, row, rows, i, block)
+        return read(kv, runs, block, i)
 
     monkeypatch.setattr(attention, "read_block", count)
     rng = np.random.default_rng(0)
     q = jnp.asarray(rng.normal(size=(4, 1, 1, 2, 8)), jnp.float32)
-    columns = key_beside_value(8)
-    kv = KV(jnp.asarray(rng.normal(size=(4, 1, 1024, 16)), jnp.float32), None, columns)
-    jax.block_until_ready(attention.attend_cached(q, kv, jnp.array([[3], [5], [300], [7]])))
+    kv = KV(jnp.asarray(rng.normal(size=(4, 1, 1024, 16)), jnp.float32), None, key_beside_value(8))
+    jax.block_until_ready(module.attend_cached(q, kv, jnp.array([[3], [5], [300], [7]])))
     jax.effects_barrier()
     assert sorted(blocks) == expected

@@ -171,26 +171,21 @@ def programs_of_a_server() -> tuple[Programs, ProgramsOnShapes]:
     return Programs(weights, *sizes), ProgramsOnShapes(shapes_of(weights), *sizes)
 
 
-def test_a_server_that_ends(capsys):
-    """It compiles no more programs, and says nothing of them."""
-    (_, shapes), server = programs_of_a_server(), loop.EngineLoop(4, 4, 60, Metrics())
-    shapes.give_up()
-    loop.compile_later(shapes, faster_programs(shapes, DEMAND), server, lambda: None)
-    assert server.inbox.empty() and capsys.readouterr().err == ""
-
-
-def test_a_program_that_a_server_cannot_compile(monkeypatch, capsys):
-    """The server goes on without it, and says why."""
+@pytest.mark.parametrize("ends", [True, False])
+def test_programs_that_a_server_does_not_compile(ends, monkeypatch, capsys):
+    """One that ends says nothing of them; one that cannot compile a program goes on, and says why."""
     (_, shapes), server = programs_of_a_server(), loop.EngineLoop(4, 4, 60, Metrics())
 
     def fail(*arguments, **static):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no room")
 
     monkeypatch.setattr(ahead, "compile_on_shapes", fail)
+    if ends:
+        shapes.give_up()
     loop.compile_later(shapes, faster_programs(shapes, DEMAND), server, lambda: None)
     assert server.inbox.empty()
     why = "a decode program for 4 rows was not compiled: RESOURCE_EXHAUSTED: no room\n"
-    assert capsys.readouterr().err == why
+    assert capsys.readouterr().err == ("" if ends else why)
 
 
 def test_a_server_compiles_the_rest(monkeypatch, compiled):

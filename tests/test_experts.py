@@ -2,6 +2,7 @@
 
 import dataclasses
 from functools import partial
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkR
 import model
 from families.deepseek_v3 import GroupLimitedRouter
 from ops import cpu, grouped_matmul
-from quantize import INT8, MXFP4, QuantizedArray, quantize, quantize_groups, ungroup
+from quantize import INT8, MXFP4, PerGroup, QuantizedArray
 from sharding.arrays import ArrayInfo, specs
 from sharding.mesh import MODEL
 
@@ -77,16 +78,14 @@ def test_no_token_is_dropped(name, routing, active):
     assert_like_the_loop(name, routing, active, model.Router())
 
 
-@pytest.mark.parametrize("scales", ["input", "output"])
-@pytest.mark.parametrize("normalized", [False, True])
-@pytest.mark.parametrize("score", ["sigmoid", "softmax"])
-def test_routers(score, normalized, scales):
-    assert_like_the_loop("1", "spread", 2, model.Router(score, normalized, scales))
+ROUTERS = [model.Router(*x) for x in product(("sigmoid", "softmax"), (False, True), ("input", "output"))]
+# GLM-4.7-Flash's, whose bias chooses experts but does not weight them.
+ROUTERS.append(model.Router("sigmoid", True, "output", bias=True, factor=1.8))
 
 
-def test_a_bias_chooses_but_does_not_weight():
-    """GLM-4.7-Flash's router."""
-    assert_like_the_loop("1", "spread", 2, model.Router("sigmoid", True, "output", bias=True, factor=1.8))
+@pytest.mark.parametrize("router", ROUTERS)
+def test_routers(router):
+    assert_like_the_loop("1", "spread", 2, router)
 
 
 @pytest.mark.parametrize(
@@ -146,10 +145,7 @@ def assert_like_the_loop(name: str, routing: str, active: int, router_kind: mode
 
     whole = w
     if format:
-        float_arrays = {
-            n: dequantize(getattr(w, n), getattr(info, n).contracted_axes) for n in ("gate", "up", "down")
-        }
-        whole = dataclasses.replace(w, **float_arrays)
+        whole = dataclasses.replace(w, **{n: dequantize(getattr(w, n), 1) for n in ("gate", "up", "down")})
     result = jax.jit(experts)(jnp.float32(x), w)
     expected = dense_loop(x, whole, active, router_kind)
     expected[:, real:] = 0  # what is no token goes to no expert
@@ -209,28 +205,20 @@ def check_active_experts(choices, dtype, scales, monkeypatch, interpret, biased:
     factor = rng.uniform(0.2, 0.9, expert.shape)
     x = rng.standard_normal((len(expert), D))
     weights = [rng.standard_normal(shape) / 8 for shape in ((E, D, M), (E, D, M), (E, M, D))]
+    weights[0][:, :32] /= 1000  # unlike scales in a column
+    weights[0][:, 40] = 0
     idle = np.setdiff1d(np.arange(E), expert)
-    if dtype == "int8":
-        quantized = [quantize(jnp.float32(w), (1,)) for w in weights]
-        exact = [dequantize(w, 1) for w in quantized]
-        given = [dataclasses.replace(w, scale=w.scale.at[idle].set(jnp.nan)) for w in quantized]
-    elif dtype == "int4":
-        grouped = [
-            quantize_groups(jnp.float32(w), (0, 1), n) for w, n in zip(weights, (32, 32, 64), strict=True)
-        ]
-        exact = [np.asarray(ungroup(w, (0, 1))) for w in grouped]
-        given = [dataclasses.replace(w, scale=w.scale.at[idle].set(jnp.nan)) for w in grouped]
-    elif dtype == "mxfp4":
-        info = {"D": ArrayInfo("eDm", "D", shape=(E, D, M)), "m": ArrayInfo("emD", "m", shape=(E, M, D))}
-        infos = info["D"], info["D"], info["m"]
-        weights[0][:, :32] /= 1000  # unlike scales in a column
-        weights[0][:, 40] = 0
-        blocks = [MXFP4.encode(jnp.float32(w), i) for w, i in zip(weights, infos, strict=True)]
-        exact = [np.asarray(MXFP4.decode(w, i)) for w, i in zip(blocks, infos, strict=True)]
-        given = [dataclasses.replace(w, scale=w.scale.at[idle].set(255)) for w in blocks]
+    if dtype == "float32":
+        exact = whole = [jnp.float32(w) for w in weights]
+        given = [w.at[idle].set(jnp.nan) for w in exact]
     else:
-        exact = [np.float32(w) for w in weights]
-        given = [jnp.float32(w).at[idle].set(jnp.nan) for w in weights]
+        formats = {"int8": [INT8] * 3, "int4": map(PerGroup, (32, 32, 64)), "mxfp4": [MXFP4] * 3}[dtype]
+        infos = [ArrayInfo("eDm", "D", shape=(E, D, M))] * 2 + [ArrayInfo("emD", "m", shape=(E, M, D))]
+        whole = [f.encode(jnp.float32(w), i) for f, w, i in zip(formats, weights, infos, strict=True)]
+        exact = [w.format.decode(w, i) for w, i in zip(whole, infos, strict=True)]
+        nan = 255 if dtype == "mxfp4" else jnp.nan
+        given = [dataclasses.replace(w, scale=w.scale.at[idle].set(nan)) for w in whole]
+    exact = [np.asarray(w) for w in exact]
 
     biases = (rng.standard_normal((E, M)), rng.standard_normal((E, M)), rng.standard_normal((E, D)))
     arguments = jnp.float32(x), jnp.int32(expert), jnp.float32(factor)
@@ -247,11 +235,7 @@ def check_active_experts(choices, dtype, scales, monkeypatch, interpret, biased:
                 expected[row] += after * (down + biases[2][e] if biased else down)
     # Of int4 the activations are rounded to 1 / 65000 of their row's largest, twice.
     np.testing.assert_allclose(result, expected, atol=4e-4 if dtype == "int4" else 1e-5)
-    by_sorting = grouped_matmul.sorted_rows(
-        *arguments,
-        *(blocks if dtype == "mxfp4" else [jax.tree.map(jnp.nan_to_num, w) for w in given]),
-        *options,
-    )
+    by_sorting = grouped_matmul.sorted_rows(*arguments, *whole, *options)
     np.testing.assert_allclose(by_sorting, expected, atol=1e-5)
 
 
@@ -282,9 +266,8 @@ def test_only_active_experts_are_fetched(chosen, monkeypatch):
     x, factor = jax.ShapeDtypeStruct((R, D), jnp.bfloat16), jax.ShapeDtypeStruct((R, 1), jnp.float32)
     expert = jax.ShapeDtypeStruct((R, 1), jnp.int32)
     arguments = x, expert, factor, matrix(D, M), matrix(D, M), matrix(M, D)
-    jax.eval_shape(
-        lambda *x: grouped_matmul.active_experts(*x, (None,) * 3, model.SwiGLU(), "input"), *arguments
-    )  # a new function: none is cached
+    rest = (None,) * 3, model.SwiGLU(), "input"
+    jax.eval_shape(lambda *x: grouped_matmul.active_experts(*x, *rest), *arguments)  # none is cached
     active = np.isin(np.arange(E), chosen)
     scalars = grouped_matmul.active_first(jnp.array(active), found["grid"][0])
     before, fetched = {}, 0

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from conftest import llama3_config, llama4_config
 from jax._src.lib import triton
-from jax.experimental import pallas
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jaxlib.mlir import ir
-from test_attention import compare, exact, kv_of, numpy_attention, quantized_kv
+from test_attention import TOLERANCE, compare, exact, kv_of, numpy_attention, poisoned, slots_seen
 from test_int4 import PRODUCTS, weights_like_real_ones
-from test_kernels import KINDS, assert_same, generate
+from test_kernels import KINDS, assert_same, generate, interpreted_as_on
 
 import model
-from ops import attention, gpu, grouped_matmul, matmul
+import ragged_attention
+from ops import gpu, grouped_matmul, matmul
 from quantize import INT4, INT8, QuantizedArray, dequantize_groups, quantize, quantize_groups, ungroup
 from serving import chunks
 from serving.executors import one_program
@@ -32,21 +32,12 @@ IN_GROUPS = dict(D=64, H=64, F=192, M=96)  # sizes of which int4 has whole group
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
     """Switches to the GPU's paths when called; returns the set of kernels that have run since."""
-    used, pallas_call = set(), pallas.pallas_call
-
-    def interpreted(*arguments, **options):
-        used.add(options["name"])
-        return pallas_call(*arguments, **options, interpret=True)
 
     def switch() -> set[str]:
-        monkeypatch.setattr(pallas, "pallas_call", interpreted)
-        monkeypatch.setattr(attention, "on_gpu", lambda: True)
-        for module in (grouped_matmul, matmul):
-            monkeypatch.setattr(module, "platform", lambda: "gpu")
         # The interpreter mixes what varies over the mesh with what does not; test_lowering checks our part.
         monkeypatch.setattr(model, "declares_vma", lambda mesh, T: False)
-        jax.clear_caches()  # what is compiled already is for a CPU
-        return used
+        monkeypatch.setattr(matmul, "platform", lambda: "gpu")
+        return interpreted_as_on("gpu", monkeypatch, lambda name: True)
 
     yield switch
     jax.clear_caches()
@@ -72,27 +63,14 @@ def test_cached(T, width, dtype, programs, monkeypatch, as_on_a_gpu):
     length, start = np.array(CASES).T
     sees = rng.random((B, T)) < 0.7 if T > 1 else np.ones((B, 1), bool)
     q = jnp.asarray(rng.standard_normal((B, T, K, G, width)), "bfloat16" if dtype == "int8" else dtype)
-    kv = rng.standard_normal((B, K, S, 2 * width))
-    kv = quantized_kv(kv) if dtype == "int8" else kv_of(jnp.asarray(kv, dtype), None)
-    filled = (np.arange(S) < length[:, None]) & (np.arange(S) >= start[:, None])
-    hidden = (
-        np.arange(len(CASES)) % 2 * start // 2,
-        start,
-    )  # the first slots of some rows, of others the middle
-    filled |= (np.arange(S) < hidden[0][:, None]) & (np.arange(S) < length[:, None])
-    hidden = tuple(jnp.broadcast_to(jnp.int32(x)[:, None], sees.shape) for x in hidden)
-    here = filled[:, None]  # BKS
-    if dtype == "int8":
-        poisoned = kv_of(kv.values, jnp.where(here[:, :, None], kv.scale, jnp.nan))
-    else:
-        poisoned = kv_of(jnp.where(here[..., None], kv.values, jnp.nan), None)
-    used = as_on_a_gpu()
-    lengths = jnp.int32(np.where(sees, length[:, None], 0))
-    result = attention.attend_cached(q, poisoned, lengths, hidden)
+    kv = kv_of(rng.standard_normal((B, K, S, 2 * width)), dtype)
+    gap = np.arange(len(CASES)) % 2 * start // 2, start  # the first slots of some rows, of others the middle
+    filled = slots_seen(length, gap, S)
+    gap = tuple(jnp.broadcast_to(jnp.int32(x)[:, None], sees.shape) for x in gap)
+    used, lengths = as_on_a_gpu(), jnp.int32(np.where(sees, length[:, None], 0))
+    result = ragged_attention.attend_cached(q, poisoned(kv, filled), lengths, gap)
     assert used == {"flash"}
-    mask = sees[..., None] & filled[:, None]
-    expected = numpy_attention(np.asarray(q, np.float64), *exact(kv), mask)
-    compare(result, expected, 1e-5 if dtype == "float32" else 1e-2)
+    compare(result, numpy_attention(q, *exact(kv), sees[..., None] & filled[:, None]), TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("window", [None, 3, 70])
@@ -104,9 +82,8 @@ def test_causal(window, as_on_a_gpu):
     segment = np.stack([np.zeros(T, int), np.arange(T) // 100, np.arange(T) * 2 // T * 7])
     back = np.arange(T)[:, None] - np.arange(T)
     mask = (back >= 0) & (back < (window or T)) & (segment[..., None] == segment[:, None])
-    used = as_on_a_gpu()
-    kv = kv_of(jnp.float32(np.concatenate([k, v], -1).swapaxes(1, 2)), None)
-    result = attention.attend_causal(jnp.float32(q), kv, jnp.int32(segment), window)
+    used, kv = as_on_a_gpu(), kv_of(np.concatenate([k, v], -1).swapaxes(1, 2))
+    result = ragged_attention.attend_causal(jnp.float32(q), kv, jnp.int32(segment), window)
     assert used == {"flash"}
     compare(result, numpy_attention(q, k.swapaxes(1, 2), v.swapaxes(1, 2), mask))
 
@@ -189,7 +166,7 @@ def test_without_triton(without_triton, as_on_a_gpu, capsys):
     x, gate, up, down = (rng.standard_normal(shape) for shape in [(5, 8)] + [(3, 8, 8)] * 3)
     length, expert = jnp.int32([100, 7]), rng.integers(0, 3, 5)
     for _ in range(2):
-        attended = attention.attend_cached(jnp.float32(q), kv_of(jnp.float32(kv)), length[:, None])
+        attended = ragged_attention.attend_cached(jnp.float32(q), kv_of(kv), length[:, None])
         weights = map(jnp.float32, (gate, up, down))
         rows = jnp.float32(x), expert[:, None], jnp.ones((5, 1))
         mixed = grouped_matmul.expert_mlp(*rows, *weights, (None,) * 3, model.SwiGLU(), "input")

@@ -1,4 +1,4 @@
-"""int4 weights: rounding, against a search by hand; products, files and meshes; what a command says."""
+"""int4 weights: rounding, against a search by hand; products, files and meshes."""
 
 import json
 
@@ -7,15 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import CHECKPOINTS, invoke, llama3_config, llama4_config, mesh_of
+from test_quantize import as_floats, assert_same, check_forward, read
 
 import convert_checkpoint
-import main
 import model
 from checkpoints.checkpoint import open_checkpoint
 from checkpoints.folders import INDEX
 from checkpoints.loading import load
 from checkpoints.names import named_infos
-from deployment import placement
 from deployment.memory import shard_bytes
 from ops import matmul
 from quantize import (
@@ -23,7 +22,6 @@ from quantize import (
     INT4,
     INT8,
     PerGroup,
-    QuantizedArray,
     Requantized,
     first_axes,
     pack_int4,
@@ -34,7 +32,6 @@ from quantize import (
 )
 from sharding.arrays import abstract
 from sharding.mesh import make_mesh
-from terminal import launch
 
 LLAMA3 = CHECKPOINTS / "tiny-llama3"
 
@@ -113,22 +110,6 @@ def test_what_is_not_finite(number):
     assert not rounded[:32, 2].any()
 
 
-@pytest.mark.parametrize(
-    ("shape", "axes", "expected"),
-    [
-        ((3, 64, 5), (0, 1), (3, 2, 32, 5)),  # eDm
-        ((7, 2, 3, 32), (1, 2, 3), (2, 3, 1, 32, 7)),  # DkgH
-        ((2, 3, 5, 96), (3,), (3, 32, 2, 3, 5)),  # kgHD
-    ],
-)
-def test_axes_of_groups(shape, axes, expected):
-    w = weights_like_real_ones(*shape)
-    assert split_groups(jnp.asarray(w), axes, 32).shape == expected
-    q = quantize_groups(jnp.asarray(w), axes, 32)
-    assert q.values.shape == expected
-    assert np.linalg.norm(ungroup(q, axes) - w) < 0.2 * np.linalg.norm(w)
-
-
 def test_packed_bytes():
     values = jnp.asarray([[-8, 7, 1, -1], [0, 3, -2, 5]], jnp.int4)
     packed = pack_int4(values, 1)
@@ -156,7 +137,9 @@ def test_products(spec, x, w, axes, on_tpu, monkeypatch):
     x = np.random.default_rng(1).standard_normal(x).astype(np.float32)
     x.reshape(6, -1)[1, 3] *= 1000  # an outlier
     x.reshape(6, -1)[2] = 0
-    q = quantize_groups(jnp.asarray(weights_like_real_ones(*w)), axes, 32)
+    w = weights_like_real_ones(*w)
+    q = quantize_groups(jnp.asarray(w), axes, 32)
+    assert np.linalg.norm(ungroup(q, axes) - w) < 0.2 * np.linalg.norm(w)
     expected = np.einsum(spec, x.astype(float), np.asarray(ungroup(q, axes), float))
     result = matmul.einsum(spec, jnp.asarray(x), q)
     assert result.dtype == jnp.float32
@@ -183,16 +166,6 @@ def test_many_rows_are_multiplied_as_floats(monkeypatch):
 # --------------------------------------------------------------------------------------------------- models
 
 
-def as_floats(weights: model.Weights, cfg: model.Config, format) -> model.Weights:
-    """What quantized weights stand for, without the padding that a mesh needs."""
-
-    def one(info, x):
-        x = x.format.decode(x, info) if isinstance(x, QuantizedArray) else x
-        return jnp.asarray(np.asarray(x)[tuple(map(slice, info.shape))])
-
-    return jax.tree.map(one, model.weight_infos(cfg, format=format), weights)
-
-
 # Groups of 64 of D, of 32 in a head; 192 are 3 groups of 64, which 8 devices do not divide.
 SMALL = {
     "llama3": llama3_config(D=64, F=192, H=32),
@@ -202,22 +175,12 @@ SMALL = {
 
 @pytest.mark.parametrize(("name", "mesh"), [("llama3", "tp8"), ("llama4", "1"), ("llama4", "ep2-tp4")])
 def test_forward(name, mesh):
-    """The logits are those of the same weights as floats, on one device."""
-    cfg = SMALL[name]
-    weights = model.init_weights(jax.random.key(0), cfg, mesh_of(cfg, mesh), format=INT4)
-    planned = abstract(model.weight_infos(cfg, format=INT4), mesh_of(cfg, mesh), jnp.float32)
-    assert jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), weights) == jax.tree.map(
-        lambda x: (x.shape, x.dtype, x.sharding), planned
-    )
+    """Int8 weights, as of the unembedding, are multiplied by activations of 15 bits."""
+    weights = check_forward(SMALL[name], mesh, INT4, atol=5e-4)
     layer = weights.layers[0]
     assert layer.attention.q.format == PerGroup(64) and layer.attention.o.format == PerGroup(32)
     assert layer.feed_forward.down.format.scheme == "int4" and weights.unembed.format == INT8
     assert isinstance(weights.embed, jax.Array) and isinstance(layer.attention_norm, jax.Array)
-    tokens = jnp.arange(24).reshape(2, 12) % cfg.V
-    expected = model.forward(tokens, as_floats(weights, cfg, INT4), cfg=cfg, mesh=mesh_of(cfg))
-    ours = model.forward(tokens, weights, cfg=cfg, mesh=mesh_of(cfg, mesh))
-    # Int8 weights, as of the unembedding, are multiplied by activations of 15 bits.
-    np.testing.assert_allclose(ours, expected, atol=5e-4)
 
 
 def test_bytes():
@@ -233,15 +196,12 @@ def test_bytes():
         assert shard_bytes(weights.layers[0].feed_forward.down) == 512 * 256 * bits / 8
 
 
-def test_whole_groups_need_no_padding():
+def test_whole_groups():
+    """They need no padding; what no group of 32 divides is int8."""
     cfg = llama3_config(D=256, F=8192)
     down = model.weight_infos(cfg, format=INT4).layers[0].feed_forward.down.components
     assert down.values.padded_shape(mesh_of(cfg, "tp8")) == (64, 128, 256)
     assert down.scale.padded_shape(mesh_of(cfg, "tp8")) == (64, 256)
-
-
-def test_dimensions_that_have_no_groups():
-    """What no group of 32 divides is int8."""
     cfg = llama3_config(D=64, F=80, H=8)
     layer = model.weight_infos(cfg, format=INT4).layers[0]
     assert layer.feed_forward.down.quantization == layer.attention.o.quantization == INT8
@@ -280,8 +240,7 @@ def test_a_converted_folder_is_what_loading_makes(name, source, converted, monke
     assert ours.format == INT4
     mesh = mesh_of(ours.config, name)
     expected, found = (load(x, mesh, "bfloat16", INT4, show=False) for x in (theirs, ours))
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
-    assert jax.tree.map(lambda x: x.dtype, found) == jax.tree.map(lambda x: x.dtype, expected)
+    assert_same(found, expected)
     total = sum(source.nbytes for source in ours.sources.values())
     planned = abstract(model.weight_infos(ours.config, format=INT4), mesh_of(ours.config), jnp.bfloat16)
     assert total == shard_bytes(planned)
@@ -297,7 +256,7 @@ def test_as_int8_of_int4(source, converted):
     theirs, ours = open_checkpoint(str(source)), open_checkpoint(str(converted))
     mesh, format = mesh_of(ours.config, "ep2-tp4"), Requantized(INT4, INT8)
     expected, found = (load(x, mesh, "bfloat16", format, show=False) for x in (theirs, ours))
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert_same(found, expected)
     with pytest.raises(ValueError, match="is int4, and cannot be int8"):
         load(ours, mesh, "bfloat16", INT8)
     four = load(ours, mesh_of(ours.config), "bfloat16", None, show=False)
@@ -318,7 +277,7 @@ def test_in_stages():
     assert depth == len(whole.layers) // 2
     for i, layer in enumerate(whole.layers):
         one = jax.tree.map(lambda x, stage=i // depth: x[stage], staged.layers[i % depth])
-        jax.tree.map(np.testing.assert_array_equal, one, layer)
+        assert_same(one, layer)
 
 
 def test_verify(source, converted):
@@ -329,10 +288,8 @@ def test_verify(source, converted):
     for name, info in named_infos(ours.config, format=INT4):
         format = info.quantization
         if format and format.scheme == "int4":
-            parts = [ours.sources[f"{name}.{part}"] for part in ("values", "scale")]
-            packed, scale = (x.read(tuple((0, n) for n in x.info.shape)).copy() for x in parts)
-            x = open_checkpoint(str(source)).sources[name]
-            x = x.read(tuple((0, n) for n in x.info.shape))
+            packed, scale = (read(ours.sources[f"{name}.{part}"]) for part in ("values", "scale"))
+            x = read(open_checkpoint(str(source)).sources[name])
             assert format.error(x, packed, scale, info) <= 1
             packed[(0,) * packed.ndim] ^= 1
             assert format.error(x, packed, scale, info) > 1
@@ -365,27 +322,3 @@ def test_what_is_refused(converted, tmp_path, monkeypatch, capsys):
     (changed / index.name).write_text(json.dumps(content))
     with pytest.raises(ValueError, match="quantize is 'int3', not none or int8 or int4"):
         open_checkpoint(str(changed))
-
-
-@pytest.mark.parametrize(
-    ("backend", "held"), [("tpu", INT4), ("gpu", INT4), ("cpu", Requantized(INT4, INT8))]
-)
-def test_what_a_backend_holds(backend, held, monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    assert placement.choose_format("int4", None, print) == held
-    assert placement.choose_format("int8", None, print) == INT8
-
-
-def test_the_command(tmp_path, monkeypatch, capsys):
-    """On a CPU int4 is held as int8, and a line says so; a folder of int4 answers the same."""
-    asked = "--prompt", "How much is 12 plus 34?", "--json", "--logprobs"
-    launch.log_once.cache_clear()
-    code, out, err = invoke(monkeypatch, capsys, main, "--checkpoint", LLAMA3, "--quantize", "int4", *asked)
-    assert code == 0 and "int4 weights are held as int8: on this platform int4 is slower" in err
-    convert_checkpoint.convert(str(LLAMA3), str(tmp_path / "int4"), INT4)
-    launch.log_once.cache_clear()
-    code, again, err = invoke(monkeypatch, capsys, main, "--checkpoint", tmp_path / "int4", *asked)
-    assert code == 0 and "int4 weights are held as int8" in err
-    assert json.loads(out)["responses"] == json.loads(again)["responses"]
-    code, _, err = invoke(monkeypatch, capsys, main, "--checkpoint", tmp_path / "int4", "--quantize", "int8")
-    assert code == 1 and "the weights in" in err and "are int4; use the original model" in err

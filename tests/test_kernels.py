@@ -9,6 +9,7 @@ from jax.experimental import pallas
 from jax.experimental.pallas import tpu as pltpu
 
 import model
+import ragged_attention
 from ops import attention, grouped_matmul, tpu
 from quantize import INT8
 from serving import chunks
@@ -25,25 +26,33 @@ KINDS = (
 )
 
 
-@pytest.fixture
-def as_on_a_tpu(monkeypatch, interpret):
-    """Switches to the TPU's paths when called; returns the set of kernels that have run since."""
+def interpreted_as_on(platform: str, monkeypatch, how) -> set[str]:
+    """Switch to a platform's paths: -> the set of kernels that have run since.
+
+    how: whether, or by which options, the kernel of a name is interpreted.
+    """
     used, pallas_call = set(), pallas.pallas_call
 
     def interpreted(*arguments, **options):
         used.add(options["name"])
-        # The TPU interpreter does not take the library's kernel under vmap; the plain one does.
-        how = True if options["name"].startswith("splash") else interpret
-        return pallas_call(*arguments, **options | {"interpret": how})
+        return pallas_call(*arguments, **options | {"interpret": how(options["name"])})
+
+    monkeypatch.setattr(pallas, "pallas_call", interpreted)
+    for module in (grouped_matmul, ragged_attention):
+        monkeypatch.setattr(module, "platform", lambda: platform)
+    jax.clear_caches()  # what is compiled already is for a CPU
+    return used
+
+
+@pytest.fixture
+def as_on_a_tpu(monkeypatch, interpret):
+    """Switches to the TPU's paths when called; returns the set of kernels that have run since."""
 
     def switch() -> set[str]:
-        monkeypatch.setattr(pallas, "pallas_call", interpreted)
         monkeypatch.setattr(pltpu, "with_memory_space_constraint", lambda x, _: x)
-        for module in (attention, tpu):
-            monkeypatch.setattr(module, "on_tpu", lambda mesh=None: True)
-        monkeypatch.setattr(grouped_matmul, "platform", lambda: "tpu")
-        jax.clear_caches()  # what is compiled already is for a CPU
-        return used
+        monkeypatch.setattr(tpu, "on_tpu", lambda mesh=None: True)
+        # The TPU interpreter does not take the library's kernel under vmap; the plain one does.
+        return interpreted_as_on("tpu", monkeypatch, lambda name: name.startswith("splash") or interpret)
 
     yield switch
     jax.clear_caches()
@@ -99,7 +108,7 @@ def test_whole_model(cfg, kv_dtype, format, monkeypatch, as_on_a_tpu):
     result = generate(cfg, kv_dtype, format)
     kernels = {"take_slots", "put_slots", "splash_mqa_fwd_segmented_residuals", "ragged_decode"}
     kernels |= {"active_experts"} if cfg.moe else {"take_rows"}
-    short_pieces = 32 * cfg.attention.G <= attention.FEW_QUERIES
+    short_pieces = 32 * cfg.attention.G <= ragged_attention.FEW_QUERIES
     kernels |= {"ragged_attention"} if short_pieces else set()
     assert used == kernels
     # int8 queries of 16 bits, and probabilities rounded to bfloat16 before they meet int8 values.

@@ -13,6 +13,7 @@ import transformers
 from conftest import CHECKPOINTS, generate, invoke, llama4_config, mesh_of
 from ml_dtypes import float4_e2m1fn
 from test_dequantized import E2M1, mx_blocks
+from test_quantize import as_floats, check_forward, read
 from test_transformers import YARN_ROPE, check, with_random_weights, with_short_rings
 from transformers import GptOssConfig, GptOssForCausalLM
 
@@ -25,7 +26,7 @@ from checkpoints.names import named_infos
 from deployment import placement
 from deployment.memory import shard_bytes
 from feedback.errors import UserError
-from quantize import FORMATS, INT8, MXFP4, QuantizedArray, Requantized, power_of_two
+from quantize import FORMATS, MXFP4, QuantizedArray, power_of_two
 from sharding.arrays import ArrayInfo, abstract
 from terminal import launch
 
@@ -110,53 +111,21 @@ SMALL = llama4_config(D=128, H=32, F=192, M=128)
 def test_what_is_held():
     """The experts' matrices at 4.5 bits a weight, of whole chunks; all else is float."""
     weights = abstract(model.weight_infos(SMALL, MXFP4), mesh_of(SMALL), jnp.bfloat16)
-    quantized = [x for x in jax.tree.leaves(weights, is_leaf=is_quantized) if is_quantized(x)]
-    moe = weights.layers[0].feed_forward
-    assert quantized == [
-        x for i in (0, 2) for x in [getattr(weights.layers[i].feed_forward, n) for n in NAMES]
-    ]
+    leaves = jax.tree.leaves(weights, is_leaf=lambda x: isinstance(x, QuantizedArray))
+    moe, other = (weights.layers[i].feed_forward for i in (0, 2))
+    quantized = [x for x in leaves if isinstance(x, QuantizedArray)]
+    assert quantized == [moe.gate, moe.up, moe.down, other.gate, other.up, other.down]
     assert shard_bytes((moe.gate, moe.up, moe.down)) == 3 * 4 * 128 * 128 * 4.5 / 8
     assert moe.down.values.shape == (4, 2, 32, 128) and moe.down.scale.shape == (4, 1, 8, 128)
-
-
-NAMES = "gate", "up", "down"
-
-
-def is_quantized(x) -> bool:
-    return isinstance(x, QuantizedArray)
-
-
-def test_what_has_no_whole_pairs_stays_float():
-    cfg = llama4_config(D=64, M=96)
-    moe = model.weight_infos(cfg, MXFP4).layers[0].feed_forward
-    assert moe.gate.quantization == MXFP4 and moe.down.quantization is None
-    assert isinstance(MXFP4.on("cpu"), Requantized)
-    moe = model.weight_infos(cfg, MXFP4.on("cpu")).layers[0].feed_forward
-    assert moe.gate.quantization == Requantized(MXFP4, INT8) and moe.down.quantization is None
-
-
-def as_floats(weights: model.Weights, cfg: model.Config, format) -> model.Weights:
-    """What quantized weights stand for, without the padding that a mesh needs."""
-
-    def one(info, x):
-        x = x.format.decode(x, info) if is_quantized(x) else x
-        return jnp.asarray(np.asarray(x)[tuple(map(slice, info.shape))])
-
-    return jax.tree.map(one, model.weight_infos(cfg, format=format), weights)
+    # What has no whole pairs of blocks stays float, on CPUs, too.
+    for format in (MXFP4, MXFP4.on("cpu")):
+        moe = model.weight_infos(llama4_config(D=64, M=96), format).layers[0].feed_forward
+        assert moe.gate.quantization == format and moe.down.quantization is None
 
 
 @pytest.mark.parametrize("mesh", ["1", "ep2-tp4", "ep4-tp2"])
 def test_forward(mesh):
-    """The logits are those of the same weights as floats, on one device."""
-    weights = model.init_weights(jax.random.key(0), SMALL, mesh_of(SMALL, mesh), format=MXFP4)
-    planned = abstract(model.weight_infos(SMALL, format=MXFP4), mesh_of(SMALL, mesh), jnp.float32)
-    assert jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), weights) == jax.tree.map(
-        lambda x: (x.shape, x.dtype, x.sharding), planned
-    )
-    tokens = jnp.arange(24).reshape(2, 12) % SMALL.V
-    expected = model.forward(tokens, as_floats(weights, SMALL, MXFP4), cfg=SMALL, mesh=mesh_of(SMALL))
-    ours = model.forward(tokens, weights, cfg=SMALL, mesh=mesh_of(SMALL, mesh))
-    np.testing.assert_allclose(ours, expected, atol=1e-4)
+    check_forward(SMALL, mesh, MXFP4)
 
 
 # ------------------------------------------------------------------------------------------ gpt-oss's folders
@@ -256,8 +225,8 @@ def test_verify(published, converted, tmp_path):
         assert ("exactly" if name == "none" else f"within half a step of {name} of") in lines[-1]
     ours, theirs = open_checkpoint(str(converted)), open_checkpoint(str(folder))
     name, info = next(x for x in named_infos(ours.config, format=MXFP4) if x[1].quantization)
-    read = [ours.sources[f"{name}.{part}"] for part in ("values", "scale")] + [theirs.sources[name]]
-    values, scale, x = (np.array(part.read(tuple((0, n) for n in part.info.shape))) for part in read)
+    stored = *(ours.sources[f"{name}.{part}"] for part in ("values", "scale")), theirs.sources[name]
+    values, scale, x = map(read, stored)
     assert MXFP4.error(x, values, scale, info) == 0
     for part in (values, scale):
         part.flat[3] ^= 1
@@ -279,9 +248,8 @@ def test_the_command(published, converted, monkeypatch, capsys):
         monkeypatch, capsys, main, "--checkpoint", published[0], "--quantize", "none", *asked
     )
     assert code == 0 and "held as int8" not in err
-    for backend, held in (("tpu", MXFP4), ("gpu", Requantized(MXFP4, INT8))):
-        monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
-        assert placement.choose_format(None, open_checkpoint(str(published[0])), print) == held
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    assert placement.choose_format(None, open_checkpoint(str(published[0])), print) == MXFP4
 
 
 def test_nothing_that_is_not_finite_is_converted(tmp_path):

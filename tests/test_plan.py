@@ -764,9 +764,8 @@ def test_decode_kernel_compiles_for_any_batch_and_length():
     code = """
 import itertools
 import jax
-from ops.attention import FEW_QUERIES
 from planner.decode_kernel import QUERIES, compile_kernel
-from ragged_attention import DECODE_BLOCKS
+from ragged_attention import DECODE_BLOCKS, FEW_QUERIES
 from deployment.memory import active_experts
 jax.config.update("jax_default_matmul_precision", "highest")
 sizes = list(itertools.product((1, 128), (2048, 131072)))

@@ -21,7 +21,8 @@ ORDER = (
     {"families"},
     {"model"},
     {"sharding"},
-    {"ragged_attention", "ops"},
+    {"ragged_attention"},
+    {"ops"},
     {"quantize"},
     {"feedback"},
 )
