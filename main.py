@@ -26,7 +26,7 @@ from deployment.memory import fit_cache
 from distributed import watch
 from feedback.errors import UserError
 from feedback.progress import progress
-from terminal.answers import Reply, answer, make_replies, refuse_too_long, report_refused
+from terminal.answers import PromptReply, answer, make_replies, refuse_too_long, report_refused
 from terminal.chat import chat
 from terminal.command_line import OUT_OF_MEMORY, run
 from terminal.diagnostics import check_profile_folder, profiled, show_logs
@@ -72,16 +72,16 @@ def main() -> None:
 def answer_prompts(session: Session, prompts: list[Prompt]) -> None:
     """Answer or score the prompts. Exit code 1 if any of them has an error."""
     args, startup = session.args, session.startup
-    every = make_replies(session.builder, prompts, args.n)
-    content = partial(Reply.as_json, logprobs=args.logprobs, score=args.score)
+    every = make_replies(session, prompts)
+    content = partial(PromptReply.as_json, logprobs=args.logprobs, score=args.score)
     with output_file(args, every, settings_digest(session), content) as (file, replies):
-        positions = [reply.request.positions for reply in replies if reply.error is None]
+        positions = [reply.request.positions for reply in replies if not reply.done]
         rows, max_len = fit_cache(session.models, positions, args.rows, args.max_len) if positions else (0, 0)
         refuse_too_long(replies, max_len)
         answered = len(every) - len(replies)  # in an earlier run
         report_refused(replies, answered)
         show = choose_printer(args, replies, file, content)
-        requests = [reply.request for reply in replies if reply.error is None]
+        requests = [reply.request for reply in replies if not reply.done]
         if not requests:
             show(replies)
         else:

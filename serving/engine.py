@@ -228,10 +228,8 @@ class Engine:
 
         Raises UserError if it does not fit into a row, or needs a program that was not compiled.
         """
-        prompt, max_len = request.validated(self.programs.cfg.V), self.programs.max_len
-        if request.positions > max_len:
-            what = f"{len(prompt)} tokens and {request.max_new_tokens} new ones"
-            raise UserError(f"{what} do not fit into a row of {max_len}")
+        prompt = request.validated(self.programs.cfg.V)
+        request.check_length(self.programs.max_len, "a row")
         known = len(prompt) <= self.longest and self._score(request) in self.scores
         if not known or not any(options_in_use([request]) <= options for options in self.option_sets):
             raise UserError("nothing was compiled for a request of this kind; see `requests` and `longest`")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from conversation.text import generation_config
+from conversation.text import PromptTooLong, generation_config
 from distributed.exchange import warn
 from feedback.errors import UserError
 from sharding.sampling import MAX_TOP_LOGPROBS, NEUTRAL, Sampling
@@ -112,6 +112,12 @@ class Request:
     def positions(self) -> int:
         """The positions of a row that it may fill."""
         return len(self.prompt) + self.max_new_tokens
+
+    def check_length(self, most: int, limit: str) -> None:
+        """Raise PromptTooLong if prompt and answer exceed `most` positions. limit: what sets this number."""
+        if self.positions > most:
+            answer = f" with {self.max_new_tokens} new ones" if self.max_new_tokens else ""
+            raise PromptTooLong(f"{len(self.prompt)} tokens, which{answer} exceed {limit} of {most}")
 
     def validated(self, vocabulary: int) -> np.ndarray:
         """The prompt, int32. Raises UserError for tokens outside the vocabulary and numbers out of range."""

@@ -17,7 +17,7 @@ import jax
 
 from distributed.exchange import from_first
 from feedback.errors import UserError
-from terminal.answers import Reply
+from terminal.answers import PromptReply
 from terminal.launch import log
 from terminal.loaded_models import Session
 
@@ -33,7 +33,7 @@ class OutputFile:
     answered: the keys of replies that the file has already. Raises UserError if the file has other lines.
     """
 
-    def __init__(self, name: str, replies: list[Reply], settings: Callable, content: Callable):
+    def __init__(self, name: str, replies: list[PromptReply], settings: Callable, content: Callable):
         """settings, content: functions of a reply: its digest, and its object."""
         path = pathlib.Path(os.path.expanduser(name))
         self.name, self.settings, self.content = f"--output {name}", settings, content
@@ -66,7 +66,7 @@ class OutputFile:
             raise UserError(f"{self.name}: another process is writing to it") from None
         return file
 
-    def _read(self, expected: dict[tuple[int, int], Reply]) -> set[tuple[int, int]]:
+    def _read(self, expected: dict[tuple[int, int], PromptReply]) -> set[tuple[int, int]]:
         """The keys of the file's lines. Dropped are empty lines, a line that was cut short, errors, and what
         editors add: a byte-order mark and other line ends.
         """
@@ -98,7 +98,7 @@ class OutputFile:
             raise UserError(f"{where}: made with another model or other options; give another file")
         return key
 
-    def show(self, done: list[Reply]) -> None:
+    def show(self, done: list[PromptReply]) -> None:
         for reply in done:
             settings = {} if reply.error is not None else dict(settings=self.settings(reply))
             self.file.write(json.dumps(self.content(reply) | settings, ensure_ascii=False).encode() + b"\n")
@@ -130,7 +130,7 @@ class OutputFile:
         self.file = self._open()
 
 
-def settings_digest(session: Session) -> Callable[[Reply], str]:
+def settings_digest(session: Session) -> Callable[[PromptReply], str]:
     """The function that digests all that a reply depends on, for the process that writes --output."""
     args, target = session.args, session.models[0]
     types = target.dtype, str(target.format), target.kv_dtype
@@ -139,7 +139,7 @@ def settings_digest(session: Session) -> Callable[[Reply], str]:
     common = [target.checkpoint.fingerprint() if writes else None, asked]
     common = hashlib.sha256(json.dumps(common).encode())
 
-    def digest(reply: Reply) -> str:
+    def digest(reply: PromptReply) -> str:
         request, whole = reply.request, common.copy()
         whole.update(
             json.dumps([request.prompt.tolist(), request.max_new_tokens, vars(request.sampling)]).encode()
@@ -151,8 +151,8 @@ def settings_digest(session: Session) -> Callable[[Reply], str]:
 
 @contextlib.contextmanager
 def output_file(
-    args: argparse.Namespace, replies: list[Reply], settings, content
-) -> Iterator[tuple[OutputFile | None, list[Reply]]]:
+    args: argparse.Namespace, replies: list[PromptReply], settings, content
+) -> Iterator[tuple[OutputFile | None, list[PromptReply]]]:
     """-> (the --output file in the first process, else None; the replies that it does not have yet)."""
     file = None
 

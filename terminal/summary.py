@@ -11,12 +11,14 @@ import numpy as np
 from deployment.memory import BANDWIDTH, Deployment, bytes_per_step
 from serving.engine import Engine
 from sharding.mesh import degrees
-from terminal.answers import Reply, score_line
+from terminal.answers import PromptReply, score_line
 from terminal.launch import log
 from terminal.loaded_models import Session
 
 
-def report(session: Session, engine: Engine, replies: list[Reply], content: Callable[[Reply], dict]) -> None:
+def report(
+    session: Session, engine: Engine, replies: list[PromptReply], content: Callable[[PromptReply], dict]
+) -> None:
     args, target, started = session.args, session.models[0], session.startup.seconds
     stats, answered = engine.stats, [reply for reply in replies if reply.error is None]
     prefilled = stats.prefilled or stats
@@ -57,7 +59,7 @@ def report(session: Session, engine: Engine, replies: list[Reply], content: Call
         print_totals(args, answered)
 
 
-def print_totals(args: argparse.Namespace, answered: list[Reply]) -> None:
+def print_totals(args: argparse.Namespace, answered: list[PromptReply]) -> None:
     """Print totals of scores or log-probabilities, which the texts do not have."""
     if args.score and len(answered) > 1:
         scores = [x for reply in answered for x in reply.answer.prompt_logprobs]
@@ -68,7 +70,7 @@ def print_totals(args: argparse.Namespace, answered: list[Reply]) -> None:
 
 
 def bandwidth_utilization(
-    target: Deployment, engine: Engine, answered: list[Reply], seconds: float
+    target: Deployment, engine: Engine, answered: list[PromptReply], seconds: float
 ) -> float | None:
     """The fraction of the device's memory bandwidth that a step of this duration used; None if not known."""
     bandwidth = BANDWIDTH.get(jax.devices()[0].device_kind)

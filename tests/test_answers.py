@@ -31,9 +31,12 @@ from conversation.text import encode, load_tokenizer
 from convert_checkpoint import convert
 from deployment import deploy
 from feedback.progress import progress
+from generation.request_builder import RequestBuilder
 from terminal import answers, command_line, output_file
+from terminal.launch import Startup
+from terminal.loaded_models import Session
 from terminal.options import parse_arguments
-from terminal.prompts import Prompt, RequestBuilder
+from terminal.prompts import Prompt, make_builder
 
 LLAMA3 = CHECKPOINTS / "tiny-llama3"
 
@@ -123,7 +126,7 @@ def test_each_prompt_has_its_own_options(ask, tmp_path):
             "messages[0]: content of type 'image' is not supported, only text is",
         ),
         ('{"prompt": " "}', "an empty prompt"),
-        ('{"prompt": "\\ud800"}', "not valid text, but half a surrogate pair"),
+        ('{"prompt": "\\ud800"}', "not valid text: half a surrogate pair"),
         ('{"messages": []}', "messages must be a list"),
         ('{"messages": [{"role": "user"}]}', "messages[0]: it must be an object"),
         ('{"messages": [{"role": "user", "content": "a", "tool_calls": [1]}]}', "messages[0]: 'tool_calls'"),
@@ -182,7 +185,7 @@ def test_what_memory_does_not_hold_is_refused(ask, tmp_path, monkeypatch):
     turns = [{"role": "user", "content": "Hello"}]
     room = 128 - len(encode(load_tokenizer(LLAMA3), turns, 512))  # so that the first just fits
     code, out, err = ask("--prompt-file", "p", "--max-new-tokens", room)
-    assert code == 1 and "line 2: it takes" in err and "memory holds rows of 128" in err
+    assert code == 1 and "line 2: " in err and "new ones exceed the memory for a row of 128" in err
     assert [("text" in line) for line in parsed(out)] == [True, False]
 
 
@@ -325,24 +328,26 @@ def test_samples(ask):
 def test_a_million_samples_would_not_take_long_to_ask(monkeypatch, capsys):
     """A prompt is encoded once; its samples share it; none has a stream before it is begun; all is told."""
     opened, tokenizer = open_checkpoint(LLAMA3), load_tokenizer(LLAMA3)
-    args = parse_arguments(["--temperature", "1", "--seed", str(2**32 - 2)])
-    builder, encoded, told = RequestBuilder(args, opened, tokenizer, [opened.config]), [], []
-    monkeypatch.setattr(builder, "encode", lambda text, tools: encoded.append(text) or [1, 2, 3])
-    monkeypatch.setattr(builder, "new_stream", lambda request: pytest.fail("not begun"))
+    args = parse_arguments(["--temperature", "1", "--seed", str(2**32 - 2), "--n", "4"])
+    session = Session(args, [], make_builder(args, opened, tokenizer, [opened.config]), Startup())
+    encoded, told = [], []
+    monkeypatch.setattr(RequestBuilder, "encode", lambda _, text, tools: encoded.append(text) or [1, 2, 3])
+    monkeypatch.setattr(RequestBuilder, "new_stream", lambda _, request: pytest.fail("not begun"))
 
     def at_once(*facts, delay: float, **more):
         told.append(progress(*facts, **more))
         return told[-1]
 
     monkeypatch.setattr(answers, "progress", at_once)
-    replies = answers.make_replies(builder, [Prompt("a", "x"), Prompt("b", "y", {"seed": 5})], 4)
+    replies = answers.make_replies(session, [Prompt("a", "x"), Prompt("b", "y", {"seed": 5})])
     assert encoded == ["a", "b"] and told[0].n == told[0].total == 8
     assert "requests: 100%" in capsys.readouterr().err
     assert [reply.key for reply in replies] == [(i, j) for i in range(2) for j in range(4)]
     assert [x.request.sampling.seed for x in replies] == [2**32 - 2, 2**32 - 1, 0, 1, 5, 6, 7, 8]
     assert len({id(reply.request.prompt) for reply in replies}) == 2
+    args.n = 2**24
     with pytest.raises(ValueError, match="--n 16777216 of 2 prompts: 33554432 answers; ask for at most"):
-        answers.make_replies(builder, [Prompt("a", "x")] * 2, 2**24)
+        answers.make_replies(session, [Prompt("a", "x")] * 2)
 
 
 def test_samples_in_a_file(ask, tmp_path):

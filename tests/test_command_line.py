@@ -39,7 +39,7 @@ from sharding.sampling import Sampling
 from terminal import diagnostics, launch, summary
 from terminal.command_line import run
 from terminal.options import parse_arguments
-from terminal.prompts import DEFAULT_PROMPTS, RequestBuilder
+from terminal.prompts import DEFAULT_PROMPTS, make_builder
 
 LLAMA3, LLAMA4 = str(CHECKPOINTS / "tiny-llama3"), str(CHECKPOINTS / "tiny-llama4")
 
@@ -388,8 +388,8 @@ def test_default_lengths_do_not_depend_on_the_batch():
     tokenizer = load_tokenizer(checkpoint.folder)
 
     def new_tokens(length: int, *options: str) -> int:
-        builder = RequestBuilder(parse_arguments([*options]), checkpoint, tokenizer, [checkpoint.config])
-        return builder.request([1] * length, {}).max_new_tokens
+        builder = make_builder(parse_arguments([*options]), checkpoint, tokenizer, [checkpoint.config])
+        return builder.request_for([1] * length).max_new_tokens
 
     assert (new_tokens(10), new_tokens(500)) == (256, 12)
     assert new_tokens(10, "--max-len", "20") == 10

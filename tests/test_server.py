@@ -213,7 +213,7 @@ def test_served_model_name(server, client, request):
         args=parse_arguments("--serve --checkpoint x/y --served-model-name gpt-4o small gpt-4o".split()),
         builder=server.session.builder,
     )
-    served = serve_command.served_model(named, server.app.state.served.grammar_tokenizer, MAX_LEN)
+    served = serve_command.served_model(named, server.app.state.served.grammar_tokenizer)
     default = server.app.state.served
     assert default.names == ("tiny-llama3",) and default.checkpoint == str(CHECKPOINTS / "tiny-llama3")
     assert complete(server, **TEXT, model=default.checkpoint)["model"] == "tiny-llama3"
@@ -723,7 +723,7 @@ WRONG = [
     (TEXT | dict(n=10**30), "'n' must be"),
     (TEXT | dict(n=100, prompt=["a", "b"]), "more than 128 answers"),
     (TEXT | dict(max_tokens=0), "'max_tokens' must be"),
-    (dict(prompt=[7] * 128), "exceed the 128"),
+    (dict(prompt=[7] * 128), "exceed --max-len of 128"),
     (dict(prompt=[]), "'prompt'"),
     (dict(prompt=[[]]), "'prompt' is empty"),
     (dict(prompt=[1, 512]), "512 is no token id below 512"),
@@ -877,7 +877,7 @@ def test_a_client_that_leaves(server):
     connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
     response = connection.getresponse()
     response.readline()
-    answers = list(server.loop.jobs)
+    answers = list(server.loop.replies.open)
     response.close()
     connection.close()
     until(lambda: idle(server))
@@ -998,8 +998,8 @@ def test_a_client_that_leaves_unnoticed(server, caplog):
     with socket.create_connection(("127.0.0.1", server.port)) as s:
         s.sendall(f"{head}content-type: application/json\r\n\r\n".encode() + body)
         assert s.recv(9) == b"HTTP/1.1 "
-        until(lambda: server.loop.jobs)
-        jobs = list(server.loop.jobs.values())
+        until(lambda: server.loop.replies.open)
+        jobs = list(server.loop.replies.open.values())
         jobs[0].listener.loop.call_soon_threadsafe(released.wait, 20)
         before = server.engine.stats.tokens
         until(lambda: server.engine.stats.tokens > before + 60)
@@ -1057,7 +1057,7 @@ def test_many_streams(server):
         if choice["logprobs"]:
             assert logprobs[i] == pytest.approx(choice["logprobs"]["token_logprobs"], abs=1e-4)
     until(lambda: idle(server))
-    assert not server.loop.jobs and not server.engine.scheduler.queue and server.loop.inbox.empty()
+    assert not server.loop.replies.open and not server.engine.scheduler.queue and server.loop.inbox.empty()
     until(lambda: metric(server, "llama_rows_in_use") == 0)
     ended = metric(server, "llama_requests_total") - before["requests"]
     assert len(alone) * 2 <= ended <= len(alone) * 2 + len(cancelled)
