@@ -12,7 +12,6 @@ requests are answered by the Engine, and text is decoded by TextStream.
 import concurrent.futures
 import contextlib
 import dataclasses
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import overload
 
@@ -32,7 +31,7 @@ from deployment.deploy import (
 )
 from deployment.memory import CPU_ROWS, DEFAULT_ROWS, Deployment, fit_cache
 from feedback.errors import UserError, located
-from generation.replies import Replies, Reply
+from generation.replies import Replies, Reply, Score
 from generation.request_builder import (
     ROW_POSITIONS,
     Messages,
@@ -79,25 +78,6 @@ class Completion:
 
     def __str__(self) -> str:
         return self.text
-
-
-@dataclasses.dataclass(frozen=True)
-class Score:
-    """How probable a text is.
-
-    tokens: its token ids. logprobs: natural logs of the probabilities of all tokens but the first.
-    """
-
-    tokens: list[int]
-    logprobs: list[float]
-
-    @property
-    def log_likelihood(self) -> float:
-        return math.fsum(self.logprobs)
-
-    @property
-    def perplexity(self) -> float:
-        return math.exp(-self.log_likelihood / len(self.logprobs))
 
 
 @no_garbage_collection()
@@ -260,10 +240,10 @@ class LLM:
         that fails later, because the model computes NaN, has an `error`; a single one raises it.
         """
         if is_single(prompts):
-            (completion,) = self.generate([prompts], **options)
-            if completion.error is not None:
-                raise UserError(completion.error)
-            return completion
+            (only,) = self.generate([prompts], **options)
+            if only.error is not None:
+                raise UserError(only.error)
+            return only
         replies = self._ask(list(prompts), **options)
         self._finish(replies)
         return [completion(reply) for reply in replies]
@@ -292,7 +272,7 @@ class LLM:
         self._finish(replies)
         if errors := [reply.error for reply in replies if reply.error is not None]:
             raise UserError(errors[0])
-        return [Score(reply.request.prompt.tolist(), reply.answer.prompt_logprobs) for reply in replies]
+        return [reply.score for reply in replies]
 
     def _ask(
         self,

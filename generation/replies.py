@@ -2,8 +2,9 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from conversation.streams import TextStream
 from conversation.tools import CallPiece
@@ -29,11 +30,25 @@ class Event:
     calls: tuple[CallPiece, ...] = ()
 
 
-class Taken(NamedTuple):
-    """How many characters of an answer have been taken."""
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """How probable a text is.
 
-    text: int = 0
-    reasoning: int = 0
+    tokens: its token ids. logprobs: natural logs of the probabilities of all tokens but the first.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+
+    @property
+    def log_likelihood(self) -> float:
+        return math.fsum(self.logprobs)
+
+    @property
+    def perplexity(self) -> float | None:
+        """None for a text of one token, or if a float cannot hold it."""
+        n, likelihood = len(self.logprobs), self.log_likelihood
+        return math.exp(-likelihood / n) if n and -likelihood / n < 700 else None
 
 
 @dataclasses.dataclass(eq=False)
@@ -42,7 +57,8 @@ class Reply:
 
     new_stream: makes `stream` when it is first used, because of a million samples few are in flight at a
     time. answer: None until the engine has the request. finish_reason: None, then that of the answer, or
-    "stop" after a stop text. error: why it ended with finish_reason "error". taken: what `take` has returned.
+    "stop" after a stop text. error: why it ended with finish_reason "error". taken: how many
+    characters of text and of reasoning `take` has returned.
     """
 
     request: Request | None
@@ -50,7 +66,7 @@ class Reply:
     answer: Answer | None = None
     finish_reason: str | None = None
     error: str | None = None
-    taken: Taken = Taken()
+    taken: tuple[int, int] = (0, 0)
 
     @functools.cached_property
     def stream(self) -> TextStream:
@@ -60,6 +76,11 @@ class Reply:
     @property
     def done(self) -> bool:
         return self.finish_reason is not None
+
+    @property
+    def score(self) -> Score:
+        """Of the prompt, if the request has `score`."""
+        return Score(self.request.prompt.tolist(), self.answer.prompt_logprobs)
 
     def update(self) -> None:
         """Add the answer's new tokens to the text."""
@@ -73,14 +94,14 @@ class Reply:
 
     def take(self) -> Event:
         """What has come since this method was last called."""
-        stream, before = self.stream, self.taken
-        self.taken = Taken(len(stream.text), len(stream.reasoning))
+        stream, (text, reasoning) = self.stream, self.taken
+        self.taken = len(stream.text), len(stream.reasoning)
         return Event(
-            stream.text[before.text :],
+            stream.text[text:],
             stream.used,
             self.finish_reason,
             self.error,
-            stream.reasoning[before.reasoning :],
+            stream.reasoning[reasoning:],
             stream.reasoning_tokens,
             stream.take_calls(),
         )

@@ -298,7 +298,7 @@ async def answer(request: Request, api: Api) -> Response:
         what = f"{len(parsed.requests)} answers are more than this server has rows and places to wait"
         raise BadRequest(f"{what}: {loop.capacity}", "n")
     listener = Listener()
-    jobs = [Job(request, parsed.new_stream(request), listener) for request in parsed.requests]
+    jobs = [Job(request, parsed.new_stream, listener=listener) for request in parsed.requests]
     loop.submit(jobs)
     content = request.state.content = api.respond(parsed, jobs)
     kind = StreamedResponse if parsed.stream else WholeResponse

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +10,7 @@ import jax
 from checkpoints.threads import no_garbage_collection
 from feedback.errors import UserError
 from feedback.progress import progress
-from generation.replies import Replies, Reply
+from generation.replies import Replies, Reply, Score
 from generation.request_builder import samples
 from serving.engine import Engine
 from terminal.launch import log
@@ -25,14 +24,14 @@ MAX_REPLIES = 2**24  # each takes a kilobyte before its row is assigned
 class PromptReply(Reply):
     """The reply to a prompt, or one of its samples: an answer, a score, or an error.
 
-    index: number of the prompt, from 0. sample: number of the sample, from 0, of `samples`. error: why there
-    is no request, or why the answer ended early.
+    index: number of the prompt, from 0. sample: number of the sample, from 0. args: the command's options.
+    error: why there is no request, or why the answer ended early.
     """
 
     prompt: Prompt
     index: int
     sample: int
-    samples: int
+    args: argparse.Namespace
 
     @property
     def key(self) -> tuple[int, int]:
@@ -41,49 +40,38 @@ class PromptReply(Reply):
     @property
     def sample_label(self) -> str:
         """Which sample this is, if there are several, to follow the prompt in messages."""
-        return f" ({self.sample + 1} of {self.samples})" if self.samples > 1 else ""
+        return f" ({self.sample + 1} of {self.args.n})" if self.args.n > 1 else ""
 
     def refuse(self, why: UserError) -> None:
         self.finish_reason, self.error = "error", f"{self.prompt.where}: {why}"
 
-    def as_json(self, logprobs: bool, score: bool) -> dict:
-        """The object that docs/usage.md describes. logprobs, score: the options of these names."""
-        text = self.prompt.text
-        found = dict(index=self.index) | (dict(sample=self.sample) if self.samples > 1 else {})
+    def as_json(self) -> dict:
+        """The object that docs/usage.md describes."""
+        args, text = self.args, self.prompt.text
+        found = dict(index=self.index) | (dict(sample=self.sample) if args.n > 1 else {})
         found |= {"prompt" if isinstance(text, str) else "messages": text}
         if self.error is not None:
             return found | dict(error=self.error)
+        stream, score = self.stream, self.score
         found |= dict(prompt_tokens=self.request.prompt.tolist())
-        if logprobs or score:
+        if args.logprobs or args.score:
             found |= dict(prompt_logprobs=[None, *self.answer.prompt_logprobs])
-        if score:
-            likelihood, n = math.fsum(self.answer.prompt_logprobs), len(self.answer.prompt_logprobs)
-            return found | dict(log_likelihood=likelihood, perplexity=perplexity(likelihood, n))
-        used = self.stream.used
-        if logprobs:
-            found |= dict(logprobs=self.answer.logprobs[:used])
-        found |= dict(reasoning=self.stream.reasoning) if self.stream.reasoning else {}
-        found |= dict(tokens=self.answer.tokens[:used], text=self.stream.text)
+        if args.score:
+            return found | dict(log_likelihood=score.log_likelihood, perplexity=score.perplexity)
+        if args.logprobs:
+            found |= dict(logprobs=self.answer.logprobs[: stream.used])
+        found |= dict(reasoning=stream.reasoning) if stream.reasoning else {}
+        found |= dict(tokens=self.answer.tokens[: stream.used], text=stream.text)
         return found | dict(finish_reason=self.finish_reason)
 
     def as_score(self) -> str | None:
         """The lines to print for --score; None for an error."""
-        if self.error is not None:
-            return None
-        logprobs = self.answer.prompt_logprobs
-        return f"> {self.prompt.title}\n{score_line(math.fsum(logprobs), len(logprobs))}\n"
+        return None if self.error else f"> {self.prompt.title}\n{score_line(self.score)}\n"
 
 
-def perplexity(log_likelihood: float, n: int) -> float | None:
-    """The perplexity of n tokens; None for n = 0, or if a float cannot hold it."""
-    return math.exp(-log_likelihood / n) if n and -log_likelihood / n < 700 else None
-
-
-def score_line(log_likelihood: float, n: int) -> str:
-    value = perplexity(log_likelihood, n)
-    return f"log-likelihood {log_likelihood:,.4f} of {n} tokens" + (
-        f", perplexity {value:,.4f}" if value else ""
-    )
+def score_line(score: Score) -> str:
+    line = f"log-likelihood {score.log_likelihood:,.4f} of {len(score.logprobs)} tokens"
+    return line + (f", perplexity {score.perplexity:,.4f}" if score.perplexity else "")
 
 
 def make_replies(session: Session, prompts: list[Prompt]) -> list[PromptReply]:
@@ -96,7 +84,7 @@ def make_replies(session: Session, prompts: list[Prompt]) -> list[PromptReply]:
     made = progress("requests", total, show=show, unit="request", delay=1)
     with made as bar, no_garbage_collection():  # it would double the time, and all objects stay
         for index, prompt in enumerate(prompts):
-            place = dict(prompt=prompt, index=index, samples=n, new_stream=builder.new_stream)
+            place = dict(prompt=prompt, index=index, args=session.args, new_stream=builder.new_stream)
             try:
                 tokens = builder.encode(prompt.text, tools=prompt.tools)
                 requests = samples(builder.request_for(tokens, **own_options(session.args, prompt)), n)

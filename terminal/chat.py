@@ -74,9 +74,10 @@ def print_new(reply: Reply) -> None:
     Its reasoning is printed in faint letters and only in a terminal: elsewhere nothing would tell it from the
     answer.
     """
-    begins, event, terminal = not reply.taken.text, reply.take(), sys.stdout.isatty()
+    event, terminal = reply.take(), sys.stdout.isatty()
     reasoning = event.reasoning if terminal else ""
-    gap = "\n\n" if event.text and begins and terminal and reply.stream.reasoning else ""
+    text_begins = event.text and event.text == reply.stream.text
+    gap = "\n\n" if text_begins and terminal and reply.stream.reasoning else ""
     print((f"{FAINT}{reasoning}{PLAIN}" if reasoning else "") + gap + event.text, end="", flush=True)
 
 
@@ -124,28 +125,21 @@ def converse(engine: Engine, builder: RequestBuilder) -> None:
 
         log(HELP)
     with Interrupts() as interrupts:
-        while turns is not None:
+        while True:
             try:
-                line = read_turn("> " if interactive else "")
-                turns = execute(engine, builder, turns, line or "/exit", interrupts)
+                line = read_turn("> " if interactive else "") or "/exit"
+                command = line.strip()
+                if command == "/exit":
+                    return
+                if command == "/reset":
+                    turns = []
+                    log("a new conversation")
+                elif re.fullmatch(r"/[a-z]+|/(reset|exit)\b.*", command, re.I):
+                    log(f"no such command: {command}; {HELP}")
+                else:
+                    turns = take_turn(engine, builder, turns, line, interrupts)
             except KeyboardInterrupt:  # while a line was being typed
                 log("\n" + HELP)
-
-
-def execute(
-    engine: Engine, builder: RequestBuilder, turns: list[dict], line: str, interrupts: Interrupts
-) -> list[dict] | None:
-    """Execute a line, a command or a turn: -> the messages of the conversation, or None to leave."""
-    command = line.strip()
-    if command == "/exit":
-        return None
-    if command == "/reset":
-        log("a new conversation")
-        return []
-    if re.fullmatch(r"/[a-z]+|/(reset|exit)\b.*", command, re.I):
-        log(f"no such command: {command}; {HELP}")
-        return turns
-    return take_turn(engine, builder, turns, line, interrupts)
 
 
 def take_turn(

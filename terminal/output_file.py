@@ -1,6 +1,5 @@
 """The --output file: JSON lines, which a later run of the same command completes."""
 
-import argparse
 import codecs
 import contextlib
 import fcntl
@@ -33,10 +32,9 @@ class OutputFile:
     answered: the keys of replies that the file has already. Raises UserError if the file has other lines.
     """
 
-    def __init__(self, name: str, replies: list[PromptReply], settings: Callable, content: Callable):
-        """settings, content: functions of a reply: its digest, and its object."""
+    def __init__(self, name: str, replies: list[PromptReply], settings: Callable[[PromptReply], str]):
         path = pathlib.Path(os.path.expanduser(name))
-        self.name, self.settings, self.content = f"--output {name}", settings, content
+        self.name, self.settings = f"--output {name}", settings
         if path.exists() and not path.is_file():
             raise UserError(f"{self.name}: not a regular file")
         self.path = path.resolve()
@@ -101,7 +99,7 @@ class OutputFile:
     def show(self, done: list[PromptReply]) -> None:
         for reply in done:
             settings = {} if reply.error is not None else dict(settings=self.settings(reply))
-            self.file.write(json.dumps(self.content(reply) | settings, ensure_ascii=False).encode() + b"\n")
+            self.file.write(json.dumps(reply.as_json() | settings, ensure_ascii=False).encode() + b"\n")
         try:
             self.file.flush()
         except OSError as e:
@@ -134,7 +132,7 @@ def settings_digest(session: Session) -> Callable[[PromptReply], str]:
     """The function that digests all that a reply depends on, for the process that writes --output."""
     args, target = session.args, session.models[0]
     types = target.dtype, str(target.format), target.kv_dtype
-    asked = args.n > 1, *types, args.logprobs, args.score, args.stop, sorted(session.builder.stop)
+    asked = args.n > 1, *types, args.logprobs, args.score, args.stop, sorted(session.builder.stop_tokens)
     writes = args.output and jax.process_index() == 0
     common = [target.checkpoint.fingerprint() if writes else None, asked]
     common = hashlib.sha256(json.dumps(common).encode())
@@ -151,14 +149,14 @@ def settings_digest(session: Session) -> Callable[[PromptReply], str]:
 
 @contextlib.contextmanager
 def output_file(
-    args: argparse.Namespace, replies: list[PromptReply], settings, content
+    session: Session, replies: list[PromptReply]
 ) -> Iterator[tuple[OutputFile | None, list[PromptReply]]]:
     """-> (the --output file in the first process, else None; the replies that it does not have yet)."""
-    file = None
+    args, settings, file = session.args, settings_digest(session), None
 
     def open_file() -> list[bool]:
         nonlocal file
-        file = OutputFile(args.output, replies, settings, content)
+        file = OutputFile(args.output, replies, settings)
         return [reply.key in file.answered for reply in replies]
 
     answered = from_first(open_file) if args.output else [False] * len(replies)

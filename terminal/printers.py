@@ -15,12 +15,7 @@ from terminal.output_file import OutputFile
 Show = Callable[[list[PromptReply]], None]  # its argument: the replies that are done since the last call
 
 
-def choose_printer(
-    args: argparse.Namespace,
-    replies: list[PromptReply],
-    file: OutputFile | None,
-    content: Callable[[PromptReply], dict],
-) -> Show:
+def choose_printer(args: argparse.Namespace, replies: list[PromptReply], file: OutputFile | None) -> Show:
     """The function that prints or writes replies while they are computed; it does nothing with --json."""
     if file is not None:
         return file.show
@@ -28,7 +23,7 @@ def choose_printer(
         return lambda done: None
     if args.prompt_file:
         ascii = sys.stdout.encoding.lower() != "utf-8"
-        return LinePrinter(replies, lambda reply: json.dumps(content(reply), ensure_ascii=ascii)).show
+        return LinePrinter(replies, lambda reply: json.dumps(reply.as_json(), ensure_ascii=ascii)).show
     if args.score:
         return LinePrinter(replies, PromptReply.as_score).show
     return TextPrinter(replies).show

@@ -3,12 +3,12 @@
 import argparse
 import json
 import math
-from collections.abc import Callable
 
 import jax
 import numpy as np
 
 from deployment.memory import BANDWIDTH, Deployment, bytes_per_step
+from generation.replies import Score
 from serving.engine import Engine
 from sharding.mesh import degrees
 from terminal.answers import PromptReply, score_line
@@ -16,9 +16,7 @@ from terminal.launch import log
 from terminal.loaded_models import Session
 
 
-def report(
-    session: Session, engine: Engine, replies: list[PromptReply], content: Callable[[PromptReply], dict]
-) -> None:
+def report(session: Session, engine: Engine, replies: list[PromptReply]) -> None:
     args, target, started = session.args, session.models[0], session.startup.seconds
     stats, answered = engine.stats, [reply for reply in replies if reply.error is None]
     prefilled = stats.prefilled or stats
@@ -48,7 +46,7 @@ def report(
     if args.json:
         print(json.dumps(dict(
             model=args.checkpoint, mesh=degrees(target.mesh),
-            devices=jax.device_count(), responses=[content(reply) for reply in replies],
+            devices=jax.device_count(), responses=[reply.as_json() for reply in replies],
             startup_seconds=started, prefill_seconds=prefilled.seconds,
             decode_tokens_per_second=rate, engine_seconds=stats.seconds, bandwidth_utilization=utilization,
             prompt_tokens=stats.prompt_tokens, prompt_tokens_reused=stats.reused_tokens,
@@ -63,7 +61,7 @@ def print_totals(args: argparse.Namespace, answered: list[PromptReply]) -> None:
     """Print totals of scores or log-probabilities, which the texts do not have."""
     if args.score and len(answered) > 1:
         scores = [x for reply in answered for x in reply.answer.prompt_logprobs]
-        print(f"all: {score_line(math.fsum(scores), len(scores))}")
+        print(f"all: {score_line(Score([], scores))}")
     elif args.logprobs:
         print("For log-probabilities by token, use --json. Of each answer as a whole:")
         print(" ".join(f"{math.fsum(reply.answer.logprobs):.4f}" for reply in answered))

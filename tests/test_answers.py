@@ -31,6 +31,7 @@ from conversation.text import encode, load_tokenizer
 from convert_checkpoint import convert
 from deployment import deploy
 from feedback.progress import progress
+from generation.replies import Score
 from generation.request_builder import RequestBuilder
 from terminal import answers, command_line, output_file
 from terminal.launch import Startup
@@ -413,8 +414,8 @@ def test_score(ask):
 
 
 def test_perplexity():
-    assert answers.perplexity(-6.0, 3) == pytest.approx(np.e**2)
-    assert answers.perplexity(0, 0) is None and answers.perplexity(-2000.0, 2) is None
+    assert Score([], [-1.0, -2.0, -3.0]).perplexity == pytest.approx(np.e**2)
+    assert Score([], []).perplexity is None and Score([], [-2000.0]).perplexity is None
 
 
 def test_what_a_held_answer_depends_on(ask, tmp_path):
