@@ -245,7 +245,8 @@ class LLM:
                 raise UserError(only.error)
             return only
         replies = self._ask(list(prompts), **options)
-        self._finish(replies)
+        for _ in self._turns(replies):
+            pass
         return [completion(reply) for reply in replies]
 
     def stream(self, prompt: str | Messages | Sequence[int], **options) -> Iterator[str]:
@@ -269,7 +270,8 @@ class LLM:
                 requests.append(self.builder.request(tokens, Sampling(), 0, score=True))
         replies = [Reply(request, self.builder.new_stream) for request in requests]
         self._add(replies)
-        self._finish(replies)
+        for _ in self._turns(replies):
+            pass
         if errors := [reply.error for reply in replies if reply.error is not None]:
             raise UserError(errors[0])
         return [reply.score for reply in replies]
@@ -309,18 +311,13 @@ class LLM:
         for reply in replies:
             self.replies.add(reply)
 
-    def _finish(self, replies: list[Reply]) -> None:
-        """Advance until these replies have ended; after an exception or an interrupt, cancel them."""
-        with self._cancelled(replies):
+    def _turns(self, replies: list[Reply]) -> Iterator[None]:
+        """Advance until these replies have ended, once per iteration. Leaving the loop cancels them."""
+        try:
             for reply in replies:
                 while not reply.done:
                     self.replies.advance()
-
-    @contextlib.contextmanager
-    def _cancelled(self, replies: list[Reply]) -> Iterator[None]:
-        """At the end of the body, cancel those of the replies that have not ended."""
-        try:
-            yield
+                    yield
         finally:
             for reply in replies:
                 if not reply.done:
@@ -344,14 +341,12 @@ class LLM:
             return Engine(self.programs, like, longest, ordered, active=active, ahead=self.shapes, warm=False)
 
     def _stream(self, reply: Reply) -> Iterator[str]:
-        with self._cancelled([reply]):
-            while True:
-                event = reply.take()
-                if event.text:
-                    yield event.text
-                if event.finish_reason is not None:
-                    break
-                self.replies.advance()
+        with contextlib.closing(self._turns([reply])) as turns:
+            for _ in turns:
+                if text := reply.take().text:
+                    yield text
+        if text := reply.take().text:  # another stream has read the end
+            yield text
         if reply.error is not None:
             raise UserError(reply.error)
 

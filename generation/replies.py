@@ -126,7 +126,7 @@ class Replies:
     def advance(self) -> list[Any]:
         """The engine's next turn: -> the replies that it has changed."""
         changed = []
-        for answer in dict.fromkeys(self.engine.advance()):  # twice: for its prompt's scores and its end
+        for answer in self.engine.advance():  # perhaps twice: for its prompt's scores and its end
             if (reply := self.open.get(answer)) is not None:
                 reply.update()
                 changed.append(reply)

@@ -18,7 +18,7 @@ from families.family import Channels
 from families.tool_formats import MessageToolFormat, ToolFormat
 from feedback.errors import UserError
 from model import Config
-from serving.requests import RESTRICTIONS, Request, check_sampling, choose_sampling
+from serving.requests import Request, choose_sampling, override
 from sharding.sampling import MAX_TOP_LOGPROBS, Sampling
 
 NEW_TOKENS = 256  # the default max_new_tokens, if the row has room for as many
@@ -137,20 +137,8 @@ class RequestBuilder:
             check_new_tokens(max_new_tokens)
         if not isinstance(top_logprobs or 0, int) or not 0 <= (top_logprobs or 0) <= MAX_TOP_LOGPROBS:
             raise UserError(f"top_logprobs {top_logprobs!r} is not between 0 and {MAX_TOP_LOGPROBS}")
-        chosen = dataclasses.replace(self.sampling_with(sampling), top_logprobs=top_logprobs or None)
+        chosen = dataclasses.replace(override(self.sampling, sampling), top_logprobs=top_logprobs or None)
         return self.request(prompt, chosen, max_new_tokens)
-
-    def sampling_with(self, asked: dict[str, Any]) -> Sampling:
-        """The sampling options of a prompt that asks for these itself: value by name, None: not asked for.
-
-        top_k, top_p or min_p of a prompt imply temperature 1, if its temperature would be 0 otherwise.
-        """
-        asked = {name: value for name, value in asked.items() if value is not None}
-        for name, value in asked.items():
-            check_sampling(name, value)
-        if RESTRICTIONS & asked.keys() and not self.sampling.temperature:
-            asked.setdefault("temperature", 1.0)
-        return dataclasses.replace(self.sampling, **asked)
 
     def request(
         self, prompt: list[int], sampling: Sampling, max_new_tokens: int | None = None, **options

@@ -22,7 +22,7 @@ from generation.request_builder import RequestBuilder, samples
 from server.formats import FORMAT_FIELDS, read_format
 from server.inert_fields import refusal
 from server.tool_requests import TOOL_FIELDS, ToolRequest, make_tool_grammar, read_tools
-from serving.requests import RESTRICTIONS, Request, check_sampling
+from serving.requests import RESTRICTIONS, Request, check_sampling, override
 from sharding.sampling import MAX_BIASES, MAX_TOP_LOGPROBS, Bias, Sampling
 
 MAX_SAMPLES = 128  # answers of one request: n times its prompts
@@ -342,7 +342,7 @@ class RequestFields:
         seed = secrets.randbits(32) if seed is None else seed % 2**32
         others = dict(bias=self.bias(served.vocabulary), top_logprobs=logprobs, seed=seed)
         others |= {"top_k": None} if every_token else {}
-        return dataclasses.replace(served.sampling_with(asked), **others)
+        return dataclasses.replace(override(served.sampling, asked), **others)
 
     def bias(self, vocabulary: int) -> Bias | None:
         value = self.read("logit_bias", {})

@@ -62,19 +62,10 @@ WRONG = {
     "long text to score": ([*ONE_EACH, "--score", "--prompt", "a b" * 600], "tokens, which exceed the model"),
     "empty prompt": (["--prompt", "a", "--prompt", " "], "--prompt ' ': an empty prompt"),
     "top-p of 0": (["--top-p", "0"], "top-p 0.0"),
-    "top-p above 1": (["--top-p", "1.5"], "top-p 1.5"),
-    "negative temperature": (["--temperature", "-1"], "temperature -1.0"),
-    "temperature of nan": (["--temperature", "nan"], "temperature nan"),
-    "top-k below 0": (["--top-k", "-1"], "top-k -1 is not between 0"),
-    "min-p above 1": (["--min-p", "1.5"], "min-p 1.5"),
     "penalty of 0": (["--repetition-penalty", "0"], "repetition-penalty 0.0"),
     "seed too large": (["--seed", str(2**32)], f"seed {2**32} is not between"),
     "no such token": (["--stop-id", "512"], "--stop-id 512: the model has tokens 0 to 511"),
     "no draft": ([*ONE_EACH, "--draft", "/nowhere/at-all"], "/nowhere/at-all: no such folder"),
-    "guesses beyond a step": (
-        ["--draft", LLAMA3, "--guesses", "16"],
-        "16 draft tokens per step are not between",
-    ),
     "endless guesses": (["--lookup", "--guesses", "1" + "0" * 4000], f"1{'0' * 39} draft tokens per step"),
     "another tokenizer": ([*ONE_EACH, "--draft", LLAMA4], "its tokenizer is not that of"),
     "no such output folder": ([*ONE_EACH, "--output", "/nowhere/at-all"], "/nowhere/at-all"),
@@ -290,27 +281,6 @@ def test_json(tmp_path, monkeypatch, capsys):
     assert result["responses"][1]["text"] == "12 + 34 = 46."
 
 
-def test_length_and_end_of_text(monkeypatch, capsys):
-    """--max-new-tokens stops early, --ignore-eos goes on; no stop token is in the text."""
-    arguments = ["--json", "--prompt", "Add 20 and 22.", *ONE_EACH]
-    responses = {}
-    for name, more in (
-        ("plain", []),
-        ("short", ["--max-new-tokens", "3"]),
-        ("on", ["--ignore-eos", "--max-new-tokens", "30"]),
-    ):
-        code, out, err = invoke(monkeypatch, capsys, main, *arguments, *more)
-        assert code == 0, err
-        responses[name] = json.loads(out)["responses"][0]
-    assert responses["plain"]["finish_reason"] == "stop" and responses["plain"]["text"] == "20 + 22 = 42."
-    assert responses["short"]["finish_reason"] == "length"
-    assert responses["short"]["tokens"] == responses["plain"]["tokens"][:3]
-    n = len(responses["plain"]["tokens"])
-    assert (
-        len(responses["on"]["tokens"]) == 30 and responses["on"]["tokens"][:n] == responses["plain"]["tokens"]
-    )
-
-
 def test_sampling_defaults_come_from_the_checkpoint(tmp_path):
 
     def chosen(*arguments: str) -> Sampling:
@@ -332,53 +302,51 @@ def test_sampling_defaults_come_from_the_checkpoint(tmp_path):
     assert chosen("--top-p", "0.5") == Sampling(seed=0, temperature=1.0, top_p=0.5)
 
 
+def damaged(folder: pathlib.Path, name: str, text: str = "") -> pathlib.Path:
+    """A copy of a tiny model with a NaN in the embedding of the text's last token, or in the final norm."""
+    shutil.copytree(CHECKPOINTS / name, folder)
+    tensors = load_file(folder / "model.safetensors")
+    wrong = "embed_tokens.weight" if text else "model.norm.weight"
+    (tensor,) = [x for name, x in tensors.items() if name.endswith(wrong)]
+    tensor[load_tokenizer(folder)(text).input_ids[-1] if text else ...] = np.nan
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
 def test_damaged_weights(tmp_path, monkeypatch, capsys):
     """Weights that give NaN are an error, not text, and of samples it is said which."""
-    shutil.copytree(LLAMA3, tmp_path / "nan")
-    tensors = load_file(tmp_path / "nan" / "model.safetensors")
-    tensors["model.norm.weight"] = np.full_like(tensors["model.norm.weight"], np.nan)
-    save_file(tensors, tmp_path / "nan" / "model.safetensors")
+    folder = damaged(tmp_path / "nan", "tiny-llama3")
     samples = ["--n", "2", "--temperature", "1"]
     for more, every in (([], [""]), (["--score"], [""]), (samples, [" (1 of 2)", " (2 of 2)"])):
-        code, out, err = invoke(monkeypatch, capsys, main, "--checkpoint", tmp_path / "nan", *ONE_EACH, *more)
+        code, out, err = invoke(monkeypatch, capsys, main, "--checkpoint", folder, *ONE_EACH, *more)
         assert code == 1 and out == ""
         assert all(f"error: prompt 1{which}: the model computes NaN" in err for which in every)
 
 
-def damage_token(folder: pathlib.Path, text: str) -> None:
-    """Make the embedding of the last token of this text NaN."""
-    [token] = load_tokenizer(folder)(text).input_ids[-1:]
-    tensors = load_file(folder / "model.safetensors")
-    [name] = [name for name in tensors if name.endswith("embed_tokens.weight")]
-    tensors[name][token] = np.nan
-    save_file(tensors, folder / "model.safetensors")
-
-
 def test_a_damaged_token(tmp_path, monkeypatch, capsys):
     """The prompt that uses it has an error by name, the others in the same two rows their usual tokens."""
-    shutil.copytree(LLAMA4, tmp_path / "damaged")
-    damage_token(tmp_path / "damaged", "Z")
+    folder = damaged(tmp_path / "damaged", "tiny-llama4", "Z")
     prompts = ["Who are you?", "What is ZZ?", "What is 31 + 45?", "Hello"]
     prompts = [x for prompt in prompts for x in ("--prompt", prompt)]
     error = "--prompt 'What is ZZ?': the model computes NaN: its weights are damaged"
 
-    def responses(folder) -> list[dict]:
-        arguments = [*prompts, "--checkpoint", folder, "--rows", 2, "--tp", 8, "--json"]
+    def responses(checkpoint) -> list[dict]:
+        arguments = [*prompts, "--checkpoint", checkpoint, "--rows", 2, "--tp", 8, "--json"]
         code, out, err = invoke(monkeypatch, capsys, main, *arguments)
-        assert code == (folder != LLAMA4) and (f"error: {error}" in err) == (folder != LLAMA4), err
+        assert code == (f"error: {error}" in err) == (checkpoint == folder), err
         return json.loads(out)["responses"]
 
-    usual, found = responses(LLAMA4), responses(tmp_path / "damaged")
+    usual, found = responses(LLAMA4), responses(folder)
     assert found[1].keys() == {"index", "prompt", "error"} and found[1]["error"].startswith(error)
     assert [x for i, x in enumerate(found) if i != 1] == [x for i, x in enumerate(usual) if i != 1]
 
     # In a file: it alone is asked again.
     arguments = [*prompts, "--rows", 2, "--tp", 8, "--output", tmp_path / "answers"]
-    code, _, err = invoke(monkeypatch, capsys, main, *arguments, "--checkpoint", tmp_path / "damaged")
+    code, _, err = invoke(monkeypatch, capsys, main, *arguments, "--checkpoint", folder)
     lines = [json.loads(line) for line in (tmp_path / "answers").read_text().splitlines()]
     assert code == 1 and [x.get("text") for x in lines] == [x.get("text") for x in found]
     assert lines[1]["error"].startswith(error) and err.count("error: ") == 1
-    code, _, err = invoke(monkeypatch, capsys, main, *arguments, "--checkpoint", tmp_path / "damaged")
+    code, _, err = invoke(monkeypatch, capsys, main, *arguments, "--checkpoint", folder)
     assert code == 1 and "answers: 100%" in err and f"error: {error}" in err
 
 

@@ -5,14 +5,13 @@ over prefill and decode_step computes.
 import functools
 import json
 import pathlib
-import shutil
 
 import jax
 import numpy as np
 import processes
 import pytest
 from conftest import CHECKPOINTS, invoke
-from safetensors.numpy import load_file, save_file
+from test_command_line import damaged
 
 import main
 import model
@@ -260,11 +259,7 @@ def test_wrong_requests(prompts, options, message):
 
 def test_a_model_that_computes_nan(tmp_path):
     """An error for a single prompt; for several, each answer has it."""
-    shutil.copytree(LLAMA3, tmp_path / "nan")
-    tensors = load_file(tmp_path / "nan" / "model.safetensors")
-    tensors["model.norm.weight"] = np.full_like(tensors["model.norm.weight"], np.nan)
-    save_file(tensors, tmp_path / "nan" / "model.safetensors")
-    llm = load(tmp_path / "nan", rows=2, max_len=128, n_devices=1)
+    llm = load(damaged(tmp_path / "nan", "tiny-llama3"), rows=2, max_len=128, n_devices=1)
     assert all("NaN" in x.error and x.finish_reason == "error" for x in llm.generate(PROMPTS))
     for ask in (llm.generate, llm.score, lambda prompt: list(llm.stream(prompt))):
         with pytest.raises(UserError, match="NaN"):
