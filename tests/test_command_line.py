@@ -173,24 +173,17 @@ def test_wrong_prompt_files(tmp_path, monkeypatch, capsys):
         assert code == 1 and message in err and err.count("\n") == 1
 
 
-def test_converter_errors(tmp_path, monkeypatch, capsys):
+def test_wrong_input_of_the_converter(tmp_path, monkeypatch, capsys):
     assert invoke(monkeypatch, capsys, convert_checkpoint, LLAMA3)[0] == 2
-    for arguments, message in (
-        ((LLAMA3, tmp_path), "is something else"),
-        (("/nowhere", tmp_path / "x"), "no such folder"),
-    ):
-        code, _, err = invoke(monkeypatch, capsys, convert_checkpoint, *arguments)
-        assert code == 1 and message in err and err.count("\n") == 1
+    code, _, err = invoke(monkeypatch, capsys, convert_checkpoint, "/nowhere", tmp_path / "x")
+    assert code == 1 and "no such folder" in err and err.count("\n") == 1
 
 
 def test_int8_checkpoint_cannot_become_float(tmp_path, monkeypatch, capsys):
-    assert (
-        invoke(monkeypatch, capsys, convert_checkpoint, LLAMA3, tmp_path / "int8", "--quantize", "int8")[0]
-        == 0
-    )
-    code, _, err = invoke(
-        monkeypatch, capsys, main, "--checkpoint", tmp_path / "int8", "--quantize", "none", *ONE_EACH
-    )
+    int8 = tmp_path / "int8"
+    assert invoke(monkeypatch, capsys, convert_checkpoint, LLAMA3, int8, "--quantize", "int8")[0] == 0
+    arguments = ["--checkpoint", int8, "--quantize", "none", *ONE_EACH]
+    code, _, err = invoke(monkeypatch, capsys, main, *arguments)
     assert code == 1 and "--quantize none" in err
 
 

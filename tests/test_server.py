@@ -30,6 +30,7 @@ from transformers import PreTrainedTokenizerFast
 import model
 from conversation import text as conversation_text
 from conversation.grammar import grammar_tokenizer
+from generation import request_builder
 from server import access_log, api_requests, lanes
 from server import app as server_app
 from server import http as server_http
@@ -890,7 +891,7 @@ LARGE = "the lazy dog " * 6000  # more than LARGE_BODY bytes
 @pytest.fixture
 def slow(monkeypatch):
     """Large prompts take as long to tokenize as `gate` is closed. late: those for which this was too long."""
-    found, encode = SimpleNamespace(gate=threading.Event(), begun=[], late=[]), api_requests.encode
+    found, encode = SimpleNamespace(gate=threading.Event(), begun=[], late=[]), request_builder.encode
 
     def slowly(tokenizer, text, *arguments, **options):
         if len(text) >= len(LARGE):
@@ -899,7 +900,7 @@ def slow(monkeypatch):
                 found.late.append(text)
         return encode(tokenizer, text, *arguments, **options)
 
-    monkeypatch.setattr(api_requests, "encode", slowly)
+    monkeypatch.setattr(request_builder, "encode", slowly)
     yield found
     found.gate.set()
 
