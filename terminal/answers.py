@@ -52,12 +52,13 @@ class PromptReply(Reply):
         found |= {"prompt" if isinstance(text, str) else "messages": text}
         if self.error is not None:
             return found | dict(error=self.error)
-        stream, score = self.stream, self.score
         found |= dict(prompt_tokens=self.request.prompt.tolist())
         if args.logprobs or args.score:
             found |= dict(prompt_logprobs=[None, *self.answer.prompt_logprobs])
         if args.score:
+            score = self.score
             return found | dict(log_likelihood=score.log_likelihood, perplexity=score.perplexity)
+        stream = self.stream
         if args.logprobs:
             found |= dict(logprobs=self.answer.logprobs[: stream.used])
         found |= dict(reasoning=stream.reasoning) if stream.reasoning else {}
