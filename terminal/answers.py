@@ -65,10 +65,6 @@ class PromptReply(Reply):
         found |= dict(tokens=self.answer.tokens[: stream.used], text=stream.text)
         return found | dict(finish_reason=self.finish_reason)
 
-    def as_score(self) -> str | None:
-        """The lines to print for --score; None for an error."""
-        return None if self.error else f"> {self.prompt.title}\n{score_line(self.score)}\n"
-
 
 def score_line(score: Score) -> str:
     line = f"log-likelihood {score.log_likelihood:,.4f} of {len(score.logprobs)} tokens"

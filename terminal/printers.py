@@ -9,7 +9,7 @@ from collections.abc import Callable
 import jax
 
 from serving.engine import Stats
-from terminal.answers import PromptReply
+from terminal.answers import PromptReply, score_line
 from terminal.output_file import OutputFile
 
 Show = Callable[[list[PromptReply]], None]  # its argument: the replies that are done since the last call
@@ -22,51 +22,48 @@ def choose_printer(args: argparse.Namespace, replies: list[PromptReply], file: O
     if args.json or jax.process_index() != 0:
         return lambda done: None
     if args.prompt_file:
-        ascii = sys.stdout.encoding.lower() != "utf-8"
-        return LinePrinter(replies, lambda reply: json.dumps(reply.as_json(), ensure_ascii=ascii)).show
-    if args.score:
-        return LinePrinter(replies, PromptReply.as_score).show
-    return TextPrinter(replies).show
+        return OrderedPrinter(replies, print_json).show
+    return OrderedPrinter(replies, print_score if args.score else print_text).show
 
 
-class TextPrinter:
-    """Prints the texts of replies in order; the text of the first one that is not done is streamed."""
+class OrderedPrinter:
+    """Prints replies in order, the first one that is not done, too, as far as it has come.
 
-    def __init__(self, replies: list[PromptReply]):
-        self.waiting = replies[::-1]
-        self.begun = False  # whether the prompt of the first waiting reply is printed
+    print_reply: called with a reply once it has come to its turn, until it is done.
+    """
+
+    def __init__(self, replies: list[PromptReply], print_reply: Callable[[PromptReply], None]):
+        self.waiting, self.print_reply = replies[::-1], print_reply
 
     def show(self, _: list[PromptReply]) -> None:
         while self.waiting:
-            reply = self.waiting[-1]
-            if reply.answer is not None:
-                self._print(reply)
-            if not reply.done:
+            self.print_reply(self.waiting[-1])
+            if not self.waiting[-1].done:
                 break
             self.waiting.pop()
-            self.begun = False
         sys.stdout.flush()
 
-    def _print(self, reply: PromptReply) -> None:
-        new = reply.take().text
-        if not self.begun and (new or reply.done and reply.error is None):
-            print(f"> {reply.prompt.title}{reply.sample_label}")
-            self.begun = True
-        if self.begun:
-            print(new, end="\n\n" if reply.done else "")
+
+def print_text(reply: PromptReply) -> None:
+    """Print what is new in the text, after the prompt. Nothing for a prompt that is refused."""
+    if reply.answer is None:
+        return
+    begun, text = reply.taken[0] > 0, reply.take().text
+    if not begun and (text or reply.done and reply.error is None):
+        print(f"> {reply.prompt.title}{reply.sample_label}")
+        begun = True
+    if begun:
+        print(text, end="\n\n" if reply.done else "")
 
 
-class LinePrinter:
-    """Prints a line for each reply, in order, as soon as it and those before it are done."""
+def print_json(reply: PromptReply) -> None:
+    if reply.done:
+        print(json.dumps(reply.as_json(), ensure_ascii=sys.stdout.encoding.lower() != "utf-8"))
 
-    def __init__(self, replies: list[PromptReply], line: Callable[[PromptReply], str | None]):
-        self.waiting, self.line = replies[::-1], line
 
-    def show(self, _: list[PromptReply]) -> None:
-        while self.waiting and self.waiting[-1].done:
-            if (line := self.line(self.waiting.pop())) is not None:
-                print(line)
-        sys.stdout.flush()
+def print_score(reply: PromptReply) -> None:
+    if reply.done and reply.error is None:
+        print(f"> {reply.prompt.title}\n{score_line(reply.score)}\n")
 
 
 def show_progress(bar, stats: Stats, show: Show, done: list[PromptReply]) -> None:

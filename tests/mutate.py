@@ -589,7 +589,7 @@ MUTATIONS = [
     ("generation/replies.py", "if n and -likelihood / n < 700 else None", "if n else None", "tests/test_answers.py::test_perplexity"),
     ("terminal/answers.py", "tokens=self.answer.tokens[: stream.used]", "tokens=self.answer.tokens", STOP_STRINGS_OF_ANSWERS),
     ("terminal/answers.py", "logprobs=self.answer.logprobs[: stream.used]", "logprobs=self.answer.logprobs", STOP_STRINGS_OF_ANSWERS),
-    ("terminal/printers.py", "            self.waiting.pop()\n            self.begun = False\n", "            self.waiting.pop()\n", SAMPLES),
+    ("terminal/printers.py", "begun, text = reply.taken[0] > 0, ", "begun, text = False, ", STOP_STRINGS_OF_ANSWERS),
     ("terminal/output_file.py", "for line in kept.values()) != whole:", "for line in kept.values()) == whole:", "tests/test_answers.py::test_held_answers_are_not_asked_again"),
     ("terminal/output_file.py", "if torn[: len(LINE)] != LINE[: len(torn)]:", "if False:", "tests/test_answers.py::test_wrong_output_files"),
     ("terminal/output_file.py", 'key = found["index"], found.get("sample", 0)', 'key = found["index"], 0', SAMPLES_IN_A_FILE),
