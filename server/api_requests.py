@@ -79,17 +79,15 @@ class ApiRequest:
     """A request of the API, checked.
 
     chat: whether it is a chat or a completion. requests: of the engine, n samples for each prompt in turn.
-    texts: each prompt's text, None if it was given as token ids. stop: texts that end an answer.
-    hidden_tokens: token ids that are left out of the text. usage: those of USAGE that are wanted. logprobs:
-    how many top log-probabilities to report for each token; None: no log-probabilities at all. tools: that
-    the answers may call; None: none.
+    texts: each prompt's text, None if it was given as token ids. hidden_tokens: token ids that
+    are left out of the text. usage: those of USAGE that are wanted. logprobs: how many top log-probabilities
+    to report for each token; None: no log-probabilities at all. tools: that the answers may call; None: none.
     """
 
     served: ServedModel
     chat: bool
     requests: list[Request]
     texts: list[str | None]
-    stop: tuple[str, ...]
     hidden_tokens: frozenset[int]
     n: int
     stream: bool
@@ -106,7 +104,7 @@ class ApiRequest:
         grammar of calls allows for reasoning.
         """
         divided = self.chat and (request.grammar is None or self.tools is not None)
-        builder = dataclasses.replace(self.served, stop=self.stop, divided=divided)
+        builder = dataclasses.replace(self.served, divided=divided)
         return builder.new_stream(request, self.hidden_tokens, self.tools)
 
 
@@ -162,10 +160,9 @@ def check_request(fields: dict[str, Any], served: ServedModel, chat: bool) -> Ap
             request = served.request(prompt, sampling, new, stop=stop_ids, score=scored, grammar=grammar)
         requests += samples(request, n)
     usage = frozenset(name for name in USAGE if stream and options.get(name))
-    stops, hidden = checked.stops() or served.stop, stop_ids | served.stop_tokens
-    return ApiRequest(
-        served, chat, requests, texts, stops, hidden, n, stream, usage, logprobs, echo, tools.use
-    )
+    hidden = stop_ids | served.stop_tokens
+    served = dataclasses.replace(served, stop=checked.stops() or served.stop)
+    return ApiRequest(served, chat, requests, texts, hidden, n, stream, usage, logprobs, echo, tools.use)
 
 
 @contextlib.contextmanager
