@@ -563,12 +563,13 @@ def test_what_takes_long_is_said(monkeypatch, capsys):
 
 @pytest.fixture
 def logs(monkeypatch):
-    """The logger of serving/, which --verbose changes; it is as before afterwards."""
-    logger = logging.getLogger("serving")
-    monkeypatch.setattr(logger, "handlers", [])
-    level = logger.level
-    yield logger
-    logger.setLevel(level)
+    """The loggers that --verbose changes are as before afterwards."""
+    levels = {logger: logger.level for logger in map(logging.getLogger, diagnostics.LOGGED)}
+    for logger in levels:
+        monkeypatch.setattr(logger, "handlers", [])
+    yield
+    for logger, level in levels.items():
+        logger.setLevel(level)
 
 
 def test_verbose(logs, monkeypatch, capsys):
@@ -576,10 +577,10 @@ def test_verbose(logs, monkeypatch, capsys):
     arguments = ["--prompt", "Who are you?", "--prompt", "What is 12 + 34?", "--max-new-tokens", 5]
     arguments += ["--rows", 1, "--tp", 8, "--max-len", 104]  # a length that no other test has
     code, quiet, err = invoke(monkeypatch, capsys, main, *arguments)
-    assert code == 0 and "serving." not in err
+    assert code == 0 and "serving." not in err and "deployment." not in err
     code, out, err = invoke(monkeypatch, capsys, main, *arguments[:-1], 112, "--verbose")
     assert (code, out) == (0, quiet)
-    lines = [line.split(" ", 1)[1] for line in err.splitlines() if " serving." in line]
+    lines = [line[13:] for line in err.splitlines() if re.match(r"\d\d:\d\d:\d\d\.\d{3} ", line)]
     for pattern in (
         "deployment.deploy: .*tiny-llama3: mesh .*'tensor': 8.*, weights float32, cache float32",
         r"deployment.memory: each device needs .* for its share of 1 x 112 positions, and has .* GiB",
