@@ -25,6 +25,7 @@ from deployment.memory import fit_cache
 from distributed import watch
 from feedback.errors import UserError
 from feedback.progress import progress
+from serving.needed import demand_of
 from terminal.answers import answer, make_replies, refuse_too_long, report_refused
 from terminal.chat import chat
 from terminal.command_line import OUT_OF_MEMORY, run
@@ -83,7 +84,7 @@ def answer_prompts(session: Session, prompts: list[Prompt]) -> None:
         if not requests:
             show(replies)
         else:
-            engine = session.start_engine(rows, max_len, requests)
+            engine, _ = session.start_engine(rows, max_len, demand_of(requests))
             first, in_lines = jax.process_index() == 0, (args.output or args.prompt_file) and not args.json
             with (
                 progress("answers", len(every), answered, bool(first and in_lines), "answer") as bar,

@@ -1,7 +1,7 @@
-"""Compile ahead: all programs of a batch, in threads, before there are weights.
+"""Compile ahead: the programs of a batch, in threads, before there are weights.
 
     shapes = ProgramsOnShapes(abstract_weights, cfg, mesh, rows, max_len, kv_dtype)
-    Engine(shapes, requests)  # compiles all programs that these requests need, and computes nothing
+    compile_programs(shapes, needed_programs(shapes, demand))  # computes nothing
 
 jax compiles a program for the shapes, types and shardings of its arguments, so shapes can take the place of
 arrays. jax keeps what it has compiled in memory: when the same functions are later called with arrays, they
@@ -12,12 +12,14 @@ import concurrent.futures
 import copy
 import os
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from deployment.memory import host_memory
+from serving.needed import Program, run_on_no_row
 from serving.prefix_cache import SavedPrefix
 from serving.programs import Programs, compilation_progress
 
@@ -44,26 +46,6 @@ class ProgramsOnShapes(Programs):
     def allocate(self, tree):
         return tree
 
-    def warm_up(self, *needed, **more) -> None:
-        """Compile what is needed, several programs at a time: see `Programs.calls`.
-
-        The last calls come first: they are the decode steps, whose programs take longest to compile.
-        """
-        calls = self.calls(*needed, **more)[::-1]
-        with (
-            compilation_progress(len(calls)) as bar,
-            concurrent.futures.ThreadPoolExecutor(programs_at_a_time(len(self.cfg.layers))) as pool,
-        ):
-            # A call replaces `batch`, so each gets a copy of this object.
-            compiling = [pool.submit(call, copy.copy(self)) for call in calls]
-            try:
-                for done in concurrent.futures.as_completed(compiling):
-                    done.result()
-                    bar.update()
-            except BaseException as e:
-                self.end(e)
-                raise
-
     def give_up(self) -> None:
         """Begin to compile no more programs; those that have begun come to their end."""
         self.end(concurrent.futures.CancelledError())
@@ -88,6 +70,26 @@ class ProgramsOnShapes(Programs):
     def load_prefixes(self, rows: np.ndarray, prefixes: list[SavedPrefix | None]) -> None:
         for x in self.with_draft:
             x.write_rows(rows, x.read_rows(rows))
+
+
+def compile_programs(shapes: ProgramsOnShapes, needed: Sequence[Program]) -> None:
+    """Compile these programs, several at a time. Raises the first failure, and begins none after it.
+
+    The last ones come first: they are the decode steps, whose programs take longest to compile.
+    """
+    with (
+        compilation_progress(len(needed)) as bar,
+        concurrent.futures.ThreadPoolExecutor(programs_at_a_time(len(shapes.cfg.layers))) as pool,
+    ):
+        # Running a program replaces `batch`, so each gets a copy of the object.
+        compiling = [pool.submit(run_on_no_row, copy.copy(shapes), program) for program in reversed(needed)]
+        try:
+            for done in concurrent.futures.as_completed(compiling):
+                done.result()
+                bar.update()
+        except BaseException as e:
+            shapes.end(e)
+            raise
 
 
 class Compiled:

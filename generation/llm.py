@@ -20,7 +20,7 @@ import jax
 from checkpoints.names import FLOATS
 from checkpoints.threads import no_garbage_collection
 from conversation.text import load_tokenizer
-from deployment.ahead import ProgramsOnShapes
+from deployment.ahead import ProgramsOnShapes, compile_programs
 from deployment.compilation_cache import enable_compilation_cache
 from deployment.deploy import (
     ModelOptions,
@@ -30,6 +30,7 @@ from deployment.deploy import (
     programs_on_shapes,
 )
 from deployment.memory import CPU_ROWS, DEFAULT_ROWS, Deployment, fit_cache
+from distributed.exchange import gather
 from feedback.errors import UserError, located
 from generation.replies import Replies, Reply, Score
 from generation.request_builder import (
@@ -44,8 +45,9 @@ from generation.request_builder import (
 from model import Config, Weights
 from quantize import FORMATS
 from serving.engine import Engine
+from serving.needed import Demand, demand_of, known_sets, needed_programs
 from serving.programs import Programs
-from serving.requests import OPTION_SETS, SAMPLING_OPTIONS, Request, choose_sampling, options_in_use
+from serving.requests import SAMPLING_OPTIONS, Request, choose_sampling
 from serving.speculation import check_n_draft
 from sharding.sampling import Sampling
 
@@ -140,10 +142,12 @@ def load(
     wanted = rows or (CPU_ROWS if jax.default_backend() == "cpu" else DEFAULT_ROWS)
     rows, max_len = fit_cache(models, [limit] * wanted, rows, limit)
     shapes = programs_on_shapes(options, models, rows, max_len)
-    first = [Request([0], 1, choose_sampling(dict(seed=0), models[0].checkpoint.folder, where=""))]
+    first = [Request([0, 0], 1, choose_sampling(dict(seed=0), models[0].checkpoint.folder, where=""))]
+
+    demand = demand_of(first, option_sets=known_sets(shapes, first))
 
     def compile_first() -> None:
-        Engine(shapes, first, *kinds(shapes, first), active=1)
+        compile_programs(shapes, needed_programs(shapes, demand, active=1))
 
     weights = load_while_compiling(models, shapes, compile_first, show)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:  # a CPU takes a second to allocate 1.5 GB
@@ -171,6 +175,7 @@ class LLM:
         self.stop_tokens = self.builder.stop_tokens
         self.engine: Engine | None = None
         self.replies = Replies(None)
+        self.demand: Demand | None = None  # of all requests so far
 
     @property
     def cfg(self) -> Config:
@@ -307,7 +312,7 @@ class LLM:
 
     def _add(self, replies: list[Reply]) -> None:
         if replies:
-            self.engine = self.replies.engine = self._engine([reply.request for reply in replies])
+            self.replies.engine = self._prepare([reply.request for reply in replies])
         for reply in replies:
             self.replies.add(reply)
 
@@ -323,22 +328,20 @@ class LLM:
                 if not reply.done:
                     self.replies.cancel(reply)
 
-    def _engine(self, requests: list[Request]) -> Engine:
-        """The engine, with programs for requests of these kinds and of all earlier ones."""
-        longest, sets = kinds(self.programs, requests)
-        scores, active = {x.scoring for x in requests}, len(self.replies.open) + len(requests)
-        old = self.engine
-        if old and longest <= old.longest and scores <= old.scores and set(sets) <= set(old.option_sets):
-            old.compile_for(active)
-            return old
-        while old and old.busy:  # answers that are still read from `stream`
-            self.replies.advance()
-        if old:
-            longest, scores, sets = max(longest, old.longest), scores | old.scores, sets + old.option_sets
-        like = [Request([0], 1, score=score is not None) for score in scores]
-        ordered = [options for options in OPTION_SETS if options in sets]
-        with no_garbage_collection():
-            return Engine(self.programs, like, longest, ordered, active=active, ahead=self.shapes, warm=False)
+    def _prepare(self, requests: list[Request]) -> Engine:
+        """The engine, with all programs that such requests need beside those that are open."""
+        demand = demand_of(requests, option_sets=known_sets(self.programs, requests))
+        self.demand = self.demand | demand if self.demand else demand
+        needed = needed_programs(self.programs, self.demand, active=len(self.replies.open) + len(requests))
+        if new := [program for program in needed if not self.engine or program not in self.engine.usable]:
+            with no_garbage_collection():
+                compile_programs(self.shapes, new)
+                gather("compiled")  # else one process could wait in a collective until another has compiled
+        if self.engine:
+            self.engine.use(new)
+        else:
+            self.engine = Engine(self.programs, new)
+        return self.engine
 
     def _stream(self, reply: Reply) -> Iterator[str]:
         with contextlib.closing(self._turns([reply])) as turns:
@@ -363,21 +366,6 @@ def completion(reply: Reply) -> Completion:
         reply.error,
         stream.reasoning,
     )
-
-
-def kinds(programs: Programs, requests: list[Request]) -> tuple[int, list[frozenset[str]]]:
-    """The kinds of these requests, which are compiled together: -> (`longest`, `option_sets`) of an Engine.
-
-    longest: the longest prompt that needs no more shapes of prefill chunks than the longest of the requests.
-    """
-    length = max(len(request.prompt) for request in requests)
-    widths = sorted({shape.width for shape in programs.chunk_shapes})
-    limits = [*(width // 2 + 1 for width in widths[1:]), programs.max_len]
-    longest = min(next(n for n in limits if length <= n), programs.max_len)
-    if programs.stages > 1:  # the engine then has one decode program
-        return longest, [OPTION_SETS[-1]]
-    needed = map(options_in_use, ([request] for request in requests))
-    return longest, [next(options for options in OPTION_SETS if x <= options) for x in needed]
 
 
 def is_single(prompts) -> bool:

@@ -18,11 +18,13 @@ import jax
 import numpy as np
 
 from conversation.grammar import Grammar
+from deployment.ahead import ProgramsOnShapes, compile_programs
 from distributed.exchange import Broadcast, process_count, reach, wait_for_all
 from feedback.errors import UserError
 from generation.replies import Event, Replies, Reply
 from server.metrics import Metrics
 from serving.engine import Engine
+from serving.needed import ChooseTokens, warm_up
 from serving.requests import Request
 from sharding.sampling import Bias, Sampling
 
@@ -110,8 +112,8 @@ class EngineLoop:
             if not job.done:
                 self.inbox.put(("cancelled", job))
 
-    def add_program(self, program: tuple[int, int]) -> None:
-        """Let the engine use a program that every process has compiled, see Engine.add_program."""
+    def add_program(self, program: ChooseTokens) -> None:
+        """Let the engine use a program that every process has compiled."""
         self.inbox.put(("program", program))
 
     def wait_until_idle(self) -> None:
@@ -178,7 +180,7 @@ class EngineLoop:
         events = []
         for what, job in commands:
             if what == "program":
-                self.engine.add_program(job)
+                use_program(self.engine, job)
             elif what == "add":
                 try:
                     self.replies.add(job)
@@ -218,28 +220,37 @@ class EngineLoop:
             self.undelivered.difference_update(job for job, _ in ended)
 
 
-def compile_missing(engine: Engine, loop: EngineLoop | None, wait: Callable[[], None]) -> None:
-    """Compile the programs that the engine is missing, in a thread of its own, while the engine works.
+def compile_later(
+    shapes: ProgramsOnShapes, programs: list[ChooseTokens], loop: EngineLoop | None, wait: Callable[[], None]
+) -> None:
+    """Compile decode programs that the engine can do without, in a thread of its own, while the engine works.
 
     All processes compile them in the same order. The first lets all engines use a program when every process
     has compiled it. loop: of the first process; None in the others. wait: before each program.
     """
-    for program in list(engine.missing):
+    for program in programs:
         wait()
         try:
-            engine.compile_ahead(program)
+            compile_programs(shapes, [program])
         except Exception as e:
-            if engine.ahead.given_up:  # the server ends
+            if shapes.given_up:  # the server ends
                 return
             if not isinstance(e, jax.errors.JaxRuntimeError):
                 raise
             # Out of memory: the engine can do without this program.
-            print(f"a decode program for {program[0]} rows was not compiled: {e}", file=sys.stderr)
+            print(f"a decode program for {program.rows} rows was not compiled: {e}", file=sys.stderr)
             return
-        reach(f"program {program}")
+        what = f"program {programs.index(program)}"
+        reach(what)
         if loop:
-            wait_for_all(f"program {program}")
+            wait_for_all(what)
             loop.add_program(program)
+
+
+def use_program(engine: Engine, program: ChooseTokens) -> None:
+    """Let the engine's steps use a program that was compiled on shapes. It runs here for the first time."""
+    warm_up(engine.programs, [program])
+    engine.use([program])
 
 
 def follow(engine: Engine, make_grammar: Callable[..., Grammar]) -> None:
@@ -251,7 +262,7 @@ def follow(engine: Engine, make_grammar: Callable[..., Grammar]) -> None:
     while (commands := first.hear()) is not None:
         for what, number, *fields in commands:
             if what == "program":
-                engine.add_program(tuple(number))
+                use_program(engine, ChooseTokens(number, frozenset(*fields)))
             elif what == "add":
                 with contextlib.suppress(UserError):  # the first process reports it
                     answers[number] = engine.add(request_from_json(*fields, make_grammar))
@@ -265,7 +276,7 @@ def follow(engine: Engine, make_grammar: Callable[..., Grammar]) -> None:
 def command_as_json(what: str, subject: Any) -> list:
     """A command of the first process, for the others. subject: a job or a program."""
     if what == "program":
-        return [what, subject]
+        return [what, subject.rows, sorted(subject.options)]
     if what != "add":
         return [what, subject.number]
     request, bias = subject.request, subject.request.sampling.bias

@@ -1,7 +1,7 @@
 """Continuous batching: when an answer ends, its row of the batch goes on with the next request.
 
     programs = Programs(weights, cfg, mesh, rows=8, max_len=1024, kv_dtype="bfloat16")
-    engine = Engine(programs, requests)
+    engine = Engine(programs, needed_programs(programs, demand_of(requests)))
     answers = [engine.add(request) for request in requests]
     while engine.busy:
         for answer in engine.advance():
@@ -37,22 +37,21 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from deployment.ahead import ProgramsOnShapes
-from distributed.exchange import gather
 from feedback.errors import UserError
-from serving.chunks import Shape, at_most, useful_shapes
+from serving.chunks import at_most
+from serving.needed import ChooseTokens, Program, ReadChunk
 from serving.prefix_cache import SavedPrefix
 from serving.programs import Assignment, Programs, StepPlan
 from serving.requests import Answer, Request, options_in_use
-from serving.scheduler import Admission, MicroBatch, PrefillLimits, Row, Scheduler, Shard
+from serving.scheduler import Admission, MicroBatch, PrefillLimits, Row, Scheduler, Shard, neutral_sampling
 from serving.steps import Output, PrefillChunk, Scores
-from sharding.sampling import TopLogprobs
+from sharding.sampling import Sampling, TopLogprobs
 
 logger = logging.getLogger(__name__)
 NAN = "the model computes NaN: its weights are damaged, or overflow this --dtype"
@@ -106,39 +105,23 @@ class Engine:
 
     Where there are several processes, each must add the same requests in the same order.
 
-    requests: examples of what will be asked. All programs that such requests need, with prompts of up to
-    `longest` tokens, are compiled here, and none later. option_sets: sampling options, each set with a decode
-    program of its own; a step takes the first set that has all options that its rows ask for. By default
-    there is one set, of the options that `requests` ask for. prefix_cache_bytes: host memory for the prefixes
-    of rows that other requests have taken, see prefix_cache.py; unused if there are several stages. limits:
-    by default prompts are read as fast as possible. active: the most answers of a data shard at a time; None:
-    one per row. `compile_for` raises it. general: compile only the decode program of the last
-    option set, which must have the options of all others; the other programs are `missing` at first.
-    ahead: the same programs on shapes, which are compiled first, several at a time; None: one after another.
-    warm: run each program on no row, too, or else its first step will take longer; without `ahead` this is
-    what compiles them.
+    usable: the programs that turns may use, see needed.py; `use` adds others. jax compiles a program in the
+    first turn that needs it, if neither needed.warm_up nor ahead.compile_programs has compiled it before.
+    prefix_cache_bytes: host memory for the prefixes of rows that other requests have taken, see
+    prefix_cache.py; unused if there are several stages. limits: by default prompts are read as fast as
+    possible.
 
-    chunk_shapes: of the prefill chunks that are compiled, see chunks.py. missing: decode programs that the
-    engine can do without, (rows of a data shard, index of the option set), in the order in which they are
-    worth compiling. decode_rows: the numbers of rows for which the decode programs of all option sets are
-    compiled, and the number with which the engine started.
+    chunk_shapes, scores: of the prefill chunks in `usable`, each shape with each score.
     """
 
     def __init__(
         self,
         programs: Programs,
-        requests: list[Request],
-        longest: int = 0,
-        option_sets: Sequence[frozenset[str]] = (),
-        prefix_cache_bytes: int = 0,
+        usable: Iterable[Program],
         limits: PrefillLimits = PrefillLimits(),  # noqa: B008  immutable
-        active: int | None = None,
-        general: bool = False,
-        ahead: ProgramsOnShapes | None = None,
-        warm: bool = True,
+        prefix_cache_bytes: int = 0,
     ):
-        self.programs, self.ahead = programs, ahead
-        saved = 0 if programs.stages > 1 else prefix_cache_bytes
+        self.programs, self.usable = programs, set()
         self.scheduler = Scheduler(
             rows=programs.rows,
             max_len=programs.max_len,
@@ -147,78 +130,37 @@ class Engine:
             width=programs.width,
             masks=programs.masks,
             vocabulary=programs.cfg.V,
-            prefix_cache_bytes=saved,
+            prefix_cache_bytes=0 if programs.stages > 1 else prefix_cache_bytes,
             row_bytes=programs.row_bytes,
             limits=limits,
         )
+        self.use(usable)
         self.saving: list[SavedPrefix] = []  # what the last turn has started to copy to the host
         self.stats, self.start_time, self.turns = Stats(), 0.0, 0
-        self.option_sets = list(option_sets or [options_in_use(requests)])
-        if programs.stages > 1:  # all microbatches of a turn are in one program
-            self.option_sets = self.option_sets[-1:]
-        first = self.scheduler.micro_batches[0]
-        self.neutral = [first.sampling(options) for options in self.option_sets]
-        self.sampling = [self.neutral[0]] * programs.stages
-        nothing = StepPlan([], None, np.zeros(len(first.rows), np.int32), self.sampling[0])
+        # Of each microbatch: the options of sampling that its rows ask for, and the arrays of its last step.
+        rows, options = len(self.scheduler.micro_batches[0].rows), self.decode_programs[-1].options
+        neutral = neutral_sampling(options, rows, programs.cfg.V)
+        self.asked, self.sampling = [options] * programs.stages, [neutral] * programs.stages
+        nothing = StepPlan([], None, np.zeros(rows, np.int32), neutral)
         # The plans of the later stages' microbatches; then the plans whose results are still to be fetched.
         self.stages: deque[InFlight] = deque([InFlight(nothing)] * (programs.stages - 1))
         self.in_flight: deque[tuple[InFlight, Any]] = deque()
-        self.longest = max([longest, *(len(request.prompt) for request in requests)])
-        self.scores = {request.scoring for request in requests} or {None}
-        rows = self._rows_for(active or programs.rows)
-        self.ready_sets = self.option_sets[-1:] if general else list(self.option_sets)
-        neutral = self.neutral[-len(self.ready_sets) :]
-        self.chunk_shapes = self._chunk_shapes(rows)
-        needed = self.chunk_shapes, self.scores, neutral, rows, bool(saved)
-        if ahead:
-            ahead.warm_up(*needed)
-            gather("compiled")  # else one process could wait in a collective until another has compiled
-        if warm or not ahead:
-            programs.warm_up(*needed)
-        self.decode_rows, sets = [rows], range(len(self.option_sets))
-        self.missing = [(rows, i) for i in sets[: -len(self.ready_sets)]]
-        self.missing += [(n, i) for n in programs.decode_rows if n != rows for i in sets]
 
-    def _rows_for(self, active: int) -> int:
-        """The fewest rows of a decode program that computes `active` ones."""
-        sizes = self.programs.decode_rows
-        return next((n for n in sizes if n >= active), sizes[-1])
-
-    def _chunk_shapes(self, rows: int) -> list[Shape]:
-        """The shapes of prefill chunks for the prompts of so many rows of a data shard."""
-        shapes, limits = [x for x in self.programs.chunk_shapes if x.rows <= rows], self.scheduler.limits
-        return useful_shapes(shapes, self.longest - 1, max(limits.alone, limits.beside_decoding))
-
-    def compile_for(self, active: int) -> None:
-        """Compile what is missing for `active` answers of a data shard at a time."""
-        if (rows := self._rows_for(active)) > max(self.decode_rows):
-            more = [shape for shape in self._chunk_shapes(rows) if shape not in self.chunk_shapes]
-            self.programs.warm_up(more, self.scores, [], rows)
-            self.chunk_shapes += more
-            for program in [x for x in self.missing if x[0] == rows]:
-                self.add_program(program)
-
-    def compile_ahead(self, program: tuple[int, int]) -> None:
-        """Compile one of the `missing` programs, in any thread, so that `add_program` need not."""
-        rows, i = program
-        self.ahead.warm_up((), self.scores, [self.neutral[i]], rows)
-
-    def add_program(self, program: tuple[int, int]) -> None:
-        """Let steps use one of the `missing` programs, which is compiled if it was not compiled ahead.
-
-        A step computes fewer rows only when the programs of all option sets are there for so many.
-        """
-        rows, i = program
-        self.programs.warm_up((), self.scores, [self.neutral[i]], rows)
-        self.missing.remove(program)
-        if rows in self.decode_rows:
-            ready = [*self.ready_sets, self.option_sets[i]]
-            self.ready_sets = [options for options in self.option_sets if options in ready]
-        elif all(n != rows for n, _ in self.missing):
-            self.decode_rows.append(rows)
+    def use(self, programs: Iterable[Program]) -> None:
+        """Let turns use these programs, too."""
+        self.usable |= set(programs)
+        chunks = [x for x in self.usable if isinstance(x, ReadChunk)]
+        self.scores = {x.score for x in chunks}
+        self.chunk_shapes = sorted(
+            shape
+            for shape in {x.shape for x in chunks}
+            if all(ReadChunk(shape, score) in self.usable for score in self.scores)
+        )
+        steps = [x for x in self.usable if isinstance(x, ChooseTokens)]
+        self.decode_programs = sorted(steps, key=lambda x: (x.rows, len(x.options)))
 
     def _score(self, request: Request) -> int | None:
-        """The `score` of the request's prefill chunks: the least compiled one that is enough for it."""
+        """The `score` of the request's prefill chunks: the least usable one that is enough for it."""
         if request.scoring is None:
             return None
         return min((n for n in self.scores if n is not None and n >= request.scoring), default=-1)
@@ -226,13 +168,14 @@ class Engine:
     def add(self, request: Request) -> Answer:
         """Put a request at the end of the queue: -> its Answer, which `advance` fills.
 
-        Raises UserError if it does not fit into a row, or needs a program that was not compiled.
+        Raises UserError if it does not fit into a row, or needs a program that is not usable.
         """
         prompt = request.validated(self.programs.cfg.V)
         request.check_length(self.programs.max_len, "a row")
-        known = len(prompt) <= self.longest and self._score(request) in self.scores
-        if not known or not any(options_in_use([request]) <= options for options in self.option_sets):
-            raise UserError("nothing was compiled for a request of this kind; see `requests` and `longest`")
+        readable = len(prompt) == 1 or self._score(request) in self.scores
+        options = options_in_use([request])
+        if not readable or not any(options <= program.options for program in self.decode_programs):
+            raise UserError("no program is there for a request of this kind; see serving.needed.Demand")
         answer = Answer(request, prompt, constraint=request.grammar and request.grammar.start())
         self.scheduler.queue.append(answer)
         return answer
@@ -292,18 +235,18 @@ class Engine:
         micro_batch = self.scheduler.micro_batches[number]
         assignments = self._admit(micro_batch, step)
         if assignments:
-            asked = options_in_use([row.answer.request for row in micro_batch.rows if not row.free])
-            options = next(options for options in self.ready_sets if asked <= options)
-            self.sampling[number] = micro_batch.sampling(options)
-        elif self.sampling[number].allowed is not None:  # a grammar's mask changes with each step
-            self.sampling[number] = dataclasses.replace(self.sampling[number], allowed=micro_batch.allowed())
+            requests = [row.answer.request for row in micro_batch.rows if not row.free]
+            self.asked[number] = options_in_use(requests)
+        new_rows = bool(assignments)
         assignments += self._send_forced(micro_batch)
         decoding = self.scheduler.decoding
         chunk, cost = self._prefill(micro_batch, step, micro_batch.largest_chunk(decoding))
-        count, sampling, rows = micro_batch.tokens_to_choose(), self.sampling[number], micro_batch.rows
+        count, rows = micro_batch.tokens_to_choose(), micro_batch.rows
         micro_batch.count_prefill(cost, decoding, count.any())
+        program = self._decode_program(micro_batch.busy_rows(count), self.asked[number])
+        sampling = self._sampling(number, program.options, new_rows)
         within_shard = None
-        if (chosen := micro_batch.rows_to_decode(count, self.decode_rows)) is not None:
+        if (chosen := micro_batch.rows_to_decode(count, program.rows)) is not None:
             count, sampling = jax.tree.map(lambda x: x[chosen], (count, sampling))
             within_shard = (chosen % len(micro_batch.shards[0].rows)).astype(np.int32)
             rows = [rows[i] for i in chosen]
@@ -313,6 +256,20 @@ class Engine:
         step.plan = StepPlan(assignments, chunk, count, sampling, within_shard)
         self.turns += 1
         return step
+
+    def _decode_program(self, rows: int, options: frozenset[str]) -> ChooseTokens:
+        """The program of the fewest rows, and then of the fewest options, that has at least these."""
+        return next(x for x in self.decode_programs if rows <= x.rows and options <= x.options)
+
+    def _sampling(self, number: int, options: frozenset[str], new_rows: bool) -> Sampling:
+        """These options of sampling for the rows of a microbatch. new_rows: whether it has other answers."""
+        old = self.sampling[number]
+        if new_rows or options != {name for name, value in vars(old).items() if value is not None}:
+            self.sampling[number] = self.scheduler.micro_batches[number].sampling(options)
+        elif old.allowed is not None:  # a grammar's mask changes with each step
+            allowed = self.scheduler.micro_batches[number].allowed()
+            self.sampling[number] = dataclasses.replace(old, allowed=allowed)
+        return self.sampling[number]
 
     def _admit(self, micro_batch: MicroBatch, step: InFlight) -> list[Assignment]:
         """Assign queued requests to free rows, one row per data shard at a time."""
@@ -446,13 +403,12 @@ class Engine:
     def _force(self, row: Row) -> None:
         """Add the tokens that the answer's grammar forces, if a chunk costs less than steps that choose them.
 
-        They are no more than the prompts whose chunks are compiled have. A request that asks for
-        log-probabilities needs a decode step for each token.
+        A request that asks for log-probabilities needs a decode step for each token.
         """
         answer, request = row.answer, row.answer.request
         if request.score or request.sampling.top_logprobs is not None:
             return
-        tokens = answer.constraint.forced_tokens()[: self.longest - 1]
+        tokens = answer.constraint.forced_tokens() if self.chunk_shapes else []
         if len(tokens) <= self.scheduler.cost_of_chunk(row):
             return
         for token in tokens:

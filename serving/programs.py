@@ -2,11 +2,10 @@
 
 import dataclasses
 import itertools
-import operator
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -142,51 +141,6 @@ class Programs:
         if speculation and self.stages > 1:
             what = "do not pass on how many guesses were right"
             raise UserError(f"{self.stages} stages of layers {what}: leave out --lookup, --draft or --pp")
-
-    def warm_up(self, *needed, **more) -> None:
-        """Compile what is needed and was not compiled ahead, by running it on no row: see `calls`.
-
-        Work of more than a few seconds shows its progress.
-        """
-        calls = self.calls(*needed, **more)
-        with compilation_progress(len(calls)) as bar:
-            for call in calls:
-                jax.block_until_ready(call(self))
-                bar.update()
-
-    def calls(
-        self,
-        shapes: Iterable[Shape],
-        scores: Iterable[int | None],
-        samplings: Iterable[Sampling],
-        rows: int,
-        prefix_cache: bool = False,
-    ) -> list[Callable[["Programs"], Any]]:
-        """Everything that chunks of these shapes and these samplings may need, done to no row.
-
-        samplings: each for the rows of one microbatch. rows: of the decode steps, one of `decode_rows`.
-        prefix_cache: whether prefixes are saved in host memory.
-        """
-        nothing, no_tokens = (np.zeros(n, np.int32) for n in (self.stages * self.shards, self.rows))
-        no_texts = np.zeros((nothing.size, self.max_len), np.int32)
-        alone = self.rows == nothing.size  # no row has another to copy a prefix from
-        sources = (None,) if alone else (None, nothing)
-        do = operator.methodcaller
-        calls = [do("assign_rows", nothing - 1, no_texts, nothing, source) for source in sources]
-        for shape, score in itertools.product(shapes, scores):
-            chunk = no_chunk(shape, nothing.size, score)
-            calls.append(do("prefill", chunk.rows, chunk.count, chunk.width, score))
-        samplings = [jax.tree.map(lambda x: np.concatenate([x] * self.stages), each) for each in samplings]
-        if rows == self.decode_rows[-1]:
-            calls += [do("decode", no_tokens, sampling) for sampling in samplings]
-        else:
-            some = np.tile(np.arange(rows, dtype=np.int32), self.shards)
-            samplings = [jax.tree.map(lambda x: x[: some.size], each) for each in samplings]
-            calls += [do("decode", 0 * some, sampling, some) for sampling in samplings]
-        if prefix_cache:
-            saved = [SavedPrefix(no_tokens, 0, 0) for _ in range(nothing.size)]
-            calls += [do("save_prefixes", nothing, saved), do("load_prefixes", nothing - 1, saved)]
-        return calls
 
     def run(self, plans: Sequence[StepPlan]) -> tuple[Scores | None, Output | None]:
         """A turn of all stages, stage s with plans[s]: -> (Scores, Output) of the last stage's plan.

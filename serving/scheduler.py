@@ -379,15 +379,20 @@ class MicroBatch:
             count[:] = 0  # rows with grammars step together: a step of some of them costs as much
         return count
 
-    def rows_to_decode(self, count: np.ndarray, sizes: Sequence[int]) -> np.ndarray | None:
-        """Which rows the next decode step computes: each that chooses tokens, and idle ones to fill up.
+    def busy_rows(self, count: np.ndarray) -> int:
+        """How many rows choose tokens in the data shard that has the most of them.
 
-        count: [b], see `tokens_to_choose`. sizes: the numbers of rows of a data shard that a step may
-        compute, of which the smallest is taken that suffices for every shard.
-        -> indices in `rows`, the same number for each shard, in the order of shards; None: all rows.
+        count: [b], see `tokens_to_choose`.
+        """
+        return int((count.reshape(len(self.shards), -1) > 0).sum(1).max())
+
+    def rows_to_decode(self, count: np.ndarray, n: int) -> np.ndarray | None:
+        """Which n rows of each data shard a decode step computes: all that choose tokens, and idle ones.
+
+        count: [b], see `tokens_to_choose`.
+        -> indices in `rows`, in the order of shards; None: all rows.
         """
         busy = count.reshape(len(self.shards), -1) > 0
-        n = min(size for size in sizes if size >= busy.sum(1).max())
         if n == busy.shape[1]:
             return None
         chosen = np.argsort(~busy, 1, kind="stable")[:, :n]
@@ -395,26 +400,41 @@ class MicroBatch:
 
     def sampling(self, options: frozenset[str]) -> Sampling:
         """These options of sampling, as arrays [b] of what the rows' requests ask for."""
-
-        def column(name: str):
-            if name == "allowed":
-                return self.allowed()
-            neutral = getattr(NEUTRAL, name)
-            if name == "answer_start":
-                return np.array([len(row.answer.prompt) if row.answer else 0 for row in self.rows], np.int32)
-            asked = (getattr(row.answer.request.sampling, name) if row.answer else None for row in self.rows)
-            each = [neutral if x is None else x for x in asked]
-            return jax.tree.map(lambda like, *x: np.stack(x).astype(like.dtype), neutral, *each)
-
-        return Sampling(**{name: column(name) for name in options})
+        return sampling_of(self.rows, options, self.vocabulary)
 
     def allowed(self) -> np.ndarray:
-        """The bitmasks of the tokens that each row's grammar allows, see Sampling; all without a grammar."""
-        bits = np.full((len(self.rows), -(-self.vocabulary // 32)), 0xFFFFFFFF, np.uint32)
-        for row, own in zip(self.rows, bits, strict=True):
-            if row.constrained:
-                row.answer.constraint.fill_bitmask(own)
-        return bits
+        """The bitmasks of the tokens that each row's grammar allows, see Sampling."""
+        return allowed_tokens(self.rows, self.vocabulary)
+
+
+def sampling_of(rows: Sequence[Row], options: frozenset[str], vocabulary: int) -> Sampling:
+    """These options of sampling, as arrays [b] of what the rows' requests ask for."""
+
+    def column(name: str):
+        if name == "allowed":
+            return allowed_tokens(rows, vocabulary)
+        neutral = getattr(NEUTRAL, name)
+        if name == "answer_start":
+            return np.array([len(row.answer.prompt) if row.answer else 0 for row in rows], np.int32)
+        asked = (getattr(row.answer.request.sampling, name) if row.answer else None for row in rows)
+        each = [neutral if x is None else x for x in asked]
+        return jax.tree.map(lambda like, *x: np.stack(x).astype(like.dtype), neutral, *each)
+
+    return Sampling(**{name: column(name) for name in options})
+
+
+def neutral_sampling(options: frozenset[str], rows: int, vocabulary: int) -> Sampling:
+    """These options of sampling, for so many rows without an answer."""
+    return sampling_of([Row(np.zeros(0, np.int32))] * rows, options, vocabulary)
+
+
+def allowed_tokens(rows: Sequence[Row], vocabulary: int) -> np.ndarray:
+    """The bitmasks of the tokens that each row's grammar allows, see Sampling; all without a grammar."""
+    bits = np.full((len(rows), -(-vocabulary // 32)), 0xFFFFFFFF, np.uint32)
+    for row, own in zip(rows, bits, strict=True):
+        if row.constrained:
+            row.answer.constraint.fill_bitmask(own)
+    return bits
 
 
 class Scheduler:

@@ -14,6 +14,7 @@ from feedback.errors import UserError
 from generation.replies import Replies, Reply
 from generation.request_builder import NOT_TEXT, RequestBuilder
 from serving.engine import Engine
+from serving.needed import demand_of
 from terminal.diagnostics import profiled
 from terminal.launch import log
 from terminal.loaded_models import Session
@@ -110,7 +111,8 @@ def chat(session: Session) -> None:
     if jax.process_count() > 1:
         raise UserError("--chat works on one host; this is one of several")
     rows, max_len = fit_cache(session.models, [builder.max_len], None, builder.max_len)
-    engine = session.start_engine(rows, max_len, [builder.request_for([0])], longest=max_len)
+    demand = demand_of([builder.request_for([0])], longest=max_len)
+    engine, _ = session.start_engine(rows, max_len, demand)
     with profiled(engine, session.args.profile):
         converse(engine, builder)
     if engine.stats.failed:

@@ -4,12 +4,12 @@ import argparse
 import dataclasses
 import gc
 import pathlib
-from collections.abc import Sequence
 
 import jax
 
 from conversation.templates import replace_template
 from conversation.text import load_tokenizer
+from deployment.ahead import ProgramsOnShapes, compile_programs
 from deployment.deploy import (
     ModelOptions,
     load_while_compiling,
@@ -18,10 +18,11 @@ from deployment.deploy import (
     programs_on_shapes,
 )
 from deployment.memory import Deployment
+from distributed.exchange import gather
 from feedback.errors import UserError
 from generation.request_builder import RequestBuilder
 from serving.engine import Engine
-from serving.requests import Request
+from serving.needed import Demand, faster_programs, needed_programs, warm_up
 from serving.scheduler import PrefillLimits
 from terminal.launch import Startup, log_if_slow, log_once
 from terminal.prompts import make_builder
@@ -40,32 +41,39 @@ class Session:
         self,
         rows: int,
         max_len: int,
-        requests: list[Request],
-        longest: int = 0,
-        option_sets: Sequence[frozenset[str]] = (),
+        demand: Demand,
         prefix_cache_bytes: int = 0,
         limits: PrefillLimits = PrefillLimits(),  # noqa: B008  immutable
         general: bool = False,
-    ) -> Engine:
-        """Load the models, and compile their programs meanwhile. The options of the engine: see Engine."""
+    ) -> tuple[Engine, ProgramsOnShapes]:
+        """Load the models, and compile the programs that the demand needs meanwhile.
+
+        general: of the decode programs only the one that can take the place of all others, see
+        needed.faster_programs. -> (the engine, the same programs on shapes).
+        """
         self.startup.show()
         options, show = model_options(self.args), jax.process_index() == 0
-        stage, needed = self.startup.stage, (requests, longest, option_sets, prefix_cache_bytes, limits)
-        shapes = programs_on_shapes(options, self.models, rows, max_len)
+        stage, shapes = self.startup.stage, programs_on_shapes(options, self.models, rows, max_len)
+        needed = needed_programs(shapes, demand, limits=limits, prefix_cache=bool(prefix_cache_bytes))
+        if general:
+            left_out = faster_programs(shapes, demand)
+            needed = [program for program in needed if program not in left_out]
 
         def compile_ahead() -> None:
             kept = f"the programs are kept in {jax.config.jax_compilation_cache_dir}"
             with stage("compile"), log_if_slow(f"compiling, which takes less time at later starts: {kept}"):
-                Engine(shapes, *needed, general=general)
+                compile_programs(shapes, needed)
 
         weights = load_while_compiling(self.models, shapes, compile_ahead, show, stage("load"))
         with stage("warm"):
             programs = make_programs(options, self.models, weights, rows, max_len)
-            engine = Engine(programs, *needed, general=general, ahead=shapes)
+            gather("compiled")  # else one process could wait in a collective until another has compiled
+            warm_up(programs, needed)
+            engine = Engine(programs, needed, limits, prefix_cache_bytes)
         if not gc.isenabled():  # main.py disables garbage collection, which took 0.7 s and found nothing
             gc.freeze()  # never examine the objects that exist by now
             gc.enable()
-        return engine
+        return engine, shapes
 
 
 def model_options(args: argparse.Namespace) -> ModelOptions:

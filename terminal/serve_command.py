@@ -18,6 +18,7 @@ from deployment.memory import CPU_ROWS, DEFAULT_ROWS, fit_cache
 from distributed import watch
 from distributed.exchange import flag, process_count, wait_for_flag
 from feedback.errors import UserError
+from serving.needed import demand_of, faster_programs
 from serving.requests import OPTION_SETS, SAMPLING_OPTIONS, Request
 from serving.scheduler import server_limits
 from sharding.sampling import Sampling
@@ -32,7 +33,7 @@ try:
     from server.api_requests import ServedModel
     from server.app import make_app
     from server.http import LINGER, Port
-    from server.loop import EngineLoop, compile_missing, follow
+    from server.loop import EngineLoop, compile_later, follow
     from server.metrics import Metrics
 except ImportError as e:
     raise UserError(f"--serve needs the package {e.name}: pip install -e '.[serve]'") from None
@@ -52,14 +53,14 @@ def serve(session: Session) -> None:
     tokenizer = grammar_tokenizer(builder.tokenizer, builder.vocabulary, builder.stop_tokens)
     like = [Request([0], 1), Request([0], 1, Sampling(top_logprobs=1), score=True)]
     limits = server_limits(jax.default_backend(), args.prefill_budget)
-    needed = rows, max_len, like, max_len, OPTION_SETS, saved, limits
-    start = partial(session.start_engine, *needed, general=True)
+    demand = demand_of(like, max_len, OPTION_SETS)
+    start = partial(session.start_engine, rows, max_len, demand, saved, limits, general=True)
     if jax.process_index() > 0:
-        engine = start()
-        in_background(compile_missing, engine, None, lambda: None)
+        engine, shapes = start()
+        in_background(compile_later, shapes, faster_programs(shapes, demand), None, lambda: None)
         on_first_signal(partial(flag, "drain"))
         follow(engine, partial(make_grammar, tokenizer))
-        return engine.ahead.give_up()
+        return shapes.give_up()
 
     loop, key = EngineLoop(rows, args.max_queue, args.request_timeout, Metrics()), read_key(args)
     port = Port(args.host, args.port)
@@ -68,12 +69,13 @@ def serve(session: Session) -> None:
     port.serve(app)  # until the model is loaded, its answer is that it is not ready
     if not key and not port.local:
         log(f"anyone who reaches {args.host} can ask: --api-key-file or {KEY} would guard it")
-    engine = start()
+    engine, shapes = start()
     loop.rows, app.state.served = engine.programs.rows, served_model(session, tokenizer)
     on_first_signal(loop.drain)
     in_background(wait_for_flag, "drain", loop.drain)
     cores_are_busy = jax.default_backend() == "cpu" and process_count() == 1
-    in_background(compile_missing, engine, loop, loop.wait_until_idle if cores_are_busy else lambda: None)
+    wait = loop.wait_until_idle if cores_are_busy else lambda: None
+    in_background(compile_later, shapes, faster_programs(shapes, demand), loop, wait)
     name = app.state.served.names[0]
     log(f"serving {name} at http://{port.address}: {loop.rows} rows of {max_len} positions")
     failure = None
@@ -82,7 +84,7 @@ def serve(session: Session) -> None:
             loop.run(engine)
     except Exception as e:
         failure = e
-    engine.ahead.give_up()
+    shapes.give_up()
     port.close(FAILURE_LINGER if failure else LINGER)
     if writer:
         writer.close()

@@ -33,8 +33,10 @@ from families.llama4 import QueryScale
 from families.rope_scaling import Llama3Scaling
 from quantize import Format
 from serving.engine import Engine
+from serving.needed import demand_of, needed_programs, warm_up
 from serving.programs import Programs
 from serving.requests import Answer, Request
+from serving.scheduler import PrefillLimits
 from sharding.arrays import abstract
 from sharding.mesh import make_mesh
 from sharding.shapes import check_shapes
@@ -268,6 +270,14 @@ def interpret(monkeypatch) -> pltpu.InterpretParams:
     assert states and not any(x.races_found for x in states)
 
 
+def engine_of(programs, requests, longest=0, option_sets=(), **options) -> Engine:
+    """An engine with all programs that such requests need, and none of them is left to compile."""
+    demand, limits = demand_of(requests, longest, option_sets), options.get("limits", PrefillLimits())
+    needed = needed_programs(programs, demand, None, limits, "prefix_cache_bytes" in options)
+    warm_up(programs, needed)
+    return Engine(programs, needed, **options)
+
+
 def generate(
     weights, prompts, cfg, mesh, new, max_len, kv_dtype, stop=frozenset(), score=False, **options
 ) -> list[Answer]:
@@ -275,7 +285,7 @@ def generate(
     new = [new] * len(prompts) if isinstance(new, int) else new
     requests = [Request(prompt, n, stop=stop, score=score) for prompt, n in zip(prompts, new, strict=True)]
     programs = Programs(weights, cfg, mesh, min(len(requests), 16), max_len, kv_dtype, **options)
-    engine = Engine(programs, requests)
+    engine = engine_of(programs, requests)
     answers = [engine.add(request) for request in requests]
     while engine.busy:
         engine.advance()

@@ -22,6 +22,7 @@ import jax
 from deployment import deploy
 from distributed import join
 from serving.programs import Programs
+from terminal import loaded_models
 
 
 def announced(function, seconds: float, calls: int = 1):
@@ -51,7 +52,7 @@ if PHASE in ("coming", "joining"):
 elif PHASE == "loading":
     deploy.load = announced(deploy.load, 2)
 elif PHASE == "compiling":
-    Programs.warm_up = announced(Programs.warm_up, 0)
+    loaded_models.warm_up = announced(loaded_models.warm_up, 0)
 elif PHASE == "decoding":
     Programs.decode = announced(Programs.decode, 0.05, calls=20)
 runpy.run_path(PROGRAM, run_name="__main__")

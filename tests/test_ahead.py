@@ -17,10 +17,11 @@ from test_generation import MAX_LEN, deep, subject
 
 import main
 from deployment import ahead, deploy
-from deployment.ahead import ProgramsOnShapes, programs_at_a_time
+from deployment.ahead import ProgramsOnShapes, compile_programs, programs_at_a_time
 from feedback.errors import UserError
 from serving import chunks
 from serving.engine import Engine
+from serving.needed import demand_of, needed_programs
 from serving.programs import Programs
 from serving.requests import OPTION_SETS, Request
 from serving.speculation import DraftModel, PromptLookup
@@ -70,15 +71,16 @@ def test_compiled_ahead(mesh, speculation, monkeypatch, compiled):
             how = DraftModel(kind(weights, *sizes), 2)
         return kind(weights, *sizes, how)
 
-    options = dict(longest=MAX_LEN, option_sets=OPTION_SETS, prefix_cache_bytes=2**20)
     requests = every_kind(cfg)
     shapes = made(ProgramsOnShapes, shapes_of(weights))
-    Engine(shapes, requests, **options)
+    demand = demand_of(requests, MAX_LEN, OPTION_SETS)
+    needed = needed_programs(shapes, demand, prefix_cache=shapes.stages == 1)
+    compile_programs(shapes, needed)
     leaves = jax.tree.leaves((shapes.weights, shapes.batch))
     assert not any(isinstance(x, jax.Array) for x in leaves)
     arrays = made(Programs, weights)
     compiled.clear()
-    engine = Engine(arrays, requests, **options)
+    engine = Engine(arrays, needed, prefix_cache_bytes=2**20)
     answers = [engine.add(request) for request in requests * 5]
     while engine.busy:
         engine.advance()
@@ -106,7 +108,7 @@ def test_each_program_once(monkeypatch):
 
     monkeypatch.setattr(ahead, "compile_on_shapes", spied)
     shapes = ProgramsOnShapes(shapes_of(random_weights(cfg, mesh)), cfg, mesh, ROWS, MAX_LEN, "float32")
-    Engine(shapes, every_kind(cfg), MAX_LEN, OPTION_SETS)
+    compile_programs(shapes, needed_programs(shapes, demand_of(every_kind(cfg), MAX_LEN, OPTION_SETS)))
     assert set(names.values()) == {1}
 
 
@@ -125,7 +127,7 @@ def test_a_failure_is_told(monkeypatch):
     shapes, told = ProgramsOnShapes(shapes_of(weights), cfg, mesh, ROWS, MAX_LEN, "float32"), []
     for _ in range(5):
         with pytest.raises(jax.errors.JaxRuntimeError, match="no room") as raised:
-            Engine(shapes, [Request([1], 1)])
+            compile_programs(shapes, needed_programs(shapes, demand_of([Request([1], 1)])))
         told.append(raised.value)
     assert all(error is told[0] for error in told) and not shapes.given_up
 
@@ -174,7 +176,7 @@ from terminal import loaded_models
 def fail(*arguments):
     raise UserError("wrong weights")
 
-loaded_models.Engine = lambda *_, **__: time.sleep(1000)
+loaded_models.compile_programs = lambda *_: time.sleep(1000)
 deploy.load = fail
 main.run_to_end()
 """

@@ -7,7 +7,7 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
-from conftest import CHECKPOINTS, llama3_config, llama4_config, mesh_of, random_weights
+from conftest import CHECKPOINTS, engine_of, llama3_config, llama4_config, mesh_of, random_weights
 from test_ahead import shapes_of
 from test_generation import MAX_LEN, ask, assert_as_alone, deep, mixed, sampled, subject
 from test_grammar import Classes
@@ -22,6 +22,7 @@ from server.metrics import Metrics
 from serving import chunks, programs
 from serving.engine import Engine
 from serving.executors import few_layers, one_program
+from serving.needed import ChooseTokens, demand_of, faster_programs, needed_programs, warm_up
 from serving.programs import Programs
 from serving.requests import Request
 from serving.speculation import DraftModel, PromptLookup
@@ -100,11 +101,10 @@ def test_the_smallest_program(name, mesh, speculation, monkeypatch, compiled):
     if speculation == "draft":
         how = DraftModel(Programs(weights, cfg, devices, ROWS, MAX_LEN, "float32"), 3)
     requests = every_kind(cfg)
-    engine = Engine(Programs(weights, cfg, devices, ROWS, MAX_LEN, "float32", how), requests)
+    engine = engine_of(Programs(weights, cfg, devices, ROWS, MAX_LEN, "float32", how), requests)
     sizes = powers_of_two(devices, ROWS)
-    while engine.missing:
-        engine.add_program(engine.missing[0])
-    assert engine.decode_rows == [sizes[-1], *sizes[:-1]]
+    warm_up(engine.programs, later := faster_programs(engine.programs, demand_of(requests)))
+    engine.use(later)
     steps, decode = [], engine.programs.decode
     shards = engine.programs.shards
 
@@ -132,11 +132,11 @@ def test_the_smallest_program(name, mesh, speculation, monkeypatch, compiled):
 def test_rows_with_grammars():
     """Each row's mask is its own, also where the rows of a step are not the first ones."""
     requests = [Request([9, 8, 7 + i], 8 - i, grammar=Classes(3 + i, 99)) for i in range(4)]
-    engine = Engine(Programs(*subject("ring", "1"), ROWS, MAX_LEN, "float32"), requests)
+    engine = engine_of(Programs(*subject("ring", "1"), ROWS, MAX_LEN, "float32"), requests)
     expected = [answer.tokens for answer in ask(engine, requests)]
-    for program in engine.missing[:2]:
-        engine.add_program(program)
-    assert engine.decode_rows == [8, 1, 2] and engine.missing == [(4, 0)]
+    later = faster_programs(engine.programs, demand_of(requests))
+    assert [program.rows for program in later] == [1, 2, 4]
+    engine.use(later[:2])
     for i in (3, 2, 0):
         assert [answer.tokens for answer in ask(engine, [requests[i]])] == [expected[i]]
     assert [answer.tokens for answer in ask(engine, requests[1:3])] == expected[1:3]
@@ -162,37 +162,33 @@ def test_no_copy_of_the_cache(rows, n, max_len, drafted):
 
 
 SETS = [frozenset(), frozenset({"seed", "temperature"})]
+DEMAND = demand_of([Request([1] * 8, 1)], option_sets=SETS)
 
 
-def engine_of_a_server() -> Engine:
-    """One that starts with the general program, and that can compile on shapes."""
+def programs_of_a_server() -> tuple[Programs, ProgramsOnShapes]:
     weights, cfg, mesh = subject("ring", "1")
-    sizes, one = (cfg, mesh, 4, MAX_LEN, "float32"), Request([1] * 8, 1)
-    shapes = ProgramsOnShapes(shapes_of(weights), *sizes)
-    return Engine(Programs(weights, *sizes), [one], option_sets=SETS, general=True, ahead=shapes)
+    sizes = cfg, mesh, 4, MAX_LEN, "float32"
+    return Programs(weights, *sizes), ProgramsOnShapes(shapes_of(weights), *sizes)
 
 
 def test_a_server_that_ends(capsys):
     """It compiles no more programs, and says nothing of them."""
-    engine, server = engine_of_a_server(), loop.EngineLoop(4, 4, 60, Metrics())
-    engine.ahead.give_up()
-    capsys.readouterr()  # on a busy machine the start shows its progress
-    loop.compile_missing(engine, server, lambda: None)
-    assert len(engine.missing) == 5 and server.inbox.empty()
-    assert capsys.readouterr().err == ""
+    (_, shapes), server = programs_of_a_server(), loop.EngineLoop(4, 4, 60, Metrics())
+    shapes.give_up()
+    loop.compile_later(shapes, faster_programs(shapes, DEMAND), server, lambda: None)
+    assert server.inbox.empty() and capsys.readouterr().err == ""
 
 
 def test_a_program_that_a_server_cannot_compile(monkeypatch, capsys):
     """The server goes on without it, and says why."""
-    engine, server = engine_of_a_server(), loop.EngineLoop(4, 4, 60, Metrics())
+    (_, shapes), server = programs_of_a_server(), loop.EngineLoop(4, 4, 60, Metrics())
 
     def fail(*arguments, **static):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no room")
 
     monkeypatch.setattr(ahead, "compile_on_shapes", fail)
-    capsys.readouterr()
-    loop.compile_missing(engine, server, lambda: None)
-    assert len(engine.missing) == 5 and server.inbox.empty()
+    loop.compile_later(shapes, faster_programs(shapes, DEMAND), server, lambda: None)
+    assert server.inbox.empty()
     why = "a decode program for 4 rows was not compiled: RESOURCE_EXHAUSTED: no room\n"
     assert capsys.readouterr().err == why
 
@@ -200,26 +196,32 @@ def test_a_program_that_a_server_cannot_compile(monkeypatch, capsys):
 def test_a_server_compiles_the_rest(monkeypatch, compiled):
     """A server starts with the general program, compiles the others while it is idle, and then uses them."""
     monkeypatch.setattr(loop, "IDLE", 0.01)
-    engine = engine_of_a_server()
-    rest = [(4, 0), (1, 0), (1, 1), (2, 0), (2, 1)]
-    assert engine.missing == rest and engine.ready_sets == SETS[1:]
-    server, finished = loop.EngineLoop(4, 4, 60, Metrics()), []
+    made, shapes = programs_of_a_server()
+    later = faster_programs(shapes, DEMAND)
+    expected = [(4, 0), (1, 0), (1, 1), (2, 0), (2, 1)]
+    assert later == [ChooseTokens(rows, SETS[i]) for rows, i in expected]
+    first = [program for program in needed_programs(made, DEMAND) if program not in later]
+    warm_up(made, first)
+    engine = Engine(made, first)
+    assert engine.decode_programs == [ChooseTokens(4, SETS[1])]
+    server = loop.EngineLoop(4, 4, 60, Metrics())
     server.open_jobs = 1  # it is not idle
-    thread = threading.Thread(target=loop.compile_missing, args=(engine, server, server.wait_until_idle))
+    arguments = shapes, later, server, server.wait_until_idle
+    thread = threading.Thread(target=loop.compile_later, args=arguments)
     thread.start()
     thread.join(0.2)
-    assert engine.missing == rest and server.inbox.empty()
+    assert server.inbox.empty()
     server.open_jobs = 0
     thread.join()
-    assert engine.missing == rest  # what the engine uses is decided in its own thread
-    commands = [server.inbox.get() for _ in rest]
+    assert len(engine.decode_programs) == 1  # what the engine uses is decided in its own thread
+    commands = [server.inbox.get() for _ in later]
     compiled.clear()
     server.engine = engine
-    for i, command in enumerate(commands):
-        assert command == ("program", rest[i]) and not server._execute([command])
+    for program, command in zip(later, commands, strict=True):
+        assert command == ("program", program) and not server._execute([command])
     finished = ask(engine, [Request([9, 8, 7], 8)])
-    assert not compiled and not engine.missing
-    assert engine.ready_sets == SETS and engine.decode_rows == [4, 1, 2]
+    assert not compiled and engine.decode_programs[0] == ChooseTokens(1, SETS[0])
+    assert len(engine.decode_programs) == 6
     assert_as_alone(finished, "ring")
 
 
@@ -230,11 +232,12 @@ def test_answers_at_a_time(compiled):
     options = dict(max_new_tokens=8, temperature=0)
     whole = [llm.generate(prompt, **options).text for prompt in prompts]
     engine = llm.engine
-    assert engine.decode_rows == [1] and {shape.rows for shape in engine.chunk_shapes} == {1}
+    assert {program.rows for program in engine.decode_programs} == {1}
+    assert {shape.rows for shape in engine.chunk_shapes} == {1}
     streams = [llm.stream(prompt, **options) for prompt in prompts]
     firsts = [next(stream) for stream in streams]
     assert [first + "".join(stream) for first, stream in zip(firsts, streams, strict=True)] == whole
-    assert engine.decode_rows == [1, 2, 4] and llm.engine is engine
+    assert {x.rows for x in engine.decode_programs} == {1, 2, 4} and llm.engine is engine
     assert {shape.rows for shape in engine.chunk_shapes} == {1, 4}
     compiled.clear()
     assert [answer.text for answer in llm.generate(prompts[:2], **options)] == whole[:2]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from conftest import generate, mesh_of, with_short_rings
+from conftest import engine_of, generate, mesh_of, with_short_rings
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 from test_generation import finish
@@ -86,7 +86,7 @@ def answer_prompts(saved, make_mesh, lengths, draft=None, head: int = 0) -> Engi
     prompts = [beginning + rng.integers(0, cfg.V, n).tolist() for n in lengths]
     # A prompt that is scored is read from its first token on.
     requests = [Request(prompt, NEW, stop=frozenset(), score=not head) for prompt in prompts]
-    engine = Engine(Programs(weights, cfg, mesh, 4, 96, "float32", draft), requests)
+    engine = engine_of(Programs(weights, cfg, mesh, 4, 96, "float32", draft), requests)
     answers = [engine.add(request) for request in requests]
     finish(engine)
     for answer in answers:

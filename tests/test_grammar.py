@@ -7,14 +7,13 @@ import json
 import jax
 import numpy as np
 import pytest
-from conftest import CHECKPOINTS
+from conftest import CHECKPOINTS, engine_of
 from test_generation import alone, ask, batch_of, sampled, subject
 
 import model
 from conversation.grammar import grammar_tokenizer, make_grammar
 from conversation.text import load_tokenizer
 from feedback.errors import UserError
-from serving.engine import Engine
 from serving.programs import Programs
 from serving.requests import OPTION_SETS, Request
 from serving.speculation import PromptLookup
@@ -88,7 +87,7 @@ def test_beside_others(mesh, lookup, compiled):
     requests = [x for pair in zip((x for x, _ in constrained), others, strict=False) for x in pair]
     speculation = PromptLookup(3) if lookup else None
     programs = Programs(*subject("ring", mesh), 8, 160, "float32", speculation)
-    engine = Engine(programs, requests)
+    engine = engine_of(programs, requests)
     compiled.clear()
     answers = ask(engine, requests)
     assert not compiled
@@ -152,7 +151,7 @@ def test_programs_for_what_rows_ask(compiled):
                 assert answer.tokens == alone(answer.request, "ring")[0]
         assert used[0] == OPTION_SETS[expected]
     assert not compiled
-    with pytest.raises(UserError, match="nothing was compiled"):
+    with pytest.raises(UserError, match="no program is there for"):
         batch_of(greedy, "ring").add(special[2])
 
 

@@ -14,6 +14,7 @@ from test_generation import MAX_LEN, assert_as_alone, finish, mixed, subject
 
 from serving import chunks, executors
 from serving.engine import Engine
+from serving.needed import ReadChunk, demand_of, needed_programs, warm_up
 from serving.programs import Programs
 from serving.requests import Request
 from serving.scheduler import ACCELERATOR_LIMITS, CPU_LIMITS, PrefillLimits, server_limits
@@ -48,7 +49,13 @@ def widths(monkeypatch):
 
 def engine_of(mesh: str = "1", rows: int = 8, limits: PrefillLimits = LIMITS, speculation=None) -> Counted:
     made = Programs(*subject("ring", mesh), rows, MAX_LEN, "float32", speculation)
-    return Counted(made, [Request([1], 1)], MAX_LEN, limits=limits)
+    return counted(made, [Request([1], 1)], MAX_LEN, limits)
+
+
+def counted(made: Programs, requests: list[Request], longest=0, limits=PrefillLimits()) -> Counted:  # noqa: B008
+    needed = needed_programs(made, demand_of(requests, longest), limits=limits)
+    warm_up(made, needed)
+    return Counted(made, needed, limits)
 
 
 def prompts(seed: int = 0):
@@ -67,9 +74,6 @@ class CountingPrograms:
         self.chunk_shapes = [chunks.Shape(*shape) for shape in chunks.CPU_SHAPES]
         self.cfg, self.row_bytes = types.SimpleNamespace(V=101), int
 
-    def warm_up(self, *arguments) -> None:
-        pass
-
     def run(self, plans):
         count = plans[-1].count
         zeros = np.zeros((len(count), 1), np.float32)
@@ -80,7 +84,8 @@ def counting_engine(
     stages: int = 1, shards: int = 1, rows: int = 16, examples=(), limits: PrefillLimits = LIMITS
 ) -> Counted:
     made = CountingPrograms(rows, stages, shards)
-    return Counted(made, [*examples, Request([1], 1)], made.max_len, limits=limits)
+    demand = demand_of([*examples, Request([1], 1)], made.max_len)
+    return Counted(made, needed_programs(made, demand, limits=limits), limits)
 
 
 def advance_until(engine: Engine, done) -> None:
@@ -262,13 +267,13 @@ def test_scores_of_several_prompts(mesh, monkeypatch, compiled):
     lengths = (8, 5, 3, 9, 1, 6, 7, 21, 2, 12)
     asked = [dataclasses.replace(request(n, n % 3), score=n % 2 == 0) for n in lengths]
     made = Programs(*subject("ring", mesh), 8, MAX_LEN, "float32")
-    together = Counted(made, asked)
+    together = counted(made, asked)
     compiled.clear()
     answers = [together.add(x) for x in asked]
     finish(together)
     assert not compiled and 32 in {tokens for tokens, _ in together.planned}
     monkeypatch.setattr(chunks, "CPU_SHAPES", ((1, 8),))
-    one = Counted(Programs(*subject("ring", "1"), 1, MAX_LEN, "float32"), asked)
+    one = counted(Programs(*subject("ring", "1"), 1, MAX_LEN, "float32"), asked)
     for answer, x in zip(answers, asked, strict=True):
         alone = one.add(x)
         finish(one)
@@ -301,14 +306,14 @@ def test_answers(mesh, lookup, compiled):
 def test_only_shapes_within_the_limits_are_compiled(monkeypatch):
     """A server on a CPU has no program of 256 tokens, and a prompt of 40 tokens needs none of 128."""
     monkeypatch.setattr(chunks, "CPU_SHAPES", ((1, 32), (4, 32), (1, 128), (2, 128)))
-    shapes = []
-    monkeypatch.setattr(
-        Programs, "prefill", lambda self, rows, count, width, score: shapes.append((len(rows), width))
-    )
     made = Programs(*subject("ring", "1"), 2, MAX_LEN, "float32")  # which has no 4 rows
-    for longest, limits in ((1000, PrefillLimits()), (1000, CPU_LIMITS), (40, PrefillLimits())):
-        Engine(made, [Request([1], 1)], longest, limits=limits)
-    assert shapes == [(1, 32), (1, 128), (2, 128), (1, 32), (1, 128), (1, 32)]
+
+    def needed(longest: int, limits: PrefillLimits) -> list[tuple[int, int]]:
+        found = needed_programs(made, demand_of([Request([1], 1)], longest), limits=limits)
+        return [x.shape for x in found if isinstance(x, ReadChunk)]
+
+    assert needed(1000, PrefillLimits()) == [(1, 32), (1, 128), (2, 128)]
+    assert needed(1000, CPU_LIMITS) == [(1, 32), (1, 128)] and needed(40, PrefillLimits()) == [(1, 32)]
     assert chunks.at_most(8, made.chunk_shapes) == [(1, 32)]  # for none is that small
 
 

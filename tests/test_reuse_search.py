@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import Kind, dequantize, llama4_config, mesh_of, with_chunks
+from conftest import Kind, dequantize, engine_of, llama4_config, mesh_of, with_chunks
 from test_generation import finish
 
 import model
@@ -162,7 +162,7 @@ def search(
 
         def batch_of(speculation=None, saved: int = 0, weights=weights, kept=kept) -> Engine:
             programs = Programs(weights, cfg, mesh, rows, MAX_LEN, kv, speculation)
-            return Engine(programs, [kept], prefix_cache_bytes=saved)
+            return engine_of(programs, [kept], prefix_cache_bytes=saved)
 
         texts, alone = rng.integers(0, cfg.V, (2, 60)).tolist(), []
         single = batch_of()
@@ -237,7 +237,7 @@ def test_a_row_that_goes_back_again_and_again(monkeypatch):
     text = np.random.default_rng(0).integers(0, cfg.V, 60).tolist()
     requests = [Request(text[:n] + [7], 1, stop=frozenset()) for n in range(60, 20, -2)]
     together, alone = (
-        Engine(Programs(weights, cfg, mesh, 1, MAX_LEN, "float32"), requests) for _ in range(2)
+        engine_of(Programs(weights, cfg, mesh, 1, MAX_LEN, "float32"), requests) for _ in range(2)
     )
     for request in requests:
         alone.scheduler.rows[0].clear()

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import CHECKPOINTS, MESHES, llama3_config, llama4_config, mesh_of, rings, with_chunks
+from conftest import CHECKPOINTS, MESHES, engine_of, llama3_config, llama4_config, mesh_of, rings, with_chunks
 from questions import count_question, fixed_question, sum_question
 from test_generation import ROWS, TOLERANCE, ask, subject
 
@@ -55,7 +55,7 @@ def requests_for(name: str, sampled: bool) -> list[Request]:
 
 def answers_to(name: str, mesh: str, sampled: bool, speculation=None) -> tuple[Engine, list[Answer]]:
     requests = requests_for(name, sampled)
-    batch = Engine(Programs(*subject(name, mesh), ROWS, MAX_LEN, "float32", speculation), requests)
+    batch = engine_of(Programs(*subject(name, mesh), ROWS, MAX_LEN, "float32", speculation), requests)
     return batch, ask(batch, requests)
 
 

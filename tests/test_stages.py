@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import Kind, invoke, llama3_config, llama4_config, random_weights, with_short_rings
+from conftest import Kind, engine_of, invoke, llama3_config, llama4_config, random_weights, with_short_rings
 
 import main
 import model
@@ -98,7 +98,7 @@ def ask(
     """The answers, and what gave them. compiled: what must stay empty once that is there."""
     mesh = mesh_of(cfg, name)
     weights = random_weights(cfg, mesh, format)
-    engine = Engine(Programs(weights, cfg, mesh, ROWS, MAX_LEN, kv_dtype), requests)
+    engine = engine_of(Programs(weights, cfg, mesh, ROWS, MAX_LEN, kv_dtype), requests)
     if compiled:
         compiled.clear()
     answers = [engine.add(request) for request in requests]
