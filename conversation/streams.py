@@ -5,8 +5,9 @@ import re
 
 import numpy as np
 
-from conversation.templates import END_THINK, THINK, mentions_reasoning, template_text
-from conversation.tools import CallPiece, CallReader, ToolCall, ToolUse, call_reader, overlap
+from conversation.templates import END_THINK, THINK, ends_within_reasoning, mentions_reasoning, template_text
+from conversation.tool_calls import CallPiece, CallReader, ToolCall, call_reader, overlap
+from conversation.tools import ToolUse
 from families.family import Channels
 from families.tool_formats import MessageToolFormat
 
@@ -294,9 +295,3 @@ def answer_stream(
         stream = TextStream(tokenizer, hidden, stop_strings)
     stream.calls = tools and call_reader(tools, tokenizer)
     return stream
-
-
-def ends_within_reasoning(tokenizer, prompt: np.ndarray) -> bool:
-    """Whether the chat template ends a prompt with the tag that begins reasoning. prompt: its token ids."""
-    divided = mentions_reasoning(template_text(tokenizer))
-    return divided and tokenizer.decode(prompt[-32:]).rstrip().endswith(THINK)

@@ -7,6 +7,8 @@ whether they reason, and a model that was trained from another family's weights 
 
 import re
 
+import numpy as np
+
 from feedback.errors import UserError
 
 THINK, END_THINK = "<think>", "</think>"  # around the reasoning of Qwen3, DeepSeek R1, SmolLM3, GLM 4.5, ...
@@ -28,6 +30,12 @@ def mentions_reasoning(template: str) -> bool:
     second tag, because they remove the reasoning of earlier turns.
     """
     return END_THINK in template
+
+
+def ends_within_reasoning(tokenizer, prompt: np.ndarray) -> bool:
+    """Whether the chat template ends a prompt with the tag that begins reasoning. prompt: its token ids."""
+    divided = mentions_reasoning(template_text(tokenizer))
+    return divided and tokenizer.decode(prompt[-32:]).rstrip().endswith(THINK)
 
 
 def in_words_of(template: str, messages: list[dict]) -> list[dict]:

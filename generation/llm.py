@@ -20,9 +20,9 @@ import numpy as np
 
 from checkpoints.names import FLOATS
 from checkpoints.threads import no_garbage_collection
-from conversation.messages import read_messages
+from conversation.messages import has_surrogate, read_messages
 from conversation.streams import TextStream, answer_stream
-from conversation.text import encode, has_surrogate, load_tokenizer, stop_tokens
+from conversation.text import encode, load_tokenizer, stop_tokens
 from conversation.tools import choose_tool_format
 from deployment.ahead import ProgramsOnShapes
 from deployment.compilation_cache import enable_compilation_cache

@@ -12,17 +12,23 @@ from llguidance import LLTokenizer
 
 from checkpoints.tensor_files import parse_json
 from conversation.grammar import Grammar, make_grammar
-from conversation.messages import read_messages
-from conversation.streams import TextStream, answer_stream, ends_within_reasoning
-from conversation.templates import END_THINK, mentions, mentions_reasoning, template_text
-from conversation.text import PromptTooLong, encode, has_surrogate
-from conversation.tools import ToolUse
+from conversation.messages import has_surrogate, read_messages
+from conversation.streams import TextStream, answer_stream
+from conversation.templates import (
+    END_THINK,
+    ends_within_reasoning,
+    mentions,
+    mentions_reasoning,
+    template_text,
+)
+from conversation.text import PromptTooLong, encode
+from conversation.tool_grammar import make_tool_grammar
+from conversation.tools import TOOL_FIELDS, ToolUse, read_tool_use
 from families.family import Channels
 from families.tool_formats import LLAMA_JSON, MessageToolFormat, ToolFormat
 from feedback.errors import UserError
 from server.formats import FORMAT_FIELDS, read_format
 from server.inert_fields import refusal
-from server.tool_requests import TOOL_FIELDS, ToolRequest, make_tool_grammar, read_tools
 from serving.requests import RESTRICTIONS, Request, check_sampling
 from sharding.sampling import MAX_BIASES, MAX_TOP_LOGPROBS, Bias, Sampling
 
@@ -150,13 +156,13 @@ def check_request(fields: dict[str, Any], served: ServedModel, chat: bool) -> Ap
     if options.keys() - STREAM_OPTIONS or not all(isinstance(x, bool) for x in options.values()):
         raise BadRequest(f"'stream_options' takes {' and '.join(USAGE)}, true or false", "stream_options")
     grammar = checked.grammar(served.grammar_tokenizer)
-    tools = ToolRequest([], None)
+    tools = None
     if chat:
-        tools = checked.tools(served)
-        prompt = checked.messages(served, tools.given, reasons=grammar is None or tools.use is not None)
+        tools = checked.tool_use(served)
+        prompt = checked.messages(served, tools, reasons=grammar is None or tools is not None)
         texts, prompts = [None], [prompt]
-        if tools.use:
-            grammar = checked.tool_grammar(served, tools.use, prompt, grammar)
+        if tools:
+            grammar = checked.tool_grammar(served, tools, prompt, grammar)
     else:
         texts, prompts = checked.prompts(served)
     n = checked.integer("n", 1, MAX_SAMPLES, 1)
@@ -185,27 +191,19 @@ def check_request(fields: dict[str, Any], served: ServedModel, chat: bool) -> Ap
         ]  # fmt: skip
     return ApiRequest(
         served, chat, requests, texts, checked.stops() or served.stop, stop_ids | served.stop_ids, n, stream,
-        frozenset(name for name in USAGE if stream and options.get(name)), logprobs, echo, tools.use,
+        frozenset(name for name in USAGE if stream and options.get(name)), logprobs, echo, tools,
     )  # fmt: skip
 
 
 @contextlib.contextmanager
-def user_errors_as_bad_requests(field: str, prefix: str = "") -> Iterator[None]:
+def user_errors_as_bad_requests(field: str | None = None, prefix: str = "") -> Iterator[None]:
+    """field: None: an error begins with the name of the field in quotes, perhaps with an index in it."""
     try:
         yield
     except UserError as e:
         code = "context_length_exceeded" if isinstance(e, PromptTooLong) else None
-        raise BadRequest(f"{prefix}{e}"[:300], field, code=code) from None
-
-
-@contextlib.contextmanager
-def tool_errors_as_bad_requests() -> Iterator[None]:
-    """Errors about tools begin with the name of the field in quotes, perhaps with an index in it."""
-    try:
-        yield
-    except UserError as e:
-        field = re.match(r"'(\w+)", f"{e}")
-        raise BadRequest(f"{e}"[:300], field and field[1]) from None
+        named = re.match(r"'(\w+)", f"{e}")
+        raise BadRequest(f"{prefix}{e}"[:300], field or (named and named[1]), code=code) from None
 
 
 class RequestFields:
@@ -237,9 +235,9 @@ class RequestFields:
             what = f"the model {name[:60]!r} is not served here, but {served.names[0]!r}"
             raise BadRequest(what, "model", 404, "model_not_found")
 
-    def messages(self, served: ServedModel, tools: list[dict], reasons: bool) -> list[int]:
-        """The token ids of a chat. tools: to be offered. reasons: False if a grammar leaves no room for
-        reasoning.
+    def messages(self, served: ServedModel, tools: ToolUse | None, reasons: bool) -> list[int]:
+        """The token ids of a chat. tools: None: none are offered. reasons: False if a grammar leaves no room
+        for reasoning.
         """
         template = template_text(served.tokenizer)
         with user_errors_as_bad_requests("messages"):
@@ -248,19 +246,19 @@ class RequestFields:
         if not reasons and mentions(template, "enable_thinking"):
             options.setdefault("enable_thinking", False)
         with user_errors_as_bad_requests("messages"):
-            prompt = served.encode_chat(messages, tools=tools, **options)
+            prompt = served.encode_chat(messages, tools=self.fields["tools"] if tools else [], **options)
         if not reasons and ends_within_reasoning(served.tokenizer, prompt):
             prompt += served.tokenizer(f"\n{END_THINK}\n\n", add_special_tokens=False).input_ids
         return prompt
 
-    def tools(self, served: ServedModel) -> ToolRequest:
-        with tool_errors_as_bad_requests():
-            return read_tools(self.fields, served.tools)
+    def tool_use(self, served: ServedModel) -> ToolUse | None:
+        with user_errors_as_bad_requests():
+            return read_tool_use(self.fields, served.tools)
 
     def tool_grammar(
         self, served: ServedModel, use: ToolUse, prompt: list[int], form: Grammar | None
     ) -> Grammar:
-        with tool_errors_as_bad_requests():
+        with user_errors_as_bad_requests():
             return make_tool_grammar(use, served.tokenizer, served.grammar_tokenizer, prompt, form)
 
     def template_options(self, served: ServedModel, template: str, messages: list[dict]) -> dict[str, Any]:

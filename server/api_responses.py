@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Iterator
 
-from conversation.tools import CallPiece, ToolCall
+from conversation.tool_calls import CallPiece, ToolCall
 from server.api_requests import ApiRequest
 from server.loop import Event, Job
 

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from checkpoints.tensor_files import parse_json
-from conversation.text import has_surrogate
+from conversation.messages import has_surrogate
 from feedback.errors import UserError
 
 TYPES = "text", "json_object", "json_schema", "regex", "grammar"  # of response_format

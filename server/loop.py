@@ -19,7 +19,7 @@ import numpy as np
 
 from conversation.grammar import Grammar
 from conversation.streams import TextStream
-from conversation.tools import CallPiece
+from conversation.tool_calls import CallPiece
 from distributed.exchange import Broadcast, process_count, reach, wait_for_all
 from feedback.errors import UserError
 from server.metrics import Metrics

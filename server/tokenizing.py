@@ -5,8 +5,9 @@ Source: vllm/entrypoints/serve/tokenize/protocol.py.
 
 from typing import Any
 
-from conversation.text import has_surrogate
+from conversation.messages import has_surrogate
 from conversation.text import tokenize as tokenize_text
+from conversation.tools import TOOL_FIELDS
 from server.api_requests import (
     TEMPLATE,
     BadRequest,
@@ -16,7 +17,6 @@ from server.api_requests import (
     drop_nulls,
     parse_body,
 )
-from server.tool_requests import TOOL_FIELDS
 
 COMMON = {"model", "add_special_tokens", "return_token_strs"}
 OF_TEXT = COMMON | {"prompt"}
@@ -33,7 +33,7 @@ def tokenize(body: bytes, served: ServedModel) -> dict[str, Any]:
         if checked.read("add_special_tokens", False):
             what = "'add_special_tokens': the chat template has those of a chat already"
             raise BadRequest(what, "add_special_tokens")
-        tokens = checked.messages(served, checked.tools(served).given, reasons=True)
+        tokens = checked.messages(served, checked.tool_use(served), reasons=True)
     else:
         prompt, special = checked.read("prompt", ""), checked.read("add_special_tokens", True)
         if "prompt" not in checked.fields or has_surrogate(prompt):

@@ -8,8 +8,8 @@ import time
 
 import jax
 
+from conversation.messages import has_surrogate
 from conversation.streams import TextStream
-from conversation.text import has_surrogate
 from deployment.memory import fit_cache
 from feedback.errors import UserError
 from serving.engine import Engine

@@ -12,11 +12,10 @@ import numpy as np
 
 from checkpoints.checkpoint import Checkpoint
 from checkpoints.tensor_files import parse_json
-from conversation.messages import read_messages
+from conversation.messages import has_surrogate, read_messages
 from conversation.streams import TextStream, answer_stream
-from conversation.text import encode, has_surrogate, stop_tokens
-from conversation.tool_definitions import read_definitions
-from conversation.tools import choose_tool_format
+from conversation.text import encode, stop_tokens
+from conversation.tools import choose_tool_format, read_definitions
 from distributed.exchange import from_first
 from feedback.errors import UserError, located
 from model import Config

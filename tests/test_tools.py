@@ -14,8 +14,9 @@ from tokenizers import AddedToken
 from conversation.grammar import grammar_tokenizer, make_grammar
 from conversation.streams import answer_stream
 from conversation.text import load_tokenizer
+from conversation.tool_calls import describe_tools, write_calls
 from conversation.tool_grammar import tool_grammar
-from conversation.tools import Tool, ToolUse, choose_tool_format, describe_tools, write_calls
+from conversation.tools import Tool, ToolUse, choose_tool_format
 from families import tool_formats
 from families.gpt_oss import HARMONY
 from families.muse_glimmer import RECIPIENTS
