@@ -469,7 +469,7 @@ MUTATIONS = [
     ("server/responses_input.py", "if old and added and max(old) < min(added):", "if False:", "tests/test_responses.py::test_input[one-message]"),
     ("server/responses_input.py", "if added == old[-1:] == [2]:", "if False:", "tests/test_responses.py::test_input[one-message]"),
     ("server/responses_output.py", "self.sequence_number += 1", "pass", "tests/test_responses.py::test_stream"),
-    ("server/responses_output.py", 'if "id" in call:', "if True:", "tests/test_responses.py::test_function_call[named]"),
+    ("server/responses_output.py", "[] if piece.id is None else self._begin(", "self._begin(", "tests/test_responses.py::test_function_call[named]"),
     ("server/api_requests.py", "seed=(seed + i) % 2**32", "seed=seed % 2**32", SERVER + "test_samples_and_seeds"),
     ("server/api_responses.py", "[None, *answer.prompt_logprobs, *logprobs]", "[*answer.prompt_logprobs, *logprobs, None]", SERVER + "test_log_probabilities[False]"),
     ("server/api_responses.py", "return bisect.bisect(choice.job.stream.offsets, len(choice.text), hi=choice.used)", "return choice.used", SERVER + "test_text_offsets"),
