@@ -60,6 +60,12 @@ class BadRequest(Exception):
         self.param, self.status, self.code = param, status, code
 
 
+def unsupported(name: str, why: str = "", param: str | None = None) -> BadRequest:
+    """A request with a field that is not supported. param: the field of the request; default: this name."""
+    message = f"{name[:60]!r} is not supported" + (f": {why}" if why else "")
+    return BadRequest(message, param or name[:60], code="unsupported_parameter")
+
+
 @dataclasses.dataclass(frozen=True)
 class ServedModel:
     """The model that the server has loaded, and its defaults for fields that a request leaves out.
@@ -274,8 +280,7 @@ class RequestFields:
             elif effort == "none" and mentions(template, "enable_thinking"):
                 options["enable_thinking"] = False
             elif served.channels or mentions_reasoning(template):  # a model without reasoning has no effort
-                what = "'reasoning_effort' is not supported: the chat template has no variable of this name"
-                raise BadRequest(what, "reasoning_effort", code="unsupported_parameter")
+                raise unsupported("reasoning_effort", "the chat template has no variable of this name")
         if self.read("continue_final_message", False):
             if self.read("add_generation_prompt", False):
                 what = "'continue_final_message' and 'add_generation_prompt' exclude each other"
