@@ -247,13 +247,14 @@ class CallReader:
     calls: so far. inside: whether the calls have begun; then no more text comes.
     """
 
-    def __init__(self, use: ToolUse, tokens: dict[int, str]):
-        """tokens: {id: text} of the format's texts that are tokens: `add_token` reads them, never `add`."""
-        self.shape = format_of_calls(use.format)
-        self.tools = {tool.name: tool for tool in use.tools}
-        self.tokens, self.calls, self.pieces = tokens, [], []
-        marks = [mark for mark, _ in self.shape.usable_marks(lambda text: text in tokens.values())]
-        self.marks = [mark for mark in marks if mark and mark not in tokens.values()]
+    def __init__(self, use: ToolUse, tokenizer):
+        body = use.format.body or PLAIN if isinstance(use.format, MessageToolFormat) else use.format
+        self.shape, self.tools = body, {tool.name: tool for tool in use.tools}
+        self.tokens = tokens_among(marks_in(body), tokenizer)  # `add_token` reads them, never `add`
+        self.calls, self.pieces = [], []
+        texts = self.tokens.values()
+        marks = [mark for mark, _ in body.usable_marks(lambda text: text in texts)]
+        self.marks = [mark for mark in marks if mark and mark not in texts]
         head = self.shape.opening + self.shape.before
         self.heads = [head + name + self.shape.between[:1] for name in self.tools] if "" in marks else []
         # seen: the beginning of a call, which may turn out to be text
@@ -373,21 +374,15 @@ class CallReader:
 PLAIN = ToolFormat((), "", "", "")  # the body of a message that is the arguments alone
 
 
-def format_of_calls(shape: ToolFormat | MessageToolFormat) -> ToolFormat:
-    """The format of calls in a text, or in the body of a message."""
-    return (shape.body or PLAIN) if isinstance(shape, MessageToolFormat) else shape
-
-
 def overlap(text: str, literal: str) -> int:
     """The length of the longest suffix of the text that is a proper prefix of the literal."""
     return next((n for n in range(min(len(text), len(literal) - 1), 0, -1) if text.endswith(literal[:n])), 0)
 
 
-def call_reader(use: ToolUse, tokenizer) -> CallReader:
-    """The CallReader of an answer by a model with this tokenizer."""
-    texts = marks_in(format_of_calls(use.format))
+def tokens_among(texts: Iterable[str], tokenizer) -> dict[int, str]:
+    """{id: text} of those of the texts that are tokens."""
     ids = {tokenizer.backend_tokenizer.token_to_id(text): text for text in texts}
-    return CallReader(use, {i: text for i, text in ids.items() if i is not None})
+    return {i: text for i, text in ids.items() if i is not None}
 
 
 def marks_in(shape: ToolFormat) -> set[str]:

@@ -68,7 +68,9 @@ def chat_fields(asked: dict[str, Any]) -> dict[str, Any]:
     if unknown := sorted(asked.keys() - SAME - INERT - CONVERTED - {"background"}):
         raise unsupported(unknown[0])
     chat = {name: asked[name] for name in SAME & asked.keys()}
-    chat["messages"] = convert_input(asked.get("input"), read_text(asked, "instructions"))
+    if not isinstance(instructions := asked.get("instructions", ""), str):
+        raise BadRequest("'instructions' must be a text", "instructions")
+    chat["messages"] = convert_input(asked.get("input"), instructions)
     if "max_output_tokens" in asked:
         chat["max_completion_tokens"] = asked["max_output_tokens"]
     chat |= convert_logprobs(asked) | convert_tools(asked)
@@ -77,13 +79,6 @@ def chat_fields(asked: dict[str, Any]) -> dict[str, Any]:
     if reasoning.get("effort") is not None:
         chat["reasoning_effort"] = reasoning["effort"]
     return chat
-
-
-def read_text(asked: dict, name: str) -> str:
-    value = asked.get(name, "")
-    if not isinstance(value, str):
-        raise BadRequest(f"{name!r} must be a text", name)
-    return value
 
 
 def read_object(asked: dict, name: str, *known: str) -> dict:

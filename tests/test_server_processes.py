@@ -171,31 +171,6 @@ def test_ending_at_once(environment):
         assert server.process.returncode == 130 and stderr.endswith("interrupted\n")
 
 
-def test_a_client_that_is_killed(environment):
-    """kill -9 of a client, while its answer is streamed and while others of its wait: all rows are free."""
-    program = """if True:
-        import http.client, json, sys
-        connection = http.client.HTTPConnection("127.0.0.1", int(sys.argv[1]))
-        asked = dict(prompt="What is", n=40, max_tokens=200, ignore_eos=True, stream=True)
-        connection.request("POST", "/v1/completions", json.dumps(asked), {"content-type": "application/json"})
-        response = connection.getresponse()
-        while True:
-            print(response.readline(), flush=True)
-    """
-    with serving(environment) as server:
-        client = subprocess.Popen([sys.executable, "-c", program, str(server.port)], stdout=subprocess.PIPE)
-        client.stdout.readline()
-        assert rows_in_use(server.port) == 2
-        client.kill()
-        client.communicate()
-        end = time.monotonic() + SECONDS
-        while rows_in_use(server.port):
-            assert time.monotonic() < end
-            time.sleep(0.05)
-        assert len(text_of(ask(server.port, **ASKED))) > 10
-        assert server.end()[0] == 0
-
-
 def test_a_full_disk_for_logs(environment):
     """Nothing that is said there can be said, and it serves all the same."""
     with open("/dev/full", "w") as full, serving(environment, stderr=full) as server:
