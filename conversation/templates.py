@@ -6,8 +6,7 @@ whether they reason, and a model that was trained from another family's weights 
 """
 
 import re
-
-import numpy as np
+from collections.abc import Sequence
 
 from feedback.errors import UserError
 
@@ -32,7 +31,7 @@ def mentions_reasoning(template: str) -> bool:
     return END_THINK in template
 
 
-def ends_within_reasoning(tokenizer, prompt: np.ndarray) -> bool:
+def ends_within_reasoning(tokenizer, prompt: Sequence[int]) -> bool:
     """Whether the chat template ends a prompt with the tag that begins reasoning. prompt: its token ids."""
     divided = mentions_reasoning(template_text(tokenizer))
     return divided and tokenizer.decode(prompt[-32:]).rstrip().endswith(THINK)

@@ -1,4 +1,5 @@
-"""The tools that a chat offers in its fields tools, tool_choice and parallel_tool_calls: functions, checked.
+"""The tools that a chat offers: functions, in its fields tools, tool_choice and parallel_tool_calls; and the
+format in which the model has learned to call them.
 
 Source: https://platform.openai.com/docs/api-reference/chat/create.
 """
