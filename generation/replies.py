@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from conversation.streams import TextStream
-from conversation.tools import CallPiece
+from conversation.tool_calls import CallPiece
 from serving.engine import Engine
 from serving.requests import Answer, Request
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from checkpoints.checkpoint import Checkpoint
-from conversation.messages import read_messages
+from conversation.messages import has_surrogate, read_messages
 from conversation.streams import TextStream, answer_stream
-from conversation.text import encode, has_surrogate, stop_tokens
+from conversation.text import encode, stop_tokens
 from conversation.tools import ToolUse, choose_tool_format
 from families.family import Channels
 from families.tool_formats import MessageToolFormat, ToolFormat

@@ -12,16 +12,22 @@ from llguidance import LLTokenizer
 
 from checkpoints.tensor_files import parse_json
 from conversation.grammar import Grammar, make_grammar
-from conversation.messages import read_messages
-from conversation.streams import TextStream, ends_within_reasoning
-from conversation.templates import END_THINK, mentions, mentions_reasoning, template_text
-from conversation.text import PromptTooLong, has_surrogate
-from conversation.tools import ToolUse
+from conversation.messages import has_surrogate, read_messages
+from conversation.streams import TextStream
+from conversation.templates import (
+    END_THINK,
+    ends_within_reasoning,
+    mentions,
+    mentions_reasoning,
+    template_text,
+)
+from conversation.text import PromptTooLong
+from conversation.tool_grammar import make_tool_grammar
+from conversation.tools import TOOL_FIELDS, ToolUse, read_tool_use
 from feedback.errors import UserError
 from generation.request_builder import RequestBuilder, samples
 from server.formats import FORMAT_FIELDS, read_format
 from server.inert_fields import refusal
-from server.tool_requests import TOOL_FIELDS, ToolRequest, make_tool_grammar, read_tools
 from serving.requests import RESTRICTIONS, Request, check_sampling, override
 from sharding.sampling import MAX_BIASES, MAX_TOP_LOGPROBS, Bias, Sampling
 
@@ -51,6 +57,12 @@ class BadRequest(Exception):
     def __init__(self, message: str, param: str | None = None, status: int = 400, code: str | None = None):
         super().__init__(message)
         self.param, self.status, self.code = param, status, code
+
+
+def unsupported(name: str, why: str = "", param: str | None = None) -> BadRequest:
+    """A request with a field that is not supported. param: the field of the request; default: this name."""
+    message = f"{name[:60]!r} is not supported" + (f": {why}" if why else "")
+    return BadRequest(message, param or name[:60], code="unsupported_parameter")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,13 +145,13 @@ def check_request(fields: dict[str, Any], served: ServedModel, chat: bool) -> Ap
     if options.keys() - STREAM_OPTIONS or not all(isinstance(x, bool) for x in options.values()):
         raise BadRequest(f"'stream_options' takes {' and '.join(USAGE)}, true or false", "stream_options")
     grammar = checked.grammar(served.grammar_tokenizer)
-    tools = ToolRequest([], None)
+    tools = None
     if chat:
-        tools = checked.tools(served)
-        prompt = checked.messages(served, tools.given, reasons=grammar is None or tools.use is not None)
+        tools = checked.tool_use(served)
+        prompt = checked.messages(served, tools, reasons=grammar is None or tools is not None)
         texts, prompts = [None], [prompt]
-        if tools.use:
-            grammar = checked.tool_grammar(served, tools.use, prompt, grammar)
+        if tools:
+            grammar = checked.tool_grammar(served, tools, prompt, grammar)
     else:
         texts, prompts = checked.prompts(served)
     n = checked.integer("n", 1, MAX_SAMPLES, 1)
@@ -156,32 +168,24 @@ def check_request(fields: dict[str, Any], served: ServedModel, chat: bool) -> Ap
     scored, requests = echo and logprobs is not None, []
     for prompt in prompts:
         new = checked.max_new_tokens(served, len(prompt), chat, echo)
-        with user_errors_as_bad_requests(None):
+        with user_errors_as_bad_requests():
             request = served.request(prompt, sampling, new, stop=stop_ids, score=scored, grammar=grammar)
         requests += samples(request, n)
     usage = frozenset(name for name in USAGE if stream and options.get(name))
     hidden = stop_ids | served.stop_tokens
     served = dataclasses.replace(served, stop=checked.stops() or served.stop)
-    return ApiRequest(served, chat, requests, texts, hidden, n, stream, usage, logprobs, echo, tools.use)
+    return ApiRequest(served, chat, requests, texts, hidden, n, stream, usage, logprobs, echo, tools)
 
 
 @contextlib.contextmanager
-def user_errors_as_bad_requests(field: str | None, prefix: str = "") -> Iterator[None]:
+def user_errors_as_bad_requests(field: str | None = None, prefix: str = "") -> Iterator[None]:
+    """field: None: an error begins with the name of the field in quotes, perhaps with an index in it."""
     try:
         yield
     except UserError as e:
         code = "context_length_exceeded" if isinstance(e, PromptTooLong) else None
-        raise BadRequest(f"{prefix}{e}"[:300], field, code=code) from None
-
-
-@contextlib.contextmanager
-def tool_errors_as_bad_requests() -> Iterator[None]:
-    """Errors about tools begin with the name of the field in quotes, perhaps with an index in it."""
-    try:
-        yield
-    except UserError as e:
-        field = re.match(r"'(\w+)", f"{e}")
-        raise BadRequest(f"{e}"[:300], field and field[1]) from None
+        named = re.match(r"'(\w+)", f"{e}")
+        raise BadRequest(f"{prefix}{e}"[:300], field or (named and named[1]), code=code) from None
 
 
 class RequestFields:
@@ -213,9 +217,9 @@ class RequestFields:
             what = f"the model {name[:60]!r} is not served here, but {served.names[0]!r}"
             raise BadRequest(what, "model", 404, "model_not_found")
 
-    def messages(self, served: ServedModel, tools: list[dict], reasons: bool) -> list[int]:
-        """The token ids of a chat. tools: to be offered. reasons: False if a grammar leaves no room for
-        reasoning.
+    def messages(self, served: ServedModel, tools: ToolUse | None, reasons: bool) -> list[int]:
+        """The token ids of a chat. tools: None: none are offered. reasons: False if a grammar leaves no room
+        for reasoning.
         """
         template = template_text(served.tokenizer)
         with user_errors_as_bad_requests("messages"):
@@ -224,19 +228,19 @@ class RequestFields:
         if not reasons and mentions(template, "enable_thinking"):
             options.setdefault("enable_thinking", False)
         with user_errors_as_bad_requests("messages"):
-            prompt = served.encode(messages, tools=tools, **options)
+            prompt = served.encode(messages, tools=self.fields["tools"] if tools else [], **options)
         if not reasons and ends_within_reasoning(served.tokenizer, prompt):
             prompt += served.tokenizer(f"\n{END_THINK}\n\n", add_special_tokens=False).input_ids
         return prompt
 
-    def tools(self, served: ServedModel) -> ToolRequest:
-        with tool_errors_as_bad_requests():
-            return read_tools(self.fields, served.tools)
+    def tool_use(self, served: ServedModel) -> ToolUse | None:
+        with user_errors_as_bad_requests():
+            return read_tool_use(self.fields, served.tools)
 
     def tool_grammar(
         self, served: ServedModel, use: ToolUse, prompt: list[int], form: Grammar | None
     ) -> Grammar:
-        with tool_errors_as_bad_requests():
+        with user_errors_as_bad_requests():
             return make_tool_grammar(use, served.tokenizer, served.grammar_tokenizer, prompt, form)
 
     def template_options(self, served: ServedModel, template: str, messages: list[dict]) -> dict[str, Any]:
@@ -252,8 +256,7 @@ class RequestFields:
             elif effort == "none" and mentions(template, "enable_thinking"):
                 options["enable_thinking"] = False
             elif served.channels or mentions_reasoning(template):  # a model without reasoning has no effort
-                what = "'reasoning_effort' is not supported: the chat template has no variable of this name"
-                raise BadRequest(what, "reasoning_effort", code="unsupported_parameter")
+                raise unsupported("reasoning_effort", "the chat template has no variable of this name")
         if self.read("continue_final_message", False):
             if self.read("add_generation_prompt", False):
                 what = "'continue_final_message' and 'add_generation_prompt' exclude each other"

@@ -8,7 +8,7 @@ import time
 
 import jax
 
-from conversation.text import has_surrogate
+from conversation.messages import has_surrogate
 from deployment.memory import fit_cache
 from feedback.errors import UserError
 from generation.replies import Replies, Reply

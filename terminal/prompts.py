@@ -9,9 +9,9 @@ from typing import Any
 
 from checkpoints.checkpoint import Checkpoint
 from checkpoints.tensor_files import parse_json
-from conversation.messages import read_messages
-from conversation.text import has_surrogate, stop_tokens
-from conversation.tool_definitions import read_definitions
+from conversation.messages import has_surrogate, read_messages
+from conversation.text import stop_tokens
+from conversation.tools import read_definitions
 from distributed.exchange import from_first
 from feedback.errors import UserError, located
 from generation.request_builder import (
