@@ -13,7 +13,7 @@ import results
 import speed
 
 from feedback.errors import UserError
-from images.drawing import IMAGES, pyplot, redraw_all, save, tidy
+from images.drawing import IMAGES, pyplot, redraw, save, tidy
 from planner.job import PARTS
 from terminal.command_line import OneLineParser, run
 
@@ -157,7 +157,7 @@ def main() -> None:
         draw(file, picture)
         print(tables(file), end="\n\n")
     if not files:
-        redraw_all()
+        redraw([])
 
 
 if __name__ == "__main__":
