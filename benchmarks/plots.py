@@ -12,9 +12,9 @@ import quality
 import results
 import speed
 
+from deployment.step_bytes import PARTS
 from feedback.errors import UserError
 from images.drawing import IMAGES, pyplot, redraw, save, tidy
-from planner.job import PARTS
 from terminal.command_line import OneLineParser, run
 
 COLORS = {

@@ -9,7 +9,8 @@ from jax.sharding import Mesh
 
 from deployment.ahead import compile_on_shapes
 from deployment.memory import shard_bytes
-from planner.job import Job, named_leaves
+from deployment.step_bytes import named_leaves
+from planner.job import Job
 from serving.executors import executor_for
 
 

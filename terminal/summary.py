@@ -8,7 +8,8 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-from deployment.memory import BANDWIDTH, Deployment, bytes_per_step
+from deployment.memory import BANDWIDTH, Deployment
+from deployment.step_bytes import bytes_per_step
 from serving.engine import Engine
 from sharding.mesh import degrees
 from terminal.answers import Reply, score_line

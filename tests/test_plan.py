@@ -20,13 +20,13 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 from conftest import invoke, llama3_config, llama4_config, mesh_of
 
-from deployment.memory import active_experts
+from deployment.step_bytes import active_experts, named_leaves, part_of
 from planner import command
 from planner.compiled import Step
 from planner.estimates import collective_seconds
 from planner.floor import share_needed
 from planner.hlo import Array, device_groups
-from planner.job import Job, named_leaves, part_of
+from planner.job import Job
 from planner.plan_report import show
 from planner.planning import Choice, Plan
 from planner.published_models import read_model
@@ -767,7 +767,7 @@ import jax
 from ops.attention import FEW_QUERIES
 from planner.decode_kernel import QUERIES, compile_kernel
 from ragged_attention import DECODE_BLOCKS
-from deployment.memory import active_experts
+from deployment.step_bytes import active_experts, named_leaves, part_of
 jax.config.update("jax_default_matmul_precision", "highest")
 sizes = list(itertools.product((1, 128), (2048, 131072)))
 for kind, (columns, itemsize) in itertools.product(("v5e", "v6e"), DECODE_BLOCKS):
