@@ -24,12 +24,11 @@ from conftest import invoke, llama3_config, llama4_config, mesh_of
 from deployment.step_bytes import active_experts, named_leaves, part_of
 from planner import command
 from planner.bundles import loop_bundles
-from planner.compiled import Step
+from planner.compiled_step import Step
 from planner.estimates import collective_seconds
 from planner.floor import share_needed
 from planner.hlo import Array, device_groups
 from planner.job import Job
-from planner.plan_report import show
 from planner.planning import Choice, Plan
 from planner.published_models import read_model
 from planner.topologies import CHIPS, Topology, find_topology
@@ -477,7 +476,7 @@ def test_the_docs_show_the_first_plan_of_their_table(capsys):
 
     ranking = [Choice(**choice) for choice in found["ranking"]]
     result = made(Plan, decode=made(Step), prefill=None, ranking=ranking)
-    show(result, found["model"], found["quantize"], found["kv_cache_dtype"])
+    command.show(result, found["model"], found["quantize"], found["kv_cache_dtype"])
     assert capsys.readouterr().out in (ROOT / "docs" / "tpu.md").read_text()
 
 
@@ -676,7 +675,7 @@ def test_prefill_in_groups_of_layers():
     """Twice as many layers run the same program twice: no more code, and twice the bytes of the layers."""
     code = """
 import dataclasses, json
-from planner.compiled import compile_step
+from planner.compiled_step import compile_step
 from planner.job import Job
 from planner.published_models import read_model
 from planner.topologies import find_topology
@@ -715,7 +714,7 @@ def test_estimated_memory_of_programs(layers):
     With one layer, the estimate for layers has little left over that could hide an error in the estimate for
     the rest of a program. Large models, whose programs take minutes to compile, are in docs/tpu.md.
     """
-    done = run_python("-m", "planner.fixed_memory", TINY, "v5e:2x2", "4", "256", str(layers))
+    done = run_python("-m", "planner.engine_memory", TINY, "v5e:2x2", "4", "256", str(layers))
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["code_bytes"] <= found["estimated_code_bytes"] <= found["code_bytes"] + 300e6

@@ -17,10 +17,10 @@ from deployment.step_bytes import PARTS, named_leaves, part_of
 from feedback.errors import UserError
 from ops.attention import BLOCK
 from ops.tpu import TILE
+from planner.compiler import CompiledProgram, compile_programs, memory_of
 from planner.estimates import collective_seconds, network_seconds, resource_seconds, step_seconds
 from planner.floor import floor_bytes, needed, share_needed
 from planner.job import Job, local_tokens
-from planner.planned_programs import CompiledProgram, compile_programs, memory_of
 from planner.schedule import Schedule, expert_rows, read_schedule
 from planner.topologies import Topology
 from planner.traffic import Collective, Program, Reader
