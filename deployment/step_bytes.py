@@ -48,9 +48,7 @@ def part_of(argument: str, cfg: Config) -> str:
 def active_experts(cfg: Config, tokens: float, shards: int) -> float:
     """The expected fraction of its experts that the busiest of `shards` expert shards reads in a step.
 
-    1 for a dense model.
-
-    The other shards wait for it. tokens: of a step on one data shard, or their mean over steps. Each token
+    The other shards wait for it. Of a dense model it is 1. tokens: of a step on one data shard, or their mean over steps. Each token
     goes to A of the E experts at random, which leaves E (1 - A/E)^tokens of them idle. By symmetry all
     C(E, n) sets of n experts are equally likely to be in use. The coefficient of x^n in
     (sum_{k<=m} C(E/shards, k) x^k)^shards is the number of these sets with at most m experts in each shard.
@@ -103,11 +101,11 @@ def bytes_per_step(
     kv_dtype: str,
     chooses: bool = True,
 ) -> float:
-    """Bytes that a device must read in a step of one token per row.
+    """Bytes that a device must read in a step: the device that reads the most experts.
 
-    It is the device that reads the most experts. batch: rows of a data shard. positions: of the tokens of
-    many steps, over which the filled slots of the cache are averaged; an empty array leaves the cache out.
-    chooses: see `share_read`.
+    batch: tokens of a data shard, in a decode step one for each row. positions: of the tokens of many steps,
+    over which the filled slots of the cache are averaged; an empty array leaves the cache out. chooses: see
+    `share_read`.
     """
     experts = active_experts(cfg, batch, mesh_size(mesh, EXPERT))
     weight_leaves = named_leaves(weights=weights)
