@@ -48,9 +48,9 @@ def part_of(argument: str, cfg: Config) -> str:
 def active_experts(cfg: Config, tokens: float, shards: int) -> float:
     """The expected fraction of its experts that the busiest of `shards` expert shards reads in a step.
 
-    The other shards wait for it. Of a dense model it is 1. tokens: of a step on one data shard, or their mean over steps. Each token
-    goes to A of the E experts at random, which leaves E (1 - A/E)^tokens of them idle. By symmetry all
-    C(E, n) sets of n experts are equally likely to be in use. The coefficient of x^n in
+    The other shards wait for it. Of a dense model it is 1. tokens: of a step on one data shard, or their mean
+    over steps. Each token goes to A of the E experts at random, which leaves E (1 - A/E)^tokens of them idle.
+    By symmetry all C(E, n) sets of n experts are equally likely to be in use. The coefficient of x^n in
     (sum_{k<=m} C(E/shards, k) x^k)^shards is the number of these sets with at most m experts in each shard.
     """
     if not cfg.moe:
