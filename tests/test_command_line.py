@@ -28,7 +28,7 @@ import main
 import model
 from checkpoints.checkpoint import open_checkpoint
 from conversation.text import load_tokenizer, stop_tokens
-from deployment import deploy, memory, placement
+from deployment import deploy, memory, placement, step_bytes
 from deployment.placement import choose_mesh
 from feedback.errors import UserError
 from generation.llm import load
@@ -436,7 +436,7 @@ def test_active_experts(E, A, tokens, groups):
     """Beside all choices that there are."""
     choices = itertools.product(itertools.combinations(range(E), A), repeat=tokens)
     expected = [busiest(itertools.chain(*choice), E, groups) for choice in choices]
-    found = memory.active_experts(llama4_config(E=E, A=A), tokens, groups)
+    found = step_bytes.active_experts(llama4_config(E=E, A=A), tokens, groups)
     assert found == pytest.approx(np.mean(expected))
 
 
@@ -445,8 +445,8 @@ def test_active_experts_of_maverick():
     cfg, rng = llama4_config(E=128, A=1), np.random.default_rng(0)
     drawn = [busiest(rng.integers(0, 128, 40).tolist(), 128, 16) for _ in range(2000)]
     error = np.std(drawn) / len(drawn) ** 0.5
-    assert memory.active_experts(cfg, 40, 16) == pytest.approx(np.mean(drawn), abs=4 * error)
-    two, mean, three = (memory.active_experts(cfg, tokens, 16) for tokens in (2, 2.25, 3))
+    assert step_bytes.active_experts(cfg, 40, 16) == pytest.approx(np.mean(drawn), abs=4 * error)
+    two, mean, three = (step_bytes.active_experts(cfg, tokens, 16) for tokens in (2, 2.25, 3))
     assert mean == pytest.approx(0.75 * two + 0.25 * three) and two < three
 
 
@@ -492,7 +492,7 @@ def test_bytes_per_step():
 
     def found(batch: float, *positions: int, kv_dtype: str = "float32", mesh=deployment.mesh) -> float:
         weights = abstract(model.weight_infos(cfg), mesh, jnp.float32)
-        return memory.bytes_per_step(weights, cfg, mesh, batch, np.array(positions), kv_dtype)
+        return step_bytes.bytes_per_step(weights, cfg, mesh, batch, np.array(positions), kv_dtype)
 
     E, A = cfg.moe.E, cfg.moe.A
     experts = 3 * cfg.D * cfg.moe.M * E * 4
