@@ -17,7 +17,6 @@ if __name__ == "__main__":
     gc.disable()  # Session.start_engine enables it
 
 import sys
-from functools import partial
 
 import jax
 
@@ -27,14 +26,14 @@ from distributed import watch
 from feedback.errors import UserError
 from feedback.progress import progress
 from serving.needed import demand_of
-from terminal.answers import Reply, answer, make_replies, refuse_too_long, report_refused
+from terminal.answers import answer, make_replies, refuse_too_long, report_refused
 from terminal.chat import chat
 from terminal.command_line import OUT_OF_MEMORY, run
 from terminal.diagnostics import check_profile_folder, profiled, show_logs
 from terminal.launch import Startup, device_count, join_hosts
 from terminal.loaded_models import Session, open_session
 from terminal.options import parse_arguments
-from terminal.output_file import output_file, settings_digest
+from terminal.output_file import output_file
 from terminal.printers import choose_printer, show_progress
 from terminal.prompts import Prompt, share_prompts
 from terminal.summary import report
@@ -73,16 +72,15 @@ def main() -> None:
 def answer_prompts(session: Session, prompts: list[Prompt]) -> None:
     """Answer or score the prompts. Exit code 1 if any of them has an error."""
     args, startup = session.args, session.startup
-    every = make_replies(session.builder, prompts, args.n)
-    content = partial(Reply.as_json, logprobs=args.logprobs, score=args.score)
-    with output_file(args, every, settings_digest(session), content) as (file, replies):
-        positions = [reply.request.positions for reply in replies if reply.error is None]
+    every = make_replies(session, prompts)
+    with output_file(session, every) as (file, replies):
+        positions = [reply.request.positions for reply in replies if not reply.done]
         rows, max_len = fit_cache(session.models, positions, args.rows, args.max_len) if positions else (0, 0)
         refuse_too_long(replies, max_len)
         answered = len(every) - len(replies)  # in an earlier run
         report_refused(replies, answered)
-        show = choose_printer(args, replies, file, content)
-        requests = [reply.request for reply in replies if reply.error is None]
+        show = choose_printer(args, replies, file)
+        requests = [reply.request for reply in replies if not reply.done]
         if not requests:
             show(replies)
         else:
@@ -97,7 +95,7 @@ def answer_prompts(session: Session, prompts: list[Prompt]) -> None:
                         startup.first_tokens()
                     show_progress(bar, engine.stats, show, done)
             if first:
-                report(session, engine, replies, content)
+                report(session, engine, replies)
     if any(reply.error is not None for reply in replies):
         sys.exit(1)
 

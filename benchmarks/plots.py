@@ -12,9 +12,9 @@ import quality
 import results
 import speed
 
+from deployment.step_bytes import PARTS
 from feedback.errors import UserError
-from images.drawing import IMAGES, pyplot, redraw_all, save, tidy
-from planner.job import PARTS
+from images.drawing import IMAGES, pyplot, redraw, save, tidy
 from terminal.command_line import OneLineParser, run
 
 COLORS = {
@@ -157,7 +157,7 @@ def main() -> None:
         draw(file, picture)
         print(tables(file), end="\n\n")
     if not files:
-        redraw_all()
+        redraw([])
 
 
 if __name__ == "__main__":

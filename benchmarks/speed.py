@@ -30,6 +30,7 @@ from checkpoints.checkpoint import open_checkpoint
 from checkpoints.loading import load
 from checkpoints.names import FLOATS
 from deployment import memory, placement
+from deployment.step_bytes import bytes_per_step
 from families.latent_attention import LatentAttentionWeights
 from feedback.errors import UserError
 from model import Config
@@ -224,14 +225,13 @@ class Bench:
     def floors(self, batch: int, tokens: int, context: int, chooses: bool) -> dict[str, float]:
         """The least seconds that reading all that is needed takes, and computing it."""
         weights, cfg, moved = self.weights, self.cfg, 0
-        if not chooses:  # prefill needs no logits, and only keys and values of the last layer
-            logits = weights.norm, weights.embed if cfg.tied_embeddings else weights.unembed
-            moved = memory.shard_bytes(_cached(weights.layers[-1].attention)) - memory.shard_bytes(logits)
+        if not chooses:  # prefill needs only keys and values of the last layer
+            moved = memory.shard_bytes(_cached(weights.layers[-1].attention))
             weights = dataclasses.replace(weights, layers=weights.layers[:-1])
             cfg = dataclasses.replace(cfg, layers=cfg.layers[:-1])
         local = batch // self.mesh.shape["data"] * tokens
         positions = np.arange(context, context + 1) if chooses else np.arange(0)  # prefill: an empty cache
-        moved += memory.bytes_per_step(weights, cfg, self.mesh, local, positions, self.kv_dtype)
+        moved += bytes_per_step(weights, cfg, self.mesh, local, positions, self.kv_dtype, chooses)
         flops = needed_flops(self.weights, self.cfg, batch, tokens, context, chooses) / self.mesh.size
         return dict(memory=moved / self.bandwidth, arithmetic=flops / self.flops)
 

@@ -7,7 +7,6 @@ form that templates read: https://huggingface.co/docs/transformers/chat_extras.
 from typing import Any
 
 from checkpoints.tensor_files import parse_json
-from conversation.text import has_surrogate
 from feedback.errors import UserError, located
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -119,3 +118,15 @@ def check_text(value: Any, name: str) -> str:
     if not isinstance(value, str) or has_surrogate(value):
         raise UserError(f"its {name} must be a text")
     return value
+
+
+def has_surrogate(text: str) -> bool:
+    """Whether a text has a surrogate code point, which no encoding can represent.
+
+    Python decodes invalid bytes of the command line to surrogates, and JSON can escape a lone one.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False

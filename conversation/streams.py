@@ -5,8 +5,9 @@ import re
 
 import numpy as np
 
-from conversation.templates import END_THINK, THINK, mentions_reasoning, template_text
-from conversation.tools import CallPiece, CallReader, ToolCall, ToolUse, call_reader, overlap
+from conversation.templates import END_THINK, THINK, ends_within_reasoning, mentions_reasoning, template_text
+from conversation.tool_calls import CallPiece, CallReader, ToolCall, overlap, tokens_among
+from conversation.tools import ToolUse
 from families.family import Channels
 from families.tool_formats import MessageToolFormat
 
@@ -114,8 +115,7 @@ class TextStream:
             self.text, self.held_back, self.stopped = self.text + self.held_back[: min(ends)], "", True
             return
         partial = max((overlap(self.held_back, stop) for stop in self.stop_strings), default=0)
-        keep = 0 if last else partial
-        certain = len(self.held_back) - keep
+        certain = len(self.held_back) - (0 if last else partial)
         self.text, self.held_back = self.text + self.held_back[:certain], self.held_back[certain:]
 
 
@@ -142,7 +142,7 @@ class ChannelStream(TextStream):
         self.marked = False  # whether the answer has one of the channels' tokens
         self.recipient = tools and tools.format.recipient
         self.calling = False  # whether the message calls a tool
-        self.calls = tools and call_reader(tools, tokenizer)
+        self.calls = tools and CallReader(tools, tokenizer)
 
     @property
     def only_reasons(self) -> bool:
@@ -215,7 +215,7 @@ class ThinkStream(TextStream):
     def __init__(self, tokenizer, hidden: frozenset[int], stop_strings: tuple[str, ...], thinking: bool):
         """thinking: whether the prompt ends with the first tag."""
         super().__init__(tokenizer, hidden, stop_strings)
-        self.tags = {self.tokenizer.token_to_id(tag): tag for tag in (THINK, END_THINK)}
+        self.tags = tokens_among((THINK, END_THINK), tokenizer)
         self.section = "reasoning" if thinking else "start"  # then "reasoning", "end" of it, and "text"
         self.undecided = ""  # text that may be part of a tag, or white space that may precede one
 
@@ -282,8 +282,7 @@ def answer_stream(
     """
     if channels is not None:
         needed = {channels.start, channels.message, *channels.ends}
-        ids = {tokenizer.backend_tokenizer.token_to_id(text): text for text in (*needed, channels.channel)}
-        marks = {i: text for i, text in ids.items() if i is not None}
+        marks = tokens_among((*needed, channels.channel), tokenizer)
         found = [i for i in map(int, prompt) if i in marks]
         if needed <= set(marks.values()) and found and marks[found[-1]] == channels.start:
             of_messages = tools if tools and isinstance(tools.format, MessageToolFormat) else None
@@ -292,11 +291,5 @@ def answer_stream(
         stream = ThinkStream(tokenizer, hidden, stop_strings, ends_within_reasoning(tokenizer, prompt))
     else:
         stream = TextStream(tokenizer, hidden, stop_strings)
-    stream.calls = tools and call_reader(tools, tokenizer)
+    stream.calls = tools and CallReader(tools, tokenizer)
     return stream
-
-
-def ends_within_reasoning(tokenizer, prompt: np.ndarray) -> bool:
-    """Whether the chat template ends a prompt with the tag that begins reasoning. prompt: its token ids."""
-    divided = mentions_reasoning(template_text(tokenizer))
-    return divided and tokenizer.decode(prompt[-32:]).rstrip().endswith(THINK)

@@ -6,6 +6,7 @@ whether they reason, and a model that was trained from another family's weights 
 """
 
 import re
+from collections.abc import Sequence
 
 from feedback.errors import UserError
 
@@ -28,6 +29,12 @@ def mentions_reasoning(template: str) -> bool:
     second tag, because they remove the reasoning of earlier turns.
     """
     return END_THINK in template
+
+
+def ends_within_reasoning(tokenizer, prompt: Sequence[int]) -> bool:
+    """Whether the chat template ends a prompt with the tag that begins reasoning. prompt: its token ids."""
+    divided = mentions_reasoning(template_text(tokenizer))
+    return divided and tokenizer.decode(prompt[-32:]).rstrip().endswith(THINK)
 
 
 def in_words_of(template: str, messages: list[dict]) -> list[dict]:

@@ -9,7 +9,8 @@ from typing import Any
 from checkpoints.folders import read_json
 from conversation.control_tokens import control_tokens
 from conversation.templates import in_words_of, template_text
-from conversation.tools import describe_tools, renders_tools
+from conversation.tool_calls import describe_tools
+from conversation.tools import renders_tools
 from families.tool_formats import LLAMA_JSON, MessageToolFormat, ToolFormat
 from feedback.errors import UserError
 
@@ -110,7 +111,7 @@ def encode(
 
     max_tokens: None: a prompt of any length. tool_format: how the model writes calls of tools, for a chat
     template that does not render tools: tools, calls and results become texts, see
-    tools.describe_tools. options: of a chat, what apply_chat_template of transformers takes beside
+    tool_calls.describe_tools. options: of a chat, what apply_chat_template of transformers takes beside
     the messages: tools, add_generation_prompt, continue_final_message, and variables of the chat template.
 
     Raises UserError if the tokenizer or its chat template fails, or a token is outside the vocabulary, and
@@ -187,18 +188,6 @@ def _exceeds(backend, text: str, max_tokens: int) -> bool:
         count += len(tokenize(backend, text[start : start + size]))
         if count > 2 * max_tokens:
             return True
-    return False
-
-
-def has_surrogate(text: str) -> bool:
-    """Whether a text has a surrogate code point, which no encoding can represent.
-
-    Python decodes invalid bytes of the command line to surrogates, and JSON can escape a lone one.
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return True
     return False
 
 

@@ -11,14 +11,36 @@ from collections.abc import Callable
 
 from llguidance import LLTokenizer
 
-from conversation.grammar import JSON_STYLE
-from conversation.templates import END_THINK, THINK, mentions_reasoning, template_text
-from conversation.tools import MARK_LIKE, ParameterArguments, ToolUse
+from conversation.grammar import JSON_STYLE, Grammar, make_grammar
+from conversation.templates import END_THINK, THINK, ends_within_reasoning, mentions_reasoning, template_text
+from conversation.tool_calls import MARK_LIKE, ParameterArguments
+from conversation.tools import ToolUse
 from families.tool_formats import MessageToolFormat
+from feedback.errors import UserError, located
 
 ANY_TEXT = "/(?s:.*)/"  # in a Lark grammar
 DEFINITIONS = {"$defs", "definitions"}  # fields of a JSON schema
 AddRule = Callable[[str, str], str]  # from (name, body) of a rule to the name that it gets
+
+
+def make_tool_grammar(
+    use: ToolUse, tokenizer, grammar_tokenizer: LLTokenizer, prompt: list[int], form: Grammar | None
+) -> Grammar:
+    """The grammar of an answer that may call tools. prompt: token ids. form: of an answer that calls none.
+
+    Raises UserError that begins with the name of the wrong field of the chat.
+    """
+    if form and form.kind != "json_schema" and not use.forced:
+        raise UserError("'response_format' beside 'tools' must be text, json_object or json_schema")
+    thinking = ends_within_reasoning(tokenizer, prompt)
+    try:
+        source = tool_grammar(use, tokenizer, grammar_tokenizer, thinking, form.source if form else None)
+        return make_grammar(grammar_tokenizer, "lark", source)
+    except UserError as e:
+        for tool in use.tools:
+            with located(f"'tools': the parameters of {tool.name!r}"):
+                make_grammar(grammar_tokenizer, "lark", f"start: {json_rule(tool.parameters)}")
+        raise UserError(f"'tools': {e}") from None
 
 
 def json_rule(schema: dict) -> str:

@@ -1,26 +1,25 @@
-"""Calls of tools in answers: taken out of the text while it grows, and written in prompts.
+"""The tools that a chat offers: functions, in its fields tools, tool_choice and parallel_tool_calls; and the
+format in which the model has learned to call them.
 
-A call is written as the model has learned it, see families/tool_formats.py; its arguments become JSON.
+Source: https://platform.openai.com/docs/api-reference/chat/create.
 """
 
-import ast
 import dataclasses
-import json
 import re
-import secrets
-from collections.abc import Iterable
+from typing import Any
 
+from conversation.messages import has_surrogate
 from conversation.templates import mentions, template_text
 from families.tool_formats import LLAMA_JSON, SIGNS, MessageToolFormat, ToolFormat
+from feedback.errors import UserError, located
 
+TOOL_FIELDS = {"tools", "tool_choice", "parallel_tool_calls"}
+CHOICES = "none", "auto", "required"
+CHOICE = ", ".join(CHOICES) + ' or {"type": "function", "function": {"name": NAME}}'
+MAX_TOOLS = 128
+FUNCTION = {"name", "description", "parameters", "strict"}
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-MARK_LIKE = re.compile(r"(<[^<>\s]+>|\[[A-Z_]+\])")  # texts within a format that may be tokens
-CONSTANTS = {"true": "True", "false": "False", "null": "None"}  # of JSON: Python's
-DESCRIPTION = """You can call these functions:
-{tools}
-To call one, answer only:
-{example}
-Else answer in words."""
+NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,27 +43,90 @@ class ToolUse:
     several: bool
 
 
-@dataclasses.dataclass
-class ToolCall:
-    """A call in an answer. arguments: JSON, so far. complete: whether the arguments are whole."""
+def read_tool_use(fields: dict[str, Any], shape: ToolFormat | MessageToolFormat) -> ToolUse | None:
+    """The tools of a chat with these fields, for a model that writes calls in this format.
 
-    id: str
-    name: str
-    arguments: str = ""
-    complete: bool = False
+    None: the answer may not call any, and the model is offered none. Raises UserError that begins with the
+    name of the wrong field.
+    """
+    tools = read_definitions(fields.get("tools", []))
+    several = fields.get("parallel_tool_calls", True)
+    if not isinstance(several, bool):
+        raise UserError(f"'parallel_tool_calls' must be true or false, not {repr(several)[:40]}")
+    choice = fields.get("tool_choice", "auto")
+    if choice == "none" or (choice == "auto" and not tools):
+        return None
+    if choice in CHOICES:
+        if not tools:
+            raise UserError(f"'tool_choice' is {choice!r}, but 'tools' is empty")
+        return ToolUse(tuple(tools), shape, choice == "required", several)
+    function = choice.get("function") if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or choice.get("type") != "function":
+        raise UserError(f"'tool_choice' must be {CHOICE}, not {repr(choice)[:60]}")
+    chosen = tuple(tool for tool in tools if tool.name == name)
+    if not chosen:
+        raise UserError(f"'tool_choice' names the function {name[:64]!r}, which is not in 'tools'")
+    return ToolUse(chosen, shape, forced=True, several=False)
 
 
-@dataclasses.dataclass(frozen=True)
-class CallPiece:
-    """An addition to the call of this index. id, name: in its first piece only."""
+def read_definitions(given: Any) -> list[Tool]:
+    """The functions of a field `tools`. Raises UserError that begins with 'tools', or with 'tools[i]'."""
+    if not isinstance(given, list) or len(given) > MAX_TOOLS:
+        raise UserError(f"'tools' must be a list of at most {MAX_TOOLS} functions")
+    tools = []
+    for i, tool in enumerate(given):
+        with located(f"'tools[{i}]'"):
+            tools.append(read_tool(tool))
+    names = [tool.name for tool in tools]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"'tools': two functions have the name {twice[0]!r}")
+    return tools
 
-    index: int
-    arguments: str = ""
-    id: str | None = None
-    name: str | None = None
+
+def read_tool(given: Any) -> Tool:
+    """A function of `tools`. Raises UserError."""
+    if not isinstance(given, dict) or given.get("type") != "function":
+        kind = repr(given.get("type") if isinstance(given, dict) else given)[:40]
+        raise UserError(f"it must be an object of the type 'function', not {kind}")
+    function = given.get("function")
+    if not isinstance(function, dict):
+        raise UserError("it must have a 'function', an object of a name and parameters")
+    if unknown := sorted(function.keys() - FUNCTION):
+        raise UserError(f"{unknown[0][:40]!r} is not supported in a function")
+    name, parameters = function.get("name"), function.get("parameters")
+    if not isinstance(name, str) or not TOOL_NAME.fullmatch(name):
+        what = "a 'name' of 1 to 64 letters, digits, '_', '-' and '.'"
+        raise UserError(f"its function must have {what}, not {repr(name)[:40]}")
+    description = function.get("description", "")
+    if not isinstance(description, str) or has_surrogate(description):
+        raise UserError("the 'description' of its function must be a text")
+    if not isinstance(function.get("strict", False), bool | None):
+        raise UserError("'strict' of its function must be true or false")
+    if parameters is not None and not isinstance(parameters, dict):
+        raise UserError("the 'parameters' of its function must be a JSON schema, an object")
+    if (parameters or {}).get("type", "object") != "object":
+        raise UserError("the 'parameters' of its function must be a JSON schema of the type 'object'")
+    return Tool(name, arguments_schema(parameters))
 
 
-# --------------------------------------------------------------------------------------- formats
+def arguments_schema(parameters: dict | None) -> dict:
+    """The JSON schema that the arguments of a call must match. Without `parameters` a call has none.
+
+    A schema that names properties and is silent about others admits them; a model that is told to write valid
+    JSON would invent some, so they are excluded.
+    """
+    if not parameters:
+        return NO_ARGUMENTS
+    composed = {"patternProperties", "allOf", "anyOf", "oneOf", "$ref", "if", "dependentSchemas"}
+    silent = "additionalProperties" not in parameters and not composed & parameters.keys()
+    closed = {"additionalProperties": False} if silent and "properties" in parameters else {}
+    return {"type": "object"} | parameters | closed
+
+
+def renders_tools(tokenizer) -> bool:
+    """Whether the chat template reads `tools`."""
+    return mentions(template_text(tokenizer), "tools")
 
 
 def choose_tool_format(
@@ -81,361 +143,3 @@ def choose_tool_format(
     if isinstance(family, MessageToolFormat) and not renders_tools(tokenizer):
         family = None
     return family or LLAMA_JSON
-
-
-def renders_tools(tokenizer) -> bool:
-    """Whether the chat template reads `tools`."""
-    return mentions(template_text(tokenizer), "tools")
-
-
-def write_calls(shape: ToolFormat, calls: Iterable[tuple[str, dict]]) -> str:
-    """The text of calls in this format. calls: (name, arguments) pairs."""
-    write = NOTATIONS[shape.arguments].write
-    texts = [f"{shape.before}{name}{shape.between}{write(given)}{shape.after}" for name, given in calls]
-    mark, end = shape.marks[0]
-    return mark + shape.opening + shape.separator.join(texts) + shape.closing + end
-
-
-def describe_tools(messages: list[dict], tools: list[dict], shape: ToolFormat) -> list[dict]:
-    """A chat for a template that does not render tools: a system message describes them, calls are texts, and
-    results are messages of the user.
-
-    tools: as in a request; may be empty, for a chat that had tools before.
-    """
-    found, names = [], {}
-    for message in messages:
-        if calls := message.get("tool_calls"):
-            names |= {call.get("id"): call["function"]["name"] for call in calls}
-            text = write_calls(shape, [(x["function"]["name"], x["function"]["arguments"]) for x in calls])
-            text = "\n".join(filter(None, [message.get("content"), text]))
-            found.append(dict(role="assistant", content=text))
-        elif message.get("role") == "tool":
-            name = names.get(message.get("tool_call_id"), message.get("name"))
-            text = f"Result of {name}: {message['content']}" if name else f"Result: {message['content']}"
-            if found and found[-1].get("result"):
-                found[-1]["content"] += "\n" + text
-            else:
-                found.append(dict(role="user", content=text, result=True))
-        else:
-            found.append(message)
-    found = [{name: x for name, x in message.items() if name != "result"} for message in found]
-    if not tools:
-        return found
-    listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    example = write_calls(shape, [("NAME", {"PARAMETER": "VALUE"})])
-    text = DESCRIPTION.format(tools=listed, example=example)
-    if found[0]["role"] in ("system", "developer"):
-        return [found[0] | dict(content=f"{found[0]['content']}\n\n{text}"), *found[1:]]
-    return [dict(role="system", content=text), *found]
-
-
-# ------------------------------------------------------------------ notations of arguments
-
-
-class JsonArguments:
-    """Arguments as JSON: they are passed on as they are. `add` takes text until `done`; then `rest` has what
-    follows the arguments.
-    """
-
-    def __init__(self, tool: Tool | None):
-        self.depth, self.quoted, self.escaped, self.done, self.rest = 0, False, False, False, ""
-
-    def add(self, text: str) -> str:
-        """-> the new part of the JSON."""
-        for i, c in enumerate(text):
-            if self.escaped:
-                self.escaped = False
-            elif self.quoted:
-                self.escaped, self.quoted = c == "\\", c != '"'
-            elif c == '"':
-                self.quoted = True
-            elif c in "{[":
-                self.depth += 1
-            elif c in "]}":
-                self.depth -= 1
-            if not self.depth and not self.quoted and c in "]}":
-                self.done, self.rest = True, text[i + 1 :]
-                return text[: i + 1]
-        return text
-
-    @staticmethod
-    def write(arguments: dict) -> str:
-        return json.dumps(arguments, ensure_ascii=False)
-
-
-class ObjectInParts:
-    """Writes the JSON of one object, a few of its fields at a time."""
-
-    begun = False  # whether fields have been written
-
-    def add(self, fields: dict) -> str:
-        start, self.begun = ", " if self.begun else "{", True
-        return start + json.dumps(fields, ensure_ascii=False)[1:-1]
-
-    def end(self) -> str:
-        return "}" if self.begun else "{}"
-
-
-class KeywordArguments:
-    """Arguments as in Python: a=1, b="x". Each is read when it is whole; values are literals, Python's or
-    JSON's. `**{...}` has arguments whose names are no identifiers.
-    """
-
-    def __init__(self, tool: Tool | None):
-        self.quote, self.escaped, self.depth, self.part = "", False, 0, []
-        self.object, self.done, self.rest = ObjectInParts(), False, ""
-
-    def add(self, text: str) -> str:
-        pieces = []
-        for i, c in enumerate(text):
-            if self.quote:
-                if self.escaped:
-                    self.escaped = False
-                elif c == "\\":
-                    self.escaped = True
-                elif c == self.quote:
-                    self.quote = ""
-            elif not self.depth and c in ",)":
-                pieces.append(self._read_part())
-                if c == ")":
-                    pieces.append(self.object.end())
-                    self.done, self.rest = True, text[i:]
-                    break
-                continue
-            elif c in "\"'":
-                self.quote = c
-            else:
-                self.depth += (c in "([{") - (c in ")]}")
-            self.part.append(c)
-        return "".join(pieces)
-
-    def _read_part(self) -> str:
-        part, self.part = "".join(self.part).strip(), []
-        if not part:
-            return ""
-        name, _, value = part.partition("=")
-        given = read_value(part[2:]) if part.startswith("**") else {name.strip(): read_value(value)}
-        return self.object.add(given)
-
-    @staticmethod
-    def write(arguments: dict) -> str:
-        values = {name: json.dumps(x, ensure_ascii=False) for name, x in arguments.items()}
-        return ", ".join(f"{name}={CONSTANTS.get(x, x)}" for name, x in values.items())
-
-
-class ParameterArguments:
-    """Arguments of Muse Glimmer: <atem:parameter name="a">VALUE</atem:parameter>, one per line. If the schema
-    says that a parameter is a string, its value is the text as it is; any other value is JSON.
-    """
-
-    BEGIN, NAMED, END = '<atem:parameter name="', '">', "</atem:parameter>\n"
-
-    def __init__(self, tool: Tool | None):
-        self.schema = tool.parameters if tool else {}
-        self.object, self.held, self.searched, self.done, self.rest = ObjectInParts(), "", 0, False, ""
-
-    def add(self, text: str) -> str:
-        self.held += text
-        pieces = []
-        while self.held.startswith(self.BEGIN):
-            end = self.held.find(self.END, self.searched)
-            if end < 0:  # the next search begins where a part of END may be
-                self.searched = max(0, len(self.held) - len(self.END))
-                return "".join(pieces)
-            name, _, value = self.held[len(self.BEGIN) : end].partition(self.NAMED)
-            self.held, self.searched = self.held[end + len(self.END) :], 0
-            kind = (self.schema.get("properties") or {}).get(name, {}).get("type")
-            value = value if kind == "string" else read_value(value)
-            pieces.append(self.object.add({name: value}))
-        if not self.BEGIN.startswith(self.held):
-            self.done, self.rest = True, self.held
-            pieces.append(self.object.end())
-        return "".join(pieces)
-
-    @classmethod
-    def write(cls, arguments: dict) -> str:
-        values = {
-            k: x if isinstance(x, str) else json.dumps(x, ensure_ascii=False) for k, x in arguments.items()
-        }
-        return "".join(f"{cls.BEGIN}{name}{cls.NAMED}{value}{cls.END}" for name, value in values.items())
-
-
-NOTATIONS = dict(json=JsonArguments, keywords=KeywordArguments, parameters=ParameterArguments)
-
-
-def read_value(text: str):
-    """A literal of JSON or Python; a text that is neither is itself."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        pass
-    try:
-        return ast.literal_eval(text.strip())
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        pass
-    try:  # JSON's constants within Python's literals
-        return ast.literal_eval(re.sub(r"\b(true|false|null)\b", lambda m: CONSTANTS[m[0]], text.strip()))
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return text
-
-
-# -------------------------------------------------------------------------------- reading answers
-
-
-class CallReader:
-    """Takes the calls out of the text of an answer while it grows; the rest is the text for the user.
-
-    A text that only begins like a call is text. White space between the text and the first call is left out.
-
-    calls: so far. inside: whether the calls have begun; then no more text comes.
-    """
-
-    def __init__(self, use: ToolUse, tokens: dict[int, str]):
-        """tokens: {id: text} of the format's texts that are tokens: `add_token` reads them, never `add`."""
-        self.shape = format_of_calls(use.format)
-        self.tools = {tool.name: tool for tool in use.tools}
-        self.tokens, self.calls, self.pieces = tokens, [], []
-        marks = [mark for mark, _ in self.shape.usable_marks(lambda text: text in tokens.values())]
-        self.marks = [mark for mark in marks if mark and mark not in tokens.values()]
-        head = self.shape.opening + self.shape.before
-        self.heads = [head + name + self.shape.between[:1] for name in self.tools] if "" in marks else []
-        # seen: the beginning of a call, which may turn out to be text
-        self.state, self.rest, self.seen = "text", "", ""
-        self.forced, self.has_text, self.end = use.forced, False, ""
-
-    @property
-    def inside(self) -> bool:
-        return self.state not in ("text", "broken")
-
-    def take_pieces(self) -> tuple[CallPiece, ...]:
-        """The pieces of calls that have come since this method was last called."""
-        pieces, self.pieces = tuple(self.pieces), []
-        return pieces
-
-    def add(self, new: str, last: bool = False) -> str:
-        """Add text: -> the new text for the user. last: the answer ends with it."""
-        self.rest += new
-        text = self._read_text(last) if self.state == "text" else ""
-        while self.inside and self._advance():
-            pass
-        if self.state == "broken":
-            text, self.rest = text + self.seen + self.rest, ""
-            self.seen = ""
-        return "" if self.forced else text  # the beginning of a call that is cut is no text
-
-    def add_token(self, token: int) -> str:
-        """Add one of the format's tokens: -> the new text for the user."""
-        mark = self.tokens[token]
-        if self.inside:
-            return self.add(mark)
-        if mark not in dict(self.shape.marks):
-            return ""
-        text = self.rest if self.state == "text" else ""
-        text = text.rstrip() if text.strip() or not self.has_text else ""
-        self._begin(mark, "")
-        return text
-
-    def begin_message(self, name: str) -> None:
-        """A message begins that calls the function of this name."""
-        self.state, self.rest, self.seen = "open", "", ""
-        if self.shape is PLAIN:
-            self._begin_call(name)
-
-    def _begin(self, mark: str, rest: str) -> None:
-        self.state, self.rest, self.seen, self.end = "open", rest, mark, dict(self.shape.marks)[mark]
-
-    def _read_text(self, last: bool) -> str:
-        """The text that certainly precedes all calls."""
-        if not self.has_text and self.heads:
-            begun = self.rest.lstrip()
-            if any(begun.startswith(head) for head in self.heads):
-                self._begin("", begun)
-                return ""
-            if not last and any(head.startswith(begun) for head in self.heads):
-                return ""
-        found = [(self.rest.find(mark), mark) for mark in self.marks if mark in self.rest]
-        if found:
-            at, mark = min(found)
-            text, rest = self.rest[:at].rstrip(), self.rest[at + len(mark) :]
-            self._begin(mark, rest)
-            return text
-        keep = max((overlap(self.rest, mark) for mark in self.marks), default=0)
-        text = self.rest if last else self.rest[: len(self.rest) - keep].rstrip()
-        self.rest, self.has_text = self.rest[len(text) :], self.has_text or bool(text)
-        return text
-
-    def _advance(self) -> bool:
-        """Read one part of a call: -> whether there was one."""
-        shape = self.shape
-        if self.state == "open":
-            return self._expect(shape.opening + shape.before, "name")
-        if self.state == "name":
-            name, found, rest = self.rest.partition(shape.between)
-            if found and name in self.tools:
-                self.rest = rest
-                self._begin_call(name)
-                return True
-            if found or not any(x.startswith(name[: len(x)]) for x in self.tools):
-                self.state = "broken"
-            return False
-        if self.state == "arguments":
-            if not self.rest:
-                return False
-            piece, self.rest = self.reader.add(self.rest), ""
-            if piece:
-                self.calls[-1].arguments += piece
-                self.pieces.append(CallPiece(len(self.calls) - 1, piece))
-            if self.reader.done:
-                self.calls[-1].complete, self.rest, self.state = True, self.reader.rest, "after"
-            return self.reader.done
-        if self.state == "after":
-            return self._expect(shape.after, "next")
-        if self.state == "next":
-            if self.rest and self._expect(shape.separator + shape.before, "name"):
-                return True
-            self.state = "next" if (shape.separator + shape.before).startswith(self.rest) else "end"
-        return False
-
-    def _expect(self, literal: str, then: str) -> bool:
-        if self.rest.startswith(literal):
-            if not self.calls:
-                self.seen += literal
-            self.rest, self.state = self.rest[len(literal) :], then
-            return True
-        if not literal.startswith(self.rest) and self.state != "next":
-            self.state = "broken"
-        return False
-
-    def _begin_call(self, name: str) -> None:
-        call = ToolCall(f"call_{secrets.token_hex(12)}", name)
-        self.pieces.append(CallPiece(len(self.calls), "", call.id, name))
-        self.calls.append(call)
-        self.reader = NOTATIONS[self.shape.arguments](self.tools.get(name))
-        self.state, self.seen = "arguments", ""
-
-
-PLAIN = ToolFormat((), "", "", "")  # the body of a message that is the arguments alone
-
-
-def format_of_calls(shape: ToolFormat | MessageToolFormat) -> ToolFormat:
-    """The format of calls in a text, or in the body of a message."""
-    return (shape.body or PLAIN) if isinstance(shape, MessageToolFormat) else shape
-
-
-def overlap(text: str, literal: str) -> int:
-    """The length of the longest suffix of the text that is a proper prefix of the literal."""
-    return next((n for n in range(min(len(text), len(literal) - 1), 0, -1) if text.endswith(literal[:n])), 0)
-
-
-def call_reader(use: ToolUse, tokenizer) -> CallReader:
-    """The CallReader of an answer by a model with this tokenizer."""
-    texts = marks_in(format_of_calls(use.format))
-    ids = {tokenizer.backend_tokenizer.token_to_id(text): text for text in texts}
-    return CallReader(use, {i: text for i, text in ids.items() if i is not None})
-
-
-def marks_in(shape: ToolFormat) -> set[str]:
-    """The texts of a format that may be tokens."""
-    texts = [x for x in vars(shape).values() if isinstance(x, str)]
-    texts += [x for pair in shape.marks for x in pair]
-    return {part for text in texts for part in MARK_LIKE.findall(text)}

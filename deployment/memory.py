@@ -1,9 +1,8 @@
-"""Memory: what fits into a device, and how many bytes a decode step reads."""
+"""Memory: what a device has, and what fits into it."""
 
 import collections
 import contextlib
 import dataclasses
-import functools
 import logging
 import math
 import os
@@ -12,23 +11,21 @@ import socket
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.dtypes import itemsize_bits
 from jax.sharding import Mesh
-from numpy.polynomial.polynomial import polypow
 
 import model
 from checkpoints.checkpoint import Checkpoint
 from deployment.program_memory import ProgramBytes, program_bytes
 from distributed.exchange import gather
 from feedback.errors import UserError
-from model import Config, MoE, Weights
+from model import Config, Weights
 from ops.platform import platform
 from quantize import FORMATS, Format
-from serving.steps import batch_infos
+from serving.steps import Batch, batch_infos
 from sharding.arrays import abstract
-from sharding.mesh import EXPERT, MODEL, STAGE, mesh_size
-from sharding.stages import first_stage, in_stages
+from sharding.mesh import STAGE, mesh_size
+from sharding.stages import in_stages
 
 logger = logging.getLogger(__name__)
 DEFAULT_ROWS = 32  # of the batch
@@ -114,10 +111,14 @@ class Deployment:
     def weight_bytes(self) -> int:
         return shard_bytes(self.abstract_weights())
 
-    def cache_bytes(self, rows: int, max_len: int) -> int:
+    def abstract_batch(self, rows: int, max_len: int) -> Batch:
+        """The same of the batch that takes its turn; with several stages of layers, as many wait."""
         stages = self.mesh.shape[STAGE]
         infos = batch_infos(self.cfg, rows, max_len, jnp.dtype(self.kv_dtype), stages)
-        return shard_bytes(abstract(infos, self.mesh)) * stages
+        return abstract(infos, self.mesh)
+
+    def cache_bytes(self, rows: int, max_len: int) -> int:
+        return shard_bytes(self.abstract_batch(rows, max_len)) * self.mesh.shape[STAGE]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,58 +208,3 @@ def fit_cache(
     remedies += ["more devices"]
     what = needed.sentence(f"its share of {count} x {length} positions")
     raise UserError(f"does not fit: each device needs {what}, and has {gib(have)}; try {', '.join(remedies)}")
-
-
-@functools.cache
-def active_experts(cfg: Config, tokens: float, shards: int) -> float:
-    """The expected fraction of its experts that the busiest of `shards` expert shards reads in a step.
-
-    The other shards wait for it. tokens: of a step on one data shard, or their mean over steps. Each token
-    goes to A of the E experts at random, which leaves E (1 - A/E)^tokens of them idle. By symmetry all
-    C(E, n) sets of n experts are equally likely to be in use. The coefficient of x^n in
-    (sum_{k<=m} C(E/shards, k) x^k)^shards is the number of these sets with at most m experts in each shard.
-    """
-    E, A, size = cfg.moe.E, cfg.moe.A, cfg.moe.E // shards
-    if shards == 1:
-        return 1 - (1 - A / E) ** tokens
-    if part := tokens % 1:
-        less, more = (active_experts(cfg, float(n), shards) for n in (tokens - part, tokens - part + 1))
-        return (1 - part) * less + part * more
-
-    def one_token(n: int, then: int) -> float:
-        """The probability that one more token increases the experts in use from n to `then`."""
-        new = then - n
-        return math.comb(E - n, new) * math.comb(n, A - new) / math.comb(E, A) if 0 <= new <= A else 0
-
-    counts = range(E + 1)
-    step = np.array([[one_token(n, then) for n in counts] for then in counts])
-    in_use = np.linalg.matrix_power(step, int(tokens))[:, 0]
-    sets, mean = np.array([float(math.comb(E, n)) for n in counts]), 0.0
-    for m in range(size):  # the mean of a count is the sum of its probabilities to exceed m
-        within = polypow([float(math.comb(size, k)) for k in range(m + 1)], shards)
-        mean += 1 - in_use[: within.size] @ (within / sets[: within.size])
-    return float(mean) / size
-
-
-def bytes_per_step(
-    weights, cfg: Config, mesh: Mesh, batch: float, positions: np.ndarray, kv_dtype: str
-) -> float:
-    """Bytes that a device must read in a decode step: the weights in use and the filled slots of the cache.
-
-    It is the device that reads the most experts. batch: rows of a data shard. positions: of the tokens of
-    many steps, over which the slots are averaged; an empty array leaves the cache out.
-    """
-    scale_bytes = 4 if kv_dtype == "int8" else 0  # a bfloat16 per key and per value
-    layout = cfg.attention.slot_layout
-    slot_bytes = cfg.attention.K * (layout.width * jnp.dtype(kv_dtype).itemsize + scale_bytes)
-    total = shard_bytes((weights.norm, weights.embed if cfg.tied_embeddings else weights.unembed))
-    for layer, kind in zip(weights.layers, first_stage(cfg, mesh.shape[STAGE]).layers, strict=True):
-        total += shard_bytes(layer)
-        if isinstance(kind.feed_forward, MoE):
-            routed = layer.feed_forward
-            idle = 1 - active_experts(cfg, batch, mesh_size(mesh, EXPERT))
-            total -= shard_bytes((routed.gate, routed.up, routed.down)) * idle
-        if len(positions):
-            slots = np.mean(positions - kind.mask.first_visible(positions)) + 1
-            total += batch * slots * slot_bytes / mesh_size(mesh, MODEL)
-    return total

@@ -1,7 +1,7 @@
 """How models write calls of tools (functions): the conventions that their chat templates teach.
 
-conversation/tools.py reads calls in these formats and makes grammars of them. Each text below is exactly
-what the format's published chat templates render.
+conversation/tool_calls.py reads and writes calls in these formats, and conversation/tool_grammar.py makes
+grammars of them. Each text below is exactly what the format's published chat templates render.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ class ToolFormat:
 
     marks: (mark, end) pairs. A mark is a token or a text; the mark "" means that the calls are the whole
     answer. Calls that a request demands begin with the first mark, calls that the model chooses with any.
-    arguments: the notation of the arguments, one of conversation.tools.NOTATIONS. several: whether one
+    arguments: the notation of the arguments, one of conversation.tool_calls.NOTATIONS. several: whether one
     answer may have several calls.
     """
 

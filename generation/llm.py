@@ -10,20 +10,16 @@ requests are answered by the Engine, and text is decoded by TextStream.
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
-import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, overload
+from typing import overload
 
 import jax
-import numpy as np
 
 from checkpoints.names import FLOATS
 from checkpoints.threads import no_garbage_collection
-from conversation.messages import read_messages
-from conversation.streams import TextStream, answer_stream
-from conversation.text import encode, has_surrogate, load_tokenizer, stop_tokens
-from conversation.tools import choose_tool_format
+from conversation.text import load_tokenizer
 from deployment.ahead import ProgramsOnShapes, compile_programs
 from deployment.compilation_cache import enable_compilation_cache
 from deployment.deploy import (
@@ -35,26 +31,29 @@ from deployment.deploy import (
 )
 from deployment.memory import CPU_ROWS, DEFAULT_ROWS, Deployment, fit_cache
 from distributed.exchange import gather
-from feedback.errors import UserError
+from feedback.errors import UserError, located
+from generation.replies import Replies, Reply, Score
+from generation.request_builder import (
+    ROW_POSITIONS,
+    Messages,
+    Prompt,
+    builder_for,
+    check_text,
+    read_prompt,
+    row_length,
+)
 from model import Config, Weights
 from quantize import FORMATS
 from serving.engine import Engine
 from serving.needed import Demand, demand_of, known_sets, needed_programs
 from serving.programs import Programs
-from serving.requests import (
-    SAMPLING_OPTIONS,
-    Answer,
-    Request,
-    choose_sampling,
-)
+from serving.requests import SAMPLING_OPTIONS, Request, choose_sampling
 from serving.speculation import check_n_draft
-from sharding.sampling import MAX_TOP_LOGPROBS
+from sharding.sampling import Sampling
 
-MAX_LEN = 4096  # the default number of positions of a row, if the model has as many
-NEW_TOKENS = 256  # the default max_new_tokens
-
-Messages = list[dict[str, Any]]  # the messages of a chat, see conversation.messages.read_messages
-Prompt = str | Messages | Sequence[int]  # a text, a chat, or token ids
+# Options of `LLM.generate`: with a value for each prompt, and with one for all of them.
+EACH = {*SAMPLING_OPTIONS, "max_new_tokens", "top_logprobs"}
+TOGETHER = {"stop", "ignore_eos", "system", "chat_template", "special_tokens_in_messages"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,25 +80,6 @@ class Completion:
 
     def __str__(self) -> str:
         return self.text
-
-
-@dataclasses.dataclass(frozen=True)
-class Score:
-    """How probable a text is.
-
-    tokens: its token ids. logprobs: natural logs of the probabilities of all tokens but the first.
-    """
-
-    tokens: list[int]
-    logprobs: list[float]
-
-    @property
-    def log_likelihood(self) -> float:
-        return math.fsum(self.logprobs)
-
-    @property
-    def perplexity(self) -> float:
-        return math.exp(-self.log_likelihood / len(self.logprobs))
 
 
 @no_garbage_collection()
@@ -158,10 +138,7 @@ def load(
     check_n_draft(guesses)
     enable_compilation_cache()
     models = open_models(options, n_devices or jax.device_count(), lambda message: None)
-    limit = min(x.cfg.max_positions for x in models)
-    if max_len is not None and max_len > limit:
-        raise UserError(f"max_len {max_len}: the model's limit is {limit} positions")
-    limit = max_len or min(limit, MAX_LEN)
+    limit, _ = row_length(max_len, [x.cfg for x in models], ROW_POSITIONS, "max_len")
     wanted = rows or (CPU_ROWS if jax.default_backend() == "cpu" else DEFAULT_ROWS)
     rows, max_len = fit_cache(models, [limit] * wanted, rows, limit)
     shapes = programs_on_shapes(options, models, rows, max_len)
@@ -190,14 +167,15 @@ class LLM:
 
     def __init__(self, deployment: Deployment, shapes: ProgramsOnShapes, programs: Callable[[], Programs]):
         """shapes: the same programs, to compile them. programs: called when all else is loaded."""
-        self.deployment, self.shapes, self.folder = deployment, shapes, deployment.checkpoint.folder
-        self.tokenizer = load_tokenizer(self.folder)
-        self.stop_tokens = stop_tokens(self.folder, self.tokenizer)
-        self.tool_format = choose_tool_format(self.tokenizer, deployment.checkpoint.family.tools)
+        self.deployment, self.shapes = deployment, shapes
+        self.tokenizer = load_tokenizer(deployment.checkpoint.folder)
         self.programs = programs()
+        limits = dict(max_len=self.programs.max_len, limit="max_len")
+        self.builder = builder_for(deployment.checkpoint, self.tokenizer, dict(seed=0), "", **limits)
+        self.stop_tokens = self.builder.stop_tokens
         self.engine: Engine | None = None
+        self.replies = Replies(None)
         self.demand: Demand | None = None  # of all requests so far
-        self.open: dict[Answer, TextStream] = {}
 
     @property
     def cfg(self) -> Config:
@@ -229,23 +207,16 @@ class LLM:
         special_tokens_in_messages: whether a special token that a message spells is that token; by default it
         is read as text. In a text without chat template it always is that token.
         """
-        if not isinstance(prompt, str) and all(isinstance(token, (int, np.integer)) for token in prompt):
-            return [int(token) for token in prompt]
-        texts = [prompt if isinstance(prompt, str) else "-", system or "-"]
-        if not all(isinstance(text, str) and text.strip() for text in texts):
-            raise UserError("an empty prompt, or one that is not a text")
-        if any(map(has_surrogate, texts)):
-            raise UserError("not valid text, but half a surrogate pair")
-        if not isinstance(prompt, str):
-            prompt = read_messages(list(prompt))
-        if isinstance(prompt, str) and chat_template and self.tokenizer.chat_template:
-            prompt = [{"role": "user", "content": prompt}]
-        if system is not None:
-            if isinstance(prompt, str):
-                raise UserError("system: it needs a chat template")
-            prompt = [{"role": "system", "content": system}, *prompt]
-        spelled, max_len = special_tokens_in_messages, self.programs.max_len
-        return encode(self.tokenizer, prompt, self.cfg.V, max_len, spelled, self.tool_format)
+        if system:
+            with located("system"):
+                check_text(system)
+        builder = dataclasses.replace(
+            self.builder,
+            system=system,
+            chat_template=chat_template,
+            special_tokens_in_messages=special_tokens_in_messages,
+        )
+        return builder.encode(read_prompt(prompt))
 
     @overload
     def generate(self, prompts: str | Messages, **options) -> Completion: ...
@@ -274,18 +245,14 @@ class LLM:
         that fails later, because the model computes NaN, has an `error`; a single one raises it.
         """
         if is_single(prompts):
-            (completion,) = self.generate([prompts], **options)
-            if completion.error is not None:
-                raise UserError(completion.error)
-            return completion
-        started = self._start(list(prompts), **options)
-        try:
-            for answer, _ in started:
-                while answer.finish_reason is None:
-                    self._advance()
-        finally:
-            self._cancel(started)
-        return [self._completion(answer, stream) for answer, stream in started]
+            (only,) = self.generate([prompts], **options)
+            if only.error is not None:
+                raise UserError(only.error)
+            return only
+        replies = self._ask(list(prompts), **options)
+        for _ in self._turns(replies):
+            pass
+        return [completion(reply) for reply in replies]
 
     def stream(self, prompt: str | Messages | Sequence[int], **options) -> Iterator[str]:
         """Answer one prompt and yield the text while it grows. options: those of `generate`.
@@ -293,110 +260,79 @@ class LLM:
         Text that was yielded never changes: half a character is held back, and so is what may be the
         beginning of a stop text. To stop early, leave the loop.
         """
-        (started,) = self._start([prompt], **options)
-        return self._stream(*started)
+        (reply,) = self._ask([prompt], **options)
+        return self._stream(reply)
 
     def score(self, texts: str | Sequence[str | Sequence[int]]) -> "Score | list[Score]":
         """The log-probabilities of a text, or of all texts of a list, itself and without a chat template."""
         if isinstance(texts, str):
             (score,) = self.score([texts])
             return score
-        tokens = [self._located(i, self.encode, text, chat_template=False) for i, text in enumerate(texts)]
-        requests = [Request(np.array(x, np.int32), 0, score=True) for x in tokens]
-        started = self._add(requests, ())
-        try:
-            for answer, _ in started:
-                while answer.finish_reason is None:
-                    self._advance()
-                if answer.error is not None:
-                    raise UserError(answer.error)
-        finally:
-            self._cancel(started)
-        return [Score(x, answer.prompt_logprobs) for x, (answer, _) in zip(tokens, started, strict=True)]
+        requests = []
+        for i, text in enumerate(texts):
+            with located(f"prompt {i}"):
+                tokens = self.encode(text, chat_template=False)
+                requests.append(self.builder.request(tokens, Sampling(), 0, score=True))
+        replies = [Reply(request, self.builder.new_stream) for request in requests]
+        self._add(replies)
+        for _ in self._turns(replies):
+            pass
+        if errors := [reply.error for reply in replies if reply.error is not None]:
+            raise UserError(errors[0])
+        return [reply.score for reply in replies]
 
-    def _located(self, index: int, function, *arguments, **options) -> Any:
-        """Call the function; a UserError gets the number of the prompt in front."""
-        try:
-            return function(*arguments, **options)
-        except UserError as e:
-            raise UserError(f"prompt {index}: {e}") from None
-
-    def _start(
+    def _ask(
         self,
         prompts: list[Prompt],
         *,
         stop: str | Sequence[str] = (),
         ignore_eos: bool = False,
-        system: str | None = None,
-        chat_template: bool = True,
-        special_tokens_in_messages: bool = False,
         **options,
-    ) -> list[tuple[Answer, TextStream]]:
-        """Queue the prompts: -> the answer of each, and its text."""
-        known = {*SAMPLING_OPTIONS, "max_new_tokens", "top_logprobs"}
-        if unknown := sorted(set(options) - known):
-            of_all = {"stop", "ignore_eos", "system", "chat_template", "special_tokens_in_messages"}
-            both = ", ".join(sorted(known | of_all))
-            raise UserError(f"unknown option {unknown[0]!r}; known: {both}")
+    ) -> list[Reply]:
+        """Queue the prompts: -> the reply to each."""
+        if unknown := sorted(options.keys() - EACH - TOGETHER):
+            raise UserError(f"unknown option {unknown[0]!r}; known: {', '.join(sorted(EACH | TOGETHER))}")
         stop = (stop,) if isinstance(stop, str) else tuple(stop)
         if not all(isinstance(text, str) and text for text in stop):
             raise UserError("stop: a text or a list of texts, none of them empty")
+        stop_tokens = frozenset() if ignore_eos else self.builder.stop_tokens
+        builder = dataclasses.replace(self.builder, stop=stop, stop_tokens=stop_tokens)
+        reading = {name: options.pop(name) for name in TOGETHER & options.keys()}
         for name, value in options.items():
             if isinstance(value, (list, tuple, range)) and len(value) != len(prompts):
                 raise UserError(f"{name}: {len(value)} values for {len(prompts)} prompts")
-        reading = dict(
-            system=system, chat_template=chat_template, special_tokens_in_messages=special_tokens_in_messages
-        )
-        requests = []
+        replies = []
         for i, prompt in enumerate(prompts):
             own = {k: v[i] if isinstance(v, (list, tuple, range)) else v for k, v in options.items()}
-            tokens = self._located(i, self.encode, prompt, **reading)
-            requests.append(self._located(i, self._request, tokens, ignore_eos, **own))
-        return self._add(requests, stop)
+            with located(f"prompt {i}"):
+                request = builder.request_for(self.encode(prompt, **reading), **own)
+            replies.append(Reply(request, builder.new_stream))
+        self._add(replies)
+        return replies
 
-    def _request(
-        self,
-        tokens: list[int],
-        ignore_eos: bool,
-        max_new_tokens: int | None = None,
-        top_logprobs: int | None = None,
-        **sampling,
-    ) -> Request:
-        left = self.programs.max_len - len(tokens)
-        new = min(NEW_TOKENS, max(left, 1)) if max_new_tokens is None else max_new_tokens
-        if not isinstance(new, int) or isinstance(new, bool) or new < 1:
-            raise UserError(f"max_new_tokens {new!r} is not a number of at least 1")
-        if top_logprobs is not None and not (
-            isinstance(top_logprobs, int) and 0 <= top_logprobs <= MAX_TOP_LOGPROBS
-        ):
-            raise UserError(f"top_logprobs {top_logprobs!r} is not between 0 and {MAX_TOP_LOGPROBS}")
-        chosen = choose_sampling(dict(seed=0) | sampling, self.folder, where="")
-        chosen = dataclasses.replace(chosen, top_logprobs=top_logprobs or None)
-        stop = frozenset() if ignore_eos else self.stop_tokens
-        return Request(np.array(tokens, np.int32), new, chosen, stop)
+    def _add(self, replies: list[Reply]) -> None:
+        if replies:
+            self.replies.engine = self._prepare([reply.request for reply in replies])
+        for reply in replies:
+            self.replies.add(reply)
 
-    def _add(self, requests: list[Request], stop: tuple[str, ...]) -> list[tuple[Answer, TextStream]]:
-        for i, request in enumerate(requests):
-            self._located(i, request.validated, self.cfg.V)
-            if request.positions > self.programs.max_len:
-                what = f"{len(request.prompt)} tokens and {request.max_new_tokens} new ones"
-                raise UserError(f"prompt {i}: {what} exceed max_len {self.programs.max_len}")
-        if not requests:
-            return []
-        engine, started = self._prepare(requests), []
-        channels = self.deployment.checkpoint.family.channels
-        for request in requests:
-            stream = answer_stream(self.tokenizer, request.prompt, request.stop, stop, channels)
-            answer = engine.add(request)
-            self.open[answer] = stream
-            started.append((answer, stream))
-        return started
+    def _turns(self, replies: list[Reply]) -> Iterator[None]:
+        """Advance until these replies have ended, once per iteration. Leaving the loop cancels them."""
+        try:
+            for reply in replies:
+                while not reply.done:
+                    self.replies.advance()
+                    yield
+        finally:
+            for reply in replies:
+                if not reply.done:
+                    self.replies.cancel(reply)
 
     def _prepare(self, requests: list[Request]) -> Engine:
         """The engine, with all programs that such requests need beside those that are open."""
         demand = demand_of(requests, option_sets=known_sets(self.programs, requests))
         self.demand = self.demand | demand if self.demand else demand
-        needed = needed_programs(self.programs, self.demand, active=len(self.open) + len(requests))
+        needed = needed_programs(self.programs, self.demand, active=len(self.replies.open) + len(requests))
         if new := [program for program in needed if not self.engine or program not in self.engine.usable]:
             with no_garbage_collection():
                 compile_programs(self.shapes, new)
@@ -407,52 +343,29 @@ class LLM:
             self.engine = Engine(self.programs, new)
         return self.engine
 
-    def _advance(self) -> None:
-        """One step of the engine: the answers that it changes get their text."""
-        for answer in self.engine.advance():
-            if (stream := self.open.get(answer)) is not None:
-                stream.add(answer.tokens[stream.used :])
-                if stream.stopped:
-                    self.engine.cancel(answer)
-                if answer.finish_reason is not None:
-                    stream.finish()
-                    del self.open[answer]
+    def _stream(self, reply: Reply) -> Iterator[str]:
+        with contextlib.closing(self._turns([reply])) as turns:
+            for _ in turns:
+                if text := reply.take().text:
+                    yield text
+        if text := reply.take().text:  # another stream has read the end
+            yield text
+        if reply.error is not None:
+            raise UserError(reply.error)
 
-    def _cancel(self, started: list[tuple[Answer, TextStream]]) -> None:
-        """End those that have not ended."""
-        for answer, _ in started:
-            if answer.finish_reason is None:
-                self.engine.cancel(answer)
-                del self.open[answer]
 
-    def _stream(self, answer: Answer, stream: TextStream) -> Iterator[str]:
-        shown = 0
-        try:
-            while True:
-                done, text = answer.finish_reason is not None, stream.text
-                if text[shown:]:
-                    yield text[shown:]
-                    shown = len(text)
-                if done:
-                    break
-                self._advance()
-        finally:
-            self._cancel([(answer, stream)])
-        if answer.error is not None:
-            raise UserError(answer.error)
-
-    def _completion(self, answer: Answer, stream: TextStream) -> Completion:
-        used = stream.used
-        return Completion(
-            stream.text,
-            answer.prompt.tolist(),
-            answer.tokens[:used],
-            answer.logprobs[:used],
-            "stop" if stream.stopped else answer.finish_reason,
-            answer.top_logprobs[:used],
-            answer.error,
-            stream.reasoning,
-        )
+def completion(reply: Reply) -> Completion:
+    answer, stream, used = reply.answer, reply.stream, reply.stream.used
+    return Completion(
+        stream.text,
+        answer.prompt.tolist(),
+        answer.tokens[:used],
+        answer.logprobs[:used],
+        reply.finish_reason,
+        answer.top_logprobs[:used],
+        reply.error,
+        stream.reasoning,
+    )
 
 
 def is_single(prompts) -> bool:

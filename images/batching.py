@@ -1,18 +1,17 @@
 """What each row of a batch does in each turn of the engine, recorded from a run of a tiny model.
 
-`python3 -m images.batching record` runs the engine again and writes images/batching.csv. The length of an
-answer depends on its request alone, so every machine records the same.
+`python3 -m images.batching` runs the engine again and writes images/batching.csv. The length of an answer
+depends on its request alone, so every machine records the same.
 """
 
 import csv
-import sys
 from typing import NamedTuple
 
 import numpy as np
 
 from checkpoints.checkpoint import open_checkpoint
 from checkpoints.loading import load
-from images.drawing import IMAGES, pyplot, redraw, tidy
+from images.drawing import IMAGES, pyplot, tidy
 from serving.engine import Engine, InFlight
 from serving.programs import Programs
 from serving.requests import Request
@@ -26,7 +25,7 @@ REQUESTS = (
     (True, 12, 18), (False, 1180, 9), (False, 20, 7), (False, 1, 12), (True, 9, 8), (False, 30, 14),
     (True, 25, 6), (False, 90, 10), (True, 4, 11), (False, 16, 5), (False, 150, 8), (True, 12, 7),
 )  # fmt: skip
-PREFILL, DECODE = "#fdae6b", "#9ecae1"
+COLORS = {"prefill": "#fdae6b", "decode": "#9ecae1"}
 
 
 class Event(NamedTuple):
@@ -103,7 +102,6 @@ def read() -> list[Event]:
 def draw():
     events = read()
     figure, axes = pyplot().subplots(figsize=(9.5, 3.4))
-    colors = dict(prefill=PREFILL, decode=DECODE)
     for event in events:
         if event.kind == "admit":
             continue
@@ -111,7 +109,7 @@ def draw():
         both = {x.kind for x in events if (x.turn, x.row) == (event.turn, event.row)} >= {"prefill", "decode"}
         left, width = (event.turn + 0.5 * (event.kind == "decode"), 0.5) if both else (event.turn, 1)
         axes.barh(
-            event.row, width, left=left, height=0.72, color=colors[event.kind], edgecolor="white", lw=0.5
+            event.row, width, left=left, height=0.72, color=COLORS[event.kind], edgecolor="white", lw=0.5
         )
     for number in range(len(REQUESTS)):
         own = [event for event in events if event.request == number]
@@ -129,10 +127,10 @@ def draw():
     axes.set(xlim=(-0.1, turns + 0.1), ylim=(ROWS - 0.5, -0.5), xlabel="turn of the engine")
     axes.set_yticks(range(ROWS), [f"row {row}" for row in range(ROWS)])
     patch = pyplot().Rectangle
-    handles = [patch((0, 0), 1, 1, facecolor=color) for color in (PREFILL, DECODE, "#ffffff")]
+    handles = [
+        patch((0, 0), 1, 1, facecolor=color, edgecolor="#999") for color in (*COLORS.values(), "#ffffff")
+    ]
     labels = "a prefill chunk", "a decode step, one token", "nothing: the row waits"
-    for handle in handles:
-        handle.set_edgecolor("#999")
     axes.legend(
         handles, labels, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1), frameon=False, fontsize=8
     )
@@ -141,6 +139,4 @@ def draw():
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["record"]:
-        write(record())
-    redraw("batching")
+    write(record())

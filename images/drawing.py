@@ -1,11 +1,12 @@
-"""What the programs that draw pictures share.
+"""What the programs that draw pictures share: python3 -m images.drawing [NAME ...]
 
-`images/NAME.py` draws `images/NAME.svg` of data or of what the code declares: its function `draw` returns the
-figure. `python3 -m images.NAME` draws one picture again, `python3 benchmarks/plots.py` all of them.
+`images/NAME.py` draws `images/NAME.svg` of measurements or of what the code declares: its function `draw`
+returns the figure. The command draws the named pictures again, or all that have such a program.
 """
 
 import importlib
 import pathlib
+import sys
 
 IMAGES = pathlib.Path(__file__).resolve().parent
 
@@ -31,12 +32,11 @@ def save(figure, file: pathlib.Path) -> None:
     figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
 
 
-def redraw(name: str) -> None:
-    """Write images/NAME.svg, as images/NAME.py draws it."""
-    save(importlib.import_module(f"images.{name}").draw(), IMAGES / f"{name}.svg")
+def redraw(names: list[str]) -> None:
+    """Write images/NAME.svg, as images/NAME.py draws it; without names, all of them."""
+    for name in names or sorted({file.stem for file in IMAGES.glob("*.py")} - {"drawing"}):
+        save(importlib.import_module(f"images.{name}").draw(), IMAGES / f"{name}.svg")
 
 
-def redraw_all() -> None:
-    for file in sorted(IMAGES.glob("*.py")):
-        if file.stem != "drawing":
-            redraw(file.stem)
+if __name__ == "__main__":
+    redraw(sys.argv[1:])

@@ -1,6 +1,6 @@
 """The rooms of this repository, in the order of their imports."""
 
-from images.drawing import pyplot, redraw
+from images.drawing import pyplot
 from tests.test_rooms import ORDER
 
 WHAT = {
@@ -42,27 +42,14 @@ def draw():
             label = f"{name}.py" if name in FILES else f"{name}/"
             width = 26 + 7.6 * len(label)
             color = MODEL if name == "model" else COMMANDS if i == 0 else OTHER
-            axes.add_patch(
-                FancyBboxPatch(
-                    (x, y),
-                    width,
-                    19,
-                    "round,pad=1,rounding_size=4",
-                    facecolor=color,
-                    edgecolor="#555",
-                    lw=0.8,
-                )
-            )
+            style = dict(facecolor=color, edgecolor="#555", lw=0.8)
+            axes.add_patch(FancyBboxPatch((x, y), width, 19, "round,pad=1,rounding_size=4", **style))
             weight = "bold" if name == "model" else "normal"
             axes.text(x + width / 2, y + 10, label, ha="center", va="center", fontsize=9, weight=weight)
             x += width + 10
-        axes.text(max(x, 250) + 6, y + 10, next(filter(None, (WHAT[name] for name in WHAT if name in names))),
-                  va="center", fontsize=9, color="#333")  # fmt: skip
+        what = next(WHAT[name] for name in WHAT if name in names)
+        axes.text(max(x, 250) + 6, y + 10, what, va="center", fontsize=9, color="#333")
     axes.annotate("", (9, step * len(ORDER) + 4), (9, 14), arrowprops=dict(arrowstyle="-|>", color="#555"))
-    axes.text(left, step * len(ORDER) + 28, "Each line imports only from the lines below it.", va="center",
-              fontsize=9, color="#555")  # fmt: skip
+    rule = "Each line imports only from the lines below it."
+    axes.text(left, step * len(ORDER) + 28, rule, va="center", fontsize=9, color="#555")
     return figure
-
-
-if __name__ == "__main__":
-    redraw("house")

@@ -4,7 +4,7 @@ import ast
 import re
 from typing import NamedTuple
 
-from images.drawing import IMAGES, pyplot, redraw
+from images.drawing import IMAGES, pyplot
 from sharding.mesh import SHARDED_BY
 
 COLLECTIVES = ("psum", "all_gather", "all_to_all")
@@ -89,23 +89,25 @@ def sections(text: str) -> list[Section]:
     return [Section(name, first, last) for (first, name), last in zip(starts, lasts, strict=True)]
 
 
+def functions_of(text: str) -> list[tuple[str, ast.FunctionDef]]:
+    """The functions and methods of the file with their names; those inside others are not listed."""
+    found = []
+    for node in ast.parse(text).body:
+        inside, prefix = (node.body, f"{node.name}.") if isinstance(node, ast.ClassDef) else ([node], "")
+        found += [(prefix + x.name, x) for x in inside if isinstance(x, ast.FunctionDef)]
+    return found
+
+
 def collectives(text: str) -> list[Collective]:
     """The collectives of the file, by line; one in a nested function belongs to the outer function."""
     lines, found = text.splitlines(), []
-
-    def visit(node: ast.AST, owner: str) -> None:
-        for call in ast.walk(node):
-            name = isinstance(call, ast.Call) and getattr(call.func, "attr", getattr(call.func, "id", ""))
+    for owner, function in functions_of(text):
+        for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
+            name = ast.unparse(call.func).rpartition(".")[2]
             if name in COLLECTIVES:
                 comment = lines[call.end_lineno - 1].partition("#")[2]
                 letters = (x for x in re.findall(r"\b[a-z]\b", comment) if x in SHARDED_BY)
                 found.append(Collective(name, call.lineno, owner, tuple(letters) if name == "psum" else ()))
-
-    for node in ast.parse(text).body:
-        methods = node.body if isinstance(node, ast.ClassDef) else []
-        for function in [node] if isinstance(node, ast.FunctionDef) else methods:
-            if isinstance(function, ast.FunctionDef):
-                visit(function, f"{node.name}.{function.name}" if methods else function.name)
     return sorted(found, key=lambda x: x.line)
 
 
@@ -188,11 +190,9 @@ def draw_steps(axes, text: str) -> None:
             for i, found in enumerate(shown):
                 axes.text(middle + 10, y + 11 + 14 * i, found, **style)
             if name != "logits":
-                start, y = (
-                    y,
-                    y + (20 if shown else 13) + 14 * max(len(shown) - 1, 0) + 16 * ("embed" in functions),
-                )
-                draw_arrow(axes, (middle, start), (middle, y))
+                length = (20 if shown else 13) + 14 * max(len(shown) - 1, 0) + 16 * ("embed" in functions)
+                draw_arrow(axes, (middle, y), (middle, y + length))
+                y += length
         if steps is LAYER:
             draw_box(axes, STEPS - 24, top - 16, STEP_WIDTH + 48, y - top + 5, fill=False, linestyle="--")
             axes.text(STEPS + STEP_WIDTH + 20, top - 6, "each layer", ha="right", va="center", fontsize=8)
@@ -211,7 +211,3 @@ def draw():
     draw_page(axes, text)
     draw_steps(axes, text)
     return figure
-
-
-if __name__ == "__main__":
-    redraw("page")

@@ -7,7 +7,7 @@ import numpy as np
 
 from checkpoints.checkpoint import open_checkpoint
 from checkpoints.names import named_infos
-from images.drawing import IMAGES, pyplot, redraw, tidy
+from images.drawing import IMAGES, pyplot, tidy
 from quantize import FP8, INT4, INT8, Format
 from sharding.arrays import ArrayInfo
 
@@ -72,7 +72,3 @@ def draw():
     right.legend(framealpha=1, edgecolor="white", fontsize=9, loc="center left")
     tidy(figure)
     return figure
-
-
-if __name__ == "__main__":
-    redraw("quantization")

@@ -2,7 +2,7 @@
 
 from jax.sharding import AbstractMesh
 
-from images.drawing import pyplot, redraw, tidy
+from images.drawing import pyplot, tidy
 from model import Config
 from planner.floor import needed
 from planner.job import Job
@@ -68,7 +68,3 @@ def draw(name="llama3.1-70b"):
     axes.legend(frameon=False, fontsize=9, loc="upper left")
     tidy(figure)
     return figure
-
-
-if __name__ == "__main__":
-    redraw("roofline")

@@ -1,13 +1,12 @@
 """The least that a step must read from HBM and compute, from the declared shapes."""
 
 import dataclasses
-import re
 
 from jax.sharding import Mesh
 
-from deployment.memory import active_experts
+from deployment.step_bytes import active_experts, part_of, share_read
 from ops.grouped_matmul import FEW_ROWS
-from planner.job import Job, local_tokens, part_of
+from planner.job import Job, local_tokens
 from planner.topologies import Topology
 from sharding.mesh import EXPERT, make_mesh, mesh_size
 
@@ -15,17 +14,15 @@ from sharding.mesh import EXPERT, make_mesh, mesh_size
 def share_needed(argument: str, job: Job, mesh: Mesh) -> float:
     """The share of an argument that a step must read.
 
-    Of experts it is the active ones; of tables, of the rows' text and of the embedding nothing, as a few rows
-    of them are looked up. Prefill reads the caches of some rows, and needs no logits.
+    Of the rows' text nothing counts, since a few tokens are looked up. Prefill reads the caches of some rows,
+    and needs no logits.
     """
-    tables, logits = ("batch.tokens", "weights.positions"), r"weights\.(norm|unembed)\b"
-    if argument in tables or (not job.decodes and re.match(logits, argument)):
-        return 0
+    if argument.startswith("weights."):
+        experts = active_experts(job.cfg, local_tokens(job, mesh), mesh_size(mesh, EXPERT))
+        return share_read(argument, job.cfg, experts, job.decodes)
     if part_of(argument, job.cfg) == "kv_cache":
         return job.rows / job.batch
-    if part_of(argument, job.cfg) == "experts":
-        return active_experts(job.cfg, local_tokens(job, mesh), mesh_size(mesh, EXPERT))
-    return 0 if argument.startswith("weights.embed") and not (job.cfg.tied_embeddings and job.decodes) else 1
+    return 0 if argument == "batch.tokens" else 1
 
 
 def needed(job: Job, mesh: Mesh) -> tuple[float, float]:

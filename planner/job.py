@@ -10,14 +10,15 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import model
+from deployment.memory import Deployment
+from deployment.step_bytes import named_leaves
 from model import Config
 from quantize import INT8, Format
-from serving.steps import DecodeStep, PrefillChunk, batch_infos
+from serving.steps import DecodeStep, PrefillChunk
 from sharding.arrays import abstract
 from sharding.collective_matmul import prefill_ring
 from sharding.mesh import ROWS, STAGE, mesh_size
-from sharding.stages import in_stages, stage_input_infos
+from sharding.stages import stage_input_infos
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,15 +55,13 @@ class Job:
 
     def arguments(self, mesh: Mesh) -> dict:
         """step, weights and batch: shapes and shardings, without data."""
-        stages, cfg = mesh.shape[STAGE], self.cfg
         each = jax.ShapeDtypeStruct((self.rows,), jnp.int32, sharding=NamedSharding(mesh, P(ROWS)))
-        weights = abstract(in_stages(model.weight_infos(cfg, self.format), stages), mesh, jnp.bfloat16)
-        infos = batch_infos(cfg, self.batch, self.context, jnp.dtype(self.kv_dtype), stages)
-        batch = abstract(infos, mesh)
-        if stages > 1:
-            inputs = stage_input_infos(cfg.D, self.batch, [(self.rows, self.tokens)])
+        deployment = Deployment(self.cfg, mesh, "bfloat16", self.format, self.kv_dtype)
+        weights, batch = deployment.abstract_weights(), deployment.abstract_batch(self.batch, self.context)
+        if mesh.shape[STAGE] > 1:
+            inputs = stage_input_infos(self.cfg.D, self.batch, [(self.rows, self.tokens)])
             batch = batch.replace(stage_inputs=abstract(inputs, mesh, jnp.bfloat16))
-        device_ring = prefill_ring(cfg, local_tokens(self, mesh), mesh) if self.by_columns else None
+        device_ring = prefill_ring(self.cfg, local_tokens(self, mesh), mesh) if self.by_columns else None
         chunk = PrefillChunk(rows=each, count=each, width=self.tokens, device_ring=device_ring)
         return dict(step=DecodeStep(count=each) if self.decodes else chunk, weights=weights, batch=batch)
 
@@ -76,29 +75,6 @@ class Job:
         for name, x in named_leaves(**self.arguments(mesh)):
             size = math.prod(x.sharding.shard_shape(x.shape))
             yield name, size, size * jax.dtypes.itemsize_bits(x.dtype) / 8
-
-
-def named_leaves(**trees) -> Iterator[tuple[str, object]]:
-    """(name, leaf) of all leaves, in order: weights.layers[0].attention.q.values, for example."""
-    for root, tree in trees.items():
-        for path, x in jax.tree_util.tree_leaves_with_path(tree):
-            yield root + jax.tree_util.keystr(path), x
-
-
-PARTS = ("attention", "mlp", "experts", "kv_cache", "embedding", "other")
-
-
-def part_of(argument: str, cfg: Config) -> str:
-    """Which of PARTS an argument of the compiled program belongs to, by its name."""
-    if argument.startswith("batch.cache.layers"):
-        return "kv_cache"
-    if re.match(r"weights\.(un)?embed\b", argument):
-        return "embedding"
-    found = re.match(r"weights\.layers\[(\d+)\]\.(attention|feed_forward)\.(\w+)", argument)
-    if not found or found[2] == "attention":
-        return found[2] if found else "other"
-    routed = isinstance(cfg.layers[int(found[1])].feed_forward, model.MoE)
-    return "experts" if routed and found[3] not in ("shared", "router") else "mlp"
 
 
 def local_tokens(job: Job, mesh: Mesh) -> int:

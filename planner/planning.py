@@ -4,7 +4,7 @@ import dataclasses
 from collections import Counter
 
 from feedback.errors import UserError
-from planner.compiled import Step, compile_step
+from planner.compiled_step import Step, compile_step
 from planner.estimates import expected_collectives, resource_seconds, step_seconds
 from planner.floor import needed
 from planner.job import Job

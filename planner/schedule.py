@@ -25,6 +25,10 @@ import re
 from collections import Counter
 from collections.abc import Callable
 
+from numpy.polynomial.polynomial import polypow
+
+from model import Config
+from ops.grouped_matmul import FEW_ROWS, TILES
 from planner.hlo import Array, Computation, Instruction
 from planner.topologies import Chip
 from planner.traffic import CALLS, COLLECTIVES, Collective, Origins, Reader, Traffic, channel
@@ -246,3 +250,23 @@ def expert_operations(x: Instruction, operands: list[Array]) -> float:
     """
     gate = next(array for array in operands if len(array.shape) > 2)
     return 2 * 3 * x.results[0].shape[-1] * gate.shape[-1]
+
+
+def expert_rows(cfg: Config, tokens: int, shards: int = 1) -> float:
+    """Rows that the experts' kernel multiplies in a layer, by all experts of one of `shards` expert shards.
+
+    Expected, if each of the tokens goes to A of the E experts at random.
+    """
+    if not cfg.moe:
+        return 0.0
+    chance = cfg.moe.A / cfg.moe.E
+    probability = polypow([1 - chance, chance], tokens)  # that 0, 1, 2... tokens go to an expert
+    all_rows = max(tokens, LEAST_ROWS)
+    rows = [all_rows * (n > 0) if tokens <= FEW_ROWS else rows_in_tiles(n) for n in range(tokens + 1)]
+    return cfg.moe.E / shards * float(probability @ rows)
+
+
+def rows_in_tiles(count: int) -> int:
+    """Rows of the tiles for one expert: each has most of TILES, but the last one as few as hold the rest."""
+    full, rest = divmod(count, max(TILES))
+    return full * max(TILES) + next(size for size in (0, *TILES) if rest <= size)

@@ -14,7 +14,7 @@ import functools
 import re
 from collections.abc import Callable, Iterator
 
-from planner.hlo import Array, Computation, Instruction, device_groups, parse
+from planner.hlo import Computation, Instruction, device_groups, parse
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 MOVES = ("copy", "copy-start", "transpose", "reshape", "convert")  # change the place, layout or type only
@@ -130,8 +130,7 @@ class Reader:
 
     kernel_share(kernel, argument): the share of an HBM operand that a Pallas kernel reads, where the operand
     is (a copy of) that entry argument. Outputs that alias an operand are updated in place, and do not count.
-    computed_trips: the trips of loops whose number of trips is computed; by default such a loop is assumed to
-    walk once over the array that it slices.
+    computed_trips: the trips of loops whose number of trips is computed.
     block_kernel: the name of the Pallas kernel that copies a block of the slots of some rows. A loop that
     runs it is assumed to walk once over all slots.
     arguments: the names of the entry arguments in order, for programs whose very many arguments XLA passes as
@@ -144,7 +143,7 @@ class Reader:
         self,
         text: str,
         kernel_share: Callable[[str, str], float] = lambda kernel, argument: 1,
-        computed_trips: int | None = None,
+        computed_trips: int = 1,
         block_kernel: str = "",
         arguments: tuple[str, ...] = (),
         stages: int = 1,
@@ -355,13 +354,7 @@ class Reader:
         blocks = list(self.blocks_of_slots(x.calls))
         if blocks:
             return Loop(x.name, max(-(-n // m) for pair in blocks for n, m in zip(*pair, strict=True)), False)
-        if self.computed_trips:
-            return Loop(x.name, self.computed_trips, False)
-        # The loop is assumed to slice the largest array block by block along one axis.
-        slices = [(a, b) for a, b in self.slices(x.calls) if len(a.shape) == len(b.shape)]
-        whole, part = max(slices, key=lambda pair: pair[0].bytes, default=(None, None))
-        trips = [-(-n // m) for n, m in zip(whole.shape, part.shape, strict=True)] if slices else [1]
-        return Loop(x.name, max(trips), False)
+        return Loop(x.name, self.computed_trips, False)
 
     def blocks_of_slots(self, name: str) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
         """The sizes of the slots of each cache that a computation copies by block, and of a block."""
@@ -369,15 +362,6 @@ class Reader:
         for x in body.values():
             if x.kernel and x.kernel == self.block_kernel:
                 yield body[x.operands[-1]].results[0].shape[2:], x.results[0].shape[2:]
-
-    def slices(self, name: str) -> Iterator[tuple[Array, Array]]:
-        """Each (array, slice of it) in a computation and in the computations that it fuses."""
-        body = self.computations[name]
-        for x in body.values():
-            if x.opcode in SLICES:
-                yield body[x.operands[0]].results[0], x.slice
-            elif x.opcode == "fusion":
-                yield from self.slices(x.calls)
 
 
 def channel(x: Instruction) -> str:

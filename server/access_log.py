@@ -16,7 +16,6 @@ from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
 from server.api_responses import ApiResponse
-from server.responses_output import ResponseObject
 
 NOT_LOGGED = {"/health", "/live", "/metrics"}  # probes ask for these every few seconds
 CLIENT_LEFT = 499  # nginx's status of a request whose client left before it got a response
@@ -108,7 +107,7 @@ def choose_request_id(own: str) -> str:
     return own if re.fullmatch(r"[A-Za-z0-9._:/+=@-]{1,128}", own) else secrets.token_hex(16)
 
 
-def log_line(scope: Scope, status: int, begin: float, content: ApiResponse | ResponseObject | None) -> str:
+def log_line(scope: Scope, status: int, begin: float, content: ApiResponse | None) -> str:
     """The line of a request: its time, then `name=value` fields, separated by spaces.
 
     begin: when the request came, of time.monotonic. content: of a request that was put into the queue.
@@ -120,11 +119,7 @@ def log_line(scope: Scope, status: int, begin: float, content: ApiResponse | Res
     )  # fmt: skip
     if content:
         usage = content.usage()
-        fields |= dict(
-            prompt_tokens=usage["prompt_tokens"],
-            cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
-            answer_tokens=usage["completion_tokens"],
-        )
+        fields |= dict(prompt_tokens=usage.prompt, cached_tokens=usage.cached, answer_tokens=usage.answer)
         first = [job.first_token for job in content.choices if job.first_token is not None]
         if first:
             fields |= dict(first_token=f"{min(first) - begin:.3f}")

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import re
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,18 +12,23 @@ from llguidance import LLTokenizer
 
 from checkpoints.tensor_files import parse_json
 from conversation.grammar import Grammar, make_grammar
-from conversation.messages import read_messages
-from conversation.streams import TextStream, answer_stream, ends_within_reasoning
-from conversation.templates import END_THINK, mentions, mentions_reasoning, template_text
-from conversation.text import PromptTooLong, encode, has_surrogate
-from conversation.tools import ToolUse
-from families.family import Channels
-from families.tool_formats import LLAMA_JSON, MessageToolFormat, ToolFormat
+from conversation.messages import has_surrogate, read_messages
+from conversation.streams import TextStream
+from conversation.templates import (
+    END_THINK,
+    ends_within_reasoning,
+    mentions,
+    mentions_reasoning,
+    template_text,
+)
+from conversation.text import PromptTooLong
+from conversation.tool_grammar import make_tool_grammar
+from conversation.tools import TOOL_FIELDS, ToolUse, read_tool_use
 from feedback.errors import UserError
+from generation.request_builder import RequestBuilder, samples
 from server.formats import FORMAT_FIELDS, read_format
 from server.inert_fields import refusal
-from server.tool_requests import TOOL_FIELDS, ToolRequest, make_tool_grammar, read_tools
-from serving.requests import RESTRICTIONS, Request, check_sampling
+from serving.requests import RESTRICTIONS, Request, check_sampling, override
 from sharding.sampling import MAX_BIASES, MAX_TOP_LOGPROBS, Bias, Sampling
 
 MAX_SAMPLES = 128  # answers of one request: n times its prompts
@@ -54,32 +59,25 @@ class BadRequest(Exception):
         self.param, self.status, self.code = param, status, code
 
 
-@dataclasses.dataclass(frozen=True)
-class ServedModel:
+def unsupported(name: str, why: str = "", param: str | None = None) -> BadRequest:
+    """A request with a field that is not supported. param: the field of the request; default: this name."""
+    message = f"{name[:60]!r} is not supported" + (f": {why}" if why else "")
+    return BadRequest(message, param or name[:60], code="unsupported_parameter")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServedModel(RequestBuilder):
     """The model that the server has loaded, and its defaults for fields that a request leaves out.
 
     names: those that /v1/models lists; the first is the one that responses have. checkpoint: a name that is
-    accepted, too, but not listed, because it may be the path of a folder; "": none. max_len: positions of a
-    row. stop_ids: tokens that end an answer. encode_chat: conversation.text.encode of the messages of a
-    chat, with its options. max_new_tokens: None: what is left of the row, of a completion 16. created:
-    seconds since 1970. channels: see Family. tools: how the model writes calls of tools. default_sampling:
-    sampling options that the checkpoint or the command line gives, by name; where they give no temperature,
-    the chat page asks for one of its own.
+    accepted, too, but not listed, because it may be the path of a folder; "": none. created: seconds since
+    1970. default_sampling: sampling options that the checkpoint or the command line gives, by name; where
+    they give no temperature, the chat page asks for one of its own.
     """
 
     names: tuple[str, ...]
-    tokenizer: Any
     grammar_tokenizer: LLTokenizer
-    vocabulary: int
-    max_len: int
-    stop_ids: frozenset[int]
-    sampling: Sampling
-    encode_chat: Callable[..., list[int]]
-    stop: tuple[str, ...] = ()
-    max_new_tokens: int | None = None
     created: int = 0
-    channels: Channels | None = None
-    tools: ToolFormat | MessageToolFormat = LLAMA_JSON
     checkpoint: str = ""
     default_sampling: dict[str, float] = dataclasses.field(default_factory=dict)
 
@@ -93,17 +91,15 @@ class ApiRequest:
     """A request of the API, checked.
 
     chat: whether it is a chat or a completion. requests: of the engine, n samples for each prompt in turn.
-    texts: each prompt's text, None if it was given as token ids. stop: texts that end an answer.
-    hidden_tokens: token ids that are left out of the text. usage: those of USAGE that are wanted. logprobs:
-    how many top log-probabilities to report for each token; None: no log-probabilities at all. tools: that
-    the answers may call; None: none.
+    texts: each prompt's text, None if it was given as token ids. hidden_tokens: token ids that
+    are left out of the text. usage: those of USAGE that are wanted. logprobs: how many top log-probabilities
+    to report for each token; None: no log-probabilities at all. tools: that the answers may call; None: none.
     """
 
     served: ServedModel
     chat: bool
     requests: list[Request]
     texts: list[str | None]
-    stop: tuple[str, ...]
     hidden_tokens: frozenset[int]
     n: int
     stream: bool
@@ -119,10 +115,9 @@ class ApiRequest:
         writes, not divided into reasoning and answer. An answer that may call tools is divided, because the
         grammar of calls allows for reasoning.
         """
-        tokenizer, hidden, stop = self.served.tokenizer, self.hidden_tokens, self.stop
-        if not self.chat or (request.grammar is not None and self.tools is None):
-            return TextStream(tokenizer, hidden, stop)
-        return answer_stream(tokenizer, request.prompt, hidden, stop, self.served.channels, self.tools)
+        divided = self.chat and (request.grammar is None or self.tools is not None)
+        builder = dataclasses.replace(self.served, divided=divided)
+        return builder.new_stream(request, self.hidden_tokens, self.tools)
 
 
 def parse_request(body: bytes, served: ServedModel, chat: bool) -> ApiRequest:
@@ -150,13 +145,13 @@ def check_request(fields: dict[str, Any], served: ServedModel, chat: bool) -> Ap
     if options.keys() - STREAM_OPTIONS or not all(isinstance(x, bool) for x in options.values()):
         raise BadRequest(f"'stream_options' takes {' and '.join(USAGE)}, true or false", "stream_options")
     grammar = checked.grammar(served.grammar_tokenizer)
-    tools = ToolRequest([], None)
+    tools = None
     if chat:
-        tools = checked.tools(served)
-        prompt = checked.messages(served, tools.given, reasons=grammar is None or tools.use is not None)
+        tools = checked.tool_use(served)
+        prompt = checked.messages(served, tools, reasons=grammar is None or tools is not None)
         texts, prompts = [None], [prompt]
-        if tools.use:
-            grammar = checked.tool_grammar(served, tools.use, prompt, grammar)
+        if tools:
+            grammar = checked.tool_grammar(served, tools, prompt, grammar)
     else:
         texts, prompts = checked.prompts(served)
     n = checked.integer("n", 1, MAX_SAMPLES, 1)
@@ -167,45 +162,30 @@ def check_request(fields: dict[str, Any], served: ServedModel, chat: bool) -> Ap
             f"{len(prompts)} prompts, {n} samples each, are more than {MAX_SAMPLES} answers", "n"
         )
     echo, logprobs = checked.read("echo", False), checked.logprobs(chat)
-    stop_ids = frozenset() if checked.read("ignore_eos", False) else served.stop_ids
+    stop_ids = frozenset() if checked.read("ignore_eos", False) else served.stop_tokens
     stop_ids |= checked.tokens("stop_token_ids", served.vocabulary)
     sampling = checked.sampling(served, logprobs)
-    seed = checked.integer("seed", -(2**63), 2**64 - 1)
-    seed = secrets.randbits(32) if seed is None else seed
-    requests = []
+    scored, requests = echo and logprobs is not None, []
     for prompt in prompts:
         new = checked.max_new_tokens(served, len(prompt), chat, echo)
-        requests += [
-            Request(
-                np.array(prompt, np.int32), new,
-                dataclasses.replace(sampling, seed=(seed + i) % 2**32) if sampling.temperature else sampling,
-                stop_ids, echo and logprobs is not None, grammar,
-            )
-            for i in range(n)
-        ]  # fmt: skip
-    return ApiRequest(
-        served, chat, requests, texts, checked.stops() or served.stop, stop_ids | served.stop_ids, n, stream,
-        frozenset(name for name in USAGE if stream and options.get(name)), logprobs, echo, tools.use,
-    )  # fmt: skip
+        with user_errors_as_bad_requests():
+            request = served.request(prompt, sampling, new, stop=stop_ids, score=scored, grammar=grammar)
+        requests += samples(request, n)
+    usage = frozenset(name for name in USAGE if stream and options.get(name))
+    hidden = stop_ids | served.stop_tokens
+    served = dataclasses.replace(served, stop=checked.stops() or served.stop)
+    return ApiRequest(served, chat, requests, texts, hidden, n, stream, usage, logprobs, echo, tools)
 
 
 @contextlib.contextmanager
-def user_errors_as_bad_requests(field: str, prefix: str = "") -> Iterator[None]:
+def user_errors_as_bad_requests(field: str | None = None, prefix: str = "") -> Iterator[None]:
+    """field: None: an error begins with the name of the field in quotes, perhaps with an index in it."""
     try:
         yield
     except UserError as e:
         code = "context_length_exceeded" if isinstance(e, PromptTooLong) else None
-        raise BadRequest(f"{prefix}{e}"[:300], field, code=code) from None
-
-
-@contextlib.contextmanager
-def tool_errors_as_bad_requests() -> Iterator[None]:
-    """Errors about tools begin with the name of the field in quotes, perhaps with an index in it."""
-    try:
-        yield
-    except UserError as e:
-        field = re.match(r"'(\w+)", f"{e}")
-        raise BadRequest(f"{e}"[:300], field and field[1]) from None
+        named = re.match(r"'(\w+)", f"{e}")
+        raise BadRequest(f"{prefix}{e}"[:300], field or (named and named[1]), code=code) from None
 
 
 class RequestFields:
@@ -237,9 +217,9 @@ class RequestFields:
             what = f"the model {name[:60]!r} is not served here, but {served.names[0]!r}"
             raise BadRequest(what, "model", 404, "model_not_found")
 
-    def messages(self, served: ServedModel, tools: list[dict], reasons: bool) -> list[int]:
-        """The token ids of a chat. tools: to be offered. reasons: False if a grammar leaves no room for
-        reasoning.
+    def messages(self, served: ServedModel, tools: ToolUse | None, reasons: bool) -> list[int]:
+        """The token ids of a chat. tools: None: none are offered. reasons: False if a grammar leaves no room
+        for reasoning.
         """
         template = template_text(served.tokenizer)
         with user_errors_as_bad_requests("messages"):
@@ -248,19 +228,19 @@ class RequestFields:
         if not reasons and mentions(template, "enable_thinking"):
             options.setdefault("enable_thinking", False)
         with user_errors_as_bad_requests("messages"):
-            prompt = served.encode_chat(messages, tools=tools, **options)
+            prompt = served.encode(messages, tools=self.fields["tools"] if tools else [], **options)
         if not reasons and ends_within_reasoning(served.tokenizer, prompt):
             prompt += served.tokenizer(f"\n{END_THINK}\n\n", add_special_tokens=False).input_ids
         return prompt
 
-    def tools(self, served: ServedModel) -> ToolRequest:
-        with tool_errors_as_bad_requests():
-            return read_tools(self.fields, served.tools)
+    def tool_use(self, served: ServedModel) -> ToolUse | None:
+        with user_errors_as_bad_requests():
+            return read_tool_use(self.fields, served.tools)
 
     def tool_grammar(
         self, served: ServedModel, use: ToolUse, prompt: list[int], form: Grammar | None
     ) -> Grammar:
-        with tool_errors_as_bad_requests():
+        with user_errors_as_bad_requests():
             return make_tool_grammar(use, served.tokenizer, served.grammar_tokenizer, prompt, form)
 
     def template_options(self, served: ServedModel, template: str, messages: list[dict]) -> dict[str, Any]:
@@ -276,8 +256,7 @@ class RequestFields:
             elif effort == "none" and mentions(template, "enable_thinking"):
                 options["enable_thinking"] = False
             elif served.channels or mentions_reasoning(template):  # a model without reasoning has no effort
-                what = "'reasoning_effort' is not supported: the chat template has no variable of this name"
-                raise BadRequest(what, "reasoning_effort", code="unsupported_parameter")
+                raise unsupported("reasoning_effort", "the chat template has no variable of this name")
         if self.read("continue_final_message", False):
             if self.read("add_generation_prompt", False):
                 what = "'continue_final_message' and 'add_generation_prompt' exclude each other"
@@ -304,7 +283,7 @@ class RequestFields:
                 if not prompt or has_surrogate(prompt):
                     raise BadRequest("'prompt' is empty or not a text", "prompt")
                 with user_errors_as_bad_requests("prompt"):
-                    ids.append(encode(served.tokenizer, prompt, served.vocabulary, served.max_len))
+                    ids.append(served.encode_text(prompt))
             else:
                 check_tokens(prompt, served.vocabulary, "prompt")
                 if not prompt:
@@ -328,10 +307,7 @@ class RequestFields:
         new = asked
         if asked is None:
             new = served.max_new_tokens or (max(room, 1) if chat else COMPLETION_TOKENS)
-        if min(new, 1) > room:
-            what = f"the prompt has {prompt} tokens, which with an answer exceed the {served.max_len} per row"
-            raise BadRequest(what, code="context_length_exceeded")
-        return min(new, room)
+        return max(min(new, room), min(new, 1))  # if there is no room, the model refuses the prompt
 
     def logprobs(self, chat: bool) -> int | None:
         if not chat:
@@ -351,7 +327,7 @@ class RequestFields:
         return tuple(stops)
 
     def sampling(self, served: ServedModel, logprobs: int | None) -> Sampling:
-        """The request's sampling options, else the server's. top_k, top_p or min_p imply temperature 1."""
+        """The request's sampling options, else the server's."""
         names = "temperature", *RESTRICTIONS, *PENALTIES
         asked = {name: self.fields[name] for name in names if name in self.fields}
         every_token = asked.get("top_k") in (0, -1)  # as vLLM spells it
@@ -362,12 +338,11 @@ class RequestFields:
                 check_sampling(name, value)
             except UserError as e:
                 raise BadRequest(str(e).replace(name.replace("_", "-"), repr(name), 1), name) from None
-        if RESTRICTIONS & set(asked) and "temperature" not in asked and not served.sampling.temperature:
-            asked["temperature"] = 1.0
-        asked |= {"top_k": None} if every_token else {}
-        return dataclasses.replace(
-            served.sampling, **asked, bias=self.bias(served.vocabulary), top_logprobs=logprobs
-        )
+        seed = self.integer("seed", -(2**63), 2**64 - 1)
+        seed = secrets.randbits(32) if seed is None else seed % 2**32
+        others = dict(bias=self.bias(served.vocabulary), top_logprobs=logprobs, seed=seed)
+        others |= {"top_k": None} if every_token else {}
+        return dataclasses.replace(override(served.sampling, asked), **others)
 
     def bias(self, vocabulary: int) -> Bias | None:
         value = self.read("logit_bias", {})

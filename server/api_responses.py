@@ -7,26 +7,39 @@ import math
 import secrets
 import time
 from collections.abc import Iterator
+from typing import NamedTuple
 
-from conversation.tools import CallPiece, ToolCall
+from conversation.tool_calls import CallPiece, ToolCall
 from server.api_requests import ApiRequest
 from server.loop import Event, Job
+
+
+class Usage(NamedTuple):
+    """Tokens of a response.
+
+    cached: of those of the prompts, how many were in the cache. reasoning: of those of the answers, how many
+    are of the reasoning.
+    """
+
+    prompt: int
+    cached: int
+    answer: int
+    reasoning: int
 
 
 @dataclasses.dataclass
 class Choice:
     """One answer of a response.
 
-    echo: the prompt's text, if it is to precede the answer. text, reasoning: of the answer, so far. used:
-    tokens that these took. reasoning_tokens: those of the reasoning. scored: tokens of which a stream has
-    reported the log-probabilities. called: whether the answer has calls of tools.
+    echo: the prompt's text, if it is to precede the answer. text: of the answer, so far. used: tokens that it
+    took. reasoning_tokens: those of the reasoning. scored: tokens of which a stream has reported the
+    log-probabilities. called: whether the answer has calls of tools.
     """
 
     index: int
     job: Job
-    echo: str
+    echo: str = ""
     text: str = ""
-    reasoning: str = ""
     used: int = 0
     reasoning_tokens: int = 0
     scored: int = 0
@@ -35,28 +48,89 @@ class Choice:
 
 
 class ApiResponse:
-    """The response to a request, built from the events of its jobs."""
+    """The response to a request, built from the events of its jobs. Each API has a subclass that writes it.
+
+    It is one object, `whole`, or a stream: `first_chunks`, `chunks` for each event, and `last_chunks`, or
+    `failed_chunks` in place of them.
+    """
 
     end_of_stream = "data: [DONE]\n\n"
 
     def __init__(self, request: ApiRequest, jobs: list[Job]):
         self.request, self.served = request, request.served
-        self.choices = {job: Choice(i, job, self._echo(i // request.n)) for i, job in enumerate(jobs)}
+        self.choices = {job: Choice(i, job) for i, job in enumerate(jobs)}
+
+    def add(self, job: Job, event: Event) -> Choice:
+        choice = self.choices[job]
+        choice.text += event.text
+        choice.used, choice.finish_reason = event.used, event.finish_reason
+        choice.reasoning_tokens, choice.called = event.reasoning_tokens, choice.called or bool(event.calls)
+        if choice.called and event.finish_reason == "stop":
+            choice.finish_reason = "tool_calls"
+        return choice
+
+    def usage(self) -> Usage:
+        """The tokens so far.
+
+        A prompt counts once, however many samples it has. So a token of the prompt counts as cached only if
+        it was cached for every sample: the first sample computes what the others reuse.
+        """
+        cached: dict[int, int] = {}
+        for choice in self.choices.values():
+            prompt, answer = choice.index // self.request.n, choice.job.answer
+            reused = answer.reused if answer else 0  # without an answer, the job waits in the loop's inbox
+            cached[prompt] = min(reused, cached.get(prompt, reused))
+        prompts = sum(len(request.prompt) for request in self.request.requests[:: self.request.n])
+        answers = sum(choice.used for choice in self.choices.values())
+        reasoning = sum(choice.reasoning_tokens for choice in self.choices.values())
+        return Usage(prompts, sum(cached.values()), answers, reasoning)
+
+    def token_entries(self, choice: Choice, low: int, high: int) -> list[dict] | None:
+        """Of the answer's tokens low to high, the log-probabilities and the likeliest tokens in their places.
+
+        None if the request does not ask for them.
+        """
+        if self.request.logprobs is None:
+            return None
+        answer, entries = choice.job.answer, []
+        for i in range(low, min(high, len(answer.tokens))):
+            top = answer.top_logprobs[i] if answer.top_logprobs else {}
+            likeliest = [self._entry(*x) for x in sorted(top.items(), key=lambda x: -x[1])]
+            entry = self._entry(answer.tokens[i], answer.logprobs[i])
+            entries.append(entry | dict(top_logprobs=likeliest))
+        return entries
+
+    def _entry(self, token: int, logprob: float) -> dict:
+        own = self.bytes_of(token)
+        return dict(token=text_of(own), logprob=finite(logprob), bytes=list(own))
+
+    def bytes_of(self, token: int) -> bytes:
+        """The bytes of a token; none if the tokenizer, unlike the model, has no token of this id."""
+        # Clients join the bytes of tokens to the text: null breaks them, and such an id adds no text.
+        known = self.served.tokenizer.backend_tokenizer.id_to_token(token) is not None
+        return self.served.grammar_tokenizer.decode_bytes([token]) if known else b""
+
+
+class CompletionResponse(ApiResponse):
+    """The response of /v1/chat/completions, or of /v1/completions."""
+
+    def __init__(self, request: ApiRequest, jobs: list[Job]):
+        super().__init__(request, jobs)
+        if request.echo:
+            for choice in self.choices.values():
+                choice.echo = self._prompt_text(choice.index // request.n)
         of_chat = "chatcmpl", "chat.completion", "chat.completion.chunk"
         of_text = "cmpl", "text_completion", "text_completion"
         prefix, self.whole_kind, self.chunk_kind = of_chat if request.chat else of_text
         self.head = dict(id=f"{prefix}-{secrets.token_hex(12)}", object="", created=int(time.time()),
                          model=request.served.names[0])  # fmt: skip
 
-    def _echo(self, prompt: int) -> str:
-        """The text that precedes the answers to this prompt."""
+    def _prompt_text(self, prompt: int) -> str:
         request, text = self.request, self.request.texts[prompt]
-        if not request.echo:
-            return ""
         if text is not None:
             return text
         tokens = request.requests[prompt * request.n].prompt.tolist()
-        return b"".join(map(self._bytes, tokens)).decode(errors="replace")
+        return b"".join(map(self.bytes_of, tokens)).decode(errors="replace")
 
     def whole(self) -> dict:
         """The whole response, when all choices have ended."""
@@ -65,15 +139,16 @@ class ApiResponse:
             found = dict(index=choice.index, finish_reason=choice.finish_reason)
             found |= dict(logprobs=self._logprobs(choice, 0, choice.used, echo=True))
             if self.request.chat:
-                calls = [call_as_json(x) for x in choice.job.stream.tool_calls if x.complete]
+                stream = choice.job.stream
+                calls = [call_as_json(x) for x in stream.tool_calls if x.complete]
                 message = dict(role="assistant", content=choice.text or (None if choice.called else ""))
                 message |= dict(tool_calls=calls) if calls else {}
-                message |= dict(reasoning_content=choice.reasoning) if choice.reasoning else {}
+                message |= dict(reasoning_content=stream.reasoning) if stream.reasoning else {}
                 found |= dict(message=message)
             else:
                 found |= dict(text=choice.echo + choice.text)
             choices.append(found)
-        return self.head | dict(object=self.whole_kind, choices=choices, usage=self.usage())
+        return self.head | dict(object=self.whole_kind, choices=choices, usage=usage_as_json(self.usage()))
 
     def first_chunks(self) -> Iterator[dict]:
         """The chunks before any event: of a chat, one with the role for each choice."""
@@ -81,24 +156,8 @@ class ApiResponse:
             for choice in self.choices.values():
                 yield self._chunk(choice, delta=dict(role="assistant", content=""), finish_reason=None)
 
-    def add(self, job: Job, event: Event) -> None:
-        choice = self.choices[job]
-        choice.text, choice.reasoning = choice.text + event.text, choice.reasoning + event.reasoning
-        choice.used, choice.finish_reason = event.used, event.finish_reason
-        choice.reasoning_tokens, choice.called = event.reasoning_tokens, choice.called or bool(event.calls)
-        if choice.called and event.finish_reason == "stop":
-            choice.finish_reason = "tool_calls"
-
     def chunks(self, job: Job, event: Event) -> list[dict]:
         """Add an event: -> the chunks of the stream that report it."""
-        return [self.chunk(job, event)]
-
-    def failed_chunks(self, message: str, status: int) -> Iterator[dict]:
-        """The chunk after an error. status: HTTP's, had the stream not begun."""
-        yield dict(error=dict(message=message, type="server_error", code=status))
-
-    def chunk(self, job: Job, event: Event) -> dict:
-        """Add an event: -> the chunk of the stream that reports it."""
         choice = self.choices[job]
         first, before = not choice.text and not choice.used, choice.scored
         self.add(job, event)
@@ -106,45 +165,26 @@ class ApiResponse:
         found = dict(logprobs=self._logprobs(choice, before, choice.scored, echo=first))
         if self.request.chat:
             new = dict(reasoning_content=event.reasoning, content=event.text)
-            new |= dict(tool_calls=[piece_as_json(piece) for piece in event.calls])
+            new |= dict(tool_calls=[dict(index=x.index) | call_as_json(x) for x in event.calls])
             found |= dict(delta={name: x for name, x in new.items() if x})
         else:
             found |= dict(text=(choice.echo if first else "") + event.text)
-        return self._chunk(choice, **found, finish_reason=choice.finish_reason)
+        return [self._chunk(choice, **found, finish_reason=choice.finish_reason)]
+
+    def failed_chunks(self, message: str, status: int) -> Iterator[dict]:
+        """The chunk after an error. status: HTTP's, had the stream not begun."""
+        yield dict(error=dict(message=message, type="server_error", code=status))
 
     def _chunk(self, choice: Choice, **fields) -> dict:
         wanted = self.request.usage
-        now = self.usage() if "continuous_usage_stats" in wanted else None
+        now = usage_as_json(self.usage()) if "continuous_usage_stats" in wanted else None
         usage = dict(usage=now) if "include_usage" in wanted else {}
         return self.head | dict(object=self.chunk_kind, choices=[dict(index=choice.index) | fields]) | usage
 
     def last_chunks(self) -> Iterator[dict]:
         """The chunk after all events: the usage, if the request asks for it."""
         if "include_usage" in self.request.usage:
-            yield self.head | dict(object=self.chunk_kind, choices=[], usage=self.usage())
-
-    def usage(self) -> dict:
-        prompts = sum(len(request.prompt) for request in self.request.requests[:: self.request.n])
-        answers = sum(choice.used for choice in self.choices.values())
-        reasoning = sum(choice.reasoning_tokens for choice in self.choices.values())
-        return dict(
-            prompt_tokens=prompts, completion_tokens=answers, total_tokens=prompts + answers,
-            prompt_tokens_details=dict(cached_tokens=self._cached_tokens()),
-            completion_tokens_details=dict(reasoning_tokens=reasoning),
-        )  # fmt: skip
-
-    def _cached_tokens(self) -> int:
-        """How many tokens of the prompts were found in cached prefixes.
-
-        The usage counts a prompt once, however many samples it has. So a token of the prompt counts as cached
-        only if it was cached for every sample: the first sample computes what the others reuse.
-        """
-        cached: dict[int, int] = {}
-        for choice in self.choices.values():
-            prompt, answer = choice.index // self.request.n, choice.job.answer
-            reused = answer.reused if answer else 0  # without an answer, the job waits in the loop's inbox
-            cached[prompt] = min(reused, cached.get(prompt, reused))
-        return sum(cached.values())
+            yield self.head | dict(object=self.chunk_kind, choices=[], usage=usage_as_json(self.usage()))
 
     def _settled(self, choice: Choice) -> int:
         """How many tokens of the answer have a final offset. A stop string may yet cut off the others."""
@@ -159,23 +199,19 @@ class ApiResponse:
         """
         if self.request.logprobs is None:
             return None
+        if self.request.chat:
+            return dict(content=self.token_entries(choice, low, high))
         answer = choice.job.answer
         tokens, logprobs = answer.tokens[low:high], answer.logprobs[low:high]
         tops = answer.top_logprobs[low:high] or [{}] * len(tokens)
-        if self.request.chat:
-            return dict(content=[
-                self._entry(token, logprob)
-                | dict(top_logprobs=[self._entry(*x) for x in sorted(top.items(), key=lambda x: -x[1])])
-                for token, logprob, top in zip(tokens, logprobs, tops, strict=True)
-            ])  # fmt: skip
         start, end = len(choice.echo), len(choice.echo) + len(choice.text)
         offsets = [min(start + offset, end) for offset in choice.job.stream.offsets[low:high]]
         if self.request.echo and echo:
             prompt = choice.job.request.prompt.tolist()
             tokens, logprobs = prompt + tokens, [None, *answer.prompt_logprobs, *logprobs]
             tops = [None, *(answer.prompt_top_logprobs or [{}] * (len(prompt) - 1)), *tops]
-            offsets = prompt_offsets([self._bytes(token) for token in prompt], choice.echo) + offsets
-        texts = [text_of(self._bytes(token)) for token in tokens]
+            offsets = prompt_offsets([self.bytes_of(token) for token in prompt], choice.echo) + offsets
+        texts = [text_of(self.bytes_of(token)) for token in tokens]
         by_text = None
         if self.request.logprobs:
             rows = zip(tops, tokens, logprobs, strict=True)
@@ -187,30 +223,23 @@ class ApiResponse:
         """Log-probabilities by the token's text, highest first; of tokens with one text the first counts."""
         found = {}
         for token, logprob in sorted(top.items(), key=lambda x: -x[1]):
-            found.setdefault(text_of(self._bytes(token)), finite(logprob))
+            found.setdefault(text_of(self.bytes_of(token)), finite(logprob))
         return found
 
-    def _entry(self, token: int, logprob: float) -> dict:
-        own = self._bytes(token)
-        return dict(token=text_of(own), logprob=finite(logprob), bytes=list(own))
 
-    def _bytes(self, token: int) -> bytes:
-        """The bytes of a token; none if the tokenizer, unlike the model, has no token of this id."""
-        # Clients join the bytes of tokens to the text: null breaks them, and such an id adds no text.
-        known = self.served.tokenizer.backend_tokenizer.id_to_token(token) is not None
-        return self.served.grammar_tokenizer.decode_bytes([token]) if known else b""
+def usage_as_json(usage: Usage) -> dict:
+    return dict(
+        prompt_tokens=usage.prompt, completion_tokens=usage.answer, total_tokens=usage.prompt + usage.answer,
+        prompt_tokens_details=dict(cached_tokens=usage.cached),
+        completion_tokens_details=dict(reasoning_tokens=usage.reasoning),
+    )  # fmt: skip
 
 
-def call_as_json(call: ToolCall) -> dict:
+def call_as_json(call: ToolCall | CallPiece) -> dict:
+    """A call; of a stream its first piece, or a later one, which adds to its arguments."""
+    if call.id is None:
+        return dict(function=dict(arguments=call.arguments))
     return dict(id=call.id, type="function", function=dict(name=call.name, arguments=call.arguments))
-
-
-def piece_as_json(piece: CallPiece) -> dict:
-    """Of a stream: the first piece of a call has its id and name, the others add to its arguments."""
-    if piece.id is None:
-        return dict(index=piece.index, function=dict(arguments=piece.arguments))
-    function = dict(name=piece.name, arguments=piece.arguments)
-    return dict(index=piece.index, id=piece.id, type="function", function=function)
 
 
 def text_of(token: bytes) -> str:

@@ -12,7 +12,7 @@ import json
 import pathlib
 import traceback
 from base64 import b64decode
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
@@ -29,7 +29,7 @@ from starlette.types import Receive, Scope, Send
 from conversation.grammar import GRAMMAR_STUCK
 from server.access_log import CLIENT_LEFT, AccessLog, LineWriter
 from server.api_requests import ApiRequest, BadRequest, ServedModel, parse_request
-from server.api_responses import ApiResponse
+from server.api_responses import ApiResponse, CompletionResponse
 from server.http import LINGER
 from server.lanes import Lanes
 from server.loop import ENGINE_FAILED, EngineLoop, Event, Job, Refused
@@ -263,12 +263,12 @@ class Api:
     """A way to ask for answers. parse: makes a request of a body. respond: makes a response of its jobs."""
 
     parse: Callable[[bytes, ServedModel], ApiRequest]
-    respond: Callable[[ApiRequest, list[Job]], ApiResponse | ResponseObject]
+    respond: Callable[[ApiRequest, list[Job]], ApiResponse]
 
 
 APIS = {
-    "/v1/chat/completions": Api(partial(parse_request, chat=True), ApiResponse),
-    "/v1/completions": Api(partial(parse_request, chat=False), ApiResponse),
+    "/v1/chat/completions": Api(partial(parse_request, chat=True), CompletionResponse),
+    "/v1/completions": Api(partial(parse_request, chat=False), CompletionResponse),
     "/v1/responses": Api(parse_responses_request, ResponseObject),
 }
 
@@ -285,7 +285,7 @@ async def convert_tokens(request: Request, convert: Callable[[bytes, ServedModel
     """Respond with what `convert` makes of the body. It needs no engine, but a thread: texts may be long."""
     served, body = served_model(request), await read_body(request)
     lane = request.app.state.lanes.choose(body)
-    return JSONResponse(await unless_client_leaves(request, lane.run(convert, body, served)))
+    return JSONResponse(await unless_client_leaves(request.receive, lane.run(convert, body, served)))
 
 
 async def answer(request: Request, api: Api) -> Response:
@@ -293,37 +293,38 @@ async def answer(request: Request, api: Api) -> Response:
     loop, served = request.app.state.loop, served_model(request)
     body = await read_body(request)
     lane = request.app.state.lanes.choose(body)
-    parsed = await unless_client_leaves(request, lane.run(api.parse, body, served))
+    parsed = await unless_client_leaves(request.receive, lane.run(api.parse, body, served))
     if len(parsed.requests) > loop.capacity:
         what = f"{len(parsed.requests)} answers are more than this server has rows and places to wait"
         raise BadRequest(f"{what}: {loop.capacity}", "n")
     listener = Listener()
-    jobs = [Job(request, parsed.new_stream(request), listener) for request in parsed.requests]
+    jobs = [Job(request, parsed.new_stream, listener=listener) for request in parsed.requests]
     loop.submit(jobs)
     content = request.state.content = api.respond(parsed, jobs)
     kind = StreamedResponse if parsed.stream else WholeResponse
     return kind(loop, listener, jobs, content)
 
 
-async def unless_client_leaves(request: Request, work: Coroutine) -> Any:
-    """The result of a coroutine. Cancels it and raises BadRequest if the client leaves before it ends."""
-    working = asyncio.ensure_future(work)
-    disconnected = asyncio.ensure_future(until_disconnected(request.receive))
+async def unless_client_leaves(receive: Receive, work: Awaitable, seconds: float | None = None) -> Any:
+    """The result of the work. Cancels it and raises BadRequest if the client leaves before it ends.
+
+    receive: of a request whose body has been read. seconds: after which the work is cancelled as well.
+    """
+
+    async def until_disconnected() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(until_disconnected())
     try:
-        await asyncio.wait({working, disconnected}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({working, leaving}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             raise BadRequest("the client has left", status=CLIENT_LEFT)
         return working.result()
     finally:
-        for task in (working, disconnected):
+        for task in (working, leaving):
             task.cancel()
-        await asyncio.gather(working, disconnected, return_exceptions=True)
-
-
-async def until_disconnected(receive: Receive) -> None:
-    """Wait until the client has left. The body of its request must have been read."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
+        await asyncio.gather(working, leaving, return_exceptions=True)
 
 
 async def read_body(request: Request) -> bytes:
@@ -357,27 +358,19 @@ async def read_body(request: Request) -> bytes:
 class JobsResponse(Response):
     """Sends a response by `respond`; cancels its jobs when the client disconnects or reads too slowly."""
 
-    def __init__(
-        self, loop: EngineLoop, listener: Listener, jobs: list[Job], content: ApiResponse | ResponseObject
-    ):
+    def __init__(self, loop: EngineLoop, listener: Listener, jobs: list[Job], content: ApiResponse):
         self.loop, self.listener, self.jobs, self.content = loop, listener, jobs, content
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        respond = asyncio.ensure_future(self.respond(scope, receive, send))
-        disconnected = asyncio.ensure_future(until_disconnected(receive))
         self.listener.tick()
         try:
-            limit = self.loop.seconds + LINGER
-            await asyncio.wait({respond, disconnected}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
-            if respond.done():
-                respond.result()
+            with contextlib.suppress(BadRequest):  # a client that has left needs no response
+                seconds = self.loop.seconds + LINGER
+                await unless_client_leaves(receive, self.respond(scope, receive, send), seconds)
         finally:
             self.loop.cancel(self.jobs)
             self.listener.timer.cancel()
-            for task in (respond, disconnected):
-                task.cancel()
-            await asyncio.gather(respond, disconnected, return_exceptions=True)
 
     async def events(self) -> AsyncIterator[list[tuple[Job, Event]]]:
         """The events of all jobs up to their ends, those together that came together; none after a tick."""

@@ -4,15 +4,13 @@ import json
 from typing import Any
 
 from checkpoints.tensor_files import parse_json
-from conversation.text import has_surrogate
+from conversation.messages import has_surrogate
 from feedback.errors import UserError
 
-TYPES = "text", "json_object", "json_schema", "regex", "grammar"  # of response_format
-DESCRIPTIONS = {
-    "name",
-    "description",
-    "strict",
-}  # of a schema; every answer matches its schema, strict or not
+SCHEMA = {"json_schema", "schema", "name", "description", "strict"}  # answers match it, strict or not
+TYPES = {  # of response_format: the fields beside the type
+    "text": set(), "json_object": SCHEMA, "json_schema": SCHEMA, "regex": {"regex"}, "grammar": {"grammar"},
+}  # fmt: skip
 STRUCTURED = "json", "regex", "choice", "json_object", "grammar"  # keys of structured_outputs
 GUIDED = "json", "regex", "choice", "json_object"  # guided_json and so on are older names of these
 FORMAT_FIELDS = {"response_format", "structured_outputs", *(f"guided_{name}" for name in GUIDED)}
@@ -36,10 +34,8 @@ def read_format(field: str, value: Any) -> tuple[str, Any] | None:
             raise UserError("a choice must be a list of texts that are not empty")
         return "lark", "start: " + " | ".join(json.dumps(x, ensure_ascii=False) for x in source)
     if kind == "json":
-        return _checked(
-            "json_schema", parse_json(source, "the schema") if isinstance(source, str) else source
-        )
-    return _checked("lark" if kind == "grammar" else kind, source)
+        return _schema(parse_json(source, "the schema") if isinstance(source, str) else source)
+    return _expression(kind, source)
 
 
 def _response_format(asked: Any) -> tuple[str, Any] | None:
@@ -47,29 +43,27 @@ def _response_format(asked: Any) -> tuple[str, Any] | None:
     if not isinstance(asked, dict):
         raise UserError(f"it must be an object, not {repr(asked)[:60]}")
     kind = asked.get("type", None if asked else "text")
-    if kind not in TYPES:
+    if not isinstance(kind, str) or kind not in TYPES:
         raise UserError(f"its type must be one of {', '.join(TYPES)}, not {repr(kind)[:40]}")
-    if kind == "text":
-        known = set()
-    else:
-        known = {"json_schema", "schema"} | DESCRIPTIONS if kind in ("json_object", "json_schema") else {kind}
-    if unknown := sorted(asked.keys() - known - {"type"}):
+    if unknown := sorted(asked.keys() - TYPES[kind] - {"type"}):
         raise UserError(f"{unknown[0][:40]!r} is not supported with the type {kind}")
     if kind == "text":
         return None
     if kind in ("regex", "grammar"):
-        return _checked("lark" if kind == "grammar" else kind, asked.get(kind))
+        return _expression(kind, asked.get(kind))
     described = asked.get("json_schema", asked)
     if not isinstance(described, dict):
         raise UserError("its json_schema must be an object of a name and a schema")
-    return _checked(
-        "json_schema", described.get("schema", {"type": "object"} if kind == "json_object" else None)
-    )
+    return _schema(described.get("schema", {"type": "object"} if kind == "json_object" else None))
 
 
-def _checked(kind: str, source: Any) -> tuple[str, Any]:
-    if kind == "json_schema" and not isinstance(source, dict):
+def _schema(source: Any) -> tuple[str, Any]:
+    if not isinstance(source, dict):
         raise UserError(f"it needs a schema, which must be an object, not {repr(source)[:60]}")
-    if kind != "json_schema" and (not isinstance(source, str) or has_surrogate(source)):
+    return "json_schema", source
+
+
+def _expression(kind: str, source: Any) -> tuple[str, Any]:
+    if not isinstance(source, str) or has_surrogate(source):
         raise UserError("its regex or grammar must be a text")
-    return kind, source
+    return "lark" if kind == "grammar" else kind, source

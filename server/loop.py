@@ -18,15 +18,14 @@ import jax
 import numpy as np
 
 from conversation.grammar import Grammar
-from conversation.streams import TextStream
-from conversation.tools import CallPiece
 from deployment.ahead import ProgramsOnShapes, compile_programs
 from distributed.exchange import Broadcast, process_count, reach, wait_for_all
 from feedback.errors import UserError
+from generation.replies import Event, Replies, Reply
 from server.metrics import Metrics
 from serving.engine import Engine
 from serving.needed import ChooseTokens, warm_up
-from serving.requests import Answer, Request
+from serving.requests import Request
 from sharding.sampling import Bias, Sampling
 
 ENGINE_FAILED = "the engine has failed, and the server ends"
@@ -43,40 +42,18 @@ class Refused(Exception):
         self.retry_after = retry_after
 
 
-@dataclasses.dataclass(frozen=True)
-class Event:
-    """Progress of an answer. text, reasoning: what was added to it. used: how many tokens it took so far.
-
-    reasoning: of models that reason before they answer, see conversation/streams.py.
-    reasoning_tokens: how many of the tokens `used` are of the reasoning. calls: what was added to calls of
-    tools.
-    finish_reason, error: of the last event, as in Answer; finish_reason may also be "timeout".
-    """
-
-    text: str
-    used: int
-    finish_reason: str | None = None
-    error: str | None = None
-    reasoning: str = ""
-    reasoning_tokens: int = 0
-    calls: tuple[CallPiece, ...] = ()
-
-
 @dataclasses.dataclass(eq=False)
-class Job:
+class Job(Reply):
     """A submitted request. listener: who gets its events, for `deliver`. Times are of time.monotonic.
 
-    number: the same in all processes. done: whether its last event has been made.
+    number: the same in all processes. reported: how many tokens the events so far have told of.
     """
 
-    request: Request
-    stream: TextStream
     listener: Any = None
     number: int = -1
-    answer: Answer | None = None
     submitted: float = 0.0
     first_token: float | None = None
-    done: bool = False
+    reported: int = 0
 
 
 class EngineLoop:
@@ -99,7 +76,6 @@ class EngineLoop:
         self.lock, self.open_jobs, self.submitted = threading.Lock(), 0, 0
         self.ready, self.draining, self.failed, self.pace = False, False, False, 1.0
         self.undelivered: set[Job] = set()
-        self.jobs: dict[Answer, Job] = {}  # in the order of submission
         self.last_end = self.active = time.monotonic()
 
     # Called by other threads.
@@ -159,7 +135,9 @@ class EngineLoop:
         An exception ends the thread of the engine. Then every job that still waits for an event, in the inbox
         too, gets an error as its last one, and no more jobs are accepted.
         """
-        self.engine, self.ready = engine, True
+        # A stop text is a command, too, so that all processes cancel the answer before the same step.
+        self.engine, self.replies = engine, Replies(engine, lambda job: self.inbox.put(("stop", job)))
+        self.ready = True
         others = Broadcast() if process_count() > 1 else None
         try:
             while not self.draining or self.open_jobs:
@@ -168,7 +146,7 @@ class EngineLoop:
                     others.say([command_as_json(what, subject) for what, subject in commands if subject])
                 events = self._execute(commands)
                 if engine.busy:
-                    events += self._events_of(engine.advance())
+                    events += self._advance()
                     self.active = time.monotonic()
                 self._publish(events)
         except BaseException:
@@ -194,7 +172,7 @@ class EngineLoop:
         late = time.monotonic() - self.seconds
         return commands + [
             ("timeout", job)
-            for job in itertools.takewhile(lambda job: job.submitted < late, self.jobs.values())
+            for job in itertools.takewhile(lambda job: job.submitted < late, self.replies.open.values())
         ]
 
     def _execute(self, commands: list[tuple[str, Any]]) -> list[tuple[Job, Event]]:
@@ -205,47 +183,31 @@ class EngineLoop:
                 use_program(self.engine, job)
             elif what == "add":
                 try:
-                    job.answer = self.engine.add(job.request)
-                    self.jobs[job.answer] = job
+                    self.replies.add(job)
                 except UserError as e:
-                    job.done = True
+                    job.finish_reason = "error"
                     events.append((job, Event("", 0, "error", str(e))))
-            elif job and job.answer:
-                self.engine.cancel(job.answer)
-                if not job.done:
-                    job.done = True
-                    events.append((job, Event("", job.stream.used, what)))
+            elif job and job.answer and self.replies.cancel(job, what):
+                events.append((job, Event("", job.stream.used, what)))
         return events
 
-    def _events_of(self, changed: list[Answer]) -> list[tuple[Job, Event]]:
-        """The events of answers that have changed in a step."""
-        events, now = [], time.monotonic()
-        for answer in changed:
-            job = self.jobs.get(answer)
-            if job is None or job.done:  # an answer may be listed twice: for its prompt's scores and its end
-                continue
-            if answer.tokens and job.first_token is None:
+    def _advance(self) -> list[tuple[Job, Event]]:
+        """The engine's next turn: -> the events of jobs that it has changed."""
+        events, jobs, now = [], self.replies.advance(), time.monotonic()
+        for job in jobs:
+            if job.answer.tokens and job.first_token is None:
                 job.first_token = now
-            stream, reason = job.stream, answer.finish_reason
-            tokens, thoughts = answer.tokens[stream.used :], len(stream.reasoning)
-            text = stream.add(tokens)
-            if stream.stopped and reason != "error":
-                reason = "stop"
-                self.inbox.put(("stop", job))  # before the next step, so that all processes cancel it then
-            if reason:
-                text, job.done = text + stream.finish(), True
-            reasoning, calls = stream.reasoning[thoughts:], stream.take_calls()
-            scored = job.request.sampling.top_logprobs is not None
-            if text or reasoning or calls or reason or (tokens and scored):
-                counts = stream.used, reason, answer.error, reasoning, stream.reasoning_tokens
-                events.append((job, Event(text, *counts, calls)))
+            event, scored = job.take(), job.request.sampling.top_logprobs is not None
+            news = event.text or event.reasoning or event.calls or event.finish_reason
+            if news or (scored and event.used > job.reported):
+                job.reported = event.used
+                events.append((job, event))
         return events
 
     def _publish(self, events: list[tuple[Job, Event]]) -> None:
         """Update counts and metrics, and deliver the events."""
         now, ended = time.monotonic(), [(job, event) for job, event in events if event.finish_reason]
         for job, event in ended:
-            self.jobs.pop(job.answer, None)
             self.metrics.ended(job, event.finish_reason, now)
             self.pace += 0.1 * (now - self.last_end - self.pace)
             self.last_end = now

@@ -7,7 +7,7 @@ Source: https://platform.openai.com/docs/api-reference/responses/create.
 import dataclasses
 from typing import Any
 
-from server.api_requests import ApiRequest, BadRequest, ServedModel, check_request, parse_body
+from server.api_requests import ApiRequest, BadRequest, ServedModel, check_request, parse_body, unsupported
 
 # Fields with the same name and meaning in both APIs; then fields of this server's chat API.
 SAME = {
@@ -62,16 +62,15 @@ def parse_responses_request(body: bytes, served: ServedModel) -> ResponsesReques
 def chat_fields(asked: dict[str, Any]) -> dict[str, Any]:
     """The fields of the chat request that asks for the same. Raises BadRequest."""
     if stored := sorted(NEEDS_STORE & asked.keys()):
-        what = "the server stores nothing, so send the whole conversation as 'input'"
-        raise BadRequest(f"{stored[0]!r} is not supported: {what}", stored[0], code="unsupported_parameter")
+        raise unsupported(stored[0], "the server stores nothing, so send the whole conversation as 'input'")
     if asked.get("background") not in (None, False):
-        what = "'background' is not supported: the server stores no response that could be fetched later"
-        raise BadRequest(what, "background", code="unsupported_parameter")
+        raise unsupported("background", "the server stores no response that could be fetched later")
     if unknown := sorted(asked.keys() - SAME - INERT - CONVERTED - {"background"}):
-        name = unknown[0][:60]
-        raise BadRequest(f"{name!r} is not supported", name, code="unsupported_parameter")
+        raise unsupported(unknown[0])
     chat = {name: asked[name] for name in SAME & asked.keys()}
-    chat["messages"] = convert_input(asked.get("input"), read_text(asked, "instructions"))
+    if not isinstance(instructions := asked.get("instructions", ""), str):
+        raise BadRequest("'instructions' must be a text", "instructions")
+    chat["messages"] = convert_input(asked.get("input"), instructions)
     if "max_output_tokens" in asked:
         chat["max_completion_tokens"] = asked["max_output_tokens"]
     chat |= convert_logprobs(asked) | convert_tools(asked)
@@ -82,13 +81,6 @@ def chat_fields(asked: dict[str, Any]) -> dict[str, Any]:
     return chat
 
 
-def read_text(asked: dict, name: str) -> str:
-    value = asked.get(name, "")
-    if not isinstance(value, str):
-        raise BadRequest(f"{name!r} must be a text", name)
-    return value
-
-
 def read_object(asked: dict, name: str, *known: str) -> dict:
     """A field that is an object without nulls. known: the names that it may have."""
     value = asked.get(name, {})
@@ -96,7 +88,7 @@ def read_object(asked: dict, name: str, *known: str) -> dict:
         raise BadRequest(f"{name!r} must be an object", name)
     found = {key: x for key, x in value.items() if x is not None}
     if unknown := sorted(found.keys() - set(known)):
-        raise BadRequest(f"'{name}.{unknown[0][:60]}' is not supported", name, code="unsupported_parameter")
+        raise unsupported(f"{name}.{unknown[0]}", param=name)
     return found
 
 

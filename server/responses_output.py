@@ -1,4 +1,4 @@
-"""Responses of OpenAI's Responses API, whole or as events of a stream, built from chunks of the chat API.
+"""Responses of OpenAI's Responses API, whole or as events of a stream.
 
 Source: https://platform.openai.com/docs/api-reference/responses-streaming.
 """
@@ -8,12 +8,13 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from server.api_responses import ApiResponse
+from conversation.tool_calls import CallPiece
+from server.api_responses import ApiResponse, Choice, Usage
 from server.loop import Event, Job
 from server.responses_input import ResponsesRequest
 
 
-class ResponseObject:
+class ResponseObject(ApiResponse):
     """The response to a request of the Responses API.
 
     output: its items so far: reasoning, a message, function calls. The last one is `open` while it grows.
@@ -22,12 +23,12 @@ class ResponseObject:
     end_of_stream = ""  # no [DONE]: the last event says that it is the last
 
     def __init__(self, request: ResponsesRequest, jobs: list[Job]):
-        self.asked, self.chat = request.asked, ApiResponse(request, jobs)
+        super().__init__(request, jobs)
         self.output: list[dict[str, Any]] = []
         self.open: dict[str, Any] | None = None
         self.logprobs: list[dict] = []  # of tokens whose text is still to come
         self.status, self.sequence_number = "in_progress", 0
-        sampling, asked = request.requests[0].sampling, self.asked
+        sampling, asked = request.requests[0].sampling, request.asked
         self.head = dict(
             id=f"resp_{secrets.token_hex(12)}", object="response", created_at=int(time.time()),
             model=request.served.names[0], background=False, store=False, previous_response_id=None,
@@ -42,78 +43,53 @@ class ResponseObject:
             metadata=asked.get("metadata", {}), user=asked.get("user"),
         )  # fmt: skip
 
-    @property
-    def choices(self):
-        return self.chat.choices
-
-    def usage(self) -> dict:
-        """The usage in the terms of the chat API."""
-        return self.chat.usage()
-
-    def add(self, job: Job, event: Event) -> None:
+    def add(self, job: Job, event: Event) -> Choice:
         self.chunks(job, event)
-
-    def whole(self) -> dict:
-        """The whole response, when the answer has ended."""
-        return self._response()
+        return self.choices[job]
 
     def first_chunks(self) -> Iterator[dict]:
         for kind in ("response.created", "response.in_progress"):
-            yield self._event(kind, response=self._response())
+            yield self._event(kind, response=self.whole())
 
     def chunks(self, job: Job, event: Event) -> list[dict]:
         """Add an event of the answer: -> the events of the stream that report it."""
+        choice, before = super().add(job, event), self.choices[job].scored
         if event.finish_reason in ("error", "timeout", "cancelled"):
-            self.chat.add(job, event)
             return []
-        choice = self.chat.chunk(job, event)["choices"][0]
-        delta, reason = choice["delta"], choice["finish_reason"]
-        added = (choice["logprobs"] or {}).get("content", [])
-        self.logprobs += [] if delta.get("reasoning_content") else added
-        events = []
-        if text := delta.get("reasoning_content"):
-            events += self._add_text("reasoning", text)
-        if text := delta.get("content"):
-            events += self._add_text("message", text)
-        for call in delta.get("tool_calls", ()):
-            events += self._add_call(call)
-        if reason:
+        choice.scored, events = choice.used, []
+        if event.reasoning:
+            events += self._add_text("reasoning", event.reasoning)
+        else:
+            self.logprobs += self.token_entries(choice, before, choice.used) or []
+        if event.text:
+            events += self._add_text("message", event.text)
+        for piece in event.calls:
+            events += self._add_call(piece)
+        if event.finish_reason:
             if not self.output:  # an empty answer is an empty text
                 events += self._begin("message")
-            cut = reason == "length"
-            self.status = "incomplete" if cut else "completed"
+            self.status = "incomplete" if event.finish_reason == "length" else "completed"
             events += self._finish(self.status)
         return events
 
     def last_chunks(self) -> Iterator[dict]:
-        yield self._event(f"response.{self.status}", response=self._response())
+        yield self._event(f"response.{self.status}", response=self.whole())
 
     def failed_chunks(self, message: str, status: int) -> Iterator[dict]:
         """The last event of an answer that ends with an error. status: HTTP's, had the stream not begun."""
         code = "invalid_prompt" if status < 500 else "server_error"
         self.status = "failed"
         error = dict(code=code, message=message)
-        yield self._event("response.failed", response=self._response() | dict(error=error))
+        yield self._event("response.failed", response=self.whole() | dict(error=error))
 
-    def _response(self) -> dict:
+    def whole(self) -> dict:
+        """The whole response, with what there is of the answer so far."""
         reason = {"reason": "max_output_tokens"} if self.status == "incomplete" else None
         ended = self.status in ("completed", "incomplete")
         return self.head | dict(
             status=self.status, error=None, incomplete_details=reason, output=list(self.output),
-            usage=self._own_usage() if ended else None,
+            usage=usage_as_json(self.usage()) if ended else None,
         )  # fmt: skip
-
-    def _own_usage(self) -> dict:
-        usage = self.chat.usage()
-        cached = usage["prompt_tokens_details"]["cached_tokens"]
-        reasoning = usage["completion_tokens_details"]["reasoning_tokens"]
-        return dict(
-            input_tokens=usage["prompt_tokens"],
-            input_tokens_details=dict(cached_tokens=cached, cache_write_tokens=0),
-            output_tokens=usage["completion_tokens"],
-            output_tokens_details=dict(reasoning_tokens=reasoning),
-            total_tokens=usage["total_tokens"],
-        )
 
     def _event(self, kind: str, **fields) -> dict:
         self.sequence_number += 1
@@ -155,14 +131,12 @@ class ResponseObject:
             part["logprobs"] += fields["logprobs"]
         return [*events, self._item_event(f"response.{part['type']}.delta", **fields)]
 
-    def _add_call(self, call: dict) -> list[dict]:
-        """Add a chunk of a function call. Only the first chunk of a call has its id and name."""
-        events, function = [], call["function"]
-        if "id" in call:
-            events += self._begin("function_call", call_id=call["id"], name=function["name"])
-        if arguments := function.get("arguments"):
-            self.open["arguments"] += arguments
-            events.append(self._item_event("response.function_call_arguments.delta", delta=arguments))
+    def _add_call(self, piece: CallPiece) -> list[dict]:
+        events = [] if piece.id is None else self._begin("function_call", call_id=piece.id, name=piece.name)
+        if piece.arguments:
+            self.open["arguments"] += piece.arguments
+            delta = piece.arguments
+            events.append(self._item_event("response.function_call_arguments.delta", delta=delta))
         return events
 
     def _finish(self, status: str) -> list[dict]:
@@ -183,3 +157,11 @@ class ResponseObject:
             events.append(self._item_event("response.content_part.done", content_index=0, part=part))
         index = len(self.output) - 1
         return [*events, self._event("response.output_item.done", output_index=index, item=dict(item))]
+
+
+def usage_as_json(usage: Usage) -> dict:
+    return dict(
+        input_tokens=usage.prompt, output_tokens=usage.answer, total_tokens=usage.prompt + usage.answer,
+        input_tokens_details=dict(cached_tokens=usage.cached, cache_write_tokens=0),
+        output_tokens_details=dict(reasoning_tokens=usage.reasoning),
+    )  # fmt: skip

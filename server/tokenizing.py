@@ -5,8 +5,9 @@ Source: vllm/entrypoints/serve/tokenize/protocol.py.
 
 from typing import Any
 
-from conversation.text import has_surrogate
+from conversation.messages import has_surrogate
 from conversation.text import tokenize as tokenize_text
+from conversation.tools import TOOL_FIELDS
 from server.api_requests import (
     TEMPLATE,
     BadRequest,
@@ -15,8 +16,8 @@ from server.api_requests import (
     check_tokens,
     drop_nulls,
     parse_body,
+    unsupported,
 )
-from server.tool_requests import TOOL_FIELDS
 
 COMMON = {"model", "add_special_tokens", "return_token_strs"}
 OF_TEXT = COMMON | {"prompt"}
@@ -26,14 +27,13 @@ DETOKENIZE = {"model", "tokens"}
 
 def tokenize(body: bytes, served: ServedModel) -> dict[str, Any]:
     """The tokens of a text, or of a chat as its answer would see it. Raises BadRequest."""
-    fields = parse_fields(body)
-    checked = check_fields(fields, OF_CHAT if "messages" in fields else OF_TEXT, served)
+    checked = read_fields(body, served, OF_TEXT, OF_CHAT)
     with_texts = checked.read("return_token_strs", False)
-    if "messages" in fields:
+    if "messages" in checked.fields:
         if checked.read("add_special_tokens", False):
             what = "'add_special_tokens': the chat template has those of a chat already"
             raise BadRequest(what, "add_special_tokens")
-        tokens = checked.messages(served, checked.tools(served).given, reasons=True)
+        tokens = checked.messages(served, checked.tool_use(served), reasons=True)
     else:
         prompt, special = checked.read("prompt", ""), checked.read("add_special_tokens", True)
         if "prompt" not in checked.fields or has_surrogate(prompt):
@@ -45,24 +45,21 @@ def tokenize(body: bytes, served: ServedModel) -> dict[str, Any]:
 
 def detokenize(body: bytes, served: ServedModel) -> dict[str, Any]:
     """The text of tokens, with that of special tokens. Raises BadRequest."""
-    checked = check_fields(parse_fields(body), DETOKENIZE, served)
+    checked = read_fields(body, served, DETOKENIZE, DETOKENIZE)
     tokens = checked.fields.get("tokens")
     check_tokens(tokens, served.vocabulary, "tokens")
     return dict(prompt=served.tokenizer.backend_tokenizer.decode(tokens, skip_special_tokens=False))
 
 
-def parse_fields(body: bytes) -> dict[str, Any]:
-    """The fields of a JSON body that are not null. Raises BadRequest."""
+def read_fields(body: bytes, served: ServedModel, of_text: set[str], of_chat: set[str]) -> RequestFields:
+    """The fields of a JSON body that are not null. Raises BadRequest.
+
+    of_text, of_chat: the fields that it may have without messages, and with them.
+    """
     fields = parse_body(body)
     drop_nulls(fields)
-    return fields
-
-
-def check_fields(fields: dict[str, Any], known: set[str], served: ServedModel) -> RequestFields:
-    """The fields of a request that may have the known ones. Raises BadRequest."""
-    if unknown := sorted(fields.keys() - known):
-        name = unknown[0][:60]
-        raise BadRequest(f"{name!r} is not supported", name, code="unsupported_parameter")
+    if unknown := sorted(fields.keys() - (of_chat if "messages" in fields else of_text)):
+        raise unsupported(unknown[0])
     checked = RequestFields(fields)
     checked.check_model(served)
     return checked

@@ -170,10 +170,8 @@ class Engine:
 
         Raises UserError if it does not fit into a row, or needs a program that is not usable.
         """
-        prompt, max_len = request.validated(self.programs.cfg.V), self.programs.max_len
-        if request.positions > max_len:
-            what = f"{len(prompt)} tokens and {request.max_new_tokens} new ones"
-            raise UserError(f"{what} do not fit into a row of {max_len}")
+        prompt = request.validated(self.programs.cfg.V)
+        request.check_length(self.programs.max_len, "a row")
         readable = len(prompt) == 1 or self._score(request) in self.scores
         options = options_in_use([request])
         if not readable or not any(options <= program.options for program in self.decode_programs):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from conversation.text import generation_config
+from conversation.text import PromptTooLong, generation_config
 from distributed.exchange import warn
 from feedback.errors import UserError
 from sharding.sampling import MAX_TOP_LOGPROBS, NEUTRAL, Sampling
@@ -67,25 +67,33 @@ def check_sampling(name: str, value, where: str = "") -> None:
 def choose_sampling(asked: dict, folder: pathlib.Path, where: str = "--") -> Sampling:
     """The options that are asked for, else those of the folder's generation_config.json, else greedy.
 
-    A field of that file that asks for anything else is named in a warning.
-    asked: value by name; None: not asked for. where: precedes the names of the asked ones in errors.
+    A field of that file that asks for anything else is named in a warning. asked, where: see `override`.
     """
     file, config = folder / "generation_config.json", generation_config(folder)
     known = {"do_sample", "eos_token_id", *SAMPLING_OPTIONS, *" ".join(NO_EFFECT.values()).split()}
     others = {name: value for name, value in config.items() if name not in known and not name.startswith("_")}
     if ignored := [name for name, value in others.items() if value and value != NEUTRAL_VALUES.get(name)]:
         warn(f"{file}: {', '.join(sorted(ignored))}: not supported, answers are made without")
-    asked = {name: value for name, value in asked.items() if value is not None}
     defaults = {"repetition_penalty": config.get("repetition_penalty")}
     if config.get("do_sample") is True:
         defaults = {name: config.get(name) for name in SAMPLING_OPTIONS if name != "seed"}
-    if "temperature" not in asked and (RESTRICTIONS & set(asked) or config.get("do_sample") is True):
-        defaults["temperature"] = 1.0 if defaults.get("temperature") is None else defaults["temperature"]
-    defaults = {name: value for name, value in defaults.items() if value is not None and name not in asked}
-    for chosen, source in ((asked, where), (defaults, f"{file}: ")):
-        for name, value in chosen.items():
-            check_sampling(name, value, source)
-    return Sampling(**defaults | asked)
+        defaults["temperature"] = 1.0 if defaults["temperature"] is None else defaults["temperature"]
+    defaults = {name: value for name, value in defaults.items() if asked.get(name) is None}
+    return override(override(Sampling(), defaults, f"{file}: "), asked, where)
+
+
+def override(sampling: Sampling, asked: dict, where: str = "") -> Sampling:
+    """These options, with those that are asked for in their place. top_k, top_p or min_p imply temperature 1
+    where none is asked for and it would be 0.
+
+    asked: value by name; None: not asked for. where: precedes the names in errors.
+    """
+    asked = {name: value for name, value in asked.items() if value is not None}
+    for name, value in asked.items():
+        check_sampling(name, value, where)
+    if RESTRICTIONS & asked.keys() and not sampling.temperature:
+        asked.setdefault("temperature", 1.0)
+    return dataclasses.replace(sampling, **asked)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -112,6 +120,12 @@ class Request:
     def positions(self) -> int:
         """The positions of a row that it may fill."""
         return len(self.prompt) + self.max_new_tokens
+
+    def check_length(self, most: int, limit: str) -> None:
+        """Raise PromptTooLong if prompt and answer exceed `most` positions. limit: what sets this number."""
+        if self.positions > most:
+            answer = f" with {self.max_new_tokens} new ones" if self.max_new_tokens else ""
+            raise PromptTooLong(f"{len(self.prompt)} tokens, which{answer} exceed {limit} of {most}")
 
     def validated(self, vocabulary: int) -> np.ndarray:
         """The prompt, int32. Raises UserError for tokens outside the vocabulary and numbers out of range."""

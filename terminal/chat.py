@@ -8,17 +8,16 @@ import time
 
 import jax
 
-from conversation.streams import TextStream
-from conversation.text import has_surrogate
+from conversation.messages import has_surrogate
 from deployment.memory import fit_cache
 from feedback.errors import UserError
+from generation.replies import Replies, Reply
+from generation.request_builder import NOT_TEXT, RequestBuilder
 from serving.engine import Engine
 from serving.needed import demand_of
-from serving.requests import Request
 from terminal.diagnostics import profiled
 from terminal.launch import log
 from terminal.loaded_models import Session
-from terminal.prompts import NOT_TEXT, RequestBuilder
 
 FAINT, PLAIN = "\x1b[2m", "\x1b[0m"  # of a terminal's letters
 HANGING = 2.0  # seconds after a first Ctrl-C from which on a second one ends the process at once
@@ -70,46 +69,38 @@ def read_turn(prompt: str) -> str | None:
             return line
 
 
-class AnswerPrinter:
-    """Prints an answer while it grows.
+def print_new(reply: Reply) -> None:
+    """Print what has come of an answer since the last time.
 
     Its reasoning is printed in faint letters and only in a terminal: elsewhere nothing would tell it from the
     answer.
     """
-
-    def __init__(self, stream: TextStream):
-        self.stream, self.with_reasoning = stream, sys.stdout.isatty()
-        self.reasoning = self.text = 0  # how many characters of each are printed
-
-    def print(self) -> None:
-        """Print what is new in the stream."""
-        new = self.stream.reasoning[self.reasoning :] if self.with_reasoning else ""
-        text = self.stream.text[self.text :]
-        gap = "\n\n" if text and not self.text and (new or self.reasoning) else ""
-        print((f"{FAINT}{new}{PLAIN}" if new else "") + gap + text, end="", flush=True)
-        self.reasoning, self.text = self.reasoning + len(new), self.text + len(text)
+    event, terminal = reply.take(), sys.stdout.isatty()
+    reasoning = event.reasoning if terminal else ""
+    text_begins = event.text and event.text == reply.stream.text
+    gap = "\n\n" if text_begins and terminal and reply.stream.reasoning else ""
+    print((f"{FAINT}{reasoning}{PLAIN}" if reasoning else "") + gap + event.text, end="", flush=True)
 
 
-def stream_answer(engine: Engine, request: Request, stream: TextStream, interrupts: Interrupts) -> str:
+def stream_answer(engine: Engine, reply: Reply, interrupts: Interrupts) -> str:
     """Print an answer while it grows, until an interrupt: -> its text, "" after an error."""
     interrupts.answering, interrupts.since = True, None
-    answer, printer = engine.add(request), AnswerPrinter(stream)
+    replies = Replies(engine)
+    replies.add(reply)
     while engine.busy:
-        engine.advance()
-        stream.add(answer.tokens[stream.used :])
-        printer.print()
-        if stream.stopped or interrupts.since is not None:
-            engine.cancel(answer)
-    stream.finish()
-    printer.print()
+        replies.advance()
+        if interrupts.since is not None and replies.cancel(reply):
+            reply.stream.finish()
+        print_new(reply)
     print(flush=True)
     interrupts.answering = False
-    if answer.error is not None:
-        log("error:", answer.error)
+    if reply.error is not None:
+        log("error:", reply.error)
         return ""
-    if answer.finish_reason == "length":
-        log(f"(cut at {len(answer.tokens)} tokens{', within the reasoning' * stream.only_reasons})")
-    return stream.text
+    if reply.finish_reason == "length":
+        stream = reply.stream
+        log(f"(cut at {stream.used} tokens{', within the reasoning' * stream.only_reasons})")
+    return reply.stream.text
 
 
 def chat(session: Session) -> None:
@@ -119,8 +110,8 @@ def chat(session: Session) -> None:
         raise UserError(f"--chat: the tokenizer in {session.args.checkpoint} has no chat template")
     if jax.process_count() > 1:
         raise UserError("--chat works on one host; this is one of several")
-    rows, max_len = fit_cache(session.models, [builder.limit], None, builder.limit)
-    demand = demand_of([builder.request([0], {})], longest=max_len)
+    rows, max_len = fit_cache(session.models, [builder.max_len], None, builder.max_len)
+    demand = demand_of([builder.request_for([0])], longest=max_len)
     engine, _ = session.start_engine(rows, max_len, demand)
     with profiled(engine, session.args.profile):
         converse(engine, builder)
@@ -136,28 +127,21 @@ def converse(engine: Engine, builder: RequestBuilder) -> None:
 
         log(HELP)
     with Interrupts() as interrupts:
-        while turns is not None:
+        while True:
             try:
-                line = read_turn("> " if interactive else "")
-                turns = execute(engine, builder, turns, line or "/exit", interrupts)
+                line = read_turn("> " if interactive else "") or "/exit"
+                command = line.strip()
+                if command == "/exit":
+                    return
+                if command == "/reset":
+                    turns = []
+                    log("a new conversation")
+                elif re.fullmatch(r"/[a-z]+|/(reset|exit)\b.*", command, re.I):
+                    log(f"no such command: {command}; {HELP}")
+                else:
+                    turns = take_turn(engine, builder, turns, line, interrupts)
             except KeyboardInterrupt:  # while a line was being typed
                 log("\n" + HELP)
-
-
-def execute(
-    engine: Engine, builder: RequestBuilder, turns: list[dict], line: str, interrupts: Interrupts
-) -> list[dict] | None:
-    """Execute a line, a command or a turn: -> the messages of the conversation, or None to leave."""
-    command = line.strip()
-    if command == "/exit":
-        return None
-    if command == "/reset":
-        log("a new conversation")
-        return []
-    if re.fullmatch(r"/[a-z]+|/(reset|exit)\b.*", command, re.I):
-        log(f"no such command: {command}; {HELP}")
-        return turns
-    return take_turn(engine, builder, turns, line, interrupts)
 
 
 def take_turn(
@@ -166,9 +150,9 @@ def take_turn(
     """Answer a line: -> the messages, with the line and its answer appended if there is one."""
     asked = [*turns, {"role": "user", "content": line}]
     try:
-        request = builder.request(builder.encode(asked), {})
+        reply = Reply(builder.request_for(builder.encode(asked)), builder.new_stream)
     except UserError as e:
         log(f"{e}; /reset begins anew" if turns else e)
         return turns
-    answer = stream_answer(engine, request, builder.new_stream(request), interrupts)
+    answer = stream_answer(engine, reply, interrupts)
     return [*asked, {"role": "assistant", "content": answer}] if answer.strip() else turns

@@ -14,6 +14,7 @@ from feedback.progress import print_line
 from serving.engine import Engine
 from terminal.launch import log
 
+LOGGED = "deployment", "serving"  # folders whose modules have loggers of their names
 PROFILED = 10  # seconds: a profile grows by 10 MB per second, and viewers hold a million events
 
 
@@ -25,11 +26,12 @@ class StderrHandler(logging.Handler):
 
 
 def show_logs() -> None:
-    """Print what the loggers in serving/ say, each of which has the name of its module."""
-    handler, logger = StderrHandler(), logging.getLogger("serving")
+    """Print what the loggers of LOGGED say."""
+    handler = StderrHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s.%(msecs)03d %(name)s: %(message)s", "%H:%M:%S"))
-    logger.handlers = [handler]
-    logger.setLevel(logging.DEBUG)
+    for logger in map(logging.getLogger, LOGGED):
+        logger.handlers = [handler]
+        logger.setLevel(logging.DEBUG)
 
 
 def check_profile_folder(name: str) -> None:

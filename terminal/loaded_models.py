@@ -20,11 +20,12 @@ from deployment.deploy import (
 from deployment.memory import Deployment
 from distributed.exchange import gather
 from feedback.errors import UserError
+from generation.request_builder import RequestBuilder
 from serving.engine import Engine
 from serving.needed import Demand, faster_programs, needed_programs, warm_up
 from serving.scheduler import PrefillLimits
 from terminal.launch import Startup, log_if_slow, log_once
-from terminal.prompts import RequestBuilder
+from terminal.prompts import make_builder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,5 +102,5 @@ def open_session(args: argparse.Namespace, n_devices: int, startup: Startup) -> 
     tokenizer = load_tokenizer(checkpoint.folder)
     if args.chat_template is not None:
         replace_chat_template(tokenizer, args.chat_template)
-    builder = RequestBuilder(args, checkpoint, tokenizer, [x.cfg for x in models])
+    builder = make_builder(args, checkpoint, tokenizer, [x.cfg for x in models])
     return Session(args, models, builder, startup)

@@ -6,13 +6,13 @@ import re
 
 from checkpoints.names import FLOATS
 from deployment.memory import DEFAULT_ROWS
+from generation.request_builder import NEW_TOKENS, ROW_POSITIONS
 from quantize import FORMATS
 from serving.scheduler import ACCELERATOR_LIMITS, CPU_LIMITS
 from serving.speculation import MAX_DRAFT, check_n_draft
 from terminal.command_line import OneLineParser
 from terminal.diagnostics import PROFILED
 from terminal.launch import add_process_options
-from terminal.prompts import DEFAULT_NEW_TOKENS, INTERACTIVE_LENGTH
 
 TINY = pathlib.Path(__file__).resolve().parents[1] / "tests" / "checkpoints" / "tiny-llama3"
 
@@ -70,7 +70,7 @@ def parse_arguments(arguments: list[str] | None = None):
 
     add = parser.add_argument_group("generation").add_argument
     add("--max-new-tokens", type=int, metavar="N",
-        help=f"per answer; default: {DEFAULT_NEW_TOKENS}, or what --max-len allows")
+        help=f"per answer; default: {NEW_TOKENS}, or what --max-len allows")
     add("--stop", action="append", default=[], metavar="TEXT",
         help="a text that ends an answer; may be given many times")
     add("--stop-id", action="append", default=[], type=int, metavar="ID", help="a token that ends an answer")
@@ -89,7 +89,7 @@ def parse_arguments(arguments: list[str] | None = None):
     add("--rows", type=int, metavar="N",
         help=f"answers at a time; default: all, but at most {DEFAULT_ROWS}; a server: the same, on a CPU 8")
     add("--max-len", type=int, metavar="N",
-        help=f"positions per row, prompt included; default: as needed; chat and server: {INTERACTIVE_LENGTH}")
+        help=f"positions per row, prompt included; default: as needed; chat and server: {ROW_POSITIONS}")
     add("--draft", metavar="DIR_OR_ID", help="a smaller model with the same tokenizer, for speculation")
     add("--lookup", action="store_true", help="prompt lookup: speculate that the text repeats itself")
     add("--guesses", type=int, default=4, metavar="N",

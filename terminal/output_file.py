@@ -1,6 +1,5 @@
 """The --output file: JSON lines, which a later run of the same command completes."""
 
-import argparse
 import codecs
 import contextlib
 import fcntl
@@ -17,7 +16,7 @@ import jax
 
 from distributed.exchange import from_first
 from feedback.errors import UserError
-from terminal.answers import Reply
+from terminal.answers import PromptReply
 from terminal.launch import log
 from terminal.loaded_models import Session
 
@@ -33,10 +32,9 @@ class OutputFile:
     answered: the keys of replies that the file has already. Raises UserError if the file has other lines.
     """
 
-    def __init__(self, name: str, replies: list[Reply], settings: Callable, content: Callable):
-        """settings, content: functions of a reply: its digest, and its object."""
+    def __init__(self, name: str, replies: list[PromptReply], settings: Callable[[PromptReply], str]):
         path = pathlib.Path(os.path.expanduser(name))
-        self.name, self.settings, self.content = f"--output {name}", settings, content
+        self.name, self.settings = f"--output {name}", settings
         if path.exists() and not path.is_file():
             raise UserError(f"{self.name}: not a regular file")
         self.path = path.resolve()
@@ -66,7 +64,7 @@ class OutputFile:
             raise UserError(f"{self.name}: another process is writing to it") from None
         return file
 
-    def _read(self, expected: dict[tuple[int, int], Reply]) -> set[tuple[int, int]]:
+    def _read(self, expected: dict[tuple[int, int], PromptReply]) -> set[tuple[int, int]]:
         """The keys of the file's lines. Dropped are empty lines, a line that was cut short, errors, and what
         editors add: a byte-order mark and other line ends.
         """
@@ -98,10 +96,10 @@ class OutputFile:
             raise UserError(f"{where}: made with another model or other options; give another file")
         return key
 
-    def show(self, done: list[Reply]) -> None:
+    def show(self, done: list[PromptReply]) -> None:
         for reply in done:
             settings = {} if reply.error is not None else dict(settings=self.settings(reply))
-            self.file.write(json.dumps(self.content(reply) | settings, ensure_ascii=False).encode() + b"\n")
+            self.file.write(json.dumps(reply.as_json() | settings, ensure_ascii=False).encode() + b"\n")
         try:
             self.file.flush()
         except OSError as e:
@@ -130,16 +128,16 @@ class OutputFile:
         self.file = self._open()
 
 
-def settings_digest(session: Session) -> Callable[[Reply], str]:
+def settings_digest(session: Session) -> Callable[[PromptReply], str]:
     """The function that digests all that a reply depends on, for the process that writes --output."""
     args, target = session.args, session.models[0]
     types = target.dtype, str(target.format), target.kv_dtype
-    asked = args.n > 1, *types, args.logprobs, args.score, args.stop, sorted(session.builder.stop)
+    asked = args.n > 1, *types, args.logprobs, args.score, args.stop, sorted(session.builder.stop_tokens)
     writes = args.output and jax.process_index() == 0
     common = [target.checkpoint.fingerprint() if writes else None, asked]
     common = hashlib.sha256(json.dumps(common).encode())
 
-    def digest(reply: Reply) -> str:
+    def digest(reply: PromptReply) -> str:
         request, whole = reply.request, common.copy()
         whole.update(
             json.dumps([request.prompt.tolist(), request.max_new_tokens, vars(request.sampling)]).encode()
@@ -151,14 +149,14 @@ def settings_digest(session: Session) -> Callable[[Reply], str]:
 
 @contextlib.contextmanager
 def output_file(
-    args: argparse.Namespace, replies: list[Reply], settings, content
-) -> Iterator[tuple[OutputFile | None, list[Reply]]]:
+    session: Session, replies: list[PromptReply]
+) -> Iterator[tuple[OutputFile | None, list[PromptReply]]]:
     """-> (the --output file in the first process, else None; the replies that it does not have yet)."""
-    file = None
+    args, settings, file = session.args, settings_digest(session), None
 
     def open_file() -> list[bool]:
         nonlocal file
-        file = OutputFile(args.output, replies, settings, content)
+        file = OutputFile(args.output, replies, settings)
         return [reply.key in file.answered for reply in replies]
 
     answered = from_first(open_file) if args.output else [False] * len(replies)

@@ -1,38 +1,38 @@
-"""The prompts of the command line, of text files and of JSON lines, and the requests made of them."""
+"""The prompts of the command line, of text files and of JSON lines."""
 
 import argparse
 import dataclasses
 import os
 import pathlib
 import sys
-from collections.abc import Iterator
 from typing import Any
-
-import numpy as np
 
 from checkpoints.checkpoint import Checkpoint
 from checkpoints.tensor_files import parse_json
-from conversation.messages import read_messages
-from conversation.streams import TextStream, answer_stream
-from conversation.text import encode, has_surrogate, stop_tokens
-from conversation.tool_definitions import read_definitions
-from conversation.tools import choose_tool_format
+from conversation.messages import has_surrogate, read_messages
+from conversation.text import stop_tokens
+from conversation.tools import read_definitions
 from distributed.exchange import from_first
 from feedback.errors import UserError, located
+from generation.request_builder import (
+    NEW_TOKENS,
+    NOT_TEXT,
+    ROW_POSITIONS,
+    RequestBuilder,
+    builder_for,
+    check_new_tokens,
+    check_text,
+    row_length,
+)
 from model import Config
-from serving.requests import RESTRICTIONS, SAMPLING_OPTIONS, Request, check_sampling, choose_sampling
-from sharding.sampling import Sampling
-from terminal.command_line import INT32_MAX
+from serving.requests import SAMPLING_OPTIONS, check_sampling
 from terminal.launch import log
 
-DEFAULT_NEW_TOKENS = 256
-INTERACTIVE_LENGTH = 4096  # the default --max-len of --chat and --serve, if the model allows it
 DEFAULT_PROMPTS = (
     "Tell me your name",
     "What is the weather like expressed in long prose in Old English",
     "Do you like ice cream, be extremely precise",
 )
-NOT_TEXT = "not valid text in this terminal's encoding"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,24 +59,12 @@ def read_prompts(args: argparse.Namespace) -> list[Prompt]:
         Prompt(text, f"--prompt {text if len(text) < 40 else text[:36] + '...'!r}")
         for text in args.prompt or ()
     ]
-    read = [] if args.prompt_file is None else read_prompt_file(args.prompt_file)
-    for prompt in typed:
-        check_text(prompt, NOT_TEXT)
-    for prompt in read:
-        check_text(prompt, "not valid text, but half a surrogate pair")
-    return [*typed, *read] or [Prompt(text, f"prompt {i}") for i, text in enumerate(DEFAULT_PROMPTS, 1)]
-
-
-def check_text(prompt: Prompt, surrogate: str) -> None:
-    """Raise UserError if a text is empty or has a surrogate, with `surrogate` as the message. A chat has been
-    checked when it was read.
-    """
-    if not isinstance(prompt.text, str):
-        return
-    if not prompt.text.strip():
-        raise UserError(f"{prompt.where}: an empty prompt")
-    if has_surrogate(prompt.text):
-        raise UserError(f"{prompt.where}: {surrogate}")
+    prompts = typed + ([] if args.prompt_file is None else read_prompt_file(args.prompt_file))
+    for prompt in prompts:
+        if isinstance(prompt.text, str):
+            with located(prompt.where):
+                check_text(prompt.text)
+    return prompts or [Prompt(text, f"prompt {i}") for i, text in enumerate(DEFAULT_PROMPTS, 1)]
 
 
 def share_prompts(args: argparse.Namespace) -> list[Prompt]:
@@ -121,86 +109,43 @@ def parse_line(line: str, where: str) -> Prompt:
     known = {*SAMPLING_OPTIONS, "max_new_tokens"}
     if unknown := sorted(set(options) - known):
         raise UserError(f"{where}: unknown option {unknown[0][:40]!r}; known: {', '.join(sorted(known))}")
-    for name in set(options) & set(SAMPLING_OPTIONS):
-        check_sampling(name, options[name], f"{where}: ")
-    new = options.get("max_new_tokens", 1)
-    if type(new) is not int or not 1 <= new <= INT32_MAX:
-        raise UserError(f"{where}: max_new_tokens {str(new)[:40]} is not between 1 and {INT32_MAX}")
+    with located(where):
+        for name in set(options) & set(SAMPLING_OPTIONS):
+            check_sampling(name, options[name])
+        check_new_tokens(options.get("max_new_tokens", 1))
     return Prompt(text, where, options, tools)
 
 
-def row_limit(args: argparse.Namespace, configs: list[Config]) -> tuple[int, str]:
-    """The most positions of a row, and what sets this limit."""
-    limit = min(cfg.max_positions for cfg in configs)
-    if args.max_len is None:
-        if (args.chat or args.serve) and limit > INTERACTIVE_LENGTH:
-            return INTERACTIVE_LENGTH, "the default --max-len"
-        return limit, "the model's limit"
-    if args.max_len > limit:
-        raise UserError(f"--max-len {args.max_len}: the model's limit is {limit} positions")
-    return args.max_len, "--max-len"
-
-
-class RequestBuilder:
-    """Makes requests of prompts, with the options of the command line."""
-
-    def __init__(self, args: argparse.Namespace, checkpoint: Checkpoint, tokenizer, configs: list[Config]):
-        self.args, self.tokenizer, self.vocabulary = args, tokenizer, checkpoint.config.V
-        self.channels = checkpoint.family.channels
-        self.tools = choose_tool_format(tokenizer, checkpoint.family.tools)
-        asked = {name: getattr(args, name) for name in SAMPLING_OPTIONS}
-        self.sampling = choose_sampling(asked, checkpoint.folder)
-        self.templated = bool(tokenizer.chat_template) and not args.no_chat_template and not args.score
-        self.limit, self.limit_name = row_limit(args, configs)
-        self.new_tokens = self.limit if args.chat else DEFAULT_NEW_TOKENS
-        stop = frozenset() if args.ignore_eos else stop_tokens(checkpoint.folder, tokenizer)
-        self.stop = stop.union(args.stop_id)
-        if wrong := [i for i in args.stop_id if not 0 <= i < self.vocabulary]:
-            raise UserError(f"--stop-id {wrong[0]}: the model has tokens 0 to {self.vocabulary - 1}")
-        if args.n > 1 and not self.sampling.temperature:
-            log(f"--n {args.n}: greedy answers are all alike; --temperature 1 would make them differ")
-        if has_surrogate(args.system or ""):
-            raise UserError(f"--system: {NOT_TEXT}")
-        if args.system is not None and not tokenizer.chat_template:
-            raise UserError(f"--system: the tokenizer in {checkpoint.folder} has no chat template")
-
-    def encode(self, text: str | list[dict], /, **options) -> list[int]:
-        """The token ids of a text or a chat, through the chat template if there is one.
-
-        options: of a chat, see conversation.text.encode.
-        """
-        if isinstance(text, str) and self.templated:
-            text = [{"role": "user", "content": text}]
-        if not isinstance(text, str) and self.args.system and text[0]["role"] not in ("system", "developer"):
-            text = [{"role": "system", "content": self.args.system}, *text]
-        spelled = self.args.special_tokens_in_messages
-        return encode(self.tokenizer, text, self.vocabulary, self.limit, spelled, self.tools, **options)
-
-    def requests(self, prompt: list[int], options: dict, samples: int) -> Iterator[Request]:
-        """A request for each sample of a prompt: they differ in their seeds. UserError as in `request`."""
-        first = self.request(prompt, options)
-        yield first
-        for i in range(1, samples):
-            sampling = dataclasses.replace(first.sampling, seed=(first.sampling.seed + i) % 2**32)
-            yield dataclasses.replace(first, sampling=sampling)
-
-    def request(self, prompt: list[int], options: dict) -> Request:
-        """Raises UserError if the prompt and its answer exceed a row."""
-        args, left = self.args, self.limit - len(prompt)
-        new = options.get("max_new_tokens") or args.max_new_tokens or min(self.new_tokens, max(left, 1))
-        new = 0 if args.score else new
-        if new > left:
-            answer = f", which with {new} new ones" if new else ", which"
-            raise UserError(f"{len(prompt)} tokens{answer} exceed {self.limit_name} of {self.limit}")
-        asked = vars(self.sampling) | {name: options[name] for name in options if name in SAMPLING_OPTIONS}
-        if not asked["temperature"] and args.temperature is None and "temperature" not in options:
-            asked["temperature"] = 1.0 if RESTRICTIONS & set(options) else None
-        return Request(
-            np.array(prompt, np.int32), new, Sampling(**asked), self.stop, args.logprobs or args.score
-        )
-
-    def new_stream(self, request: Request) -> TextStream:
-        """The text of the answer to a request. The continuation of a text is not divided."""
-        if self.args.no_chat_template:
-            return TextStream(self.tokenizer, self.stop, tuple(self.args.stop))
-        return answer_stream(self.tokenizer, request.prompt, self.stop, tuple(self.args.stop), self.channels)
+def make_builder(
+    args: argparse.Namespace, checkpoint: Checkpoint, tokenizer, configs: list[Config]
+) -> RequestBuilder:
+    """The RequestBuilder with the options of the command line. Raises UserError if one does not suit."""
+    default = ROW_POSITIONS if args.chat or args.serve else None
+    max_len, limit = row_length(args.max_len, configs, default, "--max-len")
+    stop = frozenset() if args.ignore_eos else stop_tokens(checkpoint.folder, tokenizer)
+    builder = builder_for(
+        checkpoint,
+        tokenizer,
+        {name: getattr(args, name) for name in SAMPLING_OPTIONS},
+        "--",
+        max_len=max_len,
+        limit=limit,
+        stop_tokens=stop.union(args.stop_id),
+        stop=tuple(args.stop),
+        max_new_tokens=0 if args.score else args.max_new_tokens,
+        new_tokens=max_len if args.chat else NEW_TOKENS,
+        score=args.logprobs or args.score,
+        system=args.system,
+        chat_template=not (args.no_chat_template or args.score),
+        special_tokens_in_messages=args.special_tokens_in_messages,
+        divided=not args.no_chat_template,
+    )
+    if wrong := [i for i in args.stop_id if not 0 <= i < builder.vocabulary]:
+        raise UserError(f"--stop-id {wrong[0]}: the model has tokens 0 to {builder.vocabulary - 1}")
+    if args.n > 1 and not builder.sampling.temperature:
+        log(f"--n {args.n}: greedy answers are all alike; --temperature 1 would make them differ")
+    if has_surrogate(args.system or ""):
+        raise UserError(f"--system: {NOT_TEXT}")
+    if args.system is not None and not tokenizer.chat_template:
+        raise UserError(f"--system: the tokenizer in {checkpoint.folder} has no chat template")
+    return builder

@@ -48,9 +48,9 @@ def serve(session: Session) -> None:
     args, builder = session.args, session.builder
     rows = args.rows or (CPU_ROWS if jax.default_backend() == "cpu" else DEFAULT_ROWS)
     saved = int((DEFAULT_PREFIX_CACHE if args.prefix_cache_gib is None else args.prefix_cache_gib) * 2**30)
-    lengths = [builder.limit] * rows
-    rows, max_len = fit_cache(session.models, lengths, args.rows, builder.limit, copied=1 if saved else 0)
-    tokenizer = grammar_tokenizer(builder.tokenizer, builder.vocabulary, builder.stop)
+    lengths = [builder.max_len] * rows
+    rows, max_len = fit_cache(session.models, lengths, args.rows, builder.max_len, copied=1 if saved else 0)
+    tokenizer = grammar_tokenizer(builder.tokenizer, builder.vocabulary, builder.stop_tokens)
     like = [Request([0], 1), Request([0], 1, Sampling(top_logprobs=1), score=True)]
     limits = server_limits(jax.default_backend(), args.prefill_budget)
     demand = demand_of(like, max_len, OPTION_SETS)
@@ -70,7 +70,7 @@ def serve(session: Session) -> None:
     if not key and not port.local:
         log(f"anyone who reaches {args.host} can ask: --api-key-file or {KEY} would guard it")
     engine, shapes = start()
-    loop.rows, app.state.served = engine.programs.rows, served_model(session, tokenizer, max_len)
+    loop.rows, app.state.served = engine.programs.rows, served_model(session, tokenizer)
     on_first_signal(loop.drain)
     in_background(wait_for_flag, "drain", loop.drain)
     cores_are_busy = jax.default_backend() == "cpu" and process_count() == 1
@@ -113,7 +113,7 @@ def leave_after(failure: Exception) -> NoReturn:
     watch.leave(1, f"error: {ENGINE_FAILED}: {what}", "", at_once=True)
 
 
-def served_model(session: Session, tokenizer, max_len: int) -> ServedModel:
+def served_model(session: Session, tokenizer) -> ServedModel:
     args, builder = session.args, session.builder
     folder = pathlib.Path(args.checkpoint)
     path = folder.exists() or is_url(args.checkpoint)
@@ -121,25 +121,15 @@ def served_model(session: Session, tokenizer, max_len: int) -> ServedModel:
     if args.served_model_name:
         names, checkpoint = tuple(dict.fromkeys(args.served_model_name)), ""
     sampling = builder.sampling
-    given = given_options(sampling)
     if sampling.temperature is None:  # the default of OpenAI's API
         sampling = dataclasses.replace(sampling, temperature=1.0)
     return ServedModel(
+        **vars(builder) | dict(sampling=sampling),
         names=names,
         checkpoint=checkpoint,
-        tokenizer=builder.tokenizer,
         grammar_tokenizer=tokenizer,
-        vocabulary=builder.vocabulary,
-        encode_chat=builder.encode,
-        max_len=max_len,
-        stop_ids=builder.stop,
-        stop=tuple(args.stop),
-        max_new_tokens=args.max_new_tokens,
-        sampling=dataclasses.replace(sampling, seed=None),
-        default_sampling=given,
+        default_sampling=given_options(builder.sampling),
         created=int(time.time()),
-        channels=builder.channels,
-        tools=builder.tools,
     )
 
 

@@ -3,20 +3,21 @@
 import argparse
 import json
 import math
-from collections.abc import Callable
 
 import jax
 import numpy as np
 
-from deployment.memory import BANDWIDTH, Deployment, bytes_per_step
+from deployment.memory import BANDWIDTH, Deployment
+from deployment.step_bytes import bytes_per_step
+from generation.replies import Score
 from serving.engine import Engine
 from sharding.mesh import degrees
-from terminal.answers import Reply, score_line
+from terminal.answers import PromptReply, score_line
 from terminal.launch import log
 from terminal.loaded_models import Session
 
 
-def report(session: Session, engine: Engine, replies: list[Reply], content: Callable[[Reply], dict]) -> None:
+def report(session: Session, engine: Engine, replies: list[PromptReply]) -> None:
     args, target, started = session.args, session.models[0], session.startup.seconds
     stats, answered = engine.stats, [reply for reply in replies if reply.error is None]
     prefilled = stats.prefilled or stats
@@ -46,7 +47,7 @@ def report(session: Session, engine: Engine, replies: list[Reply], content: Call
     if args.json:
         print(json.dumps(dict(
             model=args.checkpoint, mesh=degrees(target.mesh),
-            devices=jax.device_count(), responses=[content(reply) for reply in replies],
+            devices=jax.device_count(), responses=[reply.as_json() for reply in replies],
             startup_seconds=started, prefill_seconds=prefilled.seconds,
             decode_tokens_per_second=rate, engine_seconds=stats.seconds, bandwidth_utilization=utilization,
             prompt_tokens=stats.prompt_tokens, prompt_tokens_reused=stats.reused_tokens,
@@ -57,18 +58,18 @@ def report(session: Session, engine: Engine, replies: list[Reply], content: Call
         print_totals(args, answered)
 
 
-def print_totals(args: argparse.Namespace, answered: list[Reply]) -> None:
+def print_totals(args: argparse.Namespace, answered: list[PromptReply]) -> None:
     """Print totals of scores or log-probabilities, which the texts do not have."""
     if args.score and len(answered) > 1:
         scores = [x for reply in answered for x in reply.answer.prompt_logprobs]
-        print(f"all: {score_line(math.fsum(scores), len(scores))}")
+        print(f"all: {score_line(Score([], scores))}")
     elif args.logprobs:
         print("For log-probabilities by token, use --json. Of each answer as a whole:")
         print(" ".join(f"{math.fsum(reply.answer.logprobs):.4f}" for reply in answered))
 
 
 def bandwidth_utilization(
-    target: Deployment, engine: Engine, answered: list[Reply], seconds: float
+    target: Deployment, engine: Engine, answered: list[PromptReply], seconds: float
 ) -> float | None:
     """The fraction of the device's memory bandwidth that a step of this duration used; None if not known."""
     bandwidth = BANDWIDTH.get(jax.devices()[0].device_kind)

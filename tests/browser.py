@@ -3,7 +3,6 @@
 import contextlib
 import json
 import shutil
-import time
 
 import pytest
 from selenium import webdriver
@@ -28,15 +27,6 @@ def open_browser():
         browser.set_script_timeout(SECONDS)
         browser.requests = []
         yield browser
-
-
-def until(condition, seconds=SECONDS):
-    """Call the condition until its result is true, and return that result."""
-    late = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < late
-        time.sleep(0.05)
-    return found
 
 
 def js(page, expression: str):

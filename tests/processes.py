@@ -22,6 +22,15 @@ import main
 SECONDS = 300  # until a test gives up: processes take 15, but after a fault they may wait for one another
 
 
+def until(condition, seconds: float = 100):
+    """Call the condition until its result is true, and return that result."""
+    end = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    return found
+
+
 def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -90,14 +99,14 @@ def finish(processes: list[subprocess.Popen]) -> list[tuple[int, str, str]]:
 
 
 @contextlib.contextmanager
-def serving(log: pathlib.Path, *options) -> Iterator[str]:
+def serving(log: pathlib.Path, *options, **variables: str) -> Iterator[str]:
     """The address of `main.py --serve`, without the tests' virtual devices, once it is ready.
 
-    log: the file of its stderr.
+    log: the file of its stderr. variables: of its environment.
     """
     port = free_port()
     command = [sys.executable, main.__file__, "--serve", "--port", port, *options]
-    environment = os.environ | {"XLA_FLAGS": FAST}
+    environment = os.environ | {"XLA_FLAGS": FAST} | variables
     with log.open("w") as stderr:
         server = subprocess.Popen(list(map(str, command)), stderr=stderr, env=environment)
     try:

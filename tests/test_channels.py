@@ -118,58 +118,46 @@ def streamed(
     return parts, stream
 
 
-SPLIT = {  # an answer: (its text, its reasoning)
-    answer_text("They greet.", "Hello!"): ("Hello!", "They greet."),
-    answer_text("a 🦙\n\nb", "你好 🦙"): ("你好 🦙", "a 🦙\n\nb"),
-    "<|channel|>final<|message|>At once<|return|>": ("At once", ""),
-    "<|channel|>final <|constrain|>json<|message|>{}<|return|>": ("{}", ""),
-    "<|channel|>final<|constrain|>json<|message|>{}<|return|>": ("{}", ""),
-    "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{1}<|call|>": ("", "{1}"),
-    "<|channel|>analysis<|message|>cut of": ("", "cut of"),
-    "<|channel|>ana": ("", ""),
-    "<|message|>no channel<|end|>": ("no channel", ""),
-    "<|channel|>final<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b": ("a\n\nb", ""),
-    "of another format 🦙": ("of another format 🦙", ""),
-    "of another format<|return|>": ("of another format", ""),
-    "": ("", ""),
-}
+SPLIT = {  # a family's channels: {an answer: (its text, its reasoning)}
+    "gpt-oss": (HARMONY, {
+        answer_text("They greet.", "Hello!"): ("Hello!", "They greet."),
+        answer_text("a 🦙\n\nb", "你好 🦙"): ("你好 🦙", "a 🦙\n\nb"),
+        "<|channel|>final<|message|>At once<|return|>": ("At once", ""),
+        "<|channel|>final <|constrain|>json<|message|>{}<|return|>": ("{}", ""),
+        "<|channel|>final<|constrain|>json<|message|>{}<|return|>": ("{}", ""),
+        "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{1}<|call|>": ("", "{1}"),
+        "<|channel|>analysis<|message|>cut of": ("", "cut of"),
+        "<|channel|>ana": ("", ""),
+        "<|message|>no channel<|end|>": ("no channel", ""),
+        "<|channel|>final<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b": ("a\n\nb", ""),
+        "of another format 🦙": ("of another format 🦙", ""),
+        "of another format<|return|>": ("of another format", ""),
+        "": ("", ""),
+    }),
+    # The recipient of a message is its channel; no token of its own precedes the name.
+    "muse-glimmer": (RECIPIENTS, {
+        " to=self<|message|>Why?<|eom|><|start|>assistant to=user<|message|>Hi!<|eot|>": ("Hi!", "Why?"),
+        " to=user<|message|>It goes to=self, they say.<|eot|>": ("It goes to=self, they say.", ""),
+        " to=weather.today<|message|>{1}<|eom|><|start|>assistant to=user<|message|>a": ("a", "{1}"),
+        "<|message|>to nobody<|eot|>": ("to nobody", ""),
+        " to=self<|message|>cut of": ("", "cut of"),
+        "of another format 🦙": ("of another format 🦙", ""),
+        "of another format<|eot|>": ("of another format", ""),
+    }),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("step", [1, 3, 100])
-@pytest.mark.parametrize("answer", SPLIT)
-def test_channels(answer, step, tokenizer):
+@pytest.mark.parametrize(("family", "answer"), [(name, x) for name, (_, all) in SPLIT.items() for x in all])
+def test_channels(family, answer, step):
     """However many tokens come at a time: what was given stays, and all tokens are counted."""
-    check_split(tokenizer, answer, step, SPLIT[answer])
-
-
-def check_split(tokenizer, answer: str, step: int, expected: tuple[str, str], **options) -> None:
-    _, stream = streamed(tokenizer, answer, step, **options)
-    assert (stream.text, stream.reasoning) == expected
-    assert isinstance(stream, ChannelStream) and stream.used == len(tokens_of(tokenizer, answer))
-
-
-SENT = {  # an answer of Muse Glimmer: (its text, its reasoning)
-    " to=self<|message|>They greet.<|eom|><|start|>assistant to=user<|message|>Hello!<|eot|>": (
-        "Hello!",
-        "They greet.",
-    ),
-    " to=user<|message|>It goes to=self, they say.<|eot|>": ("It goes to=self, they say.", ""),
-    " to=weather.today<|message|>{1}<|eom|><|start|>assistant to=user<|message|>a": ("a", "{1}"),
-    "<|message|>to nobody<|eot|>": ("to nobody", ""),
-    " to=self<|message|>cut of": ("", "cut of"),
-    "of another format 🦙": ("of another format 🦙", ""),
-    "of another format<|eot|>": ("of another format", ""),
-}
-
-
-@pytest.mark.parametrize("step", [1, 3, 100])
-@pytest.mark.parametrize("answer", SENT)
-def test_channels_named_in_a_text(answer, step):
-    """The recipient of a message is its channel; no token of its own precedes the name."""
+    channels, expected = SPLIT[family]
     tokenizer = load_tokenizer(CHECKPOINTS / "tiny-llama3")
-    marks = [RECIPIENTS.start, RECIPIENTS.message, *RECIPIENTS.ends]
+    marks = [channels.start, channels.message, *channels.ends, *(MARKS if channels is HARMONY else ())]
     tokenizer.add_special_tokens(dict(additional_special_tokens=marks))
-    check_split(tokenizer, answer, step, SENT[answer], channels=RECIPIENTS)
+    _, stream = streamed(tokenizer, answer, step, channels=channels)
+    assert (stream.text, stream.reasoning) == expected[answer]
+    assert isinstance(stream, ChannelStream) and stream.used == len(tokens_of(tokenizer, answer))
 
 
 def test_text_arrives_while_it_grows(tokenizer):
@@ -222,10 +210,8 @@ def test_prompts(environment, folder):
     (found,) = json.loads(ask(environment, folder, "--prompt", "Hi", "--json").stdout)["responses"]
     assert (found["text"], found["reasoning"]) == (text, reasoning)
     done = ask(environment, folder, "--prompt", "Hi", "--max-new-tokens", "6")
-    assert (
-        done.stdout == "> Hi\n\n\n"
-        and "1 of 1 answers are cut, 1 of them within the reasoning: they had" in done.stderr
-    )
+    assert done.stdout == "> Hi\n\n\n"
+    assert "1 of 1 answers are cut, 1 of them within the reasoning: they had" in done.stderr
 
 
 def test_chat_over_a_pipe(environment, folder):
@@ -308,8 +294,7 @@ def test_what_the_server_does_not_divide(server, tokenizer):
     asked = dict(messages=[dict(role="user", content="Hi")], response_format=form, max_tokens=8)
     status, reply = post(server, "/v1/chat/completions", asked)
     message = reply["choices"][0]["message"]
-    assert (
-        status == 200 and re.fullmatch("[ab]{3}", message["content"]) and "reasoning_content" not in message
-    )
+    assert status == 200 and re.fullmatch("[ab]{3}", message["content"])
+    assert "reasoning_content" not in message
     wrong = dict(messages=[dict(role="user", content="Hi", reasoning_content="x")], max_tokens=8)
     assert post(server, "/v1/chat/completions", wrong)[0] == 400

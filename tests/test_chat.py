@@ -5,7 +5,6 @@ import os
 import pty
 import re
 import select
-import shutil
 import struct
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import time
 
 import pytest
 from conftest import CHECKPOINTS, FAST, generate, mesh_of
-from test_command_line import damage_token
+from test_command_line import damaged
 
 import main
 from checkpoints.checkpoint import open_checkpoint
@@ -43,9 +42,8 @@ def over_a_pipe(environment, text: str, *arguments: str) -> tuple[str, str]:
 
 def test_a_turn_that_computes_nan(environment, tmp_path):
     """It is an error, and as if it had not been said; at the end the exit code tells."""
-    shutil.copytree(CHECKPOINTS / "tiny-llama4", tmp_path / "damaged")
-    damage_token(tmp_path / "damaged", "Z")
-    command = [sys.executable, main.__file__, "--chat", "--checkpoint", tmp_path / "damaged"]
+    folder = damaged(tmp_path / "damaged", "tiny-llama4", "Z")
+    command = [sys.executable, main.__file__, "--chat", "--checkpoint", folder]
     found = []
     for text in ("Hello\nWho are you?\n", "Hello\nWhat is ZZ?\nWho are you?\n"):
         done = subprocess.run(command, input=text, capture_output=True, text=True, env=environment)

@@ -9,15 +9,11 @@ it asks for an answer that the server cannot give.
 import json
 import pathlib
 import shutil
-import urllib.error
-import urllib.request
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import pytest
 from conftest import CHECKPOINTS
-from test_server import started
+from test_server import post_text, started
 
 LINES = pathlib.Path(__file__).with_name("client_requests.jsonl").read_text().splitlines()
 REQUESTS = [json.loads(line) for line in LINES]
@@ -37,20 +33,6 @@ def server(tmp_path_factory):
     found.end()
 
 
-def reply(server, request: dict) -> tuple[int, str]:
-    """-> (the status, the text) of the response, whole or streamed."""
-    headers = {"content-type": "application/json"}
-    body = json.dumps(request["body"]).encode()
-    try:
-        with urllib.request.urlopen(
-            urllib.request.Request(server.url + request["path"], body, headers)
-        ) as response:
-            return response.status, response.read().decode()
-    except urllib.error.HTTPError as e:
-        with e:
-            return e.code, e.read().decode()
-
-
 def check_answer(request: dict, text: str) -> None:
     """It is complete: whole or streamed, of the kind that was asked for."""
     if request["body"].get("stream"):
@@ -68,7 +50,7 @@ def check_answer(request: dict, text: str) -> None:
 
 def test_requests_of_clients(server):
     with ThreadPoolExecutor(16) as pool:
-        replies = pool.map(partial(reply, server), REQUESTS)
+        replies = pool.map(lambda request: post_text(server, request["path"], request["body"]), REQUESTS)
         for request, (status, text) in zip(REQUESTS, replies, strict=True):
             where = request["client"], request["sends"], text[:300]
             if "refused" in request:
@@ -76,18 +58,3 @@ def test_requests_of_clients(server):
             else:
                 assert status == 200, where
                 check_answer(request, text)
-
-
-def test_what_is_replayed():
-    """At least a hundred recorded requests that are answered, most of them with tools."""
-    answered = [x for x in REQUESTS if "refused" not in x]
-    recorded = [x for x in answered if x["recorded"]]
-    assert len(recorded) >= 100 and len({x["client"] for x in answered}) > 10
-    assert sum("tools" in x["body"] for x in recorded) > 50
-    for asked in ("none", "auto", "required"):
-        assert any(x["body"].get("tool_choice") == asked for x in recorded), asked
-    assert any(isinstance(x["body"].get("tool_choice"), dict) for x in recorded)
-    refused = Counter(x["refused"] for x in REQUESTS if "refused" in x)
-    assert refused == dict(previous_response_id=5, messages=1)
-    lines = [json.dumps(x, sort_keys=True) for x in REQUESTS]
-    assert len(set(lines)) == len(lines)

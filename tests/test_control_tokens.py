@@ -57,14 +57,8 @@ CHATML = """
 {% endif %}{%- endif -%}"""
 HARMONY = """<|start|>system<|message|>Reasoning: medium<|end|>
 {%- for message in messages -%}
-{%- if message.role == "tool" -%}
-<|start|>functions.{{ message.name }} to=assistant<|channel|>commentary<|message|>{{ message.content }}<|end|>
-{%- elif message.role == "assistant" -%}<|start|>assistant
-{%- for call in message.tool_calls or [] -%}
-{{ ' to=functions.' + call.function.name }}<|channel|>commentary json<|message|>
-{{- call.function.arguments | tojson }}<|call|>
-{%- endfor -%}<|channel|>final<|message|>{{ message.content }}<|end|>
-{%- else -%}<|start|>{{ message.role }}<|message|>{{ message.content }}<|end|>{%- endif -%}
+<|start|>{{ message.role }}{% if message.role == "assistant" %}<|channel|>final{% endif -%}
+<|message|>{{ message.content }}<|end|>
 {%- endfor -%}
 {%- if add_generation_prompt -%}<|start|>assistant{%- endif -%}"""
 LLAMA2 = """{{ bos_token }}

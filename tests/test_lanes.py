@@ -13,13 +13,8 @@ class Calls:
     """Calls that last until `gate` is set: how many run, and which have run."""
 
     def __init__(self):
-        self.gate, self.lock, self.running, self.most, self.ran = (
-            threading.Event(),
-            threading.Lock(),
-            0,
-            0,
-            [],
-        )
+        self.gate, self.lock = threading.Event(), threading.Lock()
+        self.running, self.most, self.ran = 0, 0, []
 
     def __call__(self, name: str) -> str:
         with self.lock:

@@ -6,7 +6,6 @@ import shutil
 
 import pytest
 from conftest import CHECKPOINTS, ONE_EACH, invoke
-from openai.types.chat import ChatCompletionMessage
 from test_server import post, started
 
 import main
@@ -22,54 +21,50 @@ ASK = dict(role="user", content="Hi")
 CALL = dict(id="c1", type="function", function=dict(name="add", arguments='{"a": 1, "b": null}'))
 READ_CALL = dict(id="c1", type="function", function=dict(name="add", arguments=dict(a=1, b=None)))
 
+
+def assistant(**fields) -> dict:
+    return dict(role="assistant", **fields)
+
+
+def calling(**function) -> dict:
+    return assistant(content=None, tool_calls=[dict(id="c", type="function", function=function)])
+
+
+ID = dict(id="c")
 READ = {  # what a message is read as
     "text": (dict(role="user", content="Hi", name="Ann"), dict(role="user", content="Hi", name="Ann")),
     "parts": (
-        dict(
-            role="developer",
-            content=[
-                dict(type="text", text="a", cache_control=dict(type="ephemeral")),
-                dict(type="text", text="b", annotations=[], logprobs=None),
-            ],
-        ),
+        dict(role="developer", content=[
+            dict(type="text", text="a", cache_control=dict(type="ephemeral")),
+            dict(type="text", text="b", annotations=[], logprobs=None),
+        ]),
         dict(role="developer", content="ab"),
     ),
     "a call": (
-        dict(role="assistant", content=None, tool_calls=[CALL | dict(index=0)]),
-        dict(role="assistant", content="", tool_calls=[READ_CALL]),
+        assistant(content=None, tool_calls=[CALL | dict(index=0)]),
+        assistant(content="", tool_calls=[READ_CALL]),
     ),
     "a call without arguments": (
-        dict(role="assistant", tool_calls=[dict(id="c", function=dict(name="f", arguments=""))]),
-        dict(
-            role="assistant",
-            content="",
-            tool_calls=[dict(id="c", type="function", function=dict(name="f", arguments={}))],
-        ),
+        assistant(tool_calls=[dict(function=dict(name="f", arguments="")) | ID]),
+        assistant(content="", tool_calls=[dict(type="function", function=dict(name="f", arguments={})) | ID]),
     ),
     "arguments as an object": (
-        dict(role="assistant", tool_calls=[dict(function=dict(name="f", arguments=dict(x=1)))]),
-        dict(
-            role="assistant",
-            content="",
-            tool_calls=[dict(type="function", function=dict(name="f", arguments=dict(x=1)))],
-        ),
+        assistant(tool_calls=[dict(function=READ_CALL["function"])]),
+        assistant(content="", tool_calls=[dict(type="function", function=READ_CALL["function"])]),
     ),
-    "nulls": (
-        dict(role="assistant", content="a", audio=None, annotations=[], function_call=None, tool_calls=None),
-        dict(role="assistant", content="a"),
+    "all fields of OpenAI's client": (
+        assistant(content="a", audio=None, annotations=[], refusal=None, function_call=None, tool_calls=None),
+        assistant(content="a"),
     ),
-    "a refusal": (dict(role="assistant", content=None, refusal="No."), dict(role="assistant", content="No.")),
+    "a refusal": (assistant(content=None, refusal="No."), assistant(content="No.")),
     "a part that is a refusal": (
-        dict(role="assistant", content=[dict(type="refusal", refusal="No.")]),
-        dict(role="assistant", content="No."),
+        assistant(content=[dict(type="refusal", refusal="No.")]), assistant(content="No."),
     ),
     "reasoning_content": (
-        dict(role="assistant", content="a", reasoning_content="why"),
-        dict(role="assistant", content="a", reasoning_content="why"),
+        assistant(content="a", reasoning_content="why"), assistant(content="a", reasoning_content="why"),
     ),
     "reasoning": (
-        dict(role="assistant", content="a", reasoning="why"),
-        dict(role="assistant", content="a", reasoning_content="why"),
+        assistant(content="a", reasoning="why"), assistant(content="a", reasoning_content="why"),
     ),
 }  # fmt: skip
 
@@ -82,32 +77,11 @@ def test_messages(name):
 
 def test_results_of_tools_have_the_names_of_their_functions():
     """Templates name a tool's result by its function; clients send the id of the call only."""
-    call = dict(
-        role="assistant", tool_calls=[CALL, CALL | dict(id="c2", function=dict(name="sub", arguments="{}"))]
-    )
+    call = assistant(tool_calls=[CALL, CALL | dict(id="c2", function=dict(name="sub", arguments="{}"))])
     results = [dict(role="tool", tool_call_id=x, content=x) for x in ("c2", "c1", "c3")]
     named = dict(role="tool", tool_call_id="c1", content="c", name="other")
     read = read_messages([ASK, call, *results, named])
     assert [x.get("name") for x in read[2:]] == ["sub", "add", None, "other"]
-
-
-@pytest.mark.parametrize("fields", [
-    dict(content="Hello"), dict(content=None, tool_calls=[CALL]), dict(content=None, refusal="No."),
-    dict(content="Hello", reasoning_content="They greet."),
-])  # fmt: skip
-def test_messages_of_the_openai_client_come_back(fields):
-    """`message.model_dump()`, which has all fields, also those that are null."""
-    message = ChatCompletionMessage(role="assistant", **fields)
-    dumped = message.model_dump()
-    assert dumped["function_call"] is dumped["audio"] is None
-    (_, read) = read_messages([ASK, json.loads(json.dumps(dumped))])
-    assert read == read_messages([ASK, message.model_dump(exclude_none=True)])[1]
-    assert read["content"] == (fields["content"] or fields.get("refusal") or "")
-    assert [x["id"] for x in read.get("tool_calls", ())] == [x["id"] for x in fields.get("tool_calls", ())]
-
-
-def assistant(**function) -> dict:
-    return dict(role="assistant", content=None, tool_calls=[dict(id="c", type="function", function=function)])
 
 
 WRONG = [
@@ -134,9 +108,9 @@ WRONG = [
         "tool_calls[0] must be an object of the type",
     ),
     (dict(role="assistant", tool_calls=[dict(id="x")]), "tool_calls[0].function must be"),
-    (assistant(name="f", arguments='{"a": '), "tool_calls[0]: arguments: not valid JSON"),
-    (assistant(name="f", arguments="[1]"), "tool_calls[0]: arguments: not a JSON object"),
-    (assistant(name="f", arguments=3), "tool_calls[0]: arguments must be a text"),
+    (calling(name="f", arguments='{"a": '), "tool_calls[0]: arguments: not valid JSON"),
+    (calling(name="f", arguments="[1]"), "tool_calls[0]: arguments: not a JSON object"),
+    (calling(name="f", arguments=3), "tool_calls[0]: arguments must be a text"),
 ]
 
 

@@ -1,55 +1,22 @@
 """The server's chat page, in a headless browser."""
 
-import os
-import pathlib
 import re
-import subprocess
-import sys
 import urllib.request
 
 import pytest
-from browser import (
-    NEEDS_BROWSER,
-    SECONDS,
-    ask,
-    asked,
-    choose,
-    click,
-    js,
-    keep,
-    open_browser,
-    sent,
-    text,
-    until,
-)
-from conftest import FAST
-
-import main
+from browser import NEEDS_BROWSER, ask, asked, choose, click, js, keep, open_browser, sent, text
+from processes import serving, until
 
 pytestmark = NEEDS_BROWSER
 KEY = "abc"
-START = 300  # for what takes a minute
 
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory):
     """The address of a server that requires a key. Answers end when their row of 512 positions is full."""
     log = tmp_path_factory.mktemp("page") / "log"
-    variables = dict(JAX_PLATFORMS="cpu", XLA_FLAGS=FAST, LLAMA_JAX_API_KEY=KEY)
-    command = [sys.executable, main.__file__, "--serve", "--port", "0", "--rows", "2", "--ignore-eos"]
-    folder = pathlib.Path(main.__file__).parent
-    with log.open("w") as file:
-        process = subprocess.Popen(command, stderr=file, env=os.environ | variables, cwd=folder)
-
-    def address():
-        assert process.poll() is None, log.read_text()
-        return re.search(r"^serving .* at (http://\S+):", log.read_text(), re.M)
-
-    try:
-        yield until(address, START)[1]
-    finally:
-        process.terminate()
-        process.wait(SECONDS)
+    with serving(log, "--rows", 2, "--ignore-eos", LLAMA_JAX_API_KEY=KEY) as address:
+        yield address
 
 
 @pytest.fixture(scope="module")

@@ -3,29 +3,19 @@
 import math
 import pathlib
 import re
-from functools import partial
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
-from conftest import llama3_config, mesh_of
 from jax.sharding import AbstractMesh
-from jax.sharding import PartitionSpec as P
 
-import model
 from families.registry import FAMILIES
-from images import attention_picture, batching, families, formats_picture, page, quantization, roofline
-from images import sharding as product_picture
-from ops.kv_cache import KV, key_beside_value
+from images import batching, families, page, quantization, roofline
 from planner.floor import needed
 from planner.job import Job
-from planner.published_models import read_model
+from planner.published_models import MODELS, read_model
 from planner.topologies import CHIPS
-from quantize import FORMATS, FP8, INT8
+from quantize import FORMATS, INT8
 from sharding import mesh as axes
 from sharding.mesh import SHARDED_BY, mesh_shape
-from sharding.slots import slot_mapping, visible_slots
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -43,19 +33,6 @@ def test_the_table_of_letters():
     assert set(stated) >= set("BTSDKGHCFVEAMLRP")
     for letter, name in stated.items():
         assert SHARDED_BY.get(letter.lower()) == (getattr(axes, name) if name else None), letter
-
-
-def test_the_picture_of_a_product_is_a_product():
-    """Each device's part is the product of its shards, and the parts add up to the whole."""
-    h, down = product_picture.arrays()
-    mesh = AbstractMesh((4,), ("tensor",))
-    ours, theirs = (product_picture.shards(x, P(None, "tensor"), mesh) for x in (h, down))
-    np.testing.assert_array_equal(np.concatenate(ours, 1), h)
-    parts, sums = product_picture.product(ours, theirs)
-    for i, part in enumerate(parts):
-        np.testing.assert_array_equal(part, h[:, 2 * i : 2 * i + 2] @ down[:, 2 * i : 2 * i + 2].T)
-    for total in sums:
-        np.testing.assert_array_equal(total, h @ down.T)
 
 
 def test_where_decode_becomes_bound_by_computation():
@@ -95,16 +72,6 @@ def test_the_tables_that_are_drawn():
     assert math.isclose(quantization.magnitudes().max(), 1)
 
 
-def test_errors_of_formats():
-    """Half of the last bit for floats that are not too small; half a step of 127 for int8."""
-    weights = np.geomspace(1e-3, 1, 5000, dtype=np.float32)
-    for format, bits in ((FP8, jnp.finfo(jnp.float8_e4m3fn).nmant), (formats_picture.E5M2, 2)):
-        assert (
-            0.88 * 2.0**-bits / 2 < formats_picture.relative_errors(format, weights).max() <= 2.0**-bits / 2
-        )
-    assert (formats_picture.relative_errors(INT8, weights) * weights).max() <= 0.5 / 127 + 1e-6
-
-
 def test_the_page():
     """The picture of model.py has a place for each section and for each collective, with a psum's letters."""
     text = page.source()
@@ -113,66 +80,23 @@ def test_the_page():
     page.draw()  # raises where a section or a collective has no place
 
 
-@pytest.mark.parametrize("name", attention_picture.MASKS)
-def test_rings_of_the_picture(name):
-    """The slots that a decode step writes and sees, for every length."""
-    mask, n = attention_picture.MASKS[name], attention_picture.POSITIONS
-
-    @partial(jax.shard_map, mesh=mesh_of(llama3_config()), in_specs=P(), out_specs=P(), check_vma=False)
-    def on_device(read):
-        """A row that has read so many tokens reads one more."""
-        chunk = model.chunk_at(read, jnp.ones_like(read), 1)
-        return slot_mapping(chunk, mask, n), visible_slots(chunk, mask, read + 1)
-
-    written, (length, gap) = jax.tree.map(np.asarray, on_device(jnp.arange(n)))
-    held = np.full(mask.ring or n, -1)
-    sees = attention_picture.visible(mask, n)
-    for position in range(n):
-        held[written[position, 0]] = position
-        assert attention_picture.slots(mask, position + 1, n).tolist() == held.tolist()
-        slots = np.arange(held.size)
-        seen = slots < length[position, 0]
-        if gap is not None:
-            seen &= (slots < gap[0][position, 0]) | (slots >= gap[1][position, 0])
-        assert sorted(held[seen]) == np.flatnonzero(sees[position]).tolist()
-
-
-@pytest.mark.parametrize("name", attention_picture.MASKS)
-def test_masks_of_the_picture(name):
-    """What the tokens of one chunk see of one another: a key is seen if it changes what attention returns."""
-    mask, n, layout = attention_picture.MASKS[name], attention_picture.POSITIONS, key_beside_value(8)
-    rng = np.random.default_rng(0)
-    q, kv = rng.normal(size=(1, n, 1, 1, 8)), rng.normal(size=(1, 1, n, 16))
-
-    @jax.jit
-    @partial(jax.shard_map, mesh=mesh_of(llama3_config()), in_specs=P(), out_specs=P(), check_vma=False)
-    def attended(q, values):
-        chunk = model.chunk_at(jnp.zeros(1, int), jnp.full(1, n), n)
-        return model.attend_to_chunk(q, KV(values, None, layout), chunk, mask)[0]
-
-    usual = attended(jnp.float32(q), jnp.float32(kv))
-    for key in range(n):
-        other = kv.copy()
-        other[0, 0, key] += 1
-        differs = (np.asarray(attended(jnp.float32(q), jnp.float32(other)) != usual)).any((0, 2, 3, 4))
-        assert differs.tolist() == attention_picture.visible(mask, n)[:, key].tolist()
-
-
 def test_the_recorded_run():
     """The engine still does what images/batching.csv says."""
     assert batching.record() == batching.read()
 
 
 def test_every_family_is_in_the_picture():
-    """Each layer has one attention, one mask and one feed-forward of the columns; no family is left out."""
-
-    shown = {fields["model_type"] for fields in families.FAMILIES.values()}
+    """No family is left out, and no column is empty; a layer has one attention, mask and feed-forward."""
+    shown = {MODELS[name]["model_type"] for name in families.FAMILIES.values()}
     assert shown == {family.model_type for family in FAMILIES}
-    for own in families.grid().values():
-        for columns in (
-            ("Attention", "LatentAttention"),
-            ("Full", "BlockLocal", "Window"),
-            ("MLP", "GeluMLP", "MoE"),
-        ):
+    grid = families.grid().values()
+    for columns in (
+        ("Attention", "LatentAttention"),
+        ("Full", "BlockLocal", "Window"),
+        ("MLP", "GeluMLP", "MoE"),
+    ):
+        for own in grid:
             counts, depths = zip(*(own[column] for column in columns), strict=True)
             assert {sum(counts)} == set(depths)
+    columns = [column for group in families.COLUMNS.values() for column in group]
+    assert not [column for column in columns if not any(own[column][0] for own in grid)]

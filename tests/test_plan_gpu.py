@@ -192,8 +192,7 @@ def test_nothing_is_copied(formats):
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     parts = found["hbm_bytes_by_part"]
-    assert (
-        found["fits"] and found["collectives_per_layer"] == {"all-reduce": 2} and found["mesh"]["tensor"] == 8
-    )
+    assert found["fits"] and found["mesh"]["tensor"] == 8
+    assert found["collectives_per_layer"] == {"all-reduce": 2}
     assert sum(parts.values()) - parts["other"] < 1.01 * found["floor_bytes_per_step"]
     assert not [x for x in found["copies"] if x["bytes"] > 1e5] and found["temp_bytes"] < 8 * 2**20

@@ -5,14 +5,13 @@ over prefill and decode_step computes.
 import functools
 import json
 import pathlib
-import shutil
 
 import jax
 import numpy as np
 import processes
 import pytest
 from conftest import CHECKPOINTS, invoke
-from safetensors.numpy import load_file, save_file
+from test_command_line import damaged
 
 import main
 import model
@@ -161,7 +160,7 @@ def test_streams():
     assert sampled.finish_reason == "stop" and len("".join(stream)) > len(texts[0])
     for _ in llm.stream(PROMPTS[0], ignore_eos=True, max_new_tokens=200):
         break
-    assert not llm.open
+    assert not llm.replies.open
     llm.generate(PROMPTS[0])
     assert not llm.engine.busy or all(row.free for row in llm.engine.scheduler.rows)
 
@@ -235,8 +234,8 @@ PICTURE = [{"role": "user", "content": [{"type": "text", "text": "What?"}, {"typ
         (["Hello", []], {}, "prompt 1: a prompt is a list of one or more token ids"),
         ("Hello", dict(temperature=-1), "prompt 0: temperature -1 is not a number of at least 0"),
         ("Hello", dict(warmth=1), "unknown option 'warmth'; known: chat_template, "),
-        ("Hello", dict(max_new_tokens=0), "max_new_tokens 0 is not a number of at least 1"),
-        ("Hello", dict(max_new_tokens=1000), "exceed max_len 256"),
+        ("Hello", dict(max_new_tokens=0), "max_new_tokens 0 is not between 1 and 2147483647"),
+        ("Hello", dict(max_new_tokens=1000), "tokens, which with 1000 new ones exceed max_len of 256"),
         ("Hello " * 300, {}, "prompt 0: "),
         ("Hello " * 3000, {}, "prompt 0: the prompt has more than the 256 tokens that a row can hold"),
         (["a", "b"], dict(seed=[1]), "seed: 1 values for 2 prompts"),
@@ -255,16 +254,12 @@ def test_wrong_requests(prompts, options, message):
         with pytest.raises(ValueError) as e:
             ask(prompts, **options)
         assert message in str(e.value) and "\n" not in str(e.value)
-    assert not llm.open
+    assert not llm.replies.open
 
 
 def test_a_model_that_computes_nan(tmp_path):
     """An error for a single prompt; for several, each answer has it."""
-    shutil.copytree(LLAMA3, tmp_path / "nan")
-    tensors = load_file(tmp_path / "nan" / "model.safetensors")
-    tensors["model.norm.weight"] = np.full_like(tensors["model.norm.weight"], np.nan)
-    save_file(tensors, tmp_path / "nan" / "model.safetensors")
-    llm = load(tmp_path / "nan", rows=2, max_len=128, n_devices=1)
+    llm = load(damaged(tmp_path / "nan", "tiny-llama3"), rows=2, max_len=128, n_devices=1)
     assert all("NaN" in x.error and x.finish_reason == "error" for x in llm.generate(PROMPTS))
     for ask in (llm.generate, llm.score, lambda prompt: list(llm.stream(prompt))):
         with pytest.raises(UserError, match="NaN"):

@@ -39,9 +39,8 @@ def test_errors_of_all_weights(tiny):
     expected = {}
     for (name, info), w in zip(named_infos(checkpoint.config), jax.tree.leaves(weights), strict=True):
         if info.contracted:
-            channels = np.moveaxis(
-                np.asarray(w, float), info.contracted_axes, range(-len(info.contracted), 0)
-            )
+            last = range(-len(info.contracted), 0)
+            channels = np.moveaxis(np.asarray(w, float), info.contracted_axes, last)
             shape = channels.shape[: -len(info.contracted)]
             channels = channels.reshape(*shape, -1)
             step = np.abs(channels).max(-1, keepdims=True) / 127
@@ -194,16 +193,8 @@ def test_a_run(int8, tmp_path, monkeypatch, capsys):
     """int8 of another model than the float one: both halves of the report say so."""
     folder = edited(tmp_path / "double", double)
     (tmp_path / "text").write_text("3 + 4 = 7.", encoding="utf-8")
-    files = [
-        "--checkpoint",
-        folder,
-        "--converted",
-        int8,
-        "--text",
-        tmp_path / "text",
-        "--json",
-        tmp_path / "json",
-    ]
+    files = ["--checkpoint", folder, "--converted", int8, "--text", tmp_path / "text"]
+    files += ["--json", tmp_path / "json"]
     code, out, err = invoke(monkeypatch, capsys, quality, *files, "--top", "2", *ONE_EACH)
     assert code == 0 and "comparing predictions" in err
     result = json.loads((tmp_path / "json").read_text())

@@ -7,8 +7,8 @@ import openai
 import openai.types.responses
 import pydantic
 import pytest
-from conftest import CHECKPOINTS
-from test_server import GREETING, idle, post, started, until
+from processes import until
+from test_server import GREETING, idle, post, server_with
 
 from server.responses_input import chat_fields
 
@@ -17,17 +17,7 @@ ASKED = dict(model="tiny-llama3", input=QUESTION, temperature=0)
 EVENT = pydantic.TypeAdapter(openai.types.responses.ResponseStreamEvent)
 
 
-@pytest.fixture(scope="module")
-def server():
-    found = started("--checkpoint", str(CHECKPOINTS / "tiny-llama3"), "--max-len", "512")
-    yield found
-    found.end()
-
-
-@pytest.fixture(scope="module")
-def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
+server = server_with("--max-len", "512")
 
 
 def without_ids(output: list) -> list[dict]:
@@ -51,11 +41,8 @@ def test_text(server, client):
     assert found.status == "completed" and found.error is None and found.incomplete_details is None
     (message,) = found.output
     assert message.type == "message" and message.status == "completed" and message.role == "assistant"
-    usage = found.usage
-    assert (usage.input_tokens, usage.output_tokens) == (
-        chat.usage.prompt_tokens,
-        chat.usage.completion_tokens,
-    )
+    usage, theirs = found.usage, chat.usage
+    assert (usage.input_tokens, usage.output_tokens) == (theirs.prompt_tokens, theirs.completion_tokens)
     assert usage.total_tokens == usage.input_tokens + usage.output_tokens
     assert usage.output_tokens_details.reasoning_tokens == 0
     openai.types.responses.Response.model_validate(found.model_dump(by_alias=True))
@@ -113,9 +100,8 @@ def test_structured_output(client):
         assert stream.get_final_response().output_parsed == found.output_parsed
     schema = dict(type="json_schema", name="x", schema=dict(const="a b"), strict=True, description=None)
     assert client.responses.create(**ASKED, text=dict(format=schema)).output_text == '"a b"'
-    assert found.text.format.schema_ == pydantic.TypeAdapter(Sum).json_schema() | dict(
-        additionalProperties=False
-    )
+    sent = found.text.format.schema_
+    assert sent == pydantic.TypeAdapter(Sum).json_schema() | dict(additionalProperties=False)
 
 
 TOOL = dict(type="function", name="add", description="Add two digits.", strict=True, parameters=dict(
@@ -167,20 +153,17 @@ def test_log_probabilities(client):
     chat = client.chat.completions.create(
         model="tiny-llama3", messages=GREETING, temperature=0, logprobs=True, top_logprobs=2
     )
-    expected = [x.model_dump() for x in chat.choices[0].logprobs.content]
+    expected = chat.choices[0].logprobs.content
     asked = dict(include=["message.output_text.logprobs"], top_logprobs=2)
     (part,) = client.responses.create(**ASKED, **asked).output[0].content
     events = checked_events(client, **asked)
     streamed = [x for event in events if event.type == "response.output_text.delta" for x in event.logprobs]
     for found in (part.logprobs, streamed):
-        assert [x.token for x in found] == [x["token"] for x in expected][: len(found)]
-        assert [x.logprob for x in found] == pytest.approx(
-            [x["logprob"] for x in expected][: len(found)], abs=1e-4
-        )
-        assert all(len(x.top_logprobs) == 2 for x in found)
-    assert (
-        len(expected) - 1 <= len(part.logprobs) == len(streamed)
-    )  # the last token ends the answer, without text
+        assert len(found) >= len(expected) - 1  # the last token ends the answer, without text
+        for x, y in zip(found, expected, strict=False):
+            assert x.token == y.token and x.logprob == pytest.approx(y.logprob, abs=1e-4)
+            assert len(x.top_logprobs) == 2
+    assert len(part.logprobs) == len(streamed)
     (plain,) = client.responses.create(**ASKED).output[0].content
     assert plain.logprobs == []
 
@@ -198,8 +181,8 @@ def test_failure(server, client, monkeypatch):
     until(lambda: idle(server))
 
 
-def test_what_clients_send(server, client):
-    """Fields that change nothing here are accepted; a conversation goes back as it came."""
+def test_what_clients_send(client):
+    """Fields that change nothing here are accepted."""
     first = client.responses.create(
         **ASKED, instructions="", store=True, metadata={"a": "b"}, truncation="disabled", user="u",
         include=["reasoning.encrypted_content"], parallel_tool_calls=True, tool_choice="auto", tools=[],
@@ -207,25 +190,6 @@ def test_what_clients_send(server, client):
         stream=False, background=False, max_tool_calls=None, text=dict(format=dict(type="text")),
     )  # fmt: skip
     assert first.store is False and first.metadata == {"a": "b"} and first.output_text
-    items = [dict(role="user", content=[dict(type="input_text", text=QUESTION)])]
-    items += [item.model_dump(exclude_unset=True) for item in first.output]
-    items += [dict(type="message", role="user", content="And what is 3 + 4?")]
-    turns = [
-        *GREETING,
-        dict(role="assistant", content=first.output_text),
-        dict(role="user", content=items[-1]["content"]),
-    ]
-    asked = dict(model="tiny-llama3", temperature=0, max_tokens=20)
-    chat = client.chat.completions.create(messages=turns, **asked)
-    again = client.responses.create(**ASKED | dict(input=items, max_output_tokens=20))
-    assert again.usage.input_tokens == chat.usage.prompt_tokens
-    assert again.output_text == chat.choices[0].message.content
-    told = client.responses.create(**ASKED | dict(input=items), instructions="Be kind.")
-    system = [dict(role="system", content="Be kind."), *turns]
-    assert (
-        told.usage.input_tokens
-        == client.chat.completions.create(messages=system, **asked).usage.prompt_tokens
-    )
 
 
 def call(number: int, name: str = "f") -> dict:
@@ -336,8 +300,3 @@ def test_refused(server, fields, message):
     status, reply = post(server, "/v1/responses", dict(input="a") | fields)
     assert status == (404 if "model" in fields else 400)
     assert message in reply["error"]["message"] and "\n" not in reply["error"]["message"]
-
-
-def test_nothing_is_stored(client):
-    with pytest.raises(openai.NotFoundError):
-        client.responses.retrieve("resp_1")

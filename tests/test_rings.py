@@ -1,10 +1,18 @@
 """serving/rings.py against a ring that is simulated token by token."""
 
-import jax.numpy as jnp
-import pytest
+from functools import partial
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import llama3_config, mesh_of
+from jax.sharding import PartitionSpec as P
+
+import model
 from model import BlockLocal, Full, Mask, Window
 from serving.rings import INT32_MAX, reusable_prefix, rollback_limit
+from sharding.slots import slot_mapping, visible_slots
 
 # Of windows, spare slots of an even number and of an odd one, fewer and more than a query sees.
 MASKS = [BlockLocal(2), BlockLocal(4), BlockLocal(7), Window(2, 1), Window(3, 4), Window(5, 3), Window(4, 9)]
@@ -76,3 +84,26 @@ def test_a_cache_of_all_tokens():
     """It has no limits."""
     assert limit(Full(), 7) == INT32_MAX
     assert all(reusable_prefix(Full(), n, 9) == n for n in range(10))
+
+
+@pytest.mark.parametrize("mask", [Full(), *MASKS])
+def test_visible_slots(mask):
+    """A decode step writes its position's slot of the ring, and sees those that hold what the mask shows."""
+    n = 3 * (mask.ring or 6)
+
+    @partial(jax.shard_map, mesh=mesh_of(llama3_config()), in_specs=P(), out_specs=P(), check_vma=False)
+    def on_device(read):
+        """A row that has read so many tokens reads one more."""
+        chunk = model.chunk_at(read, jnp.ones_like(read), 1)
+        return slot_mapping(chunk, mask, n), visible_slots(chunk, mask, read + 1)
+
+    written, (length, gap) = jax.tree.map(np.asarray, on_device(jnp.arange(n)))
+    held = np.full(mask.ring or n, -1)
+    for position in range(n):
+        assert written[position, 0] == position % held.size
+        held[written[position, 0]] = position
+        slots = np.arange(held.size)
+        seen = slots < length[position, 0]
+        if gap is not None:
+            seen &= (slots < gap[0][position, 0]) | (slots >= gap[1][position, 0])
+        assert sorted(held[seen]) == list(range(mask.first_visible(position), position + 1))

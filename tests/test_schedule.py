@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from ops.grouped_matmul import FEW_ROWS
-from planner.experts_kernel import expert_rows, rows_in_tiles
 from planner.published_models import read_model
-from planner.schedule import LEAST_ROWS, Schedule, read_schedule
+from planner.schedule import LEAST_ROWS, Schedule, expert_rows, read_schedule, rows_in_tiles
 from planner.topologies import CHIPS
 from planner.traffic import Reader
 

@@ -2,12 +2,13 @@
 
 import json
 import re
+from functools import partial
 from types import SimpleNamespace
 
 import openai
 import pytest
 from conftest import CHECKPOINTS
-from test_server import GREETING, complete, post, started
+from test_server import GREETING, complete, post, server_with, started
 
 from server.api_requests import RequestFields
 from server.inert_fields import ANY, INERT_CHAT_FIELDS, INERT_FIELDS
@@ -18,11 +19,7 @@ TEXT = dict(prompt="What is 3 + 4?", temperature=0, max_tokens=8)
 CHAT_PATH, TEXT_PATH = "/v1/chat/completions", "/v1/completions"
 
 
-@pytest.fixture(scope="module")
-def server():
-    found = started("--checkpoint", str(CHECKPOINTS / "tiny-llama3"), "--max-len", "512")
-    yield found
-    found.end()
+server = server_with("--max-len", "512")
 
 
 def chat(server, **fields) -> dict:
@@ -191,41 +188,26 @@ def test_other_formats(server):
     choices = ['a "b"', "ü\n", "."]
     for form in (dict(guided_choice=choices), dict(structured_outputs=dict(choice=choices))):
         assert text_of(chat(server, **form, **asked)) in choices
-    for form in (dict(guided_regex="[ab]{3}"), dict(structured_outputs=dict(regex="[ab]{3}"))):
-        assert re.fullmatch("[ab]{3}", text_of(chat(server, **form, **asked)))
-    lark = dict(structured_outputs=dict(grammar='start: "ab" | "ba"'))
-    assert text_of(chat(server, **lark, **asked)) in ("ab", "ba")
-    found = chat(server, guided_json_object=True, **asked, max_tokens=200)
-    assert text_of(found).startswith("{")
+    expressions = ("regex", "[ab]{3}", "[ab]{3}"), ("grammar", 'start: "ab" | "ba"', "ab|ba")
+    for kind, expression, expected in expressions:
+        form = {kind: expression}
+        for fields in (dict(structured_outputs=form), dict(response_format=dict(type=kind) | form)):
+            assert re.fullmatch(expected, text_of(chat(server, **fields, **asked)))
+    assert re.fullmatch("[ab]{3}", text_of(chat(server, guided_regex="[ab]{3}", **asked)))
+    for fields in (dict(guided_json_object=True), dict(response_format=dict(type="json_object"))):
+        assert text_of(chat(server, **fields, **asked, max_tokens=200)).startswith("{")
     plain = text_of(chat(server))
     assert text_of(chat(server, guided_json_object=False)) == plain
     assert text_of(chat(server, response_format=dict(type="text"))) == plain
 
 
-def test_messages_of_the_client_come_back(server):
-    """`message.model_dump()` of an answer, and a history with calls and results of tools."""
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        asked = dict(model="tiny-llama3", temperature=0)
-        message = client.chat.completions.create(messages=GREETING, **asked).choices[0].message
-        turns = [*GREETING, message.model_dump(), *GREETING]
-        found = client.chat.completions.create(messages=turns, **asked)
-        short = [*GREETING, dict(role="assistant", content=message.content), *GREETING]
-        assert (
-            found.usage.prompt_tokens
-            == client.chat.completions.create(messages=short, **asked).usage.prompt_tokens
-        )
-    function = dict(name="add", arguments='{"a": 3')
-    call = dict(role="assistant", content=None, tool_calls=[dict(id="c", type="function", function=function)])
-    result = dict(role="tool", tool_call_id="c", content="7")
-    status, reply = post(server, CHAT_PATH, ASK | dict(messages=[*GREETING, call, result]))
-    assert status == 400 and reply["error"]["message"].startswith(
-        "messages[1]: tool_calls[0]: arguments: not"
-    )
-    function["arguments"] += "}"
-    assert post(server, CHAT_PATH, ASK | dict(messages=[*GREETING, call, result]))[0] == 200
-    developer = [dict(role="developer", content="Be brief."), *GREETING]
-    system = [dict(role="system", content="Be brief."), *GREETING]
-    assert text_of(chat(server, messages=developer)) == text_of(chat(server, messages=system))
+def test_messages_of_the_client_come_back(client):
+    """`message.model_dump()` of an answer, which has many fields, is its role and content."""
+    create = partial(client.chat.completions.create, model="tiny-llama3", temperature=0)
+    message = create(messages=GREETING).choices[0].message
+    plain = dict(role="assistant", content=message.content)
+    answers = [create(messages=[*GREETING, turn, *GREETING]) for turn in (message.model_dump(), plain)]
+    assert answers[0].usage.prompt_tokens == answers[1].usage.prompt_tokens
 
 
 # --------------------------------------------------------------------------------- templates with reasoning

@@ -84,20 +84,11 @@ def test_special_tokens_are_silent():
     assert stream([*tokens_of("ab"), first], silent={first})[1].text == TOKENIZER.decode(tokens_of("ab")[1:])
 
 
-@pytest.mark.parametrize(
-    "stop",
-    [
-        ("xyz",),
-        ("z",),
-        ("xx", "xyz"),
-        ("好",),
-        ("nowhere",),
-        ("xyz", "bxx"),
-        ("aa",),
-        ("xxy",),
-        ("yz", "xyz"),
-    ],
-)
+SEVERAL = ("xx", "xyz"), ("xyz", "bxx"), ("yz", "xyz")
+STOPS = ("xyz",), ("z",), ("好",), ("nowhere",), ("aa",), ("xxy",), *SEVERAL
+
+
+@pytest.mark.parametrize("stop", STOPS)
 def test_stop_strings(stop):
     """Against cutting the whole text, for every text; nothing of a stop string is ever given out."""
     rng = np.random.default_rng(0)
@@ -135,18 +126,8 @@ def test_little_is_held_back():
     assert given == "xx" and text.add(tokens_of("d")) == "abd" and text.finish() == ""
 
 
-MORE_TEXTS = (
-    *TEXTS,
-    "  two  spaces ",
-    "    four",
-    " ",
-    "  ",
-    "\n",
-    "\n\n x\n ",
-    "▁under",
-    "全角　スペース ﬁ½",
-    "<x>",
-)
+SPACES = "  two  spaces ", "    four", " ", "  ", "\n", "\n\n x\n "
+MORE_TEXTS = (*TEXTS, *SPACES, "▁under", "全角　スペース ﬁ½", "<x>")
 SENTENCEPIECE = {  # what the models were made with
     "llama": dict(normalization_rule_name="identity", remove_extra_whitespaces=False),
     "open_llama": {},
@@ -217,13 +198,7 @@ def test_sentencepiece_special_tokens(sentencepiece_model, tmp_path):
         ({"add_bos_token": True, "add_eos_token": True}, [first], [last]),
         ({"add_bos_token": False}, [], []),
     ):
-        named = {
-            "__type": "AddedToken",
-            "content": "<s>",
-            "lstrip": False,
-            "normalized": True,
-            "rstrip": False,
-        }
+        named = dict(__type="AddedToken", content="<s>", lstrip=False, normalized=True, rstrip=False)
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": named, **says}))
         tokenizer = load_tokenizer(tmp_path)
         assert tokenizer("ab").input_ids == [*before, *library.encode("ab"), *after]
@@ -259,12 +234,8 @@ def test_gpt2(gpt2):
     folder, made = gpt2
     tokenizer = load_tokenizer(folder)
     assert tokenizer.eos_token_id == 0 and tokenizer.chat_template is None
-    for text in (
-        *MORE_TEXTS,
-        " the llama's  words, it'll say 2024 ",
-        "two.<|endoftext|> more",
-        "<|endoftext|>",
-    ):
+    more = " the llama's  words, it'll say 2024 ", "two.<|endoftext|> more", "<|endoftext|>"
+    for text in (*MORE_TEXTS, *more):
         tokens = tokenizer(text).input_ids
         assert tokens == made.encode(text).ids == encode(tokenizer, text, len(tokenizer))
         parts, stream_ = stream(tokens, tokenizer=tokenizer)
@@ -333,10 +304,8 @@ def test_a_template_that_is_a_program(gpt2, tmp_path):
     shutil.copytree(gpt2[0], folder)
     (folder / "chat_template.jinja").write_text(PROGRAM)
     tokenizer = load_tokenizer(folder)
-    turns = [
-        {"role": role, "content": text}
-        for role, text in (("system", "s"), ("user", " a "), ("assistant", "b"))
-    ]
+    texts = dict(system="s", user=" a ", assistant="b")
+    turns = [{"role": role, "content": text} for role, text in texts.items()]
     assert tokenizer.decode(encode(tokenizer, turns, 1000)) == "4[a]<b>system user assistant high"
     with pytest.raises(UserError, match="chat template failed: a turn of tool$"):
         encode(tokenizer, [{"role": "tool", "content": "c"}], 1000)
@@ -378,14 +347,8 @@ def test_tokenizer_that_truncates(tmp_path):
     shutil.copytree(CHECKPOINTS / "tiny-llama3", tmp_path, dirs_exist_ok=True)
     state = json.loads((tmp_path / "tokenizer.json").read_text())
     state["truncation"] = dict(direction="Right", max_length=4, strategy="LongestFirst", stride=0)
-    state["padding"] = dict(
-        strategy={"Fixed": 9},
-        direction="Right",
-        pad_to_multiple_of=None,
-        pad_id=3,
-        pad_type_id=0,
-        pad_token="x",
-    )
+    padding = dict(direction="Right", pad_to_multiple_of=None, pad_id=3, pad_type_id=0, pad_token="x")
+    state["padding"] = padding | dict(strategy={"Fixed": 9})
     (tmp_path / "tokenizer.json").write_text(json.dumps(state))
     tokenizer, text = load_tokenizer(tmp_path), "the lazy dog " * 4
     for text in ("the lazy dog " * 4, "a"):

@@ -1,4 +1,4 @@
-"""Pictures of the chat page: python3 -m images.page URL
+"""Pictures of the chat page: python3 -m images.chat_page URL
 
 URL: the address of a running server, for example http://127.0.0.1:8000. Needs chromium, chromedriver and the
 extra `test`. The conversations are written here and stored in the browser, no model has written them.
@@ -49,7 +49,7 @@ PICTURES = {  # a file's name: size, whether dark, conversation
 
 
 def take(url: str) -> None:
-    """Write the pictures into images/page/."""
+    """Write the pictures into images/chat_page/."""
     with open_browser() as browser:
         for name, ((width, height), dark, conversation) in PICTURES.items():
             size = dict(width=width, height=height, deviceScaleFactor=1, mobile=width < 500)
@@ -66,5 +66,5 @@ def take(url: str) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
-        sys.exit("usage: python3 -m images.page URL")
+        sys.exit("usage: python3 -m images.chat_page URL")
     take(sys.argv[1])

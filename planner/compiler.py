@@ -9,7 +9,8 @@ from jax.sharding import Mesh
 
 from deployment.ahead import compile_on_shapes
 from deployment.memory import shard_bytes
-from planner.job import Job, named_leaves
+from deployment.step_bytes import named_leaves
+from planner.job import Job
 from serving.executors import executor_for
 
 
@@ -40,7 +41,7 @@ class Compiler:
         self.arguments = arguments
         self.known = {id(x): name for name, x in named_leaves(**arguments)}
         self.programs: dict[tuple, CompiledProgram] = {}
-        self.results = {}
+        self.results, self.computed = {}, set()  # what programs return, and the ids of the arrays in it
 
     def __call__(self, function: Callable, *arguments, **static):
         """What the program would return, without data. Raises JaxRuntimeError if it does not fit."""
@@ -50,6 +51,7 @@ class Compiler:
             self.programs[key].count += 1
             return self.results[key]
         compiled, self.results[key] = compile_on_shapes(function, *arguments, **static)
+        self.computed |= {id(x) for x in jax.tree.leaves(self.results[key])}
         parameters = list(inspect.signature(function).parameters)[: len(arguments)]
         own = dict(named_leaves(**dict(zip(parameters, arguments, strict=True))))
         used = dict(zip(parameters, compiled.input_shardings[0], strict=True))
@@ -58,7 +60,7 @@ class Compiler:
             compiled=compiled,
             names={name: self.known[id(x)] for name, x in own.items() if id(x) in self.known},
             used=tuple(name for name, _ in named_leaves(**used)),
-            received_bytes=shard_bytes([x for x in own.values() if id(x) not in self.known]),
+            received_bytes=shard_bytes([x for x in own.values() if id(x) in self.computed]),
         )
         return self.results[key]
 

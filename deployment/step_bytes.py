@@ -1,0 +1,118 @@
+"""The bytes that a step must read from a device's memory: the weights in use, and the slots that are filled.
+
+The planner adds up the same shares of the weights, see planner/floor.py.
+"""
+
+import functools
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from numpy.polynomial.polynomial import polypow
+
+from deployment.memory import shard_bytes
+from model import Config, MoE, Weights
+from sharding.mesh import EXPERT, MODEL, STAGE, mesh_size
+from sharding.stages import first_stage
+
+
+def named_leaves(**trees) -> Iterator[tuple[str, Any]]:
+    """(name, leaf) of all leaves, in order: weights.layers[0].attention.q.values, for example."""
+    for root, tree in trees.items():
+        for path, x in jax.tree_util.tree_leaves_with_path(tree):
+            yield root + jax.tree_util.keystr(path), x
+
+
+PARTS = ("attention", "mlp", "experts", "kv_cache", "embedding", "other")
+
+
+def part_of(argument: str, cfg: Config) -> str:
+    """Which of PARTS an argument of a step belongs to, by its name."""
+    if argument.startswith("batch.cache.layers"):
+        return "kv_cache"
+    if re.match(r"weights\.(un)?embed\b", argument):
+        return "embedding"
+    found = re.match(r"weights\.layers\[(\d+)\]\.(attention|feed_forward)\.(\w+)", argument)
+    if not found or found[2] == "attention":
+        return found[2] if found else "other"
+    routed = isinstance(cfg.layers[int(found[1])].feed_forward, MoE)
+    return "experts" if routed and found[3] not in ("shared", "router") else "mlp"
+
+
+@functools.cache
+def active_experts(cfg: Config, tokens: float, shards: int) -> float:
+    """The expected fraction of its experts that the busiest of `shards` expert shards reads in a step.
+
+    The other shards wait for it. Of a dense model it is 1. tokens: of a step on one data shard, or their mean
+    over steps. Each token goes to A of the E experts at random, which leaves E (1 - A/E)^tokens of them idle.
+    By symmetry all C(E, n) sets of n experts are equally likely to be in use. The coefficient of x^n in
+    (sum_{k<=m} C(E/shards, k) x^k)^shards is the number of these sets with at most m experts in each shard.
+    """
+    if not cfg.moe:
+        return 1.0
+    E, A, size = cfg.moe.E, cfg.moe.A, cfg.moe.E // shards
+    if shards == 1:
+        return 1 - (1 - A / E) ** tokens
+    if part := tokens % 1:
+        less, more = (active_experts(cfg, float(n), shards) for n in (tokens - part, tokens - part + 1))
+        return (1 - part) * less + part * more
+
+    def one_token(n: int, then: int) -> float:
+        """The probability that one more token increases the experts in use from n to `then`."""
+        new = then - n
+        return math.comb(E - n, new) * math.comb(n, A - new) / math.comb(E, A) if 0 <= new <= A else 0
+
+    counts = range(E + 1)
+    step = np.array([[one_token(n, then) for n in counts] for then in counts])
+    in_use = np.linalg.matrix_power(step, int(tokens))[:, 0]
+    sets, mean = np.array([float(math.comb(E, n)) for n in counts]), 0.0
+    for m in range(size):  # the mean of a count is the sum of its probabilities to exceed m
+        within = polypow([float(math.comb(size, k)) for k in range(m + 1)], shards)
+        mean += 1 - in_use[: within.size] @ (within / sets[: within.size])
+    return float(mean) / size
+
+
+def share_read(name: str, cfg: Config, experts: float, chooses: bool = True) -> float:
+    """The share of a weight that a step must read.
+
+    name: of the weight, see `named_leaves`. experts: the share of the experts that are active. chooses:
+    whether the step computes logits. Of tables nothing counts, since a step looks up a few rows of them.
+    """
+    if re.match(r"weights\.(norm|unembed)\b", name):
+        return 1 if chooses else 0
+    if re.match(r"weights\.embed\b", name):
+        return 1 if chooses and cfg.tied_embeddings else 0
+    if name == "weights.positions":
+        return 0
+    return experts if part_of(name, cfg) == "experts" else 1
+
+
+def bytes_per_step(
+    weights: Weights,
+    cfg: Config,
+    mesh: Mesh,
+    batch: float,
+    positions: np.ndarray,
+    kv_dtype: str,
+    chooses: bool = True,
+) -> float:
+    """Bytes that a device must read in a step: the device that reads the most experts.
+
+    batch: tokens of a data shard, in a decode step one for each row. positions: of the tokens of many steps,
+    over which the filled slots of the cache are averaged; an empty array leaves the cache out. chooses: see
+    `share_read`.
+    """
+    experts = active_experts(cfg, batch, mesh_size(mesh, EXPERT))
+    weight_leaves = named_leaves(weights=weights)
+    total = sum(shard_bytes(x) * share_read(name, cfg, experts, chooses) for name, x in weight_leaves)
+    scale_bytes = 4 if kv_dtype == "int8" else 0  # a bfloat16 per key and per value
+    for kind in first_stage(cfg, mesh.shape[STAGE]).layers if len(positions) else ():
+        slot = kind.attention.slot_layout.width * jnp.dtype(kv_dtype).itemsize + scale_bytes
+        slots = np.mean(positions - kind.mask.first_visible(positions)) + 1
+        total += batch * slots * kind.attention.K * slot / mesh_size(mesh, MODEL)
+    return total
