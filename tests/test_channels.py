@@ -148,13 +148,13 @@ SPLIT = {  # a family's channels: {an answer: (its text, its reasoning)}
 
 
 @pytest.mark.parametrize("step", [1, 3, 100])
-@pytest.mark.parametrize(("family", "answer"), [(name, x) for name, (_, all) in SPLIT.items() for x in all])
+@pytest.mark.parametrize(("family", "answer"), [(name, x) for name, (_, some) in SPLIT.items() for x in some])
 def test_channels(family, answer, step):
     """However many tokens come at a time: what was given stays, and all tokens are counted."""
     channels, expected = SPLIT[family]
     tokenizer = load_tokenizer(CHECKPOINTS / "tiny-llama3")
-    marks = [channels.start, channels.message, *channels.ends, *(MARKS if channels is HARMONY else ())]
-    tokenizer.add_special_tokens(dict(additional_special_tokens=marks))
+    marks = MARKS if channels is HARMONY else (channels.start, channels.message, *channels.ends)
+    tokenizer.add_special_tokens(dict(additional_special_tokens=list(marks)))
     _, stream = streamed(tokenizer, answer, step, channels=channels)
     assert (stream.text, stream.reasoning) == expected[answer]
     assert isinstance(stream, ChannelStream) and stream.used == len(tokens_of(tokenizer, answer))
