@@ -24,28 +24,31 @@ COLORS = {
 }  # fmt: skip
 
 
-def title(plan: dict) -> str:
-    return f"{plan['model']} on {plan['topology']}, {plan['batch']} x {plan['context']}"
+LEGEND = dict(loc="lower center", bbox_to_anchor=(0.4, 1.0), frameon=False, fontsize=8)
+
+
+def draw_bars(axes, names, parts: dict[str, list[float]]) -> None:
+    """Bars below one another, each of stacked parts. parts: of each part, its size in every bar."""
+    left = [0.0] * len(names)
+    for part, sizes in parts.items():
+        if any(sizes):
+            label = part.replace("_", " ")
+            axes.barh(names, sizes, left=left, color=COLORS[part], label=label, height=0.62)
+        left = [a + b for a, b in zip(left, sizes, strict=True)]
+    axes.invert_yaxis()
 
 
 def draw_plans(plans: list[dict], file: pathlib.Path) -> None:
     """One bar per plan: the gigabytes that each part of the model moves, and a mark for the floor."""
     figure, axes = pyplot().subplots(figsize=(9.5, 0.36 * len(plans) + 1.2))
     places = range(len(plans))
-    left = [0.0] * len(plans)
-    for part in PARTS:
-        sizes = [plan["hbm_bytes_by_part"][part] / 1e9 for plan in plans]
-        axes.barh(places, sizes, left=left, color=COLORS[part], label=part.replace("_", " "), height=0.62)
-        left = [a + b for a, b in zip(left, sizes, strict=True)]
+    draw_bars(axes, places, {x: [plan["hbm_bytes_by_part"][x] / 1e9 for plan in plans] for x in PARTS})
     floors = [plan["floor_bytes_per_step"] / 1e9 for plan in plans]
     axes.scatter(floors, places, marker="|", s=260, color="black", label="floor", zorder=3)
-    axes.set_yticks(places, [title(plan) for plan in plans])
+    axes.set_yticks(places, ["{model} on {topology}, {batch} x {context}".format(**plan) for plan in plans])
     axes.margins(y=0.01)
-    axes.invert_yaxis()
     axes.set_xlabel("GB moved per device and decode step, as compiled")
-    axes.legend(
-        markerscale=0.6, ncols=7, loc="lower center", bbox_to_anchor=(0.4, 1.0), frameon=False, fontsize=8
-    )
+    axes.legend(markerscale=0.6, ncols=7, **LEGEND)
     tidy(figure)
     save(figure, file)
 
@@ -70,16 +73,11 @@ def draw_speed(result: dict, file: pathlib.Path) -> None:
     left.set_ylabel("decoded tokens/s, % of the bandwidth")
     left.legend(frameon=False, fontsize=8)
     rows = [row for row in result["rows"] if row["components"]]
-    at = [0.0] * len(rows)
     names = [f"{row['phase']} {speed.size(row)}" for row in rows]
-    for part in (*speed.COMPONENTS, "collectives", "other"):
-        shares = [100 * row["components"].get(part, 0) for row in rows]
-        if any(shares):
-            right.barh(names, shares, left=at, color=COLORS[part], label=part, height=0.62)
-        at = [a + b for a, b in zip(at, shares, strict=True)]
-    right.invert_yaxis()
+    parts = *speed.COMPONENTS, "collectives", "other"
+    draw_bars(right, names, {x: [100 * row["components"].get(x, 0) for row in rows] for x in parts})
     right.set_xlabel("% of the busy time")
-    right.legend(ncols=4, loc="lower center", bbox_to_anchor=(0.4, 1.0), frameon=False, fontsize=8)
+    right.legend(ncols=4, **LEGEND)
     tidy(figure)
     save(figure, file)
 
