@@ -13,6 +13,7 @@ from checkpoints.checkpoint import open_checkpoint
 from checkpoints.loading import load
 from images.drawing import IMAGES, pyplot, tidy
 from serving.engine import Engine, InFlight
+from serving.needed import demand_of, needed_programs
 from serving.programs import Programs
 from serving.requests import Request
 from sharding.mesh import make_mesh
@@ -77,7 +78,8 @@ def record() -> list[Event]:
     mesh, asked = make_mesh(checkpoint.config), requests()
     weights = load(checkpoint, mesh, "float32")
     longest = max(request.positions for request in asked)
-    engine = Recorded(Programs(weights, checkpoint.config, mesh, ROWS, longest, "float32"), asked)
+    programs = Programs(weights, checkpoint.config, mesh, ROWS, longest, "float32")
+    engine = Recorded(programs, needed_programs(programs, demand_of(asked)))
     for request in asked:
         engine.add(request)
     while engine.busy:

@@ -19,7 +19,7 @@ from planner.compiler import CompiledProgram, Compiler
 from planner.job import Job
 from planner.published_models import read_model
 from planner.topologies import find_topology
-from serving.engine import Engine
+from serving.needed import demand_of, needed_programs, run_on_no_row
 from serving.requests import OPTION_SETS, Request
 from sharding.mesh import make_mesh
 from sharding.sampling import MAX_TOP_LOGPROBS, Sampling
@@ -36,10 +36,6 @@ class EnginePrograms(ProgramsOnShapes):
     def call(self, function, *arguments, **static):
         return self.compiler(function, *arguments, **static)
 
-    def warm_up(self, *needed, **more) -> None:
-        for call in self.calls(*needed, **more):
-            call(copy.copy(self))  # a call replaces `batch`
-
     def load_prefixes(self, rows, prefixes) -> None:
         """Compile what writes saved rows, whose arrays come from the host: no program computes them."""
         self.write_rows(rows, jax.tree.map(copy.copy, self.read_rows(rows)))
@@ -49,7 +45,9 @@ def compile_all(job: Job, mesh: Mesh) -> list[CompiledProgram]:
     """All programs of an engine of one stage: decode steps, chunks with scores and without, and copies."""
     programs = EnginePrograms(job, mesh)
     scored = [Request([0], 1, Sampling(top_logprobs=n), score=True) for n in (0, MAX_TOP_LOGPROBS)]
-    Engine(programs, [Request([0], 1), *scored], job.context, OPTION_SETS, prefix_cache_bytes=1)
+    demand = demand_of([Request([0], 1), *scored], job.context, OPTION_SETS)
+    for program in needed_programs(programs, demand, prefix_cache=True):
+        run_on_no_row(copy.copy(programs), program)  # which replaces `batch`
     return list(programs.compiler.programs.values())
 
 

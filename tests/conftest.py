@@ -28,6 +28,7 @@ import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
+import families.registry  # noqa: F401  it imports all families
 import model
 from distributed.exchange import warn
 from families.llama4 import QueryScale

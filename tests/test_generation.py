@@ -455,7 +455,9 @@ def test_requests_that_do_not_fit():
     batch, answers = batch_of(requests, "ring"), []
     for request in requests:
         n = len(request.prompt)
-        with pytest.raises(ValueError, match=f"{n} tokens and {MAX_LEN + 1 - n} new ones .* {MAX_LEN}"):
+        with pytest.raises(
+            ValueError, match=f"{n} tokens, which with {MAX_LEN + 1 - n} new ones .* {MAX_LEN}"
+        ):
             batch.add(Request(request.prompt, MAX_LEN + 1 - n))
         with pytest.raises(ValueError):
             batch.add(Request([], 3))
