@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import CHECKPOINTS, dequantize
 from ml_dtypes import bfloat16, float8_e4m3fn
+from processes import finish, start
 from safetensors.numpy import load_file, save_file
 
 import model
@@ -296,6 +297,18 @@ def test_what_is_int8_already_stays(tmp_path):
         for info, x, expected in quantized(checkpoint, floats, INT8, mesh):
             if ".layers." in info.stored.name:  # the embedding and the unembedding were floats
                 np.testing.assert_array_equal(dequantize(x, info.contracted_axes), expected)
+
+
+@pytest.mark.deep
+def test_two_processes(tmp_path):
+    """They compare the model, and answer as with its floats."""
+    answers = []
+    for folder in publish(tmp_path, "w4a16"):
+        options = "--dtype", "float32", "--json", "--prompt", "How much is 3 plus 4?"
+        (code, out, err), (other, nothing, _) = finish(start(2, 1, "--checkpoint", folder, *options))
+        assert (code, other, nothing) == (0, 0, ""), err
+        answers.append(json.loads(out)["responses"])
+    assert answers[0] == answers[1]
 
 
 NAME = "model.layers.0.mlp.up_proj"
