@@ -14,7 +14,7 @@ from tokenizers import AddedToken
 from conversation.grammar import grammar_tokenizer, make_grammar
 from conversation.streams import answer_stream
 from conversation.text import load_tokenizer
-from conversation.tool_calls import describe_tools, write_calls
+from conversation.tool_calls import ParameterArguments, describe_tools, write_calls
 from conversation.tool_grammar import tool_grammar
 from conversation.tools import Tool, ToolUse, choose_tool_format
 from families import tool_formats
@@ -267,6 +267,14 @@ def test_two_messages_of_muse_glimmer():
         assert (text, stream.reasoning) == ("I look.", "Hm.")
         assert [(name, json.loads(x)) for name, x in called] == CALLS[:1]
     assert allowed(case, case.grammar(), case.ids(" to=nobody<|message|>"))[0] < 8
+
+
+def test_a_property_that_may_be_anything():
+    """Its schema is `true`: a value that Muse Glimmer writes for it is JSON where it can be."""
+    tool = Tool("f", {"properties": {"any": True, "text": {"type": "string"}}})
+    written = ParameterArguments.write({"any": 1, "text": "1"})
+    read = ParameterArguments(tool).add(written + "</atem>")
+    assert json.loads(read) == {"any": 1, "text": "1"}
 
 
 def test_harmony_headers():
