@@ -5,7 +5,7 @@
     for text in llm.stream("Who are you?"):
         print(text, end="", flush=True)
 
-It has the parts that main.py has: the checkpoint, the mesh and the number formats are chosen in deploy.py,
+It has the parts that main.py has: the checkpoint, the mesh and the number formats are chosen by deploy.py,
 requests are answered by the Engine, and text is decoded by TextStream.
 """
 
@@ -45,7 +45,7 @@ from generation.request_builder import (
 from model import Config, Weights
 from quantize import FORMATS
 from serving.engine import Engine
-from serving.needed import Demand, demand_of, known_sets, needed_programs
+from serving.needed import Demand, demand_of_kinds, needed_programs
 from serving.programs import Programs
 from serving.requests import SAMPLING_OPTIONS, Request, choose_sampling
 from serving.speculation import check_n_draft
@@ -144,10 +144,8 @@ def load(
     shapes = programs_on_shapes(options, models, rows, max_len)
     first = [Request([0, 0], 1, choose_sampling(dict(seed=0), models[0].checkpoint.folder, where=""))]
 
-    demand = demand_of(first, option_sets=known_sets(shapes, first))
-
     def compile_first() -> None:
-        compile_programs(shapes, needed_programs(shapes, demand, active=1))
+        compile_programs(shapes, needed_programs(shapes, demand_of_kinds(shapes, first), active=1))
 
     weights = load_while_compiling(models, shapes, compile_first, show)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:  # a CPU takes a second to allocate 1.5 GB
@@ -330,7 +328,7 @@ class LLM:
 
     def _prepare(self, requests: list[Request]) -> Engine:
         """The engine, with all programs that such requests need beside those that are open."""
-        demand = demand_of(requests, option_sets=known_sets(self.programs, requests))
+        demand = demand_of_kinds(self.programs, requests)
         self.demand = self.demand | demand if self.demand else demand
         needed = needed_programs(self.programs, self.demand, active=len(self.replies.open) + len(requests))
         if new := [program for program in needed if not self.engine or program not in self.engine.usable]:

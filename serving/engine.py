@@ -49,7 +49,17 @@ from serving.needed import ChooseTokens, Program, ReadChunk
 from serving.prefix_cache import SavedPrefix
 from serving.programs import Assignment, Programs, StepPlan
 from serving.requests import Answer, Request, options_in_use
-from serving.scheduler import Admission, MicroBatch, PrefillLimits, Row, Scheduler, Shard, neutral_sampling
+from serving.scheduler import (
+    Admission,
+    MicroBatch,
+    PrefillLimits,
+    Row,
+    Scheduler,
+    Shard,
+    allowed_tokens,
+    neutral_sampling,
+    sampling_of,
+)
 from serving.steps import Output, PrefillChunk, Scores
 from sharding.sampling import Sampling, TopLogprobs
 
@@ -129,7 +139,6 @@ class Engine:
             shards=programs.shards,
             width=programs.width,
             masks=programs.masks,
-            vocabulary=programs.cfg.V,
             prefix_cache_bytes=0 if programs.stages > 1 else prefix_cache_bytes,
             row_bytes=programs.row_bytes,
             limits=limits,
@@ -263,11 +272,11 @@ class Engine:
 
     def _sampling(self, number: int, options: frozenset[str], new_rows: bool) -> Sampling:
         """These options of sampling for the rows of a microbatch. new_rows: whether it has other answers."""
-        old = self.sampling[number]
+        old, rows = self.sampling[number], self.scheduler.micro_batches[number].rows
         if new_rows or options != {name for name, value in vars(old).items() if value is not None}:
-            self.sampling[number] = self.scheduler.micro_batches[number].sampling(options)
+            self.sampling[number] = sampling_of(rows, options, self.programs.cfg.V)
         elif old.allowed is not None:  # a grammar's mask changes with each step
-            allowed = self.scheduler.micro_batches[number].allowed()
+            allowed = allowed_tokens(rows, self.programs.cfg.V)
             self.sampling[number] = dataclasses.replace(old, allowed=allowed)
         return self.sampling[number]
 

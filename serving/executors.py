@@ -2,7 +2,8 @@
 
 An executor is a function (step, weights, batch) -> (the step's result, Batch). All of them embed the tokens
 that the step reads, run the layers and finish the step; `steps.py` says what a step is. They call each jitted
-function through `call`, so that the same executor can also compile its programs on shapes, see ahead.py.
+function through `call`, so that the same executor can also compile its programs on shapes, see
+deployment/ahead.py.
 """
 
 import dataclasses

@@ -85,16 +85,15 @@ def demand_of(
     return Demand(longest, frozenset(request.scoring for request in requests) or frozenset([None]), sets)
 
 
-def known_sets(programs: Programs, requests: Sequence[Request]) -> tuple[frozenset[str], ...]:
-    """The smallest of OPTION_SETS for each request, for programs that other requests of its kind can use.
+def demand_of_kinds(programs: Programs, requests: Sequence[Request]) -> Demand:
+    """What requests of the same kinds may ask for: of each, the smallest of OPTION_SETS that suffices.
 
     Several stages, which decode in one program, have the largest set for all requests.
     """
-    if programs.stages > 1:
-        return OPTION_SETS[-1:]
     used = [options_in_use([request]) for request in requests]
     needed = {next(options for options in OPTION_SETS if own <= options) for own in used}
-    return tuple(options for options in OPTION_SETS if options in needed)
+    sets = OPTION_SETS[-1:] if programs.stages > 1 else [x for x in OPTION_SETS if x in needed]
+    return demand_of(requests, option_sets=sets)
 
 
 def needed_programs(

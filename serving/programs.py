@@ -96,7 +96,7 @@ class Programs:
     decode_rows: the numbers of rows of a data shard that a decode step may compute, ascending. On one CPU
     device these are 1, 2, 4 and so on up to all. Elsewhere a step computes all rows: there it is bound by
     reading the weights, and the kernels skip the caches of idle rows, so that fewer rows save little.
-    call, allocate: ahead.ProgramsOnShapes replaces them.
+    call, allocate: deployment.ahead.ProgramsOnShapes replaces them.
     """
 
     call = staticmethod(run)

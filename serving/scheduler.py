@@ -327,8 +327,8 @@ class MicroBatch:
     decoding rows, see PrefillLimits.cost, as far as the budget of later decode steps has not paid for it.
     """
 
-    def __init__(self, shards: list[Shard], vocabulary: int, limits: PrefillLimits):
-        self.shards, self.vocabulary, self.limits = shards, vocabulary, limits
+    def __init__(self, shards: list[Shard], limits: PrefillLimits):
+        self.shards, self.limits = shards, limits
         self.prefills = self.debt = 0
         self.rows = [row for shard in shards for row in shard.rows]
 
@@ -398,14 +398,6 @@ class MicroBatch:
         chosen = np.argsort(~busy, 1, kind="stable")[:, :n]
         return (chosen + busy.shape[1] * np.arange(len(busy))[:, None]).reshape(-1)
 
-    def sampling(self, options: frozenset[str]) -> Sampling:
-        """These options of sampling, as arrays [b] of what the rows' requests ask for."""
-        return sampling_of(self.rows, options, self.vocabulary)
-
-    def allowed(self) -> np.ndarray:
-        """The bitmasks of the tokens that each row's grammar allows, see Sampling."""
-        return allowed_tokens(self.rows, self.vocabulary)
-
 
 def sampling_of(rows: Sequence[Row], options: frozenset[str], vocabulary: int) -> Sampling:
     """These options of sampling, as arrays [b] of what the rows' requests ask for."""
@@ -448,13 +440,12 @@ class Scheduler:
         shards: int,
         width: int,
         masks: frozenset[Mask],
-        vocabulary: int,
         prefix_cache_bytes: int = 0,
         row_bytes: Callable[[int], int] = int,
         limits: PrefillLimits = PrefillLimits(),  # noqa: B008  immutable
     ):
-        """shards: of each micro-batch. width, masks, row_bytes: see Shard. vocabulary: the number of tokens.
-        prefix_cache_bytes: of all shards together.
+        """shards: of each micro-batch. width, masks, row_bytes: see Shard. prefix_cache_bytes: of all shards
+        together.
         """
         self.rows = [Row(text) for text in np.zeros((rows, max_len), np.int32)]
         each = rows // (stages * shards)
@@ -464,8 +455,7 @@ class Scheduler:
             for i in range(0, rows, each)
         ]
         self.micro_batches = [
-            MicroBatch(self.shards[i : i + shards], vocabulary, limits)
-            for i in range(0, stages * shards, shards)
+            MicroBatch(self.shards[i : i + shards], limits) for i in range(0, stages * shards, shards)
         ]
         self.queue: deque[Answer] = deque()
         self.limits = limits

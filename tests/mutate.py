@@ -501,7 +501,7 @@ MUTATIONS = [
     # the engine
     ("serving/engine.py", "rows[i], sources[i] = map(", "sources[i], rows[i] = map(", READ_ONCE),
     ("serving/programs.py", "(source != rows).any()", "(source != rows).all()", "tests/test_generation.py::test_requests_on_a_mesh[dp2-ep2-tp2]"),
-    ("serving/engine.py", "            self.sampling[number] = self.scheduler.micro_batches[number].sampling(options)\n", "            pass\n", SAMPLES),
+    ("serving/engine.py", "            self.sampling[number] = sampling_of(rows, options, self.programs.cfg.V)\n", "            pass\n", SAMPLES),
     ("serving/engine.py", 'answer.finish_reason or "length"', '"length"', CANCEL),
     ("serving/programs.py", "score = max((x.score for x in chunks if x.score is not None), default=None)", "score = None", "tests/test_generation.py::test_log_probabilities_of_prompts[ring-dp8]"),
     ("serving/engine.py", "[min(row.prefill_left, shape.width) for row in own]", "[row.prefill_left for row in own]", SCORES),
@@ -546,7 +546,7 @@ MUTATIONS = [
     ("generation/llm.py", "            self.engine.use(new)\n", "            pass\n", DECODE_ROWS + "::test_answers_at_a_time"),
     ("serving/needed.py", "for shape in programs.chunk_shapes if shape.rows <= rows]", "for shape in programs.chunk_shapes]", DECODE_ROWS + "::test_answers_at_a_time"),
     ("serving/needed.py", "[program for program in found if program != ChooseTokens(all_rows, sets[-1])]", "found", DECODE_ROWS + "::test_a_server_compiles_the_rest"),
-    ("generation/llm.py", "        compile_programs(shapes, needed_programs(shapes, demand, active=1))", "        pass", "tests/test_python_api.py::test_load_compiles_for_the_first_prompt"),
+    ("generation/llm.py", "        compile_programs(shapes, needed_programs(shapes, demand_of_kinds(shapes, first), active=1))", "        pass", "tests/test_python_api.py::test_load_compiles_for_the_first_prompt"),
 
     ("generation/replies.py", "if stream.stopped and self.error is None:", "if False:", "tests/test_python_api.py::test_options"),
     ("generation/llm.py", "k: v[i] if isinstance(v, (list, tuple, range)) else v for", "k: v[0] if isinstance(v, (list, tuple, range)) else v for", "tests/test_python_api.py::test_options"),
