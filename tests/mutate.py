@@ -43,7 +43,6 @@ TOKENIZER, FILE_FIELDS = "tests/test_gguf_tokenizer.py", "tests/test_fields.py"
 HUB = "tests/test_hub.py"
 OBJECTS = "tests/test_object_storage.py"
 QUALITY = "tests/test_quality.py"
-SERVING = "tests/test_serving_benchmark.py"
 INT4, MXFP4 = "tests/test_int4.py", "tests/test_mxfp4.py"
 EXPERTS_MXFP4 = "tests/test_experts.py::test_active_experts_kernel"
 MANY_ROWS = "tests/test_experts.py::test_kernel_of_many_rows"
@@ -784,14 +783,6 @@ MUTATIONS = [
     ("checkpoints/checkpoint.py", "if info.quantization == INT8 else {}", "if False else {}", DEQUANTIZED),
     ("checkpoints/writing.py", "for x in checkpoint.stored(*weight)] for", "for x in weight[:1]] for", DEQUANTIZED),
     ("benchmarks/quality.py", "targets >= 0", "targets >= -1", QUALITY),
-    ("benchmarks/serve.py", "x.first - x.due for x", "x.first - x.first for x", SERVING),
-    ("benchmarks/serve.py", "/ (x.tokens - 1)", "/ x.tokens", SERVING),
-    ("benchmarks/serve.py", "- min(x.due for x in outcomes)", "- min(x.first for x in answered)", SERVING),
-    ("benchmarks/serve.py", "self.first or now", "now", SERVING),
-    ("benchmarks/serve.py", "rng.exponential(1 / rate, n)", "np.full(n, 1 / rate)", SERVING),
-    ("benchmarks/serve.py", "beginning not in beginnings", "True", SERVING),
-    ("benchmarks/serve.py", "if not outcome.finished:", "if False:", SERVING),
-    ("benchmarks/serve.py", "tokens / found[\"engine_seconds\"]", "tokens", SERVING),
     # the scheduler
     ("serving/scheduler.py", "min(matching, row.computed)", "matching", WAITS),
     ("serving/scheduler.py", "return start + int(differs.argmax())", "return n", READ_ONCE),

@@ -173,14 +173,11 @@ def command_lines(document: str) -> list[str]:
 
 
 def programs_in(line: str) -> list[tuple[str, str]]:
-    """The Python programs that a command runs, each with its arguments. What follows " -- " is main.py's."""
+    """The Python programs that a command runs, each with its arguments."""
     found = []
     for part in re.split(r"&&|\|\||[;<>]|&$| \| ", line):
         if match := re.search(r"\bpython3 (-m \S+|\S+\.py)(.*)", part):
-            program, (arguments, _, more) = match[1], match[2].partition(" -- ")
-            found.append((program, arguments))
-            if more and program == "benchmarks/serve.py":
-                found.append(("main.py", more))
+            found.append((match[1], match[2]))
     return found
 
 
