@@ -127,7 +127,7 @@ CONFIGS = {
         qk_rope_head_dim=8, qk_nope_head_dim=12, v_head_dim=16, rope_parameters=NO_SCALING,
     ),
     "deepseek-v3": transformers.DeepseekV3Config(
-        **SIZES | dict(num_key_value_heads=6), num_hidden_layers=2, intermediate_size=64,
+        **SIZES | dict(num_key_value_heads=6), num_hidden_layers=3, intermediate_size=64,
         moe_intermediate_size=24, n_routed_experts=8, num_experts_per_tok=3, n_group=4, topk_group=2,
         first_k_dense_replace=1, q_lora_rank=20, kv_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=12,
         v_head_dim=16, rope_parameters=YARN,
