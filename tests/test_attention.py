@@ -78,6 +78,14 @@ def slots_seen(length, gap=None, slots: int = S) -> np.ndarray:
     return seen if gap is None else seen & ((at < gap[0][..., None]) | (at >= gap[1][..., None]))
 
 
+def check_cached(q, values, length, gap=None, dtype="float32", atol=1e-5, module=ragged_attention) -> None:
+    """Queries [B,T,K,G,H] against slots [B,K,S,C], of which each sees the first [B,T], but for a gap."""
+    kv, mask = kv_of(values, dtype), slots_seen(length, gap, values.shape[2])
+    gap = gap and tuple(map(jnp.int32, gap))
+    result = module.attend_cached(q, poisoned(kv, mask.any(1)), jnp.int32(length), gap)
+    compare(result, numpy_attention(q, *exact(kv), mask), atol)
+
+
 # 0 and 1 slots, and one less, as many and one more than whole blocks of 4.
 @pytest.mark.parametrize("lengths", [(0, 1, 20), (3, 4, 5), (0, 0, 0), (19, 17, 8)])
 @pytest.mark.parametrize(("block", "dtype"), [(3, "float32"), (4, "int8"), (64, "float32")])
@@ -85,30 +93,27 @@ def slots_seen(length, gap=None, slots: int = S) -> np.ndarray:
 def test_cached(lengths, block, dtype, gap, monkeypatch):
     """Each query its own slots: of a row's first ones, but for a gap that moves on by one."""
     monkeypatch.setattr(attention, "BLOCK", block)
-    q, kv = inputs()
-    kv = kv_of(kv, dtype)
+    q, values = inputs()
     length = np.where([[True, True], [True, False], [False, True]], np.array(lengths)[:, None], 0)
-    hidden = gap and tuple(np.full((B, T), at) + np.arange(T) * (at > 0) for at in gap)
-    mask = slots_seen(length, hidden)
-    cache, hidden = poisoned(kv, mask.any(1)), gap and tuple(map(jnp.int32, hidden))
-    result = ragged_attention.attend_cached(jnp.float32(q), cache, jnp.int32(length), hidden)
-    compare(result, numpy_attention(q, *exact(kv), mask))
+    gap = gap and tuple(np.full((B, T), at) + np.arange(T) * (at > 0) for at in gap)
+    check_cached(jnp.float32(q), values, length, gap, dtype)
 
 
-@pytest.mark.parametrize("lengths", [(0, 1, 20, 7), (3, 4, 0, 5)])
-@pytest.mark.parametrize("rows", [None, (2, 0), (1,), (3, 0, 1)])
-@pytest.mark.parametrize("gap", [None, (2, 4)])
+@pytest.mark.parametrize(
+    ("rows", "gap"), [(None, None), (None, (2, 4)), ((2, 0), (2, 4)), ((1,), None), ((6, 0, 3), (2, 4))]
+)
 @pytest.mark.parametrize(("dtype", "loops"), [("float32", True), ("int8", True), ("float32", False)])
-def test_cached_on_a_cpu(lengths, rows, gap, dtype, loops, monkeypatch):
+def test_cached_on_a_cpu(rows, gap, dtype, loops, monkeypatch):
     """One query per row, of all rows, of some in another order, and of one, in blocks of 4 slots.
 
     loops: by loops that read pairs of rows in place, or row by row by XLA's products.
     """
+    lengths = (0, 1, 20, 7, 3, 4, 0, 5)
     monkeypatch.setattr(cpu, "BLOCK", 4 * K * 2 * H)
     monkeypatch.setattr(cpu, "TERMS", 4)
     monkeypatch.setattr(cpu, "reads_in_place", lambda *_: loops)
     monkeypatch.setattr(ragged_attention, "platform", lambda: "cpu")
-    q, kv = (np.concatenate([x, -x[:1]]) for x in inputs())
+    q, kv = (np.concatenate([x, -x, 2 * x[:2]]) for x in inputs())
     kv, at = kv_of(kv, dtype), np.array(rows or range(len(q)))
     hidden = gap and tuple(np.full(len(q), n) for n in gap)
     mask = slots_seen(lengths, hidden)
@@ -121,54 +126,46 @@ def test_cached_on_a_cpu(lengths, rows, gap, dtype, loops, monkeypatch):
     compare(result, expected)
 
 
+def check_causal(segment: np.ndarray, width: int, window: int | None, dtype="float32") -> None:
+    """Each token sees those before it, within its segment [B,T] and within a window."""
+    rng, (B, T) = np.random.default_rng(0), segment.shape
+    q, kv = rng.standard_normal((B, T, K, G, width)), rng.standard_normal((B, K, T, 2 * width))
+    back, kv = np.arange(T)[:, None] - np.arange(T), kv_of(kv, dtype)
+    mask = (back >= 0) & (back < (window or T)) & (segment[..., None] == segment[:, None])
+    result = ragged_attention.attend_causal(jnp.float32(q), kv, jnp.int32(segment), window)
+    compare(result, numpy_attention(q, *exact(kv), mask))
+
+
 @pytest.mark.parametrize("window", [None, 3])
-def test_causal(window):
-    """Causal, within a segment, and within a window."""
-    rng = np.random.default_rng(0)
-    T = 9
-    q, k, v = (rng.standard_normal((B, T, K, *rest)) for rest in ((G, H), (H,), (H,)))
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_causal(window, dtype):
     segment = np.array([[0] * 9, [0] * 4 + [1] * 5, [3, 3, 4, 4, 4, 4, 5, 5, 5]])
-    expected = [
-        [s[j] == s[i] and i - (window or T) < j <= i for j in range(T)] for s in segment for i in range(T)
-    ]
-    mask = np.array(expected).reshape(B, T, T)
-    both = np.concatenate([k, v], -1).swapaxes(1, 2)
-    for kv in (kv_of(both), kv_of(both, "int8")):
-        result = ragged_attention.attend_causal(jnp.float32(q), kv, jnp.int32(segment), window)
-        compare(result, numpy_attention(q, *exact(kv), mask))
+    check_causal(segment, H, window, dtype)
 
 
 # ----------------------------------------------------------------------------- the TPU kernels, interpreted
 
 # Empty, one slot, one less, as many and one more than a block, and full; and where the new token goes: the
-# last slot, one in the middle, or none.
-CASES = [
-    (0, None),
-    (1, 0),
-    (127, 126),
-    (128, 127),
-    (129, 128),
-    (384, 383),
-    (384, None),
-    (300, 200),
-    (10, None),
-]
+# last slot, one in the middle, or none, which is the slot after all.
+LENGTHS = np.array([0, 1, 127, 128, 129, 384, 384, 300, 10])
+PLACES = np.array([384, 0, 126, 127, 128, 383, 384, 200, 384])
 # Of each case, which slots are hidden: none, the first, some in the middle, all.
 GAPS = np.array([(0, 0), (0, 0), (0, 5), (0, 127), (100, 128), (0, 130), (10, 384), (130, 199), (0, 383)])
 
 
-BLOCKS = [((128, 128), True), ((256, 128), False), ((512, 256), False), ((512, 256), True)]
-KINDS = [(64, "int8"), (128, "int8"), (64, "bfloat16"), (128, "float32")]
-KINDS += [(576, "bfloat16"), (256, "int8"), (576, "int8"), (576, "float32")]
-
-
-# Of each kind one, and of the blocks all.
+# Of each kind one, and of the blocks all; the widest arrays take long.
 @pytest.mark.parametrize(
     ("width", "dtype", "blocks", "with_gap"),
     [
-        pytest.param(*kind, *blocks, marks=[pytest.mark.deep] * (i % 4 != j or i in (4, 5, 7)))
-        for i, kind in enumerate(KINDS)
-        for j, blocks in enumerate(BLOCKS)
+        (64, "int8", (512, 256), True),
+        (64, "bfloat16", (256, 128), False),
+        (128, "float32", (128, 128), True),
+        (576, "int8", (512, 256), False),
+        deep(64, "int8", (128, 128), True),
+        deep(128, "int8", (256, 128), False),
+        deep(256, "int8", (512, 256), True),
+        deep(576, "bfloat16", (512, 256), True),
+        deep(576, "float32", (128, 128), True),
     ],
 )
 def test_ragged_decode_kernel(width, dtype, blocks, with_gap, monkeypatch, interpret):
@@ -177,9 +174,8 @@ def test_ragged_decode_kernel(width, dtype, blocks, with_gap, monkeypatch, inter
     256 does not divide the 384 slots: the second block overlaps the first.
     """
     monkeypatch.setattr(ragged_attention, "GROUP", 7)  # of 18 rows x heads: the last group has 4
-    rng, (B, S, K, G) = np.random.default_rng(0), (len(CASES), 384, 2, 3)
-    length = np.array([n for n, _ in CASES])
-    place = np.array([S if at is None else at for _, at in CASES])
+    rng, (B, S, K, G) = np.random.default_rng(0), (len(LENGTHS), 384, 2, 3)
+    length, place = LENGTHS, PLACES
     hidden, layout = GAPS.T if with_gap else None, LATENT if width == 576 else None
     q = jnp.asarray(rng.standard_normal((B, 1, K, G, width)), "bfloat16" if dtype == "int8" else dtype)
     C = LATENT.width if layout else 2 * width
@@ -205,7 +201,6 @@ def test_ragged_decode_kernel(width, dtype, blocks, with_gap, monkeypatch, inter
     ("width", "dtype", "with_gap", "blocks"),
     [
         (64, "int8", True, (512, 256)),
-        deep(128, "int8", False, (256, 128)),
         deep(64, "bfloat16", False, (256, 128)),
         deep(128, "float32", True, (512, 256)),
     ],
@@ -217,16 +212,11 @@ def test_cached_by_the_decode_kernel(width, dtype, with_gap, blocks, monkeypatch
     monkeypatch.setattr(ragged_attention, "SCORES", 9 * 256)  # blocks of 512 are too large
     kernel = partial(ragged_attention.ragged_attention_tpu, blocks=blocks, interpret=interpret)
     monkeypatch.setattr(ragged_attention, "ragged_attention_tpu", kernel)
-    rng, (B, S, T, K, G) = np.random.default_rng(0), (len(CASES), 384, 3, 2, 3)
-    length = np.array([n for n, _ in CASES])
-    length = np.where(np.arange(T) < np.arange(B)[:, None] % (T + 1), length[:, None], 0)
-    gap = [x[:, None] + np.arange(T) * (x[:, None] > 0) for x in GAPS.T] if with_gap else None
-    mask = slots_seen(length, gap, S)
+    rng, (B, S, T, K, G) = np.random.default_rng(0), (len(LENGTHS), 384, 3, 2, 3)
+    length = np.where(np.arange(T) < np.arange(B)[:, None] % (T + 1), LENGTHS[:, None], 0)
+    gap = tuple(x[:, None] + np.arange(T) * (x[:, None] > 0) for x in GAPS.T) if with_gap else None
     q = jnp.asarray(rng.standard_normal((B, T, K, G, width)), "bfloat16" if dtype == "int8" else dtype)
-    kv = kv_of(rng.standard_normal((B, K, S, 2 * width)), dtype)
-    hidden = gap and tuple(map(jnp.int32, gap))
-    result = ragged_attention.attend_cached(q, poisoned(kv, mask.any(1)), jnp.int32(length), hidden)
-    compare(result, numpy_attention(q, *exact(kv), mask), TOLERANCE[dtype])
+    check_cached(q, rng.standard_normal((B, K, S, 2 * width)), length, gap, dtype, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("stacked", [False, True])
@@ -266,11 +256,8 @@ def test_cached_by_splash(monkeypatch):
     rng = np.random.default_rng(0)
     B, T, K, G, H, S = 3, 128, 1, 2, 32, 384
     q, kv = rng.standard_normal((B, T, K, G, H)), rng.standard_normal((B, K, S, 2 * H))
-    kv, length = kv_of(kv, "int8"), np.array([[0], [200], [384]])
-    length = np.where(np.arange(T) < np.array([[128], [50], [128]]), length, 0)
-    mask = slots_seen(length, slots=S)
+    length = np.where(np.arange(T) < np.array([[128], [50], [128]]), [[0], [200], [384]], 0)
     monkeypatch.setattr(attention, "BLOCK", 256)
     monkeypatch.setattr(tpu, "read_block", lambda kv, B, _, *at: attention.read_block(kv, [(0, B)], *at))
     monkeypatch.setattr(tpu, "splash", partial(tpu.splash, interpret=True))
-    result = tpu.attend_cached(jnp.float32(q), poisoned(kv, mask.any(1)), jnp.int32(length))
-    compare(result, numpy_attention(q, *exact(kv), mask))
+    check_cached(jnp.float32(q), kv, length, dtype="int8", module=tpu)

@@ -2,24 +2,21 @@
 
 import dataclasses
 from functools import partial
-from itertools import product
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
-import transformers
 from conftest import MESHES, Kind, dequantize, llama4_config, mesh_of, random_weights
 from jax.sharding import PartitionSpec as P
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
 import model
-from families.deepseek_v3 import GroupLimitedRouter
 from ops import cpu, grouped_matmul
 from quantize import INT8, MXFP4, PerGroup, QuantizedArray
 from sharding.arrays import ArrayInfo, specs
 from sharding.mesh import MODEL
+
+deep = partial(pytest.param, marks=pytest.mark.deep)
 
 
 def dense_loop(x, w, active, router: model.Router):
@@ -36,15 +33,19 @@ def dense_loop(x, w, active, router: model.Router):
     score = score * router.factor
     weight = np.zeros_like(logits)
     np.put_along_axis(weight, chosen, score, -1)
+    none = np.zeros((logits.shape[-1], 1))
+    biases = (none if bias is None else float64(bias) for bias in (w.gate_bias, w.up_bias, w.down_bias))
+    return sum_of_experts(x, weight, map(float64, (w.gate, w.up, w.down)), biases, router.scales)
+
+
+def sum_of_experts(x, weight, matrices, biases, scales: str) -> np.ndarray:
+    """All experts of all tokens, x [...,D], times weight [...,E]. scales: its place, see model.Router."""
     total = np.zeros_like(x)
-    for e in range(logits.shape[-1]):
+    for e, (gate, up, down, *bias) in enumerate(zip(*matrices, *biases, strict=True)):
         factor = weight[..., e : e + 1]
-        before, after = (factor, factor > 0) if router.scales == "input" else (1, factor)
-        gate, up = before * x @ float64(w.gate[e]), before * x @ float64(w.up[e])
-        if w.gate_bias is not None:
-            gate, up = gate + float64(w.gate_bias[e]), up + float64(w.up_bias[e])
-        down = (gate / (1 + np.exp(-gate)) * up) @ float64(w.down[e])
-        total += after * (down if w.down_bias is None else down + float64(w.down_bias[e]))
+        before, after = (factor, factor > 0) if scales == "input" else (1, factor)
+        gate, up = before * x @ gate + bias[0], before * x @ up + bias[1]
+        total += after * ((gate / (1 + np.exp(-gate)) * up) @ down + bias[2])
     return total
 
 
@@ -62,25 +63,26 @@ def rows_of_no_group_are_nan(monkeypatch):
 
 @pytest.mark.usefixtures("rows_of_no_group_are_nan")
 @pytest.mark.parametrize(
-    ("active", "routing", "name"),
+    ("name", "routing", "active"),
     [
-        pytest.param(active, routing, name, marks=[pytest.mark.deep] * (name not in short))
-        for active, routing, short in (
-            (1, "all to one expert", ["dp2-ep2-tp2"]),
-            (1, "spread", ["1"]),
-            (2, "all to one expert", ["1"]),
-            (2, "spread", ["dp2-ep2-tp2", "ep2-tp4"]),
-        )
-        for name in MESHES
+        ("dp2-ep2-tp2", "all to one expert", 1),
+        ("ep2-tp4", "spread", 2),
+        *(deep(name, "all to one expert", 1) for name in MESHES if name != "dp2-ep2-tp2"),
+        *(deep(name, "spread", 2) for name in MESHES if name != "ep2-tp4"),
     ],
 )
 def test_no_token_is_dropped(name, routing, active):
     assert_like_the_loop(name, routing, active, model.Router())
 
 
-ROUTERS = [model.Router(*x) for x in product(("sigmoid", "softmax"), (False, True), ("input", "output"))]
-# GLM-4.7-Flash's, whose bias chooses experts but does not weight them.
-ROUTERS.append(model.Router("sigmoid", True, "output", bias=True, factor=1.8))
+ROUTERS = [
+    model.Router("sigmoid", False, "input"),
+    model.Router("sigmoid", True, "output"),
+    model.Router("softmax", False, "output"),
+    model.Router("softmax", True, "input"),
+    # GLM-4.7-Flash's, whose bias chooses experts but does not weight them.
+    model.Router("sigmoid", True, "output", bias=True, factor=1.8),
+]
 
 
 @pytest.mark.parametrize("router", ROUTERS)
@@ -88,38 +90,12 @@ def test_routers(router):
     assert_like_the_loop("1", "spread", 2, router)
 
 
-@pytest.mark.parametrize(
-    ("E", "groups", "kept", "A"), [(8, 4, 2, 3), (12, 2, 1, 6), (256, 8, 4, 8), (256, 8, 8, 8)]
-)
-def test_group_limited_router(E, groups, kept, A):
-    """The experts that transformers' router chooses, and their weights, with DeepSeek V3's sizes too."""
-    sizes = dict(hidden_size=16, n_routed_experts=E, n_group=groups, topk_group=kept, num_experts_per_tok=A)
-    theirs = DeepseekV3TopkRouter(transformers.DeepseekV3Config(**sizes))
-    rng = np.random.default_rng(0)
-    x, router, bias = rng.standard_normal((50, 16)), rng.standard_normal((16, E)), rng.standard_normal(E)
-    x, router, bias = np.float32(x), np.float32(router / 4), np.float32(bias / 8)
-    with torch.no_grad():
-        theirs.weight.copy_(torch.tensor(router.T))
-        theirs.e_score_correction_bias.copy_(torch.tensor(bias))
-        _, weights, experts = (found.numpy() for found in theirs(torch.tensor(x)))
-    limits = dict(factor=2.5, groups=groups, kept=kept)
-    kind = model.MoE(E, A, 8, GroupLimitedRouter("sigmoid", True, "output", bias=True, **limits), None)
-    w = dataclasses.replace(kind.declare("", 16), router=jnp.asarray(router), router_bias=jnp.asarray(bias))
-    chosen, score = (np.asarray(found[0]) for found in kind.router(jnp.asarray(x)[None], w, A))
-    ours, order = np.sort(chosen, -1), np.argsort(chosen, -1)
-    np.testing.assert_array_equal(ours, np.sort(experts, -1))
-    expected = np.take_along_axis(weights, np.argsort(experts, -1), -1)
-    np.testing.assert_allclose(np.take_along_axis(score, order, -1), expected, rtol=1e-5)
-    # Without groups other experts would be chosen, unless all groups are kept.
-    _, plain = model.Router("sigmoid", True, "output", bias=True).choose((x @ router)[None], bias, A)
-    assert np.array_equal(np.sort(plain[0], -1), ours) == (kept == groups)
-
-
-@pytest.mark.parametrize("name", ["1", "ep2-tp4"])
-def test_biases(name):
+def test_biases():
     """Of the experts and of the router's logits; a bias is added once, however many devices add up."""
     router = model.Router("softmax", True, "output", logit_bias=True)
-    assert_like_the_loop(name, "spread", 2, router, bias=True)
+    assert_like_the_loop("ep2-tp4", "spread", 2, router, bias=True)
+    with pytest.raises(ValueError, match="need a router that scales their output"):
+        model.MoE(4, 2, 8, model.Router(scales="input"), shared=None, bias=True)
 
 
 def assert_like_the_loop(name: str, routing: str, active: int, router_kind: model.Router, bias=False) -> None:
@@ -152,56 +128,42 @@ def assert_like_the_loop(name: str, routing: str, active: int, router_kind: mode
     np.testing.assert_allclose(result, expected, atol=1e-5)
 
 
-ONCE = ("int8", "output"), ("float32", "input")  # are of the same kernel as the other way
-# Of 8 experts here, "8" being elsewhere: one row; a row with none; all rows on one; more rows than a tile.
+# Of 8 experts here, "8" being elsewhere: one row; two experts each, one of them elsewhere; rows with none;
+# all rows on one; more rows than a tile.
 CHOICES = {
     "one row": [[5]],
-    "two each, one elsewhere": [[2, 8], [7, 2], [0, 7]],
+    "mixed": [[2, 8], [7, 2], [0, 7]],
     "none here": [[8], [8]],
     "all on the last": [[7]] * 5,
     "many rows": [[row % 3 * 2] for row in range(12)],
 }
-
-
+# In tiles of 8 and 16 rows: 20 rows on expert 5, and on others 17, 16, 8, 1.
+TILES = [[5, 0]] * 13 + [[5, 2]] * 7 + [[0, 8]] * 3 + [[2, 8]] * 10 + [[8, 3]] * 8 + [[8, 7], [8, 8]]
+CHOICES["tiles"] = np.random.default_rng(1).permutation(TILES).tolist()
+# Each choice once, and each kernel with rows here and elsewhere: int8 that scales outputs and float32 that
+# scales inputs are of the same kernel as the other way.
 KERNELS = [
-    (x, y) for x in ("int8", "float32", "int4", "mxfp4") for y in ("input", "output") if (x, y) not in ONCE
+    *((choice, "int8", "input", False) for choice in CHOICES),
+    *(("mixed", dtype, "output", True) for dtype in ("float32", "int4", "mxfp4")),
+    *(("mixed", dtype, "input", False) for dtype in ("int4", "mxfp4")),
+    ("tiles", "float32", "output", True),
+    *(deep("many rows", dtype, "output", False) for dtype in ("float32", "int4", "mxfp4")),
+    *(deep("none here", dtype, "input", False) for dtype in ("int4", "mxfp4")),
+    deep("tiles", "int4", "input", False),
+    deep("tiles", "mxfp4", "output", False),
 ]
 
 
-@pytest.mark.parametrize(("dtype", "scales"), KERNELS)
-@pytest.mark.parametrize("choices", CHOICES.values(), ids=CHOICES)
-def test_active_experts_kernel(choices, dtype, scales, monkeypatch, interpret):
-    """Against numpy, with NaN in every expert that has no row."""
-    check_active_experts(choices, dtype, scales, monkeypatch, interpret, biased=False)
-
-
-# Of 8 experts, "8" being elsewhere: tiles of 8 and 16 rows; 20 rows on expert 5, and on others 17, 16, 8, 1.
-MANY = [[5, 0]] * 13 + [[5, 2]] * 7 + [[0, 8]] * 3 + [[2, 8]] * 10 + [[8, 3]] * 8 + [[8, 7], [8, 8]]
-
-
-@pytest.mark.parametrize(
-    ("dtype", "scales"), [("int8", "input"), ("float32", "output"), ("int4", "input"), ("mxfp4", "output")]
-)
-def test_kernel_of_many_rows(dtype, scales, monkeypatch, interpret):
-    monkeypatch.setattr(grouped_matmul, "FEW_ROWS", 8)
-    monkeypatch.setattr(grouped_matmul, "TILES", (8, 16))
-    choices = np.random.default_rng(1).permutation(MANY).tolist()
-    check_active_experts(choices, dtype, scales, monkeypatch, interpret, biased=dtype == "float32")
-
-
-@pytest.mark.parametrize("dtype", ["float32", "int4", "mxfp4"])
-def test_biases_in_the_kernel(dtype, monkeypatch, interpret):
-    choices = CHOICES["two each, one elsewhere"]
-    check_active_experts(choices, dtype, "output", monkeypatch, interpret, biased=True)
-    with pytest.raises(ValueError, match="need a router that scales their output"):
-        model.MoE(4, 2, 8, model.Router(scales="input"), shared=None, bias=True)
-
-
-def check_active_experts(choices, dtype, scales, monkeypatch, interpret, biased: bool) -> None:
+@pytest.mark.parametrize(("choices", "dtype", "scales", "biased"), KERNELS)
+def test_active_experts_kernel(choices, dtype, scales, biased, monkeypatch, interpret):
+    """Against numpy, with NaN in every expert that has no row; rows in tiles have a kernel of their own."""
+    if choices == "tiles":
+        monkeypatch.setattr(grouped_matmul, "FEW_ROWS", 8)
+        monkeypatch.setattr(grouped_matmul, "TILES", (8, 16))
     E, D, M = 8, 64, 256
     monkeypatch.setattr(grouped_matmul, "block_width", lambda *_: 128)  # two blocks
     rng = np.random.default_rng(0)
-    expert = np.array(choices, np.int32)
+    expert = np.array(CHOICES[choices], np.int32)
     factor = rng.uniform(0.2, 0.9, expert.shape)
     x = rng.standard_normal((len(expert), D))
     weights = [rng.standard_normal(shape) / 8 for shape in ((E, D, M), (E, D, M), (E, M, D))]
@@ -219,20 +181,14 @@ def check_active_experts(choices, dtype, scales, monkeypatch, interpret, biased:
         nan = 255 if dtype == "mxfp4" else jnp.nan
         given = [dataclasses.replace(w, scale=w.scale.at[idle].set(nan)) for w in whole]
     exact = [np.asarray(w) for w in exact]
-
     biases = (rng.standard_normal((E, M)), rng.standard_normal((E, M)), rng.standard_normal((E, D)))
     arguments = jnp.float32(x), jnp.int32(expert), jnp.float32(factor)
     options = tuple(map(jnp.float32, biases)) if biased else (None,) * 3, model.SwiGLU(), scales
     result = grouped_matmul.active_experts(*arguments, *given, *options, interpret=interpret)
-    expected = np.zeros_like(x)
-    for row, (its_experts, its_factors) in enumerate(zip(expert, factor, strict=True)):
-        for e, f in zip(its_experts, its_factors, strict=True):
-            if e < E:
-                before, after = (f, 1) if scales == "input" else (1, f)
-                gate, up = before * x[row] @ exact[0][e], before * x[row] @ exact[1][e]
-                gate, up = (gate + biases[0][e], up + biases[1][e]) if biased else (gate, up)
-                down = (gate / (1 + np.exp(-gate)) * up) @ exact[2][e]
-                expected[row] += after * (down + biases[2][e] if biased else down)
+    weight = np.zeros((len(x), E + 1))
+    np.put_along_axis(weight, expert, factor, -1)
+    biases = biases if biased else [np.zeros((E, 1))] * 3
+    expected = sum_of_experts(x, weight[:, :E], exact, biases, scales)
     # Of int4 the activations are rounded to 1 / 65000 of their row's largest, twice.
     np.testing.assert_allclose(result, expected, atol=4e-4 if dtype == "int4" else 1e-5)
     by_sorting = grouped_matmul.sorted_rows(*arguments, *whole, *options)
@@ -280,16 +236,6 @@ def test_only_active_experts_are_fetched(chosen, monkeypatch):
     one_expert = 3 * D * M
     # Scales come along, those of 8 experts at a time. Without any expert here, one block of each matrix.
     assert active.sum() * one_expert <= fetched <= max(1.03 * active.sum(), 0.53) * one_expert
-
-
-@pytest.mark.parametrize("mask", [[0, 1, 0, 1, 1], [0] * 5, [1] * 5, [1, 0, 0, 0, 0], [0, 0, 0, 0, 1]])
-@pytest.mark.parametrize("n", [1, 3, 5])
-def test_active_first(mask, n):
-    """The experts with rows, in order; the last one again for the rest of the list."""
-    found, number = grouped_matmul.active_first(jnp.array(mask, bool), n)
-    active = np.flatnonzero(mask).tolist()
-    assert number.tolist() == [len(active)]
-    assert found.tolist() == (active + (active or [0])[-1:] * n)[:n]
 
 
 def test_derivative():

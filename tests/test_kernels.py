@@ -7,6 +7,7 @@ import pytest
 from conftest import Kind, llama3_config, llama4_config, mesh_of
 from jax.experimental import pallas
 from jax.experimental.pallas import tpu as pltpu
+from test_meshes import assert_same, prompts_for
 
 import model
 import ragged_attention
@@ -76,18 +77,8 @@ class Known:
 def generate(cfg, kv_dtype, format, speculation=None):
     mesh = mesh_of(cfg)
     weights = model.init_weights(jax.random.key(0), cfg, mesh, format=format)
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, cfg.V, n).tolist() for n in LENGTHS]
     options = dict(score=True, speculation=speculation)
-    return conftest.generate(weights, prompts, cfg, mesh, NEW, 640, kv_dtype, **options)
-
-
-def assert_same(result, expected, atol):
-    for ours, theirs, n in zip(result, expected, LENGTHS, strict=True):
-        assert ours.tokens == theirs.tokens and len(ours.tokens) == NEW
-        assert len(ours.prompt_logprobs) == n - 1
-        np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=atol)
-        np.testing.assert_allclose(ours.prompt_logprobs, theirs.prompt_logprobs, atol=atol)
+    return conftest.generate(weights, prompts_for(cfg, LENGTHS), cfg, mesh, NEW, 640, kv_dtype, **options)
 
 
 @pytest.mark.deep
@@ -113,9 +104,9 @@ def test_whole_model(cfg, kv_dtype, format, monkeypatch, as_on_a_tpu):
     assert used == kernels
     # int8 queries of 16 bits, and probabilities rounded to bfloat16 before they meet int8 values.
     atol = 5e-3 if kv_dtype == "int8" else 1e-4
-    assert_same(result, expected, atol)
+    assert_same(result, expected, atol, NEW)
     used.clear()
     known = Known(expected)
-    assert_same(generate(cfg, kv_dtype, format, known), expected, atol)
+    assert_same(generate(cfg, kv_dtype, format, known), expected, atol, NEW)
     assert known.most.tolist() == [NEW] * len(LENGTHS)
     assert "ragged_attention" in used and "ragged_decode" not in used

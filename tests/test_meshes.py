@@ -1,5 +1,6 @@
 """One device is the truth for many: the same tokens and log-probabilities, and few collectives."""
 
+import dataclasses
 import math
 import re
 from functools import lru_cache, partial
@@ -9,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import CHECKPOINTS, MESHES, Kind, llama3_config, llama4_config, mesh_of
+from conftest import CHECKPOINTS, Kind, llama3_config, llama4_config, mesh_of
 from jax.experimental.layout import Format, Layout
 from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -30,10 +31,18 @@ LENGTHS = (1, 5, 8, 9, 17, 20, 3, 16)
 NEW = 10
 # Sums in another order, in float32: 1e-5 was seen.
 TOLERANCE = 1e-4
+# Both feed-forwards, and both kinds of attention; 2 key/value heads with 5 queries each.
+LLAMA4 = llama4_config(layers=(Kind(chunk=8, moe=True), Kind(rope=False)))
 
 
 random_weights = lru_cache(conftest.random_weights)
 deep = partial(pytest.param, marks=pytest.mark.deep)
+
+
+@pytest.fixture(autouse=True)
+def one_shape_of_chunks(monkeypatch):
+    """Chunks of two rows, and none of another shape to compile."""
+    monkeypatch.setattr(chunks, "CPU_SHAPES", ((2, 32),))
 
 
 def generate(cfg, mesh, prompts, format=None, kv_dtype="float32", max_len=48):
@@ -46,9 +55,9 @@ def prompts_for(cfg, lengths=LENGTHS):
     return [rng.integers(0, cfg.V, n).tolist() for n in lengths]
 
 
-def assert_same(result, expected, atol=TOLERANCE):
+def assert_same(result, expected, atol=TOLERANCE, new=NEW):
     for ours, theirs in zip(result, expected, strict=True):
-        assert ours.tokens == theirs.tokens and len(ours.tokens) == NEW
+        assert ours.tokens == theirs.tokens and len(ours.tokens) == new
         assert len(ours.prompt_logprobs) == len(ours.request.prompt) - 1
         np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=atol)
         np.testing.assert_allclose(ours.prompt_logprobs, theirs.prompt_logprobs, atol=atol)
@@ -68,45 +77,40 @@ def expected():
     return answer
 
 
-@pytest.mark.parametrize("name", ["ep4-tp2", *map(deep, ("tp8", "dp2-ep2-tp2"))])
-def test_llama4(name, expected):
-    """2 key/value heads with 5 queries each: shared heads, padded queries, and every kind of layer."""
-    cfg = llama4_config()
-    assert_same(generate(cfg, mesh_of(cfg, name), prompts_for(cfg)), expected(cfg))
+@pytest.mark.parametrize(
+    ("name", "format"),
+    [("ep4-tp2", None), ("ep2-tp4", INT8), deep("tp8", None), deep("dp2-ep2-tp2", None)],
+)
+def test_llama4(name, format, expected, monkeypatch):
+    """Shared heads, padded queries, and a cache of several blocks: the loop over them inside shard_map.
 
-
-def test_llama4_int8(expected):
-    """int8 weights and cache: scales are sharded as their arrays are."""
-    cfg, options = llama4_config(), dict(format=INT8, kv_dtype="int8")
-    result = generate(cfg, mesh_of(cfg, "ep2-tp4"), prompts_for(cfg), **options)
-    # A difference in the last bit can round a cached value to the next of its 255 steps.
-    assert_same(result, expected(cfg, **options), atol=5e-3)
-
-
-@pytest.mark.parametrize("tied", [deep(False), True])
-def test_llama3_whole_heads(tied, expected):
-    """As many key/value heads as devices."""
-    cfg = llama3_config(tied_embeddings=tied)
-    assert_same(generate(cfg, mesh_of(cfg, "tp8"), prompts_for(cfg)), expected(cfg))
-
-
-def test_long_cache_is_read_in_blocks(expected, monkeypatch):
-    """A cache longer than the reference's block, with shared heads: the loop over blocks inside shard_map."""
-    cfg = llama4_config()
-    whole = expected(cfg)
+    int8 weights and cache: scales are sharded as their arrays are.
+    """
+    options = dict(format=format, kv_dtype="int8" if format else "float32")
+    whole = expected(LLAMA4, **options)
     monkeypatch.setattr("ops.attention.BLOCK", 2)
     monkeypatch.setattr("ops.attention.DECODE_BLOCK", 2)
     # Of another length, so that all is compiled again.
-    assert_same(generate(cfg, mesh_of(cfg, "ep2-tp4"), prompts_for(cfg), max_len=56), whole)
+    result = generate(LLAMA4, mesh_of(LLAMA4, name), prompts_for(LLAMA4), max_len=56, **options)
+    # A difference in the last bit can round a cached value to the next of its 255 steps.
+    assert_same(result, whole, 5e-3 if format else TOLERANCE)
+
+
+@pytest.mark.parametrize(("name", "prompts"), [("tp8", 8), ("dp8", 3)])
+def test_llama3(name, prompts, expected, monkeypatch):
+    """As many key/value heads as devices; and more data shards than prompts: empty rows leave no trace."""
+    cfg = llama3_config(tied_embeddings=True)
+    whole = expected(cfg)[:prompts]
+    monkeypatch.setattr(chunks, "CPU_SHAPES", ((1, 32),))
+    assert_same(generate(cfg, mesh_of(cfg, name), prompts_for(cfg)[:prompts]), whole)
 
 
 @pytest.mark.parametrize(("name", "kv_dtype"), [("1", "float32"), deep("tp8", "int8")])
 def test_unwritten_slots_are_never_read(kv_dtype, name, monkeypatch):
     """A cache that starts full of NaN (or of 127 x NaN) changes nothing, in one piece or in several."""
-    cfg = llama4_config()
 
     def answers():
-        return generate(cfg, mesh_of(cfg, name), prompts_for(cfg), kv_dtype=kv_dtype)
+        return generate(LLAMA4, mesh_of(LLAMA4, name), prompts_for(LLAMA4), kv_dtype=kv_dtype)
 
     clean = answers()
 
@@ -120,7 +124,7 @@ def test_unwritten_slots_are_never_read(kv_dtype, name, monkeypatch):
     monkeypatch.setattr(steps, "init_batch", poisoned)
     assert_same(answers(), clean)
     # In pieces a later one reads what an earlier one wrote; to int8 precision if the cache is int8.
-    monkeypatch.setattr(chunks, "CPU_SHAPES", ((1, 4), (1, 16)))
+    monkeypatch.setattr(chunks, "CPU_SHAPES", ((1, 4),))
     in_pieces = answers()
     if kv_dtype == "float32":
         assert_same(in_pieces, clean)
@@ -131,12 +135,13 @@ def test_unwritten_slots_are_never_read(kv_dtype, name, monkeypatch):
 @pytest.mark.parametrize("chunk", [None, 8])
 def test_slot_mapping(name, chunk):
     """Each kept token has one slot on one device, though a chunk of 20 tokens goes around a ring of 8."""
-    cfg, T, capacity = llama4_config(), 20, 40
+    T, capacity = 20, 40
     mask = model.BlockLocal(chunk) if chunk else model.Full()
-    mesh = mesh_of(cfg, name)
+    mesh = mesh_of(LLAMA4, name)
     slots = mesh_size(mesh, SLOTS)
     start, count = np.array([0, 5, 8, 13]), np.array([20, 0, 3, 17])
 
+    @jax.jit
     @partial(jax.shard_map, mesh=mesh, in_specs=P(), out_specs=P(None, None, MODEL))
     def on_devices(start, count):
         return slot_mapping(model.chunk_at(start, count, T), mask, capacity)[..., None]
@@ -169,7 +174,7 @@ def assigned(texts, cfg, mesh, kv_dtype="float32"):
 @pytest.mark.parametrize("name", ["1", "dp2-ep2-tp2"])
 def test_assign_rows(name, copied):
     """In each data shard one row is another's copy with a text of its own, or none is; the others stay."""
-    cfg, rng = llama4_config(), np.random.default_rng(0)
+    cfg, rng = LLAMA4, np.random.default_rng(0)
     mesh = mesh_of(cfg, name)
     data, rows = mesh.shape["data"], 4
     each = rows // data
@@ -198,7 +203,7 @@ def test_assign_rows(name, copied):
 @pytest.mark.parametrize("name", [deep("1"), "dp2-ep2-tp2"])
 def test_prefill_of_all_rows(name):
     """Pieces of unlike counts, of all rows at once and of one at a time: as a forward of each whole text."""
-    cfg, rng = llama4_config(), np.random.default_rng(0)
+    cfg, rng = LLAMA4, np.random.default_rng(0)
     mesh, one = mesh_of(cfg, name), mesh_of(cfg)
     data, rows, width = mesh.shape["data"], 4, 6
     texts = rng.integers(0, cfg.V, (rows, 24), np.int32)
@@ -263,7 +268,7 @@ def test_pieces_of_any_width(kv_dtype):
 @pytest.mark.parametrize("name", [deep("1"), "dp2-ep2-tp2"])
 def test_guesses_of_a_step(name):
     """A step's tokens are those of plain steps, whichever guesses are right or looked at; as are the next."""
-    cfg, rng, rows, T = llama4_config(), np.random.default_rng(0), 8, 4
+    cfg, rng, rows, T = LLAMA4, np.random.default_rng(0), 8, 4
     mesh = mesh_of(cfg, name)
     static, weights = dict(cfg=cfg, mesh=mesh), random_weights(cfg, mesh)
     texts = rng.integers(0, cfg.V, (rows, 48), np.int32)
@@ -317,7 +322,7 @@ def shapes(cfg, mesh, rows, max_len):
     return (abstract(x, mesh, jnp.float32) for x in infos)
 
 
-@pytest.mark.parametrize(("rows", "n", "max_len"), [(None, 1, 32768), deep([0], 1, 32768), ([3], 8, 16384)])
+@pytest.mark.parametrize(("rows", "n", "max_len"), [(None, 1, 32768), ([3], 8, 16384)])
 def test_prefill_does_not_copy_the_cache(rows, n, max_len):
     """A piece needs far less memory than a long cache, which XLA copies if it is read before written."""
     cfg = llama3_config()
@@ -329,20 +334,22 @@ def test_prefill_does_not_copy_the_cache(rows, n, max_len):
     assert compiled.memory_analysis().temp_size_in_bytes < one_layer / 2
 
 
-@pytest.mark.parametrize("name", ["ep2-tp4", *(deep(name) for name in MESHES if name != "ep2-tp4")])
+@pytest.mark.parametrize("name", ["ep2-tp4", deep("dp2-ep2-tp2")])
 @pytest.mark.parametrize("format", [None, deep(INT8)])
 def test_random_weights_are_the_same_on_every_mesh(name, format):
-    cfg = llama4_config()
-    mesh = mesh_of(cfg, name)
+    cfg, mesh = LLAMA4, mesh_of(LLAMA4, name)
     made = model.init_weights(jax.random.key(0), cfg, mesh, format=format)
     jax.tree.map(np.testing.assert_array_equal, made, random_weights(cfg, mesh, format))
 
 
-@pytest.mark.parametrize("format", [None, INT8])
-def test_any_order_in_memory(format, monkeypatch):
-    """Weights whose dimensions are stored in the reverse order: the same tokens and log-probabilities."""
+def test_any_order_in_memory(monkeypatch):
+    """Weights whose dimensions are stored in the reverse order: the same tokens and log-probabilities.
+
+    Of int8 matrices and their scales, and of the router, the embedding and the norms, which are no int8.
+    """
     checkpoint = open_checkpoint(CHECKPOINTS / "tiny-llama4")
-    cfg = checkpoint.config
+    cfg = dataclasses.replace(checkpoint.config, layers=checkpoint.config.layers[:1])
+    checkpoint = dataclasses.replace(checkpoint, config=cfg)
     mesh, prompts = mesh_of(cfg, "tp8"), prompts_for(cfg, (3, 20))
     chosen_by_xla = ArrayInfo.placement
 
@@ -353,8 +360,8 @@ def test_any_order_in_memory(format, monkeypatch):
 
     def answers(step: int) -> list:
         """step: 1 or -1, from one to the next in an array's list of dimensions, the slowest one first."""
-        weights = load(checkpoint, mesh, "float32", format=format)
-        declared = abstract(model.weight_infos(cfg, format), mesh, jnp.float32)
+        weights = load(checkpoint, mesh, "float32", format=INT8)
+        declared = abstract(model.weight_infos(cfg, INT8), mesh, jnp.float32)
         for x, like in zip(*map(jax.tree.leaves, (weights, declared)), strict=True):
             dimensions = tuple(range(x.ndim))[::step]
             assert x.format.layout.major_to_minor == dimensions
@@ -364,6 +371,13 @@ def test_any_order_in_memory(format, monkeypatch):
     usual = answers(1)
     monkeypatch.setattr(ArrayInfo, "placement", reverse)
     assert_same(answers(-1), usual)
+
+
+def mesh_of_tpus(platform: str, tensor: int) -> AbstractMesh:
+    """Of devices that are not here. platform: as which they compile."""
+    axes = mesh_shape(LLAMA4, tensor=tensor)
+    device = AbstractDevice("TPU v5 lite", None, platform)
+    return AbstractMesh(tuple(axes.values()), tuple(axes), abstract_device=device)
 
 
 @pytest.mark.parametrize(
@@ -378,10 +392,7 @@ def test_any_order_in_memory(format, monkeypatch):
 )
 def test_rows_that_nearly_fill_tiles_stay_rows(letters, columns, platform, kept):
     """XLA chooses the order of dimensions, except on TPUs where rows nearly fill whole tiles."""
-    axes = mesh_shape(llama4_config(), tensor=8)
-    device = AbstractDevice("TPU v5 lite", None, platform)
-    mesh = AbstractMesh(tuple(axes.values()), tuple(axes), abstract_device=device)
-    info = ArrayInfo(letters, shape=(4, 64, columns))
+    mesh, info = mesh_of_tpus(platform, 8), ArrayInfo(letters, shape=(4, 64, columns))
     sharding = NamedSharding(mesh, info.spec)
     assert info.placement(mesh) == (Format(Layout((0, 1, 2)), sharding) if kept else sharding)
 
@@ -398,32 +409,12 @@ def test_rows_that_nearly_fill_tiles_stay_rows(letters, columns, platform, kept)
 )
 def test_groups_of_experts_keep_their_order(letters, contracted, platform, kept, format):
     """XLA would store the scales of 64 experts on a TPU, [64,1,512], as [1,64,512]."""
-    axes = mesh_shape(llama4_config())
-    device = AbstractDevice("TPU v5 lite", None, platform)
-    mesh = AbstractMesh(tuple(axes.values()), tuple(axes), abstract_device=device)
     sizes = dict(e=64, D=512, m=128, f=1024)
     info = ArrayInfo(letters, contracted, shape=tuple(sizes[x] for x in letters), format=format)
     for component in jax.tree.leaves(info.components):
-        placement = component.placement(mesh)
+        placement = component.placement(mesh_of_tpus(platform, 1))
         assert isinstance(placement, Format) == kept
         assert not kept or placement.layout == Layout(tuple(range(len(component.shape))))
-
-
-def test_rows_do_not_see_one_another():
-    """Each row of a batch of unlike lengths answers as it does alone."""
-    cfg = llama4_config()
-    prompts = prompts_for(cfg)
-    together = generate(cfg, mesh_of(cfg), prompts)
-    for i in (0, 3, 5):
-        alone = generate(cfg, mesh_of(cfg), [prompts[i]])
-        assert_same(alone, together[i : i + 1])
-
-
-def test_prompts_that_fill_no_data_shard():
-    """3 prompts on dp8: the rows that pad the batch leave no trace."""
-    cfg = llama3_config()
-    prompts = prompts_for(cfg, (4, 9, 2))
-    assert_same(generate(cfg, mesh_of(cfg, "dp8"), prompts), generate(cfg, mesh_of(cfg), prompts))
 
 
 def collectives(cfg: model.Config, name: str) -> dict[str, int]:
@@ -444,7 +435,6 @@ SHARED_HEADS = {"all-reduce": 2, "all-gather": 1, "all-to-all": 1}
     [
         deep(DENSE, 8, "tp8", {"all-reduce": 2}),
         deep(DENSE, 2, "tp8", SHARED_HEADS),
-        deep(ROUTED, 8, "tp8", {"all-reduce": 2}),
         (ROUTED, 8, "ep4-tp2", {"all-reduce": 2}),
         (ROUTED, 2, "tp8", SHARED_HEADS),
     ],

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import CHECKPOINTS, FAST, generate, mesh_of, with_short_rings
+from conftest import CHECKPOINTS, FAST, engine_of, mesh_of, with_short_rings
 
 import main
 import model
@@ -19,7 +20,11 @@ from checkpoints.loading import load
 from convert_checkpoint import convert
 from families.registry import read_config
 from serving import chunks
+from serving.engine import Engine
+from serving.programs import Programs
+from serving.requests import Request
 
+deep = partial(pytest.param, marks=pytest.mark.deep)
 SIZES = dict(
     vocab_size=512, hidden_size=48, num_attention_heads=6, num_key_value_heads=2, head_dim=8,
     max_position_embeddings=256, bos_token_id=0, eos_token_id=None, pad_token_id=None,
@@ -41,13 +46,10 @@ YARN = dict(
     beta_slow=0.02, mscale=0.7, mscale_all_dim=1.3,
 )  # fmt: skip
 LLAMA4 = SIZES | dict(
-    num_hidden_layers=4, intermediate_size=32, intermediate_size_mlp=64, num_local_experts=4,
-    attention_chunk_size=8, floor_scale=4, attn_scale=0.1, attn_temperature_tuning=True,
+    num_hidden_layers=2, no_rope_layers=[1, 0], intermediate_size=32, intermediate_size_mlp=64,
+    num_local_experts=4, attention_chunk_size=8, floor_scale=4, attn_scale=0.1, attn_temperature_tuning=True,
 )  # fmt: skip
 CONFIGS = {
-    "llama3": transformers.LlamaConfig(
-        **SIZES, num_hidden_layers=2, intermediate_size=64, rope_parameters=NO_SCALING
-    ),
     "llama3-scaled-tied": transformers.LlamaConfig(
         **SIZES, num_hidden_layers=2, intermediate_size=64, rope_parameters=LLAMA3_ROPE,
         tie_word_embeddings=True,
@@ -77,11 +79,11 @@ CONFIGS = {
         **SIZES, num_hidden_layers=2, intermediate_size=64, rope_parameters=NO_SCALING
     ),
     "qwen2": transformers.Qwen2Config(
-        **SIZES, num_hidden_layers=3, intermediate_size=64, rope_parameters=NO_SCALING,
+        **SIZES, num_hidden_layers=2, intermediate_size=64, rope_parameters=NO_SCALING,
         use_sliding_window=True, sliding_window=8, max_window_layers=1,
     ),
     "qwen3-moe": transformers.Qwen3MoeConfig(
-        **SIZES, num_hidden_layers=3, intermediate_size=64, moe_intermediate_size=24, num_experts=4,
+        **SIZES, num_hidden_layers=2, intermediate_size=64, moe_intermediate_size=24, num_experts=4,
         num_experts_per_tok=2, norm_topk_prob=True, mlp_only_layers=[1], rope_parameters=NO_SCALING,
     ),
     "openllama": transformers.LlamaConfig(
@@ -100,8 +102,8 @@ CONFIGS = {
         rope_parameters=NO_SCALING,
     ),
     "gemma3": transformers.Gemma3TextConfig(
-        **SIZES, num_hidden_layers=4, intermediate_size=64, sliding_window=9, query_pre_attn_scalar=12,
-        layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        **SIZES, num_hidden_layers=3, intermediate_size=64, sliding_window=9, query_pre_attn_scalar=12,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
         rope_parameters=dict(
             sliding_attention=dict(rope_type="default", rope_theta=1e4),
             full_attention=dict(rope_type="linear", rope_theta=1e6, factor=8.0),
@@ -180,10 +182,12 @@ def check(reference, prompt, tokens, prompt_logprobs, logprobs):
     """Compare with transformers' forward of prompt and answer, without a cache.
 
     Each token of the answer must be the most probable one there: transformers would give the same answer.
+    Of a prompt that was not scored only the answer is compared.
     """
     logp = reference_logprobs(reference, prompt + tokens)
     expected = logp[np.arange(len(prompt + tokens) - 1), (prompt + tokens)[1:]]
-    assert_close([*prompt_logprobs, *logprobs], expected, np.abs(logp[:-1]).max(-1))
+    ours = [*(prompt_logprobs or expected[: len(prompt) - 1]), *logprobs]
+    assert_close(ours, expected, np.abs(logp[:-1]).max(-1))
     assert tokens == logp[len(prompt) - 1 : -1].argmax(-1).tolist()
 
 
@@ -194,48 +198,46 @@ def check_forward(reference, weights, cfg: model.Config, tokens: list[int]) -> N
     assert_close(jax.nn.log_softmax(logits), expected, np.abs(expected).max(-1, keepdims=True))
 
 
-DEEP = pytest.param("llama3", marks=pytest.mark.deep)  # the others test all that it tests
+def answer_prompts(saved, make_mesh, lengths=LENGTHS, draft=None, head: int = 0) -> Engine:
+    """Answer prompts in 4 rows, and compare with transformers. head: tokens with which all of them begin.
 
-
-@pytest.fixture(scope="module", params=[DEEP, *(name for name in CONFIGS if name != "llama3")])
-def saved(request, tmp_path_factory):
-    """(folder of a random model with a tokenizer, the model)."""
-    folder = tmp_path_factory.mktemp(request.param)
-    reference = reference_model(request.param)
-    reference.save_pretrained(folder)
-    transformers.AutoTokenizer.from_pretrained(CHECKPOINTS / "tiny-llama3").save_pretrained(folder)
-    return folder, reference
-
-
-def test_tokens_and_logprobs_in_python(saved, monkeypatch):
-    """Each of a batch of unlike prompts is answered as transformers answers it alone.
-
-    Some prompts are prefilled in several chunks.
+    A prompt is prefilled in several chunks, of 12 tokens, which end in the middle of Llama 4's.
     """
     folder, reference = saved
-    # A prefill of 12 tokens ends in the middle of a chunk.
-    monkeypatch.setattr(chunks, "CPU_SHAPES", ((1, 4), (1, 12)))
     checkpoint = open_checkpoint(folder)
     cfg = with_short_rings(checkpoint.config)
-    mesh = mesh_of(cfg)
+    mesh = make_mesh(cfg)
     weights = load(checkpoint, mesh, "float32", format=None)
     rng = np.random.default_rng(1)
-    prompts = [rng.integers(0, cfg.V, n).tolist() for n in LENGTHS]
-    answers = generate(weights, prompts, cfg, mesh, NEW, 64, "float32", score=True)
+    beginning = rng.integers(0, cfg.V, head).tolist()
+    prompts = [beginning + rng.integers(0, cfg.V, n).tolist() for n in lengths]
+    # A prompt that is scored is read from its first token on.
+    requests = [Request(prompt, NEW, stop=frozenset(), score=not head) for prompt in prompts]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunks, "CPU_SHAPES", ((1, 12),))
+        engine = engine_of(Programs(weights, cfg, mesh, 4, 96, "float32", draft), requests)
+    answers = [engine.add(request) for request in requests]
+    while engine.busy:
+        engine.advance()
     for answer in answers:
+        prompt = answer.request.prompt
         assert len(answer.tokens) == NEW
-        check(reference, answer.request.prompt, answer.tokens, answer.prompt_logprobs, answer.logprobs)
-    check_forward(reference, weights, cfg, prompts[-1])
+        assert len(answer.prompt_logprobs) == (0 if head else len(prompt) - 1)
+        check(reference, prompt, answer.tokens, answer.prompt_logprobs, answer.logprobs)
+    return engine
 
 
-SHELL = ("gpt2", "gemma3", "scout", "gpt-oss", "glm4-moe-lite")
-BY_SHELL = ["llama3-scaled-tied", *(pytest.param(name, marks=pytest.mark.deep) for name in SHELL)]
+@pytest.mark.parametrize("name", CONFIGS)
+def test_tokens_and_logprobs_in_python(name, saved):
+    """Each of unlike prompts, more than there are rows, is answered as transformers answers it alone."""
+    answer_prompts(saved(name), mesh_of)
 
 
-@pytest.mark.parametrize("saved", BY_SHELL, indirect=True)
-def test_command_line(saved, tmp_path):
+@pytest.mark.parametrize("name", ["llama3-scaled-tied", *map(deep, ("gpt2", "gpt-oss"))])
+def test_command_line(name, saved, tmp_path):
     """The same through the shell, from a converted folder."""
-    folder, reference = saved
+    folder, reference = saved(name)
+    transformers.AutoTokenizer.from_pretrained(CHECKPOINTS / "tiny-llama3").save_pretrained(folder)
     convert(str(folder), str(tmp_path / "converted"))
     prompts = ["T", "Tell me", "Tell me your name, and the weather. How much is 17 + 25?"]
     command = [sys.executable, main.__file__, "--checkpoint", tmp_path / "converted", "--json", "--logprobs"]
