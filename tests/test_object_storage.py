@@ -216,15 +216,14 @@ def test_equals_the_local_folder(kind, folders, web):
     check_equal(web.add(folders[kind], kind.replace(" ", "-").replace(",", "")), folders[kind])
 
 
-@pytest.mark.parametrize("kind", ["llama3", "int8"])
-def test_in_buckets(kind, folder, folders):
-    url = f"{folder.url}/{kind}"
-    for path in folders[kind].iterdir():
+def test_in_buckets(folder):
+    url = f"{folder.url}/llama3"
+    for path in LLAMA3.iterdir():
         RemoteFolder(url).write(path.name, path)
-    check_equal(url, folders[kind])
+    check_equal(url, LLAMA3)
 
 
-@pytest.mark.parametrize("kind", ["llama3", "llama4", "none", "int8", "fp8 of others"])
+@pytest.mark.parametrize("kind", ["llama4", "none", "fp8 of others"])
 def test_loaded(kind, folders, web):
     """On several devices, each weight of which is fetched once."""
     mesh = "ep2-tp4" if kind == "none" else "tp8"
