@@ -19,8 +19,7 @@ import processes
 import pytest
 from buckets import Buckets, reachable
 from conftest import CHECKPOINTS
-from safetensors.numpy import load_file, save_file
-from test_conversion import contents, flip, random_model, small_model
+from test_conversion import contents, edited, flip, random_model, small_model
 
 import convert_checkpoint
 from checkpoints.checkpoint import open_checkpoint
@@ -354,15 +353,15 @@ def test_second_conversion_that_overtakes_the_first(format, bucket, tmp_path):
 def test_conversion_that_fails_at_once(bucket, tmp_path):
     """It leaves no conversion.json behind: the next one may be another."""
     source = small_model(tmp_path / "source")
-    tensors = load_file(source / "model.safetensors")
-    tensors["model.norm.weight"][:] = float("nan")
-    save_file(tensors, source / "model.safetensors")
+    with edited(source) as tensors:
+        tensors["model.norm.weight"][:] = float("nan")
     with pytest.raises(UserError, match="holds NaN or Inf"):
         convert(str(source), "s3://models/not-finite")
     assert not bucket.contents("not-finite")
     convert(str(source), "s3://models/not-finite", INT8, allow_nonfinite=True)
 
 
+@pytest.mark.deep
 def test_two_processes_divide_the_files(bucket, tmp_path):
     """The same bytes as of one process, and each file is written once."""
     convert(str(LLAMA4), str(tmp_path / "x"), file_bytes=2**20)
