@@ -520,7 +520,6 @@ def test_wrong_index(tmp_path):
 
 
 MANY_WEIGHTS = """
-import dataclasses
 import jax
 import model
 import resource
@@ -548,5 +547,5 @@ assert peak - before < 2.5 * weights, (before, peak, weights)
 def test_init_weights_one_at_a_time():
     """Peak memory has one weight in float32, not all; a deeper model compiles no more programs."""
     root = pathlib.Path(model.__file__).parent
-    environment = os.environ | {"PYTHONPATH": f"{root}:{root / 'tests'}"}
+    environment = os.environ | {"PYTHONPATH": f"{root}:{root / 'tests'}", "DEVICES": "1"}
     subprocess.run([sys.executable, "-c", MANY_WEIGHTS], env=environment, check=True)
