@@ -106,9 +106,9 @@ def transformers_4_config(tensors, config):
 
 
 @pytest.mark.parametrize(
-    "edit", [wrap_multimodal, newer_multimodal_names, unfuse_experts, transformers_4_config]
+    ("edit", "shards"),
+    [(wrap_multimodal, 3), (newer_multimodal_names, 1), (unfuse_experts, 3), (transformers_4_config, 1)],
 )
-@pytest.mark.parametrize("shards", [1, 3])
 def test_published_layouts(edit, shards, variant):
     folder = variant(edit, shards=shards)
     assert open_checkpoint(folder).config == open_checkpoint(LLAMA4).config
@@ -143,10 +143,10 @@ def test_converted_folder_loads_the_same(tiny, format, tmp_path):
     convert(str(tiny), str(tmp_path / "one"), format)
     convert(str(tiny), str(tmp_path / "many"), format, file_bytes=50_000)
     assert len(list((tmp_path / "many").glob("weights-*"))) > 2
-    expected = weights_of(tiny, "ep2-tp4" if tiny == LLAMA4 else "tp8", "bfloat16", format)
+    name = "ep2-tp4" if tiny == LLAMA4 else "tp8"
+    expected = weights_of(tiny, name, "bfloat16", format)
     for folder in ("one", "many"):
         assert open_checkpoint(tmp_path / folder).format == format
-        name = "ep2-tp4" if tiny == LLAMA4 else "tp8"
         assert_equal(weights_of(tmp_path / folder, name, "bfloat16"), expected)
     # int8 from a converted float folder too
     if not format:
@@ -155,8 +155,7 @@ def test_converted_folder_loads_the_same(tiny, format, tmp_path):
         assert (tmp_path / "one" / companion).read_bytes() == (tiny / companion).read_bytes()
 
 
-@pytest.mark.parametrize("format", [None, INT8])
-def test_a_weight_of_a_type_of_its_own(format, tmp_path, variant, monkeypatch):
+def test_a_weight_of_a_type_of_its_own(tmp_path, variant, monkeypatch):
     """Declared float32, it is so in a bfloat16 model: converted, verified, planned, loaded."""
 
     def edit(tensors, config):
@@ -169,13 +168,13 @@ def test_a_weight_of_a_type_of_its_own(format, tmp_path, variant, monkeypatch):
     theirs = variant(edit)
     source = load_file(theirs / "model.safetensors")["model.layers.0.feed_forward.router.weight"]
     assert (source.astype(bfloat16) != source).any()
-    convert(str(theirs), str(tmp_path / "ours"), format)
+    convert(str(theirs), str(tmp_path / "ours"), INT8)
     opened = open_checkpoint(tmp_path / "ours")
     assert {x.dtype for x in opened.sources["layers.0.attention_norm"].tensors} == {"BF16"}
     mesh = mesh_of(opened.config)
-    planned = abstract(model.weight_infos(opened.config, format=format), mesh, jnp.bfloat16)
-    random = model.init_weights(jax.random.key(0), opened.config, mesh, jnp.bfloat16, format)
-    for weights in (weights_of(folder, "1", "bfloat16", format) for folder in (theirs, opened.folder)):
+    planned = abstract(model.weight_infos(opened.config, format=INT8), mesh, jnp.bfloat16)
+    random = model.init_weights(jax.random.key(0), opened.config, mesh, jnp.bfloat16, INT8)
+    for weights in (weights_of(folder, "1", "bfloat16", INT8) for folder in (theirs, opened.folder)):
         np.testing.assert_array_equal(weights.layers[0].feed_forward.router, source.T)
         for found in (weights, random):
             assert jax.tree.map(lambda x: x.dtype, found) == jax.tree.map(lambda x: x.dtype, planned)
@@ -310,8 +309,14 @@ def configure(**fields):
     return lambda tensors, config: config.update(fields)
 
 
+def without_one_expert(tensors, config):
+    unfuse_experts(tensors, config)
+    tensors.pop("model.layers.1.feed_forward.experts.2.up_proj.weight")
+
+
 Q = "model.layers.2.self_attn.q_proj.weight"
 WRONG = {
+    "missing expert": (without_one_expert, "experts.2.up_proj.weight is missing"),
     "missing tensor": (lambda tensors, config: tensors.pop(Q), Q),
     "extra tensor": (put("model.layers.9.self_attn.q_proj.weight", np.zeros((2, 2), np.float32)), "layers.9"),
     "bias": (put(Q.replace("weight", "bias"), np.zeros(4, np.float32)), "q_proj.bias"),
@@ -341,15 +346,6 @@ WRONG = {
 def test_wrong_checkpoint(wrong, variant):
     edit, message = WRONG[wrong]
     with pytest.raises(ValueError, match=message):
-        open_checkpoint(variant(edit))
-
-
-def test_one_expert_missing(variant):
-    def edit(tensors, config):
-        unfuse_experts(tensors, config)
-        tensors.pop("model.layers.1.feed_forward.experts.2.up_proj.weight")
-
-    with pytest.raises(ValueError, match="experts.2.up_proj.weight is missing"):
         open_checkpoint(variant(edit))
 
 
@@ -523,17 +519,7 @@ def test_wrong_index(tmp_path):
             open_checkpoint(tmp_path / "x")
 
 
-def test_init_weights_have_the_declared_shapes():
-    checkpoint = open_checkpoint(LLAMA4)
-    mesh = mesh_of(checkpoint.config, "ep2-tp4")
-    made = model.init_weights(jax.random.key(0), checkpoint.config, mesh, format=INT8)
-    loaded = load(checkpoint, mesh, "float32", INT8)
-    shape = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), tree)  # noqa: E731
-    assert shape(made) == shape(loaded)
-
-
 MANY_WEIGHTS = """
-import dataclasses
 import jax
 import model
 import resource
@@ -551,8 +537,8 @@ def made(layers: int):
     return weights, programs, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 few, programs, before = made(1)  # with all that compiling takes
-many, more_programs, peak = made(9)
-weights = 8 * sum(x.size for x in jax.tree.leaves(few.layers))
+many, more_programs, peak = made(5)
+weights = 4 * sum(x.size for x in jax.tree.leaves(few.layers))
 assert more_programs < programs, (programs, more_programs)
 assert peak - before < 2.5 * weights, (before, peak, weights)
 """
@@ -561,5 +547,5 @@ assert peak - before < 2.5 * weights, (before, peak, weights)
 def test_init_weights_one_at_a_time():
     """Peak memory has one weight in float32, not all; a deeper model compiles no more programs."""
     root = pathlib.Path(model.__file__).parent
-    environment = os.environ | {"PYTHONPATH": f"{root}:{root / 'tests'}"}
+    environment = os.environ | {"PYTHONPATH": f"{root}:{root / 'tests'}", "DEVICES": "1"}
     subprocess.run([sys.executable, "-c", MANY_WEIGHTS], env=environment, check=True)

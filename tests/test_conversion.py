@@ -1,6 +1,7 @@
 """Conversions that are killed, run out of room or meet damage: what is written is whole, or is not there."""
 
 import collections
+import contextlib
 import errno
 import json
 import mmap
@@ -21,6 +22,7 @@ import pytest
 from conftest import CHECKPOINTS
 from ml_dtypes import bfloat16
 from safetensors.numpy import load_file, save_file
+from test_quantize import read
 
 import convert_checkpoint
 from checkpoints import unfinished, writing
@@ -76,7 +78,7 @@ print(calls)
 """
 
 
-@pytest.mark.parametrize("random_points", [2, pytest.param(8, marks=pytest.mark.deep)])
+@pytest.mark.parametrize("random_points", [0, pytest.param(8, marks=pytest.mark.deep)])
 def test_killed_conversion_goes_on(random_points, undisturbed, tmp_path):
     """SIGKILL at random calls and the last two, of which the first gives the folder its name.
 
@@ -198,9 +200,8 @@ def test_another_fine_tune_is_another_source(tmp_path):
     """The same names, shapes and sizes, other weights: neither done already nor to be gone on with."""
     source = small_model(tmp_path / "source")
     convert(str(source), str(tmp_path / "x"))
-    tensors = load_file(source / "model.safetensors")
-    tensors["model.norm.weight"] = tensors["model.norm.weight"] + 1
-    save_file(tensors, source / "model.safetensors")
+    with edited(source) as tensors:
+        tensors["model.norm.weight"] += 1
     with pytest.raises(ValueError, match="exists and is something else"):
         convert(str(source), str(tmp_path / "x"))
 
@@ -317,10 +318,9 @@ def test_errors_of_one_process(tmp_path, program, undisturbed):
     assert contents(tmp_path / "y") == contents(undisturbed)
     shutil.rmtree(partial)
     shutil.copytree(LLAMA4, tmp_path / "source")
-    tensors = load_file(LLAMA4 / "model.safetensors")
-    name = next(name for name in tensors if "down_proj" in name)
-    tensors[name][0] = np.nan
-    save_file(tensors, tmp_path / "source" / "model.safetensors")
+    with edited(tmp_path / "source") as tensors:
+        name = next(name for name in tensors if "down_proj" in name)
+        tensors[name][0] = np.nan
     assert f": tensor {name} holds NaN or Inf; " in refused(-1, 0, "", source=tmp_path / "source")
     assert "is left from another conversion" in refused(-1, 0, "")
     elsewhere = tmp_path / "elsewhere" / "x.incomplete" / STATE
@@ -367,16 +367,20 @@ def random_model(folder, like, config):
     return folder
 
 
+@contextlib.contextmanager
+def edited(folder):
+    """The tensors of a model by their names, which are written back."""
+    tensors = load_file(folder / "model.safetensors")
+    yield tensors
+    save_file(tensors, folder / "model.safetensors")
+
+
 def small_model(folder):
     """tiny-llama3's configuration with sizes that make a file of a few kilobytes."""
     config = json.loads((LLAMA3 / "config.json").read_text())
     sizes = dict(hidden_size=16, num_attention_heads=4, num_key_value_heads=2, head_dim=4)
     sizes |= dict(intermediate_size=64, num_hidden_layers=1, vocab_size=40)
     return random_model(folder, LLAMA3, config | sizes)
-
-
-def read_all(source):
-    return source.read(tuple((0, size) for size in source.info.shape))
 
 
 def same(x, y):
@@ -389,12 +393,12 @@ def test_random_damage(times, tmp_path):
     folder, rng = tmp_path / "small", random.Random(0)
     convert(str(small_model(tmp_path / "source")), str(folder), format=INT8, file_bytes=2000)
     whole, expected = contents(folder), open_checkpoint(folder)
-    arrays = {name: read_all(source).copy() for name, source in expected.sources.items()}
+    arrays = {name: read(source) for name, source in expected.sources.items()}
 
     def outcome():
         try:
             opened = open_checkpoint(folder)
-            found = {name: read_all(source) for name, source in opened.sources.items()}
+            found = {name: read(source) for name, source in opened.sources.items()}
         except ValueError as e:
             assert str(folder) in str(e)
             return "refused"
@@ -514,9 +518,8 @@ def test_verify_finds_steps_that_are_too_coarse(tmp_path, monkeypatch):
 def test_nonfinite_weights(value, format, tmp_path):
     """Refused by name; if asked for, their channel is not finite in int8 either, also quantized on load."""
     shutil.copytree(LLAMA3, tmp_path / "source")
-    tensors = load_file(LLAMA3 / "model.safetensors")
-    tensors["model.layers.1.mlp.up_proj.weight"][5, 7] = value
-    save_file(tensors, tmp_path / "source" / "model.safetensors")
+    with edited(tmp_path / "source") as tensors:
+        tensors["model.layers.1.mlp.up_proj.weight"][5, 7] = value
     source = str(tmp_path / "source")
     with pytest.raises(ValueError, match="safetensors: tensor model.layers.1.mlp.up_proj.weight holds NaN"):
         convert(source, str(tmp_path / "x"), format)
@@ -548,21 +551,20 @@ def test_source_that_changes_meanwhile(tmp_path, monkeypatch):
 def test_tiny_channels(tmp_path):
     """A scale that is subnormal, which XLA takes for 0: still within half a step."""
     source = small_model(tmp_path / "source")
-    tensors = load_file(source / "model.safetensors")
-    tensors["model.layers.0.mlp.up_proj.weight"][5] *= 1e-37
-    save_file(tensors, source / "model.safetensors")
+    with edited(source) as tensors:
+        tensors["model.layers.0.mlp.up_proj.weight"][5] *= 1e-37
     convert(str(source), str(tmp_path / "x"), format=INT8)
     assert "within half a step" in verify(str(tmp_path / "x"), str(source))[1]
 
 
 def test_float32_anywhere_is_kept(tmp_path):
     source = small_model(tmp_path / "source")
-    tensors = load_file(source / "model.safetensors")
-    up = tensors["model.layers.0.mlp.up_proj.weight"].astype(np.float32) * np.float32(1.1)
-    save_file(tensors | {"model.layers.0.mlp.up_proj.weight": up}, source / "model.safetensors")
+    with edited(source) as tensors:
+        up = tensors["model.layers.0.mlp.up_proj.weight"].astype(np.float32) * np.float32(1.1)
+        tensors["model.layers.0.mlp.up_proj.weight"] = up
     convert(str(source), str(tmp_path / "x"))
     checkpoint = open_checkpoint(tmp_path / "x")
-    np.testing.assert_array_equal(read_all(checkpoint.sources["layers.0.feed_forward.up"]), up)
+    np.testing.assert_array_equal(read(checkpoint.sources["layers.0.feed_forward.up"]), up)
     convert(str(source), str(tmp_path / "int8"), format=INT8)
     assert open_checkpoint(tmp_path / "int8").dtype == "float32"
 
@@ -570,13 +572,13 @@ def test_float32_anywhere_is_kept(tmp_path):
 def test_float_that_bfloat16_cannot_hold(tmp_path):
     """float32 up to 3.4e38, and float16, become bfloat16; what rounds to infinity there is refused."""
     source = small_model(tmp_path / "source")
-    tensors = {name: x.astype(np.float16) for name, x in load_file(source / "model.safetensors").items()}
-    save_file(tensors, source / "model.safetensors")
+    with edited(source) as tensors:
+        tensors |= {name: x.astype(np.float16) for name, x in tensors.items()}
     convert(str(source), str(tmp_path / "x"))
     assert "exactly" in verify(str(tmp_path / "x"), str(source))[1]
-    tensors = {name: x.astype(np.float32) for name, x in tensors.items()}
-    tensors["model.norm.weight"][0] = np.finfo(np.float32).max
-    save_file(tensors, source / "model.safetensors")
+    with edited(source) as tensors:
+        tensors |= {name: x.astype(np.float32) for name, x in tensors.items()}
+        tensors["model.norm.weight"][0] = np.finfo(np.float32).max
     with pytest.raises(ValueError, match="model.norm.weight holds numbers that are too large for bfloat16"):
         convert(str(source), str(tmp_path / "y"), dtype="bfloat16")
 

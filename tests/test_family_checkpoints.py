@@ -219,11 +219,7 @@ WRONG_TENSORS = [  # a model, a tensor that is taken away or put there, and what
     ("mistral", "model.layers.2.eh_proj.weight", torch.zeros(3), "has no place"),
     # It is called as the checkpoint calls it, though Llama has another norm of that name.
     ("gemma3", "model.layers.1.input_layernorm.weight", None, "is missing"),
-    ("gemma3", "model.layers.1.post_attention_layernorm.weight", None, "is missing"),
-    ("gemma3", "model.layers.1.pre_feedforward_layernorm.weight", None, "is missing"),
     ("gemma3", "model.layers.1.post_feedforward_layernorm.weight", None, "is missing"),
-    ("gemma3", "model.layers.1.self_attn.q_norm.weight", None, "is missing"),
-    ("gemma3", "model.norm.weight", None, "is missing"),
 ]
 
 
@@ -314,15 +310,6 @@ def same_weights(*folders, format: Format | None = None) -> None:
         np.testing.assert_array_equal(ours, theirs)
 
 
-def test_a_layer_that_predicts_the_token_after_the_next(saved, tmp_path):
-    """GLM-4.7-Flash's extra layer is not used, by its number."""
-    folder, _ = saved("glm4-moe-lite")
-    shutil.copytree(folder, tmp_path / "other")
-    tensors = load_file(folder / "model.safetensors") | {"model.layers.3.eh_proj.weight": torch.zeros(3)}
-    save_file(tensors, tmp_path / "other" / "model.safetensors")
-    same_weights(folder, tmp_path / "other")
-
-
 BLOCK = 128  # rows and columns that share a scale
 WIDE = transformers.DeepseekV3Config(
     **SIZES | dict(hidden_size=160, num_attention_heads=2, num_key_value_heads=2), num_hidden_layers=2,
@@ -365,26 +352,13 @@ def blocks(tmp_path_factory):
     return folder / "fp8", folder / "floats"
 
 
-@pytest.mark.parametrize("format", [None, deep(INT8), PerGroup(128), deep(FP8)])
+@pytest.mark.parametrize("format", [None, INT8, deep(PerGroup(128)), deep(FP8)])
 def test_fp8_blocks_of_single_experts(format, blocks, tmp_path):
     """Loaded and converted to each format as the floats are that they stand for."""
     theirs, floats = blocks
     same_weights(theirs, floats, format=format)
     convert(str(theirs), str(tmp_path / "converted"), format=format, dtype="float32")
     same_weights(tmp_path / "converted", floats, format=format)
-
-
-@pytest.mark.parametrize(
-    ("end", "message"),
-    [("weight_scale_inv", "mlp.experts.2.up_proj.weight has type F8_E4M3"), ("weight", "weight is missing")],
-)
-def test_a_part_of_fp8_is_missing(end, message, blocks, tmp_path):
-    shutil.copytree(blocks[0], tmp_path / "other")
-    tensors = load_file(blocks[0] / "model.safetensors")
-    tensors.pop(f"model.layers.1.mlp.experts.2.up_proj.{end}")
-    save_file(tensors, tmp_path / "other" / "model.safetensors")
-    with pytest.raises(UserError, match=message):
-        open_checkpoint(str(tmp_path / "other"))
 
 
 NEW_ROPE = dict(full_attention={"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6})

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import quality
-from conftest import CHECKPOINTS, llama3_config, llama4_config, mesh_of
+from conftest import CHECKPOINTS, Kind, llama4_config, mesh_of
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from test_quantize import assert_same, check_forward, read
 
@@ -21,7 +21,7 @@ from sharding.arrays import abstract
 from sharding.mesh import mesh_shape
 
 LLAMA3, LLAMA4 = CHECKPOINTS / "tiny-llama3", CHECKPOINTS / "tiny-llama4"
-CONFIGS = {"llama3": llama3_config(tied_embeddings=True), "llama4": llama4_config()}
+CONFIG = llama4_config([Kind(chunk=8, moe=True), Kind(rope=False)])
 
 
 @pytest.mark.parametrize("large", [False, True])
@@ -37,11 +37,8 @@ def test_values_and_scale(large):
     assert np.isinf(nan.scale[0, 0]) and np.isfinite(nan.scale).sum() == 6 * 5 - 1
 
 
-@pytest.mark.parametrize(
-    ("name", "mesh"), [("llama3", "1"), ("llama3", "tp8"), ("llama4", "1"), ("llama4", "ep2-tp4")]
-)
-def test_forward(name, mesh):
-    check_forward(CONFIGS[name], mesh, FP8)
+def test_forward():
+    check_forward(CONFIG, "ep2-tp4", FP8)
 
 
 @pytest.fixture(scope="module", params=[LLAMA3, LLAMA4], ids=["llama3", "llama4"])
@@ -52,13 +49,12 @@ def converted(request, tmp_path_factory):
 
 
 def test_a_converted_folder_is_what_loading_makes(converted):
-    """Bit for bit, on one device and on eight; and no larger than is planned."""
+    """Bit for bit, on eight devices; and no larger than is planned."""
     theirs, ours = (open_checkpoint(str(folder)) for folder in converted)
     assert ours.format == FP8
-    for name in ("1", "dp2-ep2-tp2" if ours.config.moe else "tp8"):
-        mesh = mesh_of(ours.config, name)
-        expected, found = (load(x, mesh, "bfloat16", FP8, show=False) for x in (theirs, ours))
-        assert_same(found, expected)
+    mesh = mesh_of(ours.config, "dp2-ep2-tp2" if ours.config.moe else "tp8")
+    expected, found = (load(x, mesh, "bfloat16", FP8, show=False) for x in (theirs, ours))
+    assert_same(found, expected)
     planned = abstract(model.weight_infos(ours.config, format=FP8), mesh_of(ours.config), ours.dtype)
     assert sum(source.nbytes for source in ours.sources.values()) == shard_bytes(planned)
 
@@ -80,7 +76,6 @@ def test_verify(converted):
 
 
 def test_quality(converted):
-    source, folder = converted
     theirs, ours = (open_checkpoint(str(x)) for x in converted)
     on_load = quality.weight_errors(theirs, FP8)
     for a, b in zip(quality.weight_errors(theirs, FP8, ours), on_load, strict=True):
@@ -95,15 +90,14 @@ def test_quality(converted):
 @pytest.mark.parametrize("program", ["decode", "prefill"])
 def test_lowering(program, platform, kind, target):
     """On 8 devices that are not here, by XLA's products where int8 and int4 have kernels."""
-    for cfg in CONFIGS.values():
-        shape = mesh_shape(cfg, 2, 2, 2) if cfg.moe else mesh_shape(cfg, 2, 1, 4)
-        device = AbstractDevice(kind, None, platform)
-        axes = (AxisType.Auto,) * len(shape)
-        mesh = AbstractMesh(tuple(shape.values()), tuple(shape), axes, abstract_device=device)
-        weights = abstract(model.weight_infos(cfg, FP8), mesh, jnp.bfloat16)
-        cache = abstract(model.cache_infos(cfg, 4, 256, jnp.bfloat16), mesh)
-        tokens = jax.ShapeDtypeStruct((4,) if program == "decode" else (4, 128), "int32")
-        function = model.decode_step if program == "decode" else model.prefill
-        traced = function.trace(tokens, weights, cache, cfg=cfg, mesh=mesh)
-        text = traced.lower(lowering_platforms=(target,)).as_text()
-        assert "f8E4M3FN" in text and "active_experts" not in text and "grouped_dot" not in text
+    shape = mesh_shape(CONFIG, 2, 2, 2)
+    device = AbstractDevice(kind, None, platform)
+    axes = (AxisType.Auto,) * len(shape)
+    mesh = AbstractMesh(tuple(shape.values()), tuple(shape), axes, abstract_device=device)
+    weights = abstract(model.weight_infos(CONFIG, FP8), mesh, jnp.bfloat16)
+    cache = abstract(model.cache_infos(CONFIG, 4, 256, jnp.bfloat16), mesh)
+    tokens = jax.ShapeDtypeStruct((4,) if program == "decode" else (4, 128), "int32")
+    function = model.decode_step if program == "decode" else model.prefill
+    traced = function.trace(tokens, weights, cache, cfg=CONFIG, mesh=mesh)
+    text = traced.lower(lowering_platforms=(target,)).as_text()
+    assert "f8E4M3FN" in text and "active_experts" not in text and "grouped_dot" not in text

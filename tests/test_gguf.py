@@ -1,6 +1,7 @@
 """GGUF files: written here with the package gguf, they are read as what the package says they hold."""
 
 import dataclasses
+import functools
 import json
 import shutil
 
@@ -26,6 +27,7 @@ from quantize import INT8
 
 LLAMA3 = CHECKPOINTS / "tiny-llama3"
 CONFIG = json.loads((LLAMA3 / "config.json").read_text())
+TENSORS = load_file(LLAMA3 / "model.safetensors")
 HEADS, KV_HEADS, WIDTH = 4, 2, 32
 NAMES = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 4)
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -60,7 +62,7 @@ def write(path, kind=Kind.F32, fault=lambda writer: None, fields=True, tensors=T
         writer.add_vocab_size(512)
         add_tokenizer(writer)
         writer.add_tensor("rope_freqs.weight", rope_factors())
-    for name, x in load_file(LLAMA3 / "model.safetensors").items() if tensors else ():
+    for name, x in TENSORS.items() if tensors else ():
         x, (base, _, end) = x.astype(np.float32), name.rpartition(".")
         if x.ndim == 1:
             data, floats[name] = x, x
@@ -99,6 +101,7 @@ def add_tokenizer(writer) -> None:
     writer.add_chat_template((LLAMA3 / "chat_template.jinja").read_text())
 
 
+@functools.cache
 def rope_factors() -> np.ndarray:
     """What Llama 3's scaling divides each frequency by, as transformers computes it."""
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](transformers.LlamaConfig(**CONFIG), "cpu")
@@ -154,22 +157,8 @@ def test_read_more_kinds(kind, tmp_path):
         floats_of("x", dataclasses.replace(tensor, kind=Kind.Q8_1))
 
 
-def test_tokenizer(tmp_path):
-    write(tmp_path / "model.gguf", Kind.Q8_0)
-    folder = open_checkpoint(str(tmp_path / "model.gguf")).folder
-    ours, theirs = load_tokenizer(folder), load_tokenizer(LLAMA3)
-    assert (ours.bos_token, ours.eos_token) == (theirs.bos_token, theirs.eos_token)
-    for text in ("How much is 31 plus 4?", "Two words\n", "é 漢 🙂 <|eot_id|>x"):
-        assert ours(text).input_ids == theirs(text).input_ids
-        assert ours.decode(ours(text).input_ids) == theirs.decode(theirs(text).input_ids)
-    turns = [{"role": "user", "content": "Hello?"}]
-    assert ours.apply_chat_template(turns, tokenize=False) == theirs.apply_chat_template(
-        turns, tokenize=False
-    )
-
-
 def test_converted(tmp_path):
-    """As the same floats are; what was made of the head is kept."""
+    """As the same floats are, with the same tokenizer; what was made of the head is kept."""
     path = tmp_path / "model.gguf"
     folder = published(tmp_path / "floats", write(path, Kind.Q8_0))
     for name in (path, folder):
@@ -177,7 +166,11 @@ def test_converted(tmp_path):
     ours, expected = (open_checkpoint(str(tmp_path / f"{name.stem}-int8")) for name in (path, folder))
     for name, source in ours.sources.items():
         np.testing.assert_array_equal(everything(source), everything(expected.sources[name]))
-    assert load_tokenizer(ours.folder).chat_template
+    found, theirs = (load_tokenizer(x) for x in (ours.folder, LLAMA3))
+    assert (found.bos_token, found.eos_token) == (theirs.bos_token, theirs.eos_token)
+    assert found.chat_template == theirs.chat_template
+    for text in ("How much is 31 plus 4?", "é 漢 🙂 <|eot_id|>x"):
+        assert found(text).input_ids == theirs(text).input_ids
     kept = list((tmp_path / "cache" / "llama-jax" / "gguf").iterdir())
     assert len(kept) == 1 and kept[0] == open_checkpoint(str(path)).folder
 
@@ -241,6 +234,8 @@ WRONG = [
     (said("tokenizer.ggml.add_bos_token", "yes"), "add_bos_token = yes is neither true nor false"),
     (said("tokenizer.chat_template", 5), "tokenizer.chat_template  = 5 is no text"),
     (said("tokenizer.ggml.pre", ["llama-bpe"]), "tokenizer.ggml.pre = ['llama-bpe'] is not known"),
+    # It would be taken for GPT-2's, and the model would see other tokens than it was trained on.
+    (said("tokenizer.ggml.pre", "poro-chat"), "tokenizer.ggml.pre = 'poro-chat' is not known, so the token"),
     (said("general.architecture", ["llama"]), """general.architecture = "['llama']" is not supported"""),
     (said("llama.rope.freq_base", "high"), "rope_theta = 'high' makes no sense"),
     (renamed("blk.0.attn_q.weight", "blk.0.attn_qkv.weight"), "blk.0.attn_qkv.weight has no place"),

@@ -1,7 +1,6 @@
 """Tokenizers of GGUF files: against the plainest BPE, the package sentencepiece, and rules of llama.cpp."""
 
 import json
-import re
 import unicodedata
 
 import gguf
@@ -136,17 +135,6 @@ def test_pre_tokenizer(pre, tmp_path):
     assert (ours.bos_token, ours.eos_token) == ("<｜begin▁of▁sentence｜>", "<|im_end|>")
 
 
-def test_qwen_in_transformers(tmp_path):
-    """Its own tokenizer of the same vocabulary, of composed and decomposed letters."""
-    tokens, merges = vocabulary()
-    theirs = transformers.Qwen2Tokenizer(vocab={x: i for i, x in enumerate(tokens)}, merges=merges)
-    ours = tokenizer_of(
-        tmp_path, model="gpt2", pre="qwen2", tokens=tokens, merges=[" ".join(x) for x in merges]
-    )
-    for text in ("A\u030angstrom na\u0131\u0308ve", "I've 123  x\n\ny"):
-        assert ours(text).input_ids == theirs(text).input_ids
-
-
 R1 = (  # in short, the template of the distilled models
     "{{ bos_token }}{% for m in messages %}<｜User｜>{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}<｜Assistant｜><think>\n{% endif %}"
@@ -240,15 +228,6 @@ def test_gemma_tokenizer(tmp_path):
 
 
 # --------------------------------------------------------------------------------------------- other fields
-
-
-def test_unknown_pre_tokenizer(tmp_path):
-    """It would be taken for GPT-2's, and the model would see other tokens than it was trained on."""
-    path = tmp_path / "model.gguf"
-    write_model(path, fault=said("tokenizer.ggml.pre", "poro-chat"))
-    message = "model.gguf: tokenizer.ggml.pre = 'poro-chat' is not known, so the token"
-    with pytest.raises(UserError, match=re.escape(message)):
-        open_checkpoint(str(path))
 
 
 def test_without_pre_tokenizer(tmp_path, capsys):

@@ -30,10 +30,13 @@ SHARDS = [f"model-{i + 1:05d}-of-00003.safetensors" for i in range(3)]
 UNNEEDED = """README.md consolidated.safetensors extra.safetensors original/consolidated.00.pth
     original/model.safetensors.index.json pytorch_model.bin pytorch_model.bin.index.json""".split()
 
-# Every repository has the model in three files at main, which then moves on, and in one at refs/pr/1.
+# Every repository has the model in three files at main, which then moves on (but for "begun"), and in one at
+# refs/pr/1.
 SHARDED, SINGLE, MOVED, GGUF, PICKLED = (digit * 40 for digit in "12345")
 GIVEN = ["sharded", "single@refs/pr/1", "private", "cut@refs/pr/1"]
 RESET = "reset@refs/pr/1"
+PARTS = [f"q8/model-0000{i}-of-00002.gguf" for i in (1, 2)]
+OF_GGUF = f"gguf/{PARTS[1]}", "gguf/whole.gguf@main", "gguf/whale.gguf", "gguf"
 BREAKS = {"cut": "ends", "reset": "reset"}  # how the connection does, once, in the middle of that one file
 TOKEN = "hf_ours"  # opens "private"
 WHAT_TO_DO = {
@@ -119,7 +122,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if what == at:
             return status, {"X-Error-Code": code, "X-Error-Message": words}, b""
         if what == "revision":
-            first = self.server.asked[name, what] == [rest]
+            first = name == "begun" or self.server.asked[name, what] == [rest]
             sha = SINGLE if rest == "refs/pr/1" else SHARDED if first else MOVED
             sha = {"gguf": GGUF, "pickled": PICKLED}.get(name, sha)
             return 200, {}, json.dumps({"id": f"tiny/{name}", "sha": sha}).encode()
@@ -166,11 +169,12 @@ def hub(tmp_path_factory):
     """first: what a program was told that asked for all of these repositories, and what the hub was asked."""
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as hub:
         hub.commits, hub.home, hub.breaks = commits(), tmp_path_factory.mktemp("hub"), dict(BREAKS)
+        hub.said = {}
         threading.Thread(target=hub.serve_forever, daemon=True).start()
         hub.storage = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Storage)
         hub.storage.hub, hub.signature, hub.used, hub.tokens = hub, 0, collections.Counter(), []
         threading.Thread(target=hub.storage.serve_forever, daemon=True).start()
-        hub.first = ask(hub, *GIVEN, *REFUSED, RESET)
+        hub.first = ask(hub, *GIVEN, *REFUSED, RESET, "pickled", *OF_GGUF)
         yield hub
         hub.shutdown()
         hub.storage.shutdown()
@@ -179,16 +183,17 @@ def hub(tmp_path_factory):
 
 ASK = """
 import json
-import os
 import shutil
 import sys
 from checkpoints.remote import fetching, object_storage
 object_storage.HEAD = fetching.GAP = 2**12
 fetching.PIECE = 2**15
-if "FREE" in os.environ:
-    shutil.disk_usage = lambda folder: shutil._ntuple_diskusage(0, 0, int(os.environ["FREE"]))
 from checkpoints.checkpoint import open_checkpoint
-for name in sys.argv[1:]:
+for question in sys.argv[1:]:
+    name, _, free = question.partition(" with free bytes: ")
+    if free:
+        shutil.disk_usage = lambda folder: shutil._ntuple_diskusage(0, 0, int(free))
+    print("asking for", question, file=sys.stderr)
     try:
         checkpoint = open_checkpoint("tiny/" + name)
         sums = {x.name: x.checksum() for x in checkpoint.tensors} if checkpoint.remote else {}
@@ -198,16 +203,25 @@ for name in sys.argv[1:]:
 """
 
 
-def ask(hub, *names, **env):
-    """What a new process is told of each, a folder or an error; and the requests of (repository, what)."""
+def variables(hub) -> dict[str, str]:
+    """The environment of a program that asks this hub."""
+    env = dict(HF_HOME=str(hub.home), HF_ENDPOINT=f"http://127.0.0.1:{hub.server_port}", HF_TOKEN=TOKEN)
+    return env | dict(HF_HUB_DISABLE_TELEMETRY="1", NO_PROXY="*")
+
+
+def ask(hub, *questions, **env):
+    """What a new process is told of each, a folder or an error; and the requests of (repository, what).
+
+    hub.said: the lines on stderr about what is read, by question.
+    """
     hub.asked = collections.defaultdict(list)
-    env |= dict(HF_HOME=str(hub.home), HF_ENDPOINT=f"http://127.0.0.1:{hub.server_port}", HF_TOKEN=TOKEN)
-    env |= dict(HF_HUB_DISABLE_TELEMETRY="1", NO_PROXY="*", JAX_PLATFORMS="cpu", PATH=os.environ["PATH"])
-    command, root = [sys.executable, "-c", ASK, *names], CHECKPOINTS.parents[1]
+    env |= variables(hub) | dict(XDG_CACHE_HOME=str(hub.home / "small files"), JAX_PLATFORMS="cpu")
+    command, root = [sys.executable, "-c", ASK, *questions], CHECKPOINTS.parents[1]
+    env["PATH"] = os.environ["PATH"]
     done = subprocess.run(command, cwd=root, env=env, text=True, capture_output=True, check=True)
-    said = ("downloading ", "streaming ")
-    hub.said = [line for line in done.stderr.splitlines() if line.startswith(said)]
-    return dict(zip(names, map(json.loads, done.stdout.splitlines()), strict=True)), hub.asked
+    for question, text in zip(questions, done.stderr.split("asking for ")[1:], strict=True):
+        hub.said[question] = [x for x in text.splitlines() if x.startswith(("downloading ", "streaming "))]
+    return dict(zip(questions, map(json.loads, done.stdout.splitlines()), strict=True)), hub.asked
 
 
 def check_weights(folder):
@@ -246,38 +260,32 @@ def test_refused(name, hub):
     assert error.endswith(WHAT_TO_DO.get(name, "")), error
 
 
-def test_reset_connection(hub):
-    """One line; and the same command again asks for what is not there yet."""
+def test_with_little_room(hub):
+    """Only what the cache lacks counts: one of the three files of weights. What has no room is streamed.
+
+    What the hub redirects to is asked for bytes, without the token; if a URL has expired, for another. After
+    a broken connection, of which one line told, the same command asks for what is not there yet.
+    """
     check_error(hub.first[0][RESET], f"tiny/{RESET}: ", "reset by peer")
-    answers, asked = ask(hub, RESET)
-    assert set(asked["reset", "resolve"]) == {f"{SINGLE}/{THEIR_FILE}"}
-    check_weights(answers[RESET])
-
-
-def test_says_how_much_it_downloads(hub):
-    """Only what the cache lacks counts: one of the three files of weights. What has no room is streamed."""
     copy = hub.home / "hub/models--tiny--begun"
     shutil.copytree(hub.home / "hub/models--tiny--sharded", copy, symlinks=True)
     link = copy / "snapshots" / SHARDED / SHARDS[1]
     link.resolve().unlink()
     link.unlink()
     size = len(hub.commits[SHARDED][SHARDS[1]])
-    answers, _ = ask(hub, "begun", FREE=str(size - 1))
-    check_sums(answers["begun"])
-    (line,) = hub.said
+    free = [f"begun with free bytes: {n}" for n in (size - 1, size, 0)]
+    elsewhere = "elsewhere with free bytes: 0"
+    answers, asked = ask(hub, RESET, *free, elsewhere)
+    assert set(asked["reset", "resolve"]) == {f"{SINGLE}/{THEIR_FILE}"}
+    check_weights(answers[RESET])
+    check_sums(answers[free[0]])
+    (line,) = hub.said[free[0]]
     assert line.startswith("streaming tiny/begun: 0.00 GB are read over the network, each time; the disk of ")
-    assert not link.exists()
-    answers, _ = ask(hub, "begun", FREE=str(size))
-    check_weights(answers["begun"])
-    assert len(hub.said) == 1 and hub.said[0].startswith("downloading tiny/begun: 0.00 GB; the disk of ")
-    ask(hub, "begun", FREE="0")
-    assert not hub.said  # all is there
-
-
-def test_streamed_from_elsewhere(hub):
-    """What the hub redirects to is asked for bytes, without the token; if a URL has expired, for another."""
-    answers, asked = ask(hub, "elsewhere", FREE="0")
-    check_sums(answers["elsewhere"])
+    check_weights(answers[free[1]])
+    (line,) = hub.said[free[1]]
+    assert line.startswith("downloading tiny/begun: 0.00 GB; the disk of ")
+    assert not hub.said[free[2]]  # all is there
+    check_sums(answers[elsewhere])
     located = [rest for rest in asked["elsewhere", "resolve"] if rest.endswith(".safetensors")]
     assert set(located) == {f"{SHARDED}/{file}" for file in SHARDS}
     assert len(hub.tokens) > 2 * len(located) and set(hub.tokens) == {None}
@@ -294,8 +302,7 @@ jax.distributed.initialize(os.environ["JAX_COORDINATOR_ADDRESS"], 2, int(os.envi
 """
     program = tmp_path / "ask.py"
     program.write_text(join + ASK)
-    env = dict(HF_HOME=str(hub.home), HF_ENDPOINT=f"http://127.0.0.1:{hub.server_port}", HF_TOKEN=TOKEN)
-    env |= dict(HF_HUB_DISABLE_TELEMETRY="1", NO_PROXY="*", PYTHONPATH=str(CHECKPOINTS.parents[1]))
+    env = variables(hub) | dict(PYTHONPATH=str(CHECKPOINTS.parents[1]))
     own = [Own(["elsewhere2", "sharded"], env, program) for _ in range(2)]
     said = []
     for code, stdout, stderr in finish(start(2, 1, own=own)):
@@ -308,29 +315,23 @@ jax.distributed.initialize(os.environ["JAX_COORDINATOR_ADDRESS"], 2, int(os.envi
     assert said == [f"streaming tiny/elsewhere2: {what}; nothing is downloaded"]
 
 
-PARTS = [f"q8/model-0000{i}-of-00002.gguf" for i in (1, 2)]
-
-
 def test_gguf(hub):
     """One file of a repository, or all parts of a model whose part was named; and what else there is."""
-    gguf_cache = hub.home / "small files"
-    names = f"gguf/{PARTS[1]}", "gguf/whole.gguf@main", "gguf/whale.gguf", "gguf"
-    answers, asked = ask(hub, *names, XDG_CACHE_HOME=str(gguf_cache))
+    answers, asked = hub.first
     assert set(asked["gguf", "resolve"]) == {f"{GGUF}/{file}" for file in (*PARTS, "whole.gguf")}
-    assert all(name in answers[names[i]] for i, name in enumerate(("model-00001-of", "whole")))
-    assert len(hub.said) == 2 and all(line.startswith("downloading tiny/gguf: 0.00 GB") for line in hub.said)
+    for name, question in zip(("model-00001-of", "whole"), OF_GGUF[:2], strict=True):
+        assert name in answers[question]
+        (line,) = hub.said[question]
+        assert line.startswith("downloading tiny/gguf: 0.00 GB")
     check_error(answers["gguf/whale.gguf"], "tiny/gguf: has no whale.gguf; did you mean whole.gguf?")
     check_error(
         answers["gguf"], f"tiny/gguf: has no {THEIR_FILE}; give one of its GGUF files, such as tiny/gguf/"
     )
-    offline, asked = ask(hub, *names, XDG_CACHE_HOME=str(gguf_cache), HF_HUB_OFFLINE="1")
-    assert not asked and [offline[x] for x in names[:2]] == [answers[x] for x in names[:2]]
-    check_error(offline["gguf/whale.gguf"], "tiny/gguf", "whale.gguf")
 
 
 def test_pickled_weights(hub):
     """They are not downloaded; the error says how to get safetensors files."""
-    answers, _ = ask(hub, "pickled")
+    answers, _ = hub.first
     call = "AutoModelForCausalLM.from_pretrained('tiny/pickled').save_pretrained('NEW_DIR')"
     found = "tiny/pickled: has no safetensors files; pytorch_model.bin is pickled"
     check_error(answers["pickled"], found, call)
@@ -344,8 +345,11 @@ def test_offline(hub):
         shutil.copytree(hub.home / "hub/models--tiny--sharded", copy, symlinks=True)
         (copy / "snapshots" / SHARDED / SHARDS[1]).unlink()
     shutil.rmtree(copy / "trees")  # the list of a commit's files, which huggingface_hub did not always keep
-    answers, asked = ask(hub, "sharded", "partial", "unlisted", "never", HF_HUB_OFFLINE="1")
-    assert not asked and answers["sharded"] == hub.first[0]["sharded"]
+    kept = ["sharded", *OF_GGUF[:2]]
+    questions = *kept, "gguf/whale.gguf", "partial", "unlisted", "never"
+    answers, asked = ask(hub, *questions, HF_HUB_OFFLINE="1")
+    assert not asked and [answers[x] for x in kept] == [hub.first[0][x] for x in kept]
+    check_error(answers["gguf/whale.gguf"], "tiny/gguf", "whale.gguf")
     check_error(answers["partial"], "tiny/partial: ", SHARDS[1])
     check_error(answers["unlisted"], SHARDS[1])
     check_error(answers["never"], "tiny/never: ", "HF_HUB_OFFLINE")

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import CHECKPOINTS, invoke, llama3_config, llama4_config, mesh_of
+from conftest import CHECKPOINTS, Kind, invoke, llama3_config, llama4_config, mesh_of
 from test_quantize import as_floats, assert_same, check_forward, read
 
 import convert_checkpoint
@@ -167,16 +167,12 @@ def test_many_rows_are_multiplied_as_floats(monkeypatch):
 
 
 # Groups of 64 of D, of 32 in a head; 192 are 3 groups of 64, which 8 devices do not divide.
-SMALL = {
-    "llama3": llama3_config(D=64, F=192, H=32),
-    "llama4": llama4_config(D=64, H=32, F=192, M=96),
-}
+SMALL = llama4_config([Kind(chunk=8, moe=True), Kind(rope=False)], D=64, H=32, F=192, M=96)
 
 
-@pytest.mark.parametrize(("name", "mesh"), [("llama3", "tp8"), ("llama4", "1"), ("llama4", "ep2-tp4")])
-def test_forward(name, mesh):
+def test_forward():
     """Int8 weights, as of the unembedding, are multiplied by activations of 15 bits."""
-    weights = check_forward(SMALL[name], mesh, INT4, atol=5e-4)
+    weights = check_forward(SMALL, "ep2-tp4", INT4, atol=5e-4)
     layer = weights.layers[0]
     assert layer.attention.q.format == PerGroup(64) and layer.attention.o.format == PerGroup(32)
     assert layer.feed_forward.down.format.scheme == "int4" and weights.unembed.format == INT8
@@ -233,19 +229,18 @@ def converted(source):
     return folder
 
 
-@pytest.mark.parametrize("name", ["1", "ep2-tp4"])
-def test_a_converted_folder_is_what_loading_makes(name, source, converted, monkeypatch):
-    """Bit for bit, in many slices, on each mesh; and no larger than it says."""
+def test_a_converted_folder_is_what_loading_makes(source, converted, monkeypatch):
+    """Bit for bit, in many slices, on a mesh; and no larger than it says."""
     theirs, ours = open_checkpoint(str(source)), open_checkpoint(str(converted))
     assert ours.format == INT4
-    mesh = mesh_of(ours.config, name)
+    mesh = mesh_of(ours.config, "ep2-tp4")
     expected, found = (load(x, mesh, "bfloat16", INT4, show=False) for x in (theirs, ours))
     assert_same(found, expected)
     total = sum(source.nbytes for source in ours.sources.values())
     planned = abstract(model.weight_infos(ours.config, format=INT4), mesh_of(ours.config), jnp.bfloat16)
     assert total == shard_bytes(planned)
     monkeypatch.setattr("checkpoints.layouts.SLICE_BYTES", 2100)  # no whole blocks
-    again = source.with_name(f"again-{name}")
+    again = source.with_name("again")
     convert_checkpoint.convert(str(source), str(again), INT4)
     for file in converted.glob("*.safetensors"):
         assert (again / file.name).read_bytes() == file.read_bytes()
@@ -271,7 +266,7 @@ def test_as_int8_of_int4(source, converted):
 def test_in_stages():
     """A layer of a stage has the same int4 weights as without stages."""
     ours = open_checkpoint(str(LLAMA3))
-    mesh = make_mesh(ours.config, 1, 1, 2, jax.devices()[:4], stage=2)
+    mesh = make_mesh(ours.config, 1, 1, 1, jax.devices()[:2], stage=2)
     staged, whole = (load(ours, x, "bfloat16", INT4, show=False) for x in (mesh, mesh_of(ours.config)))
     depth = len(staged.layers)
     assert depth == len(whole.layers) // 2
@@ -287,7 +282,7 @@ def test_verify(source, converted):
     ours = open_checkpoint(str(converted))
     for name, info in named_infos(ours.config, format=INT4):
         format = info.quantization
-        if format and format.scheme == "int4":
+        if name in ("layers.1.attention.o", "layers.1.feed_forward.gate"):
             packed, scale = (read(ours.sources[f"{name}.{part}"]) for part in ("values", "scale"))
             x = read(open_checkpoint(str(source)).sources[name])
             assert format.error(x, packed, scale, info) <= 1

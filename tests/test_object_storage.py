@@ -216,15 +216,14 @@ def test_equals_the_local_folder(kind, folders, web):
     check_equal(web.add(folders[kind], kind.replace(" ", "-").replace(",", "")), folders[kind])
 
 
-@pytest.mark.parametrize("kind", ["llama3", "int8"])
-def test_in_buckets(kind, folder, folders):
-    url = f"{folder.url}/{kind}"
-    for path in folders[kind].iterdir():
+def test_in_buckets(folder):
+    url = f"{folder.url}/llama3"
+    for path in LLAMA3.iterdir():
         RemoteFolder(url).write(path.name, path)
-    check_equal(url, folders[kind])
+    check_equal(url, LLAMA3)
 
 
-@pytest.mark.parametrize("kind", ["llama3", "llama4", "none", "int8", "fp8 of others"])
+@pytest.mark.parametrize("kind", ["llama4", "none", "fp8 of others"])
 def test_loaded(kind, folders, web):
     """On several devices, each weight of which is fetched once."""
     mesh = "ep2-tp4" if kind == "none" else "tp8"
@@ -242,14 +241,13 @@ def test_loaded(kind, folders, web):
 
 # ------------------------------------------------------------------------------------------------- faults
 
-PASSING = [500, 503, "cut", "reset", "slow", "short", "long", "late", "shifted"]
 
-
-@pytest.mark.parametrize("fault", PASSING)
+@pytest.mark.parametrize("fault", [500, 503, "cut", "reset", "slow", "short", "long", "late", "shifted"])
 def test_asked_again(fault, web):
     """Until the answer is right; a connection that is cut is taken up where it was cut."""
-    url = web.add(LLAMA3, f"again-{fault}")
-    checkpoint = open_checkpoint(url)
+    web.faults.extend([] if fault == "slow" else [fault, fault])
+    checkpoint = open_checkpoint(web.add(LLAMA3, f"again-{fault}"))
+    assert checkpoint.remote and not web.faults
     (tensor,) = checkpoint.sources["embed"].tensors
     web.faults.extend([fault, None, fault, fault])
     web.ranges.clear()
@@ -259,13 +257,6 @@ def test_asked_again(fault, web):
     if fault == "cut":
         starts = [first for _, first, _, _ in web.ranges]
         assert len(set(starts)) == len(starts), "what had come was asked for again"
-
-
-@pytest.mark.parametrize("fault", sorted({*map(str, PASSING)} - {"slow"}))
-def test_opened_again(fault, web):
-    web.faults.extend([int(fault) if fault.isdigit() else fault] * 2)
-    assert open_checkpoint(web.add(LLAMA3, f"opened-{fault}")).remote
-    assert not web.faults
 
 
 REFUSED = {

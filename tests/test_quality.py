@@ -10,7 +10,7 @@ import pytest
 import quality
 from conftest import CHECKPOINTS, ONE_EACH, invoke, mesh_of
 from questions import WEATHER
-from safetensors.numpy import load_file, save_file
+from test_conversion import edited
 
 import convert_checkpoint
 import model
@@ -63,12 +63,11 @@ def test_errors_of_all_weights(tiny):
         assert len(weight["channels"]) == 3
 
 
-def edited(folder, edit) -> pathlib.Path:
+def with_output(folder, edit) -> pathlib.Path:
     """tiny-llama3 with other values in layer 1's output matrix, [128,128] of "D(KGH)"."""
     shutil.copytree(LLAMA3, folder)
-    tensors = load_file(LLAMA3 / "model.safetensors")
-    edit(tensors["model.layers.1.self_attn.o_proj.weight"])
-    save_file(tensors, folder / "model.safetensors")
+    with edited(folder) as tensors:
+        edit(tensors["model.layers.1.self_attn.o_proj.weight"])
     return folder
 
 
@@ -94,7 +93,7 @@ def test_the_int8_folder_is_what_is_compared(int8, tmp_path, monkeypatch):
             assert a["error"] == pytest.approx(b["error"], rel=1e-5)
             assert [x["channel"] for x in a["channels"]] == [x["channel"] for x in b["channels"]]
 
-    found = quality.weight_errors(open_checkpoint(edited(tmp_path / "double", double)), INT8, converted)
+    found = quality.weight_errors(open_checkpoint(with_output(tmp_path / "double", double)), INT8, converted)
     for weight, before in zip(found, on_load, strict=True):
         if weight["name"] == "layers.1.attention.o":
             worst = weight["channels"][0]
@@ -109,7 +108,7 @@ def test_zeros_outliers_and_what_is_not_finite(int8, tmp_path):
         w[7] = 0.001
         w[7, 20] = 0.127  # one step is 0.001: nothing to round
 
-    exact = open_checkpoint(edited(tmp_path / "zero", zero))
+    exact = open_checkpoint(with_output(tmp_path / "zero", zero))
     weight = next(x for x in quality.weight_errors(exact, INT8) if x["name"] == "layers.1.attention.o")
     assert np.isfinite([weight["error"], *(x["error"] for x in weight["channels"])]).all()
     assert not {"D5", "D7"} & {x["channel"] for x in weight["channels"]}
@@ -117,7 +116,7 @@ def test_zeros_outliers_and_what_is_not_finite(int8, tmp_path):
     with pytest.raises(ValueError, match=r"layers\.1\.attention\.o: int8 is not zero"):
         quality.weight_errors(exact, INT8, open_checkpoint(int8))
     for number in (np.nan, np.inf):
-        folder = edited(tmp_path / str(number), lambda w, number=number: w.put(3, number))
+        folder = with_output(tmp_path / str(number), lambda w, number=number: w.put(3, number))
         with pytest.raises(ValueError, match=r"layers\.1\.attention\.o: holds NaN or Inf"):
             quality.weight_errors(open_checkpoint(folder), INT8)
 
@@ -146,14 +145,13 @@ def test_divergence_of_any_size(spread, difference):
         np.testing.assert_allclose(ours, truth, rtol=2e-3, atol=1e-12)
 
 
-@pytest.mark.parametrize("name, mesh_name", [("tiny-llama3", "1"), ("tiny-llama4", "dp2-ep2-tp2")])
-def test_predictions(name, mesh_name):
+def test_predictions():
     """A text in windows of which the last is not full, nor the rows of the last batch on two data shards."""
-    checkpoint = open_checkpoint(CHECKPOINTS / name)
+    checkpoint = open_checkpoint(LLAMA4)
     cfg = checkpoint.config
-    mesh = mesh_of(cfg, mesh_name)
+    mesh = mesh_of(cfg, "dp2-ep2-tp2")
     weights = [load(checkpoint, mesh, "float32", format) for format in (None, INT8)]
-    tokenizer = load_tokenizer(CHECKPOINTS / name)
+    tokenizer = load_tokenizer(LLAMA4)
     tokens = quality.windows(tokenizer, WEATHER, 48, mesh.shape["data"], cfg)
     found = quality.compare(*weights, tokens, cfg, mesh)
 
@@ -191,7 +189,7 @@ def test_windows_without_a_first_token():
 
 def test_a_run(int8, tmp_path, monkeypatch, capsys):
     """int8 of another model than the float one: both halves of the report say so."""
-    folder = edited(tmp_path / "double", double)
+    folder = with_output(tmp_path / "double", double)
     (tmp_path / "text").write_text("3 + 4 = 7.", encoding="utf-8")
     files = ["--checkpoint", folder, "--converted", int8, "--text", tmp_path / "text"]
     files += ["--json", tmp_path / "json"]

@@ -107,7 +107,8 @@ def as_floats(weights: model.Weights, cfg: model.Config, format) -> model.Weight
     """What quantized weights stand for, without the padding that a mesh needs."""
 
     def one(info, x):
-        x = x.format.decode(x, info) if isinstance(x, QuantizedArray) else x
+        if isinstance(x, QuantizedArray):
+            x = jax.jit(lambda x: x.format.decode(x, info))(x)
         return jnp.asarray(np.asarray(x)[tuple(map(slice, info.shape))])
 
     return jax.tree.map(one, model.weight_infos(cfg, format=format), weights)
@@ -151,14 +152,13 @@ def test_what_a_platform_holds(format, monkeypatch):
         assert placement.choose_format(str(format), None, lambda text: None) == held
 
 
-@pytest.mark.parametrize("format", ["int4", "fp8"])
-@pytest.mark.parametrize("name", ["tiny-llama3", "tiny-llama4"])
-def test_the_command(name, format, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("format", ["fp8", pytest.param("int4", marks=pytest.mark.deep)])
+def test_the_command(format, tmp_path, monkeypatch, capsys):
     """On a CPU these weights are held as int8, and a line says so; a converted folder answers the same."""
     asked = "--prompt", "How much is 12 plus 34?", "--json", "--logprobs", *ONE_EACH
-    convert_checkpoint.convert(str(CHECKPOINTS / name), str(tmp_path / format), FORMATS[format])
+    convert_checkpoint.convert(str(CHECKPOINTS / "tiny-llama3"), str(tmp_path / format), FORMATS[format])
     answers = []
-    for options in ((CHECKPOINTS / name, "--quantize", format), (tmp_path / format,)):
+    for options in ((CHECKPOINTS / "tiny-llama3", "--quantize", format), (tmp_path / format,)):
         launch.log_once.cache_clear()
         code, out, err = invoke(monkeypatch, capsys, main, "--checkpoint", *options, *asked)
         assert code == 0 and f"{format} weights are held as int8: on this platform {format} is slower" in err

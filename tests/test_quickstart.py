@@ -153,7 +153,7 @@ match command.split()[-2:]:
         threads = [thread for process in running for thread in relay(process)]
         codes = [process.wait() for process in running]
         for thread in threads:
-            thread.join(5)
+            thread.join(2)
             if thread.is_alive():
                 print("ssh hangs: a process holds its output", file=sys.stderr, flush=True)
                 os._exit(92)
@@ -273,14 +273,16 @@ def test_in_the_background(follow):
     """ssh ends at once after the page's form of starting something, and hangs after the shorter form."""
     create = next(step for step in STEPS if "queued-resources create" in step)
     kept = "nohup /bin/sleep 100 > ~/log 2>&1 < /dev/null &"
-    follow("", [create, f'on all "cd ~ && {{ {kept} }}"'], 2, 1)
-    with pytest.raises(AssertionError, match="ssh hangs"):
-        follow("", [create, f'on all "cd ~ && {kept}"'], 2, 1)
+    shorter = f'(on all "cd ~ && {kept}" 2>&1 || echo failed)'
+    outputs = follow("", [create, f'on all "cd ~ && {{ {kept} }}"', shorter], 2, 1)
+    assert not outputs[1] and "ssh hangs" in outputs[2] and outputs[2].endswith("failed\n")
     background = [line for line in PAGE.replace("\\\n", "").splitlines() if "nohup" in line]
     assert len(background) == 2 and all(re.search(r"&& \{ .* & \}\"$", line) for line in background)
 
 
-@pytest.mark.parametrize("slice", VARIANTS)
+@pytest.mark.parametrize(
+    "slice", ["v6e-16", *(pytest.param(x, marks=pytest.mark.deep) for x in ("v6e-8", "v5e-8"))]
+)
 def test_other_slices(follow, slice):
     """Their names go together, and the same commands create and delete them."""
     ends = [step for step in STEPS if re.search("buckets create|queued-resources", step)]
@@ -337,7 +339,7 @@ def test_missing_worker():
     address = f"127.0.0.1:{free_port()}"
     with ThreadPoolExecutor() as pool:
         others = [pool.submit(come, index, 60) for index in (1, 3)]
-        assert come(0, 5).replace("in 5 s", "in 60 s") in PAGE
+        assert come(0, 1).replace("in 1 s", "in 60 s") in PAGE
     assert all(x.result().startswith("error: process 2 of 4 did not come") for x in others)
 
 
