@@ -82,7 +82,7 @@ INT8 = "tests/test_trained.py::test_divergence_of_int8"
 READ_ONCE = "tests/test_generation.py::test_each_prompt_token_is_read_once"
 EDGES = "tests/test_generation.py::test_reuse_at_the_edges_of_chunks[rings]"
 STOPS = "tests/test_generation.py::test_stop_tokens"
-SCORES = "tests/test_generation.py::test_log_probabilities_of_prompts[tiny-llama3-1]"
+SCORES = "tests/test_generation.py::test_log_probabilities_of_prompts[plain-1]"
 REFUSED = "tests/test_generation.py::test_requests_that_do_not_fit"
 CANCEL = "tests/test_generation.py::test_cancel"
 FETCHED = "tests/test_generation.py::test_a_step_is_fetched_after_the_next_is_sent"
@@ -107,8 +107,8 @@ STOP_STRINGS_OF_ANSWERS = "tests/test_answers.py::test_stop_strings"
 INTERRUPTED = "tests/test_answers.py::test_interrupted_anywhere"
 DAMAGED = "tests/test_command_line.py::test_damaged_weights"
 WAITS = "tests/test_generation.py::test_what_waits_for_a_prefix"
-SHORT = "tests/test_generation.py::test_a_short_prompt_does_not_wait_for_a_long_one"
-LONG = "tests/test_generation.py::test_a_long_prompt_is_not_held_up_by_short_ones"
+SHORT = PACE + "a_short_prompt_beside_four_long_ones"
+LONG = PACE + "a_long_prompt_beside_a_stream_of_short_ones"
 BAD = "tests/test_generation.py::test_what_no_model_could_answer"
 DAMAGED_SCORE = "tests/test_generation.py::test_a_request_that_computes_nan[1-0]"
 DAMAGED_TOKEN = "tests/test_command_line.py::test_a_damaged_token"
@@ -499,10 +499,10 @@ MUTATIONS = [
     ("serving/steps.py", 'old_length.at[rows].set(length, mode="drop")', "old_length", ASSIGN),
     # the engine
     ("serving/engine.py", "rows[i], sources[i] = map(", "sources[i], rows[i] = map(", READ_ONCE),
-    ("serving/programs.py", "(source != rows).any()", "(source != rows).all()", "tests/test_generation.py::test_requests_on_a_mesh[dp2-ep2-tp2]"),
+    ("serving/programs.py", "(source != rows).any()", "(source != rows).all()", "tests/test_generation.py::test_requests_in_8_rows[dp2-ep2-tp2]"),
     ("serving/engine.py", "            self.sampling[number] = sampling_of(rows, options, self.programs.cfg.V)\n", "            pass\n", SAMPLES),
     ("serving/engine.py", 'answer.finish_reason or "length"', '"length"', CANCEL),
-    ("serving/programs.py", "score = max((x.score for x in chunks if x.score is not None), default=None)", "score = None", "tests/test_generation.py::test_log_probabilities_of_prompts[ring-dp8]"),
+    ("serving/programs.py", "score = max((x.score for x in chunks if x.score is not None), default=None)", "score = None", "tests/test_generation.py::test_log_probabilities_of_prompts[ring-dp2-ep2-tp2]"),
     ("serving/engine.py", "[min(row.prefill_left, shape.width) for row in own]", "[row.prefill_left for row in own]", SCORES),
     ("serving/engine.py", "[(first + j, x, x.number)", "[(i + j, x, x.number)", PACE + "scores_of_several_prompts[dp2-ep2-tp2]"),
     ("serving/engine.py", "if np.isnan(scores.logprobs[i, :n]).any():", "if False:", DAMAGED),
