@@ -36,6 +36,7 @@ MODELS = {
     "ring": llama4_config(layers=(Kind(chunk=8, moe=True), Kind(rope=False))),
     "rings": llama4_config(layers=(Kind(chunk=6), Kind(chunk=8))),
     "window": llama4_config(layers=(Kind(window=8), Kind(rope=False, moe=True))),
+    "words": llama4_config(layers=(Kind(chunk=8, moe=True), Kind(rope=False)), V=512),
     "plain": llama3_config(depth=1),  # whose cache holds every token
 }
 

@@ -10,7 +10,7 @@ import types
 import jax
 import numpy as np
 import pytest
-from test_generation import MAX_LEN, assert_as_alone, finish, mixed, subject
+from test_generation import MAX_LEN, assert_as_alone, deep, finish, mixed, subject
 
 from serving import chunks, executors
 from serving.engine import Engine
@@ -23,8 +23,6 @@ from serving.steps import DecodeStep, Output, PrefillChunk, init_batch
 
 LIMITS = PrefillLimits(budget=2, beside_decoding=8, alone=16)
 LONG, SHORT = 150, 6  # tokens of a prompt
-
-deep = functools.partial(pytest.param, marks=pytest.mark.deep)
 
 
 class Counted(Engine):
@@ -44,7 +42,7 @@ class Counted(Engine):
 
 @pytest.fixture(autouse=True)
 def widths(monkeypatch):
-    monkeypatch.setattr(chunks, "CPU_SHAPES", ((1, 8), (1, 16), (1, 64)))
+    monkeypatch.setattr(chunks, "CPU_SHAPES", ((1, 8), (1, 16)))
 
 
 def engine_of(mesh: str = "1", rows: int = 8, limits: PrefillLimits = LIMITS, speculation=None) -> Counted:
@@ -96,7 +94,7 @@ def advance_until(engine: Engine, done) -> None:
     raise AssertionError("it does not end")
 
 
-@pytest.mark.parametrize("calls", [0, 1, 2, 5])
+@pytest.mark.parametrize("calls", [0, 1, 5])
 @pytest.mark.parametrize("budget", [0, 2])
 def test_a_short_prompt_beside_four_long_ones(budget, calls):
     """Nothing decodes: it waits for one chunk of another prompt, and no chunk is wider than the limit."""
@@ -266,14 +264,14 @@ def test_scores_of_several_prompts(mesh, monkeypatch, compiled):
     request = prompts()
     lengths = (8, 5, 3, 9, 1, 6, 7, 21, 2, 12)
     asked = [dataclasses.replace(request(n, n % 3), score=n % 2 == 0) for n in lengths]
-    made = Programs(*subject("ring", mesh), 8, MAX_LEN, "float32")
+    made = Programs(*subject("plain", mesh), 8, MAX_LEN, "float32")
     together = counted(made, asked)
     compiled.clear()
     answers = [together.add(x) for x in asked]
     finish(together)
     assert not compiled and 32 in {tokens for tokens, _ in together.planned}
     monkeypatch.setattr(chunks, "CPU_SHAPES", ((1, 8),))
-    one = counted(Programs(*subject("ring", "1"), 1, MAX_LEN, "float32"), asked)
+    one = counted(Programs(*subject("plain", "1"), 8, MAX_LEN, "float32"), asked)
     for answer, x in zip(answers, asked, strict=True):
         alone = one.add(x)
         finish(one)
@@ -282,10 +280,7 @@ def test_scores_of_several_prompts(mesh, monkeypatch, compiled):
         assert len(answer.prompt_logprobs) == (len(x.prompt) - 1 if x.score else 0)
 
 
-MESHES = [("1", False), deep("dp8", False), deep("tp8", False), ("dp2-ep2-tp2", False), ("1", True)]
-
-
-@pytest.mark.parametrize(("mesh", "lookup"), MESHES)
+@pytest.mark.parametrize(("mesh", "lookup"), [("1", False), deep("1", True), deep("dp2-ep2-tp2", False)])
 def test_answers(mesh, lookup, compiled):
     """As alone, with copied prefixes and requests that come while others are read; nothing is compiled."""
     requests = mixed(subject("ring", "1")[1], 24)
@@ -298,7 +293,7 @@ def test_answers(mesh, lookup, compiled):
         engine.advance()
     finish(engine)
     assert not compiled
-    assert engine.stats.reused_tokens > 0 or mesh == "dp8"  # whose shards have one row each
+    assert engine.stats.reused_tokens > 0
     assert {width for width, _ in engine.planned} >= {0, 8}
     assert_as_alone(answers, "ring")
 
@@ -354,11 +349,12 @@ def test_a_chunk_is_read_when_its_layers_have_run():
     """The last of several programs takes what the layers return, though a chunk without scores does not use
     it: else its result would be there at once.
     """
-    weights, cfg, mesh = subject("ring", "1")
+    weights, cfg, mesh = subject("plain", "1")
     one, static = np.ones(1, np.int32), dict(cfg=cfg, mesh=mesh)
     batch = init_batch(cfg, mesh, 1, MAX_LEN, "float32")
-    for step, T in ((PrefillChunk(rows=0 * one, count=one, width=32), 32), (DecodeStep(count=one), 1)):
-        x, tokens, chunk = executors.start(step, weights, batch, **static)
+    for step, T in ((step_of(1), 8), (DecodeStep(count=one), 1)):
+        start = functools.partial(executors.start, **static)
+        x, tokens, chunk = jax.eval_shape(start, step, weights, batch)
         rows = batch.replace(layers=[])
         lowered = executors.finish.lower(step, x, tokens, chunk, weights, rows, **static)
         assert f"tensor<1x{T}x{cfg.D}xf32>" in lowered.as_text().split("@main")[1].split("->")[0]

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import Kind, engine_of, invoke, llama3_config, llama4_config, random_weights, with_short_rings
+from test_generation import deep, finish
 
 import main
 import model
@@ -50,9 +51,6 @@ MESHES = {
     "pp2-dp2-tp2": (2, 1, 2, 2),
     "pp2-ep2-tp2": (1, 2, 2, 2),
 }
-deep = functools.partial(pytest.param, marks=pytest.mark.deep)
-
-
 GPT_OSS = dict(
     model_type="gpt_oss", vocab_size=512, hidden_size=48, num_hidden_layers=4, num_attention_heads=6,
     num_key_value_heads=2, head_dim=8, intermediate_size=24, num_local_experts=4, num_experts_per_tok=2,
@@ -102,11 +100,8 @@ def ask(
     if compiled:
         compiled.clear()
     answers = [engine.add(request) for request in requests]
-    for _ in range(2000):
-        engine.advance()
-        if not engine.busy:
-            break
-    assert not engine.busy and not compiled
+    finish(engine)
+    assert not compiled
     return answers, engine
 
 
@@ -137,7 +132,7 @@ def test_many_requests(family, name, n, compiled, monkeypatch):
 
     Chunks of unlike shapes are on their way at the same time, and nothing is compiled after the start.
     """
-    monkeypatch.setattr(chunks, "CPU_SHAPES", ((1, 8), (2, 8), (1, 32)))
+    monkeypatch.setattr(chunks, "CPU_SHAPES", ((1, 8), (2, 8)))
     cfg, every = config(family, MESHES[name][3]), n == 40
     found, engine = ask(cfg, name, requests_for(cfg, n, every), compiled)
     assert_same(found, answers_of_one(cfg, n, every))
@@ -236,7 +231,8 @@ def test_int8():
     assert_same(found, expected, atol=1e-2)
 
 
-@pytest.mark.parametrize("asked", ["--n 2 --temperature 1", deep("--score"), deep("--quantize int8")])
+@pytest.mark.deep
+@pytest.mark.parametrize("asked", ["--n 2 --temperature 1 --quantize int8", "--score"])
 def test_command_line(asked, monkeypatch, capsys):
     """From a model on disk, of which each stage loads its own layers: what one device answers."""
     prompts = [x for prompt in ("Who are you?", "Add 20 and 22.", "Hello") for x in ("--prompt", prompt)]
