@@ -88,8 +88,8 @@ CANCEL = "tests/test_generation.py::test_cancel"
 FETCHED = "tests/test_generation.py::test_a_step_is_fetched_after_the_next_is_sent"
 END = "tests/test_generation.py::test_an_end_does_not_wait_for_another_prompt"
 ROWS = "tests/test_generation.py::test_which_row_a_request_takes"
-DRAFT = "tests/test_speculation.py::test_greedy[ring-1-itself]"
-CHUNK_DRAFT = "tests/test_speculation.py::test_greedy[ring-1-chunks]"
+DRAFT = "tests/test_speculation.py::test_the_same_answers[ring-1-itself-False]"
+CHUNK_DRAFT = "tests/test_speculation.py::test_the_same_answers[ring-1-chunks-False]"
 DECODE_ROWS = "tests/test_decode_rows.py"
 FEWEST_ROWS = DECODE_ROWS + "::test_the_smallest_program"
 SOME_ROWS = DECODE_ROWS + "::test_some_rows[0-1-float32]"
@@ -366,7 +366,7 @@ MUTATIONS = [
     ("serving/prefix_cache.py", "min(self.latest, slots)", "min(len(self.text) // 2, slots)", PREFIX_CACHE + "many_requests_in_few_rows[1]"),
     ("serving/prefix_cache.py", "(shard.index[0].start or 0) == self.shard", "(shard.index[0].start or 0) != self.shard", PREFIX_CACHE + "many_requests_in_few_rows[dp2-ep2-tp2]"),
     ("serving/prefix_cache.py", "sum(x.bytes for x in self.saved) + size > self.limit", "False", PREFIX_CACHE + "which_texts_are_kept"),
-    ("serving/scheduler.py", "common_prefix(saved.text, own), saved.latest", "common_prefix(saved.text, own), len(saved.text)", "tests/test_reuse_search.py::test_guesses_windows_chunks_and_prefixes_in_host_memory"),
+    ("serving/scheduler.py", "common_prefix(saved.text, own), saved.latest", "common_prefix(saved.text, own), len(saved.text)", "tests/test_reuse_search.py::test_guesses_rings_and_prefixes_in_host_memory"),
     ("serving/scheduler.py", "kept, reused, latest = 0, loaded, load.latest", "kept, reused, latest = 0, loaded, loaded", PREFIX_CACHE + "which_prefix_a_request_takes"),
     ("serving/steps.py", "jnp.where(skip, lax.dynamic_slice_in_dim(x, row, 1), new)", "new", PREFIX_CACHE + "many_requests_in_few_rows[dp2-ep2-tp2]"),
     ("serving/scheduler.py", "(self.constrained and self.steps_in_flight)", "False", GRAMMAR),
@@ -512,7 +512,7 @@ MUTATIONS = [
     ("serving/engine.py", "for _ in range(expected):", "while self.in_flight:", FETCHED),
     ("serving/engine.py", "or token in answer.request.stop:", "or token in answer.request.stop and len(answer.tokens) < answer.request.max_new_tokens:", STOPS),
     ("serving/engine.py", 'answer.finish_reason or "stop"', 'answer.finish_reason or "length"', STOPS),
-    ("serving/engine.py", "                if answer.finish_reason:\n                    break\n", "", "tests/test_speculation.py::test_greedy[ring-1-lookup 4]"),
+    ("serving/engine.py", "                if answer.finish_reason:\n                    break\n", "", "tests/test_speculation.py::test_the_same_answers[ring-1-lookup 4-False]"),
     ("serving/engine.py", "return bool(self.in_flight) or", "return bool(self.in_flight) and", STOPS),
     ("serving/requests.py", "if self.positions > most:", "if self.positions >= most:", REFUSED),
     ("serving/engine.py", "                self.scheduler.queue.remove(answer)", "                pass", CANCEL),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import test_stages
 from conftest import CHECKPOINTS, engine_of, random_weights
-from test_generation import MAX_LEN, TOLERANCE, alone, ask, deep, finish, subject
+from test_generation import MAX_LEN, alone, ask, assert_same, deep, finish, subject
 from test_grammar import Classes, V
 from test_speculation import one_shape as one_shape  # a fixture
 from test_tools import CASES, every_case
@@ -59,17 +59,6 @@ def answers_by(made: Programs, requests: list[Request], chunk_steps=0) -> tuple[
     return ask(engine, requests), engine
 
 
-def assert_same(found: list[Answer], expected: list[Answer]) -> None:
-    """expected: no token of theirs was forced."""
-    for ours, theirs in zip(found, expected, strict=True):
-        assert (ours.tokens, ours.finish_reason) == (theirs.tokens, theirs.finish_reason)
-        known = ~np.isnan(ours.logprobs)
-        assert not np.isnan(theirs.logprobs).any()
-        np.testing.assert_allclose(
-            np.array(ours.logprobs)[known], np.array(theirs.logprobs)[known], atol=TOLERANCE
-        )
-
-
 def assert_forced(engine: Engine, by_steps: Engine, found: list[Answer]) -> None:
     stats, before = engine.stats, by_steps.stats
     assert stats.tokens == before.tokens and before.forced == 0
@@ -112,7 +101,7 @@ def test_the_same_answers_in_fewer_steps(mesh, compiled):
     compiled.clear()
     found = ask(engine, requests)
     assert not compiled
-    assert_same(found, expected)
+    assert_same(found, expected, forced=True)
     assert_forced(engine, by_steps, found)
     assert engine.stats.forced > 100
     assert mesh != "1" or engine.stats.steps < by_steps.stats.steps
@@ -174,7 +163,7 @@ def test_windows():
     """Forced tokens that rings overwrite."""
     expected, by_steps = framed_by_steps()
     found, engine = answers_by(windowed(), framed(12))
-    assert_same(found, expected)
+    assert_same(found, expected, forced=True)
     assert_forced(engine, by_steps, found)
     assert engine.stats.forced > 50
 
@@ -186,7 +175,7 @@ def test_stages_of_layers(family, mesh):
         answers_by(Programs(random_weights(cfg, devices), cfg, devices, 4, MAX_LEN, "float32"), framed(12), n)
         for devices, n in ((test_stages.mesh_of(cfg, "1"), math.inf), (test_stages.mesh_of(cfg, mesh), 0))
     )
-    assert_same(found, expected)
+    assert_same(found, expected, forced=True)
     assert_forced(engine, by_steps, found)
 
 
@@ -196,7 +185,7 @@ def test_beside_drafts(how):
     sizes = *subject("window", "1"), 4, MAX_LEN, "float32"
     speculation = DraftModel(Programs(*sizes), 3) if how == "draft" else PromptLookup(3)
     found, engine = answers_by(Programs(*sizes, speculation), framed(12))
-    assert_same(found, framed_by_steps()[0])
+    assert_same(found, framed_by_steps()[0], forced=True)
     assert engine.stats.forced > 50 and engine.stats.drafted
     if how == "draft":
         assert engine.stats.accepted == engine.stats.drafted

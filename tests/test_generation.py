@@ -115,6 +115,19 @@ def assert_as_alone(answers: list[Answer], name: str) -> None:
         np.testing.assert_allclose(answer.logprobs, logprobs, atol=TOLERANCE)
 
 
+def assert_same(found: list[Answer], expected: list[Answer], forced=False, atol=TOLERANCE) -> None:
+    """The same tokens, with these log-probabilities. forced: some tokens were, and have none."""
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours.tokens, ours.finish_reason) == (theirs.tokens, theirs.finish_reason)
+        known = ~np.isnan(ours.logprobs)
+        assert (forced or known.all()) and not np.isnan(theirs.logprobs).any()
+        np.testing.assert_allclose(
+            np.array(ours.logprobs)[known], np.array(theirs.logprobs)[known], atol=atol
+        )
+        assert len(ours.prompt_logprobs) == (len(ours.request.prompt) - 1) * ours.request.score
+        np.testing.assert_allclose(ours.prompt_logprobs, theirs.prompt_logprobs, atol=atol)
+
+
 def mixed(cfg: model.Config, n: int) -> list[Request]:
     """Prompts of 1..90 tokens and answers of 1..40, more often short ones.
 
@@ -497,7 +510,8 @@ def test_a_request_that_computes_nan(mesh, n_draft, monkeypatch):
     family = [token for token in rng.integers(0, cfg.V, 200).tolist() if token != bad][:60]
     for i, n in zip((2, 7, 8, 13, 20), (30, 0, 59, 24, 40), strict=True):
         prompt = [*family[:n], bad, *family[n:]]
-        requests.insert(i, Request(prompt, 8, score=i % 2 == 0))
+        score = i % 2 == 0  # which alone tells, for there is no answer
+        requests.insert(i, Request(prompt, 0 if score else 8, score=score))
         # Those that begin alike reuse what was read before the bad token, or after another's.
         requests[i + 1 : i + 1] = [Request([*family[: n + 3], 1, 2], 5), Request([*family[:n], 3], 5)]
     weights, speculation = nan_embedding(weights, bad), PromptLookup(n_draft) if n_draft else None

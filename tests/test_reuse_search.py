@@ -210,7 +210,8 @@ def test_the_model_by_hand():
     np.testing.assert_allclose(ours, jax.nn.log_softmax(logits)[0], atol=SAME["float32"])
 
 
-def test_guesses_windows_chunks_and_prefixes_in_host_memory(monkeypatch):
+@pytest.mark.parametrize("chunks", [(-8, -16), pytest.param((8,), marks=pytest.mark.deep)])
+def test_guesses_rings_and_prefixes_in_host_memory(chunks, monkeypatch):
     """With few rows, drafts and an int8 cache: what a ring held when it was saved must suffice."""
     loads, load = [], Programs.load_prefixes
 
@@ -219,7 +220,7 @@ def test_guesses_windows_chunks_and_prefixes_in_host_memory(monkeypatch):
         load(self, rows, prefixes)
 
     monkeypatch.setattr(Programs, "load_prefixes", counted)
-    search(monkeypatch, range(1), (-8, 8), 2, "draft", "int8", True, prefix_cache_bytes=1 << 30)
+    search(monkeypatch, range(1), chunks, 2, "draft", "int8", True, prefix_cache_bytes=1 << 30)
     assert len(loads) > 3
 
 

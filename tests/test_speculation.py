@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import MESHES, engine_of, llama3_config, llama4_config, mesh_of, rings, with_chunks
-from test_generation import ROWS, TOLERANCE, ask, deep, subject
+from test_generation import ROWS, ask, assert_same, deep, subject
 
 import model
 from feedback.errors import UserError
@@ -74,12 +74,6 @@ def speculation_by(how: str, name: str, mesh: str) -> PromptLookup | DraftModel:
     return DraftModel(Programs(weights, cfg, devices, ROWS, MAX_LEN, "float32"), N_DRAFT)
 
 
-def assert_same(answers: list[Answer], expected: list[Answer]) -> None:
-    for ours, theirs in zip(answers, expected, strict=True):
-        assert (ours.tokens, ours.finish_reason) == (theirs.tokens, theirs.finish_reason)
-        np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=TOLERANCE)
-
-
 def searched(known: list[int], n_draft: int) -> list[int] | None:
     """What followed the last time that as many as possible, up to 3, of the last tokens stood there."""
     for n in (3, 2, 1):
@@ -119,7 +113,20 @@ def steps_of(answer: Answer, drafted_after: Callable[[int], list[int]], chunks: 
     return steps
 
 
-def assert_same_with_speculation(name, mesh, how, sampled, capsys):
+DRAFTS = [
+    ("ring", "1", "lookup 4", False),
+    ("ring", "1", "itself", False),
+    ("ring", "1", "chunks", False),
+    deep("plain", "1", "lookup 1", False),
+    deep("ring", "tp8", "heads", False),
+    deep("ring", "1", "itself", True),
+    deep("ring", "1", "chunks", True),
+]
+
+
+@pytest.mark.parametrize(("name", "mesh", "how", "sampled"), DRAFTS)
+def test_the_same_answers(name, mesh, how, sampled, capsys):
+    """Greedy, and drawn at 0.8, half with top-p, each with a seed of its own; and in few steps."""
     speculate = speculation_by(how, name, mesh)
     batch, answers = answers_to(name, mesh, sampled, speculate)
     assert_same(answers, plain(name, sampled))
@@ -137,26 +144,6 @@ def assert_same_with_speculation(name, mesh, how, sampled, capsys):
         drafts = drafts_for(answers, how, speculate)
         chunks = rings(batch.programs.masks)
         assert steps == sum(steps_of(*each, chunks) for each in zip(answers, drafts, strict=True))
-
-
-GREEDY = [
-    ("ring", "1", "lookup 4"),
-    ("ring", "1", "itself"),
-    ("ring", "1", "chunks"),
-    deep("plain", "1", "lookup 1"),
-    deep("ring", "tp8", "heads"),
-]
-
-
-@pytest.mark.parametrize(("name", "mesh", "how"), GREEDY)
-def test_greedy(name, mesh, how, capsys):
-    assert_same_with_speculation(name, mesh, how, False, capsys)
-
-
-@pytest.mark.parametrize(("name", "how"), [deep("ring", "itself"), deep("ring", "chunks")])
-def test_sampled(name, how, capsys):
-    """At 0.8, half with top-p, each with a seed of its own."""
-    assert_same_with_speculation(name, "1", how, True, capsys)
 
 
 @pytest.mark.parametrize("n_draft", [-1, 0, cpu.DECODE, 10**14])

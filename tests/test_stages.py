@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import Kind, engine_of, invoke, llama3_config, llama4_config, random_weights, with_short_rings
-from test_generation import deep, finish
+from test_generation import assert_same, deep, finish
 
 import main
 import model
@@ -121,14 +121,6 @@ def ask(
     finish(engine)
     assert not compiled
     return answers, engine
-
-
-def assert_same(found: list[Answer], expected: list[Answer], atol: float = TOLERANCE) -> None:
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours.tokens == theirs.tokens and ours.finish_reason == theirs.finish_reason
-        np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=atol)
-        assert len(ours.prompt_logprobs) == (len(ours.request.prompt) - 1) * ours.request.score
-        np.testing.assert_allclose(ours.prompt_logprobs, theirs.prompt_logprobs, atol=atol)
 
 
 PLACES = [("llama3", "pp2-dp2-tp2"), ("llama4", "pp4"), ("gpt-oss", "pp2-ep2-tp2")]
