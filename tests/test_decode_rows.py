@@ -7,12 +7,13 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
-from conftest import CHECKPOINTS, engine_of, llama3_config, mesh_of
+from conftest import CHECKPOINTS, engine_of, llama3_config, mesh_of, rings
 from test_ahead import shapes_of
 from test_generation import MAX_LEN, ask, assert_as_alone, deep, mixed, subject
 from test_generation import two_shapes as two_shapes  # a fixture
 from test_grammar import Classes
 from test_meshes import TOLERANCE, assigned, shapes
+from test_speculation import drafts_for, steps_of
 
 import model
 from deployment import ahead
@@ -82,6 +83,8 @@ def every_kind(cfg) -> list[Request]:
     for i in range(0, 30, 3):
         how = Sampling(temperature=0.8, seed=i, repetition_penalty=1.5 + i / 10)
         requests[i] = dataclasses.replace(requests[i], sampling=how)
+        repeated = np.resize(requests[i + 1].prompt[:5], 30).tolist()
+        requests[i + 1] = dataclasses.replace(requests[i + 1], prompt=repeated)
     return requests
 
 
@@ -115,6 +118,10 @@ def test_the_smallest_program(speculation, monkeypatch, compiled):
         engine.advance()
     assert not compiled
     assert_as_alone(answers, "ring")
+    if speculation == "lookup":  # in the texts of these rows
+        drafts = zip(answers, drafts_for(answers, speculation, how), strict=True)
+        expected = sum(steps_of(*each, rings(engine.programs.masks)) for each in drafts)
+        assert engine.stats.row_steps == expected
     if speculation == "draft":  # by the model itself, from the texts and the caches of these rows
         assert engine.stats.accepted == engine.stats.drafted > 0
     assert {1, 2} <= {n for _, n, _ in steps} <= set(sizes)  # drafts end answers before all rows are busy
