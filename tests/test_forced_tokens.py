@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import test_stages
 from conftest import CHECKPOINTS, engine_of, random_weights
-from test_generation import MAX_LEN, TOLERANCE, alone, ask, deep, finish, subject
+from test_generation import MAX_LEN, alone, ask, assert_same, deep, finish, subject
 from test_grammar import Classes, V
+from test_speculation import one_shape as one_shape  # a fixture
 from test_tools import CASES, every_case
 
 from conversation.grammar import grammar_tokenizer, make_grammar
@@ -58,17 +59,6 @@ def answers_by(made: Programs, requests: list[Request], chunk_steps=0) -> tuple[
     return ask(engine, requests), engine
 
 
-def assert_same(found: list[Answer], expected: list[Answer]) -> None:
-    """expected: no token of theirs was forced."""
-    for ours, theirs in zip(found, expected, strict=True):
-        assert (ours.tokens, ours.finish_reason) == (theirs.tokens, theirs.finish_reason)
-        known = ~np.isnan(ours.logprobs)
-        assert not np.isnan(theirs.logprobs).any()
-        np.testing.assert_allclose(
-            np.array(ours.logprobs)[known], np.array(theirs.logprobs)[known], atol=TOLERANCE
-        )
-
-
 def assert_forced(engine: Engine, by_steps: Engine, found: list[Answer]) -> None:
     stats, before = engine.stats, by_steps.stats
     assert stats.tokens == before.tokens and before.forced == 0
@@ -80,10 +70,10 @@ def assert_forced(engine: Engine, by_steps: Engine, found: list[Answer]) -> None
 
 
 @functools.cache
-def requests_for(name: str) -> list[Request]:
+def requests_of_grammars() -> list[Request]:
     """Greedy and drawn ones, of a schema and of calls of tools, each beside one without a grammar."""
-    tokenizer = load_tokenizer(CHECKPOINTS / name)
-    tokens = grammar_tokenizer(tokenizer, subject(name, "1")[1].V, STOP)
+    tokenizer = load_tokenizer(CHECKPOINTS / "tiny-llama3")
+    tokens = grammar_tokenizer(tokenizer, subject("words", "1")[1].V, STOP)
     source = tool_grammar(CASES["llama"].use(forced=True, several=False), tokenizer, tokens, thinking=False)
     grammars = make_grammar(tokens, "json_schema", PLACE), make_grammar(tokens, "lark", source)
     requests = []
@@ -96,31 +86,22 @@ def requests_for(name: str) -> list[Request]:
 
 
 @functools.cache
-def chosen(name: str) -> tuple[list[Answer], Engine]:
+def chosen() -> tuple[list[Answer], Engine]:
     """The answers whose tokens are all chosen by steps."""
-    made = Programs(*subject(name, "1"), 4, MAX_LEN, "float32")
-    return answers_by(made, requests_for(name), math.inf)
+    made = Programs(*subject("words", "1"), 4, MAX_LEN, "float32")
+    return answers_by(made, requests_of_grammars(), math.inf)
 
 
-@pytest.mark.parametrize(
-    ("name", "mesh"),
-    [
-        ("tiny-llama3", "1"),
-        ("tiny-llama4", "1"),
-        ("tiny-llama4", "dp2-ep2-tp2"),
-        deep("tiny-llama3", "dp2-tp4"),
-    ],
-)
-def test_the_same_answers_in_fewer_steps(name, mesh, compiled):
+@pytest.mark.parametrize("mesh", ["1", "dp2-ep2-tp2"])
+def test_the_same_answers_in_fewer_steps(mesh, compiled):
     """Of a schema and of tools, greedy and drawn, beside rows without a grammar; nothing is compiled."""
-    requests, (expected, by_steps) = requests_for(name), chosen(name)
-    engine = engine_of(
-        Programs(*subject(name, mesh), 4, MAX_LEN, "float32"), requests, limits=PrefillLimits(chunk_steps=0)
-    )
+    requests, (expected, by_steps) = requests_of_grammars(), chosen()
+    made = Programs(*subject("words", mesh), 4, MAX_LEN, "float32")
+    engine = engine_of(made, requests, limits=PrefillLimits(chunk_steps=0))
     compiled.clear()
     found = ask(engine, requests)
     assert not compiled
-    assert_same(found, expected)
+    assert_same(found, expected, forced=True)
     assert_forced(engine, by_steps, found)
     assert engine.stats.forced > 100
     assert mesh != "1" or engine.stats.steps < by_steps.stats.steps
@@ -168,56 +149,52 @@ def framed(n: int) -> list[Request]:
     return requests
 
 
-@pytest.mark.parametrize(
-    ("family", "mesh"),
-    [
-        ("short", "1"),
-        ("gpt-oss", "1"),
-        deep("short", "pp2-ep2-tp2"),
-        deep("gpt-oss", "pp2-ep2-tp2"),
-        deep("llama3", "pp2-dp2-tp2"),
-    ],
-)
-def test_windows_and_stages(family, mesh):
-    """Forced tokens that rings overwrite; and through pipeline stages."""
-    cfg = dataclasses.replace(test_stages.config(family, 2), V=V)
-    requests = framed(12)
+@functools.cache
+def windowed() -> Programs:
+    return Programs(*subject("window", "1"), 4, MAX_LEN, "float32")
 
-    def made(name: str) -> Programs:
-        devices = test_stages.mesh_of(cfg, name)
-        return Programs(random_weights(cfg, devices), cfg, devices, 4, MAX_LEN, "float32")
 
-    expected, by_steps = answers_by(made("1"), requests, math.inf)
-    found, engine = answers_by(made(mesh), requests)
-    assert_same(found, expected)
+@functools.cache
+def framed_by_steps() -> tuple[list[Answer], Engine]:
+    return answers_by(windowed(), framed(12), math.inf)
+
+
+def test_windows():
+    """Forced tokens that rings overwrite."""
+    expected, by_steps = framed_by_steps()
+    found, engine = answers_by(windowed(), framed(12))
+    assert_same(found, expected, forced=True)
     assert_forced(engine, by_steps, found)
     assert engine.stats.forced > 50
+
+
+@pytest.mark.parametrize(("family", "mesh"), [deep("short", "pp2-ep2-tp2"), deep("llama3", "pp2-dp2-tp2")])
+def test_stages_of_layers(family, mesh):
+    cfg = test_stages.config(family, 2)
+    (expected, by_steps), (found, engine) = (
+        answers_by(Programs(random_weights(cfg, devices), cfg, devices, 4, MAX_LEN, "float32"), framed(12), n)
+        for devices, n in ((test_stages.mesh_of(cfg, "1"), math.inf), (test_stages.mesh_of(cfg, mesh), 0))
+    )
+    assert_same(found, expected, forced=True)
+    assert_forced(engine, by_steps, found)
 
 
 @pytest.mark.parametrize("how", ["lookup", deep("draft")])
 def test_beside_drafts(how):
     """Rows without a grammar check drafts; a draft model reads forced tokens, too."""
-    weights, cfg, mesh = subject("ring", "1")
-    requests = framed(12)
-    expected, _ = answers_by(Programs(weights, cfg, mesh, 4, MAX_LEN, "float32"), requests, math.inf)
-    other = Programs(weights, cfg, mesh, 4, MAX_LEN, "float32") if how == "draft" else None
-    speculation = DraftModel(other, 3) if other else PromptLookup(3)
-    found, engine = answers_by(Programs(weights, cfg, mesh, 4, MAX_LEN, "float32", speculation), requests)
-    assert_same(found, expected)
+    sizes = *subject("window", "1"), 4, MAX_LEN, "float32"
+    speculation = DraftModel(Programs(*sizes), 3) if how == "draft" else PromptLookup(3)
+    found, engine = answers_by(Programs(*sizes, speculation), framed(12))
+    assert_same(found, framed_by_steps()[0], forced=True)
     assert engine.stats.forced > 50 and engine.stats.drafted
     if how == "draft":
         assert engine.stats.accepted == engine.stats.drafted
 
 
-@functools.cache
-def ring_programs() -> Programs:
-    return Programs(*subject("ring", "1"), 8, MAX_LEN, "float32")
-
-
 def test_where_an_answer_ends():
     """At any token: the limit, a stop token or the end of the grammar may be among the forced ones."""
     prompt, most = [9, 8, 7], 26
-    (whole,), _ = answers_by(ring_programs(), [Request(prompt, most, grammar=Frames(3, 99))], math.inf)
+    (whole,), _ = answers_by(windowed(), [Request(prompt, most, grammar=Frames(3, 99))], math.inf)
     requests, expected = [], []
     for n in range(1, most):
         requests.append(Request(prompt, n, grammar=Frames(3, 99)))
@@ -226,7 +203,7 @@ def test_where_an_answer_ends():
     for place in range(2, 10):
         requests.append(Request(prompt, most, stop=frozenset([20 + place]), grammar=Frames(3, 99)))
         expected.append((whole.tokens[: whole.tokens.index(20 + place) + 1], "stop"))
-    found, engine = answers_by(ring_programs(), requests)
+    found, engine = answers_by(windowed(), requests)
     assert [(answer.tokens, answer.finish_reason) for answer in found] == expected
     assert engine.stats.forced > engine.stats.tokens / 3
 
@@ -238,7 +215,7 @@ def test_log_probabilities():
         Request([9, 8, 7], 26, Sampling(top_logprobs=3), grammar=Frames(3, 99)),
         Request([9, 8, 7], 26, score=True, grammar=Frames(3, 99)),
     ]
-    found, engine = answers_by(ring_programs(), requests)
+    found, engine = answers_by(windowed(), requests)
     assert engine.stats.forced == 0 and all(np.isfinite(x.logprobs).all() for x in found)
     assert len(found[1].top_logprobs) == 26
 
@@ -248,9 +225,9 @@ def test_a_cancelled_answer():
     rng = np.random.default_rng(1)
     prompt, other = rng.integers(0, V, 40).tolist(), Request(rng.integers(0, V, 9).tolist(), 30)
     request = Request(prompt, 60, grammar=Frames(3, 99))
-    (expected,), _ = answers_by(ring_programs(), [request], math.inf)
+    (expected,), _ = answers_by(windowed(), [request], math.inf)
     for wait in (0, 1, 2):
-        engine = engine_of(ring_programs(), [request, other], longest=80)
+        engine = engine_of(windowed(), [request, other], longest=80)
         answer, beside = engine.add(request), engine.add(other)
         row = None
         while row is None or not row.unsent:
@@ -265,7 +242,7 @@ def test_a_cancelled_answer():
         assert answer.finish_reason == "cancelled" and answer.tokens == expected.tokens[: len(answer.tokens)]
         assert again.tokens == expected.tokens and engine.stats.reused_tokens
         for each in (beside, *longer):
-            assert each.tokens == alone(each.request, "ring")[0]
+            assert each.tokens == alone(each.request, "window")[0]
 
 
 def test_how_many_are_enough(compiled):
@@ -273,12 +250,12 @@ def test_how_many_are_enough(compiled):
 
     def forced(n: int, chunk_steps: float, longest: int = 40) -> int:
         requests = [Request([9, 8, 7 + i][:longest], 12, grammar=Frames(3, 99)) for i in range(n)]
-        engine = engine_of(ring_programs(), requests, longest, limits=PrefillLimits(chunk_steps=chunk_steps))
+        engine = engine_of(windowed(), requests, longest, limits=PrefillLimits(chunk_steps=chunk_steps))
         compiled.clear()
         ask(engine, requests)
         assert not compiled
         return engine.stats.forced
 
     assert forced(1, 7) == 8 and forced(1, 8) == 0
-    assert forced(7, 1) == 7 * 8 and forced(1, 0, longest=1) == 0  # which has no chunks
+    assert forced(4, 1) == 4 * 8 and forced(1, 0, longest=1) == 0  # which has no chunks
     assert CPU_LIMITS.chunk_steps > ACCELERATOR_LIMITS.chunk_steps

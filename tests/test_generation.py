@@ -10,16 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import CHECKPOINTS, Kind, engine_of, llama4_config, mesh_of, random_weights, rings
+from conftest import Kind, engine_of, llama3_config, llama4_config, mesh_of, random_weights, rings
 
 import model
-from checkpoints.checkpoint import open_checkpoint
-from checkpoints.loading import load
 from feedback.errors import UserError
 from quantize import QuantizedArray
 from serving import chunks, executors, programs, scheduler, steps
 from serving.engine import Engine
 from serving.executors import one_program
+from serving.needed import demand_of, needed_programs
 from serving.programs import Programs
 from serving.requests import Answer, Request
 from serving.scheduler import Row, Shard
@@ -29,24 +28,34 @@ from sharding.arrays import abstract
 from sharding.sampling import Sampling
 
 ROWS, MAX_LEN = 8, 160
-TOLERANCE = (
-    1e-4  # of log-probabilities: in float32, prefill chunks of other widths are summed in another order
-)
+# Of log-probabilities: in float32, prefill chunks of other widths are summed in another order.
+TOLERANCE = 1e-4
+
+
+MODELS = {
+    "ring": llama4_config(layers=(Kind(chunk=8, moe=True), Kind(rope=False))),
+    "rings": llama4_config(layers=(Kind(chunk=6), Kind(chunk=8))),
+    "window": llama4_config(layers=(Kind(window=8), Kind(rope=False, moe=True))),
+    "words": llama4_config(layers=(Kind(chunk=8, moe=True), Kind(rope=False)), V=512),
+    "plain": llama3_config(depth=1),  # whose cache holds every token
+}
 
 
 @functools.cache
 def subject(name: str, mesh: str):
-    """(weights, cfg, mesh) of a trained model, or of a random one with rings of 8 or of 8 and 6."""
-    if name in ("ring", "rings"):
-        kinds = dict(layers=(Kind(chunk=6), Kind(chunk=8))) if name == "rings" else {}
-        cfg = llama4_config(**kinds)
-        return random_weights(cfg, mesh_of(cfg, mesh)), cfg, mesh_of(cfg, mesh)
-    checkpoint = open_checkpoint(CHECKPOINTS / name)
-    mesh = mesh_of(checkpoint.config, mesh)
-    return load(checkpoint, mesh, "float32", None), checkpoint.config, mesh
+    """(weights, cfg, mesh) of a small random model."""
+    cfg, devices = MODELS[name], mesh_of(MODELS[name], mesh)
+    return random_weights(cfg, devices), cfg, devices
 
 
 deep = functools.partial(pytest.param, marks=pytest.mark.deep)
+ALL_SHAPES = chunks.CPU_SHAPES
+
+
+@pytest.fixture(autouse=True)
+def two_shapes(monkeypatch):
+    """Prefill chunks of one row and of several; each shape is compiled for itself."""
+    monkeypatch.setattr(chunks, "CPU_SHAPES", ((1, 32), (4, 32)))
 
 
 @functools.cache
@@ -106,6 +115,19 @@ def assert_as_alone(answers: list[Answer], name: str) -> None:
         np.testing.assert_allclose(answer.logprobs, logprobs, atol=TOLERANCE)
 
 
+def assert_same(found: list[Answer], expected: list[Answer], forced=False, atol=TOLERANCE) -> None:
+    """The same tokens, with these log-probabilities. forced: some tokens were, and have none."""
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours.tokens, ours.finish_reason) == (theirs.tokens, theirs.finish_reason)
+        known = ~np.isnan(ours.logprobs)
+        assert (forced or known.all()) and not np.isnan(theirs.logprobs).any()
+        np.testing.assert_allclose(
+            np.array(ours.logprobs)[known], np.array(theirs.logprobs)[known], atol=atol
+        )
+        assert len(ours.prompt_logprobs) == (len(ours.request.prompt) - 1) * ours.request.score
+        np.testing.assert_allclose(ours.prompt_logprobs, theirs.prompt_logprobs, atol=atol)
+
+
 def mixed(cfg: model.Config, n: int) -> list[Request]:
     """Prompts of 1..90 tokens and answers of 1..40, more often short ones.
 
@@ -156,41 +178,45 @@ def spy_on_chunks(monkeypatch) -> list[int]:
 # ------------------------------------------------------------------------------------------ the same answers
 
 
-def test_requests_in_8_rows(compiled):
-    """As alone, to the token; and nothing is traced or compiled once the batch is there."""
-    assert_answered_as_alone("ring", 40, compiled)
+@pytest.mark.parametrize("mesh", ["1", deep("dp8"), deep("tp8"), "dp2-ep2-tp2"])
+def test_requests_in_8_rows(mesh, compiled):
+    """Greedy and drawn, on any mesh: as alone, to the token. No neighbor, order or number of rows counts.
+
+    Nothing is traced or compiled once the batch is there.
+    """
+    assert_answered_as_alone(mesh, 40, compiled)
 
 
 @pytest.mark.deep
-def test_200_requests_in_8_rows(compiled):
-    assert_answered_as_alone("ring", 200, compiled)
+def test_200_requests_in_8_rows(compiled, monkeypatch):
+    """The same, with prefill chunks of all shapes."""
+    monkeypatch.setattr(chunks, "CPU_SHAPES", ALL_SHAPES)
+    assert_answered_as_alone("1", 200, compiled)
 
 
-def assert_answered_as_alone(name, n, compiled):
-    requests = mixed(subject(name, "1")[1], n)
-    batch = batch_of(requests, name)
-    compiled.clear()
-    answers = ask(batch, requests)
-    assert not compiled
-    assert_as_alone(answers, name)
-    stats = batch.stats
-    assert stats.prompt_tokens == sum(len(request.prompt) for request in requests)
-    assert stats.tokens == stats.row_steps == sum(request.max_new_tokens for request in requests)
-    assert stats.reused_tokens > stats.prompt_tokens / 20
-
-
-@pytest.mark.parametrize("mesh", [deep("dp8"), deep("tp8"), "dp2-ep2-tp2"])
-def test_requests_on_a_mesh(mesh, compiled):
-    """Each data shard has rows of its own, and reads a prompt of its own at a time."""
-    requests = mixed(subject("ring", "1")[1], 40)
+def assert_answered_as_alone(mesh, n, compiled):
+    cfg = subject("ring", "1")[1]
+    drawn = sampled(cfg)
+    requests = mixed(cfg, n)
+    requests[0:18:2] = drawn
     batch = batch_of(requests, "ring", mesh)
     compiled.clear()
     answers = ask(batch, requests)
+    stats = dataclasses.replace(batch.stats)
+    again = ask(batch, drawn[::-1])
+    seeded = [answer for answer in again if answer.request.sampling.seed is not None]
+    sampling = [dataclasses.replace(x.request.sampling, seed=99) for x in seeded]
+    others = [dataclasses.replace(x.request, sampling=y) for x, y in zip(seeded, sampling, strict=True)]
+    for answer, other in zip(seeded, ask(batch, others), strict=True):
+        assert answer.tokens != other.tokens
     assert not compiled
-    assert_as_alone(answers, "ring")
+    assert_as_alone(answers + again, "ring")
+    assert stats.prompt_tokens == sum(len(request.prompt) for request in requests)
+    assert stats.tokens == stats.row_steps == sum(request.max_new_tokens for request in requests)
+    assert mesh != "1" or stats.reused_tokens > stats.prompt_tokens / 20
 
 
-@pytest.mark.parametrize("name", [deep("tiny-llama3"), deep("tiny-llama4"), "ring"])
+@pytest.mark.parametrize("name", ["ring", deep("window"), deep("plain")])
 def test_alone_is_what_the_model_says(name):
     """The truth of these tests against a forward of whole texts, which has no cache."""
     weights, cfg, mesh = subject(name, "1")
@@ -206,8 +232,8 @@ def test_alone_is_what_the_model_says(name):
 
 SETTINGS = (
     Sampling(),
-    Sampling(seed=2, temperature=1.0, top_p=0.8),
-    Sampling(seed=3, temperature=1.5, top_k=20, top_p=0.9, min_p=0.02, repetition_penalty=1.3),
+    Sampling(seed=2, temperature=1.0),
+    Sampling(seed=3, temperature=1.5, top_p=0.9, repetition_penalty=1.3),
 )
 
 
@@ -221,32 +247,6 @@ def sampled(cfg: model.Config) -> list[Request]:
     return requests
 
 
-@pytest.fixture(scope="module")
-def draws():
-    """The tokens of each of `sampled`, drawn alone."""
-    return [alone(request, "ring")[0] for request in sampled(subject("ring", "1")[1])]
-
-
-@pytest.mark.parametrize(("mesh", "rows"), [deep("1", 1), ("1", 8), ("dp2-ep2-tp2", 8)])
-def test_draws_depend_on_the_request_alone(mesh, rows, draws):
-    """On no neighbor, order, number of rows or mesh."""
-    requests = sampled(subject("ring", "1")[1])
-    batch = batch_of(requests, "ring", mesh, rows)
-    for order in (range(9), (5, 2, 7, 0, 3, 8, 6, 1, 4)):
-        answers = ask(batch, [requests[i] for i in order])
-        assert [answer.tokens for answer in answers] == [draws[i] for i in order]
-
-
-def test_draws_depend_on_the_seed(draws):
-    requests = [request for request in sampled(subject("ring", "1")[1]) if request.sampling.seed is not None]
-    again = [dataclasses.replace(request.sampling, seed=99) for request in requests]
-    others = [
-        dataclasses.replace(request, sampling=how) for request, how in zip(requests, again, strict=True)
-    ]
-    for answer in ask(batch_of(requests, "ring"), others):
-        assert answer.tokens not in draws
-
-
 # --------------------------------------------------------------------------------------- what is read already
 
 
@@ -256,9 +256,9 @@ def test_each_prompt_token_is_read_once(monkeypatch):
     The last token of each prompt counts as none here: the step that begins the answer reads it.
     """
     rng, counts = np.random.default_rng(0), spy_on_chunks(monkeypatch)
-    system, *own = (rng.integers(0, 512, n).tolist() for n in (40, 3, 20, 9, 1, 16, 2, 12, 5))
+    system, *own = (rng.integers(0, 101, n).tolist() for n in (40, 3, 20, 9, 1, 16, 2, 12, 5))
     requests = [Request(system + question, 6) for question in own]
-    batch = batch_of(requests, "tiny-llama3", longest=MAX_LEN)
+    batch = batch_of(requests, "plain", longest=MAX_LEN)
     counts.clear()
     answers = ask(batch, requests)
     assert sum(counts) == 40 + sum(len(question) - 1 for question in own)
@@ -270,7 +270,7 @@ def test_each_prompt_token_is_read_once(monkeypatch):
     assert sum(counts) == 40 + sum(len(question) - 1 for question in own) + 8 * 3
     stats = batch.stats
     assert stats.reused_tokens == stats.prompt_tokens - 3 * 8 - sum(counts)
-    assert_as_alone(answers + again + third, "tiny-llama3")
+    assert_as_alone(answers + again + third, "plain")
 
 
 def held(read: int, n: int, chunks: set[int]) -> bool:
@@ -289,6 +289,7 @@ def held(read: int, n: int, chunks: set[int]) -> bool:
 def test_reuse_at_the_edges_of_chunks(name, monkeypatch):
     """What begins like a row that has gone on by 0..2 chunks takes from it what its rings hold, no more."""
     monkeypatch.setattr(scheduler, "MIN_COPIED", 1)
+    monkeypatch.setattr(chunks, "CPU_SHAPES", ((1, 32),))
     cfg, rng = subject(name, "1")[1], np.random.default_rng(0)
     batch = batch_of([], name, longest=50)
     for n in (6, 7, 8, 9, 16, 17, 24):
@@ -302,22 +303,14 @@ def test_reuse_at_the_edges_of_chunks(name, monkeypatch):
             assert_as_alone([second], name)
 
 
-def test_reuse_of_a_row_that_goes_on(monkeypatch):
+@pytest.mark.parametrize(("name", "n_requests"), [("rings", 60), deep("ring", 200), deep("rings", 200)])
+def test_reuse_of_a_row_that_goes_on(name, n_requests, monkeypatch):
     """A row from which another begins may be anywhere: reading, answering, or itself begun from a third.
 
     A cache that starts full of NaN tells if a row sees what it has not read.
     """
-    assert_reuse_of_rows_that_go_on("rings", 60, monkeypatch)
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("name", ["ring", "rings"])
-def test_reuse_of_rows_that_go_on(name, monkeypatch):
-    assert_reuse_of_rows_that_go_on(name, 200, monkeypatch)
-
-
-def assert_reuse_of_rows_that_go_on(name, n_requests, monkeypatch):
     monkeypatch.setattr(scheduler, "MIN_COPIED", 1)
+    monkeypatch.setattr(chunks, "CPU_SHAPES", ((1, 32),))
 
     def poisoned(*arguments):
         batch = init_batch(*arguments)
@@ -403,14 +396,14 @@ def test_shape_of_a_prefill_chunk():
 
 def test_stop_tokens():
     """An answer ends with the first of them. Its row goes on, and knows what it has read."""
-    requests = [dataclasses.replace(x, max_new_tokens=30) for x in mixed(subject("tiny-llama3", "1")[1], 20)]
-    expected = [alone(request, "tiny-llama3")[0] for request in requests]
+    requests = [dataclasses.replace(x, max_new_tokens=30) for x in mixed(subject("plain", "1")[1], 20)]
+    expected = [alone(request, "plain")[0] for request in requests]
     stops = [frozenset(tokens[5::9]) for tokens in expected]
     stops[3] = frozenset([512])  # which never comes
     last = next(i for i, tokens in enumerate(expected) if i != 3 and tokens[29] not in tokens[:29])
     stops[last] = frozenset(expected[last][29:])
     requests = [dataclasses.replace(x, stop=stop) for x, stop in zip(requests, stops, strict=True)]
-    batch = batch_of(requests, "tiny-llama3", longest=MAX_LEN)
+    batch = batch_of(requests, "plain", longest=MAX_LEN)
     answers = ask(batch, requests)
     for answer, tokens, stop in zip(answers, expected, stops, strict=True):
         end = next((i + 1 for i, token in enumerate(tokens) if token in stop), 30)
@@ -420,10 +413,10 @@ def test_stop_tokens():
     reused = batch.stats.reused_tokens
     turns = ask(batch, [Request([*text, 7, 8], 3) for text in texts])
     assert batch.stats.reused_tokens - reused >= sum(len(text) - 1 for text in texts)
-    assert_as_alone(turns, "tiny-llama3")
+    assert_as_alone(turns, "plain")
 
 
-@pytest.mark.parametrize(("name", "mesh"), [("tiny-llama3", "1"), ("ring", "dp8")])
+@pytest.mark.parametrize(("name", "mesh"), [("plain", "1"), ("ring", "dp2-ep2-tp2")])
 def test_log_probabilities_of_prompts(name, mesh, monkeypatch):
     """Of those that ask and of no others, with and without an answer, against a forward of the prompts."""
     monkeypatch.setattr(chunks, "CPU_SHAPES", ((1, 32),))  # twice the programs: with scores and without
@@ -484,19 +477,15 @@ BAD = {
 }
 
 
-@pytest.fixture(scope="module")
-def sampling_batch():
-    """A batch whose programs know all of Sampling."""
-    return batch_of([Request([1, 2], 2, SETTINGS[2])], "ring")
-
-
 @pytest.mark.parametrize("bad", BAD)
-def test_what_no_model_could_answer(bad, sampling_batch):
+def test_what_no_model_could_answer(bad):
     """It is refused when it is added, by what is wrong with it."""
+    programs = Programs(*subject("ring", "1"), ROWS, MAX_LEN, "float32")
+    batch = Engine(programs, needed_programs(programs, demand_of([Request([1, 2], 2, SETTINGS[2])])))
     changes, message = BAD[bad]
     with pytest.raises(UserError, match=message):
-        sampling_batch.add(dataclasses.replace(Request([1, 2], 2), **changes))
-    assert not sampling_batch.busy
+        batch.add(dataclasses.replace(Request([1, 2], 2), **changes))
+    assert not batch.busy
 
 
 def nan_embedding(weights: model.Weights, token: int) -> model.Weights:
@@ -509,12 +498,10 @@ def nan_embedding(weights: model.Weights, token: int) -> model.Weights:
     return dataclasses.replace(weights, embed=damaged(embed))
 
 
-@pytest.mark.parametrize(
-    ("mesh", "n_draft"), [("1", 0), ("1", 3), pytest.param("dp2-ep2-tp2", 0, marks=pytest.mark.deep)]
-)
+@pytest.mark.parametrize(("mesh", "n_draft"), [("1", 0), ("1", 3), deep("dp2-ep2-tp2", 0)])
 def test_a_request_that_computes_nan(mesh, n_draft, monkeypatch):
     """It ends with an error of its own; those beside it, and those that its row takes next, do not notice."""
-    monkeypatch.setattr(chunks, "CPU_SHAPES", ((1, 64),))  # twice the programs: with scores and without
+    monkeypatch.setattr(chunks, "CPU_SHAPES", ((1, 32),))  # twice the programs: with scores and without
     weights, cfg, devices = subject("ring", mesh)
     bad, rng = 7, np.random.default_rng(0)
     good = [request for request in mixed(cfg, 40) if bad not in [*request.prompt, *alone(request, "ring")[0]]]
@@ -523,11 +510,12 @@ def test_a_request_that_computes_nan(mesh, n_draft, monkeypatch):
     family = [token for token in rng.integers(0, cfg.V, 200).tolist() if token != bad][:60]
     for i, n in zip((2, 7, 8, 13, 20), (30, 0, 59, 24, 40), strict=True):
         prompt = [*family[:n], bad, *family[n:]]
-        requests.insert(i, Request(prompt, 8, score=i % 2 == 0))
+        score = i % 2 == 0  # which alone tells, for there is no answer
+        requests.insert(i, Request(prompt, 0 if score else 8, score=score))
         # Those that begin alike reuse what was read before the bad token, or after another's.
         requests[i + 1 : i + 1] = [Request([*family[: n + 3], 1, 2], 5), Request([*family[:n], 3], 5)]
     weights, speculation = nan_embedding(weights, bad), PromptLookup(n_draft) if n_draft else None
-    batch = engine_of(Programs(weights, cfg, devices, 4, MAX_LEN, "float32", speculation), requests)
+    batch = engine_of(Programs(weights, cfg, devices, ROWS, MAX_LEN, "float32", speculation), requests)
     answers = ask(batch, requests)
     failed = [answer for answer in answers if answer.finish_reason == "error"]
     assert [answer for answer in answers if bad in answer.request.prompt] == failed
@@ -535,41 +523,6 @@ def test_a_request_that_computes_nan(mesh, n_draft, monkeypatch):
     assert not all(answer.prefix_caching for answer in answers)
     assert batch.stats.prompt_tokens == sum(len(request.prompt) for request in requests)
     assert_as_alone([answer for answer in answers if answer not in failed], "ring")
-
-
-def test_a_short_prompt_does_not_wait_for_a_long_one(monkeypatch):
-    """Its first token is there within 3 calls, whether it comes with the long one, behind many, or later."""
-    monkeypatch.setattr(chunks, "CPU_SHAPES", ((1, 8),))
-    cfg, rng = subject("ring", "1")[1], np.random.default_rng(0)
-
-    def request(n: int) -> Request:
-        return Request(rng.integers(0, cfg.V, n).tolist(), 3)
-
-    batch = batch_of([request(150)], "ring")  # read in 19 chunks
-    for long, calls in ((1, 0), (6, 0), (1, 1), (1, 2), (3, 9)):
-        answers = [batch.add(request(150)) for _ in range(long)]
-        for _ in range(calls):
-            batch.advance()
-        short = batch.add(request(3))
-        for _ in range(3):
-            batch.advance()
-        assert short.tokens and not answers[-1].tokens
-        finish(batch)
-        assert_as_alone([*answers, short], "ring")
-
-
-def test_a_long_prompt_is_not_held_up_by_short_ones(monkeypatch):
-    """Every second prefill chunk is the oldest prompt's, however many shorter ones come."""
-    monkeypatch.setattr(chunks, "CPU_SHAPES", ((1, 8),))
-    cfg, rng = subject("ring", "1")[1], np.random.default_rng(0)
-    batch = batch_of([Request([1] * 150, 3)], "ring")
-    long = batch.add(Request(rng.integers(0, cfg.V, 81).tolist(), 3))  # 10 chunks
-    for _ in range(21):
-        batch.add(Request(rng.integers(0, cfg.V, 9).tolist(), 1))
-        batch.advance()
-    assert long.tokens
-    finish(batch)
-    assert_as_alone([long], "ring")
 
 
 def test_what_waits_for_a_prefix(monkeypatch):

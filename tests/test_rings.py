@@ -91,6 +91,7 @@ def test_visible_slots(mask):
     """A decode step writes its position's slot of the ring, and sees those that hold what the mask shows."""
     n = 3 * (mask.ring or 6)
 
+    @jax.jit
     @partial(jax.shard_map, mesh=mesh_of(llama3_config()), in_specs=P(), out_specs=P(), check_vma=False)
     def on_device(read):
         """A row that has read so many tokens reads one more."""

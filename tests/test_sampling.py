@@ -6,8 +6,9 @@ import jax
 import numpy as np
 import pytest
 import torch
-from conftest import MESHES, llama4_config, mesh_of
+from conftest import llama4_config, mesh_of
 from jax.sharding import PartitionSpec as P
+from test_generation import deep
 from transformers.generation import (
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
@@ -20,7 +21,6 @@ from sharding import sampling
 from sharding.mesh import MODEL, mesh_size
 from sharding.sampling import Sampling
 
-deep = partial(pytest.param, marks=pytest.mark.deep)
 CFG = llama4_config()
 NUMBERS = {name: x for name, x in vars(sampling.NEUTRAL).items() if isinstance(x, np.generic)}
 NEUTRAL = {name: x.item() for name, x in NUMBERS.items()}
@@ -86,7 +86,7 @@ def test_greedy(name, how):
     np.testing.assert_array_equal(draw(logits, how, name), logits.argmax(-1))
 
 
-@pytest.mark.parametrize("name", [name if name == "dp2-ep2-tp2" else deep(name) for name in MESHES])
+@pytest.mark.parametrize("name", ["dp2-ep2-tp2", deep("tp8")])
 def test_penalty(name):
     """Every logit as transformers has it, for unlike penalties; tokens beyond the length do not count."""
     penalty = np.array([1.5, 3.0, 1.2, 1.0, 0.6, 2.0, 1.1, 1.3])
@@ -169,9 +169,7 @@ RESTRICTIONS = [
 
 
 @pytest.mark.parametrize("how", RESTRICTIONS, ids=str)
-@pytest.mark.parametrize(
-    ("temperature", "penalty"), [(0.7, 1.3), deep(0.7, 1.0), deep(1.5, 1.0), deep(1.5, 1.3)]
-)
+@pytest.mark.parametrize(("temperature", "penalty"), [(0.7, 1.3), deep(1.5, 1.0)])
 def test_kept_set(how, temperature, penalty):
     """Of each of 200 rows the very tokens that transformers keeps."""
     rng = np.random.default_rng(1)
@@ -244,7 +242,7 @@ def test_unlike_rows_in_one_batch():
     assert differ == [how.get("temperature", 0) > 0 for how in UNLIKE]
 
 
-@pytest.mark.parametrize("how", UNLIKE, ids=str)
+@pytest.mark.parametrize("how", [{}, UNLIKE[5]], ids=str)
 def test_neutral_values_change_nothing(how):
     """Bit for bit, each of them and all: they stand where some other row asks for more."""
     how = how | dict(seed=5) if "temperature" in how else how
@@ -259,9 +257,7 @@ def test_neutral_values_change_nothing(how):
         np.testing.assert_array_equal(draw(LOGITS, neutral | how, scores=True), expected)
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "dp2-ep2-tp2" else deep(name) for name in MESHES if name != "1"]
-)
+@pytest.mark.parametrize("name", ["dp2-ep2-tp2", deep("dp8"), deep("tp8")])
 def test_same_draws_on_every_mesh(name):
     """Of unlike rows, bit for bit; other seeds and other lengths draw others."""
     how = columns(UNLIKE, np.arange(8))
