@@ -20,6 +20,7 @@ import pytest
 from conftest import CHECKPOINTS, FAST, invoke, mesh_of
 from processes import shared_cache
 from questions import sum_question
+from test_command_line import small  # noqa: F401  a fixture
 
 import main
 from checkpoints import loading
@@ -32,8 +33,7 @@ from deployment import deploy, memory
 from feedback.progress import progress
 from generation.replies import Score
 from generation.request_builder import RequestBuilder
-from serving import chunks
-from terminal import answers, command_line, output_file, prompts
+from terminal import answers, command_line, output_file
 from terminal.launch import Startup
 from terminal.loaded_models import Session
 from terminal.options import parse_arguments
@@ -44,22 +44,9 @@ ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FAST, "JAX_COMPILATION_CACHE
 
 
 @pytest.fixture
-def ask(monkeypatch, capsys, tmp_path):
-    """Run main.py in tmp_path, on one device: -> (exit code, stdout, stderr).
-
-    Unless a test asks for another size, all have a small cache and chunks of one shape: they share what is
-    compiled, and the steps are short.
-    """
-    fit_cache = main.fit_cache
+def ask(small, monkeypatch, capsys, tmp_path):  # noqa: F811
+    """Run main.py in tmp_path: -> (exit code, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(main, "device_count", lambda: 1)
-    monkeypatch.setattr(chunks, "CPU_SHAPES", ((1, 64),))
-    monkeypatch.setattr(prompts, "NEW_TOKENS", 40)
-    monkeypatch.setattr(
-        main,
-        "fit_cache",
-        lambda models, lengths, rows, most: fit_cache(models, lengths, rows or 4, most or 128),
-    )
     return lambda *arguments: invoke(monkeypatch, capsys, main, *arguments)
 
 
