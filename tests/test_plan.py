@@ -93,7 +93,7 @@ ENTRY %main (w: s8[256,128], v: s8[256,128], x: bf16[8,256]) -> bf16[8,128] {
 
 
 def test_traffic_and_copies_of_each_argument():
-    """VMEM is free. A weight that a matmul streams, a prefetch, a slice of a weight, a copy within HBM count."""
+    """VMEM is free; a weight that a matmul streams, a prefetch, a slice, a copy from HBM to HBM are not."""
     assert [(x.instruction, x.argument, x.bytes) for x in read_program(MATMUL).traffic] == [
         ("copy-start", "x", 8 * 256 * 2),
         ("fusion.1", "weights.w", 256 * 128),
