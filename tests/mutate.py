@@ -102,7 +102,6 @@ SENTENCEPIECE = "tests/test_text.py::test_sentencepiece"
 SINGLE_BYTES = "tests/test_text.py::test_half_a_character_of_single_bytes"
 GARBAGE = "tests/test_answers.py::test_garbage_is_not_collected_until_the_programs_are_compiled"
 SAMPLES = "tests/test_answers.py::test_samples"
-SAMPLES_IN_A_FILE = "tests/test_answers.py::test_samples_in_a_file"
 STOP_STRINGS_OF_ANSWERS = "tests/test_answers.py::test_stop_strings"
 INTERRUPTED = "tests/test_answers.py::test_interrupted_anywhere"
 DAMAGED = "tests/test_command_line.py::test_damaged_weights"
@@ -591,8 +590,8 @@ MUTATIONS = [
     ("terminal/printers.py", "begun, text = reply.taken[0] > 0, ", "begun, text = False, ", STOP_STRINGS_OF_ANSWERS),
     ("terminal/output_file.py", "for line in kept.values()) != whole:", "for line in kept.values()) == whole:", "tests/test_answers.py::test_held_answers_are_not_asked_again"),
     ("terminal/output_file.py", "if torn[: len(LINE)] != LINE[: len(torn)]:", "if False:", "tests/test_answers.py::test_wrong_output_files"),
-    ("terminal/output_file.py", 'key = found["index"], found.get("sample", 0)', 'key = found["index"], 0', SAMPLES_IN_A_FILE),
-    ("terminal/output_file.py", 'return found["index"], found.get("sample", 0)', 'return found["index"], 0', SAMPLES_IN_A_FILE),
+    ("terminal/output_file.py", 'key = found["index"], found.get("sample", 0)', 'key = found["index"], 0', SAMPLES),
+    ("terminal/output_file.py", 'return found["index"], found.get("sample", 0)', 'return found["index"], 0', SAMPLES),
     ("terminal/output_file.py", "if ordered != lines:", "if False:", INTERRUPTED),
     ("serving/requests.py", "if self.positions > most:", "if self.positions >= most:", "tests/test_answers.py::test_what_memory_does_not_hold_is_refused"),
     ("generation/request_builder.py", "seed=(request.sampling.seed + i) % 2**32", "seed=request.sampling.seed", SAMPLES),

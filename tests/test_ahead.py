@@ -47,7 +47,6 @@ def every_kind(cfg) -> list[Request]:
 @pytest.mark.parametrize(
     ("mesh", "speculation"),
     [
-        ("1", None),
         ("dp2-ep2-tp2", None),
         deep("pp2-tp2", None),
         deep("1", "lookup"),

@@ -17,8 +17,10 @@ import time
 
 import numpy as np
 import pytest
-from conftest import CHECKPOINTS, FAST, ONE_EACH, invoke, mesh_of
+from conftest import CHECKPOINTS, FAST, invoke, mesh_of
+from processes import shared_cache
 from questions import sum_question
+from test_command_line import small  # noqa: F401  a fixture
 
 import main
 from checkpoints import loading
@@ -27,7 +29,7 @@ from checkpoints.loading import load
 from checkpoints.tensor_files import MappedFile, TensorFile
 from conversation.text import encode, load_tokenizer
 from convert_checkpoint import convert
-from deployment import deploy
+from deployment import deploy, memory
 from feedback.progress import progress
 from generation.replies import Score
 from generation.request_builder import RequestBuilder
@@ -38,17 +40,14 @@ from terminal.options import parse_arguments
 from terminal.prompts import Prompt, make_builder
 
 LLAMA3 = CHECKPOINTS / "tiny-llama3"
+ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FAST, "JAX_COMPILATION_CACHE_DIR": shared_cache()}
 
 
 @pytest.fixture
-def ask(monkeypatch, capsys, tmp_path):
+def ask(small, monkeypatch, capsys, tmp_path):  # noqa: F811
     """Run main.py in tmp_path: -> (exit code, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
-
-    def run(*arguments):
-        return invoke(monkeypatch, capsys, main, *ONE_EACH, *arguments)
-
-    return run
+    return lambda *arguments: invoke(monkeypatch, capsys, main, *arguments)
 
 
 @pytest.fixture
@@ -75,15 +74,15 @@ def questions(n: int) -> list[str]:
 
 def test_lines_in_order(ask, tmp_path):
     """The lines of --prompt-file, on stdout and in a file, are the responses of --json, in order."""
-    (tmp_path / "p").write_text("\n".join(questions(30)))
-    code, out, err = ask("--prompt-file", "p", "--rows", "8")
+    (tmp_path / "p").write_text("\n".join(questions(12)))
+    code, out, err = ask("--prompt-file", "p")
     assert code == 0, err
     lines = parsed(out)
-    assert [line["prompt"] for line in lines] == questions(30)
-    assert [line["index"] for line in lines] == list(range(30))
-    assert json.loads(ask("--prompt-file", "p", "--rows", "8", "--json")[1])["responses"] == lines
-    code, out, err = ask("--prompt-file", "p", "--rows", "16", "--output", "o")
-    assert code == 0 and out == "" and "o has all 30 lines" in err
+    assert [line["prompt"] for line in lines] == questions(12)
+    assert [line["index"] for line in lines] == list(range(12))
+    assert json.loads(ask("--prompt-file", "p", "--json")[1])["responses"] == lines
+    code, out, err = ask("--prompt-file", "p", "--output", "o")
+    assert code == 0 and out == "" and "o has all 12 lines" in err
     in_file = parsed((tmp_path / "o").read_text())
     assert all(len(line.pop("settings")) == 16 for line in in_file) and in_file == lines
 
@@ -164,8 +163,6 @@ def test_refused_by_name(ask, tmp_path):
 
 
 def test_what_memory_does_not_hold_is_refused(ask, tmp_path, monkeypatch):
-    from deployment import memory
-
     (tmp_path / "p").write_text("\n".join(["Hello", "a b " * 80]))
     fit_cache = memory.fit_cache
     monkeypatch.setattr(main, "fit_cache", lambda models, lengths, *_: fit_cache(models, lengths, None, 128))
@@ -178,9 +175,9 @@ def test_what_memory_does_not_hold_is_refused(ask, tmp_path, monkeypatch):
 
 def test_interrupted_anywhere(ask, held, tmp_path):
     """A file cut at any byte is gone on with, and ends as if nothing had happened; so is one out of order."""
-    arguments, whole = held(12, "--rows", "8", "--temperature", "0.7")
+    arguments, whole = held(12, "--temperature", "0.7")
     lines = whole.splitlines(keepends=True)
-    for cut in (0, 1, len(lines[0]) - 1, len(lines[0]), len(whole) // 2, len(whole) - 1):
+    for cut in (1, len(lines[0]), len(whole) // 2, len(whole) - 1):
         (tmp_path / "o").write_bytes(whole[:cut])
         assert ask(*arguments)[0] == 0
         assert (tmp_path / "o").read_bytes() == whole
@@ -203,11 +200,10 @@ def test_what_an_editor_leaves(ask, held, tmp_path, monkeypatch):
 
 def test_held_answers_are_not_asked_again(ask, held, tmp_path, monkeypatch):
     arguments, whole = held(9)
-    monkeypatch.setattr(deploy, "load", lambda *_, **__: pytest.fail("loaded"))
-    code, out, err = ask(*arguments)
+    with monkeypatch.context() as patch:
+        patch.setattr(deploy, "load", lambda *_, **__: pytest.fail("loaded"))
+        code, out, err = ask(*arguments)
     assert code == 0 and out == "" and (tmp_path / "o").read_bytes() == whole
-    monkeypatch.undo()
-    monkeypatch.chdir(tmp_path)
     # More prompts at the end are new ones; those that were refused are tried again.
     (tmp_path / "p").write_text("\n".join([*questions(9), "a " * 600, "Hello"]))
     code, _, err = ask(*arguments, "--max-new-tokens", "255")
@@ -252,20 +248,13 @@ def test_wrong_output_files(ask, held, tmp_path):
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.deep)])
-def test_interrupt(how, tmp_path):
+def test_interrupt(how, ask, held, tmp_path):
     """A run that is killed leaves whole lines; the next goes on, and ends like an undisturbed one."""
-    (tmp_path / "p").write_text("\n".join(questions(120)))
-    environment = {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled"),
-        "XLA_FLAGS": FAST,
-    }
-
-    def start(output: str) -> subprocess.Popen:
-        command = [sys.executable, main.__file__, "--prompt-file", "p", "--output", output, "--rows", "4"]
-        return subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
-
-    killed = start("o")
+    arguments, undisturbed = held(12, "--rows", "2", "--max-new-tokens", "30")
+    (tmp_path / "o").unlink()
+    wrapper = CHECKPOINTS.parent / "hold.py"  # from the 20th step on, each takes long
+    command = [sys.executable, wrapper, "decoding", main.__file__, *arguments]
+    killed = subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
     while killed.poll() is None and (not (tmp_path / "o").exists() or not (tmp_path / "o").stat().st_size):
         time.sleep(0.005)
     killed.send_signal(how)
@@ -273,24 +262,27 @@ def test_interrupt(how, tmp_path):
     assert killed.returncode == (130 if how == signal.SIGINT else -9), err
     assert "Traceback" not in err
     left = (tmp_path / "o").read_text()
-    whole_lines = left[: left.rfind("\n") + 1]
-    assert 0 < len(parsed(whole_lines)) < 120
-    again, undisturbed = start("o"), start("u")
-    for process in (again, undisturbed):
-        assert process.communicate()[1] and process.returncode == 0
-    assert (tmp_path / "o").read_bytes() == (tmp_path / "u").read_bytes()
+    assert 0 < len(parsed(left[: left.rfind("\n") + 1])) < 12
+    assert ask(*arguments)[0] == 0 and (tmp_path / "o").read_bytes() == undisturbed
 
 
-def test_samples(ask):
-    """--n samples have the seeds S, S + 1, ...: each is what that seed gives alone."""
-    options = ["--json", "--prompt", "Hello", "--prompt", "Who are you?", "--temperature", "5"]
-    options += ["--max-new-tokens", "30"]
-    responses = json.loads(ask(*options, "--n", "3", "--seed", "5")[1])["responses"]
+def test_samples(ask, tmp_path):
+    """--n samples have the seeds S, S + 1, ...: each is what that seed gives alone.
+
+    In a file each has a line, which is held by itself and has its place.
+    """
+    asked = ["--prompt", "Hello", "--prompt", "Who are you?", "--temperature", "5", "--max-new-tokens", "30"]
+    arguments = [*asked, "--n", "3", "--seed", "5", "--output", "o"]
+    assert ask(*arguments)[0] == 0
+    lines = (tmp_path / "o").read_bytes().splitlines(keepends=True)
+    responses = list(map(json.loads, lines))
     assert [(r["index"], r["sample"]) for r in responses] == [(i, j) for i in range(2) for j in range(3)]
     for j in range(3):
-        alone = json.loads(ask(*options, "--seed", str(5 + j))[1])["responses"]
+        alone = json.loads(ask("--json", *asked, "--seed", str(5 + j))[1])["responses"]
         assert [r["tokens"] for r in alone] == [r["tokens"] for r in responses if r["sample"] == j]
     assert len({tuple(r["tokens"]) for r in responses}) == 6
+    (tmp_path / "o").write_bytes(b"".join([lines[5], lines[1], lines[3]]))
+    assert ask(*arguments)[0] == 0 and (tmp_path / "o").read_bytes() == b"".join(lines)
     text = ask("--prompt", "Hello", "--temperature", "2", "--n", "2")[1]
     assert "> Hello (1 of 2)\n" in text and "> Hello (2 of 2)\n" in text
 
@@ -318,20 +310,6 @@ def test_a_million_samples_would_not_take_long_to_ask(monkeypatch, capsys):
     args.n = 2**24
     with pytest.raises(ValueError, match="--n 16777216 of 2 prompts: 33554432 answers; ask for at most"):
         answers.make_replies(session, [Prompt("a", "x")] * 2)
-
-
-def test_samples_in_a_file(ask, tmp_path):
-    """Each has a line, which is held by itself and has its place."""
-    asked = ["--prompt", "Hello", "--prompt", "Who are you?", "--temperature", "5", "--max-new-tokens", "4"]
-    arguments = [*asked, "--n", "3", "--output", "o"]
-    assert ask(*arguments)[0] == 0
-    lines = (tmp_path / "o").read_bytes().splitlines(keepends=True)
-    assert [(x["index"], x["sample"]) for x in map(json.loads, lines)] == [
-        (i, j) for i in range(2) for j in range(3)
-    ]
-    (tmp_path / "o").write_bytes(b"".join([lines[5], lines[1], lines[3]]))
-    assert ask(*arguments)[0] == 0
-    assert (tmp_path / "o").read_bytes() == b"".join(lines)
 
 
 def test_stop_strings(ask):
@@ -461,20 +439,26 @@ def test_a_full_disk(ask, held, tmp_path, monkeypatch):
     assert ask(*arguments)[0] == 0 and (tmp_path / "o").read_bytes() == whole
 
 
-def test_closed_streams(tmp_path):
+@pytest.mark.parametrize("closed", ["<&-", pytest.param(">&-", marks=pytest.mark.deep)])
+def test_closed_streams(closed):
     """Without stdin, stdout or a terminal's encoding there is no traceback."""
     command = [sys.executable, main.__file__, "--prompt", "How is the weather?", "--max-new-tokens", "4"]
-    environment = {"JAX_PLATFORMS": "cpu", "PYTHONIOENCODING": "ascii", "XLA_FLAGS": FAST}
-    environment["JAX_COMPILATION_CACHE_DIR"] = str(tmp_path)
-    for closed in ("<&-", ">&-"):
-        done = subprocess.run(
-            ["bash", "-c", f'exec "$@" {closed}', "-", *command],
-            capture_output=True,
-            text=True,
-            env=environment,
-        )
-        assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
-        assert done.stdout == ("> How is the weather?\nHw?t!\n\n" if closed == "<&-" else "")
+    done = subprocess.run(
+        ["bash", "-c", f'exec "$@" {closed}', "-", *command],
+        capture_output=True,
+        text=True,
+        env=ENVIRONMENT | {"PYTHONIOENCODING": "ascii"},
+    )
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert done.stdout == ("> How is the weather?\nHw?t!\n\n" if closed == "<&-" else "")
+
+
+def test_no_stdout(ask, monkeypatch):
+    """As Python has it where stdout is closed: nothing is printed, and all else is as usual."""
+    monkeypatch.setattr(sys, "stdout", None)
+    code, out, err = ask("--prompt", "How is the weather?")
+    sys.stdout.close()
+    assert (code, out) == (0, "") and "Traceback" not in err
 
 
 def test_garbage_is_not_collected_while_loading(monkeypatch):

@@ -13,6 +13,7 @@ import time
 
 import pytest
 from conftest import CHECKPOINTS, FAST, generate, mesh_of
+from processes import shared_cache
 from test_command_line import damaged
 
 import main
@@ -22,15 +23,18 @@ from conversation.text import encode, load_tokenizer, stop_tokens
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory):
+def environment():
     """Programs are compiled once for all the tests here."""
     return {
         "JAX_PLATFORMS": "cpu",
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
+        "JAX_COMPILATION_CACHE_DIR": shared_cache(),
         "XLA_FLAGS": FAST,
         "TERM": "xterm",
         "PYTHONUTF8": "1",
     }
+
+
+SMALL = "--max-len", "128", "--max-new-tokens", "20"
 
 
 def over_a_pipe(environment, text: str, *arguments: str) -> tuple[str, str]:
@@ -43,19 +47,12 @@ def over_a_pipe(environment, text: str, *arguments: str) -> tuple[str, str]:
 def test_a_turn_that_computes_nan(environment, tmp_path):
     """It is an error, and as if it had not been said; at the end the exit code tells."""
     folder = damaged(tmp_path / "damaged", "tiny-llama4", "Z")
-    command = [sys.executable, main.__file__, "--chat", "--checkpoint", folder]
-    found = []
-    for text in ("Hello\nWho are you?\n", "Hello\nWhat is ZZ?\nWho are you?\n"):
-        done = subprocess.run(command, input=text, capture_output=True, text=True, env=environment)
-        found.append([line for line in done.stdout.splitlines() if line])
-    assert len(found[0]) == 2 and found[0] == found[1]
+    command = [sys.executable, main.__file__, "--chat", "--checkpoint", folder, *SMALL]
+    said = "Hello\nWho are you?\n/reset\nHello\nWhat is ZZ?\nWho are you?\n"
+    done = subprocess.run(command, input=said, capture_output=True, text=True, env=environment)
+    found = [line for line in done.stdout.splitlines() if line]
+    assert len(found) == 4 and found[:2] == found[2:]
     assert done.returncode == 1 and "error: the model computes NaN" in done.stderr
-
-
-def test_profile(environment, tmp_path):
-    """It is written when the conversation ends."""
-    _, stderr = over_a_pipe(environment, "Who are you?\n", "--profile", str(tmp_path))
-    assert f"profile: {tmp_path}\n" in stderr and list(tmp_path.glob("plugins/profile/*/*.xplane.pb"))
 
 
 class Terminal:
@@ -139,13 +136,17 @@ def test_a_pipe(tiny, environment):
     assert out == "\n".join(expected) + "\n" + alone[0]
 
 
-def test_a_full_conversation(environment):
-    """What does not fit any more is refused in one line, and the conversation goes on from before it."""
-    arguments = ["--max-len", "96", "--max-new-tokens", "20"]
+def test_a_full_conversation(environment, tmp_path):
+    """What does not fit any more is refused in one line, and the conversation goes on from before it.
+
+    A profile is written when it ends.
+    """
+    arguments = [*SMALL, "--profile", str(tmp_path)]
     said = "Hello\n" + "a b c " * 60 + "\nHello\n/reset\nHello\n"
     out, err = over_a_pipe(environment, said, *arguments)
     first, _, third = out.splitlines()
-    assert first == third and err.count("exceed --max-len of 96; /reset begins anew") == 1
+    assert first == third and err.count("exceed --max-len of 128; /reset begins anew") == 1
+    assert f"profile: {tmp_path}\n" in err and list(tmp_path.glob("plugins/profile/*/*.xplane.pb"))
 
 
 def test_a_terminal(environment):
@@ -178,10 +179,10 @@ def test_streaming(environment):
 
 
 def test_progress_fits_the_terminal(environment, tmp_path):
-    (tmp_path / "p").write_text("Who are you?\n" * 40)
-    arguments = ["--prompt-file", str(tmp_path / "p"), "--output", str(tmp_path / "o"), "--rows", "4"]
+    (tmp_path / "p").write_text("Who are you?\n" * 12)
+    arguments = ["--prompt-file", str(tmp_path / "p"), "--output", str(tmp_path / "o"), "--rows", "4", *SMALL]
     terminal = Terminal(environment, *arguments)
-    shown = terminal.until("has all 40 lines")
+    shown = terminal.until("has all 12 lines")
     assert terminal.end() == 0
     bars = [line for line in re.split(r"[\r\n]", shown) if line.startswith("answers:")]
     assert bars and all(len(re.sub(r"\x1b\[[A-Z]", "", bar)) <= 40 for bar in bars)

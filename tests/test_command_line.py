@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import CHECKPOINTS, ONE_EACH, invoke, llama3_config, llama4_config
+from conftest import CHECKPOINTS, FAST, ONE_EACH, invoke, llama3_config, llama4_config
 from processes import serving as serving_process
 from safetensors.numpy import load_file, save_file
 
@@ -32,16 +32,34 @@ from deployment import deploy, memory, placement, step_bytes
 from deployment.placement import choose_mesh
 from feedback.errors import UserError
 from generation.llm import load
+from serving import chunks
 from serving.requests import SAMPLING_OPTIONS, choose_sampling
 from sharding.arrays import abstract
 from sharding.mesh import degrees, make_mesh
 from sharding.sampling import Sampling
-from terminal import diagnostics, launch, summary
+from terminal import diagnostics, launch, prompts, summary
 from terminal.command_line import run
 from terminal.options import parse_arguments
 from terminal.prompts import DEFAULT_PROMPTS, make_builder
 
 LLAMA3, LLAMA4 = str(CHECKPOINTS / "tiny-llama3"), str(CHECKPOINTS / "tiny-llama4")
+
+
+@pytest.fixture
+def small(monkeypatch) -> None:
+    """main.py has one device, short answers, chunks of one shape, and a small cache unless asked for another.
+
+    So runs share what is compiled, and their steps are short.
+    """
+    fit_cache = main.fit_cache
+    monkeypatch.setattr(main, "device_count", lambda: 1)
+    monkeypatch.setattr(chunks, "CPU_SHAPES", ((1, 64),))
+    monkeypatch.setattr(prompts, "NEW_TOKENS", 40)
+    monkeypatch.setattr(
+        main,
+        "fit_cache",
+        lambda models, lengths, rows, most: fit_cache(models, lengths, rows or 4, most or 128),
+    )
 
 
 WRONG = {
@@ -255,11 +273,25 @@ def test_slices(monkeypatch):
         assert placement.slice_count() == expected
 
 
-def test_json(tmp_path, monkeypatch, capsys):
+def test_json(small, tmp_path, monkeypatch, capsys):
     """The documented object, from prompts on the command line and in a file."""
+    monkeypatch.setattr(main, "device_count", jax.device_count)
     (tmp_path / "prompts").write_text("How much is 12 plus 34?\n")
     arguments = ["--json", "--logprobs", "--prompt", "Who are you?", "--prompt-file", tmp_path / "prompts"]
-    arguments += ["--checkpoint", LLAMA4, "--dp", "2", "--ep", "2", "--tp", "2", "--kv-cache-dtype", "int8"]
+    arguments += [
+        "--checkpoint",
+        LLAMA4,
+        "--dp",
+        "2",
+        "--ep",
+        "2",
+        "--tp",
+        "2",
+        "--kv-cache-dtype",
+        "int8",
+        "--rows",
+        2,
+    ]
     code, out, err = invoke(monkeypatch, capsys, main, *arguments)
     assert code == 0, err
     result = json.loads(out)
@@ -306,25 +338,25 @@ def damaged(folder: pathlib.Path, name: str, text: str = "") -> pathlib.Path:
     return folder
 
 
-def test_damaged_weights(tmp_path, monkeypatch, capsys):
+def test_damaged_weights(small, tmp_path, monkeypatch, capsys):
     """Weights that give NaN are an error, not text, and of samples it is said which."""
     folder = damaged(tmp_path / "nan", "tiny-llama3")
     samples = ["--n", "2", "--temperature", "1"]
     for more, every in (([], [""]), (["--score"], [""]), (samples, [" (1 of 2)", " (2 of 2)"])):
-        code, out, err = invoke(monkeypatch, capsys, main, "--checkpoint", folder, *ONE_EACH, *more)
+        code, out, err = invoke(monkeypatch, capsys, main, "--checkpoint", folder, *more)
         assert code == 1 and out == ""
         assert all(f"error: prompt 1{which}: the model computes NaN" in err for which in every)
 
 
-def test_a_damaged_token(tmp_path, monkeypatch, capsys):
+def test_a_damaged_token(small, tmp_path, monkeypatch, capsys):
     """The prompt that uses it has an error by name, the others in the same two rows their usual tokens."""
     folder = damaged(tmp_path / "damaged", "tiny-llama4", "Z")
-    prompts = ["Who are you?", "What is ZZ?", "What is 31 + 45?", "Hello"]
-    prompts = [x for prompt in prompts for x in ("--prompt", prompt)]
+    texts = ["Who are you?", "What is ZZ?", "What is 31 + 45?", "Hello"]
+    asked = [x for text in texts for x in ("--prompt", text)]
     error = "--prompt 'What is ZZ?': the model computes NaN: its weights are damaged"
 
     def responses(checkpoint) -> list[dict]:
-        arguments = [*prompts, "--checkpoint", checkpoint, "--rows", 2, "--tp", 8, "--json"]
+        arguments = [*asked, "--checkpoint", checkpoint, "--rows", 2, "--json"]
         code, out, err = invoke(monkeypatch, capsys, main, *arguments)
         assert code == (f"error: {error}" in err) == (checkpoint == folder), err
         return json.loads(out)["responses"]
@@ -334,7 +366,7 @@ def test_a_damaged_token(tmp_path, monkeypatch, capsys):
     assert [x for i, x in enumerate(found) if i != 1] == [x for i, x in enumerate(usual) if i != 1]
 
     # In a file: it alone is asked again.
-    arguments = [*prompts, "--rows", 2, "--tp", 8, "--output", tmp_path / "answers"]
+    arguments = [*asked, "--rows", 2, "--output", tmp_path / "answers"]
     code, _, err = invoke(monkeypatch, capsys, main, *arguments, "--checkpoint", folder)
     lines = [json.loads(line) for line in (tmp_path / "answers").read_text().splitlines()]
     assert code == 1 and [x.get("text") for x in lines] == [x.get("text") for x in found]
@@ -510,13 +542,13 @@ def test_bytes_per_step():
     assert found(999, mesh=groups) - found(1, mesh=groups) == pytest.approx(2 * experts / 2 / 2)
 
 
-def test_utilization_is_of_the_positions_that_were_read(monkeypatch, capsys):
+def test_utilization_is_of_the_positions_that_were_read(small, monkeypatch, capsys):
     """The first step reads the prompt's last token, the last one the answer's last but one."""
     read = []
     monkeypatch.setitem(summary.BANDWIDTH, "cpu", 1e9)
     monkeypatch.setattr(summary, "bytes_per_step", lambda *given: read.append(given[4]) or 1e6)
-    prompts = ["--prompt", "Hi", "--prompt", "Who are you?", "--max-new-tokens", "20"]
-    code, out, _ = invoke(monkeypatch, capsys, main, *prompts, "--json", "--ignore-eos", *ONE_EACH)
+    asked = ["--prompt", "Hi", "--prompt", "Who are you?", "--max-new-tokens", "20"]
+    code, out, _ = invoke(monkeypatch, capsys, main, *asked, "--json", "--ignore-eos")
     result = json.loads(out)
     lengths = [len(response["prompt_tokens"]) for response in result["responses"]]
     expected = np.concatenate([np.arange(n - 1, n + 19) for n in lengths])
@@ -543,16 +575,15 @@ def test_damaged_companions(file, content, tmp_path, monkeypatch, capsys):
 
 def test_default_command():
     """The README's first command: three answers on stdout, and nothing else there."""
-    done = subprocess.run(
-        [sys.executable, main.__file__], capture_output=True, text=True, env={"JAX_PLATFORMS": "cpu"}
-    )
+    environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FAST}
+    done = subprocess.run([sys.executable, main.__file__], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     answers = done.stdout.strip().split("\n\n")
     assert [answer.split("\n")[0] for answer in answers] == [f"> {prompt}" for prompt in DEFAULT_PROMPTS]
     assert "Tiny Llama" in answers[0] and "Hwæt!" in answers[1] and "0 grams" in answers[2]
 
 
-def test_what_takes_long_is_said(monkeypatch, capsys):
+def test_what_takes_long_is_said(small, monkeypatch, capsys):
     monkeypatch.setattr(launch, "SLOW", 0)
     code, _, err = invoke(monkeypatch, capsys, main, "--prompt", "Hello", "--max-new-tokens", 1)
     assert code == 0 and "compiling, which takes less time at later starts: " in err
@@ -572,20 +603,20 @@ def logs(monkeypatch):
         logger.setLevel(level)
 
 
-def test_verbose(logs, monkeypatch, capsys):
+def test_verbose(logs, small, monkeypatch, capsys):
     """Lines on stderr: the model and its memory, each program, each turn of the engine, each answer."""
     arguments = ["--prompt", "Who are you?", "--prompt", "What is 12 + 34?", "--max-new-tokens", 5]
-    arguments += ["--rows", 1, "--tp", 8, "--max-len", 104]  # a length that no other test has
+    arguments += ["--rows", 1, "--max-len", 104]  # a length that no other test has
     code, quiet, err = invoke(monkeypatch, capsys, main, *arguments)
     assert code == 0 and "serving." not in err and "deployment." not in err
     code, out, err = invoke(monkeypatch, capsys, main, *arguments[:-1], 112, "--verbose")
     assert (code, out) == (0, quiet)
     lines = [line[13:] for line in err.splitlines() if re.match(r"\d\d:\d\d:\d\d\.\d{3} ", line)]
     for pattern in (
-        "deployment.deploy: .*tiny-llama3: mesh .*'tensor': 8.*, weights float32, cache float32",
+        "deployment.deploy: .*tiny-llama3: mesh .*'tensor': 1.*, weights float32, cache float32",
         r"deployment.memory: each device needs .* for its share of 1 x 112 positions, and has .* GiB",
-        r"deployment.compilation_cache: jit\(DecodeStep\): compiled in \d+\.\d\d s",
-        r"serving.engine: turn 1: 1 rows assigned, 14 prompt tokens in a chunk of 1 x 32, "
+        r"deployment.compilation_cache: jit\(start\): compiled in \d+\.\d\d s",
+        r"serving.engine: turn 1: 1 rows assigned, 14 prompt tokens in a chunk of 1 x 64, "
         r"1 of 1 rows decoded, 1 in the queue, \d+\.\d ms",
         r"serving.engine: turn 3: 1 of 1 rows decoded, 1 in the queue, \d+\.\d ms",
         "serving.engine: length: 15 prompt tokens, 0 of them cached, and 5 new ones",
@@ -594,7 +625,7 @@ def test_verbose(logs, monkeypatch, capsys):
     assert sum("serving.engine: length" in line for line in lines) == 2
 
 
-def test_the_logs_of_a_library(caplog):
+def test_the_logs_of_a_library(small, caplog):
     """A program that imports it has the same lines from its own logging, and none by default."""
     llm = load(LLAMA3, rows=1, max_len=128, n_devices=1)
     llm.generate("Hello", max_new_tokens=2)
@@ -611,25 +642,26 @@ def events(folder: pathlib.Path) -> collections.Counter:
     return collections.Counter(x.get("name") for x in json.loads(gzip.open(file).read())["traceEvents"])
 
 
-def test_profile(tmp_path, monkeypatch, capsys):
+def test_profile(small, tmp_path, monkeypatch, capsys):
     """Of the turns of answers or scores, and of nothing before them; the answers are the usual ones."""
-    _, usual, _ = invoke(monkeypatch, capsys, main, "--prompt", "Who are you?", "--max-len", 128)
-    for seconds, least in ((60, 40), (0, 1)):
+    _, usual, _ = invoke(monkeypatch, capsys, main, "--prompt", "Who are you?")
+    for seconds, least in ((60, 20), (0, 1)):
         monkeypatch.setattr(diagnostics, "PROFILED", seconds)
         folder = tmp_path / str(seconds) / "below"
-        arguments = "--prompt", "Who are you?", "--max-len", 128, "--profile", folder
+        arguments = "--prompt", "Who are you?", "--profile", folder
         code, out, err = invoke(monkeypatch, capsys, main, *arguments)
         assert (code, out) == (0, usual) and err.count(f"profile: {folder}\n") == 1
         found = events(folder)
         assert found["turn"] == least if seconds == 0 else found["turn"] >= least
         assert not [name for name in found if "compile_on_shapes" in str(name)]
-    code, _, _ = invoke(monkeypatch, capsys, main, *ONE_EACH, "--score", "--profile", tmp_path / "score")
+    code, _, _ = invoke(monkeypatch, capsys, main, "--score", "--profile", tmp_path / "score")
     assert code == 0 and events(tmp_path / "score")["turn"]
 
 
 def test_profile_and_log_of_a_server(tmp_path):
     """The profile is written when the server ends."""
-    with serving_process(tmp_path / "log", "--profile", tmp_path / "profile", "--verbose") as address:
+    options = "--rows", 1, "--max-len", 64, "--profile", tmp_path / "profile", "--verbose"
+    with serving_process(tmp_path / "log", *options) as address:
         ask = urllib.request.Request(
             f"{address}/v1/completions", b'{"prompt": "12 + 34 =", "max_tokens": 4}',
             {"content-type": "application/json"},

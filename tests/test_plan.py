@@ -92,15 +92,20 @@ ENTRY %main (w: s8[256,128], v: s8[256,128], x: bf16[8,256]) -> bf16[8,128] {
 """  # noqa: E501
 
 
-def test_vmem_is_free_and_each_hbm_array_counts():
-    """A weight that a matmul streams, a prefetch, a slice of a weight, a copy from HBM to HBM."""
-    assert moved(MATMUL) == {
-        "copy-start": 8 * 256 * 2,
-        "fusion.1": 256 * 128,
-        "slice-start": 64 * 128,
-        "turned": 2 * 256 * 128,
-        "copy.2": 8 * 128 * 2,
-    }
+def test_traffic_and_copies_of_each_argument():
+    """VMEM is free; a weight that a matmul streams, a prefetch, a slice, a copy from HBM to HBM are not."""
+    assert [(x.instruction, x.argument, x.bytes) for x in read_program(MATMUL).traffic] == [
+        ("copy-start", "x", 8 * 256 * 2),
+        ("fusion.1", "weights.w", 256 * 128),
+        ("slice-start", "weights.v", 64 * 128),
+        ("turned", "weights.v", 256 * 128),  # read
+        ("turned", "weights.v", 256 * 128),  # written
+        ("copy.2", "", 8 * 128 * 2),
+    ]
+    copies = {x.argument: x for x in read_program(MATMUL).copies}
+    v = copies["weights.v"]
+    assert copies["x"].prefetch and not v.prefetch
+    assert (v.bytes, v.scope) == (256 * 128, "jit(step)/attention/transpose")
 
 
 def test_what_the_next_run_begins_with_counts_once():
@@ -110,18 +115,6 @@ def test_what_the_next_run_begins_with_counts_once():
   %copy-done.9 = bf16[8,256]{1,0:T(8,128)(2,1)S(1)} copy-done(%copy-start.9)
   ROOT %copy.2"""  # noqa: E501
     assert moved(MATMUL.replace("\n  ROOT %copy.2", again)) == moved(MATMUL)
-
-
-def test_traffic_and_copies_of_each_argument():
-    by_argument = {}
-    for x in read_program(MATMUL).traffic:
-        by_argument[x.argument] = by_argument.get(x.argument, 0) + x.bytes
-    v = 64 * 128 + 2 * 256 * 128  # the slice, and the copy: read and written
-    assert by_argument == {"x": 8 * 256 * 2, "weights.w": 256 * 128, "weights.v": v, "": 8 * 128 * 2}
-    copies = {x.argument: x for x in read_program(MATMUL).copies}
-    v = copies["weights.v"]
-    assert copies["x"].prefetch and not v.prefetch
-    assert (v.bytes, v.scope) == (256 * 128, "jit(step)/attention/transpose")
 
 
 @pytest.mark.parametrize(
@@ -485,11 +478,11 @@ def compiled(
 @needs_compiler
 def test_decode_on_16_chips():
     """The step fits; a layer has two all-reduces and at most two small collectives; no cache is copied."""
-    found = compiled("llama3.1-70b", 4, 8, 8192)
+    found = compiled("llama3.1-70b", 2, 8, 8192)
     assert found["fits"] and found["peak_bytes"] >= found["weights_bytes"] + found["cache_bytes"]
     per_layer = dict(found["collectives_per_layer"])
     assert per_layer.pop("all-reduce") == 2 and sum(per_layer.values()) <= 2
-    cache_of_a_layer = found["cache_bytes"] / 4
+    cache_of_a_layer = found["cache_bytes"] / 2
     too_large = [x for x in found["copies"] if x["bytes"] >= cache_of_a_layer / 2]
     assert not too_large  # half of a cache: keys and values may be copied apart
 
@@ -509,7 +502,7 @@ def test_hbm_bytes_per_layer(name, batch, context, weights, megabytes):
 
     A copy of 4-bit weights in another form would be as large as they are, or larger.
     """
-    layers = (4, 8) if name == "llama4-scout" else (2, 4)  # of Scout, every fourth is of another kind
+    layers = (4, 8) if name == "llama4-scout" else (1, 2)  # of Scout, every fourth is of another kind
     few, more = (compiled(name, n, batch, context, weights=weights)["hbm_bytes_per_step"] for n in layers)
     assert (more - few) / (layers[1] - layers[0]) <= megabytes * 1e6
 
@@ -529,17 +522,17 @@ def test_latent_attention():
     Each device has the queries' first matrix. The floor counts slots of 640 columns, of which 576 are used.
     """
     name, topology = "glm-4.7-flash", "v6e:2x2"
-    found = compiled(name, 4, 1, 8192, topology)
+    found = compiled(name, 3, 1, 8192, topology)
     assert sum(dict(found["collectives_per_layer"]).values()) <= 4
-    assert not [x for x in found["copies"] if x["bytes"] >= found["cache_bytes"] / 8]
-    assert bytes_over_floor(name, 1, 8192, topology) * 1.01 < 1.1
+    assert not [x for x in found["copies"] if x["bytes"] >= found["cache_bytes"] / 6]
+    assert bytes_over_floor(name, 1, 8192, topology, (2, 3)) * 1.01 < 1.1
 
 
 @needs_compiler
 @pytest.mark.deep
 @pytest.mark.parametrize(("name", "topology"), [("mixtral-8x7b", "v5e:2x4"), ("qwen3-30b-a3b", "v5p:1x1x1")])
 def test_bytes_of_other_families(name, topology):
-    assert bytes_over_floor(name, 8, 8192, topology) < 1.05
+    assert bytes_over_floor(name, 8, 8192, topology, (1, 2)) < 1.05
 
 
 @needs_compiler
@@ -575,7 +568,7 @@ def test_narrow_experts():
     """A chip has 96 columns of an expert, padded to 128: the kernel runs, and nothing is copied."""
     found = compiled("qwen3-30b-a3b", 2, 8, 8192, "v5e:2x4 --ep 1 --tp 8")
     assert not [x for x in found["copies"] if x["bytes"] > 1e6]
-    assert bytes_over_floor("qwen3-30b-a3b", 8, 8192, "v5e:2x4 --ep 1 --tp 8") < 1.4
+    assert bytes_over_floor("qwen3-30b-a3b", 8, 8192, "v5e:2x4 --ep 1 --tp 8", (1, 2)) < 1.4
 
 
 @needs_compiler
@@ -675,15 +668,34 @@ for layers in (8, 16):
     assert more["peak_bytes"] > more["argument_bytes"] + more["temp_bytes"] + more["code_bytes"]
 
 
+# planner.engine_memory, which compiles only the last of the programs: the decode step with all options.
+LAST_PROGRAM = """
+import runpy
+from serving import needed
+every = needed.needed_programs
+needed.needed_programs = lambda *arguments, **options: every(*arguments, **options)[-1:]
+runpy.run_module("planner.engine_memory", run_name="__main__")
+"""
+
+
 @needs_compiler
-@pytest.mark.parametrize("layers", [2, deep(1)])
-def test_estimated_memory_of_programs(layers):
+@pytest.mark.parametrize(
+    ("program", "layers"),
+    [
+        (("-c", LAST_PROGRAM), 1),
+        deep(("-m", "planner.engine_memory"), 1),
+        deep(("-m", "planner.engine_memory"), 2),
+    ],
+    ids=["1-of-one", "1", "2"],
+)
+def test_estimated_memory_of_programs(program, layers):
     """The engine counts on at least what the compiler says of all programs, and on few hundred MB more.
 
     With one layer, the estimate for layers has little left over that could hide an error in the estimate for
     the rest of a program. Large models, whose programs take minutes to compile, are in docs/tpu.md.
     """
-    found = json.loads(stdout_of("-m", "planner.engine_memory", TINY, "v5e:2x2", "4", "256", str(layers)))
+    found = json.loads(stdout_of(*program, TINY, "v5e:2x2", "4", "256", str(layers)))
+    assert found["temp_bytes"] > 0
     assert found["code_bytes"] <= found["estimated_code_bytes"] <= found["code_bytes"] + 300e6
     assert found["temp_bytes"] <= found["estimated_temp_bytes"] <= found["temp_bytes"] + 300e6
 
