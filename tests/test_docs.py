@@ -12,14 +12,12 @@ The conventions for blocks of code:
 import ast
 import functools
 import importlib.util
-import io
 import json
 import os
 import pathlib
 import re
 import subprocess
 import sys
-import tokenize
 import tomllib
 from typing import NamedTuple
 
@@ -31,7 +29,6 @@ from processes import serving
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 DOCUMENTS = ["README.md", *sorted(str(x.relative_to(ROOT)) for x in (ROOT / "docs").rglob("*.md"))]
 LOG = "docs/development/log.md"  # which has the names of its days
-SHORT = ("README.md", "docs/python-api.md")  # whose programs run without --all
 SECONDS = 600  # until a program is given up
 FENCED = re.compile(r"^( *)```([^\n]*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
 
@@ -110,7 +107,7 @@ def with_blocks(kind: str) -> list[str]:
 
 @pytest.mark.parametrize(
     "document",
-    [x if x in SHORT else pytest.param(x, marks=pytest.mark.deep) for x in with_blocks("python")],
+    [x if x == "README.md" else pytest.param(x, marks=pytest.mark.deep) for x in with_blocks("python")],
 )
 def test_python(document):
     processes: list[list[Block]] = [[]]
@@ -128,10 +125,10 @@ def test_python(document):
 
 def test_the_loop_is_a_dozen_lines():
     """From a checkpoint to a text: after its imports about 12 lines, each with one statement."""
-    loops = [x.text for document in SHORT for x in blocks(document) if "= decode_step(" in x.text]
-    lines = [line for line in loops[0].splitlines() if line and not line.startswith(("import ", "from "))]
+    (loop,) = [x.text for x in blocks("docs/python-api.md") if "= decode_step(" in x.text]
+    lines = [line for line in loop.splitlines() if line and not line.startswith(("import ", "from "))]
     assert len(lines) <= 13 and not any(";" in line for line in lines)
-    assert "My name is Tiny Llama. I am a small" in printed_by([("the loop", loops[0])])[0]
+    assert "My name is Tiny Llama. I am a small" in printed_by([("the loop", loop)])[0]
 
 
 @pytest.mark.deep
@@ -403,27 +400,13 @@ BRITISH = re.compile(
 )
 
 
-def comments(file: str) -> str:
-    """The comments and docstrings of a Python file."""
-    text = (ROOT / file).read_text()
-    found = [
-        x.string for x in tokenize.generate_tokens(io.StringIO(text).readline) if x.type == tokenize.COMMENT
-    ]
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            found.append(ast.get_docstring(node) or "")
-    return "\n".join(found)
-
-
-def british(text: str) -> list[str]:
-    return sorted({match[0] for match in BRITISH.finditer(text)})
+WRONG_ON_PURPOSE = {"tests/test_docs.py", "tests/test_command_line.py"}  # these words, and a wrong option
 
 
 def test_american_spelling():
-    code = [file for file in python_files() if file.endswith(".py") and file != "tests/test_docs.py"]
-    texts = {x: read(x) for x in DOCUMENTS} | {x: comments(x) for x in code}
-    found = {file: words for file, text in sorted(texts.items()) if (words := british(text))}
-    assert not found
+    files = {*DOCUMENTS, *(file for file in python_files() if file.endswith(".py"))} - WRONG_ON_PURPOSE
+    found = {file: {match[0] for match in BRITISH.finditer(read(file))} for file in sorted(files)}
+    assert not {file: words for file, words in found.items() if words}
 
 
 MEASURED = ("docs/cpu.md", "docs/server.md", "docs/checkpoints.md", "docs/tpu.md")

@@ -52,8 +52,8 @@ ROWS, MAX_LEN, QUEUE = 8, 128, 400
 GREETING = [{"role": "user", "content": "Tell me your name"}]
 
 
-def started(*options: str) -> SimpleNamespace:
-    """A server in a thread of its own: its url and its EngineLoop; `end` drains it."""
+def started(*options: str, width: int = 32) -> SimpleNamespace:
+    """A server in a thread of its own: its url and its EngineLoop; `end` drains it. width: of its chunks."""
     found = SimpleNamespace(port=free_port(), loop=None)
     found.url = f"http://127.0.0.1:{found.port}"
 
@@ -72,7 +72,7 @@ def started(*options: str) -> SimpleNamespace:
         patch.setattr(serve_command, "EngineLoop", kept("loop", EngineLoop))
         patch.setattr(serve_command, "make_app", kept("app", server_app.make_app))
         patch.setattr(serve_command, "LineWriter", kept("writer", partial(access_log.LineWriter, len)))
-        patch.setattr(chunks, "CPU_SHAPES", ((1, 32),))  # fewer to compile, and more chunks of a prompt
+        patch.setattr(chunks, "CPU_SHAPES", ((1, width),))  # fewer to compile, and more chunks of a prompt
         thread = threading.Thread(target=serve_command.serve, args=(found.session,), daemon=True)
         thread.start()
         while not (found.loop and found.loop.ready) and thread.is_alive():
@@ -88,11 +88,11 @@ def started(*options: str) -> SimpleNamespace:
     return found
 
 
-def shallow(folder: pathlib.Path, layers: int = 2, **config) -> pathlib.Path:
+def shallow(folder: pathlib.Path, layers: int = 2) -> pathlib.Path:
     """A copy in `folder` of tiny-llama3 with its first layers only: they answer sooner, and nearly as well."""
     copy, own = folder / "tiny-llama3", [f"model.layers.{i}." for i in range(layers)]
     shutil.copytree(CHECKPOINTS / "tiny-llama3", copy)
-    config = json.loads((copy / "config.json").read_text()) | dict(num_hidden_layers=layers) | config
+    config = json.loads((copy / "config.json").read_text()) | dict(num_hidden_layers=layers)
     (copy / "config.json").write_text(json.dumps(config))
     tensors = load_file(copy / "model.safetensors")
     tensors = {name: x for name, x in tensors.items() if "layers" not in name or name.startswith(tuple(own))}
@@ -100,12 +100,12 @@ def shallow(folder: pathlib.Path, layers: int = 2, **config) -> pathlib.Path:
     return copy
 
 
-def server_with(*options: str, **config):
-    """A fixture: a server of the shallow Llama 3 with these options and values of its config."""
+def server_with(*options: str):
+    """A fixture: a server of the shallow Llama 3 with these options."""
 
     @pytest.fixture(scope="module")
     def server(tmp_path_factory):
-        found = started("--checkpoint", str(shallow(tmp_path_factory.mktemp("shallow"), **config)), *options)
+        found = started("--checkpoint", str(shallow(tmp_path_factory.mktemp("shallow"))), *options)
         yield found
         found.end()
 
