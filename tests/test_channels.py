@@ -190,7 +190,7 @@ def test_python(folder, tokenizer):
 
 @pytest.fixture
 def ask(folder, monkeypatch, capsys):
-    """ask(options) -> (stdout, stderr) of main.py, which runs here, on one device, with a pipe as its stdin."""
+    """ask(options) -> (stdout, stderr) of main.py, which runs here on one device, with a pipe as stdin."""
     monkeypatch.setattr(main, "device_count", lambda: 1)
 
     def asked(*options: str, said: str = "") -> tuple[str, str]:

@@ -4,7 +4,7 @@
 import json
 
 import pytest
-from conftest import CHECKPOINTS, ONE_EACH, invoke
+from conftest import CHECKPOINTS, invoke
 from test_server import post, shallow, started
 
 import main
@@ -176,7 +176,8 @@ def test_a_conversation_is_the_same_everywhere(server, llm, checkpoint, monkeypa
     file = tmp_path / "p.jsonl"
     file.write_text("\n".join(map(json.dumps, lines)))
     asked = ["--checkpoint", checkpoint, "--prompt-file", file, "--json", "--max-new-tokens", 1]
-    code, out, err = invoke(monkeypatch, capsys, main, *ONE_EACH, *asked)
+    monkeypatch.setattr(main, "device_count", lambda: 1)
+    code, out, err = invoke(monkeypatch, capsys, main, *asked, "--rows", 1, "--max-len", 512)
     assert code == 0, err
     plain, offered = (response["prompt_tokens"] for response in json.loads(out)["responses"])
     for tokens, fields in zip((plain, offered), lines, strict=True):

@@ -89,7 +89,7 @@ def started(*options: str, width: int = 32) -> SimpleNamespace:
 
 
 def shallow(folder: pathlib.Path, layers: int = 2) -> pathlib.Path:
-    """A copy in `folder` of tiny-llama3 with its first layers only: they answer sooner, and nearly as well."""
+    """A copy in `folder` of tiny-llama3 with its first layers only, which answer sooner."""
     copy, own = folder / "tiny-llama3", [f"model.layers.{i}." for i in range(layers)]
     shutil.copytree(CHECKPOINTS / "tiny-llama3", copy)
     config = json.loads((copy / "config.json").read_text()) | dict(num_hidden_layers=layers)
