@@ -100,20 +100,22 @@ def text_of(response) -> str:
     return json.loads(response.read())["choices"][0]["text"]
 
 
+def choices_of(text: str) -> list[dict]:
+    """The first choice in each of a stream's events, to its end."""
+    *events, last = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+    assert last == "[DONE]"
+    return [json.loads(event)["choices"][0] for event in events]
+
+
 def parts_of(text: bytes) -> str:
-    """The text of a stream's events, to its end."""
-    lines = [line for line in text.decode().splitlines() if line.startswith("data: ")]
-    assert lines[-1] == "data: [DONE]"
-    return "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines[:-1])
+    return "".join(choice["text"] for choice in choices_of(text.decode()))
 
 
 def answer(port: int, stream: bool = False, **fields) -> tuple[str, list[tuple[str, str]]]:
     """-> (the text of a chat's answer, the name and arguments of each of its calls), whole or of a stream."""
     text = ask(port, **fields, stream=stream).read().decode()
     if stream:
-        events = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
-        assert events.pop() == "[DONE]"
-        pieces = [json.loads(event)["choices"][0]["delta"] for event in events]
+        pieces = [choice["delta"] for choice in choices_of(text)]
     else:
         pieces = [json.loads(text)["choices"][0]["message"]]
     content, calls = "", {}
