@@ -1,8 +1,8 @@
 """Answers in channels, as of gpt-oss: the reasoning apart from the text, wherever answers are shown."""
 
+import io
 import json
 import re
-import subprocess
 import sys
 
 import numpy as np
@@ -10,7 +10,7 @@ import openai
 import pytest
 import torch
 import transformers
-from conftest import CHECKPOINTS, FAST
+from conftest import CHECKPOINTS, FAST, invoke
 from test_chat import Terminal
 from test_responses import EVENT
 from test_server import post, started
@@ -88,14 +88,6 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def tokenizer(folder):
     return load_tokenizer(folder)
-
-
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory):
-    cache = str(tmp_path_factory.mktemp("compiled"))
-    return dict(
-        JAX_PLATFORMS="cpu", JAX_COMPILATION_CACHE_DIR=cache, XLA_FLAGS=FAST, TERM="xterm", PYTHONUTF8="1"
-    )
 
 
 def tokens_of(tokenizer, text: str) -> list[int]:
@@ -185,7 +177,7 @@ def test_prompts_that_start_no_message(tokenizer):
 
 def test_python(folder, tokenizer):
     """A Completion has both, and its tokens are all that the model wrote."""
-    llm = load(str(folder), dtype="float32", rows=2, max_len=128, show=False)
+    llm = load(str(folder), dtype="float32", rows=2, max_len=128, n_devices=1, show=False)
     turns = []
     for question, (reasoning, text) in TURNS.items():
         turns.append(dict(role="user", content=question))
@@ -196,34 +188,43 @@ def test_python(folder, tokenizer):
         turns.append(dict(role="assistant", content=found.text))
 
 
-def ask(environment, folder, *arguments: str, said: str = "") -> subprocess.CompletedProcess:
-    command = [sys.executable, main.__file__, "--checkpoint", str(folder), "--dtype", "float32", *arguments]
-    done = subprocess.run(command, input=said, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    return done
+@pytest.fixture
+def ask(folder, monkeypatch, capsys):
+    """ask(options) -> (stdout, stderr) of main.py, which runs here on one device, with a pipe as stdin."""
+    monkeypatch.setattr(main, "device_count", lambda: 1)
+
+    def asked(*options: str, said: str = "") -> tuple[str, str]:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(said))
+        subject = "--checkpoint", folder, "--dtype", "float32"
+        code, out, err = invoke(monkeypatch, capsys, main, *subject, *options)
+        assert code == 0, err
+        return out, err
+
+    return asked
 
 
-def test_prompts(environment, folder):
+def test_prompts(ask):
     """--prompt prints the text alone, --json has both; a line tells of an answer that is all reasoning."""
     reasoning, text = TURNS["Hi"]
-    assert ask(environment, folder, "--prompt", "Hi").stdout == f"> Hi\n{text}\n\n"
-    (found,) = json.loads(ask(environment, folder, "--prompt", "Hi", "--json").stdout)["responses"]
+    assert ask("--prompt", "Hi")[0] == f"> Hi\n{text}\n\n"
+    (found,) = json.loads(ask("--prompt", "Hi", "--json")[0])["responses"]
     assert (found["text"], found["reasoning"]) == (text, reasoning)
-    done = ask(environment, folder, "--prompt", "Hi", "--max-new-tokens", "6")
-    assert done.stdout == "> Hi\n\n\n"
-    assert "1 of 1 answers are cut, 1 of them within the reasoning: they had" in done.stderr
+    out, err = ask("--prompt", "Hi", "--max-new-tokens", "6")
+    assert out == "> Hi\n\n\n"
+    assert "1 of 1 answers are cut, 1 of them within the reasoning: they had" in err
 
 
-def test_chat_over_a_pipe(environment, folder):
+def test_chat_over_a_pipe(ask):
     """Only the text is printed, and the second turn, after the first one's text, is answered as taught."""
-    done = ask(environment, folder, "--chat", said="Hi\nWho?\n")
-    assert done.stdout == "".join(f"{text}\n" for _, text in TURNS.values())
-    done = ask(environment, folder, "--chat", "--max-new-tokens", "6", said="Hi\n")
-    assert done.stdout == "\n" and "(cut at 6 tokens, within the reasoning)" in done.stderr
+    out, _ = ask("--chat", "--max-len", "128", said="Hi\nWho?\n")
+    assert out == "".join(f"{text}\n" for _, text in TURNS.values())
+    out, err = ask("--chat", "--max-len", "128", "--max-new-tokens", "6", said="Hi\n")
+    assert out == "\n" and "(cut at 6 tokens, within the reasoning)" in err
 
 
-def test_chat_in_a_terminal(environment, folder):
+def test_chat_in_a_terminal(folder):
     """The reasoning is faint, an empty line follows it, and then comes the text."""
+    environment = dict(JAX_PLATFORMS="cpu", XLA_FLAGS=FAST, TERM="xterm", PYTHONUTF8="1")
     terminal = Terminal(environment, "--chat", "--checkpoint", str(folder), "--dtype", "float32")
     terminal.until("> ")
     for question, (reasoning, text) in TURNS.items():
@@ -238,7 +239,7 @@ def test_chat_in_a_terminal(environment, folder):
 
 @pytest.fixture(scope="module")
 def server(folder):
-    found = started("--checkpoint", str(folder), "--dtype", "float32", "--temperature", "0")
+    found = started("--checkpoint", str(folder), "--dtype", "float32", "--temperature", "0", "--rows", "2")
     yield found
     found.end()
 

@@ -12,6 +12,7 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import transformers
 from conftest import CHECKPOINTS
 from test_server import post_text, started
 
@@ -22,13 +23,15 @@ CHAT_PATH, RESPONSES_PATH = "/v1/chat/completions", "/v1/responses"
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """The tiny model with longer rows than it was trained for, because descriptions of tools are long."""
-    folder = tmp_path_factory.mktemp("checkpoint") / "tiny-llama3"
+    """A random model, the smallest there can be. Its rows are long, because descriptions of tools are."""
+    folder = tmp_path_factory.mktemp("random") / "tiny-llama3"
     shutil.copytree(CHECKPOINTS / "tiny-llama3", folder)
-    config = json.loads((folder / "config.json").read_text()) | dict(max_position_embeddings=1024)
-    (folder / "config.json").write_text(json.dumps(config))
-    options = "--max-len 1024 --max-new-tokens 8 --prefill-budget 0".split()
-    found = started("--checkpoint", str(folder), *options)
+    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, max_position_embeddings=1024)
+    heads = dict(num_attention_heads=1, num_key_value_heads=1, head_dim=8)
+    config = transformers.AutoConfig.from_pretrained(folder, **sizes, **heads)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    options = "--max-len 1024 --max-new-tokens 4 --prefill-budget 0".split()
+    found = started("--checkpoint", str(folder), *options, width=256)
     yield found
     found.end()
 

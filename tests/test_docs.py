@@ -12,14 +12,12 @@ The conventions for blocks of code:
 import ast
 import functools
 import importlib.util
-import io
 import json
 import os
 import pathlib
 import re
 import subprocess
 import sys
-import tokenize
 import tomllib
 from typing import NamedTuple
 
@@ -31,7 +29,6 @@ from processes import serving
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 DOCUMENTS = ["README.md", *sorted(str(x.relative_to(ROOT)) for x in (ROOT / "docs").rglob("*.md"))]
 LOG = "docs/development/log.md"  # which has the names of its days
-SHORT = ("README.md", "docs/python-api.md")  # whose programs run without --all
 SECONDS = 600  # until a program is given up
 FENCED = re.compile(r"^( *)```([^\n]*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
 
@@ -110,7 +107,7 @@ def with_blocks(kind: str) -> list[str]:
 
 @pytest.mark.parametrize(
     "document",
-    [x if x in SHORT else pytest.param(x, marks=pytest.mark.deep) for x in with_blocks("python")],
+    [x if x == "README.md" else pytest.param(x, marks=pytest.mark.deep) for x in with_blocks("python")],
 )
 def test_python(document):
     processes: list[list[Block]] = [[]]
@@ -128,10 +125,10 @@ def test_python(document):
 
 def test_the_loop_is_a_dozen_lines():
     """From a checkpoint to a text: after its imports about 12 lines, each with one statement."""
-    loops = [x.text for document in SHORT for x in blocks(document) if "= decode_step(" in x.text]
-    lines = [line for line in loops[0].splitlines() if line and not line.startswith(("import ", "from "))]
+    (loop,) = [x.text for x in blocks("docs/python-api.md") if "= decode_step(" in x.text]
+    lines = [line for line in loop.splitlines() if line and not line.startswith(("import ", "from "))]
     assert len(lines) <= 13 and not any(";" in line for line in lines)
-    assert "My name is Tiny Llama. I am a small" in printed_by([("the loop", loops[0])])[0]
+    assert "My name is Tiny Llama. I am a small" in printed_by([("the loop", loop)])[0]
 
 
 @pytest.mark.deep
@@ -273,11 +270,6 @@ def broken_links(document: str) -> list[str]:
     return broken
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_links(document):
-    assert not broken_links(document)
-
-
 @functools.cache
 def defined_in(file: str) -> set[str]:
     """The names that a Python file defines: functions, classes, variables, fields, and Class.member."""
@@ -338,14 +330,13 @@ def missing_names(document: str) -> list[str]:
     return missing
 
 
-@pytest.mark.parametrize("document", [x for x in DOCUMENTS if x != LOG])
-def test_names(document):
-    assert not missing_names(document)
-
-
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_lines_are_short(document):
-    """At most 120 columns, except for tables and for what has no space to break at."""
+def test_links_names_and_lines(document):
+    """Links and names lead to something, and lines have at most 120 columns, except for tables and for what
+    has no space to break at.
+    """
+    assert not broken_links(document)
+    assert document == LOG or not missing_names(document)
     long = [line for line in prose(document).splitlines() if len(line) > 120 and not line.startswith("|")]
     assert not [line for line in long if " " in line.strip()]
 
@@ -403,27 +394,13 @@ BRITISH = re.compile(
 )
 
 
-def comments(file: str) -> str:
-    """The comments and docstrings of a Python file."""
-    text = (ROOT / file).read_text()
-    found = [
-        x.string for x in tokenize.generate_tokens(io.StringIO(text).readline) if x.type == tokenize.COMMENT
-    ]
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            found.append(ast.get_docstring(node) or "")
-    return "\n".join(found)
-
-
-def british(text: str) -> list[str]:
-    return sorted({match[0] for match in BRITISH.finditer(text)})
+WRONG_ON_PURPOSE = {"tests/test_docs.py", "tests/test_command_line.py"}  # these words, and a wrong option
 
 
 def test_american_spelling():
-    code = [file for file in python_files() if file.endswith(".py") and file != "tests/test_docs.py"]
-    texts = {x: read(x) for x in DOCUMENTS} | {x: comments(x) for x in code}
-    found = {file: words for file, text in sorted(texts.items()) if (words := british(text))}
-    assert not found
+    files = {*DOCUMENTS, *(file for file in python_files() if file.endswith(".py"))} - WRONG_ON_PURPOSE
+    found = {file: {match[0] for match in BRITISH.finditer(read(file))} for file in sorted(files)}
+    assert not {file: words for file, words in found.items() if words}
 
 
 MEASURED = ("docs/cpu.md", "docs/server.md", "docs/checkpoints.md", "docs/tpu.md")

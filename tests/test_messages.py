@@ -2,11 +2,10 @@
 --prompt-file and the Python API make the same token ids of them."""
 
 import json
-import shutil
 
 import pytest
-from conftest import CHECKPOINTS, ONE_EACH, invoke
-from test_server import post, started
+from conftest import CHECKPOINTS, invoke
+from test_server import post, shallow, started
 
 import main
 from conversation.messages import read_messages
@@ -151,8 +150,7 @@ DEFINITIONS = [dict(type="function", function=dict(name="add", description="A su
 @pytest.fixture(scope="module", params=["a template without tools", "a template with tools"])
 def checkpoint(request, tmp_path_factory):
     """The folder of a tiny model whose chat template renders tools, or does not."""
-    folder = tmp_path_factory.mktemp("checkpoint") / "tiny-llama3"
-    shutil.copytree(CHECKPOINTS / "tiny-llama3", folder)
+    folder = shallow(tmp_path_factory.mktemp("checkpoint"), layers=1)
     if request.param == "a template with tools":
         (folder / "chat_template.jinja").write_text(WITH_TOOLS)
     return folder
@@ -160,7 +158,7 @@ def checkpoint(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(checkpoint):
-    found = started("--checkpoint", str(checkpoint), "--max-len", "512")
+    found = started("--checkpoint", str(checkpoint), "--max-len", "512", "--rows", "1")
     yield found
     found.end()
 
@@ -178,7 +176,8 @@ def test_a_conversation_is_the_same_everywhere(server, llm, checkpoint, monkeypa
     file = tmp_path / "p.jsonl"
     file.write_text("\n".join(map(json.dumps, lines)))
     asked = ["--checkpoint", checkpoint, "--prompt-file", file, "--json", "--max-new-tokens", 1]
-    code, out, err = invoke(monkeypatch, capsys, main, *ONE_EACH, *asked)
+    monkeypatch.setattr(main, "device_count", lambda: 1)
+    code, out, err = invoke(monkeypatch, capsys, main, *asked, "--rows", 1, "--max-len", 512)
     assert code == 0, err
     plain, offered = (response["prompt_tokens"] for response in json.loads(out)["responses"])
     for tokens, fields in zip((plain, offered), lines, strict=True):

@@ -17,7 +17,7 @@ ASKED = dict(model="tiny-llama3", input=QUESTION, temperature=0)
 EVENT = pydantic.TypeAdapter(openai.types.responses.ResponseStreamEvent)
 
 
-server = server_with("--max-len", "512")
+server = server_with("--max-len", "384", "--rows", "2")
 
 
 def without_ids(output: list) -> list[dict]:

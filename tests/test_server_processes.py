@@ -3,6 +3,7 @@
 import contextlib
 import http.client
 import json
+import pathlib
 import re
 import signal
 import socket
@@ -13,7 +14,8 @@ import time
 
 import pytest
 from conftest import FAST
-from processes import SECONDS, finish, free_port, start
+from processes import SECONDS, finish, free_port, shared_cache, start
+from test_server import shallow
 
 import main
 
@@ -28,10 +30,15 @@ SCHEMA = CHAT | dict(response_format=dict(type="json_schema", json_schema=dict(n
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory):
+def environment():
     """Programs are compiled once for all the tests here."""
-    compiled = str(tmp_path_factory.mktemp("compiled"))
+    compiled = shared_cache()
     return dict(JAX_PLATFORMS="cpu", JAX_COMPILATION_CACHE_DIR=compiled, XLA_FLAGS=FAST, PYTHONUTF8="1")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> pathlib.Path:
+    return shallow(tmp_path_factory.mktemp("shallow"))
 
 
 class Server:
@@ -93,20 +100,22 @@ def text_of(response) -> str:
     return json.loads(response.read())["choices"][0]["text"]
 
 
+def choices_of(text: str) -> list[dict]:
+    """The first choice in each of a stream's events, to its end."""
+    *events, last = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+    assert last == "[DONE]"
+    return [json.loads(event)["choices"][0] for event in events]
+
+
 def parts_of(text: bytes) -> str:
-    """The text of a stream's events, to its end."""
-    lines = [line for line in text.decode().splitlines() if line.startswith("data: ")]
-    assert lines[-1] == "data: [DONE]"
-    return "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines[:-1])
+    return "".join(choice["text"] for choice in choices_of(text.decode()))
 
 
 def answer(port: int, stream: bool = False, **fields) -> tuple[str, list[tuple[str, str]]]:
     """-> (the text of a chat's answer, the name and arguments of each of its calls), whole or of a stream."""
     text = ask(port, **fields, stream=stream).read().decode()
     if stream:
-        events = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
-        assert events.pop() == "[DONE]"
-        pieces = [json.loads(event)["choices"][0]["delta"] for event in events]
+        pieces = [choice["delta"] for choice in choices_of(text)]
     else:
         pieces = [json.loads(text)["choices"][0]["message"]]
     content, calls = "", {}
@@ -124,12 +133,12 @@ def rows_in_use(port: int) -> float:
     return next(float(line.split()[1]) for line in lines if line.startswith("llama_rows_in_use "))
 
 
-def test_ending(environment):
+def test_ending(environment, folder):
     """SIGTERM in the middle of answers, of which some wait: they are finished, and the server leaves.
 
     --no-access-log: no line per request.
     """
-    with serving(environment, "--no-access-log") as server:
+    with serving(environment, "--checkpoint", folder, "--no-access-log") as server:
         whole = text_of(ask(server.port, **ASKED))
         streams = [ask(server.port, **ASKED, stream=True) for _ in range(5)]
         begun = streams[0].readline()
@@ -140,9 +149,12 @@ def test_ending(environment):
         assert server.process.returncode == 0 and "Traceback" not in stderr and "method=" not in stderr
 
 
-def test_ending_with_much_to_tell(environment):
-    """An answer of 0.7 MB, which takes longer to write than the engine to end: it arrives."""
-    with serving(environment) as server:
+def test_ending_with_much_to_tell(environment, folder):
+    """An answer of 0.7 MB, which takes longer to write than the engine to end: it arrives.
+
+    And a full disk for logs: nothing that is said there can be said, and it serves all the same.
+    """
+    with open("/dev/full", "w") as full, serving(environment, "--checkpoint", folder, stderr=full) as server:
         replies = []
         asked = ASKED | dict(n=32, logprobs=20, max_tokens=40)
         thread = threading.Thread(target=lambda: replies.append(ask(server.port, **asked).read()))
@@ -154,9 +166,9 @@ def test_ending_with_much_to_tell(environment):
         assert len(json.loads(replies[0])["choices"]) == 32
 
 
-def test_ending_at_once(environment):
+def test_ending_at_once(environment, folder):
     """Of a second signal: it does not wait for the answer."""
-    with serving(environment) as server:
+    with serving(environment, "--checkpoint", folder) as server:
         with ask(server.port, **ASKED, n=64, stream=True) as stream:
             stream.readline()
             for code in (signal.SIGTERM, signal.SIGINT):
@@ -164,13 +176,6 @@ def test_ending_at_once(environment):
                 time.sleep(0.3)
         _, stderr = server.process.communicate(timeout=SECONDS)
         assert server.process.returncode == 130 and stderr.endswith("interrupted\n")
-
-
-def test_a_full_disk_for_logs(environment):
-    """Nothing that is said there can be said, and it serves all the same."""
-    with open("/dev/full", "w") as full, serving(environment, stderr=full) as server:
-        assert len(text_of(ask(server.port, **ASKED))) > 10
-        assert server.end()[0] == 0
 
 
 FAILS_LATER = """if True:
@@ -189,9 +194,9 @@ FAILS_LATER = """if True:
 """
 
 
-def test_the_engine_fails(environment):
+def test_the_engine_fails(environment, folder):
     """All that is open gets an error, and the process leaves by itself, with a line."""
-    with serving(environment, program=["-c", FAILS_LATER]) as server:
+    with serving(environment, "--checkpoint", folder, program=["-c", FAILS_LATER]) as server:
         stream = ask(server.port, **ASKED, n=5, stream=True)
         whole = ask(server.port, **ASKED)
         assert whole.status == 500 and "the engine has failed" in json.loads(whole.read())["error"]["message"]
