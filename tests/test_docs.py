@@ -441,4 +441,4 @@ def test_ci_runs_the_readmes_commands():
     commands = read(".ci/run").splitlines()
     for command in ("pip install -e . && python3 main.py", "pip install -e '.[test]' && python3 -m pytest"):
         assert command in read("README.md").splitlines()
-        assert any(line.startswith(command) for line in commands), command
+        assert any(line.lstrip().startswith(command) for line in commands), command
