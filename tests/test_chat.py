@@ -121,19 +121,17 @@ def test_a_pipe(tiny, environment):
         text = tokenizer.decode(answer.tokens, skip_special_tokens=True)
         turns.append({"role": "assistant", "content": text})
         expected.append(text)
-    said = (
-        "Who are you?\n\n你好 🦙\nWhat is 20 + 22?\n/nonsense\n/reset now\n/reset\nHello\n/exit\nnever read\n"
-    )
+    said = "Who are you?\n\n你好 🦙\nWhat is 20 + 22?\n/nonsense\n/reset now\n/reset\nWho are you?\n"
+    said += "/exit\nnever read\n"
     out, err = over_a_pipe(
         environment, said, "--checkpoint", str(tiny), "--system", "Be brief.", "--max-new-tokens", "40"
     )
-    assert out.startswith("\n".join(expected) + "\n")
+    assert out.splitlines() == [
+        *expected,
+        expected[0],
+    ]  # the last question is the first of a new conversation
     assert "no such command: /nonsense" in err and "no such command: /reset now" in err
     assert "a new conversation" in err and "Traceback" not in err
-    alone = over_a_pipe(
-        environment, "Hello", "--checkpoint", str(tiny), "--system", "Be brief.", "--max-new-tokens", "40"
-    )
-    assert out == "\n".join(expected) + "\n" + alone[0]
 
 
 def test_a_full_conversation(environment, tmp_path):

@@ -24,7 +24,7 @@ CONFIGS = {
 
 @pytest.mark.parametrize(
     ("name", "mesh"),
-    [("llama3", "tp8"), deep("llama4", "tp8"), ("llama4", "dp2-ep2-tp2")],
+    [deep("llama3", "tp8"), deep("llama4", "tp8"), ("llama4", "dp2-ep2-tp2")],
 )
 def test_unlike_prompts_in_several_calls(name, mesh):
     """A forward of the whole texts; and each row reads a number of tokens of its own in each call.

@@ -345,7 +345,7 @@ def held(folder: pathlib.Path, phase: str, *arguments):
 
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM)
 PHASES = ("coming", "joining", "loading", "compiling", "decoding")
-SHORT = [("compiling", signal.SIGSTOP, 0), ("decoding", signal.SIGKILL, 0), ("compiling", signal.SIGTERM, 1)]
+SHORT = [("decoding", signal.SIGKILL, 0), ("compiling", signal.SIGTERM, 1)]
 # In every phase each process is the victim of one signal or two, and every signal ends each process in some.
 ENDINGS = [(phase, number, (i + j) % 2) for i, phase in enumerate(PHASES) for j, number in enumerate(SIGNALS)]
 WHY = {signal.SIGTERM: "was terminated", signal.SIGKILL: "has ", signal.SIGSTOP: "has not answered for 11 s"}

@@ -178,7 +178,7 @@ def spy_on_chunks(monkeypatch) -> list[int]:
 # ------------------------------------------------------------------------------------------ the same answers
 
 
-@pytest.mark.parametrize("mesh", ["1", deep("dp8"), deep("tp8"), "dp2-ep2-tp2"])
+@pytest.mark.parametrize("mesh", [*map(deep, ("1", "dp8", "tp8")), "dp2-ep2-tp2"])
 def test_requests_in_8_rows(mesh, compiled):
     """Greedy and drawn, on any mesh: as alone, to the token. No neighbor, order or number of rows counts.
 

@@ -53,6 +53,7 @@ def answers(out: str) -> list[list[int]]:
     return [response["tokens"] for response in json.loads(out)["responses"]]
 
 
+@pytest.mark.deep
 def test_two_processes_by_default(tokens):
     """No option but the prompts, which the first process alone can read: as one process answers."""
     arguments = ["--checkpoint", LLAMA4, "--json", "--prompt-file", "-"]

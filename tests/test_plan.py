@@ -493,7 +493,7 @@ def test_decode_on_16_chips():
     [
         ("llama3.1-70b", 8, 8192, "int8", 63),
         deep("llama4-scout", 16, 4096, "int8", 104),
-        ("llama3.1-70b", 8, 8192, "int4", 37),
+        deep("llama3.1-70b", 8, 8192, "int4", 37),
         deep("llama4-scout", 1, 4096, "int4", 12),
     ],
 )
@@ -516,6 +516,7 @@ def bytes_over_floor(
 
 
 @needs_compiler
+@pytest.mark.deep
 def test_latent_attention():
     """GLM-4.7-Flash: four collectives per layer, no copy of the cache, and bytes little above the floor.
 
