@@ -245,7 +245,7 @@ def test_a_grammar_does_not_pay_twice():
     finish(engine)
 
 
-@pytest.mark.parametrize("mesh", ["1", deep("dp2-ep2-tp2")])
+@pytest.mark.parametrize("mesh", ["1", deep("dp2-tp4")])
 def test_scores_of_several_prompts(mesh, monkeypatch, compiled):
     """Prompts of unlike lengths are read together, with scores and without: each result is as alone."""
     monkeypatch.setattr(chunks, "CPU_SHAPES", ((1, 8), (4, 8)))
