@@ -126,10 +126,8 @@ def test_a_pipe(tiny, environment):
     out, err = over_a_pipe(
         environment, said, "--checkpoint", str(tiny), "--system", "Be brief.", "--max-new-tokens", "40"
     )
-    assert out.splitlines() == [
-        *expected,
-        expected[0],
-    ]  # the last question is the first of a new conversation
+    # The last question is the first of a new conversation.
+    assert out.splitlines() == [*expected, expected[0]]
     assert "no such command: /nonsense" in err and "no such command: /reset now" in err
     assert "a new conversation" in err and "Traceback" not in err
 

@@ -55,11 +55,11 @@ def small(monkeypatch) -> None:
     monkeypatch.setattr(main, "device_count", lambda: 1)
     monkeypatch.setattr(chunks, "CPU_SHAPES", ((1, 64),))
     monkeypatch.setattr(prompts, "NEW_TOKENS", 40)
-    monkeypatch.setattr(
-        main,
-        "fit_cache",
-        lambda models, lengths, rows, most: fit_cache(models, lengths, rows or 4, most or 128),
-    )
+
+    def fit_small(models, lengths, rows, most):
+        return fit_cache(models, lengths, rows or 4, most or 128)
+
+    monkeypatch.setattr(main, "fit_cache", fit_small)
 
 
 WRONG = {
@@ -278,20 +278,7 @@ def test_json(small, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(main, "device_count", jax.device_count)
     (tmp_path / "prompts").write_text("How much is 12 plus 34?\n")
     arguments = ["--json", "--logprobs", "--prompt", "Who are you?", "--prompt-file", tmp_path / "prompts"]
-    arguments += [
-        "--checkpoint",
-        LLAMA4,
-        "--dp",
-        "2",
-        "--ep",
-        "2",
-        "--tp",
-        "2",
-        "--kv-cache-dtype",
-        "int8",
-        "--rows",
-        2,
-    ]
+    arguments += ["--checkpoint", LLAMA4, *"--dp 2 --ep 2 --tp 2 --kv-cache-dtype int8 --rows 2".split()]
     code, out, err = invoke(monkeypatch, capsys, main, *arguments)
     assert code == 0, err
     result = json.loads(out)
