@@ -503,7 +503,7 @@ MUTATIONS = [
     ("serving/engine.py", 'answer.finish_reason or "length"', '"length"', CANCEL),
     ("serving/programs.py", "score = max((x.score for x in chunks if x.score is not None), default=None)", "score = None", "tests/test_generation.py::test_log_probabilities_of_prompts[ring-dp2-ep2-tp2]"),
     ("serving/engine.py", "[min(row.prefill_left, shape.width) for row in own]", "[row.prefill_left for row in own]", SCORES),
-    ("serving/engine.py", "[(first + j, x, x.number)", "[(i + j, x, x.number)", PACE + "scores_of_several_prompts[dp2-ep2-tp2]"),
+    ("serving/engine.py", "[(first + j, x, x.number)", "[(i + j, x, x.number)", PACE + "scores_of_several_prompts[dp2-tp4]"),
     ("serving/engine.py", "if np.isnan(scores.logprobs[i, :n]).any():", "if False:", DAMAGED),
     ("serving/chunks.py", "OVERHEAD = 64", "OVERHEAD = 0", "tests/test_generation.py::test_width_of_a_prefill_chunk"),
     ("serving/chunks.py", "WORTH_MORE_ROWS if shape.rows > best.rows else 1", "1", "tests/test_generation.py::test_shape_of_a_prefill_chunk"),

@@ -26,7 +26,6 @@ def test_no_test_has_the_name_of_another():
     assert {"ROOT", "GGUF", "TERMINATED", "MUTATIONS"} <= counts.keys()  # alone, in a tuple, unpacked
 
 
-@pytest.mark.deep
 def test_every_mutation_can_be_made_and_has_its_test():
     assert mutate.out_of_date(mutate.MUTATIONS) == []
 
