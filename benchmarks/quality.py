@@ -29,6 +29,8 @@ from checkpoints.loading import load
 from checkpoints.names import FLOATS, named_infos
 from conversation.text import load_tokenizer
 from deployment import compilation_cache, placement
+from deployment.deploy import ModelOptions, mesh_for
+from deployment.job import Job
 from feedback.errors import UserError
 from feedback.progress import progress
 from model import Config, Weights, forward
@@ -242,8 +244,10 @@ def main() -> None:
     format = FORMATS[args.quantize]
     exact, converted = open_both(args.checkpoint, args.converted, format)
     cfg, show = exact.config, jax.process_index() == 0
-    mesh = placement.choose_mesh(cfg, args.dp, args.ep, args.tp, launch.device_count())
-    dtype, _ = placement.choose_dtypes(args.dtype, None, None)
+    dtype, kv_dtype = placement.choose_dtypes(args.dtype, None, None)
+    options = ModelOptions(args.checkpoint, dp=args.dp, ep=args.ep, tp=args.tp)
+    job = Job(cfg, 1, min(args.window, cfg.max_positions), None, kv_dtype, dtype)
+    mesh = mesh_for(options, launch.device_count(), job, launch.log)
     placement.set_precision(dtype)
     if text:
         length = min(args.window, cfg.max_positions)

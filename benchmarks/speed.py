@@ -13,6 +13,7 @@ import collections
 import dataclasses
 import gzip
 import json
+import math
 import pathlib
 import re
 import statistics
@@ -30,6 +31,8 @@ from checkpoints.checkpoint import open_checkpoint
 from checkpoints.loading import load
 from checkpoints.names import FLOATS
 from deployment import memory, placement
+from deployment.deploy import ModelOptions, mesh_for
+from deployment.job import Job
 from deployment.step_bytes import bytes_per_step
 from families.latent_attention import LatentAttentionWeights
 from feedback.errors import UserError
@@ -380,10 +383,6 @@ def main() -> None:
             raise UserError("--layers is for --model: a checkpoint is loaded whole")
         cfg = dataclasses.replace(cfg, layers=cfg.layers[: args.layers])
     on_cpu = jax.default_backend() == "cpu"
-    mesh = placement.choose_mesh(cfg, args.dp, args.ep, args.tp, launch.device_count())
-    for batch in args.batch:
-        if batch % mesh.shape["data"]:
-            raise UserError(f"--batch {batch} is no multiple of the data parallelism {mesh.shape['data']}")
     format = placement.choose_format(args.quantize, checkpoint, launch.log)
     dtype, kv_dtype = placement.choose_dtypes(args.dtype, args.kv_cache_dtype, format)
     placement.set_precision(dtype)
@@ -391,6 +390,12 @@ def main() -> None:
         if length > cfg.max_positions:
             raise UserError(f"--{name} {length}: the model's limit is {cfg.max_positions} positions")
     longest = max(*args.context, *args.prompt)
+    options = ModelOptions(args.checkpoint or args.model, dp=args.dp, ep=args.ep, tp=args.tp)
+    job = Job(cfg, math.gcd(*args.batch), longest, format, kv_dtype, dtype)
+    mesh = mesh_for(options, launch.device_count(), job, launch.log)
+    for batch in args.batch:
+        if batch % mesh.shape["data"]:
+            raise UserError(f"--batch {batch} is no multiple of the data parallelism {mesh.shape['data']}")
     memory.fit_cache([memory.Deployment(cfg, mesh, dtype, format, kv_dtype)], [], max(args.batch), longest)
     rates = measure_bandwidth(), measure_flops(jnp.dtype(dtype))  # before the weights fill the memory
     if checkpoint:

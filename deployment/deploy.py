@@ -9,16 +9,27 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from checkpoints.checkpoint import Checkpoint, open_checkpoint
 from checkpoints.loading import load
 from conversation.text import load_tokenizer
 from deployment.ahead import ProgramsOnShapes
-from deployment.memory import HEADROOM, Deployment, device_memory
-from deployment.placement import choose_dtypes, choose_format, choose_mesh, set_precision, slice_count
+from deployment.chips import topology_of
+from deployment.job import Job
+from deployment.memory import CPU_ROWS, DEFAULT_ROWS, ROW_POSITIONS, Deployment, device_memory
+from deployment.placement import (
+    choose_dtypes,
+    choose_format,
+    choose_mesh,
+    rank_meshes,
+    set_precision,
+    slice_count,
+)
 from distributed.exchange import agree, process_count
 from feedback.errors import UserError
 from model import Weights
@@ -27,6 +38,7 @@ from serving.speculation import DraftModel, PromptLookup, mesh_for_draft
 from sharding.mesh import degrees
 
 COMPARED_TENSORS = 256  # of a checkpoint, whose bytes all processes compare
+WORTH_SAYING = 1.1  # how much longer a step takes on the user's mesh than on another one
 Log = Callable[[str], None]
 logger = logging.getLogger(__name__)
 
@@ -46,6 +58,8 @@ class ModelOptions:
     draft: str | None = None
     lookup: bool = False
     guesses: int = 4
+    rows: int | None = None
+    max_len: int | None = None
 
 
 def open_models(options: ModelOptions, n_devices: int, log: Log) -> list[Deployment]:
@@ -55,9 +69,10 @@ def open_models(options: ModelOptions, n_devices: int, log: Log) -> list[Deploym
     if the checkpoints of several processes differ.
     """
     checkpoint = open_agreed(options, "checkpoint")
-    models = [deploy(options, checkpoint, mesh_for(options, checkpoint, n_devices, log), log)]
+    models = [deploy(options, checkpoint, partial(mesh_for, options, n_devices, log=log), log)]
     if options.draft:
-        models.append(deploy(options, *open_draft(options, models[0]), log))
+        draft, mesh = open_draft(options, models[0])
+        models.append(deploy(options, draft, lambda job: mesh, log))
     for x in models:
         set_precision(x.dtype)
         types = f"activations {x.dtype}, weights {x.format or x.dtype}, cache {x.kv_dtype}"
@@ -65,20 +80,27 @@ def open_models(options: ModelOptions, n_devices: int, log: Log) -> list[Deploym
     return models
 
 
-def mesh_for(options: ModelOptions, checkpoint: Checkpoint, n_devices: int, log: Log) -> Mesh:
-    """The mesh that the user asks for, or one that suits the model and the network."""
+def mesh_for(options: ModelOptions, n_devices: int, job: Job, log: Log) -> Mesh:
+    """The mesh for a job on the first n_devices, of the degrees that the user gives, else the best.
 
-    def fits(mesh: Mesh) -> bool:
-        return deploy(options, checkpoint, mesh, log).weight_bytes() <= have * (1 - HEADROOM)
-
-    have, slices = device_memory(), slice_count()
-    stages = options.pp or (1 if options.draft or options.lookup else None)
-    asked = options.dp, options.ep, options.tp, n_devices, stages
-    mesh = choose_mesh(checkpoint.config, *asked, slices, fits)
-    if process_count() > 1:
-        what = f"{n_devices} devices" + f" in {slices} slices that a slower network joins" * (slices > 1)
-        log(f"mesh of {what}: " + ", ".join(f"{name} {n}" for name, n in degrees(mesh).items()))
-    return mesh
+    `log` is told which one it is, and what would be better than what the user gives.
+    """
+    slices, have = slice_count(), device_memory()
+    topology = topology_of(jax.devices()[:n_devices], slices)
+    one_stage = options.draft or options.lookup
+    any_stages = (1,) if one_stage else tuple(sorted({1, slices}))
+    given = options.dp, options.ep, options.tp
+    stages = (options.pp,) if options.pp else any_stages
+    mesh, placed = choose_mesh(job, topology, given, stages, have)
+    if n_devices > 1:
+        where = f" in {slices} slices that a slower network joins" * (slices > 1)
+        log(f"mesh of {n_devices} devices{where}: {mesh}")
+    if any(given) or options.pp:
+        best = rank_meshes(placed, topology, stages=any_stages, have=have)[0]
+        if best.fits and best.cost < mesh.cost / WORTH_SAYING:
+            less, what = 1 - best.cost / mesh.cost, "time" if topology.chip else "bytes"
+            log(f"{best} would take an estimated {less:.0%} less {what} in each step")
+    return mesh.make(job.cfg, topology)
 
 
 def open_agreed(options: ModelOptions, option: str) -> Checkpoint:
@@ -103,12 +125,20 @@ def open_draft(options: ModelOptions, target: Deployment) -> tuple[Checkpoint, M
         raise UserError(f"--draft {options.draft}: {e}") from None
 
 
-def deploy(options: ModelOptions, checkpoint: Checkpoint, mesh: Mesh, log: Log) -> Deployment:
-    """The model in the number formats that the user asks for, or else in the default ones."""
-    format = choose_format(options.quantize, checkpoint, log)
+def deploy(
+    options: ModelOptions, checkpoint: Checkpoint, place: Callable[[Job], Mesh], log: Log
+) -> Deployment:
+    """The model in the number formats that the user asks for, or else in the default ones.
+
+    place: chooses its mesh, for the rows that are planned.
+    """
+    cfg, format = checkpoint.config, choose_format(options.quantize, checkpoint, log)
     dtype, kv_dtype = choose_dtypes(options.dtype, options.kv_cache_dtype, format)
+    rows = options.rows or (CPU_ROWS if jax.default_backend() == "cpu" else DEFAULT_ROWS)
+    positions = min(options.max_len or ROW_POSITIONS, cfg.max_positions)
+    mesh = place(Job(cfg, rows, positions, format, kv_dtype, dtype))
     step_tokens = 1 + options.guesses if options.draft or options.lookup else 1
-    return Deployment(checkpoint.config, mesh, dtype, format, kv_dtype, checkpoint, step_tokens)
+    return Deployment(cfg, mesh, dtype, format, kv_dtype, checkpoint, step_tokens)
 
 
 def load_while_compiling(

@@ -29,19 +29,11 @@ from sharding.stages import in_stages
 
 logger = logging.getLogger(__name__)
 DEFAULT_ROWS = 32  # of the batch
+ROW_POSITIONS = 4096  # the default length of rows that are made before the prompts are known
 CPU_ROWS = 8  # of a batch that waits for requests, on a CPU: steps grow longer with every busy row
 # Fractions of the memory that are left over unless the user gives --rows: for programs where their code and
 # temporaries are not estimated, and for errors of the estimate where they are.
 HEADROOM, ESTIMATE_HEADROOM = 0.1, 0.02
-
-# Memory bandwidth in bytes per second of one jax device, by its device_kind, from the vendors' data sheets. A
-# TPU7x chip has two devices.
-BANDWIDTH = {
-    "TPU v4": 1.228e12, "TPU v5 lite": 0.819e12, "TPU v5": 2.765e12, "TPU v5p": 2.765e12,
-    "TPU v6 lite": 1.638e12, "TPU7x": 3.69e12, "NVIDIA A100-SXM4-40GB": 1.555e12,
-    "NVIDIA A100-SXM4-80GB": 2.039e12, "NVIDIA H100 80GB HBM3": 3.35e12, "NVIDIA H200": 4.8e12,
-    "NVIDIA B200": 8e12,
-}  # fmt: skip
 
 
 def shard_bytes(tree) -> int:

@@ -1,57 +1,122 @@
 """How a model is placed on devices: its mesh, and the number formats of weights, activations and cache."""
 
 import collections
+import dataclasses
+import itertools
 from collections.abc import Callable
 
 import jax
 from jax.sharding import Mesh
 
 from checkpoints.checkpoint import Checkpoint
+from deployment.chips import Topology
+from deployment.estimates import expected_collectives, resource_seconds, step_seconds
+from deployment.floor import needed
+from deployment.job import Job
+from deployment.memory import HEADROOM
 from distributed.exchange import gather, hostname
 from feedback.errors import UserError
 from model import Config
 from quantize import FORMATS, Format
 from sharding.mesh import make_mesh
 
+Given = tuple[int | None, int | None, int | None]
 
-def choose_mesh(
-    cfg: Config,
-    dp: int | None,
-    ep: int | None,
-    tp: int | None,
-    n_devices: int,
-    pp: int | None = None,
-    slices: int = 1,
-    fits: Callable[[Mesh], bool] = bool,
-) -> Mesh:
-    """A mesh of all devices: of the degrees that the user fixes, and else as tensor parallel as possible.
 
-    slices: see `slice_count`. With several slices, tensor parallelism stays within a slice, and the slices
-    become data shards, or else stages. Only if the model does not fit so do its layers cross the slow network
-    between slices. fits: whether the model fits on a mesh. Raises UserError if no degrees of parallelism suit
-    the devices and the model.
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A mesh of these degrees of parallelism, and what is known before compiling of a decode step on it.
+
+    stored_bytes: of weights and cache, on one device. bytes_read: by one device. estimated_step_seconds: None
+    where the devices' data sheet is not known.
     """
-    given = [f"--{name} {n}" for name, n in (("dp", dp), ("ep", ep), ("tp", tp), ("pp", pp)) if n]
-    asked, ep, stages = " ".join(given) or "the default mesh", ep or 1, [pp] if pp else sorted({1, slices})
-    degrees = [
-        (n_devices // (p * ep * t), ep, t, p)
-        for p in stages
-        for t in range(n_devices, 0, -1)
-        if n_devices % (p * ep * t) == 0 and tp in (None, t) and dp in (None, n_devices // (p * ep * t))
-    ]
-    degrees.sort(key=lambda x: x[1] * x[2] > n_devices // slices)
-    meshes, reasons = [], ["--dp x --ep x --tp x --pp must be the number of devices"]
-    for data, expert, tensor, stage in degrees:
+
+    dp: int
+    ep: int
+    tp: int
+    pp: int
+    fits: bool
+    stored_bytes: float
+    bytes_read: float
+    estimated_step_seconds: float | None
+
+    @property
+    def cost(self) -> float:
+        """What a step takes: seconds, or bytes where these are all that is known."""
+        return self.estimated_step_seconds or self.bytes_read
+
+    def __str__(self) -> str:
+        """In the words of the command line."""
+        return f"--dp {self.dp} --ep {self.ep} --tp {self.tp}" + f" --pp {self.pp}" * (self.pp > 1)
+
+    def make(self, cfg: Config, topology: Topology) -> Mesh:
+        return make_mesh(cfg, self.dp, self.ep, self.tp, list(topology.devices), self.pp)
+
+
+def rank_meshes(
+    job: Job,
+    topology: Topology,
+    given: Given = (None, None, None),
+    stages: tuple[int, ...] = (1,),
+    have: float | None = None,
+) -> list[Choice]:
+    """The meshes of all devices that the model and the given degrees allow, the best first.
+
+    given: (dp, ep, tp), None where any degree will do. stages: the numbers of them to consider, the best
+    first. have: bytes of a device; default: its data sheet's. With several slices the model's weights stay
+    within one, if they fit, and the slices become data shards, or else stages. A batch that the shards do not
+    divide is rounded up. Raises UserError if there is no such mesh.
+    """
+    n, chip, choices = len(topology.devices), topology.chip, []
+    reasons = ["--dp x --ep x --tp x --pp must be their number"]
+    have = chip.hbm if have is None else have
+    divisors = [d for d in range(1, n + 1) if n % d == 0]
+    for pp, ep, tp in itertools.product(stages, divisors, divisors):
+        dp, rest = divmod(n, pp * ep * tp)
+        if rest or any(x not in (None, y) for x, y in zip(given, (dp, ep, tp), strict=True)):
+            continue
         try:
-            meshes.append(make_mesh(cfg, data, expert, tensor, stage=stage))
+            mesh = make_mesh(job.cfg, dp, ep, tp, list(topology.devices), pp)
         except ValueError as e:
             reasons.append(str(e))
             continue
-        if slices == 1 or fits(meshes[-1]):
-            return meshes[-1]
-    if not meshes:
-        raise UserError(f"{asked} on {n_devices} devices: {reasons[-1]}")
-    return min(meshes, key=lambda mesh: mesh.shape["data"])  # fit_cache will say how much memory is missing
+        rounded = dataclasses.replace(job, batch=-(-job.batch // (dp * pp)) * dp * pp)
+        stored = sum(size for *_, size in rounded.shards(mesh)) + rounded.waiting_bytes(mesh)
+        bytes_read, flops = needed(rounded, mesh)
+        seconds = None
+        if chip:
+            collectives = expected_collectives(rounded, mesh, topology)
+            seconds = step_seconds(resource_seconds(bytes_read, flops, collectives, chip))
+        choices.append(Choice(dp, ep, tp, pp, stored < have, stored, bytes_read, seconds))
+    if not choices:
+        asked = [f"--{name} {x}" for name, x in zip(("dp", "ep", "tp"), given, strict=True) if x]
+        asked += [f"--pp {stages[0]}"] if stages[0] > 1 else []
+        raise UserError(f"{' '.join(asked) or 'the default mesh'} on {n} devices: {reasons[-1]}")
+
+    def order(x: Choice) -> tuple:
+        crosses = x.ep * x.tp > n // topology.slices  # the slow network between slices
+        rounded_up = job.batch % (x.dp * x.pp) > 0
+        missing = 0 if x.fits else x.stored_bytes
+        return missing, crosses, stages.index(x.pp), rounded_up, x.cost, -x.tp
+
+    return sorted(choices, key=order)
+
+
+def choose_mesh(
+    job: Job, topology: Topology, given: Given, stages: tuple[int, ...], have: int
+) -> tuple[Choice, Job]:
+    """The best mesh for the job's rows, or else for half of them, and so on: -> (it, the job with its rows).
+
+    have: bytes of a device, of which HEADROOM is left over if it can be. If not even one row fits, it is the
+    mesh that comes closest: fit_cache will say how much memory is missing.
+    """
+    counts = [job.batch >> i for i in range(job.batch.bit_length())]
+    for left_over, rows in itertools.product((HEADROOM, 0), counts):
+        placed = dataclasses.replace(job, batch=rows)
+        best = rank_meshes(placed, topology, given, stages, have * (1 - left_over))[0]
+        if best.fits:
+            break
+    return best, placed
 
 
 def slice_count() -> int:

@@ -1,6 +1,6 @@
 """The bytes that a step must read from a device's memory: the weights in use, and the slots that are filled.
 
-The planner adds up the same shares of the weights, see planner/floor.py.
+The planner adds up the same shares of the weights, see deployment/floor.py.
 """
 
 import functools
@@ -44,37 +44,51 @@ def part_of(argument: str, cfg: Config) -> str:
     return "experts" if routed and found[3] not in ("shared", "router") else "mlp"
 
 
-@functools.cache
 def active_experts(cfg: Config, tokens: float, shards: int) -> float:
     """The expected fraction of its experts that the busiest of `shards` expert shards reads in a step.
 
     The other shards wait for it. Of a dense model it is 1. tokens: of a step on one data shard, or their mean
     over steps. Each token goes to A of the E experts at random, which leaves E (1 - A/E)^tokens of them idle.
-    By symmetry all C(E, n) sets of n experts are equally likely to be in use. The coefficient of x^n in
-    (sum_{k<=m} C(E/shards, k) x^k)^shards is the number of these sets with at most m experts in each shard.
     """
     if not cfg.moe:
         return 1.0
-    E, A, size = cfg.moe.E, cfg.moe.A, cfg.moe.E // shards
+    E, A = cfg.moe.E, cfg.moe.A
     if shards == 1:
         return 1 - (1 - A / E) ** tokens
-    if part := tokens % 1:
-        less, more = (active_experts(cfg, float(n), shards) for n in (tokens - part, tokens - part + 1))
-        return (1 - part) * less + part * more
+    less, part = int(tokens), tokens % 1
+    mean = (1 - part) * busiest_shard(E, A, less, shards)
+    return mean + part * busiest_shard(E, A, less + 1, shards) if part else mean
 
-    def one_token(n: int, then: int) -> float:
-        """The probability that one more token increases the experts in use from n to `then`."""
-        new = then - n
-        return math.comb(E - n, new) * math.comb(n, A - new) / math.comb(E, A) if 0 <= new <= A else 0
 
-    counts = range(E + 1)
-    step = np.array([[one_token(n, then) for n in counts] for then in counts])
-    in_use = np.linalg.matrix_power(step, int(tokens))[:, 0]
-    sets, mean = np.array([float(math.comb(E, n)) for n in counts]), 0.0
+@functools.cache
+def busiest_shard(E: int, A: int, tokens: int, shards: int) -> float:
+    """See `active_experts`.
+
+    By symmetry all C(E, n) sets of n experts are equally likely to be in use. The coefficient of x^n in
+    (sum_{k<=m} C(E/shards, k) x^k)^shards is the number of these sets with at most m experts in each shard.
+    """
+    size, mean, in_use = E // shards, 0.0, experts_in_use(E, A, tokens)
+    sets = np.array([float(math.comb(E, n)) for n in range(E + 1)])
     for m in range(size):  # the mean of a count is the sum of its probabilities to exceed m
         within = polypow([float(math.comb(size, k)) for k in range(m + 1)], shards)
         mean += 1 - in_use[: within.size] @ (within / sets[: within.size])
     return float(mean) / size
+
+
+@functools.cache
+def experts_in_use(E: int, A: int, tokens: int) -> np.ndarray:
+    """The probabilities that 0, 1, ... E experts are in use when each token goes to A of them at random."""
+    step = np.zeros((E + 1, E + 1))  # step[n + new, n]: that one more token increases them from n by `new`
+    for new in range(A + 1):
+        n = np.arange(E + 1 - new)
+        ways = [math.comb(E - k, new) * math.comb(k, A - new) for k in n.tolist()]
+        step[n + new, n] = [x / math.comb(E, A) for x in ways]
+    in_use, before = np.eye(E + 1)[0], None
+    for _ in range(tokens):
+        in_use, before = step @ in_use, in_use
+        if (in_use == before).all():  # all of them
+            break
+    return in_use
 
 
 def share_read(name: str, cfg: Config, experts: float, chooses: bool = True) -> float:

@@ -29,12 +29,11 @@ from deployment.deploy import (
     open_models,
     programs_on_shapes,
 )
-from deployment.memory import CPU_ROWS, DEFAULT_ROWS, Deployment, fit_cache
+from deployment.memory import CPU_ROWS, DEFAULT_ROWS, ROW_POSITIONS, Deployment, fit_cache
 from distributed.exchange import gather
 from feedback.errors import UserError, located
 from generation.replies import Replies, Reply, Score
 from generation.request_builder import (
-    ROW_POSITIONS,
     Messages,
     Prompt,
     builder_for,
@@ -124,6 +123,8 @@ def load(
         draft=draft,
         lookup=lookup,
         guesses=guesses,
+        rows=rows,
+        max_len=max_len,
     )
     sizes = dict(dp=dp, ep=ep, tp=tp, pp=pp, n_devices=n_devices, rows=rows, max_len=max_len)
     for name, value in sizes.items():

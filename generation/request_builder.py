@@ -22,7 +22,6 @@ from serving.requests import Request, choose_sampling, override
 from sharding.sampling import MAX_TOP_LOGPROBS, Sampling
 
 NEW_TOKENS = 256  # the default max_new_tokens, if the row has room for as many
-ROW_POSITIONS = 4096  # the default length of rows that are made before the prompts are known
 MOST_NEW_TOKENS = 2**31 - 1
 NOT_TEXT = "not valid text: half a surrogate pair, or bytes that this terminal's encoding does not have"
 

@@ -2,12 +2,12 @@
 
 from jax.sharding import AbstractMesh
 
+from deployment.chips import CHIPS, Chip
+from deployment.floor import needed
+from deployment.job import Job
 from images.drawing import pyplot, tidy
 from model import Config
-from planner.floor import needed
-from planner.job import Job
 from planner.published_models import read_model
-from planner.topologies import CHIPS, Chip
 from sharding.mesh import mesh_shape
 
 DRAWN = {"v5e": "#4c78a8", "v6e": "#e45756"}

@@ -6,10 +6,10 @@ import os
 import pathlib
 import re
 
+from deployment.job import Job
 from deployment.memory import gib
 from feedback.errors import UserError
 from planner.compiled_step import Step
-from planner.job import Job
 from planner.planning import Plan, make_plan
 from planner.published_models import MODELS, read_model
 from planner.topologies import find_topology

@@ -13,16 +13,16 @@ from functools import partial
 import jax
 from jax.sharding import Mesh
 
+from deployment.chips import Topology
+from deployment.estimates import collective_seconds, network_seconds, resource_seconds, step_seconds
+from deployment.floor import floor_bytes, needed, share_needed
+from deployment.job import Job, local_tokens
 from deployment.step_bytes import PARTS, named_leaves, part_of
 from feedback.errors import UserError
 from ops.attention import BLOCK
 from ops.tpu import TILE
 from planner.compiler import CompiledProgram, compile_programs, memory_of
-from planner.estimates import collective_seconds, network_seconds, resource_seconds, step_seconds
-from planner.floor import floor_bytes, needed, share_needed
-from planner.job import Job, local_tokens
 from planner.schedule import Schedule, expert_rows, read_schedule
-from planner.topologies import Topology
 from planner.traffic import Collective, Program, Reader
 from sharding.mesh import EXPERT, MODEL, SLOTS, STAGE, mesh_size
 

@@ -8,9 +8,9 @@ import jax
 from jax.sharding import Mesh
 
 from deployment.ahead import compile_on_shapes
+from deployment.job import Job
 from deployment.memory import shard_bytes
 from deployment.step_bytes import named_leaves
-from planner.job import Job
 from serving.executors import executor_for
 
 

@@ -14,9 +14,9 @@ import jax
 from jax.sharding import Mesh
 
 from deployment.ahead import ProgramsOnShapes
+from deployment.job import Job
 from deployment.program_memory import program_bytes
 from planner.compiler import CompiledProgram, Compiler
-from planner.job import Job
 from planner.published_models import read_model
 from planner.topologies import find_topology
 from serving.needed import demand_of, needed_programs, run_on_no_row

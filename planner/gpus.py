@@ -1,36 +1,6 @@
 """GPUs as XLA's compiler has to know them, so that it compiles for GPUs that need not be here."""
 
-import dataclasses
-
-from deployment.memory import BANDWIDTH
-
-
-@dataclasses.dataclass(frozen=True)
-class Gpu:
-    """name: jax's device_kind. capability: CUDA's, (major, minor). memory, l2: bytes. links: of NVLink.
-
-    processors: how many (SMs, streaming multiprocessors). Of one of them, lanes: its float32 units;
-    clock: GHz; shared_memory: bytes of it; of these, a block of threads may use all but 1 KiB.
-    Source: openxla/xla, xla/backends/gpu/target_config/specs, which are read from such GPUs.
-    """
-
-    name: str
-    capability: tuple[int, int]
-    memory: int
-    l2: int
-    links: int
-    processors: int
-    lanes: int
-    clock: float
-    shared_memory: int
-
-
-GPUS = {
-    "a100": Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 85100068864, 41943040, 12, 108, 64, 1.41, 167936),
-    "h100": Gpu("NVIDIA H100 80GB HBM3", (9, 0), 84942979072, 52428800, 18, 132, 128, 1.98, 233472),
-    "h200": Gpu("NVIDIA H200", (9, 0), 151397597184, 52428800, 18, 132, 128, 1.98, 233472),
-    "b200": Gpu("NVIDIA B200", (10, 0), 191514411008, 132644864, 18, 148, 128, 1.965, 233472),
-}
+from deployment.chips import BANDWIDTH, Gpu
 
 
 def target_config(gpu: Gpu) -> str:

@@ -8,8 +8,8 @@ through this order with a clock:
 - An instruction ends when it has computed, and when its own bytes have been read and written. Its products
   take as long as the data sheet says; its other operations, one by one, go through the vector units.
 - The experts' kernel multiplies as many rows as are expected: of its operands the program says no more.
-- A synchronous collective lets the device wait for as long as planner/estimates.py says. Transfers from HBM
-  that have been started go on meanwhile.
+- A synchronous collective lets the device wait for as long as deployment/estimates.py says. Transfers from
+  HBM that have been started go on meanwhile.
 - Asynchronous collectives go on beside the instructions that follow, one after another; only permutations
   between other pairs of devices go at the same time. The instruction that takes the result waits for the end.
 
@@ -27,10 +27,10 @@ from collections.abc import Callable
 
 from numpy.polynomial.polynomial import polypow
 
+from deployment.chips import Chip
 from model import Config
 from ops.grouped_matmul import FEW_ROWS, TILES
 from planner.hlo import Array, Computation, Instruction
-from planner.topologies import Chip
 from planner.traffic import CALLS, COLLECTIVES, Collective, Origins, Reader, Traffic, channel
 
 # A product whose narrower operand has fewer rows is assumed to take as long as one with so many, because the

@@ -1,90 +1,13 @@
-"""Chips, TPUs and GPUs, as their data sheets describe them, and topologies, as their compilers know them."""
+"""Topologies of TPUs and GPUs that need not be here, as their compilers know them."""
 
-import dataclasses
 import importlib.util
 import re
 
 from jax.experimental import topologies
 
-from deployment.memory import BANDWIDTH
+from deployment.chips import CHIPS, GPUS, Topology
 from feedback.errors import UserError
-from planner.gpus import GPUS, target_config
-
-MEMORY_SHARE = 0.75  # of a GPU's memory, which jax lets programs use unless it is told another share
-
-
-@dataclasses.dataclass(frozen=True)
-class Chip:
-    """The resources of one jax device; a chip has `cores` jax devices.
-
-    hbm: bytes that a program may use. bandwidth: of HBM, bytes/s. flops: bfloat16, per second. vector: other
-    operations per second.
-    Of TPUs. vector: that of the vector units, which do 4 x 1024 per cycle and core. link: bytes/s of one
-    interconnect link, one way. An axis of the torus wraps around if its length is a multiple of `ring`.
-    network: bytes/s per chip of the network that joins slices. Source: libtpu 0.0.42 for hbm;
-    docs.cloud.google.com/tpu/docs/{v5e,v6e,v5p,tpu7x}, where link is the bidirectional bandwidth per chip /
-    ports / 2, and network that per pod / chips; jax-ml/scaling-book tpus.md for ring and vector (that of
-    tpu7x is not published: it is v6e's).
-    Of GPUs. vector: one per float32 unit and cycle. link: bytes/s of all NVLinks of a GPU, one way. Source:
-    NVIDIA's data sheets of A100, H100, H200 and DGX B200, flops without sparsity; planner/gpus.py for hbm and
-    vector.
-    """
-
-    hbm: float
-    bandwidth: float
-    flops: float
-    vector: float
-    link: float
-    ring: int | None = None
-    network: float | None = None
-    cores: int = 1
-
-
-def gpu_chip(kind: str, flops: float, link: float) -> Chip:
-    gpu = GPUS[kind]
-    vector = gpu.processors * gpu.lanes * gpu.clock * 1e9
-    return Chip(MEMORY_SHARE * gpu.memory, BANDWIDTH[gpu.name], flops, vector, link)
-
-
-CHIPS = {
-    "v5e": Chip(
-        15.75 * 2**30, BANDWIDTH["TPU v5 lite"], 197e12, vector=6.1e12, link=50e9, ring=16, network=3.125e9
-    ),
-    "v6e": Chip(
-        31.25 * 2**30, BANDWIDTH["TPU v6 lite"], 918e12, vector=7.2e12, link=100e9, ring=16, network=12.5e9
-    ),
-    "v5p": Chip(
-        95.74 * 2**30, BANDWIDTH["TPU v5p"], 459e12, vector=14.3e12, link=100e9, ring=4, network=6.25e9
-    ),
-    "tpu7x": Chip(
-        94.75 * 2**30,
-        BANDWIDTH["TPU7x"],
-        1153.5e12,
-        vector=7.2e12,
-        link=100e9,
-        ring=4,
-        network=12.5e9,
-        cores=2,
-    ),
-    "a100": gpu_chip("a100", flops=312e12, link=300e9),
-    "h100": gpu_chip("h100", flops=989e12, link=450e9),
-    "h200": gpu_chip("h200", flops=989e12, link=450e9),
-    "b200": gpu_chip("b200", flops=2250e12, link=900e9),
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Topology:
-    """One or several equal slices of TPUs, or the GPUs of one node, which a switch joins.
-
-    sizes: chips along each axis of the torus of one slice; none of GPUs.
-    """
-
-    name: str
-    chip: Chip
-    sizes: tuple[int, ...]
-    devices: tuple
-    slices: int = 1
+from planner.gpus import target_config
 
 
 def find_topology(name: str, slices: int = 1) -> Topology:

@@ -5,8 +5,8 @@ import pathlib
 import re
 
 from checkpoints.names import FLOATS
-from deployment.memory import DEFAULT_ROWS
-from generation.request_builder import NEW_TOKENS, ROW_POSITIONS
+from deployment.memory import DEFAULT_ROWS, ROW_POSITIONS
+from generation.request_builder import NEW_TOKENS
 from quantize import FORMATS
 from serving.scheduler import ACCELERATOR_LIMITS, CPU_LIMITS
 from serving.speculation import MAX_DRAFT, check_n_draft

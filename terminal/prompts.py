@@ -12,12 +12,12 @@ from checkpoints.tensor_files import parse_json
 from conversation.messages import has_surrogate, read_messages
 from conversation.text import stop_tokens
 from conversation.tools import read_definitions
+from deployment.memory import ROW_POSITIONS
 from distributed.exchange import from_first
 from feedback.errors import UserError, located
 from generation.request_builder import (
     NEW_TOKENS,
     NOT_TEXT,
-    ROW_POSITIONS,
     RequestBuilder,
     builder_for,
     check_new_tokens,

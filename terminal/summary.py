@@ -7,7 +7,8 @@ import math
 import jax
 import numpy as np
 
-from deployment.memory import BANDWIDTH, Deployment
+from deployment.chips import BANDWIDTH
+from deployment.memory import Deployment
 from deployment.step_bytes import bytes_per_step
 from generation.replies import Score
 from serving.engine import Engine

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import CHECKPOINTS, FAST, ONE_EACH, invoke, llama3_config, llama4_config
+from conftest import CHECKPOINTS, FAST, ONE_EACH, invoke, llama4_config
 from processes import serving as serving_process
 from safetensors.numpy import load_file, save_file
 
@@ -28,14 +28,13 @@ import main
 import model
 from checkpoints.checkpoint import open_checkpoint
 from conversation.text import load_tokenizer, stop_tokens
-from deployment import deploy, memory, placement, step_bytes
-from deployment.placement import choose_mesh
+from deployment import deploy, memory, step_bytes
 from feedback.errors import UserError
 from generation.llm import load
 from serving import chunks
 from serving.requests import SAMPLING_OPTIONS, choose_sampling
 from sharding.arrays import abstract
-from sharding.mesh import degrees, make_mesh
+from sharding.mesh import make_mesh
 from sharding.sampling import Sampling
 from terminal import diagnostics, launch, prompts, summary
 from terminal.command_line import run
@@ -229,48 +228,6 @@ def test_what_does_not_fit_is_refused_before_loading(monkeypatch, capsys):
         arguments = [*arguments, "--kv-cache-dtype", "int8"]
         _, _, err = invoke(monkeypatch, capsys, main, *ONE_EACH, *arguments)
         assert f"try {remedies}, more devices" in err, err
-
-
-def test_default_mesh():
-    """All devices, as tensor parallel as they go: 3 of them cannot share a head of width 32."""
-    cfg = open_checkpoint(LLAMA4).config
-    sizes = {n: dict(choose_mesh(cfg, None, None, None, n).shape) for n in (1, 2, 6, 8)}
-    assert [sizes[n]["data"] for n in sizes] == [1, 1, 3, 1]
-    assert choose_mesh(cfg, None, 4, None, 8).shape["data"] == 1
-
-
-def test_mesh_over_a_slow_network():
-    """Two groups of four devices: a replica in each, or a stage, or what is said; else one model over all."""
-    cfg, odd = llama3_config(depth=4, K=4), llama3_config(depth=3, K=4)
-
-    def mesh(*asked, cfg=cfg, least=0, pp=None):
-        """least: devices among which a model must be divided to fit."""
-        found = choose_mesh(cfg, *asked, 8, pp, 2, lambda mesh: mesh.size >= least * mesh.shape["data"])
-        return degrees(found)
-
-    free = None, None, None
-    assert mesh(*free) == mesh(*free, least=4) == dict(data=2, expert=1, tensor=4)
-    assert mesh(*free, least=8) == mesh(*free, pp=2) == dict(data=1, expert=1, tensor=4, stage=2)
-    assert mesh(*free, least=8, pp=1) == mesh(None, None, 8) == dict(data=1, expert=1, tensor=8)
-    assert mesh(*free, cfg=odd, least=8) == dict(data=1, expert=1, tensor=8)
-    assert mesh(*free, least=9, pp=1) == dict(data=1, expert=1, tensor=8)  # which says how much it lacks
-    assert mesh(4, None, None) == dict(data=4, expert=1, tensor=2)
-
-
-def test_slices(monkeypatch):
-    """Of TPUs slices, of others hosts; groups of unlike sizes cannot be the same part of a mesh."""
-    device = collections.namedtuple("Device", "platform process_index slice_index")
-    monkeypatch.setattr(placement, "gather", lambda _: ["a", "a", "b", "b"])
-    for platform, slices, expected in (
-        ("tpu", [0, 0, 0, 0], 1),
-        ("tpu", [0, 1, 0, 1], 2),
-        ("tpu", [0, 0, 0, 1], 1),
-        ("gpu", [0, 0, 0, 0], 2),
-        ("cpu", [0, 1, 2, 3], 2),
-    ):
-        devices = [device(platform, i, of) for i, of in enumerate(slices)]
-        monkeypatch.setattr(jax, "devices", lambda devices=devices: devices)
-        assert placement.slice_count() == expected
 
 
 def test_json(small, tmp_path, monkeypatch, capsys):

@@ -7,12 +7,12 @@ import re
 import pytest
 from jax.sharding import AbstractMesh
 
+from deployment.chips import CHIPS
+from deployment.floor import needed
+from deployment.job import Job
 from families.registry import FAMILIES
 from images import batching, families, page, quantization, roofline
-from planner.floor import needed
-from planner.job import Job
 from planner.published_models import MODELS, read_model
-from planner.topologies import CHIPS
 from quantize import FORMATS, INT8
 from sharding import mesh as axes
 from sharding.mesh import SHARDED_BY, mesh_shape

@@ -22,18 +22,20 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 from conftest import invoke, llama3_config, llama4_config, mesh_of
 
+from deployment.chips import CHIPS, Topology
+from deployment.estimates import collective_seconds
+from deployment.floor import share_needed
+from deployment.job import Job
+from deployment.placement import Choice
 from deployment.step_bytes import active_experts, named_leaves, part_of
 from feedback.errors import UserError
 from planner import command
 from planner.bundles import loop_bundles
 from planner.compiled_step import Step
-from planner.estimates import collective_seconds
-from planner.floor import share_needed
 from planner.hlo import Array, device_groups
-from planner.job import Job
-from planner.planning import Choice, Plan, rank_meshes
+from planner.planning import Plan, make_plan
 from planner.published_models import read_model
-from planner.topologies import CHIPS, Topology, find_topology
+from planner.topologies import find_topology
 from planner.traffic import Loop, read_program
 from ragged_attention import DECODE_BLOCKS
 
@@ -605,7 +607,8 @@ def test_a_small_embedding_stays_where_it_is():
 LAYERS = """
 import dataclasses, jax, jax.numpy as jnp, json
 from jax.sharding import NamedSharding, PartitionSpec as P
-from planner.job import Job
+from deployment.job import Job
+from deployment.placement import Choice
 from planner.published_models import read_model
 from planner.topologies import find_topology
 from planner.traffic import read_program
@@ -852,13 +855,13 @@ def test_stages():
 @pytest.mark.parametrize(
     ("degrees", "stages", "message"),
     [
-        ((None, None, None), 3, "--pp 3 does not divide the 4 devices"),
-        ((None, None, 3), 1, "no mesh of 4 devices: --dp x --ep x --tp must be the number of devices"),
-        ((None, 2, None), 1, "expert parallelism 2 is for models with experts"),
-        ((2, None, None), 1, "data parallelism 2 does not divide the batch of 1"),
+        ((None, None, None), 3, "--pp 3 on 4 devices: --dp x --ep x --tp x --pp must be their number"),
+        ((None, None, 3), 1, "--tp 3 on 4 devices: --dp x --ep x --tp x --pp must be their number"),
+        ((None, 2, None), 1, "--ep 2 on 4 devices: expert parallelism 2 is for models with experts"),
+        ((2, None, None), 1, "--batch 1: 2 data shards do not divide it"),
     ],
 )
 def test_a_mesh_that_cannot_be(degrees, stages, message):
     topology = Topology("v5e:2x2", CHIPS["v5e"], (2, 2), tuple(np.repeat(jax.devices()[:1], 4)))
     with pytest.raises(UserError, match=message):
-        rank_meshes(Job(read_model("llama3.1-8b"), 1, 8192), topology, degrees, stages)
+        make_plan(Job(read_model("llama3.1-8b"), 1, 8192), topology, None, degrees, stages=stages)

@@ -17,13 +17,13 @@ import pytest
 from conftest import invoke
 from jax.experimental import topologies
 
+from deployment.chips import CHIPS, Topology
+from deployment.estimates import START_SECONDS, STEP_SECONDS, collective_seconds
+from deployment.job import Job
+from deployment.placement import rank_meshes
 from planner import command
-from planner.estimates import START_SECONDS, STEP_SECONDS, collective_seconds
-from planner.job import Job
-from planner.planning import rank_meshes
 from planner.published_models import read_model
 from planner.schedule import Schedule, read_schedule
-from planner.topologies import CHIPS, Topology
 from planner.traffic import Reader, read_program
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -151,8 +151,8 @@ def test_meshes_of_gpus():
     eight = Topology("h100:8", H100, (), tuple(np.repeat(jax.devices()[:1], 8)))
     one = dataclasses.replace(eight, devices=eight.devices[:1])
     jobs = [Job(read_model(f"llama3.1-{size}"), 8, 8192) for size in ("8b", "70b")]
-    assert [rank_meshes(job, one, (None, None, None))[0].fits for job in jobs] == [True, False]
-    best, *others = rank_meshes(jobs[1], eight, (None, None, None))
+    assert [rank_meshes(job, one)[0].fits for job in jobs] == [True, False]
+    best, *others = rank_meshes(jobs[1], eight)
     assert (best.dp, best.tp, best.fits) == (1, 8, True) and not others[-1].fits
 
 

@@ -5,10 +5,10 @@ import dataclasses
 import numpy as np
 import pytest
 
+from deployment.chips import CHIPS
 from ops.grouped_matmul import FEW_ROWS
 from planner.published_models import read_model
 from planner.schedule import LEAST_ROWS, Schedule, expert_rows, read_schedule, rows_in_tiles
-from planner.topologies import CHIPS
 from planner.traffic import Reader
 
 # A byte from HBM takes a second, and so does an operation of a product, or any other on a whole array.

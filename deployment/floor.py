@@ -4,10 +4,10 @@ import dataclasses
 
 from jax.sharding import Mesh
 
+from deployment.chips import Topology
+from deployment.job import Job, local_tokens
 from deployment.step_bytes import active_experts, part_of, share_read
 from ops.grouped_matmul import FEW_ROWS
-from planner.job import Job, local_tokens
-from planner.topologies import Topology
 from sharding.mesh import EXPERT, make_mesh, mesh_size
 
 

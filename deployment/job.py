@@ -1,5 +1,6 @@
 """The step that is to be compiled: a decode step or a prefill chunk, its arguments, and their parts."""
 
+import collections
 import dataclasses
 import math
 import re
@@ -18,7 +19,7 @@ from serving.steps import DecodeStep, PrefillChunk
 from sharding.arrays import abstract
 from sharding.collective_matmul import prefill_ring
 from sharding.mesh import ROWS, STAGE, mesh_size
-from sharding.stages import stage_input_infos
+from sharding.stages import first_stage, stage_input_infos
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Job:
     context: int
     format: Format | None = INT8
     kv_dtype: str = "int8"
+    dtype: str = "bfloat16"
     tokens: int = 1
     reading: int = 0
     by_columns: bool = True
@@ -56,7 +58,7 @@ class Job:
     def arguments(self, mesh: Mesh) -> dict:
         """step, weights and batch: shapes and shardings, without data."""
         each = jax.ShapeDtypeStruct((self.rows,), jnp.int32, sharding=NamedSharding(mesh, P(ROWS)))
-        deployment = Deployment(self.cfg, mesh, "bfloat16", self.format, self.kv_dtype)
+        deployment = Deployment(self.cfg, mesh, self.dtype, self.format, self.kv_dtype)
         weights, batch = deployment.abstract_weights(), deployment.abstract_batch(self.batch, self.context)
         if mesh.shape[STAGE] > 1:
             inputs = stage_input_infos(self.cfg.D, self.batch, [(self.rows, self.tokens)])
@@ -67,13 +69,25 @@ class Job:
 
     def waiting_bytes(self, mesh: Mesh) -> int:
         """Bytes of one device for the caches of the other turns, which wait while this turn runs."""
+        if mesh.shape[STAGE] == 1:
+            return 0
         caches = sum(n for name, _, n in self.shards(mesh) if re.match(r"batch\.(?!stage_inputs)", name))
         return caches * (mesh.shape[STAGE] - 1)
 
     def shards(self, mesh: Mesh) -> Iterator[tuple[str, int, float]]:
-        """(name, elements, bytes) of one device's shard of each argument."""
-        for name, x in named_leaves(**self.arguments(mesh)):
-            size = math.prod(x.sharding.shard_shape(x.shape))
+        """(name, elements, bytes) of one device's shard of each argument.
+
+        Of layers that are alike, which large models have dozens of, the first one stands for all.
+        """
+        stages, layers = mesh.shape[STAGE], self.cfg.layers
+        counts = collections.Counter(first_stage(self.cfg, stages).layers)
+        cfg = dataclasses.replace(self.cfg, layers=tuple(counts) * stages)
+        for name, x in named_leaves(**dataclasses.replace(self, cfg=cfg).arguments(mesh)):
+            size, layer = math.prod(x.sharding.shard_shape(x.shape)), re.search(r"\.layers\[(\d+)\]", name)
+            if layer:
+                kind = cfg.layers[int(layer[1])]
+                name = name.replace(layer[0], f".layers[{layers.index(kind)}]")
+                size *= counts[kind]
             yield name, size, size * jax.dtypes.itemsize_bits(x.dtype) / 8
 
 

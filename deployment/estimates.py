@@ -2,8 +2,8 @@
 
 from jax.sharding import Mesh
 
-from planner.job import Job, local_tokens
-from planner.topologies import Chip, Topology
+from deployment.chips import Chip, Topology
+from deployment.job import Job, local_tokens
 from sharding.mesh import MODEL, SLOTS, STAGE, mesh_size
 
 HOP_SECONDS = 0.5e-6  # from one TPU to the next. Source: jax-ml/scaling-book tpus.md, question 5

@@ -1,0 +1,152 @@
+"""Which mesh a model gets: the same one from main.py as from plan.py, and the one that costs least."""
+
+import collections
+import dataclasses
+import functools
+import importlib.util
+import math
+
+import jax
+import numpy as np
+import pytest
+from conftest import llama3_config, llama4_config
+
+from deployment import deploy, placement
+from deployment.chips import CHIPS, Topology
+from deployment.deploy import ModelOptions, mesh_for
+from deployment.job import Job
+from deployment.placement import choose_mesh, rank_meshes
+from feedback.errors import UserError
+from planner.published_models import MODELS, read_model
+from planner.topologies import find_topology
+from sharding.mesh import degrees
+
+CPUS = Topology("cpu", None, (), tuple(jax.devices()))
+FREE = None, None, None
+SHAPES = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8"}
+deep = functools.partial(pytest.param, marks=pytest.mark.deep)
+needs_compiler = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu is not installed")
+
+
+def devices_of(chip: str, n: int) -> Topology:
+    """So many devices: TPUs in a slice, or GPUs, which CPUs stand for since their arrays are not padded."""
+    if CHIPS[chip].ring:
+        return find_topology(f"{chip}:{SHAPES[n]}")
+    return Topology(chip, CHIPS[chip], (), tuple(np.repeat(jax.devices()[:1], n)))
+
+
+def on_machine(topology: Topology, options: ModelOptions, job: Job, monkeypatch) -> tuple[dict, list[str]]:
+    """What main.py does with such devices: -> (the degrees of its mesh, what it says)."""
+    log = []
+    monkeypatch.setattr(deploy, "topology_of", lambda devices, slices: topology)
+    monkeypatch.setattr(deploy, "slice_count", lambda: topology.slices)
+    monkeypatch.setattr(deploy, "device_memory", lambda: topology.chip.hbm)
+    return degrees(mesh_for(options, len(topology.devices), job, log.append)), log
+
+
+@needs_compiler
+@pytest.mark.parametrize("chip", ["v5e", deep("v6e"), deep("h100")])
+@pytest.mark.parametrize("n", [4, 16, *map(deep, (1, 8, 32, 64))])
+def test_the_planners_mesh(chip, n, monkeypatch):
+    """Of all published models: no more bytes in a step than on the best mesh that fits by the data sheet.
+
+    The programs of main.py leave a tenth of the memory free, so that of two meshes they may refuse one.
+    """
+    topology = devices_of(chip, n)
+    for name in MODELS:
+        cfg = read_model(name)
+        job = Job(cfg, 32, min(4096, cfg.max_positions))
+        best, *others = rank_meshes(job, topology)
+        found, _ = on_machine(topology, ModelOptions(name), job, monkeypatch)
+        (ours,) = (x for x in (best, *others) if (x.dp, x.ep, x.tp) == tuple(found.values()))
+        if best.fits:
+            assert ours.bytes_read <= 1.05 * best.bytes_read, (name, str(best), str(ours))
+
+
+@needs_compiler
+def test_what_it_says(monkeypatch):
+    """Of several devices which mesh it is; and what would take less time than the user's, if it is much."""
+    topology = devices_of("v5e", 16)
+    job = Job(read_model("qwen3-30b-a3b"), 32, 4096)
+    say = functools.partial(on_machine, monkeypatch=monkeypatch)
+    assert say(topology, ModelOptions(""), job) == (
+        dict(data=1, expert=8, tensor=2),
+        ["mesh of 16 devices: --dp 1 --ep 8 --tp 2"],
+    )
+    _, (mesh, hint) = say(topology, ModelOptions("", tp=16), job)
+    assert mesh == "mesh of 16 devices: --dp 1 --ep 1 --tp 16"
+    ours, best = (rank_meshes(job, topology, given)[0] for given in ((None, None, 16), FREE))
+    assert ours.cost > 1.3 * best.cost
+    less = f"{1 - best.cost / ours.cost:.0%}"
+    assert hint == f"--dp 1 --ep 8 --tp 2 would take an estimated {less} less time in each step"
+    _, said = say(topology, ModelOptions("", ep=16), job)  # within 10% of the best
+    assert len(said) == 1
+    assert say(devices_of("v5e", 1), ModelOptions(""), job)[1] == []
+
+
+def test_devices_without_a_data_sheet():
+    """The fewest bytes, and of several such meshes the most tensor parallel one. 3 cannot share a head."""
+    dense, experts = llama3_config(K=2), llama4_config()
+    for n, expected in ((1, (1, 1, 1)), (2, (1, 1, 2)), (6, (3, 1, 2)), (8, (1, 1, 8))):
+        topology = dataclasses.replace(CPUS, devices=CPUS.devices[:n])
+        best = rank_meshes(Job(dense, 8, 128, None, "float32", "float32"), topology, have=math.inf)[0]
+        assert (best.dp, best.ep, best.tp) == expected
+    ranking = rank_meshes(Job(experts, 8, 128, None, "float32", "float32"), CPUS, have=math.inf)
+    assert ranking[0].bytes_read == min(x.bytes_read for x in ranking)
+
+
+def test_mesh_over_a_slow_network():
+    """Two groups of four devices: a replica in each, or a stage, or what is said; else one model over all."""
+    cfg, odd = llama3_config(depth=4, K=4), llama3_config(depth=3, K=4)
+    topology = dataclasses.replace(CPUS, slices=2)
+
+    def mesh(*asked, cfg=cfg, least=0, pp=None):
+        """least: devices among which a model must be divided to fit."""
+        job = Job(cfg, 8, 8, None, "float32", "float32")
+        one = dataclasses.replace(CPUS, devices=CPUS.devices[:1])
+        whole = rank_meshes(job, one, have=math.inf)[0].stored_bytes
+        have = 1.1 * whole / least / (1 - placement.HEADROOM) if least else whole
+        return degrees(
+            choose_mesh(job, topology, asked, (pp,) if pp else (1, 2), have)[0].make(cfg, topology)
+        )
+
+    assert mesh(*FREE) == mesh(*FREE, least=4) == dict(data=2, expert=1, tensor=4)
+    assert mesh(*FREE, least=8) == mesh(*FREE, pp=2) == dict(data=1, expert=1, tensor=4, stage=2)
+    assert mesh(*FREE, least=8, pp=1) == mesh(None, None, 8) == dict(data=1, expert=1, tensor=8)
+    assert mesh(*FREE, cfg=odd, least=8) == dict(data=1, expert=1, tensor=8)
+    assert mesh(*FREE, least=16, pp=1) == dict(data=1, expert=1, tensor=8)  # which says how much it lacks
+    assert mesh(4, None, None) == dict(data=4, expert=1, tensor=2)
+    with pytest.raises(UserError, match="--dp 3 on 8 devices: --dp x --ep x --tp x --pp must be"):
+        mesh(3, None, None)
+
+
+@needs_compiler
+def test_fewer_rows_where_all_do_not_fit():
+    """A mesh is chosen for as many rows as fit, and if not even one does, it is the one that lacks least."""
+    topology, job = devices_of("v5e", 4), Job(read_model("llama3.1-8b"), 32, 8192)
+    meshes = {}
+    for have in (16e9, 4e9, 1e9):
+        best, placed = choose_mesh(job, topology, FREE, (1,), have)
+        meshes[have] = placed.batch, best.fits
+        fitting = [x.cost for x in rank_meshes(placed, topology, have=have) if x.fits]
+        assert not best.fits or best.cost == min(fitting)
+    least = min(x.stored_bytes for x in rank_meshes(placed, topology))
+    assert best.stored_bytes == least
+    assert meshes[16e9] == (32, True) and meshes[1e9] == (1, False)
+    assert meshes[4e9][1] and 1 <= meshes[4e9][0] < 32
+
+
+def test_slices(monkeypatch):
+    """Of TPUs slices, of others hosts; groups of unlike sizes cannot be the same part of a mesh."""
+    device = collections.namedtuple("Device", "platform process_index slice_index")
+    monkeypatch.setattr(placement, "gather", lambda _: ["a", "a", "b", "b"])
+    for platform, slices, expected in (
+        ("tpu", [0, 0, 0, 0], 1),
+        ("tpu", [0, 1, 0, 1], 2),
+        ("tpu", [0, 0, 0, 1], 1),
+        ("gpu", [0, 0, 0, 0], 2),
+        ("cpu", [0, 1, 2, 3], 2),
+    ):
+        devices = [device(platform, i, of) for i, of in enumerate(slices)]
+        monkeypatch.setattr(jax, "devices", lambda devices=devices: devices)
+        assert placement.slice_count() == expected
