@@ -67,8 +67,7 @@ def rank_meshes(
     within one, if they fit, and the slices become data shards, or else stages. A batch that the shards do not
     divide is rounded up. Raises UserError if there is no such mesh.
     """
-    n, chip, choices = len(topology.devices), topology.chip, []
-    reasons = ["--dp x --ep x --tp x --pp must be their number"]
+    n, chip, choices, reasons = len(topology.devices), topology.chip, [], []
     have = chip.hbm if have is None else have
     divisors = [d for d in range(1, n + 1) if n % d == 0]
     for pp, ep, tp in itertools.product(stages, divisors, divisors):
@@ -91,7 +90,8 @@ def rank_meshes(
     if not choices:
         asked = [f"--{name} {x}" for name, x in zip(("dp", "ep", "tp"), given, strict=True) if x]
         asked += [f"--pp {stages[0]}"] if stages[0] > 1 else []
-        raise UserError(f"{' '.join(asked) or 'the default mesh'} on {n} devices: {reasons[-1]}")
+        reasons.append("--dp x --ep x --tp x --pp must be their number")
+        raise UserError(f"{' '.join(asked) or 'the default mesh'} on {n} devices: {reasons[0]}")
 
     def order(x: Choice) -> tuple:
         crosses = x.ep * x.tp > n // topology.slices  # the slow network between slices

@@ -49,9 +49,9 @@ def parse_arguments(arguments: list[str] | None = None):
         help=f"the weights: {', '.join(FORMATS)}; default: as in the checkpoint")
     add("--kv-cache-dtype", choices=("int8", "bfloat16", "float32"),
         help="default: float32 on a CPU, else --dtype")
-    add("--dp", type=int, metavar="N", help="data parallelism; default: what --ep and --tp leave")
-    add("--ep", type=int, metavar="N", help="expert parallelism; default: 1")
-    add("--tp", type=int, metavar="N", help="tensor parallelism; default: what --dp and --ep leave")
+    add("--dp", type=int, metavar="N", help="data parallelism; default: the best by estimate")
+    add("--ep", type=int, metavar="N", help="expert parallelism; default: the best by estimate")
+    add("--tp", type=int, metavar="N", help="tensor parallelism; default: the best by estimate")
     add("--pp", type=int, metavar="N", help="pipeline parallelism: stages of layers; default: 1")
 
     add = parser.add_argument_group("prompts").add_argument
