@@ -45,6 +45,7 @@ class Dequantized:
     parts: the stored tensors. rows: computes rows [lo, hi).
     int8:  int8 values and one float32 scale per row, if the tensor is stored in that way.
     mxfp4: whether the tensor is stored as MXFP4.
+    users: how many tensors are computed of the same parts, each of its own share.
     """
 
     name: str
@@ -54,8 +55,14 @@ class Dequantized:
     dtype: str = "F32"
     int8: "tuple[StoredTensor, Dequantized] | None" = None
     mxfp4: bool = False
+    users: int = 1
 
     __str__ = StoredTensor.__str__
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file, of which the tensor is computed."""
+        return sum(part.nbytes for part in self.parts) // self.users
 
     @property
     def file(self) -> TensorFile:

@@ -141,7 +141,14 @@ class Source:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the array when it has been read."""
         return math.prod(self.info.shape) * self.dtype.itemsize
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the files; of tensors that hold several arrays, this array's part."""
+        share = math.prod(self.info.shape) / sum(math.prod(tensor.shape) for tensor in self.tensors)
+        return round(share * sum(tensor.nbytes for tensor in self.tensors))
 
     @property
     def remote(self) -> bool:

@@ -66,8 +66,8 @@ class WeightPlan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the stored arrays, of which this process may read a part."""
-        return sum(source.nbytes for array in self.arrays for source in array.sources)
+        """Bytes of the files, of which this process may read a part."""
+        return sum(source.stored_bytes for array in self.arrays for source in array.sources)
 
     @property
     def read_bytes(self) -> int:

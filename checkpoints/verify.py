@@ -68,12 +68,12 @@ def _compare(ours: Checkpoint, theirs: Checkpoint) -> str:
             largest = max(largest, *errors)
         return name, largest
 
-    total = sum(theirs.sources[name].nbytes for name, _ in named_infos(ours.config))
+    total = sum(theirs.sources[name].stored_bytes for name, _ in named_infos(ours.config))
     infos = named_infos(ours.config, format=ours.format)
     with progress("comparing", total) as bar:
         for name, error in in_order(largest_error, infos, ahead=32):
             if error > 1:
                 raise UserError(f"{ours.name}: {name} is not what {theirs.name} has")
-            bar.update(theirs.sources[name].nbytes)
+            bar.update(theirs.sources[name].stored_bytes)
     kind = f"within half a step of {ours.format} of" if ours.format else f"in {ours.dtype} exactly"
     return f"the weights are {kind} those of {theirs.name}"

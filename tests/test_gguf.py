@@ -6,6 +6,7 @@ import json
 import shutil
 
 import gguf
+import jax
 import numpy as np
 import pytest
 import transformers
@@ -18,12 +19,14 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from checkpoints.checkpoint import open_checkpoint
 from checkpoints.gguf.container import GgufFile
 from checkpoints.gguf.translation import floats_of
+from checkpoints.loading import plan_weights
 from checkpoints.tensor_files import ALIGNMENT
 from conversation.text import load_tokenizer
 from convert_checkpoint import convert
 from families.registry import read_config
 from feedback.errors import UserError
 from quantize import INT8
+from sharding.mesh import make_mesh
 
 LLAMA3 = CHECKPOINTS / "tiny-llama3"
 CONFIG = json.loads((LLAMA3 / "config.json").read_text())
@@ -118,6 +121,16 @@ def everything(source) -> np.ndarray:
     return source.read(tuple((0, n) for n in source.info.shape))
 
 
+def bytes_to_load(checkpoint) -> int:
+    """What the progress of loading counts."""
+    mesh = make_mesh(checkpoint.config, devices=jax.devices()[:1])
+    return sum(plan.nbytes for plan in plan_weights(checkpoint, mesh, "float32", INT8))
+
+
+def bytes_of_weights(path) -> int:
+    return sum(tensor.nbytes for tensor in GgufFile(path).tensors.values() if "rope" not in tensor.name)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_read(kind, tmp_path):
     """Config, and each weight, whole and in part."""
@@ -125,6 +138,7 @@ def test_read(kind, tmp_path):
     opened = open_checkpoint(str(tmp_path / "model.gguf"))
     assert opened.config == read_config(CONFIG)
     assert opened.dtype == ("float32" if kind == Kind.F32 else "bfloat16")
+    assert bytes_to_load(opened) == bytes_of_weights(tmp_path / "model.gguf")
     folder = published(tmp_path / "floats", floats)
     expected, rng = open_checkpoint(str(folder)), np.random.default_rng(1)
     for name, source in opened.sources.items():

@@ -14,7 +14,7 @@ import transformers
 from conftest import mesh_of
 from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize, quantize
-from test_gguf import add_tokenizer, everything, finish, refused, their_order
+from test_gguf import add_tokenizer, bytes_of_weights, everything, finish, refused, their_order
 from test_transformers import CONFIGS as THEIR_CONFIGS
 from test_transformers import NO_SCALING, SIZES, check_forward, random_reference
 
@@ -253,6 +253,8 @@ def test_same_model(name, kind, tmp_path):
     reference = random_model(name)
     write(tmp_path / "model.gguf", reference, kind)
     check(tmp_path / "model.gguf", reference, tmp_path / "folder")
+    sources = open_checkpoint(str(tmp_path / "model.gguf")).sources.values()
+    assert sum(source.stored_bytes for source in sources) == bytes_of_weights(tmp_path / "model.gguf")
 
 
 def test_mxfp4_stays(tmp_path):

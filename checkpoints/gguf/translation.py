@@ -214,7 +214,8 @@ def floats_of(
         first = wanted.min()
         return floats(raw.read(first, wanted.max() + 1)[wanted - first])
 
-    return Dequantized(name, shape, (raw,), rows, mxfp4=ggml_type.name == "MXFP4")
+    users = 1 if expert is None else raw.shape[0]
+    return Dequantized(name, shape, (raw,), rows, mxfp4=ggml_type.name == "MXFP4", users=users)
 
 
 # --------------------------------------------------------------------------------------------- small files
