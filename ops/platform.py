@@ -1,8 +1,26 @@
 """What a program is compiled for: a platform, by which it chooses its kernels, and the axes of a mesh."""
 
+import glob
+import importlib.util
+
 import jax
 from jax import Array
 from jax.sharding import AbstractMesh, Mesh
+
+ACCELERATORS = ("/dev/accel*", "/dev/vfio/*", "/dev/nvidia*", "/dev/dxg", "/dev/kfd")  # of TPUs and GPUs
+
+
+def skip_absent_tpu() -> None:
+    """Keep jax from looking for TPUs if libtpu is installed on a machine without an accelerator.
+
+    libtpu, which compiles for TPUs on any machine, prints several lines of errors when it finds none.
+    """
+    none_there = not any(glob.glob(pattern) for pattern in ACCELERATORS)
+    if none_there and jax.config.jax_platforms is None and importlib.util.find_spec("libtpu"):
+        jax.config.update("jax_platforms", "cpu")
+
+
+skip_absent_tpu()  # at once, for all programs: this file is imported before any asks for devices
 
 
 def platform(mesh: Mesh | AbstractMesh | None = None) -> str | None:

@@ -3,10 +3,8 @@
 import argparse
 import contextlib
 import functools
-import glob
 import hashlib
 import importlib.metadata
-import importlib.util
 import os
 import pathlib
 import platform
@@ -54,17 +52,6 @@ def log_if_slow(message: str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-
-
-def skip_absent_tpu() -> None:
-    """Keep jax from looking for TPUs if libtpu is installed on a machine without an accelerator.
-
-    libtpu, which compiles for TPUs on any machine, prints several lines of errors when it finds none.
-    """
-    devices = ("/dev/accel*", "/dev/vfio/*", "/dev/nvidia*", "/dev/kfd")
-    no_accelerator = not any(glob.glob(pattern) for pattern in devices)
-    if no_accelerator and "JAX_PLATFORMS" not in os.environ and importlib.util.find_spec("libtpu"):
-        jax.config.update("jax_platforms", "cpu")
 
 
 class Startup:
@@ -119,7 +106,6 @@ def join_hosts(args: argparse.Namespace) -> None:
 
     args: the command's options, which may lack those of `add_process_options`.
     """
-    skip_absent_tpu()
     options = vars(args)
     join(*map(options.get, ("coordinator", "num_processes", "process_id")), options.get("timeout", TIMEOUT))
     if process_count() > 1:

@@ -74,6 +74,7 @@ def run(command: list[str], stdin: str = "", **variables) -> subprocess.Complete
     environment = {name: x for name, x in os.environ.items() if not name.startswith(("XLA_FLAGS", "JAX_"))}
     path = f"{pathlib.Path(sys.executable).parent}:{environment['PATH']}"
     environment |= dict(PATH=path, JAX_PLATFORMS="cpu", XLA_FLAGS=FAST, PYTHONPATH=str(ROOT)) | variables
+    environment = {name: x for name, x in environment.items() if x is not None}
     return subprocess.run(
         command, input=stdin, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS
     )
@@ -99,6 +100,15 @@ def printed_by(programs: list[tuple[str, str]]) -> list[str]:
     done = run([sys.executable, "-c", RUNNER], json.dumps(programs))
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/sharding.md", "docs/layer.md"])
+def test_without_a_tpu(document):
+    """libtpu, which `.[test]` installs, prints no errors on a machine that has no TPU."""
+    first = next(x.text for x in blocks(document) if x.kind == "python")
+    alone = dict(JAX_PLATFORMS=None, ALLOW_MULTIPLE_LIBTPU_LOAD="1")  # else a lock could hide the errors
+    done = run([sys.executable, "-c", first + "\nimport jax\njax.devices()"], **alone)
+    assert done.returncode == 0 and "TPU" not in done.stderr, done.stderr
 
 
 def with_blocks(kind: str) -> list[str]:
