@@ -183,7 +183,7 @@ def programs_in(line: str) -> list[tuple[str, str]]:
     """The Python programs that a command runs, each with its arguments."""
     found = []
     for part in re.split(r"&&|\|\||[;<>]|&$| \| ", line):
-        if match := re.search(r"\bpython3 (-m \S+|\S+\.py)(.*)", part):
+        if match := re.search(r"\bpython3? (-m \S+|\S+\.py)(.*)", part):
             found.append((match[1], match[2]))
     return found
 
@@ -222,7 +222,7 @@ def missing_files(lines: list[str]) -> list[str]:
     missing, made = [], set()
     rooms = {path.name for path in ROOT.iterdir()}
     for line in lines:
-        if not re.search(r"\b(python3|pip) ", line):
+        if not re.search(r"\b(python3?|pip) ", line):
             continue
         made |= set(re.findall(r"--(?:output|json|dump-hlo) (\S+)", line))
         for word in re.findall(r"[^\s'\"=]+", line):

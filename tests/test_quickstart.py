@@ -291,6 +291,18 @@ def test_other_slices(follow, slice):
     assert follow(VARIANTS[slice], ends, workers, 4)[-1] == "\n"
 
 
+def test_other_pages():
+    """Commands for a TPU's workers name zone and worker, and run the Python of step 2 of this page."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    text = "\n".join(page.read_text().replace("\\\n", " ") for page in pages)
+    gcloud = re.findall(r"gcloud compute tpus tpu-vm (?:ssh|scp) [^\n`]*", text)
+    assert len(gcloud) > 6 and all("--zone=" in x and "--worker=" in x for x in gcloud)
+    others = re.findall(r"\b(?:on (?:all|\d)|tpu_exec \d+ \d+) ['\"b][^\n]*|JAX_PROCESS_ID=0 +[^\n]*", text)
+    for command in gcloud + others:
+        python = set(re.findall(r"(?<![\w-])(?!-)[\w/~.-]*\bpython3?\b(?! --version)", command))
+        assert python <= {"~/llama-env/bin/python"}, command
+
+
 @pytest.fixture
 def published(tmp_path) -> pathlib.Path:
     """Llama 3.1 70B as published, but for its numbers: 141 GB of holes."""
