@@ -48,9 +48,9 @@ def on_machine(topology: Topology, options: ModelOptions, job: Job, monkeypatch)
 @pytest.mark.parametrize("chip", ["v5e", deep("v6e"), deep("h100")])
 @pytest.mark.parametrize("n", [4, 16, *map(deep, (1, 8, 32, 64))])
 def test_the_planners_mesh(chip, n, monkeypatch):
-    """Of all published models: no more bytes in a step than on the best mesh that fits by the data sheet.
+    """Of all published models: no more bytes in a step than on the best mesh of those that fit.
 
-    The programs of main.py leave a tenth of the memory free, so that of two meshes they may refuse one.
+    To fit means that a tenth of the memory is left for programs, which the ranking does not know.
     """
     topology = devices_of(chip, n)
     for name in MODELS:
@@ -59,7 +59,7 @@ def test_the_planners_mesh(chip, n, monkeypatch):
         best, *others = rank_meshes(job, topology)
         found, _ = on_machine(topology, ModelOptions(name), job, monkeypatch)
         (ours,) = (x for x in (best, *others) if (x.dp, x.ep, x.tp) == tuple(found.values()))
-        if best.fits:
+        if best.stored_bytes < topology.chip.hbm * (1 - placement.HEADROOM):
             assert ours.bytes_read <= 1.05 * best.bytes_read, (name, str(best), str(ours))
 
 
