@@ -92,14 +92,13 @@ def mesh_for(options: ModelOptions, n_devices: int, job: Job, log: Log) -> Mesh:
     given = options.dp, options.ep, options.tp
     stages = (options.pp,) if options.pp else any_stages
     mesh, placed = choose_mesh(job, topology, given, stages, have)
-    if n_devices > 1:
+    if process_count() > 1 or (topology.chip and n_devices > 1):
         where = f" in {slices} slices that a slower network joins" * (slices > 1)
         log(f"mesh of {n_devices} devices{where}: {mesh}")
-    if any(given) or options.pp:
+    if topology.chip and (any(given) or options.pp):
         best = rank_meshes(placed, topology, stages=any_stages, have=have)[0]
         if best.fits and best.cost < mesh.cost / WORTH_SAYING:
-            less, what = 1 - best.cost / mesh.cost, "time" if topology.chip else "bytes"
-            log(f"{best} would take an estimated {less:.0%} less {what} in each step")
+            log(f"{best} would take an estimated {1 - best.cost / mesh.cost:.0%} less time in each step")
     return mesh.make(job.cfg, topology)
 
 

@@ -8,6 +8,7 @@ from families.registry import read_config
 from feedback.errors import UserError, did_you_mean
 from model import Config
 
+TIED = dict(tie_word_embeddings=True)
 LLAMA4 = dict(
     model_type="llama4_text", vocab_size=202048, rms_norm_eps=1e-5, hidden_size=5120, num_attention_heads=40,
     num_key_value_heads=8, head_dim=128, num_hidden_layers=48, intermediate_size=8192,
@@ -33,6 +34,10 @@ def _openllama(width: int, heads: int, depth: int, F: int) -> dict:
     return _dense("llama", width, (heads, heads), depth, F, 32000, max_position_embeddings=2048)
 
 
+def _smollm2(width: int, heads: tuple[int, int], depth: int, F: int) -> dict:
+    return _dense("llama", width, heads, depth, F, 49152, max_position_embeddings=8192, **TIED)
+
+
 def _qwen2(width: int, heads: tuple[int, int], depth: int, F: int, V=152064, **other) -> dict:
     return _dense("qwen2", width, heads, depth, F, V, **other)
 
@@ -52,7 +57,6 @@ def _gpt2(width: int, heads: int, depth: int) -> dict:
     return dict(model_type="gpt2", layer_norm_epsilon=1e-5, **sizes)
 
 
-TIED = dict(tie_word_embeddings=True)
 GEMMA = dict(head_dim=256, max_position_embeddings=8192)
 QWEN3_MOE = dict(model_type="qwen3_moe", norm_topk_prob=True, num_experts=128, num_experts_per_tok=8)
 GPT_OSS = dict(
@@ -87,6 +91,9 @@ MODELS = {
         "muse_glimmer_text", 6656, (32, 2), 52, 19968, 202048, head_dim=128, rms_norm_eps=1e-5,
         sliding_window=2048, rope_theta=5e5, max_position_embeddings=131072,
     ),
+    "smollm2-135m": _smollm2(576, (9, 3), 30, 1536),
+    "smollm2-360m": _smollm2(960, (15, 5), 32, 2560),
+    "smollm2-1.7b": _smollm2(2048, (32, 32), 24, 8192),
     "openllama-3b": _openllama(3200, 32, 26, 8640),
     "openllama-7b": _openllama(4096, 32, 32, 11008),
     "openllama-13b": _openllama(5120, 40, 40, 13824),

@@ -69,7 +69,7 @@ def test_hosts_far_from_one_another(options, expert, tensor, tokens):
     out, err = together("far", 2, 4, *arguments, stdin="\n".join(PROMPTS))
     assert answers(out) == tokens
     assert json.loads(out)["mesh"] == dict(data=2, expert=expert, tensor=tensor)
-    assert "in 2 slices that a slower network joins: data 2, " in err
+    assert "in 2 slices that a slower network joins: --dp 2 " in err
 
 
 @pytest.mark.deep
@@ -99,7 +99,7 @@ DEEP = [pytest.param("v6e", 4, marks=pytest.mark.deep), pytest.param("v5p", 2, m
 @pytest.mark.parametrize(("kind", "processes"), [("v5e", 2), *DEEP])
 def test_rehearsal(kind, processes, tokens):
     """Hosts of four chips: a mesh along the torus, a plan for their memory, answers, the bandwidth used."""
-    arguments = ["--checkpoint", LLAMA4, "--ep", 2, "--prompt-file", "-", "--lookup"]
+    arguments = ["--checkpoint", LLAMA4, "--dp", 1, "--ep", 2, "--prompt-file", "-", "--lookup"]
     out, err = together(kind, processes, 4, *arguments, "--json", stdin="\n".join(PROMPTS))
     assert answers(out) == tokens
     found = json.loads(out)

@@ -9,7 +9,6 @@ import math
 import jax
 import numpy as np
 import pytest
-from conftest import llama3_config, llama4_config
 
 from deployment import deploy, placement
 from deployment.chips import CHIPS, Topology
@@ -23,6 +22,7 @@ from sharding.mesh import degrees
 
 CPUS = Topology("cpu", None, (), tuple(jax.devices()))
 FREE = None, None, None
+QWEN = dataclasses.replace(read_model("qwen2.5-7b"), V=4096)  # 4 key/value heads, 28 layers
 SHAPES = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8"}
 deep = functools.partial(pytest.param, marks=pytest.mark.deep)
 needs_compiler = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu is not installed")
@@ -48,9 +48,9 @@ def on_machine(topology: Topology, options: ModelOptions, job: Job, monkeypatch)
 @pytest.mark.parametrize("chip", ["v5e", deep("v6e"), deep("h100")])
 @pytest.mark.parametrize("n", [4, 16, *map(deep, (1, 8, 32, 64))])
 def test_the_planners_mesh(chip, n, monkeypatch):
-    """Of all published models: no more bytes in a step than on the best mesh that fits by the data sheet.
+    """Of all published models: no more bytes in a step than on the best mesh of those that fit.
 
-    The programs of main.py leave a tenth of the memory free, so that of two meshes they may refuse one.
+    To fit means that a tenth of the memory is left for programs, which the ranking does not know.
     """
     topology = devices_of(chip, n)
     for name in MODELS:
@@ -59,7 +59,7 @@ def test_the_planners_mesh(chip, n, monkeypatch):
         best, *others = rank_meshes(job, topology)
         found, _ = on_machine(topology, ModelOptions(name), job, monkeypatch)
         (ours,) = (x for x in (best, *others) if (x.dp, x.ep, x.tp) == tuple(found.values()))
-        if best.fits:
+        if best.stored_bytes < topology.chip.hbm * (1 - placement.HEADROOM):
             assert ours.bytes_read <= 1.05 * best.bytes_read, (name, str(best), str(ours))
 
 
@@ -86,29 +86,26 @@ def test_what_it_says(monkeypatch):
 
 def test_devices_without_a_data_sheet():
     """The fewest bytes, and of several such meshes the most tensor parallel one. 3 cannot share a head."""
-    dense, experts = llama3_config(K=2), llama4_config()
     for n, expected in ((1, (1, 1, 1)), (2, (1, 1, 2)), (6, (3, 1, 2)), (8, (1, 1, 8))):
         topology = dataclasses.replace(CPUS, devices=CPUS.devices[:n])
-        best = rank_meshes(Job(dense, 8, 128, None, "float32", "float32"), topology, have=math.inf)[0]
+        best = rank_meshes(Job(QWEN, 8, 4096), topology, have=math.inf)[0]
         assert (best.dp, best.ep, best.tp) == expected
-    ranking = rank_meshes(Job(experts, 8, 128, None, "float32", "float32"), CPUS, have=math.inf)
-    assert ranking[0].bytes_read == min(x.bytes_read for x in ranking)
+    ranking = rank_meshes(Job(read_model("qwen3-30b-a3b"), 8, 4096), CPUS, have=math.inf)
+    assert ranking[0].bytes_read == min(x.bytes_read for x in ranking) < max(x.bytes_read for x in ranking)
 
 
 def test_mesh_over_a_slow_network():
     """Two groups of four devices: a replica in each, or a stage, or what is said; else one model over all."""
-    cfg, odd = llama3_config(depth=4, K=4), llama3_config(depth=3, K=4)
-    topology = dataclasses.replace(CPUS, slices=2)
+    odd, topology = dataclasses.replace(QWEN, layers=QWEN.layers[:27]), dataclasses.replace(CPUS, slices=2)
 
-    def mesh(*asked, cfg=cfg, least=0, pp=None):
+    def mesh(*asked, cfg=QWEN, least=0, pp=None):
         """least: devices among which a model must be divided to fit."""
-        job = Job(cfg, 8, 8, None, "float32", "float32")
+        job = Job(cfg, 8, 4096)
         one = dataclasses.replace(CPUS, devices=CPUS.devices[:1])
         whole = rank_meshes(job, one, have=math.inf)[0].stored_bytes
-        have = 1.1 * whole / least / (1 - placement.HEADROOM) if least else whole
-        return degrees(
-            choose_mesh(job, topology, asked, (pp,) if pp else (1, 2), have)[0].make(cfg, topology)
-        )
+        have = 1.1 * whole / least / (1 - placement.HEADROOM) if least else 2 * whole
+        best, _ = choose_mesh(job, topology, asked, (pp,) if pp else (1, 2), have)
+        return degrees(best.make(cfg, topology))
 
     assert mesh(*FREE) == mesh(*FREE, least=4) == dict(data=2, expert=1, tensor=4)
     assert mesh(*FREE, least=8) == mesh(*FREE, pp=2) == dict(data=1, expert=1, tensor=4, stage=2)
