@@ -287,7 +287,7 @@ def test_answers(mesh, lookup, compiled):
 
 
 def test_only_shapes_within_the_limits_are_compiled(monkeypatch):
-    """A server on a CPU has no program of 256 tokens, and a prompt of 40 tokens needs none of 128."""
+    """A server on a CPU has no program of 256 tokens; 128 are for prompts with more than 64 to be read."""
     monkeypatch.setattr(chunks, "CPU_SHAPES", ((1, 32), (4, 32), (1, 128), (2, 128)))
     made = Programs(*subject("ring", "1"), 2, MAX_LEN, "float32")  # which has no 4 rows
 
@@ -295,8 +295,8 @@ def test_only_shapes_within_the_limits_are_compiled(monkeypatch):
         found = needed_programs(made, demand_of([Request([1], 1)], longest), limits=limits)
         return [x.shape for x in found if isinstance(x, ReadChunk)]
 
-    assert needed(1000, PrefillLimits()) == [(1, 32), (1, 128), (2, 128)]
-    assert needed(1000, CPU_LIMITS) == [(1, 32), (1, 128)] and needed(40, PrefillLimits()) == [(1, 32)]
+    assert needed(1000, PrefillLimits()) == needed(66, PrefillLimits()) == [(1, 32), (1, 128), (2, 128)]
+    assert needed(1000, CPU_LIMITS) == [(1, 32), (1, 128)] and needed(65, PrefillLimits()) == [(1, 32)]
     assert chunks.at_most(8, made.chunk_shapes) == [(1, 32)]  # for none is that small
 
 
