@@ -267,7 +267,10 @@ def cached_case(dtype: str, H: int, T: int) -> Case:
 
     def make(rng):
         q, length = queries(rng, B, T, K, G, H), np.array([0, rng.integers(1, SLOTS), SLOTS])
-        kv, filled = kv_of(rng.standard_normal((B, K, SLOTS, 2 * H)), dtype), np.arange(SLOTS) < length[:, None]
+        kv, filled = (
+            kv_of(rng.standard_normal((B, K, SLOTS, 2 * H)), dtype),
+            np.arange(SLOTS) < length[:, None],
+        )
         of_queries = np.repeat(length[:, None], T, 1)
         seen = np.repeat(filled[:, None], T, 1)
         return (q, kv, jnp.int32(of_queries)), *attention_and_error(q, *exact(kv), seen)
@@ -371,8 +374,11 @@ def rows_case(format: Format | None) -> Case:
 # -------------------------------------------------------------------------------------------------- the list
 
 
-def checks(platform: str) -> Iterator[Check]:
-    """What a platform runs, "cpu", "gpu" or "tpu", in each number format that it has a product of."""
+def checks(platform: str, widths: tuple[int, ...] = WIDTHS) -> Iterator[Check]:
+    """What a platform runs, "cpu", "gpu" or "tpu", in each number format that it has a product of.
+
+    widths: of a key.
+    """
     table = ragged_attention.KERNELS
 
     def attends(reference: Callable) -> Callable:
@@ -382,12 +388,12 @@ def checks(platform: str) -> Iterator[Check]:
     decodes = table.get((platform, ragged_attention.write_then_attend), to_cache)
     for dtype in ("float32",) * (platform == "cpu") + ("bfloat16", "int8"):
         option = f"--kv-cache-dtype {dtype}"
-        pieces = [cached_case(dtype, H, T) for H in WIDTHS for T in (8, 128)]
-        causal = [causal_case(dtype, H, window) for H in WIDTHS for window in (None, 50)]
-        yield Check("attention in decode", option, decodes, [decode_case(dtype, H) for H in WIDTHS])
+        pieces = [cached_case(dtype, H, T) for H in widths for T in (8, 128)]
+        causal = [causal_case(dtype, H, window) for H in widths for window in (None, 50)]
+        yield Check("attention in decode", option, decodes, [decode_case(dtype, H) for H in widths])
         yield Check("attention in prefill to the cache", option, to_cache, pieces)
         yield Check("attention in prefill to the prompt", option, attends(attention.attend_causal), causal)
-        yield Check("writing the cache in prefill", option, writes, [write_case(dtype, H) for H in WIDTHS])
+        yield Check("writing the cache in prefill", option, writes, [write_case(dtype, H) for H in widths])
     for name in ("none", "int8", "int4", "fp8", "mxfp4"):
         format = FORMATS[name]
         if format and format.on(platform) != format:
