@@ -1,0 +1,412 @@
+"""The kernels of this platform beside plain numpy in float64, on small random arrays.
+
+`checks` lists what the platform runs, by the tables in which ops/ and ragged_attention.py choose a kernel;
+`run_check` runs one of them. The arrays are bfloat16, int8 or what a number format stores, and numpy computes
+with exactly these numbers. Letters as in model.py.
+
+What a kernel may differ by. It may round each number that it multiplies to bfloat16: a key, a probability, a
+hidden unit, a weight that was int4. Such an error is at most ROUNDING of the number, and it is independent of
+the others. So the error of a sum of n products a·b has a standard deviation of at most ROUNDING times the
+root of the sum of (a·b)², and it exceeds DEVIATIONS of them about once in 10^9 sums. A slot too many or too
+few, a wrong scale or a wrong expert changes a result by more. Sums themselves are in float32: FLOAT32.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import results  # noqa: F401  it adds the repository's folder to Python's path
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+import model
+import ragged_attention
+from ops import attention, grouped_matmul, matmul
+from ops.kv_cache import KV, SlotLayout, key_beside_value
+from quantize import FORMATS, Format, QuantizedArray, quantize
+from sharding.arrays import ArrayInfo
+
+ROUNDING = 2**-8  # of bfloat16, which has 8 significant bits: the largest error, relative to the number
+DEVIATIONS = 6
+FLOAT32 = 1e-5  # what sums in float32 may differ by: all results here are around 1
+SLOTS = 384  # of a cache: three blocks of a TPU's lanes
+WIDTHS = (128, 64)  # of a key
+
+Case = tuple[Callable, Callable]  # see Check.cases
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """What a platform computes in one number format.
+
+    job: what it is for. option: what a user says to have it in this format. by: the function that the platform
+    has for it. cases: pairs (function, make): make(rng) returns the function's arguments, and for each array of
+    its result what numpy has in its place, and by how much each element may differ.
+    """
+
+    job: str
+    option: str
+    by: Callable
+    cases: list[Case]
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What a check has found. kernels: Pallas kernels, or else the function that XLA compiles.
+
+    error: the largest of all elements; None if there is NaN in the place of a number, or no result at all.
+    share: how much of what rounding explains the error is, at most: of an element. failure: in one line, why
+    there is no result.
+    """
+
+    job: str
+    option: str
+    kernels: list[str]
+    error: float | None = None
+    share: float | None = None
+    failure: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.share is not None and self.share <= 1
+
+    @property
+    def name(self) -> str:
+        return f"{self.job}, {self.option}, by {' and '.join(self.kernels)}"
+
+
+def one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def device_mesh() -> Mesh:
+    """The first device of this process."""
+    return Mesh(np.array(jax.local_devices()[:1]), ("one",), axis_types=(AxisType.Auto,))
+
+
+def run_check(check: Check, mesh: Mesh, seeds: int) -> Found:
+    """Compare each case on `seeds` random inputs. Whatever the kernel raises is a finding."""
+    kernels, error, share = {}, 0.0, 0.0
+    own = f"{check.by.__module__.removeprefix('ops.')}.{check.by.__name__}"
+
+    def found(*values) -> Found:
+        return Found(check.job, check.option, list(kernels) or [own], *values)
+
+    try:
+        for function, make in check.cases:
+            program = jax.jit(
+                jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+            )
+            for seed in range(seeds):
+                arguments, expected, allowed = make(np.random.default_rng(seed))
+                if not seed:
+                    traced = program.trace(*arguments)
+                    kernels |= dict.fromkeys(pallas_kernels(traced.jaxpr.jaxpr))
+                    compiled = traced.lower().compile()
+                result = jax.block_until_ready(compiled(*arguments))
+                for parts in zip(jax.tree.leaves(result), expected, allowed, strict=True):
+                    at, part = difference(*parts)
+                    error, share = max(error, at), max(share, part)
+    except Exception as e:  # a compiler's error is no fault of this program's
+        return found(None, None, one_line(e))
+    return found(error, share) if share < np.inf else found()
+
+
+def difference(result, expected: np.ndarray, allowed: np.ndarray) -> tuple[float, float]:
+    """The largest error, and the largest part of what is allowed. NaN for a number is infinitely wrong.
+
+    Where `allowed` is infinite, anything will do.
+    """
+    result, expected = np.asarray(result, np.float64), np.asarray(expected, np.float64)
+    with np.errstate(invalid="ignore"):
+        error = np.where((result == expected) | np.isinf(allowed), 0, np.abs(result - expected))
+    error = np.where(np.isnan(error), np.inf, error)
+    return float(error.max()), float((error / allowed).max())
+
+
+def pallas_kernels(jaxpr) -> Iterator[str]:
+    """The names of the Pallas kernels that a traced program calls."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "pallas_call":
+            yield str(equation.params.get("name") or "a Pallas kernel")
+        else:
+            for value in jax.tree.leaves(list(equation.params.values())):
+                inner = getattr(value, "jaxpr", value)
+                yield from pallas_kernels(inner) if hasattr(inner, "eqns") else ()
+
+
+def remedy(wrong: Found, every: list[Found], platform: str) -> str:
+    """What a user can do about a kernel that is wrong: another format of which all that was checked is right."""
+    of_option = wrong.option.partition(" ")[0]
+    right = dict.fromkeys(x.option for x in every if x.option.partition(" ")[0] == of_option)
+    right = [option for option in right if all(x.ok for x in every if x.option == option)]
+    if right:
+        return f"{' or '.join(right)} avoids it: there all is right"
+    without = "no option avoids it"
+    return without if platform == "cpu" else f"{without}; JAX_PLATFORMS=cpu does without this device"
+
+
+# ------------------------------------------------------------------------------------------------- references
+
+
+def numpy_attention(q, k, v, mask, scale=None):
+    """q [B,T,K,G,H], k, v [B,K,S,H], mask [B,T,S], in float64 -> (o, lse)."""
+    q = np.asarray(q, np.float64)
+    scores = np.einsum("BTKGH,BKSH->BTKGS", q, k) * (scale or q.shape[-1] ** -0.5)
+    scores = np.where(mask[:, :, None, None], scores, -np.inf)
+    with np.errstate(divide="ignore"):
+        lse = np.log(np.exp(scores).sum(-1))
+    p = np.exp(scores - np.where(np.isfinite(lse), lse, 0)[..., None])
+    return np.einsum("BTKGS,BKSH->BTKGH", p, v), lse
+
+
+def attention_and_error(q, k, v, mask) -> tuple[tuple, tuple]:
+    """`numpy_attention`, and by how much o and lse may differ.
+
+    A score has the errors of a key's H numbers; then a probability and a value are rounded, too.
+    """
+    o, lse = numpy_attention(q, k, v, mask)
+    q = np.asarray(q, np.float64)
+    scores = np.einsum("BTKGH,BKSH->BTKGS", q, k) * q.shape[-1] ** -0.5
+    shift = np.where(np.isfinite(lse), lse, np.inf)[..., None]
+    p = np.where(mask[:, :, None, None], np.exp(scores - shift), 0)
+    of_score = np.einsum("BTKGH,BKSH->BTKGS", q**2, k**2) / q.shape[-1]
+    of_term = p**2 * (2 + of_score)
+    of_o = np.einsum("BTKGS,BKSH->BTKGH", of_term, v**2) + o**2 * of_term.sum(-1, keepdims=True)
+    return (o, lse), tuple(map(allow, (of_o, (p**2 * of_score).sum(-1))))
+
+
+def allow(squares: np.ndarray) -> np.ndarray:
+    """What a sum may differ by. squares: the sum of the squares of what is rounded."""
+    return DEVIATIONS * ROUNDING * np.sqrt(squares) + FLOAT32
+
+
+def experts_and_error(x, weight, gates, ups, downs) -> tuple[np.ndarray, np.ndarray]:
+    """The sum of the experts' MLPs, x [R,D], times weight [R,E], and by how much it may differ."""
+    total, squares = 0.0, 0.0
+    for factor, gate, up, down in zip(weight.T[..., None], gates, ups, downs, strict=True):
+        g, u = x @ gate, x @ up
+        silu = g / (1 + np.exp(-g))
+        hidden = silu * u
+        # The derivative of silu is at most 1.1.
+        of_hidden = (1.1 * u) ** 2 * (x**2 @ gate**2) + silu**2 * (x**2 @ up**2) + hidden**2
+        total = total + factor * (hidden @ down)
+        squares = squares + factor**2 * ((of_hidden + hidden**2) @ down**2)
+    return total, allow(squares)
+
+
+# ------------------------------------------------------------------------------------------------- attention
+
+
+def kv_of(values: np.ndarray, dtype="float32", layout: SlotLayout | None = None) -> KV:
+    """[B,K,S,C] float -> KV, by default keys beside values. A latent's value is a part of its key."""
+    parts, layout = (1, layout) if layout else (2, key_beside_value(values.shape[-1] // 2))
+    if dtype != "int8":
+        return KV(jnp.asarray(values, dtype), None, layout)
+    both = quantize(jnp.float32(values).reshape(*values.shape[:3], parts, -1), (4,), jnp.bfloat16)
+    scale = jnp.tile(both.scale.swapaxes(2, 3), (1, 1, 2 // parts, 1))
+    return KV(both.values.reshape(values.shape), scale, layout)
+
+
+def exact(kv: KV) -> tuple[np.ndarray, np.ndarray]:
+    """The keys and values that a KV stands for, [B,K,S,H] float64."""
+    values = np.asarray(kv.values, np.float64)
+    both = values[..., : kv.layout.key], values[..., slice(*kv.layout.value)]
+    if kv.scale is None:
+        return both
+    return tuple(x * np.asarray(kv.scale, np.float64)[:, :, i, :, None] for i, x in enumerate(both))
+
+
+def put(cache: np.ndarray, new: np.ndarray, place: np.ndarray, axis: int) -> np.ndarray:
+    """A cache with new slots [B,K,T,...] in the places [B,T] of an axis; a place beyond the end is none."""
+    cache = np.moveaxis(np.array(cache), axis, 1)  # B, slots, ...
+    for row, tokens, places in zip(cache, np.moveaxis(np.asarray(new), axis, 1), place, strict=True):
+        inside = places < len(row)
+        row[places[inside]] = tokens[inside]
+    return np.moveaxis(cache, 1, axis)
+
+
+def queries(rng, B: int, T: int, K: int, G: int, H: int) -> jax.Array:
+    return jnp.asarray(rng.standard_normal((B, T, K, G, H)), "bfloat16")
+
+
+def decode_case(dtype: str, H: int) -> Case:
+    """One token of each row: written into its slot, then it attends to the row. Empty slots hold NaN."""
+    B, K, G = 6, 2, 4
+
+    def make(rng):
+        q, length = queries(rng, B, 1, K, G, H), rng.integers(1, SLOTS, B)
+        length[:3] = 1, 129, SLOTS
+        kv, new = (kv_of(rng.standard_normal((B, K, n, 2 * H)), dtype) for n in (SLOTS, 1))
+        place, filled = length[:, None] - 1, np.arange(SLOTS) < length[:, None]
+        written = [(kv.values, new.values, 2)] + ([(kv.scale, new.scale, 3)] if dtype == "int8" else [])
+        written = [put(np.float32(x), np.float32(y), place, axis) for x, y, axis in written]
+        after = KV(written[0], written[1] if dtype == "int8" else None, kv.layout)
+        old = filled & (np.arange(SLOTS) != place)
+        if dtype == "int8":
+            given = KV(kv.values, jnp.where(old[:, None, None], kv.scale, jnp.nan), kv.layout)
+        else:
+            given = KV(jnp.where(old[:, None, :, None], kv.values, jnp.nan), None, kv.layout)
+        seen = filled[:, None]
+        values, of_values = attention_and_error(q, *exact(after), seen)
+        # What is behind a row's end is nobody's business.
+        shape = filled[:, None, :, None], filled[:, None, None]
+        of_cache = tuple(np.where(x, FLOAT32, np.inf) for x in shape[: len(written)])
+        arguments = q, new, given, jnp.int32(length[:, None]), jnp.int32(place)
+        return arguments, (*values, *written), (*of_values, *of_cache)
+
+    return ragged_attention.ragged_decode, make
+
+
+def cached_case(dtype: str, H: int, T: int) -> Case:
+    """A piece of a prompt attends to what its row has in the cache; one row has nothing."""
+    B, K, G = 3, 2, 4
+
+    def make(rng):
+        q, length = queries(rng, B, T, K, G, H), np.array([0, rng.integers(1, SLOTS), SLOTS])
+        kv, filled = (
+            kv_of(rng.standard_normal((B, K, SLOTS, 2 * H)), dtype),
+            np.arange(SLOTS) < length[:, None],
+        )
+        of_queries = np.repeat(length[:, None], T, 1)
+        seen = np.repeat(filled[:, None], T, 1)
+        return (q, kv, jnp.int32(of_queries)), *attention_and_error(q, *exact(kv), seen)
+
+    return ragged_attention.attend_cached, make
+
+
+def causal_case(dtype: str, H: int, window: int | None) -> Case:
+    """The tokens of a piece of a prompt attend to one another, in two segments, or in a window."""
+    B, T, K, G = 2, 128, 2, 4
+
+    def make(rng):
+        q, kv = queries(rng, B, T, K, G, H), kv_of(rng.standard_normal((B, K, T, 2 * H)), dtype)
+        cut = T if window else rng.integers(1, T, (B, 1))
+        segment = (np.arange(T) >= cut) * np.ones((B, 1), int)
+        back = np.arange(T)[:, None] - np.arange(T)
+        seen = (back >= 0) & (back < (window or T)) & (segment[..., None] == segment[:, None])
+        return (q, kv, jnp.int32(segment)), *attention_and_error(q, *exact(kv), seen)
+
+    return partial(ragged_attention.attend_causal, window=window), make
+
+
+def write_case(dtype: str, H: int) -> Case:
+    """The tokens of a piece of a prompt go to their slots, those behind its end to none."""
+    B, T, K = 3, 32, 2
+
+    def make(rng):
+        kv, new = (kv_of(rng.standard_normal((B, K, n, 2 * H)), dtype) for n in (SLOTS, T))
+        start, count = rng.integers(0, SLOTS - T, (B, 1)), rng.integers(1, T + 1, (B, 1))
+        place = np.where(np.arange(T) < count, start + np.arange(T), SLOTS)
+        parts = [(kv.values, new.values, 2)] + ([(kv.scale, new.scale, 3)] if dtype == "int8" else [])
+        expected = [put(np.float32(x), np.float32(y), place, axis) for x, y, axis in parts]
+        return (kv, new, jnp.int32(place)), expected, [np.full(x.shape, FLOAT32) for x in expected]
+
+    return partial(ragged_attention.write, window=T), make
+
+
+# ---------------------------------------------------------------------------------------------------- weights
+
+
+def encoded(rng, info: ArrayInfo, format: Format | None) -> tuple[jax.Array | QuantizedArray, np.ndarray]:
+    """A random weight as the platform holds it, and what it stands for, in float64. Its products are near 1."""
+    size = np.sqrt(np.prod([info.shape[axis] for axis in info.contracted_axes]))
+    w = jnp.asarray(rng.standard_normal(info.shape) / size, "bfloat16")
+    held = format and format.for_array(info)
+    if held is None:
+        return w, np.asarray(w, np.float64)
+    q = held.encode(w, info)
+    return q, np.asarray(q.format.decode(q, info), np.float64)
+
+
+def product_case(format: Format | None, spec: str, contracted: str, B: int, T: int) -> Case:
+    """Activations of T tokens in each of B rows times a matrix. spec: as of `matmul.einsum`."""
+    ours, theirs = spec.partition("->")[0].split(",")
+    sizes = dict(b=B, T=T, D=256, f=384, k=4, g=2, U=64)
+    info = ArrayInfo(theirs, contracted, shape=tuple(sizes[letter] for letter in theirs))
+
+    def make(rng):
+        x = jnp.asarray(rng.standard_normal([sizes[letter] for letter in ours]), "bfloat16")
+        (w, whole), known = encoded(rng, info, format), np.asarray(x, np.float64)
+        squares = np.einsum(spec, known**2, whole**2, optimize=True)
+        return (x, w), [np.einsum(spec, known, whole, optimize=True)], [allow(squares)]
+
+    return lambda x, w: matmul.einsum(spec, x, w, jnp.float32), make
+
+
+def experts_case(format: Format | None, R: int) -> Case:
+    """R rows, each through two experts of eight; or through one here and one of another device."""
+    E, D, M, A = 8, 256, 256, 2
+    infos = [ArrayInfo("eDm", "D", shape=(E, D, M))] * 2 + [ArrayInfo("emD", "m", shape=(E, M, D))]
+
+    def make(rng):
+        x = jnp.asarray(rng.standard_normal((R, D)), "bfloat16")
+        expert = np.stack([rng.permutation(E + 1)[:A] for _ in range(R)])
+        factor, weight = rng.uniform(0.2, 0.9, (R, A)).astype(np.float32), np.zeros((R, E + 1))
+        np.put_along_axis(weight, expert, factor, 1)
+        matrices, whole = zip(*(encoded(rng, info, format) for info in infos), strict=True)
+        expected, allowed = experts_and_error(np.asarray(x, np.float64), weight[:, :E], *whole)
+        return (x, jnp.int32(expert), factor, *matrices), [expected], [allowed]
+
+    def run(x, expert, factor, *matrices):
+        activation = model.SwiGLU()
+        return grouped_matmul.expert_mlp(
+            x, expert, factor, *matrices, (None,) * 3, activation, scales="output"
+        )
+
+    return run, make
+
+
+def rows_case(format: Format | None) -> Case:
+    """Tokens' rows of the embedding."""
+    info = ArrayInfo("vD", "D", shape=(1024, 256))
+
+    def make(rng):
+        (w, whole), tokens = encoded(rng, info, format), rng.integers(0, 1024, (3, 2))
+        return (w, jnp.int32(tokens)), [whole[tokens]], [np.full((3, 2, 256), FLOAT32)]
+
+    return matmul.take_rows, make
+
+
+# -------------------------------------------------------------------------------------------------- the list
+
+
+def checks(platform: str, widths: tuple[int, ...] = WIDTHS) -> Iterator[Check]:
+    """What a platform runs, "cpu", "gpu" or "tpu", in each number format that it has a product of.
+
+    widths: of a key.
+    """
+    table = ragged_attention.KERNELS
+
+    def attends(reference: Callable) -> Callable:
+        return table.get((platform, reference), reference)
+
+    to_cache, writes = attends(attention.attend_cached), attends(attention.write)
+    decodes = table.get((platform, ragged_attention.write_then_attend), to_cache)
+    for dtype in ("float32",) * (platform == "cpu") + ("bfloat16", "int8"):
+        option = f"--kv-cache-dtype {dtype}"
+        pieces = [cached_case(dtype, H, T) for H in widths for T in (8, 128)]
+        causal = [causal_case(dtype, H, window) for H in widths for window in (None, 50)]
+        yield Check("attention in decode", option, decodes, [decode_case(dtype, H) for H in widths])
+        yield Check("attention in prefill to the cache", option, to_cache, pieces)
+        yield Check("attention in prefill to the prompt", option, attends(attention.attend_causal), causal)
+        yield Check("writing the cache in prefill", option, writes, [write_case(dtype, H) for H in widths])
+    for name in ("none", "int8", "int4", "fp8", "mxfp4"):
+        format = FORMATS[name]
+        if format and format.on(platform) != format:
+            continue  # it is held as int8
+        option, scheme = f"--quantize {name}", format.scheme if format else "float"
+        dot = grouped_matmul.RAGGED_DOTS.get((platform, scheme), grouped_matmul.plain_ragged_dot)
+        yield Check("experts", option, dot, [experts_case(format, R) for R in (1, 3, 100)])
+        if name == "mxfp4":
+            continue  # of experts alone
+        product = matmul.KERNELS.get((platform, scheme), matmul.plain_einsum)
+        sizes = (1, 1), (8, 1), (1, 32), (2, 160)  # of one row, of few, and of two kinds of many
+        cases = [product_case(format, "bTD,fD->bTf", "D", *size) for size in sizes]
+        cases.append(product_case(format, "bTkgU,DkgU->bTD", "kgU", 8, 1))
+        yield Check("matrix product", option, product, cases)
+        if name in ("none", "int8"):
+            yield Check("rows of the embedding", option, matmul.take_rows, [rows_case(format)])
