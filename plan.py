@@ -14,14 +14,7 @@ from terminal.command_line import exit_on_signals, run
 
 if __name__ == "__main__":
     exit_on_signals()
-os.environ |= {
-    "JAX_PLATFORMS": "cpu",
-    "TPU_SKIP_MDS_QUERY": "1",  # else libtpu asks a cloud host's metadata server
-    "TPU_ACCELERATOR_TYPE": "v5litepod-1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # else two compilations cannot run at once
-    "TF_CPP_MIN_LOG_LEVEL": "3",
-}
+os.environ |= {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}  # the latter for XLA
 
 from planner.command import main
 

@@ -90,7 +90,7 @@ def rank_meshes(
     if not choices:
         asked = [f"--{name} {x}" for name, x in zip(("dp", "ep", "tp"), given, strict=True) if x]
         asked += [f"--pp {stages[0]}"] if stages[0] > 1 else []
-        reasons.append("--dp x --ep x --tp x --pp must be their number")
+        reasons.append("--dp x --ep x --tp x --pp must be the number of devices")
         raise UserError(f"{' '.join(asked) or 'the default mesh'} on {n} devices: {reasons[0]}")
 
     def order(x: Choice) -> tuple:

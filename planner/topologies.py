@@ -1,6 +1,7 @@
 """Topologies of TPUs and GPUs that need not be here, as their compilers know them."""
 
 import importlib.util
+import os
 import re
 
 from jax.experimental import topologies
@@ -8,6 +9,14 @@ from jax.experimental import topologies
 from deployment.chips import CHIPS, GPUS, Topology
 from feedback.errors import UserError
 from planner.gpus import target_config
+
+WITHOUT_TPUS = {  # for libtpu, which reads it once, when the process loads it
+    "TPU_SKIP_MDS_QUERY": "1",  # else it asks a cloud host's metadata server
+    "TPU_ACCELERATOR_TYPE": "v5litepod-1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # else two processes cannot compile at once
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+}
 
 
 def find_topology(name: str, slices: int = 1) -> Topology:
@@ -27,8 +36,9 @@ def find_tpus(name: str, kind: str, shape: str, slices: int) -> Topology:
     if dimensions == 2 and max(sizes) > 16:
         raise UserError(f"--topology {name}: a {kind} slice has at most 16 chips along an axis")
     host = [2 if n % 2 == 0 else 1 for n in sizes[:2]] + [1]  # the most chips that a host may have
+    options = dict(chips_per_host_bounds=host) | (dict(num_slices=slices) if slices > 1 else {})
+    os.environ |= WITHOUT_TPUS
     try:
-        options = dict(chips_per_host_bounds=host) | (dict(num_slices=slices) if slices > 1 else {})
         found = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
     except (RuntimeError, ValueError) as e:
         raise UserError(f"--topology {name}: the TPU compiler refuses it ({e})") from None

@@ -457,8 +457,6 @@ def test_the_docs_show_the_first_plan_of_their_table(capsys):
 def stdout_of(*arguments: str) -> str:
     """What Python prints in a process of its own, without the tests' XLA_FLAGS."""
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    # Otherwise only one process at a time can use the compiler.
-    environment |= {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     command = [sys.executable, *arguments]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
