@@ -56,6 +56,18 @@ def test_commands(monkeypatch):
         assert args.quantize in (None, *model.formats)
 
 
+def test_the_other_pages():
+    """Where another page names a model of the table, its format is one of that row."""
+    root, formats = pathlib.Path(open_models.__file__).parents[1], {}
+    for page in (root / "README.md", *(root / "docs").glob("*.md")):
+        text = page.read_text().replace("\\\n", " ").replace("\n", " ")
+        for hub, rest in re.findall(r"(?:--checkpoint |MODEL=|convert_checkpoint\.py )(\w+/[\w.-]+)([^`]*)", text):
+            formats.setdefault(hub, set()).update(re.findall(r"^[^;&]*?--quantize (\w+)", rest))
+    named = [model for model in open_models.OPEN_MODELS if model.hub in formats]
+    assert len(named) >= 5 and all(formats[model.hub] <= {*model.formats} for model in named)
+    assert {x for x in formats if x.startswith("Qwen/")} <= {model.hub for model in named}
+
+
 def test_a_model_that_fits_nowhere():
     """The largest one, in bfloat16, on a chip; and a machine too small for one row."""
     kimi = open_models.OpenModel("", "kimi-k2", formats=("none",))
