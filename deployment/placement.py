@@ -97,7 +97,7 @@ def rank_meshes(
         crosses = x.ep * x.tp > n // topology.slices  # the slow network between slices
         rounded_up = job.batch % (x.dp * x.pp) > 0
         missing = 0 if x.fits else x.stored_bytes
-        return missing, crosses, stages.index(x.pp), rounded_up, x.cost, -x.tp
+        return missing, crosses, stages.index(x.pp), rounded_up, x.cost
 
     return sorted(choices, key=order)
 

@@ -57,6 +57,7 @@ GPT_OSS = FAMILY("gpt-oss")
 DEEPSEEK, GROUPS = FAMILY("deepseek-v3"), "tests/test_families.py::test_hidden_states[deepseek-v3-1]"
 CHANNELS = "tests/test_channels.py::test_"
 FIELDS, MESSAGES = "tests/test_server_fields.py::test_", "tests/test_messages.py::test_"
+CHOSEN_MESH = "tests/test_placement.py::test_"
 REASONING = "tests/test_reasoning.py::test_"
 TOOLS = "tests/test_tools.py::test_"
 PLAN_GPU = "tests/test_plan_gpu.py::test_"
@@ -866,6 +867,15 @@ MUTATIONS = [
     ("distributed/join.py", "with _unless_done_in(min(PATIENCE, seconds / 2), lambda: print(waiting, file=sys.stderr)):", "if True:", NOBODY),
     ("distributed/join.py", "with _unless_done_in(seconds, give_up):", "if True:", "tests/test_distributed.py::test_endings[joining-9-1]"),
     ("terminal/launch.py", "agree(asked | versions(),", "agree({},", VERSIONS),
+    ("deployment/chips.py", "max(axis) - min(axis) + 1", "max(axis) + 1", CHOSEN_MESH + "how_devices_are_joined"),
+    ("deployment/chips.py", "if x.slice_index == devices[0].slice_index]", "]", CHOSEN_MESH + "how_devices_are_joined"),
+    ("deployment/placement.py", "return missing, crosses,", "return crosses, missing,", CHOSEN_MESH + "mesh_over_a_slow_network"),
+    ("deployment/placement.py", "rounded_up, x.cost", "rounded_up, -x.cost", CHOSEN_MESH + "what_it_says"),
+    ("deployment/placement.py", "itertools.product((HEADROOM, 0), counts)", "itertools.product((HEADROOM,), counts)", CHOSEN_MESH + "fewer_rows_where_all_do_not_fit"),
+    ("deployment/placement.py", "(dp * pp)) * dp * pp)", "(dp * pp)) * dp)", CHOSEN_MESH + "mesh_over_a_slow_network"),
+    ("deployment/deploy.py", "best.cost < mesh.cost / WORTH_SAYING", "best.cost < mesh.cost", CHOSEN_MESH + "what_it_says"),
+    ("deployment/step_bytes.py", "return mean + part * busiest_shard(E, A, less + 1, shards) if part else mean", "return mean", "tests/test_command_line.py::test_active_experts_of_maverick"),
+    ("deployment/step_bytes.py", "mean += 1 - in_use[: within.size]", "mean += in_use[: within.size]", "tests/test_command_line.py::test_active_experts"),
     ("deployment/deploy.py", "if process_count() > 1:\n        checksums", "if False:\n        checksums", WEIGHTS),
     ("terminal/loaded_models.py", "        gc.enable()", "        pass", GARBAGE),
     ("main.py", "    gc.disable()", "    pass", GARBAGE),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from deployment import deploy, placement
-from deployment.chips import CHIPS, Topology
+from deployment.chips import CHIPS, Topology, topology_of
 from deployment.deploy import ModelOptions, mesh_for
 from deployment.job import Job
 from deployment.placement import choose_mesh, rank_meshes
@@ -85,7 +85,7 @@ def test_what_it_says(monkeypatch):
 
 
 def test_devices_without_a_data_sheet():
-    """The fewest bytes, and of several such meshes the most tensor parallel one. 3 cannot share a head."""
+    """The fewest bytes. 3 devices cannot share a head."""
     for n, expected in ((1, (1, 1, 1)), (2, (1, 1, 2)), (6, (3, 1, 2)), (8, (1, 1, 8))):
         topology = dataclasses.replace(CPUS, devices=CPUS.devices[:n])
         best = rank_meshes(Job(QWEN, 8, 4096), topology, have=math.inf)[0]
@@ -129,8 +129,26 @@ def test_fewer_rows_where_all_do_not_fit():
         assert not best.fits or best.cost == min(fitting)
     least = min(x.stored_bytes for x in rank_meshes(placed, topology))
     assert best.stored_bytes == least
+    best, _ = choose_mesh(job, topology, FREE, (1,), 1.01 * least)  # which leaves nothing over
+    assert best.fits
     assert meshes[16e9] == (32, True) and meshes[1e9] == (1, False)
     assert meshes[4e9][1] and 1 <= meshes[4e9][0] < 32
+
+
+def test_how_devices_are_joined():
+    """Of TPUs the sizes of the first slice, wherever in the pod it lies; of others there are none."""
+    device = collections.namedtuple("Device", "platform device_kind coords slice_index")
+    found = [
+        device("tpu", "TPU v5 lite", (16 * i + x, 8 + y, 0), i)
+        for i in range(2)
+        for x in range(2)
+        for y in range(4)
+    ]
+    joined = topology_of(found, 2)
+    assert (joined.chip, joined.sizes, joined.slices) == (CHIPS["v5e"], (2, 4, 1), 2)
+    joined = topology_of([device("gpu", CHIPS["h100"].kind, None, None)] * 8, 1)
+    assert (joined.chip, joined.sizes) == (CHIPS["h100"], ())
+    assert topology_of(jax.devices(), 1).chip is None
 
 
 def test_slices(monkeypatch):
