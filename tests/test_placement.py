@@ -94,6 +94,13 @@ def test_devices_without_a_data_sheet():
     assert ranking[0].bytes_read == min(x.bytes_read for x in ranking) < max(x.bytes_read for x in ranking)
 
 
+def test_experts_that_are_loaded_unevenly():
+    """Of meshes that are nearly equal, the one with the most experts in a shard."""
+    ranking = rank_meshes(Job(read_model("mixtral-8x7b"), 512, 4096), CPUS, have=math.inf)
+    near = [x for x in ranking if x.cost < 1.003 * min(x.cost for x in ranking)]
+    assert len(near) > 2 and ranking[0].ep == min(x.ep for x in near)
+
+
 def test_mesh_over_a_slow_network():
     """Two groups of four devices: a replica in each, or a stage, or what is said; else one model over all."""
     odd, topology = dataclasses.replace(QWEN, layers=QWEN.layers[:27]), dataclasses.replace(CPUS, slices=2)
