@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import pathlib
+import re
 import socket
 
 import jax
@@ -17,7 +18,7 @@ from jax.sharding import Mesh
 import model
 from checkpoints.checkpoint import Checkpoint
 from deployment.program_memory import ProgramBytes, program_bytes
-from distributed.exchange import gather
+from distributed.exchange import gather, warn
 from feedback.errors import UserError
 from model import Config, Weights
 from ops.platform import platform
@@ -63,6 +64,13 @@ def host_memory(root: pathlib.Path = pathlib.Path("/")) -> int:
             ):  # without a limit the file is missing, or says "max"
                 sizes.append(int(limit.read_text()))
     return min(sizes)
+
+
+def free_memory(root: pathlib.Path = pathlib.Path("/")) -> int:
+    """Bytes of `host_memory` that other programs leave, as Linux says; elsewhere all of it. root: as there."""
+    file, have = root / "proc/meminfo", host_memory(root)
+    found = re.search(r"^MemAvailable: +(\d+) kB$", file.read_text(), re.MULTILINE) if file.exists() else None
+    return min(have, int(found[1]) * 1024) if found else have
 
 
 def device_memory() -> int:
@@ -140,6 +148,13 @@ class Needs:
         return f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
+def warn_of_others(needed: Needs, mesh: Mesh) -> None:
+    """Say so if other programs hold memory that a model on CPUs needs: the system may swap, or end it."""
+    total = needed.total * jax.local_device_count()
+    if platform(mesh) == "cpu" and total > (free := free_memory()):
+        warn(f"{gib(total)} of memory are needed, and other programs leave {gib(free)}: close some of them")
+
+
 def gib(size: float) -> str:
     return f"{size / 2**30:.2f} GiB"
 
@@ -185,6 +200,7 @@ def fit_cache(
         if needed.fit(have, headroom=not rows):
             cache = f"its share of {choice[0]} x {choice[1]} positions"
             logger.info("each device needs %s, and has %s", needed.sentence(cache), gib(have))
+            warn_of_others(needed, models[0].mesh)
             return choice
 
     count, length = choices[0] if rows else choices[len(counts) - 1]
@@ -196,7 +212,7 @@ def fit_cache(
                 remedies, bits = [*remedies, f"--quantize {name}"], fewer
     else:
         remedies = ["--kv-cache-dtype int8"] * (models[0].kv_dtype != "int8")
-        remedies += ["fewer rows"] * (count > shards) + ["shorter rows"]
+        remedies += ["fewer --rows"] * (count > shards) + ["a smaller --max-len"]
     remedies += ["more devices"]
     what = needed.sentence(f"its share of {count} x {length} positions")
     raise UserError(f"does not fit: each device needs {what}, and has {gib(have)}; try {', '.join(remedies)}")

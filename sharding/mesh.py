@@ -68,9 +68,11 @@ def make_mesh(cfg, data: int = 1, expert: int = 1, tensor: int = 1, devices=None
     sizes, slices = list(shape.values()), len({getattr(device, "slice_index", 0) for device in devices})
     # Neighbors in the mesh are neighbors on the interconnect, one dimension of which several axes may share.
     arrange = mesh_utils.create_device_mesh
-    between = [math.gcd(slices, stage), slices // math.gcd(slices, stage), *[1] * len(MODEL)]
-    if slices > 1 and data % between[1] == 0:  # the slow network between slices joins stages or data shards
-        sizes = [n // parts for n, parts in zip(sizes, between, strict=True)]
+    if slices > 1:  # their slow network joins stages, else data shards, and only else parts of the model
+        between = []
+        for i, size in enumerate(sizes):
+            between.append(math.gcd(slices, size))
+            slices, sizes[i] = slices // between[i], size // between[i]
         arrange = partial(mesh_utils.create_hybrid_device_mesh, dcn_mesh_shape=between)
     grid = arrange(sizes, devices=devices, allow_split_physical_axes=True)
     return Mesh(grid, tuple(shape), axis_types=(AxisType.Auto,) * len(shape))

@@ -13,6 +13,7 @@ from distributed import watch
 from feedback.errors import UserError, did_you_mean
 
 OUT_OF_MEMORY = "out of device memory: try fewer --rows, a smaller --max-len, --quantize int8 or more devices"
+FILE_REFUSED = FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError
 INT32_MAX = 2**31 - 1  # the largest number that an option accepts
 _on_first_signal: Callable[[], None] | None = None
 
@@ -80,10 +81,19 @@ def run(main: Callable[[], None]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         watch.leave(1, "", "has nobody who reads its output")
     except (UserError, OSError) as e:
-        message = " ".join(str(e).split())
+        message = in_one_line(e)
         watch.leave(1, f"error: {message}", f"has failed: {message}")
     except KeyboardInterrupt:
         watch.leave(130, "interrupted", "was interrupted")
+
+
+def in_one_line(error: Exception) -> str:
+    """What is wrong; of the system's refusals of a file which file it is, and what to do."""
+    text = str(error)
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        text = f"{error.filename}: {error.strerror.lower()}"
+        text += "; check the path, and who may read and write there" * isinstance(error, FILE_REFUSED)
+    return " ".join(text.split())
 
 
 def _flush_stdout() -> None:

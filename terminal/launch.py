@@ -133,5 +133,6 @@ def device_count() -> int:
     try:
         return jax.device_count()
     except Exception as e:  # RuntimeError and AssertionError, among others
-        reason = str(e).strip().split("\n")[0]
-        raise UserError(f"jax found no devices ({reason}); check JAX_PLATFORMS and XLA_FLAGS") from None
+        reason = str(e).strip().split("\n")[0] or f"JAX_PLATFORMS={jax.config.jax_platforms}: not installed"
+        check = "check JAX_PLATFORMS, JAX_NUM_CPU_DEVICES and XLA_FLAGS"
+        raise UserError(f"jax found no devices ({reason}); {check}") from None

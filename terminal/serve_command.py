@@ -71,7 +71,7 @@ def serve(session: Session) -> None:
         log(f"anyone who reaches {args.host} can ask: --api-key-file or {KEY} would guard it")
     engine, shapes = start()
     loop.rows, app.state.served = engine.programs.rows, served_model(session, tokenizer)
-    on_first_signal(loop.drain)
+    on_first_signal(partial(drain, loop))
     in_background(wait_for_flag, "drain", loop.drain)
     cores_are_busy = jax.default_backend() == "cpu" and process_count() == 1
     wait = loop.wait_until_idle if cores_are_busy else lambda: None
@@ -90,6 +90,13 @@ def serve(session: Session) -> None:
         writer.close()
     if failure:
         leave_after(failure)
+
+
+def drain(loop: EngineLoop) -> None:
+    """Finish the open requests, and say so, since that may take minutes."""
+    if loop.open_jobs:
+        log(f"open requests: {loop.open_jobs}, which are finished first; Ctrl-C again ends at once")
+    loop.drain()
 
 
 def in_background(function: Callable[..., None], *arguments) -> None:

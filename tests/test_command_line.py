@@ -173,7 +173,7 @@ def test_faults_of_ours_keep_their_traceback(capsys):
         with pytest.raises(SystemExit) as stop:
             run(fail)
         assert stop.value.code == 1
-    assert capsys.readouterr().err == "error: no such folder\nerror: [Errno 2] No such file: 'x'\n"
+    assert capsys.readouterr().err == "error: no such folder\nerror: x: no such file; check the path, and who may read and write there\n"
     with pytest.raises(ValueError, match="broadcast"):
         run(lambda: np.zeros(2) + np.zeros(3))
 
@@ -213,7 +213,7 @@ def test_what_does_not_fit_is_refused_before_loading(monkeypatch, capsys):
         (
             [*["--prompt", "a"] * 80, "--rows", "80"],
             "of 80 x ",
-            "--kv-cache-dtype int8, fewer rows, shorter rows, more",
+            "--kv-cache-dtype int8, fewer --rows, a smaller --max-len, more",
         ),
         (["--quantize", "int8", "--kv-cache-dtype", "int8"], "of 8 x ", "more devices"),
     ):
@@ -459,6 +459,18 @@ def test_limits_of_a_container(case, tmp_path, monkeypatch):
     assert memory.host_memory(tmp_path) == (limit or physical)
     monkeypatch.setattr(memory, "host_memory", lambda: 8000)
     assert memory.device_memory() == 1000  # of 8 devices
+
+
+def test_memory_that_others_hold(tmp_path, monkeypatch, capsys):
+    """Is no reason to refuse a model, and one to say so."""
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal:  9000 kB\nMemAvailable:  1000 kB\n")
+    assert memory.free_memory(tmp_path) == 1_024_000
+    model = deployment_of(open_checkpoint(LLAMA3).config)
+    for free, said in ((10 * 2**30, ""), (2**20, "other programs leave 0.00 GiB: close some of them\n")):
+        monkeypatch.setattr(memory, "free_memory", lambda free=free: free)
+        assert memory.fit_cache([model], [100], None, None) == (1, 128)
+        assert capsys.readouterr().err.endswith(said) and bool(said) == (free == 2**20)
 
 
 def test_bytes_per_step():

@@ -142,6 +142,27 @@ def test_fewer_rows_where_all_do_not_fit():
     assert meshes[4e9][1] and 1 <= meshes[4e9][0] < 32
 
 
+@needs_compiler
+@pytest.mark.parametrize("model", ["llama3.1-8b", deep("qwen3-30b-a3b"), deep("llama4-scout")])
+def test_two_slices_of_tpus(model, monkeypatch):
+    """A copy of the model in each slice; or, if the user says so, stages, or one model over both slices."""
+    topology, job = find_topology("v5e:4x4", 2), Job(read_model(model), 32, 2048)
+
+    def mesh(**asked) -> tuple[dict, str]:
+        found, log = on_machine(topology, ModelOptions("", **asked), job, monkeypatch)
+        assert log[0].startswith("mesh of 32 devices in 2 slices that a slower network joins: --dp")
+        return found
+
+    assert mesh()["data"] > 1
+    assert mesh(pp=2)["stage"] == 2
+    assert mesh(dp=1, pp=1)["data"] == 1
+    for choice in rank_meshes(job, topology, stages=(1, 2)):
+        grid = choice.make(job.cfg, topology).devices
+        inner = grid.reshape(choice.pp * choice.dp, -1)
+        crosses = any(len({x.slice_index for x in shard}) > 1 for shard in inner)
+        assert crosses == (choice.ep * choice.tp > 16)
+
+
 def test_how_devices_are_joined():
     """Of TPUs the sizes of the first slice, wherever in the pod it lies; of others there are none."""
     device = collections.namedtuple("Device", "platform device_kind coords slice_index")
