@@ -92,7 +92,7 @@ def mesh_for(options: ModelOptions, n_devices: int, job: Job, log: Log) -> Mesh:
     given = options.dp, options.ep, options.tp
     stages = (options.pp,) if options.pp else any_stages
     mesh, placed = choose_mesh(job, topology, given, stages, have)
-    if n_devices > 1:
+    if process_count() > 1 or (topology.chip and n_devices > 1):
         where = f" in {slices} slices that a slower network joins" * (slices > 1)
         log(f"mesh of {n_devices} devices{where}: {mesh}")
     if topology.chip and (any(given) or options.pp):

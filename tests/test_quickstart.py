@@ -165,7 +165,7 @@ match command.split()[-2:]:
 UV = """#!/usr/bin/env bash
 set -e
 case "$*" in
-  "venv --allow-existing --python 3.12 $HOME/llama-env")
+  "venv --allow-existing --python 3.11 $HOME/llama-env")
     mkdir -p ~/llama-env/bin && cp "$STANDINS/python" "$STANDINS/hf" ~/llama-env/bin ;;
   "pip install --python $HOME/llama-env/bin/python -e .[tpu,serve] jax==0.10.2") test -e pyproject.toml ;;
   *) exit 96 ;;
@@ -289,6 +289,18 @@ def test_other_slices(follow, slice):
     assert len(ends) == 3
     workers = {"v6e-16": 4, "v6e-8": 1, "v5e-8": 1}[slice]
     assert follow(VARIANTS[slice], ends, workers, 4)[-1] == "\n"
+
+
+def test_two_slices():
+    """The page's `on` for them: both run the command, a failure of either is seen, and no other job is waited for."""
+    (block,) = re.findall(r"```bash two slices\n(.*?)```", PAGE, re.DOTALL)
+    gcloud = 'gcloud() { for x; do [ "${x%%=*}" != --command ] || c=${x#*=}; done; NODE=$5 bash -c "$c"; }\n'
+    commands = ["on 0 'exit 7'", "on all '[ $NODE = llama-0 ]'", "on all '[ $NODE = llama-1 ]'"]
+    script = f"TPU=llama ZONE=zone\n{gcloud}{block}sleep 100 >/dev/null & tunnel=$!\n"
+    script += "".join(f"{x}; echo $?\n" for x in (*commands, "on all 'echo $NODE'")) + "kill $tunnel"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
+    codes, nodes, last = done.stdout.split()[:3], done.stdout.split()[3:5], done.stdout.split()[5]
+    assert (codes, {*nodes}, last) == (["7", "1", "1"], {"llama-0", "llama-1"}, "0"), done.stderr
 
 
 def test_other_pages():
