@@ -147,6 +147,7 @@ def test_ending(environment, folder):
         assert [parts_of(stream.read()) for stream in streams[1:]] == [whole] * 4
         _, stderr = server.process.communicate(timeout=SECONDS)
         assert server.process.returncode == 0 and "Traceback" not in stderr and "method=" not in stderr
+        assert re.search(r"open requests: [1-5], which are finished first; Ctrl-C again", stderr)
 
 
 def test_ending_with_much_to_tell(environment, folder):
