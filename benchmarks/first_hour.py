@@ -2,10 +2,11 @@
 
     python3 benchmarks/first_hour.py
 
-In this order: what the machine is; each kernel of its platform beside numpy; greedy answers of the tiny models
-beside the forward pass of a CPU; the bandwidth and the matrix products that one device reaches; decode and
-prefill of a model with random weights, beside what the plan says. One line each, and all of it in a JSON file,
-which is written anew after each part. The exit code is 1 if a kernel, an answer or a step is wrong.
+In this order: what the machine is; each kernel of its platform beside numpy; greedy answers of the tiny
+models beside the forward pass of a CPU; the bandwidth and the matrix products that one device reaches; decode
+and prefill of a model with random weights, beside what the plan says. Each is a line, and all of it is in a
+JSON file, which is written anew after each part. The exit code is 1 if a kernel, an answer or a step is
+wrong.
 """
 
 import dataclasses
@@ -46,28 +47,30 @@ from terminal.prompts import DEFAULT_PROMPTS
 
 TINY = [results.ROOT / "tests" / "checkpoints" / name for name in ("tiny-llama3", "tiny-llama4")]
 PROMPTS = (*DEFAULT_PROMPTS, "What is 12 + 34?", "Count from 7 to 12.")
-# The first that fits, floats and 32 rows of it, is measured; on a CPU, whose memory says little, the last.
+# The first that fits, in floats and with all rows, is measured; on a CPU, whose memory says little, the last.
 MEASURED = ("llama3.1-8b", "llama3.2-3b", "llama3.2-1b", "smollm2-135m")
 FORMAT_NAMES = ("none", "int8", "int4")
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """How much is done. seeds: random inputs of each kernel. widths: of the keys. context: filled positions of
-    decode. prompt: tokens of prefill. repeat: measurements of each, beside which `rows` are rows of the batch.
+    """How much is done. seeds: random inputs of each kernel. formats: of the models that answer prompts.
+
+    rows: of the batches in decode. context: filled positions of each row. prompt: tokens of prefill. repeat:
+    measurements of each.
     """
 
     seeds: int
-    widths: tuple[int, ...]
+    formats: tuple[str, ...]
     rows: tuple[int, ...]
     context: int
     prompt: int
     repeat: int
 
 
-QUICK = Sizes(1, kernel_checks.WIDTHS[:1], (1, 2), 64, 32, 2)
-ON_CPU = Sizes(3, kernel_checks.WIDTHS, (1, 8, 32), 128, 128, 3)
-ON_ACCELERATOR = Sizes(3, kernel_checks.WIDTHS, (1, 8, 32), 1024, 512, 5)
+QUICK = Sizes(1, ("none",), (1, 2), 64, 32, 2)
+ON_CPU = Sizes(3, ("none", "int8"), (1, 8, 32), 128, 128, 3)
+ON_ACCELERATOR = Sizes(3, ("none",), (1, 8, 32), 1024, 512, 5)
 
 
 def say(text: str) -> None:
@@ -86,64 +89,58 @@ def machine() -> dict:
         platform=platform, device=results.cpu_name() if platform == "cpu" else device.device_kind,
         devices=jax.device_count(), processes=jax.process_count(), memory=memory.device_memory(),
         runtime=" ".join(device.client.platform_version.split()), driver=driver(),
-        **results.versions_and_date(),
+        date=results.versions_and_date()["date"], versions=launch.versions(),
     )  # fmt: skip
 
 
 def driver() -> list[str]:
     """What nvidia-smi says of each GPU: its name, the driver's version, its memory. Without it, nothing."""
-    if not shutil.which("nvidia-smi"):
-        return []
     command = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+    if not shutil.which(command[0]):
+        return []
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.splitlines()
     except (OSError, subprocess.TimeoutExpired) as e:
         return [kernel_checks.one_line(e)]
 
 
-def machine_lines(facts: dict) -> Iterator[str]:
-    processes = f" of {facts['processes']} processes" * (facts["processes"] > 1)
-    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
-    yield (
-        f"machine: {facts['devices']} x {facts['device']}{processes}, platform {facts['platform']}, "
-        f"{memory.gib(facts['memory'])} for each device"
+def say_machine(facts: dict) -> None:
+    processes = f"{facts['processes']} process{'es' * (facts['processes'] > 1)}"
+    say(
+        f"machine: {facts['devices']} x {facts['device']}, platform {facts['platform']}, "
+        f"{memory.gib(facts['memory'])} for each device, {processes}"
     )
-    yield f"versions: {versions}; {facts['date']}"
+    say(f"software: {', '.join(f'{name} {x}' for name, x in facts['versions'].items())}; {facts['date']}")
     if facts["platform"] != "cpu":
-        yield f"runtime: {facts['runtime']}"
-    for line in dict.fromkeys(facts["driver"]):
-        yield f"driver: {line}"
+        say(f"runtime: {'; '.join(dict.fromkeys([facts['runtime'], *facts['driver']]))}")
 
 
 # ------------------------------------------------------------------------------------------------ the kernels
 
 
-def check_kernels(sizes: Sizes, platform: str) -> list[dict]:
-    """Each kernel on the first device of each process, and what avoids those that are wrong."""
-    mesh, every = kernel_checks.device_mesh(), []
-    for check in kernel_checks.checks(platform, sizes.widths):
-        every.append(kernel_checks.run_check(check, mesh, sizes.seeds))
-        say(kernel_line(every[-1]))
-    found = [dataclasses.asdict(x) | dict(name=x.name, ok=x.ok) for x in every]
-    for x, facts in zip(every, found, strict=True):
-        if not x.ok:
-            facts["remedy"] = kernel_checks.remedy(x, every, platform)
-            say(f"  {x.name}: {facts['remedy']}")
-    for process, theirs in enumerate(gather([x for x in found if not x["ok"]])):
-        for x in theirs if process else ():
-            say(f"WRONG  {x['name']}, in process {process}: {x['failure'] or 'a wrong result'}")
-            found.append(x | dict(process=process))
+def check_kernels(seeds: int) -> list[dict]:
+    """What `run_check` finds of each kernel of the platform, and what other processes have found wrong."""
+    found = []
+    for check in kernel_checks.checks(jax.default_backend()):
+        found.append(kernel_checks.run_check(check, seeds))
+        say(kernel_line(found[-1]))
+    found, *others = gather(found)
+    for process, theirs in enumerate(others, 1):
+        for x in theirs:
+            if not x["ok"]:
+                found.append(x | dict(name=f"{x['name']}, in process {process}"))
+                say(kernel_line(found[-1]))
     return found
 
 
-def kernel_line(found: kernel_checks.Found) -> str:
-    if found.failure:
-        what = found.failure
-    elif found.error is None:
-        what = "NaN or Inf where there should be a number"
-    else:
-        what = f"error {found.error:.1e}, {found.share:.2g} of what rounding explains"
-    return f"{'ok   ' if found.ok else 'WRONG'}  {found.name}: {what}"
+def kernel_line(found: dict) -> str:
+    if found["ok"]:
+        return f"ok     {found['name']}: {kernel_error(found)}"
+    return f"WRONG  {found['name']}: {found['failure'] or kernel_error(found)}; {found['remedy']}"
+
+
+def kernel_error(found: dict) -> str:
+    return f"error {found['error']:.1e}, {found['share']:.2g} of what rounding explains"
 
 
 # ------------------------------------------------------------------------------------------------ the answers
@@ -158,14 +155,14 @@ def check_answers(formats: tuple[str, ...]) -> list[dict]:
             try:
                 found = answers_of(folder, name)
             except Exception as e:  # of a kernel that does not compile, for example
-                found = [dict(prompt=None, ok=False, failure=kernel_checks.one_line(e))]
+                found = [dict(prompt="all prompts", ok=False, failure=kernel_checks.one_line(e))]
             every += [dict(model=label) | x for x in found]
             wrong = [x for x in found if not x["ok"]]
             if not wrong:
                 tokens = sum(x["tokens"] for x in found)
                 say(f"ok     {len(found)} answers of {label}, {tokens} tokens: those of a CPU")
             for x in wrong:
-                say(f"WRONG  {label}, {x['prompt'] or 'all prompts'}: {x['failure']}")
+                say(f"WRONG  {label}, {x['prompt']}: {x['failure']}")
     return every
 
 
@@ -187,10 +184,11 @@ def answers_of(folder: pathlib.Path, quantize: str) -> list[dict]:
     found = []
     for prompt, x, row in zip(PROMPTS, answers, chosen, strict=True):
         start = len(x.prompt_tokens) - 1
-        pairs = enumerate(zip(x.tokens, row[start : start + len(x.tokens)].tolist(), strict=True), 1)
-        wrong = [(i, *pair) for i, pair in pairs if pair[0] != pair[1]]
-        failure = x.error or (wrong and "token {} is {}, a CPU's is {}".format(*wrong[0])) or None
-        failure = failure or (None if x.tokens else "no token")
+        expected = row[start : start + len(x.tokens)].tolist()
+        wrong = [i for i, token in enumerate(x.tokens) if token != expected[i]]
+        failure = x.error or (None if x.tokens else "no token")
+        if wrong and not failure:
+            failure = f"token {wrong[0] + 1} is {x.tokens[wrong[0]]}, a CPU's is {expected[wrong[0]]}"
         found.append(dict(prompt=prompt, ok=not failure, tokens=len(x.tokens), failure=failure))
     return found
 
@@ -250,7 +248,7 @@ class Measurement:
     trace: pathlib.Path | None
 
     def of_format(self, format_name: str) -> Iterator[dict]:
-        """The rows of one number format of the weights, see `speed.Bench.time`, each with the plan's seconds."""
+        """Decode and prefill with weights of one number format: rows of `speed.Bench.time` and the plan's."""
         format, sizes = FORMATS[format_name], self.sizes
         dtype, kv_dtype = placement.choose_dtypes(None, None, format)
         job = Job(self.cfg, 1, max(sizes.context, sizes.prompt), format, kv_dtype, dtype)
@@ -301,12 +299,11 @@ def measure_steps(measurement: Measurement) -> list[dict]:
 
 def step_line(row: dict, topology: Topology) -> str:
     plan = "the plan says" if topology.chip else "at the measured speeds it is"
-    size = f"{row['batch']} x {row['context'] or row['tokens']}"
     reached = f"{row['mbu']:.0%} of the measured bandwidth"
     if row["phase"] == "prefill":
         reached = f"{row['mfu']:.0%} of the measured operations"
     return (
-        f"{row['phase']} {size}, {row['weights']}: {1e3 * row['seconds']:.1f} ms, "
+        f"{row['phase']} {speed.size(row)}, {row['weights']}: {1e3 * row['seconds']:.1f} ms, "
         f"{row['tokens_per_second']:,.1f} tokens/s; {plan} {1e3 * row['planned']:.2f} ms, "
         f"{row['seconds'] / row['planned']:.2f} times that; {reached}"
     )
@@ -354,7 +351,8 @@ def main() -> None:
     if trace:
         trace.mkdir(parents=True, exist_ok=True)
     cpu_device()  # or it is refused
-    sizes = QUICK if args.quick else ON_CPU if platform == "cpu" else ON_ACCELERATOR
+    sizes = ON_CPU if platform == "cpu" else ON_ACCELERATOR
+    sizes = QUICK if args.quick else sizes
     if cfg and cfg.max_positions < max(sizes.context, sizes.prompt):
         raise UserError(f"--model {chosen}: {cfg.max_positions} positions are too few to measure")
     result = dict(program="first_hour", machine=machine(), kernels=[], answers=[], steps=[])
@@ -365,11 +363,10 @@ def main() -> None:
         if first:
             results.write(result, args.json)
 
-    for line in machine_lines(result["machine"]):
-        say(line)
+    say_machine(result["machine"])
     keep()
-    keep(kernels=check_kernels(sizes, platform))
-    keep(answers=check_answers(("none", "int8") if platform == "cpu" and not args.quick else ("none",)))
+    keep(kernels=check_kernels(sizes.seeds))
+    keep(answers=check_answers(sizes.formats))
     topology = topology_of(jax.devices(), placement.slice_count())
     dtypes = dict.fromkeys(placement.choose_dtypes(None, None, FORMATS[x])[0] for x in FORMAT_NAMES)
     rates = measure_rates(list(dtypes), topology.chip)
