@@ -54,23 +54,22 @@ FORMAT_NAMES = ("none", "int8", "int4")
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """How much is done. seeds: random inputs of each kernel. formats: of the models that answer prompts.
+    """How much is done. seeds: random inputs of each kernel.
 
     rows: of the batches in decode. context: filled positions of each row. prompt: tokens of prefill. repeat:
     measurements of each.
     """
 
     seeds: int
-    formats: tuple[str, ...]
     rows: tuple[int, ...]
     context: int
     prompt: int
     repeat: int
 
 
-QUICK = Sizes(1, ("none",), (1, 2), 64, 32, 2)
-ON_CPU = Sizes(3, ("none", "int8"), (1, 8, 32), 128, 128, 3)
-ON_ACCELERATOR = Sizes(3, ("none",), (1, 8, 32), 1024, 512, 5)
+QUICK = Sizes(1, (1, 2), 64, 32, 2)
+ON_CPU = Sizes(3, (1, 8, 32), 128, 128, 3)
+ON_ACCELERATOR = Sizes(3, (1, 8, 32), 1024, 512, 5)
 
 
 def say(text: str) -> None:
@@ -146,39 +145,36 @@ def kernel_error(found: dict) -> str:
 # ------------------------------------------------------------------------------------------------ the answers
 
 
-def check_answers(formats: tuple[str, ...]) -> list[dict]:
+def check_answers() -> list[dict]:
     """Greedy answers in float32 by the engine on all devices: every token is the forward pass's on a CPU."""
     every = []
     for folder in TINY:
-        for name in formats:
-            label = folder.name if name == "none" else f"{folder.name} in {name}"
-            try:
-                found = answers_of(folder, name)
-            except Exception as e:  # of a kernel that does not compile, for example
-                found = [dict(prompt="all prompts", ok=False, failure=kernel_checks.one_line(e))]
-            every += [dict(model=label) | x for x in found]
-            wrong = [x for x in found if not x["ok"]]
-            if not wrong:
-                tokens = sum(x["tokens"] for x in found)
-                say(f"ok     {len(found)} answers of {label}, {tokens} tokens: those of a CPU")
-            for x in wrong:
-                say(f"WRONG  {label}, {x['prompt']}: {x['failure']}")
+        try:
+            found = answers_of(folder)
+        except Exception as e:  # of a kernel that does not compile, for example
+            found = [dict(prompt="all prompts", ok=False, failure=kernel_checks.one_line(e))]
+        every += [dict(model=folder.name) | x for x in found]
+        wrong = [x for x in found if not x["ok"]]
+        if not wrong:
+            tokens = sum(x["tokens"] for x in found)
+            say(f"ok     {len(found)} answers of {folder.name}, {tokens} tokens: those of a CPU")
+        for x in wrong:
+            say(f"WRONG  {folder.name}, {x['prompt']}: {x['failure']}")
     return every
 
 
-def answers_of(folder: pathlib.Path, quantize: str) -> list[dict]:
+def answers_of(folder: pathlib.Path) -> list[dict]:
     precision = jax.config.jax_default_matmul_precision
     try:
-        llm = load(folder, dtype="float32", quantize=quantize, max_len=512)
+        llm = load(folder, dtype="float32", quantize="none", max_len=512)
         answers = llm.generate(list(PROMPTS), temperature=0, max_new_tokens=64)
-        cfg, format = llm.cfg, llm.deployment.format
-        mesh = make_mesh(cfg, devices=[cpu_device()])
-        weights = load_weights(open_checkpoint(str(folder)), mesh, "float32", format, show=False)
+        mesh = make_mesh(llm.cfg, devices=[cpu_device()])
+        weights = load_weights(open_checkpoint(str(folder)), mesh, "float32", None, show=False)
         texts = [[*x.prompt_tokens, *x.tokens] for x in answers]
         tokens = np.zeros((len(texts), max(map(len, texts))), np.int32)
         for row, text in zip(tokens, texts, strict=True):
             row[: len(text)] = text
-        chosen = np.argmax(model.forward(tokens, weights, cfg=cfg, mesh=mesh), -1)
+        chosen = np.argmax(model.forward(tokens, weights, cfg=llm.cfg, mesh=mesh), -1)
     finally:
         jax.config.update("jax_default_matmul_precision", precision)  # which float32 has made exact
     found = []
@@ -255,7 +251,7 @@ class Measurement:
         mesh = mesh_for(ModelOptions(self.name), len(self.topology.devices), job, launch.log)
         deployment = memory.Deployment(self.cfg, mesh, dtype, format, kv_dtype)
         memory.fit_cache([deployment], [], max(sizes.rows), job.context)
-        launch.log(f"making random weights of {self.name}, {format or dtype}")
+        launch.log(f"making random weights, {format or dtype}")
         weights = model.init_weights(jax.random.key(0, impl="rbg"), self.cfg, mesh, jnp.dtype(dtype), format)
         bandwidth, flops = self.rates[0], self.rates[1][dtype]
         bench = speed.Bench(
@@ -366,7 +362,7 @@ def main() -> None:
     say_machine(result["machine"])
     keep()
     keep(kernels=check_kernels(sizes.seeds))
-    keep(answers=check_answers(sizes.formats))
+    keep(answers=check_answers())
     topology = topology_of(jax.devices(), placement.slice_count())
     dtypes = dict.fromkeys(placement.choose_dtypes(None, None, FORMATS[x])[0] for x in FORMAT_NAMES)
     rates = measure_rates(list(dtypes), topology.chip)
