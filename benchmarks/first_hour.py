@@ -39,7 +39,7 @@ from feedback.errors import UserError
 from generation.llm import load
 from model import Config
 from planner.published_models import MODELS, read_model
-from quantize import FORMATS
+from quantize import FORMATS, Format
 from sharding.mesh import make_mesh
 from terminal import launch
 from terminal.command_line import OneLineParser, run
@@ -133,13 +133,11 @@ def check_kernels(seeds: int) -> list[dict]:
 
 
 def kernel_line(found: dict) -> str:
-    if found["ok"]:
-        return f"ok     {found['name']}: {kernel_error(found)}"
-    return f"WRONG  {found['name']}: {found['failure'] or kernel_error(found)}; {found['remedy']}"
-
-
-def kernel_error(found: dict) -> str:
-    return f"error {found['error']:.1e}, {found['share']:.2g} of what rounding explains"
+    verdict, remedy = ("ok   ", "") if found["ok"] else ("WRONG", f"; {found['remedy']}")
+    what = found["failure"]
+    if what is None:
+        what = f"error {found['error']:.1e}, {found['share']:.2g} of what rounding explains"
+    return f"{verdict}  {found['name']}: {what}{remedy}"
 
 
 # ------------------------------------------------------------------------------------------------ the answers
@@ -218,16 +216,20 @@ def of_sheet(measured: float, stated: float | None, unit: float, name: str) -> s
     return f", {measured / stated:.0%} of the data sheet's {stated / unit:,.0f} {name}" if stated else ""
 
 
+def deployment_of(name: str, cfg: Config, format: Format | None, longest: int) -> memory.Deployment:
+    """A model on the mesh that is best for it, with the numbers that are fast here."""
+    dtype, kv_dtype = placement.choose_dtypes(None, None, format)
+    job = Job(cfg, 1, longest, format, kv_dtype, dtype)
+    mesh = mesh_for(ModelOptions(name), launch.device_count(), job, lambda message: None)
+    return memory.Deployment(cfg, mesh, dtype, format, kv_dtype)
+
+
 def choose_model(sizes: Sizes) -> str:
     """The largest of MEASURED that fits in floats with all rows; on a CPU the smallest."""
-    dtype, kv_dtype = placement.choose_dtypes(None, None, None)
+    longest = max(sizes.context, sizes.prompt)
     for name in MEASURED[:-1] if jax.default_backend() != "cpu" else ():
-        cfg = read_model(name)
-        job = Job(cfg, 1, sizes.context, None, kv_dtype, dtype)
-        mesh = mesh_for(ModelOptions(name), launch.device_count(), job, lambda message: None)
-        deployment = memory.Deployment(cfg, mesh, dtype, None, kv_dtype)
-        rows, longest = max(sizes.rows), max(sizes.context, sizes.prompt)
-        if memory.needs([deployment], rows, longest).fit(memory.device_memory(), headroom=True):
+        deployment = deployment_of(name, read_model(name), None, longest)
+        if memory.needs([deployment], max(sizes.rows), longest).fit(memory.device_memory(), headroom=True):
             return name
     return MEASURED[-1]
 
@@ -245,29 +247,25 @@ class Measurement:
 
     def of_format(self, format_name: str) -> Iterator[dict]:
         """Decode and prefill with weights of one number format: rows of `speed.Bench.time` and the plan's."""
-        format, sizes = FORMATS[format_name], self.sizes
-        dtype, kv_dtype = placement.choose_dtypes(None, None, format)
-        job = Job(self.cfg, 1, max(sizes.context, sizes.prompt), format, kv_dtype, dtype)
-        mesh = mesh_for(ModelOptions(self.name), len(self.topology.devices), job, launch.log)
-        deployment = memory.Deployment(self.cfg, mesh, dtype, format, kv_dtype)
-        memory.fit_cache([deployment], [], max(sizes.rows), job.context)
+        cfg, sizes, longest = self.cfg, self.sizes, max(self.sizes.context, self.sizes.prompt)
+        deployment = deployment_of(self.name, cfg, FORMATS[format_name], longest)
+        memory.fit_cache([deployment], [], max(sizes.rows), longest)
+        mesh, format = deployment.mesh, deployment.format
+        dtype, kv_dtype = deployment.dtype, deployment.kv_dtype
         launch.log(f"making random weights, {format or dtype}")
-        weights = model.init_weights(jax.random.key(0, impl="rbg"), self.cfg, mesh, jnp.dtype(dtype), format)
-        bandwidth, flops = self.rates[0], self.rates[1][dtype]
-        bench = speed.Bench(
-            self.cfg, mesh, jax.block_until_ready(weights), kv_dtype, sizes.repeat, bandwidth, flops
-        )
-        measured = Chip(self.topology.name, 0, bandwidth, flops, 0, math.inf)
-        topology = dataclasses.replace(self.topology, chip=self.topology.chip or measured)
-        trace = self.trace and self.trace / format_name
-        shards = mesh.shape["data"]
+        weights = model.init_weights(jax.random.key(0, impl="rbg"), cfg, mesh, jnp.dtype(dtype), format)
+        rates = self.rates[0], self.rates[1][dtype]
+        bench = speed.Bench(cfg, mesh, jax.block_until_ready(weights), kv_dtype, sizes.repeat, *rates)
+        chip = self.topology.chip or Chip(self.topology.name, 0, *rates, 0, math.inf)
+        topology = dataclasses.replace(self.topology, chip=chip)
+        shards, trace = mesh.shape["data"], self.trace and self.trace / format_name
         steps = [("decode", -(-rows // shards) * shards, sizes.context) for rows in sizes.rows]
         for phase, rows, positions in [*dict.fromkeys(steps), ("prefill", shards, sizes.prompt)]:
-            step = dataclasses.replace(job, batch=rows, context=positions)
+            step = Job(cfg, rows, positions, format, kv_dtype, dtype)
             step = step.prefill(positions, mesh) if phase == "prefill" else step
             bytes_read, operations = needed(step, mesh)
             collectives = expected_collectives(step, mesh, topology)
-            planned = step_seconds(resource_seconds(bytes_read, operations, collectives, topology.chip))
+            planned = step_seconds(resource_seconds(bytes_read, operations, collectives, chip))
             row = getattr(bench, phase)(rows, positions, trace)
             yield dict(weights=str(format or dtype), planned=planned, planned_bytes=bytes_read) | row
 

@@ -99,7 +99,7 @@ def test_a_wrong_kernel_and_what_avoids_it(monkeypatch, capsys, tmp_path):
         (lambda q, kv, *_: 1 / 0, "ZeroDivisionError: division by zero; LLAMA"),
         (
             lambda q, kv, *_: attention.attend_cached(q * jnp.nan, kv, *_),
-            "NaN or Inf where there should be a number;",
+            "NaN or Inf where numpy has none, or the reverse;",
         ),
     ],
     ids=["raises", "nan"],
