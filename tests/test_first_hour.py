@@ -14,6 +14,7 @@ from test_gpu import as_on_a_gpu  # noqa: F401  fixtures
 from test_kernels import as_on_a_tpu  # noqa: F401
 
 import ragged_attention
+from deployment import deploy
 from ops import attention, cpu, matmul
 from ops.platform import choose, plain_kinds
 
@@ -137,6 +138,18 @@ def test_a_step_that_fails(capsys):
     first, second = capsys.readouterr().out.splitlines()
     assert first == "WRONG  a step of a model, --quantize none: KeyError: 'no kernel'"
     assert second == "left out: --quantize int8: out of device memory"
+
+
+@pytest.mark.parametrize(
+    ("gib", "name"), [(76, "llama3.1-8b"), (15.75, "llama3.2-3b"), (8, "llama3.2-1b"), (1, "smollm2-135m")]
+)
+def test_the_model_that_fits(gib, name, monkeypatch):
+    """Weights of 16.1, 6.4, 2.5 and 0.3 GB in bfloat16, a cache, and programs; on one device."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(first_hour.launch, "device_count", lambda: 1)
+    for module in (first_hour.memory, deploy):
+        monkeypatch.setattr(module, "device_memory", lambda: int(gib * 2**30))
+    assert first_hour.choose_model(first_hour.ON_ACCELERATOR) == name
 
 
 @pytest.mark.parametrize(
