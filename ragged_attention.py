@@ -25,7 +25,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ops import attention, cpu, gpu, tpu
 from ops.attention import MASKED
 from ops.kv_cache import KV, LANES
-from ops.platform import platform
+from ops.platform import choose, platform
 from ops.tpu import TILE, in_hbm, precision, result
 from quantize import PART, int8_parts
 
@@ -56,10 +56,11 @@ def by_platform(reference: Callable) -> Callable:
     """The function that KERNELS lists for the platform that is being compiled for, or else the reference."""
 
     @functools.wraps(reference)
-    def choose(*arguments, **options):
-        return KERNELS.get((platform(), reference), reference)(*arguments, **options)
+    def chosen(*arguments, **options):
+        function = choose("attention", KERNELS, (platform(), reference), reference)
+        return function(*arguments, **options)
 
-    return choose
+    return chosen
 
 
 attend_cached = by_platform(attention.attend_cached)

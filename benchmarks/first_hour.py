@@ -2,10 +2,11 @@
 
     python3 benchmarks/first_hour.py
 
-In this order: what the machine is; each kernel of its platform beside numpy; greedy answers of the tiny models
-beside the forward pass of a CPU; the bandwidth and the matrix products that one device reaches; decode and
-prefill of a model with random weights, beside what the plan says. One line each, and all of it in a JSON file,
-which is written anew after each part. The exit code is 1 if a kernel, an answer or a step is wrong.
+In this order: what the machine is; each kernel of its platform beside numpy; greedy answers of the tiny
+models beside the forward pass of a CPU; the bandwidth and the matrix products that one device reaches; decode
+and prefill of a model with random weights, beside what the plan says. Each is a line, and all of it is in a
+JSON file, which is written anew after each part. The exit code is 1 if a kernel, an answer or a step is
+wrong.
 """
 
 import dataclasses
@@ -38,7 +39,7 @@ from feedback.errors import UserError
 from generation.llm import load
 from model import Config
 from planner.published_models import MODELS, read_model
-from quantize import FORMATS
+from quantize import FORMATS, Format
 from sharding.mesh import make_mesh
 from terminal import launch
 from terminal.command_line import OneLineParser, run
@@ -46,28 +47,29 @@ from terminal.prompts import DEFAULT_PROMPTS
 
 TINY = [results.ROOT / "tests" / "checkpoints" / name for name in ("tiny-llama3", "tiny-llama4")]
 PROMPTS = (*DEFAULT_PROMPTS, "What is 12 + 34?", "Count from 7 to 12.")
-# The first that fits, floats and 32 rows of it, is measured; on a CPU, whose memory says little, the last.
+# The first that fits, in floats and with all rows, is measured; on a CPU, whose memory says little, the last.
 MEASURED = ("llama3.1-8b", "llama3.2-3b", "llama3.2-1b", "smollm2-135m")
 FORMAT_NAMES = ("none", "int8", "int4")
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """How much is done. seeds: random inputs of each kernel. widths: of the keys. context: filled positions of
-    decode. prompt: tokens of prefill. repeat: measurements of each, beside which `rows` are rows of the batch.
+    """How much is done. seeds: random inputs of each kernel.
+
+    rows: of the batches in decode. context: filled positions of each row. prompt: tokens of prefill. repeat:
+    measurements of each.
     """
 
     seeds: int
-    widths: tuple[int, ...]
     rows: tuple[int, ...]
     context: int
     prompt: int
     repeat: int
 
 
-QUICK = Sizes(1, kernel_checks.WIDTHS[:1], (1, 2), 64, 32, 2)
-ON_CPU = Sizes(3, kernel_checks.WIDTHS, (1, 8, 32), 128, 128, 3)
-ON_ACCELERATOR = Sizes(3, kernel_checks.WIDTHS, (1, 8, 32), 1024, 512, 5)
+QUICK = Sizes(1, (1, 2), 64, 32, 2)
+ON_CPU = Sizes(3, (1, 8, 32), 128, 128, 3)
+ON_ACCELERATOR = Sizes(3, (1, 8, 32), 1024, 512, 5)
 
 
 def say(text: str) -> None:
@@ -86,111 +88,101 @@ def machine() -> dict:
         platform=platform, device=results.cpu_name() if platform == "cpu" else device.device_kind,
         devices=jax.device_count(), processes=jax.process_count(), memory=memory.device_memory(),
         runtime=" ".join(device.client.platform_version.split()), driver=driver(),
-        **results.versions_and_date(),
+        date=results.versions_and_date()["date"], versions=launch.versions(),
     )  # fmt: skip
 
 
 def driver() -> list[str]:
     """What nvidia-smi says of each GPU: its name, the driver's version, its memory. Without it, nothing."""
-    if not shutil.which("nvidia-smi"):
-        return []
     command = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+    if not shutil.which(command[0]):
+        return []
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.splitlines()
     except (OSError, subprocess.TimeoutExpired) as e:
         return [kernel_checks.one_line(e)]
 
 
-def machine_lines(facts: dict) -> Iterator[str]:
-    processes = f" of {facts['processes']} processes" * (facts["processes"] > 1)
-    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
-    yield (
-        f"machine: {facts['devices']} x {facts['device']}{processes}, platform {facts['platform']}, "
-        f"{memory.gib(facts['memory'])} for each device"
+def say_machine(facts: dict) -> None:
+    processes = f"{facts['processes']} process{'es' * (facts['processes'] > 1)}"
+    say(
+        f"machine: {facts['devices']} x {facts['device']}, platform {facts['platform']}, "
+        f"{memory.gib(facts['memory'])} for each device, {processes}"
     )
-    yield f"versions: {versions}; {facts['date']}"
+    say(f"software: {', '.join(f'{name} {x}' for name, x in facts['versions'].items())}; {facts['date']}")
     if facts["platform"] != "cpu":
-        yield f"runtime: {facts['runtime']}"
-    for line in dict.fromkeys(facts["driver"]):
-        yield f"driver: {line}"
+        say(f"runtime: {'; '.join(dict.fromkeys([facts['runtime'], *facts['driver']]))}")
 
 
 # ------------------------------------------------------------------------------------------------ the kernels
 
 
-def check_kernels(sizes: Sizes, platform: str) -> list[dict]:
-    """Each kernel on the first device of each process, and what avoids those that are wrong."""
-    mesh, every = kernel_checks.device_mesh(), []
-    for check in kernel_checks.checks(platform, sizes.widths):
-        every.append(kernel_checks.run_check(check, mesh, sizes.seeds))
-        say(kernel_line(every[-1]))
-    found = [dataclasses.asdict(x) | dict(name=x.name, ok=x.ok) for x in every]
-    for x, facts in zip(every, found, strict=True):
-        if not x.ok:
-            facts["remedy"] = kernel_checks.remedy(x, every, platform)
-            say(f"  {x.name}: {facts['remedy']}")
-    for process, theirs in enumerate(gather([x for x in found if not x["ok"]])):
-        for x in theirs if process else ():
-            say(f"WRONG  {x['name']}, in process {process}: {x['failure'] or 'a wrong result'}")
-            found.append(x | dict(process=process))
+def check_kernels(seeds: int) -> list[dict]:
+    """What `run_check` finds of each kernel of the platform, and what other processes have found wrong."""
+    found = []
+    for check in kernel_checks.checks(jax.default_backend()):
+        found.append(kernel_checks.run_check(check, seeds))
+        say(kernel_line(found[-1]))
+    found, *others = gather(found)
+    for process, theirs in enumerate(others, 1):
+        for x in theirs:
+            if not x["ok"]:
+                found.append(x | dict(name=f"{x['name']}, in process {process}"))
+                say(kernel_line(found[-1]))
     return found
 
 
-def kernel_line(found: kernel_checks.Found) -> str:
-    if found.failure:
-        what = found.failure
-    elif found.error is None:
-        what = "NaN or Inf where there should be a number"
-    else:
-        what = f"error {found.error:.1e}, {found.share:.2g} of what rounding explains"
-    return f"{'ok   ' if found.ok else 'WRONG'}  {found.name}: {what}"
+def kernel_line(found: dict) -> str:
+    verdict, remedy = ("ok   ", "") if found["ok"] else ("WRONG", f"; {found['remedy']}")
+    what = found["failure"]
+    if what is None:
+        what = f"error {found['error']:.1e}, {found['share']:.2g} of what rounding explains"
+    return f"{verdict}  {found['name']}: {what}{remedy}"
 
 
 # ------------------------------------------------------------------------------------------------ the answers
 
 
-def check_answers(formats: tuple[str, ...]) -> list[dict]:
+def check_answers() -> list[dict]:
     """Greedy answers in float32 by the engine on all devices: every token is the forward pass's on a CPU."""
     every = []
     for folder in TINY:
-        for name in formats:
-            label = folder.name if name == "none" else f"{folder.name} in {name}"
-            try:
-                found = answers_of(folder, name)
-            except Exception as e:  # of a kernel that does not compile, for example
-                found = [dict(prompt=None, ok=False, failure=kernel_checks.one_line(e))]
-            every += [dict(model=label) | x for x in found]
-            wrong = [x for x in found if not x["ok"]]
-            if not wrong:
-                tokens = sum(x["tokens"] for x in found)
-                say(f"ok     {len(found)} answers of {label}, {tokens} tokens: those of a CPU")
-            for x in wrong:
-                say(f"WRONG  {label}, {x['prompt'] or 'all prompts'}: {x['failure']}")
+        try:
+            found = answers_of(folder)
+        except Exception as e:  # of a kernel that does not compile, for example
+            found = [dict(prompt="all prompts", ok=False, failure=kernel_checks.one_line(e))]
+        every += [dict(model=folder.name) | x for x in found]
+        wrong = [x for x in found if not x["ok"]]
+        if not wrong:
+            tokens = sum(x["tokens"] for x in found)
+            say(f"ok     {len(found)} answers of {folder.name}, {tokens} tokens: those of a CPU")
+        for x in wrong:
+            say(f"WRONG  {folder.name}, {x['prompt']}: {x['failure']}")
     return every
 
 
-def answers_of(folder: pathlib.Path, quantize: str) -> list[dict]:
+def answers_of(folder: pathlib.Path) -> list[dict]:
     precision = jax.config.jax_default_matmul_precision
     try:
-        llm = load(folder, dtype="float32", quantize=quantize, max_len=512)
+        llm = load(folder, dtype="float32", quantize="none", max_len=512)
         answers = llm.generate(list(PROMPTS), temperature=0, max_new_tokens=64)
-        cfg, format = llm.cfg, llm.deployment.format
-        mesh = make_mesh(cfg, devices=[cpu_device()])
-        weights = load_weights(open_checkpoint(str(folder)), mesh, "float32", format, show=False)
+        mesh = make_mesh(llm.cfg, devices=[cpu_device()])
+        weights = load_weights(open_checkpoint(str(folder)), mesh, "float32", None, show=False)
         texts = [[*x.prompt_tokens, *x.tokens] for x in answers]
         tokens = np.zeros((len(texts), max(map(len, texts))), np.int32)
         for row, text in zip(tokens, texts, strict=True):
             row[: len(text)] = text
-        chosen = np.argmax(model.forward(tokens, weights, cfg=cfg, mesh=mesh), -1)
+        chosen = np.argmax(model.forward(tokens, weights, cfg=llm.cfg, mesh=mesh), -1)
     finally:
         jax.config.update("jax_default_matmul_precision", precision)  # which float32 has made exact
     found = []
     for prompt, x, row in zip(PROMPTS, answers, chosen, strict=True):
         start = len(x.prompt_tokens) - 1
-        pairs = enumerate(zip(x.tokens, row[start : start + len(x.tokens)].tolist(), strict=True), 1)
-        wrong = [(i, *pair) for i, pair in pairs if pair[0] != pair[1]]
-        failure = x.error or (wrong and "token {} is {}, a CPU's is {}".format(*wrong[0])) or None
-        failure = failure or (None if x.tokens else "no token")
+        expected = row[start : start + len(x.tokens)].tolist()
+        wrong = [i for i, token in enumerate(x.tokens) if token != expected[i]]
+        failure = x.error or (None if x.tokens else "no token")
+        if wrong and not failure:
+            failure = f"token {wrong[0] + 1} is {x.tokens[wrong[0]]}, a CPU's is {expected[wrong[0]]}"
         found.append(dict(prompt=prompt, ok=not failure, tokens=len(x.tokens), failure=failure))
     return found
 
@@ -224,16 +216,20 @@ def of_sheet(measured: float, stated: float | None, unit: float, name: str) -> s
     return f", {measured / stated:.0%} of the data sheet's {stated / unit:,.0f} {name}" if stated else ""
 
 
+def deployment_of(name: str, cfg: Config, format: Format | None, longest: int) -> memory.Deployment:
+    """A model on the mesh that is best for it, with the numbers that are fast here."""
+    dtype, kv_dtype = placement.choose_dtypes(None, None, format)
+    job = Job(cfg, 1, longest, format, kv_dtype, dtype)
+    mesh = mesh_for(ModelOptions(name), launch.device_count(), job, lambda message: None)
+    return memory.Deployment(cfg, mesh, dtype, format, kv_dtype)
+
+
 def choose_model(sizes: Sizes) -> str:
     """The largest of MEASURED that fits in floats with all rows; on a CPU the smallest."""
-    dtype, kv_dtype = placement.choose_dtypes(None, None, None)
+    longest = max(sizes.context, sizes.prompt)
     for name in MEASURED[:-1] if jax.default_backend() != "cpu" else ():
-        cfg = read_model(name)
-        job = Job(cfg, 1, sizes.context, None, kv_dtype, dtype)
-        mesh = mesh_for(ModelOptions(name), launch.device_count(), job, lambda message: None)
-        deployment = memory.Deployment(cfg, mesh, dtype, None, kv_dtype)
-        rows, longest = max(sizes.rows), max(sizes.context, sizes.prompt)
-        if memory.needs([deployment], rows, longest).fit(memory.device_memory(), headroom=True):
+        deployment = deployment_of(name, read_model(name), None, longest)
+        if memory.needs([deployment], max(sizes.rows), longest).fit(memory.device_memory(), headroom=True):
             return name
     return MEASURED[-1]
 
@@ -250,30 +246,26 @@ class Measurement:
     trace: pathlib.Path | None
 
     def of_format(self, format_name: str) -> Iterator[dict]:
-        """The rows of one number format of the weights, see `speed.Bench.time`, each with the plan's seconds."""
-        format, sizes = FORMATS[format_name], self.sizes
-        dtype, kv_dtype = placement.choose_dtypes(None, None, format)
-        job = Job(self.cfg, 1, max(sizes.context, sizes.prompt), format, kv_dtype, dtype)
-        mesh = mesh_for(ModelOptions(self.name), len(self.topology.devices), job, launch.log)
-        deployment = memory.Deployment(self.cfg, mesh, dtype, format, kv_dtype)
-        memory.fit_cache([deployment], [], max(sizes.rows), job.context)
-        launch.log(f"making random weights of {self.name}, {format or dtype}")
-        weights = model.init_weights(jax.random.key(0, impl="rbg"), self.cfg, mesh, jnp.dtype(dtype), format)
-        bandwidth, flops = self.rates[0], self.rates[1][dtype]
-        bench = speed.Bench(
-            self.cfg, mesh, jax.block_until_ready(weights), kv_dtype, sizes.repeat, bandwidth, flops
-        )
-        measured = Chip(self.topology.name, 0, bandwidth, flops, 0, math.inf)
-        topology = dataclasses.replace(self.topology, chip=self.topology.chip or measured)
-        trace = self.trace and self.trace / format_name
-        shards = mesh.shape["data"]
+        """Decode and prefill with weights of one number format: rows of `speed.Bench.time` and the plan's."""
+        cfg, sizes, longest = self.cfg, self.sizes, max(self.sizes.context, self.sizes.prompt)
+        deployment = deployment_of(self.name, cfg, FORMATS[format_name], longest)
+        memory.fit_cache([deployment], [], max(sizes.rows), longest)
+        mesh, format = deployment.mesh, deployment.format
+        dtype, kv_dtype = deployment.dtype, deployment.kv_dtype
+        launch.log(f"making random weights, {format or dtype}")
+        weights = model.init_weights(jax.random.key(0, impl="rbg"), cfg, mesh, jnp.dtype(dtype), format)
+        rates = self.rates[0], self.rates[1][dtype]
+        bench = speed.Bench(cfg, mesh, jax.block_until_ready(weights), kv_dtype, sizes.repeat, *rates)
+        chip = self.topology.chip or Chip(self.topology.name, 0, *rates, 0, math.inf)
+        topology = dataclasses.replace(self.topology, chip=chip)
+        shards, trace = mesh.shape["data"], self.trace and self.trace / format_name
         steps = [("decode", -(-rows // shards) * shards, sizes.context) for rows in sizes.rows]
         for phase, rows, positions in [*dict.fromkeys(steps), ("prefill", shards, sizes.prompt)]:
-            step = dataclasses.replace(job, batch=rows, context=positions)
+            step = Job(cfg, rows, positions, format, kv_dtype, dtype)
             step = step.prefill(positions, mesh) if phase == "prefill" else step
             bytes_read, operations = needed(step, mesh)
             collectives = expected_collectives(step, mesh, topology)
-            planned = step_seconds(resource_seconds(bytes_read, operations, collectives, topology.chip))
+            planned = step_seconds(resource_seconds(bytes_read, operations, collectives, chip))
             row = getattr(bench, phase)(rows, positions, trace)
             yield dict(weights=str(format or dtype), planned=planned, planned_bytes=bytes_read) | row
 
@@ -301,12 +293,11 @@ def measure_steps(measurement: Measurement) -> list[dict]:
 
 def step_line(row: dict, topology: Topology) -> str:
     plan = "the plan says" if topology.chip else "at the measured speeds it is"
-    size = f"{row['batch']} x {row['context'] or row['tokens']}"
     reached = f"{row['mbu']:.0%} of the measured bandwidth"
     if row["phase"] == "prefill":
         reached = f"{row['mfu']:.0%} of the measured operations"
     return (
-        f"{row['phase']} {size}, {row['weights']}: {1e3 * row['seconds']:.1f} ms, "
+        f"{row['phase']} {speed.size(row)}, {row['weights']}: {1e3 * row['seconds']:.1f} ms, "
         f"{row['tokens_per_second']:,.1f} tokens/s; {plan} {1e3 * row['planned']:.2f} ms, "
         f"{row['seconds'] / row['planned']:.2f} times that; {reached}"
     )
@@ -354,7 +345,8 @@ def main() -> None:
     if trace:
         trace.mkdir(parents=True, exist_ok=True)
     cpu_device()  # or it is refused
-    sizes = QUICK if args.quick else ON_CPU if platform == "cpu" else ON_ACCELERATOR
+    sizes = ON_CPU if platform == "cpu" else ON_ACCELERATOR
+    sizes = QUICK if args.quick else sizes
     if cfg and cfg.max_positions < max(sizes.context, sizes.prompt):
         raise UserError(f"--model {chosen}: {cfg.max_positions} positions are too few to measure")
     result = dict(program="first_hour", machine=machine(), kernels=[], answers=[], steps=[])
@@ -365,11 +357,10 @@ def main() -> None:
         if first:
             results.write(result, args.json)
 
-    for line in machine_lines(result["machine"]):
-        say(line)
+    say_machine(result["machine"])
     keep()
-    keep(kernels=check_kernels(sizes, platform))
-    keep(answers=check_answers(("none", "int8") if platform == "cpu" and not args.quick else ("none",)))
+    keep(kernels=check_kernels(sizes.seeds))
+    keep(answers=check_answers())
     topology = topology_of(jax.devices(), placement.slice_count())
     dtypes = dict.fromkeys(placement.choose_dtypes(None, None, FORMATS[x])[0] for x in FORMAT_NAMES)
     rates = measure_rates(list(dtypes), topology.chip)

@@ -4,11 +4,12 @@
 `run_check` runs one of them. The arrays are bfloat16, int8 or what a number format stores, and numpy computes
 with exactly these numbers. Letters as in model.py.
 
-What a kernel may differ by. It may round each number that it multiplies to bfloat16: a key, a probability, a
-hidden unit, a weight that was int4. Such an error is at most ROUNDING of the number, and it is independent of
-the others. So the error of a sum of n products a·b has a standard deviation of at most ROUNDING times the
-root of the sum of (a·b)², and it exceeds DEVIATIONS of them about once in 10^9 sums. A slot too many or too
-few, a wrong scale or a wrong expert changes a result by more. Sums themselves are in float32: FLOAT32.
+What a kernel may differ by: it may round each number that it multiplies to bfloat16, for example a key, a
+probability or a weight that was int4. Such an error is at most ROUNDING of the number, and the errors are
+independent of one another. So the error of a sum of products a·b has a standard deviation of at most
+ROUNDING times the root of the sum of (a·b)², and it exceeds DEVIATIONS of them about once in 10^9 sums. A
+slot too many or too few, a wrong scale or a wrong expert changes a result by more. The sums themselves are in
+float32.
 """
 
 import dataclasses
@@ -24,8 +25,9 @@ from jax.sharding import PartitionSpec as P
 
 import model
 import ragged_attention
-from ops import attention, grouped_matmul, matmul
-from ops.kv_cache import KV, SlotLayout, key_beside_value
+from ops import attention, grouped_matmul, matmul, tpu
+from ops.kv_cache import KV, SlotLayout, key_beside_value, map_slots
+from ops.platform import choose
 from quantize import FORMATS, Format, QuantizedArray, quantize
 from sharding.arrays import ArrayInfo
 
@@ -35,90 +37,72 @@ FLOAT32 = 1e-5  # what sums in float32 may differ by: all results here are aroun
 SLOTS = 384  # of a cache: three blocks of a TPU's lanes
 WIDTHS = (128, 64)  # of a key
 
-Case = tuple[Callable, Callable]  # see Check.cases
+Case = tuple[Callable, Callable]  # see Check
 
 
 @dataclasses.dataclass(frozen=True)
 class Check:
     """What a platform computes in one number format.
 
-    job: what it is for. option: what a user says to have it in this format. by: the function that the platform
-    has for it. cases: pairs (function, make): make(rng) returns the function's arguments, and for each array of
-    its result what numpy has in its place, and by how much each element may differ.
+    job: what it is for. option: how a user chooses the format. kind: of kernel, see `choose`. by: the
+    function that the platform has for it. cases: pairs (function, make). make(rng) returns the function's
+    arguments, what numpy computes in the place of its results, and by how much each element may differ.
     """
 
     job: str
     option: str
+    kind: str
     by: Callable
     cases: list[Case]
 
 
-@dataclasses.dataclass(frozen=True)
-class Found:
-    """What a check has found. kernels: Pallas kernels, or else the function that XLA compiles.
-
-    error: the largest of all elements; None if there is NaN in the place of a number, or no result at all.
-    share: how much of what rounding explains the error is, at most: of an element. failure: in one line, why
-    there is no result.
-    """
-
-    job: str
-    option: str
-    kernels: list[str]
-    error: float | None = None
-    share: float | None = None
-    failure: str | None = None
-
-    @property
-    def ok(self) -> bool:
-        return self.share is not None and self.share <= 1
-
-    @property
-    def name(self) -> str:
-        return f"{self.job}, {self.option}, by {' and '.join(self.kernels)}"
+PLAIN = (  # functions without a kernel
+    attention.attend_cached, attention.attend_causal, attention.write,
+    matmul.plain_einsum, matmul.take_rows, grouped_matmul.plain_ragged_dot,
+)  # fmt: skip
 
 
 def one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
-def device_mesh() -> Mesh:
-    """The first device of this process."""
-    return Mesh(np.array(jax.local_devices()[:1]), ("one",), axis_types=(AxisType.Auto,))
+def run_check(check: Check, seeds: int) -> dict:
+    """Compare each case on `seeds` random inputs, on this process's first device.
 
-
-def run_check(check: Check, mesh: Mesh, seeds: int) -> Found:
-    """Compare each case on `seeds` random inputs. Whatever the kernel raises is a finding."""
-    kernels, error, share = {}, 0.0, 0.0
-    own = f"{check.by.__module__.removeprefix('ops.')}.{check.by.__name__}"
-
-    def found(*values) -> Found:
-        return Found(check.job, check.option, list(kernels) or [own], *values)
-
+    Of the result, error: the largest of all elements. share: the largest part of what an element may differ
+    by. failure: in one line, what was raised, or that a number is missing. remedy: what a user can do.
+    """
+    mesh = Mesh(np.array(jax.local_devices()[:1]), ("one",), axis_types=(AxisType.Auto,))
+    kernels, error, share, failure = {}, 0.0, 0.0, None
     try:
         for function, make in check.cases:
-            program = jax.jit(
-                jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-            )
+            mapped = jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
             for seed in range(seeds):
                 arguments, expected, allowed = make(np.random.default_rng(seed))
-                if not seed:
-                    traced = program.trace(*arguments)
+                if seed == 0:
+                    traced = jax.jit(mapped).trace(*arguments)
                     kernels |= dict.fromkeys(pallas_kernels(traced.jaxpr.jaxpr))
                     compiled = traced.lower().compile()
                 result = jax.block_until_ready(compiled(*arguments))
                 for parts in zip(jax.tree.leaves(result), expected, allowed, strict=True):
-                    at, part = difference(*parts)
-                    error, share = max(error, at), max(share, part)
-    except Exception as e:  # a compiler's error is no fault of this program's
-        return found(None, None, one_line(e))
-    return found(error, share) if share < np.inf else found()
+                    found = difference(*parts)
+                    error, share = max(error, found[0]), max(share, found[1])
+    except Exception as e:  # a compiler's, for example
+        failure = one_line(e)
+    if share == np.inf and not failure:
+        failure = "NaN or Inf where numpy has none, or the reverse"
+    ok = failure is None and share <= 1
+    own = f"{check.by.__module__.removeprefix('ops.')}.{check.by.__name__}"
+    return dict(
+        name=f"{check.job}, {check.option}, by {' and '.join(kernels or [own])}", ok=ok, failure=failure,
+        error=None if failure else error, share=None if failure else share,
+        remedy=None if ok else remedy(check),
+    )  # fmt: skip
 
 
 def difference(result, expected: np.ndarray, allowed: np.ndarray) -> tuple[float, float]:
-    """The largest error, and the largest part of what is allowed. NaN for a number is infinitely wrong.
-
-    Where `allowed` is infinite, anything will do.
+    """The largest error, and its largest share of what is allowed. Both are infinite if there is NaN for a
+    number. Where `allowed` is infinite, any result is right.
     """
     result, expected = np.asarray(result, np.float64), np.asarray(expected, np.float64)
     with np.errstate(invalid="ignore"):
@@ -138,15 +122,15 @@ def pallas_kernels(jaxpr) -> Iterator[str]:
                 yield from pallas_kernels(inner) if hasattr(inner, "eqns") else ()
 
 
-def remedy(wrong: Found, every: list[Found], platform: str) -> str:
-    """What a user can do about a kernel that is wrong: another format of which all that was checked is right."""
-    of_option = wrong.option.partition(" ")[0]
-    right = dict.fromkeys(x.option for x in every if x.option.partition(" ")[0] == of_option)
-    right = [option for option in right if all(x.ok for x in every if x.option == option)]
-    if right:
-        return f"{' or '.join(right)} avoids it: there all is right"
-    without = "no option avoids it"
-    return without if platform == "cpu" else f"{without}; JAX_PLATFORMS=cpu does without this device"
+def remedy(check: Check) -> str:
+    """What a user can do about a check that fails."""
+    if check.by in PLAIN:
+        return "XLA computes it without a kernel; another number format may avoid it"
+    return f"LLAMA_JAX_PLAIN={check.kind} computes it without this kernel, more slowly"
+
+
+def normal(rng, *shape: int) -> jax.Array:
+    return jnp.asarray(rng.standard_normal(shape), "bfloat16")
 
 
 # ------------------------------------------------------------------------------------------------- references
@@ -220,17 +204,23 @@ def exact(kv: KV) -> tuple[np.ndarray, np.ndarray]:
     return tuple(x * np.asarray(kv.scale, np.float64)[:, :, i, :, None] for i, x in enumerate(both))
 
 
-def put(cache: np.ndarray, new: np.ndarray, place: np.ndarray, axis: int) -> np.ndarray:
-    """A cache with new slots [B,K,T,...] in the places [B,T] of an axis; a place beyond the end is none."""
-    cache = np.moveaxis(np.array(cache), axis, 1)  # B, slots, ...
-    for row, tokens, places in zip(cache, np.moveaxis(np.asarray(new), axis, 1), place, strict=True):
-        inside = places < len(row)
-        row[places[inside]] = tokens[inside]
-    return np.moveaxis(cache, 1, axis)
+def poisoned(kv: KV, used: np.ndarray) -> KV:
+    """With NaN in the slots that are not used, [B,S] bool: in the values, or in the scales of int8."""
+    if kv.scale is None:
+        return KV(jnp.where(used[:, None, :, None], kv.values, jnp.nan), None, kv.layout)
+    return KV(kv.values, jnp.where(used[:, None, None], kv.scale, jnp.nan), kv.layout)
 
 
-def queries(rng, B: int, T: int, K: int, G: int, H: int) -> jax.Array:
-    return jnp.asarray(rng.standard_normal((B, T, K, G, H)), "bfloat16")
+def written(kv: KV, new: KV, place: np.ndarray) -> KV:
+    """A cache in float32 with T new slots in the places [B,T]; a place beyond the end is none."""
+
+    def put(axis: int, cache, new) -> np.ndarray:
+        cache, new = (np.moveaxis(np.array(x, np.float32), axis, 1) for x in (cache, new))  # B, slots, ...
+        for row, tokens, places in zip(cache, new, place, strict=True):
+            row[places[places < len(row)]] = tokens[places < len(row)]
+        return np.moveaxis(cache, 1, axis)
+
+    return map_slots(put, kv, new)
 
 
 def decode_case(dtype: str, H: int) -> Case:
@@ -238,25 +228,17 @@ def decode_case(dtype: str, H: int) -> Case:
     B, K, G = 6, 2, 4
 
     def make(rng):
-        q, length = queries(rng, B, 1, K, G, H), rng.integers(1, SLOTS, B)
+        q, length = normal(rng, B, 1, K, G, H), rng.integers(1, SLOTS, B)
         length[:3] = 1, 129, SLOTS
         kv, new = (kv_of(rng.standard_normal((B, K, n, 2 * H)), dtype) for n in (SLOTS, 1))
         place, filled = length[:, None] - 1, np.arange(SLOTS) < length[:, None]
-        written = [(kv.values, new.values, 2)] + ([(kv.scale, new.scale, 3)] if dtype == "int8" else [])
-        written = [put(np.float32(x), np.float32(y), place, axis) for x, y, axis in written]
-        after = KV(written[0], written[1] if dtype == "int8" else None, kv.layout)
-        old = filled & (np.arange(SLOTS) != place)
-        if dtype == "int8":
-            given = KV(kv.values, jnp.where(old[:, None, None], kv.scale, jnp.nan), kv.layout)
-        else:
-            given = KV(jnp.where(old[:, None, :, None], kv.values, jnp.nan), None, kv.layout)
-        seen = filled[:, None]
-        values, of_values = attention_and_error(q, *exact(after), seen)
-        # What is behind a row's end is nobody's business.
-        shape = filled[:, None, :, None], filled[:, None, None]
-        of_cache = tuple(np.where(x, FLOAT32, np.inf) for x in shape[: len(written)])
+        given, after = poisoned(kv, filled & (np.arange(SLOTS) != place)), written(kv, new, place)
+        values, of_values = attention_and_error(q, *exact(after), filled[:, None])
+        seen = filled[:, None, :, None], filled[:, None, None]  # of values, and of scales
+        cache = jax.tree.leaves(after)
+        of_cache = [np.where(x, FLOAT32, np.inf) for x in seen[: len(cache)]]
         arguments = q, new, given, jnp.int32(length[:, None]), jnp.int32(place)
-        return arguments, (*values, *written), (*of_values, *of_cache)
+        return arguments, (*values, *cache), (*of_values, *of_cache)
 
     return ragged_attention.ragged_decode, make
 
@@ -266,14 +248,12 @@ def cached_case(dtype: str, H: int, T: int) -> Case:
     B, K, G = 3, 2, 4
 
     def make(rng):
-        q, length = queries(rng, B, T, K, G, H), np.array([0, rng.integers(1, SLOTS), SLOTS])
-        kv, filled = (
-            kv_of(rng.standard_normal((B, K, SLOTS, 2 * H)), dtype),
-            np.arange(SLOTS) < length[:, None],
-        )
-        of_queries = np.repeat(length[:, None], T, 1)
-        seen = np.repeat(filled[:, None], T, 1)
-        return (q, kv, jnp.int32(of_queries)), *attention_and_error(q, *exact(kv), seen)
+        q, length = normal(rng, B, T, K, G, H), np.array([0, rng.integers(1, SLOTS), SLOTS])
+        kv = kv_of(rng.standard_normal((B, K, SLOTS, 2 * H)), dtype)
+        length = np.repeat(length[:, None], T, 1)
+        seen = np.arange(SLOTS) < length[..., None]
+        arguments = q, poisoned(kv, seen[:, 0]), jnp.int32(length)
+        return arguments, *attention_and_error(q, *exact(kv), seen)
 
     return ragged_attention.attend_cached, make
 
@@ -283,7 +263,7 @@ def causal_case(dtype: str, H: int, window: int | None) -> Case:
     B, T, K, G = 2, 128, 2, 4
 
     def make(rng):
-        q, kv = queries(rng, B, T, K, G, H), kv_of(rng.standard_normal((B, K, T, 2 * H)), dtype)
+        q, kv = normal(rng, B, T, K, G, H), kv_of(rng.standard_normal((B, K, T, 2 * H)), dtype)
         cut = T if window else rng.integers(1, T, (B, 1))
         segment = (np.arange(T) >= cut) * np.ones((B, 1), int)
         back = np.arange(T)[:, None] - np.arange(T)
@@ -301,9 +281,8 @@ def write_case(dtype: str, H: int) -> Case:
         kv, new = (kv_of(rng.standard_normal((B, K, n, 2 * H)), dtype) for n in (SLOTS, T))
         start, count = rng.integers(0, SLOTS - T, (B, 1)), rng.integers(1, T + 1, (B, 1))
         place = np.where(np.arange(T) < count, start + np.arange(T), SLOTS)
-        parts = [(kv.values, new.values, 2)] + ([(kv.scale, new.scale, 3)] if dtype == "int8" else [])
-        expected = [put(np.float32(x), np.float32(y), place, axis) for x, y, axis in parts]
-        return (kv, new, jnp.int32(place)), expected, [np.full(x.shape, FLOAT32) for x in expected]
+        expected = jax.tree.leaves(written(kv, new, place))
+        return (kv, new, jnp.int32(place)), expected, [FLOAT32] * len(expected)
 
     return partial(ragged_attention.write, window=T), make
 
@@ -312,7 +291,7 @@ def write_case(dtype: str, H: int) -> Case:
 
 
 def encoded(rng, info: ArrayInfo, format: Format | None) -> tuple[jax.Array | QuantizedArray, np.ndarray]:
-    """A random weight as the platform holds it, and what it stands for, in float64. Its products are near 1."""
+    """A random weight as the platform holds it, and what it stands for, float64. Its products are near 1."""
     size = np.sqrt(np.prod([info.shape[axis] for axis in info.contracted_axes]))
     w = jnp.asarray(rng.standard_normal(info.shape) / size, "bfloat16")
     held = format and format.for_array(info)
@@ -329,12 +308,12 @@ def product_case(format: Format | None, spec: str, contracted: str, B: int, T: i
     info = ArrayInfo(theirs, contracted, shape=tuple(sizes[letter] for letter in theirs))
 
     def make(rng):
-        x = jnp.asarray(rng.standard_normal([sizes[letter] for letter in ours]), "bfloat16")
+        x = normal(rng, *(sizes[letter] for letter in ours))
         (w, whole), known = encoded(rng, info, format), np.asarray(x, np.float64)
         squares = np.einsum(spec, known**2, whole**2, optimize=True)
         return (x, w), [np.einsum(spec, known, whole, optimize=True)], [allow(squares)]
 
-    return lambda x, w: matmul.einsum(spec, x, w, jnp.float32), make
+    return partial(matmul.einsum, spec, out_dtype=jnp.float32), make
 
 
 def experts_case(format: Format | None, R: int) -> Case:
@@ -343,7 +322,7 @@ def experts_case(format: Format | None, R: int) -> Case:
     infos = [ArrayInfo("eDm", "D", shape=(E, D, M))] * 2 + [ArrayInfo("emD", "m", shape=(E, M, D))]
 
     def make(rng):
-        x = jnp.asarray(rng.standard_normal((R, D)), "bfloat16")
+        x = normal(rng, R, D)
         expert = np.stack([rng.permutation(E + 1)[:A] for _ in range(R)])
         factor, weight = rng.uniform(0.2, 0.9, (R, A)).astype(np.float32), np.zeros((R, E + 1))
         np.put_along_axis(weight, expert, factor, 1)
@@ -351,13 +330,8 @@ def experts_case(format: Format | None, R: int) -> Case:
         expected, allowed = experts_and_error(np.asarray(x, np.float64), weight[:, :E], *whole)
         return (x, jnp.int32(expert), factor, *matrices), [expected], [allowed]
 
-    def run(x, expert, factor, *matrices):
-        activation = model.SwiGLU()
-        return grouped_matmul.expert_mlp(
-            x, expert, factor, *matrices, (None,) * 3, activation, scales="output"
-        )
-
-    return run, make
+    options = dict(biases=(None,) * 3, activation=model.SwiGLU(), scales="output")
+    return partial(grouped_matmul.expert_mlp, **options), make
 
 
 def rows_case(format: Format | None) -> Case:
@@ -366,7 +340,7 @@ def rows_case(format: Format | None) -> Case:
 
     def make(rng):
         (w, whole), tokens = encoded(rng, info, format), rng.integers(0, 1024, (3, 2))
-        return (w, jnp.int32(tokens)), [whole[tokens]], [np.full((3, 2, 256), FLOAT32)]
+        return (w, jnp.int32(tokens)), [whole[tokens]], [FLOAT32]
 
     return matmul.take_rows, make
 
@@ -374,39 +348,42 @@ def rows_case(format: Format | None) -> Case:
 # -------------------------------------------------------------------------------------------------- the list
 
 
-def checks(platform: str, widths: tuple[int, ...] = WIDTHS) -> Iterator[Check]:
-    """What a platform runs, "cpu", "gpu" or "tpu", in each number format that it has a product of.
+def checks(platform: str) -> Iterator[Check]:
+    """What a platform runs, "cpu", "gpu" or "tpu", in each number format that it has a product of."""
 
-    widths: of a key.
-    """
-    table = ragged_attention.KERNELS
+    def attends(reference: Callable, plain: Callable | None = None) -> Callable:
+        key = platform, reference
+        return choose("attention", ragged_attention.KERNELS, key, plain or reference)
 
-    def attends(reference: Callable) -> Callable:
-        return table.get((platform, reference), reference)
-
-    to_cache, writes = attends(attention.attend_cached), attends(attention.write)
-    decodes = table.get((platform, ragged_attention.write_then_attend), to_cache)
+    references = attention.attend_cached, attention.attend_causal, attention.write
+    to_cache, to_prompt, writes = map(attends, references)
+    decodes = attends(ragged_attention.write_then_attend, to_cache)
     for dtype in ("float32",) * (platform == "cpu") + ("bfloat16", "int8"):
         option = f"--kv-cache-dtype {dtype}"
-        pieces = [cached_case(dtype, H, T) for H in widths for T in (8, 128)]
-        causal = [causal_case(dtype, H, window) for H in widths for window in (None, 50)]
-        yield Check("attention in decode", option, decodes, [decode_case(dtype, H) for H in widths])
-        yield Check("attention in prefill to the cache", option, to_cache, pieces)
-        yield Check("attention in prefill to the prompt", option, attends(attention.attend_causal), causal)
-        yield Check("writing the cache in prefill", option, writes, [write_case(dtype, H) for H in widths])
+        pieces = [cached_case(dtype, H, T) for H in WIDTHS for T in (8, 128)]
+        prompts = [causal_case(dtype, H, window) for H in WIDTHS for window in (None, 50)]
+        for job, by, cases in (
+            ("attention in decode", decodes, [decode_case(dtype, H) for H in WIDTHS]),
+            ("attention in prefill to the cache", to_cache, pieces),
+            ("attention in prefill to the prompt", to_prompt, prompts),
+            ("writing the cache in prefill", writes, [write_case(dtype, H) for H in WIDTHS]),
+        ):
+            yield Check(job, option, "attention", by, cases)
+    of_experts = {("tpu", scheme): grouped_matmul.active_experts for scheme in grouped_matmul.SCHEMES}
     for name in ("none", "int8", "int4", "fp8", "mxfp4"):
         format = FORMATS[name]
         if format and format.on(platform) != format:
             continue  # it is held as int8
-        option, scheme = f"--quantize {name}", format.scheme if format else "float"
-        dot = grouped_matmul.RAGGED_DOTS.get((platform, scheme), grouped_matmul.plain_ragged_dot)
-        yield Check("experts", option, dot, [experts_case(format, R) for R in (1, 3, 100)])
+        option, key = f"--quantize {name}", (platform, format.scheme if format else "float")
+        by = choose("experts", grouped_matmul.RAGGED_DOTS | of_experts, key, grouped_matmul.plain_ragged_dot)
+        yield Check("experts", option, "experts", by, [experts_case(format, R) for R in (1, 3, 100)])
         if name == "mxfp4":
             continue  # of experts alone
-        product = matmul.KERNELS.get((platform, scheme), matmul.plain_einsum)
+        by = choose("matmul", matmul.KERNELS, key, matmul.plain_einsum)
         sizes = (1, 1), (8, 1), (1, 32), (2, 160)  # of one row, of few, and of two kinds of many
         cases = [product_case(format, "bTD,fD->bTf", "D", *size) for size in sizes]
         cases.append(product_case(format, "bTkgU,DkgU->bTD", "kgU", 8, 1))
-        yield Check("matrix product", option, product, cases)
+        yield Check("matrix product", option, "matmul", by, cases)
         if name in ("none", "int8"):
-            yield Check("rows of the embedding", option, matmul.take_rows, [rows_case(format)])
+            by = choose("matmul", {("tpu", key[1]): tpu.take_rows}, key, matmul.take_rows)
+            yield Check("rows of the embedding", option, "matmul", by, [rows_case(format)])

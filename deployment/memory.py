@@ -67,9 +67,10 @@ def host_memory(root: pathlib.Path = pathlib.Path("/")) -> int:
 
 
 def free_memory(root: pathlib.Path = pathlib.Path("/")) -> int:
-    """Bytes of `host_memory` that other programs leave, as Linux says; elsewhere all of it. root: as there."""
-    file, have = root / "proc/meminfo", host_memory(root)
-    found = re.search(r"^MemAvailable: +(\d+) kB$", file.read_text(), re.MULTILINE) if file.exists() else None
+    """Bytes of `host_memory` that other programs leave, as Linux says; on other systems all of it."""
+    have, file = host_memory(root), root / "proc/meminfo"
+    text = file.read_text() if file.exists() else ""
+    found = re.search(r"^MemAvailable: +(\d+) kB$", text, re.MULTILINE)
     return min(have, int(found[1]) * 1024) if found else have
 
 

@@ -19,7 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ops import cpu, gpu
 from ops.matmul import scheme_of
-from ops.platform import platform
+from ops.platform import choose, plain_kinds, platform
 from ops.tpu import in_hbm, precision, result
 from quantize import CHUNK, QuantizedArray, int8_parts, join_parts, power_of_two, values_and_scale
 
@@ -43,7 +43,7 @@ def expert_mlp(
     No row is dropped, however the rows are distributed. On TPUs rows go through `active_experts`, if it has a
     kernel for the weights and all that it keeps in VMEM fits, see `block_width`.
     """
-    use_kernel = platform() == "tpu" and block_width(gate, down, x)
+    use_kernel = platform() == "tpu" and "experts" not in plain_kinds() and block_width(gate, down, x)
     function = active_experts if use_kernel else sorted_rows
     return function(x, expert, factor, gate, up, down, biases, activation, scales)
 
@@ -65,7 +65,8 @@ def sorted_rows(
         return per_expert.at[chosen[order]].get(mode="clip")
 
     def dot(x: Array, w: Array | QuantizedArray, bias: Array | None) -> Array:
-        y, scale = RAGGED_DOTS.get((platform(), scheme_of(w)), plain_ragged_dot)(x, w, sizes)
+        product = choose("experts", RAGGED_DOTS, (platform(), scheme_of(w)), plain_ragged_dot)
+        y, scale = product(x, w, sizes)
         y = y if scale is None else y * of_rows(scale)
         return y if bias is None else y + of_rows(bias)
 

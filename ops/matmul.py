@@ -7,7 +7,7 @@ from jax import Array, lax
 
 from ops import gpu, tpu
 from ops.cpu import contract
-from ops.platform import platform
+from ops.platform import choose, plain_kinds, platform
 from quantize import (
     QuantizedArray,
     activation_groups,
@@ -31,7 +31,7 @@ def einsum(spec: str, x: Array, w: Array | QuantizedArray, out_dtype=None) -> Ar
     Both operands end in the contracted letters. The output has what is left of x's letters, then of w's; a
     letter that is in all three, as of one matrix per head in "bTgN,gLN->bTgL", stands once in the output.
     """
-    kernel = KERNELS.get((platform(), scheme_of(w)), plain_einsum)
+    kernel = choose("matmul", KERNELS, (platform(), scheme_of(w)), plain_einsum)
     return kernel(spec, x, w).astype(out_dtype or x.dtype)
 
 
@@ -100,5 +100,5 @@ KERNELS = {
 def take_rows(matrix: Array | QuantizedArray, rows: Array) -> Array:
     """`tpu.take_rows` of a matrix [V,D] that may be quantized with a scale per row."""
     values, scale = values_and_scale(matrix)
-    x = tpu.take_rows(values, rows)
+    x = values[rows] if "matmul" in plain_kinds() else tpu.take_rows(values, rows)
     return x if scale is None else x.astype(scale.dtype) * scale[rows][..., None]

@@ -2,12 +2,17 @@
 
 import glob
 import importlib.util
+import os
+from collections.abc import Callable
 
 import jax
 from jax import Array
 from jax.sharding import AbstractMesh, Mesh
 
+from feedback.errors import UserError
+
 ACCELERATORS = ("/dev/accel*", "/dev/vfio/*", "/dev/nvidia*", "/dev/dxg", "/dev/kfd")  # of TPUs and GPUs
+KINDS = ("attention", "matmul", "experts")  # of kernels
 
 
 def skip_absent_tpu() -> None:
@@ -38,6 +43,20 @@ def on_cpu() -> bool:
 
 def on_tpu(mesh: Mesh | AbstractMesh | None = None) -> bool:
     return platform(mesh) == "tpu"
+
+
+def plain_kinds() -> set[str]:
+    """The kinds of kernels that the environment variable LLAMA_JAX_PLAIN forbids, "all" of them or some."""
+    setting = os.environ.get("LLAMA_JAX_PLAIN", "")
+    words = set(setting.split(",")) - {""}
+    if words - {*KINDS, "all"}:
+        raise UserError(f"LLAMA_JAX_PLAIN={setting}: say {', '.join(KINDS)}, several with commas, or all")
+    return set(KINDS) if "all" in words else words
+
+
+def choose(kind: str, kernels: dict, key: tuple, plain: Callable) -> Callable:
+    """What a table of kernels has for a key; else, or if the kind is forbidden, the plain function."""
+    return plain if kind in plain_kinds() else kernels.get(key, plain)
 
 
 def varying(*inputs: Array) -> frozenset[str]:

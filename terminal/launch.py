@@ -18,6 +18,7 @@ from distributed.exchange import agree, process_count
 from distributed.join import TIMEOUT, join, watch_aborts
 from feedback.errors import UserError
 from feedback.progress import print_line
+from ops.platform import plain_kinds
 from terminal.command_line import OneLineParser
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -112,6 +113,7 @@ def join_hosts(args: argparse.Namespace) -> None:
         asked = {f"--{name.replace('_', '-')}": x for name, x in options.items() if name not in MAY_DIFFER}
         agree(asked | versions(), "start the same command, of the same version, on every host")
     device_count()
+    plain_kinds()  # or its setting is refused
     watch_aborts()
 
 
@@ -124,7 +126,8 @@ def versions() -> dict[str, str]:
     for name in ("jax", "jaxlib", "libtpu", "numpy", "tokenizers", "gguf", "llguidance"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             packages[name] = importlib.metadata.version(name)
-    settings = {name: x for name, x in os.environ.items() if name.startswith(("JAX_", "XLA_", "LIBTPU_"))}
+    prefixes = ("JAX_", "XLA_", "LIBTPU_", "LLAMA_JAX_")
+    settings = {name: x for name, x in os.environ.items() if name.startswith(prefixes)}
     same = packages | {name: x for name, x in settings.items() if name not in MAY_DIFFER}
     return same | {"Python": platform.python_version(), "this program's checksum": program.hexdigest()[:12]}
 

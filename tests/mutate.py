@@ -29,7 +29,7 @@ COPY = "tests/test_meshes.py::test_prefill_does_not_copy_the_cache"
 KERNELS = "tests/test_kernels.py"
 CPU = "tests/test_cpu.py"
 GPU = "tests/test_gpu.py"
-SPEED = "tests/test_speed.py"
+SPEED, FIRST_HOUR = "tests/test_speed.py", "tests/test_first_hour.py"
 SLOT_MAPPING = "tests/test_meshes.py::test_slot_mapping"
 CHECKPOINTS = "tests/test_checkpoints.py"
 CONVERSION = "tests/test_conversion.py"
@@ -743,6 +743,14 @@ MUTATIONS = [
     ("checkpoints/remote/bucket_folder.py", "first + ahead + 1]", "first + ahead]", BUCKETS + "files_that_are_here_at_a_time"),
     ("checkpoints/folders.py", "if STATE in names and INDEX not in names:", "if False:", BUCKETS + "killed_conversion_goes_on[0]"),
     ("quantize.py", "np.allclose(step, largest, rtol=1e-6,", "np.allclose(step, step, rtol=1e-6,", CONVERSION),
+    ("benchmarks/kernel_checks.py", "error = np.where(np.isnan(error), np.inf, error)", "error = np.nan_to_num(error)", f"{FIRST_HOUR}::test_differences"),
+    ("benchmarks/kernel_checks.py", "ok = failure is None and share <= 1", "ok = failure is None", f"{FIRST_HOUR}::test_a_wrong_kernel_and_what_avoids_it"),
+    ("benchmarks/kernel_checks.py", "LLAMA_JAX_PLAIN={check.kind}", "LLAMA_JAX_PLAIN=experts", f"{FIRST_HOUR}::test_a_wrong_kernel_and_what_avoids_it"),
+    ("benchmarks/first_hour.py", "    if not ok:\n        sys.exit(1)\n", "", f"{FIRST_HOUR}::test_a_wrong_kernel_and_what_avoids_it"),
+    ("ops/platform.py", "plain if kind in plain_kinds() else ", "", f"{FIRST_HOUR}::test_a_wrong_kernel_and_what_avoids_it"),
+    ("terminal/launch.py", "    plain_kinds()  # or its setting is refused\n", "", f"{FIRST_HOUR}::test_a_kind_that_there_is_not"),
+    ("ops/grouped_matmul.py", ' and "experts" not in plain_kinds()', "", f"{FIRST_HOUR}::test_all_kernels[tpu]"),
+    ("ops/matmul.py", 'values[rows] if "matmul" in plain_kinds() else ', "", f"{FIRST_HOUR}::test_all_kernels[tpu]"),
     ("benchmarks/quality.py", "jnp.exp(log_q) - p - p * ratio", "-p * ratio", QUALITY),
     ("quantize.py", "jnp.concatenate([divisors, -divisors])", "divisors", INT4),
     ("quantize.py", "jnp.arange(1.0, 9.0)", "jnp.arange(7.0, 9.0)", INT4),

@@ -8,27 +8,16 @@ from functools import partial
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kernel_checks import exact, kv_of, numpy_attention, poisoned
 
 import ragged_attention
 from ops import attention, cpu, tpu
-from ops.kv_cache import KV, SlotLayout, key_beside_value
-from quantize import quantize
+from ops.kv_cache import SlotLayout
 
 B, T, K, G, H, S = 3, 2, 2, 3, 8, 20
 LATENT = SlotLayout(key=576, value=(0, 512), scale=1 / 16)  # of 640 columns, the last of them unused
 
 deep = partial(pytest.param, marks=pytest.mark.deep)
-
-
-def numpy_attention(q, k, v, mask, scale=None):
-    """q [B,T,K,G,H], k, v [B,K,S,H], mask [B,T,S], in float64 -> (o, lse)."""
-    q = np.asarray(q, np.float64)
-    scores = np.einsum("BTKGH,BKSH->BTKGS", q, k) * (scale or q.shape[-1] ** -0.5)
-    scores = np.where(mask[:, :, None, None], scores, -np.inf)
-    with np.errstate(divide="ignore"):
-        lse = np.log(np.exp(scores).sum(-1))
-    p = np.exp(scores - np.where(np.isfinite(lse), lse, 0)[..., None])
-    return np.einsum("BTKGS,BKSH->BTKGH", p, v), lse
 
 
 def compare(result, expected, atol=1e-5):
@@ -43,32 +32,6 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "int8": 1e-2}
 def inputs():
     rng = np.random.default_rng(0)
     return rng.standard_normal((B, T, K, G, H)), rng.standard_normal((B, K, S, 2 * H))
-
-
-def kv_of(values: np.ndarray, dtype="float32", layout: SlotLayout | None = None) -> KV:
-    """[B,K,S,C] float -> KV, by default keys beside values. A latent's value is a part of its key."""
-    parts, layout = (1, layout) if layout else (2, key_beside_value(values.shape[-1] // 2))
-    if dtype != "int8":
-        return KV(jnp.asarray(values, dtype), None, layout)
-    both = quantize(jnp.float32(values).reshape(*values.shape[:3], parts, -1), (4,), jnp.bfloat16)
-    scale = jnp.tile(both.scale.swapaxes(2, 3), (1, 1, 2 // parts, 1))
-    return KV(both.values.reshape(values.shape), scale, layout)
-
-
-def exact(kv: KV) -> tuple[np.ndarray, np.ndarray]:
-    """The keys and values that a KV stands for, [B,K,S,H] float64."""
-    values = np.asarray(kv.values, np.float64)
-    both = values[..., : kv.layout.key], values[..., slice(*kv.layout.value)]
-    if kv.scale is None:
-        return both
-    return tuple(x * np.asarray(kv.scale, np.float64)[:, :, i, :, None] for i, x in enumerate(both))
-
-
-def poisoned(kv: KV, used: np.ndarray) -> KV:
-    """With NaN in the slots that are not used, [B,S] bool: in the values, or in the scales of int8."""
-    if kv.scale is None:
-        return KV(jnp.where(used[:, None, :, None], kv.values, jnp.nan), None, kv.layout)
-    return KV(kv.values, jnp.where(used[:, None, None], kv.scale, jnp.nan), kv.layout)
 
 
 def slots_seen(length, gap=None, slots: int = S) -> np.ndarray:

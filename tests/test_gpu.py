@@ -13,7 +13,8 @@ from conftest import Kind, llama3_config, llama4_config
 from jax._src.lib import triton
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jaxlib.mlir import ir
-from test_attention import TOLERANCE, check_cached, check_causal, compare, kv_of, numpy_attention
+from kernel_checks import kv_of, numpy_attention
+from test_attention import TOLERANCE, check_cached, check_causal, compare
 from test_experts import sum_of_experts
 from test_int4 import PRODUCTS, weights_like_real_ones
 from test_kernels import KINDS, NEW, generate, interpreted_as_on
