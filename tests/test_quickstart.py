@@ -292,7 +292,7 @@ def test_other_slices(follow, slice):
 
 
 def test_two_slices():
-    """The page's `on` for them: both run the command, and a failure of either is seen. It waits for no tunnel."""
+    """The page's `on` for them: both run a command, either may fail, and no tunnel is waited for."""
     (block,) = re.findall(r"```bash two slices\n(.*?)```", PAGE, re.DOTALL)
     gcloud = 'gcloud() { for x; do [ "${x%%=*}" != --command ] || c=${x#*=}; done; NODE=$5 bash -c "$c"; }\n'
     commands = ["on 0 'exit 7'", "on all '[ $NODE = llama-0 ]'", "on all '[ $NODE = llama-1 ]'"]
