@@ -288,7 +288,8 @@ def test_two_processes(tmp_path):
     """
     expected = [x.tokens for x in opened().generate(PROMPTS[:3], max_new_tokens=12)]
     for code, out, err in two_processes(tmp_path, 1):
-        assert (code, err) == (0, "")
+        said = [line for line in err.splitlines() if line and not line.startswith("compiling:")]
+        assert (code, said) == (0, [])  # a bar of progress appears where compiling takes long
         assert [json.loads(line) for line in out.splitlines()] == expected
 
 
