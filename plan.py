@@ -14,7 +14,7 @@ from terminal.command_line import exit_on_signals, run
 
 if __name__ == "__main__":
     exit_on_signals()
-os.environ |= {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}  # the latter for XLA
+os.environ |= {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}  # the second: no messages of XLA
 
 from planner.command import main
 

@@ -98,8 +98,8 @@ def rank_meshes(
         crosses = x.ep * x.tp > n // topology.slices  # the slow network between slices
         rounded_up = job.batch % (x.dp * x.pp) > 0
         missing = 0 if x.fits else x.stored_bytes
-        # Among costs within a hundredth, more experts in each shard: routers load them less evenly than this
-        # estimate, for which all experts are alike.
+        # Costs that differ by about a hundredth count as equal. Of such meshes the one with the most experts
+        # in a shard is better, because routers load experts less evenly than the estimate assumes.
         return missing, crosses, stages.index(x.pp), rounded_up, round(100 * math.log(x.cost)), x.ep, x.cost
 
     return sorted(choices, key=order)

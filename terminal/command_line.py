@@ -88,7 +88,7 @@ def run(main: Callable[[], None]) -> None:
 
 
 def in_one_line(error: Exception) -> str:
-    """What is wrong; of the system's refusals of a file which file it is, and what to do."""
+    """What is wrong, in one line. If the system refused a file: which file, and what to do."""
     text = str(error)
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         text = f"{error.filename}: {error.strerror.lower()}"

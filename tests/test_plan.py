@@ -854,7 +854,11 @@ def test_stages():
 @pytest.mark.parametrize(
     ("degrees", "stages", "message"),
     [
-        ((None, None, None), 3, "--pp 3 on 4 devices: --dp x --ep x --tp x --pp must be the number of"),
+        (
+            (None, None, None),
+            3,
+            "--pp 3 on 4 devices: --dp x --ep x --tp x --pp must be the number of devices",
+        ),
         ((None, None, 3), 1, "--tp 3 on 4 devices: --dp x --ep x --tp x --pp must be the number of devices"),
         ((None, 2, None), 1, "--ep 2 on 4 devices: expert parallelism 2 is for models with experts"),
         ((2, None, None), 1, "--batch 1: 2 data shards do not divide it"),
