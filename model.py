@@ -197,16 +197,35 @@ def decoder_layer(
     """x: [b,T,D] -> ([b,T,D], the layer's cache with the chunk in it; None without a cache)."""
     y = normalize(x, kind.norm, w.attention_norm)
     y, kv = attention(y, w.attention, kv, chunk, rotation, kind)
-    x = x + normalize(y, kind.post_norm, w.attention_post_norm)
-    y = normalize(x, kind.norm, w.feed_forward_norm)
+    x = kind.residual(x, y, w.attention_post_norm, chunk)
+    y = normalize(x, kind.feed_forward_norm or kind.norm, w.feed_forward_norm)
     with jax.named_scope("feed_forward"):
         y = kind.feed_forward(y, w.feed_forward, chunk)
-    return x + normalize(y, kind.post_norm, w.feed_forward_post_norm), kv
+    residual = kind.feed_forward_residual or kind.residual
+    return residual(x, y, w.feed_forward_post_norm, chunk), kv
 
 
 def normalize(x: Array, norm: Normalization | None, w: Any) -> Array:
     """x: [b,T,D] -> [b,T,D]."""
     return x if norm is None else norm(x, w)
+
+
+@dataclasses.dataclass(frozen=True)
+class Residual:
+    """How the output y of attention, or of a feed-forward network, joins the residual stream x: x + y.
+
+    norm: of y, before the sum; None for no norm. Subclasses of families join them in other ways.
+    """
+
+    norm: Normalization | None = None
+
+    def __call__(self, x: Array, y: Array, w: Any, chunk: Chunk) -> Array:
+        """x, y: [b,T,D] -> [b,T,D]."""
+        return x + normalize(y, self.norm, w)
+
+    def declare(self, info: ArrayInfo) -> Any:
+        """The declared weights: those of the norm, see `Normalization`."""
+        return self.norm and self.norm.declare(info)
 
 
 def decoder_layers(
@@ -608,8 +627,9 @@ def inside_layer(x: Array, w: LayerWeights, chunk: Chunk, *, kind: LayerKind, me
         scores, of_tokens = jnp.where(visible[:, None, None], scores, -jnp.inf), {}
         if isinstance(moe := kind.feed_forward, MoE):
             y, _ = attention(y, w.attention, None, chunk, rotation, kind)
-            x += normalize(y, kind.post_norm, w.attention_post_norm)
-            experts, factors = moe.router(normalize(x, kind.norm, w.feed_forward_norm), w.feed_forward, moe.A)
+            x = kind.residual(x, y, w.attention_post_norm, chunk)
+            y = normalize(x, kind.feed_forward_norm or kind.norm, w.feed_forward_norm)
+            experts, factors = moe.router(y, w.feed_forward, moe.A)
             of_tokens = dict(experts=experts, expert_scores=factors)
         return dict(q=q, k=k, v=v), dict(scores=scores), of_tokens
 
@@ -863,8 +883,9 @@ class LayerKind:
     """What tells one decoder layer from another.
 
     attention, feed_forward: records of sizes and functions, those above or a family's own.
-    norm:       applied to the inputs of attention and of feed_forward; None for no norm.
-    post_norm:  applied to their outputs, before these are added to the residual stream; None for no norm.
+    norm:      of the inputs of attention and of feed_forward; None for no norm.
+    residual:  how their outputs join the residual stream.
+    feed_forward_norm, feed_forward_residual: those of feed_forward, where they are not the same.
     """
 
     attention: AttentionBlock
@@ -872,7 +893,9 @@ class LayerKind:
     norm: Normalization | None
     mask: Mask = Full()
     rope: Rope | None = None
-    post_norm: Normalization | None = None
+    residual: Residual = Residual()
+    feed_forward_norm: Normalization | None = None
+    feed_forward_residual: Residual | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -970,10 +993,9 @@ def layer_infos(kind: LayerKind, D: int, prefix: str = "") -> LayerWeights:
     attention = kind.attention.declare(prefix + "self_attn.", D)
     feed_forward = kind.feed_forward.declare(prefix + "mlp.", D)
     infos = infos_of(LayerWeights, prefix, dict(D=D), attention=attention, feed_forward=feed_forward)
-    before = dict(attention_norm=kind.norm, feed_forward_norm=kind.norm)
-    return with_norms(
-        infos, **before, attention_post_norm=kind.post_norm, feed_forward_post_norm=kind.post_norm
-    )
+    before = dict(attention_norm=kind.norm, feed_forward_norm=kind.feed_forward_norm or kind.norm)
+    after = kind.feed_forward_residual or kind.residual
+    return with_norms(infos, **before, attention_post_norm=kind.residual, feed_forward_post_norm=after)
 
 
 @pytree

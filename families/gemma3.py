@@ -4,7 +4,7 @@ from families import read
 from families.family import LANGUAGE_MODEL_NAMES, VISION_TENSORS, Family
 from families.fields import NUMBER, ConfigFields
 from families.gemma import GeGLU
-from model import Config, LayerKind
+from model import Config, LayerKind, Residual
 
 
 def config(fields: ConfigFields) -> Config:
@@ -22,7 +22,7 @@ def config(fields: ConfigFields) -> Config:
     for x, mask in masks.items():
         parameters = ropes.take(x, dict, {}) | scalings.get(x, {})
         rope = read.rope_of(parameters, heads.H, positions, thetas[x])
-        kinds[x] = LayerKind(heads, mlp, norm, mask, rope, norm)
+        kinds[x] = LayerKind(heads, mlp, norm, mask, rope, Residual(norm))
     ropes.finish({})
     scale, cap = fields.take("hidden_size", int) ** 0.5, fields.take("final_logit_softcapping", NUMBER, None)
     layers = tuple(kinds[x] for x in types)

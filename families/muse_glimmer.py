@@ -15,7 +15,7 @@ from families.fields import NUMBER, ConfigFields
 from families.gemma3 import NAMES as NORM_NAMES
 from families.tool_formats import MUSE_TOOLS
 from feedback.errors import UserError
-from model import Attention, AttentionWeights, Config, LayerKind, Norm
+from model import Attention, AttentionWeights, Config, LayerKind, Norm, Residual
 from sharding.arrays import declared, pytree
 from sharding.collective_matmul import einsum
 
@@ -52,9 +52,9 @@ def config(fields: ConfigFields) -> Config:
     types = read.layer_types(fields, "layer_types", types, *masks)
     rope = read.rope(fields, heads.H)
     rotary = has_rope(fields, rope.theta, [not x for x in full])
-    post_norm = Norm(fields.take("post_norm_eps", NUMBER), offset=1.0)
+    residual = Residual(Norm(fields.take("post_norm_eps", NUMBER), offset=1.0))
     layers = tuple(
-        LayerKind(heads, mlp, norm, masks[x], rope if rotated else None, post_norm)
+        LayerKind(heads, mlp, norm, masks[x], rope if rotated else None, residual)
         for x, rotated in zip(types, rotary, strict=True)
     )
     scale, cap = (fields.take(name, NUMBER) for name in ("output_multiplier", "final_logit_softcapping"))

@@ -47,7 +47,7 @@ COLUMNS = {
     },
     "norm": {
         "Norm": "norm: Norm", "  offset": "norm.offset", "LayerNorm": "norm: LayerNorm",
-        "post_norm": "post_norm",
+        "post_norm": "residual.norm",
     },
     "model": {
         "LearnedPositions": "position_embedding: LearnedPositions", "embedding_scale": "embedding_scale",

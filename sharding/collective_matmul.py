@@ -98,12 +98,16 @@ def by_columns(infos, weights, kinds: tuple, ring: Ring) -> tuple[Any, tuple]:
     neither those of a matrix that multiplies the stream, nor of one whose product is added to it, nor of a
     vector.
     """
-    norms = [
-        {name: norm and NormByColumns(norm) for name, norm in vars(kind).items() if name.endswith("norm")}
-        for kind in kinds
-    ]
-    kinds = tuple(dataclasses.replace(kind, **norm) for kind, norm in zip(kinds, norms, strict=True))
-    return jax.tree.map(partial(_wrapped, ring), infos, weights), kinds
+    return jax.tree.map(partial(_wrapped, ring), infos, weights), tuple(map(_with_norms_by_columns, kinds))
+
+
+def _with_norms_by_columns(record):
+    """A layer's kind, or one of its residuals, with norms of a stream of which each device has columns."""
+    changed = {name: NormByColumns(x) for name, x in vars(record).items() if name.endswith("norm") and x}
+    for name, x in vars(record).items():
+        if name.endswith("residual") and x:
+            changed[name] = _with_norms_by_columns(x)
+    return dataclasses.replace(record, **changed)
 
 
 def _wrapped(ring: Ring, info: ArrayInfo, w: Weight) -> "Weight | Gathering | Scattering":

@@ -170,7 +170,7 @@ def test_variations(saved):
         attention=dataclasses.replace(cfg.attention, scale=0.2),
         feed_forward=dataclasses.replace(cfg.layers[0].feed_forward, activation=GeGLU()),
         norm=None,
-        post_norm=model.Norm(1e-6, weight=False),
+        residual=model.Residual(model.Norm(1e-6, weight=False)),
     )
     cfg = dataclasses.replace(cfg, layers=(kind,) * len(cfg.layers), logit_scale=2.0, logit_softcap=3.0)
     layers = [dataclasses.replace(w, attention_norm=None, feed_forward_norm=None) for w in weights.layers]

@@ -61,7 +61,9 @@ NORM, LAYER_NORM = model.Norm(1e-5), LayerNorm(1e-5)
 NORM_WITHOUT_WEIGHT = model.Norm(1e-5, weight=False)
 LATENT = LatentAttention(G=4, Q=16, L=24, N=8, R=8, U=8, norm=NORM)
 LATENT_LAYER = model.LayerKind(LATENT, model.MLP(44), NORM, rope=model.Rope(1e4, 8, interleaved=True))
-GATED_LAYER = model.LayerKind(GatedAttention(2, 2, 8, qk_norm=NORM), model.MLP(44), NORM, post_norm=NORM)
+GATED_LAYER = model.LayerKind(
+    GatedAttention(2, 2, 8, qk_norm=NORM), model.MLP(44), NORM, residual=model.Residual(NORM)
+)
 PLAIN_LAYER = model.LayerKind(model.Attention(4, 1, 8, bias=True, output_bias=True), GeluMLP(64), LAYER_NORM)
 OTHERS = {
     "latent": dict(layers=(LATENT_LAYER,) * 4, norm=NORM),
