@@ -486,22 +486,26 @@ class MoE:
         is ever dropped. Padding goes to no expert.
         """
         chosen, score = self.router(x, w, self.A)
-        n_local = self.E // lax.axis_size(EXPERT)
-        local = chosen - lax.axis_index(EXPERT) * n_local
-        # n_local stands for none of this device's experts.
-        local = jnp.where((local >= 0) & (local < n_local) & chunk.valid[..., None], local, n_local)
-        tokens, experts, scores = (array.reshape(-1, array.shape[-1]) for array in (x, local, score))
+        arrays = x, self.local_experts(chosen, chunk), score
+        tokens, experts, scores = (array.reshape(-1, array.shape[-1]) for array in arrays)
         matrices = w.gate, w.up, w.down
         biases = w.gate_bias, w.up_bias, on_first_device(w.down_bias, TENSOR)  # the sum over m adds it once
         y = expert_mlp(tokens, experts, scores, *matrices, biases, self.activation, self.router.scales)
         return y.astype(x.dtype).reshape(x.shape)
 
-    def declare(self, prefix: str, D: int) -> MoEWeights:
-        """The declared weights. prefix: precedes their names in a checkpoint."""
+    def local_experts(self, chosen: Array, chunk: Chunk) -> Array:
+        """Experts [b,T,A] as numbers of this device's own, which has n of them; n for all others."""
+        n = self.E // lax.axis_size(EXPERT)
+        local = chosen - lax.axis_index(EXPERT) * n
+        return jnp.where((local >= 0) & (local < n) & chunk.valid[..., None], local, n)
+
+    def declare(self, prefix: str, D: int, weights: type | None = None) -> Any:
+        """The declared weights. prefix: precedes their names in a checkpoint. weights: a subclass's class."""
         shared = self.shared and self.shared.declare(prefix + "shared_expert.", D)
         absent = dict(router_bias=not self.router.bias, logit_bias=not self.router.logit_bias)
         absent |= dict(gate_bias=not self.bias, up_bias=not self.bias, down_bias=not self.bias)
-        return infos_of(MoEWeights, prefix, dict(D=D) | sizes_of(self), absent, shared=shared)
+        sizes = dict(D=D) | sizes_of(self)
+        return infos_of(weights or MoEWeights, prefix, sizes, absent, shared=shared)
 
 
 def on_first_device(bias: Array | None, axes: tuple[str, ...]) -> Array | None:
@@ -531,9 +535,7 @@ class Router:
     @jax.named_scope("router")
     def __call__(self, x: Array, w: MoEWeights, A: int) -> tuple[Array, Array]:
         """x: [b,T,D] -> each token's A experts [b,T,A] int32, and their scores [b,T,A] float32."""
-        x32, router = x.astype(jnp.float32), w.router.astype(jnp.float32)
-        # In float32, because rounded logits could choose other experts.
-        logits = add_bias(jnp.einsum("bTD,DE->bTE", x32, router, precision="highest"), w.logit_bias)
+        logits = self.logits(x, w)
         best, chosen = self.choose(logits, w.router_bias, A)
         if self.score == "sigmoid":
             score = jax.nn.sigmoid(best)
@@ -541,6 +543,11 @@ class Router:
             score = jnp.exp(best - jax.nn.logsumexp(logits, -1, keepdims=True))
         score = score / jnp.sum(score, -1, keepdims=True) if self.normalized else score
         return chosen, score * self.factor
+
+    def logits(self, x: Array, w: MoEWeights) -> Array:
+        """x: [b,T,D] -> [b,T,E] float32, because rounded logits could choose other experts."""
+        x32, router = x.astype(jnp.float32), w.router.astype(jnp.float32)
+        return add_bias(jnp.einsum("bTD,DE->bTE", x32, router, precision="highest"), w.logit_bias)
 
     def choose(self, logits: Array, bias: Array | None, A: int) -> tuple[Array, Array]:
         """logits: [b,T,E] -> those of each token's A best experts [b,T,A], and the experts [b,T,A] int32."""

@@ -4,6 +4,7 @@ Source: transformers, models/muse_glimmer.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from families.fields import NUMBER, ConfigFields
 from families.gemma3 import NAMES as NORM_NAMES
 from families.tool_formats import MUSE_TOOLS
 from feedback.errors import UserError
-from model import Attention, AttentionWeights, Config, LayerKind, Norm, Residual
+from model import Attention, AttentionWeights, Config, FeedForward, LayerKind, Norm, Residual
 from sharding.arrays import declared, pytree
 from sharding.collective_matmul import einsum
 
@@ -42,20 +43,43 @@ class GatedAttention(Attention):
 
 
 def config(fields: ConfigFields) -> Config:
-    depth, mlp, norm = read.depth(fields), read.mlp(fields), read.norm(fields, offset=1.0)
-    bias, plain = fields.take("attention_bias", bool, False), Norm(norm.eps, weight=False)
-    heads = read.attention(fields, GatedAttention, qk_norm=plain, bias=bias, output_bias=bias)
+    residual = Residual(Norm(fields.take("post_norm_eps", NUMBER), offset=1.0))
+    networks = [read.mlp(fields)] * read.depth(fields)
+    return config_of(fields, GatedAttention, networks, residual)
+
+
+def config_of(
+    fields: ConfigFields,
+    attention: type[GatedAttention],
+    networks: Sequence[FeedForward],
+    residual: Residual,
+    feed_forward_residual: Residual | None = None,
+) -> Config:
+    """The Config of layers with these feed-forward networks.
+
+    Unless the fields say otherwise, every fourth layer, counted from the last, is full and has no RoPE.
+    """
+    depth, bias = len(networks), fields.take("attention_bias", bool, False)
+    norm = read.norm(fields, offset=1.0)
+    plain = Norm(norm.eps, weight=False)
+    heads = read.attention(fields, attention, qk_norm=plain, bias=bias, output_bias=bias)
     heads = dataclasses.replace(heads, scale=fields.take("qk_scale_factor", NUMBER) * heads.H**-0.5)
-    masks = read.masks(fields)
+    masks, rope = read.masks(fields), read.rope(fields, heads.H)
     full = [(depth - 1 - i) % 4 == 0 for i in range(depth)]
     types = ["full_attention" if x else "sliding_attention" for x in full]
     types = read.layer_types(fields, "layer_types", types, *masks)
-    rope = read.rope(fields, heads.H)
     rotary = has_rope(fields, rope.theta, [not x for x in full])
-    residual = Residual(Norm(fields.take("post_norm_eps", NUMBER), offset=1.0))
     layers = tuple(
-        LayerKind(heads, mlp, norm, masks[x], rope if rotated else None, residual)
-        for x, rotated in zip(types, rotary, strict=True)
+        LayerKind(
+            heads,
+            network,
+            norm,
+            masks[x],
+            rope if rotated else None,
+            residual,
+            feed_forward_residual=feed_forward_residual,
+        )  # fmt: skip
+        for network, x, rotated in zip(networks, types, rotary, strict=True)
     )
     scale, cap = (fields.take(name, NUMBER) for name in ("output_multiplier", "final_logit_softcapping"))
     last = Norm(norm.eps, offset=0.0)

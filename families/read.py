@@ -85,17 +85,18 @@ def moe(
     width: str = "intermediate_size",
     count: str = "num_local_experts",
     shared: int = 0,
+    kind: type[MoE] = MoE,
     **others,
 ) -> MoE:
     """width, count: the fields with an expert's width and the number of experts.
 
     shared: the width of the shared expert as a multiple of a routed expert's; 0: no shared expert.
-    others: what the family adds to Llama's.
+    kind: the family's own subclass. others: what it adds to Llama's.
     """
     E, A, M = (fields.take(name, int) for name in (count, "num_experts_per_tok", width))
     if A > E:
         raise UserError(f"config.json: num_experts_per_tok = {A} of {E} experts")
-    return MoE(E, A, M, router, shared=MLP(shared * M) if shared else None, **others)
+    return kind(E, A, M, router, shared=MLP(shared * M) if shared else None, **others)
 
 
 def _linear(fields: ConfigFields, positions: int) -> dict:

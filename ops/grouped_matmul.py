@@ -33,24 +33,29 @@ Biases = tuple[Array | None, Array | None, Array | None]  # of gate and up [E,M]
 
 
 def expert_mlp(
-    x: Array, expert: Array, factor: Array, gate, up, down, biases: Biases, activation: Callable, scales: str
-) -> Array:
+    x: Array, expert: Array, factor: Array, gate, up, down, biases: Biases, activation: Callable, scales: str,
+    summed: bool = True,
+) -> Array:  # fmt: skip
     """The sum over a row's experts of MLP(factor · x), or of factor · MLP(x): [R,D] -> [R,D] float32.
 
     expert: [R,A] int32, E for an expert of another device. factor: [R,A]. scales: "input" or "output".
     gate, up: [E,D,M], down: [E,M,D], float or quantized. biases: only where the factor scales the output.
     activation: of gate and up to the hidden units, elementwise.
+    summed: False for the addends of the sum, [A,R,D]: 0 for an expert of another device.
     No row is dropped, however the rows are distributed. On TPUs rows go through `active_experts`, if it has a
-    kernel for the weights and all that it keeps in VMEM fits, see `block_width`.
+    kernel for the weights and all that it keeps in VMEM fits, see `block_width`; the addends of many rows
+    have no kernel.
     """
-    use_kernel = platform() == "tpu" and "experts" not in plain_kinds() and block_width(gate, down, x)
+    has_kernel = block_width(gate, down, x) and (summed or len(x) <= FEW_ROWS)
+    use_kernel = platform() == "tpu" and "experts" not in plain_kinds() and has_kernel
     function = active_experts if use_kernel else sorted_rows
-    return function(x, expert, factor, gate, up, down, biases, activation, scales)
+    return function(x, expert, factor, gate, up, down, biases, activation, scales, summed)
 
 
 def sorted_rows(
-    x: Array, expert: Array, factor: Array, gate, up, down, biases: Biases, activation: Callable, scales: str
-) -> Array:
+    x: Array, expert: Array, factor: Array, gate, up, down, biases: Biases, activation: Callable, scales: str,
+    summed: bool = True,
+) -> Array:  # fmt: skip
     """`expert_mlp` by a ragged product over the pairs (row, choice), in the order of their expert."""
     A = expert.shape[1]
     E = jax.tree.leaves(gate)[0].shape[0]
@@ -75,7 +80,8 @@ def sorted_rows(
     y = dot(h.astype(x.dtype), down, down_bias)
     y = y * factor if scales == "output" else y
     y = jnp.where((chosen < E)[:, None], jnp.zeros_like(y).at[order].set(y), 0)
-    return y.reshape(-1, A, y.shape[-1]).sum(1)
+    y = y.reshape(-1, A, y.shape[-1])
+    return y.sum(1) if summed else y.swapaxes(0, 1)
 
 
 def plain_ragged_dot(x: Array, w: Array | QuantizedArray, sizes: Array) -> tuple[Array, Array | None]:
@@ -126,7 +132,7 @@ RAGGED_DOTS = {
 
 def active_experts(
     x: Array, expert: Array, factor: Array, gate, up, down, biases: Biases, activation: Callable, scales: str,
-    interpret=False,
+    summed: bool = True, interpret=False,
 ) -> Array:  # fmt: skip
     """`expert_mlp` as one Pallas call for TPUs, which reads each expert that has rows once.
 
@@ -142,12 +148,13 @@ def active_experts(
         weights, units = in_hbm((weights, units))
     chosen = expert[..., None] == jnp.arange(E)  # RAE
     factor = factor.astype(jnp.float32)
-    factors = jnp.sum(jnp.where(chosen, factor[..., None], 0), 1)  # RE
+    factors = jnp.where(chosen, factor[..., None], 0)  # RAE
+    factors = jnp.sum(factors, 1)[None] if summed else factors.swapaxes(0, 1)  # 1RE, or ARE
     *hidden_biases, down_bias = biases
     scalars = active_first(jnp.any(chosen, (0, 1)), steps)
     if R <= FEW_ROWS:
         padding = ((0, -R % scheme.row_tile), (0, 0))
-        x, factors = jnp.pad(x, padding), jnp.pad(factors, padding)
+        x, factors = jnp.pad(x, padding), jnp.pad(factors, ((0, 0), *padding))
         kernel, rows, scratch = _all_rows, (*scheme.inputs(x), factors), ()
     else:
         order = jnp.argsort(expert.reshape(-1))  # pairs (row, choice); those of other devices' experts last
@@ -164,7 +171,7 @@ def active_experts(
         return pl.BlockSpec(shape, lambda *point: at(*block(*point)))
 
     def whole(x: Array) -> pl.BlockSpec:
-        return pl.BlockSpec(x.shape, lambda *_: (0, 0), pipeline_mode=pl.Buffered(1))
+        return pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim, pipeline_mode=pl.Buffered(1))
 
     def columns(array: Array) -> pl.BlockSpec:
         """Of an array [E,...,M] of gate or up: `width` columns. One of [E,M] has no whole tile in a row."""
@@ -186,6 +193,7 @@ def active_experts(
     def specs(arrays: tuple) -> tuple:
         return *jax.tree.map(columns, arrays[:2]), jax.tree.map(rows_of_down, arrays[2])
 
+    out_shape = result((len(factors), *x.shape), jnp.float32, x, factor, weights[0])
     in_specs = tuple(map(whole, rows)), specs(weights), specs(units), jax.tree.map(columns, hidden_biases)
     y = pl.pallas_call(
         partial(kernel, scheme=scheme, activation=activation, scales=scales),
@@ -193,17 +201,17 @@ def active_experts(
             num_scalar_prefetch=len(scalars),
             grid=(steps, M // width),
             in_specs=in_specs,
-            out_specs=whole(x),
+            out_specs=whole(out_shape),
             scratch_shapes=scratch,
         ),
-        out_shape=result(x.shape, jnp.float32, x, factor, weights[0]),
+        out_shape=out_shape,
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=VMEM_BYTES),
         name="active_experts",
         interpret=interpret,
     )(*scalars, rows, weights, units, hidden_biases)
     if down_bias is not None:
         y += jnp.dot(factors, down_bias.astype(jnp.float32), precision="highest")
-    return y[:R]
+    return y[0, :R] if summed else y[:, :R]
 
 
 def _all_rows(
@@ -211,18 +219,18 @@ def _all_rows(
 ):
     """The kernel of few rows, at expert i of the active ones and block j of M.
 
-    Each expert multiplies all rows, with factor 0 for rows that did not choose it. All refs but the
-    first two are in VMEM.
+    Each expert multiplies all rows, with factor 0 for rows that did not choose it. y: [1,R,D] of the sums, or
+    [A,R,D] of their addends. All refs but the first two are in VMEM.
     """
     *rows, factors = rows
     i = clear_first(y)
 
     @pl.when(i < n_active[0])
     def _():
-        here = lax.broadcasted_iota(jnp.int32, factors.shape, 1) == active[i]
-        factor = jnp.sum(jnp.where(here, factors[...], 0), 1, keepdims=True)
+        here = lax.broadcasted_iota(jnp.int32, factors.shape, 2) == active[i]
+        factor = jnp.sum(jnp.where(here, factors[...], 0), 2, keepdims=True)  # 1R1, or AR1
         given = [x[...] for x in rows]
-        before, after = (factor, 1) if scales == "input" else (1, factor)
+        before, after = (factor[0], 1) if scales == "input" else (1, factor)
         y[...] += scheme.mlp(given, before, active[i], weights, units, biases, activation) * after
 
 
@@ -251,7 +259,7 @@ def _own_rows(
 
         def add(n, _):
             row = down[pl.ds(n, 1), :]
-            y[pl.ds(order[start + n], 1), :] += row if scales == "input" else row * factor[start + n]
+            y[0, pl.ds(order[start + n], 1), :] += row if scales == "input" else row * factor[start + n]
 
         def multiply(size: int) -> None:
             given = scheme.inputs(mine[:size].astype(dtype))

@@ -91,6 +91,7 @@ MODELS = {
         "muse_glimmer_text", 6656, (32, 2), 52, 19968, 202048, head_dim=128, rms_norm_eps=1e-5,
         sliding_window=2048, rope_theta=5e5, max_position_embeddings=131072,
     ),
+    "muse-spark-816b": dict(model_type="muse_spark_text"),  # its file leaves all sizes out that it may
     "smollm2-135m": _smollm2(576, (9, 3), 30, 1536),
     "smollm2-360m": _smollm2(960, (15, 5), 32, 2560),
     "smollm2-1.7b": _smollm2(2048, (32, 32), 24, 8192),

@@ -245,10 +245,12 @@ def send(ring: Ring, tree, steps: int):
     return jax.tree.map(lambda x: lax.ppermute(x, MODEL, pairs), tree)
 
 
-def own_columns(x: Array) -> Array:
-    """This device's share of the columns: [...,D] -> [...,d]."""
-    d = x.shape[-1] // lax.axis_size(MODEL)
-    return lax.dynamic_slice_in_dim(x, lax.axis_index(MODEL) * d, d, x.ndim - 1)
+def own_columns(x: Array, axes: tuple[str, ...] = MODEL) -> Array:
+    """This device's share of the columns, which zeros fill up to equal shares: [...,D] -> [...,d]."""
+    n, D = lax.axis_size(axes), x.shape[-1]
+    d = -(-D // n)
+    filled = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, n * d - D)])
+    return lax.dynamic_slice_in_dim(filled, lax.axis_index(axes) * d, d, x.ndim - 1)
 
 
 def has_columns(w: Weight) -> bool:

@@ -38,6 +38,7 @@ SHORT = {("mistral", "tp8"), ("glm4-moe-lite", "tp8"), ("mixtral", "ep4-tp2")}
 PAIRS = [(name, mesh_for(name)) for name in FAMILIES]
 # Sinks, latents and windows divided otherwise; more experts' shards than in any family above.
 PAIRS += [("gpt-oss", "tp8"), ("glm4-moe-lite", "tp8"), ("gemma3", "dp2-tp4"), ("mixtral", "ep4-tp2")]
+PAIRS += [("muse-spark", "tp8"), ("muse-spark", "ep4-tp2")]
 
 
 @pytest.mark.parametrize(("name", "mesh"), [x if x in SHORT else deep(*x) for x in PAIRS])
@@ -60,8 +61,11 @@ def test_in_two_stages(name, saved):
     answer_prompts(saved(name), lambda cfg: make_mesh(cfg, 1, 1, 2, jax.devices()[:4], 2))
 
 
+PUBLISHED = "glm-4.7-flash", "deepseek-v3", "kimi-k2", "muse-glimmer-30b", "muse-spark-816b"
+
+
 @pytest.mark.parametrize("n", [8, 16, 32, 64])
-@pytest.mark.parametrize("name", ["glm-4.7-flash", "deepseek-v3", "kimi-k2", "muse-glimmer-30b"])
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_meshes_of_published_models(name, n):
     """However n devices divide experts: all matrices are stored once, in equal shares.
 
@@ -82,8 +86,8 @@ def test_meshes_of_published_models(name, n):
     for expert in (2**i for i in range(n.bit_length() if cfg.moe else 1)):
         for x, shape in zip(arrays(expert, n // expert), shapes, strict=True):
             assert n * math.prod(x.sharding.shard_shape(x.shape)) == math.prod(x.shape)
-            # 20 heads, and 16 queries that share each of 2, are padded.
-            assert x.shape == shape or name in ("glm-4.7-flash", "muse-glimmer-30b")
+            # Padded are 20 heads, 16 queries that share each of 2 heads, and the 17 tiles of a ring's slots.
+            assert x.shape == shape or name in ("glm-4.7-flash", "muse-glimmer-30b", "muse-spark-816b")
 
 
 def test_meshes_that_divide_too_far():
@@ -101,7 +105,7 @@ def weights_of(saved, name: str, format=None, mesh_name="1"):
 
 # Of each kind of layer one family; heads and experts divided, which inside_layer gathers.
 LAYERS = dict.fromkeys(("gpt2", "gpt-oss", "muse-glimmer", "deepseek-v3", "qwen3-moe"), "1")
-LAYERS |= {"scout": "dp2-ep2-tp2", "gemma3": "tp8"}
+LAYERS |= {"scout": "dp2-ep2-tp2", "gemma3": "tp8", "muse-spark": "ep2-tp4"}
 
 
 @pytest.mark.parametrize(("name", "mesh_name"), LAYERS.items())

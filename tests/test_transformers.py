@@ -75,6 +75,23 @@ CONFIGS = {
         ),
         out_hidden_size=64, projector_hidden_size=16,
     ),
+    "muse-spark": transformers.MuseSparkConfig(
+        text_config=SIZES | dict(
+            num_attention_heads=8, num_hidden_layers=3, intermediate_size=64, sliding_window=9,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            mlp_layer_types=["sparse", "sparse", "dense"], rope_parameters=NO_SCALING,
+            layer_rope_theta=[5e5, 0, 5e5], post_norm_eps=1.0, qk_scale_factor=1.5, output_multiplier=3.0,
+            final_logit_softcapping=30.0, moe_hidden_size=24, moe_intermediate_size=16, num_local_experts=8,
+            num_experts_per_tok=3, routed_scaling_factor=1.5, residual_gate_temperature=0.7,
+        ),
+        vision_config=dict(
+            hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        ),
+        audio_config=dict(
+            patch_sizes=(2, 2), hidden_sizes=(8, 8), depths=(1, 1), num_hidden_layers=2, out_hidden_size=48,
+        ),
+        out_hidden_size=128, projector_hidden_size=32,
+    ),
     "qwen3": transformers.Qwen3Config(
         **SIZES, num_hidden_layers=2, intermediate_size=64, rope_parameters=NO_SCALING
     ),
