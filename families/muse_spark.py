@@ -103,7 +103,8 @@ class PooledMoEWeights(MoEWeights):
     up: Array = declared("eWm", "W", "experts.gate_up_proj", "E[M+M]W", 1)
     down: Array = declared("emW", "m", "experts.down_proj", "EWM")
     pool: Array = declared("wD", "D", "pre_expert_proj.weight", "WD")
-    unpool: Array = declared("Dw", "w", "post_expert_proj.weight", "DW")
+    # In int8 at least: the groups of int4 would not be whole on 64 devices.
+    unpool: Array = declared("Dw", "w", "post_expert_proj.weight", "DW", min_bits=8)
     input_norm: Array = declared_norm("W", "pre_expert_norm.weight")
     output_norm: Array = declared_norm("W", "experts.post_expert_norm.weight")
 
