@@ -13,7 +13,6 @@ from families.family import LANGUAGE_MODEL_NAMES, VISION_TENSORS, Family
 from families.fields import NUMBER, ConfigFields
 from families.stored_layouts import SINGLE_EXPERTS
 from families.tool_formats import PYTHONIC
-from feedback.errors import UserError
 from model import BlockLocal, Config, Full, LayerKind, Router
 
 
@@ -32,11 +31,7 @@ class QueryScale:
 
 def config(fields: ConfigFields) -> Config:
     depth, heads, norm = read.depth(fields), read.attention(fields), read.norm(fields)
-    no_rope_every = fields.take("no_rope_layer_interval", int, 4)
-    # A 1 in no_rope_layers means that the layer does have RoPE.
-    rotary = fields.take("no_rope_layers", list, []) or [(i + 1) % no_rope_every != 0 for i in range(depth)]
-    if len(rotary) != depth:
-        raise UserError(f"config.json: no_rope_layers do not describe {depth} layers")
+    rotary = read.rotary_layers(fields)
     types = ["chunked_attention" if has_rope else "full_attention" for has_rope in rotary]
     types = read.layer_types(fields, "layer_types", types, "chunked_attention", "full_attention")
     chunk = fields.take("attention_chunk_size", int, None)

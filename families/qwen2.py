@@ -16,14 +16,8 @@ def config(fields: ConfigFields) -> Config:
 
 def masks_of(fields: ConfigFields) -> list[Full | Window]:
     """The masks of Qwen's layers. They are all full, unless use_sliding_window is set."""
-    depth, full = read.depth(fields), fields.take("max_window_layers", int, 28, zero=True)
-    if fields.take("use_sliding_window", bool, False):
-        masks = read.masks(fields)
-        types = ["sliding_attention" if i >= full else "full_attention" for i in range(depth)]
-    else:
-        masks, types = dict(full_attention=Full()), ["full_attention"] * depth
-        fields.get("sliding_window")  # has no effect
-    return [masks[x] for x in read.layer_types(fields, "layer_types", types, *masks)]
+    full = fields.take("max_window_layers", int, 28, zero=True)
+    return read.optional_windows(fields, [i >= full for i in range(read.depth(fields))])
 
 
 QWEN2 = Family("qwen2", config, tools=TAGS)

@@ -68,6 +68,30 @@ def masks(fields: ConfigFields, *default: int) -> dict[str, Full | Window]:
     return dict(sliding_attention=Window(size), full_attention=Full())
 
 
+def optional_windows(fields: ConfigFields, slides: list[bool]) -> list[Full | Window]:
+    """The mask of each layer of models in which no layer has a window unless use_sliding_window is set.
+
+    slides: whether each layer has one then, where layer_types does not say it.
+    """
+    if fields.take("use_sliding_window", bool, False):
+        known = masks(fields)
+        types = ["sliding_attention" if x else "full_attention" for x in slides]
+    else:
+        known, types = dict(full_attention=Full()), ["full_attention"] * len(slides)
+        fields.get("sliding_window")  # has no effect
+    return [known[x] for x in layer_types(fields, "layer_types", types, *known)]
+
+
+def rotary_layers(fields: ConfigFields) -> list[bool]:
+    """Whether each layer has RoPE, in models in which every fourth layer has none."""
+    layers, every = range(depth(fields)), fields.take("no_rope_layer_interval", int, 4)
+    # A 1 in no_rope_layers means that the layer does have RoPE.
+    rotary = fields.take("no_rope_layers", list, []) or [(i + 1) % every != 0 for i in layers]
+    if len(rotary) != len(layers) or not all(x in (0, 1) for x in rotary):
+        raise UserError(f"config.json: no_rope_layers do not describe {len(layers)} layers, each 0 or 1")
+    return [bool(x) for x in rotary]
+
+
 def window(fields: ConfigFields) -> Full | Window:
     """The mask of models whose layers all have the same sliding window, or none."""
     size = fields.take("sliding_window", int, None)

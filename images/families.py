@@ -10,6 +10,7 @@ from planner.published_models import read_model
 
 FAMILIES = {
     "llama (Llama 3.1 8B)": "llama3.1-8b",
+    "smollm3 (3B)": "smollm3-3b",
     "llama4_text (Scout)": "llama4-scout",
     "muse_glimmer_text (30B)": "muse-glimmer-30b",
     "mistral (7B v0.1)": "mistral-7b",

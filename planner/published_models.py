@@ -95,6 +95,9 @@ MODELS = {
     "smollm2-135m": _smollm2(576, (9, 3), 30, 1536),
     "smollm2-360m": _smollm2(960, (15, 5), 32, 2560),
     "smollm2-1.7b": _smollm2(2048, (32, 32), 24, 8192),
+    "smollm3-3b": _dense(
+        "smollm3", 2048, (16, 4), 36, 11008, 128256, rope_theta=5e6, max_position_embeddings=65536, **TIED
+    ),
     "openllama-3b": _openllama(3200, 32, 26, 8640),
     "openllama-7b": _openllama(4096, 32, 32, 11008),
     "openllama-13b": _openllama(5120, 40, 40, 13824),

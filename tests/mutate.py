@@ -53,7 +53,8 @@ GPU_INT4 = "tests/test_gpu.py::test_int4"
 QWEN = "tests/test_transformers.py::test_tokens_and_logprobs_in_python[qwen3]"
 FAMILY = "tests/test_transformers.py::test_tokens_and_logprobs_in_python[{}]".format
 MISTRAL, GEMMA, GPT2, QWEN2, GLM = map(FAMILY, ("mistral", "gemma", "gpt2", "qwen2", "glm"))
-GPT_OSS = FAMILY("gpt-oss")
+GPT_OSS, SMOLLM3 = map(FAMILY, ("gpt-oss", "smollm3"))
+NO_ROPE = "tests/test_family_checkpoints.py::test_layers_without_rope"
 DEEPSEEK, GROUPS = FAMILY("deepseek-v3"), "tests/test_families.py::test_hidden_states[deepseek-v3-1]"
 CHANNELS = "tests/test_channels.py::test_"
 FIELDS, MESSAGES = "tests/test_server_fields.py::test_", "tests/test_messages.py::test_"
@@ -147,6 +148,14 @@ MUTATIONS = [
     ("sharding/slots.py", "(jnp.where(wraps, local_slots(high), 0), local_slots(low))", "(jnp.where(wraps, high, 0), low)", MISTRAL_TP8),
     ("model.py", "return attend_causal(own, chunk_kv, segment, mask.window)", "return attend_causal(own, chunk_kv, segment)", MISTRAL),
     ("serving/rings.py", "return n if first >= oldest else 0", "return n", WINDOWS),
+    ("families/smollm3.py", "rope if has_rope else None", "rope", SMOLLM3),
+    ("families/smollm3.py", "LayerKind(heads, mlp, norm, mask, rope if", "LayerKind(heads, mlp, norm, masks[-1], rope if", SMOLLM3),
+    ("families/smollm3.py", "[not has_rope for has_rope in rotary]", "rotary", NO_ROPE),
+    ("families/smollm3.py", ", theta=2e6", "", NO_ROPE),
+    ("families/smollm3.py", ", tied=True", "", FAMILY_CHECKPOINTS + "::test_published_config[smollm3]"),
+    ("families/read.py", "or not all(x in (0, 1) for x in rotary)", "", FAMILY_CHECKPOINTS + "::test_wrong_fields"),
+    ("families/read.py", "(i + 1) % every != 0", "i % every != 0", NO_ROPE),
+    ("checkpoints/gguf/architectures.py", '"SmolLM3ForCausalLM", interleaved=True', '"SmolLM3ForCausalLM"', GGUF_MODEL + "[smollm3]"),
     ("families/gpt2.py", "y = y - mean(y)", "pass", GPT2),
     ("model.py", "y * (self.offset + w.astype(jnp.float32))", "y * w.astype(jnp.float32)", GEMMA),
     ("families/gpt2.py", "w.weight.astype(jnp.float32) + w.bias.astype(jnp.float32)", "w.weight.astype(jnp.float32)", GPT2),

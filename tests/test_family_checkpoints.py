@@ -65,6 +65,15 @@ PUBLISHED = {
         rms_norm_eps=1e-6, rope_theta=1000000.0, sliding_window=131072, tie_word_embeddings=True,
         use_sliding_window=False, use_mrope=False,
     ),
+    "smollm3": SMALL | dict(
+        model_type="smollm3", architectures=["SmolLM3ForCausalLM"], attention_bias=False,
+        attention_dropout=0.0, bos_token_id=None, eos_token_id=128012, hidden_act="silu",
+        initializer_range=0.02, layer_types=["full_attention"] * 8, max_position_embeddings=65536,
+        max_window_layers=28, mlp_bias=False, no_rope_layer_interval=4, no_rope_layers=[1, 1, 1, 0] * 2,
+        num_hidden_layers=8, pad_token_id=128004, pretraining_tp=2, rms_norm_eps=1e-6, rope_scaling=None,
+        rope_theta=5000000.0, sliding_window=None, torch_dtype="bfloat16", use_cache=False,
+        use_sliding_window=False,
+    ),
     "qwen3_moe": SMALL | dict(
         model_type="qwen3_moe", attention_bias=False, decoder_sparse_step=1, head_dim=32, hidden_act="silu",
         max_position_embeddings=40960, max_window_layers=48, mlp_only_layers=[], moe_intermediate_size=24,
@@ -147,7 +156,7 @@ def test_published_config(name):
     assert cfg == read_config(json.loads(theirs.to_json_string()))
     found = cfg.D, cfg.V, len(cfg.layers), cfg.max_positions, cfg.tied_embeddings
     sizes = theirs.hidden_size, theirs.vocab_size, theirs.num_hidden_layers, theirs.max_position_embeddings
-    assert found == (*sizes, name in ("qwen2", "gemma", "gemma3_text", "gpt2"))
+    assert found == (*sizes, name in ("qwen2", "gemma", "gemma3_text", "gpt2", "smollm3"))
     windows = dict(mistral=4096, gemma3_text=1024, muse_glimmer_text=2048, gpt_oss=128)
     assert cfg.layers[0].mask == (model.Window(windows[name]) if name in windows else model.Full())
 
@@ -195,6 +204,15 @@ WRONG_FIELDS = {
         (dict(rope_local_base_freq="low"), "rope_local_base_freq = 'low' makes no sense"),
         (dict(use_bidirectional_attention=True), "use_bidirectional_attention = True is not supported"),
     ],
+    "smollm3": [
+        (dict(no_rope_layers=[1, 1, 1, 0]), "no_rope_layers do not describe 8 layers, each 0 or 1"),
+        (dict(no_rope_layers=[5e5, 5e5, 5e5, 0] * 2), "no_rope_layers do not describe 8 layers, each 0 or 1"),
+        (dict(no_rope_layers=None, no_rope_layer_interval=0), "no_rope_layer_interval = 0 makes no sense"),
+        (dict(layer_types=["sliding_attention"] * 8), "do not describe 8 layers, each full_attention"),
+        (dict(use_sliding_window=True), "'sliding_window' is missing"),
+        (dict(attention_bias=True), "attention_bias = True is not supported"),
+        (dict(mlp_bias=True), "mlp_bias = True is not supported"),
+    ],
     "glm4_moe_lite": [(dict(qk_rope_head_dim=15), "even head_dim, or part of it, not 15")],
 }
 
@@ -240,6 +258,18 @@ def refused(folder, copy, name: str, other: torch.Tensor | None, message: str) -
     assert str(error.value).startswith(str(copy))
 
 
+def test_layers_without_rope():
+    """Every fourth layer of SmolLM3 has none; only these have a window, where the file asks for one."""
+    layers = dict.fromkeys(("layer_types", "no_rope_layers", "no_rope_layer_interval"))
+    content = {name: value for name, value in PUBLISHED["smollm3"].items() if name not in layers}
+    assert read_config(content) == read_config(PUBLISHED["smollm3"])
+    assert [bool(x.rope) for x in read_config(content).layers] == [True, True, True, False] * 2
+    kinds = read_config(content | dict(use_sliding_window=True, sliding_window=9)).layers
+    theirs = transformers.SmolLM3Config(**content | dict(use_sliding_window=True, sliding_window=9))
+    assert [bool(x.mask.window) for x in kinds] == [x == "sliding_attention" for x in theirs.layer_types]
+    assert read_config({k: v for k, v in content.items() if k != "rope_theta"}).layers[0].rope.theta == 2e6
+
+
 @pytest.mark.parametrize("hidden_size", [60, 2])
 def test_no_head_of_the_hidden_size(hidden_size):
     """A latent's heads have widths of their own: hidden_size / num_attention_heads may be odd, or 0."""
@@ -257,7 +287,7 @@ def test_published_sizes():
         "qwen2.5-1.5b": 1.54, "qwen2.5-3b": 3.09, "qwen2.5-7b": 7.61, "qwen2.5-14b": 14.7,
         "qwen2.5-32b": 32.5, "qwen2.5-72b": 72.7, "qwen3-0.6b": 0.6, "qwen3-1.7b": 1.7, "qwen3-4b": 4.0,
         "qwen3-8b": 8.2, "qwen3-14b": 14.8, "qwen3-32b": 32.8, "qwen3-30b-a3b": 30.5,
-        "qwen3-235b-a22b": 235, "gpt-oss-20b": 20.9, "gpt-oss-120b": 116.8,
+        "qwen3-235b-a22b": 235, "smollm3-3b": 3.08, "gpt-oss-20b": 20.9, "gpt-oss-120b": 116.8,
         "deepseek-v3": 671, "deepseek-r1": 671, "kimi-k2": 1030,
         "muse-glimmer-30b": 29.78 - 1.92,  # without the vision encoder
     }  # fmt: skip

@@ -56,6 +56,9 @@ CONFIGS = {
         **DEEPSEEK, n_group=1, topk_group=1, norm_topk_prob=False, rope_parameters=NO_SCALING
     ),
     "mixtral": THEIR_CONFIGS["mixtral"],
+    "smollm3": transformers.SmolLM3Config(
+        **SIZES, num_hidden_layers=4, intermediate_size=64, rope_parameters=NO_SCALING
+    ),
 }  # fmt: skip
 
 
@@ -134,21 +137,28 @@ def gemma3_tensors(state):
             yield name, x + 1 if name.endswith("norm.weight") else x
 
 
+def dense_fields(config) -> dict:
+    return {Rope.DIMENSION_COUNT: config.head_dim, **rope_fields(config.rope_parameters)}
+
+
 def mixtral_fields(config) -> dict:
-    return {
+    experts = {
         LLM.EXPERT_COUNT: config.num_local_experts,
         LLM.EXPERT_USED_COUNT: config.num_experts_per_tok,
-        Rope.DIMENSION_COUNT: config.head_dim,
-        **rope_fields(config.rope_parameters),
     }
+    return dense_fields(config) | experts
 
 
-def mixtral_tensors(state):
-    config = CONFIGS["mixtral"]
+def interleaved_tensors(state):
+    """With the rows of q and k in the order that llama.cpp wants in some architectures."""
+    heads = dict(q_proj=SIZES["num_attention_heads"], k_proj=SIZES["num_key_value_heads"])
     for name, x in with_gate_and_up(state):
-        heads = dict(q_proj=config.num_attention_heads, k_proj=config.num_key_value_heads)
         theirs = name.split(".")[-2]
         yield name, their_order(x, heads[theirs]) if theirs in heads else x
+
+
+def tied_tensors(state):
+    return interleaved_tensors({name: x for name, x in state.items() if name != "lm_head.weight"})
 
 
 def with_gate_and_up(state):
@@ -226,7 +236,8 @@ FAMILIES = {  # GGUF's architecture, its fields and its tensors
     "gemma3_text": (gguf.MODEL_ARCH.GEMMA3, gemma3_fields, gemma3_tensors),
     "gpt_oss": (gguf.MODEL_ARCH.GPT_OSS, gpt_oss_fields, gpt_oss_tensors),
     "deepseek_v3": (gguf.MODEL_ARCH.DEEPSEEK2, deepseek_fields, deepseek_tensors),
-    "mixtral": (gguf.MODEL_ARCH.LLAMA, mixtral_fields, mixtral_tensors),
+    "mixtral": (gguf.MODEL_ARCH.LLAMA, mixtral_fields, interleaved_tensors),
+    "smollm3": (gguf.MODEL_ARCH.SMOLLM3, dense_fields, tied_tensors),
 }
 
 

@@ -199,6 +199,8 @@ ARCHITECTURES = {  # by (general.architecture, whether there are experts)
     ("llama", True): Architecture(
         "mixtral", "MixtralForCausalLM", interleaved=True, neutral=SOFTMAX_OF_CHOSEN
     ),
+    # No field says that every fourth layer has no RoPE.
+    ("smollm3", False): Architecture("smollm3", "SmolLM3ForCausalLM", interleaved=True),
     ("qwen2", False): Architecture("qwen2", "Qwen2ForCausalLM"),
     ("qwen3", False): Architecture("qwen3", "Qwen3ForCausalLM"),
     ("qwen3moe", True): Architecture(
