@@ -18,13 +18,14 @@ from families.muse_glimmer import MUSE_GLIMMER
 from families.muse_spark import MUSE_SPARK
 from families.qwen2 import QWEN2
 from families.qwen3 import QWEN3, QWEN3_MOE
+from families.seed_oss import SEED_OSS
 from families.smollm3 import SMOLLM3
 from feedback.errors import UserError
 from model import Config
 
 FAMILIES = (
     LLAMA3, LLAMA4, MUSE_GLIMMER, MUSE_SPARK, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GEMMA, GEMMA3,
-    GPT2, GPT_OSS, GLM4, GLM4_MOE_LITE, DEEPSEEK_V3, KIMI_K2, SMOLLM3,
+    GPT2, GPT_OSS, GLM4, GLM4_MOE_LITE, DEEPSEEK_V3, KIMI_K2, SMOLLM3, SEED_OSS,
 )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ FAMILIES = {
     "mistral (7B v0.1)": "mistral-7b",
     "mixtral (8x7B)": "mixtral-8x7b",
     "qwen2 (Qwen 2.5 7B)": "qwen2.5-7b",
+    "seed_oss (36B)": "seed-oss-36b",
     "qwen3 (8B)": "qwen3-8b",
     "qwen3_moe (30B-A3B)": "qwen3-30b-a3b",
     "gemma (7B)": "gemma-7b",

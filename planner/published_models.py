@@ -131,6 +131,9 @@ MODELS = {
     "deepseek-v3": _dense("deepseek_v3", 7168, (128, 128), 61, 18432, 129280, **DEEPSEEK),
     "deepseek-r1": _dense("deepseek_v3", 7168, (128, 128), 61, 18432, 129280, **DEEPSEEK),
     "kimi-k2": _dense("kimi_k2", 7168, (64, 64), 61, 18432, 163840, **DEEPSEEK | KIMI_K2),
+    "seed-oss-36b": _dense(
+        "seed_oss", 5120, (80, 8), 64, 27648, 155136, rope_theta=1e7, max_position_embeddings=524288
+    ),
     "qwen2.5-0.5b": _qwen2(896, (14, 2), 24, 4864, 151936, **TIED),
     "qwen2.5-1.5b": _qwen2(1536, (12, 2), 28, 8960, 151936, **TIED),
     "qwen2.5-3b": _qwen2(2048, (16, 2), 36, 11008, 151936, **TIED),

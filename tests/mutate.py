@@ -54,6 +54,7 @@ QWEN = "tests/test_transformers.py::test_tokens_and_logprobs_in_python[qwen3]"
 FAMILY = "tests/test_transformers.py::test_tokens_and_logprobs_in_python[{}]".format
 MISTRAL, GEMMA, GPT2, QWEN2, GLM = map(FAMILY, ("mistral", "gemma", "gpt2", "qwen2", "glm"))
 GPT_OSS, SMOLLM3 = map(FAMILY, ("gpt-oss", "smollm3"))
+SEED_BIASES = "tests/test_family_checkpoints.py::test_biases_of_seed_oss"
 NO_ROPE = "tests/test_family_checkpoints.py::test_layers_without_rope"
 DEEPSEEK, GROUPS = FAMILY("deepseek-v3"), "tests/test_families.py::test_hidden_states[deepseek-v3-1]"
 CHANNELS = "tests/test_channels.py::test_"
@@ -156,6 +157,11 @@ MUTATIONS = [
     ("families/read.py", "or not all(x in (0, 1) for x in rotary)", "", FAMILY_CHECKPOINTS + "::test_wrong_fields"),
     ("families/read.py", "(i + 1) % every != 0", "i % every != 0", NO_ROPE),
     ("checkpoints/gguf/architectures.py", '"SmolLM3ForCausalLM", interleaved=True', '"SmolLM3ForCausalLM"', GGUF_MODEL + "[smollm3]"),
+    ("families/seed_oss.py", "attention(fields, bias=bias, ", "attention(fields, ", FAMILY("seed-oss")),
+    ("families/seed_oss.py", '"attention_bias", bool, True', '"attention_bias", bool, False', SEED_BIASES),
+    ("families/seed_oss.py", 'output_bias=fields.take("attention_out_bias", bool, False)', "output_bias=bias", SEED_BIASES),
+    ("families/seed_oss.py", "defaults=dict(head_dim=128), ", "", SEED_BIASES),
+    ("checkpoints/gguf/architectures.py", ', names={"post_attention_norm": "post_attention_layernorm"}\n    ),\n    ("gemma3"', '\n    ),\n    ("gemma3"', GGUF_MODEL + "[seed-oss]"),
     ("families/gpt2.py", "y = y - mean(y)", "pass", GPT2),
     ("model.py", "y * (self.offset + w.astype(jnp.float32))", "y * w.astype(jnp.float32)", GEMMA),
     ("families/gpt2.py", "w.weight.astype(jnp.float32) + w.bias.astype(jnp.float32)", "w.weight.astype(jnp.float32)", GPT2),

@@ -74,6 +74,13 @@ PUBLISHED = {
         rope_theta=5000000.0, sliding_window=None, torch_dtype="bfloat16", use_cache=False,
         use_sliding_window=False,
     ),
+    "seed_oss": SMALL | dict(
+        model_type="seed_oss", architectures=["SeedOssForCausalLM"], attention_bias=True,
+        attention_dropout=0.1, attention_out_bias=False, bos_token_id=0, eos_token_id=2, head_dim=128,
+        hidden_act="silu", initializer_range=0.02, max_position_embeddings=524288, mlp_bias=False,
+        pad_token_id=1, residual_dropout=0.1, rms_norm_eps=1e-6, rope_scaling={"rope_type": "default"},
+        rope_theta=10000000.0, tie_word_embeddings=False, torch_dtype="bfloat16", use_cache=True,
+    ),
     "qwen3_moe": SMALL | dict(
         model_type="qwen3_moe", attention_bias=False, decoder_sparse_step=1, head_dim=32, hidden_act="silu",
         max_position_embeddings=40960, max_window_layers=48, mlp_only_layers=[], moe_intermediate_size=24,
@@ -213,6 +220,11 @@ WRONG_FIELDS = {
         (dict(attention_bias=True), "attention_bias = True is not supported"),
         (dict(mlp_bias=True), "mlp_bias = True is not supported"),
     ],
+    "seed_oss": [
+        (dict(mlp_bias=True), "mlp_bias = True is not supported"),
+        (dict(attention_out_bias="no"), "attention_out_bias = 'no' makes no sense"),
+        (dict(num_key_value_heads=3), "4 attention heads are no multiple of 3 key/value heads"),
+    ],
     "glm4_moe_lite": [(dict(qk_rope_head_dim=15), "even head_dim, or part of it, not 15")],
 }
 
@@ -258,6 +270,15 @@ def refused(folder, copy, name: str, other: torch.Tensor | None, message: str) -
     assert str(error.value).startswith(str(copy))
 
 
+def test_biases_of_seed_oss():
+    """What the file leaves out has the values of transformers; each of two fields has its own biases."""
+    names = "attention_bias", "attention_out_bias", "head_dim"
+    content = {k: v for k, v in PUBLISHED["seed_oss"].items() if k not in names}
+    assert read_config(content) == read_config(PUBLISHED["seed_oss"])
+    found = read_config(content | dict(attention_bias=False, attention_out_bias=True)).attention
+    assert (found.bias, found.output_bias, found.H) == (False, True, 128)
+
+
 def test_layers_without_rope():
     """Every fourth layer of SmolLM3 has none; only these have a window, where the file asks for one."""
     layers = dict.fromkeys(("layer_types", "no_rope_layers", "no_rope_layer_interval"))
@@ -287,7 +308,8 @@ def test_published_sizes():
         "qwen2.5-1.5b": 1.54, "qwen2.5-3b": 3.09, "qwen2.5-7b": 7.61, "qwen2.5-14b": 14.7,
         "qwen2.5-32b": 32.5, "qwen2.5-72b": 72.7, "qwen3-0.6b": 0.6, "qwen3-1.7b": 1.7, "qwen3-4b": 4.0,
         "qwen3-8b": 8.2, "qwen3-14b": 14.8, "qwen3-32b": 32.8, "qwen3-30b-a3b": 30.5,
-        "qwen3-235b-a22b": 235, "smollm3-3b": 3.08, "gpt-oss-20b": 20.9, "gpt-oss-120b": 116.8,
+        "qwen3-235b-a22b": 235, "smollm3-3b": 3.08, "seed-oss-36b": 36,
+        "gpt-oss-20b": 20.9, "gpt-oss-120b": 116.8,
         "deepseek-v3": 671, "deepseek-r1": 671, "kimi-k2": 1030,
         "muse-glimmer-30b": 29.78 - 1.92,  # without the vision encoder
     }  # fmt: skip

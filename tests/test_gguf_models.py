@@ -56,6 +56,7 @@ CONFIGS = {
         **DEEPSEEK, n_group=1, topk_group=1, norm_topk_prob=False, rope_parameters=NO_SCALING
     ),
     "mixtral": THEIR_CONFIGS["mixtral"],
+    "seed-oss": THEIR_CONFIGS["seed-oss"],
     "smollm3": transformers.SmolLM3Config(
         **SIZES, num_hidden_layers=4, intermediate_size=64, rope_parameters=NO_SCALING
     ),
@@ -237,6 +238,7 @@ FAMILIES = {  # GGUF's architecture, its fields and its tensors
     "gpt_oss": (gguf.MODEL_ARCH.GPT_OSS, gpt_oss_fields, gpt_oss_tensors),
     "deepseek_v3": (gguf.MODEL_ARCH.DEEPSEEK2, deepseek_fields, deepseek_tensors),
     "mixtral": (gguf.MODEL_ARCH.LLAMA, mixtral_fields, interleaved_tensors),
+    "seed_oss": (gguf.MODEL_ARCH.SEED_OSS, dense_fields, dict.items),
     "smollm3": (gguf.MODEL_ARCH.SMOLLM3, dense_fields, tied_tensors),
 }
 

@@ -64,6 +64,9 @@ SPLITS = {
         + ENDS_OF_WORDS
     ],
     "gpt-4o": [LETTERS.replace("%s", "") + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + ENDS_OF_WORDS],
+    "seed-coder": [
+        CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ],
     "smollm": [r"\p{N}", GPT2],
 }
 WHOLE = ("kimi-k2", "gpt-4o", "llama-bpe", "tekken")

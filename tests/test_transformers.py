@@ -103,6 +103,9 @@ CONFIGS = {
         **SIZES, num_hidden_layers=2, intermediate_size=64, moe_intermediate_size=24, num_experts=4,
         num_experts_per_tok=2, norm_topk_prob=True, mlp_only_layers=[1], rope_parameters=NO_SCALING,
     ),
+    "seed-oss": transformers.SeedOssConfig(
+        **SIZES | dict(head_dim=16), num_hidden_layers=2, intermediate_size=64, rope_parameters=NO_SCALING
+    ),
     "smollm3": transformers.SmolLM3Config(
         **SIZES, num_hidden_layers=3, intermediate_size=64, no_rope_layers=[0, 1, 0],
         use_sliding_window=True, sliding_window=9,

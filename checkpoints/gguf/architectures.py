@@ -209,6 +209,9 @@ ARCHITECTURES = {  # by (general.architecture, whether there are experts)
         lambda fields: {"rope_scaling": rope_scaling(fields), "norm_topk_prob": True},
         neutral=SOFTMAX_OF_CHOSEN,
     ),
+    ("seed_oss", False): Architecture(
+        "seed_oss", "SeedOssForCausalLM", names={"post_attention_norm": "post_attention_layernorm"}
+    ),
     ("gemma3", False): Architecture(
         "gemma3_text",
         "Gemma3ForCausalLM",

@@ -106,6 +106,7 @@ PRE_TOKENIZERS = {
             r"| ?[\p{P}\p{S}]+[\r\n]*|" + SPACES,
         )
     ),
+    "seed-coder": PreTokenizer((_words(f"{CONTRACTION}|{LETTERS}", "", ""),)),
     "smollm": PreTokenizer((r"\p{N}", *GPT2.splits)),
 }
 
