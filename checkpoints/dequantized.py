@@ -436,11 +436,11 @@ def mxfp4_values(packed: StoredTensor, scales: StoredTensor, lo: int, hi: int) -
 
 
 def fp8(fields: ConfigFields) -> Method:
-    block = fields.take("weight_block_size", list)
+    block = fields.take("weight_block_size", list, None)
     one_of(fields, "fmt", "e4m3", default="e4m3")
-    one_of(fields, "activation_scheme", "dynamic", default="dynamic")
+    one_of(fields, "activation_scheme", "dynamic", "static", default="dynamic")  # activations stay floats
     one_of(fields, "scale_fmt", "ue8m0", default="ue8m0")  # powers of two; their tensors have a float type
-    return eight_bits("weight_scale_inv", "block", None, block)
+    return eight_bits("weight_scale_inv", "block" if block else "tensor", None, block)
 
 
 def fbgemm_fp8(fields: ConfigFields) -> Method:
@@ -459,7 +459,8 @@ def eight_bits(scale: str, strategy: str, size: int | None, block: list | None) 
         if not block:
             even_groups(parts, "weight", C, size)
         grid = -(-N // height), -(-C // width)
-        scales = parts.get(scale, *((1,) if strategy == "tensor" else grid))
+        one = scale in parts.tensors and parts.tensors[scale].shape == ()  # a scalar, as some have it
+        scales = parts.get(scale, *(grid if strategy != "tensor" else () if one else (1,)))
 
         def rows(lo: int, hi: int) -> np.ndarray:
             x = stored.read(lo, hi)
@@ -472,7 +473,7 @@ def eight_bits(scale: str, strategy: str, size: int | None, block: list | None) 
 
         return (N, C), rows
 
-    return Method((scale, "weight", "input_scale_ub"), read, int8=strategy == "channel")
+    return Method((scale, "weight", "input_scale_ub", "activation_scale"), read, int8=strategy == "channel")
 
 
 METHODS: dict[str, Callable[[ConfigFields], Method]] = {

@@ -39,7 +39,7 @@ class Family:
 
     model_type:       the model_type of config.json.
     config:           from config.json's fields to the Config. Raises UserError about a wrong field.
-    multimodal_type:  the model_type of multimodal models whose text_config is of this family.
+    multimodal_types: the model_types of multimodal models whose text_config may be of this family.
     field_names:      {this family's name of a field: Llama's}, where the two differ.
     defaults:         fields that config.json may leave out, with the values that they have then.
     supported:        the supported values of fields that `config` does not take; always null, false, empty.
@@ -58,7 +58,7 @@ class Family:
 
     model_type: str
     config: Callable[[ConfigFields], Config]
-    multimodal_type: str | None = None
+    multimodal_types: tuple[str, ...] = ()
     field_names: dict[str, str] = dataclasses.field(default_factory=dict)
     defaults: Mapping[str, int | float] = dataclasses.field(default_factory=dict)
     supported: dict[str, tuple] = dataclasses.field(default_factory=lambda: {"hidden_act": ("silu",)})

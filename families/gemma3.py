@@ -39,6 +39,6 @@ NAMES = (
 )
 SUPPORTED = {"hidden_activation": ("gelu_pytorch_tanh",)}
 GEMMA3 = Family(
-    "gemma3_text", config, "gemma3", defaults=DEFAULTS, supported=SUPPORTED,
+    "gemma3_text", config, ("gemma3",), defaults=DEFAULTS, supported=SUPPORTED,
     tensor_names=(*LANGUAGE_MODEL_NAMES, *NAMES), unused_tensors=VISION_TENSORS,
 )  # fmt: skip

@@ -18,14 +18,18 @@ from model import BlockLocal, Config, Full, LayerKind, Router
 
 @dataclasses.dataclass(frozen=True)
 class QueryScale:
-    """A factor of queries: 1 + scale * log1p(floor((position + 1) / floor)). Source: arXiv 2501.19399."""
+    """A factor of queries: 1 + scale * log1p(floor((position + offset) / floor)).
+
+    Source: arXiv 2501.19399.
+    """
 
     scale: float
     floor: float
+    offset: int = 1
 
     def __call__(self, q: Array, positions: Array) -> Array:
         """q: [b,T,k,G,H], positions: [b,T] -> [b,T,k,G,H]."""
-        factor = 1 + self.scale * jnp.log1p(jnp.floor((positions + 1) / self.floor))
+        factor = 1 + self.scale * jnp.log1p(jnp.floor((positions + self.offset) / self.floor))
         return (q * factor[:, :, None, None, None]).astype(q.dtype)
 
 
@@ -64,7 +68,7 @@ def config(fields: ConfigFields) -> Config:
 LLAMA4 = Family(
     "llama4_text",
     config,
-    multimodal_type="llama4",
+    multimodal_types=("llama4",),
     tensor_names=(*LANGUAGE_MODEL_NAMES, (r"\.feed_forward\.", ".mlp.")),
     layouts=SINGLE_EXPERTS,  # some checkpoints store each expert as a tensor of its own
     unused_tensors=VISION_TENSORS,

@@ -1,7 +1,10 @@
-"""Mistral: Llama with a sliding window, in version 0.1. Source: transformers, models/mistral."""
+"""Mistral: Llama with a sliding window, in version 0.1. Small 3.1 is the text part of a multimodal model.
+
+Sources: transformers, models/mistral and models/mistral3.
+"""
 
 from families import read
-from families.family import Family
+from families.family import LANGUAGE_MODEL_NAMES, VISION_TENSORS, Family
 from families.fields import ConfigFields
 from families.tool_formats import MISTRAL_LIST
 from model import Config, LayerKind
@@ -13,4 +16,12 @@ def config(fields: ConfigFields) -> Config:
     return read.config(fields, (layer,) * read.depth(fields), norm)
 
 
-MISTRAL = Family("mistral", config, tools=MISTRAL_LIST)
+MISTRAL = Family(
+    "mistral",
+    config,
+    multimodal_types=("mistral3",),
+    no_effect="multimodal_projector_bias projector_hidden_act spatial_merge_size vision_feature_layer",
+    tensor_names=LANGUAGE_MODEL_NAMES,
+    unused_tensors=VISION_TENSORS,
+    tools=MISTRAL_LIST,
+)

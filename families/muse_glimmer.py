@@ -111,7 +111,7 @@ RECIPIENTS = Channels("<|start|>", " to=", "<|message|>", ("<|eom|>", "<|eot|>")
 MUSE_GLIMMER = Family(
     "muse_glimmer_text",
     config,
-    multimodal_type="muse_glimmer",
+    multimodal_types=("muse_glimmer",),
     defaults=DEFAULTS,
     supported={"hidden_activation": ("silu",)},
     no_effect="video_token_id out_hidden_size projector_hidden_size projector_hidden_act",

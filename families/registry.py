@@ -12,6 +12,7 @@ from families.gpt2 import GPT2
 from families.gpt_oss import GPT_OSS
 from families.llama3 import LLAMA3
 from families.llama4 import LLAMA4
+from families.ministral3 import MINISTRAL3
 from families.mistral import MISTRAL
 from families.mixtral import MIXTRAL
 from families.muse_glimmer import MUSE_GLIMMER
@@ -25,14 +26,14 @@ from model import Config
 
 FAMILIES = (
     LLAMA3, LLAMA4, MUSE_GLIMMER, MUSE_SPARK, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GEMMA, GEMMA3,
-    GPT2, GPT_OSS, GLM4, GLM4_MOE_LITE, DEEPSEEK_V3, KIMI_K2, SMOLLM3, SEED_OSS,
+    GPT2, GPT_OSS, GLM4, GLM4_MOE_LITE, DEEPSEEK_V3, KIMI_K2, SMOLLM3, SEED_OSS, MINISTRAL3,
 )  # fmt: skip
 
 
 def find_family(config: dict) -> tuple[Family, dict]:
     """The family of a config.json, and the fields of its language model. Raises UserError."""
-    multimodal, outer = [family.multimodal_type for family in FAMILIES if family.multimodal_type], {}
-    if config.get("model_type") in multimodal:
+    multimodal, outer = {name for family in FAMILIES for name in family.multimodal_types}, {}
+    if str(config.get("model_type")) in multimodal:
         if not isinstance(config.get("text_config"), dict):
             raise UserError("config.json: field 'text_config' is missing")
         outer, config = config, config["text_config"]

@@ -74,6 +74,10 @@ MISTRAL_LIST = ToolFormat(
     (("[TOOL_CALLS]", ""),), '{"name": "', '", "arguments": ', "}",
     separator=", ", opening="[", closing="]",
 )  # fmt: skip
+# Ministral 3. Source: mistral-common, instruct tokenizer version 13.
+MISTRAL_ARGS = ToolFormat(
+    (("[TOOL_CALLS]", ""),), before="", between="[ARGS]", after="", separator="[TOOL_CALLS]"
+)
 # DeepSeek V3 and R1, then V3.1. Source: the chat templates of deepseek-ai.
 DEEPSEEK = ToolFormat(
     (("<｜tool▁calls▁begin｜>", ""),), "<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "\n```json\n",
@@ -112,6 +116,7 @@ MUSE_TOOLS = MessageToolFormat(
 # Texts that together show a format, if a chat template has them all. The first line that applies counts.
 SIGNS = (
     (("<tool_call>",), TAGS),
+    (("[TOOL_CALLS]", "[ARGS]"), MISTRAL_ARGS),
     (("[TOOL_CALLS]",), MISTRAL_LIST),
     (("<｜tool▁calls▁begin｜>", "```json"), DEEPSEEK),
     (("<｜tool▁calls▁begin｜>",), DEEPSEEK_V31),

@@ -14,6 +14,7 @@ FAMILIES = {
     "llama4_text (Scout)": "llama4-scout",
     "muse_glimmer_text (30B)": "muse-glimmer-30b",
     "mistral (7B v0.1)": "mistral-7b",
+    "ministral3 (8B)": "ministral3-8b",
     "mixtral (8x7B)": "mixtral-8x7b",
     "qwen2 (Qwen 2.5 7B)": "qwen2.5-7b",
     "seed_oss (36B)": "seed-oss-36b",

@@ -52,6 +52,11 @@ def _gemma3(width: int, heads: tuple[int, int], depth: int, F: int, **other) -> 
     return _dense("gemma3_text", width, heads, depth, F, 262208, **longest | other)
 
 
+def _ministral3(width: int, depth: int, F: int, **other) -> dict:
+    sizes = dict(rms_norm_eps=1e-5, head_dim=128, max_position_embeddings=262144)
+    return _dense("ministral3", width, (32, 8), depth, F, 131072, **sizes | other)
+
+
 def _gpt2(width: int, heads: int, depth: int) -> dict:
     sizes = dict(n_embd=width, n_head=heads, n_layer=depth, n_positions=1024, vocab_size=50257)
     return dict(model_type="gpt2", layer_norm_epsilon=1e-5, **sizes)
@@ -102,6 +107,13 @@ MODELS = {
     "openllama-7b": _openllama(4096, 32, 32, 11008),
     "openllama-13b": _openllama(5120, 40, 40, 13824),
     "mistral-7b": _dense("mistral", 4096, (32, 8), 32, 14336, 32000, sliding_window=4096),
+    "mistral-small-3.1-24b": _dense(
+        "mistral", 5120, (32, 8), 40, 32768, 131072, rms_norm_eps=1e-5, head_dim=128, rope_theta=1e9,
+        max_position_embeddings=131072,
+    ),
+    "ministral3-3b": _ministral3(3072, 26, 9216, **TIED),
+    "ministral3-8b": _ministral3(4096, 34, 14336),
+    "ministral3-14b": _ministral3(5120, 40, 16384),
     "mixtral-8x7b": _dense("mixtral", 4096, (32, 8), 32, 14336, 32000) | MIXTRAL,
     "mixtral-8x22b": _dense("mixtral", 6144, (48, 8), 56, 16384, 32768) | MIXTRAL,
     "gemma-2b": _dense("gemma", 2048, (8, 1), 18, 16384, 256000, **GEMMA),

@@ -54,6 +54,8 @@ QWEN = "tests/test_transformers.py::test_tokens_and_logprobs_in_python[qwen3]"
 FAMILY = "tests/test_transformers.py::test_tokens_and_logprobs_in_python[{}]".format
 MISTRAL, GEMMA, GPT2, QWEN2, GLM = map(FAMILY, ("mistral", "gemma", "gpt2", "qwen2", "glm"))
 GPT_OSS, SMOLLM3 = map(FAMILY, ("gpt-oss", "smollm3"))
+MINISTRAL_ROPE = "tests/test_family_checkpoints.py::test_rope_of_ministral3"
+LANGUAGE_MODELS = "tests/test_family_checkpoints.py::test_language_model_of_multimodal_models"
 SEED_BIASES = "tests/test_family_checkpoints.py::test_biases_of_seed_oss"
 NO_ROPE = "tests/test_family_checkpoints.py::test_layers_without_rope"
 DEEPSEEK, GROUPS = FAMILY("deepseek-v3"), "tests/test_families.py::test_hidden_states[deepseek-v3-1]"
@@ -157,6 +159,20 @@ MUTATIONS = [
     ("families/read.py", "or not all(x in (0, 1) for x in rotary)", "", FAMILY_CHECKPOINTS + "::test_wrong_fields"),
     ("families/read.py", "(i + 1) % every != 0", "i % every != 0", NO_ROPE),
     ("checkpoints/gguf/architectures.py", '"SmolLM3ForCausalLM", interleaved=True', '"SmolLM3ForCausalLM"', GGUF_MODEL + "[smollm3]"),
+    ("families/ministral3.py", ", offset=0", "", FAMILY("ministral3")),
+    ("families/ministral3.py", "QueryScale(beta, original", "QueryScale(beta, positions", FAMILY("ministral3")),
+    ("families/ministral3.py", "read.window(fields), rope", "(read.window(fields), read.Full())[1], rope", FAMILY("ministral3")),
+    ("families/ministral3.py", "or YARN", "or {}", MINISTRAL_ROPE),
+    ("families/ministral3.py", "head_dim=128, ", "", MINISTRAL_ROPE),
+    ("families/ministral3.py", ", int, positions) != positions:", ", int, positions) == 0:", FAMILY_CHECKPOINTS + "::test_wrong_fields"),
+    ("families/mistral.py", 'multimodal_types=("mistral3",)', "multimodal_types=()", FAMILY_CHECKPOINTS + "::test_text_of_mistral3"),
+    ("families/mistral.py", "tensor_names=LANGUAGE_MODEL_NAMES", "tensor_names=()", LANGUAGE_MODELS),
+    ("families/mistral.py", "unused_tensors=VISION_TENSORS,", "", LANGUAGE_MODELS),
+    ("checkpoints/dequantized.py", '"block" if block else "tensor", None, block', '"block", None, block or [128, 128]', DEQUANTIZED),
+    ("checkpoints/gguf/architectures.py", 'scaling |= dict(llama_4_scaling_beta=beta)', "pass", GGUF_MODEL + "[ministral3]"),
+    ("checkpoints/gguf/architectures.py", 'scaling |= dict(mscale=log, mscale_all_dim=log)', "pass", GGUF_MODEL + "[ministral3]"),
+    ("checkpoints/gguf/architectures.py", 'rope_scaling(fields) or {"rope_type": "default"}\n    # mscale', 'rope_scaling(fields)\n    # mscale', "tests/test_gguf_models.py::test_mistral_small"),
+    ("families/tool_formats.py", '(("[TOOL_CALLS]", "[ARGS]"), MISTRAL_ARGS)', '(("[TOOL_CALLS]", "[ARGS]"), MISTRAL_LIST)', TOOLS + "the_format_of_a_template"),
     ("families/seed_oss.py", "attention(fields, bias=bias, ", "attention(fields, ", FAMILY("seed-oss")),
     ("families/seed_oss.py", '"attention_bias", bool, True', '"attention_bias", bool, False', SEED_BIASES),
     ("families/seed_oss.py", 'output_bias=fields.take("attention_out_bias", bool, False)', "output_bias=bias", SEED_BIASES),

@@ -121,8 +121,10 @@ def bytes_of(kind: str, height: int | None, width: int | None, name="weight_scal
         step = scales.astype(np.float32)[rows][:, columns]
         x = w / step
         values = np.clip(np.round(x), -128, 127).astype(np.int8) if kind == "int" else x.astype(float8_e4m3fn)
-        scales = scales.reshape(1) if height is None and width is None else scales
-        return {"weight": values, name: scales}, values.astype(np.float32) * step
+        parts = {"weight": values, name: scales.reshape(1) if scales.size == 1 else scales}
+        if config.get("activation_scheme") == "static":  # Ministral 3; its scales are scalars
+            parts |= {name: scales.reshape(()), "activation_scale": np.float32(0.1).reshape(())}
+        return parts, values.astype(np.float32) * step
 
     strategy = {(1, None): "channel", (None, None): "tensor"}.get((height, width), "block")
     sizes = dict(block_structure=[height, width]) if strategy == "block" else {}
@@ -180,6 +182,15 @@ FORMATS = {
     "FP8, tensors": bytes_of("float", None, None),
     "FP8, blocks": bytes_of("float", 64, 48),
     "fp8": bytes_of("float", 48, 128, "weight_scale_inv", quant_method="fp8", weight_block_size=[48, 128]),
+    "fp8, tensors": bytes_of(
+        "float",
+        None,
+        None,
+        "weight_scale_inv",
+        quant_method="fp8",
+        weight_block_size=None,
+        activation_scheme="static",
+    ),
     "fbgemm_fp8": bytes_of("float", 1, None, quant_method="fbgemm_fp8", activation_scale_ub=1200.0),
     "mxfp4": mxfp4_packed(),
 }
@@ -192,7 +203,8 @@ def write(folder, more: dict, tensors: dict) -> None:
     shutil.copytree(LLAMA3, folder)
     config = json.loads((folder / "config.json").read_text()) | more
     (folder / "config.json").write_text(json.dumps(config))
-    save_file({name: np.ascontiguousarray(x) for name, x in tensors.items()}, folder / "model.safetensors")
+    tensors = {name: np.asarray(x, order="C") for name, x in tensors.items()}  # scalars stay scalars
+    save_file(tensors, folder / "model.safetensors")
 
 
 def publish(folder, name: str, fault=lambda config, tensors: None):

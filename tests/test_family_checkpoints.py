@@ -13,12 +13,13 @@ import transformers
 from conftest import mesh_of
 from safetensors.torch import load_file, save_file
 from test_families import FAMILIES
-from test_transformers import CONFIGS, SIZES, YARN, check_forward, with_random_weights
+from test_transformers import CONFIGS, SIZES, YARN, check_forward, random_reference, with_random_weights
 
 import model
 from checkpoints.checkpoint import open_checkpoint
 from checkpoints.loading import load
 from convert_checkpoint import convert
+from families.llama4 import QueryScale
 from families.registry import read_config
 from feedback.errors import UserError
 from planner.published_models import MODELS
@@ -53,12 +54,21 @@ DEEPSEEK_V3 = LATENT | dict(
     tie_word_embeddings=False, topk_group=4, topk_method="noaux_tc", torch_dtype="bfloat16",
     transformers_version="4.46.3", use_cache=True,
 )  # fmt: skip
+MINISTRAL_ROPE = dict(
+    beta_fast=32.0, beta_slow=1.0, factor=16.0, llama_4_scaling_beta=0.1, mscale=1.0, mscale_all_dim=1.0,
+    original_max_position_embeddings=16384, rope_theta=1000000.0, rope_type="yarn", type="yarn",
+)  # fmt: skip
 # As they were published, but for sizes; what has no effect on inference is left out of some.
 PUBLISHED = {
     "mistral": SMALL | dict(
         model_type="mistral", hidden_act="silu", max_position_embeddings=32768, rms_norm_eps=1e-5,
         rope_theta=10000.0, sliding_window=4096, tie_word_embeddings=False, torch_dtype="bfloat16",
         use_cache=True,
+    ),
+    "ministral3": SMALL | dict(
+        model_type="ministral3", attention_dropout=0.0, head_dim=128, hidden_act="silu",
+        initializer_range=0.02, max_position_embeddings=262144, rms_norm_eps=1e-5,
+        rope_parameters=MINISTRAL_ROPE, sliding_window=None, tie_word_embeddings=True, use_cache=True,
     ),
     "qwen2": SMALL | dict(
         model_type="qwen2", hidden_act="silu", max_position_embeddings=32768, max_window_layers=28,
@@ -150,6 +160,9 @@ PUBLISHED = {
 }  # fmt: skip
 
 
+TIED = "ministral3", "qwen2", "gemma", "gemma3_text", "gpt2", "smollm3"
+
+
 def their_config(name: str) -> transformers.PreTrainedConfig:
     """What transformers reads. It knows Kimi K2 by the name of its architecture."""
     known = dict(kimi_k2="deepseek_v3").get(name, name)
@@ -163,7 +176,7 @@ def test_published_config(name):
     assert cfg == read_config(json.loads(theirs.to_json_string()))
     found = cfg.D, cfg.V, len(cfg.layers), cfg.max_positions, cfg.tied_embeddings
     sizes = theirs.hidden_size, theirs.vocab_size, theirs.num_hidden_layers, theirs.max_position_embeddings
-    assert found == (*sizes, name in ("qwen2", "gemma", "gemma3_text", "gpt2", "smollm3"))
+    assert found == (*sizes, name in TIED)
     windows = dict(mistral=4096, gemma3_text=1024, muse_glimmer_text=2048, gpt_oss=128)
     assert cfg.layers[0].mask == (model.Window(windows[name]) if name in windows else model.Full())
 
@@ -225,6 +238,23 @@ WRONG_FIELDS = {
         (dict(attention_out_bias="no"), "attention_out_bias = 'no' makes no sense"),
         (dict(num_key_value_heads=3), "4 attention heads are no multiple of 3 key/value heads"),
     ],
+    "ministral3": [
+        (
+            dict(rope_parameters=dict(MINISTRAL_ROPE, llama_4_scaling_beta="no")),
+            "llama_4_scaling_beta = 'no'",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": 0.1}},
+            "'original_max_position_embeddings' is missing",
+        ),
+        (
+            dict(rope_parameters=dict(MINISTRAL_ROPE, max_position_embeddings=4096)),
+            "max_position_embeddings of rope_parameters is not 262144",
+        ),
+        (dict(rope_parameters=dict(MINISTRAL_ROPE, rope_type="longrope")), "rope_type 'longrope' is not"),
+        (dict(rope_parameters=dict(MINISTRAL_ROPE, mscales=1.0)), "mscales = 1.0 is not supported"),
+        (dict(attention_bias=True), "attention_bias = True is not supported"),
+    ],
     "glm4_moe_lite": [(dict(qk_rope_head_dim=15), "even head_dim, or part of it, not 15")],
 }
 
@@ -270,6 +300,35 @@ def refused(folder, copy, name: str, other: torch.Tensor | None, message: str) -
     assert str(error.value).startswith(str(copy))
 
 
+def test_rope_of_ministral3():
+    """Without rope_parameters transformers takes those of the published models, and a copy of a field."""
+    content = {k: v for k, v in PUBLISHED["ministral3"].items() if k not in ("rope_parameters", "head_dim")}
+    theirs = json.loads(transformers.Ministral3Config(**content).to_json_string())
+    assert theirs["rope_parameters"]["max_position_embeddings"] == 262144
+    assert read_config(content) == read_config(theirs) == read_config(PUBLISHED["ministral3"])
+    heads = read_config(content).attention
+    assert (heads.query_scale, heads.scale) == (QueryScale(0.1, 16384, offset=0), None)
+    assert read_config(content).layers[0].rope.magnitude == 1
+
+
+@pytest.mark.parametrize("name", ["ministral3", "mistral"])
+def test_text_of_mistral3(name):
+    """Ministral 3 and Mistral Small 3.1 are within the same multimodal model, whose fields change nothing."""
+    text = {k: v for k, v in PUBLISHED[name].items() if k != "tie_word_embeddings"}
+    outer = dict(
+        architectures=["Mistral3ForConditionalGeneration"], dtype="bfloat16", image_token_index=10,
+        model_type="mistral3", multimodal_projector_bias=False, projector_hidden_act="gelu",
+        spatial_merge_size=2, text_config=text, transformers_version="5.0.0.dev0",
+        vision_config={"model_type": "pixtral"}, vision_feature_layer=-1,
+    )  # fmt: skip
+    assert read_config(outer) == read_config(text)
+    # transformers ties the embeddings then, unless the checkpoint has both of them, as the published ones do.
+    assert not read_config(outer).tied_embeddings
+    assert read_config(outer | dict(tie_word_embeddings=True)).tied_embeddings
+    with pytest.raises(UserError, match="model_type 'pixtral' is not supported"):
+        read_config(outer | dict(text_config={"model_type": "pixtral"}))
+
+
 def test_biases_of_seed_oss():
     """What the file leaves out has the values of transformers; each of two fields has its own biases."""
     names = "attention_bias", "attention_out_bias", "head_dim"
@@ -309,6 +368,7 @@ def test_published_sizes():
         "qwen2.5-32b": 32.5, "qwen2.5-72b": 72.7, "qwen3-0.6b": 0.6, "qwen3-1.7b": 1.7, "qwen3-4b": 4.0,
         "qwen3-8b": 8.2, "qwen3-14b": 14.8, "qwen3-32b": 32.8, "qwen3-30b-a3b": 30.5,
         "qwen3-235b-a22b": 235, "smollm3-3b": 3.08, "seed-oss-36b": 36,
+        "ministral3-3b": 3.4, "ministral3-8b": 8.4, "ministral3-14b": 13.5, "mistral-small-3.1-24b": 24,
         "gpt-oss-20b": 20.9, "gpt-oss-120b": 116.8,
         "deepseek-v3": 671, "deepseek-r1": 671, "kimi-k2": 1030,
         "muse-glimmer-30b": 29.78 - 1.92,  # without the vision encoder
@@ -441,19 +501,35 @@ def test_ropes_of_gemma3(rope):
         assert getattr(kind.rope.scaling, "factor", 1.0) == expected.get("factor", 1.0)
 
 
-def test_language_model_of_gemma3(tmp_path):
-    """A multimodal checkpoint: its text part alone, as transformers computes it where there is no image."""
-    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
-    vision = dict(**sizes, image_size=16, patch_size=8)
-    text = CONFIGS["gemma3"].to_dict() | dict(final_logit_softcapping=None)  # transformers ignores it here
-    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
-    torch.manual_seed(0)
-    reference = with_random_weights(transformers.Gemma3ForConditionalGeneration(config).eval())
-    reference.save_pretrained(tmp_path)
-    checkpoint = open_checkpoint(tmp_path)
+def multimodal(name: str) -> transformers.PreTrainedConfig:
+    """A multimodal model around a language model."""
+    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    vision |= dict(image_size=16, patch_size=8)
+    text = CONFIGS[name].to_dict()
+    if name == "gemma3":
+        text |= dict(final_logit_softcapping=None)  # transformers ignores it here
+        return transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    vision |= dict(model_type="pixtral", head_dim=8)
+    return transformers.Mistral3Config(text_config=text, vision_config=vision, tie_word_embeddings=False)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mistral", "ministral3"])
+def test_language_model_of_multimodal_models(name, tmp_path):
+    """Its text part alone, as transformers computes it where there is no image.
+
+    The tensors have the names with which transformers saves them, and those that it has in memory.
+    """
+    reference = random_reference(multimodal(name))
+    reference.save_pretrained(tmp_path / "saved")
+    checkpoint = open_checkpoint(tmp_path / "saved")
     weights = load(checkpoint, mesh_of(checkpoint.config), "float32", format=None)
     tokens = np.random.default_rng(6).integers(0, 500, 20)
     check_forward(reference, weights, checkpoint.config, tokens.tolist())
+    shutil.copytree(tmp_path / "saved", tmp_path / "memory")
+    tensors = {key: x.clone() for key, x in reference.state_dict().items()}
+    assert any(key.startswith("model.language_model.layers.") for key in tensors)
+    save_file(tensors, tmp_path / "memory" / "model.safetensors")
+    same_weights(tmp_path / "saved", tmp_path / "memory")
 
 
 @pytest.mark.parametrize("name", [x if x in ("gpt2", "glm4-moe-lite") else deep(x) for x in FAMILIES])

@@ -56,6 +56,9 @@ CONFIGS = {
         **DEEPSEEK, n_group=1, topk_group=1, norm_topk_prob=False, rope_parameters=NO_SCALING
     ),
     "mixtral": THEIR_CONFIGS["mixtral"],
+    "ministral3": transformers.Ministral3Config(
+        **THEIR_CONFIGS["ministral3"].to_dict() | dict(sliding_window=None)
+    ),
     "seed-oss": THEIR_CONFIGS["seed-oss"],
     "smollm3": transformers.SmolLM3Config(
         **SIZES, num_hidden_layers=4, intermediate_size=64, rope_parameters=NO_SCALING
@@ -119,6 +122,7 @@ def rope_fields(rope: dict) -> dict:
         rope_theta=Rope.FREQ_BASE, factor=Rope.SCALING_FACTOR, beta_fast=Rope.SCALING_YARN_BETA_FAST,
         original_max_position_embeddings=Rope.SCALING_ORIG_CTX_LEN,
     )  # fmt: skip
+    names |= dict(beta_slow=Rope.SCALING_YARN_BETA_SLOW)
     kind = {} if rope["rope_type"] == "default" else {Rope.SCALING_TYPE: rope["rope_type"]}
     return kind | {theirs: rope[name] for name, theirs in names.items() if name in rope}
 
@@ -140,6 +144,12 @@ def gemma3_tensors(state):
 
 def dense_fields(config) -> dict:
     return {Rope.DIMENSION_COUNT: config.head_dim, **rope_fields(config.rope_parameters)}
+
+
+def ministral3_fields(config) -> dict:
+    rope = config.rope_parameters
+    temperature = {Heads.TEMPERATURE_SCALE: rope["llama_4_scaling_beta"]}
+    return dense_fields(config) | temperature | {Rope.SCALING_YARN_LOG_MUL: rope["mscale_all_dim"]}
 
 
 def mixtral_fields(config) -> dict:
@@ -238,6 +248,7 @@ FAMILIES = {  # GGUF's architecture, its fields and its tensors
     "gpt_oss": (gguf.MODEL_ARCH.GPT_OSS, gpt_oss_fields, gpt_oss_tensors),
     "deepseek_v3": (gguf.MODEL_ARCH.DEEPSEEK2, deepseek_fields, deepseek_tensors),
     "mixtral": (gguf.MODEL_ARCH.LLAMA, mixtral_fields, interleaved_tensors),
+    "ministral3": (gguf.MODEL_ARCH.MISTRAL3, ministral3_fields, interleaved_tensors),
     "seed_oss": (gguf.MODEL_ARCH.SEED_OSS, dense_fields, dict.items),
     "smollm3": (gguf.MODEL_ARCH.SMOLLM3, dense_fields, tied_tensors),
 }
@@ -330,6 +341,19 @@ def test_gpt_oss_without_yarn(tmp_path):
 
     write(tmp_path / "model.gguf", random_model("gpt-oss"), change=unscaled)
     assert open_checkpoint(str(tmp_path / "model.gguf")).config.layers[0].rope == model.Rope(1e4, 8)
+
+
+def test_mistral_small(tmp_path):
+    """Mistral 3.1 as newer programs write it: without YaRN, and queries that do not grow."""
+    added = Heads.TEMPERATURE_SCALE, Rope.SCALING_TYPE, Rope.SCALING_FACTOR, Rope.SCALING_ORIG_CTX_LEN
+
+    def mistral(fields):
+        for name in (*added, *(x for x in fields if "yarn" in x)):
+            del fields[name]
+
+    write(tmp_path / "model.gguf", random_model("ministral3"), change=mistral)
+    kind = open_checkpoint(str(tmp_path / "model.gguf")).config.layers[0]
+    assert kind.rope == model.Rope(1e4, 8) and kind.attention.query_scale is None
 
 
 def test_gemma3_without_windows(tmp_path):

@@ -118,6 +118,13 @@ CONFIGS = {
     "mistral": transformers.MistralConfig(
         **SIZES, num_hidden_layers=2, intermediate_size=64, sliding_window=9, rope_parameters=NO_SCALING
     ),
+    "ministral3": transformers.Ministral3Config(
+        **SIZES, num_hidden_layers=2, intermediate_size=64, sliding_window=29,
+        rope_parameters=dict(
+            rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=16, beta_fast=4.0,
+            beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.5,
+        ),
+    ),
     "mixtral": transformers.MixtralConfig(
         **SIZES, num_hidden_layers=2, intermediate_size=24, num_local_experts=4, num_experts_per_tok=2,
         rope_parameters=NO_SCALING,

@@ -126,6 +126,17 @@ def _take_integer(fields: Fields, name: str, default: int | None = None) -> int:
     return value
 
 
+def _mistral3(fields: Fields) -> Fields:
+    """Without scaled RoPE it is one of the models before Ministral 3."""
+    scaling = rope_scaling(fields) or {"rope_type": "default"}
+    # mscale, which no file has, is the same in all published models.
+    if log := fields.pop("rope.scaling.yarn_log_multiplier", None):
+        scaling |= dict(mscale=log, mscale_all_dim=log)
+    if beta := fields.pop("attention.temperature_scale", None):
+        scaling |= dict(llama_4_scaling_beta=beta)
+    return {"rope_scaling": scaling}
+
+
 def _gpt_oss(fields: Fields) -> Fields:
     """YaRN's fields that no file states are those of the published models."""
     scaling, limits = rope_scaling(fields), {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
@@ -199,6 +210,7 @@ ARCHITECTURES = {  # by (general.architecture, whether there are experts)
     ("llama", True): Architecture(
         "mixtral", "MixtralForCausalLM", interleaved=True, neutral=SOFTMAX_OF_CHOSEN
     ),
+    ("mistral3", False): Architecture("ministral3", "Ministral3ForCausalLM", _mistral3, interleaved=True),
     # No field says that every fourth layer has no RoPE.
     ("smollm3", False): Architecture("smollm3", "SmolLM3ForCausalLM", interleaved=True),
     ("qwen2", False): Architecture("qwen2", "Qwen2ForCausalLM"),
