@@ -1,6 +1,6 @@
 """DeepSeek V3 and R1, Kimi K2, GLM-4.7-Flash: latent attention, and experts in groups after the first layers.
 
-Sources: transformers, models/deepseek_v3 and models/glm4_moe_lite.
+Kimi K2.5 is multimodal, around K2. Sources: transformers, models/deepseek_v3, glm4_moe_lite and kimi_k25.
 """
 
 import dataclasses
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from families import read
-from families.family import Family
+from families.family import LANGUAGE_MODEL_NAMES, VISION_TENSORS, Family
 from families.fields import NUMBER, ConfigFields
 from families.latent_attention import LatentAttention
 from families.rope_scaling import YarnScaling
@@ -93,17 +93,34 @@ def router_of(fields: ConfigFields) -> Router:
     return GroupLimitedRouter("sigmoid", **common, groups=groups, kept=kept)
 
 
+# The defaults of transformers' `generate`, which are in the config.json of Kimi K2.5.
+GENERATION = dict(
+    length_penalty=(1,), max_length=(20,), num_beam_groups=(1,), num_beams=(1,), num_return_sequences=(1,),
+    repetition_penalty=(1,), temperature=(1,), top_k=(50,), top_p=(1,), typical_p=(1,),
+)  # fmt: skip
 DEEPSEEK_V3 = Family(
     "deepseek_v3",
     config,
+    multimodal_types=("kimi_k25",),
     defaults=dict(
         n_group=8, topk_group=4, first_k_dense_replace=3, n_shared_experts=1, routed_scaling_factor=2.5
     ),
     supported=dict(
-        hidden_act=("silu",), moe_layer_freq=(1,), topk_method=("noaux_tc",), scoring_func=("sigmoid",)
+        hidden_act=("silu",),
+        moe_layer_freq=(1,),
+        topk_method=("noaux_tc",),
+        scoring_func=("sigmoid",),
+        **GENERATION,
     ),
-    no_effect="aux_loss_alpha ep_size seq_aux",
-    tensor_names=((r"\.shared_experts\.", ".shared_expert."), ROUTER_NAME),
+    no_effect="""aux_loss_alpha ep_size seq_aux ignore_index media_placeholder_token_id projection_hidden_size
+        projection_layer_norm_eps use_unified_vision_chunk video_placeholder video_token_id
+        vision_end_token_id vision_start_token_id""",
+    tensor_names=(
+        *LANGUAGE_MODEL_NAMES,
+        (r"^model\.blocks\.", "model.layers."),  # transformers saves Kimi K2.5 so
+        (r"\.shared_experts\.", ".shared_expert."),
+        ROUTER_NAME,
+    ),
     layouts=either(
         SINGLE_OR_JOINED_EXPERTS,
         joined("self_attn.kv_b_proj.weight", "(KG[N+U])L", "attention.k_b", "attention.v_b"),
@@ -111,12 +128,14 @@ DEEPSEEK_V3 = Family(
         {"attention.k_b": (Stored("self_attn.k_b_proj.weight", "(KG)LN"),)},
         {"attention.v_b": (Stored("self_attn.v_b_proj.weight", "(KG)UL"),)},
     ),
+    unused_tensors=VISION_TENSORS,
     extra_layer=True,
 )
 KIMI_K2 = dataclasses.replace(DEEPSEEK_V3, model_type="kimi_k2")
 GLM4_MOE_LITE = dataclasses.replace(
     DEEPSEEK_V3,
     model_type="glm4_moe_lite",
+    multimodal_types=(),
     defaults=dict(
         n_group=1, topk_group=1, first_k_dense_replace=1, n_shared_experts=1, routed_scaling_factor=1.8
     ),

@@ -14,7 +14,7 @@ LANGUAGE_MODEL_NAMES = (
     (r"^(model\.)?language_model\.(model\.)?(?!lm_head)", "model."),
     (r"^language_model\.(?=lm_head)", ""),
 )
-VISION_TENSORS = r"^(model\.)?(vision_model|vision_tower|multi_modal_projector)\.|\.rotary_emb\.inv_freq$"
+VISION_TENSORS = r"^(model\.)?(vision_(model|tower)|(multi_modal|mm)_projector)\.|\.rotary_emb\.inv_freq$"
 
 
 @dataclasses.dataclass(frozen=True)

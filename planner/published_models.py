@@ -82,6 +82,10 @@ KIMI_K2 = dict(
     rope_theta=50000.0, max_position_embeddings=131072,
     rope_scaling=DEEPSEEK["rope_scaling"] | dict(factor=32.0, beta_fast=1.0),
 )  # fmt: skip
+KIMI_K25 = dict(
+    rms_norm_eps=1e-5, max_position_embeddings=262144,
+    rope_scaling=DEEPSEEK["rope_scaling"] | dict(factor=64.0),
+)  # fmt: skip
 MODELS = {
     "llama3.1-8b": _llama3(4096, 32, 32, 14336),
     "llama3.1-70b": _llama3(8192, 64, 80, 28672),
@@ -143,6 +147,7 @@ MODELS = {
     "deepseek-v3": _dense("deepseek_v3", 7168, (128, 128), 61, 18432, 129280, **DEEPSEEK),
     "deepseek-r1": _dense("deepseek_v3", 7168, (128, 128), 61, 18432, 129280, **DEEPSEEK),
     "kimi-k2": _dense("kimi_k2", 7168, (64, 64), 61, 18432, 163840, **DEEPSEEK | KIMI_K2),
+    "kimi-k2.5": _dense("kimi_k2", 7168, (64, 64), 61, 18432, 163840, **DEEPSEEK | KIMI_K2 | KIMI_K25),
     "seed-oss-36b": _dense(
         "seed_oss", 5120, (80, 8), 64, 27648, 155136, rope_theta=1e7, max_position_embeddings=524288
     ),

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import shutil
 from functools import partial
 
@@ -11,7 +12,10 @@ import pytest
 import torch
 import transformers
 from conftest import mesh_of
+from ml_dtypes import bfloat16
+from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file, save_file
+from test_dequantized import w4a16
 from test_families import FAMILIES
 from test_transformers import CONFIGS, SIZES, YARN, check_forward, random_reference, with_random_weights
 
@@ -329,6 +333,83 @@ def test_text_of_mistral3(name):
         read_config(outer | dict(text_config={"model_type": "pixtral"}))
 
 
+KIMI_INT4 = dict(
+    config_groups={
+        "group_0": {
+            "input_activations": None, "output_activations": None, "targets": ["Linear"],
+            "weights": {
+                "actorder": None, "block_structure": None, "dynamic": False, "group_size": 32, "num_bits": 4,
+                "observer": "minmax", "observer_kwargs": {}, "strategy": "group", "symmetric": True,
+                "type": "int",
+            },
+        },
+    },
+    format="pack-quantized",
+    ignore=[
+        "lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*",
+    ],
+    kv_cache_scheme=None, quant_method="compressed-tensors", quantization_status="compressed",
+)  # fmt: skip
+
+
+def kimi_k25(text: dict) -> dict:
+    """A config.json as Kimi K2.5's is, around this language model."""
+    return dict(
+        architectures=["KimiK25ForConditionalGeneration"], dtype="bfloat16", bos_token_id=163584,
+        auto_map={"AutoConfig": "configuration_kimi_k25.KimiK25Config"}, eos_token_id=163585,
+        ignore_index=-100, media_placeholder_token_id=163605, model_type="kimi_k25", pad_token_id=163839,
+        text_config=text, use_unified_vision_chunk=True, vision_config={"patch_size": 14},
+        video_placeholder="<|kimi_k25_video_placeholder|>",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["kimi_k2", "deepseek_v3"])
+def test_text_of_kimi_k25(name):
+    """Its text_config is what transformers 4 knew of it, defaults of `generate` included."""
+    text = {k: v for k, v in PUBLISHED[name].items() if k != "tie_word_embeddings"}
+    text |= dict(
+        add_cross_attention=False, chunk_size_feed_forward=0, decoder_start_token_id=None, is_decoder=False,
+        length_penalty=1.0, max_length=20, num_beam_groups=1, num_beams=1, num_return_sequences=1,
+        pruned_heads={}, repetition_penalty=1.0, return_dict=True, temperature=1.0, top_k=50, top_p=1.0,
+        typical_p=1.0,
+    )  # fmt: skip
+    outer = kimi_k25(text)
+    assert read_config(outer) == read_config(PUBLISHED[name])
+    # transformers ties the embeddings then, unless the checkpoint has both, as the published one does.
+    assert not read_config(outer).tied_embeddings
+    assert read_config(outer | dict(tie_word_embeddings=False)) == read_config(outer)
+    theirs = transformers.Kimi_K25Config(text_config=their_config(name).to_dict(), tie_word_embeddings=False)
+    assert read_config(json.loads(theirs.to_json_string())) == read_config(outer)
+    with pytest.raises(UserError, match="top_k = 40 is not supported"):
+        read_config(kimi_k25(text | dict(top_k=40)))
+
+
+def test_int4_experts_of_kimi_k25(tmp_path):
+    """Under the names and in the form in which they were published, and as transformers saves the floats."""
+    text = transformers.DeepseekV3Config(
+        **CONFIGS["deepseek-v3"].to_dict() | dict(hidden_size=64, moe_intermediate_size=32)
+    )
+    reference = random_reference(multimodal("deepseek-v3", text.to_dict()))
+    for folder in ("floats", "int4"):
+        reference.save_pretrained(tmp_path / folder)
+    floats, theirs = load_file(tmp_path / "floats" / "model.safetensors"), {}
+    (_, make), rng = w4a16(dtype=bfloat16), np.random.default_rng(7)
+    for name, x in floats.items():
+        published = re.sub(r"^(language_model\.model\.)blocks\.", r"\1layers.", name)
+        assert not name.startswith("language_model.model.layers.")
+        if ".experts." in name:
+            parts, meant = make(x.numpy(), rng)
+            floats[name] = torch.from_numpy(meant)
+            theirs |= {published.removesuffix("weight") + end: part for end, part in parts.items()}
+        else:
+            theirs[published] = x.numpy()
+    save_file(floats, tmp_path / "floats" / "model.safetensors")
+    save_arrays(theirs, tmp_path / "int4" / "model.safetensors")
+    config = kimi_k25(json.loads(text.to_json_string()) | dict(quantization_config=KIMI_INT4))
+    (tmp_path / "int4" / "config.json").write_text(json.dumps(config))
+    same_weights(tmp_path / "floats", tmp_path / "int4")
+
+
 def test_biases_of_seed_oss():
     """What the file leaves out has the values of transformers; each of two fields has its own biases."""
     names = "attention_bias", "attention_out_bias", "head_dim"
@@ -370,7 +451,7 @@ def test_published_sizes():
         "qwen3-235b-a22b": 235, "smollm3-3b": 3.08, "seed-oss-36b": 36,
         "ministral3-3b": 3.4, "ministral3-8b": 8.4, "ministral3-14b": 13.5, "mistral-small-3.1-24b": 24,
         "gpt-oss-20b": 20.9, "gpt-oss-120b": 116.8,
-        "deepseek-v3": 671, "deepseek-r1": 671, "kimi-k2": 1030,
+        "deepseek-v3": 671, "deepseek-r1": 671, "kimi-k2": 1030, "kimi-k2.5": 1030,
         "muse-glimmer-30b": 29.78 - 1.92,  # without the vision encoder
     }  # fmt: skip
     for name, billions in published.items():
@@ -501,19 +582,24 @@ def test_ropes_of_gemma3(rope):
         assert getattr(kind.rope.scaling, "factor", 1.0) == expected.get("factor", 1.0)
 
 
-def multimodal(name: str) -> transformers.PreTrainedConfig:
-    """A multimodal model around a language model."""
+def multimodal(name: str, text: dict | None = None) -> transformers.PreTrainedConfig:
+    """A multimodal model around a language model. text: its fields, if they are not those in CONFIGS."""
     vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
     vision |= dict(image_size=16, patch_size=8)
-    text = CONFIGS[name].to_dict()
+    text = text or CONFIGS[name].to_dict()
     if name == "gemma3":
         text |= dict(final_logit_softcapping=None)  # transformers ignores it here
         return transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    if name == "deepseek-v3":
+        vision |= dict(pos_emb_height=2, pos_emb_width=2)
+        return transformers.Kimi_K25Config(
+            text_config=text, vision_config=vision, projection_hidden_size=16, tie_word_embeddings=False
+        )
     vision |= dict(model_type="pixtral", head_dim=8)
     return transformers.Mistral3Config(text_config=text, vision_config=vision, tie_word_embeddings=False)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "mistral", "ministral3"])
+@pytest.mark.parametrize("name", ["gemma3", "mistral", "ministral3", "deepseek-v3"])
 def test_language_model_of_multimodal_models(name, tmp_path):
     """Its text part alone, as transformers computes it where there is no image.
 
