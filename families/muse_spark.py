@@ -193,7 +193,7 @@ MUSE_SPARK = dataclasses.replace(
     MUSE_GLIMMER,
     model_type="muse_spark_text",
     config=config,
-    multimodal_type="muse_spark",
+    multimodal_types=("muse_spark",),
     defaults=DEFAULTS,
     supported={"hidden_act": ("silu",)},
     no_effect=MUSE_GLIMMER.no_effect + " audio_config audio_token_id",

@@ -13,6 +13,7 @@ FAMILIES = {
     "smollm3 (3B)": "smollm3-3b",
     "llama4_text (Scout)": "llama4-scout",
     "muse_glimmer_text (30B)": "muse-glimmer-30b",
+    "muse_spark_text (816B)": "muse-spark-816b",
     "mistral (7B v0.1)": "mistral-7b",
     "ministral3 (8B)": "ministral3-8b",
     "mixtral (8x7B)": "mixtral-8x7b",
