@@ -72,6 +72,7 @@ KEPT_PROGRAMS = "tests/test_compilation_cache.py::test_"
 MIXTRAL, LATENT, MUSE_GLIMMER = map(FAMILY, ("mixtral", "glm4-moe-lite", "muse-glimmer"))
 LATENT_TP8 = "tests/test_families.py::test_on_a_mesh[glm4-moe-lite-tp8]"
 MISTRAL_TP8 = "tests/test_families.py::test_on_a_mesh[mistral-tp8]"
+SPARK, SPARK_MESH = FAMILY("muse-spark"), "tests/test_families.py::test_on_a_mesh[muse-spark-{}]".format
 FAMILIES, FAMILY_CHECKPOINTS = "tests/test_families.py", "tests/test_family_checkpoints.py"
 WINDOWS = "tests/test_reuse_search.py::test_many[chunks4-4-draft-float32-True]"
 ROUTERS = "tests/test_experts.py::test_routers"
@@ -202,6 +203,22 @@ MUTATIONS = [
     ("families/muse_glimmer.py", "rope if rotated else None", "rope", MUSE_GLIMMER),
     ("families/muse_glimmer.py", "Norm(norm.eps, offset=0.0)", "norm", MUSE_GLIMMER),
     ("families/muse_glimmer.py", "x not in (0, theta)", "False", "tests/test_family_checkpoints.py::test_wrong_fields"),
+    ("families/muse_spark.py", "super().head_outputs(self.qk_norm(o, None), lse, x, w)", "super().head_outputs(o, lse, x, w)", SPARK),
+    ("families/muse_spark.py", "scaled = (x.astype(jnp.float32) * (1 + w.astype(jnp.float32))).astype(x.dtype)", "return Norm(self.eps, offset=1.0)(x, w, mean)", SPARK),
+    ("families/muse_spark.py", 'beta = jax.nn.sigmoid(w["gate"] / self.temperature)', 'beta = jax.nn.sigmoid(w["gate"])', SPARK),
+    ("families/muse_spark.py", "* (1 + beta), 1e-3", ", 1e-3", SPARK),
+    ("families/muse_spark.py", 'alpha * x + beta * normalize(y, self.norm, w["norm"])', "alpha * x + beta * y", SPARK),
+    ("families/muse_spark.py", "return self.multiplier * psum(", "return psum(", SPARK),
+    ("families/muse_spark.py", "own_columns(x.astype(jnp.float32))", "x.astype(jnp.float32)[..., : w.router.shape[0]]", SPARK_MESH("tp8")),
+    ("families/muse_spark.py", "self.input_norm(tokens[..., : self.W], w.input_norm)", "tokens[..., : self.W]", SPARK),
+    ("families/muse_spark.py", "self.output_norm(outputs, weight, self.mean)", "outputs", SPARK),
+    ("families/muse_spark.py", "self.output_norm(outputs, weight, self.mean)", "self.output_norm(outputs, weight)", SPARK_MESH("tp8")),
+    ("families/muse_spark.py", "TENSOR + EXPERT, axis=2", "EXPERT + TENSOR, axis=2", SPARK_MESH("ep4-tp2")),
+    ("families/muse_spark.py", 'jnp.einsum("AbTw,bTA->bTw", outputs, score)', "jnp.sum(outputs, 0)", SPARK),
+    ("families/muse_spark.py", "feed_forward_residual=GatedResidual(ScaledThenNormed(eps), temperature)", "feed_forward_residual=None", SPARK),
+    ("families/muse_spark.py", '(r"\\.post_feedforward_residual_gate\\.gate$", ".post_mlp_gate")', '(r"\\.post_attention_residual_gate\\.gate$", ".post_mlp_gate")', SPARK),
+    ("ops/grouped_matmul.py", "return y.sum(1) if summed else y.swapaxes(0, 1)", "return y.sum(1)", SPARK),
+    ("ops/grouped_matmul.py", "factors = jnp.sum(factors, 1)[None] if summed else factors.swapaxes(0, 1)  # 1RE, or ARE", "factors = jnp.sum(factors, 1)[None]", EXPERTS + "::test_active_experts_kernel"),
     ("model.py", "add_bias(q, w.q_bias)", "q", QWEN2),
     ("model.py", "add_bias(k, w.k_bias)", "k", QWEN2),
     ("model.py", "add_bias(v, w.v_bias)", "v", QWEN2),
@@ -298,7 +315,7 @@ MUTATIONS = [
     ("ops/attention.py", "jnp.where(jnp.any(mask, 1)[:, None, :, None], kv.values, 0)", "kv.values", NAN),
     ("ops/attention.py", "jnp.where(mask, p * v_scale[:, :, None, None, :].astype(jnp.float32), 0)", "p * v_scale[:, :, None, None, :].astype(jnp.float32)", ATTENTION),
     ("ops/attention.py", "peak = jnp.where(peak == -jnp.inf, 0, peak)", "pass", ATTENTION),
-    ("model.py", "jnp.where((local >= 0) & (local < n_local) & chunk.valid[..., None], local, n_local)", "local", EXPERTS),
+    ("model.py", "jnp.where((local >= 0) & (local < n) & chunk.valid[..., None], local, n)", "local", EXPERTS),
     ("model.py", " & chunk.valid[..., None]", "", EXPERTS),
     ("ops/attention.py", "mask = (back >= 0) & ", "mask = (back > -T) & ", ATTENTION),
     ("ops/attention.py", "(back < (window or T)) & ", "(back < T) & ", ATTENTION),
@@ -879,7 +896,7 @@ MUTATIONS = [
     ("terminal/chat.py", "if reply.error is not None:", "if False:", DAMAGED_TURN),
     # stages of layers
     ("sharding/stages.py", "jnp.where(lax.axis_index(STAGE) == 0, x, received)", "jnp.where(lax.axis_index(STAGE) == 0, x, 0 * received)", STAGES),
-    ("sharding/collective_matmul.py", "lax.axis_index(MODEL) * d, d, x.ndim - 1)", "0 * lax.axis_index(MODEL), d, x.ndim - 1)", STAGES),
+    ("sharding/collective_matmul.py", "lax.axis_index(axes) * d, d, x.ndim - 1)", "0 * lax.axis_index(axes), d, x.ndim - 1)", STAGES),
     ("sharding/stages.py", "lax.psum(jnp.where(is_last(), x, 0), STAGE)", "lax.psum(jnp.where(is_last(), 0, x), STAGE)", STAGES),
     ("serving/executors.py", "jnp.where(own < 0, chosen[:, 0], own)", "own", STAGES),
     ("serving/executors.py", "return jnp.where(stages.is_last(), tokens, unknown)", "return tokens", STAGES),

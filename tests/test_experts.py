@@ -193,6 +193,19 @@ def test_active_experts_kernel(choices, dtype, scales, biased, monkeypatch, inte
     np.testing.assert_allclose(result, expected, atol=4e-4 if dtype == "int4" else 1e-5)
     by_sorting = grouped_matmul.sorted_rows(*arguments, *whole, *options)
     np.testing.assert_allclose(by_sorting, expected, atol=1e-5)
+    if choices == "tiles" or scales == "input":
+        return
+    # The addends of the sum: choice by choice, as if each row had no other.
+    addends = []
+    for choice in range(expert.shape[1]):
+        weight = np.zeros((len(x), E + 1))
+        np.put_along_axis(weight, expert[:, choice, None], factor[:, choice, None], -1)
+        addends.append(sum_of_experts(x, weight[:, :E], exact, biases, scales))
+    apart = grouped_matmul.active_experts(*arguments, *given, *options, False, interpret)
+    np.testing.assert_allclose(apart, addends, atol=4e-4 if dtype == "int4" else 1e-5)
+    np.testing.assert_allclose(
+        grouped_matmul.sorted_rows(*arguments, *whole, *options, False), addends, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,10 @@ def test_on_a_mesh(name, mesh, saved):
     assert engine.stats.reused_tokens == 0
 
 
-@pytest.mark.parametrize("name", ["gemma3", *map(deep, ("gpt2", "gpt-oss", "scout", "deepseek-v3"))])
+OTHERS = "gpt2", "gpt-oss", "scout", "deepseek-v3", "muse-spark"
+
+
+@pytest.mark.parametrize("name", ["gemma3", *map(deep, OTHERS)])
 def test_reused_prefixes(name, saved):
     """Prompts that begin alike, past the windows: a row goes on from what an earlier prompt left in it."""
     engine = answer_prompts(saved(name), mesh_of, (3, 11, 20, 2, 30), head=21)

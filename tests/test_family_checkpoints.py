@@ -117,6 +117,10 @@ PUBLISHED = {
         model_type="muse_glimmer_text", hidden_activation="silu", pad_token_id=None,
         rope_parameters={"rope_theta": 500000.0, "rope_type": "default"},
     ),
+    "muse_spark_text": dict(
+        model_type="muse_spark_text", hidden_act="silu", pad_token_id=None,
+        rope_parameters={"rope_theta": 500000.0, "rope_type": "default"},
+    ),
     "gpt2": dict(
         model_type="gpt2", activation_function="gelu_new", architectures=["GPT2LMHeadModel"], attn_pdrop=0.1,
         embd_pdrop=0.1, layer_norm_epsilon=1e-5, n_ctx=1024, n_embd=64, n_head=4, n_layer=2, n_positions=1024,
@@ -181,7 +185,7 @@ def test_published_config(name):
     found = cfg.D, cfg.V, len(cfg.layers), cfg.max_positions, cfg.tied_embeddings
     sizes = theirs.hidden_size, theirs.vocab_size, theirs.num_hidden_layers, theirs.max_position_embeddings
     assert found == (*sizes, name in TIED)
-    windows = dict(mistral=4096, gemma3_text=1024, muse_glimmer_text=2048, gpt_oss=128)
+    windows = dict(mistral=4096, gemma3_text=1024, muse_glimmer_text=2048, muse_spark_text=2048, gpt_oss=128)
     assert cfg.layers[0].mask == (model.Window(windows[name]) if name in windows else model.Full())
 
 
@@ -198,6 +202,20 @@ WRONG_FIELDS = {
         (dict(final_logit_softcapping=0), "final_logit_softcapping = 0 makes no sense"),
         (dict(hidden_activation="gelu"), "hidden_activation = 'gelu' is not supported"),
         (dict(attn_logit_softcapping=50.0), "attn_logit_softcapping = 50.0 is not supported"),
+    ],
+    "muse_spark_text": [
+        (dict(layer_rope_theta=[5e5, 1e4, 0]), "each of 3 layers 0 (no RoPE) or rope_theta = 500000"),
+        (
+            dict(mlp_layer_types=["sparse"] * 2),
+            "mlp_layer_types do not describe 3 layers, each dense or sparse",
+        ),
+        (dict(mlp_layer_types=["moe"] * 3), "mlp_layer_types do not describe 3 layers, each dense or"),
+        (dict(moe_hidden_size=0), "moe_hidden_size = 0 makes no sense"),
+        (dict(num_experts_per_tok=257), "num_experts_per_tok = 257 of 256 experts"),
+        (dict(residual_gate_temperature=0), "residual_gate_temperature = 0 makes no sense"),
+        (dict(post_norm_eps="1e-8"), "post_norm_eps = '1e-8' makes no sense"),
+        (dict(n_shared_experts=1), "n_shared_experts = 1 is not supported"),
+        (dict(hidden_act="gelu"), "hidden_act = 'gelu' is not supported"),
     ],
     "deepseek_v3": [
         (dict(n_group=5), "n_group = 5 does not divide 32 experts into groups of 2 or more"),
@@ -267,15 +285,20 @@ WRONG_FIELDS = {
     ("name", "fields", "message"), [(name, *wrong) for name, x in WRONG_FIELDS.items() for wrong in x]
 )
 def test_wrong_fields(name, fields, message):
-    sizes = dict(num_hidden_layers=3) if name == "muse_glimmer_text" else {}
+    sizes = dict(num_hidden_layers=3) if name in ("muse_glimmer_text", "muse_spark_text") else {}
     with pytest.raises(UserError) as error:
         read_config(PUBLISHED[name] | sizes | fields)
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
+SPARK = "model.language_model.layers."
 WRONG_TENSORS = [  # a model, a tensor that is taken away or put there, and what is said
     ("muse-glimmer", "model.language_model.layers.1.self_attn.gate_proj.weight", None, "is missing"),
     ("muse-glimmer", "model.vision_memory.weight", torch.zeros(3), "has no place"),
+    ("muse-spark", SPARK + "0.post_feedforward_residual_gate.gate", None, "is missing"),
+    ("muse-spark", SPARK + "1.mlp.experts.post_expert_norm.weight", None, "is missing"),
+    ("muse-spark", SPARK + "1.mlp.pre_expert_proj.weight", torch.zeros(23, 48), "has shape (23, 48), but"),
+    ("muse-spark", SPARK + "0.mlp.experts.gate_up_proj_weight_scale", torch.zeros(3), "has no place"),
     ("gpt-oss", "model.layers.1.self_attn.sinks", None, "is missing"),
     ("gpt-oss", "model.layers.0.mlp.experts.gate_up_proj_bias", None, "is missing"),
     ("gpt-oss", "model.layers.0.mlp.router.weight", torch.zeros(8, 48), "has shape (8, 48), but config.json"),
@@ -453,6 +476,7 @@ def test_published_sizes():
         "gpt-oss-20b": 20.9, "gpt-oss-120b": 116.8,
         "deepseek-v3": 671, "deepseek-r1": 671, "kimi-k2": 1030, "kimi-k2.5": 1030,
         "muse-glimmer-30b": 29.78 - 1.92,  # without the vision encoder
+        "muse-spark-816b": 816,
     }  # fmt: skip
     for name, billions in published.items():
         infos = jax.tree.leaves(model.weight_infos(read_config(MODELS[name])))

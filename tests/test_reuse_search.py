@@ -79,7 +79,7 @@ def by_hand(text: list[int], w: model.Weights, cfg: model.Config, kv: str, other
             if kind.rope:
                 q, k = rotate(q, t, kind.rope), rotate(k, t, kind.rope)
             else:
-                scale, floor = dataclasses.astuple(kind.attention.query_scale)
+                scale, floor, _ = dataclasses.astuple(kind.attention.query_scale)
                 q = q * (1 + scale * np.log1p((t + 1) // floor))
             keys[i].append(rounded(k) if kv == "int8" else k)
             values[i].append(rounded(v) if kv == "int8" else v)
