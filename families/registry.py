@@ -8,6 +8,7 @@ from families.fields import ConfigFields
 from families.gemma import GEMMA
 from families.gemma3 import GEMMA3
 from families.glm4 import GLM4
+from families.glm4_moe import GLM4_MOE
 from families.gpt2 import GPT2
 from families.gpt_oss import GPT_OSS
 from families.llama3 import LLAMA3
@@ -22,7 +23,7 @@ from model import Config
 
 FAMILIES = (
     LLAMA3, LLAMA4, MUSE_GLIMMER, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GEMMA, GEMMA3, GPT2, GPT_OSS,
-    GLM4, GLM4_MOE_LITE, DEEPSEEK_V3, KIMI_K2,
+    GLM4, GLM4_MOE, GLM4_MOE_LITE, DEEPSEEK_V3, KIMI_K2,
 )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ FAMILIES = {
     "gpt2 (124M)": "gpt2",
     "gpt_oss (20b)": "gpt-oss-20b",
     "glm (GLM-4-9B)": "glm-4-9b",
+    "glm4_moe (GLM-4.7)": "glm-4.7",
     "glm4_moe_lite (4.7-Flash)": "glm-4.7-flash",
     "deepseek_v3 (V3, R1)": "deepseek-v3",
     "kimi_k2 (K2)": "kimi-k2",

@@ -62,6 +62,10 @@ QWEN3_MOE = dict(model_type="qwen3_moe", norm_topk_prob=True, num_experts=128, n
 GPT_OSS = dict(
     rms_norm_eps=1e-5, head_dim=64, num_experts_per_tok=4, max_position_embeddings=131072,
 )  # fmt: skip
+GLM4_MOE = dict(
+    rms_norm_eps=1e-5, head_dim=128, attention_bias=True, num_experts_per_tok=8, rope_theta=1e6,
+    max_position_embeddings=131072,
+)  # fmt: skip
 MIXTRAL = dict(model_type="mixtral", num_local_experts=8, num_experts_per_tok=2)
 DEEPSEEK = dict(
     moe_intermediate_size=2048, n_routed_experts=256, num_experts_per_tok=8, n_group=8, topk_group=4,
@@ -118,6 +122,15 @@ MODELS = {
     "glm-4-9b": _dense(
         "glm", 4096, (32, 2), 40, 13696, 151552, rms_norm_eps=1.5625e-7, head_dim=128, attention_bias=True,
         max_position_embeddings=131072,
+    ),
+    "glm-4.5-air": _dense(
+        "glm4_moe", 4096, (96, 8), 46, 10944, 151552, moe_intermediate_size=1408, n_routed_experts=128,
+        **GLM4_MOE,
+    ),
+    "glm-4.7": _dense(
+        "glm4_moe", 5120, (96, 8), 92, 12288, 151552, moe_intermediate_size=1536, n_routed_experts=160,
+        first_k_dense_replace=3, routed_scaling_factor=2.5, use_qk_norm=True,
+        **GLM4_MOE | dict(max_position_embeddings=202752),
     ),
     "glm-4.7-flash": _dense(
         "glm4_moe_lite", 2048, (20, 20), 47, 10240, 154880, moe_intermediate_size=1536, n_routed_experts=64,

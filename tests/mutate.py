@@ -65,6 +65,7 @@ SCHEDULE = "tests/test_schedule.py::test_"
 COLUMNS = "tests/test_collective_matmul.py::test_"
 PREFIX_CACHE = "tests/test_prefix_cache.py::test_"
 KEPT_PROGRAMS = "tests/test_compilation_cache.py::test_"
+GLM4_MOE = FAMILY("glm4-moe")
 MIXTRAL, LATENT, MUSE_GLIMMER = map(FAMILY, ("mixtral", "glm4-moe-lite", "muse-glimmer"))
 LATENT_TP8 = "tests/test_families.py::test_on_a_mesh[glm4-moe-lite-tp8]"
 MISTRAL_TP8 = "tests/test_families.py::test_on_a_mesh[mistral-tp8]"
@@ -191,6 +192,11 @@ MUTATIONS = [
     ("families/gpt_oss.py", '"E(M[1+1])D"', '"E[M+M]D"', FAMILY_CHECKPOINTS + "::test_expert_tensors_of_dequantized_blocks"),
     ("families/gpt_oss.py", '"sliding_attention", "full_attention"] * depth', '"full_attention", "sliding_attention"] * depth', FAMILY_CHECKPOINTS + "::test_defaults_of_gpt_oss"),
     ("families/gpt_oss.py", ", truncate=False", "", FAMILY_CHECKPOINTS + "::test_defaults_of_gpt_oss"),
+    ("families/glm4_moe.py", "norm if fields.take(\"use_qk_norm\", bool, False) else None", "fields.take(\"use_qk_norm\", bool, False) and None", GLM4_MOE),
+    ("families/glm4_moe.py", "bias=fields.take(\"attention_bias\", bool, False)", "bias=fields.take(\"attention_bias\", bool, False) and False", GLM4_MOE),
+    ("families/glm4_moe.py", "rotated=0.5", "interleaved=True", GLM4_MOE),
+    ("families/glm4_moe.py", "rotated=0.5", "rotated=1", FAMILY_CHECKPOINTS + "::test_defaults_of_glm4_moe"),
+    ("families/deepseek_v3.py", "\"dense\" if i < first else \"sparse\"", "\"sparse\"", GLM4_MOE),
     ("families/deepseek_v3.py", "super().rank(logits, bias)", "super().rank(logits, 0)", GROUPS),
     ("families/deepseek_v3.py", "best_two = jnp.sort(grouped, -1, stable=False)[..., -2:]", "best_two = jnp.sort(grouped, -1, stable=False)[..., -1:]", GROUPS),
     ("families/deepseek_v3.py", "jnp.where(is_kept[..., None], grouped, -jnp.inf)", "grouped", DEEPSEEK),
@@ -701,6 +707,9 @@ MUTATIONS = [
     ("checkpoints/gguf/translation.py", "not theirs or layer and int(layer) >= depth", "not theirs", GGUF),
     ("checkpoints/gguf/architectures.py", '"truncate": False', '"truncate": True', GGUF_MODEL + "[gpt-oss]"),
     ("checkpoints/gguf/architectures.py", "round(10 * log, 6)", "log", GGUF_MODEL + "[deepseek]"),
+    ("checkpoints/gguf/architectures.py", "rotated / max(width, 1)", "1.0", GGUF_MODEL + "[glm4-moe]"),
+    ("checkpoints/gguf/architectures.py", '"use_qk_norm": "blk.0.attn_q_norm.weight", ', "", GGUF_MODEL + "[glm4-moe]"),
+    ("checkpoints/gguf/architectures.py", '_take_integer(fields, "block_count") - extra', '_take_integer(fields, "block_count")', "tests/test_gguf_models.py::test_older_deepseek"),
     ("checkpoints/gguf/architectures.py", 'widths["key"] - rotated', 'widths["key"]', GGUF_MODEL + "[kimi]"),
     ("checkpoints/gguf/architectures.py", "(8, 4) if", "(1, 1) if", "tests/test_gguf_models.py::test_groups_of_older_files"),
     ("checkpoints/gguf/architectures.py", "if depth == 62 else", "if False else", "tests/test_gguf_models.py::test_gemma3_fields"),

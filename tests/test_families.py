@@ -61,7 +61,9 @@ def test_in_two_stages(name, saved):
 
 
 @pytest.mark.parametrize("n", [8, 16, 32, 64])
-@pytest.mark.parametrize("name", ["glm-4.7-flash", "deepseek-v3", "kimi-k2", "muse-glimmer-30b"])
+@pytest.mark.parametrize(
+    "name", ["glm-4.7-flash", "deepseek-v3", "kimi-k2", "glm-4.5-air", "muse-glimmer-30b"]
+)
 def test_meshes_of_published_models(name, n):
     """However n devices divide experts: all matrices are stored once, in equal shares.
 
@@ -82,8 +84,8 @@ def test_meshes_of_published_models(name, n):
     for expert in (2**i for i in range(n.bit_length() if cfg.moe else 1)):
         for x, shape in zip(arrays(expert, n // expert), shapes, strict=True):
             assert n * math.prod(x.sharding.shard_shape(x.shape)) == math.prod(x.shape)
-            # 20 heads, and 16 queries that share each of 2, are padded.
-            assert x.shape == shape or name in ("glm-4.7-flash", "muse-glimmer-30b")
+            # 20 heads are padded, and the queries of a head that more devices share than divide them.
+            assert x.shape == shape or name not in ("deepseek-v3", "kimi-k2")
 
 
 def test_meshes_that_divide_too_far():

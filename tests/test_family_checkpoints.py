@@ -117,6 +117,15 @@ PUBLISHED = {
         model_type="glm", attention_bias=True, head_dim=32, hidden_act="silu", max_position_embeddings=131072,
         partial_rotary_factor=0.5, rms_norm_eps=1.5625e-7, rope_theta=10000.0, tie_word_embeddings=False,
     ),
+    "glm4_moe": SMALL | dict(
+        model_type="glm4_moe", architectures=["Glm4MoeForCausalLM"], attention_bias=True,
+        attention_dropout=0.0, eos_token_id=[151329, 151336, 151338], first_k_dense_replace=1, head_dim=32,
+        hidden_act="silu", initializer_range=0.02, max_position_embeddings=131072, moe_intermediate_size=24,
+        n_group=1, n_routed_experts=8, n_shared_experts=1, norm_topk_prob=True, num_experts_per_tok=2,
+        num_nextn_predict_layers=1, pad_token_id=151329, partial_rotary_factor=0.5, rms_norm_eps=1e-5,
+        rope_scaling=None, rope_theta=1000000, routed_scaling_factor=2.5, tie_word_embeddings=False,
+        topk_group=1, torch_dtype="bfloat16", use_cache=True, use_qk_norm=True,
+    ),
     "glm4_moe_lite": LATENT | dict(
         model_type="glm4_moe_lite", attention_bias=False, first_k_dense_replace=1, hidden_act="silu",
         max_position_embeddings=202752, n_group=1, n_routed_experts=8, n_shared_experts=1,
@@ -195,6 +204,13 @@ WRONG_FIELDS = {
         (dict(rope_local_base_freq="low"), "rope_local_base_freq = 'low' makes no sense"),
         (dict(use_bidirectional_attention=True), "use_bidirectional_attention = True is not supported"),
     ],
+    "glm4_moe": [
+        (dict(use_qk_norm=1), "use_qk_norm = 1 makes no sense"),
+        (dict(partial_rotary_factor=0.1), "even head_dim, or part of it, not 3"),
+        (dict(n_group=3), "n_group = 3 does not divide 8 experts into groups of 2 or more"),
+        (dict(num_experts_per_tok=9), "num_experts_per_tok = 9 of 8 experts"),
+        (dict(hidden_act="gelu"), "hidden_act = 'gelu' is not supported"),
+    ],
     "glm4_moe_lite": [(dict(qk_rope_head_dim=15), "even head_dim, or part of it, not 15")],
 }
 
@@ -216,6 +232,8 @@ WRONG_TENSORS = [  # a model, a tensor that is taken away or put there, and what
     ("gpt-oss", "model.layers.0.mlp.experts.gate_up_proj_bias", None, "is missing"),
     ("gpt-oss", "model.layers.0.mlp.router.weight", torch.zeros(8, 48), "has shape (8, 48), but config.json"),
     ("deepseek-v3", "model.layers.1.mlp.gate.e_score_correction_bias", None, "is missing"),
+    ("glm4-moe", "model.layers.1.self_attn.q_norm.weight", None, "is missing"),
+    ("glm4-moe", "model.layers.1.self_attn.k_proj.bias", None, "is missing"),
     ("mistral", "model.layers.2.eh_proj.weight", torch.zeros(3), "has no place"),
     # It is called as the checkpoint calls it, though Llama has another norm of that name.
     ("gemma3", "model.layers.1.input_layernorm.weight", None, "is missing"),
@@ -253,7 +271,8 @@ def test_published_sizes():
         "openllama-3b": 3.43, "openllama-7b": 6.74, "openllama-13b": 13.02, "mistral-7b": 7.24,
         "mixtral-8x7b": 46.7, "mixtral-8x22b": 141, "gemma-2b": 2.51, "gemma-7b": 8.54, "gemma3-1b": 1.0,
         "gemma3-4b": 3.884, "gemma3-12b": 11.771, "gemma3-27b": 27.016, "gpt2": 0.124,
-        "gpt2-medium": 0.355, "gpt2-large": 0.774, "gpt2-xl": 1.558, "glm-4-9b": 9.4, "qwen2.5-0.5b": 0.49,
+        "gpt2-medium": 0.355, "gpt2-large": 0.774, "gpt2-xl": 1.558, "glm-4-9b": 9.4, "glm-4.5-air": 106,
+        "glm-4.7": 355, "qwen2.5-0.5b": 0.49,
         "qwen2.5-1.5b": 1.54, "qwen2.5-3b": 3.09, "qwen2.5-7b": 7.61, "qwen2.5-14b": 14.7,
         "qwen2.5-32b": 32.5, "qwen2.5-72b": 72.7, "qwen3-0.6b": 0.6, "qwen3-1.7b": 1.7, "qwen3-4b": 4.0,
         "qwen3-8b": 8.2, "qwen3-14b": 14.8, "qwen3-32b": 32.8, "qwen3-30b-a3b": 30.5,
@@ -266,7 +285,7 @@ def test_published_sizes():
         assert sum(np.prod(info.shape) for info in infos) / 1e9 == pytest.approx(billions, rel=0.02), name
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "glm4-moe-lite"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "glm4-moe", "glm4-moe-lite"])
 def test_joined_experts(name, saved, tmp_path):
     """The matrices of all experts as transformers 5 has them in memory, and some tools save them."""
     folder, reference = saved(name)
@@ -284,6 +303,14 @@ def test_defaults_of_gpt_oss():
     theirs = json.loads(transformers.GptOssConfig().to_json_string())
     assert {"layer_types", "rope_parameters", "swiglu_alpha"} <= theirs.keys() - MODELS["gpt-oss-120b"].keys()
     assert read_config(theirs) == read_config(MODELS["gpt-oss-120b"])
+
+
+def test_defaults_of_glm4_moe():
+    """They are those of GLM-4.5-Air, but for what its file says."""
+    theirs = transformers.Glm4MoeConfig(head_dim=128, attention_bias=True, rope_theta=1e6)
+    air = MODELS["glm-4.5-air"]
+    assert read_config(json.loads(theirs.to_json_string())) == read_config(air)
+    assert not {"partial_rotary_factor", "n_group", "first_k_dense_replace"} & air.keys()
 
 
 def test_expert_tensors_of_dequantized_blocks(saved, tmp_path):

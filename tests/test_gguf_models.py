@@ -56,6 +56,10 @@ CONFIGS = {
         **DEEPSEEK, n_group=1, topk_group=1, norm_topk_prob=False, rope_parameters=NO_SCALING
     ),
     "mixtral": THEIR_CONFIGS["mixtral"],
+    "glm4-moe": THEIR_CONFIGS["glm4-moe"],
+    "glm4-moe-air": transformers.Glm4MoeConfig(
+        **{**THEIR_CONFIGS["glm4-moe"].to_dict(), "use_qk_norm": False, "norm_topk_prob": False}
+    ),
 }  # fmt: skip
 
 
@@ -194,6 +198,15 @@ def deepseek_fields(config) -> dict:
         Heads.KEY_LENGTH_MLA: config.qk_nope_head_dim + config.qk_rope_head_dim,
         Heads.VALUE_LENGTH_MLA: config.v_head_dim,
         LLM.VOCAB_SIZE: config.vocab_size,
+        **routed_expert_fields(config),
+        Rope.DIMENSION_COUNT: config.qk_rope_head_dim,
+        **rope_fields(rope),
+        **log,
+    }
+
+
+def routed_expert_fields(config) -> dict:
+    return {
         LLM.LEADING_DENSE_BLOCK_COUNT: config.first_k_dense_replace,
         LLM.EXPERT_COUNT: config.n_routed_experts,
         LLM.EXPERT_USED_COUNT: config.num_experts_per_tok,
@@ -204,9 +217,6 @@ def deepseek_fields(config) -> dict:
         LLM.EXPERT_GATING_FUNC: int(gguf.ExpertGatingFuncType.SIGMOID),
         LLM.EXPERT_GROUP_COUNT: config.n_group,
         LLM.EXPERT_GROUP_USED_COUNT: config.topk_group,
-        Rope.DIMENSION_COUNT: config.qk_rope_head_dim,
-        **rope_fields(rope),
-        **log,
     }
 
 
@@ -222,10 +232,17 @@ def deepseek_tensors(state, joined=False):
             yield name.replace("e_score_correction_bias", "e_score_correction.bias"), x
 
 
+def glm4_moe_fields(config) -> dict:
+    rope = config.rope_parameters
+    rotated = {Rope.DIMENSION_COUNT: int(config.head_dim * rope["partial_rotary_factor"])}
+    return routed_expert_fields(config) | rotated | rope_fields(rope)
+
+
 FAMILIES = {  # GGUF's architecture, its fields and its tensors
     "gemma3_text": (gguf.MODEL_ARCH.GEMMA3, gemma3_fields, gemma3_tensors),
     "gpt_oss": (gguf.MODEL_ARCH.GPT_OSS, gpt_oss_fields, gpt_oss_tensors),
     "deepseek_v3": (gguf.MODEL_ARCH.DEEPSEEK2, deepseek_fields, deepseek_tensors),
+    "glm4_moe": (gguf.MODEL_ARCH.GLM4_MOE, glm4_moe_fields, deepseek_tensors),
     "mixtral": (gguf.MODEL_ARCH.LLAMA, mixtral_fields, mixtral_tensors),
 }
 
@@ -368,6 +385,9 @@ WRONG = [
     ("deepseek", with_(Heads.KEY_LENGTH_MLA, "wide"), "key_length_mla of the architecture = 'wide' makes no"),
     ("deepseek", with_(LLM.BLOCK_COUNT, 2), "tensor blk.2.attn_q_a.weight has no place"),
     ("deepseek", with_(LLM.BLOCK_COUNT, 4), "model.layers.3."),
+    ("glm4-moe", with_(LLM.EXPERT_GATING_FUNC, 1), "expert_gating_func = 1 is not supported, only 2"),
+    ("glm4-moe", without(Heads.KEY_LENGTH), "attention.key_length of the architecture is missing"),
+    ("glm4-moe-air", with_(Rope.DIMENSION_COUNT, 3), "even head_dim, or part of it, not 3"),
 ]
 
 

@@ -121,6 +121,11 @@ CONFIGS = {
         **SIZES, num_hidden_layers=2, intermediate_size=64,
         rope_parameters=NO_SCALING | dict(partial_rotary_factor=0.5),
     ),
+    "glm4-moe": transformers.Glm4MoeConfig(
+        **SIZES, num_hidden_layers=3, intermediate_size=64, moe_intermediate_size=24, n_routed_experts=4,
+        num_experts_per_tok=2, attention_bias=True, use_qk_norm=True, routed_scaling_factor=2.5,
+        rope_parameters=NO_SCALING | dict(partial_rotary_factor=0.5),
+    ),
     "glm4-moe-lite": transformers.Glm4MoeLiteConfig(
         **SIZES | dict(num_key_value_heads=6, head_dim=8), num_hidden_layers=3, intermediate_size=64,
         moe_intermediate_size=24, n_routed_experts=4, num_experts_per_tok=2, q_lora_rank=20, kv_lora_rank=24,
