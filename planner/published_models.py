@@ -52,6 +52,12 @@ def _gemma3(width: int, heads: tuple[int, int], depth: int, F: int, **other) -> 
     return _dense("gemma3_text", width, heads, depth, F, 262208, **longest | other)
 
 
+def _olmo3(width: int, heads: tuple[int, int], depth: int, F: int) -> dict:
+    scaling = dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=8192)
+    longest = dict(max_position_embeddings=65536, sliding_window=4096, rope_scaling=scaling)
+    return _dense("olmo3", width, heads, depth, F, 100278, **longest)
+
+
 def _gpt2(width: int, heads: int, depth: int) -> dict:
     sizes = dict(n_embd=width, n_head=heads, n_layer=depth, n_positions=1024, vocab_size=50257)
     return dict(model_type="gpt2", layer_norm_epsilon=1e-5, **sizes)
@@ -140,6 +146,8 @@ MODELS = {
     "deepseek-v3": _dense("deepseek_v3", 7168, (128, 128), 61, 18432, 129280, **DEEPSEEK),
     "deepseek-r1": _dense("deepseek_v3", 7168, (128, 128), 61, 18432, 129280, **DEEPSEEK),
     "kimi-k2": _dense("kimi_k2", 7168, (64, 64), 61, 18432, 163840, **DEEPSEEK | KIMI_K2),
+    "olmo3-7b": _olmo3(4096, (32, 32), 32, 11008),
+    "olmo3-32b": _olmo3(5120, (40, 8), 64, 27648),
     "qwen2.5-0.5b": _qwen2(896, (14, 2), 24, 4864, 151936, **TIED),
     "qwen2.5-1.5b": _qwen2(1536, (12, 2), 28, 8960, 151936, **TIED),
     "qwen2.5-3b": _qwen2(2048, (16, 2), 36, 11008, 151936, **TIED),

@@ -65,7 +65,8 @@ SCHEDULE = "tests/test_schedule.py::test_"
 COLUMNS = "tests/test_collective_matmul.py::test_"
 PREFIX_CACHE = "tests/test_prefix_cache.py::test_"
 KEPT_PROGRAMS = "tests/test_compilation_cache.py::test_"
-GLM4_MOE = FAMILY("glm4-moe")
+GLM4_MOE, OLMO3 = FAMILY("glm4-moe"), FAMILY("olmo3")
+OLMO3_TP8 = "tests/test_families.py::test_on_a_mesh[olmo3-tp8]"
 MIXTRAL, LATENT, MUSE_GLIMMER = map(FAMILY, ("mixtral", "glm4-moe-lite", "muse-glimmer"))
 LATENT_TP8 = "tests/test_families.py::test_on_a_mesh[glm4-moe-lite-tp8]"
 MISTRAL_TP8 = "tests/test_families.py::test_on_a_mesh[mistral-tp8]"
@@ -197,6 +198,17 @@ MUTATIONS = [
     ("families/glm4_moe.py", "rotated=0.5", "interleaved=True", GLM4_MOE),
     ("families/glm4_moe.py", "rotated=0.5", "rotated=1", FAMILY_CHECKPOINTS + "::test_defaults_of_glm4_moe"),
     ("families/deepseek_v3.py", "\"dense\" if i < first else \"sparse\"", "\"sparse\"", GLM4_MOE),
+    ("families/joint_norm.py", "lax.psum(jnp.sum(x, range(2, x.ndim), keepdims=True), MODEL)", "jnp.sum(x, range(2, x.ndim), keepdims=True)", OLMO3_TP8),
+    ("families/joint_norm.py", "range(2, x.ndim)", "range(3, x.ndim)", OLMO3),
+    ("families/joint_norm.py", "self.G * columns", "columns", OLMO3),
+    ("families/joint_norm.py", "columns = self.K * self.H", "columns = self.K * self.H * lax.axis_size(MODEL)", OLMO3_TP8),
+    ("families/joint_norm.py", "mask, ropes[x], post_norm", "mask, ropes[\"full_attention\"], post_norm", OLMO3),
+    ("families/joint_norm.py", "mlp, None, mask", "mlp, norm, mask", OLMO3),
+    ("families/joint_norm.py", "norm = read.depth(fields), read.mlp(fields), read.norm(fields, offset=0.0)", "norm = read.depth(fields), read.mlp(fields), read.norm(fields)", ROUNDING),
+    ("families/joint_norm.py", '(["sliding_attention"] * 3 + ["full_attention"])', '(["sliding_attention"] * 4 + ["full_attention"])', FAMILY_CHECKPOINTS + "::test_ropes_of_olmo3"),
+    ("families/joint_norm.py", 'thetas["full_attention"] = fields', 'thetas["sliding_attention"] = fields', FAMILY_CHECKPOINTS + "::test_ropes_of_olmo3"),
+    ("families/read.py", 'parameters.take(name, dict, {}) | scalings.get(name, {})', 'parameters.take(name, dict, {})', FAMILY_CHECKPOINTS + "::test_ropes_of_gemma3"),
+    ("families/read.py", "or width > H", "", FAMILY_CHECKPOINTS + "::test_wrong_fields"),
     ("families/deepseek_v3.py", "super().rank(logits, bias)", "super().rank(logits, 0)", GROUPS),
     ("families/deepseek_v3.py", "best_two = jnp.sort(grouped, -1, stable=False)[..., -2:]", "best_two = jnp.sort(grouped, -1, stable=False)[..., -1:]", GROUPS),
     ("families/deepseek_v3.py", "jnp.where(is_kept[..., None], grouped, -jnp.inf)", "grouped", DEEPSEEK),
@@ -707,6 +719,8 @@ MUTATIONS = [
     ("checkpoints/gguf/translation.py", "not theirs or layer and int(layer) >= depth", "not theirs", GGUF),
     ("checkpoints/gguf/architectures.py", '"truncate": False', '"truncate": True', GGUF_MODEL + "[gpt-oss]"),
     ("checkpoints/gguf/architectures.py", "round(10 * log, 6)", "log", GGUF_MODEL + "[deepseek]"),
+    ("checkpoints/gguf/architectures.py", 'scaling["attention_factor"] = magnitude', "pass", GGUF_MODEL + "[olmo3]"),
+    ("checkpoints/gguf/architectures.py", '"sliding_attention" if x else', '"sliding_attention" if not x else', GGUF_MODEL + "[olmo3]"),
     ("checkpoints/gguf/architectures.py", "rotated / max(width, 1)", "1.0", GGUF_MODEL + "[glm4-moe]"),
     ("checkpoints/gguf/architectures.py", '"use_qk_norm": "blk.0.attn_q_norm.weight", ', "", GGUF_MODEL + "[glm4-moe]"),
     ("checkpoints/gguf/architectures.py", '_take_integer(fields, "block_count") - extra', '_take_integer(fields, "block_count")', "tests/test_gguf_models.py::test_older_deepseek"),
@@ -740,7 +754,7 @@ MUTATIONS = [
     ("checkpoints/loading.py", "if sources[stage].remote and", "if False and", OBJECTS + "::test_loaded"),
     ("checkpoints/remote/hub.py", 'r"-?????-of-\\1"', 'r"-00001-of-\\1"', HUB + "::test_gguf"),
     ("checkpoints/checkpoint.py", "return re.sub(r\"\\d+\", layer, tensor.name, count=1)", "return name", "tests/test_family_checkpoints.py::test_wrong_tensors"),
-    ("families/gemma3.py", "    ropes.finish({})\n", "", "tests/test_family_checkpoints.py::test_wrong_fields"),
+    ("families/read.py", "    parameters.finish({})\n", "", "tests/test_family_checkpoints.py::test_wrong_fields"),
     ("checkpoints/writing.py", "if not (allow_nonfinite or _is_finite(made[-1])):", "if False:", CONVERSION),
     ("checkpoints/unfinished.py", "fcntl.flock(file, how | fcntl.LOCK_NB)", "pass", CONVERSION),
     ("checkpoints/writing.py", " if found is None]", "]", CONVERSION),

@@ -103,7 +103,7 @@ def weights_of(saved, name: str, format=None, mesh_name="1"):
 
 # Of each kind of layer one family; heads and experts divided, which inside_layer gathers.
 LAYERS = dict.fromkeys(("gpt2", "gpt-oss", "muse-glimmer", "deepseek-v3", "qwen3-moe"), "1")
-LAYERS |= {"scout": "dp2-ep2-tp2", "gemma3": "tp8"}
+LAYERS |= {"scout": "dp2-ep2-tp2", "gemma3": "tp8", "olmo3": "tp8"}
 
 
 @pytest.mark.parametrize(("name", "mesh_name"), LAYERS.items())

@@ -133,6 +133,17 @@ PUBLISHED = {
         rms_norm_eps=1e-5, rope_scaling=None, rope_theta=1000000, routed_scaling_factor=1.8,
         tie_word_embeddings=False, topk_group=1, topk_method="noaux_tc",
     ),
+    "olmo3": SMALL | dict(
+        model_type="olmo3", architectures=["Olmo3ForCausalLM"], attention_bias=False, attention_dropout=0.0,
+        eos_token_id=100257, hidden_act="silu", initializer_range=0.02, intermediate_size=96,
+        layer_types=["sliding_attention", "full_attention"], max_position_embeddings=65536,
+        num_key_value_heads=4, pad_token_id=100277, rms_norm_eps=1e-6,
+        rope_scaling={
+            "attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0, "factor": 8.0,
+            "original_max_position_embeddings": 8192, "rope_type": "yarn",
+        },
+        rope_theta=500000, sliding_window=4096, tie_word_embeddings=False, use_cache=True,
+    ),
     "deepseek_v3": DEEPSEEK_V3,
     "kimi_k2": DEEPSEEK_V3 | dict(
         model_type="kimi_k2", first_k_dense_replace=1, max_position_embeddings=131072, n_group=1,
@@ -157,7 +168,7 @@ def test_published_config(name):
     found = cfg.D, cfg.V, len(cfg.layers), cfg.max_positions, cfg.tied_embeddings
     sizes = theirs.hidden_size, theirs.vocab_size, theirs.num_hidden_layers, theirs.max_position_embeddings
     assert found == (*sizes, name in ("qwen2", "gemma", "gemma3_text", "gpt2"))
-    windows = dict(mistral=4096, gemma3_text=1024, muse_glimmer_text=2048, gpt_oss=128)
+    windows = dict(mistral=4096, olmo3=4096, gemma3_text=1024, muse_glimmer_text=2048, gpt_oss=128)
     assert cfg.layers[0].mask == (model.Window(windows[name]) if name in windows else model.Full())
 
 
@@ -204,9 +215,16 @@ WRONG_FIELDS = {
         (dict(rope_local_base_freq="low"), "rope_local_base_freq = 'low' makes no sense"),
         (dict(use_bidirectional_attention=True), "use_bidirectional_attention = True is not supported"),
     ],
+    "olmo3": [
+        (dict(layer_types=["sliding_attention"]), "layer_types do not describe 2 layers"),
+        (dict(rope_parameters={"rope_type": "yarn"}), "rope_type = 'yarn' is not supported"),
+        (dict(rope_scaling={"rope_type": "longrope"}), "rope_type 'longrope' is not supported"),
+        (dict(clip_qkv=8.0), "clip_qkv = 8.0 is not supported"),
+    ],
     "glm4_moe": [
         (dict(use_qk_norm=1), "use_qk_norm = 1 makes no sense"),
         (dict(partial_rotary_factor=0.1), "even head_dim, or part of it, not 3"),
+        (dict(partial_rotary_factor=2), "even head_dim, or part of it, not 64"),
         (dict(n_group=3), "n_group = 3 does not divide 8 experts into groups of 2 or more"),
         (dict(num_experts_per_tok=9), "num_experts_per_tok = 9 of 8 experts"),
         (dict(hidden_act="gelu"), "hidden_act = 'gelu' is not supported"),
@@ -235,6 +253,7 @@ WRONG_TENSORS = [  # a model, a tensor that is taken away or put there, and what
     ("glm4-moe", "model.layers.1.self_attn.q_norm.weight", None, "is missing"),
     ("glm4-moe", "model.layers.1.self_attn.k_proj.bias", None, "is missing"),
     ("mistral", "model.layers.2.eh_proj.weight", torch.zeros(3), "has no place"),
+    ("olmo3", "model.layers.1.self_attn.k_norm.weight", torch.ones(8), "has shape (8,), but config.json"),
     # It is called as the checkpoint calls it, though Llama has another norm of that name.
     ("gemma3", "model.layers.1.input_layernorm.weight", None, "is missing"),
     ("gemma3", "model.layers.1.post_feedforward_layernorm.weight", None, "is missing"),
@@ -277,7 +296,8 @@ def test_published_sizes():
         "qwen2.5-32b": 32.5, "qwen2.5-72b": 72.7, "qwen3-0.6b": 0.6, "qwen3-1.7b": 1.7, "qwen3-4b": 4.0,
         "qwen3-8b": 8.2, "qwen3-14b": 14.8, "qwen3-32b": 32.8, "qwen3-30b-a3b": 30.5,
         "qwen3-235b-a22b": 235, "gpt-oss-20b": 20.9, "gpt-oss-120b": 116.8,
-        "deepseek-v3": 671, "deepseek-r1": 671, "kimi-k2": 1030,
+        "deepseek-v3": 671, "deepseek-r1": 671, "kimi-k2": 1030, "olmo3-7b": 7.3,
+        "olmo3-32b": 32.2,
         "muse-glimmer-30b": 29.78 - 1.92,  # without the vision encoder
     }  # fmt: skip
     for name, billions in published.items():
@@ -407,13 +427,42 @@ OLD_ROPE = dict(rope_theta=1e6, rope_local_base_freq=2e4)
 )
 def test_ropes_of_gemma3(rope):
     """In transformers 5's form and the one before, whole and in part. The 1B model has no rope_scaling."""
-    fields = {k: v for k, v in PUBLISHED["gemma3_text"].items() if k != "rope_scaling"} | rope
-    theirs = transformers.AutoConfig.for_model(**copy.deepcopy(fields)).rope_parameters
-    layers = read_config(fields).layers
-    for kind, name in ((layers[0], "sliding_attention"), (layers[5], "full_attention")):
+    same_ropes("gemma3_text", rope)
+
+
+OLMO3_YARN = PUBLISHED["olmo3"]["rope_scaling"] | {"rope_theta": 1e6, "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        dict(rope_theta=1e6),
+        dict(rope_theta=1e6, rope_scaling=PUBLISHED["olmo3"]["rope_scaling"]),
+        dict(rope_parameters=dict(full_attention=OLMO3_YARN)),
+        dict(rope_parameters=NEW_ROPE),
+        dict(rope_parameters=dict(sliding_attention=NEW_ROPE["sliding_attention"]), rope_theta=1e6),
+        {},
+    ],
+)
+def test_ropes_of_olmo3(rope):
+    """A rope_theta beside the objects of the two types is not of layers with a window, as in transformers."""
+    same_ropes("olmo3", rope)
+
+
+def same_ropes(name: str, rope: dict) -> None:
+    """The published model with these fields has the two RoPEs that transformers gives it."""
+    others = {k: v for k, v in PUBLISHED[name].items() if "rope" not in k and k != "layer_types"}
+    fields = others | dict(num_hidden_layers=6) | copy.deepcopy(rope)
+    config = transformers.AutoConfig.for_model(**copy.deepcopy(fields))
+    theirs, layers = config.rope_parameters, read_config(fields).layers
+    types = ["full_attention" if x.mask == model.Full() else "sliding_attention" for x in layers]
+    assert types == config.layer_types
+    full = next(layer for layer in layers if layer.mask == model.Full())
+    for kind, name in ((layers[0], "sliding_attention"), (full, "full_attention")):
         expected = theirs[name]
         assert kind.rope.theta == expected["rope_theta"]
         assert getattr(kind.rope.scaling, "factor", 1.0) == expected.get("factor", 1.0)
+        assert kind.rope.magnitude == expected.get("attention_factor", 1.0)
 
 
 def test_language_model_of_gemma3(tmp_path):

@@ -56,6 +56,10 @@ CONFIGS = {
         **DEEPSEEK, n_group=1, topk_group=1, norm_topk_prob=False, rope_parameters=NO_SCALING
     ),
     "mixtral": THEIR_CONFIGS["mixtral"],
+    "olmo3": transformers.Olmo3Config(
+        **SIZES, num_hidden_layers=4, intermediate_size=64, sliding_window=9, rope_theta=5e5,
+        rope_scaling={k: v for k, v in YARN.items() if k != "rope_theta"} | dict(attention_factor=1.3),
+    ),
     "glm4-moe": THEIR_CONFIGS["glm4-moe"],
     "glm4-moe-air": transformers.Glm4MoeConfig(
         **{**THEIR_CONFIGS["glm4-moe"].to_dict(), "use_qk_norm": False, "norm_topk_prob": False}
@@ -238,10 +242,21 @@ def glm4_moe_fields(config) -> dict:
     return routed_expert_fields(config) | rotated | rope_fields(rope)
 
 
+def olmo3_fields(config) -> dict:
+    rope = config.rope_parameters["full_attention"]
+    return {
+        Heads.SLIDING_WINDOW: config.sliding_window,
+        Heads.SLIDING_WINDOW_PATTERN: [kind == "sliding_attention" for kind in config.layer_types],
+        Rope.SCALING_ATTN_FACTOR: rope["attention_factor"],
+        **rope_fields(rope),
+    }
+
+
 FAMILIES = {  # GGUF's architecture, its fields and its tensors
     "gemma3_text": (gguf.MODEL_ARCH.GEMMA3, gemma3_fields, gemma3_tensors),
     "gpt_oss": (gguf.MODEL_ARCH.GPT_OSS, gpt_oss_fields, gpt_oss_tensors),
     "deepseek_v3": (gguf.MODEL_ARCH.DEEPSEEK2, deepseek_fields, deepseek_tensors),
+    "olmo3": (gguf.MODEL_ARCH.OLMO2, olmo3_fields, dict.items),
     "glm4_moe": (gguf.MODEL_ARCH.GLM4_MOE, glm4_moe_fields, deepseek_tensors),
     "mixtral": (gguf.MODEL_ARCH.LLAMA, mixtral_fields, mixtral_tensors),
 }
@@ -385,6 +400,12 @@ WRONG = [
     ("deepseek", with_(Heads.KEY_LENGTH_MLA, "wide"), "key_length_mla of the architecture = 'wide' makes no"),
     ("deepseek", with_(LLM.BLOCK_COUNT, 2), "tensor blk.2.attn_q_a.weight has no place"),
     ("deepseek", with_(LLM.BLOCK_COUNT, 4), "model.layers.3."),
+    (
+        "olmo3",
+        without(Heads.SLIDING_WINDOW_PATTERN),
+        "sliding_window_pattern of the architecture says nothing",
+    ),
+    ("olmo3", with_(Rope.SCALING_TYPE, "none"), "attention_factor = 1.3 is not supported"),
     ("glm4-moe", with_(LLM.EXPERT_GATING_FUNC, 1), "expert_gating_func = 1 is not supported, only 2"),
     ("glm4-moe", without(Heads.KEY_LENGTH), "attention.key_length of the architecture is missing"),
     ("glm4-moe-air", with_(Rope.DIMENSION_COUNT, 3), "even head_dim, or part of it, not 3"),

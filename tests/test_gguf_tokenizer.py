@@ -41,6 +41,7 @@ LLAMA3 = CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 SPLITS = {
     "llama-bpe": [LLAMA3],
+    "dbrx": [LLAMA3],
     "glm4": [LLAMA3],
     "qwen2": [LLAMA3.replace("{1,3}", "")],
     "deepseek-r1-qwen": [LLAMA3.replace("{1,3}", "")],

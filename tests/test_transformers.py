@@ -137,6 +137,12 @@ CONFIGS = {
         first_k_dense_replace=1, q_lora_rank=20, kv_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=12,
         v_head_dim=16, rope_parameters=YARN,
     ),
+    "olmo3": transformers.Olmo3Config(
+        **SIZES, num_hidden_layers=4, intermediate_size=64, sliding_window=9, rope_parameters=dict(
+            sliding_attention=dict(rope_type="default", rope_theta=1e4),
+            full_attention=YARN | dict(attention_factor=1.3),
+        ),
+    ),
 }  # fmt: skip
 NEW = 20  # tokens, so that decoding crosses at least two edges of the chunks of 8
 LENGTHS = (1, 7, 8, 9, 16, 23, 40)
@@ -259,7 +265,7 @@ def test_command_line(name, saved, tmp_path):
         check(reference, r["prompt_tokens"], r["tokens"], r["prompt_logprobs"][1:], r["logprobs"])
 
 
-@pytest.mark.parametrize("name", ["openllama", "gpt-oss", "gemma3", "muse-glimmer"])
+@pytest.mark.parametrize("name", ["openllama", "gpt-oss", "gemma3", "muse-glimmer", "olmo3"])
 def test_where_a_norm_rounds(name):
     """The last norm in bfloat16: its quotient is rounded before the product with the weight, or not."""
     theirs = reference_model(name).to(torch.bfloat16).get_decoder().norm

@@ -209,6 +209,22 @@ def _gemma3(fields: Fields) -> Fields:
     return config
 
 
+def _olmo2(fields: Fields) -> Fields:
+    """Files of OLMo 3 say which layers have a window, and YaRN's attention_factor under llama.cpp's name."""
+    windows = fields.pop("attention.sliding_window_pattern", None)
+    if not isinstance(windows, list):
+        raise UserError(
+            "field attention.sliding_window_pattern of the architecture says nothing: is it OLMo 2?"
+        )
+    scaling, magnitude = rope_scaling(fields), fields.pop("rope.scaling.attn_factor", None)
+    if scaling or magnitude not in (None, 1.0):
+        scaling["attention_factor"] = magnitude
+    return {
+        "layer_types": ["sliding_attention" if x else "full_attention" for x in windows],
+        "rope_scaling": scaling,
+    }
+
+
 SOFTMAX_OF_CHOSEN = {
     "expert_gating_func": (SOFTMAX,), "expert_weights_norm": (True,), "expert_weights_scale": (0.0, 1.0)
 }  # fmt: skip
@@ -287,6 +303,16 @@ ARCHITECTURES = {  # by (general.architecture, whether there are experts)
             "attn_k_b": "self_attn.k_b_proj",
             "attn_v_b": "self_attn.v_b_proj",
             **ROUTED_EXPERT_NAMES,
+        },
+    ),
+    ("olmo2", False): Architecture(
+        "olmo3",
+        "Olmo3ForCausalLM",
+        _olmo2,
+        fields={"attention.sliding_window": "sliding_window"},
+        names={
+            "post_attention_norm": "post_attention_layernorm",
+            "post_ffw_norm": "post_feedforward_layernorm",
         },
     ),
     ("glm4moe", True): Architecture(
