@@ -57,7 +57,9 @@ def feed_forwards(fields: ConfigFields, depth: int) -> list[MLP | MoE]:
     dense, first = read.mlp(fields), fields.take("first_k_dense_replace", int, zero=True)
     types = ["dense" if i < first else "sparse" for i in range(depth)]
     types = read.layer_types(fields, "mlp_layer_types", types, "dense", "sparse")
-    fields.get("num_nextn_predict_layers")  # the number of layers that are not used, see `Family.extra_layer`
+    fields.get(
+        "num_nextn_predict_layers"
+    )  # the number of layers that are not used, see `Family.extra_layers`
     return [experts if x == "sparse" else dense for x in types]
 
 
@@ -116,7 +118,7 @@ DEEPSEEK_V3 = Family(
         {"attention.k_b": (Stored("self_attn.k_b_proj.weight", "(KG)LN"),)},
         {"attention.v_b": (Stored("self_attn.v_b_proj.weight", "(KG)UL"),)},
     ),
-    extra_layer=True,
+    extra_layers=1,
 )
 KIMI_K2 = dataclasses.replace(DEEPSEEK_V3, model_type="kimi_k2")
 GLM4_MOE_LITE = dataclasses.replace(

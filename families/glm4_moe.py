@@ -26,5 +26,5 @@ GLM4_MOE = Family(
     defaults={**GLM4_MOE_LITE.defaults, "routed_scaling_factor": 1.0},
     tensor_names=DEEPSEEK_V3.tensor_names,
     layouts=SINGLE_OR_JOINED_EXPERTS,
-    extra_layer=True,
+    extra_layers=1,
 )

@@ -11,7 +11,7 @@ from families.glm4 import GLM4
 from families.glm4_moe import GLM4_MOE
 from families.gpt2 import GPT2
 from families.gpt_oss import GPT_OSS
-from families.joint_norm import OLMO3
+from families.joint_norm import MINIMAX_M2, OLMO3
 from families.llama3 import LLAMA3
 from families.llama4 import LLAMA4
 from families.mistral import MISTRAL
@@ -24,7 +24,7 @@ from model import Config
 
 FAMILIES = (
     LLAMA3, LLAMA4, MUSE_GLIMMER, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GEMMA, GEMMA3, GPT2, GPT_OSS,
-    GLM4, GLM4_MOE, GLM4_MOE_LITE, DEEPSEEK_V3, KIMI_K2, OLMO3,
+    GLM4, GLM4_MOE, GLM4_MOE_LITE, DEEPSEEK_V3, KIMI_K2, OLMO3, MINIMAX_M2,
 )  # fmt: skip
 
 

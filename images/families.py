@@ -27,6 +27,7 @@ FAMILIES = {
     "deepseek_v3 (V3, R1)": "deepseek-v3",
     "kimi_k2 (K2)": "kimi-k2",
     "olmo3 (7B)": "olmo3-7b",
+    "minimax_m2 (M2)": "minimax-m2",
 }
 # Of each group, the columns: a label, and which trait of a layer or of the model it shows.
 COLUMNS = {

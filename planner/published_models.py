@@ -146,6 +146,10 @@ MODELS = {
     "deepseek-v3": _dense("deepseek_v3", 7168, (128, 128), 61, 18432, 129280, **DEEPSEEK),
     "deepseek-r1": _dense("deepseek_v3", 7168, (128, 128), 61, 18432, 129280, **DEEPSEEK),
     "kimi-k2": _dense("kimi_k2", 7168, (64, 64), 61, 18432, 163840, **DEEPSEEK | KIMI_K2),
+    "minimax-m2": _dense(
+        "minimax_m2", 3072, (48, 8), 62, 1536, 200064, head_dim=128, num_local_experts=256,
+        num_experts_per_tok=8, rotary_dim=64, rope_theta=5e6, max_position_embeddings=196608,
+    ),
     "olmo3-7b": _olmo3(4096, (32, 32), 32, 11008),
     "olmo3-32b": _olmo3(5120, (40, 8), 64, 27648),
     "qwen2.5-0.5b": _qwen2(896, (14, 2), 24, 4864, 151936, **TIED),

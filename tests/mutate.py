@@ -65,7 +65,7 @@ SCHEDULE = "tests/test_schedule.py::test_"
 COLUMNS = "tests/test_collective_matmul.py::test_"
 PREFIX_CACHE = "tests/test_prefix_cache.py::test_"
 KEPT_PROGRAMS = "tests/test_compilation_cache.py::test_"
-GLM4_MOE, OLMO3 = FAMILY("glm4-moe"), FAMILY("olmo3")
+GLM4_MOE, OLMO3, MINIMAX_M2 = map(FAMILY, ("glm4-moe", "olmo3", "minimax-m2"))
 OLMO3_TP8 = "tests/test_families.py::test_on_a_mesh[olmo3-tp8]"
 MIXTRAL, LATENT, MUSE_GLIMMER = map(FAMILY, ("mixtral", "glm4-moe-lite", "muse-glimmer"))
 LATENT_TP8 = "tests/test_families.py::test_on_a_mesh[glm4-moe-lite-tp8]"
@@ -202,6 +202,14 @@ MUTATIONS = [
     ("families/joint_norm.py", "range(2, x.ndim)", "range(3, x.ndim)", OLMO3),
     ("families/joint_norm.py", "self.G * columns", "columns", OLMO3),
     ("families/joint_norm.py", "columns = self.K * self.H", "columns = self.K * self.H * lax.axis_size(MODEL)", OLMO3_TP8),
+    ("families/joint_norm.py", "rotated=rotated / H if rotated else 1", "", FAMILY_CHECKPOINTS + "::test_published_config[minimax_m2]"),
+    ("families/joint_norm.py", "rotated not in (None, rope.width)", "False", FAMILY_CHECKPOINTS + "::test_wrong_fields"),
+    ("families/joint_norm.py", "5e6", "1e4", FAMILY_CHECKPOINTS + "::test_defaults_of_minimax_m2"),
+    ("families/joint_norm.py", 'normalized=True, scales="output"', 'scales="output"', MINIMAX_M2),
+    ("families/joint_norm.py", "LayerKind(heads, experts, norm, rope", "LayerKind(heads, experts, Norm(norm.eps, offset=1.0), rope", MINIMAX_M2),
+    ("families/joint_norm.py", 'list, [1] * depth) != [1] * depth', 'list, [1] * depth) is None', FAMILY_CHECKPOINTS + "::test_wrong_fields"),
+    ("families/joint_norm.py", '".mlp.router.e_score_correction_bias"', '".mlp.e_score_correction_bias"', MINIMAX_M2),
+    ("families/joint_norm.py", "extra_layers=3", "extra_layers=2", FAMILY_CHECKPOINTS + "::test_fp8_blocks_of_single_experts[minimax_m2-None]"),
     ("families/joint_norm.py", "mask, ropes[x], post_norm", "mask, ropes[\"full_attention\"], post_norm", OLMO3),
     ("families/joint_norm.py", "mlp, None, mask", "mlp, norm, mask", OLMO3),
     ("families/joint_norm.py", "norm = read.depth(fields), read.mlp(fields), read.norm(fields, offset=0.0)", "norm = read.depth(fields), read.mlp(fields), read.norm(fields)", ROUNDING),

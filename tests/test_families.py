@@ -38,6 +38,7 @@ SHORT = {("mistral", "tp8"), ("glm4-moe-lite", "tp8"), ("mixtral", "ep4-tp2")}
 PAIRS = [(name, mesh_for(name)) for name in FAMILIES]
 # Sinks, latents and windows divided otherwise; more experts' shards than in any family above.
 PAIRS += [("gpt-oss", "tp8"), ("glm4-moe-lite", "tp8"), ("gemma3", "dp2-tp4"), ("mixtral", "ep4-tp2")]
+PAIRS += [("minimax-m2", "tp8")]  # devices that share a head, whose norms sum over all of them
 
 
 @pytest.mark.parametrize(("name", "mesh"), [x if x in SHORT else deep(*x) for x in PAIRS])
@@ -62,7 +63,8 @@ def test_in_two_stages(name, saved):
 
 @pytest.mark.parametrize("n", [8, 16, 32, 64])
 @pytest.mark.parametrize(
-    "name", ["glm-4.7-flash", "deepseek-v3", "kimi-k2", "glm-4.5-air", "muse-glimmer-30b"]
+    "name",
+    ["glm-4.7-flash", "deepseek-v3", "kimi-k2", "muse-glimmer-30b", "glm-4.5-air", "olmo3-32b", "minimax-m2"],
 )
 def test_meshes_of_published_models(name, n):
     """However n devices divide experts: all matrices are stored once, in equal shares.

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import shutil
 from functools import partial
 
@@ -13,7 +14,7 @@ import transformers
 from conftest import mesh_of
 from safetensors.torch import load_file, save_file
 from test_families import FAMILIES
-from test_transformers import CONFIGS, SIZES, YARN, check_forward, with_random_weights
+from test_transformers import CONFIGS, SIZES, YARN, check_forward, random_reference, with_random_weights
 
 import model
 from checkpoints.checkpoint import open_checkpoint
@@ -144,6 +145,20 @@ PUBLISHED = {
         },
         rope_theta=500000, sliding_window=4096, tie_word_embeddings=False, use_cache=True,
     ),
+    "minimax_m2": SMALL | dict(
+        model_type="minimax_m2", architectures=["MiniMaxM2ForCausalLM"], attn_type_list=[1, 1],
+        auto_map={"AutoConfig": "configuration_minimax_m2.MiniMaxM2Config"}, head_dim=32, hidden_act="silu",
+        intermediate_size=24, max_position_embeddings=196608, mtp_transformer_layers=1,
+        num_experts_per_tok=2, num_local_experts=8, num_mtp_modules=3, qk_norm_type="per_layer",
+        quantization_config=dict(
+            activation_scheme="dynamic", fmt="float8_e4m3fn", quant_method="fp8",
+            modules_to_not_convert=["gate", "e_score_correction_bias", "lm_head"],
+            weight_block_size=[128, 128],
+        ),
+        rms_norm_eps=1e-6, rope_theta=5000000, rotary_dim=16, scoring_func="sigmoid",
+        shared_intermediate_size=0, tie_word_embeddings=False, transformers_version="4.46.1", use_cache=True,
+        use_mtp=True, use_qk_norm=True, use_routing_bias=True,
+    ),
     "deepseek_v3": DEEPSEEK_V3,
     "kimi_k2": DEEPSEEK_V3 | dict(
         model_type="kimi_k2", first_k_dense_replace=1, max_position_embeddings=131072, n_group=1,
@@ -221,6 +236,15 @@ WRONG_FIELDS = {
         (dict(rope_scaling={"rope_type": "longrope"}), "rope_type 'longrope' is not supported"),
         (dict(clip_qkv=8.0), "clip_qkv = 8.0 is not supported"),
     ],
+    "minimax_m2": [
+        (dict(attn_type_list=[1, 0]), "attn_type_list must give each of 2 layers a 1"),
+        (dict(attn_type_list=[1]), "attn_type_list must give each of 2 layers a 1"),
+        (dict(partial_rotary_factor=0.25), "rotary_dim = 16, but RoPE's other fields rotate 8"),
+        (dict(rotary_dim=64), "even head_dim, or part of it, not 64"),
+        (dict(qk_norm_type="per_head"), "qk_norm_type = 'per_head' is not supported"),
+        (dict(scoring_func="softmax"), "scoring_func = 'softmax' is not supported"),
+        (dict(shared_intermediate_size=24), "shared_intermediate_size = 24 is not supported"),
+    ],
     "glm4_moe": [
         (dict(use_qk_norm=1), "use_qk_norm = 1 makes no sense"),
         (dict(partial_rotary_factor=0.1), "even head_dim, or part of it, not 3"),
@@ -253,6 +277,7 @@ WRONG_TENSORS = [  # a model, a tensor that is taken away or put there, and what
     ("glm4-moe", "model.layers.1.self_attn.q_norm.weight", None, "is missing"),
     ("glm4-moe", "model.layers.1.self_attn.k_proj.bias", None, "is missing"),
     ("mistral", "model.layers.2.eh_proj.weight", torch.zeros(3), "has no place"),
+    ("minimax-m2", "model.layers.1.block_sparse_moe.e_score_correction_bias", None, "is missing"),
     ("olmo3", "model.layers.1.self_attn.k_norm.weight", torch.ones(8), "has shape (8,), but config.json"),
     # It is called as the checkpoint calls it, though Llama has another norm of that name.
     ("gemma3", "model.layers.1.input_layernorm.weight", None, "is missing"),
@@ -297,7 +322,7 @@ def test_published_sizes():
         "qwen3-8b": 8.2, "qwen3-14b": 14.8, "qwen3-32b": 32.8, "qwen3-30b-a3b": 30.5,
         "qwen3-235b-a22b": 235, "gpt-oss-20b": 20.9, "gpt-oss-120b": 116.8,
         "deepseek-v3": 671, "deepseek-r1": 671, "kimi-k2": 1030, "olmo3-7b": 7.3,
-        "olmo3-32b": 32.2,
+        "olmo3-32b": 32.2, "minimax-m2": 228.7,
         "muse-glimmer-30b": 29.78 - 1.92,  # without the vision encoder
     }  # fmt: skip
     for name, billions in published.items():
@@ -305,7 +330,7 @@ def test_published_sizes():
         assert sum(np.prod(info.shape) for info in infos) / 1e9 == pytest.approx(billions, rel=0.02), name
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "glm4-moe", "glm4-moe-lite"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "glm4-moe", "glm4-moe-lite", "minimax-m2"])
 def test_joined_experts(name, saved, tmp_path):
     """The matrices of all experts as transformers 5 has them in memory, and some tools save them."""
     folder, reference = saved(name)
@@ -333,6 +358,13 @@ def test_defaults_of_glm4_moe():
     assert not {"partial_rotary_factor", "n_group", "first_k_dense_replace"} & air.keys()
 
 
+def test_defaults_of_minimax_m2():
+    """They are those of M2, but RoPE rotates whole heads if the file does not say."""
+    theirs = transformers.MiniMaxM2Config()
+    m2 = {k: v for k, v in MODELS["minimax-m2"].items() if k not in ("rotary_dim", "rope_theta")}
+    assert read_config(json.loads(theirs.to_json_string())) == read_config(m2)
+
+
 def test_expert_tensors_of_dequantized_blocks(saved, tmp_path):
     """Rows of gate and up alternate, and the contracted dimension is the last one: the same weights.
 
@@ -358,33 +390,47 @@ def same_weights(*folders, format: Format | None = None) -> None:
 
 
 BLOCK = 128  # rows and columns that share a scale
-WIDE = transformers.DeepseekV3Config(
-    **SIZES | dict(hidden_size=160, num_attention_heads=2, num_key_value_heads=2), num_hidden_layers=2,
-    intermediate_size=264, moe_intermediate_size=136, n_routed_experts=4, num_experts_per_tok=2, n_group=2,
-    topk_group=1, first_k_dense_replace=1, q_lora_rank=144, kv_lora_rank=136, qk_rope_head_dim=8,
-    qk_nope_head_dim=72, v_head_dim=80, rope_parameters=YARN,
-)  # fmt: skip
+WIDE = SIZES | dict(hidden_size=160, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=2)
+# Each has the name of an expert's tensor as it is published.
+BLOCKS = {
+    "deepseek_v3": (
+        transformers.DeepseekV3Config(
+            **WIDE, intermediate_size=264, moe_intermediate_size=136, n_routed_experts=4,
+            num_experts_per_tok=2, n_group=2, topk_group=1, first_k_dense_replace=1, q_lora_rank=144,
+            kv_lora_rank=136, qk_rope_head_dim=8, qk_nope_head_dim=72, v_head_dim=80, rope_parameters=YARN,
+        ),
+        "model.layers.1.mlp.experts.3.down_proj.weight",
+    ),
+    "minimax_m2": (
+        transformers.MiniMaxM2Config(
+            **WIDE | dict(head_dim=72), intermediate_size=136, num_local_experts=4, num_experts_per_tok=2,
+        ),
+        "model.layers.1.block_sparse_moe.experts.3.w2.weight",
+    ),
+}  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def blocks(tmp_path_factory):
-    """A folder as DeepSeek V3 was published, in FP8, and one with the floats that it stands for.
+@pytest.fixture(scope="module", params=BLOCKS)
+def blocks(request, tmp_path_factory):
+    """A folder as the models were published, in FP8, and one with the floats that it stands for.
 
-    Few sizes are multiples of a block's. Both have a layer more, which predicts the token after the next.
+    Few sizes are multiples of a block's. Both have as many layers more, which predict further tokens, as the
+    family may have: DeepSeek V3 one, MiniMax M2 three.
     """
     folder = tmp_path_factory.mktemp("blocks")
-    torch.manual_seed(0)
-    reference = with_random_weights(transformers.DeepseekV3ForCausalLM(WIDE).eval())
+    theirs_config, expert = BLOCKS[request.param]
+    reference = random_reference(theirs_config)
     reference.save_pretrained(folder / "floats")
     shutil.copytree(folder / "floats", folder / "fp8")
     floats, theirs = load_file(folder / "floats" / "model.safetensors"), {}
-    assert "model.layers.1.mlp.experts.3.down_proj.weight" in floats
+    assert expert in floats
     last = {name: x for name, x in floats.items() if name.startswith("model.layers.1.")}
-    floats |= {name.replace("layers.1.", "layers.2."): x.clone() for name, x in last.items()}
-    floats["model.layers.2.eh_proj.weight"] = torch.zeros(160, 320)
+    for extra in range(2, 5 if request.param == "minimax_m2" else 3):
+        floats |= {name.replace("layers.1.", f"layers.{extra}."): x.clone() for name, x in last.items()}
+        floats[f"model.layers.{extra}.eh_proj.weight"] = torch.zeros(160, 320)
     for name, x in floats.items():
         theirs[name] = x
-        if name.endswith("_proj.weight") or name.endswith("_with_mqa.weight"):
+        if re.search(r"(_proj|_with_mqa|\.w[123])\.weight$", name):
             rows, columns = (torch.arange(n) // BLOCK for n in x.shape)
             scale = 0.001 + 0.01 * torch.rand(rows[-1] + 1, columns[-1] + 1)
             step = scale[rows][:, columns]
@@ -394,7 +440,9 @@ def blocks(tmp_path_factory):
     save_file(floats, folder / "floats" / "model.safetensors")
     save_file(theirs, folder / "fp8" / "model.safetensors")
     config = json.loads((folder / "fp8" / "config.json").read_text())
-    config["quantization_config"] = DEEPSEEK_V3["quantization_config"] | dict(scale_fmt="ue8m0")  # of V3.1
+    config["quantization_config"] = PUBLISHED[request.param]["quantization_config"]
+    if request.param == "deepseek_v3":
+        config["quantization_config"] = config["quantization_config"] | dict(scale_fmt="ue8m0")  # of V3.1
     (folder / "fp8" / "config.json").write_text(json.dumps(config))
     return folder / "fp8", folder / "floats"
 

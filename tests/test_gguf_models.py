@@ -60,6 +60,7 @@ CONFIGS = {
         **SIZES, num_hidden_layers=4, intermediate_size=64, sliding_window=9, rope_theta=5e5,
         rope_scaling={k: v for k, v in YARN.items() if k != "rope_theta"} | dict(attention_factor=1.3),
     ),
+    "minimax-m2": THEIR_CONFIGS["minimax-m2"],
     "glm4-moe": THEIR_CONFIGS["glm4-moe"],
     "glm4-moe-air": transformers.Glm4MoeConfig(
         **{**THEIR_CONFIGS["glm4-moe"].to_dict(), "use_qk_norm": False, "norm_topk_prob": False}
@@ -252,11 +253,20 @@ def olmo3_fields(config) -> dict:
     }
 
 
+def minimax_m2_fields(config) -> dict:
+    return mixtral_fields(config) | {
+        LLM.EXPERT_FEED_FORWARD_LENGTH: config.intermediate_size,
+        LLM.EXPERT_GATING_FUNC: int(gguf.ExpertGatingFuncType.SIGMOID),
+        Rope.DIMENSION_COUNT: config.rotary_dim,
+    }
+
+
 FAMILIES = {  # GGUF's architecture, its fields and its tensors
     "gemma3_text": (gguf.MODEL_ARCH.GEMMA3, gemma3_fields, gemma3_tensors),
     "gpt_oss": (gguf.MODEL_ARCH.GPT_OSS, gpt_oss_fields, gpt_oss_tensors),
     "deepseek_v3": (gguf.MODEL_ARCH.DEEPSEEK2, deepseek_fields, deepseek_tensors),
     "olmo3": (gguf.MODEL_ARCH.OLMO2, olmo3_fields, dict.items),
+    "minimax_m2": (gguf.MODEL_ARCH.MINIMAXM2, minimax_m2_fields, deepseek_tensors),
     "glm4_moe": (gguf.MODEL_ARCH.GLM4_MOE, glm4_moe_fields, deepseek_tensors),
     "mixtral": (gguf.MODEL_ARCH.LLAMA, mixtral_fields, mixtral_tensors),
 }
@@ -406,6 +416,7 @@ WRONG = [
         "sliding_window_pattern of the architecture says nothing",
     ),
     ("olmo3", with_(Rope.SCALING_TYPE, "none"), "attention_factor = 1.3 is not supported"),
+    ("minimax-m2", with_(LLM.EXPERT_GATING_FUNC, 1), "minimax-m2.expert_gating_func = 1 is not supported"),
     ("glm4-moe", with_(LLM.EXPERT_GATING_FUNC, 1), "expert_gating_func = 1 is not supported, only 2"),
     ("glm4-moe", without(Heads.KEY_LENGTH), "attention.key_length of the architecture is missing"),
     ("glm4-moe-air", with_(Rope.DIMENSION_COUNT, 3), "even head_dim, or part of it, not 3"),

@@ -68,6 +68,7 @@ SPLITS = {
     "gpt-4o": [LETTERS.replace("%s", "") + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + ENDS_OF_WORDS],
     "smollm": [r"\p{N}", GPT2],
 }
+SPLITS["minimax-m2"] = SPLITS["gpt-4o"]
 WHOLE = ("kimi-k2", "gpt-4o", "llama-bpe", "tekken")
 BEGINS = ("llama-bpe", "tekken")  # with the BOS token, if the file does not say
 SPECIAL = {

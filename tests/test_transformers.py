@@ -143,6 +143,10 @@ CONFIGS = {
             full_attention=YARN | dict(attention_factor=1.3),
         ),
     ),
+    "minimax-m2": transformers.MiniMaxM2Config(
+        **SIZES, num_hidden_layers=2, intermediate_size=24, num_local_experts=4, num_experts_per_tok=2,
+        rotary_dim=4, rope_parameters=dict(NO_SCALING),  # it is changed
+    ),
 }  # fmt: skip
 NEW = 20  # tokens, so that decoding crosses at least two edges of the chunks of 8
 LENGTHS = (1, 7, 8, 9, 16, 23, 40)

@@ -315,6 +315,14 @@ ARCHITECTURES = {  # by (general.architecture, whether there are experts)
             "post_ffw_norm": "post_feedforward_layernorm",
         },
     ),
+    ("minimax-m2", True): Architecture(
+        "minimax_m2",
+        "MiniMaxM2ForCausalLM",
+        _rotated_part,
+        fields={"expert_feed_forward_length": "intermediate_size"},
+        names={"exp_probs_b.bias": "mlp.e_score_correction_bias"},
+        neutral={"expert_gating_func": (SIGMOID,)},
+    ),
     ("glm4moe", True): Architecture(
         "glm4_moe",
         "Glm4MoeForCausalLM",

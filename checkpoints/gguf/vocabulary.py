@@ -92,6 +92,7 @@ PRE_TOKENIZERS = {
     "qwen2": dataclasses.replace(QWEN2, nfc=True),
     **dict.fromkeys(("deepseek-r1-qwen", "megrez"), QWEN2),
     **dict.fromkeys(("gpt-4o", "llama4"), GPT4O),
+    "minimax-m2": PreTokenizer(GPT4O.splits),
     "tekken": PreTokenizer((_words(_cased(contraction=""), "", r"[\r\n/]*"),), whole=True, bos=True),
     "kimi-k2": PreTokenizer(
         (_words(r"\p{Han}+|" + _cased(_without_chinese(UPPER), _without_chinese(LOWER)), "{1,3}"),),
