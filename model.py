@@ -297,10 +297,7 @@ class Attention:
 
         Devices that share a head all get its queries G: each of them attends with all to its own slots.
         """
-        with jax.named_scope("qkv"):
-            matrices = ("bTD,kgHD->bTkgH", w.q), ("bTD,khD->bTkh", w.k), ("bTD,khD->bTkh", w.v)
-            q, k, v = products(x, *matrices)
-            q, k, v = add_bias(q, w.q_bias), add_bias(k, w.k_bias), add_bias(v, w.v_bias)
+        q, k, v = self.projections(x, w)
         if lax.axis_size(SLOTS) == 1:
             # Without the barrier XLA applies rotate's reshape to w.q, and copies that weight in every step.
             q, k, v = lax.optimization_barrier((q, k, v))
@@ -315,6 +312,12 @@ class Attention:
         if self.query_scale:
             q = self.query_scale(q, chunk.positions)
         return q, jnp.concatenate([k, v], -1)
+
+    @jax.named_scope("qkv")
+    def projections(self, x: Array, w: AttentionWeights) -> tuple[Array, Array, Array]:
+        """x: [b,T,D] -> this device's part of queries [b,T,k,g,H], keys [b,T,k,h] and values [b,T,k,h]."""
+        q, k, v = products(x, ("bTD,kgHD->bTkgH", w.q), ("bTD,khD->bTkh", w.k), ("bTD,khD->bTkh", w.v))
+        return add_bias(q, w.q_bias), add_bias(k, w.k_bias), add_bias(v, w.v_bias)
 
     def head_outputs(self, o: Array, lse: Array, x: Array, w: AttentionWeights) -> Array:
         """What the heads put out, for the output matrix: o, or what a family makes of it: -> [b,T,k,g,U].

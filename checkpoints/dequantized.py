@@ -437,7 +437,7 @@ def mxfp4_values(packed: StoredTensor, scales: StoredTensor, lo: int, hi: int) -
 
 def fp8(fields: ConfigFields) -> Method:
     block = fields.take("weight_block_size", list, None)
-    one_of(fields, "fmt", "e4m3", default="e4m3")
+    one_of(fields, "fmt", "e4m3", "float8_e4m3fn", default="e4m3")  # two names of the same type
     one_of(fields, "activation_scheme", "dynamic", "static", default="dynamic")  # activations stay floats
     one_of(fields, "scale_fmt", "ue8m0", default="ue8m0")  # powers of two; their tensors have a float type
     return eight_bits("weight_scale_inv", "block" if block else "tensor", None, block)

@@ -15,7 +15,7 @@ from families.latent_attention import LatentAttention
 from families.rope_scaling import YarnScaling
 from families.stored_layouts import ROUTER_NAME, SINGLE_OR_JOINED_EXPERTS, either, joined
 from feedback.errors import UserError
-from model import Config, LayerKind, Norm, Rope, Router
+from model import MLP, Config, LayerKind, MoE, Norm, Rope, Router
 from sharding.arrays import Stored
 
 
@@ -46,14 +46,21 @@ def config(fields: ConfigFields) -> Config:
     R = fields.take("qk_rope_head_dim", int)
     rope = read.rope(fields, R, interleaved=fields.take("rope_interleave", bool, True))
     latent = latent_of(fields, rope)
+    layers = tuple(LayerKind(latent, x, norm, rope=rope) for x in feed_forwards(fields, depth))
+    return read.config(fields, layers, norm)
+
+
+def feed_forwards(fields: ConfigFields, depth: int) -> list[MLP | MoE]:
+    """The feed-forward network of each layer: an MLP in the first layers, experts in the others."""
     shared = fields.take("n_shared_experts", int)
     experts = read.moe(fields, router_of(fields), "moe_intermediate_size", "n_routed_experts", shared)
     dense, first = read.mlp(fields), fields.take("first_k_dense_replace", int, zero=True)
     types = ["dense" if i < first else "sparse" for i in range(depth)]
     types = read.layer_types(fields, "mlp_layer_types", types, "dense", "sparse")
-    fields.get("num_nextn_predict_layers")  # the number of layers that are not used, see `Family.extra_layer`
-    layers = tuple(LayerKind(latent, experts if x == "sparse" else dense, norm, rope=rope) for x in types)
-    return read.config(fields, layers, norm)
+    fields.get(
+        "num_nextn_predict_layers"
+    )  # the number of layers that are not used, see `Family.extra_layers`
+    return [experts if x == "sparse" else dense for x in types]
 
 
 def latent_of(fields: ConfigFields, rope: Rope) -> LatentAttention:
@@ -129,7 +136,7 @@ DEEPSEEK_V3 = Family(
         {"attention.v_b": (Stored("self_attn.v_b_proj.weight", "(KG)UL"),)},
     ),
     unused_tensors=VISION_TENSORS,
-    extra_layer=True,
+    extra_layers=1,
 )
 KIMI_K2 = dataclasses.replace(DEEPSEEK_V3, model_type="kimi_k2")
 GLM4_MOE_LITE = dataclasses.replace(

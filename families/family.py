@@ -49,8 +49,8 @@ class Family:
                       the places where checkpoints may have it, under names after `tensor_names`}. Those of a
                       layer begin after "model.layers.0.".
     unused_tensors:   a regular expression of published tensors that the language model does not use.
-    extra_layer:      whether checkpoints have one more layer, which predicts the token after the next and is
-                      not used either.
+    extra_layers:     how many layers more checkpoints may have, which predict further tokens and are not used
+                      either.
     channels:         how answers to a chat separate reasoning from the text for the user; None: they do not.
     tools:            how its models write calls of tools, unless the chat template shows another format, see
                       conversation.tools.choose_tool_format; None: they have not learned any.
@@ -66,7 +66,7 @@ class Family:
     tensor_names: tuple[tuple[str, str], ...] = ()
     layouts: Mapping[str, tuple[Stored, ...]] = dataclasses.field(default_factory=dict)
     unused_tensors: str = r"\.rotary_emb\.inv_freq$"
-    extra_layer: bool = False
+    extra_layers: int = 0
     channels: Channels | None = None
     tools: ToolFormat | MessageToolFormat | None = None
 
@@ -96,5 +96,6 @@ class Family:
 
     def ignores(self, name: str, depth: int) -> bool:
         """Whether a model of `depth` layers does not use the published tensor of this name."""
-        extra = self.extra_layer and name.startswith(f"model.layers.{depth}.")
+        unused = tuple(f"model.layers.{depth + i}." for i in range(self.extra_layers))
+        extra = name.startswith(unused)
         return extra or bool(re.search(self.unused_tensors, name))

@@ -16,14 +16,8 @@ def config(fields: ConfigFields) -> Config:
     types = read.layer_types(fields, "layer_types", types[:depth], *masks)
     thetas = dict(sliding_attention=fields.take("rope_local_base_freq", NUMBER))
     thetas |= dict(full_attention=fields.take("rope_theta", NUMBER))
-    scalings = dict(full_attention=fields.take("rope_scaling", dict, {}))
-    ropes = ConfigFields(fields.take("rope_parameters", dict, {}))
-    positions, kinds = fields.take("max_position_embeddings", int), {}
-    for x, mask in masks.items():
-        parameters = ropes.take(x, dict, {}) | scalings.get(x, {})
-        rope = read.rope_of(parameters, heads.H, positions, thetas[x])
-        kinds[x] = LayerKind(heads, mlp, norm, mask, rope, Residual(norm))
-    ropes.finish({})
+    ropes = read.ropes(fields, heads.H, thetas)
+    kinds = {x: LayerKind(heads, mlp, norm, mask, ropes[x], Residual(norm)) for x, mask in masks.items()}
     scale, cap = fields.take("hidden_size", int) ** 0.5, fields.take("final_logit_softcapping", NUMBER, None)
     layers = tuple(kinds[x] for x in types)
     return read.config(fields, layers, norm, tied=True, embedding_scale=scale, logit_softcap=cap)

@@ -175,6 +175,22 @@ def rope(
     return rope_of(parameters, H, positions, theta, interleaved, rotated)
 
 
+def ropes(fields: ConfigFields, H: int, thetas: dict[str, float]) -> dict[str, Rope]:
+    """The RoPEs of models in which each type of layers has its own object in `rope_parameters`.
+
+    thetas: {type: its theta where the object has none}. `rope_scaling`, from before transformers 5, is of the
+    layers with full attention.
+    """
+    parameters = ConfigFields(fields.take("rope_parameters", dict, {}))
+    scalings = dict(full_attention=fields.take("rope_scaling", dict, {}))
+    positions, found = fields.take("max_position_embeddings", int), {}
+    for name, theta in thetas.items():
+        own = parameters.take(name, dict, {}) | scalings.get(name, {})
+        found[name] = rope_of(own, H, positions, theta)
+    parameters.finish({})
+    return found
+
+
 def rope_parameters(fields: ConfigFields, theta: float) -> dict:
     """`rope_parameters` or, from before transformers 5, `rope_scaling`, which takes the place of the other.
 
@@ -216,6 +232,6 @@ def rope_of(
     scaled = SCALINGS[kind](fields, positions)
     fields.finish({})
     width = int(H * rotated)
-    if width < 2 or width % 2:
+    if width < 2 or width % 2 or width > H:
         raise UserError(f"config.json: RoPE needs an even head_dim, or part of it, not {width}")
     return Rope(float(theta), width, interleaved=interleaved, **scaled)

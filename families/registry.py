@@ -8,15 +8,18 @@ from families.fields import ConfigFields
 from families.gemma import GEMMA
 from families.gemma3 import GEMMA3
 from families.glm4 import GLM4
+from families.glm4_moe import GLM4_MOE
 from families.gpt2 import GPT2
 from families.gpt_oss import GPT_OSS
 from families.llama3 import LLAMA3
 from families.llama4 import LLAMA4
+from families.minimax_m2 import MINIMAX_M2
 from families.ministral3 import MINISTRAL3
 from families.mistral import MISTRAL
 from families.mixtral import MIXTRAL
 from families.muse_glimmer import MUSE_GLIMMER
 from families.muse_spark import MUSE_SPARK
+from families.olmo3 import OLMO3
 from families.qwen2 import QWEN2
 from families.qwen3 import QWEN3, QWEN3_MOE
 from families.seed_oss import SEED_OSS
@@ -26,7 +29,8 @@ from model import Config
 
 FAMILIES = (
     LLAMA3, LLAMA4, MUSE_GLIMMER, MUSE_SPARK, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GEMMA, GEMMA3,
-    GPT2, GPT_OSS, GLM4, GLM4_MOE_LITE, DEEPSEEK_V3, KIMI_K2, SMOLLM3, SEED_OSS, MINISTRAL3,
+    GPT2, GPT_OSS, GLM4, GLM4_MOE_LITE, DEEPSEEK_V3, KIMI_K2, SMOLLM3, SEED_OSS, MINISTRAL3, GLM4_MOE,
+    OLMO3, MINIMAX_M2,
 )  # fmt: skip
 
 

@@ -26,9 +26,12 @@ FAMILIES = {
     "gpt2 (124M)": "gpt2",
     "gpt_oss (20b)": "gpt-oss-20b",
     "glm (GLM-4-9B)": "glm-4-9b",
+    "glm4_moe (GLM-4.7)": "glm-4.7",
     "glm4_moe_lite (4.7-Flash)": "glm-4.7-flash",
     "deepseek_v3 (V3, R1)": "deepseek-v3",
     "kimi_k2 (K2)": "kimi-k2",
+    "olmo3 (7B)": "olmo3-7b",
+    "minimax_m2 (M2)": "minimax-m2",
 }
 # Of each group, the columns: a label, and which trait of a layer or of the model it shows.
 COLUMNS = {
@@ -36,6 +39,7 @@ COLUMNS = {
         "Attention": "attention: Attention", "  bias": "attention.bias", "  qk_norm": "attention.qk_norm",
         "  query_scale": "attention.query_scale", "  scale": "attention.scale",
         "  gate": "attention: GatedAttention", "  sinks": "attention: SinkAttention",
+        "  joint norm": "attention: JointNormAttention",
         "LatentAttention": "attention: LatentAttention",
     },
     "mask": {"Full": "mask: Full", "BlockLocal": "mask: BlockLocal", "Window": "mask: Window"},

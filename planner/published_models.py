@@ -57,6 +57,12 @@ def _ministral3(width: int, depth: int, F: int, **other) -> dict:
     return _dense("ministral3", width, (32, 8), depth, F, 131072, **sizes | other)
 
 
+def _olmo3(width: int, heads: tuple[int, int], depth: int, F: int) -> dict:
+    scaling = dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=8192)
+    longest = dict(max_position_embeddings=65536, sliding_window=4096, rope_scaling=scaling)
+    return _dense("olmo3", width, heads, depth, F, 100278, **longest)
+
+
 def _gpt2(width: int, heads: int, depth: int) -> dict:
     sizes = dict(n_embd=width, n_head=heads, n_layer=depth, n_positions=1024, vocab_size=50257)
     return dict(model_type="gpt2", layer_norm_epsilon=1e-5, **sizes)
@@ -66,6 +72,10 @@ GEMMA = dict(head_dim=256, max_position_embeddings=8192)
 QWEN3_MOE = dict(model_type="qwen3_moe", norm_topk_prob=True, num_experts=128, num_experts_per_tok=8)
 GPT_OSS = dict(
     rms_norm_eps=1e-5, head_dim=64, num_experts_per_tok=4, max_position_embeddings=131072,
+)  # fmt: skip
+GLM4_MOE = dict(
+    rms_norm_eps=1e-5, head_dim=128, attention_bias=True, num_experts_per_tok=8, rope_theta=1e6,
+    max_position_embeddings=131072,
 )  # fmt: skip
 MIXTRAL = dict(model_type="mixtral", num_local_experts=8, num_experts_per_tok=2)
 DEEPSEEK = dict(
@@ -139,6 +149,15 @@ MODELS = {
         "glm", 4096, (32, 2), 40, 13696, 151552, rms_norm_eps=1.5625e-7, head_dim=128, attention_bias=True,
         max_position_embeddings=131072,
     ),
+    "glm-4.5-air": _dense(
+        "glm4_moe", 4096, (96, 8), 46, 10944, 151552, moe_intermediate_size=1408, n_routed_experts=128,
+        **GLM4_MOE,
+    ),
+    "glm-4.7": _dense(
+        "glm4_moe", 5120, (96, 8), 92, 12288, 151552, moe_intermediate_size=1536, n_routed_experts=160,
+        first_k_dense_replace=3, routed_scaling_factor=2.5, use_qk_norm=True,
+        **GLM4_MOE | dict(max_position_embeddings=202752),
+    ),
     "glm-4.7-flash": _dense(
         "glm4_moe_lite", 2048, (20, 20), 47, 10240, 154880, moe_intermediate_size=1536, n_routed_experts=64,
         num_experts_per_tok=4, q_lora_rank=768, kv_lora_rank=512, qk_nope_head_dim=192, qk_rope_head_dim=64,
@@ -151,6 +170,12 @@ MODELS = {
     "seed-oss-36b": _dense(
         "seed_oss", 5120, (80, 8), 64, 27648, 155136, rope_theta=1e7, max_position_embeddings=524288
     ),
+    "minimax-m2": _dense(
+        "minimax_m2", 3072, (48, 8), 62, 1536, 200064, head_dim=128, num_local_experts=256,
+        num_experts_per_tok=8, rotary_dim=64, rope_theta=5e6, max_position_embeddings=196608,
+    ),
+    "olmo3-7b": _olmo3(4096, (32, 32), 32, 11008),
+    "olmo3-32b": _olmo3(5120, (40, 8), 64, 27648),
     "qwen2.5-0.5b": _qwen2(896, (14, 2), 24, 4864, 151936, **TIED),
     "qwen2.5-1.5b": _qwen2(1536, (12, 2), 28, 8960, 151936, **TIED),
     "qwen2.5-3b": _qwen2(2048, (16, 2), 36, 11008, 151936, **TIED),

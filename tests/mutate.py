@@ -69,6 +69,8 @@ SCHEDULE = "tests/test_schedule.py::test_"
 COLUMNS = "tests/test_collective_matmul.py::test_"
 PREFIX_CACHE = "tests/test_prefix_cache.py::test_"
 KEPT_PROGRAMS = "tests/test_compilation_cache.py::test_"
+GLM4_MOE, OLMO3, MINIMAX_M2 = map(FAMILY, ("glm4-moe", "olmo3", "minimax-m2"))
+OLMO3_TP8 = "tests/test_families.py::test_on_a_mesh[olmo3-tp8]"
 MIXTRAL, LATENT, MUSE_GLIMMER = map(FAMILY, ("mixtral", "glm4-moe-lite", "muse-glimmer"))
 LATENT_TP8 = "tests/test_families.py::test_on_a_mesh[glm4-moe-lite-tp8]"
 MISTRAL_TP8 = "tests/test_families.py::test_on_a_mesh[mistral-tp8]"
@@ -245,6 +247,30 @@ MUTATIONS = [
     ("families/gpt_oss.py", '"E(M[1+1])D"', '"E[M+M]D"', FAMILY_CHECKPOINTS + "::test_expert_tensors_of_dequantized_blocks"),
     ("families/gpt_oss.py", '"sliding_attention", "full_attention"] * depth', '"full_attention", "sliding_attention"] * depth', FAMILY_CHECKPOINTS + "::test_defaults_of_gpt_oss"),
     ("families/gpt_oss.py", ", truncate=False", "", FAMILY_CHECKPOINTS + "::test_defaults_of_gpt_oss"),
+    ("families/glm4_moe.py", "norm if fields.take(\"use_qk_norm\", bool, False) else None", "fields.take(\"use_qk_norm\", bool, False) and None", GLM4_MOE),
+    ("families/glm4_moe.py", "bias=fields.take(\"attention_bias\", bool, False)", "bias=fields.take(\"attention_bias\", bool, False) and False", GLM4_MOE),
+    ("families/glm4_moe.py", "rotated=0.5", "interleaved=True", GLM4_MOE),
+    ("families/glm4_moe.py", "rotated=0.5", "rotated=1", FAMILY_CHECKPOINTS + "::test_defaults_of_glm4_moe"),
+    ("families/deepseek_v3.py", "\"dense\" if i < first else \"sparse\"", "\"sparse\"", GLM4_MOE),
+    ("families/joint_norm.py", "lax.psum(jnp.sum(x, range(2, x.ndim), keepdims=True), MODEL)", "jnp.sum(x, range(2, x.ndim), keepdims=True)", OLMO3_TP8),
+    ("families/joint_norm.py", "range(2, x.ndim)", "range(3, x.ndim)", OLMO3),
+    ("families/joint_norm.py", "self.G * columns", "columns", OLMO3),
+    ("families/joint_norm.py", "columns = self.K * self.H", "columns = self.K * self.H * lax.axis_size(MODEL)", OLMO3_TP8),
+    ("families/minimax_m2.py", "rotated=rotated / H if rotated else 1", "", FAMILY_CHECKPOINTS + "::test_published_config[minimax_m2]"),
+    ("families/minimax_m2.py", "rotated not in (None, rope.width)", "False", FAMILY_CHECKPOINTS + "::test_wrong_fields"),
+    ("families/minimax_m2.py", "5e6", "1e4", FAMILY_CHECKPOINTS + "::test_defaults_of_minimax_m2"),
+    ("families/minimax_m2.py", 'normalized=True, scales="output"', 'scales="output"', MINIMAX_M2),
+    ("families/minimax_m2.py", "LayerKind(heads, experts, norm, rope", "LayerKind(heads, experts, type(norm)(norm.eps, offset=1.0), rope", MINIMAX_M2),
+    ("families/minimax_m2.py", 'list, [1] * depth) != [1] * depth', 'list, [1] * depth) is None', FAMILY_CHECKPOINTS + "::test_wrong_fields"),
+    ("families/minimax_m2.py", '".mlp.router.e_score_correction_bias"', '".mlp.e_score_correction_bias"', MINIMAX_M2),
+    ("families/minimax_m2.py", "extra_layers=3", "extra_layers=2", FAMILY_CHECKPOINTS + "::test_fp8_blocks_of_single_experts[minimax_m2-None]"),
+    ("families/olmo3.py", "mask, ropes[x]", "mask, ropes[\"full_attention\"]", OLMO3),
+    ("families/olmo3.py", "mlp, None, mask", "mlp, norm, mask", OLMO3),
+    ("families/olmo3.py", "norm = read.depth(fields), read.mlp(fields), read.norm(fields, offset=0.0)", "norm = read.depth(fields), read.mlp(fields), read.norm(fields)", ROUNDING),
+    ("families/olmo3.py", '(["sliding_attention"] * 3 + ["full_attention"])', '(["sliding_attention"] * 4 + ["full_attention"])', FAMILY_CHECKPOINTS + "::test_ropes_of_olmo3"),
+    ("families/olmo3.py", 'thetas["full_attention"] = fields', 'thetas["sliding_attention"] = fields', FAMILY_CHECKPOINTS + "::test_ropes_of_olmo3"),
+    ("families/read.py", 'parameters.take(name, dict, {}) | scalings.get(name, {})', 'parameters.take(name, dict, {})', FAMILY_CHECKPOINTS + "::test_ropes_of_gemma3"),
+    ("families/read.py", "or width > H", "", FAMILY_CHECKPOINTS + "::test_wrong_fields"),
     ("families/deepseek_v3.py", "super().rank(logits, bias)", "super().rank(logits, 0)", GROUPS),
     ("families/deepseek_v3.py", "best_two = jnp.sort(grouped, -1, stable=False)[..., -2:]", "best_two = jnp.sort(grouped, -1, stable=False)[..., -1:]", GROUPS),
     ("families/deepseek_v3.py", "jnp.where(is_kept[..., None], grouped, -jnp.inf)", "grouped", DEEPSEEK),
@@ -755,6 +781,11 @@ MUTATIONS = [
     ("checkpoints/gguf/translation.py", "not theirs or layer and int(layer) >= depth", "not theirs", GGUF),
     ("checkpoints/gguf/architectures.py", '"truncate": False', '"truncate": True', GGUF_MODEL + "[gpt-oss]"),
     ("checkpoints/gguf/architectures.py", "round(10 * log, 6)", "log", GGUF_MODEL + "[deepseek]"),
+    ("checkpoints/gguf/architectures.py", 'scaling["attention_factor"] = magnitude', "pass", GGUF_MODEL + "[olmo3]"),
+    ("checkpoints/gguf/architectures.py", '"sliding_attention" if x else', '"sliding_attention" if not x else', GGUF_MODEL + "[olmo3]"),
+    ("checkpoints/gguf/architectures.py", "rotated / max(width, 1)", "1.0", GGUF_MODEL + "[glm4-moe]"),
+    ("checkpoints/gguf/architectures.py", '"use_qk_norm": "blk.0.attn_q_norm.weight", ', "", GGUF_MODEL + "[glm4-moe]"),
+    ("checkpoints/gguf/architectures.py", '_take_integer(fields, "block_count") - extra', '_take_integer(fields, "block_count")', "tests/test_gguf_models.py::test_older_deepseek"),
     ("checkpoints/gguf/architectures.py", 'widths["key"] - rotated', 'widths["key"]', GGUF_MODEL + "[kimi]"),
     ("checkpoints/gguf/architectures.py", "(8, 4) if", "(1, 1) if", "tests/test_gguf_models.py::test_groups_of_older_files"),
     ("checkpoints/gguf/architectures.py", "if depth == 62 else", "if False else", "tests/test_gguf_models.py::test_gemma3_fields"),
@@ -785,7 +816,7 @@ MUTATIONS = [
     ("checkpoints/loading.py", "if sources[stage].remote and", "if False and", OBJECTS + "::test_loaded"),
     ("checkpoints/remote/hub.py", 'r"-?????-of-\\1"', 'r"-00001-of-\\1"', HUB + "::test_gguf"),
     ("checkpoints/checkpoint.py", "return re.sub(r\"\\d+\", layer, tensor.name, count=1)", "return name", "tests/test_family_checkpoints.py::test_wrong_tensors"),
-    ("families/gemma3.py", "    ropes.finish({})\n", "", "tests/test_family_checkpoints.py::test_wrong_fields"),
+    ("families/read.py", "    parameters.finish({})\n", "", "tests/test_family_checkpoints.py::test_wrong_fields"),
     ("checkpoints/writing.py", "if not (allow_nonfinite or _is_finite(made[-1])):", "if False:", CONVERSION),
     ("checkpoints/unfinished.py", "fcntl.flock(file, how | fcntl.LOCK_NB)", "pass", CONVERSION),
     ("checkpoints/writing.py", " if found is None]", "]", CONVERSION),

@@ -324,7 +324,7 @@ WRONG = {
     "integer tensor": (put(Q, np.zeros((192, 128), np.int32)), "q_proj.weight has type I32"),
     "unknown architecture": (
         configure(model_type="mamba"),
-        "model_type 'mamba' is not supported \\(deepseek_v3, gemma, .*glm, .*llama4_text, .*qwen3_moe, .*smollm3\\)",
+        "model_type 'mamba' is not supported \\(deepseek_v3, gemma, .*glm, .*llama4_text, .*smollm3\\)",
     ),
     "unknown head": (configure(architectures=["LlamaForSequenceClassification"]), "SequenceClassification"),
     "attention bias": (configure(attention_bias=True), "attention_bias = True"),

@@ -151,12 +151,46 @@ PUBLISHED = {
         model_type="glm", attention_bias=True, head_dim=32, hidden_act="silu", max_position_embeddings=131072,
         partial_rotary_factor=0.5, rms_norm_eps=1.5625e-7, rope_theta=10000.0, tie_word_embeddings=False,
     ),
+    "glm4_moe": SMALL | dict(
+        model_type="glm4_moe", architectures=["Glm4MoeForCausalLM"], attention_bias=True,
+        attention_dropout=0.0, eos_token_id=[151329, 151336, 151338], first_k_dense_replace=1, head_dim=32,
+        hidden_act="silu", initializer_range=0.02, max_position_embeddings=131072, moe_intermediate_size=24,
+        n_group=1, n_routed_experts=8, n_shared_experts=1, norm_topk_prob=True, num_experts_per_tok=2,
+        num_nextn_predict_layers=1, pad_token_id=151329, partial_rotary_factor=0.5, rms_norm_eps=1e-5,
+        rope_scaling=None, rope_theta=1000000, routed_scaling_factor=2.5, tie_word_embeddings=False,
+        topk_group=1, torch_dtype="bfloat16", use_cache=True, use_qk_norm=True,
+    ),
     "glm4_moe_lite": LATENT | dict(
         model_type="glm4_moe_lite", attention_bias=False, first_k_dense_replace=1, hidden_act="silu",
         max_position_embeddings=202752, n_group=1, n_routed_experts=8, n_shared_experts=1,
         norm_topk_prob=True, num_experts_per_tok=2, num_nextn_predict_layers=1, partial_rotary_factor=1.0,
         rms_norm_eps=1e-5, rope_scaling=None, rope_theta=1000000, routed_scaling_factor=1.8,
         tie_word_embeddings=False, topk_group=1, topk_method="noaux_tc",
+    ),
+    "olmo3": SMALL | dict(
+        model_type="olmo3", architectures=["Olmo3ForCausalLM"], attention_bias=False, attention_dropout=0.0,
+        eos_token_id=100257, hidden_act="silu", initializer_range=0.02, intermediate_size=96,
+        layer_types=["sliding_attention", "full_attention"], max_position_embeddings=65536,
+        num_key_value_heads=4, pad_token_id=100277, rms_norm_eps=1e-6,
+        rope_scaling={
+            "attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0, "factor": 8.0,
+            "original_max_position_embeddings": 8192, "rope_type": "yarn",
+        },
+        rope_theta=500000, sliding_window=4096, tie_word_embeddings=False, use_cache=True,
+    ),
+    "minimax_m2": SMALL | dict(
+        model_type="minimax_m2", architectures=["MiniMaxM2ForCausalLM"], attn_type_list=[1, 1],
+        auto_map={"AutoConfig": "configuration_minimax_m2.MiniMaxM2Config"}, head_dim=32, hidden_act="silu",
+        intermediate_size=24, max_position_embeddings=196608, mtp_transformer_layers=1,
+        num_experts_per_tok=2, num_local_experts=8, num_mtp_modules=3, qk_norm_type="per_layer",
+        quantization_config=dict(
+            activation_scheme="dynamic", fmt="float8_e4m3fn", quant_method="fp8",
+            modules_to_not_convert=["gate", "e_score_correction_bias", "lm_head"],
+            weight_block_size=[128, 128],
+        ),
+        rms_norm_eps=1e-6, rope_theta=5000000, rotary_dim=16, scoring_func="sigmoid",
+        shared_intermediate_size=0, tie_word_embeddings=False, transformers_version="4.46.1", use_cache=True,
+        use_mtp=True, use_qk_norm=True, use_routing_bias=True,
     ),
     "deepseek_v3": DEEPSEEK_V3,
     "kimi_k2": DEEPSEEK_V3 | dict(
@@ -185,7 +219,8 @@ def test_published_config(name):
     found = cfg.D, cfg.V, len(cfg.layers), cfg.max_positions, cfg.tied_embeddings
     sizes = theirs.hidden_size, theirs.vocab_size, theirs.num_hidden_layers, theirs.max_position_embeddings
     assert found == (*sizes, name in TIED)
-    windows = dict(mistral=4096, gemma3_text=1024, muse_glimmer_text=2048, muse_spark_text=2048, gpt_oss=128)
+    windows = dict(mistral=4096, olmo3=4096, gemma3_text=1024, gpt_oss=128)
+    windows |= dict(muse_glimmer_text=2048, muse_spark_text=2048)
     assert cfg.layers[0].mask == (model.Window(windows[name]) if name in windows else model.Full())
 
 
@@ -277,6 +312,29 @@ WRONG_FIELDS = {
         (dict(rope_parameters=dict(MINISTRAL_ROPE, mscales=1.0)), "mscales = 1.0 is not supported"),
         (dict(attention_bias=True), "attention_bias = True is not supported"),
     ],
+    "olmo3": [
+        (dict(layer_types=["sliding_attention"]), "layer_types do not describe 2 layers"),
+        (dict(rope_parameters={"rope_type": "yarn"}), "rope_type = 'yarn' is not supported"),
+        (dict(rope_scaling={"rope_type": "longrope"}), "rope_type 'longrope' is not supported"),
+        (dict(clip_qkv=8.0), "clip_qkv = 8.0 is not supported"),
+    ],
+    "minimax_m2": [
+        (dict(attn_type_list=[1, 0]), "attn_type_list must give each of 2 layers a 1"),
+        (dict(attn_type_list=[1]), "attn_type_list must give each of 2 layers a 1"),
+        (dict(partial_rotary_factor=0.25), "rotary_dim = 16, but RoPE's other fields rotate 8"),
+        (dict(rotary_dim=64), "even head_dim, or part of it, not 64"),
+        (dict(qk_norm_type="per_head"), "qk_norm_type = 'per_head' is not supported"),
+        (dict(scoring_func="softmax"), "scoring_func = 'softmax' is not supported"),
+        (dict(shared_intermediate_size=24), "shared_intermediate_size = 24 is not supported"),
+    ],
+    "glm4_moe": [
+        (dict(use_qk_norm=1), "use_qk_norm = 1 makes no sense"),
+        (dict(partial_rotary_factor=0.1), "even head_dim, or part of it, not 3"),
+        (dict(partial_rotary_factor=2), "even head_dim, or part of it, not 64"),
+        (dict(n_group=3), "n_group = 3 does not divide 8 experts into groups of 2 or more"),
+        (dict(num_experts_per_tok=9), "num_experts_per_tok = 9 of 8 experts"),
+        (dict(hidden_act="gelu"), "hidden_act = 'gelu' is not supported"),
+    ],
     "glm4_moe_lite": [(dict(qk_rope_head_dim=15), "even head_dim, or part of it, not 15")],
 }
 
@@ -303,7 +361,11 @@ WRONG_TENSORS = [  # a model, a tensor that is taken away or put there, and what
     ("gpt-oss", "model.layers.0.mlp.experts.gate_up_proj_bias", None, "is missing"),
     ("gpt-oss", "model.layers.0.mlp.router.weight", torch.zeros(8, 48), "has shape (8, 48), but config.json"),
     ("deepseek-v3", "model.layers.1.mlp.gate.e_score_correction_bias", None, "is missing"),
+    ("glm4-moe", "model.layers.1.self_attn.q_norm.weight", None, "is missing"),
+    ("glm4-moe", "model.layers.1.self_attn.k_proj.bias", None, "is missing"),
     ("mistral", "model.layers.2.eh_proj.weight", torch.zeros(3), "has no place"),
+    ("minimax-m2", "model.layers.1.block_sparse_moe.e_score_correction_bias", None, "is missing"),
+    ("olmo3", "model.layers.1.self_attn.k_norm.weight", torch.ones(8), "has shape (8,), but config.json"),
     # It is called as the checkpoint calls it, though Llama has another norm of that name.
     ("gemma3", "model.layers.1.input_layernorm.weight", None, "is missing"),
     ("gemma3", "model.layers.1.post_feedforward_layernorm.weight", None, "is missing"),
@@ -467,13 +529,14 @@ def test_published_sizes():
         "openllama-3b": 3.43, "openllama-7b": 6.74, "openllama-13b": 13.02, "mistral-7b": 7.24,
         "mixtral-8x7b": 46.7, "mixtral-8x22b": 141, "gemma-2b": 2.51, "gemma-7b": 8.54, "gemma3-1b": 1.0,
         "gemma3-4b": 3.884, "gemma3-12b": 11.771, "gemma3-27b": 27.016, "gpt2": 0.124,
-        "gpt2-medium": 0.355, "gpt2-large": 0.774, "gpt2-xl": 1.558, "glm-4-9b": 9.4, "qwen2.5-0.5b": 0.49,
+        "gpt2-medium": 0.355, "gpt2-large": 0.774, "gpt2-xl": 1.558, "glm-4-9b": 9.4, "glm-4.5-air": 106,
+        "glm-4.7": 355, "qwen2.5-0.5b": 0.49,
         "qwen2.5-1.5b": 1.54, "qwen2.5-3b": 3.09, "qwen2.5-7b": 7.61, "qwen2.5-14b": 14.7,
         "qwen2.5-32b": 32.5, "qwen2.5-72b": 72.7, "qwen3-0.6b": 0.6, "qwen3-1.7b": 1.7, "qwen3-4b": 4.0,
         "qwen3-8b": 8.2, "qwen3-14b": 14.8, "qwen3-32b": 32.8, "qwen3-30b-a3b": 30.5,
         "qwen3-235b-a22b": 235, "smollm3-3b": 3.08, "seed-oss-36b": 36,
         "ministral3-3b": 3.4, "ministral3-8b": 8.4, "ministral3-14b": 13.5, "mistral-small-3.1-24b": 24,
-        "gpt-oss-20b": 20.9, "gpt-oss-120b": 116.8,
+        "gpt-oss-20b": 20.9, "gpt-oss-120b": 116.8, "olmo3-7b": 7.3, "olmo3-32b": 32.2, "minimax-m2": 228.7,
         "deepseek-v3": 671, "deepseek-r1": 671, "kimi-k2": 1030, "kimi-k2.5": 1030,
         "muse-glimmer-30b": 29.78 - 1.92,  # without the vision encoder
         "muse-spark-816b": 816,
@@ -483,7 +546,7 @@ def test_published_sizes():
         assert sum(np.prod(info.shape) for info in infos) / 1e9 == pytest.approx(billions, rel=0.02), name
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "glm4-moe-lite"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "glm4-moe", "glm4-moe-lite", "minimax-m2"])
 def test_joined_experts(name, saved, tmp_path):
     """The matrices of all experts as transformers 5 has them in memory, and some tools save them."""
     folder, reference = saved(name)
@@ -501,6 +564,21 @@ def test_defaults_of_gpt_oss():
     theirs = json.loads(transformers.GptOssConfig().to_json_string())
     assert {"layer_types", "rope_parameters", "swiglu_alpha"} <= theirs.keys() - MODELS["gpt-oss-120b"].keys()
     assert read_config(theirs) == read_config(MODELS["gpt-oss-120b"])
+
+
+def test_defaults_of_glm4_moe():
+    """They are those of GLM-4.5-Air, but for what its file says."""
+    theirs = transformers.Glm4MoeConfig(head_dim=128, attention_bias=True, rope_theta=1e6)
+    air = MODELS["glm-4.5-air"]
+    assert read_config(json.loads(theirs.to_json_string())) == read_config(air)
+    assert not {"partial_rotary_factor", "n_group", "first_k_dense_replace"} & air.keys()
+
+
+def test_defaults_of_minimax_m2():
+    """They are those of M2, but RoPE rotates whole heads if the file does not say."""
+    theirs = transformers.MiniMaxM2Config()
+    m2 = {k: v for k, v in MODELS["minimax-m2"].items() if k not in ("rotary_dim", "rope_theta")}
+    assert read_config(json.loads(theirs.to_json_string())) == read_config(m2)
 
 
 def test_expert_tensors_of_dequantized_blocks(saved, tmp_path):
@@ -528,33 +606,47 @@ def same_weights(*folders, format: Format | None = None) -> None:
 
 
 BLOCK = 128  # rows and columns that share a scale
-WIDE = transformers.DeepseekV3Config(
-    **SIZES | dict(hidden_size=160, num_attention_heads=2, num_key_value_heads=2), num_hidden_layers=2,
-    intermediate_size=264, moe_intermediate_size=136, n_routed_experts=4, num_experts_per_tok=2, n_group=2,
-    topk_group=1, first_k_dense_replace=1, q_lora_rank=144, kv_lora_rank=136, qk_rope_head_dim=8,
-    qk_nope_head_dim=72, v_head_dim=80, rope_parameters=YARN,
-)  # fmt: skip
+WIDE = SIZES | dict(hidden_size=160, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=2)
+# Each has the name of an expert's tensor as it is published.
+BLOCKS = {
+    "deepseek_v3": (
+        transformers.DeepseekV3Config(
+            **WIDE, intermediate_size=264, moe_intermediate_size=136, n_routed_experts=4,
+            num_experts_per_tok=2, n_group=2, topk_group=1, first_k_dense_replace=1, q_lora_rank=144,
+            kv_lora_rank=136, qk_rope_head_dim=8, qk_nope_head_dim=72, v_head_dim=80, rope_parameters=YARN,
+        ),
+        "model.layers.1.mlp.experts.3.down_proj.weight",
+    ),
+    "minimax_m2": (
+        transformers.MiniMaxM2Config(
+            **WIDE | dict(head_dim=72), intermediate_size=136, num_local_experts=4, num_experts_per_tok=2,
+        ),
+        "model.layers.1.block_sparse_moe.experts.3.w2.weight",
+    ),
+}  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def blocks(tmp_path_factory):
-    """A folder as DeepSeek V3 was published, in FP8, and one with the floats that it stands for.
+@pytest.fixture(scope="module", params=BLOCKS)
+def blocks(request, tmp_path_factory):
+    """A folder as the models were published, in FP8, and one with the floats that it stands for.
 
-    Few sizes are multiples of a block's. Both have a layer more, which predicts the token after the next.
+    Few sizes are multiples of a block's. Both have as many layers more, which predict further tokens, as the
+    family may have: DeepSeek V3 one, MiniMax M2 three.
     """
     folder = tmp_path_factory.mktemp("blocks")
-    torch.manual_seed(0)
-    reference = with_random_weights(transformers.DeepseekV3ForCausalLM(WIDE).eval())
+    theirs_config, expert = BLOCKS[request.param]
+    reference = random_reference(theirs_config)
     reference.save_pretrained(folder / "floats")
     shutil.copytree(folder / "floats", folder / "fp8")
     floats, theirs = load_file(folder / "floats" / "model.safetensors"), {}
-    assert "model.layers.1.mlp.experts.3.down_proj.weight" in floats
+    assert expert in floats
     last = {name: x for name, x in floats.items() if name.startswith("model.layers.1.")}
-    floats |= {name.replace("layers.1.", "layers.2."): x.clone() for name, x in last.items()}
-    floats["model.layers.2.eh_proj.weight"] = torch.zeros(160, 320)
+    for extra in range(2, 5 if request.param == "minimax_m2" else 3):
+        floats |= {name.replace("layers.1.", f"layers.{extra}."): x.clone() for name, x in last.items()}
+        floats[f"model.layers.{extra}.eh_proj.weight"] = torch.zeros(160, 320)
     for name, x in floats.items():
         theirs[name] = x
-        if name.endswith("_proj.weight") or name.endswith("_with_mqa.weight"):
+        if re.search(r"(_proj|_with_mqa|\.w[123])\.weight$", name):
             rows, columns = (torch.arange(n) // BLOCK for n in x.shape)
             scale = 0.001 + 0.01 * torch.rand(rows[-1] + 1, columns[-1] + 1)
             step = scale[rows][:, columns]
@@ -564,7 +656,9 @@ def blocks(tmp_path_factory):
     save_file(floats, folder / "floats" / "model.safetensors")
     save_file(theirs, folder / "fp8" / "model.safetensors")
     config = json.loads((folder / "fp8" / "config.json").read_text())
-    config["quantization_config"] = DEEPSEEK_V3["quantization_config"] | dict(scale_fmt="ue8m0")  # of V3.1
+    config["quantization_config"] = PUBLISHED[request.param]["quantization_config"]
+    if request.param == "deepseek_v3":
+        config["quantization_config"] = config["quantization_config"] | dict(scale_fmt="ue8m0")  # of V3.1
     (folder / "fp8" / "config.json").write_text(json.dumps(config))
     return folder / "fp8", folder / "floats"
 
@@ -597,13 +691,42 @@ OLD_ROPE = dict(rope_theta=1e6, rope_local_base_freq=2e4)
 )
 def test_ropes_of_gemma3(rope):
     """In transformers 5's form and the one before, whole and in part. The 1B model has no rope_scaling."""
-    fields = {k: v for k, v in PUBLISHED["gemma3_text"].items() if k != "rope_scaling"} | rope
-    theirs = transformers.AutoConfig.for_model(**copy.deepcopy(fields)).rope_parameters
-    layers = read_config(fields).layers
-    for kind, name in ((layers[0], "sliding_attention"), (layers[5], "full_attention")):
+    same_ropes("gemma3_text", rope)
+
+
+OLMO3_YARN = PUBLISHED["olmo3"]["rope_scaling"] | {"rope_theta": 1e6, "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        dict(rope_theta=1e6),
+        dict(rope_theta=1e6, rope_scaling=PUBLISHED["olmo3"]["rope_scaling"]),
+        dict(rope_parameters=dict(full_attention=OLMO3_YARN)),
+        dict(rope_parameters=NEW_ROPE),
+        dict(rope_parameters=dict(sliding_attention=NEW_ROPE["sliding_attention"]), rope_theta=1e6),
+        {},
+    ],
+)
+def test_ropes_of_olmo3(rope):
+    """A rope_theta beside the objects of the two types is not of layers with a window, as in transformers."""
+    same_ropes("olmo3", rope)
+
+
+def same_ropes(name: str, rope: dict) -> None:
+    """The published model with these fields has the two RoPEs that transformers gives it."""
+    others = {k: v for k, v in PUBLISHED[name].items() if "rope" not in k and k != "layer_types"}
+    fields = others | dict(num_hidden_layers=6) | copy.deepcopy(rope)
+    config = transformers.AutoConfig.for_model(**copy.deepcopy(fields))
+    theirs, layers = config.rope_parameters, read_config(fields).layers
+    types = ["full_attention" if x.mask == model.Full() else "sliding_attention" for x in layers]
+    assert types == config.layer_types
+    full = next(layer for layer in layers if layer.mask == model.Full())
+    for kind, name in ((layers[0], "sliding_attention"), (full, "full_attention")):
         expected = theirs[name]
         assert kind.rope.theta == expected["rope_theta"]
         assert getattr(kind.rope.scaling, "factor", 1.0) == expected.get("factor", 1.0)
+        assert kind.rope.magnitude == expected.get("attention_factor", 1.0)
 
 
 def multimodal(name: str, text: dict | None = None) -> transformers.PreTrainedConfig:

@@ -339,6 +339,7 @@ def test_rope_of_gguf(stated, expected, tmp_path):
 def test_yarn_of_each_architecture(name, experts):
     needed = {"block_count": 4, "embedding_length": 64, "attention.head_count": 4, "attention.key_length": 16}
     needed |= {"attention.value_length": 16, "rope.dimension_count": 8, "expert_gating_func": 2}
+    needed |= {"attention.sliding_window_pattern": [True, True, True, False]}
     found = architectures.ARCHITECTURES[name, experts].config({**needed, **YARN_FIELDS, LENGTH: 64})
     assert YARN.items() <= found["rope_scaling"].items()
 

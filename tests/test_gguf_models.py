@@ -63,6 +63,15 @@ CONFIGS = {
     "smollm3": transformers.SmolLM3Config(
         **SIZES, num_hidden_layers=4, intermediate_size=64, rope_parameters=NO_SCALING
     ),
+    "olmo3": transformers.Olmo3Config(
+        **SIZES, num_hidden_layers=4, intermediate_size=64, sliding_window=9, rope_theta=5e5,
+        rope_scaling={k: v for k, v in YARN.items() if k != "rope_theta"} | dict(attention_factor=1.3),
+    ),
+    "minimax-m2": THEIR_CONFIGS["minimax-m2"],
+    "glm4-moe": THEIR_CONFIGS["glm4-moe"],
+    "glm4-moe-air": transformers.Glm4MoeConfig(
+        **{**THEIR_CONFIGS["glm4-moe"].to_dict(), "use_qk_norm": False, "norm_topk_prob": False}
+    ),
 }  # fmt: skip
 
 
@@ -215,6 +224,15 @@ def deepseek_fields(config) -> dict:
         Heads.KEY_LENGTH_MLA: config.qk_nope_head_dim + config.qk_rope_head_dim,
         Heads.VALUE_LENGTH_MLA: config.v_head_dim,
         LLM.VOCAB_SIZE: config.vocab_size,
+        **routed_expert_fields(config),
+        Rope.DIMENSION_COUNT: config.qk_rope_head_dim,
+        **rope_fields(rope),
+        **log,
+    }
+
+
+def routed_expert_fields(config) -> dict:
+    return {
         LLM.LEADING_DENSE_BLOCK_COUNT: config.first_k_dense_replace,
         LLM.EXPERT_COUNT: config.n_routed_experts,
         LLM.EXPERT_USED_COUNT: config.num_experts_per_tok,
@@ -225,9 +243,6 @@ def deepseek_fields(config) -> dict:
         LLM.EXPERT_GATING_FUNC: int(gguf.ExpertGatingFuncType.SIGMOID),
         LLM.EXPERT_GROUP_COUNT: config.n_group,
         LLM.EXPERT_GROUP_USED_COUNT: config.topk_group,
-        Rope.DIMENSION_COUNT: config.qk_rope_head_dim,
-        **rope_fields(rope),
-        **log,
     }
 
 
@@ -243,10 +258,37 @@ def deepseek_tensors(state, joined=False):
             yield name.replace("e_score_correction_bias", "e_score_correction.bias"), x
 
 
+def glm4_moe_fields(config) -> dict:
+    rope = config.rope_parameters
+    rotated = {Rope.DIMENSION_COUNT: int(config.head_dim * rope["partial_rotary_factor"])}
+    return routed_expert_fields(config) | rotated | rope_fields(rope)
+
+
+def olmo3_fields(config) -> dict:
+    rope = config.rope_parameters["full_attention"]
+    return {
+        Heads.SLIDING_WINDOW: config.sliding_window,
+        Heads.SLIDING_WINDOW_PATTERN: [kind == "sliding_attention" for kind in config.layer_types],
+        Rope.SCALING_ATTN_FACTOR: rope["attention_factor"],
+        **rope_fields(rope),
+    }
+
+
+def minimax_m2_fields(config) -> dict:
+    return mixtral_fields(config) | {
+        LLM.EXPERT_FEED_FORWARD_LENGTH: config.intermediate_size,
+        LLM.EXPERT_GATING_FUNC: int(gguf.ExpertGatingFuncType.SIGMOID),
+        Rope.DIMENSION_COUNT: config.rotary_dim,
+    }
+
+
 FAMILIES = {  # GGUF's architecture, its fields and its tensors
     "gemma3_text": (gguf.MODEL_ARCH.GEMMA3, gemma3_fields, gemma3_tensors),
     "gpt_oss": (gguf.MODEL_ARCH.GPT_OSS, gpt_oss_fields, gpt_oss_tensors),
     "deepseek_v3": (gguf.MODEL_ARCH.DEEPSEEK2, deepseek_fields, deepseek_tensors),
+    "olmo3": (gguf.MODEL_ARCH.OLMO2, olmo3_fields, dict.items),
+    "minimax_m2": (gguf.MODEL_ARCH.MINIMAXM2, minimax_m2_fields, deepseek_tensors),
+    "glm4_moe": (gguf.MODEL_ARCH.GLM4_MOE, glm4_moe_fields, deepseek_tensors),
     "mixtral": (gguf.MODEL_ARCH.LLAMA, mixtral_fields, interleaved_tensors),
     "ministral3": (gguf.MODEL_ARCH.MISTRAL3, ministral3_fields, interleaved_tensors),
     "seed_oss": (gguf.MODEL_ARCH.SEED_OSS, dense_fields, dict.items),
@@ -405,6 +447,16 @@ WRONG = [
     ("deepseek", with_(Heads.KEY_LENGTH_MLA, "wide"), "key_length_mla of the architecture = 'wide' makes no"),
     ("deepseek", with_(LLM.BLOCK_COUNT, 2), "tensor blk.2.attn_q_a.weight has no place"),
     ("deepseek", with_(LLM.BLOCK_COUNT, 4), "model.layers.3."),
+    (
+        "olmo3",
+        without(Heads.SLIDING_WINDOW_PATTERN),
+        "sliding_window_pattern of the architecture says nothing",
+    ),
+    ("olmo3", with_(Rope.SCALING_TYPE, "none"), "attention_factor = 1.3 is not supported"),
+    ("minimax-m2", with_(LLM.EXPERT_GATING_FUNC, 1), "minimax-m2.expert_gating_func = 1 is not supported"),
+    ("glm4-moe", with_(LLM.EXPERT_GATING_FUNC, 1), "expert_gating_func = 1 is not supported, only 2"),
+    ("glm4-moe", without(Heads.KEY_LENGTH), "attention.key_length of the architecture is missing"),
+    ("glm4-moe-air", with_(Rope.DIMENSION_COUNT, 3), "even head_dim, or part of it, not 3"),
 ]
 
 

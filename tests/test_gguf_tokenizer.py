@@ -41,6 +41,8 @@ LLAMA3 = CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 SPLITS = {
     "llama-bpe": [LLAMA3],
+    "dbrx": [LLAMA3],
+    "glm4": [LLAMA3],
     "qwen2": [LLAMA3.replace("{1,3}", "")],
     "deepseek-r1-qwen": [LLAMA3.replace("{1,3}", "")],
     "tekken": [CASED.replace("%s", "") + r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + ENDS_OF_WORDS],
@@ -69,6 +71,7 @@ SPLITS = {
     ],
     "smollm": [r"\p{N}", GPT2],
 }
+SPLITS["minimax-m2"] = SPLITS["gpt-4o"]
 WHOLE = ("kimi-k2", "gpt-4o", "llama-bpe", "tekken")
 BEGINS = ("llama-bpe", "tekken")  # with the BOS token, if the file does not say
 SPECIAL = {

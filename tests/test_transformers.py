@@ -153,6 +153,11 @@ CONFIGS = {
         **SIZES, num_hidden_layers=2, intermediate_size=64,
         rope_parameters=NO_SCALING | dict(partial_rotary_factor=0.5),
     ),
+    "glm4-moe": transformers.Glm4MoeConfig(
+        **SIZES, num_hidden_layers=3, intermediate_size=64, moe_intermediate_size=24, n_routed_experts=4,
+        num_experts_per_tok=2, attention_bias=True, use_qk_norm=True, routed_scaling_factor=2.5,
+        rope_parameters=NO_SCALING | dict(partial_rotary_factor=0.5),
+    ),
     "glm4-moe-lite": transformers.Glm4MoeLiteConfig(
         **SIZES | dict(num_key_value_heads=6, head_dim=8), num_hidden_layers=3, intermediate_size=64,
         moe_intermediate_size=24, n_routed_experts=4, num_experts_per_tok=2, q_lora_rank=20, kv_lora_rank=24,
@@ -163,6 +168,16 @@ CONFIGS = {
         moe_intermediate_size=24, n_routed_experts=8, num_experts_per_tok=3, n_group=4, topk_group=2,
         first_k_dense_replace=1, q_lora_rank=20, kv_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=12,
         v_head_dim=16, rope_parameters=YARN,
+    ),
+    "olmo3": transformers.Olmo3Config(
+        **SIZES, num_hidden_layers=4, intermediate_size=64, sliding_window=9, rope_parameters=dict(
+            sliding_attention=dict(rope_type="default", rope_theta=1e4),
+            full_attention=YARN | dict(attention_factor=1.3),
+        ),
+    ),
+    "minimax-m2": transformers.MiniMaxM2Config(
+        **SIZES, num_hidden_layers=2, intermediate_size=24, num_local_experts=4, num_experts_per_tok=2,
+        rotary_dim=4, rope_parameters=dict(NO_SCALING),  # it is changed
     ),
 }  # fmt: skip
 NEW = 20  # tokens, so that decoding crosses at least two edges of the chunks of 8
@@ -286,7 +301,7 @@ def test_command_line(name, saved, tmp_path):
         check(reference, r["prompt_tokens"], r["tokens"], r["prompt_logprobs"][1:], r["logprobs"])
 
 
-@pytest.mark.parametrize("name", ["openllama", "gpt-oss", "gemma3", "muse-glimmer"])
+@pytest.mark.parametrize("name", ["openllama", "gpt-oss", "gemma3", "muse-glimmer", "olmo3"])
 def test_where_a_norm_rounds(name):
     """The last norm in bfloat16: its quotient is rounded before the product with the weight, or not."""
     theirs = reference_model(name).to(torch.bfloat16).get_decoder().norm

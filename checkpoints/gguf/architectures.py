@@ -90,6 +90,7 @@ class Architecture:
     names:       tensors with other names than in NAMES; with ".weight" or ".bias" if that changes, too.
     interleaved: the rows of q and k are in the order of interleaved RoPE, which Hugging Face's are not.
     norm_offset: what the file adds to the weights of norms.
+    optional:    fields of config.json, each with the tensor that is in the file if the field is true.
     neutral:     fields with the values that ask for what is computed anyway, besides those in NEUTRAL.
     """
 
@@ -100,6 +101,7 @@ class Architecture:
     names: dict[str, str] = dataclasses.field(default_factory=dict)
     interleaved: bool = False
     norm_offset: float = 0
+    optional: dict[str, str] = dataclasses.field(default_factory=dict)
     neutral: dict[str, tuple] = dataclasses.field(default_factory=dict)
 
     def config_fields(self, fields: Fields, prefix: str) -> Fields:
@@ -149,21 +151,15 @@ def _deepseek2(fields: Fields) -> Fields:
     output. Files name these widths key_length_mla and value_length_mla; older files, key_length and
     value_length.
     """
-    gating = fields.pop("expert_gating_func", None)
-    if gating != SIGMOID:
-        raise UserError(
-            f"deepseek2.expert_gating_func = {gating} is not supported, only {SIGMOID}: is it DeepSeek V2?"
-        )
     widths = {}
     for name in ("key", "value"):
         width = _take_integer(fields, f"attention.{name}_length")
         widths[name] = _take_integer(fields, f"attention.{name}_length_mla", width)
     rotated = _take_integer(fields, "rope.dimension_count")
-    extra = _take_integer(fields, "nextn_predict_layers", 0)
-    fields["block_count"] = _take_integer(fields, "block_count") - extra
     fields.pop("attention.head_count_kv", None)  # newer files count the latent as one head
     # Older files do not say that DeepSeek V3 and R1, with 256 experts, divide them into groups.
     groups = (8, 4) if fields.get("expert_count") == 256 else (1, 1)
+    routed = _routed_experts(fields, groups, ": is it DeepSeek V2?")
     scaling, log = rope_scaling(fields), fields.pop("rope.scaling.yarn_log_multiplier", None)
     if scaling and "beta_fast" not in scaling and fields.get("expert_count") == 384:
         raise UserError(
@@ -173,17 +169,39 @@ def _deepseek2(fields: Fields) -> Fields:
     if scaling and log:
         # The file has 0.1 * mscale_all_dim. mscale, which no file has, is the same in all published models.
         scaling |= dict.fromkeys(("mscale", "mscale_all_dim"), round(10 * log, 6))
-    return {
+    return routed | {
         "qk_nope_head_dim": widths["key"] - rotated,
         "qk_rope_head_dim": rotated,
         "v_head_dim": widths["value"],
+        "rope_scaling": scaling,
+    }
+
+
+def _routed_experts(fields: Fields, groups: tuple[int, int] = (1, 1), question: str = "") -> Fields:
+    """Of families with DeepSeek V3's router: how it chooses experts, and the number of layers.
+
+    groups: how many groups of experts there are, and how many a token keeps, where the file does not say.
+    question: the end of the message about another router.
+    """
+    gating = fields.pop("expert_gating_func", None)
+    if gating != SIGMOID:
+        raise UserError(f"expert_gating_func = {gating} is not supported, only {SIGMOID}{question}")
+    extra = _take_integer(fields, "nextn_predict_layers", 0)
+    fields["block_count"] = _take_integer(fields, "block_count") - extra
+    return {
         "num_nextn_predict_layers": extra,
         "n_group": fields.pop("expert_group_count", groups[0]),
         "topk_group": fields.pop("expert_group_used_count", groups[1]),
         "norm_topk_prob": bool(fields.pop("expert_weights_norm", False)),
         "routed_scaling_factor": fields.pop("expert_weights_scale", 1.0),
-        "rope_scaling": scaling,
     }
+
+
+def _rotated_part(fields: Fields) -> Fields:
+    """The part of each head that RoPE rotates, and how its frequencies are scaled."""
+    width = _take_integer(dict(fields), "attention.key_length")  # FIELDS has another name for it
+    rotated = _take_integer(fields, "rope.dimension_count", width)
+    return {"partial_rotary_factor": rotated / max(width, 1), "rope_scaling": rope_scaling(fields)}
 
 
 def _gemma3(fields: Fields) -> Fields:
@@ -202,9 +220,36 @@ def _gemma3(fields: Fields) -> Fields:
     return config
 
 
+def _olmo2(fields: Fields) -> Fields:
+    """Files of OLMo 3 say which layers have a window, and YaRN's attention_factor under llama.cpp's name."""
+    windows = fields.pop("attention.sliding_window_pattern", None)
+    if not isinstance(windows, list):
+        raise UserError(
+            "field attention.sliding_window_pattern of the architecture says nothing: is it OLMo 2?"
+        )
+    scaling, magnitude = rope_scaling(fields), fields.pop("rope.scaling.attn_factor", None)
+    if scaling or magnitude not in (None, 1.0):
+        scaling["attention_factor"] = magnitude
+    return {
+        "layer_types": ["sliding_attention" if x else "full_attention" for x in windows],
+        "rope_scaling": scaling,
+    }
+
+
 SOFTMAX_OF_CHOSEN = {
     "expert_gating_func": (SOFTMAX,), "expert_weights_norm": (True,), "expert_weights_scale": (0.0, 1.0)
 }  # fmt: skip
+ROUTED_EXPERT_FIELDS = {
+    "expert_count": "n_routed_experts",
+    "expert_shared_count": "n_shared_experts",
+    "leading_dense_block_count": "first_k_dense_replace",
+}
+ROUTED_EXPERT_NAMES = {
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+}
 ARCHITECTURES = {  # by (general.architecture, whether there are experts)
     ("llama", False): Architecture("llama", "LlamaForCausalLM", interleaved=True),
     ("llama", True): Architecture(
@@ -263,9 +308,7 @@ ARCHITECTURES = {  # by (general.architecture, whether there are experts)
         fields={
             "attention.q_lora_rank": "q_lora_rank",
             "attention.kv_lora_rank": "kv_lora_rank",
-            "expert_count": "n_routed_experts",
-            "expert_shared_count": "n_shared_experts",
-            "leading_dense_block_count": "first_k_dense_replace",
+            **ROUTED_EXPERT_FIELDS,
         },
         names={
             "attn_q_a": "self_attn.q_a_proj",
@@ -276,10 +319,33 @@ ARCHITECTURES = {  # by (general.architecture, whether there are experts)
             "attn_kv_b": "self_attn.kv_b_proj",
             "attn_k_b": "self_attn.k_b_proj",
             "attn_v_b": "self_attn.v_b_proj",
-            "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
-            "ffn_up_shexp": "mlp.shared_experts.up_proj",
-            "ffn_down_shexp": "mlp.shared_experts.down_proj",
-            "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+            **ROUTED_EXPERT_NAMES,
         },
+    ),
+    ("olmo2", False): Architecture(
+        "olmo3",
+        "Olmo3ForCausalLM",
+        _olmo2,
+        fields={"attention.sliding_window": "sliding_window"},
+        names={
+            "post_attention_norm": "post_attention_layernorm",
+            "post_ffw_norm": "post_feedforward_layernorm",
+        },
+    ),
+    ("minimax-m2", True): Architecture(
+        "minimax_m2",
+        "MiniMaxM2ForCausalLM",
+        _rotated_part,
+        fields={"expert_feed_forward_length": "intermediate_size"},
+        names={"exp_probs_b.bias": "mlp.e_score_correction_bias"},
+        neutral={"expert_gating_func": (SIGMOID,)},
+    ),
+    ("glm4moe", True): Architecture(
+        "glm4_moe",
+        "Glm4MoeForCausalLM",
+        lambda fields: _routed_experts(fields) | _rotated_part(fields),
+        fields=ROUTED_EXPERT_FIELDS,
+        names={"post_attention_norm": "post_attention_layernorm", **ROUTED_EXPERT_NAMES},
+        optional={"use_qk_norm": "blk.0.attn_q_norm.weight", "attention_bias": "blk.0.attn_q.bias"},
     ),
 }

@@ -81,6 +81,7 @@ def _config(file: GgufFile) -> tuple[Architecture, dict[str, Any]]:
     fields.setdefault("rope.freq_base", 10000.0)
     fields.setdefault("attention.head_count_kv", fields.get("attention.head_count"))
     config |= architecture.config_fields(fields, prefix)
+    config |= {field: tensor in file.tensors for field, tensor in architecture.optional.items()}
     if "rope_freqs.weight" in file.tensors:
         if config.get("rope_scaling"):
             raise UserError(f"tensor rope_freqs.weight beside {prefix}rope.scaling.type is not supported")

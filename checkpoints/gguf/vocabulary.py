@@ -88,10 +88,11 @@ GPT4O = PreTokenizer((_words(_cased(), "{1,3}", r"[\r\n/]*"),), whole=True)
 PRE_TOKENIZERS = {
     **dict.fromkeys(("default", "gpt-2", "gpt2"), GPT2),
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "midm-2.0"), LLAMA3),
-    "smaug-bpe": PreTokenizer(LLAMA3.splits),
+    **dict.fromkeys(("smaug-bpe", "dbrx", "glm4"), PreTokenizer(LLAMA3.splits)),
     "qwen2": dataclasses.replace(QWEN2, nfc=True),
     **dict.fromkeys(("deepseek-r1-qwen", "megrez"), QWEN2),
     **dict.fromkeys(("gpt-4o", "llama4"), GPT4O),
+    "minimax-m2": PreTokenizer(GPT4O.splits),
     "tekken": PreTokenizer((_words(_cased(contraction=""), "", r"[\r\n/]*"),), whole=True, bos=True),
     "kimi-k2": PreTokenizer(
         (_words(r"\p{Han}+|" + _cased(_without_chinese(UPPER), _without_chinese(LOWER)), "{1,3}"),),
