@@ -930,11 +930,6 @@ class Config:
     logit_softcap: float | None = None
 
     @property
-    def attention(self) -> AttentionBlock:
-        """The first layer's attention, whose sizes are those of all layers."""
-        return self.layers[0].attention
-
-    @property
     def moe(self) -> MoE | None:
         """The first MoE among the layers, whose sizes are those of all; None for a dense model."""
         return next((x.feed_forward for x in self.layers if isinstance(x.feed_forward, MoE)), None)

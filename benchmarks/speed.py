@@ -109,7 +109,7 @@ def needed_flops(
     with the keys and values of the last layer. Norms, RoPE and softmax are not counted; zeros that pad heads
     and widths are.
     """
-    per_token, pairs = 0 if chooses else _size(_cached(weights.layers[-1].attention)), 0
+    per_token, attention = 0 if chooses else _size(_cached(weights.layers[-1].attention)), 0
     layers = list(zip(weights.layers, cfg.layers, strict=True))
     for layer, kind in layers if chooses else layers[:-1]:
         per_token += _size(layer.attention)
@@ -121,9 +121,9 @@ def needed_flops(
         else:
             per_token += _size(layer.feed_forward)
         positions = np.arange(context, context + tokens)
-        pairs += np.sum(positions - kind.mask.first_visible(positions)) + tokens
-    heads, layout = cfg.attention.K * cfg.attention.G, cfg.attention.slot_layout
-    attention = 2 * pairs * heads * (layout.key + layout.value_width)  # query x key, probability x value
+        pairs = np.sum(positions - kind.mask.first_visible(positions)) + tokens
+        heads, layout = kind.attention.K * kind.attention.G, kind.attention.slot_layout
+        attention += 2 * pairs * heads * (layout.key + layout.value_width)  # query x key, probability x value
     return batch * (2 * per_token * tokens + attention + 2 * cfg.V * cfg.D * chooses)
 
 

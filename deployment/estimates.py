@@ -1,10 +1,13 @@
 """How long a step would take by the data sheets: its memory traffic, its arithmetic and its collectives."""
 
+import collections
+
 from jax.sharding import Mesh
 
 from deployment.chips import Chip, Topology
 from deployment.job import Job, local_tokens
 from sharding.mesh import MODEL, SLOTS, STAGE, mesh_size
+from sharding.stages import first_stage
 
 HOP_SECONDS = 0.5e-6  # from one TPU to the next. Source: jax-ml/scaling-book tpus.md, question 5
 # What NCCL reckons with for a collective to begin, and for a step of its ring on NVLink, by its protocol for
@@ -59,14 +62,15 @@ def expected_collectives(job: Job, mesh: Mesh, topology: Topology) -> float:
 
     A layer has two all-reduces, and two small collectives where devices share a key/value head.
     """
-    cfg, rows = job.cfg, local_tokens(job, mesh)
+    cfg, rows, seconds = job.cfg, local_tokens(job, mesh), 0.0
     devices, slots = mesh_size(mesh, MODEL), mesh_size(mesh, SLOTS)
-    K, G, layout = cfg.attention.K * slots // devices, cfg.attention.G, cfg.attention.slot_layout
-    sent = [("all-reduce", 2 * rows * cfg.D, devices)] * 2
-    sent += [("all-gather", 2 * rows * K * (G * layout.key + layout.width), slots)]
-    sent += [("all-to-all", 4 * rows * K * G * (layout.value_width + 1), slots)]
-    depth = len(cfg.layers) // mesh.shape[STAGE]
-    return depth * sum(collective_seconds(*x, topology) for x in sent if x[2] > 1)
+    for kind, count in collections.Counter(first_stage(cfg, mesh.shape[STAGE]).layers).items():
+        K, G, layout = kind.attention.K * slots // devices, kind.attention.G, kind.attention.slot_layout
+        sent = [("all-reduce", 2 * rows * cfg.D, devices)] * 2
+        sent += [("all-gather", 2 * rows * K * (G * layout.key + layout.width), slots)]
+        sent += [("all-to-all", 4 * rows * K * G * (layout.value_width + 1), slots)]
+        seconds += count * sum(collective_seconds(*x, topology) for x in sent if x[2] > 1)
+    return seconds
 
 
 def resource_seconds(bytes_read: float, flops: float, collectives: float, chip: Chip) -> dict[str, float]:

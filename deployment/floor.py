@@ -1,6 +1,7 @@
 """The least that a step must read from HBM and compute, from the declared shapes."""
 
 import dataclasses
+import re
 
 from jax.sharding import Mesh
 
@@ -37,9 +38,10 @@ def needed(job: Job, mesh: Mesh) -> tuple[float, float]:
         bytes_read += size_in_bytes * share
         if part == "kv_cache":
             # Of a latent, the value's columns are some of the key's, and are used twice.
-            layout = cfg.attention.slot_layout
+            attention = cfg.layers[int(re.findall(r"layers\[(\d+)\]", name)[0])].attention
+            layout = attention.slot_layout
             uses = (layout.key + layout.value_width) / layout.width
-            flops += 2 * size * share * job.tokens * cfg.attention.G * uses  # `size` counts all rows
+            flops += 2 * size * share * job.tokens * attention.G * uses  # `size` counts all rows
         elif share:
             chosen = share if tokens <= FEW_ROWS else cfg.moe.A / cfg.moe.E if cfg.moe else 1
             flops += 2 * size * tokens * (chosen if part == "experts" else 1)

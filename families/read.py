@@ -3,7 +3,7 @@
 import math
 
 from families.fields import NUMBER, ConfigFields
-from families.rope_scaling import LinearScaling, Llama3Scaling, YarnScaling
+from families.rope_scaling import LinearScaling, Llama3Scaling, ProportionalScaling, YarnScaling
 from feedback.errors import UserError
 from model import MLP, Attention, Config, Full, LayerKind, MoE, Norm, Normalization, Rope, Router, Window
 
@@ -127,6 +127,11 @@ def _linear(fields: ConfigFields, positions: int) -> dict:
     return dict(scaling=LinearScaling(fields.take("factor", NUMBER)))
 
 
+def _proportional(fields: ConfigFields, positions: int) -> dict:
+    kept, factor = (fields.take(name, NUMBER, 1) for name in ("partial_rotary_factor", "factor"))
+    return dict(scaling=ProportionalScaling(kept, factor))
+
+
 def _llama3(fields: ConfigFields, positions: int) -> dict:
     names = "factor", "low_freq_factor", "high_freq_factor"
     factor, low, high = (fields.take(name, NUMBER) for name in names)
@@ -153,6 +158,7 @@ def yarn_growth(factor: float, mscale: float = 1) -> float:
 
 # rope_type -> from its parameters, and max_position_embeddings, to the fields of Rope that it determines
 SCALINGS = {"default": lambda fields, positions: {}, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
+SCALINGS |= {"proportional": _proportional}
 
 
 def rope(
@@ -231,7 +237,7 @@ def rope_of(
         raise UserError(f"config.json: rope_type {kind!r} is not supported ({', '.join(SCALINGS)})")
     scaled = SCALINGS[kind](fields, positions)
     fields.finish({})
-    width = int(H * rotated)
+    width = H if kind == "proportional" else int(H * rotated)  # that one sets frequencies to 0 instead
     if width < 2 or width % 2 or width > H:
         raise UserError(f"config.json: RoPE needs an even head_dim, or part of it, not {width}")
     return Rope(float(theta), width, interleaved=interleaved, **scaled)

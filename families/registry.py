@@ -7,6 +7,7 @@ from families.family import Family
 from families.fields import ConfigFields
 from families.gemma import GEMMA
 from families.gemma3 import GEMMA3
+from families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from families.glm4 import GLM4
 from families.glm4_moe import GLM4_MOE
 from families.gpt2 import GPT2
@@ -30,7 +31,7 @@ from model import Config
 FAMILIES = (
     LLAMA3, LLAMA4, MUSE_GLIMMER, MUSE_SPARK, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GEMMA, GEMMA3,
     GPT2, GPT_OSS, GLM4, GLM4_MOE_LITE, DEEPSEEK_V3, KIMI_K2, SMOLLM3, SEED_OSS, MINISTRAL3, GLM4_MOE,
-    OLMO3, MINIMAX_M2,
+    OLMO3, MINIMAX_M2, GEMMA4, GEMMA4_UNIFIED,
 )  # fmt: skip
 
 

@@ -20,6 +20,22 @@ class LinearScaling:
 
 
 @dataclasses.dataclass(frozen=True)
+class ProportionalScaling:
+    """The frequencies of a whole head's width, of which the first are kept, and those after them are 0.
+
+    kept: the part of them that is kept. factor: divides them. Source: transformers modeling_rope_utils.py.
+    """
+
+    kept: float
+    factor: float = 1
+
+    def __call__(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
+        n = len(frequencies)
+        kept = np.arange(n) < int(self.kept * 2 * n // 2)
+        return np.where(kept, frequencies / np.float32(self.factor), np.float32(0))
+
+
+@dataclasses.dataclass(frozen=True)
 class Llama3Scaling:
     """High frequencies are kept, low ones are divided by `factor`, and those in between are blended.
 

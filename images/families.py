@@ -23,6 +23,8 @@ FAMILIES = {
     "qwen3_moe (30B-A3B)": "qwen3-30b-a3b",
     "gemma (7B)": "gemma-7b",
     "gemma3_text (4B)": "gemma3-4b",
+    "gemma4_text (31B)": "gemma4-31b",
+    "gemma4_unified_text (12B)": "gemma4-12b",
     "gpt2 (124M)": "gpt2",
     "gpt_oss (20b)": "gpt-oss-20b",
     "glm (GLM-4-9B)": "glm-4-9b",

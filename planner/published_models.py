@@ -63,6 +63,12 @@ def _olmo3(width: int, heads: tuple[int, int], depth: int, F: int) -> dict:
     return _dense("olmo3", width, heads, depth, F, 100278, **longest)
 
 
+def _gemma4(width: int, heads: tuple[int, int], depth: int, F: int, **other) -> dict:
+    longest = dict(max_position_embeddings=131072, sliding_window=1024, final_logit_softcapping=30.0)
+    own = longest | dict(head_dim=256, global_head_dim=512, hidden_size_per_layer_input=0)
+    return _dense("gemma4_text", width, heads, depth, F, 262144, **own | other)
+
+
 def _gpt2(width: int, heads: int, depth: int) -> dict:
     sizes = dict(n_embd=width, n_head=heads, n_layer=depth, n_positions=1024, vocab_size=50257)
     return dict(model_type="gpt2", layer_norm_epsilon=1e-5, **sizes)
@@ -139,6 +145,13 @@ MODELS = {
     "gemma3-4b": _gemma3(2560, (8, 4), 34, 10240),
     "gemma3-12b": _gemma3(3840, (16, 8), 48, 15360),
     "gemma3-27b": _gemma3(5376, (32, 16), 62, 21504, head_dim=128, query_pre_attn_scalar=168),
+    "gemma4-31b": _gemma4(
+        5376, (32, 16), 60, 21504, attention_k_eq_v=True, num_global_key_value_heads=4
+    ),
+    "gemma4-12b": _gemma4(
+        3840, (16, 8), 48, 15360, model_type="gemma4_unified_text", attention_k_eq_v=True,
+        num_global_key_value_heads=1, max_position_embeddings=262144,
+    ),
     "gpt2": _gpt2(768, 12, 12),
     "gpt2-medium": _gpt2(1024, 16, 24),
     "gpt2-large": _gpt2(1280, 20, 36),

@@ -44,16 +44,16 @@ def mesh_shape(cfg, data: int = 1, expert: int = 1, tensor: int = 1, stage: int 
         raise ValueError(f"the model's {depth} layers do not make {alike}")
     if stage > 1 and cfg.D % (expert * tensor):
         raise ValueError(f"the {expert * tensor} devices of a stage do not divide the model's width {cfg.D}")
-    heads = math.gcd(cfg.attention.K, expert * tensor)
+    heads = math.gcd(expert * tensor, *(kind.attention.K for kind in cfg.layers))
     slots = expert * tensor // heads
     experts = cfg.moe.E if cfg.moe else 0
     if expert > 1 and (not experts or experts % expert):
         what = f"does not divide the model's {experts} experts" if experts else "is for models with experts"
         raise ValueError(f"expert parallelism {expert} {what}")
-    if any(width % slots for width in cfg.attention.sharded_widths):
-        width = next(width for width in cfg.attention.sharded_widths if width % slots)
+    widths = {width for kind in cfg.layers for width in kind.attention.sharded_widths if width % slots}
+    if widths:
         raise ValueError(
-            f"{slots} devices would share a key/value head, which does not divide its width {width}"
+            f"{slots} devices would share a key/value head, which does not divide its width {min(widths)}"
         )
     expert_heads = math.gcd(expert, heads)
     tensor_heads = heads // expert_heads

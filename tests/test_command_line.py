@@ -347,7 +347,7 @@ def test_rows_that_fit(monkeypatch):
     cfg = open_checkpoint(LLAMA3).config
     deployment = deployment_of(cfg)
     weights = deployment.weight_bytes()
-    row = 128 * cfg.attention.K * 2 * cfg.attention.H * 4 * len(cfg.layers) + 128 * 4 + 4
+    row = 128 * cfg.layers[0].attention.K * 2 * cfg.layers[0].attention.H * 4 * len(cfg.layers) + 128 * 4 + 4
     assert weights == memory.shard_bytes(model.init_weights(jax.random.key(0), cfg, deployment.mesh))
     assert deployment.cache_bytes(3, 128) == 3 * row
 
@@ -487,10 +487,10 @@ def test_bytes_per_step():
     experts = 3 * cfg.D * cfg.moe.M * E * 4
     assert found(999) == pytest.approx(deployment.weight_bytes() - cfg.V * cfg.D * 4)
     assert found(999) - found(2.5) == pytest.approx(2 * experts * (1 - A / E) ** 2.5)
-    token = 2 * cfg.attention.K * cfg.attention.H * 4
+    token = 2 * cfg.layers[0].attention.K * cfg.layers[0].attention.H * 4
     assert found(5, 20) - found(5) == pytest.approx(5 * token * (21 + 5 + 5))
     assert found(5, 20, kv_dtype="int8") - found(5) == pytest.approx(
-        5 * token * 31 * (1 + 2 / cfg.attention.H) / 4
+        5 * token * 31 * (1 + 2 / cfg.layers[0].attention.H) / 4
     )
     rings = np.mean([7, 8, 1, 2])  # what tokens at the positions 6 to 9 see
     assert found(5, 6, 7, 8, 9) - found(5) == pytest.approx(5 * token * (8.5 + 2 * rings))

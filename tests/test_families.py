@@ -111,7 +111,7 @@ def weights_of(saved, name: str, format=None, mesh_name="1"):
 
 # Of each kind of layer one family; heads and experts divided, which inside_layer gathers.
 LAYERS = dict.fromkeys(("gpt2", "gpt-oss", "muse-glimmer", "deepseek-v3", "qwen3-moe"), "1")
-LAYERS |= {"scout": "dp2-ep2-tp2", "gemma3": "tp8", "muse-spark": "ep2-tp4", "olmo3": "tp8"}
+LAYERS |= {"scout": "dp2-ep2-tp2", "gemma3": "tp8", "muse-spark": "ep2-tp4", "olmo3": "tp8", "gemma4": "tp8"}
 
 
 @pytest.mark.parametrize(("name", "mesh_name"), LAYERS.items())
@@ -177,7 +177,7 @@ def test_variations(saved):
     reference.lm_head.register_forward_hook(lambda module, x, y: 3 * torch.tanh(2 * y / 3))
     kind = dataclasses.replace(
         cfg.layers[0],
-        attention=dataclasses.replace(cfg.attention, scale=0.2),
+        attention=dataclasses.replace(cfg.layers[0].attention, scale=0.2),
         feed_forward=dataclasses.replace(cfg.layers[0].feed_forward, activation=GeGLU()),
         norm=None,
         residual=model.Residual(model.Norm(1e-6, weight=False)),

@@ -112,6 +112,23 @@ PUBLISHED = {
         model_type="gemma3_text", hidden_size=2560, intermediate_size=10240, num_hidden_layers=34,
         rope_scaling={"factor": 8.0, "rope_type": "linear"}, sliding_window=1024,
     ),
+    "gemma4_text": SMALL | dict(
+        model_type="gemma4_text", attention_bias=False, attention_k_eq_v=True, enable_moe_block=False,
+        final_logit_softcapping=30.0, global_head_dim=32, head_dim=16, hidden_activation="gelu_pytorch_tanh",
+        hidden_size_per_layer_input=0, max_position_embeddings=131072, num_global_key_value_heads=1,
+        num_hidden_layers=12, num_kv_shared_layers=0, rms_norm_eps=1e-6, sliding_window=1024,
+        rope_parameters={
+            "full_attention": {
+                "partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"
+            },
+            "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+        },
+        tie_word_embeddings=True, use_bidirectional_attention="vision", use_double_wide_mlp=False,
+    ),
+    # Sizes but for those of full layers; everything else has a default.
+    "gemma4_unified_text": dict(
+        model_type="gemma4_unified_text", attention_k_eq_v=True, num_global_key_value_heads=1
+    ),
     # Everything else has a default.
     "muse_glimmer_text": dict(
         model_type="muse_glimmer_text", hidden_activation="silu", pad_token_id=None,
@@ -202,7 +219,7 @@ PUBLISHED = {
 }  # fmt: skip
 
 
-TIED = "ministral3", "qwen2", "gemma", "gemma3_text", "gpt2", "smollm3"
+TIED = "ministral3", "qwen2", "gemma", "gemma3_text", "gemma4_text", "gemma4_unified_text", "gpt2", "smollm3"
 
 
 def their_config(name: str) -> transformers.PreTrainedConfig:
@@ -220,10 +237,11 @@ def test_published_config(name):
     sizes = theirs.hidden_size, theirs.vocab_size, theirs.num_hidden_layers, theirs.max_position_embeddings
     assert found == (*sizes, name in TIED)
     windows = dict(mistral=4096, olmo3=4096, gemma3_text=1024, gpt_oss=128)
-    windows |= dict(muse_glimmer_text=2048, muse_spark_text=2048)
+    windows |= dict(muse_glimmer_text=2048, muse_spark_text=2048, gemma4_text=1024, gemma4_unified_text=1024)
     assert cfg.layers[0].mask == (model.Window(windows[name]) if name in windows else model.Full())
 
 
+PARTIAL_ROPE = {"rope_type": "default", "partial_rotary_factor": 0.25}
 WRONG_FIELDS = {
     "muse_glimmer_text": [
         (dict(layer_rope_theta=[5e5, 1e4, 0]), "= [500000.0, 10000.0, 0] must give each of 3"),
@@ -335,6 +353,21 @@ WRONG_FIELDS = {
         (dict(num_experts_per_tok=9), "num_experts_per_tok = 9 of 8 experts"),
         (dict(hidden_act="gelu"), "hidden_act = 'gelu' is not supported"),
     ],
+    "gemma4_text": [
+        (dict(use_bidirectional_attention="all"), "use_bidirectional_attention = 'all' is not supported"),
+        (dict(attention_bias=True), "attention_bias = True is not supported"),
+        (dict(num_global_key_value_heads=3), "4 attention heads are no multiple of 3 key/value heads"),
+        (dict(global_head_dim=33), "RoPE needs an even head_dim, or part of it, not 33"),
+        (dict(layer_types=["full_attention"] * 2), "layer_types do not describe 12 layers"),
+        (dict(per_layer_config={"5": {"head_dim": 32}}), "must say the same of all layers of a type"),
+        (dict(per_layer_config={"5": 32, "11": 32}), "must say the same of all layers of a type"),
+        (dict(per_layer_config={str(i): {"rms_norm_eps": 1e-5} for i in (5, 11)}), "rms_norm_eps = 1e-05"),
+        (dict(rope_parameters=dict(full_attention={"rope_theta": 1e6})), "'sliding_attention' is missing"),
+        (
+            dict(rope_parameters=dict.fromkeys(("full_attention", "sliding_attention"), PARTIAL_ROPE)),
+            "partial_rotary_factor = 0.25 needs rope_type 'proportional'",
+        ),
+    ],
     "glm4_moe_lite": [(dict(qk_rope_head_dim=15), "even head_dim, or part of it, not 15")],
 }
 
@@ -369,6 +402,8 @@ WRONG_TENSORS = [  # a model, a tensor that is taken away or put there, and what
     # It is called as the checkpoint calls it, though Llama has another norm of that name.
     ("gemma3", "model.layers.1.input_layernorm.weight", None, "is missing"),
     ("gemma3", "model.layers.1.post_feedforward_layernorm.weight", None, "is missing"),
+    ("gemma4", "model.layers.1.layer_scalar", None, "is missing"),
+    ("gemma4", "model.layers.1.self_attn.v_proj.weight", torch.zeros(16, 48), "has no place"),
 ]
 
 
@@ -395,7 +430,7 @@ def test_rope_of_ministral3():
     theirs = json.loads(transformers.Ministral3Config(**content).to_json_string())
     assert theirs["rope_parameters"]["max_position_embeddings"] == 262144
     assert read_config(content) == read_config(theirs) == read_config(PUBLISHED["ministral3"])
-    heads = read_config(content).attention
+    heads = read_config(content).layers[0].attention
     assert (heads.query_scale, heads.scale) == (QueryScale(0.1, 16384, offset=0), None)
     assert read_config(content).layers[0].rope.magnitude == 1
 
@@ -500,7 +535,7 @@ def test_biases_of_seed_oss():
     names = "attention_bias", "attention_out_bias", "head_dim"
     content = {k: v for k, v in PUBLISHED["seed_oss"].items() if k not in names}
     assert read_config(content) == read_config(PUBLISHED["seed_oss"])
-    found = read_config(content | dict(attention_bias=False, attention_out_bias=True)).attention
+    found = read_config(content | dict(attention_bias=False, attention_out_bias=True)).layers[0].attention
     assert (found.bias, found.output_bias, found.H) == (False, True, 128)
 
 
@@ -528,7 +563,7 @@ def test_published_sizes():
     published = {
         "openllama-3b": 3.43, "openllama-7b": 6.74, "openllama-13b": 13.02, "mistral-7b": 7.24,
         "mixtral-8x7b": 46.7, "mixtral-8x22b": 141, "gemma-2b": 2.51, "gemma-7b": 8.54, "gemma3-1b": 1.0,
-        "gemma3-4b": 3.884, "gemma3-12b": 11.771, "gemma3-27b": 27.016, "gpt2": 0.124,
+        "gemma3-4b": 3.884, "gemma3-12b": 11.771, "gemma3-27b": 27.016, "gemma4-31b": 30.7, "gpt2": 0.124,
         "gpt2-medium": 0.355, "gpt2-large": 0.774, "gpt2-xl": 1.558, "glm-4-9b": 9.4, "glm-4.5-air": 106,
         "glm-4.7": 355, "qwen2.5-0.5b": 0.49,
         "qwen2.5-1.5b": 1.54, "qwen2.5-3b": 3.09, "qwen2.5-7b": 7.61, "qwen2.5-14b": 14.7,

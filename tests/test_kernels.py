@@ -99,7 +99,7 @@ def test_whole_model(cfg, kv_dtype, format, monkeypatch, as_on_a_tpu):
     result = generate(cfg, kv_dtype, format)
     kernels = {"take_slots", "put_slots", "splash_mqa_fwd_segmented_residuals", "ragged_decode"}
     kernels |= {"active_experts"} if cfg.moe else {"take_rows"}
-    short_pieces = 32 * cfg.attention.G <= ragged_attention.FEW_QUERIES
+    short_pieces = 32 * cfg.layers[0].attention.G <= ragged_attention.FEW_QUERIES
     kernels |= {"ragged_attention"} if short_pieces else set()
     assert used == kernels
     # int8 queries of 16 bits, and probabilities rounded to bfloat16 before they meet int8 values.

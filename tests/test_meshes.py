@@ -459,4 +459,4 @@ def test_mesh_axes_multiply_out(n, heads):
         groups = (HEADS, SLOTS, EXPERT, TENSOR)
         by_heads, by_slots, by_expert, by_tensor = (math.prod(mesh[axis] for axis in axes) for axes in groups)
         assert (by_expert, by_tensor) == (expert, n // expert)
-        assert by_heads * by_slots == n and cfg.attention.K % by_heads == 0
+        assert by_heads * by_slots == n and cfg.layers[0].attention.K % by_heads == 0

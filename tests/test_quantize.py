@@ -89,7 +89,7 @@ def test_declared_scales_fit():
     """What a matmul contracts is quantized along just those axes; norms, router and embedding are not."""
     cfg = llama4_config()
     tree = abstract(model.weight_infos(cfg, format=INT8), mesh_of(cfg), jnp.bfloat16)
-    attention, heads, E = tree.layers[0].attention, cfg.attention, cfg.moe.E
+    attention, heads, E = tree.layers[0].attention, cfg.layers[0].attention, cfg.moe.E
     assert attention.q.values.shape == (heads.K, heads.G, heads.H, cfg.D)
     assert attention.q.scale.shape == (heads.K, heads.G, heads.H)
     assert attention.o.scale.shape == (cfg.D,)

@@ -63,7 +63,7 @@ def by_hand(text: list[int], w: model.Weights, cfg: model.Config, kv: str, other
     """
     logprobs, margins = [], np.full((len(text), len(cfg.layers)), np.inf)
     keys, values = ([[] for _ in cfg.layers] for _ in range(2))
-    H, eps = cfg.attention.H, cfg.norm.eps
+    H, eps = cfg.layers[0].attention.H, cfg.norm.eps
 
     def rotate(x: np.ndarray, t: int, rope: model.Rope) -> np.ndarray:
         turn = rope.theta ** (-np.arange(0, H, 2) / H)

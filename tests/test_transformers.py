@@ -49,6 +49,10 @@ LLAMA4 = SIZES | dict(
     num_hidden_layers=2, no_rope_layers=[1, 0], intermediate_size=32, intermediate_size_mlp=64,
     num_local_experts=4, attention_chunk_size=8, floor_scale=4, attn_scale=0.1, attn_temperature_tuning=True,
 )  # fmt: skip
+GEMMA4 = SIZES | dict(
+    num_hidden_layers=4, intermediate_size=64, sliding_window=9, global_head_dim=16,
+    layer_types=["sliding_attention", "full_attention"] * 2, final_logit_softcapping=30.0,
+)  # fmt: skip
 CONFIGS = {
     "llama3-scaled-tied": transformers.LlamaConfig(
         **SIZES, num_hidden_layers=2, intermediate_size=64, rope_parameters=LLAMA3_ROPE,
@@ -142,6 +146,12 @@ CONFIGS = {
         ),
         final_logit_softcapping=30.0,
     ),
+    "gemma4": transformers.Gemma4TextConfig(
+        **GEMMA4, hidden_size_per_layer_input=0, attention_k_eq_v=True, num_global_key_value_heads=1,
+    ),
+    "gemma4-unified": transformers.Gemma4UnifiedTextConfig(
+        **GEMMA4 | dict(num_key_value_heads=6), num_global_key_value_heads=2
+    ),
     "gpt2": transformers.GPT2Config(
         vocab_size=512, n_embd=48, n_layer=2, n_head=6, n_positions=256, bos_token_id=0, eos_token_id=None,
     ),
@@ -212,6 +222,8 @@ def with_random_weights(reference):
         for buffer_name, buffer in reference.named_buffers():
             if buffer_name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.2 * torch.randn_like(buffer))
+            if buffer_name.endswith("layer_scalar"):
+                buffer.copy_(1 + 0.2 * torch.randn_like(buffer))
     return reference
 
 
