@@ -4,30 +4,38 @@ Source: transformers, models/gemma4 and models/gemma4_unified.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from families import read
 from families.family import LANGUAGE_MODEL_NAMES, Family
 from families.fields import NUMBER, ConfigFields
 from families.gemma import GeGLU
 from families.gemma3 import NAMES, SUPPORTED
+from families.stored_layouts import GATE_AND_UP, joined
 from feedback.errors import UserError
 from model import (
     Attention,
     AttentionWeights,
     Chunk,
     Config,
+    FeedForward,
     LayerKind,
+    MoE,
+    MoEWeights,
     Norm,
+    Normalization,
     Residual,
     Rope,
     Rotation,
+    Router,
 )
-from sharding.arrays import ArrayInfo, declared_norm, infos_of, pytree
-from sharding.collective_matmul import products
+from sharding.arrays import ArrayInfo, Stored, declared_norm, infos_of, pytree
+from sharding.collective_matmul import column_mean, products
+from sharding.mesh import MODEL
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,6 +88,63 @@ class ScaledResidual(Residual):
         return infos_of(ScaledResidualWeights, prefix, dict(D=info.shape[0], N=1))
 
 
+@dataclasses.dataclass(frozen=True)
+class Unnormed:
+    """In the place of a norm: the feed-forward network of a mixture normalizes its input itself."""
+
+    def declare(self, info: ArrayInfo) -> None:
+        return None
+
+    def __call__(self, x: Array, w: None, mean: Callable[[Array], Array] = column_mean) -> Array:
+        """x: [...,D] -> x."""
+        return x
+
+
+@dataclasses.dataclass(frozen=True)
+class NormedRouter(Router):
+    """A router of the normalized stream, times a factor per column. Each expert's score has a factor, too."""
+
+    norm: Norm = Norm(1e-6, weight=False)
+
+    def __call__(self, x: Array, w: MoEWeights, A: int) -> tuple[Array, Array]:
+        """x, and the result: see `Router`."""
+        assert isinstance(w, MixtureWeights)
+        chosen, score = super().__call__(self.norm(x, None) * w.router_scale * x.shape[-1] ** -0.5, w, A)
+        return chosen, score * w.expert_scale.astype(jnp.float32)[chosen]
+
+
+@pytree
+class MixtureWeights(MoEWeights):
+    router_scale: Array = declared_norm("D", "router.scale")
+    expert_scale: Array = declared_norm("E", "router.per_expert_scale")
+    shared_norm: Any = declared_norm("D", "pre_feedforward_layernorm.weight")
+    shared_post_norm: Any = declared_norm("D", "post_feedforward_layernorm_1.weight")
+    routed_norm: Any = declared_norm("D", "pre_feedforward_layernorm_2.weight")
+    routed_post_norm: Any = declared_norm("D", "post_feedforward_layernorm_2.weight")
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixture(MoE):
+    """Experts beside an MLP for all tokens, each with norms of its own before and after; the two are added.
+
+    norm: all four. The router sees the stream before any of them.
+    """
+
+    norm: Norm = Norm(1e-6, offset=0.0)
+
+    def declare(self, prefix: str, D: int, weights: type | None = MixtureWeights) -> Any:
+        """The declared weights. prefix: precedes their names in a checkpoint."""
+        return super().declare(prefix, D, weights)
+
+    def __call__(self, x: Array, w: MoEWeights, chunk: Chunk) -> Array:
+        """x: [b,T,D], the stream -> [b,T,D]. One sum over devices for both."""
+        assert isinstance(w, MixtureWeights) and self.shared
+        shared = self.shared.partial_sum(self.norm(x, w.shared_norm), w.shared)
+        routed = self.routed_experts(self.norm(x, w.routed_norm), w, chunk, x)
+        shared, routed = lax.psum((shared, routed), MODEL)  # f of the one, e and m of the other
+        return self.norm(shared, w.shared_post_norm) + self.norm(routed, w.routed_post_norm)
+
+
 def config(fields: ConfigFields) -> Config:
     depth, norm, masks = read.depth(fields), read.norm(fields, offset=0.0), read.masks(fields)
     types = ["sliding_attention" if (i + 1) % 6 else "full_attention" for i in range(depth)]
@@ -87,12 +152,20 @@ def config(fields: ConfigFields) -> Config:
     types = [*types[:-1], "full_attention"]  # whatever the file says of the last layer
     heads = attention_of(fields, types, norm)
     ropes, positions = ConfigFields(fields.take("rope_parameters", dict, ROPES)), "max_position_embeddings"
-    mlp, after = read.mlp(fields, activation=GeGLU()), ScaledResidual(norm)
+    mlp = read.mlp(fields, activation=GeGLU())
+    network: FeedForward = mlp
+    before: Normalization = norm
+    if fields.take("enable_moe_block", bool, False):
+        router = NormedRouter("softmax", normalized=True, scales="output", norm=Norm(norm.eps, weight=False))
+        experts = read.moe(
+            fields, router, "moe_intermediate_size", kind=Mixture, activation=GeGLU(), norm=norm
+        )  # fmt: skip
+        network, before = dataclasses.replace(experts, shared=mlp), Unnormed()
     kinds = {}
     for x in dict.fromkeys(types):
         rope = rope_of(ropes.take(x, dict), heads[x].H, fields.take(positions, int))
         kinds[x] = LayerKind(
-            heads[x], mlp, norm, masks[x], rope, Residual(norm), feed_forward_residual=after
+            heads[x], network, norm, masks[x], rope, Residual(norm), before, ScaledResidual(norm)
         )  # fmt: skip
     for x in masks:  # a type that no layer has
         ropes.get(x)
@@ -148,6 +221,21 @@ DEFAULTS = dict(
     num_key_value_heads=4, head_dim=256, sliding_window=512, max_position_embeddings=131072,
     rms_norm_eps=1e-6,
 )  # fmt: skip
+# The MLP of a mixture is where other layers have it, and the experts are beside it, not in it.
+MIXTURE_LAYOUTS = {
+    "feed_forward.router": (Stored("router.proj.weight", "ED"),),
+    "feed_forward.router_scale": (Stored("router.scale", "D"),),
+    "feed_forward.expert_scale": (Stored("router.per_expert_scale", "E"),),
+    "feed_forward.shared.gate": (Stored("mlp.gate_proj.weight", "FD"),),
+    "feed_forward.shared.up": (Stored("mlp.up_proj.weight", "FD"),),
+    "feed_forward.shared.down": (Stored("mlp.down_proj.weight", "DF"),),
+    "feed_forward.shared_norm": (Stored("post_attention_layernorm.weight", "D"),),  # Llama's name
+    "feed_forward.shared_post_norm": (Stored("post_feedforward_layernorm_1.weight", "D"),),
+    "feed_forward.routed_norm": (Stored("pre_feedforward_layernorm_2.weight", "D"),),
+    "feed_forward.routed_post_norm": (Stored("post_feedforward_layernorm_2.weight", "D"),),
+    **joined("experts.gate_up_proj", "E[M+M]D", *GATE_AND_UP),
+    "feed_forward.down": (Stored("experts.down_proj", "EDM"),),
+}
 TOWERS = r"^(model\.)?(vision_tower|audio_tower|embed_vision|embed_audio|vision_embedder)\."
 GEMMA4 = Family(
     "gemma4_text",
@@ -157,7 +245,9 @@ GEMMA4 = Family(
     supported=SUPPORTED | dict(use_bidirectional_attention=("vision",)),
     no_effect="""audio_config audio_token_id boa_token_id eoa_token_id eoa_token_index video_token_id
         vocab_size_per_layer_input""",
+    field_names={"num_experts": "num_local_experts", "top_k_experts": "num_experts_per_tok"},
     tensor_names=(*LANGUAGE_MODEL_NAMES, *NAMES),
+    layouts=MIXTURE_LAYOUTS,
     unused_tensors=TOWERS + r"|\.rotary_emb\.",
 )
 GEMMA4_UNIFIED = dataclasses.replace(

@@ -122,7 +122,7 @@ class PooledMoE(MoE):
     input_norm: Normalization | None = None
     output_norm: Normalization | None = None
 
-    def routed_experts(self, x: Array, w: MoEWeights, chunk: Chunk) -> Array:
+    def routed_experts(self, x: Array, w: MoEWeights, chunk: Chunk, routed: Array | None = None) -> Array:
         """Each token's A experts. x: [b,T,D] -> [b,T,D], this device's part of the sum over w.
 
         The outputs of a token's experts are divided by columns as they are summed over m: A times the bytes

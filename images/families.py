@@ -24,6 +24,7 @@ FAMILIES = {
     "gemma (7B)": "gemma-7b",
     "gemma3_text (4B)": "gemma3-4b",
     "gemma4_text (31B)": "gemma4-31b",
+    "gemma4_text (26B-A4B)": "gemma4-26b-a4b",
     "gemma4_unified_text (12B)": "gemma4-12b",
     "gpt2 (124M)": "gpt2",
     "gpt_oss (20b)": "gpt-oss-20b",

@@ -152,6 +152,10 @@ MODELS = {
         3840, (16, 8), 48, 15360, model_type="gemma4_unified_text", attention_k_eq_v=True,
         num_global_key_value_heads=1, max_position_embeddings=262144,
     ),
+    "gemma4-26b-a4b": _gemma4(
+        2816, (16, 8), 30, 2112, attention_k_eq_v=True, num_global_key_value_heads=2, enable_moe_block=True,
+        num_experts=128, top_k_experts=8, moe_intermediate_size=704,
+    ),
     "gpt2": _gpt2(768, 12, 12),
     "gpt2-medium": _gpt2(1024, 16, 24),
     "gpt2-large": _gpt2(1280, 20, 36),

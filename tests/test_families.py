@@ -39,6 +39,7 @@ PAIRS = [(name, mesh_for(name)) for name in FAMILIES]
 # Sinks, latents and windows divided otherwise; more experts' shards than in any family above.
 PAIRS += [("gpt-oss", "tp8"), ("glm4-moe-lite", "tp8"), ("gemma3", "dp2-tp4"), ("mixtral", "ep4-tp2")]
 PAIRS += [("muse-spark", "tp8"), ("muse-spark", "ep4-tp2")]
+PAIRS += [("gemma4-moe", "dp2-ep2-tp2")]
 PAIRS += [("minimax-m2", "tp8")]  # devices that share a head, whose norms sum over all of them
 
 
@@ -112,6 +113,7 @@ def weights_of(saved, name: str, format=None, mesh_name="1"):
 # Of each kind of layer one family; heads and experts divided, which inside_layer gathers.
 LAYERS = dict.fromkeys(("gpt2", "gpt-oss", "muse-glimmer", "deepseek-v3", "qwen3-moe"), "1")
 LAYERS |= {"scout": "dp2-ep2-tp2", "gemma3": "tp8", "muse-spark": "ep2-tp4", "olmo3": "tp8", "gemma4": "tp8"}
+LAYERS |= {"gemma4-moe": "ep2-tp4"}
 
 
 @pytest.mark.parametrize(("name", "mesh_name"), LAYERS.items())

@@ -403,6 +403,8 @@ WRONG_TENSORS = [  # a model, a tensor that is taken away or put there, and what
     ("gemma3", "model.layers.1.input_layernorm.weight", None, "is missing"),
     ("gemma3", "model.layers.1.post_feedforward_layernorm.weight", None, "is missing"),
     ("gemma4", "model.layers.1.layer_scalar", None, "is missing"),
+    ("gemma4-moe", "model.layers.1.router.per_expert_scale", None, "is missing"),
+    ("gemma4-moe", "model.layers.1.pre_feedforward_layernorm_2.weight", None, "is missing"),
     ("gemma4", "model.layers.1.self_attn.v_proj.weight", torch.zeros(16, 48), "has no place"),
 ]
 
@@ -563,7 +565,8 @@ def test_published_sizes():
     published = {
         "openllama-3b": 3.43, "openllama-7b": 6.74, "openllama-13b": 13.02, "mistral-7b": 7.24,
         "mixtral-8x7b": 46.7, "mixtral-8x22b": 141, "gemma-2b": 2.51, "gemma-7b": 8.54, "gemma3-1b": 1.0,
-        "gemma3-4b": 3.884, "gemma3-12b": 11.771, "gemma3-27b": 27.016, "gemma4-31b": 30.7, "gpt2": 0.124,
+        "gemma3-4b": 3.884, "gemma3-12b": 11.771, "gemma3-27b": 27.016, "gemma4-31b": 30.7,
+        "gemma4-26b-a4b": 25.2, "gemma4-12b": 11.9, "gpt2": 0.124,
         "gpt2-medium": 0.355, "gpt2-large": 0.774, "gpt2-xl": 1.558, "glm-4-9b": 9.4, "glm-4.5-air": 106,
         "glm-4.7": 355, "qwen2.5-0.5b": 0.49,
         "qwen2.5-1.5b": 1.54, "qwen2.5-3b": 3.09, "qwen2.5-7b": 7.61, "qwen2.5-14b": 14.7,

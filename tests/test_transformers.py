@@ -152,6 +152,10 @@ CONFIGS = {
     "gemma4-unified": transformers.Gemma4UnifiedTextConfig(
         **GEMMA4 | dict(num_key_value_heads=6), num_global_key_value_heads=2
     ),
+    "gemma4-moe": transformers.Gemma4TextConfig(
+        **GEMMA4, hidden_size_per_layer_input=0, attention_k_eq_v=True, num_global_key_value_heads=1,
+        enable_moe_block=True, num_experts=8, top_k_experts=2, moe_intermediate_size=16,
+    ),
     "gpt2": transformers.GPT2Config(
         vocab_size=512, n_embd=48, n_layer=2, n_head=6, n_positions=256, bos_token_id=0, eos_token_id=None,
     ),
