@@ -74,6 +74,7 @@ OLMO3_TP8 = "tests/test_families.py::test_on_a_mesh[olmo3-tp8]"
 MIXTRAL, LATENT, MUSE_GLIMMER = map(FAMILY, ("mixtral", "glm4-moe-lite", "muse-glimmer"))
 LATENT_TP8 = "tests/test_families.py::test_on_a_mesh[glm4-moe-lite-tp8]"
 MISTRAL_TP8 = "tests/test_families.py::test_on_a_mesh[mistral-tp8]"
+GEMMA4, GEMMA4_MOE = FAMILY("gemma4"), FAMILY("gemma4-moe")
 SPARK, SPARK_MESH = FAMILY("muse-spark"), "tests/test_families.py::test_on_a_mesh[muse-spark-{}]".format
 FAMILIES, FAMILY_CHECKPOINTS = "tests/test_families.py", "tests/test_family_checkpoints.py"
 WINDOWS = "tests/test_reuse_search.py::test_many[chunks4-4-draft-float32-True]"
@@ -221,6 +222,19 @@ MUTATIONS = [
     ("families/muse_spark.py", '(r"\\.post_feedforward_residual_gate\\.gate$", ".post_mlp_gate")', '(r"\\.post_attention_residual_gate\\.gate$", ".post_mlp_gate")', SPARK),
     ("ops/grouped_matmul.py", "return y.sum(1) if summed else y.swapaxes(0, 1)", "return y.sum(1)", SPARK),
     ("ops/grouped_matmul.py", "factors = jnp.sum(factors, 1)[None] if summed else factors.swapaxes(0, 1)  # 1RE, or ARE", "factors = jnp.sum(factors, 1)[None]", EXPERTS + "::test_active_experts_kernel"),
+    ("families/gemma4.py", "dataclasses.replace(self.qk_norm, weight=False)(v, None)", "v", GEMMA4),
+    ("families/gemma4.py", "return super().__call__(x, y, w.norm, chunk) * w.factor", "return super().__call__(x, y, w.norm, chunk)", GEMMA4),
+    ("families/gemma4.py", "return q, k, k", "return q, k, 0 * k", GEMMA4),
+    ("families/gemma4.py", 'types = [*types[:-1], "full_attention"]', "types = [*types]", FAMILY_CHECKPOINTS + "::test_last_layer_of_gemma4"),
+    ("families/gemma4.py", "qk_norm=norm, scale=1.0", "qk_norm=norm", GEMMA4),
+    ("families/gemma4.py", "router_scale * x.shape[-1] ** -0.5", "router_scale", GEMMA4_MOE),
+    ("families/gemma4.py", "self.norm(x, None) * w.router_scale", "self.norm(x, None)", GEMMA4_MOE),
+    ("families/gemma4.py", "return chosen, score * w.expert_scale.astype(jnp.float32)[chosen]", "return chosen, score", GEMMA4_MOE),
+    ("families/gemma4.py", "self.norm(x, w.routed_norm), w, chunk, x)", "self.norm(x, w.routed_norm), w, chunk)", GEMMA4_MOE),
+    ("families/gemma4.py", "self.norm(shared, w.shared_post_norm)", "shared", GEMMA4_MOE),
+    ("families/gemma4.py", "self.norm(routed, w.routed_post_norm)", "routed", GEMMA4_MOE),
+    ("families/rope_scaling.py", "return np.where(kept, frequencies / np.float32(self.factor), np.float32(0))", "return frequencies / np.float32(self.factor)", GEMMA4),
+    ("sharding/mesh.py", "math.gcd(expert * tensor, *(kind.attention.K for kind in cfg.layers))", "math.gcd(expert * tensor, cfg.layers[0].attention.K)", "tests/test_families.py::test_meshes_of_unlike_layers"),
     ("model.py", "add_bias(q, w.q_bias)", "q", QWEN2),
     ("model.py", "add_bias(k, w.k_bias)", "k", QWEN2),
     ("model.py", "add_bias(v, w.v_bias)", "v", QWEN2),

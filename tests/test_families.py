@@ -97,6 +97,12 @@ def test_meshes_of_published_models(name, n):
             assert x.shape == shape or name not in ("deepseek-v3", "kimi-k2")
 
 
+def test_meshes_of_unlike_layers():
+    """Gemma 4 31B has 16 key/value heads in some layers, 4 in others: the axis of heads divides both."""
+    sizes = mesh_shape(read_model("gemma4-31b"), tensor=8)
+    assert (sizes["tensor_heads"], sizes["tensor_slots"]) == (4, 2)
+
+
 def test_meshes_that_divide_too_far():
     with pytest.raises(ValueError, match="128 devices would share a key/value head, .* its width 64"):
         mesh_shape(read_model("kimi-k2"), expert=128)

@@ -553,6 +553,17 @@ def test_layers_without_rope():
     assert read_config({k: v for k, v in content.items() if k != "rope_theta"}).layers[0].rope.theta == 2e6
 
 
+def test_last_layer_of_gemma4():
+    """It is full, whatever the file says."""
+    types = ["full_attention"] + ["sliding_attention"] * 11
+    theirs = transformers.Gemma4TextConfig(**PUBLISHED["gemma4_text"] | dict(layer_types=types))
+    kinds = read_config(PUBLISHED["gemma4_text"] | dict(layer_types=types)).layers
+    assert [kind.mask == model.Full() for kind in kinds] == [
+        x == "full_attention" for x in theirs.layer_types
+    ]
+    assert theirs.layer_types[-1] == "full_attention"
+
+
 @pytest.mark.parametrize("hidden_size", [60, 2])
 def test_no_head_of_the_hidden_size(hidden_size):
     """A latent's heads have widths of their own: hidden_size / num_attention_heads may be odd, or 0."""
