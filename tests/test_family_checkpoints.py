@@ -556,8 +556,8 @@ def test_layers_without_rope():
 def test_last_layer_of_gemma4():
     """It is full, whatever the file says."""
     types = ["full_attention"] + ["sliding_attention"] * 11
-    theirs = transformers.Gemma4TextConfig(**PUBLISHED["gemma4_text"] | dict(layer_types=types))
-    kinds = read_config(PUBLISHED["gemma4_text"] | dict(layer_types=types)).layers
+    theirs = transformers.Gemma4TextConfig(**PUBLISHED["gemma4_text"] | dict(layer_types=[*types]))
+    kinds = read_config(PUBLISHED["gemma4_text"] | dict(layer_types=[*types])).layers
     assert [kind.mask == model.Full() for kind in kinds] == [
         x == "full_attention" for x in theirs.layer_types
     ]
