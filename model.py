@@ -482,14 +482,16 @@ class MoE:
         return psum(y, MODEL)  # e and m of the routed experts, f of the shared one
 
     @jax.named_scope("experts")
-    def routed_experts(self, x: Array, w: MoEWeights, chunk: Chunk, routed: Array | None = None) -> Array:
-        """Each token's A experts. x: [b,T,D] -> [b,T,D], this device's part of the sum over e and m.
+    def routed_experts(self, x: Array, w: MoEWeights, chunk: Chunk) -> Array:
+        """Each token's A experts. x: [b,T,D] -> [b,T,D], this device's part of the sum over e and m."""
+        return self.chosen_experts(x, *self.router(x, w, self.A), w, chunk)
 
-        routed: [b,T,D], what the router sees, if that is not x.
+    def chosen_experts(self, x: Array, chosen: Array, score: Array, w: MoEWeights, chunk: Chunk) -> Array:
+        """`routed_experts` of x [b,T,D], where a router has chosen: experts [b,T,A], scores [b,T,A].
+
         Every device sees all tokens of its rows and has room for all of them on any expert, so that no token
         is ever dropped. Padding goes to no expert.
         """
-        chosen, score = self.router(x if routed is None else routed, w, self.A)
         arrays = x, self.local_experts(chosen, chunk), score
         tokens, experts, scores = (array.reshape(-1, array.shape[-1]) for array in arrays)
         matrices = w.gate, w.up, w.down

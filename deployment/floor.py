@@ -1,13 +1,12 @@
 """The least that a step must read from HBM and compute, from the declared shapes."""
 
 import dataclasses
-import re
 
 from jax.sharding import Mesh
 
 from deployment.chips import Topology
 from deployment.job import Job, local_tokens
-from deployment.step_bytes import active_experts, part_of, share_read
+from deployment.step_bytes import active_experts, layer_of, part_of, share_read
 from ops.grouped_matmul import FEW_ROWS
 from sharding.mesh import EXPERT, make_mesh, mesh_size
 
@@ -38,7 +37,7 @@ def needed(job: Job, mesh: Mesh) -> tuple[float, float]:
         bytes_read += size_in_bytes * share
         if part == "kv_cache":
             # Of a latent, the value's columns are some of the key's, and are used twice.
-            attention = cfg.layers[int(re.findall(r"layers\[(\d+)\]", name)[0])].attention
+            attention = cfg.layers[layer_of(name)].attention
             layout = attention.slot_layout
             uses = (layout.key + layout.value_width) / layout.width
             flops += 2 * size * share * job.tokens * attention.G * uses  # `size` counts all rows

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from deployment.memory import Deployment
-from deployment.step_bytes import named_leaves
+from deployment.step_bytes import layer_of, named_leaves
 from model import Config
 from quantize import INT8, Format
 from serving.steps import DecodeStep, PrefillChunk
@@ -83,10 +83,10 @@ class Job:
         counts = collections.Counter(first_stage(self.cfg, stages).layers)
         cfg = dataclasses.replace(self.cfg, layers=tuple(counts) * stages)
         for name, x in named_leaves(**dataclasses.replace(self, cfg=cfg).arguments(mesh)):
-            size, layer = math.prod(x.sharding.shard_shape(x.shape)), re.search(r"\.layers\[(\d+)\]", name)
-            if layer:
-                kind = cfg.layers[int(layer[1])]
-                name = name.replace(layer[0], f".layers[{layers.index(kind)}]")
+            size, layer = math.prod(x.sharding.shard_shape(x.shape)), layer_of(name)
+            if layer is not None:
+                kind = cfg.layers[layer]
+                name = name.replace(f".layers[{layer}]", f".layers[{layers.index(kind)}]")
                 size *= counts[kind]
             yield name, size, size * jax.dtypes.itemsize_bits(x.dtype) / 8
 

@@ -28,6 +28,12 @@ def named_leaves(**trees) -> Iterator[tuple[str, Any]]:
             yield root + jax.tree_util.keystr(path), x
 
 
+def layer_of(argument: str) -> int | None:
+    """The number of the layer that an argument of a step belongs to, by its name; None if to none."""
+    found = re.search(r"\.layers\[(\d+)\]", argument)
+    return int(found[1]) if found else None
+
+
 PARTS = ("attention", "mlp", "experts", "kv_cache", "embedding", "other")
 
 

@@ -57,9 +57,8 @@ def feed_forwards(fields: ConfigFields, depth: int) -> list[MLP | MoE]:
     dense, first = read.mlp(fields), fields.take("first_k_dense_replace", int, zero=True)
     types = ["dense" if i < first else "sparse" for i in range(depth)]
     types = read.layer_types(fields, "mlp_layer_types", types, "dense", "sparse")
-    fields.get(
-        "num_nextn_predict_layers"
-    )  # the number of layers that are not used, see `Family.extra_layers`
+    # The number of layers that are not used, see `Family.extra_layers`.
+    fields.get("num_nextn_predict_layers")
     return [experts if x == "sparse" else dense for x in types]
 
 

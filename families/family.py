@@ -97,5 +97,4 @@ class Family:
     def ignores(self, name: str, depth: int) -> bool:
         """Whether a model of `depth` layers does not use the published tensor of this name."""
         unused = tuple(f"model.layers.{depth + i}." for i in range(self.extra_layers))
-        extra = name.startswith(unused)
-        return extra or bool(re.search(self.unused_tensors, name))
+        return name.startswith(unused) or bool(re.search(self.unused_tensors, name))

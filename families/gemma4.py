@@ -15,7 +15,7 @@ from families.family import LANGUAGE_MODEL_NAMES, Family
 from families.fields import NUMBER, ConfigFields
 from families.gemma import GeGLU
 from families.gemma3 import NAMES, SUPPORTED
-from families.stored_layouts import GATE_AND_UP, joined
+from families.stored_layouts import SINGLE_OR_JOINED_EXPERTS
 from feedback.errors import UserError
 from model import (
     Attention,
@@ -140,7 +140,8 @@ class Mixture(MoE):
         """x: [b,T,D], the stream -> [b,T,D]. One sum over devices for both."""
         assert isinstance(w, MixtureWeights) and self.shared
         shared = self.shared.partial_sum(self.norm(x, w.shared_norm), w.shared)
-        routed = self.routed_experts(self.norm(x, w.routed_norm), w, chunk, x)
+        chosen = self.router(x, w, self.A)
+        routed = self.chosen_experts(self.norm(x, w.routed_norm), *chosen, w, chunk)
         shared, routed = lax.psum((shared, routed), MODEL)  # f of the one, e and m of the other
         return self.norm(shared, w.shared_post_norm) + self.norm(routed, w.routed_post_norm)
 
@@ -159,14 +160,14 @@ def config(fields: ConfigFields) -> Config:
         router = NormedRouter("softmax", normalized=True, scales="output", norm=Norm(norm.eps, weight=False))
         experts = read.moe(
             fields, router, "moe_intermediate_size", kind=Mixture, activation=GeGLU(), norm=norm
-        )  # fmt: skip
+        )
         network, before = dataclasses.replace(experts, shared=mlp), Unnormed()
     kinds = {}
     for x in dict.fromkeys(types):
         rope = rope_of(ropes.take(x, dict), heads[x].H, fields.take(positions, int))
         kinds[x] = LayerKind(
             heads[x], network, norm, masks[x], rope, Residual(norm), before, ScaledResidual(norm)
-        )  # fmt: skip
+        )
     for x in masks:  # a type that no layer has
         ropes.get(x)
     ropes.finish({})
@@ -221,20 +222,19 @@ DEFAULTS = dict(
     num_key_value_heads=4, head_dim=256, sliding_window=512, max_position_embeddings=131072,
     rms_norm_eps=1e-6,
 )  # fmt: skip
-# The MLP of a mixture is where other layers have it, and the experts are beside it, not in it.
+# Checkpoints have the experts of a mixture, their router and their norms beside the MLP, not in it. The MLP,
+# and the norm before it, have the names that they have in layers without experts.
+MIXTURE_NAMES = (
+    (r"\.router\.proj\.", ".mlp.router."),
+    (r"\.router\.(?=scale$|per_expert_scale$)", ".mlp.router."),
+    (r"\.experts\.", ".mlp.experts."),
+    (r"\.(?=(pre|post)_feedforward_layernorm_[12]\.)", ".mlp."),
+)
 MIXTURE_LAYOUTS = {
-    "feed_forward.router": (Stored("router.proj.weight", "ED"),),
-    "feed_forward.router_scale": (Stored("router.scale", "D"),),
-    "feed_forward.expert_scale": (Stored("router.per_expert_scale", "E"),),
     "feed_forward.shared.gate": (Stored("mlp.gate_proj.weight", "FD"),),
     "feed_forward.shared.up": (Stored("mlp.up_proj.weight", "FD"),),
     "feed_forward.shared.down": (Stored("mlp.down_proj.weight", "DF"),),
-    "feed_forward.shared_norm": (Stored("post_attention_layernorm.weight", "D"),),  # Llama's name
-    "feed_forward.shared_post_norm": (Stored("post_feedforward_layernorm_1.weight", "D"),),
-    "feed_forward.routed_norm": (Stored("pre_feedforward_layernorm_2.weight", "D"),),
-    "feed_forward.routed_post_norm": (Stored("post_feedforward_layernorm_2.weight", "D"),),
-    **joined("experts.gate_up_proj", "E[M+M]D", *GATE_AND_UP),
-    "feed_forward.down": (Stored("experts.down_proj", "EDM"),),
+    "feed_forward.shared_norm": (Stored("post_attention_layernorm.weight", "D"),),
 }
 TOWERS = r"^(model\.)?(vision_tower|audio_tower|embed_vision|embed_audio|vision_embedder)\."
 GEMMA4 = Family(
@@ -246,8 +246,8 @@ GEMMA4 = Family(
     no_effect="""audio_config audio_token_id boa_token_id eoa_token_id eoa_token_index video_token_id
         vocab_size_per_layer_input""",
     field_names={"num_experts": "num_local_experts", "top_k_experts": "num_experts_per_tok"},
-    tensor_names=(*LANGUAGE_MODEL_NAMES, *NAMES),
-    layouts=MIXTURE_LAYOUTS,
+    tensor_names=(*LANGUAGE_MODEL_NAMES, *NAMES, *MIXTURE_NAMES),
+    layouts={**SINGLE_OR_JOINED_EXPERTS, **MIXTURE_LAYOUTS},
     unused_tensors=TOWERS + r"|\.rotary_emb\.",
 )
 GEMMA4_UNIFIED = dataclasses.replace(

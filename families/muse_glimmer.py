@@ -78,7 +78,7 @@ def config_of(
             rope if rotated else None,
             residual,
             feed_forward_residual=feed_forward_residual,
-        )  # fmt: skip
+        )
         for network, x, rotated in zip(networks, types, rotary, strict=True)
     )
     scale, cap = (fields.take(name, NUMBER) for name in ("output_multiplier", "final_logit_softcapping"))

@@ -103,7 +103,7 @@ class PooledMoEWeights(MoEWeights):
     up: Array = declared("eWm", "W", "experts.gate_up_proj", "E[M+M]W", 1)
     down: Array = declared("emW", "m", "experts.down_proj", "EWM")
     pool: Array = declared("wD", "D", "pre_expert_proj.weight", "WD")
-    # In int8 at least: the groups of int4 would not be whole on 64 devices.
+    # At least int8, because 64 devices would divide the groups of int4.
     unpool: Array = declared("Dw", "w", "post_expert_proj.weight", "DW", min_bits=8)
     input_norm: Array = declared_norm("W", "pre_expert_norm.weight")
     output_norm: Array = declared_norm("W", "experts.post_expert_norm.weight")
@@ -114,15 +114,14 @@ class PooledMoE(MoE):
     """Experts of W columns: a projection of the stream before them, and another of their sum after them.
 
     The router sees all D columns. input_norm: of the projected tokens. output_norm: of the output of each
-    expert, before it is multiplied by its score. W: each device has its own columns w of both
-    projections.
+    expert, before it is multiplied by its score. Of both projections each device has its own columns w.
     """
 
     W: int = 0
     input_norm: Normalization | None = None
     output_norm: Normalization | None = None
 
-    def routed_experts(self, x: Array, w: MoEWeights, chunk: Chunk, routed: Array | None = None) -> Array:
+    def routed_experts(self, x: Array, w: MoEWeights, chunk: Chunk) -> Array:
         """Each token's A experts. x: [b,T,D] -> [b,T,D], this device's part of the sum over w.
 
         The outputs of a token's experts are divided by columns as they are summed over m: A times the bytes

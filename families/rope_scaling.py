@@ -21,17 +21,17 @@ class LinearScaling:
 
 @dataclasses.dataclass(frozen=True)
 class ProportionalScaling:
-    """The frequencies of a whole head's width, of which the first are kept, and those after them are 0.
+    """The first frequencies of a head, divided by a factor; the others are 0, and do not rotate.
 
-    kept: the part of them that is kept. factor: divides them. Source: transformers modeling_rope_utils.py.
+    kept: the part of the frequencies that is not 0. Source: transformers modeling_rope_utils.py.
     """
 
     kept: float
     factor: float = 1
 
     def __call__(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
-        n = len(frequencies)
-        kept = np.arange(n) < int(self.kept * 2 * n // 2)
+        width = 2 * len(frequencies)
+        kept = np.arange(width // 2) < int(self.kept * width // 2)
         return np.where(kept, frequencies / np.float32(self.factor), np.float32(0))
 
 

@@ -103,9 +103,11 @@ def by_columns(infos, weights, kinds: tuple, ring: Ring) -> tuple[Any, tuple]:
 
 def _with_norms_by_columns(record):
     """A layer's kind, or one of its residuals, with norms of a stream of which each device has columns."""
-    changed = {name: NormByColumns(x) for name, x in vars(record).items() if name.endswith("norm") and x}
+    changed: dict[str, Any] = {}
     for name, x in vars(record).items():
-        if name.endswith("residual") and x:
+        if x and name.endswith("norm"):
+            changed[name] = NormByColumns(x)
+        elif x and name.endswith("residual"):
             changed[name] = _with_norms_by_columns(x)
     return dataclasses.replace(record, **changed)
 
