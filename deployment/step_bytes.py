@@ -47,7 +47,7 @@ def part_of(argument: str, cfg: Config) -> str:
     if not found or found[2] == "attention":
         return found[2] if found else "other"
     routed = isinstance(cfg.layers[int(found[1])].feed_forward, MoE)
-    return "experts" if routed and found[3] not in ("shared", "router") else "mlp"
+    return "experts" if routed and re.fullmatch("(gate|up|down)(_bias)?", found[3]) else "mlp"
 
 
 def active_experts(cfg: Config, tokens: float, shards: int) -> float:

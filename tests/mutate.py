@@ -726,6 +726,7 @@ MUTATIONS = [
     ("planner/schedule.py", "full * max(TILES) +", "", SCHEDULE + "rows_of_experts"),
     ("planner/schedule.py", "max(narrow, LEAST_ROWS)", "narrow", SCHEDULE + "permutations_beside_products"),
     ("deployment/step_bytes.py", "positions - kind.mask.first_visible(positions)", "positions", BYTES),
+    ("deployment/step_bytes.py", 're.fullmatch("(gate|up|down)(_bias)?", found[3])', 'found[3] != "shared"', "tests/test_plan.py::test_which_weights_of_a_mixture_are_experts"),
     ("deployment/step_bytes.py", 'return experts if part_of(name, cfg) == "experts" else 1', "return 1", BYTES),
     ("deployment/step_bytes.py", "mesh_size(mesh, EXPERT))", "1)", BYTES),
     ("deployment/step_bytes.py", "/ sets[: within.size]", "", ACTIVE),

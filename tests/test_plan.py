@@ -22,6 +22,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 from conftest import invoke, llama3_config, llama4_config, mesh_of
 
+import model
 from deployment.chips import CHIPS, Topology
 from deployment.estimates import collective_seconds
 from deployment.floor import share_needed
@@ -406,6 +407,16 @@ def test_parts_of_the_model():
         "": "other",
     }
     assert {name: part_of(name, cfg) for name in names} == names
+
+
+@pytest.mark.parametrize("name", ["muse-spark-816b", "gemma4-26b-a4b", "gpt-oss-20b", "deepseek-v3"])
+def test_which_weights_of_a_mixture_are_experts(name):
+    """Those of which each expert has its own. A step reads the others whole, however few are active."""
+    cfg = read_model(name)
+    layer = next(i for i, kind in enumerate(cfg.layers) if kind.feed_forward == cfg.moe)
+    infos = model.weight_infos(cfg).layers[layer].feed_forward
+    for field, info in named_leaves(**{f"weights.layers[{layer}].feed_forward": infos}):
+        assert (part_of(field, cfg) == "experts") == ("e" in info.letters), field
 
 
 @pytest.mark.parametrize("tied", [False, True])
