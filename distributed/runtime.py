@@ -13,10 +13,12 @@ import threading
 import time
 from collections.abc import Callable
 
-# Gloo's greetings, the coordination service's errors, and their stack traces. In jax 0.12 an error also lists
-# the source locations that its status passed through.
+# Gloo's greetings, the coordination service's errors, and their stack traces. Gloo's threads print a greeting
+# piece by piece, so that a line may begin in the middle of one. In jax 0.12 an error also lists the source
+# locations that its status passed through.
 ABOUT_PEERS = re.compile(
-    rb"\[Gloo\]|[EFW]\d{4} .*(coordination_|distributed service|distributed_runtime)|Additional GRPC"
+    rb"\[Gloo\]|[\d ]*(is connected to|peer ranks|Expected number of connected|$)"
+    rb"|[EFW]\d{4} .*(coordination_|distributed service|distributed_runtime)|Additional GRPC"
     rb"|:[A-Z_]+:|RPC: /xla|RPC: /tensorflow|\*\*\* Check failure|\s+@ |\s*$"
     rb"|=== Source Location Trace|\S*/distributed\S*:\d+\s*$"
 )

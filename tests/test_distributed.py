@@ -385,8 +385,13 @@ def test_endings(phase, number, victim, tmp_path):
 
 
 # What jax 0.10.2 and jax 0.12.0 print when process 0 is killed; long lines are cut. The error has the status
-# UNKNOWN in the first version, and UNAVAILABLE with source locations in the second.
+# UNKNOWN in the first version, and UNAVAILABLE with source locations in the second. Before, two of Gloo's
+# threads greeted at once.
 PEER_LINES = b"""\
+[Gloo] Rank [Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1
+0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1
+1 peer ranks. Expected number of connected peer ranks is : 1
+1
 E1126 19:39:33.734405    8885 coordination_service_agent.cc:288] Polled an error from coordination service
 F1126 19:39:33.734436    8885 client.h:86] Terminating process because the JAX distributed service
 Additional GRPC error information from remote target coordination_service while calling /xla.coordination
@@ -402,6 +407,7 @@ OTHER_LINES = b"""\
 E0000 00:00:1795721861.517805    7835 common_lib.cc:860] INVALID_ARGUMENT: Error: unexpected worker hostname
 external/xla+/xla/service/gpu/autotuner.cc:64
 terminated
+12 peers
 error: process 0 of 2 (on host) has ended
 """
 
