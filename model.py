@@ -72,7 +72,7 @@ from ops.grouped_matmul import expert_mlp
 from ops.kv_cache import KV, SlotLayout, as_cached, key_beside_value
 from ops.matmul import take_rows
 from ops.tpu import declares_vma
-from quantize import Format, values_and_scale
+from quantize import Format, QuantizedArray, values_and_scale
 from ragged_attention import attend_cached, attend_causal, ragged_decode, write
 from sharding.arrays import (
     ArrayInfo,
@@ -98,8 +98,8 @@ from sharding.collective_matmul import (
     products,
     psum,
 )
-from sharding.mesh import EXPERT, HEADS, MODEL, ROWS, SLOTS, TENSOR, mesh_size, vocabulary_shard
-from sharding.slots import slot_mapping, visible_slots
+from sharding.mesh import EXPERT, MODEL, ROWS, SLOTS, TENSOR, mesh_size, vocabulary_shard
+from sharding.slots import merge_slots, slot_mapping, visible_slots, whole_heads
 
 # ---------------------------------------------------------------------------------- forward, prefill, decode
 
@@ -114,7 +114,7 @@ def forward(tokens: Array, weights: Weights, *, cfg: Config, mesh: Mesh, remat: 
     """
     start = jnp.zeros_like(tokens[:, 0])
     chunk = chunk_at(start, start + tokens.shape[1], tokens.shape[1])  # all T tokens are valid
-    x = embed(tokens, chunk.positions, weights, cfg=cfg, mesh=mesh)
+    x, chunk = embed(tokens, chunk, weights, cfg=cfg, mesh=mesh)
     x, _ = layers(x, weights.layers, None, chunk, kinds=cfg.layers, mesh=mesh, remat=remat)
     return unembed(x, weights, cfg=cfg, mesh=mesh)[..., : cfg.V]
 
@@ -152,7 +152,7 @@ def read_tokens(
 ) -> tuple[Array, Cache]:  # fmt: skip
     """What `prefill` and `decode_step` have in common: tokens [B,T] -> (logits [B,V], Cache)."""
     chunk = chunk_at(cache.length, count, tokens.shape[1])
-    x = embed(tokens, chunk.positions, weights, cfg=cfg, mesh=mesh)
+    x, chunk = embed(tokens, chunk, weights, cfg=cfg, mesh=mesh)
     x, kv = layers(
         x, weights.layers, cache.layers, chunk, kinds=cfg.layers, mesh=mesh, device_ring=device_ring
     )
@@ -169,12 +169,15 @@ class Chunk:
     chunks of some rows); None: row i of the chunk is row i of the cache.
     start, count: [b] int32.
     positions: [b,T] int32.
+    inputs: what each layer gets of the tokens beside the residual stream, see Config.layer_inputs; inside of
+    a layer its own. None for most models.
     """
 
     row: Array | None
     start: Array
     count: Array
     positions: Array
+    inputs: Any = None
 
     @property
     def valid(self) -> Array:
@@ -192,17 +195,21 @@ def chunk_at(start: Array, count: Array, T: int, row: Array | None = None) -> Ch
 
 @partial(jax.jit, static_argnames="kind")  # traced once for all layers of a kind
 def decoder_layer(
-    x: Array, w: LayerWeights, kv: KV | None, chunk: Chunk, rotation: Rotation | None, kind: LayerKind
-) -> tuple[Array, KV | None]:
-    """x: [b,T,D] -> ([b,T,D], the layer's cache with the chunk in it; None without a cache)."""
+    x: Array, w: LayerWeights, kv: KV | KeysValues | None, chunk: Chunk, rotation: Rotation | None,
+    kind: LayerKind,
+) -> tuple[Array, KV | None, KeysValues]:  # fmt: skip
+    """x: [b,T,D] -> ([b,T,D], the layer's cache with the chunk in it, what the chunk has attended to).
+
+    kv: see `attention`.
+    """
     y = normalize(x, kind.norm, w.attention_norm)
-    y, kv = attention(y, w.attention, kv, chunk, rotation, kind)
+    y, kv, attended = attention(y, w.attention, kv, chunk, rotation, kind)
     x = kind.residual(x, y, w.attention_post_norm, chunk)
     y = normalize(x, kind.feed_forward_norm or kind.norm, w.feed_forward_norm)
     with jax.named_scope("feed_forward"):
         y = kind.feed_forward(y, w.feed_forward, chunk)
     residual = kind.feed_forward_residual or kind.residual
-    return residual(x, y, w.feed_forward_post_norm, chunk), kv
+    return residual(x, y, w.feed_forward_post_norm, chunk), kv, attended
 
 
 def normalize(x: Array, norm: Normalization | None, w: Any) -> Array:
@@ -229,7 +236,7 @@ class Residual:
 
 
 def decoder_layers(
-    x: Array, weights: list[LayerWeights], caches: list[KV] | None, chunk: Chunk,
+    x: Array, weights: list[LayerWeights], caches: list[KV | None] | None, chunk: Chunk,
     kinds: tuple[LayerKind, ...], remat: bool = False,
 ) -> tuple[Array, Any]:  # fmt: skip
     """x: [b,T,D] -> ([b,T,D] after these layers, their caches with the chunk in them).
@@ -240,9 +247,12 @@ def decoder_layers(
     rotations = {rope: rope.rotation(chunk.positions) if rope else None for rope in ropes}
     layer = jax.checkpoint(decoder_layer, static_argnums=5) if remat else decoder_layer
     before: Sequence[KV | None] = caches or [None] * len(kinds)
-    after = []
-    for w, kv, kind in zip(weights, before, kinds, strict=True):
-        x, kv = layer(x, w, kv, chunk, rotations[kind.rope], kind)
+    after: list[KV | None] = []
+    attended: dict[Mask, KeysValues] = {}  # by the latest layer with this mask
+    for i, (w, kv, kind) in enumerate(zip(weights, before, kinds, strict=True)):
+        own = dataclasses.replace(chunk, inputs=chunk.inputs and chunk.inputs[i])
+        source = attended[kind.mask] if kind.shares_kv else kv
+        x, kv, attended[kind.mask] = layer(x, w, source, own, rotations[kind.rope], kind)
         after.append(kv)
     return x, after if caches else None
 
@@ -250,23 +260,42 @@ def decoder_layers(
 # ------------------------------------------------------------------------------------------------- attention
 
 
+@pytree
+class KeysValues:
+    """What the tokens of a chunk attend to: keys and values of the chunk, and of the cache.
+
+    chunk: [b,k,T,C]. cache: None without a cache. If T is 1, the token is in the cache, and attends to that
+    alone. The tokens of a longer chunk attend to what came before it there.
+    """
+
+    chunk: KV
+    cache: KV | None
+
+
 @jax.named_scope("attention")
 def attention(
-    x: Array, w, kv: KV | None, chunk: Chunk, rotation: Rotation | None, kind: LayerKind
-) -> tuple[Array, KV | None]:
-    """x: [b,T,D] -> ([b,T,D], the layer's cache with the chunk in it; None without a cache).
+    x: Array, w, kv: KV | KeysValues | None, chunk: Chunk, rotation: Rotation | None, kind: LayerKind
+) -> tuple[Array, KV | None, KeysValues]:
+    """x: [b,T,D] -> ([b,T,D], the layer's cache with the chunk in it, what the chunk has attended to).
+
+    kv: the layer's cache before the chunk; None without a cache. Of a layer without keys and values, what an
+    earlier layer has attended to: such a layer has no cache.
 
     A token attends to what the cache holds and to the tokens of its chunk up to itself. The chunk's keys and
     values are rounded to the cache's type before anything attends to them, so that the result does not depend
     on where chunks begin.
     """
-    q, keys_values = kind.attention.project(x, w, chunk, rotation)
-    chunk_kv = as_cached(keys_values, kv, kind.attention.slot_layout)  # [b,T,k,2H] -> [b,k,T,C]
-    o, lse, kv = attend(q, chunk_kv, kv, chunk, kind.mask)
+    q, new = kind.attention.project(x, w, chunk, rotation)
+    if isinstance(kv, KeysValues):
+        attended, kv = kv, None
+        o, lse = attend(q, attended, chunk, kind.mask)
+    else:
+        chunk_kv = as_cached(new, kv, kind.attention.slot_layout)  # [b,T,k,2H] -> [b,k,T,C]
+        o, lse, kv, attended = write_and_attend(q, chunk_kv, kv, chunk, kind.mask)
     with jax.named_scope("output"):
         o = kind.attention.head_outputs(o.astype(x.dtype), lse, x, w)
         y = psum(einsum("bTkgU,DkgU->bTD", o, w.o), MODEL)  # k and g
-        return add_bias(y, w.o_bias), kv
+        return add_bias(y, w.o_bias), kv, attended
 
 
 @dataclasses.dataclass(frozen=True)
@@ -297,14 +326,7 @@ class Attention:
 
         Devices that share a head all get its queries G: each of them attends with all to its own slots.
         """
-        q, k, v = self.projections(x, w)
-        if lax.axis_size(SLOTS) == 1:
-            # Without the barrier XLA applies rotate's reshape to w.q, and copies that weight in every step.
-            q, k, v = lax.optimization_barrier((q, k, v))
-        else:  # each device has computed some columns h of a head's key and value, and some of its queries g
-            *bTk, g, H = q.shape
-            q, k, v = gather_shared_head(q.reshape(*bTk, g * H), k, v)
-            q = q.reshape(*bTk, -1, H)
+        q, k, v = whole_heads(*self.projections(x, w))
         if self.qk_norm:
             q, k = self.qk_norm(q, w.q_norm), self.qk_norm(k, w.k_norm)
         if rotation:
@@ -348,53 +370,47 @@ def add_bias(x: Array, bias: Array | None) -> Array:
     return x if bias is None else x + bias
 
 
-def gather_shared_head(*parts: Array) -> list[Array]:
-    """Gather arrays whose last axis is split over the n devices that share a key/value head.
-
-    [...,c] each -> [...,n*c] each, with one all-gather for all of them.
-    """
-    whole = lax.all_gather(jnp.concatenate(parts, -1), SLOTS, axis=parts[0].ndim - 1)  # [...,n,c+c+..]
-    split = jnp.split(whole, np.cumsum([x.shape[-1] for x in parts])[:-1], -1)
-    return [x.reshape(*x.shape[:-2], -1) for x in split]
-
-
-def attend(q: Array, chunk_kv: KV, kv: KV | None, chunk: Chunk, mask: Mask) -> tuple[Array, Array, KV | None]:
-    """Attention of a chunk's queries to the cache and to the chunk: -> (o [b,T,k,g,U], lse [b,T,k,g], cache).
+def write_and_attend(
+    q: Array, chunk_kv: KV, kv: KV | None, chunk: Chunk, mask: Mask
+) -> tuple[Array, Array, KV | None, KeysValues]:
+    """Write a chunk into the cache, and attend to both: -> (o, lse, the cache, what was attended to).
 
     q: [b,T,k,G,H]. chunk_kv: the chunk's keys and values, [b,k,T,C]. kv: the cache before the chunk; None
-    without a cache. lse: the log of the sum of exponentials of a query's scores, by which partial results are
-    merged. Devices that share a head divide the cache among them by slots, and the chunk by queries.
+    without a cache. o, lse: see `attend`.
     """
     if kv is None:
-        return *attend_to_chunk(q, chunk_kv, chunk, mask), None
-    o, lse, kv = attend_to_cache(q, chunk_kv, kv, chunk, mask)
-    if q.shape[1] == 1:
-        return o, lse, kv
-    return *merge((o, lse), attend_to_chunk(q, chunk_kv, chunk, mask)), kv
-
-
-def attend_to_cache(q: Array, chunk_kv: KV, kv: KV, chunk: Chunk, mask: Mask) -> tuple[Array, Array, KV]:
-    """Write a chunk into the cache, and attend to the cache: -> (o, lse, the cache) as of `attend`.
-
-    If T is 1, the token is written first and then attends to the cache alone, itself included: one kernel
-    writes and attends. The tokens of a longer chunk attend here to what came before the chunk.
-    """
+        own = KeysValues(chunk=chunk_kv, cache=None)
+        return *attend(q, own, chunk, mask), None, own
     T, slots = q.shape[1], slot_mapping(chunk, mask, kv.values.shape[2])
-    end = chunk.start + 1 if T == 1 else chunk.start  # of what is in the cache when the chunk attends to it
-    length, gap = visible_slots(chunk, mask, end)
-    if T == 1:
+    if T == 1:  # one kernel writes the token and attends to the cache
+        length, gap = visible_slots(chunk, mask, chunk.start + 1)
         with jax.named_scope("scores"):
             (o, lse), kv = ragged_decode(q, chunk_kv, kv, length, slots, gap, chunk.row)
-        return *merge_slots(o, lse), kv
-    # A ring is read before it is written, because the chunk may overwrite what its first tokens see. Any
-    # other cache is read after it is written, which spares XLA a copy of it.
+        return *merge_slots(o, lse), kv, KeysValues(chunk=chunk_kv, cache=kv)
+    # A ring is read as it was before the chunk, which may overwrite what its first tokens see. Any other
+    # cache is read after it is written, which spares XLA a copy of it.
     with jax.named_scope("cache"):
         is_ring = mask.ring is not None
         most = T // lax.axis_size(SLOTS) + 1  # slots of this device that the chunk can fill
         written = write(kv, chunk_kv, slots, chunk.row, most, ring=is_ring)
+    attended = KeysValues(chunk=chunk_kv, cache=kv if is_ring else written)
+    return *attend(q, attended, chunk, mask), written, attended
+
+
+def attend(q: Array, kv: KeysValues, chunk: Chunk, mask: Mask) -> tuple[Array, Array]:
+    """Attention of a chunk's queries to keys and values: -> (o [b,T,k,g,U], lse [b,T,k,g]).
+
+    q: [b,T,k,G,H]. lse: the log of the sum of exponentials of a query's scores, by which partial results are
+    merged. Devices that share a head divide the cache among them by slots, and the chunk by queries.
+    """
+    if kv.cache is None:
+        return attend_to_chunk(q, kv.chunk, chunk, mask)
+    end = chunk.start + 1 if q.shape[1] == 1 else chunk.start  # of the tokens that are attended to there
+    length, gap = visible_slots(chunk, mask, end)
     with jax.named_scope("scores"):
-        o, lse = attend_cached(q, kv if is_ring else written, length, gap, chunk.row)
-    return *merge_slots(o, lse), written
+        o, lse = attend_cached(q, kv.cache, length, gap, chunk.row)
+    o, lse = merge_slots(o, lse)
+    return (o, lse) if q.shape[1] == 1 else merge((o, lse), attend_to_chunk(q, kv.chunk, chunk, mask))
 
 
 @jax.named_scope("scores")
@@ -407,20 +423,6 @@ def attend_to_chunk(q: Array, chunk_kv: KV, chunk: Chunk, mask: Mask) -> tuple[A
     # applies the window.
     segment = 0 * chunk.positions if mask.window else mask.first_visible(chunk.positions)
     return attend_causal(own, chunk_kv, segment, mask.window)
-
-
-def merge_slots(o: Array, lse: Array) -> tuple[Array, Array]:
-    """Each device has attended with all queries to its own slots: merge, and keep this device's queries.
-
-    o: [b,T,k,G,U], lse: [b,T,k,G] -> (o [b,T,k,g,U], lse [b,T,k,g]). One all-to-all of the partial results.
-    """
-    sharing = lax.axis_size(SLOTS)
-    if sharing == 1:
-        return o, lse
-    parts = jnp.concatenate([o, lse[..., None]], -1)
-    parts = parts.reshape(*o.shape[:3], sharing, -1, parts.shape[-1])
-    parts = lax.all_to_all(parts, SLOTS, 3, 0)  # [sharing,b,T,k,g,U+1]
-    return merge(*((part[..., :-1], part[..., -1]) for part in parts))
 
 
 # ------------------------------------------------------------------------------------- feed-forward networks
@@ -571,26 +573,32 @@ class Router:
 
 
 @jax.named_scope("embed")
-def embed(tokens: Array, positions: Array, weights: Weights, *, cfg: Config, mesh: Mesh) -> Array:
-    """tokens, positions: [B,T] int32 -> [B,T,D]. Each device looks up the tokens of its vocabulary shard."""
+def embed(tokens: Array, chunk: Chunk, weights: Weights, *, cfg: Config, mesh: Mesh) -> tuple[Array, Chunk]:
+    """tokens: [B,T] int32 -> ([B,T,D], the chunk with the layers' inputs, if the model has them)."""
 
-    def on_device(tokens: Array, positions: Array, w: Weights) -> Array:
-        table, _ = values_and_scale(w.embed)
-        index = tokens - lax.axis_index(MODEL) * table.shape[0]
-        here = (index >= 0) & (index < table.shape[0])
-        x = jnp.where(here[..., None], take_rows(w.embed, index), 0)  # 0 for tokens of other shards
-        x = psum(x, MODEL).astype(float_type(w))  # v
+    def on_device(tokens: Array, positions: Array, w: Weights) -> tuple[Array, Any]:
+        x = psum(look_up(w.embed, tokens), MODEL).astype(float_type(w))  # v
         x = x if cfg.embedding_scale is None else x * jnp.asarray(cfg.embedding_scale, x.dtype)
         x = normalize(x, cfg.embedding_norm, None)
-        return x if cfg.position_embedding is None else cfg.position_embedding(x, w.positions, positions)
+        x = x if cfg.position_embedding is None else cfg.position_embedding(x, w.positions, positions)
+        return x, cfg.layer_inputs and cfg.layer_inputs(x, tokens, w.inputs)
 
     in_specs = P(ROWS), P(ROWS), outer_specs(cfg, weights)
     on_devices = jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=P(ROWS))
-    return on_devices(tokens, positions, without_layers(weights))
+    x, inputs = on_devices(tokens, chunk.positions, without_layers(weights))
+    return x, dataclasses.replace(chunk, inputs=inputs)
+
+
+def look_up(table: Array | QuantizedArray, tokens: Array) -> Array:
+    """Rows of this device's shard of a table [v,D], and 0 for the tokens of others: [b,T] -> [b,T,D]."""
+    size = values_and_scale(table)[0].shape[0]
+    index = tokens - lax.axis_index(MODEL) * size
+    here = (index >= 0) & (index < size)
+    return jnp.where(here[..., None], take_rows(table, index), 0)
 
 
 def layers(
-    x: Array, weights: list[LayerWeights], caches: list[KV] | None, chunk: Chunk, *,
+    x: Array, weights: list[LayerWeights], caches: list[KV | None] | None, chunk: Chunk, *,
     kinds: tuple[LayerKind, ...], mesh: Mesh, device_ring: Ring | None = None, remat: bool = False,
 ) -> tuple[Array, Any]:  # fmt: skip
     """x: [B,T,D] -> ([B,T,D] after these layers, their caches with the chunk in them).
@@ -604,7 +612,7 @@ def layers(
     infos = [layer_infos(kind, x.shape[2]) for kind in kinds]
     kv_specs, stream = cache_specs(kinds, caches), BY_COLUMNS if device_ring else P(ROWS)
 
-    def on_device(x: Array, weights: list[LayerWeights], caches: list[KV] | None, chunk: Chunk):
+    def on_device(x: Array, weights: list[LayerWeights], caches: list[KV | None] | None, chunk: Chunk):
         if device_ring:
             wrapped, kinds_by_columns = by_columns(infos, weights, kinds, device_ring)
             return decoder_layers(x, wrapped, caches, chunk, kinds_by_columns, remat)
@@ -618,40 +626,6 @@ def layers(
         check_vma=declares_vma(mesh, x.shape[1]),  # that no psum is missing; jax's splash kernel forbids it
     )
     return on_devices(x, weights, caches, chunk)
-
-
-def inside_layer(x: Array, w: LayerWeights, chunk: Chunk, *, kind: LayerKind, mesh: Mesh) -> dict[str, Array]:
-    """What a layer computes on its way, for research: from its input x [B,T,D], without a cache.
-
-    q: [B,T,K,G,H] and k: [B,T,K,H] as they are compared, v: [B,T,K,H]. scores: [B,K,G,T,T] float32, before
-    the softmax, -inf where the mask hides a key. Of a mixture of experts also experts: [B,T,A] int32, and
-    expert_scores: [B,T,A] float32, by which their inputs or outputs are multiplied.
-    """
-    layout, G = kind.attention.slot_layout, kind.attention.G
-
-    def on_device(x: Array, w: LayerWeights, chunk: Chunk) -> tuple[dict, dict, dict]:
-        rotation = kind.rope.rotation(chunk.positions) if kind.rope else None
-        y = normalize(x, kind.norm, w.attention_norm)
-        q, kv = kind.attention.project(y, w.attention, chunk, rotation)
-        q, k, v = q[:, :, :, :G], kv[..., : layout.key], kv[..., slice(*layout.value)]
-        scores = layout.scale * jnp.einsum("bTkGH,bSkH->bkGTS", q, k, preferred_element_type=jnp.float32)
-        key, query = chunk.positions[:, None], chunk.positions[..., None]
-        visible = (kind.mask.first_visible(query) <= key) & (key <= query)
-        scores, of_tokens = jnp.where(visible[:, None, None], scores, -jnp.inf), {}
-        if isinstance(moe := kind.feed_forward, MoE):
-            y, _ = attention(y, w.attention, None, chunk, rotation, kind)
-            x = kind.residual(x, y, w.attention_post_norm, chunk)
-            y = normalize(x, kind.feed_forward_norm or kind.norm, w.feed_forward_norm)
-            experts, factors = moe.router(y, w.feed_forward, moe.A)
-            of_tokens = dict(experts=experts, expert_scores=factors)
-        return dict(q=q, k=k, v=v), dict(scores=scores), of_tokens
-
-    in_specs = P(ROWS), specs(layer_infos(kind, x.shape[2]), w), P(ROWS)
-    out_specs = P(ROWS, None, HEADS), P(ROWS, HEADS), P(ROWS)
-    # Devices that share a head all gather it, which shard_map cannot know.
-    on_devices = jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    of_heads, scores, of_tokens = on_devices(x, w, chunk)
-    return of_heads | scores | of_tokens
 
 
 def unembed(x: Array, weights: Weights, *, cfg: Config, mesh: Mesh) -> Array:
@@ -693,12 +667,12 @@ def float_type(weights: Weights) -> jnp.dtype:
     return jax.tree.leaves(weights.norm)[0].dtype
 
 
-def cache_specs(kinds: tuple[LayerKind, ...], caches: list[KV] | None) -> list[KV] | None:
+def cache_specs(kinds: tuple[LayerKind, ...], caches: list[KV | None] | None) -> list[KV | None] | None:
     """The PartitionSpecs of the layers' caches."""
     if caches is None:
         return None
     # The sizes do not matter here: specs depend on the letters alone.
-    infos = [kv_info(kind, 0, 0, kv.values.dtype) for kind, kv in zip(kinds, caches, strict=True)]
+    infos = [kv and kv_info(kind, 0, 0, kv.values.dtype) for kind, kv in zip(kinds, caches, strict=True)]
     return specs(infos, caches)
 
 
@@ -884,6 +858,16 @@ class Normalization(Protocol):
     def __call__(self, x: Array, w, mean: Callable[[Array], Array] = column_mean) -> Array: ...
 
 
+class LayerInputs(Protocol):
+    """Of the tokens [b,T] int32 and their embedding x [b,T,D], what each layer gets: one array per layer.
+
+    declare: a weight of which only rows are looked up is its field `table`.
+    """
+
+    def declare(self, D: int, V: int) -> Any: ...
+    def __call__(self, x: Array, tokens: Array, w) -> list[Array]: ...
+
+
 class PositionEmbedding(Protocol):
     """Adds learned position embeddings to the embedded tokens x [b,T,D]. positions: [b,T] int32."""
 
@@ -899,6 +883,7 @@ class LayerKind:
     norm:      of the inputs of attention and of feed_forward; None for no norm.
     residual:  how their outputs join the residual stream.
     feed_forward_norm, feed_forward_residual: those of feed_forward, where they are not the same.
+    shares_kv: it has no keys and values, but attends to those of the last layer with the same mask that has.
     """
 
     attention: AttentionBlock
@@ -909,6 +894,7 @@ class LayerKind:
     residual: Residual = Residual()
     feed_forward_norm: Normalization | None = None
     feed_forward_residual: Residual | None = None
+    shares_kv: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -916,7 +902,7 @@ class Config:
     """All that the functions above need to know of a model.
 
     max_positions: the longest context. norm: after the last layer. embedding_norm: of the embedded tokens,
-    without a weight.
+    without a weight. layer_inputs: for the residuals of families whose layers get more than the stream.
     logit_scale, logit_softcap: logits are multiplied by the first, then become cap * tanh(logits / cap).
     """
 
@@ -929,6 +915,7 @@ class Config:
     embedding_scale: float | None = None
     embedding_norm: Norm | None = None
     position_embedding: PositionEmbedding | None = None
+    layer_inputs: LayerInputs | None = None
     logit_scale: float | None = None
     logit_softcap: float | None = None
 
@@ -1012,6 +999,7 @@ class Weights:
 
     embed: Array = declared("vD", "", "model.embed_tokens.weight", "VD")
     positions: Any
+    inputs: Any
     layers: list[LayerWeights]
     norm: Any = declared_norm("D", "model.norm.weight")
     unembed: Array | None = declared("vD", "D", "lm_head.weight", "VD", min_bits=8)
@@ -1020,9 +1008,8 @@ class Weights:
 def outer_infos(cfg: Config) -> Weights:
     """The declared weights outside of the layers: the embedding, the last norm and the logits' matrix."""
     positions = cfg.position_embedding and cfg.position_embedding.declare(cfg.D)
-    weights = infos_of(
-        Weights, "", sizes_of(cfg), dict(unembed=cfg.tied_embeddings), layers=[], positions=positions
-    )
+    others = dict(positions=positions, inputs=cfg.layer_inputs and cfg.layer_inputs.declare(cfg.D, cfg.V))
+    weights = infos_of(Weights, "", sizes_of(cfg), dict(unembed=cfg.tied_embeddings), layers=[], **others)
     if cfg.tied_embeddings:
         embed = dataclasses.replace(weights.embed, contracted="D", min_bits=8)
         weights = dataclasses.replace(weights, embed=embed)
@@ -1051,18 +1038,20 @@ def init_weights(
 class Cache:
     """The keys and values of the tokens that each row has read.
 
-    layers: one KV per layer, values [b,k,s,C]. The token at position p is in slot p, or in slot p % ring
-    where the cache is a ring. Where n devices share a key/value head, slot s is on device s % n, at local
-    index s // n, so that the devices fill evenly.
+    layers: one KV per layer, values [b,k,s,C]; None for a layer without keys and values of its own. The token
+    at position p is in slot p, or in slot p % ring where the cache is a ring. Where n devices share a
+    key/value head, slot s is on device s % n, at local index s // n, so that the devices fill evenly.
     length: [b] int32, how many tokens a row has read.
     """
 
-    layers: list[KV]
+    layers: list[KV | None]
     length: Array
 
 
-def kv_info(kind: LayerKind, batch: int, max_len: int, dtype) -> KV:
+def kv_info(kind: LayerKind, batch: int, max_len: int, dtype) -> KV | None:
     """A layer's declared cache of `batch` rows of up to `max_len` positions. dtype: float, or int8."""
+    if kind.shares_kv:
+        return None
     K, layout = kind.attention.K, kind.attention.slot_layout
     slots = min(max_len, kind.mask.ring or max_len)
     values: Any = ArrayInfo("bksC", shape=(batch, K, slots, layout.width), dtype=dtype)

@@ -187,7 +187,7 @@ def _open_published(
     def is_unused(name: str) -> bool:
         name = family.llama_name(name)
         copy = config.tied_embeddings and name == "lm_head.weight"
-        return copy or family.ignores(name, len(config.layers))
+        return copy or family.ignores(name, config)
 
     tensors = renamed(open_tensors(content, is_unused), family)
     infos = named_infos(config)
@@ -198,7 +198,7 @@ def _open_published(
     for name, tensor in tensors.items():
         if config.tied_embeddings and name == "lm_head.weight":
             _check_copy(tensor, sources["embed"])
-        elif tensor.name not in used and not family.ignores(name, len(config.layers)):
+        elif tensor.name not in used and not family.ignores(name, config):
             _no_place(tensor)
     return Checkpoint(path, folder.small, family, config, sources, converted=False, format=None)
 

@@ -67,7 +67,8 @@ def expected_collectives(job: Job, mesh: Mesh, topology: Topology) -> float:
     for kind, count in collections.Counter(first_stage(cfg, mesh.shape[STAGE]).layers).items():
         K, G, layout = kind.attention.K * slots // devices, kind.attention.G, kind.attention.slot_layout
         sent = [("all-reduce", 2 * rows * cfg.D, devices)] * 2
-        sent += [("all-gather", 2 * rows * K * (G * layout.key + layout.width), slots)]
+        new = 0 if kind.shares_kv else layout.width
+        sent += [("all-gather", 2 * rows * K * (G * layout.key + new), slots)]
         sent += [("all-to-all", 4 * rows * K * G * (layout.value_width + 1), slots)]
         seconds += count * sum(collective_seconds(*x, topology) for x in sent if x[2] > 1)
     return seconds

@@ -1,5 +1,6 @@
 """The least that a step must read from HBM and compute, from the declared shapes."""
 
+import collections
 import dataclasses
 
 from jax.sharding import Mesh
@@ -7,7 +8,9 @@ from jax.sharding import Mesh
 from deployment.chips import Topology
 from deployment.job import Job, local_tokens
 from deployment.step_bytes import active_experts, layer_of, part_of, share_read
+from model import Config, LayerKind
 from ops.grouped_matmul import FEW_ROWS
+from ops.kv_cache import kv_owners
 from sharding.mesh import EXPERT, make_mesh, mesh_size
 
 
@@ -31,20 +34,27 @@ def needed(job: Job, mesh: Mesh) -> tuple[float, float]:
     A few tokens go through every active expert, whether they chose it or not: so the experts' kernel works.
     """
     cfg, bytes_read, flops = job.cfg, 0, 0
-    tokens = local_tokens(job, mesh)
+    tokens, readers = local_tokens(job, mesh), layers_per_cache(job.cfg)
     for name, size, size_in_bytes in job.shards(mesh):
         share, part = share_needed(name, job, mesh), part_of(name, cfg)
-        bytes_read += size_in_bytes * share
         if part == "kv_cache":
+            kind = cfg.layers[layer_of(name)]
+            share *= readers[kind]
             # Of a latent, the value's columns are some of the key's, and are used twice.
-            attention = cfg.layers[layer_of(name)].attention
-            layout = attention.slot_layout
+            layout = kind.attention.slot_layout
             uses = (layout.key + layout.value_width) / layout.width
-            flops += 2 * size * share * job.tokens * attention.G * uses  # `size` counts all rows
+            flops += 2 * size * share * job.tokens * kind.attention.G * uses  # `size` counts all rows
         elif share:
             chosen = share if tokens <= FEW_ROWS else cfg.moe.A / cfg.moe.E if cfg.moe else 1
             flops += 2 * size * tokens * (chosen if part == "experts" else 1)
+        bytes_read += size_in_bytes * share
     return bytes_read, flops
+
+
+def layers_per_cache(cfg: Config) -> dict[LayerKind, float]:
+    """How many layers read the cache of a layer of each kind, on average: one, unless others share it."""
+    reading = collections.Counter(cfg.layers[i] for i in kv_owners(cfg.layers))
+    return {kind: n / cfg.layers.count(kind) for kind, n in reading.items()}
 
 
 def floor_bytes(job: Job, topology: Topology, stages: int = 1) -> float:

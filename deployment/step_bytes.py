@@ -41,7 +41,7 @@ def part_of(argument: str, cfg: Config) -> str:
     """Which of PARTS an argument of a step belongs to, by its name."""
     if argument.startswith("batch.cache.layers"):
         return "kv_cache"
-    if re.match(r"weights\.(un)?embed\b", argument):
+    if re.match(r"weights\.((un)?embed|inputs\.table)\b", argument):
         return "embedding"
     found = re.match(r"weights\.layers\[(\d+)\]\.(attention|feed_forward)\.(\w+)", argument)
     if not found or found[2] == "attention":
@@ -107,7 +107,7 @@ def share_read(name: str, cfg: Config, experts: float, chooses: bool = True) -> 
         return 1 if chooses else 0
     if re.match(r"weights\.embed\b", name):
         return 1 if chooses and cfg.tied_embeddings else 0
-    if name == "weights.positions":
+    if re.match(r"weights\.(positions|inputs\.table)\b", name):
         return 0
     return experts if part_of(name, cfg) == "experts" else 1
 

@@ -94,7 +94,10 @@ class Family:
             info.stored,
         ]
 
-    def ignores(self, name: str, depth: int) -> bool:
-        """Whether a model of `depth` layers does not use the published tensor of this name."""
-        unused = tuple(f"model.layers.{depth + i}." for i in range(self.extra_layers))
-        return name.startswith(unused) or bool(re.search(self.unused_tensors, name))
+    def ignores(self, name: str, config: Config) -> bool:
+        """Whether a model does not use the published tensor of this name."""
+        depth = len(config.layers)
+        unused = [f"model.layers.{depth + i}." for i in range(self.extra_layers)]
+        shared = [f"model.layers.{i}.self_attn." for i, x in enumerate(config.layers) if x.shares_kv]
+        unused += [layer + part for layer in shared for part in ("k_", "v_")]
+        return name.startswith(tuple(unused)) or bool(re.search(self.unused_tensors, name))

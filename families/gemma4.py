@@ -1,11 +1,14 @@
 """Gemma 4: heads of two widths, normalized values, scores without a scale, and a factor after each layer.
 
+In E2B and E4B the last layers attend to the keys and values of earlier ones, and each layer has an embedding
+of the tokens of its own, P columns wide.
+
 Source: transformers, models/gemma4 and models/gemma4_unified.
 """
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -18,6 +21,7 @@ from families.gemma3 import NAMES, SUPPORTED
 from families.stored_layouts import SINGLE_OR_JOINED_EXPERTS
 from feedback.errors import UserError
 from model import (
+    MLP,
     Attention,
     AttentionWeights,
     Chunk,
@@ -27,15 +31,17 @@ from model import (
     MoE,
     MoEWeights,
     Norm,
-    Normalization,
     Residual,
     Rope,
     Rotation,
     Router,
+    look_up,
+    rotate,
 )
-from sharding.arrays import ArrayInfo, Stored, declared_norm, infos_of, pytree
-from sharding.collective_matmul import column_mean, products
+from sharding.arrays import ArrayInfo, Stored, declared, declared_norm, infos_of, pytree, sizes_of
+from sharding.collective_matmul import column_mean, einsum, own_columns, products
 from sharding.mesh import MODEL
+from sharding.slots import whole_heads
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,6 +74,22 @@ class ValueNormAttention(Attention):
         return q, jnp.concatenate([k, dataclasses.replace(self.qk_norm, weight=False)(v, None)], -1)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QueryAttention(ValueNormAttention):
+    """The attention of a layer that has queries alone. Keys and values are those of an earlier layer."""
+
+    def declare(self, prefix: str, D: int, weights: type | None = None) -> Any:
+        return dataclasses.replace(super().declare(prefix, D, weights), k=None, v=None, k_norm=None)
+
+    def project(
+        self, x: Array, w: AttentionWeights, chunk: Chunk, rotation: Rotation | None
+    ) -> tuple[Array, Any]:
+        """x: [b,T,D] -> queries [b,T,k,G,H], and None."""
+        assert rotation
+        (q,) = whole_heads(*products(x, ("bTD,kgHD->bTkgH", w.q)))
+        return rotate(self.qk_norm(q, w.q_norm), rotation), None
+
+
 @pytree
 class ScaledResidualWeights:
     norm: Any = declared_norm("D", "post_mlp_layernorm.weight")
@@ -78,14 +100,75 @@ class ScaledResidualWeights:
 class ScaledResidual(Residual):
     """A residual after which the whole stream is multiplied by a learned factor, of N = 1 element."""
 
+    weights: ClassVar[type] = ScaledResidualWeights
+
     def __call__(self, x: Array, y: Array, w: ScaledResidualWeights, chunk: Chunk) -> Array:
         """x, y: [b,T,D] -> [b,T,D]."""
         return super().__call__(x, y, w.norm, chunk) * w.factor
 
     def declare(self, info: ArrayInfo) -> ScaledResidualWeights:
+        """The declared weights: those of the norm, the factor, and a subclass's own."""
         assert info.stored is not None
         prefix = info.stored.name.removesuffix("post_mlp_layernorm.weight")
-        return infos_of(ScaledResidualWeights, prefix, dict(D=info.shape[0], N=1))
+        return infos_of(self.weights, prefix, dict(D=info.shape[0], N=1) | sizes_of(self))
+
+
+@pytree
+class InputResidualWeights(ScaledResidualWeights):
+    gate: Array = declared("PD", "D", "per_layer_input_gate.weight", "PD")
+    projection: Array = declared("DP", "P", "per_layer_projection.weight", "DP")
+    input_norm: Any = declared_norm("D", "post_per_layer_input_norm.weight")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InputResidual(ScaledResidual):
+    """A residual to which the layer's input is added, projected, before all is multiplied by the factor.
+
+    The stream gates the input. Each device computes all of it: another sum over devices in each layer would
+    take longer than to read the small matrices.
+    """
+
+    weights: ClassVar[type] = InputResidualWeights
+    P: int
+
+    def __call__(self, x: Array, y: Array, w: ScaledResidualWeights, chunk: Chunk) -> Array:
+        """x, y: [b,T,D] -> [b,T,D]."""
+        assert isinstance(w, InputResidualWeights) and self.norm
+        x = x + self.norm(y, w.norm)
+        gated = GeGLU()(einsum("bTD,PD->bTP", x, w.gate), chunk.inputs)
+        return (x + self.norm(einsum("bTP,DP->bTD", gated, w.projection), w.input_norm)) * w.factor
+
+
+@pytree
+class TokenInputsWeights:
+    table: Array = declared("vN", "N", "model.embed_tokens_per_layer.weight", "VN", min_bits=8)
+    projection: Array = declared("Nd", "d", "model.per_layer_model_projection.weight", "ND", min_bits=8)
+    norm: Any = declared_norm("P", "model.per_layer_projection_norm.weight")
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenInputs:
+    """The inputs of L layers, P columns each: another embedding of the tokens, and a projection of theirs.
+
+    N = L·P: all layers' columns. Each device multiplies its columns d of the tokens' embedding, so that one
+    sum over devices makes both addends whole.
+    """
+
+    L: int
+    P: int
+    norm: Norm
+
+    def __call__(self, x: Array, tokens: Array, w: TokenInputsWeights) -> list[Array]:
+        """x: [b,T,D], the embedded tokens. tokens: [b,T] int32 -> [b,T,P] for each layer."""
+        parts = look_up(w.table, tokens), einsum("bTd,Nd->bTN", own_columns(x), w.projection)
+        of_layers = (*tokens.shape, self.L, self.P)
+        own, projected = (y.astype(x.dtype).reshape(of_layers) for y in lax.psum(parts, MODEL))  # v, d
+        projected = self.norm(projected * x.shape[-1] ** -0.5, w.norm)
+        inputs = (projected + own * jnp.asarray(self.P**0.5, x.dtype)) * 2**-0.5
+        return [inputs[:, :, i] for i in range(self.L)]
+
+    def declare(self, D: int, V: int) -> TokenInputsWeights:
+        return infos_of(TokenInputsWeights, "", dict(D=D, V=V, N=self.L * self.P, P=self.P))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,26 +237,58 @@ def config(fields: ConfigFields) -> Config:
     heads = attention_of(fields, types, norm)
     ropes, positions = ConfigFields(fields.take("rope_parameters", dict, ROPES)), "max_position_embeddings"
     mlp = read.mlp(fields, activation=GeGLU())
-    network: FeedForward = mlp
-    before: Normalization = norm
-    if fields.take("enable_moe_block", bool, False):
-        router = NormedRouter("softmax", normalized=True, scales="output", norm=Norm(norm.eps, weight=False))
-        experts = read.moe(
-            fields, router, "moe_intermediate_size", kind=Mixture, activation=GeGLU(), norm=norm
-        )
-        network, before = dataclasses.replace(experts, shared=mlp), Unnormed()
+    network, inputs = network_of(fields, mlp, norm), inputs_of(fields, depth, norm)
+    before = Unnormed() if isinstance(network, Mixture) else norm
+    after = InputResidual(norm, P=inputs.P) if inputs else ScaledResidual(norm)
     kinds = {}
     for x in dict.fromkeys(types):
         rope = rope_of(ropes.take(x, dict), heads[x].H, fields.take(positions, int))
-        kinds[x] = LayerKind(
-            heads[x], network, norm, masks[x], rope, Residual(norm), before, ScaledResidual(norm)
-        )
+        kinds[x] = LayerKind(heads[x], network, norm, masks[x], rope, Residual(norm), before, after)
     for x in masks:  # a type that no layer has
         ropes.get(x)
     ropes.finish({})
     scale, cap = fields.take("hidden_size", int) ** 0.5, fields.take("final_logit_softcapping", NUMBER, None)
-    layers = tuple(kinds[x] for x in types)
-    return read.config(fields, layers, norm, tied=True, embedding_scale=scale, logit_softcap=cap)
+    wide = dataclasses.replace(mlp, F=mlp.F * (2 if fields.take("use_double_wide_mlp", bool, False) else 1))
+    layers = with_shared_kv(fields, [kinds[x] for x in types], network_of(fields, wide, norm))
+    others = dict(embedding_scale=scale, layer_inputs=inputs, logit_softcap=cap)
+    return read.config(fields, layers, norm, tied=True, **others)
+
+
+def network_of(fields: ConfigFields, mlp: MLP, norm: Norm) -> FeedForward:
+    """The MLP, beside experts if config.json says so."""
+    if not fields.take("enable_moe_block", bool, False):
+        return mlp
+    router = NormedRouter("softmax", normalized=True, scales="output", norm=Norm(norm.eps, weight=False))
+    experts = read.moe(
+        fields, router, "moe_intermediate_size", kind=Mixture, activation=GeGLU(), norm=norm
+    )  # fmt: skip
+    return dataclasses.replace(experts, shared=mlp)
+
+
+def inputs_of(fields: ConfigFields, depth: int, norm: Norm) -> TokenInputs | None:
+    """What the layers get beside the stream. Raises UserError if its table has not all tokens."""
+    P, V = fields.take("hidden_size_per_layer_input", int, zero=True), fields.take("vocab_size", int)
+    rows = fields.take("vocab_size_per_layer_input", int, zero=True)
+    if P and rows != V:
+        raise UserError(f"config.json: vocab_size_per_layer_input = {rows} is not vocab_size = {V}")
+    return TokenInputs(depth, P, norm) if P else None
+
+
+def with_shared_kv(
+    fields: ConfigFields, layers: list[LayerKind], network: FeedForward
+) -> tuple[LayerKind, ...]:
+    """The layers, of which the last ones attend to keys and values of earlier ones, if config.json says so.
+
+    network: theirs. Raises UserError if no earlier layer is of the same type.
+    """
+    n = fields.take("num_kv_shared_layers", int, 0, zero=True)
+    own, shared = layers[: max(len(layers) - n, 0)], []
+    for kind in layers[len(own) :]:
+        if kind not in own:
+            raise UserError(f"config.json: num_kv_shared_layers = {n} leaves a type of layers without keys")
+        attention = QueryAttention(**vars(kind.attention))
+        shared.append(dataclasses.replace(kind, attention=attention, feed_forward=network, shares_kv=True))
+    return *own, *shared
 
 
 def attention_of(fields: ConfigFields, types: list[str], norm: Norm) -> dict[str, Attention]:
@@ -241,10 +356,9 @@ GEMMA4 = Family(
     "gemma4_text",
     config,
     ("gemma4",),
-    defaults=DEFAULTS | dict(hidden_size_per_layer_input=256),
+    defaults=DEFAULTS | dict(hidden_size_per_layer_input=256, vocab_size_per_layer_input=262144),
     supported=SUPPORTED | dict(use_bidirectional_attention=("vision",)),
-    no_effect="""audio_config audio_token_id boa_token_id eoa_token_id eoa_token_index video_token_id
-        vocab_size_per_layer_input""",
+    no_effect="audio_config audio_token_id boa_token_id eoa_token_id eoa_token_index video_token_id",
     field_names={"num_experts": "num_local_experts", "top_k_experts": "num_experts_per_tok"},
     tensor_names=(*LANGUAGE_MODEL_NAMES, *NAMES, *MIXTURE_NAMES),
     layouts={**SINGLE_OR_JOINED_EXPERTS, **MIXTURE_LAYOUTS},
@@ -254,5 +368,11 @@ GEMMA4_UNIFIED = dataclasses.replace(
     GEMMA4,
     model_type="gemma4_unified_text",
     multimodal_types=("gemma4_unified",),
-    defaults=DEFAULTS | dict(sliding_window=1024, max_position_embeddings=262144),
+    defaults=DEFAULTS
+    | dict(
+        hidden_size_per_layer_input=0,
+        vocab_size_per_layer_input=0,
+        sliding_window=1024,
+        max_position_embeddings=262144,
+    ),
 )

@@ -9,10 +9,11 @@ import dataclasses
 import jax.numpy as jnp
 from jax import Array
 
-from model import Chunk, Norm, Rotation, gather_shared_head, rotate
+from model import Chunk, Norm, Rotation, rotate
 from ops.kv_cache import SlotLayout
 from sharding.arrays import declared, declared_bias, declared_norm, infos_of, pytree, sizes_of
 from sharding.collective_matmul import einsum, products
+from sharding.slots import gather_shared_head
 
 
 @pytree

@@ -23,6 +23,7 @@ FAMILIES = {
     "qwen3_moe (30B-A3B)": "qwen3-30b-a3b",
     "gemma (7B)": "gemma-7b",
     "gemma3_text (4B)": "gemma3-4b",
+    "gemma4_text (E2B)": "gemma4-e2b",
     "gemma4_text (31B)": "gemma4-31b",
     "gemma4_text (26B-A4B)": "gemma4-26b-a4b",
     "gemma4_unified_text (12B)": "gemma4-12b",
@@ -43,7 +44,7 @@ COLUMNS = {
         "  query_scale": "attention.query_scale", "  scale": "attention.scale",
         "  gate": "attention: GatedAttention", "  sinks": "attention: SinkAttention",
         "  joint norm": "attention: JointNormAttention",
-        "LatentAttention": "attention: LatentAttention",
+        "  shares_kv": "shares_kv", "LatentAttention": "attention: LatentAttention",
     },
     "mask": {"Full": "mask: Full", "BlockLocal": "mask: BlockLocal", "Window": "mask: Window"},
     "positions": {
@@ -62,7 +63,7 @@ COLUMNS = {
     },
     "model": {
         "LearnedPositions": "position_embedding: LearnedPositions", "embedding_scale": "embedding_scale",
-        "embedding_norm": "embedding_norm", "logit_softcap": "logit_softcap",
+        "embedding_norm": "embedding_norm", "layer_inputs": "layer_inputs", "logit_softcap": "logit_softcap",
         "tied_embeddings": "tied_embeddings",
     },
 }  # fmt: skip

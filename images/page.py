@@ -7,7 +7,8 @@ from typing import NamedTuple
 from images.drawing import IMAGES, pyplot
 from sharding.mesh import SHARDED_BY
 
-COLLECTIVES = ("psum", "all_gather", "all_to_all")
+# By the function that is called in model.py.
+COLLECTIVES = {"psum": "psum", "whole_heads": "all-gather", "merge_slots": "all-to-all"}
 FIRST = "docstring and imports"  # the part before the first section
 EMBED, ATTENTION, FEED_FORWARD, NORM, CACHE = "#d9d2ea", "#f9dcb4", "#cfe0f1", "#d5e8d4", "#f7cfd0"
 OTHER, MARK, TEXT = "#eeeeee", "#c0392b", "#555555"
@@ -28,10 +29,10 @@ SECTIONS = {
 BEFORE = (("tokens", None, ()), ("embed", EMBED, ("embed",)))
 LAYER = (
     ("norm", NORM, ()),
-    ("queries, keys, values", ATTENTION, ("gather_shared_head",)),
+    ("queries, keys, values", ATTENTION, ("Attention.project",)),
     ("RoPE", NORM, ()),
     ("mask, slots of the cache", CACHE, ()),
-    ("attend", ATTENTION, ("merge_slots",)),
+    ("attend", ATTENTION, ("write_and_attend", "attend")),
     ("output matrix", ATTENTION, ("attention",)),
     ("+", None, ()),
     ("norm", NORM, ()),
@@ -41,7 +42,7 @@ LAYER = (
 AFTER = (("norm", NORM, ()), ("unembed", EMBED, ()), ("logits", None, ()))
 
 # In pixels: the page's first line, a line's height, the page's left edge and width, a character's width.
-TOP, LINE, LEFT, WIDTH, CHARACTER = 48, 0.66, 312, 176, 1.5
+TOP, LINE, LEFT, WIDTH, CHARACTER = 48, 0.66, 318, 176, 1.5
 STEPS, STEP_WIDTH = 764, 228  # the steps' left edge and width
 NOTES = (
     "psum  f: each device has a part of the sum over f, and psum adds the parts.",
@@ -71,7 +72,7 @@ class Collective(NamedTuple):
 
     @property
     def label(self) -> str:
-        name = self.name.replace("_", "-")
+        name = COLLECTIVES[self.name]
         return f"{name}  {', '.join(self.letters)}" if self.letters else name
 
 
@@ -168,8 +169,7 @@ def draw_steps(axes, text: str) -> None:
     """The steps of a model from top to bottom, in the colors of the sections, with the same collectives."""
     labels = {}
     for found in collectives(text):
-        of_class = f"{found.function.partition('.')[0]}: " if "." in found.function else ""
-        labels.setdefault(found.function, []).append(of_class + found.label)
+        labels.setdefault(found.function, []).append(found.label)
     middle, y = STEPS + STEP_WIDTH / 2, TOP
     axes.text(middle, TOP - 20, "a model", ha="center", fontsize=11, weight="bold")
     for steps in (BEFORE, LAYER, AFTER):
@@ -185,10 +185,13 @@ def draw_steps(axes, text: str) -> None:
             height = 24 if color else 14
             axes.text(middle, y + height / 2, name, ha="center", va="center", fontsize=9)
             y += height
-            shown = [x for function in functions for x in labels.pop(function)]
+            shown = {}  # its collectives, each once, with the class if the step may be one of two
+            for function in functions:
+                of_class = f"{function.partition('.')[0]}: " if len(functions) > 1 and "." in function else ""
+                shown |= {of_class + label: None for label in labels.pop(function)}
             style = dict(va="center", fontsize=8.5, color=MARK, weight="bold")
             for i, found in enumerate(shown):
-                axes.text(middle + 10, y + 11 + 14 * i, found, **style)
+                axes.text(middle + 6, y + 11 + 14 * i, found, **style)
             if name != "logits":
                 length = (20 if shown else 13) + 14 * max(len(shown) - 1, 0) + 16 * ("embed" in functions)
                 draw_arrow(axes, (middle, y), (middle, y + length))

@@ -56,6 +56,19 @@ class KV:
     layout: SlotLayout
 
 
+def kv_owners(kinds) -> list[int]:
+    """The number of the layer to whose keys and values each layer attends: its own, or an earlier one's.
+
+    kinds: of all layers, see model.LayerKind.shares_kv.
+    """
+    owners, latest = [], {}
+    for i, kind in enumerate(kinds):
+        if not kind.shares_kv:
+            latest[kind.mask] = i
+        owners.append(latest[kind.mask])
+    return owners
+
+
 def map_slots(function, *kvs: KV) -> KV:
     """Apply function(axis, *arrays) to the values of caches and, if they are int8, to their scales.
 

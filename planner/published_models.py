@@ -69,6 +69,12 @@ def _gemma4(width: int, heads: tuple[int, int], depth: int, F: int, **other) -> 
     return _dense("gemma4_text", width, heads, depth, F, 262144, **own | other)
 
 
+def _gemma4_e(width: int, heads: tuple[int, int], depth: int, F: int, every: int, **other) -> dict:
+    types = ["full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(depth)]
+    own = dict(layer_types=types, sliding_window=512, hidden_size_per_layer_input=256)
+    return _gemma4(width, heads, depth, F, **own, **other)
+
+
 def _gpt2(width: int, heads: int, depth: int) -> dict:
     sizes = dict(n_embd=width, n_head=heads, n_layer=depth, n_positions=1024, vocab_size=50257)
     return dict(model_type="gpt2", layer_norm_epsilon=1e-5, **sizes)
@@ -145,6 +151,10 @@ MODELS = {
     "gemma3-4b": _gemma3(2560, (8, 4), 34, 10240),
     "gemma3-12b": _gemma3(3840, (16, 8), 48, 15360),
     "gemma3-27b": _gemma3(5376, (32, 16), 62, 21504, head_dim=128, query_pre_attn_scalar=168),
+    "gemma4-e2b": _gemma4_e(
+        1536, (8, 1), 35, 6144, every=5, num_kv_shared_layers=20, use_double_wide_mlp=True
+    ),
+    "gemma4-e4b": _gemma4_e(2560, (8, 2), 42, 10240, every=6, num_kv_shared_layers=18),
     "gemma4-31b": _gemma4(
         5376, (32, 16), 60, 21504, attention_k_eq_v=True, num_global_key_value_heads=4
     ),

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import model
 from model import Chunk, Config, LayerKind, Weights, without_layers
+from ops.kv_cache import kv_owners
 from ops.platform import platform
 from ops.tpu import declares_vma
 from serving.steps import Batch, DecodeStep, PrefillChunk, Step, by_rows
@@ -40,7 +41,7 @@ MOST_ON_CPU = 6
 def start(step: Step, w: Weights, batch: Batch, *, cfg: Config, mesh: Mesh) -> tuple[Array, Array, Chunk]:
     """-> (the embedded tokens [B,T,D], the tokens [B,T], their Chunk)."""
     tokens, chunk = step.read_inputs(batch, cfg, mesh)
-    x = model.embed(tokens, chunk.positions, w, cfg=cfg, mesh=mesh)
+    x, chunk = model.embed(tokens, chunk, w, cfg=cfg, mesh=mesh)
     if step.device_ring:  # so that the first group of layers gets it as all others do
         x = lax.with_sharding_constraint(x, NamedSharding(mesh, BY_COLUMNS))
     return x, tokens, chunk
@@ -119,7 +120,8 @@ def several_programs(
     caches = []
     for i, end in layer_groups(cfg.layers, MOST_ON_CPU if on_one_cpu(mesh) else MOST_LAYERS):
         own, kv, kinds = (each[i:end] for each in (weights.layers, batch.cache.layers, cfg.layers))
-        x, kv = call(few_layers, x, own, kv, chunk, kinds=kinds, mesh=mesh, device_ring=step.device_ring)
+        group = dataclasses.replace(chunk, inputs=chunk.inputs and chunk.inputs[i:end])
+        x, kv = call(few_layers, x, own, kv, group, kinds=kinds, mesh=mesh, device_ring=step.device_ring)
         caches += kv
     result, rows = call(finish, step, x, tokens, chunk, w, rows, **static)
     return result, rows.replace(layers=caches)
@@ -132,9 +134,10 @@ def layer_groups(kinds: tuple[LayerKind, ...], most: int) -> list[tuple[int, int
     A size is possible if all groups of so many layers have the same kinds of layers. Of the possible sizes
     above `most` / 2 the one with the smallest remainder is taken; if there is none, the largest possible
     size; if no size is possible, 1. The remainder comes first because the first layers of some models differ
-    from all others.
+    from all others. The last group, of any size, are all layers from the first one on whose keys and values
+    another layer shares: what they have attended to stays within a program.
     """
-    depth = len(kinds)
+    depth = min([owner for i, owner in enumerate(kv_owners(kinds)) if owner != i] or [len(kinds)])
 
     def all_equal(n: int) -> bool:
         return len({kinds[i : i + n] for i in range(depth % n, depth, n)}) == 1
@@ -142,7 +145,8 @@ def layer_groups(kinds: tuple[LayerKind, ...], most: int) -> list[tuple[int, int
     sizes = [n for n in range(min(most, depth), 0, -1) if all_equal(n)] or [1]
     size = min([n for n in sizes if 2 * n > most] or sizes[:1], key=lambda n: depth % n)
     starts = [0] * bool(depth % size) + list(range(depth % size, depth, size))
-    return list(zip(starts, [*starts[1:], depth], strict=True))
+    groups = list(zip(starts, [*starts[1:], depth], strict=True)) if depth else []
+    return groups + [(depth, len(kinds))] * (depth < len(kinds))
 
 
 def prefill_in_groups(

@@ -100,9 +100,9 @@ class PrefixCache:
         self.saved.append(prefix)
 
 
-def slot_axes(caches: list[KV]) -> list[tuple[jax.Array, int]]:
+def slot_axes(caches: list[KV | None]) -> list[tuple[jax.Array, int]]:
     """The arrays of the layers' caches, each with the axis of its slots."""
-    axes = jax.tree.leaves([map_slots(lambda axis, x: axis, kv) for kv in caches])
+    axes = jax.tree.leaves([map_slots(lambda axis, x: axis, kv) for kv in caches if kv])
     return list(zip(jax.tree.leaves(caches), axes, strict=True))
 
 

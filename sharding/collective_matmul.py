@@ -52,10 +52,13 @@ def prefill_ring(cfg, tokens: int, mesh: Mesh) -> Ring | None:
 
     By columns are chunks on TPUs whose chips form a ring. Not by columns are chunks of less than LEAST_TOKENS
     tokens, models in several stages, and models whose columns the devices do not divide in halves. A model
-    with experts gains nothing, because every device needs whole tokens to route them.
+    with experts gains nothing, because every device needs whole tokens to route them. Nor do layers with
+    inputs, which every device adds to whole tokens.
     """
     n = mesh_size(mesh, MODEL)
-    if n == 1 or tokens < LEAST_TOKENS or cfg.D % (2 * n) or mesh.shape[STAGE] > 1 or cfg.moe:
+    if n == 1 or tokens < LEAST_TOKENS or cfg.D % (2 * n) or mesh.shape[STAGE] > 1:
+        return None
+    if cfg.moe or cfg.layer_inputs:
         return None
     return interconnect_ring(mesh)
 

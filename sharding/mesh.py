@@ -42,6 +42,8 @@ def mesh_shape(cfg, data: int = 1, expert: int = 1, tensor: int = 1, stage: int 
         possible = (str(n) for n in range(1, depth + 1) if cfg.layers == cfg.layers[: depth // n] * n)
         alike = f"{stage} stages that are alike; possible: {', '.join(possible)}"
         raise ValueError(f"the model's {depth} layers do not make {alike}")
+    if stage > 1 and cfg.layer_inputs:
+        raise ValueError("the layers get inputs of the tokens, which only the first stage has: use one stage")
     if stage > 1 and cfg.D % (expert * tensor):
         raise ValueError(f"the {expert * tensor} devices of a stage do not divide the model's width {cfg.D}")
     heads = math.gcd(expert * tensor, *(kind.attention.K for kind in cfg.layers))

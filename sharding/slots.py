@@ -1,12 +1,15 @@
-"""Which slots of a row's cache a device holds, which of them a query sees, and which a token is written to.
+"""How devices share a key/value head: the slots of a row's cache that each has, and what they exchange.
 
-Letters as in model.py. Where n devices share a key/value head, slot s is on device s % n, at local index
-s // n. chunk: a model.Chunk. mask: a model.Mask. These functions run inside shard_map.
+Letters as in model.py. Where n devices share a head, slot s is on device s % n, at local index s // n. Each
+device has some of the columns of the matrices that project the head's key and value, and some of its queries.
+chunk: a model.Chunk. mask: a model.Mask. These functions run inside shard_map.
 """
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
+from ops.attention import merge
 from sharding.mesh import SLOTS
 
 
@@ -47,3 +50,40 @@ def local_slots(n: Array) -> Array:
     """How many of a head's first n slots are on this device."""
     sharing = lax.axis_size(SLOTS)
     return (n + sharing - 1 - lax.axis_index(SLOTS)) // sharing
+
+
+def whole_heads(q: Array, *kv: Array) -> list[Array]:
+    """q: [b,T,k,g,H] -> [b,T,k,G,H], and keys and values [b,T,k,h] -> [b,T,k,H].
+
+    Each device has computed some columns h of a head's key and value, and some of its queries g.
+    """
+    if lax.axis_size(SLOTS) == 1:
+        # Without the barrier XLA applies rotate's reshape to w.q, and copies that weight in every step.
+        return lax.optimization_barrier([q, *kv])
+    *bTk, g, H = q.shape
+    q, *whole = gather_shared_head(q.reshape(*bTk, g * H), *kv)
+    return [q.reshape(*bTk, -1, H), *whole]
+
+
+def gather_shared_head(*parts: Array) -> list[Array]:
+    """Gather arrays whose last axis is split over the n devices that share a key/value head.
+
+    [...,c] each -> [...,n*c] each, with one all-gather for all of them.
+    """
+    whole = lax.all_gather(jnp.concatenate(parts, -1), SLOTS, axis=parts[0].ndim - 1)  # [...,n,c+c+..]
+    split = jnp.split(whole, np.cumsum([x.shape[-1] for x in parts])[:-1], -1)
+    return [x.reshape(*x.shape[:-2], -1) for x in split]
+
+
+def merge_slots(o: Array, lse: Array) -> tuple[Array, Array]:
+    """Each device has attended with all queries to its own slots: merge, and keep this device's queries.
+
+    o: [b,T,k,G,U], lse: [b,T,k,G] -> (o [b,T,k,g,U], lse [b,T,k,g]). One all-to-all of the partial results.
+    """
+    sharing = lax.axis_size(SLOTS)
+    if sharing == 1:
+        return o, lse
+    parts = jnp.concatenate([o, lse[..., None]], -1)
+    parts = parts.reshape(*o.shape[:3], sharing, -1, parts.shape[-1])
+    parts = lax.all_to_all(parts, SLOTS, 3, 0)  # [sharing,b,T,k,g,U+1]
+    return merge(*((part[..., :-1], part[..., -1]) for part in parts))

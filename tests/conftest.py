@@ -39,6 +39,7 @@ from serving.needed import demand_of, needed_programs, warm_up
 from serving.programs import Programs
 from serving.requests import Answer, Request
 from serving.scheduler import PrefillLimits
+from sharding import slots
 from sharding.arrays import abstract
 from sharding.mesh import make_mesh
 from sharding.shapes import check_shapes
@@ -49,9 +50,9 @@ from terminal.command_line import run
 # thousands of programs, jax 0.10.2 crashed while it wrote one into the cache.
 jax.config.update("jax_enable_compilation_cache", False)
 
-# Of the functions of model.py and of families/, arrays are compared with the shapes in their docstrings.
+# Of these functions, arrays are compared with the shapes in their docstrings.
 FAMILIES = [module for name, module in sorted(sys.modules.items()) if name.startswith("families.")]
-CHECKED_FUNCTIONS = check_shapes(model, *FAMILIES)
+CHECKED_FUNCTIONS = check_shapes(model, slots, *FAMILIES)
 
 CHECKPOINTS = pathlib.Path(__file__).parent / "checkpoints"
 sys.path.append(str(CHECKPOINTS))  # questions.py, of which the tiny models were trained

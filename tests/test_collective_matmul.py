@@ -41,7 +41,7 @@ def logits(tokens, weights: model.Weights, *, cfg: model.Config, mesh: Mesh, rin
     """`model.forward`, by columns if there is a ring."""
     start = jnp.zeros_like(tokens[:, 0])
     chunk = model.chunk_at(start, start + tokens.shape[1], tokens.shape[1])
-    x = model.embed(tokens, chunk.positions, weights, cfg=cfg, mesh=mesh)
+    x, chunk = model.embed(tokens, chunk, weights, cfg=cfg, mesh=mesh)
     x, _ = model.layers(x, weights.layers, None, chunk, kinds=cfg.layers, mesh=mesh, device_ring=ring)
     return model.unembed(x, weights, cfg=cfg, mesh=mesh)[..., : cfg.V]
 

@@ -354,6 +354,11 @@ WRONG_FIELDS = {
         (dict(hidden_act="gelu"), "hidden_act = 'gelu' is not supported"),
     ],
     "gemma4_text": [
+        (dict(num_kv_shared_layers=7), "num_kv_shared_layers = 7 leaves a type of layers without keys"),
+        (dict(num_kv_shared_layers=99), "num_kv_shared_layers = 99 leaves a type of layers without keys"),
+        (dict(num_kv_shared_layers=-1), "num_kv_shared_layers = -1 makes no sense"),
+        (dict(hidden_size_per_layer_input=16), "vocab_size_per_layer_input = 262144 is not vocab_size = "),
+        (dict(use_double_wide_mlp=1), "use_double_wide_mlp = 1 makes no sense"),
         (dict(use_bidirectional_attention="all"), "use_bidirectional_attention = 'all' is not supported"),
         (dict(attention_bias=True), "attention_bias = True is not supported"),
         (dict(num_global_key_value_heads=3), "4 attention heads are no multiple of 3 key/value heads"),
@@ -403,6 +408,10 @@ WRONG_TENSORS = [  # a model, a tensor that is taken away or put there, and what
     ("gemma3", "model.layers.1.input_layernorm.weight", None, "is missing"),
     ("gemma3", "model.layers.1.post_feedforward_layernorm.weight", None, "is missing"),
     ("gemma4", "model.layers.1.layer_scalar", None, "is missing"),
+    ("gemma4-e", "model.per_layer_projection_norm.weight", None, "is missing"),
+    ("gemma4-e", "model.layers.1.per_layer_input_gate.weight", None, "is missing"),
+    ("gemma4-e", "model.embed_tokens_per_layer.weight", torch.zeros(512, 63), "has shape (512, 63), but"),
+    ("gemma4-e", "model.layers.4.self_attn.o_proj.bias", torch.zeros(48), "has no place"),
     ("gemma4-moe", "model.layers.1.router.per_expert_scale", None, "is missing"),
     ("gemma4-moe", "model.layers.1.pre_feedforward_layernorm_2.weight", None, "is missing"),
     ("gemma4", "model.layers.1.self_attn.v_proj.weight", torch.zeros(16, 48), "has no place"),
@@ -412,6 +421,16 @@ WRONG_TENSORS = [  # a model, a tensor that is taken away or put there, and what
 @pytest.mark.parametrize(("model_name", "name", "other", "message"), WRONG_TENSORS)
 def test_wrong_tensors(model_name, name, other, message, saved, tmp_path):
     refused(saved(model_name)[0], tmp_path / "copy", name, other, message)
+
+
+def test_keys_that_a_layer_does_not_use(saved, tmp_path):
+    """Published files may have such matrices for layers that read the keys of an earlier layer, too."""
+    shutil.copytree(saved("gemma4-e")[0], tmp_path / "copy")
+    tensors = load_file(tmp_path / "copy" / "model.safetensors")
+    shapes = dict(k_proj=(16, 48), v_proj=(16, 48), k_norm=(8,))
+    unused = {f"model.layers.6.self_attn.{name}.weight": torch.zeros(x) for name, x in shapes.items()}
+    save_file(tensors | unused, tmp_path / "copy" / "model.safetensors", {"format": "pt"})
+    same_weights(tmp_path / "copy", saved("gemma4-e")[0])
 
 
 def refused(folder, copy, name: str, other: torch.Tensor | None, message: str) -> None:
@@ -588,6 +607,7 @@ def test_published_sizes():
         "gpt-oss-20b": 20.9, "gpt-oss-120b": 116.8, "olmo3-7b": 7.3, "olmo3-32b": 32.2, "minimax-m2": 228.7,
         "deepseek-v3": 671, "deepseek-r1": 671, "kimi-k2": 1030, "kimi-k2.5": 1030,
         "muse-glimmer-30b": 29.78 - 1.92,  # without the vision encoder
+        "gemma4-e2b": 5.1 - 0.45, "gemma4-e4b": 8.0 - 0.45,  # without those of images and sounds
         "muse-spark-816b": 816,
     }  # fmt: skip
     for name, billions in published.items():

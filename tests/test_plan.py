@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import importlib.util
 import json
+import math
 import os
 import pathlib
 import re
@@ -25,7 +26,7 @@ from conftest import invoke, llama3_config, llama4_config, mesh_of
 import model
 from deployment.chips import CHIPS, Topology
 from deployment.estimates import collective_seconds
-from deployment.floor import share_needed
+from deployment.floor import layers_per_cache, needed, share_needed
 from deployment.job import Job
 from deployment.placement import Choice
 from deployment.step_bytes import active_experts, named_leaves, part_of
@@ -417,6 +418,22 @@ def test_which_weights_of_a_mixture_are_experts(name):
     infos = model.weight_infos(cfg).layers[layer].feed_forward
     for field, info in named_leaves(**{f"weights.layers[{layer}].feed_forward": infos}):
         assert (part_of(field, cfg) == "experts") == ("e" in info.letters), field
+
+
+def test_what_is_needed_of_a_shared_cache():
+    """In Gemma 4 E2B, 20 of 35 layers read the caches of two others. Of its table few rows are looked up."""
+    cfg = read_model("gemma4-e2b")
+    mesh, sliding, full, shared = mesh_of(cfg), cfg.layers[0], cfg.layers[4], cfg.layers[-1]
+    assert layers_per_cache(cfg) == {sliding: (12 + 16) / 12, full: (3 + 4) / 3}
+
+    def job(*kinds) -> Job:
+        return Job(dataclasses.replace(cfg, layers=kinds), 2, 128, None, "bfloat16")
+
+    weights = sum(2 * math.prod(x.shape) for x in jax.tree.leaves(model.layer_infos(shared, cfg.D)))
+    cache = 2 * 2 * 128 * 2 * 512  # bytes of a bfloat16, rows, slots, columns of a key beside its value
+    more = needed(job(full, shared), mesh)[0] - needed(job(full), mesh)[0]
+    assert more == weights + cache
+    assert share_needed("weights.inputs.table", job(full), mesh) == 0
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -36,20 +36,17 @@ def test_letters_of_a_docstring():
 
 
 @pytest.mark.parametrize(
-    "tokens, positions, message",
+    "x, y, message",
     [
-        ((2, 5), (2, 6), "positions [2, 6] is not [B,T]: axis 1 is 6, T is 5 (axis 1 of tokens)"),
-        ((2, 5), (3, 5), "positions [3, 5] is not [B,T]: axis 0 is 3, B is 2 (axis 0 of tokens)"),
-        ((2,), (2, 5), "tokens [2] is not [B,T]: it has 1 axes"),
+        ((2, 5, 3), (2, 6, 3), "y [2, 6, 3] is not [b,T,D]: axis 1 is 6, T is 5 (axis 1 of x)"),
+        ((2, 5, 3), (4, 5, 3), "y [4, 5, 3] is not [b,T,D]: axis 0 is 4, b is 2 (axis 0 of x)"),
+        ((2, 5), (2, 5, 3), "x [2, 5] is not [b,T,D]: it has 2 axes"),
     ],
 )
-def test_what_does_not_fit(tokens, positions, message):
+def test_what_does_not_fit(x, y, message):
     """The error names the function, the array, the letter, both sizes and where the other one is from."""
-    cfg = llama3_config()
-    mesh = mesh_of(cfg)
-    given = jnp.zeros(tokens, int), jnp.zeros(positions, int), random_weights(cfg, mesh)
-    with pytest.raises(ValueError, match=re.escape("model.embed: " + message)):
-        model.embed(*given, cfg=cfg, mesh=mesh)
+    with pytest.raises(ValueError, match=re.escape("model.Residual.__call__: " + message)):
+        model.Residual()(jnp.zeros(x), jnp.zeros(y), None, None)
 
 
 def test_a_result_that_does_not_fit():

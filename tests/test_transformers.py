@@ -149,6 +149,12 @@ CONFIGS = {
     "gemma4": transformers.Gemma4TextConfig(
         **GEMMA4, hidden_size_per_layer_input=0, attention_k_eq_v=True, num_global_key_value_heads=1,
     ),
+    # Layers 4 to 7 attend to the keys and values of layers 2 and 3.
+    "gemma4-e": transformers.Gemma4TextConfig(
+        **GEMMA4 | dict(num_hidden_layers=8, layer_types=["sliding_attention", "full_attention"] * 4),
+        hidden_size_per_layer_input=8, vocab_size_per_layer_input=512, num_kv_shared_layers=4,
+        use_double_wide_mlp=True,
+    ),
     "gemma4-unified": transformers.Gemma4UnifiedTextConfig(
         **GEMMA4 | dict(num_key_value_heads=6), num_global_key_value_heads=2
     ),
