@@ -268,7 +268,7 @@ def network_of(fields: ConfigFields, mlp: MLP, norm: Norm) -> FeedForward:
 def inputs_of(fields: ConfigFields, depth: int, norm: Norm) -> TokenInputs | None:
     """What the layers get beside the stream. Raises UserError if its table has not all tokens."""
     P, V = fields.take("hidden_size_per_layer_input", int, zero=True), fields.take("vocab_size", int)
-    rows = fields.take("vocab_size_per_layer_input", int, zero=True)
+    rows = fields.take("vocab_size_per_layer_input", int, V, zero=True)
     if P and rows != V:
         raise UserError(f"config.json: vocab_size_per_layer_input = {rows} is not vocab_size = {V}")
     return TokenInputs(depth, P, norm) if P else None
@@ -356,7 +356,7 @@ GEMMA4 = Family(
     "gemma4_text",
     config,
     ("gemma4",),
-    defaults=DEFAULTS | dict(hidden_size_per_layer_input=256, vocab_size_per_layer_input=262144),
+    defaults=DEFAULTS | dict(hidden_size_per_layer_input=256),
     supported=SUPPORTED | dict(use_bidirectional_attention=("vision",)),
     no_effect="audio_config audio_token_id boa_token_id eoa_token_id eoa_token_index video_token_id",
     field_names={"num_experts": "num_local_experts", "top_k_experts": "num_experts_per_tok"},
@@ -369,10 +369,5 @@ GEMMA4_UNIFIED = dataclasses.replace(
     model_type="gemma4_unified_text",
     multimodal_types=("gemma4_unified",),
     defaults=DEFAULTS
-    | dict(
-        hidden_size_per_layer_input=0,
-        vocab_size_per_layer_input=0,
-        sliding_window=1024,
-        max_position_embeddings=262144,
-    ),
+    | dict(hidden_size_per_layer_input=0, sliding_window=1024, max_position_embeddings=262144),
 )

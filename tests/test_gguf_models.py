@@ -48,6 +48,7 @@ CONFIGS = {
         **GEMMA3, rope_parameters=dict(sliding_attention=LOCAL, full_attention=NO_SCALING),
         final_logit_softcapping=30.0,
     ),
+    **{name: THEIR_CONFIGS[name] for name in ("gemma4", "gemma4-e", "gemma4-moe")},
     "gpt-oss": transformers.GptOssConfig(**GPT_OSS),
     "deepseek": transformers.DeepseekV3Config(
         **DEEPSEEK, n_group=4, topk_group=2, rope_parameters=YARN | dict(mscale=0.7, mscale_all_dim=0.7)
@@ -94,6 +95,7 @@ def write(
     than usual. fault: of all that is to be written.
     """
     config = reference.config
+    one_layer = getattr(config, "per_layer_config", [config])[0]
     architecture, family_fields, family_tensors = FAMILIES[config.model_type]
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers + 1)
     prefix = gguf.MODEL_ARCH_NAMES[architecture]
@@ -104,10 +106,10 @@ def write(
         LLM.EMBEDDING_LENGTH: config.hidden_size,
         LLM.FEED_FORWARD_LENGTH: config.intermediate_size,
         Heads.HEAD_COUNT: config.num_attention_heads,
-        Heads.HEAD_COUNT_KV: config.num_key_value_heads,
+        Heads.HEAD_COUNT_KV: one_layer.num_key_value_heads,
         Heads.LAYERNORM_RMS_EPS: config.rms_norm_eps,
-        Heads.KEY_LENGTH: config.head_dim,
-        Heads.VALUE_LENGTH: config.head_dim,
+        Heads.KEY_LENGTH: one_layer.head_dim,
+        Heads.VALUE_LENGTH: one_layer.head_dim,
         **family_fields(config),
     }
     change(fields)
@@ -116,6 +118,7 @@ def write(
     add_tokenizer(writer)
     for name, x in (tensors or family_tensors)(reference.state_dict()):
         theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        theirs = theirs or name if name.startswith(("blk.", "rope_freqs.")) else theirs
         assert theirs, name
         its_kind = kind if ".experts." in name and x.ndim == 3 else Kind.F32
         data = quantize(x.numpy(), its_kind)
@@ -149,6 +152,49 @@ def gemma3_tensors(state):
     for name, x in state.items():
         if name != "lm_head.weight":
             yield name, x + 1 if name.endswith("norm.weight") else x
+
+
+def gemma4_fields(config) -> dict:
+    """Full layers have fields of their own; so have the MLPs and the heads of layers that differ."""
+    sliding = [kind == "sliding_attention" for kind in config.layer_types]
+    full, shared, ropes = sliding.index(False), config.num_kv_shared_layers, config.rope_parameters
+    heads = [config.per_layer_config[i].num_key_value_heads for i in range(len(sliding))]
+    own = [config.intermediate_size] * (len(sliding) - shared)
+    of_full = Heads.KEY_LENGTH, Heads.VALUE_LENGTH, Rope.DIMENSION_COUNT
+    windowed = Heads.KEY_LENGTH_SWA, Heads.VALUE_LENGTH_SWA, Rope.DIMENSION_COUNT_SWA
+    experts = {
+        LLM.EXPERT_COUNT: config.num_experts,
+        LLM.EXPERT_USED_COUNT: config.top_k_experts,
+        LLM.EXPERT_FEED_FORWARD_LENGTH: config.moe_intermediate_size,
+    }
+    return {
+        Heads.SLIDING_WINDOW: config.sliding_window,
+        Heads.SLIDING_WINDOW_PATTERN: sliding,
+        Heads.SHARED_KV_LAYERS: shared,
+        **dict.fromkeys(of_full, config.per_layer_config[full].head_dim),
+        **dict.fromkeys(windowed, config.per_layer_config[sliding.index(True)].head_dim),
+        Rope.FREQ_BASE: ropes["full_attention"]["rope_theta"],
+        Rope.FREQ_BASE_SWA: ropes["sliding_attention"]["rope_theta"],
+        LLM.EMBD_LENGTH_PER_LAYER_INP: config.hidden_size_per_layer_input,
+        LLM.FINAL_LOGIT_SOFTCAPPING: config.final_logit_softcapping,
+        **({Heads.HEAD_COUNT_KV: heads} if config.attention_k_eq_v else {}),
+        **({LLM.FEED_FORWARD_LENGTH: own + [2 * own[0]] * shared} if config.use_double_wide_mlp else {}),
+        **(experts if config.enable_moe_block else {}),
+    }
+
+
+def gemma4_tensors(state):
+    """The factors of RoPE are those of full layers, of which a quarter of 8 frequencies is rotated."""
+    for name, x in state.items():
+        if name == "lm_head.weight":
+            continue
+        if name.endswith("router.scale"):
+            yield f"blk.{name.split('.')[2]}.ffn_gate_inp.scale", x
+        elif name.endswith("per_expert_scale"):
+            yield f"blk.{name.split('.')[2]}.ffn_down_exps.scale", x
+        else:
+            yield name + ".weight" * (not name.endswith(".weight")), x
+    yield "rope_freqs.weight", torch.tensor([1.0] * 2 + [1e30] * 6)
 
 
 def dense_fields(config) -> dict:
@@ -284,6 +330,7 @@ def minimax_m2_fields(config) -> dict:
 
 FAMILIES = {  # GGUF's architecture, its fields and its tensors
     "gemma3_text": (gguf.MODEL_ARCH.GEMMA3, gemma3_fields, gemma3_tensors),
+    "gemma4_text": (gguf.MODEL_ARCH.GEMMA4, gemma4_fields, gemma4_tensors),
     "gpt_oss": (gguf.MODEL_ARCH.GPT_OSS, gpt_oss_fields, gpt_oss_tensors),
     "deepseek_v3": (gguf.MODEL_ARCH.DEEPSEEK2, deepseek_fields, deepseek_tensors),
     "olmo3": (gguf.MODEL_ARCH.OLMO2, olmo3_fields, dict.items),
@@ -439,6 +486,12 @@ WRONG = [
     ("gemma3", with_(Heads.SLIDING_WINDOW_PATTERN, "often"), "sliding_window_pattern = 'often' makes no"),
     ("gemma3", with_(Rope.SCALING_TYPE, "longrope"), "rope_type 'longrope' is not supported"),
     ("gemma3", with_(LLM.ATTN_LOGIT_SOFTCAPPING, 50.0), "gemma3.attn_logit_softcapping = 50.0 is not"),
+    ("gemma4", without(Heads.SLIDING_WINDOW_PATTERN), "sliding_window_pattern does not describe 4 layers"),
+    ("gemma4", with_(Heads.SLIDING_WINDOW_PATTERN, [True]), "sliding_window_pattern does not describe 4"),
+    ("gemma4", with_(Heads.KEY_LENGTH_SWA, 12), "rope.dimension_count_swa must be the same number"),
+    ("gemma4", with_(Heads.HEAD_COUNT_KV, [2, 1, 2, 2]), "head_count_kv differs between layers of a type"),
+    ("gemma4-e", with_(LLM.FEED_FORWARD_LENGTH, [64, 128] * 4), "feed_forward_length may differ only where"),
+    ("gemma4", with_(Heads.SHARED_KV_LAYERS, 3), "num_kv_shared_layers = 3 leaves a type of layers"),
     ("gpt-oss", without(LLM.EXPERT_COUNT), "general.architecture = 'gpt-oss' is not supported"),
     ("gpt-oss", with_(Rope.DIMENSION_COUNT, 4), "rope.dimension_count differ"),
     ("deepseek", with_(LLM.EXPERT_GATING_FUNC, 1), "expert_gating_func = 1 is not supported, only 2"),

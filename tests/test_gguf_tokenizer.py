@@ -208,8 +208,9 @@ def test_sentencepiece(prefix, tmp_path):
         assert tokenizer_of(tmp_path / "none", **said_of_it, add_bos_token=False)("a").input_ids[0] != 1
 
 
-def test_gemma_tokenizer(tmp_path):
-    """Gemma's vocabulary has no merges in a file: they follow from its order. Runs of spaces are tokens."""
+@pytest.mark.parametrize("architecture", ["gemma3", "gemma4"])
+def test_gemma_tokenizer(architecture, tmp_path):
+    """Runs of spaces are tokens. Files of Gemma 3 have no merges: they follow from the vocabulary's order."""
     special, pieces = (
         ["<pad>", "<eos>", "<bos>", "<unk>"],
         ["ab", "▁ab", "bc", "▁▁", "▁c", "▁", "a", "b", "c"],
@@ -217,9 +218,14 @@ def test_gemma_tokenizer(tmp_path):
     merges = [("a", "b"), ("▁", "ab"), ("b", "c"), ("▁", "▁"), ("▁", "c")]
     tokens = [*special, *(f"<0x{i:02X}>" for i in range(256)), *pieces]
     expected = transformers.GemmaTokenizer(vocab={x: i for i, x in enumerate(tokens)}, merges=merges)
-    fields = {
-        "general.architecture": "gemma3", "tokenizer.ggml.model": "llama", "tokenizer.ggml.pre": "default",
-        "tokenizer.ggml.tokens": [x.replace("▁▁", "  ") for x in tokens],
+    newer = architecture == "gemma4"
+    if newer:
+        said = {"tokenizer.ggml.model": "gemma4", "tokenizer.ggml.merges": [" ".join(x) for x in merges]}
+    else:
+        said = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.pre": "default"}
+    fields = said | {
+        "general.architecture": architecture,
+        "tokenizer.ggml.tokens": tokens if newer else [x.replace("▁▁", "  ") for x in tokens],
         "tokenizer.ggml.scores": [-float(i) for i in range(len(tokens))],
         "tokenizer.ggml.token_type": [*[3] * 4, *[6] * 256, *[1] * len(pieces)],
         "tokenizer.ggml.bos_token_id": 2, "tokenizer.ggml.eos_token_id": 1,

@@ -91,6 +91,7 @@ class Architecture:
     interleaved: the rows of q and k are in the order of interleaved RoPE, which Hugging Face's are not.
     norm_offset: what the file adds to the weights of norms.
     optional:    fields of config.json, each with the tensor that is in the file if the field is true.
+    by_layer:    fields that may give each layer its own number, which `config` reads.
     neutral:     fields with the values that ask for what is computed anyway, besides those in NEUTRAL.
     """
 
@@ -102,6 +103,7 @@ class Architecture:
     interleaved: bool = False
     norm_offset: float = 0
     optional: dict[str, str] = dataclasses.field(default_factory=dict)
+    by_layer: tuple[str, ...] = ()
     neutral: dict[str, tuple] = dataclasses.field(default_factory=dict)
 
     def config_fields(self, fields: Fields, prefix: str) -> Fields:
@@ -220,6 +222,41 @@ def _gemma3(fields: Fields) -> Fields:
     return config
 
 
+def _gemma4(fields: Fields) -> Fields:
+    """Fields without a suffix are those of full layers, fields with "_swa" those of layers with a window."""
+    pattern, depth = fields.pop("attention.sliding_window_pattern", None), fields.get("block_count")
+    if not isinstance(pattern, list) or len(pattern) != depth:
+        raise UserError(f"attention.sliding_window_pattern does not describe {depth} layers")
+    windowed = "attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa"
+    widths = {fields.pop(name, None) for name in windowed} - {None}
+    if len(widths) != 1:
+        raise UserError(f"{', '.join(windowed)} must be the same number")
+    shared = _take_integer(fields, "attention.shared_kv_layers", 0)
+    config: Fields = {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "layer_types": ["sliding_attention" if x else "full_attention" for x in pattern],
+        "head_dim": widths.pop(),
+        "num_kv_shared_layers": shared,
+        "enable_moe_block": bool(fields.get("expert_count")),
+        "hidden_size_per_layer_input": fields.pop("embedding_length_per_layer_input", 0),
+        "rope_parameters": {
+            "sliding_attention": {"rope_theta": fields.pop("rope.freq_base_swa", 1e4)},
+            "full_attention": {"rope_theta": fields.pop("rope.freq_base", 1e6)},
+        },
+    }
+    if isinstance(widths := fields.get("feed_forward_length"), list):
+        if widths != widths[:1] * (depth - shared) + [2 * widths[0]] * shared:
+            raise UserError("feed_forward_length may differ only where keys are shared, and be twice as much")
+        fields["feed_forward_length"], config["use_double_wide_mlp"] = widths[0], True
+    if isinstance(heads := fields.get("attention.head_count_kv"), list):  # keys are values in full layers
+        of_type = dict(zip(pattern, heads, strict=False))
+        if heads != [of_type[x] for x in pattern]:
+            raise UserError("attention.head_count_kv differs between layers of a type")
+        fields["attention.head_count_kv"] = of_type.get(True, heads[0])
+        config |= dict(attention_k_eq_v=True, num_global_key_value_heads=of_type.get(False))
+    return config
+
+
 def _olmo2(fields: Fields) -> Fields:
     """Files of OLMo 3 say which layers have a window, and YaRN's attention_factor under llama.cpp's name."""
     windows = fields.pop("attention.sliding_window_pattern", None)
@@ -250,6 +287,37 @@ ROUTED_EXPERT_NAMES = {
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
 }
+GEMMA4 = Architecture(
+    "gemma4_text",
+    "Gemma4ForCausalLM",
+    _gemma4,
+    fields={
+        "attention.key_length": "global_head_dim",
+        "attention.sliding_window": "sliding_window",
+        "final_logit_softcapping": "final_logit_softcapping",
+    },
+    names={
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+        "layer_output_scale.weight": "layer_scalar",
+        "per_layer_token_embd": "model.embed_tokens_per_layer",
+        "per_layer_model_proj": "model.per_layer_model_projection",
+        "per_layer_proj_norm": "model.per_layer_projection_norm",
+        "inp_gate": "per_layer_input_gate",
+        "proj": "per_layer_projection",
+        "post_norm": "post_per_layer_input_norm",
+        "ffn_gate_inp": "router.proj",
+        "ffn_gate_inp.scale": "router.scale",
+        "ffn_gate_up_exps.weight": "experts.gate_up_proj",
+        "ffn_down_exps.weight": "experts.down_proj",
+        "ffn_down_exps.scale": "router.per_expert_scale",
+        "post_ffw_norm_1": "post_feedforward_layernorm_1",
+        "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+        "post_ffw_norm_2": "post_feedforward_layernorm_2",
+    },
+    by_layer=("feed_forward_length", "attention.head_count_kv"),
+)
 ARCHITECTURES = {  # by (general.architecture, whether there are experts)
     ("llama", False): Architecture("llama", "LlamaForCausalLM", interleaved=True),
     ("llama", True): Architecture(
@@ -286,6 +354,8 @@ ARCHITECTURES = {  # by (general.architecture, whether there are experts)
         },
         norm_offset=1,
     ),
+    ("gemma4", False): GEMMA4,
+    ("gemma4", True): GEMMA4,
     ("gpt-oss", True): Architecture(
         "gpt_oss",
         "GptOssForCausalLM",

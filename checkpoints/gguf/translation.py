@@ -62,7 +62,6 @@ def _config(file: GgufFile) -> tuple[Architecture, dict[str, Any]]:
     name = str(file.fields.get("general.architecture"))
     prefix = f"{name}."
     fields = {x.removeprefix(prefix): y for x, y in file.fields.items() if x.startswith(prefix)}
-    fields = {x: _shortest(_of_all_layers(prefix + x, y)) for x, y in fields.items()}
     experts = bool(fields.get("expert_count"))
     if (name, experts) not in ARCHITECTURES:
         known = ", ".join(name + " with experts" * more for name, more in ARCHITECTURES)
@@ -70,6 +69,8 @@ def _config(file: GgufFile) -> tuple[Architecture, dict[str, Any]]:
             f"general.architecture = {name!r}{' with experts' * experts} is not supported ({known})"
         )
     architecture = ARCHITECTURES[name, experts]
+    for x, y in fields.items():
+        fields[x] = _shortest(_of_all_layers(prefix + x, y, x in architecture.by_layer))
     config = {"architectures": [architecture.model_class], "model_type": architecture.model_type}
     config |= architecture.config(fields)
     width = fields.pop("rope.dimension_count", None)
@@ -78,15 +79,18 @@ def _config(file: GgufFile) -> tuple[Architecture, dict[str, Any]]:
         if other not in (None, fields["attention.key_length"]):
             raise UserError(f"{prefix}attention.key_length and value_length, rope.dimension_count differ")
     # What these two are in llama.cpp, if the file does not say; some families have other values then.
-    fields.setdefault("rope.freq_base", 10000.0)
+    if "rope_parameters" not in config:
+        fields.setdefault("rope.freq_base", 10000.0)
     fields.setdefault("attention.head_count_kv", fields.get("attention.head_count"))
     config |= architecture.config_fields(fields, prefix)
     config |= {field: tensor in file.tensors for field, tensor in architecture.optional.items()}
-    if "rope_freqs.weight" in file.tensors:
+    if "rope_parameters" in config:  # of which the factors are those of full layers
+        config["rope_parameters"]["full_attention"] |= _proportional(_factors(file))
+    elif "rope_freqs.weight" in file.tensors:
         if config.get("rope_scaling"):
             raise UserError(f"tensor rope_freqs.weight beside {prefix}rope.scaling.type is not supported")
-        factors = np.array(file.tensors["rope_freqs.weight"].values)
-        config["rope_scaling"] = _llama3_scaling(factors, ConfigFields(config).take("rope_theta", NUMBER))
+        theta = ConfigFields(config).take("rope_theta", NUMBER)
+        config["rope_scaling"] = _llama3_scaling(_factors(file), theta)
     if "token_embd.weight" not in file.tensors:
         raise UserError("tensor token_embd.weight is missing")
     config["vocab_size"] = file.tensors["token_embd.weight"].shape[0]
@@ -94,9 +98,29 @@ def _config(file: GgufFile) -> tuple[Architecture, dict[str, Any]]:
     return architecture, config
 
 
-def _of_all_layers(name: str, value: Any) -> Any:
-    """The number that all layers share, of a field that may give each layer its own. Raises UserError."""
+def _factors(file: GgufFile) -> np.ndarray:
+    """What divides each frequency of RoPE. Raises UserError."""
+    if "rope_freqs.weight" not in file.tensors:
+        raise UserError("tensor rope_freqs.weight is missing")
+    return np.array(file.tensors["rope_freqs.weight"].values)
+
+
+def _proportional(factors: np.ndarray) -> dict[str, Any]:
+    """RoPE of a part of the frequencies, the others of which the file divides by 1e30. Raises UserError."""
+    kept = int((factors == 1).sum())
+    if not ((factors[:kept] == 1).all() and (factors[kept:] >= 1e29).all()):
+        raise UserError("tensor rope_freqs.weight is not that of proportional RoPE")
+    return {"rope_type": "proportional", "partial_rotary_factor": kept / len(factors)}
+
+
+def _of_all_layers(name: str, value: Any, may_differ: bool) -> Any:
+    """The number that all layers share, of a field that may give each layer its own.
+
+    may_differ: whether the numbers may differ, which are returned then. If not, raises UserError.
+    """
     if not isinstance(value, list) or any(isinstance(x, (bool, str, list)) for x in value):
+        return value
+    if len(set(value)) != 1 and may_differ:
         return value
     if len(set(value)) != 1:
         raise UserError(f"{name} differs from layer to layer, which is not supported: {str(value)[:40]}")

@@ -25,7 +25,7 @@ SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_
 # Tokens that end a turn or a text, whatever their type in the file. llama.cpp also ends at </s> of any type,
 # which in Gemma 3 is a tag of HTML that an answer may contain.
 ENDS = (
-    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>",
+    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<turn|>",
     "<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<EOT>", "[EOT]", "[EOS]",
 )  # fmt: skip
 CONTROL_ENDS = ("</s>", "<eos>")  # only if their type is CONTROL
@@ -208,10 +208,10 @@ def _tokenizer(architecture: str, settings: dict[str, Any], vocabulary: Vocabula
     model = settings.get("ggml.model")
     if model == "gpt2":
         tokenizer = _byte_level(pre_tokenizer(settings), settings["ggml.merges"], vocabulary)
-    elif model == "llama":
+    elif model in ("llama", "gemma4"):
         tokenizer = _sentencepiece(architecture, settings, vocabulary)
     else:
-        raise UserError(f"tokenizer.ggml.model = {model!r} is not supported (gpt2, llama)")
+        raise UserError(f"tokenizer.ggml.model = {model!r} is not supported (gpt2, llama, gemma4)")
     # They are found in a text before it is split. In the tokens of a chat, the first kind is the template's.
     for types, special in (((CONTROL, UNKNOWN), True), ((USER_DEFINED,), False)):
         tokenizer.add_tokens(
@@ -254,7 +254,7 @@ def _sentencepiece(architecture: str, settings: dict[str, Any], vocabulary: Voca
     spaces = {token: "▁" * len(token) for token in vocabulary.of(NORMAL) if not token.strip(" ")}
     ids = {spaces.get(token, token): i for token, i in vocabulary.ids.items()}
     ordinary = [spaces.get(token, token) for token in vocabulary.of(NORMAL, UNUSED)]
-    gemma = architecture == "gemma3"
+    gemma = architecture in ("gemma3", "gemma4")
     scores = dict(zip(ids, settings["ggml.scores"], strict=True))
     if gemma:  # whose scores are not in the order of its merges
         scores = {token: -i for token, i in ids.items()}
@@ -302,7 +302,7 @@ def _post_processor(settings: dict[str, Any], special: dict[str, str], ids: dict
     from tokenizers.processors import TemplateProcessing
 
     # Where a file does not say whether a text begins with the BOS token, llama.cpp's default counts.
-    by_default = settings["ggml.model"] == "llama" or pre_tokenizer(settings).bos
+    by_default = settings["ggml.model"] in ("llama", "gemma4") or pre_tokenizer(settings).bos
     first = _flag(settings, "add_bos_token", by_default) and special.get("bos_token")
     last = _flag(settings, "add_eos_token", False) and special.get("eos_token")
     return TemplateProcessing(
