@@ -6,6 +6,7 @@ import pytest
 from conftest import Kind, llama3_config, llama4_config, mesh_of, random_weights
 from test_generation import deep
 
+from ops.kv_cache import kv_owners
 from planner.published_models import read_model
 from quantize import INT8
 from serving import executors
@@ -43,10 +44,17 @@ def test_groups_of_layers(cfg, expected):
         ("qwen2.5-7b", [7] * 4),  # 28 layers: groups of 8 would have a remainder of 4
         ("llama4-scout", [8] * 6),  # every fourth layer is of another kind
         ("deepseek-r1", [5] + [8] * 7),  # the first three layers have no experts
+        ("gemma4-e2b", [3, 5, 5, 22]),  # of 35 layers, the last 20 read the caches of layers 13 and 14
     ],
 )
 def test_groups_of_published_models(name, expected):
     assert sizes(read_model(name), 8) == expected
+
+
+def test_whose_cache_a_layer_reads():
+    """Of the last 18 layers of Gemma 4 E4B every sixth reads that of layer 23, the others that of layer 22."""
+    owners = kv_owners(read_model("gemma4-e4b").layers)
+    assert owners == [*range(24), *([22] * 5 + [23]) * 3]
 
 
 def test_groups_of_a_pattern_with_a_remainder():

@@ -62,7 +62,7 @@ def test_reused_prefixes(name, saved):
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("name", ["gpt2", "gemma", "mixtral", "gpt-oss"])
+@pytest.mark.parametrize("name", ["gpt2", "gemma", "mixtral", "gpt-oss", "seed-oss", "minimax-m2"])
 def test_in_two_stages(name, saved):
     answer_prompts(saved(name), lambda cfg: make_mesh(cfg, 1, 1, 2, jax.devices()[:4], 2))
 
@@ -123,7 +123,10 @@ LAYERS |= {"scout": "dp2-ep2-tp2", "gemma3": "tp8", "muse-spark": "ep2-tp4", "ol
 LAYERS |= {"gemma4-moe": "ep2-tp4", "gemma4-e": "tp8"}
 
 
-@pytest.mark.parametrize(("name", "mesh_name"), LAYERS.items())
+MORE_LAYERS = ("glm4-moe", "dp2-ep2-tp2"), ("minimax-m2", "tp8"), ("smollm3", "1"), ("ministral3", "tp8")
+
+
+@pytest.mark.parametrize(("name", "mesh_name"), [*LAYERS.items(), *(deep(*x) for x in MORE_LAYERS)])
 def test_hidden_states(name, mesh_name, saved):
     """The hidden states after the embedding and after each layer, but the last, whose logits others compare.
 

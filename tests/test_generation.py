@@ -10,9 +10,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import Kind, engine_of, llama3_config, llama4_config, mesh_of, random_weights, rings
+from conftest import (
+    Kind,
+    engine_of,
+    llama3_config,
+    llama4_config,
+    mesh_of,
+    random_weights,
+    rings,
+    with_short_rings,
+)
 
 import model
+from families.registry import read_config
 from feedback.errors import UserError
 from quantize import QuantizedArray
 from serving import chunks, executors, programs, scheduler, steps
@@ -32,12 +42,20 @@ ROWS, MAX_LEN = 8, 160
 TOLERANCE = 1e-4
 
 
+# Gemma 4 E: layers 2 and 3 read the caches of layers 0 and 1.
+SHARED = dict(
+    model_type="gemma4_text", vocab_size=96, hidden_size=32, intermediate_size=32, num_hidden_layers=4,
+    num_attention_heads=2, num_key_value_heads=1, head_dim=8, global_head_dim=16, sliding_window=8,
+    layer_types=["sliding_attention", "full_attention"] * 2, num_kv_shared_layers=2,
+    hidden_size_per_layer_input=8, max_position_embeddings=4096,
+)  # fmt: skip
 MODELS = {
     "ring": llama4_config(layers=(Kind(chunk=8, moe=True), Kind(rope=False))),
     "rings": llama4_config(layers=(Kind(chunk=6), Kind(chunk=8))),
     "window": llama4_config(layers=(Kind(window=8), Kind(rope=False, moe=True))),
     "words": llama4_config(layers=(Kind(chunk=8, moe=True), Kind(rope=False)), V=512),
     "plain": llama3_config(depth=1),  # whose cache holds every token
+    "shared": with_short_rings(read_config(SHARED)),
 }
 
 
@@ -216,7 +234,7 @@ def assert_answered_as_alone(mesh, n, compiled):
     assert mesh != "1" or stats.reused_tokens > stats.prompt_tokens / 20
 
 
-@pytest.mark.parametrize("name", ["ring", deep("window"), deep("plain")])
+@pytest.mark.parametrize("name", ["ring", deep("window"), deep("plain"), deep("shared")])
 def test_alone_is_what_the_model_says(name):
     """The truth of these tests against a forward of whole texts, which has no cache."""
     weights, cfg, mesh = subject(name, "1")
@@ -303,7 +321,9 @@ def test_reuse_at_the_edges_of_chunks(name, monkeypatch):
             assert_as_alone([second], name)
 
 
-@pytest.mark.parametrize(("name", "n_requests"), [("rings", 60), deep("ring", 200), deep("rings", 200)])
+@pytest.mark.parametrize(
+    ("name", "n_requests"), [("rings", 60), deep("ring", 200), deep("rings", 200), deep("shared", 200)]
+)
 def test_reuse_of_a_row_that_goes_on(name, n_requests, monkeypatch):
     """A row from which another begins may be anywhere: reading, answering, or itself begun from a third.
 

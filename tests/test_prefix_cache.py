@@ -40,16 +40,16 @@ def loads(monkeypatch) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("mesh", ["1", "dp2-ep2-tp2"])
-def test_many_requests_in_few_rows(mesh, short_prefixes, loads, compiled):
+@pytest.mark.parametrize(("name", "mesh"), [("ring", "1"), ("ring", "dp2-ep2-tp2"), ("shared", "1")])
+def test_many_requests_in_few_rows(name, mesh, short_prefixes, loads, compiled):
     """As alone, to the token; and nothing is compiled when a row is saved or loaded."""
-    requests = mixed(subject("ring", "1")[1], 40)
-    batch = batch_of(requests, "ring", mesh, rows=2, prefix_cache_bytes=PLENTY)
+    requests = mixed(subject(name, "1")[1], 40)
+    batch = batch_of(requests, name, mesh, rows=2, prefix_cache_bytes=PLENTY)
     loads.clear()
     compiled.clear()
     answers = ask(batch, requests)
     assert not compiled
-    assert_as_alone(answers, "ring")
+    assert_as_alone(answers, name)
     assert len(loads) >= 3
 
 
