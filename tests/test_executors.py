@@ -52,7 +52,7 @@ def test_groups_of_published_models(name, expected):
 
 
 def test_whose_cache_a_layer_reads():
-    """Of the last 18 layers of Gemma 4 E4B every sixth reads that of layer 23, the others that of layer 22."""
+    """In Gemma 4 E4B, every sixth of the last 18 layers reads that of layer 23, the others that of 22."""
     owners = kv_owners(read_model("gemma4-e4b").layers)
     assert owners == [*range(24), *([22] * 5 + [23]) * 3]
 
