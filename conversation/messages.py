@@ -22,13 +22,14 @@ FIELDS_OF_ROLE = {  # further fields of the messages of a role
 }
 
 
-def read_messages(value: Any, where: str = "messages") -> list[dict]:
+def read_messages(value: Any, where: str = "messages", ignored: list[str] | None = None) -> list[dict]:
     """The messages of a chat, in the form that chat templates read.
 
     value: messages as OpenAI's API and its client libraries write them; null means that a field is absent.
     Each message of the result has a `role` and a `content`, which is a text. It may also have `name`,
     `tool_call_id`, `reasoning_content`, and `tool_calls`, whose `arguments` are objects. A message of role
-    tool that has no name gets the name of the function whose call has the same id.
+    tool that has no name gets the name of the function whose call has the same id. ignored: a list to which
+    the names of unknown fields are added; None: a message with an unknown field is refused.
 
     Raises UserError that begins with `where`, or with `where[i]` for message i.
     """
@@ -37,7 +38,7 @@ def read_messages(value: Any, where: str = "messages") -> list[dict]:
     messages, functions = [], {}
     for i, given in enumerate(value):
         with located(f"{where}[{i}]"):
-            message = read_message(given)
+            message = read_message(given, ignored)
         for call in message.get("tool_calls", ()):
             functions[call.get("id")] = call["function"]["name"]
         if (name := functions.get(message.get("tool_call_id", ""))) is not None:
@@ -46,7 +47,7 @@ def read_messages(value: Any, where: str = "messages") -> list[dict]:
     return messages
 
 
-def read_message(given: Any) -> dict:
+def read_message(given: Any, ignored: list[str] | None = None) -> dict:
     """A message in the form that chat templates read, see `read_messages`. Raises UserError."""
     if not isinstance(given, dict):
         raise UserError(NEEDED)
@@ -55,7 +56,9 @@ def read_message(given: Any) -> dict:
     if role not in ROLES:
         raise UserError(f"the role must be one of {', '.join(ROLES)}, not {repr(role)[:40]}")
     if unknown := sorted(fields.keys() - FIELDS - FIELDS_OF_ROLE.get(role, set())):
-        raise UserError(f"{unknown[0][:40]!r} is not supported in a message of role {role}")
+        if ignored is None:
+            raise UserError(f"{unknown[0][:40]!r} is not supported in a message of role {role}")
+        ignored += [f"messages.{name}" for name in unknown]
     message = {"role": role, "content": message_text(fields.get("content", ""), role)}
     message |= {name: check_text(fields[name], name) for name in ("name", "tool_call_id") if name in fields}
     if calls := fields.get("tool_calls"):

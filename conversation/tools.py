@@ -15,10 +15,10 @@ from feedback.errors import UserError, located
 
 TOOL_FIELDS = {"tools", "tool_choice", "parallel_tool_calls"}
 CHOICES = "none", "auto", "required"
-CHOICE = ", ".join(CHOICES) + ' or {"type": "function", "function": {"name": NAME}}'
+CHOICE = ", ".join(CHOICES) + ', {"type": "function", "function": {"name": NAME}} or the type allowed_tools'
 MAX_TOOLS = 128
 FUNCTION = {"name", "description", "parameters", "strict"}
-TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+TOOL_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -43,17 +43,21 @@ class ToolUse:
     several: bool
 
 
-def read_tool_use(fields: dict[str, Any], shape: ToolFormat | MessageToolFormat) -> ToolUse | None:
+def read_tool_use(
+    fields: dict[str, Any], shape: ToolFormat | MessageToolFormat, ignored: list[str] | None = None
+) -> ToolUse | None:
     """The tools of a chat with these fields, for a model that writes calls in this format.
 
-    None: the answer may not call any, and the model is offered none. Raises UserError that begins with the
-    name of the wrong field.
+    None: the answer may not call any, and the model is offered none. ignored: as in `read_definitions`.
+    Raises UserError that begins with the name of the wrong field.
     """
-    tools = read_definitions(fields.get("tools", []))
+    tools = read_definitions(fields.get("tools", []), ignored)
     several = fields.get("parallel_tool_calls", True)
     if not isinstance(several, bool):
         raise UserError(f"'parallel_tool_calls' must be true or false, not {repr(several)[:40]}")
     choice = fields.get("tool_choice", "auto")
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        choice, tools = read_allowed_tools(choice, tools)
     if choice == "none" or (choice == "auto" and not tools):
         return None
     if choice in CHOICES:
@@ -64,27 +68,50 @@ def read_tool_use(fields: dict[str, Any], shape: ToolFormat | MessageToolFormat)
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str) or choice.get("type") != "function":
         raise UserError(f"'tool_choice' must be {CHOICE}, not {repr(choice)[:60]}")
-    chosen = tuple(tool for tool in tools if tool.name == name)
-    if not chosen:
-        raise UserError(f"'tool_choice' names the function {name[:64]!r}, which is not in 'tools'")
-    return ToolUse(chosen, shape, forced=True, several=False)
+    return ToolUse((find_tool(tools, name),), shape, forced=True, several=False)
 
 
-def read_definitions(given: Any) -> list[Tool]:
-    """The functions of a field `tools`. Raises UserError that begins with 'tools', or with 'tools[i]'."""
+def read_allowed_tools(choice: dict, tools: list[Tool]) -> tuple[str, list[Tool]]:
+    """A tool_choice of the type allowed_tools: -> ("auto" or "required", the tools that it allows).
+
+    The prompt shows all tools, so that requests which allow different ones share a prefix of their prompts.
+    """
+    allowed = choice.get("allowed_tools")
+    mode, named = (allowed.get("mode"), allowed.get("tools")) if isinstance(allowed, dict) else (None, None)
+    functions = [x.get("function") if isinstance(x, dict) else None for x in named or ()]
+    names = [x.get("name") if isinstance(x, dict) else None for x in functions]
+    if mode not in ("auto", "required") or not names or not all(isinstance(name, str) for name in names):
+        what = 'needs the mode "auto" or "required", and tools: a list of functions by their names'
+        raise UserError(f"'tool_choice' of the type allowed_tools {what}")
+    return mode, [find_tool(tools, name) for name in dict.fromkeys(names)]
+
+
+def find_tool(tools: list[Tool], name: str) -> Tool:
+    for tool in tools:
+        if tool.name == name:
+            return tool
+    raise UserError(f"'tool_choice' names the function {name[:64]!r}, which is not in 'tools'")
+
+
+def read_definitions(given: Any, ignored: list[str] | None = None) -> list[Tool]:
+    """The functions of a field `tools`. Raises UserError that begins with 'tools', or with 'tools[i]'.
+
+    ignored: a list to which the names of unknown fields are added, which are removed from the functions, as
+    chat templates show all that is there; None: a function with an unknown field is refused.
+    """
     if not isinstance(given, list) or len(given) > MAX_TOOLS:
         raise UserError(f"'tools' must be a list of at most {MAX_TOOLS} functions")
     tools = []
     for i, tool in enumerate(given):
         with located(f"'tools[{i}]'"):
-            tools.append(read_tool(tool))
+            tools.append(read_tool(tool, ignored))
     names = [tool.name for tool in tools]
     if twice := [name for name in names if names.count(name) > 1]:
         raise UserError(f"'tools': two functions have the name {twice[0]!r}")
     return tools
 
 
-def read_tool(given: Any) -> Tool:
+def read_tool(given: Any, ignored: list[str] | None = None) -> Tool:
     """A function of `tools`. Raises UserError."""
     if not isinstance(given, dict) or given.get("type") != "function":
         kind = repr(given.get("type") if isinstance(given, dict) else given)[:40]
@@ -93,10 +120,14 @@ def read_tool(given: Any) -> Tool:
     if not isinstance(function, dict):
         raise UserError("it must have a 'function', an object of a name and parameters")
     if unknown := sorted(function.keys() - FUNCTION):
-        raise UserError(f"{unknown[0][:40]!r} is not supported in a function")
+        if ignored is None:
+            raise UserError(f"{unknown[0][:40]!r} is not supported in a function")
+        ignored += [f"tools.{name}" for name in unknown]
+        for name in unknown:
+            del function[name]
     name, parameters = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or not TOOL_NAME.fullmatch(name):
-        what = "a 'name' of 1 to 64 letters, digits, '_', '-' and '.'"
+        what = "a 'name' of 1 to 128 letters, digits, '_', '-', '.' and ':'"
         raise UserError(f"its function must have {what}, not {repr(name)[:40]}")
     description = function.get("description", "")
     if not isinstance(description, str) or has_surrogate(description):

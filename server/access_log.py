@@ -20,7 +20,9 @@ from server.api_responses import ApiResponse
 NOT_LOGGED = {"/health", "/live", "/metrics"}  # probes ask for these every few seconds
 CLIENT_LEFT = 499  # nginx's status of a request whose client left before it got a response
 MAX_WAITING = 10_000  # lines
+MAX_HEADER = 1000  # characters of the names of ignored fields
 MAX_VALUE = 200  # characters
+MAX_NAMES = 1000  # of ignored fields that have been logged
 LAST_SECONDS = 1.0  # for the lines that still wait when the server ends
 
 
@@ -71,11 +73,14 @@ class AccessLog:
     The id is the client's own `x-request-id` if that is an identifier, else a new one. The response has it in
     the same header, and handlers find it in `request.state.request_id`. A handler that submits jobs leaves
     the response's content in `request.state.content`, from which the line has the numbers of tokens.
+
+    A handler that ignores fields of the request leaves their names in `request.state.ignored`. The response
+    has them in the header `x-ignored-fields`; a line has those that no earlier line has.
     """
 
     def __init__(self, app, writer: LineWriter | None):
         """writer: None: no line is written."""
-        self.app, self.writer = app, writer
+        self.app, self.writer, self.logged = app, writer, set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -88,8 +93,11 @@ class AccessLog:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                header = b"x-request-id", state["request_id"].encode()
-                message = message | dict(headers=[*message.get("headers", ()), header])
+                own = [(b"x-request-id", state["request_id"].encode())]
+                if ignored := state.get("ignored"):
+                    names = ", ".join(map(printable, ignored))[:MAX_HEADER]
+                    own.append((b"x-ignored-fields", names.encode()))
+                message = message | dict(headers=[*message.get("headers", ()), *own])
             await send(message)
 
         try:
@@ -99,7 +107,14 @@ class AccessLog:
             raise
         finally:
             if self.writer and scope["path"] not in NOT_LOGGED:
-                self.writer.add(log_line(scope, status, begin, state.get("content")))
+                new = self._not_logged(state.get("ignored", ()))
+                self.writer.add(log_line(scope, status, begin, state.get("content"), new))
+
+    def _not_logged(self, ignored: tuple[str, ...]) -> list[str]:
+        """The names of ignored fields that no line has had; none any more after MAX_NAMES."""
+        new = [name for name in ignored if name not in self.logged][: MAX_NAMES - len(self.logged)]
+        self.logged.update(new)
+        return new
 
 
 def choose_request_id(own: str) -> str:
@@ -107,10 +122,11 @@ def choose_request_id(own: str) -> str:
     return own if re.fullmatch(r"[A-Za-z0-9._:/+=@-]{1,128}", own) else secrets.token_hex(16)
 
 
-def log_line(scope: Scope, status: int, begin: float, content: ApiResponse | None) -> str:
+def log_line(scope: Scope, status: int, begin: float, content: ApiResponse | None, ignored: list[str]) -> str:
     """The line of a request: its time, then `name=value` fields, separated by spaces.
 
     begin: when the request came, of time.monotonic. content: of a request that was put into the queue.
+    ignored: names of fields.
     """
     now, seconds = datetime.datetime.now(datetime.UTC), time.monotonic() - begin
     fields = dict(
@@ -125,6 +141,7 @@ def log_line(scope: Scope, status: int, begin: float, content: ApiResponse | Non
             fields |= dict(first_token=f"{min(first) - begin:.3f}")
         reasons = {choice.finish_reason or "cancelled" for choice in content.choices.values()}
         fields |= dict(finish=",".join(sorted(reasons)))
+    fields |= dict(ignored=",".join(ignored)) if ignored else {}
     fields |= dict(seconds=f"{seconds:.3f}")
     described = (f"{name}={printable(value)}" for name, value in fields.items())
     return " ".join([now.strftime("%Y-%m-%dT%H:%M:%S.") + f"{now.microsecond // 1000:03d}Z", *described])

@@ -1,10 +1,10 @@
-"""Requests of the API: every field is checked, and a field that is not supported is refused."""
+"""Requests of the API: every field that is known is honored or refused, and the others are named."""
 
 import contextlib
 import dataclasses
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ from conversation.tools import TOOL_FIELDS, ToolUse, read_tool_use
 from feedback.errors import UserError
 from generation.request_builder import RequestBuilder, samples
 from server.formats import FORMAT_FIELDS, read_format
-from server.inert_fields import refusal
+from server.known_fields import NO_EFFECT, UNSUPPORTED
 from serving.requests import RESTRICTIONS, Request, check_sampling, override
 from sharding.sampling import MAX_BIASES, MAX_TOP_LOGPROBS, Bias, Sampling
 
@@ -35,14 +35,17 @@ MAX_SAMPLES = 128  # answers of one request: n times its prompts
 MAX_STOPS = 16
 COMPLETION_TOKENS = 16  # the default max_tokens of completions, as in OpenAI's API
 USAGE = ("include_usage", "continuous_usage_stats")
-STREAM_OPTIONS = {*USAGE, "include_obfuscation"}  # the second one adds noise to OpenAI's chunks
+STREAM_OPTIONS = {*USAGE, "include_obfuscation"}  # the last one adds noise to OpenAI's chunks
 PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 
 COMMON = {
     "model", "stream", "stream_options", "max_tokens", "temperature", *RESTRICTIONS, *PENALTIES, "stop",
     "stop_token_ids", "ignore_eos", "seed", "n", "best_of", "logprobs", "logit_bias", *FORMAT_FIELDS,
 }  # fmt: skip
-TEMPLATE = {"reasoning_effort", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"}
+TEMPLATE = {
+    "reasoning_effort", "chat_template_kwargs", "add_generation_prompt", "continue_final_message",
+    "add_special_tokens",
+}  # fmt: skip
 CHAT = COMMON | TEMPLATE | TOOL_FIELDS | {"messages", "max_completion_tokens", "top_logprobs"}
 COMPLETION = COMMON | {"prompt", "echo"}
 # Of the variables of chat templates, those that are no client's to choose, or have fields of their own.
@@ -72,7 +75,8 @@ class ServedModel(RequestBuilder):
     names: those that /v1/models lists; the first is the one that responses have. checkpoint: a name that is
     accepted, too, but not listed, because it may be the path of a folder; "": none. created: seconds since
     1970. default_sampling: sampling options that the checkpoint or the command line gives, by name; where
-    they give no temperature, the chat page asks for one of its own.
+    they give no temperature, the chat page asks for one of its own. strict_fields: whether requests with
+    unknown fields are refused.
     """
 
     names: tuple[str, ...]
@@ -80,6 +84,7 @@ class ServedModel(RequestBuilder):
     created: int = 0
     checkpoint: str = ""
     default_sampling: dict[str, float] = dataclasses.field(default_factory=dict)
+    strict_fields: bool = False
 
     def accepts(self, name: str) -> bool:
         """Whether a request may call the model by this name."""
@@ -94,6 +99,7 @@ class ApiRequest:
     texts: each prompt's text, None if it was given as token ids. hidden_tokens: token ids that
     are left out of the text. usage: those of USAGE that are wanted. logprobs: how many top log-probabilities
     to report for each token; None: no log-probabilities at all. tools: that the answers may call; None: none.
+    ignored: the names of what the request asks for and the server does not know.
     """
 
     served: ServedModel
@@ -107,6 +113,7 @@ class ApiRequest:
     logprobs: int | None
     echo: bool
     tools: ToolUse | None = None
+    ignored: tuple[str, ...] = ()
 
     def new_stream(self, request: Request) -> TextStream:
         """The text of the answer to one of the requests.
@@ -133,16 +140,36 @@ def parse_body(body: bytes) -> dict[str, Any]:
         raise BadRequest(f"{e}"[:300]) from None
 
 
-def check_request(fields: dict[str, Any], served: ServedModel, chat: bool) -> ApiRequest:
-    """The request with these fields, of which those without effect are removed. Raises BadRequest."""
-    drop_nulls(fields)
-    for name in sorted(fields.keys() - (CHAT if chat else COMPLETION)):
-        if (why := refusal(name, fields.pop(name), chat)) is not None:
-            raise BadRequest(why, name[:60], code="unsupported_parameter")
-    checked = RequestFields(fields)
+def check_translated(
+    chat: dict[str, Any], served: ServedModel, names: dict[str, str], ignored: list[str]
+) -> ApiRequest:
+    """The request of another API whose translation is a chat with these fields. Raises BadRequest.
+
+    names: {a field of chats: what the client has called it}, for errors and the names of what is ignored.
+    ignored: what the translation has ignored.
+    """
+    try:
+        parsed = check_request(chat, served, chat=True, ignored=ignored)
+    except BadRequest as e:
+        message = str(e)
+        for name, own in names.items():
+            message = message.replace(f"'{name}'", f"'{own}'").replace(f"{name}[", f"{own}[")
+        raise BadRequest(message, names.get(e.param, e.param), e.status, e.code) from None
+    parts = [name.partition(".") for name in parsed.ignored]
+    own = tuple(names.get(first, first) + dot + rest for first, dot, rest in parts)
+    return dataclasses.replace(parsed, ignored=own)
+
+
+def check_request(
+    fields: dict[str, Any], served: ServedModel, chat: bool, ignored: Iterable[str] = ()
+) -> ApiRequest:
+    """The request with these fields. ignored: what it asks for beside them. Raises BadRequest."""
+    checked = RequestFields(fields, ignored)
+    checked.check_names(CHAT if chat else COMPLETION)
     checked.check_model(served)
     stream, options = checked.read("stream", False), checked.read("stream_options", {})
-    if options.keys() - STREAM_OPTIONS or not all(isinstance(x, bool) for x in options.values()):
+    checked.ignore(options.keys() - STREAM_OPTIONS, "stream_options.")
+    if not all(isinstance(options.get(name, False), bool) for name in USAGE):
         raise BadRequest(f"'stream_options' takes {' and '.join(USAGE)}, true or false", "stream_options")
     grammar = checked.grammar(served.grammar_tokenizer)
     tools = None
@@ -174,7 +201,8 @@ def check_request(fields: dict[str, Any], served: ServedModel, chat: bool) -> Ap
     usage = frozenset(name for name in USAGE if stream and options.get(name))
     hidden = stop_ids | served.stop_tokens
     served = dataclasses.replace(served, stop=checked.stops() or served.stop)
-    return ApiRequest(served, chat, requests, texts, hidden, n, stream, usage, logprobs, echo, tools)
+    ignored = checked.all_ignored(served)
+    return ApiRequest(served, chat, requests, texts, hidden, n, stream, usage, logprobs, echo, tools, ignored)
 
 
 @contextlib.contextmanager
@@ -189,10 +217,36 @@ def user_errors_as_bad_requests(field: str | None = None, prefix: str = "") -> I
 
 
 class RequestFields:
-    """The fields of a request, by name. Each method checks one; if it is wrong, it raises BadRequest."""
+    """The fields of a request, by name. Each method checks one; if it is wrong, it raises BadRequest.
 
-    def __init__(self, fields: dict[str, Any]):
-        self.fields = fields
+    ignored: the names of what the request asks for and the server does not know, so far.
+    """
+
+    def __init__(self, fields: dict[str, Any], ignored: Iterable[str] = ()):
+        """Removes fields that are null."""
+        drop_nulls(fields)
+        self.fields, self.ignored = fields, [*ignored]
+
+    def check_names(self, supported: set[str]) -> None:
+        """Remove the fields that are not supported. Raises BadRequest if one asks for another answer."""
+        unknown = []
+        for name in sorted(self.fields.keys() - supported):
+            value = self.fields.pop(name)
+            if name not in UNSUPPORTED:
+                unknown.append(name)
+            elif value not in (values := UNSUPPORTED[name]):
+                only = f"only {values[0]!r} is, which changes nothing" if values else ""
+                raise unsupported(name, only)
+        self.ignore(set(unknown) - NO_EFFECT)
+
+    def ignore(self, names: Iterable[str], prefix: str = "") -> None:
+        self.ignored += [prefix + name for name in sorted(names)]
+
+    def all_ignored(self, served: ServedModel) -> tuple[str, ...]:
+        """The names of what is ignored, each once. Raises BadRequest if the server ignores nothing."""
+        if self.ignored and served.strict_fields:
+            raise unsupported(self.ignored[0], "this server ignores no field, see --strict-fields")
+        return tuple(dict.fromkeys(self.ignored))
 
     def wrong(self, name: str, must: str) -> BadRequest:
         return BadRequest(f"{name!r} must be {must}, not {repr(self.fields.get(name))[:60]}", name)
@@ -221,9 +275,12 @@ class RequestFields:
         """The token ids of a chat. tools: None: none are offered. reasons: False if a grammar leaves no room
         for reasoning.
         """
+        if self.read("add_special_tokens", False):
+            what = "'add_special_tokens': the chat template has those of a chat already"
+            raise BadRequest(what, "add_special_tokens")
         template = template_text(served.tokenizer)
         with user_errors_as_bad_requests("messages"):
-            messages = read_messages(self.fields.get("messages"))
+            messages = read_messages(self.fields.get("messages"), ignored=self.ignored)
         options = self.template_options(served, template, messages)
         if not reasons and mentions(template, "enable_thinking"):
             options.setdefault("enable_thinking", False)
@@ -235,7 +292,7 @@ class RequestFields:
 
     def tool_use(self, served: ServedModel) -> ToolUse | None:
         with user_errors_as_bad_requests():
-            return read_tool_use(self.fields, served.tools)
+            return read_tool_use(self.fields, served.tools, self.ignored)
 
     def tool_grammar(
         self, served: ServedModel, use: ToolUse, prompt: list[int], form: Grammar | None
@@ -245,18 +302,19 @@ class RequestFields:
 
     def template_options(self, served: ServedModel, template: str, messages: list[dict]) -> dict[str, Any]:
         """What a chat asks of the chat template, beside its messages."""
-        options = dict(self.read("chat_template_kwargs", {}))
-        for name in options:
-            if name in NOT_VARIABLES or not mentions(template, name):
-                what = f"'chat_template_kwargs': the chat template has no variable {name[:60]!r}"
-                raise BadRequest(what, "chat_template_kwargs")
+        asked = self.read("chat_template_kwargs", {})
+        if taken := sorted(asked.keys() & NOT_VARIABLES):
+            what = f"'chat_template_kwargs': {taken[0]!r} is no variable for requests, but a field of its own"
+            raise BadRequest(what, "chat_template_kwargs")
+        options = {name: value for name, value in asked.items() if mentions(template, name)}
+        self.ignore(asked.keys() - options, "chat_template_kwargs.")
         if effort := self.read("reasoning_effort", ""):
             if mentions(template, "reasoning_effort"):
                 options["reasoning_effort"] = effort
             elif effort == "none" and mentions(template, "enable_thinking"):
                 options["enable_thinking"] = False
             elif served.channels or mentions_reasoning(template):  # a model without reasoning has no effort
-                raise unsupported("reasoning_effort", "the chat template has no variable of this name")
+                self.ignore(["reasoning_effort"])
         if self.read("continue_final_message", False):
             if self.read("add_generation_prompt", False):
                 what = "'continue_final_message' and 'add_generation_prompt' exclude each other"
@@ -322,9 +380,9 @@ class RequestFields:
         stops = [value] if isinstance(value, str) else value
         if not isinstance(stops, list) or len(stops) > MAX_STOPS:
             raise self.wrong("stop", f"a text, or a list of at most {MAX_STOPS}")
-        if not all(isinstance(x, str) and x and not has_surrogate(x) for x in stops):
-            raise self.wrong("stop", "of texts that are not empty")
-        return tuple(stops)
+        if not all(isinstance(x, str) and not has_surrogate(x) for x in stops):
+            raise self.wrong("stop", "a text, or a list of texts")
+        return tuple(filter(None, stops))  # clients send an empty text for none
 
     def sampling(self, served: ServedModel, logprobs: int | None) -> Sampling:
         """The request's sampling options, else the server's."""

@@ -281,11 +281,15 @@ def served_model(request: Request) -> ServedModel:
     return served
 
 
-async def convert_tokens(request: Request, convert: Callable[[bytes, ServedModel], dict]) -> Response:
+async def convert_tokens(
+    request: Request, convert: Callable[[bytes, ServedModel], tuple[dict, tuple[str, ...]]]
+) -> Response:
     """Respond with what `convert` makes of the body. It needs no engine, but a thread: texts may be long."""
     served, body = served_model(request), await read_body(request)
     lane = request.app.state.lanes.choose(body)
-    return JSONResponse(await unless_client_leaves(request.receive, lane.run(convert, body, served)))
+    working = lane.run(convert, body, served)
+    content, request.state.ignored = await unless_client_leaves(request.receive, working)
+    return JSONResponse(content)
 
 
 async def answer(request: Request, api: Api) -> Response:
@@ -294,6 +298,7 @@ async def answer(request: Request, api: Api) -> Response:
     body = await read_body(request)
     lane = request.app.state.lanes.choose(body)
     parsed = await unless_client_leaves(request.receive, lane.run(api.parse, body, served))
+    request.state.ignored = parsed.ignored
     if len(parsed.requests) > loop.capacity:
         what = f"{len(parsed.requests)} answers are more than this server has rows and places to wait"
         raise BadRequest(f"{what}: {loop.capacity}", "n")

@@ -7,23 +7,27 @@ Source: https://platform.openai.com/docs/api-reference/responses/create.
 import dataclasses
 from typing import Any
 
-from server.api_requests import ApiRequest, BadRequest, ServedModel, check_request, parse_body, unsupported
+from server.api_requests import (
+    ApiRequest,
+    BadRequest,
+    ServedModel,
+    check_translated,
+    parse_body,
+    unsupported,
+)
+from server.known_fields import NO_EFFECT
 
 # Fields with the same name and meaning in both APIs; then fields of this server's chat API.
 SAME = {
-    "model", "stream", "temperature", "top_p", "user", "chat_template_kwargs", "frequency_penalty",
+    "model", "stream", "temperature", "top_p", "chat_template_kwargs", "frequency_penalty",
     "ignore_eos", "logit_bias", "min_p", "presence_penalty", "repetition_penalty", "seed", "stop",
     "stop_token_ids", "top_k",
 }  # fmt: skip
-# Fields without effect here: what is stored, billed, cached or traced at OpenAI, or concerns its own tools.
-INERT = {
-    "client_metadata", "max_tool_calls", "metadata", "prompt_cache_key", "prompt_cache_options",
-    "prompt_cache_retention", "safety_identifier", "service_tier", "store", "stream_options", "truncation",
-}  # fmt: skip
 CONVERTED = {
-    "include", "input", "instructions", "max_output_tokens", "parallel_tool_calls", "reasoning", "text",
-    "tool_choice", "tools", "top_logprobs",
+    "background", "include", "input", "instructions", "max_output_tokens", "parallel_tool_calls", "reasoning",
+    "text", "tool_choice", "tools", "top_logprobs",
 }  # fmt: skip
+OF_OPENAI = {"max_tool_calls", "stream_options", "truncation"}  # without effect here
 NEEDS_STORE = {"previous_response_id", "conversation", "prompt"}
 INCLUDABLE = {  # only the log-probabilities have an effect: answers have none of the rest
     "code_interpreter_call.outputs", "computer_call_output.output.image_url", "file_search_call.results",
@@ -48,57 +52,50 @@ class ResponsesRequest(ApiRequest):
 def parse_responses_request(body: bytes, served: ServedModel) -> ResponsesRequest:
     """The request in a JSON body. Raises BadRequest."""
     asked = {name: value for name, value in parse_body(body).items() if value is not None}
-    chat = chat_fields(asked)
-    try:
-        parsed = check_request(chat, served, chat=True)
-    except BadRequest as e:
-        message = str(e)
-        for name, own in CHAT_NAMES.items():
-            message = message.replace(f"'{name}'", f"'{own}'").replace(f"{name}[", f"{own}[")
-        raise BadRequest(message, CHAT_NAMES.get(e.param, e.param), e.status, e.code) from None
+    chat, ignored = chat_fields(asked)
+    parsed = check_translated(chat, served, CHAT_NAMES, ignored)
     return ResponsesRequest(**vars(parsed), asked=asked)
 
 
-def chat_fields(asked: dict[str, Any]) -> dict[str, Any]:
-    """The fields of the chat request that asks for the same. Raises BadRequest."""
+def chat_fields(asked: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The fields of the chat request that asks for the same, and the names of what is ignored.
+
+    Raises BadRequest.
+    """
     if stored := sorted(NEEDS_STORE & asked.keys()):
         raise unsupported(stored[0], "the server stores nothing, so send the whole conversation as 'input'")
     if asked.get("background") not in (None, False):
         raise unsupported("background", "the server stores no response that could be fetched later")
-    if unknown := sorted(asked.keys() - SAME - INERT - CONVERTED - {"background"}):
-        raise unsupported(unknown[0])
+    ignored = sorted(asked.keys() - SAME - CONVERTED - OF_OPENAI - NO_EFFECT)
     chat = {name: asked[name] for name in SAME & asked.keys()}
     if not isinstance(instructions := asked.get("instructions", ""), str):
         raise BadRequest("'instructions' must be a text", "instructions")
     chat["messages"] = convert_input(asked.get("input"), instructions)
     if "max_output_tokens" in asked:
         chat["max_completion_tokens"] = asked["max_output_tokens"]
-    chat |= convert_logprobs(asked) | convert_tools(asked)
-    chat |= convert_text(read_object(asked, "text", "format", "verbosity"))
-    reasoning = read_object(asked, "reasoning", "effort", "summary", "generate_summary")
-    if reasoning.get("effort") is not None:
+    chat |= convert_logprobs(asked, ignored) | convert_tools(asked, ignored)
+    chat |= convert_text(read_object(asked, "text", ignored, "format"))
+    reasoning = read_object(asked, "reasoning", ignored, "effort", "summary", "generate_summary")
+    if "effort" in reasoning:
         chat["reasoning_effort"] = reasoning["effort"]
-    return chat
+    return chat, ignored
 
 
-def read_object(asked: dict, name: str, *known: str) -> dict:
-    """A field that is an object without nulls. known: the names that it may have."""
+def read_object(asked: dict, name: str, ignored: list[str], *known: str) -> dict:
+    """A field that is an object without nulls. known: the names in it that are; others are ignored."""
     value = asked.get(name, {})
     if not isinstance(value, dict):
         raise BadRequest(f"{name!r} must be an object", name)
-    found = {key: x for key, x in value.items() if x is not None}
-    if unknown := sorted(found.keys() - set(known)):
-        raise unsupported(f"{name}.{unknown[0]}", param=name)
-    return found
+    ignored += [f"{name}.{key}" for key in sorted(value.keys() - set(known)) if value[key] is not None]
+    return {key: value[key] for key in known if value.get(key) is not None}
 
 
-def convert_logprobs(asked: dict) -> dict:
+def convert_logprobs(asked: dict, ignored: list[str]) -> dict:
     """The fields that ask for log-probabilities, for `include` and `top_logprobs`."""
     include = asked.get("include", [])
     if not isinstance(include, list) or not all(isinstance(x, str) for x in include):
         raise BadRequest("'include' must be a list of texts", "include")
-    if unknown := sorted(set(include) - INCLUDABLE):
-        raise BadRequest(f"'include': {unknown[0][:60]!r} is not known", "include")
+    ignored += [f"include.{x}" for x in sorted(set(include) - INCLUDABLE)]
     found = {"top_logprobs": asked["top_logprobs"]} if "top_logprobs" in asked else {}
     wanted = "message.output_text.logprobs" in include or found
     return found | ({"logprobs": True} if wanted else {})
@@ -106,10 +103,6 @@ def convert_logprobs(asked: dict) -> dict:
 
 def convert_text(text: dict) -> dict:
     """The response_format for the field `text`."""
-    if text.get("verbosity") not in (None, "medium"):
-        raise BadRequest(
-            "'text.verbosity' is not supported: ask for it in the instructions", "text.verbosity"
-        )
     form = text.get("format")
     if form is None:
         return {}
@@ -119,7 +112,7 @@ def convert_text(text: dict) -> dict:
     return {"response_format": form}
 
 
-def convert_tools(asked: dict) -> dict:
+def convert_tools(asked: dict, ignored: list[str]) -> dict:
     """The fields that concern tools: in the chat API, a function's fields are in an object of their own.
 
     A request without tools has none of these fields, although clients send `tool_choice` and others always.
@@ -132,20 +125,30 @@ def convert_tools(asked: dict) -> dict:
         if tool.get("type") != "function":
             what = f"a tool of the type {repr(tool.get('type'))[:40]} is not supported, only functions are"
             raise BadRequest(f"'tools[{i}]': {what}", "tools", code="unsupported_parameter")
-        own = {name: x for name, x in tool.items() if x is not None and name != "type"}
-        if own.get("defer_loading") is False:
-            del own["defer_loading"]
-        if unknown := sorted(own.keys() - {"name", "description", "parameters", "strict"}):
-            raise BadRequest(f"'tools[{i}].{unknown[0][:40]}' is not supported", "tools")
-        found.append({"type": "function", "function": own})
+        found.append(nest(tool))
     if isinstance(choice, dict):
-        if choice.get("type") != "function" or choice.keys() != {"type", "name"}:
-            raise BadRequest("'tool_choice' must be none, auto, required, or name a function", "tool_choice")
-        choice = {"type": "function", "function": {"name": choice["name"]}}
+        choice = convert_choice(choice)
     if not found and choice in ("none", "auto"):
         return {}
     parallel = {name: asked[name] for name in {"parallel_tool_calls"} & asked.keys()}
     return {"tools": found, "tool_choice": choice} | parallel
+
+
+def convert_choice(choice: dict) -> dict:
+    """The chat API's form of a tool_choice that names one function, or those that are allowed."""
+    if choice.get("type") == "function":
+        return nest(choice)
+    if choice.get("type") == "allowed_tools":
+        tools = choice.get("tools")
+        allowed = [nest(x) for x in tools if isinstance(x, dict)] if isinstance(tools, list) else []
+        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": allowed}}
+    what = "must be none, auto, required, a function by its name, or allowed_tools"
+    raise BadRequest(f"'tool_choice' {what}", "tool_choice")
+
+
+def nest(tool: dict) -> dict:
+    """A function in the form of the chat API, where its fields are in an object of their own."""
+    return {"type": "function", "function": {k: x for k, x in tool.items() if k != "type" and x is not None}}
 
 
 def convert_input(value: Any, instructions: str) -> list[dict]:

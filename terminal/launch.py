@@ -28,6 +28,7 @@ SLOW = 5  # seconds, after which a message says what takes so long
 MAY_DIFFER = {
     "coordinator", "process_id", "prompt", "prompt_file", "checkpoint", "draft",
     "host", "port", "api_key", "api_key_file", "cors", "served_model_name", "no_access_log",
+    "strict_fields",
     "verbose", "profile",
     "JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_BIND_ADDRESS", "JAX_PROCESS_ID", "JAX_LOCAL_DEVICE_IDS",
     "JAX_COMPILATION_CACHE_DIR", "JAX_COMPILATION_CACHE_MAX_SIZE", "JAX_PARTITION_INDEX", "JAX_SLICE_INDEX",

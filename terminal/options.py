@@ -110,6 +110,7 @@ def parse_arguments(arguments: list[str] | None = None):
         help="host memory for the prefixes of earlier requests; default: 1, with --pp 0")
     add("--served-model-name", nargs="+", default=[], metavar="NAME",
         help="names of the model for clients, the first in responses; default: as in --checkpoint")
+    add("--strict-fields", action="store_true", help="refuse requests with fields that are not known")
     add("--no-access-log", action="store_true", help="print no line on stderr for each request")
     add("--prefill-budget", type=int, metavar="N",
         help="prompt tokens read per decode step and decoding row, on average; 0: no limit; "

@@ -137,6 +137,7 @@ def served_model(session: Session, tokenizer) -> ServedModel:
         grammar_tokenizer=tokenizer,
         default_sampling=given_options(builder.sampling),
         created=int(time.time()),
+        strict_fields=session.args.strict_fields,
     )
 
 

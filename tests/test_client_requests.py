@@ -1,4 +1,4 @@
-"""Requests of client libraries, replayed: none is refused for a field that changes nothing.
+"""Requests of client libraries, replayed: they are answered.
 
 client_requests.jsonl has a request per line: the `client` and its version, what it `sends`, the `path` and
 the `body`. `recorded`: whether the client sent it to a recording server; the others were written after what

@@ -239,25 +239,50 @@ INPUTS = {
 }  # fmt: skip
 
 
+def fields_of(**asked) -> dict:
+    """Of the chat that asks for the same."""
+    return chat_fields(asked)[0]
+
+
 @pytest.mark.parametrize("name", INPUTS)
 def test_input(name):
     """Items that follow one another in an answer are one message of the assistant."""
     value, expected = INPUTS[name]
-    assert chat_fields(dict(input=value))["messages"] == expected
+    assert fields_of(input=value)["messages"] == expected
     before = [dict(role="developer", content="d"), USER]
-    told = chat_fields(dict(input=before, instructions="i"))["messages"]
+    told = fields_of(input=before, instructions="i")["messages"]
     assert told == [dict(role="system", content="i\n\nd"), USER]
 
 
 def test_tools_are_nested():
     tool = dict(type="function", name="f", description=None, parameters={"type": "object"}, strict=True)
     inner = dict(name="f", parameters={"type": "object"}, strict=True)
-    found = chat_fields(dict(input="a", tools=[tool], tool_choice=dict(type="function", name="f")))
+    found = fields_of(input="a", tools=[tool], tool_choice=dict(type="function", name="f"))
     assert found["tools"] == [dict(type="function", function=inner)]
     assert found["tool_choice"] == dict(type="function", function=dict(name="f"))
-    assert chat_fields(dict(input="a", tools=[tool]))["tool_choice"] == "auto"
-    assert not {"tools", "tool_choice"} & chat_fields(dict(input="a", tools=[])).keys()
-    assert chat_fields(dict(input="a", reasoning=dict(effort="low")))["reasoning_effort"] == "low"
+    assert fields_of(input="a", tools=[tool])["tool_choice"] == "auto"
+    assert not {"tools", "tool_choice"} & fields_of(input="a", tools=[]).keys()
+    assert fields_of(input="a", reasoning=dict(effort="low"))["reasoning_effort"] == "low"
+    named = dict(type="function", name="f")
+    found = fields_of(
+        input="a", tools=[tool], tool_choice=dict(type="allowed_tools", mode="auto", tools=[named])
+    )
+    allowed = dict(mode="auto", tools=[dict(type="function", function=dict(name="f"))])
+    assert found["tool_choice"] == dict(type="allowed_tools", allowed_tools=allowed)
+
+
+def test_unknown_fields(client):
+    """They are ignored, and named as the client has spelled them."""
+    reply = client.responses.with_raw_response.create(
+        input=[dict(USER, other=1)], model="", max_output_tokens=2, include=["x"], text=dict(verbosity="low"),
+        reasoning=dict(context="all", effort="low"),
+        tools=[dict(type="function", name="f", parameters={}, defer_loading=True)],
+        extra_body=dict(unknown=1, n=2, chat_template_kwargs=dict(enable_thinking=True)),
+    )  # fmt: skip
+    assert set(reply.headers["x-ignored-fields"].split(", ")) == {
+        "unknown", "n", "include.x", "text.verbosity", "reasoning.context", "tools.defer_loading",
+        "input.other", "chat_template_kwargs.enable_thinking",
+    }  # fmt: skip
 
 
 IMAGE = dict(role="user", content=[dict(type="input_image", image_url="x")])
@@ -265,18 +290,13 @@ REFUSED = [
     (dict(previous_response_id="r"), "'previous_response_id' is not supported: the server stores nothing"),
     (dict(conversation="c"), "'conversation' is not supported"),
     (dict(background=True), "'background' is not supported"),
-    (dict(unknown=1), "'unknown' is not supported"),
-    (dict(n=2), "'n' is not supported"),
     (dict(tools=[dict(type="web_search")]), "'tools[0]': a tool of the type 'web_search' is not supported"),
-    (dict(tools=[dict(type="function", name="f", defer_loading=True)]), "'tools[0].defer_loading'"),
     (dict(tools={}), "'tools' must be"),
     (dict(tool_choice=dict(type="web_search")), "'tool_choice' must be"),
-    (dict(include=["x"]), "'include': 'x' is not known"),
     (dict(include="x"), "'include' must be"),
-    (dict(text=dict(verbosity="low")), "'text.verbosity'"),
     (dict(text=dict(format=dict(type="xml"))), "'text.format': its type must be"),
     (dict(text=3), "'text' must be an object"),
-    (dict(reasoning=dict(context="all")), "'reasoning.context' is not supported"),
+    (dict(reasoning=3), "'reasoning' must be an object"),
     (dict(max_output_tokens=0), "'max_output_tokens' must be"),
     (dict(temperature=-1), "'temperature' -1 is not"),
     (dict(instructions=3), "'instructions' must be a text"),

@@ -1,7 +1,11 @@
-"""The fields of requests: what clients send is answered, and what cannot be done is refused by its name."""
+"""The fields of requests: honored, refused by their names, or ignored and named in a header."""
 
+import dataclasses
 import json
+import queue
 import re
+import urllib.error
+import urllib.request
 from functools import partial
 from types import SimpleNamespace
 
@@ -10,7 +14,7 @@ import pytest
 from test_server import GREETING, MAX_LEN, complete, post, server_with, shallow, started
 
 from server.api_requests import RequestFields
-from server.inert_fields import ANY, INERT_CHAT_FIELDS, INERT_FIELDS
+from server.known_fields import NO_EFFECT, UNSUPPORTED
 from sharding.sampling import Sampling
 
 ASK = dict(messages=GREETING, temperature=0, max_tokens=16)
@@ -32,20 +36,110 @@ def text_of(choice: dict) -> str:
     return choice["message"]["content"]
 
 
-def values_of(values) -> list:
-    return [None, 0, "", "x", [], {"a": None}] if values is ANY else list(values)
+OF_TEXT = {"add_special_tokens", "echo"}  # for which chats have other values
+VALUES = [None, 0, "", "x", [], {"a": None}]
 
 
 @pytest.mark.parametrize("path", [CHAT_PATH, TEXT_PATH])
-def test_inert_fields_change_nothing(server, path):
-    """The same greedy answer with all of them."""
+def test_fields_that_change_nothing(server, path):
+    """The same greedy answer with all of them, none of which is named."""
     body = ASK if path == CHAT_PATH else TEXT
-    inert = INERT_FIELDS | (INERT_CHAT_FIELDS if path == CHAT_PATH else {})
+    known = {name: values for name, values in UNSUPPORTED.items() if values and name not in OF_TEXT}
     plain = post(server, path, body)[1]["choices"]
-    for i in range(6):
-        fields = {name: values_of(x)[i % len(values_of(x))] for name, x in inert.items()}
-        status, reply = post(server, path, body | fields)
+    for i, value in enumerate(VALUES):
+        fields = {name: values[i % len(values)] for name, values in known.items()}
+        status, reply, headers = post_whole(server, path, body | fields | dict.fromkeys(NO_EFFECT, value))
         assert status == 200 and reply["choices"] == plain, reply
+        assert "x-ignored-fields" not in headers
+
+
+UNKNOWN = {  # what clients send that the server does not know: {the name in the header: fields of a request}
+    "cache_prompt": dict(cache_prompt=True),
+    "cache_salt": dict(cache_salt="s"),
+    "session_id": dict(session_id="s"),
+    "reasoning": dict(reasoning=dict(enabled=True)),
+    "thinking": dict(thinking=dict(type="disabled")),
+    "enable_thinking": dict(enable_thinking=False),
+    "provider": dict(provider=dict(order=["a"])),
+    "usage": dict(usage=dict(include=True)),
+    "timings_per_token": dict(timings_per_token=True),
+    "verbosity": dict(verbosity="low"),
+    "chat_template_kwargs.enable_thinking": dict(chat_template_kwargs=dict(enable_thinking=False)),
+    "stream_options.other": dict(stream_options=dict(other=3)),
+    "messages.prefix": dict(messages=[GREETING[0] | dict(prefix=True)]),
+    "caf?_?": {"caf\u00e9_\n": 1},
+    "?": {"\ud800": 1},
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_unknown_fields_are_ignored_and_named(server, name):
+    """The greedy answer is the same, whole and streamed, and the header names the field."""
+    plain, fields = chat(server)["message"], ASK | UNKNOWN[name]
+    status, reply, headers = post_whole(server, CHAT_PATH, fields)
+    assert status == 200 and reply["choices"][0]["message"] == plain, reply
+    assert headers["x-ignored-fields"] == name
+    request = begin(server, CHAT_PATH, fields | dict(stream=True))
+    with urllib.request.urlopen(request) as response:
+        assert response.headers["x-ignored-fields"] == name and b"[DONE]" in response.read()
+
+
+def begin(server, path: str, body: dict) -> urllib.request.Request:
+    head = {"content-type": "application/json"}
+    return urllib.request.Request(server.url + path, json.dumps(body).encode(), head)
+
+
+def post_whole(server, path: str, body: dict) -> tuple[int, dict, dict]:
+    """-> (status, the reply's object, its headers)."""
+    try:
+        with urllib.request.urlopen(begin(server, path, body)) as response:
+            return response.status, json.load(response), response.headers
+    except urllib.error.HTTPError as e:
+        with e:
+            return e.code, json.load(e), e.headers
+
+
+def test_unknown_fields_of_other_paths(server):
+    for path, body in (("/tokenize", dict(prompt="a")), ("/detokenize", dict(tokens=[7])), (TEXT_PATH, TEXT)):
+        status, _, headers = post_whole(server, path, body | dict(unheard_of=1, b=2))
+        assert status == 200 and headers["x-ignored-fields"] == "b, unheard_of"
+        assert "x-ignored-fields" not in post_whole(server, path, body)[2]
+
+
+def test_unknown_fields_are_logged_once(server, monkeypatch):
+    found: queue.SimpleQueue = queue.SimpleQueue()
+    monkeypatch.setattr(server.writer, "write", lambda line: found.put(line.decode()))
+    for fields in (dict(first=1), dict(first=2, second=3), dict(second=3)):
+        chat(server, **fields, metadata={"line": "mine"})
+    lines = [found.get(timeout=20).split() for _ in range(3)]
+    ignored = [[x for x in line if x.startswith("ignored=")] for line in lines]
+    assert ignored == [["ignored=first"], ["ignored=second"], []]
+    long = {f"{'x' * 300}{i}": 1 for i in range(50)}
+    header = post_whole(server, CHAT_PATH, ASK | long)[2]["x-ignored-fields"]
+    assert len(header) == 1000 and header.startswith("x" * 200 + ", ")
+
+
+def test_strict_fields(server, request):
+    """Refused by its name, as the client has spelled it."""
+    default = server.app.state.served
+    request.addfinalizer(lambda: setattr(server.app.state, "served", default))
+    server.app.state.served = dataclasses.replace(default, strict_fields=True)
+    for name, fields in UNKNOWN.items():
+        status, reply = post(server, CHAT_PATH, ASK | fields)
+        assert status == 400 and reply["error"]["code"] == "unsupported_parameter", reply
+        assert (
+            "--strict-fields" in reply["error"]["message"]
+            and name[:3].strip("?") in reply["error"]["message"]
+        )
+    assert post(server, "/tokenize", dict(prompt="a", unheard_of=1))[0] == 400
+    assert chat(server, metadata={}, min_tokens=0) and complete(server, **TEXT)
+
+
+def test_an_empty_stop_text_is_none(server):
+    plain = text_of(chat(server))
+    for stop in ("", [""], ["", "never in it"]):
+        assert text_of(chat(server, stop=stop)) == plain
+    assert len(text_of(chat(server, stop=["", plain[3]]))) <= 3
 
 
 INERT = {  # values of supported fields that ask for what is done anyway
@@ -91,19 +185,19 @@ def test_null_is_absent_at_any_depth(server):
 
 REFUSED = [
     dict(min_tokens=3), dict(include_stop_str_in_output=True), dict(skip_special_tokens=False),
-    dict(suffix="x"), dict(modalities=["text", "audio"]), dict(audio=dict(voice="a")), dict(verbosity="low"),
-    dict(prediction=dict(type="content", content="a")), dict(web_search_options={}), dict(best_of=3),
+    dict(suffix="x"), dict(modalities=["text", "audio"]), dict(audio=dict(voice="a")), dict(best_of=3),
+    dict(add_special_tokens=True), dict(grammar="root ::= a"), dict(stop=3), dict(stop=[3]),
     dict(use_beam_search=True), dict(length_penalty=0.5), dict(functions=[dict(name="f")]),
-    dict(guided_grammar="root ::= a"), dict(repeat_penalty=1.1), dict(typical_p=0.5), dict(unheard_of=1),
-    dict(reasoning_effort=3), dict(chat_template_kwargs=dict(enable_thinking=False)),
+    dict(guided_grammar="root ::= a"), dict(repeat_penalty=1.1), dict(typical_p=0.5),
+    dict(reasoning_effort=3), dict(json_schema=dict(type="object")),
     dict(chat_template_kwargs=dict(messages=[])), dict(chat_template_kwargs=3), dict(documents=[{}]),
-    dict(top_k=-2), dict(top_logprobs=2), dict(stream_options=dict(other=True)), dict(echo=True),
+    dict(top_k=-2), dict(top_logprobs=2), dict(stream_options=dict(include_usage=1)), dict(echo=True),
     dict(continue_final_message=True), dict(continue_final_message=1), dict(add_generation_prompt="x"),
     dict(max_completion_tokens=3), dict(guided_json=3), dict(guided_json="{"), dict(guided_choice=[]),
     dict(guided_choice=["a", 3]), dict(guided_regex=["a"]), dict(structured_outputs={}),
     dict(structured_outputs=dict(regex="a", json={})), dict(structured_outputs=dict(structural_tag="a")),
     dict(guided_regex="a", response_format=dict(type="text")),
-    dict(response_format=dict(type="text", schema={})), dict(response_format=3),
+    dict(response_format=3),
     dict(response_format=dict(a=1)), dict(response_format=dict(type="json_schema")),
     dict(response_format=dict(type="json_schema", json_schema=3)), dict(response_format=dict(type="regex")),
 ]  # fmt: skip
@@ -118,11 +212,12 @@ def test_fields_that_are_refused(server, fields):
     assert "\n" not in message
 
 
-def test_each_inert_field_is_refused_with_other_values(server):
-    for name, values in INERT_FIELDS.items():
-        if values is not ANY and name != "add_special_tokens":
+def test_unsupported_fields_with_other_values(server):
+    for name, values in UNSUPPORTED.items():
+        if name != "echo":
             status, reply = post(server, TEXT_PATH, TEXT | {name: "other"})
-            assert status == 400 and f"'{name}' is not supported, only" in reply["error"]["message"]
+            only = f": only {values[0]!r} is" if values else ""
+            assert status == 400 and f"'{name}' is not supported{only}" in reply["error"]["message"]
 
 
 def test_max_tokens_beyond_the_row(server):
@@ -256,8 +351,8 @@ def test_reasoning(thinker):
         assert text_of(found) and "reasoning_content" not in found["message"]
         assert found["usage"]["prompt_tokens"] == len(expected)
         assert found["usage"]["completion_tokens_details"]["reasoning_tokens"] == 0
-    status, reply = post(thinker, CHAT_PATH, ASK | dict(reasoning_effort="high"))
-    assert status == 400 and reply["error"]["param"] == "reasoning_effort"
+    status, _, headers = post_whole(thinker, CHAT_PATH, ASK | dict(reasoning_effort="high"))
+    assert status == 200 and headers["x-ignored-fields"] == "reasoning_effort"
 
 
 @pytest.mark.parametrize("path", [CHAT_PATH, "/tokenize"])
@@ -266,7 +361,7 @@ def test_tools_are_no_option_of_the_template(thinker, path):
     asked = dict(messages=GREETING, chat_template_kwargs=dict(tools=[dict(name="f")]))
     status, reply = post(thinker, path, asked)
     assert status == 400 and reply["error"]["param"] == "chat_template_kwargs"
-    assert "no variable 'tools'" in reply["error"]["message"]
+    assert "'tools' is no variable" in reply["error"]["message"]
 
 
 def rendered(server, **options) -> list[int]:

@@ -488,13 +488,43 @@ def test_chats_for_templates_without_tools():
     assert describe_tools(chat[:2], [], tool_formats.TAGS) == chat[:2]
 
 
+def allowed_tools(mode: str, *names: str) -> dict:
+    return dict(type="allowed_tools", allowed_tools=dict(mode=mode, tools=[function(name) for name in names]))
+
+
+def test_allowed_tools(server):
+    """Only these are called, whereas the prompt shows all."""
+    several = [*OFFERED, function("server:now")]
+    asked = dict(messages=GREETING, tools=several, max_tokens=60)
+    for name in ("now", "server:now"):
+        status, reply = post(
+            server, "/v1/chat/completions", asked | dict(tool_choice=allowed_tools("required", name))
+        )
+        assert status == 200, reply
+        calls = reply["choices"][0]["message"]["tool_calls"]
+        assert {call["function"]["name"] for call in calls} == {name}
+        every = post(server, "/v1/chat/completions", asked | dict(tool_choice="required"))[1]["usage"]
+        assert reply["usage"]["prompt_tokens"] == every["prompt_tokens"]
+    status, reply = post(
+        server, "/v1/chat/completions", asked | dict(tool_choice=allowed_tools("auto", "now"))
+    )
+    assert status == 200, reply
+
+
+def test_unknown_fields_of_functions(server):
+    """The prompt does not show them."""
+    counts = []
+    for tool in (function("a"), function("a", code="x")):
+        counts.append(post(server, "/tokenize", dict(messages=GREETING, tools=[tool]))[1]["count"])
+    assert counts[0] == counts[1]
+
+
 WRONG = [
     (dict(tools={}), "'tools' must be a list"),
     (dict(tools=[dict(type="code")]), "'tools[0]': it must be an object of the type 'function', not 'code'"),
     (dict(tools=[dict(type="function")]), "'tools[0]': it must have a 'function'"),
     (dict(tools=[OFFERED[0], function("a b")]), "'tools[1]': its function must have a 'name'"),
     (dict(tools=[function("a"), function("a")]), "two functions have the name 'a'"),
-    (dict(tools=[function("a", code="x")]), "'code' is not supported in a function"),
     (dict(tools=[function("a", parameters=[])]), "'parameters' of its function must be"),
     (dict(tools=[function("a", parameters=dict(type="string"))]), "of the type 'object'"),
     (dict(tools=[function("a", description=3)]), "'description' of its function must be a text"),
@@ -503,8 +533,21 @@ WRONG = [
         dict(tools=[function("b"), function("a", parameters=dict(properties=dict(x=dict(type="no"))))]),
         "'tools': the parameters of 'a': ",
     ),
-    (dict(tools=OFFERED, tool_choice="some"), "'tool_choice' must be none, auto, required or"),
+    (dict(tools=OFFERED, tool_choice="some"), "'tool_choice' must be none, auto, required, {"),
     (dict(tools=OFFERED, tool_choice=dict(type="function")), "'tool_choice' must be"),
+    (
+        dict(tools=OFFERED, tool_choice=dict(type="allowed_tools")),
+        "'tool_choice' of the type allowed_tools needs",
+    ),
+    (
+        dict(tools=OFFERED, tool_choice=allowed_tools("none", "now")),
+        "'tool_choice' of the type allowed_tools needs",
+    ),
+    (dict(tools=OFFERED, tool_choice=allowed_tools("auto")), "'tool_choice' of the type allowed_tools needs"),
+    (
+        dict(tools=OFFERED, tool_choice=allowed_tools("auto", "other")),
+        "the function 'other', which is not in",
+    ),
     (
         dict(tools=OFFERED, tool_choice=function("other")),
         "'tool_choice' names the function 'other', which is not",
@@ -535,4 +578,4 @@ def test_no_tools(server):
     for fields in (dict(tools=[]), dict(tools=[], tool_choice="auto"), offered):
         status, found = post(server, "/v1/chat/completions", asked | fields | dict(parallel_tool_calls=False))
         assert status == 200 and found["choices"] == plain["choices"] and found["usage"] == plain["usage"]
-    assert post(server, "/v1/completions", dict(prompt="a", tools=OFFERED))[0] == 400
+    assert post(server, "/v1/completions", dict(prompt="a", tools=OFFERED))[0] == 200  # ignored there
