@@ -12,6 +12,7 @@ from collections.abc import Callable
 from llguidance import LLTokenizer
 
 from conversation.grammar import JSON_STYLE, Grammar, make_grammar
+from conversation.schemas import keep_expressible
 from conversation.templates import END_THINK, THINK, ends_within_reasoning, mentions_reasoning, template_text
 from conversation.tool_calls import MARK_LIKE, ParameterArguments
 from conversation.tools import ToolUse
@@ -25,17 +26,26 @@ AddRule = Callable[[str, str], str]  # from (name, body) of a rule to the name t
 
 def make_tool_grammar(
     use: ToolUse, tokenizer, grammar_tokenizer: LLTokenizer, prompt: list[int], form: Grammar | None
-) -> Grammar:
-    """The grammar of an answer that may call tools. prompt: token ids. form: of an answer that calls none.
+) -> tuple[Grammar, set[str]]:
+    """The grammar of an answer that may call tools; and the keywords of the tools' schemas that it lacks.
+
+    prompt: token ids. form: of an answer that calls none.
 
     Raises UserError that begins with the name of the wrong field of the chat.
     """
     if form and form.kind != "json_schema" and not use.forced:
         raise UserError("'response_format' beside 'tools' must be text, json_object or json_schema")
+    tools, lost = [], set()
+    for tool in use.tools:
+        with located(f"'tools': the parameters of {tool.name!r}"):
+            parameters, keywords = keep_expressible(tool.parameters)
+        tools.append(dataclasses.replace(tool, parameters=parameters))
+        lost.update(keywords)
+    use = dataclasses.replace(use, tools=tuple(tools))
     thinking = ends_within_reasoning(tokenizer, prompt)
     try:
         source = tool_grammar(use, tokenizer, grammar_tokenizer, thinking, form.source if form else None)
-        return make_grammar(grammar_tokenizer, "lark", source)
+        return make_grammar(grammar_tokenizer, "lark", source), lost
     except UserError as e:
         for tool in use.tools:
             with located(f"'tools': the parameters of {tool.name!r}"):

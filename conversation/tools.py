@@ -151,8 +151,9 @@ def arguments_schema(parameters: dict | None) -> dict:
         return NO_ARGUMENTS
     composed = {"patternProperties", "allOf", "anyOf", "oneOf", "$ref", "if", "dependentSchemas"}
     silent = "additionalProperties" not in parameters and not composed & parameters.keys()
-    closed = {"additionalProperties": False} if silent and "properties" in parameters else {}
-    return {"type": "object"} | parameters | closed
+    names, required = parameters.get("properties"), parameters.get("required") or []
+    named = isinstance(names, dict) and isinstance(required, list) and all(str(x) in names for x in required)
+    return {"type": "object"} | parameters | ({"additionalProperties": False} if silent and named else {})
 
 
 def renders_tools(tokenizer) -> bool:

@@ -13,6 +13,7 @@ from llguidance import LLTokenizer
 from checkpoints.tensor_files import parse_json
 from conversation.grammar import Grammar, make_grammar
 from conversation.messages import has_surrogate, read_messages
+from conversation.schemas import keep_expressible
 from conversation.streams import TextStream
 from conversation.templates import (
     END_THINK,
@@ -298,7 +299,9 @@ class RequestFields:
         self, served: ServedModel, use: ToolUse, prompt: list[int], form: Grammar | None
     ) -> Grammar:
         with user_errors_as_bad_requests():
-            return make_tool_grammar(use, served.tokenizer, served.grammar_tokenizer, prompt, form)
+            grammar, lost = make_tool_grammar(use, served.tokenizer, served.grammar_tokenizer, prompt, form)
+        self.ignore(lost, "tools.")
+        return grammar
 
     def template_options(self, served: ServedModel, template: str, messages: list[dict]) -> dict[str, Any]:
         """What a chat asks of the chat template, beside its messages."""
@@ -429,7 +432,13 @@ class RequestFields:
         (field,) = fields
         with user_errors_as_bad_requests(field, f"{field!r}: "):
             asked = read_format(field, self.fields[field])
-            return asked and make_grammar(tokenizer, *asked)
+            if asked is None:
+                return None
+            kind, source = asked
+            if kind == "json_schema":
+                source, lost = keep_expressible(source)
+                self.ignore(lost, f"{field}.")
+            return make_grammar(tokenizer, kind, source)
 
 
 def drop_nulls(fields: dict) -> None:

@@ -60,6 +60,7 @@ SEED_BIASES = "tests/test_family_checkpoints.py::test_biases_of_seed_oss"
 NO_ROPE = "tests/test_family_checkpoints.py::test_layers_without_rope"
 DEEPSEEK, GROUPS = FAMILY("deepseek-v3"), "tests/test_families.py::test_hidden_states[deepseek-v3-1]"
 CHANNELS = "tests/test_channels.py::test_"
+SCHEMAS = "tests/test_schemas.py::test_"
 FIELDS, MESSAGES = "tests/test_server_fields.py::test_", "tests/test_messages.py::test_"
 CHOSEN_MESH = "tests/test_placement.py::test_"
 REASONING = "tests/test_reasoning.py::test_"
@@ -506,6 +507,13 @@ MUTATIONS = [
     ("server/api_requests.py", 'options.setdefault("enable_thinking", False)', "pass", FIELDS + "grammars_leave_no_room_for_reasoning"),
     ("server/api_requests.py", "if not reasons and ends_within_reasoning(", "if False and ends_within_reasoning(", FIELDS + "grammars_leave_no_room_for_reasoning"),
     ("server/api_requests.py", 'others |= {"top_k": None} if every_token else {}', "pass", FIELDS + "top_k_of_all_tokens"),
+    ("conversation/schemas.py", 'if "patternProperties" in part and (merging or', 'if "patternProperties" in part and (False and', SCHEMAS + "what_is_kept_is_kept_rightly[patternProperties beside properties]"),
+    ("conversation/schemas.py", "any(COMPOSING & part.keys() and", "any(False and", SCHEMAS + "what_is_kept_is_kept_rightly[patternProperties in allOf]"),
+    ("conversation/schemas.py", 'part = part | {"minProperties": 1}', "pass", SCHEMAS + "what_is_kept_is_kept_rightly[minProperties]"),
+    ("conversation/schemas.py", 'return _without("additionalProperties", rest) if opens else rest', "return rest", SCHEMAS + "what_is_kept_is_kept_rightly[a required name of patternProperties]"),
+    ("conversation/schemas.py", 'if name == "propertyNames" and (names :=', 'if False and (names :=', SCHEMAS + "what_is_kept_is_kept_rightly[propertyNames that are listed]"),
+    ("conversation/schemas.py", 'alone = dict.fromkeys(value, True) if isinstance(value, dict) else value', 'alone = value', SCHEMAS + "what_is_kept_is_kept_rightly[patternProperties with a schema]"),
+    ("server/api_requests.py", 'self.ignore(lost, "tools.")', "pass", SCHEMAS + "tools"),
     ("server/api_requests.py", "elif value not in (values := UNSUPPORTED[name]):", "elif False:", FIELDS + "fields_that_are_refused"),
     ("server/api_requests.py", "if self.ignored and served.strict_fields:", "if False:", FIELDS + "strict_fields"),
     ("server/access_log.py", "if name not in self.logged]", "]", FIELDS + "unknown_fields_are_logged_once"),
@@ -537,7 +545,7 @@ MUTATIONS = [
     ("conversation/tool_grammar.py", "if use.several and shape.several:", "if shape.several:", TOOLS + "calls_of_a_format"),
     ("conversation/tool_grammar.py", 'text = f"/(?s:.*)/ & ~/{excluded}/"', "pass", TOOLS + "any_tokens_of_the_grammar_are_valid_calls[False-llama]"),
     ("conversation/tool_grammar.py", "if name in required:", "if True:", TOOLS + "calls_of_a_format[pythonic]"),
-    ("conversation/tools.py", "    return {\"type\": \"object\"} | parameters | closed\n", "    return {\"type\": \"object\"} | parameters\n", TOOLS + "forced_calls"),
+    ("conversation/tools.py", "{\"additionalProperties\": False} if silent and named else {}", "{}", TOOLS + "forced_calls"),
     ("server/api_responses.py", 'if choice.called and event.finish_reason == "stop":', "if choice.called:", TOOLS + "cut_call"),
     ("server/api_responses.py", "for x in stream.tool_calls if x.complete", "for x in stream.tool_calls", TOOLS + "cut_call"),
     ("generation/replies.py", "                    del self.open[answer]\n", "                    pass\n", SERVER + "test_echo_without_an_answer"),
