@@ -18,7 +18,7 @@ CHOICES = "none", "auto", "required"
 CHOICE = ", ".join(CHOICES) + ', {"type": "function", "function": {"name": NAME}} or the type allowed_tools'
 MAX_TOOLS = 128
 FUNCTION = {"name", "description", "parameters", "strict"}
-TOOL_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+TOOL_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,256}")
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -127,7 +127,7 @@ def read_tool(given: Any, ignored: list[str] | None = None) -> Tool:
             del function[name]
     name, parameters = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or not TOOL_NAME.fullmatch(name):
-        what = "a 'name' of 1 to 128 letters, digits, '_', '-', '.' and ':'"
+        what = "a 'name' of 1 to 256 letters, digits, '_', '-', '.' and ':'"
         raise UserError(f"its function must have {what}, not {repr(name)[:40]}")
     description = function.get("description", "")
     if not isinstance(description, str) or has_surrogate(description):

@@ -5,6 +5,7 @@ Source: https://platform.openai.com/docs/api-reference/responses/create.
 """
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 from server.api_requests import (
@@ -40,11 +41,15 @@ CHAT_NAMES = {
     "reasoning_effort": "reasoning.effort",
 }  # fmt: skip
 SYSTEM = "system", "developer"
+JOIN = "__"  # between the name of a namespace and that of its function
 
 
 @dataclasses.dataclass(frozen=True)
 class ResponsesRequest(ApiRequest):
-    """A request of the Responses API. asked: its own fields, which the response repeats."""
+    """A request of the Responses API.
+
+    asked: its own fields, which the response repeats, without the tools that the server cannot offer.
+    """
 
     asked: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -52,13 +57,15 @@ class ResponsesRequest(ApiRequest):
 def parse_responses_request(body: bytes, served: ServedModel) -> ResponsesRequest:
     """The request in a JSON body. Raises BadRequest."""
     asked = {name: value for name, value in parse_body(body).items() if value is not None}
-    chat, ignored = chat_fields(asked)
+    ignored: list[str] = []
+    asked["tools"] = offered_tools(asked.get("tools", []), ignored)
+    chat = chat_fields(asked, ignored)
     parsed = check_translated(chat, served, CHAT_NAMES, ignored)
     return ResponsesRequest(**vars(parsed), asked=asked)
 
 
-def chat_fields(asked: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The fields of the chat request that asks for the same, and the names of what is ignored.
+def chat_fields(asked: dict[str, Any], ignored: list[str]) -> dict[str, Any]:
+    """The fields of the chat request that asks for the same. ignored: gets the names of what is ignored.
 
     Raises BadRequest.
     """
@@ -66,19 +73,19 @@ def chat_fields(asked: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         raise unsupported(stored[0], "the server stores nothing, so send the whole conversation as 'input'")
     if asked.get("background") not in (None, False):
         raise unsupported("background", "the server stores no response that could be fetched later")
-    ignored = sorted(asked.keys() - SAME - CONVERTED - OF_OPENAI - NO_EFFECT)
+    ignored += sorted(asked.keys() - SAME - CONVERTED - OF_OPENAI - NO_EFFECT)
     chat = {name: asked[name] for name in SAME & asked.keys()}
     if not isinstance(instructions := asked.get("instructions", ""), str):
         raise BadRequest("'instructions' must be a text", "instructions")
     chat["messages"] = convert_input(asked.get("input"), instructions)
     if "max_output_tokens" in asked:
         chat["max_completion_tokens"] = asked["max_output_tokens"]
-    chat |= convert_logprobs(asked, ignored) | convert_tools(asked, ignored)
+    chat |= convert_logprobs(asked, ignored) | convert_tools(asked)
     chat |= convert_text(read_object(asked, "text", ignored, "format"))
     reasoning = read_object(asked, "reasoning", ignored, "effort", "summary", "generate_summary")
     if "effort" in reasoning:
         chat["reasoning_effort"] = reasoning["effort"]
-    return chat, ignored
+    return chat
 
 
 def read_object(asked: dict, name: str, ignored: list[str], *known: str) -> dict:
@@ -112,20 +119,46 @@ def convert_text(text: dict) -> dict:
     return {"response_format": form}
 
 
-def convert_tools(asked: dict, ignored: list[str]) -> dict:
+def offered_tools(tools: Any, ignored: list[str]) -> list[dict]:
+    """The tools that the model is offered: functions, and namespaces of them.
+
+    Tools of other types run at OpenAI, such as web_search: they are left out. ignored: gets their types.
+    """
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise BadRequest("'tools' must be a list of objects", "tools")
+    found = []
+    for tool in tools:
+        if tool.get("type") == "namespace":
+            found.append(tool | {"tools": offered_tools(tool.get("tools", []), ignored)})
+        elif tool.get("type") == "function":
+            found.append(tool)
+        else:
+            ignored.append(f"tools.{tool.get('type')}")
+    return found
+
+
+def name_functions(tools: list[dict], namespace: Any = None) -> Iterator[tuple[str, Any, dict]]:
+    """Of each function: its name for the model, its namespace or None, and the function."""
+    for tool in tools:
+        if tool["type"] == "namespace":
+            yield from name_functions(tool["tools"], tool.get("name"))
+        else:
+            yield full_name(tool.get("name"), namespace), namespace, tool
+
+
+def full_name(name: Any, namespace: Any) -> Any:
+    """The name by which the model knows a function of a namespace: functions of several may have one name."""
+    named = isinstance(name, str) and isinstance(namespace, str)
+    return f"{namespace.removesuffix(JOIN)}{JOIN}{name}" if named else name
+
+
+def convert_tools(asked: dict) -> dict:
     """The fields that concern tools: in the chat API, a function's fields are in an object of their own.
 
     A request without tools has none of these fields, although clients send `tool_choice` and others always.
     """
-    tools, choice = asked.get("tools", []), asked.get("tool_choice", "auto")
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise BadRequest("'tools' must be a list of objects", "tools")
-    found = []
-    for i, tool in enumerate(tools):
-        if tool.get("type") != "function":
-            what = f"a tool of the type {repr(tool.get('type'))[:40]} is not supported, only functions are"
-            raise BadRequest(f"'tools[{i}]': {what}", "tools", code="unsupported_parameter")
-        found.append(nest(tool))
+    choice = asked.get("tool_choice", "auto")
+    found = [nest(tool | {"name": name}) for name, _, tool in name_functions(asked.get("tools", []))]
     if isinstance(choice, dict):
         choice = convert_choice(choice)
     if not found and choice in ("none", "auto"):
@@ -137,10 +170,11 @@ def convert_tools(asked: dict, ignored: list[str]) -> dict:
 def convert_choice(choice: dict) -> dict:
     """The chat API's form of a tool_choice that names one function, or those that are allowed."""
     if choice.get("type") == "function":
-        return nest(choice)
+        return nest({"name": full_name(choice.get("name"), choice.get("namespace"))})
     if choice.get("type") == "allowed_tools":
-        tools = choice.get("tools")
-        allowed = [nest(x) for x in tools if isinstance(x, dict)] if isinstance(tools, list) else []
+        allowed = [
+            nest({"name": name}) for name, _, _ in name_functions(offered_tools(choice.get("tools"), []))
+        ]
         return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": allowed}}
     what = "must be none, auto, required, a function by its name, or allowed_tools"
     raise BadRequest(f"'tool_choice' {what}", "tool_choice")
@@ -155,8 +189,8 @@ def convert_input(value: Any, instructions: str) -> list[dict]:
     """The messages of a chat for `input`, which is a text or a list of items, and `instructions`.
 
     Reasoning, text and calls that follow one another are one message of the assistant, as chat templates
-    expect. Instructions come first; if the input begins with messages of the roles system and developer,
-    they are added to the instructions, because most templates allow one such message.
+    expect. Instructions come first; messages of the roles system and developer at the beginning of the input
+    are added to them, because most templates allow one such message.
     """
     items = [{"role": "user", "content": value}] if isinstance(value, str) else value
     if not isinstance(items, list) or not items:
@@ -174,15 +208,15 @@ def convert_input(value: Any, instructions: str) -> list[dict]:
             )
             raise BadRequest(f"'input[{i}]': the type {repr(kind)[:40]} is not supported: {what}", "input")
         try:
-            add_message(messages, convert(item))
+            if (message := convert(item)) is not None:
+                add_message(messages, message)
         except BadRequest as e:
             raise BadRequest(f"'input[{i}]': {e}", "input") from None
-    if not instructions:
-        return messages
-    texts = [instructions]
+    texts, role = [instructions] if instructions else [], "system"
     while messages and messages[0].get("role") in SYSTEM and isinstance(messages[0].get("content"), str):
+        role = role if texts else messages[0]["role"]
         texts.append(messages.pop(0)["content"])
-    return [{"role": "system", "content": "\n\n".join(texts)}, *messages]
+    return [{"role": role, "content": "\n\n".join(texts)}, *messages] if texts else messages
 
 
 def add_message(messages: list[dict], new: dict) -> None:
@@ -225,7 +259,7 @@ def convert_call(item: dict) -> dict:
     for name in ("call_id", "name", "arguments"):
         if not isinstance(item.get(name), str):
             raise BadRequest(f"{name} must be a text")
-    function = {"name": item["name"], "arguments": item["arguments"]}
+    function = {"name": full_name(item["name"], item.get("namespace")), "arguments": item["arguments"]}
     return {
         "role": "assistant",
         "tool_calls": [{"id": item["call_id"], "type": "function", "function": function}],
@@ -240,14 +274,18 @@ def convert_call_output(item: dict) -> dict:
     return {"role": "tool", "tool_call_id": item["call_id"], "content": content}
 
 
-def convert_reasoning(item: dict) -> dict:
-    """The text of the reasoning itself; a summary or an encrypted text is not what the model has written."""
+def convert_reasoning(item: dict) -> dict | None:
+    """The text of the reasoning itself; a summary or an encrypted text is not what the model has written.
+
+    None if there is no text.
+    """
     parts = item.get("content", [])
     if not isinstance(parts, list) or not all(
         isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts
     ):
         raise BadRequest("content must be a list of texts")
-    return {"role": "assistant", "reasoning_content": "".join(part["text"] for part in parts)}
+    text = "".join(part["text"] for part in parts)
+    return {"role": "assistant", "reasoning_content": text} if text else None
 
 
 CONVERTERS = {

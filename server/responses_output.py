@@ -11,7 +11,7 @@ from typing import Any
 from conversation.tool_calls import CallPiece
 from server.api_responses import ApiResponse, Choice, Usage
 from server.loop import Event, Job
-from server.responses_input import ResponsesRequest
+from server.responses_input import ResponsesRequest, name_functions
 
 
 class ResponseObject(ApiResponse):
@@ -28,6 +28,7 @@ class ResponseObject(ApiResponse):
         self.open: dict[str, Any] | None = None
         self.logprobs: list[dict] = []  # of tokens whose text is still to come
         self.status, self.sequence_number = "in_progress", 0
+        self.functions = {name: (x, tool) for name, x, tool in name_functions(request.asked["tools"])}
         sampling, asked = request.requests[0].sampling, request.asked
         self.head = dict(
             id=f"resp_{secrets.token_hex(12)}", object="response", created_at=int(time.time()),
@@ -35,7 +36,7 @@ class ResponseObject(ApiResponse):
             instructions=asked.get("instructions"), max_output_tokens=asked.get("max_output_tokens"),
             temperature=float(sampling.temperature or 0),
             top_p=1.0 if sampling.top_p is None else float(sampling.top_p),
-            tools=asked.get("tools", []), tool_choice=asked.get("tool_choice", "auto"),
+            tools=asked["tools"], tool_choice=asked.get("tool_choice", "auto"),
             parallel_tool_calls=asked.get("parallel_tool_calls", True),
             text={"format": {"type": "text"}} | asked.get("text", {}),
             reasoning={"effort": None, "summary": None} | asked.get("reasoning", {}),
@@ -132,7 +133,11 @@ class ResponseObject(ApiResponse):
         return [*events, self._item_event(f"response.{part['type']}.delta", **fields)]
 
     def _add_call(self, piece: CallPiece) -> list[dict]:
-        events = [] if piece.id is None else self._begin("function_call", call_id=piece.id, name=piece.name)
+        events = []
+        if piece.id is not None:
+            namespace, function = self.functions[piece.name]
+            known = dict(name=function["name"]) | (dict(namespace=namespace) if namespace else {})
+            events += self._begin("function_call", call_id=piece.id, **known)
         if piece.arguments:
             self.open["arguments"] += piece.arguments
             delta = piece.arguments

@@ -8,16 +8,16 @@ import openai.types.responses
 import pydantic
 import pytest
 from processes import until
-from test_server import GREETING, idle, post, server_with
+from test_server import GREETING, idle, post, post_text, server_with
 
-from server.responses_input import chat_fields
+from server.responses_input import chat_fields, offered_tools
 
 QUESTION = GREETING[0]["content"]
 ASKED = dict(model="tiny-llama3", input=QUESTION, temperature=0)
 EVENT = pydantic.TypeAdapter(openai.types.responses.ResponseStreamEvent)
 
 
-server = server_with("--max-len", "384", "--rows", "2")
+server = server_with("--max-len", "512", "--rows", "2")
 
 
 def without_ids(output: list) -> list[dict]:
@@ -148,6 +148,88 @@ def test_function_call(client, choice):
     assert cut.status == "incomplete" and all(item.status == "incomplete" for item in cut.output)
 
 
+ADD = dict(type="function", name="add", parameters=dict(type="object", properties=dict(a=dict(enum=[1, 2]))))
+CALC = dict(type="namespace", name="calc", description="Sums.", tools=[ADD, dict(type="custom", name="c")])
+
+
+def test_namespaces(server, client):
+    """The model knows a function of a namespace by both names; calls have them apart, in requests too."""
+    ask = dict(tools=[ADD, CALC], tool_choice=dict(type="function", name="add", namespace="calc"))
+    whole = client.responses.create(**ASKED, **ask)
+    (call,) = whole.output
+    assert (call.name, call.namespace) == ("add", "calc") and json.loads(call.arguments).keys() <= {"a"}
+    events = checked_events(client, **ask)
+    assert without_ids(events[-1].response.output) == without_ids(whole.output)
+    assert events[2].item.namespace == "calc" and events[-3].name == "add"
+    plain = client.responses.create(**ASKED, tools=[CALC, ADD], tool_choice=dict(type="function", name="add"))
+    assert plain.output[0].namespace is None
+    result = dict(type="function_call_output", call_id=call.call_id, output="7")
+    items = [dict(role="user", content=QUESTION), call.model_dump(exclude_unset=True), result]
+    found = fields_of(input=items, tools=[CALC, ADD])
+    assert found["messages"][1]["tool_calls"][0]["function"]["name"] == "calc__add"
+    assert [x["function"]["name"] for x in found["tools"]] == ["calc__add", "add"]
+    mcp = dict(type="namespace", name="mcp__calc__", description="", tools=[ADD])
+    assert fields_of(input="a", tools=[mcp])["tools"][0]["function"]["name"] == "mcp__calc__add"
+    allowed = dict(type="allowed_tools", mode="required", tools=[CALC | dict(tools=[ADD])])
+    (call,) = client.responses.create(
+        **ASKED | ask | dict(tool_choice=allowed), parallel_tool_calls=False
+    ).output
+    assert call.namespace == "calc"
+
+
+def test_tools_that_the_server_cannot_run(client):
+    """They are left out of the response's tools, and named in the header."""
+    others = [dict(type="web_search", external_web_access=False), dict(type="local_shell")]
+    reply = client.responses.with_raw_response.create(**ASKED, tools=[*others, CALC], max_output_tokens=2)
+    assert reply.headers["x-ignored-fields"] == "tools.web_search, tools.local_shell, tools.custom"
+    (namespace,) = reply.parse().tools
+    assert [tool.name for tool in namespace.tools] == ["add"]
+    asked = dict(tools=others, tool_choice="auto", parallel_tool_calls=True)
+    assert (
+        client.responses.create(**ASKED, **asked).output_text == client.responses.create(**ASKED).output_text
+    )
+
+
+def test_what_codex_sends(server):
+    """The fields and items of Codex 0.171.0, with short texts."""
+    function = dict(type="function", strict=False, description="d")
+    command = dict(type="object", properties=dict(cmd=dict(type="string", maxLength=3)), required=["cmd"])
+    say = dict(type="message", id="msg_1")
+    items = [
+        say | dict(role="developer", content=[part("You are an agent.")]),
+        say | dict(role="developer", content=[part("Skills: none.")]),
+        say | dict(role="user", content=[part("<environment_context>")]),
+        say | dict(role="user", content=[part("say hi")]),
+        dict(type="reasoning", id="rs_1", summary=[], content=None, encrypted_content=None),
+        dict(
+            type="function_call",
+            id="fc_1",
+            name="run",
+            namespace="agents",
+            arguments='{"cmd": "a"}',
+            call_id="c",
+        ),
+        dict(type="function_call_output", call_id="c", output=[part("done")]),
+    ]
+    body = dict(
+        model="", input=items, tool_choice="auto", parallel_tool_calls=True, store=False, stream=True,
+        reasoning=dict(summary="auto"), include=["reasoning.encrypted_content"], prompt_cache_key="k",
+        client_metadata={"x-codex-window-id": "w"}, max_output_tokens=3,
+        tools=[
+            function | dict(name="exec_command", parameters=command),
+            dict(type="namespace", name="agents", description="d", tools=[function | dict(name="run")]),
+            dict(type="web_search", external_web_access=False),
+        ],
+    )  # fmt: skip
+    status, text = post_text(server, "/v1/responses", body)
+    events = [json.loads(x.removeprefix("data: ")) for x in text.splitlines() if x.startswith("data: ")]
+    assert status == 200 and events[-1]["type"] in ("response.completed", "response.incomplete"), text
+    messages = fields_of(**body)["messages"]
+    assert [x["role"] for x in messages] == ["developer", "user", "user", "assistant", "tool"]
+    assert messages[0]["content"] == "You are an agent.\n\nSkills: none."
+    assert messages[3]["tool_calls"][0]["function"]["name"] == "agents__run"
+
+
 def test_log_probabilities(client):
     """As those of the chat API, whole and streamed."""
     chat = client.chat.completions.create(
@@ -241,7 +323,7 @@ INPUTS = {
 
 def fields_of(**asked) -> dict:
     """Of the chat that asks for the same."""
-    return chat_fields(asked)[0]
+    return chat_fields(asked | dict(tools=offered_tools(asked.get("tools", []), [])), [])
 
 
 @pytest.mark.parametrize("name", INPUTS)
@@ -290,7 +372,9 @@ REFUSED = [
     (dict(previous_response_id="r"), "'previous_response_id' is not supported: the server stores nothing"),
     (dict(conversation="c"), "'conversation' is not supported"),
     (dict(background=True), "'background' is not supported"),
-    (dict(tools=[dict(type="web_search")]), "'tools[0]': a tool of the type 'web_search' is not supported"),
+    (dict(tools=[dict(type="namespace", name="n", tools=3)]), "'tools' must be a list of objects"),
+    (dict(tools=[dict(type="function", name=3)]), "its function must have a 'name'"),
+    (dict(tools=[dict(type="web_search")], tool_choice="required"), "'tools' is empty"),
     (dict(tools={}), "'tools' must be"),
     (dict(tool_choice=dict(type="web_search")), "'tool_choice' must be"),
     (dict(include="x"), "'include' must be"),
