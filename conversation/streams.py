@@ -18,8 +18,8 @@ class TextStream:
     Text that has been returned never changes: an incomplete character is held back, and so is what may be the
     beginning of a stop string. The text ends before the first stop string.
 
-    text: all that has been returned. used: how many tokens were read. stopped: whether a stop string was
-    found. reasoning: see ChannelStream and ThinkStream. reasoning_tokens: how many tokens are of the
+    text: all that has been returned. used: how many tokens were read. stop_string: the one that was found, if
+    any. reasoning: see ChannelStream and ThinkStream. reasoning_tokens: how many tokens are of the
     reasoning. only_reasons: whether the answer has no text yet, because it is still in its reasoning. calls:
     takes calls of tools out of the text; None: there are none. Stop strings are searched for only in the
     text. offsets: where the text of each token begins, in characters, for an answer that is only text. Tokens
@@ -39,8 +39,13 @@ class TextStream:
         self.new_decoder = functools.partial(DecodeStream, skip_special_tokens=True)
         self.decoder = self.new_decoder()
         self.last, self.pending = [], []  # the last token that completed a character, and those after it
-        self.text, self.held_back, self.used, self.stopped = "", "", 0, False
+        self.text, self.held_back, self.used = "", "", 0
+        self.stop_string: str | None = None
         self.offsets: list[int] = []
+
+    @property
+    def stopped(self) -> bool:
+        return self.stop_string is not None
 
     def add(self, tokens: list[int]) -> str:
         """Add tokens: -> the new text."""
@@ -110,9 +115,10 @@ class TextStream:
 
     def _append_text(self, new: str, last: bool) -> None:
         self.held_back += new
-        ends = [self.held_back.find(stop) for stop in self.stop_strings if stop in self.held_back]
+        ends = [(self.held_back.find(stop), stop) for stop in self.stop_strings if stop in self.held_back]
         if ends:
-            self.text, self.held_back, self.stopped = self.text + self.held_back[: min(ends)], "", True
+            end, self.stop_string = min(ends)
+            self.text, self.held_back = self.text + self.held_back[:end], ""
             return
         partial = max((overlap(self.held_back, stop) for stop in self.stop_strings), default=0)
         certain = len(self.held_back) - (0 if last else partial)
@@ -192,7 +198,7 @@ class ChannelStream(TextStream):
         if self.calling:
             self.calls.add(new)
         elif self.final:
-            self.text, self.stopped = self.text + new, self.message.stopped
+            self.text, self.stop_string = self.text + new, self.message.stop_string
         else:
             self.reasoning += new
 

@@ -49,6 +49,11 @@ TEMPLATE = {
 }  # fmt: skip
 CHAT = COMMON | TEMPLATE | TOOL_FIELDS | {"messages", "max_completion_tokens", "top_logprobs"}
 COMPLETION = COMMON | {"prompt", "echo"}
+# Fields of chats that this server's other APIs have, too.
+SHARED = {
+    "model", "stream", "temperature", "top_p", "top_k", "min_p", *PENALTIES, "chat_template_kwargs",
+    "ignore_eos", "logit_bias", "seed", "stop_token_ids",
+}  # fmt: skip
 # Of the variables of chat templates, those that are no client's to choose, or have fields of their own.
 NOT_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
 # Names under which JSON schemas and the arguments of calls stand, in which null is a value.
@@ -149,16 +154,23 @@ def check_translated(
     names: {a field of chats: what the client has called it}, for errors and the names of what is ignored.
     ignored: what the translation has ignored.
     """
-    try:
+    with errors_in_words_of(names):
         parsed = check_request(chat, served, chat=True, ignored=ignored)
+    parts = [name.partition(".") for name in parsed.ignored]
+    own = tuple(names.get(first, first) + dot + rest for first, dot, rest in parts)
+    return dataclasses.replace(parsed, ignored=own)
+
+
+@contextlib.contextmanager
+def errors_in_words_of(names: dict[str, str]) -> Iterator[None]:
+    """Let errors name fields as the client has called them. names: as in `check_translated`."""
+    try:
+        yield
     except BadRequest as e:
         message = str(e)
         for name, own in names.items():
             message = message.replace(f"'{name}'", f"'{own}'").replace(f"{name}[", f"{own}[")
         raise BadRequest(message, names.get(e.param, e.param), e.status, e.code) from None
-    parts = [name.partition(".") for name in parsed.ignored]
-    own = tuple(names.get(first, first) + dot + rest for first, dot, rest in parts)
-    return dataclasses.replace(parsed, ignored=own)
 
 
 def check_request(

@@ -1,4 +1,4 @@
-"""The HTTP application: OpenAI's API with server-sent events, the chat page, health and metrics.
+"""The HTTP application: OpenAI's and Anthropic's APIs with server-sent events, the chat page, metrics.
 
 It runs on an event loop of its own thread and reaches the engine only through server.loop.EngineLoop.
 """
@@ -33,6 +33,8 @@ from server.api_responses import ApiResponse, CompletionResponse
 from server.http import LINGER
 from server.lanes import Lanes
 from server.loop import ENGINE_FAILED, EngineLoop, Event, Job, Refused
+from server.messages_input import count_tokens, parse_messages_request
+from server.messages_output import MessageResponse, error_as_json
 from server.responses_input import parse_responses_request
 from server.responses_output import ResponseObject
 from server.tokenizing import detokenize, tokenize
@@ -43,6 +45,7 @@ PAGE_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
 )
+MESSAGES = "/v1/messages"
 MAX_BODY = 8 << 20  # bytes
 BODY_SECONDS = 30.0  # within which the body of a request must arrive
 KEEP_ALIVE = 5.0  # seconds between two comments that keep a stream open
@@ -70,6 +73,9 @@ def make_app(
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", models),
             Route("/tokenize", partial(convert_tokens, convert=tokenize), methods=["POST"]),
+            Route(
+                f"{MESSAGES}/count_tokens", partial(convert_tokens, convert=count_tokens), methods=["POST"]
+            ),
             Route("/detokenize", partial(convert_tokens, convert=detokenize), methods=["POST"]),
             *(Route(path, partial(answer, api=api), methods=["POST"]) for path, api in APIS.items()),
         ],
@@ -119,14 +125,32 @@ class Listener:
         self.timer = self.loop.call_later(KEEP_ALIVE, self.tick)
 
 
+class ErrorResponse(JSONResponse):
+    """An error in the form of the API that was asked: Anthropic's from /v1/messages on, else OpenAI's."""
+
+    def __init__(self, message: str, status: int, param: str | None, code: str | None, headers: dict):
+        kinds = {401: "authentication_error", 429: "rate_limit_error"}
+        kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+        self.of_messages = error_as_json(message, status)
+        super().__init__(
+            dict(error=dict(message=message, type=kind, param=param, code=code)), status, headers
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not scope["path"].startswith(MESSAGES):
+            return await super().__call__(scope, receive, send)
+        content = self.of_messages | dict(request_id=scope.get("state", {}).get("request_id"))
+        kept = {name: x for name, x in self.headers.items() if not name.startswith("content-")}
+        await JSONResponse(content, self.status_code, kept)(scope, receive, send)
+
+
 def error(
     message: str, status: int, param: str | None = None, code: str | None = None, **headers
 ) -> Response:
-    kinds = {401: "authentication_error", 429: "rate_limit_error"}
-    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
     message, param = (x and x.encode(errors="replace").decode() for x in (message, param))
-    content = dict(error=dict(message=message, type=kind, param=param, code=code))
-    return JSONResponse(content, status, {name.replace("_", "-"): x for name, x in headers.items()})
+    return ErrorResponse(
+        message, status, param, code, {name.replace("_", "-"): x for name, x in headers.items()}
+    )
 
 
 async def no_such_path(request: Request, e) -> Response:
@@ -172,7 +196,8 @@ class Guard:
         if self.key:
             kind, _, given = request.headers.get("authorization", "").partition(" ")
             read = dict(bearer=str, basic=password).get(kind.lower(), lambda given: "")
-            if not hmac.compare_digest(read(given).encode(), self.key.encode()):
+            keys = read(given), request.headers.get("x-api-key", "")
+            if not any(hmac.compare_digest(key.encode(), self.key.encode()) for key in keys):
                 challenge = dict(www_authenticate='Basic realm="API key as password"')
                 return error("the API key is missing or wrong: Authorization: Bearer KEY", 401, **challenge)
         elif self.local and not is_local(request.headers.get("host", "")):
@@ -270,6 +295,7 @@ APIS = {
     "/v1/chat/completions": Api(partial(parse_request, chat=True), CompletionResponse),
     "/v1/completions": Api(partial(parse_request, chat=False), CompletionResponse),
     "/v1/responses": Api(parse_responses_request, ResponseObject),
+    MESSAGES: Api(parse_messages_request, MessageResponse),
 }
 
 
@@ -442,6 +468,6 @@ class StreamedResponse(JobsResponse):
 
 
 def server_sent(content: dict) -> str:
-    """An event. Those of the Responses API have a type, which is also the event's name."""
+    """An event. Those of the Responses and the Messages API have a type, which is also the event's name."""
     name = f"event: {content['type']}\n" if "type" in content else ""
     return f"{name}data: {json.dumps(content, ensure_ascii=False)}\n\n"

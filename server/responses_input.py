@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from server.api_requests import (
+    SHARED,
     ApiRequest,
     BadRequest,
     ServedModel,
@@ -18,12 +19,7 @@ from server.api_requests import (
 )
 from server.known_fields import NO_EFFECT
 
-# Fields with the same name and meaning in both APIs; then fields of this server's chat API.
-SAME = {
-    "model", "stream", "temperature", "top_p", "chat_template_kwargs", "frequency_penalty",
-    "ignore_eos", "logit_bias", "min_p", "presence_penalty", "repetition_penalty", "seed", "stop",
-    "stop_token_ids", "top_k",
-}  # fmt: skip
+SAME = SHARED | {"stop"}  # fields with the same name and meaning in the chat API
 CONVERTED = {
     "background", "include", "input", "instructions", "max_output_tokens", "parallel_tool_calls", "reasoning",
     "text", "tool_choice", "tools", "top_logprobs",

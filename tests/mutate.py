@@ -60,7 +60,7 @@ SEED_BIASES = "tests/test_family_checkpoints.py::test_biases_of_seed_oss"
 NO_ROPE = "tests/test_family_checkpoints.py::test_layers_without_rope"
 DEEPSEEK, GROUPS = FAMILY("deepseek-v3"), "tests/test_families.py::test_hidden_states[deepseek-v3-1]"
 CHANNELS = "tests/test_channels.py::test_"
-SCHEMAS = "tests/test_schemas.py::test_"
+SCHEMAS, MESSAGES_API = "tests/test_schemas.py::test_", "tests/test_messages_api.py::test_"
 FIELDS, MESSAGES = "tests/test_server_fields.py::test_", "tests/test_messages.py::test_"
 CHOSEN_MESH = "tests/test_placement.py::test_"
 REASONING = "tests/test_reasoning.py::test_"
@@ -555,7 +555,7 @@ MUTATIONS = [
     ("server/app.py", "            self.loop.cancel(self.jobs)\n", "            pass\n", SERVER + "test_a_client_that_leaves"),
     ("server/app.py", 'if kind != "application/json":', "if False:", SERVER + "test_other_refusals"),
     ("server/app.py", "elif self.local and not is_local(", "elif False and not is_local(", SERVER + "test_other_refusals"),
-    ("server/app.py", "if not hmac.compare_digest(read(given).encode(), self.key.encode()):", "if False:", SERVER + "test_guard"),
+    ("server/app.py", "if not any(hmac.compare_digest(key.encode(), self.key.encode()) for key in keys):", "if False:", SERVER + "test_guard"),
     ("server/page/client.js", "headers, body, signal }", "headers, body }", "tests/test_page.py::test_stop"),
     ("server/page/client.js", "whole.arguments += ", "whole.arguments = ", CONTENTS + "reasoning_and_calls"),
     ("server/page/page.js", "if (conversations.includes(conversation)) store(", "if (false) store(", "tests/test_page.py::test_conversations"),
@@ -589,6 +589,16 @@ MUTATIONS = [
     ("server/responses_input.py", 'ignored.append(f"tools.{tool.get(\'type\')}")', "found.append(tool)", "tests/test_responses.py::test_tools_that_the_server_cannot_run"),
     ("server/responses_input.py", "removesuffix(JOIN)", "strip()", "tests/test_responses.py::test_namespaces"),
     ("server/responses_output.py", "(dict(namespace=namespace) if namespace else {})", "{}", "tests/test_responses.py::test_namespaces"),
+    ("server/messages_input.py", "begins = given[\"role\"] == \"system\" and all(", "begins = given[\"role\"] == \"system\" and bool(", MESSAGES_API + "input[system messages]"),
+    ("server/messages_input.py", 'chat["continue_final_message"] = True', "pass", MESSAGES_API + "ends"),
+    ("server/messages_input.py", 'single = {"parallel_tool_calls": False} if', 'single = {"parallel_tool_calls": True} if', MESSAGES_API + "fields_of_tools"),
+    ("server/messages_output.py", 'if stop else STOP_REASONS', 'if False else STOP_REASONS', MESSAGES_API + "ends"),
+    ("server/messages_output.py", "input_tokens=usage.prompt - usage.cached", "input_tokens=usage.prompt", MESSAGES_API + "text"),
+    ("server/messages_output.py", 'if kind == "thinking" else []', "if False else []", MESSAGES_API + "thinking"),
+    ("server/messages_output.py", "            if call.complete:\n", "            if True:\n", MESSAGES_API + "tools[any]"),
+    ("server/app.py", 'if not scope["path"].startswith(MESSAGES):', "if True:", MESSAGES_API + "refused"),
+    ("server/app.py", 'request.headers.get("x-api-key", "")', '""', SERVER + "test_guard"),
+    ("conversation/streams.py", "end, self.stop_string = min(ends)", "end, self.stop_string = ends[0]", MESSAGES_API + "ends"),
     ("server/responses_input.py", "if old and added and max(old) < min(added):", "if False:", "tests/test_responses.py::test_input[one-message]"),
     ("server/responses_input.py", "if added == old[-1:] == [2]:", "if False:", "tests/test_responses.py::test_input[one-message]"),
     ("server/responses_output.py", "self.sequence_number += 1", "pass", "tests/test_responses.py::test_stream"),
@@ -704,7 +714,7 @@ MUTATIONS = [
     ("conversation/text.py", "max(ids) >= vocabulary", "max(ids) > vocabulary", "tests/test_text.py::test_tokens_beyond_the_vocabulary"),
     ("conversation/text.py", "for source in (generation_config(folder), config,", "for source in (config, generation_config(folder),", "tests/test_command_line.py::test_sampling_defaults_come_from_the_checkpoint"),
     ("conversation/streams.py", "partial = max((", "partial = min((", STOP_STRINGS),
-    ("conversation/streams.py", "self.held_back[: min(ends)]", "self.held_back[: max(ends)]", STOP_STRINGS),
+    ("conversation/streams.py", "self.held_back[:end]", "self.held_back[: end + 1]", STOP_STRINGS),
     ("conversation/tool_calls.py", "range(min(len(text), len(literal) - 1), 0, -1)", "range(1, min(len(text), len(literal) - 1) + 1)", STOP_STRINGS),
     ("conversation/streams.py", "[len(decode(self.last)) :]", "", STOP_STRINGS),
     ("conversation/streams.py", "self.new_decoder([token])", "self.new_decoder()", SINGLE_BYTES),

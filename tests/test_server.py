@@ -756,8 +756,10 @@ def test_guard():
         for headers in wrong:
             reply = guarded.get(path, headers=headers)
             assert reply.status_code == 401 and "Basic" in reply.headers["www-authenticate"]
-        for header in ("Bearer secret", f"Basic {basic}"):
-            assert guarded.get(path, headers=dict(authorization=header)).status_code != 401
+        given = [dict(authorization=header) for header in ("Bearer secret", f"Basic {basic}")]
+        for headers in (*given, {"x-api-key": "secret"}):
+            assert guarded.get(path, headers=headers).status_code != 401
+        assert guarded.get(path, headers={"x-api-key": "secre"}).status_code == 401
     assert guarded.get("/health").status_code == guarded.get("/live").status_code == 200
     asks = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
     allowed = guarded.options("/v1/models", headers=dict(origin="https://a.example") | asks)
