@@ -34,6 +34,8 @@ UNKNOWN: dict[str, tuple[Any, ...]] = {
     "unevaluatedProperties": (True, {}),
     "uniqueItems": (False,),
 }
+# Keywords that restrict nothing, and may be most of a grammar's text.
+ANNOTATIONS = {"$comment", "default", "description", "examples", "title"}
 # Where the schemas within a schema stand: in an object by their names, in a list, or alone.
 BY_NAME = "properties", "patternProperties", "$defs", "definitions"
 LISTED = "anyOf", "oneOf", "allOf", "prefixItems", "items"
@@ -156,8 +158,8 @@ def names_in(schema: dict, keyword: str) -> set[str]:
 
 
 def _without_unknown(schema: dict, lost: list[str]) -> dict:
-    """The schema without the keywords of UNKNOWN, two of which become other keywords if that is possible."""
-    found = {name: x for name, x in schema.items() if name not in UNKNOWN}
+    """The schema without annotations and the keywords of UNKNOWN, two of which may become other keywords."""
+    found = {name: x for name, x in schema.items() if name not in UNKNOWN and name not in ANNOTATIONS}
     other = found.get("additionalProperties", True)
     for name in schema:
         if name not in UNKNOWN or (value := schema[name]) in UNKNOWN[name]:

@@ -16,7 +16,7 @@ from feedback.errors import UserError, located
 TOOL_FIELDS = {"tools", "tool_choice", "parallel_tool_calls"}
 CHOICES = "none", "auto", "required"
 CHOICE = ", ".join(CHOICES) + ', {"type": "function", "function": {"name": NAME}} or the type allowed_tools'
-MAX_TOOLS = 128
+MAX_TOOLS = 512
 FUNCTION = {"name", "description", "parameters", "strict"}
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,256}")
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}

@@ -1,11 +1,12 @@
 """Run coding agents against the server: python3 tests/agents.py FOLDER.
 
-FOLDER has the agents: npm install --prefix FOLDER @openai/codex @anthropic-ai/claude-code. Each is told to
-say hi, and to run a command. A random model answers; what it says is written by a script, as a grammar that
-has one text.
+FOLDER has the agents: npm install --prefix FOLDER @openai/codex @anthropic-ai/claude-code opencode-ai
+@qwen-code/qwen-code. Each is told to say hi, and to run a command. A random model answers; what it says is
+written by a script, as a grammar that has one text.
 """
 
 import contextlib
+import json
 import os
 import pathlib
 import shutil
@@ -27,8 +28,12 @@ from server import api_requests
 
 MAX_LEN = 100_000  # positions: the prompts have 25,000 tokens of the tiny model and more
 COMMAND, PRINTED, FINAL = "echo agents-$((6 * 7))", "agents-42", "The command was run."
-ARGUMENTS = {"exec_command": {"cmd": COMMAND}, "Bash": {"command": COMMAND, "description": "a sum"}}
-SAY_HI, RUN = "say hi", "run the command"
+SHELL = {"command": COMMAND, "description": "a sum"}
+ARGUMENTS = {  # {the tool by which an agent runs commands: the arguments of a call}
+    "exec_command": {"cmd": COMMAND}, "Bash": SHELL, "bash": SHELL,
+    "run_shell_command": SHELL | {"is_background": False},
+}  # fmt: skip
+SAY_HI, RUN = "say hi", "run the command of the agents test"
 SECONDS = 300
 CODEX = """model = "local"
 model_provider = "local"
@@ -37,6 +42,10 @@ name = "local"
 base_url = "{url}/v1"
 wire_api = "responses"
 """
+OPENCODE = {
+    "npm": "@ai-sdk/openai-compatible",
+    "models": {"local": {"limit": {"context": MAX_LEN, "output": 99}}},
+}
 
 
 def make_model(folder: pathlib.Path) -> pathlib.Path:
@@ -61,26 +70,38 @@ def scripted_grammar(use, tokenizer, grammar_tokenizer, prompt, form):
     return make_grammar(grammar_tokenizer, "lark", f"start: {lark_text(text)}"), set()
 
 
-def run_agents(programs: pathlib.Path, url: str, home: pathlib.Path) -> None:
-    """Run both agents in an empty folder, with an empty home. Prints what they print."""
-    (home / ".codex").mkdir(parents=True)
+def commands(url: str, home: pathlib.Path) -> dict[str, list[str]]:
+    """{an agent: its command, which a prompt ends}. Writes the files that configure the agents."""
+    (home / ".codex").mkdir()
     (home / ".codex" / "config.toml").write_text(CODEX.format(url=url))
-    work = home / "work"
-    work.mkdir()
+    local = OPENCODE | {"options": {"baseURL": f"{url}/v1", "apiKey": "none"}}
+    (home / "opencode.json").write_text(json.dumps({"provider": {"local": local}, "permission": "allow"}))
+    qwen = f"--auth-type openai --openai-api-key none --openai-base-url {url}/v1 --model local --yolo"
+    return {
+        "codex": "exec --skip-git-repo-check --dangerously-bypass-approvals-and-sandbox".split(),
+        "claude": "--allowedTools Bash -p".split(),
+        "opencode": "run --model local/local --title a".split(),
+        "qwen": qwen.split(),
+    }
+
+
+def run_agents(programs: pathlib.Path, url: str, home: pathlib.Path) -> None:
+    """Run the agents in an empty home. Prints what they print."""
     own = dict(
-        HOME=str(home), ANTHROPIC_BASE_URL=url, ANTHROPIC_API_KEY="none", ANTHROPIC_MODEL="local",
-        ANTHROPIC_DEFAULT_HAIKU_MODEL="local", CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
+        HOME=str(home), OPENCODE_CONFIG=str(home / "opencode.json"), ANTHROPIC_BASE_URL=url,
+        ANTHROPIC_API_KEY="none", ANTHROPIC_MODEL="local", ANTHROPIC_DEFAULT_HAIKU_MODEL="local",
+        CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
     )  # fmt: skip
-    codex = ("exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
-    for name, arguments in (("codex", codex), ("claude", ("--allowedTools", "Bash", "-p"))):
+    for name, arguments in commands(url, home).items():
         program = programs / "node_modules" / ".bin" / name
-        print(subprocess.run([program, "--version"], capture_output=True, text=True).stdout.strip())
+        version = subprocess.run([program, "--version"], capture_output=True, text=True, env=os.environ | own)
+        print(f"{name} {version.stdout.strip()}", flush=True)
         for prompt, expected in ((SAY_HI, "hi"), (RUN, FINAL)):
             done = subprocess.run(
-                [program, *arguments, prompt], cwd=work, env=os.environ | own, stdin=subprocess.DEVNULL,
+                [program, *arguments, prompt], cwd=home, env=os.environ | own, stdin=subprocess.DEVNULL,
                 capture_output=True, text=True, timeout=SECONDS,
             )  # fmt: skip
-            print(f"{name}: {prompt}: {done.stdout.strip()}")
+            print(f"    {prompt}: {done.stdout.strip()}", flush=True)
             assert done.returncode == 0 and done.stdout.strip().endswith(expected), done.stderr
 
 
@@ -91,7 +112,9 @@ def main() -> None:
         checkpoint, sizes = make_model(pathlib.Path(folder) / "local"), f"--rows 1 --max-len {MAX_LEN}"
         server = started("--checkpoint", str(checkpoint), *sizes.split(), width=256)
         stack.callback(server.end)
-        run_agents(pathlib.Path(sys.argv[1]).resolve(), server.url, pathlib.Path(folder) / "home")
+        home = pathlib.Path(folder) / "home"
+        home.mkdir()
+        run_agents(pathlib.Path(sys.argv[1]).resolve(), server.url, home)
 
 
 if __name__ == "__main__":

@@ -179,6 +179,13 @@ def test_why_pattern_properties_are_left_out(tokenizer):
     assert any(text.endswith(", ") for text in texts)
 
 
+def test_annotations_are_no_part_of_the_grammar():
+    """Except where a property has the name of one."""
+    told = {"title": "a", "description": "b", "default": 1, "examples": [2], "$comment": "c"}
+    schema = props(description=INTEGER | told) | told
+    assert keep_expressible(schema) == (props(description=INTEGER), ())
+
+
 @pytest.mark.parametrize("schema", CONTRADICTIONS, ids=json.dumps)
 def test_contradictions(schema):
     with pytest.raises(UserError) as e:
