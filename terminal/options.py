@@ -96,7 +96,7 @@ def parse_arguments(arguments: list[str] | None = None):
         help=f"draft tokens per step, up to {MAX_DRAFT}; default: 4")
 
     add = parser.add_argument_group("server").add_argument
-    add("--serve", action="store_true", help="run an OpenAI-compatible server with a chat page")
+    add("--serve", action="store_true", help="run a server with OpenAI's and Anthropic's APIs")
     add("--host", default="127.0.0.1", metavar="ADDRESS",
         help="to listen on; 0.0.0.0: all addresses; default: 127.0.0.1, for this machine only")
     add("--port", type=int, default=8000, metavar="N", help="0: any free port; default: 8000")

@@ -1,4 +1,4 @@
-"""--serve: the OpenAI-compatible server, which the first process runs until SIGTERM or Ctrl-C."""
+"""--serve: the server, which the first process runs until SIGTERM or Ctrl-C."""
 
 import argparse
 import dataclasses

@@ -509,7 +509,7 @@ MUTATIONS = [
     ("server/api_requests.py", 'others |= {"top_k": None} if every_token else {}', "pass", FIELDS + "top_k_of_all_tokens"),
     ("conversation/schemas.py", 'if "patternProperties" in part and (merging or', 'if "patternProperties" in part and (False and', SCHEMAS + "what_is_kept_is_kept_rightly[patternProperties beside properties]"),
     ("conversation/schemas.py", "any(COMPOSING & part.keys() and", "any(False and", SCHEMAS + "what_is_kept_is_kept_rightly[patternProperties in allOf]"),
-    ("conversation/schemas.py", 'part = part | {"minProperties": 1}', "pass", SCHEMAS + "what_is_kept_is_kept_rightly[minProperties]"),
+    ("conversation/schemas.py", 'part = part | {"minProperties": 1}', "pass", SCHEMAS + "different_names_are_not_counted"),
     ("conversation/schemas.py", 'return _without("additionalProperties", rest) if opens else rest', "return rest", SCHEMAS + "what_is_kept_is_kept_rightly[a required name of patternProperties]"),
     ("conversation/schemas.py", 'if name == "propertyNames" and (names :=', 'if False and (names :=', SCHEMAS + "what_is_kept_is_kept_rightly[propertyNames that are listed]"),
     ("conversation/schemas.py", 'alone = dict.fromkeys(value, True) if isinstance(value, dict) else value', 'alone = value', SCHEMAS + "what_is_kept_is_kept_rightly[patternProperties with a schema]"),

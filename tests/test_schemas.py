@@ -179,6 +179,13 @@ def test_why_pattern_properties_are_left_out(tokenizer):
     assert any(text.endswith(", ") for text in texts)
 
 
+def test_different_names_are_not_counted():
+    schema, _ = SCHEMAS["minProperties"]
+    assert keep_expressible(schema)[0]["minProperties"] == 1
+    closed = thing(properties={"a": INTEGER, "b": INTEGER}, required=["a", "b"], additionalProperties=False)
+    assert keep_expressible(closed | {"minProperties": 2}) == (closed | {"minProperties": 2}, ())
+
+
 def test_annotations_are_no_part_of_the_grammar():
     """Except where a property has the name of one."""
     told = {"title": "a", "description": "b", "default": 1, "examples": [2], "$comment": "c"}
