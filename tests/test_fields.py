@@ -335,7 +335,10 @@ def test_rope_of_gguf(stated, expected, tmp_path):
     assert open_checkpoint(str(tmp_path / "model.gguf")).config == read_config(content)
 
 
-@pytest.mark.parametrize(("name", "experts"), architectures.ARCHITECTURES)
+SCALED = [x for x in architectures.ARCHITECTURES if x[0] != "gemma4"]  # which has another RoPE
+
+
+@pytest.mark.parametrize(("name", "experts"), SCALED)
 def test_yarn_of_each_architecture(name, experts):
     needed = {"block_count": 4, "embedding_length": 64, "attention.head_count": 4, "attention.key_length": 16}
     needed |= {"attention.value_length": 16, "rope.dimension_count": 8, "expert_gating_func": 2}

@@ -222,6 +222,11 @@ def _gemma3(fields: Fields) -> Fields:
     return config
 
 
+def _layer_types(windows: list) -> list[str]:
+    """layer_types of a config.json. windows: whether each layer has one."""
+    return ["sliding_attention" if x else "full_attention" for x in windows]
+
+
 def _gemma4(fields: Fields) -> Fields:
     """Fields without a suffix are those of full layers, fields with "_swa" those of layers with a window."""
     pattern, depth = fields.pop("attention.sliding_window_pattern", None), fields.get("block_count")
@@ -234,7 +239,7 @@ def _gemma4(fields: Fields) -> Fields:
     shared = _take_integer(fields, "attention.shared_kv_layers", 0)
     config: Fields = {
         "hidden_activation": "gelu_pytorch_tanh",
-        "layer_types": ["sliding_attention" if x else "full_attention" for x in pattern],
+        "layer_types": _layer_types(pattern),
         "head_dim": widths.pop(),
         "num_kv_shared_layers": shared,
         "enable_moe_block": bool(fields.get("expert_count")),
@@ -268,7 +273,7 @@ def _olmo2(fields: Fields) -> Fields:
     if scaling or magnitude not in (None, 1.0):
         scaling["attention_factor"] = magnitude
     return {
-        "layer_types": ["sliding_attention" if x else "full_attention" for x in windows],
+        "layer_types": _layer_types(windows),
         "rope_scaling": scaling,
     }
 
