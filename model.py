@@ -69,7 +69,7 @@ from jax.sharding import PartitionSpec as P
 
 from ops.attention import merge
 from ops.grouped_matmul import expert_mlp
-from ops.kv_cache import KV, SlotLayout, as_cached, key_beside_value
+from ops.kv_cache import KV, SlotLayout, as_cached, key_beside_value, kv_owners
 from ops.matmul import take_rows
 from ops.tpu import declares_vma
 from quantize import Format, QuantizedArray, values_and_scale
@@ -169,8 +169,8 @@ class Chunk:
     chunks of some rows); None: row i of the chunk is row i of the cache.
     start, count: [b] int32.
     positions: [b,T] int32.
-    inputs: what each layer gets of the tokens beside the residual stream, see Config.layer_inputs; inside of
-    a layer its own. None for most models.
+    inputs: what each layer gets of the tokens beside the residual stream, see Config.layer_inputs: one array
+    per layer; inside of a layer its own. None for most models.
     """
 
     row: Array | None
@@ -195,15 +195,15 @@ def chunk_at(start: Array, count: Array, T: int, row: Array | None = None) -> Ch
 
 @partial(jax.jit, static_argnames="kind")  # traced once for all layers of a kind
 def decoder_layer(
-    x: Array, w: LayerWeights, kv: KV | KeysValues | None, chunk: Chunk, rotation: Rotation | None,
+    x: Array, w: LayerWeights, source: KV | KeysValues | None, chunk: Chunk, rotation: Rotation | None,
     kind: LayerKind,
 ) -> tuple[Array, KV | None, KeysValues]:  # fmt: skip
     """x: [b,T,D] -> ([b,T,D], the layer's cache with the chunk in it, what the chunk has attended to).
 
-    kv: see `attention`.
+    source: see `attention`.
     """
     y = normalize(x, kind.norm, w.attention_norm)
-    y, kv, attended = attention(y, w.attention, kv, chunk, rotation, kind)
+    y, kv, attended = attention(y, w.attention, source, chunk, rotation, kind)
     x = kind.residual(x, y, w.attention_post_norm, chunk)
     y = normalize(x, kind.feed_forward_norm or kind.norm, w.feed_forward_norm)
     with jax.named_scope("feed_forward"):
@@ -247,13 +247,14 @@ def decoder_layers(
     rotations = {rope: rope.rotation(chunk.positions) if rope else None for rope in ropes}
     layer = jax.checkpoint(decoder_layer, static_argnums=5) if remat else decoder_layer
     before: Sequence[KV | None] = caches or [None] * len(kinds)
-    after: list[KV | None] = []
-    attended: dict[Mask, KeysValues] = {}  # by the latest layer with this mask
+    owners, after = kv_owners(kinds), []
+    attended: list[KeysValues] = []
     for i, (w, kv, kind) in enumerate(zip(weights, before, kinds, strict=True)):
         own = dataclasses.replace(chunk, inputs=chunk.inputs and chunk.inputs[i])
-        source = attended[kind.mask] if kind.shares_kv else kv
-        x, kv, attended[kind.mask] = layer(x, w, source, own, rotations[kind.rope], kind)
+        source = attended[owners[i]] if kind.shares_kv else kv
+        x, kv, its_source = layer(x, w, source, own, rotations[kind.rope], kind)
         after.append(kv)
+        attended.append(its_source)
     return x, after if caches else None
 
 
@@ -262,36 +263,35 @@ def decoder_layers(
 
 @pytree
 class KeysValues:
-    """What the tokens of a chunk attend to: keys and values of the chunk, and of the cache.
+    """What the tokens of a chunk attend to: the new keys and values, which are the chunk's, and a cache.
 
-    chunk: [b,k,T,C]. cache: None without a cache. If T is 1, the token is in the cache, and attends to that
-    alone. The tokens of a longer chunk attend to what came before it there.
+    new: values [b,k,T,C]. cache: None without a cache. If T is 1, the cache has the token, and `new` is not
+    used. The tokens of a longer chunk attend to the slots of the cache that were filled before the chunk.
     """
 
-    chunk: KV
+    new: KV
     cache: KV | None
 
 
 @jax.named_scope("attention")
 def attention(
-    x: Array, w, kv: KV | KeysValues | None, chunk: Chunk, rotation: Rotation | None, kind: LayerKind
+    x: Array, w, source: KV | KeysValues | None, chunk: Chunk, rotation: Rotation | None, kind: LayerKind
 ) -> tuple[Array, KV | None, KeysValues]:
     """x: [b,T,D] -> ([b,T,D], the layer's cache with the chunk in it, what the chunk has attended to).
 
-    kv: the layer's cache before the chunk; None without a cache. Of a layer without keys and values, what an
-    earlier layer has attended to: such a layer has no cache.
+    source: the layer's cache before the chunk; None without a cache. Of a layer that shares keys and values,
+    what an earlier layer has attended to: such a layer has no cache.
 
     A token attends to what the cache holds and to the tokens of its chunk up to itself. The chunk's keys and
     values are rounded to the cache's type before anything attends to them, so that the result does not depend
     on where chunks begin.
     """
-    q, new = kind.attention.project(x, w, chunk, rotation)
-    if isinstance(kv, KeysValues):
-        attended, kv = kv, None
-        o, lse = attend(q, attended, chunk, kind.mask)
+    q, keys_values = kind.attention.project(x, w, chunk, rotation)
+    if isinstance(source, KeysValues):
+        (o, lse), kv, attended = attend(q, source, chunk, kind.mask), None, source
     else:
-        chunk_kv = as_cached(new, kv, kind.attention.slot_layout)  # [b,T,k,2H] -> [b,k,T,C]
-        o, lse, kv, attended = write_and_attend(q, chunk_kv, kv, chunk, kind.mask)
+        new = as_cached(keys_values, source, kind.attention.slot_layout)  # [b,T,k,2H] -> [b,k,T,C]
+        o, lse, kv, attended = write_and_attend(q, new, source, chunk, kind.mask)
     with jax.named_scope("output"):
         o = kind.attention.head_outputs(o.astype(x.dtype), lse, x, w)
         y = psum(einsum("bTkgU,DkgU->bTD", o, w.o), MODEL)  # k and g
@@ -371,50 +371,50 @@ def add_bias(x: Array, bias: Array | None) -> Array:
 
 
 def write_and_attend(
-    q: Array, chunk_kv: KV, kv: KV | None, chunk: Chunk, mask: Mask
+    q: Array, new: KV, kv: KV | None, chunk: Chunk, mask: Mask
 ) -> tuple[Array, Array, KV | None, KeysValues]:
     """Write a chunk into the cache, and attend to both: -> (o, lse, the cache, what was attended to).
 
-    q: [b,T,k,G,H]. chunk_kv: the chunk's keys and values, [b,k,T,C]. kv: the cache before the chunk; None
-    without a cache. o, lse: see `attend`.
+    q: [b,T,k,G,H]. new: the chunk's keys and values, [b,k,T,C]. kv: the cache before the chunk; None without
+    a cache. o, lse: see `attend`.
     """
     if kv is None:
-        own = KeysValues(chunk=chunk_kv, cache=None)
-        return *attend(q, own, chunk, mask), None, own
+        source = KeysValues(new=new, cache=None)
+        return *attend(q, source, chunk, mask), None, source
     T, slots = q.shape[1], slot_mapping(chunk, mask, kv.values.shape[2])
     if T == 1:  # one kernel writes the token and attends to the cache
         length, gap = visible_slots(chunk, mask, chunk.start + 1)
         with jax.named_scope("scores"):
-            (o, lse), kv = ragged_decode(q, chunk_kv, kv, length, slots, gap, chunk.row)
-        return *merge_slots(o, lse), kv, KeysValues(chunk=chunk_kv, cache=kv)
+            (o, lse), kv = ragged_decode(q, new, kv, length, slots, gap, chunk.row)
+        return *merge_slots(o, lse), kv, KeysValues(new=new, cache=kv)
     # A ring is read as it was before the chunk, which may overwrite what its first tokens see. Any other
     # cache is read after it is written, which spares XLA a copy of it.
     with jax.named_scope("cache"):
         is_ring = mask.ring is not None
         most = T // lax.axis_size(SLOTS) + 1  # slots of this device that the chunk can fill
-        written = write(kv, chunk_kv, slots, chunk.row, most, ring=is_ring)
-    attended = KeysValues(chunk=chunk_kv, cache=kv if is_ring else written)
-    return *attend(q, attended, chunk, mask), written, attended
+        written = write(kv, new, slots, chunk.row, most, ring=is_ring)
+    source = KeysValues(new=new, cache=kv if is_ring else written)
+    return *attend(q, source, chunk, mask), written, source
 
 
-def attend(q: Array, kv: KeysValues, chunk: Chunk, mask: Mask) -> tuple[Array, Array]:
+def attend(q: Array, source: KeysValues, chunk: Chunk, mask: Mask) -> tuple[Array, Array]:
     """Attention of a chunk's queries to keys and values: -> (o [b,T,k,g,U], lse [b,T,k,g]).
 
     q: [b,T,k,G,H]. lse: the log of the sum of exponentials of a query's scores, by which partial results are
     merged. Devices that share a head divide the cache among them by slots, and the chunk by queries.
     """
-    if kv.cache is None:
-        return attend_to_chunk(q, kv.chunk, chunk, mask)
+    if source.cache is None:
+        return attend_to_chunk(q, source.new, chunk, mask)
     end = chunk.start + 1 if q.shape[1] == 1 else chunk.start  # of the tokens that are attended to there
     length, gap = visible_slots(chunk, mask, end)
     with jax.named_scope("scores"):
-        o, lse = attend_cached(q, kv.cache, length, gap, chunk.row)
+        o, lse = attend_cached(q, source.cache, length, gap, chunk.row)
     o, lse = merge_slots(o, lse)
-    return (o, lse) if q.shape[1] == 1 else merge((o, lse), attend_to_chunk(q, kv.chunk, chunk, mask))
+    return (o, lse) if q.shape[1] == 1 else merge((o, lse), attend_to_chunk(q, source.new, chunk, mask))
 
 
 @jax.named_scope("scores")
-def attend_to_chunk(q: Array, chunk_kv: KV, chunk: Chunk, mask: Mask) -> tuple[Array, Array]:
+def attend_to_chunk(q: Array, new: KV, chunk: Chunk, mask: Mask) -> tuple[Array, Array]:
     """Attention among the chunk's own tokens, by this device's queries: -> (o, lse) as of `attend`."""
     g = q.shape[3] // lax.axis_size(SLOTS)
     own = lax.dynamic_slice_in_dim(q, lax.axis_index(SLOTS) * g, g, 3)
@@ -422,7 +422,7 @@ def attend_to_chunk(q: Array, chunk_kv: KV, chunk: Chunk, mask: Mask) -> tuple[A
     # a window that position differs from query to query: then the chunk is one segment, and attend_causal
     # applies the window.
     segment = 0 * chunk.positions if mask.window else mask.first_visible(chunk.positions)
-    return attend_causal(own, chunk_kv, segment, mask.window)
+    return attend_causal(own, new, segment, mask.window)
 
 
 # ------------------------------------------------------------------------------------- feed-forward networks
@@ -605,10 +605,12 @@ def layers(
 
     caches: one per layer, or None to attend to the chunk alone. device_ring: the order of the devices if the
     chunk runs by columns, see sharding/collective_matmul.py. remat: see `forward`. Raises ValueError if the
-    numbers of weights and of kinds differ.
+    numbers of weights, of inputs and of kinds differ, or if a layer shares keys that none of these has.
     """
     if len(weights) != len(kinds):
         raise ValueError(f"weights of {len(weights)} layers do not fit a model of {len(kinds)} layers")
+    if chunk.inputs and len(chunk.inputs) != len(kinds):
+        raise ValueError(f"inputs of {len(chunk.inputs)} layers do not fit {len(kinds)} layers")
     infos = [layer_infos(kind, x.shape[2]) for kind in kinds]
     kv_specs, stream = cache_specs(kinds, caches), BY_COLUMNS if device_ring else P(ROWS)
 
@@ -828,7 +830,8 @@ class AttentionBlock(Protocol):
     """What a layer's attention must have. `Attention` shows each function.
 
     declare returns the declared weights, with at least the fields `o` [D,k,g,U] and `o_bias`. project returns
-    the queries, and keys and values as slot_layout (ops/kv_cache.py) says. K, G: as the letters.
+    the queries, and keys and values as slot_layout (ops/kv_cache.py) says, or None if the layer shares those
+    of another one. K, G: as the letters.
     """
 
     @property
@@ -845,7 +848,7 @@ class AttentionBlock(Protocol):
 
 
 class FeedForward(Protocol):
-    """What a layer's feed-forward network must have. The call ends with this file's `psum`, over MODEL."""
+    """What a layer's feed-forward network must have. The call sums over MODEL, by columns with `psum`."""
 
     def declare(self, prefix: str, D: int) -> Any: ...
     def __call__(self, x: Array, w, chunk: Chunk) -> Array: ...
@@ -859,9 +862,9 @@ class Normalization(Protocol):
 
 
 class LayerInputs(Protocol):
-    """Of the tokens [b,T] int32 and their embedding x [b,T,D], what each layer gets: one array per layer.
+    """Makes an array for each layer from the tokens [b,T] int32 and their embedding x [b,T,D].
 
-    declare: a weight of which only rows are looked up is its field `table`.
+    declare: a weight of which only rows are looked up is its field `table`, which counts for no step's bytes.
     """
 
     def declare(self, D: int, V: int) -> Any: ...

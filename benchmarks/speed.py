@@ -37,6 +37,7 @@ from deployment.step_bytes import bytes_per_step
 from families.latent_attention import LatentAttentionWeights
 from feedback.errors import UserError
 from model import Config
+from ops.kv_cache import cached_depth
 from planner.published_models import MODELS, read_model
 from quantize import FORMATS, QuantizedArray, values_and_scale
 from serving.chunks import ACCELERATOR_SHAPES, best_shape
@@ -106,12 +107,13 @@ def needed_flops(
     """Multiplications and additions for `tokens` new tokens per row after `context` others.
 
     chooses: whether each row chooses its next token, by the logits of one position; otherwise the work ends
-    with the keys and values of the last layer. Norms, RoPE and softmax are not counted; zeros that pad heads
-    and widths are.
+    with the keys and values of the last layer that has its own. Norms, RoPE and softmax are not counted;
+    zeros that pad heads and widths are.
     """
-    per_token, attention = 0 if chooses else _size(_cached(weights.layers[-1].attention)), 0
+    last = cached_depth(cfg.layers) - 1
+    per_token, attention = 0 if chooses else _size(_cached(weights.layers[last].attention)), 0
     layers = list(zip(weights.layers, cfg.layers, strict=True))
-    for layer, kind in layers if chooses else layers[:-1]:
+    for layer, kind in layers if chooses else layers[:last]:
         per_token += _size(layer.attention)
         if isinstance(kind.feed_forward, model.MoE):
             routed = layer.feed_forward
@@ -228,10 +230,11 @@ class Bench:
     def floors(self, batch: int, tokens: int, context: int, chooses: bool) -> dict[str, float]:
         """The least seconds that reading all that is needed takes, and computing it."""
         weights, cfg, moved = self.weights, self.cfg, 0
-        if not chooses:  # prefill needs only keys and values of the last layer
-            moved = memory.shard_bytes(_cached(weights.layers[-1].attention))
-            weights = dataclasses.replace(weights, layers=weights.layers[:-1])
-            cfg = dataclasses.replace(cfg, layers=cfg.layers[:-1])
+        if not chooses:  # prefill needs only keys and values of the last layer that has its own
+            last = cached_depth(cfg.layers) - 1
+            moved = memory.shard_bytes(_cached(weights.layers[last].attention))
+            weights = dataclasses.replace(weights, layers=weights.layers[:last])
+            cfg = dataclasses.replace(cfg, layers=cfg.layers[:last])
         local = batch // self.mesh.shape["data"] * tokens
         positions = np.arange(context, context + 1) if chooses else np.arange(0)  # prefill: an empty cache
         moved += bytes_per_step(weights, cfg, self.mesh, local, positions, self.kv_dtype, chooses)

@@ -8,9 +8,9 @@ from jax.sharding import Mesh
 from deployment.chips import Topology
 from deployment.job import Job, local_tokens
 from deployment.step_bytes import active_experts, layer_of, part_of, share_read
-from model import Config, LayerKind
+from model import LayerKind
 from ops.grouped_matmul import FEW_ROWS
-from ops.kv_cache import kv_owners
+from ops.kv_cache import cached_depth, kv_owners
 from sharding.mesh import EXPERT, make_mesh, mesh_size
 
 
@@ -29,12 +29,14 @@ def share_needed(argument: str, job: Job, mesh: Mesh) -> float:
 
 
 def needed(job: Job, mesh: Mesh) -> tuple[float, float]:
-    """(HBM bytes, floating-point operations) of one device that reads what it needs of its shard once.
+    """(HBM bytes, floating-point operations) of one device that reads what it needs of its shard.
 
+    It reads all once, but a cache once for each layer that attends to it.
     A few tokens go through every active expert, whether they chose it or not: so the experts' kernel works.
     """
     cfg, bytes_read, flops = job.cfg, 0, 0
-    tokens, readers = local_tokens(job, mesh), layers_per_cache(job.cfg)
+    depth = len(cfg.layers) if job.decodes else cached_depth(cfg.layers)
+    tokens, readers = local_tokens(job, mesh), layers_per_cache(cfg.layers[:depth])
     for name, size, size_in_bytes in job.shards(mesh):
         share, part = share_needed(name, job, mesh), part_of(name, cfg)
         if part == "kv_cache":
@@ -51,10 +53,10 @@ def needed(job: Job, mesh: Mesh) -> tuple[float, float]:
     return bytes_read, flops
 
 
-def layers_per_cache(cfg: Config) -> dict[LayerKind, float]:
+def layers_per_cache(layers: tuple[LayerKind, ...]) -> dict[LayerKind, float]:
     """How many layers read the cache of a layer of each kind, on average: one, unless others share it."""
-    reading = collections.Counter(cfg.layers[i] for i in kv_owners(cfg.layers))
-    return {kind: n / cfg.layers.count(kind) for kind, n in reading.items()}
+    reading = collections.Counter(layers[i] for i in kv_owners(layers))
+    return {kind: n / layers.count(kind) for kind, n in reading.items()}
 
 
 def floor_bytes(job: Job, topology: Topology, stages: int = 1) -> float:

@@ -17,6 +17,7 @@ from numpy.polynomial.polynomial import polypow
 
 from deployment.memory import shard_bytes
 from model import Config, MoE, Weights
+from ops.kv_cache import cached_depth
 from sharding.mesh import EXPERT, MODEL, STAGE, mesh_size
 from sharding.stages import first_stage
 
@@ -108,6 +109,8 @@ def share_read(name: str, cfg: Config, experts: float, chooses: bool = True) -> 
     if re.match(r"weights\.embed\b", name):
         return 1 if chooses and cfg.tied_embeddings else 0
     if re.match(r"weights\.(positions|inputs\.table)\b", name):
+        return 0
+    if not chooses and (layer_of(name) or 0) >= cached_depth(cfg.layers):
         return 0
     return experts if part_of(name, cfg) == "experts" else 1
 

@@ -1,7 +1,7 @@
 """Gemma 4: heads of two widths, normalized values, scores without a scale, and a factor after each layer.
 
 In E2B and E4B the last layers attend to the keys and values of earlier ones, and each layer has an embedding
-of the tokens of its own, P columns wide.
+of the tokens of its own. Letters besides those of model.py: L layers, P columns of a layer's embedding.
 
 Source: transformers, models/gemma4 and models/gemma4_unified.
 """
@@ -93,12 +93,12 @@ class QueryAttention(ValueNormAttention):
 @pytree
 class ScaledResidualWeights:
     norm: Any = declared_norm("D", "post_mlp_layernorm.weight")
-    factor: Array = declared_norm("N", "layer_scalar")
+    factor: Array = declared_norm("I", "layer_scalar")  # I = 1
 
 
 @dataclasses.dataclass(frozen=True)
 class ScaledResidual(Residual):
-    """A residual after which the whole stream is multiplied by a learned factor, of N = 1 element."""
+    """A residual after which the whole stream is multiplied by a learned factor."""
 
     weights: ClassVar[type] = ScaledResidualWeights
 
@@ -108,9 +108,9 @@ class ScaledResidual(Residual):
 
     def declare(self, info: ArrayInfo) -> ScaledResidualWeights:
         """The declared weights: those of the norm, the factor, and a subclass's own."""
-        assert info.stored is not None
+        assert info.stored is not None and info.stored.name.endswith("post_mlp_layernorm.weight")
         prefix = info.stored.name.removesuffix("post_mlp_layernorm.weight")
-        return infos_of(self.weights, prefix, dict(D=info.shape[0], N=1) | sizes_of(self))
+        return infos_of(self.weights, prefix, dict(D=info.shape[0], I=1) | sizes_of(self))
 
 
 @pytree
@@ -122,10 +122,10 @@ class InputResidualWeights(ScaledResidualWeights):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InputResidual(ScaledResidual):
-    """A residual to which the layer's input is added, projected, before all is multiplied by the factor.
+    """A residual, and after it a second one: of the layer's own embedding of the tokens, gated by the stream.
 
-    The stream gates the input. Each device computes all of it: another sum over devices in each layer would
-    take longer than to read the small matrices.
+    Its output, too, is normalized before it is added. Every device has both matrices whole, because another
+    sum over devices in each layer would take longer than to read them.
     """
 
     weights: ClassVar[type] = InputResidualWeights
@@ -148,10 +148,10 @@ class TokenInputsWeights:
 
 @dataclasses.dataclass(frozen=True)
 class TokenInputs:
-    """The inputs of L layers, P columns each: another embedding of the tokens, and a projection of theirs.
+    """The embeddings of the tokens for L layers: rows of a table, to which a projection of x is added.
 
-    N = L·P: all layers' columns. Each device multiplies its columns d of the tokens' embedding, so that one
-    sum over devices makes both addends whole.
+    N = L·P: all layers' columns. Each device multiplies its columns d of x, so that one sum over devices
+    makes both addends whole.
     """
 
     L: int
@@ -159,7 +159,7 @@ class TokenInputs:
     norm: Norm
 
     def __call__(self, x: Array, tokens: Array, w: TokenInputsWeights) -> list[Array]:
-        """x: [b,T,D], the embedded tokens. tokens: [b,T] int32 -> [b,T,P] for each layer."""
+        """x: [b,T,D], the model's embedding of the tokens [b,T] int32 -> [b,T,P] for each layer."""
         parts = look_up(w.table, tokens), einsum("bTd,Nd->bTN", own_columns(x), w.projection)
         of_layers = (*tokens.shape, self.L, self.P)
         own, projected = (y.astype(x.dtype).reshape(of_layers) for y in lax.psum(parts, MODEL))  # v, d
@@ -266,7 +266,7 @@ def network_of(fields: ConfigFields, mlp: MLP, norm: Norm) -> FeedForward:
 
 
 def inputs_of(fields: ConfigFields, depth: int, norm: Norm) -> TokenInputs | None:
-    """What the layers get beside the stream. Raises UserError if its table has not all tokens."""
+    """What the layers get beside the stream. Raises UserError if its table is not of the vocabulary."""
     P, V = fields.take("hidden_size_per_layer_input", int, zero=True), fields.take("vocab_size", int)
     rows = fields.take("vocab_size_per_layer_input", int, V, zero=True)
     if P and rows != V:
@@ -279,7 +279,7 @@ def with_shared_kv(
 ) -> tuple[LayerKind, ...]:
     """The layers, of which the last ones attend to keys and values of earlier ones, if config.json says so.
 
-    network: theirs. Raises UserError if no earlier layer is of the same type.
+    network: of these last layers. Raises UserError if no earlier layer is of the same type.
     """
     n = fields.take("num_kv_shared_layers", int, 0, zero=True)
     own, shared = layers[: max(len(layers) - n, 0)], []

@@ -19,7 +19,7 @@ def inside_layer(x: Array, w: LayerWeights, chunk: Chunk, *, kind: LayerKind, me
     expert_scores: [B,T,A] float32, by which their inputs or outputs are multiplied.
     """
     if kind.shares_kv:
-        raise ValueError("a layer that shares keys and values has none that could be shown")
+        raise ValueError("the layer attends to keys and values of another one, and has none to show")
     layout, G = kind.attention.slot_layout, kind.attention.G
 
     def on_device(x: Array, w: LayerWeights, chunk: Chunk) -> tuple[dict, dict, dict]:

@@ -59,14 +59,25 @@ class KV:
 def kv_owners(kinds) -> list[int]:
     """The number of the layer to whose keys and values each layer attends: its own, or an earlier one's.
 
-    kinds: of all layers, see model.LayerKind.shares_kv.
+    kinds: of all layers, see model.LayerKind.shares_kv. Raises ValueError if a layer shares keys that no
+    earlier layer has.
     """
     owners, latest = [], {}
     for i, kind in enumerate(kinds):
         if not kind.shares_kv:
             latest[kind.mask] = i
+        elif kind.mask not in latest:
+            raise ValueError(f"no layer before layer {i} has keys and values for it: run it with that layer")
         owners.append(latest[kind.mask])
     return owners
+
+
+def cached_depth(kinds) -> int:
+    """How many layers fill all caches: those up to the last one that has keys and values of its own.
+
+    A prefill chunk whose logits nobody wants needs no others.
+    """
+    return max(i + 1 for i, kind in enumerate(kinds) if not kind.shares_kv)
 
 
 def map_slots(function, *kvs: KV) -> KV:

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import model
 from model import Chunk, Config, LayerKind, Weights, without_layers
-from ops.kv_cache import kv_owners
+from ops.kv_cache import cached_depth, kv_owners
 from ops.platform import platform
 from ops.tpu import declares_vma
 from serving.steps import Batch, DecodeStep, PrefillChunk, Step, by_rows
@@ -29,9 +29,10 @@ from sharding.arrays import specs
 from sharding.collective_matmul import BY_COLUMNS
 from sharding.mesh import ROWS, STAGE
 
-# The most layers in a program of `several_programs`. By the TPU compiler, a layer of Llama 3.1 70B (v5e:4x4,
-# int8, a chunk of 512 tokens) moves 59.1 MB of HBM in a program of all layers, 60.7 in programs of 16 layers,
-# 62.3 of 8, and 65.4 of 4. A program of 8 layers has 47 MiB of code, and one of all 80 layers has 478.
+# The most layers in a program of `several_programs`, but for layers that share keys and values. By the TPU
+# compiler, a layer of Llama 3.1 70B (v5e:4x4, int8, a chunk of 512 tokens) moves 59.1 MB of HBM in a program
+# of all layers, 60.7 in programs of 16 layers, 62.3 of 8, and 65.4 of 4. A program of 8 layers has 47 MiB of
+# code, and one of all 80 layers has 478.
 MOST_LAYERS = 8
 # The same on one CPU device. 30 layers take 18.6 s of CPU time to compile as one program, 3.6 s as programs
 # of 6, and 3.1 s one by one.
@@ -112,19 +113,20 @@ def several_programs(
 
     So the step compiles in a fraction of the time. Each call costs the host some 100 us: too much for the
     decode step of an accelerator, and little for a CPU, which gains nothing from seeing all layers at once.
-    Unlike one program, these compute all of the last layer, of which a chunk without scores needs only the
-    keys and values.
+    A chunk without scores needs only caches: it ends with the last layer that has one. Unlike one program,
+    these compute all of that layer, not only its keys and values.
     """
+    n = len(cfg.layers) if step.reads_output else cached_depth(cfg.layers)
     w, rows, static = without_layers(weights), batch.replace(layers=[]), dict(cfg=cfg, mesh=mesh)
     x, tokens, chunk = call(start_program, step, w, rows, **static)
     caches = []
-    for i, end in layer_groups(cfg.layers, MOST_ON_CPU if on_one_cpu(mesh) else MOST_LAYERS):
+    for i, end in layer_groups(cfg.layers[:n], MOST_ON_CPU if on_one_cpu(mesh) else MOST_LAYERS):
         own, kv, kinds = (each[i:end] for each in (weights.layers, batch.cache.layers, cfg.layers))
         group = dataclasses.replace(chunk, inputs=chunk.inputs and chunk.inputs[i:end])
         x, kv = call(few_layers, x, own, kv, group, kinds=kinds, mesh=mesh, device_ring=step.device_ring)
         caches += kv
     result, rows = call(finish, step, x, tokens, chunk, w, rows, **static)
-    return result, rows.replace(layers=caches)
+    return result, rows.replace(layers=caches + [None] * (len(cfg.layers) - n))
 
 
 @functools.cache
@@ -134,8 +136,8 @@ def layer_groups(kinds: tuple[LayerKind, ...], most: int) -> list[tuple[int, int
     A size is possible if all groups of so many layers have the same kinds of layers. Of the possible sizes
     above `most` / 2 the one with the smallest remainder is taken; if there is none, the largest possible
     size; if no size is possible, 1. The remainder comes first because the first layers of some models differ
-    from all others. The last group, of any size, are all layers from the first one on whose keys and values
-    another layer shares: what they have attended to stays within a program.
+    from all others. If layers share keys and values, the last group is as large as it must be: it begins
+    with the first layer that has shared ones, since what a layer has attended to stays within a program.
     """
     depth = min([owner for i, owner in enumerate(kv_owners(kinds)) if owner != i] or [len(kinds)])
 

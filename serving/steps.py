@@ -142,10 +142,14 @@ class Step(Protocol):
     """What is done with the rows of a batch before and after the layers.
 
     Neither function uses the layers' weights or caches: an executor may replace both by empty lists.
-    device_ring: if the layers run by columns, see sharding.collective_matmul.prefill_ring.
+    device_ring: if the layers run by columns, see sharding.collective_matmul.prefill_ring. reads_output:
+    whether `finish` reads x; if not, all that counts are the caches.
     """
 
-    device_ring: Ring | None
+    @property
+    def device_ring(self) -> Ring | None: ...
+    @property
+    def reads_output(self) -> bool: ...
 
     def read_inputs(self, batch: Batch, cfg: Config, mesh: Mesh) -> tuple[Array, Chunk]:
         """-> (tokens [B,T] to be read, the Chunk that they are)."""
@@ -179,6 +183,10 @@ class PrefillChunk:
     width: int = dataclasses.field(metadata=dict(static=True))
     score: int | None = dataclasses.field(default=None, metadata=dict(static=True))
     device_ring: Ring | None = dataclasses.field(default=None, metadata=dict(static=True))
+
+    @property
+    def reads_output(self) -> bool:
+        return self.score is not None
 
     def read_inputs(self, batch: Batch, cfg: Config, mesh: Mesh) -> tuple[Array, Chunk]:
         @by_rows(mesh)
@@ -245,6 +253,7 @@ class DecodeStep:
     sampling: Sampling = Sampling()
     rows: Array | None = None
     device_ring = None
+    reads_output = True
 
     def read_inputs(self, batch: Batch, cfg: Config, mesh: Mesh) -> tuple[Array, Chunk]:
         T = 1 if self.drafts is None else 1 + self.drafts.shape[1]

@@ -3,14 +3,15 @@
 import jax
 import numpy as np
 import pytest
-from conftest import Kind, llama3_config, llama4_config, mesh_of, random_weights
-from test_generation import deep
+from conftest import Kind, llama3_config, llama4_config, mesh_of, random_weights, with_short_rings
+from test_generation import SHARED, deep
 
+from families.registry import read_config
 from ops.kv_cache import kv_owners
 from planner.published_models import read_model
 from quantize import INT8
 from serving import executors
-from serving.executors import executor_for, layer_groups, one_program
+from serving.executors import executor_for, layer_groups, one_program, several_programs
 from serving.steps import DecodeStep, PrefillChunk, assign_rows, init_batch
 
 PERIOD = Kind(chunk=8, moe=True), Kind(chunk=8), Kind(rope=False, moe=True)
@@ -55,6 +56,24 @@ def test_whose_cache_a_layer_reads():
     """In Gemma 4 E4B, every sixth of the last 18 layers reads that of layer 23, the others that of 22."""
     owners = kv_owners(read_model("gemma4-e4b").layers)
     assert owners == [*range(24), *([22] * 5 + [23]) * 3]
+
+
+def test_chunks_end_with_the_last_cache():
+    """Without scores, a chunk runs the layers up to the last one that has keys and values of its own."""
+    cfg = with_short_rings(read_config(SHARED))
+    mesh, calls = mesh_of(cfg), []
+    weights, batch = random_weights(cfg, mesh), init_batch(cfg, mesh, 1, 64, "float32")
+
+    def call(function, *arguments, **static):
+        calls.append(static.get("kinds", ()))
+        return function(*arguments, **static)
+
+    for score, layers in ((None, 2), (0, 4)):
+        calls.clear()
+        rows, count = np.zeros(1, np.int32), np.ones(1, np.int32)
+        step = PrefillChunk(rows=rows, count=count, width=4, score=score)
+        _, batch = several_programs(step, weights, batch, cfg=cfg, mesh=mesh, call=call)
+        assert sum(map(len, calls)) == layers and len(batch.cache.layers) == 4
 
 
 def test_groups_of_a_pattern_with_a_remainder():

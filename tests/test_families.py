@@ -157,7 +157,7 @@ def test_hidden_states(name, mesh_name, saved):
         # Two float32 implementations of values around 1 to 30.
         np.testing.assert_allclose(x, expected.hidden_states[i], atol=1e-3, rtol=1e-4)
         if kind.shares_kv:  # it attends to what is within an earlier layer
-            own = weights.layers[: i + 1], None, chunk
+            own = weights.layers[: i + 1], None, dataclasses.replace(chunk, inputs=chunk.inputs[: i + 1])
             x, _ = model.layers(embedded, *own, kinds=cfg.layers[: i + 1], mesh=mesh)
             continue
         x, found = layer(x, w, chunk.inputs and chunk.inputs[i : i + 1], kind)

@@ -424,7 +424,7 @@ def test_what_is_needed_of_a_shared_cache():
     """In Gemma 4 E2B, 20 of 35 layers read the caches of two others. Of its table few rows are looked up."""
     cfg = read_model("gemma4-e2b")
     mesh, sliding, full, shared = mesh_of(cfg), cfg.layers[0], cfg.layers[4], cfg.layers[-1]
-    assert layers_per_cache(cfg) == {sliding: (12 + 16) / 12, full: (3 + 4) / 3}
+    assert layers_per_cache(cfg.layers) == {sliding: (12 + 16) / 12, full: (3 + 4) / 3}
 
     def job(*kinds) -> Job:
         return Job(dataclasses.replace(cfg, layers=kinds), 2, 128, None, "bfloat16")
@@ -434,6 +434,8 @@ def test_what_is_needed_of_a_shared_cache():
     more = needed(job(full, shared), mesh)[0] - needed(job(full), mesh)[0]
     assert more == weights + cache
     assert share_needed("weights.inputs.table", job(full), mesh) == 0
+    chunks = [needed(job(*kinds).prefill(16, mesh), mesh) for kinds in ((full,), (full, shared))]
+    assert chunks[0] == chunks[1]  # which need the caches alone
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -92,6 +92,7 @@ class Architecture:
     norm_offset: what the file adds to the weights of norms.
     optional:    fields of config.json, each with the tensor that is in the file if the field is true.
     by_layer:    fields that may give each layer its own number, which `config` reads.
+    proportional_rope: whether rope_freqs has the factors of proportional RoPE in full layers, not Llama 3's.
     neutral:     fields with the values that ask for what is computed anyway, besides those in NEUTRAL.
     """
 
@@ -104,6 +105,7 @@ class Architecture:
     norm_offset: float = 0
     optional: dict[str, str] = dataclasses.field(default_factory=dict)
     by_layer: tuple[str, ...] = ()
+    proportional_rope: bool = False
     neutral: dict[str, tuple] = dataclasses.field(default_factory=dict)
 
     def config_fields(self, fields: Fields, prefix: str) -> Fields:
@@ -228,7 +230,7 @@ def _layer_types(windows: list) -> list[str]:
 
 
 def _gemma4(fields: Fields) -> Fields:
-    """Fields without a suffix are those of full layers, fields with "_swa" those of layers with a window."""
+    """Fields that are there twice are, with the suffix "_swa", those of layers with a window."""
     pattern, depth = fields.pop("attention.sliding_window_pattern", None), fields.get("block_count")
     if not isinstance(pattern, list) or len(pattern) != depth:
         raise UserError(f"attention.sliding_window_pattern does not describe {depth} layers")
@@ -249,13 +251,13 @@ def _gemma4(fields: Fields) -> Fields:
             "full_attention": {"rope_theta": fields.pop("rope.freq_base", 1e6)},
         },
     }
-    if isinstance(widths := fields.get("feed_forward_length"), list):
-        if widths != widths[:1] * (depth - shared) + [2 * widths[0]] * shared:
+    if isinstance(own := fields.get("feed_forward_length"), list):
+        if own != own[:1] * (depth - shared) + [2 * x for x in own[:1]] * shared:
             raise UserError("feed_forward_length may differ only where keys are shared, and be twice as much")
-        fields["feed_forward_length"], config["use_double_wide_mlp"] = widths[0], True
+        fields["feed_forward_length"], config["use_double_wide_mlp"] = own[0], True
     if isinstance(heads := fields.get("attention.head_count_kv"), list):  # keys are values in full layers
         of_type = dict(zip(pattern, heads, strict=False))
-        if heads != [of_type[x] for x in pattern]:
+        if heads != [of_type.get(x) for x in pattern]:
             raise UserError("attention.head_count_kv differs between layers of a type")
         fields["attention.head_count_kv"] = of_type.get(True, heads[0])
         config |= dict(attention_k_eq_v=True, num_global_key_value_heads=of_type.get(False))
@@ -322,6 +324,7 @@ GEMMA4 = Architecture(
         "post_ffw_norm_2": "post_feedforward_layernorm_2",
     },
     by_layer=("feed_forward_length", "attention.head_count_kv"),
+    proportional_rope=True,
 )
 ARCHITECTURES = {  # by (general.architecture, whether there are experts)
     ("llama", False): Architecture("llama", "LlamaForCausalLM", interleaved=True),

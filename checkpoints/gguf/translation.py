@@ -78,13 +78,13 @@ def _config(file: GgufFile) -> tuple[Architecture, dict[str, Any]]:
     for other in (width, fields.pop("attention.value_length", None)):
         if other not in (None, fields["attention.key_length"]):
             raise UserError(f"{prefix}attention.key_length and value_length, rope.dimension_count differ")
-    # What these two are in llama.cpp, if the file does not say; some families have other values then.
+    # What a field is in llama.cpp, if the file does not say; some families have other values then.
     if "rope_parameters" not in config:
         fields.setdefault("rope.freq_base", 10000.0)
     fields.setdefault("attention.head_count_kv", fields.get("attention.head_count"))
     config |= architecture.config_fields(fields, prefix)
     config |= {field: tensor in file.tensors for field, tensor in architecture.optional.items()}
-    if "rope_parameters" in config:  # of which the factors are those of full layers
+    if architecture.proportional_rope:
         config["rope_parameters"]["full_attention"] |= _proportional(_factors(file))
     elif "rope_freqs.weight" in file.tensors:
         if config.get("rope_scaling"):
@@ -120,11 +120,11 @@ def _of_all_layers(name: str, value: Any, may_differ: bool) -> Any:
     """
     if not isinstance(value, list) or any(isinstance(x, (bool, str, list)) for x in value):
         return value
-    if len(set(value)) != 1 and may_differ:
-        return value
-    if len(set(value)) != 1:
+    if len(set(value)) == 1:
+        return value[0]
+    if not may_differ:
         raise UserError(f"{name} differs from layer to layer, which is not supported: {str(value)[:40]}")
-    return value[0]
+    return value
 
 
 def _shortest(value: Any) -> Any:
