@@ -46,6 +46,7 @@ CHECKED_ALONE = {
     "exclusiveMaximum", "exclusiveMinimum", "format", "maximum", "minimum", "multipleOf", "pattern",
     "patternProperties",
 }  # fmt: skip
+MAX_REMEMBERED = 16 << 10  # characters of a schema whose result is kept
 # Left out everywhere, one after another, if llguidance still cannot express the schema.
 LAST_RESORT = "minProperties", "maxProperties", "patternProperties", "pattern", "format", "allOf", "$ref"
 
@@ -56,7 +57,9 @@ def keep_expressible(schema: dict) -> tuple[dict, tuple[str, ...]]:
     Raises UserError if nothing can match the schema, or if it is no schema.
     """
     try:
-        text, lost = _keep_expressible(json.dumps(schema))
+        given = json.dumps(schema)
+        keep = _keep_expressible if len(given) <= MAX_REMEMBERED else _keep_expressible.__wrapped__
+        text, lost = keep(given)
         return json.loads(text), lost
     except RecursionError:
         raise UserError("the schema is nested too deeply") from None
@@ -145,10 +148,8 @@ def _simplified(schema: Any, lost: list[str]) -> Any:
 def _leave_out(schema: dict, keyword: str, lost: list[str]) -> dict:
     lost.append(keyword)
     rest = _without(keyword, schema)
-    opens = keyword == "patternProperties" and not names_in(schema, "required") <= names_in(
-        schema, "properties"
-    )
-    return _without("additionalProperties", rest) if opens else rest  # only a pattern admits a required name
+    missing = names_in(schema, "required") - names_in(schema, "properties")  # that only a pattern may admit
+    return _without("additionalProperties", rest) if missing and keyword == "patternProperties" else rest
 
 
 def names_in(schema: dict, keyword: str) -> set[str]:

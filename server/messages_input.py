@@ -89,8 +89,9 @@ def convert_output(asked: dict, served: ServedModel, ignored: list[str]) -> dict
     if (form := config.get("format")) is not None:
         found["response_format"] = form
     template, kind = template_text(served.tokenizer), thinking.get("type")
-    if kind in ("enabled", "disabled") and mentions(template, "enable_thinking"):
-        found["chat_template_kwargs"] = {"enable_thinking": kind == "enabled"}
+    own = asked.get("chat_template_kwargs", {})
+    if kind in ("enabled", "disabled") and mentions(template, "enable_thinking") and isinstance(own, dict):
+        found["chat_template_kwargs"] = {"enable_thinking": kind == "enabled"} | own
     elif kind == "disabled" and (served.channels or mentions_reasoning(template)):
         ignored.append("thinking")
     return found

@@ -512,7 +512,7 @@ MUTATIONS = [
     ("conversation/schemas.py", 'if "patternProperties" in part and (merging or', 'if "patternProperties" in part and (False and', SCHEMAS + "what_is_kept_is_kept_rightly[patternProperties beside properties]"),
     ("conversation/schemas.py", "any(COMPOSING & part.keys() and", "any(False and", SCHEMAS + "what_is_kept_is_kept_rightly[patternProperties in allOf]"),
     ("conversation/schemas.py", 'part = part | {"minProperties": 1}', "pass", SCHEMAS + "different_names_are_not_counted"),
-    ("conversation/schemas.py", 'return _without("additionalProperties", rest) if opens else rest', "return rest", SCHEMAS + "what_is_kept_is_kept_rightly[a required name of patternProperties]"),
+    ("conversation/schemas.py", 'return _without("additionalProperties", rest) if missing and keyword == "patternProperties" else rest', "return rest", SCHEMAS + "what_is_kept_is_kept_rightly[a required name of patternProperties]"),
     ("conversation/schemas.py", 'if name == "propertyNames" and (names :=', 'if False and (names :=', SCHEMAS + "what_is_kept_is_kept_rightly[propertyNames that are listed]"),
     ("conversation/schemas.py", 'alone = dict.fromkeys(value, True) if isinstance(value, dict) else value', 'alone = value', SCHEMAS + "what_is_kept_is_kept_rightly[patternProperties with a schema]"),
     ("server/api_requests.py", 'self.ignore(lost, "tools.")', "pass", SCHEMAS + "tools"),

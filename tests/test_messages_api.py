@@ -1,6 +1,7 @@
 """Anthropic's Messages API: the client's own parser reads it, and it answers as the chat API does."""
 
 import json
+import random
 import urllib.request
 
 import anthropic
@@ -11,7 +12,7 @@ from processes import until
 from test_server import GREETING, idle, post, post_text, server_with, shallow, started
 from test_server_fields import THINKING, post_whole
 
-from server.messages_input import chat_fields
+from server.messages_input import CONVERTED, chat_fields
 
 PATH = "/v1/messages"
 ASKED = dict(model="tiny-llama3", max_tokens=60, messages=GREETING)
@@ -361,3 +362,45 @@ def test_a_client_that_leaves(server, claude):
     with claude.messages.stream(**ASKED | dict(max_tokens=400)) as stream:
         next(iter(stream))
     until(lambda: idle(server))
+
+
+VALUES = [
+    *(
+        None,
+        True,
+        -1,
+        3,
+        1.5,
+        "",
+        "a",
+        "\ud800",
+        [],
+        [[]],
+        [1],
+        ["a"],
+        {},
+        {"a": 1},
+        [{}],
+        [{"type": []}],
+        USE,
+    ),
+    *([USE], [RESULT], [said("user", [{"type": "text"}])], [said("assistant", [])], {"type": "tool"}),
+]
+
+
+@pytest.mark.parametrize("path", [PATH, f"{PATH}/count_tokens", "/v1/responses"])
+def test_malformed(server, path):
+    """Values of wrong types anywhere: an answer, or a 4xx with one message."""
+    rng, fine = random.Random(0), 0
+    names = [*sorted(CONVERTED), "input", "include", "text", "reasoning", "instructions", "stop", "metadata"]
+    for _ in range(150):
+        body = (ASKED | dict(input="a")) | {name: rng.choice(VALUES) for name in rng.sample(names, 2)}
+        if rng.random() < 0.5:
+            body["messages"] = body["input"] = [
+                *GREETING,
+                rng.choice([*VALUES, said("user", rng.choice(VALUES))]),
+            ]
+        status, reply = post(server, path, body | dict(max_tokens=1, max_output_tokens=1))
+        fine += status == 200
+        assert status == 200 or 400 <= status < 500 and "\n" not in reply["error"]["message"], body
+    assert 5 < fine < 145
