@@ -224,7 +224,9 @@ def test_models_and_health(server, client):
 def test_served_model_name(server, client, request):
     """The first name is the one of responses; the other and that of the checkpoint are accepted."""
     named = SimpleNamespace(
-        args=parse_arguments("--serve --checkpoint x/y --served-model-name gpt-4o small gpt-4o".split()),
+        args=parse_arguments(
+            "--serve --checkpoint x/y --served-model-name gpt-4o small gpt-4o --strict-fields".split()
+        ),
         builder=server.session.builder,
     )
     served = serve_command.served_model(named, server.app.state.served.grammar_tokenizer)
@@ -233,6 +235,7 @@ def test_served_model_name(server, client, request):
     assert complete(server, **TEXT, model=default.checkpoint)["model"] == "tiny-llama3"
     request.addfinalizer(lambda: setattr(server.app.state, "served", default))
     server.app.state.served = served
+    assert served.strict_fields and not default.strict_fields
     assert [x.id for x in client.models.list()] == ["gpt-4o", "small"]
     assert client.models.retrieve("small").id == "small"
     for name in ("gpt-4o", "small", ""):
