@@ -218,7 +218,7 @@ def test_schemas_of_any_shape():
     assert 20 < fine < 380
     deep: dict = {}
     for _ in range(3000):
-        deep = {"not": deep}
+        deep = {"anyOf": [deep]}
     with pytest.raises(UserError, match="nested too deeply"):
         keep_expressible(deep)
 
