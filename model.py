@@ -288,7 +288,8 @@ def attention(
     """
     q, keys_values = kind.attention.project(x, w, chunk, rotation)
     if isinstance(source, KeysValues):
-        (o, lse), kv, attended = attend(q, source, chunk, kind.mask), None, source
+        o, lse = attend(q, source, chunk, kind.mask)
+        kv, attended = None, source
     else:
         new = as_cached(keys_values, source, kind.attention.slot_layout)  # [b,T,k,2H] -> [b,k,T,C]
         o, lse, kv, attended = write_and_attend(q, new, source, chunk, kind.mask)
@@ -405,7 +406,7 @@ def attend(q: Array, source: KeysValues, chunk: Chunk, mask: Mask) -> tuple[Arra
     """
     if source.cache is None:
         return attend_to_chunk(q, source.new, chunk, mask)
-    end = chunk.start + 1 if q.shape[1] == 1 else chunk.start  # of the tokens that are attended to there
+    end = chunk.start + 1 if q.shape[1] == 1 else chunk.start  # of the cached tokens that the chunk sees
     length, gap = visible_slots(chunk, mask, end)
     with jax.named_scope("scores"):
         o, lse = attend_cached(q, source.cache, length, gap, chunk.row)

@@ -177,7 +177,7 @@ def _without_unknown(schema: dict, lost: list[str]) -> dict:
 def _listed_names(names: Any, schema: dict) -> list[str]:
     """The names that a propertyNames lists, as that of a record of zod with an enum for its keys.
 
-    None if there is no list, or the schema says more of single properties than which are required.
+    [] if there is no list, or the schema says more of single properties than which are required.
     """
     listed = names.get("enum") if isinstance(names, dict) else None
     if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):

@@ -8,6 +8,7 @@ deployment/ahead.py.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -139,16 +140,16 @@ def layer_groups(kinds: tuple[LayerKind, ...], most: int) -> list[tuple[int, int
     from all others. If layers share keys and values, the last group is as large as it must be: it begins
     with the first layer that has shared ones, since what a layer has attended to stays within a program.
     """
-    depth = min([owner for i, owner in enumerate(kv_owners(kinds)) if owner != i] or [len(kinds)])
+    shared = (owner for i, owner in enumerate(kv_owners(kinds)) if owner != i)
+    depth = min(shared, default=len(kinds))
 
     def all_equal(n: int) -> bool:
         return len({kinds[i : i + n] for i in range(depth % n, depth, n)}) == 1
 
     sizes = [n for n in range(min(most, depth), 0, -1) if all_equal(n)] or [1]
     size = min([n for n in sizes if 2 * n > most] or sizes[:1], key=lambda n: depth % n)
-    starts = [0] * bool(depth % size) + list(range(depth % size, depth, size))
-    groups = list(zip(starts, [*starts[1:], depth], strict=True)) if depth else []
-    return groups + [(depth, len(kinds))] * (depth < len(kinds))
+    edges = sorted({0, *range(depth % size, depth + 1, size), len(kinds)})
+    return list(itertools.pairwise(edges))
 
 
 def prefill_in_groups(

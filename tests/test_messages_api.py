@@ -9,8 +9,9 @@ import anthropic.types
 import pydantic
 import pytest
 from processes import until
-from test_server import GREETING, idle, post, post_text, server_with, shallow, started
-from test_server_fields import THINKING, post_whole
+from test_server import GREETING, idle, post, post_text, server_with
+from test_server_fields import post_whole
+from test_server_fields import thinker as thinker  # a fixture
 
 from server.messages_input import CONVERTED, chat_fields
 
@@ -183,17 +184,6 @@ def test_structured_output(server):
     form = dict(type="json_schema", schema=dict(const="a b"))
     (block,) = answered(server, output_config=dict(format=form, effort="high"))["content"]
     assert block["text"] == '"a b"'
-
-
-@pytest.fixture(scope="module")
-def thinker(tmp_path_factory):
-    """A server whose chat template begins an answer with reasoning that `enable_thinking` leaves out."""
-    folder = tmp_path_factory.mktemp("template")
-    file = folder / "thinking.jinja"
-    file.write_text(THINKING)
-    found = started("--checkpoint", str(shallow(folder)), "--chat-template", str(file), "--rows", "2")
-    yield found
-    found.end()
 
 
 def test_thinking(thinker):

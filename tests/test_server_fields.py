@@ -322,7 +322,7 @@ THINKING = """\
 
 @pytest.fixture(scope="module")
 def thinker(tmp_path_factory):
-    """A server whose chat template begins an answer with reasoning, as DeepSeek R1's does."""
+    """A server whose template begins an answer with reasoning, which `enable_thinking` can leave out."""
     folder = tmp_path_factory.mktemp("template")
     file = folder / "thinking.jinja"
     file.write_text(THINKING)
