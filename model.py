@@ -195,21 +195,20 @@ def chunk_at(start: Array, count: Array, T: int, row: Array | None = None) -> Ch
 
 @partial(jax.jit, static_argnames="kind")  # traced once for all layers of a kind
 def decoder_layer(
-    x: Array, w: LayerWeights, source: KV | KeysValues | None, chunk: Chunk, rotation: Rotation | None,
-    kind: LayerKind,
-) -> tuple[Array, KV | None, KeysValues]:  # fmt: skip
-    """x: [b,T,D] -> ([b,T,D], the layer's cache with the chunk in it, what the chunk has attended to).
+    x: Array, w: LayerWeights, source: Any, chunk: Chunk, rotation: Rotation | None, kind: LayerKind
+) -> tuple[Array, Any, Any]:
+    """x: [b,T,D] -> ([b,T,D], the layer's memory with the chunk in it, what the chunk has attended to).
 
-    source: see `attention`.
+    source: see `AttentionBlock`.
     """
     y = normalize(x, kind.norm, w.attention_norm)
-    y, kv, attended = attention(y, w.attention, source, chunk, rotation, kind)
+    y, memory, attended = kind.attention(y, w.attention, source, chunk, rotation, kind.mask)
     x = kind.residual(x, y, w.attention_post_norm, chunk)
     y = normalize(x, kind.feed_forward_norm or kind.norm, w.feed_forward_norm)
     with jax.named_scope("feed_forward"):
         y = kind.feed_forward(y, w.feed_forward, chunk)
     residual = kind.feed_forward_residual or kind.residual
-    return residual(x, y, w.feed_forward_post_norm, chunk), kv, attended
+    return residual(x, y, w.feed_forward_post_norm, chunk), memory, attended
 
 
 def normalize(x: Array, norm: Normalization | None, w: Any) -> Array:
@@ -236,26 +235,25 @@ class Residual:
 
 
 def decoder_layers(
-    x: Array, weights: list[LayerWeights], caches: list[KV | None] | None, chunk: Chunk,
+    x: Array, weights: list[LayerWeights], memories: list | None, chunk: Chunk,
     kinds: tuple[LayerKind, ...], remat: bool = False,
 ) -> tuple[Array, Any]:  # fmt: skip
-    """x: [b,T,D] -> ([b,T,D] after these layers, their caches with the chunk in them).
+    """x: [b,T,D] -> ([b,T,D] after these layers, their memories with the chunk in them).
 
     remat: see `forward`.
     """
     ropes = dict.fromkeys(kind.rope for kind in kinds)
     rotations = {rope: rope.rotation(chunk.positions) if rope else None for rope in ropes}
     layer = jax.checkpoint(decoder_layer, static_argnums=5) if remat else decoder_layer
-    before: Sequence[KV | None] = caches or [None] * len(kinds)
-    owners, after = kv_owners(kinds), []
-    attended: list[KeysValues] = []
-    for i, (w, kv, kind) in enumerate(zip(weights, before, kinds, strict=True)):
+    before: Sequence[Any] = memories or [None] * len(kinds)
+    owners, after, attended = kv_owners(kinds), [], []
+    for i, (w, memory, kind) in enumerate(zip(weights, before, kinds, strict=True)):
         own = dataclasses.replace(chunk, inputs=chunk.inputs and chunk.inputs[i])
-        source = attended[owners[i]] if kind.shares_kv else kv
-        x, kv, its_source = layer(x, w, source, own, rotations[kind.rope], kind)
-        after.append(kv)
+        source = attended[owners[i]] if kind.shares_kv else memory
+        x, memory, its_source = layer(x, w, source, own, rotations[kind.rope], kind)
+        after.append(memory)
         attended.append(its_source)
-    return x, after if caches else None
+    return x, after if memories else None
 
 
 # ------------------------------------------------------------------------------------------------- attention
@@ -273,34 +271,49 @@ class KeysValues:
     cache: KV | None
 
 
-@jax.named_scope("attention")
-def attention(
-    x: Array, w, source: KV | KeysValues | None, chunk: Chunk, rotation: Rotation | None, kind: LayerKind
-) -> tuple[Array, KV | None, KeysValues]:
-    """x: [b,T,D] -> ([b,T,D], the layer's cache with the chunk in it, what the chunk has attended to).
+class SoftmaxAttention:
+    """Attention to cached keys and values: what grouped-query and latent attention have in common.
 
-    source: the layer's cache before the chunk; None without a cache. Of a layer that shares keys and values,
-    what an earlier layer has attended to: such a layer has no cache.
-
-    A token attends to what the cache holds and to the tokens of its chunk up to itself. The chunk's keys and
-    values are rounded to the cache's type before anything attends to them, so that the result does not depend
-    on where chunks begin.
+    A subclass has slot_layout, K, G, declare, project and head_outputs, as `Attention` shows. declare returns
+    at least the weights `o` [D,k,g,U] and `o_bias`. project returns the queries, and keys and values as
+    slot_layout (ops/kv_cache.py) says, or None if the layer shares those of another one.
     """
-    q, keys_values = kind.attention.project(x, w, chunk, rotation)
-    if isinstance(source, KeysValues):
-        o, lse = attend(q, source, chunk, kind.mask)
-        kv, attended = None, source
-    else:
-        new = as_cached(keys_values, source, kind.attention.slot_layout)  # [b,T,k,2H] -> [b,k,T,C]
-        o, lse, kv, attended = write_and_attend(q, new, source, chunk, kind.mask)
-    with jax.named_scope("output"):
-        o = kind.attention.head_outputs(o.astype(x.dtype), lse, x, w)
-        y = psum(einsum("bTkgU,DkgU->bTD", o, w.o), MODEL)  # k and g
-        return add_bias(y, w.o_bias), kv, attended
+
+    @jax.named_scope("attention")
+    def __call__(
+        self, x: Array, w, source: KV | KeysValues | None, chunk: Chunk, rotation: Rotation | None, mask: Mask
+    ) -> tuple[Array, KV | None, KeysValues]:
+        """x: [b,T,D] -> ([b,T,D], the layer's cache with the chunk in it, what the chunk has attended to).
+
+        source: the layer's cache before the chunk; None without a cache. Of a layer that shares keys and
+        values, what an earlier layer has attended to: such a layer has no cache.
+
+        A token attends to what the cache holds and to the tokens of its chunk up to itself. The chunk's keys
+        and values are rounded to the cache's type before anything attends to them, so that the result does
+        not depend on where chunks begin.
+        """
+        q, keys_values = self.project(x, w, chunk, rotation)
+        if isinstance(source, KeysValues):
+            o, lse = attend(q, source, chunk, mask)
+            kv, attended = None, source
+        else:
+            new = as_cached(keys_values, source, self.slot_layout)  # [b,T,k,2H] -> [b,k,T,C]
+            o, lse, kv, attended = write_and_attend(q, new, source, chunk, mask)
+        with jax.named_scope("output"):
+            o = self.head_outputs(o.astype(x.dtype), lse, x, w)
+            y = psum(einsum("bTkgU,DkgU->bTD", o, w.o), MODEL)  # k and g
+            return add_bias(y, w.o_bias), kv, attended
+
+    def memory_info(self, mask: Mask, batch: int, max_len: int, dtype) -> KV:
+        """The declared cache of `batch` rows of up to `max_len` positions. dtype: float, or int8."""
+        layout, slots = self.slot_layout, min(max_len, mask.ring or max_len)
+        values: Any = ArrayInfo("bksC", shape=(batch, self.K, slots, layout.width), dtype=dtype)
+        scale: Any = ArrayInfo("bk2s", shape=(batch, self.K, 2, slots), dtype=jnp.bfloat16)
+        return KV(values, scale if jnp.dtype(dtype) == jnp.int8 else None, layout)
 
 
 @dataclasses.dataclass(frozen=True)
-class Attention:
+class Attention(SoftmaxAttention):
     """Grouped-query attention: K heads of keys and values, for G queries each, of width H.
 
     Source: arXiv 2305.13245.
@@ -599,12 +612,12 @@ def look_up(table: Array | QuantizedArray, tokens: Array) -> Array:
 
 
 def layers(
-    x: Array, weights: list[LayerWeights], caches: list[KV | None] | None, chunk: Chunk, *,
+    x: Array, weights: list[LayerWeights], memories: list | None, chunk: Chunk, *,
     kinds: tuple[LayerKind, ...], mesh: Mesh, device_ring: Ring | None = None, remat: bool = False,
 ) -> tuple[Array, Any]:  # fmt: skip
-    """x: [B,T,D] -> ([B,T,D] after these layers, their caches with the chunk in them).
+    """x: [B,T,D] -> ([B,T,D] after these layers, their memories with the chunk in them).
 
-    caches: one per layer, or None to attend to the chunk alone. device_ring: the order of the devices if the
+    memories: one per layer, see Cache, or None: the chunk is all there is. device_ring: the order of the devices if the
     chunk runs by columns, see sharding/collective_matmul.py. remat: see `forward`. Raises ValueError if the
     numbers of weights, of inputs and of kinds differ, or if a layer shares keys that none of these has.
     """
@@ -613,22 +626,22 @@ def layers(
     if chunk.inputs and len(chunk.inputs) != len(kinds):
         raise ValueError(f"inputs of {len(chunk.inputs)} layers do not fit {len(kinds)} layers")
     infos = [layer_infos(kind, x.shape[2]) for kind in kinds]
-    kv_specs, stream = cache_specs(kinds, caches), BY_COLUMNS if device_ring else P(ROWS)
+    of_memories, stream = memory_specs(kinds, memories), BY_COLUMNS if device_ring else P(ROWS)
 
-    def on_device(x: Array, weights: list[LayerWeights], caches: list[KV | None] | None, chunk: Chunk):
+    def on_device(x: Array, weights: list[LayerWeights], memories: list | None, chunk: Chunk):
         if device_ring:
             wrapped, kinds_by_columns = by_columns(infos, weights, kinds, device_ring)
-            return decoder_layers(x, wrapped, caches, chunk, kinds_by_columns, remat)
-        return decoder_layers(x, weights, caches, chunk, kinds, remat)
+            return decoder_layers(x, wrapped, memories, chunk, kinds_by_columns, remat)
+        return decoder_layers(x, weights, memories, chunk, kinds, remat)
 
     on_devices = jax.shard_map(
         on_device,
         mesh=mesh,
-        in_specs=(stream, specs(infos, weights), kv_specs, P(ROWS)),
-        out_specs=(stream, kv_specs),
+        in_specs=(stream, specs(infos, weights), of_memories, P(ROWS)),
+        out_specs=(stream, of_memories),
         check_vma=declares_vma(mesh, x.shape[1]),  # that no psum is missing; jax's splash kernel forbids it
     )
-    return on_devices(x, weights, caches, chunk)
+    return on_devices(x, weights, memories, chunk)
 
 
 def unembed(x: Array, weights: Weights, *, cfg: Config, mesh: Mesh) -> Array:
@@ -670,13 +683,13 @@ def float_type(weights: Weights) -> jnp.dtype:
     return jax.tree.leaves(weights.norm)[0].dtype
 
 
-def cache_specs(kinds: tuple[LayerKind, ...], caches: list[KV | None] | None) -> list[KV | None] | None:
-    """The PartitionSpecs of the layers' caches."""
-    if caches is None:
+def memory_specs(kinds: tuple[LayerKind, ...], memories: list | None) -> list | None:
+    """The PartitionSpecs of the layers' memories."""
+    if memories is None:
         return None
     # The sizes do not matter here: specs depend on the letters alone.
-    infos = [kv and kv_info(kind, 0, 0, kv.values.dtype) for kind, kv in zip(kinds, caches, strict=True)]
-    return specs(infos, caches)
+    infos = [x and memory_info(kind, 0, 0, x.dtype) for kind, x in zip(kinds, memories, strict=True)]
+    return specs(infos, memories)
 
 
 # --------------------------------------------------------------------------------------- norms and positions
@@ -818,7 +831,19 @@ class Window:
         return (position - self.size + 1) * (position >= self.size)
 
 
-Mask = Full | BlockLocal | Window
+@dataclasses.dataclass(frozen=True)
+class Recurrent:
+    """No mask: such a layer sees all earlier tokens in a state, which each token changes.
+
+    spare: how many of its latest tokens a row can take back, as it does with drafts that were wrong.
+    """
+
+    spare: int = 0
+    ring = None
+    window = None
+
+
+Mask = Full | BlockLocal | Window | Recurrent
 
 
 # --------------------------------------------------------------- what a model is, and what a family provides
@@ -828,24 +853,25 @@ Mask = Full | BlockLocal | Window
 
 
 class AttentionBlock(Protocol):
-    """What a layer's attention must have. `Attention` shows each function.
+    """What a layer's attention must have: `SoftmaxAttention`, and layers whose memory is a state.
 
-    declare returns the declared weights, with at least the fields `o` [D,k,g,U] and `o_bias`. project returns
-    the queries, and keys and values as slot_layout (ops/kv_cache.py) says, or None if the layer shares those
-    of another one. K, G: as the letters.
+    The call takes the normalized stream x [b,T,D] and `source`, the layer's memory before the chunk, or None
+    without one; of a layer that shares keys and values, what an earlier one has attended to. It returns
+    ([b,T,D], the memory with the chunk in it, what the chunk has attended to), and sums over MODEL.
+    memory_info declares the memory: a tree of arrays with the rows of the batch as their first axis, and the
+    attribute `dtype`, which memory_info would be given to declare the same. K, sharded_widths: of key/value
+    heads, see sharding/mesh.py; K is 0 without any.
     """
 
     @property
     def K(self) -> int: ...
     @property
-    def G(self) -> int: ...
-    @property
-    def slot_layout(self) -> SlotLayout: ...
-    @property
     def sharded_widths(self) -> tuple[int, ...]: ...
     def declare(self, prefix: str, D: int) -> Any: ...
-    def project(self, x: Array, w, chunk: Chunk, rotation: Rotation | None) -> tuple[Array, Array]: ...
-    def head_outputs(self, o: Array, lse: Array, x: Array, w) -> Array: ...
+    def memory_info(self, mask: Mask, batch: int, max_len: int, dtype) -> Any: ...
+    def __call__(
+        self, x: Array, w, source: Any, chunk: Chunk, rotation: Rotation | None, mask: Mask
+    ) -> tuple[Array, Any, Any]: ...
 
 
 class FeedForward(Protocol):
@@ -1040,32 +1066,27 @@ def init_weights(
 
 @pytree
 class Cache:
-    """The keys and values of the tokens that each row has read.
+    """What each layer remembers of the tokens that each row has read.
 
-    layers: one KV per layer, values [b,k,s,C]; None for a layer without keys and values of its own. The token
-    at position p is in slot p, or in slot p % ring where the cache is a ring. Where n devices share a
-    key/value head, slot s is on device s % n, at local index s // n, so that the devices fill evenly.
+    layers: the memory of each layer; None for a layer without keys and values of its own. It is a KV, values
+    [b,k,s,C], where the token at position p is in slot p, or in slot p % ring where the cache is a ring; where
+    n devices share a key/value head, slot s is on device s % n, at local index s // n, so that the devices
+    fill evenly. Or it is a state, see families/gated_delta_net.py.
     length: [b] int32, how many tokens a row has read.
     """
 
-    layers: list[KV | None]
+    layers: list
     length: Array
 
 
-def kv_info(kind: LayerKind, batch: int, max_len: int, dtype) -> KV | None:
-    """A layer's declared cache of `batch` rows of up to `max_len` positions. dtype: float, or int8."""
-    if kind.shares_kv:
-        return None
-    K, layout = kind.attention.K, kind.attention.slot_layout
-    slots = min(max_len, kind.mask.ring or max_len)
-    values: Any = ArrayInfo("bksC", shape=(batch, K, slots, layout.width), dtype=dtype)
-    scale: Any = ArrayInfo("bk2s", shape=(batch, K, 2, slots), dtype=jnp.bfloat16)
-    return KV(values, scale if jnp.dtype(dtype) == jnp.int8 else None, layout)
+def memory_info(kind: LayerKind, batch: int, max_len: int, dtype) -> Any:
+    """A layer's declared memory of `batch` rows of up to `max_len` positions. dtype: float, or int8."""
+    return None if kind.shares_kv else kind.attention.memory_info(kind.mask, batch, max_len, dtype)
 
 
 def cache_infos(cfg: Config, batch: int, max_len: int, dtype) -> Cache:
-    """The declared cache of all layers, see `kv_info`."""
-    layers = [kv_info(kind, batch, max_len, dtype) for kind in cfg.layers]
+    """The declared memories of all layers, see `memory_info`."""
+    layers = [memory_info(kind, batch, max_len, dtype) for kind in cfg.layers]
     length: Any = ArrayInfo("b", shape=(batch,), dtype=jnp.int32)
     return Cache(layers=layers, length=length)
 

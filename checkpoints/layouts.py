@@ -90,6 +90,10 @@ def layout_of(info: ArrayInfo, stored: Stored) -> Layout:
     """The layout of an array in one of the published tensors that are declared for it."""
     sizes = {"1": 1} | dict(stored.sizes) | dict(zip(info.letters.upper(), info.shape, strict=True))
     shape, factors, axes = [], [], []
+    halves = {}  # letters of the tensor -> the axes of the array's letters that they are halves of
+    for letter, outer, inner in (pair for pair in stored.pairs if pair[0] in info.letters.upper()):
+        halves[outer] = Axis(letter, sizes[outer], "blocks", sizes[inner])
+        halves[inner] = Axis(letter, sizes[inner], "positions")
     for joined, alone in re.findall(r"\((.*?)\)|(\[.*?\]|\w)", stored.letters):
         shape.append(1)
         for factor in re.findall(r"\[.*?\]|\w", joined or alone):
@@ -98,7 +102,8 @@ def layout_of(info: ArrayInfo, stored: Stored) -> Layout:
             widths = (math.prod(sizes[letter] for letter in letters) for letters in parts)
             ends = list(itertools.accumulate(widths, initial=0))
             factors.append(Factor(ends[-1], slice(*ends[part : part + 2])))
-            axes += [Axis(letter, sizes[letter]) for letter in parts[part] if letter != "1"]
+            own = [letter for letter in parts[part] if letter != "1"]
+            axes += [halves.get(letter, Axis(letter, sizes[letter])) for letter in own]
             shape[-1] *= ends[-1]
     return Layout(tuple(shape), tuple(factors), tuple(axes))
 

@@ -89,7 +89,7 @@ class Family:
             *(
                 dataclasses.replace(x, name=prefix + x.name, sizes=sizes)
                 for x in self.layouts.get(field, ())
-                if letters <= {*x.letters, "E" if "{e}" in x.name else ""}
+                if letters <= {*x.letters, *(pair[0] for pair in x.pairs), "E" if "{e}" in x.name else ""}
             ),
             info.stored,
         ]

@@ -16,7 +16,7 @@ NO_EFFECT = {
     "the type in which transformers computes; here the tensors' own, or --dtype": "dtype torch_dtype",
     "classifiers": "id2label label2id problem_type",
     "images": """boi_token_id boi_token_index eoi_token_id eoi_token_index image_token_id image_token_index
-        mm_tokens_per_image vision_config""",
+        mm_tokens_per_image mrope_interleaved mrope_section vision_config""",
     "the tokenizer and the end of an answer, see the files below": "bos_token_id eos_token_id pad_token_id",
     "how weights are quantized, see below": "quantization_config",
 }

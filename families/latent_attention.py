@@ -9,7 +9,7 @@ import dataclasses
 import jax.numpy as jnp
 from jax import Array
 
-from model import Chunk, Norm, Rotation, rotate
+from model import Chunk, Norm, Rotation, SoftmaxAttention, rotate
 from ops.kv_cache import SlotLayout
 from sharding.arrays import declared, declared_bias, declared_norm, infos_of, pytree, sizes_of
 from sharding.collective_matmul import einsum, products
@@ -32,7 +32,7 @@ class LatentAttentionWeights:
 
 
 @dataclasses.dataclass(frozen=True)
-class LatentAttention:
+class LatentAttention(SoftmaxAttention):
     """Multi-head latent attention, as G queries of one key/value head. Source: arXiv 2405.04434.
 
     A token's keys and values of all heads come from one latent of width L and a rotated key of width R that

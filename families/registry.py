@@ -23,6 +23,8 @@ from families.muse_spark import MUSE_SPARK
 from families.olmo3 import OLMO3
 from families.qwen2 import QWEN2
 from families.qwen3 import QWEN3, QWEN3_MOE
+from families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
+from families.qwen3_next import QWEN3_NEXT
 from families.seed_oss import SEED_OSS
 from families.smollm3 import SMOLLM3
 from feedback.errors import UserError
@@ -31,7 +33,7 @@ from model import Config
 FAMILIES = (
     LLAMA3, LLAMA4, MUSE_GLIMMER, MUSE_SPARK, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GEMMA, GEMMA3,
     GPT2, GPT_OSS, GLM4, GLM4_MOE_LITE, DEEPSEEK_V3, KIMI_K2, SMOLLM3, SEED_OSS, MINISTRAL3, GLM4_MOE,
-    OLMO3, MINIMAX_M2, GEMMA4, GEMMA4_UNIFIED,
+    OLMO3, MINIMAX_M2, GEMMA4, GEMMA4_UNIFIED, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE,
 )  # fmt: skip
 
 

@@ -7,9 +7,9 @@ from sharding.arrays import Stored
 Layouts = Mapping[str, tuple[Stored, ...]]
 
 
-def joined(name: str, letters: str, *fields: str) -> Layouts:
-    """Fields that are the parts of one tensor, in this order. name, letters: see Stored."""
-    return {field: (Stored(name, letters, part),) for part, field in enumerate(fields)}
+def joined(name: str, letters: str, *fields: str, pairs: tuple[str, ...] = ()) -> Layouts:
+    """Fields that are the parts of one tensor, in this order. name, letters, pairs: see Stored."""
+    return {field: (Stored(name, letters, part, pairs=pairs),) for part, field in enumerate(fields)}
 
 
 def either(*layouts: Layouts) -> Layouts:

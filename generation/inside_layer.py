@@ -6,7 +6,7 @@ from jax import Array
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from model import Chunk, LayerKind, LayerWeights, MoE, attention, layer_infos, normalize
+from model import Chunk, LayerKind, LayerWeights, MoE, layer_infos, normalize
 from sharding.arrays import specs
 from sharding.mesh import HEADS, ROWS
 
@@ -32,7 +32,7 @@ def inside_layer(x: Array, w: LayerWeights, chunk: Chunk, *, kind: LayerKind, me
         visible = (kind.mask.first_visible(query) <= key) & (key <= query)
         scores, of_tokens = jnp.where(visible[:, None, None], scores, -jnp.inf), {}
         if isinstance(moe := kind.feed_forward, MoE):
-            y, *_ = attention(y, w.attention, None, chunk, rotation, kind)
+            y, *_ = kind.attention(y, w.attention, None, chunk, rotation, kind.mask)
             x = kind.residual(x, y, w.attention_post_norm, chunk)
             y = normalize(x, kind.feed_forward_norm or kind.norm, w.feed_forward_norm)
             experts, factors = moe.router(y, w.feed_forward, moe.A)

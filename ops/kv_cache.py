@@ -55,6 +55,10 @@ class KV:
     scale: Array | None
     layout: SlotLayout
 
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.values.dtype
+
 
 def kv_owners(kinds) -> list[int]:
     """The number of the layer to whose keys and values each layer attends: its own, or an earlier one's.

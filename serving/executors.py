@@ -87,16 +87,16 @@ class StepProgram:
 def one_program(step: Step, weights: Weights, batch: Batch, *, cfg: Config, mesh: Mesh):
     """The whole step as one program."""
     x, tokens, chunk = start(step, weights, batch, cfg=cfg, mesh=mesh)
-    caches, static = batch.cache.layers, dict(kinds=cfg.layers, mesh=mesh, device_ring=step.device_ring)
-    x, kv = model.layers(x, weights.layers, caches, chunk, **static)
-    return step.finish(x, tokens, chunk, weights, batch.replace(layers=kv), cfg, mesh)
+    memories, static = batch.cache.layers, dict(kinds=cfg.layers, mesh=mesh, device_ring=step.device_ring)
+    x, memories = model.layers(x, weights.layers, memories, chunk, **static)
+    return step.finish(x, tokens, chunk, weights, batch.replace(layers=memories), cfg, mesh)
 
 
 # ------------------------------------------------------------------------------------ a few layers at a time
 
 start_program = jit(start)
 few_layers = jax.jit(
-    model.layers, static_argnames=("kinds", "mesh", "device_ring"), donate_argnames=("x", "caches")
+    model.layers, static_argnames=("kinds", "mesh", "device_ring"), donate_argnames=("x", "memories")
 )
 
 
@@ -118,16 +118,17 @@ def several_programs(
     these compute all of that layer, not only its keys and values.
     """
     n = len(cfg.layers) if step.reads_output else cached_depth(cfg.layers)
-    w, rows, static = without_layers(weights), batch.replace(layers=[]), dict(cfg=cfg, mesh=mesh)
-    x, tokens, chunk = call(start_program, step, w, rows, **static)
-    caches = []
+    w, rows = without_layers(weights), batch.replace(layers=[])
+    x, tokens, chunk = call(start_program, step, w, rows, cfg=cfg, mesh=mesh)
+    memories = []
     for i, end in layer_groups(cfg.layers[:n], MOST_ON_CPU if on_one_cpu(mesh) else MOST_LAYERS):
-        own, kv, kinds = (each[i:end] for each in (weights.layers, batch.cache.layers, cfg.layers))
+        own, before, kinds = (each[i:end] for each in (weights.layers, batch.cache.layers, cfg.layers))
         group = dataclasses.replace(chunk, inputs=chunk.inputs and chunk.inputs[i:end])
-        x, kv = call(few_layers, x, own, kv, group, kinds=kinds, mesh=mesh, device_ring=step.device_ring)
-        caches += kv
-    result, rows = call(finish, step, x, tokens, chunk, w, rows, **static)
-    return result, rows.replace(layers=caches + [None] * (len(cfg.layers) - n))
+        static = dict(kinds=kinds, mesh=mesh, device_ring=step.device_ring)
+        x, after = call(few_layers, x, own, before, group, **static)
+        memories += after
+    result, rows = call(finish, step, x, tokens, chunk, w, rows, cfg=cfg, mesh=mesh)
+    return result, rows.replace(layers=memories + [None] * (len(cfg.layers) - n))
 
 
 @functools.cache
@@ -218,7 +219,7 @@ def stage_layers(x: Array, chunk: Chunk, weights: Weights, batch: Batch, cfg: Co
     """The layers of each stage, on the activations that it received: -> ([B,T,D], Batch)."""
     n, shape, received = mesh.shape[STAGE], x.shape[:2], batch.stage_inputs
     infos, kinds = stages.in_stages(model.weight_infos(cfg), n), stages.first_stage(cfg, n).layers
-    kv_specs = model.cache_specs(kinds, batch.cache.layers)
+    kv_specs = model.memory_specs(kinds, batch.cache.layers)
 
     @partial(
         jax.shard_map,

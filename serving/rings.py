@@ -8,7 +8,7 @@ size and what a query sees set the limits.
 import jax.numpy as jnp
 from jax import Array
 
-from model import Mask
+from model import Mask, Recurrent
 
 INT32_MAX = jnp.iinfo(jnp.int32).max
 
@@ -18,6 +18,8 @@ def rollback_limit(mask: Mask, length: Array) -> Array:
 
     [b] -> [b] int32.
     """
+    if isinstance(mask, Recurrent):
+        return jnp.full_like(length, 1 + mask.spare)
     if mask.ring is None:
         return jnp.full_like(length, INT32_MAX)
     if mask.window:
@@ -29,6 +31,8 @@ def rollback_limit(mask: Mask, length: Array) -> Array:
 
 def reusable_prefix(mask: Mask, n: int, latest: int) -> int:
     """How many of a row's first n tokens another row can reuse, when the row has read `latest` tokens."""
+    if isinstance(mask, Recurrent):
+        return n if n == latest else 0
     first = mask.first_visible(n)
     if mask.ring is None:
         return n

@@ -75,7 +75,7 @@ def assign_rows(rows, tokens, length, source, batch: Batch, *, cfg: Config, mesh
     are cached already. source: [n] int32, the row of the same shard whose cache holds them and is copied;
     None: each row's own cache holds them.
     """
-    layers, kv_specs = batch.cache.layers, caches_specs(batch, cfg, mesh)
+    layers, kv_specs = batch.cache.layers, memories_specs(batch, cfg, mesh)
 
     @by_rows(mesh)
     def set_texts(rows: Array, tokens: Array, length: Array, old_tokens: Array, old_length: Array):
@@ -95,9 +95,9 @@ def assign_rows(rows, tokens, length, source, batch: Batch, *, cfg: Config, mesh
     return batch.replace(layers=layers, length=length, tokens=tokens)
 
 
-def caches_specs(batch: Batch, cfg: Config, mesh: Mesh) -> list:
+def memories_specs(batch: Batch, cfg: Config, mesh: Mesh) -> list:
     """The PartitionSpecs of `batch.cache.layers`."""
-    return model.cache_specs(first_stage(cfg, mesh.shape[STAGE]).layers, batch.cache.layers)
+    return model.memory_specs(first_stage(cfg, mesh.shape[STAGE]).layers, batch.cache.layers)
 
 
 def copy_row(x: Array, source: Array, to: Array) -> Array:
@@ -108,7 +108,7 @@ def copy_row(x: Array, source: Array, to: Array) -> Array:
 @partial(jax.jit, static_argnames=("cfg", "mesh"))
 def read_rows(rows, batch: Batch, *, cfg: Config, mesh: Mesh) -> list[KV]:
     """The caches of one row of each data shard. rows: [n] int32, as in `assign_rows`, none of them -1."""
-    layers, kv_specs = batch.cache.layers, caches_specs(batch, cfg, mesh)
+    layers, kv_specs = batch.cache.layers, memories_specs(batch, cfg, mesh)
 
     @by_rows(mesh, P(ROWS), kv_specs, out_specs=kv_specs)
     def on_device(rows: Array, layers: list):
@@ -123,7 +123,7 @@ def write_rows(rows, caches: list[KV], batch: Batch, *, cfg: Config, mesh: Mesh)
 
     rows: [n] int32, as in `assign_rows`; -1 is skipped. caches: what `read_rows` returns.
     """
-    layers, kv_specs = batch.cache.layers, caches_specs(batch, cfg, mesh)
+    layers, kv_specs = batch.cache.layers, memories_specs(batch, cfg, mesh)
 
     @by_rows(mesh, P(ROWS), kv_specs, kv_specs, out_specs=kv_specs)
     def on_device(rows: Array, caches: list, layers: list):

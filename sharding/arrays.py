@@ -39,12 +39,14 @@ class Stored:
              of which the array is number `part`, from 0: "D[KGH+KH+KH]", or in each head "(K[H+V])D". 1 is
              one element, so that in "(M[1+1])D" the rows of two arrays alternate.
     sizes:   (letter, size) of all letters, also those of the other parts.
+    pairs:   letters of the array that are two in the tensor: "QJX" where Q counts all X of all J.
     """
 
     name: str
     letters: str
     part: int = 0
     sizes: tuple[tuple[str, int], ...] = ()
+    pairs: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

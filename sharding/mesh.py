@@ -33,6 +33,7 @@ TENSOR = ("tensor_heads", "tensor_slots")
 MODEL = ("expert_heads", "expert_slots", "tensor_heads", "tensor_slots")
 SHARDED_BY: dict[str, str | tuple[str, ...]] = dict(b=ROWS, p=STAGE, k=HEADS, g=SLOTS, s=SLOTS, h=SLOTS)
 SHARDED_BY |= dict(l=SLOTS, r=SLOTS, e=EXPERT, m=TENSOR, f=MODEL, v=MODEL, d=MODEL, w=TENSOR + EXPERT)
+SHARDED_BY |= dict(n=MODEL, q=MODEL)
 
 
 def mesh_shape(cfg, data: int = 1, expert: int = 1, tensor: int = 1, stage: int = 1) -> dict[str, int]:

@@ -1,0 +1,105 @@
+"""The gated delta rule: a layer's memory as a matrix that each token decays, corrects and reads.
+
+The state S of a head, [X,Y], answers a key of width X with a value of width Y. For each token with a query q,
+a key k, a value v, a decay exp(g) and a strength beta:
+
+    S = exp(g) S                what is remembered fades: g <= 0
+    S = S + k beta (v - k S)    what S answers to k moves towards v, at beta = 1 all the way
+    o = q S                     the token reads S after it has written
+
+Keys have the length 1. A token with beta = g = 0 leaves S as it is: so padding is written.
+Sources: arXiv 2412.06464; the form by chunks: arXiv 2406.06484.
+
+Letters: B rows, T tokens, N heads, X width of a key, Y width of a value; here, uppercase, each is what this
+device has. All arrays are float32.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+CHUNK = 64  # tokens that `delta_chunks` reads at a time, as matrix products
+FEW = 16  # tokens up to which `delta_steps`, one after the other, reads a row
+
+
+def delta_steps(
+    q: Array, k: Array, v: Array, g: Array, beta: Array, S: Array, keep: Array, empty: Array
+) -> tuple[Array, Array]:
+    """Token by token: -> (o [B,T,N,Y], the state after the first keep[b] tokens of each row).
+
+    q, k: [B,T,N,X]. v: [B,T,N,Y]. g, beta: [B,T,N]. S: [B,N,X,Y]. keep: [B] int32. empty: [B] bool, whether
+    a row begins with S = 0, whatever S is.
+    """
+    S = jnp.where(empty[:, None, None, None], 0, S)
+
+    def step(carry: tuple[Array, Array], token: tuple) -> tuple[tuple[Array, Array], Array]:
+        (S, kept), (t, q, k, v, g, beta) = carry, token
+        S = jnp.exp(g)[..., None, None] * S
+        change = beta[..., None] * (v - jnp.einsum("bnX,bnXY->bnY", k, S, precision="highest"))
+        S = S + k[..., None] * change[..., None, :]
+        o = jnp.einsum("bnX,bnXY->bnY", q, S, precision="highest")
+        return (S, jnp.where((t < keep)[:, None, None, None], S, kept)), o
+
+    tokens = jax.tree.map(lambda x: x.swapaxes(0, 1), (q, k, v, g, beta))
+    (_, kept), o = lax.scan(step, (S, S), (jnp.arange(q.shape[1]), *tokens))
+    return o.swapaxes(0, 1), kept
+
+
+def delta_chunks(
+    q: Array, k: Array, v: Array, g: Array, beta: Array, S: Array, empty: Array
+) -> tuple[Array, Array]:
+    """CHUNK tokens at a time: -> (o [B,T,N,Y], the state after all tokens). Arguments: see `delta_steps`.
+
+    Within a chunk token i changes S by k_i c_i, where G_i is the sum of g up to token i, and
+
+        c_i = beta_i (v_i - exp(G_i) k_i S - sum_{j<i} exp(G_i - G_j) (k_i k_j) c_j)
+
+    That is a triangular system (I + L) c = beta (v - exp(G) k S), whose matrix does not depend on S. So its
+    inverse is computed for all chunks at once, and what is left to do in turn are three products per chunk.
+    The exponents are never positive.
+    """
+    S = jnp.where(empty[:, None, None, None], 0, S)
+    T, dot = q.shape[1], lambda spec, *x: jnp.einsum(spec, *x, precision="highest")
+
+    def in_chunks(x: Array) -> Array:
+        """[B,T,N,...] -> [chunks,B,N,CHUNK,...], the last one filled up with zeros."""
+        x = jnp.pad(x, [(0, 0), (0, -T % CHUNK)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape(x.shape[0], -1, CHUNK, *x.shape[2:]), (1, 3), (0, 2))
+
+    q, k, v, g, beta = map(in_chunks, (q, k, v, g, beta))
+    G = jnp.cumsum(g, -1)
+    earlier = jnp.tril(jnp.ones((CHUNK, CHUNK), bool))
+    fading = jnp.exp(jnp.where(earlier, G[..., :, None] - G[..., None, :], -jnp.inf))
+    L = jnp.tril(beta[..., None] * dot("cbniX,cbnjX->cbnij", k, k) * fading, -1)
+    inverse = inverse_of_unit_triangle(L)
+    values = dot("cbnij,cbnjY->cbniY", inverse, beta[..., None] * v)
+    reads = dot("cbnij,cbnjX->cbniX", inverse, (beta * jnp.exp(G))[..., None] * k)
+    scores = dot("cbniX,cbnjX->cbnij", q, k) * fading
+    q, k = jnp.exp(G)[..., None] * q, jnp.exp(G[..., -1:] - G)[..., None] * k
+
+    def step(S: Array, chunk: tuple) -> tuple[Array, Array]:
+        values, reads, scores, q, k, fading = chunk
+        change = values - dot("bniX,bnXY->bniY", reads, S)
+        o = dot("bniX,bnXY->bniY", q, S) + dot("bnij,bnjY->bniY", scores, change)
+        return fading[..., None, None] * S + dot("bniX,bniY->bnXY", k, change), o
+
+    S, o = lax.scan(step, S, (values, reads, scores, q, k, jnp.exp(G[..., -1])))
+    o = jnp.moveaxis(o, (0, 2), (1, 3))
+    return o.reshape(o.shape[0], -1, *o.shape[3:])[:, :T], S
+
+
+def inverse_of_unit_triangle(L: Array) -> Array:
+    """(I + L)^-1, where L [...,n,n] is 0 on and above the diagonal; n is a power of two.
+
+    Blocks of the inverse's diagonal are joined two by two, as forward substitution would:
+    the inverse of [[A, 0], [B, C]] is [[A^-1, 0], [-C^-1 B A^-1, C^-1]].
+    """
+    n = L.shape[-1]
+    i, j = jnp.arange(n)[:, None], jnp.arange(n)
+    inverse, size = jnp.broadcast_to(jnp.eye(n), L.shape), 1
+    while size < n:
+        between = (i // (2 * size) == j // (2 * size)) & (i // size != j // size)
+        below = jnp.where(between, L, 0)
+        inverse = inverse - jnp.matmul(jnp.matmul(inverse, below, precision="highest"), inverse, precision="highest")
+        size *= 2
+    return inverse
