@@ -55,6 +55,7 @@ weights that sharding/collective_matmul.py has wrapped, and for which these thre
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -246,7 +247,9 @@ def decoder_layers(
     rotations = {rope: rope.rotation(chunk.positions) if rope else None for rope in ropes}
     layer = jax.checkpoint(decoder_layer, static_argnums=5) if remat else decoder_layer
     before: Sequence[Any] = memories or [None] * len(kinds)
-    owners, after, attended = kv_owners(kinds), [], []
+    owners = kv_owners(kinds)
+    after: list[Any] = []
+    attended: list[Any] = []
     for i, (w, memory, kind) in enumerate(zip(weights, before, kinds, strict=True)):
         own = dataclasses.replace(chunk, inputs=chunk.inputs and chunk.inputs[i])
         source = attended[owners[i]] if kind.shares_kv else memory
@@ -271,13 +274,26 @@ class KeysValues:
     cache: KV | None
 
 
-class SoftmaxAttention:
-    """Attention to cached keys and values: what grouped-query and latent attention have in common.
+class SoftmaxAttention(abc.ABC):
+    """Attention to the keys and values of a cache: what grouped-query and latent attention have in common.
 
-    A subclass has slot_layout, K, G, declare, project and head_outputs, as `Attention` shows. declare returns
-    at least the weights `o` [D,k,g,U] and `o_bias`. project returns the queries, and keys and values as
+    K, G: as the letters. A subclass declares at least the weights `o` [D,k,g,U] and `o_bias`, and has the
+    three abstract functions, as `Attention` shows. project returns the queries, and keys and values as
     slot_layout (ops/kv_cache.py) says, or None if the layer shares those of another one.
     """
+
+    K: int
+    G: int
+
+    @property
+    @abc.abstractmethod
+    def slot_layout(self) -> SlotLayout: ...
+
+    @abc.abstractmethod
+    def project(self, x: Array, w, chunk: Chunk, rotation: Rotation | None) -> tuple[Array, Any]: ...
+
+    @abc.abstractmethod
+    def head_outputs(self, o: Array, lse: Array, x: Array, w) -> Array: ...
 
     @jax.named_scope("attention")
     def __call__(
@@ -617,9 +633,10 @@ def layers(
 ) -> tuple[Array, Any]:  # fmt: skip
     """x: [B,T,D] -> ([B,T,D] after these layers, their memories with the chunk in them).
 
-    memories: one per layer, see Cache, or None: the chunk is all there is. device_ring: the order of the devices if the
-    chunk runs by columns, see sharding/collective_matmul.py. remat: see `forward`. Raises ValueError if the
-    numbers of weights, of inputs and of kinds differ, or if a layer shares keys that none of these has.
+    memories: one per layer, see Cache, or None: the chunk is all there is. device_ring: the order of the
+    devices if the chunk runs by columns, see sharding/collective_matmul.py. remat: see `forward`. Raises
+    ValueError if the numbers of weights, of inputs and of kinds differ, or if a layer shares keys that none
+    of these has.
     """
     if len(weights) != len(kinds):
         raise ValueError(f"weights of {len(weights)} layers do not fit a model of {len(kinds)} layers")
@@ -831,19 +848,17 @@ class Window:
         return (position - self.size + 1) * (position >= self.size)
 
 
+Mask = Full | BlockLocal | Window
+
+
 @dataclasses.dataclass(frozen=True)
 class Recurrent:
-    """No mask: such a layer sees all earlier tokens in a state, which each token changes.
+    """In the place of a mask: all earlier tokens are in the layer's state, which each token changes.
 
     spare: how many of its latest tokens a row can take back, as it does with drafts that were wrong.
     """
 
     spare: int = 0
-    ring = None
-    window = None
-
-
-Mask = Full | BlockLocal | Window | Recurrent
 
 
 # --------------------------------------------------------------- what a model is, and what a family provides
@@ -868,9 +883,9 @@ class AttentionBlock(Protocol):
     @property
     def sharded_widths(self) -> tuple[int, ...]: ...
     def declare(self, prefix: str, D: int) -> Any: ...
-    def memory_info(self, mask: Mask, batch: int, max_len: int, dtype) -> Any: ...
+    def memory_info(self, mask: Any, batch: int, max_len: int, dtype) -> Any: ...
     def __call__(
-        self, x: Array, w, source: Any, chunk: Chunk, rotation: Rotation | None, mask: Mask
+        self, x: Array, w, source: Any, chunk: Chunk, rotation: Rotation | None, mask: Any
     ) -> tuple[Array, Any, Any]: ...
 
 
@@ -919,7 +934,7 @@ class LayerKind:
     attention: AttentionBlock
     feed_forward: FeedForward
     norm: Normalization | None
-    mask: Mask = Full()
+    mask: Mask | Recurrent = Full()
     rope: Rope | None = None
     residual: Residual = Residual()
     feed_forward_norm: Normalization | None = None
@@ -955,7 +970,7 @@ class Config:
         return next((x.feed_forward for x in self.layers if isinstance(x.feed_forward, MoE)), None)
 
     @property
-    def masks(self) -> frozenset[Mask]:
+    def masks(self) -> frozenset[Mask | Recurrent]:
         return frozenset(kind.mask for kind in self.layers)
 
 
@@ -1069,9 +1084,9 @@ class Cache:
     """What each layer remembers of the tokens that each row has read.
 
     layers: the memory of each layer; None for a layer without keys and values of its own. It is a KV, values
-    [b,k,s,C], where the token at position p is in slot p, or in slot p % ring where the cache is a ring; where
-    n devices share a key/value head, slot s is on device s % n, at local index s // n, so that the devices
-    fill evenly. Or it is a state, see families/gated_delta_net.py.
+    [b,k,s,C], or a state, see families/gated_delta_net.py. In a KV the token at position p is in slot p, or
+    in slot p % ring where the cache is a ring. Where n devices share a key/value head, slot s is on device
+    s % n, at local index s // n, so that the devices fill evenly.
     length: [b] int32, how many tokens a row has read.
     """
 

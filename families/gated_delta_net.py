@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from model import Chunk, Mask, Norm, Recurrent, Rotation
+from model import Chunk, Norm, Recurrent, Rotation
 from ops.delta_rule import FEW, delta_chunks, delta_steps
 from sharding.arrays import ArrayInfo, declared, declared_norm, infos_of, pytree, sizes_of
 from sharding.collective_matmul import einsum, products, psum
@@ -45,38 +45,47 @@ class GatedDeltaNetWeights:
     q_taps: Array = declared("qW", "", "conv1d.weight", "[Q+Q+NY]1W", 0)
     k_taps: Array = declared("qW", "", "conv1d.weight", "[Q+Q+NY]1W", 1)
     v_taps: Array = declared("nYW", "", "conv1d.weight", "[Q+Q+NY]1W", 2)
-    log_decay: Array = declared("n", "", "A_log", "N", initial=-2.0, dtype=jnp.float32)
-    decay_bias: Array = declared("n", "", "dt_bias", "N", initial=0.0)
+    log_rate: Array = declared("n", "", "A_log", "N", initial=-2.0, dtype=jnp.float32)
+    step_bias: Array = declared("n", "", "dt_bias", "N", initial=0.0)
     norm: Array = declared_norm("Y", "norm.weight")
     o: Array = declared("DnY", "nY", "out_proj.weight", "D(NY)")
+
+
+@pytree
+class Tokens:
+    """What a layer keeps of tokens that follow one another.
+
+    keys: [b,T,2,q] and values: [b,T,n,Y], the inputs of the convolutions of queries and keys, and of values.
+    gates: [b,T,2,n] float32, the decay and the strength, zeros for padding: S reads it without a change.
+    """
+
+    keys: Array
+    values: Array
+    gates: Array
 
 
 @pytree
 class State:
     """What a layer remembers of each row. Its size does not depend on the text.
 
-    matrix: [b,n,X,Y] float32, the matrices S, which have read all tokens but those whose gates are kept.
-    keys: [b,R,2,q] and values: [b,R,n,Y], the inputs of the convolutions of queries and keys, and of values,
-    of the last R tokens, zeros before the first token.
-    gates: [b,P,2,n] float32, the decay and the strength of the last P tokens, or zeros if S has read the
-    token; and end: [b] int32, how many tokens the row had read. A row that has taken tokens back is shorter.
-    None if P is 0.
+    matrix: [b,n,X,Y] float32, the matrices S.
+    latest: the inputs of the last R = W - 1 + P tokens, zeros before the first token, and the gates of the
+    last P tokens, zeros for those that S has read.
+    end: [b] int32, how many tokens the row had read. A row that has taken tokens back since is shorter.
     """
 
     matrix: Array
-    keys: Array
-    values: Array
-    gates: Array | None
-    end: Array | None
+    latest: Tokens
+    end: Array
 
     @property
     def dtype(self) -> jnp.dtype:
-        return self.keys.dtype
+        return self.latest.keys.dtype
 
 
 @dataclasses.dataclass(frozen=True)
 class GatedDeltaNet:
-    """N heads with a state [X,Y] each, which read with J keys. taps: of the convolutions. norm: of outputs."""
+    """N heads with a state [X,Y] each, of which N/J read with the same key. norm: of each head's output."""
 
     J: int
     N: int
@@ -87,143 +96,134 @@ class GatedDeltaNet:
     K = 0  # it has no heads of keys and values in a cache
     sharded_widths = ()
 
-    @property
-    def Q(self) -> int:
-        return self.J * self.X
-
     def declare(self, prefix: str, D: int) -> GatedDeltaNetWeights:
         """The declared weights. prefix: precedes their names in a checkpoint."""
-        return infos_of(GatedDeltaNetWeights, prefix, dict(D=D, Q=self.Q, R=self.N // self.J) | sizes_of(self))
+        sizes = dict(D=D, Q=self.J * self.X, R=self.N // self.J) | sizes_of(self)
+        return infos_of(GatedDeltaNetWeights, prefix, sizes)
 
-    def memory_info(self, mask: Mask, batch: int, max_len: int, dtype) -> State:
-        """The declared state of `batch` rows. dtype: of the kept inputs; of int8 they are bfloat16."""
-        assert isinstance(mask, Recurrent)
+    def memory_info(self, mask: Recurrent, batch: int, max_len: int, dtype) -> State:
+        """The declared state of `batch` rows. dtype: of the kept inputs, which are bfloat16 if it is int8."""
         dtype = jnp.bfloat16 if jnp.dtype(dtype) == jnp.int8 else dtype
-        spare, inputs = mask.spare, mask.spare + self.W - 1
+        Q, P, R = self.J * self.X, mask.spare, mask.spare + self.W - 1
+        keys: Any = ArrayInfo("bR2q", shape=(batch, R, 2, Q), dtype=dtype)
+        values: Any = ArrayInfo("bRnY", shape=(batch, R, self.N, self.Y), dtype=dtype)
+        gates: Any = ArrayInfo("bP2n", shape=(batch, P, 2, self.N), dtype=jnp.float32)
         matrix: Any = ArrayInfo("bnXY", shape=(batch, self.N, self.X, self.Y), dtype=jnp.float32)
-        keys: Any = ArrayInfo("bR2q", shape=(batch, inputs, 2, self.Q), dtype=dtype)
-        values: Any = ArrayInfo("bRnY", shape=(batch, inputs, self.N, self.Y), dtype=dtype)
-        gates: Any = ArrayInfo("bP2n", shape=(batch, spare, 2, self.N), dtype=jnp.float32)
         end: Any = ArrayInfo("b", shape=(batch,), dtype=jnp.int32)
-        lags = spare > 0
-        return State(
-            matrix=matrix, keys=keys, values=values, gates=gates if lags else None, end=end if lags else None
-        )
+        return State(matrix=matrix, latest=Tokens(keys=keys, values=values, gates=gates), end=end)
 
     @jax.named_scope("attention")
     def __call__(
         self, x: Array, w: GatedDeltaNetWeights, source: State | None, chunk: Chunk,
-        rotation: Rotation | None, mask: Mask,
+        rotation: Rotation | None, mask: Recurrent,
     ) -> tuple[Array, State | None, None]:  # fmt: skip
-        """x: [b,T,D] -> ([b,T,D], the state after the chunk, None). source: the state before it, or None."""
-        assert isinstance(mask, Recurrent)
-        with jax.named_scope("qkv"):
-            q, k, v, z, a, b = products(
-                x, ("bTD,qD->bTq", w.q), ("bTD,qD->bTq", w.k), ("bTD,nYD->bTnY", w.v),
-                ("bTD,nYD->bTnY", w.z), ("bTD,nD->bTn", w.a), ("bTD,nD->bTn", w.b),
-            )  # fmt: skip
-        new = jnp.stack([q, k], 2), v, jnp.where(chunk.valid[..., None, None], gates_of(a, b, w), 0)
-        state = of_chunk(source, chunk) if source else self.empty_state(new)
-        keys, values, gates = map(after_one_another, (state.keys, state.values, state.gates), new)
+        """x: [b,T,D] -> ([b,T,D], the state after the chunk, None). source: the state before it, or None.
+
+        The chunk's inputs are rounded to the state's type before anything reads them, so that the result does
+        not depend on where chunks begin.
+        """
+        T = x.shape[1]
+        new, z = self.project(x, w, chunk)
+        state = self.before_text(new) if source is None else of_rows(source, chunk)
+        tokens = jax.tree.map(
+            lambda old, x: jnp.concatenate([old, x.astype(old.dtype)], 1), state.latest, new
+        )
         with jax.named_scope("convolution"):
-            q, k = jnp.moveaxis(convolve(keys.astype(x.dtype), jnp.stack([w.q_taps, w.k_taps])), 2, 0)
-            v = convolve(values.astype(x.dtype), w.v_taps)
+            taps = jnp.stack([w.q_taps, w.k_taps])
+            q, k = self.of_value_heads(convolve(tokens.keys.astype(x.dtype), taps))
+            v = convolve(tokens.values.astype(x.dtype), w.v_taps).astype(jnp.float32)
         with jax.named_scope("delta_rule"):
-            q, k = self.of_value_heads(q, k)
-            tokens = self.X**-0.5 * q, k, v.astype(jnp.float32), gates[:, :, 0], gates[:, :, 1]
-            if few := q.shape[1] <= FEW:
-                o, matrix = delta_steps(*tokens, state.matrix, chunk.count, chunk.start == 0)
+            read = q * self.X**-0.5, k, v, tokens.gates[:, :, 0], tokens.gates[:, :, 1]
+            empty = chunk.start == 0
+            if v.shape[1] <= FEW:
+                o, matrix = delta_steps(*read, state.matrix, empty, chunk.count)  # not yet the last P tokens
             else:
-                o, matrix = delta_chunks(*tokens, state.matrix, chunk.start == 0)
-        if source:
-            lag = gates if few else jnp.zeros_like(gates)  # chunks have let S read all tokens
-            source = put(source, State(matrix=matrix, keys=keys, values=values, gates=lag, end=None), chunk)
+                o, matrix = delta_chunks(*read, state.matrix, empty)
+                tokens = dataclasses.replace(tokens, gates=jnp.zeros_like(tokens.gates))
         with jax.named_scope("output"):
-            o = self.norm(o[:, mask.spare :].astype(x.dtype), w.norm) * jax.nn.silu(z.astype(jnp.float32))
-            return psum(einsum("bTnY,DnY->bTD", o.astype(x.dtype), w.o), MODEL), source, None  # n
+            o = self.norm(o[:, -T:].astype(x.dtype), w.norm) * jax.nn.silu(z.astype(jnp.float32))
+            y = psum(einsum("bTnY,DnY->bTD", o.astype(x.dtype), w.o), MODEL)  # n
+        return y, None if source is None else with_chunk(source, chunk, matrix, tokens), None
 
-    def empty_state(self, inputs: tuple[Array, Array, Array]) -> State:
-        """The state before a text, without spare tokens. inputs: of the text's convolutions, and its gates."""
-        keys, values, gates = (jnp.zeros_like(x, shape=(x.shape[0], self.W - 1, *x.shape[2:])) for x in inputs)
-        matrix = jnp.zeros_like(gates, shape=(*gates.shape[:1], gates.shape[-1], self.X, self.Y))
-        return State(matrix=matrix, keys=keys, values=values, gates=None, end=None)
+    @jax.named_scope("qkv")
+    def project(self, x: Array, w: GatedDeltaNetWeights, chunk: Chunk) -> tuple[Tokens, Array]:
+        """x: [b,T,D] -> (the Tokens, by which outputs are gated: z [b,T,n,Y])."""
+        q, k, v, z, a, b = products(
+            x, ("bTD,qD->bTq", w.q), ("bTD,qD->bTq", w.k), ("bTD,nYD->bTnY", w.v), ("bTD,nYD->bTnY", w.z),
+            ("bTD,nD->bTn", w.a), ("bTD,nD->bTn", w.b),
+        )  # fmt: skip
+        step = jax.nn.softplus(a.astype(jnp.float32) + w.step_bias.astype(jnp.float32))
+        gates = jnp.stack([-jnp.exp(w.log_rate) * step, jax.nn.sigmoid(b).astype(jnp.float32)], 2)
+        gates = jnp.where(chunk.valid[..., None, None], gates, 0)
+        return Tokens(keys=jnp.stack([q, k], 2), values=v, gates=gates), z
 
-    def of_value_heads(self, q: Array, k: Array) -> list[Array]:
-        """q, k: [b,T,q] -> [b,T,n,X] float32 each, normalized: with which this device's value heads read."""
-        columns, each = jnp.stack([q, k]).astype(jnp.float32), self.N // self.J
+    def before_text(self, new: Tokens) -> State:
+        """The state before a text, without spare tokens. new: of the text."""
+
+        def zeros(x: Array, tokens: int) -> Array:
+            return jnp.zeros_like(x, shape=(x.shape[0], tokens, *x.shape[2:]))
+
+        R, n = self.W - 1, new.values.shape[2]
+        latest = Tokens(keys=zeros(new.keys, R), values=zeros(new.values, R), gates=zeros(new.gates, 0))
+        matrix = jnp.zeros_like(new.gates, shape=(new.gates.shape[0], n, self.X, self.Y))
+        return State(matrix=matrix, latest=latest, end=jnp.zeros_like(new.gates, jnp.int32, (n,)))
+
+    def of_value_heads(self, columns: Array) -> list[Array]:
+        """[b,T,2,q] -> queries and keys, [b,T,n,X] float32 each, of the length 1, for each value head."""
+        bT2, each = columns.shape[:3], self.N // self.J
         if self.J % lax.axis_size(MODEL) == 0:
-            heads = jnp.repeat(columns.reshape(*columns.shape[:3], -1, self.X), each, 3)
-        else:
-            whole = lax.all_gather(columns, MODEL, axis=3, tiled=True)[..., : self.Q]
+            heads = jnp.repeat(columns.reshape(*bT2, -1, self.X), each, 3)
+        else:  # devices divide the columns of a head: they gather them, and take those of their value heads
+            whole = lax.all_gather(columns, MODEL, axis=3, tiled=True)[..., : self.J * self.X]
             n = -(-self.N // lax.axis_size(MODEL))
             own = (lax.axis_index(MODEL) * n + jnp.arange(n)) // each
-            heads = whole.reshape(*whole.shape[:3], self.J, self.X).take(own, 3, mode="clip")
-        return list(heads * lax.rsqrt(jnp.sum(heads * heads, -1, keepdims=True) + 1e-6))
-
-
-def gates_of(a: Array, b: Array, w: GatedDeltaNetWeights) -> Array:
-    """a, b: [b,T,n] -> [b,T,2,n] float32: each token's decay g, at most 0, and its strength beta."""
-    decay = -jnp.exp(w.log_decay) * jax.nn.softplus((a.astype(jnp.float32) + w.decay_bias.astype(jnp.float32)))
-    return jnp.stack([decay, jax.nn.sigmoid(b).astype(jnp.float32)], 2)
+            heads = whole.reshape(*bT2, self.J, self.X).take(own, 3, mode="clip")
+        heads = heads.astype(jnp.float32)
+        heads = heads * lax.rsqrt(jnp.sum(heads * heads, -1, keepdims=True) + 1e-6)
+        return [heads[:, :, 0], heads[:, :, 1]]
 
 
 def convolve(x: Array, taps: Array) -> Array:
-    """Sums of each W tokens that follow one another, by channel, and their silu: [b,W-1+T,...] -> [b,T,...].
+    """silu of the weighted sums of each W tokens that follow one another: [b,W-1+T,...] -> [b,T,...].
 
-    taps: [...,W], of which the last one meets the last of these tokens.
+    taps: [...,W], one for each of these tokens and each channel.
     """
     W = taps.shape[-1]
     T = x.shape[1] - W + 1
-    taken = (taps[..., j].astype(jnp.float32) * x[:, j : j + T].astype(jnp.float32) for j in range(W))
-    return jax.nn.silu(sum(taken).astype(x.dtype))
+    parts = [taps[..., j].astype(jnp.float32) * x[:, j : j + T].astype(jnp.float32) for j in range(W)]
+    return jax.nn.silu(sum(parts[1:], parts[0]).astype(x.dtype))
 
 
-def after_one_another(old: Array | None, new: Array) -> Array:
-    """[b,R,...] and [b,T,...] -> [b,R+T,...] in the type of the first; without it, the second."""
-    return new if old is None else jnp.concatenate([old, new.astype(old.dtype)], 1)
+def in_line(x: Array, following: Array) -> Array:
+    """[b,R,...] and [b,T,...] -> [b,R+T,...] in the type of the first."""
+    return jnp.concatenate([x, following.astype(x.dtype)], 1)
 
 
 def window(x: Array, first: Array, n: int) -> Array:
-    """n tokens of each row, from first[b] on, with zeros in the place of tokens before 0: -> [b,n,...].
-
-    x: [b,T,...].
-    """
+    """n tokens of each row of x [b,T,...], from first[b] on, and zeros for those before 0: -> [b,n,...]."""
     at = first[:, None] + jnp.arange(n)
-    tail = (1,) * (x.ndim - 2)
-    taken = jnp.take_along_axis(x, jnp.maximum(at, 0).reshape(*at.shape, *tail), 1)
-    return jnp.where((at >= 0).reshape(*at.shape, *tail), taken, 0)
+    at = at.reshape(*at.shape, *(1,) * (x.ndim - 2))
+    return jnp.where(at < 0, 0, jnp.take_along_axis(x, jnp.maximum(at, 0), 1))
 
 
-def of_chunk(state: State, chunk: Chunk) -> State:
-    """The state of a chunk's rows, with the inputs and gates of the tokens just before the chunk.
+def of_rows(state: State, chunk: Chunk) -> State:
+    """The state of a chunk's rows, with the latest tokens before the chunk: those taken back are left out.
 
-    These are zeros where a row has no such tokens. The matrix is the stored one, even at the start of a text.
+    At the start of a text there are none. The matrices are the stored ones, even there.
     """
     if chunk.row is not None:
         state = jax.tree.map(lambda x: x[chunk.row], state)
-    back = 0 * chunk.start if state.end is None else chunk.start - state.end
-    first = jnp.where(chunk.start > 0, back, -(1 << 20))  # a text begins after zeros
-
-    def own(x: Array | None) -> Array | None:
-        return x if x is None else window(x, first, x.shape[1])
-
-    return dataclasses.replace(state, keys=own(state.keys), values=own(state.values), gates=own(state.gates))
-
-
-def put(state: State, new: State, chunk: Chunk) -> State:
-    """The state with the chunk in it. new: the matrices, and all inputs and gates from `of_chunk`'s on."""
-
-    def last(old: Array | None, x: Array) -> Array | None:
-        return old if old is None else window(x, chunk.count, old.shape[1])
-
-    end = state.end if state.end is None else chunk.start + chunk.count
-    new = State(
-        matrix=new.matrix,
-        keys=last(state.keys, new.keys),
-        values=last(state.values, new.values),
-        gates=last(state.gates, new.gates),
-        end=end,
+    none_left = -state.latest.keys.shape[1]
+    first = jnp.where(chunk.start == 0, none_left, chunk.start - state.end)
+    return dataclasses.replace(
+        state, latest=jax.tree.map(lambda x: window(x, first, x.shape[1]), state.latest)
     )
+
+
+def with_chunk(state: State, chunk: Chunk, matrix: Array, tokens: Tokens) -> State:
+    """The state after a chunk. matrix: of its rows. tokens: those that `of_rows` left, and the chunk's."""
+    latest = jax.tree.map(lambda old, x: window(x, chunk.count, old.shape[1]), state.latest, tokens)
+    new = State(matrix=matrix, latest=latest, end=chunk.start + chunk.count)
     if chunk.row is None:
         return new
-    return jax.tree.map(lambda x, own: x.at[chunk.row].set(own), state, new)
+    return jax.tree.map(lambda x, of_row: x.at[chunk.row].set(of_row), state, new)

@@ -4,6 +4,7 @@ Source: transformers, models/qwen3_next.
 """
 
 import dataclasses
+from functools import partial
 
 import jax
 from jax import Array
@@ -16,7 +17,7 @@ from families.muse_glimmer import GatedAttention
 from families.stored_layouts import ROUTER_NAME, SINGLE_OR_JOINED_EXPERTS, either, joined
 from families.tool_formats import TAGS
 from feedback.errors import UserError
-from model import MLP, Config, FeedForward, Full, LayerKind, MLPWeights, MoE, Recurrent, Router
+from model import MLP, Config, FeedForward, LayerKind, MLPWeights, MoE, Recurrent, Router
 from sharding.arrays import declared, infos_of, pytree
 from sharding.collective_matmul import einsum
 
@@ -50,15 +51,17 @@ def config(fields: ConfigFields) -> Config:
 def config_of(fields: ConfigFields, networks: list[FeedForward]) -> Config:
     """The Config of layers with these feed-forward networks. By default every fourth layer has attention."""
     norm, every = read.norm(fields, offset=1.0), fields.take("full_attention_interval", int, 4)
-    heads = read.attention(fields, GatedAttention, qk_norm=norm, bias=fields.take("attention_bias", bool, False))
+    heads = read.attention(
+        fields, GatedAttention, qk_norm=norm, bias=fields.take("attention_bias", bool, False)
+    )
     rope = read.rope(fields, heads.H, rotated=0.25)
-    kinds = dict(linear_attention=(delta_net(fields), None, Recurrent()), full_attention=(heads, rope, Full()))
+    kinds = dict(
+        linear_attention=partial(LayerKind, delta_net(fields), mask=Recurrent()),
+        full_attention=partial(LayerKind, heads, rope=rope),
+    )
     types = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(len(networks))]
     types = read.layer_types(fields, "layer_types", types, *kinds)
-    layers = []
-    for kind, network in zip(types, networks, strict=True):
-        attention, rope, mask = kinds[kind]
-        layers.append(LayerKind(attention, network, norm, mask, rope))
+    layers = [kinds[x](feed_forward=network, norm=norm) for x, network in zip(types, networks, strict=True)]
     return read.config(fields, tuple(layers), norm)
 
 
@@ -67,7 +70,9 @@ def delta_net(fields: ConfigFields) -> GatedDeltaNet:
     names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
     J, N, X, Y, W = (fields.take(f"linear_{name}", int) for name in names)
     if N % J:
-        raise UserError(f"config.json: linear_num_value_heads = {N} is no multiple of linear_num_key_heads = {J}")
+        raise UserError(
+            f"config.json: linear_num_value_heads = {N} is no multiple of linear_num_key_heads = {J}"
+        )
     return GatedDeltaNet(J, N, X, Y, W, read.norm(fields))
 
 

@@ -23,12 +23,12 @@ FEW = 16  # tokens up to which `delta_steps`, one after the other, reads a row
 
 
 def delta_steps(
-    q: Array, k: Array, v: Array, g: Array, beta: Array, S: Array, keep: Array, empty: Array
+    q: Array, k: Array, v: Array, g: Array, beta: Array, S: Array, empty: Array, keep: Array
 ) -> tuple[Array, Array]:
     """Token by token: -> (o [B,T,N,Y], the state after the first keep[b] tokens of each row).
 
-    q, k: [B,T,N,X]. v: [B,T,N,Y]. g, beta: [B,T,N]. S: [B,N,X,Y]. keep: [B] int32. empty: [B] bool, whether
-    a row begins with S = 0, whatever S is.
+    q, k: [B,T,N,X]. v: [B,T,N,Y]. g, beta: [B,T,N]. S: [B,N,X,Y]. empty: [B] bool, whether a row begins with
+    S = 0, whatever S is. keep: [B] int32.
     """
     S = jnp.where(empty[:, None, None, None], 0, S)
 
@@ -100,6 +100,8 @@ def inverse_of_unit_triangle(L: Array) -> Array:
     while size < n:
         between = (i // (2 * size) == j // (2 * size)) & (i // size != j // size)
         below = jnp.where(between, L, 0)
-        inverse = inverse - jnp.matmul(jnp.matmul(inverse, below, precision="highest"), inverse, precision="highest")
+        inverse = inverse - jnp.matmul(
+            jnp.matmul(inverse, below, precision="highest"), inverse, precision="highest"
+        )
         size *= 2
     return inverse

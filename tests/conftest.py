@@ -179,8 +179,10 @@ def with_masks(cfg: model.Config, change) -> model.Config:
 
 
 def with_short_rings(cfg: model.Config) -> model.Config:
-    """The same model, whose windows have hardly any room beside them."""
-    return with_masks(cfg, lambda mask: dataclasses.replace(mask, spare=6) if mask.window else mask)
+    """The same model: windows have hardly any room beside them, states a little for drafts."""
+    return with_masks(
+        cfg, lambda mask: dataclasses.replace(mask, spare=6) if hasattr(mask, "spare") else mask
+    )
 
 
 def with_chunks(cfg: model.Config, size: int) -> model.Config:

@@ -45,8 +45,8 @@ def test_the_lines_at_the_top():
 def test_from_the_top_down():
     """A layer comes early, after what calls it, and the declarations come last."""
     line = {name: function.lineno for name, function in functions().items()}
-    names = "forward prefill decode_step decoder_layer attention MLP.__call__ MoE.__call__ rotate layer_infos"
-    order = [line[name] for name in names.split()]
+    order = "forward prefill decode_step decoder_layer SoftmaxAttention.__call__ MLP.__call__ MoE.__call__"
+    order = [line[name] for name in f"{order} rotate layer_infos".split()]
     assert order == sorted(order) and line["decoder_layer"] < 200
     assert max(line.values()) == line["init_cache"]
 
@@ -58,6 +58,7 @@ def test_where_the_sums_are():
         for node in ast.walk(function):
             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("psum"):
                 calls.setdefault(name, []).append(ast.unparse(node.args[1]))
-    assert calls == dict.fromkeys(("attention", "MLP.__call__", "MoE.__call__", "embed"), ["MODEL"])
+    names = "SoftmaxAttention.__call__", "MLP.__call__", "MoE.__call__", "embed"
+    assert calls == dict.fromkeys(names, ["MODEL"])
     for function in model.forward, model.prefill, model.decode_step:
         assert not {"residual", "device_ring"} & inspect.signature(function).parameters.keys()

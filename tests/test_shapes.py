@@ -14,8 +14,8 @@ from sharding.shapes import check_shapes, documented
 def test_which_functions_are_checked():
     """All that compute activations, in model.py and in families/."""
     expected = {
-        "embed", "normalize", "attention", "attend", "Attention.project", "Attention.head_outputs",
-        "MLP.__call__",
+        "embed", "normalize", "SoftmaxAttention.__call__", "attend", "Attention.project",
+        "Attention.head_outputs", "GatedDeltaNet.__call__", "GatedDeltaNet.project", "MLP.__call__",
         "MoE.routed_experts", "Router.__call__", "local_logits", "rotate", "Norm.__call__", "merge_slots",
         "LatentAttention.project", "GeluMLP.__call__", "LayerNorm.__call__",
     }  # fmt: skip

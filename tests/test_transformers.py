@@ -55,8 +55,12 @@ GEMMA4 = SIZES | dict(
 )  # fmt: skip
 # Layers with a state, whose keys and values have unlike widths, and whose value heads share keys.
 QWEN3_NEXT = SIZES | dict(
-    head_dim=16, num_hidden_layers=4, linear_num_key_heads=2, linear_num_value_heads=4,
-    linear_key_head_dim=16, linear_value_head_dim=24,
+    head_dim=16,
+    num_hidden_layers=4,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=16,
+    linear_value_head_dim=24,
     layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention"],
 )
 QWEN3_NEXT_EXPERTS = dict(
