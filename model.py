@@ -855,10 +855,12 @@ Mask = Full | BlockLocal | Window
 class Recurrent:
     """In the place of a mask: all earlier tokens are in the layer's state, which each token changes.
 
-    spare: how many of its latest tokens a row can take back, as it does with drafts that were wrong.
+    spare: how many of its latest tokens a row can take back, as it does with drafts that were wrong. kept: in
+    how many places serving/ keeps states of earlier tokens, from which another text can go on.
     """
 
     spare: int = 0
+    kept: int = 0
 
 
 # --------------------------------------------------------------- what a model is, and what a family provides

@@ -34,6 +34,7 @@ from distributed.exchange import agree, process_count
 from feedback.errors import UserError
 from model import Weights
 from serving.programs import Programs
+from serving.reuse import with_room
 from serving.speculation import DraftModel, PromptLookup, mesh_for_draft
 from sharding.mesh import degrees
 
@@ -58,6 +59,7 @@ class ModelOptions:
     draft: str | None = None
     lookup: bool = False
     guesses: int = 4
+    kept_states: int = 2
     rows: int | None = None
     max_len: int | None = None
 
@@ -131,12 +133,14 @@ def deploy(
 
     place: chooses its mesh, for the rows that are planned.
     """
-    cfg, format = checkpoint.config, choose_format(options.quantize, checkpoint, log)
+    step_tokens = 1 + options.guesses if options.draft or options.lookup else 1
+    kept = 0 if options.pp and options.pp > 1 else options.kept_states
+    cfg = with_room(checkpoint.config, step_tokens - 1, kept)
+    format = choose_format(options.quantize, checkpoint, log)
     dtype, kv_dtype = choose_dtypes(options.dtype, options.kv_cache_dtype, format)
     rows = options.rows or (CPU_ROWS if jax.default_backend() == "cpu" else DEFAULT_ROWS)
     positions = min(options.max_len or ROW_POSITIONS, cfg.max_positions)
     mesh = place(Job(cfg, rows, positions, format, kv_dtype, dtype))
-    step_tokens = 1 + options.guesses if options.draft or options.lookup else 1
     return Deployment(cfg, mesh, dtype, format, kv_dtype, checkpoint, step_tokens)
 
 

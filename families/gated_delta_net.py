@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from model import Chunk, Norm, Recurrent, Rotation
-from ops.delta_rule import FEW, delta_chunks, delta_steps
+from ops.delta_rule import delta_chunks, delta_steps
 from sharding.arrays import ArrayInfo, declared, declared_norm, infos_of, pytree, sizes_of
 from sharding.collective_matmul import einsum, products, psum
 from sharding.mesh import MODEL
@@ -135,9 +135,9 @@ class GatedDeltaNet:
         with jax.named_scope("delta_rule"):
             read = q * self.X**-0.5, k, v, tokens.gates[:, :, 0], tokens.gates[:, :, 1]
             empty = chunk.start == 0
-            if v.shape[1] <= FEW:
-                o, matrix = delta_steps(*read, state.matrix, empty, chunk.count)  # not yet the last P tokens
-            else:
+            if T <= 1 + mask.spare:  # a decode step: S does not get the last P tokens yet
+                o, matrix = delta_steps(*read, state.matrix, empty, chunk.count)
+            else:  # a prompt, of which nothing is taken back
                 o, matrix = delta_chunks(*read, state.matrix, empty)
                 tokens = dataclasses.replace(tokens, gates=jnp.zeros_like(tokens.gates))
         with jax.named_scope("output"):

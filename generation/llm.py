@@ -98,6 +98,7 @@ def load(
     draft: str | None = None,
     lookup: bool = False,
     guesses: int = 4,
+    kept_states: int = 2,
     show: bool = False,
 ) -> "LLM":
     """Load a model: a converted or Hugging Face folder, a GGUF file, or a hub id.
@@ -123,6 +124,7 @@ def load(
         draft=draft,
         lookup=lookup,
         guesses=guesses,
+        kept_states=kept_states,
         rows=rows,
         max_len=max_len,
     )
@@ -137,6 +139,8 @@ def load(
     if draft and lookup:
         raise UserError("draft and lookup exclude each other")
     check_n_draft(guesses)
+    if not (isinstance(kept_states, int) and kept_states >= 0):
+        raise UserError(f"kept_states {kept_states!r} is not a number of at least 0")
     enable_compilation_cache()
     models = open_models(options, n_devices or jax.device_count(), lambda message: None)
     limit, _ = row_length(max_len, [x.cfg for x in models], ROW_POSITIONS, "max_len")

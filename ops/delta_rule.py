@@ -19,7 +19,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 CHUNK = 64  # tokens that `delta_chunks` reads at a time, as matrix products
-FEW = 16  # tokens up to which `delta_steps`, one after the other, reads a row
 
 
 def delta_steps(
@@ -67,23 +66,25 @@ def delta_chunks(
         return jnp.moveaxis(x.reshape(x.shape[0], -1, CHUNK, *x.shape[2:]), (1, 3), (0, 2))
 
     q, k, v, g, beta = map(in_chunks, (q, k, v, g, beta))
-    G = jnp.cumsum(g, -1)
+    # Sums of g from token j to token i, and not differences of sums: these would be rounded as G is.
     earlier = jnp.tril(jnp.ones((CHUNK, CHUNK), bool))
-    fading = jnp.exp(jnp.where(earlier, G[..., :, None] - G[..., None, :], -jnp.inf))
+    between = jnp.cumsum(jnp.where(earlier & ~jnp.eye(CHUNK, dtype=bool), g[..., None], 0), -2)
+    fading = jnp.exp(jnp.where(earlier, between, -jnp.inf))
+    faded = jnp.exp(jnp.cumsum(g, -1))
     L = jnp.tril(beta[..., None] * dot("cbniX,cbnjX->cbnij", k, k) * fading, -1)
     inverse = inverse_of_unit_triangle(L)
     values = dot("cbnij,cbnjY->cbniY", inverse, beta[..., None] * v)
-    reads = dot("cbnij,cbnjX->cbniX", inverse, (beta * jnp.exp(G))[..., None] * k)
+    reads = dot("cbnij,cbnjX->cbniX", inverse, (beta * faded)[..., None] * k)
     scores = dot("cbniX,cbnjX->cbnij", q, k) * fading
-    q, k = jnp.exp(G)[..., None] * q, jnp.exp(G[..., -1:] - G)[..., None] * k
+    q, k = faded[..., None] * q, fading[..., -1, :, None] * k
 
     def step(S: Array, chunk: tuple) -> tuple[Array, Array]:
-        values, reads, scores, q, k, fading = chunk
+        values, reads, scores, q, k, faded = chunk
         change = values - dot("bniX,bnXY->bniY", reads, S)
         o = dot("bniX,bnXY->bniY", q, S) + dot("bnij,bnjY->bniY", scores, change)
-        return fading[..., None, None] * S + dot("bniX,bniY->bnXY", k, change), o
+        return faded[..., None, None] * S + dot("bniX,bniY->bnXY", k, change), o
 
-    S, o = lax.scan(step, S, (values, reads, scores, q, k, jnp.exp(G[..., -1])))
+    S, o = lax.scan(step, S, (values, reads, scores, q, k, faded[..., -1]))
     o = jnp.moveaxis(o, (0, 2), (1, 3))
     return o.reshape(o.shape[0], -1, *o.shape[3:])[:, :T], S
 

@@ -249,7 +249,7 @@ class Engine:
         new_rows = bool(assignments)
         assignments += self._send_forced(micro_batch)
         decoding = self.scheduler.decoding
-        chunk, cost = self._prefill(micro_batch, step, micro_batch.largest_chunk(decoding))
+        chunk, keep, cost = self._prefill(micro_batch, step, micro_batch.largest_chunk(decoding))
         count, rows = micro_batch.tokens_to_choose(), micro_batch.rows
         micro_batch.count_prefill(cost, decoding, count.any())
         program = self._decode_program(micro_batch.busy_rows(count), self.asked[number])
@@ -262,7 +262,7 @@ class Engine:
         step.stepped = [(i, row, row.number) for i, row in enumerate(rows) if count[i]]
         for _, row, _ in step.stepped:
             row.steps_in_flight += 1
-        step.plan = StepPlan(assignments, chunk, count, sampling, within_shard)
+        step.plan = StepPlan(assignments, chunk, count, sampling, within_shard, keep)
         self.turns += 1
         return step
 
@@ -306,16 +306,16 @@ class Engine:
     def _assignment(self, shards: list[Shard], admissions: Sequence[Admission | None]) -> Assignment:
         """The assignment of the given tokens of at most one row per data shard."""
         tokens = np.full((len(shards), self.programs.max_len), -1, np.int32)
-        rows, read, sources = np.full((3, len(shards)), -1, np.int32)
+        rows, read, sources, place = np.full((4, len(shards)), -1, np.int32)
         for i, (shard, admission) in enumerate(zip(shards, admissions, strict=True)):
             if admission:
                 row = admission.row
                 tokens[i, : row.given] = row.text[: row.given]
                 rows[i], sources[i] = map(shard.rows.index, (row, admission.source))
-                read[i] = row.computed
+                read[i], place[i] = row.computed, admission.place
         save = [admission and admission.save for admission in admissions]
         load = [admission and admission.load for admission in admissions]
-        return Assignment(rows, tokens, read, sources, save, load)
+        return Assignment(rows, tokens, read, sources, place, save, load)
 
     def _end_if_read(self, row: Row, step: InFlight) -> None:
         """An answer of no new tokens ends when the results of its last prefill chunk arrive."""
@@ -324,29 +324,33 @@ class Engine:
 
     def _prefill(
         self, micro_batch: MicroBatch, step: InFlight, largest: float
-    ) -> tuple[PrefillChunk | None, float]:
-        """Plan a prefill chunk: -> (the chunk, its cost), or (None, 0) if no prompt is left to read.
+    ) -> tuple[PrefillChunk | None, np.ndarray | None, float]:
+        """Plan a prefill chunk: -> (the chunk, where states are kept after it, see StepPlan, its cost).
 
-        largest: see MicroBatch.largest_chunk. cost: see PrefillLimits.
+        (None, None, 0) if no prompt is left to read. largest: see MicroBatch.largest_chunk. cost: see
+        PrefillLimits.
         """
         found = micro_batch.next_to_prefill(at_most(largest, self.chunk_shapes)) if largest else None
         if not found:
-            return None, 0
+            return None, None, 0
         shape, reading = found
         start = max(row.computed for row in itertools.chain(*reading))
         cost = self.scheduler.limits.cost(shape.tokens, start)
-        rows, count = np.zeros((2, len(reading), shape.rows), np.int32)
+        rows, count, keep = np.zeros((3, len(reading), shape.rows), np.int32)
+        keep -= 1
         for i, (shard, own) in enumerate(zip(micro_batch.shards, reading, strict=True)):
             idle = [row for row in shard.rows if row not in own]  # a chunk has no row twice
             rows[i] = [shard.rows.index(row) for row in (*own, *idle)][: shape.rows]
-            count[i, : len(own)] = [min(row.prefill_left, shape.width) for row in own]
+            count[i, : len(own)] = [min(row.next_chunk, shape.width) for row in own]
             first = i * shape.rows
             step.scored += [(first + j, x, x.number) for j, x in enumerate(own) if x.answer.request.score]
-            for row, n in zip(own, count[i].tolist(), strict=False):
-                row.computed += n
+            for j, row in enumerate(own):
+                row.computed += int(count[i, j])
+                keep[i, j] = row.keep()
                 self._end_if_read(row, step)
         score = max((self._score(row.answer.request) for _, row, _ in step.scored), default=None)
-        return PrefillChunk(rows=rows.ravel(), count=count.ravel(), width=shape.width, score=score), cost
+        chunk = PrefillChunk(rows=rows.ravel(), count=count.ravel(), width=shape.width, score=score)
+        return chunk, keep.ravel() if (keep >= 0).any() else None, cost
 
     def _receive(self, step: InFlight, scores: Scores | None, output: Output | None) -> list[Answer]:
         changed = self._receive_scores(step, scores)

@@ -219,23 +219,23 @@ def stage_layers(x: Array, chunk: Chunk, weights: Weights, batch: Batch, cfg: Co
     """The layers of each stage, on the activations that it received: -> ([B,T,D], Batch)."""
     n, shape, received = mesh.shape[STAGE], x.shape[:2], batch.stage_inputs
     infos, kinds = stages.in_stages(model.weight_infos(cfg), n), stages.first_stage(cfg, n).layers
-    kv_specs = model.memory_specs(kinds, batch.cache.layers)
+    of_memories = model.memory_specs(kinds, batch.cache.layers)
 
     @partial(
         jax.shard_map,
         mesh=mesh,
-        in_specs=(P(ROWS), specs(infos.layers, weights.layers), kv_specs, P(ROWS)),
-        out_specs=(P(ROWS), kv_specs),
+        in_specs=(P(ROWS), specs(infos.layers, weights.layers), of_memories, P(ROWS)),
+        out_specs=(P(ROWS), of_memories),
         check_vma=declares_vma(mesh, shape[1]),
     )
-    def on_device(x: Array, w: list, kv: list, chunk: Chunk):
+    def on_device(x: Array, w: list, memories: list, chunk: Chunk):
         w = jax.tree.map(lambda x: x[0], w)  # p: this device's stage
-        return model.decoder_layers(x, w, kv, chunk, kinds)
+        return model.decoder_layers(x, w, memories, chunk, kinds)
 
     x = stages.enter(x, received.hidden[shape], mesh)
-    x, kv = on_device(x, weights.layers, batch.cache.layers, chunk)
+    x, memories = on_device(x, weights.layers, batch.cache.layers, chunk)
     hidden = received.hidden | {shape: stages.pass_on(x, mesh)}
-    return x, batch.replace(layers=kv, stage_inputs=dataclasses.replace(received, hidden=hidden))
+    return x, batch.replace(layers=memories, stage_inputs=dataclasses.replace(received, hidden=hidden))
 
 
 def on_one_cpu(mesh: Mesh) -> bool:

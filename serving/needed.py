@@ -36,6 +36,13 @@ class CopyPrefixes:
 
 
 @dataclasses.dataclass(frozen=True)
+class KeepStates:
+    """Keeps the states of so many rows of each data shard."""
+
+    rows: int
+
+
+@dataclasses.dataclass(frozen=True)
 class ReadChunk:
     """Reads a prefill chunk. score: see steps.PrefillChunk."""
 
@@ -51,7 +58,7 @@ class ChooseTokens:
     options: frozenset[str]
 
 
-Program = AssignRows | CopyPrefixes | ReadChunk | ChooseTokens
+Program = AssignRows | CopyPrefixes | KeepStates | ReadChunk | ChooseTokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,10 +117,12 @@ def needed_programs(
     """
     rows = next((n for n in programs.decode_rows if n >= (active or programs.rows)), programs.decode_rows[-1])
     alone = programs.rows == programs.stages * programs.shards  # no row has another to copy a prefix from
-    needed: list[Program] = [AssignRows(copies) for copies in (False, True)[: 1 if alone else 2]]
+    copies = not alone or programs.places > 0  # a state is copied from a place
+    needed: list[Program] = [AssignRows(copies) for copies in (False, True)[: 1 + copies]]
     needed += [CopyPrefixes()] if prefix_cache and programs.stages == 1 else []
     shapes = [shape for shape in programs.chunk_shapes if shape.rows <= rows]
     shapes = useful_shapes(shapes, demand.longest - 1, max(limits.alone, limits.beside_decoding))
+    needed += [KeepStates(n) for n in sorted({shape.rows for shape in shapes})] if programs.places else []
     scores = sorted(demand.scores, key=str)  # None among them
     needed += itertools.starmap(ReadChunk, itertools.product(shapes, scores))
     return [*needed, *(ChooseTokens(rows, options) for options in decode_sets(programs, demand))]
@@ -155,7 +164,11 @@ def run_on_no_row(programs: Programs, program: Program) -> Any:
     match program:
         case AssignRows(copies):
             texts = np.zeros((shards, programs.max_len), np.int32)
-            return programs.assign_rows(nothing - 1, texts, nothing, nothing if copies else None)
+            source = nothing if copies else None
+            return programs.assign_rows(nothing - 1, texts, nothing, source, nothing - 1)
+        case KeepStates(rows):
+            chunk = no_chunk(Shape(rows, 1), shards)
+            return programs.keep_states(chunk.rows, chunk.rows * 0 - 1)
         case CopyPrefixes():
             saved = [SavedPrefix(np.zeros(programs.rows, np.int32), 0, 0) for _ in range(shards)]
             programs.save_prefixes(nothing, saved)

@@ -16,12 +16,12 @@ import model
 from feedback.errors import UserError
 from feedback.progress import progress
 from model import Config, Weights
-from ops.kv_cache import KV
 from ops.platform import platform
 from serving import steps
 from serving.chunks import Shape, chunk_shapes
 from serving.executors import executor_for, run
-from serving.prefix_cache import SavedPrefix, cache_bytes, on_devices, slot_axes
+from serving.prefix_cache import SavedPrefix, memory_bytes, on_devices, slot_axes
+from serving.reuse import places
 from serving.steps import DecodeStep, Output, PrefillChunk, Scores, Step
 from sharding.arrays import abstract, zeros
 from sharding.collective_matmul import prefill_ring
@@ -42,13 +42,14 @@ class Assignment(NamedTuple):
     """A new text for one row of each data shard: see steps.assign_rows.
 
     source: the row itself where no prefix is copied from another. save: for each data shard, what is to keep
-    the cache of the row's old text. load: the saved prefix whose cache the row gets. Either may be None.
+    the memory of the row's old text. load: the saved prefix whose memory the row gets. Either may be None.
     """
 
     rows: np.ndarray
     tokens: np.ndarray
     length: np.ndarray
     source: np.ndarray
+    place: np.ndarray
     save: Sequence[SavedPrefix | None] = ()
     load: Sequence[SavedPrefix | None] = ()
 
@@ -57,7 +58,8 @@ class Assignment(NamedTuple):
 class StepPlan:
     """What a turn does for a microbatch: assign rows, prefill a chunk of prompts, decode a token per row.
 
-    chunk: of equally many rows of each data shard; None if none is read. count, sampling, rows: see
+    chunk: of equally many rows of each data shard; None if none is read. keep: in which place the states of
+    each of these rows are kept after it, -1: in none; None: nowhere. count, sampling, rows: see
     steps.DecodeStep.
     """
 
@@ -66,6 +68,7 @@ class StepPlan:
     count: np.ndarray
     sampling: Sampling
     rows: np.ndarray | None = None
+    keep: np.ndarray | None = None
 
 
 class Speculation(Protocol):
@@ -92,6 +95,7 @@ class Programs:
     batch: the Batch of this turn; waiting: those of the next turns. last_read: the result of the last prefill
     chunk. shards: data shards of a microbatch.
     width: the most tokens of a row that a decode step reads. masks: of all layers, a draft model's included.
+    places: in which states of each row are kept, see reuse.with_room.
     chunk_shapes: of prefill chunks, see chunks.py.
     decode_rows: the numbers of rows of a data shard that a decode step may compute, ascending. On one CPU
     device these are 1, 2, 4 and so on up to all. Elsewhere a step computes all rows: there it is bound by
@@ -138,6 +142,7 @@ class Programs:
             if cfg.V != self.draft.cfg.V:
                 raise UserError(f"the draft has {self.draft.cfg.V} tokens, the model {cfg.V}")
             self.masks |= self.draft.masks
+        self.places = places(self.masks)
         if speculation and self.stages > 1:
             what = "do not pass on how many guesses were right"
             raise UserError(f"{self.stages} stages of layers {what}: leave out --lookup, --draft or --pp")
@@ -150,18 +155,19 @@ class Programs:
         scores = output = None
         nothing, last_chunk = np.zeros(self.shards, np.int32), plans[-1].chunk
         no_tokens = np.zeros((self.shards, self.max_len), np.int32)
-        no_assignment = Assignment(nothing - 1, no_tokens, nothing, nothing - 1)
+        no_assignment = Assignment(nothing - 1, no_tokens, nothing, nothing - 1, nothing - 1)
         for assignments in itertools.zip_longest(
             *(plan.assignments for plan in plans), fillvalue=no_assignment
         ):
-            arrays = [(x.rows, x.tokens, x.length, x.source) for x in assignments]
-            rows, tokens, length, source = map(np.concatenate, zip(*arrays, strict=True))
+            arrays = [(x.rows, x.tokens, x.length, x.source, x.place) for x in assignments]
+            rows, tokens, length, source, place = map(np.concatenate, zip(*arrays, strict=True))
             save, load = assignments[0].save, assignments[0].load  # none if there are several stages
             if any(save):
                 self.save_prefixes(rows, save)
             if any(load):
                 self.load_prefixes(np.where([x is not None for x in load], rows, -1), load)
-            self.assign_rows(rows, tokens, length, source if (source != rows).any() else None)
+            copies = (source != rows).any() or (place >= 0).any()
+            self.assign_rows(rows, tokens, length, source if copies else None, place)
         for shape in sorted({self.shape_of(plan.chunk) for plan in plans if plan.chunk}):
             idle = no_chunk(shape, self.shards)
             chunks = [x.chunk if x.chunk and self.shape_of(x.chunk) == shape else idle for x in plans]
@@ -169,6 +175,8 @@ class Programs:
             score = max((x.score for x in chunks if x.score is not None), default=None)
             found = self.prefill(rows, count, shape.width, score)
             scores = found if chunks[-1] is last_chunk else scores
+        if (keep := plans[0].keep) is not None:  # with several stages no states are kept
+            self.keep_states(plans[0].chunk.rows, keep)
         if any(plan.count.any() for plan in plans):
             sampling = jax.tree.map(lambda *x: np.concatenate(x), *(plan.sampling for plan in plans))
             count = np.concatenate([plan.count for plan in plans])
@@ -177,18 +185,25 @@ class Programs:
         self.batch = self.waiting.popleft().replace(stage_inputs=self.batch.stage_inputs)
         return scores, output
 
-    def assign_rows(self, rows, tokens, length, source) -> None:
+    def assign_rows(self, rows, tokens, length, source, place) -> None:
         """Give rows new texts, of which a prefix counts as read: see steps.assign_rows."""
-        self.batch = self.call(steps.assign_rows, rows, tokens, length, source, self.batch, **self.static)
-        if self.draft:
-            self.draft.assign_rows(rows, tokens, length, source)
+        for x in self.with_draft:
+            from_place = place if x.places and source is not None else None
+            arguments = rows, tokens, length, source, x.batch, from_place
+            x.batch = self.call(steps.assign_rows, *arguments, **x.static)
+
+    def keep_states(self, rows, place) -> None:
+        """Keep the states of rows in places: see steps.keep_states."""
+        for x in self.with_draft:
+            if x.places:
+                x.batch = self.call(steps.keep_states, rows, place, x.batch, **x.static)
 
     def shape_of(self, chunk: PrefillChunk) -> Shape:
         """The shape of a microbatch's chunk."""
         return Shape(len(chunk.rows) // self.shards, chunk.width)
 
     def save_prefixes(self, rows: np.ndarray, prefixes: Sequence[SavedPrefix | None]) -> None:
-        """Start to copy the cache of rows[i] of data shard i to prefixes[i], where this is not None."""
+        """Start to copy the memory of rows[i] of data shard i to prefixes[i], where this is not None."""
         saved = [pair for x in self.with_draft for pair in slot_axes(x.read_rows(rows))]
         for i, prefix in enumerate(prefixes):
             if prefix is not None:
@@ -198,15 +213,15 @@ class Programs:
         """Put what prefixes[i] keeps into rows[i] of data shard i; -1 is skipped."""
         arrays = on_devices(prefixes)
         for x in self.with_draft:
-            leaves, tree = jax.tree.flatten(x.batch.cache.layers)
+            leaves, tree = jax.tree.flatten((x.batch.cache.layers, x.batch.kept))
             x.write_rows(rows, jax.tree.unflatten(tree, arrays[: len(leaves)]))
             arrays = arrays[len(leaves) :]
 
-    def read_rows(self, rows: np.ndarray) -> list[KV]:
+    def read_rows(self, rows: np.ndarray) -> tuple[list, list]:
         return self.call(steps.read_rows, np.maximum(rows, 0), self.batch, **self.static)
 
-    def write_rows(self, rows: np.ndarray, caches: list[KV]) -> None:
-        self.batch = self.call(steps.write_rows, rows, caches, self.batch, **self.static)
+    def write_rows(self, rows: np.ndarray, saved: tuple[list, list]) -> None:
+        self.batch = self.call(steps.write_rows, rows, saved, self.batch, **self.static)
 
     @property
     def with_draft(self) -> list["Programs"]:
@@ -214,8 +229,9 @@ class Programs:
         return [self, self.draft] if self.draft else [self]
 
     def row_bytes(self, tokens: int) -> int:
-        """Bytes of the cache of a row with so many tokens, on all devices of its data shard."""
-        return sum(cache_bytes(slot_axes(x.batch.cache.layers), tokens) for x in self.with_draft)
+        """Bytes of the memory of a row with so many tokens, on all devices of its data shard."""
+        memories = [(x.batch.cache.layers, x.batch.kept) for x in self.with_draft]
+        return memory_bytes(slot_axes(memories), tokens)
 
     def prefill(self, rows, count, width: int, score: int | None = None) -> Scores | None:
         """Read a chunk of prompts in as many rows of each data shard: -> its scores, see steps.PrefillChunk.

@@ -8,22 +8,25 @@ import dataclasses
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from model import Mask
+from model import Mask, Recurrent
 from serving.chunks import Shape, best_shape, prompts_in_chunk
 from serving.prefix_cache import MIN_SAVED, PrefixCache, SavedPrefix
 from serving.requests import Answer
-from serving.rings import reusable_prefix
+from serving.reuse import places, reusable_prefix
 from sharding.sampling import NEUTRAL, Sampling
 
 COMPARED = 8192  # tokens that are compared at a time: most texts differ early
 LOOKAHEAD = 100  # answers of the queue that are considered: one that waits for a prefix lets others pass
 MIN_COPIED = 16  # tokens of a cached prefix; computing fewer again costs less than copying them
+# How many tokens before the end of a prompt its states are kept. Chat templates write the last few otherwise
+# when the answer is a part of the next prompt: they leave out an empty thought, for example.
+BEFORE_END = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +81,10 @@ class Row:
     yet. number: of its answer, in the order of admission to the shard. given: how many tokens of its text
     chunks read, but for the last of them: the prompt, and once a grammar has forced tokens, all up to the
     last of these. unsent: whether the device does not have the forced tokens yet.
+
+    If layers have states: kept: for each place in which states of the row are kept, after how many tokens
+    they are those of the row; 0 if none are there. stops: {after how many tokens states are to be kept: in
+    which place}; a chunk ends there.
     """
 
     text: np.ndarray
@@ -89,6 +96,8 @@ class Row:
     number: int = -1
     given: int = 0
     unsent: bool = False
+    kept: list[int] = dataclasses.field(default_factory=list)
+    stops: dict[int, int] = dataclasses.field(default_factory=dict)
 
     @property
     def free(self) -> bool:
@@ -103,6 +112,20 @@ class Row:
     def prefill_left(self) -> int:
         """How many given tokens are still to be prefilled: the last one is left to a decode step."""
         return 0 if self.free else max(self.given - 1 - self.computed, 0)
+
+    @property
+    def next_chunk(self) -> int:
+        """How many given tokens the next chunk may read: up to the next stop."""
+        end = self.computed + self.prefill_left
+        return min([stop for stop in self.stops if stop > self.computed] + [end]) - self.computed
+
+    @property
+    def states(self) -> tuple[int, ...]:
+        """After how many tokens there are states of the row: those in its places, and its latest.
+
+        While steps are in flight the latest ones change.
+        """
+        return (*self.kept, 0 if self.steps_in_flight else self.computed)
 
     @property
     def decoding(self) -> bool:
@@ -128,13 +151,26 @@ class Row:
         """
         return max(self.source_computed, self.computed + self.steps_in_flight * width)
 
-    def assign(self, answer: Answer, cached: int, source_computed: int, number: int) -> None:
-        """Take an answer whose first `cached` tokens come from a row that had computed `source_computed`."""
+    def assign(
+        self, answer: Answer, cached: int, source_computed: int, number: int, kept: Iterable[int] = ()
+    ) -> None:
+        """Take an answer whose first `cached` tokens come from a row that had computed `source_computed`.
+
+        kept: what is in this row's places; states of more than the cached tokens are no longer the row's.
+        """
         self.text[: len(answer.prompt)] = answer.prompt
         self.answer, self.number = answer, number
         self.given, self.unsent = len(answer.prompt), False
         self.computed, self.reused, self.steps_in_flight = cached, cached, 0
         self.source_computed = source_computed if cached else 0
+        self.kept, self.stops = [n if n <= cached else 0 for n in kept], {}
+
+    def keep(self) -> int:
+        """In which place the states are kept that the row has now; -1: in none."""
+        place = self.stops.pop(self.computed, -1)
+        if place >= 0:
+            self.kept[place] = self.computed
+        return place
 
     def append(self, tokens: np.ndarray) -> None:
         """Add the tokens that a step has chosen, one after each token that it has computed."""
@@ -150,6 +186,7 @@ class Row:
     def clear(self) -> None:
         """Give up the answer and all that is cached."""
         self.answer, self.number, self.computed, self.given = None, -1, 0, 0
+        self.kept, self.stops = [0] * len(self.kept), {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,12 +207,14 @@ class Wait:
 class Admission(NamedTuple):
     """A row for an answer, and where the cached prefix comes from.
 
-    source: the row whose prefix is copied, which may be the same. save: what is to keep the cache of the
-    row's old text. load: the saved prefix that replaces the row's cache.
+    source: the row whose prefix is copied, which may be the same. place: of the source's states, see
+    steps.assign_rows. save: what is to keep the memory of the row's old text. load: the saved prefix that
+    replaces the row's memory.
     """
 
     row: Row
     source: Row
+    place: int = -1
     save: SavedPrefix | None = None
     load: SavedPrefix | None = None
 
@@ -191,7 +230,7 @@ class Shard:
 
     rows: list[Row]
     width: int
-    masks: frozenset[Mask]
+    masks: frozenset[Mask | Recurrent]
     prefix_cache: PrefixCache = dataclasses.field(default_factory=lambda: PrefixCache(0))
     row_bytes: Callable[[int], int] = int
     waits: dict[Answer, Wait] = dataclasses.field(default_factory=dict)
@@ -212,7 +251,9 @@ class Shard:
                 load, loaded = self.longest_saved(answer)
                 if (wait := self.wait(matches, max(loaded, *cached.values()))) is None:
                     queue.remove(answer)
-                    return self.assign(answer, cached, load, loaded)
+                    admission = self.assign(answer, cached, load, loaded)
+                    self.plan_stops(admission.row, max(matches.values()))
+                    return admission
             waits[answer] = self.waits[answer] = wait
         self.waits = waits
         return None
@@ -224,18 +265,35 @@ class Shard:
         row, source = self.choose(cached)
         if loaded - cached[source] >= MIN_COPIED:
             row = source = self.oldest_free()
-            kept, reused, latest = 0, loaded, load.latest
+            left, reused, latest, states = 0, loaded, load.latest, load.states
             self.prefix_cache.use(load)
         else:
             load, reused, latest = None, cached[source], source.most_computed(self.width)
-            kept = reused if row is source else 0
+            left, states = reused if row is source else 0, source.states
         save = None
-        if row.computed - kept >= MIN_SAVED:
-            size = self.row_bytes(row.most_computed(self.width))
-            save = self.prefix_cache.add(row.text[: row.computed], row.most_computed(self.width), size)
-        row.assign(answer, reused, latest, self.admitted)
+        if row.computed - left >= MIN_SAVED:
+            size, most = self.row_bytes(row.most_computed(self.width)), row.most_computed(self.width)
+            save = self.prefix_cache.add(row.text[: row.computed], most, size, row.states)
+        *kept, own = states
+        place = kept.index(reused) if reused not in (0, own) and kept else -1
+        row.assign(answer, reused, latest, self.admitted, kept if row is source else [0] * len(kept))
         self.admitted += 1
-        return Admission(row, source, save, load)
+        return Admission(row, source, place, save, load)
+
+    def plan_stops(self, row: Row, common: int) -> None:
+        """Plan after how many tokens of its prompt the states of a row are kept, if layers have states.
+
+        common: how many tokens another text has in common with the prompt. Where two texts part, a third one
+        is likely to part from them; so the states there are kept, in all places but the first, by turns. In
+        the first are those near the end of the prompt, where the next turn of a conversation goes on.
+        """
+        if not row.kept:
+            return
+        end = row.given - 1 - BEFORE_END
+        if end - row.computed >= MIN_COPIED:
+            row.stops[end] = 0
+        if len(row.kept) > 1 and row.computed + MIN_COPIED <= common < end:
+            row.stops[common] = 1 + row.number % (len(row.kept) - 1)
 
     def oldest_free(self) -> Row:
         """The free row that has not been given an answer for the longest time."""
@@ -245,7 +303,7 @@ class Shard:
         """-> (the saved prefix of which the most can be reused, how many of its tokens)."""
         own = reusable_tokens(answer)
         lengths = {
-            saved: self.reusable(common_prefix(saved.text, own), saved.latest)
+            saved: self.reusable(common_prefix(saved.text, own), saved.latest, saved.states)
             for saved in self.prefix_cache.saved
         }
         best = max(lengths, key=lengths.get, default=None)
@@ -258,11 +316,14 @@ class Shard:
 
     def cached_prefix(self, row: Row, matching: int) -> int:
         """How many of the matching tokens the row has computed and its cache still holds."""
-        return self.reusable(min(matching, row.computed), row.most_computed(self.width))
+        return self.reusable(min(matching, row.computed), row.most_computed(self.width), row.states)
 
-    def reusable(self, n: int, latest: int) -> int:
-        """How many of n computed tokens a cache still holds that may have held `latest` tokens."""
-        while (less := min((reusable_prefix(mask, n, latest) for mask in self.masks), default=n)) < n:
+    def reusable(self, n: int, latest: int, states: tuple[int, ...] = ()) -> int:
+        """How many of n computed tokens a row's memory still holds that may have held `latest` tokens.
+
+        states: see Row.
+        """
+        while (less := min((reusable_prefix(x, n, latest, states) for x in self.masks), default=n)) < n:
             n = less
         return n
 
@@ -273,8 +334,11 @@ class Shard:
         """
         waits = (Wait(row, row.answer, n) for row, n in matches.items() if row.prefill_left)
         longest = max((wait for wait in waits if wait.left), key=lambda wait: wait.shared, default=None)
-        worth = longest is not None and longest.shared - cached >= MIN_COPIED
-        return longest if worth else None
+        if longest is None or longest.shared - cached < MIN_COPIED:
+            return None
+        if kept := longest.row.kept:  # the row has to keep its states there, or in its only place
+            longest.row.stops.setdefault(longest.shared, len(kept) - 1)
+        return longest
 
     def choose(self, cached: dict[Row, int]) -> tuple[Row, Row]:
         """-> (a free row for an answer, the row whose cached prefix it starts from)."""
@@ -351,7 +415,7 @@ class MicroBatch:
         if not any(waiting):
             return None
         self.prefills += 1
-        unread = [[row.prefill_left for row in rows] for rows in waiting]
+        unread = [[row.next_chunk for row in rows] for rows in waiting]
         shape = best_shape(shapes, unread)
         chosen = (prompts_in_chunk(shape, left) for left in unread)
         return shape, [[rows[i] for i in own] for rows, own in zip(waiting, chosen, strict=True)]
@@ -439,7 +503,7 @@ class Scheduler:
         stages: int,
         shards: int,
         width: int,
-        masks: frozenset[Mask],
+        masks: frozenset[Mask | Recurrent],
         prefix_cache_bytes: int = 0,
         row_bytes: Callable[[int], int] = int,
         limits: PrefillLimits = PrefillLimits(),  # noqa: B008  immutable
@@ -447,7 +511,7 @@ class Scheduler:
         """shards: of each micro-batch. width, masks, row_bytes: see Shard. prefix_cache_bytes: of all shards
         together.
         """
-        self.rows = [Row(text) for text in np.zeros((rows, max_len), np.int32)]
+        self.rows = [Row(text, kept=[0] * places(masks)) for text in np.zeros((rows, max_len), np.int32)]
         each = rows // (stages * shards)
         limit = prefix_cache_bytes // (stages * shards)
         self.shards = [

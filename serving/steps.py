@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import model
-from model import Cache, Chunk, Config, Weights
-from ops.kv_cache import KV
-from serving.rings import rollback_limit
-from sharding.arrays import ArrayInfo, abstract, pytree, zeros
+from model import Cache, Chunk, Config, LayerKind, Weights
+from serving.reuse import places, rollback_limit
+from sharding.arrays import ArrayInfo, abstract, pytree, specs, zeros
 from sharding.collective_matmul import Ring
 from sharding.mesh import MODEL, ROWS, STAGE
 from sharding.sampling import MAX_TOP_LOGPROBS, Sampling, TopLogprobs, logprob, sample, top_logprobs
@@ -32,16 +31,19 @@ MOST_SCORED = 512  # tokens of a prefill chunk whose logits are computed at a ti
 
 @pytree
 class Batch:
-    """The rows of a batch: their caches and their tokens.
+    """The rows of a batch: their memories and their tokens.
 
     tokens: [b,S] int32. A row has read its first cache.length[b] tokens and reads the next one next. The
     tokens after it are the unread rest of a prompt, or garbage. -1: a token that the last pipeline stage has
     chosen and this stage does not know.
+    kept: one for each layer: the states of each row in so many places, a tree of [b,I,...], see
+    Recurrent.kept; None for layers whose states are not kept, and for those that have none.
     stage_inputs: None if there is one stage.
     """
 
     cache: Cache
     tokens: Array
+    kept: list
     stage_inputs: StageInputs | None = None
 
     def replace(self, **changes) -> "Batch":
@@ -52,8 +54,17 @@ class Batch:
 
 def batch_infos(cfg: Config, rows: int, max_len: int, dtype, stages: int = 1) -> Batch:
     """The declared Batch of as many rows of up to `max_len` tokens. dtype: of the cache."""
-    tokens = ArrayInfo("bS", shape=(rows, max_len), dtype=jnp.int32)
-    return Batch(cache=model.cache_infos(first_stage(cfg, stages), rows, max_len, dtype), tokens=tokens)
+    tokens: Any = ArrayInfo("bS", shape=(rows, max_len), dtype=jnp.int32)
+    own = first_stage(cfg, stages)
+    kept = [kept_infos(kind, rows, max_len, dtype) for kind in own.layers]
+    return Batch(cache=model.cache_infos(own, rows, max_len, dtype), tokens=tokens, kept=kept)
+
+
+def kept_infos(kind: LayerKind, rows: int, max_len: int, dtype):
+    """The declared places for a layer's states, see Batch.kept."""
+    if not (n := places([kind.mask])):
+        return None
+    return jax.tree.map(lambda info: info.in_places(n), model.memory_info(kind, rows, max_len, dtype))
 
 
 def init_batch(cfg: Config, mesh: Mesh, rows: int, max_len: int, dtype, allocate=zeros) -> Batch:
@@ -67,37 +78,46 @@ def by_rows(mesh: Mesh, *in_specs, out_specs=P(ROWS)):  # noqa: B008  a Partitio
 
 
 @partial(jax.jit, static_argnames=("cfg", "mesh"), donate_argnames="batch")
-def assign_rows(rows, tokens, length, source, batch: Batch, *, cfg: Config, mesh: Mesh) -> Batch:
+def assign_rows(rows, tokens, length, source, batch: Batch, place=None, *, cfg: Config, mesh: Mesh) -> Batch:
     """Put new texts into rows. The batch is donated: the old one is gone.
 
     rows: [n] int32, the same number for each data shard, counted from 0 within the shard; -1 is skipped.
     tokens: [n,S] int32. length: [n] int32: so many first tokens count as read, because their keys and values
-    are cached already. source: [n] int32, the row of the same shard whose cache holds them and is copied;
-    None: each row's own cache holds them.
+    are cached already. source: [n] int32, the row of the same shard whose memory holds them and is copied;
+    None: each row's own memory holds them. place: [n] int32, in which place of the source the states of this
+    length are; -1: they are its latest. None: as if all were -1.
     """
-    layers, kv_specs = batch.cache.layers, memories_specs(batch, cfg, mesh)
+    memories, of_memories = (batch.cache.layers, batch.kept), memories_specs(batch, cfg, mesh)
 
     @by_rows(mesh)
     def set_texts(rows: Array, tokens: Array, length: Array, old_tokens: Array, old_length: Array):
         rows = jnp.where(rows < 0, old_length.size, rows)
         return old_tokens.at[rows].set(tokens, mode="drop"), old_length.at[rows].set(length, mode="drop")
 
-    @by_rows(mesh, P(ROWS), P(ROWS), kv_specs, out_specs=kv_specs)
-    def copy_prefixes(rows: Array, source: Array, layers: list):
+    @by_rows(mesh, P(ROWS), P(ROWS), P(ROWS), of_memories, out_specs=of_memories)
+    def copy_prefixes(rows: Array, source: Array, place: Array | None, memories: tuple[list, list]):
+        layers, kept = memories
         for i in range(rows.size):
             to = jnp.maximum(rows[i], 0)
             prefix = jnp.where(rows[i] < 0, to, source[i])
             layers = jax.tree.map(partial(copy_row, source=prefix, to=to), layers)
-        return layers
+            for j, states in enumerate(kept if place is not None else ()):
+                if states is not None:
+                    from_place = jnp.where(rows[i] < 0, -1, place[i])
+                    restore = partial(state_from_place, to=to, source=prefix, place=from_place)
+                    layers[j] = jax.tree.map(restore, layers[j], states)
+        return layers, kept
 
     tokens, length = set_texts(rows, tokens, length, batch.tokens, batch.cache.length)
-    layers = layers if source is None else copy_prefixes(rows, source, layers)
-    return batch.replace(layers=layers, length=length, tokens=tokens)
+    layers, kept = memories if source is None else copy_prefixes(rows, source, place, memories)
+    return batch.replace(layers=layers, kept=kept, length=length, tokens=tokens)
 
 
-def memories_specs(batch: Batch, cfg: Config, mesh: Mesh) -> list:
-    """The PartitionSpecs of `batch.cache.layers`."""
-    return model.memory_specs(first_stage(cfg, mesh.shape[STAGE]).layers, batch.cache.layers)
+def memories_specs(batch: Batch, cfg: Config, mesh: Mesh) -> tuple[list, list]:
+    """The PartitionSpecs of `batch.cache.layers` and of `batch.kept`."""
+    kinds, layers = first_stage(cfg, mesh.shape[STAGE]).layers, batch.cache.layers
+    kept = [x and kept_infos(kind, 0, 0, x.dtype) for kind, x in zip(kinds, layers, strict=True)]
+    return model.memory_specs(kinds, layers), specs(kept, batch.kept)
 
 
 def copy_row(x: Array, source: Array, to: Array) -> Array:
@@ -105,37 +125,75 @@ def copy_row(x: Array, source: Array, to: Array) -> Array:
     return lax.dynamic_update_slice_in_dim(x, lax.dynamic_slice_in_dim(x, source, 1), to, 0)
 
 
-@partial(jax.jit, static_argnames=("cfg", "mesh"))
-def read_rows(rows, batch: Batch, *, cfg: Config, mesh: Mesh) -> list[KV]:
-    """The caches of one row of each data shard. rows: [n] int32, as in `assign_rows`, none of them -1."""
-    layers, kv_specs = batch.cache.layers, memories_specs(batch, cfg, mesh)
-
-    @by_rows(mesh, P(ROWS), kv_specs, out_specs=kv_specs)
-    def on_device(rows: Array, layers: list):
-        return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, rows[0], 1), layers)
-
-    return on_device(rows, layers)
+def state_from_place(x: Array, kept: Array, to: Array, source: Array, place: Array) -> Array:
+    """x: [b,...], with what a place of row `source` in `kept` [b,I,...] has in row `to`; place -1: as is."""
+    own = lax.dynamic_slice_in_dim(x, to, 1)
+    places = lax.dynamic_slice_in_dim(kept, source, 1)
+    state = lax.dynamic_index_in_dim(places, jnp.maximum(place, 0), 1, keepdims=False)
+    return lax.dynamic_update_slice_in_dim(x, jnp.where(place < 0, own, state), to, 0)
 
 
 @partial(jax.jit, static_argnames=("cfg", "mesh"), donate_argnames="batch")
-def write_rows(rows, caches: list[KV], batch: Batch, *, cfg: Config, mesh: Mesh) -> Batch:
-    """Replace the cache of one row of each data shard. The batch is donated: the old one is gone.
+def keep_states(rows, place, batch: Batch, *, cfg: Config, mesh: Mesh) -> Batch:
+    """Keep the states of rows, as they are now. The batch is donated: the old one is gone.
 
-    rows: [n] int32, as in `assign_rows`; -1 is skipped. caches: what `read_rows` returns.
+    rows, place: [n] int32, as in `assign_rows`; a row whose place is -1 is skipped.
     """
-    layers, kv_specs = batch.cache.layers, memories_specs(batch, cfg, mesh)
+    memories, of_memories = (batch.cache.layers, batch.kept), memories_specs(batch, cfg, mesh)
 
-    @by_rows(mesh, P(ROWS), kv_specs, kv_specs, out_specs=kv_specs)
-    def on_device(rows: Array, caches: list, layers: list):
+    @by_rows(mesh, P(ROWS), P(ROWS), of_memories, out_specs=of_memories)
+    def on_device(rows: Array, place: Array, memories: tuple[list, list]):
+        layers, kept = memories
+
+        def keep(x: Array, places: Array) -> Array:
+            for row, at in zip(rows, place, strict=True):
+                begin = (row, jnp.maximum(at, 0), *(0 for _ in x.shape[1:]))
+                old = lax.dynamic_slice(places, begin, (1, 1, *x.shape[1:]))
+                new = lax.dynamic_slice_in_dim(x, row, 1)[:, None]
+                places = lax.dynamic_update_slice(places, jnp.where(at < 0, old, new), begin)
+            return places
+
+        return layers, [x and jax.tree.map(keep, layers[i], x) for i, x in enumerate(kept)]
+
+    layers, kept = on_device(rows, place, memories)
+    return batch.replace(layers=layers, kept=kept)
+
+
+@partial(jax.jit, static_argnames=("cfg", "mesh"))
+def read_rows(rows, batch: Batch, *, cfg: Config, mesh: Mesh) -> tuple[list, list]:
+    """The memories of one row of each data shard, and its kept states: -> (layers, kept), see Batch.
+
+    rows: [n] int32, as in `assign_rows`, none of them -1.
+    """
+    memories, of_memories = (batch.cache.layers, batch.kept), memories_specs(batch, cfg, mesh)
+
+    @by_rows(mesh, P(ROWS), of_memories, out_specs=of_memories)
+    def on_device(rows: Array, memories: tuple[list, list]):
+        return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, rows[0], 1), memories)
+
+    return on_device(rows, memories)
+
+
+@partial(jax.jit, static_argnames=("cfg", "mesh"), donate_argnames="batch")
+def write_rows(rows, saved: tuple[list, list], batch: Batch, *, cfg: Config, mesh: Mesh) -> Batch:
+    """Replace the memories of one row of each data shard. The batch is donated: the old one is gone.
+
+    rows: [n] int32, as in `assign_rows`; -1 is skipped. saved: what `read_rows` returns.
+    """
+    memories, of_memories = (batch.cache.layers, batch.kept), memories_specs(batch, cfg, mesh)
+
+    @by_rows(mesh, P(ROWS), of_memories, of_memories, out_specs=of_memories)
+    def on_device(rows: Array, saved: tuple[list, list], memories: tuple[list, list]):
         row, skip = jnp.maximum(rows[0], 0), rows[0] < 0
 
         def replace(x: Array, new: Array) -> Array:
             new = jnp.where(skip, lax.dynamic_slice_in_dim(x, row, 1), new)
             return lax.dynamic_update_slice_in_dim(x, new, row, 0)
 
-        return jax.tree.map(replace, layers, caches)
+        return jax.tree.map(replace, memories, saved)
 
-    return batch.replace(layers=on_device(rows, caches, layers))
+    layers, kept = on_device(rows, saved, memories)
+    return batch.replace(layers=layers, kept=kept)
 
 
 class Step(Protocol):

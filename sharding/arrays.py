@@ -105,6 +105,11 @@ class ArrayInfo:
         """The declaration of as many arrays, each on a stage of its own. stored: of the first stage's."""
         return dataclasses.replace(self, letters="p" + self.letters, shape=(stages, *self.shape))
 
+    def in_places(self, places: int) -> "ArrayInfo":
+        """The declaration of as many such arrays for each row. The letter I counts them."""
+        letters, shape = self.letters[0] + "I" + self.letters[1:], (self.shape[0], places, *self.shape[1:])
+        return dataclasses.replace(self, letters=letters, shape=shape)
+
     def placement(self, mesh: Mesh) -> NamedSharding | layout.Format:
         """The array's sharding and, where XLA is not to choose it, the order of dimensions in memory.
 

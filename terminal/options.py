@@ -94,6 +94,8 @@ def parse_arguments(arguments: list[str] | None = None):
     add("--lookup", action="store_true", help="prompt lookup: speculate that the text repeats itself")
     add("--guesses", type=int, default=4, metavar="N",
         help=f"draft tokens per step, up to {MAX_DRAFT}; default: 4")
+    add("--kept-states", type=int, default=2, metavar="N",
+        help="of models with states, how many of each row are kept for texts that begin alike; default: 2")
 
     add = parser.add_argument_group("server").add_argument
     add("--serve", action="store_true", help="run a server with OpenAI's and Anthropic's APIs")
@@ -133,6 +135,8 @@ def parse_arguments(arguments: list[str] | None = None):
                           "max_queue", "request_timeout")  # fmt: skip
     if args.prefix_cache_gib is not None and not 0 <= args.prefix_cache_gib < 2**20:
         parser.error(f"--prefix-cache-gib {args.prefix_cache_gib} is not between 0 and {2**20}")
+    if args.kept_states < 0:
+        parser.error(f"--kept-states {args.kept_states} is not at least 0")
     if args.prefill_budget is not None and args.prefill_budget < 0:
         parser.error(f"--prefill-budget {args.prefill_budget} is not at least 0")
     if not 0 <= args.port < 65536:

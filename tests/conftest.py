@@ -192,7 +192,7 @@ def with_chunks(cfg: model.Config, size: int) -> model.Config:
 
 def rings(masks) -> set[int]:
     """The sizes of those that are rings."""
-    return {mask.ring for mask in masks if mask.ring}
+    return {mask.ring for mask in masks if getattr(mask, "ring", None)}
 
 
 @functools.cache

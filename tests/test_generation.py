@@ -31,6 +31,7 @@ from serving.executors import one_program
 from serving.needed import demand_of, needed_programs
 from serving.programs import Programs
 from serving.requests import Answer, Request
+from serving.reuse import with_room
 from serving.scheduler import Row, Shard
 from serving.speculation import PromptLookup
 from serving.steps import Batch, DecodeStep, PrefillChunk, assign_rows, batch_infos, init_batch
@@ -49,6 +50,13 @@ SHARED = dict(
     layer_types=["sliding_attention", "full_attention"] * 2, num_kv_shared_layers=2,
     hidden_size_per_layer_input=8, max_position_embeddings=4096,
 )  # fmt: skip
+# Qwen 3.5: two layers with a state, and one with a cache.
+STATES = dict(
+    model_type="qwen3_5_text", vocab_size=96, hidden_size=32, intermediate_size=32, num_hidden_layers=3,
+    num_attention_heads=2, num_key_value_heads=1, head_dim=8, max_position_embeddings=4096, rms_norm_eps=1e-3,
+    layer_types=["linear_attention", "full_attention", "linear_attention"], linear_num_key_heads=2,
+    linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=12, linear_conv_kernel_dim=4,
+)  # fmt: skip
 MODELS = {
     "ring": llama4_config(layers=(Kind(chunk=8, moe=True), Kind(rope=False))),
     "rings": llama4_config(layers=(Kind(chunk=6), Kind(chunk=8))),
@@ -56,6 +64,7 @@ MODELS = {
     "words": llama4_config(layers=(Kind(chunk=8, moe=True), Kind(rope=False)), V=512),
     "plain": llama3_config(depth=1),  # whose cache holds every token
     "shared": with_short_rings(read_config(SHARED)),
+    "states": with_room(read_config(STATES), drafts=4, kept=2),
 }
 
 
@@ -322,7 +331,15 @@ def test_reuse_at_the_edges_of_chunks(name, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "n_requests"), [("rings", 60), deep("ring", 200), deep("rings", 200), deep("shared", 200)]
+    ("name", "n_requests"),
+    [
+        ("rings", 60),
+        deep("ring", 200),
+        deep("rings", 200),
+        deep("shared", 200),
+        ("states", 60),
+        deep("states", 200),
+    ],
 )
 def test_reuse_of_a_row_that_goes_on(name, n_requests, monkeypatch):
     """A row from which another begins may be anywhere: reading, answering, or itself begun from a third.

@@ -66,7 +66,7 @@ class CountingPrograms:
 
     def __init__(self, rows: int, stages: int, shards: int):
         self.rows, self.stages, self.shards = rows, stages, shards
-        self.max_len, self.width, self.masks = 4096, 1, frozenset()
+        self.max_len, self.width, self.masks, self.places = 4096, 1, frozenset(), 0
         self.decode_rows = (rows // (stages * shards),)
         self.chunk_shapes = [chunks.Shape(*shape) for shape in chunks.CPU_SHAPES]
         self.cfg, self.row_bytes = types.SimpleNamespace(V=101), int

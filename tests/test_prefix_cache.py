@@ -40,7 +40,10 @@ def loads(monkeypatch) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(("name", "mesh"), [("ring", "1"), ("ring", "dp2-ep2-tp2"), ("shared", "1")])
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [("ring", "1"), ("ring", "dp2-ep2-tp2"), ("shared", "1"), ("states", "1"), ("states", "tp8")],
+)
 def test_many_requests_in_few_rows(name, mesh, short_prefixes, loads, compiled):
     """As alone, to the token; and nothing is compiled when a row is saved or loaded."""
     requests = mixed(subject(name, "1")[1], 40)

@@ -1,4 +1,4 @@
-"""serving/rings.py against a ring that is simulated token by token."""
+"""serving/reuse.py against a ring that is simulated token by token."""
 
 from functools import partial
 
@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import model
 from model import BlockLocal, Full, Mask, Window
-from serving.rings import INT32_MAX, reusable_prefix, rollback_limit
+from serving.reuse import INT32_MAX, reusable_prefix, rollback_limit
 from sharding.slots import slot_mapping, visible_slots
 
 # Of windows, spare slots of an even number and of an odd one, fewer and more than a query sees.
