@@ -61,12 +61,15 @@ def plain(name: str, sampled: bool) -> list[Answer]:
 
 
 def speculation_by(how: str, name: str, mesh: str) -> PromptLookup | DraftModel:
-    """The model itself, or with other chunks; or another one with other heads."""
+    """The model itself, or with other chunks; or with other weights, nearly its own; or with other heads."""
     if how.startswith("lookup"):
         return PromptLookup(int(how.split()[1]))
     weights, cfg, devices = subject(name, mesh)
     if how == "chunks":
         cfg = with_chunks(cfg, 6)
+    if how == "nearly":
+        others = model.init_weights(jax.random.key(1), cfg, devices)
+        weights = jax.tree.map(lambda own, other: own + 0.03 * other, weights, others)
     if how == "heads":
         cfg = llama3_config(V=cfg.V, depth=1)
         devices = speculation.mesh_for_draft(cfg, devices)
@@ -117,7 +120,8 @@ DRAFTS = [
     ("ring", "1", "lookup 4", False),
     ("ring", "1", "itself", False),
     ("ring", "1", "chunks", False),
-    ("states", "1", "itself", False),
+    ("states", "1", "nearly", False),
+    deep("states", "1", "itself", False),
     deep("states", "tp8", "lookup 4", False),
     deep("states", "1", "itself", True),
     deep("plain", "1", "lookup 1", False),

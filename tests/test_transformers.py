@@ -222,7 +222,8 @@ CONFIGS = {
         rope_parameters=QUARTER_ROPE | dict(mrope_section=[1, 1, 0], mrope_interleaved=True),
     ),
     "qwen3.5-moe": transformers.Qwen3_5MoeTextConfig(
-        **QWEN3_NEXT, **QWEN3_NEXT_EXPERTS, rope_parameters=dict(QUARTER_ROPE)
+        **QWEN3_NEXT | dict(layer_types=["linear_attention", "full_attention"] * 2), **QWEN3_NEXT_EXPERTS,
+        rope_parameters=dict(QUARTER_ROPE),
     ),
 }  # fmt: skip
 NEW = 20  # tokens, so that decoding crosses at least two edges of the chunks of 8
