@@ -38,6 +38,7 @@ from serving.engine import Engine
 from serving.needed import demand_of, needed_programs, warm_up
 from serving.programs import Programs
 from serving.requests import Answer, Request
+from serving.reuse import with_room
 from serving.scheduler import PrefillLimits
 from sharding import slots
 from sharding.arrays import abstract
@@ -179,10 +180,11 @@ def with_masks(cfg: model.Config, change) -> model.Config:
 
 
 def with_short_rings(cfg: model.Config) -> model.Config:
-    """The same model: windows have hardly any room beside them, states a little for drafts."""
-    return with_masks(
-        cfg, lambda mask: dataclasses.replace(mask, spare=6) if hasattr(mask, "spare") else mask
+    """The same model: windows have hardly any room beside them, states a little for drafts and prefixes."""
+    windows = with_masks(
+        cfg, lambda mask: dataclasses.replace(mask, spare=6) if isinstance(mask, model.Window) else mask
     )
+    return with_room(windows, drafts=6, kept=2)
 
 
 def with_chunks(cfg: model.Config, size: int) -> model.Config:
