@@ -46,6 +46,22 @@ def _qwen3(width: int, heads: tuple[int, int], depth: int, F: int, **other) -> d
     return _dense("qwen3", width, heads, depth, F, 151936, head_dim=128, **other)
 
 
+def _qwen3_5(width: int, heads: tuple[int, int], depth: int, states: int, **other) -> dict:
+    """states: how many matrices are the state of a layer without attention."""
+    return dict(
+        model_type="qwen3_5_text", hidden_size=width, num_attention_heads=heads[0],
+        num_key_value_heads=heads[1], head_dim=256, num_hidden_layers=depth, vocab_size=248320,
+        rms_norm_eps=1e-6, rope_theta=1e7, max_position_embeddings=262144, linear_num_key_heads=16,
+        linear_num_value_heads=states, linear_key_head_dim=128, linear_value_head_dim=128,
+        linear_conv_kernel_dim=4,
+    ) | other  # fmt: skip
+
+
+def _qwen3_5_moe(width: int, heads: tuple[int, int], depth: int, states: int, M: int, **other) -> dict:
+    experts = dict(model_type="qwen3_5_moe_text", moe_intermediate_size=M, shared_expert_intermediate_size=M)
+    return _qwen3_5(width, heads, depth, states, **experts | other)
+
+
 def _gemma3(width: int, heads: tuple[int, int], depth: int, F: int, **other) -> dict:
     scaling = dict(rope_type="linear", factor=8.0)
     longest = dict(max_position_embeddings=131072, sliding_window=1024, rope_scaling=scaling, head_dim=256)
@@ -82,6 +98,8 @@ def _gpt2(width: int, heads: int, depth: int) -> dict:
 
 GEMMA = dict(head_dim=256, max_position_embeddings=8192)
 QWEN3_MOE = dict(model_type="qwen3_moe", norm_topk_prob=True, num_experts=128, num_experts_per_tok=8)
+EXPERTS_256 = dict(num_experts=256, num_experts_per_tok=8)
+EXPERTS_512 = dict(num_experts=512, num_experts_per_tok=10)
 GPT_OSS = dict(
     rms_norm_eps=1e-5, head_dim=64, num_experts_per_tok=4, max_position_embeddings=131072,
 )  # fmt: skip
@@ -218,6 +236,15 @@ MODELS = {
     "qwen3-32b": _qwen3(5120, (64, 8), 64, 25600),
     "qwen3-30b-a3b": _qwen3(2048, (32, 4), 48, 6144, moe_intermediate_size=768) | QWEN3_MOE,
     "qwen3-235b-a22b": _qwen3(4096, (64, 4), 94, 12288, moe_intermediate_size=1536) | QWEN3_MOE,
+    "qwen3-next-80b-a3b": _qwen3_5_moe(
+        2048, (16, 2), 48, 32, 512, model_type="qwen3_next", vocab_size=151936, norm_topk_prob=True,
+        intermediate_size=5120, **EXPERTS_512,
+    ),
+    "qwen3.5-0.8b": _qwen3_5(1024, (8, 2), 24, 16, intermediate_size=3584, **TIED),
+    "qwen3.5-9b": _qwen3_5(4096, (16, 4), 32, 32, intermediate_size=12288),
+    "qwen3.5-27b": _qwen3_5(5120, (24, 4), 64, 48, intermediate_size=17408),
+    "qwen3.5-35b-a3b": _qwen3_5_moe(2048, (16, 2), 40, 32, 512, **EXPERTS_256),
+    "qwen3.5-397b-a17b": _qwen3_5_moe(4096, (32, 2), 60, 64, 1024, **EXPERTS_512),
 }  # fmt: skip
 
 
