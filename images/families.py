@@ -21,6 +21,9 @@ FAMILIES = {
     "seed_oss (36B)": "seed-oss-36b",
     "qwen3 (8B)": "qwen3-8b",
     "qwen3_moe (30B-A3B)": "qwen3-30b-a3b",
+    "qwen3_next (80B-A3B)": "qwen3-next-80b-a3b",
+    "qwen3_5_text (27B)": "qwen3.5-27b",
+    "qwen3_5_moe_text (35B-A3B)": "qwen3.5-35b-a3b",
     "gemma (7B)": "gemma-7b",
     "gemma3_text (4B)": "gemma3-4b",
     "gemma4_text (E2B)": "gemma4-e2b",
@@ -45,8 +48,12 @@ COLUMNS = {
         "  gate": "attention: GatedAttention", "  sinks": "attention: SinkAttention",
         "  joint norm": "attention: JointNormAttention",
         "  shares_kv": "shares_kv", "LatentAttention": "attention: LatentAttention",
+        "GatedDeltaNet": "attention: GatedDeltaNet",
     },
-    "mask": {"Full": "mask: Full", "BlockLocal": "mask: BlockLocal", "Window": "mask: Window"},
+    "mask": {
+        "Full": "mask: Full", "BlockLocal": "mask: BlockLocal", "Window": "mask: Window",
+        "Recurrent": "mask: Recurrent",
+    },
     "positions": {
         "Rope": "rope", "  interleaved": "rope.interleaved", "  YaRN": "rope.scaling: YarnScaling",
         "  part of a head": "part of a head",
@@ -102,8 +109,8 @@ def grid() -> dict[str, dict[str, tuple[int, int]]]:
 def draw():
     counts = grid()
     columns = [(group, column) for group, names in COLUMNS.items() for column in names]
-    figure = pyplot().figure(figsize=(10, 5.7))
-    axes = figure.add_axes((0.195, 0.06, 0.795, 0.71))
+    figure = pyplot().figure(figsize=(10, 6.2))
+    axes = figure.add_axes((0.195, 0.055, 0.795, 0.735))
     for y, own in enumerate(counts.values()):
         for x, (_, column) in enumerate(columns):
             n, depth = own[column]

@@ -21,7 +21,7 @@ SECTIONS = {
     "feed-forward": (FEED_FORWARD, "MLP; MoE and its Router"),
     "embed": (EMBED, "what runs before, in and after the layers"),
     "norms": (NORM, "Norm, Rope"),
-    "masks": (CACHE, "Full, BlockLocal, Window"),
+    "masks": (CACHE, "Full, BlockLocal, Window, Recurrent"),
     "what a model is": (OTHER, "the parts of a layer; LayerKind, Config"),
     "the weights": (OTHER, "each array's letters and name in a checkpoint"),
 }
@@ -33,7 +33,7 @@ LAYER = (
     ("RoPE", NORM, ()),
     ("mask, slots of the cache", CACHE, ()),
     ("attend", ATTENTION, ("write_and_attend", "attend")),
-    ("output matrix", ATTENTION, ("attention",)),
+    ("output matrix", ATTENTION, ("SoftmaxAttention.__call__",)),
     ("+", None, ()),
     ("norm", NORM, ()),
     ("MLP or MoE", FEED_FORWARD, ("MLP.__call__", "MoE.__call__")),
@@ -47,6 +47,7 @@ STEPS, STEP_WIDTH = 764, 228  # the steps' left edge and width
 NOTES = (
     "psum  f: each device has a part of the sum over f, and psum adds the parts.",
     "all-gather, all-to-all: only if several devices share a key/value head.",
+    "Layers whose memory is a state have another attention: docs/delta-rule.md.",
     "Each step has the color of its section. Gray lines of the page are docstrings.",
 )
 
@@ -150,7 +151,8 @@ def draw_page(axes, text: str) -> None:
         axes.plot([LEFT, right + 12], [y, y], color=MARK, lw=1)
         axes.plot([right + 12], [y], "o", color=MARK, markersize=4)
         axes.text(right + 20, y, found.label, va="center", fontsize=9, color=MARK, weight="bold")
-        axes.text(right + 122, y, found.function, va="center", fontsize=8, color=TEXT)
+        function = found.function.removesuffix(".__call__")
+        axes.text(right + 122, y, function, va="center", fontsize=8, color=TEXT)
 
 
 def draw_arrow(axes, *points: tuple[float, float]) -> None:

@@ -91,8 +91,8 @@ def test_every_family_is_in_the_picture():
     assert shown == {family.model_type for family in FAMILIES}
     grid = families.grid().values()
     for columns in (
-        ("Attention", "LatentAttention"),
-        ("Full", "BlockLocal", "Window"),
+        ("Attention", "LatentAttention", "GatedDeltaNet"),
+        ("Full", "BlockLocal", "Window", "Recurrent"),
         ("MLP", "GeluMLP", "MoE"),
     ):
         for own in grid:
