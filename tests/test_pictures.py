@@ -4,6 +4,8 @@ import math
 import pathlib
 import re
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
 
@@ -11,7 +13,8 @@ from deployment.chips import CHIPS
 from deployment.floor import needed
 from deployment.job import Job
 from families.registry import FAMILIES
-from images import batching, families, page, quantization, roofline
+from images import batching, families, page, quantization, roofline, state
+from ops.delta_rule import delta_steps
 from planner.published_models import MODELS, read_model
 from quantize import FORMATS, INT8
 from sharding import mesh as axes
@@ -78,6 +81,19 @@ def test_the_page():
     assert {x.name for x in page.collectives(text)} == set(page.COLLECTIVES)
     assert all(x.letters for x in page.collectives(text) if x.name == "psum")
     page.draw()  # raises where a section or a collective has no place
+
+
+def test_the_state():
+    """What the picture of a token shows is what ops/delta_rule.py computes."""
+    tokens = (*state.BEFORE, state.TOKEN)
+    q, k, v = (jnp.array([[[getattr(x, name)] for x in tokens]]) for name in ("query", "key", "value"))
+    decay, strength = (jnp.array([[[getattr(x, name)] for x in tokens]]) for name in ("decay", "strength"))
+    S, empty, all_three = jnp.zeros((1, 1, 4, 4)), jnp.array([True]), jnp.array([3])
+    o, S = delta_steps(q, k, v, jnp.log(decay), strength, S, empty, all_three)
+    shown = state.drawn()
+    np.testing.assert_allclose(shown.after, S[0, 0], atol=1e-6)
+    np.testing.assert_allclose(shown.output, o[0, 2, 0], atol=1e-6)
+    np.testing.assert_allclose(shown.output, state.TOKEN.value, atol=1e-6)  # as its words say
 
 
 def test_the_recorded_run():
