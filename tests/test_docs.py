@@ -366,7 +366,7 @@ def test_glossary():
 
     root = pathlib.Path(transformers.__file__).parent
     models = """llama llama4 mixtral mistral qwen3_moe gemma3 gemma4 glm4_moe_lite gpt_oss muse_glimmer
-        muse_spark""".split()
+        muse_spark qwen3_next""".split()
     files = [path for model in models for path in (root / "models" / model).glob("*.py")]
     files += [root / "configuration_utils.py", root / "modeling_rope_utils.py", *root.glob("generation/*.py")]
     theirs = set(re.findall(r"\w+", "".join(path.read_text() for path in files)))
