@@ -21,7 +21,7 @@ from serving import steps
 from serving.chunks import Shape, chunk_shapes
 from serving.executors import executor_for, run
 from serving.prefix_cache import SavedPrefix, memory_bytes, on_devices, slot_axes
-from serving.reuse import places
+from serving.reuse import places, with_room
 from serving.steps import DecodeStep, Output, PrefillChunk, Scores, Step
 from sharding.arrays import abstract, zeros
 from sharding.collective_matmul import prefill_ring
@@ -120,6 +120,8 @@ class Programs:
 
         Raises UserError for a draft model of another vocabulary, and for speculation with several stages.
         """
+        if speculation:  # a decode step is told from a prompt's chunk by how many tokens states can take back
+            cfg = with_room(cfg, speculation.n_draft, places(cfg.masks))
         self.execute = executor_for(mesh)
         self.stages, self.shards = mesh.shape["stage"], mesh.shape["data"]
         self.rows, self.max_len = rows + -rows % (self.stages * self.shards), max_len

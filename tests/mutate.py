@@ -22,7 +22,6 @@ SAMPLING = "tests/test_sampling.py"
 ASSIGN = "tests/test_meshes.py::test_assign_rows"
 STATES = "tests/test_states.py::test_"
 STATE_DRAFTS = "tests/test_speculation.py::test_the_same_answers[states-1-nearly-False]"
-STATES_REUSED = "tests/test_generation.py::test_reuse_of_a_row_that_goes_on[states-60]"
 PACE = "tests/test_prefill_scheduling.py::test_"
 GUESSES = "tests/test_meshes.py::test_guesses_of_a_step"
 PIECES = "tests/test_meshes.py::test_pieces_of_any_width"
@@ -999,11 +998,12 @@ MUTATIONS = [
     ("families/gated_delta_net.py", "if T <= 1 + mask.spare:", "if T < 1:", STATE_DRAFTS),
     ("families/gated_delta_net.py", "tokens = dataclasses.replace(tokens, gates=jnp.zeros_like(tokens.gates))", "pass", STATE_DRAFTS),
     ("families/gated_delta_net.py", ") // each\n", ")\n", "tests/test_families.py::test_on_a_mesh[qwen3.5-tp8]"),
-    ("serving/reuse.py", "1 + mask.spare)", "2 + mask.spare)", STATE_DRAFTS),
+    ("serving/reuse.py", "1 + mask.spare)", "2 + mask.spare)", STATES + "drafts_and_spare_tokens[model]"),
+    ("serving/programs.py", "cfg = with_room(cfg, speculation.n_draft, places(cfg.masks))", "pass", STATES + "drafts_and_spare_tokens[lookup]"),
     ("serving/reuse.py", "if position <= n), default=0)", "if position <= n), default=n)", STATES + "where_two_texts_part"),
     ("serving/scheduler.py", "row.stops[end] = 0", "pass", STATES + "the_next_turn_of_a_conversation"),
-    ("serving/scheduler.py", "0 if self.steps_in_flight else self.computed", "self.computed", STATES_REUSED),
-    ("serving/scheduler.py", "[n if n <= cached else 0 for n in kept]", "list(kept)", STATES_REUSED),
+    ("serving/scheduler.py", "0 if self.steps_in_flight else self.computed", "self.computed", STATES + "a_text_that_goes_on_from_an_answer_in_progress"),
+    ("serving/scheduler.py", "[n if n <= cached else 0 for n in kept]", "list(kept)", STATES + "states_of_another_text"),
     ("serving/scheduler.py", "longest.row.stops.setdefault(longest.shared, len(kept) - 1)", "pass", STATES + "one_waits_for_the_states_of_another"),
     ("serving/scheduler.py", "kept.index(reused) if reused not in (0, own) and kept else -1", "-1", STATES + "where_two_texts_part"),
     ("serving/programs.py", "slot_axes(x.read_rows(rows))", "slot_axes((x.read_rows(rows)[0], [jax.tree.map(np.zeros_like, kept) for kept in x.read_rows(rows)[1]]))", STATES + "states_in_host_memory[0]"),

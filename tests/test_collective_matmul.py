@@ -52,7 +52,9 @@ def logits_of_both(cfg: model.Config, mesh: Mesh, weights: model.Weights, T: int
     return [np.asarray(logits(tokens, weights, cfg=cfg, mesh=mesh, ring=x)) for x in (None, ring_of(mesh))]
 
 
-@pytest.mark.parametrize("name", ["gpt2", *map(deep, ("muse-glimmer", "gemma3", "glm", "qwen2", "olmo3"))])
+@pytest.mark.parametrize(
+    "name", ["gpt2", *map(deep, ("muse-glimmer", "gemma3", "glm", "qwen2", "olmo3", "qwen3.5"))]
+)
 def test_every_family(name):
     cfg = read_config(json.loads(CONFIGS[name].to_json_string()))
     mesh = mesh_of(cfg, "dp2-tp4")

@@ -1,5 +1,6 @@
 """Layers with a state: the delta rule against numpy, and what of a state a later text can reuse."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from serving.programs import Programs
 from serving.requests import Request
 from serving.reuse import with_room
 from serving.scheduler import BEFORE_END
+from serving.speculation import DraftModel, PromptLookup
 
 HEAD, NAN = 50, jnp.nan
 
@@ -162,3 +164,41 @@ def test_cancelled_while_it_is_read():
     batch.cancel(cancelled)
     finish(batch)
     reused(batch, prompt[:100])
+
+
+def test_a_text_that_goes_on_from_an_answer_in_progress():
+    """The states of a row that decodes are never those of a known text: steps are in flight."""
+    batch = engine(kept=0)
+    first = batch.add(Request(text_of(HEAD), 30))
+    while len(first.tokens) < 8:
+        batch.advance()
+    other = batch.add(Request(first.request.prompt + first.tokens + text_of(3, 1), 4))
+    finish(batch)
+    assert_as_alone([first, other], "states")
+    assert batch.stats.reused_tokens == 0
+
+
+def test_states_of_another_text():
+    """A short prompt takes a row whose places have states of a longer one: they are not the new text's."""
+    batch = engine(kept=2, rows=1)
+    reused(batch, text_of(100))
+    answer, _ = reused(batch, text_of(10, 1), 100)
+    text = (answer.request.prompt + answer.tokens)[:95]
+    assert reused(batch, [*text, (text[-1] + 1) % 96])[1] == 0
+
+
+@pytest.mark.parametrize("drafted_by", ["lookup", "model"])
+def test_drafts_and_spare_tokens(drafted_by):
+    """The model's states get room for all drafts. Of a draft model that has less, a step takes no more."""
+    weights, cfg, mesh = subject("states", "1")
+    less, phrase = with_room(cfg, drafts=1, kept=0), text_of(3)
+    other = model.init_weights(jax.random.key(1), cfg, mesh)
+    nearly = jax.tree.map(lambda own, other: own + 0.03 * other, weights, other)
+    speculation = PromptLookup(4)
+    if drafted_by == "model":
+        speculation = DraftModel(Programs(nearly, less, mesh, 2, 160, "float32"), 4)
+    requests = [Request(phrase * 12 + text_of(2, i), 24) for i in range(4)]
+    batch = engine_of(Programs(weights, less, mesh, 2, 160, "float32", speculation), requests)
+    assert_as_alone(ask(batch, requests), "states")
+    most = batch.stats.row_steps * (4 if drafted_by == "lookup" else 1)
+    assert batch.stats.accepted < batch.stats.drafted <= most
