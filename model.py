@@ -289,6 +289,12 @@ class SoftmaxAttention(abc.ABC):
     @abc.abstractmethod
     def slot_layout(self) -> SlotLayout: ...
 
+    @property
+    def operations(self) -> dict[str, float]:
+        """Of each of G queries with its key, and with its value, of which some columns are the key's."""
+        layout = self.slot_layout
+        return dict(values=2 * self.G * (layout.key + layout.value_width) / layout.width)
+
     @abc.abstractmethod
     def project(self, x: Array, w, chunk: Chunk, rotation: Rotation | None) -> tuple[Array, Any]: ...
 
@@ -877,13 +883,16 @@ class AttentionBlock(Protocol):
     ([b,T,D], the memory with the chunk in it, what the chunk has attended to), and sums over MODEL.
     memory_info declares the memory: a tree of arrays with the rows of the batch as their first axis, and the
     attribute `dtype`, which memory_info would be given to declare the same. K, sharded_widths: of key/value
-    heads, see sharding/mesh.py; K is 0 without any.
+    heads, see sharding/mesh.py; K is 0 without any. operations: by the name of an array of the memory, how
+    many operations a token does for each number that it reads there.
     """
 
     @property
     def K(self) -> int: ...
     @property
     def sharded_widths(self) -> tuple[int, ...]: ...
+    @property
+    def operations(self) -> dict[str, float]: ...
     def declare(self, prefix: str, D: int) -> Any: ...
     def memory_info(self, mask: Any, batch: int, max_len: int, dtype) -> Any: ...
     def __call__(

@@ -33,7 +33,8 @@ from checkpoints.names import FLOATS
 from deployment import memory, placement
 from deployment.deploy import ModelOptions, mesh_for
 from deployment.job import Job
-from deployment.step_bytes import bytes_per_step
+from deployment.step_bytes import bytes_per_step, read_at_a_time, times_read
+from families.gated_delta_net import GatedDeltaNetWeights
 from families.latent_attention import LatentAttentionWeights
 from feedback.errors import UserError
 from model import Config
@@ -122,15 +123,15 @@ def needed_flops(
             per_token += share * _size((routed.gate, routed.up, routed.down))
         else:
             per_token += _size(layer.feed_forward)
-        positions = np.arange(context, context + tokens)
-        pairs = np.sum(positions - kind.mask.first_visible(positions)) + tokens
-        heads, layout = kind.attention.K * kind.attention.G, kind.attention.slot_layout
-        attention += 2 * pairs * heads * (layout.key + layout.value_width)  # query x key, probability x value
+        times = np.sum(times_read(kind, np.arange(context, context + tokens)))
+        attention += times * read_at_a_time(kind, "bfloat16")[1]
     return batch * (2 * per_token * tokens + attention + 2 * cfg.V * cfg.D * chooses)
 
 
-def _cached(w: model.AttentionWeights | LatentAttentionWeights):
-    """The matrices that compute what the cache keeps."""
+def _cached(w: model.AttentionWeights | LatentAttentionWeights | GatedDeltaNetWeights):
+    """The matrices that compute what the cache or the state keeps."""
+    if isinstance(w, GatedDeltaNetWeights):
+        return w.q, w.k, w.v, w.a, w.b
     return (w.kv_a, w.k_rope) if isinstance(w, LatentAttentionWeights) else (w.k, w.v)
 
 

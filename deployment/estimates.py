@@ -6,6 +6,7 @@ from jax.sharding import Mesh
 
 from deployment.chips import Chip, Topology
 from deployment.job import Job, local_tokens
+from model import SoftmaxAttention
 from sharding.mesh import MODEL, SLOTS, STAGE, mesh_size
 from sharding.stages import first_stage
 
@@ -65,11 +66,12 @@ def expected_collectives(job: Job, mesh: Mesh, topology: Topology) -> float:
     cfg, rows, seconds = job.cfg, local_tokens(job, mesh), 0.0
     devices, slots = mesh_size(mesh, MODEL), mesh_size(mesh, SLOTS)
     for kind, count in collections.Counter(first_stage(cfg, mesh.shape[STAGE]).layers).items():
-        K, G, layout = kind.attention.K * slots // devices, kind.attention.G, kind.attention.slot_layout
         sent = [("all-reduce", 2 * rows * cfg.D, devices)] * 2
-        new = 0 if kind.shares_kv else layout.width
-        sent += [("all-gather", 2 * rows * K * (G * layout.key + new), slots)]
-        sent += [("all-to-all", 4 * rows * K * G * (layout.value_width + 1), slots)]
+        if isinstance(kind.attention, SoftmaxAttention):
+            K, G, layout = kind.attention.K * slots // devices, kind.attention.G, kind.attention.slot_layout
+            new = 0 if kind.shares_kv else layout.width
+            sent += [("all-gather", 2 * rows * K * (G * layout.key + new), slots)]
+            sent += [("all-to-all", 4 * rows * K * G * (layout.value_width + 1), slots)]
         seconds += count * sum(collective_seconds(*x, topology) for x in sent if x[2] > 1)
     return seconds
 

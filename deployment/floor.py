@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 from deployment.chips import Topology
 from deployment.job import Job, local_tokens
 from deployment.step_bytes import active_experts, layer_of, part_of, share_read
-from model import LayerKind
+from model import LayerKind, Recurrent
 from ops.grouped_matmul import FEW_ROWS
 from ops.kv_cache import cached_depth, kv_owners
 from sharding.mesh import EXPERT, make_mesh, mesh_size
@@ -31,7 +31,7 @@ def share_needed(argument: str, job: Job, mesh: Mesh) -> float:
 def needed(job: Job, mesh: Mesh) -> tuple[float, float]:
     """(HBM bytes, floating-point operations) of one device that reads what it needs of its shard.
 
-    It reads all once, but a cache once for each layer that attends to it.
+    It reads all once, but a cache once for each layer that attends to it. A state it writes, too.
     A few tokens go through every active expert, whether they chose it or not: so the experts' kernel works.
     """
     cfg, bytes_read, flops = job.cfg, 0, 0
@@ -42,10 +42,9 @@ def needed(job: Job, mesh: Mesh) -> tuple[float, float]:
         if part == "kv_cache":
             kind = cfg.layers[layer_of(name)]
             share *= readers[kind]
-            # Of a latent, the value's columns are some of the key's, and are used twice.
-            layout = kind.attention.slot_layout
-            uses = (layout.key + layout.value_width) / layout.width
-            flops += 2 * size * share * job.tokens * kind.attention.G * uses  # `size` counts all rows
+            operations = kind.attention.operations.get(name.rpartition(".")[2], 0)
+            flops += operations * size * share * job.tokens  # `size` counts all rows
+            share *= 2 if isinstance(kind.mask, Recurrent) else 1
         elif share:
             chosen = share if tokens <= FEW_ROWS else cfg.moe.A / cfg.moe.E if cfg.moe else 1
             flops += 2 * size * tokens * (chosen if part == "experts" else 1)

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from numpy.polynomial.polynomial import polypow
 
 from deployment.memory import shard_bytes
-from model import Config, MoE, Weights
+from model import Config, LayerKind, MoE, Recurrent, Weights
 from ops.kv_cache import cached_depth
 from sharding.mesh import EXPERT, MODEL, STAGE, mesh_size
 from sharding.stages import first_stage
@@ -49,6 +49,12 @@ def part_of(argument: str, cfg: Config) -> str:
         return found[2] if found else "other"
     routed = isinstance(cfg.layers[int(found[1])].feed_forward, MoE)
     return "experts" if routed and re.fullmatch("(gate|up|down)(_bias)?", found[3]) else "mlp"
+
+
+def is_state(argument: str, cfg: Config) -> bool:
+    """Whether an argument of a step is the memory of a layer that has a state in the place of a cache."""
+    layer = layer_of(argument) if argument.startswith("batch.cache.layers") else None
+    return layer is not None and isinstance(cfg.layers[layer].mask, Recurrent)
 
 
 def active_experts(cfg: Config, tokens: float, shards: int) -> float:
@@ -124,7 +130,7 @@ def bytes_per_step(
     kv_dtype: str,
     chooses: bool = True,
 ) -> float:
-    """Bytes that a device must read in a step: the device that reads the most experts.
+    """Bytes that a device must read in a step, and write of states: the device that reads the most experts.
 
     batch: tokens of a data shard, in a decode step one for each row. positions: of the tokens of many steps,
     over which the filled slots of the cache are averaged; an empty array leaves the cache out. chooses: see
@@ -133,9 +139,25 @@ def bytes_per_step(
     experts = active_experts(cfg, batch, mesh_size(mesh, EXPERT))
     weight_leaves = named_leaves(weights=weights)
     total = sum(shard_bytes(x) * share_read(name, cfg, experts, chooses) for name, x in weight_leaves)
-    scale_bytes = 4 if kv_dtype == "int8" else 0  # a bfloat16 per key and per value
     for kind in first_stage(cfg, mesh.shape[STAGE]).layers if len(positions) else ():
-        slot = kind.attention.slot_layout.width * jnp.dtype(kv_dtype).itemsize + scale_bytes
-        slots = np.mean(positions - kind.mask.first_visible(positions)) + 1
-        total += batch * slots * kind.attention.K * slot / mesh_size(mesh, MODEL)
+        each, times = read_at_a_time(kind, kv_dtype)[0], np.mean(times_read(kind, positions))
+        times *= 2 if isinstance(kind.mask, Recurrent) else 1
+        total += batch * times * each / mesh_size(mesh, MODEL)
     return total
+
+
+def read_at_a_time(kind: LayerKind, kv_dtype: str) -> tuple[float, float]:
+    """Of a slot of a row's cache, or of a row's state: (bytes, operations of a token that reads it)."""
+    size_in_bytes = operations = 0
+    for name, x in named_leaves(memory=kind.attention.memory_info(kind.mask, 1, 1, jnp.dtype(kv_dtype))):
+        size, array = math.prod(x.shape), name.rpartition(".")[2]
+        size_in_bytes += size * jnp.dtype(x.dtype).itemsize
+        operations += size * kind.attention.operations.get(array, 0)
+    return size_in_bytes, operations
+
+
+def times_read(kind: LayerKind, positions: np.ndarray) -> np.ndarray:
+    """How many slots the tokens at these positions read; a state they read once."""
+    if isinstance(kind.mask, Recurrent):
+        return np.ones_like(positions)
+    return positions - kind.mask.first_visible(positions) + 1

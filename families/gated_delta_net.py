@@ -95,6 +95,7 @@ class GatedDeltaNet:
     norm: Norm
     K = 0  # it has no heads of keys and values in a cache
     sharded_widths = ()
+    operations = dict(matrix=6.0)  # three products: the key reads S and changes it, the query reads it
 
     def declare(self, prefix: str, D: int) -> GatedDeltaNetWeights:
         """The declared weights. prefix: precedes their names in a checkpoint."""
@@ -136,9 +137,9 @@ class GatedDeltaNet:
             read = q * self.X**-0.5, k, v, tokens.gates[:, :, 0], tokens.gates[:, :, 1]
             empty = chunk.start == 0
             if T <= 1 + mask.spare:  # a decode step: S does not get the last P tokens yet
-                o, matrix = delta_steps(*read, state.matrix, empty, chunk.count)
+                o, matrix = delta_steps(*read, state.matrix, empty, chunk.count, chunk.row)
             else:  # a prompt, of which nothing is taken back
-                o, matrix = delta_chunks(*read, state.matrix, empty)
+                o, matrix = delta_chunks(*read, state.matrix, empty, chunk.row)
                 tokens = dataclasses.replace(tokens, gates=jnp.zeros_like(tokens.gates))
         with jax.named_scope("output"):
             o = self.norm(o[:, -T:].astype(x.dtype), w.norm) * jax.nn.silu(z.astype(jnp.float32))
@@ -194,11 +195,6 @@ def convolve(x: Array, taps: Array) -> Array:
     return jax.nn.silu(sum(parts[1:], parts[0]).astype(x.dtype))
 
 
-def in_line(x: Array, following: Array) -> Array:
-    """[b,R,...] and [b,T,...] -> [b,R+T,...] in the type of the first."""
-    return jnp.concatenate([x, following.astype(x.dtype)], 1)
-
-
 def window(x: Array, first: Array, n: int) -> Array:
     """n tokens of each row of x [b,T,...], from first[b] on, and zeros for those before 0: -> [b,n,...]."""
     at = first[:, None] + jnp.arange(n)
@@ -207,23 +203,23 @@ def window(x: Array, first: Array, n: int) -> Array:
 
 
 def of_rows(state: State, chunk: Chunk) -> State:
-    """The state of a chunk's rows, with the latest tokens before the chunk: those taken back are left out.
+    """The state with the latest tokens of the chunk's rows before it: those taken back are left out.
 
-    At the start of a text there are none. The matrices are the stored ones, even there.
+    At the start of a text there are none. The matrices are those of all rows, as they are stored.
     """
+    latest, end = state.latest, state.end
     if chunk.row is not None:
-        state = jax.tree.map(lambda x: x[chunk.row], state)
-    none_left = -state.latest.keys.shape[1]
-    first = jnp.where(chunk.start == 0, none_left, chunk.start - state.end)
-    return dataclasses.replace(
-        state, latest=jax.tree.map(lambda x: window(x, first, x.shape[1]), state.latest)
-    )
+        latest, end = jax.tree.map(lambda x: x[chunk.row], (latest, end))
+    first = jnp.where(chunk.start == 0, -latest.keys.shape[1], chunk.start - end)
+    latest = jax.tree.map(lambda x: window(x, first, x.shape[1]), latest)
+    return State(matrix=state.matrix, latest=latest, end=end)
 
 
 def with_chunk(state: State, chunk: Chunk, matrix: Array, tokens: Tokens) -> State:
-    """The state after a chunk. matrix: of its rows. tokens: those that `of_rows` left, and the chunk's."""
+    """The state after a chunk. matrix: of all rows. tokens: those that `of_rows` left, and the chunk's."""
     latest = jax.tree.map(lambda old, x: window(x, chunk.count, old.shape[1]), state.latest, tokens)
-    new = State(matrix=matrix, latest=latest, end=chunk.start + chunk.count)
-    if chunk.row is None:
-        return new
-    return jax.tree.map(lambda x, of_row: x.at[chunk.row].set(of_row), state, new)
+    new = latest, chunk.start + chunk.count
+    if chunk.row is not None:
+        old = state.latest, state.end
+        new = jax.tree.map(lambda x, of_row: x.at[chunk.row].set(of_row), old, new)
+    return State(matrix=matrix, latest=new[0], end=new[1])

@@ -10,26 +10,47 @@ a key k, a value v, a decay exp(g) and a strength beta:
 Keys have the length 1. A token with beta = g = 0 leaves S as it is: so padding is written.
 Sources: arXiv 2412.06464; the form by chunks: arXiv 2406.06484.
 
-Letters: B rows, T tokens, N heads, X width of a key, Y width of a value; here, uppercase, each is what this
-device has. All arrays are float32.
+Few tokens go one after the other, `delta_steps`, on TPUs by the Pallas kernel at the end of this file; many
+by chunks, `delta_chunks`. Both change the states of some rows in place: row[b] of S [R,N,X,Y] is row b of the
+other arrays; None: all rows, in order.
+
+Letters: B rows, T tokens, N heads, X width of a key, Y width of a value, R rows of states; here, uppercase,
+each is what this device has. All arrays are float32.
 """
+
+import functools
+import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ops.kv_cache import LANES
+from ops.platform import choose, platform
+from ops.tpu import in_hbm, result
 
 CHUNK = 64  # tokens that `delta_chunks` reads at a time, as matrix products
 
 
 def delta_steps(
-    q: Array, k: Array, v: Array, g: Array, beta: Array, S: Array, empty: Array, keep: Array
-) -> tuple[Array, Array]:
-    """Token by token: -> (o [B,T,N,Y], the state after the first keep[b] tokens of each row).
+    q: Array, k: Array, v: Array, g: Array, beta: Array, S: Array, empty: Array, keep: Array,
+    row: Array | None = None,
+) -> tuple[Array, Array]:  # fmt: skip
+    """Token by token: -> (o [B,T,N,Y], S with the state after the first keep[b] tokens of each row).
 
-    q, k: [B,T,N,X]. v: [B,T,N,Y]. g, beta: [B,T,N]. S: [B,N,X,Y]. empty: [B] bool, whether a row begins with
-    S = 0, whatever S is. keep: [B] int32.
+    q, k: [B,T,N,X]. v: [B,T,N,Y]. g, beta: [B,T,N]. empty: [B] bool, whether a row begins with S = 0,
+    whatever S is. keep: [B] int32, up to T. Where it is 0 the state stays as it is, and o is not defined.
     """
-    S = jnp.where(empty[:, None, None, None], 0, S)
+    arguments = q, k, v, g, beta, S, empty, keep, row
+    return choose("attention", KERNELS, (platform(),), one_after_the_other)(*arguments)
+
+
+def one_after_the_other(q, k, v, g, beta, S, empty, keep, row=None) -> tuple[Array, Array]:
+    """`delta_steps` on any platform."""
+    stored = of_rows(S, row)
 
     def step(carry: tuple[Array, Array], token: tuple) -> tuple[tuple[Array, Array], Array]:
         (S, kept), (t, q, k, v, g, beta) = carry, token
@@ -40,14 +61,25 @@ def delta_steps(
         return (S, jnp.where((t < keep)[:, None, None, None], S, kept)), o
 
     tokens = jax.tree.map(lambda x: x.swapaxes(0, 1), (q, k, v, g, beta))
-    (_, kept), o = lax.scan(step, (S, S), (jnp.arange(q.shape[1]), *tokens))
-    return o.swapaxes(0, 1), kept
+    before = jnp.where(empty[:, None, None, None], 0, stored)
+    (_, kept), o = lax.scan(step, (before, stored), (jnp.arange(q.shape[1]), *tokens))
+    return o.swapaxes(0, 1), with_rows(S, row, kept)
+
+
+def of_rows(S: Array, row: Array | None) -> Array:
+    return S if row is None else S[row]
+
+
+def with_rows(S: Array, row: Array | None, new: Array) -> Array:
+    return new if row is None else S.at[row].set(new)
 
 
 def delta_chunks(
-    q: Array, k: Array, v: Array, g: Array, beta: Array, S: Array, empty: Array
+    q: Array, k: Array, v: Array, g: Array, beta: Array, S: Array, empty: Array, row: Array | None = None
 ) -> tuple[Array, Array]:
-    """CHUNK tokens at a time: -> (o [B,T,N,Y], the state after all tokens). Arguments: see `delta_steps`.
+    """CHUNK tokens at a time: -> (o [B,T,N,Y], S with the rows' states after all tokens).
+
+    Arguments: see `delta_steps`.
 
     Within a chunk token i changes S by k_i c_i, where G_i is the sum of g up to token i, and
 
@@ -57,7 +89,7 @@ def delta_chunks(
     inverse is computed for all chunks at once, and what is left to do in turn are three products per chunk.
     The exponents are never positive.
     """
-    S = jnp.where(empty[:, None, None, None], 0, S)
+    before = jnp.where(empty[:, None, None, None], 0, of_rows(S, row))
     T, dot = q.shape[1], lambda spec, *x: jnp.einsum(spec, *x, precision="highest")
 
     def in_chunks(x: Array) -> Array:
@@ -84,9 +116,9 @@ def delta_chunks(
         o = dot("bniX,bnXY->bniY", q, S) + dot("bnij,bnjY->bniY", scores, change)
         return faded[..., None, None] * S + dot("bniX,bniY->bnXY", k, change), o
 
-    S, o = lax.scan(step, S, (values, reads, scores, q, k, faded[..., -1]))
+    after, o = lax.scan(step, before, (values, reads, scores, q, k, faded[..., -1]))
     o = jnp.moveaxis(o, (0, 2), (1, 3))
-    return o.reshape(o.shape[0], -1, *o.shape[3:])[:, :T], S
+    return o.reshape(o.shape[0], -1, *o.shape[3:])[:, :T], with_rows(S, row, after)
 
 
 def inverse_of_unit_triangle(L: Array) -> Array:
@@ -106,3 +138,127 @@ def inverse_of_unit_triangle(L: Array) -> Array:
         )
         size *= 2
     return inverse
+
+
+# -------------------------------------------------------------------------------- the Pallas kernel for TPUs
+
+FEW = 16  # tokens of a row, up to which the kernel is used
+BLOCK_BYTES = 1 << 20  # of S that are copied, computed on and written back at a time, at most
+AHEAD_BYTES = 2 << 20  # of S that are being read while earlier ones are computed on: DMAs have a latency
+GROUP_BYTES = 4 << 20  # of the tokens of a group of rows, which are in VMEM
+UNROLL = 4  # heads that are computed at a time, at most: while one of them waits, another goes on
+
+
+def delta_steps_tpu(q, k, v, g, beta, S, empty, keep, row=None, *, interpret=False) -> tuple[Array, Array]:
+    """`delta_steps` as one Pallas call, which reads and writes the states of rows that keep tokens, once.
+
+    Such rows come first in `order`, within each group of rows whose tokens are in VMEM at the same time. The
+    tokens of a head are `lines`: of each token its query, key, value, decay and strength.
+    """
+    B, T, N, X = q.shape
+    Y, width = v.shape[3], max(X, v.shape[3])
+    if X % LANES or Y % LANES or T > FEW:
+        return one_after_the_other(q, k, v, g, beta, S, empty, keep, row)
+    numbers = (jnp.broadcast_to(x[..., None], (B, T, N, width)) for x in (jnp.exp(g), beta))
+    lines = [jnp.pad(x, [(0, 0)] * 3 + [(0, width - x.shape[3])]) for x in (q, k, v, *numbers)]
+    lines = jnp.concatenate([x.swapaxes(1, 2) for x in lines], 2)  # BN(5T)W
+    lines = jnp.pad(lines, [(0, 0), (0, 0), (0, -5 * T % 8), (0, 0)])
+
+    group = max(1, min(B, GROUP_BYTES // (4 * N * width * lines.shape[2])))
+    groups = -(-B // group)
+    idle = jnp.pad(keep, (0, groups * group - B)).reshape(groups, group) == 0
+    order = jnp.argsort(idle, axis=1, stable=True) + group * jnp.arange(groups)[:, None]
+    home = jnp.arange(B) if row is None else row
+    scalars = order.reshape(-1), jnp.sum(~idle, 1), home, empty, keep
+    scalars = tuple(x.astype(jnp.int32) for x in scalars)
+
+    heads = max(n for n in range(1, N + 1) if N % n == 0 and (n == 1 or 4 * n * X * Y <= BLOCK_BYTES))
+    ahead = max(1, AHEAD_BYTES // (4 * heads * X * Y))
+    shape, S = S.shape, S.reshape(-1, X, Y)
+    if not interpret:
+        S = in_hbm(S)
+    in_smem, hbm = pl.BlockSpec(memory_space=pltpu.SMEM), pl.BlockSpec(memory_space=pltpu.HBM)
+    o, S = pl.pallas_call(
+        functools.partial(_delta_steps, T=T, ahead=ahead),
+        grid=(groups,),
+        in_specs=[[in_smem] * 5, pl.BlockSpec((group, *lines.shape[1:]), lambda i: (i, 0, 0, 0)), hbm],
+        out_specs=[pl.BlockSpec((group, T, N, Y), lambda i: (i, 0, 0, 0)), hbm],
+        out_shape=[result((B, T, N, Y), jnp.float32, lines, S), result(S.shape, jnp.float32, lines, S)],
+        scratch_shapes=[
+            pltpu.VMEM((2 * ahead, heads, X, Y), jnp.float32),
+            pltpu.SemaphoreType.DMA((2 * ahead,)),
+            pltpu.SemaphoreType.DMA((2 * ahead,)),
+        ],
+        input_output_aliases={6: 1},
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=32 << 20),
+        name="delta_steps",
+        interpret=interpret,
+    )(list(scalars), lines, S)
+    return o, S.reshape(shape)
+
+
+KERNELS = {("tpu",): delta_steps_tpu}
+
+
+def _delta_steps(
+    scalars, lines: Any, _, o: Any, S: Any, buffer: Any, reading: Any, writing: Any, *, T: int, ahead: int
+) -> None:
+    """The kernel, for one group of rows. `S` is the states' memory; see `delta_steps_tpu` for the rest.
+
+    Item i is a block of heads of a row. While the kernel computes on it, in half of the buffer's places the
+    next ones arrive, and from the others the last ones are written back.
+    """
+    order, counts, home, empty, keep = scalars
+    group, (places, heads) = lines.shape[0], buffer.shape[:2]
+    begin, blocks = pl.program_id(0) * group, lines.shape[1] // heads
+    n = counts[pl.program_id(0)] * blocks
+    o[...] = jnp.zeros_like(o)
+
+    def of_item(i) -> tuple[Array, Array]:
+        """The row of an item, and its first head."""
+        return order[begin + lax.div(i, blocks)], lax.rem(i, blocks) * heads
+
+    def copy(i, back: bool):
+        r, head = of_item(i)
+        place = lax.rem(i, places)
+        here, there = buffer.at[place], S.at[pl.ds(home[r] * lines.shape[1] + head, heads)]
+        if back:
+            return pltpu.make_async_copy(here, there, writing.at[place])
+        return pltpu.make_async_copy(there, here, reading.at[place])
+
+    def start(i, _) -> None:
+        pl.when(i < n)(lambda: copy(i, back=False).start())
+
+    def step(i, _) -> None:
+        pl.when(i >= ahead)(lambda: copy(i - ahead, back=True).wait())
+        start(i + ahead, None)
+        copy(i, back=False).wait()
+        r, first = of_item(i)
+
+        def compute(h, _) -> None:
+            before = jnp.where(empty[r] > 0, 0, buffer[lax.rem(i, places), h])
+            outputs, after = _head(lines[r - begin, first + h], before, keep[r], T)
+            buffer[lax.rem(i, places), h] = after
+            for t, x in enumerate(outputs):
+                o[r - begin, t, pl.ds(first + h, 1)] = x
+
+        lax.fori_loop(0, heads, compute, None, unroll=math.gcd(heads, UNROLL))
+        copy(i, back=True).start()
+
+    lax.fori_loop(0, ahead, start, None)
+    lax.fori_loop(0, n, step, None)
+    lax.fori_loop(jnp.maximum(n - ahead, 0), n, lambda i, _: copy(i, back=True).wait(), None)
+
+
+def _head(lines: Array, S: Array, keep, T: int) -> tuple[list[Array], Array]:
+    """The tokens of one head: -> (o, [1,Y] each, the state after `keep` of them)."""
+    X, Y = S.shape
+    columns, outputs, kept = lines.T, [], S
+    for t in range(T):
+        q, k = (columns[:X, i : i + 1] for i in (t, T + t))
+        v, decay, beta = (lines[i : i + 1, :Y] for i in (2 * T + t, 3 * T + t, 4 * T + t))
+        S = decay * S
+        S = S + k * (beta * (v - jnp.sum(k * S, 0, keepdims=True)))
+        outputs.append(jnp.sum(q * S, 0, keepdims=True))
+        kept = jnp.where(t < keep, S, kept) if t else S
+    return outputs, kept

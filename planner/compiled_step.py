@@ -17,7 +17,7 @@ from deployment.chips import Topology
 from deployment.estimates import collective_seconds, network_seconds, resource_seconds, step_seconds
 from deployment.floor import floor_bytes, needed, share_needed
 from deployment.job import Job, local_tokens
-from deployment.step_bytes import PARTS, named_leaves, part_of
+from deployment.step_bytes import PARTS, is_state, named_leaves, part_of
 from feedback.errors import UserError
 from ops.attention import BLOCK
 from ops.tpu import TILE
@@ -144,7 +144,7 @@ def _reader(program: CompiledProgram, job: Job, mesh: Mesh, topology: Topology) 
     cached = {  # the slots of each cache, of which rings have fewer: values [...,S,C], scales [...,2,S]
         name: x.sharding.shard_shape(x.shape)[-1 if name.endswith("scale") else -2]
         for name, x in named_leaves(**job.arguments(mesh))
-        if name.startswith("batch.cache.layers")
+        if part_of(name, job.cfg) == "kv_cache" and not is_state(name, job.cfg)
     }
 
     def kernel_share(kernel: str, argument: str) -> float:
@@ -155,6 +155,8 @@ def _reader(program: CompiledProgram, job: Job, mesh: Mesh, topology: Topology) 
             vocabulary = job.cfg.V / mesh_size(mesh, MODEL)
             rows = TILE if argument.endswith("values") else TILE // 2  # int8, bfloat16
             return min(1, local_tokens(job, mesh) * rows / vocabulary)
+        if kernel == "delta_steps" and is_state(argument, job.cfg):  # which it also writes
+            return 2 * share_needed(argument, job, mesh)
         return share_needed(argument, job, mesh)
 
     stages = mesh.shape[STAGE]

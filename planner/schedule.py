@@ -179,6 +179,8 @@ class _Clock:
             return ragged_operations(x, [y.results[0] for y in operands]), 0
         if x.kernel in ("flash", "grouped_dot"):
             return gpu_kernel_operations(x, [y.results[0] for y in operands]), 0
+        if x.kernel == "delta_steps":
+            return 0, delta_operations([y.results[0] for y in operands])
         if x.kernel.startswith("active_experts"):
             return self.expert_rows * expert_operations(x, [y.results[0] for y in operands]), 0
         if x.opcode in NO_WORK or x.opcode.removesuffix("-start") in COLLECTIVES:
@@ -240,6 +242,16 @@ def ragged_operations(x: Instruction, operands: list[Array]) -> float:
     rows, k, n = map(int, x.attribute(r'ragged_dot_tiling="([\d,]+)"').split(","))
     tiles, (K, N) = operands[2].size, operands[-1].shape[-2:]
     return 2 * tiles * rows * (-(-K // k) * k) * (-(-N // n) * n)
+
+
+def delta_operations(operands: list[Array]) -> float:
+    """Operations of the kernel of the delta rule, 7 for each token and number of a state [...,X,Y].
+
+    One lets it fade; two each read it with a key, change it, and read it with a query. Before the states
+    comes an operand that has 5 lines, and at last a few of padding, for each token.
+    """
+    lines, states = operands[-2:]
+    return 7 * (lines.shape[-2] // 5) * states.size
 
 
 def expert_operations(x: Instruction, operands: list[Array]) -> float:

@@ -145,6 +145,8 @@ VERSIONS, WEIGHTS = (
 )
 TWO = "tests/test_hosts.py::test_two_processes_by_default"
 BYTES = "tests/test_command_line.py::test_bytes_per_step"
+STATES = "tests/test_plan.py::test_what_is_needed_of_a_state"
+DELTA_RULE = "tests/test_delta_rule.py"
 ACTIVE = "tests/test_command_line.py::test_active_experts"
 STAGES = "tests/test_stages.py::test_many_requests[short-pp2-ep2-tp2]"
 MEMORY = "tests/test_command_line.py::test_rows_that_fit"
@@ -765,6 +767,14 @@ MUTATIONS = [
     ("sharding/collective_matmul.py", "isinstance(x, Scattered) else lax.psum(x, axes)", "isinstance(x, Scattered) else x", COLUMNS + "few_devices"),
     ("sharding/collective_matmul.py", "or tokens < LEAST_TOKENS", "", COLUMNS + "which_chunks_are_by_columns"),
     ("sharding/interconnect.py", "line[1:] if i % 2 == 0 else line[:0:-1]", "line[1:]", COLUMNS + "rings"),
+    ("deployment/floor.py", "share *= 2 if isinstance(kind.mask, Recurrent) else 1", "pass", STATES),
+    ("families/gated_delta_net.py", "operations = dict(matrix=6.0)", "operations = dict(matrix=4.0)", STATES),
+    ("deployment/step_bytes.py", "times *= 2 if isinstance(kind.mask, Recurrent) else 1", "pass", BYTES + "_of_a_state"),
+    ("planner/schedule.py", "7 * (lines.shape[-2] // 5)", "7 * lines.shape[-2]", SCHEDULE + "operations_of_a_state"),
+    ("ops/delta_rule.py", "before = jnp.where(empty[r] > 0, 0, ", "before = (", DELTA_RULE),
+    ("ops/delta_rule.py", "kept = jnp.where(t < keep, S, kept) if t else S", "kept = S", DELTA_RULE),
+    ("ops/delta_rule.py", "home[r] * lines.shape[1] + head", "r * lines.shape[1] + head", DELTA_RULE),
+    ("ops/delta_rule.py", "pl.when(i >= ahead)(lambda: copy(i - ahead, back=True).wait())", "pass", DELTA_RULE),
     ("planner/schedule.py", "2 * 3 * x.results", "2 * x.results", SCHEDULE + "operations_of_experts"),
     ("planner/schedule.py", "if tokens <= FEW_ROWS", "if True", SCHEDULE + "rows_of_experts"),
     ("planner/schedule.py", "full * max(TILES) +", "", SCHEDULE + "rows_of_experts"),

@@ -31,6 +31,7 @@ from conversation.text import load_tokenizer, stop_tokens
 from deployment import deploy, memory, step_bytes
 from feedback.errors import UserError
 from generation.llm import load
+from planner.published_models import read_model
 from serving import chunks
 from serving.requests import SAMPLING_OPTIONS, choose_sampling
 from sharding.arrays import abstract
@@ -497,6 +498,19 @@ def test_bytes_per_step():
     # A token reads one expert of one group: half of the two that each group has, and not a quarter.
     groups = make_mesh(cfg, expert=2, devices=jax.devices()[:2])
     assert found(999, mesh=groups) - found(1, mesh=groups) == pytest.approx(2 * experts / 2 / 2)
+
+
+def test_bytes_per_step_of_a_state():
+    """They are read and written, wherever the row ends."""
+    cfg = read_model("qwen3.5-0.8b")
+    cfg = dataclasses.replace(cfg, layers=cfg.layers[:1])
+    mesh = make_mesh(cfg, devices=jax.devices()[:1])
+    weights = abstract(model.weight_infos(cfg), mesh, jnp.bfloat16)
+    none, few, many = (
+        step_bytes.bytes_per_step(weights, cfg, mesh, 3, np.array(positions, int), "int8")
+        for positions in ([], [5], [5000, 6000])
+    )
+    assert few == many == none + 2 * 3 * (4 * 16 * 128 * 128 + 2 * 3 * 3 * 2048 + 4)
 
 
 def test_utilization_is_of_the_positions_that_were_read(small, monkeypatch, capsys):

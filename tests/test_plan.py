@@ -16,6 +16,7 @@ import sys
 import tempfile
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -25,7 +26,7 @@ from conftest import invoke, llama3_config, llama4_config, mesh_of
 
 import model
 from deployment.chips import CHIPS, Topology
-from deployment.estimates import collective_seconds
+from deployment.estimates import collective_seconds, expected_collectives
 from deployment.floor import layers_per_cache, needed, share_needed
 from deployment.job import Job
 from deployment.placement import Choice
@@ -436,6 +437,29 @@ def test_what_is_needed_of_a_shared_cache():
     assert share_needed("weights.inputs.table", job(full), mesh) == 0
     chunks = [needed(job(*kinds).prefill(16, mesh), mesh) for kinds in ((full,), (full, shared))]
     assert chunks[0] == chunks[1]  # which need the caches alone
+
+
+def test_what_is_needed_of_a_state():
+    """A step reads and writes it once, however long the text is; a token does 6 operations per number."""
+    cfg = read_model("qwen3.5-0.8b")
+    mesh, kind = mesh_of(cfg), cfg.layers[0]
+
+    def job(layers: int, context: int = 128) -> Job:
+        return Job(dataclasses.replace(cfg, layers=layers * (kind,)), 2, context, None, "bfloat16")
+
+    def more(change) -> np.ndarray:
+        return np.subtract(*(needed(change(job(n)), mesh) for n in (2, 1)))
+
+    infos = jax.tree.leaves(model.layer_infos(kind, cfg.D))
+    sizes = np.array([math.prod(x.shape) for x in infos])
+    weights = sizes @ [jnp.dtype(x.dtype or jnp.bfloat16).itemsize for x in infos]
+    numbers = 16 * 128 * 128
+    state = 4 * numbers + 2 * 3 * 3 * 2048 + 4  # of a row: S, the last 3 inputs of q, k and v, the row's end
+    assert more(lambda job: job).tolist() == [weights + 2 * 2 * state, 2 * 2 * (sizes.sum() + 3 * numbers)]
+    chunk = more(lambda job: job.prefill(16, mesh))
+    assert chunk.tolist() == [weights + 2 * state, 16 * 2 * (sizes.sum() + 3 * numbers)]
+    assert needed(job(1), mesh)[1] == needed(job(1, 4096), mesh)[1]
+    assert expected_collectives(job(1), mesh, Topology("v5e:1x1", CHIPS["v5e"], (1, 1), ())) == 0
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -200,6 +200,19 @@ ENTRY %main (x: f32[]) -> f32[] {
     assert schedule(text, expert_rows=700) == Schedule(computing=700 * 2 * 3 * 256 * 128)
 
 
+def test_operations_of_a_state():
+    """7 for each number and each of 3 tokens, which are 15 of 16 lines, on vector units of speed 1."""
+    text = """
+ENTRY %main (x: f32[]) -> f32[] {
+  %keep = s32[8]{0:S(1)} parameter(0)
+  %lines = f32[8,2,16,128]{3,2,1,0:S(1)} parameter(1)
+  %state = f32[16,128,128]{2,1,0:S(1)} parameter(2)
+  ROOT %delta_steps.1 = f32[16,128,128]{2,1,0:S(1)} custom-call(%keep, %lines, %state), custom_call_target="tpu_custom_call"
+}
+"""  # noqa: E501
+    assert schedule(text) == Schedule(computing=7 * 3 * 16 * 128 * 128)
+
+
 def test_rows_of_experts():
     """That the kernel multiplies: all of few, tiles of an expert's own rows of many; on average of draws."""
     scout = read_model("llama4-scout")

@@ -1,5 +1,6 @@
 """benchmarks/speed.py and plots.py: what they count, what they print, what they refuse."""
 
+import dataclasses
 import gzip
 import json
 import os
@@ -14,6 +15,7 @@ import speed
 from conftest import Kind, invoke, llama4_config
 
 import model
+from planner.published_models import read_model
 from quantize import INT8
 from sharding.arrays import abstract
 from sharding.mesh import make_mesh
@@ -54,6 +56,20 @@ def test_operations_are_those_of_each_product(tokens, context, chooses, format):
                 count += 3 * 2 * 8 * 16
     count += 2 * 8 * 10 * chooses  # the last token's logits
     assert speed.needed_flops(weights, cfg, 5, tokens, context, chooses) == 5 * count
+
+
+def test_operations_of_states():
+    """Three products with S for each token, wherever it is; prefill ends with what the last layer keeps."""
+    cfg = read_model("qwen3.5-0.8b")
+    cfg = dataclasses.replace(cfg, layers=2 * cfg.layers[:1])
+    weights = abstract(model.weight_infos(cfg), make_mesh(cfg), np.float32)
+    inputs = 2 * 1024 * (3 * 2048 + 2 * 16)  # q, k and v, decay and strength
+    taps, others = 2 * 4 * 3 * 2048, 2 * 2 * 1024 * 2048 + 2 * 3 * 1024 * 3584  # z and the output; the MLP
+    vectors = 2 * (2 * 16 + 128)  # counted as a matrix
+    layer = inputs + taps + others + vectors + 3 * 2 * 16 * 128 * 128
+    for context in (0, 100):
+        found = speed.needed_flops(weights, cfg, 5, 6, context, chooses=False)
+        assert found == 5 * 6 * (layer + inputs)
 
 
 @pytest.mark.parametrize(
