@@ -29,13 +29,15 @@ from jax import Array, lax
 
 from model import Chunk, Norm, Recurrent, Rotation
 from ops.delta_rule import delta_chunks, delta_steps
-from sharding.arrays import ArrayInfo, declared, declared_norm, infos_of, pytree, sizes_of
+from sharding.arrays import ArrayInfo, declared, infos_of, pytree, sizes_of
 from sharding.collective_matmul import einsum, products, psum
 from sharding.mesh import MODEL
 
 
 @pytree
 class GatedDeltaNetWeights:
+    """Published files of Qwen 3.5 have A_log and the norm in float32, all others in bfloat16."""
+
     q: Array = declared("qD", "D", "in_proj_qkv.weight", "[Q+Q+NY]D", 0)
     k: Array = declared("qD", "D", "in_proj_qkv.weight", "[Q+Q+NY]D", 1)
     v: Array = declared("nYD", "D", "in_proj_qkv.weight", "[Q+Q+NY]D", 2)
@@ -47,7 +49,7 @@ class GatedDeltaNetWeights:
     v_taps: Array = declared("nYW", "", "conv1d.weight", "[Q+Q+NY]1W", 2)
     log_rate: Array = declared("n", "", "A_log", "N", initial=-2.0, dtype=jnp.float32)
     step_bias: Array = declared("n", "", "dt_bias", "N", initial=0.0)
-    norm: Array = declared_norm("Y", "norm.weight")
+    norm: Array = declared("Y", "", "norm.weight", "Y", initial=1.0, dtype=jnp.float32)
     o: Array = declared("DnY", "nY", "out_proj.weight", "D(NY)")
 
 

@@ -29,11 +29,17 @@ def sparse_config(fields: ConfigFields) -> Config:
 
 
 NAMES = (*LANGUAGE_MODEL_NAMES, LINEAR_ATTENTION_NAME)
+# What the delta net's output is multiplied by, silu of z; experts' weights always sum to 1.
+SUPPORTED = dict(hidden_act=("silu",), output_gate_type=("swish",), norm_topk_prob=(True,))
+NO_EFFECT = """language_model_only mamba_ssm_dtype mtp_num_hidden_layers mtp_use_dedicated_embeddings
+    video_token_id vision_end_token_id vision_start_token_id"""
 QWEN3_5 = Family(
     "qwen3_5_text",
     dense_config,
     multimodal_types=("qwen3_5",),
     defaults=QWEN3_NEXT.defaults,
+    supported=SUPPORTED,
+    no_effect=NO_EFFECT,
     tensor_names=NAMES,
     layouts=GATED_ATTENTION,
     unused_tensors=r"^mtp\.|^model\.visual\.",
@@ -44,6 +50,8 @@ QWEN3_5_MOE = Family(
     sparse_config,
     multimodal_types=("qwen3_5_moe",),
     defaults=QWEN3_NEXT.defaults,
+    supported=SUPPORTED,
+    no_effect=NO_EFFECT + " intermediate_size",
     field_names={"num_experts": "num_local_experts"},
     tensor_names=(*NAMES, SHARED_GATE_NAME, ROUTER_NAME),
     layouts=either(GATED_ATTENTION, SINGLE_OR_JOINED_EXPERTS),

@@ -51,6 +51,8 @@ def config(fields: ConfigFields) -> Config:
 def config_of(fields: ConfigFields, networks: list[FeedForward]) -> Config:
     """The Config of layers with these feed-forward networks. By default every fourth layer has attention."""
     norm, every = read.norm(fields, offset=1.0), fields.take("full_attention_interval", int, 4)
+    if not fields.take("attn_output_gate", bool, True):
+        raise UserError("config.json: attn_output_gate = False is not supported")
     heads = read.attention(
         fields, GatedAttention, qk_norm=norm, bias=fields.take("attention_bias", bool, False)
     )
@@ -90,6 +92,7 @@ QWEN3_NEXT = Family(
     config,
     defaults=dict(max_position_embeddings=32768),
     field_names={"num_experts": "num_local_experts"},
+    no_effect="max_window_layers",
     tensor_names=(LINEAR_ATTENTION_NAME, SHARED_GATE_NAME, ROUTER_NAME),
     layouts=either(
         GATED_ATTENTION,

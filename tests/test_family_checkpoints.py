@@ -62,6 +62,26 @@ MINISTRAL_ROPE = dict(
     beta_fast=32.0, beta_slow=1.0, factor=16.0, llama_4_scaling_beta=0.1, mscale=1.0, mscale_all_dim=1.0,
     original_max_position_embeddings=16384, rope_theta=1000000.0, rope_type="yarn", type="yarn",
 )  # fmt: skip
+LINEAR_LAYERS = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
+STATES = SMALL | dict(
+    attention_bias=False, attention_dropout=0.0, bos_token_id=151643, eos_token_id=151645,
+    full_attention_interval=4, head_dim=32, hidden_act="silu", initializer_range=0.02,
+    linear_conv_kernel_dim=4, linear_key_head_dim=16, linear_num_key_heads=2, linear_num_value_heads=6,
+    linear_value_head_dim=24, max_position_embeddings=262144, num_hidden_layers=8,
+    partial_rotary_factor=0.25, rms_norm_eps=1e-6, tie_word_embeddings=False, use_cache=True,
+)  # fmt: skip
+ROUTED = dict(
+    moe_intermediate_size=24, num_experts=8, num_experts_per_tok=3, output_router_logits=False,
+    router_aux_loss_coef=0.001, shared_expert_intermediate_size=40,
+)  # fmt: skip
+QWEN3_5 = dict(
+    attn_output_gate=True, dtype="bfloat16", layer_types=LINEAR_LAYERS * 2, mamba_ssm_dtype="float32",
+    mtp_num_hidden_layers=1, mtp_use_dedicated_embeddings=False,
+    rope_parameters={
+        "mrope_interleaved": True, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.25,
+        "rope_theta": 10000000, "rope_type": "default",
+    },
+)  # fmt: skip
 # As they were published, but for sizes; what has no effect on inference is left out of some.
 PUBLISHED = {
     "mistral": SMALL | dict(
@@ -209,6 +229,15 @@ PUBLISHED = {
         shared_intermediate_size=0, tie_word_embeddings=False, transformers_version="4.46.1", use_cache=True,
         use_mtp=True, use_qk_norm=True, use_routing_bias=True,
     ),
+    "qwen3_next": STATES | dict(
+        model_type="qwen3_next", architectures=["Qwen3NextForCausalLM"], decoder_sparse_step=1,
+        intermediate_size=96, max_window_layers=28, mlp_only_layers=[], norm_topk_prob=True,
+        rope_scaling=None, rope_theta=10000000, use_sliding_window=False, **ROUTED,
+    ),
+    "qwen3_5_text": STATES | QWEN3_5 | dict(
+        model_type="qwen3_5_text", intermediate_size=96, mlp_only_layers=[], output_gate_type="swish"
+    ),
+    "qwen3_5_moe_text": STATES | QWEN3_5 | ROUTED | dict(model_type="qwen3_5_moe_text", vocab_size=640),
     "deepseek_v3": DEEPSEEK_V3,
     "kimi_k2": DEEPSEEK_V3 | dict(
         model_type="kimi_k2", first_k_dense_replace=1, max_position_embeddings=131072, n_group=1,
@@ -238,7 +267,8 @@ def test_published_config(name):
     assert found == (*sizes, name in TIED)
     windows = dict(mistral=4096, olmo3=4096, gemma3_text=1024, gpt_oss=128)
     windows |= dict(muse_glimmer_text=2048, muse_spark_text=2048, gemma4_text=1024, gemma4_unified_text=1024)
-    assert cfg.layers[0].mask == (model.Window(windows[name]) if name in windows else model.Full())
+    other = model.Recurrent() if "linear_num_key_heads" in PUBLISHED[name] else model.Full()
+    assert cfg.layers[0].mask == (model.Window(windows[name]) if name in windows else other)
 
 
 PARTIAL_ROPE = {"rope_type": "default", "partial_rotary_factor": 0.25}
@@ -376,6 +406,21 @@ WRONG_FIELDS = {
             "partial_rotary_factor = 0.25 needs rope_type 'proportional'",
         ),
     ],
+    "qwen3_next": [
+        (dict(linear_num_value_heads=5), "linear_num_value_heads = 5 is no multiple of linear_num_key_heads"),
+        (dict(linear_conv_kernel_dim=None), "'linear_conv_kernel_dim' is missing"),
+        (dict(layer_types=["sliding_attention"] * 8), "each linear_attention or full_attention"),
+        (dict(attn_output_gate=False), "attn_output_gate = False is not supported"),
+        (dict(full_attention_interval=0), "full_attention_interval = 0 makes no sense"),
+        (dict(num_experts_per_tok=9), "num_experts_per_tok = 9 of 8 experts"),
+        (dict(partial_rotary_factor=0.1), "even head_dim, or part of it, not 3"),
+        (dict(use_sliding_window=True), "use_sliding_window = True is not supported"),
+        (dict(mtp_num_hidden_layers=1), "mtp_num_hidden_layers = 1 is not supported"),
+    ],
+    "qwen3_5_text": [
+        (dict(output_gate_type="sigmoid"), "output_gate_type = 'sigmoid' is not supported"),
+        (dict(rope_parameters={"type": "mrope"}), "rope_type 'mrope' is not supported"),
+    ],
     "glm4_moe_lite": [(dict(qk_rope_head_dim=15), "even head_dim, or part of it, not 15")],
 }
 
@@ -418,6 +463,12 @@ WRONG_TENSORS = [  # a model, a tensor that is taken away or put there, and what
     ("gemma4-moe", "model.layers.1.router.per_expert_scale", None, "is missing"),
     ("gemma4-moe", "model.layers.1.pre_feedforward_layernorm_2.weight", None, "is missing"),
     ("gemma4", "model.layers.1.self_attn.v_proj.weight", torch.zeros(16, 48), "has no place"),
+    ("qwen3-next", "model.layers.0.linear_attn.A_log", None, "is missing"),
+    ("qwen3-next", "model.layers.2.linear_attn.in_proj_ba.weight", torch.zeros(9, 48), "has shape (9, 48)"),
+    ("qwen3-next", "model.layers.3.mlp.shared_expert_gate.weight", None, "is missing"),
+    ("qwen3-next", "model.mtp.weight", torch.zeros(3), "has no place"),
+    ("qwen3.5", "model.layers.0.linear_attn.conv1d.weight", torch.zeros(208, 4), "has shape (208, 4), but"),
+    ("qwen3.5", "model.layers.1.self_attn.q_proj.weight", torch.zeros(96, 48), "has shape (96, 48), but"),
 ]
 
 
@@ -586,6 +637,35 @@ def test_last_layer_of_gemma4():
     assert theirs.layer_types[-1] == "full_attention"
 
 
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_text"])
+def test_layers_with_a_state(name):
+    """By default all but each fourth or, where the file says so, each third layer."""
+    for fields in ({}, dict(full_attention_interval=3), dict(layer_types=LINEAR_LAYERS[::-1] * 2)):
+        content = PUBLISHED[name] | dict(layer_types=None) | fields
+        kinds = read_config(content).layers
+        assert read_config({k: v for k, v in content.items() if v is not None}).layers == kinds
+        types = ["linear_attention" if x.mask == model.Recurrent() else "full_attention" for x in kinds]
+        assert types == transformers.AutoConfig.for_model(**content).layer_types
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_5_moe_text"])
+def test_text_of_qwen3_5(name):
+    """The published files are those of a model that reads images, too."""
+    text = {k: v for k, v in PUBLISHED[name].items() if k != "tie_word_embeddings"}
+    outer = dict(
+        architectures=["Qwen3_5ForConditionalGeneration"], image_token_id=248056, language_model_only=False,
+        model_type=name.removesuffix("_text"), mtp_num_hidden_layers=1, text_config=text,
+        transformers_version="4.57.0.dev0", video_token_id=248057, vision_config={"depth": 27},
+        vision_end_token_id=248054, vision_start_token_id=248053,
+    )  # fmt: skip
+    assert read_config(outer) == read_config(text) and not read_config(text).tied_embeddings
+    both = outer | dict(text_config=text | dict(tie_word_embeddings=True), tie_word_embeddings=True)
+    assert read_config(both).tied_embeddings
+    assert read_config(outer | dict(tie_word_embeddings=True)) == read_config(both)
+    with pytest.raises(UserError, match="tie_word_embeddings = False is outside of text_config"):
+        read_config(both | dict(tie_word_embeddings=False))
+
+
 @pytest.mark.parametrize("hidden_size", [60, 2])
 def test_no_head_of_the_hidden_size(hidden_size):
     """A latent's heads have widths of their own: hidden_size / num_attention_heads may be odd, or 0."""
@@ -618,7 +698,10 @@ def test_published_sizes():
         assert sum(np.prod(info.shape) for info in infos) / 1e9 == pytest.approx(billions, rel=0.02), name
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "glm4-moe", "glm4-moe-lite", "minimax-m2"])
+@pytest.mark.parametrize(
+    "name",
+    ["mixtral", "qwen3-moe", "glm4-moe", "glm4-moe-lite", "minimax-m2", "qwen3-next", "qwen3.5-moe"],
+)
 def test_joined_experts(name, saved, tmp_path):
     """The matrices of all experts as transformers 5 has them in memory, and some tools save them."""
     folder, reference = saved(name)
@@ -668,6 +751,27 @@ def test_expert_tensors_of_dequantized_blocks(saved, tmp_path):
         tensors[name + "_mxfp4"] = tensors.pop(name).transpose(1, 2).contiguous()
     save_file(tensors, tmp_path / "blocks" / "model.safetensors")
     same_weights(tmp_path / "joined", tmp_path / "blocks")
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_types_of_a_state(exact, saved, tmp_path):
+    """Two vectors are float32, as Qwen 3.5 has them, or bfloat16, as 3.6; the other weights are bfloat16."""
+    shutil.copytree(saved("qwen3.5")[0], tmp_path / "published")
+    tensors = load_file(tmp_path / "published" / "model.safetensors")
+    vectors = {x: tensors[f"model.layers.0.linear_attn.{x}"] for x in ("A_log", "norm.weight")}
+    rounded = {name: x.bfloat16() for name, x in tensors.items()}
+    kept = {name: x for name, x in tensors.items() if exact and name.endswith(("A_log", "attn.norm.weight"))}
+    save_file(rounded | kept, tmp_path / "published" / "model.safetensors")
+    convert(str(tmp_path / "published"), str(tmp_path / "converted"))
+    for name in ("published", "converted"):
+        checkpoint = open_checkpoint(str(tmp_path / name))
+        assert checkpoint.dtype == "bfloat16"
+        found = load(checkpoint, mesh_of(checkpoint.config), checkpoint.dtype).layers[0].attention
+        assert {x.dtype.name for x in (found.q, found.k_taps, found.step_bias)} == {"bfloat16"}
+        for ours, theirs in zip((found.log_rate, found.norm), vectors.values(), strict=True):
+            theirs = theirs if exact else theirs.bfloat16().float()
+            assert ours.dtype == "float32"
+            np.testing.assert_array_equal(ours, theirs)
 
 
 def same_weights(*folders, format: Format | None = None) -> None:
@@ -809,6 +913,10 @@ def multimodal(name: str, text: dict | None = None) -> transformers.PreTrainedCo
     if name == "gemma3":
         text |= dict(final_logit_softcapping=None)  # transformers ignores it here
         return transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    if name in ("qwen3.5", "qwen3.5-moe"):
+        vision = dict(depth=1, hidden_size=16, num_heads=2, intermediate_size=16, out_hidden_size=48)
+        kind = transformers.Qwen3_5Config if name == "qwen3.5" else transformers.Qwen3_5MoeConfig
+        return kind(text_config=text, vision_config=vision)
     if name == "deepseek-v3":
         vision |= dict(pos_emb_height=2, pos_emb_width=2)
         return transformers.Kimi_K25Config(
@@ -818,7 +926,7 @@ def multimodal(name: str, text: dict | None = None) -> transformers.PreTrainedCo
     return transformers.Mistral3Config(text_config=text, vision_config=vision, tie_word_embeddings=False)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "mistral", "ministral3", "deepseek-v3"])
+@pytest.mark.parametrize("name", ["gemma3", "mistral", "ministral3", "deepseek-v3", "qwen3.5", "qwen3.5-moe"])
 def test_language_model_of_multimodal_models(name, tmp_path):
     """Its text part alone, as transformers computes it where there is no image.
 
@@ -833,6 +941,8 @@ def test_language_model_of_multimodal_models(name, tmp_path):
     shutil.copytree(tmp_path / "saved", tmp_path / "memory")
     tensors = {key: x.clone() for key, x in reference.state_dict().items()}
     assert any(key.startswith("model.language_model.layers.") for key in tensors)
+    if name.startswith("qwen3.5"):  # published files have layers that predict further tokens, too
+        tensors["mtp.layers.0.mlp.gate_proj.weight"] = torch.zeros(64, 48)
     save_file(tensors, tmp_path / "memory" / "model.safetensors")
     same_weights(tmp_path / "saved", tmp_path / "memory")
 
