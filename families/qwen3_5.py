@@ -32,7 +32,7 @@ NAMES = (*LANGUAGE_MODEL_NAMES, LINEAR_ATTENTION_NAME)
 # What the delta net's output is multiplied by, silu of z; experts' weights always sum to 1.
 SUPPORTED = dict(hidden_act=("silu",), output_gate_type=("swish",), norm_topk_prob=(True,))
 NO_EFFECT = """language_model_only mamba_ssm_dtype mtp_num_hidden_layers mtp_use_dedicated_embeddings
-    video_token_id vision_end_token_id vision_start_token_id"""
+    num_nextn_predict_layers video_token_id vision_end_token_id vision_start_token_id"""
 QWEN3_5 = Family(
     "qwen3_5_text",
     dense_config,

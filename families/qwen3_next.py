@@ -92,7 +92,7 @@ QWEN3_NEXT = Family(
     config,
     defaults=dict(max_position_embeddings=32768),
     field_names={"num_experts": "num_local_experts"},
-    no_effect="max_window_layers",
+    no_effect="max_window_layers num_nextn_predict_layers",
     tensor_names=(LINEAR_ATTENTION_NAME, SHARED_GATE_NAME, ROUTER_NAME),
     layouts=either(
         GATED_ATTENTION,

@@ -343,6 +343,7 @@ def test_yarn_of_each_architecture(name, experts):
     needed = {"block_count": 4, "embedding_length": 64, "attention.head_count": 4, "attention.key_length": 16}
     needed |= {"attention.value_length": 16, "rope.dimension_count": 8, "expert_gating_func": 2}
     needed |= {"attention.sliding_window_pattern": [True, True, True, False]}
+    needed |= {"ssm.time_step_rank": 2, "ssm.inner_size": 32}
     found = architectures.ARCHITECTURES[name, experts].config({**needed, **YARN_FIELDS, LENGTH: 64})
     assert YARN.items() <= found["rope_scaling"].items()
 

@@ -3,6 +3,7 @@
 The names of tensors and fields are those of the package gguf.
 """
 
+import copy
 import dataclasses
 
 import gguf
@@ -21,12 +22,13 @@ from test_transformers import NO_SCALING, SIZES, check_forward, random_reference
 import model
 from checkpoints.checkpoint import open_checkpoint
 from checkpoints.gguf.architectures import ARCHITECTURES
+from checkpoints.gguf.container import GgufFile
 from checkpoints.loading import load
 from feedback.errors import UserError
 from quantize import FORMATS
 
 pytestmark = pytest.mark.usefixtures("own_cache")
-LLM, Heads, Rope = gguf.Keys.LLM, gguf.Keys.Attention, gguf.Keys.Rope
+LLM, Heads, Rope, SSM = gguf.Keys.LLM, gguf.Keys.Attention, gguf.Keys.Rope, gguf.Keys.SSM
 YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64)
 LOCAL = dict(rope_type="default", rope_theta=1e4)
 LINEAR = dict(rope_type="linear", rope_theta=1e6, factor=8.0)
@@ -40,6 +42,15 @@ DEEPSEEK = SIZES | dict(
     moe_intermediate_size=32, n_routed_experts=8, num_experts_per_tok=2, q_lora_rank=20, kv_lora_rank=24,
     qk_rope_head_dim=8, qk_nope_head_dim=12, v_head_dim=16, routed_scaling_factor=1.5,
 )  # fmt: skip
+# Three heads of values read with each key.
+STATES = SIZES | dict(
+    head_dim=16, num_hidden_layers=4, linear_num_key_heads=2, linear_num_value_heads=6,
+    linear_key_head_dim=16, linear_value_head_dim=32,
+    rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.25),
+)  # fmt: skip
+STATES_EXPERTS = dict(
+    num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, shared_expert_intermediate_size=40
+)
 CONFIGS = {
     "gemma3": transformers.Gemma3TextConfig(
         **GEMMA3, rope_parameters=dict(sliding_attention=LOCAL, full_attention=LINEAR)
@@ -70,6 +81,11 @@ CONFIGS = {
     ),
     "minimax-m2": THEIR_CONFIGS["minimax-m2"],
     "glm4-moe": THEIR_CONFIGS["glm4-moe"],
+    "qwen3-next": transformers.Qwen3NextConfig(
+        **copy.deepcopy(STATES), **STATES_EXPERTS, intermediate_size=64, norm_topk_prob=True
+    ),
+    "qwen3.5": transformers.Qwen3_5TextConfig(**copy.deepcopy(STATES), intermediate_size=64),
+    "qwen3.5-moe": transformers.Qwen3_5MoeTextConfig(**copy.deepcopy(STATES), **STATES_EXPERTS),
     "glm4-moe-air": transformers.Glm4MoeConfig(
         **{**THEIR_CONFIGS["glm4-moe"].to_dict(), "use_qk_norm": False, "norm_topk_prob": False}
     ),
@@ -77,19 +93,30 @@ CONFIGS = {
 
 
 def random_model(name: str):
-    """Weights of norms have few digits, so that they survive an addition of 1."""
+    """Weights of norms have few digits, so that they survive an addition of 1. Logarithms of rates have few
+    digits and are far from 0, so that they survive an exponential function.
+    """
     reference = random_reference(CONFIGS[name])
     with torch.no_grad():
         for parameter_name, x in reference.named_parameters():
             if parameter_name.endswith("norm.weight"):
                 x.copy_(torch.round(x * 1024) / 1024)
+            if parameter_name.endswith("A_log"):
+                x.copy_(torch.round(x * 1024).clamp(max=-2048) / 1024)
     return reference
 
 
 def write(
-    path, reference, kind=Kind.F32, change=lambda fields: None, tensors=None, fault=lambda writer: None
+    path,
+    reference,
+    kind=Kind.F32,
+    change=lambda fields: None,
+    tensors=None,
+    fault=lambda writer: None,
+    quantized=lambda name, x: ".experts." in name and x.ndim == 3,
 ) -> None:
-    """Write a model. kind: of its experts' matrices, which become in the model what the file holds.
+    """Write a model. kind: of the `quantized` matrices, its experts', which become in the model what the file
+    holds.
 
     change: of the fields, by their names in gguf.Keys. tensors: of the model's state, where they are others
     than usual. fault: of all that is to be written.
@@ -104,7 +131,7 @@ def write(
         LLM.BLOCK_COUNT: config.num_hidden_layers,
         LLM.CONTEXT_LENGTH: config.max_position_embeddings,
         LLM.EMBEDDING_LENGTH: config.hidden_size,
-        LLM.FEED_FORWARD_LENGTH: config.intermediate_size,
+        LLM.FEED_FORWARD_LENGTH: getattr(config, "intermediate_size", 0),
         Heads.HEAD_COUNT: config.num_attention_heads,
         Heads.HEAD_COUNT_KV: one_layer.num_key_value_heads,
         Heads.LAYERNORM_RMS_EPS: config.rms_norm_eps,
@@ -120,7 +147,7 @@ def write(
         theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
         theirs = theirs or name if name.startswith(("blk.", "rope_freqs.")) else theirs
         assert theirs, name
-        its_kind = kind if ".experts." in name and x.ndim == 3 else Kind.F32
+        its_kind = kind if quantized(name, x) else Kind.F32
         data = quantize(x.numpy(), its_kind)
         if its_kind != Kind.F32:
             x.copy_(torch.from_numpy(dequantize(data, its_kind)))
@@ -328,6 +355,70 @@ def minimax_m2_fields(config) -> dict:
     }
 
 
+def states_fields(config) -> dict:
+    """Those of experts are 0 in a dense model, as if they were not there."""
+    rope, experts = config.rope_parameters, getattr(config, "num_experts", 0)
+    return {
+        SSM.CONV_KERNEL: config.linear_conv_kernel_dim,
+        SSM.STATE_SIZE: config.linear_key_head_dim,
+        SSM.GROUP_COUNT: config.linear_num_key_heads,
+        SSM.TIME_STEP_RANK: config.linear_num_value_heads,
+        SSM.INNER_SIZE: config.linear_value_head_dim * config.linear_num_value_heads,
+        LLM.FULL_ATTENTION_INTERVAL: 4,
+        Rope.DIMENSION_COUNT: int(config.head_dim * rope["partial_rotary_factor"]),
+        Rope.DIMENSION_SECTIONS: [1, 1, 0, 0],
+        **rope_fields(rope),
+        LLM.EXPERT_COUNT: experts,
+        LLM.EXPERT_USED_COUNT: experts and config.num_experts_per_tok,
+        LLM.EXPERT_FEED_FORWARD_LENGTH: experts and config.moe_intermediate_size,
+        LLM.EXPERT_SHARED_FEED_FORWARD_LENGTH: experts and config.shared_expert_intermediate_size,
+    }
+
+
+def states_tensors(state):
+    """Norms but for that of the delta net's output have 1 added, rates are not logarithms."""
+    for name, x in with_gate_and_up(state):
+        if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+            x = x + 1
+        if name.endswith("A_log"):
+            x = -torch.exp(x)
+        if "conv1d" in name:
+            x = x.squeeze()
+        yield name.replace("dt_bias", "dt_proj.bias"), x
+
+
+def qwen3_next_tensors(state):
+    """The rows of each key head are divided into the queries, keys and values of all heads, and the gates."""
+    J, R, X, Y = 2, 3, STATES["linear_key_head_dim"], STATES["linear_value_head_dim"]
+    for name, x in states_tensors(state):
+        if "in_proj_qkvz" in name:
+            *parts, gates = x.reshape(J, -1, x.shape[-1]).split([X, X, R * Y, R * Y], 1)
+            layer = f"blk.{name.split('.')[2]}"
+            yield f"{layer}.attn_qkv.weight", torch.cat([y.flatten(0, 1) for y in parts])
+            yield f"{layer}.attn_gate.weight", gates.flatten(0, 1)
+        else:
+            yield name, x
+
+
+def by_number(x, width: int, J: int = 2):
+    """The first head of values of each key, then the second of each, and so on: heads of so many rows."""
+    return x.reshape(J, -1, width, *x.shape[1:]).transpose(0, 1).reshape(x.shape)
+
+
+def qwen3_5_tensors(state):
+    X, Y = STATES["linear_key_head_dim"], STATES["linear_value_head_dim"]
+    for name, x in states_tensors(state):
+        if name.endswith(("A_log", "dt_proj.bias", "in_proj_a.weight", "in_proj_b.weight")):
+            x = by_number(x, 1)
+        elif "in_proj_z" in name:
+            x = by_number(x, Y)
+        elif "in_proj_qkv" in name or "conv1d" in name:
+            x = torch.cat([x[: 4 * X], by_number(x[4 * X :], Y)])
+        elif "linear_attn.out_proj" in name:
+            x = by_number(x.T, Y).T.contiguous()
+        yield name, x
+
+
 FAMILIES = {  # GGUF's architecture, its fields and its tensors
     "gemma3_text": (gguf.MODEL_ARCH.GEMMA3, gemma3_fields, gemma3_tensors),
     "gemma4_text": (gguf.MODEL_ARCH.GEMMA4, gemma4_fields, gemma4_tensors),
@@ -336,6 +427,9 @@ FAMILIES = {  # GGUF's architecture, its fields and its tensors
     "olmo3": (gguf.MODEL_ARCH.OLMO2, olmo3_fields, dict.items),
     "minimax_m2": (gguf.MODEL_ARCH.MINIMAXM2, minimax_m2_fields, deepseek_tensors),
     "glm4_moe": (gguf.MODEL_ARCH.GLM4_MOE, glm4_moe_fields, deepseek_tensors),
+    "qwen3_next": (gguf.MODEL_ARCH.QWEN3NEXT, states_fields, qwen3_next_tensors),
+    "qwen3_5_text": (gguf.MODEL_ARCH.QWEN35, states_fields, qwen3_5_tensors),
+    "qwen3_5_moe_text": (gguf.MODEL_ARCH.QWEN35MOE, states_fields, qwen3_5_tensors),
     "mixtral": (gguf.MODEL_ARCH.LLAMA, mixtral_fields, interleaved_tensors),
     "ministral3": (gguf.MODEL_ARCH.MISTRAL3, ministral3_fields, interleaved_tensors),
     "seed_oss": (gguf.MODEL_ARCH.SEED_OSS, dense_fields, dict.items),
@@ -406,6 +500,87 @@ def test_older_deepseek(tmp_path):
 
     write(tmp_path / "model.gguf", reference, change=older, tensors=tensors, fault=joins_two_tokens)
     check(tmp_path / "model.gguf", reference, tmp_path / "folder")
+
+
+def test_older_qwen3_next(tmp_path):
+    """Queries, keys, values and gates in one matrix; a vector in place of a matrix of one row."""
+    reference = random_model("qwen3-next")
+
+    def tensors(state):
+        for name, x in states_tensors(state):
+            yield name, x[0] if "shared_expert_gate" in name else x
+
+    write(tmp_path / "model.gguf", reference, tensors=tensors)
+    assert "blk.0.ssm_in.weight" in GgufFile(tmp_path / "model.gguf").tensors
+    check(tmp_path / "model.gguf", reference, tmp_path / "folder")
+
+
+def test_newer_qwen3_5(tmp_path):
+    """Gate and up of all experts in one tensor, and a layer for MTP."""
+    reference = random_model("qwen3.5-moe")
+
+    def newer(fields):
+        fields[LLM.BLOCK_COUNT] += 1
+        fields[LLM.NEXTN_PREDICT_LAYERS] = 1
+
+    def tensors(state):
+        for name, x in qwen3_5_tensors(state):
+            if "experts.gate_proj" not in name and "experts.up_proj" not in name:
+                yield name, x
+            if name.startswith("model.layers.3.self_attn"):
+                yield name.replace("layers.3.", "layers.4."), x
+        for name, x in state.items():
+            if name.endswith("experts.gate_up_proj"):
+                yield f"blk.{name.split('.')[2]}.ffn_gate_up_exps.weight", x
+
+    write(tmp_path / "model.gguf", reference, change=newer, tensors=tensors)
+    check(tmp_path / "model.gguf", reference, tmp_path / "folder")
+
+
+def test_layers_with_a_state(tmp_path):
+    """A file may say of each layer whether it has one; layers for MTP are among them."""
+    types = [True, False, False, True, False]
+
+    def each(fields):
+        fields[LLM.BLOCK_COUNT] = 5
+        fields[LLM.NEXTN_PREDICT_LAYERS] = 1
+        fields["{arch}.attention.recurrent_layers"] = types
+
+    theirs = random_reference(
+        transformers.Qwen3_5TextConfig(
+            **CONFIGS["qwen3.5"].to_dict()
+            | dict(layer_types=["linear_attention" if x else "full_attention" for x in types[:4]])
+        )
+    )
+    write(tmp_path / "model.gguf", theirs, change=each)
+    layers = open_checkpoint(str(tmp_path / "model.gguf")).config.layers
+    assert [x.mask == model.Recurrent() for x in layers] == types[:4]
+
+
+def test_quantized_heads_of_values(tmp_path):
+    """The columns of a quantized matrix are in another order: here each head is one block of a row."""
+    reference = random_model("qwen3.5")
+    state = {name: x for name, x in reference.state_dict().items() if "linear_attn.out_proj" in name}
+    for x in state.values():
+        x.copy_(torch.from_numpy(dequantize(quantize(x.numpy(), Kind.Q8_0), Kind.Q8_0)))
+    write(tmp_path / "model.gguf", reference, Kind.Q8_0, quantized=lambda name, x: name in state)
+    assert {GgufFile(tmp_path / "model.gguf").tensors[f"blk.{i}.ssm_out.weight"].kind for i in range(3)} == {
+        8
+    }
+    check(tmp_path / "model.gguf", reference, tmp_path / "folder")
+
+
+def test_type_of_a_model(tmp_path):
+    """That of its matrices. Norms, routers and convolutions are float32 in files of any type."""
+    plain = "norm", "conv1d", "shared_expert_gate", "mlp.gate.weight"
+    for kind, dtype in ((Kind.F32, "float32"), (Kind.BF16, "bfloat16"), (Kind.F16, "bfloat16")):
+        write(
+            tmp_path / "model.gguf",
+            random_model("qwen3.5-moe"),
+            kind,
+            quantized=lambda name, x: x.ndim > 1 and not any(part in name for part in plain),
+        )
+        assert open_checkpoint(str(tmp_path / "model.gguf")).dtype == dtype
 
 
 def test_groups_of_older_files():
@@ -509,6 +684,13 @@ WRONG = [
     ("minimax-m2", with_(LLM.EXPERT_GATING_FUNC, 1), "minimax-m2.expert_gating_func = 1 is not supported"),
     ("glm4-moe", with_(LLM.EXPERT_GATING_FUNC, 1), "expert_gating_func = 1 is not supported, only 2"),
     ("glm4-moe", without(Heads.KEY_LENGTH), "attention.key_length of the architecture is missing"),
+    ("qwen3-next", without(SSM.TIME_STEP_RANK), "ssm.time_step_rank of the architecture is missing"),
+    ("qwen3-next", without(SSM.CONV_KERNEL), "'linear_conv_kernel_dim' is missing"),
+    ("qwen3.5", with_(SSM.TIME_STEP_RANK, 5), "linear_num_value_heads = 5 is no multiple of linear_num_key"),
+    ("qwen3.5", with_(LLM.FULL_ATTENTION_INTERVAL, 2), "layers.1.self_attn.q_proj.weight is missing"),
+    ("qwen3.5", with_(LLM.EXPERT_COUNT, 8), "'qwen35' with experts is not supported"),
+    ("qwen3.5-moe", with_(LLM.EXPERT_WEIGHTS_NORM, False), "expert_weights_norm = False is not supported"),
+    ("qwen3.5-moe", with_(SSM.INNER_SIZE, 96), "has shape (256, 48), but config.json asks for (160, 48)"),
     ("glm4-moe-air", with_(Rope.DIMENSION_COUNT, 3), "even head_dim, or part of it, not 3"),
 ]
 

@@ -12,6 +12,7 @@ from conftest import CHECKPOINTS
 from test_gguf import said, unsaid
 from test_gguf import write as write_model
 from transformers.convert_slow_tokenizer import bytes_to_unicode
+from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX
 
 from checkpoints.checkpoint import open_checkpoint
 from checkpoints.gguf.vocabulary import ENDS, read_vocabulary, write_tokenizer
@@ -72,6 +73,7 @@ SPLITS = {
     "smollm": [r"\p{N}", GPT2],
 }
 SPLITS["minimax-m2"] = SPLITS["gpt-4o"]
+SPLITS["qwen35"] = [PRETOKENIZE_REGEX]
 WHOLE = ("kimi-k2", "gpt-4o", "llama-bpe", "tekken")
 BEGINS = ("llama-bpe", "tekken")  # with the BOS token, if the file does not say
 SPECIAL = {
@@ -79,7 +81,7 @@ SPECIAL = {
 }  # fmt: skip
 TEXT = """I've 12345 apples, IT'S 3.14!! 世界abc漢字 こんにちはテスト DON'T stop/
 <｜User｜>don't  <think>x_y</think> #tag\t½ Ünïcode naïve\r\n\r\n
-  end <|im_end|>  The 2024年 camelCase HTTPServer <｜User｜>hello    world\n\n\nA\u030a"""
+  end <|im_end|>  The 2024年 camelCase HTTPServer <｜User｜>hello    world\n\n\nA\u030a สวัสดี"""
 WORDS = TEXT + " and an apple, the end, the tests of the text; stop the server; 世界 世界 123 123 345"
 
 
@@ -133,7 +135,7 @@ def test_pre_tokenizer(pre, tmp_path):
         merges=[" ".join(x) for x in merges], bos_token_id=tokens.index("<｜begin▁of▁sentence｜>"),
         eos_token_id=tokens.index("<|im_end|>"),
     )  # fmt: skip
-    text = unicodedata.normalize("NFC", TEXT) if pre == "qwen2" else TEXT
+    text = unicodedata.normalize("NFC", TEXT) if pre in ("qwen2", "qwen35") else TEXT
     expected = encoded(text, tokens, merges, SPLITS[pre], pre in WHOLE)
     first = [ours.bos_token_id] if pre in BEGINS else []
     assert ours(TEXT).input_ids == [*first, *expected]

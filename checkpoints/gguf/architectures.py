@@ -89,7 +89,9 @@ class Architecture:
     fields:      fields with other names than in FIELDS.
     names:       tensors with other names than in NAMES; with ".weight" or ".bias" if that changes, too.
     interleaved: the rows of q and k are in the order of interleaved RoPE, which Hugging Face's are not.
-    norm_offset: what the file adds to the weights of norms.
+    norm_offset: what the file adds to the weights of norms, but for those in layers with a state.
+    grouped:     in layers with a state, heads of values that read with one key follow one another, as they do
+                 in Hugging Face's; if not, the first such head of each key precedes the second of each.
     optional:    fields of config.json, each with the tensor that is in the file if the field is true.
     by_layer:    fields that may give each layer its own number, which `config` reads.
     proportional_rope: whether rope_freqs has the factors of proportional RoPE in full layers, not Llama 3's.
@@ -103,6 +105,7 @@ class Architecture:
     names: dict[str, str] = dataclasses.field(default_factory=dict)
     interleaved: bool = False
     norm_offset: float = 0
+    grouped: bool = True
     optional: dict[str, str] = dataclasses.field(default_factory=dict)
     by_layer: tuple[str, ...] = ()
     proportional_rope: bool = False
@@ -190,15 +193,19 @@ def _routed_experts(fields: Fields, groups: tuple[int, int] = (1, 1), question: 
     gating = fields.pop("expert_gating_func", None)
     if gating != SIGMOID:
         raise UserError(f"expert_gating_func = {gating} is not supported, only {SIGMOID}{question}")
-    extra = _take_integer(fields, "nextn_predict_layers", 0)
-    fields["block_count"] = _take_integer(fields, "block_count") - extra
-    return {
-        "num_nextn_predict_layers": extra,
+    return _extra_layers(fields) | {
         "n_group": fields.pop("expert_group_count", groups[0]),
         "topk_group": fields.pop("expert_group_used_count", groups[1]),
         "norm_topk_prob": bool(fields.pop("expert_weights_norm", False)),
         "routed_scaling_factor": fields.pop("expert_weights_scale", 1.0),
     }
+
+
+def _extra_layers(fields: Fields) -> Fields:
+    """The number of layers that predict further tokens, which block_count counts, too."""
+    extra = _take_integer(fields, "nextn_predict_layers", 0)
+    fields["block_count"] = _take_integer(fields, "block_count") - extra
+    return {"num_nextn_predict_layers": extra}
 
 
 def _rotated_part(fields: Fields) -> Fields:
@@ -264,6 +271,23 @@ def _gemma4(fields: Fields) -> Fields:
     return config
 
 
+def _delta_net(fields: Fields) -> Fields:
+    """Of models in which most layers have a state. Their M-RoPE is RoPE, but for images."""
+    fields.pop("rope.dimension_sections", None)
+    heads, found = _take_integer(fields, "ssm.time_step_rank"), _extra_layers(fields)
+    if states := fields.pop("attention.recurrent_layers", None):
+        types = ["linear_attention" if x else "full_attention" for x in states]
+        found["layer_types"] = types[: fields["block_count"]]
+    return (
+        found
+        | _rotated_part(fields)
+        | {
+            "linear_num_value_heads": heads,
+            "linear_value_head_dim": _take_integer(fields, "ssm.inner_size") // max(heads, 1),
+        }
+    )
+
+
 def _olmo2(fields: Fields) -> Fields:
     """Files of OLMo 3 say which layers have a window, and YaRN's attention_factor under llama.cpp's name."""
     windows = fields.pop("attention.sliding_window_pattern", None)
@@ -294,6 +318,40 @@ ROUTED_EXPERT_NAMES = {
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
 }
+QWEN3_NEXT = Architecture(
+    "qwen3_next",
+    "Qwen3NextForCausalLM",
+    lambda fields: _delta_net(fields) | {"norm_topk_prob": True},
+    fields={
+        "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+        "full_attention_interval": "full_attention_interval",
+        "ssm.conv_kernel": "linear_conv_kernel_dim",
+        "ssm.group_count": "linear_num_key_heads",
+        "ssm.state_size": "linear_key_head_dim",
+    },
+    names={
+        "post_attention_norm": "post_attention_layernorm",
+        "attn_qkv": "linear_attn.in_proj_qkv",
+        "attn_gate": "linear_attn.in_proj_z",
+        "ssm_in": "linear_attn.in_proj_qkvz",  # in older files
+        "ssm_alpha": "linear_attn.in_proj_a",
+        "ssm_beta": "linear_attn.in_proj_b",
+        "ssm_ba": "linear_attn.in_proj_ba",
+        "ssm_conv1d": "linear_attn.conv1d",
+        "ssm_a": "linear_attn.A_log",
+        "ssm_dt.bias": "linear_attn.dt_bias",
+        "ssm_norm": "linear_attn.norm",
+        "ssm_out": "linear_attn.out_proj",
+        "ffn_gate_up_exps.weight": "mlp.experts.gate_up_proj",
+        "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+        "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+        "ffn_up_shexp": "mlp.shared_expert.up_proj",
+        "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    },
+    norm_offset=1,
+    by_layer=("rope.dimension_sections",),
+    neutral=SOFTMAX_OF_CHOSEN,
+)
 GEMMA4 = Architecture(
     "gemma4_text",
     "Gemma4ForCausalLM",
@@ -341,6 +399,21 @@ ARCHITECTURES = {  # by (general.architecture, whether there are experts)
         "Qwen3MoeForCausalLM",
         lambda fields: {"rope_scaling": rope_scaling(fields), "norm_topk_prob": True},
         neutral=SOFTMAX_OF_CHOSEN,
+    ),
+    ("qwen3next", True): QWEN3_NEXT,
+    ("qwen35", False): dataclasses.replace(
+        QWEN3_NEXT,
+        model_type="qwen3_5_text",
+        model_class="Qwen3_5ForCausalLM",
+        config=_delta_net,
+        grouped=False,
+    ),
+    ("qwen35moe", True): dataclasses.replace(
+        QWEN3_NEXT,
+        model_type="qwen3_5_moe_text",
+        model_class="Qwen3_5MoeForCausalLM",
+        config=_delta_net,
+        grouped=False,
     ),
     ("seed_oss", False): Architecture(
         "seed_oss", "SeedOssForCausalLM", names={"post_attention_norm": "post_attention_layernorm"}

@@ -33,6 +33,11 @@ FOLDER = 3  # version of the small files that are written
 GENERAL = {"general.type": "model", "general.quantization_version": 2}
 # Fields after "general.sampling." by their names in generation_config.json; others keep their names.
 SAMPLING = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
+# Tensors of layers with a state, whose rows are those of queries, keys and values, of values, or of heads of
+# values; in the file of an architecture that is not `grouped` these heads are in another order. In ssm_out
+# they are columns.
+QUERIES_KEYS_VALUES, VALUES = ("attn_qkv", "ssm_conv1d"), ("attn_gate", "ssm_out")
+VALUE_HEADS = "ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt"
 PIECE = 2**15  # values that are dequantized at a time: few calls, and temporaries fit in a core's cache
 
 
@@ -153,9 +158,9 @@ def _tensors(file: GgufFile, config: dict, architecture: Architecture) -> Iterat
     """Yields (Hugging Face's name, tensor); each expert has a tensor of its own."""
     names, depth = NAMES | architecture.names, config["num_hidden_layers"]
     unused = range(depth, depth + config.get("num_nextn_predict_layers", 0))
-    # What is not quantized is read from the file as it is. Norms have another type than the matrices, which
-    # must not decide the model's: they are converted.
-    as_it_is = PLAIN.keys() & {x.kind for x in file.tensors.values() if len(x.shape) > 1}
+    # What is not quantized is read from the file as it is if it has the embedding's type. Norms, routers and
+    # convolutions are float32 in most files. They must not decide the model's type, so they are converted.
+    as_it_is = PLAIN.keys() & {file.tensors["token_embd.weight"].kind}
     for name, raw in file.tensors.items():
         if name == "rope_freqs.weight":
             continue
@@ -166,14 +171,22 @@ def _tensors(file: GgufFile, config: dict, architecture: Architecture) -> Iterat
         if not theirs or layer and int(layer) >= depth:
             raise UserError(f"tensor {name} has no place in a {config['model_type']} model of {depth} layers")
         theirs = (f"model.layers.{layer}." if layer else "") + theirs
-        heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(what)
+        order = _order(what, raw, config, architecture)
+        if what == "ffn_gate_inp_shexp":  # which some files have as a vector
+            raw = dataclasses.replace(raw, shape=(1, raw.shape[-1]))
+        if what == "ssm_conv1d":
+            raw = dataclasses.replace(raw, shape=(raw.shape[0], 1, raw.shape[-1]))
         if "{e}" in theirs:
             for e in range(raw.shape[0]):
                 yield theirs.format(e=e), floats_of(theirs.format(e=e), raw, expert=e)
-        elif architecture.interleaved and heads:
-            yield theirs, floats_of(theirs, raw, order=_halves(raw.shape[0], config[heads]))
-        elif architecture.norm_offset and what.endswith("norm"):
+        elif architecture.norm_offset and what.endswith("norm") and what != "ssm_norm":
             yield theirs, _less(floats_of(theirs, raw), architecture.norm_offset)
+        elif what == "ssm_a":
+            yield theirs, _log_of_negative(floats_of(theirs, raw, order))
+        elif what == "ssm_out" and order is not None:
+            yield theirs, _columns(floats_of(theirs, raw), order)
+        elif order is not None:
+            yield theirs, floats_of(theirs, raw, order)
         elif raw.kind in as_it_is:
             yield theirs, dataclasses.replace(raw, name=theirs)
         else:
@@ -182,6 +195,28 @@ def _tensors(file: GgufFile, config: dict, architecture: Architecture) -> Iterat
 
 def _less(tensor: Dequantized, offset: float) -> Dequantized:
     return dataclasses.replace(tensor, rows=lambda lo, hi: tensor.rows(lo, hi) - np.float32(offset))
+
+
+def _log_of_negative(tensor: Dequantized) -> Dequantized:
+    return dataclasses.replace(tensor, rows=lambda lo, hi: np.log(-tensor.rows(lo, hi)))
+
+
+def _columns(tensor: Dequantized, order: np.ndarray) -> Dequantized:
+    return dataclasses.replace(tensor, rows=lambda lo, hi: tensor.rows(lo, hi)[:, order])
+
+
+def _order(what: str, raw: GgufTensor, config: dict, architecture: Architecture) -> np.ndarray | None:
+    """The index in the file of each row, or of each column of ssm_out; None: the order is the same."""
+    heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(what)
+    if architecture.interleaved and heads:
+        return _halves(raw.shape[0], config[heads])
+    if architecture.grouped or what not in QUERIES_KEYS_VALUES + VALUES + VALUE_HEADS:
+        return None
+    names = "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim"
+    J, N, X, Y = (config[f"linear_{name}"] for name in names)
+    before, width = 2 * J * X * (what in QUERIES_KEYS_VALUES), 1 if what in VALUE_HEADS else Y
+    values = np.arange(N * width).reshape(N // J, J, width).swapaxes(0, 1).reshape(-1)
+    return np.concatenate([np.arange(before), before + values])
 
 
 def _halves(rows: int, heads: int) -> np.ndarray:

@@ -63,12 +63,13 @@ class PreTokenizer:
 CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+WITH_MARKS = r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+"
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 
 
-def _words(letters: str, digits: str, after_signs: str = r"[\r\n]*") -> str:
-    """Words of letters, of so many digits, of signs, and of spaces."""
-    return "|".join([letters, r"\p{N}" + digits, r" ?[^\s\p{L}\p{N}]+" + after_signs, SPACES])
+def _words(letters: str, digits: str, after_signs: str = r"[\r\n]*", no_signs: str = r"\p{L}\p{N}") -> str:
+    """Words of letters, of so many digits, of signs, and of spaces. no_signs: besides spaces."""
+    return "|".join([letters, r"\p{N}" + digits, rf" ?[^\s{no_signs}]+" + after_signs, SPACES])
 
 
 def _cased(upper: str = UPPER, lower: str = LOWER, contraction: str = CONTRACTION + "?") -> str:
@@ -91,6 +92,9 @@ PRE_TOKENIZERS = {
     **dict.fromkeys(("smaug-bpe", "dbrx", "glm4"), PreTokenizer(LLAMA3.splits)),
     "qwen2": dataclasses.replace(QWEN2, nfc=True),
     **dict.fromkeys(("deepseek-r1-qwen", "megrez"), QWEN2),
+    "qwen35": PreTokenizer(
+        (_words(f"{CONTRACTION}|{WITH_MARKS}", "", no_signs=r"\p{L}\p{M}\p{N}"),), nfc=True
+    ),
     **dict.fromkeys(("gpt-4o", "llama4"), GPT4O),
     "minimax-m2": PreTokenizer(GPT4O.splits),
     "tekken": PreTokenizer((_words(_cased(contraction=""), "", r"[\r\n/]*"),), whole=True, bos=True),
