@@ -10,6 +10,7 @@ import json
 import re
 import secrets
 from collections.abc import Iterable
+from typing import ClassVar
 
 from conversation.tools import Tool, ToolUse
 from families.tool_formats import MessageToolFormat, ToolFormat
@@ -188,11 +189,15 @@ class KeywordArguments(Arguments):
 
 
 class ParameterArguments(Arguments):
-    """Arguments of Muse Glimmer: <atem:parameter name="a">VALUE</atem:parameter>, one per line. If the schema
-    says that a parameter is a string, its value is the text as it is; any other value is JSON.
+    """Arguments as elements of a markup language, one after the other. If the schema says that a parameter is
+    a string, its value is the text as it is; any other value is JSON.
+
+    BEGIN, NAMED, END: the texts before the name, between it and the value, and after the value.
     """
 
-    BEGIN, NAMED, END = '<atem:parameter name="', '">', "</atem:parameter>\n"
+    BEGIN: ClassVar[str]
+    NAMED: ClassVar[str]
+    END: ClassVar[str]
 
     def __init__(self, tool: Tool | None):
         properties = (tool.parameters.get("properties") if tool else None) or {}
@@ -223,7 +228,24 @@ class ParameterArguments(Arguments):
         return "".join(f"{cls.BEGIN}{name}{cls.NAMED}{value}{cls.END}" for name, value in values.items())
 
 
-NOTATIONS = dict(json=JsonArguments, keywords=KeywordArguments, parameters=ParameterArguments)
+class AtemParameters(ParameterArguments):
+    """Muse Glimmer's."""
+
+    BEGIN, NAMED, END = '<atem:parameter name="', '">', "</atem:parameter>\n"
+
+
+class ParameterTags(ParameterArguments):
+    """Those of Qwen3-Coder and Qwen 3.5."""
+
+    BEGIN, NAMED, END = "<parameter=", ">\n", "\n</parameter>\n"
+
+
+NOTATIONS = dict(
+    json=JsonArguments,
+    keywords=KeywordArguments,
+    atem_parameters=AtemParameters,
+    parameter_tags=ParameterTags,
+)
 
 
 def read_value(text: str):

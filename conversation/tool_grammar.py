@@ -8,13 +8,14 @@ import json
 import keyword
 import re
 from collections.abc import Callable
+from functools import partial
 
 from llguidance import LLTokenizer
 
 from conversation.grammar import JSON_STYLE, Grammar, make_grammar
 from conversation.schemas import keep_expressible
 from conversation.templates import END_THINK, THINK, ends_within_reasoning, mentions_reasoning, template_text
-from conversation.tool_calls import MARK_LIKE, ParameterArguments
+from conversation.tool_calls import MARK_LIKE, AtemParameters, ParameterArguments, ParameterTags
 from conversation.tools import ToolUse
 from families.tool_formats import MessageToolFormat
 from feedback.errors import UserError, located
@@ -107,9 +108,8 @@ def keyword_arguments(schema: dict, add_rule: AddRule) -> str:
     return optional_sequence(items, set(schema.get("required", ())), ", ", add_rule)
 
 
-def parameter_arguments(schema: dict, add_rule: AddRule) -> str:
-    """Arguments as `ParameterArguments` reads them. `pattern` and `format` of strings are not enforced."""
-    notation = ParameterArguments
+def parameter_arguments(notation: type[ParameterArguments], schema: dict, add_rule: AddRule) -> str:
+    """Arguments as the notation reads them. `pattern` and `format` of strings are not enforced."""
     items = {}
     for name in schema.get("properties") or {}:
         value, begin = property_schema(schema, name), lark_text(f"{notation.BEGIN}{name}{notation.NAMED}")
@@ -128,7 +128,8 @@ def parameter_arguments(schema: dict, add_rule: AddRule) -> str:
 ARGUMENTS = dict(
     json=lambda schema, add_rule: json_rule(schema),
     keywords=keyword_arguments,
-    parameters=parameter_arguments,
+    atem_parameters=partial(parameter_arguments, AtemParameters),
+    parameter_tags=partial(parameter_arguments, ParameterTags),
 )
 
 

@@ -15,7 +15,7 @@ from families.qwen3_next import (
     experts_of,
 )
 from families.stored_layouts import ROUTER_NAME, SINGLE_OR_JOINED_EXPERTS, either
-from families.tool_formats import TAGS
+from families.tool_formats import FUNCTION_TAGS
 from model import Config, Router
 
 
@@ -43,7 +43,7 @@ QWEN3_5 = Family(
     tensor_names=NAMES,
     layouts=GATED_ATTENTION,
     unused_tensors=r"^mtp\.|^model\.visual\.",
-    tools=TAGS,
+    tools=FUNCTION_TAGS,
 )
 QWEN3_5_MOE = Family(
     "qwen3_5_moe_text",
@@ -56,5 +56,5 @@ QWEN3_5_MOE = Family(
     tensor_names=(*NAMES, SHARED_GATE_NAME, ROUTER_NAME),
     layouts=either(GATED_ATTENTION, SINGLE_OR_JOINED_EXPERTS),
     unused_tensors=QWEN3_5.unused_tensors,
-    tools=TAGS,
+    tools=FUNCTION_TAGS,
 )

@@ -65,10 +65,15 @@ PYTHONIC = ToolFormat(
     (("", ""), ("<|python_start|>", "<|python_end|>")), "", "(", ")",
     separator=", ", opening="[", closing="]", arguments="keywords",
 )  # fmt: skip
-# Hermes, Qwen 2.5 and 3, SmolLM. Source: NousResearch/Hermes-Function-Calling.
+# Hermes, Qwen 2.5, 3 and 3 Next, SmolLM. Source: NousResearch/Hermes-Function-Calling.
 TAGS = ToolFormat(
     (("<tool_call>", ""),), '\n{"name": "', '", "arguments": ', "}\n</tool_call>", separator="\n<tool_call>"
 )
+# Qwen3-Coder, Qwen 3.5. Source: the chat templates of Qwen.
+FUNCTION_TAGS = ToolFormat(
+    (("<tool_call>", ""),), "\n<function=", ">\n", "</function>\n</tool_call>",
+    separator="\n<tool_call>", arguments="parameter_tags",
+)  # fmt: skip
 # Mistral 7B Instruct 0.3, Nemo. Source: mistral-common, instruct tokenizer version 3.
 MISTRAL_LIST = ToolFormat(
     (("[TOOL_CALLS]", ""),), '{"name": "', '", "arguments": ', "}",
@@ -106,7 +111,7 @@ HARMONY_TOOLS = MessageToolFormat(
 ATEM = ToolFormat(
     (("", ""),), '<atem:invoke name="', '">\n', "</atem:invoke>",
     separator="\n", opening="<atem:function_calls>\n", closing="\n</atem:function_calls>",
-    arguments="parameters",
+    arguments="atem_parameters",
 )  # fmt: skip
 MUSE_TOOLS = MessageToolFormat(
     (" to=self<|message|>",), " to=user<|message|>", (" to=NAME<|message|>",),
@@ -115,6 +120,7 @@ MUSE_TOOLS = MessageToolFormat(
 
 # Texts that together show a format, if a chat template has them all. The first line that applies counts.
 SIGNS = (
+    (("<tool_call>", "<function="), FUNCTION_TAGS),
     (("<tool_call>",), TAGS),
     (("[TOOL_CALLS]", "[ARGS]"), MISTRAL_ARGS),
     (("[TOOL_CALLS]",), MISTRAL_LIST),

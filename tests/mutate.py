@@ -182,6 +182,8 @@ MUTATIONS = [
     ("checkpoints/gguf/architectures.py", 'scaling |= dict(llama_4_scaling_beta=beta)', "pass", GGUF_MODEL + "[ministral3]"),
     ("checkpoints/gguf/architectures.py", 'scaling |= dict(mscale=log, mscale_all_dim=log)', "pass", GGUF_MODEL + "[ministral3]"),
     ("checkpoints/gguf/architectures.py", 'rope_scaling(fields) or {"rope_type": "default"}\n    # mscale', 'rope_scaling(fields)\n    # mscale', "tests/test_gguf_models.py::test_mistral_small"),
+    ("families/tool_formats.py", '(("<tool_call>", "<function="), FUNCTION_TAGS)', '(("<tool_call>", "<function="), TAGS)', TOOLS + "the_format_of_a_template"),
+    ("conversation/tool_calls.py", '">\\n", "\\n</parameter>\\n"', '">", "</parameter>\\n"', TOOLS + "functions_of_qwen3_5"),
     ("families/tool_formats.py", '(("[TOOL_CALLS]", "[ARGS]"), MISTRAL_ARGS)', '(("[TOOL_CALLS]", "[ARGS]"), MISTRAL_LIST)', TOOLS + "the_format_of_a_template"),
     ("families/deepseek_v3.py", "        *LANGUAGE_MODEL_NAMES,\n", "", LANGUAGE_MODELS),
     ("families/deepseek_v3.py", '(r"^model\\.blocks\\.", "model.layers."),', "", LANGUAGE_MODELS),

@@ -14,7 +14,7 @@ from tokenizers import AddedToken
 from conversation.grammar import grammar_tokenizer, make_grammar
 from conversation.streams import answer_stream
 from conversation.text import load_tokenizer
-from conversation.tool_calls import ParameterArguments, describe_tools, write_calls
+from conversation.tool_calls import AtemParameters, ParameterTags, describe_tools, write_calls
 from conversation.tool_grammar import tool_grammar
 from conversation.tools import Tool, ToolUse, choose_tool_format
 from families import tool_formats
@@ -105,6 +105,8 @@ CASES = {
     "pythonic-tag": Case(PYTHON, ("<|python_start|>", "<|python_end|>")),
     "tags": Case(tool_formats.TAGS),
     "tags-qwen": Case(tool_formats.TAGS, ("<tool_call>", "</tool_call>"), special=False),
+    "functions": Case(tool_formats.FUNCTION_TAGS),
+    "functions-qwen": Case(tool_formats.FUNCTION_TAGS, ("<tool_call>", "</tool_call>"), special=False),
     "mistral": Case(tool_formats.MISTRAL_LIST, ("[TOOL_CALLS]",)),
     "mistral-args": Case(tool_formats.MISTRAL_ARGS, ("[TOOL_CALLS]", "[ARGS]")),
     "deepseek": Case(tool_formats.DEEPSEEK, DEEPSEEK, special=False),
@@ -199,6 +201,7 @@ NOT_CALLS = {
     "pythonic": ["[weather", "[1, 2]", "[weathers()]", "An [weather()]", '{"name": "weather"}'],
     "tags": ["<tool_call", "a <tool_calls> b", "</tool_call>", '{"name": "weather"}', "a \n b\n"],
     "tags-qwen": ["<tool_", "a </tool_ b"],
+    "functions": ["<tool_call", "<function=weather>", "</tool_call>", "a \n<function"],
     "mistral": ['[{"name": "weather", "arguments": {}}]'],
     "harmony": ["of another format"],
 }  # fmt: skip
@@ -270,12 +273,26 @@ def test_two_messages_of_muse_glimmer():
     assert allowed(case, case.grammar(), case.ids(" to=nobody<|message|>"))[0] < 8
 
 
-def test_a_property_that_may_be_anything():
-    """Its schema is `true`: a value that Muse Glimmer writes for it is JSON where it can be."""
+@pytest.mark.parametrize("notation", [AtemParameters, ParameterTags])
+def test_a_property_that_may_be_anything(notation):
+    """Its schema is `true`: a value that a model writes for it is JSON where it can be."""
     tool = Tool("f", {"properties": {"any": True, "text": {"type": "string"}}})
-    written = ParameterArguments.write({"any": 1, "text": "1"})
-    read = ParameterArguments(tool).add(written + "</atem>")
+    written = notation.write({"any": 1, "text": "1"})
+    read = notation(tool).add(written + "</end>")
     assert json.loads(read) == {"any": 1, "text": "1"}
+
+
+def test_functions_of_qwen3_5():
+    """As its chat template shows them: a text of several lines, and True as Python writes it."""
+    case, tool = CASES["functions"], Tool("f", {"properties": {"a": {"type": "string"}, "b": {}}})
+    begin, end = "<tool_call>\n<function={}>\n".format, "</function>\n</tool_call>"
+    text, flag = "<parameter=a>\n1\n\n2\n</parameter>\n", "<parameter=b>\nTrue\n</parameter>\n"
+    written = write_calls(case.format, [("f", {"a": "1\n\n2"}), ("g", {})])
+    assert written == begin("f") + text + end + "\n" + begin("g") + end
+    for step in (1, 9):
+        ids = case.ids("So:\n\n" + begin("f") + text + flag + end)
+        text_found, called, _ = read(case, ids, step, tools=(tool,))
+        assert (text_found, called) == ("So:", [("f", '{"a": "1\\n\\n2", "b": true}')])
 
 
 def test_harmony_headers():
@@ -338,6 +355,7 @@ def test_the_format_of_a_template():
         ("{{ tools }}", tool_formats.PYTHONIC, tool_formats.PYTHONIC),
         ("{{ tools }}", None, tool_formats.LLAMA_JSON),
         ("{{ tools }}<tool_call>", tool_formats.LLAMA_JSON, tool_formats.TAGS),
+        ("{{ tools }}<tool_call>\n<function=", tool_formats.TAGS, tool_formats.FUNCTION_TAGS),
         ("{{ tools }}[TOOL_CALLS]", None, tool_formats.MISTRAL_LIST),
         ("{{ tools }}[TOOL_CALLS][ARGS]", None, tool_formats.MISTRAL_ARGS),
         ("{{ tools }}<｜tool▁calls▁begin｜>```json", None, tool_formats.DEEPSEEK),
