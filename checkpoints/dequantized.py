@@ -270,7 +270,15 @@ GPTQ_OFFSETS = {"gptq": 1, "gptq_v2": 0}  # what must be added to stored zero po
 def gptq(fields: ConfigFields) -> Method:
     bits, size = one_of(fields, "bits", 4, 8, 2, 3), group_size(fields)
     ordered = fields.take("desc_act", bool, False)  # columns in order of importance, and so the groups
-    stated = one_of(fields, "checkpoint_format", *GPTQ_OFFSETS, default="gptq")
+    one_of(fields, "method", "gptq", default="gptq")  # newer names, of quant_method and checkpoint_format
+    stated = one_of(fields, "format", *GPTQ_OFFSETS, default="gptq")
+    stated = one_of(fields, "checkpoint_format", *GPTQ_OFFSETS, default=stated)
+    # A rule may give some weights other settings. One that begins with -: says which are not quantized.
+    for rule, other in fields.take("dynamic", dict, {}).items():
+        if other and not rule.startswith("-:"):
+            raise UserError(
+                f"config.json: dynamic {rule!r} = {other!r} of a quantized model is not supported"
+            )
     # The zero point of symmetric weights is known, and shows the version.
     middle = 2 ** (bits - 1) if fields.take("sym", bool, False) else None
     versions = []  # of the first weight

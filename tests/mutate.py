@@ -805,6 +805,8 @@ MUTATIONS = [
     ("checkpoints/layouts.py", "slice(first[key], first[key] + hi - lo)", "slice(None)", CHECKPOINTS),
     ("checkpoints/layouts.py", "slice(*ends[part : part + 2])", "slice(None)", CHECKPOINTS),
     ("checkpoints/layouts.py", "min(max(row - first, 0), steps)", "min(row, steps)", CHECKPOINTS),
+    ("checkpoints/dequantized.py", 'if other and not rule.startswith("-:"):', "if False:", DEQUANTIZED),
+    ("checkpoints/dequantized.py", 'if other and not rule.startswith("-:"):', "if other:", DEQUANTIZED),
     ("checkpoints/dequantized.py", '{"gptq": 1, "gptq_v2": 0}', '{"gptq": 0, "gptq_v2": 0}', DEQUANTIZED),
     ("checkpoints/dequantized.py", 'if ordered or "g_idx" in parts.tensors:', "if False:", DEQUANTIZED),
     ("checkpoints/dequantized.py", "lo - first * per_group : hi - first * per_group", "lo : hi", DEQUANTIZED),

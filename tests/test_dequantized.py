@@ -55,9 +55,12 @@ def groups(C: int, rng, ordered: bool) -> np.ndarray:
     return rng.permutation(even) if ordered else even
 
 
-def gptq(bits=4, version="gptq", ordered=False, told=True, symmetric=False, says=None):
-    """Zero points from 0 on, which version 1 stores less 1. says: the version in the config, if another."""
-    config = dict(quant_method="gptq", bits=bits, group_size=GROUP, desc_act=ordered, sym=symmetric)
+def gptq(bits=4, version="gptq", ordered=False, told=True, symmetric=False, says=None, **more):
+    """Zero points from 0 on, which version 1 stores less 1. says: the version in the config, if another.
+
+    more: fields of the config.
+    """
+    config = dict(quant_method="gptq", bits=bits, group_size=GROUP, desc_act=ordered, sym=symmetric) | more
     config |= {} if (says or version) == "gptq" else {"checkpoint_format": says or version}
 
     def make(w, rng):
@@ -167,6 +170,9 @@ FORMATS = {
     "gptq, 2 bits": gptq(bits=2),
     "gptq_v2, 3 bits, ordered": gptq(bits=3, version="gptq_v2", ordered=True),
     "gptq, symmetric": gptq(symmetric=True),
+    "gptq, some weights": gptq(
+        method="gptq", format="gptq", dynamic={"lm_head": {}, "-:.*attn.*": {}, "-:.*mtp.*": {"bits": 8}}
+    ),
     "gptq_v2, called gptq": gptq(bits=8, version="gptq_v2", symmetric=True, says="gptq"),
     "gptq, called gptq_v2": gptq(symmetric=True, says="gptq_v2"),
     "awq": awq(),
@@ -330,7 +336,8 @@ WRONG = [
     ("gptq", lambda config, _: config.update(quant_method="bitsandbytes"), "quant_method = 'bitsandbytes'"),
     ("gptq", lambda config, _: config.update(bits=5), "bits = 5 "),
     ("gptq", lambda config, _: config.update(checkpoint_format="marlin"), "checkpoint_format = 'marlin'"),
-    ("gptq", lambda config, _: config.update(dynamic={"-:lm_head": {}}), "dynamic"),
+    ("gptq", lambda config, _: config.update(dynamic={"lm_head": {"bits": 8}}), "dynamic 'lm_head' ="),
+    ("gptq", lambda config, _: config.update(format="marlin"), "format = 'marlin'"),
     ("gptq", lambda config, _: config.update(group_size=-2), "group_size = -2"),
     ("gptq", without("scales"), f"{NAME}.scales is missing"),
     ("gptq", without("qweight"), f"{NAME}.qweight is missing"),

@@ -15,6 +15,7 @@ from conftest import mesh_of
 from ml_dtypes import bfloat16
 from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file, save_file
+from test_dequantized import FORMATS as QUANTIZED
 from test_dequantized import w4a16
 from test_families import FAMILIES
 from test_transformers import CONFIGS, SIZES, YARN, check_forward, random_reference, with_random_weights
@@ -22,7 +23,7 @@ from test_transformers import CONFIGS, SIZES, YARN, check_forward, random_refere
 import model
 from checkpoints.checkpoint import open_checkpoint
 from checkpoints.loading import load
-from convert_checkpoint import convert
+from convert_checkpoint import convert, verify
 from families.llama4 import QueryScale
 from families.registry import read_config
 from feedback.errors import UserError
@@ -81,6 +82,14 @@ QWEN3_5 = dict(
         "mrope_interleaved": True, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.25,
         "rope_theta": 10000000, "rope_type": "default",
     },
+)  # fmt: skip
+QWEN_FP8 = dict(
+    activation_scheme="dynamic", fmt="e4m3", quant_method="fp8", weight_block_size=[128, 128],
+    modules_to_not_convert=[
+        "lm_head", "model.layers.0.input_layernorm", "model.layers.0.linear_attn.conv1d",
+        "model.layers.0.linear_attn.in_proj_ba", "model.layers.0.mlp.gate",
+        "model.layers.0.mlp.shared_expert_gate",
+    ],
 )  # fmt: skip
 # As they were published, but for sizes; what has no effect on inference is left out of some.
 PUBLISHED = {
@@ -774,15 +783,23 @@ def test_types_of_a_state(exact, saved, tmp_path):
             np.testing.assert_array_equal(ours, theirs)
 
 
-def same_weights(*folders, format: Format | None = None) -> None:
+def same_weights(*folders, format: Format | None = None, mesh: str = "1") -> None:
     checkpoints = [open_checkpoint(str(folder)) for folder in folders]
-    weights = [load(x, mesh_of(x.config), "float32", format) for x in checkpoints]
+    weights = [load(x, mesh_of(x.config, mesh), "float32", format) for x in checkpoints]
     for ours, theirs in zip(*map(jax.tree.leaves, weights), strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
 
 BLOCK = 128  # rows and columns that share a scale
 WIDE = SIZES | dict(hidden_size=160, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=2)
+# A block of 128 rows has rows of several heads, and of their queries, keys and values.
+WIDE_STATES = WIDE | dict(
+    head_dim=72, linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_dim=24,
+    linear_value_head_dim=40, layer_types=["linear_attention", "full_attention"],
+)  # fmt: skip
+WIDE_ROUTED = dict(
+    moe_intermediate_size=136, num_experts=4, num_experts_per_tok=2, shared_expert_intermediate_size=264
+)
 # Each has the name of an expert's tensor as it is published.
 BLOCKS = {
     "deepseek_v3": (
@@ -799,6 +816,16 @@ BLOCKS = {
         ),
         "model.layers.1.block_sparse_moe.experts.3.w2.weight",
     ),
+    "qwen3_next": (
+        transformers.Qwen3NextConfig(
+            **WIDE_STATES, **WIDE_ROUTED, intermediate_size=264, mlp_only_layers=[0]
+        ),
+        "model.layers.1.mlp.experts.3.down_proj.weight",
+    ),
+    "qwen3_5_moe_text": (
+        transformers.Qwen3_5MoeTextConfig(**WIDE_STATES, **WIDE_ROUTED),
+        "model.layers.1.mlp.experts.3.down_proj.weight",
+    ),
 }  # fmt: skip
 
 
@@ -807,7 +834,7 @@ def blocks(request, tmp_path_factory):
     """A folder as the models were published, in FP8, and one with the floats that it stands for.
 
     Few sizes are multiples of a block's. Both have as many layers more, which predict further tokens, as the
-    family may have: DeepSeek V3 one, MiniMax M2 three.
+    family may have: DeepSeek V3 one, MiniMax M2 three; Qwen's have names of their own.
     """
     folder = tmp_path_factory.mktemp("blocks")
     theirs_config, expert = BLOCKS[request.param]
@@ -817,14 +844,17 @@ def blocks(request, tmp_path_factory):
     floats, theirs = load_file(folder / "floats" / "model.safetensors"), {}
     assert expert in floats
     last = {name: x for name, x in floats.items() if name.startswith("model.layers.1.")}
-    for extra in range(2, 5 if request.param == "minimax_m2" else 3):
-        floats |= {name.replace("layers.1.", f"layers.{extra}."): x.clone() for name, x in last.items()}
-        floats[f"model.layers.{extra}.eh_proj.weight"] = torch.zeros(160, 320)
+    layers = [f"model.layers.{i}." for i in range(2, 5 if request.param == "minimax_m2" else 3)]
+    for extra in ["mtp.layers.0."] if "qwen" in request.param else layers:
+        floats |= {name.replace("model.layers.1.", extra): x.clone() for name, x in last.items()}
+        floats[f"{extra}eh_proj.weight"] = torch.zeros(160, 320)
     for name, x in floats.items():
         theirs[name] = x
-        if re.search(r"(_proj|_with_mqa|\.w[123])\.weight$", name):
+        if re.search(r"(_proj|_with_mqa|\.w[123]|_proj_(qkvz?|z))\.weight$", name):
             rows, columns = (torch.arange(n) // BLOCK for n in x.shape)
             scale = 0.001 + 0.01 * torch.rand(rows[-1] + 1, columns[-1] + 1)
+            if "qwen" in request.param:
+                scale = scale.bfloat16()
             step = scale[rows][:, columns]
             theirs[name] = (x / step).clamp(-448, 448).to(torch.float8_e4m3fn)
             theirs[name + "_scale_inv"] = scale
@@ -832,7 +862,8 @@ def blocks(request, tmp_path_factory):
     save_file(floats, folder / "floats" / "model.safetensors")
     save_file(theirs, folder / "fp8" / "model.safetensors")
     config = json.loads((folder / "fp8" / "config.json").read_text())
-    config["quantization_config"] = PUBLISHED[request.param]["quantization_config"]
+    published = PUBLISHED[request.param].get("quantization_config", QWEN_FP8)
+    config["quantization_config"] = published
     if request.param == "deepseek_v3":
         config["quantization_config"] = config["quantization_config"] | dict(scale_fmt="ue8m0")  # of V3.1
     (folder / "fp8" / "config.json").write_text(json.dumps(config))
@@ -846,6 +877,41 @@ def test_fp8_blocks_of_single_experts(format, blocks, tmp_path):
     same_weights(theirs, floats, format=format)
     convert(str(theirs), str(tmp_path / "converted"), format=format, dtype="float32")
     same_weights(tmp_path / "converted", floats, format=format)
+
+
+ROUTED_EXPERTS = r"\.experts\.\d+\."
+PROJECTIONS = r"_(attn|expert)\.\w+_proj(_qkv|_z)?\.|" + ROUTED_EXPERTS
+
+
+@pytest.mark.parametrize(
+    ("form", "matrices"),
+    [("gptq, some weights", ROUTED_EXPERTS), ("awq", PROJECTIONS), deep("w4a16, bfloat16", PROJECTIONS)],
+)
+def test_int4_of_qwen3_5(form, matrices, tmp_path):
+    """With the names of a model that reads images: the experts alone, as the publisher has it, and more."""
+    text = CONFIGS["qwen3.5-moe"].to_dict() | dict(hidden_size=64, linear_value_head_dim=16)
+    text |= dict(moe_intermediate_size=32, shared_expert_intermediate_size=64)
+    reference = random_reference(multimodal("qwen3.5-moe", text))
+    for folder in ("floats", "int4"):
+        reference.save_pretrained(tmp_path / folder)
+    floats, theirs = load_file(tmp_path / "floats" / "model.safetensors"), {}
+    (config, make), rng = QUANTIZED[form], np.random.default_rng(7)
+    for name, x in floats.items():
+        if re.search(matrices, name):
+            parts, meant = make(x.numpy(), rng)
+            floats[name] = torch.from_numpy(np.ascontiguousarray(meant))
+            theirs |= {name.removesuffix("weight") + end: np.ascontiguousarray(y) for end, y in parts.items()}
+        else:
+            theirs[name] = x.numpy()
+    found = {name.split(".")[-2] for name in theirs.keys() - floats.keys()}
+    projections = {"in_proj_qkv", "in_proj_z", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj"}
+    experts = {"gate_proj", "up_proj", "down_proj"}
+    assert found == experts | (projections if matrices == PROJECTIONS else set())
+    save_file(floats, tmp_path / "floats" / "model.safetensors")
+    save_arrays(theirs, tmp_path / "int4" / "model.safetensors")
+    content = json.loads((tmp_path / "int4" / "config.json").read_text()) | dict(quantization_config=config)
+    (tmp_path / "int4" / "config.json").write_text(json.dumps(content))
+    same_weights(tmp_path / "floats", tmp_path / "int4")
 
 
 NEW_ROPE = dict(full_attention={"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6})
@@ -953,3 +1019,22 @@ def test_converted_int8(name, saved, tmp_path):
     folder, _ = saved(name)
     convert(str(folder), str(tmp_path / "int8"), format=INT8)
     same_weights(folder, tmp_path / "int8", format=INT8)
+
+
+@pytest.mark.parametrize(
+    ("name", "format", "mesh"),
+    [
+        ("qwen3.5", None, "tp8"),
+        ("qwen3-next", INT8, "dp2-ep2-tp2"),
+        deep("qwen3.5", INT8, "tp8"),
+        deep("qwen3.5", PerGroup(128), "tp8"),
+        deep("qwen3-next", PerGroup(128), "dp2-ep2-tp2"),
+        deep("qwen3.5-moe", FP8, "tp8"),
+    ],
+)
+def test_converted_states(name, format, mesh, saved, tmp_path):
+    """Loaded by devices that divide key heads, or columns of a key head, of which some have no value head."""
+    folder, _ = saved(name)
+    convert(str(folder), str(tmp_path / "converted"), format=format)
+    verify(str(tmp_path / "converted"), str(folder))
+    same_weights(folder, tmp_path / "converted", format=format, mesh=mesh)
