@@ -1032,9 +1032,10 @@ def test_converted_int8(name, saved, tmp_path):
         deep("qwen3.5-moe", FP8, "tp8"),
     ],
 )
-def test_converted_states(name, format, mesh, saved, tmp_path):
-    """Loaded by devices that divide key heads, or columns of a key head, of which some have no value head."""
+def test_converted_states(name, format, mesh, saved, tmp_path, monkeypatch):
+    """In slices. Loaded by devices that divide key heads, or columns of a key head; some have no value head."""
     folder, _ = saved(name)
+    monkeypatch.setattr("checkpoints.layouts.SLICE_BYTES", 1000)
     convert(str(folder), str(tmp_path / "converted"), format=format)
     verify(str(tmp_path / "converted"), str(folder))
     same_weights(folder, tmp_path / "converted", format=format, mesh=mesh)
