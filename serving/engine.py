@@ -20,9 +20,13 @@ prompt has a prefix in common with some row of its data shard (a system prompt, 
 another sample of the same prompt) starts from that prefix.
 
 The device does not wait for the host: the host starts a step before it looks at the tokens of the last one.
-Rows with grammars do, because the host must see a token to tell which ones may come next. So where a grammar
-forces several tokens, as in the frame of a JSON object, no steps choose them: they become part of the answer
-at once, and a chunk reads them like those of a prompt.
+Rows with grammars do, because the host must see a token to tell which ones may come next. But while tokens
+leave the grammar's mask as it is, as in a free text before a call of a tool, the next step is sent with that
+mask. If the token in flight turns out to change it, the answer does not use what that next step chooses, and
+another step chooses with the right mask. So each token is chosen with the mask of the text before it.
+
+Where a grammar forces several tokens, as in the frame of a JSON object, no steps choose them: they become
+part of the answer at once, and a chunk reads them like those of a prompt.
 
 With pipeline stages (sharding/stages.py) each stage works on another microbatch in a turn. The engine plans
 one microbatch at a time; the plan goes to the first stage and one turn later to the next, and the last stage
@@ -83,6 +87,7 @@ class Stats:
     accepted: int = 0
     forced: int = 0  # tokens that grammars have forced and that no step has chosen
     row_steps: int = 0  # steps times the rows that took part
+    dropped: int = 0  # of rows with grammars: tokens that were chosen with the mask of an earlier token
     seconds: float = 0.0
     prefilled: "Stats | None" = None
 
@@ -247,7 +252,7 @@ class Engine:
             requests = [row.answer.request for row in micro_batch.rows if not row.free]
             self.asked[number] = options_in_use(requests)
         new_rows = bool(assignments)
-        assignments += self._send_forced(micro_batch)
+        assignments += self._send_known(micro_batch)
         decoding = self.scheduler.decoding
         chunk, keep, cost = self._prefill(micro_batch, step, micro_batch.largest_chunk(decoding))
         count, rows = micro_batch.tokens_to_choose(), micro_batch.rows
@@ -289,12 +294,14 @@ class Engine:
                 self.stats.prompt_tokens += len(row.answer.prompt)
                 self.stats.reused_tokens += row.reused
                 row.answer.reused = row.reused
+                if row.constrained:
+                    row.update_allowed(self.programs.cfg.V)
                 self._end_if_read(row, step)
             assignments.append(self._assignment(shards, admissions))
         return assignments
 
-    def _send_forced(self, micro_batch: MicroBatch) -> list[Assignment]:
-        """Assign rows their own texts anew, with the forced tokens that the device does not have yet."""
+    def _send_known(self, micro_batch: MicroBatch) -> list[Assignment]:
+        """Assign rows their own texts anew: with forced tokens, or without what a dropped step has chosen."""
         shards, assignments = micro_batch.shards, []
         unsent = [[row for row in shard.rows if row.unsent and not row.free] for shard in shards]
         for rows in itertools.zip_longest(*unsent):
@@ -304,13 +311,14 @@ class Engine:
         return assignments
 
     def _assignment(self, shards: list[Shard], admissions: Sequence[Admission | None]) -> Assignment:
-        """The assignment of the given tokens of at most one row per data shard."""
+        """The assignment of the known tokens of at most one row per data shard."""
         tokens = np.full((len(shards), self.programs.max_len), -1, np.int32)
         rows, read, sources, place = np.full((4, len(shards)), -1, np.int32)
         for i, (shard, admission) in enumerate(zip(shards, admissions, strict=True)):
             if admission:
                 row = admission.row
-                tokens[i, : row.given] = row.text[: row.given]
+                known = max(row.given, row.computed + 1)
+                tokens[i, :known] = row.text[:known]
                 rows[i], sources[i] = map(shard.rows.index, (row, admission.source))
                 read[i], place[i] = row.computed, admission.place
         save = [admission and admission.save for admission in admissions]
@@ -379,6 +387,10 @@ class Engine:
         for i, row, number in step.stepped:
             if row.number != number:  # the row has another answer by now
                 continue
+            if row.dropped:
+                row.dropped -= 1
+                self.stats.dropped += 1
+                continue
             answer, n = row.answer, output.count[i]
             tokens = output.tokens[i, :n]
             row.append(tokens)
@@ -395,7 +407,11 @@ class Engine:
                 self._add_token(answer, token, logprob)
                 if answer.finish_reason:
                     break
-            if row.constrained:
+            if row.constrained and row.update_allowed(self.programs.cfg.V) and row.steps_in_flight:
+                row.drop_steps()
+            if row.constrained and not row.steps_in_flight:
+                # A stage knows the token that the last one has chosen only if the next turn decodes.
+                row.unsent = self.programs.stages > 1 or row.unsent
                 self._force(row)
             self.stats.tokens += len(answer.tokens) - before
             self.stats.row_steps += 1
@@ -430,6 +446,7 @@ class Engine:
             if row.free:  # the answer has ended
                 return
         row.force(tokens)
+        row.update_allowed(self.programs.cfg.V)
 
     def _completes(self, answer: Answer, token: int) -> bool:
         """Whether the answer's grammar ends with this token, be it because the grammar fails."""

@@ -27,6 +27,9 @@ MIN_COPIED = 16  # tokens of a cached prefix; computing fewer again costs less t
 # How many tokens before the end of a prompt its states are kept. Chat templates write the last few otherwise
 # when the answer is a part of the next prompt: they leave out an empty thought, for example.
 BEFORE_END = 16
+# A row with a grammar runs ahead after so many tokens that have left the mask as it was, as all tokens of a
+# free text do. More would delay texts, fewer would drop a step at the end of most strings of JSON.
+STEADY_TOKENS = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,10 +80,15 @@ class Row:
 
     text: [max_len] int32, its tokens as far as they are known. computed: how many of them have their keys and
     values in the cache. reused: how many of these came from a cached prefix, and source_computed: how many
-    tokens the row that had cached it had computed. steps_in_flight: decode steps whose tokens are not known
-    yet. number: of its answer, in the order of admission to the shard. given: how many tokens of its text
-    chunks read, but for the last of them: the prompt, and once a grammar has forced tokens, all up to the
-    last of these. unsent: whether the device does not have the forced tokens yet.
+    tokens the row that had cached it had computed, or a dropped step. steps_in_flight: decode steps whose
+    tokens are not known yet. number: of its answer, in the order of admission to the shard. given: how many
+    tokens of its text chunks read, but for the last of them: the prompt, and once a grammar has forced
+    tokens, all up to the last of these. unsent: whether the device has another text, or has read more of it
+    than `computed`.
+
+    Of a row with a grammar, allowed: [W] uint32, the mask of its next token, see Sampling. steady: how many
+    of its last tokens have left the mask as it was. dropped: steps in flight that do not count, see
+    `drop_steps`.
 
     If layers have states: kept: for each place in which states of the row are kept, after how many tokens
     they are those of the row; 0 if none are there. stops: {after how many tokens states are to be kept: in
@@ -98,6 +106,9 @@ class Row:
     unsent: bool = False
     kept: list[int] = dataclasses.field(default_factory=list)
     stops: dict[int, int] = dataclasses.field(default_factory=dict)
+    allowed: np.ndarray | None = None
+    steady: int = 0
+    dropped: int = 0
 
     @property
     def free(self) -> bool:
@@ -107,6 +118,16 @@ class Row:
     def constrained(self) -> bool:
         """Whether a grammar must accept each token before the next one can be chosen."""
         return not self.free and self.answer.constraint is not None
+
+    @property
+    def waits(self) -> bool:
+        """Whether its grammar must accept the token of the step in flight before the next one is sent."""
+        return self.constrained and self.steps_in_flight > 0 and not self.runs_ahead
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether its next step is sent in the hope that the token in flight leaves the grammar's mask."""
+        return self.constrained and self.steady >= STEADY_TOKENS
 
     @property
     def prefill_left(self) -> int:
@@ -140,7 +161,7 @@ class Row:
     @property
     def tokens_left(self) -> int:
         """How many more tokens to choose if each step in flight chooses one; 0 if it cannot decode now."""
-        if self.free or self.prefill_left or (self.constrained and self.steps_in_flight):
+        if self.free or self.prefill_left or self.waits:
             return 0
         return self.answer.request.max_new_tokens - len(self.answer.tokens) - self.steps_in_flight
 
@@ -164,6 +185,7 @@ class Row:
         self.computed, self.reused, self.steps_in_flight = cached, cached, 0
         self.source_computed = source_computed if cached else 0
         self.kept, self.stops = [n if n <= cached else 0 for n in kept], {}
+        self.allowed, self.steady, self.dropped = None, 0, 0
 
     def keep(self) -> int:
         """In which place the states are kept that the row has now; -1: in none."""
@@ -178,8 +200,24 @@ class Row:
         following[:] = tokens[: len(following)]
         self.computed, self.steps_in_flight = self.computed + len(tokens), self.steps_in_flight - 1
 
+    def update_allowed(self, vocabulary: int) -> bool:
+        """Compute the mask of the next token: -> whether it is another one than before."""
+        old, self.allowed = self.allowed, np.empty(-(-vocabulary // 32), np.uint32)
+        self.answer.constraint.fill_bitmask(self.allowed)
+        same = old is not None and np.array_equal(old, self.allowed)
+        self.steady = self.steady + 1 if same else 0
+        return not same
+
+    def drop_steps(self) -> None:
+        """Do not use the token of the step in flight, which was chosen with another mask.
+
+        That step has read the last known token. The next one reads it again, into the same slot of the cache.
+        """
+        self.source_computed = self.most_computed(1)
+        self.dropped, self.steps_in_flight, self.unsent = self.steps_in_flight, 0, True
+
     def force(self, tokens: list[int]) -> None:
-        """Add tokens that follow the last chosen one. No step may be in flight."""
+        """Add tokens that follow the last chosen one. No step that counts may be in flight."""
         self.given, self.unsent = self.computed + 1 + len(tokens), True
         self.text[self.computed + 1 : self.given] = tokens
 
@@ -438,9 +476,10 @@ class MicroBatch:
         width = self.shards[0].width
         counts = (min(max(row.tokens_left, 0), 1 if row.constrained else width) for row in self.rows)
         count = np.fromiter(counts, np.int32)
-        constrained = [row.constrained for row, n in zip(self.rows, count, strict=True) if n]
-        if all(constrained) and any(row.constrained and row.steps_in_flight for row in self.rows):
-            count[:] = 0  # rows with grammars step together: a step of some of them costs as much
+        stepping = [row for row, n in zip(self.rows, count, strict=True) if n]
+        together = all(row.constrained and not row.runs_ahead for row in stepping)
+        if together and any(row.waits for row in self.rows):
+            count[:] = 0  # rows that wait for grammars step together: a step of some of them costs as much
         return count
 
     def busy_rows(self, count: np.ndarray) -> int:
@@ -489,7 +528,7 @@ def allowed_tokens(rows: Sequence[Row], vocabulary: int) -> np.ndarray:
     bits = np.full((len(rows), -(-vocabulary // 32)), 0xFFFFFFFF, np.uint32)
     for row, own in zip(rows, bits, strict=True):
         if row.constrained:
-            row.answer.constraint.fill_bitmask(own)
+            own[:] = row.allowed
     return bits
 
 

@@ -50,6 +50,8 @@ EXPERTS_MXFP4 = "tests/test_experts.py::test_active_experts_kernel"
 MANY_ROWS = "tests/test_experts.py::test_active_experts_kernel[tiles-int8-input-False]"
 GRAMMAR = "tests/test_grammar.py::test_beside_others"
 FORCED = "tests/test_forced_tokens.py::test_"
+AHEAD = "tests/test_grammar.py::test_cancelled_when_a_step_is_dropped"
+TEXT_STEPS = "tests/test_grammar.py::test_steps_of_a_free_text"
 SERVER = "tests/test_server.py::"
 GPU_INT4 = "tests/test_gpu.py::test_int4"
 QWEN = "tests/test_transformers.py::test_tokens_and_logprobs_in_python[qwen3]"
@@ -153,7 +155,7 @@ MEMORY = "tests/test_command_line.py::test_rows_that_fit"
 
 # (file, what is there, what to put in its place, the test that must fail)
 MUTATIONS = [
-    ("serving/scheduler.py", "return max(self.source_computed, self.computed + self.steps_in_flight * width)", "return self.computed + self.steps_in_flight * width", "tests/test_reuse_search.py::test_a_row_that_goes_back_again_and_again"),
+    ("serving/scheduler.py", "return max(self.source_computed, ", "return max(0, ", "tests/test_reuse_search.py::test_a_row_that_goes_back_again_and_again"),
     ("ops/grouped_matmul.py", "weights, units = in_hbm((weights, units))", "pass", "tests/test_plan.py::test_latent_attention"),
     ("model.py", "(position - self.size + 1) * (position >= self.size)", "(position - self.size) * (position >= self.size)", MISTRAL),
     ("sharding/slots.py", "return length, (jnp.where(wraps, local_slots(high), 0), local_slots(low))", "return length, None", MISTRAL),
@@ -487,9 +489,17 @@ MUTATIONS = [
     ("serving/scheduler.py", "common_prefix(saved.text, own), saved.latest", "common_prefix(saved.text, own), len(saved.text)", "tests/test_reuse_search.py::test_guesses_rings_and_prefixes_in_host_memory"),
     ("serving/scheduler.py", "left, reused, latest, states = 0, loaded, load.latest, load.states", "kept, reused, latest = 0, loaded, loaded", PREFIX_CACHE + "which_prefix_a_request_takes"),
     ("serving/steps.py", "jnp.where(skip, lax.dynamic_slice_in_dim(x, row, 1), new)", "new", PREFIX_CACHE + "many_requests_in_few_rows[ring-dp2-ep2-tp2]"),
-    ("serving/scheduler.py", "(self.constrained and self.steps_in_flight)", "False", GRAMMAR),
+    ("serving/scheduler.py", "self.prefill_left or self.waits:", "self.prefill_left:", TEXT_STEPS),
+    ("serving/scheduler.py", "and not self.runs_ahead\n\n", "\n\n", TEXT_STEPS),
+    ("serving/scheduler.py", "self.steady + 1 if same else 0", "self.steady + 1", TEXT_STEPS),
+    ("serving/scheduler.py", "and not row.runs_ahead for row in stepping", "for row in stepping", TEXT_STEPS),
+    ("serving/scheduler.py", "        self.source_computed = self.most_computed(1)\n", "", AHEAD),
+    ("serving/scheduler.py", "self.unsent = self.steps_in_flight, 0, True", "self.unsent = self.steps_in_flight, 0, False", AHEAD),
+    ("serving/engine.py", "self.programs.stages > 1 or row.unsent", "row.unsent", "tests/test_grammar.py::test_rows_that_run_ahead_in_stages"),
+    ("serving/engine.py", "update_allowed(self.programs.cfg.V) and row.steps_in_flight:", "update_allowed(self.programs.cfg.V) and False:", AHEAD),
+    ("serving/engine.py", "                row.dropped -= 1\n", "", AHEAD),
     ("serving/scheduler.py", "1 if row.constrained else width", "width", GRAMMAR + "[True-1]"),
-    ("serving/scheduler.py", "        if row.constrained:", "        if False:", GRAMMAR),
+    ("serving/scheduler.py", "own[:] = row.allowed", "pass", GRAMMAR),
     ("serving/scheduler.py", "count[:] = 0", "pass", "tests/test_grammar.py::test_rows_of_grammars_step_together"),
     ("serving/engine.py", "dataclasses.replace(old, allowed=allowed)", "old", GRAMMAR),
     ("serving/engine.py", "if rows <= x.rows and options <= x.options)", "if rows <= x.rows and len(x.options) > 9)", "tests/test_grammar.py::test_programs_for_what_rows_ask"),
@@ -500,7 +510,7 @@ MUTATIONS = [
     ("conversation/streams.py", "self._append(self.message.finish())", "pass", CHANNELS + "stop_strings_are_of_the_text"),
     ("conversation/streams.py", "        self.marked = True\n", "", CHANNELS + "channels"),
     ("conversation/streams.py", "and marks[found[-1]] == channels.start", "", CHANNELS + "prompts_that_start_no_message"),
-    ("serving/engine.py", "        assignments += self._send_forced(micro_batch)\n", "", FORCED + "windows"),
+    ("serving/engine.py", "        assignments += self._send_known(micro_batch)\n", "", FORCED + "windows"),
     ("serving/engine.py", "if request.score or request.sampling.top_logprobs is not None:", "if False:", FORCED + "log_probabilities"),
     ("serving/engine.py", "forced_tokens() if self.chunk_shapes else []", "forced_tokens()", FORCED + "how_many_are_enough"),
     ("serving/engine.py", "            if row.free:  # the answer has ended\n                return\n", "", FORCED + "where_an_answer_ends"),

@@ -7,16 +7,18 @@ import json
 import jax
 import numpy as np
 import pytest
-from conftest import CHECKPOINTS, engine_of
-from test_generation import alone, ask, batch_of, sampled, subject
+import test_stages
+from conftest import CHECKPOINTS, engine_of, random_weights
+from test_generation import alone, ask, batch_of, deep, sampled, subject
 
 import model
 from conversation.grammar import grammar_tokenizer, make_grammar
 from conversation.text import load_tokenizer
 from feedback.errors import UserError
+from serving import scheduler
 from serving.programs import Programs
 from serving.requests import OPTION_SETS, Request
-from serving.speculation import PromptLookup
+from serving.speculation import DraftModel, PromptLookup
 from sharding.sampling import Sampling
 
 NEW, V = 12, 101
@@ -57,26 +59,47 @@ class Runs(Classes):
         return np.arange(V) == (7 if self.accepted < 5 else 8)
 
 
+@dataclasses.dataclass
+class Texts(Classes):
+    """All tokens but one in ten, until one of the class 0: then `FRAME` tokens as in Classes."""
+
+    FRAME = 4
+    left: int = 0
+
+    def next(self) -> np.ndarray:
+        return super().next() if self.left else np.arange(V) % 10 != 9
+
+    def accept_token(self, token: int) -> bool:
+        begins = not self.left and token % self.n == 0
+        done = super().accept_token(token)
+        self.left = self.FRAME if begins else max(self.left - 1, 0)
+        return done
+
+
+def answer_by_forward(request: Request, name: str) -> list[int]:
+    """The greedy tokens by a forward of the text so far, with all that the grammar forbids left out."""
+    weights, cfg, mesh = subject(name, "1")
+    tokens, state = [], request.grammar.start()
+    while len(tokens) < request.max_new_tokens:
+        own = [*request.prompt, *tokens]
+        text = np.zeros((1, 96), np.int32)
+        text[0, : len(own)] = own
+        logits = model.forward(text, weights, cfg=cfg, mesh=mesh)[0, len(own) - 1]
+        tokens.append(int(np.argmax(np.where(state.next(), logits, -np.inf))))
+        if state.accept_token(tokens[-1]):
+            break
+    return tokens
+
+
 @functools.cache
 def requests_and_answers() -> list[tuple[Request, list[int]]]:
-    """Greedy ones with a grammar, and the tokens by a forward of the text so far with all else left out."""
-    weights, cfg, mesh = subject("ring", "1")
-    rng, found = np.random.default_rng(0), []
+    """Greedy ones with a grammar, and their tokens."""
+    rng, requests = np.random.default_rng(0), []
     for i in range(6):
-        prompt, grammar = (
-            rng.integers(0, cfg.V, 3 + 7 * i).tolist(),
-            (Runs if i == 2 else Classes)(2 + i, 4 + 2 * i),
-        )
-        tokens, state = [], grammar.start()
-        while len(tokens) < NEW:
-            text = np.zeros((1, 64), np.int32)
-            text[0, : len(prompt + tokens)] = prompt + tokens
-            logits = model.forward(text, weights, cfg=cfg, mesh=mesh)[0, len(prompt + tokens) - 1]
-            tokens.append(int(np.argmax(np.where(state.next(), logits, -np.inf))))
-            if state.accept_token(tokens[-1]):
-                break
-        found.append((Request(prompt, NEW, grammar=grammar), tokens))
-    return found
+        prompt = rng.integers(0, V, 3 + 7 * i).tolist()
+        grammar = (Runs if i == 2 else Classes)(2 + i, 4 + 2 * i)
+        requests.append(Request(prompt, NEW, grammar=grammar))
+    return [(request, answer_by_forward(request, "ring")) for request in requests]
 
 
 @pytest.mark.parametrize("mesh", ["1", pytest.param("dp2-ep2-tp2", marks=pytest.mark.deep)])
@@ -110,6 +133,96 @@ def test_rows_of_grammars_step_together():
     assert engine.stats.steps - before <= 40 + 2
 
 
+@functools.cache
+def texts(name: str) -> list[tuple[Request, list[int]]]:
+    """Texts with frames in them, of which some end before their limit, and their tokens."""
+    rng, requests = np.random.default_rng(1), []
+    for i in range(6):
+        grammar = Texts(3 + i, 40 if i % 2 else 99)
+        requests.append(Request(rng.integers(0, V, 3 + 5 * i).tolist(), 45 + i, grammar=grammar))
+    return [(request, answer_by_forward(request, name)) for request in requests]
+
+
+@pytest.mark.parametrize("name", ["ring", deep("window")])
+@pytest.mark.parametrize("how", ["steps", "lookup", deep("draft"), deep("dp2-ep2-tp2")])
+def test_rows_that_run_ahead(name, how, compiled):
+    """A text is free until a token that the host sees one step late: what that step chose is not used. Rows
+    without a grammar are beside them, and in the next round all prompts have a prefix in common with a row.
+    """
+    sizes = *subject(name, how if "dp" in how else "1"), 8, 160, "float32"
+    speculation = dict(lookup=PromptLookup, draft=lambda n: DraftModel(Programs(*sizes), n)).get(how)
+    rounds = texts(name), [(dataclasses.replace(x, max_new_tokens=30), y[:30]) for x, y in texts(name)]
+    others = [Request([9, 8, 7 + i], 30) for i in range(3)]
+    tokens_of_others = [alone(x, name)[0] for x in others]
+    programs = Programs(*sizes, speculation and speculation(3))
+    engine = engine_of(programs, [x for x, _ in rounds[0]] + others)
+    compiled.clear()
+    for expected in rounds:
+        answers = ask(engine, [x for x, _ in expected] + others)
+        assert [x.tokens for x in answers] == [tokens for _, tokens in expected] + tokens_of_others
+    assert not compiled
+    assert engine.stats.dropped > 5 and (engine.stats.reused_tokens or name == "window")
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(("family", "mesh"), [("short", "pp2-ep2-tp2"), ("llama3", "pp2-dp2-tp2")])
+def test_rows_that_run_ahead_in_stages(family, mesh):
+    cfg, found = test_stages.config(family, 2), []
+    for devices in (test_stages.mesh_of(cfg, "1"), test_stages.mesh_of(cfg, mesh)):
+        made = Programs(random_weights(cfg, devices), cfg, devices, 4, 160, "float32")
+        engine = engine_of(made, [x for x, _ in texts("ring")])
+        found.append([x.tokens for x in ask(engine, [x for x, _ in texts("ring")])])
+        assert engine.stats.dropped > 2
+    assert found[0] == found[1]
+
+
+def test_steps_of_a_free_text():
+    """A row whose grammar leaves its text free takes as many steps as one without, in as many turns but for
+    the first few tokens; also beside a row whose grammar has it wait, which has a step in every second turn.
+    """
+    new = 60
+
+    def turns_of(*grammars) -> list[int]:
+        """In which turn each answer ended. Each took a step per token."""
+        requests = [Request([5, 6, 7 + i], new, grammar=grammar) for i, grammar in enumerate(grammars)]
+        engine, ended = batch_of(requests, "ring"), {}
+        answers = [engine.add(request) for request in requests]
+        while engine.busy:
+            engine.advance()
+            ended |= {i: engine.turns for i, x in enumerate(answers) if x.finish_reason and i not in ended}
+        assert engine.stats.row_steps == engine.stats.tokens == new * len(requests)
+        return [ended[i] for i in range(len(requests))]
+
+    free, frames = Texts(10_000, 99), Classes(3, 99)
+    (turns,) = turns_of(None)
+    assert turns_of(free) == [turns + scheduler.STEADY_TOKENS]
+    assert turns_of(frames) == [turns + new - 1]
+    text, other = turns_of(free, frames)
+    assert text == turns + scheduler.STEADY_TOKENS
+    assert other <= turns + new + 1  # its prompt is read after the other one
+
+
+@pytest.mark.parametrize("wait", [0, 1, 2])
+def test_cancelled_when_a_step_is_dropped(wait):
+    """What the row has read serves others: its ring has held a token more than the answer has."""
+    for name in ("ring", "window"):
+        request, tokens = texts(name)[3]
+        engine = batch_of([request], name)
+        answer = engine.add(request)
+        while not any(row.dropped for row in engine.scheduler.rows):
+            engine.advance()
+        row = next(row for row in engine.scheduler.rows if row.dropped)
+        assert row.most_computed(1) == row.computed + 1
+        for _ in range(wait):
+            engine.advance()
+        engine.cancel(answer)
+        known = [*request.prompt, *answer.tokens]
+        longer = [Request(known[:n], 5) for n in (len(known), len(known) - 1, len(known) - 3)]
+        again, *others = ask(engine, [request, *longer])
+        assert again.tokens == tokens and engine.stats.reused_tokens
+        assert [x.tokens for x in others] == [alone(x, name)[0] for x in longer]
+
+
 def test_a_grammar_that_fails():
     """Its answer is an error, and the others go on."""
 
@@ -129,10 +242,10 @@ def test_programs_for_what_rows_ask(compiled):
     """The smallest of several programs, whichever rows come together; the tokens are those of each alone."""
     greedy = [Request(list(range(5, 5 + n)), 6) for n in (1, 9, 30)]
     drawn = sampled(subject("ring", "1")[1])[1::3]
+    greedy.append(Request([9, 8, 7], 8, grammar=Classes(3, 99)))
     special = [
         Request([9, 8, 7], 6, Sampling(top_logprobs=3), score=True),
         Request([9, 8, 7], 8, Sampling(temperature=1.0, seed=4, frequency_penalty=0.5)),
-        Request([9, 8, 7], 8, grammar=Classes(3, 99)),
     ]
     like = [greedy[0], special[0]]
     engine = batch_of(like, "ring", longest=60, option_sets=OPTION_SETS)
@@ -147,12 +260,12 @@ def test_programs_for_what_rows_ask(compiled):
     for requests, expected in ((greedy, 0), (drawn + greedy, 1), (special + greedy, 2), (greedy, 0)):
         used.clear()
         for answer in ask(engine, requests):
-            if answer.request not in special:
+            if answer.request not in special and not answer.request.grammar:
                 assert answer.tokens == alone(answer.request, "ring")[0]
         assert used[0] == OPTION_SETS[expected]
     assert not compiled
     with pytest.raises(UserError, match="no program is there for"):
-        batch_of(greedy, "ring").add(special[2])
+        batch_of(greedy, "ring").add(special[1])
 
 
 def test_likeliest_of_prompts_and_answers():
