@@ -6,6 +6,8 @@ After each token llguidance computes, on the host, a bitmask of the tokens that 
 
 import dataclasses
 import json
+import threading
+from collections import OrderedDict
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,8 @@ from feedback.errors import UserError
 
 # JSON as json.dumps writes it. Where a grammar allows any whitespace, small models write it without end.
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-MAX_CHARACTERS = 256 << 10  # of a grammar, which takes a thousand times its size in memory
+# Of a grammar, which takes a thousand times its size in memory; and of all grammars that are kept.
+MAX_CHARACTERS = 256 << 10
 GRAMMAR_STUCK = "the grammar allows nothing more, or is too complex"
 
 
@@ -58,13 +61,41 @@ class Grammar:
         return Constraint(self.matcher.deep_copy())
 
 
+class KeptGrammars:
+    """The grammars that were used last, for later requests with the same schema or tools.
+
+    limit: characters of all of them.
+    """
+
+    def __init__(self, limit: int):
+        self.limit, self.lock = limit, threading.Lock()
+        self.kept: OrderedDict[tuple[LLTokenizer, str, str], Grammar] = OrderedDict()
+
+    def find(self, key: tuple[LLTokenizer, str, str]) -> Grammar | None:
+        """The grammar of a tokenizer, kind and text, as the one that was used last."""
+        with self.lock:
+            if key in self.kept:
+                self.kept.move_to_end(key)
+            return self.kept.get(key)
+
+    def add(self, key: tuple[LLTokenizer, str, str], grammar: Grammar) -> None:
+        with self.lock:
+            self.kept[key] = grammar
+            while sum(len(text) for _, _, text in self.kept) > self.limit:
+                self.kept.popitem(last=False)
+
+
+KEPT = KeptGrammars(MAX_CHARACTERS)
+
+
 def grammar_tokenizer(tokenizer, vocabulary: int, stop_ids: frozenset[int]) -> LLTokenizer:
     """llguidance's tokenizer, which knows the bytes of each token. stop_ids: tokens that end an answer."""
     return from_tokenizer(tokenizer, n_vocab=vocabulary, eos_token=sorted(stop_ids) or None)
 
 
 def make_grammar(tokenizer: LLTokenizer, kind: str, source) -> Grammar:
-    """Compile a grammar. kind: "json_schema", whose source is an object, or "regex" or "lark", a text.
+    """A grammar, compiled unless it is kept. kind: "json_schema", whose source is an object, or "regex" or
+    "lark", a text.
 
     It may take seconds, during which other Python threads run. Raises UserError if the grammar is invalid, or
     nothing matches it.
@@ -72,6 +103,15 @@ def make_grammar(tokenizer: LLTokenizer, kind: str, source) -> Grammar:
     text = json.dumps(source) if kind == "json_schema" else source
     if len(text) > MAX_CHARACTERS:
         raise UserError(f"{len(text)} characters are more than {MAX_CHARACTERS}")
+    if found := KEPT.find(key := (tokenizer, kind, text)):
+        return found
+    grammar = Grammar(kind, source, compiled_matcher(*key))
+    KEPT.add(key, grammar)
+    return grammar
+
+
+def compiled_matcher(tokenizer: LLTokenizer, kind: str, text: str) -> LLMatcher:
+    """The matcher of a grammar in its initial state. Raises UserError."""
     try:
         if kind == "json_schema":
             compiled = LLMatcher.grammar_from_json_schema(text, defaults=JSON_STYLE)
@@ -84,7 +124,7 @@ def make_grammar(tokenizer: LLTokenizer, kind: str, source) -> Grammar:
         Constraint(matcher).fill_bitmask(np.zeros(-(-tokenizer.vocab_size // 32), np.uint32))
     if error := matcher.get_error():
         raise UserError(one_line(error))
-    return Grammar(kind, source, matcher)
+    return matcher
 
 
 def one_line(message: str) -> str:

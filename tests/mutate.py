@@ -49,6 +49,7 @@ INT4, MXFP4 = "tests/test_int4.py", "tests/test_mxfp4.py"
 EXPERTS_MXFP4 = "tests/test_experts.py::test_active_experts_kernel"
 MANY_ROWS = "tests/test_experts.py::test_active_experts_kernel[tiles-int8-input-False]"
 GRAMMAR = "tests/test_grammar.py::test_beside_others"
+KEPT_GRAMMARS = "tests/test_grammar.py::test_kept_grammars"
 FORCED = "tests/test_forced_tokens.py::test_"
 AHEAD = "tests/test_grammar.py::test_cancelled_when_a_step_is_dropped"
 TEXT_STEPS = "tests/test_grammar.py::test_steps_of_a_free_text"
@@ -504,6 +505,10 @@ MUTATIONS = [
     ("serving/engine.py", "dataclasses.replace(old, allowed=allowed)", "old", GRAMMAR),
     ("serving/engine.py", "if rows <= x.rows and options <= x.options)", "if rows <= x.rows and len(x.options) > 9)", "tests/test_grammar.py::test_programs_for_what_rows_ask"),
     ("serving/engine.py", "x[row, :count, :n].tolist()", "x[row, :count, -n:].tolist()", "tests/test_grammar.py::test_likeliest_of_prompts_and_answers"),
+    ("conversation/grammar.py", "    KEPT.add(key, grammar)\n", "", KEPT_GRAMMARS),
+    ("conversation/grammar.py", "                self.kept.move_to_end(key)\n", "                pass\n", KEPT_GRAMMARS),
+    ("conversation/grammar.py", "> self.limit:", "> 2 * self.limit:", KEPT_GRAMMARS),
+    ("conversation/grammar.py", "self.matcher.deep_copy()", "self.matcher", KEPT_GRAMMARS),
     ("conversation/grammar.py", "return self.matcher.is_stopped()", "return False", "tests/test_grammar.py::test_a_real_grammar"),
     ("conversation/streams.py", "final=not named or ", "final=", CHANNELS + "channels"),
     ("conversation/streams.py", "self.stop_strings if final else ()", "self.stop_strings", CHANNELS + "stop_strings_are_of_the_text"),

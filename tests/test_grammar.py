@@ -12,6 +12,7 @@ from conftest import CHECKPOINTS, engine_of, random_weights
 from test_generation import alone, ask, batch_of, deep, sampled, subject
 
 import model
+from conversation import grammar as grammars
 from conversation.grammar import grammar_tokenizer, make_grammar
 from conversation.text import load_tokenizer
 from feedback.errors import UserError
@@ -283,6 +284,36 @@ def test_likeliest_of_prompts_and_answers():
             order = np.argsort(-row)[:5]
             assert list(place) == order.tolist()
             np.testing.assert_allclose(list(place.values()), row[order], atol=1e-4)
+
+
+def test_kept_grammars(monkeypatch):
+    """A grammar is compiled once while it is among those used last; each answer has a state of its own."""
+    compiled, compile = [], grammars.compiled_matcher
+    monkeypatch.setattr(grammars, "compiled_matcher", lambda *key: compiled.append(key[2]) or compile(*key))
+    monkeypatch.setattr(grammars, "KEPT", grammars.KeptGrammars(limit=8))
+    tokenizer = load_tokenizer(CHECKPOINTS / "tiny-llama3")
+    tokens = grammar_tokenizer(tokenizer, 512, frozenset([6]))
+
+    def first_tokens(text: str) -> np.ndarray:
+        """The mask of an answer's first token. The answer then goes on."""
+        state, bits = make_grammar(tokens, "regex", text).start(), np.zeros(16, np.uint32)
+        state.fill_bitmask(bits)
+        state.accept_token(tokenizer(text[0], add_special_tokens=False).input_ids[0])
+        return bits
+
+    masks = [first_tokens(text).tobytes() for text in ("a+", "b+", "c+", "d+")]
+    assert compiled == ["a+", "b+", "c+", "d+"] and len(set(masks)) == 4
+    assert first_tokens("a+").tobytes() == masks[0]
+    first_tokens("e+")  # in the place of b, which is compiled again
+    assert [first_tokens(text).tobytes() for text in ("a+", "b+")] == masks[:2]
+    assert compiled[4:] == ["e+", "b+"]
+    with pytest.raises(UserError):
+        make_grammar(tokens, "regex", "(")
+    make_grammar(
+        grammar_tokenizer(tokenizer, 512, frozenset([7])), "regex", "b+"
+    )  # whose texts end otherwise
+    assert compiled[6:] == ["(", "b+"]
+    assert len(grammars.KEPT.kept) == 4
 
 
 def test_a_real_grammar():

@@ -11,6 +11,7 @@ from conftest import CHECKPOINTS
 from test_server import GREETING, post, server_with
 from tokenizers import AddedToken
 
+from conversation import grammar
 from conversation.grammar import grammar_tokenizer, make_grammar
 from conversation.streams import answer_stream
 from conversation.text import load_tokenizer
@@ -472,6 +473,17 @@ def test_calls_that_the_model_chooses(client):
     assert texts and called and set(texts) == {'{"name": "x"}'} and not any(x.content for x in called)
     for message in called:
         check(message.tool_calls)
+
+
+def test_grammars_of_tools_are_kept(server, monkeypatch):
+    """Later requests with the same tools compile nothing, whatever their messages are."""
+    compiled, compile = [], grammar.compiled_matcher
+    monkeypatch.setattr(grammar, "compiled_matcher", lambda *key: compiled.append(key) or compile(*key))
+    tools = [function("only_here", parameters={"type": "object", "properties": {"a": {"enum": [1, 2]}}})]
+    for text, choice in (("one", "auto"), ("two", "auto"), ("two", "required"), ("three", "required")):
+        body = dict(messages=[dict(role="user", content=text)], tools=tools, tool_choice=choice, max_tokens=4)
+        assert post(server, "/v1/chat/completions", body)[0] == 200
+    assert len(compiled) == 2
 
 
 def test_cut_call(server, client):
