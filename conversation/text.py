@@ -18,6 +18,8 @@ from feedback.errors import UserError
 TEMPLATE_OPTIONS = {"tools", "documents", "add_generation_prompt", "continue_final_message"}
 # Classes of tokenizer_config.json with which AutoTokenizer of transformers changes what tokenizer.json says.
 SPACE_PREFIXING = ("GPT2Tokenizer", "GPT2TokenizerFast", "Qwen2Tokenizer", "Qwen2TokenizerFast")
+TOKENIZER_FILES = """tokenizer.json tokenizer_config.json tokenizer.model vocab.json merges.txt
+    added_tokens.json""".split()
 CHARS_PER_TOKEN = 8  # few texts have as many characters per token, see _exceeds
 
 
@@ -49,6 +51,16 @@ def load_tokenizer(folder: pathlib.Path):
     tokenizer.backend_tokenizer.no_truncation()  # a tokenizer.json may ask for truncation or padding
     tokenizer.backend_tokenizer.no_padding()
     return tokenizer
+
+
+def has_vocabulary(folder: pathlib.Path, tokenizer, of: pathlib.Path) -> bool:
+    """Whether a folder's tokenizer has the vocabulary of this one, which was loaded from the folder `of`.
+
+    A tokenizer with the same files is not loaded.
+    """
+    files = [[x / name for name in TOKENIZER_FILES if (x / name).exists()] for x in (folder, of)]
+    ours, theirs = ({file.name: file.read_bytes() for file in found} for found in files)
+    return ours == theirs or load_tokenizer(folder).get_vocab() == tokenizer.get_vocab()
 
 
 def _tokenizer_config(folder: pathlib.Path) -> dict[str, Any]:

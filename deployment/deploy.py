@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from checkpoints.checkpoint import Checkpoint, open_checkpoint
 from checkpoints.loading import load
-from conversation.text import load_tokenizer
+from conversation.text import has_vocabulary
 from deployment.ahead import ProgramsOnShapes
 from deployment.chips import topology_of
 from deployment.job import Job
@@ -117,8 +117,8 @@ def open_agreed(options: ModelOptions, option: str) -> Checkpoint:
 
 def open_draft(options: ModelOptions, target: Deployment) -> tuple[Checkpoint, Mesh]:
     """The draft model's checkpoint and mesh. Raises UserError if it does not suit the model."""
-    draft, vocabulary = open_agreed(options, "draft"), load_tokenizer(target.checkpoint.folder).get_vocab()
-    if load_tokenizer(draft.folder).get_vocab() != vocabulary or draft.config.V != target.cfg.V:
+    draft, folder = open_agreed(options, "draft"), target.checkpoint.folder
+    if draft.config.V != target.cfg.V or not has_vocabulary(draft.folder, target.tokenizer, folder):
         raise UserError(f"--draft {options.draft}: its tokenizer is not that of {options.checkpoint}")
     try:
         return draft, mesh_for_draft(draft.config, target.mesh)

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
 import os
@@ -17,6 +18,7 @@ from jax.sharding import Mesh
 
 import model
 from checkpoints.checkpoint import Checkpoint
+from conversation.text import load_tokenizer
 from deployment.program_memory import ProgramBytes, program_bytes
 from distributed.exchange import gather, warn
 from feedback.errors import UserError
@@ -103,6 +105,11 @@ class Deployment:
     kv_dtype: str
     checkpoint: Checkpoint | None = None
     step_tokens: int = 1
+
+    @functools.cached_property
+    def tokenizer(self):
+        """The checkpoint's tokenizer, which is loaded once."""
+        return load_tokenizer(self.checkpoint.folder)
 
     def abstract_weights(self) -> Weights:
         """The shapes, types and shardings of the weights."""

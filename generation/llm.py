@@ -19,7 +19,6 @@ import jax
 
 from checkpoints.names import FLOATS
 from checkpoints.threads import no_garbage_collection
-from conversation.text import load_tokenizer
 from deployment.ahead import ProgramsOnShapes, compile_programs
 from deployment.compilation_cache import enable_compilation_cache
 from deployment.deploy import (
@@ -171,7 +170,7 @@ class LLM:
     def __init__(self, deployment: Deployment, shapes: ProgramsOnShapes, programs: Callable[[], Programs]):
         """shapes: the same programs, to compile them. programs: called when all else is loaded."""
         self.deployment, self.shapes = deployment, shapes
-        self.tokenizer = load_tokenizer(deployment.checkpoint.folder)
+        self.tokenizer = deployment.tokenizer
         self.programs = programs()
         limits = dict(max_len=self.programs.max_len, limit="max_len")
         self.builder = builder_for(deployment.checkpoint, self.tokenizer, dict(seed=0), "", **limits)

@@ -8,7 +8,6 @@ import pathlib
 import jax
 
 from conversation.templates import replace_template
-from conversation.text import load_tokenizer
 from deployment.ahead import ProgramsOnShapes, compile_programs
 from deployment.deploy import (
     ModelOptions,
@@ -99,7 +98,7 @@ def replace_chat_template(tokenizer, name: str) -> None:
 def open_session(args: argparse.Namespace, n_devices: int, startup: Startup) -> Session:
     models = open_models(model_options(args), n_devices, log_once)
     checkpoint = models[0].checkpoint
-    tokenizer = load_tokenizer(checkpoint.folder)
+    tokenizer = models[0].tokenizer
     if args.chat_template is not None:
         replace_chat_template(tokenizer, args.chat_template)
     builder = make_builder(args, checkpoint, tokenizer, [x.cfg for x in models])

@@ -257,5 +257,6 @@ def test_how_many_are_enough(compiled):
         return engine.stats.forced
 
     assert forced(1, 7) == 8 and forced(1, 8) == 0
-    assert forced(4, 1) == 4 * 8 and forced(1, 0, longest=1) == 0  # which has no chunks
+    assert forced(4, 1) == 4 * 8 and forced(4, 2) < 8
+    assert forced(1, 0, longest=1) == 0  # which has no chunks
     assert CPU_LIMITS.chunk_steps > ACCELERATOR_LIMITS.chunk_steps

@@ -5,6 +5,7 @@ over prefill and decode_step computes.
 import functools
 import json
 import pathlib
+import shutil
 
 import jax
 import numpy as np
@@ -16,7 +17,9 @@ from test_generation import deep
 
 import main
 import model
-from deployment import ahead
+from conversation import text as tokenizers
+from deployment import ahead, memory
+from deployment.deploy import ModelOptions, open_models
 from feedback.errors import UserError
 from generation.llm import LLM, load
 
@@ -98,6 +101,22 @@ def test_the_same_answers(options):
     expected = [x.text for x in opened().generate(PROMPTS, max_new_tokens=16)]
     assert [x.text for x in opened(**options).generate(PROMPTS, max_new_tokens=16)] == expected
     assert expected[1] == "12 + 34 = 46."
+
+
+def test_tokenizers_that_are_loaded(monkeypatch, tmp_path):
+    """The model's once; a draft model's only if its files differ, as their vocabularies may be equal."""
+    loaded = []
+    for module in (tokenizers, memory):
+        real = module.load_tokenizer
+        monkeypatch.setattr(module, "load_tokenizer", lambda x, real=real: loaded.append(x) or real(x))
+    same, other = (shutil.copytree(LLAMA3, tmp_path / name) for name in ("same", "other"))
+    settings = json.loads((other / "tokenizer_config.json").read_text())
+    (other / "tokenizer_config.json").write_text(json.dumps(settings | dict(model_max_length=99)))
+    for draft, folders in ((same, [LLAMA3]), (other, [LLAMA3, other])):
+        loaded.clear()
+        options = ModelOptions(checkpoint=str(LLAMA3), draft=str(draft), rows=2, max_len=256)
+        model, _ = open_models(options, 1, print)
+        assert model.tokenizer is model.tokenizer and loaded == folders
 
 
 def test_nothing_is_compiled_for_a_kind_that_was_seen(compiled):
