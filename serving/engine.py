@@ -280,7 +280,7 @@ class Engine:
         old, rows = self.sampling[number], self.scheduler.micro_batches[number].rows
         if new_rows or options != {name for name, value in vars(old).items() if value is not None}:
             self.sampling[number] = sampling_of(rows, options, self.programs.cfg.V)
-        elif old.allowed is not None:  # a grammar's mask changes with each step
+        elif any(row.constrained for row in rows):  # a grammar's mask changes with each step
             allowed = allowed_tokens(rows, self.programs.cfg.V)
             self.sampling[number] = dataclasses.replace(old, allowed=allowed)
         return self.sampling[number]

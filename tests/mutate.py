@@ -358,6 +358,7 @@ MUTATIONS = [
     ("model.py", "device_ring = prefill_ring(cfg, tokens.size // mesh_size(mesh, ROWS), mesh)", "device_ring = prefill_ring(cfg, tokens.size, mesh)", COLUMNS + "prefill"),
     ("model.py", "return psum(y, MODEL)", "return y", MESH),
     ("model.py", "x = psum(look_up(w.embed, tokens), MODEL)", "x = look_up(w.embed, tokens)", MESH),
+    ("sharding/sampling.py", "lax.cond(jnp.any(target < jnp.inf)", "lax.cond(jnp.all(target < jnp.inf)", SAMPLING),
     ("sharding/sampling.py", "lax.pmax(jnp.max(logits, -1, keepdims=True), MODEL)\n    ids", "jnp.max(logits, -1, keepdims=True)\n    ids", SAMPLING),
     ("sharding/sampling.py", "lax.pmin(jnp.min(ids, -1), MODEL)", "jnp.min(ids, -1)", SAMPLING),
     ("sharding/sampling.py", "lax.psum(jnp.sum(jnp.exp(logits - peak), -1, keepdims=True), MODEL)", "jnp.sum(jnp.exp(logits - peak), -1, keepdims=True)", MESH),
