@@ -39,6 +39,7 @@ from serving.speculation import DraftModel, PromptLookup, mesh_for_draft
 from sharding.mesh import degrees
 
 COMPARED_TENSORS = 256  # of a checkpoint, whose bytes all processes compare
+SPARE = 1  # tokens that states can take back without drafts: a row with a grammar goes back by one
 WORTH_SAYING = 1.1  # how much longer a step takes on the user's mesh than on another one
 Log = Callable[[str], None]
 logger = logging.getLogger(__name__)
@@ -135,7 +136,7 @@ def deploy(
     """
     step_tokens = 1 + options.guesses if options.draft or options.lookup else 1
     kept = 0 if options.pp and options.pp > 1 else options.kept_states
-    cfg = with_room(checkpoint.config, step_tokens - 1, kept)
+    cfg = with_room(checkpoint.config, max(step_tokens - 1, SPARE), kept)
     format = choose_format(options.quantize, checkpoint, log)
     dtype, kv_dtype = choose_dtypes(options.dtype, options.kv_cache_dtype, format)
     rows = options.rows or (CPU_ROWS if jax.default_backend() == "cpu" else DEFAULT_ROWS)

@@ -34,6 +34,11 @@ def places(masks: Iterable[Mask | Recurrent]) -> int:
     return max((mask.kept for mask in masks if isinstance(mask, Recurrent)), default=0)
 
 
+def goes_back(masks: Iterable[Mask | Recurrent]) -> bool:
+    """Whether a row can take back the last token that it has read."""
+    return all(mask.spare for mask in masks if isinstance(mask, Recurrent))
+
+
 def rollback_limit(mask: Mask | Recurrent, length: Array) -> Array:
     """How many more tokens rows of these lengths may read so that all but the next can still be rolled back.
 

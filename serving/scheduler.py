@@ -18,7 +18,7 @@ from model import Mask, Recurrent
 from serving.chunks import Shape, best_shape, prompts_in_chunk
 from serving.prefix_cache import MIN_SAVED, PrefixCache, SavedPrefix
 from serving.requests import Answer
-from serving.reuse import places, reusable_prefix
+from serving.reuse import goes_back, places, reusable_prefix
 from sharding.sampling import NEUTRAL, Sampling
 
 COMPARED = 8192  # tokens that are compared at a time: most texts differ early
@@ -88,7 +88,7 @@ class Row:
 
     Of a row with a grammar, allowed: [W] uint32, the mask of its next token, see Sampling. steady: how many
     of its last tokens have left the mask as it was. dropped: steps in flight that do not count, see
-    `drop_steps`.
+    `drop_steps`. goes_back: whether the row can take back a token that a dropped step has read.
 
     If layers have states: kept: for each place in which states of the row are kept, after how many tokens
     they are those of the row; 0 if none are there. stops: {after how many tokens states are to be kept: in
@@ -109,6 +109,7 @@ class Row:
     allowed: np.ndarray | None = None
     steady: int = 0
     dropped: int = 0
+    goes_back: bool = True
 
     @property
     def free(self) -> bool:
@@ -127,7 +128,7 @@ class Row:
     @property
     def runs_ahead(self) -> bool:
         """Whether its next step is sent in the hope that the token in flight leaves the grammar's mask."""
-        return self.constrained and self.steady >= STEADY_TOKENS
+        return self.constrained and self.goes_back and self.steady >= STEADY_TOKENS
 
     @property
     def prefill_left(self) -> int:
@@ -550,7 +551,8 @@ class Scheduler:
         """shards: of each micro-batch. width, masks, row_bytes: see Shard. prefix_cache_bytes: of all shards
         together.
         """
-        self.rows = [Row(text, kept=[0] * places(masks)) for text in np.zeros((rows, max_len), np.int32)]
+        texts, n = np.zeros((rows, max_len), np.int32), places(masks)
+        self.rows = [Row(text, kept=[0] * n, goes_back=goes_back(masks)) for text in texts]
         each = rows // (stages * shards)
         limit = prefix_cache_bytes // (stages * shards)
         self.shards = [

@@ -148,7 +148,7 @@ VERSIONS, WEIGHTS = (
 )
 TWO = "tests/test_hosts.py::test_two_processes_by_default"
 BYTES = "tests/test_command_line.py::test_bytes_per_step"
-STATES = "tests/test_plan.py::test_what_is_needed_of_a_state"
+STATE_NEEDS = "tests/test_plan.py::test_what_is_needed_of_a_state"
 DELTA_RULE = "tests/test_delta_rule.py"
 ACTIVE = "tests/test_command_line.py::test_active_experts"
 STAGES = "tests/test_stages.py::test_many_requests[short-pp2-ep2-tp2]"
@@ -461,7 +461,7 @@ MUTATIONS = [
     ("ops/gpu.py", "mask=used & inside)", "mask=inside)", GPU),
     ("ops/gpu.py", "return jnp.sum(y, 0)", "return y[0]", GPU),
     ("benchmarks/speed.py", "+ 2 * cfg.V * cfg.D", "", SPEED),
-    ("benchmarks/speed.py", "positions - kind.mask.first_visible(positions)", "positions", SPEED),
+    ("benchmarks/speed.py", "times * read_at_a_time(kind, \"bfloat16\")[1]", "0", SPEED),
     ("benchmarks/speed.py", "share = kind.feed_forward.A / kind.feed_forward.E", "share = 1", SPEED),
     ("quantize.py", "preferred_element_type=jnp.float32) * q.scale", "preferred_element_type=jnp.float32)", QUANTIZE),
     ("ops/matmul.py", "x.astype(scale.dtype) * scale[rows][..., None]", "x", INT8),
@@ -786,8 +786,8 @@ MUTATIONS = [
     ("sharding/collective_matmul.py", "isinstance(x, Scattered) else lax.psum(x, axes)", "isinstance(x, Scattered) else x", COLUMNS + "few_devices"),
     ("sharding/collective_matmul.py", "or tokens < LEAST_TOKENS", "", COLUMNS + "which_chunks_are_by_columns"),
     ("sharding/interconnect.py", "line[1:] if i % 2 == 0 else line[:0:-1]", "line[1:]", COLUMNS + "rings"),
-    ("deployment/floor.py", "share *= 2 if isinstance(kind.mask, Recurrent) else 1", "pass", STATES),
-    ("families/gated_delta_net.py", "operations = dict(matrix=6.0)", "operations = dict(matrix=4.0)", STATES),
+    ("deployment/floor.py", "share *= 2 if isinstance(kind.mask, Recurrent) else 1", "pass", STATE_NEEDS),
+    ("families/gated_delta_net.py", "operations = dict(matrix=6.0)", "operations = dict(matrix=4.0)", STATE_NEEDS),
     ("deployment/step_bytes.py", "times *= 2 if isinstance(kind.mask, Recurrent) else 1", "pass", BYTES + "_of_a_state"),
     ("planner/schedule.py", "7 * (lines.shape[-2] // 5)", "7 * lines.shape[-2]", SCHEDULE + "operations_of_a_state"),
     ("ops/delta_rule.py", "before = jnp.where(empty[r] > 0, 0, ", "before = (", DELTA_RULE),
@@ -1037,13 +1037,14 @@ MUTATIONS = [
     ("ops/delta_rule.py", "        size *= 2\n", "        size *= 2\n        break\n", STATES + "the_rule_twice"),
     ("families/gated_delta_net.py", "jnp.where(chunk.valid[..., None, None], gates, 0)", "gates", STATES + "padding_changes_no_state"),
     ("families/gated_delta_net.py", "lambda old, x: window(x, chunk.count, old.shape[1])", "lambda old, x: x[:, x.shape[1] - old.shape[1] :]", STATES + "padding_changes_no_state"),
-    ("families/gated_delta_net.py", "chunk.start - state.end)", "0 * state.end)", STATE_DRAFTS),
+    ("families/gated_delta_net.py", "chunk.start - end)", "0 * end)", STATE_DRAFTS),
     ("families/gated_delta_net.py", "if T <= 1 + mask.spare:", "if T < 1:", STATE_DRAFTS),
     ("families/gated_delta_net.py", "tokens = dataclasses.replace(tokens, gates=jnp.zeros_like(tokens.gates))", "pass", STATE_DRAFTS),
     ("families/gated_delta_net.py", ") // each\n", ")\n", "tests/test_families.py::test_on_a_mesh[qwen3.5-tp8]"),
     ("serving/reuse.py", "1 + mask.spare)", "2 + mask.spare)", STATES + "drafts_and_spare_tokens[model]"),
     ("serving/programs.py", "cfg = with_room(cfg, speculation.n_draft, places(cfg.masks))", "pass", STATES + "drafts_and_spare_tokens[lookup]"),
     ("serving/reuse.py", "if position <= n), default=0)", "if position <= n), default=n)", STATES + "where_two_texts_part"),
+    ("serving/scheduler.py", "self.constrained and self.goes_back and", "self.constrained and", "tests/test_grammar.py::test_states_that_cannot_go_back"),
     ("serving/scheduler.py", "row.stops[end] = 0", "pass", STATES + "the_next_turn_of_a_conversation"),
     ("serving/scheduler.py", "0 if self.steps_in_flight else self.computed", "self.computed", STATES + "a_text_that_goes_on_from_an_answer_in_progress"),
     ("serving/scheduler.py", "[n if n <= cached else 0 for n in kept]", "list(kept)", STATES + "states_of_another_text"),

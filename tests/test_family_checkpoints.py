@@ -1033,7 +1033,7 @@ def test_converted_int8(name, saved, tmp_path):
     ],
 )
 def test_converted_states(name, format, mesh, saved, tmp_path, monkeypatch):
-    """In slices. Loaded by devices that divide key heads, or columns of a key head; some have no value head."""
+    """In slices. Loaded by devices that divide key heads, or their columns; some have no value head."""
     folder, _ = saved(name)
     monkeypatch.setattr("checkpoints.layouts.SLICE_BYTES", 1000)
     convert(str(folder), str(tmp_path / "converted"), format=format)

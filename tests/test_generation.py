@@ -52,7 +52,7 @@ SHARED = dict(
 )  # fmt: skip
 # Qwen 3.5: two layers with a state, and one with a cache.
 STATES = dict(
-    model_type="qwen3_5_text", vocab_size=96, hidden_size=32, intermediate_size=32, num_hidden_layers=3,
+    model_type="qwen3_5_text", vocab_size=101, hidden_size=32, intermediate_size=32, num_hidden_layers=3,
     num_attention_heads=2, num_key_value_heads=1, head_dim=8, max_position_embeddings=4096, rms_norm_eps=1e-3,
     layer_types=["linear_attention", "full_attention", "linear_attention"], linear_num_key_heads=2,
     linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=12, linear_conv_kernel_dim=4,

@@ -5,6 +5,7 @@ All is counted in tokens and steps, of programs that compute nothing. `test_answ
 
 import dataclasses
 import functools
+import itertools
 import types
 
 import jax
@@ -228,8 +229,11 @@ def test_stages_and_data_shards(stages, shards):
 
 def test_a_grammar_does_not_pay_twice():
     """Its row decodes in every second turn, and only a turn in which it decodes pays for prompt tokens."""
+    masks = itertools.count()  # another one for each token, so that the row does wait
     constraint = types.SimpleNamespace(
-        fill_bitmask=lambda bits: None, accept_token=lambda token: False, forced_tokens=lambda: []
+        fill_bitmask=lambda bits: bits.fill(next(masks)),
+        accept_token=lambda token: False,
+        forced_tokens=lambda: [],
     )
     constrained = Request([1], 60, grammar=types.SimpleNamespace(start=lambda: constraint))
     engine = counting_engine(examples=[constrained])
