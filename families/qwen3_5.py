@@ -42,7 +42,7 @@ QWEN3_5 = Family(
     no_effect=NO_EFFECT,
     tensor_names=NAMES,
     layouts=GATED_ATTENTION,
-    unused_tensors=r"^mtp\.|^model\.visual\.",
+    unused_tensors=r"^(model\.)?(mtp|visual)\.",
     tools=FUNCTION_TAGS,
 )
 QWEN3_5_MOE = Family(

@@ -103,6 +103,6 @@ QWEN3_NEXT = Family(
         joined("self_attn.in_proj_ba.weight", "(J[R+R])D", "attention.b", "attention.a", pairs=HEADS_OF_KEYS),
         SINGLE_OR_JOINED_EXPERTS,
     ),
-    unused_tensors=r"^mtp\.",
+    unused_tensors=r"^(model\.)?mtp\.",
     tools=TAGS,
 )  # fmt: skip
