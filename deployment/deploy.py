@@ -36,7 +36,7 @@ from model import Weights
 from serving.programs import Programs
 from serving.reuse import with_room
 from serving.speculation import DraftModel, PromptLookup, mesh_for_draft
-from sharding.mesh import degrees
+from sharding.mesh import STAGE, degrees
 
 COMPARED_TENSORS = 256  # of a checkpoint, whose bytes all processes compare
 SPARE = 1  # tokens that states can take back without drafts: a row with a grammar goes back by one
@@ -135,13 +135,14 @@ def deploy(
     place: chooses its mesh, for the rows that are planned.
     """
     step_tokens = 1 + options.guesses if options.draft or options.lookup else 1
-    kept = 0 if options.pp and options.pp > 1 else options.kept_states
-    cfg = with_room(checkpoint.config, max(step_tokens - 1, SPARE), kept)
+    cfg = with_room(checkpoint.config, max(step_tokens - 1, SPARE), options.kept_states)
     format = choose_format(options.quantize, checkpoint, log)
     dtype, kv_dtype = choose_dtypes(options.dtype, options.kv_cache_dtype, format)
     rows = options.rows or (CPU_ROWS if jax.default_backend() == "cpu" else DEFAULT_ROWS)
     positions = min(options.max_len or ROW_POSITIONS, cfg.max_positions)
     mesh = place(Job(cfg, rows, positions, format, kv_dtype, dtype))
+    if mesh.shape[STAGE] > 1:
+        cfg = with_room(cfg, kept=0)  # as in Programs
     return Deployment(cfg, mesh, dtype, format, kv_dtype, checkpoint, step_tokens)
 
 

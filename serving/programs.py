@@ -120,10 +120,12 @@ class Programs:
 
         Raises UserError for a draft model of another vocabulary, and for speculation with several stages.
         """
-        if speculation:  # a decode step is told from a prompt's chunk by how many tokens states can take back
-            cfg = with_room(cfg, speculation.n_draft, places(cfg.masks))
         self.execute = executor_for(mesh)
         self.stages, self.shards = mesh.shape["stage"], mesh.shape["data"]
+        if speculation:  # a decode step is told from a prompt's chunk by how many tokens states can take back
+            cfg = with_room(cfg, drafts=speculation.n_draft)
+        if self.stages > 1:  # a chunk is in another stage when its states would be kept
+            cfg = with_room(cfg, kept=0)
         self.rows, self.max_len = rows + -rows % (self.stages * self.shards), max_len
         self.weights, self.cfg, self.mesh, self.static = weights, cfg, mesh, dict(cfg=cfg, mesh=mesh)
         sizes = self.rows, max_len, kv_dtype

@@ -18,10 +18,14 @@ from model import Config, Mask, Recurrent
 INT32_MAX = jnp.iinfo(jnp.int32).max
 
 
-def with_room(cfg: Config, drafts: int, kept: int) -> Config:
-    """The same model, whose rows can take back so many draft tokens, and keep states in so many places."""
+def with_room(cfg: Config, drafts: int | None = None, kept: int | None = None) -> Config:
+    """The same model, whose rows can take back so many draft tokens, and keep states in so many places.
+
+    None: as many as before.
+    """
+    given = {name: n for name, n in dict(spare=drafts, kept=kept).items() if n is not None}
     kinds = (
-        dataclasses.replace(kind, mask=dataclasses.replace(kind.mask, spare=drafts, kept=kept))
+        dataclasses.replace(kind, mask=dataclasses.replace(kind.mask, **given))
         if isinstance(kind.mask, Recurrent)
         else kind
         for kind in cfg.layers

@@ -1042,7 +1042,7 @@ MUTATIONS = [
     ("families/gated_delta_net.py", "tokens = dataclasses.replace(tokens, gates=jnp.zeros_like(tokens.gates))", "pass", STATE_DRAFTS),
     ("families/gated_delta_net.py", ") // each\n", ")\n", "tests/test_families.py::test_on_a_mesh[qwen3.5-tp8]"),
     ("serving/reuse.py", "1 + mask.spare)", "2 + mask.spare)", STATES + "drafts_and_spare_tokens[model]"),
-    ("serving/programs.py", "cfg = with_room(cfg, speculation.n_draft, places(cfg.masks))", "pass", STATES + "drafts_and_spare_tokens[lookup]"),
+    ("serving/programs.py", "cfg = with_room(cfg, drafts=speculation.n_draft)", "pass", STATES + "drafts_and_spare_tokens[lookup]"),
     ("serving/reuse.py", "if position <= n), default=0)", "if position <= n), default=n)", STATES + "where_two_texts_part"),
     ("serving/scheduler.py", "self.constrained and self.goes_back and", "self.constrained and", "tests/test_grammar.py::test_states_that_cannot_go_back"),
     ("serving/scheduler.py", "row.stops[end] = 0", "pass", STATES + "the_next_turn_of_a_conversation"),
