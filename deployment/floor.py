@@ -17,15 +17,15 @@ from sharding.mesh import EXPERT, make_mesh, mesh_size
 def share_needed(argument: str, job: Job, mesh: Mesh) -> float:
     """The share of an argument that a step must read.
 
-    Of the rows' text nothing counts, since a few tokens are looked up. Prefill reads the caches of some rows,
-    and needs no logits.
+    Of the rows' text nothing counts, since a few tokens are looked up, nor of states that are kept. Prefill
+    reads the caches of some rows, and needs no logits.
     """
     if argument.startswith("weights."):
         experts = active_experts(job.cfg, local_tokens(job, mesh), mesh_size(mesh, EXPERT))
         return share_read(argument, job.cfg, experts, job.decodes)
     if part_of(argument, job.cfg) == "kv_cache":
         return job.rows / job.batch
-    return 0 if argument == "batch.tokens" else 1
+    return 0 if argument.startswith(("batch.tokens", "batch.kept")) else 1
 
 
 def needed(job: Job, mesh: Mesh) -> tuple[float, float]:

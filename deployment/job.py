@@ -86,7 +86,7 @@ class Job:
             size, layer = math.prod(x.sharding.shard_shape(x.shape)), layer_of(name)
             if layer is not None:
                 kind = cfg.layers[layer]
-                name = name.replace(f".layers[{layer}]", f".layers[{layers.index(kind)}]")
+                name = name.replace(f"[{layer}]", f"[{layers.index(kind)}]", 1)
                 size *= counts[kind]
             yield name, size, size * jax.dtypes.itemsize_bits(x.dtype) / 8
 

@@ -31,7 +31,7 @@ def named_leaves(**trees) -> Iterator[tuple[str, Any]]:
 
 def layer_of(argument: str) -> int | None:
     """The number of the layer that an argument of a step belongs to, by its name; None if to none."""
-    found = re.search(r"\.layers\[(\d+)\]", argument)
+    found = re.search(r"\.(?:layers|kept)\[(\d+)\]", argument)
     return int(found[1]) if found else None
 
 

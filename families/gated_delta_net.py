@@ -57,10 +57,11 @@ class GatedDeltaNetWeights:
 class Tokens:
     """What a layer keeps of tokens that follow one another.
 
-    keys: [b,T,2,q] and values: [b,T,n,Y], the inputs of the convolutions of queries and keys, and of values.
+    queries, keys: [b,T,q] and values: [b,T,n,Y], the inputs of their convolutions.
     gates: [b,T,2,n] float32, the decay and the strength, zeros for padding: S reads it without a change.
     """
 
+    queries: Array
     keys: Array
     values: Array
     gates: Array
@@ -108,12 +109,13 @@ class GatedDeltaNet:
         """The declared state of `batch` rows. dtype: of the kept inputs, which are bfloat16 if it is int8."""
         dtype = jnp.bfloat16 if jnp.dtype(dtype) == jnp.int8 else dtype
         Q, P, R = self.J * self.X, mask.spare, mask.spare + self.W - 1
-        keys: Any = ArrayInfo("bR2q", shape=(batch, R, 2, Q), dtype=dtype)
+        keys: Any = ArrayInfo("bRq", shape=(batch, R, Q), dtype=dtype)
         values: Any = ArrayInfo("bRnY", shape=(batch, R, self.N, self.Y), dtype=dtype)
         gates: Any = ArrayInfo("bP2n", shape=(batch, P, 2, self.N), dtype=jnp.float32)
         matrix: Any = ArrayInfo("bnXY", shape=(batch, self.N, self.X, self.Y), dtype=jnp.float32)
         end: Any = ArrayInfo("b", shape=(batch,), dtype=jnp.int32)
-        return State(matrix=matrix, latest=Tokens(keys=keys, values=values, gates=gates), end=end)
+        latest = Tokens(queries=keys, keys=keys, values=values, gates=gates)
+        return State(matrix=matrix, latest=latest, end=end)
 
     @jax.named_scope("attention")
     def __call__(
@@ -132,9 +134,9 @@ class GatedDeltaNet:
             lambda old, x: jnp.concatenate([old, x.astype(old.dtype)], 1), state.latest, new
         )
         with jax.named_scope("convolution"):
-            taps = jnp.stack([w.q_taps, w.k_taps])
-            q, k = self.of_value_heads(convolve(tokens.keys.astype(x.dtype), taps))
-            v = convolve(tokens.values.astype(x.dtype), w.v_taps).astype(jnp.float32)
+            inputs = (tokens.queries, w.q_taps), (tokens.keys, w.k_taps), (tokens.values, w.v_taps)
+            q, k, v = (convolve(inputs.astype(x.dtype), taps) for inputs, taps in inputs)
+            q, k = self.key_heads(q, k)
         with jax.named_scope("delta_rule"):
             read = q * self.X**-0.5, k, v, tokens.gates[:, :, 0], tokens.gates[:, :, 1]
             empty = chunk.start == 0
@@ -158,7 +160,7 @@ class GatedDeltaNet:
         step = jax.nn.softplus(a.astype(jnp.float32) + w.step_bias.astype(jnp.float32))
         gates = jnp.stack([-jnp.exp(w.log_rate) * step, jax.nn.sigmoid(b).astype(jnp.float32)], 2)
         gates = jnp.where(chunk.valid[..., None, None], gates, 0)
-        return Tokens(keys=jnp.stack([q, k], 2), values=v, gates=gates), z
+        return Tokens(queries=q, keys=k, values=v, gates=gates), z
 
     def before_text(self, new: Tokens) -> State:
         """The state before a text, without spare tokens. new: of the text."""
@@ -167,23 +169,26 @@ class GatedDeltaNet:
             return jnp.zeros_like(x, shape=(x.shape[0], tokens, *x.shape[2:]))
 
         R, n = self.W - 1, new.values.shape[2]
-        latest = Tokens(keys=zeros(new.keys, R), values=zeros(new.values, R), gates=zeros(new.gates, 0))
+        inputs = jax.tree.map(lambda x: zeros(x, R), new)
+        latest = dataclasses.replace(inputs, gates=zeros(new.gates, 0))
         matrix = jnp.zeros_like(new.gates, shape=(new.gates.shape[0], n, self.X, self.Y))
         return State(matrix=matrix, latest=latest, end=jnp.zeros_like(new.gates, jnp.int32, (n,)))
 
-    def of_value_heads(self, columns: Array) -> list[Array]:
-        """[b,T,2,q] -> queries and keys, [b,T,n,X] float32 each, of the length 1, for each value head."""
-        bT2, each = columns.shape[:3], self.N // self.J
-        if self.J % lax.axis_size(MODEL) == 0:
-            heads = jnp.repeat(columns.reshape(*bT2, -1, self.X), each, 3)
+    def key_heads(self, *columns: Array) -> list[Array]:
+        """[b,T,q] each -> [b,T,j,X] float32 each, of the length 1: the heads of this device's value heads.
+
+        As many value heads that follow one another read with each.
+        """
+        devices, shape = lax.axis_size(MODEL), (*columns[0].shape[:2], -1, self.X)
+        if self.J % devices == 0:
+            heads = jnp.stack([x.reshape(shape) for x in columns])
         else:  # devices divide the columns of a head: they gather them, and take those of their value heads
-            whole = lax.all_gather(columns, MODEL, axis=3, tiled=True)[..., : self.J * self.X]
-            n = -(-self.N // lax.axis_size(MODEL))
-            own = (lax.axis_index(MODEL) * n + jnp.arange(n)) // each
-            heads = whole.reshape(*bT2, self.J, self.X).take(own, 3, mode="clip")
+            whole = lax.all_gather(jnp.stack(columns), MODEL, axis=3, tiled=True)[..., : self.J * self.X]
+            n = -(-self.N // devices)
+            own = (lax.axis_index(MODEL) * n + jnp.arange(n)) * self.J // self.N
+            heads = whole.reshape(-1, *shape).take(own, 3, mode="clip")
         heads = heads.astype(jnp.float32)
-        heads = heads * lax.rsqrt(jnp.sum(heads * heads, -1, keepdims=True) + 1e-6)
-        return [heads[:, :, 0], heads[:, :, 1]]
+        return list(heads * lax.rsqrt(jnp.sum(heads * heads, -1, keepdims=True) + 1e-6))
 
 
 def convolve(x: Array, taps: Array) -> Array:

@@ -14,12 +14,13 @@ Few tokens go one after the other, `delta_steps`, on TPUs by the Pallas kernel a
 by chunks, `delta_chunks`. Both change the states of some rows in place: row[b] of S [R,N,X,Y] is row b of the
 other arrays; None: all rows, in order.
 
-Letters: B rows, T tokens, N heads, X width of a key, Y width of a value, R rows of states; here, uppercase,
-each is what this device has. All arrays are float32.
+Letters: B rows, T tokens, J heads of keys, N heads of values, of which N/J read with the same key, X width of
+a key, Y width of a value, R rows of states; here, uppercase, each is what this device has. All arrays are
+float32, but v has the type of the activations.
 """
 
-import functools
 import math
+from functools import partial
 from typing import Any
 
 import jax
@@ -41,16 +42,17 @@ def delta_steps(
 ) -> tuple[Array, Array]:  # fmt: skip
     """Token by token: -> (o [B,T,N,Y], S with the state after the first keep[b] tokens of each row).
 
-    q, k: [B,T,N,X]. v: [B,T,N,Y]. g, beta: [B,T,N]. empty: [B] bool, whether a row begins with S = 0,
+    q, k: [B,T,J,X]. v: [B,T,N,Y]. g, beta: [B,T,N]. empty: [B] bool, whether a row begins with S = 0,
     whatever S is. keep: [B] int32, up to T. Where it is 0 the state stays as it is, and o is not defined.
     """
-    arguments = q, k, v, g, beta, S, empty, keep, row
-    return choose("attention", KERNELS, (platform(),), one_after_the_other)(*arguments)
+    chosen = choose("attention", KERNELS, (platform(), one_after_the_other), one_after_the_other)
+    return chosen(q, k, v, g, beta, S, empty, keep, row)
 
 
 def one_after_the_other(q, k, v, g, beta, S, empty, keep, row=None) -> tuple[Array, Array]:
     """`delta_steps` on any platform."""
-    stored = of_rows(S, row)
+    stored, each = of_rows(S, row), v.shape[2] // q.shape[2]
+    q, k, v = *(jnp.repeat(x, each, 2) for x in (q, k)), v.astype(jnp.float32)
 
     def step(carry: tuple[Array, Array], token: tuple) -> tuple[tuple[Array, Array], Array]:
         (S, kept), (t, q, k, v, g, beta) = carry, token
@@ -80,6 +82,13 @@ def delta_chunks(
     """CHUNK tokens at a time: -> (o [B,T,N,Y], S with the rows' states after all tokens).
 
     Arguments: see `delta_steps`.
+    """
+    chosen = choose("attention", KERNELS, (platform(), by_chunks), by_chunks)
+    return chosen(q, k, v, g, beta, S, empty, row)
+
+
+def by_chunks(q, k, v, g, beta, S, empty, row=None) -> tuple[Array, Array]:
+    """`delta_chunks` on any platform.
 
     Within a chunk token i changes S by k_i c_i, where G_i is the sum of g up to token i, and
 
@@ -91,23 +100,26 @@ def delta_chunks(
     """
     before = jnp.where(empty[:, None, None, None], 0, of_rows(S, row))
     T, dot = q.shape[1], lambda spec, *x: jnp.einsum(spec, *x, precision="highest")
+    of_value_heads = partial(jnp.repeat, repeats=v.shape[2] // q.shape[2], axis=2)
 
     def in_chunks(x: Array) -> Array:
         """[B,T,N,...] -> [chunks,B,N,CHUNK,...], the last one filled up with zeros."""
         x = jnp.pad(x, [(0, 0), (0, -T % CHUNK)] + [(0, 0)] * (x.ndim - 2))
         return jnp.moveaxis(x.reshape(x.shape[0], -1, CHUNK, *x.shape[2:]), (1, 3), (0, 2))
 
-    q, k, v, g, beta = map(in_chunks, (q, k, v, g, beta))
+    q, k, v, g, beta = map(in_chunks, (q, k, v.astype(jnp.float32), g, beta))
     # Sums of g from token j to token i, and not differences of sums: these would be rounded as G is.
     earlier = jnp.tril(jnp.ones((CHUNK, CHUNK), bool))
     between = jnp.cumsum(jnp.where(earlier & ~jnp.eye(CHUNK, dtype=bool), g[..., None], 0), -2)
     fading = jnp.exp(jnp.where(earlier, between, -jnp.inf))
     faded = jnp.exp(jnp.cumsum(g, -1))
-    L = jnp.tril(beta[..., None] * dot("cbniX,cbnjX->cbnij", k, k) * fading, -1)
+    similar = of_value_heads(dot("cbniX,cbnjX->cbnij", k, k))
+    L = jnp.tril(beta[..., None] * similar * fading, -1)
     inverse = inverse_of_unit_triangle(L)
+    scores = of_value_heads(dot("cbniX,cbnjX->cbnij", q, k)) * fading
+    q, k = of_value_heads(q), of_value_heads(k)
     values = dot("cbnij,cbnjY->cbniY", inverse, beta[..., None] * v)
     reads = dot("cbnij,cbnjX->cbniX", inverse, (beta * faded)[..., None] * k)
-    scores = dot("cbniX,cbnjX->cbnij", q, k) * fading
     q, k = faded[..., None] * q, fading[..., -1, :, None] * k
 
     def step(S: Array, chunk: tuple) -> tuple[Array, Array]:
@@ -140,7 +152,7 @@ def inverse_of_unit_triangle(L: Array) -> Array:
     return inverse
 
 
-# -------------------------------------------------------------------------------- the Pallas kernel for TPUs
+# ------------------------------------------------------------------------ the kernel of steps, for TPUs
 
 FEW = 16  # tokens of a row, up to which the kernel is used
 BLOCK_BYTES = 1 << 20  # of S that are copied, computed on and written back at a time, at most
@@ -155,10 +167,11 @@ def delta_steps_tpu(q, k, v, g, beta, S, empty, keep, row=None, *, interpret=Fal
     Such rows come first in `order`, within each group of rows whose tokens are in VMEM at the same time. The
     tokens of a head are `lines`: of each token its query, key, value, decay and strength.
     """
-    B, T, N, X = q.shape
-    Y, width = v.shape[3], max(X, v.shape[3])
+    (B, T, N, Y), X = v.shape, q.shape[3]
+    width = max(X, Y)
     if X % LANES or Y % LANES or T > FEW:
         return one_after_the_other(q, k, v, g, beta, S, empty, keep, row)
+    q, k = (jnp.repeat(x, N // q.shape[2], 2) for x in (q, k))
     numbers = (jnp.broadcast_to(x[..., None], (B, T, N, width)) for x in (jnp.exp(g), beta))
     lines = [jnp.pad(x, [(0, 0)] * 3 + [(0, width - x.shape[3])]) for x in (q, k, v, *numbers)]
     lines = jnp.concatenate([x.swapaxes(1, 2) for x in lines], 2)  # BN(5T)W
@@ -179,7 +192,7 @@ def delta_steps_tpu(q, k, v, g, beta, S, empty, keep, row=None, *, interpret=Fal
         S = in_hbm(S)
     in_smem, hbm = pl.BlockSpec(memory_space=pltpu.SMEM), pl.BlockSpec(memory_space=pltpu.HBM)
     o, S = pl.pallas_call(
-        functools.partial(_delta_steps, T=T, ahead=ahead),
+        partial(_delta_steps, T=T, ahead=ahead),
         grid=(groups,),
         in_specs=[[in_smem] * 5, pl.BlockSpec((group, *lines.shape[1:]), lambda i: (i, 0, 0, 0)), hbm],
         out_specs=[pl.BlockSpec((group, T, N, Y), lambda i: (i, 0, 0, 0)), hbm],
@@ -195,9 +208,6 @@ def delta_steps_tpu(q, k, v, g, beta, S, empty, keep, row=None, *, interpret=Fal
         interpret=interpret,
     )(list(scalars), lines, S)
     return o, S.reshape(shape)
-
-
-KERNELS = {("tpu",): delta_steps_tpu}
 
 
 def _delta_steps(
@@ -262,3 +272,122 @@ def _head(lines: Array, S: Array, keep, T: int) -> tuple[list[Array], Array]:
         outputs.append(jnp.sum(q * S, 0, keepdims=True))
         kept = jnp.where(t < keep, S, kept) if t else S
     return outputs, kept
+
+
+# ----------------------------------------------------------------------- the kernel of chunks, for TPUs
+
+
+def delta_chunks_tpu(q, k, v, g, beta, S, empty, row=None, *, interpret=False) -> tuple[Array, Array]:
+    """`delta_chunks` as one Pallas call, in which a state stays in VMEM until all its tokens are read.
+
+    It reads one or two chunks at a time: two triangles beside each other fill the matrix units. Products are
+    exact if the activations are float32; else each factor is two bfloat16, 16 bits in all.
+    """
+    (B, T, N, Y), J, X = v.shape, *q.shape[2:]
+    if X % LANES or Y % LANES:
+        return by_chunks(q, k, v, g, beta, S, empty, row)
+    each, read = N // J, CHUNK * min(2, -(-T // CHUNK))
+    gates = jnp.concatenate([x.reshape(B, T, J, each) for x in (g, beta)], 3)
+    gates = jnp.pad(gates, [(0, 0)] * 3 + [(0, -2 * each % 8)])
+    tokens = [x.swapaxes(1, 2) for x in (q, k, v)] + [jnp.moveaxis(gates, 1, 3)]
+    unread = -T % read
+    q, k, v = (jnp.pad(x, [(0, 0), (0, 0), (0, unread), (0, 0)]) for x in tokens[:3])
+    gates = jnp.pad(tokens[3], [(0, 0)] * 3 + [(0, unread)])
+    home = (jnp.arange(B) if row is None else row).astype(jnp.int32)
+
+    of_key = pl.BlockSpec((None, None, read, X), lambda b, j, c, *_: (b, j, c, 0))
+    of_values = pl.BlockSpec((None, each, read, Y), lambda b, j, c, *_: (b, j, c, 0))
+    of_gates = pl.BlockSpec((None, None, gates.shape[2], read), lambda b, j, c, *_: (b, j, 0, c))
+    states = pl.BlockSpec((None, each, X, Y), lambda b, j, c, home, _: (home[b], j, 0, 0))
+    o, S = pl.pallas_call(
+        partial(_delta_chunks, exact=v.dtype == jnp.float32),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(B, J, q.shape[2] // read),
+            in_specs=[of_key, of_key, of_values, of_gates, states],
+            out_specs=[of_values, states],
+        ),
+        out_shape=[result(v.shape, jnp.float32, q, S), result(S.shape, jnp.float32, q, S)],
+        input_output_aliases={6: 1},
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=32 << 20),
+        name="delta_chunks",
+        interpret=interpret,
+    )(home, empty.astype(jnp.int32), q, k, v, gates, S if interpret else in_hbm(S))
+    return o[:, :, :T].swapaxes(1, 2), S
+
+
+def _delta_chunks(home, empty, q, k, v, gates, before, o, S, *, exact: bool) -> None:
+    """The kernel, for the value heads of one key head of a row, and one or two chunks. S: their states.
+
+    What a token has with the tokens before it in its chunk is [CHUNK, tokens]: of two chunks side by side.
+    """
+
+    @pl.when(pl.program_id(2) == 0)
+    def _():
+        S[...] = jnp.where(empty[pl.program_id(0)] > 0, 0, before[...])
+
+    each, tokens = v.shape[:2]
+    i = lax.broadcasted_iota(jnp.int32, (CHUNK, tokens), 0)
+    place = lax.broadcasted_iota(jnp.int32, (CHUNK, tokens), 1)
+    j, chunks = place % CHUNK, range(tokens // CHUNK)
+    dot = partial(_dot, exact=exact)
+
+    def in_place(x: Array, c: int) -> Array:
+        """[CHUNK,Y] of chunk c -> [tokens,Y] with zeros for the other one."""
+        return jnp.concatenate([x if c == n else jnp.zeros_like(x) for n in chunks], 0)
+
+    def beside(x: Array) -> Array:
+        """[tokens, tokens or 1]: those of each chunk with its own, -> [CHUNK, tokens]."""
+        parts = [x[c * CHUNK : (c + 1) * CHUNK] for c in chunks]
+        return parts[0] if len(parts) == 1 else jnp.where(place < CHUNK, *parts)
+
+    def product(a: Array, b: Array) -> Array:
+        """Of the matrices of each chunk, which are side by side."""
+        side = lax.broadcasted_iota(jnp.int32, (tokens, tokens), 0) // CHUNK
+        other = lax.broadcasted_iota(jnp.int32, (tokens, tokens), 1) // CHUNK
+        return dot(a, jnp.where(side == other, jnp.concatenate([b] * len(chunks), 0), 0))
+
+    keys, queries, columns = k[...], q[...], gates[...].T
+    similar, scores = beside(dot(keys, keys.T)), beside(dot(queries, keys.T))
+    sums = jnp.where(lax.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), 1) <= i[:, :CHUNK], 1.0, 0.0)
+    for h in range(each):
+        g, beta = columns[:, h : h + 1], columns[:, each + h : each + h + 1]
+        between = _dot(sums, jnp.where(i > j, beside(g), 0), exact=True)
+        fading = jnp.where(i >= j, jnp.exp(between), 0)
+        L = jnp.where(i > j, beside(beta) * similar * fading, 0)
+        inverse = jnp.where(i == j, 1.0, 0.0) - jnp.where((i // 2 == j // 2), L, 0)
+        size = 2
+        while size < CHUNK:
+            below = jnp.where((i // (2 * size) == j // (2 * size)) & (i // size != j // size), L, 0)
+            inverse = inverse - product(product(inverse, below), inverse)
+            size *= 2
+        faded = jnp.exp(_dot(sums, beside(g), exact=True))
+        rest = jnp.exp(_dot(1 - sums, beside(g), exact=True))
+        for c in chunks:
+            mine = slice(c * CHUNK, (c + 1) * CHUNK)
+            column = slice(c * CHUNK, c * CHUNK + 1)
+
+            state, fade = S[h], faded[:, column]
+            reads = dot(jnp.concatenate([keys[mine], queries[mine]], 0), state)
+            change = beta[mine] * (v[h, mine].astype(jnp.float32) - fade * reads[:CHUNK])
+            change = dot(inverse, in_place(change, c))
+            o[h, mine] = fade * reads[CHUNK:] + dot(scores * fading, in_place(change, c))
+            S[h] = fade[-1:] * state + dot((rest[:, column] * keys[mine]).T, change)
+
+
+def _dot(a: Array, b: Array, exact: bool) -> Array:
+    """A product of float32 matrices; if not `exact`, with both factors rounded to 16 bits."""
+    multiply = partial(jnp.dot, preferred_element_type=jnp.float32)
+    if exact:
+        return multiply(a, b, precision="highest")
+    (a, a_rest), (b, b_rest) = map(_in_two, (a, b))
+    return multiply(a, b) + (multiply(a, b_rest) + multiply(a_rest, b))
+
+
+def _in_two(x: Array) -> tuple[Array, Array]:
+    high = x.astype(jnp.bfloat16)
+    return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
+
+
+# By platform and reference; all others use the reference.
+KERNELS = {("tpu", one_after_the_other): delta_steps_tpu, ("tpu", by_chunks): delta_chunks_tpu}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ops import delta_rule
-from ops.delta_rule import delta_steps_tpu, one_after_the_other
+from ops.delta_rule import by_chunks, delta_chunks_tpu, delta_steps_tpu, one_after_the_other
 
 
 def tokens(B: int, T: int, N: int, X: int, Y: int, seed=0) -> list[jax.Array]:
@@ -48,3 +48,24 @@ def test_kernel(T, N, X, Y, keep, row, interpret, monkeypatch):
     untouched = np.setdiff1d(np.arange(R), home[kept])
     np.testing.assert_array_equal(after[untouched], S[untouched])
     assert np.isfinite(o).all() and np.isfinite(after[home[kept]]).all()
+
+
+@pytest.mark.parametrize(
+    ("T", "J", "each", "Y", "dtype"),
+    [(150, 2, 2, 128, jnp.float32), (40, 1, 3, 256, jnp.float32), (300, 1, 1, 128, jnp.bfloat16)],
+)
+def test_kernel_of_chunks(T, J, each, Y, dtype, interpret):
+    """Three rows, of which one begins its text, in five places; the others stay as they are."""
+    B, R, N, X = 3, 5, J * each, 128
+    q, k, v, g, beta = tokens(B, T, N, X, Y)
+    S = np.random.default_rng(1).standard_normal((R, N, X, Y), np.float32)
+    row, empty = np.array([3, 0, 2]), np.array([False, True, False])
+    S[0] = np.nan
+    arguments = q[:, :, :J], k[:, :, :J], v.astype(dtype), g, beta, S, empty, row
+    o, after = jax.jit(lambda *x: delta_chunks_tpu(*x, interpret=interpret))(*arguments)
+    expected, states = jax.jit(by_chunks)(*arguments)
+    # Factors of 16 bits change a product by up to 2^-16 of its addends.
+    atol = 2e-5 if dtype == jnp.float32 else 4e-4
+    np.testing.assert_allclose(o, expected, rtol=0, atol=atol)
+    np.testing.assert_allclose(after[row], states[row], rtol=0, atol=atol)
+    np.testing.assert_array_equal(np.array(after)[[1, 4]], S[[1, 4]])
