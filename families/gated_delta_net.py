@@ -8,14 +8,15 @@ takes as much memory at a million tokens as at one, and a step reads and writes 
 Before that, each channel of queries, keys and values goes through a short convolution: a weighted sum of its
 last W inputs. So a layer remembers two things of a row, see `State`: S, and the inputs of the last tokens.
 
-Nothing can be taken out of S again. So that a row can take back drafts that were wrong, S may lag behind: it
-does not have the last `spare` tokens (model.Recurrent) of which the state has the inputs and gates beside it.
-Each decode step begins with them, and lets S have those that became old enough.
+Nothing can be taken out of S again. So that a row can take back drafts that were wrong, S may lag behind the
+row: it lacks the last P tokens (`Recurrent.spare`), whose inputs and gates are in `State.latest`. Each decode
+step first reads these tokens again, and adds those to S that are now older than P tokens.
 
-Letters besides those of model.py: J key heads, N value heads, of which N/J read with the same key; X width of
-a key, Y width of a value; Q = J·X columns of all keys; W taps of a convolution; R tokens whose inputs are
-kept; P spare tokens. n and q are sharded over MODEL: if devices do not divide the key heads, they divide
-their columns, and gather them after the convolution.
+Letters besides those of model.py: J key heads, N value heads, of which G = N/J read with the same key; X
+width of a key, Y width of a value; Q = J·X columns of all keys; W taps of a convolution; P spare tokens, and
+R = W - 1 + P tokens whose inputs are kept. n and q are sharded over MODEL. q counts columns: where the number
+of devices does not divide J, a device's columns end within a head, and all columns are gathered after the
+convolution.
 
 Sources: transformers, models/qwen3_next; arXiv 2412.06464.
 """
@@ -36,6 +37,8 @@ from sharding.mesh import MODEL
 
 @pytree
 class GatedDeltaNetWeights:
+    """z: of the gate of the output. a, log_rate, step_bias: of g. b: of beta. taps: of the convolutions."""
+
     """Published files of Qwen 3.5 have A_log and the norm in float32, all others in bfloat16."""
 
     q: Array = declared("qD", "D", "in_proj_qkv.weight", "[Q+Q+NY]D", 0)
@@ -58,7 +61,8 @@ class Tokens:
     """What a layer keeps of tokens that follow one another.
 
     queries, keys: [b,T,q] and values: [b,T,n,Y], the inputs of their convolutions.
-    gates: [b,T,2,n] float32, the decay and the strength, zeros for padding: S reads it without a change.
+    gates: [b,T,2,n] float32, g, the logarithm of the decay, and beta; both are 0 for padding, which leaves S
+    as it is.
     """
 
     queries: Array
@@ -72,9 +76,10 @@ class State:
     """What a layer remembers of each row. Its size does not depend on the text.
 
     matrix: [b,n,X,Y] float32, the matrices S.
-    latest: the inputs of the last R = W - 1 + P tokens, zeros before the first token, and the gates of the
-    last P tokens, zeros for those that S has read.
-    end: [b] int32, how many tokens the row had read. A row that has taken tokens back since is shorter.
+    latest: the inputs of the last R tokens, zeros before the first token, and the gates of the last P tokens,
+    zeros for those that S has read.
+    end: [b] int32, how many tokens the row had read. If a chunk starts before that, the row has taken the
+    tokens between back.
     """
 
     matrix: Array
@@ -83,12 +88,13 @@ class State:
 
     @property
     def dtype(self) -> jnp.dtype:
+        """That of the kept inputs."""
         return self.latest.keys.dtype
 
 
 @dataclasses.dataclass(frozen=True)
 class GatedDeltaNet:
-    """N heads with a state [X,Y] each, of which N/J read with the same key. norm: of each head's output."""
+    """N heads with a state [X,Y] each, of which G read with the same key. norm: of each head's output."""
 
     J: int
     N: int
@@ -96,13 +102,13 @@ class GatedDeltaNet:
     Y: int
     W: int
     norm: Norm
-    K = 0  # it has no heads of keys and values in a cache
+    K = 0  # no key/value heads, which a mesh would have to divide
     sharded_widths = ()
     operations = dict(matrix=6.0)  # three products: the key reads S and changes it, the query reads it
 
     def declare(self, prefix: str, D: int) -> GatedDeltaNetWeights:
         """The declared weights. prefix: precedes their names in a checkpoint."""
-        sizes = dict(D=D, Q=self.J * self.X, R=self.N // self.J) | sizes_of(self)
+        sizes = dict(D=D, Q=self.J * self.X, G=self.N // self.J) | sizes_of(self)
         return infos_of(GatedDeltaNetWeights, prefix, sizes)
 
     def memory_info(self, mask: Recurrent, batch: int, max_len: int, dtype) -> State:
@@ -124,9 +130,11 @@ class GatedDeltaNet:
     ) -> tuple[Array, State | None, None]:  # fmt: skip
         """x: [b,T,D] -> ([b,T,D], the state after the chunk, None). source: the state before it, or None.
 
-        The chunk's inputs are rounded to the state's type before anything reads them, so that the result does
-        not depend on where chunks begin.
+        The third result is None because no later layer can share what this one has attended to. The chunk's
+        inputs are rounded to the state's type before anything reads them, so that the result does not depend
+        on where chunks begin.
         """
+        # The convolutions make P + T tokens of the R kept ones and the T new ones.
         T = x.shape[1]
         new, z = self.project(x, w, chunk)
         state = self.before_text(new) if source is None else of_rows(source, chunk)
@@ -140,9 +148,9 @@ class GatedDeltaNet:
         with jax.named_scope("delta_rule"):
             read = q * self.X**-0.5, k, v, tokens.gates[:, :, 0], tokens.gates[:, :, 1]
             empty = chunk.start == 0
-            if T <= 1 + mask.spare:  # a decode step: S does not get the last P tokens yet
+            if T <= 1 + mask.spare:  # a decode step: S gets the oldest count[b] of these tokens
                 o, matrix = delta_steps(*read, state.matrix, empty, chunk.count, chunk.row)
-            else:  # a prompt, of which nothing is taken back
+            else:  # a prompt, of which nothing is taken back: S gets all tokens, and none is to be read again
                 o, matrix = delta_chunks(*read, state.matrix, empty, chunk.row)
                 tokens = dataclasses.replace(tokens, gates=jnp.zeros_like(tokens.gates))
         with jax.named_scope("output"):
@@ -152,18 +160,21 @@ class GatedDeltaNet:
 
     @jax.named_scope("qkv")
     def project(self, x: Array, w: GatedDeltaNetWeights, chunk: Chunk) -> tuple[Tokens, Array]:
-        """x: [b,T,D] -> (the Tokens, by which outputs are gated: z [b,T,n,Y])."""
+        """x: [b,T,D] -> (Tokens, z [b,T,n,Y], by whose silu the output is multiplied).
+
+        g = -exp(log_rate) softplus(a + step_bias), and beta = sigmoid(b).
+        """
         q, k, v, z, a, b = products(
             x, ("bTD,qD->bTq", w.q), ("bTD,qD->bTq", w.k), ("bTD,nYD->bTnY", w.v), ("bTD,nYD->bTnY", w.z),
             ("bTD,nD->bTn", w.a), ("bTD,nD->bTn", w.b),
         )  # fmt: skip
-        step = jax.nn.softplus(a.astype(jnp.float32) + w.step_bias.astype(jnp.float32))
-        gates = jnp.stack([-jnp.exp(w.log_rate) * step, jax.nn.sigmoid(b).astype(jnp.float32)], 2)
+        g = -jnp.exp(w.log_rate) * jax.nn.softplus(a.astype(jnp.float32) + w.step_bias.astype(jnp.float32))
+        gates = jnp.stack([g, jax.nn.sigmoid(b).astype(jnp.float32)], 2)
         gates = jnp.where(chunk.valid[..., None, None], gates, 0)
         return Tokens(queries=q, keys=k, values=v, gates=gates), z
 
     def before_text(self, new: Tokens) -> State:
-        """The state before a text, without spare tokens. new: of the text."""
+        """The empty state before a text, without spare tokens. new: gives sizes and types."""
 
         def zeros(x: Array, tokens: int) -> Array:
             return jnp.zeros_like(x, shape=(x.shape[0], tokens, *x.shape[2:]))
@@ -175,9 +186,9 @@ class GatedDeltaNet:
         return State(matrix=matrix, latest=latest, end=jnp.zeros_like(new.gates, jnp.int32, (n,)))
 
     def key_heads(self, *columns: Array) -> list[Array]:
-        """[b,T,q] each -> [b,T,j,X] float32 each, of the length 1: the heads of this device's value heads.
+        """Queries, and keys: [b,T,q] each -> [b,T,j,X] float32 each, divided by their lengths.
 
-        As many value heads that follow one another read with each.
+        They are those of this device's value heads, of which as many as follow one another read with each.
         """
         devices, shape = lax.axis_size(MODEL), (*columns[0].shape[:2], -1, self.X)
         if self.J % devices == 0:
@@ -202,29 +213,30 @@ def convolve(x: Array, taps: Array) -> Array:
     return jax.nn.silu(sum(parts[1:], parts[0]).astype(x.dtype))
 
 
-def window(x: Array, first: Array, n: int) -> Array:
-    """n tokens of each row of x [b,T,...], from first[b] on, and zeros for those before 0: -> [b,n,...]."""
+def consecutive(x: Array, first: Array, n: int) -> Array:
+    """n tokens of each row of x [b,T,...], from first[b] on, with zeros before token 0: -> [b,n,...]."""
     at = first[:, None] + jnp.arange(n)
     at = at.reshape(*at.shape, *(1,) * (x.ndim - 2))
     return jnp.where(at < 0, 0, jnp.take_along_axis(x, jnp.maximum(at, 0), 1))
 
 
 def of_rows(state: State, chunk: Chunk) -> State:
-    """The state with the latest tokens of the chunk's rows before it: those taken back are left out.
+    """The state, with the latest tokens before a chunk, of its rows: those taken back are left out.
 
-    At the start of a text there are none. The matrices are those of all rows, as they are stored.
+    At the start of a text all of them are zeros. The matrices are those of all rows, as they are stored; they
+    may be those of another text then, which `empty` keeps the delta rule from reading.
     """
     latest, end = state.latest, state.end
     if chunk.row is not None:
         latest, end = jax.tree.map(lambda x: x[chunk.row], (latest, end))
     first = jnp.where(chunk.start == 0, -latest.keys.shape[1], chunk.start - end)
-    latest = jax.tree.map(lambda x: window(x, first, x.shape[1]), latest)
+    latest = jax.tree.map(lambda x: consecutive(x, first, x.shape[1]), latest)
     return State(matrix=state.matrix, latest=latest, end=end)
 
 
 def with_chunk(state: State, chunk: Chunk, matrix: Array, tokens: Tokens) -> State:
     """The state after a chunk. matrix: of all rows. tokens: those that `of_rows` left, and the chunk's."""
-    latest = jax.tree.map(lambda old, x: window(x, chunk.count, old.shape[1]), state.latest, tokens)
+    latest = jax.tree.map(lambda old, x: consecutive(x, chunk.count, old.shape[1]), state.latest, tokens)
     new = latest, chunk.start + chunk.count
     if chunk.row is not None:
         old = state.latest, state.end

@@ -83,7 +83,7 @@ def experts_of(fields: ConfigFields, router: Router) -> MoE:
     return dataclasses.replace(experts, shared=GatedMLP(fields.take("shared_expert_intermediate_size", int)))
 
 
-HEADS_OF_KEYS = ("QJX", "NJR")  # the rows of each key head, and of the R value heads that read with it
+HEADS_OF_KEYS = ("QJX", "NJG")  # the rows of each key head, and of the G value heads that read with it
 GATED_ATTENTION = joined("self_attn.q_proj.weight", "(KG[H+H])D", "attention.q", "attention.gate")
 SHARED_GATE_NAME = (r"\.shared_expert_gate\.", ".shared_expert.gate.")
 LINEAR_ATTENTION_NAME = (r"\.linear_attn\.", ".self_attn.")
@@ -97,10 +97,10 @@ QWEN3_NEXT = Family(
     layouts=either(
         GATED_ATTENTION,
         joined(
-            "self_attn.in_proj_qkvz.weight", "(J[X+X+RY+RY])D",
+            "self_attn.in_proj_qkvz.weight", "(J[X+X+GY+GY])D",
             "attention.q", "attention.k", "attention.v", "attention.z", pairs=HEADS_OF_KEYS,
         ),
-        joined("self_attn.in_proj_ba.weight", "(J[R+R])D", "attention.b", "attention.a", pairs=HEADS_OF_KEYS),
+        joined("self_attn.in_proj_ba.weight", "(J[G+G])D", "attention.b", "attention.a", pairs=HEADS_OF_KEYS),
         SINGLE_OR_JOINED_EXPERTS,
     ),
     unused_tensors=r"^(model\.)?mtp\.",

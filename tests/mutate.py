@@ -1036,7 +1036,7 @@ MUTATIONS = [
     ("ops/delta_rule.py", "L = jnp.tril(beta[..., None]", "L = 0 * jnp.tril(beta[..., None]", STATES + "the_rule_twice"),
     ("ops/delta_rule.py", "        size *= 2\n", "        size *= 2\n        break\n", STATES + "the_rule_twice"),
     ("families/gated_delta_net.py", "jnp.where(chunk.valid[..., None, None], gates, 0)", "gates", STATES + "padding_changes_no_state"),
-    ("families/gated_delta_net.py", "lambda old, x: window(x, chunk.count, old.shape[1])", "lambda old, x: x[:, x.shape[1] - old.shape[1] :]", STATES + "padding_changes_no_state"),
+    ("families/gated_delta_net.py", "lambda old, x: consecutive(x, chunk.count, old.shape[1])", "lambda old, x: x[:, x.shape[1] - old.shape[1] :]", STATES + "padding_changes_no_state"),
     ("families/gated_delta_net.py", "chunk.start - end)", "0 * end)", STATE_DRAFTS),
     ("families/gated_delta_net.py", "if T <= 1 + mask.spare:", "if T < 1:", STATE_DRAFTS),
     ("families/gated_delta_net.py", "tokens = dataclasses.replace(tokens, gates=jnp.zeros_like(tokens.gates))", "pass", STATE_DRAFTS),
