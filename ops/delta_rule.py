@@ -277,6 +277,9 @@ def _head(lines: Array, S: Array, keep, T: int) -> tuple[list[Array], Array]:
 # ----------------------------------------------------------------------- the kernel of chunks, for TPUs
 
 
+HEADS = 4  # of values that are computed at a time, if there are as many: while one waits, another goes on
+
+
 def delta_chunks_tpu(q, k, v, g, beta, S, empty, row=None, *, interpret=False) -> tuple[Array, Array]:
     """`delta_chunks` as one Pallas call, in which a state stays in VMEM until all its tokens are read.
 
@@ -286,102 +289,108 @@ def delta_chunks_tpu(q, k, v, g, beta, S, empty, row=None, *, interpret=False) -
     (B, T, N, Y), J, X = v.shape, *q.shape[2:]
     if X % LANES or Y % LANES:
         return by_chunks(q, k, v, g, beta, S, empty, row)
-    each, read = N // J, CHUNK * min(2, -(-T // CHUNK))
-    gates = jnp.concatenate([x.reshape(B, T, J, each) for x in (g, beta)], 3)
-    gates = jnp.pad(gates, [(0, 0)] * 3 + [(0, -2 * each % 8)])
-    tokens = [x.swapaxes(1, 2) for x in (q, k, v)] + [jnp.moveaxis(gates, 1, 3)]
-    unread = -T % read
-    q, k, v = (jnp.pad(x, [(0, 0), (0, 0), (0, unread), (0, 0)]) for x in tokens[:3])
-    gates = jnp.pad(tokens[3], [(0, 0)] * 3 + [(0, unread)])
+    read = CHUNK * min(2, -(-T // CHUNK))
+    of_keys = max(n for n in range(1, J + 1) if J % n == 0 and (n == 1 or n * N <= HEADS * J))
+    of_values, steps = of_keys * N // J, J // of_keys
+    gates = jnp.concatenate([x.reshape(B, T, steps, of_values) for x in (g, beta)], 3)
+    gates = jnp.pad(gates, [(0, 0), (0, -T % read), (0, 0), (0, -2 * of_values % 8)])
+    q, k, v = (jnp.pad(x.swapaxes(1, 2), [(0, 0), (0, 0), (0, -T % read), (0, 0)]) for x in (q, k, v))
     home = (jnp.arange(B) if row is None else row).astype(jnp.int32)
 
-    of_key = pl.BlockSpec((None, None, read, X), lambda b, j, c, *_: (b, j, c, 0))
-    of_values = pl.BlockSpec((None, each, read, Y), lambda b, j, c, *_: (b, j, c, 0))
-    of_gates = pl.BlockSpec((None, None, gates.shape[2], read), lambda b, j, c, *_: (b, j, 0, c))
-    states = pl.BlockSpec((None, each, X, Y), lambda b, j, c, home, _: (home[b], j, 0, 0))
+    def heads(n: int, width: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, n, read, width), lambda b, j, c, *_: (b, j, c, 0))
+
+    states = pl.BlockSpec((None, of_values, X, Y), lambda b, j, c, home, _: (home[b], j, 0, 0))
+    of_gates = pl.BlockSpec((None, None, gates.shape[3], read), lambda b, j, c, *_: (b, j, 0, c))
     o, S = pl.pallas_call(
         partial(_delta_chunks, exact=v.dtype == jnp.float32),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
-            grid=(B, J, q.shape[2] // read),
-            in_specs=[of_key, of_key, of_values, of_gates, states],
-            out_specs=[of_values, states],
+            grid=(B, steps, q.shape[2] // read),
+            in_specs=[heads(of_keys, X), heads(of_keys, X), heads(of_values, Y), of_gates, states],
+            out_specs=[heads(of_values, Y), states],
         ),
         out_shape=[result(v.shape, jnp.float32, q, S), result(S.shape, jnp.float32, q, S)],
         input_output_aliases={6: 1},
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=32 << 20),
         name="delta_chunks",
         interpret=interpret,
-    )(home, empty.astype(jnp.int32), q, k, v, gates, S if interpret else in_hbm(S))
+    )(home, empty.astype(jnp.int32), q, k, v, jnp.moveaxis(gates, 1, 3), S if interpret else in_hbm(S))
     return o[:, :, :T].swapaxes(1, 2), S
 
 
 def _delta_chunks(home, empty, q, k, v, gates, before, o, S, *, exact: bool) -> None:
-    """The kernel, for the value heads of one key head of a row, and one or two chunks. S: their states.
+    """The kernel, for n value heads of a row, and one or two chunks. S: their states.
 
-    What a token has with the tokens before it in its chunk is [CHUNK, tokens]: of two chunks side by side.
+    What a token has with the tokens before it in its chunk is [n,CHUNK,tokens]: of two chunks side by side.
     """
 
     @pl.when(pl.program_id(2) == 0)
     def _():
         S[...] = jnp.where(empty[pl.program_id(0)] > 0, 0, before[...])
 
-    each, tokens = v.shape[:2]
+    n, tokens = v.shape[:2]
     i = lax.broadcasted_iota(jnp.int32, (CHUNK, tokens), 0)
     place = lax.broadcasted_iota(jnp.int32, (CHUNK, tokens), 1)
-    j, chunks = place % CHUNK, range(tokens // CHUNK)
-    dot = partial(_dot, exact=exact)
+    j, chunks, dot = place % CHUNK, range(tokens // CHUNK), partial(_dot, exact=exact)
 
-    def in_place(x: Array, c: int) -> Array:
-        """[CHUNK,Y] of chunk c -> [tokens,Y] with zeros for the other one."""
-        return jnp.concatenate([x if c == n else jnp.zeros_like(x) for n in chunks], 0)
+    def of_value_heads(x: Array) -> Array:
+        return jnp.stack([x[h * len(x) // n] for h in range(n)])
 
     def beside(x: Array) -> Array:
-        """[tokens, tokens or 1]: those of each chunk with its own, -> [CHUNK, tokens]."""
-        parts = [x[c * CHUNK : (c + 1) * CHUNK] for c in chunks]
+        """What each token has with all tokens, or alone, [n,tokens,tokens or 1]: with its own chunk's."""
+        parts = [x[:, c * CHUNK : (c + 1) * CHUNK] for c in chunks]
         return parts[0] if len(parts) == 1 else jnp.where(place < CHUNK, *parts)
 
     def product(a: Array, b: Array) -> Array:
-        """Of the matrices of each chunk, which are side by side."""
-        side = lax.broadcasted_iota(jnp.int32, (tokens, tokens), 0) // CHUNK
-        other = lax.broadcasted_iota(jnp.int32, (tokens, tokens), 1) // CHUNK
-        return dot(a, jnp.where(side == other, jnp.concatenate([b] * len(chunks), 0), 0))
+        """Of matrices that are side by side."""
+        shape = tokens, tokens
+        own = (lax.broadcasted_iota(jnp.int32, shape, axis) // CHUNK for axis in (0, 1))
+        return dot(a, jnp.where(jnp.equal(*own), jnp.concatenate([b] * len(chunks), 1), 0))
 
-    keys, queries, columns = k[...], q[...], gates[...].T
-    similar, scores = beside(dot(keys, keys.T)), beside(dot(queries, keys.T))
-    sums = jnp.where(lax.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), 1) <= i[:, :CHUNK], 1.0, 0.0)
-    for h in range(each):
-        g, beta = columns[:, h : h + 1], columns[:, each + h : each + h + 1]
-        between = _dot(sums, jnp.where(i > j, beside(g), 0), exact=True)
-        fading = jnp.where(i >= j, jnp.exp(between), 0)
-        L = jnp.where(i > j, beside(beta) * similar * fading, 0)
-        inverse = jnp.where(i == j, 1.0, 0.0) - jnp.where((i // 2 == j // 2), L, 0)
-        size = 2
-        while size < CHUNK:
-            below = jnp.where((i // (2 * size) == j // (2 * size)) & (i // size != j // size), L, 0)
-            inverse = inverse - product(product(inverse, below), inverse)
-            size *= 2
-        faded = jnp.exp(_dot(sums, beside(g), exact=True))
-        rest = jnp.exp(_dot(1 - sums, beside(g), exact=True))
-        for c in chunks:
-            mine = slice(c * CHUNK, (c + 1) * CHUNK)
-            column = slice(c * CHUNK, c * CHUNK + 1)
+    def in_place(x: Array, c: int) -> Array:
+        """[n,CHUNK,Y] of chunk c -> [n,tokens,Y] with zeros for the other one."""
+        return jnp.concatenate([x if c == other else jnp.zeros_like(x) for other in chunks], 1)
 
-            state, fade = S[h], faded[:, column]
-            reads = dot(jnp.concatenate([keys[mine], queries[mine]], 0), state)
-            change = beta[mine] * (v[h, mine].astype(jnp.float32) - fade * reads[:CHUNK])
-            change = dot(inverse, in_place(change, c))
-            o[h, mine] = fade * reads[CHUNK:] + dot(scores * fading, in_place(change, c))
-            S[h] = fade[-1:] * state + dot((rest[:, column] * keys[mine]).T, change)
+    turned, columns = k[...].swapaxes(1, 2), gates[...].T
+    similar, scores = (beside(of_value_heads(dot(x[...], turned))) for x in (k, q))
+    g, beta = (jnp.stack([columns[:, m + h : m + h + 1] for h in range(n)]) for m in (0, n))
+    keys, queries = of_value_heads(k[...]), of_value_heads(q[...])
+
+    earlier = jnp.broadcast_to(jnp.where(j <= i, 1.0, 0.0)[:, :CHUNK], (n, CHUNK, CHUNK))
+    between = _dot(earlier, jnp.where(j < i, beside(g), 0), exact=True)
+    fading = jnp.where(j <= i, jnp.exp(between), 0)
+    faded, fade_later = (jnp.exp(_dot(x, beside(g), exact=True)) for x in (earlier, 1 - earlier))
+    L = jnp.where(j < i, beside(beta) * similar * fading, 0)
+    inverse = jnp.where(i == j, 1.0, 0.0) - jnp.where(i // 2 == j // 2, L, 0)
+    size = 2
+    while size < CHUNK:  # see `inverse_of_unit_triangle`
+        below = jnp.where((i // (2 * size) == j // (2 * size)) & (i // size != j // size), L, 0)
+        inverse = inverse - product(product(inverse, below), inverse)
+        size *= 2
+    scores = scores * fading
+    for c in chunks:
+        own, one = slice(c * CHUNK, (c + 1) * CHUNK), slice(c * CHUNK, c * CHUNK + 1)
+        fade = faded[:, :, one]
+        reads = dot(jnp.concatenate([keys[:, own], queries[:, own]], 1), S[...])
+        change = beta[:, own] * (v[:, own].astype(jnp.float32) - fade * reads[:, :CHUNK])
+        change = dot(inverse, in_place(change, c))
+        o[:, own] = fade * reads[:, CHUNK:] + dot(scores, in_place(change, c))
+        S[...] = fade[:, -1:] * S[...] + dot((fade_later[:, :, one] * keys[:, own]).swapaxes(1, 2), change)
 
 
 def _dot(a: Array, b: Array, exact: bool) -> Array:
-    """A product of float32 matrices; if not `exact`, with both factors rounded to 16 bits."""
+    """Products of float32 matrices [n,...]; if not `exact`, with all factors rounded to 16 bits."""
     multiply = partial(jnp.dot, preferred_element_type=jnp.float32)
     if exact:
-        return multiply(a, b, precision="highest")
+        return jnp.stack([multiply(x, y, precision="highest") for x, y in zip(a, b, strict=True)])
     (a, a_rest), (b, b_rest) = map(_in_two, (a, b))
-    return multiply(a, b) + (multiply(a, b_rest) + multiply(a_rest, b))
+    return jnp.stack(
+        [
+            multiply(a[h], b[h]) + (multiply(a[h], b_rest[h]) + multiply(a_rest[h], b[h]))
+            for h in range(len(a))
+        ]
+    )
 
 
 def _in_two(x: Array) -> tuple[Array, Array]:

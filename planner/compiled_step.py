@@ -155,7 +155,7 @@ def _reader(program: CompiledProgram, job: Job, mesh: Mesh, topology: Topology) 
             vocabulary = job.cfg.V / mesh_size(mesh, MODEL)
             rows = TILE if argument.endswith("values") else TILE // 2  # int8, bfloat16
             return min(1, local_tokens(job, mesh) * rows / vocabulary)
-        if kernel == "delta_steps" and is_state(argument, job.cfg):  # which it also writes
+        if kernel.startswith("delta_") and is_state(argument, job.cfg):  # which it also writes
             return 2 * share_needed(argument, job, mesh)
         return share_needed(argument, job, mesh)
 

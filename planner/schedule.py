@@ -29,6 +29,7 @@ from numpy.polynomial.polynomial import polypow
 
 from deployment.chips import Chip
 from model import Config
+from ops.delta_rule import CHUNK
 from ops.grouped_matmul import FEW_ROWS, TILES
 from planner.hlo import Array, Computation, Instruction
 from planner.traffic import CALLS, COLLECTIVES, Collective, Origins, Reader, Traffic, channel
@@ -181,6 +182,8 @@ class _Clock:
             return gpu_kernel_operations(x, [y.results[0] for y in operands]), 0
         if x.kernel == "delta_steps":
             return 0, delta_operations([y.results[0] for y in operands])
+        if x.kernel == "delta_chunks":
+            return chunk_operations([y.results[0] for y in operands]), 0
         if x.kernel.startswith("active_experts"):
             return self.expert_rows * expert_operations(x, [y.results[0] for y in operands]), 0
         if x.opcode in NO_WORK or x.opcode.removesuffix("-start") in COLLECTIVES:
@@ -252,6 +255,19 @@ def delta_operations(operands: list[Array]) -> float:
     """
     lines, states = operands[-2:]
     return 7 * (lines.shape[-2] // 5) * states.size
+
+
+def chunk_operations(operands: list[Array]) -> float:
+    """Operations of the kernel of the delta rule by chunks, of products in bfloat16: three for each product.
+
+    Its operands end with keys [B,J,T,X], values [B,N,T,Y], gates and states. For each head of values there
+    are two products with the state and one that changes it, two with a triangle and ten that invert it; for
+    each head of keys two that make triangles. Products of a triangle have one of another chunk beside it.
+    """
+    keys, values = (array.shape for array in operands[-4:-2])
+    (B, J, T, X), (_, N, _, Y) = keys, values
+    of_a_token = N * (3 * X * Y + 2 * CHUNK * 2 * Y + 10 * CHUNK * 2 * CHUNK) + J * 2 * CHUNK * 2 * X
+    return 3 * 2 * B * T * of_a_token
 
 
 def expert_operations(x: Instruction, operands: list[Array]) -> float:

@@ -213,6 +213,24 @@ ENTRY %main (x: f32[]) -> f32[] {
     assert schedule(text) == Schedule(computing=7 * 3 * 16 * 128 * 128)
 
 
+def test_operations_of_chunks():
+    """Of 2 key heads with 2 value heads each, 128 tokens; each product is done three times."""
+    text = """
+ENTRY %main (x: f32[]) -> f32[] {
+  %q = f32[1,2,128,128]{3,2,1,0:S(1)} parameter(0)
+  %k = f32[1,2,128,128]{3,2,1,0:S(1)} parameter(1)
+  %v = bf16[1,4,128,256]{3,2,1,0:S(1)} parameter(2)
+  %gates = f32[1,1,8,128]{3,2,1,0:S(1)} parameter(3)
+  %state = f32[8,4,128,256]{3,2,1,0:S(1)} parameter(4)
+  ROOT %delta_chunks.1 = f32[8,4,128,256]{3,2,1,0:S(1)} custom-call(%q, %k, %v, %gates, %state), custom_call_target="tpu_custom_call"
+}
+"""  # noqa: E501
+    triangles = 2 * 2 * 128 * 128 * 128  # of 2 key heads, both keys and queries, with 128 keys of width 128
+    inverses = 4 * 10 * 64 * 128 * 128  # the matrices of both chunks are 64 rows of 128
+    others = 4 * (2 * 128 * 128 * 256 + 3 * 128 * 128 * 256)  # with 128 columns, with the state
+    assert schedule(text) == Schedule(computing=3 * 2 * (triangles + inverses + others))
+
+
 def test_rows_of_experts():
     """That the kernel multiplies: all of few, tiles of an expert's own rows of many; on average of draws."""
     scout = read_model("llama4-scout")
