@@ -12,8 +12,9 @@ requests are answered by the Engine, and text is decoded by TextStream.
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import overload
+from typing import TYPE_CHECKING, Any, overload
 
 import jax
 
@@ -29,7 +30,7 @@ from deployment.deploy import (
     programs_on_shapes,
 )
 from deployment.memory import CPU_ROWS, DEFAULT_ROWS, ROW_POSITIONS, Deployment, fit_cache
-from distributed.exchange import gather
+from distributed.exchange import gather, warn
 from feedback.errors import UserError, located
 from generation.replies import Replies, Reply, Score
 from generation.request_builder import (
@@ -49,9 +50,19 @@ from serving.requests import SAMPLING_OPTIONS, Request, choose_sampling
 from serving.speculation import check_n_draft
 from sharding.sampling import Sampling
 
+if TYPE_CHECKING:  # llguidance is optional
+    from llguidance import LLTokenizer
+
+    from conversation.grammar import Grammar
+
 # Options of `LLM.generate`: with a value for each prompt, and with one for all of them.
 EACH = {*SAMPLING_OPTIONS, "max_new_tokens", "top_logprobs"}
-TOGETHER = {"stop", "ignore_eos", "system", "chat_template", "special_tokens_in_messages"}
+GRAMMARS = {
+    "schema": "json_schema",
+    "regex": "regex",
+    "grammar": "lark",
+}  # an option: the kind of its grammar
+TOGETHER = {*GRAMMARS, "stop", "ignore_eos", "system", "chat_template", "special_tokens_in_messages"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +70,8 @@ class Completion:
     """An answer. str() gives its text.
 
     prompt_tokens, tokens: token ids; `tokens` ends with the stop token, if there is one.
-    logprobs: natural logs of the tokens' probabilities by the model's own logits, before any sampling option.
+    logprobs: natural logs of the tokens' probabilities by the model's own logits, before any sampling option;
+    nan for tokens that a grammar forces, unless `top_logprobs` are asked for.
     finish_reason: "stop" (a stop token or a stop text), "length" (max_new_tokens), or "error".
     top_logprobs: for each token, the most probable tokens in its place with their log-probabilities, if they
     were asked for.
@@ -199,6 +211,7 @@ class LLM:
         system: str | None = None,
         chat_template: bool = True,
         special_tokens_in_messages: bool = False,
+        reasons: bool = True,
     ) -> list[int]:
         """The token ids of a prompt: a text is a user's message, if the tokenizer has a chat template.
 
@@ -207,7 +220,8 @@ class LLM:
 
         chat_template: False continues the text itself. system: a first message of this role.
         special_tokens_in_messages: whether a special token that a message spells is that token; by default it
-        is read as text. In a text without chat template it always is that token.
+        is read as text. In a text without chat template it always is that token. reasons: whether the answer
+        to a chat may begin with reasoning.
         """
         if system:
             with located("system"):
@@ -218,7 +232,7 @@ class LLM:
             chat_template=chat_template,
             special_tokens_in_messages=special_tokens_in_messages,
         )
-        return builder.encode(read_prompt(prompt))
+        return builder.encode(read_prompt(prompt), reasons)
 
     @overload
     def generate(self, prompts: str | Messages, **options) -> Completion: ...
@@ -240,6 +254,9 @@ class LLM:
         top_logprobs: how many of the most probable tokens to report for each token, up to 20.
 
         Options for all prompts together:
+        schema, regex, grammar: what the answers must match, of which at most one is given: a JSON schema (an
+        object), a regular expression, or a grammar in llguidance's Lark. The model then does not reason
+        before it answers. They need the package llguidance.
         stop: texts that end an answer. ignore_eos: continue after the model's end tokens.
         system, chat_template, special_tokens_in_messages: see `encode`.
 
@@ -299,6 +316,8 @@ class LLM:
             raise UserError("stop: a text or a list of texts, none of them empty")
         stop_tokens = frozenset() if ignore_eos else self.builder.stop_tokens
         builder = dataclasses.replace(self.builder, stop=stop, stop_tokens=stop_tokens)
+        sources = {name: options.pop(name) for name in GRAMMARS.keys() & options.keys()}
+        grammar = self._grammar({name: x for name, x in sources.items() if x is not None})
         reading = {name: options.pop(name) for name in TOGETHER & options.keys()}
         for name, value in options.items():
             if isinstance(value, (list, tuple, range)) and len(value) != len(prompts):
@@ -307,10 +326,42 @@ class LLM:
         for i, prompt in enumerate(prompts):
             own = {k: v[i] if isinstance(v, (list, tuple, range)) else v for k, v in options.items()}
             with located(f"prompt {i}"):
-                request = builder.request_for(self.encode(prompt, **reading), **own)
+                tokens = self.encode(prompt, reasons=grammar is None, **reading)
+                request = builder.request_for(tokens, grammar=grammar, **own)
             replies.append(Reply(request, builder.new_stream))
         self._add(replies)
         return replies
+
+    def _grammar(self, sources: dict[str, Any]) -> "Grammar | None":
+        """What answers must match. sources: of GRAMMARS. A schema's keywords that it lacks are in a warning.
+
+        Raises UserError.
+        """
+        if not sources:
+            return None
+        if len(sources) > 1:
+            raise UserError(f"{' and '.join(sorted(sources))} exclude each other")
+        ((name, source),) = sources.items()
+        try:
+            from conversation.grammar import make_grammar
+            from conversation.schemas import keep_expressible
+        except ImportError:
+            raise UserError(f"{name}: it needs the package llguidance: pip install -e '.[serve]'") from None
+        kind = dict if name == "schema" else str
+        if not isinstance(source, kind):
+            raise UserError(f"{name}: {repr(source)[:40]} is not {'an object' if kind is dict else 'a text'}")
+        with located(name):
+            if name == "schema":
+                source, lost = keep_expressible(source)
+                if lost:
+                    warn(f"schema: answers may violate {', '.join(sorted(lost))}, which grammars cannot hold")
+            return make_grammar(self.grammar_tokenizer, GRAMMARS[name], source)
+
+    @functools.cached_property
+    def grammar_tokenizer(self) -> "LLTokenizer":
+        from conversation.grammar import grammar_tokenizer
+
+        return grammar_tokenizer(self.tokenizer, self.cfg.V, self.stop_tokens)
 
     def _add(self, replies: list[Reply]) -> None:
         if replies:

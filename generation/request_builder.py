@@ -7,11 +7,12 @@ generation/llm.py, and the requests of the server.
 import dataclasses
 import numbers
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from checkpoints.checkpoint import Checkpoint
 from conversation.messages import has_surrogate, read_messages
 from conversation.streams import TextStream, answer_stream
+from conversation.templates import END_THINK, ends_within_reasoning, mentions, template_text
 from conversation.text import encode, stop_tokens
 from conversation.tools import ToolUse, choose_tool_format
 from families.family import Channels
@@ -20,6 +21,9 @@ from feedback.errors import UserError
 from model import Config
 from serving.requests import Request, choose_sampling, override
 from sharding.sampling import MAX_TOP_LOGPROBS, Sampling
+
+if TYPE_CHECKING:  # llguidance is optional
+    from conversation.grammar import Grammar
 
 NEW_TOKENS = 256  # the default max_new_tokens, if the row has room for as many
 MOST_NEW_TOKENS = 2**31 - 1
@@ -102,10 +106,11 @@ class RequestBuilder:
         """Whether a text is a message of a chat."""
         return self.chat_template and bool(self.tokenizer.chat_template)
 
-    def encode(self, prompt: str | Messages | list[int], /, **options) -> list[int]:
+    def encode(self, prompt: str | Messages | list[int], /, reasons: bool = True, **options) -> list[int]:
         """The token ids of a prompt that has been read; those of a text through the chat template.
 
-        options: of a chat, see conversation.text.encode.
+        reasons: False if a grammar leaves the answer to a chat no room for reasoning. options: of a chat, see
+        conversation.text.encode.
         """
         if isinstance(prompt, str) and self.templated:
             prompt = [{"role": "user", "content": prompt}]
@@ -117,8 +122,13 @@ class RequestBuilder:
             return prompt
         if self.system is not None and prompt[0]["role"] not in ("system", "developer"):
             prompt = [{"role": "system", "content": self.system}, *prompt]
+        if not reasons and mentions(template_text(self.tokenizer), "enable_thinking"):
+            options.setdefault("enable_thinking", False)
         spelled = self.special_tokens_in_messages
-        return encode(self.tokenizer, prompt, self.vocabulary, self.max_len, spelled, self.tools, **options)
+        found = encode(self.tokenizer, prompt, self.vocabulary, self.max_len, spelled, self.tools, **options)
+        if not reasons and ends_within_reasoning(self.tokenizer, found):
+            found += self.tokenizer(f"\n{END_THINK}\n\n", add_special_tokens=False).input_ids
+        return found
 
     def encode_text(self, text: str) -> list[int]:
         """The token ids of a text as it is."""
@@ -129,15 +139,19 @@ class RequestBuilder:
         prompt: list[int],
         max_new_tokens: int | None = None,
         top_logprobs: int | None = None,
+        grammar: "Grammar | None" = None,
         **sampling,
     ) -> Request:
-        """The request to continue these token ids, with options of this prompt alone; None: not asked for."""
+        """The request to continue these token ids, with options of this prompt alone; None: not asked for.
+
+        grammar: what the answer must match.
+        """
         if max_new_tokens is not None:
             check_new_tokens(max_new_tokens)
         if not isinstance(top_logprobs or 0, int) or not 0 <= (top_logprobs or 0) <= MAX_TOP_LOGPROBS:
             raise UserError(f"top_logprobs {top_logprobs!r} is not between 0 and {MAX_TOP_LOGPROBS}")
         chosen = dataclasses.replace(override(self.sampling, sampling), top_logprobs=top_logprobs or None)
-        return self.request(prompt, chosen, max_new_tokens)
+        return self.request(prompt, chosen, max_new_tokens, grammar=grammar)
 
     def request(
         self, prompt: list[int], sampling: Sampling, max_new_tokens: int | None = None, **options
@@ -159,10 +173,11 @@ class RequestBuilder:
     ) -> TextStream:
         """The text of the answer to a request. hidden: tokens that are left out; None: those that end it.
 
-        tools: that the answer may call; None: none.
+        tools: that the answer may call; None: none. An answer that must match something is not divided into
+        reasoning and text, unless it may call tools, because the grammar of calls allows for reasoning.
         """
         hidden = request.stop if hidden is None else hidden
-        if not self.divided:
+        if not self.divided or (request.grammar is not None and tools is None):
             return TextStream(self.tokenizer, hidden, self.stop)
         return answer_stream(self.tokenizer, request.prompt, hidden, self.stop, self.channels, tools)
 

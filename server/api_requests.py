@@ -15,13 +15,7 @@ from conversation.grammar import Grammar, make_grammar
 from conversation.messages import has_surrogate, read_messages
 from conversation.schemas import keep_expressible
 from conversation.streams import TextStream
-from conversation.templates import (
-    END_THINK,
-    ends_within_reasoning,
-    mentions,
-    mentions_reasoning,
-    template_text,
-)
+from conversation.templates import mentions, mentions_reasoning, template_text
 from conversation.text import PromptTooLong
 from conversation.tool_grammar import make_tool_grammar
 from conversation.tools import TOOL_FIELDS, ToolUse, read_tool_use
@@ -122,14 +116,8 @@ class ApiRequest:
     ignored: tuple[str, ...] = ()
 
     def new_stream(self, request: Request) -> TextStream:
-        """The text of the answer to one of the requests.
-
-        The text of a completion, and of an answer in a format that was asked for, is all that the model
-        writes, not divided into reasoning and answer. An answer that may call tools is divided, because the
-        grammar of calls allows for reasoning.
-        """
-        divided = self.chat and (request.grammar is None or self.tools is not None)
-        builder = dataclasses.replace(self.served, divided=divided)
+        """The text of the answer to one of the requests. That of a completion is not divided."""
+        builder = dataclasses.replace(self.served, divided=self.chat)
         return builder.new_stream(request, self.hidden_tokens, self.tools)
 
 
@@ -295,13 +283,8 @@ class RequestFields:
         with user_errors_as_bad_requests("messages"):
             messages = read_messages(self.fields.get("messages"), ignored=self.ignored)
         options = self.template_options(served, template, messages)
-        if not reasons and mentions(template, "enable_thinking"):
-            options.setdefault("enable_thinking", False)
         with user_errors_as_bad_requests("messages"):
-            prompt = served.encode(messages, tools=self.fields["tools"] if tools else [], **options)
-        if not reasons and ends_within_reasoning(served.tokenizer, prompt):
-            prompt += served.tokenizer(f"\n{END_THINK}\n\n", add_special_tokens=False).input_ids
-        return prompt
+            return served.encode(messages, reasons, tools=self.fields["tools"] if tools else [], **options)
 
     def tool_use(self, served: ServedModel) -> ToolUse | None:
         with user_errors_as_bad_requests():

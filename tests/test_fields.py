@@ -216,13 +216,15 @@ def test_one_field_under_two_names():
 
 
 def test_windows_of_qwen():
-    """As in transformers: 28 layers without a window, unless the file says how many, or which."""
+    """As in transformers: 28 layers without a window, unless the file says how many, also none, or which."""
     content = json.loads(CONFIGS["qwen2"].to_json_string(use_diff=False)) | dict(num_hidden_layers=30)
     content = {k: v for k, v in content.items() if k not in ("layer_types", "max_window_layers")}
-    windows = [kind.mask.window for kind in read_config(content).layers]
-    assert windows == [None] * 28 + [content["sliding_window"]] * 2
-    kinds = transformers.Qwen2Config(**{k: v for k, v in content.items() if k != "model_type"}).layer_types
-    assert [bool(x) for x in windows] == [kind == "sliding_attention" for kind in kinds]
+    for more, full in (({}, 28), (dict(max_window_layers=0), 0), (dict(max_window_layers=29), 29)):
+        windows = [kind.mask.window for kind in read_config(content | more).layers]
+        assert windows == [None] * full + [content["sliding_window"]] * (30 - full)
+        fields = {k: v for k, v in (content | more).items() if k != "model_type"}
+        kinds = transformers.Qwen2Config(**fields).layer_types
+        assert [bool(x) for x in windows] == [kind == "sliding_attention" for kind in kinds]
     for more, message in (
         (dict(sliding_window=None), "field 'sliding_window' is missing"),
         (dict(use_sliding_window=False, layer_types=kinds), "layer_types do not describe 30 layers"),

@@ -5,9 +5,11 @@ over prefill and decode_step computes.
 import functools
 import json
 import pathlib
+import re
 import shutil
 
 import jax
+import jsonschema
 import numpy as np
 import processes
 import pytest
@@ -241,6 +243,11 @@ PICTURE = [{"role": "user", "content": [{"type": "text", "text": "What?"}, {"typ
         (["Hello", [1, 10**6]], {}, "prompt 1: token 1000000: the model has tokens 0 to"),
         (["Hello", []], {}, "prompt 1: a prompt is a list of one or more token ids"),
         ("Hello", dict(temperature=-1), "prompt 0: temperature -1 is not a number of at least 0"),
+        ("Hello", dict(regex="a", schema={}), "regex and schema exclude each other"),
+        ("Hello", dict(schema="{}"), "schema: '{}' is not an object"),
+        ("Hello", dict(regex=["a"]), "regex: ['a'] is not a text"),
+        ("Hello", dict(regex="(a"), "regex: "),
+        ("Hello", dict(schema={"type": "string", "enum": []}), "schema: "),
         ("Hello", dict(warmth=1), "unknown option 'warmth'; known: chat_template, "),
         ("Hello", dict(max_new_tokens=0), "max_new_tokens 0 is not between 1 and 2147483647"),
         ("Hello", dict(max_new_tokens=1000), "tokens, which with 1000 new ones exceed max_len of 256"),
@@ -263,6 +270,41 @@ def test_wrong_requests(prompts, options, message):
             ask(prompts, **options)
         assert message in str(e.value) and "\n" not in str(e.value)
     assert not llm.replies.open
+
+
+def test_answers_that_match_something(capsys):
+    """A schema, a regular expression or a grammar, greedy and drawn, for one prompt and for several."""
+    llm = opened()
+    place = {"type": "object", "properties": {"a": {"enum": [1, 25]}, "b": {"type": "boolean"}}}
+    place |= dict(required=["a", "b"], additionalProperties=False, uniqueItems=True)
+    for options in (dict(temperature=0), dict(temperature=2.0, seed=range(len(PROMPTS)))):
+        for answer in llm.generate(PROMPTS, schema=place, **options):
+            jsonschema.validate(json.loads(answer.text), place)
+            assert answer.finish_reason == "stop" and len(answer.logprobs) == len(answer.tokens)
+        assert all(x.text in ("yes", "no") for x in llm.generate(PROMPTS, regex="yes|no", **options))
+    lark = 'start: "<" /[0-9]+/ ">"'
+    assert re.fullmatch("<[0-9]{1,13}>?", llm.generate("Who?", grammar=lark, max_new_tokens=14).text)
+    assert "".join(llm.stream(PROMPTS[0], regex="[a-z]{5}")).isalpha()
+    assert "warning: schema: answers may violate uniqueItems" in capsys.readouterr().err
+    assert llm.generate(PROMPTS[1], schema=None).text == "12 + 34 = 46."
+
+
+def test_grammars_leave_no_room_for_reasoning(tmp_path):
+    """A template that begins the reasoning: with a grammar it ends in the prompt, or is switched off."""
+    folder = shutil.copytree(LLAMA3, tmp_path / "thinking")
+    plain = (folder / "chat_template.jinja").read_text()
+    begin = "{# <think></think> #}<think>"
+    off = "{% if enable_thinking is not defined or enable_thinking %}" + begin + "{% endif %}"
+    for end, closed in ((begin, "<think>\n</think>\n\n"), (off, "")):
+        (folder / "chat_template.jinja").write_text(plain + end)
+        llm = load(folder, rows=2, max_len=256, n_devices=1)
+        answer = llm.generate("Who are you?", regex="[a-z]{3}", max_new_tokens=20)
+        prompt = llm.tokenizer.decode(answer.prompt_tokens)
+        assert prompt == llm.tokenizer.decode(opened().encode("Who are you?")) + closed
+        assert re.fullmatch("[a-z]{3}", answer.text) and not answer.reasoning
+        assert llm.tokenizer.decode(llm.encode("Who are you?")).endswith("<think>")
+        tags = "<think>a</think>b"  # in an answer that must have them they are text
+        assert llm.generate("Who are you?", regex=tags, max_new_tokens=30).text == tags
 
 
 def test_a_model_that_computes_nan(tmp_path):
