@@ -131,16 +131,19 @@ class Deployment:
 
 @dataclasses.dataclass(frozen=True)
 class Needs:
-    """Bytes that each device needs. programs: None where they are not estimated."""
+    """Bytes that each device needs. programs: None where they are not estimated. saved: for saved prefixes,
+    which are in the host's memory: 0 unless the device shares it.
+    """
 
     weights: int
     cache: int
     programs: ProgramBytes | None
+    saved: int = 0
 
     @property
     def total(self) -> int:
         programs = self.programs or ProgramBytes()
-        return self.weights + self.cache + programs.code + programs.temporaries
+        return self.weights + self.cache + programs.code + programs.temporaries + self.saved
 
     def fit(self, have: int, headroom: bool) -> bool:
         """Whether a device with so many bytes has enough, and if `headroom`, some left over."""
@@ -153,6 +156,8 @@ class Needs:
         if self.programs:
             parts.append(f"{gib(self.programs.code)} for the code of programs")
             parts.append(f"{gib(self.programs.temporaries)} for their temporaries")
+        if self.saved:
+            parts.append(f"{gib(self.saved)} for saved prefixes")
         return f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
@@ -167,28 +172,43 @@ def gib(size: float) -> str:
     return f"{size / 2**30:.2f} GiB"
 
 
-def needs(models: list[Deployment], rows: int, max_len: int, copied: int = 0) -> Needs:
-    """What the models, a cache of so many rows and all programs need. copied: see `fit_cache`."""
-    cache = sum(x.cache_bytes(rows, max_len) for x in models)
-    cache += copied * sum(x.cache_bytes(mesh_size(x.mesh, (STAGE, "data")), max_len) for x in models)
+def warn_of_saved(saved: int, row: int, mesh: Mesh) -> None:
+    """Say so if an accelerator's host has less memory free than saved prefixes may take.
+
+    saved: bytes on all hosts. row: bytes of a whole row.
+    """
+    own = saved // jax.process_count()
+    logger.info("saved prefixes: up to %s of each host's memory; a row has %s", gib(own), gib(row))
+    if platform(mesh) != "cpu" and own > (free := free_memory()):
+        warn(f"--prefix-cache-gib: prefixes may take {gib(own)} of this host, where {gib(free)} are free")
+
+
+def needs(models: list[Deployment], rows: int, max_len: int, saved: int = 0) -> Needs:
+    """What the models, a cache of so many rows, all programs and saved prefixes need.
+
+    saved: see `fit_cache`.
+    """
+    cache, mesh = sum(x.cache_bytes(rows, max_len) for x in models), models[0].mesh
+    if saved:  # a row of each data shard may be on its way to the host or back
+        cache += sum(x.cache_bytes(mesh_size(x.mesh, (STAGE, "data")), max_len) for x in models)
     programs = [program_bytes(x.cfg, x.mesh, rows, x.step_tokens) for x in models]
     if None in programs:
         total = None
     else:  # one program runs at a time
         total = ProgramBytes(sum(x.code for x in programs), max(x.temporaries for x in programs))
-    return Needs(sum(x.weight_bytes() for x in models), cache, total)
+    own = saved // mesh.size if platform(mesh) == "cpu" else 0
+    return Needs(sum(x.weight_bytes() for x in models), cache, total, own)
 
 
 def fit_cache(
-    models: list[Deployment], lengths: list[int], rows: int | None, max_len: int | None, copied: int = 0
+    models: list[Deployment], lengths: list[int], rows: int | None, max_len: int | None, saved: int = 0
 ) -> tuple[int, int]:
     """The cache to allocate for requests of these lengths: -> (rows, max_len), its rows and their positions.
 
     models: the model, and the draft model if there is one. rows, max_len: the user's choice, or None. By
     default there is a row for each request, but at most DEFAULT_ROWS, as long as the longest request; fewer
-    if they do not fit, and then shorter rows, into which the longest requests do not fit. copied: how many
-    rows of a data shard are on their way to the host or back at the same time. Raises UserError if not even
-    the shortest request fits.
+    if they do not fit, and then shorter rows, into which the longest requests do not fit. saved: bytes of the
+    memory of all hosts that saved prefixes may take. Raises UserError if not even the shortest request fits.
     """
     shards, limit = mesh_size(models[0].mesh, (STAGE, "data")), min(x.cfg.max_positions for x in models)
 
@@ -204,15 +224,18 @@ def fit_cache(
         choices += [(counts[-1], length) for length in sorted({rounded(n) for n in lengths}, reverse=True)]
     have = device_memory()
     for choice in choices:
-        needed = needs(models, *choice, copied)
+        needed = needs(models, *choice, saved)
         if needed.fit(have, headroom=not rows):
             cache = f"its share of {choice[0]} x {choice[1]} positions"
             logger.info("each device needs %s, and has %s", needed.sentence(cache), gib(have))
             warn_of_others(needed, models[0].mesh)
+            if saved:
+                row = sum(x.cache_bytes(shards, choice[1]) * x.mesh.size // shards for x in models)
+                warn_of_saved(saved, row, models[0].mesh)
             return choice
 
     count, length = choices[0] if rows else choices[len(counts) - 1]
-    needed = needs(models, count, length, copied)
+    needed = needs(models, count, length, saved)
     if needed.weights > needed.cache:  # suggest what makes the larger of the two smaller
         bits, remedies = max(x.format.bits if x.format else 16 for x in models), []
         for name, format in FORMATS.items():
@@ -221,6 +244,6 @@ def fit_cache(
     else:
         remedies = ["--kv-cache-dtype int8"] * (models[0].kv_dtype != "int8")
         remedies += ["fewer --rows"] * (count > shards) + ["a smaller --max-len"]
-    remedies += ["more devices"]
+    remedies += ["a smaller --prefix-cache-gib"] * (needed.saved > 0) + ["more devices"]
     what = needed.sentence(f"its share of {count} x {length} positions")
     raise UserError(f"does not fit: each device needs {what}, and has {gib(have)}; try {', '.join(remedies)}")

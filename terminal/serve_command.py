@@ -49,7 +49,7 @@ def serve(session: Session) -> None:
     rows = args.rows or (CPU_ROWS if jax.default_backend() == "cpu" else DEFAULT_ROWS)
     saved = int((DEFAULT_PREFIX_CACHE if args.prefix_cache_gib is None else args.prefix_cache_gib) * 2**30)
     lengths = [builder.max_len] * rows
-    rows, max_len = fit_cache(session.models, lengths, args.rows, builder.max_len, copied=1 if saved else 0)
+    rows, max_len = fit_cache(session.models, lengths, args.rows, builder.max_len, saved)
     tokenizer = grammar_tokenizer(builder.tokenizer, builder.vocabulary, builder.stop_tokens)
     like = [Request([0], 1), Request([0], 1, Sampling(top_logprobs=1), score=True)]
     limits = server_limits(jax.default_backend(), args.prefill_budget)

@@ -377,11 +377,15 @@ def test_rows_that_fit(monkeypatch):
     )  # each data shard has a row
 
 
-def test_programs_need_memory(monkeypatch):
-    """Code and temporaries count where they are estimated, and so do rows on their way to the host."""
+def test_programs_need_memory(monkeypatch, capsys):
+    """Code and temporaries count where they are estimated, and so do rows on their way to the host, and what
+    is saved there if the device is a CPU.
+    """
     deployment = deployment_of(open_checkpoint(LLAMA3).config)
     programs = memory.ProgramBytes(code=2**28, temporaries=2**29)
     monkeypatch.setattr(memory, "program_bytes", lambda *_: programs)
+
+    saved = 5 * deployment.cache_bytes(1, 128)
 
     def choose(rows_in_memory: float, left=0.0, models=1, **options):
         needed = deployment.weight_bytes() + rows_in_memory * deployment.cache_bytes(1, 128)
@@ -394,11 +398,19 @@ def test_programs_need_memory(monkeypatch):
     assert choose(32.1, memory.ESTIMATE_HEADROOM, models=2) == (32, 128)  # one program runs at a time
     assert choose(31.9, memory.ESTIMATE_HEADROOM, models=2) == (16, 128)
     assert choose(32.1, rows=32) == (32, 128)
-    assert choose(33.1, rows=32, copied=1) == (32, 128)
+    assert choose(38.1, rows=32, saved=saved) == (32, 128)
     parts = "0.25 GiB for the code of programs and 0.50 GiB for their temporaries, and has"
-    for rows_in_memory, options in ((31.9, {}), (32.9, dict(copied=1))):
-        with pytest.raises(ValueError, match=parts):
+    for rows_in_memory, options in ((31.9, {}), (37.9, dict(saved=saved))):
+        with pytest.raises(
+            ValueError, match=parts if not options else "0.00 GiB for saved prefixes, and has"
+        ):
             choose(rows_in_memory, rows=32, **options)
+    monkeypatch.setattr(memory, "platform", lambda mesh: "tpu")
+    monkeypatch.setattr(memory, "free_memory", lambda: saved - 1)
+    assert choose(33.1, rows=32, saved=saved) == (32, 128)
+    assert "prefixes may take 0.00 GiB of this host, where" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="does not fit"):
+        choose(32.9, rows=32, saved=saved)
 
 
 def busiest(chosen, E: int, groups: int) -> float:
