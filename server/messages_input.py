@@ -157,7 +157,8 @@ def convert_turn(blocks: list[dict], where: str) -> list[dict]:
     found: list[dict] = []
     for block in blocks:
         if block["type"] == "tool_result":
-            result = read_text(block.get("content"), where)
+            # Chats have no field for an error, so the model is told in the text.
+            result = "Error: " * (block.get("is_error") is True) + read_text(block.get("content"), where)
             call = read_field(block, "tool_use_id", where)
             found.append({"role": "tool", "tool_call_id": call, "content": result})
         elif block["type"] == "text":

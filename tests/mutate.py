@@ -508,6 +508,7 @@ MUTATIONS = [
     ("serving/engine.py", "x[row, :count, :n].tolist()", "x[row, :count, -n:].tolist()", "tests/test_grammar.py::test_likeliest_of_prompts_and_answers"),
     ("conversation/text.py", "return ours == theirs or ", "return ", "tests/test_python_api.py::test_tokenizers_that_are_loaded"),
     ("generation/llm.py", "source, lost = keep_expressible(source)", "lost = ()", "tests/test_python_api.py::test_answers_that_match_something"),
+    ("server/messages_input.py", "(block.get(\"is_error\") is True)", "0", MESSAGES_API + "input"),
     ("conversation/grammar.py", "    KEPT.add(key, grammar)\n", "", KEPT_GRAMMARS),
     ("conversation/grammar.py", "                self.kept.move_to_end(key)\n", "                pass\n", KEPT_GRAMMARS),
     ("conversation/grammar.py", "> self.limit:", "> 2 * self.limit:", KEPT_GRAMMARS),

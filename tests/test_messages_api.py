@@ -210,7 +210,7 @@ def text(value: str, **more) -> dict:
 
 
 USE = dict(type="tool_use", id="c", name="f", input=dict(x=None))
-RESULT = dict(type="tool_result", tool_use_id="c", content="3", is_error=True)
+RESULT = dict(type="tool_result", tool_use_id="c", content="3", is_error=False)
 CALLS = [dict(id="c", type="function", function=dict(name="f", arguments=dict(x=None)))]
 TOLD = dict(role="tool", tool_call_id="c", content="3")
 
@@ -245,6 +245,10 @@ INPUTS = {  # {what it has: (system, messages, the messages of the chat)}
              said("user", [RESULT, RESULT | dict(tool_use_id="d", content=[text("4"), text("5")])])],
         [said("user", "a"), said("assistant", "", tool_calls=[CALLS[0], CALLS[0] | dict(id="d")]), TOLD,
          dict(role="tool", tool_call_id="d", content="4\n\n5")],
+    ),
+    "a result that is an error": (
+        "", [said("user", "a"), said("assistant", [USE]), said("user", [RESULT | dict(is_error=True)])],
+        [said("user", "a"), said("assistant", "", tool_calls=CALLS), dict(TOLD, content="Error: 3")],
     ),
     "a result without a content": (
         "", [said("user", "a"), said("assistant", [USE]),
