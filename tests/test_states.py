@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import engine_of
-from test_generation import ask, assert_as_alone, deep, finish, subject
+from test_generation import ask, assert_as_alone, deep, finish, mixed, subject
 from test_generation import two_shapes as two_shapes  # a fixture
 
 import model
@@ -202,3 +202,22 @@ def test_drafts_and_spare_tokens(drafted_by):
     assert_as_alone(ask(batch, requests), "states")
     most = batch.stats.row_steps * (4 if drafted_by == "lookup" else 1)
     assert batch.stats.accepted < batch.stats.drafted <= most
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("drafts", [0, 4])
+def test_200_requests(drafts):
+    """They join and leave 8 rows, and some begin alike; every tenth is cancelled on its way."""
+    weights, cfg, mesh = subject("states", "1")
+    cfg, requests = with_room(cfg, drafts, kept=2), mixed(cfg, 200)
+    speculation = PromptLookup(drafts) if drafts else None
+    batch = engine_of(Programs(weights, cfg, mesh, 8, 160, "float32", speculation), requests)
+    answers = [batch.add(request) for request in requests]
+    cancelled = answers[::10]
+    for answer in cancelled:
+        for _ in range(3):
+            batch.advance()
+        batch.cancel(answer)
+    finish(batch)
+    assert_as_alone([x for x in answers if x.finish_reason != "cancelled"], "states")
+    assert batch.stats.reused_tokens > 100 and (batch.stats.drafted > 100) == (drafts > 0)
