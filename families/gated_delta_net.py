@@ -1,22 +1,26 @@
 """The gated delta net: attention whose memory is a state of fixed size, not a cache that grows.
 
-Softmax attention keeps the key and the value of every token. Here each head has one matrix S instead, from
-which a key of width X reads a value of width Y. Each token first lets S fade, then changes what S answers to
-its own key towards its own value, and then reads what S answers to its query: ops/delta_rule.py. So a row
-takes as much memory at a million tokens as at one, and a step reads and writes all of it.
+Softmax attention keeps the key and the value of every token. Here each head has one matrix S instead, [X,Y],
+which answers a key of width X with a value of width Y. Each token changes it, and then reads it:
+
+    S = exp(g) S                what is remembered fades: g <= 0
+    S = S + k beta (v - k S)    what S answers to k moves towards v, at beta = 1 all the way
+    o = q S                     the token's output is what S answers to its query
+
+So a row takes as much memory at a million tokens as at one, and a step reads and writes all of it.
 
 Before that, each channel of queries, keys and values goes through a short convolution: a weighted sum of its
 last W inputs. So a layer remembers two things of a row, see `State`: S, and the inputs of the last tokens.
 
-Nothing can be taken out of S again. So that a row can take back drafts that were wrong, S may lag behind the
-row: it lacks the last P tokens (`Recurrent.spare`), whose inputs and gates are in `State.latest`. Each decode
-step first reads these tokens again, and adds those to S that are now older than P tokens.
+Nothing can be taken out of S again. So that a row can take back drafts that were wrong, the stored S lags
+behind the row: it lacks the last P tokens (`Recurrent.spare`), whose inputs and gates are in `State.latest`.
+A decode step has S read these P tokens and then the T new ones, for the outputs. It stores S as it was after
+the oldest of them, as many as there are new ones, so that the stored S lags by P tokens again.
 
 Letters besides those of model.py: J key heads, N value heads, of which G = N/J read with the same key; X
 width of a key, Y width of a value; Q = J·X columns of all keys; W taps of a convolution; P spare tokens, and
-R = W - 1 + P tokens whose inputs are kept. n and q are sharded over MODEL. q counts columns: where the number
-of devices does not divide J, a device's columns end within a head, and all columns are gathered after the
-convolution.
+R = W - 1 + P tokens whose inputs are kept. n and q are sharded over MODEL. q counts columns, not heads: if
+devices do not divide J, a device has a part of a head, and gathers the columns of all after the convolution.
 
 Sources: transformers, models/qwen3_next; arXiv 2412.06464.
 """
@@ -37,9 +41,10 @@ from sharding.mesh import MODEL
 
 @pytree
 class GatedDeltaNetWeights:
-    """z: of the gate of the output. a, log_rate, step_bias: of g. b: of beta. taps: of the convolutions."""
+    """a, log_rate and step_bias make g, b makes beta, see `project`. z: the gate of the outputs.
 
-    """Published files of Qwen 3.5 have A_log and the norm in float32, all others in bfloat16."""
+    Published files of Qwen 3.5 have log_rate and the norm in float32, all others in bfloat16.
+    """
 
     q: Array = declared("qD", "D", "in_proj_qkv.weight", "[Q+Q+NY]D", 0)
     k: Array = declared("qD", "D", "in_proj_qkv.weight", "[Q+Q+NY]D", 1)
@@ -61,8 +66,7 @@ class Tokens:
     """What a layer keeps of tokens that follow one another.
 
     queries, keys: [b,T,q] and values: [b,T,n,Y], the inputs of their convolutions.
-    gates: [b,T,2,n] float32, g, the logarithm of the decay, and beta; both are 0 for padding, which leaves S
-    as it is.
+    gates: [b,T,2,n] float32, g and beta. Padding has g = beta = 0, so it leaves S as it is.
     """
 
     queries: Array
@@ -76,10 +80,9 @@ class State:
     """What a layer remembers of each row. Its size does not depend on the text.
 
     matrix: [b,n,X,Y] float32, the matrices S.
-    latest: the inputs of the last R tokens, zeros before the first token, and the gates of the last P tokens,
-    zeros for those that S has read.
-    end: [b] int32, how many tokens the row had read. If a chunk starts before that, the row has taken the
-    tokens between back.
+    latest: the inputs of the last R tokens, zeros before the first token, and the gates of the last P ones:
+    zeros for a token that S has read, so that to read it again changes nothing.
+    end: [b] int32, how many tokens the row had read. A chunk that starts earlier takes back all from there on.
     """
 
     matrix: Array
@@ -102,9 +105,9 @@ class GatedDeltaNet:
     Y: int
     W: int
     norm: Norm
-    K = 0  # no key/value heads, which a mesh would have to divide
+    K = 0  # there is no cache whose heads a mesh must divide
     sharded_widths = ()
-    operations = dict(matrix=6.0)  # three products: the key reads S and changes it, the query reads it
+    operations = dict(matrix=6.0)  # in three products: the key reads S and changes it, the query reads it
 
     def declare(self, prefix: str, D: int) -> GatedDeltaNetWeights:
         """The declared weights. prefix: precedes their names in a checkpoint."""
@@ -112,7 +115,7 @@ class GatedDeltaNet:
         return infos_of(GatedDeltaNetWeights, prefix, sizes)
 
     def memory_info(self, mask: Recurrent, batch: int, max_len: int, dtype) -> State:
-        """The declared state of `batch` rows. dtype: of the kept inputs, which are bfloat16 if it is int8."""
+        """The declared state of `batch` rows. dtype: of the kept inputs; bfloat16 in the place of int8."""
         dtype = jnp.bfloat16 if jnp.dtype(dtype) == jnp.int8 else dtype
         Q, P, R = self.J * self.X, mask.spare, mask.spare + self.W - 1
         keys: Any = ArrayInfo("bRq", shape=(batch, R, Q), dtype=dtype)
@@ -134,29 +137,33 @@ class GatedDeltaNet:
         inputs are rounded to the state's type before anything reads them, so that the result does not depend
         on where chunks begin.
         """
-        # The convolutions make P + T tokens of the R kept ones and the T new ones.
+        # Of R + T inputs the convolutions make P + T tokens, as many as there are gates. Without a
+        # source P is 0.
         T = x.shape[1]
         new, z = self.project(x, w, chunk)
         state = self.before_text(new) if source is None else of_rows(source, chunk)
         tokens = jax.tree.map(
-            lambda old, x: jnp.concatenate([old, x.astype(old.dtype)], 1), state.latest, new
+            lambda kept, following: jnp.concatenate([kept, following.astype(kept.dtype)], 1),
+            state.latest,
+            new,
         )
         with jax.named_scope("convolution"):
-            inputs = (tokens.queries, w.q_taps), (tokens.keys, w.k_taps), (tokens.values, w.v_taps)
-            q, k, v = (convolve(inputs.astype(x.dtype), taps) for inputs, taps in inputs)
+            pairs = (tokens.queries, w.q_taps), (tokens.keys, w.k_taps), (tokens.values, w.v_taps)
+            q, k, v = (convolve(inputs.astype(x.dtype), taps) for inputs, taps in pairs)
             q, k = self.key_heads(q, k)
         with jax.named_scope("delta_rule"):
             read = q * self.X**-0.5, k, v, tokens.gates[:, :, 0], tokens.gates[:, :, 1]
             empty = chunk.start == 0
-            if T <= 1 + mask.spare:  # a decode step: S gets the oldest count[b] of these tokens
+            if T <= 1 + mask.spare:  # a decode step, or as short: the stored S reads the oldest count[b]
                 o, matrix = delta_steps(*read, state.matrix, empty, chunk.count, chunk.row)
-            else:  # a prompt, of which nothing is taken back: S gets all tokens, and none is to be read again
+            else:  # a prompt, of which nothing is taken back: S reads all, and the gates 0 mark them as read
                 o, matrix = delta_chunks(*read, state.matrix, empty, chunk.row)
                 tokens = dataclasses.replace(tokens, gates=jnp.zeros_like(tokens.gates))
         with jax.named_scope("output"):
             o = self.norm(o[:, -T:].astype(x.dtype), w.norm) * jax.nn.silu(z.astype(jnp.float32))
             y = psum(einsum("bTnY,DnY->bTD", o.astype(x.dtype), w.o), MODEL)  # n
-        return y, None if source is None else with_chunk(source, chunk, matrix, tokens), None
+        after = None if source is None else with_chunk(source, chunk, matrix, tokens)
+        return y, after, None
 
     @jax.named_scope("qkv")
     def project(self, x: Array, w: GatedDeltaNetWeights, chunk: Chunk) -> tuple[Tokens, Array]:
@@ -179,25 +186,25 @@ class GatedDeltaNet:
         def zeros(x: Array, tokens: int) -> Array:
             return jnp.zeros_like(x, shape=(x.shape[0], tokens, *x.shape[2:]))
 
-        R, n = self.W - 1, new.values.shape[2]
-        inputs = jax.tree.map(lambda x: zeros(x, R), new)
+        b, n = new.values.shape[0], new.values.shape[2]
+        inputs = jax.tree.map(lambda x: zeros(x, self.W - 1), new)
         latest = dataclasses.replace(inputs, gates=zeros(new.gates, 0))
-        matrix = jnp.zeros_like(new.gates, shape=(new.gates.shape[0], n, self.X, self.Y))
-        return State(matrix=matrix, latest=latest, end=jnp.zeros_like(new.gates, jnp.int32, (n,)))
+        matrix = jnp.zeros_like(new.gates, shape=(b, n, self.X, self.Y))
+        return State(matrix=matrix, latest=latest, end=jnp.zeros_like(new.gates, jnp.int32, (b,)))
 
     def key_heads(self, *columns: Array) -> list[Array]:
         """Queries, and keys: [b,T,q] each -> [b,T,j,X] float32 each, divided by their lengths.
 
-        They are those of this device's value heads, of which as many as follow one another read with each.
+        Of this device's n value heads, head i reads with head i·j // n of the result.
         """
         devices, shape = lax.axis_size(MODEL), (*columns[0].shape[:2], -1, self.X)
         if self.J % devices == 0:
             heads = jnp.stack([x.reshape(shape) for x in columns])
-        else:  # devices divide the columns of a head: they gather them, and take those of their value heads
+        else:  # gather the columns, without those of padding, and take a head for each value head
             whole = lax.all_gather(jnp.stack(columns), MODEL, axis=3, tiled=True)[..., : self.J * self.X]
-            n = -(-self.N // devices)
+            n = -(-self.N // devices)  # with zeros that fill N up
             own = (lax.axis_index(MODEL) * n + jnp.arange(n)) * self.J // self.N
-            heads = whole.reshape(-1, *shape).take(own, 3, mode="clip")
+            heads = whole.reshape(len(columns), *shape).take(own, 3, mode="clip")
         heads = heads.astype(jnp.float32)
         return list(heads * lax.rsqrt(jnp.sum(heads * heads, -1, keepdims=True) + 1e-6))
 
@@ -223,12 +230,13 @@ def consecutive(x: Array, first: Array, n: int) -> Array:
 def of_rows(state: State, chunk: Chunk) -> State:
     """The state, with the latest tokens before a chunk, of its rows: those taken back are left out.
 
-    At the start of a text all of them are zeros. The matrices are those of all rows, as they are stored; they
-    may be those of another text then, which `empty` keeps the delta rule from reading.
+    At the start of a text all of them are zeros. The matrices are those of all rows, as they are stored: at
+    the start of a text still those of an earlier one, in whose place the delta rule begins with zeros.
     """
     latest, end = state.latest, state.end
     if chunk.row is not None:
         latest, end = jax.tree.map(lambda x: x[chunk.row], (latest, end))
+    # -2: two tokens were taken back. They are left out at the end, and zeros come in at the beginning.
     first = jnp.where(chunk.start == 0, -latest.keys.shape[1], chunk.start - end)
     latest = jax.tree.map(lambda x: consecutive(x, first, x.shape[1]), latest)
     return State(matrix=state.matrix, latest=latest, end=end)
