@@ -17,6 +17,7 @@ from quantize import (
     values_and_scale,
 )
 
+NARROW = 128  # columns of a product on GPUs, below which XLA joins its matrix with others, by copies of all
 FEW_ROWS = 256  # up to which multiplying int4 is no slower than converting it to bfloat16 first
 
 
@@ -38,6 +39,9 @@ def einsum(spec: str, x: Array, w: Array | QuantizedArray, out_dtype=None) -> Ar
 def plain_einsum(spec: str, x: Array, w: Array | QuantizedArray) -> Array:
     """The product on any platform, float32. A CPU multiplies in float32: XLA has no other batched product."""
     dtype = jnp.float32 if platform() == "cpu" else x.dtype
+    contracted = math.prod(x.shape[-contracted_count(spec) :])
+    if platform() == "gpu" and values_and_scale(w)[0].size < NARROW * contracted:
+        x = lax.optimization_barrier(x)
     if isinstance(w, QuantizedArray):
         return w.format.einsum(spec, x, w, dtype)
     return jnp.einsum(spec, x.astype(dtype), w.astype(dtype), preferred_element_type=jnp.float32)
