@@ -30,7 +30,7 @@ from deployment.estimates import collective_seconds, expected_collectives
 from deployment.floor import layers_per_cache, needed, share_needed
 from deployment.job import Job
 from deployment.placement import Choice
-from deployment.step_bytes import active_experts, named_leaves, part_of
+from deployment.step_bytes import active_experts, is_state, named_leaves, part_of
 from feedback.errors import UserError
 from planner import command
 from planner.bundles import loop_bundles
@@ -645,6 +645,21 @@ def test_many_experts():
     active = active_experts(read_model("deepseek-r1"), batch, 2)
     assert experts[1] - experts[0] < 1.02 * 2 * active * stored
     assert bytes_over_floor("deepseek-r1", batch, context, topology, (5, 7), "int4") < 1.11
+
+
+@needs_compiler
+@pytest.mark.deep
+@pytest.mark.parametrize(("name", "topology"), [("qwen3.5-9b", "v5e:1x1"), ("qwen3-next-80b-a3b", "v5e:4x4")])
+def test_states_are_read_and_written_once(name, topology):
+    """Three layers with a state, and a fourth with a cache: both move their floor, and no state is copied."""
+    found = compiled(name, 4, 8, 8192, topology)
+    cfg = read_model(name)
+    job = Job(dataclasses.replace(cfg, layers=cfg.layers[:4]), 8, 8192)
+    mesh = mesh_of(job.cfg)
+    memories = {x: n for x, _, n in job.shards(mesh) if part_of(x, job.cfg) == "kv_cache"}
+    floor = sum(n * (2 if is_state(x, job.cfg) else 1) for x, n in memories.items()) / found["devices"]
+    assert found["hbm_bytes_by_part"]["kv_cache"] == pytest.approx(floor, rel=0.01)
+    assert not [x for x in found["copies"] if x["bytes"] > 2**19]  # a chip's smallest state has twice as many
 
 
 @needs_compiler
