@@ -33,7 +33,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from model import Chunk, Norm, Recurrent, Rotation
-from ops.delta_rule import delta_chunks, delta_steps
+from ops.delta_kernels import delta_chunks, delta_steps
 from sharding.arrays import ArrayInfo, declared, infos_of, pytree, sizes_of
 from sharding.collective_matmul import einsum, products, psum
 from sharding.mesh import MODEL

@@ -1,12 +1,13 @@
-"""ops/delta_rule.py: the TPU's kernel, interpreted on a CPU, against the steps one after the other."""
+"""ops/delta_kernels.py: the TPU's kernel, interpreted on a CPU, against the steps one after the other."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ops import delta_rule
-from ops.delta_rule import by_chunks, delta_chunks_tpu, delta_steps_tpu, one_after_the_other
+from ops import delta_kernels
+from ops.delta_kernels import delta_chunks_tpu, delta_steps_tpu
+from ops.delta_rule import delta_chunks, delta_steps
 
 
 def tokens(B: int, T: int, N: int, X: int, Y: int, seed=0) -> list[jax.Array]:
@@ -28,9 +29,9 @@ def tokens(B: int, T: int, N: int, X: int, Y: int, seed=0) -> list[jax.Array]:
 )
 def test_kernel(T, N, X, Y, keep, row, interpret, monkeypatch):
     """Rows that keep some, all or no tokens, in several blocks and groups; before a row begins it has NaN."""
-    monkeypatch.setattr(delta_rule, "BLOCK_BYTES", 4 * X * Y)
-    monkeypatch.setattr(delta_rule, "AHEAD_BYTES", 8 * X * Y)
-    monkeypatch.setattr(delta_rule, "GROUP_BYTES", 4 * 2 * N * max(X, Y) * -(-5 * T // 8) * 8)  # 2 rows
+    monkeypatch.setattr(delta_kernels, "BLOCK_BYTES", 4 * X * Y)
+    monkeypatch.setattr(delta_kernels, "AHEAD_BYTES", 8 * X * Y)
+    monkeypatch.setattr(delta_kernels, "GROUP_BYTES", 4 * 2 * N * max(X, Y) * -(-5 * T // 8) * 8)  # 2 rows
     B, R = len(keep), 5 if row is None else 7
     draw = np.random.default_rng(1).standard_normal
     S = draw((R, N, X, Y), np.float32)
@@ -39,7 +40,7 @@ def test_kernel(T, N, X, Y, keep, row, interpret, monkeypatch):
     arguments = *tokens(B, T, N, X, Y), S, empty, jnp.array(keep), None if row is None else jnp.array(row)
     (o, after), (expected, states) = (
         jax.jit(function)(*arguments)
-        for function in (lambda *x: delta_steps_tpu(*x, interpret=interpret), one_after_the_other)
+        for function in (lambda *x: delta_steps_tpu(*x, interpret=interpret), delta_steps)
     )
     kept = np.array(keep) > 0
     # The sums of a product of float32 are in another order.
@@ -63,7 +64,7 @@ def test_kernel_of_chunks(T, J, each, Y, dtype, interpret):
     S[0] = np.nan
     arguments = q[:, :, :J], k[:, :, :J], v.astype(dtype), g, beta, S, empty, row
     o, after = jax.jit(lambda *x: delta_chunks_tpu(*x, interpret=interpret))(*arguments)
-    expected, states = jax.jit(by_chunks)(*arguments)
+    expected, states = jax.jit(delta_chunks)(*arguments)
     # Factors of 16 bits change a product by up to 2^-16 of its addends.
     atol = 2e-5 if dtype == jnp.float32 else 4e-4
     np.testing.assert_allclose(o, expected, rtol=0, atol=atol)
