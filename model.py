@@ -289,12 +289,6 @@ class SoftmaxAttention(abc.ABC):
     @abc.abstractmethod
     def slot_layout(self) -> SlotLayout: ...
 
-    @property
-    def operations(self) -> dict[str, float]:
-        """Of each of G queries with its key, and with its value, of which some columns are the key's."""
-        layout = self.slot_layout
-        return dict(values=2 * self.G * (layout.key + layout.value_width) / layout.width)
-
     @abc.abstractmethod
     def project(self, x: Array, w, chunk: Chunk, rotation: Rotation | None) -> tuple[Array, Any]: ...
 
@@ -332,6 +326,12 @@ class SoftmaxAttention(abc.ABC):
         values: Any = ArrayInfo("bksC", shape=(batch, self.K, slots, layout.width), dtype=dtype)
         scale: Any = ArrayInfo("bk2s", shape=(batch, self.K, 2, slots), dtype=jnp.bfloat16)
         return KV(values, scale if jnp.dtype(dtype) == jnp.int8 else None, layout)
+
+    @property
+    def operations(self) -> dict[str, float]:
+        """See AttentionBlock: G queries are multiplied with each key, and G sums get each value."""
+        layout = self.slot_layout
+        return dict(values=2 * self.G * (layout.key + layout.value_width) / layout.width)
 
 
 @dataclasses.dataclass(frozen=True)
