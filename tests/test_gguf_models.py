@@ -42,9 +42,9 @@ DEEPSEEK = SIZES | dict(
     moe_intermediate_size=32, n_routed_experts=8, num_experts_per_tok=2, q_lora_rank=20, kv_lora_rank=24,
     qk_rope_head_dim=8, qk_nope_head_dim=12, v_head_dim=16, routed_scaling_factor=1.5,
 )  # fmt: skip
-# Three heads of values read with each key.
+# Three heads of values read with each key. The norm of their small outputs would enlarge rounding.
 STATES = SIZES | dict(
-    head_dim=16, num_hidden_layers=4, linear_num_key_heads=2, linear_num_value_heads=6,
+    rms_norm_eps=1e-3, head_dim=16, num_hidden_layers=4, linear_num_key_heads=2, linear_num_value_heads=6,
     linear_key_head_dim=16, linear_value_head_dim=32,
     rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.25),
 )  # fmt: skip
