@@ -7,8 +7,8 @@ from jax.sharding import Mesh
 
 from deployment.chips import Topology
 from deployment.job import Job, local_tokens
-from deployment.step_bytes import active_experts, layer_of, part_of, share_read
-from model import LayerKind, Recurrent
+from deployment.step_bytes import active_experts, layer_of, part_of, share_read, transfers
+from model import LayerKind
 from ops.grouped_matmul import FEW_ROWS
 from ops.kv_cache import cached_depth, kv_owners
 from sharding.mesh import EXPERT, make_mesh, mesh_size
@@ -44,7 +44,7 @@ def needed(job: Job, mesh: Mesh) -> tuple[float, float]:
             share *= readers[kind]
             operations = kind.attention.operations.get(name.rpartition(".")[2], 0)
             flops += operations * size * share * job.tokens  # `size` counts all rows
-            share *= 2 if isinstance(kind.mask, Recurrent) else 1
+            share *= transfers(kind)
         elif share:
             chosen = share if tokens <= FEW_ROWS else cfg.moe.A / cfg.moe.E if cfg.moe else 1
             flops += 2 * size * tokens * (chosen if part == "experts" else 1)

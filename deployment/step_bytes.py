@@ -141,8 +141,7 @@ def bytes_per_step(
     total = sum(shard_bytes(x) * share_read(name, cfg, experts, chooses) for name, x in weight_leaves)
     for kind in first_stage(cfg, mesh.shape[STAGE]).layers if len(positions) else ():
         each, times = read_at_a_time(kind, kv_dtype)[0], np.mean(times_read(kind, positions))
-        times *= 2 if isinstance(kind.mask, Recurrent) else 1
-        total += batch * times * each / mesh_size(mesh, MODEL)
+        total += batch * times * each * transfers(kind) / mesh_size(mesh, MODEL)
     return total
 
 
@@ -154,6 +153,11 @@ def read_at_a_time(kind: LayerKind, kv_dtype: str) -> tuple[float, float]:
         size_in_bytes += size * jnp.dtype(x.dtype).itemsize
         operations += size * kind.attention.operations.get(array, 0)
     return size_in_bytes, operations
+
+
+def transfers(kind: LayerKind) -> int:
+    """How often a step moves what it reads of a layer's memory: a state it writes, too."""
+    return 2 if isinstance(kind.mask, Recurrent) else 1
 
 
 def times_read(kind: LayerKind, positions: np.ndarray) -> np.ndarray:

@@ -82,7 +82,7 @@ class State:
     matrix: [b,n,X,Y] float32, the matrices S.
     latest: the inputs of the last R tokens, zeros before the first token, and the gates of the last P ones:
     zeros for a token that S has read, so that to read it again changes nothing.
-    end: [b] int32, how many tokens the row had read. A chunk that starts earlier takes back all others.
+    end: [b] int32, how many tokens the row had read. A chunk that starts earlier takes the rest back.
     """
 
     matrix: Array

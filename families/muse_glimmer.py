@@ -5,41 +5,15 @@ Source: transformers, models/muse_glimmer.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
-
-import jax
-from jax import Array
 
 from families import read
 from families.family import LANGUAGE_MODEL_NAMES, Channels, Family
 from families.fields import NUMBER, ConfigFields
+from families.gated_attention import GatedAttention
 from families.gemma3 import NAMES as NORM_NAMES
 from families.tool_formats import MUSE_TOOLS
 from feedback.errors import UserError
-from model import Attention, AttentionWeights, Config, FeedForward, LayerKind, Norm, Residual
-from sharding.arrays import declared, pytree
-from sharding.collective_matmul import einsum
-
-
-@pytree
-class GatedAttentionWeights(AttentionWeights):
-    gate: Array = declared("kgHD", "D", "gate_proj.weight", "(KGH)D")
-
-
-@dataclasses.dataclass(frozen=True)
-class GatedAttention(Attention):
-    """Attention with a gate for each head's output: the sigmoid of a projection of the layer's input.
-
-    Source: arXiv 2505.06708.
-    """
-
-    def declare(self, prefix: str, D: int, weights: type | None = GatedAttentionWeights) -> Any:
-        return super().declare(prefix, D, weights)
-
-    def head_outputs(self, o: Array, lse: Array, x: Array, w: AttentionWeights) -> Array:
-        """o, lse, x, and the result: see `Attention.head_outputs`."""
-        assert isinstance(w, GatedAttentionWeights)
-        return o * jax.nn.sigmoid(einsum("bTD,kgHD->bTkgH", x, w.gate))
+from model import Config, FeedForward, LayerKind, Norm, Residual
 
 
 def config(fields: ConfigFields) -> Config:

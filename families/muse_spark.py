@@ -15,7 +15,8 @@ from jax import Array, lax
 
 from families import read
 from families.fields import NUMBER, ConfigFields
-from families.muse_glimmer import MUSE_GLIMMER, GatedAttention, config_of
+from families.gated_attention import GatedAttention
+from families.muse_glimmer import MUSE_GLIMMER, config_of
 from families.stored_layouts import ROUTER_NAME
 from model import (
     AttentionWeights,

@@ -3,6 +3,8 @@
 Sources: transformers, models/qwen3_5 and models/qwen3_5_moe.
 """
 
+import dataclasses
+
 from families import read
 from families.family import LANGUAGE_MODEL_NAMES, Family
 from families.fields import ConfigFields
@@ -45,16 +47,13 @@ QWEN3_5 = Family(
     unused_tensors=r"^(model\.)?(mtp|visual)\.",
     tools=FUNCTION_TAGS,
 )
-QWEN3_5_MOE = Family(
-    "qwen3_5_moe_text",
-    sparse_config,
+QWEN3_5_MOE = dataclasses.replace(
+    QWEN3_5,
+    model_type="qwen3_5_moe_text",
+    config=sparse_config,
     multimodal_types=("qwen3_5_moe",),
-    defaults=QWEN3_NEXT.defaults,
-    supported=SUPPORTED,
     no_effect=NO_EFFECT + " intermediate_size",
     field_names={"num_experts": "num_local_experts"},
     tensor_names=(*NAMES, SHARED_GATE_NAME, ROUTER_NAME),
     layouts=either(GATED_ATTENTION, SINGLE_OR_JOINED_EXPERTS),
-    unused_tensors=QWEN3_5.unused_tensors,
-    tools=FUNCTION_TAGS,
 )

@@ -12,8 +12,9 @@ from jax import Array
 from families import read
 from families.family import Family
 from families.fields import ConfigFields
+from families.gated_attention import GatedAttention
 from families.gated_delta_net import GatedDeltaNet
-from families.muse_glimmer import GatedAttention
+from families.qwen3 import sparse_networks
 from families.stored_layouts import ROUTER_NAME, SINGLE_OR_JOINED_EXPERTS, either, joined
 from families.tool_formats import TAGS
 from feedback.errors import UserError
@@ -42,10 +43,7 @@ class GatedMLP(MLP):
 
 def config(fields: ConfigFields) -> Config:
     router = Router("softmax", normalized=fields.take("norm_topk_prob", bool, True), scales="output")
-    mlp, experts = read.mlp(fields), experts_of(fields, router)
-    every, dense = fields.take("decoder_sparse_step", int, 1), fields.take("mlp_only_layers", list, [])
-    sparse = (i not in dense and (i + 1) % every == 0 for i in range(read.depth(fields)))
-    return config_of(fields, [experts if x else mlp for x in sparse])
+    return config_of(fields, sparse_networks(fields, read.mlp(fields), experts_of(fields, router)))
 
 
 def config_of(fields: ConfigFields, networks: list[FeedForward]) -> Config:
@@ -53,9 +51,8 @@ def config_of(fields: ConfigFields, networks: list[FeedForward]) -> Config:
     norm, every = read.norm(fields, offset=1.0), fields.take("full_attention_interval", int, 4)
     if not fields.take("attn_output_gate", bool, True):
         raise UserError("config.json: attn_output_gate = False is not supported")
-    heads = read.attention(
-        fields, GatedAttention, qk_norm=norm, bias=fields.take("attention_bias", bool, False)
-    )
+    bias = fields.take("attention_bias", bool, False)
+    heads = read.attention(fields, GatedAttention, qk_norm=norm, bias=bias)
     rope = read.rope(fields, heads.H, rotated=0.25)
     kinds = dict(
         linear_attention=partial(LayerKind, delta_net(fields), mask=Recurrent()),

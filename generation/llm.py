@@ -57,11 +57,7 @@ if TYPE_CHECKING:  # llguidance is optional
 
 # Options of `LLM.generate`: with a value for each prompt, and with one for all of them.
 EACH = {*SAMPLING_OPTIONS, "max_new_tokens", "top_logprobs"}
-GRAMMARS = {
-    "schema": "json_schema",
-    "regex": "regex",
-    "grammar": "lark",
-}  # an option: the kind of its grammar
+GRAMMARS = dict(schema="json_schema", regex="regex", grammar="lark")  # an option: the kind of its grammar
 TOGETHER = {*GRAMMARS, "stop", "ignore_eos", "system", "chat_template", "special_tokens_in_messages"}
 
 

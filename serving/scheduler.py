@@ -311,8 +311,8 @@ class Shard:
             left, states = reused if row is source else 0, source.states
         save = None
         if row.computed - left >= MIN_SAVED:
-            size, most = self.row_bytes(row.most_computed(self.width)), row.most_computed(self.width)
-            save = self.prefix_cache.add(row.text[: row.computed], most, size, row.states)
+            most = row.most_computed(self.width)
+            save = self.prefix_cache.add(row.text[: row.computed], most, self.row_bytes(most), row.states)
         *kept, own = states
         place = kept.index(reused) if reused not in (0, own) and kept else -1
         row.assign(answer, reused, latest, self.admitted, kept if row is source else [0] * len(kept))

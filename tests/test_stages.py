@@ -15,9 +15,9 @@ from test_generation import assert_same, deep, finish
 import main
 import model
 from deployment.memory import Deployment
+from families.gated_attention import GatedAttention
 from families.gpt2 import GeluMLP, LayerNorm, LearnedPositions
 from families.latent_attention import LatentAttention
-from families.muse_glimmer import GatedAttention
 from families.registry import read_config
 from feedback.errors import UserError
 from planner.traffic import read_program

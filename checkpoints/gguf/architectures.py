@@ -352,6 +352,13 @@ QWEN3_NEXT = Architecture(
     by_layer=("rope.dimension_sections",),
     neutral=SOFTMAX_OF_CHOSEN,
 )
+QWEN3_5 = dataclasses.replace(
+    QWEN3_NEXT,
+    model_type="qwen3_5_text",
+    model_class="Qwen3_5ForCausalLM",
+    config=_delta_net,
+    grouped=False,
+)
 GEMMA4 = Architecture(
     "gemma4_text",
     "Gemma4ForCausalLM",
@@ -401,19 +408,9 @@ ARCHITECTURES = {  # by (general.architecture, whether there are experts)
         neutral=SOFTMAX_OF_CHOSEN,
     ),
     ("qwen3next", True): QWEN3_NEXT,
-    ("qwen35", False): dataclasses.replace(
-        QWEN3_NEXT,
-        model_type="qwen3_5_text",
-        model_class="Qwen3_5ForCausalLM",
-        config=_delta_net,
-        grouped=False,
-    ),
+    ("qwen35", False): QWEN3_5,
     ("qwen35moe", True): dataclasses.replace(
-        QWEN3_NEXT,
-        model_type="qwen3_5_moe_text",
-        model_class="Qwen3_5MoeForCausalLM",
-        config=_delta_net,
-        grouped=False,
+        QWEN3_5, model_type="qwen3_5_moe_text", model_class="Qwen3_5MoeForCausalLM"
     ),
     ("seed_oss", False): Architecture(
         "seed_oss", "SeedOssForCausalLM", names={"post_attention_norm": "post_attention_layernorm"}
