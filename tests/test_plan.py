@@ -659,7 +659,9 @@ def test_states_are_read_and_written_once(name, topology):
     memories = {x: n for x, _, n in job.shards(mesh) if part_of(x, job.cfg) == "kv_cache"}
     floor = sum(n * (2 if is_state(x, job.cfg) else 1) for x, n in memories.items()) / found["devices"]
     assert found["hbm_bytes_by_part"]["kv_cache"] == pytest.approx(floor, rel=0.01)
-    assert not [x for x in found["copies"] if x["bytes"] > 2**19]  # a chip's smallest state has twice as many
+    matrices = [n / found["devices"] for x, n in memories.items() if x.endswith(".matrix")]
+    # What is copied is at most the step's tokens, in the kernel's order: 1 MiB of 8 rows with libtpu 0.0.50.
+    assert not [x for x in found["copies"] if x["bytes"] > min(matrices) / 8]
 
 
 @needs_compiler
