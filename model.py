@@ -48,7 +48,7 @@ Outside a shard_map arrays are global: shapes there, [B,T,V], are those of all d
 docstrings of records, such as Cache, shapes are always those on one device.
 
 `einsum`, `products` and `psum` are `jnp.einsum`, several einsums of one array, and `lax.psum`; weights may be
-quantized. In long prefill chunks of dense models on TPUs each device has its share d of the residual
+quantized. In steps of many tokens of dense models on TPUs each device has its share d of the residual
 stream's columns, and sums over devices hide behind products. The layers are the same functions then, of
 weights that sharding/collective_matmul.py has wrapped, and for which these three do more.
 """
@@ -94,12 +94,12 @@ from sharding.collective_matmul import (
     Ring,
     by_columns,
     column_mean,
+    column_ring,
     einsum,
-    prefill_ring,
     products,
     psum,
 )
-from sharding.mesh import EXPERT, MODEL, ROWS, SLOTS, TENSOR, mesh_size, vocabulary_shard
+from sharding.mesh import EXPERT, MODEL, ROWS, SLOTS, TENSOR, vocabulary_shard
 from sharding.slots import merge_slots, slot_mapping, visible_slots, whole_heads
 
 # ---------------------------------------------------------------------------------- forward, prefill, decode
@@ -131,8 +131,7 @@ def prefill(
     not checked. The cache is donated: the old one is gone.
     """
     count = jnp.full_like(cache.length, tokens.shape[1]) if count is None else count
-    device_ring = prefill_ring(cfg, tokens.size // mesh_size(mesh, ROWS), mesh)
-    return read_tokens(tokens, count, weights, cache, cfg, mesh, device_ring)
+    return read_tokens(tokens, count, weights, cache, cfg, mesh)
 
 
 @partial(jax.jit, static_argnames=("cfg", "mesh"), donate_argnames="cache")
@@ -148,15 +147,13 @@ def decode_step(
 
 
 def read_tokens(
-    tokens: Array, count: Array, weights: Weights, cache: Cache, cfg: Config, mesh: Mesh,
-    device_ring: Ring | None = None,
-) -> tuple[Array, Cache]:  # fmt: skip
+    tokens: Array, count: Array, weights: Weights, cache: Cache, cfg: Config, mesh: Mesh
+) -> tuple[Array, Cache]:
     """What `prefill` and `decode_step` have in common: tokens [B,T] -> (logits [B,V], Cache)."""
     chunk = chunk_at(cache.length, count, tokens.shape[1])
     x, chunk = embed(tokens, chunk, weights, cfg=cfg, mesh=mesh)
-    x, kv = layers(
-        x, weights.layers, cache.layers, chunk, kinds=cfg.layers, mesh=mesh, device_ring=device_ring
-    )
+    ring = column_ring(cfg, tokens.shape, mesh)
+    x, kv = layers(x, weights.layers, cache.layers, chunk, kinds=cfg.layers, mesh=mesh, device_ring=ring)
     last = jnp.take_along_axis(x, count[:, None, None] - 1, 1)  # [B,1,D]
     logits = unembed(last, weights, cfg=cfg, mesh=mesh)[:, 0, : cfg.V]
     return logits, Cache(layers=kv, length=cache.length + count)
@@ -323,8 +320,8 @@ class SoftmaxAttention(abc.ABC):
     def memory_info(self, mask: Mask, batch: int, max_len: int, dtype) -> KV:
         """The declared cache of `batch` rows of up to `max_len` positions. dtype: float, or int8."""
         layout, slots = self.slot_layout, min(max_len, mask.ring or max_len)
-        values: Any = ArrayInfo("bksC", shape=(batch, self.K, slots, layout.width), dtype=dtype)
-        scale: Any = ArrayInfo("bk2s", shape=(batch, self.K, 2, slots), dtype=jnp.bfloat16)
+        values: Any = ArrayInfo("bzsC", shape=(batch, self.K, slots, layout.width), dtype=dtype)
+        scale: Any = ArrayInfo("bz2s", shape=(batch, self.K, 2, slots), dtype=jnp.bfloat16)
         return KV(values, scale if jnp.dtype(dtype) == jnp.int8 else None, layout)
 
     @property
@@ -640,7 +637,7 @@ def layers(
     """x: [B,T,D] -> ([B,T,D] after these layers, their memories with the chunk in them).
 
     memories: one per layer, see Cache, or None: the chunk is all there is. device_ring: the order of the
-    devices if the chunk runs by columns, see sharding/collective_matmul.py. remat: see `forward`. Raises
+    devices if the layers run by columns, see sharding/collective_matmul.py. remat: see `forward`. Raises
     ValueError if the numbers of weights, of inputs and of kinds differ, or if a layer shares keys that none
     of these has.
     """

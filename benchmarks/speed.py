@@ -44,7 +44,6 @@ from quantize import FORMATS, QuantizedArray, values_and_scale
 from serving.chunks import ACCELERATOR_SHAPES, best_shape
 from serving.executors import one_program
 from serving.steps import Batch, DecodeStep, PrefillChunk, init_batch
-from sharding.collective_matmul import prefill_ring
 from terminal import launch
 from terminal.command_line import OneLineParser, run
 
@@ -195,8 +194,7 @@ class Bench:
         """Prompts of `length` tokens into empty caches."""
         state, width = [self.rows(batch, 0, length)], chunk_width(batch, length)
         counts = [np.full(batch, min(width, length - i), np.int32) for i in range(0, length, width)]
-        sizes = dict(width=width, device_ring=prefill_ring(self.cfg, batch * width, self.mesh))
-        chunks = [PrefillChunk(rows=None, count=count, **sizes) for count in counts]
+        chunks = [PrefillChunk(rows=None, count=count, width=width) for count in counts]
         program = self.compile(one_program, chunks[0], self.weights, *state)
 
         def go(n: int):

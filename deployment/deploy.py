@@ -97,7 +97,8 @@ def mesh_for(options: ModelOptions, n_devices: int, job: Job, log: Log) -> Mesh:
     mesh, placed = choose_mesh(job, topology, given, stages, have)
     if process_count() > 1 or (topology.chip and n_devices > 1):
         where = f" in {slices} slices that a slower network joins" * (slices > 1)
-        log(f"mesh of {n_devices} devices{where}: {mesh}")
+        copies = f", {mesh.copies} copies of each cache" * (mesh.copies > 1)
+        log(f"mesh of {n_devices} devices{where}: {mesh}{copies}")
     if topology.chip and (any(given) or options.pp):
         best = rank_meshes(placed, topology, stages=any_stages, have=have)[0]
         if best.fits and best.cost < mesh.cost / WORTH_SAYING:

@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 from deployment.chips import Chip, Topology
 from deployment.job import Job, local_tokens
 from model import SoftmaxAttention
-from sharding.mesh import MODEL, SLOTS, STAGE, mesh_size
+from sharding.mesh import COPIES, HEADS, MODEL, SLOTS, STAGE, mesh_size
 from sharding.stages import first_stage
 
 HOP_SECONDS = 0.5e-6  # from one TPU to the next. Source: jax-ml/scaling-book tpus.md, question 5
@@ -64,11 +64,11 @@ def expected_collectives(job: Job, mesh: Mesh, topology: Topology) -> float:
     A layer has two all-reduces, and two small collectives where devices share a key/value head.
     """
     cfg, rows, seconds = job.cfg, local_tokens(job, mesh), 0.0
-    devices, slots = mesh_size(mesh, MODEL), mesh_size(mesh, SLOTS)
+    devices, heads, copies, slots = (mesh_size(mesh, axes) for axes in (MODEL, HEADS, COPIES, SLOTS))
     for kind, count in collections.Counter(first_stage(cfg, mesh.shape[STAGE]).layers).items():
         sent = [("all-reduce", 2 * rows * cfg.D, devices)] * 2
         if isinstance(kind.attention, SoftmaxAttention):
-            K, G, layout = kind.attention.K * slots // devices, kind.attention.G, kind.attention.slot_layout
+            K, G, layout = kind.attention.K // heads, kind.attention.G / copies, kind.attention.slot_layout
             new = 0 if kind.shares_kv else layout.width
             sent += [("all-gather", 2 * rows * K * (G * layout.key + new), slots)]
             sent += [("all-to-all", 4 * rows * K * G * (layout.value_width + 1), slots)]

@@ -17,7 +17,6 @@ from model import Config
 from quantize import INT8, Format
 from serving.steps import DecodeStep, PrefillChunk
 from sharding.arrays import abstract
-from sharding.collective_matmul import prefill_ring
 from sharding.mesh import ROWS, STAGE, mesh_size
 from sharding.stages import first_stage, stage_input_infos
 
@@ -29,7 +28,6 @@ class Job:
     tokens: new tokens of each row that the step reads. One is a decode step, which reads all rows; more are a
     prefill chunk, which chooses no token. reading: how many rows a prefill chunk reads; see `prefill`.
     With several stages of layers it is one turn: each stage computes for another part of the rows.
-    by_columns: whether a prefill chunk may run by columns, see sharding.collective_matmul.prefill_ring.
     """
 
     cfg: Config
@@ -40,7 +38,6 @@ class Job:
     dtype: str = "bfloat16"
     tokens: int = 1
     reading: int = 0
-    by_columns: bool = True
 
     def prefill(self, tokens: int, mesh: Mesh, rows: int = 1) -> "Job":
         """A chunk of prompts as the engine reads it: up to `tokens` tokens of as many rows per data shard."""
@@ -63,8 +60,7 @@ class Job:
         if mesh.shape[STAGE] > 1:
             inputs = stage_input_infos(self.cfg.D, self.batch, [(self.rows, self.tokens)])
             batch = batch.replace(stage_inputs=abstract(inputs, mesh, jnp.bfloat16))
-        device_ring = prefill_ring(self.cfg, local_tokens(self, mesh), mesh) if self.by_columns else None
-        chunk = PrefillChunk(rows=each, count=each, width=self.tokens, device_ring=device_ring)
+        chunk = PrefillChunk(rows=each, count=each, width=self.tokens)
         return dict(step=DecodeStep(count=each) if self.decodes else chunk, weights=weights, batch=batch)
 
     def waiting_bytes(self, mesh: Mesh) -> int:

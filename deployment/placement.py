@@ -28,14 +28,16 @@ Given = tuple[int | None, int | None, int | None]
 class Choice:
     """A mesh of these degrees of parallelism, and what is known before compiling of a decode step on it.
 
-    stored_bytes: of weights and cache, on one device. bytes_read: by one device. estimated_step_seconds: None
-    where the devices' data sheet is not known.
+    copies: of each key/value head's cache, see sharding/mesh.py. stored_bytes: of weights and cache, on one
+    device. bytes_read: by one device. estimated_step_seconds: None where the devices' data sheet is not
+    known.
     """
 
     dp: int
     ep: int
     tp: int
     pp: int
+    copies: int
     fits: bool
     stored_bytes: float
     bytes_read: float
@@ -51,7 +53,7 @@ class Choice:
         return f"--dp {self.dp} --ep {self.ep} --tp {self.tp}" + f" --pp {self.pp}" * (self.pp > 1)
 
     def make(self, cfg: Config, topology: Topology) -> Mesh:
-        return make_mesh(cfg, self.dp, self.ep, self.tp, list(topology.devices), self.pp)
+        return make_mesh(cfg, self.dp, self.ep, self.tp, list(topology.devices), self.pp, self.copies)
 
 
 def rank_meshes(
@@ -63,20 +65,21 @@ def rank_meshes(
 ) -> list[Choice]:
     """The meshes of all devices that the model and the given degrees allow, the best first.
 
-    given: (dp, ep, tp), None where any degree will do. stages: the numbers of them to consider, the best
-    first. have: bytes of a device; default: its data sheet's. With several slices the model's weights stay
-    within one, if they fit, and the slices become data shards, or else stages. A batch that the shards do not
-    divide is rounded up. Raises UserError if there is no such mesh.
+    Of meshes that differ in nothing but the copies of caches, it is the best. given: (dp, ep, tp), None where
+    any degree will do. stages: the numbers of them to consider, the best first. have: bytes of a device;
+    default: its data sheet's. With several slices the model's weights stay within one, if they fit, and the
+    slices become data shards, or else stages. A batch that the shards do not divide is rounded up. Raises
+    UserError if there is no such mesh.
     """
     n, chip, choices, reasons = len(topology.devices), topology.chip, [], []
     have = chip.hbm if have is None else have
     divisors = [d for d in range(1, n + 1) if n % d == 0]
-    for pp, ep, tp in itertools.product(stages, divisors, divisors):
+    for pp, ep, tp, copies in itertools.product(stages, divisors, divisors, divisors):
         dp, rest = divmod(n, pp * ep * tp)
         if rest or any(x not in (None, y) for x, y in zip(given, (dp, ep, tp), strict=True)):
             continue
         try:
-            mesh = make_mesh(job.cfg, dp, ep, tp, list(topology.devices), pp)
+            mesh = make_mesh(job.cfg, dp, ep, tp, list(topology.devices), pp, copies)
         except ValueError as e:
             reasons.append(str(e))
             continue
@@ -87,7 +90,7 @@ def rank_meshes(
         if chip:
             collectives = expected_collectives(rounded, mesh, topology)
             seconds = step_seconds(resource_seconds(bytes_read, flops, collectives, chip))
-        choices.append(Choice(dp, ep, tp, pp, stored < have, stored, bytes_read, seconds))
+        choices.append(Choice(dp, ep, tp, pp, copies, stored < have, stored, bytes_read, seconds))
     if not choices:
         asked = [f"--{name} {x}" for name, x in zip(("dp", "ep", "tp"), given, strict=True) if x]
         asked += [f"--pp {stages[0]}"] if stages[0] > 1 else []
@@ -100,9 +103,13 @@ def rank_meshes(
         missing = 0 if x.fits else x.stored_bytes
         # Costs that differ by about a hundredth count as equal. Of such meshes the one with the most experts
         # in a shard is better, because routers load experts less evenly than the estimate assumes.
-        return missing, crosses, stages.index(x.pp), rounded_up, round(100 * math.log(x.cost)), x.ep, x.cost
+        least = round(100 * math.log(x.cost)), x.ep, x.copies, x.cost
+        return missing, crosses, stages.index(x.pp), rounded_up, *least
 
-    return sorted(choices, key=order)
+    ranking: dict[tuple, Choice] = {}
+    for x in sorted(choices, key=order):
+        ranking.setdefault((x.dp, x.ep, x.tp, x.pp), x)
+    return list(ranking.values())
 
 
 def choose_mesh(

@@ -21,7 +21,7 @@ from serving.executors import MOST_LAYERS, layer_groups
 from serving.requests import OPTION_SETS
 from serving.steps import MOST_SCORED
 from sharding.arrays import abstract
-from sharding.collective_matmul import prefill_ring
+from sharding.collective_matmul import column_ring
 from sharding.mesh import MODEL, ROWS, STAGE, mesh_size
 from sharding.stages import first_stage
 
@@ -90,7 +90,7 @@ def program_bytes(cfg: Config, mesh: Mesh, rows: int, tokens: int = 1) -> Progra
     per_layer = MANY_TOKENS_CODE if cfg.moe and reading > FEW_ROWS else per_layer
     code = decode_programs * depth * per_layer + SAMPLING_CODE * min(tokens, 2) + OTHER_CODE
     for shape in shapes:
-        by_columns = prefill_ring(cfg, shape.tokens, mesh)
+        by_columns = column_ring(cfg, (shape.rows * mesh_size(mesh, ROWS), shape.width), mesh)
         code += prefill_layers * (COLUMNS_CODE if by_columns else PREFILL_CODE)[shape]
 
     activations, logits = activation_bytes(cfg, mesh), 4 * -(-cfg.V // mesh_size(mesh, MODEL))

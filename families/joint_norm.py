@@ -9,7 +9,7 @@ from jax import Array, lax
 
 from model import Attention, AttentionWeights, Norm
 from sharding.arrays import declared, pytree
-from sharding.mesh import MODEL
+from sharding.mesh import HEADS, MODEL, SLOTS
 
 
 @pytree
@@ -35,13 +35,13 @@ class JointNormAttention(Attention):
         assert isinstance(w, JointNormWeights)
         q, k, v = super().projections(x, w)
         columns = self.K * self.H
-        q = self.joint_norm(q, w.joint_q_norm, partial(mean_over_devices, self.G * columns))
-        return q, self.joint_norm(k, w.joint_k_norm, partial(mean_over_devices, columns)), v
+        q = self.joint_norm(q, w.joint_q_norm, partial(mean_over, MODEL, self.G * columns))
+        return q, self.joint_norm(k, w.joint_k_norm, partial(mean_over, HEADS + SLOTS, columns)), v
 
 
-def mean_over_devices(columns: int, x: Array) -> Array:
-    """The mean of each token's `columns` numbers, of which each device has a part, beside zeros as padding.
+def mean_over(axes: tuple[str, ...], columns: int, x: Array) -> Array:
+    """The mean of each token's `columns` numbers, which these axes divide, beside zeros as padding.
 
     x: [b,T,...] -> [b,T,1,...] with as many axes as x.
     """
-    return lax.psum(jnp.sum(x, range(2, x.ndim), keepdims=True), MODEL) / columns
+    return lax.psum(jnp.sum(x, range(2, x.ndim), keepdims=True), axes) / columns

@@ -25,7 +25,21 @@ def skip_absent_tpu() -> None:
         jax.config.update("jax_platforms", "cpu")
 
 
-skip_absent_tpu()  # at once, for all programs: this file is imported before any asks for devices
+def overlap_in_full_memory() -> None:
+    """Let the TPU compiler put collectives beside products in programs that fill the memory, too.
+
+    By default it lets every collective of such a program wait for its end, though a transfer needs little
+    memory. So a decode step of 128 rows, of Llama 3.1 70B on v5e:4x4 in 14.5 of 15.75 GiB, takes 34.1 ms by
+    the schedule in place of 23.4.
+    """
+    flag, given = "--xla_tpu_scheduler_percent_shared_memory_limit", os.environ.get("LIBTPU_INIT_ARGS", "")
+    if flag not in given:
+        os.environ["LIBTPU_INIT_ARGS"] = f"{flag}=100 {given}".rstrip()
+
+
+# At once, for all programs: this file is imported before any asks for devices.
+skip_absent_tpu()
+overlap_in_full_memory()
 
 
 def platform(mesh: Mesh | AbstractMesh | None = None) -> str | None:

@@ -14,6 +14,7 @@ from planner.planning import Plan, make_plan
 from planner.published_models import MODELS, read_model
 from planner.topologies import find_topology
 from quantize import FORMATS
+from sharding import collective_matmul
 from sharding.mesh import STAGE
 from terminal.command_line import OneLineParser
 
@@ -34,7 +35,7 @@ def parse_arguments():
     add("--slices", type=int, default=1, metavar="N", help="number of such slices of TPUs; default: 1")
     add("--quantize", choices=FORMATS, default="int8", help="weights; default: int8; none: bfloat16")
     add("--kv-cache-dtype", choices=("int8", "bfloat16"), default="int8", help="default: int8")
-    add("--no-columns", action="store_true", help="do not run the chunk by columns, see docs/sharding.md")
+    add("--no-columns", action="store_true", help="run no step by columns, see docs/sharding.md")
     add("--layers", type=int, metavar="L", help="only the first L layers")
     add("--json", action="store_true", help="print one JSON object")
     add("--dump-hlo", metavar="FILE", help="write the optimized HLO text of the decode step")
@@ -56,7 +57,9 @@ def main() -> None:
         raise UserError(f"--layers {args.layers}: the model has {len(cfg.layers)}")
     cfg = dataclasses.replace(cfg, layers=cfg.layers[: args.layers])
     formats = FORMATS[args.quantize], args.kv_cache_dtype
-    job = Job(cfg, args.batch, args.context, *formats, by_columns=not args.no_columns)
+    if args.no_columns:
+        collective_matmul.LEAST_TOKENS = 2**60
+    job = Job(cfg, args.batch, args.context, *formats)
     topology = find_topology(args.topology, args.slices)
     # Compiling takes minutes: whether the file can be written is checked before.
     if args.dump_hlo is not None and not os.access(pathlib.Path(args.dump_hlo).parent, os.W_OK):
@@ -80,7 +83,8 @@ def show(plan: Plan, name: str, quantize: str, kv_cache_dtype: str) -> None:
         ms = f"{x.estimated_step_seconds * 1e3:.2f} ms before compiling"
         taken = (x.dp, x.ep, x.tp) == tuple(plan.mesh.values())[:3]
         stages = f"pp {plan.mesh[STAGE]} x " if STAGE in plan.mesh else ""
-        print(f"{'mesh' if taken else 'or'} {stages}dp {x.dp} x ep {x.ep} x tp {x.tp}: {ms}{note}")
+        copies = f", {x.copies} copies of caches" if x.copies > 1 else ""
+        print(f"{'mesh' if taken else 'or'} {stages}dp {x.dp} x ep {x.ep} x tp {x.tp}{copies}: {ms}{note}")
     show_step("A turn of the decode step" if STAGE in plan.mesh else "Decode step", plan.decode, plan)
     if plan.prefill:
         rows = "one row" + " of each data shard" * (plan.mesh["data"] > 1)

@@ -56,7 +56,9 @@ def make_plan(
         raise UserError(f"--batch {job.batch}: {parts} do not divide it")
     for choice in ranking[:3]:
         shape = {"data": choice.dp, "expert": choice.ep, "tensor": choice.tp}
-        shape |= {STAGE: stages} if stages > 1 else {}
+        shape |= ({STAGE: stages} if stages > 1 else {}) | (
+            {"copies": choice.copies} if choice.copies > 1 else {}
+        )
         mesh = choice.make(job.cfg, topology)
         tried.append((compile_step(job, mesh, topology, dump), shape, mesh))
         if tried[-1][0].fits or not choice.fits:

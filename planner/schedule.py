@@ -139,10 +139,12 @@ class _Clock:
         collectives = [event for event in events if isinstance(event, Collective)]
         for event in collectives:
             if event.asynchronous:
-                link = x.attribute(r"source_target_pairs=(\S+)")
-                self.links[link] = max(self.links[link], self.now) + self.seconds_of(event)
+                link, seconds = x.attribute(r"source_target_pairs=(\S+)"), self.seconds_of(event)
+                # While the bytes of one permutation are on their way to a neighbor, those of the next follow.
+                travel = self.seconds_of(dataclasses.replace(event, bytes=0)) if link else 0
+                self.links[link] = max(self.links[link], self.now) + seconds - travel
                 keys = {x.name, channel(x), *self.fused_channels(x)} - {""}
-                started |= dict.fromkeys(keys, ("collectives", self.links[link]))
+                started |= dict.fromkeys(keys, ("collectives", self.links[link] + travel))
         self.pass_time("computing", self.now + self.computing(x, body))
         if moved:
             self.pass_time("memory", self.memory)

@@ -27,7 +27,7 @@ from ops.tpu import declares_vma
 from serving.steps import Batch, DecodeStep, PrefillChunk, Step, by_rows
 from sharding import stages
 from sharding.arrays import specs
-from sharding.collective_matmul import BY_COLUMNS
+from sharding.collective_matmul import BY_COLUMNS, column_ring
 from sharding.mesh import ROWS, STAGE
 
 # The most layers in a program of `several_programs`, but for layers that share keys and values. By the TPU
@@ -44,7 +44,7 @@ def start(step: Step, w: Weights, batch: Batch, *, cfg: Config, mesh: Mesh) -> t
     """-> (the embedded tokens [B,T,D], the tokens [B,T], their Chunk)."""
     tokens, chunk = step.read_inputs(batch, cfg, mesh)
     x, chunk = model.embed(tokens, chunk, w, cfg=cfg, mesh=mesh)
-    if step.device_ring:  # so that the first group of layers gets it as all others do
+    if column_ring(cfg, tokens.shape, mesh):  # so that the first group of layers gets it as all others do
         x = lax.with_sharding_constraint(x, NamedSharding(mesh, BY_COLUMNS))
     return x, tokens, chunk
 
@@ -87,8 +87,8 @@ class StepProgram:
 def one_program(step: Step, weights: Weights, batch: Batch, *, cfg: Config, mesh: Mesh):
     """The whole step as one program."""
     x, tokens, chunk = start(step, weights, batch, cfg=cfg, mesh=mesh)
-    memories, static = batch.cache.layers, dict(kinds=cfg.layers, mesh=mesh, device_ring=step.device_ring)
-    x, memories = model.layers(x, weights.layers, memories, chunk, **static)
+    static = dict(kinds=cfg.layers, mesh=mesh, device_ring=column_ring(cfg, tokens.shape, mesh))
+    x, memories = model.layers(x, weights.layers, batch.cache.layers, chunk, **static)
     return step.finish(x, tokens, chunk, weights, batch.replace(layers=memories), cfg, mesh)
 
 
@@ -120,11 +120,11 @@ def several_programs(
     n = len(cfg.layers) if step.reads_output else cached_depth(cfg.layers)
     w, rows = without_layers(weights), batch.replace(layers=[])
     x, tokens, chunk = call(start_program, step, w, rows, cfg=cfg, mesh=mesh)
-    memories = []
+    memories, device_ring = [], column_ring(cfg, tokens.shape, mesh)
     for i, end in layer_groups(cfg.layers[:n], MOST_ON_CPU if on_one_cpu(mesh) else MOST_LAYERS):
         own, before, kinds = (each[i:end] for each in (weights.layers, batch.cache.layers, cfg.layers))
         group = dataclasses.replace(chunk, inputs=chunk.inputs and chunk.inputs[i:end])
-        static = dict(kinds=kinds, mesh=mesh, device_ring=step.device_ring)
+        static = dict(kinds=kinds, mesh=mesh, device_ring=device_ring)
         x, after = call(few_layers, x, own, before, group, **static)
         memories += after
     result, rows = call(finish, step, x, tokens, chunk, w, rows, cfg=cfg, mesh=mesh)

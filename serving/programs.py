@@ -24,7 +24,6 @@ from serving.prefix_cache import SavedPrefix, memory_bytes, on_devices, slot_axe
 from serving.reuse import places, with_room
 from serving.steps import DecodeStep, Output, PrefillChunk, Scores, Step
 from sharding.arrays import abstract, zeros
-from sharding.collective_matmul import prefill_ring
 from sharding.sampling import Sampling
 from sharding.stages import stage_input_infos
 
@@ -243,11 +242,7 @@ class Programs:
         Returns when the device has read the chunk before this one. So one chunk waits on the device, and
         begins as soon as the other ends; a new request need not wait for more of them.
         """
-        tokens = len(rows) // (self.stages * self.shards) * width
-        device_ring = prefill_ring(self.cfg, tokens, self.mesh)
-        read = self.step(
-            PrefillChunk(rows=rows, count=count, width=width, score=score, device_ring=device_ring)
-        )
+        read = self.step(PrefillChunk(rows=rows, count=count, width=width, score=score))
         if self.draft:
             self.draft.prefill(rows, count, width)
         jax.block_until_ready(self.last_read)

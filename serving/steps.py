@@ -21,7 +21,6 @@ import model
 from model import Cache, Chunk, Config, LayerKind, Weights
 from serving.reuse import places, rollback_limit
 from sharding.arrays import ArrayInfo, abstract, pytree, specs, zeros
-from sharding.collective_matmul import Ring
 from sharding.mesh import MODEL, ROWS, STAGE
 from sharding.sampling import MAX_TOP_LOGPROBS, Sampling, TopLogprobs, logprob, sample, top_logprobs
 from sharding.stages import StageInputs, first_stage
@@ -200,12 +199,9 @@ class Step(Protocol):
     """What is done with the rows of a batch before and after the layers.
 
     Neither function uses the layers' weights or caches: an executor may replace both by empty lists.
-    device_ring: if the layers run by columns, see sharding.collective_matmul.prefill_ring. reads_output:
-    whether `finish` reads x; if not, all that counts are the caches.
+    reads_output: whether `finish` reads x; if not, all that counts are the caches.
     """
 
-    @property
-    def device_ring(self) -> Ring | None: ...
     @property
     def reads_output(self) -> bool: ...
 
@@ -232,15 +228,13 @@ class PrefillChunk:
 
     rows: [n] int32, different ones, as in `assign_rows`; None: all rows. count: [n] int32, how many tokens of
     each. width: T, the most that `count` may be. score: how many of the likeliest tokens to report at each
-    position; None computes no scores. device_ring: see
-    sharding.collective_matmul.prefill_ring.
+    position; None computes no scores.
     """
 
     rows: Array | None
     count: Array
     width: int = dataclasses.field(metadata=dict(static=True))
     score: int | None = dataclasses.field(default=None, metadata=dict(static=True))
-    device_ring: Ring | None = dataclasses.field(default=None, metadata=dict(static=True))
 
     @property
     def reads_output(self) -> bool:
@@ -310,7 +304,6 @@ class DecodeStep:
     drafts: Array | None = None
     sampling: Sampling = Sampling()
     rows: Array | None = None
-    device_ring = None
     reads_output = True
 
     def read_inputs(self, batch: Batch, cfg: Config, mesh: Mesh) -> tuple[Array, Chunk]:

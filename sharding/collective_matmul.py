@@ -1,11 +1,11 @@
-"""Prefill by columns: the layers of model.py, with their all-reduces hidden behind the products beside them.
+"""Layers by columns: those of model.py, with their all-reduces hidden behind the products beside them.
 
 In model.py every device of MODEL has all D columns of the residual stream, and attention and feed-forward end
-with one all-reduce each, `psum(einsum(...), MODEL)`. While it goes on nothing is computed. A decode step has
-so few rows that this is the fastest way. For the many rows of a prefill chunk, links are slower than
-products. There each device has its d = D / n columns of the stream, and the two halves of each all-reduce, a
-gathering and a scattering of columns, are taken apart. Each half goes on beside a product, around a ring of
-the devices and in both directions:
+with one all-reduce each, `psum(einsum(...), MODEL)`. While it goes on nothing is computed. For the few tokens
+of most decode steps this is the fastest way. For the many tokens of a prefill chunk, or of a decode step with
+many rows, links are slower than products. There each device has its d = D / n columns of the stream, and the
+two halves of each all-reduce, a gathering and a scattering of columns, are taken apart. Each half goes on
+beside a product, around a ring of the devices and in both directions:
 
 - The columns travel to the weights that multiply them. Each device multiplies the d columns that it has just
   received with the weights for these columns, while it receives the next ones: `Gathering`.
@@ -16,14 +16,13 @@ A device normalizes, and adds to the residual stream, its own columns alone. Sou
 with Dependent Computation via Decomposition in Large Deep Learning Models", ASPLOS 2023, doi
 10.1145/3567955.3567959.
 
-The layers are the same functions in both cases, and nothing in them chooses. `prefill_ring` chooses, and
+The layers are the same functions in both cases, and nothing in them chooses. `column_ring` chooses, and
 `by_columns` wraps the weights of a layer; which of them multiply the stream, and whose products are added to
 it, is in their letters. `einsum` and `psum` of this file treat wrapped weights as described above, and all
 others as ops.matmul.einsum and jax.lax.psum do. x is [b,T,D], or by columns [b,T,d].
 """
 
 import dataclasses
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -44,21 +43,23 @@ from sharding.mesh import MODEL, ROWS, STAGE, mesh_size
 Weight = Array | QuantizedArray
 Ring = tuple[int, ...]  # the devices along MODEL, in an order in which neighbors have a link
 BY_COLUMNS = P(ROWS, None, MODEL)  # of [B,T,D]: device i along MODEL has the columns from i * d on
-LEAST_TOKENS = 128  # of a chunk, below which the latency of the rings' many steps would exceed what they save
+LEAST_TOKENS = 64  # of a step, below which the latency of the rings' many steps would exceed what they save
+COLUMNS_PER_ROW = 8  # of a device, at most: with more, decode hides its sums behind the reading of weights
 
 
-def prefill_ring(cfg, tokens: int, mesh: Mesh) -> Ring | None:
-    """The ring for a prefill chunk of so many tokens, in all rows of a data shard; None: not by columns.
+def column_ring(cfg, tokens: tuple[int, ...], mesh: Mesh) -> Ring | None:
+    """The ring for a step that reads tokens [B,T] of this shape; None: the step does not run by columns.
 
-    By columns are chunks on TPUs whose chips form a ring. Not by columns are chunks of less than LEAST_TOKENS
-    tokens, models in several stages, and models whose columns the devices do not divide in halves. A model
-    with experts gains nothing, because every device needs whole tokens to route them. Nor do layers with
-    inputs, which every device adds to whole tokens.
+    By columns run steps on TPUs whose chips form a ring. Not by columns run steps of few tokens, see above,
+    models in several stages, and models whose columns the devices do not divide. A model with experts gains
+    nothing, because every device needs whole tokens to route them. Nor do layers with inputs, which every
+    device adds to whole tokens.
     """
-    n = mesh_size(mesh, MODEL)
-    if n == 1 or tokens < LEAST_TOKENS or cfg.D % (2 * n) or mesh.shape[STAGE] > 1:
+    n, T = mesh_size(mesh, MODEL), tokens[1]
+    if n == 1 or cfg.D % n or mesh.shape[STAGE] > 1 or cfg.moe or cfg.layer_inputs:
         return None
-    if cfg.moe or cfg.layer_inputs:
+    rows = tokens[0] // mesh_size(mesh, ROWS)
+    if rows * T < LEAST_TOKENS or (T == 1 and rows * COLUMNS_PER_ROW < cfg.D // n):
         return None
     return interconnect_ring(mesh)
 
@@ -171,22 +172,18 @@ class Scattering:
 
     def einsum(self, spec: str, x: Array) -> Scattered:
         """The sum over devices of `einsum(spec, x, w)`, as of "bTf,Df->bTD"."""
-        n, rows, w = 2 * len(self.ring), x.reshape(*x.shape[:2], -1), self.weight
+        n, w = len(self.ring), self.weight
         if not has_columns(w):
             y = matmul.einsum(spec, x, w)
-            half = y.shape[-1] // n
-            return scatter(self.ring, lambda i: lax.dynamic_slice_in_dim(y, i * half, half, y.ndim - 1))
-
-        def in_blocks(x: Array) -> Array:
-            """[D] -> [n,D/n], and [D,...] -> [n,D/n,f] with all other dimensions as one."""
-            return x.reshape(n, -1, *[math.prod(x.shape[1:])] * (x.ndim > 1))
+            d = y.shape[-1] // n
+            return scatter(self.ring, lambda i: lax.dynamic_slice_in_dim(y, i * d, d, y.ndim - 1))
 
         def part(i: Array) -> Array:
             block = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, 0, keepdims=False), blocks)
-            return matmul.einsum("bTf,Df->bTD", rows, block)
+            return matmul.einsum(spec, x, block)
 
         # An axis for the blocks: to slice along D, at an offset known only at run time, XLA copies a weight.
-        blocks = jax.tree.map(in_blocks, w)
+        blocks = jax.tree.map(lambda x: x.reshape(n, -1, *x.shape[1:]), w)
         return scatter(self.ring, part)
 
 
@@ -221,21 +218,30 @@ def multiply_around(ring: Ring, x: Array, specs: list[str], weights: list[Weight
 def scatter(ring: Ring, part: Callable[[Array], Array]) -> Scattered:
     """The sum over devices of their parts, of which each device gets its own columns.
 
-    part: this device's addend of block i, of d / 2 columns from i * d / 2 on. The first half of each device's
-    columns travels forwards around the ring, the second half backwards.
+    part: this device's addend of block i, the d columns of device i. The addends of one half of the devices
+    come from behind, added up on their way around the ring, those of the other half from ahead.
     """
+    most, least = len(ring) // 2, (len(ring) - 1) // 2  # devices behind, and ahead
 
-    def parts(i: int | Array) -> tuple[Array, Array]:
-        """This device's addends of the two sums that it passes on after step i."""
-        return part(2 * device_ahead(ring, -1 - i)), part(2 * device_ahead(ring, 1 + i) + 1)
+    def ours(steps: int | Array) -> Array:
+        """This device's addend for the device that is so many steps ahead."""
+        return part(device_ahead(ring, steps))
 
-    def step(i: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
-        received = send(ring, sums[0], 1), send(ring, sums[1], -1)
+    def add(ours, *received):
         # Behind the barrier XLA cannot fuse product and sum, for which it would have to receive first.
-        ours = lax.optimization_barrier(parts(i))
-        return jax.tree.map(jnp.add, ours, received)
+        return jax.tree.map(lambda *addends: sum(addends), lax.optimization_barrier(ours), *received)
 
-    return Scattered(jnp.concatenate(lax.fori_loop(1, len(ring), step, parts(0)), -1))
+    def step(i: Array, sums: tuple) -> tuple:
+        received = send(ring, sums[0], 1), send(ring, sums[1], -1)
+        return add((ours(least - i), ours(i - least)), received)
+
+    behind = ours(most)
+    if least == 0:
+        return Scattered(add(ours(0), send(ring, behind, 1)))
+    if most > least:
+        behind = add(ours(least), send(ring, behind, 1))
+    behind, ahead = lax.fori_loop(1, least, step, (behind, ours(-least)))
+    return Scattered(add(ours(0), send(ring, behind, 1), send(ring, ahead, -1)))
 
 
 def device_ahead(ring: Ring, steps: int | Array) -> Array:

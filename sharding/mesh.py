@@ -2,14 +2,18 @@
 
 Attention and experts divide the same devices in two ways, so the model is sharded over a 2x2 table of axes:
 
-                               other key/value heads    other slots of the same heads' cache
-  other experts                expert_heads             expert_slots
-  other slices of the same      tensor_heads             tensor_slots
+                               other heads     copies of a head   other slots of a head's cache
+  other experts                expert_heads    expert_copies      expert_slots
+  other slices of the same     tensor_heads    tensor_copies      tensor_slots
 
-The slot axes exceed 1 only if the number of devices does not divide the key/value heads. Then n devices share
-a head, and each stores 1/n of its queries (g), its key and value columns (h) and its cache slots (s); nothing
-is stored twice. With 2 heads, for example, 2 x 4 devices (expert x tensor) become expert_heads 2 x
-tensor_slots 4.
+Heads are those of keys and values. The copy and slot axes exceed 1 only if the number of devices does not
+divide the heads. Then n devices share a head, and each stores 1/n of its queries (g), its key and value
+columns (h) and its cache slots (s); nothing is stored twice. With 2 heads, for example, 2 x 4 devices (expert
+x tensor) become expert_heads 2 x tensor_slots 4.
+
+All queries of a head must reach all of its slots, and partial results come back: with few heads and many
+devices that takes longer than anything else. With c copies of each head's keys and values, each group of n/c
+devices has a copy, a c-th of the head's queries, and of the copy a slot in n/c: as many as c heads would.
 
 The `data` axis replicates this table for other rows of the batch, the `stage` axis for other layers (see
 stages.py).
@@ -27,16 +31,20 @@ from jax.sharding import AxisType, Mesh
 STAGE = "stage"
 ROWS = ("stage", "data")
 HEADS = ("expert_heads", "tensor_heads")
+COPIES = ("expert_copies", "tensor_copies")
 SLOTS = ("expert_slots", "tensor_slots")
-EXPERT = ("expert_heads", "expert_slots")
-TENSOR = ("tensor_heads", "tensor_slots")
-MODEL = ("expert_heads", "expert_slots", "tensor_heads", "tensor_slots")
-SHARDED_BY: dict[str, str | tuple[str, ...]] = dict(b=ROWS, p=STAGE, k=HEADS, g=SLOTS, s=SLOTS, h=SLOTS)
+EXPERT = ("expert_heads", "expert_copies", "expert_slots")
+TENSOR = ("tensor_heads", "tensor_copies", "tensor_slots")
+MODEL = EXPERT + TENSOR
+SHARDED_BY: dict[str, str | tuple[str, ...]] = dict(b=ROWS, p=STAGE, k=HEADS, g=COPIES + SLOTS, s=SLOTS)
+SHARDED_BY |= dict(h=SLOTS, z=HEADS + COPIES)
 SHARDED_BY |= dict(l=SLOTS, r=SLOTS, e=EXPERT, m=TENSOR, f=MODEL, v=MODEL, d=MODEL, w=TENSOR + EXPERT)
 SHARDED_BY |= dict(n=MODEL, q=MODEL)
 
 
-def mesh_shape(cfg, data: int = 1, expert: int = 1, tensor: int = 1, stage: int = 1) -> dict[str, int]:
+def mesh_shape(
+    cfg, data: int = 1, expert: int = 1, tensor: int = 1, stage: int = 1, copies: int = 1
+) -> dict[str, int]:
     """The size of each mesh axis for these degrees of parallelism. ValueError if they do not suit cfg."""
     depth = len(cfg.layers)
     if stage > 1 and cfg.layers != cfg.layers[: depth // stage] * stage:
@@ -48,7 +56,10 @@ def mesh_shape(cfg, data: int = 1, expert: int = 1, tensor: int = 1, stage: int 
     if stage > 1 and cfg.D % (expert * tensor):
         raise ValueError(f"the {expert * tensor} devices of a stage do not divide the model's width {cfg.D}")
     heads = math.gcd(expert * tensor, *(kind.attention.K for kind in cfg.layers))
-    slots = expert * tensor // heads
+    sharing = expert * tensor // heads
+    if sharing % copies or (copies > 1 and heads < max(kind.attention.K for kind in cfg.layers)):
+        raise ValueError(f"{sharing} devices share a key/value head, and cannot have {copies} copies of it")
+    slots = sharing // copies
     experts = cfg.moe.E if cfg.moe else 0
     if expert > 1 and (not experts or experts % expert):
         what = f"does not divide the model's {experts} experts" if experts else "is for models with experts"
@@ -58,15 +69,20 @@ def mesh_shape(cfg, data: int = 1, expert: int = 1, tensor: int = 1, stage: int 
         raise ValueError(
             f"{slots} devices would share a key/value head, which does not divide its width {min(widths)}"
         )
-    expert_heads = math.gcd(expert, heads)
-    tensor_heads = heads // expert_heads
-    sizes = (expert_heads, expert // expert_heads, tensor_heads, tensor // tensor_heads)
+    sizes = []
+    for degree in expert, tensor:  # each is heads x copies x slots
+        for wanted in heads, copies, degree:
+            sizes.append(math.gcd(degree, wanted))
+            degree //= sizes[-1]
+        heads, copies = heads // sizes[-3], copies // sizes[-2]
     return {"stage": stage, "data": data, **dict(zip(MODEL, sizes, strict=True))}
 
 
-def make_mesh(cfg, data: int = 1, expert: int = 1, tensor: int = 1, devices=None, stage: int = 1) -> Mesh:
+def make_mesh(
+    cfg, data: int = 1, expert: int = 1, tensor: int = 1, devices=None, stage: int = 1, copies: int = 1
+) -> Mesh:
     """A mesh of stage x data x expert x tensor devices, by default the first ones of jax.devices()."""
-    shape = mesh_shape(cfg, data, expert, tensor, stage)
+    shape = mesh_shape(cfg, data, expert, tensor, stage, copies)
     devices = devices or jax.devices()[: math.prod(shape.values())]
     sizes, slices = list(shape.values()), len({getattr(device, "slice_index", 0) for device in devices})
     # Neighbors in the mesh are neighbors on the interconnect, one dimension of which several axes may share.
@@ -87,10 +103,11 @@ def mesh_size(mesh: Mesh, axes: str | tuple[str, ...]) -> int:
 
 
 def degrees(mesh: Mesh) -> dict[str, int]:
-    """The degrees of parallelism of a mesh, by name; `stage` only if there are several stages."""
+    """The degrees of parallelism of a mesh, by name; `stage` and `copies` only if there are several."""
     axes: dict[str, str | tuple[str, ...]] = dict(data="data", expert=EXPERT, tensor=TENSOR)
-    axes |= dict(stage=STAGE) if mesh.shape[STAGE] > 1 else {}
-    return {name: mesh_size(mesh, axis) for name, axis in axes.items()}
+    optional = dict(stage=mesh_size(mesh, STAGE), copies=mesh_size(mesh, COPIES))
+    sizes = {name: mesh_size(mesh, axis) for name, axis in axes.items()}
+    return sizes | {name: n for name, n in optional.items() if n > 1}
 
 
 def vocabulary_shard(logits: Array) -> Array:

@@ -121,9 +121,10 @@ def programs_of_few_tests():
         jax.clear_caches()
 
 
-def mesh_of(cfg: model.Config, name: str = "1"):
+def mesh_of(cfg: model.Config, name: str = "1", copies: int = 1):
+    """copies: of each key/value head, see sharding/mesh.py."""
     data, expert, tensor = (MESHES | {"dp2-tp4": (2, 1, 4)})[name]
-    return make_mesh(cfg, data, expert, tensor, jax.devices()[: data * expert * tensor])
+    return make_mesh(cfg, data, expert, tensor, jax.devices()[: data * expert * tensor], copies=copies)
 
 
 class Kind(NamedTuple):

@@ -12,7 +12,8 @@ import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
-MESH = "tests/test_meshes.py::test_llama4[ep4-tp2-None]"
+MESH = "tests/test_meshes.py::test_llama4[ep4-tp2-2-None]"
+COPIES = "tests/test_meshes.py::test_copies_of_latents[tp8-4]"
 NAN = "tests/test_meshes.py::test_unwritten_slots_are_never_read"
 SCOUT = "tests/test_transformers.py::test_tokens_and_logprobs_in_python[scout]"
 TIED = "tests/test_transformers.py::test_tokens_and_logprobs_in_python[llama3-scaled-tied]"
@@ -293,7 +294,7 @@ MUTATIONS = [
     ("families/glm4_moe.py", "rotated=0.5", "interleaved=True", GLM4_MOE),
     ("families/glm4_moe.py", "rotated=0.5", "rotated=1", FAMILY_CHECKPOINTS + "::test_defaults_of_glm4_moe"),
     ("families/deepseek_v3.py", "\"dense\" if i < first else \"sparse\"", "\"sparse\"", GLM4_MOE),
-    ("families/joint_norm.py", "lax.psum(jnp.sum(x, range(2, x.ndim), keepdims=True), MODEL)", "jnp.sum(x, range(2, x.ndim), keepdims=True)", OLMO3_TP8),
+    ("families/joint_norm.py", "lax.psum(jnp.sum(x, range(2, x.ndim), keepdims=True), axes)", "jnp.sum(x, range(2, x.ndim), keepdims=True)", OLMO3_TP8),
     ("families/joint_norm.py", "range(2, x.ndim)", "range(3, x.ndim)", OLMO3),
     ("families/joint_norm.py", "self.G * columns", "columns", OLMO3),
     ("families/joint_norm.py", "columns = self.K * self.H", "columns = self.K * self.H * lax.axis_size(MODEL)", OLMO3_TP8),
@@ -352,10 +353,10 @@ MUTATIONS = [
     ("sharding/shapes.py", "    if len(entries) != len(found):", "    if False:", "tests/test_shapes.py"),
     ("model.py", "return psum(self.partial_sum(x, w), MODEL)", "return self.partial_sum(x, w)", MESH),
     ("families/gpt2.py", 'psum(einsum("bTf,Df->bTD", h, w.down), MODEL)', 'einsum("bTf,Df->bTD", h, w.down)', COLUMNS + "every_family[gpt2]"),
-    ("sharding/collective_matmul.py", "if cfg.moe or cfg.layer_inputs:", "if cfg.layer_inputs:", COLUMNS + "which_chunks_are_by_columns"),
+    ("sharding/collective_matmul.py", "> 1 or cfg.moe or cfg.layer_inputs:", "> 1 or cfg.layer_inputs:", COLUMNS + "which_steps_are_by_columns"),
     ("sharding/collective_matmul.py", "return jax.tree.map(own_columns, w)", "return w", COLUMNS + "few_devices"),
-    ("model.py", "device_ring = prefill_ring(cfg, tokens.size // mesh_size(mesh, ROWS), mesh)", "device_ring = None", COLUMNS + "prefill"),
-    ("model.py", "device_ring = prefill_ring(cfg, tokens.size // mesh_size(mesh, ROWS), mesh)", "device_ring = prefill_ring(cfg, tokens.size, mesh)", COLUMNS + "prefill"),
+    ("model.py", "ring = column_ring(cfg, tokens.shape, mesh)", "ring = None", COLUMNS + "prefill"),
+    ("sharding/collective_matmul.py", "rows = tokens[0] // mesh_size(mesh, ROWS)", "rows = tokens[0]", COLUMNS + "which_steps_are_by_columns"),
     ("model.py", "return psum(y, MODEL)", "return y", MESH),
     ("model.py", "x = psum(look_up(w.embed, tokens), MODEL)", "x = look_up(w.embed, tokens)", MESH),
     ("sharding/sampling.py", "lax.cond(jnp.any(target < jnp.inf)", "lax.cond(jnp.all(target < jnp.inf)", SAMPLING),
@@ -784,11 +785,17 @@ MUTATIONS = [
     ("sharding/collective_matmul.py", "start = device_ahead(ring, -steps) * d", "start = device_ahead(ring, steps) * d", COLUMNS + "few_devices"),
     ("sharding/collective_matmul.py", "add_products(add_products(sums, behind, i), ahead, -i)", "add_products(add_products(sums, behind, i), ahead, i)", COLUMNS + "few_devices"),
     ("sharding/collective_matmul.py", "if n % 2 == 0:  # the", "if False:  # the", COLUMNS + "few_devices"),
-    ("sharding/collective_matmul.py", "part(2 * device_ahead(ring, 1 + i) + 1)", "part(2 * device_ahead(ring, i) + 1)", COLUMNS + "few_devices"),
+    ("sharding/collective_matmul.py", "(ours(least - i), ours(i - least))", "(ours(least - i), ours(i))", COLUMNS + "few_devices"),
     ("sharding/collective_matmul.py", "lambda x: lax.pmean(column_mean(x), MODEL)", "column_mean", COLUMNS + "few_devices"),
     ("sharding/collective_matmul.py", "y * jnp.expand_dims(x.scale, tuple(range(2, y.ndim)))", "y", COLUMNS + "rounded_columns"),
     ("sharding/collective_matmul.py", "isinstance(x, Scattered) else lax.psum(x, axes)", "isinstance(x, Scattered) else x", COLUMNS + "few_devices"),
-    ("sharding/collective_matmul.py", "or tokens < LEAST_TOKENS", "", COLUMNS + "which_chunks_are_by_columns"),
+    ("sharding/collective_matmul.py", "(T == 1 and rows * COLUMNS_PER_ROW < cfg.D // n)", "False", COLUMNS + "which_steps_are_by_columns"),
+    ("sharding/collective_matmul.py", "behind = add(ours(least), send(ring, behind, 1))", "pass", COLUMNS + "few_devices"),
+    ("sharding/mesh.py", "(copies > 1 and heads < max(kind.attention.K for kind in cfg.layers))", "False", "tests/test_meshes.py::test_copies_that_cannot_be"),
+    ("sharding/mesh.py", "g=COPIES + SLOTS", "g=SLOTS + COPIES", COPIES),
+    ("deployment/estimates.py", "kind.attention.G / copies", "kind.attention.G", "tests/test_placement.py::test_copies"),
+    ("planner/schedule.py", "self.links[link] + travel", "self.links[link]", "tests/test_schedule.py::test_permutations_beside_products"),
+    ("sharding/collective_matmul.py", "rows * T < LEAST_TOKENS or ", "", COLUMNS + "which_steps_are_by_columns"),
     ("sharding/interconnect.py", "line[1:] if i % 2 == 0 else line[:0:-1]", "line[1:]", COLUMNS + "rings"),
     ("deployment/floor.py", "share *= transfers(kind)", "pass", STATE_NEEDS),
     ("families/gated_delta_net.py", "operations = dict(matrix=6.0)", "operations = dict(matrix=4.0)", STATE_NEEDS),
@@ -1094,7 +1101,7 @@ MUTATIONS = [
     ("deployment/chips.py", "if x.slice_index == devices[0].slice_index]", "]", CHOSEN_MESH + "how_devices_are_joined"),
     ("deployment/placement.py", "round(100 * math.log(x.cost)), x.ep,", "", CHOSEN_MESH + "experts_that_are_loaded_unevenly"),
     ("deployment/placement.py", "return missing, crosses,", "return crosses, missing,", CHOSEN_MESH + "mesh_over_a_slow_network"),
-    ("deployment/placement.py", "round(100 * math.log(x.cost)), x.ep, x.cost", "-x.cost", CHOSEN_MESH + "what_it_says"),
+    ("deployment/placement.py", "round(100 * math.log(x.cost)), x.ep, x.copies, x.cost", "-x.cost, 0", CHOSEN_MESH + "what_it_says"),
     ("deployment/placement.py", "itertools.product((HEADROOM, 0), counts)", "itertools.product((HEADROOM,), counts)", CHOSEN_MESH + "fewer_rows_where_all_do_not_fit"),
     ("deployment/placement.py", "(dp * pp)) * dp * pp)", "(dp * pp)) * dp)", CHOSEN_MESH + "mesh_over_a_slow_network"),
     ("deployment/deploy.py", "best.cost < mesh.cost / WORTH_SAYING", "best.cost < mesh.cost", CHOSEN_MESH + "what_it_says"),

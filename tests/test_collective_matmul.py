@@ -1,4 +1,4 @@
-"""Prefill by columns gives the results of layers whose residual stream is whole, on 2 to 8 devices."""
+"""Steps by columns give the results of layers whose residual stream is whole, on 2 to 8 devices."""
 
 import dataclasses
 import itertools
@@ -25,7 +25,7 @@ from families.registry import read_config
 from quantize import INT4, INT8
 from serving import chunks
 from sharding import collective_matmul, interconnect
-from sharding.collective_matmul import prefill_ring
+from sharding.collective_matmul import column_ring
 from sharding.interconnect import cycle, ring
 from sharding.mesh import MODEL, mesh_shape, mesh_size
 
@@ -181,7 +181,7 @@ def test_the_ring_of_a_slice(monkeypatch):
 
     def found_ring(places: list) -> tuple[int, ...] | None:
         devices = np.array([SimpleNamespace(coords=place, core_on_chip=0) for place in places])
-        shape = dict(zip(MODEL, (1, 1, len(places) // 4, 2), strict=True))
+        shape = dict(zip(MODEL, (1, 1, 1, len(places) // 4, 1, 2), strict=True))
         mesh = SimpleNamespace(devices=devices.reshape(1, 2, *shape.values()), shape=shape)
         return ring.__wrapped__(mesh)
 
@@ -193,16 +193,18 @@ def test_the_ring_of_a_slice(monkeypatch):
     assert found_ring(places[:8]) is None and found_ring(places[::-3] + places[1::3] + places[2::3]) is None
 
 
-def test_which_chunks_are_by_columns(monkeypatch):
+def test_which_steps_are_by_columns(monkeypatch):
     cfg, ring = llama3_config(), (0, 1, 3, 2)
     mesh = mesh_of(cfg, "dp2-tp4")
-    assert prefill_ring(cfg, 128, mesh) is None  # no TPU
+    assert column_ring(cfg, (2, 64), mesh) is None  # no TPU
     monkeypatch.setattr(collective_matmul, "interconnect_ring", lambda mesh: ring)
-    assert prefill_ring(cfg, 128, mesh) == ring
-    no_halves = llama3_config(D=36)  # of 9 columns
-    for of, tokens, devices in (cfg, 127, mesh), (no_halves, 128, mesh), (cfg, 128, mesh_of(cfg, "dp8")):
-        assert prefill_ring(of, tokens, devices) is None
+    assert column_ring(cfg, (2, 64), mesh) == column_ring(cfg, (128, 1), mesh) == ring
+    undivided, wide = llama3_config(D=34), llama3_config(D=4 * 8 * 65)
+    none = (cfg, (2, 63)), (cfg, (126, 1)), (undivided, (2, 64)), (wide, (128, 1))
+    assert [column_ring(of, tokens, mesh) for of, tokens in none] == 4 * [None]
+    assert column_ring(wide, (2, 64), mesh) == column_ring(wide, (130, 1), mesh) == ring
+    assert column_ring(cfg, (8, 64), mesh_of(cfg, "dp8")) is None
     moe = llama4_config()
-    assert prefill_ring(moe, 128, mesh_of(moe, "ep2-tp4")) is None
+    assert column_ring(moe, (1, 128), mesh_of(moe, "ep2-tp4")) is None
     with pytest.raises(ValueError, match="router.weight: a weight DE has no form by columns"):
         logits(np.zeros((2, 8), int), random_weights(moe, mesh), cfg=moe, mesh=mesh, ring=ring)

@@ -1,6 +1,7 @@
 """One device is the truth for many: the same tokens and log-probabilities, and few collectives."""
 
 import dataclasses
+import json
 import math
 import re
 from functools import lru_cache, partial
@@ -14,10 +15,13 @@ from conftest import CHECKPOINTS, Kind, llama3_config, llama4_config, mesh_of
 from jax.experimental.layout import Format, Layout
 from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from test_transformers import CONFIGS
 
 import model
 from checkpoints.checkpoint import open_checkpoint
 from checkpoints.loading import load
+from families.registry import read_config
+from planner.published_models import read_model as read_published
 from quantize import INT4, INT8, MXFP4
 from serving import chunks, steps
 from serving.executors import one_program
@@ -78,11 +82,20 @@ def expected():
 
 
 @pytest.mark.parametrize(
-    ("name", "format"),
-    [("ep4-tp2", None), ("ep2-tp4", INT8), deep("tp8", None), deep("dp2-ep2-tp2", None)],
+    ("name", "copies", "format"),
+    [
+        ("ep4-tp2", 2, None),
+        ("ep2-tp4", 1, INT8),
+        deep("ep4-tp2", 1, None),
+        deep("ep2-tp4", 4, None),
+        deep("tp8", 1, None),
+        deep("tp8", 2, INT8),
+        deep("dp2-ep2-tp2", 2, None),
+        deep("dp2-ep2-tp2", 1, None),
+    ],
 )
-def test_llama4(name, format, expected, monkeypatch):
-    """Shared heads, padded queries, and a cache of several blocks: the loop over them inside shard_map.
+def test_llama4(name, copies, format, expected, monkeypatch):
+    """Shared heads, copies of them, padded queries, a cache of several blocks: a loop inside shard_map.
 
     int8 weights and cache: scales are sharded as their arrays are.
     """
@@ -91,9 +104,24 @@ def test_llama4(name, format, expected, monkeypatch):
     monkeypatch.setattr("ops.attention.BLOCK", 2)
     monkeypatch.setattr("ops.attention.DECODE_BLOCK", 2)
     # Of another length, so that all is compiled again.
-    result = generate(LLAMA4, mesh_of(LLAMA4, name), prompts_for(LLAMA4), max_len=56, **options)
+    result = generate(LLAMA4, mesh_of(LLAMA4, name, copies), prompts_for(LLAMA4), max_len=56, **options)
     # A difference in the last bit can round a cached value to the next of its 255 steps.
     assert_same(result, whole, 5e-3 if format else TOLERANCE)
+
+
+@pytest.mark.parametrize(("name", "copies"), [("tp8", 4), deep("tp8", 8), deep("ep2-tp4", 2)])
+def test_copies_of_latents(name, copies, expected):
+    """Of the one key/value head: each group of devices has all of its cache, and some of its queries."""
+    cfg = read_config(json.loads(CONFIGS["deepseek-v3"].to_json_string()))
+    assert_same(generate(cfg, mesh_of(cfg, name, copies), prompts_for(cfg)), expected(cfg))
+
+
+def test_copies_that_cannot_be():
+    with pytest.raises(ValueError, match="4 devices share a key/value head, and cannot have 3 copies of it"):
+        mesh_shape(LLAMA4, tensor=8, copies=3)
+    unlike = read_published("gemma4-31b")  # where devices have all of some heads, and share others
+    with pytest.raises(ValueError, match="cannot have 2 copies"):
+        mesh_shape(unlike, tensor=8, copies=2)
 
 
 @pytest.mark.parametrize(("name", "prompts"), [("tp8", 8), ("dp8", 3)])

@@ -19,9 +19,12 @@ ELEMENTS = 8 * 128
 
 
 def schedule(text: str, collective: float = 100.0, expert_rows: float = 0.0) -> Schedule:
+    return read_schedule(Reader(with_places(text)), CHIP, lambda x: collective * (x.bytes > 0), expert_rows)
+
+
+def with_places(text: str) -> str:
     text = text.replace("HBM", "f32[8,128]" + HBM).replace("VMEM", "f32[8,128]" + VMEM)
-    text = text.replace("CONTEXT", "u32[]{:S(2)}")
-    return read_schedule(Reader(text), CHIP, lambda x: collective, expert_rows)
+    return text.replace("CONTEXT", "u32[]{:S(2)}")
 
 
 SUM = "all-reduce(%y), replica_groups={{0,1}}, to_apply=%add"
@@ -82,6 +85,9 @@ ENTRY %main (x: f32[8,128], w: f32[128,128]) -> f32[8,128] {
     product = 2 * LEAST_ROWS * 128 * 128  # 8 rows take as long as LEAST_ROWS
     assert schedule(text) == Schedule(computing=product)
     assert schedule(text, product) == Schedule(computing=product, collectives=product)
+    # Of its time half is that of the way, which the second one does not wait for.
+    found = read_schedule(Reader(with_places(text)), CHIP, lambda x: product if x.bytes else product / 2)
+    assert found == Schedule(computing=product, collectives=product / 2)
 
 
 def test_a_collective_in_several_fusions():
