@@ -44,7 +44,8 @@ Weight = Array | QuantizedArray
 Ring = tuple[int, ...]  # the devices along MODEL, in an order in which neighbors have a link
 BY_COLUMNS = P(ROWS, None, MODEL)  # of [B,T,D]: device i along MODEL has the columns from i * d on
 LEAST_TOKENS = 64  # of a step, below which the latency of the rings' many steps would exceed what they save
-COLUMNS_PER_ROW = 8  # of a device, at most: with more, decode hides its sums behind the reading of weights
+COLUMNS_PER_TOKEN = 8  # of a device, at most: with more, decode hides its sums behind the reading of weights
+LEAST_CHUNK = 32  # tokens of a row in a chunk of a prompt; a decode step has fewer, also with drafts
 
 
 def column_ring(cfg, tokens: tuple[int, ...], mesh: Mesh) -> Ring | None:
@@ -59,9 +60,8 @@ def column_ring(cfg, tokens: tuple[int, ...], mesh: Mesh) -> Ring | None:
     if n == 1 or cfg.D % n or mesh.shape[STAGE] > 1 or cfg.moe or cfg.layer_inputs:
         return None
     rows = tokens[0] // mesh_size(mesh, ROWS)
-    if rows * T < LEAST_TOKENS or (T == 1 and rows * COLUMNS_PER_ROW < cfg.D // n):
-        return None
-    return interconnect_ring(mesh)
+    least = LEAST_TOKENS if T >= LEAST_CHUNK else max(LEAST_TOKENS, cfg.D // n // COLUMNS_PER_TOKEN)
+    return interconnect_ring(mesh) if rows * T >= least else None
 
 
 def einsum(spec: str, x: Array, w: "Weight | Gathering | Scattering", out_dtype=None) -> Array:
@@ -153,9 +153,10 @@ class Scattered:
 class Gathering:
     """A weight [...,D] that multiplies a residual stream of columns, which travel around the ring.
 
-    Columns that int8 weights multiply travel as int8, with a scale for each token and device, and are
-    multiplied as integers: half the bytes, and half the time of the products. Others are not rounded.
-    Weights in int4 have scales for groups of columns, and take the columns of all devices at once.
+    In a chunk of a prompt, columns that int8 weights multiply travel as int8, with a scale for each token and
+    device, and are multiplied as integers: half the bytes, and half the time of the products. Others are not
+    rounded, nor is anything in a decode step. Weights in int4 have scales for groups of columns, and take the
+    columns of all devices at once.
     """
 
     weight: Weight
@@ -190,7 +191,9 @@ class Scattering:
 def multiply_around(ring: Ring, x: Array, specs: list[str], weights: list[Weight]) -> list[Array]:
     """`einsum(spec, x, w)` of each pair, where x [b,T,d] travels around the ring."""
     n, d, dtype = len(ring), x.shape[-1], x.dtype
-    rounded = all(isinstance(w, QuantizedArray) and w.format == INT8 for w in weights)
+    rounded = x.shape[1] >= LEAST_CHUNK and all(
+        isinstance(w, QuantizedArray) and w.format == INT8 for w in weights
+    )
     columns = quantize(x, (x.ndim - 1,)) if rounded else x
     values, scales = zip(*map(values_and_scale, weights), strict=True)
 

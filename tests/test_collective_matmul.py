@@ -200,8 +200,8 @@ def test_which_steps_are_by_columns(monkeypatch):
     monkeypatch.setattr(collective_matmul, "interconnect_ring", lambda mesh: ring)
     assert column_ring(cfg, (2, 64), mesh) == column_ring(cfg, (128, 1), mesh) == ring
     undivided, wide = llama3_config(D=34), llama3_config(D=4 * 8 * 65)
-    none = (cfg, (2, 63)), (cfg, (126, 1)), (undivided, (2, 64)), (wide, (128, 1))
-    assert [column_ring(of, tokens, mesh) for of, tokens in none] == 4 * [None]
+    none = (cfg, (2, 63)), (cfg, (126, 1)), (undivided, (2, 64)), (wide, (128, 1)), (wide, (16, 8))
+    assert [column_ring(of, tokens, mesh) for of, tokens in none] == 5 * [None]
     assert column_ring(wide, (2, 64), mesh) == column_ring(wide, (130, 1), mesh) == ring
     assert column_ring(cfg, (8, 64), mesh_of(cfg, "dp8")) is None
     moe = llama4_config()

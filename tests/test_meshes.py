@@ -27,7 +27,7 @@ from serving import chunks, steps
 from serving.executors import one_program
 from serving.steps import DecodeStep, PrefillChunk, assign_rows, batch_infos, init_batch
 from sharding.arrays import ArrayInfo, abstract
-from sharding.mesh import EXPERT, HEADS, MODEL, SLOTS, TENSOR, mesh_shape, mesh_size
+from sharding.mesh import COPIES, EXPERT, HEADS, MODEL, SLOTS, TENSOR, mesh_shape, mesh_size
 from sharding.sampling import Sampling
 from sharding.slots import slot_mapping
 
@@ -479,12 +479,17 @@ def test_collectives_per_layer(kind, kv_heads, name, expected):
 
 @pytest.mark.parametrize("n", [2, 4, 16, 32, 64])
 @pytest.mark.parametrize("heads", [1, 2, 3, 8, 12])
-def test_mesh_axes_multiply_out(n, heads):
-    """For any degrees that the model allows, heads x slots and expert x tensor are the same devices."""
+@pytest.mark.parametrize("copies", [1, 4])
+def test_mesh_axes_multiply_out(n, heads, copies):
+    """For any degrees that the model allows, heads x copies x slots are the devices of expert x tensor."""
     cfg = llama4_config(K=heads, H=128, E=16)
     for expert in (expert for expert in (1, 2, 4, 8, 16) if n % expert == 0):
-        mesh = mesh_shape(cfg, 1, expert, n // expert)
-        groups = (HEADS, SLOTS, EXPERT, TENSOR)
-        by_heads, by_slots, by_expert, by_tensor = (math.prod(mesh[axis] for axis in axes) for axes in groups)
-        assert (by_expert, by_tensor) == (expert, n // expert)
-        assert by_heads * by_slots == n and cfg.layers[0].attention.K % by_heads == 0
+        if copies > 1 and (n // math.gcd(n, heads) % copies or heads > math.gcd(n, heads)):
+            with pytest.raises(ValueError, match="cannot have 4 copies"):
+                mesh_shape(cfg, 1, expert, n // expert, copies=copies)
+            continue
+        mesh = mesh_shape(cfg, 1, expert, n // expert, copies=copies)
+        groups = (HEADS, COPIES, SLOTS, EXPERT, TENSOR)
+        by_heads, by_copies, by_slots, *degrees = (math.prod(mesh[axis] for axis in axes) for axes in groups)
+        assert degrees == [expert, n // expert] and by_copies == copies
+        assert by_heads * copies * by_slots == n and cfg.layers[0].attention.K % by_heads == 0
