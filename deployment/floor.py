@@ -11,7 +11,7 @@ from deployment.step_bytes import active_experts, layer_of, part_of, share_read,
 from model import LayerKind
 from ops.grouped_matmul import FEW_ROWS
 from ops.kv_cache import cached_depth, kv_owners
-from sharding.mesh import EXPERT, make_mesh, mesh_size
+from sharding.mesh import COPIES, EXPERT, make_mesh, mesh_size
 
 
 def share_needed(argument: str, job: Job, mesh: Mesh) -> float:
@@ -43,7 +43,8 @@ def needed(job: Job, mesh: Mesh) -> tuple[float, float]:
             kind = cfg.layers[layer_of(name)]
             share *= readers[kind]
             operations = kind.attention.operations.get(name.rpartition(".")[2], 0)
-            flops += operations * size * share * job.tokens  # `size` counts all rows
+            # `size` counts all rows. Each copy of a cache is read by a part of the queries.
+            flops += operations * size * share * job.tokens / mesh_size(mesh, COPIES)
             share *= transfers(kind)
         elif share:
             chosen = share if tokens <= FEW_ROWS else cfg.moe.A / cfg.moe.E if cfg.moe else 1

@@ -22,6 +22,7 @@ from quantize import FORMATS, Format
 from sharding.mesh import make_mesh
 
 Given = tuple[int | None, int | None, int | None]
+WORTH_COPYING = 0.95  # of a step's cost, at most: some of the collectives that copies spare are hidden anyway
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,13 +66,13 @@ def rank_meshes(
 ) -> list[Choice]:
     """The meshes of all devices that the model and the given degrees allow, the best first.
 
-    Of meshes that differ in nothing but the copies of caches, it is the best. given: (dp, ep, tp), None where
-    any degree will do. stages: the numbers of them to consider, the best first. have: bytes of a device;
-    default: its data sheet's. With several slices the model's weights stay within one, if they fit, and the
-    slices become data shards, or else stages. A batch that the shards do not divide is rounded up. Raises
-    UserError if there is no such mesh.
+    Of meshes that differ in nothing but the copies of caches, it is one of them. given: (dp, ep, tp), None
+    where any degree will do. stages: the numbers of them to consider, the best first. have: bytes of a
+    device; default: its data sheet's. With several slices the model's weights stay within one, if they fit,
+    and the slices become data shards, or else stages. A batch that the shards do not divide is rounded up.
+    Raises UserError if there is no such mesh.
     """
-    n, chip, choices, reasons = len(topology.devices), topology.chip, [], []
+    n, chip, choices, reasons = len(topology.devices), topology.chip, {}, []
     have = chip.hbm if have is None else have
     divisors = [d for d in range(1, n + 1) if n % d == 0]
     for pp, ep, tp, copies in itertools.product(stages, divisors, divisors, divisors):
@@ -90,7 +91,10 @@ def rank_meshes(
         if chip:
             collectives = expected_collectives(rounded, mesh, topology)
             seconds = step_seconds(resource_seconds(bytes_read, flops, collectives, chip))
-        choices.append(Choice(dp, ep, tp, pp, copies, stored < have, stored, bytes_read, seconds))
+        choice = Choice(dp, ep, tp, pp, copies, stored < have, stored, bytes_read, seconds)
+        fewer = choices.setdefault((dp, ep, tp, pp), choice)
+        if choice.fits and choice.cost < WORTH_COPYING * fewer.cost:
+            choices[dp, ep, tp, pp] = choice
     if not choices:
         asked = [f"--{name} {x}" for name, x in zip(("dp", "ep", "tp"), given, strict=True) if x]
         asked += [f"--pp {stages[0]}"] if stages[0] > 1 else []
@@ -103,13 +107,9 @@ def rank_meshes(
         missing = 0 if x.fits else x.stored_bytes
         # Costs that differ by about a hundredth count as equal. Of such meshes the one with the most experts
         # in a shard is better, because routers load experts less evenly than the estimate assumes.
-        least = round(100 * math.log(x.cost)), x.ep, x.copies, x.cost
-        return missing, crosses, stages.index(x.pp), rounded_up, *least
+        return missing, crosses, stages.index(x.pp), rounded_up, round(100 * math.log(x.cost)), x.ep, x.cost
 
-    ranking: dict[tuple, Choice] = {}
-    for x in sorted(choices, key=order):
-        ranking.setdefault((x.dp, x.ep, x.tp, x.pp), x)
-    return list(ranking.values())
+    return sorted(choices.values(), key=order)
 
 
 def choose_mesh(

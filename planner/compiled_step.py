@@ -90,17 +90,17 @@ def compile_step(job: Job, mesh: Mesh, topology: Topology, dump: str | None = No
     rows = expert_rows(job.cfg, local_tokens(job, mesh), mesh_size(mesh, EXPERT))
     for x in programs:
         runs[x.name] += x.count
-        reader = _reader(x, job, mesh, topology)
+        reader = reader_of(x, job, mesh, topology)
         found.append(reader.program().in_step(x.names, x.count))
         kernels += sum({event.instruction: event.count for event in found[-1].traffic}.values())
-        schedule += read_schedule(reader, topology.chip, partial(_sending, topology), rows) * x.count
+        schedule += read_schedule(reader, topology.chip, partial(sending_seconds, topology), rows) * x.count
         alone += read_schedule(reader, topology.chip, lambda collective: 0, rows) * x.count
     program = Program.of_all(found)
     by_part, per_layer, between, sending = dict.fromkeys(PARTS, 0.0), Counter(), Counter(), 0.0
     for x in program.traffic:
         by_part[part_of(x.argument, job.cfg)] += x.bytes * x.count
     for x in program.collectives:
-        sending += _sending(topology, x) * x.count
+        sending += sending_seconds(topology, x) * x.count
         between[x.kind] += x.count * x.between_stages
         per_layer[x.kind] += x.count * bool(re.search(r"\b(attention|feed_forward)/", x.scope))
     depth = len(job.cfg.layers) // stages
@@ -138,7 +138,7 @@ def _bytes_required(error: jax.errors.JaxRuntimeError) -> float:
     return float(found[1]) * 2 ** (10 + 10 * "KMGT".index(found[2].upper()))
 
 
-def _reader(program: CompiledProgram, job: Job, mesh: Mesh, topology: Topology) -> Reader:
+def reader_of(program: CompiledProgram, job: Job, mesh: Mesh, topology: Topology) -> Reader:
     """A reader of a program, which knows what the project's Pallas kernels read of their operands."""
     slots = -(-job.context // mesh_size(mesh, SLOTS))
     cached = {  # the slots of each cache, of which rings have fewer: values [...,S,C], scales [...,2,S]
@@ -170,7 +170,7 @@ def _reader(program: CompiledProgram, job: Job, mesh: Mesh, topology: Topology) 
     )
 
 
-def _sending(topology: Topology, x: Collective) -> float:
+def sending_seconds(topology: Topology, x: Collective) -> float:
     """Seconds of one run of a collective."""
     if x.between_stages and topology.slices > 1:
         return network_seconds(x.bytes, topology)

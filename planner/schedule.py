@@ -24,6 +24,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable
+from typing import NamedTuple
 
 from numpy.polynomial.polynomial import polypow
 
@@ -68,21 +69,35 @@ class Schedule:
         return Schedule(*(runs * x for x in dataclasses.astuple(self)))
 
 
+class Passed(NamedTuple):
+    """Seconds that pass in a program, by the field of `Schedule`, and in which scope of the code."""
+
+    what: str
+    seconds: float
+    scope: str
+
+
 def read_schedule(
-    reader: Reader, chip: Chip, seconds: Callable[[Collective], float], expert_rows: float = 0.0
+    reader: Reader,
+    chip: Chip,
+    seconds: Callable[[Collective], float],
+    expert_rows: float = 0.0,
+    timeline: list[Passed] | None = None,
 ) -> Schedule:
     """The schedule of a program.
 
     seconds: how long a collective takes if nothing else uses its links. expert_rows: that the experts' kernel
-    multiplies in a layer, all experts together.
+    multiplies in a layer, all experts together. timeline: gets all that passes, in order.
     """
     clock = _Clock(reader, chip, seconds, expert_rows)
     clock.run(reader.entry, None)
+    if timeline is not None:
+        timeline += clock.timeline
     return clock.spent
 
 
 class _Clock:
-    """now, memory: when the device, and HBM, have done all that they have begun.
+    """now, memory: when the device, and HBM, have done all that they have begun. scope: of what it does.
 
     links: the same of asynchronous collectives: permutations by their pairs of devices, all others together.
     """
@@ -92,6 +107,7 @@ class _Clock:
     ):
         self.reader, self.chip, self.seconds_of, self.expert_rows = reader, chip, seconds, expert_rows
         self.now, self.memory, self.links, self.spent = 0.0, 0.0, Counter(), Schedule()
+        self.scope, self.timeline = "", []
 
     def run(self, body: Computation, inputs: Origins | None) -> None:
         """Execute a computation. inputs: the origins of its parameters."""
@@ -99,6 +115,7 @@ class _Clock:
         started: dict[str, tuple[str, float]] = {}
         last_parts = {key: x.name for x in body.values() for key in self.fused_channels(x)}
         for x, given, origin in self.reader.instructions(body, inputs):
+            self.scope = x.scope or self.scope
             if x.opcode == "while":
                 self.loop(x, given)
             elif x.opcode == "conditional":
@@ -122,6 +139,7 @@ class _Clock:
         others = max(0, trips - 2)
         rest = (self.spent + spent * -1) * others
         self.spent, self.now = self.spent + rest, self.now + rest.seconds
+        self.timeline += [Passed(what, n, self.scope) for what, n in dataclasses.asdict(rest).items() if n]
         self.memory += (self.memory - memory) * others
 
     def execute(self, x: Instruction, body: Computation, events: list, started: dict) -> None:
@@ -156,6 +174,8 @@ class _Clock:
         """Compute, or wait for something, until then, unless that time has come."""
         passed = max(0.0, until - self.now)
         self.spent, self.now = self.spent + Schedule(**{what: passed}), self.now + passed
+        if passed:
+            self.timeline.append(Passed(what, passed, self.scope))
 
     def fused_channels(self, x: Instruction) -> set[str]:
         """The channels of the collectives that are fused into an instruction."""

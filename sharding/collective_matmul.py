@@ -23,6 +23,7 @@ others as ops.matmul.einsum and jax.lax.psum do. x is [b,T,D], or by columns [b,
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -44,8 +45,10 @@ Weight = Array | QuantizedArray
 Ring = tuple[int, ...]  # the devices along MODEL, in an order in which neighbors have a link
 BY_COLUMNS = P(ROWS, None, MODEL)  # of [B,T,D]: device i along MODEL has the columns from i * d on
 LEAST_TOKENS = 64  # of a step, below which the latency of the rings' many steps would exceed what they save
-COLUMNS_PER_TOKEN = 8  # of a device, at most: with more, decode hides its sums behind the reading of weights
 LEAST_CHUNK = 32  # tokens of a row in a chunk of a prompt; a decode step has fewer, also with drafts
+# Where decode runs by columns: among fewer devices its sums hide as well behind the reading of the weights.
+DECODE_DEVICES = 16
+DECODE_TOKENS = 256  # of a step, at least; on v5e, whose links are slower, LEAST_TOKENS
 
 
 def column_ring(cfg, tokens: tuple[int, ...], mesh: Mesh) -> Ring | None:
@@ -56,12 +59,17 @@ def column_ring(cfg, tokens: tuple[int, ...], mesh: Mesh) -> Ring | None:
     nothing, because every device needs whole tokens to route them. Nor do layers with inputs, which every
     device adds to whole tokens.
     """
-    n, T = mesh_size(mesh, MODEL), tokens[1]
-    if n == 1 or cfg.D % n or mesh.shape[STAGE] > 1 or cfg.moe or cfg.layer_inputs:
+    n, count = mesh_size(mesh, MODEL), math.prod(tokens) // mesh_size(mesh, ROWS)
+    if n == 1 or cfg.D % n or mesh.shape[STAGE] > 1 or cfg.moe or cfg.layer_inputs or count < LEAST_TOKENS:
         return None
-    rows = tokens[0] // mesh_size(mesh, ROWS)
-    least = LEAST_TOKENS if T >= LEAST_CHUNK else max(LEAST_TOKENS, cfg.D // n // COLUMNS_PER_TOKEN)
-    return interconnect_ring(mesh) if rows * T >= least else None
+    device_ring, decodes = interconnect_ring(mesh), tokens[1] < LEAST_CHUNK
+    if device_ring and decodes and (n < DECODE_DEVICES or (count < DECODE_TOKENS and not is_v5e(mesh))):
+        return None
+    return device_ring
+
+
+def is_v5e(mesh: Mesh) -> bool:
+    return mesh.devices.flat[0].device_kind == "TPU v5 lite"
 
 
 def einsum(spec: str, x: Array, w: "Weight | Gathering | Scattering", out_dtype=None) -> Array:

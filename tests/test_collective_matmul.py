@@ -86,7 +86,8 @@ def model_mesh(cfg: model.Config, tensor: int) -> Mesh:
 def test_chunks(name, monkeypatch):
     """The engine's chunks by columns, past windows and with shared heads, and decode steps after them."""
     monkeypatch.setattr(chunks, "CPU_SHAPES", ((1, 4), (2, 12)))
-    monkeypatch.setattr(collective_matmul, "LEAST_TOKENS", 4)
+    for limit in ("LEAST_TOKENS", "DECODE_TOKENS", "DECODE_DEVICES"):
+        monkeypatch.setattr(collective_matmul, limit, 4)
     cfg = llama4_config(layers=(Kind(chunk=8), Kind(rope=False)))
     mesh, prompts = mesh_of(cfg, name), prompts_for(cfg, (1, 5, 20, 13, 33, 8, 9, 16))
     weights, used, answers = random_weights(cfg, mesh), [], []
@@ -105,6 +106,7 @@ def test_chunks(name, monkeypatch):
 def test_prefill(monkeypatch):
     """`model.prefill` chooses by itself, from the model, the number of tokens and the mesh."""
     monkeypatch.setattr(collective_matmul, "LEAST_TOKENS", 8)
+    monkeypatch.setattr(collective_matmul, "LEAST_CHUNK", 4)
     cfg = llama3_config()
     mesh = mesh_of(cfg, "dp2-tp4")
     weights, tokens = random_weights(cfg, mesh), np.random.default_rng(0).integers(0, cfg.V, (4, 5))
@@ -198,12 +200,15 @@ def test_which_steps_are_by_columns(monkeypatch):
     mesh = mesh_of(cfg, "dp2-tp4")
     assert column_ring(cfg, (2, 64), mesh) is None  # no TPU
     monkeypatch.setattr(collective_matmul, "interconnect_ring", lambda mesh: ring)
-    assert column_ring(cfg, (2, 64), mesh) == column_ring(cfg, (128, 1), mesh) == ring
-    undivided, wide = llama3_config(D=34), llama3_config(D=4 * 8 * 65)
-    none = (cfg, (2, 63)), (cfg, (126, 1)), (undivided, (2, 64)), (wide, (128, 1)), (wide, (16, 8))
-    assert [column_ring(of, tokens, mesh) for of, tokens in none] == 5 * [None]
-    assert column_ring(wide, (2, 64), mesh) == column_ring(wide, (130, 1), mesh) == ring
+    assert column_ring(cfg, (2, 64), mesh) == ring
+    undivided = llama3_config(D=34)
+    none = (cfg, (2, 63)), (undivided, (2, 64)), (cfg, (1024, 1)), (cfg, (128, 8))
+    assert [column_ring(of, tokens, mesh) for of, tokens in none] == 4 * [None]
     assert column_ring(cfg, (8, 64), mesh_of(cfg, "dp8")) is None
+    monkeypatch.setattr(collective_matmul, "DECODE_DEVICES", 4)
+    assert column_ring(cfg, (510, 1), mesh) is None and column_ring(cfg, (512, 1), mesh) == ring
+    monkeypatch.setattr(collective_matmul, "is_v5e", lambda mesh: True)
+    assert column_ring(cfg, (126, 1), mesh) is None and column_ring(cfg, (32, 4), mesh) == ring
     moe = llama4_config()
     assert column_ring(moe, (1, 128), mesh_of(moe, "ep2-tp4")) is None
     with pytest.raises(ValueError, match="router.weight: a weight DE has no form by columns"):

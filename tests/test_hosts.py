@@ -103,7 +103,8 @@ def test_rehearsal(kind, processes, tokens):
     out, err = together(kind, processes, 4, *arguments, "--json", stdin="\n".join(PROMPTS))
     assert answers(out) == tokens
     found = json.loads(out)
-    assert found["mesh"] == dict(data=1, expert=2, tensor=2 * processes) and found["devices"] == 4 * processes
+    assert found["mesh"].items() >= dict(data=1, expert=2, tensor=2 * processes).items()
+    assert found["devices"] == 4 * processes
     assert 0 < found["bandwidth_utilization"] < 1 and "% of the memory bandwidth" in err
 
 
