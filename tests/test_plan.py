@@ -644,7 +644,8 @@ def test_many_experts():
     stored = 3 * 7168 * 2048 * (0.5 + 2 / 128) * 256 / 32  # per layer and chip
     active = active_experts(read_model("deepseek-r1"), batch, 2)
     assert experts[1] - experts[0] < 1.02 * 2 * active * stored
-    assert bytes_over_floor("deepseek-r1", batch, context, topology, (5, 7), "int4") < 1.11
+    assert more["mesh"]["copies"] == 2  # of each cache, both of which are read: 0.06 of the floor
+    assert bytes_over_floor("deepseek-r1", batch, context, topology, (5, 7), "int4") < 1.11 + 0.06
 
 
 @needs_compiler
