@@ -1,12 +1,12 @@
 """What passes in a layer of a decode step of many rows, with all-reduces and by columns.
 
-`python3 -m images.many_rows` compiles both for v5e:4x4 and writes images/many_rows.json, of which `draw`
+`python3 -m images.many_rows` compiles both for v5e:4x4 and writes images/many_rows.csv, of which `draw`
 makes the picture. By the walk through the compiler's schedule, see planner/schedule.py.
 """
 
+import csv
 import dataclasses
 import itertools
-import json
 import re
 from functools import partial
 
@@ -20,7 +20,8 @@ from planner.topologies import find_topology
 from sharding import collective_matmul
 from sharding.mesh import make_mesh
 
-NUMBERS = IMAGES / "many_rows.json"
+NUMBERS = IMAGES / "many_rows.csv"
+HEADS = "way", "what", "microseconds", "part"
 WAYS = {"all-reduces": 2**60, "by columns": collective_matmul.LEAST_TOKENS}  # LEAST_TOKENS of each
 # What the scopes of a layer are called in the picture, in their order.
 PARTS = {"qkv": "q, k, v", "scores": "attention", "output": "o", "feed_forward": "gate, up, down"}
@@ -50,9 +51,11 @@ def measured(way: str) -> list[list]:
 
 def draw():
     """Each way as a line of colored stretches of time, one layer long."""
-    ways = json.loads(NUMBERS.read_text())
-    figure, lines = pyplot().subplots(len(ways), 1, figsize=(9, 3.4), sharex=True)
-    for axes, (way, passed) in zip(lines, ways.items(), strict=True):
+    with open(NUMBERS, newline="") as file:
+        lines = [(x["way"], x["what"], float(x["microseconds"]), x["part"]) for x in csv.DictReader(file)]
+    ways = {way: [x[1:] for x in lines if x[0] == way] for way in WAYS}
+    figure, frames = pyplot().subplots(len(ways), 1, figsize=(9, 3.4), sharex=True)
+    for axes, (way, passed) in zip(frames, ways.items(), strict=True):
         edges = [0, *itertools.accumulate(n for _, n, _ in passed)]
         for (what, n, _), left in zip(passed, edges, strict=False):
             axes.barh(0, n, left=left, height=0.7, color=COLORS[what], linewidth=0)
@@ -64,7 +67,7 @@ def draw():
         axes.set_title(f"{way}: {edges[-1]:.0f} microseconds", loc="left", fontsize=10, pad=12)
         axes.set(yticks=[], ylim=(-0.4, 0.9))
         axes.spines["left"].set_visible(False)
-    lines[-1].set_xlabel("microseconds of a layer")
+    frames[-1].set_xlabel("microseconds of a layer")
     marks = [pyplot().Rectangle((0, 0), 1, 1, color=color) for color in COLORS.values()]
     names = [NAMES[what] for what in COLORS]
     figure.legend(marks, names, loc="upper right", ncols=3, frameon=False, fontsize=8)
@@ -73,5 +76,7 @@ def draw():
 
 
 if __name__ == "__main__":
-    NUMBERS.write_text(json.dumps({way: measured(way) for way in WAYS}) + "\n")
+    with open(NUMBERS, "w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerows([HEADS, *([way, *x] for way in WAYS for x in measured(way))])
     save(draw(), IMAGES / "many_rows.svg")

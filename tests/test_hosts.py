@@ -58,7 +58,7 @@ def test_two_processes_by_default(tokens):
     """No option but the prompts, which the first process alone can read: as one process answers."""
     arguments = ["--checkpoint", LLAMA4, "--json", "--prompt-file", "-"]
     out, _ = together("cpu", 2, 3, *arguments, stdin="\n".join(PROMPTS))
-    assert answers(out) == tokens and json.loads(out)["mesh"] == dict(data=3, expert=1, tensor=2)
+    assert answers(out) == tokens and json.loads(out)["mesh"] == dict(data=1, expert=1, tensor=6, copies=3)
 
 
 @pytest.mark.deep
