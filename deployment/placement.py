@@ -66,7 +66,7 @@ def rank_meshes(
 ) -> list[Choice]:
     """The meshes of all devices that the model and the given degrees allow, the best first.
 
-    Of meshes that differ in nothing but the copies of caches, it is one of them. given: (dp, ep, tp), None
+    Of meshes that differ in nothing but the copies of caches, one is among them. given: (dp, ep, tp), None
     where any degree will do. stages: the numbers of them to consider, the best first. have: bytes of a
     device; default: its data sheet's. With several slices the model's weights stay within one, if they fit,
     and the slices become data shards, or else stages. A batch that the shards do not divide is rounded up.

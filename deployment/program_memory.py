@@ -42,8 +42,8 @@ PREFILL_CODE = {
 # The same where the residual stream is divided by columns. Seen: up to 9.4, 8.4, 14.7, 15.2 and 17.3, with 8
 # chips of v5e.
 COLUMNS_CODE = {(4, 32): 10 * MB, (1, 128): 9 * MB, (4, 128): 16 * MB, (1, 512): 16 * MB, (1, 2048): 18 * MB}
-# Code of a compiled layer in a decode step by columns. Seen on v5e, of 80 layers 0.5 with 16 chips, and of 8
-# layers, between which the compiler shared no code, 3.7; of 28 layers 0.4 with 4 chips, and of 8 layers 7.0.
+# Code of a compiled layer in a decode step by columns. Seen with 16 chips of v5e: of 80 layers 0.5, and of 8
+# layers, between which the compiler shared no code, 3.7.
 DECODE_COLUMNS_CODE = 4 * MB
 # The same in a decode step that routes more than FEW_ROWS tokens to experts. Seen: from 2.0 to 3.3 with 128
 # rows of int8 or MXFP4, and 5.1 with 176 rows of int4.

@@ -1,7 +1,7 @@
 """What passes in a layer of a decode step of many rows, with all-reduces and by columns.
 
 `python3 -m images.many_rows` compiles both for v5e:4x4 and writes images/many_rows.csv, of which `draw`
-makes the picture. By the walk through the compiler's schedule, see planner/schedule.py.
+makes the picture. The times are those of the walk through the compiler's schedule, see planner/schedule.py.
 """
 
 import csv
@@ -21,7 +21,7 @@ from sharding import collective_matmul
 from sharding.mesh import make_mesh
 
 NUMBERS = IMAGES / "many_rows.csv"
-HEADS = "way", "what", "microseconds", "part"
+FIELDS = "way", "what", "microseconds", "part"
 WAYS = {"all-reduces": 2**60, "by columns": collective_matmul.LEAST_TOKENS}  # LEAST_TOKENS of each
 # What the scopes of a layer are called in the picture, in their order.
 PARTS = {"qkv": "q, k, v", "scores": "attention", "output": "o", "feed_forward": "gate, up, down"}
@@ -78,5 +78,5 @@ def draw():
 if __name__ == "__main__":
     with open(NUMBERS, "w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerows([HEADS, *([way, *x] for way in WAYS for x in measured(way))])
+        writer.writerows([FIELDS, *([way, *x] for way in WAYS for x in measured(way))])
     save(draw(), IMAGES / "many_rows.svg")

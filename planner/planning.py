@@ -9,7 +9,7 @@ from deployment.placement import Choice, Given, rank_meshes
 from feedback.errors import UserError
 from planner.compiled_step import Step, compile_step
 from serving.chunks import best_shape, chunk_shapes
-from sharding.mesh import STAGE
+from sharding.mesh import degrees
 
 
 @dataclasses.dataclass
@@ -39,31 +39,27 @@ def make_plan(
     job: Job,
     topology: Topology,
     prefill: int | None = None,
-    degrees: Given = (None, None, None),
+    given: Given = (None, None, None),
     dump: str | None = None,
     stages: int = 1,
 ) -> Plan:
     """Compile the decode step, and a chunk of prompts of `prefill` tokens, for the best mesh.
 
     The best mesh is the first of the three most promising ones for which the compiler makes the decode step
-    fit. degrees: (dp, ep, tp), None where the plan may choose. dump: a file for the decode step's HLO text.
+    fit. given: (dp, ep, tp), None where the plan may choose. dump: a file for the decode step's HLO text.
     Raises UserError if no mesh has these degrees.
     """
-    possible, tried = rank_meshes(job, topology, degrees, (stages,)), []
+    possible, tried = rank_meshes(job, topology, given, (stages,)), []
     ranking = [x for x in possible if job.batch % (x.dp * x.pp) == 0]
     if not ranking:
         parts = f"{possible[0].dp} data shards" + f" of {stages} stages" * (stages > 1)
         raise UserError(f"--batch {job.batch}: {parts} do not divide it")
     for choice in ranking[:3]:
-        shape = {"data": choice.dp, "expert": choice.ep, "tensor": choice.tp}
-        shape |= ({STAGE: stages} if stages > 1 else {}) | (
-            {"copies": choice.copies} if choice.copies > 1 else {}
-        )
         mesh = choice.make(job.cfg, topology)
-        tried.append((compile_step(job, mesh, topology, dump), shape, mesh))
+        tried.append((compile_step(job, mesh, topology, dump), mesh))
         if tried[-1][0].fits or not choice.fits:
             break
-    decode, shape, mesh = next((x for x in tried if x[0].fits), tried[0])
+    decode, mesh = next((x for x in tried if x[0].fits), tried[0])
     chunk, stored = None, Counter()
     for name, _, size_in_bytes in job.shards(mesh):
         stored[name.split(".")[0]] += size_in_bytes
@@ -74,7 +70,7 @@ def make_plan(
         chunk = compile_step(job.prefill(width, mesh), mesh, topology)
     return Plan(
         topology=topology.name, devices=len(topology.devices), hbm_capacity_bytes=topology.chip.hbm,
-        mesh=shape, batch=job.batch, context=job.context, layers=len(job.cfg.layers),
+        mesh=degrees(mesh), batch=job.batch, context=job.context, layers=len(job.cfg.layers),
         weights_bytes=stored["weights"], cache_bytes=stored["batch"],
         decode=decode, prefill=chunk, prefill_piece=width if prefill else None, ranking=ranking,
     )  # fmt: skip

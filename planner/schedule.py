@@ -70,7 +70,7 @@ class Schedule:
 
 
 class Passed(NamedTuple):
-    """Seconds that pass in a program, by the field of `Schedule`, and in which scope of the code."""
+    """Seconds that pass in a program. what: the field of `Schedule` that counts them. scope: of the code."""
 
     what: str
     seconds: float
@@ -87,7 +87,7 @@ def read_schedule(
     """The schedule of a program.
 
     seconds: how long a collective takes if nothing else uses its links. expert_rows: that the experts' kernel
-    multiplies in a layer, all experts together. timeline: gets all that passes, in order.
+    multiplies in a layer, all experts together. timeline: a list to which all that passes is added, in order.
     """
     clock = _Clock(reader, chip, seconds, expert_rows)
     clock.run(reader.entry, None)
@@ -158,11 +158,11 @@ class _Clock:
         for event in collectives:
             if event.asynchronous:
                 link, seconds = x.attribute(r"source_target_pairs=(\S+)"), self.seconds_of(event)
-                # While the bytes of one permutation are on their way to a neighbor, those of the next follow.
-                travel = self.seconds_of(dataclasses.replace(event, bytes=0)) if link else 0
-                self.links[link] = max(self.links[link], self.now) + seconds - travel
+                # The bytes of the next permutation follow before those of this one have arrived.
+                latency = self.seconds_of(dataclasses.replace(event, bytes=0)) if link else 0
+                self.links[link] = max(self.links[link], self.now) + seconds - latency
                 keys = {x.name, channel(x), *self.fused_channels(x)} - {""}
-                started |= dict.fromkeys(keys, ("collectives", self.links[link] + travel))
+                started |= dict.fromkeys(keys, ("collectives", self.links[link] + latency))
         self.pass_time("computing", self.now + self.computing(x, body))
         if moved:
             self.pass_time("memory", self.memory)

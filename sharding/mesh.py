@@ -1,19 +1,20 @@
 """The axes of a mesh, and which axes shard which letter.
 
-Attention and experts divide the same devices in two ways, so the model is sharded over a 2x2 table of axes:
+Attention and experts divide the same devices in two ways, so the model is sharded over a 2x3 table of axes:
 
                                other heads     copies of a head   other slots of a head's cache
   other experts                expert_heads    expert_copies      expert_slots
   other slices of the same     tensor_heads    tensor_copies      tensor_slots
 
-Heads are those of keys and values. The copy and slot axes exceed 1 only if the number of devices does not
-divide the heads. Then n devices share a head, and each stores 1/n of its queries (g), its key and value
-columns (h) and its cache slots (s); nothing is stored twice. With 2 heads, for example, 2 x 4 devices (expert
-x tensor) become expert_heads 2 x tensor_slots 4.
+Heads are those of keys and values. The axes of copies and slots exceed 1 only if the number of devices does
+not divide the heads. Then n devices share a head. By default each of them stores 1/n of its queries (g), its
+key and value columns (h) and its cache slots (s), and nothing is stored twice. With 2 heads, for example, 2 x
+4 devices (expert x tensor) become expert_heads 2 x tensor_slots 4.
 
-All queries of a head must reach all of its slots, and partial results come back: with few heads and many
-devices that takes longer than anything else. With c copies of each head's keys and values, each group of n/c
-devices has a copy, a c-th of the head's queries, and of the copy a slot in n/c: as many as c heads would.
+All queries of a head must reach all slots of its cache, and partial results come back. With few heads and
+many devices that takes longer than anything else. So a mesh may have c copies of each head. The n devices are
+then c groups, and each group has all keys and values of the head and 1/c of its queries. Within a group of
+n/c devices the columns and slots are divided as above.
 
 The `data` axis replicates this table for other rows of the batch, the `stage` axis for other layers (see
 stages.py).
@@ -45,7 +46,10 @@ SHARDED_BY |= dict(n=MODEL, q=MODEL)
 def mesh_shape(
     cfg, data: int = 1, expert: int = 1, tensor: int = 1, stage: int = 1, copies: int = 1
 ) -> dict[str, int]:
-    """The size of each mesh axis for these degrees of parallelism. ValueError if they do not suit cfg."""
+    """The size of each mesh axis for these degrees of parallelism. ValueError if they do not suit cfg.
+
+    copies: of each key/value head, see above.
+    """
     depth = len(cfg.layers)
     if stage > 1 and cfg.layers != cfg.layers[: depth // stage] * stage:
         possible = (str(n) for n in range(1, depth + 1) if cfg.layers == cfg.layers[: depth // n] * n)
@@ -69,12 +73,11 @@ def mesh_shape(
         raise ValueError(
             f"{slots} devices would share a key/value head, which does not divide its width {min(widths)}"
         )
-    sizes = []
-    for degree in expert, tensor:  # each is heads x copies x slots
-        for wanted in heads, copies, degree:
-            sizes.append(math.gcd(degree, wanted))
-            degree //= sizes[-1]
-        heads, copies = heads // sizes[-3], copies // sizes[-2]
+    expert_heads = math.gcd(expert, heads)
+    expert_copies = math.gcd(expert // expert_heads, copies)
+    tensor_heads, tensor_copies = heads // expert_heads, copies // expert_copies
+    of_experts = expert_heads, expert_copies, expert // (expert_heads * expert_copies)
+    sizes = *of_experts, tensor_heads, tensor_copies, tensor // (tensor_heads * tensor_copies)
     return {"stage": stage, "data": data, **dict(zip(MODEL, sizes, strict=True))}
 
 

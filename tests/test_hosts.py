@@ -93,17 +93,18 @@ def test_degrees(checkpoint, processes, options):
     assert all(found[name] == given[option] for option, name in asked.items() if option in given)
 
 
-DEEP = [pytest.param("v6e", 4, marks=pytest.mark.deep), pytest.param("v5p", 2, marks=pytest.mark.deep)]
+DEEP = [pytest.param("v6e", 4, 8, marks=pytest.mark.deep), pytest.param("v5p", 2, 1, marks=pytest.mark.deep)]
 
 
-@pytest.mark.parametrize(("kind", "processes"), [("v5e", 2), *DEEP])
-def test_rehearsal(kind, processes, tokens):
+@pytest.mark.parametrize(("kind", "processes", "copies"), [("v5e", 2, 4), *DEEP])
+def test_rehearsal(kind, processes, copies, tokens):
     """Hosts of four chips: a mesh along the torus, a plan for their memory, answers, the bandwidth used."""
     arguments = ["--checkpoint", LLAMA4, "--dp", 1, "--ep", 2, "--prompt-file", "-", "--lookup"]
     out, err = together(kind, processes, 4, *arguments, "--json", stdin="\n".join(PROMPTS))
     assert answers(out) == tokens
     found = json.loads(out)
-    assert found["mesh"].items() >= dict(data=1, expert=2, tensor=2 * processes).items()
+    several = dict(copies=copies) if copies > 1 else {}
+    assert found["mesh"] == dict(data=1, expert=2, tensor=2 * processes) | several
     assert found["devices"] == 4 * processes
     assert 0 < found["bandwidth_utilization"] < 1 and "% of the memory bandwidth" in err
 

@@ -85,7 +85,7 @@ ENTRY %main (x: f32[8,128], w: f32[128,128]) -> f32[8,128] {
     product = 2 * LEAST_ROWS * 128 * 128  # 8 rows take as long as LEAST_ROWS
     assert schedule(text) == Schedule(computing=product)
     assert schedule(text, product) == Schedule(computing=product, collectives=product)
-    # Of its time half is that of the way, which the second one does not wait for.
+    # Half of its time is latency, for which the second one of the same direction does not wait.
     found = read_schedule(Reader(with_places(text)), CHIP, lambda x: product if x.bytes else product / 2)
     assert found == Schedule(computing=product, collectives=product / 2)
 
