@@ -89,11 +89,13 @@ def plans_table(plans: list[dict]) -> str:
     for plan in plans:
         mesh = "".join(f", {name} {n}" for name, n in plan["mesh"].items() if n > 1)
         collectives = ", ".join(f"{n} {kind}" for kind, n in plan["collectives_per_layer"].items()) or "none"
+        estimates = [f"{plan[name] * 1e3:.2f}" for name in ("scheduled_seconds", "cautious_seconds")]
         lines.append([
             plan["model"], f"{plan['topology']}{mesh}", f"{plan['batch']} x {plan['context']}",
             f"{plan['peak_bytes'] / 2**30:.2f} of {plan['hbm_capacity_bytes'] / 2**30:.2f} GiB",
             f"{plan['hbm_bytes_per_step'] / 1e6:,.0f} MB", f"{plan['floor_bytes_per_step'] / 1e6:,.0f} MB",
-            collectives, f"{plan['scheduled_seconds'] * 1e3:.2f}; {plan['exposed_seconds'] * 1e3:.2f} ms",
+            collectives,
+            f"{' to '.join(dict.fromkeys(estimates))}; {plan['exposed_seconds'] * 1e3:.2f} ms",
             f"{plan['estimated_step_seconds'] * 1e3:.2f} ms, "
             f"{plan['tokens_per_second_per_sequence']:.0f} tokens/s per row",
         ])  # fmt: skip

@@ -10,24 +10,33 @@ from model import SoftmaxAttention
 from sharding.mesh import COPIES, HEADS, MODEL, SLOTS, STAGE, mesh_size
 from sharding.stages import first_stage
 
-HOP_SECONDS = 0.5e-6  # from one TPU to the next. Source: jax-ml/scaling-book tpus.md, question 5
+# From one TPU to the next: at best, and cautiously. Source of the second: jax-ml/scaling-book sharding.md,
+# which calls it typical. What steps of few rows were measured to take lies between the estimates with the
+# first and with the second: docs/tpu.md, "Beside jax-llm-examples".
+HOP_SECONDS, CAUTIOUS_HOP_SECONDS = 0.5e-6, 1e-6
 # What NCCL reckons with for a collective to begin, and for a step of its ring on NVLink, by its protocol for
 # small messages. Source: NVIDIA/nccl 2.30.7, src/graph/tuning.cc, baseLatencies and hwLatencies.
 START_SECONDS, STEP_SECONDS = 6.6e-6, 0.6e-6
 
 
-def collective_seconds(kind: str, size: float, group: int, topology: Topology) -> float:
+def collective_seconds(
+    kind: str, size: float, group: int, topology: Topology, cautious: bool = False
+) -> float:
     """Estimate for `size` bytes among `group` devices: half a microsecond per hop, and the links' bandwidth.
 
     The group spans the longest axes of the torus, as few axes as can hold it. Its bytes are divided among
     these axes, and go one way along each, or both ways where the axis wraps around; an all-reduce sends them
     twice. The hops are those across the group, once. In a permutation all bytes of a device go to a neighbor.
     The links are assumed to carry nothing else. Source: scaling-book, sharding.md. GPUs: see `ring_seconds`.
+
+    cautious: a hop takes a microsecond, and an all-reduce crosses the group twice, to scatter sums and to
+    gather them: so does the program that libtpu makes of it.
     """
     if not topology.sizes:
         return ring_seconds(kind, size, group, topology.chip)
+    hop = CAUTIOUS_HOP_SECONDS if cautious else HOP_SECONDS
     if kind == "collective-permute":
-        return HOP_SECONDS + size / topology.chip.link
+        return hop + size / topology.chip.link
     chips, links, hops = -(-group // topology.chip.cores), 0, 0
     for axis in sorted(topology.sizes, reverse=True):
         n = min(axis, chips)
@@ -35,8 +44,10 @@ def collective_seconds(kind: str, size: float, group: int, topology: Topology) -
         if n > 1:
             wraps = n == axis and n % topology.chip.ring == 0
             links, hops = links + (2 if wraps else 1), hops + (n // 2 if wraps else n - 1)
-    sent = size * (group - 1) / group * (2 if kind == "all-reduce" else 1)
-    return hops * HOP_SECONDS + sent / (topology.chip.link * max(links, 1))
+    both_ways = 2 if kind == "all-reduce" else 1
+    sent = both_ways * size * (group - 1) / group
+    hops *= both_ways if cautious else 1
+    return hops * hop + sent / (topology.chip.link * max(links, 1))
 
 
 def ring_seconds(kind: str, size: float, group: int, chip: Chip) -> float:

@@ -30,8 +30,8 @@ class Choice:
     """A mesh of these degrees of parallelism, and what is known before compiling of a decode step on it.
 
     copies: of each key/value head's cache, see sharding/mesh.py. stored_bytes: of weights and cache, on one
-    device. bytes_read: by one device. estimated_step_seconds: None where the devices' data sheet is not
-    known.
+    device. bytes_read: by one device. seconds: what each resource alone takes; estimated_step_seconds: what
+    they take together. Both are None where the devices' data sheet is not known.
     """
 
     dp: int
@@ -42,6 +42,7 @@ class Choice:
     fits: bool
     stored_bytes: float
     bytes_read: float
+    seconds: dict[str, float] | None
     estimated_step_seconds: float | None
 
     @property
@@ -90,8 +91,9 @@ def rank_meshes(
         seconds = None
         if chip:
             collectives = expected_collectives(rounded, mesh, topology)
-            seconds = step_seconds(resource_seconds(bytes_read, flops, collectives, chip))
-        choice = Choice(dp, ep, tp, pp, copies, stored < have, stored, bytes_read, seconds)
+            seconds = resource_seconds(bytes_read, flops, collectives, chip)
+        in_all = step_seconds(seconds) if seconds else None
+        choice = Choice(dp, ep, tp, pp, copies, stored < have, stored, bytes_read, seconds, in_all)
         fewer = choices.setdefault((dp, ep, tp, pp), choice)
         if choice.fits and choice.cost < WORTH_COPYING * fewer.cost:
             choices[dp, ep, tp, pp] = choice

@@ -80,7 +80,7 @@ def show(plan: Plan, name: str, quantize: str, kv_cache_dtype: str) -> None:
     print(f"batch {plan.batch}, context {plan.context}, weights {quantize}, cache {kv_cache_dtype}")
     for x in plan.ranking[:4]:
         note = "" if x.fits else ", does not fit"
-        ms = f"{x.estimated_step_seconds * 1e3:.2f} ms before compiling"
+        ms = f"{x.estimated_step_seconds * 1e3:.2f} ms before compiling ({_milliseconds(x.seconds)})"
         taken = (x.dp, x.ep, x.tp) == tuple(plan.mesh.values())[:3]
         stages = f"pp {plan.mesh[STAGE]} x " if STAGE in plan.mesh else ""
         copies = f", {x.copies} copies of caches" if x.copies > 1 else ""
@@ -94,6 +94,7 @@ def show(plan: Plan, name: str, quantize: str, kv_cache_dtype: str) -> None:
 def show_step(title: str, step: Step, plan: Plan) -> None:
     """Print a compiled step: facts first, then estimates."""
     verdict = "fits" if step.fits else "DOES NOT FIT"
+    title += ", by columns" * bool(step.by_columns)
     print(f"\n{title}: {verdict}, {gib(step.peak_bytes)} of {gib(plan.hbm_capacity_bytes)}")
     print(f"  Needed per device: weights {gib(plan.weights_bytes)}, cache {gib(plan.cache_bytes)}")
     if step.seconds is None:
@@ -122,16 +123,23 @@ def show_step(title: str, step: Step, plan: Plan) -> None:
         print(f"      {x['count']} x {x['kind']} of {x['shape']} {where}")
     print("  Estimate from the compiler's schedule (data sheet speeds)")
     ms = {what: f"{seconds * 1e3:.2f} ms" for what, seconds in step.schedule.items()}
-    print(f"    {step.scheduled_seconds * 1e3:.2f} ms: computing {ms['computing']}", end="")
+    least, cautious = (f"{x * 1e3:.2f} ms" for x in (step.scheduled_seconds, step.cautious_seconds))
+    print(f"    {least}: computing {ms['computing']}", end="")
     print(f", waiting for HBM {ms['memory']}, for other devices {ms['collectives']}")
     sending = step.seconds["interconnect"]
     if sending:
         print(f"    collectives add {step.exposed_seconds * 1e3:.2f} ms, and take {sending * 1e3:.2f} ms")
+    if cautious != least:
+        print(f"    {cautious} if a hop takes 1 us and an all-reduce goes all hops twice")
     print("  Estimate without it (data sheet speeds, no collective hidden)")
-    print("   ", ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in step.seconds.items()))
+    print(f"    {_milliseconds(step.seconds)}")
     per_row, in_all = step.tokens_per_second_per_sequence, step.tokens_per_second
     print(f"    {step.estimated_step_seconds * 1e3:.2f} ms, bound by {step.bound_by}: ", end="")
     print(f"{per_row:,.1f} tokens/s per row, {in_all:,.1f} in all")
+
+
+def _milliseconds(seconds: dict[str, float]) -> str:
+    return ", ".join(f"{name} {x * 1e3:.2f} ms" for name, x in seconds.items())
 
 
 def _counts(kinds: dict[str, float]) -> str:

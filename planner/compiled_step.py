@@ -24,6 +24,7 @@ from ops.tpu import TILE
 from planner.compiler import CompiledProgram, compile_programs, memory_of
 from planner.schedule import Schedule, expert_rows, read_schedule
 from planner.traffic import Collective, Program, Reader
+from sharding.collective_matmul import column_ring
 from sharding.mesh import EXPERT, MODEL, SLOTS, STAGE, mesh_size
 
 
@@ -42,8 +43,10 @@ class Step:
     Counted in all runs. hbm_bytes_per_step: bytes moved; hbm_bytes_by_part: the same by part of the model. A
     Pallas kernel is assumed to read each operand once, of experts the active ones. assumed_loops: the trips
     of loops whose number of trips is computed.
+    by_columns: see sharding/collective_matmul.py.
     Estimated from the compiler's schedule, see planner/schedule.py. schedule: seconds by what passes them.
-    scheduled_seconds: their sum. exposed_seconds: by how much collectives make the step longer.
+    scheduled_seconds: their sum. cautious_seconds: the same with the cautious times of collectives, see
+    deployment/estimates.py. exposed_seconds: by how much collectives make the step longer.
     Estimated without it. seconds: what each resource alone takes. bound_by: the resource that takes longest.
     """
 
@@ -51,6 +54,7 @@ class Step:
     peak_bytes: float
     compile_seconds: float
     floor_bytes_per_step: float
+    by_columns: bool | None = None
     programs: dict[str, int] | None = None
     argument_bytes: int | None = None
     temp_bytes: int | None = None
@@ -65,6 +69,7 @@ class Step:
     assumed_loops: dict[str, int] | None = None
     schedule: dict[str, float] | None = None
     scheduled_seconds: float | None = None
+    cautious_seconds: float | None = None
     exposed_seconds: float | None = None
     seconds: dict[str, float] | None = None
     bound_by: str | None = None
@@ -86,15 +91,18 @@ def compile_step(job: Job, mesh: Mesh, topology: Topology, dump: str | None = No
     seconds = time.perf_counter() - began
     if dump:
         pathlib.Path(dump).write_text("\n".join(x.compiled.as_text() for x in programs))
-    runs, found, schedule, alone, kernels = Counter(), [], Schedule(), Schedule(), 0
+    runs, found, kernels = Counter(), [], 0
+    schedule, cautious, alone = Schedule(), Schedule(), Schedule()
     rows = expert_rows(job.cfg, local_tokens(job, mesh), mesh_size(mesh, EXPERT))
     for x in programs:
         runs[x.name] += x.count
         reader = reader_of(x, job, mesh, topology)
         found.append(reader.program().in_step(x.names, x.count))
         kernels += sum({event.instruction: event.count for event in found[-1].traffic}.values())
-        schedule += read_schedule(reader, topology.chip, partial(sending_seconds, topology), rows) * x.count
-        alone += read_schedule(reader, topology.chip, lambda collective: 0, rows) * x.count
+        walk = partial(read_schedule, reader, topology.chip, expert_rows=rows)
+        schedule += walk(partial(sending_seconds, topology)) * x.count
+        cautious += walk(partial(sending_seconds, topology, cautious=True)) * x.count
+        alone += walk(lambda collective: 0) * x.count
     program = Program.of_all(found)
     by_part, per_layer, between, sending = dict.fromkeys(PARTS, 0.0), Counter(), Counter(), 0.0
     for x in program.traffic:
@@ -118,7 +126,9 @@ def compile_step(job: Job, mesh: Mesh, topology: Topology, dump: str | None = No
         collectives=_alike(program.collectives),
         copies=_alike([x for x in program.copies if not x.prefetch]),
         assumed_loops={x.instruction: x.trips for x in program.loops if not x.known},
+        by_columns=column_ring(job.cfg, (job.rows, job.tokens), mesh) is not None,
         schedule=dataclasses.asdict(schedule), scheduled_seconds=schedule.seconds,
+        cautious_seconds=cautious.seconds,
         exposed_seconds=schedule.seconds - alone.seconds,
         seconds=resources, bound_by=max(resources, key=resources.get),
         estimated_step_seconds=step_seconds(resources),
@@ -170,11 +180,11 @@ def reader_of(program: CompiledProgram, job: Job, mesh: Mesh, topology: Topology
     )
 
 
-def sending_seconds(topology: Topology, x: Collective) -> float:
-    """Seconds of one run of a collective."""
+def sending_seconds(topology: Topology, x: Collective, cautious: bool = False) -> float:
+    """Seconds of one run of a collective. cautious: see `collective_seconds`."""
     if x.between_stages and topology.slices > 1:
         return network_seconds(x.bytes, topology)
-    return collective_seconds(x.kind, x.bytes, x.group, topology)
+    return collective_seconds(x.kind, x.bytes, x.group, topology, cautious)
 
 
 def _alike(events: list) -> list[dict]:

@@ -490,19 +490,36 @@ def test_collectives_take_hops_and_bandwidth():
     assert collective_seconds("all-gather", 131072, 2, v5e) == pytest.approx(0.5e-6 + 131072 / 2 / 50e9)
     ring = Topology("v5e:16x16", CHIPS["v5e"], (16, 16), ())
     assert collective_seconds("all-gather", 160, 16, ring) == pytest.approx(8 * 0.5e-6 + 150 / (2 * 50e9))
+    later = {"all-reduce": 2 * 6 * 1e-6 - 6 * 0.5e-6, "all-gather": 6 * 0.5e-6, "collective-permute": 0.5e-6}
+    for kind, seconds in later.items():
+        times = [collective_seconds(kind, 131072, 16, v5e, cautious) for cautious in (False, True)]
+        assert times[1] - times[0] == pytest.approx(seconds)
 
 
-def test_the_docs_show_the_first_plan_of_their_table(capsys):
-    """The output of plan.py in docs/tpu.md is that of the first row of the table there."""
+def report(capsys, **changes) -> str:
+    """What plan.py prints of the first plan of the table in docs/tpu.md, with these fields of the step."""
     found = json.loads((ROOT / "images" / "decode_bytes.jsonl").read_text().splitlines()[0])
 
     def made(cls, **more):
         return cls(**{field.name: found.get(field.name) for field in dataclasses.fields(cls)} | more)
 
     ranking = [Choice(**choice) for choice in found["ranking"]]
-    result = made(Plan, decode=made(Step), prefill=None, ranking=ranking)
+    result = made(Plan, decode=made(Step, **changes), prefill=None, ranking=ranking)
     command.show(result, found["model"], found["quantize"], found["kv_cache_dtype"])
-    assert capsys.readouterr().out in (ROOT / "docs" / "tpu.md").read_text()
+    return capsys.readouterr().out
+
+
+def test_the_docs_show_the_first_plan_of_their_table(capsys):
+    assert report(capsys) in (ROOT / "docs" / "tpu.md").read_text()
+
+
+def test_a_report_says_how_a_step_runs(capsys):
+    """By columns or not, and a cautious time only where it is another one."""
+    cautious, columns = " if a hop takes 1 us", "Decode step, by columns: fits"
+    text = report(capsys)
+    assert cautious in text and columns not in text
+    text = report(capsys, by_columns=True, scheduled_seconds=1e-3, cautious_seconds=1.001e-3)
+    assert columns in text and cautious not in text
 
 
 # ------------------------------------------------------------------------------------------- the TPU compiler
@@ -536,6 +553,7 @@ def test_decode_on_16_chips():
     assert found["fits"] and found["peak_bytes"] >= found["weights_bytes"] + found["cache_bytes"]
     per_layer = dict(found["collectives_per_layer"])
     assert per_layer.pop("all-reduce") == 2 and sum(per_layer.values()) <= 2
+    assert not found["by_columns"] and found["scheduled_seconds"] < found["cautious_seconds"]
     cache_of_a_layer = found["cache_bytes"] / 2
     too_large = [x for x in found["copies"] if x["bytes"] >= cache_of_a_layer / 2]
     assert not too_large  # half of a cache: keys and values may be copied apart
