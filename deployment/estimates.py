@@ -30,7 +30,7 @@ def collective_seconds(
     The links are assumed to carry nothing else. Source: scaling-book, sharding.md. GPUs: see `ring_seconds`.
 
     cautious: a hop takes a microsecond, and an all-reduce crosses the group twice, to scatter sums and to
-    gather them: so does the program that libtpu makes of it.
+    gather them, as it does in libtpu's programs.
     """
     if not topology.sizes:
         return ring_seconds(kind, size, group, topology.chip)
