@@ -43,8 +43,8 @@ letter, a `psum` must follow. Zeros fill a dimension up, so that all devices hav
 MODEL are the axes that divide one copy of the model. For attention they are HEADS x SLOTS, for experts EXPERT
 x TENSOR. With 8 key/value heads, 8 devices are HEADS 8 x SLOTS 1, and each has one head. 16 devices are HEADS
 8 x SLOTS 2: two share a head, and each of them has half of its queries g, half of the columns h of its key
-and value matrices, and every second slot s of its cache. sharding/mesh.py makes the axes. There may also be
-COPIES of a head, which it describes: they divide g and z, too.
+and value matrices, and every second slot s of its cache. sharding/mesh.py makes the axes, and describes
+COPIES of a head, which divide g and z, too.
 
 Outside a shard_map arrays are global: shapes there, [B,T,V], are those of all devices together. Only in the
 docstrings of records, such as Cache, shapes are always those on one device.

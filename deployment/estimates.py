@@ -10,9 +10,9 @@ from model import SoftmaxAttention
 from sharding.mesh import COPIES, HEADS, MODEL, SLOTS, STAGE, mesh_size
 from sharding.stages import first_stage
 
-# From one TPU to the next: at best, and cautiously. Source of the second: jax-ml/scaling-book sharding.md,
-# which calls it typical. What steps of few rows were measured to take lies between the estimates with the
-# first and with the second: docs/tpu.md, "Beside jax-llm-examples".
+# The latency from one TPU to the next, at best and with caution. jax-ml/scaling-book, sharding.md, calls the
+# second one typical. Steps of 8 rows were measured to take longer than their estimate with the first one, and
+# not longer than the cautious estimate: docs/tpu.md, "Beside jax-llm-examples".
 HOP_SECONDS, CAUTIOUS_HOP_SECONDS = 0.5e-6, 1e-6
 # What NCCL reckons with for a collective to begin, and for a step of its ring on NVLink, by its protocol for
 # small messages. Source: NVIDIA/nccl 2.30.7, src/graph/tuning.cc, baseLatencies and hwLatencies.

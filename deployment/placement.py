@@ -88,11 +88,11 @@ def rank_meshes(
         rounded = dataclasses.replace(job, batch=-(-job.batch // (dp * pp)) * dp * pp)
         stored = sum(size for *_, size in rounded.shards(mesh)) + rounded.waiting_bytes(mesh)
         bytes_read, flops = needed(rounded, mesh)
-        seconds = None
+        seconds = in_all = None
         if chip:
             collectives = expected_collectives(rounded, mesh, topology)
             seconds = resource_seconds(bytes_read, flops, collectives, chip)
-        in_all = step_seconds(seconds) if seconds else None
+            in_all = step_seconds(seconds)
         choice = Choice(dp, ep, tp, pp, copies, stored < have, stored, bytes_read, seconds, in_all)
         fewer = choices.setdefault((dp, ep, tp, pp), choice)
         if choice.fits and choice.cost < WORTH_COPYING * fewer.cost:
