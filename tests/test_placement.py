@@ -48,7 +48,7 @@ def on_machine(topology: Topology, options: ModelOptions, job: Job, monkeypatch)
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("chip", "n"), [("v5e", 4), *(deep(*x) for x in (("v5e", 1), ("v5e", 16), ("h100", 8), ("v6e", 32)))]
+    ("chip", "n"), [("v5e", 4), deep("v5e", 1), deep("v5e", 16), deep("h100", 8), deep("v6e", 32)]
 )
 def test_the_planners_mesh(chip, n, monkeypatch):
     """Of all published models: no more bytes in a step than on the best mesh of those that fit.
