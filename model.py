@@ -76,7 +76,7 @@ from ops.kv_cache import KV, SlotLayout, as_cached, key_beside_value, kv_owners
 from ops.matmul import take_rows
 from ops.tpu import declares_vma
 from quantize import Format, QuantizedArray, values_and_scale
-from ragged_attention import attend_cached, attend_causal, ragged_decode, write
+from ragged_attention import attend_cached, attend_causal, ragged_decode, sees_by_query, write
 from sharding.arrays import (
     ArrayInfo,
     abstract,
@@ -183,6 +183,11 @@ class Chunk:
     def valid(self) -> Array:
         """[b,T] bool: True for tokens, False for padding."""
         return jnp.arange(self.positions.shape[1]) < self.count[:, None]
+
+    @property
+    def ends(self) -> Array:
+        """[b,T] int32: how many of its row's tokens each token sees, itself the last one."""
+        return self.start[:, None] + jnp.minimum(jnp.arange(self.positions.shape[1]) + 1, self.count[:, None])
 
 
 def chunk_at(start: Array, count: Array, T: int, row: Array | None = None) -> Chunk:
@@ -418,7 +423,7 @@ def write_and_attend(
         return *attend(q, source, chunk, mask), None, source
     T, slots = q.shape[1], slot_mapping(chunk, mask, kv.values.shape[2])
     if T == 1:  # one kernel writes the token and attends to the cache
-        length, gap = visible_slots(chunk, mask, chunk.start + 1)
+        length, gap = visible_slots(chunk, mask, chunk.ends)
         with jax.named_scope("scores"):
             (o, lse), kv = ragged_decode(q, new, kv, length, slots, gap, chunk.row)
         return *merge_slots(o, lse), kv, KeysValues(new=new, cache=kv)
@@ -440,12 +445,13 @@ def attend(q: Array, source: KeysValues, chunk: Chunk, mask: Mask) -> tuple[Arra
     """
     if source.cache is None:
         return attend_to_chunk(q, source.new, chunk, mask)
-    end = chunk.start + 1 if q.shape[1] == 1 else chunk.start  # of the cached tokens that the chunk sees
-    length, gap = visible_slots(chunk, mask, end)
+    # A cache that is not a ring has the chunk, too; but only some kernels let each query see other slots.
+    at_once = q.shape[1] == 1 or (mask.ring is None and sees_by_query(q, source.cache))
+    length, gap = visible_slots(chunk, mask, chunk.ends if at_once else chunk.start[:, None])
     with jax.named_scope("scores"):
         o, lse = attend_cached(q, source.cache, length, gap, chunk.row)
     o, lse = merge_slots(o, lse)
-    return (o, lse) if q.shape[1] == 1 else merge((o, lse), attend_to_chunk(q, source.new, chunk, mask))
+    return (o, lse) if at_once else merge((o, lse), attend_to_chunk(q, source.new, chunk, mask))
 
 
 @jax.named_scope("scores")

@@ -25,7 +25,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ops import attention, cpu, gpu, tpu
 from ops.attention import MASKED
 from ops.kv_cache import KV, LANES
-from ops.platform import choose, platform
+from ops.platform import choose, plain_kinds, platform
 from ops.tpu import TILE, in_hbm, precision, result
 from quantize import PART, int8_parts
 
@@ -83,6 +83,14 @@ def write_then_attend(q: Array, new: KV, kv: KV, length: Array, place: Array, ga
 
 
 ragged_decode = by_platform(write_then_attend)
+
+
+def sees_by_query(q: Array, kv: KV) -> bool:
+    """Whether `attend_cached` lets each query of a row see other slots, as the queries of a chunk do.
+
+    A chunk can then attend to a cache that has it, at once. q: [B,T,K,G,H].
+    """
+    return platform() == "gpu" and "attention" not in plain_kinds() and gpu.by_flash(q, kv)
 
 
 # --------------------------------------------------------------------------------------------------- on TPUs

@@ -1,7 +1,8 @@
 """Kernels for GPUs: attention that never writes its scores, and products of sorted rows and experts or int4.
 
 They use Pallas' Triton backend. Letters as in model.py, uppercase for this device's share. In both kernels
-several programs compute one output: each sums over a part, and XLA adds or merges the parts.
+several programs compute one output, each over a part of what is summed. XLA adds the parts of products, and
+`merge_parts` merges those of attention.
 """
 
 import functools
@@ -32,6 +33,7 @@ PROGRAMS = 512  # enough to keep a GPU busy: a few on each of its 100 to 150 pro
 BLOCK = 64  # slots that a program of `flash` reads at a time
 COLUMNS = 128  # of M, of a program of `grouped_dot`
 WIDTHS = (64, 128)  # of keys, that `flash` supports
+MERGED = 8192  # numbers that a program of `merge_parts` holds
 
 
 def supports(x: Array) -> bool:
@@ -54,15 +56,13 @@ def say_slow() -> None:
 
 
 def attend_cached(q: Array, kv: KV, length: Array, gap=None, row: Array | None = None):
-    """`attention.attend_cached` by `flash`, on both sides of a gap, where it is supported."""
+    """`attention.attend_cached` by `flash`, where it is supported. Each query may see other slots."""
     if not by_flash(q, kv):
         return attention.attend_cached(q, kv, length, gap, row)
-    kv = kv if row is None else jax.tree.map(lambda x: x[row], kv)
-    begin = jnp.zeros_like(length)
-    ranges = [(begin, length)]
-    if gap is not None:
-        ranges = [(begin, jnp.minimum(length, gap[0])), (gap[1], length)]
-    return attention.merge(*(flash(q, kv.values, kv.scale, *seen) for seen in ranges), stacked=True)
+    low = jnp.zeros_like(length)
+    if gap is not None:  # a ring that does not wrap around has its gap at the beginning
+        low = jnp.where(gap[0] <= 0, gap[1], low)
+    return flash(q, kv, (low, length, *(gap or ())), row)
 
 
 def attend_causal(q: Array, kv: KV, segment: Array, window: int | None = None):
@@ -73,7 +73,7 @@ def attend_causal(q: Array, kv: KV, segment: Array, window: int | None = None):
     low = lax.cummax(jnp.where(segment == jnp.roll(segment, 1, 1), 0, i), 1)  # where its segment begins
     low = low if window is None else jnp.maximum(low, i - window + 1)
     high = jnp.broadcast_to(i + 1, segment.shape)
-    return attention.merge(flash(q, kv.values, kv.scale, low, high), stacked=True)
+    return flash(q, kv, (low, high))
 
 
 def by_flash(q: Array, kv: KV) -> bool:
@@ -81,39 +81,43 @@ def by_flash(q: Array, kv: KV) -> bool:
     return H in WIDTHS and kv.layout == key_beside_value(H) and supports(kv.values)
 
 
-def flash(q: Array, values: Array, scale: Array | None, low: Array, high: Array):
-    """Attention of each query to the slots low <= s < high: -> (o, lse) in P parts, stacked, to be merged.
+def flash(q: Array, kv: KV, bounds: tuple[Array, ...], row: Array | None = None):
+    """Attention of each query to the slots low <= s < high, except those of a gap: -> (o, lse).
 
-    q: [B,T,K,G,H]. values, scale: as in KV, int8 or float. low, high: [B,T] int32. A tile of queries reads
-    the slots from its smallest low to its largest high, each part an equal share of them.
+    q: [B,T,K,G,H]. bounds: low and high, and where the gap begins and ends, if there is one; [B,T] int32
+    each. row: [B] int32, the rows of the cache; without it, all, in order. A tile of queries reads the slots
+    from its smallest low to its largest high, each part an equal share of them.
     """
     B, T, K, G, H = q.shape
-    R, N, S = B * K, T * G, values.shape[2]
+    S, C = kv.values.shape[2:]
+    R, N = B * K, T * G
     rows = min(128, max(16, pl.next_power_of_2(N)))
     tiles = pl.cdiv(N, rows)
-    parts = max(1, min(PROGRAMS // (R * tiles), pl.cdiv(S, BLOCK)))
+    parts = previous_power_of_2(min(PROGRAMS // (R * tiles), pl.cdiv(S, BLOCK)))
     padding = tiles * rows - N
     q = jnp.pad(q.swapaxes(1, 2).reshape(R, N, H), ((0, 0), (0, padding), (0, 0)))
-    low, high = (jnp.pad(jnp.repeat(x, G, 1), ((0, 0), (0, padding))) for x in (low, jnp.minimum(high, S)))
+    low, high, *gap = bounds
+    limits = jnp.stack([low, jnp.minimum(high, S), *gap])
+    limits = jnp.pad(jnp.repeat(limits, G, 2), ((0, 0), (0, 0), (0, padding)))
+    cache = kv.values.reshape(-1, S, C), None if kv.scale is None else kv.scale.reshape(-1, 2, S)
+    heads = None if row is None else (row[:, None] * K + jnp.arange(K)).reshape(R).astype(jnp.int32)
 
-    def of_row(x):
-        return pl.BlockSpec((None, *x.shape[1:]), lambda i, part, r: (r, 0, 0))
+    def whole(x: Array) -> pl.BlockSpec:
+        return pl.BlockSpec(x.shape, lambda i, part, r: (0,) * x.ndim)
 
-    bound = pl.BlockSpec((None, rows), lambda i, part, r: (lax.div(r, K), i))
-    values, scale = (jax.tree.map(lambda x: x.reshape(R, *x.shape[2:]), x) for x in (values, scale))
+    inputs = q, limits, *cache, heads
+    in_specs = (
+        pl.BlockSpec((None, rows, H), lambda i, part, r: (r, i, 0)),
+        pl.BlockSpec((len(limits), None, rows), lambda i, part, r: (0, lax.div(r, K), i)),
+        *jax.tree.map(whole, (*cache, heads)),
+    )
     o, lse = pl.pallas_call(
         partial(_flash, parts=parts),
         grid=(tiles, parts, R),
-        in_specs=[
-            pl.BlockSpec((None, rows, H), lambda i, part, r: (r, i, 0)),
-            of_row(values),
-            None if scale is None else of_row(scale),
-            bound,
-            bound,
-        ],
+        in_specs=in_specs,
         out_shape=(
-            result((parts, R, tiles * rows, H), jnp.float32, q, values, low, high),
-            result((parts, R, tiles * rows), jnp.float32, q, values, low, high),
+            result((parts, R, tiles * rows, H), jnp.float32, *jax.tree.leaves(inputs)),
+            result((parts, R, tiles * rows), jnp.float32, *jax.tree.leaves(inputs)),
         ),
         out_specs=(
             pl.BlockSpec((None, None, rows, H), lambda i, part, r: (part, r, i, 0)),
@@ -121,14 +125,21 @@ def flash(q: Array, values: Array, scale: Array | None, low: Array, high: Array)
         ),
         compiler_params=CompilerParams(num_warps=4 if rows < 128 else 8, num_stages=2),
         name="flash",
-    )(q, values, scale, low, high)
-    return tuple(x[:, :, :N].reshape(parts, B, K, T, G, *x.shape[3:]).swapaxes(2, 3) for x in (o, lse))
+    )(*inputs)
+    o, lse = (o[0], lse[0]) if parts == 1 else merge_parts(o, lse, N)
+    return tuple(x[:, :N].reshape(B, K, T, G, *x.shape[2:]).swapaxes(1, 2) for x in (o, lse))
 
 
-def _flash(q, values, scale, low, high, o, lse, *, parts: int):
+def previous_power_of_2(n: int) -> int:
+    return 1 << max(1, n).bit_length() - 1
+
+
+def _flash(q, limits, values, scale, heads, o, lse, *, parts: int):
     """The kernel: one tile of queries, one part of the slots that they see, one row and key/value head."""
     rows, H = q.shape
-    low, high = low[...], high[...]
+    head = pl.program_id(2)
+    head = head if heads is None else heads[head]
+    low, high, *gap = (limits[i] for i in range(limits.shape[0]))
     seen = low < high
     end = jnp.max(jnp.where(seen, high, 0))
     begin = jnp.min(jnp.where(seen, low, end))
@@ -140,25 +151,31 @@ def _flash(q, values, scale, low, high, o, lse, *, parts: int):
     dot = partial(jnp.dot, precision=precision(dtype), preferred_element_type=jnp.float32)
     query = q[...].astype(dtype)
     unit = H**-0.5 * math.log2(math.e)  # the kernel works with exp2
+    if gap:
+        nobody_from = jnp.max(jnp.where(seen, gap[0], 0))
+        nobody_to = jnp.min(jnp.where(seen, gap[1], end))
 
     def step(i, state):
         peak, total, acc = state
         at = i * BLOCK
         slots = at + lax.broadcasted_iota(jnp.int32, (BLOCK,), 0)
         inside = (slots >= begin) & (slots < end)  # what is outside may be NaN
+        visible = (slots >= low[:, None]) & (slots < high[:, None])
+        if gap:
+            inside &= (slots < nobody_from) | (slots >= nobody_to)
+            visible &= (slots < gap[0][:, None]) | (slots >= gap[1][:, None])
 
         def read(column: int) -> Array:
-            x = values.at[pl.ds(at, BLOCK), pl.ds(column, H)]
+            x = values.at[head, pl.ds(at, BLOCK), pl.ds(column, H)]
             return load(x, mask=inside[:, None], other=0).astype(dtype)
 
         def factor(which: int) -> Array:
-            x = scale.at[pl.ds(which, 1), pl.ds(at, BLOCK)]
+            x = scale.at[head, pl.ds(which, 1), pl.ds(at, BLOCK)]
             return load(x, mask=inside[None], other=0).astype(jnp.float32)
 
         scores = dot(query, read(0).T) * unit
         if scale is not None:
             scores = scores * factor(0)
-        visible = (slots >= low[:, None]) & (slots < high[:, None])
         scores = jnp.where(visible, scores, MASKED)
         # A row that has seen nothing yet counts MASKED as 1; its first true score makes that 0 again.
         new = jnp.maximum(peak, jnp.max(scores, 1))
@@ -174,6 +191,42 @@ def _flash(q, values, scale, low, high, o, lse, *, parts: int):
     total = jnp.where(any_seen, total, 1)
     o[...] = jnp.where(any_seen[:, None], acc / total[:, None], 0)
     lse[...] = jnp.where(any_seen, peak * math.log(2) + jnp.log(total), -jnp.inf)
+
+
+def merge_parts(o: Array, lse: Array, N: int) -> tuple[Array, Array]:
+    """`attention.merge` of the parts of the first N queries, in one kernel, where XLA makes three.
+
+    o: [P,R,n,H], lse: [P,R,n], of n queries of which N count -> [R,n,H], [R,n], the others undefined.
+    """
+    P, R, n, H = o.shape
+    rows = min(n, max(1, MERGED // (P * H)))
+
+    return pl.pallas_call(
+        _merge_parts,
+        grid=(pl.cdiv(N, rows), R),
+        in_specs=[
+            pl.BlockSpec((P, None, rows, H), lambda i, r: (0, r, i, 0)),
+            pl.BlockSpec((P, None, rows), lambda i, r: (0, r, i)),
+        ],
+        out_shape=(result((R, n, H), jnp.float32, o), result((R, n), jnp.float32, o)),
+        out_specs=(
+            pl.BlockSpec((None, rows, H), lambda i, r: (r, i, 0)),
+            pl.BlockSpec((None, rows), lambda i, r: (r, i)),
+        ),
+        compiler_params=CompilerParams(num_warps=4, num_stages=1),
+        name="merge_parts",
+    )(o, lse)
+
+
+def _merge_parts(o, lse, merged, merged_lse):
+    """The kernel: some queries of one row and key/value head."""
+    logs = lse[...]
+    peak = jnp.max(logs, 0)
+    weight = jnp.exp(logs - jnp.where(peak == -jnp.inf, 0, peak))
+    total = jnp.sum(weight, 0)
+    one = jnp.where(total == 0, 1, total)
+    merged[...] = jnp.sum(o[...] * weight[..., None], 0) / one[:, None]
+    merged_lse[...] = peak + jnp.log(one)
 
 
 def grouped_dot(x: Array, w: Array | QuantizedArray, sizes: Array) -> Array:

@@ -33,26 +33,56 @@ def einsum(spec: str, x: Array, w: Array | QuantizedArray, out_dtype=None) -> Ar
     letter that is in all three, as of one matrix per head in "bTgN,gLN->bTgL", stands once in the output.
     """
     kernel = choose("matmul", KERNELS, (platform(), scheme_of(w)), plain_einsum)
-    return kernel(spec, x, w).astype(out_dtype or x.dtype)
+    out_dtype = out_dtype or x.dtype
+    return kernel(spec, x, w, out_dtype).astype(out_dtype)
 
 
-def plain_einsum(spec: str, x: Array, w: Array | QuantizedArray) -> Array:
-    """The product on any platform, float32. A CPU multiplies in float32: XLA has no other batched product."""
+# The functions below return out_dtype, or float32 where that is as fast.
+
+
+def plain_einsum(spec: str, x: Array, w: Array | QuantizedArray, out_dtype) -> Array:
+    """The product on any platform. A CPU multiplies in float32: XLA has no other batched product."""
     dtype = jnp.float32 if platform() == "cpu" else x.dtype
-    contracted = math.prod(x.shape[-contracted_count(spec) :])
-    if platform() == "gpu" and values_and_scale(w)[0].size < NARROW * contracted:
-        x = lax.optimization_barrier(x)
     if isinstance(w, QuantizedArray):
         return w.format.einsum(spec, x, w, dtype)
     return jnp.einsum(spec, x.astype(dtype), w.astype(dtype), preferred_element_type=jnp.float32)
 
 
-def einsum_on_cpu(spec: str, x: Array, w: Array | QuantizedArray) -> Array:
-    """Floats or int8, by `cpu.contract`; products with one matrix per head by `plain_einsum`."""
+def einsum_on_gpu(spec: str, x: Array, w: Array | QuantizedArray, out_dtype) -> Array:
+    """Floats, or 8 bits with a scale per channel, by XLA, which must not copy them.
+
+    XLA joins products of the same x, and in every step copies their matrices into one. A barrier keeps it
+    from that where the copy costs more than a larger product saves: of many rows, and of a narrow matrix. Of
+    many rows the product is rounded to out_dtype before anything else is done with it: float32 would be
+    written to memory and read again.
+    """
+    if per_head(spec):
+        return plain_einsum(spec, x, w, out_dtype)
+    n = contracted_count(spec)
+    values, scale = values_and_scale(w)
+    left, right = x.reshape(-1, math.prod(x.shape[-n:])), values.reshape(-1, math.prod(values.shape[-n:]))
+    many, narrow = len(left) > FEW_ROWS, len(right) < NARROW
+    if many or narrow:
+        left, right = lax.optimization_barrier((left, right))
+    dtype = out_dtype if many else jnp.float32
+    y = jnp.einsum("nd,md->nm", left, right.astype(left.dtype), preferred_element_type=dtype)
+    y = y if scale is None else y * scale.reshape(-1)
+    return y.reshape(*x.shape[:-n], *values.shape[:-n])
+
+
+def per_head(spec: str) -> bool:
+    """Whether the weight has one matrix per head: a letter of it stands in x and in the output, too."""
     inputs, output = spec.split("->")
     ours, theirs = inputs.split(",")
-    if set(ours) & set(theirs) & set(output):
-        return plain_einsum(spec, x, w)
+    return bool(set(ours) & set(theirs) & set(output))
+
+
+def einsum_on_cpu(spec: str, x: Array, w: Array | QuantizedArray, out_dtype) -> Array:
+    """Floats or int8, by `cpu.contract`; products with one matrix per head by `plain_einsum`."""
+    if per_head(spec):
+        return plain_einsum(spec, x, w, out_dtype)
+    inputs, output = spec.split("->")
+    ours, theirs = inputs.split(",")
     n = contracted_count(spec)
     assert ours[-n:] == theirs[-n:] and output == ours[:-n] + theirs[:-n], spec
     values, scale = values_and_scale(w)
@@ -60,7 +90,7 @@ def einsum_on_cpu(spec: str, x: Array, w: Array | QuantizedArray) -> Array:
     return y if scale is None else y * scale
 
 
-def int4_on_tpu(spec: str, x: Array, w: QuantizedArray) -> Array:
+def int4_on_tpu(spec: str, x: Array, w: QuantizedArray, out_dtype) -> Array:
     """Few rows are multiplied as integers, in two int8 parts: XLA fuses it all, and reads 4 bits per weight.
 
     Each group has a scale of its own: products are summed in each group, then the scaled sums of all groups.
@@ -68,7 +98,7 @@ def int4_on_tpu(spec: str, x: Array, w: QuantizedArray) -> Array:
     n = contracted_count(spec)
     lead, outputs = x.shape[:-n], w.scale.shape[n:]
     if math.prod(lead) > FEW_ROWS:
-        return plain_einsum(spec, x, w)
+        return plain_einsum(spec, x, w, out_dtype)
     groups, kept = tuple(range(1, n + 1)), tuple(range(n))
     parts, unit = int8_parts(activation_groups(x, w, n))
     sums = lax.dot_general(
@@ -80,13 +110,13 @@ def int4_on_tpu(spec: str, x: Array, w: QuantizedArray) -> Array:
     return y.reshape(*lead, *outputs)
 
 
-def int4_on_gpu(spec: str, x: Array, w: QuantizedArray) -> Array:
+def int4_on_gpu(spec: str, x: Array, w: QuantizedArray, out_dtype) -> Array:
     """Few rows are multiplied by the experts' kernel, as the rows of one expert."""
     n = contracted_count(spec)
     lead, outputs = x.shape[:-n], w.scale.shape[n:]
     rows, M = math.prod(lead), math.prod(outputs)
     if rows > FEW_ROWS or not gpu.supports(w.values):
-        return plain_einsum(spec, x, w)
+        return plain_einsum(spec, x, w, out_dtype)
     values, scale = w.values.reshape(1, -1, w.values.shape[n], M), w.scale.reshape(1, -1, M)
     expert = QuantizedArray(values, scale, w.format)
     return gpu.grouped_dot(x.reshape(rows, -1), expert, jnp.array([rows])).reshape(*lead, *outputs)
@@ -97,6 +127,9 @@ KERNELS = {
     ("cpu", "float"): einsum_on_cpu,
     ("cpu", "int8"): einsum_on_cpu,
     ("tpu", "int4"): int4_on_tpu,
+    ("gpu", "float"): einsum_on_gpu,
+    ("gpu", "int8"): einsum_on_gpu,
+    ("gpu", "fp8"): einsum_on_gpu,
     ("gpu", "int4"): int4_on_gpu,
 }
 
