@@ -8,6 +8,7 @@ several programs compute one output, each over a part of what is summed. XLA add
 import functools
 import math
 import sys
+from collections.abc import Sequence
 from functools import partial
 
 import jax
@@ -20,7 +21,7 @@ from ops.attention import MASKED
 from ops.kv_cache import KV, key_beside_value
 from ops.tiles import find_tile, tile_rows
 from ops.tpu import precision, result
-from quantize import QuantizedArray, nibbles
+from quantize import QuantizedArray, int8_parts, join_parts, values_and_scale
 
 try:
     from jax.experimental.pallas.triton import CompilerParams, load, store
@@ -32,6 +33,8 @@ except (ImportError, AttributeError) as e:  # deprecated since jax 0.11
 PROGRAMS = 512  # enough to keep a GPU busy: a few on each of its 100 to 150 processors
 BLOCK = 64  # slots that a program of `flash` reads at a time
 COLUMNS = 128  # of M, of a program of `grouped_dot`
+OUTPUTS = 64  # of M, of a program of `joined_dot`
+FEW_ROWS = 256  # up to which integers are multiplied in place of converted weights
 WIDTHS = (64, 128)  # of keys, that `flash` supports
 MERGED = 8192  # numbers that a program of `merge_parts` holds
 
@@ -229,16 +232,89 @@ def _merge_parts(o, lse, merged, merged_lse):
     merged_lse[...] = peak + jnp.log(one)
 
 
+def joined_dot(x: Array, matrices: Sequence[Array]) -> list[Array]:
+    """Few rows times several matrices, in one kernel that reads them as they are: -> [P,N,M] for each.
+
+    x: [N,D], of the matrices' type. matrices: [M,D]. The P parts are to be added: int32 of int8, or float32.
+    """
+    (N, D), most = x.shape, 256 // x.dtype.itemsize
+    rows, deep = max(16, pl.next_power_of_2(N)), min(most, max(32, pl.next_power_of_2(D)))
+    blocks = [pl.cdiv(len(w), OUTPUTS) for w in matrices]
+    parts = max(1, min(PROGRAMS // sum(blocks), D // (4 * deep)))
+    sum_dtype = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
+    return pl.pallas_call(
+        partial(_joined_dot, rows=rows, deep=deep, parts=parts),
+        grid=(sum(blocks), parts),
+        out_shape=[result((parts, N, len(w)), sum_dtype, x, *matrices) for w in matrices],
+        compiler_params=CompilerParams(num_warps=4, num_stages=4),
+        name="joined_dot",
+    )(x, *matrices)
+
+
+def _joined_dot(x, *refs, rows: int, deep: int, parts: int):
+    """The kernel: OUTPUTS rows of one matrix, and one part of D. refs: the matrices, then their products."""
+    (N, D), count = x.shape, len(refs) // 2
+    i, part = pl.program_id(0), pl.program_id(1)
+    share = pl.cdiv(pl.cdiv(D, deep), parts)
+    used = lax.broadcasted_iota(jnp.int32, (rows, 1), 0) < N
+
+    def multiply(w, y, first: int) -> None:
+        here = pl.ds((i - first) * OUTPUTS, OUTPUTS)
+        place = (i - first) * OUTPUTS + lax.broadcasted_iota(jnp.int32, (1, OUTPUTS), 1)
+        inside = place < w.shape[0]
+
+        def step(n, total):
+            at = (part * share + n) * deep
+            depth = at + lax.broadcasted_iota(jnp.int32, (1, deep), 1) < D
+            a = load(x.at[pl.ds(0, rows), pl.ds(at, deep)], mask=used & depth, other=0)
+            b = load(w.at[here, pl.ds(at, deep)], mask=inside.T & depth, other=0)
+            return total + jnp.dot(b, a.T, precision=precision(x.dtype), preferred_element_type=total.dtype)
+
+        total = lax.fori_loop(0, share, step, jnp.zeros((OUTPUTS, rows), y.dtype))
+        store(y.at[part, pl.ds(0, rows), here], total.T, mask=used & inside)
+
+    first = 0
+    for w, y in zip(refs[:count], refs[count:], strict=True):
+        end = first + pl.cdiv(w.shape[0], OUTPUTS)
+        pl.when((first <= i) & (i < end))(partial(multiply, w, y, first))
+        first = end
+
+
+def integer_products(x: Array, matrices: Sequence[Array]) -> list[Array]:
+    """Few float rows [N,D] times int8 matrices [M,D], by integers: -> [N,M] float32 for each.
+
+    The tensor cores multiply a weight as it is stored. To convert one takes several instructions, by which a
+    product of few rows takes longer than by reading.
+    """
+    parts, unit = int8_parts(x)
+    sums = (jnp.sum(y, 0).astype(jnp.float32) for y in joined_dot(parts, matrices))
+    return [join_parts(y) * unit for y in sums]
+
+
+def ragged_dot(x: Array, w: Array | QuantizedArray, sizes: Array) -> Array:
+    """`grouped_dot`; of few rows in bfloat16 and weights in int8 or int4 by integers, see `integer_products`.
+
+    Each row is two rows of integers, which stand together, as both are for the same expert.
+    """
+    values, _ = values_and_scale(w)
+    if len(x) > FEW_ROWS or x.dtype != jnp.bfloat16 or values.dtype not in (jnp.int8, jnp.int4):
+        return grouped_dot(x, w, sizes)
+    parts, unit = int8_parts(x)
+    pairs = parts.reshape(2, *x.shape).swapaxes(0, 1).reshape(-1, x.shape[1])
+    y = grouped_dot(pairs, w, 2 * sizes).reshape(len(x), 2, -1)
+    return join_parts(y.swapaxes(0, 1).reshape(len(pairs), -1)) * unit
+
+
 def grouped_dot(x: Array, w: Array | QuantizedArray, sizes: Array) -> Array:
     """`lax.ragged_dot`, which reads no expert without rows and no weight in another type: -> [N,M] float32.
 
     x: [N,D], the rows of expert 0, then those of expert 1... w: [E,D,M], float or int8 values; or int4,
     values [E,D,I,M] where D counts groups, and M is even. sizes: [E] int32. Rows beyond their sum are left
-    undefined.
+    undefined. x may be int8 if w is int8 or int4.
     """
     (N, D), E, M = x.shape, sizes.size, jax.tree.leaves(w)[0].shape[-1]
     rows = tile_rows(N, E, 16, 128)
-    deep = 64 if x.dtype.itemsize < 4 else 32
+    deep = 128 // x.dtype.itemsize
     scale, each = None, 1  # each: columns in an entry of w
     if isinstance(w, QuantizedArray):
         deep, each = min(deep, w.values.shape[2]), 2
@@ -269,7 +345,8 @@ def _grouped_dot(x, w, scale, tile, y, *, rows: int, deep: int, parts: int):
     expert, first, end = tile[0, i], tile[1, i], tile[2, i]
     share = pl.cdiv(pl.cdiv(D, deep), parts)
     steps = jnp.where(first < end, jnp.int32(share), 0)
-    dot = partial(jnp.dot, precision=precision(x.dtype), preferred_element_type=jnp.float32)
+    sum_dtype = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
+    dot = partial(jnp.dot, precision=precision(x.dtype), preferred_element_type=sum_dtype)
     used = (first + lax.broadcasted_iota(jnp.int32, (rows, 1), 0)) < end
     inside = j * width + lax.broadcasted_iota(jnp.int32, (1, width), 1) < entries
 
@@ -289,9 +366,19 @@ def _grouped_dot(x, w, scale, tile, y, *, rows: int, deep: int, parts: int):
             unit = scale.at[expert, pl.ds(group, 1), columns, jnp.int32(which)]
             return y * load(unit, mask=inside & (at < D), other=0).astype(jnp.float32)
 
-        pair = [b] if scale is None else nibbles(b)
+        pair = [b] if scale is None else high_nibbles(b)
         return [total + product(*half) for total, half in zip(sums, enumerate(pair), strict=True)]
 
-    sums = lax.fori_loop(0, steps, step, [jnp.zeros((rows, width))] * each)
+    zeros = jnp.zeros((rows, width), sum_dtype if scale is None else jnp.float32)
+    sums = lax.fori_loop(0, steps, step, [zeros] * each)
     for which, total in enumerate(sums):
+        total = total.astype(jnp.float32) * (1 if scale is None else 1 / 16)
         store(y.at[part, pl.ds(first, rows), columns, jnp.int32(which)], total, mask=used & inside)
+
+
+def high_nibbles(pairs: Array) -> tuple[Array, Array]:
+    """16 times each of the two int4 values in an int8, the one in its low bits first, as int8.
+
+    A value itself, see `quantize.nibbles`, takes more instructions.
+    """
+    return pairs << 4, pairs & -16

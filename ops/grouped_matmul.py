@@ -108,13 +108,13 @@ def ragged_dot_on_gpu(x: Array, w: Array | QuantizedArray, sizes: Array) -> tupl
     values, scale = values_and_scale(w)
     if not gpu.supports(values):
         return plain_ragged_dot(x, w, sizes)
-    return gpu.grouped_dot(x, values, sizes), scale
+    return gpu.ragged_dot(x, values, sizes), scale
 
 
 def int4_ragged_dot_on_gpu(x: Array, w: QuantizedArray, sizes: Array) -> tuple[Array, Array | None]:
     """By the same kernel, which also multiplies by the groups' scales."""
     if gpu.supports(w.values):
-        return gpu.grouped_dot(x, w, sizes), None
+        return gpu.ragged_dot(x, w, sizes), None
     return ragged_dot_on_gpu(x, w.format.expert_matrices(w, x.dtype)[0], sizes)
 
 

@@ -1,6 +1,7 @@
 """Products of activations and weights, by the kernels that each platform has for the weights' format."""
 
 import math
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -18,6 +19,7 @@ from quantize import (
 )
 
 NARROW = 128  # columns of a product on GPUs, below which XLA joins its matrix with others, by copies of all
+INTEGER_ROWS = 64  # up to which GPUs multiply int8 as integers
 FEW_ROWS = 256  # up to which multiplying int4 is no slower than converting it to bfloat16 first
 
 
@@ -35,6 +37,14 @@ def einsum(spec: str, x: Array, w: Array | QuantizedArray, out_dtype=None) -> Ar
     kernel = choose("matmul", KERNELS, (platform(), scheme_of(w)), plain_einsum)
     out_dtype = out_dtype or x.dtype
     return kernel(spec, x, w, out_dtype).astype(out_dtype)
+
+
+def products(x: Array, *pairs: tuple[str, Array | QuantizedArray]) -> list[Array]:
+    """`einsum(spec, x, w)` of each pair (spec, w). On GPUs a kernel multiplies by several int8 matrices."""
+    kernels = [choose("matmul", KERNELS, (platform(), scheme_of(w)), plain_einsum) for _, w in pairs]
+    if all(kernel is int8_on_gpu for kernel in kernels):
+        return [y.astype(x.dtype) for y in int8_products_on_gpu(x, pairs, x.dtype)]
+    return [einsum(spec, x, w) for spec, w in pairs]
 
 
 # The functions below return out_dtype, or float32 where that is as fast.
@@ -68,6 +78,27 @@ def einsum_on_gpu(spec: str, x: Array, w: Array | QuantizedArray, out_dtype) -> 
     y = jnp.einsum("nd,md->nm", left, right.astype(left.dtype), preferred_element_type=dtype)
     y = y if scale is None else y * scale.reshape(-1)
     return y.reshape(*x.shape[:-n], *values.shape[:-n])
+
+
+def int8_on_gpu(spec: str, x: Array, w: QuantizedArray, out_dtype) -> Array:
+    return int8_products_on_gpu(x, [(spec, w)], out_dtype)[0]
+
+
+def int8_products_on_gpu(x: Array, pairs: Sequence[tuple[str, QuantizedArray]], out_dtype) -> list[Array]:
+    """Few rows in bfloat16 are multiplied as integers, by all matrices in one kernel; others by XLA."""
+    n = contracted_count(pairs[0][0])
+    rows = x.reshape(-1, math.prod(x.shape[-n:]))
+    matrices = [w.values.reshape(-1, rows.shape[1]) for _, w in pairs]
+    whole = not any(per_head(spec) for spec, _ in pairs)
+    if (
+        len(rows) > INTEGER_ROWS
+        or x.dtype != jnp.bfloat16
+        or not whole
+        or not all(map(gpu.supports, matrices))
+    ):
+        return [einsum_on_gpu(spec, x, w, out_dtype) for spec, w in pairs]
+    y = zip(gpu.integer_products(rows, matrices), pairs, strict=True)
+    return [(y * w.scale.reshape(-1)).reshape(*x.shape[:-n], *w.scale.shape) for y, (_, w) in y]
 
 
 def per_head(spec: str) -> bool:
@@ -119,7 +150,7 @@ def int4_on_gpu(spec: str, x: Array, w: QuantizedArray, out_dtype) -> Array:
         return plain_einsum(spec, x, w, out_dtype)
     values, scale = w.values.reshape(1, -1, w.values.shape[n], M), w.scale.reshape(1, -1, M)
     expert = QuantizedArray(values, scale, w.format)
-    return gpu.grouped_dot(x.reshape(rows, -1), expert, jnp.array([rows])).reshape(*lead, *outputs)
+    return gpu.ragged_dot(x.reshape(rows, -1), expert, jnp.array([rows])).reshape(*lead, *outputs)
 
 
 # By platform and scheme; all others use `plain_einsum`.
@@ -128,7 +159,7 @@ KERNELS = {
     ("cpu", "int8"): einsum_on_cpu,
     ("tpu", "int4"): int4_on_tpu,
     ("gpu", "float"): einsum_on_gpu,
-    ("gpu", "int8"): einsum_on_gpu,
+    ("gpu", "int8"): int8_on_gpu,
     ("gpu", "fp8"): einsum_on_gpu,
     ("gpu", "int4"): int4_on_gpu,
 }

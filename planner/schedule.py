@@ -200,7 +200,7 @@ class _Clock:
             return attention_operations([y.results[0] for y in operands]), 0
         if x.kernel.startswith("ragged-dot-none"):
             return ragged_operations(x, [y.results[0] for y in operands]), 0
-        if x.kernel in ("flash", "grouped_dot"):
+        if x.kernel in ("flash", "grouped_dot", "joined_dot"):
             return gpu_kernel_operations(x, [y.results[0] for y in operands]), 0
         if x.kernel == "delta_steps":
             return 0, delta_operations([y.results[0] for y in operands])
@@ -247,15 +247,17 @@ def attention_operations(operands: list[Array]) -> float:
 
 
 def gpu_kernel_operations(x: Instruction, operands: list[Array]) -> float:
-    """Operations of the kernels of ops/gpu.py.
+    """Operations of products of the kernels of ops/gpu.py. Those of 8-bit integers count half.
 
-    flash: queries [R,N,H] with keys and values [R,S,2H]. grouped_dot: rows [N,D] with matrices, whose product
-    is stored as [parts,N,...].
+    flash: queries [R,N,H], limits, and keys and values [B,S,2H]. grouped_dot, joined_dot: rows [N,D] and one
+    or several matrices; products are stored as [parts,N,...].
     """
-    left, right = (array.shape for array in operands[:2])
+    rows = operands[0]
     if x.kernel == "flash":
-        return 2 * math.prod(left[:-1]) * right[1] * right[2]
-    return 2 * left[1] * math.prod(x.results[0].shape[1:])
+        _, S, C = operands[2].shape
+        return 2 * rows.size * S * C / rows.shape[-1]
+    products = sum(math.prod(y.shape[1:]) for y in x.results)
+    return (1 if rows.dtype == "s8" else 2) * rows.shape[1] * products
 
 
 def ragged_operations(x: Instruction, operands: list[Array]) -> float:

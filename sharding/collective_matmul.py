@@ -85,7 +85,7 @@ def products(x: Array, *pairs: "tuple[str, Weight | Gathering]") -> list[Array]:
     """`einsum(spec, x, w)` of each pair (spec, w). By columns, x travels around the ring once for all."""
     gathering = [w for _, w in pairs if isinstance(w, Gathering)]
     if not gathering:
-        return [einsum(spec, x, w) for spec, w in pairs]
+        return matmul.products(x, *pairs)  # type: ignore[arg-type]
     specs, weights, ring = [spec for spec, _ in pairs], [w.weight for w in gathering], gathering[0].ring
     if not all(map(has_columns, weights)):
         x = lax.all_gather(x, MODEL, axis=x.ndim - 1, tiled=True)

@@ -16,8 +16,8 @@ from sharding.mesh import SLOTS
 def visible_slots(chunk, mask, end: Array) -> tuple[Array, tuple[Array, Array] | None]:
     """Which of this device's slots each query sees, of a cache that its row's tokens before `end` went into.
 
-    end: [b,T], or [b,1] if it is the same for all queries. -> (length [b,T], gap): a query sees the slots before `length`, except those in [gap[0], gap[1]), [b,T]
-    each. A gap of None leaves nothing out.
+    end: [b,T], or [b,1] for all queries. -> (length [b,T], gap): a query sees the slots before `length`,
+    except those in [gap[0], gap[1]), [b,T] each. A gap of None leaves nothing out.
 
     For example, a window of 4 has a ring of 6 slots. After 9 tokens they hold positions 6, 7, 8, 3, 4, 5. The
     query at position 8 sees 5 to 8: the length is 6 and the gap [3, 5).

@@ -211,7 +211,7 @@ def test_differences():
 
 KERNELS = {  # of Pallas
     "cpu": set(),
-    "gpu": {"flash", "grouped_dot"},
+    "gpu": {"flash", "merge_parts", "grouped_dot", "joined_dot"},
     "tpu": {
         "ragged_decode", "ragged_attention", "splash_mqa_fwd_segmented_residuals", "take_slots", "put_slots",
         "active_experts", "take_rows",

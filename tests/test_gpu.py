@@ -133,6 +133,66 @@ def test_grouped_dot(sizes, programs, dtype, monkeypatch, as_on_a_gpu):
     np.testing.assert_allclose(result[:N], np.einsum("nd,ndm->nm", x[:N], w[expert]), atol=1e-3, rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "programs"), [("int8", 1), ("int8", 512), ("float32", 1), ("bfloat16", 512)]
+)
+def test_joined_dot(dtype, programs, monkeypatch, as_on_a_gpu):
+    """Several matrices, of sizes that no block divides, whole and in parts."""
+    monkeypatch.setattr(gpu, "PROGRAMS", programs)
+    rng, used, D = np.random.default_rng(0), as_on_a_gpu(), 2100
+    x, *matrices = (jnp.asarray(rng.integers(-127, 128, (n, D)), dtype) for n in (3, 100, 1, 64))
+    found = gpu.joined_dot(x, matrices)
+    assert used == {"joined_dot"} and {len(y) > 1 for y in found} == {programs > 1}
+    for y, w in zip(found, matrices, strict=True):
+        np.testing.assert_array_equal(np.sum(y, 0), np.float64(x) @ np.float64(w).T)  # whole numbers
+
+
+def rounding(x: np.ndarray, w: np.ndarray) -> np.ndarray:
+    """What the product of rows x and columns w may be off, if both parts of x have 15 bits of its largest."""
+    return np.abs(x).max(1, keepdims=True) / 127 / 254 * np.abs(w).sum(-2) + 1e-4
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_few_rows_of_int8(rows, as_on_a_gpu):
+    """By integers, in one kernel; more rows and float32, which integers would round, by floats."""
+    x = jnp.asarray(np.random.default_rng(1).standard_t(3, (1, rows, 96)), "bfloat16")
+    shapes = {"bTD,kgHD->bTkgH": (2, 3, 8, 96), "bTD,khD->bTkh": (2, 8, 96)}
+    weights = {spec: jnp.asarray(weights_like_real_ones(*shape)) for spec, shape in shapes.items()}
+    pairs = [(spec, quantize(w, (w.ndim - 1,))) for spec, w in weights.items()]
+    used = as_on_a_gpu()
+    for given, kernels in ((x, {"joined_dot"}), (jnp.float32(x), set()), (jnp.tile(x, (1, 70, 1)), set())):
+        used.clear()
+        found = matmul.products(given, *pairs)
+        alone = [matmul.einsum(spec, given, w) for spec, w in pairs]
+        assert used == kernels
+        for (spec, q), y, same in zip(pairs, found, alone, strict=True):
+            whole = np.float64(q.values) * np.float64(q.scale)[..., None]
+            expected = np.einsum(spec, np.float64(given), whole)
+            parts = rounding(np.float64(given)[0], whole.reshape(-1, 96).T).max()
+            np.testing.assert_array_equal(np.float64(y), np.float64(same))
+            np.testing.assert_allclose(np.float64(y), expected, rtol=2**-7, atol=parts)  # 8 bits, twice
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_experts_of_integers(dtype, as_on_a_gpu):
+    """Few rows in bfloat16 are multiplied as two rows of integers each, which both go to their expert."""
+    rng, sizes, (E, D, M) = np.random.default_rng(0), np.array([3, 0, 20, 1]), (4, 320, 140)
+    x, w = jnp.asarray(rng.standard_normal((26, D)), "bfloat16"), jnp.float32(rng.standard_normal((E, D, M)))
+    if dtype == "int8":
+        given = quantize(w, (1,)).values
+        whole = np.float64(given)
+    else:
+        given = quantize_groups(w, (0, 1), 64)
+        whole = np.float64(dequantize_groups(given, 2)).reshape(w.shape)
+    used = as_on_a_gpu()
+    result = gpu.ragged_dot(x, given, jnp.int32(sizes))
+    assert used == {"grouped_dot"} and result.dtype == jnp.float32
+    for row, expert in enumerate(np.repeat(np.arange(E), sizes)):
+        known = np.float64(x[row])[None]
+        error = np.abs(np.float64(result[row]) - known @ whole[expert])
+        assert (error <= rounding(known, whole[expert])).all()
+
+
 @pytest.mark.parametrize(("spec", "x", "w", "axes"), PRODUCTS)
 def test_int4(spec, x, w, axes, monkeypatch, as_on_a_gpu):
     """Few rows by whatever letters; many rows, or an odd number of columns, are multiplied by floats."""
