@@ -61,19 +61,21 @@ def plain_einsum(spec: str, x: Array, w: Array | QuantizedArray, out_dtype) -> A
 def einsum_on_gpu(spec: str, x: Array, w: Array | QuantizedArray, out_dtype) -> Array:
     """Floats, or 8 bits with a scale per channel, by XLA, which must not copy them.
 
-    XLA joins products of the same x, and in every step copies their matrices into one. A barrier keeps it
-    from that where the copy costs more than a larger product saves: of many rows, and of a narrow matrix. Of
-    many rows the product is rounded to out_dtype before anything else is done with it: float32 would be
-    written to memory and read again.
+    XLA joins several products of one x, unless each has its own barrier, and gives a matrix the layout that
+    suits what follows its product, unless a barrier precedes it: both copy matrices in every step. Few rows
+    and wide matrices are not joined; there XLA may compute x inside of the product. Of many rows the product
+    is rounded to out_dtype before anything else is done with it: float32 would be written and read again.
     """
     if per_head(spec):
         return plain_einsum(spec, x, w, out_dtype)
     n = contracted_count(spec)
     values, scale = values_and_scale(w)
     left, right = x.reshape(-1, math.prod(x.shape[-n:])), values.reshape(-1, math.prod(values.shape[-n:]))
-    many, narrow = len(left) > FEW_ROWS, len(right) < NARROW
-    if many or narrow:
+    many = len(left) > FEW_ROWS
+    if many or len(right) < NARROW:
         left, right = lax.optimization_barrier((left, right))
+    else:
+        right = lax.optimization_barrier(right)
     dtype = out_dtype if many else jnp.float32
     y = jnp.einsum("nd,md->nm", left, right.astype(left.dtype), preferred_element_type=dtype)
     y = y if scale is None else y * scale.reshape(-1)

@@ -10,6 +10,7 @@ import numpy as np
 from jax import Array, lax
 
 from ops.attention import merge
+from ops.platform import platform
 from sharding.mesh import SLOTS
 
 
@@ -58,8 +59,9 @@ def whole_heads(q: Array, *kv: Array) -> list[Array]:
     Each device has computed some columns h of a head's key and value, and some of its queries g.
     """
     if lax.axis_size(SLOTS) == 1:
-        # Without the barrier XLA applies rotate's reshape to w.q, and copies that weight in every step.
-        return lax.optimization_barrier([q, *kv])
+        # Without the barrier XLA applies rotate's reshape to w.q, and copies that weight in every step. On GPUs
+        # ops.matmul.einsum has one behind w.q, so that rotate can be fused with the product.
+        return [q, *kv] if platform() == "gpu" else lax.optimization_barrier([q, *kv])
     *bTk, g, H = q.shape
     q, *whole = gather_shared_head(q.reshape(*bTk, g * H), *kv)
     return [q.reshape(*bTk, -1, H), *whole]
