@@ -39,14 +39,16 @@ from families.latent_attention import LatentAttentionWeights
 from feedback.errors import UserError
 from model import Config
 from ops.kv_cache import cached_depth
+from ops.platform import platform
 from planner.published_models import MODELS, read_model
 from quantize import FORMATS, QuantizedArray, values_and_scale
-from serving.chunks import ACCELERATOR_SHAPES, best_shape
+from serving.chunks import ACCELERATOR_SHAPES, EXPERTS_TOKENS, best_shape
 from serving.executors import one_program
 from serving.steps import Batch, DecodeStep, PrefillChunk, init_batch
 from terminal import launch
 from terminal.command_line import OneLineParser, run
 
+WITHOUT_GRAPHS = {"xla_gpu_enable_command_buffer": ""}  # a compiler's option
 COMPONENTS = ("attention", "mlp", "experts", "embed", "unembed", "sample")  # named scopes of model.py
 
 
@@ -70,11 +72,14 @@ def measure(function: Callable[[int], object], repeat: int, n: int = 1) -> Timin
 
 
 def measure_bandwidth() -> float:
-    """Bytes per second that one device reads: the faster of a sum and a product with a vector."""
+    """Bytes per second that one device moves: in a sum, a product with a vector, or a copy, which is best.
+
+    A copy moves each byte twice. A GPU copies faster than it sums.
+    """
     on_cpu = jax.default_backend() == "cpu"
     x = jnp.ones((1 << 13, 1 << (13 if on_cpu else 16)), jnp.float32)  # 256 MiB, else 2 GiB
-    ways = jax.jit(jnp.sum), jax.jit(lambda x: jnp.einsum("ij,j->i", x, x[0]))
-    return max(x.nbytes / _best(way, x) for way in ways)
+    ways = [(jnp.sum, 1), (lambda x: jnp.einsum("ij,j->i", x, x[0]), 1), (lambda x: -x, 2)]
+    return max(times * x.nbytes / _best(jax.jit(way), x) for way, times in ways)
 
 
 def measure_flops(dtype) -> float:
@@ -93,9 +98,11 @@ def _best(function, x: jax.Array) -> float:
     return measure(lambda _: function(x), 5).least
 
 
-def chunk_width(batch: int, length: int) -> int:
-    """Tokens of each prompt in one prefill chunk of all `batch` rows: fewer for many rows, to save memory."""
-    limit = 512
+def chunk_width(batch: int, length: int, limit: int) -> int:
+    """Tokens of each prompt in one prefill chunk of all `batch` rows: fewer for many rows, to save memory.
+
+    limit: the most, for few rows.
+    """
     while limit * batch > 8 * 512 and limit > 16:
         limit //= 2
     return min(limit, best_shape(ACCELERATOR_SHAPES, [[length]]).width)
@@ -142,10 +149,15 @@ def _size(tree) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A function compiled for arrays of some shapes. seconds: what compiling took."""
+    """A function compiled for arrays of some shapes. seconds: what compiling took.
+
+    profiled: the same for a profile. On a GPU it starts its kernels one by one, where `compiled` starts many
+    at a time (a CUDA graph), of which a profile does not say to which instructions they belong.
+    """
 
     compiled: jax.stages.Compiled
     seconds: float
+    profiled: jax.stages.Compiled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,8 +174,11 @@ class Bench:
 
     def compile(self, function, *arguments, **static) -> Program:
         began = time.perf_counter()
-        compiled = function.lower(*arguments, **static, cfg=self.cfg, mesh=self.mesh).compile()
-        return Program(compiled, time.perf_counter() - began)
+        lowered = function.lower(*arguments, **static, cfg=self.cfg, mesh=self.mesh)
+        compiled = lowered.compile()
+        seconds, on_gpu = time.perf_counter() - began, platform(self.mesh) == "gpu"
+        profiled = lowered.compile(WITHOUT_GRAPHS) if on_gpu else compiled
+        return Program(compiled, seconds, profiled)
 
     def rows(self, n: int, filled: int, room: int) -> Batch:
         """A batch of n rows that have read `filled` tokens each, with room for more."""
@@ -183,25 +198,26 @@ class Bench:
         step = DecodeStep(count=np.ones(batch, np.int32))
         program = self.compile(one_program, step, self.weights, *state)
 
-        def go(n: int):
+        def go(n: int, compiled=program.compiled):
             for _ in range(n):
-                state[0] = program.compiled(step, self.weights, state[0])[1]
+                state[0] = compiled(step, self.weights, state[0])[1]
             return state
 
         return self.time("decode", go, steps, batch, 1, context, program, trace)
 
     def prefill(self, batch: int, length: int, trace: pathlib.Path | None = None) -> dict:
         """Prompts of `length` tokens into empty caches."""
-        state, width = [self.rows(batch, 0, length)], chunk_width(batch, length)
+        widest = EXPERTS_TOKENS if self.cfg.moe or platform(self.mesh) == "cpu" else 2048
+        state, width = [self.rows(batch, 0, length)], chunk_width(batch, length, widest)
         counts = [np.full(batch, min(width, length - i), np.int32) for i in range(0, length, width)]
         chunks = [PrefillChunk(rows=None, count=count, width=width) for count in counts]
         program = self.compile(one_program, chunks[0], self.weights, *state)
 
-        def go(n: int):
+        def go(n: int, compiled=program.compiled):
             for _ in range(n):
                 rows = state[0].replace(length=jnp.zeros_like(state[0].cache.length))
                 for chunk in chunks:
-                    rows = program.compiled(chunk, self.weights, rows)[1]
+                    rows = compiled(chunk, self.weights, rows)[1]
                 state[0] = rows
             return state
 
@@ -214,8 +230,8 @@ class Bench:
         with tempfile.TemporaryDirectory() as temporary:
             folder = trace / f"{phase}-{batch}x{context or tokens}" if trace else pathlib.Path(temporary)
             with jax.profiler.trace(folder, create_perfetto_trace=trace is not None):
-                jax.block_until_ready(go(1))
-            parts = components(folder, program.compiled.as_text())
+                jax.block_until_ready(go(1, program.profiled))
+            parts = components(folder, program.profiled.as_text())
         floors = self.floors(batch, tokens, context, phase == "decode")
         bound = max(floors, key=floors.get)
         return dict(

@@ -237,8 +237,9 @@ def joined_dot(x: Array, matrices: Sequence[Array]) -> list[Array]:
 
     x: [N,D], of the matrices' type. matrices: [M,D]. The P parts are to be added: int32 of int8, or float32.
     """
-    (N, D), most = x.shape, 256 // x.dtype.itemsize
-    rows, deep = max(16, pl.next_power_of_2(N)), min(most, max(32, pl.next_power_of_2(D)))
+    (N, D), rows = x.shape, max(16, pl.next_power_of_2(len(x)))
+    deep = (256 if rows <= 32 else 128) // x.dtype.itemsize  # more do not fit into shared memory
+    deep = min(deep, max(32, pl.next_power_of_2(D)))
     blocks = [pl.cdiv(len(w), OUTPUTS) for w in matrices]
     parts = max(1, min(PROGRAMS // sum(blocks), D // (4 * deep)))
     sum_dtype = jnp.int32 if x.dtype == jnp.int8 else jnp.float32

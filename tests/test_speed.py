@@ -73,10 +73,12 @@ def test_operations_of_states():
 
 
 @pytest.mark.parametrize(
-    ("batch", "length", "width"), [(1, 600, 512), (8, 20, 32), (9, 512, 256), (32, 512, 128), (999, 40, 16)]
-)
-def test_prefill_chunks_fit_in_memory(batch, length, width):
-    assert speed.chunk_width(batch, length) == width
+    ("batch", "length", "limit", "width"),
+    [(1, 600, 512, 512), (1, 2048, 2048, 2048), (3, 4096, 2048, 1024), (8, 20, 512, 32), (9, 512, 512, 256),
+     (32, 512, 512, 128), (999, 40, 512, 16)],
+)  # fmt: skip
+def test_prefill_chunks_fit_in_memory(batch, length, limit, width):
+    assert speed.chunk_width(batch, length, limit) == width
 
 
 HLO = """
