@@ -184,11 +184,6 @@ class Chunk:
         """[b,T] bool: True for tokens, False for padding."""
         return jnp.arange(self.positions.shape[1]) < self.count[:, None]
 
-    @property
-    def ends(self) -> Array:
-        """[b,T] int32: how many of its row's tokens each token sees, itself the last one."""
-        return self.start[:, None] + jnp.minimum(jnp.arange(self.positions.shape[1]) + 1, self.count[:, None])
-
 
 def chunk_at(start: Array, count: Array, T: int, row: Array | None = None) -> Chunk:
     """The Chunk of T tokens per row. start, count, row: [b] int32."""
@@ -423,7 +418,7 @@ def write_and_attend(
         return *attend(q, source, chunk, mask), None, source
     T, slots = q.shape[1], slot_mapping(chunk, mask, kv.values.shape[2])
     if T == 1:  # one kernel writes the token and attends to the cache
-        length, gap = visible_slots(chunk, mask, chunk.ends)
+        length, gap = visible_slots(chunk, mask, has_chunk=True)
         with jax.named_scope("scores"):
             (o, lse), kv = ragged_decode(q, new, kv, length, slots, gap, chunk.row)
         return *merge_slots(o, lse), kv, KeysValues(new=new, cache=kv)
@@ -447,7 +442,7 @@ def attend(q: Array, source: KeysValues, chunk: Chunk, mask: Mask) -> tuple[Arra
         return attend_to_chunk(q, source.new, chunk, mask)
     # A cache that is not a ring has the chunk, too; but only some kernels let each query see other slots.
     at_once = q.shape[1] == 1 or (mask.ring is None and sees_by_query(q, source.cache))
-    length, gap = visible_slots(chunk, mask, chunk.ends if at_once else chunk.start[:, None])
+    length, gap = visible_slots(chunk, mask, has_chunk=at_once)
     with jax.named_scope("scores"):
         o, lse = attend_cached(q, source.cache, length, gap, chunk.row)
     o, lse = merge_slots(o, lse)

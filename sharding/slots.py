@@ -14,16 +14,20 @@ from ops.platform import platform
 from sharding.mesh import SLOTS
 
 
-def visible_slots(chunk, mask, end: Array) -> tuple[Array, tuple[Array, Array] | None]:
-    """Which of this device's slots each query sees, of a cache that its row's tokens before `end` went into.
+def visible_slots(chunk, mask, has_chunk: bool) -> tuple[Array, tuple[Array, Array] | None]:
+    """Which of this device's slots each query sees, of a cache that all tokens before the chunk went into.
 
-    end: [b,T], or [b,1] for all queries. -> (length [b,T], gap): a query sees the slots before `length`,
-    except those in [gap[0], gap[1]), [b,T] each. A gap of None leaves nothing out.
+    has_chunk: the chunk's tokens went into it, too, of which a query sees those up to itself. A ring has only
+    chunks of one token.
+    -> (length [b,T], gap): a query sees the slots before `length`, except those in [gap[0], gap[1]), [b,T]
+    each. A gap of None leaves nothing out.
 
     For example, a window of 4 has a ring of 6 slots. After 9 tokens they hold positions 6, 7, 8, 3, 4, 5. The
     query at position 8 sees 5 to 8: the length is 6 and the gap [3, 5).
     """
-    first, filled = mask.first_visible(chunk.positions), end
+    first, filled = mask.first_visible(chunk.positions), chunk.start[:, None]
+    if has_chunk:
+        filled = jnp.minimum(chunk.positions + 1, filled + chunk.count[:, None])
     any_visible = (first < filled) & (chunk.count > 0)[:, None]
     if not mask.ring:
         return jnp.where(any_visible, local_slots(filled), 0), None
@@ -59,8 +63,8 @@ def whole_heads(q: Array, *kv: Array) -> list[Array]:
     Each device has computed some columns h of a head's key and value, and some of its queries g.
     """
     if lax.axis_size(SLOTS) == 1:
-        # Without the barrier XLA applies rotate's reshape to w.q, and copies that weight in every step. On GPUs
-        # ops.matmul.einsum has one behind w.q, so that rotate can be fused with the product.
+        # Without a barrier XLA applies rotate's reshape to w.q, and copies that weight in each step. For GPUs
+        # the barrier is before the product, in ops.matmul.einsum, and rotate can be fused with the product.
         return [q, *kv] if platform() == "gpu" else lax.optimization_barrier([q, *kv])
     *bTk, g, H = q.shape
     q, *whole = gather_shared_head(q.reshape(*bTk, g * H), *kv)

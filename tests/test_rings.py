@@ -96,7 +96,7 @@ def test_visible_slots(mask):
     def on_device(read):
         """A row that has read so many tokens reads one more."""
         chunk = model.chunk_at(read, jnp.ones_like(read), 1)
-        return slot_mapping(chunk, mask, n), visible_slots(chunk, mask, chunk.ends)
+        return slot_mapping(chunk, mask, n), visible_slots(chunk, mask, has_chunk=True)
 
     written, (length, gap) = jax.tree.map(np.asarray, on_device(jnp.arange(n)))
     held = np.full(mask.ring or n, -1)
