@@ -10,6 +10,7 @@ from deployment.job import Job
 from deployment.memory import gib
 from feedback.errors import UserError
 from planner.compiled_step import Step
+from planner.gpus import COPY_SHARE, KERNEL_SECONDS
 from planner.planning import Plan, make_plan
 from planner.published_models import MODELS, read_model
 from planner.topologies import find_topology
@@ -129,7 +130,10 @@ def show_step(title: str, step: Step, plan: Plan) -> None:
     sending = step.seconds["interconnect"]
     if sending:
         print(f"    collectives add {step.exposed_seconds * 1e3:.2f} ms, and take {sending * 1e3:.2f} ms")
-    if cautious != least:
+    if step.kernels:
+        losses = f"with {KERNEL_SECONDS * 1e6:.1f} us for each kernel, and {COPY_SHARE:.0%} of the bandwidth"
+        print(f"    {cautious} {losses}, as measured on an H100")
+    elif cautious != least:
         print(f"    {cautious} if a hop takes 1 us and an all-reduce goes all hops twice")
     print("  Estimate without it (data sheet speeds, no collective hidden)")
     print(f"    {_milliseconds(step.seconds)}")

@@ -22,6 +22,7 @@ from feedback.errors import UserError
 from ops.attention import BLOCK
 from ops.tpu import TILE
 from planner.compiler import CompiledProgram, compile_programs, memory_of
+from planner.gpus import with_losses
 from planner.schedule import Schedule, expert_rows, read_schedule
 from planner.traffic import Collective, Program, Reader
 from sharding.collective_matmul import column_ring
@@ -46,7 +47,8 @@ class Step:
     by_columns: see sharding/collective_matmul.py.
     Estimated from the compiler's schedule, see planner/schedule.py. schedule: seconds by what passes them.
     scheduled_seconds: their sum. cautious_seconds: the same with the cautious times of collectives, see
-    deployment/estimates.py. exposed_seconds: by how much collectives make the step longer.
+    deployment/estimates.py, and of GPUs with what their kernels lose, see planner/gpus.py. exposed_seconds:
+    by how much collectives make the step longer.
     Estimated without it. seconds: what each resource alone takes. bound_by: the resource that takes longest.
     """
 
@@ -101,8 +103,11 @@ def compile_step(job: Job, mesh: Mesh, topology: Topology, dump: str | None = No
         kernels += sum({event.instruction: event.count for event in found[-1].traffic}.values())
         walk = partial(read_schedule, reader, topology.chip, expert_rows=rows)
         schedule += walk(partial(sending_seconds, topology)) * x.count
-        cautious += walk(partial(sending_seconds, topology, cautious=True)) * x.count
         alone += walk(lambda collective: 0) * x.count
+        if not topology.sizes:
+            chip, kernel_seconds = with_losses(topology.chip)
+            walk = partial(read_schedule, reader, chip, expert_rows=rows, kernel_seconds=kernel_seconds)
+        cautious += walk(partial(sending_seconds, topology, cautious=True)) * x.count
     program = Program.of_all(found)
     by_part, per_layer, between, sending = dict.fromkeys(PARTS, 0.0), Counter(), Counter(), 0.0
     for x in program.traffic:

@@ -13,8 +13,8 @@ through this order with a clock:
 - Asynchronous collectives go on beside the instructions that follow, one after another; only permutations
   between other pairs of devices go at the same time. The instruction that takes the result waits for the end.
 
-On a GPU an instruction is a kernel: one after another, each takes as long as its operations or its bytes. The
-time to launch it is left out.
+On a GPU an instruction is a kernel: one after another, each takes as long as its operations or its bytes, and
+`kernel_seconds` more.
 
 So the result is an estimate, of a schedule that is the compiler's own.
 """
@@ -83,13 +83,15 @@ def read_schedule(
     seconds: Callable[[Collective], float],
     expert_rows: float = 0.0,
     timeline: list[Passed] | None = None,
+    kernel_seconds: float = 0.0,
 ) -> Schedule:
     """The schedule of a program.
 
     seconds: how long a collective takes if nothing else uses its links. expert_rows: that the experts' kernel
     multiplies in a layer, all experts together. timeline: a list to which all that passes is added, in order.
+    kernel_seconds: what every instruction that moves bytes takes beside them.
     """
-    clock = _Clock(reader, chip, seconds, expert_rows)
+    clock = _Clock(reader, chip, seconds, expert_rows, kernel_seconds)
     clock.run(reader.entry, None)
     if timeline is not None:
         timeline += clock.timeline
@@ -103,9 +105,11 @@ class _Clock:
     """
 
     def __init__(
-        self, reader: Reader, chip: Chip, seconds: Callable[[Collective], float], expert_rows: float
-    ):
+        self, reader: Reader, chip: Chip, seconds: Callable[[Collective], float], expert_rows: float,
+        kernel_seconds: float,
+    ):  # fmt: skip
         self.reader, self.chip, self.seconds_of, self.expert_rows = reader, chip, seconds, expert_rows
+        self.kernel_seconds = kernel_seconds
         self.now, self.memory, self.links, self.spent = 0.0, 0.0, Counter(), Schedule()
         self.scope, self.timeline = "", []
 
@@ -147,8 +151,8 @@ class _Clock:
 
         events: what the reader says that it does. started: see `run`.
         """
-        moved = [event.bytes for event in events if isinstance(event, Traffic) and event.bytes > SCALAR]
-        moved = sum(moved) / self.chip.bandwidth
+        traffic = [event.bytes for event in events if isinstance(event, Traffic)]
+        moved = sum(size for size in traffic if size > SCALAR) / self.chip.bandwidth
         if moved:
             self.memory = max(self.memory, self.now) + moved
         if x.opcode in ("copy-start", "slice-start"):
@@ -166,6 +170,8 @@ class _Clock:
         self.pass_time("computing", self.now + self.computing(x, body))
         if moved:
             self.pass_time("memory", self.memory)
+        if traffic:
+            self.pass_time("computing", self.now + self.kernel_seconds)
         for event in collectives:
             if not event.asynchronous:
                 self.pass_time("collectives", self.now + self.seconds_of(event))

@@ -133,7 +133,10 @@ def test_kernels_run_one_after_another():
     chip = dataclasses.replace(H100, bandwidth=1e15, flops=1.0, vector=1e15)
     product, attention = 2 * 32 * 128 * 512, 2 * 8 * 1024 * 256
     assert read_schedule(Reader(STEP), chip, lambda x: 0.0).seconds == pytest.approx(product + attention)
-    assert read_schedule(Reader(STEP), H100, lambda x: 0.0) != Schedule()
+    plain = read_schedule(Reader(STEP), H100, lambda x: 0.0)
+    slower = read_schedule(Reader(STEP), H100, lambda x: 0.0, kernel_seconds=1e-3)
+    kernels = len({x.instruction for x in read_program(STEP).traffic})
+    assert plain != Schedule() and slower.seconds == pytest.approx(plain.seconds + 1e-3 * kernels)
 
 
 def test_collectives_over_a_switch():
