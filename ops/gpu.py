@@ -33,7 +33,7 @@ except (ImportError, AttributeError) as e:  # deprecated since jax 0.11
 PROGRAMS = 512  # enough to keep a GPU busy: a few on each of its 100 to 150 processors
 BLOCK = 64  # slots that a program of `flash` reads at a time
 COLUMNS = 128  # of M, of a program of `grouped_dot`
-OUTPUTS = 64  # of M, of a program of `joined_dot`
+PROCESSORS = 128  # of a GPU, about: each should have a program of `joined_dot`
 FEW_ROWS = 256  # up to which integers are multiplied in place of converted weights
 WIDTHS = (64, 128)  # of keys, that `flash` supports
 MERGED = 8192  # numbers that a program of `merge_parts` holds
@@ -240,11 +240,13 @@ def joined_dot(x: Array, matrices: Sequence[Array]) -> list[Array]:
     (N, D), rows = x.shape, max(16, pl.next_power_of_2(len(x)))
     deep = (256 if rows <= 32 else 128) // x.dtype.itemsize  # more do not fit into shared memory
     deep = min(deep, max(32, pl.next_power_of_2(D)))
-    blocks = [pl.cdiv(len(w), OUTPUTS) for w in matrices]
-    parts = max(1, min(PROGRAMS // sum(blocks), D // (4 * deep)))
+    # The sum of parts would be a kernel of its own, or keep XLA from fusing what follows it.
+    outputs = next((n for n in (64, 32) if sum(pl.cdiv(len(w), n) for w in matrices) >= PROCESSORS), 16)
+    blocks = [pl.cdiv(len(w), outputs) for w in matrices]
+    parts = max(1, min(PROCESSORS // sum(blocks), D // (4 * deep)))
     sum_dtype = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
     return pl.pallas_call(
-        partial(_joined_dot, rows=rows, deep=deep, parts=parts),
+        partial(_joined_dot, rows=rows, deep=deep, outputs=outputs, parts=parts),
         grid=(sum(blocks), parts),
         out_shape=[result((parts, N, len(w)), sum_dtype, x, *matrices) for w in matrices],
         compiler_params=CompilerParams(num_warps=4, num_stages=4),
@@ -252,16 +254,16 @@ def joined_dot(x: Array, matrices: Sequence[Array]) -> list[Array]:
     )(x, *matrices)
 
 
-def _joined_dot(x, *refs, rows: int, deep: int, parts: int):
-    """The kernel: OUTPUTS rows of one matrix, and one part of D. refs: the matrices, then their products."""
+def _joined_dot(x, *refs, rows: int, deep: int, outputs: int, parts: int):
+    """The kernel: some outputs of one matrix, and one part of D. refs: the matrices, then their products."""
     (N, D), count = x.shape, len(refs) // 2
     i, part = pl.program_id(0), pl.program_id(1)
     share = pl.cdiv(pl.cdiv(D, deep), parts)
     used = lax.broadcasted_iota(jnp.int32, (rows, 1), 0) < N
 
     def multiply(w, y, first: int) -> None:
-        here = pl.ds((i - first) * OUTPUTS, OUTPUTS)
-        place = (i - first) * OUTPUTS + lax.broadcasted_iota(jnp.int32, (1, OUTPUTS), 1)
+        here = pl.ds((i - first) * outputs, outputs)
+        place = (i - first) * outputs + lax.broadcasted_iota(jnp.int32, (1, outputs), 1)
         inside = place < w.shape[0]
 
         def step(n, total):
@@ -271,12 +273,12 @@ def _joined_dot(x, *refs, rows: int, deep: int, parts: int):
             b = load(w.at[here, pl.ds(at, deep)], mask=inside.T & depth, other=0)
             return total + jnp.dot(b, a.T, precision=precision(x.dtype), preferred_element_type=total.dtype)
 
-        total = lax.fori_loop(0, share, step, jnp.zeros((OUTPUTS, rows), y.dtype))
+        total = lax.fori_loop(0, share, step, jnp.zeros((outputs, rows), y.dtype))
         store(y.at[part, pl.ds(0, rows), here], total.T, mask=used & inside)
 
     first = 0
     for w, y in zip(refs[:count], refs[count:], strict=True):
-        end = first + pl.cdiv(w.shape[0], OUTPUTS)
+        end = first + pl.cdiv(w.shape[0], outputs)
         pl.when((first <= i) & (i < end))(partial(multiply, w, y, first))
         first = end
 

@@ -5,8 +5,8 @@ import dataclasses
 from deployment.chips import BANDWIDTH, Chip, Gpu
 
 # What a kernel takes beside its bytes, the pause before it included, and the share of the data sheet's
-# bandwidth that a copy reaches. From the H100 of docs/gpu.md, "Measured": with both, the estimates of three of
-# the four decode steps there are within 3% of what they took.
+# bandwidth that a copy reaches. From the H100 of docs/gpu.md, "Measured". With both, the estimates of three
+# of its four decode steps are within 3% of what they took.
 KERNEL_SECONDS, COPY_SHARE = 3.3e-6, 0.9
 
 

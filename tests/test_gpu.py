@@ -134,15 +134,15 @@ def test_grouped_dot(sizes, programs, dtype, monkeypatch, as_on_a_gpu):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "programs"), [("int8", 1), ("int8", 512), ("float32", 1), ("bfloat16", 512)]
+    ("dtype", "processors"), [("int8", 1), ("int8", 512), ("float32", 6), ("bfloat16", 512)]
 )
-def test_joined_dot(dtype, programs, monkeypatch, as_on_a_gpu):
+def test_joined_dot(dtype, processors, monkeypatch, as_on_a_gpu):
     """Several matrices, of sizes that no block divides, whole and in parts."""
-    monkeypatch.setattr(gpu, "PROGRAMS", programs)
+    monkeypatch.setattr(gpu, "PROCESSORS", processors)
     rng, used, D = np.random.default_rng(0), as_on_a_gpu(), 2100
     x, *matrices = (jnp.asarray(rng.integers(-127, 128, (n, D)), dtype) for n in (3, 100, 1, 64))
     found = gpu.joined_dot(x, matrices)
-    assert used == {"joined_dot"} and {len(y) > 1 for y in found} == {programs > 1}
+    assert used == {"joined_dot"} and {len(y) > 1 for y in found} == {processors > 20}
     for y, w in zip(found, matrices, strict=True):
         np.testing.assert_array_equal(np.sum(y, 0), np.float64(x) @ np.float64(w).T)  # whole numbers
 
