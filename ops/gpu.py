@@ -260,6 +260,7 @@ def _joined_dot(x, *refs, rows: int, deep: int, outputs: int, parts: int):
     i, part = pl.program_id(0), pl.program_id(1)
     share = pl.cdiv(pl.cdiv(D, deep), parts)
     used = lax.broadcasted_iota(jnp.int32, (rows, 1), 0) < N
+    tile = pl.ds(0 * i, rows)  # from 0, but a constant that leads beyond the end would be refused
 
     def multiply(w, y, first: int) -> None:
         here = pl.ds((i - first) * outputs, outputs)
@@ -269,12 +270,12 @@ def _joined_dot(x, *refs, rows: int, deep: int, outputs: int, parts: int):
         def step(n, total):
             at = (part * share + n) * deep
             depth = at + lax.broadcasted_iota(jnp.int32, (1, deep), 1) < D
-            a = load(x.at[pl.ds(0, rows), pl.ds(at, deep)], mask=used & depth, other=0)
+            a = load(x.at[tile, pl.ds(at, deep)], mask=used & depth, other=0)
             b = load(w.at[here, pl.ds(at, deep)], mask=inside.T & depth, other=0)
             return total + jnp.dot(b, a.T, precision=precision(x.dtype), preferred_element_type=total.dtype)
 
         total = lax.fori_loop(0, share, step, jnp.zeros((outputs, rows), y.dtype))
-        store(y.at[part, pl.ds(0, rows), here], total.T, mask=used & inside)
+        store(y.at[part, tile, here], total.T, mask=used & inside)
 
     first = 0
     for w, y in zip(refs[:count], refs[count:], strict=True):
