@@ -1,7 +1,7 @@
-"""Kernels for GPUs: attention that never writes its scores, and products of sorted rows and experts or int4.
+"""Kernels for GPUs: attention that never writes its scores, and products of few rows, and of sorted rows.
 
-They use Pallas' Triton backend. Letters as in model.py, uppercase for this device's share. In both kernels
-several programs compute one output, each over a part of what is summed. XLA adds the parts of products, and
+They use Pallas' Triton backend. Letters as in model.py, uppercase for this device's share. Several programs
+of a kernel may compute one output, each over a part of what is summed. XLA adds the parts of products, and
 `merge_parts` merges those of attention.
 """
 
@@ -34,9 +34,10 @@ PROGRAMS = 512  # enough to keep a GPU busy: a few on each of its 100 to 150 pro
 BLOCK = 64  # slots that a program of `flash` reads at a time
 COLUMNS = 128  # of M, of a program of `grouped_dot`
 PROCESSORS = 128  # of a GPU, about: each should have a program of `joined_dot`
-FEW_ROWS = 256  # up to which integers are multiplied in place of converted weights
+FEW_ROWS = 256  # up to which `ragged_dot` multiplies integers in place of converted weights
 WIDTHS = (64, 128)  # of keys, that `flash` supports
-MERGED = 8192  # numbers that a program of `merge_parts` holds
+MERGED = 8192  # numbers that a program of `merge_parts` holds, or twice as many of the most parts
+MOST_PARTS = 128  # in which programs of `flash` divide the slots that a tile of queries sees
 
 
 def supports(x: Array) -> bool:
@@ -96,7 +97,7 @@ def flash(q: Array, kv: KV, bounds: tuple[Array, ...], row: Array | None = None)
     R, N = B * K, T * G
     rows = min(128, max(16, pl.next_power_of_2(N)))
     tiles = pl.cdiv(N, rows)
-    parts = previous_power_of_2(min(PROGRAMS // (R * tiles), pl.cdiv(S, BLOCK)))
+    parts = previous_power_of_2(min(PROGRAMS // (R * tiles), pl.cdiv(S, BLOCK), MOST_PARTS))
     padding = tiles * rows - N
     q = jnp.pad(q.swapaxes(1, 2).reshape(R, N, H), ((0, 0), (0, padding), (0, 0)))
     low, high, *gap = bounds
@@ -203,7 +204,6 @@ def merge_parts(o: Array, lse: Array, N: int) -> tuple[Array, Array]:
     """
     P, R, n, H = o.shape
     rows = min(n, max(1, MERGED // (P * H)))
-
     return pl.pallas_call(
         _merge_parts,
         grid=(pl.cdiv(N, rows), R),
@@ -216,7 +216,7 @@ def merge_parts(o: Array, lse: Array, N: int) -> tuple[Array, Array]:
             pl.BlockSpec((None, rows, H), lambda i, r: (r, i, 0)),
             pl.BlockSpec((None, rows), lambda i, r: (r, i)),
         ),
-        compiler_params=CompilerParams(num_warps=4, num_stages=1),
+        compiler_params=CompilerParams(num_warps=8, num_stages=1),
         name="merge_parts",
     )(o, lse)
 
@@ -240,7 +240,7 @@ def joined_dot(x: Array, matrices: Sequence[Array]) -> list[Array]:
     (N, D), rows = x.shape, max(16, pl.next_power_of_2(len(x)))
     deep = (256 if rows <= 32 else 128) // x.dtype.itemsize  # more do not fit into shared memory
     deep = min(deep, max(32, pl.next_power_of_2(D)))
-    # The sum of parts would be a kernel of its own, or keep XLA from fusing what follows it.
+    # Fewer outputs for each program, rather than parts, which would be written and added.
     outputs = next((n for n in (64, 32) if sum(pl.cdiv(len(w), n) for w in matrices) >= PROCESSORS), 16)
     blocks = [pl.cdiv(len(w), outputs) for w in matrices]
     parts = max(1, min(PROCESSORS // sum(blocks), D // (4 * deep)))
