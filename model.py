@@ -266,7 +266,7 @@ class KeysValues:
     """What the tokens of a chunk attend to: the new keys and values, which are the chunk's, and a cache.
 
     new: values [b,k,T,C]. cache: None without a cache. If T is 1, the cache has the token, and `new` is not
-    used. The tokens of a longer chunk attend to the slots of the cache that were filled before the chunk.
+    used. The tokens of a longer chunk attend to what was in the cache before, and to `new`, see `attend`.
     """
 
     new: KV
@@ -440,7 +440,7 @@ def attend(q: Array, source: KeysValues, chunk: Chunk, mask: Mask) -> tuple[Arra
     """
     if source.cache is None:
         return attend_to_chunk(q, source.new, chunk, mask)
-    # A cache that is not a ring has the chunk, too; but only some kernels let each query see other slots.
+    # Without a ring the cache has the chunk, too; but few kernels let a row's queries see different slots.
     at_once = q.shape[1] == 1 or (mask.ring is None and sees_by_query(q, source.cache))
     length, gap = visible_slots(chunk, mask, has_chunk=at_once)
     with jax.named_scope("scores"):

@@ -86,9 +86,9 @@ ragged_decode = by_platform(write_then_attend)
 
 
 def sees_by_query(q: Array, kv: KV) -> bool:
-    """Whether `attend_cached` lets each query of a row see other slots, as the queries of a chunk do.
+    """Whether `attend_cached` lets the queries of one row see different slots.
 
-    A chunk can then attend to a cache that has it, at once. q: [B,T,K,G,H].
+    A chunk can then attend to a cache that has the chunk, at once. q: [B,T,K,G,H].
     """
     return platform() == "gpu" and "attention" not in plain_kinds() and gpu.by_flash(q, kv)
 

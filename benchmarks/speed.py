@@ -327,7 +327,7 @@ def facts(result: dict) -> str:
     return (
         f"{result['model']}, {result['weights']} weights, {result['dtype']} activations, "
         f"{result['kv_cache_dtype']} cache; {result['devices']} x {result['device']}, mesh {result['mesh']}; "
-        f"{versions}; {result['date']}. Seen to read {result['bandwidth'] / 1e9:.1f} GB/s and to do "
+        f"{versions}; {result['date']}. Seen to move {result['bandwidth'] / 1e9:.1f} GB/s and to do "
         f"{result['flops'] / 1e12:.2f} TFLOP/s per device."
     )
 

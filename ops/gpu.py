@@ -36,14 +36,14 @@ COLUMNS = 128  # of M, of a program of `grouped_dot`
 PROCESSORS = 128  # of a GPU, about: each should have a program of `joined_dot`
 FEW_ROWS = 256  # up to which `ragged_dot` multiplies integers in place of converted weights
 WIDTHS = (64, 128)  # of keys, that `flash` supports
-MERGED = 8192  # numbers that a program of `merge_parts` holds, or twice as many of the most parts
+MERGED = 8192  # numbers in a program of `merge_parts`; of MOST_PARTS of width 128 twice as many
 MOST_PARTS = 128  # in which programs of `flash` divide the slots that a tile of queries sees
 
 
 def supports(x: Array) -> bool:
-    """Whether the kernels can read x: Pallas indexes up to 4 GiB with 32 signed bits.
+    """Whether the kernels can read x: Pallas uses signed 32-bit offsets for arrays of up to 4 GiB.
 
-    int4 is read as pairs, see `grouped_dot`.
+    So int8 arrays of 2 to 4 GiB are out of reach. int4 is read as pairs, see `grouped_dot`.
     """
     if missing:
         say_slow()
@@ -55,12 +55,14 @@ def supports(x: Array) -> bool:
 @functools.cache  # once
 def say_slow() -> None:
     """Say once that this GPU runs without the kernels, by the products and attention of any device."""
-    slow = "attention writes its scores to memory, experts multiply each row by all of them, int4 by floats"
+    slow = (
+        "attention writes its scores to memory, experts multiply each row by all of them, integers by floats"
+    )
     print(f"slow on this GPU: {slow}, as Pallas' Triton backend is missing ({missing})", file=sys.stderr)
 
 
 def attend_cached(q: Array, kv: KV, length: Array, gap=None, row: Array | None = None):
-    """`attention.attend_cached` by `flash`, where it is supported. Each query may see other slots."""
+    """`attention.attend_cached` by `flash`, if supported. The queries of a row may see different slots."""
     if not by_flash(q, kv):
         return attention.attend_cached(q, kv, length, gap, row)
     low = jnp.zeros_like(length)
@@ -287,8 +289,8 @@ def _joined_dot(x, *refs, rows: int, deep: int, outputs: int, parts: int):
 def integer_products(x: Array, matrices: Sequence[Array]) -> list[Array]:
     """Few float rows [N,D] times int8 matrices [M,D], by integers: -> [N,M] float32 for each.
 
-    The tensor cores multiply a weight as it is stored. To convert one takes several instructions, by which a
-    product of few rows takes longer than by reading.
+    The tensor cores multiply a weight as it is stored. Converting one takes several instructions; with few
+    rows these take longer than reading it.
     """
     parts, unit = int8_parts(x)
     sums = (jnp.sum(y, 0).astype(jnp.float32) for y in joined_dot(parts, matrices))
@@ -383,6 +385,6 @@ def _grouped_dot(x, w, scale, tile, y, *, rows: int, deep: int, parts: int):
 def high_nibbles(pairs: Array) -> tuple[Array, Array]:
     """16 times each of the two int4 values in an int8, the one in its low bits first, as int8.
 
-    A value itself, see `quantize.nibbles`, takes more instructions.
+    Dividing by 16 at the end is cheaper than extracting the values, as `quantize.nibbles` does.
     """
     return pairs << 4, pairs & -16

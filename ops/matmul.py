@@ -18,7 +18,8 @@ from quantize import (
     values_and_scale,
 )
 
-NARROW = 128  # columns of a product on GPUs, below which XLA joins its matrix with others, by copies of all
+# On GPUs XLA joins products of one x, by copies of their matrices, if they have more rows, or fewer columns.
+DECODE_ROWS, NARROW = 16, 128
 INTEGER_ROWS = 64  # up to which GPUs multiply int8 as integers
 FEW_ROWS = 256  # up to which multiplying int4 is no slower than converting it to bfloat16 first
 
@@ -59,24 +60,24 @@ def plain_einsum(spec: str, x: Array, w: Array | QuantizedArray, out_dtype) -> A
 
 
 def einsum_on_gpu(spec: str, x: Array, w: Array | QuantizedArray, out_dtype) -> Array:
-    """Floats, or 8 bits with a scale per channel, by XLA, which must not copy them.
+    """Products with floats or 8-bit weights, left to XLA, with barriers so that it does not copy the weights.
 
     XLA joins several products of one x, unless each has its own barrier, and gives a matrix the layout that
-    suits what follows its product, unless a barrier precedes it: both copy matrices in every step. Few rows
-    and wide matrices are not joined; there XLA may compute x inside of the product. Of many rows the product
-    is rounded to out_dtype before anything else is done with it: float32 would be written and read again.
+    suits what follows its product, unless a barrier precedes it: both copy matrices in every step. Products
+    of the few rows of a decode step with wide matrices are not joined; there XLA may compute x inside of the
+    product. Of many rows the product is rounded to out_dtype before anything else is done with it: float32
+    would be written and read again.
     """
     if per_head(spec):
         return plain_einsum(spec, x, w, out_dtype)
     n = contracted_count(spec)
     values, scale = values_and_scale(w)
     left, right = x.reshape(-1, math.prod(x.shape[-n:])), values.reshape(-1, math.prod(values.shape[-n:]))
-    many = len(left) > FEW_ROWS
-    if many or len(right) < NARROW:
+    if len(left) > DECODE_ROWS or len(right) < NARROW:
         left, right = lax.optimization_barrier((left, right))
     else:
         right = lax.optimization_barrier(right)
-    dtype = out_dtype if many else jnp.float32
+    dtype = out_dtype if len(left) > FEW_ROWS else jnp.float32
     y = jnp.einsum("nd,md->nm", left, right.astype(left.dtype), preferred_element_type=dtype)
     y = y if scale is None else y * scale.reshape(-1)
     return y.reshape(*x.shape[:-n], *values.shape[:-n])

@@ -11,7 +11,7 @@ KERNEL_SECONDS, COPY_SHARE = 3.3e-6, 0.9
 
 
 def with_losses(chip: Chip) -> tuple[Chip, float]:
-    """A GPU as programs have found it to be: its bandwidth, and the seconds that a kernel takes at least."""
+    """A GPU as programs have found it: its bandwidth, and what each kernel takes beside its bytes."""
     return dataclasses.replace(chip, bandwidth=COPY_SHARE * chip.bandwidth), KERNEL_SECONDS
 
 

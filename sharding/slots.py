@@ -10,15 +10,15 @@ import numpy as np
 from jax import Array, lax
 
 from ops.attention import merge
-from ops.platform import platform
+from ops.platform import plain_kinds, platform
 from sharding.mesh import SLOTS
 
 
 def visible_slots(chunk, mask, has_chunk: bool) -> tuple[Array, tuple[Array, Array] | None]:
     """Which of this device's slots each query sees, of a cache that all tokens before the chunk went into.
 
-    has_chunk: the chunk's tokens went into it, too, of which a query sees those up to itself. A ring has only
-    chunks of one token.
+    has_chunk: the cache has the chunk's own tokens, too; a query sees those up to itself. With a ring only
+    for chunks of one token, as a longer one may overwrite what its first tokens see.
     -> (length [b,T], gap): a query sees the slots before `length`, except those in [gap[0], gap[1]), [b,T]
     each. A gap of None leaves nothing out.
 
@@ -64,8 +64,9 @@ def whole_heads(q: Array, *kv: Array) -> list[Array]:
     """
     if lax.axis_size(SLOTS) == 1:
         # Without a barrier XLA applies rotate's reshape to w.q, and copies that weight in each step. For GPUs
-        # the barrier is before the product, in ops.matmul.einsum, and rotate can be fused with the product.
-        return [q, *kv] if platform() == "gpu" else lax.optimization_barrier([q, *kv])
+        # the barrier is before the product, in ops/matmul.py, and rotate can be fused with the product.
+        before = platform() == "gpu" and "matmul" not in plain_kinds()
+        return [q, *kv] if before else lax.optimization_barrier([q, *kv])
     *bTk, g, H = q.shape
     q, *whole = gather_shared_head(q.reshape(*bTk, g * H), *kv)
     return [q.reshape(*bTk, -1, H), *whole]
