@@ -97,8 +97,8 @@ def by_one_kernel(x: jax.Array, *weights) -> list[jax.Array]:
 
 def by_integers(x: jax.Array, *weights) -> list[jax.Array]:
     """int8 by the same kernel."""
-    every = zip(gpu.integer_products(x, [w.values for w in weights]), weights, strict=True)
-    return [(y * w.scale).astype(x.dtype) for y, w in every]
+    pairs = [("nD,MD->nM", w) for w in weights]
+    return [y.astype(x.dtype) for y in matmul.int8_products_on_gpu(x, pairs, x.dtype)]
 
 
 def by_experts_kernel(x: jax.Array, *weights, dot: Callable) -> list[jax.Array]:

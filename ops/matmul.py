@@ -84,6 +84,7 @@ def einsum_on_gpu(spec: str, x: Array, w: Array | QuantizedArray, out_dtype) -> 
 
 
 def int8_on_gpu(spec: str, x: Array, w: QuantizedArray, out_dtype) -> Array:
+    """`int8_products_on_gpu` of one matrix."""
     return int8_products_on_gpu(x, [(spec, w)], out_dtype)[0]
 
 
