@@ -412,8 +412,8 @@ class ExpertsInMXFP4(Format):
     bits = 4
 
     def on(self, platform: str) -> "Format | Requantized":
-        """Without a kernel that reads four bits, all experts would be unpacked in each step."""
-        return self if platform == "tpu" else Requantized(self, INT8)
+        """A CPU has no kernel that reads four bits: all experts would be unpacked in each step."""
+        return Requantized(self, INT8) if platform == "cpu" else self
 
     def for_array(self, info) -> Format | None:
         """None where the weight stays float: outside of experts, and where there are no whole pairs."""
@@ -495,6 +495,32 @@ def e2m1_floats(codes: Array) -> Array:
     # Twice the magnitudes 0, 1, 2, 3, 4, 6, 8, 12 are the ranks, and more beyond 4 and 6.
     size = (rank + jnp.maximum(rank - 4, 0) + 2 * jnp.maximum(rank - 6, 0)) / 2
     return jnp.where(codes >= 8, -size, size)
+
+
+# In a 32-bit word of eight codes: the ranks, the signs, and the lowest bits.
+RANKS, SIGNS, LOWEST = 0x77777777, -0x77777778, 0x11111111
+# In a word of two bfloat16: the sign and the highest bit of the exponent, and where a code's rank belongs.
+TOP, RANK = -0x3FFF4000, 0x01C001C0
+
+
+def e2m1_words(codes: Array) -> list[list[Array]]:
+    """The numbers of eight codes in each 32-bit word, times 4, in words of two bfloat16, all of them int32.
+
+    For each block of a pair there are two such words: one has the numbers of bytes 0 and 2, the lower byte in
+    the low bits, and the next one those of bytes 1 and 3. A code's three bits, as the lowest bits of an
+    exponent and the highest one of a fraction, are the numbers 0.5, 0.75 (which stands for 0), 1, 1.5, 2, 3,
+    4, 6 of some unit. What is not 0 gets the highest bit of the exponent, too; so 0 is 2**-127 in the place
+    of 0.75 * 4, which is lost beside any other number.
+    """
+    nonzero = ((codes ^ LOWEST) & RANKS) + RANKS
+    top = (codes & SIGNS) | lax.shift_right_logical(nonzero & SIGNS, 1)
+
+    def word(at: int) -> Array:
+        """Of the codes at these bits of each half of a word."""
+        rank = codes << 6 - at if at < 6 else lax.shift_right_logical(codes, at - 6)
+        return ((top << 12 - at) & TOP) | (rank & RANK)
+
+    return [[word(4 * block), word(4 * block + 8)] for block in range(2)]
 
 
 def _pad_axis(x: Array, axis: int, n: int) -> Array:

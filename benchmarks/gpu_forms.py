@@ -28,7 +28,7 @@ from kernel_checks import one_line
 from feedback.errors import UserError
 from ops import gpu, matmul
 from ops.kv_cache import KV, key_beside_value
-from quantize import INT4, INT8, QuantizedArray, values_and_scale
+from quantize import CHUNK, INT4, INT8, MXFP4, PAIR, TILE, QuantizedArray, values_and_scale
 from terminal import launch
 from terminal.command_line import OneLineParser, run
 
@@ -66,7 +66,7 @@ LLAMA_8B = {  # Llama 3.1 8B: the matrices by which one x is multiplied: (inputs
     "gate and up": (4096, (14336, 14336)),
     "down": (14336, (4096,)),
 }
-BITS = dict(bfloat16=16, int8=8, int4=4)
+BITS = dict(bfloat16=16, int8=8, int4=4, mxfp4=4)
 
 
 def random_matrix(key: jax.Array, format_name: str, D: int, M: int) -> jax.Array | QuantizedArray:
@@ -162,31 +162,42 @@ EXPERTS = {  # one of an expert's matrices: (experts, chosen by each row, inputs
 }
 
 
+def random_mxfp4(key: jax.Array, E: int, D: int, M: int) -> QuantizedArray:
+    """Random codes, and exponents of which products are near 1."""
+    values = jax.random.randint(key, (E, D // PAIR, PAIR // 2, M), 0, 256, jnp.int32).astype(jnp.uint8)
+    exponent = 127 - round(math.log2(3 * math.sqrt(D)))
+    return QuantizedArray(values, jnp.full((E, -(-D // CHUNK), TILE, M), exponent, jnp.uint8), MXFP4)
+
+
 def random_experts(n: int, format_name: str, E: int, A: int, D: int, M: int, key: jax.Array) -> tuple:
     """Rows in the order of their experts, a matrix for each expert, and how many rows each has."""
     of_x, of_w, of_choice = jax.random.split(key, 3)
-    w = random_matrix(of_w, format_name, D, E * M)
-    if format_name == "int4":
+    w: jax.Array | QuantizedArray
+    if format_name == "mxfp4":
+        w = random_mxfp4(of_w, E, D, M)
+    elif format_name == "int4":
+        w = random_matrix(of_w, format_name, D, E * M)
         groups = w.values.shape[0]
         values, scale = (y.reshape(*y.shape[:-1], E, M) for y in (w.values, w.scale))
         w = QuantizedArray(jnp.moveaxis(values, -2, 0), jnp.moveaxis(scale, -2, 0), INT4)
         assert w.scale.shape == (E, groups, M)
     else:
-        w = values_and_scale(w)[0].reshape(E, M, D).swapaxes(1, 2)
+        w = values_and_scale(random_matrix(of_w, format_name, D, E * M))[0].reshape(E, M, D).swapaxes(1, 2)
     chosen = jax.vmap(lambda k: jax.random.permutation(k, E)[:A])(jax.random.split(of_choice, n))
     sizes = jnp.bincount(chosen.reshape(-1), length=E).astype(jnp.int32)
     return normal(of_x, n * A, D), w, sizes
 
 
 def experts(rows: Sequence[int]) -> Iterator[Case]:
-    forms = {"integers": gpu.ragged_dot, "floats": gpu.grouped_dot}
+    by_floats = {"floats": gpu.grouped_dot}
+    forms = {"integers": gpu.ragged_dot} | by_floats
     for model_name, (E, A, D, M) in EXPERTS.items():
         for format_name, bits in BITS.items():
-            if format_name == "int4" and D % GROUP:
-                continue  # it has smaller groups
+            if D % (PAIR if format_name == "mxfp4" else GROUP) and bits == 4:
+                continue  # it has smaller groups, or none
             for n in rows:
                 active = E * (1 - (1 - A / E) ** n)  # expected
-                by_name = {"floats": gpu.grouped_dot} if format_name == "bfloat16" else forms
+                by_name = forms if format_name.startswith("int") else by_floats
                 yield Case(
                     f"an expert's matrix, {model_name}, {format_name}, {n} rows", by_name,
                     partial(random_experts, n, format_name, E, A, D, M), int(active * D * M * bits / 8),

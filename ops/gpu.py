@@ -5,10 +5,11 @@ of a kernel may compute one output, each over a part of what is summed. XLA adds
 `merge_parts` merges those of attention.
 """
 
+import dataclasses
 import functools
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
@@ -21,7 +22,16 @@ from ops.attention import MASKED
 from ops.kv_cache import KV, key_beside_value
 from ops.tiles import find_tile, tile_rows
 from ops.tpu import precision, result
-from quantize import QuantizedArray, int8_parts, join_parts, values_and_scale
+from quantize import (
+    PAIR,
+    TILE,
+    QuantizedArray,
+    e2m1_words,
+    int8_parts,
+    join_parts,
+    power_of_two,
+    values_and_scale,
+)
 
 try:
     from jax.experimental.pallas.triton import CompilerParams, load, store
@@ -43,11 +53,11 @@ MOST_PARTS = 128  # in which programs of `flash` divide the slots that a tile of
 def supports(x: Array) -> bool:
     """Whether the kernels can read x: Pallas uses signed 32-bit offsets for arrays of up to 4 GiB.
 
-    So int8 arrays of 2 to 4 GiB are out of reach. int4 is read as pairs, see `grouped_dot`.
+    So int8 arrays of 2 to 4 GiB are out of reach. Packed weights are read in larger units, see `Packing`.
     """
     if missing:
         say_slow()
-    each = 2 if x.dtype == jnp.int4 else 1
+    each = packing_of(x.dtype).each
     count = x.size // each
     return not (missing or x.shape[-1] % each) and (count < 1 << 31 or count * x.dtype.itemsize > 1 << 32)
 
@@ -311,42 +321,90 @@ def ragged_dot(x: Array, w: Array | QuantizedArray, sizes: Array) -> Array:
     return join_parts(y.swapaxes(0, 1).reshape(len(pairs), -1)) * unit
 
 
+@dataclasses.dataclass(frozen=True)
+class Packing:
+    """How `grouped_dot` reads a weight: in entries that hold numbers of several columns.
+
+    each: columns in an entry. blocks: so many times D is in an entry, too: it has the same column of as many
+    blocks of D. unpack: a tile of entries -> for each block and column a tile of numbers, which are `times`
+    as large as the weight's.
+    """
+
+    each: int = 1
+    blocks: int = 1
+    times: int = 1
+    unpack: Callable[[Array], Sequence[Sequence[Array]]] = lambda entries: [[entries]]
+
+
+def high_nibbles(pairs: Array) -> list[list[Array]]:
+    """16 times each of the two int4 values in an int8, the one in its low bits first, as int8.
+
+    Dividing by 16 at the end is cheaper than extracting the values, as `quantize.nibbles` does.
+    """
+    return [[pairs << 4, pairs & -16]]
+
+
+def e2m1_columns(words: Array) -> list[list[Array]]:
+    """4 times the numbers of a pair of blocks in four columns, bfloat16. words: int32, a byte per column."""
+
+    def half(word: Array, high: int) -> Array:
+        return lax.bitcast_convert_type((word >> 16 * high).astype(jnp.int16), jnp.bfloat16)
+
+    return [[half(word, high) for high in range(2) for word in block] for block in e2m1_words(words)]
+
+
+def packing_of(dtype) -> Packing:
+    """Of weights whose values have this type."""
+    packed = {"int4": Packing(2, 1, 16, high_nibbles), "uint8": Packing(4, 2, 4, e2m1_columns)}
+    return packed.get(str(jnp.dtype(dtype)), Packing())
+
+
 def grouped_dot(x: Array, w: Array | QuantizedArray, sizes: Array) -> Array:
     """`lax.ragged_dot`, which reads no expert without rows and no weight in another type: -> [N,M] float32.
 
-    x: [N,D], the rows of expert 0, then those of expert 1... w: [E,D,M], float or int8 values; or int4,
-    values [E,D,I,M] where D counts groups, and M is even. sizes: [E] int32. Rows beyond their sum are left
-    undefined. x may be int8 if w is int8 or int4.
+    x: [N,D], the rows of expert 0, then those of expert 1... sizes: [E] int32. Rows beyond their sum are left
+    undefined. w: [E,D,M], float or int8 values. Or int4, values [E,D,I,M] where D counts groups; M is even.
+    Or MXFP4, of whole pairs of blocks; M is a multiple of 4. x may be int8 if w is int8 or int4.
     """
     (N, D), E, M = x.shape, sizes.size, jax.tree.leaves(w)[0].shape[-1]
+    values, scale = values_and_scale(w)
+    packing = packing_of(values.dtype)
     rows = tile_rows(N, E, 16, 128)
-    deep = 128 // x.dtype.itemsize
-    scale, each = None, 1  # each: columns in an entry of w
-    if isinstance(w, QuantizedArray):
-        deep, each = min(deep, w.values.shape[2]), 2
-        w, scale = (part.reshape(*part.shape[:-1], M // 2, 2) for part in (w.values, w.scale))
+    deep, each = 128 // x.dtype.itemsize, packing.each
+    if scale is not None:
+        deep = min(deep, values.shape[2])
         # XLA holds int4 two a byte, the first in the low bits: nothing moves.
-        w = lax.bitcast_convert_type(w, jnp.int8).reshape(E, D, M // 2)
+        values = values.reshape(E, D // packing.blocks, M // each, each)
+        values = lax.bitcast_convert_type(values, jnp.int8 if each == 2 else jnp.int32)
+        scale = scale.reshape(E, -1, M // each, each)
+        scale = scale if each == 2 else lax.bitcast_convert_type(scale, jnp.int32)[..., None]
+    if packing.blocks == 2:
+        x = in_order_of_bytes(x)
     tiles = min(N, N // rows + min(E, N))
     tile = jnp.stack(find_tile(jnp.arange(tiles), sizes, rows))
 
     columns = pl.cdiv(M, COLUMNS)
-    parts = max(1, min(PROGRAMS // (tiles * columns), D // (4 * deep)))
+    parts = max(1, min(PROGRAMS // (tiles * columns), values.shape[1] // (4 * deep)))
     y = pl.pallas_call(
-        partial(_grouped_dot, rows=rows, deep=deep, parts=parts),
+        partial(_grouped_dot, rows=rows, deep=deep, parts=parts, packing=packing),
         grid=(tiles, columns, parts),
-        out_shape=result((parts, N, M // each, each), jnp.float32, x, w, tile),
+        out_shape=result((parts, N, M // each, each), jnp.float32, x, values, tile),
         compiler_params=CompilerParams(num_warps=4 if rows < 128 else 8, num_stages=3),
         name="grouped_dot",
-    )(x, w, scale, tile)
+    )(x, values, scale, tile)
     return jnp.sum(y, 0).reshape(N, M)
 
 
-def _grouped_dot(x, w, scale, tile, y, *, rows: int, deep: int, parts: int):
-    """The kernel: one tile of rows, COLUMNS columns, and one part of D."""
+def in_order_of_bytes(x: Array) -> Array:
+    """x [N,D] with the entries of each block of D where the bytes of MXFP4 have them, see ExpertsInMXFP4."""
+    blocks = x.reshape(len(x), -1, 2, 8, 2)  # block, j, i, h
+    return jnp.moveaxis(blocks, 2, 4).reshape(x.shape)
+
+
+def _grouped_dot(x, w, scale, tile, y, *, rows: int, deep: int, parts: int, packing: Packing):
+    """The kernel: one tile of rows, COLUMNS columns, and one part of the entries along D."""
     i, j, part = (pl.program_id(axis) for axis in range(3))
-    (D, entries), each = w.shape[1:], y.shape[-1]
-    width = COLUMNS // each
+    (D, entries), width = w.shape[1:], COLUMNS // packing.each
     columns = pl.ds(j * width, width)
     expert, first, end = tile[0, i], tile[1, i], tile[2, i]
     share = pl.cdiv(pl.cdiv(D, deep), parts)
@@ -356,35 +414,36 @@ def _grouped_dot(x, w, scale, tile, y, *, rows: int, deep: int, parts: int):
     used = (first + lax.broadcasted_iota(jnp.int32, (rows, 1), 0)) < end
     inside = j * width + lax.broadcasted_iota(jnp.int32, (1, width), 1) < entries
 
+    def units(at, block: int) -> list[Array]:
+        """The scales of a tile's numbers, for each column of an entry [1,width] float32."""
+
+        def read(row, which: int) -> Array:
+            numbers = scale.at[expert, pl.ds(row, 1), columns, jnp.int32(which)]
+            return load(numbers, mask=inside & (at < D), other=0)
+
+        if packing.blocks == 1:  # a scale for each group
+            group = lax.div(at, D // scale.shape[1])
+            return [read(group, which).astype(jnp.float32) for which in range(packing.each)]
+        pair = lax.div(at, PAIR // 2)  # two of them have a TILE of exponents
+        exponents = read(lax.div(pair, 2) * TILE + 2 * lax.rem(pair, 2) + block, 0)
+        return [power_of_two((exponents >> 8 * which) & 255) for which in range(packing.each)]
+
     def step(n, sums):
         at = (part * share + n) * deep
         depth = at + lax.broadcasted_iota(jnp.int32, (deep,), 0) < D
-        a = x.at[pl.ds(first, rows), pl.ds(at, deep)]
-        a = load(a, mask=used & depth[None], other=0)
         b = w.at[expert, pl.ds(at, deep), columns]
         b = load(b, mask=depth[:, None] & inside, other=0)
-
-        def product(which: int, values: Array) -> Array:
-            y = dot(a, values.astype(a.dtype))
-            if scale is None:
-                return y
-            group = lax.div(at, D // scale.shape[1])
-            unit = scale.at[expert, pl.ds(group, 1), columns, jnp.int32(which)]
-            return y * load(unit, mask=inside & (at < D), other=0).astype(jnp.float32)
-
-        pair = [b] if scale is None else high_nibbles(b)
-        return [total + product(*half) for total, half in zip(sums, enumerate(pair), strict=True)]
+        for block, tiles in enumerate(packing.unpack(b)):
+            a = x.at[pl.ds(first, rows), pl.ds(at * packing.blocks + block * deep, deep)]
+            a = load(a, mask=used & depth[None], other=0)
+            products = [dot(a, values.astype(a.dtype)) for values in tiles]
+            if scale is not None:
+                products = [y * unit for y, unit in zip(products, units(at, block), strict=True)]
+            sums = [total + y for total, y in zip(sums, products, strict=True)]
+        return sums
 
     zeros = jnp.zeros((rows, width), sum_dtype if scale is None else jnp.float32)
-    sums = lax.fori_loop(0, steps, step, [zeros] * each)
+    sums = lax.fori_loop(0, steps, step, [zeros] * packing.each)
     for which, total in enumerate(sums):
-        total = total.astype(jnp.float32) * (1 if scale is None else 1 / 16)
+        total = total.astype(jnp.float32) * (1 / packing.times)
         store(y.at[part, pl.ds(first, rows), columns, jnp.int32(which)], total, mask=used & inside)
-
-
-def high_nibbles(pairs: Array) -> tuple[Array, Array]:
-    """16 times each of the two int4 values in an int8, the one in its low bits first, as int8.
-
-    Dividing by 16 at the end is cheaper than extracting the values, as `quantize.nibbles` does.
-    """
-    return pairs << 4, pairs & -16

@@ -21,7 +21,15 @@ from ops import cpu, gpu
 from ops.matmul import scheme_of
 from ops.platform import choose, plain_kinds, platform
 from ops.tpu import in_hbm, precision, result
-from quantize import CHUNK, QuantizedArray, int8_parts, join_parts, power_of_two, values_and_scale
+from quantize import (
+    CHUNK,
+    QuantizedArray,
+    e2m1_words,
+    int8_parts,
+    join_parts,
+    power_of_two,
+    values_and_scale,
+)
 
 VMEM_BYTES = 48 << 20  # of VMEM that the kernel may use; with few rows half of it for blocks of weights
 ROW_TILE = 8  # rows of a float32 tile
@@ -111,8 +119,8 @@ def ragged_dot_on_gpu(x: Array, w: Array | QuantizedArray, sizes: Array) -> tupl
     return gpu.ragged_dot(x, values, sizes), scale
 
 
-def int4_ragged_dot_on_gpu(x: Array, w: QuantizedArray, sizes: Array) -> tuple[Array, Array | None]:
-    """By the same kernel, which also multiplies by the groups' scales."""
+def packed_ragged_dot_on_gpu(x: Array, w: QuantizedArray, sizes: Array) -> tuple[Array, Array | None]:
+    """By the same kernel, of weights in four bits, which it also multiplies by their scales."""
     if gpu.supports(w.values):
         return gpu.ragged_dot(x, w, sizes), None
     return ragged_dot_on_gpu(x, w.format.expert_matrices(w, x.dtype)[0], sizes)
@@ -126,7 +134,8 @@ RAGGED_DOTS = {
     ("cpu", "int8"): ragged_dot_on_cpu,
     ("gpu", "float"): ragged_dot_on_gpu,
     ("gpu", "int8"): ragged_dot_on_gpu,
-    ("gpu", "int4"): int4_ragged_dot_on_gpu,
+    ("gpu", "int4"): packed_ragged_dot_on_gpu,
+    ("gpu", "mxfp4"): packed_ragged_dot_on_gpu,
 }
 
 
@@ -378,20 +387,14 @@ def mxfp4_mlp(rows, factor, expert, weights, units, biases, activation: Callable
 
 
 RANGE = 80  # exponents below the largest of a column that the kernel tells apart
-# In a 32-bit word of eight codes: the ranks, the signs, and the lowest bits.
-RANKS, SIGNS, LOWEST = 0x77777777, -0x77777778, 0x11111111
-# In a word of two bfloat16: the sign and the highest bit of the exponent, and where a code's rank belongs.
-TOP, RANK = -0x3FFF4000, 0x01C001C0
 
 
 def mxfp4_matrix(packed, exponents) -> tuple[Array, Array]:
     """Bytes [n/64,32,N] and exponents [n/128,8,N] -> (matrix [n,N] bfloat16, largest exponents [1,N]).
 
-    Exactly the weights times 2**(RANGE + 2 + 127 - largest exponent of the column), by operations on 32-bit
-    words of two bfloat16: a code's three bits, as the lowest bits of an exponent and the highest one of a
-    fraction, are the numbers 0.5, 0.75 (which stands for 0), 1, 1.5, 2, 3, 4, 6 of some unit. What is not 0
-    gets the highest bit of the exponent, too; so 0 is 2**-128 as large as it would be, which is lost beside
-    any other number. An exponent more than RANGE below the largest is taken for one that is RANGE below.
+    Exactly the weights times 2**(RANGE + 2 + 127 - largest exponent of the column), see `e2m1_words`; a 0 is
+    2**-128 as large as it would be if its code stood for 0.75. An exponent more than RANGE below the largest
+    is taken for one that is RANGE below.
     """
     exponents = exponents[...].astype(jnp.int32)
     largest = jnp.max(jnp.max(exponents, 0), 0, keepdims=True)
@@ -400,15 +403,10 @@ def mxfp4_matrix(packed, exponents) -> tuple[Array, Array]:
     blocks = []
     for pair in range(packed.shape[0]):
         codes = pltpu.bitcast(packed[pair], jnp.int32)  # [8,N], of bytes 4i to 4i + 3
-        nonzero = ((codes ^ LOWEST) & RANKS) + RANKS
-        top = (codes & SIGNS) | lax.shift_right_logical(nonzero & SIGNS, 1)
-        for block in range(2):
+        for block, words in enumerate(e2m1_words(codes)):
             row = 2 * (pair % 2) + block
             exponent = relative[pair // 2, row : row + 1]
-            for at in (4 * block, 4 * block + 8):  # of a code, in each half of the word
-                rank = codes << 6 - at if at < 6 else lax.shift_right_logical(codes, at - 6)
-                bits = ((top << 12 - at) & TOP) | (rank & RANK)
-                blocks.append(pltpu.bitcast(bits + exponent, jnp.bfloat16))  # [16,N]
+            blocks += [pltpu.bitcast(word + exponent, jnp.bfloat16) for word in words]  # [16,N] each
     return jnp.concatenate(blocks), largest
 
 

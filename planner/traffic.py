@@ -200,9 +200,11 @@ class Reader:
             return given[0]
         if x.opcode in SLICES or x.opcode.endswith("-done") or "ConcatBitcast" in x.attributes:
             return given[0][:1] * len(x.results)
+        if x.opcode == "bitcast":  # perhaps to numbers of another size
+            return given[0]
         # A result that is moved or updated in place has the origin of the operand of the same size.
         operands = [body[name] for name in x.operands]
-        moves = x.opcode == "bitcast" or self.only_moves(x)
+        moves = self.only_moves(x)
         sizes = [array.size for operand in operands for array in operand.results]
         known = [pair for pair in zip(sizes, sum(given, ()), strict=False) if pair[1]]
         return tuple(

@@ -23,11 +23,11 @@ from test_meshes import assert_same
 import model
 import ragged_attention
 from ops import gpu, grouped_matmul, matmul
-from quantize import INT4, INT8, QuantizedArray, dequantize_groups, quantize, quantize_groups, ungroup
+from quantize import INT4, INT8, MXFP4, QuantizedArray, dequantize_groups, quantize, quantize_groups, ungroup
 from serving import chunks
 from serving.executors import one_program
 from serving.steps import DecodeStep, PrefillChunk, batch_infos
-from sharding.arrays import abstract
+from sharding.arrays import ArrayInfo, abstract
 from sharding.mesh import mesh_shape
 
 deep = partial(pytest.param, marks=pytest.mark.deep)
@@ -107,14 +107,15 @@ SIZES = [[3, 0, 20, 17], [0, 0, 1, 0], [16, 1, 15, 33], [0, 0, 0, 0]]
     ("dtype", "programs", "sizes"),
     [
         *(("int8", 1, sizes) for sizes in SIZES),
-        *((dtype, programs, SIZES[0]) for dtype, programs in (("float32", 512), ("int4", 1), ("int4", 512))),
+        ("float32", 512, SIZES[0]),
+        *((dtype, programs, SIZES[0]) for dtype in ("int4", "mxfp4") for programs in (1, 512)),
     ],
 )
 def test_grouped_dot(sizes, programs, dtype, monkeypatch, as_on_a_gpu):
     """Rows of unlike many experts, and two of none, with NaN in every expert without rows."""
     monkeypatch.setattr(gpu, "PROGRAMS", programs)
-    rng, N, (E, D, M) = np.random.default_rng(0), sum(sizes), (4, 320 if dtype == "int4" else 300, 140)
-    x, w = rng.standard_normal((N + 2, D)), rng.standard_normal((E, D, M))
+    rng, N, (E, D, M) = np.random.default_rng(0), sum(sizes), (4, 320 if "4" in dtype else 300, 140)
+    x, w, units = rng.standard_normal((N + 2, D)), rng.standard_normal((E, D, M)), 1
     idle = np.flatnonzero(np.equal(sizes, 0))
     if dtype == "int8":
         given = quantize(jnp.float32(w), (1,)).values
@@ -123,10 +124,16 @@ def test_grouped_dot(sizes, programs, dtype, monkeypatch, as_on_a_gpu):
         given = quantize_groups(jnp.float32(w), (0, 1), 64)
         w = np.float64(dequantize_groups(given, 2)).reshape(w.shape)
         given = dataclasses.replace(given, scale=given.scale.at[idle].set(jnp.nan))
+    elif dtype == "mxfp4":
+        info = ArrayInfo("eDm", "D", shape=w.shape)
+        units = 2.0 ** rng.integers(-20, 20, M)
+        given = MXFP4.encode(jnp.float32(w * units), info)
+        w = np.float64(MXFP4.decode(given, info)) / units
+        given = dataclasses.replace(given, scale=given.scale.at[idle].set(255))
     else:
         given = jnp.float32(w).at[idle].set(jnp.nan)
     used = as_on_a_gpu()
-    result = gpu.grouped_dot(jnp.float32(x), given, jnp.int32(sizes))
+    result = gpu.grouped_dot(jnp.float32(x), given, jnp.int32(sizes)) / units
     assert used == {"grouped_dot"}
     assert np.isnan(result[N:]).all()  # as the interpreter left them: a tile writes its own rows only
     expert = np.repeat(np.arange(E), sizes)

@@ -144,11 +144,10 @@ def read(source) -> np.ndarray:
 
 @pytest.mark.parametrize("format", [INT8, INT4, FP8, MXFP4], ids=str)
 def test_what_a_platform_holds(format, monkeypatch):
-    """On CPUs, and MXFP4 on GPUs, a format without a kernel becomes int8."""
+    """On CPUs a format without a kernel becomes int8."""
     for backend in ("tpu", "gpu", "cpu"):
         monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
-        as_it_is = format == INT8 or backend == "tpu" or backend == "gpu" and format != MXFP4
-        held = format if as_it_is else Requantized(format, INT8)
+        held = Requantized(format, INT8) if backend == "cpu" and format != INT8 else format
         assert placement.choose_format(str(format), None, lambda text: None) == held
 
 
