@@ -23,7 +23,9 @@ from ops.kv_cache import KV, key_beside_value
 from ops.tiles import find_tile, tile_rows
 from ops.tpu import precision, result
 from quantize import (
+    INT8_MAX,
     PAIR,
+    PART,
     TILE,
     QuantizedArray,
     e2m1_words,
@@ -45,6 +47,7 @@ BLOCK = 64  # slots that a program of `flash` reads at a time
 COLUMNS = 128  # of M, of a program of `grouped_dot`
 PROCESSORS = 128  # of a GPU, about: each should have a program of `joined_dot`
 FEW_ROWS = 256  # up to which `ragged_dot` multiplies integers in place of converted weights
+FEWEST_ROWS = 16  # up to which kernels make integers of rows: each program does so for what it reads of them
 WIDTHS = (64, 128)  # of keys, that `flash` supports
 MERGED = 8192  # numbers in a program of `merge_parts`; of MOST_PARTS of width 128 twice as many
 MOST_PARTS = 128  # in which programs of `flash` divide the slots that a tile of queries sees
@@ -247,10 +250,11 @@ def _merge_parts(o, lse, merged, merged_lse):
 def joined_dot(x: Array, matrices: Sequence[Array]) -> list[Array]:
     """Few rows times several matrices, in one kernel that reads them as they are: -> [P,N,M] for each.
 
-    x: [N,D], of the matrices' type. matrices: [M,D]. The P parts are to be added: int32 of int8, or float32.
+    x: [N,D], of the matrices' type, or float beside int8: then the kernel makes integers of each tile of x.
+    matrices: [M,D]. The P parts are to be added: float32, or int32 if x is int8.
     """
     (N, D), rows = x.shape, max(16, pl.next_power_of_2(len(x)))
-    deep = (256 if rows <= 32 else 128) // x.dtype.itemsize  # more do not fit into shared memory
+    deep = (256 if rows <= 32 else 128) // matrices[0].dtype.itemsize  # more do not fit into shared memory
     deep = min(deep, max(32, pl.next_power_of_2(D)))
     # Fewer outputs for each program, rather than parts, which would be written and added.
     outputs = next((n for n in (64, 32) if sum(pl.cdiv(len(w), n) for w in matrices) >= PROCESSORS), 16)
@@ -271,8 +275,11 @@ def _joined_dot(x, *refs, rows: int, deep: int, outputs: int, parts: int):
     (N, D), count = x.shape, len(refs) // 2
     i, part = pl.program_id(0), pl.program_id(1)
     share = pl.cdiv(pl.cdiv(D, deep), parts)
-    used = lax.broadcasted_iota(jnp.int32, (rows, 1), 0) < N
-    tile = pl.ds(0 * i, rows)  # from 0, but a constant that leads beyond the end would be refused
+    read = 1 if N == 1 else rows  # a single row is repeated only where the product needs more
+
+    def tile(n: int) -> tuple[pl.Slice, Array]:
+        """The first n rows: from 0, but a constant that leads beyond the end would be refused."""
+        return pl.ds(0 * i, n), lax.broadcasted_iota(jnp.int32, (n, 1), 0) < N
 
     def multiply(w, y, first: int) -> None:
         here = pl.ds((i - first) * outputs, outputs)
@@ -282,12 +289,21 @@ def _joined_dot(x, *refs, rows: int, deep: int, outputs: int, parts: int):
         def step(n, total):
             at = (part * share + n) * deep
             depth = at + lax.broadcasted_iota(jnp.int32, (1, deep), 1) < D
-            a = load(x.at[tile, pl.ds(at, deep)], mask=used & depth, other=0)
+            here_too, used = tile(read)
+            a = load(x.at[here_too, pl.ds(at, deep)], mask=used & depth, other=0)
             b = load(w.at[here, pl.ds(at, deep)], mask=inside.T & depth, other=0)
-            return total + jnp.dot(b, a.T, precision=precision(x.dtype), preferred_element_type=total.dtype)
+            if a.dtype != b.dtype:
+                return total + tile_product(partial(dot, b), a)
+            return total + dot(b, a).astype(total.dtype)
+
+        def dot(b: Array, a: Array) -> Array:
+            sum_dtype = jnp.int32 if a.dtype == jnp.int8 else jnp.float32
+            a = jnp.broadcast_to(a, (rows, deep))
+            return jnp.dot(b, a.T, precision=precision(a.dtype), preferred_element_type=sum_dtype)
 
         total = lax.fori_loop(0, share, step, jnp.zeros((outputs, rows), y.dtype))
-        store(y.at[part, tile, here], total.T, mask=used & inside)
+        its_rows, used = tile(rows)
+        store(y.at[part, its_rows, here], total.T, mask=used & inside)
 
     first = 0
     for w, y in zip(refs[:count], refs[count:], strict=True):
@@ -296,12 +312,34 @@ def _joined_dot(x, *refs, rows: int, deep: int, outputs: int, parts: int):
         first = end
 
 
+def tile_product(dot: Callable[[Array], Array], x: Array) -> Array:
+    """dot(x) [m,n] float32, by integers: x [n,d] in two int8 parts, see `int8_parts`, of this tile's rows.
+
+    dot: multiplies int8 [n,d] by integers.
+    """
+    x = x.astype(jnp.float32)
+    unit = jnp.maximum(jnp.max(jnp.abs(x), 1, keepdims=True), 1e-30) / INT8_MAX
+    x = x * (1 / unit)
+    first = nearest_integer(x)
+    second = nearest_integer((x - first.astype(jnp.float32)) * PART)
+    first, second = (dot(part.astype(jnp.int8)).astype(jnp.float32) for part in (first, second))
+    return (first + second * (1 / PART)) * unit.T
+
+
+def nearest_integer(x: Array) -> Array:
+    """int32, of float32 less than 2**22: by an addition, which takes a GPU less time than a conversion."""
+    bits = lax.bitcast_convert_type(x + 1.5 * 2**23, jnp.int32)  # one more is one more in the lowest bit
+    return bits - 0x4B400000
+
+
 def integer_products(x: Array, matrices: Sequence[Array]) -> list[Array]:
     """Few float rows [N,D] times int8 matrices [M,D], by integers: -> [N,M] float32 for each.
 
     The tensor cores multiply a weight as it is stored. Converting one takes several instructions; with few
     rows these take longer than reading it.
     """
+    if len(x) <= FEWEST_ROWS:
+        return [jnp.sum(y, 0) for y in joined_dot(x, matrices)]
     parts, unit = int8_parts(x)
     sums = (jnp.sum(y, 0).astype(jnp.float32) for y in joined_dot(parts, matrices))
     return [join_parts(y) * unit for y in sums]

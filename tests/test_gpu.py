@@ -159,11 +159,11 @@ def rounding(x: np.ndarray, w: np.ndarray) -> np.ndarray:
     return np.abs(x).max(1, keepdims=True) / 127 / 254 * np.abs(w).sum(-2) + 1e-4
 
 
-@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("rows", [1, 5, 20])
 def test_few_rows_of_int8(rows, as_on_a_gpu):
     """By integers, in one kernel; more rows and float32, which integers would round, by floats."""
-    x = jnp.asarray(np.random.default_rng(1).standard_t(3, (1, rows, 96)), "bfloat16")
-    shapes = {"bTD,kgHD->bTkgH": (2, 3, 8, 96), "bTD,khD->bTkh": (2, 8, 96)}
+    x = jnp.asarray(np.random.default_rng(1).standard_t(3, (1, rows, 600)), "bfloat16")
+    shapes = {"bTD,kgHD->bTkgH": (2, 3, 8, 600), "bTD,khD->bTkh": (2, 8, 600)}
     weights = {spec: jnp.asarray(weights_like_real_ones(*shape)) for spec, shape in shapes.items()}
     pairs = [(spec, quantize(w, (w.ndim - 1,))) for spec, w in weights.items()]
     used = as_on_a_gpu()
@@ -175,7 +175,7 @@ def test_few_rows_of_int8(rows, as_on_a_gpu):
         for (spec, q), y, same in zip(pairs, found, alone, strict=True):
             whole = np.float64(q.values) * np.float64(q.scale)[..., None]
             expected = np.einsum(spec, np.float64(given), whole)
-            parts = rounding(np.float64(given)[0], whole.reshape(-1, 96).T).max()
+            parts = rounding(np.float64(given)[0], whole.reshape(-1, 600).T).max()
             np.testing.assert_array_equal(np.float64(y), np.float64(same))
             np.testing.assert_allclose(np.float64(y), expected, rtol=2**-7, atol=parts)  # 8 bits, twice
 
