@@ -102,9 +102,14 @@ def by_integers(x: jax.Array, *weights) -> list[jax.Array]:
 
 
 def by_experts_kernel(x: jax.Array, *weights, dot: Callable) -> list[jax.Array]:
-    """int4, each matrix as a single expert."""
+    """int4, each matrix as a single expert, in one kernel."""
     every = [QuantizedArray(w.values[None], w.scale[None], w.format) for w in weights]
-    return [dot(x, w, jnp.array([len(x)])).astype(x.dtype) for w in every]
+    return [y.astype(x.dtype) for y in dot(x, every, jnp.array([len(x)]))]
+
+
+def one_by_one(x: jax.Array, *weights) -> list[jax.Array]:
+    """int4, a kernel for each matrix."""
+    return [y for w in weights for y in by_experts_kernel(x, w, dot=gpu.ragged_dot)]
 
 
 def by_groups(x: jax.Array, *weights) -> list[jax.Array]:
@@ -130,6 +135,7 @@ OF_FEW_ROWS = {
     "int8": {"integers": by_integers, "XLA": by_xla},
     "int4": {
         "integers": partial(by_experts_kernel, dot=gpu.ragged_dot),
+        "integers, one by one": one_by_one,
         "floats": partial(by_experts_kernel, dot=gpu.grouped_dot),
     },
 }
@@ -189,8 +195,8 @@ def random_experts(n: int, format_name: str, E: int, A: int, D: int, M: int, key
 
 
 def experts(rows: Sequence[int]) -> Iterator[Case]:
-    by_floats = {"floats": gpu.grouped_dot}
-    forms = {"integers": gpu.ragged_dot} | by_floats
+    by_floats = {"floats": lambda x, w, sizes: gpu.grouped_dot(x, [w], sizes)}
+    forms = {"integers": lambda x, w, sizes: gpu.ragged_dot(x, [w], sizes)} | by_floats
     for model_name, (E, A, D, M) in EXPERTS.items():
         for format_name, bits in BITS.items():
             if D % (PAIR if format_name == "mxfp4" else GROUP) and bits == 4:

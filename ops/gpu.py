@@ -292,9 +292,10 @@ def _joined_dot(x, *refs, rows: int, deep: int, outputs: int, parts: int):
             here_too, used = tile(read)
             a = load(x.at[here_too, pl.ds(at, deep)], mask=used & depth, other=0)
             b = load(w.at[here, pl.ds(at, deep)], mask=inside.T & depth, other=0)
-            if a.dtype != b.dtype:
-                return total + tile_product(partial(dot, b), a)
-            return total + dot(b, a).astype(total.dtype)
+            if a.dtype == b.dtype:
+                return total + dot(b, a)
+            both, unit = integer_tile(a)
+            return total + joined(*(dot(b, part) for part in both)) * unit.T
 
         def dot(b: Array, a: Array) -> Array:
             sum_dtype = jnp.int32 if a.dtype == jnp.int8 else jnp.float32
@@ -312,18 +313,19 @@ def _joined_dot(x, *refs, rows: int, deep: int, outputs: int, parts: int):
         first = end
 
 
-def tile_product(dot: Callable[[Array], Array], x: Array) -> Array:
-    """dot(x) [m,n] float32, by integers: x [n,d] in two int8 parts, see `int8_parts`, of this tile's rows.
-
-    dot: multiplies int8 [n,d] by integers.
-    """
+def integer_tile(x: Array) -> tuple[list[Array], Array]:
+    """Rows of a tile [n,d] as two int8 parts, see `int8_parts`, and the tile's unit of each row [n,1]."""
     x = x.astype(jnp.float32)
     unit = jnp.maximum(jnp.max(jnp.abs(x), 1, keepdims=True), 1e-30) / INT8_MAX
     x = x * (1 / unit)
     first = nearest_integer(x)
     second = nearest_integer((x - first.astype(jnp.float32)) * PART)
-    first, second = (dot(part.astype(jnp.int8)).astype(jnp.float32) for part in (first, second))
-    return (first + second * (1 / PART)) * unit.T
+    return [first.astype(jnp.int8), second.astype(jnp.int8)], unit
+
+
+def joined(first: Array, second: Array) -> Array:
+    """The sum of the products of both parts, float32, in the unit of the first."""
+    return first.astype(jnp.float32) + second.astype(jnp.float32) * (1 / PART)
 
 
 def nearest_integer(x: Array) -> Array:
@@ -345,20 +347,6 @@ def integer_products(x: Array, matrices: Sequence[Array]) -> list[Array]:
     return [join_parts(y) * unit for y in sums]
 
 
-def ragged_dot(x: Array, w: Array | QuantizedArray, sizes: Array) -> Array:
-    """`grouped_dot`; of few rows in bfloat16 and weights in int8 or int4 by integers, see `integer_products`.
-
-    Each row is two rows of integers, which stand together, as both are for the same expert.
-    """
-    values, _ = values_and_scale(w)
-    if len(x) > FEW_ROWS or x.dtype != jnp.bfloat16 or values.dtype not in (jnp.int8, jnp.int4):
-        return grouped_dot(x, w, sizes)
-    parts, unit = int8_parts(x)
-    pairs = parts.reshape(2, *x.shape).swapaxes(0, 1).reshape(-1, x.shape[1])
-    y = grouped_dot(pairs, w, 2 * sizes).reshape(len(x), 2, -1)
-    return join_parts(y.swapaxes(0, 1).reshape(len(pairs), -1)) * unit
-
-
 @dataclasses.dataclass(frozen=True)
 class Packing:
     """How `grouped_dot` reads a weight: in entries that hold numbers of several columns.
@@ -372,6 +360,19 @@ class Packing:
     blocks: int = 1
     times: int = 1
     unpack: Callable[[Array], Sequence[Sequence[Array]]] = lambda entries: [[entries]]
+
+    def entries(self, values: Array, scale: Array | None, D: int) -> tuple[Array, Array | None]:
+        """A weight [E,D,M] as it is packed -> entries, and their scales or words of four exponents.
+
+        Nothing moves: XLA holds int4 two a byte, the first in the low bits.
+        """
+        if scale is None:
+            return values, None
+        E, M, each = len(values), values.shape[-1] // self.each, self.each
+        unit = jnp.int8 if each == 2 else jnp.int32
+        values = lax.bitcast_convert_type(values.reshape(E, D // self.blocks, M, each), unit)
+        scale = scale.reshape(E, -1, M, each)
+        return values, scale if each == 2 else lax.bitcast_convert_type(scale, unit)[..., None]
 
 
 def high_nibbles(pairs: Array) -> list[list[Array]]:
@@ -397,40 +398,60 @@ def packing_of(dtype) -> Packing:
     return packed.get(str(jnp.dtype(dtype)), Packing())
 
 
-def grouped_dot(x: Array, w: Array | QuantizedArray, sizes: Array) -> Array:
-    """`lax.ragged_dot`, which reads no expert without rows and no weight in another type: -> [N,M] float32.
+def ragged_dot(x: Array, weights: Sequence[Array | QuantizedArray], sizes: Array) -> list[Array]:
+    """`grouped_dot`; of few rows in bfloat16 and weights in int8 or int4 by integers, see `integer_products`.
 
-    x: [N,D], the rows of expert 0, then those of expert 1... sizes: [E] int32. Rows beyond their sum are left
-    undefined. w: [E,D,M], float or int8 values. Or int4, values [E,D,I,M] where D counts groups; M is even.
-    Or MXFP4, of whole pairs of blocks; M is a multiple of 4. x may be int8 if w is int8 or int4.
+    More than FEWEST_ROWS become two rows of integers each, which stand together, as both are for one expert.
     """
-    (N, D), E, M = x.shape, sizes.size, jax.tree.leaves(w)[0].shape[-1]
-    values, scale = values_and_scale(w)
-    packing = packing_of(values.dtype)
+    dtype = values_and_scale(weights[0])[0].dtype
+    if len(x) > FEW_ROWS or x.dtype != jnp.bfloat16 or dtype not in (jnp.int8, jnp.int4):
+        return grouped_dot(x, weights, sizes)
+    if len(x) <= FEWEST_ROWS:
+        return grouped_dot(x, weights, sizes, by_integers=True)
+    parts, unit = int8_parts(x)
+    pairs = parts.reshape(2, *x.shape).swapaxes(0, 1).reshape(-1, x.shape[1])
+    sums = (y.reshape(len(x), 2, -1).swapaxes(0, 1) for y in grouped_dot(pairs, weights, 2 * sizes))
+    return [join_parts(y.reshape(len(pairs), -1)) * unit for y in sums]
+
+
+def grouped_dot(
+    x: Array, weights: Sequence[Array | QuantizedArray], sizes: Array, by_integers: bool = False
+) -> list[Array]:
+    """`lax.ragged_dot` with each of the weights, in one kernel: -> [N,M] float32 for each.
+
+    It reads no expert without rows, and no weight in another type.
+
+    x: [N,D], the rows of expert 0, then those of expert 1...; it may be int8 if weights are int8 or int4.
+    weights, of one format: [E,D,M], float or int8 values. Or int4, values [E,D,I,M] where D counts groups; M
+    is even. Or MXFP4, of whole pairs of blocks; M is a multiple of 4.
+    sizes: [E] int32. Rows beyond their sum are left undefined.
+    by_integers: the kernel makes integers of each tile of a float x.
+    """
+    (N, D), E = x.shape, sizes.size
+    values, scales = zip(*map(values_and_scale, weights), strict=True)
+    packing = packing_of(values[0].dtype)
     rows = tile_rows(N, E, 16, 128)
-    deep, each = 128 // x.dtype.itemsize, packing.each
-    if scale is not None:
-        deep = min(deep, values.shape[2])
-        # XLA holds int4 two a byte, the first in the low bits: nothing moves.
-        values = values.reshape(E, D // packing.blocks, M // each, each)
-        values = lax.bitcast_convert_type(values, jnp.int8 if each == 2 else jnp.int32)
-        scale = scale.reshape(E, -1, M // each, each)
-        scale = scale if each == 2 else lax.bitcast_convert_type(scale, jnp.int32)[..., None]
+    deep = 128 // (1 if by_integers else x.dtype.itemsize)
+    if scales[0] is not None:
+        deep = min(deep, values[0].shape[2])
     if packing.blocks == 2:
         x = in_order_of_bytes(x)
     tiles = min(N, N // rows + min(E, N))
     tile = jnp.stack(find_tile(jnp.arange(tiles), sizes, rows))
 
-    columns = pl.cdiv(M, COLUMNS)
-    parts = max(1, min(PROGRAMS // (tiles * columns), values.shape[1] // (4 * deep)))
-    y = pl.pallas_call(
-        partial(_grouped_dot, rows=rows, deep=deep, parts=parts, packing=packing),
-        grid=(tiles, columns, parts),
-        out_shape=result((parts, N, M // each, each), jnp.float32, x, values, tile),
+    each, columns = packing.each, [y.shape[-1] for y in values]
+    values, scales = zip(*(packing.entries(*w, D) for w in zip(values, scales, strict=True)), strict=True)
+    blocks = sum(pl.cdiv(M, COLUMNS) for M in columns)
+    parts = max(1, min(PROGRAMS // (tiles * blocks), values[0].shape[1] // (4 * deep)))
+    options = dict(rows=rows, deep=deep, parts=parts, packing=packing, by_integers=by_integers)
+    products = pl.pallas_call(
+        partial(_grouped_dot, **options),
+        grid=(tiles, blocks, parts),
+        out_shape=[result((parts, N, M // each, each), jnp.float32, x, *values, tile) for M in columns],
         compiler_params=CompilerParams(num_warps=4 if rows < 128 else 8, num_stages=3),
         name="grouped_dot",
-    )(x, values, scale, tile)
-    return jnp.sum(y, 0).reshape(N, M)
+    )(x, values, scales, tile)
+    return [jnp.sum(y, 0).reshape(N, M) for y, M in zip(products, columns, strict=True)]
 
 
 def in_order_of_bytes(x: Array) -> Array:
@@ -439,49 +460,72 @@ def in_order_of_bytes(x: Array) -> Array:
     return jnp.moveaxis(blocks, 2, 4).reshape(x.shape)
 
 
-def _grouped_dot(x, w, scale, tile, y, *, rows: int, deep: int, parts: int, packing: Packing):
-    """The kernel: one tile of rows, COLUMNS columns, and one part of the entries along D."""
+def _grouped_dot(
+    x, weights, scales, tile, *products,
+    rows: int, deep: int, parts: int, packing: Packing, by_integers: bool,
+):  # fmt: skip
+    """The kernel: one tile of rows, COLUMNS columns of one matrix, and one part of the entries along D."""
     i, j, part = (pl.program_id(axis) for axis in range(3))
-    (D, entries), width = w.shape[1:], COLUMNS // packing.each
-    columns = pl.ds(j * width, width)
-    expert, first, end = tile[0, i], tile[1, i], tile[2, i]
-    share = pl.cdiv(pl.cdiv(D, deep), parts)
-    steps = jnp.where(first < end, jnp.int32(share), 0)
+    expert, begin, end = tile[0, i], tile[1, i], tile[2, i]
+    read = 1 if len(x) == 1 else rows  # a single row is repeated only where the product needs more
+    width = COLUMNS // packing.each
     sum_dtype = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
-    dot = partial(jnp.dot, precision=precision(x.dtype), preferred_element_type=sum_dtype)
-    used = (first + lax.broadcasted_iota(jnp.int32, (rows, 1), 0)) < end
-    inside = j * width + lax.broadcasted_iota(jnp.int32, (1, width), 1) < entries
 
-    def units(at, block: int) -> list[Array]:
-        """The scales of a tile's numbers, for each column of an entry [1,width] float32."""
+    def used(n: int) -> Array:
+        return (begin + lax.broadcasted_iota(jnp.int32, (n, 1), 0)) < end
 
-        def read(row, which: int) -> Array:
-            numbers = scale.at[expert, pl.ds(row, 1), columns, jnp.int32(which)]
-            return load(numbers, mask=inside & (at < D), other=0)
+    def dot(a: Array, b: Array) -> Array:
+        dtype = jnp.int32 if a.dtype == jnp.int8 else jnp.float32
+        a = jnp.broadcast_to(a, (rows, a.shape[1]))
+        return jnp.dot(a, b.astype(a.dtype), precision=precision(a.dtype), preferred_element_type=dtype)
 
-        if packing.blocks == 1:  # a scale for each group
-            group = lax.div(at, D // scale.shape[1])
-            return [read(group, which).astype(jnp.float32) for which in range(packing.each)]
-        pair = lax.div(at, PAIR // 2)  # two of them have a TILE of exponents
-        exponents = read(lax.div(pair, 2) * TILE + 2 * lax.rem(pair, 2) + block, 0)
-        return [power_of_two((exponents >> 8 * which) & 255) for which in range(packing.each)]
+    def multiply(w, scale, y, first: int) -> None:
+        D, entries = w.shape[1:]
+        columns = pl.ds((j - first) * width, width)
+        inside = (j - first) * width + lax.broadcasted_iota(jnp.int32, (1, width), 1) < entries
 
-    def step(n, sums):
-        at = (part * share + n) * deep
-        depth = at + lax.broadcasted_iota(jnp.int32, (deep,), 0) < D
-        b = w.at[expert, pl.ds(at, deep), columns]
-        b = load(b, mask=depth[:, None] & inside, other=0)
-        for block, tiles in enumerate(packing.unpack(b)):
-            a = x.at[pl.ds(first, rows), pl.ds(at * packing.blocks + block * deep, deep)]
-            a = load(a, mask=used & depth[None], other=0)
-            products = [dot(a, values.astype(a.dtype)) for values in tiles]
-            if scale is not None:
-                products = [y * unit for y, unit in zip(products, units(at, block), strict=True)]
-            sums = [total + y for total, y in zip(sums, products, strict=True)]
-        return sums
+        def units(at, block: int) -> list[Array]:
+            """The scales of a tile's numbers, for each column of an entry [1,width] float32."""
 
-    zeros = jnp.zeros((rows, width), sum_dtype if scale is None else jnp.float32)
-    sums = lax.fori_loop(0, steps, step, [zeros] * packing.each)
-    for which, total in enumerate(sums):
-        total = total.astype(jnp.float32) * (1 / packing.times)
-        store(y.at[part, pl.ds(first, rows), columns, jnp.int32(which)], total, mask=used & inside)
+            def read_scale(row, which: int) -> Array:
+                numbers = scale.at[expert, pl.ds(row, 1), columns, jnp.int32(which)]
+                return load(numbers, mask=inside & (at < D), other=0)
+
+            if packing.blocks == 1:  # a scale for each group
+                group = lax.div(at, D // scale.shape[1])
+                return [read_scale(group, which).astype(jnp.float32) for which in range(packing.each)]
+            pair = lax.div(at, PAIR // 2)  # two of them have a TILE of exponents
+            exponents = read_scale(lax.div(pair, 2) * TILE + 2 * lax.rem(pair, 2) + block, 0)
+            return [power_of_two((exponents >> 8 * which) & 255) for which in range(packing.each)]
+
+        def step(n, sums):
+            at = (part * share + n) * deep
+            depth = at + lax.broadcasted_iota(jnp.int32, (deep,), 0) < D
+            b = load(w.at[expert, pl.ds(at, deep), columns], mask=depth[:, None] & inside, other=0)
+            for block, tiles in enumerate(packing.unpack(b)):
+                a = x.at[pl.ds(begin, read), pl.ds(at * packing.blocks + block * deep, deep)]
+                a = load(a, mask=used(read) & depth[None], other=0)
+                if by_integers:
+                    both, unit = integer_tile(a)
+                    found = [joined(*(dot(half, b) for half in both)) * unit for b in tiles]
+                else:
+                    found = [dot(a, b) for b in tiles]
+                if scale is not None:
+                    found = [y * unit for y, unit in zip(found, units(at, block), strict=True)]
+                sums = [total + y for total, y in zip(sums, found, strict=True)]
+            return sums
+
+        share = pl.cdiv(pl.cdiv(D, deep), parts)
+        steps = jnp.where(begin < end, jnp.int32(share), 0)
+        zeros = jnp.zeros((rows, width), sum_dtype if scale is None else jnp.float32)
+        sums = lax.fori_loop(0, steps, step, [zeros] * packing.each)
+        for which, total in enumerate(sums):
+            total = total.astype(jnp.float32) * (1 / packing.times)
+            here = y.at[part, pl.ds(begin, rows), columns, jnp.int32(which)]
+            store(here, total, mask=used(rows) & inside)
+
+    first = 0
+    for w, scale, y in zip(weights, scales, products, strict=True):
+        last = first + pl.cdiv(w.shape[2], width)
+        pl.when((first <= j) & (j < last))(partial(multiply, w, scale, y, first))
+        first = last

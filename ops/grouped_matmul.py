@@ -6,7 +6,7 @@ contracted D or M becomes D,I or M,I: the first counts groups, I is the place in
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 
@@ -77,53 +77,71 @@ def sorted_rows(
     def of_rows(per_expert: Array) -> Array:
         return per_expert.at[chosen[order]].get(mode="clip")
 
-    def dot(x: Array, w: Array | QuantizedArray, bias: Array | None) -> Array:
-        product = choose("experts", RAGGED_DOTS, (platform(), scheme_of(w)), plain_ragged_dot)
-        y, scale = product(x, w, sizes)
-        y = y if scale is None else y * of_rows(scale)
-        return y if bias is None else y + of_rows(bias)
+    def dots(x: Array, *pairs: tuple) -> list[Array]:
+        """Of pairs (weight, bias)."""
+        weights, biases = zip(*pairs, strict=True)
+        schemes = {scheme_of(w) for w in weights}
+        if len(schemes) > 1:
+            return [y for pair in pairs for y in dots(x, pair)]
+        product = choose("experts", RAGGED_DOTS, (platform(), *schemes), plain_ragged_dot)
+        found = []
+        for (y, scale), bias in zip(product(x, weights, sizes), biases, strict=True):
+            y = y if scale is None else y * of_rows(scale)
+            found.append(y if bias is None else y + of_rows(bias))
+        return found
 
     gate_bias, up_bias, down_bias = biases
-    h = activation(dot(rows, gate, gate_bias), dot(rows, up, up_bias))
-    y = dot(h.astype(x.dtype), down, down_bias)
+    h = activation(*dots(rows, (gate, gate_bias), (up, up_bias)))
+    (y,) = dots(h.astype(x.dtype), (down, down_bias))
     y = y * factor if scales == "output" else y
     y = jnp.where((chosen < E)[:, None], jnp.zeros_like(y).at[order].set(y), 0)
     y = y.reshape(-1, A, y.shape[-1])
     return y.sum(1) if summed else y.swapaxes(0, 1)
 
 
-def plain_ragged_dot(x: Array, w: Array | QuantizedArray, sizes: Array) -> tuple[Array, Array | None]:
-    """Sorted rows times their experts' matrices: -> ([N,M] float32, its scale [E,M] or None)."""
-    quantized = isinstance(w, QuantizedArray)
-    matrices, scale = w.format.expert_matrices(w, x.dtype) if quantized else (w.astype(x.dtype), None)
-    return lax.ragged_dot(x, matrices, sizes, preferred_element_type=jnp.float32), scale
+# The functions below multiply sorted rows by their experts' matrices, of several weights of one scheme. They
+# return for each weight ([N,M] float32, its scale [E,M] or None).
+
+Weights = Sequence[Array | QuantizedArray]
+Products = list[tuple[Array, Array | None]]
 
 
-def ragged_dot_on_tpu(x: Array, w: Array | QuantizedArray, sizes: Array) -> tuple[Array, Array | None]:
+def plain_ragged_dot(x: Array, weights: Weights, sizes: Array) -> Products:
+    """On any platform."""
+
+    def dot(w: Array | QuantizedArray) -> tuple[Array, Array | None]:
+        quantized = isinstance(w, QuantizedArray)
+        matrices, scale = w.format.expert_matrices(w, x.dtype) if quantized else (w.astype(x.dtype), None)
+        return lax.ragged_dot(x, matrices, sizes, preferred_element_type=jnp.float32), scale
+
+    return [dot(w) for w in weights]
+
+
+def ragged_dot_on_tpu(x: Array, weights: Weights, sizes: Array) -> Products:
     """Without converting int8, which would write all experts to memory again."""
-    values, scale = values_and_scale(w)
-    return lax.ragged_dot(x, values, sizes, preferred_element_type=jnp.float32), scale
+    dot = partial(lax.ragged_dot, preferred_element_type=jnp.float32)
+    return [(dot(x, values, sizes), scale) for values, scale in map(values_and_scale, weights)]
 
 
-def ragged_dot_on_cpu(x: Array, w: Array | QuantizedArray, sizes: Array) -> tuple[Array, Array | None]:
+def ragged_dot_on_cpu(x: Array, weights: Weights, sizes: Array) -> Products:
     """Expert by expert: XLA's product multiplies each row by all of them."""
-    values, scale = values_and_scale(w)
-    return cpu.grouped_dot(x, values, sizes), scale
+    return [(cpu.grouped_dot(x, values, sizes), scale) for values, scale in map(values_and_scale, weights)]
 
 
-def ragged_dot_on_gpu(x: Array, w: Array | QuantizedArray, sizes: Array) -> tuple[Array, Array | None]:
+def ragged_dot_on_gpu(x: Array, weights: Weights, sizes: Array) -> Products:
     """By a kernel: XLA's product multiplies each row by all experts."""
-    values, scale = values_and_scale(w)
-    if not gpu.supports(values):
-        return plain_ragged_dot(x, w, sizes)
-    return gpu.ragged_dot(x, values, sizes), scale
+    values, scales = zip(*map(values_and_scale, weights), strict=True)
+    if not all(map(gpu.supports, values)):
+        return plain_ragged_dot(x, weights, sizes)
+    return list(zip(gpu.ragged_dot(x, values, sizes), scales, strict=True))
 
 
-def packed_ragged_dot_on_gpu(x: Array, w: QuantizedArray, sizes: Array) -> tuple[Array, Array | None]:
+def packed_ragged_dot_on_gpu(x: Array, weights: Weights, sizes: Array) -> Products:
     """By the same kernel, of weights in four bits, which it also multiplies by their scales."""
-    if gpu.supports(w.values):
-        return gpu.ragged_dot(x, w, sizes), None
-    return ragged_dot_on_gpu(x, w.format.expert_matrices(w, x.dtype)[0], sizes)
+    quantized = [w for w in weights if isinstance(w, QuantizedArray)]
+    if all(gpu.supports(w.values) for w in quantized):
+        return [(y, None) for y in gpu.ragged_dot(x, quantized, sizes)]
+    return ragged_dot_on_gpu(x, [w.format.expert_matrices(w, x.dtype)[0] for w in quantized], sizes)
 
 
 # By platform and scheme; all others use `plain_ragged_dot`.

@@ -18,6 +18,8 @@ from quantize import (
     values_and_scale,
 )
 
+Pairs = Sequence[tuple[str, QuantizedArray]]  # of products: how, and with which weight
+
 # On GPUs XLA joins products of one x, by copies of their matrices, if they have more rows, or fewer columns.
 DECODE_ROWS, NARROW = 16, 128
 INTEGER_ROWS = 64  # up to which GPUs multiply int8 as integers
@@ -41,10 +43,11 @@ def einsum(spec: str, x: Array, w: Array | QuantizedArray, out_dtype=None) -> Ar
 
 
 def products(x: Array, *pairs: tuple[str, Array | QuantizedArray]) -> list[Array]:
-    """`einsum(spec, x, w)` of each pair (spec, w). On GPUs a kernel multiplies by several int8 matrices."""
-    kernels = [choose("matmul", KERNELS, (platform(), scheme_of(w)), plain_einsum) for _, w in pairs]
-    if all(kernel is int8_on_gpu for kernel in kernels):
-        return [y.astype(x.dtype) for y in int8_products_on_gpu(x, pairs, x.dtype)]
+    """`einsum(spec, x, w)` of each pair (spec, w). On GPUs one kernel multiplies by several matrices."""
+    kernels = {choose("matmul", KERNELS, (platform(), scheme_of(w)), plain_einsum) for _, w in pairs}
+    together = TOGETHER.get(kernels.pop()) if len(kernels) == 1 else None
+    if together:
+        return [y.astype(x.dtype) for y in together(x, pairs, x.dtype)]
     return [einsum(spec, x, w) for spec, w in pairs]
 
 
@@ -88,7 +91,7 @@ def int8_on_gpu(spec: str, x: Array, w: QuantizedArray, out_dtype) -> Array:
     return int8_products_on_gpu(x, [(spec, w)], out_dtype)[0]
 
 
-def int8_products_on_gpu(x: Array, pairs: Sequence[tuple[str, QuantizedArray]], out_dtype) -> list[Array]:
+def int8_products_on_gpu(x: Array, pairs: Pairs, out_dtype) -> list[Array]:
     """Few rows in bfloat16 are multiplied as integers, by all matrices in one kernel; others by XLA."""
     n = contracted_count(pairs[0][0])
     rows = x.reshape(-1, math.prod(x.shape[-n:]))
@@ -146,15 +149,24 @@ def int4_on_tpu(spec: str, x: Array, w: QuantizedArray, out_dtype) -> Array:
 
 
 def int4_on_gpu(spec: str, x: Array, w: QuantizedArray, out_dtype) -> Array:
-    """Few rows are multiplied by the experts' kernel, as the rows of one expert."""
-    n = contracted_count(spec)
-    lead, outputs = x.shape[:-n], w.scale.shape[n:]
-    rows, M = math.prod(lead), math.prod(outputs)
-    if rows > FEW_ROWS or not gpu.supports(w.values):
-        return plain_einsum(spec, x, w, out_dtype)
-    values, scale = w.values.reshape(1, -1, w.values.shape[n], M), w.scale.reshape(1, -1, M)
-    expert = QuantizedArray(values, scale, w.format)
-    return gpu.ragged_dot(x.reshape(rows, -1), expert, jnp.array([rows])).reshape(*lead, *outputs)
+    """`int4_products_on_gpu` of one matrix."""
+    return int4_products_on_gpu(x, [(spec, w)], out_dtype)[0]
+
+
+def int4_products_on_gpu(x: Array, pairs: Pairs, out_dtype) -> list[Array]:
+    """Few rows are multiplied by the experts' kernel, each matrix as a single expert; others by XLA."""
+    n = contracted_count(pairs[0][0])
+    rows, weights = x.reshape(math.prod(x.shape[:-n]), -1), [w for _, w in pairs]
+    if len(rows) > FEW_ROWS or not all(gpu.supports(w.values) for w in weights):
+        return [plain_einsum(spec, x, w, out_dtype) for spec, w in pairs]
+
+    def expert(w: QuantizedArray) -> QuantizedArray:
+        groups, outputs = w.scale.shape[:n], math.prod(w.scale.shape[n:])
+        values = w.values.reshape(1, math.prod(groups), w.values.shape[n], outputs)
+        return QuantizedArray(values, w.scale.reshape(1, -1, outputs), w.format)
+
+    found = gpu.ragged_dot(rows, [expert(w) for w in weights], jnp.array([len(rows)]))
+    return [y.reshape(*x.shape[:-n], *w.scale.shape[n:]) for y, w in zip(found, weights, strict=True)]
 
 
 # By platform and scheme; all others use `plain_einsum`.
@@ -167,6 +179,8 @@ KERNELS = {
     ("gpu", "fp8"): einsum_on_gpu,
     ("gpu", "int4"): int4_on_gpu,
 }
+# The kernels that can multiply by several matrices at once.
+TOGETHER = {int8_on_gpu: int8_products_on_gpu, int4_on_gpu: int4_products_on_gpu}
 
 
 def take_rows(matrix: Array | QuantizedArray, rows: Array) -> Array:

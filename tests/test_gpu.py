@@ -112,7 +112,7 @@ SIZES = [[3, 0, 20, 17], [0, 0, 1, 0], [16, 1, 15, 33], [0, 0, 0, 0]]
     ],
 )
 def test_grouped_dot(sizes, programs, dtype, monkeypatch, as_on_a_gpu):
-    """Rows of unlike many experts, and two of none, with NaN in every expert without rows."""
+    """Rows of unlike many experts, and two of none, with NaN in every expert without rows; two matrices."""
     monkeypatch.setattr(gpu, "PROGRAMS", programs)
     rng, N, (E, D, M) = np.random.default_rng(0), sum(sizes), (4, 320 if "4" in dtype else 300, 140)
     x, w, units = rng.standard_normal((N + 2, D)), rng.standard_normal((E, D, M)), 1
@@ -132,12 +132,13 @@ def test_grouped_dot(sizes, programs, dtype, monkeypatch, as_on_a_gpu):
         given = dataclasses.replace(given, scale=given.scale.at[idle].set(255))
     else:
         given = jnp.float32(w).at[idle].set(jnp.nan)
-    used = as_on_a_gpu()
-    result = gpu.grouped_dot(jnp.float32(x), given, jnp.int32(sizes)) / units
+    narrow, used = jax.tree.map(lambda y: y[..., -12:], given), as_on_a_gpu()
+    result, beside = gpu.grouped_dot(jnp.float32(x), [given, narrow], jnp.int32(sizes))
     assert used == {"grouped_dot"}
     assert np.isnan(result[N:]).all()  # as the interpreter left them: a tile writes its own rows only
-    expert = np.repeat(np.arange(E), sizes)
-    np.testing.assert_allclose(result[:N], np.einsum("nd,ndm->nm", x[:N], w[expert]), atol=1e-3, rtol=1e-5)
+    expected = np.einsum("nd,ndm->nm", x[:N], w[np.repeat(np.arange(E), sizes)])
+    np.testing.assert_allclose((result / units)[:N], expected, atol=1e-3, rtol=1e-5)
+    np.testing.assert_array_equal(beside, result[:, -12:])
 
 
 @pytest.mark.parametrize(
@@ -180,11 +181,12 @@ def test_few_rows_of_int8(rows, as_on_a_gpu):
             np.testing.assert_allclose(np.float64(y), expected, rtol=2**-7, atol=parts)  # 8 bits, twice
 
 
+@pytest.mark.parametrize("sizes", [[3, 0, 20, 1], [2, 0, 9, 1], [0, 1, 0, 0]])
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
-def test_experts_of_integers(dtype, as_on_a_gpu):
-    """Few rows in bfloat16 are multiplied as two rows of integers each, which both go to their expert."""
-    rng, sizes, (E, D, M) = np.random.default_rng(0), np.array([3, 0, 20, 1]), (4, 320, 140)
-    x, w = jnp.asarray(rng.standard_normal((26, D)), "bfloat16"), jnp.float32(rng.standard_normal((E, D, M)))
+def test_experts_of_integers(dtype, sizes, as_on_a_gpu):
+    """Few rows in bfloat16 are multiplied as two rows of integers each; of up to 16 the kernel makes them."""
+    rng, N, (E, D, M) = np.random.default_rng(0), sum(sizes), (4, 320, 140)
+    x, w = jnp.asarray(rng.standard_normal((N, D)), "bfloat16"), jnp.float32(rng.standard_normal((E, D, M)))
     if dtype == "int8":
         given = quantize(w, (1,)).values
         whole = np.float64(given)
@@ -192,7 +194,7 @@ def test_experts_of_integers(dtype, as_on_a_gpu):
         given = quantize_groups(w, (0, 1), 64)
         whole = np.float64(dequantize_groups(given, 2)).reshape(w.shape)
     used = as_on_a_gpu()
-    result = gpu.ragged_dot(x, given, jnp.int32(sizes))
+    result = gpu.ragged_dot(x, [given], jnp.int32(sizes))[0]
     assert used == {"grouped_dot"} and result.dtype == jnp.float32
     for row, expert in enumerate(np.repeat(np.arange(E), sizes)):
         known = np.float64(x[row])[None]
@@ -304,7 +306,9 @@ def test_lowering(program, format, kv_dtype):
     names = [kernel["name"].value for kernel in kernels]
     leaves = jax.tree.leaves(weights, is_leaf=lambda x: isinstance(x, QuantizedArray))
     int4 = sum(isinstance(x, QuantizedArray) and x.format.scheme == "int4" for x in leaves)
-    assert names.count("grouped_dot") == (int4 or 3)  # its matrices, or those of the experts
+    # A kernel for each matrix, but one for q, k and v of both layers, and for gate and up of a layer, of the
+    # shared expert and of all experts; without int4 only the experts have it.
+    assert names.count("grouped_dot") == (int4 - 2 * 2 - 3 if int4 else 2)
     # Of the two layers, the one whose cache is a ring attends to the cache and to the chunk.
     assert names.count("flash") == (2 if program == "decode" else 3)
     with ir.Context() as context:
