@@ -1,5 +1,6 @@
 """benchmarks/first_hour.py and kernel_checks.py: what is right passes, and what is wrong is named."""
 
+import dataclasses
 import functools
 import json
 
@@ -15,13 +16,13 @@ from test_kernels import as_on_a_tpu  # noqa: F401
 
 import ragged_attention
 from deployment import deploy
-from ops import attention, cpu, matmul
+from ops import attention, cpu, gpu, matmul
 from ops.platform import choose, plain_kinds
 
 
 @pytest.fixture
 def in_float32(monkeypatch):
-    """Only attention in decode with a cache of float32 is checked; nothing is answered or measured."""
+    """Only attention in decode with a cache of float32 is checked; nothing else is run or measured."""
     checks = kernel_checks.checks
 
     def one(platform: str) -> list:
@@ -207,6 +208,69 @@ def test_differences():
     for wrong in (np.nan, np.inf, -np.inf):
         assert difference([1, wrong], [1, 2], [1, 1]) == (np.inf, np.inf)
     assert difference([1, 2], [1, -np.inf], [1, 1]) == (np.inf, np.inf)
+
+
+def one_case(platform: str, job: str, option: str, number: int) -> kernel_checks.Check:
+    """A check of a platform, with one of its cases."""
+    checks = kernel_checks.checks(platform)
+    (check,) = (check for check in checks if check.job == job and check.option.endswith(option))
+    return dataclasses.replace(check, cases=[check.cases[number]])
+
+
+def without_gap(q, kv, length, gap, row):
+    return q, kv, length, None, row
+
+
+def a_slot_too_few(q, kv, length, gap, row):
+    return q, kv, length, (gap[0], gap[1] + 1), row
+
+
+def in_order(q, kv, length, gap, row):
+    return q, kv, length, gap, jnp.sort(row)
+
+
+def the_same_for_all(q, kv, length, gap, row):
+    return q, kv, jnp.broadcast_to(jnp.max(length, 1, keepdims=True), length.shape), gap, row
+
+
+@pytest.mark.parametrize("job", ["attention in decode", "attention in prefill to the cache"])
+@pytest.mark.parametrize("fault", [None, without_gap, a_slot_too_few, in_order])
+def test_rows_and_gaps(fault, job, monkeypatch):
+    """Attention to some rows of a ring: a fault in what a kernel sees is found."""
+    kernel = cpu.attend_cached
+    if fault:
+        wrong = functools.wraps(kernel)(lambda *arguments: kernel(*fault(*arguments)))
+        monkeypatch.setitem(ragged_attention.KERNELS, ("cpu", attention.attend_cached), wrong)
+    found = kernel_checks.run_check(one_case("cpu", job, "bfloat16", -1), 1)
+    assert found["ok"] == (fault is None) and ", by cpu.attend_cached" in found["name"]
+
+
+@pytest.mark.parametrize("fault", [None, the_same_for_all, in_order])
+def test_queries_that_see_different_slots(fault, monkeypatch, as_on_a_gpu):  # noqa: F811
+    """A GPU's chunk attends to a cache that has the chunk, each token up to itself."""
+    used, kernel = as_on_a_gpu(), gpu.attend_cached
+    check = one_case("gpu", "attention in prefill to the cache", "int8", 2)
+    if fault:
+        wrong = functools.wraps(kernel)(lambda *arguments: kernel(*fault(*arguments)))
+        monkeypatch.setitem(ragged_attention.KERNELS, ("gpu", attention.attend_cached), wrong)
+    found = kernel_checks.run_check(check, 1)
+    assert found["ok"] == (fault is None) and used == {"flash", "merge_parts"}
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_several_matrices(wrong, monkeypatch, as_on_a_gpu):  # noqa: F811
+    """Of three products of one kernel, that the last is right is seen; and what does without the kernel."""
+    used, multiply = as_on_a_gpu(), gpu.joined_dot
+
+    def swapped(x, matrices):
+        *others, last = multiply(x, matrices)
+        return [*others, last[..., ::-1]]
+
+    if wrong:
+        monkeypatch.setattr(gpu, "joined_dot", swapped)
+    found = kernel_checks.run_check(one_case("gpu", "matrix product", "int8", -1), 1)
+    assert found["ok"] == (not wrong) and found["name"].endswith("by joined_dot") and used == {"joined_dot"}
+    assert not wrong or found["remedy"].startswith("LLAMA_JAX_PLAIN=matmul ")
 
 
 KERNELS = {  # of Pallas
