@@ -30,6 +30,7 @@ def in_float32(monkeypatch):
         return [check for check in decode if check.option.endswith("float32")]
 
     monkeypatch.setattr(kernel_checks, "checks", one)
+    monkeypatch.setattr(first_hour, "check_models", lambda most: [])
     monkeypatch.setattr(first_hour, "check_answers", list)
     monkeypatch.setattr(first_hour, "measure_steps", lambda measurement: [])
     monkeypatch.setattr(first_hour, "measure_rates", lambda dtypes, chip: (1.0, {}))
@@ -56,7 +57,7 @@ def run(monkeypatch, capsys, folder, *options) -> tuple[int, str, dict]:
 
 
 def test_a_run(monkeypatch, capsys, tmp_path):
-    """Of the kernels one, of the formats one: what is reported is right, and in the file."""
+    """Of the kernels, the small models and the formats one: what is reported is right, and in the file."""
     checks = [next(kernel_checks.checks("cpu"))]
     monkeypatch.setattr(kernel_checks, "checks", lambda platform: checks)
     monkeypatch.setattr(first_hour, "FORMAT_NAMES", ("none",))
@@ -66,6 +67,10 @@ def test_a_run(monkeypatch, capsys, tmp_path):
     assert found["summary"] in out and found["machine"]["device"] in out
     (kernel,) = found["kernels"]
     assert kernel["name"] in out and 0 < kernel["share"] <= 1
+    (small,) = found["models"]
+    assert small["name"] == "a model with heads of 128, --quantize int8 --kv-cache-dtype int8"
+    assert f"ok     {small['name']}: error " in out and 0 < small["share"] <= 1
+    assert "; 1 of 1 models with random weights agree with a CPU; " in found["summary"]
     assert [x["prompt"] for x in found["answers"]] == list(first_hour.PROMPTS)
     assert all(x["ok"] and x["tokens"] > 0 for x in found["answers"])
     assert [(x["phase"], x["batch"]) for x in found["steps"]] == [
@@ -73,7 +78,7 @@ def test_a_run(monkeypatch, capsys, tmp_path):
         ("decode", 2),
         ("prefill", 1),
     ]
-    assert all(x["planned"] > 0 and x["seconds"] > 0 for x in found["steps"])
+    assert all(x["planned"] > 0 and x["seconds"] > 0 and x["components"] for x in found["steps"])
     assert found["bandwidth"] > 0 and found["machine"]["versions"]["jax"] == jax.__version__
     assert len(list((tmp_path / "traces").rglob("perfetto_trace.json.gz"))) == 3
 
@@ -123,6 +128,26 @@ def test_a_wrong_answer(monkeypatch, capsys):
     out = capsys.readouterr().out
     assert not any(x["ok"] for x in found) and out.count("WRONG  tiny-llama3, ") == len(found)
     assert out.count(": token 1 is ") == len(found)
+
+
+@pytest.mark.parametrize("folder", [None, "traces"])
+def test_a_profile_is_made_if_it_is_kept(folder, monkeypatch, tmp_path):
+    """It takes a GPU a second program."""
+
+    class Made(Exception):
+        pass
+
+    def make(*arguments):
+        raise Made(arguments[-1])
+
+    monkeypatch.setattr(first_hour.speed, "Bench", make)
+    monkeypatch.setattr(first_hour.model, "init_weights", lambda *_: ())
+    cfg, topology = first_hour.read_model(str(first_hour.TINY[0])), first_hour.topology_of(jax.devices(), 1)
+    rates, trace = (1.0, dict(float32=1.0)), folder and tmp_path / folder
+    measurement = first_hour.Measurement("tiny", cfg, first_hour.QUICK, topology, rates, trace)
+    with pytest.raises(Made) as made:
+        next(measurement.of_format("none"))
+    assert made.value.args == (folder is not None,)
 
 
 def test_a_step_that_fails(capsys):
