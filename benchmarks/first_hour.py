@@ -2,11 +2,11 @@
 
     python3 benchmarks/first_hour.py
 
-In this order: what the machine is; each kernel of its platform beside numpy; greedy answers of the tiny
-models beside the forward pass of a CPU; the bandwidth and the matrix products that one device reaches; decode
-and prefill of a model with random weights, beside what the plan says. Each is a line, and all of it is in a
-JSON file, which is written anew after each part. The exit code is 1 if a kernel, an answer or a step is
-wrong.
+In this order: what the machine is; each kernel of its platform beside numpy; small models with random
+weights, in several number formats, and greedy answers of the tiny models, both beside the forward pass of a
+CPU; the bandwidth and the matrix products that one device reaches; decode and prefill of a model with random
+weights, beside what the plan says. Each is a line, and all of it is in a JSON file, which is written anew
+after each part. The exit code is 1 if a kernel, a model, an answer or a step is wrong.
 """
 
 import dataclasses
@@ -21,6 +21,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import kernel_checks
+import model_checks
 import numpy as np
 import results
 import speed
@@ -50,26 +51,28 @@ PROMPTS = (*DEFAULT_PROMPTS, "What is 12 + 34?", "Count from 7 to 12.")
 # The first that fits, in floats and with all rows, is measured; on a CPU, whose memory says little, the last.
 MEASURED = ("llama3.1-8b", "llama3.2-3b", "llama3.2-1b", "smollm2-135m")
 FORMAT_NAMES = ("none", "int8", "int4")
+PARTS = ("kernels", "models", "answers", "steps")  # of the result: lists of what was found
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """How much is done. seeds: random inputs of each kernel.
+    """How much is done. seeds: random inputs of each kernel. models: of `model_checks`, the last ones.
 
     rows: of the batches in decode. context: filled positions of each row. prompt: tokens of prefill. repeat:
     measurements of each.
     """
 
     seeds: int
+    models: int
     rows: tuple[int, ...]
     context: int
     prompt: int
     repeat: int
 
 
-QUICK = Sizes(1, (1, 2), 64, 32, 2)
-ON_CPU = Sizes(3, (1, 8, 32), 128, 128, 3)
-ON_ACCELERATOR = Sizes(3, (1, 8, 32), 1024, 512, 5)
+QUICK = Sizes(1, 1, (1, 2), 64, 32, 2)
+ON_CPU = Sizes(3, 3, (1, 8, 32), 128, 128, 3)
+ON_ACCELERATOR = Sizes(3, 3, (1, 8, 32), 1024, 512, 5)
 
 
 def say(text: str) -> None:
@@ -114,15 +117,27 @@ def say_machine(facts: dict) -> None:
         say(f"runtime: {'; '.join(dict.fromkeys([facts['runtime'], *facts['driver']]))}")
 
 
-# ------------------------------------------------------------------------------------------------ the kernels
+# -------------------------------------------------------------------------------------- kernels, small models
 
 
 def check_kernels(seeds: int) -> list[dict]:
-    """What `run_check` finds of each kernel of the platform, and what other processes have found wrong."""
+    """What `run_check` finds of each kernel of the platform."""
+    checks = kernel_checks.checks(jax.default_backend())
+    return told(kernel_checks.run_check(check, seeds) for check in checks)
+
+
+def check_models(most: int) -> list[dict]:
+    """What `run_kind` finds of small models with random weights."""
+    kinds, cpu = model_checks.kinds_of(jax.default_backend()), cpu_device()
+    return told(model_checks.run_kind(kind, cpu) for kind in kinds[-most:])
+
+
+def told(checks: Iterator[dict]) -> list[dict]:
+    """What is found, each told in a line at once, and what other processes have found wrong."""
     found = []
-    for check in kernel_checks.checks(jax.default_backend()):
-        found.append(kernel_checks.run_check(check, seeds))
-        say(kernel_line(found[-1]))
+    for one in checks:
+        found.append(one)
+        say(kernel_line(one))
     found, *others = gather(found)
     for process, theirs in enumerate(others, 1):
         for x in theirs:
@@ -255,7 +270,8 @@ class Measurement:
         launch.log(f"making random weights, {format or dtype}")
         weights = model.init_weights(jax.random.key(0, impl="rbg"), cfg, mesh, jnp.dtype(dtype), format)
         rates = self.rates[0], self.rates[1][dtype]
-        bench = speed.Bench(cfg, mesh, jax.block_until_ready(weights), kv_dtype, sizes.repeat, *rates)
+        weights, profiles = jax.block_until_ready(weights), self.trace is not None
+        bench = speed.Bench(cfg, mesh, weights, kv_dtype, sizes.repeat, *rates, profiles)
         chip = self.topology.chip or Chip(self.topology.name, 0, *rates, 0, math.inf)
         topology = dataclasses.replace(self.topology, chip=chip)
         shards, trace = mesh.shape["data"], self.trace and self.trace / format_name
@@ -308,11 +324,13 @@ def step_line(row: dict, topology: Topology) -> str:
 
 def summary(result: dict) -> str:
     """One line: what is wrong, or that all is right, and how much of the bandwidth decode reaches."""
-    kernels, answers, steps = (result[name] for name in ("kernels", "answers", "steps"))
+    kernels, models, answers, steps = (result[name] for name in PARTS)
     wrong = [x["name"] for x in kernels if not x["ok"]]
     parts = [f"all {len(kernels)} kernels agree with their references"]
     if wrong:
         parts = [f"WRONG: {len(wrong)} of {len(kernels)} kernels ({'; '.join(wrong)})"]
+    right = sum(x["ok"] for x in models)
+    parts.append(f"{right} of {len(models)} models with random weights agree with a CPU")
     right = sum(x["ok"] for x in answers)
     parts.append(f"{right} of {len(answers)} answers are those of a CPU")
     if failed := [x["weights"] for x in steps if not x["ok"]]:
@@ -349,7 +367,7 @@ def main() -> None:
     sizes = QUICK if args.quick else sizes
     if cfg and cfg.max_positions < max(sizes.context, sizes.prompt):
         raise UserError(f"--model {chosen}: {cfg.max_positions} positions are too few to measure")
-    result = dict(program="first_hour", machine=machine(), kernels=[], answers=[], steps=[])
+    result = dict(program="first_hour", machine=machine(), **{name: [] for name in PARTS})
 
     def keep(**found) -> None:
         """Add to the result, and write it: what was seen is kept, should a later part end the process."""
@@ -360,6 +378,7 @@ def main() -> None:
     say_machine(result["machine"])
     keep()
     keep(kernels=check_kernels(sizes.seeds))
+    keep(models=check_models(sizes.models))
     keep(answers=check_answers())
     topology = topology_of(jax.devices(), placement.slice_count())
     dtypes = dict.fromkeys(placement.choose_dtypes(None, None, FORMATS[x])[0] for x in FORMAT_NAMES)
@@ -369,7 +388,7 @@ def main() -> None:
     measurement = Measurement(chosen, cfg or read_model(chosen), sizes, topology, rates, trace)
     say(f"model: {args.model or pathlib.Path(chosen).name}, random weights")
     keep(model=pathlib.Path(chosen).name, steps=measure_steps(measurement))
-    ok = all(x["ok"] for part in ("kernels", "answers", "steps") for x in result[part])
+    ok = all(x["ok"] for part in PARTS for x in result[part])
     keep(ok=ok, summary=summary(result))
     say(result["summary"])
     launch.log(f"{result['seconds']:.0f} s; for a report, attach {args.json}")

@@ -25,17 +25,22 @@ from jax.sharding import PartitionSpec as P
 
 import model
 import ragged_attention
-from ops import attention, grouped_matmul, matmul, tpu
+from ops import attention, gpu, grouped_matmul, matmul, tpu
 from ops.kv_cache import KV, SlotLayout, key_beside_value, map_slots
 from ops.platform import choose
 from quantize import FORMATS, Format, QuantizedArray, quantize
 from sharding.arrays import ArrayInfo
+from sharding.collective_matmul import products
+from sharding.mesh import SLOTS as SHARED
+from sharding.slots import slot_mapping, visible_slots
 
 ROUNDING = 2**-8  # of bfloat16, which has 8 significant bits: the largest error, relative to the number
 DEVIATIONS = 6
 FLOAT32 = 1e-5  # what sums in float32 may differ by: all results here are around 1
 SLOTS = 384  # of a cache: three blocks of a TPU's lanes
 WIDTHS = (128, 64)  # of a key
+SEEN = 200  # tokens in a window; its cache is a ring
+FULL, WINDOW = model.Full(), model.Window(SEEN, SLOTS - SEEN)
 
 Case = tuple[Callable, Callable]  # see Check
 
@@ -72,7 +77,8 @@ def run_check(check: Check, seeds: int) -> dict:
     Of the result, error: the largest of all elements. share: the largest part of what an element may differ
     by. failure: in one line, what was raised, or that a number is missing. remedy: what a user can do.
     """
-    mesh = Mesh(np.array(jax.local_devices()[:1]), ("one",), axis_types=(AxisType.Auto,))
+    device = np.array(jax.local_devices()[:1]).reshape(1, 1)
+    mesh = Mesh(device, SHARED, axis_types=(AxisType.Auto,) * 2)  # the axes that `visible_slots` asks for
     kernels, error, share, failure = {}, 0.0, 0.0, None
     try:
         for function, make in check.cases:
@@ -211,51 +217,128 @@ def poisoned(kv: KV, used: np.ndarray) -> KV:
     return KV(kv.values, jnp.where(used[:, None, None], kv.scale, jnp.nan), kv.layout)
 
 
-def written(kv: KV, new: KV, place: np.ndarray) -> KV:
-    """A cache in float32 with T new slots in the places [B,T]; a place beyond the end is none."""
+def written(kv: KV, new: KV, place: np.ndarray, row: np.ndarray) -> KV:
+    """A cache in float32 with T new slots in the places [B,T] of its rows [B]; one beyond the end is none."""
 
     def put(axis: int, cache, new) -> np.ndarray:
         cache, new = (np.moveaxis(np.array(x, np.float32), axis, 1) for x in (cache, new))  # B, slots, ...
-        for row, tokens, places in zip(cache, new, place, strict=True):
-            row[places[places < len(row)]] = tokens[places < len(row)]
+        for r, tokens, places in zip(row, new, place, strict=True):
+            inside = places < cache.shape[1]
+            cache[r, places[inside]] = tokens[inside]
         return np.moveaxis(cache, 1, axis)
 
     return map_slots(put, kv, new)
 
 
-def decode_case(dtype: str, H: int) -> Case:
-    """One token of each row: written into its slot, then it attends to the row. Empty slots hold NaN."""
-    B, K, G = 6, 2, 4
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Which tokens a case reads: T of each of five rows, of which the first `count` are no padding.
+
+    mask: FULL, or WINDOW, whose cache is a ring. row: [5] int32, of a cache of six rows; None: of a cache of
+    five. start, count: [5] int. at_once: the cache has the piece, and each token sees those up to itself.
+    """
+
+    mask: model.Mask
+    T: int
+    row: np.ndarray | None
+    start: np.ndarray
+    count: np.ndarray
+    at_once: bool
+
+    @property
+    def rows(self) -> np.ndarray:
+        return np.arange(5) if self.row is None else self.row
+
+    @property
+    def cached_rows(self) -> int:
+        return 5 if self.row is None else 6
+
+    @property
+    def chunk(self) -> model.Chunk:
+        return model.chunk_at(jnp.int32(self.start), jnp.int32(self.count), self.T, self.row)
+
+    def seen(self) -> np.ndarray:
+        """Which slots of its row each token sees, [5,T,SLOTS] bool: by the position that is in a slot."""
+        last = self.start + self.count * self.at_once - 1  # of the positions in the cache
+        slot, at = np.arange(SLOTS), (self.start[:, None] + np.arange(self.T))[..., None]
+        held = last[:, None] - (last[:, None] - slot) % SLOTS  # the latest that has gone to this slot
+        held = np.where(self.count[:, None] > 0, held, -1)[:, None]
+        return (held >= 0) & (held <= at) & (held > at - (self.mask.window or 2 * SLOTS))
+
+    def places(self) -> np.ndarray:
+        """The slot that each token is written to, [5,T] int; SLOTS for padding."""
+        at = self.start[:, None] + np.arange(self.T)
+        return np.where(np.arange(self.T) < self.count[:, None], at % SLOTS, SLOTS)
+
+    def of_cache(self, x: np.ndarray) -> np.ndarray:
+        """x, [5,...] bool of the rows of the piece, by rows of the cache; False for one that is not read."""
+        whole = np.zeros((self.cached_rows, *x.shape[1:]), bool)
+        whole[self.rows] = x
+        return whole
+
+
+def piece_of(rng, mask: model.Mask, T: int, some: bool, at_once: bool) -> Piece:
+    """Rows of which no token is read, which begins, whose visible slots do not go around the ring, whose do,
+    and which reaches the end of the cache. some: of the cache's rows, in another order.
+
+    In a tile of queries of which only some see slots up to the ring's end, a GPU also reads slots that nobody
+    sees. Tokens of the same row are in them, never NaN. Here all queries of a row are of one kind.
+    """
+    end = SLOTS - T * at_once
+    start = [rng.integers(1, end), 0, rng.integers(SEEN + 9, end), rng.integers(1, end), end]
+    if mask.ring:
+        start[3:] = rng.integers(SLOTS + 9, SLOTS + SEEN - T), 2 * SLOTS - (T + 1) // 2
+    count = [0, T, T, rng.integers(1, T + 1), T]
+    row = np.array([4, 0, 5, 2, 1], np.int32) if some else None
+    return Piece(mask, T, row, np.array(start), np.array(count), at_once)
+
+
+def decode_case(dtype: str, H: int, mask: model.Mask, some: bool) -> Case:
+    """One token of each row: written into its slot, then it attends to the row. Other slots hold NaN.
+
+    What a row gets that reads no token does not matter.
+    """
+    K, G = 2, 4
+
+    def function(q, new, kv, chunk):
+        length, gap = visible_slots(chunk, mask, has_chunk=True)
+        place = slot_mapping(chunk, mask, SLOTS)
+        return ragged_attention.ragged_decode(q, new, kv, length, place, gap, chunk.row)
 
     def make(rng):
-        q, length = normal(rng, B, 1, K, G, H), rng.integers(1, SLOTS, B)
-        length[:3] = 1, 129, SLOTS
-        kv, new = (kv_of(rng.standard_normal((B, K, n, 2 * H)), dtype) for n in (SLOTS, 1))
-        place, filled = length[:, None] - 1, np.arange(SLOTS) < length[:, None]
-        given, after = poisoned(kv, filled & (np.arange(SLOTS) != place)), written(kv, new, place)
-        values, of_values = attention_and_error(q, *exact(after), filled[:, None])
-        seen = filled[:, None, :, None], filled[:, None, None]  # of values, and of scales
-        cache = jax.tree.leaves(after)
-        of_cache = [np.where(x, FLOAT32, np.inf) for x in seen[: len(cache)]]
-        arguments = q, new, given, jnp.int32(length[:, None]), jnp.int32(place)
-        return arguments, (*values, *cache), (*of_values, *of_cache)
+        piece, q = piece_of(rng, mask, 1, some, at_once=True), normal(rng, 5, 1, K, G, H)
+        sizes = (piece.cached_rows, SLOTS), (5, 1)
+        kv, new = (kv_of(rng.standard_normal((B, K, n, 2 * H)), dtype) for B, n in sizes)
+        place, seen = piece.places(), piece.seen()
+        used, fresh = piece.of_cache(seen[:, 0]), piece.of_cache(np.arange(SLOTS) == place)
+        given, after = poisoned(kv, used & ~fresh), written(kv, new, place, piece.rows)
+        expected, of_values = attention_and_error(q, *(x[piece.rows] for x in exact(after)), seen)
+        idle = (piece.count == 0).reshape(5, 1, 1, 1, 1)
+        of_values = np.where(idle, np.inf, of_values[0]), np.where(idle[..., 0], np.inf, of_values[1])
+        cache, known = jax.tree.leaves(after), (used[:, None, :, None], used[:, None, None])
+        of_cache = [np.where(x, FLOAT32, np.inf) for x in known[: len(cache)]]  # of values, and of scales
+        return (q, new, given, piece.chunk), (*expected, *cache), (*of_values, *of_cache)
 
-    return ragged_attention.ragged_decode, make
+    return function, make
 
 
-def cached_case(dtype: str, H: int, T: int) -> Case:
-    """A piece of a prompt attends to what its row has in the cache; one row has nothing."""
-    B, K, G = 3, 2, 4
+def cached_case(dtype: str, H: int, T: int, mask: model.Mask, some: bool, at_once: bool = False) -> Case:
+    """A piece of a prompt attends to what its rows have in the cache. Slots that nobody sees hold NaN."""
+    K, G = 2, 4
+
+    def function(q, kv, chunk):
+        length, gap = visible_slots(chunk, mask, has_chunk=at_once)
+        return ragged_attention.attend_cached(q, kv, length, gap, chunk.row)
 
     def make(rng):
-        q, length = normal(rng, B, T, K, G, H), np.array([0, rng.integers(1, SLOTS), SLOTS])
-        kv = kv_of(rng.standard_normal((B, K, SLOTS, 2 * H)), dtype)
-        length = np.repeat(length[:, None], T, 1)
-        seen = np.arange(SLOTS) < length[..., None]
-        arguments = q, poisoned(kv, seen[:, 0]), jnp.int32(length)
-        return arguments, *attention_and_error(q, *exact(kv), seen)
+        piece, q = piece_of(rng, mask, T, some, at_once), normal(rng, 5, T, K, G, H)
+        kv = kv_of(rng.standard_normal((piece.cached_rows, K, SLOTS, 2 * H)), dtype)
+        seen = piece.seen()
+        given = poisoned(kv, piece.of_cache(seen.any(1)))
+        expected = attention_and_error(q, *(x[piece.rows] for x in exact(kv)), seen)
+        return (q, given, piece.chunk), *expected
 
-    return ragged_attention.attend_cached, make
+    return function, make
 
 
 def causal_case(dtype: str, H: int, window: int | None) -> Case:
@@ -273,18 +356,22 @@ def causal_case(dtype: str, H: int, window: int | None) -> Case:
     return partial(ragged_attention.attend_causal, window=window), make
 
 
-def write_case(dtype: str, H: int) -> Case:
+def write_case(dtype: str, H: int, mask: model.Mask, some: bool) -> Case:
     """The tokens of a piece of a prompt go to their slots, those behind its end to none."""
-    B, T, K = 3, 32, 2
+    T, K = 32, 2
+
+    def function(kv, new, chunk):
+        place = slot_mapping(chunk, mask, SLOTS)
+        return ragged_attention.write(kv, new, place, chunk.row, T + 1, ring=mask.ring is not None)
 
     def make(rng):
-        kv, new = (kv_of(rng.standard_normal((B, K, n, 2 * H)), dtype) for n in (SLOTS, T))
-        start, count = rng.integers(0, SLOTS - T, (B, 1)), rng.integers(1, T + 1, (B, 1))
-        place = np.where(np.arange(T) < count, start + np.arange(T), SLOTS)
-        expected = jax.tree.leaves(written(kv, new, place))
-        return (kv, new, jnp.int32(place)), expected, [FLOAT32] * len(expected)
+        piece = piece_of(rng, mask, T, some, at_once=True)
+        sizes = (piece.cached_rows, SLOTS), (5, T)
+        kv, new = (kv_of(rng.standard_normal((B, K, n, 2 * H)), dtype) for B, n in sizes)
+        expected = jax.tree.leaves(written(kv, new, piece.places(), piece.rows))
+        return (kv, new, piece.chunk), expected, [FLOAT32] * len(expected)
 
-    return partial(ragged_attention.write, window=T), make
+    return function, make
 
 
 # ---------------------------------------------------------------------------------------------------- weights
@@ -314,6 +401,30 @@ def product_case(format: Format | None, spec: str, contracted: str, B: int, T: i
         return (x, w), [np.einsum(spec, known, whole, optimize=True)], [allow(squares)]
 
     return partial(matmul.einsum, spec, out_dtype=jnp.float32), make
+
+
+def products_case(format: Format | None) -> Case:
+    """A token of each of 8 rows times three matrices, as model.py computes queries, keys and values."""
+    specs = "bTD,kgHD->bTkgH", "bTD,khD->bTkh", "bTD,kUD->bTkU"
+    sizes = dict(D=256, k=4, g=2, H=64, h=64, U=20)  # of the letters; 512, 256 and 80 columns
+    letters = [spec.partition("->")[0].split(",")[1] for spec in specs]
+    infos = [ArrayInfo(x, "D", shape=tuple(sizes[letter] for letter in x)) for x in letters]
+
+    def function(x, *matrices):
+        return products(x, *zip(specs, matrices, strict=True))
+
+    def make(rng):
+        x = normal(rng, 8, 1, 256)
+        matrices, whole = zip(*(encoded(rng, info, format) for info in infos), strict=True)
+        known, expected, allowed = np.asarray(x, np.float64), [], []
+        for spec, w in zip(specs, whole, strict=True):
+            expected.append(np.einsum(spec, known, w, optimize=True))
+            # The products are rounded, too.
+            squares = np.einsum(spec, known**2, w**2, optimize=True) + expected[-1] ** 2
+            allowed.append(allow(squares))
+        return (x, *matrices), expected, allowed
+
+    return function, make
 
 
 def experts_case(format: Format | None, R: int) -> Case:
@@ -358,15 +469,21 @@ def checks(platform: str) -> Iterator[Check]:
     references = attention.attend_cached, attention.attend_causal, attention.write
     to_cache, to_prompt, writes = map(attends, references)
     decodes = attends(ragged_attention.write_then_attend, to_cache)
+    at_once = to_cache is gpu.attend_cached  # see `sees_by_query`
     for dtype in ("float32",) * (platform == "cpu") + ("bfloat16", "int8"):
         option = f"--kv-cache-dtype {dtype}"
-        pieces = [cached_case(dtype, H, T) for H in WIDTHS for T in (8, 128)]
+        # Only on CPUs a token of some rows is decoded, see `decode_rows` of serving/programs.py.
+        tokens = [(64, FULL, False), (128, FULL, False), (128, WINDOW, platform == "cpu")]
+        # In a ring a piece may overwrite what it sees; so it attends to it as it was before.
+        pieces = [(64, 8, WINDOW, False), (64, 128, FULL, False, at_once)]
+        pieces += [(128, 8, FULL, True, at_once), (128, 128, WINDOW, True)]
+        writings = [(64, WINDOW, True), (128, FULL, False)]
         prompts = [causal_case(dtype, H, window) for H in WIDTHS for window in (None, 50)]
         for job, by, cases in (
-            ("attention in decode", decodes, [decode_case(dtype, H) for H in WIDTHS]),
-            ("attention in prefill to the cache", to_cache, pieces),
+            ("attention in decode", decodes, [decode_case(dtype, *case) for case in tokens]),
+            ("attention in prefill to the cache", to_cache, [cached_case(dtype, *case) for case in pieces]),
             ("attention in prefill to the prompt", to_prompt, prompts),
-            ("writing the cache in prefill", writes, [write_case(dtype, H) for H in WIDTHS]),
+            ("writing the cache in prefill", writes, [write_case(dtype, *case) for case in writings]),
         ):
             yield Check(job, option, "attention", by, cases)
     of_experts = {("tpu", scheme): grouped_matmul.active_experts for scheme in grouped_matmul.SCHEMES}
@@ -382,7 +499,7 @@ def checks(platform: str) -> Iterator[Check]:
         by = choose("matmul", matmul.KERNELS, key, matmul.plain_einsum)
         sizes = (1, 1), (8, 1), (1, 32), (2, 160)  # of one row, of few, and of two kinds of many
         cases = [product_case(format, "bTD,fD->bTf", "D", *size) for size in sizes]
-        cases.append(product_case(format, "bTkgU,DkgU->bTD", "kgU", 8, 1))
+        cases += [product_case(format, "bTkgU,DkgU->bTD", "kgU", 8, 1), products_case(format)]
         yield Check("matrix product", option, "matmul", by, cases)
         if name in ("none", "int8"):
             by = choose("matmul", {("tpu", key[1]): tpu.take_rows}, key, matmul.take_rows)

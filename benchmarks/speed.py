@@ -151,18 +151,22 @@ def _size(tree) -> int:
 class Program:
     """A function compiled for arrays of some shapes. seconds: what compiling took.
 
-    profiled: the same for a profile. On a GPU it starts its kernels one by one, where `compiled` starts many
-    at a time (a CUDA graph), of which a profile does not say to which instructions they belong.
+    profiled: the same for a profile; None if there will be none. On a GPU it starts its kernels one by one,
+    where `compiled` starts many at a time (a CUDA graph), of which a profile does not say to which
+    instructions they belong.
     """
 
     compiled: jax.stages.Compiled
     seconds: float
-    profiled: jax.stages.Compiled
+    profiled: jax.stages.Compiled | None
 
 
 @dataclasses.dataclass(frozen=True)
 class Bench:
-    """A model on a mesh, to be measured. bandwidth, flops: what one device reaches, per second."""
+    """A model on a mesh, to be measured. bandwidth, flops: what one device reaches, per second.
+
+    profiles: whether each row also has a profile, which says where the time goes.
+    """
 
     cfg: Config
     mesh: jax.sharding.Mesh
@@ -171,14 +175,16 @@ class Bench:
     repeat: int
     bandwidth: float
     flops: float
+    profiles: bool = True
 
     def compile(self, function, *arguments, **static) -> Program:
         began = time.perf_counter()
         lowered = function.lower(*arguments, **static, cfg=self.cfg, mesh=self.mesh)
         compiled = lowered.compile()
         seconds, on_gpu = time.perf_counter() - began, platform(self.mesh) == "gpu"
-        profiled = lowered.compile(WITHOUT_GRAPHS) if on_gpu else compiled
-        return Program(compiled, seconds, profiled)
+        if not self.profiles:
+            return Program(compiled, seconds, None)
+        return Program(compiled, seconds, lowered.compile(WITHOUT_GRAPHS) if on_gpu else compiled)
 
     def rows(self, n: int, filled: int, room: int) -> Batch:
         """A batch of n rows that have read `filled` tokens each, with room for more."""
@@ -226,12 +232,13 @@ class Bench:
     def time(self, phase, go, n, batch, tokens, context, program: Program, trace) -> dict:
         """Time go(n), which processes `tokens` tokens of each row n times: the row of the report."""
         jax.block_until_ready(go(n))
-        timing = measure(go, self.repeat, n)
-        with tempfile.TemporaryDirectory() as temporary:
-            folder = trace / f"{phase}-{batch}x{context or tokens}" if trace else pathlib.Path(temporary)
-            with jax.profiler.trace(folder, create_perfetto_trace=trace is not None):
-                jax.block_until_ready(go(1, program.profiled))
-            parts = components(folder, program.profiled.as_text())
+        timing, parts = measure(go, self.repeat, n), {}
+        if program.profiled:
+            with tempfile.TemporaryDirectory() as temporary:
+                folder = trace / f"{phase}-{batch}x{context or tokens}" if trace else pathlib.Path(temporary)
+                with jax.profiler.trace(folder, create_perfetto_trace=trace is not None):
+                    jax.block_until_ready(go(1, program.profiled))
+                parts = components(folder, program.profiled.as_text())
         floors = self.floors(batch, tokens, context, phase == "decode")
         bound = max(floors, key=floors.get)
         return dict(

@@ -33,6 +33,7 @@ KERNELS = "tests/test_kernels.py"
 CPU = "tests/test_cpu.py"
 GPU = "tests/test_gpu.py"
 SPEED, FIRST_HOUR = "tests/test_speed.py", "tests/test_first_hour.py"
+MODEL_CHECKS = "tests/test_model_checks.py"
 SLOT_MAPPING = "tests/test_meshes.py::test_slot_mapping"
 CHECKPOINTS = "tests/test_checkpoints.py"
 CONVERSION = "tests/test_conversion.py"
@@ -966,6 +967,13 @@ MUTATIONS = [
     ("benchmarks/kernel_checks.py", "error = np.where(np.isnan(error), np.inf, error)", "error = np.nan_to_num(error)", f"{FIRST_HOUR}::test_differences"),
     ("benchmarks/kernel_checks.py", "ok = failure is None and share <= 1", "ok = failure is None", f"{FIRST_HOUR}::test_a_wrong_kernel_and_what_avoids_it"),
     ("benchmarks/kernel_checks.py", "LLAMA_JAX_PLAIN={check.kind}", "LLAMA_JAX_PLAIN=experts", f"{FIRST_HOUR}::test_a_wrong_kernel_and_what_avoids_it"),
+    ("benchmarks/kernel_checks.py", "(held <= at) & ", "", f"{FIRST_HOUR}::test_queries_that_see_different_slots"),
+    ("benchmarks/kernel_checks.py", "last[:, None] - (last[:, None] - slot) % SLOTS", "slot + 0 * last[:, None]", f"{FIRST_HOUR}::test_rows_and_gaps"),
+    ("benchmarks/model_checks.py", "if not difference <= ALLOWED:", "if difference > ALLOWED:", f"{MODEL_CHECKS}::test_comparison"),
+    ("benchmarks/model_checks.py", "if phase == \"decode\" and behind > 2 * ALLOWED:", "if False:", f"{MODEL_CHECKS}::test_comparison"),
+    ("benchmarks/model_checks.py", "count=x, width=WIDTH", "count=0 * x, width=WIDTH", f"{MODEL_CHECKS}::test_as_on_others[cpu]"),
+    ("benchmarks/speed.py", "if not self.profiles:", "if False:", SPEED),
+    ("benchmarks/first_hour.py", "jax.block_until_ready(weights), self.trace is not None", "jax.block_until_ready(weights), True", f"{FIRST_HOUR}::test_a_profile_is_made_if_it_is_kept"),
     ("benchmarks/first_hour.py", "    if not ok:\n        sys.exit(1)\n", "", f"{FIRST_HOUR}::test_a_wrong_kernel_and_what_avoids_it"),
     ("ops/platform.py", "plain if kind in plain_kinds() else ", "", f"{FIRST_HOUR}::test_a_wrong_kernel_and_what_avoids_it"),
     ("terminal/launch.py", "    plain_kinds()  # or its setting is refused\n", "", f"{FIRST_HOUR}::test_a_kind_that_there_is_not"),

@@ -1,5 +1,6 @@
 """benchmarks/first_hour.py and kernel_checks.py: what is right passes, and what is wrong is named."""
 
+import dataclasses
 import functools
 import json
 
@@ -15,13 +16,13 @@ from test_kernels import as_on_a_tpu  # noqa: F401
 
 import ragged_attention
 from deployment import deploy
-from ops import attention, cpu, matmul
+from ops import attention, cpu, gpu, matmul
 from ops.platform import choose, plain_kinds
 
 
 @pytest.fixture
 def in_float32(monkeypatch):
-    """Only attention in decode with a cache of float32 is checked; nothing is answered or measured."""
+    """Only attention in decode with a cache of float32 is checked; nothing else is run or measured."""
     checks = kernel_checks.checks
 
     def one(platform: str) -> list:
@@ -29,6 +30,7 @@ def in_float32(monkeypatch):
         return [check for check in decode if check.option.endswith("float32")]
 
     monkeypatch.setattr(kernel_checks, "checks", one)
+    monkeypatch.setattr(first_hour, "check_models", lambda most: [])
     monkeypatch.setattr(first_hour, "check_answers", list)
     monkeypatch.setattr(first_hour, "measure_steps", lambda measurement: [])
     monkeypatch.setattr(first_hour, "measure_rates", lambda dtypes, chip: (1.0, {}))
@@ -55,7 +57,7 @@ def run(monkeypatch, capsys, folder, *options) -> tuple[int, str, dict]:
 
 
 def test_a_run(monkeypatch, capsys, tmp_path):
-    """Of the kernels one, of the formats one: what is reported is right, and in the file."""
+    """Of the kernels, the small models and the formats one: what is reported is right, and in the file."""
     checks = [next(kernel_checks.checks("cpu"))]
     monkeypatch.setattr(kernel_checks, "checks", lambda platform: checks)
     monkeypatch.setattr(first_hour, "FORMAT_NAMES", ("none",))
@@ -65,6 +67,10 @@ def test_a_run(monkeypatch, capsys, tmp_path):
     assert found["summary"] in out and found["machine"]["device"] in out
     (kernel,) = found["kernels"]
     assert kernel["name"] in out and 0 < kernel["share"] <= 1
+    (small,) = found["models"]
+    assert small["name"] == "a model with heads of 128, --quantize int8 --kv-cache-dtype int8"
+    assert f"ok     {small['name']}: error " in out and 0 < small["share"] <= 1
+    assert "; 1 of 1 models with random weights agree with a CPU; " in found["summary"]
     assert [x["prompt"] for x in found["answers"]] == list(first_hour.PROMPTS)
     assert all(x["ok"] and x["tokens"] > 0 for x in found["answers"])
     assert [(x["phase"], x["batch"]) for x in found["steps"]] == [
@@ -72,7 +78,7 @@ def test_a_run(monkeypatch, capsys, tmp_path):
         ("decode", 2),
         ("prefill", 1),
     ]
-    assert all(x["planned"] > 0 and x["seconds"] > 0 for x in found["steps"])
+    assert all(x["planned"] > 0 and x["seconds"] > 0 and x["components"] for x in found["steps"])
     assert found["bandwidth"] > 0 and found["machine"]["versions"]["jax"] == jax.__version__
     assert len(list((tmp_path / "traces").rglob("perfetto_trace.json.gz"))) == 3
 
@@ -122,6 +128,26 @@ def test_a_wrong_answer(monkeypatch, capsys):
     out = capsys.readouterr().out
     assert not any(x["ok"] for x in found) and out.count("WRONG  tiny-llama3, ") == len(found)
     assert out.count(": token 1 is ") == len(found)
+
+
+@pytest.mark.parametrize("folder", [None, "traces"])
+def test_a_profile_is_made_if_it_is_kept(folder, monkeypatch, tmp_path):
+    """It takes a GPU a second program."""
+
+    class Made(Exception):
+        pass
+
+    def make(*arguments):
+        raise Made(arguments[-1])
+
+    monkeypatch.setattr(first_hour.speed, "Bench", make)
+    monkeypatch.setattr(first_hour.model, "init_weights", lambda *_: ())
+    cfg, topology = first_hour.read_model(str(first_hour.TINY[0])), first_hour.topology_of(jax.devices(), 1)
+    rates, trace = (1.0, dict(float32=1.0)), folder and tmp_path / folder
+    measurement = first_hour.Measurement("tiny", cfg, first_hour.QUICK, topology, rates, trace)
+    with pytest.raises(Made) as made:
+        next(measurement.of_format("none"))
+    assert made.value.args == (folder is not None,)
 
 
 def test_a_step_that_fails(capsys):
@@ -207,6 +233,69 @@ def test_differences():
     for wrong in (np.nan, np.inf, -np.inf):
         assert difference([1, wrong], [1, 2], [1, 1]) == (np.inf, np.inf)
     assert difference([1, 2], [1, -np.inf], [1, 1]) == (np.inf, np.inf)
+
+
+def one_case(platform: str, job: str, option: str, number: int) -> kernel_checks.Check:
+    """A check of a platform, with one of its cases."""
+    checks = kernel_checks.checks(platform)
+    (check,) = (check for check in checks if check.job == job and check.option.endswith(option))
+    return dataclasses.replace(check, cases=[check.cases[number]])
+
+
+def without_gap(q, kv, length, gap, row):
+    return q, kv, length, None, row
+
+
+def a_slot_too_few(q, kv, length, gap, row):
+    return q, kv, length, (gap[0], gap[1] + 1), row
+
+
+def in_order(q, kv, length, gap, row):
+    return q, kv, length, gap, jnp.sort(row)
+
+
+def the_same_for_all(q, kv, length, gap, row):
+    return q, kv, jnp.broadcast_to(jnp.max(length, 1, keepdims=True), length.shape), gap, row
+
+
+@pytest.mark.parametrize("job", ["attention in decode", "attention in prefill to the cache"])
+@pytest.mark.parametrize("fault", [None, without_gap, a_slot_too_few, in_order])
+def test_rows_and_gaps(fault, job, monkeypatch):
+    """Attention to some rows of a ring: a fault in what a kernel sees is found."""
+    kernel = cpu.attend_cached
+    if fault:
+        wrong = functools.wraps(kernel)(lambda *arguments: kernel(*fault(*arguments)))
+        monkeypatch.setitem(ragged_attention.KERNELS, ("cpu", attention.attend_cached), wrong)
+    found = kernel_checks.run_check(one_case("cpu", job, "bfloat16", -1), 1)
+    assert found["ok"] == (fault is None) and ", by cpu.attend_cached" in found["name"]
+
+
+@pytest.mark.parametrize("fault", [None, the_same_for_all, in_order])
+def test_queries_that_see_different_slots(fault, monkeypatch, as_on_a_gpu):  # noqa: F811
+    """A GPU's chunk attends to a cache that has the chunk, each token up to itself."""
+    used, kernel = as_on_a_gpu(), gpu.attend_cached
+    check = one_case("gpu", "attention in prefill to the cache", "int8", 2)
+    if fault:
+        wrong = functools.wraps(kernel)(lambda *arguments: kernel(*fault(*arguments)))
+        monkeypatch.setitem(ragged_attention.KERNELS, ("gpu", attention.attend_cached), wrong)
+    found = kernel_checks.run_check(check, 1)
+    assert found["ok"] == (fault is None) and used == {"flash", "merge_parts"}
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_several_matrices(wrong, monkeypatch, as_on_a_gpu):  # noqa: F811
+    """Of three products of one kernel, that the last is right is seen; and what does without the kernel."""
+    used, multiply = as_on_a_gpu(), gpu.joined_dot
+
+    def swapped(x, matrices):
+        *others, last = multiply(x, matrices)
+        return [*others, last[..., ::-1]]
+
+    if wrong:
+        monkeypatch.setattr(gpu, "joined_dot", swapped)
+    found = kernel_checks.run_check(one_case("gpu", "matrix product", "int8", -1), 1)
+    assert found["ok"] == (not wrong) and found["name"].endswith("by joined_dot") and used == {"joined_dot"}
+    assert not wrong or found["remedy"].startswith("LLAMA_JAX_PLAIN=matmul ")
 
 
 KERNELS = {  # of Pallas

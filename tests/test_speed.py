@@ -7,6 +7,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import types
 
 import numpy as np
 import plots
@@ -104,6 +105,30 @@ def test_components(tmp_path):
     file.write_bytes(gzip.compress(json.dumps(dict(traceEvents=events)).encode()))
     shares = dict(attention=0.3, experts=0.2, collectives=0.4, other=0.1)
     assert speed.components(tmp_path, HLO) == pytest.approx(shares)
+
+
+@pytest.mark.parametrize(
+    ("profiles", "platform", "options"),
+    [
+        (True, "gpu", [{}, speed.WITHOUT_GRAPHS]),
+        (False, "gpu", [{}]),
+        (True, "cpu", [{}]),
+    ],
+)
+def test_a_second_program_is_for_a_profile(profiles, platform, options, monkeypatch):
+    """Compiling one takes a GPU long, and without a profile nobody runs it."""
+    seen = []
+
+    def compile(given=None):
+        seen.append(given or {})
+        return f"program {len(seen)}"
+
+    monkeypatch.setattr(speed, "platform", lambda mesh: platform)
+    bench = speed.Bench(None, None, None, "float32", 1, 1.0, 1.0, profiles)
+    function = types.SimpleNamespace(lower=lambda **_: types.SimpleNamespace(compile=compile))
+    program = bench.compile(function)
+    assert seen == options and program.compiled == "program 1"
+    assert program.profiled == (f"program {len(options)}" if profiles else None)
 
 
 # ------------------------------------------------------------------------------------------------ the command
