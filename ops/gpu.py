@@ -316,8 +316,8 @@ def _joined_dot(x, *refs, rows: int, deep: int, outputs: int, parts: int):
 def integer_tile(x: Array) -> tuple[list[Array], Array]:
     """Rows of a tile [n,d] as two int8 parts, see `int8_parts`, and the tile's unit of each row [n,1]."""
     x = x.astype(jnp.float32)
-    unit = jnp.maximum(jnp.max(jnp.abs(x), 1, keepdims=True), 1e-30) / INT8_MAX
-    x = x * (1 / unit)
+    unit = jnp.max(jnp.abs(x), 1, keepdims=True) / INT8_MAX
+    x = x * (1 / unit)  # NaN in a row of zeros, whose unit, 0, makes zeros of whatever integers these become
     first = nearest_integer(x)
     second = nearest_integer((x - first.astype(jnp.float32)) * PART)
     return [first.astype(jnp.int8), second.astype(jnp.int8)], unit
