@@ -44,6 +44,7 @@ except (ImportError, AttributeError) as e:  # deprecated since jax 0.11
 
 PROGRAMS = 512  # enough to keep a GPU busy: a few on each of its 100 to 150 processors
 BLOCK = 64  # slots that a program of `flash` reads at a time
+LARGE_BLOCK = 128  # the same, of many queries and a cache in 16 bits: more would not fit into registers
 COLUMNS = 128  # of M, of a program of `grouped_dot`
 PROCESSORS = 128  # of a GPU, about: each should have a program of `joined_dot`
 FEW_ROWS = 256  # up to which `ragged_dot` multiplies integers in place of converted weights
@@ -112,7 +113,9 @@ def flash(q: Array, kv: KV, bounds: tuple[Array, ...], row: Array | None = None)
     R, N = B * K, T * G
     rows = min(128, max(16, pl.next_power_of_2(N)))
     tiles = pl.cdiv(N, rows)
-    parts = previous_power_of_2(min(PROGRAMS // (R * tiles), pl.cdiv(S, BLOCK), MOST_PARTS))
+    in_16_bits = q.dtype.itemsize == kv.values.dtype.itemsize == 2
+    block = LARGE_BLOCK if rows == 128 and in_16_bits else BLOCK
+    parts = previous_power_of_2(min(PROGRAMS // (R * tiles), pl.cdiv(S, block), MOST_PARTS))
     padding = tiles * rows - N
     q = jnp.pad(q.swapaxes(1, 2).reshape(R, N, H), ((0, 0), (0, padding), (0, 0)))
     low, high, *gap = bounds
@@ -131,7 +134,7 @@ def flash(q: Array, kv: KV, bounds: tuple[Array, ...], row: Array | None = None)
         *jax.tree.map(whole, (*cache, heads)),
     )
     o, lse = pl.pallas_call(
-        partial(_flash, parts=parts),
+        partial(_flash, parts=parts, block=block),
         grid=(tiles, parts, R),
         in_specs=in_specs,
         out_shape=(
@@ -153,7 +156,7 @@ def previous_power_of_2(n: int) -> int:
     return 1 << max(1, n).bit_length() - 1
 
 
-def _flash(q, limits, values, scale, heads, o, lse, *, parts: int):
+def _flash(q, limits, values, scale, heads, o, lse, *, parts: int, block: int):
     """The kernel: one tile of queries, one part of the slots that they see, one row and key/value head."""
     rows, H = q.shape
     head = pl.program_id(2)
@@ -162,7 +165,7 @@ def _flash(q, limits, values, scale, heads, o, lse, *, parts: int):
     seen = low < high
     end = jnp.max(jnp.where(seen, high, 0))
     begin = jnp.min(jnp.where(seen, low, end))
-    first, last = lax.div(begin, BLOCK), lax.div(end + BLOCK - 1, BLOCK)
+    first, last = lax.div(begin, block), lax.div(end + block - 1, block)
     share = lax.div(last - first + parts - 1, parts)
     first = first + pl.program_id(1) * share
     last = jnp.minimum(first + share, last)
@@ -173,11 +176,15 @@ def _flash(q, limits, values, scale, heads, o, lse, *, parts: int):
     if gap:
         nobody_from = jnp.max(jnp.where(seen, gap[0], 0))
         nobody_to = jnp.min(jnp.where(seen, gap[1], end))
+        whole_from = whole_to = last
+    else:  # blocks of which all queries that see anything see every slot need no mask
+        whole_from = jnp.clip(pl.cdiv(jnp.max(jnp.where(seen, low, 0)), block), first, last)
+        whole_to = jnp.clip(lax.div(jnp.min(jnp.where(seen, high, end)), block), whole_from, last)
 
-    def step(i, state):
+    def step(i, state, masked: bool):
         peak, total, acc = state
-        at = i * BLOCK
-        slots = at + lax.broadcasted_iota(jnp.int32, (BLOCK,), 0)
+        at = i * block
+        slots = at + lax.broadcasted_iota(jnp.int32, (block,), 0)
         inside = (slots >= begin) & (slots < end)  # what is outside may be NaN
         visible = (slots >= low[:, None]) & (slots < high[:, None])
         if gap:
@@ -185,17 +192,17 @@ def _flash(q, limits, values, scale, heads, o, lse, *, parts: int):
             visible &= (slots < gap[0][:, None]) | (slots >= gap[1][:, None])
 
         def read(column: int) -> Array:
-            x = values.at[head, pl.ds(at, BLOCK), pl.ds(column, H)]
-            return load(x, mask=inside[:, None], other=0).astype(dtype)
+            x = values.at[head, pl.ds(at, block), pl.ds(column, H)]
+            return load_some(x, inside[:, None] if masked else None).astype(dtype)
 
         def factor(which: int) -> Array:
-            x = scale.at[head, pl.ds(which, 1), pl.ds(at, BLOCK)]
-            return load(x, mask=inside[None], other=0).astype(jnp.float32)
+            x = scale.at[head, pl.ds(which, 1), pl.ds(at, block)]
+            return load_some(x, inside[None] if masked else None).astype(jnp.float32)
 
         scores = dot(query, read(0).T) * unit
         if scale is not None:
             scores = scores * factor(0)
-        scores = jnp.where(visible, scores, MASKED)
+        scores = jnp.where(visible, scores, MASKED) if masked else scores
         # A row that has seen nothing yet counts MASKED as 1; its first true score makes that 0 again.
         new = jnp.maximum(peak, jnp.max(scores, 1))
         p, shrink = jnp.exp2(scores - new[:, None]), jnp.exp2(peak - new)
@@ -205,11 +212,18 @@ def _flash(q, limits, values, scale, heads, o, lse, *, parts: int):
         return new, total, acc * shrink[:, None] + dot(p.astype(dtype), read(H))
 
     state = jnp.full(rows, MASKED), jnp.zeros(rows), jnp.zeros((rows, H))
-    peak, total, acc = lax.fori_loop(first, last, step, state)
-    any_seen = peak > MASKED
+    state = lax.fori_loop(first, whole_from, partial(step, masked=True), state)
+    state = lax.fori_loop(whole_from, whole_to, partial(step, masked=False), state)
+    peak, total, acc = lax.fori_loop(whole_to, last, partial(step, masked=True), state)
+    any_seen = seen & (peak > MASKED)
     total = jnp.where(any_seen, total, 1)
     o[...] = jnp.where(any_seen[:, None], acc / total[:, None], 0)
     lse[...] = jnp.where(any_seen, peak * math.log(2) + jnp.log(total), -jnp.inf)
+
+
+def load_some(x, mask: Array | None) -> Array:
+    """What a ref has where mask is true, and 0 elsewhere; without a mask all of it."""
+    return load(x) if mask is None else load(x, mask=mask, other=0)
 
 
 def merge_parts(o: Array, lse: Array, N: int) -> tuple[Array, Array]:
