@@ -224,12 +224,13 @@ def random_cache(B: int, T: int, S: int, dtype: str, key: jax.Array) -> tuple:
     return normal(of_q, B, T, K, G, H), KV(values, scale, key_beside_value(H)), length
 
 
-def by_flash(q: jax.Array, kv: KV, length: jax.Array, programs: int) -> jax.Array:
-    before, gpu.PROGRAMS = gpu.PROGRAMS, programs
+def by_flash(q: jax.Array, kv: KV, length: jax.Array, programs: int, large_block: int) -> jax.Array:
+    before = gpu.PROGRAMS, gpu.LARGE_BLOCK
+    gpu.PROGRAMS, gpu.LARGE_BLOCK = programs, large_block
     try:
         return gpu.attend_cached(q, kv, length)[0].astype(q.dtype)
     finally:
-        gpu.PROGRAMS = before
+        gpu.PROGRAMS, gpu.LARGE_BLOCK = before
 
 
 def by_cudnn(q: jax.Array, kv: KV, length: jax.Array) -> jax.Array:
@@ -253,12 +254,18 @@ def attention() -> Iterator[Case]:
         (1, 1, 8192),
         (32, 1, 1024),
         (32, 1, 8192),
+        (128, 1, 1024),
         (1, 512, 2048),
         (1, 2048, 2048),
     ):
         for dtype in ("bfloat16", "int8"):
             counts = sorted((128, 256, 512, 1024), key=lambda n: n != gpu.PROGRAMS)
-            forms = {f"flash of {n} programs": partial(by_flash, programs=n) for n in counts}
+            block = gpu.LARGE_BLOCK
+            forms = {
+                f"flash of {n} programs": partial(by_flash, programs=n, large_block=block) for n in counts
+            }
+            if dtype == "bfloat16" and T > 1:
+                forms["flash by blocks of 64"] = partial(by_flash, programs=counts[0], large_block=64)
             if dtype == "bfloat16" and T in (1, S):
                 forms["cuDNN"] = by_cudnn
             cache = B * 8 * S * 256 * BITS[dtype] // 8
