@@ -11,6 +11,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -291,8 +292,8 @@ def _joined_dot(x, *refs, rows: int, deep: int, outputs: int, parts: int):
     share = pl.cdiv(pl.cdiv(D, deep), parts)
     read = 1 if N == 1 else rows  # a single row is repeated only where the product needs more
 
-    def tile(n: int) -> tuple[pl.Slice, Array]:
-        """The first n rows: from 0, but a constant that leads beyond the end would be refused."""
+    def first_rows(n: int) -> tuple[pl.Slice, Array]:
+        """And which of them there are. From 0; but a constant that leads beyond the end would be refused."""
         return pl.ds(0 * i, n), lax.broadcasted_iota(jnp.int32, (n, 1), 0) < N
 
     def multiply(w, y, first: int) -> None:
@@ -303,8 +304,8 @@ def _joined_dot(x, *refs, rows: int, deep: int, outputs: int, parts: int):
         def step(n, total):
             at = (part * share + n) * deep
             depth = at + lax.broadcasted_iota(jnp.int32, (1, deep), 1) < D
-            here_too, used = tile(read)
-            a = load(x.at[here_too, pl.ds(at, deep)], mask=used & depth, other=0)
+            which, used = first_rows(read)
+            a = load(x.at[which, pl.ds(at, deep)], mask=used & depth, other=0)
             b = load(w.at[here, pl.ds(at, deep)], mask=inside.T & depth, other=0)
             if a.dtype == b.dtype:
                 return total + dot(b, a)
@@ -317,8 +318,8 @@ def _joined_dot(x, *refs, rows: int, deep: int, outputs: int, parts: int):
             return jnp.dot(b, a.T, precision=precision(a.dtype), preferred_element_type=sum_dtype)
 
         total = lax.fori_loop(0, share, step, jnp.zeros((outputs, rows), y.dtype))
-        its_rows, used = tile(rows)
-        store(y.at[part, its_rows, here], total.T, mask=used & inside)
+        which, used = first_rows(rows)
+        store(y.at[part, which, here], total.T, mask=used & inside)
 
     first = 0
     for w, y in zip(refs[:count], refs[count:], strict=True):
@@ -363,30 +364,34 @@ def integer_products(x: Array, matrices: Sequence[Array]) -> list[Array]:
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """How `grouped_dot` reads a weight: in entries that hold numbers of several columns.
+    """How `grouped_dot` reads a weight: in entries, which hold several of its numbers.
 
-    each: columns in an entry. blocks: so many times D is in an entry, too: it has the same column of as many
-    blocks of D. unpack: a tile of entries -> for each block and column a tile of numbers, which are `times`
-    as large as the weight's.
+    each, blocks: an entry has numbers of so many columns, and in each column of so many blocks of D.
+    entry: the type as which entries are read; None: as that of the weight.
+    unpack: a tile of entries [d,m] -> for each block and each column a tile of numbers [d,m].
+    times: so many times as large as the weight's numbers these are.
     """
 
     each: int = 1
     blocks: int = 1
-    times: int = 1
+    entry: Any = None
     unpack: Callable[[Array], Sequence[Sequence[Array]]] = lambda entries: [[entries]]
+    times: int = 1
 
     def entries(self, values: Array, scale: Array | None, D: int) -> tuple[Array, Array | None]:
-        """A weight [E,D,M] as it is packed -> entries, and their scales or words of four exponents.
+        """A weight's components -> entries [E,D/blocks,M/each], and scales [E,groups,M/each,each] or None.
 
-        Nothing moves: XLA holds int4 two a byte, the first in the low bits.
+        The exponents of MXFP4 become words of four, [E,rows,M/each,1]. Nothing moves: XLA holds int4 two a
+        byte, the first in the low bits.
         """
         if scale is None:
             return values, None
-        E, M, each = len(values), values.shape[-1] // self.each, self.each
-        unit = jnp.int8 if each == 2 else jnp.int32
-        values = lax.bitcast_convert_type(values.reshape(E, D // self.blocks, M, each), unit)
-        scale = scale.reshape(E, -1, M, each)
-        return values, scale if each == 2 else lax.bitcast_convert_type(scale, unit)[..., None]
+        E, M = len(values), values.shape[-1] // self.each
+        values = lax.bitcast_convert_type(values.reshape(E, D // self.blocks, M, self.each), self.entry)
+        scale = scale.reshape(E, -1, M, self.each)
+        if scale.dtype == jnp.uint8:
+            scale = lax.bitcast_convert_type(scale, self.entry)[..., None]
+        return values, scale
 
 
 def high_nibbles(pairs: Array) -> list[list[Array]]:
@@ -408,8 +413,9 @@ def e2m1_columns(words: Array) -> list[list[Array]]:
 
 def packing_of(dtype) -> Packing:
     """Of weights whose values have this type."""
-    packed = {"int4": Packing(2, 1, 16, high_nibbles), "uint8": Packing(4, 2, 4, e2m1_columns)}
-    return packed.get(str(jnp.dtype(dtype)), Packing())
+    int4 = Packing(each=2, entry=jnp.int8, unpack=high_nibbles, times=16)
+    mxfp4 = Packing(each=4, blocks=2, entry=jnp.int32, unpack=e2m1_columns, times=4)
+    return {"int4": int4, "uint8": mxfp4}.get(str(jnp.dtype(dtype)), Packing())
 
 
 def ragged_dot(x: Array, weights: Sequence[Array | QuantizedArray], sizes: Array) -> list[Array]:
