@@ -422,6 +422,11 @@ def read_config(file: pathlib.Path) -> dict:
         raise UserError(f"--config {file}: model_type is {kind}; only llama is timed here")
     if missing := sorted(NEEDED - config.keys()):
         raise UserError(f"--config {file}: {', '.join(missing)} missing; give the config.json of a Llama")
+    for name in sorted(NEEDED - {"model_type", "rms_norm_eps"}):
+        if type(config[name]) is not int or config[name] < 1:
+            raise UserError(
+                f"--config {file}: {name} is {config[name]!r}; it should be a number of at least 1"
+            )
     return config
 
 

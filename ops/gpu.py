@@ -266,7 +266,8 @@ def joined_dot(x: Array, matrices: Sequence[Array]) -> list[Array]:
     """Few rows times several matrices, in one kernel that reads them as they are: -> [P,N,M] for each.
 
     x: [N,D], of the matrices' type, or float beside int8: then the kernel makes integers of each tile of x.
-    matrices: [M,D]. The P parts are to be added: float32, or int32 if x is int8.
+    matrices: [M,D]. The P parts are to be added: float32, or int32 if x is int8. The program uses it for int8
+    alone, benchmarks/gpu_forms.py also for bfloat16, which XLA multiplies otherwise.
     """
     (N, D), rows = x.shape, max(16, pl.next_power_of_2(len(x)))
     deep = (256 if rows <= 32 else 128) // matrices[0].dtype.itemsize  # more do not fit into shared memory
@@ -293,7 +294,7 @@ def _joined_dot(x, *refs, rows: int, deep: int, outputs: int, parts: int):
     read = 1 if N == 1 else rows  # a single row is repeated only where the product needs more
 
     def first_rows(n: int) -> tuple[pl.Slice, Array]:
-        """And which of them there are. From 0; but a constant that leads beyond the end would be refused."""
+        """A slice, and which of its rows there are. jax refuses a constant slice that is longer than x."""
         return pl.ds(0 * i, n), lax.broadcasted_iota(jnp.int32, (n, 1), 0) < N
 
     def multiply(w, y, first: int) -> None:
@@ -310,7 +311,7 @@ def _joined_dot(x, *refs, rows: int, deep: int, outputs: int, parts: int):
             if a.dtype == b.dtype:
                 return total + dot(b, a)
             both, unit = integer_tile(a)
-            return total + joined(*(dot(b, part) for part in both)) * unit.T
+            return total + joined(*(dot(b, half) for half in both)) * unit.T
 
         def dot(b: Array, a: Array) -> Array:
             sum_dtype = jnp.int32 if a.dtype == jnp.int8 else jnp.float32
@@ -331,7 +332,9 @@ def _joined_dot(x, *refs, rows: int, deep: int, outputs: int, parts: int):
 def integer_tile(x: Array) -> tuple[list[Array], Array]:
     """Rows of a tile [n,d] as two int8 parts, see `int8_parts`, and the tile's unit of each row [n,1]."""
     x = x.astype(jnp.float32)
-    unit = jnp.max(jnp.abs(x), 1, keepdims=True) / INT8_MAX
+    # As integers magnitudes have the same order, and NaN, which a maximum of floats would pass over, comes last.
+    largest = jnp.max(lax.bitcast_convert_type(jnp.abs(x), jnp.int32), 1, keepdims=True)
+    unit = lax.bitcast_convert_type(largest, jnp.float32) / INT8_MAX
     x = x * (1 / unit)  # NaN in a row of zeros, whose unit, 0, makes zeros of whatever integers these become
     first = nearest_integer(x)
     second = nearest_integer((x - first.astype(jnp.float32)) * PART)
@@ -344,7 +347,7 @@ def joined(first: Array, second: Array) -> Array:
 
 
 def nearest_integer(x: Array) -> Array:
-    """int32, of float32 less than 2**22: by an addition, which takes a GPU less time than a conversion."""
+    """int32, of float32 in -2**22..2**22: by an addition, which takes a GPU less time than a conversion."""
     bits = lax.bitcast_convert_type(x + 1.5 * 2**23, jnp.int32)  # one more is one more in the lowest bit
     return bits - 0x4B400000
 
@@ -403,7 +406,10 @@ def high_nibbles(pairs: Array) -> list[list[Array]]:
 
 
 def e2m1_columns(words: Array) -> list[list[Array]]:
-    """4 times the numbers of a pair of blocks in four columns, bfloat16. words: int32, a byte per column."""
+    """4 times the numbers of a pair of blocks in four columns, [block][column] of bfloat16 [d,m].
+
+    words: int32 [d,m], a byte per column.
+    """
 
     def half(word: Array, high: int) -> Array:
         return lax.bitcast_convert_type((word >> 16 * high).astype(jnp.int16), jnp.bfloat16)
@@ -500,7 +506,8 @@ def _grouped_dot(
         return jnp.dot(a, b.astype(a.dtype), precision=precision(a.dtype), preferred_element_type=dtype)
 
     def multiply(w, scale, y, first: int) -> None:
-        D, entries = w.shape[1:]
+        D, entries = w.shape[1:]  # D counts entries here
+        share = pl.cdiv(pl.cdiv(D, deep), parts)
         columns = pl.ds((j - first) * width, width)
         inside = (j - first) * width + lax.broadcasted_iota(jnp.int32, (1, width), 1) < entries
 
@@ -535,7 +542,6 @@ def _grouped_dot(
                 sums = [total + y for total, y in zip(sums, found, strict=True)]
             return sums
 
-        share = pl.cdiv(pl.cdiv(D, deep), parts)
         steps = jnp.where(begin < end, jnp.int32(share), 0)
         zeros = jnp.zeros((rows, width), sum_dtype if scale is None else jnp.float32)
         sums = lax.fori_loop(0, steps, step, [zeros] * packing.each)

@@ -473,7 +473,7 @@ MUTATIONS = [
     ("ops/gpu.py", "x = in_order_of_bytes(x)", "pass", GPU),
     ("ops/gpu.py", "+ block * deep, deep)", "+ 0 * deep, deep)", GPU),
     ("ops/gpu.py", "[first.astype(jnp.int8), second.astype(jnp.int8)]", "[first.astype(jnp.int8)] * 2", GPU),
-    ("ops/gpu.py", "for part in both)) * unit.T", "for part in both))", GPU),
+    ("ops/gpu.py", "for half in both)) * unit.T", "for half in both))", GPU),
     ("ops/gpu.py", "for half in both)) * unit for b", "for half in both)) for b", GPU),
     ("ops/matmul.py", "(y * w.scale.reshape(-1)).reshape", "y.reshape", GPU),
     ("ops/gpu.py", "[jnp.sum(y, 0).reshape", "[y[0].reshape", GPU),

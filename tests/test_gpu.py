@@ -204,6 +204,18 @@ def test_experts_of_integers(dtype, sizes, as_on_a_gpu):
         assert (error <= rounding(known, whole[expert])).all()
 
 
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_numbers_that_are_not_finite(number, as_on_a_gpu):
+    """Integers have no such numbers, but the result of their row does."""
+    x = jnp.ones((3, 600), "bfloat16").at[1, 300].set(number)
+    w = jnp.ones((8, 600))
+    as_on_a_gpu()
+    dense = gpu.integer_products(x, [quantize(w, (1,)).values])
+    of_experts = gpu.ragged_dot(x, [quantize(w.T[None], (1,)).values], jnp.array([3]))
+    for y in (*dense, *of_experts):
+        np.testing.assert_array_equal(np.isfinite(y).all(1), [True, False, True])
+
+
 @pytest.mark.parametrize(("spec", "x", "w", "axes"), PRODUCTS)
 def test_int4(spec, x, w, axes, monkeypatch, as_on_a_gpu):
     """Few rows by whatever letters; many rows, or an odd number of columns, are multiplied by floats."""
