@@ -332,7 +332,7 @@ def _joined_dot(x, *refs, rows: int, deep: int, outputs: int, parts: int):
 def integer_tile(x: Array) -> tuple[list[Array], Array]:
     """Rows of a tile [n,d] as two int8 parts, see `int8_parts`, and the tile's unit of each row [n,1]."""
     x = x.astype(jnp.float32)
-    # As integers magnitudes have the same order, and NaN, which a maximum of floats would pass over, comes last.
+    # As integers magnitudes have the same order, and NaN, which a maximum of floats passes over, comes last.
     largest = jnp.max(lax.bitcast_convert_type(jnp.abs(x), jnp.int32), 1, keepdims=True)
     unit = lax.bitcast_convert_type(largest, jnp.float32) / INT8_MAX
     x = x * (1 / unit)  # NaN in a row of zeros, whose unit, 0, makes zeros of whatever integers these become

@@ -100,7 +100,7 @@ def sorted_rows(
 
 
 # The functions below multiply sorted rows by their experts' matrices, of several weights of one scheme. They
-# return for each weight ([N,M] float32, the scale [E,M] by which its rows are still to be multiplied, or None).
+# return for each weight ([N,M] float32, the scale [E,M] by which it is still to be multiplied, or None).
 
 Weights = Sequence[Array | QuantizedArray]
 Products = list[tuple[Array, Array | None]]

@@ -474,6 +474,7 @@ MUTATIONS = [
     ("ops/gpu.py", "+ block * deep, deep)", "+ 0 * deep, deep)", GPU),
     ("ops/gpu.py", "[first.astype(jnp.int8), second.astype(jnp.int8)]", "[first.astype(jnp.int8)] * 2", GPU),
     ("ops/gpu.py", "for half in both)) * unit.T", "for half in both))", GPU),
+    ("ops/gpu.py", "(jnp.abs(x), jnp.int32)", "(jnp.nan_to_num(jnp.abs(x)), jnp.int32)", GPU),
     ("ops/gpu.py", "for half in both)) * unit for b", "for half in both)) for b", GPU),
     ("ops/matmul.py", "(y * w.scale.reshape(-1)).reshape", "y.reshape", GPU),
     ("ops/gpu.py", "[jnp.sum(y, 0).reshape", "[y[0].reshape", GPU),
