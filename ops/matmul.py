@@ -20,7 +20,8 @@ from quantize import (
 
 Pairs = Sequence[tuple[str, QuantizedArray]]  # of products: how, and with which weight
 
-# On GPUs XLA joins products of one x, by copies of their matrices, if x has more rows or a matrix less outputs.
+# On GPUs XLA joins products of one x, by copies of their matrices, if x has more rows or a matrix fewer
+# outputs.
 DECODE_ROWS, NARROW = 16, 128
 INTEGER_ROWS = 64  # up to which GPUs multiply int8 as integers
 FEW_ROWS = 256  # up to which multiplying int4 is no slower than converting it to bfloat16 first
