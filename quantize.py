@@ -78,8 +78,11 @@ class Format(Protocol):
     def decode(self, q: QuantizedArray, info) -> Array:
         """The weight that q stands for, float32."""
 
-    def einsum(self, spec: str, x: Array, q: QuantizedArray, dtype) -> Array:
-        """`jnp.einsum(spec, x, weight)`, multiplied in dtype and summed in float32."""
+    def einsum(self, spec: str, x: Array, q: QuantizedArray, dtype, out_dtype=jnp.float32) -> Array:
+        """`jnp.einsum(spec, x, weight)`, multiplied in dtype and summed in float32.
+
+        out_dtype: to which sums are rounded, before a format multiplies them by its scales.
+        """
 
     def expert_matrices(self, q: QuantizedArray, dtype) -> tuple[Array, Array | None]:
         """For `lax.ragged_dot`: matrices [E,D,M] in dtype, and a scale [E,M] of its result or None."""
@@ -131,10 +134,10 @@ class PerChannel(Format):
     def decode(self, q: QuantizedArray, info) -> Array:
         return q.values.astype(jnp.float32) * jnp.expand_dims(q.scale, info.contracted_axes)
 
-    def einsum(self, spec: str, x: Array, q: QuantizedArray, dtype) -> Array:
+    def einsum(self, spec: str, x: Array, q: QuantizedArray, dtype, out_dtype=jnp.float32) -> Array:
         # Where XLA fuses the conversion, an int8 weight costs one byte of traffic.
         x, values = x.astype(dtype), q.values.astype(dtype)
-        return jnp.einsum(spec, x, values, preferred_element_type=jnp.float32) * q.scale
+        return jnp.einsum(spec, x, values, preferred_element_type=out_dtype) * q.scale
 
     def expert_matrices(self, q: QuantizedArray, dtype) -> tuple[Array, Array | None]:
         return q.values.astype(dtype), q.scale
@@ -241,13 +244,13 @@ class PerGroup(Format):
     def decode(self, q: QuantizedArray, info) -> Array:
         return ungroup(q, first_axes(info))
 
-    def einsum(self, spec: str, x: Array, q: QuantizedArray, dtype) -> Array:
+    def einsum(self, spec: str, x: Array, q: QuantizedArray, dtype, out_dtype=jnp.float32) -> Array:
         n = contracted_count(spec)
         rows = activation_groups(x, q, n).astype(dtype)
         # Behind a barrier: else XLA would compute it again for each block of rows.
         whole = lax.optimization_barrier(dequantize_groups(q, n, dtype))
         axes = tuple(range(1, n + 2)), tuple(range(n + 1))
-        y = lax.dot_general(rows, whole, (axes, ((), ())), preferred_element_type=jnp.float32)
+        y = lax.dot_general(rows, whole, (axes, ((), ())), preferred_element_type=out_dtype)
         return y.reshape(*x.shape[:-n], *q.scale.shape[n:])
 
     def expert_matrices(self, q: QuantizedArray, dtype) -> tuple[Array, Array | None]:
@@ -460,7 +463,7 @@ class ExpertsInMXFP4(Format):
         scale = power_of_two(lax.slice_in_dim(scale, 0, blocks.shape[axis], axis=axis))
         return (blocks * jnp.expand_dims(scale, axis + 1).astype(dtype)).reshape(values.shape)
 
-    def einsum(self, spec: str, x: Array, q: QuantizedArray, dtype) -> Array:
+    def einsum(self, spec: str, x: Array, q: QuantizedArray, dtype, out_dtype=jnp.float32) -> Array:
         raise NotImplementedError("MXFP4 is for the matrices of experts alone")
 
     def expert_matrices(self, q: QuantizedArray, dtype) -> tuple[Array, Array | None]:

@@ -159,7 +159,8 @@ def int4_products_on_gpu(x: Array, pairs: Pairs, out_dtype) -> list[Array]:
     n = contracted_count(pairs[0][0])
     rows, weights = x.reshape(math.prod(x.shape[:-n]), -1), [w for _, w in pairs]
     if len(rows) > FEW_ROWS or not all(gpu.supports(w.values) for w in weights):
-        return [plain_einsum(spec, x, w, out_dtype) for spec, w in pairs]
+        out_dtype = out_dtype if len(rows) > FEW_ROWS else jnp.float32
+        return [w.format.einsum(spec, x, w, x.dtype, out_dtype) for spec, w in pairs]
 
     def expert(w: QuantizedArray) -> QuantizedArray:
         groups, outputs = w.scale.shape[:n], math.prod(w.scale.shape[n:])
