@@ -481,7 +481,7 @@ MUTATIONS = [
     ("benchmarks/speed.py", "+ 2 * cfg.V * cfg.D", "", SPEED),
     ("benchmarks/speed.py", "times * read_at_a_time(kind, \"bfloat16\")[1]", "0", SPEED),
     ("benchmarks/speed.py", "share = kind.feed_forward.A / kind.feed_forward.E", "share = 1", SPEED),
-    ("quantize.py", "preferred_element_type=jnp.float32) * q.scale", "preferred_element_type=jnp.float32)", QUANTIZE),
+    ("quantize.py", "preferred_element_type=out_dtype) * q.scale", "preferred_element_type=jnp.float32)", QUANTIZE),
     ("ops/matmul.py", "x.astype(scale.dtype) * scale[rows][..., None]", "x", INT8),
     ("ops/tpu.py", "lax.rem(rows[pl.program_id(0)], tile_rows)", "0", KERNELS),
     ("families/llama4.py", "return (q * factor[:, :, None, None, None]).astype(q.dtype)", "return q", SCOUT),
