@@ -373,6 +373,7 @@ class Packing:
     entry: the type as which entries are read; None: as that of the weight.
     unpack: a tile of entries [d,m] -> for each block and each column a tile of numbers [d,m].
     times: so many times as large as the weight's numbers these are.
+    exponents: whether scales are those of powers of two.
     """
 
     each: int = 1
@@ -380,6 +381,7 @@ class Packing:
     entry: Any = None
     unpack: Callable[[Array], Sequence[Sequence[Array]]] = lambda entries: [[entries]]
     times: int = 1
+    exponents: bool = False
 
     def entries(self, values: Array, scale: Array | None, D: int) -> tuple[Array, Array | None]:
         """A weight's components -> entries [E,D/blocks,M/each], and scales [E,groups,M/each,each] or None.
@@ -392,7 +394,7 @@ class Packing:
         E, M = len(values), values.shape[-1] // self.each
         values = lax.bitcast_convert_type(values.reshape(E, D // self.blocks, M, self.each), self.entry)
         scale = scale.reshape(E, -1, M, self.each)
-        if scale.dtype == jnp.uint8:
+        if self.exponents:
             scale = lax.bitcast_convert_type(scale, self.entry)[..., None]
         return values, scale
 
@@ -420,7 +422,7 @@ def e2m1_columns(words: Array) -> list[list[Array]]:
 def packing_of(dtype) -> Packing:
     """Of weights whose values have this type."""
     int4 = Packing(each=2, entry=jnp.int8, unpack=high_nibbles, times=16)
-    mxfp4 = Packing(each=4, blocks=2, entry=jnp.int32, unpack=e2m1_columns, times=4)
+    mxfp4 = Packing(each=4, blocks=2, entry=jnp.int32, unpack=e2m1_columns, times=4, exponents=True)
     return {"int4": int4, "uint8": mxfp4}.get(str(jnp.dtype(dtype)), Packing())
 
 
@@ -480,6 +482,11 @@ def grouped_dot(
     return [jnp.sum(y, 0).reshape(N, M) for y, M in zip(products, columns, strict=True)]
 
 
+def times(tiles: Sequence[Array], units: Sequence[Array], dtype) -> list[Array]:
+    """Each tile times its unit, in dtype."""
+    return [x.astype(dtype) * unit.astype(dtype) for x, unit in zip(tiles, units, strict=True)]
+
+
 def in_order_of_bytes(x: Array) -> Array:
     """x [N,D] with the entries of each block of D where the bytes of MXFP4 have them, see ExpertsInMXFP4."""
     blocks = x.reshape(len(x), -1, 2, 8, 2)  # block, j, i, h
@@ -511,14 +518,14 @@ def _grouped_dot(
         columns = pl.ds((j - first) * width, width)
         inside = (j - first) * width + lax.broadcasted_iota(jnp.int32, (1, width), 1) < entries
 
-        def units(at, block: int) -> list[Array]:
+        def units_of(at, block: int) -> list[Array]:
             """The scales of a tile's numbers, for each column of an entry [1,width] float32."""
 
             def read_scale(row, which: int) -> Array:
                 numbers = scale.at[expert, pl.ds(row, 1), columns, jnp.int32(which)]
                 return load(numbers, mask=inside & (at < D), other=0)
 
-            if packing.blocks == 1:  # a scale for each group
+            if not packing.exponents:  # a scale for each group
                 group = lax.div(at, D // scale.shape[1])
                 return [read_scale(group, which).astype(jnp.float32) for which in range(packing.each)]
             pair = lax.div(at, PAIR // 2)  # two of them have a TILE of exponents
@@ -532,13 +539,15 @@ def _grouped_dot(
             for block, tiles in enumerate(packing.unpack(b)):
                 a = x.at[pl.ds(begin, read), pl.ds(at * packing.blocks + block * deep, deep)]
                 a = load(a, mask=used(read) & depth[None], other=0)
+                units = None if scale is None else units_of(at, block)
+                if packing.exponents:  # the product of a number and a power of two is exact
+                    tiles, units = times(tiles, units, a.dtype), None
                 if by_integers:
                     both, unit = integer_tile(a)
                     found = [joined(*(dot(half, b) for half in both)) * unit for b in tiles]
                 else:
                     found = [dot(a, b) for b in tiles]
-                if scale is not None:
-                    found = [y * unit for y, unit in zip(found, units(at, block), strict=True)]
+                found = found if units is None else times(found, units, jnp.float32)
                 sums = [total + y for total, y in zip(sums, found, strict=True)]
             return sums
 

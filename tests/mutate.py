@@ -471,6 +471,7 @@ MUTATIONS = [
     ("ops/gpu.py", "2 * lax.rem(pair, 2) + block, 0)", "2 * lax.rem(pair, 2), 0)", GPU),
     ("ops/gpu.py", "(exponents >> 8 * which) & 255", "exponents & 255", GPU),
     ("ops/gpu.py", "x = in_order_of_bytes(x)", "pass", GPU),
+    ("ops/gpu.py", "tiles, units = times(tiles, units, a.dtype), None", "units = None", GPU),
     ("ops/gpu.py", "+ block * deep, deep)", "+ 0 * deep, deep)", GPU),
     ("ops/gpu.py", "[first.astype(jnp.int8), second.astype(jnp.int8)]", "[first.astype(jnp.int8)] * 2", GPU),
     ("ops/gpu.py", "for half in both)) * unit.T", "for half in both))", GPU),
