@@ -171,7 +171,6 @@ def _flash(q, limits, values, scale, heads, o, lse, *, parts: int, block: int):
     first = first + pl.program_id(1) * share
     last = jnp.minimum(first + share, last)
     dtype = jnp.promote_types(q.dtype, values.dtype)
-    dot = partial(jnp.dot, precision=precision(dtype), preferred_element_type=jnp.float32)
     query = q[...].astype(dtype)
     unit = H**-0.5 * math.log2(math.e)  # the kernel works with exp2
     if gap:
@@ -276,11 +275,10 @@ def joined_dot(x: Array, matrices: Sequence[Array]) -> list[Array]:
     outputs = next((n for n in (64, 32) if sum(pl.cdiv(len(w), n) for w in matrices) >= PROCESSORS), 16)
     blocks = [pl.cdiv(len(w), outputs) for w in matrices]
     parts = max(1, min(PROCESSORS // sum(blocks), D // (4 * deep)))
-    sum_dtype = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
     return pl.pallas_call(
         partial(_joined_dot, rows=rows, deep=deep, outputs=outputs, parts=parts),
         grid=(sum(blocks), parts),
-        out_shape=[result((parts, N, len(w)), sum_dtype, x, *matrices) for w in matrices],
+        out_shape=[result((parts, N, len(w)), sum_dtype(x), x, *matrices) for w in matrices],
         compiler_params=CompilerParams(num_warps=4, num_stages=4),
         name="joined_dot",
     )(x, *matrices)
@@ -309,24 +307,40 @@ def _joined_dot(x, *refs, rows: int, deep: int, outputs: int, parts: int):
             a = load(x.at[which, pl.ds(at, deep)], mask=used & depth, other=0)
             b = load(w.at[here, pl.ds(at, deep)], mask=inside.T & depth, other=0)
             if a.dtype == b.dtype:
-                return total + dot(b, a)
+                return total + times_all_rows(b, a)
             both, unit = integer_tile(a)
-            return total + joined(*(dot(b, half) for half in both)) * unit.T
+            return total + joined(*(times_all_rows(b, half) for half in both)) * unit.T
 
-        def dot(b: Array, a: Array) -> Array:
-            sum_dtype = jnp.int32 if a.dtype == jnp.int8 else jnp.float32
-            a = jnp.broadcast_to(a, (rows, deep))
-            return jnp.dot(b, a.T, precision=precision(a.dtype), preferred_element_type=sum_dtype)
+        def times_all_rows(b: Array, a: Array) -> Array:
+            return dot(b, jnp.broadcast_to(a, (rows, deep)).T)
 
         total = lax.fori_loop(0, share, step, jnp.zeros((outputs, rows), y.dtype))
         which, used = first_rows(rows)
         store(y.at[part, which, here], total.T, mask=used & inside)
 
+    matrices = zip(refs[:count], refs[count:], strict=True)
+    run_one(i, [(partial(multiply, w, y), pl.cdiv(w.shape[0], outputs)) for w, y in matrices])
+
+
+def run_one(i, functions: Sequence[tuple[Callable[[int], None], int]]) -> None:
+    """Program i of a kernel: the function whose programs it is among, with the number of their first one.
+
+    functions: each with its number of programs, which follow those of the function before.
+    """
     first = 0
-    for w, y in zip(refs[:count], refs[count:], strict=True):
-        end = first + pl.cdiv(w.shape[0], outputs)
-        pl.when((first <= i) & (i < end))(partial(multiply, w, y, first))
-        first = end
+    for function, count in functions:
+        pl.when((first <= i) & (i < first + count))(partial(function, first))
+        first += count
+
+
+def dot(a: Array, b: Array) -> Array:
+    """The product of two tiles of one type."""
+    return jnp.dot(a, b, precision=precision(a.dtype), preferred_element_type=sum_dtype(a))
+
+
+def sum_dtype(x: Array) -> Any:
+    """The type of sums of products with x."""
+    return jnp.int32 if x.dtype == jnp.int8 else jnp.float32
 
 
 def integer_tile(x: Array) -> tuple[list[Array], Array]:
@@ -502,15 +516,12 @@ def _grouped_dot(
     expert, begin, end = tile[0, i], tile[1, i], tile[2, i]
     read = 1 if len(x) == 1 else rows  # a single row is repeated only where the product needs more
     width = COLUMNS // packing.each
-    sum_dtype = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
 
     def used(n: int) -> Array:
         return (begin + lax.broadcasted_iota(jnp.int32, (n, 1), 0)) < end
 
-    def dot(a: Array, b: Array) -> Array:
-        dtype = jnp.int32 if a.dtype == jnp.int8 else jnp.float32
-        a = jnp.broadcast_to(a, (rows, a.shape[1]))
-        return jnp.dot(a, b.astype(a.dtype), precision=precision(a.dtype), preferred_element_type=dtype)
+    def all_rows_times(a: Array, b: Array) -> Array:
+        return dot(jnp.broadcast_to(a, (rows, a.shape[1])), b.astype(a.dtype))
 
     def multiply(w, scale, y, first: int) -> None:
         D, entries = w.shape[1:]  # D counts entries here
@@ -544,23 +555,20 @@ def _grouped_dot(
                     tiles, units = times(tiles, units, a.dtype), None
                 if by_integers:
                     both, unit = integer_tile(a)
-                    found = [joined(*(dot(half, b) for half in both)) * unit for b in tiles]
+                    found = [joined(*(all_rows_times(half, b) for half in both)) * unit for b in tiles]
                 else:
-                    found = [dot(a, b) for b in tiles]
+                    found = [all_rows_times(a, b) for b in tiles]
                 found = found if units is None else times(found, units, jnp.float32)
                 sums = [total + y for total, y in zip(sums, found, strict=True)]
             return sums
 
         steps = jnp.where(begin < end, jnp.int32(share), 0)
-        zeros = jnp.zeros((rows, width), sum_dtype if scale is None else jnp.float32)
+        zeros = jnp.zeros((rows, width), sum_dtype(x) if scale is None else jnp.float32)
         sums = lax.fori_loop(0, steps, step, [zeros] * packing.each)
         for which, total in enumerate(sums):
             total = total.astype(jnp.float32) * (1 / packing.times)
             here = y.at[part, pl.ds(begin, rows), columns, jnp.int32(which)]
             store(here, total, mask=used(rows) & inside)
 
-    first = 0
-    for w, scale, y in zip(weights, scales, products, strict=True):
-        last = first + pl.cdiv(w.shape[2], width)
-        pl.when((first <= j) & (j < last))(partial(multiply, w, scale, y, first))
-        first = last
+    matrices = zip(weights, scales, products, strict=True)
+    run_one(j, [(partial(multiply, *matrix), pl.cdiv(matrix[0].shape[2], width)) for matrix in matrices])

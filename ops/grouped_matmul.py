@@ -136,12 +136,11 @@ def ragged_dot_on_gpu(x: Array, weights: Weights, sizes: Array) -> Products:
     return list(zip(gpu.ragged_dot(x, values, sizes), scales, strict=True))
 
 
-def packed_ragged_dot_on_gpu(x: Array, weights: Weights, sizes: Array) -> Products:
+def packed_ragged_dot_on_gpu(x: Array, weights: Sequence[QuantizedArray], sizes: Array) -> Products:
     """By the same kernel, of weights in four bits, which it also multiplies by their scales."""
-    quantized = [w for w in weights if isinstance(w, QuantizedArray)]
-    if all(gpu.supports(w.values) for w in quantized):
-        return [(y, None) for y in gpu.ragged_dot(x, quantized, sizes)]
-    return ragged_dot_on_gpu(x, [w.format.expert_matrices(w, x.dtype)[0] for w in quantized], sizes)
+    if all(gpu.supports(w.values) for w in weights):
+        return [(y, None) for y in gpu.ragged_dot(x, weights, sizes)]
+    return ragged_dot_on_gpu(x, [w.format.expert_matrices(w, x.dtype)[0] for w in weights], sizes)
 
 
 # By platform and scheme; all others use `plain_ragged_dot`.
