@@ -1,8 +1,9 @@
 """Ragged attention: each row of a batch attends to as many cached slots as it has filled.
 
 model.py calls `ragged_decode`, `attend_cached`, `attend_causal` and `write`. Each is the reference in
-ops/attention.py, or what KERNELS lists for the platform: functions of ops/cpu.py, ops/gpu.py and ops/tpu.py,
-and two that end in the Pallas kernel below, which on TPUs writes a token into the cache and attends to it.
+ops/attention.py, or what KERNELS lists for the platform: functions of ops/cpu.py, ops/gpu_attention.py and
+ops/tpu.py, and two that end in the Pallas kernel below, which on TPUs writes a token into the cache and
+attends to it.
 
 Letters as in model.py: B rows, T queries, S cached slots, K key/value heads, G queries per key/value head,
 H width of keys, C columns of a slot; here, uppercase, each is what this device has. Attention returns the
@@ -22,7 +23,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ops import attention, cpu, gpu, tpu
+from ops import attention, cpu, gpu_attention, tpu
 from ops.attention import MASKED
 from ops.kv_cache import KV, LANES
 from ops.platform import choose, plain_kinds, platform
@@ -90,7 +91,7 @@ def sees_by_query(q: Array, kv: KV) -> bool:
 
     A chunk can then attend to a cache that has the chunk, at once. q: [B,T,K,G,H].
     """
-    return platform() == "gpu" and "attention" not in plain_kinds() and gpu.by_flash(q, kv)
+    return platform() == "gpu" and "attention" not in plain_kinds() and gpu_attention.by_flash(q, kv)
 
 
 # --------------------------------------------------------------------------------------------------- on TPUs
@@ -128,8 +129,8 @@ def attend_cached_on_tpu(q: Array, kv: KV, length: Array, gap=None, row: Array |
 # By platform and reference; all others use the reference.
 KERNELS = {
     ("cpu", attention.attend_cached): cpu.attend_cached,
-    ("gpu", attention.attend_cached): gpu.attend_cached,
-    ("gpu", attention.attend_causal): gpu.attend_causal,
+    ("gpu", attention.attend_cached): gpu_attention.attend_cached,
+    ("gpu", attention.attend_causal): gpu_attention.attend_causal,
     ("tpu", attention.attend_cached): attend_cached_on_tpu,
     ("tpu", attention.attend_causal): tpu.attend_causal,
     ("tpu", attention.write): tpu.write,

@@ -2,8 +2,8 @@
 
     python3 benchmarks/gpu_forms.py
 
-Each line is a piece of work of a published model, and the forms that can do it: the kernels of ops/gpu.py,
-and XLA, which may call NVIDIA's libraries. The forms take turns in one run, and read arrays that together do
+Each line is a piece of work of a published model, and the forms that can do it: our kernels, and XLA, which
+may call NVIDIA's libraries. The forms take turns in one run, and read arrays that together do
 not fit into the GPU's caches. The form that the program uses comes first; the fastest one is named at the
 end. Beside its microseconds a form has the share of a copy's bandwidth at which it has read weights or a
 cache, or, of many rows, the share of a large product's operations. The exit code is 1 if a form's result is
@@ -26,7 +26,7 @@ import speed
 from kernel_checks import one_line
 
 from feedback.errors import UserError
-from ops import gpu, matmul
+from ops import gpu, gpu_attention, gpu_products, matmul
 from ops.kv_cache import KV, key_beside_value
 from quantize import CHUNK, INT4, INT8, MXFP4, PAIR, TILE, QuantizedArray, values_and_scale
 from terminal import launch
@@ -92,7 +92,7 @@ def by_xla(x: jax.Array, *weights, dtype=jnp.bfloat16) -> list[jax.Array]:
 
 def by_one_kernel(x: jax.Array, *weights) -> list[jax.Array]:
     """Floats by the kernel that multiplies by several matrices."""
-    return [jnp.sum(y, 0).astype(x.dtype) for y in gpu.joined_dot(x, weights)]
+    return [jnp.sum(y, 0).astype(x.dtype) for y in gpu_products.joined_dot(x, weights)]
 
 
 def by_integers(x: jax.Array, *weights) -> list[jax.Array]:
@@ -109,7 +109,7 @@ def by_experts_kernel(x: jax.Array, *weights, dot: Callable) -> list[jax.Array]:
 
 def one_by_one(x: jax.Array, *weights) -> list[jax.Array]:
     """int4, a kernel for each matrix."""
-    return [y for w in weights for y in by_experts_kernel(x, w, dot=gpu.ragged_dot)]
+    return [y for w in weights for y in by_experts_kernel(x, w, dot=gpu_products.ragged_dot)]
 
 
 def by_groups(x: jax.Array, *weights) -> list[jax.Array]:
@@ -134,9 +134,9 @@ OF_FEW_ROWS = {
     "bfloat16": {"XLA": by_xla, "one kernel": by_one_kernel},
     "int8": {"integers": by_integers, "XLA": by_xla},
     "int4": {
-        "integers": partial(by_experts_kernel, dot=gpu.ragged_dot),
+        "integers": partial(by_experts_kernel, dot=gpu_products.ragged_dot),
         "integers, one by one": one_by_one,
-        "floats": partial(by_experts_kernel, dot=gpu.grouped_dot),
+        "floats": partial(by_experts_kernel, dot=gpu_products.grouped_dot),
     },
 }
 OF_MANY_ROWS = {
@@ -195,8 +195,8 @@ def random_experts(n: int, format_name: str, E: int, A: int, D: int, M: int, key
 
 
 def experts(rows: Sequence[int]) -> Iterator[Case]:
-    by_floats = {"floats": lambda x, w, sizes: gpu.grouped_dot(x, [w], sizes)}
-    forms = {"integers": lambda x, w, sizes: gpu.ragged_dot(x, [w], sizes)} | by_floats
+    by_floats = {"floats": lambda x, w, sizes: gpu_products.grouped_dot(x, [w], sizes)}
+    forms = {"integers": lambda x, w, sizes: gpu_products.ragged_dot(x, [w], sizes)} | by_floats
     for model_name, (E, A, D, M) in EXPERTS.items():
         for format_name, bits in BITS.items():
             if D % (PAIR if format_name == "mxfp4" else GROUP) and bits == 4:
@@ -225,12 +225,12 @@ def random_cache(B: int, T: int, S: int, dtype: str, key: jax.Array) -> tuple:
 
 
 def by_flash(q: jax.Array, kv: KV, length: jax.Array, programs: int, large_block: int) -> jax.Array:
-    before = gpu.PROGRAMS, gpu.LARGE_BLOCK
-    gpu.PROGRAMS, gpu.LARGE_BLOCK = programs, large_block
+    before = gpu.PROGRAMS, gpu_attention.LARGE_BLOCK
+    gpu.PROGRAMS, gpu_attention.LARGE_BLOCK = programs, large_block
     try:
-        return gpu.attend_cached(q, kv, length)[0].astype(q.dtype)
+        return gpu_attention.attend_cached(q, kv, length)[0].astype(q.dtype)
     finally:
-        gpu.PROGRAMS, gpu.LARGE_BLOCK = before
+        gpu.PROGRAMS, gpu_attention.LARGE_BLOCK = before
 
 
 def by_cudnn(q: jax.Array, kv: KV, length: jax.Array) -> jax.Array:
@@ -260,7 +260,7 @@ def attention() -> Iterator[Case]:
     ):
         for dtype in ("bfloat16", "int8"):
             counts = sorted((128, 256, 512, 1024), key=lambda n: n != gpu.PROGRAMS)
-            block = gpu.LARGE_BLOCK
+            block = gpu_attention.LARGE_BLOCK
             forms = {
                 f"flash of {n} programs": partial(by_flash, programs=n, large_block=block) for n in counts
             }

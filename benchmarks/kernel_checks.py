@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 import model
 import ragged_attention
-from ops import attention, gpu, grouped_matmul, matmul, tpu
+from ops import attention, gpu_attention, grouped_matmul, matmul, tpu
 from ops.kv_cache import KV, SlotLayout, key_beside_value, map_slots
 from ops.platform import choose
 from quantize import FORMATS, Format, QuantizedArray, quantize
@@ -469,7 +469,7 @@ def checks(platform: str) -> Iterator[Check]:
     references = attention.attend_cached, attention.attend_causal, attention.write
     to_cache, to_prompt, writes = map(attends, references)
     decodes = attends(ragged_attention.write_then_attend, to_cache)
-    at_once = to_cache is gpu.attend_cached  # see `sees_by_query`
+    at_once = to_cache is gpu_attention.attend_cached  # see `sees_by_query`
     for dtype in ("float32",) * (platform == "cpu") + ("bfloat16", "int8"):
         option = f"--kv-cache-dtype {dtype}"
         # Only on CPUs a token of some rows is decoded, see `decode_rows` of serving/programs.py.

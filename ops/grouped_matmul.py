@@ -17,7 +17,7 @@ from jax.dtypes import itemsize_bits
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ops import cpu, gpu
+from ops import cpu, gpu_products
 from ops.matmul import scheme_of
 from ops.platform import choose, plain_kinds, platform
 from ops.tpu import in_hbm, precision, result
@@ -131,15 +131,15 @@ def ragged_dot_on_cpu(x: Array, weights: Weights, sizes: Array) -> Products:
 def ragged_dot_on_gpu(x: Array, weights: Weights, sizes: Array) -> Products:
     """By a kernel: XLA's product multiplies each row by all experts."""
     values, scales = zip(*map(values_and_scale, weights), strict=True)
-    if not all(map(gpu.supports, values)):
+    if not all(map(gpu_products.supports, values)):
         return plain_ragged_dot(x, weights, sizes)
-    return list(zip(gpu.ragged_dot(x, values, sizes), scales, strict=True))
+    return list(zip(gpu_products.ragged_dot(x, values, sizes), scales, strict=True))
 
 
 def packed_ragged_dot_on_gpu(x: Array, weights: Sequence[QuantizedArray], sizes: Array) -> Products:
     """By the same kernel, of weights in four bits, which it also multiplies by their scales."""
-    if all(gpu.supports(w.values) for w in weights):
-        return [(y, None) for y in gpu.ragged_dot(x, weights, sizes)]
+    if all(gpu_products.supports(w.values) for w in weights):
+        return [(y, None) for y in gpu_products.ragged_dot(x, weights, sizes)]
     return ragged_dot_on_gpu(x, [w.format.expert_matrices(w, x.dtype)[0] for w in weights], sizes)
 
 

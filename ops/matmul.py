@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ops import gpu, tpu
+from ops import gpu_products, tpu
 from ops.cpu import contract
 from ops.platform import choose, plain_kinds, platform
 from quantize import (
@@ -102,10 +102,10 @@ def int8_products_on_gpu(x: Array, pairs: Pairs, out_dtype) -> list[Array]:
         len(rows) > INTEGER_ROWS
         or x.dtype != jnp.bfloat16
         or not whole
-        or not all(map(gpu.supports, matrices))
+        or not all(map(gpu_products.supports, matrices))
     ):
         return [einsum_on_gpu(spec, x, w, out_dtype) for spec, w in pairs]
-    y = zip(gpu.integer_products(rows, matrices), pairs, strict=True)
+    y = zip(gpu_products.integer_products(rows, matrices), pairs, strict=True)
     return [(y * w.scale.reshape(-1)).reshape(*x.shape[:-n], *w.scale.shape) for y, (_, w) in y]
 
 
@@ -158,7 +158,7 @@ def int4_products_on_gpu(x: Array, pairs: Pairs, out_dtype) -> list[Array]:
     """Few rows are multiplied by the experts' kernel, each matrix as a single expert; others by XLA."""
     n = contracted_count(pairs[0][0])
     rows, weights = x.reshape(math.prod(x.shape[:-n]), -1), [w for _, w in pairs]
-    if len(rows) > FEW_ROWS or not all(gpu.supports(w.values) for w in weights):
+    if len(rows) > FEW_ROWS or not all(gpu_products.supports(w.values) for w in weights):
         out_dtype = out_dtype if len(rows) > FEW_ROWS else jnp.float32
         return [w.format.einsum(spec, x, w, x.dtype, out_dtype) for spec, w in pairs]
 
@@ -167,7 +167,7 @@ def int4_products_on_gpu(x: Array, pairs: Pairs, out_dtype) -> list[Array]:
         values = w.values.reshape(1, math.prod(groups), w.values.shape[n], outputs)
         return QuantizedArray(values, w.scale.reshape(1, -1, outputs), w.format)
 
-    found = gpu.ragged_dot(rows, [expert(w) for w in weights], jnp.array([len(rows)]))
+    found = gpu_products.ragged_dot(rows, [expert(w) for w in weights], jnp.array([len(rows)]))
     return [y.reshape(*x.shape[:-n], *w.scale.shape[n:]) for y, w in zip(found, weights, strict=True)]
 
 

@@ -253,7 +253,7 @@ def attention_operations(operands: list[Array]) -> float:
 
 
 def gpu_kernel_operations(x: Instruction, operands: list[Array]) -> float:
-    """Operations of products of the kernels of ops/gpu.py. Those of 8-bit integers count half.
+    """Operations of products of the kernels of ops/gpu_products.py. Those of 8-bit integers count half.
 
     flash: queries [R,N,H], limits, and keys and values [B,S,2H]. grouped_dot, joined_dot: rows [N,D] and one
     or several matrices; products are stored as [parts,N,...].

@@ -16,7 +16,7 @@ from test_kernels import as_on_a_tpu  # noqa: F401
 
 import ragged_attention
 from deployment import deploy
-from ops import attention, cpu, gpu, matmul
+from ops import attention, cpu, gpu_attention, gpu_products, matmul
 from ops.platform import choose, plain_kinds
 
 
@@ -273,7 +273,7 @@ def test_rows_and_gaps(fault, job, monkeypatch):
 @pytest.mark.parametrize("fault", [None, the_same_for_all, in_order])
 def test_queries_that_see_different_slots(fault, monkeypatch, as_on_a_gpu):  # noqa: F811
     """A GPU's chunk attends to a cache that has the chunk, each token up to itself."""
-    used, kernel = as_on_a_gpu(), gpu.attend_cached
+    used, kernel = as_on_a_gpu(), gpu_attention.attend_cached
     check = one_case("gpu", "attention in prefill to the cache", "int8", 2)
     if fault:
         wrong = functools.wraps(kernel)(lambda *arguments: kernel(*fault(*arguments)))
@@ -285,14 +285,14 @@ def test_queries_that_see_different_slots(fault, monkeypatch, as_on_a_gpu):  # n
 @pytest.mark.parametrize("wrong", [False, True])
 def test_several_matrices(wrong, monkeypatch, as_on_a_gpu):  # noqa: F811
     """Of three products of one kernel, that the last is right is seen; and what does without the kernel."""
-    used, multiply = as_on_a_gpu(), gpu.joined_dot
+    used, multiply = as_on_a_gpu(), gpu_products.joined_dot
 
     def swapped(x, matrices):
         *others, last = multiply(x, matrices)
         return [*others, last[..., ::-1]]
 
     if wrong:
-        monkeypatch.setattr(gpu, "joined_dot", swapped)
+        monkeypatch.setattr(gpu_products, "joined_dot", swapped)
     found = kernel_checks.run_check(one_case("gpu", "matrix product", "int8", -1), 1)
     assert found["ok"] == (not wrong) and found["name"].endswith("by joined_dot") and used == {"joined_dot"}
     assert not wrong or found["remedy"].startswith("LLAMA_JAX_PLAIN=matmul ")

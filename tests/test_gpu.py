@@ -22,7 +22,7 @@ from test_meshes import assert_same
 
 import model
 import ragged_attention
-from ops import gpu, grouped_matmul, matmul
+from ops import gpu, gpu_products, grouped_matmul, matmul
 from quantize import INT4, INT8, MXFP4, QuantizedArray, dequantize_groups, quantize, quantize_groups, ungroup
 from serving import chunks
 from serving.executors import one_program
@@ -133,7 +133,7 @@ def test_grouped_dot(sizes, programs, dtype, monkeypatch, as_on_a_gpu):
     else:
         given = jnp.float32(w).at[idle].set(jnp.nan)
     narrow, used = jax.tree.map(lambda y: y[..., -12:], given), as_on_a_gpu()
-    result, beside = gpu.grouped_dot(jnp.float32(x), [given, narrow], jnp.int32(sizes))
+    result, beside = gpu_products.grouped_dot(jnp.float32(x), [given, narrow], jnp.int32(sizes))
     assert used == {"grouped_dot"}
     assert np.isnan(result[N:]).all()  # as the interpreter left them: a tile writes its own rows only
     expected = np.einsum("nd,ndm->nm", x[:N], w[np.repeat(np.arange(E), sizes)])
@@ -146,10 +146,10 @@ def test_grouped_dot(sizes, programs, dtype, monkeypatch, as_on_a_gpu):
 )
 def test_joined_dot(dtype, processors, monkeypatch, as_on_a_gpu):
     """Several matrices, of sizes that no block divides, whole and in parts."""
-    monkeypatch.setattr(gpu, "PROCESSORS", processors)
+    monkeypatch.setattr(gpu_products, "PROCESSORS", processors)
     rng, used, D = np.random.default_rng(0), as_on_a_gpu(), 2100
     x, *matrices = (jnp.asarray(rng.integers(-127, 128, (n, D)), dtype) for n in (3, 100, 1, 64))
-    found = gpu.joined_dot(x, matrices)
+    found = gpu_products.joined_dot(x, matrices)
     assert used == {"joined_dot"} and {len(y) > 1 for y in found} == {processors > 20}
     for y, w in zip(found, matrices, strict=True):
         np.testing.assert_array_equal(np.sum(y, 0), np.float64(x) @ np.float64(w).T)  # whole numbers
@@ -196,7 +196,7 @@ def test_experts_of_integers(dtype, sizes, as_on_a_gpu):
         given = quantize_groups(w, (0, 1), 64)
         whole = np.float64(dequantize_groups(given, 2)).reshape(w.shape)
     used = as_on_a_gpu()
-    result = gpu.ragged_dot(x, [given], jnp.int32(sizes))[0]
+    result = gpu_products.ragged_dot(x, [given], jnp.int32(sizes))[0]
     assert used == {"grouped_dot"} and result.dtype == jnp.float32
     for row, expert in enumerate(np.repeat(np.arange(E), sizes)):
         known = np.float64(x[row])[None]
@@ -210,8 +210,8 @@ def test_numbers_that_are_not_finite(number, as_on_a_gpu):
     x = jnp.ones((3, 600), "bfloat16").at[1, 300].set(number)
     w = jnp.ones((8, 600))
     as_on_a_gpu()
-    dense = gpu.integer_products(x, [quantize(w, (1,)).values])
-    of_experts = gpu.ragged_dot(x, [quantize(w.T[None], (1,)).values], jnp.array([3]))
+    dense = gpu_products.integer_products(x, [quantize(w, (1,)).values])
+    of_experts = gpu_products.ragged_dot(x, [quantize(w.T[None], (1,)).values], jnp.array([3]))
     for y in (*dense, *of_experts):
         np.testing.assert_array_equal(np.isfinite(y).all(1), [True, False, True])
 

@@ -13,7 +13,7 @@ from test_kernels import as_on_a_tpu  # noqa: F401
 
 import model
 import ragged_attention
-from ops import attention, gpu
+from ops import attention, gpu_attention
 from serving.steps import batch_infos
 from sharding.arrays import abstract
 from sharding.mesh import mesh_shape
@@ -86,9 +86,9 @@ def test_a_wrong_kernel(setting, monkeypatch, as_on_a_gpu):  # noqa: F811
     """It reads other rows of the cache: the line says so, and that the model runs without kernels."""
     as_on_a_gpu()
 
-    @functools.wraps(gpu.attend_cached)
+    @functools.wraps(gpu_attention.attend_cached)
     def attend(q, kv, length, gap, row):
-        return gpu.attend_cached(q, kv, length, gap, row if row is None else row[::-1])
+        return gpu_attention.attend_cached(q, kv, length, gap, row if row is None else row[::-1])
 
     monkeypatch.setitem(ragged_attention.KERNELS, ("gpu", attention.attend_cached), attend)
     monkeypatch.setenv("LLAMA_JAX_PLAIN", setting)
