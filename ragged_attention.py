@@ -94,7 +94,13 @@ def sees_by_query(q: Array, kv: KV) -> bool:
     return platform() == "gpu" and "attention" not in plain_kinds() and gpu_attention.by_flash(q, kv)
 
 
-# --------------------------------------------------------------------------------------------------- on TPUs
+# ------------------------------------------------------------------------------------------- on accelerators
+
+
+def decode_on_gpu(q: Array, new: KV, kv: KV, length: Array, place: Array, gap=None, row=None):
+    """`ragged_decode` as one kernel, if it supports the cache."""
+    decode = gpu_attention.decode if gpu_attention.by_flash(q, kv) else write_then_attend
+    return decode(q, new, kv, length, place, gap, row)
 
 
 def has_kernel(kv: KV) -> bool:
@@ -131,6 +137,7 @@ KERNELS = {
     ("cpu", attention.attend_cached): cpu.attend_cached,
     ("gpu", attention.attend_cached): gpu_attention.attend_cached,
     ("gpu", attention.attend_causal): gpu_attention.attend_causal,
+    ("gpu", write_then_attend): decode_on_gpu,
     ("tpu", attention.attend_cached): attend_cached_on_tpu,
     ("tpu", attention.attend_causal): tpu.attend_causal,
     ("tpu", attention.write): tpu.write,

@@ -24,8 +24,6 @@ from quantize import (
     TILE,
     QuantizedArray,
     e2m1_words,
-    int8_parts,
-    join_parts,
     power_of_two,
     values_and_scale,
 )
@@ -41,32 +39,36 @@ def supports(values: Array) -> bool:
     return gpu.supports(values, packing_of(values.dtype).each)
 
 
-def joined_dot(x: Array, matrices: Sequence[Array]) -> list[Array]:
+def joined_dot(x: Array, matrices: Sequence[Array], unit: Array | None = None) -> list[Array]:
     """Few rows times several matrices, in one kernel that reads them as they are: -> [P,N,M] for each.
 
     x: [N,D], of the matrices' type, or float beside int8: then the kernel makes integers of each tile of x.
-    matrices: [M,D]. The P parts are to be added: float32, or int32 if x is int8. The program uses it for int8
-    alone, benchmarks/gpu_forms.py also for bfloat16, which XLA multiplies otherwise.
+    Or with unit [N,1] both `integer_rows`, [N,2,D] int8. matrices: [M,D]. The P parts are to be added:
+    float32, or int32 if x is int8 without a unit. The program uses it for int8 alone,
+    benchmarks/gpu_forms.py also for bfloat16, which XLA multiplies otherwise.
     """
-    (N, D), rows = x.shape, max(16, pl.next_power_of_2(len(x)))
-    deep = (256 if rows <= 32 else 128) // matrices[0].dtype.itemsize  # more do not fit into shared memory
+    x = x[:, None] if unit is None else x
+    (N, _, D), rows = x.shape, max(16, pl.next_power_of_2(len(x)))
+    few = x.shape[1] * rows <= 32
+    deep = (256 if few else 128) // matrices[0].dtype.itemsize  # more do not fit into shared memory
     deep = min(deep, max(32, pl.next_power_of_2(D)))
     # Fewer outputs for each program, rather than parts, which would be written and added.
     outputs = next((n for n in (64, 32) if sum(pl.cdiv(len(w), n) for w in matrices) >= PROCESSORS), 16)
     blocks = [pl.cdiv(len(w), outputs) for w in matrices]
     parts = max(1, min(PROCESSORS // sum(blocks), D // (4 * deep)))
+    dtype = sum_dtype(x) if unit is None else jnp.float32
     return pl.pallas_call(
         partial(_joined_dot, rows=rows, deep=deep, outputs=outputs, parts=parts),
         grid=(sum(blocks), parts),
-        out_shape=[result((parts, N, len(w)), sum_dtype(x), x, *matrices) for w in matrices],
+        out_shape=[result((parts, N, len(w)), dtype, x, *matrices) for w in matrices],
         compiler_params=gpu.CompilerParams(num_warps=4, num_stages=4),
         name="joined_dot",
-    )(x, *matrices)
+    )(x, unit, matrices)
 
 
-def _joined_dot(x, *refs, rows: int, deep: int, outputs: int, parts: int):
-    """The kernel: some outputs of one matrix, and one part of D. refs: the matrices, then their products."""
-    (N, D), count = x.shape, len(refs) // 2
+def _joined_dot(x, unit, matrices, *products, rows: int, deep: int, outputs: int, parts: int):
+    """The kernel: some outputs of one matrix, and one part of D."""
+    N, halves, D = x.shape
     i, part = pl.program_id(0), pl.program_id(1)
     share = pl.cdiv(pl.cdiv(D, deep), parts)
     read = 1 if N == 1 else rows  # a single row is repeated only where the product needs more
@@ -80,26 +82,32 @@ def _joined_dot(x, *refs, rows: int, deep: int, outputs: int, parts: int):
         place = (i - first) * outputs + lax.broadcasted_iota(jnp.int32, (1, outputs), 1)
         inside = place < w.shape[0]
 
-        def step(n, total):
+        def step(n, totals):
             at = (part * share + n) * deep
             depth = at + lax.broadcasted_iota(jnp.int32, (1, deep), 1) < D
-            which, used = first_rows(read)
-            a = gpu.load(x.at[which, pl.ds(at, deep)], mask=used & depth, other=0)
             b = gpu.load(w.at[here, pl.ds(at, deep)], mask=inside.T & depth, other=0)
-            if a.dtype == b.dtype:
-                return total + times_all_rows(b, a)
-            both, unit = integer_tile(a)
-            return total + joined(*(times_all_rows(b, half) for half in both)) * unit.T
+            which, used = first_rows(read)
+            read_half = (x.at[which, jnp.int32(half), pl.ds(at, deep)] for half in range(halves))
+            a = [gpu.load(half, mask=used & depth, other=0) for half in read_half]
+            if a[0].dtype == b.dtype:
+                return [total + times_all_rows(b, half) for total, half in zip(totals, a, strict=True)]
+            both, unit_of_tile = integer_tile(a[0])
+            return [totals[0] + joined(*(times_all_rows(b, half) for half in both)) * unit_of_tile.T]
 
         def times_all_rows(b: Array, a: Array) -> Array:
             return dot(b, jnp.broadcast_to(a, (rows, deep)).T)
 
-        total = lax.fori_loop(0, share, step, jnp.zeros((outputs, rows), y.dtype))
+        zeros = jnp.zeros((outputs, rows), jnp.int32 if x.dtype == jnp.int8 else jnp.float32)
+        totals = lax.fori_loop(0, share, step, [zeros] * halves)
         which, used = first_rows(rows)
-        gpu.store(y.at[part, which, here], total.T, mask=used & inside)
+        total = totals[0].T
+        if unit is not None:
+            of_rows = gpu.load(unit.at[which, pl.ds(0 * i, 1)], mask=used, other=0)
+            total = joined(*totals).T * of_rows
+        gpu.store(y.at[part, which, here], total, mask=used & inside)
 
-    matrices = zip(refs[:count], refs[count:], strict=True)
-    run_one(i, [(partial(multiply, w, y), pl.cdiv(w.shape[0], outputs)) for w, y in matrices])
+    pairs = zip(matrices, products, strict=True)
+    run_one(i, [(partial(multiply, w, y), pl.cdiv(w.shape[0], outputs)) for w, y in pairs])
 
 
 def run_one(i, functions: Sequence[tuple[Callable[[int], None], int]]) -> None:
@@ -136,17 +144,36 @@ def nearest_integer(x: Array) -> Array:
     return bits - 0x4B400000
 
 
+def integer_rows(x: Array) -> tuple[Array, Array]:
+    """`integer_tile` of whole rows [N,D]: -> [N,2,D] int8, [N,1] float32; by XLA two kernels."""
+    N, D = x.shape
+    width = pl.next_power_of_2(D)
+    return pl.pallas_call(
+        partial(_integer_rows, width=width),
+        grid=(N,),
+        out_shape=(result((N, 2, D), jnp.int8, x), result((N, 1), jnp.float32, x)),
+        compiler_params=gpu.CompilerParams(num_warps=min(16, max(4, width // 1024)), num_stages=1),
+        name="integer_rows",
+    )(x)
+
+
+def _integer_rows(x, parts, unit, *, width: int):
+    """The kernel: one row."""
+    row, columns = pl.ds(pl.program_id(0), 1), pl.ds(0 * pl.program_id(0), width)
+    inside = lax.broadcasted_iota(jnp.int32, (1, width), 1) < x.shape[1]
+    both, unit[row] = integer_tile(gpu.load(x.at[row, columns], mask=inside, other=0))
+    for which, half in enumerate(both):
+        gpu.store(parts.at[row, jnp.int32(which), columns], half, mask=inside)
+
+
 def integer_products(x: Array, matrices: Sequence[Array]) -> list[Array]:
     """Few float rows [N,D] times int8 matrices [M,D], by integers: -> [N,M] float32 for each.
 
     The tensor cores multiply a weight as it is stored. Converting one takes several instructions; with few
     rows these take longer than reading it.
     """
-    if len(x) <= FEWEST_ROWS:
-        return [jnp.sum(y, 0) for y in joined_dot(x, matrices)]
-    parts, unit = int8_parts(x)
-    sums = (jnp.sum(y, 0).astype(jnp.float32) for y in joined_dot(parts, matrices))
-    return [join_parts(y) * unit for y in sums]
+    parts, unit = (x, None) if len(x) <= FEWEST_ROWS else integer_rows(x)
+    return [jnp.sum(y, 0) for y in joined_dot(parts, matrices, unit)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,10 +247,9 @@ def ragged_dot(x: Array, weights: Sequence[Array | QuantizedArray], sizes: Array
         return grouped_dot(x, weights, sizes)
     if len(x) <= FEWEST_ROWS:
         return grouped_dot(x, weights, sizes, by_integers=True)
-    parts, unit = int8_parts(x)
-    pairs = parts.reshape(2, *x.shape).swapaxes(0, 1).reshape(-1, x.shape[1])
-    sums = (y.reshape(len(x), 2, -1).swapaxes(0, 1) for y in grouped_dot(pairs, weights, 2 * sizes))
-    return [join_parts(y.reshape(len(pairs), -1)) * unit for y in sums]
+    parts, unit = integer_rows(x)
+    sums = grouped_dot(parts.reshape(-1, x.shape[1]), weights, 2 * sizes)
+    return [joined(y[::2], y[1::2]) * unit for y in sums]
 
 
 def grouped_dot(

@@ -253,14 +253,14 @@ def attention_operations(operands: list[Array]) -> float:
 
 
 def gpu_kernel_operations(x: Instruction, operands: list[Array]) -> float:
-    """Operations of products of the kernels of ops/gpu_products.py. Those of 8-bit integers count half.
+    """Operations of products of the kernels for GPUs. Those of 8-bit integers count half.
 
-    flash: queries [R,N,H], limits, and keys and values [B,S,2H]. grouped_dot, joined_dot: rows [N,D] and one
+    flash: queries [R,N,H], then keys and values [B,S,2H]. grouped_dot, joined_dot: rows [N,D] and one
     or several matrices; products are stored as [parts,N,...].
     """
     rows = operands[0]
     if x.kernel == "flash":
-        _, S, C = operands[2].shape
+        _, S, C = operands[1].shape
         return 2 * rows.size * S * C / rows.shape[-1]
     products = sum(math.prod(y.shape[1:]) for y in x.results)
     return (1 if rows.dtype == "s8" else 2) * rows.shape[1] * products

@@ -13,8 +13,8 @@ from conftest import Kind, llama3_config, llama4_config
 from jax._src.lib import triton
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jaxlib.mlir import ir
-from kernel_checks import exact, kv_of, numpy_attention
-from test_attention import TOLERANCE, check_cached, check_causal, compare
+from kernel_checks import exact, kv_of, numpy_attention, poisoned
+from test_attention import TOLERANCE, check_cached, check_causal, compare, slots_seen
 from test_experts import sum_of_experts
 from test_int4 import PRODUCTS, weights_like_real_ones
 from test_kernels import KINDS, NEW, generate, interpreted_as_on
@@ -22,7 +22,7 @@ from test_meshes import assert_same
 
 import model
 import ragged_attention
-from ops import gpu, gpu_products, grouped_matmul, matmul
+from ops import attention, gpu, gpu_products, grouped_matmul, matmul
 from quantize import INT4, INT8, MXFP4, QuantizedArray, dequantize_groups, quantize, quantize_groups, ungroup
 from serving import chunks
 from serving.executors import one_program
@@ -76,6 +76,35 @@ def test_cached(T, width, dtype, programs, monkeypatch, as_on_a_gpu):
     used, length = as_on_a_gpu(), np.where(sees, length[:, None], 0)
     check_cached(q, rng.standard_normal((B, K, S, 2 * width)), length, gap, dtype, TOLERANCE[dtype])
     assert used == {"flash"} | ({"merge_parts"} if programs > 1 else set())
+
+
+# The token's slot: none, the first, the ends of blocks of 64, the last; and rings that go around, or do not.
+TOKENS = [(0, 256), (1, 0), (64, 63), (65, 64), (130, 129), (256, 255)]
+IN_RINGS = [(256, 9, 10, 20), (256, 63, 64, 70), (200, 199, 0, 128), (100, 99, 0, 64), (256, 64, 65, 66)]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16", deep("float32")])
+@pytest.mark.parametrize(("ring", "programs"), [(False, 64), (True, 64), (False, 1)])
+def test_decode(ring, programs, dtype, monkeypatch, as_on_a_gpu):
+    """One kernel writes a token of each row, in another order, attends to it, and touches nothing else."""
+    monkeypatch.setattr(gpu, "PROGRAMS", programs)
+    length, place, *gap = np.array(IN_RINGS if ring else TOKENS).T[..., None]
+    rng, (B, K, G, H, S) = np.random.default_rng(0), (len(length), 2, 3, 64, 256)
+    row = rng.permutation(B)
+    q = jnp.asarray(rng.standard_normal((B, 1, K, G, H)), "float32" if dtype == "float32" else "bfloat16")
+    kv, new = (kv_of(rng.standard_normal((B, K, n, 2 * H)), dtype) for n in (S, 1))
+    seen = slots_seen(length, gap or None, S)[:, 0]
+    fresh = np.arange(S) == place
+    given = poisoned(kv, (seen & ~fresh)[np.argsort(row)])
+    after = attention.write(given, new, jnp.int32(place), jnp.int32(row))
+    used = as_on_a_gpu()
+    limits = jax.tree.map(jnp.int32, (length, place, tuple(gap) or None, row))
+    result, found = ragged_attention.ragged_decode(q, new, given, *limits)
+    assert used == {"flash"} | ({"merge_parts"} if programs > 1 else set())
+    for ours, expected in zip(jax.tree.leaves(found), jax.tree.leaves(after), strict=True):
+        np.testing.assert_array_equal(np.float32(ours), np.float32(expected))
+    keys, values = (np.where(seen[:, None, :, None], x[row], 0) for x in exact(after))
+    compare(result, numpy_attention(q, keys, values, seen[:, None]), TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float32"])
@@ -167,8 +196,8 @@ def test_few_rows_of_int8(rows, as_on_a_gpu):
     shapes = {"bTD,kgHD->bTkgH": (2, 3, 8, 600), "bTD,khD->bTkh": (2, 8, 600)}
     weights = {spec: jnp.asarray(weights_like_real_ones(*shape)) for spec, shape in shapes.items()}
     pairs = [(spec, quantize(w, (w.ndim - 1,))) for spec, w in weights.items()]
-    used = as_on_a_gpu()
-    for given, kernels in ((x, {"joined_dot"}), (jnp.float32(x), set()), (jnp.tile(x, (1, 70, 1)), set())):
+    used, integers = as_on_a_gpu(), {"joined_dot"} | ({"integer_rows"} if rows > 16 else set())
+    for given, kernels in ((x, integers), (jnp.float32(x), set()), (jnp.tile(x, (1, 70, 1)), set())):
         used.clear()
         found = matmul.products(given, *pairs)
         alone = [matmul.einsum(spec, given, w) for spec, w in pairs]
@@ -187,7 +216,7 @@ def test_experts_of_integers(dtype, sizes, as_on_a_gpu):
     """Few rows in bfloat16 are multiplied as two rows of integers each; of up to 16 the kernel makes them."""
     rng, N, (E, D, M) = np.random.default_rng(0), sum(sizes), (4, 320, 140)
     x, w = rng.standard_normal((N, D)), jnp.float32(rng.standard_normal((E, D, M)))
-    x[0, D // 2 :] = 0  # tiles without a largest number
+    x[0, D // 2 :] = x[-1] = 0  # tiles without a largest number
     x = jnp.asarray(x, "bfloat16")
     if dtype == "int8":
         given = quantize(w, (1,)).values
@@ -197,23 +226,25 @@ def test_experts_of_integers(dtype, sizes, as_on_a_gpu):
         whole = np.float64(dequantize_groups(given, 2)).reshape(w.shape)
     used = as_on_a_gpu()
     result = gpu_products.ragged_dot(x, [given], jnp.int32(sizes))[0]
-    assert used == {"grouped_dot"} and result.dtype == jnp.float32
+    assert used == {"grouped_dot"} | ({"integer_rows"} if N > 16 else set())
+    assert result.dtype == jnp.float32
     for row, expert in enumerate(np.repeat(np.arange(E), sizes)):
         known = np.float64(x[row])[None]
         error = np.abs(np.float64(result[row]) - known @ whole[expert])
         assert (error <= rounding(known, whole[expert])).all()
 
 
+@pytest.mark.parametrize("rows", [3, 20])
 @pytest.mark.parametrize("number", [np.nan, np.inf])
-def test_numbers_that_are_not_finite(number, as_on_a_gpu):
+def test_numbers_that_are_not_finite(number, rows, as_on_a_gpu):
     """Integers have no such numbers, but the result of their row does."""
-    x = jnp.ones((3, 600), "bfloat16").at[1, 300].set(number)
+    x = jnp.ones((rows, 600), "bfloat16").at[1, 300].set(number)
     w = jnp.ones((8, 600))
     as_on_a_gpu()
     dense = gpu_products.integer_products(x, [quantize(w, (1,)).values])
-    of_experts = gpu_products.ragged_dot(x, [quantize(w.T[None], (1,)).values], jnp.array([3]))
+    of_experts = gpu_products.ragged_dot(x, [quantize(w.T[None], (1,)).values], jnp.array([rows]))
     for y in (*dense, *of_experts):
-        np.testing.assert_array_equal(np.isfinite(y).all(1), [True, False, True])
+        np.testing.assert_array_equal(np.isfinite(y).all(1), np.arange(rows) != 1)
 
 
 @pytest.mark.parametrize(("spec", "x", "w", "axes"), PRODUCTS)
