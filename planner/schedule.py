@@ -255,15 +255,16 @@ def attention_operations(operands: list[Array]) -> float:
 def gpu_kernel_operations(x: Instruction, operands: list[Array]) -> float:
     """Operations of products of the kernels for GPUs. Those of 8-bit integers count half.
 
-    flash: queries [R,N,H], then keys and values [B,S,2H]. grouped_dot, joined_dot: rows [N,D] and one
-    or several matrices; products are stored as [parts,N,...].
+    flash: its second operand are keys and values [B,S,2H], its first result [parts,R,N,H]. grouped_dot,
+    joined_dot: rows [N,D], or [N,2,D] of two integers each, and one or several matrices; products are stored
+    as [parts,N,...].
     """
-    rows = operands[0]
     if x.kernel == "flash":
-        _, S, C = operands[1].shape
-        return 2 * rows.size * S * C / rows.shape[-1]
+        (_, R, N, _), (_, S, C) = x.results[0].shape, operands[1].shape
+        return 2 * R * N * S * C
+    rows = operands[0]
     products = sum(math.prod(y.shape[1:]) for y in x.results)
-    return (1 if rows.dtype == "s8" else 2) * rows.shape[1] * products
+    return (1 if rows.dtype == "s8" else 2) * math.prod(rows.shape[1:]) * products
 
 
 def ragged_operations(x: Instruction, operands: list[Array]) -> float:
