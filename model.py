@@ -486,8 +486,8 @@ class MLP:
     @jax.named_scope("mlp")
     def partial_sum(self, x: Array, w: MLPWeights) -> Array:
         """x: [b,T,D] -> [b,T,D], this device's part of the sum over f."""
-        up, gate = products(x, ("bTD,fD->bTf", w.up), ("bTD,fD->bTf", w.gate))
-        return einsum("bTf,Df->bTD", self.activation(gate, up), w.down)
+        (h,) = products(x, ("bTD,fD->bTf", w.gate), ("bTD,fD->bTf", w.up), then=self.activation)
+        return einsum("bTf,Df->bTD", h, w.down)
 
     def declare(self, prefix: str, D: int) -> MLPWeights:
         """The declared weights. prefix: precedes their names in a checkpoint."""

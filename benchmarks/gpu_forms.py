@@ -26,6 +26,7 @@ import speed
 from kernel_checks import one_line
 
 from feedback.errors import UserError
+from model import SwiGLU
 from ops import gpu, gpu_attention, gpu_products, matmul
 from ops.kv_cache import KV, key_beside_value
 from quantize import CHUNK, INT4, INT8, MXFP4, PAIR, TILE, QuantizedArray, values_and_scale
@@ -66,6 +67,7 @@ LLAMA_8B = {  # Llama 3.1 8B: the matrices by which one x is multiplied: (inputs
     "gate and up": (4096, (14336, 14336)),
     "down": (14336, (4096,)),
 }
+ACTIVATION = SwiGLU()
 BITS = dict(bfloat16=16, int8=8, int4=4, mxfp4=4)
 
 
@@ -99,6 +101,20 @@ def by_integers(x: jax.Array, *weights) -> list[jax.Array]:
     """int8 by the same kernel."""
     pairs = [("nD,MD->nM", w) for w in weights]
     return [y.astype(x.dtype) for y in matmul.int8_products_on_gpu(x, pairs, x.dtype)]
+
+
+def by_one_kernel_with_activation(x: jax.Array, *weights) -> list[jax.Array]:
+    return [y[0] for y in gpu_products.joined_dot(x, weights, then=ACTIVATION, dtype=x.dtype)]
+
+
+def by_integers_with_activation(x: jax.Array, *weights) -> list[jax.Array]:
+    pairs = [("nD,MD->nM", w) for w in weights]
+    return matmul.int8_products_on_gpu(x, pairs, x.dtype, ACTIVATION)
+
+
+def activated(form: Callable) -> Callable:
+    """The form, and then the activation by XLA."""
+    return lambda x, *weights: [ACTIVATION(*form(x, *weights))]
 
 
 def by_experts_kernel(x: jax.Array, *weights, dot: Callable) -> list[jax.Array]:
@@ -139,6 +155,14 @@ OF_FEW_ROWS = {
         "floats": partial(by_experts_kernel, dot=gpu_products.grouped_dot),
     },
 }
+ACTIVATED = {  # of gate and up, the activation, too
+    "bfloat16": {
+        "XLA": activated(by_xla),
+        "one kernel": activated(by_one_kernel),
+        "the activation, too": by_one_kernel_with_activation,
+    },
+    "int8": {"the activation, too": by_integers_with_activation, "integers": activated(by_integers)},
+}
 OF_MANY_ROWS = {
     "bfloat16": {"XLA": by_xla, "XLA, to float32 first": partial(by_xla, dtype=jnp.float32)},
     "int8": {"XLA": by_xla, "after conversion": after_conversion},
@@ -146,17 +170,25 @@ OF_MANY_ROWS = {
 }
 
 
-def products(rows: Sequence[int], forms: dict[str, dict], counted: bool) -> Iterator[Case]:
+def products(
+    rows: Sequence[int], forms: dict[str, dict], counted: bool, matrices: dict | None = None
+) -> Iterator[Case]:
     """Products with the matrices of a layer. counted: it is their operations that take time."""
     for format_name, by_name in forms.items():
         for n in rows:
-            for what, (D, outputs) in LLAMA_8B.items():
+            for what, (D, outputs) in (matrices or LLAMA_8B).items():
                 weights = D * sum(outputs)
                 yield Case(
                     f"{what}, {format_name}, {n} rows", by_name,
                     partial(random_product, n, format_name, D, outputs), weights * BITS[format_name] // 8,
                     2.0 * n * weights * counted,
                 )  # fmt: skip
+
+
+def products_of_few(rows: Sequence[int]) -> Iterator[Case]:
+    yield from products(rows, OF_FEW_ROWS, counted=False)
+    gate_and_up = {"gate and up, activated": LLAMA_8B["gate and up"]}
+    yield from products(rows, ACTIVATED, counted=False, matrices=gate_and_up)
 
 
 # -------------------------------------------------------------------------------------- products with experts
@@ -277,7 +309,7 @@ def attention() -> Iterator[Case]:
 # ------------------------------------------------------------------------------------------------ measurement
 
 PARTS = {
-    "products": lambda: products((1, 8, 32, 64), OF_FEW_ROWS, counted=False),
+    "products": lambda: products_of_few((1, 8, 32, 64)),
     "prefill": lambda: products((512, 2048), OF_MANY_ROWS, counted=True),
     "experts": lambda: experts((1, 8, 32)),
     "attention": attention,

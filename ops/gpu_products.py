@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
@@ -39,35 +40,46 @@ def supports(values: Array) -> bool:
     return gpu.supports(values, packing_of(values.dtype).each)
 
 
-def joined_dot(x: Array, matrices: Sequence[Array], unit: Array | None = None) -> list[Array]:
+def joined_dot(
+    x: Array, matrices: Sequence[Array], unit: Array | None = None, scales: Sequence[Array | None] = (),
+    then: Callable | None = None, dtype=None,
+) -> list[Array]:  # fmt: skip
     """Few rows times several matrices, in one kernel that reads them as they are: -> [P,N,M] for each.
 
     x: [N,D], of the matrices' type, or float beside int8: then the kernel makes integers of each tile of x.
-    Or with unit [N,1] both `integer_rows`, [N,2,D] int8. matrices: [M,D]. The P parts are to be added:
-    float32, or int32 if x is int8 without a unit. The program uses it for int8 alone,
-    benchmarks/gpu_forms.py also for bfloat16, which XLA multiplies otherwise.
+    Or with unit [N,1] both `integer_rows`, [N,2,D] int8. matrices: [M,D]. scales: factors of the products,
+    [M] each. The P parts are to be added: float32, or int32 if x is int8 without a unit. The program uses it
+    for int8 alone, benchmarks/gpu_forms.py also for bfloat16, which XLA multiplies otherwise.
+    then, dtype: an elementwise function of all products, and the type of its value, which is then the only
+    result, in one part. The matrices have one size.
     """
     x = x[:, None] if unit is None else x
     (N, _, D), rows = x.shape, max(16, pl.next_power_of_2(len(x)))
     few = x.shape[1] * rows <= 32
     deep = (256 if few else 128) // matrices[0].dtype.itemsize  # more do not fit into shared memory
     deep = min(deep, max(32, pl.next_power_of_2(D)))
+    each = len(matrices) if then else 1  # matrices of a program
+    sizes = [len(w) for w in matrices[::each]]
     # Fewer outputs for each program, rather than parts, which would be written and added.
-    outputs = next((n for n in (64, 32) if sum(pl.cdiv(len(w), n) for w in matrices) >= PROCESSORS), 16)
-    blocks = [pl.cdiv(len(w), outputs) for w in matrices]
-    parts = max(1, min(PROCESSORS // sum(blocks), D // (4 * deep)))
-    dtype = sum_dtype(x) if unit is None else jnp.float32
+    widths = (n // each for n in (64, 32) if sum(pl.cdiv(M, n // each) for M in sizes) >= PROCESSORS)
+    outputs = next(widths, 16)
+    blocks = sum(pl.cdiv(M, outputs) for M in sizes)
+    parts = 1 if then else max(1, min(PROCESSORS // blocks, D // (4 * deep)))
+    dtype = dtype or (sum_dtype(x) if unit is None else jnp.float32)
     return pl.pallas_call(
-        partial(_joined_dot, rows=rows, deep=deep, outputs=outputs, parts=parts),
-        grid=(sum(blocks), parts),
-        out_shape=[result((parts, N, len(w)), dtype, x, *matrices) for w in matrices],
+        partial(_joined_dot, then=then, rows=rows, deep=deep, outputs=outputs, parts=parts),
+        grid=(blocks, parts),
+        out_shape=[result((parts, N, M), dtype, x, *matrices) for M in sizes],
         compiler_params=gpu.CompilerParams(num_warps=4, num_stages=4),
         name="joined_dot",
-    )(x, unit, matrices)
+    )(x, unit, matrices, scales or [None] * len(matrices))
 
 
-def _joined_dot(x, unit, matrices, *products, rows: int, deep: int, outputs: int, parts: int):
-    """The kernel: some outputs of one matrix, and one part of D."""
+def _joined_dot(
+    x, unit, matrices, scales, *results,
+    then: Callable | None, rows: int, deep: int, outputs: int, parts: int,
+):  # fmt: skip
+    """The kernel: some outputs of one matrix, or of all for `then`, and one part of D."""
     N, halves, D = x.shape
     i, part = pl.program_id(0), pl.program_id(1)
     share = pl.cdiv(pl.cdiv(D, deep), parts)
@@ -77,37 +89,47 @@ def _joined_dot(x, unit, matrices, *products, rows: int, deep: int, outputs: int
         """A slice, and which of its rows there are. jax refuses a constant slice that is longer than x."""
         return pl.ds(0 * i, n), lax.broadcasted_iota(jnp.int32, (n, 1), 0) < N
 
-    def multiply(w, y, first: int) -> None:
+    def multiply(weights, y, first: int) -> None:
+        """weights: pairs of a matrix and its scale. y: their result."""
         here = pl.ds((i - first) * outputs, outputs)
         place = (i - first) * outputs + lax.broadcasted_iota(jnp.int32, (1, outputs), 1)
-        inside = place < w.shape[0]
+        inside = place < y.shape[2]
 
-        def step(n, totals):
+        def step(n, sums):
+            """sums: for each matrix, and each half of x, [outputs,rows]."""
             at = (part * share + n) * deep
             depth = at + lax.broadcasted_iota(jnp.int32, (1, deep), 1) < D
-            b = gpu.load(w.at[here, pl.ds(at, deep)], mask=inside.T & depth, other=0)
             which, used = first_rows(read)
-            read_half = (x.at[which, jnp.int32(half), pl.ds(at, deep)] for half in range(halves))
-            a = [gpu.load(half, mask=used & depth, other=0) for half in read_half]
-            if a[0].dtype == b.dtype:
-                return [total + times_all_rows(b, half) for total, half in zip(totals, a, strict=True)]
-            both, unit_of_tile = integer_tile(a[0])
-            return [totals[0] + joined(*(times_all_rows(b, half) for half in both)) * unit_of_tile.T]
+            a = [x.at[which, jnp.int32(half), pl.ds(at, deep)] for half in range(halves)]
+            a = [gpu.load(half, mask=used & depth, other=0) for half in a]
+            b = [gpu.load(w.at[here, pl.ds(at, deep)], mask=inside.T & depth, other=0) for w, _ in weights]
+            if a[0].dtype == b[0].dtype:
+                found = [[times_all_rows(tile, half) for half in a] for tile in b]
+            else:
+                both, tile_unit = integer_tile(a[0])
+                found = [[joined(*(times_all_rows(tile, half) for half in both)) * tile_unit.T] for tile in b]
+            return jax.tree.map(jnp.add, sums, found)
 
         def times_all_rows(b: Array, a: Array) -> Array:
             return dot(b, jnp.broadcast_to(a, (rows, deep)).T)
 
         zeros = jnp.zeros((outputs, rows), jnp.int32 if x.dtype == jnp.int8 else jnp.float32)
-        totals = lax.fori_loop(0, share, step, [zeros] * halves)
+        sums = lax.fori_loop(0, share, step, [[zeros] * halves for _ in weights])
         which, used = first_rows(rows)
-        total = totals[0].T
-        if unit is not None:
+        if unit is None:
+            products = [total.T for (total,) in sums]
+        else:
             of_rows = gpu.load(unit.at[which, pl.ds(0 * i, 1)], mask=used, other=0)
-            total = joined(*totals).T * of_rows
-        gpu.store(y.at[part, which, here], total, mask=used & inside)
+            products = [joined(*both).T * of_rows for both in sums]
+        for n, (_, scale) in enumerate(weights):
+            if scale is not None:
+                products[n] = products[n] * gpu.load(scale.at[here], mask=inside[0], other=0)
+        value = then(*products) if then else products[0]
+        gpu.store(y.at[part, which, here], value.astype(y.dtype), mask=used & inside)
 
-    pairs = zip(matrices, products, strict=True)
-    run_one(i, [(partial(multiply, w, y), pl.cdiv(w.shape[0], outputs)) for w, y in pairs])
+    weights = list(zip(matrices, scales, strict=True))
+    groups = zip([weights] if then else [[w] for w in weights], results, strict=True)
+    run_one(i, [(partial(multiply, group, y), pl.cdiv(y.shape[2], outputs)) for group, y in groups])
 
 
 def run_one(i, functions: Sequence[tuple[Callable[[int], None], int]]) -> None:
@@ -166,14 +188,17 @@ def _integer_rows(x, parts, unit, *, width: int):
         gpu.store(parts.at[row, jnp.int32(which), columns], half, mask=inside)
 
 
-def integer_products(x: Array, matrices: Sequence[Array]) -> list[Array]:
+def integer_products(
+    x: Array, matrices: Sequence[Array], scales: Sequence[Array], then: Callable | None = None
+) -> list[Array]:
     """Few float rows [N,D] times int8 matrices [M,D], by integers: -> [N,M] float32 for each.
 
     The tensor cores multiply a weight as it is stored. Converting one takes several instructions; with few
-    rows these take longer than reading it.
+    rows these take longer than reading it. scales, then: see `joined_dot`; the function's value has x's type.
     """
     parts, unit = (x, None) if len(x) <= FEWEST_ROWS else integer_rows(x)
-    return [jnp.sum(y, 0) for y in joined_dot(parts, matrices, unit)]
+    dtype = x.dtype if then else jnp.float32
+    return [jnp.sum(y, 0) for y in joined_dot(parts, matrices, unit, scales, then, dtype)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Products of activations and weights, by the kernels that each platform has for the weights' format."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -43,13 +43,23 @@ def einsum(spec: str, x: Array, w: Array | QuantizedArray, out_dtype=None) -> Ar
     return kernel(spec, x, w, out_dtype).astype(out_dtype)
 
 
-def products(x: Array, *pairs: tuple[str, Array | QuantizedArray]) -> list[Array]:
-    """`einsum(spec, x, w)` of each pair (spec, w). On GPUs one kernel multiplies by several matrices."""
+def products(
+    x: Array, *pairs: tuple[str, Array | QuantizedArray], then: Callable | None = None
+) -> list[Array]:
+    """`einsum(spec, x, w)` of each pair (spec, w). On GPUs one kernel multiplies by several matrices.
+
+    then: an elementwise function of these products, all of one shape. Its value is then the only result.
+    """
     kernels = {choose("matmul", KERNELS, (platform(), scheme_of(w)), plain_einsum) for _, w in pairs}
     together = TOGETHER.get(kernels.pop()) if len(kernels) == 1 else None
     if together:
-        return [y.astype(x.dtype) for y in together(x, pairs, x.dtype)]
-    return [einsum(spec, x, w) for spec, w in pairs]
+        return [y.astype(x.dtype) for y in together(x, pairs, x.dtype, then)]
+    return value_of([einsum(spec, x, w) for spec, w in pairs], then)
+
+
+def value_of(found: list[Array], then: Callable | None) -> list[Array]:
+    """What `products` returns: the products, or the value of a function of them."""
+    return [then(*found)] if then else found
 
 
 # The functions below return out_dtype, or float32 where that is as fast.
@@ -92,7 +102,7 @@ def int8_on_gpu(spec: str, x: Array, w: QuantizedArray, out_dtype) -> Array:
     return int8_products_on_gpu(x, [(spec, w)], out_dtype)[0]
 
 
-def int8_products_on_gpu(x: Array, pairs: Pairs, out_dtype) -> list[Array]:
+def int8_products_on_gpu(x: Array, pairs: Pairs, out_dtype, then: Callable | None = None) -> list[Array]:
     """Few rows in bfloat16 are multiplied as integers, by all matrices in one kernel; others by XLA."""
     n = contracted_count(pairs[0][0])
     rows = x.reshape(-1, math.prod(x.shape[-n:]))
@@ -104,9 +114,10 @@ def int8_products_on_gpu(x: Array, pairs: Pairs, out_dtype) -> list[Array]:
         or not whole
         or not all(map(gpu_products.supports, matrices))
     ):
-        return [einsum_on_gpu(spec, x, w, out_dtype) for spec, w in pairs]
-    y = zip(gpu_products.integer_products(rows, matrices), pairs, strict=True)
-    return [(y * w.scale.reshape(-1)).reshape(*x.shape[:-n], *w.scale.shape) for y, (_, w) in y]
+        return value_of([einsum_on_gpu(spec, x, w, out_dtype) for spec, w in pairs], then)
+    scales = [w.scale.reshape(-1) for _, w in pairs]
+    found = zip(gpu_products.integer_products(rows, matrices, scales, then), pairs, strict=not then)
+    return [y.reshape(*x.shape[:-n], *w.scale.shape) for y, (_, w) in found]
 
 
 def per_head(spec: str) -> bool:
@@ -154,13 +165,13 @@ def int4_on_gpu(spec: str, x: Array, w: QuantizedArray, out_dtype) -> Array:
     return int4_products_on_gpu(x, [(spec, w)], out_dtype)[0]
 
 
-def int4_products_on_gpu(x: Array, pairs: Pairs, out_dtype) -> list[Array]:
+def int4_products_on_gpu(x: Array, pairs: Pairs, out_dtype, then: Callable | None = None) -> list[Array]:
     """Few rows are multiplied by the experts' kernel, each matrix as a single expert; others by XLA."""
     n = contracted_count(pairs[0][0])
     rows, weights = x.reshape(math.prod(x.shape[:-n]), -1), [w for _, w in pairs]
     if len(rows) > FEW_ROWS or not all(gpu_products.supports(w.values) for w in weights):
         out_dtype = out_dtype if len(rows) > FEW_ROWS else jnp.float32
-        return [w.format.einsum(spec, x, w, x.dtype, out_dtype) for spec, w in pairs]
+        return value_of([w.format.einsum(spec, x, w, x.dtype, out_dtype) for spec, w in pairs], then)
 
     def expert(w: QuantizedArray) -> QuantizedArray:
         groups, outputs = w.scale.shape[:n], math.prod(w.scale.shape[n:])
@@ -168,7 +179,8 @@ def int4_products_on_gpu(x: Array, pairs: Pairs, out_dtype) -> list[Array]:
         return QuantizedArray(values, w.scale.reshape(1, -1, outputs), w.format)
 
     found = gpu_products.ragged_dot(rows, [expert(w) for w in weights], jnp.array([len(rows)]))
-    return [y.reshape(*x.shape[:-n], *w.scale.shape[n:]) for y, w in zip(found, weights, strict=True)]
+    shapes = ((*x.shape[:-n], *w.scale.shape[n:]) for w in weights)
+    return value_of([y.reshape(shape) for y, shape in zip(found, shapes, strict=True)], then)
 
 
 # By platform and scheme; all others use `plain_einsum`.

@@ -81,16 +81,20 @@ def einsum(spec: str, x: Array, w: "Weight | Gathering | Scattering", out_dtype=
     return matmul.einsum(spec, x, w, out_dtype)
 
 
-def products(x: Array, *pairs: "tuple[str, Weight | Gathering]") -> list[Array]:
-    """`einsum(spec, x, w)` of each pair (spec, w). By columns, x travels around the ring once for all."""
+def products(x: Array, *pairs: "tuple[str, Weight | Gathering]", then: Callable | None = None) -> list[Array]:
+    """`einsum(spec, x, w)` of each pair (spec, w). By columns, x travels around the ring once for all.
+
+    then: see `ops.matmul.products`.
+    """
     gathering = [w for _, w in pairs if isinstance(w, Gathering)]
     if not gathering:
-        return matmul.products(x, *pairs)  # type: ignore[arg-type]
+        return matmul.products(x, *pairs, then=then)  # type: ignore[arg-type]
     specs, weights, ring = [spec for spec, _ in pairs], [w.weight for w in gathering], gathering[0].ring
     if not all(map(has_columns, weights)):
         x = lax.all_gather(x, MODEL, axis=x.ndim - 1, tiled=True)
-        return [matmul.einsum(spec, x, w) for spec, w in zip(specs, weights, strict=True)]
-    return multiply_around(ring, x, specs, weights)
+        return matmul.products(x, *zip(specs, weights, strict=True), then=then)
+    found = multiply_around(ring, x, specs, weights)
+    return [then(*found)] if then else found
 
 
 def psum(x: "Array | Scattered", axes: tuple[str, ...]) -> Array:

@@ -804,7 +804,7 @@ MUTATIONS = [
     ("planner/traffic.py", "elif self.only_moves(x, JOINS):", "elif False:", PLAN_GPU + "joined_and_padded_weights_are_copies"),
     ("deployment/estimates.py", "(group - 1) * (2 if kind", "(group - 1) * (1 if kind", PLAN_GPU + "collectives_over_a_switch"),
     ("deployment/estimates.py", "START_SECONDS + steps * STEP_SECONDS", "START_SECONDS + STEP_SECONDS", PLAN_GPU + "collectives_over_a_switch"),
-    ("planner/schedule.py", "2 * R * N * S * C", "rows.size * C", PLAN_GPU + "kernels_run_one_after_another"),
+    ("planner/schedule.py", "2 * R * N * S * C", "2 * R * N * C", PLAN_GPU + "kernels_run_one_after_another"),
     ("planner/schedule.py", "max(self.memory, self.now) + moved", "self.now + moved", SCHEDULE + "transfers_go_one_after_the_other"),
     ("planner/schedule.py", "max(self.links[link], self.now) +", "self.now +", SCHEDULE + "permutations_beside_products"),
     ("planner/schedule.py", "self.spent + rest, self.now", "self.spent, self.now", SCHEDULE + "trips_of_a_loop"),

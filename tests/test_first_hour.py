@@ -287,8 +287,8 @@ def test_several_matrices(wrong, monkeypatch, as_on_a_gpu):  # noqa: F811
     """Of three products of one kernel, that the last is right is seen; and what does without the kernel."""
     used, multiply = as_on_a_gpu(), gpu_products.joined_dot
 
-    def swapped(x, matrices, unit=None):
-        *others, last = multiply(x, matrices, unit)
+    def swapped(*arguments):
+        *others, last = multiply(*arguments)
         return [*others, last[..., ::-1]]
 
     if wrong:

@@ -210,6 +210,22 @@ def test_few_rows_of_int8(rows, as_on_a_gpu):
             np.testing.assert_allclose(np.float64(y), expected, rtol=2**-7, atol=parts)  # 8 bits, twice
 
 
+@pytest.mark.parametrize("rows", [1, 20, 70])
+def test_function_of_products(rows, as_on_a_gpu):
+    """The activation of gate and up, in the kernel of their products, or after the products of many rows."""
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((1, rows, 600)), "bfloat16")
+    weights = [quantize(jnp.asarray(w), (1,)) for w in weights_like_real_ones(2, 300, 600)]
+    used = as_on_a_gpu()
+    (found,) = matmul.products(x, *(("bTD,fD->bTf", w) for w in weights), then=model.SwiGLU())
+    assert found.dtype == jnp.bfloat16
+    assert used == {1: {"joined_dot"}, 20: {"joined_dot", "integer_rows"}, 70: set()}[rows]
+    known, whole = np.float64(x[0]), [np.float64(w.values) * np.float64(w.scale)[:, None] for w in weights]
+    (gate, up), errors = (known @ w.T for w in whole), [rounding(known, w.T) for w in whole]
+    expected = gate / (1 + np.exp(-gate)) * up
+    error = 1.1 * errors[0] * np.abs(up) + errors[1] * np.abs(gate)  # silu rises by up to 1.1
+    assert (np.abs(np.float64(found[0]) - expected) <= error + 2**-8 * np.abs(expected)).all()
+
+
 @pytest.mark.parametrize("sizes", [[3, 0, 20, 1], [2, 0, 9, 1], [0, 1, 0, 0]])
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 def test_experts_of_integers(dtype, sizes, as_on_a_gpu):
@@ -241,7 +257,8 @@ def test_numbers_that_are_not_finite(number, rows, as_on_a_gpu):
     x = jnp.ones((rows, 600), "bfloat16").at[1, 300].set(number)
     w = jnp.ones((8, 600))
     as_on_a_gpu()
-    dense = gpu_products.integer_products(x, [quantize(w, (1,)).values])
+    quantized = quantize(w, (1,))
+    dense = gpu_products.integer_products(x, [quantized.values], [quantized.scale])
     of_experts = gpu_products.ragged_dot(x, [quantize(w.T[None], (1,)).values], jnp.array([rows]))
     for y in (*dense, *of_experts):
         np.testing.assert_array_equal(np.isfinite(y).all(1), np.arange(rows) != 1)

@@ -8,7 +8,7 @@ import pytest
 from conftest import invoke
 from test_gpu import as_on_a_gpu  # noqa: F401  (a fixture)
 
-SMALL = {"q, k and v": (256, (128, 64, 64)), "down": (384, (128,))}
+SMALL = {"q, k and v": (256, (128, 64, 64)), "down": (384, (128,)), "gate and up": (256, (64, 64))}
 
 
 @pytest.mark.deep
@@ -19,7 +19,7 @@ def test_forms_agree(part, monkeypatch, as_on_a_gpu):  # noqa: F811
     monkeypatch.setattr(gpu_forms, "CALLS", 1)
     as_on_a_gpu()
     cases = {
-        "products": lambda: gpu_forms.products((1, 5), gpu_forms.OF_FEW_ROWS, counted=False),
+        "products": lambda: gpu_forms.products_of_few((1, 5)),
         "prefill": lambda: gpu_forms.products((300,), gpu_forms.OF_MANY_ROWS, counted=True),
         "experts": lambda: gpu_forms.experts((1, 3)),
     }[part]()
