@@ -583,9 +583,11 @@ class Router:
         best, chosen = self.choose(logits, w.router_bias, A)
         if self.score == "sigmoid":
             score = jax.nn.sigmoid(best)
+            score = score / jnp.sum(score, -1, keepdims=True) if self.normalized else score
+        elif self.normalized:  # the scores of all other experts cancel out
+            score = jax.nn.softmax(best)
         else:
             score = jnp.exp(best - jax.nn.logsumexp(logits, -1, keepdims=True))
-        score = score / jnp.sum(score, -1, keepdims=True) if self.normalized else score
         return chosen, score * self.factor
 
     def logits(self, x: Array, w: MoEWeights) -> Array:

@@ -267,8 +267,7 @@ def ragged_dot(x: Array, weights: Sequence[Array | QuantizedArray], sizes: Array
 
     More than FEWEST_ROWS become two rows of integers each, which stand together, as both are for one expert.
     """
-    dtype = values_and_scale(weights[0])[0].dtype
-    if len(x) > FEW_ROWS or x.dtype != jnp.bfloat16 or dtype not in (jnp.int8, jnp.int4):
+    if len(x) > FEW_ROWS or not has_integers(x, values_and_scale(weights[0])[0]):
         return grouped_dot(x, weights, sizes)
     if len(x) <= FEWEST_ROWS:
         return grouped_dot(x, weights, sizes, by_integers=True)
@@ -280,33 +279,63 @@ def ragged_dot(x: Array, weights: Sequence[Array | QuantizedArray], sizes: Array
 def grouped_dot(
     x: Array, weights: Sequence[Array | QuantizedArray], sizes: Array, by_integers: bool = False
 ) -> list[Array]:
-    """`lax.ragged_dot` with each of the weights, in one kernel: -> [N,M] float32 for each.
+    """`lax.ragged_dot` with each of the weights: -> [N,M] float32 for each.
+
+    x: [N,D], the rows of expert 0, then those of expert 1... sizes: [E] int32. Rows beyond their sum are left
+    undefined. weights, by_integers: see `dot_of_tiles`.
+    """
+    N, E = len(x), sizes.size
+    rows = tile_rows(N, E, 16, 128)
+    tiles = min(N, N // rows + min(E, N))
+    tile = jnp.stack(find_tile(jnp.arange(tiles), sizes, rows))
+    return dot_of_tiles(x, weights, tile, rows, 1 if N == 1 else rows, by_integers)
+
+
+def dot_by_row(x: Array, weights: Sequence[Array | QuantizedArray], expert: Array) -> list[Array]:
+    """Each row times the matrix of its own expert, for each of the weights: -> [N,M] float32 for each.
+
+    x: [N,D], few rows. expert: [N] int32; a row of E is left undefined. No two rows should have one expert,
+    which would be read twice. weights: see `dot_of_tiles`. Arithmetic is by integers as in `ragged_dot`.
+    """
+    values, row = values_and_scale(weights[0])[0], jnp.arange(len(x))
+    tile = jnp.stack([jnp.minimum(expert, len(values) - 1), row, row + (expert < len(values))])
+    by_integers = len(x) <= FEWEST_ROWS and has_integers(x, values)
+    return dot_of_tiles(x, weights, tile.astype(jnp.int32), 16, 1, by_integers)
+
+
+def has_integers(x: Array, values: Array) -> bool:
+    """Whether products are computed by integers, if rows are few."""
+    return x.dtype == jnp.bfloat16 and values.dtype in (jnp.int8, jnp.int4)
+
+
+def dot_of_tiles(
+    x: Array, weights: Sequence[Array | QuantizedArray], tile: Array, rows: int, read: int, by_integers: bool
+) -> list[Array]:
+    """Tiles of rows, each times the matrix of an expert, in one kernel for all weights: -> [N,M] for each.
 
     It reads no expert without rows, and no weight in another type.
 
-    x: [N,D], the rows of expert 0, then those of expert 1...; it may be int8 if weights are int8 or int4.
+    x: [N,D]; it may be int8 if weights are int8 or int4.
     weights, of one format: [E,D,M], float or int8 values. Or int4, values [E,D,I,M] where D counts groups; M
     is even. Or MXFP4, of whole pairs of blocks; M is a multiple of 4.
-    sizes: [E] int32. Rows beyond their sum are left undefined.
+    tile: [3,tiles] int32, of each tile the expert, its first row, and where the expert's rows end.
+    rows: of a tile at most. read: how many rows the kernel reads of each; one that it has read it repeats.
     by_integers: the kernel makes integers of each tile of a float x.
     """
-    (N, D), E = x.shape, sizes.size
+    (N, D), tiles = x.shape, tile.shape[1]
     values, scales = zip(*map(values_and_scale, weights), strict=True)
     packing = packing_of(values[0].dtype)
-    rows = tile_rows(N, E, 16, 128)
     deep = 128 // (1 if by_integers else x.dtype.itemsize)
     if scales[0] is not None:
         deep = min(deep, values[0].shape[2])
     if packing.blocks == 2:
         x = in_order_of_bytes(x)
-    tiles = min(N, N // rows + min(E, N))
-    tile = jnp.stack(find_tile(jnp.arange(tiles), sizes, rows))
 
     each, columns = packing.each, [y.shape[-1] for y in values]
     values, scales = zip(*(packing.entries(*w, D) for w in zip(values, scales, strict=True)), strict=True)
     blocks = sum(pl.cdiv(M, COLUMNS) for M in columns)
     parts = max(1, min(gpu.PROGRAMS // (tiles * blocks), values[0].shape[1] // (4 * deep)))
-    options = dict(rows=rows, deep=deep, parts=parts, packing=packing, by_integers=by_integers)
+    options = dict(rows=rows, read=read, deep=deep, parts=parts, packing=packing, by_integers=by_integers)
     products = pl.pallas_call(
         partial(_grouped_dot, **options),
         grid=(tiles, blocks, parts),
@@ -330,12 +359,11 @@ def in_order_of_bytes(x: Array) -> Array:
 
 def _grouped_dot(
     x, weights, scales, tile, *products,
-    rows: int, deep: int, parts: int, packing: Packing, by_integers: bool,
+    rows: int, read: int, deep: int, parts: int, packing: Packing, by_integers: bool,
 ):  # fmt: skip
     """The kernel: one tile of rows, COLUMNS columns of one matrix, and one part of the entries along D."""
     i, j, part = (pl.program_id(axis) for axis in range(3))
     expert, begin, end = tile[0, i], tile[1, i], tile[2, i]
-    read = 1 if len(x) == 1 else rows  # a single row is repeated only where the product needs more
     width = COLUMNS // packing.each
 
     def used(n: int) -> Array:

@@ -52,11 +52,15 @@ def expert_mlp(
     summed: False for the addends of the sum, [A,R,D]: 0 for an expert of another device.
     No row is dropped, however the rows are distributed. On TPUs rows go through `active_experts`, if it has a
     kernel for the weights and all that it keeps in VMEM fits, see `block_width`; the addends of many rows
-    have no kernel.
+    have no kernel. On GPUs a single row is not sorted.
     """
-    has_kernel = block_width(gate, down, x) and (summed or len(x) <= FEW_ROWS)
-    use_kernel = platform() == "tpu" and "experts" not in plain_kinds() and has_kernel
-    function = active_experts if use_kernel else sorted_rows
+    function: Callable = sorted_rows
+    if "experts" in plain_kinds():
+        pass
+    elif platform() == "tpu" and block_width(gate, down, x) and (summed or len(x) <= FEW_ROWS):
+        function = active_experts
+    elif len(x) == 1 and all((platform(), scheme_of(w)) in DOTS_BY_ROW for w in (gate, up, down)):
+        function = one_row if read_by_gpu((gate, up, down)) else sorted_rows
     return function(x, expert, factor, gate, up, down, biases, activation, scales, summed)
 
 
@@ -70,33 +74,63 @@ def sorted_rows(
     chosen = expert.reshape(-1)
     order = jnp.argsort(chosen)  # pairs with other devices' experts come last
     sizes = jnp.bincount(chosen, length=E + 1)[:E]
-    rows, factor = x[order // A], factor.reshape(-1, 1)[order]
-    if scales == "input":
-        rows = (rows * factor).astype(x.dtype)
+    pairs = x[order // A], chosen[order], factor.reshape(-1, 1)[order]
+    dots = partial(by_scheme, RAGGED_DOTS, sizes)
+    y = mlp_of_pairs(*pairs, (gate, up, down), biases, activation, scales, dots)
+    y = jnp.where((chosen < E)[:, None], jnp.zeros_like(y).at[order].set(y), 0)
+    y = y.reshape(-1, A, y.shape[-1])
+    return y.sum(1) if summed else y.swapaxes(0, 1)
 
-    def of_rows(per_expert: Array) -> Array:
-        return per_expert.at[chosen[order]].get(mode="clip")
+
+def one_row(
+    x: Array, expert: Array, factor: Array, gate, up, down, biases: Biases, activation: Callable, scales: str,
+    summed: bool = True,
+) -> Array:  # fmt: skip
+    """`expert_mlp` of a single row. Each of its choices has another expert: there is nothing to sort."""
+    E = jax.tree.leaves(gate)[0].shape[0]
+    chosen, factor = expert[0], factor.reshape(-1, 1)
+    pairs = jnp.repeat(x, len(chosen), 0), chosen, factor
+    dots = partial(by_scheme, DOTS_BY_ROW, chosen)
+    y = mlp_of_pairs(*pairs, (gate, up, down), biases, activation, scales, dots)
+    y = jnp.where((chosen < E)[:, None], y, 0)
+    return y.sum(0, keepdims=True) if summed else y[:, None]
+
+
+def mlp_of_pairs(
+    x: Array, chosen: Array, factor: Array, matrices, biases: Biases, activation: Callable, scales: str,
+    multiply: Callable,
+) -> Array:  # fmt: skip
+    """Each pair through its expert: x [P,D], chosen [P], factor [P,1] -> [P,D] float32.
+
+    multiply: rows and several weights -> for each the products, and the scale by which they are still to be
+    multiplied, [E,M], or None.
+    """
+    x = (x * factor).astype(x.dtype) if scales == "input" else x
+
+    def of_pairs(per_expert: Array) -> Array:
+        return per_expert.at[chosen].get(mode="clip")
 
     def dots(x: Array, *pairs: tuple) -> list[Array]:
         """Of pairs (weight, bias)."""
         weights, biases = zip(*pairs, strict=True)
-        schemes = {scheme_of(w) for w in weights}
-        if len(schemes) > 1:
-            return [y for pair in pairs for y in dots(x, pair)]
-        product = choose("experts", RAGGED_DOTS, (platform(), *schemes), plain_ragged_dot)
         found = []
-        for (y, scale), bias in zip(product(x, weights, sizes), biases, strict=True):
-            y = y if scale is None else y * of_rows(scale)
-            found.append(y if bias is None else y + of_rows(bias))
+        for (y, scale), bias in zip(multiply(x, weights), biases, strict=True):
+            y = y if scale is None else y * of_pairs(scale)
+            found.append(y if bias is None else y + of_pairs(bias))
         return found
 
-    gate_bias, up_bias, down_bias = biases
-    h = activation(*dots(rows, (gate, gate_bias), (up, up_bias)))
+    (gate, up, down), (gate_bias, up_bias, down_bias) = matrices, biases
+    h = activation(*dots(x, (gate, gate_bias), (up, up_bias)))
     (y,) = dots(h.astype(x.dtype), (down, down_bias))
-    y = y * factor if scales == "output" else y
-    y = jnp.where((chosen < E)[:, None], jnp.zeros_like(y).at[order].set(y), 0)
-    y = y.reshape(-1, A, y.shape[-1])
-    return y.sum(1) if summed else y.swapaxes(0, 1)
+    return y * factor if scales == "output" else y
+
+
+def by_scheme(table: dict, where: Array, x: Array, weights: Sequence) -> "Products":
+    """What a table's kernels find, which multiply several weights at once if they are of one scheme."""
+    schemes = [scheme_of(w) for w in weights]
+    if len(set(schemes)) > 1:
+        return [y for w in weights for y in by_scheme(table, where, x, [w])]
+    return choose("experts", table, (platform(), schemes[0]), plain_ragged_dot)(x, weights, where)
 
 
 # The functions below multiply sorted rows by their experts' matrices, of several weights of one scheme. They
@@ -130,19 +164,27 @@ def ragged_dot_on_cpu(x: Array, weights: Weights, sizes: Array) -> Products:
 
 def ragged_dot_on_gpu(x: Array, weights: Weights, sizes: Array) -> Products:
     """By a kernel: XLA's product multiplies each row by all experts."""
+    if read_by_gpu(weights):
+        return dots_on_gpu(gpu_products.ragged_dot, x, weights, sizes)
+    if scheme_of(weights[0]) in PACKED:
+        return ragged_dot_on_gpu(x, [w.format.expert_matrices(w, x.dtype)[0] for w in weights], sizes)
+    return plain_ragged_dot(x, weights, sizes)
+
+
+def dots_on_gpu(dot: Callable, x: Array, weights: Weights, where: Array) -> Products:
+    """By the kernel, which also multiplies by the scales of weights in four bits."""
+    if scheme_of(weights[0]) in PACKED:
+        return [(y, None) for y in dot(x, weights, where)]
     values, scales = zip(*map(values_and_scale, weights), strict=True)
-    if not all(map(gpu_products.supports, values)):
-        return plain_ragged_dot(x, weights, sizes)
-    return list(zip(gpu_products.ragged_dot(x, values, sizes), scales, strict=True))
+    return list(zip(dot(x, values, where), scales, strict=True))
 
 
-def packed_ragged_dot_on_gpu(x: Array, weights: Sequence[QuantizedArray], sizes: Array) -> Products:
-    """By the same kernel, of weights in four bits, which it also multiplies by their scales."""
-    if all(gpu_products.supports(w.values) for w in weights):
-        return [(y, None) for y in gpu_products.ragged_dot(x, weights, sizes)]
-    return ragged_dot_on_gpu(x, [w.format.expert_matrices(w, x.dtype)[0] for w in weights], sizes)
+def read_by_gpu(weights: Weights) -> bool:
+    """Whether the GPU's kernel can read them."""
+    return all(gpu_products.supports(values_and_scale(w)[0]) for w in weights)
 
 
+PACKED = "int4", "mxfp4"
 # By platform and scheme; all others use `plain_ragged_dot`.
 RAGGED_DOTS = {
     ("tpu", "float"): ragged_dot_on_tpu,
@@ -151,8 +193,12 @@ RAGGED_DOTS = {
     ("cpu", "int8"): ragged_dot_on_cpu,
     ("gpu", "float"): ragged_dot_on_gpu,
     ("gpu", "int8"): ragged_dot_on_gpu,
-    ("gpu", "int4"): packed_ragged_dot_on_gpu,
-    ("gpu", "mxfp4"): packed_ragged_dot_on_gpu,
+    ("gpu", "int4"): ragged_dot_on_gpu,
+    ("gpu", "mxfp4"): ragged_dot_on_gpu,
+}
+# The same of rows that have an expert each, [N] in place of the sizes.
+DOTS_BY_ROW = {
+    ("gpu", scheme): partial(dots_on_gpu, gpu_products.dot_by_row) for scheme in ("float", "int8", *PACKED)
 }
 
 

@@ -23,7 +23,17 @@ from test_meshes import assert_same
 import model
 import ragged_attention
 from ops import attention, gpu, gpu_products, grouped_matmul, matmul
-from quantize import INT4, INT8, MXFP4, QuantizedArray, dequantize_groups, quantize, quantize_groups, ungroup
+from quantize import (
+    INT4,
+    INT8,
+    MXFP4,
+    PerGroup,
+    QuantizedArray,
+    dequantize_groups,
+    quantize,
+    quantize_groups,
+    ungroup,
+)
 from serving import chunks
 from serving.executors import one_program
 from serving.steps import DecodeStep, PrefillChunk, batch_infos
@@ -248,6 +258,42 @@ def test_experts_of_integers(dtype, sizes, as_on_a_gpu):
         known = np.float64(x[row])[None]
         error = np.abs(np.float64(result[row]) - known @ whole[expert])
         assert (error <= rounding(known, whole[expert])).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4", "mxfp4"])
+@pytest.mark.parametrize("scales", ["input", "output"])
+def test_choices_of_one_row(dtype, scales, monkeypatch, as_on_a_gpu):
+    """Experts in any order, one of another device, without sorting; NaN in those that are not chosen."""
+    monkeypatch.setattr(grouped_matmul, "sorted_rows", None)
+    rng, (E, D, M) = np.random.default_rng(0), (8, 64, 128)
+    expert, factor = np.array([[5, 8, 2, 7]]), rng.uniform(0.2, 0.9, (1, 4))
+    x = jnp.asarray(rng.standard_normal((1, D)), "float32" if dtype in ("float32", "mxfp4") else "bfloat16")
+    weights = [jnp.float32(rng.standard_normal(shape) / 8) for shape in ((E, D, M), (E, D, M), (E, M, D))]
+    idle = np.setdiff1d(np.arange(E), expert)
+    if format := {"int8": INT8, "int4": PerGroup(32), "mxfp4": MXFP4}.get(dtype):
+        infos = [ArrayInfo("eDm", "D", shape=(E, D, M))] * 2 + [ArrayInfo("emD", "m", shape=(E, M, D))]
+        given = [format.encode(w, info) for w, info in zip(weights, infos, strict=True)]
+        weights = [format.decode(w, info) for w, info in zip(given, infos, strict=True)]
+        nan = 255 if dtype == "mxfp4" else jnp.nan
+        given = [dataclasses.replace(w, scale=w.scale.at[idle].set(nan)) for w in given]
+    else:
+        weights = [w.astype(dtype) for w in weights]
+        given = [w.at[idle].set(jnp.nan) for w in weights]
+    biases = [rng.standard_normal((E, n)) * (scales == "output") for n in (M, M, D)]
+    weight = np.zeros((1, E + 1))
+    np.put_along_axis(weight, expert, factor, -1)
+    exact = [np.float64(w) for w in weights]
+    expected = sum_of_experts(np.float64(x), weight[:, :E], exact, biases, scales)
+    used = as_on_a_gpu()
+    options = tuple(map(jnp.float32, biases)), model.SwiGLU(), scales
+    arguments = x, jnp.int32(expert), jnp.float32(factor), *given, *options
+    found = grouped_matmul.expert_mlp(*arguments)
+    assert used == {"grouped_dot"}
+    # Hidden units are rounded to x's type.
+    np.testing.assert_allclose(found, expected, atol=1e-5 if x.dtype == jnp.float32 else 1e-2)
+    addends = grouped_matmul.expert_mlp(*arguments, False)
+    assert addends.shape == (4, 1, D) and not addends[1].any()
+    np.testing.assert_allclose(addends.sum(0), found, atol=1e-5)
 
 
 @pytest.mark.parametrize("rows", [3, 20])
