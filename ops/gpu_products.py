@@ -300,7 +300,8 @@ def dot_by_row(x: Array, weights: Sequence[Array | QuantizedArray], expert: Arra
     values, row = values_and_scale(weights[0])[0], jnp.arange(len(x))
     tile = jnp.stack([jnp.minimum(expert, len(values) - 1), row, row + (expert < len(values))])
     by_integers = len(x) <= FEWEST_ROWS and has_integers(x, values)
-    return dot_of_tiles(x, weights, tile.astype(jnp.int32), 16, 1, by_integers)
+    read = 1 if by_integers else 16  # to repeat a row costs less than to make integers of 16, but is not free
+    return dot_of_tiles(x, weights, tile.astype(jnp.int32), 16, read, by_integers)
 
 
 def has_integers(x: Array, values: Array) -> bool:
