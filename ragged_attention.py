@@ -94,13 +94,16 @@ def sees_by_query(q: Array, kv: KV) -> bool:
     return platform() == "gpu" and "attention" not in plain_kinds() and gpu_attention.by_flash(q, kv)
 
 
-# ------------------------------------------------------------------------------------------- on accelerators
+# --------------------------------------------------------------------------------------------------- on GPUs
 
 
 def decode_on_gpu(q: Array, new: KV, kv: KV, length: Array, place: Array, gap=None, row=None):
-    """`ragged_decode` as one kernel, if it supports the cache."""
+    """`ragged_decode` as one kernel, where it supports the cache."""
     decode = gpu_attention.decode if gpu_attention.by_flash(q, kv) else write_then_attend
     return decode(q, new, kv, length, place, gap, row)
+
+
+# --------------------------------------------------------------------------------------------------- on TPUs
 
 
 def has_kernel(kv: KV) -> bool:

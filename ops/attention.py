@@ -1,11 +1,12 @@
 """Attention over rows of different lengths: the reference, which runs on every platform.
 
-../ragged_attention.py chooses between these functions and the kernels that a platform has in cpu.py, gpu.py,
-tpu.py and ../ragged_attention.py. Letters as in model.py: B rows, T queries, S cached slots, K key/value
-heads, G queries per key/value head, H width of keys, C columns of a slot; all uppercase, as these are this
-device's sizes. Attention returns the pair (o, lse):
+../ragged_attention.py chooses between these functions and the kernels that a platform has in cpu.py,
+gpu_attention.py, tpu.py and ../ragged_attention.py. Letters as in model.py: B rows, T queries, S cached
+slots, K key/value heads, G queries per key/value head, H width of keys, C columns of a slot; all uppercase,
+as these are this device's sizes. Attention returns the pair (o, lse):
 
-    o:   [B,T,K,G,width of values] float32, the attention output over the keys that this call saw
+    o:   [B,T,K,G,width of values] float32, the attention output over the keys that this call saw; of the
+         kernel for GPUs it has the queries' type
     lse: [B,T,K,G] float32, the natural log of the sum of exp(score) over them, -inf if it saw none
 
 so that `merge` can join partial results: of blocks of one cache, of a cache and the new tokens, or of the

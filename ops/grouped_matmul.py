@@ -54,14 +54,18 @@ def expert_mlp(
     kernel for the weights and all that it keeps in VMEM fits, see `block_width`; the addends of many rows
     have no kernel. On GPUs a single row is not sorted.
     """
-    function: Callable = sorted_rows
-    if "experts" in plain_kinds():
-        pass
-    elif platform() == "tpu" and block_width(gate, down, x) and (summed or len(x) <= FEW_ROWS):
-        function = active_experts
-    elif len(x) == 1 and all((platform(), scheme_of(w)) in DOTS_BY_ROW for w in (gate, up, down)):
-        function = one_row if read_by_gpu((gate, up, down)) else sorted_rows
+    function = way_of(x, gate, up, down, summed)
     return function(x, expert, factor, gate, up, down, biases, activation, scales, summed)
+
+
+def way_of(x: Array, gate, up, down, summed: bool) -> Callable:
+    """The function by which rows go through their experts, see `expert_mlp`."""
+    if "experts" in plain_kinds():
+        return sorted_rows
+    if platform() == "tpu" and block_width(gate, down, x) and (summed or len(x) <= FEW_ROWS):
+        return active_experts
+    by_row = len(x) == 1 and all((platform(), scheme_of(w)) in DOTS_BY_ROW for w in (gate, up, down))
+    return one_row if by_row and read_by_gpu((gate, up, down)) else sorted_rows
 
 
 def sorted_rows(
@@ -75,8 +79,8 @@ def sorted_rows(
     order = jnp.argsort(chosen)  # pairs with other devices' experts come last
     sizes = jnp.bincount(chosen, length=E + 1)[:E]
     pairs = x[order // A], chosen[order], factor.reshape(-1, 1)[order]
-    dots = partial(by_scheme, RAGGED_DOTS, sizes)
-    y = mlp_of_pairs(*pairs, (gate, up, down), biases, activation, scales, dots)
+    multiply = partial(by_scheme, RAGGED_DOTS, sizes)
+    y = mlp_of_pairs(*pairs, (gate, up, down), biases, activation, scales, multiply)
     y = jnp.where((chosen < E)[:, None], jnp.zeros_like(y).at[order].set(y), 0)
     y = y.reshape(-1, A, y.shape[-1])
     return y.sum(1) if summed else y.swapaxes(0, 1)
@@ -88,10 +92,10 @@ def one_row(
 ) -> Array:  # fmt: skip
     """`expert_mlp` of a single row. Each of its choices has another expert: there is nothing to sort."""
     E = jax.tree.leaves(gate)[0].shape[0]
-    chosen, factor = expert[0], factor.reshape(-1, 1)
-    pairs = jnp.repeat(x, len(chosen), 0), chosen, factor
-    dots = partial(by_scheme, DOTS_BY_ROW, chosen)
-    y = mlp_of_pairs(*pairs, (gate, up, down), biases, activation, scales, dots)
+    chosen = expert[0]
+    pairs = jnp.repeat(x, len(chosen), 0), chosen, factor.reshape(-1, 1)
+    multiply = partial(by_scheme, DOTS_BY_ROW, chosen)
+    y = mlp_of_pairs(*pairs, (gate, up, down), biases, activation, scales, multiply)
     y = jnp.where((chosen < E)[:, None], y, 0)
     return y.sum(0, keepdims=True) if summed else y[:, None]
 
