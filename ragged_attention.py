@@ -77,7 +77,7 @@ def write_then_attend(q: Array, new: KV, kv: KV, length: Array, place: Array, ga
 
     q: [B,1,K,G,H]. new: the token as the cache stores it, values [B,K,1,C]. place: [B,1] int32, its slot, or
     S if another device holds it. length, gap, row: see `attend_cached`; the new token is among the slots that
-    are attended to. Slots in its tile of 32 that are not attended to may become zeros.
+    are attended to. On TPUs slots in its tile of 32 that are not attended to may become zeros.
     """
     kv = write(kv, new, place, row)
     return attend_cached(q, kv, length, gap, row), kv
@@ -98,7 +98,7 @@ def sees_by_query(q: Array, kv: KV) -> bool:
 
 
 def decode_on_gpu(q: Array, new: KV, kv: KV, length: Array, place: Array, gap=None, row=None):
-    """`ragged_decode` as one kernel, where it supports the cache."""
+    """`ragged_decode` by `flash`, which also writes the token, where it supports the cache."""
     decode = gpu_attention.decode if gpu_attention.by_flash(q, kv) else write_then_attend
     return decode(q, new, kv, length, place, gap, row)
 

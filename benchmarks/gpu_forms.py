@@ -208,7 +208,7 @@ def random_mxfp4(key: jax.Array, E: int, D: int, M: int) -> QuantizedArray:
 
 
 def random_experts(n: int, format_name: str, E: int, A: int, D: int, M: int, key: jax.Array) -> tuple:
-    """Rows in the order of their experts, a matrix for each expert, and how many rows each has."""
+    """Rows in the order of their experts, a matrix for each expert, its number of rows, each row's expert."""
     of_x, of_w, of_choice = jax.random.split(key, 3)
     w: jax.Array | QuantizedArray
     if format_name == "mxfp4":
@@ -223,12 +223,13 @@ def random_experts(n: int, format_name: str, E: int, A: int, D: int, M: int, key
         w = values_and_scale(random_matrix(of_w, format_name, D, E * M))[0].reshape(E, M, D).swapaxes(1, 2)
     chosen = jax.vmap(lambda k: jax.random.permutation(k, E)[:A])(jax.random.split(of_choice, n))
     sizes = jnp.bincount(chosen.reshape(-1), length=E).astype(jnp.int32)
-    return normal(of_x, n * A, D), w, sizes
+    return normal(of_x, n * A, D), w, sizes, jnp.sort(chosen.reshape(-1))
 
 
 def experts(rows: Sequence[int]) -> Iterator[Case]:
-    by_floats = {"floats": lambda x, w, sizes: gpu_products.grouped_dot(x, [w], sizes)}
-    forms = {"integers": lambda x, w, sizes: gpu_products.ragged_dot(x, [w], sizes)} | by_floats
+    by_floats = {"floats": lambda x, w, sizes, expert: gpu_products.grouped_dot(x, [w], sizes)}
+    forms = {"integers": lambda x, w, sizes, expert: gpu_products.ragged_dot(x, [w], sizes)} | by_floats
+    by_row = {"row by row": lambda x, w, sizes, expert: gpu_products.dot_by_row(x, [w], expert)}
     for model_name, (E, A, D, M) in EXPERTS.items():
         for format_name, bits in BITS.items():
             if D % (PAIR if format_name == "mxfp4" else GROUP) and bits == 4:
@@ -236,6 +237,7 @@ def experts(rows: Sequence[int]) -> Iterator[Case]:
             for n in rows:
                 active = E * (1 - (1 - A / E) ** n)  # expected
                 by_name = forms if format_name.startswith("int") else by_floats
+                by_name = by_row | by_name if n == 1 else by_name
                 yield Case(
                     f"an expert's matrix, {model_name}, {format_name}, {n} rows", by_name,
                     partial(random_experts, n, format_name, E, A, D, M), int(active * D * M * bits / 8),

@@ -131,8 +131,8 @@ def _flash(
     tile = pl.ds(pl.program_id(0) * rows, rows)
     used = pl.program_id(0) * rows + lax.broadcasted_iota(jnp.int32, (rows,), 0) < N
     limit = (limits.at[jnp.int32(i), b, tile] for i in range(limits.shape[0]))
-    low, high, *gap = (gpu.load(x, mask=used, other=0) for x in limit)
-    place = None if written is None else jnp.max(gap.pop())
+    low, high, *more = (gpu.load(x, mask=used, other=0) for x in limit)
+    gap, place = (more, None) if written is None else (more[:-1], jnp.max(more[-1]))
     seen = low < high
     end = jnp.max(jnp.where(seen, high, 0))
     begin = jnp.min(jnp.where(seen, low, end))
@@ -155,7 +155,8 @@ def _flash(
     if written is not None:
         whole_to = jnp.clip(lax.div(place, block), whole_from, whole_to)
         key, value = (vectors[r, pl.ds(N + which, 1)] for which in range(2))
-        own = (first * block <= place) & (place < last * block)  # no other part reads the token's slot
+        # No other part reads the token's slot. The last block may go beyond the cache, where S is no slot.
+        own = (first * block <= place) & (place < jnp.minimum(last * block, cache.values.shape[1]))
 
         @pl.when(own)
         def _():

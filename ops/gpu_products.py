@@ -47,9 +47,9 @@ def joined_dot(
     """Few rows times several matrices, in one kernel that reads them as they are: -> [P,N,M] for each.
 
     x: [N,D], of the matrices' type, or float beside int8: then the kernel makes integers of each tile of x.
-    Or with unit [N,1] both `integer_rows`, [N,2,D] int8. matrices: [M,D]. scales: factors of the products,
-    [M] each. The P parts are to be added: float32, or int32 if x is int8 without a unit. The program uses it
-    for int8 alone, benchmarks/gpu_forms.py also for bfloat16, which XLA multiplies otherwise.
+    x and unit may also be what `integer_rows` returns. matrices: [M,D]. scales: factors of the products, [M]
+    each. The P parts are to be added: float32, or int32 if x is int8 without a unit. The program uses it for
+    int8 alone, benchmarks/gpu_forms.py also for bfloat16, which XLA multiplies otherwise.
     then, dtype: an elementwise function of all products, and the type of its value, which is then the only
     result, in one part. The matrices have one size.
     """
@@ -61,8 +61,8 @@ def joined_dot(
     each = len(matrices) if then else 1  # matrices of a program
     sizes = [len(w) for w in matrices[::each]]
     # Fewer outputs for each program, rather than parts, which would be written and added.
-    widths = (n // each for n in (64, 32) if sum(pl.cdiv(M, n // each) for M in sizes) >= PROCESSORS)
-    outputs = next(widths, 16)
+    widths = (max(16, n // pl.next_power_of_2(each)) for n in (64, 32))
+    outputs = next((n for n in widths if sum(pl.cdiv(M, n) for M in sizes) >= PROCESSORS), 16)
     blocks = sum(pl.cdiv(M, outputs) for M in sizes)
     parts = 1 if then else max(1, min(PROCESSORS // blocks, D // (4 * deep)))
     dtype = dtype or (sum_dtype(x) if unit is None else jnp.float32)
@@ -295,7 +295,7 @@ def dot_by_row(x: Array, weights: Sequence[Array | QuantizedArray], expert: Arra
     """Each row times the matrix of its own expert, for each of the weights: -> [N,M] float32 for each.
 
     x: [N,D], few rows. expert: [N] int32; a row of E is left undefined. No two rows should have one expert,
-    which would be read twice. weights: see `dot_of_tiles`. Arithmetic is by integers as in `ragged_dot`.
+    which would be read twice. weights: see `dot_of_tiles`. Up to FEWEST_ROWS rows are multiplied by integers.
     """
     values, row = values_and_scale(weights[0])[0], jnp.arange(len(x))
     tile = jnp.stack([jnp.minimum(expert, len(values) - 1), row, row + (expert < len(values))])

@@ -38,6 +38,8 @@ FEW_ROWS = max(TILES)  # up to which an expert multiplies all rows, about as fas
 
 
 Biases = tuple[Array | None, Array | None, Array | None]  # of gate and up [E,M], and of down [E,D]
+Weights = Sequence[Array | QuantizedArray]
+Products = list[tuple[Array, Array | None]]  # of rows and each weight, and the scale that is missing
 
 
 def expert_mlp(
@@ -64,8 +66,9 @@ def way_of(x: Array, gate, up, down, summed: bool) -> Callable:
         return sorted_rows
     if platform() == "tpu" and block_width(gate, down, x) and (summed or len(x) <= FEW_ROWS):
         return active_experts
-    by_row = len(x) == 1 and all((platform(), scheme_of(w)) in DOTS_BY_ROW for w in (gate, up, down))
-    return one_row if by_row and read_by_gpu((gate, up, down)) else sorted_rows
+    weights = gate, up, down
+    on_gpu = platform() == "gpu" and all(("gpu", scheme_of(w)) in RAGGED_DOTS for w in weights)
+    return one_row if on_gpu and len(x) == 1 and read_by_gpu(weights) else sorted_rows
 
 
 def sorted_rows(
@@ -79,7 +82,11 @@ def sorted_rows(
     order = jnp.argsort(chosen)  # pairs with other devices' experts come last
     sizes = jnp.bincount(chosen, length=E + 1)[:E]
     pairs = x[order // A], chosen[order], factor.reshape(-1, 1)[order]
-    multiply = partial(by_scheme, RAGGED_DOTS, sizes)
+
+    def multiply(x: Array, weights: Sequence) -> Products:
+        key = platform(), scheme_of(weights[0])
+        return choose("experts", RAGGED_DOTS, key, plain_ragged_dot)(x, weights, sizes)
+
     y = mlp_of_pairs(*pairs, (gate, up, down), biases, activation, scales, multiply)
     y = jnp.where((chosen < E)[:, None], jnp.zeros_like(y).at[order].set(y), 0)
     y = y.reshape(-1, A, y.shape[-1])
@@ -94,7 +101,10 @@ def one_row(
     E = jax.tree.leaves(gate)[0].shape[0]
     chosen = expert[0]
     pairs = jnp.repeat(x, len(chosen), 0), chosen, factor.reshape(-1, 1)
-    multiply = partial(by_scheme, DOTS_BY_ROW, chosen)
+
+    def multiply(x: Array, weights: Sequence) -> Products:
+        return dots_on_gpu(gpu_products.dot_by_row, x, weights, chosen)
+
     y = mlp_of_pairs(*pairs, (gate, up, down), biases, activation, scales, multiply)
     y = jnp.where((chosen < E)[:, None], y, 0)
     return y.sum(0, keepdims=True) if summed else y[:, None]
@@ -106,8 +116,8 @@ def mlp_of_pairs(
 ) -> Array:  # fmt: skip
     """Each pair through its expert: x [P,D], chosen [P], factor [P,1] -> [P,D] float32.
 
-    multiply: rows and several weights -> for each the products, and the scale by which they are still to be
-    multiplied, [E,M], or None.
+    multiply: rows and several weights of one scheme -> for each the products, and the scale by which they are
+    still to be multiplied, [E,M], or None.
     """
     x = (x * factor).astype(x.dtype) if scales == "input" else x
 
@@ -117,6 +127,8 @@ def mlp_of_pairs(
     def dots(x: Array, *pairs: tuple) -> list[Array]:
         """Of pairs (weight, bias)."""
         weights, biases = zip(*pairs, strict=True)
+        if len({scheme_of(w) for w in weights}) > 1:
+            return [y for pair in pairs for y in dots(x, pair)]
         found = []
         for (y, scale), bias in zip(multiply(x, weights), biases, strict=True):
             y = y if scale is None else y * of_pairs(scale)
@@ -129,19 +141,8 @@ def mlp_of_pairs(
     return y * factor if scales == "output" else y
 
 
-def by_scheme(table: dict, where: Array, x: Array, weights: Sequence) -> "Products":
-    """What a table's kernels find, which multiply several weights at once if they are of one scheme."""
-    schemes = [scheme_of(w) for w in weights]
-    if len(set(schemes)) > 1:
-        return [y for w in weights for y in by_scheme(table, where, x, [w])]
-    return choose("experts", table, (platform(), schemes[0]), plain_ragged_dot)(x, weights, where)
-
-
 # The functions below multiply sorted rows by their experts' matrices, of several weights of one scheme. They
 # return for each weight ([N,M] float32, the scale [E,M] by which it is still to be multiplied, or None).
-
-Weights = Sequence[Array | QuantizedArray]
-Products = list[tuple[Array, Array | None]]
 
 
 def plain_ragged_dot(x: Array, weights: Weights, sizes: Array) -> Products:
@@ -176,7 +177,7 @@ def ragged_dot_on_gpu(x: Array, weights: Weights, sizes: Array) -> Products:
 
 
 def dots_on_gpu(dot: Callable, x: Array, weights: Weights, where: Array) -> Products:
-    """By the kernel, which also multiplies by the scales of weights in four bits."""
+    """By the kernel, which also multiplies by the scales of weights in four bits. where: see `dot`."""
     if scheme_of(weights[0]) in PACKED:
         return [(y, None) for y in dot(x, weights, where)]
     values, scales = zip(*map(values_and_scale, weights), strict=True)
@@ -199,10 +200,6 @@ RAGGED_DOTS = {
     ("gpu", "int8"): ragged_dot_on_gpu,
     ("gpu", "int4"): ragged_dot_on_gpu,
     ("gpu", "mxfp4"): ragged_dot_on_gpu,
-}
-# The same of rows that have an expert each, [N] in place of the sizes.
-DOTS_BY_ROW = {
-    ("gpu", scheme): partial(dots_on_gpu, gpu_products.dot_by_row) for scheme in ("float", "int8", *PACKED)
 }
 
 

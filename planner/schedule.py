@@ -255,16 +255,18 @@ def attention_operations(operands: list[Array]) -> float:
 def gpu_kernel_operations(x: Instruction, operands: list[Array]) -> float:
     """Operations of products of the kernels for GPUs. Those of 8-bit integers count half.
 
-    flash: its second operand are keys and values [B,S,2H], its first result [parts,R,N,H]. grouped_dot,
-    joined_dot: rows [N,D], or [N,2,D] of two integers each, and one or several matrices; products are stored
-    as [parts,N,...].
+    flash: its second operand are keys and values [B,S,2H], its first result [parts,R,N,H]. joined_dot: rows
+    [N,1,D], or [N,2,D] of two integers each, and matrices [M,D]. grouped_dot: rows [N,D], and products that
+    are stored as [parts,N,...].
     """
     if x.kernel == "flash":
         (_, R, N, _), (_, S, C) = x.results[0].shape, operands[1].shape
         return 2 * R * N * S * C
     rows = operands[0]
-    products = sum(math.prod(y.shape[1:]) for y in x.results)
-    return (1 if rows.dtype == "s8" else 2) * math.prod(rows.shape[1:]) * products
+    each = 1 if rows.dtype == "s8" else 2
+    if x.kernel == "joined_dot":
+        return each * rows.size * sum(y.shape[0] for y in operands[1:] if y.shape[1:] == rows.shape[2:])
+    return each * rows.shape[1] * sum(math.prod(y.shape[1:]) for y in x.results)
 
 
 def ragged_operations(x: Instruction, operands: list[Array]) -> float:

@@ -93,8 +93,7 @@ def products(x: Array, *pairs: "tuple[str, Weight | Gathering]", then: Callable 
     if not all(map(has_columns, weights)):
         x = lax.all_gather(x, MODEL, axis=x.ndim - 1, tiled=True)
         return matmul.products(x, *zip(specs, weights, strict=True), then=then)
-    found = multiply_around(ring, x, specs, weights)
-    return [then(*found)] if then else found
+    return matmul.value_of(multiply_around(ring, x, specs, weights), then)
 
 
 def psum(x: "Array | Scattered", axes: tuple[str, ...]) -> Array:

@@ -471,7 +471,7 @@ MUTATIONS = [
     ("ops/gpu_attention.py", "inside & (slots != place)", "inside", GPU),
     ("ops/gpu_attention.py", "visible & (slots != place)", "visible", GPU),
     ("ops/gpu_attention.py", "written.scale[head, :, place] = scale[r, :, 0]", "pass", GPU),
-    ("ops/gpu_attention.py", "& (place < last * block)", "", GPU),
+    ("ops/gpu_attention.py", "jnp.minimum(last * block, cache.values.shape[1])", "last * block", GPU),
     ("ops/gpu_attention.py", "jnp.clip(lax.div(place, block), whole_from, whole_to)", "whole_to", GPU),
     ("ops/gpu_products.py", "(deep,), 0) < D\n            b = gpu.load", "(deep,), 0) <= D\n            b = gpu.load", GPU),
     ("ops/gpu_products.py", "weights, 2 * sizes)", "weights, sizes)", GPU),

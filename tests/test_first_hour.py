@@ -300,7 +300,7 @@ def test_several_matrices(wrong, monkeypatch, as_on_a_gpu):  # noqa: F811
 
 KERNELS = {  # of Pallas
     "cpu": set(),
-    "gpu": {"flash", "merge_parts", "grouped_dot", "joined_dot"},
+    "gpu": {"flash", "merge_parts", "grouped_dot", "integer_rows", "joined_dot"},
     "tpu": {
         "ragged_decode", "ragged_attention", "splash_mqa_fwd_segmented_residuals", "take_slots", "put_slots",
         "active_experts", "take_rows",

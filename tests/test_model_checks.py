@@ -69,7 +69,8 @@ def test_as_on_a_gpu(kind, as_on_a_gpu):  # noqa: F811
     """Its kernels, interpreted, compute what a CPU does; their names are told."""
     used, found = as_on_a_gpu(), run(kind)
     assert found["ok"] and found["failure"] is None
-    products = {BFLOAT16: set(), INT8: {"joined_dot"}, INT4: {"joined_dot", "grouped_dot"}}[kind]
+    of_int4 = {"joined_dot", "grouped_dot", "integer_rows"}
+    products = {BFLOAT16: set(), INT8: {"joined_dot"}, INT4: of_int4}[kind]
     assert used == {"flash", "merge_parts"} | products and all(name in found["name"] for name in used)
 
 

@@ -95,6 +95,23 @@ def test_kernels_of_a_gpu():
     assert not collective.asynchronous  # it is started and done in one place
 
 
+def test_operations_of_a_product_of_integers():
+    """A function of two products has one result; both are counted, 8-bit integers by half."""
+    text = """
+ENTRY %main (x: bf16[8,1,128], r: s8[32,2,128], a: s8[512,128], s: bf16[512]) -> bf16[1,8,512] {
+  %x = bf16[8,1,128]{2,1,0} parameter(0)
+  %r = s8[32,2,128]{2,1,0} parameter(1)
+  %a = s8[512,128]{1,0} parameter(2)
+  %s = bf16[512]{0} parameter(3)
+  %pallas_call.1 = f32[1,32,512]{2,1,0} custom-call(%r, %a, %a, %s, %s), custom_call_target="__gpu$xla.gpu.triton", backend_config={name = "joined_dot"}
+  ROOT %pallas_call.2 = bf16[1,8,512]{2,1,0} custom-call(%x, %a, %a, %s, %s), custom_call_target="__gpu$xla.gpu.triton", backend_config={name = "joined_dot"}
+}
+"""  # noqa: E501
+    chip = dataclasses.replace(H100, bandwidth=1e15, flops=1.0, vector=1e15)
+    found = read_schedule(Reader(text), chip, lambda x: 0.0)
+    assert found.seconds == pytest.approx(2 * (8 + 32) * 2 * 512 * 128)
+
+
 def test_joined_and_padded_weights_are_copies():
     """As XLA makes of GLM-4-9B's MLP on eight GPUs, of which each has 1712 columns: no multiple of 64."""
     text = """
