@@ -3,11 +3,11 @@
     python3 benchmarks/gpu_forms.py
 
 Each line is a piece of work of a published model, and the forms that can do it: our kernels, and XLA, which
-may call NVIDIA's libraries. The forms take turns in one run, and read arrays that together do
-not fit into the GPU's caches. The form that the program uses comes first; the fastest one is named at the
-end. Beside its microseconds a form has the share of a copy's bandwidth at which it has read weights or a
-cache, or, of many rows, the share of a large product's operations. The exit code is 1 if a form's result is
-not that of the first one, which is then WRONG, or if the first one fails.
+may call NVIDIA's libraries. The forms take turns in one run, and read arrays that together do not fit into
+the GPU's caches. The form that the program uses comes first; the fastest one is named at the end. Beside its
+microseconds a form has the share of a copy's bandwidth at which it has read weights or a cache, or, of many
+rows, the share of a large product's operations. The exit code is 1 if a form's result is not that of the
+first one, which is then WRONG, or if the first one fails.
 """
 
 import dataclasses
@@ -92,24 +92,17 @@ def by_xla(x: jax.Array, *weights, dtype=jnp.bfloat16) -> list[jax.Array]:
     return [matmul.einsum_on_gpu("nD,MD->nM", x, w, dtype).astype(x.dtype) for w in weights]
 
 
-def by_one_kernel(x: jax.Array, *weights) -> list[jax.Array]:
-    """Floats by the kernel that multiplies by several matrices."""
-    return [jnp.sum(y, 0).astype(x.dtype) for y in gpu_products.joined_dot(x, weights)]
+def by_one_kernel(x: jax.Array, *weights, then: Callable | None = None) -> list[jax.Array]:
+    """Floats by the kernel that multiplies by several matrices. then: a function that it computes of them."""
+    dtype = x.dtype if then else None
+    found = gpu_products.joined_dot(x, weights, then=then, dtype=dtype)
+    return [jnp.sum(y, 0).astype(x.dtype) for y in found]
 
 
-def by_integers(x: jax.Array, *weights) -> list[jax.Array]:
+def by_integers(x: jax.Array, *weights, then: Callable | None = None) -> list[jax.Array]:
     """int8 by the same kernel."""
     pairs = [("nD,MD->nM", w) for w in weights]
-    return [y.astype(x.dtype) for y in matmul.int8_products_on_gpu(x, pairs, x.dtype)]
-
-
-def by_one_kernel_with_activation(x: jax.Array, *weights) -> list[jax.Array]:
-    return [y[0] for y in gpu_products.joined_dot(x, weights, then=ACTIVATION, dtype=x.dtype)]
-
-
-def by_integers_with_activation(x: jax.Array, *weights) -> list[jax.Array]:
-    pairs = [("nD,MD->nM", w) for w in weights]
-    return matmul.int8_products_on_gpu(x, pairs, x.dtype, ACTIVATION)
+    return [y.astype(x.dtype) for y in matmul.int8_products_on_gpu(x, pairs, x.dtype, then)]
 
 
 def activated(form: Callable) -> Callable:
@@ -155,13 +148,16 @@ OF_FEW_ROWS = {
         "floats": partial(by_experts_kernel, dot=gpu_products.grouped_dot),
     },
 }
-ACTIVATED = {  # of gate and up, the activation, too
+ACTIVATED = {  # the products of gate and up, and the activation of both
     "bfloat16": {
         "XLA": activated(by_xla),
         "one kernel": activated(by_one_kernel),
-        "the activation, too": by_one_kernel_with_activation,
+        "the activation, too": partial(by_one_kernel, then=ACTIVATION),
     },
-    "int8": {"the activation, too": by_integers_with_activation, "integers": activated(by_integers)},
+    "int8": {
+        "the activation, too": partial(by_integers, then=ACTIVATION),
+        "integers": activated(by_integers),
+    },
 }
 OF_MANY_ROWS = {
     "bfloat16": {"XLA": by_xla, "XLA, to float32 first": partial(by_xla, dtype=jnp.float32)},
